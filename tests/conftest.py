@@ -1,0 +1,75 @@
+"""What all tests share: the repository on the path, the switch --full, a small data set, and tiny models."""
+import importlib
+import os
+import random
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")     # results repeat for one thread count; tests may run beside others
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+MODELS = sorted(p.stem.removeprefix("model_") for p in ROOT.glob("model_*.py"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="the long version of the property-based and kill tests")
+
+
+def pytest_configure(config):
+    """25 random examples a property in CI, 200 with --full; the same ones every time."""
+    examples = 200 if config.getoption("--full") else 25
+    hypothesis.settings.register_profile("here", max_examples=examples, derandomize=True, deadline=None, database=None)
+    hypothesis.settings.load_profile("here")
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def full(request):
+    return request.config.getoption("--full")
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """A folder with the byte-level data set `words`: 12,000 characters of made-up sentences, one document."""
+    import prepare
+    root = tmp_path_factory.mktemp("data")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(60)]
+    text = ""
+    while len(text) < 12000:
+        text += " ".join(rng.choices(words, k=8)).capitalize() + ".\n"
+    (root / "words.txt").write_text(text)
+    prepare.prepare(prepare.PrepareConfig(dataset=f"file:{root / 'words.txt'}", tokenizer="byte",
+                                          data_dir=str(root), name="words"))
+    return root
+
+
+def tiny(name, **sizes):
+    """A small float64 model of model_<name>.py with every parameter moved by N(0, 0.1): zero-initialised
+    projections would hide errors."""
+    module = importlib.import_module(f"model_{name}")
+    torch.manual_seed(0)
+    cfg = module.Config(**{**dict(block_size=100, vocab_size=61, n_layer=2, n_head=4, n_embd=32), **sizes})
+    model = module.Model(cfg).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model.eval()
+
+
+def relative(a, b):
+    """Largest difference of two tensors relative to the larger one's root mean square."""
+    scale = max(a.double().square().mean().sqrt().item(), b.double().square().mean().sqrt().item(), 1e-30)
+    return (a.double() - b.double()).abs().max().item() / scale

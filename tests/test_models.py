@@ -1,0 +1,272 @@
+"""The contract of every model file (forward, cache, generate, ...): a new model_*.py is tested by existing."""
+import copy
+import importlib
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import MODELS, relative, tiny
+
+# Settings of each model that must keep the contract too, beside its defaults.
+VARIANTS = {"gpt": [dict(n_kv_head=2, qk_norm=True), dict(pos="alibi", mlp="gelu", tie_embeddings=False),
+                    dict(pos="none", window=5), dict(n_kv_head=1, window=7), dict(pos="alibi", window=3)]}
+CASES = [(name, sizes) for name in MODELS for sizes in [{}] + VARIANTS.get(name, [])]
+every = pytest.mark.parametrize("name, sizes", CASES, ids=lambda x: x if isinstance(x, str) else
+                                ",".join(f"{k}={v}" for k, v in x.items()) or "default")
+models = pytest.mark.parametrize("name", MODELS)
+
+
+def tokens(B, T, V=61, seed=1):
+    return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+@models
+@pytest.mark.parametrize("V", [61, 257, 4096])
+def test_initial_loss_is_that_of_a_uniform_guess(name, V):
+    module = importlib.import_module(f"model_{name}")
+    torch.manual_seed(0)
+    model = module.Model(module.Config(vocab_size=V)).train()
+    x = tokens(4, model.cfg.block_size + 1, V)
+    _, loss, aux = model(x[:, :-1], x[:, 1:])
+    assert -0.1 <= aux["ce"].item() - math.log(V) <= 0.7
+    assert not aux["ce"].requires_grad and loss.requires_grad
+
+
+@every
+def test_overfits_one_batch(name, sizes):
+    module = importlib.import_module(f"model_{name}")
+    torch.manual_seed(0)
+    model = module.Model(module.Config(**{**dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32), **sizes}))
+    x = tokens(2, 17)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(150):
+        model.train()
+        model.set_step(step)
+        loss = model(x[:, :-1], x[:, 1:])[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert model.eval()(x[:, :-1], x[:, 1:])[2]["ce"].item() < 0.05
+
+
+def outputs_and_gradients(model, x):
+    model.zero_grad()
+    logits, loss, _ = model(x[:, :-1], x[:, 1:])
+    loss.backward()
+    return logits.detach(), loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_naive_is_fast(name, sizes, B, T):
+    model, x = tiny(name, **{**sizes, "fast": True}), tokens(B, T + 1)
+    naive = tiny(name, **{**sizes, "fast": False})
+    naive.load_state_dict(model.state_dict())
+    assert model.cfg.fast and not naive.cfg.fast
+    for training in (False, True):
+        logits, loss, grads = outputs_and_gradients(model.train(training), x)
+        logits2, loss2, grads2 = outputs_and_gradients(naive.train(training), x)
+        assert relative(logits, logits2) < 1e-10 and abs(loss - loss2) < 1e-10 * abs(loss)
+        for n in grads:
+            one_key = T == 1 and any(s in n for s in ("wq", "wk", "q_norm", "k_norm"))  # softmax over one key: no gradient
+            assert one_key or grads[n].abs().max() > 0, f"{n} has no gradient: nothing is compared"
+            assert relative(grads[n], grads2[n]) < 1e-10 or one_key and grads2[n].abs().max() < 1e-12, n
+
+
+@every
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 100])
+def test_naive_is_fast(name, sizes, T):
+    assert_naive_is_fast(name, sizes, 2, T)
+
+
+@models
+@given(B=st.integers(1, 3), T=st.integers(1, 100), heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),
+       head_dim=st.sampled_from([2, 6, 8]), n_layer=st.integers(1, 3))
+def test_naive_is_fast_at_random_shapes(name, B, T, heads, head_dim, n_layer):
+    n_head, n_kv_head = heads
+    assert_naive_is_fast(name, dict(n_head=n_head, n_kv_head=n_kv_head, n_embd=n_head * head_dim, n_layer=n_layer), B, T)
+
+
+def feed(model, x, lengths, splits):
+    """Feed row b's first lengths[b] tokens through one cache in pieces of the given sizes (rows shorter than a
+    piece are padded); returns the logits of each row's tokens."""
+    cache = model.init_cache(len(x), max(lengths))
+    rows = [[] for _ in x]
+    start = 0
+    for size in splits:
+        n = torch.tensor([min(max(length - start, 0), size) for length in lengths])
+        piece = torch.zeros(len(x), size, dtype=torch.long)
+        for b in range(len(x)):
+            piece[b, :n[b]] = x[b, start:start + n[b]]
+        with torch.no_grad():
+            logits = model(piece, cache=cache, n_valid=None if (n == size).all() else n)[0]
+        for b in range(len(x)):
+            rows[b].append(logits[b, :n[b]])
+        start += size
+    assert cache.lengths.tolist() == list(lengths)
+    return [torch.cat(r) for r in rows]
+
+
+def assert_cache_is_forward(model, lengths, splits, tolerance):
+    x = tokens(len(lengths), max(lengths), model.cfg.vocab_size)
+    got = feed(model, x, lengths, splits)
+    for b, length in enumerate(lengths):
+        with torch.no_grad():
+            want = model(x[b:b + 1, :length])[0][0]
+        assert relative(got[b], want) < tolerance
+        assert (got[b].argmax(-1) == want.argmax(-1)).all()
+
+
+@every
+@pytest.mark.parametrize("fast", [True, False])
+def test_cache_in_any_split_is_one_forward(name, sizes, fast):
+    model = tiny(name, fast=fast, **sizes)
+    for splits in ([37], [1] * 37, [5, 1, 1, 30], [36, 1], [1, 36], [16, 16, 5]):
+        assert_cache_is_forward(model, [37, 37], splits, 1e-10)
+        assert_cache_is_forward(model, [37, 1, 20], splits, 1e-10)
+    assert_cache_is_forward(model.float(), [37, 37, 12], [30, 1, 1, 5], 1e-5)
+
+
+@every
+@given(data=st.data())
+def test_cache_is_forward_at_random(name, sizes, data):
+    lengths = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=4))
+    splits, left = [], max(lengths)
+    while left:
+        splits.append(data.draw(st.integers(1, left)))
+        left -= splits[-1]
+    assert_cache_is_forward(tiny(name, **sizes), lengths, splits, 1e-10)
+
+
+@every
+def test_no_position_sees_the_future(name, sizes):
+    model, x = tiny(name, **sizes), tokens(2, 50)
+    with torch.no_grad():
+        before = model(x)[0]
+        for t in (1, 25, 49):
+            y = x.clone()
+            y[:, t] = (y[:, t] + 1) % 61
+            after = model(y)[0]
+            assert torch.equal(before[:, :t], after[:, :t])
+            assert not torch.equal(before[:, t], after[:, t])
+
+
+@every
+def test_a_slot_of_the_cache_serves_another_sequence(name, sizes):
+    """reset(rows) empties some rows; a new sequence there is computed as if alone, the others go on."""
+    model, x = tiny(name, **sizes), tokens(3, 40)
+    with torch.no_grad():
+        cache = model.init_cache(2, 40)
+        model(x[:2, :15], cache=cache)
+        cache.reset([1])
+        idx = torch.stack([x[0, 15:25], x[2, :10]])
+        logits = model(idx, cache=cache)[0]
+        assert cache.lengths.tolist() == [25, 10]
+        assert relative(logits[0], model(x[:1, :25])[0][0, 15:]) < 1e-10
+        assert relative(logits[1], model(x[2:, :10])[0][0]) < 1e-10
+        cache.reset()
+        assert cache.lengths.tolist() == [0, 0]
+        assert relative(model(x[:2], cache=cache)[0], model(x[:2])[0]) < 1e-10
+
+
+@every
+def test_rows_of_a_batch_do_not_touch_each_other(name, sizes):
+    model, x = tiny(name, **sizes), tokens(3, 30)
+    with torch.no_grad():
+        assert relative(model(x)[0][1], model(x[1:2])[0][0]) < 1e-10
+
+
+@models
+def test_limits_are_errors(name):
+    model = tiny(name)
+    cache = model.init_cache(1, 10)
+    with pytest.raises(ValueError, match="full"):
+        model(tokens(1, 11), cache=cache)
+    model(tokens(1, 10), cache=cache)
+    with pytest.raises(ValueError, match="full"):
+        model(tokens(1, 1), cache=cache)
+    with pytest.raises(ValueError, match="T = 0"):
+        model(tokens(1, 0))
+    if model.context_limit is not None:
+        with pytest.raises(ValueError, match="block_size"):
+            model(tokens(1, model.context_limit + 1))
+        with pytest.raises(ValueError, match="block_size"):
+            model.init_cache(1, model.context_limit + 1)
+
+
+@models
+def test_context_goes_on_where_positions_have_no_end(name):
+    """Past block_size a model without a context limit still decodes as it computes forward."""
+    for sizes in [{}] + VARIANTS.get(name, []):
+        model = tiny(name, **{**sizes, "block_size": 16})
+        if model.context_limit is None:
+            assert_cache_is_forward(model, [50, 33], [20, 1, 1, 28], 1e-10)
+
+
+@every
+def test_ignored_targets_and_dtypes(name, sizes):
+    model, x = tiny(name, **sizes), tokens(2, 21)
+    y = x[:, 1:].clone()
+    y[0, 5:] = -1
+    logits, loss, aux = model(x[:, :-1], y)
+    keep = y != -1
+    want = -logits.log_softmax(-1)[keep].gather(-1, y[keep][:, None]).mean()
+    assert logits.dtype == torch.float64 and abs(aux["ce"] - want) < 1e-12
+    assert model(x)[1] is None
+    assert torch.isfinite(model(x, torch.full_like(x, -1))[1]), "no target counts: the loss is 0, not NaN"
+    assert model.bfloat16()(x)[0].dtype == torch.float32
+
+
+@every
+def test_generate_is_greedy_decoding(name, sizes):
+    model, x = tiny(name, **{**sizes, "block_size": 24}), tokens(2, 7)
+    want = x
+    with torch.no_grad():
+        for _ in range(30):     # past block_size too
+            context = want[:, -24:] if model.context_limit else want
+            want = torch.cat([want, model(context)[0][:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(model.generate(x, 30, temperature=0), want)
+    torch.manual_seed(0)
+    sampled = model.generate(x, 30, temperature=1.0, top_k=5)
+    assert sampled.shape == want.shape and not torch.equal(sampled, want)
+
+
+@every
+def test_weights_survive_a_state_dict(name, sizes):
+    model, x = tiny(name, **sizes), tokens(1, 12)
+    other = type(model)(copy.deepcopy(model.cfg)).double().eval()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(model(x)[0], other(x)[0])
+    assert len(list(other.parameters())) == len(list(model.parameters()))      # shared ones are shared again
+
+
+@models
+def test_flops_grow_with_the_model(name):
+    small, large = tiny(name, n_layer=2), tiny(name, n_layer=4)
+    weights = sum(p.numel() for n, p in small.named_parameters() if p.dim() == 2)
+    assert small.flops_per_token() > 5 * weights and large.flops_per_token() > 1.3 * small.flops_per_token()
+
+
+@models
+def test_optimizer_groups_hold_every_parameter_once(name):
+    import train
+    for optimizer in ("adamw", "muon"):
+        model = tiny(name)
+        groups = train.parameter_groups(model, train.TrainConfig(model=name, optimizer=optimizer))
+        ids = [id(p) for g in groups for p in g["params"]]
+        assert sorted(ids) == sorted(id(p) for p in model.parameters())
+        assert all(p.dim() == 2 for g in groups if g["kind"] == "muon" for p in g["params"])
+        if optimizer == "muon":
+            assert any(g["kind"] == "muon" for g in groups)
+
+
+@models
+@pytest.mark.gpu
+def test_cuda_equals_cpu(name):
+    model, x = tiny(name), tokens(2, 50)
+    want = outputs_and_gradients(model, x)
+    got = outputs_and_gradients(model.cuda(), x.cuda())
+    assert relative(got[0].cpu(), want[0]) < 1e-9
+    for n in want[2]:
+        assert relative(got[2][n].cpu(), want[2][n]) < 1e-9, n

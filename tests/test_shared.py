@@ -1,0 +1,88 @@
+"""Rules on the source text: shared blocks are the same everywhere, and nothing executes what it loads."""
+import ast
+import re
+
+import pytest
+
+from conftest import ROOT
+
+SOURCES = sorted(ROOT.glob("*.py"))
+# Every model file has these, each its own.
+OWN = {"Config", "Model", "Block", "Attention"}
+
+
+def definitions(files):
+    """{name: {file: source}} of all top-level functions and classes."""
+    found = {}
+    for file in files:
+        text = file if isinstance(file, str) else file.read_text()
+        for node in ast.parse(text).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.setdefault(node.name, {})[str(file)[:40] if isinstance(file, str) else file.name] = ast.unparse(node)
+    return found
+
+
+def differing(files):
+    return sorted(name for name, sources in definitions(files).items()
+                  if name not in OWN and len(set(sources.values())) > 1)
+
+
+def test_blocks_of_the_same_name_are_the_same_in_all_model_files():
+    assert differing(sorted(ROOT.glob("model_*.py"))) == []
+
+
+def test_a_differing_block_is_noticed():
+    text = (ROOT / "model_gpt.py").read_text()
+    assert differing([text, text.replace("unsqueeze(-2)", "unsqueeze(-1)") + "# other"]) == ["apply_rotary"]
+
+
+FORBIDDEN = {"eval", "exec", "compile", "__import__"}
+
+
+def dangers(tree):
+    """Calls that could run what a file holds: eval, exec, pickle, torch.load without weights_only=True,
+    trust_remote_code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in FORBIDDEN or name.startswith(("pickle.", "marshal.", "os.system", "subprocess.")):
+                yield name
+            keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if name == "torch.load" and keywords.get("weights_only") != "True":
+                yield name
+            if name in ("np.load", "numpy.load") and keywords.get("allow_pickle", "False") != "False":
+                yield name
+            if keywords.get("trust_remote_code", "False") != "False":
+                yield "trust_remote_code"
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (a.name for a in node.names if a.name in ("pickle", "dill", "marshal", "subprocess"))
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda f: f.name)
+def test_nothing_executes_what_it_loads(file):
+    assert list(dangers(ast.parse(file.read_text()))) == []
+
+
+def test_the_scan_finds_what_it_looks_for():
+    bad = "import pickle\npickle.load(f)\ntorch.load(f)\neval(x)\nload_dataset(n, trust_remote_code=True)\n"
+    assert len(list(dangers(ast.parse(bad)))) == 5
+    assert list(dangers(ast.parse("torch.load(f, weights_only=True)\nmodel.eval()"))) == []
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("*.py")) + sorted(ROOT.glob("configs/*.yaml")), ids=lambda f: f.name)
+def test_lines_fit_a_screen(file):
+    assert [n for n, line in enumerate(file.read_text().splitlines(), 1) if len(line) > 120] == []
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda f: f.name)
+def test_functions_are_short(file):
+    """No function beyond 60 lines; every file opens with what it is."""
+    tree = ast.parse(file.read_text())
+    assert ast.get_docstring(tree)
+    long = [n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.end_lineno - n.lineno >= 60]
+    assert long == []
+
+
+def test_every_requirement_is_pinned():
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        assert not line.strip() or line.startswith("#") or re.match(r"[A-Za-z0-9_-]+==[0-9.]+(\s+#.*)?$", line), line
