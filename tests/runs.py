@@ -1,0 +1,70 @@
+"""Small training runs for the tests: arguments, a run in this process, a run in a process that may be killed."""
+import multiprocessing
+import os
+import signal
+
+SMALL = ["dataset=words", "tokenizer=byte", "block_size=16", "n_layer=2", "n_head=2", "n_embd=16", "dropout=0.1",
+         "batch_size=2", "max_steps=6", "learning_rate=1e-3", "warmup_steps=2", "eval_interval=100", "eval_batches=2",
+         "log_interval=1", "sample_tokens=0", "device=cpu", "compile=false"]
+
+
+def arguments(model, out_dir, data_dir, *extra):
+    return [f"model={model}", f"out_dir={out_dir}", f"data_dir={data_dir}", "run=r", *SMALL, *extra]
+
+
+def run(model, out_dir, data_dir, *extra, stop_after=None):
+    """A run in this process; stop_after=k sends it SIGTERM during step k. Returns the trainer."""
+    import train
+    trainer = train.setup(arguments(model, out_dir, data_dir, *extra))
+    step = trainer.train_step
+
+    def counted(stop):
+        if trainer.step + 1 == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(stop)
+    trainer.train_step = counted
+    done = trainer.run()
+    assert done == (stop_after is None)
+    return trainer
+
+
+def learned(trainer_or_state):
+    """The fingerprint of what a run has learned and would go on from: weights, optimizer, step, RNG, best loss."""
+    import train
+    state = trainer_or_state if isinstance(trainer_or_state, dict) else trainer_or_state.state()
+    return train.fingerprint({k: v for k, v in state.items() if k != "config"})
+
+
+def main_in_child(argv, die_at=None):
+    """train.main in a forked process. die_at=(call, n) kills it without warning just before (call="fsync") or just
+    after (call="fsync!") the n-th such call inside save_checkpoint."""
+    import torch
+
+    import train
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    if die_at:
+        name, n = die_at
+        place, attribute = {"fsync": (train.os, "fsync"), "replace": (train.os, "replace"),
+                            "save": (train.torch, "save"), "sync_folder": (train, "sync_folder")}[name.rstrip("!")]
+        original, calls = getattr(place, attribute), []
+
+        def deadly(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == n and not name.endswith("!"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = original(*args, **kwargs)
+            if len(calls) == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+        setattr(place, attribute, deadly)
+    train.main(argv)
+
+
+def context():
+    """Processes forked from a server that has imported torch but never computed with it (a fork after OpenMP has
+    run would hang)."""
+    ctx = multiprocessing.get_context("forkserver")
+    ctx.set_forkserver_preload(["torch", "matplotlib.pyplot", "train", "runs"])
+    return ctx

@@ -1,0 +1,240 @@
+"""Checkpoints: killed at any moment, damaged in any byte, hostile, on a full disk."""
+import io
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import torch
+
+import runs
+import train
+from conftest import MODELS, ROOT
+from prepare import UserError
+
+models = pytest.mark.parametrize("name", MODELS)
+LONG = ["max_steps=40", "eval_interval=2"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, data_dir):
+    """The fingerprint of an uninterrupted run of 40 steps that saves every second one. (Saving is the same for
+    all models; that each of them resumes bit for bit is tested in test_train.py.)"""
+    out = tmp_path_factory.mktemp("whole")
+    child(runs.arguments("gpt", out, data_dir, *LONG)).join()
+    return runs.learned(train.load_checkpoint(out / "r" / "ckpt.pt"))
+
+
+def child(argv, die_at=None):
+    process = runs.context().Process(target=runs.main_in_child, args=(argv, die_at))
+    process.start()
+    return process
+
+
+def finish(out, data_dir):
+    """Resume (or start) until the run is done; the fingerprint it ends with."""
+    resume = LONG + ["resume=true"] * (out / "r" / "ckpt.pt").exists()
+    p = child(runs.arguments("gpt", out, data_dir, *resume))
+    p.join()
+    assert p.exitcode == 0
+    assert not list(out.rglob("*.tmp"))
+    return runs.learned(train.load_checkpoint(out / "r" / "ckpt.pt"))
+
+
+def test_kill_at_random_moments(whole, tmp_path, data_dir, full):
+    rng = random.Random(0)
+    p = child(runs.arguments("gpt", tmp_path / "timed", data_dir, *LONG))
+    began = time.time()
+    while not (tmp_path / "timed" / "r" / "ckpt.pt").exists():
+        time.sleep(0.005)
+    first = time.time() - began
+    p.join()
+    total = time.time() - began
+    progress = set()
+    for n in range(50 if full else 10):
+        out = tmp_path / str(n)
+        p = child(runs.arguments("gpt", out, data_dir, *LONG))
+        time.sleep(rng.uniform(0.5 * first, total))
+        p.kill()
+        p.join()
+        if (out / "r" / "ckpt.pt").exists():
+            progress.add(train.load_checkpoint(out / "r" / "ckpt.pt")["step"])     # whole, whenever it was killed
+        assert finish(out, data_dir) == whole
+    assert len(progress) > 2, "the kills did not fall into the run"
+
+
+SAVING = [(call, n) for call in ("save", "save!", "fsync", "fsync!", "replace", "replace!", "sync_folder", "sync_folder!")
+          for n in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("die_at", SAVING, ids=lambda d: f"{d[0]}-{d[1]}")
+def test_kill_inside_saving(whole, tmp_path, data_dir, die_at):
+    """Just before and just after each system call of a save: the first, of best.pt, and later ones of ckpt.pt."""
+    p = child(runs.arguments("gpt", tmp_path, data_dir, *LONG), die_at)
+    p.join()
+    assert p.exitcode == -signal.SIGKILL
+    if die_at[1] > 2:
+        assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] >= 2
+    assert finish(tmp_path, data_dir) == whole
+
+
+def test_order_of_a_save(tmp_path, monkeypatch):
+    """SIGKILL does not test fsync: the file reaches the disk before it takes its place, the folder after."""
+    order = []
+    fsync, replace = os.fsync, os.replace
+
+    def spy(fd):
+        order.append("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
+        fsync(fd)
+    monkeypatch.setattr(os, "fsync", spy)
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append("replace"), replace(a, b)))
+    train.save_checkpoint(tmp_path / "c.pt", {"format": 1, "x": torch.ones(3)})
+    assert order == ["file", "replace", "folder"]
+    assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+
+
+# damage ---------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory, data_dir):
+    """The bytes of a small checkpoint and the fingerprint of its contents."""
+    out = tmp_path_factory.mktemp("sound")
+    trainer = runs.run("gpt", out, data_dir, "n_layer=1", "n_embd=4", "n_head=1", "block_size=4")
+    path = trainer.folder / "ckpt.pt"
+    return path.read_bytes(), train.fingerprint(train.load_checkpoint(path))
+
+
+def refused_or_unchanged(path, data, want):
+    """True where the file is refused; fails where it loads as something else."""
+    path.write_bytes(data)
+    try:
+        state = train.load_checkpoint(path)
+    except UserError as e:
+        assert "\n" not in str(e)
+        return True
+    assert train.fingerprint(state) == want, "a damaged checkpoint was loaded as something else"
+    return False
+
+
+def test_truncated_checkpoints_are_refused(sound, tmp_path):
+    data, want = sound
+    rng = random.Random(1)
+    for n in [0, 1, len(data) - 1] + [rng.randrange(len(data)) for _ in range(197)]:
+        assert refused_or_unchanged(tmp_path / "c.pt", data[:n], want)
+
+
+def test_flipped_bits_are_refused_or_harmless(sound, tmp_path):
+    data, want = sound
+    rng, refused = random.Random(2), 0
+    for _ in range(1000):
+        bad = bytearray(data)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        refused += refused_or_unchanged(tmp_path / "c.pt", bytes(bad), want)
+    assert refused > 500
+
+
+def test_every_byte_of_the_central_directory(sound, tmp_path):
+    """The zip's directory stands outside its checksums; a flip there makes torch read other bytes."""
+    data, want = sound
+    with zipfile.ZipFile(io.BytesIO(data)) as z:
+        start = z.start_dir
+    rng = random.Random(3)
+    for i in range(start, len(data)):
+        bad = bytearray(data)
+        bad[i] ^= 1 << rng.randrange(8)
+        refused_or_unchanged(tmp_path / "c.pt", bytes(bad), want)
+
+
+def test_a_flip_below_the_zip_checksums_is_noticed(sound, tmp_path):
+    """A changed weight in an archive that is sound as a zip: only the SHA-256 over the contents sees it."""
+    data, want = sound
+    (tmp_path / "a.pt").write_bytes(data)
+    state = torch.load(tmp_path / "a.pt", weights_only=True)
+    for change in (lambda s: s["weights"]["norm.weight"].add_(1e-7), lambda s: s.update(step=5),
+                   lambda s: s["tokenizer"].update(kind="char"), lambda s: s["config"].update(seed=True),
+                   lambda s: s["weights"].update(x=s["weights"].pop("norm.weight"))):
+        altered = torch.load(tmp_path / "a.pt", weights_only=True)
+        change(altered)
+        torch.save(altered, tmp_path / "b.pt")
+        with pytest.raises(UserError, match="checksum"):
+            train.load_checkpoint(tmp_path / "b.pt")
+    torch.save(state, tmp_path / "b.pt")
+    assert train.fingerprint(train.load_checkpoint(tmp_path / "b.pt")) == want
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def bomb_files(folder, target):
+    """Hostile files that create `target` when unpickled: a bare pickle, torch's old format, torch's zip."""
+    bomb = Bomb(str(target))
+    (folder / "plain.pt").write_bytes(pickle.dumps(bomb))
+    torch.save(bomb, folder / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"format": 1, "sha256": bomb}, folder / "zip.pt")
+    return ["plain.pt", "old.pt", "zip.pt"]
+
+
+def test_hostile_checkpoints_run_nothing(tmp_path):
+    target = tmp_path / "owned"
+    for name in bomb_files(tmp_path, target):
+        with pytest.raises(UserError, match="damaged or is not a checkpoint"):
+            train.load_checkpoint(tmp_path / name)
+        assert not target.exists()
+    with open(tmp_path / "plain.pt", "rb") as f:
+        pickle.load(f).close()
+    assert target.exists(), "the bomb is a dud: the test shows nothing"
+
+
+def test_foreign_files_are_refused(tmp_path):
+    torch.save({"model": torch.ones(3)}, tmp_path / "other.pt")
+    (tmp_path / "text.pt").write_text("hello")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    with zipfile.ZipFile(tmp_path / "zip.pt", "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("a", "b" * 1000)
+    for name in ("other.pt", "text.pt", "empty.pt", "zip.pt"):
+        with pytest.raises(UserError, match="not a checkpoint"):
+            train.load_checkpoint(tmp_path / name)
+    with pytest.raises(UserError, match="does not exist"):
+        train.load_checkpoint(tmp_path / "missing.pt")
+
+
+def test_only_plain_values_are_saved(tmp_path):
+    with pytest.raises(TypeError, match="may not hold"):
+        train.save_checkpoint(tmp_path / "c.pt", {"path": tmp_path})
+
+
+# a full disk -----------------------------------------------------------------------------------------------------
+
+FULL_DISK = """
+import resource, sys, train
+save = train.save_checkpoint
+def limited(path, state):
+    if state["step"] >= 4:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+    save(path, state)
+train.save_checkpoint = limited
+train.run_cli(train.main)
+"""
+
+
+@models
+def test_full_disk_leaves_the_last_checkpoint(name, tmp_path, data_dir):
+    (tmp_path / "full.py").write_text(FULL_DISK)
+    argv = runs.arguments(name, tmp_path, data_dir, "eval_interval=2")
+    p = subprocess.run([sys.executable, str(tmp_path / "full.py"), *argv], cwd=ROOT, text=True, capture_output=True,
+                       env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+    assert p.returncode == 2 and p.stderr.count("\n") == 1, p.stderr
+    assert "could not save" in p.stderr and "untouched" in p.stderr
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
+    assert runs.run(name, tmp_path, data_dir, "resume=true").step == 6

@@ -1,0 +1,385 @@
+"""The trainer: repeatable batches, resuming, schedules, optimizers, logs, signals, several processes."""
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import runs
+import train
+from conftest import MODELS, ROOT
+from prepare import TokenData, UserError
+
+models = pytest.mark.parametrize("name", MODELS)
+
+
+@models
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume_at_every_step_is_bit_identical(name, optimizer, tmp_path, data_dir):
+    options = [f"optimizer={optimizer}", "eval_interval=4"]
+    whole = runs.run(name, tmp_path / "whole", data_dir, *options)
+    for k in range(1, 6):
+        stopped = runs.run(name, tmp_path / str(k), data_dir, *options, stop_after=k)
+        assert stopped.step == k
+        resumed = runs.run(name, tmp_path / str(k), data_dir, "resume=true")
+        assert resumed.step == 6 and runs.learned(resumed) == runs.learned(whole)
+        assert runs.learned(train.load_checkpoint(tmp_path / str(k) / "r" / "ckpt.pt")) == runs.learned(whole)
+
+
+@models
+def test_evaluation_changes_no_weight(name, tmp_path, data_dir):
+    often = runs.run(name, tmp_path / "a", data_dir, "eval_interval=1")
+    never = runs.run(name, tmp_path / "b", data_dir, "eval_interval=50")
+    assert train.fingerprint(often.state()["weights"]) == train.fingerprint(never.state()["weights"])
+    other = runs.run(name, tmp_path / "c", data_dir, "seed=7")
+    assert train.fingerprint(other.state()["weights"]) != train.fingerprint(never.state()["weights"])
+
+
+@given(seed=st.integers(0, 2 ** 31), step=st.integers(0, 10 ** 6), rows=st.integers(1, 3))
+def test_batches_are_a_pure_function_of_seed_and_step(data_dir, seed, step, rows):
+    """Whoever computes it, alone or as one of 2 or 4, in any order: a micro-batch is the same."""
+    cfg = train.TrainConfig(seed=seed, batch_size=rows, gradient_accumulation_steps=4)
+    batches = train.TextBatches(data_dir / "words", cfg, 8)
+    alone = [batches.micro_batch(step, i)[0] for i in range(4)]
+    for world in (2, 4):
+        share = 4 // world
+        for rank in range(world):
+            fresh = train.TextBatches(data_dir / "words", cfg, 8)
+            for i in reversed(range(rank * share, (rank + 1) * share)):
+                assert torch.equal(fresh.micro_batch(step, i)[0], alone[i])
+    x, y = batches.micro_batch(step, 0)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    assert not torch.equal(torch.cat(alone), torch.cat([batches.micro_batch(step + 1, i)[0] for i in range(4)]))
+
+
+def test_seed_and_step_are_not_added(data_dir):
+    """seed 1 at step 2 and seed 2 at step 1 are different batches."""
+    one, two = (train.TextBatches(data_dir / "words", train.TrainConfig(seed=s), 8) for s in (1, 2))
+    assert not torch.equal(one.micro_batch(2, 0)[0], two.micro_batch(1, 0)[0])
+
+
+def test_validation_reads_every_token_once(data_dir):
+    batches = train.TextBatches(data_dir / "words", train.TrainConfig(batch_size=3), 16)
+    tokens = TokenData(data_dir / "words", "val")
+    seen = torch.cat([batches.cut(batches.val, starts)[1].flatten() for starts in batches.val_batches(0)])
+    text = torch.from_numpy(tokens.windows(np.array([0]), tokens.tokens)[0])
+    assert tokens.tokens - 1 - len(seen) < 16 and torch.equal(seen, text[1:len(seen) + 1])
+    limited = batches.val_batches(4)
+    assert sum(map(len, limited)) == 12 and limited[-1][-1] > 0.9 * len(seen) and limited[0][0] == 0
+
+
+@models
+def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
+    """The same eight sequences in one, two or eight micro-batches move the weights alike."""
+    results = []
+    for rows, accumulation in ((8, 1), (4, 2), (1, 8)):
+        trainer = runs.run(name, tmp_path / str(rows), data_dir, f"batch_size={rows}", "dropout=0.0", "max_steps=1",
+                           f"gradient_accumulation_steps={accumulation}", "beta1=0", "beta2=0")
+        results.append({n: o["exp_avg"] for n, o in enumerate(trainer.optimizers[0].state_dict()["state"].values())})
+    for other in results[1:]:
+        for n, gradient in results[0].items():
+            assert torch.allclose(gradient, other[n], rtol=1e-4, atol=1e-6 * gradient.abs().max().item())
+            assert gradient.abs().max() > 0
+
+
+def test_losses_count_tokens_not_micro_batches(tmp_path, data_dir, monkeypatch):
+    """A micro-batch with few targets weighs little: masking targets gives the gradient of the mean over the rest."""
+    original = train.TextBatches.micro_batch
+
+    def masked(self, step, index):
+        x, y = original(self, step, index)
+        return x, y.masked_fill(torch.arange(y.size(1)) >= (2 if index else 16), -1)
+    monkeypatch.setattr(train.TextBatches, "micro_batch", masked)
+    options = ["dropout=0.0", "max_steps=1", "grad_clip=0", "weight_decay=0", "beta1=0"]
+    trainer = runs.run("gpt", tmp_path / "a", data_dir, "gradient_accumulation_steps=2", *options)
+    fresh = train.setup(runs.arguments("gpt", tmp_path / "b", data_dir, "gradient_accumulation_steps=2", *options))
+    pairs = [masked(fresh.batches, 0, i) for i in range(2)]
+    x, y = (torch.cat(part) for part in zip(*pairs))
+    fresh.model.train()(x, y)[1].backward()
+    got = [s["exp_avg"] for s in trainer.optimizers[0].state_dict()["state"].values()]
+    want = [p.grad for g in fresh.optimizers[0].param_groups for p in g["params"]]
+    assert len(got) == len(want) and (y == -1).any()
+    for a, b in zip(got, want):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6 * b.abs().max().item())
+
+
+@models
+def test_fast_and_naive_train_alike(name, tmp_path, data_dir):
+    a, b = (runs.run(name, tmp_path / fast, data_dir, "dropout=0.0", f"fast={fast}") for fast in ("true", "false"))
+    losses = [[row["ce"] for row in train.read_log(t.folder / "log.jsonl") if "ce" in row] for t in (a, b)]
+    assert len(losses[0]) == 6 and np.allclose(*losses, rtol=1e-4)
+    assert a.model.cfg.fast and not b.model.cfg.fast
+
+
+@models
+def test_shared_parameters_survive_the_checkpoint(name, tmp_path, data_dir):
+    trainer = runs.run(name, tmp_path, data_dir)
+    model, tokenizer, ckpt = train.load_run(tmp_path / "r")
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in trainer.model.parameters())
+    assert len({p.data_ptr() for p in model.state_dict().values()}) == \
+        len({p.data_ptr() for p in trainer.model.state_dict().values()})
+    x = torch.randint(0, 257, (1, 16))
+    assert torch.equal(model(x)[0], trainer.model.eval()(x)[0])
+    assert ckpt["step"] == 6 and tokenizer.decode(tokenizer.encode("abc")) == "abc"
+
+
+# what a changed key does on resume ---------------------------------------------------------------------------
+
+def test_a_key_changed_on_resume_holds(tmp_path, data_dir):
+    runs.run("gpt", tmp_path, data_dir, "weight_decay=0.1", "learning_rate=0.001", stop_after=3)
+    trainer = runs.run("gpt", tmp_path, data_dir, "resume=true", "weight_decay=0.05", "learning_rate=0.5", "max_steps=9")
+    assert trainer.step == 9
+    assert {g["weight_decay"] for g in trainer.optimizers[0].param_groups} == {0.05, 0.0}
+    assert {g["peak_lr"] for g in trainer.optimizers[0].param_groups} == {0.5}
+
+
+def test_resume_takes_the_runs_own_settings_not_the_defaults(tmp_path, data_dir):
+    runs.run("gpt", tmp_path, data_dir, "learning_rate=0.123", stop_after=3)
+    argv = [f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "resume=true", "device=cpu"]
+    trainer = train.setup(argv)
+    assert trainer.cfg.learning_rate == 0.123 and trainer.cfg.max_steps == 6 and trainer.model.cfg.n_embd == 16
+    assert trainer.step == 3
+
+
+def test_best_checkpoint_is_not_replaced_by_a_worse_one(tmp_path, data_dir, monkeypatch):
+    values = iter([3.0, 2.0, 5.0, 4.0, 4.5, 4.2])
+    monkeypatch.setattr(train.Trainer, "evaluate", lambda self: {"val_ce": next(values), "val_bpb": 1.0})
+    runs.run("gpt", tmp_path, data_dir, "eval_interval=1", stop_after=4)
+    runs.run("gpt", tmp_path, data_dir, "resume=true")
+    assert train.load_checkpoint(tmp_path / "r" / "best.pt")["step"] == 2
+    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["best_ce"] == 2.0
+
+
+def test_last_state_is_saved_before_the_last_evaluation(tmp_path, data_dir, monkeypatch):
+    def broken(self):
+        raise RuntimeError("evaluation broke")
+    monkeypatch.setattr(train.Trainer, "evaluate", broken)
+    with pytest.raises(RuntimeError):
+        runs.run("gpt", tmp_path, data_dir)
+    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 6
+
+
+def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
+    first = runs.run("gpt", tmp_path / "a", data_dir)
+    argv = runs.arguments("gpt", tmp_path / "b", data_dir, f"init_from={tmp_path / 'a' / 'r'}")
+    second = train.setup([a for a in argv if not a.startswith(("n_embd", "n_layer", "n_head"))])
+    assert second.step == 0 and second.optimizers[0].state_dict()["state"] == {}
+    assert train.fingerprint(second.state()["weights"]) == train.fingerprint(first.state()["weights"])
+    assert second.run()
+
+
+def test_finetuning_from_a_hugging_face_folder(tmp_path, data_dir):
+    import model_gpt
+    torch.manual_seed(5)
+    source = model_gpt.Model(model_gpt.Config(vocab_size=300, n_layer=1, n_head=2, n_embd=16, block_size=64))
+    source.to_pretrained(tmp_path / "hf")
+    argv = [a for a in runs.arguments("gpt", tmp_path, data_dir, f"init_from={tmp_path / 'hf'}")
+            if not a.startswith(("n_embd", "n_layer", "n_head"))]
+    trainer = train.setup(argv)
+    assert trainer.model.cfg.vocab_size == 300 and trainer.model.cfg.block_size == 16
+    assert torch.equal(trainer.model.wte.weight, source.wte.weight) and trainer.run()
+
+
+def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
+    runs.run("gpt", tmp_path, data_dir)
+    result = train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["best_ce"]
+    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()}
+    capsys.readouterr()
+    train.main([f"out_dir={tmp_path}", "run=r", "eval_only=true", f"data_dir={data_dir}"])
+    assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert f"val ce {result:.4f}" in capsys.readouterr().out
+
+
+# schedules, optimizers, logs -----------------------------------------------------------------------------------
+
+def test_schedules_by_hand():
+    cfg = train.TrainConfig(max_steps=100, warmup_steps=9, min_lr_frac=0.1, cooldown_frac=0.5)
+    cosine = [train.lr_factor(s, cfg) for s in range(101)]
+    assert cosine[0] == 0.1 and cosine[9] == 1.0 and abs(cosine[100] - 0.1) < 1e-12
+    assert abs(train.lr_factor(9 + 91 / 2, cfg) - 0.55) < 1e-12 and all(a > b for a, b in zip(cosine[9:], cosine[10:]))
+    cfg.lr_schedule = "linear"
+    assert train.lr_factor(0, cfg) == train.lr_factor(50, cfg) == 1.0
+    assert abs(train.lr_factor(75, cfg) - 0.55) < 1e-12 and abs(train.lr_factor(100, cfg) - 0.1) < 1e-12
+    cfg.lr_schedule = "trapezoid"
+    assert train.lr_factor(0, cfg) == 0.1 and train.lr_factor(30, cfg) == 1.0
+    assert abs(train.lr_factor(75, cfg) - 0.55) < 1e-12
+
+
+def test_groups_decay_matrices_only():
+    import model_gpt
+    model = model_gpt.Model(model_gpt.Config(tie_embeddings=False))
+    for optimizer in ("adamw", "muon"):
+        for g in train.parameter_groups(model, train.TrainConfig(optimizer=optimizer)):
+            assert all((p.dim() >= 2) == (g["weight_decay"] > 0) for p in g["params"])
+            if g["kind"] == "muon":
+                assert not any(p is model.wte.weight or p is model.head.weight for p in g["params"])
+    model.extra = torch.nn.Parameter(torch.ones(3))
+    model.param_groups = lambda cfg: [dict(kind="adamw", params=[model.extra], lr=1.0)]
+    with pytest.raises(AssertionError, match="no group"):
+        train.parameter_groups(model, train.TrainConfig())
+
+
+def test_clipping_and_the_logged_norm(tmp_path, data_dir):
+    trainer = runs.run("gpt", tmp_path, data_dir, "grad_clip=1e-3", "max_steps=1", "beta1=0")
+    moments = trainer.optimizers[0].state_dict()["state"].values()
+    norm = math.sqrt(sum(s["exp_avg"].square().sum().item() for s in moments))
+    assert abs(norm - 1e-3) < 1e-5
+    assert train.read_log(trainer.folder / "log.jsonl")[0]["grad_norm"] > 0.1
+
+
+def test_the_log(tmp_path, data_dir):
+    trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=2")
+    rows = [json.loads(line) for line in (trainer.folder / "log.jsonl").read_text().splitlines()]
+    steps = [r for r in rows if "ce" in r]
+    evaluations = [r for r in rows if "val_ce" in r]
+    assert [r["step"] for r in steps] == list(range(1, 7)) and [r["step"] for r in evaluations] == [2, 4, 6]
+    assert all(r["tokens"] == 32 * r["step"] for r in rows)
+    assert {"ce", "bpb", "lr", "grad_norm", "tokens_per_second", "seconds"} <= steps[0].keys()
+    meta = trainer.batches.val
+    want = evaluations[0]["val_ce"] / math.log(2) * meta.tokens / meta.bytes
+    assert abs(evaluations[0]["val_bpb"] - want) < 1e-9
+    assert (trainer.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_resumed_log_has_every_step_once(tmp_path, data_dir):
+    trainer = runs.run("gpt", tmp_path, data_dir, stop_after=3)
+    with open(trainer.folder / "log.jsonl", "a") as f:      # a killed run got further than its checkpoint
+        f.write(json.dumps({"step": 4, "tokens": 1, "seconds": 1e6, "ce": 1.0}) + '\n{"step": 5, "tok')
+    runs.run("gpt", tmp_path, data_dir, "resume=true")
+    rows = train.read_log(trainer.folder / "log.jsonl")
+    assert [r["step"] for r in rows if "ce" in r] == list(range(1, 7))
+    assert all(a["seconds"] <= b["seconds"] for a, b in zip(rows, rows[1:])) and rows[-1]["seconds"] < 1e5
+
+
+def test_loss_goes_down(tmp_path, data_dir):
+    trainer = runs.run("gpt", tmp_path, data_dir, "max_steps=150", "learning_rate=1e-2", "dropout=0", "n_embd=32")
+    losses = [row["ce"] for row in train.read_log(trainer.folder / "log.jsonl") if "ce" in row]
+    assert losses[0] > 5.3 and losses[-1] < 3.0
+
+
+# things that go wrong -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, data_dir, monkeypatch, bad):
+    import model_gpt
+    original = model_gpt.cross_entropy
+    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2"))
+    monkeypatch.setattr(model_gpt, "cross_entropy", lambda a, b: original(a, b) * (
+        bad if trainer.step == 3 and trainer.model.training else 1))
+    with pytest.raises(UserError, match="at step 3: stopped before the update"):
+        trainer.run()
+    saved = train.load_checkpoint(trainer.folder / "ckpt.pt")
+    assert trainer.step == 3 and saved["step"] == 2
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_a_gradient_that_is_not_finite_stops_too(tmp_path, data_dir):
+    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir))
+    trainer.model.wte.weight.register_hook(lambda g: g * math.inf)
+    with pytest.raises(UserError, match="grad_norm is .* at step 0"):
+        trainer.run()
+
+
+def start(*command, **environment):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, start_new_session=True)
+
+
+def wait_for(path, seconds=60):
+    end = time.time() + seconds
+    while not path.exists():
+        assert time.time() < end, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_0(tmp_path, data_dir, sig):
+    p = start("train.py", *runs.arguments("gpt", tmp_path, data_dir, "max_steps=1000000", "eval_interval=5"))
+    wait_for(tmp_path / "r" / "ckpt.pt")
+    p.send_signal(sig)
+    out, err = p.communicate(timeout=60)
+    assert p.returncode == 0, err
+    step = train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"]
+    assert f"stopped at step {step}" in out and "Traceback" not in err
+    assert train.read_log(tmp_path / "r" / "log.jsonl")[-1]["step"] == step
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+
+
+def test_two_processes_are_one_with_twice_the_accumulation(tmp_path, data_dir):
+    """Bit for bit: the same two micro-batches, accumulated by one process or shared by two."""
+    options = ["gradient_accumulation_steps=2", "eval_interval=3"]
+    one = runs.run("gpt", tmp_path / "one", data_dir, *options)
+    p = start(*TORCHRUN, *runs.arguments("gpt", tmp_path / "two", data_dir, *options))
+    out, err = p.communicate(timeout=120)
+    assert p.returncode == 0, err
+    two = train.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")
+    assert "2 processes" in out and two["step"] == 6
+    assert train.fingerprint(two["weights"]) == train.fingerprint(one.state()["weights"])
+    losses = [[r["ce"] for r in train.read_log(tmp_path / n / "r" / "log.jsonl") if "ce" in r] for n in ("one", "two")]
+    assert np.allclose(*losses, rtol=1e-6) and len(losses[0]) == 6
+
+
+NAN_AT_3 = """
+import sys, train, model_gpt
+original, setup = model_gpt.cross_entropy, train.setup
+def poisoned(argv):
+    trainer = setup(argv)
+    model_gpt.cross_entropy = lambda a, b: original(a, b) * (
+        float('nan') if trainer.step == 3 and trainer.procs.rank == 1 and trainer.model.training else 1)
+    return trainer
+def main(argv):
+    try:
+        train.main(argv)
+    except train.UserError as e:
+        open(sys.argv[0] + train.os.environ["RANK"], "w").write(str(e))
+        raise
+train.setup = poisoned
+train.run_cli(main)
+"""
+
+
+def test_every_process_stops_at_a_nan_in_one(tmp_path, data_dir):
+    (tmp_path / "poisoned.py").write_text(NAN_AT_3)
+    p = start(*TORCHRUN[:-1], str(tmp_path / "poisoned.py"),
+              *runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=2", "eval_interval=2"),
+              PYTHONPATH=str(ROOT))
+    _, err = p.communicate(timeout=120)
+    assert p.returncode != 0
+    for rank in "01":
+        assert "at step 3: stopped before the update" in (tmp_path / f"poisoned.py{rank}").read_text()
+    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
+    assert err.count("error: ce is nan at step 3") == 2
+
+
+def test_a_killed_process_ends_the_job(tmp_path, data_dir):
+    p = start(*TORCHRUN, *runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=2",
+                                         "max_steps=1000000", "eval_interval=5"))
+    wait_for(tmp_path / "r" / "ckpt.pt")
+    children = subprocess.run(["pgrep", "-P", str(p.pid)], capture_output=True, text=True).stdout.split()
+    assert len(children) == 2
+    os.kill(int(children[1]), signal.SIGKILL)
+    p.communicate(timeout=30)
+    assert p.returncode != 0
+    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] % 5 == 0
+
+
+@pytest.mark.gpu
+@models
+def test_trains_compiled_on_cuda(name, tmp_path, data_dir):
+    argv = [a for a in runs.arguments(name, tmp_path, data_dir, "max_steps=60", "learning_rate=1e-2", "n_embd=64")
+            if not a.startswith(("device=", "compile="))]
+    trainer = train.setup(argv)
+    assert trainer.procs.device.type == "cuda" and trainer.run()
+    losses = [row["ce"] for row in train.read_log(trainer.folder / "log.jsonl") if "ce" in row]
+    assert losses[-1] < losses[0] - 1

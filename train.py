@@ -1,0 +1,875 @@
+"""
+The trainer of every model: one process on a CPU or GPU, or many through torchrun.
+
+    python train.py                                              a small model on the embedded corpus
+    python train.py config=configs/gpt_tiny.yaml n_layer=6       a config file, and keys that replace its values
+    python train.py run=long max_steps=9000 resume=true          go on from out/long/ckpt.pt
+    torchrun --nproc_per_node=8 train.py config=...              data parallel, on one node or several
+    python train.py help                                         every key with its meaning
+
+All keys live in one flat namespace: those of TrainConfig below and those of the chosen model's Config.
+out/<run>/ receives ckpt.pt (the last state), best.pt (the best validation loss), log.jsonl and curves.png.
+
+What makes a run repeatable: the batch is a pure function of (seed, step), and the random numbers of a forward
+one of (seed, step, micro-batch). There is no data-order state: a resumed run, a run with another number of
+processes, and a run that evaluates more often all see the same tokens and end in the same weights.
+
+`step` counts completed optimizer steps, everywhere.
+"""
+import contextlib
+import hashlib
+import importlib
+import json
+import math
+import os
+import signal
+import struct
+import sys
+import time
+import warnings
+import zipfile
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from tqdm import tqdm
+
+from prepare import (PrepareConfig, TokenData, UserError, check_name, folder_name, help_text,
+                     is_offline, key_lines, load_tokenizer, prepare, run_cli, split_args, sync_folder, typed_config)
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass
+class TrainConfig:
+    model: str = "gpt"               # which model_<name>.py
+    config: str = ""                 # YAML file of keys (default: configs/<model>_tiny.yaml)
+    run: str = ""                    # name of the folder for results (default: the config file's name)
+    out_dir: str = "out"             # where run folders live
+    # data
+    dataset: str = "python"          # a source, as prepare.py takes it, or a folder under data_dir
+    tokenizer: str = "byte"          # byte | char | bpe:SIZE | gpt2
+    data_dir: str = "data"           # where prepared data sets live
+    batch_size: int = 12             # sequences in one forward (a micro-batch)
+    gradient_accumulation_steps: int = 1   # micro-batches in one optimizer step, over all processes together
+    # optimization
+    max_steps: int = 2000            # optimizer steps
+    optimizer: str = "adamw"         # adamw | muon (torch.optim.Muon for the blocks' matrices, AdamW for the rest)
+    learning_rate: float = 1e-3      # AdamW's peak
+    muon_learning_rate: float = 0.02   # Muon's peak
+    muon_momentum: float = 0.95      # Muon's momentum
+    weight_decay: float = 0.1        # on matrices and embeddings, not on vectors
+    beta1: float = 0.9               # AdamW
+    beta2: float = 0.99              # AdamW
+    grad_clip: float = 1.0           # largest gradient norm (0: no clipping)
+    lr_schedule: str = "cosine"      # cosine | linear (no warm-up; constant, down) | trapezoid (up, constant, down)
+    warmup_steps: int = 100          # linear warm-up of cosine and trapezoid
+    cooldown_frac: float = 0.2       # share of max_steps over which linear and trapezoid go down
+    min_lr_frac: float = 0.1         # where every schedule ends, as a share of the peak
+    # evaluation and logging
+    eval_interval: int = 250         # steps between evaluations and checkpoints
+    eval_batches: int = 40           # micro-batches of validation text an evaluation reads (0: all of it)
+    log_interval: int = 10           # steps between lines in log.jsonl
+    sample_prompt: str = "\n"        # what the sample at the end continues
+    sample_tokens: int = 256         # its length in tokens (0: no sample)
+    wandb: bool = False              # log to Weights & Biases too
+    tensorboard: bool = False        # log to TensorBoard too
+    # how to run
+    seed: int = 1337                 # of the weights, the batches and dropout
+    device: str = "auto"             # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda | cuda:N
+    dtype: str = "auto"              # of the forward: auto (bfloat16 on cuda) | float32 | bfloat16 (autocast)
+    compile: str = "auto"            # torch.compile: auto (on cuda) | true | false
+    init_from: str = ""              # start from a run's weights: its folder, a checkpoint, a Hugging Face folder or name
+    resume: bool = False             # go on from the run's ckpt.pt
+    overwrite: bool = False          # let a new run replace the one in its folder
+    eval_only: bool = False          # only evaluate the run's ckpt.pt, or init_from; nothing is written
+
+    def __post_init__(self):
+        for name, allowed in (("optimizer", ("adamw", "muon")),
+                              ("lr_schedule", ("cosine", "linear", "trapezoid")),
+                              ("dtype", ("auto", "float32", "bfloat16")), ("compile", ("auto", "true", "false"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)} must be one of: {', '.join(allowed)}")
+        for name in ("batch_size", "gradient_accumulation_steps", "max_steps", "eval_interval", "log_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("warmup_steps", "eval_batches", "sample_tokens", "seed", "learning_rate", "muon_learning_rate",
+                     "weight_decay", "grad_clip"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("cooldown_frac", "min_lr_frac", "beta1", "beta2", "muon_momentum"):
+            if not 0 <= getattr(self, name) <= 1 or (name[0] == "b" and getattr(self, name) == 1):
+                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        if self.sample_tokens and not self.sample_prompt:
+            raise ValueError("sample_prompt is empty: give at least one character, or sample_tokens=0")
+        if self.resume and self.overwrite:
+            raise ValueError("resume=true and overwrite=true exclude each other")
+        if self.resume and self.init_from:
+            raise ValueError("resume=true goes on from the run's own checkpoint: leave out init_from")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# configuration
+
+def model_module(name):
+    """The module model_<name>.py; UserError with the names there are."""
+    names = sorted(p.stem.removeprefix("model_") for p in HERE.glob("model_*.py"))
+    if name not in names:
+        raise UserError(f"model={name} is unknown: {', '.join(names)}")
+    return importlib.import_module(f"model_{name}")
+
+
+def full_schema(module):
+    """One dataclass with the trainer's keys and the model's, all in one namespace."""
+    def copy(cls):
+        return [(f.name, f.type, field(default=f.default)) for f in fields(cls)]
+    twice = {f.name for f in fields(TrainConfig)} & {f.name for f in fields(module.Config)}
+    assert not twice, f"{module.__name__}.Config repeats the trainer's keys {twice}"
+    return make_dataclass("RunConfig", copy(TrainConfig) + copy(module.Config))
+
+
+def read_config(argv):
+    """argv -> (TrainConfig, the model's Config fields, checkpoint or None, names of the keys that were set).
+
+    A value comes from the command line; else, on resume and eval_only, from the run's checkpoint; else, for the
+    model's own fields, from init_from's; else from the YAML file; else it is the default. On resume a YAML file
+    counts only where it is named on the command line, and then before the checkpoint.
+    """
+    given = split_args(argv)
+    file = given.get("config", str(HERE / "configs" / f"{given.get('model', 'gpt')}_tiny.yaml"))
+    yaml = load_yaml(file) if "config" in given or Path(file).exists() else {}
+    base, ckpt = {"run": Path(file).stem, **yaml, "config": file}, None
+    asked = {**asdict(TrainConfig()), **base, **given}
+    on = {key for key in ("resume", "eval_only") if str(asked[key]).lower() == "true"}
+    if on and not asked["init_from"]:
+        ckpt = load_checkpoint(run_folder(asked["out_dir"], asked["run"]) / "ckpt.pt")
+        base = {**ckpt["config"], **(yaml if "config" in given else {}),
+                **{key: asked[key] for key in ("run", "out_dir")},
+                **{key: getattr(TrainConfig, key) for key in ("resume", "overwrite", "eval_only", "init_from")}}
+    elif asked["init_from"]:
+        ckpt = load_initial(asked["init_from"])
+        base.update({k: v for k, v in ckpt["model_config"].items() if k != "fast"})
+    module = model_module(given.get("model", base.get("model", "gpt")))
+    values = asdict(typed_config(full_schema(module), given, base, free_text=("sample_prompt",)))
+    own = {f.name for f in fields(TrainConfig)}
+    model_fields = {k: v for k, v in values.items() if k not in own}
+    try:
+        cfg = TrainConfig(**{k: values[k] for k in own})
+        module.Config(**model_fields)           # refuses impossible sizes before anything else is done
+    except ValueError as e:
+        raise UserError(str(e)) from e
+    if ckpt is not None and ckpt["model"] != cfg.model:
+        raise UserError(f"model={cfg.model}, but the checkpoint holds model={ckpt['model']}")
+    return cfg, model_fields, ckpt, set(given) | set(base)
+
+
+def run_folder(out_dir, run):
+    """out_dir/run, where run must be a plain name, so that it cannot leave out_dir."""
+    check_name(run, "run")
+    return Path(out_dir) / run
+
+
+def load_yaml(file):
+    """The flat keys of a config file. UserError where it is missing or is not `key: value` lines."""
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"config={file} cannot be read: {getattr(e, 'strerror', None) or 'not a text file'}") from e
+    except Exception as e:      # the YAML parser has many kinds of errors, all of them about this file
+        raise UserError(f"config={file} is not valid YAML: {' '.join(str(e).split())[:200]}") from e
+    if not isinstance(values, dict) or any(isinstance(v, (dict, list)) for v in values.values()):
+        raise UserError(f"config={file} must hold flat `key: value` lines")
+    return values
+
+
+def print_help(argv):
+    """The usage, then every key with its default and meaning: the trainer's, then the chosen model's."""
+    name = next((a.split("=", 1)[1] for a in argv if a.startswith("model=")), "gpt")
+    print("\n".join([help_text(TrainConfig), "", f"keys of model={name}:", *key_lines(model_module(name).Config)]))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# data: every batch is a pure function of (seed, step)
+
+class TextBatches:
+    """Micro-batches of a prepared data set. A window starts at any token; the windows of one optimizer step
+    are drawn together, so who computes which of them changes nothing."""
+
+    def __init__(self, folder, cfg, block_size):
+        self.train, self.val = TokenData(folder, "train"), TokenData(folder, "val")
+        self.seed, self.rows, self.accumulation = cfg.seed, cfg.batch_size, cfg.gradient_accumulation_steps
+        self.length = block_size + 1            # inputs, and the targets one token later
+        for split, data in (("train", self.train), ("val", self.val)):
+            if data.n_windows(self.length) < 1:
+                raise UserError(f"block_size={block_size} is too long for {folder}: its {split} text has "
+                                f"{data.tokens} tokens")
+        self.micro_batch(0, 0)                  # damaged token files are found before anything is written
+
+    def micro_batch(self, step, index):
+        """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets, each
+        (batch_size, block_size) int64."""
+        rng = np.random.default_rng(np.random.SeedSequence([self.seed, step]))
+        starts = rng.integers(0, self.train.n_windows(self.length), self.rows * self.accumulation)
+        return self.cut(self.train, starts[index * self.rows:(index + 1) * self.rows])
+
+    def val_batches(self, limit):
+        """The validation text in windows side by side, each token predicted once (the last few may be left
+        out); with a limit, `limit` micro-batches spread evenly over it. The same every time."""
+        starts = np.arange(0, self.val.n_windows(self.length), self.length - 1)
+        if limit and limit * self.rows < len(starts):
+            starts = starts[np.linspace(0, len(starts) - 1, limit * self.rows).astype(np.int64)]
+        return [starts[i:i + self.rows] for i in range(0, len(starts), self.rows)]
+
+    def cut(self, data, starts):
+        windows = torch.from_numpy(data.windows(starts, self.length))
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def open_data(cfg):
+    """The folder of cfg.dataset, prepared first where it is missing and can be made without a network.
+    Under torchrun the first process prepares while the others wait to be joined."""
+    named = Path(cfg.data_dir) / cfg.dataset
+    if Path(cfg.dataset).name == cfg.dataset and (named / "meta.json").exists():
+        return named
+    folder = Path(cfg.data_dir) / folder_name(cfg.dataset, cfg.tokenizer)
+    if folder.exists() or int(os.environ.get("RANK", 0)) > 0:
+        return folder
+    if not is_offline(cfg.dataset):
+        raise UserError(f"{folder} does not exist: make it with "
+                        f"python prepare.py dataset={cfg.dataset} tokenizer={cfg.tokenizer} data_dir={cfg.data_dir}")
+    return prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# checkpoints: one file, replaced in one move, verified when read
+
+def fingerprint(value):
+    """SHA-256 over a nested value: every tensor by dtype, shape and bytes, everything else by type and value.
+    Raises TypeError for what a checkpoint may not hold."""
+    sha = hashlib.sha256()
+
+    def add(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach().cpu().contiguous()
+            sha.update(f"tensor {x.dtype} {tuple(x.shape)} ".encode())
+            sha.update(x.reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(x, dict):
+            sha.update(f"dict {len(x)} ".encode())
+            for key in sorted(x, key=repr):
+                add(key)
+                add(x[key])
+        elif isinstance(x, (list, tuple)):
+            sha.update(f"{type(x).__name__} {len(x)} ".encode())
+            for item in x:
+                add(item)
+        elif isinstance(x, (str, bytes)):
+            data = x.encode("utf-8", "surrogatepass") if isinstance(x, str) else x
+            sha.update(f"{type(x).__name__} {len(data)} ".encode() + data)
+        elif isinstance(x, float):
+            sha.update(b"float " + struct.pack("<d", x))
+        elif x is None or isinstance(x, (bool, int)):
+            sha.update(f"{type(x).__name__} {x} ".encode())
+        else:
+            raise TypeError(f"a checkpoint may not hold a {type(x).__name__}")
+
+    add(value)
+    return sha.hexdigest()
+
+
+def save_checkpoint(path, state):
+    """Write state (tensors and plain values) to path so that at every moment path is whole: a temporary file,
+    flushed to the disk, takes its place in one move. UserError where the disk refuses; path is untouched then."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as f:
+            torch.save({**state, "sha256": fingerprint(state)}, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except (OSError, RuntimeError) as e:        # torch wraps a failed write in a RuntimeError
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e).splitlines()[0]
+        kept = "; the last good checkpoint is untouched" if path.exists() else ""
+        raise UserError(f"could not save {path}: {reason}{kept}") from e
+
+
+def load_checkpoint(path):
+    """The state saved at path, on the CPU. UserError where it is missing, damaged, from elsewhere or from
+    another version: the zip's own checksums, then a restricted unpickler that runs nothing, then the SHA-256
+    over all contents must agree."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: no checkpoint there")
+    try:
+        check_zip(path)
+        with warnings.catch_warnings(action="ignore"):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        whole = state.pop("sha256") == fingerprint(state) and state["format"] == 1
+    except Exception as e:      # a damaged file can fail anywhere inside zipfile and torch, in any way
+        raise UserError(f"{path} is damaged or is not a checkpoint of this project") from e
+    if not whole:
+        raise UserError(f"{path} is damaged: its contents do not match its checksum")
+    return state
+
+
+def check_zip(path):
+    """Raise where the archive's checksums fail or its directory claims more than the file holds (torch would
+    try to allocate what is claimed)."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as z:
+        for info in z.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
+                raise zipfile.BadZipFile(info.filename)
+        if z.testzip() is not None:
+            raise zipfile.BadZipFile("checksum")
+
+
+def checkpoint_file(path):
+    """A run folder's ckpt.pt, or the file itself."""
+    return Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
+
+
+def build_model(ckpt, **overrides):
+    """The model of a loaded checkpoint with its weights, on the CPU; overrides replace Config fields."""
+    module = model_module(ckpt["model"])
+    try:
+        model = module.Model(module.Config(**{**ckpt["model_config"], **overrides}))
+        model.load_state_dict(ckpt["weights"])
+    except (TypeError, ValueError, RuntimeError) as e:
+        reason = str(e).splitlines()[-1].strip()
+        raise UserError(f"the checkpoint does not fit model_{ckpt['model']}.py: {reason}") from e
+    model.set_step(ckpt["step"])
+    return model
+
+
+def load_run(path, device="cpu", **overrides):
+    """(model in eval mode, tokenizer, checkpoint) of a run folder or checkpoint file."""
+    ckpt = load_checkpoint(checkpoint_file(path))
+    return build_model(ckpt, **overrides).to(device).eval(), load_tokenizer(ckpt["tokenizer"]), ckpt
+
+
+def load_initial(path):
+    """What init_from names, in a checkpoint's form: a run folder, a checkpoint, or Hugging Face weights."""
+    if Path(path).is_file() or (Path(path) / "ckpt.pt").is_file():
+        return load_checkpoint(checkpoint_file(path))
+    try:
+        model = model_module("gpt").Model.from_pretrained(path)
+    except ValueError as e:
+        raise UserError(f"init_from={path}: {e}") from e
+    return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(), "step": 0}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# optimizers
+
+def parameter_groups(model, cfg):
+    """A model's own groups where it has param_groups(cfg), else the common rule: matrices and embeddings decay,
+    vectors do not, and with optimizer=muon the matrices inside the blocks (all but wte and head) go to Muon.
+    Each group names its optimizer under "kind". Every parameter must stand in exactly one group."""
+    if hasattr(model, "param_groups"):
+        groups = model.param_groups(cfg)
+    else:
+        named = list(model.named_parameters())
+        muon = [p for n, p in named
+                if cfg.optimizer == "muon" and p.dim() == 2 and not n.startswith(("wte.", "head."))]
+        taken = {id(p) for p in muon}
+        adamw = dict(kind="adamw", lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2))
+        groups = [dict(kind="muon", params=muon, lr=cfg.muon_learning_rate, momentum=cfg.muon_momentum,
+                       weight_decay=cfg.weight_decay),
+                  dict(adamw, params=[p for _, p in named if p.dim() >= 2 and id(p) not in taken],
+                       weight_decay=cfg.weight_decay),
+                  dict(adamw, params=[p for _, p in named if p.dim() < 2], weight_decay=0.0)]
+    groups = [g for g in groups if g["params"]]
+    counted = sorted(id(p) for g in groups for p in g["params"])
+    assert counted == sorted(id(p) for p in model.parameters()), "a parameter stands in no group, or in two"
+    return groups
+
+
+def make_optimizers(model, cfg):
+    """The optimizers of all groups. group["peak_lr"] keeps each group's learning rate before the schedule."""
+    optimizers = []
+    for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", torch.optim.Muon, {})):
+        groups = [{**{k: v for k, v in g.items() if k != "kind"}, "peak_lr": g["lr"]}
+                  for g in parameter_groups(model, cfg) if g["kind"] == kind]
+        if groups:
+            optimizers.append(cls(groups, **extra))
+    return optimizers
+
+
+def load_optimizers(optimizers, states):
+    """Restore the optimizers' moments, but keep the settings they were made with: a key changed on resume holds."""
+    if len(optimizers) != len(states):
+        raise UserError("resume: the checkpoint was made with another optimizer")
+    for optimizer, state in zip(optimizers, states):
+        settings = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups]
+        try:
+            optimizer.load_state_dict(state)
+        except (ValueError, KeyError) as e:
+            raise UserError(f"resume: the optimizer's state does not fit: {e}") from e
+        for group, setting in zip(optimizer.param_groups, settings):
+            group.update(setting)
+
+
+def lr_factor(step, cfg):
+    """The share of the peak learning rate that the update after `step` completed steps uses."""
+    if cfg.lr_schedule != "linear" and step < cfg.warmup_steps:
+        return (step + 1) / (cfg.warmup_steps + 1)
+    if cfg.lr_schedule == "cosine":
+        progress = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+        share = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    else:
+        cooldown = cfg.cooldown_frac * cfg.max_steps
+        share = min(1.0, (cfg.max_steps - step) / cooldown) if cooldown else 1.0
+    return cfg.min_lr_frac + (1 - cfg.min_lr_frac) * share
+
+
+# ---------------------------------------------------------------------------------------------------------
+# device and processes
+
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "H20 ": 148e12, "B200": 2250e12, "L40S": 362e12,
+              "L4": 121e12, "A10G": 70e12, "A10": 125e12, "4090": 165e12, "3090": 71e12}   # dense bfloat16
+
+
+def pick_device(name):
+    """The torch device of a device= key; UserError where this machine has none such."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        usable = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+        if (device.index or 0) >= usable.get(device.type, 0):
+            raise RuntimeError
+    except RuntimeError as e:
+        raise UserError(f"device={name} is not on this machine (device=auto finds one)") from e
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return device
+
+
+class Processes:
+    """Who takes part: this process's rank, how many there are, and its device."""
+
+    def __init__(self, cfg):
+        self.world, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        self.master = self.rank == 0
+        self.device = pick_device(cfg.device)
+        if cfg.gradient_accumulation_steps % self.world:
+            raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is not divisible by "
+                            f"the {self.world} processes that share it")
+
+    def join(self):
+        """Meet the other processes."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.set_float32_matmul_precision("high")
+        if self.world > 1:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+
+    def sum(self, *values):
+        """Each number summed over all processes, as floats."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device if self.device.type == "cuda" else "cpu")
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def leave(self):
+        """Part after success. Not called on errors: the others may never come, and torchrun ends them."""
+        if self.world > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+class StopRequest:
+    """SIGTERM and SIGINT ask for a stop after the current step; a second one is obeyed at once."""
+
+    def __enter__(self):
+        self.asked, self.previous = False, {}
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            self.previous[sig] = signal.signal(sig, self.ask)
+        return self
+
+    def ask(self, sig, frame):
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *_):
+        for sig, handler in self.previous.items():
+            signal.signal(sig, handler)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the run
+
+class Trainer:
+    """A model, its optimizers and its data, and the loop that brings them from one step to the next."""
+
+    def __init__(self, cfg, model, tokenizer, batches, procs, ckpt=None):
+        self.cfg, self.model, self.tokenizer, self.batches, self.procs = cfg, model, tokenizer, batches, procs
+        self.folder = run_folder(cfg.out_dir, cfg.run)
+        self.optimizers = make_optimizers(model, cfg)
+        self.step, self.best_ce = 0, math.inf
+        if ckpt is not None:
+            self.restore(ckpt)
+        on = {"auto": procs.device.type == "cuda", "true": True, "false": False}[cfg.compile]
+        self.forward = torch.compile(model) if on else model
+        if procs.world > 1:
+            self.forward = torch.nn.parallel.DistributedDataParallel(self.forward)
+        mixed = cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and procs.device.type == "cuda")
+        self.autocast = lambda: torch.autocast(procs.device.type, torch.bfloat16, enabled=mixed)
+        self.bytes_per_token = batches.val.bytes / batches.val.tokens
+        self.log = None
+
+    def state(self):
+        """All that a resumed run needs, tensors and plain values only."""
+        cuda = self.procs.device.type == "cuda"
+        return {"format": 1, "model": self.cfg.model, "config": {**asdict(self.cfg), **asdict(self.model.cfg)},
+                "model_config": asdict(self.model.cfg), "tokenizer": self.tokenizer.to_dict(),
+                "weights": dict(self.model.state_dict()), "optimizers": [o.state_dict() for o in self.optimizers],
+                "step": self.step, "best_ce": self.best_ce,
+                "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if cuda else None}}
+
+    def restore(self, ckpt):
+        load_optimizers(self.optimizers, ckpt["optimizers"])
+        self.step, self.best_ce = ckpt["step"], ckpt["best_ce"]
+        torch.set_rng_state(ckpt["rng"]["cpu"])
+        if ckpt["rng"]["cuda"] is not None and self.procs.device.type == "cuda":
+            torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
+
+    def save(self, name):
+        if self.procs.master:
+            save_checkpoint(self.folder / name, self.state())
+
+    def seed_forward(self, index):
+        """Dropout and any other random number of a forward depend on (seed, step, micro-batch) alone."""
+        words = np.random.SeedSequence([self.cfg.seed, self.step, index, 1]).generate_state(2, np.uint32)
+        torch.manual_seed(int(words[0]) << 32 | int(words[1]))
+
+    def train_step(self, stop):
+        """One optimizer step over the global batch. Returns what to log, and whether any process was asked to
+        stop. UserError where the loss or a gradient is not finite: on every process, before any weight moves."""
+        cfg, procs = self.cfg, self.procs
+        self.model.train()
+        self.model.set_step(self.step)
+        share = cfg.gradient_accumulation_steps // procs.world
+        indices = range(procs.rank * share, (procs.rank + 1) * share)
+        micro = [self.batches.micro_batch(self.step, i) for i in indices]
+        counts = [int((y != -1).sum()) for _, y in micro]
+        total = max(1.0, procs.sum(sum(counts))[0])
+        logged = {}
+        for n, (index, (x, y), count) in enumerate(zip(indices, micro, counts)):
+            self.seed_forward(index)
+            last = n == share - 1
+            with contextlib.nullcontext() if procs.world == 1 or last else self.forward.no_sync():
+                with self.autocast():
+                    _, loss, aux = self.forward(self.to_device(x), self.to_device(y))
+                # DDP averages over processes, so each loss counts `world` times its share of the tokens
+                (loss * (count / total * procs.world)).backward()
+            for key, value in aux.items():
+                logged[key] = logged.get(key, 0.0) + value.detach() * (count / total)
+        return self.update(logged, stop)
+
+    def update(self, logged, stop):
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip or math.inf)
+        *values, asked = self.procs.sum(*(float(v) for v in logged.values()), float(stop.asked))
+        logged = dict(zip(logged, values), grad_norm=float(norm))
+        bad = [k for k in ("ce", "grad_norm") if not math.isfinite(logged[k])]
+        if bad:
+            kept = "ckpt.pt is kept" if (self.folder / "ckpt.pt").exists() else "no checkpoint was saved yet"
+            raise UserError(f"{bad[0]} is {logged[bad[0]]} at step {self.step}: stopped before the update, {kept}")
+        factor = lr_factor(self.step, self.cfg)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return dict(logged, lr=self.cfg.learning_rate * factor), asked > 0
+
+    def to_device(self, x):
+        if self.procs.device.type == "cuda":
+            return x.pin_memory().to(self.procs.device, non_blocking=True)
+        return x.to(self.procs.device)
+
+    @torch.no_grad()
+    def evaluate(self):
+        """Mean cross-entropy over the validation text in nats per token, and bits per byte of text. Touches no
+        random number and no weight. The model computes its decoding function (eval mode)."""
+        self.model.eval()
+        nats = tokens = 0.0
+        for starts in self.batches.val_batches(self.cfg.eval_batches)[self.procs.rank::self.procs.world]:
+            x, y = self.batches.cut(self.batches.val, starts)
+            with self.autocast():
+                _, _, aux = self.model(self.to_device(x), self.to_device(y))
+            count = int((y != -1).sum())
+            nats, tokens = nats + float(aux["ce"]) * count, tokens + count
+        nats, tokens = self.procs.sum(nats, tokens)
+        ce = nats / tokens
+        return {"val_ce": ce, "val_bpb": ce / math.log(2) / self.bytes_per_token}
+
+    def evaluate_and_save(self, final=False):
+        """Evaluate, keep the best, save. The last state is safe on the disk before the last evaluation runs."""
+        if final:
+            self.save("ckpt.pt")
+        result = self.evaluate()
+        best = result["val_ce"] < self.best_ce
+        self.best_ce = min(self.best_ce, result["val_ce"])
+        if best:
+            self.save("best.pt")
+        self.save("ckpt.pt")
+        if self.log:
+            self.log.write(self.step, result)
+            self.log.plot(final)
+            self.log.say(f"step {self.step}: val ce {result['val_ce']:.4f} nats per token, "
+                         f"{result['val_bpb']:.4f} bits per byte{' (best)' if best else ''}")
+        return result
+
+    def run(self):
+        """Train to max_steps. Returns True when done, False when stopped by a signal (the state is saved)."""
+        cfg = self.cfg
+        with StopRequest() as stop:
+            asked = False
+            while self.step < cfg.max_steps and not asked:
+                logged, asked = self.train_step(stop)
+                if self.log:
+                    self.log.step(self.step, logged, force=self.step % cfg.log_interval == 0)
+                if asked:
+                    self.save("ckpt.pt")
+                elif self.step % cfg.eval_interval == 0 and self.step < cfg.max_steps:
+                    self.evaluate_and_save()
+            if not asked:
+                self.evaluate_and_save(final=True)
+        return not asked
+
+
+class Log:
+    """log.jsonl, the progress bar, the plot, and the switches for wandb and TensorBoard; first process only.
+
+    log.jsonl holds one object a line. A resumed run drops the lines after its checkpoint (a killed run wrote
+    them, and they come again) and counts seconds on from the last line kept.
+    """
+
+    def __init__(self, trainer):
+        cfg, self.trainer = trainer.cfg, trainer
+        self.path = trainer.folder / "log.jsonl"
+        kept = [row for row in read_log(self.path) if row["step"] <= trainer.step] if trainer.step else []
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self.before = kept[-1]["seconds"] if kept else 0.0
+        self.start = self.lap = self.plotted = time.perf_counter()
+        self.lap_step = trainer.step
+        self.tokens_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * trainer.model.cfg.block_size
+        self.peak = peak_flops(trainer.procs.device)
+        self.bar = tqdm(total=cfg.max_steps, initial=trainer.step, unit="step", disable=None, dynamic_ncols=True)
+        makers = ((cfg.wandb, wandb_sink), (cfg.tensorboard, tensorboard_sink))
+        self.sinks = [make(cfg, trainer) for on, make in makers if on]
+
+    def say(self, text):
+        with self.bar.external_write_mode(file=sys.stdout):
+            print(text, flush=True)
+
+    def write(self, step, values):
+        seconds = self.before + time.perf_counter() - self.start
+        row = {"step": step, "tokens": step * self.tokens_per_step, "seconds": round(seconds, 3), **values}
+        with open(self.path, "a") as f:
+            f.write(json.dumps(row) + "\n")
+        for sink in self.sinks:
+            sink(step, values)
+
+    def step(self, step, logged, force):
+        """Count one step; with force write a line. tokens/s is that of the steps since the last line."""
+        self.bar.update()
+        if not force:
+            return
+        now = time.perf_counter()
+        rate = (step - self.lap_step) * self.tokens_per_step / (now - self.lap)
+        self.lap, self.lap_step = now, step
+        bpb = logged["ce"] / math.log(2) / self.trainer.bytes_per_token
+        values = {**logged, "bpb": bpb, "tokens_per_second": round(rate, 1)}
+        if self.peak:
+            values["mfu"] = rate * self.trainer.model.flops_per_token() / (self.peak * self.trainer.procs.world)
+        self.write(step, values)
+        self.bar.set_postfix_str(f"ce {logged['ce']:.3f}, {rate / 1000:.1f}k tokens/s")
+
+    def plot(self, final):
+        """curves.png: training and validation loss against steps; drawn at the end, and once a minute before."""
+        if final or time.perf_counter() - self.plotted > 60:
+            draw_curves(read_log(self.path), self.path.with_name("curves.png"), self.trainer.cfg.run)
+            self.plotted = time.perf_counter()
+        self.lap, self.lap_step = time.perf_counter(), self.trainer.step     # evaluations are not training time
+
+
+def read_log(path):
+    """The objects of a log.jsonl; a line cut short by a crash is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and {"step", "seconds"} <= row.keys()]
+
+
+def draw_curves(rows, path, title):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(7, 4.5))
+    for key, label, style in (("ce", "training", "-"), ("val_ce", "validation", "o-")):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        if points:
+            ax.plot(*zip(*points), style, label=label, markersize=3, linewidth=1)
+            ax.legend()
+    ax.set(xlabel="step", ylabel="cross-entropy (nats per token)", title=title)
+    ax.grid(alpha=0.3)
+    fig.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(fig)
+
+
+def wandb_sink(cfg, trainer):
+    try:
+        import wandb
+    except ImportError as e:
+        raise UserError("wandb=true needs the package wandb: pip install wandb") from e
+    run = wandb.init(project="nanorecur", name=cfg.run, dir=trainer.folder, config=trainer.state()["config"])
+    return lambda step, values: run.log(values, step=step)
+
+
+def tensorboard_sink(cfg, trainer):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as e:
+        raise UserError("tensorboard=true needs the package tensorboard: pip install tensorboard") from e
+    writer = SummaryWriter(trainer.folder)
+    return lambda step, values: [writer.add_scalar(k, v, step) for k, v in values.items()]
+
+
+def peak_flops(device):
+    """Dense bfloat16 FLOP/s of a known GPU, else None."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# from arguments to a run
+
+def make_model(cfg, model_fields, ckpt, vocab_size, given):
+    """The model, freshly initialised from the seed or with the checkpoint's weights. vocab_size is the data's;
+    a larger one may be asked for. Finetuning may change the sequence length and dropout, resuming may not."""
+    module = model_module(cfg.model)
+    if "vocab_size" not in given:
+        model_fields = {**model_fields, "vocab_size": vocab_size}
+    elif model_fields["vocab_size"] < vocab_size:
+        raise UserError(f"vocab_size={model_fields['vocab_size']} is less than the data's {vocab_size} tokens")
+    torch.manual_seed(cfg.seed)
+    model_cfg = module.Config(**model_fields)
+    if ckpt is None:
+        return module.Model(model_cfg)
+    free = ("fast", "dropout", "block_size") if cfg.init_from else ("fast", "dropout")
+    for key, old in ckpt["model_config"].items():
+        if key not in free and asdict(model_cfg).get(key) != old:
+            raise UserError(f"{key}={asdict(model_cfg).get(key)}, but the checkpoint's model has {key}={old}")
+    return build_model({**ckpt, "model_config": {}}, **asdict(model_cfg))
+
+
+def claim_folder(cfg, folder):
+    """Make the run's folder ready for writing: refuse to touch another run's checkpoint, drop stale leftovers."""
+    files = ("ckpt.pt", "best.pt", "log.jsonl", "curves.png")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in [f + ".tmp" for f in files] + (list(files) if cfg.overwrite else []):
+            (folder / name).unlink(missing_ok=True)
+        with open(folder / "log.jsonl", "a"):
+            pass
+    except OSError as e:
+        raise UserError(f"{folder} cannot be written: {e.strerror}") from e
+
+
+def check_folder(cfg, folder):
+    if (folder / "ckpt.pt").exists() and not (cfg.resume or cfg.overwrite or cfg.eval_only):
+        raise UserError(f"{folder} holds a checkpoint: resume=true goes on from it, overwrite=true replaces it, "
+                        f"run=NAME starts another run")
+
+
+def check_tokenizer(ckpt, data, what):
+    """A model's ids mean what its tokenizer says: weights and data must share it."""
+    if ckpt is not None and "tokenizer" in ckpt and ckpt["tokenizer"] != data.tokenizer.to_dict():
+        raise UserError(f"{what} was trained with tokenizer {ckpt['tokenizer'].get('kind')}, which is not the "
+                        f"one of the data set (its meta.json holds {data.tokenizer.kind})")
+
+
+def setup(argv):
+    """Check everything, then build the trainer. Nothing is written before all checks have passed, but for a
+    data set that is made on the way."""
+    cfg, model_fields, ckpt, given = read_config(argv)
+    folder = run_folder(cfg.out_dir, cfg.run)
+    check_folder(cfg, folder)
+    procs = Processes(cfg)
+    batch_folder = open_data(cfg)
+    procs.join()
+    if procs.world > 1:
+        dist.barrier()                                  # the data set is there now
+    batches = TextBatches(batch_folder, cfg, model_fields["block_size"])
+    check_tokenizer(ckpt, batches.train, cfg.init_from or folder)
+    if cfg.sample_tokens:
+        batches.train.tokenizer.encode(cfg.sample_prompt)   # a character it does not know is better found now
+    model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size, given).to(procs.device)
+    if procs.master and not cfg.eval_only:
+        claim_folder(cfg, folder)
+    trainer = Trainer(cfg, model, batches.train.tokenizer, batches, procs, ckpt if cfg.resume else None)
+    if procs.master:
+        describe(trainer, batch_folder)
+        if not cfg.eval_only:
+            trainer.log = Log(trainer)
+    return trainer
+
+
+def describe(trainer, data_folder):
+    """What is about to run, in three lines."""
+    cfg, model, procs = trainer.cfg, trainer.model, trainer.procs
+    size = sum(p.numel() for p in model.parameters())
+    name = torch.cuda.get_device_name(procs.device) if procs.device.type == "cuda" else \
+        f"{procs.device.type}, {torch.get_num_threads()} threads"
+    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
+    print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, {model.flops_per_token():.3g} FLOPs a token, "
+          f"{'fast' if model.cfg.fast else 'naive'} path\n"
+          f"{data_folder}: {trainer.batches.train.tokens:,} tokens to train on, "
+          f"{trainer.batches.val.tokens:,} to validate\n"
+          f"{cfg.max_steps:,} steps of {tokens:,} tokens on {name}, {procs.world} process{'es' * (procs.world > 1)}"
+          + (f"; going on from step {trainer.step}" if trainer.step else ""), flush=True)
+
+
+def finish(trainer, done):
+    """The closing words: what the model writes, and where everything is."""
+    from sample import sample_text             # sample.py reads checkpoints through this file
+    cfg, log = trainer.cfg, trainer.log
+    log.bar.close()
+    if not done:
+        print(f"stopped at step {trainer.step}; go on with resume=true")
+        return
+    if cfg.sample_tokens:
+        print("-" * 80 + "\n" + sample_text(trainer.model, trainer.tokenizer, cfg.sample_prompt,
+                                            cfg.sample_tokens, seed=cfg.seed) + "\n" + "-" * 80)
+    print(f"{trainer.folder}: ckpt.pt, best.pt, log.jsonl, curves.png; more text: python sample.py {trainer.folder}")
+
+
+def main(argv):
+    if {"help", "-h", "--help"} & set(argv):
+        return print_help(argv)
+    trainer = setup(argv)
+    if trainer.cfg.eval_only:
+        result = trainer.evaluate()
+        if trainer.procs.master:
+            print(f"val ce {result['val_ce']:.4f} nats per token, {result['val_bpb']:.4f} bits per byte")
+    else:
+        done = trainer.run()
+        if trainer.procs.master:
+            finish(trainer, done)
+    trainer.procs.leave()
+
+
+if __name__ == "__main__":
+    run_cli(main)
