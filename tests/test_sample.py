@@ -1,0 +1,217 @@
+"""Decoding: the sampling loop against forward alone, the choice of a token by hand, the command line."""
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import runs
+import sample
+from conftest import MODELS, ROOT, tiny
+from prepare import UserError
+
+models = pytest.mark.parametrize("name", MODELS)
+
+
+def greedy(model, row, n, eot=None):
+    """n likeliest tokens after row, one forward over the last context_limit tokens for each."""
+    row, new = list(row), []
+    with torch.no_grad():
+        while len(new) < n and (not new or new[-1] != eot):
+            context = torch.tensor([row])[:, -(model.context_limit or len(row)):]
+            new.append(model(context)[0][0, -1].argmax().item())
+            row.append(new[-1])
+    return [t for t in new if t != eot]
+
+
+def decode(model, prompts, n, **options):
+    rows = [[] for _ in prompts]
+    for step in sample.stream(model, prompts, n, **{"temperature": 0, **options}):
+        for row, token in zip(rows, step):
+            row += [] if token is None else [token]
+    return rows
+
+
+@models
+@pytest.mark.parametrize("fast", [True, False])
+def test_rows_of_different_lengths_decode_as_if_alone(name, fast):
+    model = tiny(name, fast=fast)
+    prompts = [[3], list(range(20)), [60, 1, 60, 7, 7]]
+    assert decode(model, prompts, 30) == [greedy(model, p, 30) for p in prompts]
+
+
+@models
+@given(data=st.data())
+def test_random_batches_decode_as_if_alone(name, data):
+    """Any lengths, past block_size too, ended by end-of-text wherever it comes."""
+    model = tiny(name, block_size=12, n_layer=1)
+    prompts = data.draw(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=20), min_size=1, max_size=4))
+    eot = data.draw(st.sampled_from([None] + greedy(model, prompts[0], 5)))
+    n = data.draw(st.integers(1, 15))
+    assert decode(model, prompts, n, eot=eot) == [greedy(model, p, n, eot) for p in prompts]
+
+
+@models
+def test_an_ended_row_stays_ended_and_the_others_go_on(name):
+    """Nearly uniform sampling: eight rows meet end-of-text at different times, none writes again after it."""
+    steps = list(sample.stream(tiny(name), [[b] for b in range(8)], 80, temperature=100.0, eot=7))
+    ends = [[row is None for row in column] for column in zip(*steps)]
+    assert all(ended == sorted(ended) for ended in ends)
+    assert len({sum(ended) for ended in ends}) > 3
+
+
+@models
+def test_decoding_uses_the_cache(name, monkeypatch):
+    model, seen = tiny(name), []
+    forward = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, idx, *a, **k: seen.append(idx.shape[1]) or forward(self, idx, *a, **k))
+    decode(model, [[1, 2, 3, 4], [5, 6]], 10)
+    assert seen == [4] + [1] * 9
+
+
+@models
+def test_seeds(name):
+    model = tiny(name)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    one = decode(model, [[1, 2]] * 3, 20, temperature=1.0, seed=1)
+    assert torch.equal(torch.get_rng_state(), state), "sampling draws from a generator of its own"
+    assert one == decode(model, [[1, 2]] * 3, 20, temperature=1.0, seed=1)
+    assert one != decode(model, [[1, 2]] * 3, 20, temperature=1.0, seed=2)
+    assert one[0] != one[1]
+
+
+# one token -------------------------------------------------------------------------------------------------------
+
+PLAIN = dict(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
+
+
+def frequencies(p, seen=(), n=20000, **options):
+    """How often each token is drawn when the model's probabilities are p."""
+    logits = torch.tensor(p).log().expand(n, -1)
+    mask = torch.zeros_like(logits, dtype=torch.bool)
+    mask[:, list(seen)] = True
+    ids = sample.next_tokens(logits, mask, **{**PLAIN, **options}, generator=torch.Generator().manual_seed(0))
+    return torch.bincount(ids, minlength=len(p)) / n
+
+
+def near(got, want):
+    return torch.allclose(got, torch.tensor(want, dtype=got.dtype), atol=0.015)
+
+
+def test_choice_of_a_token_by_hand():
+    p = [0.1, 0.5, 0.15, 0.25]
+    assert near(frequencies(p), p)
+    assert near(frequencies(p, temperature=0.5), [x * x / sum(y * y for y in p) for x in p])
+    assert near(frequencies(p, top_k=2), [0, 2 / 3, 0, 1 / 3])
+    assert near(frequencies(p, top_p=0.75), [0, 2 / 3, 0, 1 / 3])
+    assert near(frequencies(p, top_p=0.76), [0, 0.5 / 0.9, 0.15 / 0.9, 0.25 / 0.9])
+    assert near(frequencies(p, top_p=0.0), [0, 1, 0, 0])
+    assert near(frequencies(p, top_k=3, top_p=0.5), [0, 1, 0, 0])
+    assert near(frequencies(p, temperature=0), [0, 1, 0, 0])
+    assert frequencies(p, top_k=2)[0] == 0 and frequencies(p, top_p=0.75)[2] == 0, "never, not seldom"
+
+
+def test_repetition_penalty_by_hand():
+    """Log-probabilities are negative, so a seen token's is multiplied: p becomes p^penalty before normalising."""
+    p = [0.5, 0.3, 0.2]
+    squared = [0.25, 0.3, 0.2]
+    assert near(frequencies(p, seen=[0], repetition_penalty=2.0), [x / sum(squared) for x in squared])
+    logits, seen = torch.tensor([[2.0, 1.5]]), torch.tensor([[True, False]])
+    assert sample.next_tokens(logits, seen, 0, 0, 1.0, 2.0, None).item() == 1      # positive ones are divided
+    assert sample.next_tokens(logits, seen, 0, 0, 1.0, 1.2, None).item() == 0
+
+
+def test_a_penalty_ends_a_loop():
+    model = tiny("gpt")
+    plain, penalised = decode(model, [[1, 2]], 60)[0], decode(model, [[1, 2]], 60, repetition_penalty=1e6)[0]
+    assert len(set(plain)) < 30 and len(set(penalised)) > 50
+    assert len(set(penalised[:25])) == 25, "no token comes twice while an unseen one has a positive logit"
+
+
+def test_prompts_are_checked():
+    model = tiny("gpt")
+    for prompts, message in (([[]], "empty"), ([[1], []], "empty"), ([[61]], "outside"), ([[-1]], "outside")):
+        with pytest.raises(UserError, match=message):
+            list(sample.stream(model, prompts, 3))
+
+
+# the command line ------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, data_dir):
+    out = tmp_path_factory.mktemp("trained")
+    runs.run("gpt", out, data_dir, "max_steps=30", "learning_rate=1e-2", "block_size=32")
+    return str(out / "r")
+
+
+def call(capsys, *argv):
+    capsys.readouterr()
+    sample.main(list(argv))
+    return capsys.readouterr()
+
+
+def test_streams_a_sample(trained, capsys):
+    out, err = call(capsys, trained, "prompt=ab", "max_new_tokens=20", "seed=3")
+    assert out.startswith("ab") and len(out) > 10 and "20 tokens in" in err and "tokens/s" in err
+    assert call(capsys, trained, "prompt=ab", "max_new_tokens=20", "seed=3").out == out
+    assert call(capsys, trained, "prompt=ab", "max_new_tokens=20", "seed=4").out != out
+
+
+def test_samples_in_a_batch(trained, capsys, tmp_path):
+    out, err = call(capsys, trained, "prompt=ab", "max_new_tokens=9", "num_samples=3")
+    assert out.count("-" * 80) == 3 and "27 tokens" in err
+    (tmp_path / "lines.txt").write_text("first\n\nthe second line\n")
+    out, _ = call(capsys, trained, f"prompt=LINES:{tmp_path / 'lines.txt'}", "max_new_tokens=5")
+    assert out.startswith("first") and "\nthe second line" in out and out.count("-" * 80) == 2
+
+
+def test_prompt_text_is_literal(trained, capsys, tmp_path):
+    for text in ("${oc.env:HOME}", "1e3", "true", "[a, b]", "a=b", "???", "é\n"):
+        assert call(capsys, trained, f"prompt={text}", "max_new_tokens=1").out.startswith(text)
+    (tmp_path / "p.txt").write_text("from a file\n")
+    assert call(capsys, trained, f"prompt=FILE:{tmp_path / 'p.txt'}", "max_new_tokens=1").out.startswith("from a file\n")
+
+
+def test_a_long_prompt_is_cropped_and_said(trained, capsys):
+    out, err = call(capsys, trained, f"prompt={'abc ' * 20}", "max_new_tokens=4", "temperature=0")
+    assert "80 tokens: cropped to its last 32 (block_size)" in err
+    short = call(capsys, trained, f"prompt={('abc ' * 20)[-32:]}", "max_new_tokens=4", "temperature=0")
+    assert short.out[32:] == out[80:] and "cropped" not in short.err
+
+
+def test_a_character_in_pieces_is_printed_whole(capsys):
+    import prepare
+    tokenizer = prepare.load_tokenizer({"kind": "byte"})
+    ids = list("aé€\U0001f600".encode()) + [0xC3]      # the last character never comes to its end
+    assert sample.write_stream(([i] for i in ids), tokenizer) == 11
+    assert capsys.readouterr().out == "aé€\U0001f600�\n"
+
+
+def test_the_naive_path_writes_the_same(trained, capsys):
+    fast = call(capsys, trained, "max_new_tokens=40", "temperature=0").out
+    assert call(capsys, trained, "max_new_tokens=40", "temperature=0", "fast=false").out == fast
+
+
+def test_a_reader_that_leaves_is_no_error(trained):
+    command = f"{sys.executable} sample.py {trained} max_new_tokens=3000 | head -c 20"
+    p = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    assert "Traceback" not in p.stderr and len(p.stdout) <= 20
+
+
+def test_cached_and_recomputed_decoding_agree_in_the_bench(capsys):
+    import bench
+    import train
+    model = tiny("gpt").float()
+    contestants = bench.decoding(model, 20, 4)
+    assert set(contestants) == {"with the cache", "prefix recomputed"}
+    times = bench.medians(contestants, 2, torch.device("cpu"))
+    assert all(t > 0 and math.isfinite(t) for t in times.values())
+    step = bench.training_step(model, train.TrainConfig(batch_size=2))
+    before = model.wte.weight.clone()
+    step()
+    assert not torch.equal(before, model.wte.weight)
