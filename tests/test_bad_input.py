@@ -1,0 +1,241 @@
+"""Bad input gets exactly one line on stderr that names the thing, exit status 2, no traceback, and leaves every
+file as it was."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import bench
+import prepare
+import runs
+import sample
+import train
+from conftest import ROOT
+from test_checkpoint import bomb_files
+
+MAINS = {"train": train.main, "sample": sample.main, "prepare": prepare.main, "bench": bench.main}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, data_dir):
+    """A folder with data/words, a finished run out/r, and things that are broken, each in one way."""
+    root = tmp_path_factory.mktemp("world")
+    shutil.copytree(data_dir / "words", root / "data" / "words")
+    runs.run("gpt", root / "out", root / "data")
+    good = (root / "out" / "r" / "ckpt.pt").read_bytes()
+    words = root / "data" / "words"
+    for name in ("nometa", "truncated", "garbage", "otherformat", "nofield", "wide", "outside", "nobin"):
+        shutil.copytree(words, root / "data" / name)
+    meta = json.loads((words / "meta.json").read_text())
+
+    def write_meta(name, **changes):
+        (root / "data" / name / "meta.json").write_text(json.dumps({**meta, **changes}))
+    (root / "data" / "nometa" / "meta.json").unlink()
+    (root / "data" / "truncated" / "train.bin").write_bytes((words / "train.bin").read_bytes()[:-3])
+    (root / "data" / "garbage" / "meta.json").write_text("{not json")
+    write_meta("otherformat", format=99)
+    write_meta("nofield", splits={})
+    prepare.prepare(prepare.PrepareConfig(dataset=f"file:{data_dir / 'words.txt'}", tokenizer="char",
+                                          data_dir=str(root / "data"), name="othertokenizer"))
+    write_meta("wide", vocab_size=70000, tokenizer={"kind": "byte"})
+    (root / "data" / "outside" / "train.bin").write_bytes(b"\xff\x0f" * meta["splits"]["train"]["tokens"])
+    (root / "data" / "nobin" / "val.bin").unlink()
+    for name, data in (("short", good[:len(good) // 2]), ("noise", b"hello"), ("empty", b""),
+                       ("flipped", good[:3000] + bytes([good[3000] ^ 1]) + good[3001:])):
+        (root / "out" / name).mkdir()
+        (root / "out" / name / "ckpt.pt").write_bytes(data)
+    (root / "out" / "foreign").mkdir()
+    torch.save({"model": torch.ones(2)}, root / "out" / "foreign" / "ckpt.pt")
+    (root / "bombs").mkdir()
+    bomb_files(root / "bombs", root / "owned")
+    (root / "empty.txt").write_text("")
+    (root / "latin.txt").write_bytes(b"caf\xe9")
+    (root / "afile").write_text("not a folder")
+    (root / "broken.yaml").write_text("a: [1, 2")
+    (root / "nested.yaml").write_text("model:\n  size: 3\n")
+    (root / "list.yaml").write_text("- a\n- b\n")
+    (root / "unknown.yaml").write_text("learning_rat: 0.1\n")
+    (root / "wrong.yaml").write_text("max_steps: many\n")
+    (root / "folder").mkdir()
+    return root
+
+
+T = ["out_dir={w}/out", "data_dir={w}/data", "dataset=words", *runs.SMALL[1:]]
+TRAIN = [
+    (["n_layr=3"], "unknown key 'n_layr': did you mean n_layer?"),
+    (["max_iters=10"], "did you mean max_steps?"),
+    (["zzz=1"], "unknown key 'zzz': the keys are"),
+    (["n_layer=two"], "n_layer: expected int, got 'two'"),
+    (["n_layer=2.5"], "n_layer: expected int"),
+    (["max_steps=true"], "max_steps: expected int"),
+    (["learning_rate=fast"], "learning_rate: expected float"),
+    (["learning_rate=nan"], "learning_rate: expected float (finite)"),
+    (["wandb=perhaps"], "wandb: expected bool"),
+    (["run=${oc.env:HOME}"], "run: interpolation is not supported"),
+    (["n_layer"], "argument 'n_layer' is not of the form key=value"),
+    (["--n_layer=3"], "unknown key '--n_layer'"),
+    (["n_embd=30", "n_head=4"], "n_embd=30 is not divisible by n_head=4"),
+    (["n_embd=16", "n_head=4", "n_kv_head=3"], "n_head=4 is not divisible by n_kv_head=3"),
+    (["n_embd=12", "n_head=4"], "even head size"),
+    (["n_layer=0"], "n_layer=0 must be at least 1"),
+    (["mlp=relu"], "mlp=relu must be one of: swiglu, gelu"),
+    (["pos=sinus"], "pos=sinus must be one of"),
+    (["dropout=1.5"], "dropout=1.5"),
+    (["block_size=1000000"], "block_size=1000000 is too long"),
+    (["block_size=2000"], "its val text has"),
+    (["vocab_size=100"], "vocab_size=100 is less than the data's 257"),
+    (["max_steps=0"], "max_steps=0 must be at least 1"),
+    (["batch_size=-1"], "batch_size=-1 must be at least 1"),
+    (["learning_rate=-1"], "learning_rate=-1.0 must not be negative"),
+    (["beta2=1"], "beta2=1.0 must lie between"),
+    (["seed=-1"], "seed=-1 must not be negative"),
+    (["optimizer=sgd"], "optimizer=sgd must be one of: adamw, muon"),
+    (["lr_schedule=step"], "lr_schedule=step must be one of"),
+    (["dtype=int8"], "dtype=int8 must be one of"),
+    (["compile=maybe"], "compile=maybe must be one of"),
+    (["device=tpu9"], "device=tpu9 is not on this machine"),
+    (["device=cuda:99"], "device=cuda:99 is not on this machine"),
+    (["model=nothing"], "model=nothing is unknown: "),
+    (["model=../gpt"], "model=../gpt is unknown"),
+    (["run=../escape"], "run '../escape' is not allowed"),
+    (["run="], "run '' is not allowed"),
+    (["run=.hidden"], "run '.hidden' is not allowed"),
+    (["run=r"], "holds a checkpoint: resume=true goes on from it"),
+    (["resume=true", "overwrite=true", "run=r"], "exclude each other"),
+    (["resume=true", "init_from={w}/out/r", "run=r"], "leave out init_from"),
+    (["resume=true", "run=never"], "ckpt.pt does not exist"),
+    (["resume=true", "run=r", "n_layer=3"], "n_layer=3, but the checkpoint's model has n_layer=2"),
+    (["resume=true", "run=r", "block_size=8"], "block_size=8, but the checkpoint's model has block_size=16"),
+    (["resume=true", "run=r", "optimizer=muon"], "another optimizer"),
+    (["resume=true", "run=short"], "is damaged or is not a checkpoint"),
+    (["resume=true", "run=flipped"], "is damaged"),
+    (["resume=true", "run=noise"], "is not a checkpoint"),
+    (["resume=true", "run=empty"], "is not a checkpoint"),
+    (["resume=true", "run=foreign"], "is not a checkpoint"),
+    (["init_from={w}/bombs/zip.pt"], "is not a checkpoint"),
+    (["init_from={w}/bombs/old.pt"], "is not a checkpoint"),
+    (["init_from={w}/bombs/plain.pt"], "is not a checkpoint"),
+    (["init_from={w}/folder"], "config.json is missing"),
+    (["init_from={w}/nowhere"], "neither a folder nor a hub name"),
+    (["init_from={w}/out/r", "n_layer=3"], "n_layer=3, but the checkpoint's model has n_layer=2"),
+    (["dataset=shakespeare"], "python prepare.py dataset=shakespeare tokenizer=byte"),
+    (["dataset=nosuch"], "nosuch"),
+    (["dataset=file:{w}/missing.txt"], "missing.txt"),
+    (["dataset=file:{w}/empty.txt"], "is empty"),
+    (["dataset=../words"], "words"),
+    (["dataset=words", "tokenizer=morse", "data_dir={w}/none"], "none"),
+    (["dataset=file:{w}/latin.txt"], "latin.txt"),
+    (["dataset=nometa"], "nometa"),
+    (["dataset=truncated"], "train.bin is truncated"),
+    (["dataset=nobin"], "val.bin"),
+    (["dataset=garbage"], "meta.json"),
+    (["dataset=otherformat"], "format"),
+    (["dataset=nofield"], "split"),
+    (["dataset=wide"], "70000"),
+    (["dataset=outside"], "out of the vocabulary (257)"),
+    (["dataset=othertokenizer", "resume=true", "run=r"], "was trained with tokenizer byte"),
+    (["out_dir={w}/afile"], "cannot be written"),
+    (["config={w}/missing.yaml"], "missing.yaml cannot be read"),
+    (["config={w}/folder"], "folder cannot be read"),
+    (["config={w}/broken.yaml"], "broken.yaml is not valid YAML"),
+    (["config={w}/nested.yaml"], "nested.yaml must hold flat"),
+    (["config={w}/list.yaml"], "list.yaml must hold flat"),
+    (["config={w}/unknown.yaml"], "did you mean learning_rate?"),
+    (["config={w}/wrong.yaml"], "max_steps: expected int, got 'many'"),
+    (["gradient_accumulation_steps=0"], "gradient_accumulation_steps=0"),
+    (["sample_prompt=", "sample_tokens=9"], "sample_prompt is empty"),
+]
+SAMPLE = [
+    ([], "give one run folder or checkpoint"),
+    (["{w}/out/r", "{w}/out/r"], "give one run folder or checkpoint"),
+    (["{w}/out/never"], "never does not exist"),
+    (["{w}/out/short"], "is damaged"),
+    (["{w}/out/foreign"], "is not a checkpoint"),
+    (["{w}/bombs/zip.pt"], "is not a checkpoint"),
+    (["{w}/out/r", "prompt="], "the prompt is empty"),
+    (["{w}/out/r", "prompt=FILE:{w}/missing.txt"], "missing.txt cannot be read"),
+    (["{w}/out/r", "prompt=FILE:{w}/folder"], "folder cannot be read"),
+    (["{w}/out/r", "prompt=FILE:{w}/empty.txt"], "empty.txt is empty"),
+    (["{w}/out/r", "prompt=FILE:{w}/latin.txt"], "latin.txt is not UTF-8"),
+    (["{w}/out/r", "prompt=LINES:{w}/empty.txt"], "empty.txt is empty"),
+    (["{w}/out/r", "temprature=1"], "did you mean temperature?"),
+    (["{w}/out/r", "temperature=-1"], "temperature=-1.0 must be at least 0"),
+    (["{w}/out/r", "temperature=hot"], "temperature: expected float"),
+    (["{w}/out/r", "top_p=1.5"], "top_p=1.5 must be at least 0 and at most 1"),
+    (["{w}/out/r", "top_k=-1"], "top_k=-1"),
+    (["{w}/out/r", "num_samples=0"], "num_samples=0"),
+    (["{w}/out/r", "max_new_tokens=0"], "max_new_tokens=0"),
+    (["{w}/out/r", "repetition_penalty=0"], "repetition_penalty=0.0 must be positive"),
+    (["{w}/out/r", "device=quantum"], "device=quantum"),
+]
+PREPARE = [
+    (["dataset=file:{w}/empty.txt"], "is empty"),
+    (["dataset=file:{w}/missing.txt"], "missing.txt"),
+    (["dataset=file:{w}/nothing*.txt"], "nothing*.txt"),
+    (["tokenizer=morse"], "morse"),
+    (["tokenizer=bpe:10"], "bpe:10"),
+    (["name=../up"], "'../up' is not allowed"),
+    (["datset=python"], "did you mean dataset?"),
+    (["data_dir={w}/afile"], "afile"),
+]
+BENCH = [(["nothing"], "NAME one of"), (["gpt", "n_layr=1"], "did you mean n_layer?")]
+CASES = [(program, T + args if program == "train" else args, message)
+         for program, cases in (("train", TRAIN), ("sample", SAMPLE), ("prepare", PREPARE), ("bench", BENCH))
+         for args, message in cases]
+
+
+def snapshot(root):
+    return {p: (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else None) for p in root.rglob("*")}
+
+
+@pytest.mark.parametrize("program, args, message", CASES, ids=lambda x: ",".join(x[-2:]) if isinstance(x, list) else None)
+def test_one_line_and_exit_2(program, args, message, world, capfd, monkeypatch):
+    argv = [a.format(w=world) if "${" not in a else a for a in args]
+    if program == "train" and not any(a.startswith("run=") for a in argv):
+        argv.append("run=fresh")
+    if program == "prepare" and not any(a.startswith("data_dir=") for a in argv):
+        argv.append(f"data_dir={world}/new")
+    monkeypatch.setattr(sys, "argv", [program + ".py", *argv])
+    monkeypatch.chdir(world)
+    before = snapshot(world)
+    with pytest.raises(SystemExit) as stop:
+        prepare.run_cli(MAINS[program])
+    out, err = capfd.readouterr()
+    assert stop.value.code == 2
+    assert err.count("\n") == 1 and err.startswith("error: ") and message in err, err
+    assert len(err) < 1500
+    after = snapshot(world)
+    assert [p for p in after if p not in before] == []
+    assert {p: v for p, v in after.items() if p.is_file()} == {p: v for p, v in before.items() if p.is_file()}
+    assert not (world / "owned").exists()
+
+
+@pytest.mark.parametrize("command, message", [
+    (["train.py", "n_layr=3"], "did you mean n_layer?"), (["train.py", "dataset=nosuch"], "nosuch"),
+    (["sample.py", "out/never"], "does not exist"), (["prepare.py", "tokenizer=morse"], "morse"),
+    (["bench.py", "nothing"], "NAME one of")], ids=lambda c: " ".join(c) if isinstance(c, list) else None)
+def test_from_the_shell(command, message, tmp_path):
+    p = subprocess.run([sys.executable, str(ROOT / command[0]), *command[1:]], cwd=tmp_path, capture_output=True,
+                       text=True, timeout=120, env=dict(os.environ))
+    assert p.returncode == 2 and p.stdout == "" and p.stderr.count("\n") == 1 and message in p.stderr, p.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_optional_package_is_one_line(tmp_path, data_dir, monkeypatch):
+    for package, key in (("wandb", "wandb"), ("torch.utils.tensorboard", "tensorboard")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(prepare.UserError, match=f"{key}=true needs the package {key}"):
+            train.setup(runs.arguments("gpt", tmp_path / key, data_dir, f"{key}=true"))
+
+
+def test_a_character_outside_the_vocabulary_is_named(tmp_path):
+    (tmp_path / "t.txt").write_text("abcabc\n" * 200)
+    prepare.prepare(prepare.PrepareConfig(dataset=f"file:{tmp_path / 't.txt'}", tokenizer="char", name="abc",
+                                          data_dir=str(tmp_path)))
+    runs.run("gpt", tmp_path, tmp_path, "dataset=abc")
+    with pytest.raises(prepare.UserError, match="'z'"):
+        sample.main([str(tmp_path / "r"), "prompt=abz"])

@@ -1,0 +1,74 @@
+"""The tests can fail: each bug below is planted into a copy of the repository, and the named tests must notice."""
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+# file, what stands there, what the bug puts in its place, the tests that must fail
+BUGS = {
+    "mask off by one": ("model_gpt.py", "visible = distance >= 0", "visible = distance >= -1",
+                        "test_models.py -k no_position_sees_the_future"),
+    "window off by one": ("model_gpt.py", "(distance < window)", "(distance <= window)",
+                          "test_gpt.py -k attention_is_its_definition"),
+    "cache not advanced": ("model_gpt.py", "self.lengths += self.new", "pass",
+                           "test_models.py -k cache_in_any_split"),
+    "rows placed after the longest": ("model_gpt.py", "pos = self.lengths[:, None] + step", "pos = (self.longest + step)[None]",
+                                      "test_models.py -k cache_in_any_split"),
+    "reset forgets nothing": ("model_gpt.py", "self.lengths[rows] = 0", "pass",
+                              "test_models.py -k slot_of_the_cache"),
+    "wrong by 1e-8 (a slack tolerance would pass it)": ("model_gpt.py", "/ math.sqrt(q.size(-1))  ",
+                                                        "/ math.sqrt(q.size(-1)) * (1 + 1e-8)",
+                                                        "test_models.py -k test_naive_is_fast"),
+    "rotary halves swapped": ("model_gpt.py", "torch.cat([-sin, sin], -1)", "torch.cat([sin, -sin], -1)",
+                              "test_gpt.py -k loads_what_transformers_saved"),
+    "seed and step added": ("train.py", "SeedSequence([self.seed, step])", "SeedSequence([self.seed + step])",
+                            "test_train.py -k are_not_added"),
+    "optimizer not restored": ("train.py", 'load_optimizers(self.optimizers, ckpt["optimizers"])', "pass",
+                               "test_train.py -k resume_at_every_step"),
+    "dropout not reseeded": ("train.py", "            self.seed_forward(index)\n", "",
+                             "test_train.py -k evaluation_changes_no_weight or two_processes"),
+    "micro-batches weigh the same": ("train.py", "(count / total * procs.world)",
+                                     "(1 / cfg.gradient_accumulation_steps * procs.world)",
+                                     "test_train.py -k losses_count_tokens"),
+    "evaluation in training mode": ("train.py", "        self.model.eval()\n        nats", "        nats",
+                                    "test_train.py -k eval_only"),
+    "one step too many": ("train.py", "while self.step < cfg.max_steps and", "while self.step <= cfg.max_steps and",
+                          "test_train.py -k the_log"),
+    "a worse best": ("train.py", "self.best_ce = min(self.best_ce, result[\"val_ce\"])",
+                     "self.best_ce = result[\"val_ce\"]", "test_train.py -k best_checkpoint"),
+    "NaN trains on": ("train.py", "if not math.isfinite(logged[k])]", "if logged[k] == math.inf]",
+                      "test_train.py -k not_finite"),
+    "old settings on resume": ("train.py", "group.update(setting)", "pass", "test_train.py -k changed_on_resume"),
+    "saved in place": ("train.py", 'path.with_name(path.name + ".tmp")', "path",
+                       "test_checkpoint.py -k full_disk or order_of_a_save or save-4"),
+    "renamed before it is on the disk": ("train.py", "            os.fsync(f.fileno())\n", "",
+                                         "test_checkpoint.py -k order_of_a_save"),
+    "contents not verified": ("train.py", 'state.pop("sha256") == fingerprint(state)', 'state.pop("sha256")',
+                              "test_checkpoint.py -k below_the_zip_checksums"),
+    "pickle runs": ("train.py", "weights_only=True", "weights_only=False",
+                    "test_checkpoint.py test_shared.py -k hostile or executes"),
+    "top_p one short": ("sample.py", "p.cumsum(-1) - p >=", "p.cumsum(-1) >=", "test_sample.py -k by_hand"),
+    "ended rows go on": ("sample.py", "if on and i != eot", "if i != eot", "test_sample.py -k ended_row"),
+    "names may leave their root": ("prepare.py", "if not NAME.fullmatch(name)", "if not NAME.search(name)",
+                                   "test_bad_input.py -k escape"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug, tmp_path):
+    file, old, new, tests = BUGS[bug]
+    shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".*", "out", "data", "__pycache__"))
+    shutil.copy(ROOT / "pytest.ini", tmp_path / "copy")
+    text = (tmp_path / "copy" / file).read_text()
+    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}: the plant is out of date"
+    (tmp_path / "copy" / file).write_text(text.replace(old, new))
+    files, _, words = tests.partition(" -k ")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", words,
+               *(f"tests/{f}" for f in files.split())]
+    p = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True, timeout=300,
+                       env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"})
+    assert p.returncode == 1 and " failed" in p.stdout, f"not caught:\n{p.stdout[-2000:]}\n{p.stderr[-500:]}"
