@@ -453,7 +453,7 @@ def pretrained_folder(path):
         raise ValueError(f"{path} is neither a folder nor a hub name (owner/name)")
     from huggingface_hub import snapshot_download
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"]))
+        return Path(snapshot_download(str(path), allow_patterns=["config.json", "*.safetensors", "*.index.json"]))
     except Exception as e:  # the hub client raises a dozen kinds: no network, no such name, no permission
         raise ValueError(f"{path} is not a folder here and could not be downloaded ({type(e).__name__})") from e
 

@@ -82,7 +82,7 @@ class TrainConfig:
     device: str = "auto"             # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda | cuda:N
     dtype: str = "auto"              # of the forward: auto (bfloat16 on cuda) | float32 | bfloat16 (autocast)
     compile: str = "auto"            # torch.compile: auto (on cuda) | true | false
-    init_from: str = ""              # start from a run's weights: its folder, a checkpoint, a Hugging Face folder or name
+    init_from: str = ""              # start from these weights: a run folder, a checkpoint, Hugging Face folder or name
     resume: bool = False             # go on from the run's ckpt.pt
     overwrite: bool = False          # let a new run replace the one in its folder
     eval_only: bool = False          # only evaluate the run's ckpt.pt, or init_from; nothing is written

@@ -12,13 +12,12 @@ OWN = {"Config", "Model", "Block", "Attention"}
 
 
 def definitions(files):
-    """{name: {file: source}} of all top-level functions and classes."""
+    """{name: {number of the file: source}} of all top-level functions and classes; files are paths or texts."""
     found = {}
-    for file in files:
-        text = file if isinstance(file, str) else file.read_text()
+    for number, text in enumerate(f if isinstance(f, str) else f.read_text() for f in files):
         for node in ast.parse(text).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.setdefault(node.name, {})[str(file)[:40] if isinstance(file, str) else file.name] = ast.unparse(node)
+                found.setdefault(node.name, {})[number] = ast.unparse(node)
     return found
 
 
