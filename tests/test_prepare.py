@@ -767,8 +767,10 @@ def test_a_set_that_was_being_replaced_comes_back(tmp_path, docs, monkeypatch):
     monkeypatch.undo()  # and the same after a kill, at the next start
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
+    inode = os.stat(folder).st_ino
     rename(folder, folder.with_name(f".x.old-{dead.pid}"))
     make(tmp_path, dataset=f"file:{tmp_path}/docs", name="x")
+    assert os.stat(folder).st_ino == inode  # the old one, not one made again
     assert tree(tmp_path / "data") == {f"x/{k}": v for k, v in before.items()}
 
 
@@ -828,15 +830,17 @@ def test_a_folder_of_something_else_is_never_replaced(tmp_path, docs, overwrite)
 
 
 def test_two_processes_make_the_same_set(tmp_path, docs, monkeypatch):
-    dataset, write = write_docs(tmp_path / "docs", docs), prepare.write_dataset
+    dataset, write, inodes = write_docs(tmp_path / "docs", docs), prepare.write_dataset, []
 
     def other_first(folder, cfg):
         monkeypatch.setattr(prepare, "write_dataset", write)
         other = PrepareConfig(**{**vars(cfg), "data_dir": str(tmp_path / "other")})
         os.rename(prepare.prepare(other), tmp_path / "data/x")
+        inodes.append(os.stat(tmp_path / "data/x").st_ino)
         return write(folder, cfg)
     monkeypatch.setattr(prepare, "write_dataset", other_first)
     folder = make(tmp_path, dataset=dataset, name="x")
+    assert inodes == [os.stat(folder).st_ino]  # the first one stays
     assert len(docs_of(folder, "train")) > 30 and [p.name for p in folder.parent.iterdir()] == ["x"]
 
 
@@ -903,7 +907,8 @@ def test_layers_of_a_config():
 @pytest.mark.parametrize("base, message", [
     ({"n_layer": 2.0}, "n_layer: expected int"), ({"n_layer": True}, "n_layer: expected int"),
     ({"learning_rate": float("nan")}, "learning_rate"), ({"learning_rate": 10**400}, "learning_rate"),
-    ({"learning_rate": None}, "learning_rate"), ({"fast": 1}, "fast"), ({"note": 12}, "note.*in quotes"),
+    ({"learning_rate": None}, "learning_rate"), ({"learning_rate": True}, "learning_rate: expected float"),
+    ({"fast": 1}, "fast"), ({"note": 12}, "note.*in quotes"),
     ({"note": "${x}"}, "interpolation"), ({"note": {"a": 1}}, "note: expected"),
     ({"prompt": 3}, "prompt: expected str"), ({1: 2}, "unknown key '1'"),
     ({"layers": 2}, "did you mean n_layer"), (["a"], "key: value"), ("text", "key: value")])
