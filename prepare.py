@@ -101,11 +101,13 @@ class UserError(Exception):
 
 def run_cli(main):
     """main(sys.argv[1:]); a UserError is one line on stderr and exit status 2, never a traceback."""
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show a character shows a ? instead
+        sys.stdout.reconfigure(errors="replace")
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
     except UserError as e:
-        print("error:", " ".join(str(e).split()), file=sys.stderr)
+        sys.stderr.write(f"error: {' '.join(str(e).split())}\n")  # in one piece: other processes may write too
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -41,6 +41,8 @@ class SampleConfig:
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
                 raise ValueError(f"{name}={value} must be at least {low}" + (f" and at most {high}" if high else ""))
+        if self.seed >= 2 ** 63:
+            raise ValueError(f"seed={self.seed} must be less than 2^63")
         if self.repetition_penalty <= 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive (1: none)")
 

@@ -4,7 +4,7 @@ The trainer of every model: one process on a CPU or GPU, or many through torchru
     python train.py                                              a small model on the embedded corpus
     python train.py config=configs/gpt_tiny.yaml n_layer=6       a config file, and keys that replace its values
     python train.py run=long max_steps=9000 resume=true          go on from out/long/ckpt.pt
-    torchrun --nproc_per_node=8 train.py config=...              data parallel, on one node or several
+    torchrun --nproc_per_node=8 train.py gradient_accumulation_steps=8 ...    data parallel, on any number of nodes
     python train.py help                                         every key with its meaning
 
 All keys live in one flat namespace: those of TrainConfig below and those of the chosen model's Config.
@@ -19,6 +19,7 @@ processes, and a run that evaluates more often all see the same tokens and end i
 import contextlib
 import hashlib
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -37,7 +38,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from prepare import (PrepareConfig, TokenData, UserError, check_name, folder_name, help_text,
+from prepare import (NAME, PrepareConfig, TokenData, UserError, check_name, folder_name, help_text,
                      is_offline, key_lines, load_tokenizer, prepare, run_cli, split_args, sync_folder, typed_config)
 
 HERE = Path(__file__).resolve().parent
@@ -80,8 +81,8 @@ class TrainConfig:
     # how to run
     seed: int = 1337                 # of the weights, the batches and dropout
     device: str = "auto"             # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda | cuda:N
-    dtype: str = "auto"              # of the forward: auto (bfloat16 on cuda) | float32 | bfloat16 (autocast)
-    compile: str = "auto"            # torch.compile: auto (on cuda) | true | false
+    dtype: str = "auto"              # auto (bfloat16 on cuda) | float32 (tf32 products on cuda) | bfloat16 (autocast)
+    compile: str = "auto"            # torch.compile: auto (on cuda, where it can) | true | false
     init_from: str = ""              # start from these weights: a run folder, a checkpoint, Hugging Face folder or name
     resume: bool = False             # go on from the run's ckpt.pt
     overwrite: bool = False          # let a new run replace the one in its folder
@@ -98,11 +99,14 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("warmup_steps", "eval_batches", "sample_tokens", "seed", "learning_rate", "muon_learning_rate",
                      "weight_decay", "grad_clip"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("cooldown_frac", "min_lr_frac", "beta1", "beta2", "muon_momentum"):
-            if not 0 <= getattr(self, name) <= 1 or (name[0] == "b" and getattr(self, name) == 1):
+            if not 0 <= getattr(self, name) < 2 ** 63:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative, and less than 2^63")
+        for name in ("cooldown_frac", "min_lr_frac"):
+            if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        for name in ("beta1", "beta2", "muon_momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and less than 1")
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("sample_prompt is empty: give at least one character, or sample_tokens=0")
         if self.resume and self.overwrite:
@@ -134,25 +138,13 @@ def full_schema(module):
 def read_config(argv):
     """argv -> (TrainConfig, the model's Config fields, checkpoint or None, names of the keys that were set).
 
-    A value comes from the command line; else, on resume and eval_only, from the run's checkpoint; else, for the
-    model's own fields, from init_from's; else from the YAML file; else it is the default. On resume a YAML file
-    counts only where it is named on the command line, and then before the checkpoint.
+    A value comes from the command line; else from where the run starts (see starting_point); else it is the default.
     """
     given = split_args(argv)
     file = given.get("config", str(HERE / "configs" / f"{given.get('model', 'gpt')}_tiny.yaml"))
     yaml = load_yaml(file) if "config" in given or Path(file).exists() else {}
-    base, ckpt = {"run": Path(file).stem, **yaml, "config": file}, None
-    asked = {**asdict(TrainConfig()), **base, **given}
-    on = {key for key in ("resume", "eval_only") if str(asked[key]).lower() == "true"}
-    if on and not asked["init_from"]:
-        ckpt = load_checkpoint(run_folder(asked["out_dir"], asked["run"]) / "ckpt.pt")
-        base = {**ckpt["config"], **(yaml if "config" in given else {}),
-                **{key: asked[key] for key in ("run", "out_dir")},
-                **{key: getattr(TrainConfig, key) for key in ("resume", "overwrite", "eval_only", "init_from")}}
-    elif asked["init_from"]:
-        ckpt = load_initial(asked["init_from"])
-        base.update({k: v for k, v in ckpt["model_config"].items() if k != "fast"})
-    module = model_module(given.get("model", base.get("model", "gpt")))
+    base, ckpt = starting_point(given, {"model": "gpt", "run": Path(file).stem, **yaml, "config": file})
+    module = model_module(given.get("model", base["model"]))
     values = asdict(typed_config(full_schema(module), given, base, free_text=("sample_prompt",)))
     own = {f.name for f in fields(TrainConfig)}
     model_fields = {k: v for k, v in values.items() if k not in own}
@@ -161,9 +153,43 @@ def read_config(argv):
         module.Config(**model_fields)           # refuses impossible sizes before anything else is done
     except ValueError as e:
         raise UserError(str(e)) from e
-    if ckpt is not None and ckpt["model"] != cfg.model:
-        raise UserError(f"model={cfg.model}, but the checkpoint holds model={ckpt['model']}")
     return cfg, model_fields, ckpt, set(given) | set(base)
+
+
+def starting_point(given, yaml):
+    """The values below the command line's, and the checkpoint they come with (None for a run from scratch).
+
+    From scratch they are the YAML file's. On resume and eval_only they are the run's own, from its checkpoint: where
+    a file named on the command line differs, that is said. With init_from the weights bring the model's own fields;
+    only block_size and dropout may come from a file that was named.
+    """
+    asked = {**asdict(TrainConfig()), **yaml, **given}
+    for key in ("model", "run", "out_dir", "init_from"):
+        if not isinstance(asked[key], str):
+            raise UserError(f"{key}: expected str (in YAML: in quotes), got {asked[key]!r}")
+    if any(str(asked[key]).lower() == "true" for key in ("resume", "eval_only")) and not given.get("init_from"):
+        ckpt = load_checkpoint(run_folder(asked["out_dir"], asked["run"]) / "ckpt.pt")
+        same_model(given.get("model", ckpt["model"]), ckpt)
+        now = {key: asked[key] for key in ("run", "out_dir")}
+        now.update({key: yaml.get(key, False) for key in ("resume", "overwrite", "eval_only")}, init_from="")
+        if "config" in given and int(os.environ.get("RANK", 0)) == 0:
+            for key in sorted(yaml.keys() & ckpt["config"].keys() - now.keys() - given.keys() - {"config"}):
+                if yaml[key] != ckpt["config"][key]:
+                    print(f"{key}={ckpt['config'][key]} is the run's own and stays; the file has {yaml[key]} "
+                          f"(a key on the command line would change it)")
+        return {**ckpt["config"], **now}, ckpt
+    if asked["init_from"]:
+        ckpt = load_initial(asked["init_from"])
+        same_model(asked["model"] if {"model", "config"} & given.keys() else ckpt["model"], ckpt)
+        kept = {"fast"} | ({"block_size", "dropout"} & yaml.keys() if "config" in given else set())
+        fields_of_weights = {k: v for k, v in ckpt["model_config"].items() if k not in kept}
+        return {**yaml, **fields_of_weights, "model": ckpt["model"]}, ckpt
+    return yaml, None
+
+
+def same_model(name, ckpt):
+    if name != ckpt["model"]:
+        raise UserError(f"model={name}, but the checkpoint holds model={ckpt['model']}")
 
 
 def run_folder(out_dir, run):
@@ -232,7 +258,7 @@ def open_data(cfg):
     """The folder of cfg.dataset, prepared first where it is missing and can be made without a network.
     Under torchrun the first process prepares while the others wait to be joined."""
     named = Path(cfg.data_dir) / cfg.dataset
-    if Path(cfg.dataset).name == cfg.dataset and (named / "meta.json").exists():
+    if NAME.fullmatch(cfg.dataset) and (named / "meta.json").exists():
         return named
     folder = Path(cfg.data_dir) / folder_name(cfg.dataset, cfg.tokenizer)
     if folder.exists() or int(os.environ.get("RANK", 0)) > 0:
@@ -432,24 +458,34 @@ def lr_factor(step, cfg):
 # ---------------------------------------------------------------------------------------------------------
 # device and processes
 
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "H20 ": 148e12, "B200": 2250e12, "L40S": 362e12,
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "B200": 2250e12, "L40S": 362e12,
               "L4": 121e12, "A10G": 70e12, "A10": 125e12, "4090": 165e12, "3090": 71e12}   # dense bfloat16
 
 
-def pick_device(name):
-    """The torch device of a device= key; UserError where this machine has none such."""
+def pick_device(name, world=1):
+    """The torch device of a device= key; of `world` processes on CUDA each takes the one of its LOCAL_RANK.
+    UserError where this machine has no such device."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        mps = torch.backends.mps.is_available() and world == 1      # gloo cannot reach mps
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
         device = torch.device(name)
-        usable = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-        if (device.index or 0) >= usable.get(device.type, 0):
-            raise RuntimeError
     except RuntimeError as e:
         raise UserError(f"device={name} is not on this machine (device=auto finds one)") from e
+    if world > 1 and (device.type == "mps" or device.index is not None):
+        raise UserError(f"device={name} cannot be shared by {world} processes: device=cuda or device=cpu can")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= count.get(device.type, 0):
+        raise UserError(f"device={name} is not on this machine: there is no {device} (device=auto finds one)")
     return device
+
+
+def can_compile(device):
+    """Whether torch.compile can make kernels for this device: CUDA with triton, on a chip that triton supports."""
+    return (device.type == "cuda" and importlib.util.find_spec("triton") is not None
+            and torch.cuda.get_device_capability(device) >= (7, 0))
 
 
 class Processes:
@@ -458,8 +494,8 @@ class Processes:
     def __init__(self, cfg):
         self.world, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
         self.master = self.rank == 0
-        self.device = pick_device(cfg.device)
-        if cfg.gradient_accumulation_steps % self.world:
+        self.device = pick_device(cfg.device, self.world)
+        if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:
             raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is not divisible by "
                             f"the {self.world} processes that share it")
 
@@ -469,7 +505,8 @@ class Processes:
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")
         if self.world > 1:
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            cuda = self.device.type == "cuda"
+            dist.init_process_group("nccl" if cuda else "gloo", device_id=self.device if cuda else None)
 
     def sum(self, *values):
         """Each number summed over all processes, as floats."""
@@ -486,7 +523,11 @@ class Processes:
 
 
 class StopRequest:
-    """SIGTERM and SIGINT ask for a stop after the current step; a second one is obeyed at once."""
+    """SIGTERM and SIGINT ask for a stop after the current step. A second Ctrl-C is obeyed at once, unless other
+    processes take part; a second SIGTERM is not (torchrun and schedulers send several)."""
+
+    def __init__(self, world):
+        self.impatient = world == 1
 
     def __enter__(self):
         self.asked, self.previous = False, {}
@@ -495,7 +536,7 @@ class StopRequest:
         return self
 
     def ask(self, sig, frame):
-        if self.asked:
+        if self.asked and sig == signal.SIGINT and self.impatient:
             raise KeyboardInterrupt
         self.asked = True
 
@@ -514,30 +555,30 @@ class Trainer:
         self.cfg, self.model, self.tokenizer, self.batches, self.procs = cfg, model, tokenizer, batches, procs
         self.folder = run_folder(cfg.out_dir, cfg.run)
         self.optimizers = make_optimizers(model, cfg)
-        self.step, self.best_ce = 0, math.inf
+        self.step, self.evaluated, self.best_ce = 0, 0, math.inf
         if ckpt is not None:
             self.restore(ckpt)
-        on = {"auto": procs.device.type == "cuda", "true": True, "false": False}[cfg.compile]
+        on = can_compile(procs.device) if cfg.compile == "auto" else cfg.compile == "true"
         self.forward = torch.compile(model) if on else model
         if procs.world > 1:
             self.forward = torch.nn.parallel.DistributedDataParallel(self.forward)
         mixed = cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and procs.device.type == "cuda")
         self.autocast = lambda: torch.autocast(procs.device.type, torch.bfloat16, enabled=mixed)
-        self.bytes_per_token = batches.val.bytes / batches.val.tokens
         self.log = None
 
     def state(self):
-        """All that a resumed run needs, tensors and plain values only."""
+        """All that a resumed run needs, tensors and plain values only. (The trainer itself draws no random number
+        that depends on the RNG's state; a model that does finds it restored.)"""
         cuda = self.procs.device.type == "cuda"
         return {"format": 1, "model": self.cfg.model, "config": {**asdict(self.cfg), **asdict(self.model.cfg)},
                 "model_config": asdict(self.model.cfg), "tokenizer": self.tokenizer.to_dict(),
                 "weights": dict(self.model.state_dict()), "optimizers": [o.state_dict() for o in self.optimizers],
-                "step": self.step, "best_ce": self.best_ce,
+                "step": self.step, "evaluated": self.evaluated, "best_ce": self.best_ce,
                 "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if cuda else None}}
 
     def restore(self, ckpt):
         load_optimizers(self.optimizers, ckpt["optimizers"])
-        self.step, self.best_ce = ckpt["step"], ckpt["best_ce"]
+        self.step, self.evaluated, self.best_ce = ckpt["step"], ckpt["evaluated"], ckpt["best_ce"]
         torch.set_rng_state(ckpt["rng"]["cpu"])
         if ckpt["rng"]["cuda"] is not None and self.procs.device.type == "cuda":
             torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
@@ -576,6 +617,8 @@ class Trainer:
         return self.update(logged, stop)
 
     def update(self, logged, stop):
+        """Clip, agree with the other processes on the losses and on stopping, and move the weights, unless
+        something is not finite."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip or math.inf)
         *values, asked = self.procs.sum(*(float(v) for v in logged.values()), float(stop.asked))
         logged = dict(zip(logged, values), grad_norm=float(norm))
@@ -602,6 +645,7 @@ class Trainer:
         """Mean cross-entropy over the validation text in nats per token, and bits per byte of text. Touches no
         random number and no weight. The model computes its decoding function (eval mode)."""
         self.model.eval()
+        self.model.set_step(self.step)
         nats = tokens = 0.0
         for starts in self.batches.val_batches(self.cfg.eval_batches)[self.procs.rank::self.procs.world]:
             x, y = self.batches.cut(self.batches.val, starts)
@@ -611,41 +655,45 @@ class Trainer:
             nats, tokens = nats + float(aux["ce"]) * count, tokens + count
         nats, tokens = self.procs.sum(nats, tokens)
         ce = nats / tokens
-        return {"val_ce": ce, "val_bpb": ce / math.log(2) / self.bytes_per_token}
+        return {"val_ce": ce, "val_bpb": bits_per_byte(ce, self.batches.val)}
 
-    def evaluate_and_save(self, final=False):
-        """Evaluate, keep the best, save. The last state is safe on the disk before the last evaluation runs."""
-        if final:
-            self.save("ckpt.pt")
+    def save_and_evaluate(self, final=False):
+        """The state is safe on the disk before the evaluation runs. A run that is stopped in between evaluates
+        again when it is resumed (its checkpoint was evaluated at an earlier step), with the same result."""
+        self.save("ckpt.pt")
         result = self.evaluate()
+        self.evaluated = self.step
         best = result["val_ce"] < self.best_ce
         self.best_ce = min(self.best_ce, result["val_ce"])
         if best:
             self.save("best.pt")
-        self.save("ckpt.pt")
         if self.log:
             self.log.write(self.step, result)
             self.log.plot(final)
+            self.log.start_lap()                # evaluations are not training time
             self.log.say(f"step {self.step}: val ce {result['val_ce']:.4f} nats per token, "
                          f"{result['val_bpb']:.4f} bits per byte{' (best)' if best else ''}")
-        return result
 
     def run(self):
         """Train to max_steps. Returns True when done, False when stopped by a signal (the state is saved)."""
         cfg = self.cfg
-        with StopRequest() as stop:
-            asked = False
-            while self.step < cfg.max_steps and not asked:
+        with StopRequest(self.procs.world) as stop:
+            while self.step < cfg.max_steps:
+                if self.evaluated < self.step and self.step % cfg.eval_interval == 0:
+                    self.save_and_evaluate()
                 logged, asked = self.train_step(stop)
                 if self.log:
-                    self.log.step(self.step, logged, force=self.step % cfg.log_interval == 0)
+                    self.log.step(self.step, logged, force=self.step % cfg.log_interval == 0 or asked)
                 if asked:
                     self.save("ckpt.pt")
-                elif self.step % cfg.eval_interval == 0 and self.step < cfg.max_steps:
-                    self.evaluate_and_save()
-            if not asked:
-                self.evaluate_and_save(final=True)
-        return not asked
+                    return False
+            self.save_and_evaluate(final=True)
+        return True
+
+
+def bits_per_byte(ce, data):
+    """Nats per token -> bits per byte of the text of `data`."""
+    return ce / math.log(2) * data.tokens / data.bytes
 
 
 class Log:
@@ -657,17 +705,28 @@ class Log:
 
     def __init__(self, trainer):
         cfg, self.trainer = trainer.cfg, trainer
+        makers = ((cfg.wandb, wandb_sink), (cfg.tensorboard, tensorboard_sink))
+        self.sinks = [make(cfg, trainer) for on, make in makers if on]
         self.path = trainer.folder / "log.jsonl"
-        kept = [row for row in read_log(self.path) if row["step"] <= trainer.step] if trainer.step else []
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self.before = kept[-1]["seconds"] if kept else 0.0
-        self.start = self.lap = self.plotted = time.perf_counter()
-        self.lap_step = trainer.step
+        self.before = self.restart(trainer.step, trainer.evaluated)
+        self.start = self.plotted = time.perf_counter()
         self.tokens_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * trainer.model.cfg.block_size
         self.peak = peak_flops(trainer.procs.device)
         self.bar = tqdm(total=cfg.max_steps, initial=trainer.step, unit="step", disable=None, dynamic_ncols=True)
-        makers = ((cfg.wandb, wandb_sink), (cfg.tensorboard, tensorboard_sink))
-        self.sinks = [make(cfg, trainer) for on, make in makers if on]
+        self.start_lap()
+
+    def restart(self, step, evaluated):
+        """Keep the lines up to the checkpoint; returns the seconds they count."""
+        rows = read_log(self.path) if step else []
+        kept = [row for row in rows if row["step"] <= (evaluated if "val_ce" in row else step)]
+        temporary = self.path.with_name("log.jsonl.tmp")
+        with writing(self.path):
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            os.replace(temporary, self.path)
+        return kept[-1]["seconds"] if kept else 0.0
+
+    def start_lap(self):
+        self.lap, self.lap_step = time.perf_counter(), self.trainer.step
 
     def say(self, text):
         with self.bar.external_write_mode(file=sys.stdout):
@@ -676,7 +735,7 @@ class Log:
     def write(self, step, values):
         seconds = self.before + time.perf_counter() - self.start
         row = {"step": step, "tokens": step * self.tokens_per_step, "seconds": round(seconds, 3), **values}
-        with open(self.path, "a") as f:
+        with writing(self.path), open(self.path, "a") as f:
             f.write(json.dumps(row) + "\n")
         for sink in self.sinks:
             sink(step, values)
@@ -686,10 +745,9 @@ class Log:
         self.bar.update()
         if not force:
             return
-        now = time.perf_counter()
-        rate = (step - self.lap_step) * self.tokens_per_step / (now - self.lap)
-        self.lap, self.lap_step = now, step
-        bpb = logged["ce"] / math.log(2) / self.trainer.bytes_per_token
+        rate = (step - self.lap_step) * self.tokens_per_step / (time.perf_counter() - self.lap)
+        self.start_lap()
+        bpb = bits_per_byte(logged["ce"], self.trainer.batches.train)
         values = {**logged, "bpb": bpb, "tokens_per_second": round(rate, 1)}
         if self.peak:
             values["mfu"] = rate * self.trainer.model.flops_per_token() / (self.peak * self.trainer.procs.world)
@@ -699,15 +757,24 @@ class Log:
     def plot(self, final):
         """curves.png: training and validation loss against steps; drawn at the end, and once a minute before."""
         if final or time.perf_counter() - self.plotted > 60:
-            draw_curves(read_log(self.path), self.path.with_name("curves.png"), self.trainer.cfg.run)
+            with writing(self.path.with_name("curves.png")):
+                draw_curves(read_log(self.path), self.path.with_name("curves.png"), self.trainer.cfg.run)
             self.plotted = time.perf_counter()
-        self.lap, self.lap_step = time.perf_counter(), self.trainer.step     # evaluations are not training time
+
+
+@contextlib.contextmanager
+def writing(path):
+    """An OSError inside is a UserError that names path: a full disk is told in one line."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"could not write {path}: {e.strerror or e}") from e
 
 
 def read_log(path):
     """The objects of a log.jsonl; a line cut short by a crash is left out."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and {"step", "seconds"} <= row.keys()]
@@ -730,27 +797,27 @@ def draw_curves(rows, path, title):
 
 
 def wandb_sink(cfg, trainer):
-    try:
-        import wandb
-    except ImportError as e:
-        raise UserError("wandb=true needs the package wandb: pip install wandb") from e
-    run = wandb.init(project="nanorecur", name=cfg.run, dir=trainer.folder, config=trainer.state()["config"])
+    import wandb
+    run = wandb.init(project="nanorecur", name=cfg.run, dir=trainer.folder,
+                     config={**asdict(cfg), **asdict(trainer.model.cfg)})
     return lambda step, values: run.log(values, step=step)
 
 
 def tensorboard_sink(cfg, trainer):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as e:
-        raise UserError("tensorboard=true needs the package tensorboard: pip install tensorboard") from e
+    from torch.utils.tensorboard import SummaryWriter
     writer = SummaryWriter(trainer.folder)
-    return lambda step, values: [writer.add_scalar(k, v, step) for k, v in values.items()]
+
+    def sink(step, values):
+        for key, value in values.items():
+            writer.add_scalar(key, value, step)
+        writer.flush()
+    return sink
 
 
 def peak_flops(device):
     """Dense bfloat16 FLOP/s of a known GPU, else None."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    return next((PEAK_FLOPS[word] for word in name.replace("-", " ").split() if word in PEAK_FLOPS), None)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -772,26 +839,27 @@ def make_model(cfg, model_fields, ckpt, vocab_size, given):
     for key, old in ckpt["model_config"].items():
         if key not in free and asdict(model_cfg).get(key) != old:
             raise UserError(f"{key}={asdict(model_cfg).get(key)}, but the checkpoint's model has {key}={old}")
-    return build_model({**ckpt, "model_config": {}}, **asdict(model_cfg))
+    return build_model({**ckpt, "model_config": asdict(model_cfg)})
 
 
-def claim_folder(cfg, folder):
-    """Make the run's folder ready for writing: refuse to touch another run's checkpoint, drop stale leftovers."""
-    files = ("ckpt.pt", "best.pt", "log.jsonl", "curves.png")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in [f + ".tmp" for f in files] + (list(files) if cfg.overwrite else []):
-            (folder / name).unlink(missing_ok=True)
-        with open(folder / "log.jsonl", "a"):
-            pass
-    except OSError as e:
-        raise UserError(f"{folder} cannot be written: {e.strerror}") from e
-
-
-def check_folder(cfg, folder):
+def check_run(cfg, folder):
+    """UserError where the run would replace another one unasked, or needs a package that is not there."""
     if (folder / "ckpt.pt").exists() and not (cfg.resume or cfg.overwrite or cfg.eval_only):
         raise UserError(f"{folder} holds a checkpoint: resume=true goes on from it, overwrite=true replaces it, "
                         f"run=NAME starts another run")
+    for package in ("wandb", "tensorboard"):
+        if getattr(cfg, package) and importlib.util.find_spec(package) is None:
+            raise UserError(f"{package}=true needs the package {package}: pip install {package}")
+
+
+def claim_folder(cfg, folder):
+    """Make the run's folder ready for writing: the last thing before training, when nothing else can be refused."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("ckpt.pt", "best.pt", "log.jsonl", "curves.png"):
+            (folder / f"{name}.tmp").unlink(missing_ok=True)        # of a run that was killed while saving
+            if cfg.overwrite:
+                (folder / name).unlink(missing_ok=True)
 
 
 def check_tokenizer(ckpt, data, what):
@@ -806,7 +874,7 @@ def setup(argv):
     data set that is made on the way."""
     cfg, model_fields, ckpt, given = read_config(argv)
     folder = run_folder(cfg.out_dir, cfg.run)
-    check_folder(cfg, folder)
+    check_run(cfg, folder)
     procs = Processes(cfg)
     batch_folder = open_data(cfg)
     procs.join()
@@ -817,11 +885,15 @@ def setup(argv):
     if cfg.sample_tokens:
         batches.train.tokenizer.encode(cfg.sample_prompt)   # a character it does not know is better found now
     model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size, given).to(procs.device)
-    if procs.master and not cfg.eval_only:
-        claim_folder(cfg, folder)
     trainer = Trainer(cfg, model, batches.train.tokenizer, batches, procs, ckpt if cfg.resume else None)
+    if procs.sum(trainer.step)[0] != procs.world * trainer.step:
+        raise UserError(f"resume: the processes read different checkpoints; {folder} must be the same on every node")
     if procs.master:
+        if not cfg.eval_only:
+            claim_folder(cfg, folder)
         describe(trainer, batch_folder)
+        if ckpt is not None and "tokenizer" not in ckpt:
+            print(f"note: {cfg.init_from} does not tell its tokenizer; the data's is {trainer.tokenizer.kind}")
         if not cfg.eval_only:
             trainer.log = Log(trainer)
     return trainer

@@ -227,6 +227,14 @@ train.run_cli(train.main)
 """
 
 
+def test_a_full_disk_under_the_log_is_one_line(tmp_path, data_dir):
+    """Whichever file meets it first."""
+    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir))
+    trainer.log.path = type(trainer.log.path)("/dev/full")
+    with pytest.raises(UserError, match="could not write /dev/full: No space left"):
+        trainer.run()
+
+
 @models
 def test_full_disk_leaves_the_last_checkpoint(name, tmp_path, data_dir):
     (tmp_path / "full.py").write_text(FULL_DISK)

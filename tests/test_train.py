@@ -31,7 +31,9 @@ def test_resume_at_every_step_is_bit_identical(name, optimizer, tmp_path, data_d
         assert stopped.step == k
         resumed = runs.run(name, tmp_path / str(k), data_dir, "resume=true")
         assert resumed.step == 6 and runs.learned(resumed) == runs.learned(whole)
-        assert runs.learned(train.load_checkpoint(tmp_path / str(k) / "r" / "ckpt.pt")) == runs.learned(whole)
+        for file in ("ckpt.pt", "best.pt"):
+            ours, theirs = (train.load_checkpoint(t.folder / file) for t in (resumed, whole))
+            assert runs.learned(ours) == runs.learned(theirs)
 
 
 @models
@@ -158,6 +160,44 @@ def test_best_checkpoint_is_not_replaced_by_a_worse_one(tmp_path, data_dir, monk
     assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["best_ce"] == 2.0
 
 
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
+    """Stopped just where an evaluation was due, a run makes up for it when resumed: the same best, one line each."""
+    values = {2: 3.0, 4: 1.0, 6: 2.0}
+    monkeypatch.setattr(train.Trainer, "evaluate", lambda self: {"val_ce": values[self.step], "val_bpb": 1.0})
+    whole = runs.run("gpt", tmp_path / "a", data_dir, "eval_interval=2")
+    runs.run("gpt", tmp_path / "b", data_dir, "eval_interval=2", stop_after=stop)
+    resumed = runs.run("gpt", tmp_path / "b", data_dir, "resume=true", "eval_interval=2")
+    again = runs.run("gpt", tmp_path / "b", data_dir, "resume=true", "eval_interval=2")     # nothing is left to do
+    for trainer in (resumed, again):
+        assert runs.learned(trainer) == runs.learned(whole)
+        assert train.load_checkpoint(trainer.folder / "best.pt")["step"] == 4
+        rows = train.read_log(trainer.folder / "log.jsonl")
+        assert [r["step"] for r in rows if "val_ce" in r] == [2, 4, 6]
+
+
+def test_a_file_named_on_resume_does_not_undo_the_command_line(tmp_path, data_dir, capsys):
+    (tmp_path / "x.yaml").write_text("max_steps: 3\ninit_from: nowhere\nlog_interval: 1\n")
+    argv = [a for a in runs.arguments("gpt", tmp_path, data_dir, f"config={tmp_path / 'x.yaml'}", "init_from=")
+            if not a.startswith("log_interval")]
+    assert train.setup(argv).run()                                              # max_steps=6, from the command line
+    capsys.readouterr()
+    short = [f"config={tmp_path / 'x.yaml'}", f"out_dir={tmp_path}", "run=r", "resume=true", "device=cpu"]
+    trainer = train.setup(short)
+    assert trainer.cfg.max_steps == 6 and trainer.step == 6 and trainer.cfg.init_from == ""
+    assert "max_steps=6 is the run's own and stays; the file has 3" in capsys.readouterr().out
+    assert train.setup([*short[:-2], "eval_only=true", "device=cpu"]).step == 0     # init_from in the file is not read
+
+
+def test_finetuning_takes_the_model_from_the_weights(tmp_path, data_dir):
+    runs.run("gpt", tmp_path / "a", data_dir)
+    (tmp_path / "long.yaml").write_text("block_size: 32\ndropout: 0.25\n")
+    start = [f"init_from={tmp_path / 'a' / 'r'}", f"out_dir={tmp_path}", f"data_dir={data_dir}", "dataset=words", "run=b"]
+    assert train.setup(start).model.cfg.block_size == 16
+    fields = train.setup([*start, f"config={tmp_path / 'long.yaml'}"]).model.cfg
+    assert fields.block_size == 32 and fields.dropout == 0.25 and fields.n_embd == 16
+
+
 def test_last_state_is_saved_before_the_last_evaluation(tmp_path, data_dir, monkeypatch):
     def broken(self):
         raise RuntimeError("evaluation broke")
@@ -190,7 +230,7 @@ def test_finetuning_from_a_hugging_face_folder(tmp_path, data_dir):
 
 def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     runs.run("gpt", tmp_path, data_dir)
-    result = train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["best_ce"]
+    result = train.read_log(tmp_path / "r" / "log.jsonl")[-1]["val_ce"]
     before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()}
     capsys.readouterr()
     train.main([f"out_dir={tmp_path}", "run=r", "eval_only=true", f"data_dir={data_dir}"])
