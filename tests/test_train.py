@@ -29,7 +29,7 @@ def test_resume_at_every_step_is_bit_identical(name, optimizer, tmp_path, data_d
     for k in range(1, 6):
         stopped = runs.run(name, tmp_path / str(k), data_dir, *options, stop_after=k)
         assert stopped.step == k
-        resumed = runs.run(name, tmp_path / str(k), data_dir, "resume=true")
+        resumed = runs.run(name, tmp_path / str(k), data_dir, *options, "resume=true")
         assert resumed.step == 6 and runs.learned(resumed) == runs.learned(whole)
         for file in ("ckpt.pt", "best.pt"):
             ours, theirs = (train.load_checkpoint(t.folder / file) for t in (resumed, whole))
