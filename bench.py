@@ -37,8 +37,8 @@ def medians(contestants, rounds, device):
 
 
 def wait(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
 
 
 def training_step(model, cfg):
@@ -91,7 +91,9 @@ def bench_gpt(model, cfg, device):
     steps = medians({"fast": (None, training_step(model, cfg)), "naive": (None, training_step(naive, cfg))}, 10, device)
     for name, seconds in steps.items():
         print(f"training, {name:20s}{1000 * seconds:9.2f} ms a step{tokens / seconds:12,.0f} tokens/s")
-    n = min(8, T)
+    if T < 2:
+        raise UserError(f"block_size={T}: decoding needs at least 2 tokens")
+    n = min(8, T - 1)
     times = medians(decoding(model, T, n), 10, device)
     for name, seconds in times.items():
         print(f"decoding, {name:20s}{1000 * seconds / n:9.2f} ms a token{n / seconds:11,.0f} tokens/s")
@@ -115,7 +117,8 @@ def main(argv):
     model = module.Model(module.Config(**model_fields)).to(device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, batch {cfg.batch_size} x "
-          f"{model.cfg.block_size} tokens; {where}, torch {torch.__version__}")
+          f"{model.cfg.block_size} tokens; {where}, torch {torch.__version__}; training in "
+          f"{'bfloat16 (autocast)' if device.type == 'cuda' else 'float32'}, decoding in float32, not compiled")
     benches[name](model, cfg, device)
 
 

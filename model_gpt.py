@@ -62,6 +62,8 @@ class Config:
             raise ValueError(f"pos=rope needs an even head size: n_embd / n_head = {self.head_dim}")
         if self.n_mlp < 0 or self.window < 0:
             raise ValueError("n_mlp and window are positive, or 0 for their default")
+        if self.rope_theta <= 0 or self.norm_eps <= 0:
+            raise ValueError("rope_theta and norm_eps must be positive")
         if self.n_mlp == 0:  # a multiple of 32 keeps the products aligned
             self.n_mlp = 4 * self.n_embd if self.mlp == "gelu" else 32 * math.ceil(self.n_embd / 12)
 
@@ -98,7 +100,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)     # autocast: x may be bfloat16
 
 
 def rotary_tables(pos, head_dim, theta, dtype):
@@ -118,6 +120,13 @@ def apply_rotary(x, cos, sin):
     half = x.size(-1) // 2
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)             # one angle for all heads
     return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
+
+
+def compute_dtype(x):
+    """The dtype that matrix products of x come out in: autocast's where it is on, else x's own."""
+    device = x.device.type
+    mixed = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if mixed else x.dtype
 
 
 def alibi_slopes(n_head, device=None, dtype=torch.float32):
@@ -149,14 +158,14 @@ def attention_naive(q, k, v, bias, dropout=0.0):
 def attention_fast(q, k, v, bias, dropout=0.0):
     """The same through torch's fused kernels. bias None means: the T queries are plainly causal over as many
     keys, or a single query sees every key; no mask is built or read then."""
-    if bias is not None:
-        bias = bias.to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=bias is None and q.size(2) > 1,
+    causal = True if bias is None and q.size(2) > 1 else False      # a plain bool, also where T is symbolic (compile)
+    return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=causal,
                                           enable_gqa=q.size(1) != k.size(1))
 
 
 class KVCache:
-    """Keys and values of every layer in static buffers (n_layer, B, max_len, n_kv_head, head_dim).
+    """Keys and values in static buffers, k[layer] and v[layer] (B, max_len, n_kv_head, head_dim). For use under
+    no_grad: gradients do not flow through it.
 
     lengths (B,) counts the tokens each row holds; rows may differ. While every row holds the same number
     (`ragged` False) new tokens are one slice and no mask is needed. `longest` is an upper bound of lengths
@@ -164,57 +173,55 @@ class KVCache:
     """
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
-        shape = (cfg.n_layer, batch_size, max_len, cfg.n_kv_head, cfg.head_dim)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        shape = (batch_size, max_len, cfg.n_kv_head, cfg.head_dim)
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.max_len, self.longest, self.ragged = max_len, 0, False
 
     def nbytes(self):
         """Bytes held for keys and values, for all rows at max_len."""
-        return self.k.nbytes + self.v.nbytes
+        return sum(buffer.nbytes for buffer in self.k + self.v)
 
     def reset(self, rows=None):
-        """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start."""
-        if rows is None:
-            self.lengths.zero_()
-            self.longest, self.ragged = 0, False
-        else:
-            self.lengths[rows] = 0
-            self.longest, self.ragged = int(self.lengths.max()), True
+        """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
+        they held is zeroed: a NaN behind a mask would still poison the sum over values."""
+        rows = slice(None) if rows is None else rows
+        for buffer in self.k + self.v:
+            buffer[rows] = 0
+        self.lengths[rows] = 0
+        self.longest = int(self.lengths.max())
+        self.ragged = self.longest > 0
 
     def place(self, T, n_valid=None):
-        """Reserve the slots of T new tokens a row, n_valid (B,) of them real. Returns their positions
-        (1, T) or (B, T). Raises ValueError where a row would outgrow max_len."""
-        self.new = torch.full_like(self.lengths, T) if n_valid is None else n_valid.to(self.lengths)
-        self.ragged = self.ragged or n_valid is not None
-        self.end = self.longest + T
-        if self.end > self.max_len:
-            if not self.ragged or int((self.lengths + self.new).max()) > self.max_len:
-                raise ValueError(f"the cache is full: {self.longest} tokens held, {T} more, max_len {self.max_len}")
-            self.end = self.max_len
+        """Reserve the slots of T new tokens a row, n_valid (B,) of them real (0 to T; None: all). Returns their
+        positions (1, T) or (B, T). Raises ValueError where a row would outgrow max_len."""
+        new = torch.full_like(self.lengths, T) if n_valid is None else n_valid.to(self.lengths).clamp(0, T)
+        ragged = self.ragged or n_valid is not None
+        if self.longest + T > self.max_len and (not ragged or int((self.lengths + new).max()) > self.max_len):
+            raise ValueError(f"the cache is full: {self.longest} tokens held, {T} more, max_len {self.max_len}")
+        self.new, self.ragged, self.end = new, ragged, min(self.longest + T, self.max_len)
         step = torch.arange(T, device=self.lengths.device)
-        if not self.ragged:
+        if not ragged:
             return (self.longest + step)[None]                          # (1, T)
         pos = self.lengths[:, None] + step                              # (B, T)
-        self.rows, self.cols = (step < self.new[:, None]).nonzero(as_tuple=True)   # padding is never stored
+        self.rows, self.cols = (step < new[:, None]).nonzero(as_tuple=True)    # padding is never stored
         self.slots = pos[self.rows, self.cols]
         return pos.clamp(max=self.max_len - 1)
 
     def append(self, layer, k, v):
-        """Store k, v (B, T, G, D) of the placed tokens; returns all keys and values so far, (B, S, G, D).
-        Gradients do not flow into the cache."""
+        """Store k, v (B, T, G, D) of the placed tokens; returns all keys and values so far, (B, S, G, D)."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             if self.ragged:
                 buffer[self.rows, self.slots] = new[self.rows, self.cols].detach().to(buffer.dtype)
             else:
                 buffer[:, self.longest:self.end] = new.detach()
-        return self.k[layer, :, :self.end], self.v[layer, :, :self.end]
+        return self.k[layer][:, :self.end], self.v[layer][:, :self.end]
 
     def advance(self):
         """Count the placed tokens, once every layer has stored them."""
         self.lengths += self.new
-        self.longest = self.end
+        self.longest = int(self.lengths.max()) if self.ragged else self.end
 
 
 class Attention(nn.Module):
@@ -333,7 +340,7 @@ class Model(nn.Module):
         rotary = None
         if self.cfg.pos == "rope":
             rotary = rotary_tables(pos.squeeze(0), self.cfg.head_dim, self.cfg.rope_theta, x.dtype)
-        bias = self.bias(pos, end, cache, x.dtype)
+        bias = self.bias(pos, end, cache, compute_dtype(x))
         for block in self.blocks:
             x = block(x, rotary, bias, cache)
         if cache is not None:
@@ -347,28 +354,28 @@ class Model(nn.Module):
 
     def bias(self, pos, end, cache, dtype):
         """The attention bias of all layers, or None where attention_fast needs none: plainly causal from
-        the first token on, or one new token in rows of equal length."""
-        T = pos.size(1)
+        the first token on, or one new token in rows of equal length. The fused kernels take it in the queries'
+        dtype, so in bfloat16 they round ALiBi's distances; the naive path does not."""
+        T, wide = pos.size(1), torch.promote_types(dtype, torch.float32)
         plain = not self.cfg.window and self.cfg.pos != "alibi" and (cache is None or not cache.ragged)
         if self.cfg.fast and plain and T in (1, end):
             return None
-        slopes = alibi_slopes(self.cfg.n_head, pos.device, dtype) if self.cfg.pos == "alibi" else None
-        return attention_bias(pos, torch.arange(end, device=pos.device), self.cfg.window, slopes, dtype)
+        slopes = alibi_slopes(self.cfg.n_head, pos.device, wide) if self.cfg.pos == "alibi" else None
+        bias = attention_bias(pos, torch.arange(end, device=pos.device), self.cfg.window, slopes, wide)
+        return bias.to(dtype) if self.cfg.fast else bias
 
     def init_cache(self, batch_size, max_len):
         """An empty cache for batch_size rows of up to max_len tokens (under rope at most block_size)."""
         if self.context_limit is not None and max_len > self.context_limit:
             raise ValueError(f"max_len={max_len} is more than block_size={self.context_limit}")
         w = self.wte.weight
-        mixed = torch.is_autocast_enabled(w.device.type)
-        return KVCache(self.cfg, batch_size, max_len, w.device,
-                       torch.get_autocast_dtype(w.device.type) if mixed else w.dtype)
+        return KVCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
-        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again.
-        (sample.py has the complete sampler.)"""
+        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again. Call eval()
+        first. (sample.py has the complete sampler.)"""
         limit = self.context_limit or idx.size(1) + max_new_tokens
         cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
         for _ in range(max_new_tokens):
@@ -376,7 +383,7 @@ class Model(nn.Module):
                 cache.reset()
                 new = idx[:, -cache.max_len:]
             logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
-            if top_k is not None:
+            if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
             new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
@@ -419,7 +426,8 @@ class Model(nn.Module):
             num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
             max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
             rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, hidden_act="silu",
-            attention_bias=False, mlp_bias=False, tie_word_embeddings=c.tie_embeddings,
+            attention_bias=False, mlp_bias=False, bos_token_id=None, eos_token_id=None,
+            tie_word_embeddings=c.tie_embeddings,
             torch_dtype=str(self.wte.weight.dtype).removeprefix("torch."))
         weights = {llama_name(n): p.detach().contiguous() for n, p in self.named_parameters()}  # tied: once
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -453,7 +461,7 @@ def pretrained_folder(path):
         raise ValueError(f"{path} is neither a folder nor a hub name (owner/name)")
     from huggingface_hub import snapshot_download
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["config.json", "*.safetensors", "*.index.json"]))
+        return Path(snapshot_download(str(path), allow_patterns=["config.json", "model*.safetensors", "*.index.json"]))
     except Exception as e:  # the hub client raises a dozen kinds: no network, no such name, no permission
         raise ValueError(f"{path} is not a folder here and could not be downloaded ({type(e).__name__})") from e
 
@@ -475,20 +483,21 @@ def llama_config(folder):
     hf = read_json(folder / "config.json")
     if hf.get("model_type") not in ("llama", "mistral"):
         raise ValueError(f"model_type {hf.get('model_type')} is not supported: llama or mistral is")
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rope scaling '{kind}' is not supported: only unscaled rotary positions are")
     try:
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"rope scaling '{kind}' is not supported: only unscaled rotary positions are")
+        window = hf.get("sliding_window", 4096) if hf["model_type"] == "mistral" else 0     # Llama ignores the field
         fields = dict(
-            block_size=hf["max_position_embeddings"], vocab_size=hf["vocab_size"],
-            n_layer=hf["num_hidden_layers"], n_head=hf["num_attention_heads"],
-            n_kv_head=hf.get("num_key_value_heads") or hf["num_attention_heads"], n_embd=hf["hidden_size"],
-            n_mlp=hf["intermediate_size"], norm_eps=hf["rms_norm_eps"], window=hf.get("sliding_window") or 0,
-            rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+            block_size=int(hf["max_position_embeddings"]), vocab_size=int(hf["vocab_size"]),
+            n_layer=int(hf["num_hidden_layers"]), n_head=int(hf["num_attention_heads"]),
+            n_kv_head=int(hf.get("num_key_value_heads") or hf["num_attention_heads"]), n_embd=int(hf["hidden_size"]),
+            n_mlp=int(hf["intermediate_size"]), norm_eps=float(hf["rms_norm_eps"]), window=int(window or 0),
+            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)))
-    except KeyError as e:
-        raise ValueError(f"{folder / 'config.json'} has no {e}") from e
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{folder / 'config.json'} lacks a field or has a wrong one: {e}") from e
     for name, value, wanted in (("attention_bias", hf.get("attention_bias", False), False),
                                 ("mlp_bias", hf.get("mlp_bias", False), False),
                                 ("hidden_act", hf.get("hidden_act", "silu"), "silu"),
@@ -505,11 +514,11 @@ def llama_weights(folder, model):
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     index = folder / "model.safetensors.index.json"
-    files = sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
+    names = read_json(index).get("weight_map") if index.exists() else {"": "model.safetensors"}
     found = {}
-    for file in files:
-        if Path(file).name != file:
-            raise ValueError(f"{index} names a file outside its folder: {file}")
+    for file in set(names.values()) if isinstance(names, dict) else [None]:
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise ValueError(f"{index} must name files of its folder, not {file!r}")
         try:
             found.update(load_file(folder / file))
         except (OSError, SafetensorError) as e:

@@ -43,8 +43,8 @@ class SampleConfig:
                 raise ValueError(f"{name}={value} must be at least {low}" + (f" and at most {high}" if high else ""))
         if self.seed >= 2 ** 63:
             raise ValueError(f"seed={self.seed} must be less than 2^63")
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive (1: none)")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must lie between 0.01 and 100 (1: none)")
 
 
 def next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, generator):
@@ -56,7 +56,7 @@ def next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, gen
         logits = torch.where(seen, less, logits)
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
-    logits = logits / temperature
+    logits = logits / max(temperature, 1e-6)
     if 0 < top_k < logits.size(-1):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1:
@@ -146,7 +146,7 @@ def read_prompts(text):
         raise UserError(f"prompt file {path} cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:
         raise UserError(f"prompt file {path} is not UTF-8 text") from e
-    prompts = [content] if kind == "FILE" else [line for line in content.splitlines() if line]
+    prompts = [content] if kind == "FILE" else [line.rstrip("\r") for line in content.split("\n") if line.strip()]
     if not prompts or not prompts[0]:
         raise UserError(f"prompt file {path} is empty")
     return prompts

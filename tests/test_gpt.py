@@ -104,6 +104,23 @@ def test_impossible_sizes_are_named(bad, named):
         Config(**{**dict(n_embd=64), **bad})
 
 
+def test_sizes_on_the_meta_device():
+    with torch.device("meta"):
+        model = Model(Config(n_layer=24, n_head=16, n_embd=1024, vocab_size=32768, block_size=2048))
+    assert sum(p.numel() for p in model.parameters()) > 3e8
+    assert model.init_cache(1, 2048).nbytes() == 2 * 24 * 2048 * 1024 * 4
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(pos="alibi", window=5)])
+def test_compiles_without_a_break(sizes):
+    """One graph, at more than one length (the eager backend checks the tracing without making kernels)."""
+    model = tiny("gpt", **sizes)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    for T in (9, 12, 31):
+        x = torch.randint(0, 61, (2, T))
+        assert relative(compiled(x, x)[0], model(x, x)[0]) < 1e-12
+
+
 def test_dropout_acts_in_training_only():
     model, x = tiny("gpt", dropout=0.5), torch.randint(0, 61, (1, 9))
     assert torch.equal(model(x)[0], model(x)[0])
@@ -153,6 +170,7 @@ def test_transformers_loads_what_we_saved(tmp_path, sizes):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
     x = torch.randint(0, 61, (2, 33))
     assert (logits_of(ours, x) - logits_of(theirs, x)).abs().max() < 1e-5 * logits_of(theirs, x).abs().max()
+    assert theirs.config.eos_token_id is None, "transformers would stop at a token that ends nothing here"
     again = Model.from_pretrained(tmp_path / "new")
     assert again.cfg == ours.cfg and torch.equal(logits_of(again.eval(), x), logits_of(ours, x))
 
@@ -167,6 +185,42 @@ def test_loads_shards(tmp_path):
     assert (logits_of(ours, x) - logits_of(theirs, x)).abs().max() < 1e-5 * logits_of(theirs, x).abs().max()
 
 
+@pytest.mark.parametrize("change", [
+    lambda c: c.update(rope_parameters=None, rope_theta=1234.0, rope_scaling=None, head_dim=None),     # before 2025
+    lambda c: c.update(sliding_window=8, use_sliding_window=False)])                                # Llama ignores it
+def test_older_and_odd_configs_load_the_same(tmp_path, change):
+    theirs = saved_llama(tmp_path)
+    edited(tmp_path, change)
+    x = torch.randint(0, 97, (1, 20))
+    ours = Model.from_pretrained(tmp_path).eval()
+    assert (logits_of(ours, x) - logits_of(theirs, x)).abs().max() < 1e-5 * logits_of(theirs, x).abs().max()
+
+
+def test_older_weights_load_the_same(tmp_path):
+    """bfloat16, with the tied head stored once more and rotary tables beside it."""
+    from safetensors.torch import load_file, save_file
+    saved_llama(tmp_path, tie_word_embeddings=True)
+    weights = {n: w.bfloat16() for n, w in load_file(tmp_path / "model.safetensors").items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(weights, tmp_path / "model.safetensors")
+    ours = Model.from_pretrained(tmp_path)
+    assert ours.head.weight is ours.wte.weight
+    assert torch.equal(ours.wte.weight, weights["model.embed_tokens.weight"].float())
+
+
+def test_mistral_has_a_window(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(4)
+    theirs = transformers.MistralForCausalLM(transformers.MistralConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6, head_dim=8,
+        num_key_value_heads=2, max_position_embeddings=64, sliding_window=7)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours, x = Model.from_pretrained(tmp_path).eval(), torch.randint(0, 97, (1, 30))
+    assert ours.cfg.window == 7
+    assert (logits_of(ours, x) - logits_of(theirs, x)).abs().max() < 1e-5 * logits_of(theirs, x).abs().max()
+
+
 def edited(folder, change):
     config = json.loads((folder / "config.json").read_text())
     change(config)
@@ -178,7 +232,8 @@ def edited(folder, change):
     (lambda c: c.update(rope_parameters={"rope_type": "yarn"}), "yarn"),
     (lambda c: c.update(attention_bias=True), "attention_bias"), (lambda c: c.update(mlp_bias=True), "mlp_bias"),
     (lambda c: c.update(hidden_act="gelu"), "hidden_act"), (lambda c: c.update(head_dim=16), "head_dim"),
-    (lambda c: c.update(model_type="bert"), "bert"), (lambda c: c.pop("hidden_size"), "hidden_size"),
+    (lambda c: c.update(model_type="bert"), "bert"), (lambda c: c.update(vocab_size=None), "config.json"),
+    (lambda c: c.update(rope_parameters="x"), "config.json"), (lambda c: c.pop("hidden_size"), "hidden_size"),
     (lambda c: c.update(intermediate_size=64), "gate_proj"), (lambda c: c.update(num_hidden_layers=2), "layers.2"),
     (lambda c: c.update(num_hidden_layers=4), "layers.3")])
 def test_what_we_cannot_compute_is_refused_by_name(tmp_path, change, named):
