@@ -26,7 +26,7 @@ Names: B batch, T new tokens, S cached and new tokens, H query heads, G key/valu
 """
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
