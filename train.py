@@ -825,7 +825,7 @@ def peak_flops(device):
 
 def make_model(cfg, model_fields, ckpt, vocab_size, given):
     """The model, freshly initialised from the seed or with the checkpoint's weights. vocab_size is the data's;
-    a larger one may be asked for. Finetuning may change the sequence length and dropout, resuming may not."""
+    a larger one may be asked for. Finetuning and evaluating may change the sequence length, resuming may not."""
     module = model_module(cfg.model)
     if "vocab_size" not in given:
         model_fields = {**model_fields, "vocab_size": vocab_size}
@@ -835,7 +835,7 @@ def make_model(cfg, model_fields, ckpt, vocab_size, given):
     model_cfg = module.Config(**model_fields)
     if ckpt is None:
         return module.Model(model_cfg)
-    free = ("fast", "dropout", "block_size") if cfg.init_from else ("fast", "dropout")
+    free = ("fast", "dropout") if cfg.resume else ("fast", "dropout", "block_size")
     for key, old in ckpt["model_config"].items():
         if key not in free and asdict(model_cfg).get(key) != old:
             raise UserError(f"{key}={asdict(model_cfg).get(key)}, but the checkpoint's model has {key}={old}")
@@ -886,6 +886,8 @@ def setup(argv):
         batches.train.tokenizer.encode(cfg.sample_prompt)   # a character it does not know is better found now
     model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size, given).to(procs.device)
     trainer = Trainer(cfg, model, batches.train.tokenizer, batches, procs, ckpt if cfg.resume else None)
+    if cfg.eval_only and ckpt is not None:
+        trainer.step = ckpt["step"]                     # a schedule inside the model stands where it stood
     if procs.sum(trainer.step)[0] != procs.world * trainer.step:
         raise UserError(f"resume: the processes read different checkpoints; {folder} must be the same on every node")
     if procs.master:
@@ -900,7 +902,7 @@ def setup(argv):
 
 
 def describe(trainer, data_folder):
-    """What is about to run, in three lines."""
+    """What is about to run, in two or three lines."""
     cfg, model, procs = trainer.cfg, trainer.model, trainer.procs
     size = sum(p.numel() for p in model.parameters())
     name = torch.cuda.get_device_name(procs.device) if procs.device.type == "cuda" else \
@@ -909,9 +911,10 @@ def describe(trainer, data_folder):
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, {model.flops_per_token():.3g} FLOPs a token, "
           f"{'fast' if model.cfg.fast else 'naive'} path\n"
           f"{data_folder}: {trainer.batches.train.tokens:,} tokens to train on, "
-          f"{trainer.batches.val.tokens:,} to validate\n"
-          f"{cfg.max_steps:,} steps of {tokens:,} tokens on {name}, {procs.world} process{'es' * (procs.world > 1)}"
-          + (f"; going on from step {trainer.step}" if trainer.step else ""), flush=True)
+          f"{trainer.batches.val.tokens:,} to validate", flush=True)
+    if not cfg.eval_only:
+        print(f"{cfg.max_steps:,} steps of {tokens:,} tokens on {name}, {procs.world} process{'es' * (procs.world > 1)}"
+              + (f"; going on from step {trainer.step}" if trainer.step else ""), flush=True)
 
 
 def finish(trainer, done):

@@ -189,6 +189,13 @@ def test_a_file_named_on_resume_does_not_undo_the_command_line(tmp_path, data_di
     assert train.setup([*short[:-2], "eval_only=true", "device=cpu"]).step == 0     # init_from in the file is not read
 
 
+def test_evaluating_at_another_length(tmp_path, data_dir, capsys):
+    runs.run("gpt", tmp_path, data_dir, "pos=alibi")
+    capsys.readouterr()
+    train.main([f"out_dir={tmp_path}", "run=r", "eval_only=true", "block_size=64", f"data_dir={data_dir}"])
+    assert "val ce" in capsys.readouterr().out
+
+
 def test_finetuning_takes_the_model_from_the_weights(tmp_path, data_dir):
     runs.run("gpt", tmp_path / "a", data_dir)
     (tmp_path / "long.yaml").write_text("block_size: 32\ndropout: 0.25\n")
@@ -236,6 +243,11 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     train.main([f"out_dir={tmp_path}", "run=r", "eval_only=true", f"data_dir={data_dir}"])
     assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()} == before
     assert f"val ce {result:.4f}" in capsys.readouterr().out
+    trainer = train.setup([f"out_dir={tmp_path}", "run=r", "eval_only=true", f"data_dir={data_dir}"])
+    seen = []
+    trainer.model.set_step = seen.append
+    trainer.evaluate()
+    assert seen == [6], "what depends on the step is evaluated as it was trained"
 
 
 # schedules, optimizers, logs -----------------------------------------------------------------------------------
