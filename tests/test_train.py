@@ -186,7 +186,7 @@ def test_a_file_named_on_resume_does_not_undo_the_command_line(tmp_path, data_di
     trainer = train.setup(short)
     assert trainer.cfg.max_steps == 6 and trainer.step == 6 and trainer.cfg.init_from == ""
     assert "max_steps=6 is the run's own and stays; the file has 3" in capsys.readouterr().out
-    assert train.setup([*short[:-2], "eval_only=true", "device=cpu"]).step == 0     # init_from in the file is not read
+    assert train.setup([*short[:-2], "eval_only=true", "device=cpu"]).step == 6     # not init_from of the file
 
 
 def test_evaluating_at_another_length(tmp_path, data_dir, capsys):
