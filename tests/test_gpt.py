@@ -209,6 +209,20 @@ def test_older_weights_load_the_same(tmp_path):
     assert torch.equal(ours.wte.weight, weights["model.embed_tokens.weight"].float())
 
 
+def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
+    import huggingface_hub
+    saved_llama(tmp_path)
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: asked.append(name) or str(tmp_path))
+    assert Model.from_pretrained("owner/name").cfg.n_layer == 3 and asked == ["owner/name"]
+
+    def offline(name, **k):
+        raise OSError("no network")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match="owner/name is not a folder here and could not be downloaded"):
+        Model.from_pretrained("owner/name")
+
+
 def test_mistral_has_a_window(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(4)

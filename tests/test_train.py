@@ -1,4 +1,5 @@
 """The trainer: repeatable batches, resuming, schedules, optimizers, logs, signals, several processes."""
+import importlib.machinery
 import json
 import math
 import os
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -309,6 +311,23 @@ def test_a_resumed_log_has_every_step_once(tmp_path, data_dir):
     rows = train.read_log(trainer.folder / "log.jsonl")
     assert [r["step"] for r in rows if "ce" in r] == list(range(1, 7))
     assert all(a["seconds"] <= b["seconds"] for a, b in zip(rows, rows[1:])) and rows[-1]["seconds"] < 1e5
+
+
+def test_the_switches_for_other_loggers(tmp_path, data_dir, monkeypatch):
+    """wandb and TensorBoard get what log.jsonl gets (stand-ins with their interface)."""
+    rows, scalars = [], []
+    for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["wandb"].init = lambda **k: types.SimpleNamespace(log=lambda values, step: rows.append((step, values)))
+    sys.modules["torch.utils.tensorboard"].SummaryWriter = lambda folder: types.SimpleNamespace(
+        add_scalar=lambda key, value, step: scalars.append((step, key, value)), flush=lambda: None)
+    trainer = runs.run("gpt", tmp_path, data_dir, "wandb=true", "tensorboard=true")
+    logged = train.read_log(trainer.folder / "log.jsonl")
+    assert [step for step, _ in rows] == [r["step"] for r in logged]
+    assert all(values.items() <= r.items() for (_, values), r in zip(rows, logged))
+    assert len(scalars) == sum(len(values) for _, values in rows)
 
 
 def test_loss_goes_down(tmp_path, data_dir):
