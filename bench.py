@@ -3,20 +3,19 @@ Speed, side by side in one run: what the README's ratios come from.
 
     python bench.py gpt                                   the baseline: training, and decoding with and without cache
     python bench.py gpt n_layer=8 n_embd=512 device=cuda  at another size
-    python bench.py help                                  every key with its meaning
 
-Sizes start from configs/<model>_tiny.yaml, as in train.py. The contestants take turns, round after round, so
-that a noisy neighbour disturbs all alike; each figure is the median over the rounds.
+The keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
+contestants take turns, round after round, so that a noisy neighbour disturbs all alike; each figure is the median
+over the rounds.
 """
 import dataclasses
-import importlib
 import statistics
 import time
 
 import torch
 
-from prepare import UserError, run_cli
-from train import make_optimizers, pick_device, read_config
+from prepare import UserError, asks_help, run_cli
+from train import device_name, make_optimizers, model_module, pick_device, read_config
 
 
 def medians(contestants, rounds, device):
@@ -87,12 +86,12 @@ def decoding(model, position, steps):
 def bench_gpt(model, cfg, device):
     """Training, fast beside naive, and decoding at the end of the context, cached beside recomputed."""
     T, tokens = model.cfg.block_size, cfg.batch_size * model.cfg.block_size
+    if T < 2:
+        raise UserError(f"block_size={T}: decoding needs at least 2 tokens")
     naive = type(model)(dataclasses.replace(model.cfg, fast=False)).to(device)
     steps = medians({"fast": (None, training_step(model, cfg)), "naive": (None, training_step(naive, cfg))}, 10, device)
     for name, seconds in steps.items():
         print(f"training, {name:20s}{1000 * seconds:9.2f} ms a step{tokens / seconds:12,.0f} tokens/s")
-    if T < 2:
-        raise UserError(f"block_size={T}: decoding needs at least 2 tokens")
     n = min(8, T - 1)
     times = medians(decoding(model, T, n), 10, device)
     for name, seconds in times.items():
@@ -103,7 +102,7 @@ def bench_gpt(model, cfg, device):
 
 
 def main(argv):
-    if {"help", "-h", "--help"} & set(argv):
+    if asks_help(argv):
         return print(__doc__.strip())
     names = [a for a in argv if "=" not in a]
     benches = {"gpt": bench_gpt}
@@ -112,12 +111,11 @@ def main(argv):
     name = names[0] if names else "gpt"
     cfg, model_fields, _, _ = read_config([f"model={name}"] + [a for a in argv if "=" in a])
     device = pick_device(cfg.device)
-    module = importlib.import_module(f"model_{name}")
+    module = model_module(name)
     torch.manual_seed(cfg.seed)
     model = module.Model(module.Config(**model_fields)).to(device)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, batch {cfg.batch_size} x "
-          f"{model.cfg.block_size} tokens; {where}, torch {torch.__version__}; training in "
+          f"{model.cfg.block_size} tokens; {device_name(device)}, torch {torch.__version__}; training in "
           f"{'bfloat16 (autocast)' if device.type == 'cuda' else 'float32'}, decoding in float32, not compiled")
     benches[name](model, cfg, device)
 

@@ -119,10 +119,14 @@ def run_cli(main):
 def parse_args(argv, schema, free_text=()):
     """key=value arguments as an instance of the dataclass `schema`; help prints the keys and exits 0.
     Keys in `free_text` are taken literally."""
-    if any(arg in ("-h", "--help", "help") for arg in argv):
+    if asks_help(argv):
         print(help_text(schema), flush=True)
         sys.exit(0)
     return typed_config(schema, split_args(argv), free_text=free_text)
+
+
+def asks_help(argv) -> bool:
+    return bool({"-h", "--help", "help"} & set(argv))
 
 
 def help_text(schema) -> str:
@@ -171,9 +175,9 @@ def typed_config(schema, values, base=None, free_text=()):
     try:
         blank = {key: "" for key in free}  # OmegaConf would read ${ and ??? in free text
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), *layers, blank))
-    except OmegaConfBaseException as e:
+        return replace(config, **free) if free else config
+    except (OmegaConfBaseException, ValueError) as e:  # ValueError: of the schema's own checks
         raise UserError(first_line(e)) from None
-    return replace(config, **free) if free else config
 
 
 def unknown_key(key, names) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from prepare import UserError, help_text, run_cli, split_args, typed_config
+from prepare import UserError, asks_help, help_text, run_cli, split_args, typed_config
 
 
 @dataclass
@@ -157,11 +157,7 @@ def read_arguments(argv):
     paths = [a for a in argv if "=" not in a]
     if len(paths) != 1:
         raise UserError("give one run folder or checkpoint: python sample.py out/NAME [key=value ...]")
-    given = split_args([a for a in argv if "=" in a])
-    try:
-        return paths[0], typed_config(SampleConfig, given, free_text=("prompt",))
-    except ValueError as e:
-        raise UserError(str(e)) from e
+    return paths[0], typed_config(SampleConfig, split_args([a for a in argv if "=" in a]), free_text=("prompt",))
 
 
 def write_stream(steps, tokenizer):
@@ -188,7 +184,7 @@ def write_batch(steps, tokenizer, prompts):
 
 def main(argv):
     from train import load_run, pick_device     # train.py prints its closing sample through this file
-    if {"help", "-h", "--help"} & set(argv):
+    if asks_help(argv):
         return print(help_text(SampleConfig))
     path, cfg = read_arguments(argv)
     device = pick_device(cfg.device)

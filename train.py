@@ -38,7 +38,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from prepare import (NAME, PrepareConfig, TokenData, UserError, check_name, folder_name, help_text,
+from prepare import (NAME, PrepareConfig, TokenData, UserError, asks_help, check_name, folder_name, help_text,
                      is_offline, key_lines, load_tokenizer, prepare, run_cli, split_args, sync_folder, typed_config)
 
 HERE = Path(__file__).resolve().parent
@@ -482,6 +482,13 @@ def pick_device(name, world=1):
     return device
 
 
+def device_name(device):
+    """What to call the device in a line of print."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
 def can_compile(device):
     """Whether torch.compile can make kernels for this device: CUDA with triton, on a chip that triton supports."""
     return (device.type == "cuda" and importlib.util.find_spec("triton") is not None
@@ -816,8 +823,8 @@ def tensorboard_sink(cfg, trainer):
 
 def peak_flops(device):
     """Dense bfloat16 FLOP/s of a known GPU, else None."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((PEAK_FLOPS[word] for word in name.replace("-", " ").split() if word in PEAK_FLOPS), None)
+    words = device_name(device).replace("-", " ").split() if device.type == "cuda" else []
+    return next((PEAK_FLOPS[word] for word in words if word in PEAK_FLOPS), None)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -905,15 +912,14 @@ def describe(trainer, data_folder):
     """What is about to run, in two or three lines."""
     cfg, model, procs = trainer.cfg, trainer.model, trainer.procs
     size = sum(p.numel() for p in model.parameters())
-    name = torch.cuda.get_device_name(procs.device) if procs.device.type == "cuda" else \
-        f"{procs.device.type}, {torch.get_num_threads()} threads"
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, {model.flops_per_token():.3g} FLOPs a token, "
           f"{'fast' if model.cfg.fast else 'naive'} path\n"
           f"{data_folder}: {trainer.batches.train.tokens:,} tokens to train on, "
           f"{trainer.batches.val.tokens:,} to validate", flush=True)
     if not cfg.eval_only:
-        print(f"{cfg.max_steps:,} steps of {tokens:,} tokens on {name}, {procs.world} process{'es' * (procs.world > 1)}"
+        print(f"{cfg.max_steps:,} steps of {tokens:,} tokens on {device_name(procs.device)}, "
+              f"{procs.world} process{'es' * (procs.world > 1)}"
               + (f"; going on from step {trainer.step}" if trainer.step else ""), flush=True)
 
 
@@ -932,7 +938,7 @@ def finish(trainer, done):
 
 
 def main(argv):
-    if {"help", "-h", "--help"} & set(argv):
+    if asks_help(argv):
         return print_help(argv)
     trainer = setup(argv)
     if trainer.cfg.eval_only:
