@@ -82,13 +82,14 @@ def prefill(model, cache, rows):
 
 @torch.no_grad()
 def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, repetition_penalty=1.0,
-           eot=None, seed=1337):
+           eot=None, seed=1337, vocab_size=None):
     """Continue prompts, a list of lists of token ids which may differ in length, as one batch.
 
     Yields one list a step: each row's new token, or None for a row that has met eot. Where a row has filled
     the model's context (context_limit), its last tokens are prefilled again for every further one: each
     token is then predicted from exactly the last context_limit tokens.
-    Sampling has a generator of its own, so it changes no other random number.
+    Sampling has a generator of its own, so it changes no other random number. vocab_size is the tokenizer's,
+    where the model's is padded beyond it: ids that stand for nothing are never chosen.
     """
     check_prompts(model, prompts)
     device = next(model.parameters()).device
@@ -101,7 +102,8 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
     for b, row in enumerate(rows):
         seen[b, row] = True
     for n in range(max_new_tokens):
-        ids = next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, generator)
+        ids = next_tokens(logits[:, :vocab_size], seen[:, :vocab_size], temperature, top_k, top_p, repetition_penalty,
+                          generator)
         seen[torch.arange(len(rows), device=device), ids] = True
         new = [i if on and i != eot else None for i, on in zip(ids.tolist(), live)]
         live = [i is not None for i in new]
@@ -131,7 +133,8 @@ def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
     """prompt and its continuation as one string. The model is put into eval mode."""
     model.eval()
     ids = tokenizer.encode(prompt)
-    new = [step[0] for step in stream(model, [ids], max_new_tokens, eot=tokenizer.eot, **options)]
+    steps = stream(model, [ids], max_new_tokens, eot=tokenizer.eot, vocab_size=tokenizer.vocab_size, **options)
+    new = [step[0] for step in steps]
     return tokenizer.decode(ids + [i for i in new if i is not None])
 
 
@@ -197,7 +200,7 @@ def main(argv):
         print(f"the prompt has {longest} tokens: cropped to its last {limit} (block_size)", file=sys.stderr)
     start = time.perf_counter()
     steps = stream(model, prompts, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p,
-                   cfg.repetition_penalty, tokenizer.eot if cfg.stop else None, cfg.seed)
+                   cfg.repetition_penalty, tokenizer.eot if cfg.stop else None, cfg.seed, tokenizer.vocab_size)
     if len(prompts) == 1:
         print(tokenizer.decode(prompts[0]), end="", flush=True)
         count = write_stream(steps, tokenizer)

@@ -184,6 +184,14 @@ def test_a_long_prompt_is_cropped_and_said(trained, capsys):
     assert short.out[32:] == out[80:] and "cropped" not in short.err
 
 
+def test_padding_of_the_vocabulary_is_never_sampled(tmp_path, data_dir, capsys):
+    """A model with more ids than its tokenizer, hardly trained, would choose one that does not decode."""
+    runs.run("gpt", tmp_path, data_dir, "vocab_size=5000", "max_steps=1")
+    for options in ([], ["top_k=9"], ["repetition_penalty=2"], ["temperature=0"], ["num_samples=2"]):
+        out, err = call(capsys, str(tmp_path / "r"), "prompt=ab", "max_new_tokens=40", "stop=false", *options)
+        assert "40 tokens" in err or "80 tokens" in err
+
+
 def test_a_character_in_pieces_is_printed_whole(capsys):
     import prepare
     tokenizer = prepare.load_tokenizer({"kind": "byte"})
