@@ -1,0 +1,1118 @@
+"""
+The operations behind the fast paths: attention over explicit positions, and the gated scan inside chunks.
+
+    attend(q, k, v, q_pos, k_pos, slopes, window, scale) -> out, lse     softmax attention whose mask is positions
+    merge(out_a, lse_a, out_b, lse_b) -> out, lse                        two partial softmaxes made one
+    scan(g, x, chunk, h0, offset) -> h                                   h_t = g_t h_{t-1} + x_t inside chunks
+
+Each exists twice: Triton kernels for GPUs, and a twin in plain PyTorch (attend_ref, merge_ref, scan_ref), which is
+also what runs on a CPU, in float64, and where triton is missing. One line on stderr tells which of the two runs.
+All are differentiable, in every output, and torch.compile takes them. TRITON_INTERPRET=1 runs the Triton code on CPU
+tensors, slowly, for tests.
+
+The online softmax, once for all kernels below. Query i wants out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij} over the keys it
+sees, and reads them tile by tile. It carries the largest score so far m, the sum l = sum_j e^{s_ij - m} and
+acc = sum_j e^{s_ij - m} v_j. A new tile with maximum m' >= m rescales what is carried by alpha = e^{m - m'}:
+
+    l <- alpha l + sum_j e^{s_ij - m'}        acc <- alpha acc + sum_j e^{s_ij - m'} v_j        m <- m'
+
+At the end out = acc / l and lse = m + log l = log sum_j e^{s_ij}. Two disjoint sets of keys, a and b, merge by
+the same algebra: lse = log(e^{lse_a} + e^{lse_b}), out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b. A side that saw no
+key has lse = -inf and out = 0, hence weight 0. Scores are kept in units of log 2, since exp2 is the machine's own.
+
+Backward, from out and lse alone, with p_ij = e^{s_ij - lse_i} and the incoming do, dlse:
+
+    dv_j = sum_i p_ij do_i       ds_ij = p_ij (do_i . v_j - delta_i)       delta_i = do_i . out_i - dlse_i
+    dq_i = scale sum_j ds_ij k_j                                           dk_j = scale sum_i ds_ij q_i
+
+Which tiles to read: positions ascend, so the keys that some query of a tile sees are one range, and inside it those
+that all of its queries see are another. Tiles outside the first are never loaded; tiles inside the second need no
+mask. Both ranges come from four binary searches over the positions, made by each program for itself.
+
+Papers: Milakov and Gimelshein 2018 (online softmax); Dao 2023 (FlashAttention-2); Press et al. 2022 (ALiBi).
+
+Names: B batch, H query heads, G key/value heads, Tq, Tk queries and keys, D head size; M and N in a kernel are the
+query and key rows of a tile; C channels of the scan.
+"""
+import functools
+import math
+import os
+import sys
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:         # no wheel for this system: the twins run
+    triton = None
+
+    class tl:
+        constexpr = int
+
+debug = False               # True: attend also checks that positions ascend (reads them: a GPU waits for it)
+FAR = 2 ** 30               # position of padding keys, after every query; also the window that hides nothing
+HEAD_SIZES = (16, 32, 64, 128, 256)     # of the kernels; others are padded to the next
+
+
+INTERPRETED = tl.constexpr(triton is not None and triton.knobs.runtime.interpret)
+
+
+def jit(**options):
+    """triton.jit where there is triton; else the function stays as it is and is never called."""
+    return triton.jit(**options) if triton else lambda fn: fn
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# attend: the Triton kernels
+# ---------------------------------------------------------------------------------------------------------------------
+
+@jit()
+def dot(a, b, acc):
+    """a b + acc, summed in float32 and without tf32."""
+    if INTERPRETED:         # it would multiply bfloat16's bits as integers; exact all the same: products are float32's
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@jit()
+def positions_at(pos_ptr, at, n, beyond, PLAIN: tl.constexpr):
+    """Positions of the rows `at` of n; `beyond` for rows past the end. PLAIN: the row's number is its position."""
+    if PLAIN:
+        pos = at
+    else:
+        pos = tl.load(pos_ptr + at, mask=at < n, other=0)
+    return tl.where(at < n, pos, beyond)
+
+
+@jit()
+def count_upto(pos_ptr, n, limit, PLAIN: tl.constexpr):
+    """How many of n ascending positions are <= limit."""
+    if PLAIN:
+        low = tl.minimum(tl.maximum(limit + 1, 0), n)
+    else:
+        low = tl.full((), 0, tl.int32)
+        high = tl.full((), 0, tl.int32) + n
+        while low < high:
+            middle = (low + high) // 2
+            if tl.load(pos_ptr + middle) <= limit:
+                low = middle + 1
+            else:
+                high = middle
+    return low
+
+
+@jit()
+def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased, BLOCK: tl.constexpr, PLAIN: tl.constexpr):
+    """Tiles first <= a <= z <= last of n ascending positions: [first, last) hold positions in (some_low, some_high],
+    [a, z) hold only positions in (all_low, all_high] (none if biased: a bias needs every distance)."""
+    first = count_upto(pos_ptr, n, some_low, PLAIN) // BLOCK
+    last = tl.cdiv(count_upto(pos_ptr, n, some_high, PLAIN), BLOCK)
+    a = tl.minimum(tl.cdiv(count_upto(pos_ptr, n, all_low, PLAIN), BLOCK), last)
+    z = tl.maximum(count_upto(pos_ptr, n, all_high, PLAIN) // BLOCK, a)
+    return tl.minimum(first, a), a, tl.where(biased != 0, a, z), last
+
+
+@jit()
+def load_rows(ptr, start, stride, n, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows start .. start + ROWS of a matrix (n, D): (ROWS, BLOCK_D), zeros past D and, where MASKED, past n."""
+    row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    at = ptr + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d[None, :]
+    if MASKED:
+        return tl.load(at, mask=(start + row < n)[:, None] & (d < D)[None, :], other=0.0)
+    else:
+        return tl.load(at, mask=(d < D)[None, :], other=0.0)
+
+
+@jit()
+def store_rows(ptr, start, stride, n, D, x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    at = ptr + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d[None, :]
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=(start + row < n)[:, None] & (d < D)[None, :])
+
+
+@jit()
+def scores(a, b, q_at, k_at, scale, slope, window, MASKED: tl.constexpr):
+    """a b^T scale, in units of log 2. Where MASKED also ALiBi's bias, and -inf where the key is not seen; q_at and k_at
+    broadcast to the tile, so that queries may be its rows or its columns."""
+    s = dot(a, tl.trans(b), None) * scale
+    if MASKED:
+        distance = q_at - k_at
+        s = tl.where((distance >= 0) & (distance < window), s - slope * distance, float("-inf"))
+    return s
+
+
+@jit()
+def softmax_tile(q, q_at, m, l, acc, k_ptr, v_ptr, k_pos_ptr, start, k_t, v_t, Tk, D, DV, scale, slope, window,
+                 PLAIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """One tile of keys enters the online softmax (m, l, acc) of a tile of queries."""
+    k_at = positions_at(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, 1 << 30, PLAIN) if MASKED else 0
+    k = load_rows(k_ptr, start, k_t, Tk, D, BLOCK_N, BLOCK_D, MASKED)
+    s = scores(q, k, q_at[:, None], k_at[None, :] if MASKED else 0, scale, slope, window, MASKED)
+    new_m = tl.maximum(m, tl.max(s, 1))
+    shift = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m   # a row that has seen nothing yet
+    alpha = tl.exp2(m - shift)
+    p = tl.exp2(s - shift[:, None])
+    v = load_rows(v_ptr, start, v_t, Tk, DV, BLOCK_N, BLOCK_D, MASKED)
+    acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return new_m, l * alpha + tl.sum(p, 1), acc
+
+
+UNSPECIALIZED = ["Tq", "Tk", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"]    # one variant serves all values
+
+
+@jit(do_not_specialize=UNSPECIALIZED)
+def attend_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_pos_ptr, k_pos_ptr, slopes_ptr,
+                          q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, q_pos_b, k_pos_b,
+                          Tq, Tk, D, DV, H, GROUP, window, scale, biased, PLAIN: tl.constexpr,
+                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A program: BLOCK_M queries of one head, over the keys they see. Strides: _b batch, _h head, _t position."""
+    n_tiles = tl.cdiv(Tq, BLOCK_M)
+    head, start = tl.program_id(0) // n_tiles, (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_M   # longest first
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    k_ptr += b * k_b + h // GROUP * k_h
+    v_ptr += b * v_b + h // GROUP * v_h
+    q_pos_ptr += b * q_pos_b
+    k_pos_ptr += b * k_pos_b
+    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * 1.4426950408889634      # log2(e)
+    scale = scale * 1.4426950408889634
+
+    rows = start + tl.arange(0, BLOCK_M)
+    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, Tq, D, BLOCK_M, BLOCK_D, True)
+    q_at = positions_at(q_pos_ptr, rows, Tq, -(1 << 30), PLAIN)
+    q_min = positions_at(q_pos_ptr, start, Tq, 0, PLAIN)
+    q_max = positions_at(q_pos_ptr, tl.minimum(start + BLOCK_M, Tq) - 1, Tq, 0, PLAIN)
+    first, a, z, last = tile_spans(k_pos_ptr, Tk, q_min - window, q_max - window, q_min, q_max, biased, BLOCK_N, PLAIN)
+
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for n in range(a, z):                                           # every query sees all of these
+        m, l, acc = softmax_tile(q, q_at, m, l, acc, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D, DV,
+                                 scale, slope, window, PLAIN, BLOCK_N, BLOCK_D, False)
+    for i in range(0, a - first + last - z):                        # the tiles on either side of them
+        n = tl.where(i < a - first, first + i, z + i - (a - first))
+        m, l, acc = softmax_tile(q, q_at, m, l, acc, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D, DV,
+                                 scale, slope, window, PLAIN, BLOCK_N, BLOCK_D, True)
+
+    empty = l == 0.0
+    l = tl.where(empty, 1.0, l)
+    store_rows(out_ptr + b * o_b + h * o_h, start, o_t, Tq, DV, acc / l[:, None], BLOCK_M, BLOCK_D)
+    lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)              # log(2)
+    tl.store(lse_ptr + head.to(tl.int64) * Tq + rows, lse, mask=rows < Tq)
+
+
+@jit()
+def dq_tile(q, do, q_at, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, start, k_t, v_t, Tk, D, DV, scale, slope, window,
+            PLAIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """What one tile of keys adds to dq / scale."""
+    k_at = positions_at(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, 1 << 30, PLAIN) if MASKED else 0
+    k = load_rows(k_ptr, start, k_t, Tk, D, BLOCK_N, BLOCK_D, MASKED)
+    v = load_rows(v_ptr, start, v_t, Tk, DV, BLOCK_N, BLOCK_D, MASKED)
+    s = scores(q, k, q_at[:, None], k_at[None, :] if MASKED else 0, scale, slope, window, MASKED)
+    ds = tl.exp2(s - lse[:, None]) * (dot(do, tl.trans(v), None) - delta[:, None])
+    return dot(ds.to(k.dtype), k, dq)
+
+
+@jit(do_not_specialize=UNSPECIALIZED)
+def attend_dq_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr,
+                     q_pos_ptr, k_pos_ptr, slopes_ptr, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+                     do_b, do_h, do_t, dq_b, dq_h, dq_t, q_pos_b, k_pos_b,
+                     Tq, Tk, D, DV, H, GROUP, window, scale, biased, PLAIN: tl.constexpr,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A program: dq of BLOCK_M queries of one head; also writes their delta, which attend_dkv_kernel reads."""
+    n_tiles = tl.cdiv(Tq, BLOCK_M)
+    head, start = tl.program_id(0) // n_tiles, (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_M
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    k_ptr += b * k_b + h // GROUP * k_h
+    v_ptr += b * v_b + h // GROUP * v_h
+    q_pos_ptr += b * q_pos_b
+    k_pos_ptr += b * k_pos_b
+    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * 1.4426950408889634
+    scale2 = scale * 1.4426950408889634
+
+    rows = start + tl.arange(0, BLOCK_M)
+    per_row = head.to(tl.int64) * Tq + rows
+    do = load_rows(do_ptr + b * do_b + h * do_h, start, do_t, Tq, DV, BLOCK_M, BLOCK_D, True)
+    out = load_rows(out_ptr + b * o_b + h * o_h, start, o_t, Tq, DV, BLOCK_M, BLOCK_D, True)
+    lse = tl.load(lse_ptr + per_row, mask=rows < Tq, other=float("-inf"))
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - tl.load(dlse_ptr + per_row, mask=rows < Tq, other=0.0)
+    empty = lse == float("-inf")
+    delta = tl.where(empty, 0.0, delta)                             # whatever came in: dlse may be NaN there
+    tl.store(delta_ptr + per_row, delta, mask=rows < Tq)
+    lse = tl.where(empty, float("inf"), lse * 1.4426950408889634)   # p = 2^(s - inf) = 0
+
+    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, Tq, D, BLOCK_M, BLOCK_D, True)
+    q_at = positions_at(q_pos_ptr, rows, Tq, -(1 << 30), PLAIN)
+    q_min = positions_at(q_pos_ptr, start, Tq, 0, PLAIN)
+    q_max = positions_at(q_pos_ptr, tl.minimum(start + BLOCK_M, Tq) - 1, Tq, 0, PLAIN)
+    first, a, z, last = tile_spans(k_pos_ptr, Tk, q_min - window, q_max - window, q_min, q_max, biased, BLOCK_N, PLAIN)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for n in range(a, z):
+        dq = dq_tile(q, do, q_at, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D, DV,
+                     scale2, slope, window, PLAIN, BLOCK_N, BLOCK_D, False)
+    for i in range(0, a - first + last - z):
+        n = tl.where(i < a - first, first + i, z + i - (a - first))
+        dq = dq_tile(q, do, q_at, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D, DV,
+                     scale2, slope, window, PLAIN, BLOCK_N, BLOCK_D, True)
+    store_rows(dq_ptr + b * dq_b + h * dq_h, start, dq_t, Tq, D, dq * scale, BLOCK_M, BLOCK_D)
+
+
+@jit()
+def dkv_tile(k, v, k_at, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, start, q_t, do_t, Tq, D, DV,
+             scale, slope, window,
+             PLAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """What one tile of queries adds to dk / scale and dv. Keys are the rows here: p and ds come out transposed."""
+    rows = start + tl.arange(0, BLOCK_M)
+    q_at = positions_at(q_pos_ptr, rows, Tq, -(1 << 30), PLAIN) if MASKED else 0
+    q = load_rows(q_ptr, start, q_t, Tq, D, BLOCK_M, BLOCK_D, MASKED)
+    lse = tl.load(lse_ptr + rows, mask=rows < Tq, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    s = scores(k, q, q_at[None, :] if MASKED else 0, k_at[:, None], scale, slope, window, MASKED)
+    p = tl.exp2(s - lse[None, :])
+    do = load_rows(do_ptr, start, do_t, Tq, DV, BLOCK_M, BLOCK_D, MASKED)
+    dv = dot(p.to(do.dtype), do, dv)
+    delta = tl.load(delta_ptr + rows, mask=rows < Tq, other=0.0)
+    ds = p * (dot(v, tl.trans(do), None) - delta[None, :])
+    dk = dot(ds.to(q.dtype), q, dk)
+    return dk, dv
+
+
+@jit(do_not_specialize=UNSPECIALIZED)
+def attend_dkv_kernel(q_ptr, k_ptr, v_ptr, lse_ptr, do_ptr, delta_ptr, dk_ptr, dv_ptr, q_pos_ptr, k_pos_ptr, slopes_ptr,
+                      q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+                      q_pos_b, k_pos_b, Tq, Tk, D, DV, H, GROUP, window, scale, biased, PLAIN: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A program: dk and dv of BLOCK_N keys of one key/value head, summed over the query heads that share it."""
+    n_tiles = tl.cdiv(Tk, BLOCK_N)
+    kv_head, start = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles * BLOCK_N
+    b, g = (kv_head // (H // GROUP)).to(tl.int64), (kv_head % (H // GROUP)).to(tl.int64)
+    q_pos_ptr += b * q_pos_b
+    k_pos_ptr += b * k_pos_b
+    scale2 = scale * 1.4426950408889634
+
+    k = load_rows(k_ptr + b * k_b + g * k_h, start, k_t, Tk, D, BLOCK_N, BLOCK_D, True)
+    v = load_rows(v_ptr + b * v_b + g * v_h, start, v_t, Tk, DV, BLOCK_N, BLOCK_D, True)
+    k_at = positions_at(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, 1 << 30, PLAIN)
+    k_min = positions_at(k_pos_ptr, start, Tk, 0, PLAIN)
+    k_max = positions_at(k_pos_ptr, tl.minimum(start + BLOCK_N, Tk) - 1, Tk, 0, PLAIN)
+    first, a, z, last = tile_spans(q_pos_ptr, Tq, k_min - 1, k_max - 1, k_min + (window - 1), k_max + (window - 1),
+                                   biased, BLOCK_M, PLAIN)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for h in range(g * GROUP, (g + 1) * GROUP):
+        slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * 1.4426950408889634
+        q_head, do_head, row_head = q_ptr + b * q_b + h * q_h, do_ptr + b * do_b + h * do_h, (b * H + h) * Tq
+        for n in range(a, z):
+            dk, dv = dkv_tile(k, v, k_at, dk, dv, q_head, do_head, lse_ptr + row_head, delta_ptr + row_head, q_pos_ptr,
+                              n * BLOCK_M, q_t, do_t, Tq, D, DV, scale2, slope, window, PLAIN, BLOCK_M, BLOCK_D, False)
+        for i in range(0, a - first + last - z):
+            n = tl.where(i < a - first, first + i, z + i - (a - first))
+            dk, dv = dkv_tile(k, v, k_at, dk, dv, q_head, do_head, lse_ptr + row_head, delta_ptr + row_head, q_pos_ptr,
+                              n * BLOCK_M, q_t, do_t, Tq, D, DV, scale2, slope, window, PLAIN, BLOCK_M, BLOCK_D, True)
+    store_rows(dk_ptr + b * dk_b + g * dk_h, start, dk_t, Tk, D, dk * scale, BLOCK_N, BLOCK_D)
+    store_rows(dv_ptr + b * dv_b + g * dv_h, start, dv_t, Tk, DV, dv, BLOCK_N, BLOCK_D)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# merge and scan: the Triton kernels
+# ---------------------------------------------------------------------------------------------------------------------
+
+@jit()
+def merge_weights(lse_a_ptr, lse_b_ptr, at, valid):
+    """lse of two sides together and each side's share e^{lse_a - lse}, e^{lse_b - lse}: 0 for an empty side."""
+    lse_a = tl.load(lse_a_ptr + at, mask=valid, other=float("-inf"))
+    lse_b = tl.load(lse_b_ptr + at, mask=valid, other=float("-inf"))
+    top = tl.maximum(lse_a, lse_b)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    w_a, w_b = tl.exp(lse_a - shift), tl.exp(lse_b - shift)
+    total = tl.where(top == float("-inf"), 1.0, w_a + w_b)
+    return tl.where(top == float("-inf"), top, top + tl.log(total)), w_a / total, w_b / total
+
+
+@jit(do_not_specialize=["n", "T", "H"])
+def merge_forward_kernel(a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, n, T, H, D,
+                         BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A program: BLOCK_M of the n = B T H rows, which lie in this order; the lse lie in the order B H T."""
+    row, d = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    valid = row < n
+    at = row // (T * H) * (T * H) + row % H * T + row // H % T
+    here, mask = row[:, None] * D + d[None, :], valid[:, None] & (d < D)[None, :]
+    lse, p_a, p_b = merge_weights(lse_a_ptr, lse_b_ptr, at, valid)
+    a = tl.load(a_ptr + here, mask=mask & (p_a > 0)[:, None], other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + here, mask=mask & (p_b > 0)[:, None], other=0.0).to(tl.float32)
+    tl.store(out_ptr + here, (p_a[:, None] * a + p_b[:, None] * b).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + at, lse, mask=valid)
+
+
+@jit(do_not_specialize=["n", "T", "H"])
+def merge_backward_kernel(a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, do_ptr, dlse_ptr, da_ptr, dlse_a_ptr, db_ptr, dlse_b_ptr,
+                          n, T, H, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """With shares p: da = p_a do, dlse_a = p_a (dlse + do . (a - out)), and the same for b; 0 for an empty side."""
+    row, d = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    valid = row < n
+    at = row // (T * H) * (T * H) + row % H * T + row // H % T
+    here, mask = row[:, None] * D + d[None, :], valid[:, None] & (d < D)[None, :]
+    _, p_a, p_b = merge_weights(lse_a_ptr, lse_b_ptr, at, valid)
+    has_a, has_b = p_a > 0, p_b > 0
+    a = tl.load(a_ptr + here, mask=mask & has_a[:, None], other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + here, mask=mask & has_b[:, None], other=0.0).to(tl.float32)
+    do = tl.load(do_ptr + here, mask=mask & (has_a | has_b)[:, None], other=0.0).to(tl.float32)
+    dlse = tl.load(dlse_ptr + at, mask=valid & (has_a | has_b), other=0.0)
+    out = p_a[:, None] * a + p_b[:, None] * b
+    tl.store(da_ptr + here, (p_a[:, None] * do).to(da_ptr.dtype.element_ty), mask=mask)
+    tl.store(db_ptr + here, (p_b[:, None] * do).to(db_ptr.dtype.element_ty), mask=mask)
+    tl.store(dlse_a_ptr + at, tl.where(has_a, p_a * (dlse + tl.sum(do * (a - out), 1)), 0.0), mask=valid)
+    tl.store(dlse_b_ptr + at, tl.where(has_b, p_b * (dlse + tl.sum(do * (b - out), 1)), 0.0), mask=valid)
+
+
+@jit()
+def compose(g_a, x_a, g_b, x_b):
+    """The map h -> g_a h + x_a followed by h -> g_b h + x_b is one such map: what an associative scan needs."""
+    return g_a * g_b, g_b * x_a + x_b
+
+
+@jit()
+def scan_program(T, C, chunk, offset, BLOCK_C: tl.constexpr):
+    """What a program of the scan works on: batch row, number of the chunk, its first and last + 1 token, channels."""
+    n_blocks, n_chunks = tl.cdiv(C, BLOCK_C), tl.cdiv(T + offset, chunk)
+    pid = tl.program_id(0)
+    n, b = pid // n_blocks % n_chunks, (pid // n_blocks // n_chunks).to(tl.int64)
+    begin, end = tl.maximum(n * chunk - offset, 0), tl.minimum((n + 1) * chunk - offset, T)
+    return b, n, begin, end, pid % n_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+
+
+@jit()
+def row_of(x, row, BLOCK_T: tl.constexpr):
+    """Row `row` of a tile (BLOCK_T, BLOCK_C)."""
+    return tl.sum(tl.where((tl.arange(0, BLOCK_T) == row)[:, None], x, 0.0), 0)
+
+
+@jit(do_not_specialize=["T", "chunk", "offset", "has_h0"])
+def scan_forward_kernel(g_ptr, x_ptr, h0_ptr, h_ptr, g_b, g_t, x_b, x_t, T, C, chunk, offset, has_h0,
+                        BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
+    """A program: one chunk of BLOCK_C channels, in tiles of BLOCK_T tokens, each scanned in registers."""
+    b, n, begin, end, c = scan_program(T, C, chunk, offset, BLOCK_C)
+    carry = tl.load(h0_ptr + b * C + c, mask=(c < C) & (n == 0) & (has_h0 != 0), other=0.0).to(tl.float32)
+    for start in range(begin, end, BLOCK_T):
+        t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
+        mask = (t < end)[:, None] & (c < C)[None, :]
+        g = tl.load(g_ptr + b * g_b + t[:, None] * g_t + c[None, :], mask=mask, other=1.0).to(tl.float32)
+        x = tl.load(x_ptr + b * x_b + t[:, None] * x_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        g, x = tl.associative_scan((g, x), 0, compose)
+        h = g * carry[None, :] + x
+        carry = row_of(h, BLOCK_T - 1, BLOCK_T)         # past the end g = 1 and x = 0 hand the state on
+        tl.store(h_ptr + (b * T + t[:, None]) * C + c[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
+
+
+@jit(do_not_specialize=["T", "chunk", "offset", "has_h0"])
+def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr, dh_b, dh_t, g_b, g_t,
+                         T, C, chunk, offset, has_h0, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The scan backwards: dx_t = dh_t + g_{t+1} dx_{t+1}, dg_t = dx_t h_{t-1}, dh0 = g_0 dx_0 (first chunk)."""
+    b, n, begin, end, c = scan_program(T, C, chunk, offset, BLOCK_C)
+    h0 = tl.load(h0_ptr + b * C + c, mask=(c < C) & (n == 0) & (has_h0 != 0), other=0.0).to(tl.float32)
+    carry = tl.zeros((BLOCK_C,), tl.float32)
+    for i in range(0, tl.cdiv(end - begin, BLOCK_T)):
+        start = begin + (tl.cdiv(end - begin, BLOCK_T) - 1 - i) * BLOCK_T
+        t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
+        mask, later = (t < end)[:, None] & (c < C)[None, :], (t + 1 < end)[:, None] & (c < C)[None, :]
+        g = tl.load(g_ptr + b * g_b + (t[:, None] + 1) * g_t + c[None, :], mask=later, other=0.0).to(tl.float32)
+        dh = tl.load(dh_ptr + b * dh_b + t[:, None] * dh_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        g, dx = tl.associative_scan((g, dh), 0, compose, reverse=True)
+        dx += g * carry[None, :]
+        carry = row_of(dx, 0, BLOCK_T)
+        here = (b * T + t[:, None]) * C + c[None, :]
+        before = tl.load(h_ptr + here - C, mask=mask & (t > begin)[:, None], other=0.0).to(tl.float32)
+        before = tl.where((t > begin)[:, None], before, h0[None, :])
+        tl.store(dx_ptr + here, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dg_ptr + here, (dx * before).to(dg_ptr.dtype.element_ty), mask=mask)
+    g = tl.load(g_ptr + b * g_b + tl.cast(begin, tl.int64) * g_t + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(dh0_ptr + b * C + c, (g * carry).to(dh0_ptr.dtype.element_ty), mask=(c < C) & (n == 0) & (has_h0 != 0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launching them
+# ---------------------------------------------------------------------------------------------------------------------
+
+def heads_like(x, B, H, T, D, dtype=None):
+    """An uninitialised (B, H, T, D) that lies in memory as (B, T, H, D), as projections want it."""
+    return x.new_empty(B, T, H, D, dtype=dtype).transpose(1, 2)
+
+
+def aligned(x):
+    """x (B, H, T, D) with rows and starts at multiples of 16 elements, which one compiled variant serves: x itself, or
+    a copy whose head size is padded with zeros."""
+    if x.stride(-1) == 1 and x.size(-1) % 16 == 0 and x.data_ptr() % 16 == 0 and not any(s % 16 for s in strides(x)):
+        return x
+    padded = heads_like(x, *x.shape[:3], x.size(-1) + -x.size(-1) % 16).zero_()
+    padded[..., :x.size(-1)] = x
+    return padded
+
+
+def cropped(x, D):
+    """The inverse of aligned's padding: x (B, H, T, at least D) with head size D, never a view of a larger tensor."""
+    return x if x.size(-1) == D else heads_like(x, *x.shape[:3], D).copy_(x[..., :D])
+
+
+def strides(*tensors):
+    """Strides of all dimensions but the last, of each tensor; 0 where there is only one."""
+    return [s if n > 1 else 0 for x in tensors for n, s in zip(x.shape[:-1], x.stride())]
+
+
+def block_of(*sizes):
+    """The head size a kernel is compiled for."""
+    return next(n for n in HEAD_SIZES if n >= max(sizes))
+
+
+# (BLOCK_M, BLOCK_N, warps, stages) for each of HEAD_SIZES
+LARGE = {"forward": 4 * [(128, 64, 8, 3)] + [(128, 32, 8, 3)], "dq": 4 * [(128, 64, 8, 2)] + [(64, 32, 8, 2)],
+         "dkv": 4 * [(32, 128, 8, 2)] + [(32, 64, 8, 2)]}
+LARGE_FLOAT32 = SMALL = SMALL_FLOAT32 = LARGE
+
+
+def attend_options(kernel, head_size, dtype, large):
+    """Tile sizes and warps of an attend kernel ("forward", "dq", "dkv") for a compiled head size; large: the chip has
+    160 KB of shared memory a block (sm_80, sm_90), else 64 KB must do. What keeps registers from spilling."""
+    wide = dtype == torch.float32                               # products without tensor cores: many registers
+    table = LARGE_FLOAT32 if large and wide else LARGE if large else SMALL_FLOAT32 if wide else SMALL
+    M, N, warps, stages = table[kernel][HEAD_SIZES.index(head_size)]
+    return dict(BLOCK_M=M, BLOCK_N=N, num_warps=warps, num_stages=stages)
+
+
+@functools.cache
+def has_large_blocks(device):
+    """Whether a block may use 160 KB of shared memory on this device."""
+    if device.type != "cuda":
+        return True                                             # the interpreter
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 160 * 1024
+
+
+def attend_launch(kernel, x, head_size):
+    """PLAIN-independent launch options for tensors like x."""
+    return attend_options(kernel, head_size, x.dtype, has_large_blocks(x.device))
+
+
+def on_device(x):
+    """Triton launches on the current device: make it x's."""
+    return torch.cuda.device(x.device) if x.is_cuda else torch.no_grad()
+
+
+def mask_arguments(q, q_pos, k_pos, slopes, lse):
+    """What the kernels take for the positions and slopes: (pointers, batch strides of the positions, PLAIN, biased)."""
+    if q_pos is None:
+        q_pos = k_pos = torch.empty(0, dtype=torch.int32, device=q.device)
+    at = [p.contiguous() for p in (q_pos, k_pos)]
+    bias = lse if slopes is None else slopes.to(torch.float32).contiguous()     # without slopes nothing is read
+    return [*at, bias], [p.size(-1) if p.dim() == 2 else 0 for p in at], q_pos.numel() == 0, int(slopes is not None)
+
+
+def attend_triton(q, k, v, q_pos, k_pos, slopes, window, scale):
+    """attend by the kernel: out (B, H, Tq, DV), lse (B, H, Tq)."""
+    (B, H, Tq, _), (G, Tk), Dv = q.shape, k.shape[1:3], v.size(-1)
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    out = heads_like(q, B, H, Tq, v.size(-1))
+    lse = q.new_empty(B, H, Tq, dtype=torch.float32)
+    pointers, pos_strides, _, biased = mask_arguments(q, q_pos, k_pos, slopes, lse)
+    D = block_of(q.size(-1), v.size(-1))
+    launch = attend_launch("forward", q, D)
+    grid = (triton.cdiv(Tq, launch["BLOCK_M"]) * B * H,)
+    with on_device(q):
+        attend_forward_kernel[grid](q, k, v, out, lse, *pointers, *strides(q, k, v, out), *pos_strides, Tq, Tk,
+                                    q.size(-1), v.size(-1), H, H // G, window, scale, biased, PLAIN=q_pos is None,
+                                    BLOCK_D=D, **launch)
+    return cropped(out, Dv), lse
+
+
+def attend_triton_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window, scale):
+    """dq, dk, dv by the two kernels; do (B, H, Tq, DV), dlse (B, H, Tq) or None."""
+    (B, H, Tq, Dq), (G, Tk), Dv = q.shape, k.shape[1:3], v.size(-1)
+    q, k, v, out, do = (aligned(x) for x in (q, k, v, out, do))
+    dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
+    delta = torch.empty_like(lse)
+    dq, dk, dv = heads_like(q, *q.shape), heads_like(k, *k.shape), heads_like(v, *v.shape)
+    pointers, pos_strides, _, biased = mask_arguments(q, q_pos, k_pos, slopes, lse)
+    D = block_of(q.size(-1), v.size(-1))
+    sizes = [*pos_strides, Tq, Tk, q.size(-1), v.size(-1), H, H // G, window, scale, biased]
+    with on_device(q):
+        launch = attend_launch("dq", q, D)
+        attend_dq_kernel[(triton.cdiv(Tq, launch["BLOCK_M"]) * B * H,)](
+            q, k, v, out, lse, do, dlse, delta, dq, *pointers, *strides(q, k, v, out, do, dq), *sizes,
+            PLAIN=q_pos is None, BLOCK_D=D, **launch)
+        launch = attend_launch("dkv", q, D)
+        attend_dkv_kernel[(triton.cdiv(Tk, launch["BLOCK_N"]) * B * G,)](
+            q, k, v, lse, do, delta, dk, dv, *pointers, *strides(q, k, v, do, dk, dv), *sizes,
+            PLAIN=q_pos is None, BLOCK_D=D, **launch)
+    return cropped(dq, Dq), cropped(dk, Dq), cropped(dv, Dv)
+
+
+def rows_of(x):
+    """x (B, H, T, D) as rows (B T H, D), D padded to a multiple of 16: a view where it lies in memory so."""
+    x = x.transpose(1, 2)
+    return F.pad(x, (0, -x.size(-1) % 16)).contiguous() if x.size(-1) % 16 else x.contiguous()
+
+
+def merge_options(D):
+    block = max(16, triton.next_power_of_2(D))
+    return dict(BLOCK_M=max(1, 2048 // block), BLOCK_D=block, num_warps=4)
+
+
+def merge_triton(out_a, lse_a, out_b, lse_b):
+    """merge by the kernel."""
+    B, H, T, D = out_a.shape
+    a, b = rows_of(out_a), rows_of(out_b)
+    out, lse = torch.empty_like(a), lse_a.new_empty(B, H, T)
+    launch = merge_options(a.size(-1))
+    with on_device(a):
+        merge_forward_kernel[(triton.cdiv(B * T * H, launch["BLOCK_M"]),)](
+            a, lse_a.contiguous(), b, lse_b.contiguous(), out, lse, B * T * H, T, H, a.size(-1), **launch)
+    return cropped(out.transpose(1, 2), D), lse
+
+
+def merge_triton_backward(out_a, lse_a, out_b, lse_b, do, dlse):
+    """Gradients of the four inputs; do (B, H, T, D), dlse (B, H, T)."""
+    B, H, T, D = out_a.shape
+    a, b, do = rows_of(out_a), rows_of(out_b), rows_of(do)
+    da, db = torch.empty_like(a), torch.empty_like(b)
+    dlse_a, dlse_b = lse_a.new_empty(B, H, T), lse_a.new_empty(B, H, T)
+    launch = merge_options(a.size(-1))
+    with on_device(a):
+        merge_backward_kernel[(triton.cdiv(B * T * H, launch["BLOCK_M"]),)](
+            a, lse_a.contiguous(), b, lse_b.contiguous(), do, dlse.contiguous(), da, dlse_a, db, dlse_b,
+            B * T * H, T, H, a.size(-1), **launch)
+    return cropped(da.transpose(1, 2), D), dlse_a, cropped(db.transpose(1, 2), D), dlse_b
+
+
+def scan_options(chunk):
+    """Tiles of the scan: a short chunk is one tile; 4,096 elements at most (the interpreter goes element by element)."""
+    block = min(64, triton.next_power_of_2(chunk))
+    return dict(BLOCK_T=block, BLOCK_C=16 if INTERPRETED else min(256, 4096 // block), num_warps=4)
+
+
+def scan_rows(x):
+    """x (B, T, C) with C and the strides multiples of 16, which one compiled variant serves, and its strides."""
+    if x.size(-1) % 16 or x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 16 for s in strides(x)):
+        x = F.pad(x, (0, -x.size(-1) % 16)).contiguous()
+    return x, *strides(x)
+
+
+def scan_triton(g, x, chunk, h0, offset):
+    """scan by the kernel: h (B, T, C)."""
+    B, T, C = x.shape
+    (g, *g_strides), (x, *x_strides) = scan_rows(g), scan_rows(x)
+    h = x.new_empty(x.shape)
+    state = h if h0 is None else F.pad(h0, (0, x.size(-1) - C)).contiguous()    # without h0 nothing is read
+    launch = scan_options(chunk)
+    grid = (B * triton.cdiv(T + offset, chunk) * triton.cdiv(x.size(-1), launch["BLOCK_C"]),)
+    with on_device(x):
+        scan_forward_kernel[grid](g, x, state, h, *g_strides, *x_strides, T, x.size(-1), chunk, offset,
+                                  int(h0 is not None), **launch)
+    return h[..., :C].contiguous()
+
+
+def scan_triton_backward(dh, g, h, chunk, h0, offset):
+    """dg, dx (B, T, C) and dh0 (B, C), of size 0 without h0."""
+    B, T, C = h.shape
+    (dh, *dh_strides), (g, *g_strides), h = scan_rows(dh), scan_rows(g), scan_rows(h)[0].contiguous()
+    dg, dx = torch.empty_like(h), torch.empty_like(h)
+    state = h if h0 is None else F.pad(h0, (0, h.size(-1) - C)).contiguous()
+    dh0 = torch.empty_like(state)
+    launch = scan_options(chunk)
+    grid = (B * triton.cdiv(T + offset, chunk) * triton.cdiv(h.size(-1), launch["BLOCK_C"]),)
+    with on_device(h):
+        scan_backward_kernel[grid](dh, g, h, state, dg, dx, dh0, *dh_strides, *g_strides, T, h.size(-1), chunk, offset,
+                                   int(h0 is not None), **launch)
+    dh0 = h.new_empty(0) if h0 is None else dh0[:, :C].contiguous()
+    return dg[..., :C].contiguous(), dx[..., :C].contiguous(), dh0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The twins in plain PyTorch
+# ---------------------------------------------------------------------------------------------------------------------
+
+QUERY_BLOCK, KEY_BLOCK = 256, 1024      # the largest piece of the score matrix that the twin ever holds, a head
+
+
+def positions_of(n, pos, device):
+    """Positions (B or 1, n) in int64; None is 0, 1, 2, ..."""
+    return torch.arange(n, device=device)[None] if pos is None else pos.long().view(-1, n)
+
+
+def pieces(q_pos, k_pos, window, biased):
+    """The pieces of the score matrix to compute: a list of (queries, keys, masked), slices, such that all other pairs
+    are out of sight; not masked: every pair is seen. q_pos (B or 1, Tq), k_pos (B or 1, Tk)."""
+    Tq, Tk = q_pos.size(1), k_pos.size(1)
+    if Tq <= QUERY_BLOCK and Tk <= KEY_BLOCK:                       # not worth the search
+        return [(slice(0, Tq), slice(0, Tk), True)] if Tq and Tk else []
+    starts = range(0, Tq, QUERY_BLOCK)
+    low = q_pos[:, [a for a in starts]]
+    high = q_pos[:, [min(a + QUERY_BLOCK, Tq) - 1 for a in starts]]
+    limits = torch.stack([low - window, high, high - window, low])                      # (4, B or 1, blocks)
+    rows = max(len(q_pos), len(k_pos))
+    counts = torch.searchsorted(k_pos.expand(rows, -1).contiguous(),
+                                limits.expand(-1, rows, -1).transpose(0, 1).flatten(1).contiguous(), right=True)
+    counts = counts.view(rows, 4, -1)
+    first, last = counts[:, 0].amin(0).tolist(), counts[:, 1].amax(0).tolist()
+    a, z = counts[:, 2].amax(0).tolist(), counts[:, 3].amin(0).tolist()
+    return [(slice(start, min(start + QUERY_BLOCK, Tq)), keys, masked) for i, start in enumerate(starts)
+            for keys, masked in key_pieces(first[i], a[i], z[i], last[i], biased)]
+
+
+def key_pieces(first, a, z, last, biased):
+    """The keys [first, last) of a block of queries, which all see [a, z), as (slice, masked): the middle in one piece,
+    masked ones at most KEY_BLOCK wide; one piece where all is small."""
+    if biased or z <= a or last - first <= KEY_BLOCK:
+        a = z = first
+    edges = [(lo, min(lo + KEY_BLOCK, hi)) for start, hi in ((first, a), (z, last)) for lo in range(start, hi, KEY_BLOCK)]
+    return [(slice(lo, hi), True) for lo, hi in edges] + ([(slice(a, z), False)] if z > a else [])
+
+
+def piece_bias(q_pos, k_pos, slopes, window, dtype):
+    """What is added to the scores of a piece: ALiBi's bias, and -inf where the key is not seen: (B or 1, H or 1, M, N)."""
+    distance = q_pos[:, None, :, None] - k_pos[:, None, None, :]
+    hidden = (distance < 0) | (distance >= window)
+    if slopes is None:
+        bias = torch.zeros(distance.shape, dtype=dtype, device=q_pos.device)
+    else:
+        bias = -slopes.to(dtype)[:, None, None] * distance
+    return bias.masked_fill_(hidden, -math.inf)
+
+
+def softmax_piece(q, k, v, bias, scale):
+    """Attention of queries (B, H, M, D) over keys (B, G, N, D): out and lse, bias None or as piece_bias gives it."""
+    if q.device.type == "cpu":
+        q, k, v, size = *widened(q, k, v), v.size(-1)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
+        out = out[..., :size]
+    else:
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1).to(lse_dtype(q)) for x in (k, v))
+        s = q.to(k.dtype) @ k.transpose(-2, -1) * scale
+        s = s if bias is None else s + bias
+        lse = s.logsumexp(-1)
+        out = torch.exp(s - lse.masked_fill(lse == -math.inf, 0)[..., None]) @ v
+    if bias is not None:                                            # the CPU operator's lse of an empty row is 0
+        lse = lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)
+    return out, lse
+
+
+def softmax_piece_backward(q, k, v, out, lse, do, dlse, bias, scale):
+    """What a piece adds to dq, dk, dv, given the whole rows' out and lse (0 for an empty one); dlse may be None."""
+    D, DV = q.size(-1), v.size(-1)
+    if q.device.type == "cpu":
+        # dlse as one more column: v gets a 1 and do gets dlse there, so that do . v grows by dlse
+        column = dlse is not None
+        q, k, v, out, do = widened(q, k, v, out, do, more=column)
+        if column:
+            v[..., -1], do[..., -1] = 1, dlse
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
+        return dq[..., :D], dk[..., :D], dv[..., :DV]
+    G, dtype = k.size(1), lse_dtype(q)
+    q, out, do = (x.to(dtype) for x in (q, out, do))
+    k, v = (x.repeat_interleave(q.size(1) // G, 1).to(dtype) for x in (k, v))
+    s = q @ k.transpose(-2, -1) * scale
+    p = torch.exp((s if bias is None else s + bias) - lse[..., None])
+    delta = (do * out).sum(-1) - (0 if dlse is None else dlse)
+    ds = p * (do @ v.transpose(-2, -1) - delta[..., None]) * scale
+    dk, dv = (x.unflatten(1, (G, -1)).sum(2) for x in (ds.transpose(-2, -1) @ q, p.transpose(-2, -1) @ do))
+    return ds @ k, dk, dv
+
+
+def widened(*tensors, more=False):
+    """The tensors with one head size for all, which the CPU operator wants: zeros appended; more: at least one."""
+    size = max(x.size(-1) for x in tensors)
+    if more:
+        size += 16 - size % 16
+    return [F.pad(x, (0, size - x.size(-1))) if x.size(-1) < size else x for x in tensors]
+
+
+def lse_dtype(x):
+    """float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def attend_plain(q, k, v, q_pos, k_pos, slopes, window, scale):
+    """attend piece by piece: out (B, H, Tq, DV), lse (B, H, Tq)."""
+    (B, H, Tq, _), Tk, dtype = q.shape, k.size(2), lse_dtype(q)
+    q_at, k_at = positions_of(Tq, q_pos, q.device), positions_of(Tk, k_pos, q.device)
+    out = heads_like(q, B, H, Tq, v.size(-1), dtype=dtype).zero_()
+    lse = q.new_full((B, H, Tq), -math.inf, dtype=dtype)
+    started = set()
+    for rows, keys, masked in pieces(q_at, k_at, window, slopes is not None):
+        bias = piece_bias(q_at[:, rows], k_at[:, keys], slopes, window, dtype) if masked else None
+        piece = softmax_piece(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, scale)
+        if rows.start in started:
+            piece = merge_plain(out[:, :, rows], lse[:, :, rows], piece[0].to(dtype), piece[1])
+        out[:, :, rows], lse[:, :, rows] = piece
+        started.add(rows.start)
+    return out.to(q.dtype), lse
+
+
+def attend_plain_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window, scale):
+    """dq, dk, dv, piece by piece; do (B, H, Tq, DV), dlse (B, H, Tq) or None."""
+    dtype = lse_dtype(q)
+    q_at, k_at = positions_of(q.size(2), q_pos, q.device), positions_of(k.size(2), k_pos, q.device)
+    dq, dk, dv = (heads_like(x, *x.shape, dtype=dtype).zero_() for x in (q, k, v))
+    empty = lse == -math.inf
+    lse = lse.masked_fill(empty, 0)
+    dlse = None if dlse is None else dlse.masked_fill(empty, 0)     # whatever came in: it may be NaN there
+    for rows, keys, masked in pieces(q_at, k_at, window, slopes is not None):
+        bias = piece_bias(q_at[:, rows], k_at[:, keys], slopes, window, dtype) if masked else None
+        more = softmax_piece_backward(q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows],
+                                      do[:, :, rows], None if dlse is None else dlse[:, :, rows], bias, scale)
+        for total, part, at in zip((dq, dk, dv), more, (rows, keys, keys)):
+            total[:, :, at] += part
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def shares(lse_a, lse_b):
+    """lse of two sides together, and each side's share e^{lse_a - lse}, e^{lse_b - lse}: 0 for an empty side."""
+    top = torch.maximum(lse_a, lse_b)
+    shift = top.masked_fill(top == -math.inf, 0)
+    w_a, w_b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
+    total = (w_a + w_b).masked_fill(top == -math.inf, 1)
+    return top + torch.log(total), w_a / total, w_b / total
+
+
+def weighted(p, x):
+    """p (B, H, T) times x (B, H, T, D), exactly 0 where p is, whatever x is there."""
+    return (p[..., None] * x).masked_fill((p == 0)[..., None], 0)
+
+
+def merge_plain(out_a, lse_a, out_b, lse_b):
+    """merge: out (B, H, T, D), lse (B, H, T)."""
+    lse, p_a, p_b = shares(lse_a, lse_b)
+    out = heads_like(out_a, *out_a.shape)
+    return out.copy_(weighted(p_a, out_a) + weighted(p_b, out_b)), lse
+
+
+def merge_plain_backward(out_a, lse_a, out_b, lse_b, do, dlse):
+    """Gradients of the four inputs, with shares p: da = p_a do, dlse_a = p_a (dlse + do . (a - out)), likewise b."""
+    lse, p_a, p_b = shares(lse_a, lse_b)
+    a, b, g = (x.to(lse.dtype) for x in (out_a, out_b, do))
+    out = weighted(p_a, a) + weighted(p_b, b)
+    grads = []
+    for p, x in ((p_a, a), (p_b, b)):
+        grads.append(heads_like(do, *do.shape).copy_(weighted(p, g)))
+        grads.append((p * (dlse + (g * (x - out)).sum(-1))).masked_fill(p == 0, 0))
+    return tuple(grads)
+
+
+STEPS = 64                  # a run of more tokens is scanned in two levels
+
+
+def recurrence(g, x, h0):
+    """h_t = g_t h_{t-1} + x_t along dimension 1 of g, x (N, L, C), from h0 (N, C). All N runs take a step together.
+    A long run is cut into about sqrt(L) runs, scanned from zero; what enters each of them is a recurrence too."""
+    N, L, C = x.shape
+    if L > STEPS:
+        size = math.isqrt(L - 1) + 1
+        n = -(-L // size)
+        g, x = (F.pad(y, (0, 0, 0, n * size - L)).view(N * n, size, C) for y in (g, x))
+        h = recurrence(g, x, None).view(N, n, size, C)
+        g = g.cumprod(1).view(N, n, size, C)
+        ends = recurrence(g[:, :, -1], h[:, :, -1], h0)
+        enter = torch.cat([ends.new_zeros(N, 1, C) if h0 is None else h0[:, None], ends[:, :-1]], 1)
+        return torch.addcmul(h, g, enter[:, :, None]).view(N, n * size, C)[:, :L]
+    h = torch.empty_like(x)
+    state = h0
+    for t in range(L):
+        if state is None:
+            h[:, t] = x[:, t]
+        else:
+            torch.addcmul(x[:, t], g[:, t], state, out=h[:, t])
+        state = h[:, t]
+    return h
+
+
+def in_chunks(x, chunk, offset, fill):
+    """x (B, T, C) in float32 at least, cut into chunks, (B n, chunk, C); `offset` tokens stand before it and as many as
+    needed behind it, of the value `fill`."""
+    B, T, C = x.shape
+    x = x.to(lse_dtype(x))
+    behind = -(offset + T) % chunk
+    if offset or behind:
+        x = F.pad(x, (0, 0, offset, behind), value=fill)
+    return x.reshape(-1, chunk, C)
+
+
+def out_of_chunks(x, B, T, offset, dtype):
+    return x.reshape(B, -1, x.size(-1))[:, offset:offset + T].to(dtype).contiguous()
+
+
+def scan_plain(g, x, chunk, h0, offset):
+    """scan, all chunks side by side: h (B, T, C)."""
+    B, T, C = x.shape
+    chunk = min(chunk, offset + T)
+    g4, x4 = in_chunks(g, chunk, offset, 1.0), in_chunks(x, chunk, offset, 0.0)
+    enter = None
+    if h0 is not None:
+        enter = x4.new_zeros(B, len(x4) // B, C)
+        enter[:, 0] = h0
+        enter = enter.view(-1, C)
+    return out_of_chunks(recurrence(g4, x4, enter), B, T, offset, x.dtype)
+
+
+def scan_plain_backward(dh, g, h, chunk, h0, offset):
+    """dg, dx (B, T, C) and dh0 (B, C), of size 0 without h0: dx_t = dh_t + g_{t+1} dx_{t+1}, dg_t = dx_t h_{t-1}."""
+    B, T, C = h.shape
+    chunk = min(chunk, offset + T)
+    g4, h4, dh4 = in_chunks(g, chunk, offset, 1.0), in_chunks(h, chunk, offset, 0.0), in_chunks(dh, chunk, offset, 0.0)
+    later = torch.cat([g4[:, 1:], torch.zeros_like(g4[:, :1])], 1)
+    dx = recurrence(later.flip(1), dh4.flip(1), None).flip(1)
+    before = torch.cat([torch.zeros_like(h4[:, :1]), h4[:, :-1]], 1)
+    if h0 is not None:
+        before.view(B, -1, chunk, C)[:, 0, offset] = h0
+    dg = out_of_chunks(dx * before, B, T, offset, g.dtype)
+    dh0 = h.new_empty(0) if h0 is None else (g4[::len(g4) // B, 0] * dx[::len(g4) // B, 0]).to(h0.dtype)
+    return dg, out_of_chunks(dx, B, T, offset, h.dtype), dh0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operators: one of the two implementations, by device, known to autograd and to torch.compile
+# ---------------------------------------------------------------------------------------------------------------------
+
+@functools.cache
+def announce(text):
+    """Say once, on one rank, which code runs."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"kernels: {text}", file=sys.stderr)
+
+
+def runs_triton(x):
+    """Whether the Triton kernels take tensors like x."""
+    interpreted = triton is not None and triton.knobs.runtime.interpret
+    if interpreted and x.dtype != torch.float64:
+        announce("Triton, interpreted")
+        return True
+    if x.is_cuda and triton is not None and x.dtype != torch.float64:
+        announce(f"Triton on {torch.cuda.get_device_name(x.device)}")
+        return True
+    why = " (slow: triton is not installed)" if x.is_cuda and triton is None else ""
+    announce(f"plain PyTorch on {x.device.type}{' in float64' if x.is_cuda and not why else ''}{why}")
+    return False
+
+
+def operator(schema, fast, plain, fake):
+    """The custom operator nanorecur::<name>(...) of a schema: `fast` where Triton runs, else `plain`; `fake` gives
+    torch.compile the outputs' shapes and strides."""
+    name, _, rest = schema.partition("(")
+    op = torch.library.custom_op(f"nanorecur::{name}", lambda *a: (fast if runs_triton(a[0]) else plain)(*a),
+                                 mutates_args=(), schema="(" + rest)
+    op.register_fake(fake)
+    return op
+
+
+def twin(forward, setup_context, backward):
+    """forward as a differentiable function: the same rules as the operator's, on the plain implementation."""
+    rules = dict(forward=staticmethod(forward), setup_context=staticmethod(setup_context), backward=staticmethod(backward))
+    return type("Twin", (torch.autograd.Function,), rules).apply
+
+
+def attend_save(ctx, inputs, output):
+    q, k, v, q_pos, k_pos, slopes, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, q_pos, k_pos, slopes)
+    ctx.set_materialize_grads(False)
+
+
+def attend_gradient(backward):
+    def gradient(ctx, do, dlse):
+        q, k, v, out, lse, *mask = ctx.saved_tensors
+        if do is None:
+            do = torch.zeros_like(out)
+        return *backward(q, k, v, out, lse, do, dlse, *mask, ctx.window, ctx.scale), None, None, None, None, None
+    return gradient
+
+
+attend_op = operator(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor? q_pos, Tensor? k_pos, Tensor? slopes, int window, float scale)"
+    " -> (Tensor, Tensor)", attend_triton, attend_plain,
+    lambda q, k, v, *mask: (heads_like(q, *q.shape[:3], v.size(-1)), q.new_empty(q.shape[:3], dtype=lse_dtype(q))))
+attend_backward_op = operator(
+    "attend_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor do, Tensor? dlse, Tensor? q_pos,"
+    " Tensor? k_pos, Tensor? slopes, int window, float scale) -> (Tensor, Tensor, Tensor)",
+    attend_triton_backward, attend_plain_backward, lambda q, k, v, *more: tuple(heads_like(x, *x.shape) for x in (q, k, v)))
+attend_op.register_autograd(attend_gradient(attend_backward_op), setup_context=attend_save)
+attend_twin = twin(attend_plain, attend_save, attend_gradient(attend_plain_backward))
+
+
+def merge_save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def merge_gradient(backward):
+    return lambda ctx, do, dlse: backward(*ctx.saved_tensors, do, dlse)
+
+
+merge_op = operator("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+                    merge_triton, merge_plain,
+                    lambda out_a, lse_a, *b: (heads_like(out_a, *out_a.shape), lse_a.new_empty(lse_a.shape)))
+merge_backward_op = operator(
+    "merge_backward(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor do, Tensor dlse)"
+    " -> (Tensor, Tensor, Tensor, Tensor)", merge_triton_backward, merge_plain_backward,
+    lambda out_a, lse_a, *more: 2 * (heads_like(out_a, *out_a.shape), lse_a.new_empty(lse_a.shape)))
+merge_op.register_autograd(merge_gradient(merge_backward_op), setup_context=merge_save)
+merge_twin = twin(merge_plain, merge_save, merge_gradient(merge_plain_backward))
+
+
+def scan_save(ctx, inputs, output):
+    g, _, ctx.chunk, h0, ctx.offset = inputs
+    ctx.save_for_backward(g, output, h0)
+
+
+def scan_gradient(backward):
+    def gradient(ctx, dh):
+        g, h, h0 = ctx.saved_tensors
+        dg, dx, dh0 = backward(dh, g, h, ctx.chunk, h0, ctx.offset)
+        return dg, dx, None, None if h0 is None else dh0, None
+    return gradient
+
+
+scan_op = operator("scan(Tensor g, Tensor x, int chunk, Tensor? h0, int offset) -> Tensor", scan_triton, scan_plain,
+                   lambda g, x, *more: x.new_empty(x.shape))
+scan_backward_op = operator(
+    "scan_backward(Tensor dh, Tensor g, Tensor h, int chunk, Tensor? h0, int offset) -> (Tensor, Tensor, Tensor)",
+    scan_triton_backward, scan_plain_backward,
+    lambda dh, g, h, chunk, h0, offset: (h.new_empty(h.shape), h.new_empty(h.shape), h.new_empty(0 if h0 is None else h0.shape)))
+scan_op.register_autograd(scan_gradient(scan_backward_op), setup_context=scan_save)
+scan_twin = twin(scan_plain, scan_save, scan_gradient(scan_plain_backward))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the models call
+# ---------------------------------------------------------------------------------------------------------------------
+
+def check(fine, message):
+    if not fine:
+        raise ValueError(message)
+
+
+def check_same(name, x, like_name, like, dtype=True):
+    """Raise ValueError unless x is on the device of `like`, and of its dtype."""
+    check(x.device == like.device, f"{name} is on {x.device}, {like_name} on {like.device}")
+    check(not dtype or x.dtype == like.dtype, f"{name} is {x.dtype}, {like_name} is {like.dtype}")
+
+
+def check_positions(name, pos, x, n):
+    """Positions pos of the n rows of x (B, ...)."""
+    check(pos.dtype == torch.int32, f"{name} is {pos.dtype}: positions are torch.int32")
+    check(tuple(pos.shape) in ((n,), (x.size(0), n)),
+          f"{name} has shape {tuple(pos.shape)}: ({n},) or ({x.size(0)}, {n}), batch row by row, are allowed")
+    check_same(name, pos, "q", x, dtype=False)
+    if debug:
+        check(bool((pos.diff(dim=-1) >= 0).all()), f"{name} must ascend along its last dimension")
+
+
+def check_attend(q, k, v, q_pos, k_pos, slopes, window, scale):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check(x.dim() == 4, f"{name} has shape {tuple(x.shape)}: (batch, heads, positions, head size) is needed")
+        check(1 <= x.size(-1) <= HEAD_SIZES[-1], f"{name} has head size {x.size(-1)}: 1 to {HEAD_SIZES[-1]} are supported")
+        check(x.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+              f"{name} is {x.dtype}: float64, float32, bfloat16 and float16 are supported")
+        check_same(name, x, "q", q)
+    check(k.size(0) == q.size(0), f"k has batch size {k.size(0)}, q has {q.size(0)}")
+    check(k.size(1) > 0 and q.size(1) % k.size(1) == 0, f"k has {k.size(1)} heads: q's {q.size(1)} are no multiple of it")
+    check(k.size(-1) == q.size(-1), f"k has head size {k.size(-1)}, q has {q.size(-1)}")
+    check(v.shape[:3] == k.shape[:3], f"v has shape {tuple(v.shape)}: all but the head size must be k's, {tuple(k.shape)}")
+    if q_pos is not None:
+        check_positions("q_pos", q_pos, q, q.size(2))
+    if k_pos is not None:
+        check_positions("k_pos", k_pos, q, k.size(2))
+    if slopes is not None:
+        check(tuple(slopes.shape) == (q.size(1),), f"slopes has shape {tuple(slopes.shape)}: one a query head, ({q.size(1)},)")
+        check(slopes.is_floating_point() and not slopes.requires_grad, "slopes must be floating point, without gradient")
+        check_same("slopes", slopes, "q", q, dtype=False)
+    check(window is None or isinstance(window, int) and window >= 1, f"window={window}: an int from 1, or None")
+    check(scale is None or 0 < scale < math.inf, f"scale={scale} must be positive")
+
+
+def attend_arguments(q, k, v, q_pos, k_pos, slopes, window, scale):
+    """The checked arguments as the operators take them."""
+    check_attend(q, k, v, q_pos, k_pos, slopes, window, scale)
+    if (q_pos is None) != (k_pos is None):
+        if q_pos is None:
+            q_pos = torch.arange(q.size(2), device=q.device, dtype=torch.int32)
+        else:
+            k_pos = torch.arange(k.size(2), device=q.device, dtype=torch.int32)
+    window = FAR if window is None else min(window, FAR)
+    return q, k, v, q_pos, k_pos, slopes, window, 1 / math.sqrt(q.size(-1)) if scale is None else float(scale)
+
+
+def attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=None):
+    """Softmax attention whose mask is given by positions (FlashAttention-2's algorithm; see the top of this file).
+
+    q (B, H, Tq, D), k (B, G, Tk, D), v (B, G, Tk, DV), H a multiple of G: query head h reads key head h // (H / G).
+    Float64, float32, bfloat16 or float16, any strides; D, DV <= 256.
+    q_pos (Tq,) or (B, Tq), k_pos (Tk,) or (B, Tk): int32, ascending, above -2^29 and below 2^29; padding keys stand
+    at FAR = 2^30 and are never seen, padding queries repeat the last position. None is 0, 1, 2, ...; with neither, the
+    attention is plainly causal and no positions are read.
+    Query i sees key j iff k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
+    slopes (H,): ALiBi, -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores. scale: of q . k, default 1/sqrt(D).
+
+    Returns out (B, H, Tq, DV) in q's dtype and lse (B, H, Tq), log sum_j exp(score_ij), in float32 (float64 for
+    float64), both differentiable in q, k and v. A query that sees nothing: out 0, lse -inf, no gradient.
+    Raises ValueError, naming the argument, where shapes, dtypes or devices do not fit.
+    """
+    return attend_op(*attend_arguments(q, k, v, q_pos, k_pos, slopes, window, scale))
+
+
+def attend_ref(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=None):
+    """attend in plain PyTorch, in blocks of queries and keys, on any device."""
+    return attend_twin(*attend_arguments(q, k, v, q_pos, k_pos, slopes, window, scale))
+
+
+def check_merge(out_a, lse_a, out_b, lse_b):
+    check(out_a.dim() == 4, f"out_a has shape {tuple(out_a.shape)}: (batch, heads, positions, head size) is needed")
+    check(out_a.is_floating_point(), f"out_a is {out_a.dtype}: floating point is needed")
+    check(out_b.shape == out_a.shape, f"out_b has shape {tuple(out_b.shape)}, out_a has {tuple(out_a.shape)}")
+    check_same("out_b", out_b, "out_a", out_a)
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check(lse.shape == out_a.shape[:3], f"{name} has shape {tuple(lse.shape)}: {tuple(out_a.shape[:3])} is needed")
+        check(lse.dtype == lse_dtype(out_a), f"{name} is {lse.dtype}: {lse_dtype(out_a)} is needed")
+        check_same(name, lse, "out_a", out_a, dtype=False)
+    return out_a, lse_a, out_b, lse_b
+
+
+def merge(out_a, lse_a, out_b, lse_b):
+    """Attention over two disjoint sets of keys from attention over each: out_a, out_b (B, H, T, D), lse_a, lse_b
+    (B, H, T) as attend returns them -> out, lse of the same shapes; differentiable in all four. A side that saw nothing
+    (lse -inf) changes nothing and gets no gradient; if neither saw anything the result is 0, -inf.
+    Raises ValueError, naming the argument, where shapes, dtypes or devices do not fit."""
+    return merge_op(*check_merge(out_a, lse_a, out_b, lse_b))
+
+
+def merge_ref(out_a, lse_a, out_b, lse_b):
+    """merge in plain PyTorch."""
+    return merge_twin(*check_merge(out_a, lse_a, out_b, lse_b))
+
+
+def check_scan(g, x, chunk, h0, offset):
+    check(x.dim() == 3, f"x has shape {tuple(x.shape)}: (batch, positions, channels) is needed")
+    check(x.is_floating_point(), f"x is {x.dtype}: floating point is needed")
+    check(g.shape == x.shape, f"g has shape {tuple(g.shape)}, x has {tuple(x.shape)}")
+    check_same("g", g, "x", x)
+    check(isinstance(chunk, int) and chunk >= 1, f"chunk={chunk}: an int from 1")
+    check(isinstance(offset, int) and 0 <= offset < chunk, f"offset={offset}: an int from 0 to chunk - 1 = {chunk - 1}")
+    if h0 is not None:
+        check(tuple(h0.shape) == (x.size(0), x.size(2)),
+              f"h0 has shape {tuple(h0.shape)}: (batch, channels) = ({x.size(0)}, {x.size(2)}) is needed")
+        check_same("h0", h0, "x", x)
+    return g, x, chunk, h0, offset
+
+
+def scan(g, x, chunk, h0=None, offset=0):
+    """h_t = g_t h_{t-1} + x_t along T of g, x (B, T, C), in chunks: -> h (B, T, C), in x's dtype.
+
+    Position t is number offset + t of the sequence; the state starts from zero where that is a multiple of `chunk`.
+    The first chunk, of which `offset` (0 to chunk - 1) tokens were done before, starts from h0 (B, C) if given, else
+    from zero. The state is float32 at least. Differentiable in g, x and h0. Products of successive g are formed, up to
+    64 of them or the root of chunk: they must not overflow (gates of at most 1 never do).
+    Raises ValueError, naming the argument, where shapes, dtypes or devices do not fit."""
+    return scan_op(*check_scan(g, x, chunk, h0, offset))
+
+
+def scan_ref(g, x, chunk, h0=None, offset=0):
+    """scan in plain PyTorch: the chunks of all rows take each step together."""
+    return scan_twin(*check_scan(g, x, chunk, h0, offset))
