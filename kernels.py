@@ -470,7 +470,15 @@ def block_of(*sizes):
 # (BLOCK_M, BLOCK_N, warps, stages) for each of HEAD_SIZES
 LARGE = {"forward": 4 * [(128, 64, 8, 3)] + [(128, 32, 8, 3)], "dq": 4 * [(128, 64, 8, 2)] + [(64, 32, 8, 2)],
          "dkv": 4 * [(32, 128, 8, 2)] + [(32, 64, 8, 2)]}
-LARGE_FLOAT32 = SMALL = SMALL_FLOAT32 = LARGE
+LARGE_FLOAT32 = {"forward": [(128, 64, 8, 3), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1), (32, 16, 8, 2)],
+                 "dq": 2 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)],
+                 "dkv": 2 * [(32, 128, 8, 2)] + [(32, 64, 8, 2), (32, 32, 8, 2), (32, 16, 8, 2)]}
+SMALL = {"forward": 3 * [(128, 64, 8, 2)] + [(64, 64, 8, 2), (32, 32, 8, 2)],
+         "dq": 3 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1)],
+         "dkv": 3 * [(32, 128, 8, 2)] + [(32, 64, 8, 2), (32, 16, 8, 1)]}
+SMALL_FLOAT32 = {"forward": 2 * [(64, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1), (32, 16, 8, 1)],
+                 "dq": 2 * [(64, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 4, 2), (16, 16, 8, 1)],
+                 "dkv": [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)]}
 
 
 def attend_options(kernel, head_size, dtype, large):
@@ -586,9 +594,9 @@ def merge_triton_backward(out_a, lse_a, out_b, lse_b, do, dlse):
 
 
 def scan_options(chunk):
-    """Tiles of the scan: a short chunk is one tile; 4,096 elements at most (the interpreter goes element by element)."""
+    """Tiles of the scan: a short chunk is one tile; 2,048 elements at most (the interpreter goes element by element)."""
     block = min(64, triton.next_power_of_2(chunk))
-    return dict(BLOCK_T=block, BLOCK_C=16 if INTERPRETED else min(256, 4096 // block), num_warps=4)
+    return dict(BLOCK_T=block, BLOCK_C=16 if INTERPRETED else min(256, 2048 // block), num_warps=4)
 
 
 def scan_rows(x):
@@ -628,6 +636,22 @@ def scan_triton_backward(dh, g, h, chunk, h0, offset):
     return dg[..., :C].contiguous(), dx[..., :C].contiguous(), dh0
 
 
+def variants(large):
+    """All that the launchers can choose on a chip, as (kernel, dtype, constants, launch options): what compiling ahead
+    of time compiles. Everything else is a run-time argument, lengths and strides multiples of 16 included."""
+    attends = dict(forward=attend_forward_kernel, dq=attend_dq_kernel, dkv=attend_dkv_kernel)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for D in HEAD_SIZES:
+            for name, kernel in attends.items():
+                for plain in (True, False):
+                    yield kernel, dtype, dict(PLAIN=plain, BLOCK_D=D), attend_options(name, D, dtype, large)
+            for kernel in (merge_forward_kernel, merge_backward_kernel):
+                yield kernel, dtype, {}, merge_options(D)
+        for chunk in (1, 2, 4, 8, 16, 32, 64):
+            for kernel in (scan_forward_kernel, scan_backward_kernel):
+                yield kernel, dtype, {}, scan_options(chunk)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The twins in plain PyTorch
 # ---------------------------------------------------------------------------------------------------------------------
@@ -637,7 +661,7 @@ QUERY_BLOCK, KEY_BLOCK = 256, 1024      # the largest piece of the score matrix 
 
 def positions_of(n, pos, device):
     """Positions (B or 1, n) in int64; None is 0, 1, 2, ..."""
-    return torch.arange(n, device=device)[None] if pos is None else pos.long().view(-1, n)
+    return torch.arange(n, device=device)[None] if pos is None else pos.long().reshape(-1 if n else 1, n)
 
 
 def pieces(q_pos, k_pos, window, biased):
@@ -680,9 +704,14 @@ def piece_bias(q_pos, k_pos, slopes, window, dtype):
     return bias.masked_fill_(hidden, -math.inf)
 
 
+def has_fused_pieces(x):
+    """Whether torch has an attention operator for tensors like x that also gives lse: the CPU's."""
+    return x.device.type == "cpu"
+
+
 def softmax_piece(q, k, v, bias, scale):
     """Attention of queries (B, H, M, D) over keys (B, G, N, D): out and lse, bias None or as piece_bias gives it."""
-    if q.device.type == "cpu":
+    if has_fused_pieces(q):
         q, k, v, size = *widened(q, k, v), v.size(-1)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
         out = out[..., :size]
@@ -700,7 +729,7 @@ def softmax_piece(q, k, v, bias, scale):
 def softmax_piece_backward(q, k, v, out, lse, do, dlse, bias, scale):
     """What a piece adds to dq, dk, dv, given the whole rows' out and lse (0 for an empty one); dlse may be None."""
     D, DV = q.size(-1), v.size(-1)
-    if q.device.type == "cpu":
+    if has_fused_pieces(q):
         # dlse as one more column: v gets a 1 and do gets dlse there, so that do . v grows by dlse
         column = dlse is not None
         q, k, v, out, do = widened(q, k, v, out, do, more=column)
@@ -952,7 +981,8 @@ merge_op = operator("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_
 merge_backward_op = operator(
     "merge_backward(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor do, Tensor dlse)"
     " -> (Tensor, Tensor, Tensor, Tensor)", merge_triton_backward, merge_plain_backward,
-    lambda out_a, lse_a, *more: 2 * (heads_like(out_a, *out_a.shape), lse_a.new_empty(lse_a.shape)))
+    lambda out_a, lse_a, out_b, lse_b, *more: (heads_like(out_a, *out_a.shape), lse_a.new_empty(lse_a.shape),
+                                               heads_like(out_b, *out_b.shape), lse_b.new_empty(lse_b.shape)))
 merge_op.register_autograd(merge_gradient(merge_backward_op), setup_context=merge_save)
 merge_twin = twin(merge_plain, merge_save, merge_gradient(merge_plain_backward))
 

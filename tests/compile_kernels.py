@@ -1,0 +1,127 @@
+"""
+Compile the Triton kernels for GPUs that are not here, and check what the compiler says of registers and memory.
+
+    python tests/compile_kernels.py          everything that dispatch can choose (minutes)
+    python tests/compile_kernels.py ci       attention at head sizes 64 and 128 in bfloat16 and 64 in float32, the rest
+                                             once: what the tests run
+
+Prints a table (registers a thread, spilled bytes a thread, shared memory a block), then what is wrong; exit status 1 if
+anything is: a compile error, more shared memory than the chip has, or spills: none may be on sm_90 in 16 bits up to head
+size 128, at most 1 KB elsewhere. sm_89 stands for the GPUs with less shared memory than the data centre's.
+"""
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import kernels
+
+# target, shared memory a block in bytes, whether the kernels' large tiles are for it
+CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True), "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024, True),
+         "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024, False), "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024, False)}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FLOAT32 = ("lse_ptr", "lse_a_ptr", "lse_b_ptr", "dlse_ptr", "dlse_a_ptr", "dlse_b_ptr", "delta_ptr", "slopes_ptr")
+
+
+def source(kernel, dtype, constants):
+    """The kernel with its arguments' types, as the launchers call it: pointers, head sizes and strides are multiples of
+    16, nothing is known of the arguments that are not specialised."""
+    signature, attributes = {}, {}
+    loose = [kernel.arg_names[p.num] for p in kernel.params if p.do_not_specialize]
+    for number, name in enumerate(kernel.arg_names):
+        if name.endswith("_ptr"):
+            signature[name] = "*" + ("i32" if "pos" in name else "fp32" if name in FLOAT32 else TYPES[dtype])
+        else:
+            signature[name] = "constexpr" if name in constants else "fp32" if name == "scale" else "i32"
+        if name not in constants and name not in loose and name != "scale":
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def nvidia_figures(ptx):
+    """Registers and spilled bytes (loads and stores), from ptxas."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        chip = re.search(r"^\.target (\w+)", ptx, re.M)[1]
+        out = subprocess.run([triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={chip}", path, "-o", os.devnull],
+                             capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", out)
+    return int(re.search(r"Used (\d+) registers", out)[1]), int(spilled[1]) + int(spilled[2])
+
+
+def amd_figures(text):
+    """The same from the assembly's metadata: spilled vector registers, 4 bytes a thread each, or the scratch memory if
+    that is more. Spilled scalar registers move to lanes of a vector register and touch no memory."""
+    count = {key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1])
+             for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")}
+    return count["vgpr_count"], max(4 * count["vgpr_spill_count"], count["private_segment_fixed_size"])
+
+
+def measure(chip, kernel, dtype, constants, launch):
+    """(registers, spilled bytes, shared bytes) of one variant; a string where it does not compile."""
+    constants = {**constants, **{k: v for k, v in launch.items() if k.startswith("BLOCK")}}
+    options = {k: v for k, v in launch.items() if not k.startswith("BLOCK")}
+    try:
+        made = triton.compile(source(kernel, dtype, constants), target=CHIPS[chip][0], options=options)
+        figures = nvidia_figures(made.asm["ptx"]) if "ptx" in made.asm else amd_figures(made.asm["amdgcn"])
+    except Exception as e:                      # whatever the compiler raises is the finding
+        return " ".join(f"{type(e).__name__}: {e}".split())[:300]
+    return *figures, made.metadata.shared
+
+
+def verdict(chip, dtype, head_size, figures):
+    """What is wrong with a variant, or an empty string."""
+    if isinstance(figures, str):
+        return figures
+    _, spilled, shared = figures
+    allowed = 0 if chip == "sm_90" and dtype != torch.float32 and head_size <= 128 else 1024
+    if shared > CHIPS[chip][1]:
+        return f"{shared} bytes of shared memory, the chip has {CHIPS[chip][1]}"
+    return f"{spilled} bytes spilled, allowed are {allowed}" if spilled > allowed else ""
+
+
+def jobs(quick):
+    """(chip, kernel's name, dtype, constants, launch options) of each variant to compile."""
+    for chip in list(CHIPS)[:3 if quick else 4]:
+        for kernel, dtype, constants, launch in kernels.variants(CHIPS[chip][2]):
+            D = launch.get("BLOCK_D", constants.get("BLOCK_D"))
+            few = (D, dtype) in ((64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32))
+            scan = launch.get("BLOCK_T") == 16 and dtype != torch.float16
+            if not quick or scan or few and constants.get("PLAIN") is not True:
+                yield chip, kernel.__name__, dtype, constants, launch
+
+
+def compiled(job):
+    chip, name, dtype, constants, launch = job
+    return measure(chip, getattr(kernels, name), dtype, constants, launch)
+
+
+def main(argv):
+    todo, wrong = list(jobs("ci" in argv)), []
+    print(f"triton {triton.__version__}\n{'chip':8}{'kernel':24}{'type':6}{'tiles, warps, stages':58}"
+          f"{'registers':>10}{'spilled':>9}{'shared':>9}")
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for (chip, name, dtype, constants, launch), figures in zip(todo, pool.map(compiled, todo)):
+            tiles = " ".join(f"{k.removeprefix('BLOCK_').removeprefix('num_')}={v:d}"
+                             for k, v in {**constants, **launch}.items())
+            row = f"{chip:8}{name.removesuffix('_kernel'):24}{TYPES[dtype]:6}{tiles:58}"
+            bad = verdict(chip, dtype, {**constants, **launch}.get("BLOCK_D", 0), figures)
+            print(row + ("" if isinstance(figures, str) else "{:10}{:9}{:9}".format(*figures)), flush=True)
+            wrong += [f"{' '.join(row.split())}: {bad}"] if bad else []
+    print(f"{len(todo)} compiled, {len(wrong)} wrong", *wrong, sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,131 @@
+"""What the tests of kernels.py share: attention and the scan written out, and a covering set of cases."""
+import functools
+import math
+import random
+
+import torch
+
+FAR = 2 ** 30
+
+
+def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=None):
+    """attend from its definition, with the whole score matrix; finite gradients for rows that see nothing."""
+    (B, H, Tq, D), Tk = q.shape, k.size(2)
+    k, v = (x.repeat_interleave(H // x.size(1), 1) for x in (k, v))
+    q_pos = torch.arange(Tq) if q_pos is None else q_pos.long().cpu()
+    k_pos = torch.arange(Tk) if k_pos is None else k_pos.long().cpu()
+    distance = (q_pos.view(-1, 1, Tq, 1) - k_pos.view(-1, 1, 1, Tk)).to(q.device)
+    seen = (distance >= 0) & (distance < (FAR if window is None else window))
+    s = q @ k.transpose(-1, -2) * (1 / math.sqrt(D) if scale is None else scale)
+    if slopes is not None:
+        s = s - slopes.to(s)[:, None, None] * distance
+    some = seen.any(-1, keepdim=True)
+    s = torch.where(seen, s, torch.where(some, -math.inf, 0.0).to(s))       # an empty row: any finite scores
+    lse = s.logsumexp(-1)
+    out = torch.where(some, s.softmax(-1) @ v, 0)
+    return out, torch.where(some[..., 0], lse, -math.inf)
+
+
+def loop_scan(g, x, chunk, h0=None, offset=0):
+    """scan from its definition, position by position."""
+    state = torch.zeros_like(x[:, 0]) if h0 is None else h0
+    states = []
+    for t in range(x.size(1)):
+        if t and (offset + t) % chunk == 0:
+            state = torch.zeros_like(state)
+        state = g[:, t] * state + x[:, t]
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def random_positions(rng, kind, B, T, first, last):
+    """Ascending int32 positions from first to last, with gaps and repetitions: one row, or one per batch row."""
+    rows = [sorted(rng.choices(range(first, last + 1), k=T)) for _ in range(B if kind == "per row" else 1)]
+    return torch.tensor(rows if kind == "per row" else rows[0], dtype=torch.int32)
+
+
+def attend_case(seed, Tq, Tk, kind, window, slopes, heads, sizes, dtype=torch.float64, device="cpu"):
+    """Inputs of attend: the tensors q, k, v, the other arguments, and the incoming gradients do, dlse. Some queries
+    stand before every key, some keys are padding, and dlse is NaN where nothing is seen."""
+    (B, H, G), (D, DV), rng = heads, sizes, random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+    q, k, v, do = normal(B, Tq, H, D), normal(B, Tk, G, D), normal(B, Tk, G, DV), normal(B, Tq, H, DV)
+    q, k, v, do = (x.transpose(1, 2) for x in (q, k, v, do))
+    q_pos = k_pos = None
+    if kind != "plain":
+        q_pos = random_positions(rng, kind, B, Tq, -2, Tk)
+        k_pos = random_positions(rng, kind, B, Tk, 0, Tk)
+        if Tk > 2:
+            k_pos[..., -2:] = FAR
+        q_pos, k_pos = q_pos.to(device), k_pos.to(device)
+    bias = torch.rand(H, generator=generator).to(device) if slopes else None
+    wide = torch.promote_types(dtype, torch.float32)
+    dlse = torch.randn(B, H, Tq, generator=generator, dtype=torch.float64).to(device, wide)
+    return (q, k, v), (q_pos, k_pos, bias, window), (do, dlse)
+
+
+# The values that the covering set combines
+LENGTH = (1, 2, 63, 64, 65, 100)
+KIND = ("plain", "shared", "per row")
+WINDOW = (None, 1, 20)
+SLOPES = (False, True)
+HEADS = ((1, 2, 1), (2, 2, 2), (1, 4, 2), (2, 1, 1))            # B, H, G
+SIZES = ((16, 16), (8, 24), (64, 64), (40, 32), (128, 100))      # D, DV
+
+
+def pairs(case):
+    """All pairs of values of a case, with their columns."""
+    return {(i, j, case[i], case[j]) for j in range(len(case)) for i in range(j)}
+
+
+@functools.cache
+def covering_set(n=38):
+    """n cases (Tq, Tk, kind, window, slopes, heads, sizes) that hold nearly every pair of values: each is the one of 300
+    random cases with the most pairs that are new."""
+    rng, cases, seen = random.Random(0), [], set()
+    for _ in range(n):
+        drawn = [tuple(map(rng.choice, (LENGTH, LENGTH, KIND, WINDOW, SLOPES, HEADS, SIZES))) for _ in range(300)]
+        cases.append(max(drawn, key=lambda case: len(pairs(case) - seen)))
+        seen |= pairs(cases[-1])
+    return cases
+
+
+def outputs_and_gradients(function, tensors, arguments, incoming):
+    """out, lse and the gradients of the tensors; a NaN comes in through lse where no key is seen."""
+    tensors = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in tensors]
+    out, lse = function(*tensors, *arguments)
+    do, dlse = incoming
+    dlse = torch.where(lse == -math.inf, math.nan, dlse.to(lse))
+    return [x.detach() for x in (out, lse, *torch.autograd.grad((out, lse), tensors, (do.to(out), dlse)))]
+
+
+def dense_outputs_and_gradients(tensors, arguments, incoming):
+    """The same from the definition in float64, whose gradients come from autograd; the NaN stays out."""
+    tensors = [x.detach().cpu().double().requires_grad_() for x in tensors]
+    out, lse = dense_attend(*tensors, *[a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments])
+    do, dlse = (x.cpu().double() for x in incoming)
+    loss = (out * do).sum() + (torch.where(lse == -math.inf, 0, lse) * dlse).sum()
+    return [x.detach() for x in (out, lse, *torch.autograd.grad(loss, tensors))]
+
+
+def relative_rms(a, b, floor=1e-12):
+    """Root mean square of a - b over b's, or over floor if that is more; infinities must agree, NaN never passes."""
+    a, b = a.double().cpu(), b.double().cpu()
+    finite = b.isfinite()
+    if not torch.equal(a[~finite], b[~finite]):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    a, b = a[finite], b[finite]
+    error = (a - b).square().mean().sqrt() / max(b.square().mean().sqrt().item(), floor)
+    return math.inf if error.isnan() else error.item()
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def assert_close(found, expected, tolerance, names=NAMES):
+    for name, a, b in zip(names, found, expected, strict=True):
+        assert a.shape == b.shape, name
+        assert relative_rms(a, b) <= tolerance, (name, relative_rms(a, b))

@@ -1,0 +1,546 @@
+"""kernels.py: the twins against definitions, gradients, the contract of the operators, and, in processes of their own,
+the Triton code under the interpreter and through the compilers."""
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels
+from conftest import ROOT
+from kernel_cases import (FAR, HEADS, KIND, LENGTH, SIZES, SLOPES, WINDOW, assert_close, attend_case, covering_set,
+                          dense_attend, dense_outputs_and_gradients, loop_scan, outputs_and_gradients, pairs, relative_rms)
+
+needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
+
+
+@pytest.fixture(params=["the CPU's operator", "written out"])
+def road(request, monkeypatch):
+    """Both ways in which the twin computes a piece: on a CPU, and elsewhere."""
+    if request.param == "written out":
+        monkeypatch.setattr(kernels, "has_fused_pieces", lambda x: False)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Pieces so small that short sequences have many: every kind of piece, merged."""
+    monkeypatch.setattr(kernels, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(kernels, "KEY_BLOCK", 24)
+
+
+def compare(case, seed, function=kernels.attend_ref):
+    tensors, arguments, incoming = attend_case(seed, *case)
+    found = outputs_and_gradients(function, tensors, arguments, incoming)
+    assert_close(found, dense_outputs_and_gradients(tensors, arguments, incoming), 1e-10)
+    return found
+
+
+# ---- the twin of attend ---------------------------------------------------------------------------------------------
+
+def test_the_covering_set_covers():
+    cases = covering_set()
+    assert len(cases) <= 40 and all(c[5][0] * c[5][1] <= 4 for c in cases)
+    values = (LENGTH, LENGTH, KIND, WINDOW, SLOPES, HEADS, SIZES)
+    every = {(i, j, a, b) for j in range(7) for i in range(j) for a in values[i] for b in values[j]}
+    missing = every - set().union(*map(pairs, cases))
+    assert len(missing) < 0.05 * len(every) and not [m for m in missing if m[0] >= 2 and m[1] <= 5], missing
+    empty = [(outputs_and_gradients(kernels.attend_ref, *attend_case(i, *c))[1] == -math.inf).any() for i, c in enumerate(cases)]
+    assert 5 < sum(empty) < len(cases)
+
+
+@pytest.mark.parametrize("number", range(len(covering_set())))
+def test_twin_is_the_definition(number, road):
+    compare(covering_set()[number], number)
+
+
+@pytest.mark.parametrize("number", range(len(covering_set())))
+def test_twin_is_the_definition_in_many_pieces(number, small_blocks):
+    found = compare(covering_set()[number], number)
+    if min(covering_set()[number][:2]) > 2:
+        assert all(x.abs().max() > 0 for x in found[2:])
+
+
+@pytest.mark.parametrize("case", [(700, 2500, "shared", None, False, (1, 2, 1), (8, 8)),
+                                  (2500, 700, "per row", 300, False, (2, 1, 1), (8, 8)),
+                                  (1500, 1500, "plain", None, False, (1, 2, 2), (8, 8)),
+                                  (300, 3000, "shared", 1500, True, (1, 2, 1), (8, 8))])
+def test_twin_is_the_definition_at_length(case, road):
+    compare(case, 0)
+
+
+@given(Tq=st.integers(1, 70), Tk=st.integers(1, 70), kind=st.sampled_from(KIND), window=st.none() | st.integers(1, 80),
+       slopes=st.booleans(), heads=st.sampled_from(HEADS), D=st.integers(1, 20), DV=st.integers(1, 20),
+       seed=st.integers(0, 1000))
+def test_any_shape_and_positions(Tq, Tk, kind, window, slopes, heads, D, DV, seed):
+    before = kernels.QUERY_BLOCK, kernels.KEY_BLOCK
+    try:
+        kernels.QUERY_BLOCK, kernels.KEY_BLOCK = 16, 24
+        compare((Tq, Tk, kind, window, slopes, heads, (D, DV)), seed)
+    finally:
+        kernels.QUERY_BLOCK, kernels.KEY_BLOCK = before
+
+
+@pytest.mark.parametrize("kind, window, slopes", [("plain", None, False), ("shared", 5, True), ("per row", None, True)])
+def test_gradcheck_of_attend(kind, window, slopes):
+    """Finite differences of out and of the finite lse."""
+    tensors, arguments, _ = attend_case(3, 7, 9, kind, window, slopes, (2, 2, 1), (4, 3))
+
+    def finite(*tensors):
+        out, lse = kernels.attend_ref(*tensors, *arguments)
+        return out, lse[lse > -math.inf]
+    assert torch.autograd.gradcheck(finite, [x.requires_grad_() for x in tensors])
+
+
+def test_attend_on_a_cpu_is_its_twin():
+    tensors, arguments, incoming = attend_case(0, 65, 100, "per row", 20, True, (2, 2, 1), (16, 8))
+    results = [outputs_and_gradients(f, tensors, arguments, incoming) for f in (kernels.attend, kernels.attend_ref)]
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_a_missing_list_of_positions_counts_from_zero():
+    (q, k, v), *_ = attend_case(0, 9, 12, "plain", None, False, (2, 2, 1), (4, 4))
+    later = torch.arange(3, 12, dtype=torch.int32)
+    assert torch.equal(kernels.attend(q, k, v, q_pos=later)[0], kernels.attend(q, k, v, later, torch.arange(12).int())[0])
+    assert torch.equal(kernels.attend(q, k, v, k_pos=later.new_tensor(range(12)))[0], kernels.attend(q, k, v)[0])
+
+
+def test_plain_causal_is_torchs_own():
+    (q, k, v), *_ = attend_case(0, 600, 600, "plain", None, False, (2, 4, 2), (16, 16))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert relative_rms(kernels.attend(q, k, v)[0], expected) < 1e-14
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
+def test_lower_precision(dtype, tolerance, road):
+    tensors, arguments, incoming = attend_case(0, 300, 1500, "shared", None, True, (1, 2, 1), (16, 16), dtype=dtype)
+    found = outputs_and_gradients(kernels.attend, tensors, arguments, incoming)
+    assert [x.dtype for x in found] == [dtype, torch.float32, dtype, dtype, dtype]
+    assert_close(found, dense_outputs_and_gradients(tensors, arguments, incoming), tolerance)
+
+
+def test_nothing_to_attend():
+    q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 2, 0, 8, requires_grad=True)
+    out, lse = kernels.attend(q, k, k)
+    assert (out == 0).all() and (lse == -math.inf).all()
+    assert all((g == 0).all() for g in torch.autograd.grad(out.sum() + lse.sum(), (q, k)))
+    assert kernels.attend(q[:, :, :0], q, q)[0].shape == (1, 2, 0, 8)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest number of elements of any tensor made meanwhile."""
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+def test_no_score_matrix_is_ever_held(slopes, road):
+    """T = 3,000: 9 million scores a head; the twin holds a block of them, for each head that needs its own bias."""
+    tensors, arguments, incoming = attend_case(0, 3000, 3000, "shared", None, slopes, (1, 2, 1), (8, 8), torch.float32)
+    with LargestTensor() as seen:
+        tensors = [x.requires_grad_() for x in tensors]
+        out, lse = kernels.attend_ref(*tensors, *arguments)
+        torch.autograd.grad((out, lse), tensors, incoming)
+    assert 0 < seen.elements <= 2 * kernels.QUERY_BLOCK * 3000 < 3000 * 3000
+
+
+def test_pieces_out_of_sight_are_left_out():
+    """A window of 100 in 4,096 positions: the pieces hold few pairs beyond those that are seen."""
+    position = torch.arange(4096)[None]
+    pairs = sum((q.stop - q.start) * (k.stop - k.start) for q, k, _ in kernels.pieces(position, position, 100, False))
+    assert pairs <= 4096 * (kernels.QUERY_BLOCK + 100)
+    causal = kernels.pieces(position, position, kernels.FAR, False)
+    assert sum((q.stop - q.start) * (k.stop - k.start) for q, k, _ in causal) <= 4096 * (4096 + kernels.QUERY_BLOCK) / 2
+    assert {masked for *_, masked in causal} == {True, False}
+
+
+# ---- merge ----------------------------------------------------------------------------------------------------------
+
+def halves(function, tensors, arguments, cut):
+    """Attention over the keys before `cut` merged with that over the others."""
+    q, k, v = tensors
+    q_pos, k_pos, slopes, window = arguments
+    parts = [kernels.attend_ref(q, k[:, :, s], v[:, :, s], q_pos, k_pos[..., s].contiguous(), slopes, window)
+             for s in (slice(0, cut), slice(cut, None))]
+    return function(*parts[0], *parts[1])
+
+
+@pytest.mark.parametrize("function", [kernels.merge, kernels.merge_ref])
+@pytest.mark.parametrize("window, slopes", [(None, False), (20, True)])
+@pytest.mark.parametrize("cut", [0, 1, 40, 100])
+def test_merged_parts_are_the_whole(cut, window, slopes, function):
+    """Values and gradients; windows leave one side of many rows empty, queries before every key both."""
+    tensors, arguments, incoming = attend_case(cut, 65, 100, "per row", window, slopes, (2, 2, 1), (8, 5))
+    found = outputs_and_gradients(lambda *t: halves(function, t[:3], t[3:], cut), tensors, arguments, incoming)
+    assert_close(found, outputs_and_gradients(kernels.attend_ref, tensors, arguments, incoming), 1e-10)
+
+
+@pytest.mark.parametrize("poison", [0.0, math.nan])
+def test_merge_of_empty_sides(poison):
+    """Rows: a empty, b empty, both empty, none. What an empty side holds, and what comes in where both are, is ignored."""
+    lse_a = torch.tensor([-math.inf, 0.3, -math.inf, 0.3], dtype=torch.float64).view(1, 1, 4)
+    lse_b = torch.tensor([0.7, -math.inf, -math.inf, 0.7], dtype=torch.float64).view(1, 1, 4)
+    a, b = (torch.randn(1, 1, 4, 3, dtype=torch.float64) for _ in range(2))
+    a = torch.where(lse_a[..., None] == -math.inf, poison, a)
+    b = torch.where(lse_b[..., None] == -math.inf, poison, b)
+    sides = [x.requires_grad_() for x in (a, lse_a, b, lse_b)]
+    out, lse = kernels.merge(*sides)
+    assert torch.equal(out[0, 0, 0], b[0, 0, 0]) and torch.equal(out[0, 0, 1], a[0, 0, 1])
+    assert lse[0, 0].tolist()[:3] == [0.7, 0.3, -math.inf] and (out[0, 0, 2] == 0).all()
+    do, dlse = torch.ones_like(out), torch.ones_like(lse)
+    dlse[0, 0, 2] = math.nan
+    da, dlse_a, db, dlse_b = torch.autograd.grad((out, lse), sides, (do, dlse))
+    assert (da[0, 0, [0, 2]] == 0).all() and (db[0, 0, [1, 2]] == 0).all() and (da[0, 0, 1] == 1).all()
+    assert dlse_a[0, 0].tolist()[:3] == [0, 1, 0] and dlse_b[0, 0].tolist()[:3] == [1, 0, 0]
+    assert abs(dlse_a[0, 0, 3] + dlse_b[0, 0, 3] - 1) < 1e-12 and (0 < da[0, 0, 3]).all() and (da[0, 0, 3] < 1).all()
+
+
+def test_gradcheck_of_merge():
+    sides = [torch.randn(2, 2, 3, *d, dtype=torch.float64, requires_grad=True) for d in ((4,), (), (4,), ())]
+    assert torch.autograd.gradcheck(kernels.merge, sides)
+
+
+# ---- scan -----------------------------------------------------------------------------------------------------------
+
+def compare_scan(function, B, T, C, chunk, offset, start, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    inputs, dh = [draw(B, T, C).sigmoid(), draw(B, T, C)] + [draw(B, C)] * start, draw(B, T, C)
+    results = []
+    for f in (function, loop_scan):
+        g, x, *h0 = leaves = [y.clone().requires_grad_() for y in inputs]
+        h = f(g, x, chunk, h0[0] if start else None, offset)
+        results.append([h.detach(), *torch.autograd.grad(h, leaves, dh, allow_unused=True, materialize_grads=True)])
+    assert_close(*results, 1e-10, ("h", "dg", "dx", "dh0")[:len(results[0])])
+    return results[0]
+
+
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("T, chunk, offset", [(1, 1, 0), (1, 100, 99), (2, 7, 6), (63, 16, 0), (64, 64, 63), (65, 65, 0),
+                                              (65, 1, 0), (100, 10, 3), (300, 300, 0), (300, 1000, 600), (4200, 4200, 0)])
+def test_scan_is_the_loop(T, chunk, offset, start):
+    """4,200 positions in one chunk take all levels of the recursion."""
+    found = compare_scan(kernels.scan_ref, 2, T, 3, chunk, offset, start)
+    assert all(x.abs().max() > 0 for x in found[2:])
+
+
+@given(T=st.integers(1, 200), C=st.integers(1, 5), chunk=st.integers(1, 250), offset=st.integers(0, 300),
+       start=st.booleans(), seed=st.integers(0, 1000))
+def test_scan_of_any_shape(T, C, chunk, offset, start, seed):
+    compare_scan(kernels.scan, 2, T, C, chunk, offset % chunk, start, seed)
+
+
+def test_a_scan_in_two_calls_is_one():
+    """h0 and offset go on where the last call stopped, in the middle of a chunk."""
+    g, x = torch.rand(2, 50, 3), torch.randn(2, 50, 3)
+    whole = kernels.scan(g, x, 16)
+    first = kernels.scan(g[:, :21], x[:, :21], 16)
+    assert torch.equal(first, whole[:, :21])
+    assert relative_rms(kernels.scan(g[:, 21:], x[:, 21:], 16, first[:, -1], 21 % 16), whole[:, 21:]) < 1e-6
+
+
+def test_gradcheck_of_scan():
+    g, x, h0 = torch.rand(2, 7, 3).double(), torch.randn(2, 7, 3).double(), torch.randn(2, 3).double()
+    assert torch.autograd.gradcheck(lambda g, x, h0: kernels.scan(g, x, 4, h0, 3), [y.requires_grad_() for y in (g, x, h0)])
+
+
+def test_the_state_is_float32_under_bfloat16():
+    x = torch.full((1, 1000, 2), 1e-3).bfloat16()
+    x[:, 0] = 1
+    h = kernels.scan(torch.ones_like(x), x, 1000)
+    assert h.dtype == torch.bfloat16 and abs(h[0, -1, 0].item() - 2) < 0.02
+
+
+# ---- the operators --------------------------------------------------------------------------------------------------
+
+def operator_calls():
+    (q, k, v), (q_pos, k_pos, slopes, window), (do, dlse) = attend_case(0, 9, 11, "shared", 5, True, (2, 4, 2), (8, 6), torch.float32)
+    out, lse = kernels.attend_ref(q, k, v)
+    g, x, h0 = torch.rand(2, 9, 3), torch.randn(2, 9, 3), torch.randn(2, 3)
+    lead = lambda *tensors: [t.detach().clone().requires_grad_() for t in tensors]
+    return {"attend, plain": (kernels.attend_op, (*lead(q, k, v), None, None, None, FAR, 0.3)),
+            "attend": (kernels.attend_op, (*lead(q, k, v), q_pos, k_pos, slopes, window, 0.3)),
+            "attend backward": (kernels.attend_backward_op, (q, k, v, out, lse, do, dlse, None, None, None, FAR, 0.3)),
+            "merge": (kernels.merge_op, lead(out, lse, out, lse)),
+            "merge backward": (kernels.merge_backward_op, (out, lse, out, lse, do, dlse)),
+            "scan": (kernels.scan_op, (*lead(g, x), 4, *lead(h0), 1)),
+            "scan, no start": (kernels.scan_op, (*lead(g, x), 4, None, 0)),
+            "scan backward": (kernels.scan_backward_op, (x, g, x, 4, h0, 1))}
+
+
+@pytest.mark.parametrize("name", ["attend, plain", "attend", "attend backward", "merge", "merge backward", "scan",
+                                  "scan, no start", "scan backward"])
+def test_opcheck(name):
+    """Schema, registration of the gradients, shapes and strides of the outputs, dynamic shapes under compilation."""
+    operator, arguments = operator_calls()[name]
+    assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
+
+
+def all_three(q, k, v, g, x, q_pos, k_pos, slopes):
+    parts = kernels.attend(q, k, v, slopes=slopes), kernels.attend(q, k, v, q_pos, k_pos, window=5)
+    out, lse = kernels.merge(*parts[0], *parts[1])
+    return out.square().sum() + lse.square().sum() + (kernels.scan(g, x, 4) * x).sum()
+
+
+def test_torch_compile_takes_them():
+    """One graph, the same values and gradients: forward and backward traced, run without the code generator."""
+    (q, k, v), *_ = attend_case(0, 9, 11, "plain", None, False, (2, 4, 2), (8, 6), torch.float32)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, torch.rand(2, 9, 3), torch.randn(2, 9, 3))]
+    rest = torch.arange(9).int(), torch.arange(11).int(), torch.rand(4)
+    compiled = torch.compile(all_three, fullgraph=True, backend="aot_eager")
+    a, b = (f(*leaves, *rest) for f in (all_three, compiled))
+    assert torch.equal(a, b)
+    grads = [torch.autograd.grad(y, leaves) for y in (a, b)]
+    assert all(torch.equal(x, y) and x.abs().max() > 0 for x, y in zip(*grads))
+
+
+def test_no_gradient_no_memory():
+    """Only q, k, v, out and lse are kept for backward."""
+    tensors = [torch.randn(2, 4, 500, 16, requires_grad=True) for _ in range(3)]
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        kernels.attend(*tensors)
+    assert sum(x.nbytes for x in kept.values()) == 4 * 2 * 4 * 500 * (4 * 16 + 1)
+
+
+# ---- wrong arguments ------------------------------------------------------------------------------------------------
+
+def attend_with(**changes):
+    q = torch.randn(2, 4, 6, 8)
+    arguments = dict(q=q, k=torch.randn(2, 2, 5, 8), v=torch.randn(2, 2, 5, 3))
+    return kernels.attend(**{**arguments, **changes})
+
+
+def merge_with(**changes):
+    out, lse = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3)
+    return kernels.merge(**{**dict(out_a=out, lse_a=lse, out_b=out, lse_b=lse), **changes})
+
+
+def scan_with(**changes):
+    return kernels.scan(**{**dict(g=torch.rand(2, 5, 3), x=torch.rand(2, 5, 3), chunk=4), **changes})
+
+
+WRONG = [
+    (attend_with, "q", torch.randn(4, 6, 8), "q has shape"),
+    (attend_with, "q", torch.randn(2, 4, 6, 300), "q has head size 300"),
+    (attend_with, "q", torch.randn(2, 3, 6, 8), "k has 2 heads"),
+    (attend_with, "q", torch.randn(1, 4, 6, 8), "k has batch size 2"),
+    (attend_with, "q", torch.ones(2, 4, 6, 8, dtype=torch.int64), "q is torch.int64"),
+    (attend_with, "k", torch.randn(2, 2, 5, 7), "k has head size 7"),
+    (attend_with, "k", torch.randn(2, 2, 5, 8).double(), "k is torch.float64"),
+    (attend_with, "k", torch.randn(2, 2, 5, 8, device="meta"), "k is on meta"),
+    (attend_with, "k", torch.randn(2, 0, 5, 8), "k has 0 heads"),
+    (attend_with, "v", torch.randn(2, 2, 4, 8), "v has shape"),
+    (attend_with, "v", torch.randn(2, 2, 5, 257), "v has head size 257"),
+    (attend_with, "v", torch.randn(2, 2, 5, 0), "v has head size 0"),
+    (attend_with, "q_pos", torch.arange(6), "q_pos is torch.int64"),
+    (attend_with, "q_pos", torch.arange(5).int(), "q_pos has shape (5,)"),
+    (attend_with, "k_pos", torch.zeros(3, 5).int(), "k_pos has shape (3, 5)"),
+    (attend_with, "k_pos", torch.zeros(5, device="meta").int(), "k_pos is on meta"),
+    (attend_with, "slopes", torch.rand(2), "slopes has shape (2,)"),
+    (attend_with, "slopes", torch.rand(4, requires_grad=True), "slopes must be"),
+    (attend_with, "slopes", torch.ones(4).int(), "slopes must be"),
+    (attend_with, "window", 0, "window=0"),
+    (attend_with, "window", 2.5, "window=2.5"),
+    (attend_with, "scale", 0.0, "scale=0.0"),
+    (attend_with, "scale", math.nan, "scale=nan"),
+    (merge_with, "out_a", torch.randn(1, 2, 3), "out_a has shape"),
+    (merge_with, "out_b", torch.randn(1, 2, 3, 5), "out_b has shape"),
+    (merge_with, "out_b", torch.randn(1, 2, 3, 4).double(), "out_b is torch.float64"),
+    (merge_with, "lse_a", torch.randn(1, 2, 4), "lse_a has shape"),
+    (merge_with, "lse_b", torch.randn(1, 2, 3).double(), "lse_b is torch.float64"),
+    (merge_with, "lse_b", torch.randn(1, 2, 3, device="meta"), "lse_b is on meta"),
+    (scan_with, "x", torch.rand(5, 3), "x has shape"),
+    (scan_with, "g", torch.rand(2, 5, 4), "g has shape"),
+    (scan_with, "g", torch.rand(2, 5, 3).double(), "g is torch.float64"),
+    (scan_with, "chunk", 0, "chunk=0"),
+    (scan_with, "chunk", 4.0, "chunk=4.0"),
+    (scan_with, "offset", 4, "offset=4"),
+    (scan_with, "offset", -1, "offset=-1"),
+    (scan_with, "h0", torch.rand(2, 5), "h0 has shape"),
+    (scan_with, "h0", torch.rand(2, 3).bfloat16(), "h0 is torch.bfloat16"),
+]
+
+
+@pytest.mark.parametrize("call, name, value, message", WRONG, ids=lambda x: x if isinstance(x, str) else "")
+def test_wrong_arguments_are_named(call, name, value, message):
+    call()
+    with pytest.raises(ValueError) as error:
+        call(**{name: value})
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_debug_switch_finds_unsorted_positions(monkeypatch):
+    backwards = torch.arange(6).flip(0).int()
+    attend_with(q_pos=backwards)
+    monkeypatch.setattr(kernels, "debug", True)
+    attend_with(q_pos=torch.arange(6).int())
+    with pytest.raises(ValueError, match="q_pos must ascend"):
+        attend_with(q_pos=backwards)
+    with pytest.raises(ValueError, match="k_pos must ascend"):
+        attend_with(k_pos=torch.tensor([[0, 1, 2, 2, 3], [0, 2, 1, 3, 4]]).int())
+
+
+# ---- in processes of their own --------------------------------------------------------------------------------------
+
+def python(*arguments, **environment):
+    """Run python in the repository; TRITON_INTERPRET only where given."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment},
+                          capture_output=True, text=True)
+
+
+USE = """
+import sys, torch
+{first}
+import kernels
+for _ in range(3):
+    kernels.attend(*torch.randn(3, 1, 2, 5, 16))
+    kernels.scan(torch.rand(1, 5, 2), torch.rand(1, 5, 2), 4)
+"""
+
+
+@pytest.mark.parametrize("first, environment, line", [
+    ("", {}, "kernels: plain PyTorch on cpu\n"),
+    ("sys.modules['triton'] = None", {}, "kernels: plain PyTorch on cpu\n"),
+    pytest.param("", {"TRITON_INTERPRET": "1"}, "kernels: Triton, interpreted\n", marks=needs_triton),
+    ("", {"RANK": "1"}, "")])
+def test_one_line_tells_which_code_runs(first, environment, line):
+    """On stderr, once, on the first rank; triton may be missing."""
+    p = python("-c", USE.format(first=first), **environment)
+    assert p.returncode == 0 and p.stdout == "" and p.stderr == line, p.stderr
+
+
+@needs_triton
+def test_triton_code_in_the_interpreter():
+    """tests/interpreted_kernels.py: the kernels against the twins, uninitialised memory poisoned."""
+    p = python("-m", "pytest", "-q", "-x", "tests/interpreted_kernels.py", TRITON_INTERPRET="1")
+    assert p.returncode == 0 and " passed" in p.stdout and "skipped" not in p.stdout, p.stdout[-3000:]
+
+
+@needs_triton
+def test_triton_code_compiles_for_gpus():
+    """tests/compile_kernels.py ci: registers, spills and shared memory on sm_80, sm_90 and gfx942."""
+    p = python("tests/compile_kernels.py", "ci")
+    print(p.stdout)
+    assert p.returncode == 0, p.stdout[-3000:] + p.stderr[-3000:]
+    rows = [line.split() for line in p.stdout.splitlines()[2:-1]]
+    assert len(rows) == 3 * (3 * 3 + 2 * 3 + 2 * 2) and all(row[-1].isdigit() and int(row[-3]) > 10 for row in rows)
+
+
+@needs_triton
+def test_the_compile_check_can_fail():
+    import compile_kernels as check
+    launch = dict(BLOCK_M=128, BLOCK_N=128, num_warps=4, num_stages=2)
+    constants = dict(PLAIN=True, BLOCK_D=64)
+    figures = check.measure("sm_90", kernels.attend_dkv_kernel, torch.bfloat16, constants, launch)
+    assert "bytes spilled" in check.verdict("sm_90", torch.bfloat16, 64, figures)
+    wide = dict(PLAIN=True, BLOCK_D=128)
+    figures = check.measure("sm_89", kernels.attend_forward_kernel, torch.bfloat16, wide, {**launch, "num_stages": 4})
+    assert "bytes of shared memory" in check.verdict("sm_89", torch.bfloat16, 128, figures)
+    figures = check.measure("sm_80", kernels.attend_forward_kernel, torch.bfloat16, constants, {**launch, "BLOCK_N": 48})
+    assert isinstance(figures, str) and check.verdict("sm_80", torch.bfloat16, 64, figures) == figures
+    assert check.verdict("sm_90", torch.bfloat16, 128, (255, 0, 1000)) == ""
+    assert check.verdict("sm_90", torch.bfloat16, 256, (255, 1000, 1000)) == ""
+
+
+@needs_triton
+@pytest.mark.parametrize("large", [True, False])
+def test_every_launch_is_a_compiled_variant(large):
+    """What the launchers take for a tensor is in the list that is compiled ahead of time."""
+    compiled = {(k.__name__, d, tuple({**c, **o}.items())) for k, d, c, o in kernels.variants(large)}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for D in (1, 16, 17, 96, 128, 200, 256):
+            for name in ("forward", "dq", "dkv"):
+                block = kernels.block_of(D)
+                launch = {**dict(PLAIN=True, BLOCK_D=block), **kernels.attend_options(name, block, dtype, large)}
+                assert (f"attend_{name}_kernel", dtype, tuple(launch.items())) in compiled
+            assert ("merge_forward_kernel", dtype, tuple(kernels.merge_options(D).items())) in compiled
+        for chunk in (1, 2, 3, 16, 63, 64, 65, 5000):
+            assert ("scan_backward_kernel", dtype, tuple(kernels.scan_options(chunk).items())) in compiled
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
+@pytest.mark.parametrize("number", range(len(covering_set())))
+def test_gpu_attend(number, dtype, tolerance):
+    tensors, arguments, incoming = attend_case(number, *covering_set()[number], dtype=dtype, device="cuda")
+    found = outputs_and_gradients(kernels.attend, tensors, arguments, incoming)
+    assert_close(found, dense_outputs_and_gradients(tensors, arguments, incoming), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind, window, slopes", [("plain", None, False), ("shared", 700, True), ("per row", None, False)])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256), (80, 80)])
+def test_gpu_attend_at_length(kind, window, slopes, sizes):
+    case = (2000, 2100, kind, window, slopes, (2, 4, 2), sizes)
+    tensors, arguments, incoming = attend_case(0, *case, dtype=torch.bfloat16, device="cuda")
+    found = outputs_and_gradients(kernels.attend, tensors, arguments, incoming)
+    assert_close(found, dense_outputs_and_gradients(tensors, arguments, incoming), 1e-2)
+
+
+@pytest.mark.gpu
+def test_gpu_rows_beyond_two_billion_elements():
+    """Offsets of rows are 64-bit: rows 32,768 apart, 70,000 of them."""
+    wide = torch.randn(1, 70000, 1, 32768, device="cuda", dtype=torch.bfloat16)
+    q = wide[..., :16].transpose(1, 2)
+    out, lse = kernels.attend(q, q, q, window=32)
+    end = q[:, :, -100:].contiguous()
+    expected = kernels.attend(end, end, end, window=32)
+    assert relative_rms(out[:, :, -60:], expected[0][:, :, -60:]) < 1e-2
+    assert relative_rms(lse[:, :, -60:], expected[1][:, :, -60:]) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T, C, chunk, offset", [(1, 1, 1, 0), (65, 17, 65, 3), (1000, 100, 16, 5), (1000, 64, 10, 0), (3000, 32, 3000, 0)])
+def test_gpu_scan(T, C, chunk, offset):
+    inputs = [torch.rand(2, T, C), torch.randn(2, T, C), torch.randn(2, C)]
+    results = []
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+        g, x, h0 = leaves = [y.to(device, dtype).requires_grad_() for y in inputs]
+        h = kernels.scan(g, x, chunk, h0, offset)
+        results.append([h.detach(), *torch.autograd.grad((h * h).sum(), leaves)])
+    assert_close(*results, 1e-5, ("h", "dg", "dx", "dh0"))
+
+
+@pytest.mark.gpu
+def test_gpu_operators_compile():
+    leaves = [x.to("cuda").requires_grad_() for x in (*torch.randn(3, 2, 4, 100, 32), torch.rand(2, 9, 3), torch.randn(2, 9, 3))]
+    position = torch.arange(100, device="cuda").int()
+    rest = position, position, torch.rand(4, device="cuda")
+    values = [f(*leaves, *rest) for f in (all_three, torch.compile(all_three, fullgraph=True))]
+    assert relative_rms(values[1], values[0]) < 1e-5
+    for a, b in zip(*(torch.autograd.grad(y, leaves) for y in values)):
+        assert relative_rms(b, a) < 1e-5
+
+
+@pytest.mark.gpu
+def test_gpu_graph_capture():
+    """Nothing in attend, merge or scan waits for the GPU: a CUDA graph takes them, forward and backward."""
+    q, k, v = (torch.randn(2, 4, 100, 32, device="cuda", requires_grad=True) for _ in range(3))
+    g, x = (torch.rand(2, 9, 3, device="cuda", requires_grad=True) for _ in range(2))
+    position = torch.arange(100, device="cuda").int()
+    step = lambda: torch.autograd.grad(all_three(q, k, v, g, x, position, position, None), (q, k, v, g, x))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        expected = step()
+        expected = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(relative_rms(a, b) < 1e-5 for a, b in zip(found, expected))
