@@ -3,18 +3,23 @@ Speed, side by side in one run: what the README's ratios come from.
 
     python bench.py gpt                                   the baseline: training, and decoding with and without cache
     python bench.py gpt n_layer=8 n_embd=512 device=cuda  at another size
+    python bench.py kernels                               attend and scan (keys: device, rounds)
 
 The keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
 contestants take turns, round after round, so that a noisy neighbour disturbs all alike; each figure is the median
 over the rounds.
 """
+import contextlib
 import dataclasses
 import statistics
 import time
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from prepare import UserError, asks_help, run_cli
+import kernels
+from prepare import UserError, asks_help, run_cli, split_args, typed_config
 from train import device_name, make_optimizers, model_module, pick_device, read_config
 
 
@@ -101,14 +106,134 @@ def bench_gpt(model, cfg, device):
           f"{steps['naive'] / steps['fast']:.2f}x as fast as the naive one")
 
 
+@dataclass
+class KernelsConfig:
+    device: str = "auto"
+    rounds: int = 20
+
+    def __post_init__(self):
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds} must be at least 1")
+
+
+def race(title, contestants, device, rounds, repeat):
+    """Print milliseconds of each contestant (name: function), each call the mean of `repeat`; returns them in seconds."""
+    def again(call):
+        return lambda: [call() for _ in range(repeat)]
+    times = medians({name: (None, again(call)) for name, call in contestants.items()}, rounds, device)
+    for name in times:
+        times[name] /= repeat
+        print(f"{title:58}{name:22}{1000 * times[name]:10.3f} ms")
+    return times
+
+
+def sdpa_contestants(device):
+    """torch's attention over plain causal positions, by every backend of this device: {name: function of q, k, v}."""
+    def causal(q, k, v, backend=None):
+        with torch.nn.attention.sdpa_kernel(backend) if backend else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if device.type != "cuda":
+        return {"SDPA": causal}
+    kinds = torch.nn.attention.SDPBackend
+    backends = {"SDPA flash": kinds.FLASH_ATTENTION, "SDPA cudnn": kinds.CUDNN_ATTENTION,
+                "SDPA efficient": kinds.EFFICIENT_ATTENTION}
+    found = {}
+    for name, backend in backends.items():
+        with contextlib.suppress(RuntimeError):         # this build or this GPU lacks it
+            causal(*torch.randn(3, 1, 1, 64, 64, device=device, dtype=torch.bfloat16), backend)
+            found[name] = lambda q, k, v, backend=backend: causal(q, k, v, backend)
+    return found
+
+
+def both_ways(function, tensors, do):
+    """Contestants of one function of q, k, v: without gradients, and with all of them."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+
+    def forward():
+        with torch.no_grad():
+            function(*tensors)
+
+    def backward():
+        out = function(*leaves)
+        torch.autograd.grad(out[0] if isinstance(out, tuple) else out, leaves, do)
+    return {"forward": forward, "forward + backward": backward}
+
+
+def bench_attend(device, rounds):
+    """Plain causal attention against torch's own; half the queries; the last key of each chunk of 16."""
+    gpu = device.type == "cuda"
+    dtype, repeat = (torch.bfloat16, 10) if gpu else (torch.float32, 1)
+    B, H, T, D = (4, 16, 4096, 128) if gpu else (1, 8, 1024, 64)
+    q, k, v, do = torch.randn(4, B, T, H, D, device=device, dtype=dtype).transpose(2, 3)
+    functions = {**sdpa_contestants(device), "attend": kernels.attend}
+    for way, goal in (("forward", 0.8 if gpu else 1 / 1.5), ("forward + backward", 0.7 if gpu else 1 / 1.5)):
+        times = race(f"plain causal, {B} x {H} heads x {T} x {D}, {way}",
+                     {name: both_ways(f, (q, k, v), do)[way] for name, f in functions.items()}, device, rounds, repeat)
+        best = min((n for n in times if n != "attend"), key=times.get)
+        print(f"  attend has {times[best] / times['attend']:.2f} of the speed of {best} (goal {goal:.2f})")
+
+    at = torch.arange(T, device=device, dtype=torch.int32)
+    second = at[1::2].contiguous()
+    times = race(f"every second query of {T}, forward",
+                 {"all": lambda: kernels.attend(q, k, v), "half": lambda: kernels.attend(q[:, :, 1::2], k, v, second, at)},
+                 device, rounds, repeat)
+    print(f"  half the queries take {times['half'] / times['all']:.2f} of the time (goal 0.6)")
+
+    T = 65536 if gpu else 8192
+    q, k, v = torch.randn(3, 1, T, 16 if gpu else 4, D, device=device, dtype=dtype).transpose(2, 3)
+    at = torch.arange(T, device=device, dtype=torch.int32)
+    ends = at[15::16].contiguous()
+    chunk_ends = lambda: kernels.attend(q, k[:, :, 15::16], v[:, :, 15::16], at, ends)
+    times = race(f"keys at the ends of chunks of 16, T = {T}, forward",
+                 {**{n: lambda f=f: f(q, k, v) for n, f in functions.items()}, "chunk ends": chunk_ends}, device, 5, 1)
+    best = min((n for n in times if n != "chunk ends"), key=times.get)
+    print(f"  they are {times[best] / times['chunk ends']:.1f}x as fast as {best} over all keys (goal 8)")
+
+
+def loop_scan(g, x, chunk):
+    """The scan as a Python loop over positions."""
+    h, state = torch.empty_like(x), None
+    for t in range(x.size(1)):
+        state = x[:, t] if t % chunk == 0 else g[:, t] * state + x[:, t]
+        h[:, t] = state
+    return h
+
+
+def bench_scan(device, rounds):
+    """On a CPU against a Python loop, on a GPU against the time that reading g and x and writing h takes."""
+    if device.type != "cuda":
+        g, x = torch.rand(1, 2048, 512), torch.randn(1, 2048, 512)
+        times = race("scan, 1 x 2048 x 512, chunk 64, forward", {"loop": lambda: loop_scan(g, x, 64),
+                                                               "scan": lambda: kernels.scan(g, x, 64)}, device, rounds, 1)
+        return print(f"  scan is {times['loop'] / times['scan']:.1f}x as fast as the loop (goal 10)")
+    for dtype in (torch.float32, torch.bfloat16):
+        for chunk in (16, 64, 4096):
+            g, x = torch.rand(2, 16, 4096, 2048, device=device, dtype=dtype)
+            copy = torch.empty_like(x)
+            times = race(f"scan, 16 x 4096 x 2048, {str(dtype)[6:]}, chunk {chunk}, forward",
+                         {"copy of x": lambda: copy.copy_(x), "scan": lambda: kernels.scan(g, x, chunk)}, device, rounds, 5)
+            print(f"  scan takes {times['scan'] / (1.5 * times['copy of x']):.2f} of the time its bytes take (goal 1.5)")
+
+
+def bench_kernels(argv):
+    cfg = typed_config(KernelsConfig, split_args(argv))
+    device = pick_device(cfg.device)
+    torch.manual_seed(0)
+    print(f"{device_name(device)}, torch {torch.__version__}")
+    bench_attend(device, cfg.rounds)
+    bench_scan(device, cfg.rounds)
+
+
 def main(argv):
     if asks_help(argv):
         return print(__doc__.strip())
     names = [a for a in argv if "=" not in a]
-    benches = {"gpt": bench_gpt}
+    benches = {"gpt": bench_gpt, "kernels": None}
     if len(names) > 1 or not set(names) <= set(benches):
         raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join(benches)}")
     name = names[0] if names else "gpt"
+    if name == "kernels":
+        return bench_kernels([a for a in argv if "=" in a])
     cfg, model_fields, _, _ = read_config([f"model={name}"] + [a for a in argv if "=" in a])
     device = pick_device(cfg.device)
     module = model_module(name)

@@ -34,6 +34,7 @@ Papers: Milakov and Gimelshein 2018 (online softmax); Dao 2023 (FlashAttention-2
 Names: B batch, H query heads, G key/value heads, Tq, Tk queries and keys, D head size; M and N in a kernel are the
 query and key rows of a tile; C channels of the scan.
 """
+import contextlib
 import functools
 import math
 import os
@@ -56,6 +57,7 @@ except ImportError:         # no wheel for this system: the twins run
 debug = False               # True: attend also checks that positions ascend (reads them: a GPU waits for it)
 FAR = 2 ** 30               # position of padding keys, after every query; also the window that hides nothing
 HEAD_SIZES = (16, 32, 64, 128, 256)     # of the kernels; others are padded to the next
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 INTERPRETED = tl.constexpr(triton is not None and triton.knobs.runtime.interpret)
@@ -64,6 +66,14 @@ INTERPRETED = tl.constexpr(triton is not None and triton.knobs.runtime.interpret
 def jit(**options):
     """triton.jit where there is triton; else the function stays as it is and is never called."""
     return triton.jit(**options) if triton else lambda fn: fn
+
+
+# One compiled variant serves all values of these, and any alignment of the pointers to one number a row.
+ATTEND = dict(do_not_specialize=["Tq", "Tk", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
+              do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr", "k_pos_ptr", "slopes_ptr"])
+MERGE = dict(do_not_specialize=["n", "T", "H"],
+             do_not_specialize_on_alignment=["lse_ptr", "lse_a_ptr", "lse_b_ptr", "dlse_ptr", "dlse_a_ptr", "dlse_b_ptr"])
+SCAN = dict(do_not_specialize=["T", "chunk", "offset", "has_h0"], do_not_specialize_on_alignment=["h0_ptr", "dh0_ptr"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,6 +86,15 @@ def dot(a, b, acc):
     if INTERPRETED:         # it would multiply bfloat16's bits as integers; exact all the same: products are float32's
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@jit()
+def narrow(x, dtype: tl.constexpr):
+    """float32 x as dtype, to the nearest, which the interpreter must be taught for bfloat16: it cuts the low bits off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 @jit()
@@ -120,7 +139,7 @@ def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased, BLOCK
 def load_rows(ptr, start, stride, n, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """Rows start .. start + ROWS of a matrix (n, D): (ROWS, BLOCK_D), zeros past D and, where MASKED, past n."""
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    at = ptr + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d[None, :]
+    at = ptr + tl.cast(start, tl.int64) * stride + (row[:, None] * stride + d[None, :])
     if MASKED:
         return tl.load(at, mask=(start + row < n)[:, None] & (d < D)[None, :], other=0.0)
     else:
@@ -128,10 +147,19 @@ def load_rows(ptr, start, stride, n, D, ROWS: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @jit()
+def load_one_each(ptr, rows, n, other, MASKED: tl.constexpr):
+    """One number a row; `other` for rows past the end of n."""
+    if MASKED:
+        return tl.load(ptr + rows, mask=rows < n, other=other)
+    else:
+        return tl.load(ptr + rows)
+
+
+@jit()
 def store_rows(ptr, start, stride, n, D, x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    at = ptr + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d[None, :]
-    tl.store(at, x.to(ptr.dtype.element_ty), mask=(start + row < n)[:, None] & (d < D)[None, :])
+    at = ptr + tl.cast(start, tl.int64) * stride + (row[:, None] * stride + d[None, :])
+    tl.store(at, narrow(x, ptr.dtype.element_ty), mask=(start + row < n)[:, None] & (d < D)[None, :])
 
 
 @jit()
@@ -157,14 +185,11 @@ def softmax_tile(q, q_at, m, l, acc, k_ptr, v_ptr, k_pos_ptr, start, k_t, v_t, T
     alpha = tl.exp2(m - shift)
     p = tl.exp2(s - shift[:, None])
     v = load_rows(v_ptr, start, v_t, Tk, DV, BLOCK_N, BLOCK_D, MASKED)
-    acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
+    acc = dot(narrow(p, v.dtype), v, acc * alpha[:, None])
     return new_m, l * alpha + tl.sum(p, 1), acc
 
 
-UNSPECIALIZED = ["Tq", "Tk", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"]    # one variant serves all values
-
-
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit(**ATTEND)
 def attend_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_pos_ptr, k_pos_ptr, slopes_ptr,
                           q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, q_pos_b, k_pos_b,
                           Tq, Tk, D, DV, H, GROUP, window, scale, biased, PLAIN: tl.constexpr,
@@ -214,10 +239,10 @@ def dq_tile(q, do, q_at, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, start, k_t, v_
     v = load_rows(v_ptr, start, v_t, Tk, DV, BLOCK_N, BLOCK_D, MASKED)
     s = scores(q, k, q_at[:, None], k_at[None, :] if MASKED else 0, scale, slope, window, MASKED)
     ds = tl.exp2(s - lse[:, None]) * (dot(do, tl.trans(v), None) - delta[:, None])
-    return dot(ds.to(k.dtype), k, dq)
+    return dot(narrow(ds, k.dtype), k, dq)
 
 
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit(**ATTEND)
 def attend_dq_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr,
                      q_pos_ptr, k_pos_ptr, slopes_ptr, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
                      do_b, do_h, do_t, dq_b, dq_h, dq_t, q_pos_b, k_pos_b,
@@ -269,33 +294,39 @@ def dkv_tile(k, v, k_at, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, s
     rows = start + tl.arange(0, BLOCK_M)
     q_at = positions_at(q_pos_ptr, rows, Tq, -(1 << 30), PLAIN) if MASKED else 0
     q = load_rows(q_ptr, start, q_t, Tq, D, BLOCK_M, BLOCK_D, MASKED)
-    lse = tl.load(lse_ptr + rows, mask=rows < Tq, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    lse = load_one_each(lse_ptr, rows, Tq, float("inf"), MASKED) * 1.4426950408889634
+    if MASKED:
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)     # a query that sees nothing: p = 2^(s - inf) = 0
     s = scores(k, q, q_at[None, :] if MASKED else 0, k_at[:, None], scale, slope, window, MASKED)
     p = tl.exp2(s - lse[None, :])
     do = load_rows(do_ptr, start, do_t, Tq, DV, BLOCK_M, BLOCK_D, MASKED)
-    dv = dot(p.to(do.dtype), do, dv)
-    delta = tl.load(delta_ptr + rows, mask=rows < Tq, other=0.0)
+    dv = dot(narrow(p, do.dtype), do, dv)
+    delta = load_one_each(delta_ptr, rows, Tq, 0.0, MASKED)
     ds = p * (dot(v, tl.trans(do), None) - delta[None, :])
-    dk = dot(ds.to(q.dtype), q, dk)
+    dk = dot(narrow(ds, q.dtype), q, dk)
     return dk, dv
 
 
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit(**ATTEND)
 def attend_dkv_kernel(q_ptr, k_ptr, v_ptr, lse_ptr, do_ptr, delta_ptr, dk_ptr, dv_ptr, q_pos_ptr, k_pos_ptr, slopes_ptr,
                       q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
                       q_pos_b, k_pos_b, Tq, Tk, D, DV, H, GROUP, window, scale, biased, PLAIN: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program: dk and dv of BLOCK_N keys of one key/value head, summed over the query heads that share it."""
+    """A program: what one query head adds to dk and dv of BLOCK_N keys (heads that share keys are summed outside)."""
     n_tiles = tl.cdiv(Tk, BLOCK_N)
-    kv_head, start = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles * BLOCK_N
-    b, g = (kv_head // (H // GROUP)).to(tl.int64), (kv_head % (H // GROUP)).to(tl.int64)
+    head, start = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles * BLOCK_N     # longest first
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    q_ptr += b * q_b + h * q_h
+    do_ptr += b * do_b + h * do_h
+    lse_ptr += head.to(tl.int64) * Tq
+    delta_ptr += head.to(tl.int64) * Tq
     q_pos_ptr += b * q_pos_b
     k_pos_ptr += b * k_pos_b
+    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * 1.4426950408889634
     scale2 = scale * 1.4426950408889634
 
-    k = load_rows(k_ptr + b * k_b + g * k_h, start, k_t, Tk, D, BLOCK_N, BLOCK_D, True)
-    v = load_rows(v_ptr + b * v_b + g * v_h, start, v_t, Tk, DV, BLOCK_N, BLOCK_D, True)
+    k = load_rows(k_ptr + b * k_b + h // GROUP * k_h, start, k_t, Tk, D, BLOCK_N, BLOCK_D, True)
+    v = load_rows(v_ptr + b * v_b + h // GROUP * v_h, start, v_t, Tk, DV, BLOCK_N, BLOCK_D, True)
     k_at = positions_at(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, 1 << 30, PLAIN)
     k_min = positions_at(k_pos_ptr, start, Tk, 0, PLAIN)
     k_max = positions_at(k_pos_ptr, tl.minimum(start + BLOCK_N, Tk) - 1, Tk, 0, PLAIN)
@@ -303,18 +334,15 @@ def attend_dkv_kernel(q_ptr, k_ptr, v_ptr, lse_ptr, do_ptr, delta_ptr, dk_ptr, d
                                    biased, BLOCK_M, PLAIN)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for h in range(g * GROUP, (g + 1) * GROUP):
-        slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * 1.4426950408889634
-        q_head, do_head, row_head = q_ptr + b * q_b + h * q_h, do_ptr + b * do_b + h * do_h, (b * H + h) * Tq
-        for n in range(a, z):
-            dk, dv = dkv_tile(k, v, k_at, dk, dv, q_head, do_head, lse_ptr + row_head, delta_ptr + row_head, q_pos_ptr,
-                              n * BLOCK_M, q_t, do_t, Tq, D, DV, scale2, slope, window, PLAIN, BLOCK_M, BLOCK_D, False)
-        for i in range(0, a - first + last - z):
-            n = tl.where(i < a - first, first + i, z + i - (a - first))
-            dk, dv = dkv_tile(k, v, k_at, dk, dv, q_head, do_head, lse_ptr + row_head, delta_ptr + row_head, q_pos_ptr,
-                              n * BLOCK_M, q_t, do_t, Tq, D, DV, scale2, slope, window, PLAIN, BLOCK_M, BLOCK_D, True)
-    store_rows(dk_ptr + b * dk_b + g * dk_h, start, dk_t, Tk, D, dk * scale, BLOCK_N, BLOCK_D)
-    store_rows(dv_ptr + b * dv_b + g * dv_h, start, dv_t, Tk, DV, dv, BLOCK_N, BLOCK_D)
+    for n in range(a, z):
+        dk, dv = dkv_tile(k, v, k_at, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, n * BLOCK_M, q_t, do_t,
+                          Tq, D, DV, scale2, slope, window, PLAIN, BLOCK_M, BLOCK_D, False)
+    for i in range(0, a - first + last - z):
+        n = tl.where(i < a - first, first + i, z + i - (a - first))
+        dk, dv = dkv_tile(k, v, k_at, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, n * BLOCK_M, q_t, do_t,
+                          Tq, D, DV, scale2, slope, window, PLAIN, BLOCK_M, BLOCK_D, True)
+    store_rows(dk_ptr + b * dk_b + h * dk_h, start, dk_t, Tk, D, dk * scale, BLOCK_N, BLOCK_D)
+    store_rows(dv_ptr + b * dv_b + h * dv_h, start, dv_t, Tk, DV, dv, BLOCK_N, BLOCK_D)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,7 +361,7 @@ def merge_weights(lse_a_ptr, lse_b_ptr, at, valid):
     return tl.where(top == float("-inf"), top, top + tl.log(total)), w_a / total, w_b / total
 
 
-@jit(do_not_specialize=["n", "T", "H"])
+@jit(**MERGE)
 def merge_forward_kernel(a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, n, T, H, D,
                          BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """A program: BLOCK_M of the n = B T H rows, which lie in this order; the lse lie in the order B H T."""
@@ -344,11 +372,11 @@ def merge_forward_kernel(a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, n
     lse, p_a, p_b = merge_weights(lse_a_ptr, lse_b_ptr, at, valid)
     a = tl.load(a_ptr + here, mask=mask & (p_a > 0)[:, None], other=0.0).to(tl.float32)
     b = tl.load(b_ptr + here, mask=mask & (p_b > 0)[:, None], other=0.0).to(tl.float32)
-    tl.store(out_ptr + here, (p_a[:, None] * a + p_b[:, None] * b).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + here, narrow(p_a[:, None] * a + p_b[:, None] * b, out_ptr.dtype.element_ty), mask=mask)
     tl.store(lse_ptr + at, lse, mask=valid)
 
 
-@jit(do_not_specialize=["n", "T", "H"])
+@jit(**MERGE)
 def merge_backward_kernel(a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, do_ptr, dlse_ptr, da_ptr, dlse_a_ptr, db_ptr, dlse_b_ptr,
                           n, T, H, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """With shares p: da = p_a do, dlse_a = p_a (dlse + do . (a - out)), and the same for b; 0 for an empty side."""
@@ -363,8 +391,8 @@ def merge_backward_kernel(a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, do_ptr, dlse_ptr, 
     do = tl.load(do_ptr + here, mask=mask & (has_a | has_b)[:, None], other=0.0).to(tl.float32)
     dlse = tl.load(dlse_ptr + at, mask=valid & (has_a | has_b), other=0.0)
     out = p_a[:, None] * a + p_b[:, None] * b
-    tl.store(da_ptr + here, (p_a[:, None] * do).to(da_ptr.dtype.element_ty), mask=mask)
-    tl.store(db_ptr + here, (p_b[:, None] * do).to(db_ptr.dtype.element_ty), mask=mask)
+    tl.store(da_ptr + here, narrow(p_a[:, None] * do, da_ptr.dtype.element_ty), mask=mask)
+    tl.store(db_ptr + here, narrow(p_b[:, None] * do, db_ptr.dtype.element_ty), mask=mask)
     tl.store(dlse_a_ptr + at, tl.where(has_a, p_a * (dlse + tl.sum(do * (a - out), 1)), 0.0), mask=valid)
     tl.store(dlse_b_ptr + at, tl.where(has_b, p_b * (dlse + tl.sum(do * (b - out), 1)), 0.0), mask=valid)
 
@@ -391,7 +419,7 @@ def row_of(x, row, BLOCK_T: tl.constexpr):
     return tl.sum(tl.where((tl.arange(0, BLOCK_T) == row)[:, None], x, 0.0), 0)
 
 
-@jit(do_not_specialize=["T", "chunk", "offset", "has_h0"])
+@jit(**SCAN)
 def scan_forward_kernel(g_ptr, x_ptr, h0_ptr, h_ptr, g_b, g_t, x_b, x_t, T, C, chunk, offset, has_h0,
                         BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
     """A program: one chunk of BLOCK_C channels, in tiles of BLOCK_T tokens, each scanned in registers."""
@@ -405,10 +433,10 @@ def scan_forward_kernel(g_ptr, x_ptr, h0_ptr, h_ptr, g_b, g_t, x_b, x_t, T, C, c
         g, x = tl.associative_scan((g, x), 0, compose)
         h = g * carry[None, :] + x
         carry = row_of(h, BLOCK_T - 1, BLOCK_T)         # past the end g = 1 and x = 0 hand the state on
-        tl.store(h_ptr + (b * T + t[:, None]) * C + c[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
+        tl.store(h_ptr + (b * T + t[:, None]) * C + c[None, :], narrow(h, h_ptr.dtype.element_ty), mask=mask)
 
 
-@jit(do_not_specialize=["T", "chunk", "offset", "has_h0"])
+@jit(**SCAN)
 def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr, dh_b, dh_t, g_b, g_t,
                          T, C, chunk, offset, has_h0, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
     """The scan backwards: dx_t = dh_t + g_{t+1} dx_{t+1}, dg_t = dx_t h_{t-1}, dh0 = g_0 dx_0 (first chunk)."""
@@ -427,10 +455,10 @@ def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr, 
         here = (b * T + t[:, None]) * C + c[None, :]
         before = tl.load(h_ptr + here - C, mask=mask & (t > begin)[:, None], other=0.0).to(tl.float32)
         before = tl.where((t > begin)[:, None], before, h0[None, :])
-        tl.store(dx_ptr + here, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        tl.store(dg_ptr + here, (dx * before).to(dg_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + here, narrow(dx, dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dg_ptr + here, narrow(dx * before, dg_ptr.dtype.element_ty), mask=mask)
     g = tl.load(g_ptr + b * g_b + tl.cast(begin, tl.int64) * g_t + c, mask=c < C, other=0.0).to(tl.float32)
-    tl.store(dh0_ptr + b * C + c, (g * carry).to(dh0_ptr.dtype.element_ty), mask=(c < C) & (n == 0) & (has_h0 != 0))
+    tl.store(dh0_ptr + b * C + c, narrow(g * carry, dh0_ptr.dtype.element_ty), mask=(c < C) & (n == 0) & (has_h0 != 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -457,6 +485,13 @@ def cropped(x, D):
     return x if x.size(-1) == D else heads_like(x, *x.shape[:3], D).copy_(x[..., :D])
 
 
+def shared(x, G, D):
+    """x (B, H, T, at least D), a part for each query head, summed over those that share a key head: (B, G, T, D)."""
+    if x.size(1) == G:
+        return cropped(x, D)
+    return heads_like(x, x.size(0), G, x.size(2), D).copy_(x[..., :D].unflatten(1, (G, -1)).sum(2))
+
+
 def strides(*tensors):
     """Strides of all dimensions but the last, of each tensor; 0 where there is only one."""
     return [s if n > 1 else 0 for x in tensors for n, s in zip(x.shape[:-1], x.stride())]
@@ -469,10 +504,10 @@ def block_of(*sizes):
 
 # (BLOCK_M, BLOCK_N, warps, stages) for each of HEAD_SIZES
 LARGE = {"forward": 4 * [(128, 64, 8, 3)] + [(128, 32, 8, 3)], "dq": 4 * [(128, 64, 8, 2)] + [(64, 32, 8, 2)],
-         "dkv": 4 * [(32, 128, 8, 2)] + [(32, 64, 8, 2)]}
+         "dkv": 3 * [(64, 128, 8, 2)] + [(32, 128, 8, 3), (32, 64, 8, 2)]}
 LARGE_FLOAT32 = {"forward": [(128, 64, 8, 3), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1), (32, 16, 8, 2)],
                  "dq": 2 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)],
-                 "dkv": 2 * [(32, 128, 8, 2)] + [(32, 64, 8, 2), (32, 32, 8, 2), (32, 16, 8, 2)]}
+                 "dkv": 2 * [(32, 128, 8, 2)] + [(32, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)]}
 SMALL = {"forward": 3 * [(128, 64, 8, 2)] + [(64, 64, 8, 2), (32, 32, 8, 2)],
          "dq": 3 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1)],
          "dkv": 3 * [(32, 128, 8, 2)] + [(32, 64, 8, 2), (32, 16, 8, 1)]}
@@ -499,13 +534,13 @@ def has_large_blocks(device):
 
 
 def attend_launch(kernel, x, head_size):
-    """PLAIN-independent launch options for tensors like x."""
+    """attend_options for tensors like x."""
     return attend_options(kernel, head_size, x.dtype, has_large_blocks(x.device))
 
 
 def on_device(x):
     """Triton launches on the current device: make it x's."""
-    return torch.cuda.device(x.device) if x.is_cuda else torch.no_grad()
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def mask_arguments(q, q_pos, k_pos, slopes, lse):
@@ -540,7 +575,7 @@ def attend_triton_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, wi
     q, k, v, out, do = (aligned(x) for x in (q, k, v, out, do))
     dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
     delta = torch.empty_like(lse)
-    dq, dk, dv = heads_like(q, *q.shape), heads_like(k, *k.shape), heads_like(v, *v.shape)
+    dq, dk, dv = (heads_like(q, B, H, *x.shape[2:]) for x in (q, k, v))
     pointers, pos_strides, _, biased = mask_arguments(q, q_pos, k_pos, slopes, lse)
     D = block_of(q.size(-1), v.size(-1))
     sizes = [*pos_strides, Tq, Tk, q.size(-1), v.size(-1), H, H // G, window, scale, biased]
@@ -550,10 +585,10 @@ def attend_triton_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, wi
             q, k, v, out, lse, do, dlse, delta, dq, *pointers, *strides(q, k, v, out, do, dq), *sizes,
             PLAIN=q_pos is None, BLOCK_D=D, **launch)
         launch = attend_launch("dkv", q, D)
-        attend_dkv_kernel[(triton.cdiv(Tk, launch["BLOCK_N"]) * B * G,)](
+        attend_dkv_kernel[(triton.cdiv(Tk, launch["BLOCK_N"]) * B * H,)](
             q, k, v, lse, do, delta, dk, dv, *pointers, *strides(q, k, v, do, dk, dv), *sizes,
             PLAIN=q_pos is None, BLOCK_D=D, **launch)
-    return cropped(dq, Dq), cropped(dk, Dq), cropped(dv, Dv)
+    return cropped(dq, Dq), shared(dk, G, Dq), shared(dv, G, Dv)
 
 
 def rows_of(x):
@@ -709,11 +744,13 @@ def has_fused_pieces(x):
     return x.device.type == "cpu"
 
 
-def softmax_piece(q, k, v, bias, scale):
-    """Attention of queries (B, H, M, D) over keys (B, G, N, D): out and lse, bias None or as piece_bias gives it."""
+def softmax_piece(q, k, v, bias, scale, causal=False):
+    """Attention of queries (B, H, M, D) over keys (B, G, N, D): out and lse, bias None or as piece_bias gives it.
+    causal: query i sees keys 0 to i (only where has_fused_pieces)."""
     if has_fused_pieces(q):
         q, k, v, size = *widened(q, k, v), v.size(-1)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias,
+                                                                              scale=scale)
         out = out[..., :size]
     else:
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1).to(lse_dtype(q)) for x in (k, v))
@@ -726,7 +763,7 @@ def softmax_piece(q, k, v, bias, scale):
     return out, lse
 
 
-def softmax_piece_backward(q, k, v, out, lse, do, dlse, bias, scale):
+def softmax_piece_backward(q, k, v, out, lse, do, dlse, bias, scale, causal=False):
     """What a piece adds to dq, dk, dv, given the whole rows' out and lse (0 for an empty one); dlse may be None."""
     D, DV = q.size(-1), v.size(-1)
     if has_fused_pieces(q):
@@ -736,7 +773,7 @@ def softmax_piece_backward(q, k, v, out, lse, do, dlse, bias, scale):
         if column:
             v[..., -1], do[..., -1] = 1, dlse
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
+            do, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
         return dq[..., :D], dk[..., :D], dv[..., :DV]
     G, dtype = k.size(1), lse_dtype(q)
     q, out, do = (x.to(dtype) for x in (q, out, do))
@@ -762,8 +799,16 @@ def lse_dtype(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def is_torchs_own(q, k, q_pos, slopes, window):
+    """Whether the CPU operator's causal mode is all that is asked for: then there are no pieces."""
+    return has_fused_pieces(q) and q_pos is None and slopes is None and window == FAR and min(q.size(2), k.size(2)) > 0
+
+
 def attend_plain(q, k, v, q_pos, k_pos, slopes, window, scale):
     """attend piece by piece: out (B, H, Tq, DV), lse (B, H, Tq)."""
+    if is_torchs_own(q, k, q_pos, slopes, window):
+        out, lse = softmax_piece(q, k, v, None, scale, causal=True)
+        return heads_like(q, *out.shape).copy_(out), lse.contiguous()
     (B, H, Tq, _), Tk, dtype = q.shape, k.size(2), lse_dtype(q)
     q_at, k_at = positions_of(Tq, q_pos, q.device), positions_of(Tk, k_pos, q.device)
     out = heads_like(q, B, H, Tq, v.size(-1), dtype=dtype).zero_()
@@ -781,6 +826,9 @@ def attend_plain(q, k, v, q_pos, k_pos, slopes, window, scale):
 
 def attend_plain_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window, scale):
     """dq, dk, dv, piece by piece; do (B, H, Tq, DV), dlse (B, H, Tq) or None."""
+    if is_torchs_own(q, k, q_pos, slopes, window):
+        grads = softmax_piece_backward(q, k, v, out, lse, do, dlse, None, scale, causal=True)
+        return tuple(heads_like(x, *x.shape).copy_(x) for x in grads)
     dtype = lse_dtype(q)
     q_at, k_at = positions_of(q.size(2), q_pos, q.device), positions_of(k.size(2), k_pos, q.device)
     dq, dk, dv = (heads_like(x, *x.shape, dtype=dtype).zero_() for x in (q, k, v))
@@ -847,12 +895,8 @@ def recurrence(g, x, h0):
         return torch.addcmul(h, g, enter[:, :, None]).view(N, n * size, C)[:, :L]
     h = torch.empty_like(x)
     state = h0
-    for t in range(L):
-        if state is None:
-            h[:, t] = x[:, t]
-        else:
-            torch.addcmul(x[:, t], g[:, t], state, out=h[:, t])
-        state = h[:, t]
+    for g_t, x_t, h_t in zip(g.unbind(1), x.unbind(1), h.unbind(1)):
+        state = h_t.copy_(x_t) if state is None else torch.addcmul(x_t, g_t, state, out=h_t)
     return h
 
 
@@ -1025,6 +1069,13 @@ def check_same(name, x, like_name, like, dtype=True):
     check(not dtype or x.dtype == like.dtype, f"{name} is {x.dtype}, {like_name} is {like.dtype}")
 
 
+def check_dtype_and_head(name, x, head=True):
+    """Raise ValueError unless the kernels know x's dtype and head size."""
+    check(x.dtype in DTYPES, f"{name} is {x.dtype}: float64, float32, bfloat16 and float16 are supported")
+    check(not head or 1 <= x.size(-1) <= HEAD_SIZES[-1],
+          f"{name} has head size {x.size(-1)}: 1 to {HEAD_SIZES[-1]} are supported")
+
+
 def check_positions(name, pos, x, n):
     """Positions pos of the n rows of x (B, ...)."""
     check(pos.dtype == torch.int32, f"{name} is {pos.dtype}: positions are torch.int32")
@@ -1038,9 +1089,7 @@ def check_positions(name, pos, x, n):
 def check_attend(q, k, v, q_pos, k_pos, slopes, window, scale):
     for name, x in (("q", q), ("k", k), ("v", v)):
         check(x.dim() == 4, f"{name} has shape {tuple(x.shape)}: (batch, heads, positions, head size) is needed")
-        check(1 <= x.size(-1) <= HEAD_SIZES[-1], f"{name} has head size {x.size(-1)}: 1 to {HEAD_SIZES[-1]} are supported")
-        check(x.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16),
-              f"{name} is {x.dtype}: float64, float32, bfloat16 and float16 are supported")
+        check_dtype_and_head(name, x)
         check_same(name, x, "q", q)
     check(k.size(0) == q.size(0), f"k has batch size {k.size(0)}, q has {q.size(0)}")
     check(k.size(1) > 0 and q.size(1) % k.size(1) == 0, f"k has {k.size(1)} heads: q's {q.size(1)} are no multiple of it")
@@ -1095,7 +1144,7 @@ def attend_ref(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=
 
 def check_merge(out_a, lse_a, out_b, lse_b):
     check(out_a.dim() == 4, f"out_a has shape {tuple(out_a.shape)}: (batch, heads, positions, head size) is needed")
-    check(out_a.is_floating_point(), f"out_a is {out_a.dtype}: floating point is needed")
+    check_dtype_and_head("out_a", out_a)
     check(out_b.shape == out_a.shape, f"out_b has shape {tuple(out_b.shape)}, out_a has {tuple(out_a.shape)}")
     check_same("out_b", out_b, "out_a", out_a)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
@@ -1120,7 +1169,7 @@ def merge_ref(out_a, lse_a, out_b, lse_b):
 
 def check_scan(g, x, chunk, h0, offset):
     check(x.dim() == 3, f"x has shape {tuple(x.shape)}: (batch, positions, channels) is needed")
-    check(x.is_floating_point(), f"x is {x.dtype}: floating point is needed")
+    check_dtype_and_head("x", x, head=False)
     check(g.shape == x.shape, f"g has shape {tuple(g.shape)}, x has {tuple(x.shape)}")
     check_same("g", g, "x", x)
     check(isinstance(chunk, int) and chunk >= 1, f"chunk={chunk}: an int from 1")

@@ -37,7 +37,7 @@ def source(kernel, dtype, constants):
     """The kernel with its arguments' types, as the launchers call it: pointers, head sizes and strides are multiples of
     16, nothing is known of the arguments that are not specialised."""
     signature, attributes = {}, {}
-    loose = [kernel.arg_names[p.num] for p in kernel.params if p.do_not_specialize]
+    loose = [p.name for p in kernel.params if p.do_not_specialize or p.do_not_specialize_on_alignment]
     for number, name in enumerate(kernel.arg_names):
         if name.endswith("_ptr"):
             signature[name] = "*" + ("i32" if "pos" in name else "fp32" if name in FLOAT32 else TYPES[dtype])

@@ -191,7 +191,9 @@ PREPARE = [
     (["datset=python"], "did you mean dataset?"),
     (["data_dir={w}/afile"], "afile"),
 ]
-BENCH = [(["nothing"], "NAME one of"), (["gpt", "n_layr=1"], "did you mean n_layer?")]
+BENCH = [(["nothing"], "NAME one of"), (["gpt", "n_layr=1"], "did you mean n_layer?"),
+         (["kernels", "round=1"], "did you mean rounds?"), (["kernels", "rounds=0"], "rounds=0 must be at least 1"),
+         (["kernels", "device=cuda:77"], "device=cuda:77 is not on this machine")]
 CASES = [(program, T + args if program == "train" else args, message)
          for program, cases in (("train", TRAIN), ("sample", SAMPLE), ("prepare", PREPARE), ("bench", BENCH))
          for args, message in cases]

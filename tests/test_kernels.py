@@ -249,6 +249,14 @@ def test_a_scan_in_two_calls_is_one():
     assert relative_rms(kernels.scan(g[:, 21:], x[:, 21:], 16, first[:, -1], 21 % 16), whole[:, 21:]) < 1e-6
 
 
+def test_the_bench_times_the_same_scan(capsys):
+    import bench
+    g, x = torch.rand(1, 50, 3), torch.randn(1, 50, 3)
+    assert relative_rms(bench.loop_scan(g, x, 16), kernels.scan(g, x, 16)) < 1e-6
+    times = bench.race("a", {"b": lambda: None}, torch.device("cpu"), 2, 3)
+    assert times["b"] >= 0 and capsys.readouterr().out.startswith("a ")
+
+
 def test_gradcheck_of_scan():
     g, x, h0 = torch.rand(2, 7, 3).double(), torch.randn(2, 7, 3).double(), torch.randn(2, 3).double()
     assert torch.autograd.gradcheck(lambda g, x, h0: kernels.scan(g, x, 4, h0, 3), [y.requires_grad_() for y in (g, x, h0)])
