@@ -10,15 +10,15 @@ also what runs on a CPU, in float64, and where triton is missing. One line on st
 All are differentiable, in every output, and torch.compile takes them. TRITON_INTERPRET=1 runs the Triton code on CPU
 tensors, slowly, for tests.
 
-The online softmax, once for all kernels below. Query i wants out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij} over the keys it
-sees, and reads them tile by tile. It carries the largest score so far m, the sum l = sum_j e^{s_ij - m} and
-acc = sum_j e^{s_ij - m} v_j. A new tile with maximum m' >= m rescales what is carried by alpha = e^{m - m'}:
+The online softmax, once for all kernels below. Query i wants out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij} over the
+keys it sees, and reads them tile by tile. It carries the largest score so far m, the sum l = sum_j e^{s_ij - m} and
+acc = sum_j e^{s_ij - m} v_j. A new tile, after which the largest is m' >= m, rescales them by alpha = e^{m - m'}:
 
     l <- alpha l + sum_j e^{s_ij - m'}        acc <- alpha acc + sum_j e^{s_ij - m'} v_j        m <- m'
 
 At the end out = acc / l and lse = m + log l = log sum_j e^{s_ij}. Two disjoint sets of keys, a and b, merge by
-the same algebra: lse = log(e^{lse_a} + e^{lse_b}), out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b. A side that saw no
-key has lse = -inf and out = 0, hence weight 0. Scores are kept in units of log 2, since exp2 is the machine's own.
+the same algebra: lse = log(e^{lse_a} + e^{lse_b}), out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b. A side that
+saw no key has lse = -inf and out = 0, hence weight 0. The kernels keep scores in units of log 2: exp2 is the GPU's own.
 
 Backward, from out and lse alone, with p_ij = e^{s_ij - lse_i} and the incoming do, dlse:
 
@@ -39,11 +39,9 @@ import functools
 import math
 import os
 import sys
-from typing import Optional
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 try:
     import triton
@@ -58,8 +56,6 @@ debug = False               # True: attend also checks that positions ascend (re
 FAR = 2 ** 30               # position of padding keys, after every query; also the window that hides nothing
 HEAD_SIZES = (16, 32, 64, 128, 256)     # of the kernels; others are padded to the next
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
 INTERPRETED = tl.constexpr(triton is not None and triton.knobs.runtime.interpret)
 
 
@@ -70,9 +66,11 @@ def jit(**options):
 
 # One compiled variant serves all values of these, and any alignment of the pointers to one number a row.
 ATTEND = dict(do_not_specialize=["Tq", "Tk", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
-              do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr", "k_pos_ptr", "slopes_ptr"])
+              do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr", "k_pos_ptr",
+                                              "slopes_ptr"])
 MERGE = dict(do_not_specialize=["n", "T", "H"],
-             do_not_specialize_on_alignment=["lse_ptr", "lse_a_ptr", "lse_b_ptr", "dlse_ptr", "dlse_a_ptr", "dlse_b_ptr"])
+             do_not_specialize_on_alignment=["lse_ptr", "lse_a_ptr", "lse_b_ptr", "dlse_ptr", "dlse_a_ptr",
+                                             "dlse_b_ptr"])
 SCAN = dict(do_not_specialize=["T", "chunk", "offset", "has_h0"], do_not_specialize_on_alignment=["h0_ptr", "dh0_ptr"])
 
 
@@ -90,7 +88,7 @@ def dot(a, b, acc):
 
 @jit()
 def narrow(x, dtype: tl.constexpr):
-    """float32 x as dtype, to the nearest, which the interpreter must be taught for bfloat16: it cuts the low bits off."""
+    """float32 x as dtype, rounded to the nearest; the interpreter would cut bfloat16's low bits off."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -507,7 +505,7 @@ LARGE = {"forward": 4 * [(128, 64, 8, 3)] + [(128, 32, 8, 3)], "dq": 4 * [(128, 
          "dkv": 3 * [(64, 128, 8, 2)] + [(32, 128, 8, 3), (32, 64, 8, 2)]}
 LARGE_FLOAT32 = {"forward": [(128, 64, 8, 3), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1), (32, 16, 8, 2)],
                  "dq": 2 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)],
-                 "dkv": 2 * [(32, 128, 8, 2)] + [(32, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)]}
+                 "dkv": [(32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)]}
 SMALL = {"forward": 3 * [(128, 64, 8, 2)] + [(64, 64, 8, 2), (32, 32, 8, 2)],
          "dq": 3 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1)],
          "dkv": 3 * [(32, 128, 8, 2)] + [(32, 64, 8, 2), (32, 16, 8, 1)]}
@@ -629,7 +627,7 @@ def merge_triton_backward(out_a, lse_a, out_b, lse_b, do, dlse):
 
 
 def scan_options(chunk):
-    """Tiles of the scan: a short chunk is one tile; 2,048 elements at most (the interpreter goes element by element)."""
+    """Tiles of the scan: a short chunk is one tile; at most 2,048 elements (the interpreter takes them one by one)."""
     block = min(64, triton.next_power_of_2(chunk))
     return dict(BLOCK_T=block, BLOCK_C=16 if INTERPRETED else min(256, 2048 // block), num_warps=4)
 
@@ -724,12 +722,13 @@ def key_pieces(first, a, z, last, biased):
     masked ones at most KEY_BLOCK wide; one piece where all is small."""
     if biased or z <= a or last - first <= KEY_BLOCK:
         a = z = first
-    edges = [(lo, min(lo + KEY_BLOCK, hi)) for start, hi in ((first, a), (z, last)) for lo in range(start, hi, KEY_BLOCK)]
-    return [(slice(lo, hi), True) for lo, hi in edges] + ([(slice(a, z), False)] if z > a else [])
+    edges = [(low, min(low + KEY_BLOCK, end)) for start, end in ((first, a), (z, last))
+             for low in range(start, end, KEY_BLOCK)]
+    return [(slice(*edge), True) for edge in edges] + ([(slice(a, z), False)] if z > a else [])
 
 
 def piece_bias(q_pos, k_pos, slopes, window, dtype):
-    """What is added to the scores of a piece: ALiBi's bias, and -inf where the key is not seen: (B or 1, H or 1, M, N)."""
+    """What is added to a piece's scores: ALiBi's bias, and -inf where the key is not seen: (B or 1, H or 1, M, N)."""
     distance = q_pos[:, None, :, None] - k_pos[:, None, None, :]
     hidden = (distance < 0) | (distance >= window)
     if slopes is None:
@@ -954,17 +953,18 @@ def announce(text):
         print(f"kernels: {text}", file=sys.stderr)
 
 
-def runs_triton(x):
-    """Whether the Triton kernels take tensors like x."""
-    interpreted = triton is not None and triton.knobs.runtime.interpret
-    if interpreted and x.dtype != torch.float64:
+@functools.cache
+def runs_triton(device, dtype):
+    """Whether the Triton kernels take tensors of this device and dtype. Never silent."""
+    if INTERPRETED and dtype != torch.float64:
         announce("Triton, interpreted")
         return True
-    if x.is_cuda and triton is not None and x.dtype != torch.float64:
-        announce(f"Triton on {torch.cuda.get_device_name(x.device)}")
+    if device.type == "cuda" and triton and dtype != torch.float64:
+        announce(f"Triton on {torch.cuda.get_device_name(device)}")
         return True
-    why = " (slow: triton is not installed)" if x.is_cuda and triton is None else ""
-    announce(f"plain PyTorch on {x.device.type}{' in float64' if x.is_cuda and not why else ''}{why}")
+    missing = device.type == "cuda" and not triton
+    announce(f"plain PyTorch on {device.type}" + (": slow, triton is not installed" if missing else
+                                                  " in float64" if device.type == "cuda" else ""))
     return False
 
 
@@ -972,16 +972,18 @@ def operator(schema, fast, plain, fake):
     """The custom operator nanorecur::<name>(...) of a schema: `fast` where Triton runs, else `plain`; `fake` gives
     torch.compile the outputs' shapes and strides."""
     name, _, rest = schema.partition("(")
-    op = torch.library.custom_op(f"nanorecur::{name}", lambda *a: (fast if runs_triton(a[0]) else plain)(*a),
-                                 mutates_args=(), schema="(" + rest)
+
+    def run(first, *more):
+        return (fast if runs_triton(first.device, first.dtype) else plain)(first, *more)
+    op = torch.library.custom_op(f"nanorecur::{name}", run, mutates_args=(), schema="(" + rest)
     op.register_fake(fake)
     return op
 
 
 def twin(forward, setup_context, backward):
     """forward as a differentiable function: the same rules as the operator's, on the plain implementation."""
-    rules = dict(forward=staticmethod(forward), setup_context=staticmethod(setup_context), backward=staticmethod(backward))
-    return type("Twin", (torch.autograd.Function,), rules).apply
+    rules = dict(forward=forward, setup_context=setup_context, backward=backward)
+    return type("Twin", (torch.autograd.Function,), {name: staticmethod(f) for name, f in rules.items()}).apply
 
 
 def attend_save(ctx, inputs, output):
@@ -1006,7 +1008,8 @@ attend_op = operator(
 attend_backward_op = operator(
     "attend_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor do, Tensor? dlse, Tensor? q_pos,"
     " Tensor? k_pos, Tensor? slopes, int window, float scale) -> (Tensor, Tensor, Tensor)",
-    attend_triton_backward, attend_plain_backward, lambda q, k, v, *more: tuple(heads_like(x, *x.shape) for x in (q, k, v)))
+    attend_triton_backward, attend_plain_backward,
+    lambda q, k, v, *more: tuple(heads_like(x, *x.shape) for x in (q, k, v)))
 attend_op.register_autograd(attend_gradient(attend_backward_op), setup_context=attend_save)
 attend_twin = twin(attend_plain, attend_save, attend_gradient(attend_plain_backward))
 
@@ -1049,7 +1052,8 @@ scan_op = operator("scan(Tensor g, Tensor x, int chunk, Tensor? h0, int offset) 
 scan_backward_op = operator(
     "scan_backward(Tensor dh, Tensor g, Tensor h, int chunk, Tensor? h0, int offset) -> (Tensor, Tensor, Tensor)",
     scan_triton_backward, scan_plain_backward,
-    lambda dh, g, h, chunk, h0, offset: (h.new_empty(h.shape), h.new_empty(h.shape), h.new_empty(0 if h0 is None else h0.shape)))
+    lambda dh, g, h, chunk, h0, offset: (h.new_empty(h.shape), h.new_empty(h.shape),
+                                         h.new_empty(0 if h0 is None else h0.shape)))
 scan_op.register_autograd(scan_gradient(scan_backward_op), setup_context=scan_save)
 scan_twin = twin(scan_plain, scan_save, scan_gradient(scan_plain_backward))
 
@@ -1092,16 +1096,20 @@ def check_attend(q, k, v, q_pos, k_pos, slopes, window, scale):
         check_dtype_and_head(name, x)
         check_same(name, x, "q", q)
     check(k.size(0) == q.size(0), f"k has batch size {k.size(0)}, q has {q.size(0)}")
-    check(k.size(1) > 0 and q.size(1) % k.size(1) == 0, f"k has {k.size(1)} heads: q's {q.size(1)} are no multiple of it")
+    check(k.size(1) > 0 and q.size(1) % k.size(1) == 0,
+          f"k has {k.size(1)} heads: q's {q.size(1)} are no multiple of it")
     check(k.size(-1) == q.size(-1), f"k has head size {k.size(-1)}, q has {q.size(-1)}")
-    check(v.shape[:3] == k.shape[:3], f"v has shape {tuple(v.shape)}: all but the head size must be k's, {tuple(k.shape)}")
+    check(v.shape[:3] == k.shape[:3],
+          f"v has shape {tuple(v.shape)}: all but the head size must be k's, {tuple(k.shape)}")
     if q_pos is not None:
         check_positions("q_pos", q_pos, q, q.size(2))
     if k_pos is not None:
         check_positions("k_pos", k_pos, q, k.size(2))
     if slopes is not None:
-        check(tuple(slopes.shape) == (q.size(1),), f"slopes has shape {tuple(slopes.shape)}: one a query head, ({q.size(1)},)")
-        check(slopes.is_floating_point() and not slopes.requires_grad, "slopes must be floating point, without gradient")
+        check(tuple(slopes.shape) == (q.size(1),),
+              f"slopes has shape {tuple(slopes.shape)}: one a query head, ({q.size(1)},), is needed")
+        check(slopes.is_floating_point() and not slopes.requires_grad,
+              "slopes must be floating point, without gradient")
         check_same("slopes", slopes, "q", q, dtype=False)
     check(window is None or isinstance(window, int) and window >= 1, f"window={window}: an int from 1, or None")
     check(scale is None or 0 < scale < math.inf, f"scale={scale} must be positive")

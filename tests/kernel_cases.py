@@ -10,7 +10,7 @@ FAR = 2 ** 30
 
 def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=None):
     """attend from its definition, with the whole score matrix; finite gradients for rows that see nothing."""
-    (B, H, Tq, D), Tk = q.shape, k.size(2)
+    (_, H, Tq, D), Tk = q.shape, k.size(2)
     k, v = (x.repeat_interleave(H // x.size(1), 1) for x in (k, v))
     q_pos = torch.arange(Tq) if q_pos is None else q_pos.long().cpu()
     k_pos = torch.arange(Tk) if k_pos is None else k_pos.long().cpu()
@@ -38,10 +38,10 @@ def loop_scan(g, x, chunk, h0=None, offset=0):
     return torch.stack(states, 1)
 
 
-def random_positions(rng, kind, B, T, first, last):
+def random_positions(rng, per_row, B, T, first, last):
     """Ascending int32 positions from first to last, with gaps and repetitions: one row, or one per batch row."""
-    rows = [sorted(rng.choices(range(first, last + 1), k=T)) for _ in range(B if kind == "per row" else 1)]
-    return torch.tensor(rows if kind == "per row" else rows[0], dtype=torch.int32)
+    rows = [sorted(rng.choices(range(first, last + 1), k=T)) for _ in range(B if per_row else 1)]
+    return torch.tensor(rows if per_row else rows[0], dtype=torch.int32)
 
 
 def attend_case(seed, Tq, Tk, kind, window, slopes, heads, sizes, dtype=torch.float64, device="cpu"):
@@ -54,8 +54,8 @@ def attend_case(seed, Tq, Tk, kind, window, slopes, heads, sizes, dtype=torch.fl
     q, k, v, do = (x.transpose(1, 2) for x in (q, k, v, do))
     q_pos = k_pos = None
     if kind != "plain":
-        q_pos = random_positions(rng, kind, B, Tq, -2, Tk)
-        k_pos = random_positions(rng, kind, B, Tk, 0, Tk)
+        q_pos = random_positions(rng, kind == "per row", B, Tq, -2, Tk)
+        k_pos = random_positions(rng, kind != "shared", B, Tk, 0, Tk)
         if Tk > 2:
             k_pos[..., -2:] = FAR
         q_pos, k_pos = q_pos.to(device), k_pos.to(device)
@@ -67,7 +67,7 @@ def attend_case(seed, Tq, Tk, kind, window, slopes, heads, sizes, dtype=torch.fl
 
 # The values that the covering set combines
 LENGTH = (1, 2, 63, 64, 65, 100)
-KIND = ("plain", "shared", "per row")
+KIND = ("plain", "shared", "per row", "keys per row")
 WINDOW = (None, 1, 20)
 SLOPES = (False, True)
 HEADS = ((1, 2, 1), (2, 2, 2), (1, 4, 2), (2, 1, 1))            # B, H, G

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernels
 from conftest import ROOT
 from kernel_cases import (FAR, HEADS, KIND, LENGTH, SIZES, SLOPES, WINDOW, assert_close, attend_case, covering_set,
-                          dense_attend, dense_outputs_and_gradients, loop_scan, outputs_and_gradients, pairs, relative_rms)
+                          dense_outputs_and_gradients, loop_scan, outputs_and_gradients, pairs, relative_rms)
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
 
