@@ -159,11 +159,12 @@ def both_ways(function, tensors, do):
     return {"forward": forward, "forward + backward": backward}
 
 
-def bench_attend(device, rounds):
-    """Plain causal attention against torch's own; half the queries; the last key of each chunk of 16."""
+def bench_attend(device, rounds, shape=None, long=None):
+    """Plain causal attention against torch's own; half the queries; the last key of each chunk of 16. shape: B, H, T, D
+    of the first two; long: T of the last."""
     gpu = device.type == "cuda"
     dtype, repeat = (torch.bfloat16, 10) if gpu else (torch.float32, 1)
-    B, H, T, D = (4, 16, 4096, 128) if gpu else (1, 8, 1024, 64)
+    B, H, T, D = shape or ((4, 16, 4096, 128) if gpu else (1, 8, 1024, 64))
     q, k, v, do = torch.randn(4, B, T, H, D, device=device, dtype=dtype).transpose(2, 3)
     functions = {**sdpa_contestants(device), "attend": kernels.attend}
     for way, goal in (("forward", 0.8 if gpu else 1 / 1.5), ("forward + backward", 0.7 if gpu else 1 / 1.5)):
@@ -179,7 +180,7 @@ def bench_attend(device, rounds):
                   "half": lambda: kernels.attend(q[:, :, 1::2], k, v, second, at)}, device, rounds, repeat)
     print(f"  half the queries take {times['half'] / times['all']:.2f} of the time (goal 0.6)")
 
-    T = 65536 if gpu else 8192
+    T = long or (65536 if gpu else 8192)
     q, k, v = torch.randn(3, 1, T, 16 if gpu else 4, D, device=device, dtype=dtype).transpose(2, 3)
     at = torch.arange(T, device=device, dtype=torch.int32)
     ends = at[15::16].contiguous()
@@ -199,11 +200,11 @@ def loop_scan(g, x, chunk):
     return h
 
 
-def bench_scan(device, rounds):
+def bench_scan(device, rounds, shape=(1, 2048, 512)):
     """On a CPU against a Python loop, on a GPU against the time that reading g and x and writing h takes."""
     if device.type != "cuda":
-        g, x = torch.rand(1, 2048, 512), torch.randn(1, 2048, 512)
-        times = race("scan, 1 x 2048 x 512, chunk 64, forward",
+        g, x = torch.rand(shape), torch.randn(shape)
+        times = race(f"scan, {' x '.join(map(str, shape))}, chunk 64, forward",
                      {"loop": lambda: loop_scan(g, x, 64), "scan": lambda: kernels.scan(g, x, 64)}, device, rounds, 1)
         return print(f"  scan is {times['loop'] / times['scan']:.1f}x as fast as the loop (goal 10)")
     for dtype in (torch.float32, torch.bfloat16):
@@ -230,9 +231,9 @@ def main(argv):
     if asks_help(argv):
         return print(__doc__.strip())
     names = [a for a in argv if "=" not in a]
-    benches = {"gpt": bench_gpt, "kernels": None}
-    if len(names) > 1 or not set(names) <= set(benches):
-        raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join(benches)}")
+    benches = {"gpt": bench_gpt}                # of models; the kernels' needs none
+    if len(names) > 1 or not set(names) <= {*benches, "kernels"}:
+        raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join([*benches, 'kernels'])}")
     name = names[0] if names else "gpt"
     if name == "kernels":
         return bench_kernels([a for a in argv if "=" in a])

@@ -134,12 +134,13 @@ def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased, BLOCK
 
 
 @jit()
-def load_rows(ptr, start, stride, n, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Rows start .. start + ROWS of a matrix (n, D): (ROWS, BLOCK_D), zeros past D and, where MASKED, past n."""
+def load_rows(ptr, start, stride, there, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows start .. start + ROWS of a matrix with D columns: (ROWS, BLOCK_D), zeros past D and, where MASKED, in the
+    rows that are not `there`, which are not read."""
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     at = ptr + tl.cast(start, tl.int64) * stride + (row[:, None] * stride + d[None, :])
     if MASKED:
-        return tl.load(at, mask=(start + row < n)[:, None] & (d < D)[None, :], other=0.0)
+        return tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0)
     else:
         return tl.load(at, mask=(d < D)[None, :], other=0.0)
 
@@ -176,13 +177,13 @@ def softmax_tile(q, q_at, m, l, acc, k_ptr, v_ptr, k_pos_ptr, start, k_t, v_t, T
                  PLAIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """One tile of keys enters the online softmax (m, l, acc) of a tile of queries."""
     k_at = positions_at(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, 1 << 30, PLAIN) if MASKED else 0
-    k = load_rows(k_ptr, start, k_t, Tk, D, BLOCK_N, BLOCK_D, MASKED)
+    k = load_rows(k_ptr, start, k_t, k_at < 1 << 30, D, BLOCK_N, BLOCK_D, MASKED)           # padding is not read
     s = scores(q, k, q_at[:, None], k_at[None, :] if MASKED else 0, scale, slope, window, MASKED)
     new_m = tl.maximum(m, tl.max(s, 1))
     shift = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m   # a row that has seen nothing yet
     alpha = tl.exp2(m - shift)
     p = tl.exp2(s - shift[:, None])
-    v = load_rows(v_ptr, start, v_t, Tk, DV, BLOCK_N, BLOCK_D, MASKED)
+    v = load_rows(v_ptr, start, v_t, k_at < 1 << 30, DV, BLOCK_N, BLOCK_D, MASKED)
     acc = dot(narrow(p, v.dtype), v, acc * alpha[:, None])
     return new_m, l * alpha + tl.sum(p, 1), acc
 
@@ -204,7 +205,7 @@ def attend_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_pos_ptr, k_po
     scale = scale * 1.4426950408889634
 
     rows = start + tl.arange(0, BLOCK_M)
-    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, Tq, D, BLOCK_M, BLOCK_D, True)
+    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, True)
     q_at = positions_at(q_pos_ptr, rows, Tq, -(1 << 30), PLAIN)
     q_min = positions_at(q_pos_ptr, start, Tq, 0, PLAIN)
     q_max = positions_at(q_pos_ptr, tl.minimum(start + BLOCK_M, Tq) - 1, Tq, 0, PLAIN)
@@ -233,8 +234,8 @@ def dq_tile(q, do, q_at, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, start, k_t, v_
             PLAIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """What one tile of keys adds to dq / scale."""
     k_at = positions_at(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, 1 << 30, PLAIN) if MASKED else 0
-    k = load_rows(k_ptr, start, k_t, Tk, D, BLOCK_N, BLOCK_D, MASKED)
-    v = load_rows(v_ptr, start, v_t, Tk, DV, BLOCK_N, BLOCK_D, MASKED)
+    k = load_rows(k_ptr, start, k_t, k_at < 1 << 30, D, BLOCK_N, BLOCK_D, MASKED)
+    v = load_rows(v_ptr, start, v_t, k_at < 1 << 30, DV, BLOCK_N, BLOCK_D, MASKED)
     s = scores(q, k, q_at[:, None], k_at[None, :] if MASKED else 0, scale, slope, window, MASKED)
     ds = tl.exp2(s - lse[:, None]) * (dot(do, tl.trans(v), None) - delta[:, None])
     return dot(narrow(ds, k.dtype), k, dq)
@@ -259,8 +260,8 @@ def attend_dq_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, de
 
     rows = start + tl.arange(0, BLOCK_M)
     per_row = head.to(tl.int64) * Tq + rows
-    do = load_rows(do_ptr + b * do_b + h * do_h, start, do_t, Tq, DV, BLOCK_M, BLOCK_D, True)
-    out = load_rows(out_ptr + b * o_b + h * o_h, start, o_t, Tq, DV, BLOCK_M, BLOCK_D, True)
+    do = load_rows(do_ptr + b * do_b + h * do_h, start, do_t, rows < Tq, DV, BLOCK_M, BLOCK_D, True)
+    out = load_rows(out_ptr + b * o_b + h * o_h, start, o_t, rows < Tq, DV, BLOCK_M, BLOCK_D, True)
     lse = tl.load(lse_ptr + per_row, mask=rows < Tq, other=float("-inf"))
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - tl.load(dlse_ptr + per_row, mask=rows < Tq, other=0.0)
     empty = lse == float("-inf")
@@ -268,7 +269,7 @@ def attend_dq_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, de
     tl.store(delta_ptr + per_row, delta, mask=rows < Tq)
     lse = tl.where(empty, float("inf"), lse * 1.4426950408889634)   # p = 2^(s - inf) = 0
 
-    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, Tq, D, BLOCK_M, BLOCK_D, True)
+    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, True)
     q_at = positions_at(q_pos_ptr, rows, Tq, -(1 << 30), PLAIN)
     q_min = positions_at(q_pos_ptr, start, Tq, 0, PLAIN)
     q_max = positions_at(q_pos_ptr, tl.minimum(start + BLOCK_M, Tq) - 1, Tq, 0, PLAIN)
@@ -291,13 +292,13 @@ def dkv_tile(k, v, k_at, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, s
     """What one tile of queries adds to dk / scale and dv. Keys are the rows here: p and ds come out transposed."""
     rows = start + tl.arange(0, BLOCK_M)
     q_at = positions_at(q_pos_ptr, rows, Tq, -(1 << 30), PLAIN) if MASKED else 0
-    q = load_rows(q_ptr, start, q_t, Tq, D, BLOCK_M, BLOCK_D, MASKED)
+    q = load_rows(q_ptr, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
     lse = load_one_each(lse_ptr, rows, Tq, float("inf"), MASKED) * 1.4426950408889634
     if MASKED:
         lse = tl.where(lse == float("-inf"), float("inf"), lse)     # a query that sees nothing: p = 2^(s - inf) = 0
     s = scores(k, q, q_at[None, :] if MASKED else 0, k_at[:, None], scale, slope, window, MASKED)
     p = tl.exp2(s - lse[None, :])
-    do = load_rows(do_ptr, start, do_t, Tq, DV, BLOCK_M, BLOCK_D, MASKED)
+    do = load_rows(do_ptr, start, do_t, rows < Tq, DV, BLOCK_M, BLOCK_D, MASKED)
     dv = dot(narrow(p, do.dtype), do, dv)
     delta = load_one_each(delta_ptr, rows, Tq, 0.0, MASKED)
     ds = p * (dot(v, tl.trans(do), None) - delta[None, :])
@@ -323,9 +324,9 @@ def attend_dkv_kernel(q_ptr, k_ptr, v_ptr, lse_ptr, do_ptr, delta_ptr, dk_ptr, d
     slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * 1.4426950408889634
     scale2 = scale * 1.4426950408889634
 
-    k = load_rows(k_ptr + b * k_b + h // GROUP * k_h, start, k_t, Tk, D, BLOCK_N, BLOCK_D, True)
-    v = load_rows(v_ptr + b * v_b + h // GROUP * v_h, start, v_t, Tk, DV, BLOCK_N, BLOCK_D, True)
     k_at = positions_at(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, 1 << 30, PLAIN)
+    k = load_rows(k_ptr + b * k_b + h // GROUP * k_h, start, k_t, k_at < 1 << 30, D, BLOCK_N, BLOCK_D, True)
+    v = load_rows(v_ptr + b * v_b + h // GROUP * v_h, start, v_t, k_at < 1 << 30, DV, BLOCK_N, BLOCK_D, True)
     k_min = positions_at(k_pos_ptr, start, Tk, 0, PLAIN)
     k_max = positions_at(k_pos_ptr, tl.minimum(start + BLOCK_N, Tk) - 1, Tk, 0, PLAIN)
     first, a, z, last = tile_spans(q_pos_ptr, Tq, k_min - 1, k_max - 1, k_min + (window - 1), k_max + (window - 1),
@@ -469,8 +470,8 @@ def heads_like(x, B, H, T, D, dtype=None):
 
 
 def aligned(x):
-    """x (B, H, T, D) with rows and starts at multiples of 16 elements, which one compiled variant serves: x itself, or
-    a copy whose head size is padded with zeros."""
+    """x (B, H, T, D) with strides and head size multiples of 16 elements and its start of 16 bytes, which one compiled
+    variant serves: x itself, or a copy, its head size padded with zeros."""
     if x.stride(-1) == 1 and x.size(-1) % 16 == 0 and x.data_ptr() % 16 == 0 and not any(s % 16 for s in strides(x)):
         return x
     padded = heads_like(x, *x.shape[:3], x.size(-1) + -x.size(-1) % 16).zero_()
@@ -483,7 +484,7 @@ def cropped(x, D):
     return x if x.size(-1) == D else heads_like(x, *x.shape[:3], D).copy_(x[..., :D])
 
 
-def shared(x, G, D):
+def summed_over_groups(x, G, D):
     """x (B, H, T, at least D), a part for each query head, summed over those that share a key head: (B, G, T, D)."""
     if x.size(1) == G:
         return cropped(x, D)
@@ -528,7 +529,8 @@ def has_large_blocks(device):
     """Whether a block may use 160 KB of shared memory on this device."""
     if device.type != "cuda":
         return True                                             # the interpreter
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 160 * 1024
+    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return torch.version.hip is None and shared >= 160 * 1024
 
 
 def attend_launch(kernel, x, head_size):
@@ -542,12 +544,12 @@ def on_device(x):
 
 
 def mask_arguments(q, q_pos, k_pos, slopes, lse):
-    """What the kernels take for the positions and slopes: (pointers, batch strides of the positions, PLAIN, biased)."""
+    """What the kernels take for the positions and slopes: (pointers, batch strides of the positions, biased)."""
     if q_pos is None:
         q_pos = k_pos = torch.empty(0, dtype=torch.int32, device=q.device)
     at = [p.contiguous() for p in (q_pos, k_pos)]
     bias = lse if slopes is None else slopes.to(torch.float32).contiguous()     # without slopes nothing is read
-    return [*at, bias], [p.size(-1) if p.dim() == 2 else 0 for p in at], q_pos.numel() == 0, int(slopes is not None)
+    return [*at, bias], [p.size(-1) if p.dim() == 2 else 0 for p in at], int(slopes is not None)
 
 
 def attend_triton(q, k, v, q_pos, k_pos, slopes, window, scale):
@@ -556,7 +558,7 @@ def attend_triton(q, k, v, q_pos, k_pos, slopes, window, scale):
     q, k, v = aligned(q), aligned(k), aligned(v)
     out = heads_like(q, B, H, Tq, v.size(-1))
     lse = q.new_empty(B, H, Tq, dtype=torch.float32)
-    pointers, pos_strides, _, biased = mask_arguments(q, q_pos, k_pos, slopes, lse)
+    pointers, pos_strides, biased = mask_arguments(q, q_pos, k_pos, slopes, lse)
     D = block_of(q.size(-1), v.size(-1))
     launch = attend_launch("forward", q, D)
     grid = (triton.cdiv(Tq, launch["BLOCK_M"]) * B * H,)
@@ -574,7 +576,7 @@ def attend_triton_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, wi
     dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
     delta = torch.empty_like(lse)
     dq, dk, dv = (heads_like(q, B, H, *x.shape[2:]) for x in (q, k, v))
-    pointers, pos_strides, _, biased = mask_arguments(q, q_pos, k_pos, slopes, lse)
+    pointers, pos_strides, biased = mask_arguments(q, q_pos, k_pos, slopes, lse)
     D = block_of(q.size(-1), v.size(-1))
     sizes = [*pos_strides, Tq, Tk, q.size(-1), v.size(-1), H, H // G, window, scale, biased]
     with on_device(q):
@@ -586,13 +588,15 @@ def attend_triton_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, wi
         attend_dkv_kernel[(triton.cdiv(Tk, launch["BLOCK_N"]) * B * H,)](
             q, k, v, lse, do, delta, dk, dv, *pointers, *strides(q, k, v, do, dk, dv), *sizes,
             PLAIN=q_pos is None, BLOCK_D=D, **launch)
-    return cropped(dq, Dq), shared(dk, G, Dq), shared(dv, G, Dv)
+    return cropped(dq, Dq), summed_over_groups(dk, G, Dq), summed_over_groups(dv, G, Dv)
 
 
 def rows_of(x):
     """x (B, H, T, D) as rows (B T H, D), D padded to a multiple of 16: a view where it lies in memory so."""
     x = x.transpose(1, 2)
-    return F.pad(x, (0, -x.size(-1) % 16)).contiguous() if x.size(-1) % 16 else x.contiguous()
+    if x.size(-1) % 16:
+        return F.pad(x, (0, -x.size(-1) % 16)).contiguous()
+    return x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def merge_options(D):
@@ -639,9 +643,18 @@ def scan_rows(x):
     return x, *strides(x)
 
 
+def no_gradient(h, h0):
+    """The gradients of a scan over nothing: dg, dx and dh0, of size 0 without h0."""
+    dx = torch.zeros_like(h, memory_format=torch.contiguous_format)
+    return dx, dx.clone(), h.new_zeros(0 if h0 is None else h0.shape)
+
+
 def scan_triton(g, x, chunk, h0, offset):
     """scan by the kernel: h (B, T, C)."""
     B, T, C = x.shape
+    if x.numel() == 0:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    chunk = min(chunk, offset + T)
     (g, *g_strides), (x, *x_strides) = scan_rows(g), scan_rows(x)
     h = x.new_empty(x.shape)
     state = h if h0 is None else F.pad(h0, (0, x.size(-1) - C)).contiguous()    # without h0 nothing is read
@@ -656,10 +669,13 @@ def scan_triton(g, x, chunk, h0, offset):
 def scan_triton_backward(dh, g, h, chunk, h0, offset):
     """dg, dx (B, T, C) and dh0 (B, C), of size 0 without h0."""
     B, T, C = h.shape
+    if h.numel() == 0:
+        return no_gradient(h, h0)
+    chunk = min(chunk, offset + T)
     (dh, *dh_strides), (g, *g_strides), h = scan_rows(dh), scan_rows(g), scan_rows(h)[0].contiguous()
     dg, dx = torch.empty_like(h), torch.empty_like(h)
     state = h if h0 is None else F.pad(h0, (0, h.size(-1) - C)).contiguous()
-    dh0 = torch.empty_like(state)
+    dh0 = dx if h0 is None else torch.empty_like(state)                         # nor written
     launch = scan_options(chunk)
     grid = (B * triton.cdiv(T + offset, chunk) * triton.cdiv(h.size(-1), launch["BLOCK_C"]),)
     with on_device(h):
@@ -671,7 +687,8 @@ def scan_triton_backward(dh, g, h, chunk, h0, offset):
 
 def variants(large):
     """All that the launchers can choose on a chip, as (kernel, dtype, constants, launch options): what compiling ahead
-    of time compiles. Everything else is a run-time argument, lengths and strides multiples of 16 included."""
+    of time compiles. Everything else is a run-time argument: any length, strides and head sizes that are multiples of
+    16 (the launchers see to it), positions, slopes and windows."""
     attends = dict(forward=attend_forward_kernel, dq=attend_dq_kernel, dkv=attend_dkv_kernel)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for D in HEAD_SIZES:
@@ -689,7 +706,7 @@ def variants(large):
 # The twins in plain PyTorch
 # ---------------------------------------------------------------------------------------------------------------------
 
-QUERY_BLOCK, KEY_BLOCK = 256, 1024      # the largest piece of the score matrix that the twin ever holds, a head
+QUERY_BLOCK, KEY_BLOCK = 256, 1024      # the largest piece of the score matrix, or of its mask, that the twin holds
 
 
 def positions_of(n, pos, device):
@@ -697,12 +714,15 @@ def positions_of(n, pos, device):
     return torch.arange(n, device=device)[None] if pos is None else pos.long().reshape(-1 if n else 1, n)
 
 
-def pieces(q_pos, k_pos, window, biased):
+def pieces(q_pos, k_pos, window, biased, whole=True):
     """The pieces of the score matrix to compute: a list of (queries, keys, masked), slices, such that all other pairs
-    are out of sight; not masked: every pair is seen. q_pos (B or 1, Tq), k_pos (B or 1, Tk)."""
+    are out of sight; not masked: every pair is seen. q_pos (B or 1, Tq), k_pos (B or 1, Tk); whole: pieces without a
+    mask may be wider than KEY_BLOCK."""
     Tq, Tk = q_pos.size(1), k_pos.size(1)
+    if q_pos.numel() == 0 or k_pos.numel() == 0:
+        return []
     if Tq <= QUERY_BLOCK and Tk <= KEY_BLOCK:                       # not worth the search
-        return [(slice(0, Tq), slice(0, Tk), True)] if Tq and Tk else []
+        return [(slice(0, Tq), slice(0, Tk), True)]
     starts = range(0, Tq, QUERY_BLOCK)
     low = q_pos[:, [a for a in starts]]
     high = q_pos[:, [min(a + QUERY_BLOCK, Tq) - 1 for a in starts]]
@@ -714,17 +734,19 @@ def pieces(q_pos, k_pos, window, biased):
     first, last = counts[:, 0].amin(0).tolist(), counts[:, 1].amax(0).tolist()
     a, z = counts[:, 2].amax(0).tolist(), counts[:, 3].amin(0).tolist()
     return [(slice(start, min(start + QUERY_BLOCK, Tq)), keys, masked) for i, start in enumerate(starts)
-            for keys, masked in key_pieces(first[i], a[i], z[i], last[i], biased)]
+            for keys, masked in key_pieces(first[i], a[i], z[i], last[i], biased, whole)]
 
 
-def key_pieces(first, a, z, last, biased):
-    """The keys [first, last) of a block of queries, which all see [a, z), as (slice, masked): the middle in one piece,
-    masked ones at most KEY_BLOCK wide; one piece where all is small."""
+def key_pieces(first, a, z, last, biased, whole):
+    """The keys [first, last) of a block of queries, which all see [a, z), as (slice, masked): the middle in one piece
+    if it may stay whole, others at most KEY_BLOCK wide; one piece where all is small."""
     if biased or z <= a or last - first <= KEY_BLOCK:
         a = z = first
-    edges = [(low, min(low + KEY_BLOCK, end)) for start, end in ((first, a), (z, last))
-             for low in range(start, end, KEY_BLOCK)]
-    return [(slice(*edge), True) for edge in edges] + ([(slice(a, z), False)] if z > a else [])
+    found = []
+    for start, end, masked in ((first, a, True), (a, z, False), (z, last, True)):
+        step = max(end - start, 1) if whole and not masked else KEY_BLOCK
+        found += [(slice(low, min(low + step, end)), masked) for low in range(start, end, step)]
+    return found
 
 
 def piece_bias(q_pos, k_pos, slopes, window, dtype):
@@ -793,6 +815,15 @@ def widened(*tensors, more=False):
     return [F.pad(x, (0, size - x.size(-1))) if x.size(-1) < size else x for x in tensors]
 
 
+def ready(q, k, v, k_at):
+    """q, k, v as the CPU operator needs them: its rows are contiguous. What padding keys hold, which may be anything,
+    is set to 0: 0 times NaN would be NaN."""
+    far = k_at >= FAR
+    if far.any():
+        k, v = (x.masked_fill(far[:, None, :, None], 0) for x in (k, v))
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
+
+
 def lse_dtype(x):
     """float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
@@ -800,20 +831,21 @@ def lse_dtype(x):
 
 def is_torchs_own(q, k, q_pos, slopes, window):
     """Whether the CPU operator's causal mode is all that is asked for: then there are no pieces."""
-    return has_fused_pieces(q) and q_pos is None and slopes is None and window == FAR and min(q.size(2), k.size(2)) > 0
+    return has_fused_pieces(q) and q_pos is None and slopes is None and window == FAR and q.numel() and k.numel()
 
 
 def attend_plain(q, k, v, q_pos, k_pos, slopes, window, scale):
     """attend piece by piece: out (B, H, Tq, DV), lse (B, H, Tq)."""
+    (B, H, Tq, _), Tk, dtype = q.shape, k.size(2), lse_dtype(q)
+    q_at, k_at = positions_of(Tq, q_pos, q.device), positions_of(Tk, k_pos, q.device)
+    q, k, v = ready(q, k, v, k_at)
     if is_torchs_own(q, k, q_pos, slopes, window):
         out, lse = softmax_piece(q, k, v, None, scale, causal=True)
         return heads_like(q, *out.shape).copy_(out), lse.contiguous()
-    (B, H, Tq, _), Tk, dtype = q.shape, k.size(2), lse_dtype(q)
-    q_at, k_at = positions_of(Tq, q_pos, q.device), positions_of(Tk, k_pos, q.device)
     out = heads_like(q, B, H, Tq, v.size(-1), dtype=dtype).zero_()
     lse = q.new_full((B, H, Tq), -math.inf, dtype=dtype)
     started = set()
-    for rows, keys, masked in pieces(q_at, k_at, window, slopes is not None):
+    for rows, keys, masked in pieces(q_at, k_at, window, slopes is not None, has_fused_pieces(q)):
         bias = piece_bias(q_at[:, rows], k_at[:, keys], slopes, window, dtype) if masked else None
         piece = softmax_piece(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, scale)
         if rows.start in started:
@@ -825,16 +857,17 @@ def attend_plain(q, k, v, q_pos, k_pos, slopes, window, scale):
 
 def attend_plain_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window, scale):
     """dq, dk, dv, piece by piece; do (B, H, Tq, DV), dlse (B, H, Tq) or None."""
+    dtype = lse_dtype(q)
+    q_at, k_at = positions_of(q.size(2), q_pos, q.device), positions_of(k.size(2), k_pos, q.device)
+    q, k, v = ready(q, k, v, k_at)
     if is_torchs_own(q, k, q_pos, slopes, window):
         grads = softmax_piece_backward(q, k, v, out, lse, do, dlse, None, scale, causal=True)
         return tuple(heads_like(x, *x.shape).copy_(x) for x in grads)
-    dtype = lse_dtype(q)
-    q_at, k_at = positions_of(q.size(2), q_pos, q.device), positions_of(k.size(2), k_pos, q.device)
     dq, dk, dv = (heads_like(x, *x.shape, dtype=dtype).zero_() for x in (q, k, v))
     empty = lse == -math.inf
     lse = lse.masked_fill(empty, 0)
     dlse = None if dlse is None else dlse.masked_fill(empty, 0)     # whatever came in: it may be NaN there
-    for rows, keys, masked in pieces(q_at, k_at, window, slopes is not None):
+    for rows, keys, masked in pieces(q_at, k_at, window, slopes is not None, has_fused_pieces(q)):
         bias = piece_bias(q_at[:, rows], k_at[:, keys], slopes, window, dtype) if masked else None
         more = softmax_piece_backward(q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows],
                                       do[:, :, rows], None if dlse is None else dlse[:, :, rows], bias, scale)
@@ -861,7 +894,7 @@ def merge_plain(out_a, lse_a, out_b, lse_b):
     """merge: out (B, H, T, D), lse (B, H, T)."""
     lse, p_a, p_b = shares(lse_a, lse_b)
     out = heads_like(out_a, *out_a.shape)
-    return out.copy_(weighted(p_a, out_a) + weighted(p_b, out_b)), lse
+    return out.copy_(weighted(p_a, out_a) + weighted(p_b, out_b)), lse.contiguous()
 
 
 def merge_plain_backward(out_a, lse_a, out_b, lse_b, do, dlse):
@@ -872,7 +905,7 @@ def merge_plain_backward(out_a, lse_a, out_b, lse_b, do, dlse):
     grads = []
     for p, x in ((p_a, a), (p_b, b)):
         grads.append(heads_like(do, *do.shape).copy_(weighted(p, g)))
-        grads.append((p * (dlse + (g * (x - out)).sum(-1))).masked_fill(p == 0, 0))
+        grads.append((p * (dlse + (g * (x - out)).sum(-1))).masked_fill(p == 0, 0).contiguous())
     return tuple(grads)
 
 
@@ -899,47 +932,52 @@ def recurrence(g, x, h0):
     return h
 
 
-def in_chunks(x, chunk, offset, fill):
-    """x (B, T, C) in float32 at least, cut into chunks, (B n, chunk, C); `offset` tokens stand before it and as many as
-    needed behind it, of the value `fill`."""
-    B, T, C = x.shape
-    x = x.to(lse_dtype(x))
-    behind = -(offset + T) % chunk
-    if offset or behind:
-        x = F.pad(x, (0, 0, offset, behind), value=fill)
-    return x.reshape(-1, chunk, C)
+def in_chunks(x, chunk, fill):
+    """x (B, T, C) in float32 at least, cut into chunks: (B n, chunk, C), the last one filled up."""
+    x = F.pad(x.to(lse_dtype(x)), (0, 0, 0, -x.size(1) % chunk), value=fill)
+    return x.reshape(-1, chunk, x.size(-1))
 
 
-def out_of_chunks(x, B, T, offset, dtype):
-    return x.reshape(B, -1, x.size(-1))[:, offset:offset + T].to(dtype).contiguous()
+def out_of_chunks(x, B, T, dtype):
+    return x.reshape(B, -1, x.size(-1))[:, :T].to(dtype).contiguous()
 
 
 def scan_plain(g, x, chunk, h0, offset):
     """scan, all chunks side by side: h (B, T, C)."""
-    B, T, C = x.shape
-    chunk = min(chunk, offset + T)
-    g4, x4 = in_chunks(g, chunk, offset, 1.0), in_chunks(x, chunk, offset, 0.0)
+    (B, T, C), cut = x.shape, chunk - offset
+    if x.numel() == 0:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    if offset and cut < T:                                          # the rest of the first chunk, then whole ones
+        return torch.cat([scan_plain(g[:, :cut], x[:, :cut], cut, h0, 0),
+                          scan_plain(g[:, cut:], x[:, cut:], chunk, None, 0)], 1)
+    chunk = min(cut, T)
+    g4, x4 = in_chunks(g, chunk, 1.0), in_chunks(x, chunk, 0.0)
     enter = None
     if h0 is not None:
         enter = x4.new_zeros(B, len(x4) // B, C)
         enter[:, 0] = h0
         enter = enter.view(-1, C)
-    return out_of_chunks(recurrence(g4, x4, enter), B, T, offset, x.dtype)
+    return out_of_chunks(recurrence(g4, x4, enter), B, T, x.dtype)
 
 
 def scan_plain_backward(dh, g, h, chunk, h0, offset):
     """dg, dx (B, T, C) and dh0 (B, C), of size 0 without h0: dx_t = dh_t + g_{t+1} dx_{t+1}, dg_t = dx_t h_{t-1}."""
-    B, T, C = h.shape
-    chunk = min(chunk, offset + T)
-    g4, h4, dh4 = in_chunks(g, chunk, offset, 1.0), in_chunks(h, chunk, offset, 0.0), in_chunks(dh, chunk, offset, 0.0)
+    (B, T, C), cut = h.shape, chunk - offset
+    if h.numel() == 0:
+        return no_gradient(h, h0)
+    if offset and cut < T:
+        first = scan_plain_backward(dh[:, :cut], g[:, :cut], h[:, :cut], cut, h0, 0)
+        rest = scan_plain_backward(dh[:, cut:], g[:, cut:], h[:, cut:], chunk, None, 0)
+        return *(torch.cat(halves, 1) for halves in zip(first[:2], rest[:2])), first[2]
+    chunk = min(cut, T)
+    g4, h4, dh4 = (in_chunks(y, chunk, 0.0) for y in (g, h, dh))
     later = torch.cat([g4[:, 1:], torch.zeros_like(g4[:, :1])], 1)
     dx = recurrence(later.flip(1), dh4.flip(1), None).flip(1)
     before = torch.cat([torch.zeros_like(h4[:, :1]), h4[:, :-1]], 1)
     if h0 is not None:
-        before.view(B, -1, chunk, C)[:, 0, offset] = h0
-    dg = out_of_chunks(dx * before, B, T, offset, g.dtype)
+        before.view(B, -1, chunk, C)[:, 0, 0] = h0
     dh0 = h.new_empty(0) if h0 is None else (g4[::len(g4) // B, 0] * dx[::len(g4) // B, 0]).to(h0.dtype)
-    return dg, out_of_chunks(dx, B, T, offset, h.dtype), dh0
+    return out_of_chunks(dx * before, B, T, g.dtype), out_of_chunks(dx, B, T, h.dtype), dh0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1002,12 +1040,12 @@ def attend_gradient(backward):
 
 
 attend_op = operator(
-    "attend(Tensor q, Tensor k, Tensor v, Tensor? q_pos, Tensor? k_pos, Tensor? slopes, int window, float scale)"
+    "attend(Tensor q, Tensor k, Tensor v, Tensor? q_pos, Tensor? k_pos, Tensor? slopes, SymInt window, float scale)"
     " -> (Tensor, Tensor)", attend_triton, attend_plain,
     lambda q, k, v, *mask: (heads_like(q, *q.shape[:3], v.size(-1)), q.new_empty(q.shape[:3], dtype=lse_dtype(q))))
 attend_backward_op = operator(
     "attend_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor do, Tensor? dlse, Tensor? q_pos,"
-    " Tensor? k_pos, Tensor? slopes, int window, float scale) -> (Tensor, Tensor, Tensor)",
+    " Tensor? k_pos, Tensor? slopes, SymInt window, float scale) -> (Tensor, Tensor, Tensor)",
     attend_triton_backward, attend_plain_backward,
     lambda q, k, v, *more: tuple(heads_like(x, *x.shape) for x in (q, k, v)))
 attend_op.register_autograd(attend_gradient(attend_backward_op), setup_context=attend_save)
@@ -1047,10 +1085,10 @@ def scan_gradient(backward):
     return gradient
 
 
-scan_op = operator("scan(Tensor g, Tensor x, int chunk, Tensor? h0, int offset) -> Tensor", scan_triton, scan_plain,
-                   lambda g, x, *more: x.new_empty(x.shape))
+scan_op = operator("scan(Tensor g, Tensor x, SymInt chunk, Tensor? h0, SymInt offset) -> Tensor", scan_triton,
+                   scan_plain, lambda g, x, *more: x.new_empty(x.shape))
 scan_backward_op = operator(
-    "scan_backward(Tensor dh, Tensor g, Tensor h, int chunk, Tensor? h0, int offset) -> (Tensor, Tensor, Tensor)",
+    "scan_backward(Tensor dh, Tensor g, Tensor h, SymInt chunk, Tensor? h0, SymInt offset) -> (Tensor, Tensor, Tensor)",
     scan_triton_backward, scan_plain_backward,
     lambda dh, g, h, chunk, h0, offset: (h.new_empty(h.shape), h.new_empty(h.shape),
                                          h.new_empty(0 if h0 is None else h0.shape)))
@@ -1063,56 +1101,71 @@ scan_twin = twin(scan_plain, scan_save, scan_gradient(scan_plain_backward))
 # ---------------------------------------------------------------------------------------------------------------------
 
 def check(fine, message):
+    """Raise ValueError unless `fine`. message is a function: a text made on every call would, by naming a size, have
+    torch.compile take that size for a constant."""
     if not fine:
-        raise ValueError(message)
+        raise ValueError(message())
 
 
-def check_same(name, x, like_name, like, dtype=True):
-    """Raise ValueError unless x is on the device of `like`, and of its dtype."""
-    check(x.device == like.device, f"{name} is on {x.device}, {like_name} on {like.device}")
-    check(not dtype or x.dtype == like.dtype, f"{name} is {x.dtype}, {like_name} is {like.dtype}")
+def check_tensor(name, x, like_name, like, dims, same_dtype=True):
+    """Raise ValueError unless x is a tensor with the named dimensions, on the device of `like`, maybe of its dtype."""
+    check(isinstance(x, torch.Tensor), lambda: f"{name} is {type(x).__name__}: a tensor is needed")
+    check(x.dim() == len(dims), lambda: f"{name} has shape {tuple(x.shape)}: ({', '.join(dims)}) is needed")
+    check(x.device == like.device, lambda: f"{name} is on {x.device}, {like_name} on {like.device}")
+    check(not same_dtype or x.dtype == like.dtype, lambda: f"{name} is {x.dtype}, {like_name} is {like.dtype}")
+    check(not same_dtype or x.dtype in DTYPES,
+          lambda: f"{name} is {x.dtype}: float64, float32, bfloat16 and float16 are supported")
 
 
-def check_dtype_and_head(name, x, head=True):
-    """Raise ValueError unless the kernels know x's dtype and head size."""
-    check(x.dtype in DTYPES, f"{name} is {x.dtype}: float64, float32, bfloat16 and float16 are supported")
-    check(not head or 1 <= x.size(-1) <= HEAD_SIZES[-1],
-          f"{name} has head size {x.size(-1)}: 1 to {HEAD_SIZES[-1]} are supported")
+def check_head_size(name, x):
+    check(1 <= x.size(-1) <= HEAD_SIZES[-1],
+          lambda: f"{name} has head size {x.size(-1)}: 1 to {HEAD_SIZES[-1]} are supported")
 
 
-def check_positions(name, pos, x, n):
-    """Positions pos of the n rows of x (B, ...)."""
-    check(pos.dtype == torch.int32, f"{name} is {pos.dtype}: positions are torch.int32")
-    check(tuple(pos.shape) in ((n,), (x.size(0), n)),
-          f"{name} has shape {tuple(pos.shape)}: ({n},) or ({x.size(0)}, {n}), batch row by row, are allowed")
-    check_same(name, pos, "q", x, dtype=False)
+def check_shape(name, x, shape, why):
+    check(x.shape == shape, lambda: f"{name} has shape {tuple(x.shape)}: {tuple(shape)}, {why}, is needed")
+
+
+def check_int(name, value, least):
+    check(isinstance(value, int) and not isinstance(value, bool) and value >= least,
+          lambda: f"{name}={value!r}: an int from {least} is needed")
+
+
+def check_positions(name, pos, q, n, limit):
+    """Positions pos of the n queries or keys; the debug switch also looks at them."""
+    check(isinstance(pos, torch.Tensor), lambda: f"{name} is {type(pos).__name__}: a tensor is needed")
+    check(pos.dtype == torch.int32, lambda: f"{name} is {pos.dtype}: positions are torch.int32")
+    check(pos.dim() in (1, 2), lambda: f"{name} has shape {tuple(pos.shape)}: one or two dimensions are needed")
+    check_shape(name, pos, (n,) if pos.dim() == 1 else (q.size(0), n), "a position for each, maybe in each batch row")
+    check(pos.device == q.device, lambda: f"{name} is on {pos.device}, q on {q.device}")
     if debug:
-        check(bool((pos.diff(dim=-1) >= 0).all()), f"{name} must ascend along its last dimension")
+        check((pos.diff(dim=-1) >= 0).all(), lambda: f"{name} must ascend along its last dimension")
+        check(((pos > -FAR // 2) & (pos < FAR // 2) | (pos == limit)).all(),
+              lambda: f"{name} must be between -2^29 and 2^29" + (" or FAR" if limit == FAR else ""))
 
 
 def check_attend(q, k, v, q_pos, k_pos, slopes, window, scale):
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check(x.dim() == 4, f"{name} has shape {tuple(x.shape)}: (batch, heads, positions, head size) is needed")
-        check_dtype_and_head(name, x)
-        check_same(name, x, "q", q)
-    check(k.size(0) == q.size(0), f"k has batch size {k.size(0)}, q has {q.size(0)}")
+        check_tensor(name, x, "q", x if name == "q" else q, ("batch", "heads", "positions", "head size"))
+        check_head_size(name, x)
+    check(k.size(0) == q.size(0), lambda: f"k has batch size {k.size(0)}, q has {q.size(0)}")
     check(k.size(1) > 0 and q.size(1) % k.size(1) == 0,
-          f"k has {k.size(1)} heads: q's {q.size(1)} are no multiple of it")
-    check(k.size(-1) == q.size(-1), f"k has head size {k.size(-1)}, q has {q.size(-1)}")
-    check(v.shape[:3] == k.shape[:3],
-          f"v has shape {tuple(v.shape)}: all but the head size must be k's, {tuple(k.shape)}")
+          lambda: f"k has {k.size(1)} heads: q's {q.size(1)} are no multiple of it")
+    check(k.size(-1) == q.size(-1), lambda: f"k has head size {k.size(-1)}, q has {q.size(-1)}")
+    check_shape("v", v, (*k.shape[:3], v.size(-1)), "k's but for the head size")
     if q_pos is not None:
-        check_positions("q_pos", q_pos, q, q.size(2))
+        check_positions("q_pos", q_pos, q, q.size(2), 0)
     if k_pos is not None:
-        check_positions("k_pos", k_pos, q, k.size(2))
+        check_positions("k_pos", k_pos, q, k.size(2), FAR)
     if slopes is not None:
-        check(tuple(slopes.shape) == (q.size(1),),
-              f"slopes has shape {tuple(slopes.shape)}: one a query head, ({q.size(1)},), is needed")
+        check_tensor("slopes", slopes, "q", q, ("query heads",), same_dtype=False)
+        check_shape("slopes", slopes, (q.size(1),), "one a query head")
         check(slopes.is_floating_point() and not slopes.requires_grad,
-              "slopes must be floating point, without gradient")
-        check_same("slopes", slopes, "q", q, dtype=False)
-    check(window is None or isinstance(window, int) and window >= 1, f"window={window}: an int from 1, or None")
-    check(scale is None or 0 < scale < math.inf, f"scale={scale} must be positive")
+              lambda: "slopes must be floating point, without gradient")
+    if window is not None:
+        check_int("window", window, 1)
+    check(scale is None or isinstance(scale, (int, float)) and 0 < scale < math.inf,
+          lambda: f"scale={scale!r}: a positive number is needed")
 
 
 def attend_arguments(q, k, v, q_pos, k_pos, slopes, window, scale):
@@ -1131,15 +1184,17 @@ def attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=None
     """Softmax attention whose mask is given by positions (FlashAttention-2's algorithm; see the top of this file).
 
     q (B, H, Tq, D), k (B, G, Tk, D), v (B, G, Tk, DV), H a multiple of G: query head h reads key head h // (H / G).
-    Float64, float32, bfloat16 or float16, any strides; D, DV <= 256.
+    Float64, float32, bfloat16 or float16, any strides (rows that are not at multiples of 16 elements are copied on a
+    GPU); D, DV <= 256.
     q_pos (Tq,) or (B, Tq), k_pos (Tk,) or (B, Tk): int32, ascending, above -2^29 and below 2^29; padding keys stand
-    at FAR = 2^30 and are never seen, padding queries repeat the last position. None is 0, 1, 2, ...; with neither, the
-    attention is plainly causal and no positions are read.
-    Query i sees key j iff k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
+    at FAR = 2^30 and are never seen, whatever they hold; padding queries repeat the last position. None is 0, 1, 2 and
+    so on; with neither, the attention is plainly causal and no positions are read.
+    Query i sees key j iff k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window. What hidden keys
+    other than padding hold must be finite.
     slopes (H,): ALiBi, -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores. scale: of q . k, default 1/sqrt(D).
 
     Returns out (B, H, Tq, DV) in q's dtype and lse (B, H, Tq), log sum_j exp(score_ij), in float32 (float64 for
-    float64), both differentiable in q, k and v. A query that sees nothing: out 0, lse -inf, no gradient.
+    float64), both differentiable, once, in q, k and v. A query that sees nothing: out 0, lse -inf, no gradient.
     Raises ValueError, naming the argument, where shapes, dtypes or devices do not fit.
     """
     return attend_op(*attend_arguments(q, k, v, q_pos, k_pos, slopes, window, scale))
@@ -1151,14 +1206,14 @@ def attend_ref(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=
 
 
 def check_merge(out_a, lse_a, out_b, lse_b):
-    check(out_a.dim() == 4, f"out_a has shape {tuple(out_a.shape)}: (batch, heads, positions, head size) is needed")
-    check_dtype_and_head("out_a", out_a)
-    check(out_b.shape == out_a.shape, f"out_b has shape {tuple(out_b.shape)}, out_a has {tuple(out_a.shape)}")
-    check_same("out_b", out_b, "out_a", out_a)
+    for name, x in (("out_a", out_a), ("out_b", out_b)):
+        check_tensor(name, x, "out_a", x if name == "out_a" else out_a, ("batch", "heads", "positions", "head size"))
+        check_shape(name, x, out_a.shape, "out_a's")
+        check_head_size(name, x)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check(lse.shape == out_a.shape[:3], f"{name} has shape {tuple(lse.shape)}: {tuple(out_a.shape[:3])} is needed")
-        check(lse.dtype == lse_dtype(out_a), f"{name} is {lse.dtype}: {lse_dtype(out_a)} is needed")
-        check_same(name, lse, "out_a", out_a, dtype=False)
+        check_tensor(name, lse, "out_a", out_a, ("batch", "heads", "positions"), same_dtype=False)
+        check_shape(name, lse, out_a.shape[:3], "out_a's but for the head size")
+        check(lse.dtype == lse_dtype(out_a), lambda: f"{name} is {lse.dtype}: {lse_dtype(out_a)} is needed")
     return out_a, lse_a, out_b, lse_b
 
 
@@ -1176,16 +1231,15 @@ def merge_ref(out_a, lse_a, out_b, lse_b):
 
 
 def check_scan(g, x, chunk, h0, offset):
-    check(x.dim() == 3, f"x has shape {tuple(x.shape)}: (batch, positions, channels) is needed")
-    check_dtype_and_head("x", x, head=False)
-    check(g.shape == x.shape, f"g has shape {tuple(g.shape)}, x has {tuple(x.shape)}")
-    check_same("g", g, "x", x)
-    check(isinstance(chunk, int) and chunk >= 1, f"chunk={chunk}: an int from 1")
-    check(isinstance(offset, int) and 0 <= offset < chunk, f"offset={offset}: an int from 0 to chunk - 1 = {chunk - 1}")
+    check_tensor("x", x, "x", x, ("batch", "positions", "channels"))
+    check_tensor("g", g, "x", x, ("batch", "positions", "channels"))
+    check_shape("g", g, x.shape, "x's")
+    check_int("chunk", chunk, 1)
+    check_int("offset", offset, 0)
+    check(offset < chunk, lambda: f"offset={offset} must be less than chunk={chunk}")
     if h0 is not None:
-        check(tuple(h0.shape) == (x.size(0), x.size(2)),
-              f"h0 has shape {tuple(h0.shape)}: (batch, channels) = ({x.size(0)}, {x.size(2)}) is needed")
-        check_same("h0", h0, "x", x)
+        check_tensor("h0", h0, "x", x, ("batch", "channels"))
+        check_shape("h0", h0, (x.size(0), x.size(2)), "x's batch and channels")
     return g, x, chunk, h0, offset
 
 
@@ -1194,8 +1248,9 @@ def scan(g, x, chunk, h0=None, offset=0):
 
     Position t is number offset + t of the sequence; the state starts from zero where that is a multiple of `chunk`.
     The first chunk, of which `offset` (0 to chunk - 1) tokens were done before, starts from h0 (B, C) if given, else
-    from zero. The state is float32 at least. Differentiable in g, x and h0. Products of successive g are formed, up to
-    64 of them or the root of chunk: they must not overflow (gates of at most 1 never do).
+    from zero. The state is float32 at least, rounded only where it leaves in h: to go on from it without loss, scan in
+    float32. Differentiable in g, x and h0. Products of successive g are formed, up to 64 of them or the root of chunk:
+    they must not overflow (gates of at most 1 never do).
     Raises ValueError, naming the argument, where shapes, dtypes or devices do not fit."""
     return scan_op(*check_scan(g, x, chunk, h0, offset))
 

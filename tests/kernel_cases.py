@@ -46,7 +46,7 @@ def random_positions(rng, per_row, B, T, first, last):
 
 def attend_case(seed, Tq, Tk, kind, window, slopes, heads, sizes, dtype=torch.float64, device="cpu"):
     """Inputs of attend: the tensors q, k, v, the other arguments, and the incoming gradients do, dlse. Some queries
-    stand before every key, some keys are padding, and dlse is NaN where nothing is seen."""
+    stand before every key, some keys are padding and hold NaN."""
     (B, H, G), (D, DV), rng = heads, sizes, random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
@@ -54,10 +54,11 @@ def attend_case(seed, Tq, Tk, kind, window, slopes, heads, sizes, dtype=torch.fl
     q, k, v, do = (x.transpose(1, 2) for x in (q, k, v, do))
     q_pos = k_pos = None
     if kind != "plain":
-        q_pos = random_positions(rng, kind == "per row", B, Tq, -2, Tk)
-        k_pos = random_positions(rng, kind != "shared", B, Tk, 0, Tk)
+        q_pos = random_positions(rng, kind in ("per row", "queries per row"), B, Tq, -2, Tk)
+        k_pos = random_positions(rng, kind in ("per row", "keys per row"), B, Tk, 0, Tk)
         if Tk > 2:
             k_pos[..., -2:] = FAR
+            k[:, :, -2:] = v[:, :, -2:] = math.nan
         q_pos, k_pos = q_pos.to(device), k_pos.to(device)
     bias = torch.rand(H, generator=generator).to(device) if slopes else None
     wide = torch.promote_types(dtype, torch.float32)
@@ -67,10 +68,10 @@ def attend_case(seed, Tq, Tk, kind, window, slopes, heads, sizes, dtype=torch.fl
 
 # The values that the covering set combines
 LENGTH = (1, 2, 63, 64, 65, 100)
-KIND = ("plain", "shared", "per row", "keys per row")
+KIND = ("plain", "shared", "per row", "keys per row", "queries per row")
 WINDOW = (None, 1, 20)
 SLOPES = (False, True)
-HEADS = ((1, 2, 1), (2, 2, 2), (1, 4, 2), (2, 1, 1))            # B, H, G
+HEADS = ((1, 2, 1), (2, 2, 2), (1, 4, 2), (4, 1, 1))            # B, H, G
 SIZES = ((16, 16), (8, 24), (64, 64), (40, 32), (128, 100))      # D, DV
 
 
@@ -101,8 +102,8 @@ def outputs_and_gradients(function, tensors, arguments, incoming):
 
 
 def dense_outputs_and_gradients(tensors, arguments, incoming):
-    """The same from the definition in float64, whose gradients come from autograd; the NaN stays out."""
-    tensors = [x.detach().cpu().double().requires_grad_() for x in tensors]
+    """The same from the definition in float64, whose gradients come from autograd; the NaN stay out."""
+    tensors = [x.detach().cpu().double().nan_to_num(0).requires_grad_() for x in tensors]
     out, lse = dense_attend(*tensors, *[a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments])
     do, dlse = (x.cpu().double() for x in incoming)
     loss = (out * do).sum() + (torch.where(lse == -math.inf, 0, lse) * dlse).sum()
