@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import kernels
-from kernel_cases import (FAR, assert_close, attend_case, covering_set, loop_scan, outputs_and_gradients, relative_rms)
+from kernel_cases import (FAR, assert_close, attend_case, covering_set, dense_outputs_and_gradients, loop_scan,
+                          outputs_and_gradients)
 
 assert kernels.INTERPRETED, "set TRITON_INTERPRET=1"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -54,37 +55,35 @@ def test_attend_in_float16():
 
 @pytest.mark.parametrize("kind", ["plain", "shared"])
 def test_tiles_that_no_query_sees_are_not_loaded(kind):
-    """300 positions, window 40: queries 200 to 299 come with NaN in the keys of 0 to 127, which are whole tiles out of
-    sight, and the keys 0 to 63 with NaN in the queries (and what comes in for them) from 192 on."""
+    """300 positions, window 40. Whole tiles of keys (0 to 127) are out of sight of queries 200 to 299, whole tiles of
+    queries (192 on) of keys 0 to 63: NaN there, also in what comes in, reaches neither results nor gradients."""
     position = torch.arange(300, dtype=torch.int32)
+    arguments = (None, None, None, 40) if kind == "plain" else (position, position, None, 40)
     q, k, v = (torch.randn(1, 1, 300, 16) for _ in range(3))
-    at = (None, None) if kind == "plain" else (position, position)
-    clean = outputs_and_gradients(kernels.attend, (q, k, v), (*at, None, 40), (torch.ones_like(q), torch.ones(1, 1, 300)))
-    k2, v2 = k.clone(), v.clone()
-    k2[:, :, :128] = v2[:, :, :128] = math.nan
-    seen = kernels.attend(q[:, :, 200:], k2, v2, position[200:], position, window=40)
-    assert relative_rms(seen[0], clean[0][:, :, 200:]) < 1e-6 and seen[0].isfinite().all()
-    q2, do = q.clone(), torch.ones_like(q)
-    q2[:, :, 192:] = do[:, :, 192:] = math.nan
-    dirty = outputs_and_gradients(kernels.attend, (q2, k, v), (*at, None, 40), (do, torch.ones(1, 1, 300)))
-    for found, expected in zip(dirty[3:], clean[3:]):
-        assert relative_rms(found[:, :, :64], expected[:, :, :64]) < 1e-6
+    incoming = torch.ones_like(q), torch.ones(1, 1, 300)
+    out, lse, dq, dk, dv = outputs_and_gradients(kernels.attend, (q, k, v), arguments, incoming)
+    hidden = [x.index_fill(2, torch.arange(128), math.nan) for x in (k, v)]
+    found = outputs_and_gradients(kernels.attend, (q, *hidden), arguments, incoming)
+    assert_close([x[:, :, 256:] for x in found[:3]], [x[:, :, 256:] for x in (out, lse, dq)], 1e-6, ("out", "lse", "dq"))
+    late = [x.index_fill(2, torch.arange(192, 300), math.nan) for x in (q, incoming[0])]
+    found = outputs_and_gradients(kernels.attend, (late[0], k, v), arguments, (late[1], incoming[1]))
+    assert_close([x[:, :, :64] for x in found[3:]], [x[:, :, :64] for x in (dk, dv)], 1e-6, ("dk", "dv"))
 
 
-def test_attend_takes_any_strides():
-    """Transposed, expanded, offset and odd-sized inputs, and gradients that come in expanded."""
-    base = torch.randn(2, 70, 3 * 2 * 20 + 1)
-    q, k, v = (base[..., 1:].view(2, 70, 3, 2, 20)[:, :, i].transpose(1, 2) for i in range(3))
-    k = k[:, :1].expand(-1, 2, -1, -1)
-    expected = kernels.attend_ref(q, k, v)
-    found = kernels.attend(q, k, v)
-    assert relative_rms(found[0], expected[0]) < 1e-5 and relative_rms(found[1], expected[1]) < 1e-5
-    leaf = base.requires_grad_()
-    grads = []
-    for function in (kernels.attend, kernels.attend_ref):
-        q, k, v = (leaf[..., 1:].view(2, 70, 3, 2, 20)[:, :, i].transpose(1, 2) for i in range(3))
-        grads.append(torch.autograd.grad(function(q, k, v)[0].sum(), leaf)[0])
-    assert relative_rms(*grads) < 1e-5
+LAYOUTS = {"transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+           "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+           "expanded": lambda x: x[..., :1].expand(x.shape),
+           "offset": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+           "heads expanded": lambda x: x[:, :1].expand(x.shape)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("D", [16, 20])
+def test_attend_takes_any_strides(D, layout):
+    tensors, arguments, incoming = attend_case(0, 20, 20, "shared", None, False, (2, 2, 2), (D, D), dtype=torch.float32)
+    tensors, incoming = [LAYOUTS[layout](x) for x in tensors], [LAYOUTS[layout](incoming[0]), incoming[1]]
+    found = outputs_and_gradients(kernels.attend, tensors, arguments, incoming)
+    assert_close(found, dense_outputs_and_gradients(tensors, arguments, incoming), 1e-5)
 
 
 def test_attend_of_nothing():
@@ -93,6 +92,9 @@ def test_attend_of_nothing():
     assert (out == 0).all() and (lse == -math.inf).all()
     dq, dk = torch.autograd.grad((out.sum() + lse.sum()), (q, k))
     assert (dq == 0).all() and dk.shape == k.shape
+    at = torch.zeros(2, 5, dtype=torch.int32)
+    none = torch.randn(2, 2, 0, 16)
+    assert (kernels.attend(torch.randn(2, 2, 5, 16), none, none, at, at[:, :0])[1] == -math.inf).all()
     out, lse = kernels.attend(q[:, :, :0], q, q)
     assert out.shape == (1, 2, 0, 16) and lse.shape == (1, 2, 0)
     assert (torch.autograd.grad(out.sum(), q, allow_unused=True)[0] == 0).all()
@@ -119,7 +121,7 @@ def test_merge(D, dtype):
 
 SCANS = [(T, C, chunk, offset, start) for T, C, chunk, offset in
          [(1, 1, 1, 0), (1, 16, 16, 15), (2, 3, 7, 6), (63, 3, 16, 0), (64, 20, 64, 63), (65, 17, 65, 0), (65, 2, 1, 0),
-          (100, 5, 10, 3), (100, 3, 100, 0), (130, 16, 130, 70), (130, 2, 1000, 900), (7, 16, 4, 2)] for start in (False, True)]
+          (100, 5, 10, 3), (100, 3, 100, 0), (130, 16, 130, 70), (130, 2, 1000, 900), (7, 16, 4, 2), (9, 16, 2 ** 31 - 1, 5)] for start in (False, True)]
 
 
 @pytest.mark.parametrize("T, C, chunk, offset, start", SCANS)
@@ -134,6 +136,24 @@ def test_scan(T, C, chunk, offset, start):
         grads = torch.autograd.grad(h, leaves, kind(dh), allow_unused=True, materialize_grads=True)
         results.append([h.detach(), *grads])
     assert_close(*results, 1e-5, ("h", "dg", "dx", "dh0")[:len(results[0])])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scan_in_16_bits(dtype):
+    inputs, results = [torch.rand(2, 70, 3).to(dtype), torch.randn(2, 70, 3).to(dtype), torch.randn(2, 3).to(dtype)], []
+    for function, kind in ((kernels.scan, dtype), (loop_scan, torch.float64)):
+        g, x, h0 = leaves = [y.to(kind).requires_grad_() for y in inputs]
+        h = function(g, x, 16, h0, 5)
+        results.append([h.detach(), *torch.autograd.grad(h.sum(), leaves)])
+    assert_close(*results, 1e-2, ("h", "dg", "dx", "dh0"))
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_scan_of_nothing(offset):
+    g, h0 = torch.rand(2, 0, 16, requires_grad=True), torch.rand(2, 16, requires_grad=True)
+    h = kernels.scan(g, g, 4, h0, offset)
+    assert h.shape == g.shape
+    assert (torch.autograd.grad(h.sum(), h0, materialize_grads=True)[0] == 0).all()
 
 
 def test_scan_in_bfloat16_keeps_its_state_in_float32():
