@@ -934,7 +934,8 @@ def recurrence(g, x, h0):
 
 def in_chunks(x, chunk, fill):
     """x (B, T, C) in float32 at least, cut into chunks: (B n, chunk, C), the last one filled up."""
-    x = F.pad(x.to(lse_dtype(x)), (0, 0, 0, -x.size(1) % chunk), value=fill)
+    x, missing = x.to(lse_dtype(x)), -x.size(1) % chunk
+    x = F.pad(x, (0, 0, 0, missing), value=fill) if missing else x
     return x.reshape(-1, chunk, x.size(-1))
 
 
