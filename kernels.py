@@ -1019,6 +1019,17 @@ def operator(schema, fast, plain, fake):
     return op
 
 
+def call(op, plain, arguments):
+    """op(*arguments); or, without its ceremony, the plain code that it would run, where nothing asks for gradients or
+    traces (a subclass of Tensor does): a tenth of a millisecond counts when decoding on a CPU."""
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    eager = not torch.compiler.is_compiling() and all(type(x) is torch.Tensor for x in tensors)
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if eager and not grad and not runs_triton(tensors[0].device, tensors[0].dtype):
+        return plain(*arguments)
+    return op(*arguments)
+
+
 def twin(forward, setup_context, backward):
     """forward as a differentiable function: the same rules as the operator's, on the plain implementation."""
     rules = dict(forward=forward, setup_context=setup_context, backward=backward)
@@ -1198,7 +1209,7 @@ def attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=None
     float64), both differentiable, once, in q, k and v. A query that sees nothing: out 0, lse -inf, no gradient.
     Raises ValueError, naming the argument, where shapes, dtypes or devices do not fit.
     """
-    return attend_op(*attend_arguments(q, k, v, q_pos, k_pos, slopes, window, scale))
+    return call(attend_op, attend_plain, attend_arguments(q, k, v, q_pos, k_pos, slopes, window, scale))
 
 
 def attend_ref(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=None):
@@ -1223,7 +1234,7 @@ def merge(out_a, lse_a, out_b, lse_b):
     (B, H, T) as attend returns them -> out, lse of the same shapes; differentiable in all four. A side that saw nothing
     (lse -inf) changes nothing and gets no gradient; if neither saw anything the result is 0, -inf.
     Raises ValueError, naming the argument, where shapes, dtypes or devices do not fit."""
-    return merge_op(*check_merge(out_a, lse_a, out_b, lse_b))
+    return call(merge_op, merge_plain, check_merge(out_a, lse_a, out_b, lse_b))
 
 
 def merge_ref(out_a, lse_a, out_b, lse_b):
@@ -1253,7 +1264,7 @@ def scan(g, x, chunk, h0=None, offset=0):
     float32. Differentiable in g, x and h0. Products of successive g are formed, up to 64 of them or the root of chunk:
     they must not overflow (gates of at most 1 never do).
     Raises ValueError, naming the argument, where shapes, dtypes or devices do not fit."""
-    return scan_op(*check_scan(g, x, chunk, h0, offset))
+    return call(scan_op, scan_plain, check_scan(g, x, chunk, h0, offset))
 
 
 def scan_ref(g, x, chunk, h0=None, offset=0):

@@ -312,7 +312,7 @@ def test_the_bench_runs(capsys):
     bench.bench_attend(torch.device("cpu"), 1, (1, 2, 64, 8), 128)
     bench.bench_scan(torch.device("cpu"), 1, (1, 64, 8))
     out = capsys.readouterr().out
-    assert out.count("SDPA ") >= 5 and out.count("(goal ") == 5 and "nan" not in out and "inf" not in out
+    assert out.count("SDPA ") >= 5 and out.count("(goal ") == 5 and out.count("(goal on a GPU") == 2 and "nan" not in out and "inf" not in out
 
 
 def test_gradcheck_of_scan():
@@ -359,6 +359,20 @@ def all_three(q, k, v, g, x, q_pos, k_pos, slopes):
     parts = kernels.attend(q, k, v, slopes=slopes), kernels.attend(q, k, v, q_pos, k_pos, window=5)
     out, lse = kernels.merge(*parts[0], *parts[1])
     return out.square().sum() + lse.square().sum() + (kernels.scan(g, x, 4) * x).sum()
+
+
+def test_without_gradients_the_results_are_the_same(monkeypatch):
+    """Then a CPU takes a short cut past the operators, unless something traces."""
+    calls = []
+    monkeypatch.setattr(kernels, "call", lambda op, *rest, call=kernels.call: calls.append(op) or call(op, *rest))
+    (q, k, v), *_ = attend_case(0, 9, 11, "plain", None, False, (2, 4, 2), (8, 6), torch.float32)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, torch.rand(2, 9, 3), torch.randn(2, 9, 3))]
+    rest = torch.arange(9).int(), torch.arange(11).int(), torch.rand(4)
+    with torch.no_grad():
+        quick = all_three(*leaves, *rest)
+    assert torch.equal(all_three(*leaves, *rest), quick) and len(calls) == 8
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        assert all_three(*(mode.from_tensor(x) for x in (*leaves, *rest))).shape == ()
 
 
 def test_torch_compile_takes_them():
