@@ -724,7 +724,7 @@ def pieces(q_pos, k_pos, window, biased, whole=True):
     if Tq <= QUERY_BLOCK and Tk <= KEY_BLOCK:                       # not worth the search
         return [(slice(0, Tq), slice(0, Tk), True)]
     starts = range(0, Tq, QUERY_BLOCK)
-    low = q_pos[:, [a for a in starts]]
+    low = q_pos[:, list(starts)]
     high = q_pos[:, [min(a + QUERY_BLOCK, Tq) - 1 for a in starts]]
     limits = torch.stack([low - window, high, high - window, low])                      # (4, B or 1, blocks)
     rows = max(len(q_pos), len(k_pos))
@@ -816,8 +816,8 @@ def widened(*tensors, more=False):
 
 
 def ready(q, k, v, k_at):
-    """q, k, v as the CPU operator needs them: its rows are contiguous. What padding keys hold, which may be anything,
-    is set to 0: 0 times NaN would be NaN."""
+    """q, k, v as the CPU operator needs them: the elements of a row side by side. What padding keys hold, which may be
+    anything, becomes 0: 0 times NaN would be NaN."""
     far = k_at >= FAR
     if far.any():
         k, v = (x.masked_fill(far[:, None, :, None], 0) for x in (k, v))
