@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import kernels
-from kernel_cases import (FAR, assert_close, attend_case, covering_set, dense_outputs_and_gradients, loop_scan,
-                          outputs_and_gradients)
+from kernel_cases import (FAR, LAYOUTS, assert_close, attend_case, compare_scan, covering_set,
+                          dense_outputs_and_gradients, outputs_and_gradients)
 
 assert kernels.INTERPRETED, "set TRITON_INTERPRET=1"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -70,13 +70,6 @@ def test_tiles_that_no_query_sees_are_not_loaded(kind):
     assert_close([x[:, :, :64] for x in found[3:]], [x[:, :, :64] for x in (dk, dv)], 1e-6, ("dk", "dv"))
 
 
-LAYOUTS = {"transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-           "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-           "expanded": lambda x: x[..., :1].expand(x.shape),
-           "offset": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
-           "heads expanded": lambda x: x[:, :1].expand(x.shape)}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("D", [16, 20])
 def test_attend_takes_any_strides(D, layout):
@@ -126,26 +119,12 @@ SCANS = [(T, C, chunk, offset, start) for T, C, chunk, offset in
 
 @pytest.mark.parametrize("T, C, chunk, offset, start", SCANS)
 def test_scan(T, C, chunk, offset, start):
-    torch.manual_seed(T)
-    inputs = [torch.rand(2, T, C), torch.randn(2, T, C)] + [torch.randn(2, C)] * start
-    dh = torch.randn(2, T, C)
-    results = []
-    for function, kind in ((kernels.scan, torch.Tensor.float), (loop_scan, torch.Tensor.double)):
-        g, x, *h0 = leaves = [kind(y).clone().requires_grad_() for y in inputs]
-        h = function(g, x, chunk, h0[0] if start else None, offset)
-        grads = torch.autograd.grad(h, leaves, kind(dh), allow_unused=True, materialize_grads=True)
-        results.append([h.detach(), *grads])
-    assert_close(*results, 1e-5, ("h", "dg", "dx", "dh0")[:len(results[0])])
+    compare_scan(kernels.scan, 2, T, C, chunk, offset, start, 1e-5, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scan_in_16_bits(dtype):
-    inputs, results = [torch.rand(2, 70, 3).to(dtype), torch.randn(2, 70, 3).to(dtype), torch.randn(2, 3).to(dtype)], []
-    for function, kind in ((kernels.scan, dtype), (loop_scan, torch.float64)):
-        g, x, h0 = leaves = [y.to(kind).requires_grad_() for y in inputs]
-        h = function(g, x, 16, h0, 5)
-        results.append([h.detach(), *torch.autograd.grad(h.sum(), leaves)])
-    assert_close(*results, 1e-2, ("h", "dg", "dx", "dh0"))
+    compare_scan(kernels.scan, 2, 70, 3, 16, 5, True, 1e-2, dtype)
 
 
 @pytest.mark.parametrize("offset", [0, 2])

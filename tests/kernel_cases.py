@@ -28,6 +28,8 @@ def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scal
 
 def loop_scan(g, x, chunk, h0=None, offset=0):
     """scan from its definition, position by position."""
+    if not x.size(1):
+        return x.clone()
     state = torch.zeros_like(x[:, 0]) if h0 is None else h0
     states = []
     for t in range(x.size(1)):
@@ -130,3 +132,29 @@ def assert_close(found, expected, tolerance, names=NAMES):
     for name, a, b in zip(names, found, expected, strict=True):
         assert a.shape == b.shape, name
         assert relative_rms(a, b) <= tolerance, (name, relative_rms(a, b))
+
+
+# Ways for a (B, H, T, D) to lie in memory that attend's own results never have.
+LAYOUTS = {"transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+           "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+           "expanded": lambda x: x[..., :1].expand(x.shape),
+           "offset": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+           "heads expanded": lambda x: x[:, :1].expand(x.shape)}
+
+SCAN_NAMES = ("h", "dg", "dx", "dh0")
+
+
+def compare_scan(function, B, T, C, chunk, offset, start, tolerance, dtype=torch.float64, device="cpu"):
+    """Assert that function and its gradients are the loop's, in float64, on the same inputs; returns function's."""
+    generator = torch.Generator().manual_seed(T)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    inputs, dh = [normal(B, T, C).sigmoid(), normal(B, T, C)] + [normal(B, C)] * start, normal(B, T, C)
+    results = []
+    for f, kind, where in ((function, dtype, device), (loop_scan, torch.float64, "cpu")):
+        g, x, *h0 = leaves = [y.to(where, kind).requires_grad_() for y in inputs]
+        h = f(g, x, chunk, h0[0] if start else None, offset)
+        grads = torch.autograd.grad(h, leaves, dh.to(where, kind), allow_unused=True, materialize_grads=True)
+        results.append([h.detach(), *grads])
+    assert [y.dtype for y in results[0]] == [dtype] * len(results[0])
+    assert_close(*results, tolerance, SCAN_NAMES[:len(results[0])])
+    return results[0]
