@@ -1,4 +1,5 @@
 """The tests can fail: each bug below is planted into a copy of the repository, and the named tests must notice."""
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -87,6 +88,8 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug, tmp_path):
     file, old, new, tests = BUGS[bug]
+    if bug.startswith("Triton") and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
     shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".*", "out", "data", "__pycache__"))
     shutil.copy(ROOT / "pytest.ini", tmp_path / "copy")
     text = (tmp_path / "copy" / file).read_text()
