@@ -188,7 +188,8 @@ def bench_attend(device, rounds, shape=None, long=None):
     times = race(f"keys at the ends of chunks of 16, T = {T}, forward",
                  {**{n: lambda f=f: f(q, k, v) for n, f in functions.items()}, "chunk ends": chunk_ends}, device, 5, 1)
     best = min((n for n in times if n != "chunk ends"), key=times.get)
-    print(f"  they are {times[best] / times['chunk ends']:.1f}x as fast as {best} over all keys (goal on a GPU, at 65536, 8)")
+    print(f"  they are {times[best] / times['chunk ends']:.1f}x as fast as {best} over all keys "
+          "(goal on a GPU, at 65536, 8)")
 
 
 def loop_scan(g, x, chunk):
