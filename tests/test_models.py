@@ -76,7 +76,8 @@ def assert_naive_is_fast(name, sizes, B, T):
         logits, loss, grads = outputs_and_gradients(model.train(training), x)
         logits2, loss2, grads2 = outputs_and_gradients(naive.train(training), x)
         assert relative(logits, logits2) < 1e-10 and abs(loss - loss2) < 1e-10 * abs(loss)
-        floor = 1e-6 * max(rms(g) for g in grads.values())      # below it a gradient is rounding: one key has no softmax
+        # a softmax over one key passes no gradient: q and k get rounding alone, some 1e-16 of what other weights get
+        floor = 1e-5 * max(rms(g) for g in grads.values())
         for n in grads:
             assert T < 63 or not training or rms(grads[n]) > floor, f"{n} has no gradient: nothing is compared"
             assert relative(grads[n], grads2[n], floor) < 1e-10, n
