@@ -50,13 +50,16 @@ except ImportError:         # no wheel for this system: the twins run
     triton = None
 
     class tl:
-        constexpr = int
+        constexpr = float
 
 debug = False               # True: attend also checks that positions ascend (reads them: a GPU waits for it)
 FAR = 2 ** 30               # position of padding keys, after every query; also the window that hides nothing
 HEAD_SIZES = (16, 32, 64, 128, 256)     # of the kernels; others are padded to the next
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED = tl.constexpr(triton is not None and triton.knobs.runtime.interpret)
+
+
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 def jit(**options):
@@ -134,6 +137,12 @@ def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased, BLOCK
 
 
 @jit()
+def side_tile(i, first, a, z):
+    """Number i of the tiles that need a mask: first .. a, then z .. last."""
+    return tl.where(i < a - first, first + i, z + i - (a - first))
+
+
+@jit()
 def load_rows(ptr, start, stride, there, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """Rows start .. start + ROWS of a matrix with D columns: (ROWS, BLOCK_D), zeros past D and, where MASKED, in the
     rows that are not `there`, which are not read."""
@@ -201,8 +210,8 @@ def attend_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_pos_ptr, k_po
     v_ptr += b * v_b + h // GROUP * v_h
     q_pos_ptr += b * q_pos_b
     k_pos_ptr += b * k_pos_b
-    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * 1.4426950408889634      # log2(e)
-    scale = scale * 1.4426950408889634
+    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * LOG2E
+    scale = scale * LOG2E
 
     rows = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, True)
@@ -218,14 +227,14 @@ def attend_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_pos_ptr, k_po
         m, l, acc = softmax_tile(q, q_at, m, l, acc, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D, DV,
                                  scale, slope, window, PLAIN, BLOCK_N, BLOCK_D, False)
     for i in range(0, a - first + last - z):                        # the tiles on either side of them
-        n = tl.where(i < a - first, first + i, z + i - (a - first))
+        n = side_tile(i, first, a, z)
         m, l, acc = softmax_tile(q, q_at, m, l, acc, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D, DV,
                                  scale, slope, window, PLAIN, BLOCK_N, BLOCK_D, True)
 
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
     store_rows(out_ptr + b * o_b + h * o_h, start, o_t, Tq, DV, acc / l[:, None], BLOCK_M, BLOCK_D)
-    lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)              # log(2)
+    lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
     tl.store(lse_ptr + head.to(tl.int64) * Tq + rows, lse, mask=rows < Tq)
 
 
@@ -255,8 +264,8 @@ def attend_dq_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, de
     v_ptr += b * v_b + h // GROUP * v_h
     q_pos_ptr += b * q_pos_b
     k_pos_ptr += b * k_pos_b
-    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * 1.4426950408889634
-    scale2 = scale * 1.4426950408889634
+    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * LOG2E
+    scale2 = scale * LOG2E
 
     rows = start + tl.arange(0, BLOCK_M)
     per_row = head.to(tl.int64) * Tq + rows
@@ -267,7 +276,7 @@ def attend_dq_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, de
     empty = lse == float("-inf")
     delta = tl.where(empty, 0.0, delta)                             # whatever came in: dlse may be NaN there
     tl.store(delta_ptr + per_row, delta, mask=rows < Tq)
-    lse = tl.where(empty, float("inf"), lse * 1.4426950408889634)   # p = 2^(s - inf) = 0
+    lse = tl.where(empty, float("inf"), lse * LOG2E)   # p = 2^(s - inf) = 0
 
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, True)
     q_at = positions_at(q_pos_ptr, rows, Tq, -(1 << 30), PLAIN)
@@ -279,7 +288,7 @@ def attend_dq_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, de
         dq = dq_tile(q, do, q_at, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D, DV,
                      scale2, slope, window, PLAIN, BLOCK_N, BLOCK_D, False)
     for i in range(0, a - first + last - z):
-        n = tl.where(i < a - first, first + i, z + i - (a - first))
+        n = side_tile(i, first, a, z)
         dq = dq_tile(q, do, q_at, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D, DV,
                      scale2, slope, window, PLAIN, BLOCK_N, BLOCK_D, True)
     store_rows(dq_ptr + b * dq_b + h * dq_h, start, dq_t, Tq, D, dq * scale, BLOCK_M, BLOCK_D)
@@ -293,7 +302,7 @@ def dkv_tile(k, v, k_at, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, s
     rows = start + tl.arange(0, BLOCK_M)
     q_at = positions_at(q_pos_ptr, rows, Tq, -(1 << 30), PLAIN) if MASKED else 0
     q = load_rows(q_ptr, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
-    lse = load_one_each(lse_ptr, rows, Tq, float("inf"), MASKED) * 1.4426950408889634
+    lse = load_one_each(lse_ptr, rows, Tq, float("inf"), MASKED) * LOG2E
     if MASKED:
         lse = tl.where(lse == float("-inf"), float("inf"), lse)     # a query that sees nothing: p = 2^(s - inf) = 0
     s = scores(k, q, q_at[None, :] if MASKED else 0, k_at[:, None], scale, slope, window, MASKED)
@@ -321,8 +330,8 @@ def attend_dkv_kernel(q_ptr, k_ptr, v_ptr, lse_ptr, do_ptr, delta_ptr, dk_ptr, d
     delta_ptr += head.to(tl.int64) * Tq
     q_pos_ptr += b * q_pos_b
     k_pos_ptr += b * k_pos_b
-    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * 1.4426950408889634
-    scale2 = scale * 1.4426950408889634
+    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * LOG2E
+    scale2 = scale * LOG2E
 
     k_at = positions_at(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, 1 << 30, PLAIN)
     k = load_rows(k_ptr + b * k_b + h // GROUP * k_h, start, k_t, k_at < 1 << 30, D, BLOCK_N, BLOCK_D, True)
@@ -337,7 +346,7 @@ def attend_dkv_kernel(q_ptr, k_ptr, v_ptr, lse_ptr, do_ptr, delta_ptr, dk_ptr, d
         dk, dv = dkv_tile(k, v, k_at, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, n * BLOCK_M, q_t, do_t,
                           Tq, D, DV, scale2, slope, window, PLAIN, BLOCK_M, BLOCK_D, False)
     for i in range(0, a - first + last - z):
-        n = tl.where(i < a - first, first + i, z + i - (a - first))
+        n = side_tile(i, first, a, z)
         dk, dv = dkv_tile(k, v, k_at, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, n * BLOCK_M, q_t, do_t,
                           Tq, D, DV, scale2, slope, window, PLAIN, BLOCK_M, BLOCK_D, True)
     store_rows(dk_ptr + b * dk_b + h * dk_h, start, dk_t, Tk, D, dk * scale, BLOCK_N, BLOCK_D)
@@ -360,14 +369,21 @@ def merge_weights(lse_a_ptr, lse_b_ptr, at, valid):
     return tl.where(top == float("-inf"), top, top + tl.log(total)), w_a / total, w_b / total
 
 
-@jit(**MERGE)
-def merge_forward_kernel(a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, n, T, H, D,
-                         BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program: BLOCK_M of the n = B T H rows, which lie in this order; the lse lie in the order B H T."""
+@jit()
+def merge_program(n, T, H, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What a program of merge works on: BLOCK_M of the n = B T H rows, which lie in this order (offsets, mask), and
+    their lse, which lie in the order B H T (offsets, mask)."""
     row, d = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     valid = row < n
     at = row // (T * H) * (T * H) + row % H * T + row // H % T
-    here, mask = row[:, None] * D + d[None, :], valid[:, None] & (d < D)[None, :]
+    return row[:, None] * D + d[None, :], valid[:, None] & (d < D)[None, :], at, valid
+
+
+@jit(**MERGE)
+def merge_forward_kernel(a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, n, T, H, D,
+                         BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """out = p_a a + p_b b with shares p; what an empty side holds is not read."""
+    here, mask, at, valid = merge_program(n, T, H, D, BLOCK_M, BLOCK_D)
     lse, p_a, p_b = merge_weights(lse_a_ptr, lse_b_ptr, at, valid)
     a = tl.load(a_ptr + here, mask=mask & (p_a > 0)[:, None], other=0.0).to(tl.float32)
     b = tl.load(b_ptr + here, mask=mask & (p_b > 0)[:, None], other=0.0).to(tl.float32)
@@ -379,10 +395,7 @@ def merge_forward_kernel(a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, n
 def merge_backward_kernel(a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, do_ptr, dlse_ptr, da_ptr, dlse_a_ptr, db_ptr, dlse_b_ptr,
                           n, T, H, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """With shares p: da = p_a do, dlse_a = p_a (dlse + do . (a - out)), and the same for b; 0 for an empty side."""
-    row, d = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    valid = row < n
-    at = row // (T * H) * (T * H) + row % H * T + row // H % T
-    here, mask = row[:, None] * D + d[None, :], valid[:, None] & (d < D)[None, :]
+    here, mask, at, valid = merge_program(n, T, H, D, BLOCK_M, BLOCK_D)
     _, p_a, p_b = merge_weights(lse_a_ptr, lse_b_ptr, at, valid)
     has_a, has_b = p_a > 0, p_b > 0
     a = tl.load(a_ptr + here, mask=mask & has_a[:, None], other=0.0).to(tl.float32)
@@ -469,10 +482,15 @@ def heads_like(x, B, H, T, D, dtype=None):
     return x.new_empty(B, T, H, D, dtype=dtype).transpose(1, 2)
 
 
+def is_aligned(x):
+    """Whether x's strides and last dimension are multiples of 16 elements and its start of 16 bytes: what the one
+    compiled variant takes for granted."""
+    return not (x.stride(-1) != 1 or x.size(-1) % 16 or x.data_ptr() % 16 or any(s % 16 for s in strides(x)))
+
+
 def aligned(x):
-    """x (B, H, T, D) with strides and head size multiples of 16 elements and its start of 16 bytes, which one compiled
-    variant serves: x itself, or a copy, its head size padded with zeros."""
-    if x.stride(-1) == 1 and x.size(-1) % 16 == 0 and x.data_ptr() % 16 == 0 and not any(s % 16 for s in strides(x)):
+    """x (B, H, T, D), or a copy that is_aligned, its head size padded with zeros."""
+    if is_aligned(x):
         return x
     padded = heads_like(x, *x.shape[:3], x.size(-1) + -x.size(-1) % 16).zero_()
     padded[..., :x.size(-1)] = x
@@ -637,8 +655,8 @@ def scan_options(chunk):
 
 
 def scan_rows(x):
-    """x (B, T, C) with C and the strides multiples of 16, which one compiled variant serves, and its strides."""
-    if x.size(-1) % 16 or x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 16 for s in strides(x)):
+    """x (B, T, C), or a copy that is_aligned, its channels padded with zeros; and its strides."""
+    if not is_aligned(x):
         x = F.pad(x, (0, -x.size(-1) % 16)).contiguous()
     return x, *strides(x)
 
@@ -815,12 +833,11 @@ def widened(*tensors, more=False):
     return [F.pad(x, (0, size - x.size(-1))) if x.size(-1) < size else x for x in tensors]
 
 
-def ready(q, k, v, k_at):
+def ready(q, k, v, k_pos):
     """q, k, v as the CPU operator needs them: the elements of a row side by side. What padding keys hold, which may be
     anything, becomes 0: 0 times NaN would be NaN."""
-    far = k_at >= FAR
-    if far.any():
-        k, v = (x.masked_fill(far[:, None, :, None], 0) for x in (k, v))
+    if k_pos is not None and (k_pos >= FAR).any():
+        k, v = (x.masked_fill((k_pos >= FAR).view(-1, 1, k.size(2), 1), 0) for x in (k, v))
     return [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
 
 
@@ -836,12 +853,12 @@ def is_torchs_own(q, k, q_pos, slopes, window):
 
 def attend_plain(q, k, v, q_pos, k_pos, slopes, window, scale):
     """attend piece by piece: out (B, H, Tq, DV), lse (B, H, Tq)."""
-    (B, H, Tq, _), Tk, dtype = q.shape, k.size(2), lse_dtype(q)
-    q_at, k_at = positions_of(Tq, q_pos, q.device), positions_of(Tk, k_pos, q.device)
-    q, k, v = ready(q, k, v, k_at)
+    q, k, v = ready(q, k, v, k_pos)
     if is_torchs_own(q, k, q_pos, slopes, window):
         out, lse = softmax_piece(q, k, v, None, scale, causal=True)
         return heads_like(q, *out.shape).copy_(out), lse.contiguous()
+    (B, H, Tq, _), Tk, dtype = q.shape, k.size(2), lse_dtype(q)
+    q_at, k_at = positions_of(Tq, q_pos, q.device), positions_of(Tk, k_pos, q.device)
     out = heads_like(q, B, H, Tq, v.size(-1), dtype=dtype).zero_()
     lse = q.new_full((B, H, Tq), -math.inf, dtype=dtype)
     started = set()
@@ -857,12 +874,12 @@ def attend_plain(q, k, v, q_pos, k_pos, slopes, window, scale):
 
 def attend_plain_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window, scale):
     """dq, dk, dv, piece by piece; do (B, H, Tq, DV), dlse (B, H, Tq) or None."""
-    dtype = lse_dtype(q)
-    q_at, k_at = positions_of(q.size(2), q_pos, q.device), positions_of(k.size(2), k_pos, q.device)
-    q, k, v = ready(q, k, v, k_at)
+    q, k, v = ready(q, k, v, k_pos)
     if is_torchs_own(q, k, q_pos, slopes, window):
         grads = softmax_piece_backward(q, k, v, out, lse, do, dlse, None, scale, causal=True)
         return tuple(heads_like(x, *x.shape).copy_(x) for x in grads)
+    dtype = lse_dtype(q)
+    q_at, k_at = positions_of(q.size(2), q_pos, q.device), positions_of(k.size(2), k_pos, q.device)
     dq, dk, dv = (heads_like(x, *x.shape, dtype=dtype).zero_() for x in (q, k, v))
     empty = lse == -math.inf
     lse = lse.masked_fill(empty, 0)
@@ -1158,7 +1175,7 @@ def check_positions(name, pos, q, n, limit):
 
 def check_attend(q, k, v, q_pos, k_pos, slopes, window, scale):
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, "q", x if name == "q" else q, ("batch", "heads", "positions", "head size"))
+        check_tensor(name, x, "q", q, ("batch", "heads", "positions", "head size"))
         check_head_size(name, x)
     check(k.size(0) == q.size(0), lambda: f"k has batch size {k.size(0)}, q has {q.size(0)}")
     check(k.size(1) > 0 and q.size(1) % k.size(1) == 0,
@@ -1219,7 +1236,7 @@ def attend_ref(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=
 
 def check_merge(out_a, lse_a, out_b, lse_b):
     for name, x in (("out_a", out_a), ("out_b", out_b)):
-        check_tensor(name, x, "out_a", x if name == "out_a" else out_a, ("batch", "heads", "positions", "head size"))
+        check_tensor(name, x, "out_a", out_a, ("batch", "heads", "positions", "head size"))
         check_shape(name, x, out_a.shape, "out_a's")
         check_head_size(name, x)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):

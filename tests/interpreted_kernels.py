@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import kernels
-from kernel_cases import (FAR, LAYOUTS, assert_close, attend_case, compare_scan, covering_set,
-                          dense_outputs_and_gradients, outputs_and_gradients)
+from kernel_cases import (FAR, LAYOUTS, assert_close, assert_state_is_float32, attend_case, compare_merge, compare_scan,
+                          covering_set, dense_outputs_and_gradients, outputs_and_gradients)
 
 assert kernels.INTERPRETED, "set TRITON_INTERPRET=1"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -96,20 +96,7 @@ def test_attend_of_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("D", [5, 16, 100])
 def test_merge(D, dtype):
-    """Positions 0 to 4 see nothing on side a, 3 to 7 nothing on side b: 3 and 4 nothing at all."""
-    torch.manual_seed(D)
-    a, b, do = (torch.randn(2, 3, 17, D).to(dtype) for _ in range(3))
-    lse_a, lse_b, dlse = (torch.randn(2, 3, 17) for _ in range(3))
-    for out, lse, empty in ((a, lse_a, slice(0, 5)), (b, lse_b, slice(3, 8))):
-        out[:, :, empty], lse[:, :, empty] = math.nan, -math.inf        # what an empty side holds is never read
-    dlse[:, :, 3:5] = math.nan
-    found, expected = [], []
-    for function, result, kind in ((kernels.merge, found, lambda x: x), (kernels.merge_ref, expected, torch.Tensor.double)):
-        sides = [kind(x).clone().requires_grad_() for x in (a, lse_a, b, lse_b)]
-        out, lse = function(*sides)
-        result += [out, lse, *torch.autograd.grad((out, lse), sides, (kind(do), kind(dlse)))]
-    assert_close(found, expected, TOLERANCE[dtype], ("out", "lse", "da", "dlse_a", "db", "dlse_b"))
-    assert (found[1][:, :, 3:5] == -math.inf).all() and (found[0][:, :, 3:5] == 0).all()
+    compare_merge(kernels.merge, D, dtype, TOLERANCE[dtype])
 
 
 SCANS = [(T, C, chunk, offset, start) for T, C, chunk, offset in
@@ -136,11 +123,7 @@ def test_scan_of_nothing(offset):
 
 
 def test_scan_in_bfloat16_keeps_its_state_in_float32():
-    """1,000 steps of 1e-3 on a state near 1: in bfloat16 each would be lost."""
-    x = torch.full((1, 1000, 16), 1e-3).bfloat16()
-    x[:, 0] = 1
-    h = kernels.scan(torch.ones_like(x), x, 1000)
-    assert h.dtype == torch.bfloat16 and abs(h[0, -1, 0].item() - 2) < 0.02
+    assert_state_is_float32(kernels.scan)
 
 
 def test_scan_of_strided_inputs():

@@ -5,6 +5,8 @@ import random
 
 import torch
 
+import kernels
+
 FAR = 2 ** 30
 
 
@@ -158,3 +160,30 @@ def compare_scan(function, B, T, C, chunk, offset, start, tolerance, dtype=torch
     assert [y.dtype for y in results[0]] == [dtype] * len(results[0])
     assert_close(*results, tolerance, SCAN_NAMES[:len(results[0])])
     return results[0]
+
+
+def compare_merge(function, D, dtype, tolerance, device="cpu"):
+    """Assert that function and its gradients are the twin's in float64. Of 17 positions 0 to 4 see nothing on side a, 3 to
+    7 nothing on side b, so 3 and 4 nothing at all; an empty side holds NaN, and NaN comes in where both are."""
+    torch.manual_seed(D)
+    a, b, do = (torch.randn(2, 3, 17, D).to(dtype) for _ in range(3))
+    lse_a, lse_b, dlse = (torch.randn(2, 3, 17) for _ in range(3))
+    for out, lse, empty in ((a, lse_a, slice(0, 5)), (b, lse_b, slice(3, 8))):
+        out[:, :, empty], lse[:, :, empty] = math.nan, -math.inf
+    dlse[:, :, 3:5] = math.nan
+    results = []
+    for f, move in ((function, lambda x: x.to(device)), (kernels.merge_ref, torch.Tensor.double)):
+        sides = [move(x).clone().requires_grad_() for x in (a, lse_a, b, lse_b)]
+        out, lse = f(*sides)
+        grads = torch.autograd.grad((out, lse), sides, (move(do), move(dlse)))
+        results.append([out.detach(), lse.detach(), *grads])
+    assert_close(*results, tolerance, ("out", "lse", "da", "dlse_a", "db", "dlse_b"))
+    assert (results[0][1][:, :, 3:5] == -math.inf).all() and (results[0][0][:, :, 3:5] == 0).all()
+
+
+def assert_state_is_float32(scan):
+    """1,000 steps of 1e-3 on a state near 1: in bfloat16 each would be lost."""
+    x = torch.full((1, 1000, 16), 1e-3).bfloat16()
+    x[:, 0] = 1
+    h = scan(torch.ones_like(x), x, 1000)
+    assert h.dtype == torch.bfloat16 and abs(h[0, -1, 0].item() - 2) < 0.02

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from conftest import ROOT
-from kernel_cases import (FAR, HEADS, KIND, LAYOUTS, LENGTH, SIZES, SLOPES, WINDOW, assert_close, attend_case, compare_scan,
-                          covering_set, dense_outputs_and_gradients, outputs_and_gradients, pairs,
-                          relative_rms)
+from kernel_cases import (FAR, HEADS, KIND, LAYOUTS, LENGTH, SIZES, SLOPES, WINDOW, assert_close,
+                          assert_state_is_float32, attend_case, compare_merge, compare_scan, covering_set,
+                          dense_outputs_and_gradients, outputs_and_gradients, pairs, relative_rms)
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
 
@@ -296,10 +296,7 @@ def test_gradcheck_of_scan():
 
 
 def test_the_state_is_float32_under_bfloat16():
-    x = torch.full((1, 1000, 2), 1e-3).bfloat16()
-    x[:, 0] = 1
-    h = kernels.scan(torch.ones_like(x), x, 1000)
-    assert h.dtype == torch.bfloat16 and abs(h[0, -1, 0].item() - 2) < 0.02
+    assert_state_is_float32(kernels.scan)
 
 
 # ---- the operators --------------------------------------------------------------------------------------------------
@@ -623,16 +620,7 @@ def test_gpu_attend(number, dtype, tolerance):
 @pytest.mark.parametrize("D", [5, 64, 256])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
 def test_gpu_merge(D, dtype, tolerance):
-    """Against the twin in float64; positions 3 and 4 saw nothing on either side."""
-    a, b, do = (torch.randn(2, 3, 100, D).to(dtype) for _ in range(3))
-    lse_a, lse_b, dlse = (torch.randn(2, 3, 100) for _ in range(3))
-    lse_a[:, :, :5], lse_b[:, :, 3:8], dlse[:, :, 3:5] = -math.inf, -math.inf, math.nan
-    results = []
-    for move in (lambda x: x.cuda(), lambda x: x.double()):
-        sides = [move(x).requires_grad_() for x in (a, lse_a, b, lse_b)]
-        out, lse = kernels.merge(*sides)
-        results.append([out.detach(), lse.detach(), *torch.autograd.grad((out, lse), sides, (move(do), move(dlse)))])
-    assert_close(*results, tolerance, ("out", "lse", "da", "dlse_a", "db", "dlse_b"))
+    compare_merge(kernels.merge, D, dtype, tolerance, "cuda")
 
 
 @pytest.mark.gpu
