@@ -1234,6 +1234,17 @@ def attend_ref(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=
     return attend_twin(*attend_arguments(q, k, v, q_pos, k_pos, slopes, window, scale))
 
 
+def attend_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, window=None, scale=None):
+    """dq, dk, dv of these keys' part in a softmax that may be over more keys: out (B, H, Tq, DV) in q's dtype and lse
+    (B, H, Tq) are of the whole softmax, do is the gradient of out, the rest is as for attend. For backward passes
+    written by hand: over disjoint sets of keys, dq adds up and dk, dv stand side by side."""
+    q, k, v, *mask = attend_arguments(q, k, v, q_pos, k_pos, slopes, window, scale)
+    check_tensor("do", do, "q", q, ("batch", "heads", "positions", "head size"))
+    check_merge(out, lse, do, lse)
+    check_shape("out", out, (*q.shape[:3], v.size(-1)), "q's but for v's head size")
+    return call(attend_backward_op, attend_plain_backward, (q, k, v, out, lse, do, None, *mask))
+
+
 def check_merge(out_a, lse_a, out_b, lse_b):
     for name, x in (("out_a", out_a), ("out_b", out_b)):
         check_tensor(name, x, "out_a", out_a, ("batch", "heads", "positions", "head size"))

@@ -1,0 +1,1033 @@
+"""
+The Recurrent Transformer (RT): keys and values come from a layer's own outputs.
+
+A Transformer's layer shows position i what the layer below knew of the positions before it. An RT layer shows it what
+this very layer has made of them, so one layer computes as deep in time as the text is long. It costs no parameter and
+no byte of cache; it costs parallelism, and most of this file is about winning that back.
+
+The layer, for positions i = 1..T with inputs x_i:
+
+    q_i  = Wq n1(x_i)        k^_i = Wk n1(x_i)        v^_i = Wv n1(x_i)        the temporary pair: seen by i alone
+    a_i  = Attention(q_i; (k_j, v_j) for j < i, and (k^_i, v^_i))
+    z_i  = x_i + Wo a_i
+    y_i  = z_i + W_down gelu(W_up n2(z_i))                                     the next layer's x_i
+    k_i  = Wk n1(y_i)        v_i  = Wv n1(y_i)                                 the persistent pair: seen by all j > i
+
+n1, n2 are RMSNorms. Scores are q . k / sqrt(head_dim) - m_h (i - j), ALiBi, 0 for the temporary pair. y_i needs k_j, v_j
+of every j < i, and those need y_j: a layer is a loop over positions. Three schedules run it, with one result:
+
+naive       the lines above, position after position, layer after layer, under autograd: the oracle (class Block)
+
+tiled       The queries of a layer depend on x alone, so they are all there at the start. Every query keeps the state of an
+            online softmax; when position i is done and t is the largest power of two that divides i, the keys
+            i-t+1..i are added to the states of the queries i+1..i+t (the paper's Algorithm 1). T = 8:
+
+                        keys 1 2 3 4 5 6 7 8
+                   query 1   .                   . the temporary pair, before all else
+                         2   1 .                 n the tile that is added once position n is done:
+                         3   2 2 .                 every query meets every earlier key exactly once,
+                         4   2 2 3 .               and a key is read log T times, not T times
+                         5   4 4 4 4 .
+                         6   4 4 4 4 5 .
+                         7   4 4 4 4 6 6 .
+                         8   4 4 4 4 6 6 7 .
+
+wavefront   Ours, over the whole stack. Positions are cut into chunks of C. Layer l may do chunk c as soon as layer l-1 has
+            done it, so in step s the pairs (l, c = s - l) of all layers run side by side, each position's products
+            as one bmm over the stacked weights. 3 layers, 4 chunks, the numbers are steps:
+
+                        chunk 0 1 2 3        T + (n_layer - 1) C positions one after the other, not n_layer T,
+                  layer 2     2 3 4 5        and each product n_layer times as large. When a chunk starts, its queries
+                  layer 1     1 2 3 4        meet the keys of all earlier chunks in one dense attend; inside the chunk
+                  layer 0     0 1 2 3        the attention goes row by row.
+
+tiled is the same loop with one chunk of T and dyadic tiles in place of rows. Their backward is written by hand (Stack)
+and mirrors them: it saves x and y of each layer, rebuilds the rest in parallel, and does one after the other only
+what must be. `block: b` (the paper's section 9) lets the temporary pairs of a block of b positions be seen inside the
+block, so that b positions go at once: b = 1 is the RT, b = T the plain Transformer.
+
+Source: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding". Differences to its code: the ALiBi
+bias and every softmax stay in float32 under bfloat16, in the backward too, where probabilities are recomputed from
+(q, k, lse) and never stored T x T; norms are RMSNorm as in the text (its configs use LayerNorm: norm=layer);
+decoding, prefill, rotary positions, grouped heads, blocks and the wavefront are added.
+
+Names: B batch, T positions, L layers, A of them active, C positions of a chunk, b of a block, d width, H query heads,
+G key/value heads, R = H / G, D head size.
+"""
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import kernels
+
+
+@dataclass
+class Config:
+    block_size: int = 256        # tokens in a training sequence; also the longest context under rope
+    vocab_size: int = 257        # number of token ids
+    n_layer: int = 4             # blocks
+    n_head: int = 4              # query heads
+    n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head query heads (0: n_head)
+    n_embd: int = 128            # width of the residual stream
+    dropout: float = 0.0         # on embeddings; none inside the recurrence
+    fast: bool = True            # with schedule=auto: true wavefront, false naive
+    n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd)
+    pos: str = "alibi"           # alibi | rope | none
+    rope_theta: float = 10000.0  # rotary base
+    norm: str = "rms"            # rms | layer (no bias) | none
+    norm_eps: float = 1e-5       # the norms' epsilon
+    qk_norm: str = "none"        # norm of queries and keys with a weight: full (over all heads) | head | none
+    kv_norm: bool = True         # false: persistent pairs are Wk y, Wv y, without the norm (Appendix E.2)
+    block: int = 1               # positions that run at once, seeing each other's temporary pairs (section 9)
+    schedule: str = "auto"       # auto (fast picks) | naive | tiled | wavefront
+    chunk: int = 32              # the wavefront's C
+    cuda_graphs: bool = True     # on CUDA, replay a schedule's kernels as one graph when training
+    tie_embeddings: bool = False # the head is the embedding matrix
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+        check_sizes(self)
+        check_choice(self, "pos", ("alibi", "rope", "none"))
+        check_choice(self, "norm", ("rms", "layer", "none"))
+        check_choice(self, "qk_norm", ("full", "head", "none"))
+        check_choice(self, "schedule", ("auto", "naive", "tiled", "wavefront"))
+        if self.pos == "rope" and self.head_dim % 2:
+            raise ValueError(f"pos=rope needs an even head size: n_embd / n_head = {self.head_dim}")
+        if self.qk_norm != "none" and self.norm == "none":
+            raise ValueError(f"qk_norm={self.qk_norm} is of the kind that norm names: norm=none leaves none")
+        for name in ("block", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.n_mlp < 0:
+            raise ValueError("n_mlp must be positive, or 0 for 4 n_embd")
+        if self.rope_theta <= 0 or self.norm_eps <= 0:
+            raise ValueError("rope_theta and norm_eps must be positive")
+        self.n_mlp = self.n_mlp or 4 * self.n_embd
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def way(self):
+        """The schedule that runs."""
+        return self.schedule if self.schedule != "auto" else "wavefront" if self.fast else "naive"
+
+
+def check_sizes(cfg):
+    """Raise ValueError, naming the field, where one of the sizes that all models share is impossible."""
+    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    if cfg.n_embd % cfg.n_head:
+        raise ValueError(f"n_embd={cfg.n_embd} is not divisible by n_head={cfg.n_head}")
+    if cfg.n_head % cfg.n_kv_head:
+        raise ValueError(f"n_head={cfg.n_head} is not divisible by n_kv_head={cfg.n_kv_head}")
+    if not 0 <= cfg.dropout < 1:
+        raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
+
+
+def check_choice(cfg, name, allowed):
+    """Raise ValueError unless field `name` of cfg is one of the strings in `allowed`."""
+    if getattr(cfg, name) not in allowed:
+        raise ValueError(f"{name}={getattr(cfg, name)} must be one of: {', '.join(allowed)}")
+
+
+def rotary_tables(pos, head_dim, theta, dtype):
+    """cos and sin (..., head_dim) of the angles pos_t theta^(-2i / head_dim), each angle twice: the second
+    half of a head is the first half's partner, and sin is negative on the first half (see apply_rotary).
+    Computed, not stored, so that any position and any device works; in float32 at least."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
+    angle = pos.to(dtype)[..., None] * freq                     # (..., head_dim / 2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def apply_rotary(x, cos, sin):
+    """Rotate each pair (x_i, x_{i + D/2}) of x (B, T, H, D) by its angle (Su et al. 2021; Llama's pairing).
+    cos, sin (T, D) or (B, T, D)."""
+    half = x.size(-1) // 2
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)             # one angle for all heads
+    return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
+
+
+def compute_dtype(x):
+    """The dtype that matrix products of x come out in: autocast's where it is on, else x's own."""
+    device = x.device.type
+    mixed = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if mixed else x.dtype
+
+
+def alibi_slopes(n_head, device=None, dtype=torch.float32):
+    """m_h = 2^(-8 h / n_head) for h = 1..n_head (Press et al. 2022): (n_head,)."""
+    return 2.0 ** (-8.0 * torch.arange(1, n_head + 1, device=device, dtype=dtype) / n_head)
+
+
+def attention_naive(q, k, v, bias, dropout=0.0):
+    """Softmax attention written out. q (B, H, T, D); k, v (B, G, S, D); bias broadcasts to (B, H, T, S)."""
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))     # one key head per query head
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))                  # (B, H, T, S)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias
+    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v               # (B, H, T, D)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# naive: the equations
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Norm(nn.Module):
+    """RMSNorm, or LayerNorm without bias, over the last dimension, with a weight; kind none: x itself."""
+
+    def __init__(self, kind, dim, eps):
+        super().__init__()
+        self.kind, self.eps = kind, eps
+        if kind != "none":
+            self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        if self.kind == "none":
+            return x
+        weight = self.weight.to(x.dtype)                        # autocast: x may be bfloat16
+        if self.kind == "layer":
+            return F.layer_norm(x, weight.shape, weight, None, self.eps)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+def held(cfg, cache, layer, x, pos):
+    """What a cache holds of a layer before this call's tokens: k, v (B, S, G, D) and their positions (B or 1, S),
+    FAR where a row has none. S is 0 without a cache or such a layer."""
+    S = cache.longest if cache is not None and layer < len(cache.k) else 0
+    if S == 0:
+        none = x.new_empty(x.size(0), 0, cfg.n_kv_head, cfg.head_dim, dtype=compute_dtype(x))
+        return none, none, pos[:, :0]
+    at = torch.arange(S, device=x.device)[None]
+    if cache.ragged:
+        at = torch.where(at < cache.lengths[:, None], at, kernels.FAR)
+    return *(u[:, :S].to(compute_dtype(x)) for u in (cache.k[layer], cache.v[layer])), at
+
+
+class Block(nn.Module):
+    """One layer: its weights, and in forward its equations, one position after the other."""
+
+    def __init__(self, cfg, layer):
+        super().__init__()
+        self.cfg, self.layer = cfg, layer
+        C, D, H, G = cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
+        self.norm1, self.norm2 = Norm(cfg.norm, C, cfg.norm_eps), Norm(cfg.norm, C, cfg.norm_eps)
+        self.wq = nn.Linear(C, H * D, bias=False)
+        self.wk = nn.Linear(C, G * D, bias=False)
+        self.wv = nn.Linear(C, G * D, bias=False)
+        self.wo = nn.Linear(H * D, C, bias=False)
+        self.w_up = nn.Linear(C, cfg.n_mlp, bias=False)
+        self.w_down = nn.Linear(cfg.n_mlp, C, bias=False)
+        kind, full = cfg.norm if cfg.qk_norm != "none" else "none", cfg.qk_norm == "full"
+        self.q_norm = Norm(kind, H * D if full else D, cfg.norm_eps)
+        self.k_norm = Norm(kind, G * D if full else D, cfg.norm_eps)
+
+    def heads(self, u, norm, rotary):
+        """A projection u (B, n, heads D) -> queries or keys (B, n, heads, D), QK-norm and rotation done."""
+        shape = (*u.shape[:2], -1, self.cfg.head_dim)
+        u = norm(u).view(shape) if self.cfg.qk_norm == "full" else norm(u.view(shape))
+        return u if rotary is None else apply_rotary(u, *rotary)
+
+    def pair(self, n, rotary):
+        """The key and value (B, n, G, D) of n: the temporary pair of norm1(x), the persistent one of norm1(y)."""
+        return self.heads(self.wk(n), self.k_norm, rotary), self.wv(n).view(*n.shape[:2], -1, self.cfg.head_dim)
+
+    def forward(self, x, pos, rotary, cache=None):
+        """x (B, T, C) at positions pos (B or 1, T), after what the cache holds -> y (B, T, C), the persistent pairs
+        k, v and the temporary pairs kt, vt, each (B, T, G, D)."""
+        cfg, T = self.cfg, x.size(1)
+        old_k, old_v, old_pos = held(cfg, cache, self.layer, x, pos)
+        old_kt, old_vt, old_post = held(cfg, cache, self.layer + cfg.n_layer, x, pos)       # of block > 1 only
+        n = self.norm1(x)
+        q, (kt, vt) = self.heads(self.wq(n), self.q_norm, rotary), self.pair(n, rotary)
+        ks, vs, ys = [], [], []
+        for t in range(T):
+            here, own = slice(t, t + 1), slice(max(0, t + 1 - cfg.block), t + 1)    # its block starts in `own`
+            k = torch.cat([old_k, *ks, old_kt, kt[:, own]], 1)
+            v = torch.cat([old_v, *vs, old_vt, vt[:, own]], 1)
+            bias = self.bias(pos[:, here], torch.cat([old_pos, pos[:, :t]], 1),
+                             torch.cat([old_post, pos[:, own]], 1), x.dtype)
+            a = attention_naive(*(u.transpose(1, 2) for u in (q[:, here], k, v)), bias)     # (B, H, 1, D)
+            z = x[:, here] + self.wo(a.transpose(1, 2).flatten(2))
+            y = z + self.w_down(F.gelu(self.w_up(self.norm2(z))))
+            k, v = self.pair(self.norm1(y) if cfg.kv_norm else y, rotary and [table[:, here] for table in rotary])
+            ks, vs, ys = ks + [k], vs + [v], ys + [y]
+        return torch.cat(ys, 1), torch.cat(ks, 1), torch.cat(vs, 1), kt, vt
+
+    def bias(self, here, persistent, temporary, dtype):
+        """What is added to the scores of the position `here` (B or 1, 1), given those of its keys (B or 1, n): ALiBi, and
+        -inf on what it does not see. A block sees its own temporary pairs and the persistent ones of earlier blocks.
+        -> (B or 1, H or 1, 1, n)"""
+        first = here - here % self.cfg.block
+        seen = torch.cat([persistent < first, (temporary >= first) & (temporary <= here)], 1)
+        bias = torch.zeros((), device=here.device, dtype=torch.promote_types(dtype, torch.float32))
+        if self.cfg.pos == "alibi":
+            distance = (here - torch.cat([persistent, temporary], 1))[:, None, None]
+            bias = -alibi_slopes(self.cfg.n_head, here.device, bias.dtype)[:, None, None] * distance
+        return bias.masked_fill(~seen[:, None, None], -math.inf)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tiled and wavefront: the weights of all layers side by side
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Weights(NamedTuple):
+    """The layers' matrices, stacked (L, out, in), the weight of a norm folded into the matrix that reads it."""
+    qkv: torch.Tensor                       # (L, (H + 2G) D, d): queries and temporary pairs
+    kv: torch.Tensor                        # (L, 2G D, d): persistent pairs, the same matrices
+    out: torch.Tensor                       # (L, d, H D)
+    up: torch.Tensor                        # (L, m, d)
+    down: torch.Tensor                      # (L, d, m)
+    q_norm: Optional[torch.Tensor]          # (L, 1, 1, H, D): the QK-norm's weights
+    k_norm: Optional[torch.Tensor]          # (L, 1, 1, G, D)
+
+    def map(self, function):
+        return Weights(*(None if w is None else function(w) for w in self))
+
+
+def folded(linear, norm):
+    """W diag(w), so that W norm(x) = folded n with n free of weights. LayerNorm's n has mean 0: then the rows of W may
+    have mean 0 too, which makes the gradient of n have mean 0 (see normalize_backward)."""
+    if norm.kind == "none":
+        return linear.weight
+    w = linear.weight * norm.weight
+    return w - w.mean(1, keepdim=True) if norm.kind == "layer" else w
+
+
+def stack_weights(blocks):
+    """Differentiable: gradients flow back to each layer's own parameters."""
+    cfg = blocks[0].cfg
+
+    def per_head(norms, heads):
+        if cfg.qk_norm == "none":
+            return None
+        return torch.stack([n.weight.view(1, 1, -1, cfg.head_dim).expand(1, 1, heads, -1) for n in norms])
+    qkv = torch.stack([torch.cat([folded(w, b.norm1) for w in (b.wq, b.wk, b.wv)]) for b in blocks])
+    kv = qkv[:, cfg.n_head * cfg.head_dim:]
+    if not cfg.kv_norm:
+        kv = torch.stack([torch.cat([b.wk.weight, b.wv.weight]) for b in blocks])
+    return Weights(qkv, kv, torch.stack([b.wo.weight for b in blocks]),
+                   torch.stack([folded(b.w_up, b.norm2) for b in blocks]),
+                   torch.stack([b.w_down.weight for b in blocks]),
+                   per_head([b.q_norm for b in blocks], cfg.n_head), per_head([b.k_norm for b in blocks], cfg.n_kv_head))
+
+
+def product(x, w):
+    """x (A, n, in) w (A, in, out), in w's dtype: that of the operands, bfloat16 under autocast."""
+    return torch.bmm(x.to(w.dtype), w)
+
+
+def add_product(x, a, w):
+    """x + a w; x keeps its dtype."""
+    return torch.baddbmm(x, a, w) if x.dtype == a.dtype == w.dtype else x + product(a, w)
+
+
+def normalize(x, kind, eps):
+    """n = x r (rms) or (x - mean) r (layer) with r = 1 / sqrt(mean square + eps): n and r (..., 1), or x and None."""
+    if kind == "none":
+        return x, None
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    r = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * r, r
+
+
+def normalize_backward(g, dn, n, r):
+    """g + dx: dx = r (dn - n mean(dn n)). For LayerNorm that holds where dn has mean 0, as n has."""
+    if r is None:
+        return g + dn
+    dn = dn.to(g.dtype)
+    return g.addcmul(r, dn).addcmul(n * r, (dn * n).mean(-1, keepdim=True), value=-1)
+
+
+def shape_heads(u, weight, rotary, cfg):
+    """A projection u (A, B, n, heads, D) -> queries or keys: QK-norm, then rotation. Also what the way back needs."""
+    saved = None
+    if weight is not None:
+        flat = u.flatten(-2) if cfg.qk_norm == "full" else u
+        n, r = normalize(flat.to(torch.promote_types(u.dtype, torch.float32)), cfg.norm, cfg.norm_eps)
+        u, saved = (n.reshape(u.shape) * weight).to(u.dtype), (n, r)
+    return (u if rotary is None else apply_rotary(u, *rotary)), saved
+
+
+def shape_heads_backward(g, saved, weight, rotary, cfg):
+    """g (A, B, n, heads, D), the gradient of shape_heads' result -> that of u, and that of weight (None without)."""
+    if rotary is not None:
+        g = apply_rotary(g, rotary[0], -rotary[1])              # rotated back
+    if weight is None:
+        return g, None
+    n, r = saved
+    dn = (g * weight).reshape(n.shape)
+    if cfg.norm == "layer":
+        dn = dn - dn.mean(-1, keepdim=True)
+    du = normalize_backward(torch.zeros_like(dn), dn, n, r).reshape(g.shape)
+    return du, (g * n.reshape(g.shape)).sum((1, 2), keepdim=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the attention inside a chunk: as rows (wavefront) or as dyadic tiles (tiled)
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Rows:
+    """Attention of a chunk's C queries to the chunk's own persistent keys, row after row; C is small, so the C x C scores
+    of a head may be held. All else that the queries see is known when the chunk starts: out and lse of it are given.
+
+    q (A, B, H, C, D), out like it, lse (A, B, H, C), in float32 or more, as is everything here. Inside: N = A B G, and the
+    R query heads of a key head stand together.
+    """
+
+    def __init__(self, run, q, out, lse):
+        (A, B, H, C, D), self.run = q.shape, run
+        self.shape, self.N = q.shape, A * B * run.G
+        self.q = (q.to(out.dtype) * run.scale).view(self.N, -1, C, D)          # (N, R, C, D)
+        self.out, self.lse = out.view(self.q.shape), lse.view(*self.q.shape[:3], 1)
+        self.q_rows, self.out_rows, self.lse_rows = (self.rows(u) for u in (self.q, self.out, self.lse))
+        self.k, self.v = out.new_empty(2, self.N, C, D)
+
+    def rows(self, u):
+        """(N, R, C, n) -> a list of (N, R b, n), one a block"""
+        return u.unflatten(2, (-1, self.run.b)).transpose(1, 2).flatten(2, 3).unbind(1)
+
+    def read(self, i):
+        """The finished attention of block i: (A, B, H, b, D)."""
+        (A, B, H, C, D), b = self.shape, self.run.b
+        out, p = self.out_rows[i], i * b
+        if p > 0:
+            s = torch.bmm(self.q_rows[i], self.k[:, :p].mT)                     # (N, R b, p)
+            s.view(A * B, H, b, p).add_(self.run.inside[:, p:p + b, :p])
+            s = torch.cat([self.lse_rows[i], s], -1).softmax(-1)
+            out = torch.baddbmm(s[..., :1] * out, s[..., 1:], self.v[:, :p])
+        return out.reshape(A, B, H, b, D)
+
+    def write(self, i, k, v):
+        """The persistent pairs of block i, k and v (A, B, b, G, D), are there."""
+        A, B, _, C, D = self.shape
+        rows = slice(i * self.run.b, (i + 1) * self.run.b)
+        self.k.view(A, B, -1, C, D)[..., rows, :] = k.transpose(2, 3)
+        self.v.view(A, B, -1, C, D)[..., rows, :] = v.transpose(2, 3)
+
+    def rebuild(self, k, v, dk, dv):
+        """For the way back: given k, v (A, B, G, C, D) of the whole chunk and what later chunks add to their gradients,
+        all attention at once: out (A, B, H, C, D) and lse."""
+        A, B, H, C, D = self.shape
+        self.k, self.v, self.dk, self.dv = (u.to(self.q.dtype).reshape(self.N, C, D) for u in (k, v, dk, dv))
+        self.q, base = self.q.flatten(1, 2), self.lse.flatten(1)                # (N, R C, D), (N, R C)
+        s = torch.bmm(self.q, self.k.mT)
+        s.view(A * B, H, C, C).add_(self.run.inside)
+        lse = torch.logaddexp(base, s.logsumexp(-1))
+        self.p = torch.exp(s - lse[..., None])                                  # (N, R C, C), 0 where not seen
+        self.out = torch.baddbmm(torch.exp(base - lse)[..., None] * self.out.flatten(1, 2), self.p, self.v)
+        self.p_of_key = self.p.mT.contiguous()
+        self.out_rows = self.rows(self.out.view(self.N, -1, C, D))
+        self.do, self.delta = torch.zeros_like(self.out), self.out.new_zeros(self.N, 1, self.out.size(1))
+        return self.out.view(self.shape), lse.view(self.shape[:4])
+
+    def pull(self, i):
+        """The final dk, dv (A, B, G, b, D) of block i; all blocks after it have been pushed."""
+        (A, B, _, _, D), b = self.shape, self.run.b
+        rows = slice(i * b, i * b + b)
+        p = self.p_of_key[:, rows]                                              # (N, b, R C), 0 up to this block
+        ds = p * (torch.bmm(self.v[:, rows], self.do.mT) - self.delta)
+        dk, dv = torch.baddbmm(self.dk[:, rows], ds, self.q), torch.baddbmm(self.dv[:, rows], p, self.do)
+        return dk.view(A, B, -1, b, D), dv.view(A, B, -1, b, D)
+
+    def push(self, i, do):
+        """The gradient (A, B, H, b, D) of block i's attention."""
+        (A, B, H, C, D), b = self.shape, self.run.b
+        rows, do = slice(i * b, i * b + b), do.reshape(self.N, -1, b, D)
+        self.do.view(self.N, -1, C, D)[:, :, rows] = do
+        self.delta.view(self.N, -1, C)[:, :, rows] = (do * self.out_rows[i].view(do.shape)).sum(-1)
+
+    def finish(self):
+        """What this chunk's keys add to dq, and the gradient of all attention, both (A, B, H, C, D)."""
+        ds = self.p * (torch.bmm(self.do, self.v.mT) - self.delta.mT)
+        return (torch.bmm(ds, self.k) * self.run.scale).view(self.shape), self.do.view(self.shape)
+
+
+def tile(i):
+    """The largest power of two that divides i: the side of the tile at block i, counted from 1 (Algorithm 1)."""
+    return i & -i
+
+
+class Tiles:
+    """The same by the paper's Algorithm 1, for one chunk of any length: out and lse are states that dyadic tiles are
+    merged into. Nothing is held for pairs of positions."""
+
+    def __init__(self, run, q, out, lse):
+        (A, B, H, C, D), self.run = q.shape, run
+        self.shape, self.q = q.shape, q.view(A * B, H, C, D)
+        self.base = out.view(self.q.shape), lse.view(A * B, H, C)
+        self.out, self.lse = (u.clone() for u in self.base)
+        self.k, self.v = q.new_empty(2, A * B, run.G, C, D)
+
+    def read(self, i):
+        b = self.run.b
+        return self.out[:, :, i * b:i * b + b].view(*self.shape[:3], b, -1)
+
+    def write(self, i, k, v):
+        """Blocks i + 1 - t to i into the queries of the t blocks that follow."""
+        b, t = self.run.b, tile(i + 1)
+        for buffer, new in ((self.k, k), (self.v, v)):
+            buffer[:, :, i * b:i * b + b] = new.transpose(2, 3).flatten(0, 1)
+        keys, queries = slice((i + 1 - t) * b, (i + 1) * b), slice((i + 1) * b, min((i + 1 + t) * b, self.shape[3]))
+        if queries.start < queries.stop:
+            at = self.run.at
+            out, lse = kernels.attend(self.q[:, :, queries], self.k[:, :, keys], self.v[:, :, keys], at[queries],
+                                      at[keys], self.run.slopes)
+            out, lse = kernels.merge(self.out[:, :, queries], self.lse[:, :, queries], out.to(self.out.dtype), lse)
+            self.out[:, :, queries], self.lse[:, :, queries] = out, lse
+
+    def rebuild(self, k, v, dk, dv):
+        """All attention at once: one attend over the blocks before the query's own, merged with what was given. For that
+        each query stands at the last position before its block; ALiBi is then too small by slope times that move."""
+        at, slopes = self.run.at, self.run.slopes
+        self.k, self.v, self.dk, self.dv = (u.flatten(0, 1) for u in (k, v, dk.clone(), dv.clone()))
+        moved = at - at % self.run.b - 1
+        out, lse = kernels.attend(self.q, self.k, self.v, moved, at, slopes)
+        if slopes is not None:
+            lse = lse - slopes[:, None] * (at - moved)
+        self.out, self.lse = kernels.merge(*self.base, out.to(self.out.dtype), lse)
+        self.do, self.dq = torch.zeros_like(self.q), torch.zeros_like(self.out)
+        return self.out.view(self.shape), self.lse.view(self.shape[:4])
+
+    def pull(self, i):
+        (A, B, _, _, D), b = self.shape, self.run.b
+        return tuple(u[:, :, i * b:i * b + b].view(A, B, -1, b, D) for u in (self.dk, self.dv))
+
+    def push(self, i, do):
+        """The mirrored tile: with t the largest power of two that divides i, the queries of blocks i to i + t - 1 into
+        the keys of the t blocks before them."""
+        b, t, at = self.run.b, tile(i), self.run.at
+        self.do[:, :, i * b:i * b + b] = do.flatten(0, 1)
+        if i > 0:
+            keys, queries = slice((i - t) * b, i * b), slice(i * b, min((i + t) * b, self.shape[3]))
+            q, out, lse, do = (u[:, :, queries] for u in (self.q, self.out.to(self.q.dtype), self.lse, self.do))
+            dq, dk, dv = kernels.attend_backward(q, self.k[:, :, keys], self.v[:, :, keys], out, lse, do, at[queries],
+                                                 at[keys], self.run.slopes)
+            self.dq[:, :, queries] += dq
+            self.dk[:, :, keys] += dk
+            self.dv[:, :, keys] += dv
+
+    def finish(self):
+        return self.dq.view(self.shape), self.do.view(self.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tiled and wavefront: the loop, forward and backward
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Run:
+    """One pass of the stack over x (B, T, d) at positions pos (B or 1, T): sizes, positions, and the loop.
+
+    Tensors over the whole stack have the layer first: z (L + 1, B, T, d), where z[l] is layer l's input and z[l + 1] its
+    output. T is padded on the right to whole chunks: no real position sees the padding. Products take rows in the
+    order (A, C / b, B b, n): what goes at once stands together.
+    """
+
+    def __init__(self, cfg, x, pos):
+        self.cfg, (self.B, self.T, self.d) = cfg, x.shape
+        self.L, self.H, self.G, self.D = cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        self.b = b = min(cfg.block, self.T)
+        size = self.T if cfg.way == "tiled" else max(cfg.chunk // b, 1) * b
+        self.C = -(-self.T // (-(-self.T // size) * b)) * b         # even chunks, with little padding
+        self.chunks = -(-self.T // self.C)
+        self.length = self.chunks * self.C
+        self.inner = Tiles if cfg.way == "tiled" else Rows
+        self.dtype, self.wide = compute_dtype(x), torch.promote_types(x.dtype, torch.float32)
+        self.scale = 1 / math.sqrt(self.D)
+        self.at = torch.arange(self.length, device=x.device, dtype=torch.int32)
+        self.slopes = alibi_slopes(self.H, x.device, self.wide) if cfg.pos == "alibi" else None
+        self.inside = self.inside_bias() if self.inner is Rows else None
+        self.pos = F.pad(pos, (0, self.length - self.T))
+        self.tables = None
+        if cfg.pos == "rope":
+            self.tables = rotary_tables(self.pos, self.D, cfg.rope_theta, self.wide)    # (B or 1, length, D)
+
+    def inside_bias(self):
+        """What Rows adds to the scores inside a chunk: ALiBi, and -inf on the own block and after. (H or 1, C, C)"""
+        at = self.at[:self.C]
+        distance = (at[:, None] - at).to(self.wide)
+        bias = 0 * distance[None] if self.slopes is None else -self.slopes[:, None, None] * distance
+        return bias.masked_fill(at >= (at - at % self.b)[:, None], -math.inf)
+
+    def steps(self):
+        """(s, lo, hi): in step s each layer l in lo..hi-1 does its chunk s - l."""
+        return [(s, max(0, s - self.chunks + 1), min(self.L, s + 1)) for s in range(self.chunks + self.L - 1)]
+
+    def diagonal(self, buffer, s, lo, hi):
+        """The view (A, ..., C, n) of the chunks s - l of the layers l in lo..hi-1 in buffer (L, ..., T, n): one layer up
+        and one chunk back is one stride."""
+        stride = list(buffer.stride())
+        start = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[-2]
+        stride[0] -= self.C * stride[-2]
+        return buffer.as_strided((hi - lo, *buffer.shape[1:-2], self.C, buffer.size(-1)), stride, start)
+
+    def rows(self, u):
+        """(A, B, C, n) -> (A, C / b, B b, n)"""
+        return u.unflatten(2, (-1, self.b)).transpose(1, 2).flatten(2, 3)   # C / b may be 1 layout, else a copy
+
+    def unrows(self, u):
+        """(A, C / b, B b, n) -> (A, B, C, n)"""
+        return u.unflatten(2, (self.B, self.b)).transpose(1, 2).flatten(2, 3)
+
+    def heads(self, u):
+        """A projection's rows (A, rows, heads D) -> (A, B, positions, heads, D)"""
+        return u.view(u.size(0), -1, self.B, self.b, u.size(-1) // self.D, self.D).transpose(1, 2).flatten(2, 3)
+
+    def unheads(self, u):
+        """(A, B, positions, heads, D) -> rows (A, rows, heads D)"""
+        return u.unflatten(2, (-1, self.b)).transpose(1, 2).flatten(4).flatten(1, 3)
+
+    def rotation(self, s, lo, hi):
+        """The rotary tables (A, B or 1, C, D) of the active chunks."""
+        chunks = slice(s - hi + 1, s - lo + 1)
+        return self.tables and [u.unflatten(1, (-1, self.C)).transpose(0, 1)[chunks].flip(0) for u in self.tables]
+
+    def queries(self, x, w, rotary):
+        """What depends on the rows x alone. n1(x) and its r; q (A, B, H, C, D), the temporary kt, vt (A, B, G, C, D), and
+        what QK-norm saved of q and kt."""
+        n, r = normalize(x.to(self.wide), self.cfg.norm, self.cfg.norm_eps)
+        q, kt, vt = self.heads(product(n, w.qkv)).split([self.H, self.G, self.G], 3)
+        q, saved_q = shape_heads(q, w.q_norm, rotary, self.cfg)
+        kt, saved_kt = shape_heads(kt, w.k_norm, rotary, self.cfg)
+        return n, r, *(u.transpose(2, 3).contiguous() for u in (q, kt, vt)), saved_q, saved_kt
+
+    def pairs(self, y, w, rotary):
+        """The persistent pairs of rows y (A, rows, d): n1(y) and its r; k, v (A, B, positions, G, D), and what QK-norm
+        saved of k."""
+        n, r = normalize(y.to(self.wide), self.cfg.norm if self.cfg.kv_norm else "none", self.cfg.norm_eps)
+        k, v = self.heads(product(n, w.kv)).split(self.G, 3)
+        k, saved = shape_heads(k, w.k_norm, rotary, self.cfg)
+        return n, r, k, v, saved
+
+    # what a chunk's queries see before it starts
+
+    def before(self, q, kt, vt, s, lo, hi, past):
+        """Attention to the temporary pairs, to the keys of earlier chunks, and to past, which holds (k, v, positions)
+        of a cache's layers: out (A, B, H, C, D), lse (A, B, H, C), float32 or more."""
+        state = self.own(q, kt, vt)
+        layers = range(lo, hi)
+        if s > lo:
+            state = self.merged(state, [self.earlier(q[l - lo], l, s - l) for l in layers])
+        if past is not None:
+            state = self.merged(state, [self.cached(q[l - lo], past[l], s - l) for l in layers])
+        return state
+
+    def own(self, q, kt, vt):
+        """Each position's own temporary pair; with blocks, causally those of its block."""
+        if self.b == 1:
+            kt, vt = (u.to(self.wide).repeat_interleave(self.H // self.G, 2) for u in (kt, vt))
+            return vt, (q.to(self.wide) * kt).sum(-1) * self.scale
+        at = self.at[:self.b]
+        out, lse = kernels.attend(*(self.by_block(u) for u in (q, kt, vt)), at, at, self.slopes)
+        return self.by_chunk(out.to(self.wide), q), self.by_chunk(lse[..., None], q).squeeze(-1)
+
+    def by_block(self, u):
+        """(A, B, heads, C, n) -> (A B C / b, heads, b, n)"""
+        return u.unflatten(3, (-1, self.b)).transpose(2, 3).flatten(0, 2)
+
+    def by_chunk(self, u, like):
+        """(A B C / b, heads, b, n) -> (A, B, heads, C, n), contiguous"""
+        return u.view(*like.shape[:2], -1, *u.shape[1:]).transpose(2, 3).flatten(3, 4).contiguous()
+
+    def earlier(self, q, l, c):
+        """Layer l's queries of chunk c over its keys of all earlier chunks."""
+        if c == 0:
+            return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=self.wide)
+        z, end = c * self.C, c * self.C + self.C
+        return kernels.attend(q, self.k[l, :, :, :z], self.v[l, :, :, :z], self.at[z:end], self.at[:z], self.slopes)
+
+    def cached(self, q, past, c):
+        """A layer's queries of chunk c over the pairs that a cache holds."""
+        k, v, at = past
+        here = self.pos[:, c * self.C:(c + 1) * self.C]
+        here, at = (u.int().squeeze(0) for u in (here, at))
+        return kernels.attend(q, k.transpose(1, 2), v.transpose(1, 2), here, at, self.slopes)
+
+    def merged(self, a, parts):
+        """State a merged with one (out, lse) for each layer."""
+        shape, b = a[0].shape, [torch.stack(u) for u in zip(*parts)]
+        out, lse = kernels.merge(*(u.flatten(0, 1) for u in (*a, b[0].to(self.wide), b[1])))
+        return out.view(shape).contiguous(), lse.view(shape[:4]).contiguous()
+
+    # forward
+
+    def forward(self, x, w, past=None, keep=False):
+        """All layers: z (L + 1, B, T, d), T padded. Leaves the persistent pairs in self.k, self.v (L, B, G, T, D), and
+        with keep the temporary ones in self.kt, self.vt."""
+        w = w.map(lambda u: u.mT.contiguous().to(self.dtype) if u.dim() == 3 else u)    # (in, out): faster on CPUs
+        z = x.new_empty(self.L + 1, self.B, self.length, self.d)
+        z[0] = F.pad(x, (0, 0, 0, self.length - self.T))
+        shape = (self.L, self.B, self.G, self.length, self.D)
+        self.k, self.v = z.new_empty(2, *shape, dtype=self.dtype)
+        if keep:
+            self.kt, self.vt = z.new_empty(2, *shape, dtype=self.dtype)
+        for s, lo, hi in self.steps():
+            self.forward_step(z, w.map(lambda u: u[lo:hi]), s, lo, hi, past, keep)
+        return z
+
+    def forward_step(self, z, w, s, lo, hi, past, keep):
+        """Each active layer's chunk."""
+        x, rotary = self.rows(self.diagonal(z[:-1], s, lo, hi)), self.rotation(s, lo, hi)
+        _, _, q, kt, vt, _, _ = self.queries(x.flatten(1, 2), w, rotary)
+        attention, ys = self.inner(self, q, *self.before(q, kt, vt, s, lo, hi, past)), []
+        for i, h in enumerate(x.unbind(1)):                                 # (A, B b, d)
+            a = attention.read(i).transpose(2, 3).flatten(3).flatten(1, 2)
+            h = add_product(h, a, w.out)                                    # z of the equations
+            n, _ = normalize(h.to(self.wide), self.cfg.norm, self.cfg.norm_eps)
+            h = add_product(h, F.gelu(product(n, w.up)), w.down)            # y
+            here = rotary and [u[:, :, i * self.b:(i + 1) * self.b] for u in rotary]
+            _, _, k, v, _ = self.pairs(h, w, here)
+            attention.write(i, k, v)
+            ys.append(h)
+        self.diagonal(z[1:], s, lo, hi).copy_(self.unrows(torch.stack(ys, 1)))
+        kept = [(self.k, attention.k), (self.v, attention.v)] + ([(self.kt, kt), (self.vt, vt)] if keep else [])
+        for buffer, new in kept:
+            view = self.diagonal(buffer, s, lo, hi)
+            view.copy_(new.view(view.shape))
+
+    # backward
+
+    def backward(self, z, w, dy):
+        """The gradients of x (B, T, d) and of w, given the z that forward made and dy (B, T, d)."""
+        w = w.map(lambda u: u.to(self.dtype))
+        wt = w.map(lambda u: u.mT.contiguous() if u.dim() == 3 else u)
+        shape = (2, self.L, self.B, self.G, self.length, self.D)
+        (self.k, self.v), (self.dk, self.dv) = z.new_empty(shape, dtype=self.dtype), z.new_zeros(shape, dtype=self.wide)
+        for l in range(self.L):
+            _, _, k, v, _ = self.pairs(self.rows(z[l + 1, None]).flatten(1, 2), wt.map(lambda u: u[l:l + 1]),
+                                       self.tables and [u[None] for u in self.tables])
+            self.k[l], self.v[l] = k[0].transpose(1, 2), v[0].transpose(1, 2)
+        grads = w.map(lambda u: torch.zeros_like(u, dtype=self.wide))
+        dz = z.new_zeros(self.L + 1, self.B, self.C, self.d, dtype=self.wide)   # of z[l], the chunk at hand of each layer
+        dx, dy = z.new_empty(z.shape[1:]), F.pad(dy, (0, 0, 0, self.length - self.T))
+        for s, lo, hi in reversed(self.steps()):
+            c = s - self.L + 1
+            if hi == self.L:
+                dz[hi] = dy[:, c * self.C:(c + 1) * self.C]
+            part = (u.map(lambda u: u[lo:hi]) for u in (w, wt, grads))
+            dz[lo:hi] = self.backward_step(z, dz[lo + 1:hi + 1], *part, s, lo, hi)
+            if lo == 0:
+                dx[:, s * self.C:(s + 1) * self.C] = dz[0]
+        return dx[:, :self.T], grads
+
+    def backward_step(self, z, dy, w, wt, grads, s, lo, hi):
+        """Each active layer's chunk: adds to grads and to the keys' gradients of earlier chunks; returns dx."""
+        x, y, dy = (self.rows(u) for u in (self.diagonal(z[:-1], s, lo, hi), self.diagonal(z[1:], s, lo, hi), dy))
+        x, y, dy = x.flatten(1, 2), y.flatten(1, 2), dy.flatten(1, 2)                       # (A, rows, d)
+        rotary = self.rotation(s, lo, hi)
+        # rebuild what forward computed, all positions at once
+        n1, r1, q, kt, vt, saved_q, saved_kt = self.queries(x, wt, rotary)
+        attention = self.inner(self, q, *self.before(q, kt, vt, s, lo, hi, None))
+        a, lse = attention.rebuild(*(self.diagonal(u, s, lo, hi) for u in (self.k, self.v, self.dk, self.dv)))
+        a_rows = self.unheads(a.transpose(2, 3))
+        n2, r2 = normalize(add_product(x, a_rows, wt.out).to(self.wide), self.cfg.norm, self.cfg.norm_eps)
+        u = product(n2, wt.up)
+        m, rm, _, _, saved_k = self.pairs(y, wt, rotary)
+        # position after position
+        rebuilt = self.blocks(dy), self.blocks(m), self.blocks(rm), self.blocks(gelu_slope(u)), self.blocks(n2), self.blocks(r2)
+        (g, du, dz, dkv), dk_norm = self.reverse(attention, w, rebuilt, saved_k, rotary)
+        # the rest, all positions at once
+        dq, do = attention.finish()
+        dkt, dvt = self.before_backward(q, kt, vt, a, lse, do, dq, s, lo, hi)
+        dq, dq_norm = shape_heads_backward(dq.transpose(2, 3), saved_q, w.q_norm, rotary, self.cfg)
+        dkt, dkt_norm = shape_heads_backward(dkt.transpose(2, 3), saved_kt, w.k_norm, rotary, self.cfg)
+        dqkv = self.unheads(torch.cat([dq, dkt, dvt.transpose(2, 3)], 3)).to(self.dtype)
+        for grad, out, into in ((grads.qkv, dqkv, n1), (grads.kv, dkv, m), (grads.out, dz, a_rows),
+                                (grads.up, du, n2), (grads.down, g, F.gelu(u))):
+            grad += product(out.mT.to(self.dtype), into.to(self.dtype))
+        if saved_q is not None:
+            grads.q_norm.add_(dq_norm)
+            grads.k_norm.add_(dk_norm + dkt_norm)
+        return self.unrows(normalize_backward(dz, product(dqkv, w.qkv), n1, r1).unflatten(1, (-1, self.B * self.b)))
+
+    def blocks(self, u):
+        """Rows (A, rows, n) -> a list of (A, B b, n), one a block; of None, Nones."""
+        n = self.C // self.b
+        return [None] * n if u is None else u.unflatten(1, (n, -1)).unbind(1)
+
+    def reverse(self, attention, w, rebuilt, saved_k, rotary):
+        """What must go one block after the other, from the last to the first. For block i: g = dL/dy_i, from above and
+        through its pair from all later queries; then back through the MLP and Wo to the gradient of its attention.
+        Returns g, the gradients of the pre-activations, of z and of Wkv n1(y), all (A, rows, .); and k_norm's."""
+        done, dk_norm, b = [], 0, self.b
+        for i, (dy, m, rm, slope, n2, r2) in reversed(list(enumerate(zip(*rebuilt)))):
+            dk, dv = (u.transpose(2, 3) for u in attention.pull(i))                         # (A, B, b, G, D)
+            here = slice(i * b, (i + 1) * b)
+            dk, more = shape_heads_backward(dk, saved_k and [u[:, :, here] for u in saved_k], w.k_norm,
+                                            rotary and [u[:, :, here] for u in rotary], self.cfg)
+            dkv = self.unheads(torch.cat([dk, dv], 3)).to(self.dtype)
+            g = normalize_backward(dy, product(dkv, w.kv), m, rm)                           # dL/dy
+            du = product(g, w.down) * slope
+            dz = normalize_backward(g, product(du, w.up), n2, r2)                           # dL/dz
+            attention.push(i, self.heads(product(dz, w.out)).transpose(2, 3))
+            done.append((g, du, dz, dkv))
+            dk_norm = dk_norm if more is None else dk_norm + more
+        return [torch.stack(u[::-1], 1).flatten(1, 2) for u in zip(*done)], dk_norm
+
+    def before_backward(self, q, kt, vt, a, lse, do, dq, s, lo, hi):
+        """The way back of `before`, from the finished attention a, its lse and its gradient do: adds to dq and to the
+        gradients of earlier chunks' keys; returns dkt, dvt (A, B, G, C, D)."""
+        narrow = [u.to(self.dtype) for u in (a, do)]
+        for l in range(lo, hi):
+            z, end = (s - l) * self.C, (s - l + 1) * self.C
+            if z > 0:
+                grads = kernels.attend_backward(q[l - lo], self.k[l, :, :, :z], self.v[l, :, :, :z], narrow[0][l - lo],
+                                                lse[l - lo], narrow[1][l - lo], self.at[z:end], self.at[:z], self.slopes)
+                for total, more in zip((dq[l - lo], self.dk[l, :, :, :z], self.dv[l, :, :, :z]), grads):
+                    total += more
+        if self.b > 1:
+            at = self.at[:self.b]
+            a, lse, do = (self.by_block(u) for u in (narrow[0], lse[..., None], narrow[1]))
+            grads = kernels.attend_backward(*(self.by_block(u) for u in (q, kt, vt)), a, lse.squeeze(-1), do, at, at,
+                                            self.slopes)
+            more, dkt, dvt = (self.by_chunk(u, q) for u in grads)
+            dq += more
+            return dkt, dvt
+        q, kt, vt = (u.to(self.wide) for u in (q, kt, vt))
+        kt, vt = (u.repeat_interleave(self.H // self.G, 2) for u in (kt, vt))
+        p = torch.exp((q * kt).sum(-1, keepdim=True) * self.scale - lse[..., None])
+        ds = p * (do * (vt - a)).sum(-1, keepdim=True) * self.scale
+        dq += ds * kt
+        return [u.unflatten(2, (self.G, -1)).sum(3) for u in (ds * q, p * do)]
+
+
+def gelu_slope(u):
+    """d gelu(u) / du"""
+    return torch.ops.aten.gelu_backward(torch.ones_like(u), u, approximate="none")
+
+
+class Stack(torch.autograd.Function):
+    """The layers as one differentiable function of x and the weights. It saves z: x and y of each layer."""
+
+    @staticmethod
+    def forward(ctx, cfg, x, pos, *weights):
+        run = Run(cfg, x, pos)
+        with torch.autocast(x.device.type, enabled=False):
+            z = run.forward(x, Weights(*weights))
+        ctx.save_for_backward(z, pos, *weights)
+        ctx.run = run
+        return z[-1, :, :run.T].clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        z, _, *weights = ctx.saved_tensors
+        with torch.autocast(z.device.type, enabled=False):
+            dx, grads = ctx.run.backward(z, Weights(*weights), dy)
+        return None, dx.to(z.dtype), None, *(None if w is None else g.to(w.dtype) for w, g in zip(weights, grads))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the model
+# ---------------------------------------------------------------------------------------------------------------------
+
+class KVCache:
+    """Keys and values in static buffers, k[layer] and v[layer] (B, max_len, n_kv_head, head_dim). For use under
+    no_grad: gradients do not flow through it.
+
+    lengths (B,) counts the tokens each row holds; rows may differ. While every row holds the same number
+    (`ragged` False) new tokens are one slice and no mask is needed. `longest` is an upper bound of lengths
+    that the host knows without asking the device.
+    """
+
+    def __init__(self, cfg, batch_size, max_len, device, dtype):
+        shape = (batch_size, max_len, cfg.n_kv_head, cfg.head_dim)
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.max_len, self.longest, self.ragged = max_len, 0, False
+
+    def nbytes(self):
+        """Bytes held for keys and values, for all rows at max_len."""
+        return sum(buffer.nbytes for buffer in self.k + self.v)
+
+    def reset(self, rows=None):
+        """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
+        they held is zeroed: a NaN behind a mask would still poison the sum over values."""
+        rows = slice(None) if rows is None else rows
+        for buffer in self.k + self.v:
+            buffer[rows] = 0
+        self.lengths[rows] = 0
+        self.longest = int(self.lengths.max())
+        self.ragged = self.longest > 0
+
+    def place(self, T, n_valid=None):
+        """Reserve the slots of T new tokens a row, n_valid (B,) of them real (0 to T; None: all). Returns their
+        positions (1, T) or (B, T). Raises ValueError where a row would outgrow max_len."""
+        new = torch.full_like(self.lengths, T) if n_valid is None else n_valid.to(self.lengths).clamp(0, T)
+        ragged = self.ragged or n_valid is not None
+        if self.longest + T > self.max_len and (not ragged or int((self.lengths + new).max()) > self.max_len):
+            raise ValueError(f"the cache is full: {self.longest} tokens held, {T} more, max_len {self.max_len}")
+        self.new, self.ragged, self.end = new, ragged, min(self.longest + T, self.max_len)
+        step = torch.arange(T, device=self.lengths.device)
+        if not ragged:
+            return (self.longest + step)[None]                          # (1, T)
+        pos = self.lengths[:, None] + step                              # (B, T)
+        self.rows, self.cols = (step < new[:, None]).nonzero(as_tuple=True)    # padding is never stored
+        self.slots = pos[self.rows, self.cols]
+        return pos.clamp(max=self.max_len - 1)
+
+    def append(self, layer, k, v):
+        """Store k, v (B, T, G, D) of the placed tokens; returns all keys and values so far, (B, S, G, D)."""
+        for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
+            if self.ragged:
+                buffer[self.rows, self.slots] = new[self.rows, self.cols].detach().to(buffer.dtype)
+            else:
+                buffer[:, self.longest:self.end] = new.detach()
+        return self.k[layer][:, :self.end], self.v[layer][:, :self.end]
+
+    def advance(self):
+        """Count the placed tokens, once every layer has stored them."""
+        self.lengths += self.new
+        self.longest = int(self.lengths.max()) if self.ragged else self.end
+
+
+def cross_entropy(logits, targets):
+    """Mean negative log-likelihood in nats over the targets that are not -1 (0 where all are -1)."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+    return total / (targets != -1).sum().clamp(min=1)
+
+class Model(nn.Module):
+    """The Recurrent Transformer language model. See Config for its sizes and forward for its use."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.drop = nn.Dropout(cfg.dropout)
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
+        self.norm = Norm(cfg.norm, cfg.n_embd, cfg.norm_eps)
+        self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Normal, cut off at 3 sigma. sigma = 1 / sqrt(d) for all that reads the residual stream, for the embedding
+        and the head; the two projections into the stream shrink with depth: 1 / sqrt(2 fan_in (l + 1)), l from 0."""
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                std = 1 / math.sqrt(self.cfg.n_embd)
+                if name.endswith(("wo.weight", "w_down.weight")):
+                    std = 1 / math.sqrt(2 * p.size(1) * (int(name.split(".")[1]) + 1))
+                nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std)
+        if self.cfg.tie_embeddings:
+            self.head.weight = self.wte.weight
+
+    @property
+    def context_limit(self):
+        """The most tokens one cache or one forward may hold; None where the positions have no end."""
+        return self.cfg.block_size if self.cfg.pos == "rope" else None
+
+    def forward(self, idx, targets=None, cache=None, n_valid=None):
+        """Predict the token after each position.
+
+        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
+        before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
+        rest being padding on the right.
+        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose
+        "ce" is the cross-entropy in nats per token. Raises ValueError where T is 0, where the context would
+        outgrow context_limit, and where the cache is full.
+        """
+        T = idx.size(1)
+        if T == 0:
+            raise ValueError("idx holds no token (T = 0)")
+        pos = torch.arange(T, device=idx.device)[None] if cache is None else cache.place(T, n_valid)
+        end = T if cache is None else cache.end
+        if self.context_limit is not None and end > self.context_limit:
+            raise ValueError(f"{end} tokens are more than block_size={self.context_limit}")
+        x = self.layers(self.drop(self.wte(idx)), pos, cache)               # (B, T, C)
+        if cache is not None:
+            cache.advance()
+        logits = self.head(self.norm(x))                                    # (B, T, V)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if targets is None:
+            return logits, None, {}
+        loss = cross_entropy(logits, targets)
+        return logits, loss, {"ce": loss.detach()}
+
+    @torch.compiler.disable     # a compiler would unroll the loop over positions
+    def layers(self, x, pos, cache=None):
+        """All layers on x (B, T, C) at positions pos (B or 1, T), after what the cache holds: (B, T, C)."""
+        blocked = self.cfg.block > 1 and cache is not None and cache.longest > 0    # the cache ends inside a block
+        if self.cfg.way == "naive" or blocked:
+            return self.layers_naive(x, pos, cache)
+        if cache is None:
+            return Stack.apply(self.cfg, x, pos, *stack_weights(self.blocks))
+        return self.layers_cached(x, pos, cache)
+
+    def layers_naive(self, x, pos, cache):
+        rotary = None
+        if self.cfg.pos == "rope":
+            rotary = rotary_tables(pos, self.cfg.head_dim, self.cfg.rope_theta, x.dtype)
+        for l, block in enumerate(self.blocks):
+            x, k, v, kt, vt = block(x, pos, rotary, cache)
+            self.keep(cache, l, k, v, kt, vt)
+        return x
+
+    @torch.no_grad()
+    def layers_cached(self, x, pos, cache):
+        """Prefill and decoding: the wavefront (or the tiles) over the new tokens, after those of the cache."""
+        with torch.autocast(x.device.type, enabled=False):
+            run = Run(self.cfg, x, pos)
+            past = [held(self.cfg, cache, l, x, pos) for l in range(run.L)] if cache.longest else None
+            z = run.forward(x, stack_weights(self.blocks), past, keep=self.cfg.block > 1)
+        for l in range(run.L):
+            pairs = [u[l, :, :, :run.T].transpose(1, 2) for u in (run.k, run.v)]
+            if self.cfg.block > 1:
+                pairs += [u[l, :, :, :run.T].transpose(1, 2) for u in (run.kt, run.vt)]
+            self.keep(cache, l, *pairs)
+        return z[-1, :, :run.T]
+
+    def keep(self, cache, l, k, v, kt=None, vt=None):
+        """Layer l's new pairs into the cache, temporary ones where it has room for them: where blocks need them."""
+        if cache is not None:
+            cache.append(l, k, v)
+            if len(cache.k) > self.cfg.n_layer:
+                cache.append(l + self.cfg.n_layer, kt, vt)
+
+    def init_cache(self, batch_size, max_len):
+        """An empty cache for batch_size rows of up to max_len tokens (under rope at most block_size). With block > 1 it
+        holds the temporary pairs too, as layers n_layer and up: the last block, unfinished, needs them."""
+        if self.context_limit is not None and max_len > self.context_limit:
+            raise ValueError(f"max_len={max_len} is more than block_size={self.context_limit}")
+        cfg, w = self.cfg, self.wte.weight
+        cfg = replace(cfg, n_layer=cfg.n_layer * (2 if cfg.block > 1 else 1))
+        return KVCache(cfg, batch_size, max_len, w.device, compute_dtype(w))
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
+        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again. Call eval()
+        first. (sample.py has the complete sampler.)"""
+        limit = self.context_limit or idx.size(1) + max_new_tokens
+        cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
+        for _ in range(max_new_tokens):
+            if cache.longest + new.size(1) > cache.max_len:
+                cache.reset()
+                new = idx[:, -cache.max_len:]
+            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
+            if top_k:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
+            idx = torch.cat([idx, new], 1)
+        return idx
+
+    def set_step(self, step):
+        """Nothing here depends on the training step."""
+
+    def flops_per_token(self):
+        """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for
+        each weight of a matrix product (Wk and Wv are used twice, for either pair), and 12 C for each visible key,
+        averaged over the positions. What the backward computes again is not counted."""
+        cfg = self.cfg
+        weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2) + cfg.vocab_size * cfg.n_embd
+        weights += 2 * cfg.n_layer * cfg.n_embd * cfg.n_kv_head * cfg.head_dim
+        return 6.0 * weights + 12.0 * cfg.n_layer * cfg.n_embd * (cfg.block_size + 1) / 2
