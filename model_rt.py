@@ -261,6 +261,21 @@ class Block(nn.Module):
             ks, vs, ys = ks + [k], vs + [v], ys + [y]
         return torch.cat(ys, 1), torch.cat(ks, 1), torch.cat(vs, 1), kt, vt
 
+    def decode(self, x, pos, rotary, cache):
+        """The same for one token a row, x (B, 1, C), of block 1: y (B, 1, C). What a plain Transformer does, and one more
+        projection: in its slot of the cache the temporary pair stands until the persistent one replaces it."""
+        n = self.norm1(x)
+        q, (kt, vt) = self.heads(self.wq(n), self.q_norm, rotary), self.pair(n, rotary)
+        k, v = (u.to(q.dtype).transpose(1, 2) for u in cache.append(self.layer, kt, vt))    # (B, G, S, D)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        slopes = alibi_slopes(self.cfg.n_head, x.device, wide) if self.cfg.pos == "alibi" else None
+        at = torch.arange(k.size(2), device=x.device, dtype=torch.int32)
+        a, _ = kernels.attend(q.transpose(1, 2), k, v, pos.int().squeeze(0) if len(pos) == 1 else pos.int(), at, slopes)
+        z = x + self.wo(a.transpose(1, 2).flatten(2))
+        y = z + self.w_down(F.gelu(self.w_up(self.norm2(z))))
+        cache.append(self.layer, *self.pair(self.norm1(y) if self.cfg.kv_norm else y, rotary))
+        return y
+
     def bias(self, here, persistent, temporary, dtype):
         """What is added to the scores of the position `here` (B or 1, 1), given those of its keys (B or 1, n): ALiBi, and
         -inf on what it does not see. A block sees its own temporary pairs and the persistent ones of earlier blocks.
@@ -571,7 +586,7 @@ class Run:
 
     def rows(self, u):
         """(A, B, C, n) -> (A, C / b, B b, n)"""
-        return u.unflatten(2, (-1, self.b)).transpose(1, 2).flatten(2, 3)   # C / b may be 1 layout, else a copy
+        return u.unflatten(2, (-1, self.b)).transpose(1, 2).flatten(2, 3)
 
     def unrows(self, u):
         """(A, C / b, B b, n) -> (A, B, C, n)"""
@@ -805,23 +820,66 @@ def gelu_slope(u):
 
 
 class Stack(torch.autograd.Function):
-    """The layers as one differentiable function of x and the weights. It saves z: x and y of each layer."""
+    """The layers as one differentiable function of x (B, T, d) and the weights. Saved for the backward: z, which is x and
+    y of each layer, and the weights."""
 
     @staticmethod
     def forward(ctx, cfg, x, pos, *weights):
-        run = Run(cfg, x, pos)
+        ctx.run = run = Run(cfg, x, pos)
         with torch.autocast(x.device.type, enabled=False):
-            z = run.forward(x, Weights(*weights))
-        ctx.save_for_backward(z, pos, *weights)
-        ctx.run = run
+            z, = replay(run, "forward", lambda x, *w: (run.forward(x, Weights(*w)),), x, *weights)
+        ctx.save_for_backward(z, *weights)
         return z[-1, :, :run.T].clone()
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        z, _, *weights = ctx.saved_tensors
+        run, (z, *weights) = ctx.run, ctx.saved_tensors
+
+        def backward(z, dy, *w):
+            dx, grads = run.backward(z, Weights(*w), dy)
+            return dx, *grads
         with torch.autocast(z.device.type, enabled=False):
-            dx, grads = ctx.run.backward(z, Weights(*weights), dy)
+            dx, *grads = replay(run, "backward", backward, z, dy, *weights)
         return None, dx.to(z.dtype), None, *(None if w is None else g.to(w.dtype) for w, g in zip(weights, grads))
+
+
+GRAPHS = {}             # what was recorded: {key: (graph, inputs, outputs)}, the last few
+
+
+def replay(run, name, function, *inputs):
+    """function(*inputs), tensors and Nones in and out. On CUDA it is recorded once as a graph for each shape and replayed
+    from then on: a position is some twenty small kernels, and to launch them one by one takes longer than to run them.
+    (float64 runs plain: its attention, plain PyTorch, looks at positions on the host.)"""
+    x = inputs[0]
+    if not (run.cfg.cuda_graphs and x.is_cuda and kernels.runs_triton(x.device, run.dtype)) \
+            or torch.cuda.is_current_stream_capturing():
+        return function(*inputs)
+    key = (name, x.device, run.dtype, str(run.cfg), *((u.shape, u.dtype) for u in inputs if u is not None))
+    if key not in GRAPHS:
+        while len(GRAPHS) >= 8:                             # evaluations and odd last batches must not pile up
+            GRAPHS.pop(next(iter(GRAPHS)))
+        GRAPHS[key] = record(function, inputs)
+    graph, held_inputs, outputs = GRAPHS[key]
+    for mine, given in zip(held_inputs, inputs):
+        if given is not None:
+            mine.copy_(given)
+    graph.replay()
+    return [None if u is None else u.clone() for u in outputs]      # the next replay overwrites them
+
+
+def record(function, inputs):
+    """(graph, its input tensors, its output tensors). Run once before, on a side stream: kernels are compiled then."""
+    inputs = [None if u is None else u.clone() for u in inputs]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function(*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function(*inputs)
+    return graph, inputs, outputs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -960,20 +1018,31 @@ class Model(nn.Module):
             return self.layers_naive(x, pos, cache)
         if cache is None:
             return Stack.apply(self.cfg, x, pos, *stack_weights(self.blocks))
-        return self.layers_cached(x, pos, cache)
+        if x.size(1) == 1 and self.cfg.block == 1:
+            return self.layers_decode(x, pos, cache)
+        return self.layers_prefill(x, pos, cache)
+
+    def rotary(self, pos, dtype):
+        return rotary_tables(pos, self.cfg.head_dim, self.cfg.rope_theta, dtype) if self.cfg.pos == "rope" else None
 
     def layers_naive(self, x, pos, cache):
-        rotary = None
-        if self.cfg.pos == "rope":
-            rotary = rotary_tables(pos, self.cfg.head_dim, self.cfg.rope_theta, x.dtype)
+        rotary = self.rotary(pos, x.dtype)
         for l, block in enumerate(self.blocks):
-            x, k, v, kt, vt = block(x, pos, rotary, cache)
-            self.keep(cache, l, k, v, kt, vt)
+            x, *pairs = block(x, pos, rotary, cache)
+            self.keep(cache, l, *pairs)
         return x
 
     @torch.no_grad()
-    def layers_cached(self, x, pos, cache):
-        """Prefill and decoding: the wavefront (or the tiles) over the new tokens, after those of the cache."""
+    def layers_decode(self, x, pos, cache):
+        """One token a row."""
+        rotary = self.rotary(pos, x.dtype)
+        for block in self.blocks:
+            x = block.decode(x, pos, rotary, cache)
+        return x
+
+    @torch.no_grad()
+    def layers_prefill(self, x, pos, cache):
+        """The wavefront (or the tiles) over the new tokens, after those of the cache."""
         with torch.autocast(x.device.type, enabled=False):
             run = Run(self.cfg, x, pos)
             past = [held(self.cfg, cache, l, x, pos) for l in range(run.L)] if cache.longest else None

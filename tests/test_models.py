@@ -69,20 +69,26 @@ def rms(x):
     return x.square().mean().sqrt().item()
 
 
+def assert_same(a, b, all_reached=False):
+    """Two results of outputs_and_gradients, float64, to 1e-10. all_reached: every parameter must have a gradient."""
+    (logits, loss, grads), (logits2, loss2, grads2) = a, b
+    assert relative(logits, logits2) < 1e-10 and abs(loss - loss2) < 1e-10 * abs(loss)
+    # a softmax over one key passes no gradient: q and k get rounding alone, some 1e-16 of what other weights get
+    floor = 1e-5 * max(rms(g) for g in grads.values())
+    assert grads.keys() == grads2.keys()
+    for n in grads:
+        assert not all_reached or rms(grads[n]) > floor, f"{n} has no gradient: nothing is compared"
+        assert relative(grads[n], grads2[n], floor) < 1e-10, n
+
+
 def assert_naive_is_fast(name, sizes, B, T):
     model, x = tiny(name, **{**sizes, "fast": True}), tokens(B, T + 1)
     naive = tiny(name, **{**sizes, "fast": False})
     naive.load_state_dict(model.state_dict())
     assert model.cfg.fast and not naive.cfg.fast
     for training in (False, True):
-        logits, loss, grads = outputs_and_gradients(model.train(training), x)
-        logits2, loss2, grads2 = outputs_and_gradients(naive.train(training), x)
-        assert relative(logits, logits2) < 1e-10 and abs(loss - loss2) < 1e-10 * abs(loss)
-        # a softmax over one key passes no gradient: q and k get rounding alone, some 1e-16 of what other weights get
-        floor = 1e-5 * max(rms(g) for g in grads.values())
-        for n in grads:
-            assert T < 63 or not training or rms(grads[n]) > floor, f"{n} has no gradient: nothing is compared"
-            assert relative(grads[n], grads2[n], floor) < 1e-10, n
+        got = outputs_and_gradients(model.train(training), x)
+        assert_same(got, outputs_and_gradients(naive.train(training), x), all_reached=training and T >= 63)
 
 
 @every

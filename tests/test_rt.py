@@ -1,0 +1,480 @@
+"""model_rt: the three schedules are one function, the paper's claims that need no training, memory, and configs."""
+import dataclasses
+import math
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import model_gpt
+import model_rt
+import train
+from conftest import ROOT, relative, tiny
+from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, rms, tokens
+
+FAST = ("wavefront", "tiled")
+
+
+def rt(schedule, **sizes):
+    """The tiny float64 RT of conftest with this schedule; equal sizes give equal weights."""
+    return tiny("rt", schedule=schedule, **sizes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one function
+
+@pytest.mark.parametrize("n_layer", [1, 3])
+@pytest.mark.parametrize("T", [1, 2, 3, 63, 64, 100])
+def test_naive_is_tiled_is_wavefront(T, n_layer):
+    x = tokens(2, T + 1)
+    want = outputs_and_gradients(rt("naive", n_layer=n_layer), x)
+    for schedule, chunk in [("tiled", 1), *(("wavefront", c) for c in (1, 8, 16, 64))]:
+        assert_same(outputs_and_gradients(rt(schedule, n_layer=n_layer, chunk=chunk), x), want)
+
+
+SWITCHES = [dict(norm="layer"), dict(norm="none"), dict(pos="rope"), dict(pos="none"), dict(kv_norm=False),
+            dict(qk_norm="full"), dict(qk_norm="head", norm="layer", pos="rope"), dict(n_kv_head=2, qk_norm="full"),
+            dict(n_kv_head=1, norm="layer", qk_norm="full", kv_norm=False), dict(block=2), dict(block=5, n_kv_head=2),
+            dict(block=5, pos="rope", qk_norm="head"), dict(block=37), dict(block=100, chunk=8), dict(n_mlp=7),
+            dict(tie_embeddings=True)]
+named = lambda x: ",".join(f"{k}={v}" for k, v in x.items())
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=named)
+@pytest.mark.parametrize("T", [1, 4, 37])
+def test_every_switch_in_every_schedule(switch, T):
+    sizes = {"chunk": 10, "n_layer": 3, **switch}
+    x = tokens(2, T + 1)
+    want = outputs_and_gradients(rt("naive", **sizes), x)
+    for schedule in FAST:
+        assert_same(outputs_and_gradients(rt(schedule, **sizes), x), want)
+
+
+@pytest.mark.parametrize("switch", [{}, dict(block=4), dict(pos="rope", qk_norm="full", n_kv_head=2)], ids=named)
+def test_prefill_by_tiles(switch):
+    model = rt("tiled", **switch)
+    for splits in ([37], [5, 1, 31], [16, 16, 5]):
+        assert_cache_is_forward(model, [37, 37], splits, 1e-10)
+        assert_cache_is_forward(model, [37, 1, 20], splits, 1e-10)
+
+
+@pytest.mark.parametrize("schedule", FAST)
+def test_gradcheck(schedule):
+    """The hand-written backward against finite differences, in x and every stacked weight."""
+    model = rt(schedule, n_layer=2, n_embd=4, n_head=2, n_kv_head=1, n_mlp=5, qk_norm="full", chunk=2)
+    x, pos = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True), torch.arange(5)[None]
+    weights = [w.detach().clone().requires_grad_() for w in model_rt.stack_weights(model.blocks)]
+    assert torch.autograd.gradcheck(lambda x, *w: model_rt.Stack.apply(model.cfg, x, pos, *w), (x, *weights))
+
+
+def test_no_second_derivative():
+    model, x = rt("wavefront"), torch.randn(1, 5, 32, dtype=torch.float64, requires_grad=True)
+    g, = torch.autograd.grad(model.layers(x, torch.arange(5)[None]).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+
+
+def test_the_schedule_that_was_asked_for_runs(monkeypatch):
+    """fast picks, schedule overrides; the naive loop does not run on the fast paths, and the other way round."""
+    ran = set()
+    for cls, method in ((model_rt.Rows, "read"), (model_rt.Tiles, "read"), (model_rt.Block, "forward")):
+        original = getattr(cls, method)
+        monkeypatch.setattr(cls, method, lambda *a, cls=cls, original=original: (ran.add(cls.__name__), original(*a))[1])
+    for sizes, want in ((dict(fast=True), "Rows"), (dict(fast=False), "Block"), (dict(schedule="tiled"), "Tiles"),
+                        (dict(fast=False, schedule="wavefront"), "Rows"), (dict(schedule="naive"), "Block")):
+        for training in (True, False):
+            ran.clear()
+            model = tiny("rt", **sizes).train(training)
+            model(tokens(2, 20))
+            model(tokens(2, 20), cache=model.init_cache(2, 20))
+            assert ran == {want}
+
+
+def test_every_query_meets_every_earlier_key_once(monkeypatch, full):
+    """Algorithm 1, counted in the code that runs, forward and backward, for T up to 130 (every one with --full)."""
+    met = []
+
+    def spy(name):
+        original = getattr(model_rt.kernels, name)
+        monkeypatch.setattr(model_rt.kernels, name, lambda *a: (met.append((a[-3], a[-2])), original(*a))[1])
+    spy("attend"), spy("attend_backward")
+    cfg = model_rt.Config(n_layer=1, n_embd=2, n_head=1, schedule="tiled")
+    for T in range(1, 131) if full else [*range(1, 20), 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 130]:
+        run = model_rt.Run(cfg, torch.zeros(1, T, 2), torch.arange(T)[None])
+        q = torch.zeros(1, 1, 1, T, 2)
+        tiles, one = model_rt.Tiles(run, q, q, q[..., 0]), torch.zeros(1, 1, 1, 1, 2)
+        met.clear()
+        for i in range(T):
+            tiles.write(i, one, one)
+            assert all(keys.max() <= i for _, keys in met), "a key that is not there yet"
+        assert torch.equal(count(met, T), torch.ones(T, T).tril(-1))
+        tiles.rebuild(*(torch.zeros(1, 1, 1, T, 2),) * 4)
+        met.clear()
+        for i in reversed(range(T)):
+            tiles.push(i, one)
+            assert all(queries.min() >= i for queries, _ in met), "a query whose gradient is not there yet"
+            done = count(met, T)
+            assert i == 0 or done[i:, i - 1].all(), "the next key's gradient lacks a query"
+        assert torch.equal(count(met, T), torch.ones(T, T).tril(-1))
+
+
+def count(met, T):
+    table = torch.zeros(T, T)
+    for queries, keys in met:
+        table[queries.long()[:, None], keys.long()] += 1
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# its neighbours: the plain Transformer, and the RNN
+
+def as_rt_weights(gpt):
+    """model_gpt's weights under model_rt's names."""
+    return {name.replace(".attn.", ".").replace(".mlp.", "."): w for name, w in gpt.state_dict().items()}
+
+
+@pytest.mark.parametrize("schedule", ["naive", *FAST])
+@pytest.mark.parametrize("pos", ["alibi", "rope", "none"])
+def test_one_block_of_all_positions_is_the_plain_transformer(schedule, pos):
+    """b = T (section 9): logits, loss, every gradient, and decoding are model_gpt's."""
+    gpt = tiny("gpt", mlp="gelu", pos=pos, n_kv_head=2, tie_embeddings=False)
+    model = rt(schedule, block=100, pos=pos, n_kv_head=2)
+    model.load_state_dict(as_rt_weights(gpt))
+    x = tokens(2, 51)
+    logits, loss, grads = outputs_and_gradients(gpt, x)
+    grads = {n.replace(".attn.", ".").replace(".mlp.", "."): g for n, g in grads.items()}
+    assert_same(outputs_and_gradients(model, x), (logits, loss, grads))
+    assert_cache_is_forward(model, [37, 20], [16, 1, 1, 19], 1e-10)
+
+
+def norm_free(schedule, T, n_embd, n_head=1, **sizes):
+    """A float64 RT without norms and positions; returns it and a function of its layers alone, x (T, C) -> y (T, C)."""
+    torch.manual_seed(0)
+    model = model_rt.Model(model_rt.Config(n_embd=n_embd, n_head=n_head, norm="none", pos="none", schedule=schedule,
+                                           chunk=4, vocab_size=5, **sizes)).double()
+    return model, lambda x: model.layers(x[None], torch.arange(T)[None])[0]
+
+
+def set_weights(block, **weights):
+    with torch.no_grad():
+        for name, w in weights.items():
+            getattr(block, name).weight.copy_(w)
+
+
+@pytest.mark.parametrize("schedule", ["naive", *FAST])
+def test_theorem_4_1(schedule):
+    """Uniform attention, no norms, no MLP: dy_t/dx_s = (A/t) prod_{j=s}^{t-1} (I + A/j) for s < t, and from the first
+    position sum_k c(t, k) A^k / t!, c the unsigned Stirling numbers of the first kind. Its k = 1 term is A/t, what a
+    plain Transformer has."""
+    T, d = 7, 5
+    model, layer = norm_free(schedule, T, d, n_layer=1)
+    block = model.blocks[0]
+    set_weights(block, wq=torch.zeros(d, d), w_down=torch.zeros(d, block.cfg.n_mlp))
+    A, I = (block.wo.weight @ block.wv.weight).detach(), torch.eye(d).double()
+    x = torch.randn(T, d, dtype=torch.float64)
+    J = torch.autograd.functional.jacobian(layer, x).transpose(1, 2)        # (t, s, d, d)
+    for t in range(1, T + 1):
+        for s in range(1, T + 1):
+            want = torch.zeros_like(A) if s > t else I + A / t
+            if s < t:
+                want = A / t
+                for j in range(s, t):
+                    want = want @ (I + A / j)
+            assert torch.allclose(J[t - 1, s - 1], want, rtol=0, atol=1e-12)
+    stirling = [[1]]                                    # c(n+1, k) = n c(n, k) + c(n, k-1)
+    for n in range(T):
+        row = stirling[-1] + [0]
+        stirling.append([n * row[k] + (row[k - 1] if k else 0) for k in range(n + 2)])
+    for t in range(2, T + 1):
+        terms = [stirling[t][k] * torch.linalg.matrix_power(A, k) / math.factorial(t) for k in range(1, t + 1)]
+        assert torch.allclose(J[t - 1, 0], sum(terms), rtol=0, atol=1e-12)
+        assert torch.allclose(terms[0], A / t)
+    plain, plain_layer = norm_free(schedule, T, d, n_layer=1, block=T)
+    plain.load_state_dict(model.state_dict())
+    P = torch.autograd.functional.jacobian(plain_layer, x).transpose(1, 2)
+    assert torch.allclose(P[T - 1, 0], A / T) and not torch.allclose(J[T - 1, 0], A / T)
+
+
+def transformer_layer(x, wq, wk, wv, wo, w1, w2, n_head):
+    """A plain norm-free Transformer layer on x (T, d), written out."""
+    T, d = x.shape
+    q, k, v = (( x @ w.T).view(T, n_head, -1).transpose(0, 1) for w in (wq, wk, wv))
+    s = (q @ k.mT / math.sqrt(d / n_head)).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    z = x + (s.softmax(-1) @ v).transpose(0, 1).reshape(T, d) @ wo.T
+    return z + torch.nn.functional.gelu(z @ w1.T) @ w2.T
+
+
+def simulate(block, weights, d, n_head, swapped):
+    """Theorem A.1: set an RT layer of width 3 d (carry, live, scratch) to compute a Transformer layer of width d: keys
+    and values read carry, attention is written to scratch, and the MLP writes y of u = carry + scratch to live and
+    clears scratch. Copies go through the MLP as u = gelu(u) - gelu(-u). swapped: carry and live have changed places."""
+    wq, wk, wv, wo, w1, w2 = weights
+    carry, live, scratch = [slice(i * d, (i + 1) * d) for i in ((1, 0, 2) if swapped else (0, 1, 2))]
+    D = d // n_head
+    rows = torch.cat([torch.arange(D) + h * 3 * D for h in range(n_head)])      # of each head of 3 D the first D
+    new = {name: torch.zeros_like(getattr(block, name).weight) for name in ("wq", "wk", "wv", "wo", "w_up", "w_down")}
+    for name, w in (("wq", wq * math.sqrt(3)), ("wk", wk), ("wv", wv)):         # sqrt(3): the heads are 3 D wide
+        new[name][rows, carry] = w
+    new["wo"][scratch, rows] = wo
+    I, m = torch.eye(d).double(), len(w1)
+    new["w_up"][:m, carry], new["w_up"][:m, scratch], new["w_down"][live, :m] = w1, w1, w2
+    for n, (reads, into, sign) in enumerate((((carry, scratch), live, 1), ((live,), live, -1), ((scratch,), scratch, -1))):
+        plus, minus = (slice(m + (2 * n + i) * d, m + (2 * n + i + 1) * d) for i in (0, 1))
+        for part in reads:
+            new["w_up"][plus, part], new["w_up"][minus, part] = I, -I
+        new["w_down"][into, plus], new["w_down"][into, minus] = sign * I, -sign * I
+    set_weights(block, **new)
+
+
+@pytest.mark.parametrize("schedule", ["naive", *FAST])
+def test_theorem_a_1(schedule):
+    """A norm-free Transformer of width d and any depth inside a norm-free RT of width 3 d, layer by layer."""
+    T, d, n_head, layers = 9, 8, 2, 3
+    model, _ = norm_free(schedule, T, 3 * d, n_head, n_layer=layers)
+    want = x = torch.randn(T, d, dtype=torch.float64)
+    weights = [[0.5 * torch.randn(*shape, dtype=torch.float64) for shape in [(d, d)] * 4 + [(4 * d, d), (d, 4 * d)]]
+               for _ in range(layers)]
+    state = torch.cat([x, torch.zeros(T, 2 * d)], 1)
+    for l, (block, w) in enumerate(zip(model.blocks, weights)):
+        simulate(block, w, d, n_head, swapped=l % 2 == 1)
+    for l in range(layers):
+        one, layer = norm_free(schedule, T, 3 * d, n_head, n_layer=1)
+        one.blocks[0].load_state_dict(model.blocks[l].state_dict())
+        want, state = transformer_layer(want, *weights[l], n_head), layer(state)
+        live = state[:, d:2 * d] if l % 2 == 0 else state[:, :d]
+        assert relative(live, want) < 1e-10
+        assert state[:, 2 * d:].abs().max() < 1e-10 * want.abs().max()
+    whole = model.layers(torch.cat([x, torch.zeros(T, 2 * d)], 1)[None], torch.arange(T)[None])[0]
+    assert relative(whole[:, d:2 * d] if layers % 2 else whole[:, :d], want) < 1e-10
+
+
+@pytest.mark.parametrize("schedule", ["naive", *FAST])
+def test_attention_to_the_position_before_is_an_rnn(schedule):
+    """Section 3.2. Position codes in the input and weights that make q_i meet k_{i-1} alone: y_i = f(x_i, Wv y_{i-1})."""
+    T, d = 9, 6
+    model, layer = norm_free(schedule, T, d + T, n_layer=1)
+    block, content, code = model.blocks[0], slice(0, d), slice(d, d + T)
+    wq, wk = torch.zeros(2, d + T, d + T, dtype=torch.float64)
+    wk[code, code] = torch.eye(T).double()
+    wq[code, code] = 1e4 * torch.eye(T).double().roll(-1, 0)        # code i asks for code i - 1
+    wq[d + T - 1, d] = 0                                            # and the first one for none
+    set_weights(block, wq=wq, wk=wk)
+    with torch.no_grad():
+        block.wo.weight[code], block.w_down.weight[code] = 0, 0     # codes stay as they are
+    x = torch.cat([torch.randn(T, d, dtype=torch.float64), torch.eye(T).double()], 1)
+    want, v = [], block.wv.weight @ x[0]                            # the first position sees its temporary pair
+    for i in range(T):
+        z = x[i] + block.wo.weight @ v
+        want.append(z + block.w_down.weight @ torch.nn.functional.gelu(block.w_up.weight @ z))
+        v = block.wv.weight @ want[-1]
+    got = layer(x)
+    assert relative(got[:, content], torch.stack(want)[:, content]) < 1e-12
+    assert torch.equal(got[:, code], x[:, code])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# precision and memory
+
+def attention_seen(monkeypatch, cls):
+    """Records what forward reads and what the backward rebuilds: two lists of tensors (A, B, H, C, D)."""
+    read, rebuilt, chunk = [], [], []
+    original_read, original_rebuild = cls.read, cls.rebuild
+
+    def spy_read(self, i):
+        chunk.append(original_read(self, i).clone())
+        if len(chunk) == self.shape[3]:
+            read.append(torch.cat(chunk, 3))
+            chunk.clear()
+        return original_read(self, i)
+
+    def spy_rebuild(self, *args):
+        out, lse = original_rebuild(self, *args)
+        rebuilt.append(out.clone())
+        return out, lse
+    monkeypatch.setattr(cls, "read", spy_read)
+    monkeypatch.setattr(cls, "rebuild", spy_rebuild)
+    return read, rebuilt
+
+
+@pytest.mark.parametrize("schedule, cls", [("wavefront", model_rt.Rows), ("tiled", model_rt.Tiles)])
+def test_bfloat16_backward_rebuilds_what_forward_computed(monkeypatch, schedule, cls):
+    """Scores, ALiBi and softmax are float32 under bfloat16 autocast, in both directions, so both see the same attention:
+    within the rounding of k and v to bfloat16. (A bias in bfloat16 would be off by up to 0.5 at distance 250.)"""
+    read, rebuilt = attention_seen(monkeypatch, cls)
+    model = tiny("rt", schedule=schedule, n_layer=2, block_size=256).float().train()
+    x = tokens(2, 257)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x[:, :-1], x[:, 1:])[1]
+    loss.backward()
+    assert len(read) == len(rebuilt) > 1
+    for a, b in zip(read, reversed(rebuilt)):
+        assert a.dtype == torch.float32 and rms(a - b) < 2e-3 * rms(a)
+
+
+@pytest.mark.parametrize("schedule", FAST)
+def test_saved_for_the_backward_are_x_and_y_of_each_layer(schedule):
+    B, T, L, C = 2, 70, 3, 32
+    model, saved = rt(schedule, n_layer=L), []
+    x, pos = torch.randn(B, T, C, dtype=torch.float64, requires_grad=True), torch.arange(T)[None]
+    weights = [w if w is None else w.detach() for w in model_rt.stack_weights(model.blocks)]
+    own = {w.data_ptr() for w in weights if w is not None}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        model_rt.Stack.apply(model.cfg, x, pos, *weights)
+    count = sum(t.numel() for t in saved if t.data_ptr() not in own)
+    padded = model_rt.Run(model.cfg, x, pos).length
+    assert count == (L + 1) * B * padded * C and padded < T + 5
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of all tensors alive that were made under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = self.largest = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self.known:
+                storage = t.untyped_storage()
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def freed(self, key, size):
+        self.known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("schedule, T", [("wavefront", 2048), ("tiled", 768)])
+def test_memory_grows_linearly_with_the_length(schedule, T):
+    """Forward and backward, the sum of all tensors and the largest one: a T x T tensor would grow four times."""
+    def peak(T):
+        torch.manual_seed(0)
+        model = model_rt.Model(model_rt.Config(n_layer=2, n_embd=16, n_head=2, schedule=schedule))
+        x = torch.randn(1, T, 16, requires_grad=True)
+        with Memory() as memory:
+            model.layers(x, torch.arange(T)[None]).sum().backward()
+        return memory
+    short, long = peak(T // 2), peak(T)
+    assert long.largest < 2.1 * short.largest and long.peak < 2.1 * short.peak
+
+
+def test_memory_counter_counts():
+    with Memory() as memory:
+        x = torch.zeros(1000)
+        y = x[10:] + 1
+        del x
+        z = torch.zeros(500)
+    assert memory.largest == 4000 and 7900 <= memory.peak <= 8000 and y.numel() + z.numel() == 1490
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# training and configs
+
+@pytest.mark.parametrize("other", [dict(fast="false"), dict(schedule="tiled")])
+def test_the_schedules_train_alike(data_dir, tmp_path, other):
+    """The same losses step by step, float32, 50 steps."""
+    def losses(run, **keys):
+        keys = dict(model="rt", run=run, out_dir=tmp_path, data_dir=data_dir, dataset="words", block_size=24, n_embd=32,
+                    n_head=4, n_layer=2, batch_size=4, max_steps=50, log_interval=1, eval_interval=50, eval_batches=1,
+                    sample_tokens=0, chunk=8, warmup_steps=5, **keys)
+        train.main([f"{k}={v}" for k, v in keys.items()])
+        return [row["ce"] for row in train.read_log(tmp_path / run / "log.jsonl") if "ce" in row]
+    a, b = losses("wavefront"), losses("other", **other)
+    assert len(a) == 50 and a[-1] < a[0] - 0.3
+    assert max(abs(x - y) for x, y in zip(a, b)) < 1e-4
+
+
+# sizes of the paper (sections 7.2 and E.3): config, non-embedding parameters in millions
+PAPER = {"rt_150m_12l": 151, "rt_150m_6l": 143, "rt_300m_24l": 302, "rt_300m_12l": 285, "rt_300m_6l": 302}
+
+
+def paper_model(name):
+    values = train.load_yaml(ROOT / "configs" / f"{name}.yaml")
+    fields = {f.name for f in dataclasses.fields(model_rt.Config)}
+    with torch.device("meta"):
+        return model_rt.Model(model_rt.Config(**{k: v for k, v in values.items() if k in fields}))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_sizes_of_the_paper(name):
+    model = paper_model(name)
+    assert round(sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2) / 1e6) == PAPER[name]
+    assert model.cfg.block_size == 512 and model.cfg.head_dim == 64 and model.cfg.pos == "alibi"
+
+
+@pytest.mark.parametrize("half, whole, ratio", [("rt_150m_6l", "rt_150m_12l", 0.69), ("rt_300m_6l", "rt_300m_12l", 0.73)])
+def test_half_the_layers_at_equal_parameters_shrink_the_cache(half, whole, ratio):
+    """Section 7.3."""
+    sizes = [paper_model(name).init_cache(1, 512).nbytes() for name in (half, whole)]
+    assert round(sizes[0] / sizes[1], 2) == ratio
+
+
+def test_initial_weights():
+    """Spread as the paper's: 1/sqrt(d), cut off at 3 sigma; into the residual stream less, and less the deeper."""
+    torch.manual_seed(0)
+    model = model_rt.Model(model_rt.Config(n_layer=3, n_embd=256, n_head=4))
+    expected = {"wte.weight": 1 / 16, "head.weight": 1 / 16}
+    for l in range(3):
+        expected |= {f"blocks.{l}.{n}.weight": 1 / 16 for n in ("wq", "wk", "wv", "w_up")}
+        expected |= {f"blocks.{l}.wo.weight": 1 / math.sqrt(2 * 256 * (l + 1)),
+                     f"blocks.{l}.w_down.weight": 1 / math.sqrt(2 * 1024 * (l + 1))}
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            sigma = expected.pop(name)
+            assert 0.97 < p.std().item() / sigma < 1.0 and p.abs().max() <= 3 * sigma      # the cut takes 1.3 %
+    assert not expected
+
+
+@pytest.mark.parametrize("bad, named", [
+    (dict(pos="sinus"), "pos=sinus"), (dict(norm="batch"), "norm=batch"), (dict(qk_norm="both"), "qk_norm=both"),
+    (dict(schedule="fast"), "schedule=fast"), (dict(block=0), "block=0"), (dict(chunk=-1), "chunk=-1"),
+    (dict(norm="none", qk_norm="full"), "qk_norm=full"), (dict(n_embd=30), "n_embd=30"), (dict(n_mlp=-1), "n_mlp"),
+    (dict(pos="rope", n_embd=12), "pos=rope"), (dict(n_kv_head=3), "n_kv_head=3"), (dict(norm_eps=0.0), "norm_eps")])
+def test_impossible_sizes_are_named(bad, named):
+    with pytest.raises(ValueError, match=named):
+        model_rt.Config(**bad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# on a GPU
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_replay_the_same(schedule, dtype):
+    """Recorded and replayed as CUDA graphs, and run kernel by kernel: the same bits, in every micro-batch, also where
+    another shape came between."""
+    def results(graphs):
+        model = tiny("rt", schedule=schedule, cuda_graphs=graphs).float().cuda().train()
+        found = []
+        for seed, T in ((1, 50), (2, 50), (3, 33), (4, 50)):
+            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                found.append(outputs_and_gradients(model, tokens(2, T + 1, seed=seed).cuda()))
+        return found
+    model_rt.GRAPHS.clear()
+    plain, replayed = results(False), results(True)
+    assert len(model_rt.GRAPHS) == 4
+    for a, b in zip(plain, replayed):
+        assert torch.equal(a[0], b[0]) and all(rms(a[2][n] - b[2][n]) <= 1e-6 * rms(a[2][n]) for n in a[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [{}, dict(block=3), dict(pos="rope", n_kv_head=2, qk_norm="full")])
+def test_schedules_agree_on_cuda(sizes):
+    """float64: kernels' twins; float32 without tf32: the Triton kernels."""
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-3)):
+        x = tokens(2, 71).cuda()
+        want = outputs_and_gradients(rt("naive", **sizes).to(dtype).cuda(), x)
+        for schedule in FAST:
+            got = outputs_and_gradients(rt(schedule, **sizes).to(dtype).cuda(), x)
+            floor = 1e-3 * max(rms(g) for g in want[2].values())
+            assert rms(got[0] - want[0]) < tolerance * rms(want[0])
+            for n in want[2]:
+                assert rms(got[2][n] - want[2][n]) < tolerance * max(rms(want[2][n]), floor), n
