@@ -326,6 +326,30 @@ class BPETokenizer(Tokenizer):
         return {"kind": self.kind, "pattern": self.pattern, "ranks": ranks}
 
 
+class TaskTokenizer(Tokenizer):
+    """The token ids of a synthetic task (tasks.py) as text: decimal numbers between blanks. No id ends a text."""
+
+    def __init__(self, vocab_size):
+        if type(vocab_size) is not int or not 0 < vocab_size <= 1 << 20:
+            raise ValueError("vocab_size is not a number of token ids")
+        self.kind, self.vocab_size, self.eot = "task", vocab_size, None
+        self.pieces = [f" {i}".encode() for i in range(vocab_size)]
+
+    def encode(self, text) -> list:
+        words = text.split()
+        bad = [w for w in words if not re.fullmatch("[0-9]{1,7}", w) or int(w) >= self.vocab_size]
+        if bad or not words:
+            raise UserError(f"a task's tokens are numbers from 0 to {self.vocab_size - 1} with blanks between them, "
+                            f"got {bad[0] if bad else text!r:.60}")
+        return [int(w) for w in words]
+
+    def decode(self, ids) -> str:
+        return super().decode(ids).removeprefix(" ")
+
+    def to_dict(self):
+        return {"kind": "task", "vocab_size": self.vocab_size}
+
+
 def load_tokenizer(d) -> Tokenizer:
     """The tokenizer of a meta.json or a checkpoint; no other file or download is needed. UserError if bad."""
     kind = d.get("kind") if isinstance(d, dict) else None
@@ -337,9 +361,11 @@ def load_tokenizer(d) -> Tokenizer:
         if kind in ("bpe", "gpt2"):
             ranks = [base64.b64decode(piece, validate=True) for piece in d["ranks"].split(" ")]
             return BPETokenizer(kind, d["pattern"], ranks)
+        if kind == "task":
+            return TaskTokenizer(d["vocab_size"])
     except (KeyError, ValueError, TypeError, AttributeError) as e:
         raise UserError(f"malformed {kind} tokenizer: {type(e).__name__} {first_line(e)}") from None
-    raise UserError(f"malformed tokenizer of kind {kind!r:.60}: the kinds are byte, char, bpe, gpt2")
+    raise UserError(f"malformed tokenizer of kind {kind!r:.60}: the kinds are byte, char, bpe, gpt2, task")
 
 
 def bpe_size(name) -> int:
@@ -745,6 +771,8 @@ def prepare(cfg) -> Path:
 
 
 def check_settings(cfg):
+    if cfg.dataset.startswith("task:"):
+        raise UserError(f"dataset={cfg.dataset} needs no preparation: train.py makes the examples of a task itself")
     bpe_size(cfg.tokenizer)
     if not 0 < cfg.val_fraction < 1:
         raise UserError(f"val_fraction must be above 0 and below 1, got {cfg.val_fraction}")

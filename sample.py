@@ -6,6 +6,7 @@ Text from a trained model, for every model: one decoding loop over forward and c
     python sample.py out/gpt_tiny prompt=FILE:notes.txt            the prompt is a file's text
     python sample.py out/gpt_tiny prompt=LINES:prompts.txt         every line is a prompt, all in one batch
     python sample.py out/gpt_tiny num_samples=8 seed=7             eight samples in one batch
+    python sample.py out/recall prompt="3 9 1"                     the token ids of a synthetic task (tasks.py)
     python sample.py help                                          every key with its meaning
 
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 
 from prepare import UserError, asks_help, help_text, run_cli, split_args, typed_config
+from tasks import COMPRESSION
 
 
 @dataclass
@@ -193,6 +195,8 @@ def main(argv):
     device = pick_device(cfg.device)
     texts = read_prompts(cfg.prompt)
     model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast)
+    if ckpt["config"]["dataset"] == COMPRESSION:
+        raise UserError(f"{path} was trained on {COMPRESSION}: it gives back what it read, there is nothing to sample")
     prompts = [ids for ids in map(tokenizer.encode, texts) for _ in range(cfg.num_samples)]
     check_prompts(model, prompts)
     limit, longest = model.context_limit, max(map(len, prompts))

@@ -40,6 +40,7 @@ from tqdm import tqdm
 
 from prepare import (NAME, PrepareConfig, TokenData, UserError, asks_help, check_name, folder_name, help_text,
                      is_offline, key_lines, load_tokenizer, prepare, run_cli, split_args, sync_folder, typed_config)
+from tasks import COMPRESSION, TaskBatches, count_right, fit_head, is_task, show_example
 
 HERE = Path(__file__).resolve().parent
 
@@ -51,9 +52,10 @@ class TrainConfig:
     run: str = ""                    # name of the folder for results (default: the config file's name)
     out_dir: str = "out"             # where run folders live
     # data
-    dataset: str = "python"          # a source, as prepare.py takes it, or a folder under data_dir
+    dataset: str = "python"          # a source, as prepare.py takes it; a folder under data_dir; task:NAME (tasks.py)
     tokenizer: str = "byte"          # byte | char | bpe:SIZE | gpt2
     data_dir: str = "data"           # where prepared data sets live
+    task_examples: int = 0           # fixed training examples of a synthetic task (0: the task's own number)
     batch_size: int = 12             # sequences in one forward (a micro-batch)
     gradient_accumulation_steps: int = 1   # micro-batches in one optimizer step, over all processes together
     # optimization
@@ -97,8 +99,8 @@ class TrainConfig:
         for name in ("batch_size", "gradient_accumulation_steps", "max_steps", "eval_interval", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("warmup_steps", "eval_batches", "sample_tokens", "seed", "learning_rate", "muon_learning_rate",
-                     "weight_decay", "grad_clip"):
+        for name in ("task_examples", "warmup_steps", "eval_batches", "sample_tokens", "seed", "learning_rate",
+                     "muon_learning_rate", "weight_decay", "grad_clip"):
             if not 0 <= getattr(self, name) < 2 ** 63:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative, and less than 2^63")
         for name in ("cooldown_frac", "min_lr_frac"):
@@ -253,10 +255,15 @@ class TextBatches:
         windows = torch.from_numpy(data.windows(starts, self.length))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
+    def sizes(self):
+        return f"{self.train.tokens:,} tokens to train on, {self.val.tokens:,} to validate"
+
 
 def open_data(cfg):
-    """The folder of cfg.dataset, prepared first where it is missing and can be made without a network.
-    Under torchrun the first process prepares while the others wait to be joined."""
+    """The folder of cfg.dataset, prepared first where it is missing and can be made without a network; a task's
+    name as it is. Under torchrun the first process prepares while the others wait to be joined."""
+    if is_task(cfg.dataset):
+        return cfg.dataset
     named = Path(cfg.data_dir) / cfg.dataset
     if NAME.fullmatch(cfg.dataset) and (named / "meta.json").exists():
         return named
@@ -366,12 +373,17 @@ def build_model(ckpt, **overrides):
     module = model_module(ckpt["model"])
     try:
         model = module.Model(module.Config(**{**ckpt["model_config"], **overrides}))
-        model.load_state_dict(ckpt["weights"])
+        fit_head(model, trained_on(ckpt)).load_state_dict(ckpt["weights"])
     except (TypeError, ValueError, RuntimeError) as e:
         reason = str(e).splitlines()[-1].strip()
         raise UserError(f"the checkpoint does not fit model_{ckpt['model']}.py: {reason}") from e
     model.set_step(ckpt["step"])
     return model
+
+
+def trained_on(ckpt):
+    """The data set of a checkpoint's run; "" where the weights come from elsewhere."""
+    return ckpt.get("config", {}).get("dataset", "")
 
 
 def load_run(path, device="cpu", **overrides):
@@ -560,6 +572,7 @@ class Trainer:
 
     def __init__(self, cfg, model, tokenizer, batches, procs, ckpt=None):
         self.cfg, self.model, self.tokenizer, self.batches, self.procs = cfg, model, tokenizer, batches, procs
+        self.task = is_task(cfg.dataset)
         self.folder = run_folder(cfg.out_dir, cfg.run)
         self.optimizers = make_optimizers(model, cfg)
         self.step, self.evaluated, self.best_ce = 0, 0, math.inf
@@ -610,17 +623,22 @@ class Trainer:
         micro = [self.batches.micro_batch(self.step, i) for i in indices]
         counts = [int((y != -1).sum()) for _, y in micro]
         total = max(1.0, procs.sum(sum(counts))[0])
+        all_rows = cfg.batch_size * cfg.gradient_accumulation_steps
         logged = {}
         for n, (index, (x, y), count) in enumerate(zip(indices, micro, counts)):
             self.seed_forward(index)
             last = n == share - 1
             with contextlib.nullcontext() if procs.world == 1 or last else self.forward.no_sync():
                 with self.autocast():
-                    _, loss, aux = self.forward(self.to_device(x), self.to_device(y))
+                    logits, loss, aux = self.forward(self.to_device(x), self.to_device(y))
                 # DDP averages over processes, so each loss counts `world` times its share of the tokens
                 (loss * (count / total * procs.world)).backward()
             for key, value in aux.items():
                 logged[key] = logged.get(key, 0.0) + value.detach() * (count / total)
+            if self.task:
+                tokens, rows = count_right(logits, y)
+                for key, share in (("token_accuracy", tokens / total), ("sequence_accuracy", rows / all_rows)):
+                    logged[key] = logged.get(key, 0.0) + share
         return self.update(logged, stop)
 
     def update(self, logged, stop):
@@ -649,19 +667,24 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self):
-        """Mean cross-entropy over the validation text in nats per token, and bits per byte of text. Touches no
-        random number and no weight. The model computes its decoding function (eval mode)."""
+        """Mean cross-entropy over the validation text in nats per token, and bits per byte of text; of a task the
+        shares of scored tokens, and of rows, that are right. Touches no random number and no weight. The model
+        computes its decoding function (eval mode)."""
         self.model.eval()
         self.model.set_step(self.step)
-        nats = tokens = 0.0
+        sums = np.zeros(5)              # nats, targets, rows; of a task also right targets, wholly right rows
         for starts in self.batches.val_batches(self.cfg.eval_batches)[self.procs.rank::self.procs.world]:
             x, y = self.batches.cut(self.batches.val, starts)
             with self.autocast():
-                _, _, aux = self.model(self.to_device(x), self.to_device(y))
+                logits, _, aux = self.model(self.to_device(x), self.to_device(y))
             count = int((y != -1).sum())
-            nats, tokens = nats + float(aux["ce"]) * count, tokens + count
-        nats, tokens = self.procs.sum(nats, tokens)
+            right = count_right(logits, y) if self.task else (0, 0)
+            sums += [float(aux["ce"]) * count, count, len(y), *map(int, right)]
+        nats, tokens, rows, right_tokens, right_rows = self.procs.sum(*sums)
         ce = nats / tokens
+        if self.task:
+            return {"val_ce": ce, "val_token_accuracy": right_tokens / tokens,
+                    "val_sequence_accuracy": right_rows / rows}
         return {"val_ce": ce, "val_bpb": bits_per_byte(ce, self.batches.val)}
 
     def save_and_evaluate(self, final=False):
@@ -678,8 +701,7 @@ class Trainer:
             self.log.write(self.step, result)
             self.log.plot(final)
             self.log.start_lap()                # evaluations are not training time
-            self.log.say(f"step {self.step}: val ce {result['val_ce']:.4f} nats per token, "
-                         f"{result['val_bpb']:.4f} bits per byte{' (best)' if best else ''}")
+            self.log.say(f"step {self.step}: {in_words(result)}{' (best)' if best else ''}")
 
     def run(self):
         """Train to max_steps. Returns True when done, False when stopped by a signal (the state is saved)."""
@@ -696,6 +718,14 @@ class Trainer:
                     return False
             self.save_and_evaluate(final=True)
         return True
+
+
+def in_words(result):
+    """The line that tells what evaluate returned."""
+    if "val_bpb" in result:
+        return f"val ce {result['val_ce']:.4f} nats per token, {result['val_bpb']:.4f} bits per byte"
+    return (f"val ce {result['val_ce']:.4f} nats per token, token accuracy {result['val_token_accuracy']:.3f}, "
+            f"sequence accuracy {result['val_sequence_accuracy']:.3f}")
 
 
 def bits_per_byte(ce, data):
@@ -754,8 +784,8 @@ class Log:
             return
         rate = (step - self.lap_step) * self.tokens_per_step / (time.perf_counter() - self.lap)
         self.start_lap()
-        bpb = bits_per_byte(logged["ce"], self.trainer.batches.train)
-        values = {**logged, "bpb": bpb, "tokens_per_second": round(rate, 1)}
+        bpb = {} if self.trainer.task else {"bpb": bits_per_byte(logged["ce"], self.trainer.batches.train)}
+        values = {**logged, **bpb, "tokens_per_second": round(rate, 1)}
         if self.peak:
             values["mfu"] = rate * self.trainer.model.flops_per_token() / (self.peak * self.trainer.procs.world)
         self.write(step, values)
@@ -841,7 +871,10 @@ def make_model(cfg, model_fields, ckpt, vocab_size, given):
     torch.manual_seed(cfg.seed)
     model_cfg = module.Config(**model_fields)
     if ckpt is None:
-        return module.Model(model_cfg)
+        return fit_head(module.Model(model_cfg), cfg.dataset)
+    if (trained_on(ckpt) == COMPRESSION) != (cfg.dataset == COMPRESSION):
+        raise UserError(f"dataset={cfg.dataset}, but the weights are of {trained_on(ckpt) or 'another source'}: only "
+                        f"{COMPRESSION} has a decoder for a head")
     free = ("fast", "dropout") if cfg.resume else ("fast", "dropout", "block_size")
     for key, old in ckpt["model_config"].items():
         if key not in free and asdict(model_cfg).get(key) != old:
@@ -873,7 +906,14 @@ def check_tokenizer(ckpt, data, what):
     """A model's ids mean what its tokenizer says: weights and data must share it."""
     if ckpt is not None and "tokenizer" in ckpt and ckpt["tokenizer"] != data.tokenizer.to_dict():
         raise UserError(f"{what} was trained with tokenizer {ckpt['tokenizer'].get('kind')}, which is not the "
-                        f"one of the data set (its meta.json holds {data.tokenizer.kind})")
+                        f"one of the data set ({data.tokenizer.kind}, {data.vocab_size} tokens)")
+
+
+def check_no_tokenizer(cfg, given):
+    """A tokenizer that a file names for text is nothing to a task; one that the command line asks for is an error."""
+    if given.get("tokenizer", TrainConfig.tokenizer) != TrainConfig.tokenizer:
+        raise UserError(f"tokenizer={given['tokenizer']}, but dataset={cfg.dataset} is made of token ids: leave out "
+                        f"tokenizer")
 
 
 def setup(argv):
@@ -887,9 +927,13 @@ def setup(argv):
     procs.join()
     if procs.world > 1:
         dist.barrier()                                  # the data set is there now
-    batches = TextBatches(batch_folder, cfg, model_fields["block_size"])
+    if is_task(cfg.dataset):
+        check_no_tokenizer(cfg, split_args(argv))
+        batches = TaskBatches(cfg, model_fields["block_size"])
+    else:
+        batches = TextBatches(batch_folder, cfg, model_fields["block_size"])
     check_tokenizer(ckpt, batches.train, cfg.init_from or folder)
-    if cfg.sample_tokens:
+    if cfg.sample_tokens and not is_task(cfg.dataset):
         batches.train.tokenizer.encode(cfg.sample_prompt)   # a character it does not know is better found now
     model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size, given).to(procs.device)
     trainer = Trainer(cfg, model, batches.train.tokenizer, batches, procs, ckpt if cfg.resume else None)
@@ -915,8 +959,7 @@ def describe(trainer, data_folder):
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, {model.flops_per_token():.3g} FLOPs a token, "
           f"{'fast' if model.cfg.fast else 'naive'} path\n"
-          f"{data_folder}: {trainer.batches.train.tokens:,} tokens to train on, "
-          f"{trainer.batches.val.tokens:,} to validate", flush=True)
+          f"{data_folder}: {trainer.batches.sizes()}", flush=True)
     if not cfg.eval_only:
         print(f"{cfg.max_steps:,} steps of {tokens:,} tokens on {device_name(procs.device)}, "
               f"{procs.world} process{'es' * (procs.world > 1)}"
@@ -924,7 +967,7 @@ def describe(trainer, data_folder):
 
 
 def finish(trainer, done):
-    """The closing words: what the model writes, and where everything is."""
+    """The closing words: what the model writes (of a task, what it answers), and where everything is."""
     from sample import sample_text             # sample.py reads checkpoints through this file
     cfg, log = trainer.cfg, trainer.log
     log.bar.close()
@@ -932,9 +975,11 @@ def finish(trainer, done):
         print(f"stopped at step {trainer.step}; go on with resume=true")
         return
     if cfg.sample_tokens:
-        print("-" * 80 + "\n" + sample_text(trainer.model, trainer.tokenizer, cfg.sample_prompt,
-                                            cfg.sample_tokens, seed=cfg.seed) + "\n" + "-" * 80)
-    print(f"{trainer.folder}: ckpt.pt, best.pt, log.jsonl, curves.png; more text: python sample.py {trainer.folder}")
+        shown = (show_example(trainer.model, trainer.batches) if trainer.task else
+                 sample_text(trainer.model, trainer.tokenizer, cfg.sample_prompt, cfg.sample_tokens, seed=cfg.seed))
+        print("-" * 80 + "\n" + shown + "\n" + "-" * 80)
+    more = "" if trainer.task else f"; more text: python sample.py {trainer.folder}"
+    print(f"{trainer.folder}: ckpt.pt, best.pt, log.jsonl, curves.png{more}")
 
 
 def main(argv):
@@ -944,7 +989,7 @@ def main(argv):
     if trainer.cfg.eval_only:
         result = trainer.evaluate()
         if trainer.procs.master:
-            print(f"val ce {result['val_ce']:.4f} nats per token, {result['val_bpb']:.4f} bits per byte")
+            print(in_words(result))
     else:
         done = trainer.run()
         if trainer.procs.master:

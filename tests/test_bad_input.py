@@ -157,6 +157,15 @@ TRAIN = [
     (["config={w}/wrong.yaml"], "max_steps: expected int, got 'many'"),
     (["gradient_accumulation_steps=0"], "gradient_accumulation_steps=0"),
     (["sample_prompt=", "sample_tokens=9"], "sample_prompt is empty"),
+    (["dataset=task:nothing"], "the tasks are task:recall, "),
+    (["dataset=task:recall", "block_size=7"], "block_size=7 is impossible for dataset=task:recall"),
+    (["dataset=task:fuzzy_recall", "block_size=10"], "it must be 11 or more"),
+    (["dataset=task:recall", "task_examples=1_000_000_000"], "too many to hold in memory"),
+    (["dataset=task:s3", "tokenizer=char"], "leave out tokenizer"),
+    (["dataset=task:s3", "vocab_size=5"], "vocab_size=5 is less than the data's 6"),
+    (["dataset=task:s3", "resume=true", "run=r"], "was trained with tokenizer byte"),
+    (["dataset=task:compression", "init_from={w}/out/r"], "was trained with tokenizer byte"),
+    (["task_examples=-1"], "task_examples=-1 must not be negative"),
 ]
 SAMPLE = [
     ([], "give one run folder or checkpoint"),
@@ -186,6 +195,7 @@ PREPARE = [
     (["dataset=file:{w}/missing.txt"], "missing.txt"),
     (["dataset=file:{w}/nothing*.txt"], "nothing*.txt"),
     (["tokenizer=morse"], "morse"),
+    (["dataset=task:recall"], "needs no preparation"),
     (["tokenizer=bpe:10"], "bpe:10"),
     (["name=../up"], "'../up' is not allowed"),
     (["datset=python"], "did you mean dataset?"),

@@ -1,0 +1,348 @@
+"""
+Synthetic tasks as data sets, made while training: what a sequence model can do, seen in minutes.
+
+    python train.py dataset=task:recall block_size=128 run=recall
+
+Below, inputs stand above targets; a dot is a position that is not scored. Token t's target is what the model should
+say after reading tokens 0..t. T is the length, which is block_size; in parentheses stand the vocabulary and MAD's T.
+
+recall (16, T 128). Pairs of a key (0-7) and a value (8-15), where within one example a key always has the same value.
+Scored is the value of every key that was there before; the last key always was.
+    inputs    3  9  0 14  3  9  5  9  0 14
+    targets   .  .  .  .  9  .  .  . 14  .
+noisy_recall (32, T 128). The same, but each pair is with probability 0.2 two noise tokens (16-31).
+    inputs    3  9 17 30  0 14  3  9 25 25  0 14
+    targets   .  .  .  .  .  .  9  .  .  . 14  .
+fuzzy_recall (16, T 128). Keys and values are motifs: one to three distinct tokens of 0-6 and of 7-14. 15 pads on the
+left. The last pair was there before. In validation all keys have three tokens, as in MAD.
+    inputs   15  4  2  6  9 11  0  5  1  8  4  2  6  9
+    targets   .  .  .  .  .  .  .  .  .  .  .  .  9 11
+selective_copying (16, T 256). Sixteen letters (0-13) with blanks (14) strewn before and between them, the copy token
+(15), sixteen blanks. Scored are the letters, in order, at those last blanks. (Here with three letters.)
+    inputs   14 14  7 14  2 14 14 14  7 15 14 14 14
+    targets   .  .  .  .  .  .  .  .  .  .  7  2  7
+compression (16, T 32). T - 1 letters (0-14) and the compress token (15), from whose output alone a decoder,
+CompressionHead, must give back all the letters.
+    inputs    6  0  3 14  6 15
+    targets   6  0  3 14  6  .
+memorization (256, T 32). Keys (0-126), each followed by the insert token (255), at which the key's value (127-254) is
+scored. Which value a key has is drawn from the seed alone, once for training and validation.
+    inputs  101 255   3 255 101 255
+    targets   . 140   . 222   . 140
+copying (27). T / 2 letters (0-25), the copy token (26), and the letters again.
+    inputs    4 19  0 26  4 19
+    targets   .  .  .  4 19  0
+s3 (6), s5 (120). State tracking: tokens are permutations of 3 or 5 elements, numbered as itertools.permutations lists
+them; the target is the composition of all so far, the first applied first. (Attention without absolute positions
+cannot tell p from p p, so a plain Transformer gets at most 31 of 36 rows of s3 wholly right, however long it trains.)
+    inputs    1  2  2  5
+    targets   1  3  1  4
+
+Examples are uniformly random but for what is said. Training has 12,800 fixed examples (memorization 256; s3 and s5
+draw new ones at every step), validation 1,280 others. The three recall tasks train, as in MAD, on every next token,
+not only on the scored ones; so the accuracies of training count all tokens there, those of validation the scored ones.
+
+Papers: Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid Architectures" (MAD: the first six; github
+athms/mad-lab); Jelassi et al. 2024, "Repeat After Me" (copying); Merrill et al. 2024, "The Illusion of State in
+State-Space Models" (s3, s5).
+Departures from MAD's code: a recall example ends with the whole last pair (MAD drops the last value, which nothing
+reads); fuzzy_recall holds as many pairs as fit, so it is padded less, and its last pair always was there before; the
+blanks of selective_copying are drawn from the seed too; compression does not score the compress token itself, which
+is always the same, and its decoder sits behind the model's last norm; training draws examples with replacement, not in
+epochs; accuracy is the mean over tokens, not over the classes of tokens.
+"""
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+from prepare import TaskTokenizer, UserError
+
+VAL_EXAMPLES = 1280
+COMPRESSION = "task:compression"
+# The last word of every seed here, so that no two kinds of draws share their random numbers. (0 may not end one:
+# SeedSequence takes [seed, step] and [seed, step, 0] for the same. 1 is the trainer's.)
+TRAIN, VAL, FRESH, MAP = 2, 3, 4, 5
+
+
+def generator(*words):
+    """The random generator of a seed of several words, which are never added."""
+    return np.random.default_rng(np.random.SeedSequence(words))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# one example of each task: (rng, T) -> inputs and targets, each (T,) int64, targets -1 where not scored
+
+def recall(rng, T, noise=0.0):
+    pairs = T // 2
+    keys, value_of = rng.integers(0, 8, pairs), rng.integers(8, 16, 8)
+    noisy = rng.random(pairs) < noise
+    noisy[[rng.integers(pairs - 1), -1]] = False                # one to ask for, and the last, which asks
+    keys[-1] = rng.choice(np.unique(keys[:-1][~noisy[:-1]]))
+    tokens = np.stack([keys, value_of[keys]], 1)                # (pairs, 2)
+    tokens[noisy] = rng.integers(16, 32, (noisy.sum(), 2))
+    asks = ~noisy
+    asks[np.unique(np.where(noisy, -1, keys), return_index=True)[1]] = False     # the first time of each key
+    targets = np.full((pairs, 2), -1)
+    targets[asks, 0] = tokens[asks, 1]
+    return tokens.ravel(), targets.ravel()
+
+
+def motifs(rng, count, alphabet, sizes):
+    """count tuples of distinct tokens of the alphabet: first the length is drawn from sizes, then the tokens."""
+    tokens = rng.permuted(np.tile(alphabet, (count, 1)), axis=1).tolist()
+    return [tuple(row[:size]) for row, size in zip(tokens, rng.choice(sizes, count).tolist())]
+
+
+def fuzzy_recall(rng, T, key_sizes=(1, 2, 3)):
+    keys, values = motifs(rng, T // 2, range(7), key_sizes), motifs(rng, T // 2, range(7, 15), (1, 2, 3))
+    probe = keys[0] + values[0]
+    value_of, asked, pairs = {keys[0]: values[0]}, (keys[0], values[0]), []
+    room = T + 1 - 2 * len(probe)                               # one token more than T: the last is target only
+    for key, value in zip(keys[1:], values[1:]):
+        value = value_of.setdefault(key, value)
+        room -= len(key) + len(value)
+        if room < 0:
+            break
+        pairs.append((key, value))
+    pairs.insert(rng.integers(len(pairs) + 1), asked)
+    tokens, targets, seen = [], [], set()
+    for key, value in [*pairs, asked]:
+        tokens += key + value
+        targets += [-1] * len(key) + (list(value) if key in seen else [-1] * len(value))
+        seen.add(key)
+    pad = T + 1 - len(tokens)
+    return np.array([15] * pad + tokens)[:-1], np.array([-1] * pad + targets)[1:]
+
+
+def selective_copying(rng, T, letters=16):
+    copied = rng.integers(0, 14, letters)
+    blanks = rng.multinomial(T - 2 * letters - 1, np.full(letters, 1 / letters))     # before each letter
+    inputs, targets = np.full(T, 14), np.full(T, -1)
+    inputs[blanks.cumsum() + np.arange(letters)] = copied
+    inputs[T - letters - 1] = 15
+    targets[T - letters:] = copied
+    return inputs, targets
+
+
+def compression(rng, T):
+    letters = rng.integers(0, 15, T - 1)
+    return np.append(letters, 15), np.append(letters, -1)
+
+
+def memorization(rng, T, values):
+    keys = rng.integers(0, 127, T // 2)
+    inputs, targets = np.full((T // 2, 2), 255), np.full((T // 2, 2), -1)
+    inputs[:, 0], targets[:, 1] = keys, values[keys]
+    return inputs.ravel(), targets.ravel()
+
+
+def memorized_values(seed):
+    """The value of each of the 127 keys of memorization, all different: (127,)."""
+    return 127 + generator(seed, 0, MAP).permutation(128)[:127]
+
+
+def copying(rng, T):
+    letters = rng.integers(0, 26, T // 2)
+    return np.concatenate([letters, [26], letters[:-1]]), np.concatenate([np.full(T // 2, -1), letters])
+
+
+@cache
+def compositions(n):
+    """table[s][p]: the number of the permutation that does s first and then p, for permutations of n elements."""
+    permutations = list(itertools.permutations(range(n)))
+    number = {p: i for i, p in enumerate(permutations)}
+    return [[number[tuple(p[x] for x in s)] for p in permutations] for s in permutations]
+
+
+def state_tracking(rng, T, n):
+    table = compositions(n)
+    inputs = rng.integers(0, len(table), T)
+    return inputs, np.array(list(itertools.accumulate(inputs.tolist(), lambda s, p: table[s][p])))
+
+
+@dataclass(frozen=True)
+class Task:
+    make: Callable              # (rng, T) -> inputs, targets
+    vocab_size: int
+    shortest: int               # least T
+    even: bool = False          # whether T must be even
+    examples: int = 12_800      # fixed ones to train on (0: fresh ones at every step)
+    next_token: bool = False    # whether training scores every next token, as MAD does
+
+
+TASKS = {
+    "recall": Task(recall, 16, 4, even=True, next_token=True),
+    "fuzzy_recall": Task(fuzzy_recall, 16, 11, next_token=True),        # 11: the longest pair twice
+    "noisy_recall": Task(partial(recall, noise=0.2), 32, 4, even=True, next_token=True),
+    "selective_copying": Task(selective_copying, 16, 34),
+    "compression": Task(compression, 16, 2),
+    "memorization": Task(memorization, 256, 2, even=True, examples=256),
+    "copying": Task(copying, 27, 2, even=True),
+    "s3": Task(partial(state_tracking, n=3), 6, 1, examples=0),
+    "s5": Task(partial(state_tracking, n=5), 120, 1, examples=0),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# batches: every example is a pure function of (seed, split, its number), or of (seed, step, micro-batch)
+
+def is_task(dataset):
+    return dataset.startswith("task:")
+
+
+def find_task(dataset, T):
+    """The Task of dataset=task:NAME. UserError for an unknown name, or a length that the task cannot have."""
+    name = dataset.removeprefix("task:")
+    if name not in TASKS:
+        raise UserError(f"dataset={dataset} is unknown: the tasks are {', '.join('task:' + n for n in TASKS)}")
+    task = TASKS[name]
+    if T < task.shortest or task.even and T % 2:
+        raise UserError(f"block_size={T} is impossible for dataset={dataset}: it must be "
+                        f"{'an even number, ' * task.even}{task.shortest} or more")
+    return task
+
+
+class TaskData:
+    """The examples of one split of a task."""
+
+    def __init__(self, task, T, seed, split, count):
+        self.task, self.T, self.seed, self.split, self.count = task, T, seed, split, count
+        self.vocab_size, self.tokenizer = task.vocab_size, TaskTokenizer(task.vocab_size)
+        self.make = task.make
+        if task.make is memorization:
+            self.make = partial(memorization, values=memorized_values(seed))
+        if task.make is fuzzy_recall and split == VAL:
+            self.make = partial(fuzzy_recall, key_sizes=(3,))
+
+    def example(self, rng):
+        """inputs and targets, each (T,)."""
+        inputs, targets = self.make(rng, self.T)
+        if self.task.next_token and self.split == TRAIN:
+            targets = np.append(inputs[1:], targets[-1])
+        return inputs, targets
+
+    @cached_property
+    def examples(self):
+        """All inputs and targets, each (count, T); made when first asked for, in a second or two."""
+        return self.stack(self.example(generator(self.seed, i, self.split)) for i in range(self.count))
+
+    def fresh(self, step, index, rows):
+        """The inputs and targets, each (rows, T), of a micro-batch that no fixed set is behind."""
+        rng = generator(self.seed, step, index, FRESH)
+        return self.stack(self.example(rng) for _ in range(rows))
+
+    def stack(self, examples):
+        inputs, targets = zip(*examples)
+        return np.stack(inputs), np.stack(targets)
+
+
+class TaskBatches:
+    """Micro-batches of a task, with the interface of train.TextBatches."""
+
+    def __init__(self, cfg, block_size):
+        task = find_task(cfg.dataset, block_size)
+        count = cfg.task_examples or task.examples
+        if max(count, VAL_EXAMPLES) * block_size > 1 << 27:
+            raise UserError(f"task_examples={count} of block_size={block_size} are too many to hold in memory")
+        self.seed, self.rows, self.accumulation = cfg.seed, cfg.batch_size, cfg.gradient_accumulation_steps
+        self.train = TaskData(task, block_size, cfg.seed, TRAIN, count)
+        self.val = TaskData(task, block_size, cfg.seed, VAL, VAL_EXAMPLES)
+
+    def micro_batch(self, step, index):
+        """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets, each
+        (batch_size, block_size) int64."""
+        if not self.train.count:
+            return tensors(*self.train.fresh(step, index, self.rows))
+        drawn = generator(self.seed, step).integers(0, self.train.count, self.rows * self.accumulation)
+        return self.cut(self.train, drawn[index * self.rows:(index + 1) * self.rows])
+
+    def val_batches(self, limit):
+        """The numbers of the validation examples, in micro-batches; with a limit, of `limit` micro-batches spread
+        evenly over them. The same every time."""
+        numbers = np.arange(self.val.count)
+        if limit and limit * self.rows < len(numbers):
+            numbers = np.linspace(0, len(numbers) - 1, limit * self.rows).astype(np.int64)
+        return [numbers[i:i + self.rows] for i in range(0, len(numbers), self.rows)]
+
+    def cut(self, data, numbers):
+        inputs, targets = data.examples
+        return tensors(inputs[numbers], targets[numbers])
+
+    def sizes(self):
+        count = f"{self.train.count:,}" if self.train.count else "fresh"
+        return f"{count} examples to train on, {self.val.count:,} to validate"
+
+
+def tensors(*arrays):
+    return tuple(torch.from_numpy(array) for array in arrays)
+
+
+def count_right(logits, targets):
+    """How many scored targets (not -1) are the likeliest token, and in how many rows all of them are: two
+    tensors without dimensions. logits (B, T, V), targets (B, T)."""
+    targets = targets.to(logits.device)
+    masked, right = targets == -1, logits.argmax(-1) == targets
+    return right.sum(), (right | masked).all(1).sum()
+
+
+@torch.no_grad()
+def show_example(model, batches, width=80):
+    """The first validation example with the model's predictions, as three aligned lines of at most `width`
+    characters; of a long one the end. Targets and predictions stand where they are scored."""
+    x, y = batches.cut(batches.val, np.array([0]))
+    logits = model.eval()(x.to(next(model.parameters()).device))[0]
+    x, y, said = x[0].tolist(), y[0].tolist(), logits[0].argmax(-1).tolist()
+    rows = {"inputs": x, "targets": [t if t != -1 else "." for t in y],
+            "predictions": [p if t != -1 else "." for p, t in zip(said, y)]}
+    digits = len(str(logits.size(-1) - 1))
+    fits = (width - 15) // (digits + 1)
+    return "\n".join(f"{name:11}{' ...' if len(x) > fits else '':4}" +
+                     "".join(f" {token:>{digits}}" for token in row[-fits:]) for name, row in rows.items())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# compression: the decoder that takes the place of a model's head
+
+def sinusoids(T, C, device, dtype):
+    """Sinusoidal embeddings (Vaswani et al. 2017) of the positions 0..T-1: (T, C), sines first."""
+    half = (C + 1) // 2
+    frequencies = torch.exp(-math.log(10000) * torch.arange(half, device=device, dtype=dtype) / max(1, half - 1))
+    angles = torch.arange(T, device=device, dtype=dtype)[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], -1)[:, :C]
+
+
+class CompressionHead(nn.Module):
+    """Logits of all positions from the last position's output alone: to it each position's sinusoidal embedding is
+    added, and an MLP (MAD's: two layers as wide as the model, a LayerNorm before each product) reads the sum."""
+
+    def __init__(self, n_embd, vocab_size):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(n_embd), nn.Linear(n_embd, n_embd), nn.GELU(),
+            nn.LayerNorm(n_embd), nn.Linear(n_embd, n_embd), nn.GELU(),
+            nn.LayerNorm(n_embd), nn.Linear(n_embd, vocab_size))
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, 0, 0.02)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, hidden):
+        """hidden (B, T, C) -> logits (B, T, V)."""
+        B, T, C = hidden.size()
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return self.mlp(hidden[:, -1:] + sinusoids(T, C, hidden.device, dtype))
+
+
+def fit_head(model, dataset):
+    """The model, with a decoder in place of its head where the data set is compression."""
+    if dataset == COMPRESSION:
+        if not isinstance(model.head, nn.Linear):
+            raise UserError(f"dataset={COMPRESSION} needs a model whose head is one matrix")
+        model.head = CompressionHead(model.cfg.n_embd, model.cfg.vocab_size)
+    return model
