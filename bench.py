@@ -3,6 +3,7 @@ Speed, side by side in one run: what the README's ratios come from.
 
     python bench.py gpt                                   the baseline: training, and decoding with and without cache
     python bench.py gpt n_layer=8 n_embd=512 device=cuda  at another size
+    python bench.py rt                                    the Recurrent Transformer's schedules, beside a Transformer
     python bench.py kernels                               attend and scan (keys: device, rounds)
 
 The keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
@@ -11,6 +12,7 @@ over the rounds.
 """
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -86,6 +88,107 @@ def decoding(model, position, steps):
             model(idx[:, :t + 1])
 
     return {"with the cache": (prefill, with_cache), "prefix recomputed": (None, without)}
+
+
+def passes(model, batch_size, device):
+    """{"forward", "forward + backward"} of a model on a fixed random batch, as functions."""
+    T, mixed = model.cfg.block_size, device.type == "cuda"
+    idx = torch.randint(0, model.cfg.vocab_size, (batch_size, T + 1), device=device)
+
+    def forward():
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+            model(idx[:, :-1])
+
+    def both():
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+            loss = model(idx[:, :-1], idx[:, 1:])[1]
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+    return {"forward": forward, "forward + backward": both}
+
+
+def plain_transformer(cfg):
+    """The baseline of an RT's size: the same matrices, positions and norms."""
+    gpt = model_module("gpt")
+    same = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(gpt.Config) if hasattr(cfg, f.name)}
+    return gpt.Model(gpt.Config(**{**same, "mlp": "gelu", "qk_norm": cfg.qk_norm != "none"}))
+
+
+def bench_rt(model, cfg, device, rounds=5):
+    """The schedules beside each other and beside the plain Transformer of the same size; then decoding."""
+    if device.type == "cuda":
+        return bench_rt_layers(model.cfg, device)
+    schedules = ("naive", "tiled", "wavefront")
+    models = {s: type(model)(dataclasses.replace(model.cfg, schedule=s)) for s in schedules}
+    models["plain Transformer"] = plain_transformer(model.cfg)
+    for way, goal in (("forward", 5), ("forward + backward", 6)):
+        calls = {name: (None, passes(m, cfg.batch_size, device)[way]) for name, m in models.items()}
+        times = medians(calls, rounds, device)
+        for name, seconds in times.items():
+            print(f"{way:20}{name:20}{1000 * seconds:10.1f} ms")
+        wavefront = times["wavefront"]
+        print(f"  the wavefront is {times['naive'] / wavefront:.1f}x as fast as the naive loop (goal {goal}), "
+              f"{times['tiled'] / wavefront:.1f}x as fast as the tiles (goal 1.3), and takes "
+              f"{wavefront / times['plain Transformer']:.1f} times as long as the plain Transformer")
+    T = model.cfg.block_size
+    n = min(16, T - 1)
+    calls = {name: decoding(models[name].eval(), T, n)["with the cache"] for name in ("wavefront", "plain Transformer")}
+    times = medians(calls, rounds, device)
+    for name, seconds in times.items():
+        print(f"{'decoding':20}{name:20}{1000 * seconds / n:10.2f} ms a token")
+    print(f"  a token takes {times['wavefront'] / times['plain Transformer']:.2f} times as long as the plain "
+          "Transformer's; the cache is of the same size")
+
+
+# The paper's Table 2: milliseconds of one layer's forward at T 512, d 1024, 16 heads on an H100, by batch size.
+PAPER_RT = {32: 38.9, 64: 42.3, 128: 49.0, 256: 61.4, 512: 81.7}
+# An H200's data sheet: bytes and bfloat16 operations a second.
+H200_BYTES, H200_FLOPS = 4.8e12, 989e12
+
+
+def rt_floor(cfg, batch_size):
+    """Milliseconds that one layer's forward takes at least on an H200: each position reads Wo, the MLP and Wk, Wv, and
+    each token needs its operations."""
+    d, T = cfg.n_embd, cfg.block_size
+    weights = d * d + 2 * d * cfg.n_mlp + 2 * d * cfg.n_kv_head * cfg.head_dim
+    operations = 2 * (weights + d * d + 2 * d * cfg.n_kv_head * cfg.head_dim) + 2 * d * T
+    return 1000 * max(2 * weights * T / H200_BYTES, batch_size * T * operations / H200_FLOPS)
+
+
+def bench_rt_layers(cfg, device, batch_sizes=(8, 32, 128, 512), rounds=3, **sizes):
+    """A GPU's table: milliseconds a layer of the paper's 150M size by batch size, each schedule, beside the floor and the
+    paper's figures, and tokens a second beside the plain Transformer's."""
+    sizes = sizes or dict(n_layer=12, n_embd=1024, n_head=16, n_kv_head=16, n_mlp=4096, block_size=512)
+    cfg = dataclasses.replace(cfg, **sizes)
+    module = model_module("rt")
+    for batch_size in batch_sizes:
+        models = {"plain Transformer": plain_transformer(cfg)}
+        for schedule in ("wavefront", "tiled", "naive") if batch_size == min(batch_sizes) else ("wavefront", "tiled"):
+            models[schedule] = module.Model(dataclasses.replace(cfg, schedule=schedule))
+        print(f"batch {batch_size}: floor of a layer's forward on an H200 {rt_floor(cfg, batch_size):.2f} ms, the paper's "
+              f"forward {PAPER_RT.get(batch_size, math.nan):.1f} ms (H100)")
+        seconds = {(name, way): once_on(device, m, way, batch_size, rounds) for name, m in models.items()
+                   for way in ("forward", "forward + backward")}
+        for (name, way), t in seconds.items():
+            print(f"  {way:20}{name:20}{1000 * t / cfg.n_layer:10.2f} ms a layer"
+                  f"{batch_size * cfg.block_size / t:14,.0f} tokens/s")
+        way = "forward + backward"
+        print(f"  training: {seconds['plain Transformer', way] / seconds['wavefront', way]:.2f} of the plain Transformer's "
+              "tokens/s (goal 0.5 at batch 512)", flush=True)
+
+
+def once_on(device, model, way, batch_size, rounds):
+    """Seconds of one pass of a model that is on the device for just that long; nan where the memory does not do."""
+    try:
+        call = passes(model.to(device), batch_size, device)[way]
+        return medians({way: (None, call)}, rounds, device)[way]
+    except torch.cuda.OutOfMemoryError:
+        return math.nan
+    finally:
+        model.to("cpu")
+        model_module("rt").GRAPHS.clear()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def bench_gpt(model, cfg, device):
@@ -232,7 +335,7 @@ def main(argv):
     if asks_help(argv):
         return print(__doc__.strip())
     names = [a for a in argv if "=" not in a]
-    benches = {"gpt": bench_gpt}                # of models; the kernels' needs none
+    benches = {"gpt": bench_gpt, "rt": bench_rt}        # of models; the kernels' needs none
     if len(names) > 1 or not set(names) <= {*benches, "kernels"}:
         raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join([*benches, 'kernels'])}")
     name = names[0] if names else "gpt"

@@ -86,7 +86,9 @@ class Config:
     schedule: str = "auto"       # auto (fast picks) | naive | tiled | wavefront
     chunk: int = 32              # the wavefront's C
     cuda_graphs: bool = True     # on CUDA, replay a schedule's kernels as one graph when training
-    tie_embeddings: bool = False # the head is the embedding matrix
+    tie_embeddings: bool = False  # the head is the embedding matrix
+
+    SAME_FUNCTION = ("schedule", "chunk", "cuda_graphs")     # like fast, they choose code: a resumed run may change them
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
@@ -509,7 +511,7 @@ class Tiles:
         if slopes is not None:
             lse = lse - slopes[:, None] * (at - moved)
         self.out, self.lse = kernels.merge(*self.base, out.to(self.out.dtype), lse)
-        self.do, self.dq = torch.zeros_like(self.q), torch.zeros_like(self.out)
+        self.rounded, self.do, self.dq = self.out.to(self.q.dtype), torch.zeros_like(self.q), torch.zeros_like(self.out)
         return self.out.view(self.shape), self.lse.view(self.shape[:4])
 
     def pull(self, i):
@@ -523,7 +525,7 @@ class Tiles:
         self.do[:, :, i * b:i * b + b] = do.flatten(0, 1)
         if i > 0:
             keys, queries = slice((i - t) * b, i * b), slice(i * b, min((i + t) * b, self.shape[3]))
-            q, out, lse, do = (u[:, :, queries] for u in (self.q, self.out.to(self.q.dtype), self.lse, self.do))
+            q, out, lse, do = (u[:, :, queries] for u in (self.q, self.rounded, self.lse, self.do))
             dq, dk, dv = kernels.attend_backward(q, self.k[:, :, keys], self.v[:, :, keys], out, lse, do, at[queries],
                                                  at[keys], self.run.slopes)
             self.dq[:, :, queries] += dq
@@ -826,8 +828,13 @@ class Stack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, cfg, x, pos, *weights):
         ctx.run = run = Run(cfg, x, pos)
+
+        def forward(x, *w):
+            z = run.forward(x, Weights(*w))
+            run.k = run.v = None                            # the backward makes them again from y
+            return [z]
         with torch.autocast(x.device.type, enabled=False):
-            z, = replay(run, "forward", lambda x, *w: (run.forward(x, Weights(*w)),), x, *weights)
+            z, = replay(run, "forward", forward, x, *weights)
         ctx.save_for_backward(z, *weights)
         return z[-1, :, :run.T].clone()
 
@@ -838,6 +845,7 @@ class Stack(torch.autograd.Function):
 
         def backward(z, dy, *w):
             dx, grads = run.backward(z, Weights(*w), dy)
+            run.k = run.v = run.dk = run.dv = None
             return dx, *grads
         with torch.autocast(z.device.type, enabled=False):
             dx, *grads = replay(run, "backward", backward, z, dy, *weights)

@@ -875,7 +875,7 @@ def make_model(cfg, model_fields, ckpt, vocab_size, given):
     if (trained_on(ckpt) == COMPRESSION) != (cfg.dataset == COMPRESSION):
         raise UserError(f"dataset={cfg.dataset}, but the weights are of {trained_on(ckpt) or 'another source'}: only "
                         f"{COMPRESSION} has a decoder for a head")
-    free = ("fast", "dropout") if cfg.resume else ("fast", "dropout", "block_size")
+    free = {"fast", "dropout", *getattr(module.Config, "SAME_FUNCTION", ())} | (set() if cfg.resume else {"block_size"})
     for key, old in ckpt["model_config"].items():
         if key not in free and asdict(model_cfg).get(key) != old:
             raise UserError(f"{key}={asdict(model_cfg).get(key)}, but the checkpoint's model has {key}={old}")
@@ -958,7 +958,7 @@ def describe(trainer, data_folder):
     size = sum(p.numel() for p in model.parameters())
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, {model.flops_per_token():.3g} FLOPs a token, "
-          f"{'fast' if model.cfg.fast else 'naive'} path\n"
+          f"{getattr(model.cfg, 'way', 'fast' if model.cfg.fast else 'naive')} path\n"
           f"{data_folder}: {trainer.batches.sizes()}", flush=True)
     if not cfg.eval_only:
         print(f"{cfg.max_steps:,} steps of {tokens:,} tokens on {device_name(procs.device)}, "

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model_gpt
+import bench
 import model_rt
 import train
 from conftest import ROOT, relative, tiny
@@ -302,12 +302,14 @@ def test_bfloat16_backward_rebuilds_what_forward_computed(monkeypatch, schedule,
     """Scores, ALiBi and softmax are float32 under bfloat16 autocast, in both directions, so both see the same attention:
     within the rounding of k and v to bfloat16. (A bias in bfloat16 would be off by up to 0.5 at distance 250.)"""
     read, rebuilt = attention_seen(monkeypatch, cls)
+    operands, init = set(), cls.__init__
+    monkeypatch.setattr(cls, "__init__", lambda self, run, q, *a: (operands.add(q.dtype), init(self, run, q, *a))[1])
     model = tiny("rt", schedule=schedule, n_layer=2, block_size=256).float().train()
     x = tokens(2, 257)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(x[:, :-1], x[:, 1:])[1]
     loss.backward()
-    assert len(read) == len(rebuilt) > 1
+    assert len(read) == len(rebuilt) > 1 and operands == {torch.bfloat16}
     for a, b in zip(read, reversed(rebuilt)):
         assert a.dtype == torch.float32 and rms(a - b) < 2e-3 * rms(a)
 
@@ -319,8 +321,11 @@ def test_saved_for_the_backward_are_x_and_y_of_each_layer(schedule):
     x, pos = torch.randn(B, T, C, dtype=torch.float64, requires_grad=True), torch.arange(T)[None]
     weights = [w if w is None else w.detach() for w in model_rt.stack_weights(model.blocks)]
     own = {w.data_ptr() for w in weights if w is not None}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-        model_rt.Stack.apply(model.cfg, x, pos, *weights)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t), Memory() as memory:
+        memory.known |= {w.untyped_storage()._cdata for w in weights if w is not None}
+        y = model_rt.Stack.apply(model.cfg, x, pos, *weights)
+    tables = 20_000                                         # positions, the biases inside a chunk
+    assert memory.now < 8 * y.numel() * (L + 2) * 1.05 + tables, "more is alive than x, every y, and the result's copy"
     count = sum(t.numel() for t in saved if t.data_ptr() not in own)
     padded = model_rt.Run(model.cfg, x, pos).length
     assert count == (L + 1) * B * padded * C and padded < T + 5
@@ -391,6 +396,19 @@ def test_the_schedules_train_alike(data_dir, tmp_path, other):
     assert max(abs(x - y) for x, y in zip(a, b)) < 1e-4
 
 
+def test_a_resumed_run_may_change_the_schedule(data_dir, tmp_path):
+    """They are code, not function; what is function may not change."""
+    keys = dict(model="rt", run="r", out_dir=tmp_path, data_dir=data_dir, dataset="words", block_size=8, n_embd=8, n_head=2,
+                n_layer=1, eval_batches=1, sample_tokens=0)
+
+    def run(**more):
+        train.main([f"{k}={v}" for k, v in {**keys, **more}.items()])
+    run(max_steps=2)
+    run(max_steps=3, resume="true", schedule="tiled", chunk=4)
+    with pytest.raises(train.UserError, match="kv_norm"):
+        run(max_steps=4, resume="true", kv_norm="false")
+
+
 # sizes of the paper (sections 7.2 and E.3): config, non-embedding parameters in millions
 PAPER = {"rt_150m_12l": 151, "rt_150m_6l": 143, "rt_300m_24l": 302, "rt_300m_12l": 285, "rt_300m_6l": 302}
 
@@ -440,6 +458,23 @@ def test_initial_weights():
 def test_impossible_sizes_are_named(bad, named):
     with pytest.raises(ValueError, match=named):
         model_rt.Config(**bad)
+
+
+def test_the_bench_runs(capsys):
+    """Both tables of bench.py rt, at tiny sizes on a CPU, and the physical floor of the paper's layer."""
+    cpu, sizes = torch.device("cpu"), dict(n_layer=2, n_embd=16, n_head=2, block_size=12)
+    model = model_rt.Model(model_rt.Config(**sizes))
+    bench.bench_rt(model, train.TrainConfig(model="rt", batch_size=2), cpu, rounds=1)
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("naive", "tiled", "the wavefront is", "decoding"))
+    bench.bench_rt_layers(model.cfg, cpu, (2,), 1, **sizes)
+    out = capsys.readouterr().out
+    assert "tokens/s" in out and "nan ms a layer" not in out and "naive" in out
+    paper = model_rt.Config(n_embd=1024, n_head=16, block_size=512)
+    assert 2.2 < bench.rt_floor(paper, 8) < 2.8 and 7 < bench.rt_floor(paper, 512) < 10.2
+    with torch.device("meta"):
+        pair = bench.plain_transformer(paper), model_rt.Model(paper)
+    assert len({sum(p.numel() for p in model.parameters()) for model in pair}) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
