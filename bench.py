@@ -156,8 +156,8 @@ def rt_floor(cfg, batch_size):
 
 
 def bench_rt_layers(cfg, device, batch_sizes=(8, 32, 128, 512), rounds=3, **sizes):
-    """A GPU's table: milliseconds a layer of the paper's 150M size by batch size, each schedule, beside the floor and the
-    paper's figures, and tokens a second beside the plain Transformer's."""
+    """A GPU's table: milliseconds a layer of the paper's 150M size by batch size, each schedule, beside the floor and
+    the paper's figures, and tokens a second beside the plain Transformer's."""
     sizes = sizes or dict(n_layer=12, n_embd=1024, n_head=16, n_kv_head=16, n_mlp=4096, block_size=512)
     cfg = dataclasses.replace(cfg, **sizes)
     module = model_module("rt")
@@ -165,16 +165,16 @@ def bench_rt_layers(cfg, device, batch_sizes=(8, 32, 128, 512), rounds=3, **size
         models = {"plain Transformer": plain_transformer(cfg)}
         for schedule in ("wavefront", "tiled", "naive") if batch_size == min(batch_sizes) else ("wavefront", "tiled"):
             models[schedule] = module.Model(dataclasses.replace(cfg, schedule=schedule))
-        print(f"batch {batch_size}: floor of a layer's forward on an H200 {rt_floor(cfg, batch_size):.2f} ms, the paper's "
-              f"forward {PAPER_RT.get(batch_size, math.nan):.1f} ms (H100)")
+        print(f"batch {batch_size}: floor of a layer's forward on an H200 {rt_floor(cfg, batch_size):.2f} ms, the "
+              f"paper's forward {PAPER_RT.get(batch_size, math.nan):.1f} ms (H100)")
         seconds = {(name, way): once_on(device, m, way, batch_size, rounds) for name, m in models.items()
                    for way in ("forward", "forward + backward")}
         for (name, way), t in seconds.items():
             print(f"  {way:20}{name:20}{1000 * t / cfg.n_layer:10.2f} ms a layer"
                   f"{batch_size * cfg.block_size / t:14,.0f} tokens/s")
         way = "forward + backward"
-        print(f"  training: {seconds['plain Transformer', way] / seconds['wavefront', way]:.2f} of the plain Transformer's "
-              "tokens/s (goal 0.5 at batch 512)", flush=True)
+        print(f"  training: {seconds['plain Transformer', way] / seconds['wavefront', way]:.2f} of the plain "
+              "Transformer's tokens/s (goal 0.5 at batch 512)", flush=True)
 
 
 def once_on(device, model, way, batch_size, rounds):

@@ -13,13 +13,13 @@ The layer, for positions i = 1..T with inputs x_i:
     y_i  = z_i + W_down gelu(W_up n2(z_i))                                     the next layer's x_i
     k_i  = Wk n1(y_i)        v_i  = Wv n1(y_i)                                 the persistent pair: seen by all j > i
 
-n1, n2 are RMSNorms. Scores are q . k / sqrt(head_dim) - m_h (i - j), ALiBi, 0 for the temporary pair. y_i needs k_j, v_j
-of every j < i, and those need y_j: a layer is a loop over positions. Three schedules run it, with one result:
+n1, n2 are RMSNorms. Scores are q . k / sqrt(head_dim) - m_h (i - j), ALiBi, 0 for the temporary pair. y_i needs
+k_j, v_j of every j < i, and those need y_j: a layer is a loop over positions. Three schedules run it to one result:
 
 naive       the lines above, position after position, layer after layer, under autograd: the oracle (class Block)
 
-tiled       The queries of a layer depend on x alone, so they are all there at the start. Every query keeps the state of an
-            online softmax; when position i is done and t is the largest power of two that divides i, the keys
+tiled       The queries of a layer depend on x alone, so they are all there at the start. Every query keeps the state
+            of an online softmax; when position i is done and t is the largest power of two that divides i, the keys
             i-t+1..i are added to the states of the queries i+1..i+t (the paper's Algorithm 1). T = 8:
 
                         keys 1 2 3 4 5 6 7 8
@@ -32,24 +32,37 @@ tiled       The queries of a layer depend on x alone, so they are all there at t
                          7   4 4 4 4 6 6 .
                          8   4 4 4 4 6 6 7 .
 
-wavefront   Ours, over the whole stack. Positions are cut into chunks of C. Layer l may do chunk c as soon as layer l-1 has
-            done it, so in step s the pairs (l, c = s - l) of all layers run side by side, each position's products
-            as one bmm over the stacked weights. 3 layers, 4 chunks, the numbers are steps:
+wavefront   Ours, over the whole stack. Positions are cut into chunks of C. Layer l may do chunk c as soon as layer l-1
+            has done it, so in step s the pairs (l, c = s - l) of all layers run side by side, each position's
+            products as one bmm over the stacked weights. 3 layers, 4 chunks, the numbers are steps:
 
                         chunk 0 1 2 3        T + (n_layer - 1) C positions one after the other, not n_layer T,
                   layer 2     2 3 4 5        and each product n_layer times as large. When a chunk starts, its queries
                   layer 1     1 2 3 4        meet the keys of all earlier chunks in one dense attend; inside the chunk
                   layer 0     0 1 2 3        the attention goes row by row.
 
-tiled is the same loop with one chunk of T and dyadic tiles in place of rows. Their backward is written by hand (Stack)
-and mirrors them: it saves x and y of each layer, rebuilds the rest in parallel, and does one after the other only
-what must be. `block: b` (the paper's section 9) lets the temporary pairs of a block of b positions be seen inside the
-block, so that b positions go at once: b = 1 is the RT, b = T the plain Transformer.
+tiled is the same loop with one chunk of T and dyadic tiles in place of rows.
 
-Source: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding". Differences to its code: the ALiBi
-bias and every softmax stay in float32 under bfloat16, in the backward too, where probabilities are recomputed from
-(q, k, lse) and never stored T x T; norms are RMSNorm as in the text (its configs use LayerNorm: norm=layer);
-decoding, prefill, rotary positions, grouped heads, blocks and the wavefront are added.
+The backward of both is written by hand (Stack). It saves x and y of each layer and nothing else; from y it rebuilds
+all keys and values at once, from those all attention, then all of the MLP. One after the other, from the last
+position to the first, goes only what must. With g_i = dL/dy_i and p_ij the attention's weights, for each i:
+
+    g_i   = (from the layer above) + J1_i (Wk^T dk_i + Wv^T dv_i)       dk_i, dv_i from all queries after i
+    dz_i  = g_i + J2_i W_up^T (gelu'(u_i) * W_down^T g_i)               J1, J2: the norms' Jacobians; u = W_up n2(z)
+    da_i  = Wo^T dz_i
+    dv_j += p_ij da_i      ds_ij = p_ij (da_i . v_j - da_i . a_i)      dk_j += ds_ij q_i / sqrt(head_dim)      (j < i)
+
+mirrored in rows and chunks, or in tiles. dq, the temporary pairs, dx and every weight's gradient come in large
+products once a chunk is done. p is computed again from (q, k, log of the softmax's sum); nothing of size T x T
+exists.
+
+`block: b` (the paper's section 9) lets the temporary pairs of a block of b positions be seen inside the block, so
+that b positions go at once: b = 1 is the RT, b = T the plain Transformer.
+
+Source: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding". Differences to its code: the
+ALiBi bias and every softmax stay in float32 under bfloat16, in the backward too; norms are RMSNorm as in the text
+(its configs use LayerNorm: norm=layer); decoding, prefill, rotary positions, grouped heads, blocks and the
+wavefront are added.
 
 Names: B batch, T positions, L layers, A of them active, C positions of a chunk, b of a block, d width, H query heads,
 G key/value heads, R = H / G, D head size.
@@ -88,7 +101,7 @@ class Config:
     cuda_graphs: bool = True     # on CUDA, replay a schedule's kernels as one graph when training
     tie_embeddings: bool = False  # the head is the embedding matrix
 
-    SAME_FUNCTION = ("schedule", "chunk", "cuda_graphs")     # like fast, they choose code: a resumed run may change them
+    SAME_FUNCTION = ("schedule", "chunk", "cuda_graphs")    # they choose code, as fast does: resuming may change them
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
@@ -264,8 +277,8 @@ class Block(nn.Module):
         return torch.cat(ys, 1), torch.cat(ks, 1), torch.cat(vs, 1), kt, vt
 
     def decode(self, x, pos, rotary, cache):
-        """The same for one token a row, x (B, 1, C), of block 1: y (B, 1, C). What a plain Transformer does, and one more
-        projection: in its slot of the cache the temporary pair stands until the persistent one replaces it."""
+        """The same for one token a row, x (B, 1, C), of block 1: y (B, 1, C). What a plain Transformer does, and one
+        more projection: in its slot of the cache the temporary pair stands until the persistent one replaces it."""
         n = self.norm1(x)
         q, (kt, vt) = self.heads(self.wq(n), self.q_norm, rotary), self.pair(n, rotary)
         k, v = (u.to(q.dtype).transpose(1, 2) for u in cache.append(self.layer, kt, vt))    # (B, G, S, D)
@@ -279,8 +292,8 @@ class Block(nn.Module):
         return y
 
     def bias(self, here, persistent, temporary, dtype):
-        """What is added to the scores of the position `here` (B or 1, 1), given those of its keys (B or 1, n): ALiBi, and
-        -inf on what it does not see. A block sees its own temporary pairs and the persistent ones of earlier blocks.
+        """What is added to the scores of the position `here` (B or 1, 1), given those of its keys (B or 1, n): ALiBi,
+        and -inf on what it does not see. A block sees its own temporary pairs and earlier blocks' persistent ones.
         -> (B or 1, H or 1, 1, n)"""
         first = here - here % self.cfg.block
         seen = torch.cat([persistent < first, (temporary >= first) & (temporary <= here)], 1)
@@ -330,10 +343,11 @@ def stack_weights(blocks):
     kv = qkv[:, cfg.n_head * cfg.head_dim:]
     if not cfg.kv_norm:
         kv = torch.stack([torch.cat([b.wk.weight, b.wv.weight]) for b in blocks])
-    return Weights(qkv, kv, torch.stack([b.wo.weight for b in blocks]),
-                   torch.stack([folded(b.w_up, b.norm2) for b in blocks]),
-                   torch.stack([b.w_down.weight for b in blocks]),
-                   per_head([b.q_norm for b in blocks], cfg.n_head), per_head([b.k_norm for b in blocks], cfg.n_kv_head))
+    out, up, down = ([b.wo.weight for b in blocks], [folded(b.w_up, b.norm2) for b in blocks],
+                     [b.w_down.weight for b in blocks])
+    return Weights(qkv, kv, *(torch.stack(w) for w in (out, up, down)),
+                   per_head([b.q_norm for b in blocks], cfg.n_head),
+                   per_head([b.k_norm for b in blocks], cfg.n_kv_head))
 
 
 def product(x, w):
@@ -393,11 +407,12 @@ def shape_heads_backward(g, saved, weight, rotary, cfg):
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Rows:
-    """Attention of a chunk's C queries to the chunk's own persistent keys, row after row; C is small, so the C x C scores
-    of a head may be held. All else that the queries see is known when the chunk starts: out and lse of it are given.
+    """Attention of a chunk's C queries to the chunk's own persistent keys, row after row; C is small, so the C x C
+    scores of a head may be held. All else that the queries see is known when the chunk starts: its out and lse are
+    given.
 
-    q (A, B, H, C, D), out like it, lse (A, B, H, C), in float32 or more, as is everything here. Inside: N = A B G, and the
-    R query heads of a key head stand together.
+    q (A, B, H, C, D), out like it, lse (A, B, H, C), in float32 or more, as is everything here. Inside: N = A B G, and
+    the R query heads of a key head stand together.
     """
 
     def __init__(self, run, q, out, lse):
@@ -502,8 +517,8 @@ class Tiles:
             self.out[:, :, queries], self.lse[:, :, queries] = out, lse
 
     def rebuild(self, k, v, dk, dv):
-        """All attention at once: one attend over the blocks before the query's own, merged with what was given. For that
-        each query stands at the last position before its block; ALiBi is then too small by slope times that move."""
+        """All attention at once: one attend over the blocks before the query's own, merged with what was given. For
+        that each query stands at the last position before its block: ALiBi is too small by slope times the move."""
         at, slopes = self.run.at, self.run.slopes
         self.k, self.v, self.dk, self.dv = (u.flatten(0, 1) for u in (k, v, dk.clone(), dv.clone()))
         moved = at - at % self.run.b - 1
@@ -543,8 +558,8 @@ class Tiles:
 class Run:
     """One pass of the stack over x (B, T, d) at positions pos (B or 1, T): sizes, positions, and the loop.
 
-    Tensors over the whole stack have the layer first: z (L + 1, B, T, d), where z[l] is layer l's input and z[l + 1] its
-    output. T is padded on the right to whole chunks: no real position sees the padding. Products take rows in the
+    Tensors over the whole stack have the layer first: z (L + 1, B, T, d), where z[l] is layer l's input and z[l + 1]
+    its output. T is padded on the right to whole chunks: no real position sees the padding. Products take rows in the
     order (A, C / b, B b, n): what goes at once stands together.
     """
 
@@ -579,8 +594,8 @@ class Run:
         return [(s, max(0, s - self.chunks + 1), min(self.L, s + 1)) for s in range(self.chunks + self.L - 1)]
 
     def diagonal(self, buffer, s, lo, hi):
-        """The view (A, ..., C, n) of the chunks s - l of the layers l in lo..hi-1 in buffer (L, ..., T, n): one layer up
-        and one chunk back is one stride."""
+        """The view (A, ..., C, n) of the chunks s - l of the layers l in lo..hi-1 in buffer (L, ..., T, n): one layer
+        up and one chunk back is one stride."""
         stride = list(buffer.stride())
         start = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[-2]
         stride[0] -= self.C * stride[-2]
@@ -608,8 +623,8 @@ class Run:
         return self.tables and [u.unflatten(1, (-1, self.C)).transpose(0, 1)[chunks].flip(0) for u in self.tables]
 
     def queries(self, x, w, rotary):
-        """What depends on the rows x alone. n1(x) and its r; q (A, B, H, C, D), the temporary kt, vt (A, B, G, C, D), and
-        what QK-norm saved of q and kt."""
+        """What depends on the rows x alone. n1(x) and its r; q (A, B, H, C, D), the temporary kt, vt (A, B, G, C, D),
+        and what QK-norm saved of q and kt."""
         n, r = normalize(x.to(self.wide), self.cfg.norm, self.cfg.norm_eps)
         q, kt, vt = self.heads(product(n, w.qkv)).split([self.H, self.G, self.G], 3)
         q, saved_q = shape_heads(q, w.q_norm, rotary, self.cfg)
@@ -723,7 +738,7 @@ class Run:
                                        self.tables and [u[None] for u in self.tables])
             self.k[l], self.v[l] = k[0].transpose(1, 2), v[0].transpose(1, 2)
         grads = w.map(lambda u: torch.zeros_like(u, dtype=self.wide))
-        dz = z.new_zeros(self.L + 1, self.B, self.C, self.d, dtype=self.wide)   # of z[l], the chunk at hand of each layer
+        dz = z.new_zeros(self.L + 1, self.B, self.C, self.d, dtype=self.wide)       # of z[l], its chunk at hand
         dx, dy = z.new_empty(z.shape[1:]), F.pad(dy, (0, 0, 0, self.length - self.T))
         for s, lo, hi in reversed(self.steps()):
             c = s - self.L + 1
@@ -740,7 +755,7 @@ class Run:
         x, y, dy = (self.rows(u) for u in (self.diagonal(z[:-1], s, lo, hi), self.diagonal(z[1:], s, lo, hi), dy))
         x, y, dy = x.flatten(1, 2), y.flatten(1, 2), dy.flatten(1, 2)                       # (A, rows, d)
         rotary = self.rotation(s, lo, hi)
-        # rebuild what forward computed, all positions at once
+        # what forward computed, again, all positions at once
         n1, r1, q, kt, vt, saved_q, saved_kt = self.queries(x, wt, rotary)
         attention = self.inner(self, q, *self.before(q, kt, vt, s, lo, hi, None))
         a, lse = attention.rebuild(*(self.diagonal(u, s, lo, hi) for u in (self.k, self.v, self.dk, self.dv)))
@@ -749,7 +764,7 @@ class Run:
         u = product(n2, wt.up)
         m, rm, _, _, saved_k = self.pairs(y, wt, rotary)
         # position after position
-        rebuilt = self.blocks(dy), self.blocks(m), self.blocks(rm), self.blocks(gelu_slope(u)), self.blocks(n2), self.blocks(r2)
+        rebuilt = [self.blocks(part) for part in (dy, m, rm, gelu_slope(u), n2, r2)]
         (g, du, dz, dkv), dk_norm = self.reverse(attention, w, rebuilt, saved_k, rotary)
         # the rest, all positions at once
         dq, do = attention.finish()
@@ -796,9 +811,10 @@ class Run:
         for l in range(lo, hi):
             z, end = (s - l) * self.C, (s - l + 1) * self.C
             if z > 0:
-                grads = kernels.attend_backward(q[l - lo], self.k[l, :, :, :z], self.v[l, :, :, :z], narrow[0][l - lo],
-                                                lse[l - lo], narrow[1][l - lo], self.at[z:end], self.at[:z], self.slopes)
-                for total, more in zip((dq[l - lo], self.dk[l, :, :, :z], self.dv[l, :, :, :z]), grads):
+                k, v, dk, dv = (u[l, :, :, :z] for u in (self.k, self.v, self.dk, self.dv))
+                grads = kernels.attend_backward(q[l - lo], k, v, narrow[0][l - lo], lse[l - lo], narrow[1][l - lo],
+                                                self.at[z:end], self.at[:z], self.slopes)
+                for total, more in zip((dq[l - lo], dk, dv), grads):
                     total += more
         if self.b > 1:
             at = self.at[:self.b]
@@ -822,8 +838,8 @@ def gelu_slope(u):
 
 
 class Stack(torch.autograd.Function):
-    """The layers as one differentiable function of x (B, T, d) and the weights. Saved for the backward: z, which is x and
-    y of each layer, and the weights."""
+    """The layers as one differentiable function of x (B, T, d) and the weights. Saved for the backward: z, which is x
+    and y of each layer, and the weights."""
 
     @staticmethod
     def forward(ctx, cfg, x, pos, *weights):
@@ -856,8 +872,8 @@ GRAPHS = {}             # what was recorded: {key: (graph, inputs, outputs)}, th
 
 
 def replay(run, name, function, *inputs):
-    """function(*inputs), tensors and Nones in and out. On CUDA it is recorded once as a graph for each shape and replayed
-    from then on: a position is some twenty small kernels, and to launch them one by one takes longer than to run them.
+    """function(*inputs), tensors and Nones in and out. On CUDA it is recorded once as a graph for each shape and
+    replayed from then on: a position is some twenty small kernels, and launching them takes longer than running them.
     (float64 runs plain: its attention, plain PyTorch, looks at positions on the host.)"""
     x = inputs[0]
     if not (run.cfg.cuda_graphs and x.is_cuda and kernels.runs_triton(x.device, run.dtype)) \
