@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import bench
+import plot
 import prepare
 import runs
 import sample
@@ -17,7 +18,7 @@ import train
 from conftest import ROOT
 from test_checkpoint import bomb_files
 
-MAINS = {"train": train.main, "sample": sample.main, "prepare": prepare.main, "bench": bench.main}
+MAINS = {"train": train.main, "sample": sample.main, "prepare": prepare.main, "bench": bench.main, "plot": plot.main}
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +167,14 @@ TRAIN = [
     (["dataset=task:s3", "resume=true", "run=r"], "was trained with tokenizer byte"),
     (["dataset=task:compression", "init_from={w}/out/r"], "was trained with tokenizer byte"),
     (["task_examples=-1"], "task_examples=-1 must not be negative"),
+    (["model=rt", "schedule=quick"], "schedule=quick must be one of: auto, naive, tiled, wavefront"),
+    (["model=rt", "pos=sinus"], "pos=sinus must be one of: alibi, rope, none"),
+    (["model=rt", "norm=none", "qk_norm=full"], "qk_norm=full"),
+    (["model=rt", "n_embd=30", "n_head=4"], "n_embd=30 is not divisible by n_head=4"),
+    (["model=rt", "n_embd=12", "n_head=4", "pos=rope"], "even head size"),
+    (["model=rt", "chunk=0"], "chunk=0 must be at least 1"),
+    (["model=rt", "block=-2"], "block=-2 must be at least 1"),
+    (["model=rt", "mlp=gelu"], "unknown key 'mlp'"),
 ]
 SAMPLE = [
     ([], "give one run folder or checkpoint"),
@@ -204,8 +213,13 @@ PREPARE = [
 BENCH = [(["nothing"], "NAME one of"), (["gpt", "n_layr=1"], "did you mean n_layer?"),
          (["kernels", "round=1"], "did you mean rounds?"), (["kernels", "rounds=0"], "rounds=0 must be at least 1"),
          (["kernels", "device=cuda:77"], "device=cuda:77 is not on this machine")]
+PLOT = [([], "give the folders of runs"), (["{w}/out/never"], "log.jsonl does not exist"),
+        (["{w}/out/r", "y=nothing"], "has no nothing: it has"), (["{w}/out/r", "x=time"], "x=time must be one of"),
+        (["{w}/out/r", "labels=a,b"], "as many labels"), (["{w}/out/r", "file={w}/a.tune"], "a.tune"),
+        (["{w}/out/r", "file={w}/folder/no/a.png"], "could not write"), (["{w}/out/r", "colour=red"], "unknown key 'colour'")]
 CASES = [(program, T + args if program == "train" else args, message)
-         for program, cases in (("train", TRAIN), ("sample", SAMPLE), ("prepare", PREPARE), ("bench", BENCH))
+         for program, cases in (("train", TRAIN), ("sample", SAMPLE), ("prepare", PREPARE), ("bench", BENCH),
+                               ("plot", PLOT))
          for args, message in cases]
 
 

@@ -96,6 +96,22 @@ BUGS = {
     "Triton: state lost between tiles": ("kernels.py", "carry = row_of(h, BLOCK_T - 1, BLOCK_T)",
                                          "carry = row_of(h, BLOCK_T - 2, BLOCK_T)", "test_kernels.py -k in_the_interpreter"),
     "Triton: tiles that spill": ("kernels.py", '"dkv": 3 * [(64, 128, 8, 2)]', '"dkv": 3 * [(128, 128, 4, 2)]', "test_kernels.py -k compiles_for_gpus"),
+    "RT: persistent pairs of the input": ("model_rt.py", "k, v = self.pair(self.norm1(y) if cfg.kv_norm else y, rotary and",
+                                          "k, v = self.pair(self.norm1(x[:, here]) if cfg.kv_norm else y, rotary and",
+                                          "test_rt.py -k theorem_4_1"),
+    "RT: tiles of half the side": ("model_rt.py", "return i & -i", "return max(1, (i & -i) // 2)", "test_rt.py -k every_query"),
+    "RT: ALiBi short by the move": ("model_rt.py", "lse = lse - slopes[:, None] * (at - moved)", "pass",
+                                    "test_rt.py -k every_switch"),
+    "RT: earlier chunks get no gradient": ("model_rt.py", "                    total += more\n", "                    pass\n",
+                                           "test_rt.py -k gradcheck"),
+    "RT: LayerNorm's gradient not centred": ("model_rt.py", "return w - w.mean(1, keepdim=True) if", "return w if",
+                                             "test_rt.py -k every_switch"),
+    "RT: keys stay alive until the backward": ("model_rt.py", "run.k = run.v = None  ", "pass  ", "test_rt.py -k saved"),
+    "RT: decoding keeps the temporary pair": ("model_rt.py", "cache.append(self.layer, *self.pair(", "(self.layer, *self.pair(",
+                                              "test_models.py -k cache_in_any_split and rt"),
+    "RT: a softmax in bfloat16": ("model_rt.py", "s = torch.cat([self.lse_rows[i], s], -1).softmax(-1)",
+                                  "s = torch.cat([self.lse_rows[i], s], -1).bfloat16().softmax(-1).to(out.dtype)",
+                                  "test_rt.py -k bfloat16"),
 }
 
 

@@ -297,10 +297,10 @@ def attention_seen(monkeypatch, cls):
     return read, rebuilt
 
 
-@pytest.mark.parametrize("schedule, cls", [("wavefront", model_rt.Rows), ("tiled", model_rt.Tiles)])
-def test_bfloat16_backward_rebuilds_what_forward_computed(monkeypatch, schedule, cls):
-    """Scores, ALiBi and softmax are float32 under bfloat16 autocast, in both directions, so both see the same attention:
-    within the rounding of k and v to bfloat16. (A bias in bfloat16 would be off by up to 0.5 at distance 250.)"""
+@pytest.mark.parametrize("schedule, cls, tolerance", [("wavefront", model_rt.Rows, 1e-5), ("tiled", model_rt.Tiles, 3e-3)])
+def test_bfloat16_backward_rebuilds_what_forward_computed(monkeypatch, schedule, cls, tolerance):
+    """Scores, ALiBi and softmax are float32 under bfloat16 autocast, in both directions: the wavefront's backward sees the
+    very attention of its forward. (The tiles' differs by the rounding of each tile to bfloat16 as it leaves attend.)"""
     read, rebuilt = attention_seen(monkeypatch, cls)
     operands, init = set(), cls.__init__
     monkeypatch.setattr(cls, "__init__", lambda self, run, q, *a: (operands.add(q.dtype), init(self, run, q, *a))[1])
@@ -311,7 +311,7 @@ def test_bfloat16_backward_rebuilds_what_forward_computed(monkeypatch, schedule,
     loss.backward()
     assert len(read) == len(rebuilt) > 1 and operands == {torch.bfloat16}
     for a, b in zip(read, reversed(rebuilt)):
-        assert a.dtype == torch.float32 and rms(a - b) < 2e-3 * rms(a)
+        assert a.dtype == torch.float32 and rms(a - b) < tolerance * rms(a)
 
 
 @pytest.mark.parametrize("schedule", FAST)

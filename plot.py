@@ -1,0 +1,67 @@
+"""
+One picture of several runs: a value of their logs against steps, tokens or seconds.
+
+    python plot.py out/task_s3 out/task_s3_gpt y=val_sequence_accuracy file=s3.png
+    python plot.py out/rt_tiny out/gpt_tiny y=val_bpb x=tokens title="bits per byte"
+    python plot.py help                                     every key with its meaning
+"""
+from dataclasses import dataclass
+from pathlib import Path
+
+from prepare import UserError, asks_help, help_text, run_cli, split_args, typed_config
+from train import read_log, writing
+
+
+@dataclass
+class PlotConfig:
+    y: str = "val_ce"           # what is drawn: a key of log.jsonl
+    x: str = "step"             # step | tokens | seconds
+    file: str = "plot.png"      # the picture
+    title: str = ""             # above it
+    labels: str = ""            # names of the runs, with commas between (default: their folders' names)
+
+    def __post_init__(self):
+        if self.x not in ("step", "tokens", "seconds"):
+            raise ValueError(f"x={self.x} must be one of: step, tokens, seconds")
+
+
+def points(folder, x, y):
+    """The (x, y) of each line of a run's log that has them. UserError where there is none."""
+    file = Path(folder) / "log.jsonl"
+    if not file.is_file():
+        raise UserError(f"{file} does not exist: give folders of runs, out/NAME")
+    rows = read_log(file)
+    found = [(row[x], row[y]) for row in rows if x in row and isinstance(row.get(y), (int, float))]
+    if not found:
+        raise UserError(f"{file} has no {y}: it has {', '.join(sorted({key for row in rows for key in row}))}")
+    return found
+
+
+def main(argv):
+    if asks_help(argv):
+        return print(help_text(PlotConfig))
+    folders = [a for a in argv if "=" not in a]
+    cfg = typed_config(PlotConfig, split_args([a for a in argv if "=" in a]), free_text=("title", "labels"))
+    labels = cfg.labels.split(",") if cfg.labels else [Path(f).name for f in folders]
+    if not folders or len(labels) != len(folders):
+        raise UserError("give the folders of runs, and as many labels or none: python plot.py out/NAME ... [key=value]")
+    curves = [points(folder, cfg.x, cfg.y) for folder in folders]
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(7, 4))
+    for label, curve in zip(labels, curves):
+        ax.plot(*zip(*curve), "o-", markersize=3, linewidth=1.2, label=label)
+    ax.set(xlabel=cfg.x, ylabel=cfg.y, title=cfg.title)
+    ax.legend()
+    ax.grid(alpha=0.3)
+    with writing(cfg.file):
+        try:
+            fig.savefig(cfg.file, dpi=120, bbox_inches="tight")
+        except ValueError as e:         # an ending that is no picture
+            raise UserError(f"file={cfg.file}: {str(e).splitlines()[0]}") from e
+    print(f"{cfg.file}: {cfg.y} of {', '.join(labels)}")
+
+
+if __name__ == "__main__":
+    run_cli(main)
