@@ -421,7 +421,7 @@ class Rows:
         self.q = (q.to(out.dtype) * run.scale).view(self.N, -1, C, D)          # (N, R, C, D)
         self.out, self.lse = out.view(self.q.shape), lse.view(*self.q.shape[:3], 1)
         self.q_rows, self.out_rows, self.lse_rows = (self.rows(u) for u in (self.q, self.out, self.lse))
-        self.k, self.v = out.new_empty(2, self.N, C, D)
+        self.k, self.v = out.new_zeros(self.N, C, D), out.new_zeros(self.N, D, C)
 
     def rows(self, u):
         """(N, R, C, n) -> a list of (N, R b, n), one a block"""
@@ -432,10 +432,11 @@ class Rows:
         (A, B, H, C, D), b = self.shape, self.run.b
         out, p = self.out_rows[i], i * b
         if p > 0:
-            s = torch.bmm(self.q_rows[i], self.k[:, :p].mT)                     # (N, R b, p)
-            s.view(A * B, H, b, p).add_(self.run.inside[:, p:p + b, :p])
+            n = min(max(p, 15), C)      # 16 numbers a row at least: torch's softmax is far slower for fewer
+            s = torch.bmm(self.q_rows[i], self.k[:, :n].mT)                     # (N, R b, n)
+            s.view(A * B, H, b, n).add_(self.run.inside[:, p:p + b, :n])        # -inf from p on
             s = torch.cat([self.lse_rows[i], s], -1).softmax(-1)
-            out = torch.baddbmm(s[..., :1] * out, s[..., 1:], self.v[:, :p])
+            out = torch.baddbmm(s[..., :1] * out, s[..., 1:], self.v[..., :n].mT)
         return out.reshape(A, B, H, b, D)
 
     def write(self, i, k, v):
@@ -443,7 +444,11 @@ class Rows:
         A, B, _, C, D = self.shape
         rows = slice(i * self.run.b, (i + 1) * self.run.b)
         self.k.view(A, B, -1, C, D)[..., rows, :] = k.transpose(2, 3)
-        self.v.view(A, B, -1, C, D)[..., rows, :] = v.transpose(2, 3)
+        self.v.view(A, B, -1, D, C)[..., rows] = v.permute(0, 1, 3, 4, 2)
+
+    def pairs(self):
+        """k, v of the chunk, each (N, C, D)."""
+        return self.k, self.v.mT
 
     def rebuild(self, k, v, dk, dv):
         """For the way back: given k, v (A, B, G, C, D) of the whole chunk and what later chunks add to their gradients,
@@ -515,6 +520,9 @@ class Tiles:
                                       at[keys], self.run.slopes)
             out, lse = kernels.merge(self.out[:, :, queries], self.lse[:, :, queries], out.to(self.out.dtype), lse)
             self.out[:, :, queries], self.lse[:, :, queries] = out, lse
+
+    def pairs(self):
+        return self.k, self.v
 
     def rebuild(self, k, v, dk, dv):
         """All attention at once: one attend over the blocks before the query's own, merged with what was given. For
@@ -720,10 +728,10 @@ class Run:
             attention.write(i, k, v)
             ys.append(h)
         self.diagonal(z[1:], s, lo, hi).copy_(self.unrows(torch.stack(ys, 1)))
-        kept = [(self.k, attention.k), (self.v, attention.v)] + ([(self.kt, kt), (self.vt, vt)] if keep else [])
+        kept = [*zip((self.k, self.v), attention.pairs())] + ([(self.kt, kt), (self.vt, vt)] if keep else [])
         for buffer, new in kept:
             view = self.diagonal(buffer, s, lo, hi)
-            view.copy_(new.view(view.shape))
+            view.copy_(new.reshape(view.shape))
 
     # backward
 
