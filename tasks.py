@@ -39,8 +39,8 @@ cannot tell p from p p, so a plain Transformer gets at most 31 of 36 rows of s3 
     targets   1  3  1  4
 
 Examples are uniformly random but for what is said. Training has 12,800 fixed examples (memorization 256; s3 and s5
-draw new ones at every step), validation 1,280 others. The three recall tasks train, as in MAD, on every next token,
-not only on the scored ones; so the accuracies of training count all tokens there, those of validation the scored ones.
+draw new ones at every step), validation 1,280 others. MAD trains the three recall tasks on every next token, not only
+on the scored ones: task_next_token=true does (the accuracies of training count all tokens then).
 
 Papers: Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid Architectures" (MAD: the first six; github
 athms/mad-lab); Jelassi et al. 2024, "Repeat After Me" (copying); Merrill et al. 2024, "The Illusion of State in
@@ -173,7 +173,7 @@ class Task:
     shortest: int               # least T
     even: bool = False          # whether T must be even
     examples: int = 12_800      # fixed ones to train on (0: fresh ones at every step)
-    next_token: bool = False    # whether training scores every next token, as MAD does
+    next_token: bool = False    # whether MAD trains on every next token
 
 
 TASKS = {
@@ -211,8 +211,9 @@ def find_task(dataset, T):
 class TaskData:
     """The examples of one split of a task."""
 
-    def __init__(self, task, T, seed, split, count):
+    def __init__(self, task, T, seed, split, count, next_token=False):
         self.task, self.T, self.seed, self.split, self.count = task, T, seed, split, count
+        self.next_token = next_token                            # every next token is scored
         self.vocab_size, self.tokenizer = task.vocab_size, TaskTokenizer(task.vocab_size)
         self.make = task.make
         if task.make is memorization:
@@ -223,7 +224,7 @@ class TaskData:
     def example(self, rng):
         """inputs and targets, each (T,)."""
         inputs, targets = self.make(rng, self.T)
-        if self.task.next_token and self.split == TRAIN:
+        if self.next_token:
             targets = np.append(inputs[1:], targets[-1])
         return inputs, targets
 
@@ -250,8 +251,11 @@ class TaskBatches:
         count = cfg.task_examples or task.examples
         if max(count, VAL_EXAMPLES) * block_size > 1 << 27:
             raise UserError(f"task_examples={count} of block_size={block_size} are too many to hold in memory")
+        if cfg.task_next_token and not task.next_token:
+            names = ", ".join(n for n, t in TASKS.items() if t.next_token)
+            raise UserError(f"task_next_token=true is for {names}, not for dataset={cfg.dataset}")
         self.seed, self.rows, self.accumulation = cfg.seed, cfg.batch_size, cfg.gradient_accumulation_steps
-        self.train = TaskData(task, block_size, cfg.seed, TRAIN, count)
+        self.train = TaskData(task, block_size, cfg.seed, TRAIN, count, cfg.task_next_token)
         self.val = TaskData(task, block_size, cfg.seed, VAL, VAL_EXAMPLES)
 
     def micro_batch(self, step, index):

@@ -56,6 +56,7 @@ class TrainConfig:
     tokenizer: str = "byte"          # byte | char | bpe:SIZE | gpt2
     data_dir: str = "data"           # where prepared data sets live
     task_examples: int = 0           # fixed training examples of a synthetic task (0: the task's own number)
+    task_next_token: bool = False    # train the recall tasks on every next token, as MAD does, not on the scored ones
     batch_size: int = 12             # sequences in one forward (a micro-batch)
     gradient_accumulation_steps: int = 1   # micro-batches in one optimizer step, over all processes together
     # optimization

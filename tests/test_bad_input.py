@@ -166,6 +166,7 @@ TRAIN = [
     (["dataset=task:s3", "vocab_size=5"], "vocab_size=5 is less than the data's 6"),
     (["dataset=task:s3", "resume=true", "run=r"], "was trained with tokenizer byte"),
     (["dataset=task:compression", "init_from={w}/out/r"], "was trained with tokenizer byte"),
+    (["dataset=task:s3", "task_next_token=true"], "task_next_token=true is for recall, fuzzy_recall, noisy_recall"),
     (["task_examples=-1"], "task_examples=-1 must not be negative"),
     (["model=rt", "schedule=quick"], "schedule=quick must be one of: auto, naive, tiled, wavefront"),
     (["model=rt", "pos=sinus"], "pos=sinus must be one of: alibi, rope, none"),
