@@ -4,6 +4,7 @@ Speed, side by side in one run: what the README's ratios come from.
     python bench.py gpt                                   the baseline: training, and decoding with and without cache
     python bench.py gpt n_layer=8 n_embd=512 device=cuda  at another size
     python bench.py rt                                    the Recurrent Transformer's schedules, beside a Transformer
+    python bench.py rt config=configs/rt_150m_12l.yaml    on a GPU: the paper's Table 2
     python bench.py kernels                               attend and scan (keys: device, rounds)
 
 The keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
@@ -12,7 +13,6 @@ over the rounds.
 """
 import contextlib
 import dataclasses
-import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ def passes(model, batch_size, device):
 
 
 def plain_transformer(cfg):
-    """The baseline of an RT's size: the same matrices, positions and norms."""
+    """The baseline of an RT's size: the same matrices and positions, RMSNorms."""
     gpt = model_module("gpt")
     same = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(gpt.Config) if hasattr(cfg, f.name)}
     return gpt.Model(gpt.Config(**{**same, "mlp": "gelu", "qk_norm": cfg.qk_norm != "none"}))
@@ -116,11 +116,13 @@ def plain_transformer(cfg):
 
 def bench_rt(model, cfg, device, rounds=5):
     """The schedules beside each other and beside the plain Transformer of the same size; then decoding."""
+    if model.cfg.block_size < 2:
+        raise UserError(f"block_size={model.cfg.block_size}: decoding needs at least 2 tokens")
     if device.type == "cuda":
         return bench_rt_layers(model.cfg, device)
     schedules = ("naive", "tiled", "wavefront")
-    models = {s: type(model)(dataclasses.replace(model.cfg, schedule=s)) for s in schedules}
-    models["plain Transformer"] = plain_transformer(model.cfg)
+    models = {s: type(model)(dataclasses.replace(model.cfg, schedule=s)).to(device) for s in schedules}
+    models["plain Transformer"] = plain_transformer(model.cfg).to(device)
     for way, goal in (("forward", 5), ("forward + backward", 6)):
         calls = {name: (None, passes(m, cfg.batch_size, device)[way]) for name, m in models.items()}
         times = medians(calls, rounds, device)
@@ -155,35 +157,35 @@ def rt_floor(cfg, batch_size):
     return 1000 * max(2 * weights * T / H200_BYTES, batch_size * T * operations / H200_FLOPS)
 
 
-def bench_rt_layers(cfg, device, batch_sizes=(8, 32, 128, 512), rounds=3, **sizes):
-    """A GPU's table: milliseconds a layer of the paper's 150M size by batch size, each schedule, beside the floor and
-    the paper's figures, and tokens a second beside the plain Transformer's."""
-    sizes = sizes or dict(n_layer=12, n_embd=1024, n_head=16, n_kv_head=16, n_mlp=4096, block_size=512)
-    cfg = dataclasses.replace(cfg, **sizes)
-    module = model_module("rt")
+def bench_rt_layers(cfg, device, batch_sizes=(8, 32, 128, 512), rounds=3):
+    """A GPU's table: milliseconds a layer by batch size, each schedule, and tokens a second beside the plain
+    Transformer's. With config=configs/rt_150m_12l.yaml the sizes are those of the paper's Table 2."""
+    module, tables = model_module("rt"), cfg.n_embd == 1024 and cfg.block_size == 512
     for batch_size in batch_sizes:
         models = {"plain Transformer": plain_transformer(cfg)}
         for schedule in ("wavefront", "tiled", "naive") if batch_size == min(batch_sizes) else ("wavefront", "tiled"):
             models[schedule] = module.Model(dataclasses.replace(cfg, schedule=schedule))
-        print(f"batch {batch_size}: floor of a layer's forward on an H200 {rt_floor(cfg, batch_size):.2f} ms, the "
-              f"paper's forward {PAPER_RT.get(batch_size, math.nan):.1f} ms (H100)")
+        paper = f", the paper's forward on an H100 {PAPER_RT[batch_size]} ms" if tables and batch_size in PAPER_RT else ""
+        print(f"batch {batch_size}: floor of a layer's forward on an H200 {rt_floor(cfg, batch_size):.2f} ms{paper}")
         seconds = {(name, way): once_on(device, m, way, batch_size, rounds) for name, m in models.items()
                    for way in ("forward", "forward + backward")}
         for (name, way), t in seconds.items():
-            print(f"  {way:20}{name:20}{1000 * t / cfg.n_layer:10.2f} ms a layer"
-                  f"{batch_size * cfg.block_size / t:14,.0f} tokens/s")
-        way = "forward + backward"
-        print(f"  training: {seconds['plain Transformer', way] / seconds['wavefront', way]:.2f} of the plain "
-              "Transformer's tokens/s (goal 0.5 at batch 512)", flush=True)
+            figures = "does not fit" if t is None else (f"{1000 * t / cfg.n_layer:10.2f} ms a layer"
+                                                        f"{batch_size * cfg.block_size / t:14,.0f} tokens/s")
+            print(f"  {way:20}{name:20}{figures}")
+        plain, wavefront = (seconds[name, "forward + backward"] for name in ("plain Transformer", "wavefront"))
+        if plain and wavefront:
+            print(f"  training: {plain / wavefront:.2f} of the plain Transformer's tokens/s (goal 0.5 at batch 512)",
+                  flush=True)
 
 
 def once_on(device, model, way, batch_size, rounds):
-    """Seconds of one pass of a model that is on the device for just that long; nan where the memory does not do."""
+    """Seconds of one pass of a model that is on the device for just that long; None where it does not fit."""
     try:
         call = passes(model.to(device), batch_size, device)[way]
         return medians({way: (None, call)}, rounds, device)[way]
     except torch.cuda.OutOfMemoryError:
-        return math.nan
+        return None
     finally:
         model.to("cpu")
         model_module("rt").GRAPHS.clear()

@@ -4,9 +4,10 @@ The operations behind the fast paths: attention over explicit positions, and the
     attend(q, k, v, q_pos, k_pos, slopes, window, scale) -> out, lse     softmax attention whose mask is positions
     merge(out_a, lse_a, out_b, lse_b) -> out, lse                        two partial softmaxes made one
     scan(g, x, chunk, h0, offset) -> h                                   h_t = g_t h_{t-1} + x_t inside chunks
+    attend_backward(q, k, v, out, lse, do, ...) -> dq, dk, dv            attend's backward, for others written by hand
 
-Each exists twice: Triton kernels for GPUs, and a twin in plain PyTorch (attend_ref, merge_ref, scan_ref), which is
-also what runs on a CPU, in float64, and where triton is missing. One line on stderr tells which of the two runs.
+Each exists twice: Triton kernels for GPUs, and a twin in plain PyTorch (attend_ref and so on), which is also what
+runs on a CPU, in float64, and where triton is missing. One line on stderr tells which of the two runs.
 All are differentiable, in every output, and torch.compile takes them. TRITON_INTERPRET=1 runs the Triton code on CPU
 tensors, slowly, for tests.
 
@@ -591,6 +592,7 @@ def attend_triton_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, wi
     """dq, dk, dv by the two kernels; do (B, H, Tq, DV), dlse (B, H, Tq) or None."""
     (B, H, Tq, Dq), (G, Tk), Dv = q.shape, k.shape[1:3], v.size(-1)
     q, k, v, out, do = (aligned(x) for x in (q, k, v, out, do))
+    lse = lse.contiguous()                                          # the kernels count on it; a caller's may be a slice
     dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
     delta = torch.empty_like(lse)
     dq, dk, dv = (heads_like(q, B, H, *x.shape[2:]) for x in (q, k, v))
@@ -1234,15 +1236,31 @@ def attend_ref(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, scale=
     return attend_twin(*attend_arguments(q, k, v, q_pos, k_pos, slopes, window, scale))
 
 
+def attend_backward_arguments(q, k, v, out, lse, do, *mask):
+    """The checked arguments as the operator takes them."""
+    q, k, v, *mask = attend_arguments(q, k, v, *mask)
+    shape = (*q.shape[:3], v.size(-1))
+    for name, x in (("out", out), ("do", do)):
+        check_tensor(name, x, "q", q, ("batch", "heads", "positions", "head size"))
+        check_shape(name, x, shape, "q's with v's head size")
+    check_tensor("lse", lse, "q", q, ("batch", "heads", "positions"), same_dtype=False)
+    check_shape("lse", lse, shape[:3], "one a query")
+    check(lse.dtype == lse_dtype(q), lambda: f"lse is {lse.dtype}: {lse_dtype(q)} is needed")
+    return q, k, v, out, lse, do, None, *mask
+
+
 def attend_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, window=None, scale=None):
     """dq, dk, dv of these keys' part in a softmax that may be over more keys: out (B, H, Tq, DV) in q's dtype and lse
     (B, H, Tq) are of the whole softmax, do is the gradient of out, the rest is as for attend. For backward passes
-    written by hand: over disjoint sets of keys, dq adds up and dk, dv stand side by side."""
-    q, k, v, *mask = attend_arguments(q, k, v, q_pos, k_pos, slopes, window, scale)
-    check_tensor("do", do, "q", q, ("batch", "heads", "positions", "head size"))
-    check_merge(out, lse, do, lse)
-    check_shape("out", out, (*q.shape[:3], v.size(-1)), "q's but for v's head size")
-    return call(attend_backward_op, attend_plain_backward, (q, k, v, out, lse, do, None, *mask))
+    written by hand: over disjoint sets of keys, the dq add up and dk, dv stand side by side. Not differentiable.
+    Raises ValueError, naming the argument, where shapes, dtypes or devices do not fit."""
+    arguments = attend_backward_arguments(q, k, v, out, lse, do, q_pos, k_pos, slopes, window, scale)
+    return call(attend_backward_op, attend_plain_backward, arguments)
+
+
+def attend_backward_ref(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, window=None, scale=None):
+    """attend_backward in plain PyTorch, on any device."""
+    return attend_plain_backward(*attend_backward_arguments(q, k, v, out, lse, do, q_pos, k_pos, slopes, window, scale))
 
 
 def check_merge(out_a, lse_a, out_b, lse_b):

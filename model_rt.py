@@ -119,8 +119,10 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.n_mlp < 0:
             raise ValueError("n_mlp must be positive, or 0 for 4 n_embd")
-        if self.rope_theta <= 0 or self.norm_eps <= 0:
-            raise ValueError("rope_theta and norm_eps must be positive")
+        if not self.rope_theta > 0 or not self.norm_eps >= 1e-12:
+            raise ValueError("rope_theta must be positive, norm_eps at least 1e-12")
+        if self.head_dim > kernels.HEAD_SIZES[-1]:
+            raise ValueError(f"n_embd / n_head = {self.head_dim} is more than a head of {kernels.HEAD_SIZES[-1]}")
         self.n_mlp = self.n_mlp or 4 * self.n_embd
 
     @property
@@ -269,9 +271,9 @@ class Block(nn.Module):
             v = torch.cat([old_v, *vs, old_vt, vt[:, own]], 1)
             bias = self.bias(pos[:, here], torch.cat([old_pos, pos[:, :t]], 1),
                              torch.cat([old_post, pos[:, own]], 1), x.dtype)
-            a = attention_naive(*(u.transpose(1, 2) for u in (q[:, here], k, v)), bias)     # (B, H, 1, D)
-            z = x[:, here] + self.wo(a.transpose(1, 2).flatten(2))
-            y = z + self.w_down(F.gelu(self.w_up(self.norm2(z))))
+            a = attention_naive(*(u.transpose(1, 2) for u in (q[:, here], k, v)), bias)     # a_t (B, H, 1, D)
+            z = x[:, here] + self.wo(a.transpose(1, 2).flatten(2))                          # z_t
+            y = z + self.w_down(F.gelu(self.w_up(self.norm2(z))))                           # y_t
             k, v = self.pair(self.norm1(y) if cfg.kv_norm else y, rotary and [table[:, here] for table in rotary])
             ks, vs, ys = ks + [k], vs + [v], ys + [y]
         return torch.cat(ys, 1), torch.cat(ks, 1), torch.cat(vs, 1), kt, vt
@@ -403,90 +405,8 @@ def shape_heads_backward(g, saved, weight, rotary, cfg):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the attention inside a chunk: as rows (wavefront) or as dyadic tiles (tiled)
+# the attention inside a chunk: as dyadic tiles (tiled) or as rows (wavefront)
 # ---------------------------------------------------------------------------------------------------------------------
-
-class Rows:
-    """Attention of a chunk's C queries to the chunk's own persistent keys, row after row; C is small, so the C x C
-    scores of a head may be held. All else that the queries see is known when the chunk starts: its out and lse are
-    given.
-
-    q (A, B, H, C, D), out like it, lse (A, B, H, C), in float32 or more, as is everything here. Inside: N = A B G, and
-    the R query heads of a key head stand together.
-    """
-
-    def __init__(self, run, q, out, lse):
-        (A, B, H, C, D), self.run = q.shape, run
-        self.shape, self.N = q.shape, A * B * run.G
-        self.q = (q.to(out.dtype) * run.scale).view(self.N, -1, C, D)          # (N, R, C, D)
-        self.out, self.lse = out.view(self.q.shape), lse.view(*self.q.shape[:3], 1)
-        self.q_rows, self.out_rows, self.lse_rows = (self.rows(u) for u in (self.q, self.out, self.lse))
-        self.k, self.v = out.new_zeros(self.N, C, D), out.new_zeros(self.N, D, C)
-
-    def rows(self, u):
-        """(N, R, C, n) -> a list of (N, R b, n), one a block"""
-        return u.unflatten(2, (-1, self.run.b)).transpose(1, 2).flatten(2, 3).unbind(1)
-
-    def read(self, i):
-        """The finished attention of block i: (A, B, H, b, D)."""
-        (A, B, H, C, D), b = self.shape, self.run.b
-        out, p = self.out_rows[i], i * b
-        if p > 0:
-            n = min(max(p, 15), C)      # 16 numbers a row at least: torch's softmax is far slower for fewer
-            s = torch.bmm(self.q_rows[i], self.k[:, :n].mT)                     # (N, R b, n)
-            s.view(A * B, H, b, n).add_(self.run.inside[:, p:p + b, :n])        # -inf from p on
-            s = torch.cat([self.lse_rows[i], s], -1).softmax(-1)
-            out = torch.baddbmm(s[..., :1] * out, s[..., 1:], self.v[..., :n].mT)
-        return out.reshape(A, B, H, b, D)
-
-    def write(self, i, k, v):
-        """The persistent pairs of block i, k and v (A, B, b, G, D), are there."""
-        A, B, _, C, D = self.shape
-        rows = slice(i * self.run.b, (i + 1) * self.run.b)
-        self.k.view(A, B, -1, C, D)[..., rows, :] = k.transpose(2, 3)
-        self.v.view(A, B, -1, D, C)[..., rows] = v.permute(0, 1, 3, 4, 2)
-
-    def pairs(self):
-        """k, v of the chunk, each (N, C, D)."""
-        return self.k, self.v.mT
-
-    def rebuild(self, k, v, dk, dv):
-        """For the way back: given k, v (A, B, G, C, D) of the whole chunk and what later chunks add to their gradients,
-        all attention at once: out (A, B, H, C, D) and lse."""
-        A, B, H, C, D = self.shape
-        self.k, self.v, self.dk, self.dv = (u.to(self.q.dtype).reshape(self.N, C, D) for u in (k, v, dk, dv))
-        self.q, base = self.q.flatten(1, 2), self.lse.flatten(1)                # (N, R C, D), (N, R C)
-        s = torch.bmm(self.q, self.k.mT)
-        s.view(A * B, H, C, C).add_(self.run.inside)
-        lse = torch.logaddexp(base, s.logsumexp(-1))
-        self.p = torch.exp(s - lse[..., None])                                  # (N, R C, C), 0 where not seen
-        self.out = torch.baddbmm(torch.exp(base - lse)[..., None] * self.out.flatten(1, 2), self.p, self.v)
-        self.p_of_key = self.p.mT.contiguous()
-        self.out_rows = self.rows(self.out.view(self.N, -1, C, D))
-        self.do, self.delta = torch.zeros_like(self.out), self.out.new_zeros(self.N, 1, self.out.size(1))
-        return self.out.view(self.shape), lse.view(self.shape[:4])
-
-    def pull(self, i):
-        """The final dk, dv (A, B, G, b, D) of block i; all blocks after it have been pushed."""
-        (A, B, _, _, D), b = self.shape, self.run.b
-        rows = slice(i * b, i * b + b)
-        p = self.p_of_key[:, rows]                                              # (N, b, R C), 0 up to this block
-        ds = p * (torch.bmm(self.v[:, rows], self.do.mT) - self.delta)
-        dk, dv = torch.baddbmm(self.dk[:, rows], ds, self.q), torch.baddbmm(self.dv[:, rows], p, self.do)
-        return dk.view(A, B, -1, b, D), dv.view(A, B, -1, b, D)
-
-    def push(self, i, do):
-        """The gradient (A, B, H, b, D) of block i's attention."""
-        (A, B, H, C, D), b = self.shape, self.run.b
-        rows, do = slice(i * b, i * b + b), do.reshape(self.N, -1, b, D)
-        self.do.view(self.N, -1, C, D)[:, :, rows] = do
-        self.delta.view(self.N, -1, C)[:, :, rows] = (do * self.out_rows[i].view(do.shape)).sum(-1)
-
-    def finish(self):
-        """What this chunk's keys add to dq, and the gradient of all attention, both (A, B, H, C, D)."""
-        ds = self.p * (torch.bmm(self.do, self.v.mT) - self.delta.mT)
-        return (torch.bmm(ds, self.k) * self.run.scale).view(self.shape), self.do.view(self.shape)
-
 
 def tile(i):
     """The largest power of two that divides i: the side of the tile at block i, counted from 1 (Algorithm 1)."""
@@ -494,8 +414,12 @@ def tile(i):
 
 
 class Tiles:
-    """The same by the paper's Algorithm 1, for one chunk of any length: out and lse are states that dyadic tiles are
-    merged into. Nothing is held for pairs of positions."""
+    """Attention of a chunk's C queries to the chunk's own persistent keys by the paper's Algorithm 1, for a chunk of
+    any length. All else that the queries see is known when the chunk starts: its out and lse are given, and are the
+    states that dyadic tiles are merged into. (Under bfloat16 a tile leaves attend rounded; the states are float32.)
+
+    q (A, B, H, C, D), out like it, lse (A, B, H, C); k, v (A, B, G, C, D). Rows has the same methods.
+    """
 
     def __init__(self, run, q, out, lse):
         (A, B, H, C, D), self.run = q.shape, run
@@ -505,11 +429,13 @@ class Tiles:
         self.k, self.v = q.new_empty(2, A * B, run.G, C, D)
 
     def read(self, i):
+        """The finished attention of block i: (A, B, H, b, D)."""
         b = self.run.b
         return self.out[:, :, i * b:i * b + b].view(*self.shape[:3], b, -1)
 
     def write(self, i, k, v):
-        """Blocks i + 1 - t to i into the queries of the t blocks that follow."""
+        """The persistent pairs of block i, k and v (A, B, b, G, D), are there: with t the largest power of two that
+        divides i + 1, the keys of the t blocks up to i are merged into the queries of the t blocks that follow."""
         b, t = self.run.b, tile(i + 1)
         for buffer, new in ((self.k, k), (self.v, v)):
             buffer[:, :, i * b:i * b + b] = new.transpose(2, 3).flatten(0, 1)
@@ -522,11 +448,15 @@ class Tiles:
             self.out[:, :, queries], self.lse[:, :, queries] = out, lse
 
     def pairs(self):
+        """k, v of the chunk."""
         return self.k, self.v
 
     def rebuild(self, k, v, dk, dv):
-        """All attention at once: one attend over the blocks before the query's own, merged with what was given. For
-        that each query stands at the last position before its block: ALiBi is too small by slope times the move."""
+        """For the way back: given k, v of the whole chunk and what later chunks add to their gradients, all attention
+        at once, out (A, B, H, C, D) and lse.
+
+        It is one attend over the blocks before the query's own, merged with the rest. For that each query stands at the
+        last position before its block: ALiBi is too small by slope times the move."""
         at, slopes = self.run.at, self.run.slopes
         self.k, self.v, self.dk, self.dv = (u.flatten(0, 1) for u in (k, v, dk.clone(), dv.clone()))
         moved = at - at % self.run.b - 1
@@ -538,12 +468,13 @@ class Tiles:
         return self.out.view(self.shape), self.lse.view(self.shape[:4])
 
     def pull(self, i):
+        """The final dk, dv (A, B, G, b, D) of block i; all blocks after it have been pushed."""
         (A, B, _, _, D), b = self.shape, self.run.b
         return tuple(u[:, :, i * b:i * b + b].view(A, B, -1, b, D) for u in (self.dk, self.dv))
 
     def push(self, i, do):
-        """The mirrored tile: with t the largest power of two that divides i, the queries of blocks i to i + t - 1 into
-        the keys of the t blocks before them."""
+        """The gradient (A, B, H, b, D) of block i's attention is there. The mirrored tile: with t the largest power of
+        two that divides i, the queries of blocks i to i + t - 1 into the keys of the t blocks before them."""
         b, t, at = self.run.b, tile(i), self.run.at
         self.do[:, :, i * b:i * b + b] = do.flatten(0, 1)
         if i > 0:
@@ -556,19 +487,105 @@ class Tiles:
             self.dv[:, :, keys] += dv
 
     def finish(self):
+        """What this chunk's keys add to dq, and the gradient of all attention, both (A, B, H, C, D)."""
         return self.dq.view(self.shape), self.do.view(self.shape)
+
+
+class Rows:
+    """The same, row after row, for a short chunk: the scores of its C queries over its first C - b keys may be held
+    (nobody in the chunk sees the last block's). Everything in float32 or more. Inside: N = A B G, and the R query heads
+    of a key head stand together.
+    """
+
+    def __init__(self, run, q, out, lse):
+        (A, B, H, C, D), self.run = q.shape, run
+        self.shape, self.N, self.n_keys = q.shape, A * B * run.G, C - run.b
+        self.q = (q.to(out.dtype) * run.scale).view(self.N, -1, C, D)          # (N, R, C, D)
+        self.out, self.lse = out.view(self.q.shape), lse.view(*self.q.shape[:3], 1)
+        self.q_rows, self.out_rows, self.lse_rows = (self.blocks(u) for u in (self.q, self.out, self.lse))
+        self.k, self.v = out.new_zeros(self.N, C, D), out.new_zeros(self.N, D, C)
+
+    def blocks(self, u):
+        """(N, R, C, n) -> a list of (N, R b, n), one a block"""
+        return u.unflatten(2, (-1, self.run.b)).transpose(1, 2).flatten(2, 3).unbind(1)
+
+    def read(self, i):
+        (A, B, H, C, D), b = self.shape, self.run.b
+        out, p = self.out_rows[i], i * b
+        if p > 0:
+            n = min(max(p, 15), self.n_keys)    # 16 numbers a row: torch's softmax is far slower for fewer
+            s = torch.bmm(self.q_rows[i], self.k[:, :n].mT)                     # (N, R b, n)
+            s.view(A * B, H, b, n).add_(self.run.in_chunk[:, p:p + b, :n])      # -inf from p on
+            s = torch.cat([self.lse_rows[i], s], -1).softmax(-1)
+            out = torch.baddbmm(s[..., :1] * out, s[..., 1:], self.v[..., :n].mT)
+        return out.reshape(A, B, H, b, D)
+
+    def write(self, i, k, v):
+        A, B, _, C, D = self.shape
+        rows = slice(i * self.run.b, (i + 1) * self.run.b)
+        self.k.view(A, B, -1, C, D)[..., rows, :] = k.transpose(2, 3)
+        self.v.view(A, B, -1, D, C)[..., rows] = v.permute(0, 1, 3, 4, 2)
+
+    def pairs(self):
+        return self.k, self.v.mT
+
+    def rebuild(self, k, v, dk, dv):
+        (A, B, H, C, D), n = self.shape, self.n_keys
+        self.k, self.v, self.dk, self.dv = (u.to(self.q.dtype).reshape(self.N, C, D) for u in (k, v, dk, dv))
+        self.q, base = self.q.flatten(1, 2), self.lse.flatten(1)                # (N, R C, D), (N, R C)
+        s = torch.bmm(self.q, self.k[:, :n].mT)                                 # (N, R C, n)
+        s.view(A * B, H, C, n).add_(self.run.in_chunk)
+        lse = torch.logaddexp(base, s.logsumexp(-1))
+        self.p = torch.exp(s - lse[..., None])                                  # 0 where not seen
+        self.out = torch.baddbmm(torch.exp(base - lse)[..., None] * self.out.flatten(1, 2), self.p, self.v[:, :n])
+        self.p_of_key = self.p.mT.contiguous()                                  # (N, n, R C)
+        self.out_rows = self.blocks(self.out.view(self.N, -1, C, D))
+        self.do, self.delta = torch.zeros_like(self.out), self.out.new_zeros(self.N, 1, self.out.size(1))
+        return self.out.view(self.shape), lse.view(self.shape[:4])
+
+    def pull(self, i):
+        (A, B, _, _, D), b = self.shape, self.run.b
+        rows = slice(i * b, i * b + b)
+        dk, dv = self.dk[:, rows], self.dv[:, rows]
+        if i * b < self.n_keys:         # of queries not pushed yet p is 0: they do not see this block
+            p = self.p_of_key[:, rows]                                              # (N, b, R C)
+            ds = p * (torch.bmm(self.v[:, rows], self.do.mT) - self.delta)
+            dk, dv = torch.baddbmm(dk, ds, self.q), torch.baddbmm(dv, p, self.do)   # q holds 1 / sqrt(D)
+        return dk.view(A, B, -1, b, D), dv.view(A, B, -1, b, D)
+
+    def push(self, i, do):
+        (A, B, H, C, D), b = self.shape, self.run.b
+        rows, do = slice(i * b, i * b + b), do.reshape(self.N, -1, b, D)
+        self.do.view(self.N, -1, C, D)[:, :, rows] = do
+        self.delta.view(self.N, -1, C)[:, :, rows] = (do * self.out_rows[i].view(do.shape)).sum(-1)     # da_i . a_i
+
+    def finish(self):
+        n = self.n_keys
+        ds = self.p * (torch.bmm(self.do, self.v[:, :n].mT) - self.delta.mT)
+        return (torch.bmm(ds, self.k[:, :n]) * self.run.scale).view(self.shape), self.do.view(self.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tiled and wavefront: the loop, forward and backward
 # ---------------------------------------------------------------------------------------------------------------------
 
+class Known(NamedTuple):
+    """What a chunk's inputs tell before the chunk starts."""
+    n: torch.Tensor                         # n1(x) without its weight (A, rows, d)
+    r: Optional[torch.Tensor]               # and the root mean square's inverse
+    q: torch.Tensor                         # (A, B, H, C, D)
+    kt: torch.Tensor                        # (A, B, G, C, D), the temporary pairs
+    vt: torch.Tensor
+    saved_q: Optional[tuple]                # QK-norm's, for the way back
+    saved_kt: Optional[tuple]
+
+
 class Run:
     """One pass of the stack over x (B, T, d) at positions pos (B or 1, T): sizes, positions, and the loop.
 
-    Tensors over the whole stack have the layer first: z (L + 1, B, T, d), where z[l] is layer l's input and z[l + 1]
-    its output. T is padded on the right to whole chunks: no real position sees the padding. Products take rows in the
-    order (A, C / b, B b, n): what goes at once stands together.
+    Tensors over the whole stack have the layer first: states (L + 1, B, T, d), where states[l] is layer l's input and
+    states[l + 1] its output. T is padded on the right to whole chunks: no real position sees the padding. Products take
+    rows in the order (A, C / b, B b, n): what goes at once stands together.
     """
 
     def __init__(self, cfg, x, pos):
@@ -584,36 +601,36 @@ class Run:
         self.scale = 1 / math.sqrt(self.D)
         self.at = torch.arange(self.length, device=x.device, dtype=torch.int32)
         self.slopes = alibi_slopes(self.H, x.device, self.wide) if cfg.pos == "alibi" else None
-        self.inside = self.inside_bias() if self.inner is Rows else None
-        self.pos = F.pad(pos, (0, self.length - self.T))
+        self.in_chunk = self.in_chunk_bias() if self.inner is Rows else None
+        self.pos = torch.cat([pos, pos[:, -1:].expand(-1, self.length - self.T)], 1)    # attend wants them ascending
         self.tables = None
         if cfg.pos == "rope":
             self.tables = rotary_tables(self.pos, self.D, cfg.rope_theta, self.wide)    # (B or 1, length, D)
 
-    def inside_bias(self):
-        """What Rows adds to the scores inside a chunk: ALiBi, and -inf on the own block and after. (H or 1, C, C)"""
-        at = self.at[:self.C]
-        distance = (at[:, None] - at).to(self.wide)
+    def in_chunk_bias(self):
+        """What Rows adds to the scores in a chunk: ALiBi, and -inf on the own block and after. (H or 1, C, C - b)"""
+        q_at, k_at = self.at[:self.C, None], self.at[:self.C - self.b]
+        distance = (q_at - k_at).to(self.wide)
         bias = 0 * distance[None] if self.slopes is None else -self.slopes[:, None, None] * distance
-        return bias.masked_fill(at >= (at - at % self.b)[:, None], -math.inf)
+        return bias.masked_fill(k_at >= q_at - q_at % self.b, -math.inf)
 
     def steps(self):
         """(s, lo, hi): in step s each layer l in lo..hi-1 does its chunk s - l."""
         return [(s, max(0, s - self.chunks + 1), min(self.L, s + 1)) for s in range(self.chunks + self.L - 1)]
 
     def diagonal(self, buffer, s, lo, hi):
-        """The view (A, ..., C, n) of the chunks s - l of the layers l in lo..hi-1 in buffer (L, ..., T, n): one layer
-        up and one chunk back is one stride."""
+        """The view (A, ..., C, n) of the chunks s - l of the layers l in lo..hi-1 in buffer (L, ..., T, n). From chunk
+        (l, c) to (l + 1, c - 1) is always the same way in memory, a layer on and a chunk back: a stride of the view."""
         stride = list(buffer.stride())
         start = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[-2]
         stride[0] -= self.C * stride[-2]
         return buffer.as_strided((hi - lo, *buffer.shape[1:-2], self.C, buffer.size(-1)), stride, start)
 
-    def rows(self, u):
+    def to_rows(self, u):
         """(A, B, C, n) -> (A, C / b, B b, n)"""
         return u.unflatten(2, (-1, self.b)).transpose(1, 2).flatten(2, 3)
 
-    def unrows(self, u):
+    def from_rows(self, u):
         """(A, C / b, B b, n) -> (A, B, C, n)"""
         return u.unflatten(2, (self.B, self.b)).transpose(1, 2).flatten(2, 3)
 
@@ -631,13 +648,12 @@ class Run:
         return self.tables and [u.unflatten(1, (-1, self.C)).transpose(0, 1)[chunks].flip(0) for u in self.tables]
 
     def queries(self, x, w, rotary):
-        """What depends on the rows x alone. n1(x) and its r; q (A, B, H, C, D), the temporary kt, vt (A, B, G, C, D),
-        and what QK-norm saved of q and kt."""
+        """What depends on the rows x (A, rows, d) alone: Known."""
         n, r = normalize(x.to(self.wide), self.cfg.norm, self.cfg.norm_eps)
         q, kt, vt = self.heads(product(n, w.qkv)).split([self.H, self.G, self.G], 3)
         q, saved_q = shape_heads(q, w.q_norm, rotary, self.cfg)
         kt, saved_kt = shape_heads(kt, w.k_norm, rotary, self.cfg)
-        return n, r, *(u.transpose(2, 3).contiguous() for u in (q, kt, vt)), saved_q, saved_kt
+        return Known(n, r, *(u.transpose(2, 3).contiguous() for u in (q, kt, vt)), saved_q, saved_kt)
 
     def pairs(self, y, w, rotary):
         """The persistent pairs of rows y (A, rows, d): n1(y) and its r; k, v (A, B, positions, G, D), and what QK-norm
@@ -649,19 +665,20 @@ class Run:
 
     # what a chunk's queries see before it starts
 
-    def before(self, q, kt, vt, s, lo, hi, past):
+    def before(self, known, s, lo, hi, past):
         """Attention to the temporary pairs, to the keys of earlier chunks, and to past, which holds (k, v, positions)
         of a cache's layers: out (A, B, H, C, D), lse (A, B, H, C), float32 or more."""
-        state = self.own(q, kt, vt)
-        layers = range(lo, hi)
+        q, layers = known.q, range(lo, hi)
+        state = self.own(known)
         if s > lo:
             state = self.merged(state, [self.earlier(q[l - lo], l, s - l) for l in layers])
         if past is not None:
             state = self.merged(state, [self.cached(q[l - lo], past[l], s - l) for l in layers])
         return state
 
-    def own(self, q, kt, vt):
+    def own(self, known):
         """Each position's own temporary pair; with blocks, causally those of its block."""
+        q, kt, vt = known.q, known.kt, known.vt
         if self.b == 1:
             kt, vt = (u.to(self.wide).repeat_interleave(self.H // self.G, 2) for u in (kt, vt))
             return vt, (q.to(self.wide) * kt).sum(-1) * self.scale
@@ -681,8 +698,9 @@ class Run:
         """Layer l's queries of chunk c over its keys of all earlier chunks."""
         if c == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=self.wide)
-        z, end = c * self.C, c * self.C + self.C
-        return kernels.attend(q, self.k[l, :, :, :z], self.v[l, :, :, :z], self.at[z:end], self.at[:z], self.slopes)
+        start = c * self.C
+        k, v = self.k[l, :, :, :start], self.v[l, :, :, :start]
+        return kernels.attend(q, k, v, self.at[start:start + self.C], self.at[:start], self.slopes)
 
     def cached(self, q, past, c):
         """A layer's queries of chunk c over the pairs that a cache holds."""
@@ -700,72 +718,75 @@ class Run:
     # forward
 
     def forward(self, x, w, past=None, keep=False):
-        """All layers: z (L + 1, B, T, d), T padded. Leaves the persistent pairs in self.k, self.v (L, B, G, T, D), and
-        with keep the temporary ones in self.kt, self.vt."""
+        """All layers: states (L + 1, B, T, d), T padded. Leaves the persistent pairs in self.k, self.v (L, B, G, T, D),
+        and with keep the temporary ones in self.kt, self.vt."""
         w = w.map(lambda u: u.mT.contiguous().to(self.dtype) if u.dim() == 3 else u)    # (in, out): faster on CPUs
-        z = x.new_empty(self.L + 1, self.B, self.length, self.d)
-        z[0] = F.pad(x, (0, 0, 0, self.length - self.T))
+        states = x.new_empty(self.L + 1, self.B, self.length, self.d)
+        states[0] = torch.cat([x, x[:, -1:].expand(-1, self.length - self.T, -1)], 1)   # padding of a usual size
         shape = (self.L, self.B, self.G, self.length, self.D)
-        self.k, self.v = z.new_empty(2, *shape, dtype=self.dtype)
+        self.k, self.v = states.new_empty(2, *shape, dtype=self.dtype)
         if keep:
-            self.kt, self.vt = z.new_empty(2, *shape, dtype=self.dtype)
+            self.kt, self.vt = states.new_empty(2, *shape, dtype=self.dtype)
         for s, lo, hi in self.steps():
-            self.forward_step(z, w.map(lambda u: u[lo:hi]), s, lo, hi, past, keep)
-        return z
+            self.forward_step(states, w.map(lambda u: u[lo:hi]), s, lo, hi, past, keep)
+        return states
 
-    def forward_step(self, z, w, s, lo, hi, past, keep):
+    def forward_step(self, states, w, s, lo, hi, past, keep):
         """Each active layer's chunk."""
-        x, rotary = self.rows(self.diagonal(z[:-1], s, lo, hi)), self.rotation(s, lo, hi)
-        _, _, q, kt, vt, _, _ = self.queries(x.flatten(1, 2), w, rotary)
-        attention, ys = self.inner(self, q, *self.before(q, kt, vt, s, lo, hi, past)), []
-        for i, h in enumerate(x.unbind(1)):                                 # (A, B b, d)
+        rows, rotary = self.to_rows(self.diagonal(states[:-1], s, lo, hi)), self.rotation(s, lo, hi)
+        known = self.queries(rows.flatten(1, 2), w, rotary)
+        attention = self.inner(self, known.q, *self.before(known, s, lo, hi, past))
+        ys = []
+        for i, x in enumerate(rows.unbind(1)):                              # one block of each layer, (A, B b, d)
             a = attention.read(i).transpose(2, 3).flatten(3).flatten(1, 2)
-            h = add_product(h, a, w.out)                                    # z of the equations
-            n, _ = normalize(h.to(self.wide), self.cfg.norm, self.cfg.norm_eps)
-            h = add_product(h, F.gelu(product(n, w.up)), w.down)            # y
+            z = add_product(x, a, w.out)
+            n, _ = normalize(z.to(self.wide), self.cfg.norm, self.cfg.norm_eps)
+            y = add_product(z, F.gelu(product(n, w.up)), w.down)
             here = rotary and [u[:, :, i * self.b:(i + 1) * self.b] for u in rotary]
-            _, _, k, v, _ = self.pairs(h, w, here)
+            _, _, k, v, _ = self.pairs(y, w, here)
             attention.write(i, k, v)
-            ys.append(h)
-        self.diagonal(z[1:], s, lo, hi).copy_(self.unrows(torch.stack(ys, 1)))
-        kept = [*zip((self.k, self.v), attention.pairs())] + ([(self.kt, kt), (self.vt, vt)] if keep else [])
-        for buffer, new in kept:
+            ys.append(y)
+        self.diagonal(states[1:], s, lo, hi).copy_(self.from_rows(torch.stack(ys, 1)))
+        temporary = [(self.kt, known.kt), (self.vt, known.vt)] if keep else []
+        for buffer, new in [*zip((self.k, self.v), attention.pairs()), *temporary]:
             view = self.diagonal(buffer, s, lo, hi)
             view.copy_(new.reshape(view.shape))
 
     # backward
 
-    def backward(self, z, w, dy):
-        """The gradients of x (B, T, d) and of w, given the z that forward made and dy (B, T, d)."""
-        w = w.map(lambda u: u.to(self.dtype))
-        wt = w.map(lambda u: u.mT.contiguous() if u.dim() == 3 else u)
+    def backward(self, states, w, dy):
+        """The gradients of x (B, T, d) and of w, given the states that forward made and dy (B, T, d)."""
+        w = w.map(lambda u: u.to(self.dtype))                                   # (out, in): to go back through it
+        wt = w.map(lambda u: u.mT.contiguous() if u.dim() == 3 else u)          # (in, out): to rebuild forward's work
         shape = (2, self.L, self.B, self.G, self.length, self.D)
-        (self.k, self.v), (self.dk, self.dv) = z.new_empty(shape, dtype=self.dtype), z.new_zeros(shape, dtype=self.wide)
+        self.k, self.v = states.new_empty(shape, dtype=self.dtype)
+        self.dk, self.dv = states.new_zeros(shape, dtype=self.wide)
         for l in range(self.L):
-            _, _, k, v, _ = self.pairs(self.rows(z[l + 1, None]).flatten(1, 2), wt.map(lambda u: u[l:l + 1]),
-                                       self.tables and [u[None] for u in self.tables])
+            rotary = self.tables and [u[None] for u in self.tables]
+            rows = self.to_rows(states[l + 1, None]).flatten(1, 2)
+            _, _, k, v, _ = self.pairs(rows, wt.map(lambda u: u[l:l + 1]), rotary)
             self.k[l], self.v[l] = k[0].transpose(1, 2), v[0].transpose(1, 2)
         grads = w.map(lambda u: torch.zeros_like(u, dtype=self.wide))
-        dz = z.new_zeros(self.L + 1, self.B, self.C, self.d, dtype=self.wide)       # of z[l], its chunk at hand
-        dx, dy = z.new_empty(z.shape[1:]), F.pad(dy, (0, 0, 0, self.length - self.T))
+        d_states = states.new_zeros(self.L + 1, self.B, self.C, self.d, dtype=self.wide)    # each layer's chunk at hand
+        dx, dy = states.new_empty(states.shape[1:]), F.pad(dy, (0, 0, 0, self.length - self.T))
         for s, lo, hi in reversed(self.steps()):
-            c = s - self.L + 1
-            if hi == self.L:
-                dz[hi] = dy[:, c * self.C:(c + 1) * self.C]
+            if hi == self.L:                                                    # the top layer's dy comes from outside
+                c = s - self.L + 1
+                d_states[hi] = dy[:, c * self.C:(c + 1) * self.C]
             part = (u.map(lambda u: u[lo:hi]) for u in (w, wt, grads))
-            dz[lo:hi] = self.backward_step(z, dz[lo + 1:hi + 1], *part, s, lo, hi)
+            d_states[lo:hi] = self.backward_step(states, d_states[lo + 1:hi + 1], *part, s, lo, hi)
             if lo == 0:
-                dx[:, s * self.C:(s + 1) * self.C] = dz[0]
+                dx[:, s * self.C:(s + 1) * self.C] = d_states[0]
         return dx[:, :self.T], grads
 
-    def backward_step(self, z, dy, w, wt, grads, s, lo, hi):
+    def backward_step(self, states, dy, w, wt, grads, s, lo, hi):
         """Each active layer's chunk: adds to grads and to the keys' gradients of earlier chunks; returns dx."""
-        x, y, dy = (self.rows(u) for u in (self.diagonal(z[:-1], s, lo, hi), self.diagonal(z[1:], s, lo, hi), dy))
-        x, y, dy = x.flatten(1, 2), y.flatten(1, 2), dy.flatten(1, 2)                       # (A, rows, d)
+        x, y = self.diagonal(states[:-1], s, lo, hi), self.diagonal(states[1:], s, lo, hi)
+        x, y, dy = (self.to_rows(u).flatten(1, 2) for u in (x, y, dy))                      # (A, rows, d)
         rotary = self.rotation(s, lo, hi)
         # what forward computed, again, all positions at once
-        n1, r1, q, kt, vt, saved_q, saved_kt = self.queries(x, wt, rotary)
-        attention = self.inner(self, q, *self.before(q, kt, vt, s, lo, hi, None))
+        known = self.queries(x, wt, rotary)
+        attention = self.inner(self, known.q, *self.before(known, s, lo, hi, None))
         a, lse = attention.rebuild(*(self.diagonal(u, s, lo, hi) for u in (self.k, self.v, self.dk, self.dv)))
         a_rows = self.unheads(a.transpose(2, 3))
         n2, r2 = normalize(add_product(x, a_rows, wt.out).to(self.wide), self.cfg.norm, self.cfg.norm_eps)
@@ -776,17 +797,18 @@ class Run:
         (g, du, dz, dkv), dk_norm = self.reverse(attention, w, rebuilt, saved_k, rotary)
         # the rest, all positions at once
         dq, do = attention.finish()
-        dkt, dvt = self.before_backward(q, kt, vt, a, lse, do, dq, s, lo, hi)
-        dq, dq_norm = shape_heads_backward(dq.transpose(2, 3), saved_q, w.q_norm, rotary, self.cfg)
-        dkt, dkt_norm = shape_heads_backward(dkt.transpose(2, 3), saved_kt, w.k_norm, rotary, self.cfg)
+        dkt, dvt = self.before_backward(known, a, lse, do, dq, s, lo, hi)
+        dq, dq_norm = shape_heads_backward(dq.transpose(2, 3), known.saved_q, w.q_norm, rotary, self.cfg)
+        dkt, dkt_norm = shape_heads_backward(dkt.transpose(2, 3), known.saved_kt, w.k_norm, rotary, self.cfg)
         dqkv = self.unheads(torch.cat([dq, dkt, dvt.transpose(2, 3)], 3)).to(self.dtype)
-        for grad, out, into in ((grads.qkv, dqkv, n1), (grads.kv, dkv, m), (grads.out, dz, a_rows),
+        for grad, out, into in ((grads.qkv, dqkv, known.n), (grads.kv, dkv, m), (grads.out, dz, a_rows),
                                 (grads.up, du, n2), (grads.down, g, F.gelu(u))):
             grad += product(out.mT.to(self.dtype), into.to(self.dtype))
-        if saved_q is not None:
+        if w.q_norm is not None:
             grads.q_norm.add_(dq_norm)
             grads.k_norm.add_(dk_norm + dkt_norm)
-        return self.unrows(normalize_backward(dz, product(dqkv, w.qkv), n1, r1).unflatten(1, (-1, self.B * self.b)))
+        dx = normalize_backward(dz, product(dqkv, w.qkv), known.n, known.r)
+        return self.from_rows(dx.unflatten(1, (-1, self.B * self.b)))
 
     def blocks(self, u):
         """Rows (A, rows, n) -> a list of (A, B b, n), one a block; of None, Nones."""
@@ -794,34 +816,35 @@ class Run:
         return [None] * n if u is None else u.unflatten(1, (n, -1)).unbind(1)
 
     def reverse(self, attention, w, rebuilt, saved_k, rotary):
-        """What must go one block after the other, from the last to the first. For block i: g = dL/dy_i, from above and
-        through its pair from all later queries; then back through the MLP and Wo to the gradient of its attention.
-        Returns g, the gradients of the pre-activations, of z and of Wkv n1(y), all (A, rows, .); and k_norm's."""
+        """What must go one block after the other, from the last to the first (the equations at the top of this file).
+        Returns dL/dy, the gradients of the MLP's pre-activations, of z and of Wkv n1(y), each (A, rows, .), from which
+        the weights' come; and the gradient of QK-norm's weight through the persistent keys."""
         done, dk_norm, b = [], 0, self.b
         for i, (dy, m, rm, slope, n2, r2) in reversed(list(enumerate(zip(*rebuilt)))):
-            dk, dv = (u.transpose(2, 3) for u in attention.pull(i))                         # (A, B, b, G, D)
+            dk, dv = (u.transpose(2, 3) for u in attention.pull(i))         # dk_i, dv_i (A, B, b, G, D)
             here = slice(i * b, (i + 1) * b)
             dk, more = shape_heads_backward(dk, saved_k and [u[:, :, here] for u in saved_k], w.k_norm,
                                             rotary and [u[:, :, here] for u in rotary], self.cfg)
             dkv = self.unheads(torch.cat([dk, dv], 3)).to(self.dtype)
-            g = normalize_backward(dy, product(dkv, w.kv), m, rm)                           # dL/dy
-            du = product(g, w.down) * slope
-            dz = normalize_backward(g, product(du, w.up), n2, r2)                           # dL/dz
-            attention.push(i, self.heads(product(dz, w.out)).transpose(2, 3))
+            g = normalize_backward(dy, product(dkv, w.kv), m, rm)           # g_i = dy_i + J1_i (Wk^T dk_i + Wv^T dv_i)
+            du = product(g, w.down) * slope                                 # gelu'(u_i) * W_down^T g_i
+            dz = normalize_backward(g, product(du, w.up), n2, r2)           # dz_i = g_i + J2_i W_up^T du_i
+            da = self.heads(product(dz, w.out))                             # da_i = Wo^T dz_i
+            attention.push(i, da.transpose(2, 3))                           # into dk_j, dv_j of all j < i
             done.append((g, du, dz, dkv))
             dk_norm = dk_norm if more is None else dk_norm + more
         return [torch.stack(u[::-1], 1).flatten(1, 2) for u in zip(*done)], dk_norm
 
-    def before_backward(self, q, kt, vt, a, lse, do, dq, s, lo, hi):
+    def before_backward(self, known, a, lse, do, dq, s, lo, hi):
         """The way back of `before`, from the finished attention a, its lse and its gradient do: adds to dq and to the
         gradients of earlier chunks' keys; returns dkt, dvt (A, B, G, C, D)."""
-        narrow = [u.to(self.dtype) for u in (a, do)]
+        q, kt, vt, narrow = known.q, known.kt, known.vt, [u.to(self.dtype) for u in (a, do)]
         for l in range(lo, hi):
-            z, end = (s - l) * self.C, (s - l + 1) * self.C
-            if z > 0:
-                k, v, dk, dv = (u[l, :, :, :z] for u in (self.k, self.v, self.dk, self.dv))
+            start = (s - l) * self.C
+            if start > 0:
+                k, v, dk, dv = (u[l, :, :, :start] for u in (self.k, self.v, self.dk, self.dv))
                 grads = kernels.attend_backward(q[l - lo], k, v, narrow[0][l - lo], lse[l - lo], narrow[1][l - lo],
-                                                self.at[z:end], self.at[:z], self.slopes)
+                                                self.at[start:start + self.C], self.at[:start], self.slopes)
                 for total, more in zip((dq[l - lo], dk, dv), grads):
                     total += more
         if self.b > 1:
@@ -846,72 +869,92 @@ def gelu_slope(u):
 
 
 class Stack(torch.autograd.Function):
-    """The layers as one differentiable function of x (B, T, d) and the weights. Saved for the backward: z, which is x
-    and y of each layer, and the weights."""
+    """The layers as one differentiable function of x (B, T, d) and the weights. Saved for the backward: the states,
+    which are x and y of each layer, and the weights."""
 
     @staticmethod
     def forward(ctx, cfg, x, pos, *weights):
         ctx.run = run = Run(cfg, x, pos)
 
-        def forward(x, *w):
-            z = run.forward(x, Weights(*w))
+        def whole_stack(x, *w):
+            states = run.forward(x, Weights(*w))
             run.k = run.v = None                            # the backward makes them again from y
-            return [z]
+            return [states]
         with torch.autocast(x.device.type, enabled=False):
-            z, = replay(run, "forward", forward, x, *weights)
-        ctx.save_for_backward(z, *weights)
-        return z[-1, :, :run.T].clone()
+            states, = replay(run, whole_stack, x, *weights)
+        ctx.save_for_backward(states, *weights)
+        return states[-1, :, :run.T].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        run, (z, *weights) = ctx.run, ctx.saved_tensors
+        run, (states, *weights) = ctx.run, ctx.saved_tensors
 
-        def backward(z, dy, *w):
-            dx, grads = run.backward(z, Weights(*w), dy)
+        def whole_backward(states, dy, *w):
+            dx, grads = run.backward(states, Weights(*w), dy)
             run.k = run.v = run.dk = run.dv = None
-            return dx, *grads
-        with torch.autocast(z.device.type, enabled=False):
-            dx, *grads = replay(run, "backward", backward, z, dy, *weights)
-        return None, dx.to(z.dtype), None, *(None if w is None else g.to(w.dtype) for w, g in zip(weights, grads))
+            return [dx, *grads]
+        with torch.autocast(states.device.type, enabled=False):
+            dx, *grads = replay(run, whole_backward, states, dy, *weights)
+        grads = [None if w is None else g.to(w.dtype) for w, g in zip(weights, grads)]
+        return None, dx.to(states.dtype), None, *grads
 
 
-GRAPHS = {}             # what was recorded: {key: (graph, inputs, outputs)}, the last few
+GRAPHS = {}             # {what runs, on which shapes: a Graph, or None where it was seen once}, the last few used
 
 
-def replay(run, name, function, *inputs):
-    """function(*inputs), tensors and Nones in and out. On CUDA it is recorded once as a graph for each shape and
-    replayed from then on: a position is some twenty small kernels, and launching them takes longer than running them.
-    (float64 runs plain: its attention, plain PyTorch, looks at positions on the host.)"""
+class Graph(NamedTuple):
+    graph: object
+    inputs: list        # where it reads, and
+    outputs: list       # where it writes
+    run: Run            # whose tables (positions, biases) it reads: they must live as long
+
+
+def replay(run, function, *inputs):
+    """function(*inputs), tensors and Nones in and out. On CUDA what comes a second time with the same shapes is
+    recorded as a graph and replayed from then on: a position is some twenty small kernels, and launching them takes
+    longer than running them. (float64 runs plain: its attention, plain PyTorch, looks at positions on the host.)"""
     x = inputs[0]
-    if not (run.cfg.cuda_graphs and x.is_cuda and kernels.runs_triton(x.device, run.dtype)) \
-            or torch.cuda.is_current_stream_capturing():
+    if not (run.cfg.cuda_graphs and recordable(x, run.dtype)):
         return function(*inputs)
-    key = (name, x.device, run.dtype, str(run.cfg), *((u.shape, u.dtype) for u in inputs if u is not None))
-    if key not in GRAPHS:
-        while len(GRAPHS) >= 8:                             # evaluations and odd last batches must not pile up
-            GRAPHS.pop(next(iter(GRAPHS)))
-        GRAPHS[key] = record(function, inputs)
-    graph, held_inputs, outputs = GRAPHS[key]
-    for mine, given in zip(held_inputs, inputs):
+    key = (function.__name__, x.device, run.dtype, str(run.cfg),
+           *((u.shape, u.dtype) for u in inputs if u is not None))
+    seen, found = key in GRAPHS, GRAPHS.pop(key, None)
+    if seen and found is None:
+        found = record(run, function, inputs)
+    GRAPHS[key] = found                                     # now the last one used
+    while len(GRAPHS) > 8:
+        GRAPHS.pop(next(iter(GRAPHS)))
+    if found is None:
+        return function(*inputs)
+    for mine, given in zip(found.inputs, inputs):
         if given is not None:
             mine.copy_(given)
-    graph.replay()
-    return [None if u is None else u.clone() for u in outputs]      # the next replay overwrites them
+    found.graph.replay()
+    return [None if u is None else u.clone() for u in found.outputs]    # the next replay overwrites them
 
 
-def record(function, inputs):
-    """(graph, its input tensors, its output tensors). Run once before, on a side stream: kernels are compiled then."""
+def recordable(x, dtype):
+    return x.is_cuda and kernels.runs_triton(x.device, dtype) and not torch.cuda.is_current_stream_capturing()
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def record(run, function, inputs):
+    """A Graph of function(*inputs). It runs once before, on a side stream, in which kernels are compiled."""
+    device = inputs[0].device
     inputs = [None if u is None else u.clone() for u in inputs]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function(*inputs)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = function(*inputs)
-    return graph, inputs, outputs
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            function(*inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # the backward has a thread of its own: other threads may go on calling CUDA
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            outputs = function(*inputs)
+    return Graph(graph, inputs, outputs, run)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1022,8 +1065,8 @@ class Model(nn.Module):
         before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
         rest being padding on the right.
         Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose
-        "ce" is the cross-entropy in nats per token. Raises ValueError where T is 0, where the context would
-        outgrow context_limit, and where the cache is full.
+        "ce" is the cross-entropy in nats per token. No gradient flows through a call with a cache. Raises ValueError
+        where T is 0, where the context would outgrow context_limit, and where the cache is full.
         """
         T = idx.size(1)
         if T == 0:
@@ -1045,8 +1088,9 @@ class Model(nn.Module):
     @torch.compiler.disable     # a compiler would unroll the loop over positions
     def layers(self, x, pos, cache=None):
         """All layers on x (B, T, C) at positions pos (B or 1, T), after what the cache holds: (B, T, C)."""
-        blocked = self.cfg.block > 1 and cache is not None and cache.longest > 0    # the cache ends inside a block
-        if self.cfg.way == "naive" or blocked:
+        # rows that go on inside a block, each somewhere else, go token by token
+        inside = cache is not None and (cache.ragged and cache.longest > 0 or cache.longest % self.cfg.block > 0)
+        if self.cfg.way == "naive" or (self.cfg.block > 1 and inside):
             return self.layers_naive(x, pos, cache)
         if cache is None:
             return Stack.apply(self.cfg, x, pos, *stack_weights(self.blocks))
@@ -1075,16 +1119,16 @@ class Model(nn.Module):
     @torch.no_grad()
     def layers_prefill(self, x, pos, cache):
         """The wavefront (or the tiles) over the new tokens, after those of the cache."""
+        run = Run(self.cfg, x, pos)                             # under the caller's autocast, which tells the dtype
+        past = [held(self.cfg, cache, l, x, pos) for l in range(run.L)] if cache.longest else None
         with torch.autocast(x.device.type, enabled=False):
-            run = Run(self.cfg, x, pos)
-            past = [held(self.cfg, cache, l, x, pos) for l in range(run.L)] if cache.longest else None
-            z = run.forward(x, stack_weights(self.blocks), past, keep=self.cfg.block > 1)
+            states = run.forward(x, stack_weights(self.blocks), past, keep=self.cfg.block > 1)
         for l in range(run.L):
             pairs = [u[l, :, :, :run.T].transpose(1, 2) for u in (run.k, run.v)]
             if self.cfg.block > 1:
                 pairs += [u[l, :, :, :run.T].transpose(1, 2) for u in (run.kt, run.vt)]
             self.keep(cache, l, *pairs)
-        return z[-1, :, :run.T]
+        return states[-1, :, :run.T]
 
     def keep(self, cache, l, k, v, kt=None, vt=None):
         """Layer l's new pairs into the cache, temporary ones where it has room for them: where blocks need them."""

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import kernels
-from kernel_cases import (FAR, LAYOUTS, assert_close, assert_state_is_float32, attend_case, compare_merge, compare_scan,
-                          covering_set, dense_outputs_and_gradients, outputs_and_gradients)
+from kernel_cases import (FAR, LAYOUTS, assert_close, assert_state_is_float32, attend_case, compare_attend_backward,
+                          compare_merge, compare_scan, covering_set, dense_outputs_and_gradients, outputs_and_gradients)
 
 assert kernels.INTERPRETED, "set TRITON_INTERPRET=1"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -47,6 +47,25 @@ def test_attend(number):
 @pytest.mark.parametrize("sizes", [(256, 256), (200, 16)])
 def test_attend_at_large_head_sizes(sizes):
     against_the_twin((65, 100, "shared", 20, True, (1, 2, 1), sizes), torch.float32, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attend_backward_over_some_of_the_keys(dtype):
+    compare_attend_backward(kernels.attend_backward, dtype, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("schedule", ["wavefront", "tiled"])
+@pytest.mark.parametrize("switch", [{}, dict(block=3), dict(pos="rope", n_kv_head=1)])
+def test_recurrent_transformer_on_these_kernels(schedule, switch):
+    """Its schedules, outputs and gradients, against its loop over positions in float64."""
+    from conftest import tiny
+    from test_models import outputs_and_gradients, rms, tokens
+    sizes, x = dict(n_embd=16, n_head=2, chunk=6, **switch), tokens(2, 15)
+    want = outputs_and_gradients(tiny("rt", schedule="naive", **sizes), x)
+    found = outputs_and_gradients(tiny("rt", schedule=schedule, **sizes).float(), x)
+    floor = 1e-3 * max(rms(g) for g in want[2].values())
+    assert rms(found[0] - want[0]) < 1e-5 * rms(want[0])
+    assert all(rms(found[2][n] - want[2][n]) < 1e-4 * max(rms(want[2][n]), floor) for n in want[2])
 
 
 def test_attend_in_float16():

@@ -181,6 +181,26 @@ def compare_merge(function, D, dtype, tolerance, device="cpu"):
     assert (results[0][1][:, :, 3:5] == -math.inf).all() and (results[0][0][:, :, 3:5] == 0).all()
 
 
+def compare_attend_backward(function, dtype, tolerance, device="cpu"):
+    """A softmax over 70 keys, its backward in two parts, of keys 0 to 39 and the rest: the dq add up, dk and dv stand side
+    by side, all equal to the dense float64 ones. Every tensor is a slice of a larger one, grouped heads, ALiBi."""
+    torch.manual_seed(0)
+    wide = [torch.randn(2, heads, 90, 48, dtype=torch.float64).to(dtype).double() for heads in (4, 2, 2, 4)]
+    q, k, v, do = (x[:, :, 10:80, 8:40] for x in wide)
+    at = torch.arange(70, dtype=torch.int32, device=device)
+    slopes = torch.tensor([0.5, 0.3, 0.1, 0.02], dtype=torch.float64)
+    out, lse, *want = dense_outputs_and_gradients((q, k, v), (at.cpu(), at.cpu(), slopes, None, None),
+                                                  (do, torch.zeros(2, 4, 70, dtype=torch.float64)))
+    state = torch.promote_types(dtype, torch.float32)
+    q, k, v, out, do = (x.to(device, dtype) for x in (q, k, v, out, do))
+    lse = torch.stack([lse, lse], -1).to(device, state)[..., 0]                  # strided
+    parts = [function(q, k[:, :, keys], v[:, :, keys], out, lse, do, at, at[keys], slopes.to(device, state))
+             for keys in (slice(0, 40), slice(40, 70))]
+    dq, dk, dv = parts[0][0] + parts[1][0], *(torch.cat(x, 2) for x in list(zip(*parts))[1:])
+    assert dq.dtype == dtype
+    assert_close([x.cpu() for x in (dq, dk, dv)], want, tolerance, ("dq", "dk", "dv"))
+
+
 def assert_state_is_float32(scan):
     """1,000 steps of 1e-3 on a state near 1: in bfloat16 each would be lost."""
     x = torch.full((1, 1000, 16), 1e-3).bfloat16()

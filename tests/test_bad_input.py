@@ -211,7 +211,7 @@ PREPARE = [
     (["datset=python"], "did you mean dataset?"),
     (["data_dir={w}/afile"], "afile"),
 ]
-BENCH = [(["nothing"], "NAME one of"), (["gpt", "n_layr=1"], "did you mean n_layer?"),
+BENCH = [(["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"), (["gpt", "n_layr=1"], "did you mean n_layer?"),
          (["kernels", "round=1"], "did you mean rounds?"), (["kernels", "rounds=0"], "rounds=0 must be at least 1"),
          (["kernels", "device=cuda:77"], "device=cuda:77 is not on this machine")]
 PLOT = [([], "give the folders of runs"), (["{w}/out/never"], "log.jsonl does not exist"),

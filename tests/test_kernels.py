@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernels
 from conftest import ROOT
 from kernel_cases import (FAR, HEADS, KIND, LAYOUTS, LENGTH, SIZES, SLOPES, WINDOW, assert_close,
-                          assert_state_is_float32, attend_case, compare_merge, compare_scan, covering_set,
+                          assert_state_is_float32, attend_case, compare_attend_backward, compare_merge, compare_scan,
+                          covering_set,
                           dense_outputs_and_gradients, outputs_and_gradients, pairs, relative_rms)
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
@@ -277,6 +278,21 @@ def test_a_late_token_of_a_long_chunk_costs_one_step(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scan_in_16_bits(dtype):
     compare_scan(kernels.scan, 2, 70, 3, 16, 5, True, 1e-2, dtype)
+
+
+@pytest.mark.parametrize("function", [kernels.attend_backward, kernels.attend_backward_ref])
+def test_attend_backward_over_some_of_the_keys(function):
+    compare_attend_backward(function, torch.float64, 1e-10)
+    compare_attend_backward(function, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("name, wrong", [("out", lambda x: x[:, :, 1:]), ("do", lambda x: x[..., 1:]), ("do", lambda x: x.float()),
+                                         ("lse", lambda x: x), ("lse", lambda x: x[..., 0].bfloat16())])
+def test_attend_backward_names_what_does_not_fit(name, wrong):
+    x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    arguments = dict(q=x, k=x, v=x, out=x, lse=x[..., 0], do=x)
+    with pytest.raises(ValueError, match=f"^{name} "):
+        kernels.attend_backward(**{**arguments, name: wrong(x)})
 
 
 def test_the_bench_runs(capsys):
@@ -621,6 +637,12 @@ def test_gpu_attend(number, dtype, tolerance):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
 def test_gpu_merge(D, dtype, tolerance):
     compare_merge(kernels.merge, D, dtype, tolerance, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_attend_backward_over_some_of_the_keys_on_a_gpu(dtype, tolerance):
+    compare_attend_backward(kernels.attend_backward, dtype, tolerance, "cuda")
 
 
 @pytest.mark.gpu
