@@ -165,8 +165,9 @@ def bench_rt_layers(cfg, device, batch_sizes=(8, 32, 128, 512), rounds=3):
         models = {"plain Transformer": plain_transformer(cfg)}
         for schedule in ("wavefront", "tiled", "naive") if batch_size == min(batch_sizes) else ("wavefront", "tiled"):
             models[schedule] = module.Model(dataclasses.replace(cfg, schedule=schedule))
-        paper = f", the paper's forward on an H100 {PAPER_RT[batch_size]} ms" if tables and batch_size in PAPER_RT else ""
-        print(f"batch {batch_size}: floor of a layer's forward on an H200 {rt_floor(cfg, batch_size):.2f} ms{paper}")
+        paper = PAPER_RT.get(batch_size) if tables else None
+        print(f"batch {batch_size}: floor of a layer's forward on an H200 {rt_floor(cfg, batch_size):.2f} ms"
+              + (f", the paper's on an H100 {paper} ms" if paper else ""))
         seconds = {(name, way): once_on(device, m, way, batch_size, rounds) for name, m in models.items()
                    for way in ("forward", "forward + backward")}
         for (name, way), t in seconds.items():

@@ -383,7 +383,7 @@ def test_saved_for_the_backward_are_x_and_y_of_each_layer(schedule):
     weights = [w if w is None else w.detach() for w in model_rt.stack_weights(model.blocks)]
     own = {w.data_ptr() for w in weights if w is not None}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t), Memory() as memory:
-        memory.known |= {w.untyped_storage()._cdata for w in weights if w is not None}
+        memory.known |= {w.untyped_storage()._cdata for w in (x, *weights) if w is not None}
         y = model_rt.Stack.apply(model.cfg, x, pos, *weights)
     tables = 20_000                                         # positions, the biases inside a chunk
     assert memory.now < 8 * y.numel() * (L + 2) * 1.05 + tables, "more is alive than x, every y, and the result's copy"
