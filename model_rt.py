@@ -362,8 +362,17 @@ def add_product(x, a, w):
     return torch.baddbmm(x, a, w) if x.dtype == a.dtype == w.dtype else x + product(a, w)
 
 
+def normalized(x, kind, eps):
+    """A norm without a weight, in x's dtype at least float32."""
+    if kind == "none":
+        return x
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.layer_norm(x, x.shape[-1:], eps=eps) if kind == "layer" else F.rms_norm(x, x.shape[-1:], eps=eps)
+
+
 def normalize(x, kind, eps):
-    """n = x r (rms) or (x - mean) r (layer) with r = 1 / sqrt(mean square + eps): n and r (..., 1), or x and None."""
+    """The same with what the way back needs: n = x r (rms) or (x - mean) r (layer), and r = 1 / sqrt(mean square + eps)
+    (..., 1); for none x and None."""
     if kind == "none":
         return x, None
     if kind == "layer":
@@ -655,13 +664,11 @@ class Run:
         kt, saved_kt = shape_heads(kt, w.k_norm, rotary, self.cfg)
         return Known(n, r, *(u.transpose(2, 3).contiguous() for u in (q, kt, vt)), saved_q, saved_kt)
 
-    def pairs(self, y, w, rotary):
-        """The persistent pairs of rows y (A, rows, d): n1(y) and its r; k, v (A, B, positions, G, D), and what QK-norm
-        saved of k."""
-        n, r = normalize(y.to(self.wide), self.cfg.norm if self.cfg.kv_norm else "none", self.cfg.norm_eps)
+    def pairs(self, n, w, rotary):
+        """The persistent pairs of n1(y) (A, rows, d): k, v (A, B, positions, G, D), and what QK-norm saved of k."""
         k, v = self.heads(product(n, w.kv)).split(self.G, 3)
         k, saved = shape_heads(k, w.k_norm, rotary, self.cfg)
-        return n, r, k, v, saved
+        return k, v, saved
 
     # what a chunk's queries see before it starts
 
@@ -736,14 +743,13 @@ class Run:
         rows, rotary = self.to_rows(self.diagonal(states[:-1], s, lo, hi)), self.rotation(s, lo, hi)
         known = self.queries(rows.flatten(1, 2), w, rotary)
         attention = self.inner(self, known.q, *self.before(known, s, lo, hi, past))
-        ys = []
+        ys, kv_norm = [], self.cfg.norm if self.cfg.kv_norm else "none"
         for i, x in enumerate(rows.unbind(1)):                              # one block of each layer, (A, B b, d)
             a = attention.read(i).transpose(2, 3).flatten(3).flatten(1, 2)
             z = add_product(x, a, w.out)
-            n, _ = normalize(z.to(self.wide), self.cfg.norm, self.cfg.norm_eps)
-            y = add_product(z, F.gelu(product(n, w.up)), w.down)
+            y = add_product(z, F.gelu(product(normalized(z, self.cfg.norm, self.cfg.norm_eps), w.up)), w.down)
             here = rotary and [u[:, :, i * self.b:(i + 1) * self.b] for u in rotary]
-            _, _, k, v, _ = self.pairs(y, w, here)
+            k, v, _ = self.pairs(normalized(y, kv_norm, self.cfg.norm_eps), w, here)
             attention.write(i, k, v)
             ys.append(y)
         self.diagonal(states[1:], s, lo, hi).copy_(self.from_rows(torch.stack(ys, 1)))
@@ -763,8 +769,8 @@ class Run:
         self.dk, self.dv = states.new_zeros(shape, dtype=self.wide)
         for l in range(self.L):
             rotary = self.tables and [u[None] for u in self.tables]
-            rows = self.to_rows(states[l + 1, None]).flatten(1, 2)
-            _, _, k, v, _ = self.pairs(rows, wt.map(lambda u: u[l:l + 1]), rotary)
+            n, _ = self.kv_input(self.to_rows(states[l + 1, None]).flatten(1, 2))
+            k, v, _ = self.pairs(n, wt.map(lambda u: u[l:l + 1]), rotary)
             self.k[l], self.v[l] = k[0].transpose(1, 2), v[0].transpose(1, 2)
         grads = w.map(lambda u: torch.zeros_like(u, dtype=self.wide))
         d_states = states.new_zeros(self.L + 1, self.B, self.C, self.d, dtype=self.wide)    # each layer's chunk at hand
@@ -791,7 +797,8 @@ class Run:
         a_rows = self.unheads(a.transpose(2, 3))
         n2, r2 = normalize(add_product(x, a_rows, wt.out).to(self.wide), self.cfg.norm, self.cfg.norm_eps)
         u = product(n2, wt.up)
-        m, rm, _, _, saved_k = self.pairs(y, wt, rotary)
+        m, rm = self.kv_input(y)
+        saved_k = self.pairs(m, wt, rotary)[2] if w.k_norm is not None else None
         # position after position
         rebuilt = [self.blocks(part) for part in (dy, m, rm, gelu_slope(u), n2, r2)]
         (g, du, dz, dkv), dk_norm = self.reverse(attention, w, rebuilt, saved_k, rotary)
@@ -809,6 +816,10 @@ class Run:
             grads.k_norm.add_(dk_norm + dkt_norm)
         dx = normalize_backward(dz, product(dqkv, w.qkv), known.n, known.r)
         return self.from_rows(dx.unflatten(1, (-1, self.B * self.b)))
+
+    def kv_input(self, y):
+        """What the persistent pairs are projected from: n1(y), and its r."""
+        return normalize(y.to(self.wide), self.cfg.norm if self.cfg.kv_norm else "none", self.cfg.norm_eps)
 
     def blocks(self, u):
         """Rows (A, rows, n) -> a list of (A, B b, n), one a block; of None, Nones."""

@@ -60,7 +60,7 @@ def test_recurrent_transformer_on_these_kernels(schedule, switch):
     """Its schedules, outputs and gradients, against its loop over positions in float64."""
     from conftest import tiny
     from test_models import outputs_and_gradients, rms, tokens
-    sizes, x = dict(n_embd=16, n_head=2, chunk=6, **switch), tokens(2, 15)
+    sizes, x = dict(n_embd=16, n_head=2, chunk=4, **switch), tokens(2, 10)
     want = outputs_and_gradients(tiny("rt", schedule="naive", **sizes), x)
     found = outputs_and_gradients(tiny("rt", schedule=schedule, **sizes).float(), x)
     floor = 1e-3 * max(rms(g) for g in want[2].values())
