@@ -81,16 +81,18 @@ def test_validation_reads_every_token_once(data_dir):
 
 
 @models
-def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
-    """The same eight sequences in one, two or eight micro-batches move the weights alike."""
-    results = []
+def test_accumulation_is_one_large_batch(name, tmp_path, data_dir, monkeypatch):
+    """The same eight sequences in one, two or eight micro-batches move the weights alike. In float64: a recurrent model
+    amplifies float32's rounding, which differs with the batch."""
+    results, make = [], train.make_model
+    monkeypatch.setattr(train, "make_model", lambda *args: make(*args).double())
     for rows, accumulation in ((8, 1), (4, 2), (1, 8)):
         trainer = runs.run(name, tmp_path / str(rows), data_dir, f"batch_size={rows}", "dropout=0.0", "max_steps=1",
                            f"gradient_accumulation_steps={accumulation}", "beta1=0", "beta2=0")
         results.append({n: o["exp_avg"] for n, o in enumerate(trainer.optimizers[0].state_dict()["state"].values())})
     for other in results[1:]:
         for n, gradient in results[0].items():
-            assert torch.linalg.norm(gradient - other[n]) <= 1e-6 * torch.linalg.norm(gradient)
+            assert torch.linalg.norm(gradient - other[n]) <= 1e-13 * torch.linalg.norm(gradient)
     assert sum(g.abs().max() > 0 for g in results[0].values()) > len(results[0]) / 2
 
 
