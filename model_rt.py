@@ -278,16 +278,19 @@ class Block(nn.Module):
             ks, vs, ys = ks + [k], vs + [v], ys + [y]
         return torch.cat(ys, 1), torch.cat(ks, 1), torch.cat(vs, 1), kt, vt
 
-    def decode(self, x, pos, rotary, cache):
+    def decode(self, x, pos, rotary, bias, cache):
         """The same for one token a row, x (B, 1, C), of block 1: y (B, 1, C). What a plain Transformer does, and one
-        more projection: in its slot of the cache the temporary pair stands until the persistent one replaces it."""
+        more projection: in its slot of the cache the temporary pair stands until the persistent one replaces it. bias
+        (B or 1, H or 1, 1, S), as forward has it, is the same for all layers."""
         n = self.norm1(x)
-        q, (kt, vt) = self.heads(self.wq(n), self.q_norm, rotary), self.pair(n, rotary)
+        q, (kt, vt) = self.heads(self.wq(n), self.q_norm, rotary).transpose(1, 2), self.pair(n, rotary)
         k, v = (u.to(q.dtype).transpose(1, 2) for u in cache.append(self.layer, kt, vt))    # (B, G, S, D)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        slopes = alibi_slopes(self.cfg.n_head, x.device, wide) if self.cfg.pos == "alibi" else None
-        at = torch.arange(k.size(2), device=x.device, dtype=torch.int32)
-        a, _ = kernels.attend(q.transpose(1, 2), k, v, pos.int().squeeze(0) if len(pos) == 1 else pos.int(), at, slopes)
+        if q.dtype == bias.dtype:
+            a = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=q.size(1) != k.size(1))
+        else:       # torch's would take the bias in bfloat16 only
+            slopes = alibi_slopes(self.cfg.n_head, x.device) if self.cfg.pos == "alibi" else None
+            at = torch.arange(k.size(2), device=x.device, dtype=torch.int32)
+            a, _ = kernels.attend(q, k, v, pos.int().squeeze(0), at, slopes)
         z = x + self.wo(a.transpose(1, 2).flatten(2))
         y = z + self.w_down(F.gelu(self.w_up(self.norm2(z))))
         cache.append(self.layer, *self.pair(self.norm1(y) if self.cfg.kv_norm else y, rotary))
@@ -1121,10 +1124,15 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def layers_decode(self, x, pos, cache):
-        """One token a row."""
-        rotary = self.rotary(pos, x.dtype)
+        """One token a row, in block 1."""
+        rotary, wide = self.rotary(pos, x.dtype), torch.promote_types(x.dtype, torch.float32)
+        distance = (pos - torch.arange(cache.end, device=x.device))[:, None, None]      # (B or 1, 1, 1, S)
+        bias = torch.zeros((), device=x.device, dtype=wide)
+        if self.cfg.pos == "alibi":
+            bias = -alibi_slopes(self.cfg.n_head, x.device, wide)[:, None, None] * distance
+        bias = bias.masked_fill(distance < 0, -math.inf)
         for block in self.blocks:
-            x = block.decode(x, pos, rotary, cache)
+            x = block.decode(x, pos, rotary, bias, cache)
         return x
 
     @torch.no_grad()
