@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -125,19 +126,38 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_caught(bug, tmp_path):
+def run_with(bug, folder):
+    """The finished process of the named tests in a copy of the repository that has the bug; or a text that says why
+    there is none."""
     file, old, new, tests = BUGS[bug]
-    if bug.startswith("Triton") and importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".*", "out", "data", "__pycache__"))
-    shutil.copy(ROOT / "pytest.ini", tmp_path / "copy")
-    text = (tmp_path / "copy" / file).read_text()
-    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}: the plant is out of date"
-    (tmp_path / "copy" / file).write_text(text.replace(old, new))
+    shutil.copytree(ROOT, folder / "copy", ignore=shutil.ignore_patterns(".*", "out", "data", "__pycache__"))
+    shutil.copy(ROOT / "pytest.ini", folder / "copy")
+    text = (folder / "copy" / file).read_text()
+    if text.count(old) != 1:
+        return f"{old!r} stands {text.count(old)} times in {file}: the plant is out of date"
+    (folder / "copy" / file).write_text(text.replace(old, new))
     files, _, words = tests.partition(" -k ")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", words,
                *(f"tests/{f}" for f in files.split())]
-    p = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True, timeout=300,
-                       env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"})
+    return subprocess.run(command, cwd=folder / "copy", capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def planted(request, tmp_path_factory):
+    """{bug: run_with(bug)} of all bugs that were selected, two at a time."""
+    bugs = [item.callspec.params["bug"] for item in request.session.items
+            if item.module is request.module and hasattr(item, "callspec")]
+    if importlib.util.find_spec("triton") is None:
+        bugs = [bug for bug in bugs if not bug.startswith("Triton")]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(bugs, pool.map(run_with, bugs, [tmp_path_factory.mktemp("planted") for _ in bugs])))
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug, planted):
+    if bug not in planted:
+        pytest.skip("triton is not installed")
+    p = planted[bug]
+    assert not isinstance(p, str), p
     assert p.returncode == 1 and " failed" in p.stdout, f"not caught:\n{p.stdout[-2000:]}\n{p.stderr[-500:]}"
