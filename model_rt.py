@@ -326,6 +326,10 @@ class Weights(NamedTuple):
     def map(self, function):
         return Weights(*(None if w is None else function(w) for w in self))
 
+    def matrices(self, function):
+        """map, but the QK-norm's weights, which multiply in float32, stay as they are."""
+        return self.map(lambda w: function(w) if w.dim() == 3 else w)
+
 
 def folded(linear, norm):
     """W diag(w), so that W norm(x) = folded n with n free of weights. LayerNorm's n has mean 0: then the rows of W may
@@ -730,7 +734,7 @@ class Run:
     def forward(self, x, w, past=None, keep=False):
         """All layers: states (L + 1, B, T, d), T padded. Leaves the persistent pairs in self.k, self.v (L, B, G, T, D),
         and with keep the temporary ones in self.kt, self.vt."""
-        w = w.map(lambda u: u.mT.contiguous().to(self.dtype) if u.dim() == 3 else u)    # (in, out): faster on CPUs
+        w = w.matrices(lambda u: u.mT.contiguous().to(self.dtype))          # (in, out): faster on CPUs
         states = x.new_empty(self.L + 1, self.B, self.length, self.d)
         states[0] = torch.cat([x, x[:, -1:].expand(-1, self.length - self.T, -1)], 1)   # padding of a usual size
         shape = (self.L, self.B, self.G, self.length, self.D)
@@ -765,8 +769,8 @@ class Run:
 
     def backward(self, states, w, dy):
         """The gradients of x (B, T, d) and of w, given the states that forward made and dy (B, T, d)."""
-        w = w.map(lambda u: u.to(self.dtype))                                   # (out, in): to go back through it
-        wt = w.map(lambda u: u.mT.contiguous() if u.dim() == 3 else u)          # (in, out): to rebuild forward's work
+        w = w.matrices(lambda u: u.to(self.dtype))                              # (out, in): to go back through it
+        wt = w.matrices(lambda u: u.mT.contiguous())                            # (in, out): to rebuild forward's work
         shape = (2, self.L, self.B, self.G, self.length, self.D)
         self.k, self.v = states.new_empty(shape, dtype=self.dtype)
         self.dk, self.dv = states.new_zeros(shape, dtype=self.wide)

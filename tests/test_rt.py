@@ -337,13 +337,14 @@ def attention_seen(monkeypatch, cls):
 
 
 @pytest.mark.parametrize("schedule, cls, tolerance", [("wavefront", model_rt.Rows, 1e-5), ("tiled", model_rt.Tiles, 3e-3)])
-def test_bfloat16_backward_rebuilds_what_forward_computed(monkeypatch, schedule, cls, tolerance):
+@pytest.mark.parametrize("qk_norm", ["none", "full"])
+def test_bfloat16_backward_rebuilds_what_forward_computed(monkeypatch, schedule, cls, tolerance, qk_norm):
     """Scores, ALiBi and softmax are float32 under bfloat16 autocast, in both directions: the wavefront's backward sees the
     very attention of its forward. (The tiles' differs by the rounding of each tile to bfloat16 as it leaves attend.)"""
     read, rebuilt = attention_seen(monkeypatch, cls)
     operands, init = set(), cls.__init__
     monkeypatch.setattr(cls, "__init__", lambda self, run, q, *a: (operands.add(q.dtype), init(self, run, q, *a))[1])
-    model = tiny("rt", schedule=schedule, n_layer=2, block_size=256).float().train()
+    model = tiny("rt", schedule=schedule, n_layer=2, block_size=256, qk_norm=qk_norm).float().train()
     x = tokens(2, 257)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(x[:, :-1], x[:, 1:])[1]
