@@ -215,6 +215,15 @@ class Norm(nn.Module):
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
+def scores_bias(cfg, distance, seen, dtype):
+    """What is added to scores: ALiBi, -m_h distance, and -inf where a key is not seen. distance and seen (..., 1, M, N)
+    -> (..., H or 1, M, N)."""
+    bias = torch.zeros((), device=distance.device, dtype=dtype)
+    if cfg.pos == "alibi":
+        bias = -alibi_slopes(cfg.n_head, distance.device, dtype)[:, None, None] * distance
+    return bias.masked_fill(~seen, -math.inf)
+
+
 def held(cfg, cache, layer, x, pos):
     """What a cache holds of a layer before this call's tokens: k, v (B, S, G, D) and their positions (B or 1, S),
     FAR where a row has none. S is 0 without a cache or such a layer."""
@@ -302,11 +311,8 @@ class Block(nn.Module):
         -> (B or 1, H or 1, 1, n)"""
         first = here - here % self.cfg.block
         seen = torch.cat([persistent < first, (temporary >= first) & (temporary <= here)], 1)
-        bias = torch.zeros((), device=here.device, dtype=torch.promote_types(dtype, torch.float32))
-        if self.cfg.pos == "alibi":
-            distance = (here - torch.cat([persistent, temporary], 1))[:, None, None]
-            bias = -alibi_slopes(self.cfg.n_head, here.device, bias.dtype)[:, None, None] * distance
-        return bias.masked_fill(~seen[:, None, None], -math.inf)
+        distance = (here - torch.cat([persistent, temporary], 1))[:, None, None]
+        return scores_bias(self.cfg, distance, seen[:, None, None], torch.promote_types(dtype, torch.float32))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -626,9 +632,7 @@ class Run:
     def in_chunk_bias(self):
         """What Rows adds to the scores in a chunk: ALiBi, and -inf on the own block and after. (H or 1, C, C - b)"""
         q_at, k_at = self.at[:self.C, None], self.at[:self.C - self.b]
-        distance = (q_at - k_at).to(self.wide)
-        bias = 0 * distance[None] if self.slopes is None else -self.slopes[:, None, None] * distance
-        return bias.masked_fill(k_at >= q_at - q_at % self.b, -math.inf)
+        return scores_bias(self.cfg, (q_at - k_at)[None], (k_at < q_at - q_at % self.b)[None], self.wide)
 
     def steps(self):
         """(s, lo, hi): in step s each layer l in lo..hi-1 does its chunk s - l."""
@@ -1131,10 +1135,7 @@ class Model(nn.Module):
         """One token a row, in block 1."""
         rotary, wide = self.rotary(pos, x.dtype), torch.promote_types(x.dtype, torch.float32)
         distance = (pos - torch.arange(cache.end, device=x.device))[:, None, None]      # (B or 1, 1, 1, S)
-        bias = torch.zeros((), device=x.device, dtype=wide)
-        if self.cfg.pos == "alibi":
-            bias = -alibi_slopes(self.cfg.n_head, x.device, wide)[:, None, None] * distance
-        bias = bias.masked_fill(distance < 0, -math.inf)
+        bias = scores_bias(self.cfg, distance, distance >= 0, wide)
         for block in self.blocks:
             x = block.decode(x, pos, rotary, bias, cache)
         return x

@@ -115,9 +115,9 @@ BUGS = {
     "RT: scores in bfloat16": ("model_rt.py", "s = torch.bmm(self.q_rows[i], self.k[:, :n].mT)  ",
                                "s = torch.bmm(self.q_rows[i], self.k[:, :n].mT).bfloat16().to(out.dtype)  ",
                                "test_rt.py -k rounded_nowhere"),
-    "RT: ALiBi in bfloat16": ("model_rt.py", "None else -self.slopes[:, None, None] * distance\n        return bias.masked_fill(k_at",
-                              "None else (-self.slopes[:, None, None] * distance).bfloat16().to(self.wide)\n"
-                              "        return bias.masked_fill(k_at", "test_rt.py -k rounded_nowhere"),
+    "RT: ALiBi in bfloat16": ("model_rt.py", "(k_at < q_at - q_at % self.b)[None], self.wide)",
+                              "(k_at < q_at - q_at % self.b)[None], self.wide).bfloat16().to(self.wide)",
+                              "test_rt.py -k rounded_nowhere"),
     "RT: padding at position 0": ("model_rt.py", "torch.cat([pos, pos[:, -1:].expand(-1, self.length - self.T)], 1)",
                                   "F.pad(pos, (0, self.length - self.T))", "test_rt.py -k positions_given"),
     "RT: a softmax in bfloat16": ("model_rt.py", "s = torch.cat([self.lse_rows[i], s], -1).softmax(-1)",
