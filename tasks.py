@@ -32,19 +32,23 @@ scored. Which value a key has is drawn from the seed alone, once for training an
 copying (27). T / 2 letters (0-25), the copy token (26), and the letters again.
     inputs    4 19  0 26  4 19
     targets   .  .  .  4 19  0
+needles (48, T 128). Eight pairs of a key (0-15, all different) and a value (16-31) strewn over filler (32-47), then all
+eight keys in another order, each followed by its value. Scored are those values. (Here with two pairs.)
+    inputs   40  3 17 33 33 11 30 45 11 30  3 17
+    targets   .  .  .  .  .  .  .  . 30  . 17  .
 s3 (6), s5 (120). State tracking: tokens are permutations of 3 or 5 elements, numbered as itertools.permutations lists
 them; the target is the composition of all so far, the first applied first. (Attention without absolute positions
 cannot tell p from p p, so a plain Transformer gets at most 31 of 36 rows of s3 wholly right, however long it trains.)
     inputs    1  2  2  5
     targets   1  3  1  4
 
-Examples are uniformly random but for what is said. Training has 12,800 fixed examples (memorization 256; s3 and s5
-draw new ones at every step), validation 1,280 others. MAD trains the three recall tasks on every next token, not only
-on the scored ones: task_next_token=true does (the accuracies of training count all tokens then).
+Examples are uniformly random but for what is said. Training has 12,800 fixed examples (memorization 256; needles, s3
+and s5 draw new ones at every step), validation 1,280 others. MAD trains the three recall tasks on every next token, not
+only on the scored ones: task_next_token=true does (the accuracies of training count all tokens then).
 
 Papers: Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid Architectures" (MAD: the first six; github
 athms/mad-lab); Jelassi et al. 2024, "Repeat After Me" (copying); Merrill et al. 2024, "The Illusion of State in
-State-Space Models" (s3, s5).
+State-Space Models" (s3, s5); Hsieh et al. 2024, "RULER" (needles, in its spirit: multi-key, multi-query retrieval).
 Departures from MAD's code: a recall example ends with the whole last pair (MAD drops the last value, which nothing
 reads); fuzzy_recall holds as many pairs as fit, so it is padded less, and its last pair always was there before; the
 blanks of selective_copying are drawn from the seed too; compression does not score the compress token itself, which
@@ -152,6 +156,17 @@ def copying(rng, T):
     return np.concatenate([letters, [26], letters[:-1]]), np.concatenate([np.full(T // 2, -1), letters])
 
 
+def needles(rng, T, pairs=8):
+    keys, values = rng.permutation(16)[:pairs], rng.integers(16, 32, pairs)
+    hidden = np.sort(rng.choice(T - 3 * pairs, pairs, replace=False)) + np.arange(pairs)     # where each pair begins
+    inputs, targets = rng.integers(32, 48, T), np.full(T, -1)
+    inputs[hidden], inputs[hidden + 1] = keys, values
+    order = rng.permutation(pairs)
+    inputs[T - 2 * pairs::2], inputs[T - 2 * pairs + 1::2] = keys[order], values[order]
+    targets[T - 2 * pairs::2] = values[order]
+    return inputs, targets
+
+
 @cache
 def compositions(n):
     """table[s][p]: the number of the permutation that does s first and then p, for permutations of n elements."""
@@ -184,6 +199,7 @@ TASKS = {
     "compression": Task(compression, 16, 2),
     "memorization": Task(memorization, 256, 2, even=True, examples=256),
     "copying": Task(copying, 27, 2, even=True),
+    "needles": Task(needles, 48, 32, examples=0),
     "s3": Task(partial(state_tracking, n=3), 6, 1, examples=0),
     "s5": Task(partial(state_tracking, n=5), 120, 1, examples=0),
 }

@@ -23,7 +23,7 @@ models = pytest.mark.parametrize("name", MODELS)
 every_task = pytest.mark.parametrize("task", tasks.TASKS)
 LENGTHS = {"recall": (4, 6, 128), "noisy_recall": (4, 6, 128), "fuzzy_recall": (11, 12, 17, 128),
            "selective_copying": (34, 35, 256), "compression": (2, 3, 32), "memorization": (2, 32),
-           "copying": (2, 4, 128), "s3": (1, 2, 33), "s5": (1, 2, 33)}
+           "copying": (2, 4, 128), "needles": (32, 33, 128), "s3": (1, 2, 33), "s5": (1, 2, 33)}
 
 
 def batches(task, T, **options):
@@ -97,6 +97,17 @@ def check_copying(x, y):
     assert y == [-1] * half + x[:half] and x[half + 1:] == x[:half - 1]
 
 
+def check_needles(x, y):
+    pairs = sum(t != -1 for t in y)
+    hay, asked = x[:-2 * pairs], x[-2 * pairs:]
+    at = [i for i, t in enumerate(hay) if t < 16]
+    value_of = {hay[i]: hay[i + 1] for i in at}
+    assert len(value_of) == len(at) == pairs and all(16 <= v < 32 for v in value_of.values())
+    assert all(32 <= t < 48 for i, t in enumerate(hay) if not {i, i - 1} & set(at))
+    assert sorted(asked[::2]) == sorted(value_of) and asked[1::2] == [value_of[k] for k in asked[::2]]
+    assert y == [-1] * len(hay) + [t for v in asked[1::2] for t in (v, -1)]
+
+
 def check_state(x, y, n):
     """Follow each element through the permutations, which are numbered in the order of their digits."""
     numbered = sorted("".join(p) for p in itertools.permutations("01234"[:n]))
@@ -108,7 +119,7 @@ def check_state(x, y, n):
 
 CHECKS = {"recall": check_recall, "fuzzy_recall": check_fuzzy_recall, "selective_copying": check_selective_copying,
           "noisy_recall": lambda x, y: check_recall(x, y, noise=True), "compression": check_compression,
-          "memorization": check_memorization, "copying": check_copying,
+          "memorization": check_memorization, "copying": check_copying, "needles": check_needles,
           "s3": lambda x, y: check_state(x, y, 3), "s5": lambda x, y: check_state(x, y, 5)}
 
 
@@ -133,6 +144,15 @@ def test_training_examples_are_what_the_task_says(task):
             answers = answers_of_fuzzy(x, y[-1]) if task == "fuzzy_recall" else answers_of_recall(x)
             assert y[-1] == answers[-1]
             CHECKS[task](x, answers)
+
+
+def test_needles_are_strewn_evenly_and_asked_in_any_order():
+    rows = examples("needles", 128, count=2000)
+    hidden = np.array([[i for i, t in enumerate(x[:112]) if t < 16] for x, _ in rows])
+    asked = [x[112::2].index(x[hidden[n, 0]]) for n, (x, _) in enumerate(rows)]     # when the first pair is asked for
+    assert hidden.min() == 0 and hidden.max() == 110 and abs(hidden.mean() - 55) < 1
+    assert np.bincount(asked, minlength=8).min() > 190, "1 in 8 of 2,000 each: 250, give or take 15"
+    assert np.array([x for x, _ in rows])[:, -2].min() == 0
 
 
 def answers_of_recall(x):
@@ -309,7 +329,7 @@ def test_batches_draw_from_the_fixed_examples():
     drawn = [tuple(row) for step in range(60) for row in one.micro_batch(step, 0)[0].tolist()]
     assert set(drawn) == known and len(known) == 40
     assert {name: batches(name, 64).train.count for name in tasks.TASKS} == {
-        **{name: 12800 for name in tasks.TASKS}, "memorization": 256, "s3": 0, "s5": 0}
+        **{name: 12800 for name in tasks.TASKS}, "memorization": 256, "needles": 0, "s3": 0, "s5": 0}
     fresh = {tuple(row) for step in range(60) for row in batches("s5", 16, batch_size=8).micro_batch(step, 0)[0].tolist()}
     assert len(fresh) == 480
     fixed = batches("s5", 16, batch_size=8, task_examples=3)

@@ -1,0 +1,733 @@
+"""
+RAT: recurrence inside chunks, attention across them.
+
+Attention reads every past token and pays for each; a gated linear recurrence reads one state and forgets. RAT cuts the
+text into chunks of L positions. Inside a chunk a recurrence folds keys and values into a running state; across chunks
+softmax attention reads the states that the earlier chunks ended in. Position t = (c, l), c = t // L, u = RMSNorm(x):
+
+    z, v, g, q, k = W_in u         z, v, g of width n_embd; q, k of few heads: head h uses number h % qk_groups
+    g = sigmoid(g + b_g)           the forget gate, one number for each channel, the same for keys and values
+    k~_{c,l} = g k~_{c,l-1} + (1 - g) k_{c,l}
+    v~_{c,l} = g v~_{c,l-1} + (1 - g) v_{c,l}                  the states, zero where a chunk starts; kept in float32
+    y_{c,l}  = softmax attention of q, in one softmax, over the keys k~_{0,L-1}, ..., k~_{c-1,L-1} in which the earlier
+               chunks ended and its own k~_{c,l}, of the values v~ there; scores q . k~ / sqrt(head_dim)
+    out      = x + W_out (sigmoid(z) * y)
+
+A key is k gated for its own head, so heads that share a group still have keys of their own. Rotary positions turn q and
+k~ after the recurrence, by the number of the chunk: a query and its own state have the same angle. T = 12, L = 4, and
+what each query reads:
+
+    position    0  1  2  3 | 4  5  6  7 | 8  9 10 11        e  the state in which a chunk ended: one key, one value
+                a          | e          | e                 a  its own running state
+                                 a      | e
+                ...                     |       a           a query of the third chunk reads two e and its own a
+
+L = 1 is attention over keys and values scaled by (1 - g); L = T is a gated linear RNN. A cache holds one pair for every
+L tokens and the running state.
+
+Naive and fast. The naive path is a loop over positions and one masked softmax, as above. The fast path is three
+operators of kernels.py: `scan` runs the recurrence of all chunks side by side, `attend` lets all queries read the ends
+of earlier chunks, `merge` adds the own state to the softmax. `kernels.rat` is the same in one operator, forward and
+backward, with the states rebuilt in registers; it runs wherever a sequence starts from its first token (training,
+evaluation, prefill). Going on from a cache composes the three, and a single token is one step of the recurrence.
+
+The other layers, in the same model by settings:
+
+    mixer=rnn          v~ over the whole text, out = x + W_out (sigmoid(z) * v~): no keys, no attention
+    mixer=attention    softmax attention with rotary positions
+    swa=1024           every odd layer is sliding-window attention, over itself and 1,024 tokens before (RAT-SWA)
+    reversed=true      attention inside a chunk, a recurrence across (Appendix C.1, worse): with y the chunk's attention
+                       h_{c,l} = g h_{c-1,L-1} + (1 - g) y_{c,l},  out = x + W_out (sigmoid(z) * h); one query head for
+                       all, full keys, z of low rank
+
+Source: Wei, Yadav, Pascanu, Gulcehre 2025, "RAT: Bridging RNN Efficiency and Attention Accuracy in Language Modeling".
+Differences to its code: fused kernels; decoding works from the first token on, and any length with any chunk.
+
+Names: B batch, T new tokens, L positions of a chunk, n chunks, C width, H heads, G groups of queries and keys, D head
+size, S slots of a cache.
+"""
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import kernels
+
+
+@dataclass
+class Config:
+    block_size: int = 256        # tokens in a training sequence; longer ones work too
+    vocab_size: int = 257        # number of token ids
+    n_layer: int = 4             # blocks
+    n_head: int = 4              # query heads
+    n_kv_head: int = 0           # key/value heads of attention and sliding-window layers (0: n_head)
+    n_embd: int = 128            # width of the residual stream
+    dropout: float = 0.0         # on embeddings and both residual branches
+    fast: bool = True            # kernels.py; false: loops and softmaxes written out
+    chunk: int = 16              # L, positions of a chunk
+    mixer: str = "rat"           # rat | rnn | attention: what mixes positions
+    reversed: bool = False       # rat the other way round: attention inside chunks, recurrence across
+    swa: int = 0                 # w > 0: odd layers are sliding-window attention, over keys at distances 0 to w
+    qk_groups: int = 0           # heads of q and k in rat (0: 2, or 1 where n_head is odd; n_head: one a head)
+    gate_rank: int = 0           # rank of the projections of g and z in rat, of z if reversed (0: full, or head_dim)
+    pos: str = "chunk"           # rotary positions: chunk, in attention token | rope: token | nope: none but in swa
+    rope_theta: float = 10000.0  # rotary base
+    n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, 8/3 n_embd for swiglu)
+    mlp: str = "gelu"            # gelu | swiglu
+    tie_embeddings: bool = True  # the head is the embedding matrix
+    norm_eps: float = 1e-5       # RMSNorm's epsilon
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+        check_sizes(self)
+        check_choice(self, "mixer", ("rat", "rnn", "attention"))
+        check_choice(self, "pos", ("chunk", "rope", "nope"))
+        check_choice(self, "mlp", ("gelu", "swiglu"))
+        self.qk_groups = self.qk_groups or 2 - self.n_head % 2
+        if self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk} must be at least 1")
+        if self.qk_groups < 1 or self.n_head % self.qk_groups:
+            raise ValueError(f"qk_groups={self.qk_groups} must divide n_head={self.n_head}")
+        if self.reversed and self.mixer != "rat":
+            raise ValueError(f"reversed=true is of mixer=rat, not of mixer={self.mixer}")
+        if min(self.swa, self.gate_rank, self.n_mlp) < 0:
+            raise ValueError("swa, gate_rank and n_mlp are positive, or 0 for their default")
+        if self.head_dim % 2 and self.has_rotary:
+            raise ValueError(f"rotary positions need an even head size: n_embd / n_head = {self.head_dim}")
+        if self.head_dim > kernels.HEAD_SIZES[-1]:
+            raise ValueError(f"n_embd / n_head = {self.head_dim} is more than a head of {kernels.HEAD_SIZES[-1]}")
+        if not self.rope_theta > 0 or not self.norm_eps > 0:
+            raise ValueError("rope_theta and norm_eps must be positive")
+        if self.n_mlp == 0:  # a multiple of 32 keeps the products aligned
+            self.n_mlp = 4 * self.n_embd if self.mlp == "gelu" else 32 * math.ceil(self.n_embd / 12)
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def has_rotary(self):
+        return self.swa > 0 and self.n_layer > 1 or self.mixer != "rnn" and self.pos != "nope"
+
+    def kind(self, layer):
+        """What mixes positions in this layer: rat | rnn | attention | swa | reversed."""
+        if self.swa and layer % 2:
+            return "swa"
+        return "reversed" if self.reversed else self.mixer
+
+
+def check_sizes(cfg):
+    """Raise ValueError, naming the field, where one of the sizes that all models share is impossible."""
+    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    if cfg.n_embd % cfg.n_head:
+        raise ValueError(f"n_embd={cfg.n_embd} is not divisible by n_head={cfg.n_head}")
+    if cfg.n_head % cfg.n_kv_head:
+        raise ValueError(f"n_head={cfg.n_head} is not divisible by n_kv_head={cfg.n_kv_head}")
+    if not 0 <= cfg.dropout < 1:
+        raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
+
+
+def check_choice(cfg, name, allowed):
+    """Raise ValueError unless field `name` of cfg is one of the strings in `allowed`."""
+    if getattr(cfg, name) not in allowed:
+        raise ValueError(f"{name}={getattr(cfg, name)} must be one of: {', '.join(allowed)}")
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def rotary_tables(pos, head_dim, theta, dtype):
+    """cos and sin (..., head_dim) of the angles pos_t theta^(-2i / head_dim), each angle twice: the second
+    half of a head is the first half's partner, and sin is negative on the first half (see apply_rotary).
+    Computed, not stored, so that any position and any device works; in float32 at least."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
+    angle = pos.to(dtype)[..., None] * freq                     # (..., head_dim / 2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def apply_rotary(x, cos, sin):
+    """Rotate each pair (x_i, x_{i + D/2}) of x (B, T, H, D) by its angle (Su et al. 2021; Llama's pairing).
+    cos, sin (T, D) or (B, T, D)."""
+    half = x.size(-1) // 2
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)             # one angle for all heads
+    return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
+
+
+def compute_dtype(x):
+    """The dtype that matrix products of x come out in: autocast's where it is on, else x's own."""
+    device = x.device.type
+    mixed = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if mixed else x.dtype
+
+
+def attention_naive(q, k, v, bias, dropout=0.0):
+    """Softmax attention written out. q (B, H, T, D); k, v (B, G, S, D); bias broadcasts to (B, H, T, S)."""
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))     # one key head per query head
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))                  # (B, H, T, S)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias
+    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v
+
+
+def attention_fast(q, k, v, bias, dropout=0.0):
+    """The same through torch's fused kernels. bias None means: the T queries are plainly causal over as many
+    keys, or a single query sees every key; no mask is built or read then."""
+    causal = True if bias is None and q.size(2) > 1 else False      # a plain bool, also where T is symbolic (compile)
+    return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=causal,
+                                          enable_gqa=q.size(1) != k.size(1))
+
+
+class Place(NamedTuple):
+    """Where the new tokens of a call stand, which all layers need to know."""
+    pos: torch.Tensor                           # (1 or B, T) their positions
+    start: int = 0                              # tokens before them, in the row that has most
+    valid: Optional[torch.Tensor] = None        # (B, T) which are real; None: all are, and rows are equally long
+    by_chunk: Optional[tuple] = None            # rotary tables of RAT's layers
+    by_token: Optional[tuple] = None            # rotary tables of attention's
+
+    @property
+    def from_the_start(self):
+        """Nothing is before them, and nothing is padding."""
+        return self.start == 0 and self.valid is None
+
+
+class Cache:
+    """What each layer keeps of the tokens so far: layers[l] is a dict of static buffers whose rows are the batch's. For
+    use under no_grad: gradients do not flow through it.
+
+    lengths (B,) counts the tokens each row holds; rows may differ. While every row holds the same number (`ragged`
+    False) no mask is needed. `longest` is an upper bound of lengths that the host knows without asking the device.
+    """
+
+    def __init__(self, layers, batch_size, max_len, device):
+        self.layers = layers
+        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.max_len, self.longest, self.ragged = max_len, 0, False
+
+    def nbytes(self):
+        """Bytes held for keys, values and states, for all rows at max_len."""
+        return sum(buffer.nbytes for store in self.layers for buffer in store.values())
+
+    def reset(self, rows=None):
+        """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
+        they held is zeroed: a NaN behind a mask would still poison the sum over values."""
+        rows = slice(None) if rows is None else rows
+        for store in self.layers:
+            for buffer in store.values():
+                buffer[rows] = 0
+        self.lengths[rows] = 0
+        self.longest = int(self.lengths.max())
+        self.ragged = self.longest > 0
+
+    def place(self, T, n_valid=None):
+        """The Place of T new tokens a row, n_valid (B,) of them real (0 to T; None: all). Raises ValueError where a
+        row would outgrow max_len."""
+        new = torch.full_like(self.lengths, T) if n_valid is None else n_valid.to(self.lengths).clamp(0, T)
+        ragged = self.ragged or n_valid is not None
+        if self.longest + T > self.max_len and (not ragged or int((self.lengths + new).max()) > self.max_len):
+            raise ValueError(f"the cache is full: {self.longest} tokens held, {T} more, max_len {self.max_len}")
+        self.new, self.ragged, self.end = new, ragged, min(self.longest + T, self.max_len)
+        step = torch.arange(T, device=self.lengths.device)
+        if not ragged:
+            return Place((self.longest + step)[None], self.longest)
+        return Place(self.lengths[:, None] + step, self.longest, step < new[:, None])
+
+    def advance(self):
+        """Count the placed tokens, once every layer has stored them."""
+        self.lengths += self.new
+        self.longest = int(self.lengths.max()) if self.ragged else self.end
+
+
+def wide(x):
+    """x in float32, or float64 where it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def running_states(gate, x, restart, state, fast):
+    """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, from `state` (B, ...) or zero, and from zero at every position where
+    restart (1 or B, T) is true. gate, x (B, T, ...), float32 or better, gate broadcasts to x -> (B, T, ...)."""
+    B, T = x.shape[:2]
+    state = torch.zeros_like(x[:, 0]) if state is None else state
+    restart = restart.view(*restart.shape, *[1] * (x.dim() - 2))
+    if fast:                                                # a gate of 0 forgets the state
+        keep = gate.masked_fill(restart, 0).expand_as(x)
+        return kernels.scan(keep.flatten(2), ((1 - gate) * x).flatten(2), T, state.flatten(1)).view(x.shape)
+    states = []
+    for t in range(T):
+        state = torch.where(restart[:, t], torch.zeros_like(state), state)
+        state = gate[:, t] * state + (1 - gate[:, t]) * x[:, t]
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def keep_last_state(store, states, place):
+    """Store each row's state (B, T, ...) at its last real token; a row of padding alone keeps the one it has."""
+    if place.valid is None:
+        store["state"].copy_(states[:, -1].detach())
+    else:
+        known = torch.cat([store["state"][:, None], states.detach()], 1)
+        store["state"].copy_(known[torch.arange(len(known), device=known.device), place.valid.sum(1)])
+
+
+def attend_slots(q, store, top, last, place, fast):
+    """One query a row, (B, 1, H, D), over the slots 0 .. last (B, 1) of a store's keys and values; top bounds last."""
+    k, v = (store[name][:, :top + 1].transpose(1, 2) for name in "kv")                  # (B, G, S, D)
+    bias = None
+    if place.valid is not None:
+        seen = torch.arange(top + 1, device=q.device) <= last                           # (B, S)
+        bias = torch.zeros(seen.shape, device=q.device, dtype=q.dtype).masked_fill(~seen, -math.inf)[:, None, None]
+    elif not fast:
+        bias = 0.0
+    q = q.transpose(1, 2)
+    attention = attention_fast if fast else attention_naive
+    return attention(q, k.to(q.dtype), v.to(q.dtype), bias).transpose(1, 2)
+
+
+class Rat(nn.Module):
+    """Recurrence inside chunks, attention across them (section 2.3)."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        C, GD, rank = cfg.n_embd, cfg.qk_groups * cfg.head_dim, cfg.gate_rank
+        self.widths = [rank or C, rank or C, C, GD, GD]                                 # of z, g, v, q, k
+        self.w_in = nn.Linear(C, sum(self.widths), bias=False)
+        if rank:
+            self.w_z, self.w_g = nn.Linear(rank, C, bias=False), nn.Linear(rank, C, bias=False)
+        self.gate_bias = nn.Parameter(gate_bias(C, cfg.chunk))
+        self.wo = nn.Linear(C, C, bias=False)
+
+    def init_store(self, B, max_len, device, dtype):
+        """A slot for each chunk, and the running state of k~ and v~ before rotary: in float32, for it sums up."""
+        H, D, slots = self.cfg.n_head, self.cfg.head_dim, -(-max_len // self.cfg.chunk)
+        buffer = lambda *shape, dtype=dtype: torch.zeros(B, *shape, device=device, dtype=dtype)
+        return dict(k=buffer(slots, H, D), v=buffer(slots, H, D),
+                    state=buffer(2, H, D, dtype=torch.promote_types(dtype, torch.float32)))
+
+    def forward(self, u, place, store=None):
+        """u (B, T, C), normed -> (B, T, C)."""
+        z, g, v, q, k = self.project(u)
+        if self.cfg.fast and place.from_the_start and hasattr(kernels, 'rat'):
+            tables = place.by_chunk or (None, None)
+            y, k_ends, v_ends = kernels.rat(q, k, v, g, z, wide(self.gate_bias), self.cfg.chunk, *tables)
+            if store is not None:
+                done = u.size(1) // self.cfg.chunk
+                store["k"][:, :done] = self.rotate(k_ends[:, :done], place, self.cfg.chunk - 1)
+                store["v"][:, :done] = v_ends[:, :done]
+                store["state"][:, 0], store["state"][:, 1] = k_ends[:, -1], v_ends[:, -1]
+            return self.wo(y.flatten(2))
+        one = u.size(1) == 1 and store is not None
+        y = (self.step if one else self.attend)(q, k, v, self.gate(g), place, store)
+        return self.wo((torch.sigmoid(z) * y).flatten(2))
+
+    def project(self, u):
+        """z, g (logits) and v as (B, T, H, D), q and k as (B, T, G, D)."""
+        z, g, v, q, k = self.w_in(u).split(self.widths, -1)
+        if self.cfg.gate_rank:
+            z, g = self.w_z(z), self.w_g(g)
+        return [x.unflatten(-1, (-1, self.cfg.head_dim)) for x in (z, g, v, q, k)]
+
+    def gate(self, g):
+        return torch.sigmoid(wide(g) + wide(self.gate_bias).view(-1, self.cfg.head_dim))
+
+    def rotate(self, x, place, first=0):
+        """x (B, T', H, D) turned to the angles of every chunk-th position from `first` (first=0: of every position)."""
+        if place.by_chunk is None:
+            return x
+        step = self.cfg.chunk if first else 1
+        return apply_rotary(x, *(table[..., first::step, :][..., :x.size(1), :] for table in place.by_chunk))
+
+    def attend(self, q, k, v, gate, place, store):
+        """y (B, T, H, D) of T new tokens, which go on from the store where there is one."""
+        L, H, T = self.cfg.chunk, v.size(2), v.size(1)
+        q, k = (x.repeat(1, 1, H // x.size(2), 1) for x in (q, k))                      # head h has group h % G
+        before = None if store is None else store["state"]
+        states = running_states(gate[:, :, None], torch.stack([wide(k), wide(v)], 2), place.pos % L == 0, before,
+                                self.cfg.fast)                                          # (B, T, 2, H, D)
+        k_own, v_own = states.unbind(2)
+        k_turned, own = self.rotate(k_own, place), (wide(q) * k_own).sum(-1)            # q's angle is its own key's
+        if store is None:
+            k_ends, v_ends = k_turned[:, L - 1::L], v_own[:, L - 1::L]
+        else:
+            keep_last_state(store, states, place)
+            self.keep_ends(store, k_turned, v_own, place)
+            used = -(-(place.start + T) // L)
+            k_ends, v_ends = store["k"][:, :used], store["v"][:, :used]
+        read = read_fast if self.cfg.fast else read_naive
+        return read(self.rotate(q, place), k_ends.to(v.dtype), v_ends.to(v.dtype), own, v_own.to(v.dtype),
+                    place.pos // L)
+
+    def keep_ends(self, store, k, v, place):
+        """Store the states k, v (B, T, H, D) of the positions that end a chunk."""
+        L = self.cfg.chunk
+        ends = place.pos % L == L - 1
+        ends = ends.expand(len(k), -1) if place.valid is None else ends & place.valid
+        rows, cols = ends.nonzero(as_tuple=True)
+        slots = (place.pos // L).expand(len(k), -1)[rows, cols]
+        for name, x in (("k", k), ("v", v)):
+            store[name][rows, slots] = x[rows, cols].detach().to(store[name].dtype)
+
+    def step(self, q, k, v, gate, place, store):
+        """One token a row: the state takes it in, stands in its chunk's slot, and q reads the slots so far."""
+        L, H = self.cfg.chunk, v.size(2)
+        q, k = (x.repeat(1, 1, H // x.size(2), 1) for x in (q, k))
+        state = store["state"]                                                          # (B, 2, H, D)
+        new = gate * torch.where((place.pos % L == 0)[..., None, None], 0, state)
+        new = new + (1 - gate) * torch.cat([wide(k), wide(v)], 1)                       # gate (B, 1, H, D)
+        if place.valid is None:
+            rows, slots = slice(None), place.start // L
+        else:
+            new = torch.where(place.valid[..., None, None], new, state)
+            rows = place.valid[:, 0].nonzero()[:, 0]
+            slots = place.pos[rows, 0] // L
+        state.copy_(new)
+        store["k"][rows, slots] = self.rotate(new[:, :1], place)[rows, 0].to(store["k"].dtype)
+        store["v"][rows, slots] = new[rows, 1].to(store["v"].dtype)
+        top = min(place.start // L, store["k"].size(1) - 1)
+        return attend_slots(self.rotate(q, place), store, top, place.pos // L, place, self.cfg.fast)
+
+
+def gate_bias(C, steps):
+    """log u, u uniform in (1, steps - 1): forget gates that remember 1 to `steps` tokens. Zero for steps <= 2."""
+    if steps <= 2:
+        return torch.zeros(C)
+    return torch.empty(C).uniform_(1, steps - 1).log()
+
+
+def read_naive(q, k_ends, v_ends, own, v_own, chunk_of):
+    """One softmax over the ends of the chunks before a query's and its own state. q (B, T, H, D), rotated as the ends
+    (B, n, H, D) are; own (B, T, H) q . k~; v_own (B, T, H, D); chunk_of (1 or B, T) -> (B, T, H, D)."""
+    s = torch.einsum("bthd,bnhd->bthn", wide(q), wide(k_ends))
+    seen = torch.arange(k_ends.size(1), device=q.device) < chunk_of[..., None]          # (1 or B, T, n)
+    s = s.masked_fill(~seen[:, :, None], -math.inf)
+    p = torch.cat([s, own[..., None]], -1).div(math.sqrt(q.size(-1))).softmax(-1).to(v_own.dtype)
+    return torch.einsum("bthn,bnhd->bthd", p[..., :-1], v_ends) + p[..., -1:] * v_own
+
+
+def read_fast(q, k_ends, v_ends, own, v_own, chunk_of):
+    """The same: attend over the ends, merged with a softmax over the one own key, whose lse is its score."""
+    q, k_ends, v_ends, v_own, own = (x.transpose(1, 2) for x in (q, k_ends, v_ends, v_own, own))
+    q_pos = (chunk_of - 1).int()
+    k_pos = torch.arange(k_ends.size(2), dtype=torch.int32, device=q.device)
+    across = kernels.attend(q, k_ends, v_ends, q_pos if len(q_pos) > 1 else q_pos[0], k_pos)
+    y, _ = kernels.merge(*across, v_own, own / math.sqrt(q.size(-1)))
+    return y.transpose(1, 2)
+
+
+class Rnn(nn.Module):
+    """The gated linear recurrence alone (section 2.2): value, forget gate and output gate."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.w_in = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)                   # z, g, v
+        self.gate_bias = nn.Parameter(gate_bias(cfg.n_embd, cfg.block_size))
+        self.wo = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+
+    def init_store(self, B, max_len, device, dtype):
+        dtype = torch.promote_types(dtype, torch.float32)
+        return dict(state=torch.zeros(B, self.cfg.n_embd, device=device, dtype=dtype))
+
+    def forward(self, u, place, store=None):
+        """u (B, T, C), normed -> (B, T, C)."""
+        z, g, v = self.w_in(u).chunk(3, -1)
+        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
+        states = running_states(gate, wide(v), torch.zeros_like(place.pos, dtype=torch.bool),
+                                None if store is None else store["state"], self.cfg.fast)
+        if store is not None:
+            keep_last_state(store, states, place)
+        return self.wo(torch.sigmoid(z) * states.to(z.dtype))
+
+
+NEVER, EVER = -2 ** 28, 2 ** 27     # the position of a slot that holds nothing, and a window that hides only those
+
+
+def read_ring(store, place):
+    """Keys and values of a ring buffer, whose slot of position p is p % R, in order, for queries after them: k, v
+    (B, R, G, D) and their positions (1 or B, R), negative where there is nothing."""
+    R = store["k"].size(1)
+    pos = place.pos[:, :1] - R + torch.arange(R, device=place.pos.device)
+    if len(pos) == 1:
+        return store["k"][:, pos[0] % R], store["v"][:, pos[0] % R], pos
+    rows = torch.arange(len(pos), device=pos.device)[:, None]
+    return store["k"][rows, pos % R], store["v"][rows, pos % R], pos
+
+
+def write_ring(store, k, v, place):
+    """Store k, v (B, T, G, D) of the new tokens, of many the last ones."""
+    R, (B, T) = store["k"].size(1), k.shape[:2]
+    pos = place.pos
+    for name, x in (("k", k), ("v", v)):
+        x = x.detach().to(store[name].dtype)
+        if place.valid is None:
+            store[name][:, pos[0, -R:] % R] = x[:, -R:]
+        else:
+            last = place.valid & (torch.arange(T, device=pos.device) >= place.valid.sum(1, keepdim=True) - R)
+            rows, cols = last.nonzero(as_tuple=True)
+            store[name][rows, pos[rows, cols] % R] = x[rows, cols]
+
+
+def attend_positions(q, k, v, q_pos, k_pos, window, fast):
+    """Attention of q (B, T, H, D) over k, v (B, S, G, D) at ascending positions (1 or B, T or S): key j is visible iff
+    0 <= q_pos_i - k_pos_j < window. -> (B, T, H, D)"""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if fast:
+        q_pos, k_pos = (p.int() if len(p) > 1 else p[0].int() for p in (q_pos, k_pos))
+        y, _ = kernels.attend(q, k, v, q_pos, k_pos, window=window)
+    else:
+        distance = q_pos[:, None, :, None] - k_pos[:, None, None, :]                    # (1 or B, 1, T, S)
+        bias = torch.zeros(distance.shape, device=q.device, dtype=wide(q).dtype)
+        y = attention_naive(q, k, v, bias.masked_fill((distance < 0) | (distance >= window), -math.inf))
+    return y.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Softmax attention, plain or (swa) over a sliding window. A cache is a ring buffer of what can still be seen."""
+
+    def __init__(self, cfg, sliding):
+        super().__init__()
+        self.cfg, self.sliding = cfg, sliding
+        C, D = cfg.n_embd, cfg.head_dim
+        self.wq = nn.Linear(C, cfg.n_head * D, bias=False)
+        self.wk = nn.Linear(C, cfg.n_kv_head * D, bias=False)
+        self.wv = nn.Linear(C, cfg.n_kv_head * D, bias=False)
+        self.wo = nn.Linear(cfg.n_head * D, C, bias=False)
+
+    def init_store(self, B, max_len, device, dtype):
+        slots = min(self.cfg.swa + 1, max_len) if self.sliding else max_len
+        shape = (B, slots, self.cfg.n_kv_head, self.cfg.head_dim)
+        return {name: torch.zeros(shape, device=device, dtype=dtype) for name in "kv"}
+
+    def forward(self, u, place, store=None):
+        """u (B, T, C), normed -> (B, T, C)."""
+        q, k, v = (w(u).unflatten(-1, (-1, self.cfg.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.sliding or self.cfg.pos != "nope":
+            q, k = apply_rotary(q, *place.by_token), apply_rotary(k, *place.by_token)
+        return self.wo(self.attend(q, k, v, place, store).flatten(2))
+
+    def attend(self, q, k, v, place, store):
+        """y (B, T, H, D) of the new tokens, which are stored."""
+        window, pos, fast = self.cfg.swa + 1 if self.sliding else EVER, place.pos, self.cfg.fast
+        if store is not None and q.size(1) == 1:
+            write_ring(store, k, v, place)
+            R = store["k"].size(1)                                      # all that is in the ring can be seen
+            return attend_slots(q, store, min(place.start, R - 1), pos.clamp(max=R - 1), place, fast)
+        if store is None or place.start == 0:
+            if fast and not self.sliding:                               # padding is on the right: nobody sees it
+                y = attention_fast(*(x.transpose(1, 2) for x in (q, k, v)), None).transpose(1, 2)
+            else:
+                y = attend_positions(q, k, v, pos, pos, window, fast)
+        else:
+            k_old, v_old, k_pos = read_ring(store, place)
+            k_pos = torch.cat([k_pos.masked_fill(k_pos < 0, NEVER), pos], 1)
+            y = attend_positions(q, torch.cat([k_old.to(k.dtype), k], 1), torch.cat([v_old.to(v.dtype), v], 1), pos,
+                                 k_pos, window, fast)
+        if store is not None:
+            write_ring(store, k, v, place)
+        return y
+
+
+class Reversed(nn.Module):
+    """Attention inside a chunk, recurrence across chunks: the negative ablation (Appendix C.1)."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        C, D, rank = cfg.n_embd, cfg.head_dim, cfg.gate_rank or cfg.head_dim
+        self.widths = [rank, C, C, C, D]                                # of z, g, v, k, q: q is one head for all
+        self.w_in = nn.Linear(C, sum(self.widths), bias=False)
+        self.w_z = nn.Linear(rank, C, bias=False)
+        self.gate_bias = nn.Parameter(gate_bias(C, cfg.block_size // cfg.chunk))
+        self.wo = nn.Linear(C, C, bias=False)
+
+    def init_store(self, B, max_len, device, dtype):
+        """The keys and values of one chunk, and the state in which the last one ended."""
+        H, D = self.cfg.n_head, self.cfg.head_dim
+        buffer = lambda *shape, dtype=dtype: torch.zeros(B, *shape, device=device, dtype=dtype)
+        return dict(k=buffer(self.cfg.chunk, H, D), v=buffer(self.cfg.chunk, H, D),
+                    state=buffer(H * D, dtype=torch.promote_types(dtype, torch.float32)))
+
+    def forward(self, u, place, store=None):
+        """u (B, T, C), normed -> (B, T, C)."""
+        L = self.cfg.chunk
+        z, g, v, k, q = self.w_in(u).split(self.widths, -1)
+        v, k, q = (x.unflatten(-1, (-1, self.cfg.head_dim)) for x in (v, k, q))
+        if place.by_token is not None:
+            q, k = apply_rotary(q, *place.by_token), apply_rotary(k, *place.by_token)
+        y = wide(self.attend(q.expand(v.shape), k, v, place, store).flatten(2))         # (B, T, C)
+        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
+        # a state that changes at chunk ends only: elsewhere its gate is 1
+        ends = (place.pos % L == L - 1)[..., None]
+        before = torch.zeros_like(y[:, 0]) if store is None else store["state"]
+        states = running_states(torch.where(ends, gate, 1), y, torch.zeros_like(place.pos, dtype=torch.bool), before,
+                                self.cfg.fast)
+        entered = torch.cat([before[:, None], states[:, :-1]], 1)       # each position's state before it: its chunk's
+        h = gate * entered + (1 - gate) * y
+        if store is not None:
+            keep_last_state(store, states, place)
+        return self.wo(torch.sigmoid(self.w_z(z)) * h.to(z.dtype))
+
+    def attend(self, q, k, v, place, store):
+        """y (B, T, H, D) of the new tokens over those of their chunk, which are stored."""
+        L, pos, fast = self.cfg.chunk, place.pos, self.cfg.fast
+        if store is not None and q.size(1) == 1:
+            write_ring(store, k, v, place)
+            top = min(place.start, L - 1) if place.valid is not None else place.start % L
+            return attend_slots(q, store, top, pos % L, place, fast)
+        apart = lambda p: p + p // L * L        # chunks stand L apart: a window of L ends where the chunk does
+        k_pos, k_all, v_all = apart(pos), k, v
+        if store is not None and place.start > 0:
+            k_old, v_old, old = read_ring(store, place)
+            k_pos = torch.cat([torch.where(old < 0, NEVER, apart(old)), k_pos], 1)
+            k_all, v_all = torch.cat([k_old.to(k.dtype), k], 1), torch.cat([v_old.to(v.dtype), v], 1)
+        y = attend_positions(q, k_all, v_all, apart(pos), k_pos, L, fast)
+        if store is not None:
+            write_ring(store, k, v, place)
+        return y
+
+
+class MLP(nn.Module):
+    """swiglu: W_down (silu(W_gate x) * W_up x) (Shazeer 2020); gelu: W_down gelu(W_up x), exact GELU."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        if cfg.mlp == "swiglu":
+            self.w_gate = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
+        self.w_up = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
+        self.w_down = nn.Linear(cfg.n_mlp, cfg.n_embd, bias=False)
+        self.gated = cfg.mlp == "swiglu"
+
+    def forward(self, x):
+        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x) if self.gated else F.gelu(self.w_up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, cfg, layer):
+        super().__init__()
+        kind = cfg.kind(layer)
+        self.norm1, self.norm2 = RMSNorm(cfg.n_embd, cfg.norm_eps), RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.mix = (Attention(cfg, kind == "swa") if kind in ("attention", "swa") else
+                    {"rat": Rat, "rnn": Rnn, "reversed": Reversed}[kind](cfg))
+        self.mlp, self.drop = MLP(cfg), nn.Dropout(cfg.dropout)
+
+    def forward(self, x, place, store=None):
+        x = x + self.drop(self.mix(self.norm1(x), place, store))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+def cross_entropy(logits, targets):
+    """Mean negative log-likelihood in nats over the targets that are not -1 (0 where all are -1)."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+    return total / (targets != -1).sum().clamp(min=1)
+
+
+class Model(nn.Module):
+    """The language model of RAT and its neighbours. See Config for its sizes and forward for its use."""
+
+    context_limit = None        # the most tokens one cache or one forward may hold: none
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.drop = nn.Dropout(cfg.dropout)
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
+        self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """N(0, 0.02) for every matrix, as in the paper; norms start at 1, gate biases as gate_bias draws them."""
+        for p in self.parameters():
+            if p.dim() == 2:
+                p.normal_(0, 0.02)
+        if self.cfg.tie_embeddings:
+            self.head.weight = self.wte.weight
+
+    def forward(self, idx, targets=None, cache=None, n_valid=None):
+        """Predict the token after each position.
+
+        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
+        before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
+        rest being padding on the right.
+        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose
+        "ce" is the cross-entropy in nats per token. No gradient flows into what a cache holds. Raises ValueError where
+        T is 0 and where the cache is full.
+        """
+        T = idx.size(1)
+        if T == 0:
+            raise ValueError("idx holds no token (T = 0)")
+        place = Place(torch.arange(T, device=idx.device)[None]) if cache is None else cache.place(T, n_valid)
+        x = self.drop(self.wte(idx))                                    # (B, T, C)
+        place = self.with_rotary(place, x.dtype)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, place, None if cache is None else cache.layers[layer])
+        if cache is not None:
+            cache.advance()
+        logits = self.head(self.norm(x))                                # (B, T, V)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if targets is None:
+            return logits, None, {}
+        loss = cross_entropy(logits, targets)
+        return logits, loss, {"ce": loss.detach()}
+
+    def with_rotary(self, place, dtype):
+        """The place with the rotary tables that the layers need."""
+        cfg, pos = self.cfg, place.pos.squeeze(0)
+        tables = lambda pos: rotary_tables(pos, cfg.head_dim, cfg.rope_theta, dtype)
+        kinds = {cfg.kind(layer) for layer in range(cfg.n_layer)}
+        if "rat" in kinds and cfg.pos != "nope":
+            place = place._replace(by_chunk=tables(pos // cfg.chunk if cfg.pos == "chunk" else pos))
+        if "swa" in kinds or kinds & {"attention", "reversed"} and cfg.pos != "nope":
+            place = place._replace(by_token=tables(pos))
+        return place
+
+    def init_cache(self, batch_size, max_len):
+        """An empty cache for batch_size rows of up to max_len tokens: max_len / chunk pairs for a RAT layer."""
+        w = self.wte.weight
+        layers = [block.mix.init_store(batch_size, max_len, w.device, compute_dtype(w)) for block in self.blocks]
+        return Cache(layers, batch_size, max_len, w.device)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
+        the likeliest. Call eval() first. (sample.py has the complete sampler.)"""
+        cache, new = self.init_cache(idx.size(0), idx.size(1) + max_new_tokens), idx
+        for _ in range(max_new_tokens):
+            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
+            if top_k:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
+            idx = torch.cat([idx, new], 1)
+        return idx
+
+    def set_step(self, step):
+        """Nothing here depends on the training step."""
+
+    def flops_per_token(self):
+        """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for each weight
+        of a matrix product, and 12 C for each key that attention reads, averaged over the positions. The recurrences,
+        some operations a channel, are not counted."""
+        cfg, T, L = self.cfg, self.cfg.block_size, self.cfg.chunk
+        weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2) + cfg.vocab_size * cfg.n_embd
+        w = min(cfg.swa + 1, T)
+        keys = dict(rat=sum(t // L + 1 for t in range(T)) / T, rnn=0, attention=(T + 1) / 2,
+                    swa=(w * (w + 1) / 2 + (T - w) * w) / T, reversed=sum(t % L + 1 for t in range(T)) / T)
+        return 6.0 * weights + 12.0 * cfg.n_embd * sum(keys[cfg.kind(layer)] for layer in range(cfg.n_layer))
