@@ -322,7 +322,7 @@ class Rat(nn.Module):
     def forward(self, u, place, store=None):
         """u (B, T, C), normed -> (B, T, C)."""
         z, g, v, q, k = self.project(u)
-        if self.cfg.fast and place.from_the_start and hasattr(kernels, 'rat'):
+        if self.cfg.fast and place.from_the_start:
             tables = place.by_chunk or (None, None)
             y, k_ends, v_ends = kernels.rat(q, k, v, g, z, wide(self.gate_bias), self.cfg.chunk, *tables)
             if store is not None:
@@ -470,8 +470,7 @@ def read_ring(store, place):
 
 def write_ring(store, k, v, place):
     """Store k, v (B, T, G, D) of the new tokens, of many the last ones."""
-    R, (B, T) = store["k"].size(1), k.shape[:2]
-    pos = place.pos
+    R, T, pos = store["k"].size(1), k.size(1), place.pos
     for name, x in (("k", k), ("v", v)):
         x = x.detach().to(store[name].dtype)
         if place.valid is None:

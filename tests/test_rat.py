@@ -1,0 +1,391 @@
+"""model_rat: the layer against its equations and limits, its neighbours, caches, precision, and the paper's sizes."""
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels
+import model_gpt
+import model_rat
+import train
+from conftest import ROOT, relative, tiny
+from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, tokens
+
+KINDS = {"rat": {}, "token": dict(pos="rope"), "nope": dict(pos="nope"), "shared": dict(qk_groups=1),
+         "full": dict(qk_groups=4), "low rank": dict(gate_rank=5), "rnn": dict(mixer="rnn"),
+         "attention": dict(mixer="attention"), "rat-swa": dict(swa=6), "attention-swa": dict(mixer="attention", swa=6),
+         "reversed": dict(reversed=True), "reversed low rank": dict(reversed=True, gate_rank=3, pos="nope")}
+every = pytest.mark.parametrize("kind", KINDS)
+
+
+def rat(kind="rat", **sizes):
+    """The tiny float64 model of conftest of this kind, in chunks of 4."""
+    return tiny("rat", **{"chunk": 4, **KINDS[kind], **sizes})
+
+
+def layer(kind="rat", **sizes):
+    """The first layer's mixer, and its input (2, 23, C)."""
+    model = rat(kind, **sizes)
+    return model, model.blocks[0].mix, torch.randn(2, 23, 32, dtype=torch.float64)
+
+
+def output(model, mix, u):
+    place = model_rat.Place(torch.arange(u.size(1))[None])
+    with torch.no_grad():
+        return mix(u, model.with_rotary(place, u.dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the equations, once more, with numbers and loops
+
+def turned(x, position):
+    """x (D,) rotated to a position: pairs (i, i + D/2), by position * 10000^(-2i / D)."""
+    half = len(x) // 2
+    angle = position * 10000.0 ** (-2 * torch.arange(half, dtype=x.dtype) / len(x))
+    a, b = x[:half], x[half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+
+
+def gate_of(mix, g):
+    return torch.sigmoid(g + mix.gate_bias)
+
+
+def rat_by_hand(cfg, mix, u):
+    """The layer of one sequence u (T, C), position after position, head after head."""
+    C, D, H, G, L = cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.qk_groups, cfg.chunk
+    rank = cfg.gate_rank or C
+    z, g, v, q, k = (u @ mix.w_in.weight.T).split([rank, rank, C, G * D, G * D], -1)
+    if cfg.gate_rank:
+        z, g = z @ mix.w_z.weight.T, g @ mix.w_g.weight.T
+    g, out = gate_of(mix, g), torch.zeros_like(u)
+    for h in range(H):
+        mine, shared = slice(h * D, h * D + D), slice(h % G * D, h % G * D + D)
+        ends, ks, vs = [], None, None
+        for t in range(len(u)):
+            if t % L == 0:
+                ks = vs = torch.zeros(D, dtype=u.dtype)
+            ks = g[t, mine] * ks + (1 - g[t, mine]) * k[t, shared]
+            vs = g[t, mine] * vs + (1 - g[t, mine]) * v[t, mine]
+            at = {"chunk": t // L, "rope": t, "nope": 0}[cfg.pos]
+            read = ends + [(turned(ks, at), vs)]
+            scores = torch.stack([turned(q[t, shared], at) @ key for key, _ in read]) / math.sqrt(D)
+            out[t, mine] = sum(p * value for p, (_, value) in zip(scores.softmax(0), read))
+            if t % L == L - 1:
+                ends = read
+    return (torch.sigmoid(z) * out) @ mix.wo.weight.T
+
+
+def reversed_by_hand(cfg, mix, u):
+    C, D, L = cfg.n_embd, cfg.head_dim, cfg.chunk
+    z, g, v, k, q = (u @ mix.w_in.weight.T).split([cfg.gate_rank or D, C, C, C, D], -1)
+    z, g, state, hs = z @ mix.w_z.weight.T, gate_of(mix, g), torch.zeros(C, dtype=u.dtype), []
+    for t in range(len(u)):
+        y, seen = torch.zeros(C, dtype=u.dtype), range(t // L * L, t + 1)
+        for h in range(cfg.n_head):
+            mine = slice(h * D, h * D + D)
+            at = (lambda t: t) if cfg.pos != "nope" else (lambda t: 0)
+            scores = torch.stack([turned(q[t], at(t)) @ turned(k[s, mine], at(s)) for s in seen]) / math.sqrt(D)
+            y[mine] = sum(p * v[s, mine] for p, s in zip(scores.softmax(0), seen))
+        hs.append(g[t] * state + (1 - g[t]) * y)
+        if t % L == L - 1:
+            state = hs[-1]
+    return (torch.sigmoid(z) * torch.stack(hs)) @ mix.wo.weight.T
+
+
+def rnn_by_hand(mix, u):
+    z, g, v = (u @ mix.w_in.weight.T).chunk(3, -1)
+    g, state, states = gate_of(mix, g), torch.zeros_like(u[0]), []
+    for t in range(len(u)):
+        state = g[t] * state + (1 - g[t]) * v[t]
+        states.append(state)
+    return (torch.sigmoid(z) * torch.stack(states)) @ mix.wo.weight.T
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("chunk", [1, 3, 4, 23, 50])
+@pytest.mark.parametrize("kind", ["rat", "token", "nope", "shared", "full", "low rank"])
+def test_the_layer_is_its_equations(kind, chunk, fast):
+    model, mix, u = layer(kind, chunk=chunk, fast=fast)
+    assert relative(output(model, mix, u)[1], rat_by_hand(model.cfg, mix, u[1]).detach()) < 1e-10
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("chunk", [1, 3, 4, 23, 50])
+@pytest.mark.parametrize("kind", ["reversed", "reversed low rank"])
+def test_reversed_is_its_equations(kind, chunk, fast):
+    model, mix, u = layer(kind, chunk=chunk, fast=fast)
+    assert relative(output(model, mix, u)[1], reversed_by_hand(model.cfg, mix, u[1]).detach()) < 1e-10
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_one_chunk_of_all_is_an_rnn(fast):
+    """L = T: each position reads its own state alone, so y = v~, whatever q and k are; and the layer of mixer=rnn."""
+    model, mix, u = layer(chunk=23, fast=fast)
+    rnn, its, _ = layer("rnn", fast=fast)
+    with torch.no_grad():
+        its.w_in.weight.copy_(torch.cat(mix.w_in.weight.split(mix.widths)[:3]))         # z, g, v
+        its.gate_bias.copy_(mix.gate_bias), its.wo.weight.copy_(mix.wo.weight)
+        want = torch.stack([rnn_by_hand(its, row) for row in u])
+    assert relative(output(model, mix, u), want) < 1e-10
+    assert relative(output(rnn, its, u), want) < 1e-10
+
+
+@pytest.mark.parametrize("chunk", [1, 23])
+def test_limits_of_the_reversed_design(chunk):
+    """L = 1: the RNN. L = T: attention, times 1 - g."""
+    model, mix, u = layer("reversed", chunk=chunk)
+    z, g, v, k, q = (u @ mix.w_in.weight.T).split(mix.widths, -1)
+    gate, D = gate_of(mix, g), model.cfg.head_dim
+    if chunk == 1:
+        h = torch.zeros_like(v)
+        for t in range(u.size(1)):
+            h[:, t] = gate[:, t] * (h[:, t - 1] if t else 0) + (1 - gate[:, t]) * v[:, t]
+    else:
+        v, k, q = (x.unflatten(-1, (-1, D)) for x in (v, k, q))
+        tables = model_rat.rotary_tables(torch.arange(u.size(1)), D, 10000.0, u.dtype)
+        q, k, v = (x.transpose(1, 2) for x in (model_gpt.apply_rotary(q, *tables).expand(v.shape),
+                                               model_gpt.apply_rotary(k, *tables), v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = (1 - gate) * y.transpose(1, 2).flatten(2)
+    want = (torch.sigmoid(z @ mix.w_z.weight.T) * h) @ mix.wo.weight.T
+    assert relative(output(model, mix, u), want.detach()) < 1e-10
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the plain Transformer
+
+def from_gpt(gpt, model):
+    """The state dict of `model` (mixer=attention) from model_gpt's."""
+    model.load_state_dict({name.replace(".attn.", ".mix."): w for name, w in gpt.state_dict().items()})
+    return model
+
+
+@pytest.mark.parametrize("sizes", [dict(n_kv_head=2), dict(tie_embeddings=False, mlp="swiglu")], ids=str)
+def test_attention_everywhere_is_the_plain_transformer(sizes):
+    gpt = tiny("gpt", **{"mlp": "gelu", **sizes})
+    model, x = from_gpt(gpt, rat("attention", **sizes)), tokens(2, 51)
+    logits, loss, grads = outputs_and_gradients(gpt, x)
+    grads = {n.replace(".attn.", ".mix."): g for n, g in grads.items()}
+    assert_same(outputs_and_gradients(model, x), (logits, loss, grads), all_reached=True)
+
+
+def test_nope_has_no_positions_but_in_windows():
+    gpt = tiny("gpt", mlp="gelu", pos="none")
+    assert relative(from_gpt(gpt, rat("attention", pos="nope"))(tokens(2, 30))[0], gpt(tokens(2, 30))[0]) < 1e-10
+    assert {k: rat(k, pos="nope").with_rotary(model_rat.Place(torch.arange(3)[None]), torch.float32)[3:] != (None, None)
+            for k in ("rat", "rnn", "attention", "rat-swa", "reversed")} == {
+        "rat": False, "rnn": False, "attention": False, "rat-swa": True, "reversed": False}
+
+
+def test_a_window_is_model_gpts():
+    """swa=6: a position sees itself and six before it, which model_gpt calls a window of 7."""
+    gpt = tiny("gpt", mlp="gelu", window=7)
+    model = rat("attention-swa")
+    attention = model.blocks[1].mix
+    attention.load_state_dict(gpt.blocks[1].attn.state_dict())
+    u, place = torch.randn(2, 40, 32, dtype=torch.float64), torch.arange(40)
+    tables = model_rat.rotary_tables(place, 8, 10000.0, u.dtype)
+    want = gpt.blocks[1].attn(u, tables, gpt.bias(place[None], 40, None, torch.float64))
+    assert relative(output(model, attention, u), want.detach()) < 1e-10
+    kinds = lambda kind: [(type(b.mix).__name__, getattr(b.mix, "sliding", None)) for b in rat(kind, n_layer=4).blocks]
+    assert kinds("attention-swa") == [("Attention", False), ("Attention", True)] * 2
+    assert kinds("rat-swa") == [("Rat", None), ("Attention", True)] * 2
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_chunks_of_one_with_open_gates_are_attention(fast):
+    """L = 1 scales keys and values by 1 - g; with g = 0, one key a head and an output gate of 1/2 it is attention."""
+    gpt = tiny("gpt", mlp="gelu")
+    model, x = rat("full", chunk=1, fast=fast), tokens(2, 30)
+    model.load_state_dict({n: w for n, w in gpt.state_dict().items() if ".attn." not in n}, strict=False)
+    with torch.no_grad():
+        for block, theirs in zip(model.blocks, gpt.blocks):
+            zero, attn = torch.zeros(32, 32, dtype=torch.float64), theirs.attn
+            block.mix.w_in.weight.copy_(torch.cat([zero, zero, attn.wv.weight, attn.wq.weight, attn.wk.weight]))
+            block.mix.gate_bias.fill_(-1000.0)
+            block.mix.wo.weight.copy_(2 * attn.wo.weight)
+    assert relative(model(x)[0], gpt(x)[0]) < 1e-10
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# caches
+
+@every
+@pytest.mark.parametrize("fast", [True, False])
+def test_decoding_around_the_ends_of_chunks(kind, fast):
+    """Prompts shorter than, equal to and around multiples of L = 4, past block_size, rows of other lengths, then tokens
+    one by one: the forward's logits, and in float32 to 1e-5."""
+    model = rat(kind, fast=fast, block_size=16)
+    for first in (1, 2, 3, 4, 5, 7, 8, 9, 17):
+        assert_cache_is_forward(model, [26, 26], [first] + [1] * (26 - first), 1e-10)
+    assert_cache_is_forward(model, [26, 9, 4], [3, 1, 1, 7, 8, 1, 5], 1e-10)
+    assert_cache_is_forward(model, [60, 33], [40] + [1] * 20, 1e-10)
+    assert_cache_is_forward(model.float(), [26, 13], [5] + [1] * 21, 1e-5)
+
+
+def test_a_chunk_acts_later_through_its_end_alone():
+    """Other tokens in the first chunk, but its end state put back: what follows is as before, exactly."""
+    model, x = rat(), tokens(1, 22)
+    y = x.clone()
+    y[:, :4] = x[:, [2, 0, 3, 1]]
+    with torch.no_grad():
+        caches = [model.init_cache(1, 22) for _ in range(3)]
+        for cache, prompt in zip(caches, (x, y, y)):
+            model(prompt[:, :4], cache=cache)
+        for mine, theirs in zip(caches[2].layers, caches[0].layers):
+            assert not torch.equal(mine["k"], theirs["k"])
+            mine["k"][:, 0], mine["v"][:, 0] = theirs["k"][:, 0], theirs["v"][:, 0]
+        same, other, mended = (model(x[:, 4:], cache=cache)[0] for cache in caches)
+    assert torch.equal(same, mended) and relative(same, other) > 1e-3
+
+
+def test_cache_bytes():
+    """T / L pairs a layer, 1/L of attention's, and two states; a window's ring; an RNN's state."""
+    def nbytes(kind, T=4096, **sizes):
+        return rat(kind, **sizes).float().init_cache(3, T).nbytes()
+    pairs = lambda n: 2 * 2 * 3 * n * 32 * 4                                # layers, k and v, rows, entries, C, bytes
+    state = 2 * 3 * 2 * 32 * 4
+    assert nbytes("attention") == pairs(4096)
+    assert nbytes("rat", chunk=16) == pairs(4096) // 16 + state
+    assert nbytes("rat", chunk=16, T=4097) == pairs(257) + state
+    assert nbytes("rat-swa", chunk=16) == (pairs(4096) // 16 + state + pairs(7)) // 2
+    assert nbytes("rnn") == state // 2 and nbytes("reversed", chunk=16) == pairs(16) + state // 2
+
+
+def test_the_state_is_float32_under_bfloat16(monkeypatch):
+    """In a bfloat16 model and under autocast: what enters scan, the cache's states, and what kernels.rat hands over."""
+    dtypes, scan = [], kernels.scan
+    monkeypatch.setattr(kernels, "scan", lambda g, x, *a: (dtypes.extend([g.dtype, x.dtype]), scan(g, x, *a))[1])
+    for kind in ("rat", "rnn", "reversed"):
+        for whole in (True, False):
+            model = rat(kind).bfloat16() if whole else rat(kind).float()
+            with torch.autocast("cpu", torch.bfloat16, enabled=not whole), torch.no_grad():
+                cache = model.init_cache(2, 40)
+                for part in tokens(2, 30).split([9, 1, 20], 1):
+                    model(part, cache=cache)
+            for store in cache.layers:
+                assert store["state"].dtype == torch.float32
+                assert "k" not in store or store["k"].dtype == torch.bfloat16
+    assert set(dtypes) == {torch.float32} and len(dtypes) > 20
+
+
+def test_a_long_chunk_does_not_forget_in_bfloat16():
+    """Gates near 1: a state summed in bfloat16 would stop moving (1 - g is below its spacing)."""
+    model, mix, _ = layer(chunk=512)
+    with torch.no_grad():
+        mix.gate_bias.fill_(6.0)
+        mix.w_in.weight.fill_(0.0)
+        mix.w_in.weight[64:96].copy_(torch.eye(32))                         # v = u, g = sigmoid(6), z = 1/2
+        mix.wo.weight.copy_(2 * torch.eye(32))
+        u = torch.ones(1, 512, 32)
+        got = output(model, mix.bfloat16(), u.bfloat16())[0, -1]
+    assert relative(got, torch.full((32,), 1 - torch.tensor(6.0).sigmoid().item() ** 512)) < 0.01
+
+
+@every
+def test_positions_given_to_attend_ascend(kind, monkeypatch):
+    monkeypatch.setattr(kernels, "debug", True)
+    for splits in ([37], [8, 13, 16], [5, 1, 31]):
+        assert_cache_is_forward(rat(kind), [37, 37], splits, 1e-10)
+        assert_cache_is_forward(rat(kind), [37, 9, 20], splits, 1e-10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which code runs, and what it costs
+
+def test_the_path_that_was_asked_for_runs(monkeypatch):
+    """Fast, from the first token: kernels.rat; going on: scan, attend, merge; one token: none of them. Naive: none."""
+    ran = []
+    for name in ("rat", "scan", "attend", "merge"):
+        original = getattr(kernels, name)
+        spy = lambda *a, name=name, original=original, **k: (ran.append(name), original(*a, **k))[1]
+        monkeypatch.setattr(kernels, name, spy)
+
+    def run(model, *pieces, **options):
+        ran.clear()
+        cache = model.init_cache(2, 40) if pieces[1:] or options else None
+        with torch.no_grad():
+            for piece in pieces:
+                ran.clear()
+                model(tokens(2, piece), cache=cache, **options)
+        return list(dict.fromkeys(ran))
+    assert run(rat(), 20) == ["rat"] and run(rat(), 20, n_valid=torch.tensor([20, 3])) == ["scan", "attend", "merge"]
+    assert run(rat(), 7, 9) == ["scan", "attend", "merge"] and run(rat(), 7, 1) == []
+    assert run(rat(fast=False), 20) == run(rat(fast=False), 7, 9) == run(rat(fast=False), 7, 1) == []
+    assert run(rat("rnn"), 20) == ["scan"] and run(rat("rnn", fast=False), 20) == []
+    assert run(rat("rat-swa"), 20) == ["rat", "attend"] and run(rat("attention-swa", fast=False), 20) == []
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operator made."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, op, types, arguments=(), options=None):
+        out = op(*arguments, **(options or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", ["rat", "rnn", "attention", "rat-swa", "reversed"])
+def test_no_tensor_grows_with_the_square_of_the_length(kind):
+    x = tokens(1, 4097)
+    model = rat(kind, chunk=16, n_embd=8, n_head=1)
+    with Largest() as largest:
+        model(x[:, :-1], x[:, 1:])[1].backward()
+    assert largest.elements <= 4096 * 61 + 61, "no more than the logits"
+
+
+def test_flops_count_what_is_read():
+    T, C = 64, 32
+    flops = lambda kind, **sizes: rat(kind, block_size=T, **sizes).flops_per_token()
+    weights = lambda kind: sum(p.numel() for n, p in rat(kind).named_parameters() if p.dim() == 2)
+    for kind, keys in (("rnn", 0), ("attention", 32.5), ("rat", 7.5 + 1), ("reversed", 2.5)):
+        assert flops(kind) == 6 * weights(kind) + 12 * C * 2 * keys, kind
+    swa = (sum(range(1, 8)) + 57 * 7) / 64
+    assert flops("rat-swa") == 6 * weights("rat-swa") + 12 * C * (8.5 + swa)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# parameters and configs
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_parameters_of_a_layer(groups):
+    D, d_head = 32, 8
+    mix = rat(qk_groups=groups).blocks[0].mix
+    count = sum(p.numel() for p in mix.parameters()) + D                                # and its norm
+    assert count == 3 * D ** 2 + 2 * groups * d_head * D + D + D ** 2 + D
+
+
+def test_gate_bias_spreads_memories_over_a_chunk():
+    assert not model_rat.gate_bias(5, 2).any() and not model_rat.gate_bias(5, 1).any()
+    torch.manual_seed(0)
+    u = model_rat.gate_bias(10_000, 16).exp()
+    assert 1 <= u.min() < 1.01 and 14.99 < u.max() <= 15 and abs(u.mean() - 8) < 0.1
+    model = model_rat.Model(model_rat.Config(chunk=16, block_size=512, n_layer=2, swa=4))
+    assert model.blocks[0].mix.gate_bias.exp().max() < 15.01
+    assert model_rat.Model(model_rat.Config(mixer="rnn", block_size=512)).blocks[0].mix.gate_bias.exp().max() > 256
+
+
+PAPER = {"rat_200m": 0.2e9, "rat_1300m": 1.3e9, "rat_swa_1300m": 1.3e9}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_sizes_of_the_paper(name):
+    cfg, sizes, *_ = train.read_config([f"config={ROOT / 'configs' / name}.yaml"])
+    vocab = {"gpt2": 50257, "bpe:32000": 32000}[cfg.tokenizer]
+    model_cfg = model_rat.Config(**{**sizes, "vocab_size": vocab})
+    with torch.device("meta"):
+        model = model_rat.Model(model_cfg)
+    D, layers = model_cfg.n_embd, model_cfg.n_layer
+    rat_layer = 3 * D ** 2 + 2 * 2 * model_cfg.head_dim * D + D + D ** 2 + D
+    swa_layer = 4 * D ** 2 + D
+    mixers = layers * rat_layer if not model_cfg.swa else layers // 2 * (rat_layer + swa_layer)
+    want = mixers + layers * (8 * D ** 2 + D) + D + vocab * D
+    assert sum(p.numel() for p in model.parameters()) == want
+    assert abs(want / PAPER[name] - 1) < 0.08
