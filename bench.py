@@ -5,6 +5,8 @@ Speed, side by side in one run: what the README's ratios come from.
     python bench.py gpt n_layer=8 n_embd=512 device=cuda  at another size
     python bench.py rt                                    the Recurrent Transformer's schedules, beside a Transformer
     python bench.py rt config=configs/rt_150m_12l.yaml    on a GPU: the paper's Table 2
+    python bench.py rat                                   one layer of RAT beside attention and an RNN, by length
+    python bench.py rat config=configs/rat_1300m.yaml     on a GPU: the paper's Tables 6, 7 and 8
     python bench.py kernels                               attend and scan (keys: device, rounds)
 
 The keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
@@ -13,6 +15,7 @@ over the rounds.
 """
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -194,6 +197,119 @@ def once_on(device, model, way, batch_size, rounds):
             torch.cuda.empty_cache()
 
 
+# The paper's Tables 6, 7 and 8 (one layer, D 2048, a GH200): attention's time over RAT(16)'s at T = 4K, 8K, ..., 262K,
+# training and prefill of 200K tokens, and a token of 64 rows (OOM at 262K).
+LENGTHS = [2 ** n for n in range(12, 19)]
+PAPER_RAT = {"training": dict(zip(LENGTHS, (0.81, 1.15, 1.75, 2.73, 4.34, 6.86, 9.04))),
+             "prefill": dict(zip(LENGTHS, (0.84, 1.17, 1.76, 2.66, 4.28, 6.95, 10.02))),
+             "decoding": dict(zip(LENGTHS, (1.85, 2.66, 5.20, 9.79, 12.4, 14.7)))}
+CHUNKS = 64                 # of the contestant whose number of chunks does not grow with the text
+
+
+def rat_layers(cfg, T, device):
+    """One layer of each kind with its projections: {name: module}."""
+    rat = model_module("rat")
+    sizes = {"attention": dict(mixer="attention"), f"RAT({cfg.chunk})": {},
+             f"RAT(T/{CHUNKS})": dict(chunk=max(1, T // CHUNKS)), "RNN": dict(mixer="rnn")}
+    made = {name: dataclasses.replace(cfg, **{"block_size": T, "n_layer": 1, "vocab_size": 1, "swa": 0, **change})
+            for name, change in sizes.items()}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {name: rat.Model(c).blocks[0].mix.to(device, dtype) for name, c in made.items()}
+
+
+def rat_passes(layer, T, rows, device):
+    """{"training", "prefill"} of a layer on `rows` sequences of T tokens, as functions."""
+    rat, w = model_module("rat"), layer.wo.weight
+    u, du = torch.randn(2, rows, T, w.size(0), device=device, dtype=w.dtype)
+    u.requires_grad_()
+    place = rat.with_rotary(layer.cfg, rat.Place(torch.arange(T, device=device)[None]), w.dtype)
+
+    def training():
+        torch.autograd.grad(layer(u, place), [u, *layer.parameters()], du, materialize_grads=True)
+
+    def prefill():
+        with torch.no_grad():
+            layer(u, place)
+    return {"training": training, "prefill": prefill}
+
+
+def rat_decoding(layer, T, rows, device):
+    """A layer's step of one token at position T - 1 in each of `rows` sequences, after a cache of random numbers; and
+    the cache's bytes."""
+    rat, w = model_module("rat"), layer.wo.weight
+    store = layer.init_store(rows, T, device, w.dtype)
+    for buffer in store.values():
+        buffer.normal_()
+    u = torch.randn(rows, 1, w.size(0), device=device, dtype=w.dtype)
+    place = rat.with_rotary(layer.cfg, rat.Place(torch.tensor([[T - 1]], device=device), T - 1), w.dtype)
+
+    @torch.inference_mode()
+    def step():
+        for _ in range(8):
+            layer(u, place, store)
+    return step, sum(buffer.nbytes for buffer in store.values())
+
+
+def rat_seconds(layers, way, T, tokens, rows, rounds, device):
+    """Seconds of each layer; of attention, on a GPU, that of the fastest of torch's backends, which is named too."""
+    backends = [(None, None)]
+    if device.type == "cuda":
+        kinds = torch.nn.attention.SDPBackend
+        backends = [("flash", kinds.FLASH_ATTENTION), ("cudnn", kinds.CUDNN_ATTENTION)]
+    calls = {}
+    for name, layer in layers.items():
+        call = (rat_decoding(layer, T, rows, device)[0] if way == "decoding" else
+                rat_passes(layer, T, max(1, tokens // T), device)[way])
+        for label, backend in backends if name == "attention" and way != "decoding" else [(None, None)]:
+            def run(call=call, backend=backend):
+                with torch.nn.attention.sdpa_kernel(backend) if backend else contextlib.nullcontext():
+                    call()
+            calls[name, label] = (None, run)
+    times = medians(calls, rounds, device)
+    best = min((key for key in times if key[0] == "attention"), key=times.get)
+    return {name: t for (name, label), t in times.items() if name != "attention" or label == best[1]}, best[1]
+
+
+def crossing(lengths, ratios):
+    """The length at which a ratio passes 1, on a line of logarithms between two measured ones; None if it never does."""
+    for (a, x), (b, y) in zip(zip(lengths, ratios), zip(lengths[1:], ratios[1:])):
+        if x < 1 <= y:
+            return round(a * (b / a) ** (math.log(1 / x) / math.log(y / x)))
+    return lengths[0] if ratios[0] >= 1 else None
+
+
+def bench_rat(model, cfg, device, lengths=None, tokens=None, rows=None, rounds=3):
+    """One layer of RAT, attention and the RNN on the same number of tokens, cut into longer and longer sequences; then
+    one token of `rows` sequences after as long a text; then how cost grows, and the caches."""
+    gpu = device.type == "cuda"
+    lengths = lengths or (LENGTHS if gpu else [2 ** n for n in range(10, 15)])
+    tokens, rows, cfg = tokens or (2 ** 18 if gpu else 2 ** 14), rows or (64 if gpu else 8), model.cfg
+    ours, paper = f"RAT({cfg.chunk})", cfg.chunk == 16 and cfg.n_embd == 2048
+    for way in ("training", "prefill", "decoding"):
+        what = f"a token of {rows} rows, ms" if way == "decoding" else f"{tokens:,} tokens, ms"
+        print(f"{way} ({what})")
+        table = {}
+        for T in lengths:
+            seconds, backend = rat_seconds(rat_layers(cfg, T, device), way, T, tokens, rows, rounds, device)
+            table[T] = seconds
+            ratio = seconds["attention"] / seconds[ours]
+            scale = 1000 / (8 if way == "decoding" else 1)
+            print(f"  T {T:7,}   " + "   ".join(f"{name} {scale * t:9.3f}" for name, t in seconds.items())
+                  + f"   attention/{ours} {ratio:6.2f}" + (f" ({backend})" if backend else "")
+                  + (f", the paper's {PAPER_RAT[way][T]}" if paper and T in PAPER_RAT[way] else ""), flush=True)
+        ratios = [seconds["attention"] / seconds[ours] for seconds in table.values()]
+        at = crossing(lengths, ratios)
+        print(f"  {ours} is as fast as attention " + (f"from T = {at:,} on" if at else "at none of these lengths"))
+        if way != "decoding" and len(lengths) > 1:
+            span = math.log(lengths[-1] / lengths[0])
+            growth = {n: 1 + math.log(table[lengths[-1]][n] / table[lengths[0]][n]) / span for n in table[lengths[0]]}
+            print("  a sequence's time grows as T^e, e = " + ", ".join(f"{e:.2f} ({n})" for n, e in growth.items()))
+    T = lengths[-1]
+    sizes = {name: rat_decoding(layer, T, 1, device)[1] for name, layer in rat_layers(cfg, T, device).items()}
+    print(f"cache of one row of {T:,} tokens, bytes a token: " + ", ".join(f"{n / T:.1f} ({k})" for k, n in sizes.items()))
+    print(f"  attention's is {sizes['attention'] / sizes[ours]:.2f}x {ours}'s")
+
+
 def bench_gpt(model, cfg, device):
     """Training, fast beside naive, and decoding at the end of the context, cached beside recomputed."""
     T, tokens = model.cfg.block_size, cfg.batch_size * model.cfg.block_size
@@ -338,13 +454,16 @@ def main(argv):
     if asks_help(argv):
         return print(__doc__.strip())
     names = [a for a in argv if "=" not in a]
-    benches = {"gpt": bench_gpt, "rt": bench_rt}        # of models; the kernels' needs none
+    benches = {"gpt": bench_gpt, "rt": bench_rt, "rat": bench_rat}      # of models; the kernels' needs none
     if len(names) > 1 or not set(names) <= {*benches, "kernels"}:
         raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join([*benches, 'kernels'])}")
     name = names[0] if names else "gpt"
     if name == "kernels":
         return bench_kernels([a for a in argv if "=" in a])
-    cfg, model_fields, _, _ = read_config([f"model={name}"] + [a for a in argv if "=" in a])
+    keys = [a for a in argv if "=" in a]
+    if name == "rat" and not {"config", "n_embd"} & {a.split("=")[0] for a in keys}:
+        keys.append("n_embd=256")                       # wide enough that products, not calls, take the time
+    cfg, model_fields, _, _ = read_config([f"model={name}", *keys])
     device = pick_device(cfg.device)
     module = model_module(name)
     torch.manual_seed(cfg.seed)

@@ -206,6 +206,17 @@ class Place(NamedTuple):
         return self.start == 0 and self.valid is None
 
 
+def with_rotary(cfg, place, dtype):
+    """The place with the rotary tables that the layers need: by chunk or by token."""
+    tables = lambda pos: rotary_tables(pos, cfg.head_dim, cfg.rope_theta, dtype)
+    kinds, pos = {cfg.kind(layer) for layer in range(cfg.n_layer)}, place.pos.squeeze(0)
+    if "rat" in kinds and cfg.pos != "nope":
+        place = place._replace(by_chunk=tables(pos // cfg.chunk if cfg.pos == "chunk" else pos))
+    if "swa" in kinds or kinds & {"attention", "reversed"} and cfg.pos != "nope":
+        place = place._replace(by_token=tables(pos))
+    return place
+
+
 class Cache:
     """What each layer keeps of the tokens so far: layers[l] is a dict of static buffers whose rows are the batch's. For
     use under no_grad: gradients do not flow through it.
@@ -674,7 +685,7 @@ class Model(nn.Module):
             raise ValueError("idx holds no token (T = 0)")
         place = Place(torch.arange(T, device=idx.device)[None]) if cache is None else cache.place(T, n_valid)
         x = self.drop(self.wte(idx))                                    # (B, T, C)
-        place = self.with_rotary(place, x.dtype)
+        place = with_rotary(self.cfg, place, x.dtype)
         for layer, block in enumerate(self.blocks):
             x = block(x, place, None if cache is None else cache.layers[layer])
         if cache is not None:
@@ -685,17 +696,6 @@ class Model(nn.Module):
             return logits, None, {}
         loss = cross_entropy(logits, targets)
         return logits, loss, {"ce": loss.detach()}
-
-    def with_rotary(self, place, dtype):
-        """The place with the rotary tables that the layers need."""
-        cfg, pos = self.cfg, place.pos.squeeze(0)
-        tables = lambda pos: rotary_tables(pos, cfg.head_dim, cfg.rope_theta, dtype)
-        kinds = {cfg.kind(layer) for layer in range(cfg.n_layer)}
-        if "rat" in kinds and cfg.pos != "nope":
-            place = place._replace(by_chunk=tables(pos // cfg.chunk if cfg.pos == "chunk" else pos))
-        if "swa" in kinds or kinds & {"attention", "reversed"} and cfg.pos != "nope":
-            place = place._replace(by_token=tables(pos))
-        return place
 
     def init_cache(self, batch_size, max_len):
         """An empty cache for batch_size rows of up to max_len tokens: max_len / chunk pairs for a RAT layer."""

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import bench
 import kernels
 import model_gpt
 import model_rat
@@ -33,7 +34,7 @@ def layer(kind="rat", **sizes):
 def output(model, mix, u):
     place = model_rat.Place(torch.arange(u.size(1))[None])
     with torch.no_grad():
-        return mix(u, model.with_rotary(place, u.dtype))
+        return mix(u, model_rat.with_rotary(model.cfg, place, u.dtype))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,9 +174,9 @@ def test_attention_everywhere_is_the_plain_transformer(sizes):
 def test_nope_has_no_positions_but_in_windows():
     gpt = tiny("gpt", mlp="gelu", pos="none")
     assert relative(from_gpt(gpt, rat("attention", pos="nope"))(tokens(2, 30))[0], gpt(tokens(2, 30))[0]) < 1e-10
-    assert {k: rat(k, pos="nope").with_rotary(model_rat.Place(torch.arange(3)[None]), torch.float32)[3:] != (None, None)
-            for k in ("rat", "rnn", "attention", "rat-swa", "reversed")} == {
-        "rat": False, "rnn": False, "attention": False, "rat-swa": True, "reversed": False}
+    place, kinds = model_rat.Place(torch.arange(3)[None]), ("rat", "rnn", "attention", "rat-swa", "reversed")
+    tables = {k: model_rat.with_rotary(rat(k, pos="nope").cfg, place, torch.float32)[3:] for k in kinds}
+    assert [k for k in kinds if tables[k] != (None, None)] == ["rat-swa"]
 
 
 def test_a_window_is_model_gpts():
@@ -389,3 +390,14 @@ def test_sizes_of_the_paper(name):
     want = mixers + layers * (8 * D ** 2 + D) + D + vocab * D
     assert sum(p.numel() for p in model.parameters()) == want
     assert abs(want / PAPER[name] - 1) < 0.08
+
+
+def test_the_bench_runs(capsys):
+    """Every line of bench.py rat, at tiny sizes on a CPU; and where two lines of logarithms cross."""
+    model = model_rat.Model(model_rat.Config(n_embd=16, n_head=2, chunk=4))
+    bench.bench_rat(model, None, torch.device("cpu"), lengths=[64, 128], tokens=128, rows=2, rounds=1)
+    out = capsys.readouterr().out
+    assert out.count("T     128") == 3 and out.count("is as fast as attention") == 3 and out.count("T^e") == 2
+    assert "attention's is 3.88x RAT(4)'s" in out                                       # 128 / (128 / 4 and the state)
+    assert bench.crossing([1, 4], [0.5, 2.0]) == 2 and bench.crossing([1, 4], [0.5, 0.9]) is None
+    assert bench.crossing([8, 16], [1.5, 2.0]) == 8
