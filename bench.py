@@ -271,7 +271,7 @@ def rat_seconds(layers, way, T, tokens, rows, rounds, device):
 
 
 def crossing(lengths, ratios):
-    """The length at which a ratio passes 1, on a line of logarithms between two measured ones; None if it never does."""
+    """The length at which a ratio passes 1, on a line of logarithms between two measured ones; None if none does."""
     for (a, x), (b, y) in zip(zip(lengths, ratios), zip(lengths[1:], ratios[1:])):
         if x < 1 <= y:
             return round(a * (b / a) ** (math.log(1 / x) / math.log(y / x)))
@@ -306,7 +306,7 @@ def bench_rat(model, cfg, device, lengths=None, tokens=None, rows=None, rounds=3
             print("  a sequence's time grows as T^e, e = " + ", ".join(f"{e:.2f} ({n})" for n, e in growth.items()))
     T = lengths[-1]
     sizes = {name: rat_decoding(layer, T, 1, device)[1] for name, layer in rat_layers(cfg, T, device).items()}
-    print(f"cache of one row of {T:,} tokens, bytes a token: " + ", ".join(f"{n / T:.1f} ({k})" for k, n in sizes.items()))
+    print(f"cache of {T:,} tokens, bytes a token: " + ", ".join(f"{n / T:.1f} ({k})" for k, n in sizes.items()))
     print(f"  attention's is {sizes['attention'] / sizes[ours]:.2f}x {ours}'s")
 
 
