@@ -176,6 +176,14 @@ TRAIN = [
     (["model=rt", "chunk=0"], "chunk=0 must be at least 1"),
     (["model=rt", "block=-2"], "block=-2 must be at least 1"),
     (["model=rt", "mlp=gelu"], "unknown key 'mlp'"),
+    (["model=rat", "mixer=lstm"], "mixer=lstm must be one of: rat, rnn, attention"),
+    (["model=rat", "pos=alibi"], "pos=alibi must be one of: chunk, rope, nope"),
+    (["model=rat", "chunk=0"], "chunk=0 must be at least 1"),
+    (["model=rat", "n_head=4", "qk_groups=3"], "qk_groups=3 must divide n_head=4"),
+    (["model=rat", "reversed=true", "mixer=rnn"], "reversed=true is of mixer=rat"),
+    (["model=rat", "swa=-1"], "swa"),
+    (["model=rat", "n_embd=12", "n_head=4"], "even head size"),
+    (["model=rat", "dataset=task:needles", "block_size=31"], "block_size=31 is impossible for dataset=task:needles"),
 ]
 SAMPLE = [
     ([], "give one run folder or checkpoint"),

@@ -123,6 +123,23 @@ BUGS = {
     "RT: a softmax in bfloat16": ("model_rt.py", "s = torch.cat([self.lse_rows[i], s], -1).softmax(-1)",
                                   "s = torch.cat([self.lse_rows[i], s], -1).bfloat16().softmax(-1).to(out.dtype)",
                                   "test_rt.py -k bfloat16"),
+    "RAT: heads of a group side by side": ("model_rat.py", "x.repeat(1, 1, H // x.size(2), 1) for x in (q, k))    ",
+                                           "x.repeat_interleave(H // x.size(2), 2) for x in (q, k))    ",
+                                           "test_rat.py -k its_equations"),
+    "RAT: a query reads its own chunk's end": ("model_rat.py", "q_pos = (chunk_of - 1).int()", "q_pos = chunk_of.int()",
+                                               "test_rat.py -k around_the_ends"),
+    "RAT: the state outlives its chunk": ("model_rat.py", "torch.where((place.pos % L == 0)[..., None, None], 0, state)",
+                                          "state", "test_rat.py -k around_the_ends"),
+    "RAT: padding moves the state": ("model_rat.py", "known[torch.arange(len(known), device=known.device), "
+                                     "place.valid.sum(1)]", "known[:, -1]", "test_models.py -k rows_advance and rat"),
+    "RAT: a window one too wide": ("model_rat.py", "window, pos, fast = self.cfg.swa + 1 if", "window, pos, fast = "
+                                   "self.cfg.swa + 2 if", "test_rat.py -k a_window_is"),
+    "RAT: a ring one too small": ("model_rat.py", "slots = min(self.cfg.swa + 1, max_len)", "slots = min(self.cfg.swa, "
+                                  "max_len)", "test_rat.py -k around_the_ends"),
+    "RAT: the state in bfloat16": ("model_rat.py", "state=buffer(2, H, D, dtype=torch.promote_types(dtype, torch.float32))",
+                                   "state=buffer(2, H, D)", "test_rat.py -k state_is_float32"),
+    "needles: the order of asking": ("tasks.py", "order = rng.permutation(pairs)", "order = np.arange(pairs)",
+                                     "test_tasks.py -k strewn"),
 }
 
 

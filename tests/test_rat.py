@@ -373,6 +373,18 @@ def test_gate_bias_spreads_memories_over_a_chunk():
     assert model_rat.Model(model_rat.Config(mixer="rnn", block_size=512)).blocks[0].mix.gate_bias.exp().max() > 256
 
 
+@pytest.mark.parametrize("bad, named", [
+    (dict(mixer="gru"), "mixer=gru"), (dict(pos="none"), "pos=none"), (dict(mlp="relu"), "mlp=relu"),
+    (dict(chunk=-4), "chunk=-4"), (dict(qk_groups=3), "qk_groups=3"), (dict(qk_groups=-2), "qk_groups=-2"),
+    (dict(reversed=True, mixer="attention"), "reversed=true"), (dict(swa=-1), "swa"), (dict(gate_rank=-1), "gate_rank"),
+    (dict(n_embd=30), "n_embd=30"), (dict(n_embd=12), "even head size"), (dict(n_embd=2056), "head of 256"),
+    (dict(norm_eps=0.0), "norm_eps")])
+def test_impossible_sizes_are_named(bad, named):
+    with pytest.raises(ValueError, match=named):
+        model_rat.Config(**bad)
+    model_rat.Config(n_embd=12, mixer="rnn"), model_rat.Config(n_embd=12, pos="nope")
+
+
 PAPER = {"rat_200m": 0.2e9, "rat_1300m": 1.3e9, "rat_swa_1300m": 1.3e9}
 
 
