@@ -207,14 +207,18 @@ CHUNKS = 64                 # of the contestant whose number of chunks does not 
 
 
 def rat_layers(cfg, T, device):
-    """One layer of each kind with its projections: {name: module}."""
+    """One layer of each kind with its projections, to be made: {name: function that makes it}."""
     rat = model_module("rat")
     sizes = {"attention": dict(mixer="attention"), f"RAT({cfg.chunk})": {},
              f"RAT(T/{CHUNKS})": dict(chunk=max(1, T // CHUNKS)), "RNN": dict(mixer="rnn")}
-    made = {name: dataclasses.replace(cfg, **{"block_size": T, "n_layer": 1, "vocab_size": 1, "swa": 0, **change})
-            for name, change in sizes.items()}
+    if device.type == "cuda":                       # rotary is not fused here: what it costs attention
+        sizes["attention, nope"] = dict(mixer="attention", pos="nope")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {name: rat.Model(c).blocks[0].mix.to(device, dtype) for name, c in made.items()}
+
+    def make(change):
+        one = dataclasses.replace(cfg, **{"block_size": T, "n_layer": 1, "vocab_size": 1, "swa": 0, **change})
+        return rat.Model(one).blocks[0].mix.to(device, dtype)
+    return {name: lambda change=change: make(change) for name, change in sizes.items()}
 
 
 def rat_passes(layer, T, rows, device):
@@ -233,9 +237,11 @@ def rat_passes(layer, T, rows, device):
     return {"training": training, "prefill": prefill}
 
 
+TOKENS = 8                  # that one call decodes, all at the same position
+
+
 def rat_decoding(layer, T, rows, device):
-    """A layer's step of one token at position T - 1 in each of `rows` sequences, after a cache of random numbers; and
-    the cache's bytes."""
+    """A layer's step of one token at position T - 1 in each of `rows` sequences, after a cache of random numbers."""
     rat, w = model_module("rat"), layer.wo.weight
     store = layer.init_store(rows, T, device, w.dtype)
     for buffer in store.values():
@@ -245,68 +251,85 @@ def rat_decoding(layer, T, rows, device):
 
     @torch.inference_mode()
     def step():
-        for _ in range(8):
+        for _ in range(TOKENS):
             layer(u, place, store)
-    return step, sum(buffer.nbytes for buffer in store.values())
+    return step
 
 
 def rat_seconds(layers, way, T, tokens, rows, rounds, device):
-    """Seconds of each layer; of attention, on a GPU, that of the fastest of torch's backends, which is named too."""
-    backends = [(None, None)]
-    if device.type == "cuda":
-        kinds = torch.nn.attention.SDPBackend
-        backends = [("flash", kinds.FLASH_ATTENTION), ("cudnn", kinds.CUDNN_ATTENTION)]
-    calls = {}
-    for name, layer in layers.items():
-        call = (rat_decoding(layer, T, rows, device)[0] if way == "decoding" else
+    """Seconds of each layer. On a CPU they take turns; on a GPU each is there alone, attention once with each of
+    torch's backends, of which the fastest counts, and None tells what did not fit."""
+    def contestant(make, backend=None):
+        layer = make()
+        call = (rat_decoding(layer, T, rows, device) if way == "decoding" else
                 rat_passes(layer, T, max(1, tokens // T), device)[way])
-        for label, backend in backends if name == "attention" and way != "decoding" else [(None, None)]:
-            def run(call=call, backend=backend):
-                with torch.nn.attention.sdpa_kernel(backend) if backend else contextlib.nullcontext():
-                    call()
-            calls[name, label] = (None, run)
-    times = medians(calls, rounds, device)
-    best = min((key for key in times if key[0] == "attention"), key=times.get)
-    return {name: t for (name, label), t in times.items() if name != "attention" or label == best[1]}, best[1]
+
+        def run():
+            with torch.nn.attention.sdpa_kernel(backend) if backend else contextlib.nullcontext():
+                call()
+        return None, run
+    if device.type != "cuda":
+        return medians({name: contestant(make) for name, make in layers.items()}, rounds, device)
+    found = {}
+    for name, make in layers.items():
+        chosen = sdpa_backends(device) if name.startswith("attention") and way != "decoding" else {"": None}
+        times = [alone(lambda: contestant(make, backend), rounds, device) for backend in chosen.values()]
+        found[name] = min((t for t in times if t is not None), default=None)
+    return found
+
+
+def alone(make, rounds, device):
+    """Seconds of a contestant that is on the device for just that long; None where it does not fit."""
+    try:
+        return medians({"": make()}, rounds, device)[""]
+    except torch.cuda.OutOfMemoryError:
+        return None
+    finally:
+        torch.cuda.empty_cache()
 
 
 def crossing(lengths, ratios):
-    """The length at which a ratio passes 1, on a line of logarithms between two measured ones; None if none does."""
-    for (a, x), (b, y) in zip(zip(lengths, ratios), zip(lengths[1:], ratios[1:])):
-        if x < 1 <= y:
-            return round(a * (b / a) ** (math.log(1 / x) / math.log(y / x)))
-    return lengths[0] if ratios[0] >= 1 else None
+    """From which length on a ratio stays above 1, in words; between two measured ones on a line of logarithms."""
+    below = [i for i, ratio in enumerate(ratios) if ratio < 1]
+    if not below:
+        return "at all of these lengths"
+    if below[-1] == len(ratios) - 1:
+        return "at none of the longest lengths"
+    a, b, x, y = *lengths[below[-1]:below[-1] + 2], *ratios[below[-1]:below[-1] + 2]
+    return f"from T = {round(a * (b / a) ** (math.log(1 / x) / math.log(y / x))):,} on"
 
 
-def bench_rat(model, cfg, device, lengths=None, tokens=None, rows=None, rounds=3):
+def bench_rat(cfg, device, lengths=None, tokens=None, rows=None, rounds=3):
     """One layer of RAT, attention and the RNN on the same number of tokens, cut into longer and longer sequences; then
     one token of `rows` sequences after as long a text; then how cost grows, and the caches."""
     gpu = device.type == "cuda"
     lengths = lengths or (LENGTHS if gpu else [2 ** n for n in range(10, 15)])
-    tokens, rows, cfg = tokens or (2 ** 18 if gpu else 2 ** 14), rows or (64 if gpu else 8), model.cfg
+    tokens, rows = tokens or (2 ** 18 if gpu else 2 ** 14), rows or (64 if gpu else 8)
     ours, paper = f"RAT({cfg.chunk})", cfg.chunk == 16 and cfg.n_embd == 2048
+    print(f"rat: one layer with its projections, width {cfg.n_embd}, {cfg.n_head} heads; {device_name(device)}, torch "
+          f"{torch.__version__}; {'bfloat16' if gpu else 'float32'}, not compiled; milliseconds, medians of {rounds}")
     for way in ("training", "prefill", "decoding"):
-        what = f"a token of {rows} rows, ms" if way == "decoding" else f"{tokens:,} tokens, ms"
-        print(f"{way} ({what})")
-        table = {}
+        print(f"{way}, " + (f"a token of {rows} sequences" if way == "decoding" else f"{tokens:,} tokens"))
+        ratios, table = {}, {}
         for T in lengths:
-            seconds, backend = rat_seconds(rat_layers(cfg, T, device), way, T, tokens, rows, rounds, device)
-            table[T] = seconds
-            ratio = seconds["attention"] / seconds[ours]
-            scale = 1000 / (8 if way == "decoding" else 1)
-            print(f"  T {T:7,}   " + "   ".join(f"{name} {scale * t:9.3f}" for name, t in seconds.items())
-                  + f"   attention/{ours} {ratio:6.2f}" + (f" ({backend})" if backend else "")
-                  + (f", the paper's {PAPER_RAT[way][T]}" if paper and T in PAPER_RAT[way] else ""), flush=True)
-        ratios = [seconds["attention"] / seconds[ours] for seconds in table.values()]
-        at = crossing(lengths, ratios)
-        print(f"  {ours} is as fast as attention " + (f"from T = {at:,} on" if at else "at none of these lengths"))
-        if way != "decoding" and len(lengths) > 1:
-            span = math.log(lengths[-1] / lengths[0])
-            growth = {n: 1 + math.log(table[lengths[-1]][n] / table[lengths[0]][n]) / span for n in table[lengths[0]]}
+            table[T] = seconds = rat_seconds(rat_layers(cfg, T, device), way, T, tokens, rows, rounds, device)
+            scale = 1000 / (TOKENS if way == "decoding" else 1)
+            line = f"  T {T:7,}   " + "   ".join(f"{name} " + ("does not fit" if t is None else f"{scale * t:9.3f}")
+                                                 for name, t in seconds.items())
+            if seconds["attention"] and seconds[ours]:
+                ratios[T] = seconds["attention"] / seconds[ours]
+                line += f"   attention / {ours} {ratios[T]:.2f}"
+            print(line + (f", the paper's {PAPER_RAT[way][T]}" if paper and T in PAPER_RAT[way] else ""), flush=True)
+        print(f"  {ours} is faster than attention " + crossing(list(ratios), list(ratios.values())))
+        if way != "decoding" and len(ratios) > 1:
+            (a, first), *_, (b, last) = table.items()
+            growth = {n: 1 + math.log(last[n] / first[n]) / math.log(b / a) for n in first if first[n] and last[n]}
             print("  a sequence's time grows as T^e, e = " + ", ".join(f"{e:.2f} ({n})" for n, e in growth.items()))
-    T = lengths[-1]
-    sizes = {name: rat_decoding(layer, T, 1, device)[1] for name, layer in rat_layers(cfg, T, device).items()}
-    print(f"cache of {T:,} tokens, bytes a token: " + ", ".join(f"{n / T:.1f} ({k})" for k, n in sizes.items()))
+    T, meta = lengths[-1], torch.device("meta")
+    layers = {name: make() for name, make in rat_layers(cfg, T, meta).items()}
+    sizes = {name: sum(x.nbytes for x in layer.init_store(1, T, meta, torch.float32).values())
+             for name, layer in layers.items()}
+    print(f"float32 cache of {T:,} tokens, bytes a token: " + ", ".join(f"{n / T:.1f} ({k})" for k, n in sizes.items()))
     print(f"  attention's is {sizes['attention'] / sizes[ours]:.2f}x {ours}'s")
 
 
@@ -349,22 +372,30 @@ def race(title, contestants, device, rounds, repeat):
     return times
 
 
-def sdpa_contestants(device):
-    """torch's attention over plain causal positions, by every backend of this device: {name: function of q, k, v}."""
-    def causal(q, k, v, backend=None):
-        with torch.nn.attention.sdpa_kernel(backend) if backend else contextlib.nullcontext():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    if device.type != "cuda":
-        return {"SDPA": causal}
+def causal(q, k, v, backend=None):
+    with torch.nn.attention.sdpa_kernel(backend) if backend else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def sdpa_backends(device):
+    """The backends of torch's attention that this build and this GPU have: {name: backend}."""
     kinds = torch.nn.attention.SDPBackend
     backends = {"SDPA flash": kinds.FLASH_ATTENTION, "SDPA cudnn": kinds.CUDNN_ATTENTION,
                 "SDPA efficient": kinds.EFFICIENT_ATTENTION}
     found = {}
     for name, backend in backends.items():
-        with contextlib.suppress(RuntimeError):         # this build or this GPU lacks it
+        with contextlib.suppress(RuntimeError):
             causal(*torch.randn(3, 1, 1, 64, 64, device=device, dtype=torch.bfloat16), backend)
-            found[name] = lambda q, k, v, backend=backend: causal(q, k, v, backend)
+            found[name] = backend
     return found
+
+
+def sdpa_contestants(device):
+    """torch's attention over plain causal positions, by every backend of this device: {name: function of q, k, v}."""
+    if device.type != "cuda":
+        return {"SDPA": causal}
+    return {name: lambda q, k, v, backend=backend: causal(q, k, v, backend)
+            for name, backend in sdpa_backends(device).items()}
 
 
 def both_ways(function, tensors, do):
@@ -454,9 +485,9 @@ def main(argv):
     if asks_help(argv):
         return print(__doc__.strip())
     names = [a for a in argv if "=" not in a]
-    benches = {"gpt": bench_gpt, "rt": bench_rt, "rat": bench_rat}      # of models; the kernels' needs none
-    if len(names) > 1 or not set(names) <= {*benches, "kernels"}:
-        raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join([*benches, 'kernels'])}")
+    benches = {"gpt": bench_gpt, "rt": bench_rt}        # of whole models
+    if len(names) > 1 or not set(names) <= {*benches, "rat", "kernels"}:
+        raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join([*benches, 'rat', 'kernels'])}")
     name = names[0] if names else "gpt"
     if name == "kernels":
         return bench_kernels([a for a in argv if "=" in a])
@@ -467,6 +498,8 @@ def main(argv):
     device = pick_device(cfg.device)
     module = model_module(name)
     torch.manual_seed(cfg.seed)
+    if name == "rat":
+        return bench_rat(module.Config(**model_fields), device)
     model = module.Model(module.Config(**model_fields)).to(device)
     print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, batch {cfg.batch_size} x "
           f"{model.cfg.block_size} tokens; {device_name(device)}, torch {torch.__version__}; training in "

@@ -14,13 +14,13 @@ softmax attention reads the states that the earlier chunks ended in. Position t 
     out      = x + W_out (sigmoid(z) * y)
 
 A key is k gated for its own head, so heads that share a group still have keys of their own. Rotary positions turn q and
-k~ after the recurrence, by the number of the chunk: a query and its own state have the same angle. T = 12, L = 4, and
-what each query reads:
+k~ after the recurrence, by the number of the chunk: a query and its own state have the same angle. For L = 4, what
+three of the queries read (e: the state in which a chunk ended, s: the own running state):
 
-    position    0  1  2  3 | 4  5  6  7 | 8  9 10 11        e  the state in which a chunk ended: one key, one value
-                a          | e          | e                 a  its own running state
-                                 a      | e
-                ...                     |       a           a query of the third chunk reads two e and its own a
+    position        0   1   2   3 | 4   5   6   7 | 8   9  10  11
+    query 2                 s     |               |
+    query 5                     e |     s         |
+    query 10                    e |             e |         s
 
 L = 1 is attention over keys and values scaled by (1 - g); L = T is a gated linear RNN. A cache holds one pair for every
 L tokens and the running state.
@@ -28,8 +28,9 @@ L tokens and the running state.
 Naive and fast. The naive path is a loop over positions and one masked softmax, as above. The fast path is three
 operators of kernels.py: `scan` runs the recurrence of all chunks side by side, `attend` lets all queries read the ends
 of earlier chunks, `merge` adds the own state to the softmax. `kernels.rat` is the same in one operator, forward and
-backward, with the states rebuilt in registers; it runs wherever a sequence starts from its first token (training,
-evaluation, prefill). Going on from a cache composes the three, and a single token is one step of the recurrence.
+backward, with the states rebuilt in registers; it runs wherever all rows start from their first token (training,
+evaluation, prefill). Going on from a cache, and rows that are padded, compose the three; a single token is one step of
+the recurrence.
 
 The other layers, in the same model by settings:
 
@@ -97,7 +98,7 @@ class Config:
             raise ValueError("swa, gate_rank and n_mlp are positive, or 0 for their default")
         if self.head_dim % 2 and self.has_rotary:
             raise ValueError(f"rotary positions need an even head size: n_embd / n_head = {self.head_dim}")
-        if self.head_dim > kernels.HEAD_SIZES[-1]:
+        if self.head_dim > kernels.HEAD_SIZES[-1] and (self.mixer != "rnn" or self.swa):
             raise ValueError(f"n_embd / n_head = {self.head_dim} is more than a head of {kernels.HEAD_SIZES[-1]}")
         if not self.rope_theta > 0 or not self.norm_eps > 0:
             raise ValueError("rope_theta and norm_eps must be positive")
@@ -147,7 +148,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)     # autocast: x may be bfloat16
 
 
 def rotary_tables(pos, head_dim, theta, dtype):
@@ -181,7 +182,7 @@ def attention_naive(q, k, v, bias, dropout=0.0):
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))     # one key head per query head
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))                  # (B, H, T, S)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias
-    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v
+    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v               # (B, H, T, D)
 
 
 def attention_fast(q, k, v, bias, dropout=0.0):
@@ -223,6 +224,7 @@ class Cache:
 
     lengths (B,) counts the tokens each row holds; rows may differ. While every row holds the same number (`ragged`
     False) no mask is needed. `longest` is an upper bound of lengths that the host knows without asking the device.
+    A forward that raised may have moved the states of some layers: reset() before going on.
     """
 
     def __init__(self, layers, batch_size, max_len, device):
@@ -269,18 +271,26 @@ def wide(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def turned(x, tables, at=slice(None)):
+    """x (B, T, H, D) rotated by the rows `at` of the rotary tables; without tables as it is."""
+    return x if tables is None else apply_rotary(x, *(table[..., at, :] for table in tables))
+
+
 def running_states(gate, x, restart, state, fast):
-    """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, from `state` (B, ...) or zero, and from zero at every position where
-    restart (1 or B, T) is true. gate, x (B, T, ...), float32 or better, gate broadcasts to x -> (B, T, ...)."""
+    """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, from `state` (B, ...; None: zero), and from zero at positions where
+    restart (1 or B, T; None: nowhere) is true. gate, x (B, T, ...), float32 or better; gate broadcasts to x."""
     B, T = x.shape[:2]
-    state = torch.zeros_like(x[:, 0]) if state is None else state
-    restart = restart.view(*restart.shape, *[1] * (x.dim() - 2))
-    if fast:                                                # a gate of 0 forgets the state
-        keep = gate.masked_fill(restart, 0).expand_as(x)
-        return kernels.scan(keep.flatten(2), ((1 - gate) * x).flatten(2), T, state.flatten(1)).view(x.shape)
-    states = []
+    state = None if state is None else state.clone()        # the cache's own is overwritten before a backward reads it
+    if restart is not None:                                 # a gate of 0 forgets the state
+        restart = restart.view(*restart.shape, *[1] * (x.dim() - 2))
+    if fast:
+        keep = (gate if restart is None else gate.masked_fill(restart, 0)).expand_as(x)
+        state = None if state is None else state.flatten(1)
+        return kernels.scan(keep.flatten(2), ((1 - gate) * x).flatten(2), T, state).view(x.shape)
+    states, state = [], torch.zeros_like(x[:, 0]) if state is None else state
     for t in range(T):
-        state = torch.where(restart[:, t], torch.zeros_like(state), state)
+        if restart is not None:
+            state = torch.where(restart[:, t], torch.zeros_like(state), state)
         state = gate[:, t] * state + (1 - gate[:, t]) * x[:, t]
         states.append(state)
     return torch.stack(states, 1)
@@ -293,6 +303,16 @@ def keep_last_state(store, states, place):
     else:
         known = torch.cat([store["state"][:, None], states.detach()], 1)
         store["state"].copy_(known[torch.arange(len(known), device=known.device), place.valid.sum(1)])
+
+
+def put(buffer, slots, x, place):
+    """Store x (B, G, D), one entry a row, in slots: an int, or (B,), where padding leaves what stands there."""
+    x = x.detach().to(buffer.dtype)
+    if place.valid is None:
+        buffer[:, slots] = x
+    else:
+        rows = torch.arange(len(x), device=x.device)
+        buffer[rows, slots] = torch.where(place.valid[..., None], x, buffer[rows, slots])
 
 
 def attend_slots(q, store, top, last, place, fast):
@@ -320,7 +340,7 @@ class Rat(nn.Module):
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
         if rank:
             self.w_z, self.w_g = nn.Linear(rank, C, bias=False), nn.Linear(rank, C, bias=False)
-        self.gate_bias = nn.Parameter(gate_bias(C, cfg.chunk))
+        self.gate_bias = nn.Parameter(initial_gate_bias(C, cfg.chunk))
         self.wo = nn.Linear(C, C, bias=False)
 
     def init_store(self, B, max_len, device, dtype):
@@ -338,7 +358,8 @@ class Rat(nn.Module):
             y, k_ends, v_ends = kernels.rat(q, k, v, g, z, wide(self.gate_bias), self.cfg.chunk, *tables)
             if store is not None:
                 done = u.size(1) // self.cfg.chunk
-                store["k"][:, :done] = self.rotate(k_ends[:, :done], place, self.cfg.chunk - 1)
+                ends = slice(self.cfg.chunk - 1, None, self.cfg.chunk)
+                store["k"][:, :done] = turned(k_ends[:, :done], place.by_chunk, ends)
                 store["v"][:, :done] = v_ends[:, :done]
                 store["state"][:, 0], store["state"][:, 1] = k_ends[:, -1], v_ends[:, -1]
             return self.wo(y.flatten(2))
@@ -356,13 +377,6 @@ class Rat(nn.Module):
     def gate(self, g):
         return torch.sigmoid(wide(g) + wide(self.gate_bias).view(-1, self.cfg.head_dim))
 
-    def rotate(self, x, place, first=0):
-        """x (B, T', H, D) turned to the angles of every chunk-th position from `first` (first=0: of every position)."""
-        if place.by_chunk is None:
-            return x
-        step = self.cfg.chunk if first else 1
-        return apply_rotary(x, *(table[..., first::step, :][..., :x.size(1), :] for table in place.by_chunk))
-
     def attend(self, q, k, v, gate, place, store):
         """y (B, T, H, D) of T new tokens, which go on from the store where there is one."""
         L, H, T = self.cfg.chunk, v.size(2), v.size(1)
@@ -371,50 +385,49 @@ class Rat(nn.Module):
         states = running_states(gate[:, :, None], torch.stack([wide(k), wide(v)], 2), place.pos % L == 0, before,
                                 self.cfg.fast)                                          # (B, T, 2, H, D)
         k_own, v_own = states.unbind(2)
-        k_turned, own = self.rotate(k_own, place), (wide(q) * k_own).sum(-1)            # q's angle is its own key's
+        own = (wide(q) * k_own).sum(-1)                                                 # q's angle is its own key's
         if store is None:
-            k_ends, v_ends = k_turned[:, L - 1::L], v_own[:, L - 1::L]
+            ends = slice(L - 1, None, L)
+            k_ends, v_ends = turned(k_own[:, ends], place.by_chunk, ends), v_own[:, ends]
         else:
             keep_last_state(store, states, place)
-            self.keep_ends(store, k_turned, v_own, place)
+            self.keep_ends(store, k_own, v_own, place)
             used = -(-(place.start + T) // L)
             k_ends, v_ends = store["k"][:, :used], store["v"][:, :used]
         read = read_fast if self.cfg.fast else read_naive
-        return read(self.rotate(q, place), k_ends.to(v.dtype), v_ends.to(v.dtype), own, v_own.to(v.dtype),
+        return read(turned(q, place.by_chunk), k_ends.to(v.dtype), v_ends.to(v.dtype), own, v_own.to(v.dtype),
                     place.pos // L)
 
     def keep_ends(self, store, k, v, place):
-        """Store the states k, v (B, T, H, D) of the positions that end a chunk."""
+        """Store the states k, v (B, T, H, D) of the positions that end a chunk, k rotated."""
         L = self.cfg.chunk
-        ends = place.pos % L == L - 1
-        ends = ends.expand(len(k), -1) if place.valid is None else ends & place.valid
-        rows, cols = ends.nonzero(as_tuple=True)
-        slots = (place.pos // L).expand(len(k), -1)[rows, cols]
-        for name, x in (("k", k), ("v", v)):
-            store[name][rows, slots] = x[rows, cols].detach().to(store[name].dtype)
+        if place.valid is None:
+            first = (L - 1 - place.start) % L
+            ends, slot, n = slice(first, None, L), (place.start + first) // L, len(range(first, k.size(1), L))
+            store["k"][:, slot:slot + n] = turned(k[:, ends], place.by_chunk, ends).detach()
+            store["v"][:, slot:slot + n] = v[:, ends].detach()
+        else:
+            rows, cols = (place.valid & (place.pos % L == L - 1)).nonzero(as_tuple=True)
+            slots = place.pos[rows, cols] // L
+            for name, x in (("k", turned(k, place.by_chunk)), ("v", v)):
+                store[name][rows, slots] = x[rows, cols].detach().to(store[name].dtype)
 
     def step(self, q, k, v, gate, place, store):
         """One token a row: the state takes it in, stands in its chunk's slot, and q reads the slots so far."""
-        L, H = self.cfg.chunk, v.size(2)
+        L, H, state = self.cfg.chunk, v.size(2), store["state"]                         # (B, 2, H, D)
         q, k = (x.repeat(1, 1, H // x.size(2), 1) for x in (q, k))
-        state = store["state"]                                                          # (B, 2, H, D)
         new = gate * torch.where((place.pos % L == 0)[..., None, None], 0, state)
         new = new + (1 - gate) * torch.cat([wide(k), wide(v)], 1)                       # gate (B, 1, H, D)
-        if place.valid is None:
-            rows, slots = slice(None), place.start // L
-        else:
-            new = torch.where(place.valid[..., None, None], new, state)
-            rows = place.valid[:, 0].nonzero()[:, 0]
-            slots = place.pos[rows, 0] // L
-        state.copy_(new)
-        store["k"][rows, slots] = self.rotate(new[:, :1], place)[rows, 0].to(store["k"].dtype)
-        store["v"][rows, slots] = new[rows, 1].to(store["v"].dtype)
         top = min(place.start // L, store["k"].size(1) - 1)
-        return attend_slots(self.rotate(q, place), store, top, place.pos // L, place, self.cfg.fast)
+        slots = top if place.valid is None else (place.pos[:, 0] // L).clamp(max=top)
+        put(store["k"], slots, turned(new[:, :1], place.by_chunk)[:, 0], place)
+        put(store["v"], slots, new[:, 1], place)
+        state.copy_((new if place.valid is None else torch.where(place.valid[..., None, None], new, state)).detach())
+        return attend_slots(turned(q, place.by_chunk), store, top, place.pos // L, place, self.cfg.fast)
 
 
-def gate_bias(C, steps):
-    """log u, u uniform in (1, steps - 1): forget gates that remember 1 to `steps` tokens. Zero for steps <= 2."""
+def initial_gate_bias(C, steps):
+    """log u, u uniform in (1, steps - 1): gates that remember some 1 + u = 2 to `steps` tokens. Zero for steps <= 2."""
     if steps <= 2:
         return torch.zeros(C)
     return torch.empty(C).uniform_(1, steps - 1).log()
@@ -447,7 +460,7 @@ class Rnn(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.w_in = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)                   # z, g, v
-        self.gate_bias = nn.Parameter(gate_bias(cfg.n_embd, cfg.block_size))
+        self.gate_bias = nn.Parameter(initial_gate_bias(cfg.n_embd, cfg.block_size))
         self.wo = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
     def init_store(self, B, max_len, device, dtype):
@@ -458,8 +471,7 @@ class Rnn(nn.Module):
         """u (B, T, C), normed -> (B, T, C)."""
         z, g, v = self.w_in(u).chunk(3, -1)
         gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
-        states = running_states(gate, wide(v), torch.zeros_like(place.pos, dtype=torch.bool),
-                                None if store is None else store["state"], self.cfg.fast)
+        states = running_states(gate, wide(v), None, None if store is None else store["state"], self.cfg.fast)
         if store is not None:
             keep_last_state(store, states, place)
         return self.wo(torch.sigmoid(z) * states.to(z.dtype))
@@ -470,9 +482,9 @@ NEVER, EVER = -2 ** 28, 2 ** 27     # the position of a slot that holds nothing,
 
 def read_ring(store, place):
     """Keys and values of a ring buffer, whose slot of position p is p % R, in order, for queries after them: k, v
-    (B, R, G, D) and their positions (1 or B, R), negative where there is nothing."""
+    (B, S, G, D) and their positions (1 or B, S), negative where there is nothing."""
     R = store["k"].size(1)
-    pos = place.pos[:, :1] - R + torch.arange(R, device=place.pos.device)
+    pos = place.pos[:, :1] + torch.arange(-min(R, place.start), 0, device=place.pos.device)   # that were there
     if len(pos) == 1:
         return store["k"][:, pos[0] % R], store["v"][:, pos[0] % R], pos
     rows = torch.arange(len(pos), device=pos.device)[:, None]
@@ -482,14 +494,20 @@ def read_ring(store, place):
 def write_ring(store, k, v, place):
     """Store k, v (B, T, G, D) of the new tokens, of many the last ones."""
     R, T, pos = store["k"].size(1), k.size(1), place.pos
-    for name, x in (("k", k), ("v", v)):
-        x = x.detach().to(store[name].dtype)
-        if place.valid is None:
-            store[name][:, pos[0, -R:] % R] = x[:, -R:]
-        else:
-            last = place.valid & (torch.arange(T, device=pos.device) >= place.valid.sum(1, keepdim=True) - R)
-            rows, cols = last.nonzero(as_tuple=True)
-            store[name][rows, pos[rows, cols] % R] = x[rows, cols]
+    if T == 1:
+        slots = place.start % R if place.valid is None else pos[:, 0] % R
+        put(store["k"], slots, k[:, 0], place)
+        put(store["v"], slots, v[:, 0], place)
+    elif place.valid is None:
+        slots = pos[0, -R:] % R
+        store["k"][:, slots] = k[:, -R:].detach().to(store["k"].dtype)
+        store["v"][:, slots] = v[:, -R:].detach().to(store["v"].dtype)
+    else:
+        last = place.valid & (torch.arange(T, device=pos.device) >= place.valid.sum(1, keepdim=True) - R)
+        rows, cols = last.nonzero(as_tuple=True)
+        slots = pos[rows, cols] % R
+        store["k"][rows, slots] = k[rows, cols].detach().to(store["k"].dtype)
+        store["v"][rows, slots] = v[rows, cols].detach().to(store["v"].dtype)
 
 
 def attend_positions(q, k, v, q_pos, k_pos, window, fast):
@@ -562,14 +580,14 @@ class Reversed(nn.Module):
         self.widths = [rank, C, C, C, D]                                # of z, g, v, k, q: q is one head for all
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
         self.w_z = nn.Linear(rank, C, bias=False)
-        self.gate_bias = nn.Parameter(gate_bias(C, cfg.block_size // cfg.chunk))
+        self.gate_bias = nn.Parameter(initial_gate_bias(C, cfg.block_size // cfg.chunk))
         self.wo = nn.Linear(C, C, bias=False)
 
     def init_store(self, B, max_len, device, dtype):
         """The keys and values of one chunk, and the state in which the last one ended."""
-        H, D = self.cfg.n_head, self.cfg.head_dim
+        H, D, slots = self.cfg.n_head, self.cfg.head_dim, min(self.cfg.chunk, max_len)
         buffer = lambda *shape, dtype=dtype: torch.zeros(B, *shape, device=device, dtype=dtype)
-        return dict(k=buffer(self.cfg.chunk, H, D), v=buffer(self.cfg.chunk, H, D),
+        return dict(k=buffer(slots, H, D), v=buffer(slots, H, D),
                     state=buffer(H * D, dtype=torch.promote_types(dtype, torch.float32)))
 
     def forward(self, u, place, store=None):
@@ -583,9 +601,8 @@ class Reversed(nn.Module):
         gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
         # a state that changes at chunk ends only: elsewhere its gate is 1
         ends = (place.pos % L == L - 1)[..., None]
-        before = torch.zeros_like(y[:, 0]) if store is None else store["state"]
-        states = running_states(torch.where(ends, gate, 1), y, torch.zeros_like(place.pos, dtype=torch.bool), before,
-                                self.cfg.fast)
+        before = torch.zeros_like(y[:, 0]) if store is None else store["state"].clone()
+        states = running_states(torch.where(ends, gate, 1), y, None, before, self.cfg.fast)
         entered = torch.cat([before[:, None], states[:, :-1]], 1)       # each position's state before it: its chunk's
         h = gate * entered + (1 - gate) * y
         if store is not None:
@@ -663,7 +680,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """N(0, 0.02) for every matrix, as in the paper; norms start at 1, gate biases as gate_bias draws them."""
+        """N(0, 0.02) for every matrix, as in the paper; norms start at 1; gate biases: see initial_gate_bias."""
         for p in self.parameters():
             if p.dim() == 2:
                 p.normal_(0, 0.02)

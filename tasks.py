@@ -4,7 +4,7 @@ Synthetic tasks as data sets, made while training: what a sequence model can do,
     python train.py dataset=task:recall block_size=128 run=recall
 
 Below, inputs stand above targets; a dot is a position that is not scored. Token t's target is what the model should
-say after reading tokens 0..t. T is the length, which is block_size; in parentheses stand the vocabulary and MAD's T.
+say after reading tokens 0..t. T is the length, which is block_size; in parentheses stand the vocabulary and a usual T.
 
 recall (16, T 128). Pairs of a key (0-7) and a value (8-15), where within one example a key always has the same value.
 Scored is the value of every key that was there before; the last key always was.
