@@ -1,15 +1,16 @@
 """
-The operations behind the fast paths: attention over explicit positions, and the gated scan inside chunks.
+The operations behind the fast paths: attention over explicit positions, the gated scan inside chunks, and both in one.
 
     attend(q, k, v, q_pos, k_pos, slopes, window, scale) -> out, lse     softmax attention whose mask is positions
     merge(out_a, lse_a, out_b, lse_b) -> out, lse                        two partial softmaxes made one
     scan(g, x, chunk, h0, offset) -> h                                   h_t = g_t h_{t-1} + x_t inside chunks
     attend_backward(q, k, v, out, lse, do, ...) -> dq, dk, dv            attend's backward, for others written by hand
+    rat(q, k, v, g, z, bias, chunk, cos, sin) -> out, k_ends, v_ends     recurrence in chunks, attention over their ends
 
 Each exists twice: Triton kernels for GPUs, and a twin in plain PyTorch (attend_ref and so on), which is also what
 runs on a CPU, in float64, and where triton is missing. One line on stderr tells which of the two runs.
-All are differentiable, in every output, and torch.compile takes them. TRITON_INTERPRET=1 runs the Triton code on CPU
-tensors, slowly, for tests.
+All are differentiable, in every output but rat's ends, and torch.compile takes them. TRITON_INTERPRET=1 runs the
+Triton code on CPU tensors, slowly, for tests.
 
 The online softmax, once for all kernels below. Query i wants out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij} over the
 keys it sees, and reads them tile by tile. It carries the largest score so far m, the sum l = sum_j e^{s_ij - m} and
@@ -30,10 +31,22 @@ Which tiles to read: positions ascend, so the keys that some query of a tile see
 that all of its queries see are another. Tiles outside the first are never loaded; tiles inside the second need no
 mask. Both ranges come from four binary searches over the positions, made by each program for itself.
 
-Papers: Milakov and Gimelshein 2018 (online softmax); Dao 2023 (FlashAttention-2); Press et al. 2022 (ALiBi).
+rat is scan, attend and merge in one. With a gate a = sigmoid(g + bias) the states k~_t = a_t k~_{t-1} + (1 - a_t) k_t,
+and v~ likewise, start from zero in each chunk; a token's own state opens the online softmax (m = q . k~ scale, l = 1,
+acc = v~), the ends of earlier chunks follow, rotated like q, and out = sigmoid(z) acc / l. States are not stored but at
+the ends: forward and backward scan them again, a tile of whole chunks at a time. Backward, with p_t, ds_t of the own
+column, dK, dV of the ends, and delta_t = dout_t . out_t, which is the same on both sides of the gate z:
+
+    do_t = sigmoid(z_t) dout_t        dz_t = (1 - sigmoid(z_t)) out_t dout_t
+    Dk_t = scale ds_t q_t + [t ends a chunk] dK + a_{t+1} Dk_{t+1}        dk_t = (1 - a_t) Dk_t
+    Dv_t =      p_t do_t  + [t ends a chunk] dV + a_{t+1} Dv_{t+1}        dv_t = (1 - a_t) Dv_t
+    dg_t = dk_t (k~_t - k_t) + dv_t (v~_t - v_t)                          (a_{t+1} = 0 where t ends a chunk)
+
+Papers: Milakov and Gimelshein 2018 (online softmax); Dao 2023 (FlashAttention-2); Press et al. 2022 (ALiBi); Wei et
+al. 2025 (RAT).
 
 Names: B batch, H query heads, G key/value heads, Tq, Tk queries and keys, D head size; M and N in a kernel are the
-query and key rows of a tile; C channels of the scan.
+query and key rows of a tile; C channels of the scan. In rat G counts the groups of q and k, n chunks or their ends.
 """
 import contextlib
 import functools
@@ -75,6 +88,8 @@ ATTEND = dict(do_not_specialize=["Tq", "Tk", "H", "GROUP", "window", "biased", "
 MERGE = dict(do_not_specialize=["n", "T", "H"],
              do_not_specialize_on_alignment=["lse_ptr", "lse_a_ptr", "lse_b_ptr", "dlse_ptr", "dlse_a_ptr",
                                              "dlse_b_ptr"])
+RAT = dict(do_not_specialize=["T", "n", "H", "G", "chunk"],
+           do_not_specialize_on_alignment=["lse_ptr", "delta_ptr", "bias_ptr", "q_pos_ptr"])
 SCAN = dict(do_not_specialize=["T", "chunk", "offset", "has_h0"], do_not_specialize_on_alignment=["h0_ptr", "dh0_ptr"])
 
 
@@ -475,6 +490,223 @@ def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr, 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# rat: the Triton kernels
+# ---------------------------------------------------------------------------------------------------------------------
+
+@jit()
+def rat_program(T, H, chunk, BLOCK_M: tl.constexpr):
+    """What a program works on: batch row, head, and a tile of as many whole chunks as fit into BLOCK_M rows: its first
+    and last + 1 token, and which of its rows are there."""
+    size = BLOCK_M // chunk * chunk
+    n_tiles = tl.cdiv(T, size)
+    head, start = tl.program_id(0) // n_tiles, (n_tiles - 1 - tl.program_id(0) % n_tiles) * size    # longest first
+    end = tl.minimum(start + size, T)
+    return (head // H).to(tl.int64), (head % H).to(tl.int64), start, end, start + tl.arange(0, BLOCK_M) < end
+
+
+@jit()
+def rat_gate(g_ptr, bias_ptr, start, g_t, there, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The forget gate of a tile, in float32."""
+    d = tl.arange(0, BLOCK_D)
+    g = load_rows(g_ptr, start, g_t, there, D, ROWS, BLOCK_D, True).to(tl.float32)
+    return tl.sigmoid(g + tl.load(bias_ptr + d, mask=d < D, other=0.0)[None, :])
+
+
+@jit()
+def rat_state(gate, x, chunk, ROWS: tl.constexpr):
+    """h_t = gate_t h_{t-1} + (1 - gate_t) x_t along the rows of a tile, from zero at each chunk's start."""
+    first = tl.arange(0, ROWS) % chunk == 0
+    x = x.to(tl.float32)
+    _, h = tl.associative_scan((tl.where(first[:, None], 0.0, gate), x - gate * x), 0, compose)
+    return h
+
+
+@jit(**RAT)
+def rat_ends_kernel(k_ptr, v_ptr, g_ptr, bias_ptr, k_ends_ptr, v_ends_ptr, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+                    e_b, e_h, e_t, T, D, H, G, chunk, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
+    """A program: the states at the ends of some chunks, BLOCK_C channels of one head (axis 1 of the grid)."""
+    b, h, start, end, there = rat_program(T, H, chunk, BLOCK_M)
+    c = tl.program_id(1) * BLOCK_C
+    t, d = start + tl.arange(0, BLOCK_M), c + tl.arange(0, BLOCK_C)
+    at = b * e_b + h * e_h + (t // chunk).to(tl.int64)[:, None] * e_t + d[None, :]
+    mask = (there & ((t % chunk == chunk - 1) | (t == T - 1)))[:, None] & (d < D)[None, :]
+    gate = rat_gate(g_ptr + b * g_b + h * g_h + c, bias_ptr + h * D + c, start, g_t, there, D - c, BLOCK_M, BLOCK_C)
+    k = load_rows(k_ptr + b * k_b + h % G * k_h + c, start, k_t, there, D - c, BLOCK_M, BLOCK_C, True)
+    tl.store(k_ends_ptr + at, rat_state(gate, k, chunk, BLOCK_M), mask=mask)
+    v = load_rows(v_ptr + b * v_b + h * v_h + c, start, v_t, there, D - c, BLOCK_M, BLOCK_C, True)
+    tl.store(v_ends_ptr + at, rat_state(gate, v, chunk, BLOCK_M), mask=mask)
+
+
+@jit(**RAT)
+def rat_forward_kernel(q_ptr, turned_ptr, k_ptr, v_ptr, g_ptr, z_ptr, bias_ptr, keys_ptr, values_ptr, out_ptr, lse_ptr,
+                       q_b, q_h, q_t, turned_b, turned_h, turned_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+                       z_b, z_h, z_t, e_b, e_h, e_t, o_b, o_h, o_t, T, D, H, G, n, chunk, scale,
+                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A program: some chunks of one head. Their states are scanned in registers; a token's own state opens its online
+    softmax, then come the ends (keys, values), of whose n chunk c sees the first c; turned is q, rotated."""
+    b, h, start, end, there = rat_program(T, H, chunk, BLOCK_M)
+    rows = start + tl.arange(0, BLOCK_M)
+    gate = rat_gate(g_ptr + b * g_b + h * g_h, bias_ptr + h * D, start, g_t, there, D, BLOCK_M, BLOCK_D)
+    q = load_rows(q_ptr + b * q_b + h % G * q_h, start, q_t, there, D, BLOCK_M, BLOCK_D, True)
+    k = load_rows(k_ptr + b * k_b + h % G * k_h, start, k_t, there, D, BLOCK_M, BLOCK_D, True)
+    scale = scale * LOG2E
+    m = tl.sum(q.to(tl.float32) * rat_state(gate, k, chunk, BLOCK_M), 1) * scale
+    l = tl.full((BLOCK_M,), 1.0, tl.float32)
+    v = load_rows(v_ptr + b * v_b + h * v_h, start, v_t, there, D, BLOCK_M, BLOCK_D, True)
+    acc = rat_state(gate, v, chunk, BLOCK_M)
+
+    q = load_rows(turned_ptr + b * turned_b + h % G * turned_h, start, turned_t, there, D, BLOCK_M, BLOCK_D, True)
+    q_at = tl.where(there, rows // chunk - 1, -(1 << 30))
+    keys_ptr += b * e_b + h * e_h
+    values_ptr += b * e_b + h * e_h
+    every = start // chunk // BLOCK_N                               # tiles of ends that all of these queries see
+    for i in range(0, every):
+        m, l, acc = softmax_tile(q, q_at, m, l, acc, keys_ptr, values_ptr, keys_ptr, i * BLOCK_N, e_t, e_t, n, D, D,
+                                 scale, 0.0, 1 << 30, True, BLOCK_N, BLOCK_D, False)
+    for i in range(every, tl.cdiv((end - 1) // chunk, BLOCK_N)):
+        m, l, acc = softmax_tile(q, q_at, m, l, acc, keys_ptr, values_ptr, keys_ptr, i * BLOCK_N, e_t, e_t, n, D, D,
+                                 scale, 0.0, 1 << 30, True, BLOCK_N, BLOCK_D, True)
+
+    z = load_rows(z_ptr + b * z_b + h * z_h, start, z_t, there, D, BLOCK_M, BLOCK_D, True)
+    out = acc / l[:, None] * tl.sigmoid(z.to(tl.float32))
+    store_rows(out_ptr + b * o_b + h * o_h, start, o_t, end, D, out, BLOCK_M, BLOCK_D)
+    tl.store(lse_ptr + (b * H + h) * T + rows, (m + tl.log2(l)) * LN2, mask=there)
+
+
+@jit(**RAT)
+def rat_prepare_kernel(dout_ptr, out_ptr, z_ptr, do_ptr, dz_ptr, delta_ptr, dout_b, dout_h, dout_t, z_b, z_h, z_t,
+                       o_b, o_h, o_t, T, D, H, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A program: of BLOCK_M tokens of one head the gradients of the softmax's result (do) and of z, and delta, which is
+    the same before and after the gate. do and dz lie in memory as out does."""
+    b, h, start, end, there = rat_program(T, H, 1, BLOCK_M)
+    dout = load_rows(dout_ptr + b * dout_b + h * dout_h, start, dout_t, there, D, BLOCK_M, BLOCK_D, True).to(tl.float32)
+    z = load_rows(z_ptr + b * z_b + h * z_h, start, z_t, there, D, BLOCK_M, BLOCK_D, True)
+    out = load_rows(out_ptr + b * o_b + h * o_h, start, o_t, there, D, BLOCK_M, BLOCK_D, True).to(tl.float32)
+    gate = tl.sigmoid(z.to(tl.float32))
+    store_rows(do_ptr + b * o_b + h * o_h, start, o_t, end, D, dout * gate, BLOCK_M, BLOCK_D)
+    store_rows(dz_ptr + b * o_b + h * o_h, start, o_t, end, D, dout * out * (1 - gate), BLOCK_M, BLOCK_D)
+    tl.store(delta_ptr + (b * H + h) * T + start + tl.arange(0, BLOCK_M), tl.sum(dout * out, 1), mask=there)
+
+
+@jit(**RAT)
+def rat_dq_kernel(turned_ptr, keys_ptr, values_ptr, lse_ptr, do_ptr, delta_ptr, dturned_ptr,
+                  turned_b, turned_h, turned_t, e_b, e_h, e_t, o_b, o_h, o_t, T, D, H, G, n, chunk, scale,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A program: what the ends add to the gradient of BLOCK_M rotated queries, for one head."""
+    b, h, start, end, there = rat_program(T, H, 1, BLOCK_M)
+    rows = start + tl.arange(0, BLOCK_M)
+    q = load_rows(turned_ptr + b * turned_b + h % G * turned_h, start, turned_t, there, D, BLOCK_M, BLOCK_D, True)
+    do = load_rows(do_ptr + b * o_b + h * o_h, start, o_t, there, D, BLOCK_M, BLOCK_D, True)
+    lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=there, other=float("inf")) * LOG2E
+    delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=there, other=0.0)
+    q_at = tl.where(there, rows // chunk - 1, -(1 << 30))
+    keys_ptr += b * e_b + h * e_h
+    values_ptr += b * e_b + h * e_h
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    every = start // chunk // BLOCK_N
+    for i in range(0, every):
+        dq = dq_tile(q, do, q_at, lse, delta, dq, keys_ptr, values_ptr, keys_ptr, i * BLOCK_N, e_t, e_t, n, D, D,
+                     scale * LOG2E, 0.0, 1 << 30, True, BLOCK_N, BLOCK_D, False)
+    for i in range(every, tl.cdiv((end - 1) // chunk, BLOCK_N)):
+        dq = dq_tile(q, do, q_at, lse, delta, dq, keys_ptr, values_ptr, keys_ptr, i * BLOCK_N, e_t, e_t, n, D, D,
+                     scale * LOG2E, 0.0, 1 << 30, True, BLOCK_N, BLOCK_D, True)
+    store_rows(dturned_ptr + b * o_b + h * o_h, start, o_t, end, D, dq * scale, BLOCK_M, BLOCK_D)
+
+
+@jit(**RAT)
+def rat_dkv_kernel(turned_ptr, keys_ptr, values_ptr, lse_ptr, do_ptr, delta_ptr, dkeys_ptr, dvalues_ptr, q_pos_ptr,
+                   turned_b, turned_h, turned_t, e_b, e_h, e_t, o_b, o_h, o_t, T, D, H, G, n, chunk, scale,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A program: the gradients of BLOCK_N ends of one head. The position of an end is the number of its chunk, that of
+    a query (q_pos) the number of the last chunk it sees: token (j + 1) chunk is the first that sees end j."""
+    n_tiles = tl.cdiv(n, BLOCK_N)
+    head, start = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles * BLOCK_N     # longest first
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    turned_ptr += b * turned_b + h % G * turned_h
+    do_ptr += b * o_b + h * o_h
+    lse_ptr += (b * H + h) * T
+    delta_ptr += (b * H + h) * T
+    here = b * e_b + h * e_h
+    k_at = positions_at(q_pos_ptr, start + tl.arange(0, BLOCK_N), n, 1 << 30, True)
+    k = load_rows(keys_ptr + here, start, e_t, k_at < 1 << 30, D, BLOCK_N, BLOCK_D, True)
+    v = load_rows(values_ptr + here, start, e_t, k_at < 1 << 30, D, BLOCK_N, BLOCK_D, True)
+    first, last = (start + 1) * chunk // BLOCK_M, tl.cdiv(T, BLOCK_M)       # tiles of queries that see some end,
+    a = tl.minimum(tl.cdiv(tl.minimum(start + BLOCK_N, n) * chunk, BLOCK_M), last)     # and from a to z every one
+    z = tl.maximum(T // BLOCK_M, a)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for i in range(a, z):
+        dk, dv = dkv_tile(k, v, k_at, dk, dv, turned_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, i * BLOCK_M, turned_t,
+                          o_t, T, D, D, scale * LOG2E, 0.0, 1 << 30, False, BLOCK_M, BLOCK_D, False)
+    for i in range(0, a - first + last - z):
+        dk, dv = dkv_tile(k, v, k_at, dk, dv, turned_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr,
+                          side_tile(i, first, a, z) * BLOCK_M, turned_t, o_t, T, D, D, scale * LOG2E, 0.0, 1 << 30,
+                          False, BLOCK_M, BLOCK_D, True)
+    store_rows(dkeys_ptr + here, start, e_t, n, D, dk * scale, BLOCK_N, BLOCK_D)
+    store_rows(dvalues_ptr + here, start, e_t, n, D, dv, BLOCK_N, BLOCK_D)
+
+
+@jit()
+def rat_back(gate, later, x, dh, chunk, ROWS: tl.constexpr):
+    """The recurrence of rat_state backwards, from what each state gets by itself (dh); later: the next token's gate, 0
+    at a chunk's end. Returns the states, dx, and what this adds to the gradient of the gate's logit."""
+    h = rat_state(gate, x, chunk, ROWS)
+    _, dh = tl.associative_scan((later, dh), 0, compose, reverse=True)
+    dx = dh - gate * dh
+    return h, dx, dx * (h - x.to(tl.float32))
+
+
+@jit(**RAT)
+def rat_own_kernel(q_ptr, k_ptr, v_ptr, g_ptr, bias_ptr, lse_ptr, do_ptr, delta_ptr, dk_ends_ptr, dv_ends_ptr,
+                   dq_ptr, dk_ptr, dv_ptr, dg_ptr, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+                   e_b, e_h, e_t, o_b, o_h, o_t, T, D, H, G, n, chunk, scale,
+                   BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
+    """A program: for some chunks of one head what the tokens' own columns add to dq, then, back through the recurrence,
+    dk (of this head), dv and dg. BLOCK_C channels at a time, twice: first for the sums over all channels, p and ds."""
+    b, h, start, end, there = rat_program(T, H, chunk, BLOCK_M)
+    q_ptr += b * q_b + h % G * q_h
+    k_ptr += b * k_b + h % G * k_h
+    v_ptr += b * v_b + h * v_h
+    g_ptr += b * g_b + h * g_h
+    bias_ptr += h * D
+    o = b * o_b + h * o_h
+    s, dp = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    for c in range(0, D, BLOCK_C):
+        gate = rat_gate(g_ptr + c, bias_ptr + c, start, g_t, there, D - c, BLOCK_M, BLOCK_C)
+        k = load_rows(k_ptr + c, start, k_t, there, D - c, BLOCK_M, BLOCK_C, True)
+        q = load_rows(q_ptr + c, start, q_t, there, D - c, BLOCK_M, BLOCK_C, True)
+        s += tl.sum(q.to(tl.float32) * rat_state(gate, k, chunk, BLOCK_M), 1)
+        v = load_rows(v_ptr + c, start, v_t, there, D - c, BLOCK_M, BLOCK_C, True)
+        do = load_rows(do_ptr + o + c, start, o_t, there, D - c, BLOCK_M, BLOCK_C, True)
+        dp += tl.sum(do.to(tl.float32) * rat_state(gate, v, chunk, BLOCK_M), 1)
+    rows = start + tl.arange(0, BLOCK_M)
+    p = tl.exp(s * scale - tl.load(lse_ptr + (b * H + h) * T + rows, mask=there, other=float("inf")))
+    ds = p * (dp - tl.load(delta_ptr + (b * H + h) * T + rows, mask=there, other=0.0)) * scale
+
+    on = (rows + 1 < end) & ((rows + 1) % chunk != 0)               # the state goes on to the next token
+    seen = there & (rows % chunk == chunk - 1) & (rows // chunk < n)        # attention sees this end
+    e = b * e_b + h * e_h + (rows // chunk).to(tl.int64)[:, None] * e_t
+    for c in range(0, D, BLOCK_C):
+        d = c + tl.arange(0, BLOCK_C)
+        mask = seen[:, None] & (d < D)[None, :]
+        gate = rat_gate(g_ptr + c, bias_ptr + c, start, g_t, there, D - c, BLOCK_M, BLOCK_C)
+        later = rat_gate(g_ptr + c, bias_ptr + c, start + 1, g_t, on, D - c, BLOCK_M, BLOCK_C)
+        later = tl.where(on[:, None], later, 0.0)
+        q = load_rows(q_ptr + c, start, q_t, there, D - c, BLOCK_M, BLOCK_C, True)
+        k = load_rows(k_ptr + c, start, k_t, there, D - c, BLOCK_M, BLOCK_C, True)
+        dh = ds[:, None] * q.to(tl.float32) + tl.load(dk_ends_ptr + e + d[None, :], mask=mask, other=0.0)
+        sk, dk, dg = rat_back(gate, later, k, dh, chunk, BLOCK_M)
+        store_rows(dq_ptr + o + c, start, o_t, end, D - c, ds[:, None] * sk, BLOCK_M, BLOCK_C)
+        store_rows(dk_ptr + o + c, start, o_t, end, D - c, dk, BLOCK_M, BLOCK_C)
+        do = load_rows(do_ptr + o + c, start, o_t, there, D - c, BLOCK_M, BLOCK_C, True)
+        v = load_rows(v_ptr + c, start, v_t, there, D - c, BLOCK_M, BLOCK_C, True)
+        dh = p[:, None] * do.to(tl.float32) + tl.load(dv_ends_ptr + e + d[None, :], mask=mask, other=0.0)
+        _, dv, dg_v = rat_back(gate, later, v, dh, chunk, BLOCK_M)
+        store_rows(dv_ptr + o + c, start, o_t, end, D - c, dv, BLOCK_M, BLOCK_C)
+        store_rows(dg_ptr + o + c, start, o_t, end, D - c, dg + dg_v, BLOCK_M, BLOCK_C)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Launching them
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -522,16 +754,20 @@ def block_of(*sizes):
 
 # (BLOCK_M, BLOCK_N, warps, stages) for each of HEAD_SIZES
 LARGE = {"forward": 4 * [(128, 64, 8, 3)] + [(128, 32, 8, 3)], "dq": 4 * [(128, 64, 8, 2)] + [(64, 32, 8, 2)],
-         "dkv": 3 * [(64, 128, 8, 2)] + [(32, 128, 8, 3), (32, 64, 8, 2)]}
+         "dkv": 3 * [(64, 128, 8, 2)] + [(32, 128, 8, 3), (32, 64, 8, 2)],
+         "rat": 3 * [(128, 64, 8, 2)] + [(64, 64, 8, 2), (64, 32, 8, 2)]}
 LARGE_FLOAT32 = {"forward": [(128, 64, 8, 3), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1), (32, 16, 8, 2)],
                  "dq": 2 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)],
-                 "dkv": [(32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)]}
+                 "dkv": [(32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)],
+                 "rat": 2 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (64, 16, 8, 2), (64, 16, 16, 1)]}
 SMALL = {"forward": 3 * [(128, 64, 8, 2)] + [(64, 64, 8, 2), (32, 32, 8, 2)],
          "dq": 3 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1)],
-         "dkv": 3 * [(32, 128, 8, 2)] + [(32, 64, 8, 2), (32, 16, 8, 1)]}
+         "dkv": 3 * [(32, 128, 8, 2)] + [(32, 64, 8, 2), (32, 16, 8, 1)],
+         "rat": 3 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1)]}
 SMALL_FLOAT32 = {"forward": 2 * [(64, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1), (32, 16, 8, 1)],
                  "dq": 2 * [(64, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 4, 2), (16, 16, 8, 1)],
-                 "dkv": [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)]}
+                 "dkv": [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)],
+                 "rat": 2 * [(64, 64, 8, 2)] + [(64, 32, 8, 2), (64, 16, 8, 1), (32, 16, 8, 1)]}
 
 
 def attend_options(kernel, head_size, dtype, large):
@@ -705,11 +941,129 @@ def scan_triton_backward(dh, g, h, chunk, h0, offset):
     return dg[..., :C].contiguous(), dx[..., :C].contiguous(), dh0
 
 
+def rat_options(name, head_size, dtype, large):
+    """Tiles of a kernel of rat ("ends", "forward", "prepare", "dq", "dkv", "own") for a compiled head size. The
+    interpreter takes the elements of a scan one by one: small tiles for it, then a few tokens are many."""
+    if name in ("dq", "dkv"):
+        return attend_options(name, head_size, dtype, large)
+    if name == "prepare":
+        return dict(BLOCK_M=2048 // head_size, BLOCK_D=head_size, num_warps=4)
+    if name in ("ends", "own"):
+        return dict(BLOCK_M=16 if INTERPRETED else 128, BLOCK_C=16, num_warps=8)
+    launch = attend_options("rat", head_size, dtype, large)
+    return {**launch, **dict(BLOCK_M=16, BLOCK_N=16)} if INTERPRETED else launch
+
+
+def rat_launch(name, x):
+    """rat_options for tensors like x (B, H, T, D)."""
+    return rat_options(name, block_of(x.size(-1)), x.dtype, has_large_blocks(x.device))
+
+
+def rat_fits(q, chunk):
+    """Whether a chunk fits into a tile of rat's kernels. Never silent."""
+    longest = rat_launch("forward", q)["BLOCK_M"]
+    if chunk > longest:
+        announce(f"rat: chunks of {chunk} tokens, more than {longest}, are not fused: attend and scan, in Triton")
+    return chunk <= longest
+
+
+def rat_inputs(q, k, v, g, z, bias, cos, sin):
+    """What the kernels read, with one head size: rotated q, then q, k, v, g, z as (B, heads, T, D), bias (H, D)."""
+    D = q.size(-1)
+    turned = q if cos is None else rotated(q, cos, sin)
+    bias = bias.reshape(-1, D).contiguous() if D % 16 == 0 else F.pad(bias.reshape(-1, D), (0, -D % 16))
+    return *(aligned(x.transpose(1, 2)) for x in (turned, q, k, v, g, z)), bias
+
+
+def tokens_first(x, D):
+    """x (B, H, T, at least D) as (B, T, H, D)."""
+    return x.transpose(1, 2)[..., :D]
+
+
+def end_operands(k, v, g, bias, D, chunk, cos, sin):
+    """By rat_ends_kernel the states at the ends of all chunks, k_ends, v_ends (B, n, H, D), and what attention reads of
+    them, all but the last: keys, rotated, and values, both (B, H, n - 1, D). k, v, g, bias as rat_inputs gives them."""
+    B, H, T, _ = v.shape
+    ends = [heads_like(v, B, H, triton.cdiv(T, chunk), v.size(-1), torch.float32) for _ in range(2)]
+    launch = rat_launch("ends", v)
+    grid = (triton.cdiv(T, launch["BLOCK_M"] // chunk * chunk) * B * H, triton.cdiv(v.size(-1), launch["BLOCK_C"]))
+    rat_ends_kernel[grid](k, v, g, bias, *ends, *strides(k, v, g, ends[0]), T, v.size(-1), H, k.size(1), chunk,
+                          **launch)
+    k_ends, v_ends = (tokens_first(x, D) for x in ends)
+    operands = rotated(k_ends[:, :-1], *end_tables(T, chunk, cos, sin)), v_ends[:, :-1]
+    return k_ends, v_ends, *(aligned(x.to(v.dtype).contiguous().transpose(1, 2)) for x in operands)
+
+
+def rat_triton(q, k, v, g, z, bias, chunk, cos, sin):
+    """rat by the kernels: out (B, T, H, D), lse (B, H, T), k_ends, v_ends (B, n, H, D)."""
+    (B, T, G, D), H, chunk = q.shape, v.size(2), min(chunk, q.size(1))
+    if not rat_fits(q, chunk):
+        return rat_plain(q, k, v, g, z, bias, chunk, cos, sin, attend_triton, recurrence_triton)
+    with on_device(q):
+        turned, q, k, v, g, z, bias = rat_inputs(q, k, v, g, z, bias, cos, sin)
+        k_ends, v_ends, keys, values = end_operands(k, v, g, bias, D, chunk, cos, sin)
+        out, lse = heads_like(v, *v.shape), v.new_empty(B, H, T, dtype=torch.float32)
+        launch = rat_launch("forward", v)
+        rat_forward_kernel[(triton.cdiv(T, launch["BLOCK_M"] // chunk * chunk) * B * H,)](
+            q, turned, k, v, g, z, bias, keys, values, out, lse, *strides(q, turned, k, v, g, z, keys, out),
+            T, v.size(-1), H, G, keys.size(2), chunk, 1 / math.sqrt(D), BLOCK_D=block_of(D), **launch)
+    return tokens_first(out, D).contiguous(), lse, k_ends.contiguous(), v_ends.contiguous()
+
+
+def rat_triton_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin):
+    """dq, dk, dv, dg, dz, dbias by the kernels; dout (B, T, H, D)."""
+    (B, T, G, D), H, chunk = q.shape, v.size(2), min(chunk, q.size(1))
+    if not rat_fits(q, chunk):
+        return rat_plain_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin, attend_triton_backward,
+                                  recurrence_triton)
+    with on_device(q):
+        turned, q, k, v, g, z, bias = rat_inputs(q, k, v, g, z, bias, cos, sin)
+        keys, values = end_operands(k, v, g, bias, D, chunk, cos, sin)[2:]
+        out, dout = (aligned(x.transpose(1, 2)) for x in (out, dout))
+        do, dz, dturned, dq, dk, dv, dg = (heads_like(v, *v.shape) for _ in range(7))
+        dkeys, dvalues = (heads_like(keys, *keys.shape, dtype=torch.float32) for _ in range(2))
+        lse = lse.contiguous()
+        delta = torch.empty_like(lse)
+        q_pos = torch.arange(T, device=q.device, dtype=torch.int32) // chunk - 1
+        sizes = [T, v.size(-1), H, G, keys.size(2), chunk, 1 / math.sqrt(D)]
+        cut = lambda rows: (triton.cdiv(T, rows) * B * H,)
+
+        launch = rat_launch("prepare", v)
+        rat_prepare_kernel[cut(launch["BLOCK_M"])](dout, out, z, do, dz, delta, *strides(dout, z, out), T, v.size(-1),
+                                                   H, **launch)
+        common = [*strides(turned, keys, do), *sizes]
+        launch = rat_launch("dkv", v)
+        rat_dkv_kernel[(triton.cdiv(keys.size(2), launch["BLOCK_N"]) * B * H,)](
+            turned, keys, values, lse, do, delta, dkeys, dvalues, q_pos, *common, BLOCK_D=block_of(D), **launch)
+        launch = rat_launch("dq", v)
+        rat_dq_kernel[cut(launch["BLOCK_M"])](turned, keys, values, lse, do, delta, dturned, *common,
+                                              BLOCK_D=block_of(D), **launch)
+        dk_ends = rotated(tokens_first(dkeys, D), *end_tables(T, chunk, cos, sin), back=True)
+        dk_ends = aligned(dk_ends.contiguous().transpose(1, 2))
+        launch = rat_launch("own", v)
+        rat_own_kernel[cut(launch["BLOCK_M"] // chunk * chunk)](
+            q, k, v, g, bias, lse, do, delta, dk_ends, dvalues, dq, dk, dv, dg, *strides(q, k, v, g, dvalues, do),
+            *sizes, **launch)
+    dturned, dq, dk, dv, dg, dz = (tokens_first(x, D) for x in (dturned, dq, dk, dv, dg, dz))
+    dturned, dq, dk = (by_group(x, G).sum(2, dtype=torch.float32) for x in (dturned, dq, dk))
+    dq = rotated(dturned, cos, sin, back=True) + dq
+    return *(x.to(v.dtype).contiguous() for x in (dq, dk, dv, dg, dz)), dg.sum((0, 1), dtype=torch.float32).flatten()
+
+
+def recurrence_triton(g, x, h0, reverse=False, overwrite=False):
+    """What `recurrence` does with h0 = None, for g (N, L, C), x (2, N, L, C), by the kernels of scan."""
+    rows, L = x.flatten(0, 1), x.size(-2)
+    g = g.repeat(2, 1, 1)
+    h = scan_triton_backward(rows, g, rows, L, None, 0)[1] if reverse else scan_triton(g, rows, L, None, 0)
+    return h.view_as(x)
+
+
 def variants(large):
     """All that the launchers can choose on a chip, as (kernel, dtype, constants, launch options): what compiling ahead
     of time compiles. Everything else is a run-time argument: any length, strides and head sizes that are multiples of
     16 (the launchers see to it), positions, slopes and windows."""
     attends = dict(forward=attend_forward_kernel, dq=attend_dq_kernel, dkv=attend_dkv_kernel)
+    rats = dict(forward=rat_forward_kernel, prepare=rat_prepare_kernel, dq=rat_dq_kernel, dkv=rat_dkv_kernel)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for D in HEAD_SIZES:
             for name, kernel in attends.items():
@@ -717,6 +1071,11 @@ def variants(large):
                     yield kernel, dtype, dict(PLAIN=plain, BLOCK_D=D), attend_options(name, D, dtype, large)
             for kernel in (merge_forward_kernel, merge_backward_kernel):
                 yield kernel, dtype, {}, merge_options(D)
+            for name, kernel in rats.items():
+                constants = {} if name == "prepare" else dict(BLOCK_D=D)
+                yield kernel, dtype, constants, rat_options(name, D, dtype, large)
+        for name, kernel in dict(ends=rat_ends_kernel, own=rat_own_kernel).items():
+            yield kernel, dtype, {}, rat_options(name, None, dtype, large)
         for chunk in (1, 2, 4, 8, 16, 32, 64):
             for kernel in (scan_forward_kernel, scan_backward_kernel):
                 yield kernel, dtype, {}, scan_options(chunk)
@@ -877,6 +1236,7 @@ def attend_plain(q, k, v, q_pos, k_pos, slopes, window, scale):
 def attend_plain_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window, scale):
     """dq, dk, dv, piece by piece; do (B, H, Tq, DV), dlse (B, H, Tq) or None."""
     q, k, v = ready(q, k, v, k_pos)
+    out = out if out.stride(-1) == 1 else out.contiguous()          # else the CPU operator reads it wrongly
     if is_torchs_own(q, k, q_pos, slopes, window):
         grads = softmax_piece_backward(q, k, v, out, lse, do, dlse, None, scale, causal=True)
         return tuple(heads_like(x, *x.shape).copy_(x) for x in grads)
@@ -931,22 +1291,29 @@ def merge_plain_backward(out_a, lse_a, out_b, lse_b, do, dlse):
 STEPS = 64                  # a run of more tokens is scanned in two levels
 
 
-def recurrence(g, x, h0):
-    """h_t = g_t h_{t-1} + x_t along dimension 1 of g, x (N, L, C), from h0 (N, C). All N runs take a step together.
+def recurrence(g, x, h0, reverse=False, overwrite=False):
+    """h_t = g_t h_{t-1} + x_t along L of x (..., L, C), from h0 (..., C); g has x's shape or broadcasts to it. All runs
+    take a step together. reverse: h_t = g_{t+1} h_{t+1} + x_t. overwrite: h may take x's place.
     A long run is cut into about sqrt(L) runs, scanned from zero; what enters each of them is a recurrence too."""
-    N, L, C = x.shape
+    L = x.size(-2)
     if L > STEPS:
+        if reverse:                                                 # the g that comes first meets a state of zero
+            return recurrence(g.flip(-2).roll(1, -2), x.flip(-2), h0).flip(-2)
         size = math.isqrt(L - 1) + 1
         n = -(-L // size)
-        g, x = (F.pad(y, (0, 0, 0, n * size - L)).view(N * n, size, C) for y in (g, x))
-        h = recurrence(g, x, None).view(N, n, size, C)
-        g = g.cumprod(1).view(N, n, size, C)
-        ends = recurrence(g[:, :, -1], h[:, :, -1], h0)
-        enter = torch.cat([ends.new_zeros(N, 1, C) if h0 is None else h0[:, None], ends[:, :-1]], 1)
-        return torch.addcmul(h, g, enter[:, :, None]).view(N, n * size, C)[:, :L]
-    h = torch.empty_like(x)
+        g, x = (F.pad(y, (0, 0, 0, n * size - L)).unflatten(-2, (n, size)) for y in (g, x))
+        h = recurrence(g, x, None)
+        g = g.cumprod(-2)
+        ends = recurrence(g[..., -1, :], h[..., -1, :], h0)         # (..., n, C)
+        first = torch.zeros_like(ends[..., :1, :]) if h0 is None else h0[..., None, :]
+        enter = torch.cat([first, ends[..., :-1, :]], -2)
+        return torch.addcmul(h, g, enter[..., None, :]).flatten(-3, -2)[..., :L, :]
+    h = x if overwrite else torch.empty_like(x)
+    gs, xs, hs = (y.unbind(-2) for y in (g, x, h))
+    if reverse:
+        gs, xs, hs = gs[:1] + gs[:0:-1], xs[::-1], hs[::-1]
     state = h0
-    for g_t, x_t, h_t in zip(g.unbind(1), x.unbind(1), h.unbind(1)):
+    for g_t, x_t, h_t in zip(gs, xs, hs):
         state = h_t.copy_(x_t) if state is None else torch.addcmul(x_t, g_t, state, out=h_t)
     return h
 
@@ -991,13 +1358,115 @@ def scan_plain_backward(dh, g, h, chunk, h0, offset):
         return *(torch.cat(halves, 1) for halves in zip(first[:2], rest[:2])), first[2]
     chunk = min(cut, T)
     g4, h4, dh4 = (in_chunks(y, chunk, 0.0) for y in (g, h, dh))
-    later = torch.cat([g4[:, 1:], torch.zeros_like(g4[:, :1])], 1)
-    dx = recurrence(later.flip(1), dh4.flip(1), None).flip(1)
+    dx = recurrence(g4, dh4, None, reverse=True)
     before = torch.cat([torch.zeros_like(h4[:, :1]), h4[:, :-1]], 1)
     if h0 is not None:
         before.view(B, -1, chunk, C)[:, 0, 0] = h0
     dh0 = h.new_empty(0) if h0 is None else (g4[::len(g4) // B, 0] * dx[::len(g4) // B, 0]).to(h0.dtype)
     return out_of_chunks(dx * before, B, T, g.dtype), out_of_chunks(dx, B, T, h.dtype), dh0
+
+
+def rotated(x, cos, sin, back=False):
+    """x (B, T, heads, D) turned by the angles of the tables (T, D), or turned back. Without tables: as it is."""
+    if cos is None:
+        return x
+    turned = x.roll(x.size(-1) // 2, -1)
+    return torch.addcmul(x * cos[:, None], turned, sin[:, None], value=-1 if back else 1).to(x.dtype)
+
+
+def by_group(x, G):
+    """Heads (B, T, H, ...) as (B, T, H / G, G, ...): head h uses group h % G."""
+    return x.unflatten(2, (-1, G))
+
+
+def own_scores(q, sk):
+    """scale q_t . sk_t: every query with its own key, whose angle is the same: (B, T, H)."""
+    return (q.to(sk.dtype).unsqueeze(2) * by_group(sk, q.size(2))).sum(-1).flatten(2) / math.sqrt(q.size(-1))
+
+
+def end_tables(T, chunk, cos, sin):
+    """The rows of the tables at the ends of chunks, but for the last chunk, whose end no query sees."""
+    ends = slice(chunk - 1, T - 1, chunk)
+    return [x if x is None else x[ends] for x in (cos, sin)]
+
+
+def end_attention(q, sk, sv, chunk, cos, sin):
+    """The arguments of attention over the ends of chunks but the last: queries (B, H, T, D), keys and values (B, H,
+    n - 1, D), positions, which are numbers of chunks, and the rest."""
+    (_, T, G, D), H = q.shape, sk.size(2)
+    ends = slice(chunk - 1, T - 1, chunk)
+    keys = rotated(sk[:, ends], *end_tables(T, chunk, cos, sin))
+    queries = rotated(q, cos, sin).repeat(1, 1, H // G, 1)
+    q_pos = torch.arange(T, device=q.device, dtype=torch.int32) // chunk - 1
+    k_pos = torch.arange(keys.size(1), device=q.device, dtype=torch.int32)
+    operands = (x.to(q.dtype).transpose(1, 2) for x in (queries, keys, sv[:, ends]))
+    return *operands, q_pos, k_pos, None, FAR, 1 / math.sqrt(D)
+
+
+def rat_states(k, v, g, bias, chunk, recur):
+    """The recurrence of keys and values under one gate, all chunks side by side, the last one filled up: the gate
+    (N, chunk, H D) and the states (2, N, chunk, H D)."""
+    k, v, g = (in_chunks(x.flatten(2), chunk, 0.0) for x in (k, v, g))
+    gate = torch.add(g, bias).sigmoid_()
+    x = gate.new_empty(2, *gate.shape)
+    for x_i, y in zip(x, (k, v)):
+        x_i, y, a = (z.unflatten(-1, (-1, k.size(-1))) for z in (x_i, y, gate))     # heads that share k side by side
+        torch.addcmul(y, a, y, value=-1, out=x_i)                                   # (1 - gate) y
+    return gate, recur(gate, x, None, overwrite=True)
+
+
+def of_tokens(x, B, T, D):
+    """Chunks (B n, chunk, H D) as a view (B, T, H, D)."""
+    return x.reshape(B, -1, x.size(-1))[:, :T].unflatten(-1, (-1, D))
+
+
+def rat_plain(q, k, v, g, z, bias, chunk, cos, sin, attend=attend_plain, recur=recurrence):
+    """rat: out (B, T, H, D), lse (B, H, T), k_ends, v_ends (B, n, H, D). attend, recur: who does that."""
+    (B, T, _, D), dtype = q.shape, lse_dtype(q)
+    chunk = min(chunk, T)
+    sk, sv = (of_tokens(x, B, T, D) for x in rat_states(k, v, g, bias, chunk, recur)[1])
+    out, lse = attend(*end_attention(q, sk, sv, chunk, cos, sin))
+    lse, *weights = shares(lse, own_scores(q, sk).transpose(1, 2))
+    p, p_own = (x.transpose(1, 2)[..., None] for x in weights)
+    out = out.transpose(1, 2).to(dtype).mul_(p).addcmul_(sv, p_own).mul_(torch.sigmoid(z.to(dtype)))
+    k_ends, v_ends = (torch.cat([x[:, chunk - 1:T - 1:chunk], x[:, -1:]], 1) for x in (sk, sv))
+    return out.to(q.dtype).contiguous(), lse.contiguous(), k_ends, v_ends
+
+
+def rat_plain_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin, attend_backward=attend_plain_backward,
+                       recur=recurrence):
+    """dq, dk, dv, dg, dz, dbias; dout (B, T, H, D)."""
+    (B, T, G, D), dtype = q.shape, lse_dtype(q)
+    chunk = min(chunk, T)
+    gate, h = rat_states(k, v, g, bias, chunk, recur)
+    sk, sv = (of_tokens(x, B, T, D) for x in h)
+    s, dout = torch.sigmoid(z.to(dtype)), dout.to(dtype)
+    do, dz = dout * s, dout * out
+    delta = dz.sum(-1, keepdim=True)
+    dz.addcmul_(dz, s, value=-1)
+    y = torch.div(out, s.clamp_(min=torch.finfo(dtype).tiny), out=s)    # out before z; where it is lost do is 0
+    queries, keys, values, *rest = end_attention(q, sk, sv, chunk, cos, sin)
+    dqs, dkeys, dvalues = (x.transpose(1, 2) for x in attend_backward(
+        queries, keys, values, y.to(q.dtype).transpose(1, 2), lse, do.to(q.dtype).transpose(1, 2), None, *rest))
+
+    p = torch.exp(own_scores(q, sk) - lse.transpose(1, 2))[..., None]
+    ds = p * ((do * sv).sum(-1, keepdim=True) - delta) / math.sqrt(D)
+    dq = rotated(by_group(dqs, G).sum(2, dtype=dtype), cos, sin, back=True) + by_group(ds * sk, G).sum(2)
+    dh = torch.empty_like(h)
+    dh.view(2, B, -1, dh.size(-1))[:, :, T:] = 0
+    dk, dv = (of_tokens(x, B, T, D) for x in dh)
+    torch.mul(q.unsqueeze(2), by_group(ds, G), out=by_group(dk, G))
+    torch.mul(do, p, out=dv)
+    ends = slice(chunk - 1, T - 1, chunk)
+    dk[:, ends] += rotated(dkeys, *end_tables(T, chunk, cos, sin), back=True)
+    dv[:, ends] += dvalues
+
+    dh = recur(gate, dh, None, reverse=True, overwrite=True).mul_(gate.neg_().add_(1))
+    dk, dv = (of_tokens(x, B, T, D) for x in dh)
+    dg = (dk * sk).addcmul_(dv, sv).addcmul_(dv, v, value=-1)
+    by_group(dg, G).addcmul_(by_group(dk, G), k.unsqueeze(2), value=-1)
+    dbias = dg.sum((0, 1)).flatten().to(bias.dtype)
+    return *(x.to(q.dtype).contiguous() for x in (dq, by_group(dk, G).sum(2), dv, dg, dz)), dbias
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1125,6 +1594,36 @@ scan_backward_op = operator(
                                          h.new_empty(0 if h0 is None else h0.shape)))
 scan_op.register_autograd(scan_gradient(scan_backward_op), setup_context=scan_save)
 scan_twin = twin(scan_plain, scan_save, scan_gradient(scan_plain_backward))
+
+
+def rat_save(ctx, inputs, output):
+    q, k, v, g, z, bias, ctx.chunk, cos, sin = inputs
+    out, lse, *_ = output
+    ctx.save_for_backward(q, k, v, g, z, bias, out, lse, cos, sin)
+
+
+def rat_gradient(backward):
+    def gradient(ctx, dout, *ends):
+        *tensors, cos, sin = ctx.saved_tensors
+        return *backward(*tensors, dout, ctx.chunk, cos, sin), None, None, None
+    return gradient
+
+
+def rat_shapes(q, k, v, g, z, bias, chunk, cos, sin):
+    (B, T, H, D), dtype = v.shape, lse_dtype(q)
+    ends = lambda: v.new_empty(B, (T + chunk - 1) // chunk, H, D, dtype=dtype)
+    return v.new_empty(v.shape), q.new_empty(B, H, T, dtype=dtype), ends(), ends()
+
+
+rat_op = operator(
+    "rat(Tensor q, Tensor k, Tensor v, Tensor g, Tensor z, Tensor bias, SymInt chunk, Tensor? cos, Tensor? sin)"
+    " -> (Tensor, Tensor, Tensor, Tensor)", rat_triton, rat_plain, rat_shapes)
+rat_backward_op = operator(
+    "rat_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor z, Tensor bias, Tensor out, Tensor lse, Tensor dout,"
+    " SymInt chunk, Tensor? cos, Tensor? sin) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    rat_triton_backward, rat_plain_backward, lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[:6]))
+rat_op.register_autograd(rat_gradient(rat_backward_op), setup_context=rat_save)
+rat_twin = twin(lambda *inputs: rat_plain(*inputs), rat_save, rat_gradient(rat_plain_backward))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1316,3 +1815,54 @@ def scan(g, x, chunk, h0=None, offset=0):
 def scan_ref(g, x, chunk, h0=None, offset=0):
     """scan in plain PyTorch: the chunks of all rows take each step together."""
     return scan_twin(*check_scan(g, x, chunk, h0, offset))
+
+
+def rat_arguments(q, k, v, g, z, bias, chunk, cos, sin):
+    """The checked arguments as the operators take them."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("z", z)):
+        check_tensor(name, x, "q", q, ("batch", "positions", "heads or groups", "head size"))
+    check_head_size("q", q)
+    check(q.numel() > 0, lambda: f"q has shape {tuple(q.shape)}: nothing is there")
+    check_shape("k", k, q.shape, "q's")
+    check_shape("v", v, (*q.shape[:2], v.size(2), q.size(-1)), "q's but for the heads")
+    check(v.size(2) > 0 and v.size(2) % q.size(2) == 0,
+          lambda: f"v has {v.size(2)} heads: no multiple of q's {q.size(2)} groups")
+    check_shape("g", g, v.shape, "v's")
+    check_shape("z", z, v.shape, "v's")
+    check_tensor("bias", bias, "q", q, ("channels",), same_dtype=False)
+    check_shape("bias", bias, (v.size(2) * v.size(3),), "one a channel of v")
+    check(bias.dtype == lse_dtype(q), lambda: f"bias is {bias.dtype}: {lse_dtype(q)} is needed")
+    check_int("chunk", chunk, 1)
+    for name, x, other in (("cos", cos, "sin"), ("sin", sin, "cos")):
+        check(x is not None or (cos is None and sin is None), lambda: f"{name} is missing beside {other}")
+        if x is not None:
+            check_tensor(name, x, "q", q, ("positions", "head size"), same_dtype=False)
+            check_shape(name, x, (q.size(1), q.size(3)), "a row a position")
+            check(x.dtype == lse_dtype(q), lambda: f"{name} is {x.dtype}: {lse_dtype(q)} is needed")
+            check(not x.requires_grad, lambda: f"{name} must be without gradient")
+            check(q.size(-1) % 2 == 0, lambda: f"q has head size {q.size(-1)}: an even one is needed beside {name}")
+    return q, k, v, g, z, bias, chunk, cos, sin
+
+
+def rat(q, k, v, g, z, bias, chunk, cos=None, sin=None):
+    """The RAT layer between its projections: a gated recurrence inside chunks, softmax attention over the states at the
+    ends of earlier chunks and the token's own state, an output gate.
+
+    q, k (B, T, G, D): queries and keys of G groups, head h uses group h % G. v, g, z (B, T, H, D), H a multiple of G:
+    values and the logits of the two gates; g + bias is the forget gate's, bias (H D,) in float32 (float64 for float64).
+    Any strides: slices of one projection are read where they are. chunk: tokens a chunk. cos, sin (T, D): tables of the
+    angles of q and of the states at chunk ends, rotated(x) = x cos + x.roll(D / 2) sin, sin negative on the first half.
+    Float64, float32, bfloat16 or float16, D <= 256; the states are float32 at least.
+
+    Returns out (B, T, H, D), differentiable, once, in the first six arguments, and the states of keys (not rotated) and
+    of values at the last token of each chunk, the last of them maybe unfinished: k_ends, v_ends (B, ceil(T / chunk), H,
+    D), in float32 (float64), without gradient: they fill a decoding cache.
+    Raises ValueError, naming the argument, where shapes, dtypes or devices do not fit."""
+    out, _, *ends = call(rat_op, rat_plain, rat_arguments(q, k, v, g, z, bias, chunk, cos, sin))
+    return out, *(x.detach() for x in ends)
+
+
+def rat_ref(q, k, v, g, z, bias, chunk, cos=None, sin=None):
+    """rat in plain PyTorch, on any device."""
+    out, _, *ends = rat_twin(*rat_arguments(q, k, v, g, z, bias, chunk, cos, sin))
+    return out, *(x.detach() for x in ends)

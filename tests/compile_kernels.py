@@ -3,7 +3,8 @@ Compile the Triton kernels for GPUs that are not here, and check what the compil
 
     python tests/compile_kernels.py          everything that dispatch can choose (minutes)
     python tests/compile_kernels.py ci       attention at head sizes 64 and 128 in bfloat16 and 64 in float32 (plain
-                                             causal on sm_90 only), the rest once: what the tests run
+                                             causal on sm_90 only), rat at 64 in bfloat16 (sm_90: and 128), the
+                                             rest once: what the tests run
 
 Prints a table (registers a thread, spilled bytes a thread, shared memory a block), then what is wrong; exit status 1 if
 anything is: a compile error, more shared memory than the chip has, or spills: none may be on sm_90 in 16 bits up to head
@@ -32,7 +33,8 @@ CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True), "sm_90": (GPUTa
          "gfx942>2GB": (GPUTarget("hip", "gfx942", 64), 64 * 1024, False),      # some tensor is that large
          "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024, False)}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FLOAT32 = ("lse_ptr", "lse_a_ptr", "lse_b_ptr", "dlse_ptr", "dlse_a_ptr", "dlse_b_ptr", "delta_ptr", "slopes_ptr")
+FLOAT32 = ("lse_ptr", "lse_a_ptr", "lse_b_ptr", "dlse_ptr", "dlse_a_ptr", "dlse_b_ptr", "delta_ptr", "slopes_ptr",
+           "bias_ptr", "k_ends_ptr", "v_ends_ptr", "dk_ends_ptr", "dv_ends_ptr", "dkeys_ptr", "dvalues_ptr")
 
 
 def source(kernel, dtype, constants, chip):
@@ -98,15 +100,22 @@ def verdict(chip, dtype, head_size, figures):
     return f"{spilled} bytes spilled, allowed are {allowed}" if spilled > allowed else ""
 
 
+def is_one_of_few(chip, name, dtype, constants, launch):
+    """Whether the tests compile this variant."""
+    D = launch.get("BLOCK_D", constants.get("BLOCK_D"))
+    if name.startswith("rat"):
+        return dtype == torch.bfloat16 and (D in (None, 64) or (D, chip) == (128, "sm_90"))
+    few = (D, dtype) in ((64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32))
+    scan = launch.get("BLOCK_T") == 16 and dtype != torch.float16
+    return scan or few and (constants.get("PLAIN") is not True or chip == "sm_90")
+
+
 def jobs(quick):
     """(chip, kernel's name, dtype, constants, launch options) of each variant to compile."""
     for chip in list(CHIPS)[:3 if quick else len(CHIPS)]:
-        for kernel, dtype, constants, launch in kernels.variants(CHIPS[chip][2]):
-            D = launch.get("BLOCK_D", constants.get("BLOCK_D"))
-            few = (D, dtype) in ((64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32))
-            scan = launch.get("BLOCK_T") == 16 and dtype != torch.float16
-            if not quick or scan or few and (constants.get("PLAIN") is not True or chip == "sm_90"):
-                yield chip, kernel.__name__, dtype, constants, launch
+        for kernel, *variant in kernels.variants(CHIPS[chip][2]):
+            if not quick or is_one_of_few(chip, kernel.__name__, *variant):
+                yield chip, kernel.__name__, *variant
 
 
 def compiled(job):

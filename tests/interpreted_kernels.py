@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import kernels
-from kernel_cases import (FAR, LAYOUTS, assert_close, assert_state_is_float32, attend_case, compare_attend_backward,
-                          compare_merge, compare_scan, covering_set, dense_outputs_and_gradients, outputs_and_gradients)
+from kernel_cases import (FAR, LAYOUTS, assert_close, assert_rat_states_are_float32, assert_state_is_float32,
+                          attend_case, compare_attend_backward, compare_merge, compare_rat, compare_rat_on, compare_scan,
+                          covering_set, dense_outputs_and_gradients, outputs_and_gradients, rat_case)
 
 assert kernels.INTERPRETED, "set TRITON_INTERPRET=1"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -152,6 +153,54 @@ def test_scan_of_strided_inputs():
         h = function(both[..., :20], both[..., 20:], 16)
         results.append([h.detach(), torch.autograd.grad(h.sum(), both)[0]])
     assert_close(*results, 1e-5, ("h", "d"))
+
+
+@pytest.fixture
+def fits(monkeypatch):
+    """What rat_fits said in each call: whether a chunk went to rat's own kernels."""
+    said, fits = [], kernels.rat_fits
+    monkeypatch.setattr(kernels, "rat_fits", lambda *inputs: said.append(fits(*inputs)) or said[-1])
+    return said
+
+
+# Tiles are 16 rows here: several of them, of ends too, rows left over, and in the longest case tiles without a mask.
+RATS = [((1, 1, None, (2, 1, 1), 16), torch.float32), ((5, 2, None, (1, 2, 1), 16), torch.float32),
+        ((35, 5, "token", (1, 2, 1), 8), torch.float32), ((20, 3, "chunk", (1, 4, 2), 12), torch.bfloat16),
+        ((37, 16, "chunk", (1, 1, 1), 16), torch.bfloat16), ((9, 2 ** 31 - 1, "token", (1, 2, 1), 16), torch.float32),
+        ((200, 1, None, (1, 1, 1), 16), torch.float32), ((18, 7, "token", (2, 1, 1), 20), torch.float16)]
+
+
+@pytest.mark.parametrize("case, dtype", RATS)
+def test_rat(case, dtype, fits):
+    compare_rat(kernels.rat, case, TOLERANCE[dtype], dtype)
+    assert fits == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rat_with_chunks_too_long_for_its_kernels(dtype, fits, capfd):
+    kernels.announce.cache_clear()
+    compare_rat(kernels.rat, (70, 20, "chunk", (2, 4, 2), 16), TOLERANCE[dtype], dtype)
+    assert fits == [False, False] and "rat: chunks of 20 tokens" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rat_takes_any_strides(layout):
+    (*tensors, bias), arguments, dout = rat_case(0, 9, 4, "chunk", (1, 2, 1), 16, dtype=torch.float32)
+    compare_rat_on(kernels.rat, [*map(LAYOUTS[layout], tensors), bias], arguments, LAYOUTS[layout](dout), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_rat_where_gates_are_shut():
+    """Gates of exactly 0 and 1: everything stays finite, and what the output gate shuts out gets no gradient."""
+    tensors, arguments, dout = rat_case(0, 20, 6, "chunk", (1, 2, 1), 16, dtype=torch.float32)
+    tensors = [x.clone() for x in tensors]
+    tensors[3][:, ::3], tensors[3][:, 1::5], tensors[4][:, :, 1] = 1000, -1000, -1000
+    found = compare_rat_on(kernels.rat, tensors, arguments, dout, 1e-5)
+    assert (found[0][:, :, 1] == 0).all() and (found[5][:, :, 1] == 0).all()
+
+
+def test_rat_in_bfloat16_keeps_its_states_in_float32():
+    assert_rat_states_are_float32(kernels.rat)
 
 
 def test_the_far_position_is_the_one_of_the_kernels():

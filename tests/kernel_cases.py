@@ -1,5 +1,6 @@
-"""What the tests of kernels.py share: attention and the scan written out, and a covering set of cases."""
+"""What the tests of kernels.py share: attention, the scan and rat written out, and a covering set of cases."""
 import functools
+import itertools
 import math
 import random
 
@@ -130,10 +131,11 @@ def relative_rms(a, b, floor=1e-12):
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-def assert_close(found, expected, tolerance, names=NAMES):
+def assert_close(found, expected, tolerance, names=NAMES, floor=1e-12):
     for name, a, b in zip(names, found, expected, strict=True):
         assert a.shape == b.shape, name
-        assert relative_rms(a, b) <= tolerance, (name, relative_rms(a, b))
+        error = relative_rms(a, b, floor)
+        assert error <= tolerance, (name, error)
 
 
 # Ways for a (B, H, T, D) to lie in memory that attend's own results never have.
@@ -194,6 +196,7 @@ def compare_attend_backward(function, dtype, tolerance, device="cpu"):
     state = torch.promote_types(dtype, torch.float32)
     q, k, v, out, do = (x.to(device, dtype) for x in (q, k, v, out, do))
     lse = torch.stack([lse, lse], -1).to(device, state)[..., 0]                  # strided
+    out = LAYOUTS["transposed"](out)
     parts = [function(q, k[:, :, keys], v[:, :, keys], out, lse, do, at, at[keys], slopes.to(device, state))
              for keys in (slice(0, 40), slice(40, 70))]
     dq, dk, dv = parts[0][0] + parts[1][0], *(torch.cat(x, 2) for x in list(zip(*parts))[1:])
@@ -207,3 +210,89 @@ def assert_state_is_float32(scan):
     x[:, 0] = 1
     h = scan(torch.ones_like(x), x, 1000)
     assert h.dtype == torch.bfloat16 and abs(h[0, -1, 0].item() - 2) < 0.02
+
+
+RAT_NAMES = ("out", "k_ends", "v_ends", "dq", "dk", "dv", "dg", "dz", "dbias")
+
+
+def dense_rat(q, k, v, g, z, bias, chunk, cos=None, sin=None):
+    """rat from its equations, token by token: out, k_ends, v_ends."""
+    (B, T, G, D), H = q.shape, v.size(2)
+    turned = lambda x, t: x if cos is None else x * cos[t] + x.roll(D // 2, -1) * sin[t]
+    outs, ends = [], []                                     # ends: (rotated key, key, value) of each finished chunk
+    for t in range(T):
+        if t % chunk == 0:
+            sk = sv = torch.zeros_like(v[:, 0])
+        gate = (g[:, t] + bias.view(H, D)).sigmoid()
+        qt, kt = (x[:, t, [h % G for h in range(H)]] for x in (q, k))
+        sk, sv = gate * sk + (1 - gate) * kt, gate * sv + (1 - gate) * v[:, t]
+        own = (qt * sk).sum(-1)
+        s = torch.stack([(turned(qt, t) * key).sum(-1) for key, *_ in ends] + [own]) / math.sqrt(D)
+        values = torch.stack([value for *_, value in ends] + [sv])
+        outs.append(z[:, t].sigmoid() * (s.softmax(0)[..., None] * values).sum(0))
+        if (t + 1) % chunk == 0:
+            ends.append((turned(sk, t), sk, sv))
+    if T % chunk:
+        ends.append((sk, sk, sv))
+    return torch.stack(outs, 1), *(torch.stack([end[i] for end in ends], 1).detach() for i in (1, 2))
+
+
+def rat_case(seed, T, chunk, tables, heads, D, dtype=torch.float64, device="cpu"):
+    """Inputs of rat, slices of one projection: tensors (q, k, v, g, z, bias), arguments (chunk, cos, sin), and dout.
+    tables: None, or what has an angle of its own: "chunk" or "token"."""
+    (B, H, G), generator = heads, torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    q, k, v, g, z = normal(B, T, (2 * G + 3 * H) * D).to(device, dtype).split([G * D] * 2 + [H * D] * 3, -1)
+    wide = torch.promote_types(dtype, torch.float32)
+    cos = sin = None
+    if tables:
+        angle = 0.5 * (torch.arange(T) // (chunk if tables == "chunk" else 1))[:, None] * normal(D // 2)
+        cos = torch.cat([angle.cos(), angle.cos()], -1).to(device, wide)
+        sin = torch.cat([-angle.sin(), angle.sin()], -1).to(device, wide)
+    tensors = [x.unflatten(-1, (-1, D)) for x in (q, k, v, g, z)] + [normal(H * D).to(device, wide)]
+    return tensors, (chunk, cos, sin), normal(B, T, H, D).to(device, dtype)
+
+
+def rat_results(function, tensors, arguments, dout):
+    """What function returns and the gradients of the tensors."""
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    out, *ends = function(*tensors, *arguments)
+    assert out.requires_grad and not any(x.requires_grad for x in ends)
+    return [x.detach() for x in (out, *ends, *torch.autograd.grad(out, tensors, dout))]
+
+
+def compare_rat_on(function, tensors, arguments, dout, tolerance):
+    """Assert that function and its gradients are the definition's in float64 on the same inputs, and that the states
+    are float32's at least; returns function's."""
+    dtype, wide = dout.dtype, torch.promote_types(dout.dtype, torch.float32)
+    found = rat_results(function, tensors, arguments, dout)
+    assert [x.dtype for x in found] == [dtype, wide, wide, *5 * [dtype], wide]
+    exact = rat_results(dense_rat, *[[x.cpu().double() if isinstance(x, torch.Tensor) else x for x in xs]
+                                     for xs in (tensors, arguments)], dout.cpu().double())
+    assert_close(found, exact, tolerance, RAT_NAMES, floor=0.01)            # of a single token dq and dk are 0
+    assert_close(found[1:3], exact[1:3], min(tolerance, 1e-5), RAT_NAMES[1:3])
+    return found
+
+
+def compare_rat(function, case, tolerance, dtype=torch.float64, device="cpu"):
+    return compare_rat_on(function, *rat_case(0, *case, dtype=dtype, device=device), tolerance)
+
+
+RAT_LENGTH, RAT_CHUNK = (1, 2, 15, 16, 17, 63, 64, 100), (1, 2, 3, 16, 64, 200)
+
+
+def rat_cases():
+    """(T, chunk, tables, heads, D) for every length, chunk and number of groups of four heads, or of two."""
+    kinds = itertools.product(RAT_LENGTH, RAT_CHUNK, ((2, 4, 1), (1, 4, 2), (2, 2, 2)))
+    return [(T, chunk, (None, "chunk", "token")[i % 7 % 3], heads, (8, 6)[i % 2]) for i, (T, chunk, heads) in
+            enumerate(kinds)]
+
+
+def assert_rat_states_are_float32(rat):
+    """1,000 steps of 1e-3 of the way to 1: in bfloat16 the later ones would be lost."""
+    ones = torch.ones(1, 1000, 1, 16).bfloat16()
+    gate = torch.full((16,), math.log(999))
+    out, k_end, v_end = rat(ones, ones, ones, 0 * ones, 100 * ones, gate, 1000)
+    assert out.dtype == torch.bfloat16 and k_end.dtype == v_end.dtype == torch.float32
+    assert all((x - (1 - 0.999 ** 1000)).abs().max() < 1e-4 for x in (k_end, v_end))
+    assert abs(out[0, -1, 0, 0].item() - (1 - 0.999 ** 1000)) < 0.005

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from conftest import ROOT
-from kernel_cases import (FAR, HEADS, KIND, LAYOUTS, LENGTH, SIZES, SLOPES, WINDOW, assert_close,
-                          assert_state_is_float32, attend_case, compare_attend_backward, compare_merge, compare_scan,
-                          covering_set,
-                          dense_outputs_and_gradients, outputs_and_gradients, pairs, relative_rms)
+from kernel_cases import (FAR, HEADS, KIND, LAYOUTS, LENGTH, RAT_LENGTH, RAT_NAMES, SIZES, SLOPES, WINDOW, assert_close,
+                          assert_rat_states_are_float32, assert_state_is_float32, attend_case, compare_attend_backward,
+                          compare_merge, compare_rat, compare_rat_on, compare_scan, covering_set,
+                          dense_outputs_and_gradients, outputs_and_gradients, pairs, rat_case, rat_cases, rat_results,
+                          relative_rms)
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
 
@@ -315,6 +316,83 @@ def test_the_state_is_float32_under_bfloat16():
     assert_state_is_float32(kernels.scan)
 
 
+# ---- rat ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("T", RAT_LENGTH)
+def test_rat_is_the_definition(T):
+    """Every length and chunk, one group, some and as many as heads, without angles, by chunk and by token."""
+    cases = [case for case in rat_cases() if case[0] == T]
+    assert len(cases) == 18 and {case[2] for case in cases} == {None, "chunk", "token"}
+    for case in cases:
+        found = compare_rat(kernels.rat_ref, case, 1e-10)
+        alone = T <= case[1]                                # every query has one key, its own: no dq, no dk
+        assert [(x.abs().max() > 1e-3).item() for x in found] == 3 * [True] + 2 * [not alone] + 4 * [True]
+
+
+@given(T=st.integers(1, 90), chunk=st.integers(1, 100), tables=st.sampled_from([None, "chunk", "token"]),
+       heads=st.sampled_from([(1, 1, 1), (2, 4, 2), (3, 3, 1), (1, 2, 2)]), D=st.sampled_from([2, 4, 10]))
+def test_rat_of_any_shape(T, chunk, tables, heads, D):
+    compare_rat(kernels.rat, (T, chunk, tables, heads, D + (tables is None)), 1e-10)
+
+
+def test_rat_at_length(small_blocks):
+    """Attention in many pieces, and chunks so long that they are scanned in two levels."""
+    compare_rat(kernels.rat, (300, 3, "chunk", (1, 2, 1), 4), 1e-10)
+    compare_rat(kernels.rat, (300, 130, "token", (1, 2, 1), 4), 1e-10)
+
+
+def test_gradcheck_of_rat():
+    tensors, arguments, _ = rat_case(0, 7, 3, "token", (1, 2, 1), 2)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    assert torch.autograd.gradcheck(lambda *leaves: kernels.rat(*leaves, *arguments)[0], leaves)
+
+
+def test_rat_is_scan_attend_and_merge():
+    """The composition that rat replaces, in float32."""
+    (q, k, v, g, z, bias), (chunk, cos, sin), _ = rat_case(0, 64, 16, "chunk", (2, 4, 2), 8, torch.float32)
+    turned = lambda x, rows: x * cos[rows, None] + x.roll(4, -1) * sin[rows, None]
+    heads = lambda x: x.repeat(1, 1, 2, 1).transpose(1, 2)
+    gate = (g + bias.view(4, 8)).sigmoid()
+    sk, sv = (kernels.scan(gate.flatten(2), ((1 - gate) * x).flatten(2), chunk).view(2, 64, 4, 8)
+              for x in (heads(k).transpose(1, 2), v))
+    chunks = torch.arange(64, dtype=torch.int32) // chunk
+    far = kernels.attend(heads(turned(q, slice(None))), turned(sk[:, 15::16], slice(15, None, 16)).transpose(1, 2),
+                         sv[:, 15::16].transpose(1, 2), chunks - 1, chunks[::16])
+    own = (heads(q) * sk.transpose(1, 2)).sum(-1) / math.sqrt(8)
+    y = kernels.merge(*far, sv.transpose(1, 2), own)[0].transpose(1, 2)
+    out, k_ends, v_ends = kernels.rat(q, k, v, g, z, bias, chunk, cos, sin)
+    assert_close((out, k_ends, v_ends), (z.sigmoid() * y, sk[:, 15::16], sv[:, 15::16]), 1e-6, RAT_NAMES[:3])
+
+
+def test_rat_on_a_cpu_is_its_twin():
+    case = rat_case(0, 37, 5, "token", (2, 4, 2), 8, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(rat_results(kernels.rat, *case), rat_results(kernels.rat_ref, *case)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rat_takes_any_strides(layout):
+    (*tensors, bias), arguments, dout = rat_case(0, 20, 6, "chunk", (2, 4, 2), 8)
+    compare_rat_on(kernels.rat, [*map(LAYOUTS[layout], tensors), bias], arguments, LAYOUTS[layout](dout), 1e-10)
+
+
+def test_rat_where_gates_are_shut():
+    """Gates of exactly 0 and 1: everything stays finite, and what the output gate shuts out gets no gradient."""
+    tensors, arguments, dout = rat_case(0, 40, 6, "chunk", (1, 4, 2), 8)
+    tensors = [x.clone() for x in tensors]
+    tensors[3][:, ::3], tensors[3][:, 1::5], tensors[4][:, :, 1] = 1000, -1000, -1000
+    found = compare_rat_on(kernels.rat, tensors, arguments, dout, 1e-10)
+    assert (found[0][:, :, 1] == 0).all() and (found[5][:, :, 1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
+def test_rat_in_lower_precision(dtype, tolerance, road):
+    compare_rat(kernels.rat, (100, 16, "chunk", (2, 4, 2), 16), tolerance, dtype)
+
+
+def test_rat_in_bfloat16_keeps_its_states_in_float32():
+    assert_rat_states_are_float32(kernels.rat)
+
+
 # ---- the operators --------------------------------------------------------------------------------------------------
 
 def operator_calls():
@@ -323,6 +401,7 @@ def operator_calls():
     out, lse = kernels.attend_ref(q, k, v)
     turned = lse.transpose(1, 2).contiguous().transpose(1, 2)           # a layout that attend does not give
     g, x, h0 = torch.rand(2, 9, 3), torch.randn(2, 9, 3), torch.randn(2, 3)
+    tensors, arguments, dout = rat_case(0, 9, 4, "chunk", (2, 4, 2), 8, torch.float32)
     lead = lambda *tensors: [t.detach().clone().requires_grad_() for t in tensors]
     return {"attend, plain": (kernels.attend_op, (*lead(q, k, v), None, None, None, FAR, 0.3)),
             "attend": (kernels.attend_op, (*lead(q, k, v), q_pos, k_pos, slopes, window, 0.3)),
@@ -332,11 +411,16 @@ def operator_calls():
             "merge backward": (kernels.merge_backward_op, (out, lse, out, lse, do, dlse)),
             "scan": (kernels.scan_op, (*lead(g, x), 4, *lead(h0), 1)),
             "scan, no start": (kernels.scan_op, (*lead(g, x), 4, None, 0)),
-            "scan backward": (kernels.scan_backward_op, (x, g, x, 4, h0, 1))}
+            "scan backward": (kernels.scan_backward_op, (x, g, x, 4, h0, 1)),
+            "rat": (kernels.rat_op, (*lead(*tensors), *arguments)),
+            "rat, no angles": (kernels.rat_op, (*lead(*tensors), 9, None, None)),
+            "rat backward": (kernels.rat_backward_op, (*tensors, *kernels.rat_plain(*tensors, *arguments)[:2], dout,
+                                                       *arguments))}
 
 
 @pytest.mark.parametrize("name", ["attend, plain", "attend", "attend backward", "merge", "merge, other layouts",
-                                  "merge backward", "scan", "scan, no start", "scan backward"])
+                                  "merge backward", "scan", "scan, no start", "scan backward", "rat", "rat, no angles",
+                                  "rat backward"])
 def test_opcheck(name):
     """Schema, registration of the gradients, shapes and strides of the outputs, dynamic shapes under compilation."""
     operator, arguments = operator_calls()[name]
@@ -389,6 +473,46 @@ def test_one_graph_serves_all_lengths_windows_and_offsets():
     assert counter.frame_count == 1
 
 
+def rat_loss(*inputs):
+    out, k_ends, v_ends = kernels.rat(*inputs)
+    return out.square().sum() + k_ends.sum() + v_ends.sum()
+
+
+def test_rat_without_gradients_and_compiled():
+    """Without gradients the same results; compiled one graph, with the same values and gradients."""
+    tensors, arguments, _ = rat_case(0, 21, 4, "chunk", (2, 4, 2), 8, torch.float32)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    compiled = torch.compile(rat_loss, fullgraph=True, backend="aot_eager")
+    losses = [f(*leaves, *arguments) for f in (rat_loss, compiled)]
+    with torch.no_grad():
+        assert torch.equal(losses[0], rat_loss(*leaves, *arguments))
+    assert torch.equal(*losses)
+    a, b = (torch.autograd.grad(loss, leaves) for loss in losses)
+    assert all(torch.equal(x, y) and x.abs().max() > 0 for x, y in zip(a, b))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        assert kernels.rat(*map(mode.from_tensor, tensors), *arguments)[1].shape == (2, 6, 4, 8)
+
+
+def test_one_graph_of_rat_serves_all_lengths():
+    from torch._dynamo.testing import CompileCounterWithBackend
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(rat_loss, fullgraph=True, dynamic=True, backend=counter)
+    for T in range(5, 10):
+        tensors, arguments, _ = rat_case(0, T + 9, T, "token", (2, 4, 2), 8, torch.float32)
+        assert torch.equal(compiled(*tensors, *arguments), rat_loss(*tensors, *arguments))
+    assert counter.frame_count == 1
+
+
+def test_rat_keeps_its_inputs_out_and_lse_for_backward():
+    """Nothing else: the states are scanned again."""
+    tensors, arguments, _ = rat_case(0, 64, 4, "chunk", (2, 4, 2), 8, torch.float32)
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        kernels.rat(*[x.requires_grad_() for x in tensors], *arguments)
+    inputs = sum(x.nbytes for x in (*tensors, *arguments[1:]))
+    assert sum(x.nbytes for x in kept.values()) == inputs + 2 * 64 * 4 * (8 + 1) * 4
+
+
 def test_only_q_k_v_out_and_lse_are_kept_for_backward():
     """And nothing of the size of the scores."""
     tensors = [torch.randn(2, 4, 500, 16, requires_grad=True) for _ in range(3)]
@@ -413,6 +537,12 @@ def merge_with(**changes):
 
 def scan_with(**changes):
     return kernels.scan(**{**dict(g=torch.rand(2, 5, 3), x=torch.rand(2, 5, 3), chunk=4), **changes})
+
+
+def rat_with(**changes):
+    q, v, table = torch.randn(2, 5, 2, 8), torch.randn(2, 5, 4, 8), torch.randn(5, 8)
+    arguments = dict(q=q, k=q, v=v, g=v, z=v, bias=torch.zeros(32), chunk=4, cos=table, sin=table)
+    return kernels.rat(**{**arguments, **changes})
 
 
 WRONG = [
@@ -464,6 +594,26 @@ WRONG = [
     (scan_with, "offset", -1, "offset=-1"),
     (scan_with, "h0", torch.rand(2, 5), "h0 has shape"),
     (scan_with, "h0", torch.rand(2, 3).bfloat16(), "h0 is torch.bfloat16"),
+    (rat_with, "q", torch.randn(2, 5, 8), "q has shape"),
+    (rat_with, "q", torch.ones(2, 5, 2, 8).int(), "q is torch.int32"),
+    (rat_with, "k", torch.randn(2, 5, 4, 8), "k has shape"),
+    (rat_with, "k", torch.randn(2, 5, 2, 8).double(), "k is torch.float64"),
+    (rat_with, "v", torch.randn(2, 5, 3, 8), "v has 3 heads"),
+    (rat_with, "v", torch.randn(2, 6, 4, 8), "v has shape"),
+    (rat_with, "v", None, "v is NoneType"),
+    (rat_with, "g", torch.randn(2, 5, 2, 8), "g has shape"),
+    (rat_with, "z", torch.randn(2, 5, 4, 6), "z has shape"),
+    (rat_with, "z", torch.randn(2, 5, 4, 8, device="meta"), "z is on meta"),
+    (rat_with, "bias", torch.zeros(4, 8), "bias has shape"),
+    (rat_with, "bias", torch.zeros(16), "bias has shape (16,)"),
+    (rat_with, "bias", torch.zeros(32).bfloat16(), "bias is torch.bfloat16"),
+    (rat_with, "chunk", 0, "chunk=0"),
+    (rat_with, "chunk", 2.0, "chunk=2.0"),
+    (rat_with, "cos", torch.randn(4, 8), "cos has shape (4, 8)"),
+    (rat_with, "sin", torch.randn(5, 8).double(), "sin is torch.float64"),
+    (rat_with, "sin", torch.randn(5, 8, requires_grad=True), "sin must"),
+    (rat_with, "sin", None, "sin is missing"),
+    (rat_with, "cos", None, "cos is missing"),
 ]
 
 
@@ -473,6 +623,15 @@ def test_wrong_arguments_are_named(call, name, value, message):
     with pytest.raises(ValueError) as error:
         call(**{name: value})
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rat_names_sizes_that_do_not_fit_together():
+    """No tokens, heads that are too large, an odd head size with angles: q has them first."""
+    for T, D, message in ((0, 8, "q has shape (2, 0, 2, 8)"), (5, 258, "q has head size 258"), (5, 7, "q has head size 7")):
+        q, v, table = torch.randn(2, T, 2, D), torch.randn(2, T, 4, D), torch.randn(T, D)
+        with pytest.raises(ValueError) as error:
+            kernels.rat(q, q, v, v, v, torch.zeros(4 * D), 4, table, table)
+        assert message in str(error.value)
 
 
 def test_the_debug_switch_finds_unsorted_positions(monkeypatch):
@@ -533,7 +692,8 @@ def test_triton_code_compiles_for_gpus():
     print(p.stdout)
     assert p.returncode == 0, p.stdout[-3000:] + p.stderr[-3000:]
     rows = [line.split() for line in p.stdout.splitlines()[2:-1]]
-    assert len(rows) == 3 * (3 * 3 + 2 * 3 + 2 * 2) + 3 * 3 and all(row[-1].isdigit() and int(row[-3]) > 10 for row in rows)
+    assert len(rows) == 3 * (3 * 3 + 2 * 3 + 2 * 2) + 3 * 3 + 3 * 6 + 4
+    assert all(row[-1].isdigit() and int(row[-3]) > 10 for row in rows)
 
 
 @needs_triton
@@ -564,6 +724,15 @@ def test_every_tile_choice_is_compiled(large):
                 launch = {**dict(PLAIN=True, BLOCK_D=block), **kernels.attend_options(name, block, dtype, large)}
                 assert (f"attend_{name}_kernel", dtype, tuple(launch.items())) in compiled
             assert ("merge_forward_kernel", dtype, tuple(kernels.merge_options(D + -D % 16).items())) in compiled
+            for name in ("forward", "dq", "dkv", "prepare"):
+                constants = {} if name == "prepare" else dict(BLOCK_D=block)
+                launch = {**constants, **kernels.rat_options(name, block, dtype, large)}
+                assert (f"rat_{name}_kernel", dtype, tuple(launch.items())) in compiled
+            for name in ("ends", "own"):
+                launch = kernels.rat_options(name, block, dtype, large)
+                assert (f"rat_{name}_kernel", dtype, tuple(launch.items())) in compiled
+                least = 32 if block == 256 and not large else 64
+                assert launch["BLOCK_M"] >= kernels.rat_options("forward", block, dtype, large)["BLOCK_M"] >= least
         for chunk in (*range(1, 300), 5000, 2 ** 31 - 1):
             assert ("scan_backward_kernel", dtype, tuple(kernels.scan_options(chunk).items())) in compiled
 
@@ -590,6 +759,11 @@ def calls_of_all_kernels(rng):
     g, h0 = draw(B, 1, Tq, DV)[:, 0], torch.randn(B * DV + 1)[1:].view(B, DV).requires_grad_()
     h = kernels.scan(g, g, 4, h0 if rng.random() < 0.5 else None, rng.choice([0, 1, 3]))
     torch.autograd.grad(h.sum(), g)
+    T, D = rng.choice([1, 16, 17, 33]), rng.choice([2, 16, 24, 64])
+    q, k, *vgz = (draw(B, heads, T, D).transpose(1, 2) for heads in (G, G, H, H, H))
+    tables = torch.rand(2, T, D) if rng.random() < 0.5 else (None, None)
+    out, *_ = kernels.rat(q, k, *vgz, torch.randn(H * D + 1)[1:], rng.choice([1, 16, 17]), *tables)
+    torch.autograd.grad(out.sum(), (q, k, *vgz))
 
 
 @needs_triton
@@ -618,7 +792,7 @@ def test_launches_have_the_types_that_are_compiled(monkeypatch):
     rng = random.Random(0)
     for _ in range(60):
         calls_of_all_kernels(rng)
-    assert len(bound) == 2 * (3 + 2 + 2)
+    assert len(bound) == 2 * (3 + 2 + 2 + 6)
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
@@ -676,6 +850,69 @@ def test_gpu_rows_beyond_two_billion_elements():
                                                  (3000, 32, 3000, 0), (0, 16, 4, 2), (5, 16, 2 ** 31 - 1, 3)])
 def test_gpu_scan(T, C, chunk, offset, dtype, tolerance):
     compare_scan(kernels.scan, 2, T, C, chunk, offset, True, tolerance, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
+@pytest.mark.parametrize("T, chunk, tables, heads, D", [
+    (1, 1, None, (2, 2, 1), 64), (100, 1, "token", (2, 4, 2), 64), (300, 16, "chunk", (2, 4, 2), 64),
+    (300, 7, "chunk", (2, 2, 1), 20), (300, 64, "token", (1, 4, 4), 128), (257, 50, None, (1, 2, 1), 256),
+    (300, 128, "chunk", (1, 2, 1), 32), (40, 2 ** 31 - 1, "chunk", (1, 2, 2), 16), (700, 300, "chunk", (1, 2, 1), 64)])
+def test_gpu_rat(T, chunk, tables, heads, D, dtype, tolerance):
+    compare_rat(kernels.rat, (T, chunk, tables, heads, D), tolerance, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk, heads, D", [(1, (1, 2, 1), 64), (16, (2, 4, 2), 128), (13, (1, 2, 2), 64)])
+def test_gpu_rat_at_length(chunk, heads, D):
+    """Many tiles of everything; the twin in float64 on the same device."""
+    tensors, arguments, dout = rat_case(0, 4000, chunk, "chunk", heads, D, torch.bfloat16, "cuda")
+    found = rat_results(kernels.rat, tensors, arguments, dout)
+    exact = rat_results(kernels.rat_ref, *[[x.double() if isinstance(x, torch.Tensor) else x for x in xs]
+                                           for xs in (tensors, arguments)], dout.double())
+    assert_close(found, exact, 1e-2, RAT_NAMES)
+
+
+@pytest.mark.gpu
+def test_gpu_rat_of_rows_beyond_two_billion_elements():
+    """Offsets of rows are 64-bit: rows 32,768 apart, 70,000 of them. q = 0: all keys of the last chunk, the ends of the
+    4,374 before it and its own, weigh the same."""
+    wide = torch.randn(1, 70000, 1, 32768, device="cuda", dtype=torch.bfloat16)
+    leaves = [wide[..., i:i + 16].detach().requires_grad_() for i in (16, 32, 48, 64)]
+    q, bias, last = torch.zeros_like(wide[..., :16]), torch.zeros(16, device="cuda"), slice(70000 - 16, None)
+    out, _, v_ends = kernels.rat(q, *leaves, bias, 16)
+    found = [x[:, last] for x in (out.detach(), *torch.autograd.grad(out[:, last].sum(), leaves))]
+    leaves = [x[:, last].detach().float().requires_grad_() for x in leaves]
+    gate, v = leaves[2].sigmoid().flatten(2), leaves[1].flatten(2)
+    sv = kernels.scan(gate, (1 - gate) * v, 16).view(1, 16, 1, 16)
+    want = leaves[3].sigmoid() * (v_ends[:, :-1].sum(1, keepdim=True) + sv) / 4375
+    grads = torch.autograd.grad(want.sum(), leaves, allow_unused=True, materialize_grads=True)
+    assert_close(found, [want.detach(), *grads], 1e-2, ("out", "dk", "dv", "dg", "dz"))
+
+
+@pytest.mark.gpu
+def test_gpu_rat_in_bfloat16_keeps_its_states_in_float32():
+    assert_rat_states_are_float32(lambda *inputs: [x.cpu() for x in kernels.rat(*[
+        x.cuda() if isinstance(x, torch.Tensor) else x for x in inputs])])
+
+
+@pytest.mark.gpu
+def test_gpu_graph_capture_of_rat():
+    tensors, arguments, dout = rat_case(0, 100, 16, "chunk", (2, 4, 2), 32, torch.bfloat16, "cuda")
+    step = lambda: rat_results(kernels.rat, tensors, arguments, dout)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        expected = step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_close(found, expected, 1e-3, RAT_NAMES)
 
 
 @pytest.mark.gpu
