@@ -1600,10 +1600,13 @@ def rat_save(ctx, inputs, output):
     q, k, v, g, z, bias, ctx.chunk, cos, sin = inputs
     out, lse, *_ = output
     ctx.save_for_backward(q, k, v, g, z, bias, out, lse, cos, sin)
+    ctx.set_materialize_grads(False)            # the other outputs, which have none, would be filled with zeros
 
 
 def rat_gradient(backward):
     def gradient(ctx, dout, *ends):
+        if dout is None:
+            return (None,) * 9
         *tensors, cos, sin = ctx.saved_tensors
         return *backward(*tensors, dout, ctx.chunk, cos, sin), None, None, None
     return gradient
