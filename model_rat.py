@@ -86,7 +86,7 @@ class Config:
         check_sizes(self)
         check_choice(self, "mixer", ("rat", "rnn", "attention"))
         check_choice(self, "pos", ("chunk", "rope", "nope"))
-        check_choice(self, "mlp", ("gelu", "swiglu"))
+        check_choice(self, "mlp", ("swiglu", "gelu"))
         self.qk_groups = self.qk_groups or 2 - self.n_head % 2
         if self.chunk < 1:
             raise ValueError(f"chunk={self.chunk} must be at least 1")

@@ -47,7 +47,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass
 class TrainConfig:
-    model: str = "gpt"               # which model_<name>.py
+    model: str = "rat"               # which model_<name>.py
     config: str = ""                 # YAML file of keys (default: configs/<model>_tiny.yaml)
     run: str = ""                    # name of the folder for results (default: the config file's name)
     out_dir: str = "out"             # where run folders live
@@ -144,10 +144,10 @@ def read_config(argv):
     A value comes from the command line; else from where the run starts (see starting_point); else it is the default.
     """
     given = split_args(argv)
-    file = given.get("config", str(HERE / "configs" / f"{given.get('model', 'gpt')}_tiny.yaml"))
+    file = given.get("config", str(HERE / "configs" / f"{given.get('model', TrainConfig.model)}_tiny.yaml"))
     yaml = load_yaml(file) if "config" in given or Path(file).exists() else {}
-    base, ckpt = starting_point(given, {"model": "gpt", "run": Path(file).stem, **yaml, "config": file})
-    module = model_module(given.get("model", base["model"]))
+    base, ckpt = starting_point(given, {"run": Path(file).stem, **yaml, "config": file})
+    module = model_module(given.get("model", base.get("model", TrainConfig.model)))
     values = asdict(typed_config(full_schema(module), given, base, free_text=("sample_prompt",)))
     own = {f.name for f in fields(TrainConfig)}
     model_fields = {k: v for k, v in values.items() if k not in own}
@@ -183,8 +183,11 @@ def starting_point(given, yaml):
         return {**ckpt["config"], **now}, ckpt
     if asked["init_from"]:
         ckpt = load_initial(asked["init_from"])
-        same_model(asked["model"] if {"model", "config"} & given.keys() else ckpt["model"], ckpt)
+        named = {**(yaml if "config" in given else {}), **given}
+        same_model(named.get("model", ckpt["model"]), ckpt)
         kept = {"fast"} | ({"block_size", "dropout"} & yaml.keys() if "config" in given else set())
+        if "config" not in given:               # the default file may be of another model: nothing of its model's
+            yaml = {k: v for k, v in yaml.items() if k in TrainConfig.__dataclass_fields__}
         fields_of_weights = {k: v for k, v in ckpt["model_config"].items() if k not in kept}
         return {**yaml, **fields_of_weights, "model": ckpt["model"]}, ckpt
     return yaml, None
@@ -216,7 +219,7 @@ def load_yaml(file):
 
 def print_help(argv):
     """The usage, then every key with its default and meaning: the trainer's, then the chosen model's."""
-    name = next((a.split("=", 1)[1] for a in argv if a.startswith("model=")), "gpt")
+    name = next((a.split("=", 1)[1] for a in argv if a.startswith("model=")), TrainConfig.model)
     print("\n".join([help_text(TrainConfig), "", f"keys of model={name}:", *key_lines(model_module(name).Config)]))
 
 

@@ -419,6 +419,18 @@ def test_no_tensor_grows_with_the_square_of_the_length(kind, monkeypatch):
     assert 4096 * 61 <= largest.elements <= 2 * 4096 * 61, "the logits, or a piece of 256 rows of scores"
 
 
+@pytest.mark.parametrize("kind", ["rat", "rat-swa", "rnn"])
+def test_torch_compile_takes_all_of_it(kind):
+    """One graph, the operators in it: the trainer compiles where there is a GPU."""
+    model, x = rat(kind), tokens(2, 21)
+    want = outputs_and_gradients(model, x)
+    model.zero_grad()
+    logits, loss, _ = torch.compile(model, backend="aot_eager", fullgraph=True)(x[:, :-1], x[:, 1:])
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    assert_same((logits.detach(), loss.detach(), grads), want, all_reached=True)
+
+
 def test_flops_count_what_is_read():
     T, C = 64, 32
     flops = lambda kind, **sizes: rat(kind, block_size=T, **sizes).flops_per_token()
