@@ -123,6 +123,8 @@ BUGS = {
     "RT: a softmax in bfloat16": ("model_rt.py", "s = torch.cat([self.lse_rows[i], s], -1).softmax(-1)",
                                   "s = torch.cat([self.lse_rows[i], s], -1).bfloat16().softmax(-1).to(out.dtype)",
                                   "test_rt.py -k bfloat16"),
+    "rat's twin: a gate's gradient without the value": ("kernels.py", ".addcmul_(dv, sv).addcmul_(dv, v, value=-1)",
+                                                        ".addcmul_(dv, sv)", "test_kernels.py -k rat_is_the_definition"),
     "RAT: heads of a group side by side": ("model_rat.py", "x.repeat(1, 1, H // x.size(2), 1) for x in (q, k))    ",
                                            "x.repeat_interleave(H // x.size(2), 2) for x in (q, k))    ",
                                            "test_rat.py -k its_equations"),
