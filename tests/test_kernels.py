@@ -896,10 +896,8 @@ def test_gpu_rat_in_bfloat16_keeps_its_states_in_float32():
         x.cuda() if isinstance(x, torch.Tensor) else x for x in inputs])])
 
 
-@pytest.mark.gpu
-def test_gpu_graph_capture_of_rat():
-    tensors, arguments, dout = rat_case(0, 100, 16, "chunk", (2, 4, 2), 32, torch.bfloat16, "cuda")
-    step = lambda: rat_results(kernels.rat, tensors, arguments, dout)
+def replayed(step):
+    """What a CUDA graph of step gives, and what step itself does."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -912,6 +910,14 @@ def test_gpu_graph_capture_of_rat():
         found = step()
     graph.replay()
     torch.cuda.synchronize()
+    return found, expected
+
+
+@pytest.mark.gpu
+def test_gpu_graph_capture_of_rat():
+    tensors, arguments, dout = rat_case(0, 100, 16, "chunk", (2, 4, 2), 32, torch.bfloat16, "cuda")
+    step = lambda: rat_results(kernels.rat, tensors, arguments, dout)
+    found, expected = replayed(step)
     assert_close(found, expected, 1e-3, RAT_NAMES)
 
 
@@ -933,16 +939,5 @@ def test_gpu_graph_capture():
     g, x = (torch.rand(2, 9, 3, device="cuda", requires_grad=True) for _ in range(2))
     position = torch.arange(100, device="cuda").int()
     step = lambda: torch.autograd.grad(all_three(q, k, v, g, x, position, position, None), (q, k, v, g, x))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-        expected = step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    graph.replay()
-    torch.cuda.synchronize()
+    found, expected = replayed(step)
     assert all(relative_rms(a, b) < 1e-5 for a, b in zip(found, expected))
