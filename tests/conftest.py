@@ -1,8 +1,10 @@
 """What all tests share: the repository on the path, the switch --full, a small data set, and tiny models."""
-import importlib
+import importlib.util
 import os
 import random
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")     # results repeat for one thread count; tests may run beside others
@@ -33,6 +35,37 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+# Long checks in processes of their own: they run one after the other beside all tests, which need one core.
+BESIDE = {"test_triton_code_in_the_interpreter": ["-m", "pytest", "-q", "-x", "tests/interpreted_kernels.py"],
+          "test_triton_code_compiles_for_gpus": ["tests/compile_kernels.py", "ci"]}
+
+
+def python(*arguments, started=None, **environment):
+    """Run python in the repository; TRITON_INTERPRET only where given. started: a list that gets the process."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    with subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment}, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        if started is not None:
+            started.append(p)
+        out, err = p.communicate()
+    return subprocess.CompletedProcess(p.args, p.returncode, out, err)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def beside(request):
+    """{test: future of its finished process} of those of BESIDE that were selected."""
+    names, started = [item.name for item in request.session.items if item.name in BESIDE], []
+    if importlib.util.find_spec("triton") is None:
+        names = []
+    pool = ThreadPoolExecutor(1)
+    interpreted = {"TRITON_INTERPRET": "1"}
+    yield {name: pool.submit(python, *BESIDE[name], started=started, **(interpreted if "interp" in name else {}))
+           for name in names}
+    pool.shutdown(wait=False, cancel_futures=True)
+    for p in started:
+        p.kill()
 
 
 @pytest.fixture(scope="session")

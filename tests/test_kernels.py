@@ -1,10 +1,7 @@
 """kernels.py: the twins against definitions, gradients, the contract of the operators, and, in processes of their own,
 the Triton code under the interpreter and through the compilers."""
 import math
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
-from conftest import ROOT
+from conftest import python
 from kernel_cases import (FAR, HEADS, KIND, LAYOUTS, LENGTH, RAT_LENGTH, RAT_NAMES, SIZES, SLOPES, WINDOW, assert_close,
                           assert_rat_states_are_float32, assert_state_is_float32, attend_case, compare_attend_backward,
                           compare_merge, compare_rat, compare_rat_on, compare_scan, covering_set,
@@ -650,13 +647,6 @@ def test_the_debug_switch_finds_unsorted_positions(monkeypatch):
 
 # ---- in processes of their own --------------------------------------------------------------------------------------
 
-def python(*arguments, **environment):
-    """Run python in the repository; TRITON_INTERPRET only where given."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment},
-                          capture_output=True, text=True)
-
-
 USE = """
 import sys, torch
 {first}
@@ -679,16 +669,16 @@ def test_one_line_tells_which_code_runs(first, environment, line):
 
 
 @needs_triton
-def test_triton_code_in_the_interpreter():
+def test_triton_code_in_the_interpreter(beside):
     """tests/interpreted_kernels.py: the kernels against the twins, uninitialised memory poisoned."""
-    p = python("-m", "pytest", "-q", "-x", "tests/interpreted_kernels.py", TRITON_INTERPRET="1")
+    p = beside["test_triton_code_in_the_interpreter"].result()
     assert p.returncode == 0 and " passed" in p.stdout and "skipped" not in p.stdout, p.stdout[-3000:]
 
 
 @needs_triton
-def test_triton_code_compiles_for_gpus():
+def test_triton_code_compiles_for_gpus(beside):
     """tests/compile_kernels.py ci: registers, spills and shared memory on sm_80, sm_90 and gfx942."""
-    p = python("tests/compile_kernels.py", "ci")
+    p = beside["test_triton_code_compiles_for_gpus"].result()
     print(p.stdout)
     assert p.returncode == 0, p.stdout[-3000:] + p.stderr[-3000:]
     rows = [line.split() for line in p.stdout.splitlines()[2:-1]]
