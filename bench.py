@@ -303,7 +303,7 @@ def bench_rat(cfg, device, lengths=None, tokens=None, rows=None, rounds=3):
     """One layer of RAT, attention and the RNN on the same number of tokens, cut into longer and longer sequences; then
     one token of `rows` sequences after as long a text; then how cost grows, and the caches."""
     gpu = device.type == "cuda"
-    lengths = lengths or (LENGTHS if gpu else [2 ** n for n in range(10, 15)])
+    lengths = lengths or (LENGTHS if gpu else [2 ** n for n in range(8, 15)])
     tokens, rows = tokens or (2 ** 18 if gpu else 2 ** 14), rows or (64 if gpu else 8)
     ours, paper = f"RAT({cfg.chunk})", cfg.chunk == 16 and cfg.n_embd == 2048
     print(f"rat: one layer with its projections, width {cfg.n_embd}, {cfg.n_head} heads; {device_name(device)}, torch "

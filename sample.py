@@ -1,11 +1,11 @@
 """
 Text from a trained model, for every model: one decoding loop over forward and cache.
 
-    python sample.py out/rat_tiny                                  stream 500 tokens
-    python sample.py out/rat_tiny prompt="def main(" temperature=0.7 top_p=0.95
-    python sample.py out/rat_tiny prompt=FILE:notes.txt            the prompt is a file's text
-    python sample.py out/rat_tiny prompt=LINES:prompts.txt         every line is a prompt, all in one batch
-    python sample.py out/rat_tiny num_samples=8 seed=7             eight samples in one batch
+    python sample.py out/gpt_tiny                                  stream 500 tokens
+    python sample.py out/gpt_tiny prompt="def main(" temperature=0.7 top_p=0.95
+    python sample.py out/gpt_tiny prompt=FILE:notes.txt            the prompt is a file's text
+    python sample.py out/gpt_tiny prompt=LINES:prompts.txt         every line is a prompt, all in one batch
+    python sample.py out/gpt_tiny num_samples=8 seed=7             eight samples in one batch
     python sample.py out/recall prompt="3 9 1"                     the token ids of a synthetic task (tasks.py)
     python sample.py help                                          every key with its meaning
 

@@ -47,7 +47,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass
 class TrainConfig:
-    model: str = "rat"               # which model_<name>.py
+    model: str = "gpt"               # which model_<name>.py
     config: str = ""                 # YAML file of keys (default: configs/<model>_tiny.yaml)
     run: str = ""                    # name of the folder for results (default: the config file's name)
     out_dir: str = "out"             # where run folders live
