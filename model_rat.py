@@ -544,8 +544,8 @@ class Attention(nn.Module):
     def forward(self, u, place, store=None):
         """u (B, T, C), normed -> (B, T, C)."""
         q, k, v = (w(u).unflatten(-1, (-1, self.cfg.head_dim)) for w in (self.wq, self.wk, self.wv))
-        if self.sliding or self.cfg.pos != "nope":
-            q, k = apply_rotary(q, *place.by_token), apply_rotary(k, *place.by_token)
+        tables = place.by_token if self.sliding or self.cfg.pos != "nope" else None
+        q, k = turned(q, tables), turned(k, tables)
         return self.wo(self.attend(q, k, v, place, store).flatten(2))
 
     def attend(self, q, k, v, place, store):
@@ -595,8 +595,8 @@ class Reversed(nn.Module):
         L = self.cfg.chunk
         z, g, v, k, q = self.w_in(u).split(self.widths, -1)
         v, k, q = (x.unflatten(-1, (-1, self.cfg.head_dim)) for x in (v, k, q))
-        if place.by_token is not None:
-            q, k = apply_rotary(q, *place.by_token), apply_rotary(k, *place.by_token)
+        tables = None if self.cfg.pos == "nope" else place.by_token     # which may be there for windows
+        q, k = turned(q, tables), turned(k, tables)
         y = wide(self.attend(q.expand(v.shape), k, v, place, store).flatten(2))         # (B, T, C)
         gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
         # a state that changes at chunk ends only: elsewhere its gate is 1

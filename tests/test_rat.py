@@ -195,6 +195,12 @@ def test_nope_has_no_positions_but_in_windows():
     assert [k for k in kinds if tables[k] != (None, None)] == ["rat-swa"]
 
 
+def test_reversed_without_positions_has_none_beside_windows_either():
+    """The rotary tables of the windows are there, and not for it."""
+    model, mix, u = layer("reversed", pos="nope", swa=6)
+    assert relative(output(model, mix, u)[1], reversed_by_hand(model.cfg, mix, u[1]).detach()) < 1e-10
+
+
 def test_a_window_is_model_gpts():
     """swa=6: a position sees itself and six before it, which model_gpt calls a window of 7."""
     gpt = tiny("gpt", mlp="gelu", window=7)
