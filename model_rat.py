@@ -329,6 +329,17 @@ def attend_slots(q, store, top, last, place, fast):
     return attention(q, k.to(q.dtype), v.to(q.dtype), bias).transpose(1, 2)
 
 
+def empty_store(B, device, dtype, **shapes):
+    """{name: zeros (B, *shape)}, in dtype; a state is float32 at least, for it sums up."""
+    kinds = {name: torch.promote_types(dtype, torch.float32) if name == "state" else dtype for name in shapes}
+    return {name: torch.zeros(B, *shape, device=device, dtype=kinds[name]) for name, shape in shapes.items()}
+
+
+def forget_gate(g, bias):
+    """sigmoid(g + bias) of logits g (B, T, C) or (B, T, H, D), bias (C,), in float32 at least."""
+    return torch.sigmoid(wide(g) + wide(bias).view(g.shape[2:]))
+
+
 class Rat(nn.Module):
     """Recurrence inside chunks, attention across them (section 2.3)."""
 
@@ -344,11 +355,9 @@ class Rat(nn.Module):
         self.wo = nn.Linear(C, C, bias=False)
 
     def init_store(self, B, max_len, device, dtype):
-        """A slot for each chunk, and the running state of k~ and v~ before rotary: in float32, for it sums up."""
+        """A slot for each chunk, and the running state of k~ and v~ before rotary."""
         H, D, slots = self.cfg.n_head, self.cfg.head_dim, -(-max_len // self.cfg.chunk)
-        buffer = lambda *shape, dtype=dtype: torch.zeros(B, *shape, device=device, dtype=dtype)
-        return dict(k=buffer(slots, H, D), v=buffer(slots, H, D),
-                    state=buffer(2, H, D, dtype=torch.promote_types(dtype, torch.float32)))
+        return empty_store(B, device, dtype, k=(slots, H, D), v=(slots, H, D), state=(2, H, D))
 
     def forward(self, u, place, store=None):
         """u (B, T, C), normed -> (B, T, C)."""
@@ -364,7 +373,7 @@ class Rat(nn.Module):
                 store["state"][:, 0], store["state"][:, 1] = k_ends[:, -1], v_ends[:, -1]
             return self.wo(y.flatten(2))
         one = u.size(1) == 1 and store is not None
-        y = (self.step if one else self.attend)(q, k, v, self.gate(g), place, store)
+        y = (self.step if one else self.attend)(q, k, v, forget_gate(g, self.gate_bias), place, store)
         return self.wo((torch.sigmoid(z) * y).flatten(2))
 
     def project(self, u):
@@ -373,9 +382,6 @@ class Rat(nn.Module):
         if self.cfg.gate_rank:
             z, g = self.w_z(z), self.w_g(g)
         return [x.unflatten(-1, (-1, self.cfg.head_dim)) for x in (z, g, v, q, k)]
-
-    def gate(self, g):
-        return torch.sigmoid(wide(g) + wide(self.gate_bias).view(-1, self.cfg.head_dim))
 
     def attend(self, q, k, v, gate, place, store):
         """y (B, T, H, D) of T new tokens, which go on from the store where there is one."""
@@ -464,13 +470,12 @@ class Rnn(nn.Module):
         self.wo = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
     def init_store(self, B, max_len, device, dtype):
-        dtype = torch.promote_types(dtype, torch.float32)
-        return dict(state=torch.zeros(B, self.cfg.n_embd, device=device, dtype=dtype))
+        return empty_store(B, device, dtype, state=(self.cfg.n_embd,))
 
     def forward(self, u, place, store=None):
         """u (B, T, C), normed -> (B, T, C)."""
         z, g, v = self.w_in(u).chunk(3, -1)
-        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
+        gate = forget_gate(g, self.gate_bias)
         states = running_states(gate, wide(v), None, None if store is None else store["state"], self.cfg.fast)
         if store is not None:
             keep_last_state(store, states, place)
@@ -524,6 +529,21 @@ def attend_positions(q, k, v, q_pos, k_pos, window, fast):
     return y.transpose(1, 2)
 
 
+def attend_ring(q, k, v, place, store, window, fast, at=lambda pos: pos):
+    """Attention of the new tokens (B, T, H or G, D) over each other and over the ring, where they are stored; `at` maps
+    positions to those that the window measures. -> (B, T, H, D)"""
+    q_pos = k_pos = at(place.pos)
+    keys, values = k, v
+    if store is not None and place.start > 0:
+        k_old, v_old, old = read_ring(store, place)
+        k_pos = torch.cat([torch.where(old < 0, NEVER, at(old)), k_pos], 1)
+        keys, values = torch.cat([k_old.to(k.dtype), k], 1), torch.cat([v_old.to(v.dtype), v], 1)
+    y = attend_positions(q, keys, values, q_pos, k_pos, window, fast)
+    if store is not None:
+        write_ring(store, k, v, place)
+    return y
+
+
 class Attention(nn.Module):
     """Softmax attention, plain or (swa) over a sliding window. A cache is a ring buffer of what can still be seen."""
 
@@ -538,8 +558,8 @@ class Attention(nn.Module):
 
     def init_store(self, B, max_len, device, dtype):
         slots = min(self.cfg.swa + 1, max_len) if self.sliding else max_len
-        shape = (B, slots, self.cfg.n_kv_head, self.cfg.head_dim)
-        return {name: torch.zeros(shape, device=device, dtype=dtype) for name in "kv"}
+        shape = slots, self.cfg.n_kv_head, self.cfg.head_dim
+        return empty_store(B, device, dtype, k=shape, v=shape)
 
     def forward(self, u, place, store=None):
         """u (B, T, C), normed -> (B, T, C)."""
@@ -550,24 +570,16 @@ class Attention(nn.Module):
 
     def attend(self, q, k, v, place, store):
         """y (B, T, H, D) of the new tokens, which are stored."""
-        window, pos, fast = self.cfg.swa + 1 if self.sliding else EVER, place.pos, self.cfg.fast
+        fast = self.cfg.fast
         if store is not None and q.size(1) == 1:
             write_ring(store, k, v, place)
             R = store["k"].size(1)                                      # all that is in the ring can be seen
-            return attend_slots(q, store, min(place.start, R - 1), pos.clamp(max=R - 1), place, fast)
-        if store is None or place.start == 0:
-            if fast and not self.sliding:                               # padding is on the right: nobody sees it
-                y = attention_fast(*(x.transpose(1, 2) for x in (q, k, v)), None).transpose(1, 2)
-            else:
-                y = attend_positions(q, k, v, pos, pos, window, fast)
-        else:
-            k_old, v_old, k_pos = read_ring(store, place)
-            k_pos = torch.cat([k_pos.masked_fill(k_pos < 0, NEVER), pos], 1)
-            y = attend_positions(q, torch.cat([k_old.to(k.dtype), k], 1), torch.cat([v_old.to(v.dtype), v], 1), pos,
-                                 k_pos, window, fast)
-        if store is not None:
+            return attend_slots(q, store, min(place.start, R - 1), place.pos.clamp(max=R - 1), place, fast)
+        if self.sliding or not fast or place.start > 0:
+            return attend_ring(q, k, v, place, store, self.cfg.swa + 1 if self.sliding else EVER, fast)
+        if store is not None:                                           # plainly causal: padding is on the right
             write_ring(store, k, v, place)
-        return y
+        return attention_fast(*(x.transpose(1, 2) for x in (q, k, v)), None).transpose(1, 2)
 
 
 class Reversed(nn.Module):
@@ -586,9 +598,7 @@ class Reversed(nn.Module):
     def init_store(self, B, max_len, device, dtype):
         """The keys and values of one chunk, and the state in which the last one ended."""
         H, D, slots = self.cfg.n_head, self.cfg.head_dim, min(self.cfg.chunk, max_len)
-        buffer = lambda *shape, dtype=dtype: torch.zeros(B, *shape, device=device, dtype=dtype)
-        return dict(k=buffer(slots, H, D), v=buffer(slots, H, D),
-                    state=buffer(H * D, dtype=torch.promote_types(dtype, torch.float32)))
+        return empty_store(B, device, dtype, k=(slots, H, D), v=(slots, H, D), state=(H * D,))
 
     def forward(self, u, place, store=None):
         """u (B, T, C), normed -> (B, T, C)."""
@@ -598,10 +608,10 @@ class Reversed(nn.Module):
         tables = None if self.cfg.pos == "nope" else place.by_token     # which may be there for windows
         q, k = turned(q, tables), turned(k, tables)
         y = wide(self.attend(q.expand(v.shape), k, v, place, store).flatten(2))         # (B, T, C)
-        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
+        gate = forget_gate(g, self.gate_bias)
         # a state that changes at chunk ends only: elsewhere its gate is 1
         ends = (place.pos % L == L - 1)[..., None]
-        before = torch.zeros_like(y[:, 0]) if store is None else store["state"].clone()
+        before = torch.zeros_like(y[:, 0]) if store is None else store["state"]
         states = running_states(torch.where(ends, gate, 1), y, None, before, self.cfg.fast)
         entered = torch.cat([before[:, None], states[:, :-1]], 1)       # each position's state before it: its chunk's
         h = gate * entered + (1 - gate) * y
@@ -616,16 +626,8 @@ class Reversed(nn.Module):
             write_ring(store, k, v, place)
             top = min(place.start, L - 1) if place.valid is not None else place.start % L
             return attend_slots(q, store, top, pos % L, place, fast)
-        apart = lambda p: p + p // L * L        # chunks stand L apart: a window of L ends where the chunk does
-        k_pos, k_all, v_all = apart(pos), k, v
-        if store is not None and place.start > 0:
-            k_old, v_old, old = read_ring(store, place)
-            k_pos = torch.cat([torch.where(old < 0, NEVER, apart(old)), k_pos], 1)
-            k_all, v_all = torch.cat([k_old.to(k.dtype), k], 1), torch.cat([v_old.to(v.dtype), v], 1)
-        y = attend_positions(q, k_all, v_all, apart(pos), k_pos, L, fast)
-        if store is not None:
-            write_ring(store, k, v, place)
-        return y
+        apart = lambda pos: pos + pos // L * L      # chunks stand L apart: a window of L ends where the chunk does
+        return attend_ring(q, k, v, place, store, L, fast, apart)
 
 
 class MLP(nn.Module):

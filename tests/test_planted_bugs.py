@@ -134,12 +134,12 @@ BUGS = {
                                           "state", "test_rat.py -k around_the_ends"),
     "RAT: padding moves the state": ("model_rat.py", "known[torch.arange(len(known), device=known.device), "
                                      "place.valid.sum(1)]", "known[:, -1]", "test_models.py -k rows_advance and rat"),
-    "RAT: a window one too wide": ("model_rat.py", "window, pos, fast = self.cfg.swa + 1 if", "window, pos, fast = "
-                                   "self.cfg.swa + 2 if", "test_rat.py -k a_window_is"),
+    "RAT: a window one too wide": ("model_rat.py", "place, store, self.cfg.swa + 1 if", "place, store, self.cfg.swa + 2 if",
+                                   "test_rat.py -k a_window_is"),
     "RAT: a ring one too small": ("model_rat.py", "slots = min(self.cfg.swa + 1, max_len)", "slots = min(self.cfg.swa, "
                                   "max_len)", "test_rat.py -k around_the_ends"),
-    "RAT: the state in bfloat16": ("model_rat.py", "state=buffer(2, H, D, dtype=torch.promote_types(dtype, torch.float32))",
-                                   "state=buffer(2, H, D)", "test_rat.py -k state_is_float32"),
+    "RAT: the state in bfloat16": ("model_rat.py", "torch.promote_types(dtype, torch.float32) if name == \"state\" else dtype",
+                                   "dtype", "test_rat.py -k state_is_float32"),
     "needles: the order of asking": ("tasks.py", "order = rng.permutation(pairs)", "order = np.arange(pairs)",
                                      "test_tasks.py -k strewn"),
 }
