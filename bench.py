@@ -15,6 +15,7 @@ over the rounds.
 """
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -185,14 +186,22 @@ def bench_rt_layers(cfg, device, batch_sizes=(8, 32, 128, 512), rounds=3):
 
 def once_on(device, model, way, batch_size, rounds):
     """Seconds of one pass of a model that is on the device for just that long; None where it does not fit."""
+    def leave():
+        model.to("cpu")
+        model_module("rt").GRAPHS.clear()
+    return alone(lambda: (None, passes(model.to(device), batch_size, device)[way]), rounds, device, leave)
+
+
+def alone(make, rounds, device, leave=None):
+    """Seconds of a contestant that is on the device for just that long; None where it does not fit. leave: a function
+    that frees what does not go by itself."""
     try:
-        call = passes(model.to(device), batch_size, device)[way]
-        return medians({way: (None, call)}, rounds, device)[way]
+        return medians({"": make()}, rounds, device)[""]
     except torch.cuda.OutOfMemoryError:
         return None
     finally:
-        model.to("cpu")
-        model_module("rt").GRAPHS.clear()
+        if leave:
+            leave()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -265,7 +274,7 @@ def rat_seconds(layers, way, T, tokens, rows, rounds, device):
                 rat_passes(layer, T, max(1, tokens // T), device)[way])
 
         def run():
-            with torch.nn.attention.sdpa_kernel(backend) if backend else contextlib.nullcontext():
+            with sdpa(backend):
                 call()
         return None, run
     if device.type != "cuda":
@@ -276,16 +285,6 @@ def rat_seconds(layers, way, T, tokens, rows, rounds, device):
         times = [alone(lambda: contestant(make, backend), rounds, device) for backend in chosen.values()]
         found[name] = min((t for t in times if t is not None), default=None)
     return found
-
-
-def alone(make, rounds, device):
-    """Seconds of a contestant that is on the device for just that long; None where it does not fit."""
-    try:
-        return medians({"": make()}, rounds, device)[""]
-    except torch.cuda.OutOfMemoryError:
-        return None
-    finally:
-        torch.cuda.empty_cache()
 
 
 def crossing(lengths, ratios):
@@ -320,7 +319,8 @@ def bench_rat(cfg, device, lengths=None, tokens=None, rows=None, rounds=3):
                 ratios[T] = seconds["attention"] / seconds[ours]
                 line += f"   attention / {ours} {ratios[T]:.2f}"
             print(line + (f", the paper's {PAPER_RAT[way][T]}" if paper and T in PAPER_RAT[way] else ""), flush=True)
-        print(f"  {ours} is faster than attention " + crossing(list(ratios), list(ratios.values())))
+        if ratios:
+            print(f"  {ours} is faster than attention " + crossing(list(ratios), list(ratios.values())))
         if way != "decoding" and len(ratios) > 1:
             (a, first), *_, (b, last) = table.items()
             growth = {n: 1 + math.log(last[n] / first[n]) / math.log(b / a) for n in first if first[n] and last[n]}
@@ -372,11 +372,17 @@ def race(title, contestants, device, rounds, repeat):
     return times
 
 
+def sdpa(backend):
+    """A context in which torch's attention takes this backend; None: the one that it chooses."""
+    return torch.nn.attention.sdpa_kernel(backend) if backend else contextlib.nullcontext()
+
+
 def causal(q, k, v, backend=None):
-    with torch.nn.attention.sdpa_kernel(backend) if backend else contextlib.nullcontext():
+    with sdpa(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+@functools.cache
 def sdpa_backends(device):
     """The backends of torch's attention that this build and this GPU have: {name: backend}."""
     kinds = torch.nn.attention.SDPBackend
@@ -384,7 +390,7 @@ def sdpa_backends(device):
                 "SDPA efficient": kinds.EFFICIENT_ATTENTION}
     found = {}
     for name, backend in backends.items():
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):         # this build or this GPU lacks it
             causal(*torch.randn(3, 1, 1, 64, 64, device=device, dtype=torch.bfloat16), backend)
             found[name] = backend
     return found
