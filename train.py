@@ -186,8 +186,6 @@ def starting_point(given, yaml):
         named = {**(yaml if "config" in given else {}), **given}
         same_model(named.get("model", ckpt["model"]), ckpt)
         kept = {"fast"} | ({"block_size", "dropout"} & yaml.keys() if "config" in given else set())
-        if "config" not in given:               # the default file may be of another model: nothing of its model's
-            yaml = {k: v for k, v in yaml.items() if k in TrainConfig.__dataclass_fields__}
         fields_of_weights = {k: v for k, v in ckpt["model_config"].items() if k not in kept}
         return {**yaml, **fields_of_weights, "model": ckpt["model"]}, ckpt
     return yaml, None

@@ -38,8 +38,9 @@ def pytest_collection_modifyitems(items):
 
 
 # Long checks in processes of their own: they run one after the other beside all tests, which need one core.
-BESIDE = {"test_triton_code_in_the_interpreter": ["-m", "pytest", "-q", "-x", "tests/interpreted_kernels.py"],
-          "test_triton_code_compiles_for_gpus": ["tests/compile_kernels.py", "ci"]}
+BESIDE = {"test_triton_code_in_the_interpreter": (["-m", "pytest", "-q", "-x", "tests/interpreted_kernels.py"],
+                                                  {"TRITON_INTERPRET": "1"}),
+          "test_triton_code_compiles_for_gpus": (["tests/compile_kernels.py", "ci"], {})}
 
 
 def python(*arguments, started=None, **environment):
@@ -60,9 +61,8 @@ def beside(request):
     if importlib.util.find_spec("triton") is None:
         names = []
     pool = ThreadPoolExecutor(1)
-    interpreted = {"TRITON_INTERPRET": "1"}
-    yield {name: pool.submit(python, *BESIDE[name], started=started, **(interpreted if "interp" in name else {}))
-           for name in names}
+    yield {name: pool.submit(python, *arguments, started=started, **environment)
+           for name, (arguments, environment) in BESIDE.items() if name in names}
     pool.shutdown(wait=False, cancel_futures=True)
     for p in started:
         p.kill()

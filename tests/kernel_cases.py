@@ -217,7 +217,7 @@ RAT_NAMES = ("out", "k_ends", "v_ends", "dq", "dk", "dv", "dg", "dz", "dbias")
 
 def dense_rat(q, k, v, g, z, bias, chunk, cos=None, sin=None):
     """rat from its equations, token by token: out, k_ends, v_ends."""
-    (B, T, G, D), H = q.shape, v.size(2)
+    (_, T, G, D), H = q.shape, v.size(2)
     turned = lambda x, t: x if cos is None else x * cos[t] + x.roll(D // 2, -1) * sin[t]
     outs, ends = [], []                                     # ends: (rotated key, key, value) of each finished chunk
     for t in range(T):
