@@ -409,12 +409,11 @@ def load_initial(path):
 # optimizers
 
 def parameter_groups(model, cfg):
-    """A model's own groups where it has param_groups(cfg), else the common rule: matrices and embeddings decay,
+    """A model's own groups where param_groups(cfg) gives some, else the common rule: matrices and embeddings decay,
     vectors do not, and with optimizer=muon the matrices inside the blocks (all but wte and head) go to Muon.
     Each group names its optimizer under "kind". Every parameter must stand in exactly one group."""
-    if hasattr(model, "param_groups"):
-        groups = model.param_groups(cfg)
-    else:
+    groups = model.param_groups(cfg) if hasattr(model, "param_groups") else None
+    if groups is None:
         named = list(model.named_parameters())
         muon = [p for n, p in named
                 if cfg.optimizer == "muon" and p.dim() == 2 and not n.startswith(("wte.", "head."))]

@@ -1,0 +1,888 @@
+"""
+LRT, the Latent Recurrent Transformer: the previous token's upper hidden state is memory for the next.
+
+When position t is computed, position t-1 has been through all layers. A Transformer lets each layer see what the same
+layer knew of earlier positions, and forgets the rest. Here the residual stream after an upper layer, the source (0.6 of
+the depth), is kept as the memory m_{t-1} of the next position and enters each of its layers twice:
+
+    residual    x <- alpha x + beta x0 + gamma m_{t-1}                          gamma 0.1 at the start
+    k, v        k~ = g_loc Wk u + g_rec Wk_rec m_{t-1}                          u = RMSNorm(x)
+                v  = g_loc (Wv u + e) + g_rec Wv_rec m_{t-1}                    e: the token's value embedding, below
+                [g_loc, g_rec] = 2 sigmoid(Wg u), one of each for every key head, Wg zero at the start: all gates 1
+                k  = rotary(RMSNorm(k~)): the memory's key stands at position t
+    m_t = x after the source layer,  m_{-1} = 0
+
+Wk_rec and Wv_rec are shared by all layers (projections=layerwise: each has its own). The cache is a Transformer's and
+one vector a text; a token is decoded in one ordinary forward.
+
+The backbone (memory=false) is nanochat's as the paper has it: RMSNorm without weights, also after the embedding and
+before the untied head; queries and keys normed, then rotated; MLP W_down relu(W_up u)^2; layers by the pattern SSSL,
+S seeing half the context, the last layer all of it; x0 = RMSNorm(E[idx]) mixed into each layer (alpha 1, beta 0.1 at the
+start); value embeddings, e = 2 sigmoid(Wve u[:32]) E_l[idx], Wve zero at the start; logits 15 tanh(z / 15).
+
+Training. The chain m_0 -> m_1 -> ... goes position by position; train_path says what is done about it:
+
+    exact         the chain as it is, one position after the other: what decoding does, and evaluation always
+    interleaved   (the default) a first pass over all positions with zero memory fills a buffer with each layer's keys and
+                  values and the memories. Then, for each of S strided subsets, only its positions are computed again: they
+                  read their memories from the buffer, write their keys and values into it, attend to all of it, and write
+                  their memories back. About twice a plain step, whatever S. For S = 2, 8 positions:
+
+                      first pass     0  1  2  3  4  5  6  7      m = 0
+                      subset 0       0     2     4     6         position 2 reads m_1 of the first pass
+                      subset 1          1     3     5     7      position 3 reads m_2 of subset 0, and its keys
+
+                  loss = (L_first + sum_s L_s) / (S + 1); gradients flow through all S + 1 passes and the buffer. With
+                  S = T it is the exact chain.
+    chunked       chunks of C positions, one after the other; all positions of a chunk read the last memory of the chunk
+                  before. C = 1 is the exact chain, C = T the backbone.
+
+Naive and fast. The naive code of each path keeps a buffer of all T keys and attends with a mask. The fast code attends
+by positions (kernels.attend: a strided subset against the whole buffer, no mask, tiles out of sight not read), skips
+what a zero memory would give, projects the memory once a pass where the projections are shared, keeps the chain's keys
+in growing blocks, and evaluates from a cache.
+
+Source: Huang et al. 2026, "Latent Recurrent Transformer: Architecture Exploration, Training Strategies, and Scaling
+Behavior". Read into the paper where it is silent: the gates see the normed input, the value embedding is part of the
+local value, and each loss is a mean over tokens, so subsets count by their sizes where S does not divide T.
+
+Names: B batch, T tokens, n positions of a pass, C width, H heads, G key/value heads, D head size, S subsets.
+"""
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import kernels
+
+VALUE_CHANNELS = 32         # of its input, which the gate of a value embedding sees
+
+
+@dataclass
+class Config:
+    block_size: int = 256        # tokens in a training sequence; also the longest context
+    vocab_size: int = 257        # number of token ids; the tables are padded to a multiple of 64
+    n_layer: int = 4             # blocks
+    n_head: int = 4              # query heads
+    n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head query heads (0: n_head)
+    n_embd: int = 128            # width of the residual stream
+    dropout: float = 0.0         # on embeddings and both residual branches
+    fast: bool = True            # the efficient code of each path; false: buffers and masks written out
+    memory: bool = True          # the recurrence; false: the backbone
+    train_path: str = "interleaved"   # interleaved | chunked | exact: how training goes about the chain
+    subsets: int = 2             # S of train_path=interleaved
+    chunk: int = 64              # C of train_path=chunked
+    prefill: str = "exact"       # exact | interleaved: how an empty cache takes in a prompt
+    source: str = ""             # layer (1 to n_layer) whose output is the memory; several: their learned average ("2,4")
+    state: str = "lag"           # memory at t: lag: m_{t-lag} | average: of the last 4, learned | current: m_t | both
+    lag: int = 1                 # of state=lag
+    inject: str = "kv+residual"  # none | k | v | kv | residual | kv+residual: where the memory enters
+    projections: str = "shared"  # shared | layerwise: Wk_rec and Wv_rec
+    replace: bool = False        # the memory's keys and values replace the local ones in the first third of the layers
+    pattern: str = "SSSL"        # windows of the layers, tiled: S short, L the whole context; the last layer is L
+    swa: int = 0                 # an S layer sees keys at distances 0 to swa (0: half of block_size)
+    value_embeddings: bool = True    # an embedding of the token is added to each layer's values
+    x0_mixing: bool = True       # alpha and beta: each layer starts from alpha x + beta x0
+    layer_scale: bool = False    # learned scales on the outputs of attention and MLP
+    gated_attention: bool = False    # a gate on each head's output, 2 sigmoid(W u)
+    value_residual: bool = False     # the first layer's values are added to all others', with a learned weight
+    dense_residual: bool = False     # each layer starts from a learned sum of all earlier ones
+    softcap: float = 15.0        # logits are softcap tanh(z / softcap)
+    rope_theta: float = 10000.0  # rotary base
+    norm_eps: float = 1e-5       # RMSNorm's epsilon
+
+    # keys that change how training and prefill go, not what the weights mean
+    SAME_FUNCTION = ("train_path", "subsets", "chunk", "prefill")
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+        check_sizes(self)
+        check_choice(self, "train_path", ("interleaved", "chunked", "exact"))
+        check_choice(self, "prefill", ("exact", "interleaved"))
+        check_choice(self, "state", ("lag", "average", "current", "both"))
+        check_choice(self, "inject", ("none", "k", "v", "kv", "residual", "kv+residual"))
+        check_choice(self, "projections", ("shared", "layerwise"))
+        if not self.pattern or set(self.pattern) - {"S", "L"}:
+            raise ValueError(f"pattern={self.pattern} must be made of S and L")
+        for name in ("subsets", "chunk", "lag"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.swa < 0:
+            raise ValueError(f"swa={self.swa} must not be negative (0: half of block_size)")
+        if self.head_dim % 2 or self.head_dim > kernels.HEAD_SIZES[-1]:
+            raise ValueError(f"n_embd / n_head = {self.head_dim} must be even, at most {kernels.HEAD_SIZES[-1]}")
+        if not min(self.softcap, self.rope_theta, self.norm_eps) > 0:
+            raise ValueError("softcap, rope_theta and norm_eps must be positive")
+        if self.replace and not self.kv:
+            raise ValueError(f"replace=true needs memory in keys and values: inject={self.inject} is not kv")
+        self.memory = self.memory and self.inject != "none"
+        self.swa = self.swa or max(1, self.block_size // 2)
+        self.sources                # raises where they are impossible
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def way(self):
+        """What runs, in words."""
+        path = {"interleaved": f"interleaved, S = {self.subsets}", "chunked": f"chunked, C = {self.chunk}",
+                "exact": "exact"}[self.train_path] if self.memory else "without memory"
+        return f"{path}, {'fast' if self.fast else 'naive'}"
+
+    @property
+    def sources(self):
+        """The source layers, 1 to n_layer: 0.6 of the depth if none is named. ValueError where there is no such layer."""
+        names = self.source.split(",") if self.source else [str(max(1, round(0.6 * self.n_layer)))]
+        try:
+            layers = [int(name) for name in names]
+        except ValueError:
+            layers = []
+        if not layers or not 1 <= min(layers) <= max(layers) <= self.n_layer or len(set(layers)) < len(layers):
+            raise ValueError(f"source={self.source} must name layers from 1 to n_layer={self.n_layer}, as in 2 or 2,4")
+        return layers
+
+    @property
+    def kv(self):
+        return self.memory and self.inject in ("kv", "kv+residual")
+
+    @property
+    def in_keys(self):
+        return self.memory and self.inject in ("k", "kv", "kv+residual")
+
+    @property
+    def in_values(self):
+        return self.memory and self.inject in ("v", "kv", "kv+residual")
+
+    @property
+    def in_residual(self):
+        return self.memory and self.inject in ("residual", "kv+residual")
+
+    @property
+    def n_states(self):
+        """How many earlier positions' states a position needs."""
+        return {"lag": self.lag, "average": 4, "current": 0, "both": 1}[self.state] if self.memory else 0
+
+    @property
+    def twice(self):
+        """Whether a position goes through the layers twice, first without memory, so that it can read its own state."""
+        return self.memory and self.state in ("current", "both")
+
+    def window(self, layer):
+        """How many keys a query of this layer sees, itself included; 0: all."""
+        short = self.pattern[layer % len(self.pattern)] == "S" and layer < self.n_layer - 1
+        return self.swa + 1 if short and self.swa + 1 < self.block_size else 0
+
+    def replaces(self, layer):
+        return self.replace and self.memory and layer < max(1, self.n_layer // 3)
+
+    def has_value_embedding(self, layer):
+        return self.value_embeddings and not self.replaces(layer)
+
+def check_sizes(cfg):
+    """Raise ValueError, naming the field, where one of the sizes that all models share is impossible."""
+    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    if cfg.n_embd % cfg.n_head:
+        raise ValueError(f"n_embd={cfg.n_embd} is not divisible by n_head={cfg.n_head}")
+    if cfg.n_head % cfg.n_kv_head:
+        raise ValueError(f"n_head={cfg.n_head} is not divisible by n_kv_head={cfg.n_kv_head}")
+    if not 0 <= cfg.dropout < 1:
+        raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
+
+
+def check_choice(cfg, name, allowed):
+    """Raise ValueError unless field `name` of cfg is one of the strings in `allowed`."""
+    if getattr(cfg, name) not in allowed:
+        raise ValueError(f"{name}={getattr(cfg, name)} must be one of: {', '.join(allowed)}")
+
+
+def rotary_tables(pos, head_dim, theta, dtype):
+    """cos and sin (..., head_dim) of the angles pos_t theta^(-2i / head_dim), each angle twice: the second
+    half of a head is the first half's partner, and sin is negative on the first half (see apply_rotary).
+    Computed, not stored, so that any position and any device works; in float32 at least."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
+    angle = pos.to(dtype)[..., None] * freq                     # (..., head_dim / 2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def apply_rotary(x, cos, sin):
+    """Rotate each pair (x_i, x_{i + D/2}) of x (B, T, H, D) by its angle (Su et al. 2021; Llama's pairing).
+    cos, sin (T, D) or (B, T, D)."""
+    half = x.size(-1) // 2
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)             # one angle for all heads
+    return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
+
+
+def compute_dtype(x):
+    """The dtype that matrix products of x come out in: autocast's where it is on, else x's own."""
+    device = x.device.type
+    mixed = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if mixed else x.dtype
+
+
+def attention_bias(q_pos, k_pos, window, slopes, dtype):
+    """What is added to the scores: 0 (or ALiBi's slope times the distance) where key j is visible, else -inf.
+    q_pos (B or 1, T), k_pos (S,) -> (B or 1, 1 or H, T, S)."""
+    distance = q_pos[:, None, :, None] - k_pos                  # (B or 1, 1, T, S)
+    visible = distance >= 0
+    if window:
+        visible = visible & (distance < window)
+    bias = torch.zeros((), device=k_pos.device, dtype=dtype)
+    if slopes is not None:
+        bias = -slopes.to(dtype)[:, None, None] * distance
+    return bias.masked_fill(~visible, -math.inf)
+
+
+def attention_naive(q, k, v, bias, dropout=0.0):
+    """Softmax attention written out. q (B, H, T, D); k, v (B, G, S, D); bias broadcasts to (B, H, T, S)."""
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))     # one key head per query head
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))                  # (B, H, T, S)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias
+    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v               # (B, H, T, D)
+
+
+def attention_fast(q, k, v, bias, dropout=0.0):
+    """The same through torch's fused kernels. bias None means: the T queries are plainly causal over as many
+    keys, or a single query sees every key; no mask is built or read then."""
+    causal = True if bias is None and q.size(2) > 1 else False      # a plain bool, also where T is symbolic (compile)
+    return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=causal,
+                                          enable_gqa=q.size(1) != k.size(1))
+
+
+class KVCache:
+    """Keys and values in static buffers, k[layer] and v[layer] (B, max_len, n_kv_head, head_dim). For use under
+    no_grad: gradients do not flow through it.
+
+    lengths (B,) counts the tokens each row holds; rows may differ. While every row holds the same number
+    (`ragged` False) new tokens are one slice and no mask is needed. `longest` is an upper bound of lengths
+    that the host knows without asking the device.
+    """
+
+    def __init__(self, cfg, batch_size, max_len, device, dtype):
+        shape = (batch_size, max_len, cfg.n_kv_head, cfg.head_dim)
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.max_len, self.longest, self.ragged = max_len, 0, False
+
+    def nbytes(self):
+        """Bytes held for keys and values, for all rows at max_len."""
+        return sum(buffer.nbytes for buffer in self.k + self.v)
+
+    def reset(self, rows=None):
+        """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
+        they held is zeroed: a NaN behind a mask would still poison the sum over values."""
+        rows = slice(None) if rows is None else rows
+        for buffer in self.k + self.v:
+            buffer[rows] = 0
+        self.lengths[rows] = 0
+        self.longest = int(self.lengths.max())
+        self.ragged = self.longest > 0
+
+    def place(self, T, n_valid=None):
+        """Reserve the slots of T new tokens a row, n_valid (B,) of them real (0 to T; None: all). Returns their
+        positions (1, T) or (B, T). Raises ValueError where a row would outgrow max_len."""
+        new = torch.full_like(self.lengths, T) if n_valid is None else n_valid.to(self.lengths).clamp(0, T)
+        ragged = self.ragged or n_valid is not None
+        if self.longest + T > self.max_len and (not ragged or int((self.lengths + new).max()) > self.max_len):
+            raise ValueError(f"the cache is full: {self.longest} tokens held, {T} more, max_len {self.max_len}")
+        self.new, self.ragged, self.end = new, ragged, min(self.longest + T, self.max_len)
+        step = torch.arange(T, device=self.lengths.device)
+        if not ragged:
+            return (self.longest + step)[None]                          # (1, T)
+        pos = self.lengths[:, None] + step                              # (B, T)
+        self.rows, self.cols = (step < new[:, None]).nonzero(as_tuple=True)    # padding is never stored
+        self.slots = pos[self.rows, self.cols]
+        return pos.clamp(max=self.max_len - 1)
+
+    def append(self, layer, k, v):
+        """Store k, v (B, T, G, D) of the placed tokens; returns all keys and values so far, (B, S, G, D)."""
+        for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
+            if self.ragged:
+                buffer[self.rows, self.slots] = new[self.rows, self.cols].detach().to(buffer.dtype)
+            else:
+                buffer[:, self.longest:self.end] = new.detach()
+        return self.k[layer][:, :self.end], self.v[layer][:, :self.end]
+
+    def advance(self):
+        """Count the placed tokens, once every layer has stored them."""
+        self.lengths += self.new
+        self.longest = int(self.lengths.max()) if self.ragged else self.end
+
+
+def normed(x, eps):
+    """RMSNorm without a weight over the last dimension, in x's dtype."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
+
+
+def attend(q, k, v, q_pos, k_pos, window, fast):
+    """Attention of q (B, n, H, D) over k, v (B, S, G, D) at ascending positions q_pos (1 or B, n) and k_pos (S,): key j
+    is seen iff j <= i and, given a window, i - j < window. -> (B, n, H, D)"""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if fast:
+        q_pos = (q_pos if len(q_pos) > 1 else q_pos[0]).int()
+        y = kernels.attend(q, k, v, q_pos, k_pos.int(), window=window or None)[0]
+    else:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        y = attention_naive(q, k, v, attention_bias(q_pos, k_pos, window, None, wide))
+    return y.transpose(1, 2)
+
+
+class Buffer:
+    """Keys and values of all T positions, of which a pass computes any slice `at` anew: it writes them here, then
+    attends to all that is here."""
+
+    def __init__(self, cfg, T, device):
+        self.cfg, self.T, self.pos = cfg, T, torch.arange(T, device=device)
+        self.k, self.v = [None] * cfg.n_layer, [None] * cfg.n_layer
+
+    def enter(self, at):
+        self.at = at
+
+    def write(self, buffer, new):
+        """buffer (B, T, ...) with new (B, n, ...) in its places, as a new tensor."""
+        start, stop, step = self.at.indices(self.T)
+        return new if buffer is None else torch.slice_scatter(buffer, new, 1, start, stop, step)
+
+    def attend(self, layer, q, k, v):
+        """y (B, n, H, D) of the pass's positions. The first pass must be of all positions: it is plainly causal."""
+        first, window, fast = self.k[layer] is None, self.cfg.window(layer), self.cfg.fast
+        self.k[layer], self.v[layer] = k, v = self.write(self.k[layer], k), self.write(self.v[layer], v)
+        if not first or not fast:
+            return attend(q, k, v, self.pos[None, self.at], self.pos, window, fast)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = kernels.attend(q, k, v, window=window)[0] if window else attention_fast(q, k, v, None)
+        return y.transpose(1, 2)
+
+
+class History:
+    """Keys, values and states of a chain of passes, each of the positions after the last one's. Gradients flow.
+
+    The fast path keeps the newest of them, up to FOLD passes, as a list and the older ones in one tensor, and merges
+    the attention over both: to copy all of them in every pass would take memory quadratic in T."""
+
+    FOLD = 32
+
+    def __init__(self, cfg, x, n_states):
+        self.cfg, self.done, self.folded = cfg, 0, 0
+        self.old, self.new = [None] * cfg.n_layer, [[] for _ in range(cfg.n_layer)]
+        self.pos = torch.arange(x.size(1), device=x.device)
+        self.states = x.new_zeros(len(x), n_states, x.size(-1))         # newest first
+        self.before = None
+
+    def enter(self, at):
+        self.at = at
+        if self.cfg.fast and len(self.new[0]) == self.FOLD:
+            self.old = [self.joined(layer, [] if old is None else [old]) for layer, old in enumerate(self.old)]
+            self.new, self.folded = [[] for _ in self.new], self.done
+
+    def joined(self, layer, before=()):
+        return tuple(torch.cat(x, 1) for x in zip(*before, *self.new[layer]))
+
+    def attend(self, layer, q, k, v):
+        """y (B, n, H, D) of the pass's positions over themselves and all before them."""
+        self.new[layer].append((k, v))
+        window, q_pos, end = self.cfg.window(layer), self.pos[self.at], self.done + k.size(1)
+        k, v = self.joined(layer)
+        if not self.folded:
+            return attend(q, k, v, q_pos[None], self.pos[:end], window, self.cfg.fast)
+        parts = [kernels.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), q_pos.int(), k_pos.int(),
+                                window=window or None)
+                 for (k, v), k_pos in (((k, v), self.pos[self.folded:end]), (self.old[layer], self.pos[:self.folded]))]
+        return kernels.merge(*parts[0], *parts[1])[0].transpose(1, 2)
+
+    def leave(self, m):
+        """Take in the states m (B, n, C) of the pass's positions."""
+        self.done += m.size(1)
+        self.states = torch.cat([m.flip(1), self.states], 1)[:, :self.states.size(1)]
+
+
+class Cache(KVCache):
+    """A KVCache that knows windows, and the last states of each row: (B, n_states, n_embd), newest first. Where positions
+    go through the layers twice, `before` holds keys and values of the first time. For use under no_grad."""
+
+    def __init__(self, cfg, batch_size, max_len, device, dtype, state_dtype, n_states):
+        super().__init__(cfg, batch_size, max_len, device, dtype)
+        self.cfg = cfg
+        self.states = torch.zeros(batch_size, n_states, cfg.n_embd, device=device, dtype=state_dtype)
+        self.before = None
+
+    def nbytes(self):
+        """Bytes held for keys, values and states, for all rows at max_len."""
+        return super().nbytes() + self.states.nbytes + (self.before.nbytes() if self.before else 0)
+
+    def reset(self, rows=None):
+        """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start."""
+        super().reset(rows)
+        self.states[slice(None) if rows is None else rows] = 0
+        if self.before:
+            self.before.reset(rows)
+
+    def open(self, T, n_valid):
+        """Announce T new tokens a row, n_valid (B,) of them real; returns their positions (1 or B, T). ValueError where a
+        row would outgrow max_len: before anything has changed."""
+        self.T, self.n_valid, self.pos = T, n_valid, self.place(T, n_valid)
+        if self.before:
+            self.before.open(T, n_valid)
+        return self.pos
+
+    def enter(self, at):
+        """Make place for the new tokens `at`, a slice; all of them have it already."""
+        if at != slice(None):
+            n = at.stop - at.start
+            self.pos = self.place(n, None if self.n_valid is None else self.n_valid - at.start)
+
+    def attend(self, layer, q, k, v):
+        """y (B, n, H, D) of the new tokens, which are stored, over all of their rows."""
+        k, v = (x.to(q.dtype) for x in self.append(layer, k, v))
+        window, alone = self.cfg.window(layer), q.size(1) == 1 and not self.ragged
+        if not (self.cfg.fast and alone):
+            at = torch.arange(self.end, device=q.device)
+            return attend(q, k, v, self.pos, at, window, self.cfg.fast)
+        if window:
+            k, v = k[:, -window:], v[:, -window:]
+        return attention_fast(*(x.transpose(1, 2) for x in (q, k, v)), None).transpose(1, 2)
+
+    def leave(self, m):
+        """Count the new tokens; with memory there is one of them a row, whose state is m (B, 1, C)."""
+        if self.states.size(1):
+            recent = torch.cat([m.detach(), self.states[:, :-1]], 1)
+            if self.ragged:
+                recent = torch.where(self.new[:, None, None] > 0, recent, self.states)
+            self.states.copy_(recent)
+        self.advance()
+
+    def take(self, buffer):
+        """Fill the empty cache with all tokens of a Buffer, padding left out, and count them."""
+        for layer, (k, v) in enumerate(zip(buffer.k, buffer.v)):
+            self.append(layer, k, v)
+        if self.before:
+            for layer, (k, v) in enumerate(zip(*buffer.first)):
+                self.before.append(layer, k, v)
+            self.before.advance()
+        for i in range(self.states.size(1)):            # i tokens before a row's last
+            at = self.new - 1 - i
+            state = buffer.states[torch.arange(len(at), device=at.device), at.clamp(min=0)]
+            self.states[:, i] = torch.where(at[:, None] < 0, 0, state).detach()
+        self.advance()
+
+
+class Text(NamedTuple):
+    """What the layers need to know of some tokens."""
+    x0: torch.Tensor                # (B, n, C) normed embeddings
+    values: tuple                   # of each layer, (B, n, G, D) value embeddings, or None
+    cos: torch.Tensor               # (1 or B, n, D) rotary tables
+    sin: torch.Tensor
+
+    def at(self, where):
+        """The part of it at some positions, a slice."""
+        if where == slice(None):
+            return self
+        values = tuple(None if e is None else e[:, where] for e in self.values)
+        return Text(self.x0[:, where], values, self.cos[:, where], self.sin[:, where])
+
+
+class Projection(nn.Module):
+    """Wk_rec and Wv_rec: what the memory is as keys and values."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.head_dim, width = cfg.head_dim, cfg.n_kv_head * cfg.head_dim
+        self.wk = nn.Linear(cfg.n_embd, width, bias=False) if cfg.in_keys else None
+        self.wv = nn.Linear(cfg.n_embd, width, bias=False) if cfg.in_values else None
+
+    def forward(self, m):
+        """m (B, n or 1, C) -> two of (B, n or 1, G, D), None where the memory does not enter."""
+        return tuple(None if w is None else w(m).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))
+
+
+class Attention(nn.Module):
+    """Causal self-attention whose keys and values also hold the memory."""
+
+    def __init__(self, cfg, layer):
+        super().__init__()
+        self.cfg, self.layer, self.local = cfg, layer, not cfg.replaces(layer)
+        C, D, G = cfg.n_embd, cfg.head_dim, cfg.n_kv_head
+        self.wq = nn.Linear(C, cfg.n_head * D, bias=False)
+        if self.local:
+            self.wk = nn.Linear(C, G * D, bias=False)
+            self.wv = nn.Linear(C, G * D, bias=False)
+        self.wo = nn.Linear(cfg.n_head * D, C, bias=False)
+        if cfg.has_value_embedding(layer):
+            self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)         # the value embedding's gate
+        if cfg.in_keys or cfg.in_values:
+            self.w_gate = nn.Linear(C, (1 + self.local) * G, bias=False)            # g_loc, g_rec
+            self.rec = Projection(cfg) if cfg.projections == "layerwise" else None
+        if cfg.gated_attention:
+            self.w_out_gate = nn.Linear(C, cfg.n_head, bias=False)
+        if cfg.value_residual and layer:
+            self.first_scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, u, text, memory, rec, first, store):
+        """u (B, n, C), normed; memory (B, n or 1, C) or None, rec what the shared projections make of it; first the
+        values (B, n, G, D) of layer 0, None there. -> (B, n, C), and the values."""
+        q = self.wq(u).unflatten(-1, (-1, self.cfg.head_dim))                       # (B, n, H, D)
+        k, v = self.keys_values(u, text.values[self.layer], memory, rec)
+        if self.cfg.value_residual and first is not None:
+            v = v + self.first_scale * first
+        q, k = (apply_rotary(normed(x, self.cfg.norm_eps), text.cos, text.sin).to(v.dtype) for x in (q, k))
+        y = store.attend(self.layer, q, k, v)
+        if self.cfg.gated_attention:
+            y = y * gate(self.w_out_gate(u))
+        return self.wo(y.flatten(2)), v
+
+    def keys_values(self, u, e, memory, rec):
+        """k (before norm and rotary) and v, (B, n, G, D)."""
+        cfg, local = self.cfg, (None, None)
+        if self.local:
+            k, v = (w(u).unflatten(-1, (-1, cfg.head_dim)) for w in (self.wk, self.wv))
+            if e is not None:
+                v = torch.addcmul(v, gate(self.w_value(u[..., :VALUE_CHANNELS])), e)
+            local = k, v
+        if not (cfg.in_keys or cfg.in_values):
+            return local
+        if memory is None and not self.local:
+            return (u.new_zeros(*u.shape[:2], cfg.n_kv_head, cfg.head_dim, dtype=compute_dtype(u)),) * 2
+        if self.rec is not None and memory is not None:
+            rec = self.rec(memory)
+        gates = gate(self.w_gate(u)).unflatten(2, (-1, cfg.n_kv_head)).unbind(2)    # one or two of (B, n, G, 1)
+        return tuple(blend(gates, x, y) if inside else x
+                     for x, y, inside in zip(local, rec or (None, None), (cfg.in_keys, cfg.in_values)))
+
+
+def gate(x):
+    """2 sigmoid(x) with a dimension for the channels of a head: (..., heads) -> (..., heads, 1)."""
+    return 2 * torch.sigmoid(x)[..., None]
+
+
+def blend(gates, local, recurrent):
+    """g_loc local + g_rec recurrent; without the first g_rec recurrent alone, without the last g_loc local."""
+    if local is None:
+        return gates[-1] * recurrent
+    return gates[0] * local if recurrent is None else torch.addcmul(gates[0] * local, gates[1], recurrent)
+
+
+class SquaredMLP(nn.Module):
+    """W_down relu(W_up x)^2 (So et al. 2021)."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.w_up = nn.Linear(cfg.n_embd, 4 * cfg.n_embd, bias=False)
+        self.w_down = nn.Linear(4 * cfg.n_embd, cfg.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.w_down(F.relu(self.w_up(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, cfg, layer):
+        super().__init__()
+        self.cfg = cfg
+        self.attn, self.mlp = Attention(cfg, layer), SquaredMLP(cfg)
+        self.drop = nn.Dropout(cfg.dropout)
+        if cfg.layer_scale:
+            self.scales = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, text, memory, rec, first, store):
+        y, v = self.attn(normed(x, self.cfg.norm_eps), text, memory, rec, first, store)
+        x = x + self.drop(y * self.scales[0] if self.cfg.layer_scale else y)
+        y = self.mlp(normed(x, self.cfg.norm_eps))
+        return x + self.drop(y * self.scales[1] if self.cfg.layer_scale else y), v
+
+
+def cross_entropy(logits, targets):
+    """Mean negative log-likelihood in nats over the targets that are not -1 (0 where all are -1)."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+    return total / (targets != -1).sum().clamp(min=1)
+
+
+class Model(nn.Module):
+    """The Latent Recurrent Transformer and its backbone. See Config for its sizes and forward for its use."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        L, padded = cfg.n_layer, 64 * math.ceil(cfg.vocab_size / 64)
+        self.wte = nn.Embedding(padded, cfg.n_embd)
+        self.drop = nn.Dropout(cfg.dropout)
+        self.values = nn.ModuleDict({str(layer): nn.Embedding(padded, cfg.n_kv_head * cfg.head_dim)
+                                     for layer in range(L) if cfg.has_value_embedding(layer)})
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(L))
+        if cfg.x0_mixing:
+            self.alpha, self.beta = nn.Parameter(torch.ones(L)), nn.Parameter(torch.full((L,), 0.1))
+        if cfg.in_residual:
+            self.gamma = nn.Parameter(torch.full((L,), 0.1))
+        if cfg.dense_residual:
+            self.delta = nn.Parameter(torch.zeros(L, L))                # of layer j's output in layer i > j's input
+        if (cfg.in_keys or cfg.in_values) and cfg.projections == "shared":
+            self.rec = Projection(cfg)
+        if cfg.memory and len(cfg.sources) > 1:
+            self.source_weights = nn.Parameter(torch.zeros(len(cfg.sources)))      # of a softmax
+        if cfg.memory and cfg.state == "average":
+            self.state_weights = nn.Parameter(torch.zeros(cfg.n_states))
+        self.head = nn.Linear(cfg.n_embd, padded, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """nanochat's: embedding N(0, 1), head N(0, 0.001), what reads the residual stream uniform with deviation
+        1 / sqrt(n_embd), what writes to it zero, gates zero; scales as they were made."""
+        limit = math.sqrt(3 / self.cfg.n_embd)
+        for name, p in self.named_parameters():
+            if name == "wte.weight":
+                p.normal_(0, 1)
+            elif name == "head.weight":
+                p.normal_(0, 0.001)
+            elif name.endswith(("wo.weight", "w_down.weight", "w_gate.weight", "w_value.weight", "w_out_gate.weight")):
+                p.zero_()
+            elif p.dim() == 2 and name != "delta":
+                p.uniform_(-limit, limit)
+
+    @property
+    def context_limit(self):
+        """The most tokens one cache or one forward may hold."""
+        return self.cfg.block_size
+
+    def forward(self, idx, targets=None, cache=None, n_valid=None):
+        """Predict the token after each position.
+
+        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
+        before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
+        rest being padding on the right.
+        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose "ce" is the
+        cross-entropy in nats per token: in training mode of the training path (of the interleaved one that of the
+        computed-again positions, beside it "ce_first" of the first pass), else of the exact chain. Raises ValueError
+        where T is 0, where the context would outgrow block_size, and where the cache is full.
+        """
+        hidden, first = self.hidden(idx, cache, n_valid, self.cfg.train_path if self.training else "exact")
+        logits = self.logits(hidden)
+        if targets is None:
+            return logits, None, {}
+        ce = cross_entropy(logits, targets)
+        if first is None:
+            return logits, ce, {"ce": ce.detach()}
+        S, ce_first = min(self.cfg.subsets, idx.size(1)), cross_entropy(self.logits(first), targets)
+        return logits, (ce_first + S * ce) / (S + 1), {"ce": ce.detach(), "ce_first": ce_first.detach()}
+
+    @torch.no_grad()
+    def estimate(self, idx, targets):
+        """The cross-entropy that the training path computes, without dropout, in place of the exact chain's: the same
+        weights, much faster. {"ce_interleaved": ...} or {"ce_chunked": ...}; {} where there is nothing to estimate."""
+        if not self.cfg.memory or self.cfg.train_path == "exact":
+            return {}
+        hidden, _ = self.hidden(idx, None, None, self.cfg.train_path)
+        return {f"ce_{self.cfg.train_path}": cross_entropy(self.logits(hidden), targets)}
+
+    def hidden(self, idx, cache, n_valid, path):
+        """The residual stream (B, T, C) after the last layer, and what it was in the first pass of the interleaved path
+        (else None)."""
+        T = idx.size(1)
+        if T == 0:
+            raise ValueError("idx holds no token (T = 0)")
+        pos = torch.arange(T, device=idx.device)[None] if cache is None else cache.open(T, n_valid)
+        end = T if cache is None else cache.end
+        if end > self.cfg.block_size:
+            raise ValueError(f"{end} tokens are more than block_size={self.cfg.block_size}")
+        text = self.text(idx, pos)
+        if cache is not None:
+            return self.cached(text, cache), None
+        if not self.cfg.memory:
+            buffer = Buffer(self.cfg, T, idx.device)
+            buffer.enter(slice(None))
+            return self.run(text, slice(None), None, buffer)[0], None
+        if path == "interleaved":
+            return self.interleaved(text, Buffer(self.cfg, T, idx.device))
+        if path == "exact" and self.cfg.fast and not torch.is_grad_enabled():
+            cache = self.init_cache(len(idx), T)
+            cache.open(T, None)
+            return self.chain(text, cache, 1), None
+        history = History(self.cfg, text.x0, self.cfg.n_states)
+        history.before = History(self.cfg, text.x0, 0) if self.cfg.twice else None
+        return self.chain(text, history, self.cfg.chunk if path == "chunked" else 1), None
+
+    def text(self, idx, pos):
+        """The Text of idx (B, T) at positions pos (1 or B, T)."""
+        cfg, x0 = self.cfg, self.drop(normed(self.wte(idx), self.cfg.norm_eps))
+        values = tuple(self.values[str(layer)](idx).unflatten(-1, (-1, cfg.head_dim)).to(compute_dtype(x0))
+                       if str(layer) in self.values else None for layer in range(cfg.n_layer))
+        return Text(x0, values, *rotary_tables(pos, cfg.head_dim, cfg.rope_theta, x0.dtype))
+
+    def run(self, text, at, memory, store):
+        """One pass: the positions `at` (a slice) through all layers, with memory (B, n or 1, C), or None for zero, and
+        keys and values in store. -> the residual stream after the last layer, and the states, (B, n, C)."""
+        text = text.at(at)
+        if memory is None and self.cfg.memory and not self.cfg.fast:
+            memory = torch.zeros_like(text.x0)
+        rec = self.rec(memory) if memory is not None and hasattr(self, "rec") else None
+        x, outputs, first = text.x0, [], None
+        for layer, block in enumerate(self.blocks):
+            x, v = block(self.entering(layer, x, text.x0, memory, outputs), text, memory, rec, first, store)
+            outputs.append(x)
+            first = v if first is None else first
+        return x, self.state(outputs)
+
+    def entering(self, layer, x, x0, memory, outputs):
+        """What a layer starts from: alpha x + beta x0 + gamma m, (B, n, C)."""
+        if self.cfg.x0_mixing:
+            x = torch.addcmul(self.alpha[layer] * x, self.beta[layer], x0)
+        if self.cfg.in_residual and memory is not None:
+            x = torch.addcmul(x, self.gamma[layer], memory)
+        if self.cfg.dense_residual:
+            x = x + sum(self.delta[layer, j] * earlier for j, earlier in enumerate(outputs))
+        return x
+
+    def state(self, outputs):
+        """The states from the layers' outputs: the source layer's, or a learned average of several. None without memory."""
+        if not self.cfg.memory:
+            return None
+        chosen = [outputs[layer - 1] for layer in self.cfg.sources]
+        if len(chosen) == 1:
+            return chosen[0]
+        return sum(w * x for w, x in zip(self.source_weights.softmax(-1), chosen))
+
+    def memory(self, past, own):
+        """The memory of some positions. past(i): the states i positions before; own: their own of the first time."""
+        if self.cfg.state == "lag":
+            return past(self.cfg.lag)
+        if self.cfg.state == "average":
+            return sum(w * past(i) for i, w in enumerate(self.state_weights.softmax(-1), 1))
+        return own if self.cfg.state == "current" else own + past(1)
+
+    def chain(self, text, store, size):
+        """Passes of `size` positions, one after the other; all positions of one read the last states of those before.
+        -> the residual stream (B, T, C)."""
+        T, parts = text.x0.size(1), []
+        for start in range(0, T, size):
+            at, own = slice(start, min(start + size, T)) if T > size else slice(None), None
+            if self.cfg.twice:
+                store.before.enter(at)
+                own = self.run(text, at, None, store.before)[1]
+                store.before.leave(own)
+            store.enter(at)
+            x, m = self.run(text, at, self.memory(lambda i: store.states[:, i - 1:i], own), store)
+            store.leave(m)
+            parts.append(x)
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+    def cached(self, text, cache):
+        """The new tokens after those that the cache holds. -> the residual stream (B, T, C)."""
+        if not self.cfg.memory:
+            cache.enter(slice(None))
+            x, _ = self.run(text, slice(None), None, cache)
+            cache.leave(None)
+            return x
+        if self.cfg.prefill == "exact" or text.x0.size(1) == 1 or cache.longest:
+            return self.chain(text, cache, 1)
+        buffer = Buffer(self.cfg, text.x0.size(1), text.x0.device)
+        x, _ = self.interleaved(text, buffer)
+        cache.take(buffer)
+        return x
+
+    def interleaved(self, text, buffer):
+        """Algorithm 1: a first pass with zero memory, then one over each strided subset, which reads and writes the
+        buffer. -> the residual stream of the subsets' passes and of the first, (B, T, C)."""
+        T, S = text.x0.size(1), min(self.cfg.subsets, text.x0.size(1))
+        buffer.enter(slice(None))
+        first, own = self.run(text, slice(None), None, buffer)
+        buffer.first, buffer.states, parts = (list(buffer.k), list(buffer.v)), own, []
+        for s in range(S):
+            at = slice(s, None, S)
+            buffer.enter(at)
+            past = lambda i: F.pad(buffer.states, (0, 0, i, 0))[:, :T][:, at]
+            x, m = self.run(text, at, self.memory(past, own[:, at]), buffer)
+            buffer.states = buffer.write(buffer.states, m)
+            parts.append(F.pad(x, (0, 0, 0, -(-T // S) - x.size(1))))
+        return torch.stack(parts, 2).flatten(1, 2)[:, :T], first
+
+    def logits(self, hidden):
+        """hidden (B, T, C) -> softcap tanh(z / softcap), (B, T, vocab_size) in float32 or better, without the padding."""
+        z = self.head(normed(hidden, self.cfg.norm_eps))[..., :self.cfg.vocab_size]
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        return self.cfg.softcap * torch.tanh(z / self.cfg.softcap)
+
+    def init_cache(self, batch_size, max_len):
+        """An empty cache for batch_size rows of up to max_len tokens, at most block_size."""
+        if max_len > self.cfg.block_size:
+            raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
+        w = self.wte.weight
+        sizes = self.cfg, batch_size, max_len, w.device, compute_dtype(w), w.dtype
+        cache = Cache(*sizes, self.cfg.n_states)
+        cache.before = Cache(*sizes, 0) if self.cfg.twice else None
+        return cache
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
+        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again. Call eval()
+        first. (sample.py has the complete sampler.)"""
+        limit = self.context_limit or idx.size(1) + max_new_tokens
+        cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
+        for _ in range(max_new_tokens):
+            if cache.longest + new.size(1) > cache.max_len:
+                cache.reset()
+                new = idx[:, -cache.max_len:]
+            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
+            if top_k:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
+            idx = torch.cat([idx, new], 1)
+        return idx
+
+    def set_step(self, step):
+        """Nothing here depends on the training step."""
+
+    def flops_per_token(self):
+        """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for each weight of
+        a matrix product, and 12 C for each visible key, averaged over the positions; twice where the training path goes
+        through the layers twice, of which the memory's projections take part in one."""
+        cfg, T = self.cfg, self.cfg.block_size
+        of_memory = sum(p.numel() for name, p in self.named_parameters() if ".rec." in "." + name)
+        weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2) + self.wte.weight.numel()
+        if cfg.projections == "layerwise":
+            weights -= of_memory
+        windows = [min(cfg.window(layer) or T, T) for layer in range(cfg.n_layer)]
+        keys = sum((w * (w + 1) / 2 + (T - w) * w) / T for w in windows)
+        twice = cfg.twice or cfg.memory and cfg.train_path == "interleaved"
+        return (6.0 * weights + 12.0 * cfg.n_embd * keys) * (1 + twice) + 6.0 * of_memory
+
+    def param_groups(self, cfg):
+        """The paper's optimizer (Appendix A) for optimizer=muon: Muon for the matrices, AdamW for the rest, each kind
+        of parameter at its own rate. Rates are for 2^19 tokens a step and scaled to cfg's. muon_learning_rate (0.02 in
+        the paper) and learning_rate (0.004: the head's, with which the others of AdamW move) come from cfg. None for
+        another optimizer: the trainer's own rule."""
+        if cfg.optimizer != "muon":
+            return None
+        tokens = cfg.batch_size * cfg.gradient_accumulation_steps * self.cfg.block_size
+        batch, width = math.sqrt(tokens / 2 ** 19), (self.cfg.n_embd / 768) ** -0.5
+        kinds = {kind: [p for name, p in self.named_parameters() if kind_of(name, p) == kind]
+                 for kind in ("matrix", *RATES)}
+        groups = [dict(kind="adamw", params=kinds[kind], betas=betas, eps=1e-10, weight_decay=0.0,
+                       lr=cfg.learning_rate * ratio * batch * (width if kind in ("embedding", "head") else 1))
+                  for kind, (ratio, betas) in RATES.items()]
+        return groups + [dict(kind="muon", params=kinds["matrix"], lr=cfg.muon_learning_rate * batch,
+                              momentum=cfg.muon_momentum, weight_decay=cfg.weight_decay * (12 / self.cfg.n_layer) ** 2)]
+
+
+# Kinds of parameters: AdamW's rate in units of the head's 0.004 (embeddings 0.3, scalars 0.5, residual scales 0.005) and
+# its betas. The paper names no rate for gates, which are matrices but not Muon's: they take the head's.
+RATES = {"embedding": (75, (0.8, 0.95)), "head": (1, (0.8, 0.95)), "gate": (1, (0.8, 0.95)),
+         "scale": (1.25, (0.8, 0.95)), "x0": (125, (0.96, 0.95)), "scalar": (125, (0.8, 0.95))}
+
+
+def kind_of(name, p):
+    """The kind in RATES of a parameter."""
+    if name.startswith(("wte.", "values.")):
+        return "embedding"
+    if name.startswith("head."):
+        return "head"
+    if p.dim() == 2 and name != "delta":
+        return "gate" if name.endswith(("w_gate.weight", "w_value.weight", "w_out_gate.weight")) else "matrix"
+    return {"alpha": "scale", "beta": "x0"}.get(name, "scalar")
