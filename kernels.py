@@ -1100,11 +1100,12 @@ def pieces(q_pos, k_pos, window, biased, whole=True):
     Tq, Tk = q_pos.size(1), k_pos.size(1)
     if q_pos.numel() == 0 or k_pos.numel() == 0:
         return []
-    if Tq <= QUERY_BLOCK and Tk <= KEY_BLOCK:                       # not worth the search
+    if Tq <= QUERY_BLOCK and Tk <= KEY_BLOCK and 4 * Tq * Tk <= QUERY_BLOCK * KEY_BLOCK:    # not worth the search
         return [(slice(0, Tq), slice(0, Tk), True)]
-    starts = range(0, Tq, QUERY_BLOCK)
+    block = min(QUERY_BLOCK, max(Tq // 8, 64))                      # a staircase of eight steps hides most that is hidden
+    starts = range(0, Tq, block)
     low = q_pos[:, list(starts)]
-    high = q_pos[:, [min(a + QUERY_BLOCK, Tq) - 1 for a in starts]]
+    high = q_pos[:, [min(a + block, Tq) - 1 for a in starts]]
     limits = torch.stack([low - window, high, high - window, low])                      # (4, B or 1, blocks)
     rows = max(len(q_pos), len(k_pos))
     counts = torch.searchsorted(k_pos.expand(rows, -1).contiguous(),
@@ -1112,7 +1113,7 @@ def pieces(q_pos, k_pos, window, biased, whole=True):
     counts = counts.view(rows, 4, -1)
     first, last = counts[:, 0].amin(0).tolist(), counts[:, 1].amax(0).tolist()
     a, z = counts[:, 2].amax(0).tolist(), counts[:, 3].amin(0).tolist()
-    return [(slice(start, min(start + QUERY_BLOCK, Tq)), keys, masked) for i, start in enumerate(starts)
+    return [(slice(start, min(start + block, Tq)), keys, masked) for i, start in enumerate(starts)
             for keys, masked in key_pieces(first[i], a[i], z[i], last[i], biased, whole)]
 
 

@@ -335,28 +335,57 @@ def attend(q, k, v, q_pos, k_pos, window, fast):
     return y.transpose(1, 2)
 
 
-class Buffer:
-    """Keys and values of all T positions, of which a pass computes any slice `at` anew: it writes them here, then
-    attends to all that is here."""
+def apart(x, S):
+    """x (B, T, ...) as its S strided subsets, each (B, ceil(T / S), ...); where S does not divide T, zeros at the end."""
+    T = x.size(1)
+    if T % S:
+        x = torch.cat([x, x.new_zeros(len(x), S - T % S, *x.shape[2:])], 1)
+    return list(x.unflatten(1, (-1, S)).unbind(2))
 
-    def __init__(self, cfg, T, device):
-        self.cfg, self.T, self.pos = cfg, T, torch.arange(T, device=device)
+
+def together(pieces, T):
+    """The T positions of which these are the strided subsets, (B, T, ...)."""
+    length = pieces[0].size(1)
+    pieces = [x if x.size(1) == length else torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in pieces]
+    return torch.stack(pieces, 2).flatten(1, 2)[:, :T]
+
+
+class Buffer:
+    """Keys and values of all T positions, of which a pass computes all, or one of S strided subsets anew: it writes its
+    keys and values here, then attends to all that is here. S = 0: there is one pass only, nothing is kept.
+
+    Naive: one tensor of all positions. Fast: the subsets side by side as a list, put together for each pass; the gradient
+    of that is one copy, where those of slices would be filled up with zeros and added."""
+
+    def __init__(self, cfg, T, S, device):
+        self.cfg, self.T, self.S, self.pos = cfg, T, S, torch.arange(T, device=device)
         self.k, self.v = [None] * cfg.n_layer, [None] * cfg.n_layer
 
-    def enter(self, at):
-        self.at = at
+    def enter(self, s):
+        """The next pass is that of subset s, or of all positions where s is None."""
+        self.s = s
 
-    def write(self, buffer, new):
-        """buffer (B, T, ...) with new (B, n, ...) in its places, as a new tensor."""
-        start, stop, step = self.at.indices(self.T)
-        return new if buffer is None else torch.slice_scatter(buffer, new, 1, start, stop, step)
+    def write(self, kept, new):
+        """new (B, n, ...) of the pass's positions into what is kept."""
+        if self.s is None:
+            return apart(new, self.S) if self.cfg.fast and self.S else new
+        if self.cfg.fast:
+            return [new if s == self.s else x for s, x in enumerate(kept)]
+        return torch.slice_scatter(kept, new, 1, self.s, self.T, self.S)
+
+    def whole(self, kept):
+        """What is kept, (B, T, ...)."""
+        return together(kept, self.T) if isinstance(kept, list) else kept
 
     def attend(self, layer, q, k, v):
-        """y (B, n, H, D) of the pass's positions. The first pass must be of all positions: it is plainly causal."""
-        first, window, fast = self.k[layer] is None, self.cfg.window(layer), self.cfg.fast
-        self.k[layer], self.v[layer] = k, v = self.write(self.k[layer], k), self.write(self.v[layer], v)
-        if not first or not fast:
-            return attend(q, k, v, self.pos[None, self.at], self.pos, window, fast)
+        """y (B, n, H, D) of the pass's positions."""
+        window, fast = self.cfg.window(layer), self.cfg.fast
+        self.k[layer], self.v[layer] = self.write(self.k[layer], k), self.write(self.v[layer], v)
+        if self.s is not None:
+            k, v = self.whole(self.k[layer]), self.whole(self.v[layer])
+            return attend(q, k, v, self.pos[None, self.s::self.S], self.pos, window, fast)
+        if not fast:
+            return attend(q, k, v, self.pos[None], self.pos, window, fast)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         y = kernels.attend(q, k, v, window=window)[0] if window else attention_fast(q, k, v, None)
         return y.transpose(1, 2)
@@ -434,9 +463,9 @@ class Cache(KVCache):
         return self.pos
 
     def enter(self, at):
-        """Make place for the new tokens `at`, a slice; all of them have it already."""
-        if at != slice(None):
-            n = at.stop - at.start
+        """Make place for the new tokens `at`, a slice; all of them together have it already."""
+        n = at.stop - at.start
+        if n < self.T:
             self.pos = self.place(n, None if self.n_valid is None else self.n_valid - at.start)
 
     def attend(self, layer, q, k, v):
@@ -462,10 +491,10 @@ class Cache(KVCache):
     def take(self, buffer):
         """Fill the empty cache with all tokens of a Buffer, padding left out, and count them."""
         for layer, (k, v) in enumerate(zip(buffer.k, buffer.v)):
-            self.append(layer, k, v)
+            self.append(layer, buffer.whole(k), buffer.whole(v))
         if self.before:
             for layer, (k, v) in enumerate(zip(*buffer.first)):
-                self.before.append(layer, k, v)
+                self.before.append(layer, buffer.whole(k), buffer.whole(v))
             self.before.advance()
         for i in range(self.states.size(1)):            # i tokens before a row's last
             at = self.new - 1 - i
@@ -480,13 +509,20 @@ class Text(NamedTuple):
     values: tuple                   # of each layer, (B, n, G, D) value embeddings, or None
     cos: torch.Tensor               # (1 or B, n, D) rotary tables
     sin: torch.Tensor
+    w_in: tuple                     # of each layer, what Attention.joined gives: the same for all tokens
 
     def at(self, where):
         """The part of it at some positions, a slice."""
-        if where == slice(None):
-            return self
         values = tuple(None if e is None else e[:, where] for e in self.values)
-        return Text(self.x0[:, where], values, self.cos[:, where], self.sin[:, where])
+        return Text(self.x0[:, where], values, self.cos[:, where], self.sin[:, where], self.w_in)
+
+    def subsets(self, S):
+        """The S strided subsets of it."""
+        T = self.x0.size(1)
+        n = [len(range(s, T, S)) for s in range(S)]
+        cut = lambda x: [None] * S if x is None else [y[:, :m] if m < y.size(1) else y for y, m in zip(apart(x, S), n)]
+        parts = zip(cut(self.x0), zip(*map(cut, self.values)), cut(self.cos), cut(self.sin))
+        return [Text(*part, self.w_in) for part in parts]
 
 
 class Projection(nn.Module):
@@ -503,12 +539,17 @@ class Projection(nn.Module):
         return tuple(None if w is None else w(m).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))
 
 
+READERS = ("wq", "wk", "wv", "w_value", "w_gate", "w_out_gate")     # what in Attention reads the layer's input
+
+
 class Attention(nn.Module):
     """Causal self-attention whose keys and values also hold the memory."""
 
     def __init__(self, cfg, layer):
         super().__init__()
         self.cfg, self.layer, self.local = cfg, layer, not cfg.replaces(layer)
+        own = (cfg.in_keys or cfg.in_values) and cfg.projections == "layerwise"
+        self.rec = Projection(cfg) if own else None
         C, D, G = cfg.n_embd, cfg.head_dim, cfg.n_kv_head
         self.wq = nn.Linear(C, cfg.n_head * D, bias=False)
         if self.local:
@@ -519,54 +560,74 @@ class Attention(nn.Module):
             self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)         # the value embedding's gate
         if cfg.in_keys or cfg.in_values:
             self.w_gate = nn.Linear(C, (1 + self.local) * G, bias=False)            # g_loc, g_rec
-            self.rec = Projection(cfg) if cfg.projections == "layerwise" else None
         if cfg.gated_attention:
             self.w_out_gate = nn.Linear(C, cfg.n_head, bias=False)
         if cfg.value_residual and layer:
             self.first_scale = nn.Parameter(torch.zeros(()))
+        self.readers = [name for name in READERS if hasattr(self, name)]
+        self.widths = [getattr(self, name).out_features for name in self.readers]
+
+    def matrices(self):
+        return [getattr(self, name).weight for name in self.readers]
+
+    def joined(self, dtype):
+        """All matrices that read u as one, for one product in place of up to six."""
+        width = self.cfg.n_embd
+        return torch.cat([F.pad(w, (0, width - w.size(1))) for w in self.matrices()]).to(dtype)
+
+    def read(self, u, w_in):
+        """What each of them makes of u, by name; w_in as joined gives it, or None: one by one."""
+        if w_in is None:
+            products = [F.linear(u[..., :w.size(1)], w) for w in self.matrices()]
+        else:
+            products = F.linear(u, w_in).split(self.widths, -1)
+        return dict(zip(self.readers, products))
 
     def forward(self, u, text, memory, rec, first, store):
         """u (B, n, C), normed; memory (B, n or 1, C) or None, rec what the shared projections make of it; first the
         values (B, n, G, D) of layer 0, None there. -> (B, n, C), and the values."""
-        q = self.wq(u).unflatten(-1, (-1, self.cfg.head_dim))                       # (B, n, H, D)
-        k, v = self.keys_values(u, text.values[self.layer], memory, rec)
+        of_u = self.read(u, text.w_in[self.layer])
+        if self.rec is not None and memory is not None:
+            rec = self.rec(memory)
+        k, v = self.keys_values(of_u, text.values[self.layer], rec)
         if self.cfg.value_residual and first is not None:
             v = v + self.first_scale * first
+        q = of_u["wq"].unflatten(-1, (-1, self.cfg.head_dim))                       # (B, n, H, D)
         q, k = (apply_rotary(normed(x, self.cfg.norm_eps), text.cos, text.sin).to(v.dtype) for x in (q, k))
         y = store.attend(self.layer, q, k, v)
         if self.cfg.gated_attention:
-            y = y * gate(self.w_out_gate(u))
+            y = y * gates(of_u["w_out_gate"], self.cfg.n_head)[0]
         return self.wo(y.flatten(2)), v
 
-    def keys_values(self, u, e, memory, rec):
-        """k (before norm and rotary) and v, (B, n, G, D)."""
+    def keys_values(self, of_u, e, rec):
+        """k (before norm and rotary) and v, (B, n, G, D), of what the matrices made of u, the value embeddings e and what
+        the memory gives, rec, which is None where it is zero."""
         cfg, local = self.cfg, (None, None)
         if self.local:
-            k, v = (w(u).unflatten(-1, (-1, cfg.head_dim)) for w in (self.wk, self.wv))
+            k, v = (of_u[name].unflatten(-1, (-1, cfg.head_dim)) for name in ("wk", "wv"))
             if e is not None:
-                v = torch.addcmul(v, gate(self.w_value(u[..., :VALUE_CHANNELS])), e)
+                v = torch.addcmul(v, gates(of_u["w_value"], cfg.n_kv_head)[0], e)
             local = k, v
         if not (cfg.in_keys or cfg.in_values):
             return local
-        if memory is None and not self.local:
-            return (u.new_zeros(*u.shape[:2], cfg.n_kv_head, cfg.head_dim, dtype=compute_dtype(u)),) * 2
-        if self.rec is not None and memory is not None:
-            rec = self.rec(memory)
-        gates = gate(self.w_gate(u)).unflatten(2, (-1, cfg.n_kv_head)).unbind(2)    # one or two of (B, n, G, 1)
-        return tuple(blend(gates, x, y) if inside else x
+        g = gates(of_u["w_gate"], cfg.n_kv_head)
+        if rec is None and not self.local:
+            zero = torch.zeros_like(g[0]).expand(*g[0].shape[:3], cfg.head_dim)
+            return zero, zero
+        return tuple(blend(g, x, y) if inside else x
                      for x, y, inside in zip(local, rec or (None, None), (cfg.in_keys, cfg.in_values)))
 
 
-def gate(x):
-    """2 sigmoid(x) with a dimension for the channels of a head: (..., heads) -> (..., heads, 1)."""
-    return 2 * torch.sigmoid(x)[..., None]
+def gates(x, heads):
+    """2 sigmoid(x) of one or more kinds of gates, x (B, n, kinds * heads): a list of (B, n, heads, 1)."""
+    return (2 * torch.sigmoid(x)).unflatten(-1, (-1, heads, 1)).unbind(2)
 
 
-def blend(gates, local, recurrent):
-    """g_loc local + g_rec recurrent; without the first g_rec recurrent alone, without the last g_loc local."""
+def blend(g, local, recurrent):
+    """g_loc local + g_rec recurrent, g both gates; one term alone where the other is None."""
     if local is None:
-        return gates[-1] * recurrent
-    return gates[0] * local if recurrent is None else torch.addcmul(gates[0] * local, gates[1], recurrent)
+        return g[-1] * recurrent
+    return g[0] * local if recurrent is None else torch.addcmul(g[0] * local, g[1], recurrent)
 
 
 class SquaredMLP(nn.Module):
@@ -628,6 +689,7 @@ class Model(nn.Module):
         if cfg.memory and cfg.state == "average":
             self.state_weights = nn.Parameter(torch.zeros(cfg.n_states))
         self.head = nn.Linear(cfg.n_embd, padded, bias=False)
+        self.kept = None, None                                          # see joined
         self.init_weights()
 
     @torch.no_grad()
@@ -674,11 +736,11 @@ class Model(nn.Module):
     @torch.no_grad()
     def estimate(self, idx, targets):
         """The cross-entropy that the training path computes, without dropout, in place of the exact chain's: the same
-        weights, much faster. {"ce_interleaved": ...} or {"ce_chunked": ...}; {} where there is nothing to estimate."""
+        weights, much faster. None where they are the same."""
         if not self.cfg.memory or self.cfg.train_path == "exact":
-            return {}
+            return None
         hidden, _ = self.hidden(idx, None, None, self.cfg.train_path)
-        return {f"ce_{self.cfg.train_path}": cross_entropy(self.logits(hidden), targets)}
+        return cross_entropy(self.logits(hidden), targets)
 
     def hidden(self, idx, cache, n_valid, path):
         """The residual stream (B, T, C) after the last layer, and what it was in the first pass of the interleaved path
@@ -693,12 +755,8 @@ class Model(nn.Module):
         text = self.text(idx, pos)
         if cache is not None:
             return self.cached(text, cache), None
-        if not self.cfg.memory:
-            buffer = Buffer(self.cfg, T, idx.device)
-            buffer.enter(slice(None))
-            return self.run(text, slice(None), None, buffer)[0], None
-        if path == "interleaved":
-            return self.interleaved(text, Buffer(self.cfg, T, idx.device))
+        if not self.cfg.memory or path == "interleaved":
+            return self.interleaved(text)[:2]
         if path == "exact" and self.cfg.fast and not torch.is_grad_enabled():
             cache = self.init_cache(len(idx), T)
             cache.open(T, None)
@@ -712,12 +770,23 @@ class Model(nn.Module):
         cfg, x0 = self.cfg, self.drop(normed(self.wte(idx), self.cfg.norm_eps))
         values = tuple(self.values[str(layer)](idx).unflatten(-1, (-1, cfg.head_dim)).to(compute_dtype(x0))
                        if str(layer) in self.values else None for layer in range(cfg.n_layer))
-        return Text(x0, values, *rotary_tables(pos, cfg.head_dim, cfg.rope_theta, x0.dtype))
+        w_in = self.joined(compute_dtype(x0)) if cfg.fast else (None,) * cfg.n_layer
+        return Text(x0, values, *rotary_tables(pos, cfg.head_dim, cfg.rope_theta, x0.dtype), w_in)
 
-    def run(self, text, at, memory, store):
-        """One pass: the positions `at` (a slice) through all layers, with memory (B, n or 1, C), or None for zero, and
-        keys and values in store. -> the residual stream after the last layer, and the states, (B, n, C)."""
-        text = text.at(at)
+    def joined(self, dtype):
+        """Attention.joined of all layers; without gradients made once, and again when a weight has changed."""
+        make = lambda: tuple(block.attn.joined(dtype) for block in self.blocks)
+        weights = [w for block in self.blocks for w in block.attn.matrices()]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(w.is_inference() for w in weights):
+            return make()
+        key = dtype, tuple((w.data_ptr(), w._version) for w in weights)
+        if self.kept[0] != key:
+            self.kept = key, make()
+        return self.kept[1]
+
+    def run(self, text, memory, store):
+        """One pass: the positions of text through all layers, with memory (B, n or 1, C), or None for zero, and the keys
+        and values in store. -> the residual stream after the last layer, and the states, (B, n, C)."""
         if memory is None and self.cfg.memory and not self.cfg.fast:
             memory = torch.zeros_like(text.x0)
         rec = self.rec(memory) if memory is not None and hasattr(self, "rec") else None
@@ -760,46 +829,52 @@ class Model(nn.Module):
         -> the residual stream (B, T, C)."""
         T, parts = text.x0.size(1), []
         for start in range(0, T, size):
-            at, own = slice(start, min(start + size, T)) if T > size else slice(None), None
+            at, own = slice(start, min(start + size, T)), None
+            part = text.at(at) if T > size else text
             if self.cfg.twice:
                 store.before.enter(at)
-                own = self.run(text, at, None, store.before)[1]
+                own = self.run(part, None, store.before)[1]
                 store.before.leave(own)
             store.enter(at)
-            x, m = self.run(text, at, self.memory(lambda i: store.states[:, i - 1:i], own), store)
+            x, m = self.run(part, self.memory(lambda i: store.states[:, i - 1:i], own), store)
             store.leave(m)
             parts.append(x)
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def cached(self, text, cache):
         """The new tokens after those that the cache holds. -> the residual stream (B, T, C)."""
+        T = text.x0.size(1)
         if not self.cfg.memory:
-            cache.enter(slice(None))
-            x, _ = self.run(text, slice(None), None, cache)
+            cache.enter(slice(0, T))
+            x, _ = self.run(text, None, cache)
             cache.leave(None)
             return x
-        if self.cfg.prefill == "exact" or text.x0.size(1) == 1 or cache.longest:
+        if self.cfg.prefill == "exact" or T == 1 or cache.longest:
             return self.chain(text, cache, 1)
-        buffer = Buffer(self.cfg, text.x0.size(1), text.x0.device)
-        x, _ = self.interleaved(text, buffer)
+        x, _, buffer = self.interleaved(text)
         cache.take(buffer)
         return x
 
-    def interleaved(self, text, buffer):
+    def interleaved(self, text):
         """Algorithm 1: a first pass with zero memory, then one over each strided subset, which reads and writes the
-        buffer. -> the residual stream of the subsets' passes and of the first, (B, T, C)."""
-        T, S = text.x0.size(1), min(self.cfg.subsets, text.x0.size(1))
-        buffer.enter(slice(None))
-        first, own = self.run(text, slice(None), None, buffer)
-        buffer.first, buffer.states, parts = (list(buffer.k), list(buffer.v)), own, []
-        for s in range(S):
-            at = slice(s, None, S)
-            buffer.enter(at)
-            past = lambda i: F.pad(buffer.states, (0, 0, i, 0))[:, :T][:, at]
-            x, m = self.run(text, at, self.memory(past, own[:, at]), buffer)
-            buffer.states = buffer.write(buffer.states, m)
-            parts.append(F.pad(x, (0, 0, 0, -(-T // S) - x.size(1))))
-        return torch.stack(parts, 2).flatten(1, 2)[:, :T], first
+        buffer. -> the residual stream of the subsets' passes and of the first, (B, T, C), and the buffer. Without memory
+        there is one pass only: its residual stream, None and the buffer."""
+        T = text.x0.size(1)
+        S = min(self.cfg.subsets, T) if self.cfg.memory else 0
+        buffer = Buffer(self.cfg, T, S, text.x0.device)
+        buffer.enter(None)
+        first, own = self.run(text, None, buffer)
+        if not S:
+            return first, None, buffer
+        buffer.first, states, parts = (list(buffer.k), list(buffer.v)), buffer.write(None, own), []
+        for s, part in enumerate(text.subsets(S)):
+            buffer.enter(s)
+            past = lambda i: F.pad(buffer.whole(states), (0, 0, i, 0))[:, :T][:, s::S]
+            x, m = self.run(part, self.memory(past, own[:, s::S]), buffer)
+            states = buffer.write(states, m)
+            parts.append(x)
+        buffer.states = buffer.whole(states)
+        return together(parts, T), first, buffer
 
     def logits(self, hidden):
         """hidden (B, T, C) -> softcap tanh(z / softcap), (B, T, vocab_size) in float32 or better, without the padding."""

@@ -65,7 +65,9 @@ class TrainConfig:
     learning_rate: float = 1e-3      # AdamW's peak
     muon_learning_rate: float = 0.02   # Muon's peak
     muon_momentum: float = 0.95      # Muon's momentum
+    muon_momentum_steps: int = 0     # steps over which it rises linearly from 0.85 (0: it is there at once)
     weight_decay: float = 0.1        # on matrices and embeddings, not on vectors
+    decay_schedule: str = "constant"   # of weight_decay: constant | linear (down to 0 at the last step)
     beta1: float = 0.9               # AdamW
     beta2: float = 0.99              # AdamW
     grad_clip: float = 1.0           # largest gradient norm (0: no clipping)
@@ -76,6 +78,8 @@ class TrainConfig:
     # evaluation and logging
     eval_interval: int = 250         # steps between evaluations and checkpoints
     eval_batches: int = 40           # micro-batches of validation text an evaluation reads (0: all of it)
+    exact_batches: int = 0           # of these, where a model that decodes differently than it trains (lrt) is evaluated
+                                     # as it decodes, its training path on all (0: all)
     log_interval: int = 10           # steps between lines in log.jsonl
     sample_prompt: str = "\n"        # what the sample at the end continues
     sample_tokens: int = 256         # its length in tokens (0: no sample)
@@ -94,13 +98,14 @@ class TrainConfig:
     def __post_init__(self):
         for name, allowed in (("optimizer", ("adamw", "muon")),
                               ("lr_schedule", ("cosine", "linear", "trapezoid")),
+                              ("decay_schedule", ("constant", "linear")),
                               ("dtype", ("auto", "float32", "bfloat16")), ("compile", ("auto", "true", "false"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)} must be one of: {', '.join(allowed)}")
         for name in ("batch_size", "gradient_accumulation_steps", "max_steps", "eval_interval", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("task_examples", "warmup_steps", "eval_batches", "sample_tokens", "seed", "learning_rate",
+        for name in ("task_examples", "warmup_steps", "muon_momentum_steps", "eval_batches", "exact_batches", "sample_tokens", "seed", "learning_rate",
                      "muon_learning_rate", "weight_decay", "grad_clip"):
             if not 0 <= getattr(self, name) < 2 ** 63:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative, and less than 2^63")
@@ -431,10 +436,11 @@ def parameter_groups(model, cfg):
 
 
 def make_optimizers(model, cfg):
-    """The optimizers of all groups. group["peak_lr"] keeps each group's learning rate before the schedule."""
+    """The optimizers of all groups. group["peak_lr"] and group["peak_decay"] keep each group's learning rate and weight
+    decay before the schedules."""
     optimizers = []
     for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", torch.optim.Muon, {})):
-        groups = [{**{k: v for k, v in g.items() if k != "kind"}, "peak_lr": g["lr"]}
+        groups = [{**{k: v for k, v in g.items() if k != "kind"}, "peak_lr": g["lr"], "peak_decay": g["weight_decay"]}
                   for g in parameter_groups(model, cfg) if g["kind"] == kind]
         if groups:
             optimizers.append(cls(groups, **extra))
@@ -466,6 +472,16 @@ def lr_factor(step, cfg):
         cooldown = cfg.cooldown_frac * cfg.max_steps
         share = min(1.0, (cfg.max_steps - step) / cooldown) if cooldown else 1.0
     return cfg.min_lr_frac + (1 - cfg.min_lr_frac) * share
+
+
+def set_schedules(group, step, cfg):
+    """Set what a group of parameters uses for the update after `step` completed steps."""
+    group["lr"] = group["peak_lr"] * lr_factor(step, cfg)
+    if cfg.decay_schedule == "linear":
+        group["weight_decay"] = group["peak_decay"] * (1 - step / cfg.max_steps)
+    if "momentum" in group and cfg.muon_momentum_steps:
+        share = min(1.0, step / cfg.muon_momentum_steps)
+        group["momentum"] = 0.85 + share * (cfg.muon_momentum - 0.85)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -652,14 +668,13 @@ class Trainer:
         if bad:
             kept = "ckpt.pt is kept" if (self.folder / "ckpt.pt").exists() else "no checkpoint was saved yet"
             raise UserError(f"{bad[0]} is {logged[bad[0]]} at step {self.step}: stopped before the update, {kept}")
-        factor = lr_factor(self.step, self.cfg)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * factor
+                set_schedules(group, self.step, self.cfg)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return dict(logged, lr=self.cfg.learning_rate * factor), asked > 0
+        return dict(logged, lr=self.cfg.learning_rate * lr_factor(self.step - 1, self.cfg)), asked > 0
 
     def to_device(self, x):
         if self.procs.device.type == "cuda":
@@ -670,23 +685,44 @@ class Trainer:
     def evaluate(self):
         """Mean cross-entropy over the validation text in nats per token, and bits per byte of text; of a task the
         shares of scored tokens, and of rows, that are right. Touches no random number and no weight. The model
-        computes its decoding function (eval mode)."""
+        computes its decoding function (eval mode). Where it can estimate that by its training path, it does so on all
+        batches, and val_gap is what the exact figure is above the estimate on the batches that have both."""
         self.model.eval()
         self.model.set_step(self.step)
-        sums = np.zeros(5)              # nats, targets, rows; of a task also right targets, wholly right rows
-        for starts in self.batches.val_batches(self.cfg.eval_batches)[self.procs.rank::self.procs.world]:
-            x, y = self.batches.cut(self.batches.val, starts)
+        batches = self.batches.val_batches(self.cfg.eval_batches)
+        exact = self.exact_batches(len(batches))
+        sums = np.zeros(8)      # nats, targets, rows; of a task right targets, wholly right rows; of estimates nats,
+        for i in range(self.procs.rank, len(batches), self.procs.world):        # targets, and the gap in nats
+            x, y = map(self.to_device, self.batches.cut(self.batches.val, batches[i]))
+            count, estimate = int((y != -1).sum()), None
             with self.autocast():
-                logits, _, aux = self.model(self.to_device(x), self.to_device(y))
-            count = int((y != -1).sum())
-            right = count_right(logits, y) if self.task else (0, 0)
-            sums += [float(aux["ce"]) * count, count, len(y), *map(int, right)]
-        nats, tokens, rows, right_tokens, right_rows = self.procs.sum(*sums)
+                if hasattr(self.model, "estimate"):
+                    estimate = self.model.estimate(x, y)
+                logits, _, aux = self.model(x, y) if i in exact or estimate is None else (None, None, None)
+            if estimate is not None:
+                sums += [0] * 5 + [float(estimate) * count, count, 0]
+            if logits is not None:
+                nats, right = float(aux["ce"]) * count, count_right(logits, y) if self.task else (0, 0)
+                gap = nats - float(estimate) * count if estimate is not None else 0
+                sums += [nats, count, len(y), *map(int, right), 0, 0, gap]
+        return self.evaluation(*self.procs.sum(*sums))
+
+    def exact_batches(self, n):
+        """Which of n validation batches are evaluated exactly: exact_batches of them, spread evenly, or all."""
+        wanted = self.cfg.exact_batches
+        return set(np.linspace(0, n - 1, wanted).astype(int).tolist()) if 0 < wanted < n else set(range(n))
+
+    def evaluation(self, nats, tokens, rows, right_tokens, right_rows, estimated, estimated_tokens, gap):
+        """The sums over all processes as figures by name."""
         ce = nats / tokens
+        found = {"val_ce": ce}
         if self.task:
-            return {"val_ce": ce, "val_token_accuracy": right_tokens / tokens,
-                    "val_sequence_accuracy": right_rows / rows}
-        return {"val_ce": ce, "val_bpb": bits_per_byte(ce, self.batches.val)}
+            found |= {"val_token_accuracy": right_tokens / tokens, "val_sequence_accuracy": right_rows / rows}
+        else:
+            found["val_bpb"] = bits_per_byte(ce, self.batches.val)
+        if estimated_tokens:
+            found |= {"val_ce_estimate": estimated / estimated_tokens, "val_gap": gap / tokens}
+        return found
 
     def save_and_evaluate(self, final=False):
         """The state is safe on the disk before the evaluation runs. A run that is stopped in between evaluates
@@ -723,10 +759,16 @@ class Trainer:
 
 def in_words(result):
     """The line that tells what evaluate returned."""
+    words = f"val ce {result['val_ce']:.4f} nats per token, "
     if "val_bpb" in result:
-        return f"val ce {result['val_ce']:.4f} nats per token, {result['val_bpb']:.4f} bits per byte"
-    return (f"val ce {result['val_ce']:.4f} nats per token, token accuracy {result['val_token_accuracy']:.3f}, "
-            f"sequence accuracy {result['val_sequence_accuracy']:.3f}")
+        words += f"{result['val_bpb']:.4f} bits per byte"
+    else:
+        words += (f"token accuracy {result['val_token_accuracy']:.3f}, "
+                  f"sequence accuracy {result['val_sequence_accuracy']:.3f}")
+    if "val_gap" in result:
+        words += (f"; the training path's estimate on more text {result['val_ce_estimate']:.4f}, "
+                  f"on the same text lower by {result['val_gap']:.4f}")
+    return words
 
 
 def bits_per_byte(ce, data):
