@@ -7,6 +7,8 @@ Speed, side by side in one run: what the README's ratios come from.
     python bench.py rt config=configs/rt_150m_12l.yaml    on a GPU: the paper's Table 2
     python bench.py rat                                   one layer of RAT beside attention and an RNN, by length
     python bench.py rat config=configs/rat_1300m.yaml     on a GPU: the paper's Tables 6, 7 and 8
+    python bench.py lrt                                   the Latent Recurrent Transformer's paths beside its backbone
+    python bench.py lrt config=configs/lrt_20l.yaml batch_size=4    on a GPU: the paper's size
     python bench.py kernels                               attend and scan (keys: device, rounds)
 
 The keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
@@ -333,6 +335,50 @@ def bench_rat(cfg, device, lengths=None, tokens=None, rows=None, rounds=3):
     print(f"  attention's is {sizes['attention'] / sizes[ours]:.2f}x {ours}'s")
 
 
+def bench_lrt(model, cfg, device, rounds=7):
+    """A training step of each path beside the backbone's; then decoding, and taking in a prompt."""
+    if model.cfg.block_size < 2:
+        raise UserError(f"block_size={model.cfg.block_size}: decoding needs at least 2 tokens")
+    cfg_of = lambda change: dataclasses.replace(model.cfg, **{"train_path": "interleaved", **change})
+    make = lambda change: type(model)(cfg_of(change)).to(device)
+    steps = {"backbone": dict(memory=False), **{f"interleaved, S = {S}": dict(subsets=S) for S in (2, 4, 8)},
+             "interleaved, layerwise": dict(projections="layerwise"),
+             **{f"chunked, C = {C}": dict(train_path="chunked", chunk=C) for C in (64, 256)}}
+    if device.type == "cpu":
+        times = medians({name: (None, training_step(make(c), cfg)) for name, c in steps.items()}, rounds, device)
+    else:                                           # one at a time: each with its optimizer's state
+        times = {name: alone(lambda: (None, training_step(make(c), cfg)), rounds, device) for name, c in steps.items()}
+    for name, t in times.items():
+        print(f"training step  {name:26}" + ("does not fit" if t is None else f"{1000 * t:10.1f} ms") + (
+            f"{t / times['backbone']:8.2f} x the backbone" if t and times["backbone"] else ""), flush=True)
+    print(f"  goal: S = 2 at most {2.2 if device.type == 'cpu' else 2.08} x the backbone's step; the floor is 2.01")
+    T = model.cfg.block_size
+    n, models = min(64, T - 1), {name: make(steps[name]) for name in ("backbone", "interleaved, S = 2")}
+    times = medians({name: decoding(m, T, n)["with the cache"] for name, m in models.items()}, 3 * rounds, device)
+    for name, t in times.items():
+        print(f"decoding       {name:26}{1000 * t / n:10.3f} ms a token")
+    caches = [m.init_cache(1, T).nbytes() for m in models.values()]
+    backbone, ours = models.values()
+    print(f"  {times['interleaved, S = 2'] / times['backbone']:.3f} x the backbone's time (goal 1.05); "
+          f"cache {caches[1]:,} bytes, the backbone's {caches[0]:,}")
+    calls = {"backbone": backbone, "exact": ours, "interleaved": make(dict(prefill="interleaved"))}
+    times = medians({name: (None, taking_in(m.eval(), T - 1)) for name, m in calls.items()}, rounds, device)
+    for name, t in times.items():
+        print(f"prefill        {name:26}{1000 * t:10.1f} ms for {T - 1} tokens")
+
+
+def taking_in(model, T):
+    """A function that feeds T tokens to an empty cache."""
+    cache = model.init_cache(1, T)
+    idx = torch.randint(0, model.cfg.vocab_size, (1, T), device=model.wte.weight.device)
+
+    @torch.inference_mode()
+    def prefill():
+        cache.reset()
+        model(idx, cache=cache)
+    return prefill
+
+
 def bench_gpt(model, cfg, device):
     """Training, fast beside naive, and decoding at the end of the context, cached beside recomputed."""
     T, tokens = model.cfg.block_size, cfg.batch_size * model.cfg.block_size
@@ -487,19 +533,23 @@ def bench_kernels(argv):
     bench_scan(device, cfg.rounds)
 
 
+# Sizes of a bench that no config file and no width is given to: wide enough that products, not calls, take the time.
+BENCH_SIZES = {"rat": ["n_embd=256"], "lrt": ["n_layer=6", "n_embd=256", "block_size=512", "batch_size=8"]}
+
+
 def main(argv):
     if asks_help(argv):
         return print(__doc__.strip())
     names = [a for a in argv if "=" not in a]
-    benches = {"gpt": bench_gpt, "rt": bench_rt}        # of whole models
+    benches = {"gpt": bench_gpt, "rt": bench_rt, "lrt": bench_lrt}      # of whole models
     if len(names) > 1 or not set(names) <= {*benches, "rat", "kernels"}:
         raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join([*benches, 'rat', 'kernels'])}")
     name = names[0] if names else "gpt"
     if name == "kernels":
         return bench_kernels([a for a in argv if "=" in a])
     keys = [a for a in argv if "=" in a]
-    if name == "rat" and not {"config", "n_embd"} & {a.split("=")[0] for a in keys}:
-        keys.append("n_embd=256")                       # wide enough that products, not calls, take the time
+    if not {"config", "n_embd"} & {a.split("=")[0] for a in keys}:
+        keys = BENCH_SIZES.get(name, []) + keys
     cfg, model_fields, _, _ = read_config([f"model={name}", *keys])
     device = pick_device(cfg.device)
     module = model_module(name)

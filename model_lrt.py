@@ -17,16 +17,16 @@ one vector a text; a token is decoded in one ordinary forward.
 
 The backbone (memory=false) is nanochat's as the paper has it: RMSNorm without weights, also after the embedding and
 before the untied head; queries and keys normed, then rotated; MLP W_down relu(W_up u)^2; layers by the pattern SSSL,
-S seeing half the context, the last layer all of it; x0 = RMSNorm(E[idx]) mixed into each layer (alpha 1, beta 0.1 at the
-start); value embeddings, e = 2 sigmoid(Wve u[:32]) E_l[idx], Wve zero at the start; logits 15 tanh(z / 15).
+S seeing half the context, the last layer all of it; x0 = RMSNorm(E[idx]) mixed into each layer (alpha 1, beta 0.1 at
+the start); value embeddings, e = 2 sigmoid(Wve u[:32]) E_l[idx], Wve zero at the start; logits 15 tanh(z / 15).
 
 Training. The chain m_0 -> m_1 -> ... goes position by position; train_path says what is done about it:
 
     exact         the chain as it is, one position after the other: what decoding does, and evaluation always
-    interleaved   (the default) a first pass over all positions with zero memory fills a buffer with each layer's keys and
-                  values and the memories. Then, for each of S strided subsets, only its positions are computed again: they
-                  read their memories from the buffer, write their keys and values into it, attend to all of it, and write
-                  their memories back. About twice a plain step, whatever S. For S = 2, 8 positions:
+    interleaved   (the default) a first pass over all positions with zero memory fills a buffer with each layer's keys
+                  and values and the memories. Then, for each of S strided subsets, only its positions are computed
+                  again: they read their memories from the buffer, write their keys and values into it, attend to all of
+                  it, and write their memories back. About twice a plain step, whatever S. For S = 2, 8 positions:
 
                       first pass     0  1  2  3  4  5  6  7      m = 0
                       subset 0       0     2     4     6         position 2 reads m_1 of the first pass
@@ -76,7 +76,7 @@ class Config:
     subsets: int = 2             # S of train_path=interleaved
     chunk: int = 64              # C of train_path=chunked
     prefill: str = "exact"       # exact | interleaved: how an empty cache takes in a prompt
-    source: str = ""             # layer (1 to n_layer) whose output is the memory; several: their learned average ("2,4")
+    source: str = ""             # layers (1 to n_layer) whose output is the memory, if several ("2,4") averaged
     state: str = "lag"           # memory at t: lag: m_{t-lag} | average: of the last 4, learned | current: m_t | both
     lag: int = 1                 # of state=lag
     inject: str = "kv+residual"  # none | k | v | kv | residual | kv+residual: where the memory enters
@@ -135,7 +135,7 @@ class Config:
 
     @property
     def sources(self):
-        """The source layers, 1 to n_layer: 0.6 of the depth if none is named. ValueError where there is no such layer."""
+        """The source layers, 1 to n_layer: 0.6 of the depth if none is named. ValueError where there are none such."""
         names = self.source.split(",") if self.source else [str(max(1, round(0.6 * self.n_layer)))]
         try:
             layers = [int(name) for name in names]
@@ -336,7 +336,7 @@ def attend(q, k, v, q_pos, k_pos, window, fast):
 
 
 def apart(x, S):
-    """x (B, T, ...) as its S strided subsets, each (B, ceil(T / S), ...); where S does not divide T, zeros at the end."""
+    """x (B, T, ...) as its S strided subsets, each (B, ceil(T / S), ...); where S does not divide T, zeros fill up."""
     T = x.size(1)
     if T % S:
         x = torch.cat([x, x.new_zeros(len(x), S - T % S, *x.shape[2:])], 1)
@@ -354,8 +354,8 @@ class Buffer:
     """Keys and values of all T positions, of which a pass computes all, or one of S strided subsets anew: it writes its
     keys and values here, then attends to all that is here. S = 0: there is one pass only, nothing is kept.
 
-    Naive: one tensor of all positions. Fast: the subsets side by side as a list, put together for each pass; the gradient
-    of that is one copy, where those of slices would be filled up with zeros and added."""
+    Naive: one tensor of all positions. Fast: the subsets side by side as a list, put together for each pass; the
+    gradient of that is one copy, where those of slices would be filled up with zeros and added."""
 
     def __init__(self, cfg, T, S, device):
         self.cfg, self.T, self.S, self.pos = cfg, T, S, torch.arange(T, device=device)
@@ -433,9 +433,9 @@ class History:
         self.states = torch.cat([m.flip(1), self.states], 1)[:, :self.states.size(1)]
 
 
-class Cache(KVCache):
-    """A KVCache that knows windows, and the last states of each row: (B, n_states, n_embd), newest first. Where positions
-    go through the layers twice, `before` holds keys and values of the first time. For use under no_grad."""
+class MemoryCache(KVCache):
+    """A KVCache that knows windows, and the last states of each row: (B, n_states, n_embd), newest first. Where
+    positions go through the layers twice, `before` holds keys and values of the first time. For use under no_grad."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, state_dtype, n_states):
         super().__init__(cfg, batch_size, max_len, device, dtype)
@@ -455,8 +455,8 @@ class Cache(KVCache):
             self.before.reset(rows)
 
     def open(self, T, n_valid):
-        """Announce T new tokens a row, n_valid (B,) of them real; returns their positions (1 or B, T). ValueError where a
-        row would outgrow max_len: before anything has changed."""
+        """Announce T new tokens a row, n_valid (B,) of them real; returns their positions (1 or B, T). ValueError where
+        a row would outgrow max_len: before anything has changed."""
         self.T, self.n_valid, self.pos = T, n_valid, self.place(T, n_valid)
         if self.before:
             self.before.open(T, n_valid)
@@ -539,7 +539,7 @@ class Projection(nn.Module):
         return tuple(None if w is None else w(m).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))
 
 
-READERS = ("wq", "wk", "wv", "w_value", "w_gate", "w_out_gate")     # what in Attention reads the layer's input
+READERS = ("wq", "wk", "wv", "w_value", "w_gate", "w_out_gate")     # what in Attention reads its input; gates last
 
 
 class Attention(nn.Module):
@@ -564,11 +564,13 @@ class Attention(nn.Module):
             self.w_out_gate = nn.Linear(C, cfg.n_head, bias=False)
         if cfg.value_residual and layer:
             self.first_scale = nn.Parameter(torch.zeros(()))
-        self.readers = [name for name in READERS if hasattr(self, name)]
-        self.widths = [getattr(self, name).out_features for name in self.readers]
+        readers = [name for name in READERS if hasattr(self, name)]
+        self.plain, self.gates = readers[:1 + 2 * self.local], readers[1 + 2 * self.local:]
+        self.widths = [getattr(self, name).out_features for name in readers]
 
     def matrices(self):
-        return [getattr(self, name).weight for name in self.readers]
+        """The weights of READERS that this layer has."""
+        return [getattr(self, name).weight for name in self.plain + self.gates]
 
     def joined(self, dtype):
         """All matrices that read u as one, for one product in place of up to six."""
@@ -576,12 +578,17 @@ class Attention(nn.Module):
         return torch.cat([F.pad(w, (0, width - w.size(1))) for w in self.matrices()]).to(dtype)
 
     def read(self, u, w_in):
-        """What each of them makes of u, by name; w_in as joined gives it, or None: one by one."""
+        """What the matrices make of u, by name: wq, wk, wv (B, n, heads, D), and gates, 2 sigmoid of it, (B, n, kinds *
+        heads, 1). w_in as joined gives it, or None: one product after the other."""
+        n = len(self.plain)
         if w_in is None:
             products = [F.linear(u[..., :w.size(1)], w) for w in self.matrices()]
+            opened = [2 * torch.sigmoid(x)[..., None] for x in products[n:]]
         else:
-            products = F.linear(u, w_in).split(self.widths, -1)
-        return dict(zip(self.readers, products))
+            *products, x = F.linear(u, w_in).split([*self.widths[:n], sum(self.widths[n:])], -1)
+            opened = (2 * torch.sigmoid(x)[..., None]).split(self.widths[n:], -2) if self.gates else []
+        plain = (x.unflatten(-1, (-1, self.cfg.head_dim)) for x in products)
+        return dict(zip(self.plain, plain)) | dict(zip(self.gates, opened))
 
     def forward(self, u, text, memory, rec, first, store):
         """u (B, n, C), normed; memory (B, n or 1, C) or None, rec what the shared projections make of it; first the
@@ -592,35 +599,26 @@ class Attention(nn.Module):
         k, v = self.keys_values(of_u, text.values[self.layer], rec)
         if self.cfg.value_residual and first is not None:
             v = v + self.first_scale * first
-        q = of_u["wq"].unflatten(-1, (-1, self.cfg.head_dim))                       # (B, n, H, D)
-        q, k = (apply_rotary(normed(x, self.cfg.norm_eps), text.cos, text.sin).to(v.dtype) for x in (q, k))
+        q, k = (apply_rotary(normed(x, self.cfg.norm_eps), text.cos, text.sin).to(v.dtype) for x in (of_u["wq"], k))
         y = store.attend(self.layer, q, k, v)
         if self.cfg.gated_attention:
-            y = y * gates(of_u["w_out_gate"], self.cfg.n_head)[0]
+            y = y * of_u["w_out_gate"]
         return self.wo(y.flatten(2)), v
 
     def keys_values(self, of_u, e, rec):
-        """k (before norm and rotary) and v, (B, n, G, D), of what the matrices made of u, the value embeddings e and what
-        the memory gives, rec, which is None where it is zero."""
+        """k (before norm and rotary) and v, (B, n, G, D), of what the matrices made of u, the value embeddings e and
+        what the memory gives, rec, which is None where it is zero."""
         cfg, local = self.cfg, (None, None)
         if self.local:
-            k, v = (of_u[name].unflatten(-1, (-1, cfg.head_dim)) for name in ("wk", "wv"))
-            if e is not None:
-                v = torch.addcmul(v, gates(of_u["w_value"], cfg.n_kv_head)[0], e)
-            local = k, v
+            local = of_u["wk"], of_u["wv"] if e is None else torch.addcmul(of_u["wv"], of_u["w_value"], e)
         if not (cfg.in_keys or cfg.in_values):
             return local
-        g = gates(of_u["w_gate"], cfg.n_kv_head)
+        g = of_u["w_gate"].split(cfg.n_kv_head, -2)
         if rec is None and not self.local:
             zero = torch.zeros_like(g[0]).expand(*g[0].shape[:3], cfg.head_dim)
             return zero, zero
         return tuple(blend(g, x, y) if inside else x
                      for x, y, inside in zip(local, rec or (None, None), (cfg.in_keys, cfg.in_values)))
-
-
-def gates(x, heads):
-    """2 sigmoid(x) of one or more kinds of gates, x (B, n, kinds * heads): a list of (B, n, heads, 1)."""
-    return (2 * torch.sigmoid(x)).unflatten(-1, (-1, heads, 1)).unbind(2)
 
 
 def blend(g, local, recurrent):
@@ -676,10 +674,9 @@ class Model(nn.Module):
         self.values = nn.ModuleDict({str(layer): nn.Embedding(padded, cfg.n_kv_head * cfg.head_dim)
                                      for layer in range(L) if cfg.has_value_embedding(layer)})
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(L))
-        if cfg.x0_mixing:
-            self.alpha, self.beta = nn.Parameter(torch.ones(L)), nn.Parameter(torch.full((L,), 0.1))
-        if cfg.in_residual:
-            self.gamma = nn.Parameter(torch.full((L,), 0.1))
+        self.alpha = nn.Parameter(torch.ones(L)) if cfg.x0_mixing else None
+        self.beta = nn.Parameter(torch.full((L,), 0.1)) if cfg.x0_mixing else None
+        self.gamma = nn.Parameter(torch.full((L,), 0.1)) if cfg.in_residual else None
         if cfg.dense_residual:
             self.delta = nn.Parameter(torch.zeros(L, L))                # of layer j's output in layer i > j's input
         if (cfg.in_keys or cfg.in_values) and cfg.projections == "shared":
@@ -785,30 +782,32 @@ class Model(nn.Module):
         return self.kept[1]
 
     def run(self, text, memory, store):
-        """One pass: the positions of text through all layers, with memory (B, n or 1, C), or None for zero, and the keys
-        and values in store. -> the residual stream after the last layer, and the states, (B, n, C)."""
+        """One pass: the positions of text through all layers, with memory (B, n or 1, C), or None for zero, and the
+        keys and values in store. -> the residual stream after the last layer, and the states, (B, n, C)."""
         if memory is None and self.cfg.memory and not self.cfg.fast:
             memory = torch.zeros_like(text.x0)
         rec = self.rec(memory) if memory is not None and hasattr(self, "rec") else None
         x, outputs, first = text.x0, [], None
+        scales = [p.unbind() if p is not None else () for p in (self.alpha, self.beta, self.gamma)]
         for layer, block in enumerate(self.blocks):
-            x, v = block(self.entering(layer, x, text.x0, memory, outputs), text, memory, rec, first, store)
+            start = self.entering(layer, x, text.x0, memory, outputs, *scales)
+            x, v = block(start, text, memory, rec, first, store)
             outputs.append(x)
             first = v if first is None else first
         return x, self.state(outputs)
 
-    def entering(self, layer, x, x0, memory, outputs):
+    def entering(self, layer, x, x0, memory, outputs, alpha, beta, gamma):
         """What a layer starts from: alpha x + beta x0 + gamma m, (B, n, C)."""
-        if self.cfg.x0_mixing:
-            x = torch.addcmul(self.alpha[layer] * x, self.beta[layer], x0)
-        if self.cfg.in_residual and memory is not None:
-            x = torch.addcmul(x, self.gamma[layer], memory)
+        if alpha:
+            x = torch.addcmul(alpha[layer] * x, beta[layer], x0)
+        if gamma and memory is not None:
+            x = torch.addcmul(x, gamma[layer], memory)
         if self.cfg.dense_residual:
             x = x + sum(self.delta[layer, j] * earlier for j, earlier in enumerate(outputs))
         return x
 
     def state(self, outputs):
-        """The states from the layers' outputs: the source layer's, or a learned average of several. None without memory."""
+        """The states: the source layer's output, or a learned average of several layers'. None without memory."""
         if not self.cfg.memory:
             return None
         chosen = [outputs[layer - 1] for layer in self.cfg.sources]
@@ -857,8 +856,8 @@ class Model(nn.Module):
 
     def interleaved(self, text):
         """Algorithm 1: a first pass with zero memory, then one over each strided subset, which reads and writes the
-        buffer. -> the residual stream of the subsets' passes and of the first, (B, T, C), and the buffer. Without memory
-        there is one pass only: its residual stream, None and the buffer."""
+        buffer. -> the residual stream of the subsets' passes and of the first, (B, T, C), and the buffer. Without
+        memory there is one pass only: its residual stream, None and the buffer."""
         T = text.x0.size(1)
         S = min(self.cfg.subsets, T) if self.cfg.memory else 0
         buffer = Buffer(self.cfg, T, S, text.x0.device)
@@ -877,7 +876,7 @@ class Model(nn.Module):
         return together(parts, T), first, buffer
 
     def logits(self, hidden):
-        """hidden (B, T, C) -> softcap tanh(z / softcap), (B, T, vocab_size) in float32 or better, without the padding."""
+        """hidden (B, T, C) -> softcap tanh(z / softcap), (B, T, vocab_size) in float32 or better, padding left out."""
         z = self.head(normed(hidden, self.cfg.norm_eps))[..., :self.cfg.vocab_size]
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         return self.cfg.softcap * torch.tanh(z / self.cfg.softcap)
@@ -888,8 +887,8 @@ class Model(nn.Module):
             raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
         w = self.wte.weight
         sizes = self.cfg, batch_size, max_len, w.device, compute_dtype(w), w.dtype
-        cache = Cache(*sizes, self.cfg.n_states)
-        cache.before = Cache(*sizes, 0) if self.cfg.twice else None
+        cache = MemoryCache(*sizes, self.cfg.n_states)
+        cache.before = MemoryCache(*sizes, 0) if self.cfg.twice else None
         return cache
 
     @torch.no_grad()
@@ -915,9 +914,9 @@ class Model(nn.Module):
         """Nothing here depends on the training step."""
 
     def flops_per_token(self):
-        """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for each weight of
-        a matrix product, and 12 C for each visible key, averaged over the positions; twice where the training path goes
-        through the layers twice, of which the memory's projections take part in one."""
+        """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for each weight
+        of a matrix product, and 12 C for each visible key, averaged over the positions; twice where the training path
+        goes through the layers twice, of which the memory's projections take part in one."""
         cfg, T = self.cfg, self.cfg.block_size
         of_memory = sum(p.numel() for name, p in self.named_parameters() if ".rec." in "." + name)
         weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2) + self.wte.weight.numel()
@@ -946,8 +945,8 @@ class Model(nn.Module):
                               momentum=cfg.muon_momentum, weight_decay=cfg.weight_decay * (12 / self.cfg.n_layer) ** 2)]
 
 
-# Kinds of parameters: AdamW's rate in units of the head's 0.004 (embeddings 0.3, scalars 0.5, residual scales 0.005) and
-# its betas. The paper names no rate for gates, which are matrices but not Muon's: they take the head's.
+# Kinds of parameters: AdamW's rate in units of the head's 0.004 (embeddings 0.3, scalars 0.5, residual scales 0.005)
+# and its betas. The paper names no rate for gates, which are matrices but not Muon's: they take the head's.
 RATES = {"embedding": (75, (0.8, 0.95)), "head": (1, (0.8, 0.95)), "gate": (1, (0.8, 0.95)),
          "scale": (1.25, (0.8, 0.95)), "x0": (125, (0.96, 0.95)), "scalar": (125, (0.8, 0.95))}
 

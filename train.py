@@ -78,8 +78,7 @@ class TrainConfig:
     # evaluation and logging
     eval_interval: int = 250         # steps between evaluations and checkpoints
     eval_batches: int = 40           # micro-batches of validation text an evaluation reads (0: all of it)
-    exact_batches: int = 0           # of these, where a model that decodes differently than it trains (lrt) is evaluated
-                                     # as it decodes, its training path on all (0: all)
+    exact_batches: int = 0           # of these, those on which lrt is evaluated as it decodes, slowly (0: all)
     log_interval: int = 10           # steps between lines in log.jsonl
     sample_prompt: str = "\n"        # what the sample at the end continues
     sample_tokens: int = 256         # its length in tokens (0: no sample)
@@ -105,8 +104,8 @@ class TrainConfig:
         for name in ("batch_size", "gradient_accumulation_steps", "max_steps", "eval_interval", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("task_examples", "warmup_steps", "muon_momentum_steps", "eval_batches", "exact_batches", "sample_tokens", "seed", "learning_rate",
-                     "muon_learning_rate", "weight_decay", "grad_clip"):
+        for name in ("task_examples", "warmup_steps", "muon_momentum_steps", "eval_batches", "exact_batches",
+                     "sample_tokens", "seed", "learning_rate", "muon_learning_rate", "weight_decay", "grad_clip"):
             if not 0 <= getattr(self, name) < 2 ** 63:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative, and less than 2^63")
         for name in ("cooldown_frac", "min_lr_frac"):
