@@ -441,7 +441,7 @@ class MemoryCache(KVCache):
         super().__init__(cfg, batch_size, max_len, device, dtype)
         self.cfg = cfg
         self.states = torch.zeros(batch_size, n_states, cfg.n_embd, device=device, dtype=state_dtype)
-        self.before = None
+        self.before, self.joined = None, (None, None)
 
     def nbytes(self):
         """Bytes held for keys, values and states, for all rows at max_len."""
@@ -451,6 +451,7 @@ class MemoryCache(KVCache):
         """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start."""
         super().reset(rows)
         self.states[slice(None) if rows is None else rows] = 0
+        self.joined = self.joined if self.longest else (None, None)     # empty: the weights may be others now
         if self.before:
             self.before.reset(rows)
 
@@ -686,7 +687,6 @@ class Model(nn.Module):
         if cfg.memory and cfg.state == "average":
             self.state_weights = nn.Parameter(torch.zeros(cfg.n_states))
         self.head = nn.Linear(cfg.n_embd, padded, bias=False)
-        self.kept = None, None                                          # see joined
         self.init_weights()
 
     @torch.no_grad()
@@ -708,6 +708,12 @@ class Model(nn.Module):
     def context_limit(self):
         """The most tokens one cache or one forward may hold."""
         return self.cfg.block_size
+
+    @property
+    def context_kept(self):
+        """How many tokens sample.py keeps of a full context: half, for the exact prefill is as slow as decoding."""
+        slow = self.cfg.memory and self.cfg.prefill == "exact"
+        return (self.cfg.block_size + 1) // 2 if slow else self.cfg.block_size
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Predict the token after each position.
@@ -749,7 +755,7 @@ class Model(nn.Module):
         end = T if cache is None else cache.end
         if end > self.cfg.block_size:
             raise ValueError(f"{end} tokens are more than block_size={self.cfg.block_size}")
-        text = self.text(idx, pos)
+        text = self.text(idx, pos, cache)
         if cache is not None:
             return self.cached(text, cache), None
         if not self.cfg.memory or path == "interleaved":
@@ -762,24 +768,23 @@ class Model(nn.Module):
         history.before = History(self.cfg, text.x0, 0) if self.cfg.twice else None
         return self.chain(text, history, self.cfg.chunk if path == "chunked" else 1), None
 
-    def text(self, idx, pos):
+    def text(self, idx, pos, cache):
         """The Text of idx (B, T) at positions pos (1 or B, T)."""
         cfg, x0 = self.cfg, self.drop(normed(self.wte(idx), self.cfg.norm_eps))
         values = tuple(self.values[str(layer)](idx).unflatten(-1, (-1, cfg.head_dim)).to(compute_dtype(x0))
                        if str(layer) in self.values else None for layer in range(cfg.n_layer))
-        w_in = self.joined(compute_dtype(x0)) if cfg.fast else (None,) * cfg.n_layer
+        w_in = self.joined(compute_dtype(x0), cache) if cfg.fast else (None,) * cfg.n_layer
         return Text(x0, values, *rotary_tables(pos, cfg.head_dim, cfg.rope_theta, x0.dtype), w_in)
 
-    def joined(self, dtype):
-        """Attention.joined of all layers; without gradients made once, and again when a weight has changed."""
-        make = lambda: tuple(block.attn.joined(dtype) for block in self.blocks)
-        weights = [w for block in self.blocks for w in block.attn.matrices()]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(w.is_inference() for w in weights):
-            return make()
-        key = dtype, tuple((w.data_ptr(), w._version) for w in weights)
-        if self.kept[0] != key:
-            self.kept = key, make()
-        return self.kept[1]
+    def joined(self, dtype, cache):
+        """Attention.joined of all layers. A cache keeps it from token to token: the weights that filled a cache are those
+        that go on from it, until it is emptied."""
+        if cache is None or torch.is_grad_enabled():
+            return tuple(block.attn.joined(dtype) for block in self.blocks)
+        key = dtype, *(w.data_ptr() for block in self.blocks for w in block.attn.matrices())
+        if cache.joined[0] != key:
+            cache.joined = key, tuple(block.attn.joined(dtype) for block in self.blocks)
+        return cache.joined[1]
 
     def run(self, text, memory, store):
         """One pass: the positions of text through all layers, with memory (B, n or 1, C), or None for zero, and the

@@ -7,6 +7,7 @@ Text from a trained model, for every model: one decoding loop over forward and c
     python sample.py out/gpt_tiny prompt=LINES:prompts.txt         every line is a prompt, all in one batch
     python sample.py out/gpt_tiny num_samples=8 seed=7             eight samples in one batch
     python sample.py out/recall prompt="3 9 1"                     the token ids of a synthetic task (tasks.py)
+    python sample.py out/lrt_tiny prompt=FILE:notes.txt prefill=compare    two ways to take in a prompt, and one text
     python sample.py help                                          every key with its meaning
 
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
@@ -36,6 +37,7 @@ class SampleConfig:
     seed: int = 1337                 # of the sampling
     device: str = "auto"             # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda | cuda:N
     fast: bool = True                # the model's fast path; false: its naive one, same text
+    prefill: str = ""                # of lrt: exact | interleaved | compare: exact, and how far interleaved is off
 
     def __post_init__(self):
         for name, low, high in (("max_new_tokens", 1, None), ("temperature", 0, None), ("top_k", 0, None),
@@ -43,6 +45,8 @@ class SampleConfig:
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
                 raise ValueError(f"{name}={value} must be at least {low}" + (f" and at most {high}" if high else ""))
+        if self.prefill not in ("", "exact", "interleaved", "compare"):
+            raise ValueError(f"prefill={self.prefill} must be one of: exact, interleaved, compare")
         if self.seed >= 2 ** 63:
             raise ValueError(f"seed={self.seed} must be less than 2^63")
         if not 0.01 <= self.repetition_penalty <= 100:
@@ -89,7 +93,8 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
 
     Yields one list a step: each row's new token, or None for a row that has met eot. Where a row has filled
     the model's context (context_limit), its last tokens are prefilled again for every further one: each
-    token is then predicted from exactly the last context_limit tokens.
+    token is then predicted from exactly the last context_limit tokens. A model whose prefill is slow keeps fewer
+    (context_kept), and the cache goes on from these until it is full again.
     Sampling has a generator of its own, so it changes no other random number. vocab_size is the tokenizer's,
     where the model's is padded beyond it: ids that stand for nothing are never chosen.
     """
@@ -99,6 +104,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
     rows, live = [list(p) for p in prompts], [True] * len(prompts)
     need = max(map(len, rows)) + max_new_tokens
     cache = model.init_cache(len(rows), min(need, model.context_limit or need))
+    kept = min(getattr(model, "context_kept", cache.max_len), cache.max_len)
     logits, held = prefill(model, cache, rows)
     seen = torch.zeros_like(logits, dtype=torch.bool)
     for b, row in enumerate(rows):
@@ -115,7 +121,8 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
         for row, i in zip(rows, new):
             row.extend([i] * (i is not None))
         if any(on and h >= cache.max_len for on, h in zip(live, held)):
-            logits, held = prefill(model, cache, rows)
+            logits, held = prefill(model, cache, [row[-(kept if h >= cache.max_len else h + on):]
+                                                  for row, h, on in zip(rows, held, live)])
         else:
             n_valid = None if all(live) else torch.tensor(live, device=device).long()
             logits = model(ids[:, None], cache=cache, n_valid=n_valid)[0][:, -1]
@@ -129,6 +136,30 @@ def check_prompts(model, prompts):
             raise UserError("the prompt is empty: give at least one character")
         if not 0 <= min(prompt) <= max(prompt) < model.cfg.vocab_size:
             raise UserError(f"the prompt has a token outside the model's vocabulary of {model.cfg.vocab_size}")
+
+
+def choose_prefill(model, how, path):
+    """Set how the model takes in a prompt; UserError where it knows one way only."""
+    if not hasattr(model.cfg, "prefill"):
+        raise UserError(f"prefill={how} is for a model that takes in prompts in more than one way (lrt), {path} is not")
+    model.cfg.prefill = "exact" if how == "compare" else how
+
+
+@torch.no_grad()
+def compare_prefills(model, prompts):
+    """A line that tells seconds of both prefills, and how far the distributions of the next token are apart."""
+    limit, kept, seconds, found = model.context_limit, model.cfg.prefill, {}, {}
+    for how in ("exact", "interleaved"):
+        model.cfg.prefill = how
+        cache = model.init_cache(len(prompts), min(limit, max(map(len, prompts))))
+        start = time.perf_counter()
+        found[how] = prefill(model, cache, prompts)[0].double().log_softmax(-1)
+        seconds[how] = time.perf_counter() - start
+    model.cfg.prefill = kept
+    a, b = found.values()
+    same = int((a.argmax(-1) == b.argmax(-1)).sum())
+    return (f"prefill: exact {seconds['exact']:.3f} s, interleaved {seconds['interleaved']:.3f} s; next token: KL "
+            f"{(a.exp() * (a - b)).sum(-1).mean():.2g} nats, the likeliest is the same in {same} of {len(a)} rows")
 
 
 def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
@@ -199,6 +230,10 @@ def main(argv):
         raise UserError(f"{path} was trained on {COMPRESSION}: it gives back what it read, there is nothing to sample")
     prompts = [ids for ids in map(tokenizer.encode, texts) for _ in range(cfg.num_samples)]
     check_prompts(model, prompts)
+    if cfg.prefill:
+        choose_prefill(model, cfg.prefill, path)
+    if cfg.prefill == "compare":
+        print(compare_prefills(model, prompts), file=sys.stderr)
     limit, longest = model.context_limit, max(map(len, prompts))
     if limit and longest > limit:
         print(f"the prompt has {longest} tokens: cropped to its last {limit} (block_size)", file=sys.stderr)

@@ -765,8 +765,8 @@ def in_words(result):
         words += (f"token accuracy {result['val_token_accuracy']:.3f}, "
                   f"sequence accuracy {result['val_sequence_accuracy']:.3f}")
     if "val_gap" in result:
-        words += (f"; the training path's estimate on more text {result['val_ce_estimate']:.4f}, "
-                  f"on the same text lower by {result['val_gap']:.4f}")
+        words += (f"; by the training path {result['val_ce_estimate']:.4f}, from which the exact figure differs by "
+                  f"{result['val_gap']:+.4f} on the same text")
     return words
 
 

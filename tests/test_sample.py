@@ -18,13 +18,16 @@ models = pytest.mark.parametrize("name", MODELS)
 
 
 def greedy(model, row, n, eot=None):
-    """n likeliest tokens after row, one forward over the last context_limit tokens for each."""
-    row, new = list(row), []
+    """n likeliest tokens after row, one forward over the last context_limit tokens for each; a model may keep fewer of
+    a full context."""
+    limit, new = model.context_limit or len(row) + n, []
+    context = list(row)[-limit:]
     with torch.no_grad():
         while len(new) < n and (not new or new[-1] != eot):
-            context = torch.tensor([row])[:, -(model.context_limit or len(row)):]
-            new.append(model(context)[0][0, -1].argmax().item())
-            row.append(new[-1])
+            new.append(model(torch.tensor([context]))[0][0, -1].argmax().item())
+            context.append(new[-1])
+            if len(context) > limit:
+                context = context[-getattr(model, "context_kept", limit):]
     return [t for t in new if t != eot]
 
 

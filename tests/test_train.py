@@ -85,7 +85,14 @@ def test_accumulation_is_one_large_batch(name, tmp_path, data_dir, monkeypatch):
     """The same eight sequences in one, two or eight micro-batches move the weights alike. In float64: a recurrent model
     amplifies float32's rounding, which differs with the batch."""
     results, make = [], train.make_model
-    monkeypatch.setattr(train, "make_model", lambda *args: make(*args).double())
+
+    def moved(*args):           # zero-initialised projections would leave most gradients zero
+        model = make(*args).double()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+        return model
+    monkeypatch.setattr(train, "make_model", moved)
     for rows, accumulation in ((8, 1), (4, 2), (1, 8)):
         trainer = runs.run(name, tmp_path / str(rows), data_dir, f"batch_size={rows}", "dropout=0.0", "max_steps=1",
                            f"gradient_accumulation_steps={accumulation}", "beta1=0", "beta2=0")
