@@ -777,8 +777,8 @@ class Model(nn.Module):
         return Text(x0, values, *rotary_tables(pos, cfg.head_dim, cfg.rope_theta, x0.dtype), w_in)
 
     def joined(self, dtype, cache):
-        """Attention.joined of all layers. A cache keeps it from token to token: the weights that filled a cache are those
-        that go on from it, until it is emptied."""
+        """Attention.joined of all layers. A cache keeps it from token to token: the weights that filled a cache are
+        those that go on from it, until it is emptied."""
         if cache is None or torch.is_grad_enabled():
             return tuple(block.attn.joined(dtype) for block in self.blocks)
         key = dtype, *(w.data_ptr() for block in self.blocks for w in block.attn.matrices())
