@@ -483,7 +483,7 @@ class MemoryCache(KVCache):
     def leave(self, m):
         """Count the new tokens; with memory there is one of them a row, whose state is m (B, 1, C)."""
         if self.states.size(1):
-            recent = torch.cat([m.detach(), self.states[:, :-1]], 1)
+            recent = torch.cat([m, self.states[:, :-1]], 1).detach() if self.states.size(1) > 1 else m.detach()
             if self.ragged:
                 recent = torch.where(self.new[:, None, None] > 0, recent, self.states)
             self.states.copy_(recent)

@@ -17,7 +17,7 @@ VARIANTS = {"gpt": [dict(n_kv_head=2, qk_norm=True), dict(pos="alibi", mlp="gelu
                     dict(chunk=4, pos="rope", qk_groups=1, tie_embeddings=False), dict(mixer="rnn", mlp="swiglu"),
                     dict(mixer="attention", n_kv_head=2, swa=7), dict(reversed=True, chunk=5)],
             "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", state="average", source="1,2"),
-                    dict(state="both", train_path="chunked", chunk=5), dict(memory=False)],
+                    dict(memory=False)],
             "rt": [dict(n_kv_head=2, qk_norm="full", norm="layer", chunk=8), dict(pos="rope", qk_norm="head"),
                    dict(block=3, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True)]}
 # Models whose tensors' shapes depend on the data: the order of summation may, too.
