@@ -44,7 +44,8 @@ in growing blocks, and evaluates from a cache.
 
 Source: Huang et al. 2026, "Latent Recurrent Transformer: Architecture Exploration, Training Strategies, and Scaling
 Behavior". Read into the paper where it is silent: the gates see the normed input, the value embedding is part of the
-local value, and each loss is a mean over tokens, so subsets count by their sizes where S does not divide T.
+local value, only what the memory enters is gated (inject=k leaves values as they are), and each loss is a mean over
+tokens, so subsets count by their sizes where S does not divide T.
 
 Names: B batch, T tokens, n positions of a pass, C width, H heads, G key/value heads, D head size, S subsets.
 """
@@ -451,7 +452,6 @@ class MemoryCache(KVCache):
         """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start."""
         super().reset(rows)
         self.states[slice(None) if rows is None else rows] = 0
-        self.joined = self.joined if self.longest else (None, None)     # empty: the weights may be others now
         if self.before:
             self.before.reset(rows)
 
@@ -777,12 +777,12 @@ class Model(nn.Module):
         return Text(x0, values, *rotary_tables(pos, cfg.head_dim, cfg.rope_theta, x0.dtype), w_in)
 
     def joined(self, dtype, cache):
-        """Attention.joined of all layers. A cache keeps it from token to token: the weights that filled a cache are
-        those that go on from it, until it is emptied."""
+        """Attention.joined of all layers. A cache that is not empty keeps it from token to token: the weights that go
+        on from it are those that filled it."""
         if cache is None or torch.is_grad_enabled():
             return tuple(block.attn.joined(dtype) for block in self.blocks)
         key = dtype, *(w.data_ptr() for block in self.blocks for w in block.attn.matrices())
-        if cache.joined[0] != key:
+        if cache.longest == 0 or cache.joined[0] != key:
             cache.joined = key, tuple(block.attn.joined(dtype) for block in self.blocks)
         return cache.joined[1]
 
@@ -951,7 +951,8 @@ class Model(nn.Module):
 
 
 # Kinds of parameters: AdamW's rate in units of the head's 0.004 (embeddings 0.3, scalars 0.5, residual scales 0.005)
-# and its betas. The paper names no rate for gates, which are matrices but not Muon's: they take the head's.
+# and its betas. Gates take the head's rate: the paper counts them among the scalars, whose 0.5 would move what a gate
+# opens by, a sum over all channels, by many units a step.
 RATES = {"embedding": (75, (0.8, 0.95)), "head": (1, (0.8, 0.95)), "gate": (1, (0.8, 0.95)),
          "scale": (1.25, (0.8, 0.95)), "x0": (125, (0.96, 0.95)), "scalar": (125, (0.8, 0.95))}
 

@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import bench
 import kernels
 import model_lrt
+import prepare
+import sample
 import runs
 import train
 from conftest import relative, tiny
@@ -816,3 +819,34 @@ def test_weights_kept_for_decoding_follow_the_weights():
         for writable in (weight.detach(), weight.data):
             writable.mul_(1.5)
             check(1e-10)
+
+
+def test_the_bench_runs(capsys):
+    """Every line of bench.py lrt, at tiny sizes on a CPU."""
+    cfg = train.TrainConfig(model="lrt", batch_size=1)
+    bench.bench_lrt(model_lrt.Model(model_lrt.Config(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)), cfg,
+                    torch.device("cpu"), rounds=1)
+    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert [lines.count(word) for word in ("training", "decoding", "prefill")] == [7, 2, 3]
+
+
+def test_sample_takes_in_a_prompt_either_way(data_dir, tmp_path, capsys):
+    """prefill=compare tells how far the interleaved prefill is off and goes on from the exact one; others refuse it."""
+    run, gpt = (runs.run(name, tmp_path / name, data_dir).folder for name in ("lrt", "gpt"))
+    texts, _ = {}, capsys.readouterr()
+    for how in ("exact", "interleaved", "compare"):
+        sample.main([str(run), "prompt=abc def", f"prefill={how}", "temperature=0", "max_new_tokens=12", "stop=false"])
+        texts[how], err = capsys.readouterr()
+        assert ("next token: KL" in err) == (how == "compare")
+    assert texts["compare"] == texts["exact"] and all(text.startswith("abc def") for text in texts.values())
+    with pytest.raises(prepare.UserError, match="prefill=exact is for a model"):
+        sample.main([str(gpt), "prefill=exact"])
+
+
+@pytest.mark.parametrize("name, millions", [("lrt_20l", 1320), ("lrt_24l", 1994)])
+def test_configs_of_the_paper(name, millions):
+    _, fields, _, _ = train.read_config([f"config=configs/{name}.yaml"])
+    with torch.device("meta"):
+        model = model_lrt.Model(model_lrt.Config(**{**fields, "vocab_size": 32768}))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+    assert model.cfg.sources == [{20: 12, 24: 14}[model.cfg.n_layer]]
