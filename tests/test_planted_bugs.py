@@ -128,7 +128,7 @@ BUGS = {
                                             "test_lrt.py -k each_path_is_its_equations"),
     "LRT: memory of the position itself": ("model_lrt.py", "(0, 0, i, 0))[:, :T][:, s::S]",
                                            "(0, 0, i, 0))[:, 1:][:, :T][:, s::S]",
-                                           "test_lrt.py -k training_sees_no_future"),
+                                           "test_lrt.py -k are_the_exact_chain"),
     "LRT: memories not written back": ("model_lrt.py", "            states = buffer.write(states, m)\n", "",
                                        "test_lrt.py -k are_the_exact_chain"),
     "LRT: a window off by one": ("model_lrt.py", "return self.swa + 1 if short and", "return self.swa if short and",
