@@ -26,7 +26,8 @@ Training. The chain m_0 -> m_1 -> ... goes position by position; train_path says
     interleaved   (the default) a first pass over all positions with zero memory fills a buffer with each layer's keys
                   and values and the memories. Then, for each of S strided subsets, only its positions are computed
                   again: they read their memories from the buffer, write their keys and values into it, attend to all of
-                  it, and write their memories back. About twice a plain step, whatever S. For S = 2, 8 positions:
+                  it, and write their memories back. About twice the products of a plain step, whatever S, and S copies
+                  of the buffer. For S = 2, 8 positions:
 
                       first pass     0  1  2  3  4  5  6  7      m = 0
                       subset 0       0     2     4     6         position 2 reads m_1 of the first pass
@@ -45,7 +46,7 @@ in growing blocks, and evaluates from a cache.
 Source: Huang et al. 2026, "Latent Recurrent Transformer: Architecture Exploration, Training Strategies, and Scaling
 Behavior". Read into the paper where it is silent: the gates see the normed input, the value embedding is part of the
 local value, only what the memory enters is gated (inject=k leaves values as they are), and each loss is a mean over
-tokens, so subsets count by their sizes where S does not divide T.
+tokens: subsets count by their numbers of targets, which differ where S does not divide T or targets are left out.
 
 Names: B batch, T tokens, n positions of a pass, C width, H heads, G key/value heads, D head size, S subsets.
 """
@@ -111,13 +112,15 @@ class Config:
         for name in ("subsets", "chunk", "lag"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.lag > self.block_size:
+            raise ValueError(f"lag={self.lag} is more than block_size={self.block_size}: there is no such memory")
         if self.swa < 0:
             raise ValueError(f"swa={self.swa} must not be negative (0: half of block_size)")
         if self.head_dim % 2 or self.head_dim > kernels.HEAD_SIZES[-1]:
             raise ValueError(f"n_embd / n_head = {self.head_dim} must be even, at most {kernels.HEAD_SIZES[-1]}")
-        if not min(self.softcap, self.rope_theta, self.norm_eps) > 0:
+        if not all(0 < x < math.inf for x in (self.softcap, self.rope_theta, self.norm_eps)):
             raise ValueError("softcap, rope_theta and norm_eps must be positive")
-        if self.replace and not self.kv:
+        if self.replace and self.inject not in ("kv", "kv+residual"):
             raise ValueError(f"replace=true needs memory in keys and values: inject={self.inject} is not kv")
         self.memory = self.memory and self.inject != "none"
         self.swa = self.swa or max(1, self.block_size // 2)
@@ -138,17 +141,10 @@ class Config:
     def sources(self):
         """The source layers, 1 to n_layer: 0.6 of the depth if none is named. ValueError where there are none such."""
         names = self.source.split(",") if self.source else [str(max(1, round(0.6 * self.n_layer)))]
-        try:
-            layers = [int(name) for name in names]
-        except ValueError:
-            layers = []
-        if not layers or not 1 <= min(layers) <= max(layers) <= self.n_layer or len(set(layers)) < len(layers):
+        layers = [int(name) if name.strip().isdecimal() else 0 for name in names]
+        if not 1 <= min(layers) <= max(layers) <= self.n_layer or len(set(layers)) < len(layers):
             raise ValueError(f"source={self.source} must name layers from 1 to n_layer={self.n_layer}, as in 2 or 2,4")
         return layers
-
-    @property
-    def kv(self):
-        return self.memory and self.inject in ("kv", "kv+residual")
 
     @property
     def in_keys(self):
@@ -353,13 +349,13 @@ def together(pieces, T):
 
 class Buffer:
     """Keys and values of all T positions, of which a pass computes all, or one of S strided subsets anew: it writes its
-    keys and values here, then attends to all that is here. S = 0: there is one pass only, nothing is kept.
+    keys and values here, then attends to all that is here. S = 0: there is one pass only.
 
     Naive: one tensor of all positions. Fast: the subsets side by side as a list, put together for each pass; the
     gradient of that is one copy, where those of slices would be filled up with zeros and added."""
 
     def __init__(self, cfg, T, S, device):
-        self.cfg, self.T, self.S, self.pos = cfg, T, S, torch.arange(T, device=device)
+        self.cfg, self.T, self.S, self.pos = cfg, T, S, torch.arange(T, device=device, dtype=torch.int32)
         self.k, self.v = [None] * cfg.n_layer, [None] * cfg.n_layer
 
     def enter(self, s):
@@ -373,6 +369,14 @@ class Buffer:
         if self.cfg.fast:
             return [new if s == self.s else x for s, x in enumerate(kept)]
         return torch.slice_scatter(kept, new, 1, self.s, self.T, self.S)
+
+    def past(self, kept, i):
+        """Of kept states, those i positions before the pass's positions, zero where there are none: (B, n, C)."""
+        if not self.cfg.fast:
+            return F.pad(kept, (0, 0, i, 0))[:, :self.T][:, self.s::self.S]
+        back, subset = divmod(self.s - i, self.S)                   # that many places back in that subset
+        x = F.pad(kept[subset], (0, 0, -back, 0)) if back else kept[subset]
+        return x[:, :len(range(self.s, self.T, self.S))]
 
     def whole(self, kept):
         """What is kept, (B, T, ...)."""
@@ -396,14 +400,14 @@ class History:
     """Keys, values and states of a chain of passes, each of the positions after the last one's. Gradients flow.
 
     The fast path keeps the newest of them, up to FOLD passes, as a list and the older ones in one tensor, and merges
-    the attention over both: to copy all of them in every pass would take memory quadratic in T."""
+    the attention over both: to copy all of them in every pass would take some FOLD times the memory."""
 
     FOLD = 32
 
     def __init__(self, cfg, x, n_states):
         self.cfg, self.done, self.folded = cfg, 0, 0
         self.old, self.new = [None] * cfg.n_layer, [[] for _ in range(cfg.n_layer)]
-        self.pos = torch.arange(x.size(1), device=x.device)
+        self.pos = torch.arange(x.size(1), device=x.device, dtype=torch.int32)
         self.states = x.new_zeros(len(x), n_states, x.size(-1))         # newest first
         self.before = None
 
@@ -472,8 +476,9 @@ class MemoryCache(KVCache):
     def attend(self, layer, q, k, v):
         """y (B, n, H, D) of the new tokens, which are stored, over all of their rows."""
         k, v = (x.to(q.dtype) for x in self.append(layer, k, v))
-        window, alone = self.cfg.window(layer), q.size(1) == 1 and not self.ragged
-        if not (self.cfg.fast and alone):
+        window = self.cfg.window(layer)
+        plain = not self.ragged and (q.size(1) == 1 or self.longest == 0 and not window)
+        if not (self.cfg.fast and plain):
             at = torch.arange(self.end, device=q.device)
             return attend(q, k, v, self.pos, at, window, self.cfg.fast)
         if window:
@@ -497,9 +502,10 @@ class MemoryCache(KVCache):
             for layer, (k, v) in enumerate(zip(*buffer.first)):
                 self.before.append(layer, buffer.whole(k), buffer.whole(v))
             self.before.advance()
+        states = buffer.whole(buffer.states)
         for i in range(self.states.size(1)):            # i tokens before a row's last
             at = self.new - 1 - i
-            state = buffer.states[torch.arange(len(at), device=at.device), at.clamp(min=0)]
+            state = states[torch.arange(len(at), device=at.device), at.clamp(min=0)]
             self.states[:, i] = torch.where(at[:, None] < 0, 0, state).detach()
         self.advance()
 
@@ -678,7 +684,7 @@ class Model(nn.Module):
         self.alpha = nn.Parameter(torch.ones(L)) if cfg.x0_mixing else None
         self.beta = nn.Parameter(torch.full((L,), 0.1)) if cfg.x0_mixing else None
         self.gamma = nn.Parameter(torch.full((L,), 0.1)) if cfg.in_residual else None
-        if cfg.dense_residual:
+        if cfg.dense_residual and L > 1:
             self.delta = nn.Parameter(torch.zeros(L, L))                # of layer j's output in layer i > j's input
         if (cfg.in_keys or cfg.in_values) and cfg.projections == "shared":
             self.rec = Projection(cfg)
@@ -711,9 +717,8 @@ class Model(nn.Module):
 
     @property
     def context_kept(self):
-        """How many tokens sample.py keeps of a full context: half, for the exact prefill is as slow as decoding."""
-        slow = self.cfg.memory and self.cfg.prefill == "exact"
-        return (self.cfg.block_size + 1) // 2 if slow else self.cfg.block_size
+        """How many tokens sample.py keeps of a full context: half, for to take them in again is slow."""
+        return (self.cfg.block_size + 1) // 2 if self.cfg.memory else self.cfg.block_size
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Predict the token after each position.
@@ -781,7 +786,7 @@ class Model(nn.Module):
         on from it are those that filled it."""
         if cache is None or torch.is_grad_enabled():
             return tuple(block.attn.joined(dtype) for block in self.blocks)
-        key = dtype, *(w.data_ptr() for block in self.blocks for w in block.attn.matrices())
+        key = dtype, self.wte.weight.data_ptr()
         if cache.longest == 0 or cache.joined[0] != key:
             cache.joined = key, tuple(block.attn.joined(dtype) for block in self.blocks)
         return cache.joined[1]
@@ -807,7 +812,7 @@ class Model(nn.Module):
             x = torch.addcmul(alpha[layer] * x, beta[layer], x0)
         if gamma and memory is not None:
             x = torch.addcmul(x, gamma[layer], memory)
-        if self.cfg.dense_residual:
+        if self.cfg.dense_residual and outputs:
             x = x + sum(self.delta[layer, j] * earlier for j, earlier in enumerate(outputs))
         return x
 
@@ -873,11 +878,10 @@ class Model(nn.Module):
         buffer.first, states, parts = (list(buffer.k), list(buffer.v)), buffer.write(None, own), []
         for s, part in enumerate(text.subsets(S)):
             buffer.enter(s)
-            past = lambda i: F.pad(buffer.whole(states), (0, 0, i, 0))[:, :T][:, s::S]
-            x, m = self.run(part, self.memory(past, own[:, s::S]), buffer)
+            x, m = self.run(part, self.memory(lambda i: buffer.past(states, i), own[:, s::S]), buffer)
             states = buffer.write(states, m)
             parts.append(x)
-        buffer.states = buffer.whole(states)
+        buffer.states = states
         return together(parts, T), first, buffer
 
     def logits(self, hidden):
@@ -899,8 +903,8 @@ class Model(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
-        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again. Call eval()
-        first. (sample.py has the complete sampler.)"""
+        the likeliest. A full context is cropped to its last block_size tokens and taken in again for every further
+        token, which is slow. Call eval() first. (sample.py has the complete sampler.)"""
         limit = self.context_limit or idx.size(1) + max_new_tokens
         cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
         for _ in range(max_new_tokens):
@@ -921,16 +925,19 @@ class Model(nn.Module):
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for each weight
         of a matrix product, and 12 C for each visible key, averaged over the positions; twice where the training path
-        goes through the layers twice, of which the memory's projections take part in one."""
+        goes through the layers twice, of which the memory's projections take part in one, and the head in those that
+        have a loss."""
         cfg, T = self.cfg, self.cfg.block_size
         of_memory = sum(p.numel() for name, p in self.named_parameters() if ".rec." in "." + name)
-        weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2) + self.wte.weight.numel()
+        weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
         if cfg.projections == "layerwise":
             weights -= of_memory
         windows = [min(cfg.window(layer) or T, T) for layer in range(cfg.n_layer)]
         keys = sum((w * (w + 1) / 2 + (T - w) * w) / T for w in windows)
-        twice = cfg.twice or cfg.memory and cfg.train_path == "interleaved"
-        return (6.0 * weights + 12.0 * cfg.n_embd * keys) * (1 + twice) + 6.0 * of_memory
+        losses = 1 + (cfg.memory and cfg.train_path == "interleaved")
+        passes = max(losses, 1 + cfg.twice)
+        return passes * (6.0 * weights + 12.0 * cfg.n_embd * keys) + 6.0 * (
+            of_memory + losses * self.wte.weight.numel())
 
     def param_groups(self, cfg):
         """The paper's optimizer (Appendix A) for optimizer=muon: Muon for the matrices, AdamW for the rest, each kind
@@ -952,7 +959,7 @@ class Model(nn.Module):
 
 # Kinds of parameters: AdamW's rate in units of the head's 0.004 (embeddings 0.3, scalars 0.5, residual scales 0.005)
 # and its betas. Gates take the head's rate: the paper counts them among the scalars, whose 0.5 would move what a gate
-# opens by, a sum over all channels, by many units a step.
+# opens by, a sum over all channels, by many units a step. The backbone's gates are with them, for AdamW too.
 RATES = {"embedding": (75, (0.8, 0.95)), "head": (1, (0.8, 0.95)), "gate": (1, (0.8, 0.95)),
          "scale": (1.25, (0.8, 0.95)), "x0": (125, (0.96, 0.95)), "scalar": (125, (0.8, 0.95))}
 
