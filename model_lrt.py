@@ -570,7 +570,7 @@ class Attention(nn.Module):
         if cfg.gated_attention:
             self.w_out_gate = nn.Linear(C, cfg.n_head, bias=False)
         if cfg.value_residual and layer:
-            self.first_scale = nn.Parameter(torch.zeros(()))
+            self.v0_scale = nn.Parameter(torch.zeros(()))
         readers = [name for name in READERS if hasattr(self, name)]
         self.plain, self.gates = readers[:1 + 2 * self.local], readers[1 + 2 * self.local:]
         self.widths = [getattr(self, name).out_features for name in readers]
@@ -597,15 +597,15 @@ class Attention(nn.Module):
         plain = (x.unflatten(-1, (-1, self.cfg.head_dim)) for x in products)
         return dict(zip(self.plain, plain)) | dict(zip(self.gates, opened))
 
-    def forward(self, u, text, memory, rec, first, store):
-        """u (B, n, C), normed; memory (B, n or 1, C) or None, rec what the shared projections make of it; first the
+    def forward(self, u, text, memory, rec, v0, store):
+        """u (B, n, C), normed; memory (B, n or 1, C) or None, rec what the shared projections make of it; v0 the
         values (B, n, G, D) of layer 0, None there. -> (B, n, C), and the values."""
         of_u = self.read(u, text.w_in[self.layer])
         if self.rec is not None and memory is not None:
             rec = self.rec(memory)
         k, v = self.keys_values(of_u, text.values[self.layer], rec)
-        if self.cfg.value_residual and first is not None:
-            v = v + self.first_scale * first
+        if self.cfg.value_residual and v0 is not None:
+            v = v + self.v0_scale * v0
         q, k = (apply_rotary(normed(x, self.cfg.norm_eps), text.cos, text.sin).to(v.dtype) for x in (of_u["wq"], k))
         y = store.attend(self.layer, q, k, v)
         if self.cfg.gated_attention:
@@ -656,8 +656,8 @@ class Block(nn.Module):
         if cfg.layer_scale:
             self.scales = nn.Parameter(torch.ones(2))
 
-    def forward(self, x, text, memory, rec, first, store):
-        y, v = self.attn(normed(x, self.cfg.norm_eps), text, memory, rec, first, store)
+    def forward(self, x, text, memory, rec, v0, store):
+        y, v = self.attn(normed(x, self.cfg.norm_eps), text, memory, rec, v0, store)
         x = x + self.drop(y * self.scales[0] if self.cfg.layer_scale else y)
         y = self.mlp(normed(x, self.cfg.norm_eps))
         return x + self.drop(y * self.scales[1] if self.cfg.layer_scale else y), v
@@ -717,7 +717,7 @@ class Model(nn.Module):
 
     @property
     def context_kept(self):
-        """How many tokens sample.py keeps of a full context: half, for to take them in again is slow."""
+        """How many tokens sample.py keeps of a full context: half, because taking them in again is slow."""
         return (self.cfg.block_size + 1) // 2 if self.cfg.memory else self.cfg.block_size
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
@@ -797,13 +797,13 @@ class Model(nn.Module):
         if memory is None and self.cfg.memory and not self.cfg.fast:
             memory = torch.zeros_like(text.x0)
         rec = self.rec(memory) if memory is not None and hasattr(self, "rec") else None
-        x, outputs, first = text.x0, [], None
+        x, outputs, v0 = text.x0, [], None
         scales = [p.unbind() if p is not None else () for p in (self.alpha, self.beta, self.gamma)]
         for layer, block in enumerate(self.blocks):
             start = self.entering(layer, x, text.x0, memory, outputs, *scales)
-            x, v = block(start, text, memory, rec, first, store)
+            x, v = block(start, text, memory, rec, v0, store)
             outputs.append(x)
-            first = v if first is None else first
+            v0 = v if v0 is None else v0
         return x, self.state(outputs)
 
     def entering(self, layer, x, x0, memory, outputs, alpha, beta, gamma):

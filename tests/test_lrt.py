@@ -137,7 +137,7 @@ class ByHand:
                 u[t] = unit(x[t])
                 k, v = self.keys_values(layer, t, u[t], memory[t])
                 if cfg.value_residual and layer:
-                    v = [a + self.of(layer, "attn.first_scale") * b for a, b in zip(v, values_0[t])]
+                    v = [a + self.of(layer, "attn.v0_scale") * b for a, b in zip(v, values_0[t])]
                 values_0.setdefault(t, v)
                 keys[t], values[t] = [turned(unit(a), t) for a in k], v
             for t in positions:
@@ -449,7 +449,7 @@ def test_gates_are_neutral_at_the_start(monkeypatch):
     assert (model.alpha == 1).all() and torch.equal(model.beta, torch.full((3,), 0.1))
     assert torch.equal(model.gamma, torch.full((3,), 0.1)) and not model.delta.any()
     assert all((block.scales == 1).all() for block in model.blocks)
-    assert all(block.attn.first_scale == 0 for block in model.blocks[1:]) and abs(loss - math.log(257)) < 0.1
+    assert all(block.attn.v0_scale == 0 for block in model.blocks[1:]) and abs(loss - math.log(257)) < 0.1
     averaged = fresh(source="1,2,4", state="average")
     assert torch.equal(averaged.source_weights.softmax(0), torch.full((3,), 1 / 3))
     assert torch.equal(averaged.state_weights.softmax(0), torch.full((4,), 1 / 4))
