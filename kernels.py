@@ -1102,7 +1102,8 @@ def pieces(q_pos, k_pos, window, biased, whole=True):
         return []
     if Tq <= QUERY_BLOCK and Tk <= KEY_BLOCK and 4 * Tq * Tk <= QUERY_BLOCK * KEY_BLOCK:    # not worth the search
         return [(slice(0, Tq), slice(0, Tk), True)]
-    block = min(QUERY_BLOCK, 64 if Tq <= KEY_BLOCK else QUERY_BLOCK)    # of few queries small steps skip much more
+    # few queries of many keys: small steps skip much more of what is hidden
+    block = min(QUERY_BLOCK, 64 if Tq <= min(Tk, KEY_BLOCK) else QUERY_BLOCK)
     starts = range(0, Tq, block)
     low = q_pos[:, list(starts)]
     high = q_pos[:, [min(a + block, Tq) - 1 for a in starts]]
