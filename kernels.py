@@ -1103,7 +1103,7 @@ def pieces(q_pos, k_pos, window, biased, whole=True):
     if Tq <= QUERY_BLOCK and Tk <= KEY_BLOCK and 4 * Tq * Tk <= QUERY_BLOCK * KEY_BLOCK:    # not worth the search
         return [(slice(0, Tq), slice(0, Tk), True)]
     # few queries of many keys: small steps skip much more of what is hidden
-    block = min(QUERY_BLOCK, 64 if Tq <= min(Tk, KEY_BLOCK) else QUERY_BLOCK)
+    block = min(QUERY_BLOCK, 64) if Tq <= min(Tk, KEY_BLOCK) else QUERY_BLOCK
     starts = range(0, Tq, block)
     low = q_pos[:, list(starts)]
     high = q_pos[:, [min(a + block, Tq) - 1 for a in starts]]
@@ -1214,12 +1214,17 @@ def is_torchs_own(q, k, q_pos, slopes, window):
     return has_fused_pieces(q) and q_pos is None and slopes is None and window == FAR and q.numel() and k.numel()
 
 
+def laid_out(x):
+    """x (B, H, T, D), in memory as heads_like has it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def attend_plain(q, k, v, q_pos, k_pos, slopes, window, scale):
     """attend piece by piece: out (B, H, Tq, DV), lse (B, H, Tq)."""
     q, k, v = ready(q, k, v, k_pos)
     if is_torchs_own(q, k, q_pos, slopes, window):
         out, lse = softmax_piece(q, k, v, None, scale, causal=True)
-        return heads_like(q, *out.shape).copy_(out), lse.contiguous()
+        return laid_out(out), lse.contiguous()
     (B, H, Tq, _), Tk, dtype = q.shape, k.size(2), lse_dtype(q)
     q_at, k_at = positions_of(Tq, q_pos, q.device), positions_of(Tk, k_pos, q.device)
     out = heads_like(q, B, H, Tq, v.size(-1), dtype=dtype).zero_()
@@ -1241,7 +1246,7 @@ def attend_plain_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, win
     out = out if out.stride(-1) == 1 else out.contiguous()          # else the CPU operator reads it wrongly
     if is_torchs_own(q, k, q_pos, slopes, window):
         grads = softmax_piece_backward(q, k, v, out, lse, do, dlse, None, scale, causal=True)
-        return tuple(heads_like(x, *x.shape).copy_(x) for x in grads)
+        return tuple(laid_out(x) for x in grads)
     dtype = lse_dtype(q)
     q_at, k_at = positions_of(q.size(2), q_pos, q.device), positions_of(k.size(2), k_pos, q.device)
     dq, dk, dv = (heads_like(x, *x.shape, dtype=dtype).zero_() for x in (q, k, v))
@@ -1274,8 +1279,8 @@ def weighted(p, x):
 def merge_plain(out_a, lse_a, out_b, lse_b):
     """merge: out (B, H, T, D), lse (B, H, T)."""
     lse, p_a, p_b = shares(lse_a, lse_b)
-    out = heads_like(out_a, *out_a.shape)
-    return out.copy_(weighted(p_a, out_a) + weighted(p_b, out_b)), lse.contiguous()
+    out = weighted(p_a, out_a) + weighted(p_b, out_b)
+    return laid_out(out.to(out_a.dtype)), lse.contiguous()
 
 
 def merge_plain_backward(out_a, lse_a, out_b, lse_b, do, dlse):
@@ -1285,7 +1290,7 @@ def merge_plain_backward(out_a, lse_a, out_b, lse_b, do, dlse):
     out = weighted(p_a, a) + weighted(p_b, b)
     grads = []
     for p, x in ((p_a, a), (p_b, b)):
-        grads.append(heads_like(do, *do.shape).copy_(weighted(p, g)))
+        grads.append(laid_out(weighted(p, g).to(do.dtype)))
         grads.append((p * (dlse + (g * (x - out)).sum(-1))).masked_fill(p == 0, 0).contiguous())
     return tuple(grads)
 

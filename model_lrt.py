@@ -349,7 +349,7 @@ def together(pieces, T):
 
 class Buffer:
     """Keys and values of all T positions, of which a pass computes all, or one of S strided subsets anew: it writes its
-    keys and values here, then attends to all that is here. S = 0: there is one pass only.
+    keys and values here, then attends to all that is here. S = 0: there is one pass only, nothing is kept.
 
     Naive: one tensor of all positions. Fast: the subsets side by side as a list, put together for each pass; the
     gradient of that is one copy, where those of slices would be filled up with zeros and added."""
@@ -357,6 +357,7 @@ class Buffer:
     def __init__(self, cfg, T, S, device):
         self.cfg, self.T, self.S, self.pos = cfg, T, S, torch.arange(T, device=device, dtype=torch.int32)
         self.k, self.v = [None] * cfg.n_layer, [None] * cfg.n_layer
+        self.first = self.states = None     # keys and values of the first pass, where they are needed; the last states
 
     def enter(self, s):
         """The next pass is that of subset s, or of all positions where s is None."""
@@ -365,7 +366,7 @@ class Buffer:
     def write(self, kept, new):
         """new (B, n, ...) of the pass's positions into what is kept."""
         if self.s is None:
-            return apart(new, self.S) if self.cfg.fast and self.S else new
+            return apart(new, self.S) if self.cfg.fast else new
         if self.cfg.fast:
             return [new if s == self.s else x for s, x in enumerate(kept)]
         return torch.slice_scatter(kept, new, 1, self.s, self.T, self.S)
@@ -385,7 +386,8 @@ class Buffer:
     def attend(self, layer, q, k, v):
         """y (B, n, H, D) of the pass's positions."""
         window, fast = self.cfg.window(layer), self.cfg.fast
-        self.k[layer], self.v[layer] = self.write(self.k[layer], k), self.write(self.v[layer], v)
+        if self.S:
+            self.k[layer], self.v[layer] = self.write(self.k[layer], k), self.write(self.v[layer], v)
         if self.s is not None:
             k, v = self.whole(self.k[layer]), self.whole(self.v[layer])
             return attend(q, k, v, self.pos[None, self.s::self.S], self.pos, window, fast)
@@ -427,7 +429,7 @@ class History:
         k, v = self.joined(layer)
         if not self.folded:
             return attend(q, k, v, q_pos[None], self.pos[:end], window, self.cfg.fast)
-        parts = [kernels.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), q_pos.int(), k_pos.int(),
+        parts = [kernels.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), q_pos, k_pos,
                                 window=window or None)
                  for (k, v), k_pos in (((k, v), self.pos[self.folded:end]), (self.old[layer], self.pos[:self.folded]))]
         return kernels.merge(*parts[0], *parts[1])[0].transpose(1, 2)
@@ -546,7 +548,9 @@ class Projection(nn.Module):
         return tuple(None if w is None else w(m).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))
 
 
-READERS = ("wq", "wk", "wv", "w_value", "w_gate", "w_out_gate")     # what in Attention reads its input; gates last
+# what in Attention reads its input: matrices, and those of gates with the gates that come out of them
+PLAIN = ("wq", "wk", "wv")
+GATES = {"w_value": ("g_value",), "w_gate": ("g_loc", "g_rec"), "w_out_gate": ("g_out",)}
 
 
 class Attention(nn.Module):
@@ -557,27 +561,29 @@ class Attention(nn.Module):
         self.cfg, self.layer, self.local = cfg, layer, not cfg.replaces(layer)
         own = (cfg.in_keys or cfg.in_values) and cfg.projections == "layerwise"
         self.rec = Projection(cfg) if own else None
-        C, D, G = cfg.n_embd, cfg.head_dim, cfg.n_kv_head
-        self.wq = nn.Linear(C, cfg.n_head * D, bias=False)
+        C, D, H, G = cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
+        self.wq = nn.Linear(C, H * D, bias=False)
         if self.local:
             self.wk = nn.Linear(C, G * D, bias=False)
             self.wv = nn.Linear(C, G * D, bias=False)
-        self.wo = nn.Linear(cfg.n_head * D, C, bias=False)
+        self.wo = nn.Linear(H * D, C, bias=False)
         if cfg.has_value_embedding(layer):
             self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)         # the value embedding's gate
         if cfg.in_keys or cfg.in_values:
             self.w_gate = nn.Linear(C, (1 + self.local) * G, bias=False)            # g_loc, g_rec
         if cfg.gated_attention:
-            self.w_out_gate = nn.Linear(C, cfg.n_head, bias=False)
+            self.w_out_gate = nn.Linear(C, H, bias=False)
         if cfg.value_residual and layer:
             self.v0_scale = nn.Parameter(torch.zeros(()))
-        readers = [name for name in READERS if hasattr(self, name)]
-        self.plain, self.gates = readers[:1 + 2 * self.local], readers[1 + 2 * self.local:]
-        self.widths = [getattr(self, name).out_features for name in readers]
+        self.plain = [name for name in PLAIN if hasattr(self, name)]
+        self.gates = [gate for name in GATES if hasattr(self, name) for gate in GATES[name]
+                      if self.local or gate != "g_loc"]
+        self.widths = ([getattr(self, name).out_features for name in self.plain],
+                       [H if gate == "g_out" else G for gate in self.gates])
 
     def matrices(self):
-        """The weights of READERS that this layer has."""
-        return [getattr(self, name).weight for name in self.plain + self.gates]
+        """The weights of PLAIN and GATES that this layer has."""
+        return [getattr(self, name).weight for name in (*PLAIN, *GATES) if hasattr(self, name)]
 
     def joined(self, dtype):
         """All matrices that read u as one, for one product in place of up to six."""
@@ -585,16 +591,16 @@ class Attention(nn.Module):
         return torch.cat([F.pad(w, (0, width - w.size(1))) for w in self.matrices()]).to(dtype)
 
     def read(self, u, w_in):
-        """What the matrices make of u, by name: wq, wk, wv (B, n, heads, D), and gates, 2 sigmoid of it, (B, n, kinds *
-        heads, 1). w_in as joined gives it, or None: one product after the other."""
-        n = len(self.plain)
+        """What the matrices make of u, by name: wq, wk, wv (B, n, heads, D), and gates, 2 sigmoid of it, (B, n, heads,
+        1). w_in as joined gives it, or None: one product after the other."""
         if w_in is None:
-            products = [F.linear(u[..., :w.size(1)], w) for w in self.matrices()]
-            opened = [2 * torch.sigmoid(x)[..., None] for x in products[n:]]
+            of_u = torch.cat([F.linear(u[..., :w.size(1)], w) for w in self.matrices()], -1)
         else:
-            *products, x = F.linear(u, w_in).split([*self.widths[:n], sum(self.widths[n:])], -1)
-            opened = (2 * torch.sigmoid(x)[..., None]).split(self.widths[n:], -2) if self.gates else []
-        plain = (x.unflatten(-1, (-1, self.cfg.head_dim)) for x in products)
+            of_u = F.linear(u, w_in)
+        plain, gates = self.widths
+        *plain, opening = of_u.split([*plain, sum(gates)], -1)
+        plain = (x.unflatten(-1, (-1, self.cfg.head_dim)) for x in plain)
+        opened = (2 * torch.sigmoid(opening)[..., None]).split(gates, -2) if gates else ()
         return dict(zip(self.plain, plain)) | dict(zip(self.gates, opened))
 
     def forward(self, u, text, memory, rec, v0, store):
@@ -609,7 +615,7 @@ class Attention(nn.Module):
         q, k = (apply_rotary(normed(x, self.cfg.norm_eps), text.cos, text.sin).to(v.dtype) for x in (of_u["wq"], k))
         y = store.attend(self.layer, q, k, v)
         if self.cfg.gated_attention:
-            y = y * of_u["w_out_gate"]
+            y = y * of_u["g_out"]
         return self.wo(y.flatten(2)), v
 
     def keys_values(self, of_u, e, rec):
@@ -617,22 +623,22 @@ class Attention(nn.Module):
         what the memory gives, rec, which is None where it is zero."""
         cfg, local = self.cfg, (None, None)
         if self.local:
-            local = of_u["wk"], of_u["wv"] if e is None else torch.addcmul(of_u["wv"], of_u["w_value"], e)
+            local = of_u["wk"], of_u["wv"] if e is None else torch.addcmul(of_u["wv"], of_u["g_value"], e)
         if not (cfg.in_keys or cfg.in_values):
             return local
-        g = of_u["w_gate"].split(cfg.n_kv_head, -2)
+        g_loc, g_rec = of_u.get("g_loc"), of_u["g_rec"]
         if rec is None and not self.local:
-            zero = torch.zeros_like(g[0]).expand(*g[0].shape[:3], cfg.head_dim)
+            zero = torch.zeros_like(g_rec).expand(*g_rec.shape[:3], cfg.head_dim)
             return zero, zero
-        return tuple(blend(g, x, y) if inside else x
+        return tuple(blend(g_loc, x, g_rec, y) if inside else x
                      for x, y, inside in zip(local, rec or (None, None), (cfg.in_keys, cfg.in_values)))
 
 
-def blend(g, local, recurrent):
-    """g_loc local + g_rec recurrent, g both gates; one term alone where the other is None."""
+def blend(g_loc, local, g_rec, recurrent):
+    """g_loc local + g_rec recurrent; one term alone where the other is None."""
     if local is None:
-        return g[-1] * recurrent
-    return g[0] * local if recurrent is None else torch.addcmul(g[0] * local, g[1], recurrent)
+        return g_rec * recurrent
+    return g_loc * local if recurrent is None else torch.addcmul(g_loc * local, g_rec, recurrent)
 
 
 class SquaredMLP(nn.Module):
@@ -674,7 +680,7 @@ class Model(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.sources = cfg, cfg.sources
         L, padded = cfg.n_layer, 64 * math.ceil(cfg.vocab_size / 64)
         self.wte = nn.Embedding(padded, cfg.n_embd)
         self.drop = nn.Dropout(cfg.dropout)
@@ -688,8 +694,8 @@ class Model(nn.Module):
             self.delta = nn.Parameter(torch.zeros(L, L))                # of layer j's output in layer i > j's input
         if (cfg.in_keys or cfg.in_values) and cfg.projections == "shared":
             self.rec = Projection(cfg)
-        if cfg.memory and len(cfg.sources) > 1:
-            self.source_weights = nn.Parameter(torch.zeros(len(cfg.sources)))      # of a softmax
+        if cfg.memory and len(self.sources) > 1:
+            self.source_weights = nn.Parameter(torch.zeros(len(self.sources)))     # of a softmax
         if cfg.memory and cfg.state == "average":
             self.state_weights = nn.Parameter(torch.zeros(cfg.n_states))
         self.head = nn.Linear(cfg.n_embd, padded, bias=False)
@@ -820,7 +826,7 @@ class Model(nn.Module):
         """The states: the source layer's output, or a learned average of several layers'. None without memory."""
         if not self.cfg.memory:
             return None
-        chosen = [outputs[layer - 1] for layer in self.cfg.sources]
+        chosen = [outputs[layer - 1] for layer in self.sources]
         if len(chosen) == 1:
             return chosen[0]
         return sum(w * x for w, x in zip(self.source_weights.softmax(-1), chosen))
@@ -875,7 +881,8 @@ class Model(nn.Module):
         first, own = self.run(text, None, buffer)
         if not S:
             return first, None, buffer
-        buffer.first, states, parts = (list(buffer.k), list(buffer.v)), buffer.write(None, own), []
+        buffer.first = (list(buffer.k), list(buffer.v)) if self.cfg.twice else None
+        states, parts = buffer.write(None, own), []
         for s, part in enumerate(text.subsets(S)):
             buffer.enter(s)
             x, m = self.run(part, self.memory(lambda i: buffer.past(states, i), own[:, s::S]), buffer)

@@ -674,8 +674,9 @@ class Trainer:
                 set_schedules(group, self.step, self.cfg)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        logged["lr"] = self.cfg.learning_rate * lr_factor(self.step, self.cfg)
         self.step += 1
-        return dict(logged, lr=self.cfg.learning_rate * lr_factor(self.step - 1, self.cfg)), asked > 0
+        return logged, asked > 0
 
     def to_device(self, x):
         if self.procs.device.type == "cuda":
@@ -697,17 +698,17 @@ class Trainer:
         sums = np.zeros(8)
         for i in range(self.procs.rank, len(batches), self.procs.world):
             x, y = map(self.to_device, self.batches.cut(self.batches.val, batches[i]))
-            count, estimate = int((y != -1).sum()), None
+            count = int((y != -1).sum())
             with self.autocast():
-                if hasattr(self.model, "estimate"):
-                    estimate = self.model.estimate(x, y)
+                estimate = self.model.estimate(x, y) if hasattr(self.model, "estimate") else None
                 logits, _, aux = self.model(x, y) if i in exact or estimate is None else (None, None, None)
+            estimated = None if estimate is None else float(estimate) * count
             if estimate is not None:
-                sums += [0] * 5 + [float(estimate) * count, count, 0]
+                sums[5:7] += estimated, count
             if logits is not None:
                 nats, right = float(aux["ce"]) * count, (count_right(logits, y) if self.task else (0, 0))
-                gap = nats - float(estimate) * count if estimate is not None else 0
-                sums += [nats, count, len(y), *map(int, right), 0, 0, gap]
+                sums[:5] += nats, count, len(y), *map(int, right)
+                sums[7] += 0 if estimate is None else nats - estimated
         return self.evaluation(*self.procs.sum(*sums))
 
     def exact_batches(self, n):

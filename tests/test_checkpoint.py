@@ -46,20 +46,31 @@ def finish(out, data_dir):
     return runs.learned(train.load_checkpoint(out / "r" / "ckpt.pt"))
 
 
+def wait_for_saves(process, path, count):
+    """Seconds until ckpt.pt has been written `count` times, or until the process has ended."""
+    began, seen = time.time(), set()
+    while len(seen) < count and process.is_alive():
+        if path.exists():
+            seen.add(path.stat().st_mtime_ns)
+        time.sleep(0.002)
+    return time.time() - began
+
+
 def test_kill_at_random_moments(whole, tmp_path, data_dir, full):
+    """Before the first save, and after a random number of saves (counted, because machines differ), at a random moment
+    between one and the next."""
     rng = random.Random(0)
     p = child(runs.arguments("gpt", tmp_path / "timed", data_dir, *LONG))
-    began = time.time()
-    while not (tmp_path / "timed" / "r" / "ckpt.pt").exists():
-        time.sleep(0.005)
-    first = time.time() - began
+    first = wait_for_saves(p, tmp_path / "timed" / "r" / "ckpt.pt", 1)
+    nine = wait_for_saves(p, tmp_path / "timed" / "r" / "ckpt.pt", 10)
     p.join()
-    total = time.time() - began
     progress = set()
     for n in range(50 if full else 10):
         out = tmp_path / str(n)
         p = child(runs.arguments("gpt", out, data_dir, *LONG))
-        time.sleep(rng.uniform(0.5 * first, total))
+        count = rng.randrange(0, 15)
+        wait_for_saves(p, out / "r" / "ckpt.pt", count)
+        time.sleep(rng.uniform(0, nine / 9 if count else first))
         p.kill()
         p.join()
         if (out / "r" / "ckpt.pt").exists():

@@ -133,7 +133,7 @@ BUGS = {
                                        "test_lrt.py -k are_the_exact_chain"),
     "LRT: a window off by one": ("model_lrt.py", "return self.swa + 1 if short and", "return self.swa if short and",
                                  "test_lrt.py -k each_path_is_its_equations"),
-    "LRT: the gate sees no value embedding": ("model_lrt.py", "torch.addcmul(of_u[\"wv\"], of_u[\"w_value\"], e)",
+    "LRT: the gate sees no value embedding": ("model_lrt.py", "torch.addcmul(of_u[\"wv\"], of_u[\"g_value\"], e)",
                                               "of_u[\"wv\"] + e", "test_lrt.py -k each_path_is_its_equations"),
     "LRT: padding becomes a memory": ("model_lrt.py", "            if self.ragged:\n                recent",
                                       "            if False:\n                recent",
