@@ -1,0 +1,821 @@
+"""
+Recursive and Relaxed Recursive Transformers: a stack of tied layers run in loops, relaxed by low-rank deltas.
+
+Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with Layer-wise LoRA". The block is
+that of model_gpt.py (Llama's). L = n_layer unrolled layers share K = L / n_loop stored ones:
+
+    h_l+1 = Block(h_l; stored layer l mod K, deltas of depth l)       l = 0 .. L - 1                     (Eq. 2, 3)
+    each matrix product of it: y = W' x + B_l A_l x                    A_l (r, in), B_l (out, r)
+
+rank = 0 is the Recursive Transformer, whose loops are all alike; with full rank the deltas can undo the tying. One
+loop is K layers in a row; loop b is b of them deep. Every unrolled layer has keys and values of its own.
+
+Conversion (Section 2.2 and 2.3; `convert`). The stored layers start from those of a trained, untied model, the deltas
+from the truncated SVD of what is left, U S V^T = W_l - W': B = U_r S_r, A = V_r^T, applied as they are (a factor
+alpha / r would undo the reconstruction). The stored norms' weights g' differ from the source's g_l: a matrix that
+reads a norm is W_l diag(g_l / g') to the converted model, and it is that which the SVD approximates.
+
+Early exit (Section 3.7). A token may leave after any loop: the shared norm and head turn its state into logits.
+Training for it adds the losses of the earlier loops (early_exit). A token that has left has no keys at deeper loops.
+They are made before a later token needs them: fill = exact runs the waiting tokens through the deeper loops, several
+in one step, as soon as a later one goes there; fill = propagate projects them from the state the token left with.
+
+For an engine that batches over depth (sample.py): embed(idx), loop(h, depth, cache, rows), leave(h, depth, cache, rows)
+and logits(h), in which each row may stand at another loop, because all loops use the same stored layers (Section 2.4).
+
+`fast=False` is the equations as they stand: two more products a matrix, row by row where depths are mixed. `fast=True`:
+W' + B A is formed once where tokens are many; where they are few, rows of one depth share their two products.
+
+Names: B batch, T new tokens, S cached and new ones, R rows of a cache, N tokens of all rows side by side, H query
+heads, G key/value heads, D head size, C width, K stored layers, r rank; depth: which loop, from 0.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class Config:
+    block_size: int = 256        # tokens in a training sequence; also the longest context under rope
+    vocab_size: int = 257        # number of token ids
+    n_layer: int = 4             # unrolled blocks: all loops together
+    n_head: int = 4              # query heads
+    n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head query heads (0: n_head)
+    n_embd: int = 128            # width of the residual stream
+    dropout: float = 0.0         # on embeddings, attention weights and both residual branches
+    fast: bool = True            # deltas merged or grouped by depth, fused attention; false: the equations
+    n_loop: int = 2              # loops over the n_layer / n_loop stored blocks
+    rank: int = 8                # of the deltas of every matrix at every depth (0: none, the Recursive Transformer)
+    share: str = "cycle"         # which stored block layer l is: cycle: l mod K | sequence: l // n_loop | cycle_rev
+    init: str = "average"        # stored blocks from a source: average | stepwise | lower | upper | random
+    norm_init: str = "avg"       # with init=average, the stored norms': avg | choice (of one layer) | zero
+    lora_init: str = "svd"       # deltas from a source: svd of what the tying lost | zero (B = 0)
+    early_exit: str = "none"     # train the earlier loops' outputs too: none | weighted | aggressive
+    exit_weight: float = 0.1     # aggressive: the earlier loops' losses count so much each, the last one's 1
+    exit_loss: str = "ce"        # of the earlier loops: ce | kl (from the last loop's distribution) | both
+    exit_loop: int = 0           # in eval mode every token leaves after this loop, from 1 (0: the last)
+    fill: str = "exact"          # deeper keys of tokens that left early: exact | propagate (from their last state)
+    n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 n_embd for gelu)
+    mlp: str = "swiglu"          # swiglu | gelu
+    pos: str = "rope"            # rope | alibi | none
+    rope_theta: float = 10000.0  # rotary base
+    qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before rotary
+    window: int = 0              # sliding window: a query sees its last `window` keys, itself included (0: all)
+    tie_embeddings: bool = True  # the head is the embedding matrix
+    norm_eps: float = 1e-5       # RMSNorm's epsilon
+
+    SOURCES = ("gpt",)           # models whose weights init_from converts
+    # what a later stage, which starts from this model's weights, may set anew
+    STAGES = ("init", "norm_init", "lora_init", "early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+        check_sizes(self)
+        for name, allowed in CHOICES.items():
+            check_choice(self, name, allowed)
+        if self.pos == "rope" and self.head_dim % 2:
+            raise ValueError(f"pos=rope needs an even head size: n_embd / n_head = {self.head_dim}")
+        if self.n_mlp < 0 or self.window < 0:
+            raise ValueError("n_mlp and window are positive, or 0 for their default")
+        if self.rope_theta <= 0 or self.norm_eps <= 0:
+            raise ValueError("rope_theta and norm_eps must be positive")
+        if self.n_loop < 1 or self.n_layer % self.n_loop:
+            fit = [b for b in range(1, self.n_layer + 1) if self.n_layer % b == 0]
+            raise ValueError(f"n_loop={self.n_loop} must divide n_layer={self.n_layer}: {', '.join(map(str, fit))}")
+        if self.rank < 0 or self.exit_weight < 0:
+            raise ValueError("rank and exit_weight must not be negative")
+        if not 0 <= self.exit_loop <= self.n_loop:
+            raise ValueError(f"exit_loop={self.exit_loop} must be 0 (the last) or one of the {self.n_loop} loops")
+        if self.n_mlp == 0:  # a multiple of 32 keeps the products aligned
+            self.n_mlp = 4 * self.n_embd if self.mlp == "gelu" else 32 * math.ceil(self.n_embd / 12)
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def n_stored(self):
+        """K: blocks whose weights exist."""
+        return self.n_layer // self.n_loop
+
+    def stored(self, layer):
+        """Which stored block unrolled layer `layer` is (Section 2.1; cycle_rev: Takase and Kiyono 2021, the last
+        loop backwards)."""
+        if self.share == "sequence":
+            return layer // self.n_loop
+        back = self.share == "cycle_rev" and layer >= self.n_layer - self.n_stored and self.n_loop > 1
+        return self.n_layer - 1 - layer if back else layer % self.n_stored
+
+    def tied(self, k):
+        """The unrolled layers of stored block k, one for each use of it, in order: use u has the deltas number u."""
+        return [layer for layer in range(self.n_layer) if self.stored(layer) == k]
+
+
+CHOICES = {"mlp": ("swiglu", "gelu"), "pos": ("rope", "alibi", "none"), "share": ("cycle", "sequence", "cycle_rev"),
+           "init": ("average", "stepwise", "lower", "upper", "random"), "norm_init": ("avg", "choice", "zero"),
+           "lora_init": ("svd", "zero"), "early_exit": ("none", "weighted", "aggressive"),
+           "exit_loss": ("ce", "kl", "both"), "fill": ("exact", "propagate")}
+
+
+def check_sizes(cfg):
+    """Raise ValueError, naming the field, where one of the sizes that all models share is impossible."""
+    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    if cfg.n_embd % cfg.n_head:
+        raise ValueError(f"n_embd={cfg.n_embd} is not divisible by n_head={cfg.n_head}")
+    if cfg.n_head % cfg.n_kv_head:
+        raise ValueError(f"n_head={cfg.n_head} is not divisible by n_kv_head={cfg.n_kv_head}")
+    if not 0 <= cfg.dropout < 1:
+        raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
+
+
+def check_choice(cfg, name, allowed):
+    """Raise ValueError unless field `name` of cfg is one of the strings in `allowed`."""
+    if getattr(cfg, name) not in allowed:
+        raise ValueError(f"{name}={getattr(cfg, name)} must be one of: {', '.join(allowed)}")
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)     # autocast: x may be bfloat16
+
+
+def rotary_tables(pos, head_dim, theta, dtype):
+    """cos and sin (..., head_dim) of the angles pos_t theta^(-2i / head_dim), each angle twice: the second
+    half of a head is the first half's partner, and sin is negative on the first half (see apply_rotary).
+    Computed, not stored, so that any position and any device works; in float32 at least."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
+    angle = pos.to(dtype)[..., None] * freq                     # (..., head_dim / 2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def apply_rotary(x, cos, sin):
+    """Rotate each pair (x_i, x_{i + D/2}) of x (B, T, H, D) by its angle (Su et al. 2021; Llama's pairing).
+    cos, sin (T, D) or (B, T, D)."""
+    half = x.size(-1) // 2
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)             # one angle for all heads
+    return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
+
+
+def compute_dtype(x):
+    """The dtype that matrix products of x come out in: autocast's where it is on, else x's own."""
+    device = x.device.type
+    mixed = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if mixed else x.dtype
+
+
+def alibi_slopes(n_head, device=None, dtype=torch.float32):
+    """m_h = 2^(-8 h / n_head) for h = 1..n_head (Press et al. 2022): (n_head,)."""
+    return 2.0 ** (-8.0 * torch.arange(1, n_head + 1, device=device, dtype=dtype) / n_head)
+
+
+def attention_bias(q_pos, k_pos, window, slopes, dtype):
+    """What is added to the scores: 0 (or ALiBi's slope times the distance) where key j is visible, else -inf.
+    q_pos (B or 1, T), k_pos (S,) -> (B or 1, 1 or H, T, S)."""
+    distance = q_pos[:, None, :, None] - k_pos                  # (B or 1, 1, T, S)
+    visible = distance >= 0
+    if window:
+        visible = visible & (distance < window)
+    bias = torch.zeros((), device=k_pos.device, dtype=dtype)
+    if slopes is not None:
+        bias = -slopes.to(dtype)[:, None, None] * distance
+    return bias.masked_fill(~visible, -math.inf)
+
+
+def attention_naive(q, k, v, bias, dropout=0.0):
+    """Softmax attention written out. q (B, H, T, D); k, v (B, G, S, D); bias broadcasts to (B, H, T, S)."""
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))     # one key head per query head
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))                  # (B, H, T, S)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias
+    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v               # (B, H, T, D)
+
+
+def attention_fast(q, k, v, bias, dropout=0.0):
+    """The same through torch's fused kernels. bias None means: the T queries are plainly causal over as many
+    keys, or a single query sees every key; no mask is built or read then."""
+    causal = True if bias is None and q.size(2) > 1 else False      # a plain bool, also where T is symbolic (compile)
+    return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=causal,
+                                          enable_gqa=q.size(1) != k.size(1))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what is tied, and what is not
+
+class RelaxedLinear(nn.Module):
+    """y = W' x + B_u A_u x, without bias (Eq. 3): weight W' (out, in) is tied; a (n_loop, r, in) and b (n_loop, out, r)
+    hold A_u and B_u of each use u of the block. r = min(rank, in, out)."""
+
+    def __init__(self, n_in, n_out, cfg):
+        super().__init__()
+        self.weight, r = nn.Parameter(torch.empty(n_out, n_in)), min(cfg.rank, n_in, n_out)
+        self.rank, self.fast = r, cfg.fast
+        if r:
+            self.a = nn.Parameter(torch.empty(cfg.n_loop, r, n_in))
+            self.b = nn.Parameter(torch.empty(cfg.n_loop, n_out, r))
+
+    def forward(self, x, uses):
+        """x (..., in). uses: one number for all of x; or, for x (1, N, in), a list of (use, slice of the N tokens)."""
+        if not self.rank:
+            return F.linear(x, self.weight)
+        if isinstance(uses, int):
+            return self.of_one_use(x, uses)
+        y = F.linear(x, self.weight)
+        if not self.fast:
+            return torch.cat([y[:, n:n + 1] + x[:, n:n + 1] @ self.a[u].t() @ self.b[u].t()
+                              for u, tokens in uses for n in range(tokens.start, tokens.stop)], 1)
+        parts = [torch.addmm(y[0, tokens], F.linear(x[0, tokens], self.a[u]), self.b[u].t()) for u, tokens in uses]
+        return torch.cat(parts)[None]
+
+    def of_one_use(self, x, u):
+        """All of x with the deltas of use u. Forming W' + B A costs out * r * in, applying A and then B to N tokens
+        N * r * (in + out): the cheaper of the two."""
+        n_out, n_in = self.weight.shape
+        if not self.fast:
+            return F.linear(x, self.weight) + F.linear(F.linear(x, self.a[u]), self.b[u])
+        if x.numel() // n_in * (n_in + n_out) > n_in * n_out:
+            return F.linear(x, torch.addmm(self.weight, self.b[u], self.a[u]))
+        y = torch.addmm(F.linear(x, self.weight).flatten(0, -2), F.linear(x, self.a[u]).flatten(0, -2), self.b[u].t())
+        return y.view(*x.shape[:-1], n_out)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm on heads (B, T, heads, D) with a weight (D,) for each use: no matrix follows it that could take in the
+    difference between depths, so it is not tied."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.eps = cfg.norm_eps
+        self.weights = nn.ParameterList(torch.ones(cfg.head_dim) for _ in range(cfg.n_loop))
+
+    def forward(self, x, uses):
+        x = F.rms_norm(x, x.shape[-1:], eps=self.eps)
+        if isinstance(uses, int):
+            return x * self.weights[uses].to(x.dtype)
+        w = torch.cat([self.weights[u].expand(tokens.stop - tokens.start, -1) for u, tokens in uses])    # (N, D)
+        return x * w[:, None].to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# where tokens are
+
+class DepthCache:
+    """Keys and values in static buffers, k[i] and v[i] (n_loop, B, max_len, G, D) of layer i of every loop. For use
+    under no_grad: gradients do not flow through it.
+
+    filled (n_loop, B), on the host, counts the tokens whose keys a row has at each depth: one that left early is
+    missing at the deeper ones until it is filled in. waiting[b] (B, max_len, C) keeps the states after loop b of tokens
+    that wait for that; it is made when the first one leaves.
+    """
+
+    def __init__(self, cfg, batch_size, max_len, device, dtype):
+        self.max_len, self.device = max_len, device
+        shape = (cfg.n_loop, batch_size, max_len, cfg.n_kv_head, cfg.head_dim)
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_stored)]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_stored)]
+        self.filled = torch.zeros(cfg.n_loop, batch_size, dtype=torch.long)
+        self.waiting = [None] * cfg.n_loop
+
+    @property
+    def lengths(self):
+        """(B,): tokens of each row, all of which have been through the first loop."""
+        return self.filled[0].clone()
+
+    @property
+    def longest(self):
+        return int(self.filled[0].max())
+
+    def nbytes(self):
+        """Bytes held for keys and values, and for waiting states, for all rows at max_len."""
+        return sum(x.nbytes for x in self.k + self.v + self.waiting if x is not None)
+
+    def reset(self, rows=None):
+        """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
+        they held is zeroed: a NaN behind a mask would still poison the sum over values."""
+        rows = slice(None) if rows is None else torch.as_tensor(rows, device="cpu")
+        for buffer in self.k + self.v:
+            buffer[:, rows] = 0
+        self.filled[:, rows] = 0
+
+    def keep(self, depth, rows, positions, h):
+        """Let the tokens at positions (N,) of rows (N,) wait after loop `depth` with their states h (N, C)."""
+        if self.waiting[depth] is None:
+            self.waiting[depth] = h.new_zeros(self.filled.size(1), self.max_len, h.size(-1))
+        self.waiting[depth][rows, positions] = h
+
+
+class Whole:
+    """T new tokens in every row at one depth, behind equally many others in each; without a cache behind none.
+
+    What both places offer: at (N,) or (T,), the tokens' positions; pos, the same for each row of queries; end, how many
+    keys are seen at most; uses, as RelaxedLinear takes them under cycle; append, queries, tokens.
+    """
+    packed = False
+
+    def __init__(self, T, depth, cache, device):
+        self.cache, self.uses = cache, depth
+        self.start = 0 if cache is None else int(cache.filled[depth, 0])
+        self.end = self.start + T
+        self.at = torch.arange(self.start, self.end, device=device)             # (T,)
+        self.pos = self.at[None]
+        if cache is not None and self.end > cache.max_len:
+            raise ValueError(f"the cache is full: {self.start} tokens held, {T} more, max_len {cache.max_len}")
+
+    def append(self, i, k, v):
+        """Store k, v (B, T, G, D) of the i-th layer of the loop; returns all its keys and values, (B, S, G, D)."""
+        if self.cache is None:
+            return k, v
+        kept = self.cache.k[i][self.uses], self.cache.v[i][self.uses]
+        for buffer, new in zip(kept, (k, v)):
+            buffer[:, self.start:self.end] = new.detach()
+        return [buffer[:, :self.end] for buffer in kept]
+
+    def queries(self, q):
+        return q
+
+    def tokens(self, y):
+        return y
+
+    def advance(self):
+        if self.cache is not None:
+            self.cache.filled[self.uses] = self.end
+
+
+class Ragged:
+    """Up to T new tokens of row rows[r] at depth[r], n[r] of them real, behind those that it holds there. The real ones
+    stand side by side, (1, N, C), those of one depth together, but for attention, which sees them by row.
+
+    rows, depth, n (R,) on the host. Offers what Whole does, and pack, unpack.
+    """
+    packed = True
+
+    def __init__(self, T, depth, cache, rows, n):
+        self.order = depth.argsort(stable=True)
+        self.cache, self.T = cache, T
+        self.rows, self.depth, self.n = rows[self.order], depth[self.order], n[self.order]
+        start = cache.filled[self.depth, self.rows]
+        self.end = int((start + self.n).max())
+        if self.end > cache.max_len:
+            raise ValueError(f"the cache is full: {int(start.max())} tokens held, {T} more, max_len {cache.max_len}")
+        pos = start[:, None] + torch.arange(T)                                          # (R, T)
+        self.dense = bool((self.n == T).all())
+        row, step = (torch.arange(T) < self.n[:, None]).nonzero(as_tuple=True)          # (N,) each
+        depths, counts = self.depth[row].unique(return_counts=True)
+        ends = counts.cumsum(0).tolist()
+        self.uses = [(d, slice(b - n, b)) for d, n, b in zip(depths.tolist(), counts.tolist(), ends)]
+        if len(self.uses) < 2:                                                          # of one depth, or no token
+            self.uses = int(self.depth[0])
+        B, device = cache.filled.size(1), cache.device
+        in_order = isinstance(self.uses, int) and torch.equal(self.rows, torch.arange(B))
+        flat = self.depth * B + self.rows                                               # row of the flat buffers
+        self.at, self.pos = pos[row, step].to(device), pos.clamp(max=cache.max_len - 1).to(device)
+        self.kept = slice(int(flat[0]), int(flat[0]) + B) if in_order else flat.to(device)
+        self.stored_at, self.where = (flat[row].to(device), self.at), (row.to(device), step.to(device))
+
+    def pack(self, h):
+        """h (R, T, C), rows as they came -> (1, N, C)."""
+        return self.tokens(h[self.order.to(h.device)])
+
+    def unpack(self, x):
+        """(1, N, C) -> (R, T, C), rows as they came; 0 where there is no token."""
+        return self.queries(x)[self.order.argsort().to(x.device)]
+
+    def store(self, i, k, v):
+        """Store k, v (1, N, G, D) of the i-th layer of the loop. Returns the buffers, (n_loop B, max_len, G, D)."""
+        flat = [buffer[i].flatten(0, 1) for buffer in (self.cache.k, self.cache.v)]
+        for buffer, new in zip(flat, (k, v)):
+            buffer[self.stored_at] = new[0].detach().to(buffer.dtype)
+        return flat
+
+    def append(self, i, k, v):
+        """Store k, v and return all keys and values of the rows at their depths, (R, S, G, D)."""
+        seen = [buffer[:, :self.end] for buffer in self.store(i, k, v)]
+        return [x[self.kept] if isinstance(self.kept, slice) else x.index_select(0, self.kept) for x in seen]
+
+    def queries(self, q):
+        """(1, N, ...) -> (R, T, ...), 0 where there is no token."""
+        R = len(self.rows)
+        if self.dense:
+            return q.reshape(R, self.T, *q.shape[2:])
+        out = q.new_zeros(R, self.T, *q.shape[2:])
+        out[self.where] = q[0]
+        return out
+
+    def tokens(self, y):
+        """(R, T, ...) -> (1, N, ...)."""
+        return (y.flatten(0, 1) if self.dense else y[self.where])[None]
+
+    def advance(self):
+        self.cache.filled[self.depth, self.rows] += self.n
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the model
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        C, D = cfg.n_embd, cfg.head_dim
+        self.wq = RelaxedLinear(C, cfg.n_head * D, cfg)
+        self.wk = RelaxedLinear(C, cfg.n_kv_head * D, cfg)
+        self.wv = RelaxedLinear(C, cfg.n_kv_head * D, cfg)
+        self.wo = RelaxedLinear(cfg.n_head * D, C, cfg)
+        if cfg.qk_norm:
+            self.q_norm, self.k_norm = HeadNorm(cfg), HeadNorm(cfg)
+
+    def keys_values(self, x, uses, rotary):
+        """k, v (B, T, G, D) of x (B, T, C)."""
+        k, v = (w(x, uses).unflatten(-1, (-1, self.cfg.head_dim)) for w in (self.wk, self.wv))
+        k = self.k_norm(k, uses) if self.cfg.qk_norm else k
+        return k if rotary is None else apply_rotary(k, *rotary), v
+
+    def forward(self, x, i, uses, place):
+        """x (B, T, C), or (1, N, C) where the place packs them: the i-th layer of their loop."""
+        q = self.wq(x, uses).unflatten(-1, (-1, self.cfg.head_dim))             # (B, T, H, D)
+        q = self.q_norm(q, uses) if self.cfg.qk_norm else q
+        q = q if place.rotary is None else apply_rotary(q, *place.rotary)
+        k, v = place.append(i, *self.keys_values(x, uses, place.rotary))        # (R, S, G, D)
+        q, k, v = (y.transpose(1, 2) for y in (place.queries(q), k, v))         # heads before positions
+        attend = attention_fast if self.cfg.fast else attention_naive
+        y = attend(q, k.to(q.dtype), v.to(q.dtype), place.bias, self.cfg.dropout if self.training else 0.0)
+        return self.wo(place.tokens(y.transpose(1, 2).flatten(2)), uses)
+
+
+class RelaxedMLP(nn.Module):
+    """swiglu: W_down (silu(W_gate x) * W_up x) (Shazeer 2020); gelu: W_down gelu(W_up x), exact GELU."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        if cfg.mlp == "swiglu":
+            self.w_gate = RelaxedLinear(cfg.n_embd, cfg.n_mlp, cfg)
+        self.w_up = RelaxedLinear(cfg.n_embd, cfg.n_mlp, cfg)
+        self.w_down = RelaxedLinear(cfg.n_mlp, cfg.n_embd, cfg)
+        self.gated = cfg.mlp == "swiglu"
+
+    def forward(self, x, uses):
+        up = self.w_up(x, uses)
+        return self.w_down(F.silu(self.w_gate(x, uses)) * up if self.gated else F.gelu(up), uses)
+
+
+class Block(nn.Module):
+    """A stored block: norms and W' are tied, deltas and the norms of heads are not."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(cfg.n_embd, cfg.norm_eps), RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.attn, self.mlp = Attention(cfg), RelaxedMLP(cfg)
+        self.drop = nn.Dropout(cfg.dropout)
+
+    def forward(self, x, i, uses, place):
+        x = x + self.drop(self.attn(self.norm1(x), i, uses, place))
+        return x + self.drop(self.mlp(self.norm2(x), uses))
+
+
+def cross_entropy(logits, targets):
+    """Mean negative log-likelihood in nats over the targets that are not -1 (0 where all are -1)."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+    return total / (targets != -1).sum().clamp(min=1)
+
+
+def distance_from_last(logits, last, targets):
+    """Mean KL(p_last || p) in nats over the targets that are not -1, p of logits (B, T, V); p_last has no gradient."""
+    p, q = last.detach().log_softmax(-1), logits.log_softmax(-1)
+    counted = targets != -1
+    return ((p.exp() * (p - q)).sum(-1) * counted).sum() / counted.sum().clamp(min=1)
+
+
+class Model(nn.Module):
+    """The Relaxed Recursive Transformer. See Config for its sizes and forward for its use."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.drop = nn.Dropout(cfg.dropout)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_stored))
+        self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        uses = [(k, cfg.tied(k)) for k in range(cfg.n_stored)]
+        self.unrolled = [next((k, tied.index(layer)) for k, tied in uses if layer in tied)
+                         for layer in range(cfg.n_layer)]                       # (stored block, use of it)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """N(0, 0.02) everywhere, the two projections into the residual stream smaller by 1 / sqrt(2 n_layer)
+        so that its variance does not grow with depth (GPT-2); norms start at 1; of the deltas A as the others and B at
+        0 (Hu et al. 2022), so that they start at nothing."""
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                into_residual = name.endswith(("wo.weight", "w_down.weight"))
+                p.normal_(0, 0.02 / math.sqrt(2 * self.cfg.n_layer) if into_residual else 0.02)
+            elif p.dim() == 3:
+                p.normal_(0, 0.02) if name.endswith(".a") else p.zero_()
+        if self.cfg.tie_embeddings:
+            self.head.weight = self.wte.weight
+
+    @property
+    def context_limit(self):
+        """The most tokens one cache or one forward may hold; None where the positions have no end."""
+        return self.cfg.block_size if self.cfg.pos == "rope" else None
+
+    @property
+    def n_loop(self):
+        """How many loops a token may take."""
+        return self.cfg.n_loop
+
+    def forward(self, idx, targets=None, cache=None, n_valid=None):
+        """Predict the token after each position.
+
+        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
+        before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
+        rest being padding on the right.
+        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose
+        "ce" is the cross-entropy of these logits in nats per token. They are the last loop's, in eval mode those of
+        exit_loop; with early_exit the loss of training counts every loop's, and aux has "ce_loop1", ... too.
+        Raises ValueError where T is 0, where the context would outgrow context_limit, and where the cache is full.
+        """
+        T, cfg = idx.size(1), self.cfg
+        if T == 0:
+            raise ValueError("idx holds no token (T = 0)")
+        if cache is None and self.context_limit is not None and T > self.context_limit:
+            raise ValueError(f"{T} tokens are more than block_size={self.context_limit}")
+        h, logits = self.embed(idx), []
+        last = cfg.n_loop if self.training or not cfg.exit_loop else cfg.exit_loop
+        every = self.training and targets is not None and cfg.early_exit != "none"
+        for depth in range(last):
+            h = self.loop(h, depth, cache, n_valid=n_valid)
+            if every or depth == last - 1:
+                logits.append(self.logits(h))
+        if targets is None:
+            return logits[-1], None, {}
+        ces = [cross_entropy(x, targets) for x in logits]
+        aux = {"ce": ces[-1].detach()}
+        if not every:
+            return logits[-1], ces[-1], aux
+        aux.update({f"ce_loop{b}": ce.detach() for b, ce in enumerate(ces[:-1], 1)})
+        return logits[-1], self.early_exit_loss(logits, ces, targets), aux
+
+    def early_exit_loss(self, logits, ces, targets):
+        """sum_b c_b loss_b over the loops b = 1 .. n_loop (Section 3.7). weighted: c_b = b / (1 + ... + n_loop);
+        aggressive: 1 for the last loop, exit_weight for the others, whose loss is what exit_loss names."""
+        cfg, n = self.cfg, len(ces)
+        weights = [b / (n * (n + 1) / 2) if cfg.early_exit == "weighted" else cfg.exit_weight for b in range(1, n + 1)]
+        weights[-1] = weights[-1] if cfg.early_exit == "weighted" else 1.0
+        total = weights[-1] * ces[-1]
+        for weight, x, ce in zip(weights[:-1], logits, ces):
+            if cfg.exit_loss != "kl":
+                total = total + weight * ce
+            if cfg.exit_loss != "ce":
+                total = total + weight * distance_from_last(x, logits[-1], targets)
+        return total
+
+    # what an engine that batches over depth needs ------------------------------------------------------------
+
+    def embed(self, idx):
+        """idx (R, T) -> states before the first loop (R, T, C)."""
+        return self.drop(self.wte(idx))
+
+    def logits(self, h):
+        """States after a loop (..., C) -> logits (..., V), in float32 or better."""
+        logits = self.head(self.norm(h))                                # shared by all loops
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def loop(self, h, depth, cache=None, rows=None, n_valid=None):
+        """One loop further: h (R, T, C) in, h out.
+
+        cache takes the tokens in behind those that each row has at this depth; rows (R,) says which of its rows these
+        are (None: all), n_valid (R,) how many of the T are real (None: all). depth: an int, or (R,) where rows stand at
+        different loops (share=cycle only). Tokens that left early and wait for this loop go with the later ones.
+        """
+        T = h.size(1)
+        if cache is None:
+            return self.through(h, Whole(T, depth, None, h.device))
+        if rows is None and n_valid is None and isinstance(depth, int) and self.all_alike(cache, depth, T):
+            return self.through(h, Whole(T, depth, cache, h.device))
+        rows = torch.arange(len(h)) if rows is None else rows
+        depth = torch.full((len(h),), depth) if isinstance(depth, int) else depth
+        n = torch.full((len(h),), T) if n_valid is None else n_valid.cpu().clamp(0, T)
+        before = cache.filled[(depth - 1).clamp(min=0), rows]               # of the loop before, the new ones included
+        waiting = (before - n - cache.filled[depth, rows]) * (depth > 0)
+        if waiting.any():
+            return self.loop_with_waiting(h, depth, cache, rows, n, waiting)
+        place = Ragged(T, depth, cache, rows, n)
+        return place.unpack(self.through(place.pack(h), place))
+
+    def all_alike(self, cache, depth, T):
+        """Whether all rows hold equally many tokens at this depth, and none waits for it."""
+        held = cache.filled[depth]
+        return bool((held == held[0]).all()) and (depth == 0 or bool((cache.filled[depth - 1] == held + T).all()))
+
+    def loop_with_waiting(self, h, depth, cache, rows, n, waiting):
+        """loop, in which row r's waiting[r] tokens go before its n[r] new ones."""
+        T = int((waiting + n).max())
+        start = cache.filled[depth, rows]
+        old = (torch.arange(T) < waiting[:, None]).nonzero(as_tuple=True)               # row, and which of its tokens
+        new = (torch.arange(h.size(1)) < n[:, None]).nonzero(as_tuple=True)
+        behind = new[0], waiting[new[0]] + new[1]
+        at = start[old[0]] + old[1]                                                     # their positions
+        both = h.new_zeros(len(h), T, h.size(-1))
+        both[behind] = h[new]
+        for d in depth[waiting > 0].unique().tolist():
+            which = depth[old[0]] == d
+            if cache.waiting[d - 1] is None:
+                raise ValueError(f"tokens of this cache lack loop {d + 1}: they left before it with exit_loop")
+            both[old[0][which], old[1][which]] = cache.waiting[d - 1][rows[old[0][which]], at[which]].to(h.dtype)
+        place = Ragged(T, depth, cache, rows, waiting + n)
+        both = place.unpack(self.through(place.pack(both), place))
+        self.keep(both[old], depth[old[0]], cache, rows[old[0]], at)                    # they wait for the next loop
+        out = torch.zeros_like(h)
+        out[new] = both[behind]
+        return out
+
+    def keep(self, h, depth, cache, rows, positions):
+        """Let tokens wait in the cache with their states h (N, C) after loop depth (N,), if there is a deeper one."""
+        for d in depth.unique().tolist():
+            which = depth == d
+            if d < self.cfg.n_loop - 1:
+                cache.keep(d, rows[which], positions[which], h[which])
+
+    @torch.no_grad()
+    def leave(self, h, depth, cache, rows):
+        """The newest tokens of rows (R,) of the cache go no further than loop depth (R,): with the states h (R, 1, C)
+        they wait there (fill=exact), or give all deeper layers their keys and values (fill=propagate)."""
+        if self.cfg.fill == "exact":
+            return self.keep(h[:, 0], depth, cache, rows, cache.filled[depth, rows] - 1)
+        for deeper in range(1, self.cfg.n_loop):
+            which = depth < deeper
+            if which.any():
+                self.propagate(h[which], deeper, cache, rows[which])
+
+    def propagate(self, h, depth, cache, rows):
+        """Fill loop `depth` of rows (R,) with keys and values projected from h (R, 1, C)."""
+        place = Ragged(1, torch.full_like(rows, depth), cache, rows, torch.ones_like(rows))
+        x, rotary = place.pack(h), self.rotary(place, h.dtype)
+        for i in range(self.cfg.n_stored):
+            k, use = self.unrolled[depth * self.cfg.n_stored + i]
+            block = self.blocks[k]
+            place.store(i, *block.attn.keys_values(block.norm1(x), use, rotary))
+        place.advance()
+
+    def through(self, h, place):
+        """The layers of one loop on the tokens of a place: h (B, T, C), or (1, N, C) as it packs them."""
+        K = self.cfg.n_stored
+        place.rotary, place.bias = self.rotary(place, h.dtype), self.bias(place, compute_dtype(h))
+        if not isinstance(place.uses, int) and self.cfg.share != "cycle":
+            raise ValueError(f"share={self.cfg.share}: rows at different depths need share=cycle")
+        for i in range(K):
+            k, use = self.unrolled[place.uses * K + i] if isinstance(place.uses, int) else (i, place.uses)
+            h = self.blocks[k](h, i, use, place)
+        place.advance()
+        return h
+
+    def rotary(self, place, dtype):
+        """The rotary tables of a place's tokens, or None."""
+        cfg = self.cfg
+        return rotary_tables(place.at, cfg.head_dim, cfg.rope_theta, dtype) if cfg.pos == "rope" else None
+
+    def bias(self, place, dtype):
+        """The attention bias of all layers, or None where attention_fast needs none: plainly causal from
+        the first token on, or one new token in rows of equal length. The fused kernels take it in the queries'
+        dtype, so in bfloat16 they round ALiBi's distances; the naive path does not."""
+        T, wide = place.pos.size(1), torch.promote_types(dtype, torch.float32)
+        plain = not self.cfg.window and self.cfg.pos != "alibi" and not place.packed
+        if self.cfg.fast and plain and T in (1, place.end):
+            return None
+        slopes = alibi_slopes(self.cfg.n_head, place.pos.device, wide) if self.cfg.pos == "alibi" else None
+        k_pos = torch.arange(place.end, device=place.pos.device)
+        bias = attention_bias(place.pos, k_pos, self.cfg.window, slopes, wide)
+        return bias.to(dtype) if self.cfg.fast else bias
+
+    def init_cache(self, batch_size, max_len):
+        """An empty cache for batch_size rows of up to max_len tokens (under rope at most block_size)."""
+        if self.context_limit is not None and max_len > self.context_limit:
+            raise ValueError(f"max_len={max_len} is more than block_size={self.context_limit}")
+        w = self.wte.weight
+        return DepthCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
+        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again. Call eval()
+        first. (sample.py has the complete sampler, and early exit.)"""
+        limit = self.context_limit or idx.size(1) + max_new_tokens
+        cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
+        for _ in range(max_new_tokens):
+            if cache.longest + new.size(1) > cache.max_len:
+                cache.reset()
+                new = idx[:, -cache.max_len:]
+            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
+            if top_k:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
+            idx = torch.cat([idx, new], 1)
+        return idx
+
+    def set_step(self, step):
+        """Nothing here depends on the training step."""
+
+    def flops_per_token(self):
+        """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for
+        each weight of a matrix product in each loop (the deltas as two products, the head where it is read), and 12 C
+        for each visible key and layer (q k and p v forward, twice that backward), averaged over the positions."""
+        cfg = self.cfg
+        products = [m for m in self.blocks.modules() if isinstance(m, RelaxedLinear)]
+        deltas = sum(p.numel() for m in products if m.rank for p in (m.a, m.b))             # of all loops
+        heads = cfg.n_loop if cfg.early_exit != "none" else 1
+        weights = cfg.n_loop * sum(m.weight.numel() for m in products) + deltas + heads * cfg.vocab_size * cfg.n_embd
+        T, w = cfg.block_size, min(cfg.window or cfg.block_size, cfg.block_size)
+        keys = (w * (w + 1) / 2 + (T - w) * w) / T
+        return 6.0 * weights + 12.0 * cfg.n_layer * cfg.n_embd * keys
+
+
+# ---------------------------------------------------------------------------------------------------------
+# conversion of a trained model
+
+NORM_READ = {"attn.wq": "norm1", "attn.wk": "norm1", "attn.wv": "norm1", "mlp.w_gate": "norm2", "mlp.w_up": "norm2"}
+
+
+@torch.no_grad()
+def convert(model, weights):
+    """Start model from `weights`, the state dict of a model_gpt of the same sizes (Sections 2.2 and 2.3). Raises
+    ValueError where a tied norm's weight is too near zero for the deltas to make up for it."""
+    for name in ("wte.weight", "norm.weight", "head.weight"):
+        model.get_parameter(name).copy_(weights[name])
+    for k, block in enumerate(model.blocks):
+        tied = [Layer(weights, layer) for layer in model.cfg.tied(k)]
+        tie(model.cfg, block, [Layer(weights, layer) for layer in origins(model.cfg, k)])
+        if model.cfg.rank and model.cfg.lora_init == "svd":
+            for norm in ("norm1", "norm2"):
+                if getattr(block, norm).weight.abs().min() < 1e-4:
+                    raise ValueError(f"{norm} of stored block {k} is near zero: its deltas would be huge "
+                                     f"(norm_init=choice or init=stepwise takes a layer's own)")
+            for use, layer in enumerate(tied):
+                relax(block, use, layer)
+        for name, norm in block.named_modules():
+            if isinstance(norm, HeadNorm):
+                for weight, layer in zip(norm.weights, tied):
+                    weight.copy_(layer(name))
+
+
+class Layer:
+    """The weights of one layer of the source, by name: layer("attn.wq")."""
+
+    def __init__(self, weights, layer):
+        self.weights, self.layer = weights, layer
+
+    def __call__(self, name):
+        return self.weights[f"blocks.{self.layer}.{name}.weight"]
+
+
+def origins(cfg, k):
+    """The source's layers whose mean stored block k starts from; none: it stays as initialised. stepwise: K of them
+    evenly spaced, first and last included, halves to even."""
+    L, K = cfg.n_layer, cfg.n_stored
+    return {"average": cfg.tied(k), "stepwise": [round(k * (L - 1) / max(1, K - 1))], "lower": [k],
+            "upper": [L - K + k], "random": []}[cfg.init]
+
+
+def tie(cfg, block, layers):
+    """Set the tied weights of a block to the mean of layers'."""
+    for name, part in block.named_modules():
+        if layers and isinstance(part, RelaxedLinear):
+            part.weight.copy_(sum(layer(name) for layer in layers) / len(layers))
+        elif layers and isinstance(part, RMSNorm):
+            chosen = layers[:1] if cfg.norm_init == "choice" else layers
+            part.weight.copy_(sum(layer(name) for layer in chosen) / len(chosen))
+            if cfg.init == "average" and cfg.norm_init == "zero":
+                part.weight.zero_()
+
+
+def relax(block, use, layer):
+    """Set the deltas of a block's use to the best of their rank for W_l diag(g_l / g') - W' (Eq. 4). Where that is
+    nothing, A stays as initialised and B zero, so that they can still learn."""
+    for name, part in block.named_modules():
+        if not isinstance(part, RelaxedLinear):
+            continue
+        exact = torch.promote_types(part.weight.dtype, torch.float32)
+        w = layer(name).to(exact)
+        if name in NORM_READ:
+            w = w * (layer(NORM_READ[name]).to(exact) / getattr(block, NORM_READ[name]).weight.to(exact))
+        left = w - part.weight.to(exact)
+        if left.any():
+            u, s, vh = torch.linalg.svd(left, full_matrices=False)
+            part.b[use] = u[:, :part.rank] * s[:part.rank]
+            part.a[use] = vh[:part.rank]
