@@ -8,17 +8,29 @@ Text from a trained model, for every model: one decoding loop over forward and c
     python sample.py out/gpt_tiny num_samples=8 seed=7             eight samples in one batch
     python sample.py out/recall prompt="3 9 1"                     the token ids of a synthetic task (tasks.py)
     python sample.py out/lrt_tiny prompt=FILE:notes.txt prefill=compare    two ways to take in a prompt, and one text
+    python sample.py out/relaxed_tiny exit=confidence:0.9 show_depth=true   tokens may leave after any loop; which did
+    python sample.py out/relaxed_tiny requests=FILE.jsonl batching=depth   serve many requests; the answers as JSON lines
     python sample.py help                                          every key with its meaning
 
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
+
+A line of a requests file is a JSON object: {"prompt": "def ", "max_new_tokens": 50, "arrival": 1.5, "id": "a"}, of which
+only the prompt must be there; arrival is in seconds after the start. Its answer, written when it is ready, has the id
+(or the line's number), text, tokens, exits (the loop after which each token left) and latency in seconds since its
+arrival. A line that is no such object is answered by one with "error", and harms no other.
 """
 import codecs
+import json
+import math
 import sys
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+from tqdm import tqdm
 
 from prepare import UserError, asks_help, help_text, run_cli, split_args, typed_config
 from tasks import COMPRESSION
@@ -38,15 +50,23 @@ class SampleConfig:
     device: str = "auto"             # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda | cuda:N
     fast: bool = True                # the model's fast path; false: its naive one, same text
     prefill: str = ""                # of lrt: exact | interleaved | compare: exact, and how far interleaved is off
+    exit: str = ""                   # of relaxed: static:LOOP | confidence:P | margin:P | oracle (empty: the last loop)
+    fill: str = ""                   # of relaxed: deeper keys of tokens that left early: exact | propagate
+    show_depth: bool = False         # of relaxed: colour each token by the loop after which it left
+    requests: str = ""               # of relaxed: a file of requests to serve, one JSON object a line
+    batching: str = "depth"          # of requests: static | sequence | depth, see Engine
+    slots: int = 16                  # of requests: how many are in work at a time
 
     def __post_init__(self):
         for name, low, high in (("max_new_tokens", 1, None), ("temperature", 0, None), ("top_k", 0, None),
-                                ("top_p", 0, 1), ("num_samples", 1, None), ("seed", 0, None)):
+                                ("top_p", 0, 1), ("num_samples", 1, None), ("seed", 0, None), ("slots", 1, 4096)):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
                 raise ValueError(f"{name}={value} must be at least {low}" + (f" and at most {high}" if high else ""))
-        if self.prefill not in ("", "exact", "interleaved", "compare"):
-            raise ValueError(f"prefill={self.prefill} must be one of: exact, interleaved, compare")
+        for name, allowed in (("prefill", ("exact", "interleaved", "compare")), ("fill", ("exact", "propagate")),
+                              ("batching", ("static", "sequence", "depth"))):
+            if getattr(self, name) not in allowed and (name == "batching" or getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be one of: {', '.join(allowed)}")
         if self.seed >= 2 ** 63:
             raise ValueError(f"seed={self.seed} must be less than 2^63")
         if not 0.01 <= self.repetition_penalty <= 100:
@@ -175,6 +195,340 @@ def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
     return tokenizer.decode(ids + [i for i in new if i is not None])
 
 
+# ---------------------------------------------------------------------------------------------------------
+# models that loop over depth: early exit, and many requests at a time
+
+EXITS = "static:LOOP, confidence:P, margin:P, oracle"
+
+
+def exit_rule(text, n_loop):
+    """What exit= names: a function of one loop's logits (R, V) and that loop (R,), from 0, which tells the rows whose
+    token leaves there, (R,) bool; None where every token takes all loops. confidence: the likeliest token has more than
+    that probability; margin: more than the second one by that (Schuster et al. 2022). oracle, for measuring: the earliest
+    loop whose likeliest token is the last loop's. It needs the last loop, so nothing leaves early; the Engine counts.
+    """
+    kind, _, value = text.partition(":")
+    if text in ("", "oracle"):
+        return None
+    try:
+        bound = int(value) if kind == "static" else float(value)
+    except ValueError:
+        bound = math.nan
+    if kind == "static" and 1 <= bound <= n_loop:
+        return lambda logits, depth: depth >= bound - 1
+    if kind == "confidence" and 0 <= bound <= 1:
+        return lambda logits, depth: (logits.softmax(-1).amax(-1) > bound).cpu()
+    if kind == "margin" and 0 <= bound <= 1:
+        top = lambda logits: logits.softmax(-1).topk(2).values
+        return lambda logits, depth: (top(logits).diff(dim=-1)[:, 0] < -bound).cpu()
+    raise UserError(f"exit={text}: {EXITS} are allowed, LOOP from 1 to {n_loop}, P from 0 to 1")
+
+
+@dataclass
+class Request:
+    """A text to continue, and what has become of it."""
+    prompt: list                     # token ids
+    max_new_tokens: int
+    arrival: float = 0.0             # seconds after the start
+    id: object = None
+    tokens: list = field(default_factory=list)     # the answer, without end-of-text
+    exits: list = field(default_factory=list)      # for each of them, the loop after which it left, from 1
+    latency: float = 0.0             # seconds from arrival to the last token
+
+
+class Engine:
+    """Decodes many requests in `slots` rows of one cache, for models that offer n_loop, embed, loop, leave, logits.
+
+    static: a batch starts when the one before has ended. sequence: a row whose request has ended takes the next at once
+    (continuous sequence-wise batching); all rows go through the loops in step, those left early wait for the rest.
+    depth: every row goes its own way: a step is one loop for all rows, each at its own depth, and a row whose token
+    leaves starts its next token in the next step (continuous depth-wise batching, Bae et al. 2024, Section 2.4).
+
+    What a request is answered depends on none of this: it is what it would get alone. Prompts are taken in by all
+    loops, so that their keys are complete. A row whose text outgrows max_len goes on as stream does, from its last
+    max_len tokens.
+    """
+
+    def __init__(self, model, slots, max_len, batching="depth", exit="", eot=None, vocab_size=None, temperature=0.0,
+                 top_k=0, top_p=1.0, repetition_penalty=1.0, seed=1337, clock=time.perf_counter, sleep=time.sleep,
+                 on_token=None):
+        if batching == "depth" and getattr(model.cfg, "share", "cycle") != "cycle":
+            raise UserError(f"batching=depth needs loops over the same blocks, share=cycle, not {model.cfg.share}")
+        self.model, self.batching, self.max_len, self.eot, self.vocab_size = model, batching, max_len, eot, vocab_size
+        self.oracle, self.rule = exit == "oracle", exit_rule(exit, model.n_loop)
+        self.sampling, self.seed = (temperature, top_k, top_p, repetition_penalty), seed
+        self.clock, self.sleep, self.on_token = clock, sleep, on_token
+        self.device = next(model.parameters()).device
+        self.cache = model.init_cache(slots, max_len)
+        self.requests, self.done, self.admitted = [None] * slots, [], 0
+        self.texts, self.generators = [None] * slots, [None] * slots
+        self.depth = torch.zeros(slots, dtype=torch.long)          # the loop that a row's token goes through next
+        self.h = None                                              # (slots, 1, C): states of tokens between loops
+        self.guesses = [[] for _ in range(slots)]                  # oracle: the likeliest token after each loop
+
+    @torch.inference_mode()
+    def run(self, requests):
+        """Yields each of the requests (a list of Request) when it is answered."""
+        queue, start = deque(sorted(requests, key=lambda r: r.arrival)), self.clock()
+        while queue or any(self.requests):
+            now = self.clock() - start
+            if not any(self.requests) and queue[0].arrival > now:
+                self.sleep(queue[0].arrival - now)
+                continue
+            self.admit(queue, now)
+            self.step()
+            for request in self.done:
+                request.latency = self.clock() - start - request.arrival
+                yield request
+            self.done = []
+
+    def admit(self, queue, now):
+        """Give free rows to the requests that have arrived, and take in their prompts."""
+        if self.batching == "static" and any(self.requests):
+            return
+        fresh = []
+        for row in [row for row, request in enumerate(self.requests) if request is None]:
+            if queue and queue[0].arrival <= now:
+                self.requests[row] = request = queue.popleft()
+                self.texts[row] = list(request.prompt)
+                self.generators[row] = self.generator(self.admitted)
+                self.admitted += 1
+                fresh.append(row)
+        if fresh:
+            self.prefill(fresh)
+
+    def generator(self, n):
+        """The random numbers of the n-th request: its own, so that its neighbours do not change it."""
+        word = np.random.SeedSequence([self.seed, n]).generate_state(1, np.uint64)[0]
+        return torch.Generator(self.device).manual_seed(int(word >> np.uint64(1)))
+
+    def step(self):
+        """One step of the rows in work: one loop (depth), or one token (static, sequence)."""
+        rows = [row for row, request in enumerate(self.requests) if request is not None]
+        full = [row for row in rows if not self.depth[row] and len(self.texts[row]) > self.max_len]
+        if full:
+            self.prefill(full)
+        rows = [row for row in rows if row not in full]
+        while rows:
+            rows = self.advance(rows)
+            if self.batching == "depth":
+                return
+
+    def prefill(self, rows):
+        """Take in the texts of rows, as much as the cache may hold, and decide on their next tokens."""
+        texts = [self.texts[row][-self.max_len:] for row in rows]
+        n = torch.tensor([len(text) for text in texts])
+        T = int(n.max())
+        h = self.model.embed(torch.tensor([text + [0] * (T - len(text)) for text in texts], device=self.device))
+        self.cache.reset(rows)
+        where, left = torch.tensor(rows), torch.zeros(len(rows), dtype=torch.bool)
+        for depth in range(self.model.n_loop):
+            h = self.model.loop(h, depth, self.cache, where, n)
+            staying = (~left).nonzero()[:, 0]
+            if len(staying):
+                newest = h[staying.to(self.device), (n[staying] - 1).to(self.device)][:, None]
+                left[staying] = self.decide(newest, torch.full_like(staying, depth), where[staying])
+
+    def advance(self, rows):
+        """One loop further for the tokens of rows. Returns the rows whose tokens go on to another."""
+        rows = torch.tensor(rows)
+        depth = self.depth[rows]
+        start = rows[depth == 0]
+        if len(start):
+            h = self.model.embed(torch.tensor([self.texts[row][-1:] for row in start.tolist()], device=self.device))
+            if self.h is None:
+                self.h = h.new_zeros(len(self.requests), *h.shape[1:])
+            self.h[start.to(self.device)] = h
+        one = int(depth[0]) if bool((depth == depth[0]).all()) else depth
+        h = self.model.loop(self.h[rows.to(self.device)], one, self.cache, rows)
+        left = self.decide(h, depth, rows)
+        early = left & (depth < self.model.n_loop - 1)
+        if early.any():
+            self.model.leave(h[early.to(self.device)], depth[early], self.cache, rows[early])
+        on = rows[~left]
+        self.h[on.to(self.device)] = h[(~left).to(self.device)]
+        self.depth[on] += 1
+        return on.tolist()
+
+    def decide(self, h, depth, rows):
+        """Which of the tokens with states h (R, 1, C) after loop depth (R,) leave, (R,) bool; those of rows that leave
+        are predicted from."""
+        left = depth == self.model.n_loop - 1
+        if self.rule is None and not self.oracle and not left.any():
+            return left
+        asked = rows >= 0 if self.rule is not None or self.oracle else left
+        logits = self.model.logits(h[asked.to(self.device), 0])[:, :self.vocab_size]        # (rows asked, V)
+        if self.rule is not None:
+            left = left | self.rule(logits, depth)
+        for row, guess in zip(rows.tolist(), logits.argmax(-1).tolist() if self.oracle else ()):
+            self.guesses[row].append(guess)
+        if left.any():
+            chosen = left[asked]
+            self.emit(rows[left].tolist(), depth[left].tolist(), logits[chosen.to(self.device)])
+        return left
+
+    def emit(self, rows, depths, logits):
+        """Give each row its next token from logits (rows, V), and end what is answered."""
+        for row, depth, token in zip(rows, depths, self.pick(rows, logits)):
+            request = self.requests[row]
+            if self.oracle:
+                depth, self.guesses[row] = self.guesses[row].index(self.guesses[row][-1]), []
+            self.depth[row] = 0
+            if token != self.eot:
+                request.tokens.append(token)
+                request.exits.append(depth + 1)
+                self.texts[row].append(token)
+                if self.on_token is not None:
+                    self.on_token(request)
+            if token == self.eot or len(request.tokens) == request.max_new_tokens:
+                self.requests[row] = None
+                self.done.append(request)
+
+    def pick(self, rows, logits):
+        """A token a row, a list: the likeliest, or one sampled with the request's own random numbers."""
+        temperature, top_k, top_p, penalty = self.sampling
+        if temperature == 0 and penalty == 1:
+            return logits.argmax(-1).tolist()
+        tokens = []
+        for n, row in enumerate(rows):
+            seen = torch.zeros_like(logits[:1], dtype=torch.bool)
+            seen[0, self.texts[row]] = True
+            tokens.append(int(next_tokens(logits[n:n + 1], seen, temperature, top_k, top_p, penalty,
+                                          self.generators[row])))
+        return tokens
+
+
+def read_requests(path, tokenizer, model, max_new_tokens):
+    """The requests in a file, and of the lines that hold none the answers that tell why: (list of Request, list of
+    dict). UserError where there is no such file, or nothing in it."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as e:
+        raise UserError(f"requests={path} cannot be read: {e.strerror}") from e
+    requests, errors = [], []
+    for n, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        given = None
+        try:
+            given = json.loads(line.decode())
+            requests.append(parse_request(given, n, tokenizer, model, max_new_tokens))
+        except (UserError, ValueError, RecursionError) as e:
+            name = given.get("id", n) if isinstance(given, dict) else n
+            what = str(e) if isinstance(e, UserError) else "not a line of JSON in UTF-8"
+            errors.append({"id": name, "line": n, "error": " ".join(what.split())})
+    if not requests and not errors:
+        raise UserError(f"requests={path} is empty: one JSON object a line")
+    return requests, errors
+
+
+def parse_request(given, n, tokenizer, model, max_new_tokens):
+    """The Request of one line's JSON value; UserError where it is none."""
+    kinds = {"prompt": str, "max_new_tokens": int, "arrival": (int, float), "id": (str, int, float, type(None))}
+    if not isinstance(given, dict):
+        raise UserError("a request is a JSON object")
+    for key, value in given.items():
+        if key not in kinds:
+            raise UserError(f"unknown key {key!r:.60}: the keys are {', '.join(kinds)}")
+        if not isinstance(value, kinds[key]) or isinstance(value, bool):
+            raise UserError(f"{key} has a wrong type: {value!r:.60}")
+    if not given.get("prompt"):
+        raise UserError("the prompt is empty: give at least one character")
+    count, arrival = given.get("max_new_tokens", max_new_tokens), given.get("arrival", 0.0)
+    if not 1 <= count <= 1 << 20:
+        raise UserError(f"max_new_tokens={count} must be at least 1 and at most {1 << 20}")
+    if not 0 <= arrival < math.inf:
+        raise UserError(f"arrival={arrival} must be seconds, 0 or more")
+    prompt = tokenizer.encode(given["prompt"])
+    check_prompts(model, [prompt])
+    return Request(prompt, count, float(arrival), given.get("id", n))
+
+
+def engine_for(model, tokenizer, cfg, requests, slots, **options):
+    """An Engine as large as the requests need."""
+    need = max(len(r.prompt) + r.max_new_tokens for r in requests)
+    return Engine(model, min(slots, len(requests)), min(need, model.context_limit or need), exit=cfg.exit,
+                  eot=tokenizer.eot if cfg.stop else None, vocab_size=tokenizer.vocab_size, temperature=cfg.temperature,
+                  top_k=cfg.top_k, top_p=cfg.top_p, repetition_penalty=cfg.repetition_penalty, seed=cfg.seed, **options)
+
+
+def serve(model, tokenizer, cfg):
+    """Answer the requests of a file, a JSON line each. Returns a summary."""
+    requests, errors = read_requests(cfg.requests, tokenizer, model, cfg.max_new_tokens)
+    for error in errors:
+        print(json.dumps(error), flush=True)
+    if not requests:
+        return f"no request in {cfg.requests}, {len(errors)} errors"
+    engine, start = engine_for(model, tokenizer, cfg, requests, cfg.slots, batching=cfg.batching), time.perf_counter()
+    with tqdm(total=len(requests), unit="request", desc=cfg.batching) as bar:
+        for r in engine.run(requests):
+            print(json.dumps({"id": r.id, "text": tokenizer.decode(r.tokens), "tokens": r.tokens, "exits": r.exits,
+                              "latency": round(r.latency, 4)}), flush=True)
+            bar.update()
+    seconds = time.perf_counter() - start
+    latencies = sorted(r.latency for r in requests)
+    count = sum(len(r.tokens) for r in requests)
+    return (f"{len(requests)} requests, {len(errors)} errors, {count} tokens in {seconds:.2f} s: "
+            f"{count / seconds:.1f} tokens/s; latency {latencies[len(latencies) // 2]:.2f} s (median), "
+            f"{latencies[int(0.95 * len(latencies))]:.2f} s (95 %); {exit_shares(requests, model.n_loop)}; "
+            f"cache {engine.cache.nbytes():,} bytes")
+
+
+def exit_shares(requests, n_loop):
+    """How many of the tokens left after each loop, in words."""
+    exits = [depth for r in requests for depth in r.exits]
+    shares = ", ".join(f"{b}: {exits.count(b) / max(1, len(exits)):.0%}" for b in range(1, n_loop + 1))
+    return f"left after loop {shares}"
+
+
+COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
+
+
+def coloured(text, depth, n_loop):
+    """text in the colour of a token that left after loop `depth`, from 1, of n_loop."""
+    colour = COLOURS[(depth - 1) * (len(COLOURS) - 1) // max(1, n_loop - 1)]
+    return f"\033[{colour}m{text}\033[0m" if text else ""
+
+
+def write_exits(model, tokenizer, prompts, cfg):
+    """Continue prompts with early exit and print them: one as it comes, several when all are done. Returns how many
+    tokens came, and where they left, in words."""
+    requests, alone = [Request(list(prompt), cfg.max_new_tokens) for prompt in prompts], len(prompts) == 1
+    decoders = {id(r): codecs.getincrementaldecoder("utf-8")(errors="replace") for r in requests}
+    texts = {id(r): "" for r in requests}
+
+    def show(text, end=""):
+        if alone:
+            print(text, end=end, flush=True)
+        return text
+
+    def take(r):
+        new = decoders[id(r)].decode(tokenizer.decode_bytes(r.tokens[-1:]))
+        texts[id(r)] += show(coloured(new, r.exits[-1], model.n_loop) if cfg.show_depth else new)
+
+    show(tokenizer.decode(prompts[0]))
+    engine = engine_for(model, tokenizer, cfg, requests, len(requests), batching="sequence", on_token=take)
+    for r in engine.run(requests):
+        texts[id(r)] += show(decoders[id(r)].decode(b"", final=True), end="\n")
+    for r in [] if alone else requests:
+        print(tokenizer.decode(r.prompt) + texts[id(r)], "-" * 80, sep="\n", flush=True)
+    colours = " ".join(coloured(str(b), b, model.n_loop) for b in range(1, model.n_loop + 1)) if cfg.show_depth else ""
+    return sum(len(r.tokens) for r in requests), "; " + " ".join([exit_shares(requests, model.n_loop), colours]).strip()
+
+
+def check_loops(model, cfg, path):
+    """Set how the model fills in what early exit leaves out; UserError where keys for models that loop over depth are
+    given for another."""
+    given = [key for key in ("exit", "fill", "show_depth", "requests") if getattr(cfg, key)]
+    if given and not hasattr(model, "loop"):
+        raise UserError(f"{given[0]}={getattr(cfg, given[0])} is for a model that loops over depth (relaxed), {path} "
+                        f"is not")
+    if cfg.exit:
+        exit_rule(cfg.exit, model.n_loop)
+    if cfg.fill:
+        model.cfg.fill = cfg.fill
+
+
 def read_prompts(text):
     """The prompts that a prompt= argument names."""
     kind, _, path = text.partition(":")
@@ -232,6 +586,9 @@ def main(argv):
     model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast)
     if ckpt["config"]["dataset"] == COMPRESSION:
         raise UserError(f"{path} was trained on {COMPRESSION}: it gives back what it read, there is nothing to sample")
+    check_loops(model, cfg, path)
+    if cfg.requests:
+        return print(serve(model, tokenizer, cfg), file=sys.stderr)
     prompts = [ids for ids in map(tokenizer.encode, texts) for _ in range(cfg.num_samples)]
     check_prompts(model, prompts)
     if cfg.prefill:
@@ -242,16 +599,21 @@ def main(argv):
     if limit and longest > limit:
         print(f"the prompt has {longest} tokens: cropped to its last {limit} (block_size)", file=sys.stderr)
     start = time.perf_counter()
-    steps = stream(model, prompts, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p,
-                   cfg.repetition_penalty, tokenizer.eot if cfg.stop else None, cfg.seed, tokenizer.vocab_size)
-    if len(prompts) == 1:
-        print(tokenizer.decode(prompts[0]), end="", flush=True)
-        count = write_stream(steps, tokenizer)
-    else:
-        count = write_batch(steps, tokenizer, prompts)
+    count, exits = write_exits(model, tokenizer, prompts, cfg) if cfg.exit or cfg.show_depth else (
+        write(model, tokenizer, prompts, cfg), "")
     seconds = time.perf_counter() - start
     print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s ({ckpt['model']}, step {ckpt['step']}, "
-          f"{device})", file=sys.stderr)
+          f"{device}{exits})", file=sys.stderr)
+
+
+def write(model, tokenizer, prompts, cfg):
+    """Continue prompts as one batch and print them. Returns how many tokens came."""
+    steps = stream(model, prompts, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p,
+                   cfg.repetition_penalty, tokenizer.eot if cfg.stop else None, cfg.seed, tokenizer.vocab_size)
+    if len(prompts) > 1:
+        return write_batch(steps, tokenizer, prompts)
+    print(tokenizer.decode(prompts[0]), end="", flush=True)
+    return write_stream(steps, tokenizer)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,10 @@ class TrainConfig:
     dtype: str = "auto"              # auto (bfloat16 on cuda) | float32 (tf32 products on cuda) | bfloat16 (autocast)
     compile: str = "auto"            # torch.compile: auto (on cuda, where it can) | true | false
     init_from: str = ""              # start from these weights: a run folder, a checkpoint, Hugging Face folder or name
+    teacher: str = ""                # distil from this model, named as init_from names one
+    ce_weight: float = 1.0           # with a teacher: weight of the model's own loss
+    kd_weight: float = 1.0           # with a teacher: weight of the KL divergence from its distribution
+    kd_temperature: float = 1.0      # with a teacher: both distributions at this temperature
     resume: bool = False             # go on from the run's ckpt.pt
     overwrite: bool = False          # let a new run replace the one in its folder
     eval_only: bool = False          # only evaluate the run's ckpt.pt, or init_from; nothing is written
@@ -105,7 +109,8 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("task_examples", "warmup_steps", "muon_momentum_steps", "eval_batches", "exact_batches",
-                     "sample_tokens", "seed", "learning_rate", "muon_learning_rate", "weight_decay", "grad_clip"):
+                     "sample_tokens", "seed", "learning_rate", "muon_learning_rate", "weight_decay", "grad_clip",
+                     "ce_weight", "kd_weight"):
             if not 0 <= getattr(self, name) < 2 ** 63:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative, and less than 2^63")
         for name in ("cooldown_frac", "min_lr_frac"):
@@ -114,6 +119,8 @@ class TrainConfig:
         for name in ("beta1", "beta2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and less than 1")
+        if not 0.01 <= self.kd_temperature <= 100:
+            raise ValueError(f"kd_temperature={self.kd_temperature} must lie between 0.01 and 100")
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("sample_prompt is empty: give at least one character, or sample_tokens=0")
         if self.resume and self.overwrite:
@@ -186,10 +193,11 @@ def starting_point(given, yaml):
                           f"(a key on the command line would change it)")
         return {**ckpt["config"], **now}, ckpt
     if asked["init_from"]:
-        ckpt = load_initial(asked["init_from"])
         named = {**(yaml if "config" in given else {}), **given}
-        same_model(named.get("model", ckpt["model"]), ckpt)
-        kept = {"fast"} | ({"block_size", "dropout"} & yaml.keys() if "config" in given else set())
+        ckpt = load_initial(asked["init_from"])
+        ckpt = as_weights_of(named.get("model", ckpt["model"]), ckpt)
+        stages = {"block_size", "dropout", *getattr(model_module(ckpt["model"]).Config, "STAGES", ())}
+        kept = {"fast"} | (stages & yaml.keys() if "config" in given else set())
         fields_of_weights = {k: v for k, v in ckpt["model_config"].items() if k not in kept}
         return {**yaml, **fields_of_weights, "model": ckpt["model"]}, ckpt
     return yaml, None
@@ -198,6 +206,18 @@ def starting_point(given, yaml):
 def same_model(name, ckpt):
     if name != ckpt["model"]:
         raise UserError(f"model={name}, but the checkpoint holds model={ckpt['model']}")
+
+
+def as_weights_of(name, ckpt):
+    """A checkpoint as the start of model `name`: its own, or that of a model which it can convert (its Config.SOURCES),
+    with the fields both have; make_model then converts the weights."""
+    if name == ckpt["model"]:
+        return ckpt
+    config = model_module(name).Config
+    if ckpt["model"] not in getattr(config, "SOURCES", ()):
+        same_model(name, ckpt)
+    shared = {f.name for f in fields(config)} & ckpt["model_config"].keys()
+    return {**ckpt, "model": name, "model_config": {k: ckpt["model_config"][k] for k in shared}, "converts": True}
 
 
 def run_folder(out_dir, run):
@@ -398,14 +418,14 @@ def load_run(path, device="cpu", **overrides):
     return build_model(ckpt, **overrides).to(device).eval(), load_tokenizer(ckpt["tokenizer"]), ckpt
 
 
-def load_initial(path):
-    """What init_from names, in a checkpoint's form: a run folder, a checkpoint, or Hugging Face weights."""
+def load_initial(path, key="init_from"):
+    """What init_from or teacher names, in a checkpoint's form: a run folder, a checkpoint, or Hugging Face weights."""
     if Path(path).is_file() or (Path(path) / "ckpt.pt").is_file():
         return load_checkpoint(checkpoint_file(path))
     try:
         model = model_module("gpt").Model.from_pretrained(path)
     except ValueError as e:
-        raise UserError(f"init_from={path}: {e}") from e
+        raise UserError(f"{key}={path}: {e}") from e
     return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(), "step": 0}
 
 
@@ -588,8 +608,9 @@ class StopRequest:
 class Trainer:
     """A model, its optimizers and its data, and the loop that brings them from one step to the next."""
 
-    def __init__(self, cfg, model, tokenizer, batches, procs, ckpt=None):
+    def __init__(self, cfg, model, tokenizer, batches, procs, ckpt=None, teacher=None):
         self.cfg, self.model, self.tokenizer, self.batches, self.procs = cfg, model, tokenizer, batches, procs
+        self.teacher = teacher
         self.task = is_task(cfg.dataset)
         self.folder = run_folder(cfg.out_dir, cfg.run)
         self.optimizers = make_optimizers(model, cfg)
@@ -648,7 +669,10 @@ class Trainer:
             last = n == share - 1
             with contextlib.nullcontext() if procs.world == 1 or last else self.forward.no_sync():
                 with self.autocast():
-                    logits, loss, aux = self.forward(self.to_device(x), self.to_device(y))
+                    x, y = self.to_device(x), self.to_device(y)
+                    logits, loss, aux = self.forward(x, y)
+                    if self.teacher is not None:
+                        loss, aux = self.distil(x, y, logits, loss, aux)
                 # DDP averages over processes, so each loss counts `world` times its share of the tokens
                 (loss * (count / total * procs.world)).backward()
             for key, value in aux.items():
@@ -658,6 +682,17 @@ class Trainer:
                 for key, share in (("token_accuracy", tokens / total), ("sequence_accuracy", rows / all_rows)):
                     logged[key] = logged.get(key, 0.0) + share
         return self.update(logged, stop)
+
+    def distil(self, x, y, logits, loss, aux):
+        """The loss of a model that learns from a teacher too: ce_weight times its own, and kd_weight times the KL
+        divergence of its distribution from the teacher's at kd_temperature t, mean over the counted targets, times t^2
+        (Hinton et al. 2015), so that the temperature does not change the gradient's size."""
+        t, counted = self.cfg.kd_temperature, y != -1
+        with torch.no_grad():
+            p = (self.teacher(x)[0] / t).log_softmax(-1)                        # (B, T, V)
+        kl = (p.exp() * (p - (logits / t).log_softmax(-1))).sum(-1)             # (B, T)
+        kd = t ** 2 * (kl * counted).sum() / counted.sum().clamp(min=1)
+        return self.cfg.ce_weight * loss + self.cfg.kd_weight * kd, {**aux, "kd": kd.detach()}
 
     def update(self, logged, stop):
         """Clip, agree with the other processes on the losses and on stopping, and move the weights, unless
@@ -922,11 +957,36 @@ def make_model(cfg, model_fields, ckpt, vocab_size, given):
     if (trained_on(ckpt) == COMPRESSION) != (cfg.dataset == COMPRESSION):
         raise UserError(f"dataset={cfg.dataset}, but the weights are of {trained_on(ckpt) or 'another source'}: only "
                         f"{COMPRESSION} has a decoder for a head")
-    free = {"fast", "dropout", *getattr(module.Config, "SAME_FUNCTION", ())} | (set() if cfg.resume else {"block_size"})
+    free = {"fast", "dropout", *getattr(module.Config, "SAME_FUNCTION", ())}
+    if not cfg.resume:
+        free |= {"block_size", *getattr(module.Config, "STAGES", ())}
     for key, old in ckpt["model_config"].items():
         if key not in free and asdict(model_cfg).get(key) != old:
             raise UserError(f"{key}={asdict(model_cfg).get(key)}, but the checkpoint's model has {key}={old}")
-    return build_model({**ckpt, "model_config": asdict(model_cfg)})
+    if not ckpt.get("converts"):
+        return build_model({**ckpt, "model_config": asdict(model_cfg)})
+    model = module.Model(model_cfg)
+    try:
+        module.convert(model, ckpt["weights"])
+    except ValueError as e:
+        raise UserError(f"init_from={cfg.init_from}: {e}") from e
+    return model
+
+
+def load_teacher(cfg, model, data):
+    """The model that teacher= names, in eval mode; None where there is none to learn from. UserError where it does not
+    speak of the same tokens, or takes in fewer of them."""
+    if not cfg.teacher or cfg.eval_only:
+        return None
+    ckpt = load_initial(cfg.teacher, "teacher")
+    check_tokenizer(ckpt, data, f"teacher={cfg.teacher}")
+    teacher = build_model(ckpt).eval().requires_grad_(False)
+    size, limit = teacher.cfg.vocab_size, teacher.context_limit
+    if size != model.cfg.vocab_size:
+        raise UserError(f"teacher={cfg.teacher} has vocab_size={size}, the model {model.cfg.vocab_size}")
+    if limit is not None and limit < model.cfg.block_size:
+        raise UserError(f"teacher={cfg.teacher} takes {limit} tokens, block_size={model.cfg.block_size} is more")
+    return teacher
 
 
 def check_run(cfg, folder):
@@ -983,7 +1043,9 @@ def setup(argv):
     if cfg.sample_tokens and not is_task(cfg.dataset):
         batches.train.tokenizer.encode(cfg.sample_prompt)   # a character it does not know is better found now
     model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size, given).to(procs.device)
-    trainer = Trainer(cfg, model, batches.train.tokenizer, batches, procs, ckpt if cfg.resume else None)
+    teacher = load_teacher(cfg, model, batches.train)
+    trainer = Trainer(cfg, model, batches.train.tokenizer, batches, procs, ckpt if cfg.resume else None,
+                      teacher and teacher.to(procs.device))
     if cfg.eval_only and ckpt is not None:
         trainer.step = ckpt["step"]                     # a schedule inside the model stands where it stood
     if procs.sum(trainer.step)[0] != procs.world * trainer.step:
