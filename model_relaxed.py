@@ -227,17 +227,18 @@ class RelaxedLinear(nn.Module):
             self.b = nn.Parameter(torch.empty(cfg.n_loop, n_out, r))
 
     def forward(self, x, uses):
-        """x (..., in). uses: one number for all of x; or, for x (1, N, in), a list of (use, slice of the N tokens)."""
+        """x (..., in). uses: one number for all of x; or, for x (1, N, in) whose tokens differ, (n_loop, N, 1) with 1
+        at each token's use, else 0: all A are applied to all tokens and each keeps its own, three products in all."""
         if not self.rank:
             return F.linear(x, self.weight)
         if isinstance(uses, int):
             return self.of_one_use(x, uses)
         y = F.linear(x, self.weight)
-        if not self.fast:
-            return torch.cat([y[:, n:n + 1] + x[:, n:n + 1] @ self.a[u].t() @ self.b[u].t()
-                              for u, tokens in uses for n in range(tokens.start, tokens.stop)], 1)
-        parts = [torch.addmm(y[0, tokens], F.linear(x[0, tokens], self.a[u]), self.b[u].t()) for u, tokens in uses]
-        return torch.cat(parts)[None]
+        if self.fast:
+            own = torch.bmm(x.expand(len(uses), -1, -1), self.a.mT) * uses              # (n_loop, N, r)
+            return torch.addbmm(y[0], own, self.b.mT)[None]
+        deltas = [self.b[u] @ (self.a[u] @ x[0, n]) for n, u in enumerate(uses[..., 0].argmax(0).tolist())]
+        return y + torch.stack(deltas)
 
     def of_one_use(self, x, u):
         """All of x with the deltas of use u. Forming W' + B A costs out * r * in, applying A and then B to N tokens
@@ -264,7 +265,7 @@ class HeadNorm(nn.Module):
         x = F.rms_norm(x, x.shape[-1:], eps=self.eps)
         if isinstance(uses, int):
             return x * self.weights[uses].to(x.dtype)
-        w = torch.cat([self.weights[u].expand(tokens.stop - tokens.start, -1) for u, tokens in uses])    # (N, D)
+        w = torch.stack(list(self.weights))[uses[..., 0].argmax(0)]                     # (N, D)
         return x * w[:, None].to(x.dtype)
 
 
@@ -319,8 +320,8 @@ class DepthCache:
 class Whole:
     """T new tokens in every row at one depth, behind equally many others in each; without a cache behind none.
 
-    What both places offer: at (N,) or (T,), the tokens' positions; pos, the same for each row of queries; end, how many
-    keys are seen at most; uses, as RelaxedLinear takes them under cycle; append, queries, tokens.
+    What both places offer: at (T,) or (N,), the tokens' positions; pos (1, T) or (R, T), the same by row; end, how many
+    keys are seen at most; uses, as RelaxedLinear takes them under cycle; append, queries, tokens, advance.
     """
     packed = False
 
@@ -355,16 +356,11 @@ class Whole:
 
 class Ragged:
     """Up to T new tokens of row rows[r] at depth[r], n[r] of them real, behind those that it holds there. The real ones
-    stand side by side, (1, N, C), those of one depth together, but for attention, which sees them by row.
-
-    rows, depth, n (R,) on the host. Offers what Whole does, and pack, unpack.
-    """
+    stand side by side, (1, N, C), but for attention, which sees them by row. rows, depth, n (R,) on the host."""
     packed = True
 
-    def __init__(self, T, depth, cache, rows, n):
-        self.order = depth.argsort(stable=True)
-        self.cache, self.T = cache, T
-        self.rows, self.depth, self.n = rows[self.order], depth[self.order], n[self.order]
+    def __init__(self, T, depth, cache, rows, n, dtype):
+        self.cache, self.T, self.rows, self.depth, self.n = cache, T, rows, depth, n
         start = cache.filled[self.depth, self.rows]
         self.end = int((start + self.n).max())
         if self.end > cache.max_len:
@@ -372,25 +368,15 @@ class Ragged:
         pos = start[:, None] + torch.arange(T)                                          # (R, T)
         self.dense = bool((self.n == T).all())
         row, step = (torch.arange(T) < self.n[:, None]).nonzero(as_tuple=True)          # (N,) each
-        depths, counts = self.depth[row].unique(return_counts=True)
-        ends = counts.cumsum(0).tolist()
-        self.uses = [(d, slice(b - n, b)) for d, n, b in zip(depths.tolist(), counts.tolist(), ends)]
-        if len(self.uses) < 2:                                                          # of one depth, or no token
-            self.uses = int(self.depth[0])
+        self.uses, of_token = int(self.depth[0]), self.depth[row]
+        if not bool((of_token == self.uses).all()):                     # (n_loop, N, 1), as RelaxedLinear takes them
+            self.uses = (of_token == torch.arange(len(cache.filled))[:, None])[..., None].to(cache.device, dtype)
         B, device = cache.filled.size(1), cache.device
         in_order = isinstance(self.uses, int) and torch.equal(self.rows, torch.arange(B))
         flat = self.depth * B + self.rows                                               # row of the flat buffers
         self.at, self.pos = pos[row, step].to(device), pos.clamp(max=cache.max_len - 1).to(device)
         self.kept = slice(int(flat[0]), int(flat[0]) + B) if in_order else flat.to(device)
         self.stored_at, self.where = (flat[row].to(device), self.at), (row.to(device), step.to(device))
-
-    def pack(self, h):
-        """h (R, T, C), rows as they came -> (1, N, C)."""
-        return self.tokens(h[self.order.to(h.device)])
-
-    def unpack(self, x):
-        """(1, N, C) -> (R, T, C), rows as they came; 0 where there is no token."""
-        return self.queries(x)[self.order.argsort().to(x.device)]
 
     def store(self, i, k, v):
         """Store k, v (1, N, G, D) of the i-th layer of the loop. Returns the buffers, (n_loop B, max_len, G, D)."""
@@ -615,8 +601,8 @@ class Model(nn.Module):
         waiting = (before - n - cache.filled[depth, rows]) * (depth > 0)
         if waiting.any():
             return self.loop_with_waiting(h, depth, cache, rows, n, waiting)
-        place = Ragged(T, depth, cache, rows, n)
-        return place.unpack(self.through(place.pack(h), place))
+        place = Ragged(T, depth, cache, rows, n, h.dtype)
+        return place.queries(self.through(place.tokens(h), place))
 
     def all_alike(self, cache, depth, T):
         """Whether all rows hold equally many tokens at this depth, and none waits for it."""
@@ -638,8 +624,8 @@ class Model(nn.Module):
             if cache.waiting[d - 1] is None:
                 raise ValueError(f"tokens of this cache lack loop {d + 1}: they left before it with exit_loop")
             both[old[0][which], old[1][which]] = cache.waiting[d - 1][rows[old[0][which]], at[which]].to(h.dtype)
-        place = Ragged(T, depth, cache, rows, waiting + n)
-        both = place.unpack(self.through(place.pack(both), place))
+        place = Ragged(T, depth, cache, rows, waiting + n, h.dtype)
+        both = place.queries(self.through(place.tokens(both), place))
         self.keep(both[old], depth[old[0]], cache, rows[old[0]], at)                    # they wait for the next loop
         out = torch.zeros_like(h)
         out[new] = both[behind]
@@ -665,8 +651,8 @@ class Model(nn.Module):
 
     def propagate(self, h, depth, cache, rows):
         """Fill loop `depth` of rows (R,) with keys and values projected from h (R, 1, C)."""
-        place = Ragged(1, torch.full_like(rows, depth), cache, rows, torch.ones_like(rows))
-        x, rotary = place.pack(h), self.rotary(place, h.dtype)
+        place = Ragged(1, torch.full_like(rows, depth), cache, rows, torch.ones_like(rows), h.dtype)
+        x, rotary = place.tokens(h), self.rotary(place, h.dtype)
         for i in range(self.cfg.n_stored):
             k, use = self.unrolled[depth * self.cfg.n_stored + i]
             block = self.blocks[k]

@@ -53,7 +53,7 @@ class TrainConfig:
     out_dir: str = "out"             # where run folders live
     # data
     dataset: str = "python"          # a source, as prepare.py takes it; a folder under data_dir; task:NAME (tasks.py)
-    tokenizer: str = "byte"          # byte | char | bpe:SIZE | gpt2
+    tokenizer: str = "byte"          # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME, as prepare.py takes it
     data_dir: str = "data"           # where prepared data sets live
     task_examples: int = 0           # fixed training examples of a synthetic task (0: the task's own number)
     task_next_token: bool = False    # train the recall tasks on every next token, as MAD does, not on the scored ones

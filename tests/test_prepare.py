@@ -1,10 +1,12 @@
 """prepare.py: tokenizers, sources, splits, shards, what stops and failures leave behind, and bad input."""
+import codecs
 import contextlib
 import hashlib
 import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +87,50 @@ def bpe():
     return prepare.train_bpe(300, iter([WORDS + "\n        indented" * 100]))
 
 
+SPECIAL = [EOT, "<|im_start|>", "<pad>"]  # ids 0 to 2, as SmolLM has its own
+
+
+def write_model(folder, data, **config):
+    """A model's folder: data as its tokenizer.json, and a tokenizer_config.json of the keys given."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return f"hf:{folder}"
+
+
+def smollm(size=340):
+    """The tokenizer.json of a small BPE of bytes with SmolLM's parts, trained by the library."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    library, parts = Tokenizer(models.BPE()), pre_tokenizers
+    library.pre_tokenizer = parts.Sequence([parts.Digits(True), parts.ByteLevel(add_prefix_space=False)])
+    library.decoder = decoders.ByteLevel()
+    library.train_from_iterator([WORDS + "\n        indented" * 100], trainers.BpeTrainer(
+        vocab_size=size, special_tokens=SPECIAL, initial_alphabet=parts.ByteLevel.alphabet(), show_progress=False))
+    return json.loads(library.to_str())
+
+
+def llama2(**parts):
+    """The tokenizer.json of a tiny BPE with byte fallback, of Llama 2's form."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581acht<>/s"]
+    words += ["at", "\u2581c", "\u2581cat"]
+    added = [{"id": i, "content": words[i], "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False, "special": True} for i in range(3)]
+    normal = [{"type": "Prepend", "prepend": "\u2581"},
+              {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+            "normalizer": {"type": "Sequence", "normalizers": normal}, "pre_tokenizer": None,
+            "post_processor": None, "decoder": None,
+            "model": {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True,
+                      "vocab": {word: i for i, word in enumerate(words)},
+                      "merges": ["a t", "\u2581 c", "\u2581c at"]}, **parts}
+
+
+@pytest.fixture(scope="module")
+def hf():
+    return prepare.HFTokenizer(smollm(), 0)
+
+
 @pytest.fixture
 def docs():
     """Forty documents, some of them not ASCII."""
@@ -133,9 +179,9 @@ def test_bpe_merges(bpe):
     assert b" the" in bpe.pieces
 
 
-@pytest.mark.parametrize("name", ["byte", "bpe"])
-def test_end_of_text_is_ordinary_text_and_decodes_to_nothing(name, bpe):
-    tokenizer = bpe if name == "bpe" else prepare.ByteTokenizer()
+@pytest.mark.parametrize("name", ["byte", "bpe", "hf"])
+def test_end_of_text_is_ordinary_text_and_decodes_to_nothing(name, bpe, hf):
+    tokenizer = {"byte": prepare.ByteTokenizer(), "bpe": bpe, "hf": hf}[name]
     ids = tokenizer.encode(f"a{EOT}b")
     assert tokenizer.eot not in ids and tokenizer.decode(ids) == f"a{EOT}b"
     assert tokenizer.decode([tokenizer.eot, *ids, tokenizer.eot]) == f"a{EOT}b"
@@ -157,9 +203,9 @@ def test_unknown_character_is_named():
         prepare.CharTokenizer("abc").encode("abza")
 
 
-@pytest.mark.parametrize("name", ["byte", "char", "bpe"])
-def test_lone_surrogate_is_refused(name, bpe):
-    tokenizer = {"byte": prepare.ByteTokenizer(), "char": prepare.CharTokenizer("ab"), "bpe": bpe}[name]
+@pytest.mark.parametrize("name", ["byte", "char", "bpe", "hf"])
+def test_lone_surrogate_is_refused(name, bpe, hf):
+    tokenizer = {"byte": prepare.ByteTokenizer(), "char": prepare.CharTokenizer("ab"), "bpe": bpe, "hf": hf}[name]
     with pytest.raises(UserError, match="udc80"):
         tokenizer.encode("a\udc80b")
 
@@ -263,6 +309,274 @@ def test_missing_package_is_named(tmp_path, monkeypatch, module, keys):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=f"pip install {module}"):
         make(tmp_path, **keys)
+
+
+# Tokenizers of Hugging Face models
+
+
+@exact
+@given(text=texts())
+def test_hf_round_trip(hf, text):
+    again = load_tokenizer(json.loads(json.dumps(hf.to_dict())))
+    ids = hf.encode(text)
+    assert again.decode_bytes(ids) == text.encode() and again.encode(text) == ids
+    assert all(len(SPECIAL) <= i < hf.vocab_size for i in ids)
+    assert (again.eot, again.vocab_size, again.to_dict()) == (0, 340, hf.to_dict())
+
+
+def test_hf_ids_are_the_models_own(hf):
+    from tokenizers import Tokenizer
+    own = Tokenizer.from_str(json.dumps(smollm()))
+    text = WORDS + "naïve 你好 \U0001f600 2024\r\n\t'data's   x\n\n"
+    ids = hf.encode(text)
+    assert ids == own.encode(text, add_special_tokens=False).ids and len(ids) < 0.6 * len(text)
+    assert own.encode(EOT).ids == [0] and hf.decode_bytes([0]) == b""
+
+
+@pytest.mark.parametrize("text", [*SPECIAL, "".join(SPECIAL), f"x{EOT} y", f"\U0001f600{EOT}\U0001f468\u200d"])
+def test_hf_special_tokens_are_ordinary_text(hf, text):
+    ids = hf.encode(text)
+    assert min(ids) >= len(SPECIAL) and len(ids) > 3 and hf.decode(ids) == text
+
+
+def test_hf_bytes_can_be_streamed(hf):
+    text = f"a\U0001f600é你{EOT}\U0001f468\u200d\U0001f469 the cat"
+    decoder = codecs.getincrementaldecoder("utf-8")()  # strict: every byte is exact
+    assert "".join(decoder.decode(hf.decode_bytes([i])) for i in hf.encode(text)) == text
+    assert len(hf.decode_bytes(hf.encode("\U0001f600")[:1])) < 4  # a part of a character
+
+
+def test_hf_data_set(tmp_path, docs, monkeypatch):
+    docs = [f"{doc}\U0001f600{EOT}" for doc in docs]
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "models/tiny", smollm(), eos_token=EOT)
+    folder = make(tmp_path, dataset=write_docs(tmp_path / "docs", docs), tokenizer="hf:models/tiny", name="x")
+    shutil.rmtree(tmp_path / "models")  # is not needed again
+    data = TokenData(folder, "train")
+    assert (data.tokenizer.kind, data.vocab_size, data.meta["eot"], data.meta["dtype"]) == ("hf", 340, 0, "uint16")
+    assert data.meta["tokenizer_name"] == "hf:models/tiny"
+    assert sorted(docs_of(folder, "train") + docs_of(folder, "val")) == sorted(docs)
+    for split in ("train", "val"):
+        ids = ids_of(folder, split)
+        assert ids[-1] == 0 and ids.count(0) == len(docs_of(folder, split)) and not {1, 2} & set(ids)
+        assert TokenData(folder, split).bytes == len(data.tokenizer.decode_bytes(ids))
+
+
+@pytest.mark.parametrize("unit", [" ", "a", "a b", "\u0301"])
+def test_hf_encodes_a_very_large_document_quickly(hf, unit):
+    text = (unit * 1_000_000)[:1_000_000]
+    start = time.monotonic()
+    ids = hf.encode(text)
+    assert time.monotonic() - start < 8
+    assert hf.decode(ids) == text
+
+
+def test_hf_equal_tokenizers_are_equal_dicts(hf):
+    data = smollm()
+    model = {**data["model"], "vocab": dict(reversed(data["model"]["vocab"].items())),
+             "merges": [" ".join(pair) for pair in data["model"]["merges"]]}  # as older files have them
+    assert data["model"]["merges"] != model["merges"]
+    del model["type"], model["ignore_merges"]
+    other = {**data, "model": model, "added_tokens": data["added_tokens"][::-1], "decoder": None,
+             "post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [data["pre_tokenizer"]]}}
+    assert prepare.HFTokenizer(other, 0).to_dict() == hf.to_dict()
+    assert prepare.HFTokenizer(data, 1).to_dict() != hf.to_dict() != prepare.HFTokenizer(smollm(330), 0).to_dict()
+
+
+def test_hf_nothing_is_cut_padded_dropped_or_put_before(hf):
+    data = smollm()
+    digits, byte_level = data["pre_tokenizer"]["pretokenizers"]
+    steps = [digits, {**byte_level, "add_prefix_space": True}]
+    parts = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+             "truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0},
+             "padding": {"strategy": {"Fixed": 900}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 2,
+                         "pad_type_id": 0, "pad_token": "<pad>"},
+             "post_processor": {"type": "TemplateProcessing", "single": [
+                 {"SpecialToken": {"id": EOT, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+                 "special_tokens": {EOT: {"id": EOT, "ids": [0], "tokens": [EOT]}}},
+             "model": {**data["model"], "dropout": 0.5, "unk_token": EOT}}
+    tokenizer = prepare.HFTokenizer({**data, **parts}, 0)
+    assert tokenizer.to_dict() == hf.to_dict() and tokenizer.encode(WORDS) == hf.encode(WORDS)
+
+
+def test_hf_no_word_of_the_vocabulary_is_taken_for_a_special_token():
+    data = smollm()
+    data["model"]["ignore_merges"] = True  # a whole piece of text that is in the vocabulary is its id
+    data["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = prepare.HFTokenizer(data, 0)
+    for text in SPECIAL:
+        assert min(tokenizer.encode(text)) >= len(SPECIAL) and tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_hf_added_tokens_match_no_text_and_gaps_have_no_bytes():
+    data = smollm()
+    extra = {"single_word": False, "lstrip": True, "rstrip": True, "normalized": True, "special": False}
+    data["added_tokens"] += [{"id": 410, "content": "<think>", **extra}, {"id": 405, "content": "the cat é", **extra}]
+    tokenizer = prepare.HFTokenizer(data, 0)
+    assert tokenizer.vocab_size == 411 and tokenizer.decode([410, 405, 404, 409, 1]) == "<think>the cat é"
+    ids = tokenizer.encode(" <think> the cat é")
+    assert max(ids) < 340 and tokenizer.decode(ids) == " <think> the cat é"
+    data = llama2()
+    data["added_tokens"].append({"id": 270, "content": "\u2581cat", **extra})  # a word of the vocabulary, as Gemma's
+    assert prepare.HFTokenizer(data, 2).decode([270, 270]) == " cat cat"
+
+
+def test_hf_keeps_the_models_normalizer():
+    tokenizer = prepare.HFTokenizer({**smollm(), "normalizer": {"type": "NFC"}}, 0)
+    assert tokenizer.decode(tokenizer.encode("e\u0301 a")) == "é a"
+
+
+def test_hf_bytes_without_a_token_are_left_out_and_named(tmp_path, capsys):
+    data = smollm()
+    for sign in "\u0104ñ":  # the bytes 04 and F1, which SmolLM lacks too
+        del data["model"]["vocab"][sign]
+    data["model"]["unk_token"] = EOT
+    tokenizer = prepare.hf_tokenizer(write_model(tmp_path / "model", data).removeprefix("hf:"))
+    out = capsys.readouterr().out
+    assert "no tokens for the bytes 04 f1 (hexadecimal)" in out and out.count("\n") == 1
+    assert tokenizer.decode(tokenizer.encode("a\x04b")) == "ab" and tokenizer.encode("\x04") == []
+
+
+@pytest.mark.parametrize("parts", [
+    {}, {"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first",
+                                               "split": False}},
+    {"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "add_prefix_space": True}}])
+def test_hf_byte_fallback(parts):
+    from tokenizers import Tokenizer
+    data = llama2(**parts)
+    tokenizer, own = prepare.HFTokenizer(data, 2), Tokenizer.from_str(json.dumps(data))
+    assert tokenizer.encode(" cat cat") == own.encode("cat cat").ids == [270, 270]  # it puts a blank before them
+    for text in "cat", "  cat\n hat", "a </s><s> <0x0A>", "\U0001f600 é\t", "<unk>":
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and not {0, 1, 2} & set(ids)
+        assert b"".join(tokenizer.decode_bytes([i]) for i in ids) == text.encode()
+    assert load_tokenizer(tokenizer.to_dict()).encode("hat \U0001f600") == tokenizer.encode("hat \U0001f600")
+    parts = tokenizer.encode("cat" * 30_000 + " cat" * 30_000)
+    assert tokenizer.decode(parts) == "cat" * 30_000 + " cat" * 30_000
+
+
+@pytest.mark.parametrize("config, eot", [
+    ({}, 0), ({"eos_token": None}, 0), ({"eos_token": "<|im_start|>"}, 1), ({"eos_token": {"content": "<pad>"}}, 2)])
+def test_hf_end_of_text(tmp_path, config, eot, capsys):
+    name = write_model(tmp_path / "model", smollm(), **config)
+    tokenizer = prepare.hf_tokenizer(name.removeprefix("hf:"))
+    assert tokenizer.eot == eot and tokenizer.decode([eot]) == "" == capsys.readouterr().out
+
+
+def test_hf_end_of_text_that_no_file_calls_special(tmp_path):
+    data = llama2(added_tokens=[])
+    name = write_model(tmp_path / "model", data)
+    tokenizer = prepare.hf_tokenizer(name.removeprefix("hf:"))
+    assert tokenizer.eot == 2 and tokenizer.decode([2]) == "" and 2 not in tokenizer.encode("</s>")
+
+
+BPE_MODEL = {"type": "BPE", "vocab": {"a": 0, EOT: 1}, "merges": []}
+
+
+@pytest.mark.parametrize("parts, message", [
+    ({"model": {"type": "WordPiece", "unk_token": "a", "vocab": {"a": 0, EOT: 1}}}, "a WordPiece tokenizer is not"),
+    ({"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 0, EOT: 1}}}, "a WordLevel tokenizer is not"),
+    ({"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", -1.0], [EOT, -2.0]]}}, "a Unigram tokenizer is not"),
+    ({"model": {"vocab": {}}}, "a unknown tokenizer is not"),
+    ({"pre_tokenizer": {"type": "Whitespace"}}, "this kind of BPE"), ({"pre_tokenizer": None}, "this kind of BPE"),
+    ({"pre_tokenizer": None, "model": {**BPE_MODEL, "byte_fallback": True}}, "this kind of BPE"),
+    ({"model": {**BPE_MODEL, "end_of_word_suffix": "</w>"}}, "this kind of BPE"),
+    ({"model": {**BPE_MODEL, "continuing_subword_prefix": "##"}}, "this kind of BPE"),
+    ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "WhitespaceSplit"}, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}},
+     "drops blanks"),
+    ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "Precompiled"),
+    ({"normalizer": {"type": "Nope"}}, "tokenizer hf:model: "),
+    ({"model": {**BPE_MODEL, "merges": [["a", "b"]]}}, "out of vocabulary"),
+    ({"model": {**BPE_MODEL, "vocab": {"a": -1, EOT: 1}}}, "not distinct numbers"),
+    ({"model": {**BPE_MODEL, "vocab": {"a": 1, EOT: 1}}}, "not distinct numbers"),
+    ({"model": {**BPE_MODEL, "vocab": {"a": 1 << 40, EOT: 1}}}, "not distinct numbers"),
+    ({"model": {**BPE_MODEL, "vocab": {"a": "0", EOT: 1}}}, "not distinct numbers"),
+    ({"added_tokens": [], "model": {**BPE_MODEL, "vocab": {"a": 0}}},
+     "no end-of-text token (<|endoftext|>, </s>, <|end_of_text|>)"),
+    ({"model": None}, "malformed"), ({"model": {**BPE_MODEL, "vocab": []}}, "malformed"),
+    ({"added_tokens": [{"id": 0}]}, "malformed"), ({"pre_tokenizer": 3}, "malformed")])
+def test_hf_refused_tokenizers(tmp_path, parts, message, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_docs(tmp_path / "texts", ["some text", "more text"])
+    write_model(tmp_path / "model", {**smollm(260), **parts})
+    before = sorted(tmp_path.rglob("*"))
+    status, out, err = cli(monkeypatch, capsys, "dataset=file:texts", "tokenizer=hf:model")
+    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert sorted(tmp_path.rglob("*")) == before and len(err) < 250
+
+
+@pytest.mark.parametrize("files, message", [
+    ({}, "model has no tokenizer.json"), ({"tokenizer.json": b""}, "cannot read model/tokenizer.json"),
+    ({"tokenizer.json": b"{"}, "cannot read model/tokenizer.json"), ({"tokenizer.json": b"\xff"}, "cannot read"),
+    ({"tokenizer.json": b"[" * 100_000}, "cannot read"), ({"tokenizer.json": b"[]"}, "holds no object"),
+    ({"tokenizer.json": b"{}"}, "malformed"), ({"tokenizer_config.json": b"{"}, "cannot read model/tokenizer_config"),
+    ({"tokenizer_config.json": b"3"}, "holds no object"),
+    ({"tokenizer_config.json": b'{"eos_token": []}'}, "malformed"),
+    ({"tokenizer_config.json": b'{"eos_token": "<eos>"}'}, "no end-of-text token (<eos>)")])
+def test_hf_unreadable_folders(tmp_path, files, message, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if "tokenizer_config.json" in files:
+        write_model(tmp_path / "model", smollm(260))
+    (tmp_path / "model").mkdir(exist_ok=True)
+    for name, content in files.items():
+        (tmp_path / "model" / name).write_bytes(content)
+    before = tree(tmp_path)
+    status, out, err = cli(monkeypatch, capsys, "tokenizer=hf:model")
+    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("changes", [
+    {"eot": None}, {"eot": True}, {"eot": -1}, {"eot": 340}, {"eot": "0"}, {"eot": [0]}, {"json": None}, {"json": ""},
+    {"json": "{"}, {"json": "[]"}, {"json": "{}"}, {"json": "[" * 100_000},
+    {"json": '{"model": {"vocab": {}, "merges": []}}'}])
+def test_hf_malformed(hf, changes):
+    with pytest.raises(UserError, match="malformed hf tokenizer"):
+        load_tokenizer({**hf.to_dict(), **changes})
+    for key in changes:
+        with pytest.raises(UserError, match="malformed hf tokenizer: KeyError"):
+            load_tokenizer({k: v for k, v in hf.to_dict().items() if k != key})
+
+
+def test_hf_hub_name(tmp_path, docs, monkeypatch):
+    import huggingface_hub
+    calls = []
+
+    def download(name, **keys):
+        calls.append((name, keys["allow_patterns"]))
+        write_model(tmp_path / "cache", smollm(), eos_token=EOT)
+        return str(tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    folder = make(tmp_path, dataset=write_docs(Path("docs"), docs), tokenizer="hf:Owner/Name-1.0_b")
+    assert folder.name == "file-docs-hf-Owner-Name-1.0_b" and TokenData(folder, "val").tokenizer.eot == 0
+    assert calls == [("Owner/Name-1.0_b", ["tokenizer.json", "tokenizer_config.json"])]
+
+    def fail(name, **keys):
+        raise ConnectionError("no route\nto host")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    message = "^tokenizer hf:a/b is not a folder here and cannot be downloaded: ConnectionError: no route$"
+    with pytest.raises(UserError, match=message):
+        make(tmp_path, tokenizer="hf:a/b", name="y")
+
+
+def test_hf_hub_name_without_a_network_is_one_line(tmp_path):
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    done = run("tokenizer=hf:HuggingFaceTB/SmolLM-135M", cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "data").exists()
+    assert done.stderr.startswith("error: tokenizer hf:HuggingFaceTB/SmolLM-135M is not a folder here and cannot be")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("module, name", [("tokenizers", "model"), ("huggingface_hub", "owner/name")])
+def test_hf_missing_package_is_named(tmp_path, monkeypatch, module, name):
+    write_model(tmp_path / "model", smollm(260))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=f"pip install {module}"):
+        make(tmp_path, tokenizer=f"hf:{name}")
 
 
 # Sources and splits
@@ -669,9 +983,10 @@ def test_token_outside_the_vocabulary(tmp_path):
 # Nothing half done
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe:400"])
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe:400", "hf:model"])
 def test_prepared_twice_the_bytes_are_the_same(tmp_path, docs, tokenizer):
     write_docs(tmp_path / "docs", docs)
+    write_model(tmp_path / "model", smollm())
     trees = []
     for data_dir, seed in ("one", "1"), ("else/where", "2"):
         done = run("dataset=file:docs", f"tokenizer={tokenizer}", f"data_dir={data_dir}", "shard_tokens=2000",
@@ -977,7 +1292,9 @@ def test_empty_name():
 @pytest.mark.parametrize("dataset, tokenizer, folder", [
     ("python", "byte", "python-byte"), ("python+packages", "bpe:512", "python+packages-bpe-512"),
     ("file:a/b c.txt", "char", "file-a-b-c.txt-char"), ("file:../../x", "byte", "file-..-..-x-byte"),
-    ("hf:O/N:c", "gpt2", "hf-O-N-c-gpt2"), ("../é", "byte", "byte")])
+    ("hf:O/N:c", "gpt2", "hf-O-N-c-gpt2"), ("../é", "byte", "byte"),
+    ("python", "hf:O/N-1.7B", "python-hf-O-N-1.7B"), ("python", "hf:/abs/my model/", "python-hf--abs-my-model-"),
+    ("python", "hf:../models/x", "python-hf-..-models-x"), ("python", "hf:~/x", "python-hf---x")])
 def test_folder_name(dataset, tokenizer, folder):
     assert prepare.folder_name(dataset, tokenizer) == folder and prepare.NAME.fullmatch(folder)
 
@@ -989,10 +1306,14 @@ BAD = [
     (["dataset=file:texts", "extensions=.xyz"], "ends with .xyz"), (["dataset=file:"], "unknown dataset"),
     (["dataset=file:texts", "extensions=,"], "extensions"), (["dataset=hf:"], "unknown dataset"),
     (["dataset=pyton"], "python, python+packages, file:PATH"), (["dataset="], "unknown dataset"),
-    (["tokenizer=bytes"], "byte, char, bpe:SIZE, gpt2"), (["tokenizer=bpe"], "unknown tokenizer"),
+    (["tokenizer=bytes"], "byte, char, bpe:SIZE, gpt2, hf:PATH_OR_NAME"), (["tokenizer=bpe"], "unknown tokenizer"),
     (["tokenizer=bpe:"], "unknown tokenizer"), (["tokenizer=bpe:x"], "unknown tokenizer"),
     (["tokenizer=bpe:257"], "258 to"), (["tokenizer=bpe:-5"], "unknown tokenizer"),
-    (["tokenizer=bpe:999999999"], "258 to"), (["name=../x"], "name '../x'"), (["name=/abs"], "name"),
+    (["tokenizer=bpe:999999999"], "258 to"), (["tokenizer=hf:"], "unknown tokenizer"),
+    (["tokenizer=hf"], "unknown tokenizer"), (["tokenizer=hf:none"], "hf:none is neither a folder nor a hub name"),
+    (["tokenizer=hf:./none"], "neither a folder"), (["tokenizer=hf:/none/x"], "neither a folder"),
+    (["tokenizer=hf:a/b/c"], "neither a folder"), (["tokenizer=hf:latin.txt"], "neither a folder"),
+    (["tokenizer=hf:texts"], "texts has no tokenizer.json"), (["name=../x"], "name '../x'"), (["name=/abs"], "name"),
     (["datset=python"], "did you mean dataset?"), (["val_fraction=x"], "val_fraction: expected float"),
     (["val_fraction=0"], "val_fraction must"), (["val_fraction=1.0"], "val_fraction must"),
     (["max_tokens=-1"], "max_tokens"), (["max_tokens=3"], "max_tokens"), (["shard_tokens=0"], "shard_tokens"),
