@@ -9,6 +9,8 @@ Speed, side by side in one run: what the README's ratios come from.
     python bench.py rat config=configs/rat_1300m.yaml     on a GPU: the paper's Tables 6, 7 and 8
     python bench.py lrt                                   the Latent Recurrent Transformer's paths beside its backbone
     python bench.py lrt config=configs/lrt_20l.yaml batch_size=4    on a GPU: the paper's size
+    python bench.py relaxed                               deltas of several ranks; decoding beside an untied Transformer
+    python bench.py relaxed init_from=out/relaxed_exit    also 240 requests in three batchings, with its trained exits
     python bench.py kernels                               attend and scan (keys: device, rounds)
 
 The keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
@@ -19,16 +21,18 @@ import contextlib
 import dataclasses
 import functools
 import math
+import random
 import statistics
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 import kernels
 from prepare import UserError, asks_help, run_cli, split_args, typed_config
-from train import device_name, make_optimizers, model_module, pick_device, read_config
+from train import device_name, make_model, make_optimizers, model_module, pick_device, read_config
 
 
 def timings(contestants, rounds, device):
@@ -398,6 +402,106 @@ def taking_in(model, T):
     return prefill
 
 
+def bench_relaxed(model, cfg, device, ckpt, rounds=9):
+    """Ranks of the deltas beside an untied Transformer of the same unrolled depth: training steps, decoding. Then, with
+    trained weights, many requests."""
+    gpt = model_module("gpt")
+    shared = {f.name for f in dataclasses.fields(gpt.Config)}
+    untied = gpt.Config(**{k: v for k, v in dataclasses.asdict(model.cfg).items() if k in shared})
+    ranks = sorted({0, 8, 64, model.cfg.rank})
+    models = {"untied": gpt.Model(untied).to(device), **{
+        f"rank {r}": type(model)(dataclasses.replace(model.cfg, rank=r, early_exit="none")).to(device) for r in ranks}}
+    T = model.cfg.block_size
+    times = timings({name: (None, training_step(m, cfg)) for name, m in models.items()}, rounds, device)
+    for name, t in times.items():
+        print(f"training step    {name:12}{1000 * statistics.median(t):10.2f} ms{times_as_long(t, times['untied']):8.2f} "
+              f"x the untied model{sum(p.numel() for p in models[name].parameters()):14,} parameters", flush=True)
+    n = min(8, T - 1)
+    for rows in (1, 16):
+        contestants = {name: decoding(m, T, n, rows)["with the cache"] for name, m in models.items()}
+        times = timings(contestants, 3 * rounds, device)
+        for name, t in times.items():
+            print(f"decoding, {rows:2} rows {name:12}{1000 * statistics.median(t) / n:10.3f} ms a token"
+                  f"{times_as_long(t, times['untied']):8.2f} x the untied model", flush=True)
+    if ckpt is None:
+        return print("requests: need trained exits, init_from=RUN (README.md, Relaxed Recursive Transformers)")
+    bench_batching(model, cfg, device)
+
+
+def bench_batching(model, cfg, device, requests=240, slots=32, share=0.65, rounds=3):
+    """Many requests, answered by static, sequence-wise and depth-wise batching, without early exit and with it, at the
+    confidence that lets about `share` of the tokens leave after the first loop."""
+    from sample import Engine, Request
+    rng = random.Random(0)
+    sizes = [(rng.randint(4, 16), rng.randint(32, 96)) for _ in range(requests)]
+    text = val_tokens(cfg)
+    starts = [rng.randrange(len(text) - 16) for _ in sizes]
+    max_len = 16 + 96
+    if max_len > model.cfg.block_size or model.cfg.n_loop < 2:
+        raise UserError(f"block_size={model.cfg.block_size}, n_loop={model.cfg.n_loop}: at least {max_len} and 2 are "
+                        f"needed")
+    work = lambda: [Request(text[a:a + n].tolist(), new) for a, (n, new) in zip(starts, sizes)]
+    model.eval()
+
+    def answer(batching, exit, fill):
+        model.cfg.fill, todo = fill, work()
+        engine = Engine(model, slots, max_len, batching, exit)
+        wait(device)
+        start = time.perf_counter()
+        list(engine.run(todo))
+        wait(device)
+        return todo, time.perf_counter() - start, engine.cache.nbytes()
+    exit = f"confidence:{first_loop_quantile(model, work()[:slots], max_len, 1 - share):.4f}"
+    ways = [(b, e, f) for e, f in (("", "exact"), (exit, "propagate"), (exit, "exact"))
+            for b in ("static", "sequence", "depth")]
+    runs = {way: [] for way in ways}
+    for n in range(rounds + 1):
+        for way in ways:
+            runs[way].append(answer(*way))
+    report_batching(runs, model.cfg.n_loop, rounds)
+
+
+def report_batching(runs, n_loop, rounds):
+    """Print what bench_batching found; the first round does not count."""
+    base = [t for _, t, _ in runs["sequence", "", "exact"][1:]]
+    for (batching, exit, fill), found in runs.items():
+        answers = found[0][0]
+        exits = [depth for r in answers for depth in r.exits]
+        seconds, p1 = [t for _, t, _ in found[1:]], exits.count(1) / len(exits)
+        same = [[r.tokens for r in x] == [r.tokens for r in runs["static", exit, fill][0][0]] for x, _, _ in found]
+        how = f"{exit}, fill={fill}" if exit else "no early exit"
+        print(f"{len(answers)} requests, {how:40}{batching:10}{len(exits) / statistics.median(seconds):9,.0f} tokens/s"
+              f"{1 / times_as_long(seconds, base):7.2f} x sequence without exit   "
+              f"answers {'the same' if all(same) else 'DIFFER'}", flush=True)
+        if exit and batching == "depth" and n_loop == 2:
+            gain, bound = 1 / times_as_long(seconds, base), 2 / (2 - p1)
+            print(f"  {p1:.0%} of the tokens leave after the first loop: bound 2 / (2 - p1) = {bound:.2f}, reached "
+                  f"{gain / bound:.0%}" + (" (goal 85%)" if fill == "propagate" else ""))
+
+
+def val_tokens(cfg):
+    """The validation text of a run's data set, token ids."""
+    from prepare import TokenData
+    from train import open_data
+    data = TokenData(open_data(cfg), "val")
+    return data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
+
+
+def first_loop_quantile(model, requests, max_len, q):
+    """The confidence of the first loop that a share q of the tokens does not reach, over what the model writes."""
+    from sample import Engine
+    found = []
+
+    class Watching(Engine):
+        def decide(self, h, depth, rows):
+            first = depth == 0
+            if first.any():
+                found.append(self.model.logits(h[first.to(h.device), 0]).softmax(-1).amax(-1).cpu())
+            return super().decide(h, depth, rows)
+    list(Watching(model, len(requests), max_len, "sequence").run(requests))
+    return float(torch.cat(found).quantile(q))
+
+
 def bench_gpt(model, cfg, device):
     """Training, fast beside naive, and decoding at the end of the context, cached beside recomputed."""
     T, tokens = model.cfg.block_size, cfg.batch_size * model.cfg.block_size
@@ -553,33 +657,34 @@ def bench_kernels(argv):
 
 
 # Sizes of a bench that no config file and no width is given to: wide enough that products, not calls, take the time.
-BENCH_SIZES = {"rat": ["n_embd=256"], "lrt": ["n_layer=6", "n_embd=256", "block_size=512", "batch_size=8"]}
+BENCH_SIZES = {"rat": ["n_embd=256"], "lrt": ["n_layer=6", "n_embd=256", "block_size=512", "batch_size=8"],
+               "relaxed": ["n_embd=512", "n_head=8", "n_kv_head=2"]}
 
 
 def main(argv):
     if asks_help(argv):
         return print(__doc__.strip())
     names = [a for a in argv if "=" not in a]
-    benches = {"gpt": bench_gpt, "rt": bench_rt, "lrt": bench_lrt}      # of whole models
+    benches = {"gpt": bench_gpt, "rt": bench_rt, "lrt": bench_lrt, "relaxed": bench_relaxed}      # of whole models
     if len(names) > 1 or not set(names) <= {*benches, "rat", "kernels"}:
         raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join([*benches, 'rat', 'kernels'])}")
     name = names[0] if names else "gpt"
     if name == "kernels":
         return bench_kernels([a for a in argv if "=" in a])
     keys = [a for a in argv if "=" in a]
-    if not {"config", "n_embd"} & {a.split("=")[0] for a in keys}:
+    if not {"config", "n_embd", "init_from"} & {a.split("=")[0] for a in keys}:
         keys = BENCH_SIZES.get(name, []) + keys
-    cfg, model_fields, _, _ = read_config([f"model={name}", *keys])
+    cfg, model_fields, ckpt, _ = read_config([f"model={name}", *keys])
     device = pick_device(cfg.device)
     module = model_module(name)
     torch.manual_seed(cfg.seed)
     if name == "rat":
         return bench_rat(module.Config(**model_fields), device)
-    model = module.Model(module.Config(**model_fields)).to(device)
+    model = make_model(cfg, model_fields, ckpt, model_fields["vocab_size"], ["vocab_size"]).to(device)
     print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, batch {cfg.batch_size} x "
           f"{model.cfg.block_size} tokens; {device_name(device)}, torch {torch.__version__}; training in "
           f"{'bfloat16 (autocast)' if device.type == 'cuda' else 'float32'}, decoding in float32, not compiled")
-    benches[name](model, cfg, device)
+    benches[name](model, cfg, device, *([ckpt] if name == "relaxed" else []))
 
 
 if __name__ == "__main__":

@@ -320,13 +320,14 @@ class DepthCache:
 class Whole:
     """T new tokens in every row at one depth, behind equally many others in each; without a cache behind none.
 
-    What both places offer: at (T,) or (N,), the tokens' positions; pos (1, T) or (R, T), the same by row; end, how many
-    keys are seen at most; uses, as RelaxedLinear takes them under cycle; append, queries, tokens, advance.
+    What both places offer: at (T,) or (N,), the tokens' positions; uses, as RelaxedLinear takes them under cycle;
+    store; advance; and groups of rows for attention, each with pos (1, T) or (R, T), end (how many keys are seen at
+    most), keys, queries and tokens. Here the only group is the place itself.
     """
-    packed = False
+    plain = True
 
     def __init__(self, T, depth, cache, device):
-        self.cache, self.uses = cache, depth
+        self.cache, self.uses, self.groups = cache, depth, [self]
         self.start = 0 if cache is None else int(cache.filled[depth, 0])
         self.end = self.start + T
         self.at = torch.arange(self.start, self.end, device=device)             # (T,)
@@ -334,14 +335,18 @@ class Whole:
         if cache is not None and self.end > cache.max_len:
             raise ValueError(f"the cache is full: {self.start} tokens held, {T} more, max_len {cache.max_len}")
 
-    def append(self, i, k, v):
-        """Store k, v (B, T, G, D) of the i-th layer of the loop; returns all its keys and values, (B, S, G, D)."""
+    def store(self, i, k, v):
+        """Take in k, v (B, T, G, D) of the i-th layer of the loop."""
         if self.cache is None:
-            return k, v
-        kept = self.cache.k[i][self.uses], self.cache.v[i][self.uses]
-        for buffer, new in zip(kept, (k, v)):
+            self.kept = k, v
+            return
+        self.kept = self.cache.k[i][self.uses], self.cache.v[i][self.uses]
+        for buffer, new in zip(self.kept, (k, v)):
             buffer[:, self.start:self.end] = new.detach()
-        return [buffer[:, :self.end] for buffer in kept]
+
+    def keys(self, i):
+        """All keys and values of the i-th layer, (B, S, G, D)."""
+        return [x[:, :self.end] for x in self.kept]
 
     def queries(self, q):
         return q
@@ -356,55 +361,77 @@ class Whole:
 
 class Ragged:
     """Up to T new tokens of row rows[r] at depth[r], n[r] of them real, behind those that it holds there. The real ones
-    stand side by side, (1, N, C), but for attention, which sees them by row. rows, depth, n (R,) on the host."""
-    packed = True
+    stand side by side, (1, N, C), but for attention, which sees the rows that have one apart from those that have
+    several, so that little is padding. rows, depth, n (R,) on the host."""
 
     def __init__(self, T, depth, cache, rows, n, dtype):
-        self.cache, self.T, self.rows, self.depth, self.n = cache, T, rows, depth, n
-        start = cache.filled[self.depth, self.rows]
-        self.end = int((start + self.n).max())
-        if self.end > cache.max_len:
+        self.cache, self.T = cache, T
+        self.order = (n != 1).to(torch.int8).argsort(stable=True)       # those that have one come first
+        self.rows, self.depth, self.n = rows[self.order], depth[self.order], n[self.order]
+        start, B, device = cache.filled[self.depth, self.rows], cache.filled.size(1), cache.device
+        if int((start + self.n).max()) > cache.max_len:
             raise ValueError(f"the cache is full: {int(start.max())} tokens held, {T} more, max_len {cache.max_len}")
-        pos = start[:, None] + torch.arange(T)                                          # (R, T)
-        self.dense = bool((self.n == T).all())
         row, step = (torch.arange(T) < self.n[:, None]).nonzero(as_tuple=True)          # (N,) each
+        flat = self.depth * B + self.rows                                               # row of the flat buffers
         self.uses, of_token = int(self.depth[0]), self.depth[row]
         if not bool((of_token == self.uses).all()):                     # (n_loop, N, 1), as RelaxedLinear takes them
-            self.uses = (of_token == torch.arange(len(cache.filled))[:, None])[..., None].to(cache.device, dtype)
-        B, device = cache.filled.size(1), cache.device
-        in_order = isinstance(self.uses, int) and torch.equal(self.rows, torch.arange(B))
-        flat = self.depth * B + self.rows                                               # row of the flat buffers
-        self.at, self.pos = pos[row, step].to(device), pos.clamp(max=cache.max_len - 1).to(device)
-        self.kept = slice(int(flat[0]), int(flat[0]) + B) if in_order else flat.to(device)
-        self.stored_at, self.where = (flat[row].to(device), self.at), (row.to(device), step.to(device))
+            self.uses = (of_token == torch.arange(len(cache.filled))[:, None])[..., None].to(device, dtype)
+        self.at, self.stored_at = (start[row] + step).to(device), flat[row].to(device)
+        ones = int((self.n == 1).sum())
+        parts = (slice(0, ones), slice(0, ones)), (slice(ones, len(rows)), slice(ones, len(row)))   # rows, tokens
+        self.groups = [Group(cache, start[some], self.n[some], flat[some], tokens) for some, tokens in parts
+                       if tokens.start < tokens.stop]
+        self.where = self.order.to(device)[row.to(device)], step.to(device)
 
-    def store(self, i, k, v):
-        """Store k, v (1, N, G, D) of the i-th layer of the loop. Returns the buffers, (n_loop B, max_len, G, D)."""
-        flat = [buffer[i].flatten(0, 1) for buffer in (self.cache.k, self.cache.v)]
-        for buffer, new in zip(flat, (k, v)):
-            buffer[self.stored_at] = new[0].detach().to(buffer.dtype)
-        return flat
+    def pack(self, h):
+        """h (R, T, C), rows as they came -> (1, N, C)."""
+        return h[self.where][None]
 
-    def append(self, i, k, v):
-        """Store k, v and return all keys and values of the rows at their depths, (R, S, G, D)."""
-        seen = [buffer[:, :self.end] for buffer in self.store(i, k, v)]
-        return [x[self.kept] if isinstance(self.kept, slice) else x.index_select(0, self.kept) for x in seen]
-
-    def queries(self, q):
-        """(1, N, ...) -> (R, T, ...), 0 where there is no token."""
-        R = len(self.rows)
-        if self.dense:
-            return q.reshape(R, self.T, *q.shape[2:])
-        out = q.new_zeros(R, self.T, *q.shape[2:])
-        out[self.where] = q[0]
+    def unpack(self, x):
+        """(1, N, C) -> (R, T, C), rows as they came; 0 where there is no token."""
+        out = x.new_zeros(len(self.rows), self.T, x.size(-1))
+        out[self.where] = x[0]
         return out
 
-    def tokens(self, y):
-        """(R, T, ...) -> (1, N, ...)."""
-        return (y.flatten(0, 1) if self.dense else y[self.where])[None]
+    def store(self, i, k, v):
+        """Take in k, v (1, N, G, D) of the i-th layer of the loop."""
+        for buffer, new in ((self.cache.k[i], k), (self.cache.v[i], v)):
+            buffer.flatten(0, 1)[self.stored_at, self.at] = new[0].detach().to(buffer.dtype)
 
     def advance(self):
         self.cache.filled[self.depth, self.rows] += self.n
+
+
+class Group:
+    """Rows of a Ragged place that attention sees together: how many tokens each holds, start, and takes in, n; which
+    rows of the flat buffers they are, flat, (R,) each; which of the place's tokens are theirs, a slice."""
+    plain = False
+
+    def __init__(self, cache, start, n, flat, tokens):
+        T = int(n.max())
+        self.cache, self.span, self.end = cache, tokens, int((start + n).max())
+        self.pos = (start[:, None] + torch.arange(T)).clamp(max=cache.max_len - 1).to(cache.device)     # (R, T)
+        side_by_side = torch.equal(flat, torch.arange(len(flat)) + flat[0])             # their keys need no gathering
+        self.flat = slice(int(flat[0]), int(flat[0]) + len(flat)) if side_by_side else flat.to(cache.device)
+        self.dense, self.mask = bool((n == T).all()), (torch.arange(T) < n[:, None]).to(cache.device)
+
+    def keys(self, i):
+        """All keys and values of the i-th layer of the rows' loops, (R, S, G, D)."""
+        seen = [buffer[i].flatten(0, 1)[:, :self.end] for buffer in (self.cache.k, self.cache.v)]
+        return [x[self.flat] if isinstance(self.flat, slice) else x.index_select(0, self.flat) for x in seen]
+
+    def queries(self, q):
+        """(1, N, ...) of the place -> (R, T, ...), 0 where there is no token."""
+        q = q[0, self.span]
+        if self.dense:
+            return q.view(*self.pos.shape, *q.shape[1:])
+        out = q.new_zeros(*self.pos.shape, *q.shape[1:])
+        out[self.mask] = q
+        return out
+
+    def tokens(self, y):
+        """(R, T, ...) -> (1, N of the group, ...)."""
+        return (y.flatten(0, 1) if self.dense else y[self.mask])[None]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -435,11 +462,16 @@ class Attention(nn.Module):
         q = self.wq(x, uses).unflatten(-1, (-1, self.cfg.head_dim))             # (B, T, H, D)
         q = self.q_norm(q, uses) if self.cfg.qk_norm else q
         q = q if place.rotary is None else apply_rotary(q, *place.rotary)
-        k, v = place.append(i, *self.keys_values(x, uses, place.rotary))        # (R, S, G, D)
-        q, k, v = (y.transpose(1, 2) for y in (place.queries(q), k, v))         # heads before positions
+        place.store(i, *self.keys_values(x, uses, place.rotary))
+        y = [group.tokens(self.attend(group.queries(q), *group.keys(i), group.bias)) for group in place.groups]
+        return self.wo(y[0] if len(y) == 1 else torch.cat(y, 1), uses)
+
+    def attend(self, q, k, v, bias):
+        """q (R, T, H, D); k, v (R, S, G, D) -> (R, T, H D)."""
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))                        # heads before positions
         attend = attention_fast if self.cfg.fast else attention_naive
-        y = attend(q, k.to(q.dtype), v.to(q.dtype), place.bias, self.cfg.dropout if self.training else 0.0)
-        return self.wo(place.tokens(y.transpose(1, 2).flatten(2)), uses)
+        y = attend(q, k.to(q.dtype), v.to(q.dtype), bias, self.cfg.dropout if self.training else 0.0)
+        return y.transpose(1, 2).flatten(2)
 
 
 class RelaxedMLP(nn.Module):
@@ -597,12 +629,14 @@ class Model(nn.Module):
         rows = torch.arange(len(h)) if rows is None else rows
         depth = torch.full((len(h),), depth) if isinstance(depth, int) else depth
         n = torch.full((len(h),), T) if n_valid is None else n_valid.cpu().clamp(0, T)
+        if not n.any():
+            return torch.zeros_like(h)
         before = cache.filled[(depth - 1).clamp(min=0), rows]               # of the loop before, the new ones included
         waiting = (before - n - cache.filled[depth, rows]) * (depth > 0)
         if waiting.any():
             return self.loop_with_waiting(h, depth, cache, rows, n, waiting)
         place = Ragged(T, depth, cache, rows, n, h.dtype)
-        return place.queries(self.through(place.tokens(h), place))
+        return place.unpack(self.through(place.pack(h), place))
 
     def all_alike(self, cache, depth, T):
         """Whether all rows hold equally many tokens at this depth, and none waits for it."""
@@ -625,7 +659,7 @@ class Model(nn.Module):
                 raise ValueError(f"tokens of this cache lack loop {d + 1}: they left before it with exit_loop")
             both[old[0][which], old[1][which]] = cache.waiting[d - 1][rows[old[0][which]], at[which]].to(h.dtype)
         place = Ragged(T, depth, cache, rows, waiting + n, h.dtype)
-        both = place.queries(self.through(place.tokens(both), place))
+        both = place.unpack(self.through(place.pack(both), place))
         self.keep(both[old], depth[old[0]], cache, rows[old[0]], at)                    # they wait for the next loop
         out = torch.zeros_like(h)
         out[new] = both[behind]
@@ -652,7 +686,7 @@ class Model(nn.Module):
     def propagate(self, h, depth, cache, rows):
         """Fill loop `depth` of rows (R,) with keys and values projected from h (R, 1, C)."""
         place = Ragged(1, torch.full_like(rows, depth), cache, rows, torch.ones_like(rows), h.dtype)
-        x, rotary = place.tokens(h), self.rotary(place, h.dtype)
+        x, rotary = place.pack(h), self.rotary(place, h.dtype)
         for i in range(self.cfg.n_stored):
             k, use = self.unrolled[depth * self.cfg.n_stored + i]
             block = self.blocks[k]
@@ -662,7 +696,9 @@ class Model(nn.Module):
     def through(self, h, place):
         """The layers of one loop on the tokens of a place: h (B, T, C), or (1, N, C) as it packs them."""
         K = self.cfg.n_stored
-        place.rotary, place.bias = self.rotary(place, h.dtype), self.bias(place, compute_dtype(h))
+        place.rotary = self.rotary(place, h.dtype)
+        for group in place.groups:
+            group.bias = self.bias(group, compute_dtype(h))
         if not isinstance(place.uses, int) and self.cfg.share != "cycle":
             raise ValueError(f"share={self.cfg.share}: rows at different depths need share=cycle")
         for i in range(K):
@@ -676,17 +712,17 @@ class Model(nn.Module):
         cfg = self.cfg
         return rotary_tables(place.at, cfg.head_dim, cfg.rope_theta, dtype) if cfg.pos == "rope" else None
 
-    def bias(self, place, dtype):
+    def bias(self, group, dtype):
         """The attention bias of all layers, or None where attention_fast needs none: plainly causal from
         the first token on, or one new token in rows of equal length. The fused kernels take it in the queries'
         dtype, so in bfloat16 they round ALiBi's distances; the naive path does not."""
-        T, wide = place.pos.size(1), torch.promote_types(dtype, torch.float32)
-        plain = not self.cfg.window and self.cfg.pos != "alibi" and not place.packed
-        if self.cfg.fast and plain and T in (1, place.end):
+        T, wide = group.pos.size(1), torch.promote_types(dtype, torch.float32)
+        plain = not self.cfg.window and self.cfg.pos != "alibi" and group.plain
+        if self.cfg.fast and plain and T in (1, group.end):
             return None
-        slopes = alibi_slopes(self.cfg.n_head, place.pos.device, wide) if self.cfg.pos == "alibi" else None
-        k_pos = torch.arange(place.end, device=place.pos.device)
-        bias = attention_bias(place.pos, k_pos, self.cfg.window, slopes, wide)
+        slopes = alibi_slopes(self.cfg.n_head, group.pos.device, wide) if self.cfg.pos == "alibi" else None
+        k_pos = torch.arange(group.end, device=group.pos.device)
+        bias = attention_bias(group.pos, k_pos, self.cfg.window, slopes, wide)
         return bias.to(dtype) if self.cfg.fast else bias
 
     def init_cache(self, batch_size, max_len):

@@ -9,15 +9,15 @@ Text from a trained model, for every model: one decoding loop over forward and c
     python sample.py out/recall prompt="3 9 1"                     the token ids of a synthetic task (tasks.py)
     python sample.py out/lrt_tiny prompt=FILE:notes.txt prefill=compare    two ways to take in a prompt, and one text
     python sample.py out/relaxed_tiny exit=confidence:0.9 show_depth=true   tokens may leave after any loop; which did
-    python sample.py out/relaxed_tiny requests=FILE.jsonl batching=depth   serve many requests; the answers as JSON lines
+    python sample.py out/relaxed_tiny requests=FILE.jsonl batching=depth   serve many requests; answers as JSON lines
     python sample.py help                                          every key with its meaning
 
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
 
-A line of a requests file is a JSON object: {"prompt": "def ", "max_new_tokens": 50, "arrival": 1.5, "id": "a"}, of which
-only the prompt must be there; arrival is in seconds after the start. Its answer, written when it is ready, has the id
-(or the line's number), text, tokens, exits (the loop after which each token left) and latency in seconds since its
-arrival. A line that is no such object is answered by one with "error", and harms no other.
+A line of a requests file is a JSON object: {"prompt": "def ", "max_new_tokens": 50, "arrival": 1.5, "id": "a"}, of
+which only the prompt must be there; arrival is in seconds after the start. Its answer, written when it is ready, has
+the id (or the line's number), text, tokens, exits (the loop after which each token left) and latency in seconds since
+its arrival. A line that is no such object is answered by one with "error", and harms no other.
 """
 import codecs
 import json
@@ -204,8 +204,9 @@ EXITS = "static:LOOP, confidence:P, margin:P, oracle"
 def exit_rule(text, n_loop):
     """What exit= names: a function of one loop's logits (R, V) and that loop (R,), from 0, which tells the rows whose
     token leaves there, (R,) bool; None where every token takes all loops. confidence: the likeliest token has more than
-    that probability; margin: more than the second one by that (Schuster et al. 2022). oracle, for measuring: the earliest
-    loop whose likeliest token is the last loop's. It needs the last loop, so nothing leaves early; the Engine counts.
+    that probability; margin: more than the second one by that (Schuster et al. 2022). oracle, for measuring: the
+    earliest loop whose likeliest token is the last loop's. It needs the last loop, so nothing leaves early; the Engine
+    counts.
     """
     kind, _, value = text.partition(":")
     if text in ("", "oracle"):
@@ -262,9 +263,12 @@ class Engine:
         self.cache = model.init_cache(slots, max_len)
         self.requests, self.done, self.admitted = [None] * slots, [], 0
         self.texts, self.generators = [None] * slots, [None] * slots
-        self.depth = torch.zeros(slots, dtype=torch.long)          # the loop that a row's token goes through next
-        self.h = None                                              # (slots, 1, C): states of tokens between loops
-        self.guesses = [[] for _ in range(slots)]                  # oracle: the likeliest token after each loop
+        self.depth = torch.zeros(slots, dtype=torch.long)       # the loop that a row's tokens go through next, from 0
+        self.count = torch.ones(slots, dtype=torch.long)        # how many these are: a whole text, then one by one
+        self.whole = torch.zeros(slots, dtype=torch.bool)       # whether they are a text: it goes through all loops
+        self.h = None                                           # (slots, T, C): their states between loops
+        self.early = [None] * slots                             # of a text: (depth, logits) where its last token left
+        self.guesses = [[] for _ in range(slots)]               # oracle: the likeliest token after each loop
 
     @torch.inference_mode()
     def run(self, requests):
@@ -286,16 +290,18 @@ class Engine:
         """Give free rows to the requests that have arrived, and take in their prompts."""
         if self.batching == "static" and any(self.requests):
             return
-        fresh = []
         for row in [row for row, request in enumerate(self.requests) if request is None]:
             if queue and queue[0].arrival <= now:
                 self.requests[row] = request = queue.popleft()
-                self.texts[row] = list(request.prompt)
                 self.generators[row] = self.generator(self.admitted)
                 self.admitted += 1
-                fresh.append(row)
-        if fresh:
-            self.prefill(fresh)
+                self.take_in(row, list(request.prompt))
+
+    def take_in(self, row, text):
+        """Let the row start with a text, of which it keeps as much as fits."""
+        self.cache.reset([row])
+        self.texts[row], self.depth[row] = text, 0
+        self.count[row], self.whole[row] = min(len(text), self.max_len), True
 
     def generator(self, n):
         """The random numbers of the n-th request: its own, so that its neighbours do not change it."""
@@ -305,75 +311,74 @@ class Engine:
     def step(self):
         """One step of the rows in work: one loop (depth), or one token (static, sequence)."""
         rows = [row for row, request in enumerate(self.requests) if request is not None]
-        full = [row for row in rows if not self.depth[row] and len(self.texts[row]) > self.max_len]
-        if full:
-            self.prefill(full)
-        rows = [row for row in rows if row not in full]
+        for row in rows:
+            if not self.depth[row] and not self.whole[row] and len(self.texts[row]) > self.max_len:
+                self.take_in(row, self.texts[row])
         while rows:
             rows = self.advance(rows)
             if self.batching == "depth":
                 return
 
-    def prefill(self, rows):
-        """Take in the texts of rows, as much as the cache may hold, and decide on their next tokens."""
-        texts = [self.texts[row][-self.max_len:] for row in rows]
-        n = torch.tensor([len(text) for text in texts])
-        T = int(n.max())
-        h = self.model.embed(torch.tensor([text + [0] * (T - len(text)) for text in texts], device=self.device))
-        self.cache.reset(rows)
-        where, left = torch.tensor(rows), torch.zeros(len(rows), dtype=torch.bool)
-        for depth in range(self.model.n_loop):
-            h = self.model.loop(h, depth, self.cache, where, n)
-            staying = (~left).nonzero()[:, 0]
-            if len(staying):
-                newest = h[staying.to(self.device), (n[staying] - 1).to(self.device)][:, None]
-                left[staying] = self.decide(newest, torch.full_like(staying, depth), where[staying])
-
     def advance(self, rows):
         """One loop further for the tokens of rows. Returns the rows whose tokens go on to another."""
         rows = torch.tensor(rows)
-        depth = self.depth[rows]
-        start = rows[depth == 0]
-        if len(start):
-            h = self.model.embed(torch.tensor([self.texts[row][-1:] for row in start.tolist()], device=self.device))
-            if self.h is None:
-                self.h = h.new_zeros(len(self.requests), *h.shape[1:])
-            self.h[start.to(self.device)] = h
-        one = int(depth[0]) if bool((depth == depth[0]).all()) else depth
-        h = self.model.loop(self.h[rows.to(self.device)], one, self.cache, rows)
-        left = self.decide(h, depth, rows)
+        self.begin(rows[self.depth[rows] == 0].tolist())
+        depth, n, on_device = self.depth[rows], self.count[rows], rows.to(self.device)
+        T, one = int(n.max()), int(depth[0]) if bool((depth == depth[0]).all()) else depth
+        h = self.model.loop(self.h[on_device, :T], one, self.cache, rows, n if T > 1 else None)
+        newest = h[torch.arange(len(rows), device=self.device), (n - 1).to(self.device)][:, None]
+        left = self.decide(newest, depth, rows)
         early = left & (depth < self.model.n_loop - 1)
         if early.any():
-            self.model.leave(h[early.to(self.device)], depth[early], self.cache, rows[early])
-        on = rows[~left]
-        self.h[on.to(self.device)] = h[(~left).to(self.device)]
-        self.depth[on] += 1
-        return on.tolist()
+            self.model.leave(newest[early.to(self.device)], depth[early], self.cache, rows[early])
+        on = ~left
+        self.h[on_device[on.to(self.device)], :T] = h[on.to(self.device)]
+        self.depth[rows[on]] += 1
+        return rows[on].tolist()
+
+    def begin(self, rows):
+        """Embed the tokens that rows take in next."""
+        if not rows:
+            return
+        T = int(self.count[rows].max())
+        texts = [self.texts[row][-int(self.count[row]):] for row in rows]
+        idx = torch.tensor([text + [0] * (T - len(text)) for text in texts], device=self.device)
+        h = self.model.embed(idx)
+        if self.h is None or self.h.size(1) < T:
+            old, self.h = self.h, h.new_zeros(len(self.requests), T, h.size(-1))
+            if old is not None:
+                self.h[:, :old.size(1)] = old
+        self.h[torch.tensor(rows, device=self.device), :T] = h
 
     def decide(self, h, depth, rows):
-        """Which of the tokens with states h (R, 1, C) after loop depth (R,) leave, (R,) bool; those of rows that leave
-        are predicted from."""
-        left = depth == self.model.n_loop - 1
-        if self.rule is None and not self.oracle and not left.any():
-            return left
-        asked = rows >= 0 if self.rule is not None or self.oracle else left
+        """Which of the rows' newest tokens, with states h (R, 1, C) after loop depth (R,), leave, (R,) bool; those are
+        predicted from. The last token of a text leaves with the others of it, after the last loop, but what it is
+        predicted from is the loop after which it would have left alone."""
+        last = depth == self.model.n_loop - 1
+        asked = last if self.rule is None and not self.oracle else torch.ones_like(last)
+        if not asked.any():
+            return last
         logits = self.model.logits(h[asked.to(self.device), 0])[:, :self.vocab_size]        # (rows asked, V)
-        if self.rule is not None:
-            left = left | self.rule(logits, depth)
+        left = last if self.rule is None else last | self.rule(logits, depth)
         for row, guess in zip(rows.tolist(), logits.argmax(-1).tolist() if self.oracle else ()):
             self.guesses[row].append(guess)
+        for n in (left & self.whole[rows]).nonzero()[:, 0].tolist() if self.rule is not None else ():
+            self.early[rows[n]] = self.early[rows[n]] or (int(depth[n]), logits[n].clone())
+        left = left & (last | ~self.whole[rows])
         if left.any():
-            chosen = left[asked]
-            self.emit(rows[left].tolist(), depth[left].tolist(), logits[chosen.to(self.device)])
+            self.emit(rows[left].tolist(), depth[left].tolist(), logits[left[asked].to(self.device)])
         return left
 
     def emit(self, rows, depths, logits):
         """Give each row its next token from logits (rows, V), and end what is answered."""
+        for n, row in enumerate(rows):
+            if self.early[row] is not None:
+                (depths[n], logits[n]), self.early[row] = self.early[row], None
         for row, depth, token in zip(rows, depths, self.pick(rows, logits)):
             request = self.requests[row]
             if self.oracle:
                 depth, self.guesses[row] = self.guesses[row].index(self.guesses[row][-1]), []
-            self.depth[row] = 0
+            self.depth[row], self.count[row], self.whole[row] = 0, 1, False
             if token != self.eot:
                 request.tokens.append(token)
                 request.exits.append(depth + 1)
@@ -413,8 +418,9 @@ def read_requests(path, tokenizer, model, max_new_tokens):
         try:
             given = json.loads(line.decode())
             requests.append(parse_request(given, n, tokenizer, model, max_new_tokens))
-        except (UserError, ValueError, RecursionError) as e:
+        except (UserError, ValueError, OverflowError, RecursionError) as e:
             name = given.get("id", n) if isinstance(given, dict) else n
+            name = name if is_id(name) else n
             what = str(e) if isinstance(e, UserError) else "not a line of JSON in UTF-8"
             errors.append({"id": name, "line": n, "error": " ".join(what.split())})
     if not requests and not errors:
@@ -422,23 +428,28 @@ def read_requests(path, tokenizer, model, max_new_tokens):
     return requests, errors
 
 
+def is_id(value):
+    """Whether a JSON value can name a request: a text, a number that JSON can write, or null."""
+    return value is None or isinstance(value, (str, int)) or isinstance(value, float) and math.isfinite(value)
+
+
 def parse_request(given, n, tokenizer, model, max_new_tokens):
     """The Request of one line's JSON value; UserError where it is none."""
-    kinds = {"prompt": str, "max_new_tokens": int, "arrival": (int, float), "id": (str, int, float, type(None))}
+    kinds = {"prompt": str, "max_new_tokens": int, "arrival": (int, float), "id": object}
     if not isinstance(given, dict):
         raise UserError("a request is a JSON object")
     for key, value in given.items():
         if key not in kinds:
             raise UserError(f"unknown key {key!r:.60}: the keys are {', '.join(kinds)}")
-        if not isinstance(value, kinds[key]) or isinstance(value, bool):
+        if not isinstance(value, kinds[key]) or isinstance(value, bool) or key == "id" and not is_id(value):
             raise UserError(f"{key} has a wrong type: {value!r:.60}")
     if not given.get("prompt"):
         raise UserError("the prompt is empty: give at least one character")
     count, arrival = given.get("max_new_tokens", max_new_tokens), given.get("arrival", 0.0)
     if not 1 <= count <= 1 << 20:
         raise UserError(f"max_new_tokens={count} must be at least 1 and at most {1 << 20}")
-    if not 0 <= arrival < math.inf:
-        raise UserError(f"arrival={arrival} must be seconds, 0 or more")
+    if not 0 <= arrival < 1e9:
+        raise UserError(f"arrival={arrival!r:.60} must be seconds, 0 or more")
     prompt = tokenizer.encode(given["prompt"])
     check_prompts(model, [prompt])
     return Request(prompt, count, float(arrival), given.get("id", n))
