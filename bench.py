@@ -414,8 +414,9 @@ def bench_relaxed(model, cfg, device, ckpt, rounds=9):
     T = model.cfg.block_size
     times = timings({name: (None, training_step(m, cfg)) for name, m in models.items()}, rounds, device)
     for name, t in times.items():
-        print(f"training step    {name:12}{1000 * statistics.median(t):10.2f} ms{times_as_long(t, times['untied']):8.2f} "
-              f"x the untied model{sum(p.numel() for p in models[name].parameters()):14,} parameters", flush=True)
+        size = sum(p.numel() for p in models[name].parameters())
+        print(f"training step    {name:12}{1000 * statistics.median(t):10.2f} ms"
+              f"{times_as_long(t, times['untied']):8.2f} x the untied model{size:14,} parameters", flush=True)
     n = min(8, T - 1)
     for rows in (1, 16):
         contestants = {name: decoding(m, T, n, rows)["with the cache"] for name, m in models.items()}
