@@ -451,25 +451,25 @@ def bench_batching(model, cfg, device, requests=240, slots=32, share=0.65, round
         start = time.perf_counter()
         list(engine.run(todo))
         wait(device)
-        return todo, time.perf_counter() - start, engine.cache.nbytes()
+        return todo, time.perf_counter() - start
     exit = f"confidence:{first_loop_quantile(model, work()[:slots], max_len, 1 - share):.4f}"
     ways = [(b, e, f) for e, f in (("", "exact"), (exit, "propagate"), (exit, "exact"))
             for b in ("static", "sequence", "depth")]
     runs = {way: [] for way in ways}
-    for n in range(rounds + 1):
+    for _ in range(rounds):
         for way in ways:
             runs[way].append(answer(*way))
-    report_batching(runs, model.cfg.n_loop, rounds)
+    report_batching(runs, model.cfg.n_loop)
 
 
-def report_batching(runs, n_loop, rounds):
-    """Print what bench_batching found; the first round does not count."""
-    base = [t for _, t, _ in runs["sequence", "", "exact"][1:]]
+def report_batching(runs, n_loop):
+    """Print what bench_batching found: {(batching, exit, fill): [(answered requests, seconds) of each round]}."""
+    base = [t for _, t in runs["sequence", "", "exact"]]
     for (batching, exit, fill), found in runs.items():
         answers = found[0][0]
         exits = [depth for r in answers for depth in r.exits]
-        seconds, p1 = [t for _, t, _ in found[1:]], exits.count(1) / len(exits)
-        same = [[r.tokens for r in x] == [r.tokens for r in runs["static", exit, fill][0][0]] for x, _, _ in found]
+        seconds, p1 = [t for _, t in found], exits.count(1) / len(exits)
+        same = [[r.tokens for r in x] == [r.tokens for r in runs["static", exit, fill][0][0]] for x, _ in found]
         how = f"{exit}, fill={fill}" if exit else "no early exit"
         print(f"{len(answers)} requests, {how:40}{batching:10}{len(exits) / statistics.median(seconds):9,.0f} tokens/s"
               f"{1 / times_as_long(seconds, base):7.2f} x sequence without exit   "

@@ -1,0 +1,628 @@
+"""sample.py's Engine: every request is answered as if alone, scheduling, memory, early exit, and its command line."""
+import json
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import model_relaxed
+import prepare
+import runs
+import sample
+import train
+from conftest import relative
+from test_relaxed import ByHand, refusal
+from test_sample import call
+
+BATCHINGS = ("static", "sequence", "depth")
+RULE = "confidence:0.09"            # after which the tokens of looping() leave after all loops
+batchings = pytest.mark.parametrize("batching", BATCHINGS)
+fills = pytest.mark.parametrize("fill", ["exact", "propagate"])
+
+
+def looping(seed=0, **sizes):
+    """A small float64 model with every parameter moved by N(0, 0.15): its loops disagree."""
+    torch.manual_seed(seed)
+    small = dict(block_size=64, vocab_size=31, n_layer=6, n_loop=3, n_head=2, n_embd=16, rank=2)
+    model = model_relaxed.Model(model_relaxed.Config(**{**small, **sizes})).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.15 * torch.randn_like(p))
+    return model
+
+
+class Clock:
+    """Time is the number of calls of model.loop, which it notes as (tokens a row, rows, depth), and what was slept."""
+
+    def __init__(self, model):
+        self.now, self.calls, loop = 0.0, [], type(model).loop
+
+        def noted(h, depth, cache=None, rows=None, n_valid=None):
+            self.now += 1
+            self.calls.append((h.size(1), len(h), depth))
+            return loop(model, h, depth, cache, rows, n_valid)
+        model.loop = noted
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        assert seconds > 0
+        self.now += seconds
+
+    def decoding(self):
+        """The depths of the calls that took one token a row."""
+        return [depth for tokens, _, depth in self.calls if tokens == 1]
+
+
+def engine_of(model, batching, slots=3, max_len=40, **options):
+    """An Engine and its clock."""
+    clock = Clock(model)
+    return sample.Engine(model, slots, max_len, batching, clock=clock, sleep=clock.sleep, **options), clock
+
+
+def serve(model, work, batching, **options):
+    """[(tokens, exits, logits)] of work, a list of (prompt, max_new_tokens, arrival); logits (V,) chose each token, and
+    end-of-text too."""
+    requests = [sample.Request(list(prompt), n, arrival) for prompt, n, arrival in work]
+    (engine, _), by = engine_of(model, batching, **options), {id(r): [] for r in requests}
+    pick = engine.pick
+
+    def noted(rows, logits):
+        for row, chosen_by in zip(rows, logits):
+            by[id(engine.requests[row])].append(chosen_by.clone())
+        return pick(rows, logits)
+    engine.pick = noted
+    done = list(engine.run(requests))
+    assert sorted(map(id, done)) == sorted(by), "each is answered once"
+    return [(r.tokens, r.exits, by[id(r)]) for r in requests]
+
+
+def assert_same(got, want):
+    """The same tokens and exits, and the same logits to 1e-9: a wrong key may change no token."""
+    assert [answer[:2] for answer in got] == [answer[:2] for answer in want]
+    for (*_, ours), (*_, theirs) in zip(got, want):
+        assert relative(torch.stack(ours), torch.stack(theirs)) < 1e-9
+
+
+def work_of(model, n=5, seed=0, most=10):
+    """n requests at time 0: prompts of 1 to 9 tokens, 2 to `most` new ones."""
+    draw = lambda low, high, size=(): torch.randint(low, high, size, generator=generator).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    return [(draw(0, model.cfg.vocab_size, (draw(1, 10),)), draw(2, most + 1), 0.0) for _ in range(n)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one request at a time, without the engine
+
+def fires(exit, loop, logits):
+    """Whether a token leaves after loop `loop`, from 1, with these logits (V,)."""
+    kind, _, bound = exit.partition(":")
+    if kind == "static":
+        return loop >= int(bound)
+    p = (logits - logits.max()).exp()
+    first, second = (p / p.sum()).sort(descending=True).values[:2].tolist()
+    return {"": False, "confidence": first > float(bound or 0), "margin": first - second > float(bound or 0)}[kind]
+
+
+def exactly(model, prompt, n, exit, max_len, vocab=None):
+    """[(token, exit, logits)]: no cache, the loops over the whole text for each token."""
+    text, out = list(prompt), []
+    while len(out) < n:
+        h = model.embed(torch.tensor([text[-max_len:]]))
+        for loop in range(1, model.cfg.n_loop + 1):
+            h = model.loop(h, loop - 1)
+            logits = model.logits(h[0, -1])[:vocab]
+            if fires(exit, loop, logits):
+                break
+        out.append((int(logits.argmax()), loop, logits))
+        text.append(out[-1][0])
+    return out
+
+
+def propagating(model, prompt, n, exit, max_len, vocab=None):
+    """[(token, exit, logits)]: lists of keys and values of each unrolled layer. All tokens of the prompt are in all of
+    them; of a token that left, the deeper layers' are projected from the state it left with."""
+    hand, K = ByHand(model), model.cfg.n_layer // model.cfg.n_loop
+    text, out, keys, values = list(prompt), [], [], []
+
+    def store(layer, h, at):
+        k, v = hand.keys_values(h, layer, at)
+        keys[layer], values[layer] = torch.cat([keys[layer], k]), torch.cat([values[layer], v])
+
+    def take_in(new, first, whole):
+        """The logits with which the last of the new tokens leaves, and its loop."""
+        h, at, left = hand.w["wte.weight"][new], torch.arange(first, first + len(new)), None
+        for layer in range(model.cfg.n_layer):
+            store(layer, h, at)
+            if left is None or whole:
+                h = hand.layer(h, layer, at, keys[layer], values[layer])
+            logits, loop = hand.logits(h[-1])[:vocab], (layer + 1) // K
+            if (layer + 1) % K == 0 and left is None and (fires(exit, loop, logits) or loop == model.cfg.n_loop):
+                left = logits, loop
+        return left
+    while len(out) < n:
+        if not out or len(text) > max_len:
+            cfg = model.cfg
+            keys[:], values[:] = ([torch.zeros(0, cfg.n_kv_head, cfg.head_dim, dtype=torch.float64)] * cfg.n_layer
+                                  for _ in range(2))
+            logits, loop = take_in(text[-max_len:], 0, whole=True)
+        else:
+            logits, loop = take_in(text[-1:], len(text) - 1, whole=False)
+        out.append((int(logits.argmax()), loop, logits))
+        text.append(out[-1][0])
+    return out
+
+
+ALONE = {"exact": exactly, "propagate": propagating}
+
+
+@torch.no_grad()
+def alone(model, work, exit="", max_len=40, eot=None, vocab=None):
+    """What serve should return."""
+    answers = []
+    for prompt, n, _ in work:
+        tokens, exits, logits = map(list, zip(*ALONE[model.cfg.fill](model, prompt, n, exit, max_len, vocab)))
+        end = tokens.index(eot) if eot in tokens else n
+        answers.append((tokens[:end], exits[:end], logits[:end + 1]))
+    return answers
+
+
+EXITS = st.one_of(st.sampled_from(["", "static:1", "confidence:0", "confidence:1", "margin:0", "margin:1"]),
+                  st.floats(0.05, 0.3).map("confidence:{:.4f}".format),
+                  st.floats(0.005, 0.2).map("margin:{:.4f}".format))
+REQUESTS = st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.integers(1, 10),
+                     st.sampled_from([0.0, 0.0, 0.0, 1.0, 4.5, 7.0, 60.0]))
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_random_requests_are_answered_as_if_alone(data):
+    """Any model, rule, lengths and arrivals; rows that overflow; an end of text that comes."""
+    draw = data.draw
+    loops = draw(st.integers(1, 3))
+    model = looping(draw(st.integers(0, 10 ** 6)), n_loop=loops, n_layer=loops * draw(st.integers(1, 2)),
+                    rank=draw(st.sampled_from([0, 2])), fill=draw(st.sampled_from(["exact", "propagate"])),
+                    n_kv_head=draw(st.sampled_from([1, 2])), pos=draw(st.sampled_from(["rope", "rope", "alibi"])),
+                    qk_norm=draw(st.booleans()), fast=draw(st.booleans()))
+    work, exit = draw(st.lists(REQUESTS, min_size=1, max_size=6)), draw(EXITS)
+    options = dict(max_len=draw(st.sampled_from([40, 40, 12, 5])), vocab=draw(st.sampled_from([None, 25])))
+    want = alone(model, work, exit, **options)
+    come = sorted({token for tokens, *_ in want for token in tokens})
+    options["eot"] = draw(st.sampled_from([None, *come]))
+    want, vocab = alone(model, work, exit, **options), options.pop("vocab")
+    for batching in BATCHINGS:
+        slots = draw(st.integers(1, 4))
+        assert_same(serve(model, work, batching, exit=exit, slots=slots, vocab_size=vocab, **options), want)
+
+
+@batchings
+@fills
+def test_later_tokens_find_the_keys_of_those_that_left(fill, batching):
+    """Exact and propagated ones differ, and each token is predicted from the right ones."""
+    model = looping(fill=fill)
+    work = work_of(model, 6, most=20)
+    want = alone(model, work, RULE)
+    deeper = [b > a for _, exits, _ in want for a, b in zip(exits, exits[1:])]
+    assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {1, 2, 3}
+    assert_same(serve(model, work, batching, exit=RULE), want)
+    model.cfg.fill = "propagate" if fill == "exact" else "exact"
+    other = alone(model, work, RULE)
+    assert any(not torch.allclose(a[-1][-1], b[-1][-1]) for a, b in zip(want, other))
+
+
+@batchings
+def test_end_of_text_ends_a_request(batching):
+    """It is no token of the answer, and the others go on."""
+    model = looping()
+    work = work_of(model, 6, most=20)
+    longer = alone(model, work, RULE)
+    for eot in {longer[0][0][3], longer[1][0][0], longer[2][0][-1]}:
+        want = alone(model, work, RULE, eot=eot)
+        assert sum(map(len, [tokens for tokens, *_ in want])) < sum(map(len, [tokens for tokens, *_ in longer]))
+        assert_same(serve(model, work, batching, exit=RULE, eot=eot), want)
+
+
+@batchings
+def test_padding_of_the_vocabulary_is_never_chosen(batching):
+    """Nor does it count in a rule's probabilities."""
+    model, rule = looping(), "confidence:0.12"
+    work = work_of(model, 6)
+    want = alone(model, work, rule, vocab=20)
+    assert [answer[:2] for answer in want] != [answer[:2] for answer in alone(model, work, rule)]
+    assert_same(serve(model, work, batching, exit=rule, vocab_size=20), want)
+
+
+@batchings
+@fills
+@pytest.mark.parametrize("exit", ["", RULE, "static:2"])
+def test_texts_longer_than_the_cache(exit, fill, batching):
+    """Each further token is predicted from the last max_len, taken in by all loops; so are prompts that are longer."""
+    model = looping(fill=fill, block_size=8)
+    work = [(range(5), 6, 0), (range(20), 4, 0), (range(8), 9, 0), ([3], 11, 0)]
+    want = alone(model, work, exit, max_len=8)
+    assert_same(serve(model, work, batching, max_len=8, exit=exit), want)
+    if exit == RULE:
+        assert {loop for _, exits, _ in want for loop in exits} == {1, 2, 3}, "tokens leave after all loops"
+
+
+@batchings
+def test_loops_over_other_blocks_are_served_too(batching):
+    for share in ("sequence", "cycle_rev"):
+        model = looping(share=share)
+        if batching == "depth":
+            with pytest.raises(prepare.UserError, match=f"share=cycle, not {share}"):
+                serve(model, [], batching)
+        else:
+            work = work_of(model)
+            assert_same(serve(model, work, batching, exit="margin:0.03"), alone(model, work, "margin:0.03"))
+
+
+SAMPLING = [dict(temperature=1.0), dict(temperature=0.7, top_k=9, top_p=0.95), dict(repetition_penalty=1.8)]
+
+
+@fills
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+def test_sampled_answers_do_not_depend_on_the_batching(sampling, fill):
+    """Each request has random numbers of its own, by its place in the queue."""
+    model = looping(fill=fill)
+    work = [([1, 2, 3], n, arrival) for n, arrival in ((6, 0), (3, 0), (6, 0), (4, 2), (6, 60))]
+    options = dict(exit="confidence:0.1", **sampling)
+    answers = [serve(model, work, batching, slots=slots, **options)
+               for batching, slots in (("depth", 1), *((batching, 3) for batching in BATCHINGS))]
+    for answer in answers[1:]:
+        assert_same(answer, answers[0])
+    said = lambda answers: [tokens for tokens, *_ in answers]
+    first, greedy = said(answers[0]), said(serve(model, work, "depth", exit="confidence:0.1"))
+    assert first != greedy
+    if "temperature" in sampling:
+        assert first[0] != first[2] != first[4], "the same prompt, other random numbers"
+        assert first != said(serve(model, work, "depth", seed=7, **options))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rules
+
+@batchings
+@pytest.mark.parametrize("exit, loop", [("static:1", 1), ("static:2", 2), ("static:3", 3), ("confidence:0", 1),
+                                        ("confidence:1", 3), ("margin:0", 1), ("margin:1", 3), ("", 3)])
+def test_rules_that_name_one_loop(exit, loop, batching):
+    model = looping()
+    work = work_of(model, 4, most=6)
+    got = serve(model, work, batching, exit=exit)
+    assert_same(got, alone(model, work, f"static:{loop}"))
+    assert {b for _, exits, _ in got for b in exits} == {loop}
+
+
+@pytest.mark.parametrize("exit, logits, leaves", [
+    ("confidence:0.5", [0.0, 0.0], False), ("confidence:0.5", [1e-6, 0.0], True), ("confidence:0.25", [3.0] * 4, False),
+    ("confidence:1", [0.0, -1e9], False), ("confidence:0.999", [0.0, -1e9], True), ("margin:0", [2.0, 2.0], False),
+    ("margin:0", [2.0, 2.0 + 1e-6], True), ("margin:1", [0.0, -1e9], False), ("margin:0.999", [-1e9, 0.0], True),
+    ("margin:0.4", [0.0, 1.0, 1.0], False), ("confidence:0.4", [0.0, 1.0, 1.0], True)])
+def test_a_bound_must_be_exceeded(exit, logits, leaves):
+    rule = sample.exit_rule(exit, 2)
+    rows = torch.tensor([logits, [0.0] * len(logits)], dtype=torch.float64)
+    got = rule(rows, torch.tensor([0, 0])).tolist()
+    assert got == [leaves, float(exit.partition(":")[2]) < 1 / len(logits) and exit.startswith("confidence")]
+
+
+@batchings
+def test_the_oracle_counts_and_changes_nothing(batching):
+    """No token differs from those without early exit; it leaves after the first loop that would have chosen it."""
+    model = looping(3)
+    work, hand = work_of(model), ByHand(model)
+    got = serve(model, work, batching, exit="oracle")
+    assert [tokens for tokens, *_ in got] == [tokens for tokens, *_ in alone(model, work)]
+    for (prompt, *_), (tokens, exits, _) in zip(work, got):
+        guesses = torch.stack([logits.argmax(-1) for logits in hand.loops([*prompt, *tokens])])[:, len(prompt) - 1:-1]
+        assert exits == [row.index(row[-1]) + 1 for row in guesses.T.tolist()]
+    assert len({b for _, exits, _ in got for b in exits}) > 1
+
+
+@pytest.mark.parametrize("exit", [
+    "early", "static", "static:", "static:0", "static:4", "static:-1", "static:1.5", "static:x", "confidence", "margin",
+    "confidence:", "confidence:x", "confidence:2", "confidence:-0.1", "confidence:nan", "margin:inf", "margin:1e9",
+    "oracle:1", "Oracle", ":1", "margin:0.1:0.2"])
+def test_a_rule_that_is_none_is_refused(exit):
+    with pytest.raises(prepare.UserError, match="static:LOOP, confidence:P, margin:P, oracle are allowed, LOOP from 1"):
+        sample.exit_rule(exit, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scheduling
+
+def watched(engine, seen):
+    """Notes at each admission (requests in work before, admitted now, whether one that has come waits although a row is
+    free)."""
+    admit = engine.admit
+
+    def noted(queue, now):
+        before, waiting = sum(r is not None for r in engine.requests), len(queue)
+        admit(queue, now)
+        idle = bool(queue) and queue[0].arrival <= now and None in engine.requests
+        seen.append((before, waiting - len(queue), idle))
+    engine.admit = noted
+
+
+@batchings
+@pytest.mark.parametrize("exit", ["", RULE])
+def test_when_requests_are_admitted(exit, batching):
+    """static: when the batch before has ended. sequence, depth: as soon as a row is free."""
+    model, seen = looping(), []
+    work = [(prompt, n, float(arrival)) for (prompt, n, _), arrival in
+            zip(work_of(model, 12), (0, 0, 0, 0, 0, 3, 3, 9, 20, 20, 21, 200))]
+    engine, _ = engine_of(model, batching, exit=exit)
+    watched(engine, seen)
+    requests = [sample.Request(*r) for r in work]
+    assert len(list(engine.run(requests))) == 12
+    assert sum(admitted for _, admitted, _ in seen) == 12
+    joined, idle = (any(admitted and before for before, admitted, _ in seen), any(idle for *_, idle in seen))
+    assert (joined, idle) == ((False, True) if batching == "static" else (True, False))
+
+
+@pytest.mark.parametrize("batching", ["sequence", "depth"])
+def test_a_row_that_is_free_after_the_prompt_is_not_left_empty(batching):
+    """A request of one token ends with its prompt; who waits takes its row before the others go on."""
+    model, seen = looping(), []
+    engine, _ = engine_of(model, batching)
+    watched(engine, seen)
+    assert len(list(engine.run([sample.Request([n], 1 if n % 3 else 5) for n in range(12)]))) == 12
+    assert not any(idle for *_, idle in seen)
+
+
+def test_requests_are_admitted_in_the_order_they_arrive():
+    model = looping()
+    requests = [sample.Request([1], 3, arrival, id=arrival) for arrival in (30.0, 0.0, 10.0, 20.0)]
+    assert [r.id for r in engine_of(model, "depth", slots=1)[0].run(requests)] == [0.0, 10.0, 20.0, 30.0]
+
+
+@batchings
+def test_which_depths_share_a_call(batching):
+    """Rows at different loops stand in one call of depth batching, and of no other."""
+    model = looping()
+    engine, clock = engine_of(model, batching, exit=RULE)
+    list(engine.run([sample.Request(*r) for r in work_of(model, 9)]))
+    mixed = [depth for depth in clock.decoding() if not isinstance(depth, int) and len(depth.unique()) > 1]
+    assert bool(mixed) == (batching == "depth") and all(set(depth.tolist()) <= {0, 1, 2} for depth in mixed)
+
+
+def test_every_call_is_full_while_requests_wait():
+    """depth: a row whose token leaves goes on at once. sequence: it waits for the rows that stay."""
+    model, work = looping(), work_of(looping(), 30)
+    for batching in ("depth", "sequence"):
+        engine, clock = engine_of(model, batching, slots=4, exit=RULE)
+        rows, admit = [], engine.admit
+
+        def noted(queue, now):
+            admit(queue, now)
+            rows.extend([n for _, n, _ in clock.calls] if queue else [])
+            clock.calls.clear()
+        engine.admit = noted
+        list(engine.run([sample.Request(*r) for r in work]))
+        assert len(rows) > 30 and (min(rows) == 4) == (batching == "depth")
+
+
+@batchings
+@fills
+def test_leaving_after_the_first_of_two_loops_halves_the_calls(fill, batching):
+    model = looping(n_loop=2, n_layer=4, fill=fill)
+    calls = {}
+    for exit in ("", "static:1"):
+        engine, clock = engine_of(model, batching, slots=3, exit=exit)
+        requests = [sample.Request([1, 2], 9) for _ in range(6)]
+        list(engine.run(requests))
+        calls[exit] = len(clock.decoding())
+    assert calls == {"": 2 * 8 * 2, "static:1": 2 * 8}, "batches x tokens after the prompt's x loops"
+
+
+def test_latency_is_from_arrival_to_the_last_token():
+    """In calls of model.loop: three for a prompt and its token, three for each further one."""
+    model = looping()
+    first, second, late = (sample.Request([1, 2], n, arrival) for n, arrival in ((3, 0.0), (2, 4.0), (2, 100.5)))
+    list(engine_of(model, "sequence", slots=1)[0].run([first, late, second]))
+    assert (first.latency, second.latency, late.latency) == (9, 9 - 4 + 6, 6)
+
+
+def test_no_requests_are_no_work():
+    engine, clock = engine_of(looping(), "depth")
+    assert list(engine.run([])) == [] and clock.calls == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# memory
+
+@batchings
+@pytest.mark.parametrize("exit, fill, waiting", [("", "exact", 0), ("static:3", "exact", 0), ("static:1", "exact", 1),
+                                                 (RULE, "exact", 2), (RULE, "propagate", 0)])
+def test_memory_is_that_of_the_slots(exit, fill, waiting, batching):
+    """Keys and values of all unrolled layers for slots x max_len tokens, and, where tokens wait, a state for each loop
+    after which they do; however many requests come, the same buffers."""
+    model = looping(fill=fill, n_kv_head=1)
+    slots, max_len, L, C, D = 3, 24, 6, 16, 8
+    for n in (4, 9):
+        engine, _ = engine_of(model, batching, slots, max_len, exit=exit)
+        buffers = [x.data_ptr() for x in engine.cache.k + engine.cache.v]
+        assert engine.cache.nbytes() == slots * max_len * L * 2 * D * 8
+        answers = list(engine.run([sample.Request(*r) for r in work_of(model, n, most=6)]))
+        assert len(answers) == n and engine.cache.nbytes() == slots * max_len * (L * 2 * D + waiting * C) * 8
+        assert [x.data_ptr() for x in engine.cache.k + engine.cache.v] == buffers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sample.py
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, data_dir):
+    """Folders of trained runs: relaxed with early exit, one that shares in sequence, gpt."""
+    root = tmp_path_factory.mktemp("engine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "draw_curves", lambda *a: None)
+        trainer = runs.run("relaxed", root / "relaxed", data_dir, "n_layer=4", "early_exit=aggressive", "block_size=32")
+        with torch.no_grad():       # so few steps teach all loops to guess the same
+            for p in trainer.model.parameters():
+                p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+        trainer.save("ckpt.pt")
+        runs.run("relaxed", root / "other", data_dir, "n_layer=4", "share=sequence")
+        runs.run("gpt", root / "gpt", data_dir)
+    (root / "good.jsonl").write_text("\n".join(GOOD))
+    (root / "empty.jsonl").write_text("\n \n")
+    return root
+
+
+TRAINED = "confidence:0.06"        # after which some tokens of the trained model leave early
+GOOD = ['{"prompt": "ab"}', '{"prompt": "Cd e", "max_new_tokens": 5, "id": "x"}', "",
+        '{"prompt": "f", "arrival": 0.01, "id": 7.5}', '{"prompt": "hij", "id": "x", "max_new_tokens": 12}\r',
+        '{"prompt": "ab ab ab ab ab ab ab ab ab ab ab ab ab", "id": null}']
+
+
+def strict(line):
+    """The JSON value of a line; NaN and Infinity are none."""
+    def refuse(name):
+        raise ValueError(name)
+    return json.loads(line, parse_constant=refuse)
+
+
+def served(capsys, folder, file, *options):
+    """What sample.py writes for the requests in a file: answers, errors, stderr."""
+    out, err = call(capsys, str(folder), f"requests={file}", "max_new_tokens=8", *options)
+    lines = [strict(line) for line in out.splitlines()]
+    return [x for x in lines if "error" not in x], [x for x in lines if "error" in x], err
+
+
+def texts(answers):
+    return sorted((str(a["id"]), a["text"], a["tokens"], a["exits"]) for a in answers)
+
+
+@pytest.fixture(scope="module")
+def good_answers(world):
+    """What GOOD gets, without the engine."""
+    model, tokenizer, _ = train.load_run(world / "relaxed" / "r")
+    requests, errors = sample.read_requests(world / "good.jsonl", tokenizer, model, 8)
+    answers = alone(model, [(r.prompt, r.max_new_tokens, 0) for r in requests], TRAINED, 32, tokenizer.eot)
+    assert len(requests) == 5 and not errors and {loop for _, exits, _ in answers for loop in exits} == {1, 2}
+    return sorted((str(r.id), tokenizer.decode(tokens), tokens, exits)
+                  for r, (tokens, exits, _) in zip(requests, answers))
+
+
+@pytest.mark.parametrize("options", [[f"batching={b}"] for b in BATCHINGS] + [["slots=1"], ["fast=false", "slots=2"]],
+                         ids=str)
+def test_requests_are_answered(options, world, good_answers, capsys):
+    """A line of valid JSON each; an id may come twice, and without one it is the line's number."""
+    answers, errors, err = served(capsys, world / "relaxed" / "r", world / "good.jsonl", "temperature=0",
+                                  f"exit={TRAINED}", *options)
+    assert texts(answers) == good_answers and errors == []
+    assert all(a.keys() == {"id", "text", "tokens", "exits", "latency"} and a["latency"] >= 0 for a in answers)
+    assert sorted(str(a["id"]) for a in answers) == ["1", "7.5", "None", "x", "x"]
+    summary = r"5 requests, 0 errors, 41 tokens in [\d.]+ s: [\d.]+ tokens/s;.* left after loop 1: \d+%, 2: \d+%"
+    assert re.search(summary, err)
+
+
+BAD = {
+    b"{": "not a line of JSON", b"hello": "not a line of JSON", b"[1, 2]": "a request is a JSON object",
+    b'"ab"': "a request is a JSON object", b"null": "a request is a JSON object", b"{}": "the prompt is empty",
+    b'{"prompt": ""}': "the prompt is empty", b'{"prompt": 5}': "prompt has a wrong type: 5",
+    b'{"prompt": ["ab"]}': "prompt has a wrong type", b'{"prompt": null}': "prompt has a wrong type: None",
+    b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens has a wrong type: True",
+    b'{"prompt": "a", "max_new_tokens": 2.0}': "max_new_tokens has a wrong type: 2.0",
+    b'{"prompt": "a", "max_new_tokens": "5"}': "max_new_tokens has a wrong type: '5'",
+    b'{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0 must be at least 1",
+    b'{"prompt": "a", "max_new_tokens": -3}': "max_new_tokens=-3 must be at least 1",
+    b'{"prompt": "a", "max_new_tokens": 1%s}' % (b"0" * 30): "and at most 1048576",
+    b'{"prompt": "a", "max_new_tokens": 1%s}' % (b"0" * 5000): "not a line of JSON",
+    b'{"prompt": "a", "arrival": false}': "arrival has a wrong type: False",
+    b'{"prompt": "a", "arrival": "soon"}': "arrival has a wrong type: 'soon'",
+    b'{"prompt": "a", "arrival": NaN}': "arrival=nan must be seconds", b'{"prompt": "a", "arrival": -1}': "arrival=-1",
+    b'{"prompt": "a", "arrival": 1e999}': "arrival=inf", b'{"prompt": "a", "arrival": 1%s}' % (b"0" * 400): "arrival",
+    b'{"prompt": "a", "id": [1]}': "id has a wrong type: [1]", b'{"prompt": "a", "id": true}': "id has a wrong type",
+    b'{"prompt": "a", "id": NaN}': "id", b'{"prompt": "a", "id": 1e999}': "id", b'{"prompt": "a", "id": [NaN]}': "id",
+    b'{"prompt": "a", "temperature": 1}': "unknown key 'temperature': the keys are prompt, max_new_tokens, arrival, id",
+    b'{"prompt": "caf\xe9"}': "not a line of JSON in UTF-8", b'{"prompt": "\\ud800"}': "is not valid Unicode text",
+    b"[" * 100_000: "not a line of JSON", b'{"prompt": ' + b'{"a":' * 100_000: "not a line of JSON",
+    b'{"prompt": "a"} {"prompt": "b"}': "not a line of JSON", b"\x00": "not a line of JSON"}
+
+
+@pytest.mark.parametrize("line", BAD, ids=lambda line: ascii(line[:60].decode(errors="replace")))
+def test_a_bad_line_is_one_error(line, tmp_path):
+    model, tokenizer = looping(vocab_size=257), prepare.ByteTokenizer()
+    (tmp_path / "x.jsonl").write_bytes(b'{"prompt": "a"}\n' + line + b'\n{"prompt": "b", "id": "after"}')
+    requests, errors = sample.read_requests(tmp_path / "x.jsonl", tokenizer, model, 5)
+    assert [r.id for r in requests] == [1, "after"] and len(errors) == 1
+    written = json.dumps(errors[0])
+    assert strict(written)["line"] == 2 and BAD[line] in errors[0]["error"] and len(written) < 20_000
+
+
+def test_bad_lines_harm_no_other(world, good_answers, tmp_path, capsys):
+    """Each is answered by one line that names it; the good ones get what they get without them."""
+    lines = [line for n, bad in enumerate(BAD) for line in [bad, *([GOOD[n // 2].encode()] if n % 2 == 0 and n // 2 < 6
+                                                                    else [])]]
+    (tmp_path / "mixed.jsonl").write_bytes(b"\n".join(lines))
+    answers, errors, err = served(capsys, world / "relaxed" / "r", tmp_path / "mixed.jsonl", "temperature=0",
+                                  f"exit={TRAINED}")
+    assert [e["line"] for e in errors] == [n for n, line in enumerate(lines, 1) if line in BAD]
+    without_id = lambda rows: sorted(row[1:] for row in rows)
+    assert without_id(texts(answers)) == without_id(good_answers) and f"{len(BAD)} errors" in err
+
+
+def test_bad_lines_alone_are_no_failure(world, tmp_path, capsys):
+    (tmp_path / "x.jsonl").write_text("hello\n")
+    answers, errors, err = served(capsys, world / "relaxed" / "r", tmp_path / "x.jsonl")
+    assert answers == [] and len(errors) == 1 and "1 errors" in err
+
+
+def test_fill_is_that_of_the_command_line(world, tmp_path, capsys):
+    """And without it the model's own. What each answers is not the same."""
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"prompt": c, "max_new_tokens": 25}) for c in "abcdefgh"))
+    options = "temperature=0", "repetition_penalty=1.3", f"exit={TRAINED}"
+    answers = [texts(served(capsys, world / "relaxed" / "r", tmp_path / "x.jsonl", *options, *fill)[0])
+               for fill in ([], ["fill=exact"], ["fill=propagate"])]
+    assert answers[0] == answers[1] != answers[2]
+
+
+def plain(text):
+    return re.sub(r"\033\[\d+m", "", text)
+
+
+@pytest.mark.parametrize("options", [[], ["num_samples=3"], ["prompt=LINES:{w}/lines.txt"], ["temperature=0"],
+                                     ["exit="], ["exit=oracle"], ["prompt=é€"]], ids=str)
+def test_show_depth_colours_what_is_written_without_it(options, world, capsys):
+    """In the colours of the loops, blue for the first and magenta for the last of two."""
+    (world / "lines.txt").write_text("ab\n\nCde fgh\nx\n")
+    shown = dict(option.split("=") for option in ["max_new_tokens=30", "prompt=ab", f"exit={TRAINED}", *options])
+    argv = [str(world / "relaxed" / "r"), *(f"{k}={v.format(w=world)}" for k, v in shown.items())]
+    out, err = call(capsys, *argv, "show_depth=true")
+    assert "left after loop 1: " in err and "\033[31m2\033[0m" in err
+    assert set(re.findall(r"\033\[(\d+)m", out)) == {"0", "31", *(["34"] if shown["exit"] else [])}
+    if shown["exit"]:
+        want, its = call(capsys, *argv)
+        assert plain(out) == want and "\033" not in want and "\033" not in its
+        assert out.count("-" * 80) == {"num_samples=3": 3, "prompt=LINES:{w}/lines.txt": 3}.get("".join(options), 0)
+
+
+@pytest.mark.parametrize("run, options, message", [
+    ("relaxed", ["exit=static:3"], "exit=static:3: static:LOOP, confidence:P, margin:P, oracle are allowed"),
+    ("relaxed", ["exit=confidence"], "exit=confidence: "), ("relaxed", ["exit=sometimes"], "exit=sometimes: "),
+    ("relaxed", ["exit=margin:2", "requests={w}/good.jsonl"], "exit=margin:2: "),
+    ("relaxed", ["fill=later"], "fill=later must be one of: exact, propagate"),
+    ("relaxed", ["batching=random"], "batching=random must be one of: static, sequence, depth"),
+    ("relaxed", ["batching="], "batching= must be one of"), ("relaxed", ["slots=0"], "slots=0 must be at least 1"),
+    ("relaxed", ["slots=5000"], "slots=5000"), ("relaxed", ["show_depth=red"], "show_depth: expected bool"),
+    ("relaxed", ["requests={w}/missing.jsonl"], "missing.jsonl cannot be read: No such file"),
+    ("relaxed", ["requests={w}/empty.jsonl"], "empty.jsonl is empty"), ("relaxed", ["requests={w}"], "Is a directory"),
+    ("relaxed", ["request={w}/good.jsonl"], "did you mean requests?"),
+    ("gpt", ["exit=static:1"], "exit=static:1 is for a model that loops over depth (relaxed)"),
+    ("gpt", ["fill=exact"], "fill=exact is for a model that loops"),
+    ("gpt", ["show_depth=true"], "show_depth=True is for a model that loops"),
+    ("gpt", ["requests={w}/good.jsonl"], "good.jsonl is for a model that loops over depth"),
+    ("other", ["requests={w}/good.jsonl", "batching=depth"], "batching=depth needs loops over the same blocks")],
+    ids=str)
+def test_one_line_and_exit_2(run, options, message, world, monkeypatch, capfd):
+    argv = [world / run / "r", *(o.format(w=world) for o in options)]
+    assert message in refusal(sample.main, argv, monkeypatch, capfd)
+
+
+def test_a_model_that_shares_in_sequence_is_served_in_sequence(world, capsys):
+    for batching in ("static", "sequence"):
+        answers, errors, _ = served(capsys, world / "other" / "r", world / "good.jsonl", f"batching={batching}")
+        assert len(answers) == 5 and errors == []

@@ -1,0 +1,812 @@
+"""model_relaxed: its layers once more by hand, what is tied, conversion, distillation, early exit, and what runs."""
+import math
+import re
+import sys
+import zipfile
+from dataclasses import asdict, fields
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import model_gpt
+import model_relaxed
+import prepare
+import runs
+import train
+from conftest import relative, tiny
+from test_gpt import rotate, saved_llama
+from test_models import tokens
+
+SHARES, INITS = ("cycle", "sequence", "cycle_rev"), ("average", "stepwise", "lower", "upper", "random")
+FULL = 1000         # a rank that no matrix here reaches
+shares, inits = pytest.mark.parametrize("share", SHARES), pytest.mark.parametrize("init", INITS)
+every_fast = pytest.mark.parametrize("fast", [True, False])
+
+
+def relaxed(**sizes):
+    """The tiny float64 model of conftest, six layers deep."""
+    return tiny("relaxed", **{"n_layer": 6, "rank": 3, **sizes})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the equations, once more
+
+def stored(cfg, layer):
+    """Which stored block unrolled layer `layer` is."""
+    K = cfg.n_layer // cfg.n_loop
+    if cfg.share == "sequence":
+        return layer // cfg.n_loop
+    last_loop = layer >= cfg.n_layer - K
+    return cfg.n_layer - 1 - layer if cfg.share == "cycle_rev" and last_loop and K < cfg.n_layer else layer % K
+
+
+class ByHand:
+    """A model's unrolled layers for one sequence, its states h (n, C): each matrix is W' + B A, formed and applied."""
+
+    def __init__(self, model):
+        self.cfg, self.w = model.cfg, dict(model.named_parameters())
+
+    def of(self, layer):
+        """The path of an unrolled layer's block, and which use of the block it is."""
+        k = stored(self.cfg, layer)
+        return f"blocks.{k}", [stored(self.cfg, before) for before in range(layer)].count(k)
+
+    def times(self, x, layer, name):
+        block, use = self.of(layer)
+        w = self.w[f"{block}.{name}.weight"]
+        if self.cfg.rank:
+            w = w + self.w[f"{block}.{name}.b"][use] @ self.w[f"{block}.{name}.a"][use]
+        return x @ w.T
+
+    def normed(self, x, name):
+        return x / (x.square().mean(-1, keepdim=True) + self.cfg.norm_eps).sqrt() * self.w[name]
+
+    def heads(self, x, layer, kind, at):
+        """Queries or keys (n, heads, D) of normed x at positions at (n,)."""
+        block, use = self.of(layer)
+        y = self.times(x, layer, f"attn.w{kind}").unflatten(-1, (-1, self.cfg.head_dim))
+        if self.cfg.qk_norm:
+            y = self.normed(y, f"{block}.attn.{kind}_norm.weights.{use}")
+        return rotate(y, at, self.cfg.rope_theta) if self.cfg.pos == "rope" else y
+
+    def keys_values(self, h, layer, at):
+        x = self.normed(h, f"{self.of(layer)[0]}.norm1.weight")
+        return self.heads(x, layer, "k", at), self.times(x, layer, "attn.wv").unflatten(-1, (-1, self.cfg.head_dim))
+
+    def layer(self, h, layer, at, k, v):
+        """h after an unrolled layer; k, v (S, G, D) are all that it may attend to, of positions 0 to S - 1."""
+        cfg, block = self.cfg, self.of(layer)[0]
+        q = self.heads(self.normed(h, f"{block}.norm1.weight"), layer, "q", at)
+        k, v = (x.repeat_interleave(cfg.n_head // cfg.n_kv_head, 1) for x in (k, v))
+        distance = at[:, None] - torch.arange(len(k))
+        scores = torch.einsum("nhd,shd->hns", q, k) / math.sqrt(cfg.head_dim)
+        if cfg.pos == "alibi":
+            scores = scores - 2.0 ** (-8 * (torch.arange(cfg.n_head)[:, None, None] + 1) / cfg.n_head) * distance
+        hidden = (distance < 0) | (distance >= (cfg.window or len(k)))
+        p = (scores - scores.detach().amax(-1, keepdim=True)).masked_fill(hidden, -math.inf).exp()
+        y = torch.einsum("hns,shd->nhd", p / p.sum(-1, keepdim=True), v).flatten(1)
+        h = h + self.times(y, layer, "attn.wo")
+        x = self.normed(h, f"{block}.norm2.weight")
+        up = self.times(x, layer, "mlp.w_up")
+        if cfg.mlp == "swiglu":
+            gate = self.times(x, layer, "mlp.w_gate")
+            return h + self.times(gate * torch.sigmoid(gate) * up, layer, "mlp.w_down")
+        return h + self.times(up * (1 + torch.erf(up / math.sqrt(2))) / 2, layer, "mlp.w_down")
+
+    def logits(self, h):
+        return self.normed(h, "norm.weight") @ self.w.get("head.weight", self.w["wte.weight"]).T
+
+    def loops(self, idx):
+        """The logits after each loop, (T, V) each, of the sequence idx (T,)."""
+        h, at, out = self.w["wte.weight"][idx], torch.arange(len(idx)), []
+        for layer in range(self.cfg.n_layer):
+            h = self.layer(h, layer, at, *self.keys_values(h, layer, at))
+            if (layer + 1) % (self.cfg.n_layer // self.cfg.n_loop) == 0:
+                out.append(self.logits(h))
+        return out
+
+
+@shares
+@pytest.mark.parametrize("rank", [0, 3, FULL])
+@pytest.mark.parametrize("sizes", [dict(n_loop=2), dict(n_loop=3, n_kv_head=2, qk_norm=True),
+                                   dict(n_loop=6, mlp="gelu", pos="alibi", window=5, tie_embeddings=False)], ids=str)
+def test_the_model_is_its_equations(sizes, rank, share):
+    model = relaxed(share=share, rank=rank, **sizes)
+    for T in (23, 4):           # with deltas merged into the weights, and applied beside them
+        x = tokens(1, T)
+        assert relative(model(x)[0][0], ByHand(model).loops(x[0])[-1]) < 1e-10
+
+
+@shares
+def test_gradients_are_those_of_the_equations(share):
+    model, x = relaxed(share=share, n_loop=3, n_kv_head=2, qk_norm=True), tokens(1, 24)
+    logits = ByHand(model).loops(x[0, :-1])[-1]
+    want = torch.autograd.grad(-logits.log_softmax(-1)[range(23), x[0, 1:]].mean(), list(model.parameters()))
+    got = torch.autograd.grad(model(x[:, :-1], x[:, 1:])[1], list(model.parameters()))
+    assert all(relative(a, b) < 1e-10 for a, b in zip(got, want))
+
+
+LAYERS = {("cycle", 2): "012012", ("cycle", 3): "010101", ("sequence", 2): "001122", ("sequence", 3): "000111",
+          ("cycle_rev", 2): "012210", ("cycle_rev", 3): "010110", ("cycle", 1): "012345", ("cycle_rev", 1): "012345"}
+
+
+@pytest.mark.parametrize("share, n_loop", LAYERS)
+def test_which_stored_block_a_layer_is(share, n_loop):
+    """Emptied of what it writes, a stored block passes its input on, wherever it is used and nowhere else."""
+    layers = list(map(int, LAYERS[share, n_loop]))
+    for k in set(layers):
+        model, passed = relaxed(share=share, n_loop=n_loop), []
+        with torch.no_grad():
+            for part in (model.blocks[k].attn.wo, model.blocks[k].mlp.w_down):
+                part.weight.zero_(), part.b.zero_()
+        for block in model.blocks:
+            block.register_forward_hook(lambda m, args, out: passed.append(torch.equal(args[0], out)))
+        model(tokens(1, 9))
+        assert passed == [layer == k for layer in layers]
+
+
+GPTS = [dict(), dict(pos="alibi", mlp="gelu", tie_embeddings=False), dict(pos="none", window=5, n_kv_head=2),
+        dict(qk_norm=True, n_kv_head=1, window=7), dict(mlp="gelu", rope_theta=500.0)]
+
+
+@shares
+@pytest.mark.parametrize("sizes", GPTS, ids=str)
+def test_one_loop_without_deltas_is_the_plain_transformer(sizes, share):
+    gpt, x = tiny("gpt", n_layer=3, **sizes), tokens(2, 41)
+    model = relaxed(n_layer=3, n_loop=1, rank=0, share=share, **sizes)
+    weights = {re.sub("([qk]_norm).weight", r"\1.weights.0", name): w for name, w in gpt.state_dict().items()}
+    assert sizes.get("qk_norm") or model.state_dict().keys() == gpt.state_dict().keys()
+    model.load_state_dict(weights)
+    for got, want in zip(model(x[:, :-1], x[:, 1:])[:2], gpt(x[:, :-1], x[:, 1:])[:2]):
+        assert relative(got, want) < 1e-12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is tied: one tensor
+
+def size_by_hand(L, B, C, H, G, M, V, rank, gated=True, tied=True, qk_norm=False):
+    """Parameters of L unrolled layers in B loops: without embedding and head, and of these."""
+    D = C // H
+    matrices = [(C, C), (C, G * D), (C, G * D), (C, C), (C, M), (M, C)] + [(C, M)] * gated
+    deltas = sum(min(rank, a, b) * (a + b) for a, b in matrices)
+    block = sum(a * b for a, b in matrices) + 2 * C
+    return L // B * block + L * deltas + 2 * D * L * qk_norm + C, V * C * (1 if tied else 2)
+
+
+@pytest.mark.parametrize("sizes", [dict(n_loop=2, rank=8), dict(n_loop=3, rank=0, n_kv_head=2, qk_norm=True),
+                                   dict(n_loop=6, rank=FULL, mlp="gelu", tie_embeddings=False),
+                                   dict(n_loop=1, rank=20, n_kv_head=1, n_mlp=48)], ids=str)
+def test_number_of_parameters(sizes):
+    model = relaxed(**sizes)
+    c = model.cfg
+    want = size_by_hand(6, c.n_loop, 32, 4, c.n_kv_head, c.n_mlp, 61, c.rank, c.mlp == "swiglu", c.tie_embeddings,
+                        c.qk_norm)
+    assert sum(p.numel() for p in model.parameters()) == sum(want)
+
+
+PAPER = {"Gemma 2B": (dict(n_layer=18, n_embd=2048, n_head=8, n_kv_head=1, n_mlp=16384, vocab_size=256_000),
+                      {1: 1.98, 2: 0.99, 3: 0.66}, 0.52),
+         "TinyLlama 1.1B": (dict(n_layer=22, n_embd=2048, n_head=32, n_kv_head=4, n_mlp=5632, vocab_size=32_000,
+                                 tie_embeddings=False), {1: 0.97, 2: 0.48}, 0.13),
+         "Pythia 1B": (dict(n_layer=16, n_embd=2048, n_head=8, mlp="gelu", vocab_size=50_304, tie_embeddings=False),
+                       {1: 0.81, 2: 0.40}, 0.21)}
+
+
+@pytest.mark.parametrize("name, n_loop", [(name, b) for name, (_, sizes, _) in PAPER.items() for b in sizes])
+def test_sizes_of_the_paper(name, n_loop):
+    """Tables 1 and F.1, in billions, without embeddings and of these."""
+    shape, billions, embeddings = PAPER[name]
+    with torch.device("meta"):
+        model = model_relaxed.Model(model_relaxed.Config(**shape, n_loop=n_loop, rank=0))
+    of = {n: p.numel() for n, p in model.named_parameters()}
+    apart = of["wte.weight"] + of.get("head.weight", 0)
+    assert round((sum(of.values()) - apart) / 1e9, 2) == billions[n_loop] and round(apart / 1e9, 2) == embeddings
+
+
+@pytest.mark.parametrize("rank", [64, 128, 256, 512])
+def test_sizes_with_deltas(rank):
+    """Of Gemma's shape; one key/value head of 256 bounds the rank of its deltas."""
+    with torch.device("meta"):
+        model = model_relaxed.Model(model_relaxed.Config(**PAPER["Gemma 2B"][0], n_loop=2, rank=rank))
+    want = size_by_hand(18, 2, 2048, 8, 1, 16384, 256_000, rank)
+    assert sum(p.numel() for p in model.parameters()) == sum(want)
+
+
+def storages(weights):
+    """{place in memory: bytes} of the tensors of a state dict."""
+    return {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights.values()}
+
+
+@shares
+def test_a_checkpoint_holds_each_tied_weight_once(share, tmp_path, data_dir):
+    """Weights, two moments of each, a step count of each (4 bytes), random numbers (5,056 bytes)."""
+    trainer = runs.run("relaxed", tmp_path, data_dir, "n_layer=4", "rank=3", f"share={share}")
+    parameters = list(trainer.model.parameters())
+    size = 4 * sum(p.numel() for p in parameters)
+    assert size == 4 * sum(size_by_hand(4, 2, 16, 2, 2, 64, 257, 3))
+    loaded = train.load_run(tmp_path / "r")[0].state_dict()
+    for weights in (trainer.model.state_dict(), train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["weights"], loaded):
+        assert len(storages(weights)) == len(parameters) and sum(storages(weights).values()) == size
+    with zipfile.ZipFile(tmp_path / "r" / "ckpt.pt") as z:
+        saved = sum(i.file_size for i in z.infolist() if "/data/" in i.filename)
+    assert 3 * size <= saved <= 3 * size + 4 * len(parameters) + 5056
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# conversion
+
+def source(**sizes):
+    """A trained model, or what could be one: every norm's weight is anything from 0.5 to 1.5."""
+    model = tiny("gpt", **{"n_layer": 6, **sizes})
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.copy_(0.5 + torch.rand_like(p))
+    return model
+
+
+def converted(gpt, **sizes):
+    model = model_relaxed.Model(model_relaxed.Config(**{**asdict(gpt.cfg), "rank": FULL, **sizes})).double().eval()
+    model_relaxed.convert(model, gpt.state_dict())
+    return model
+
+
+def matrices(model):
+    """(name, stored block k, its part) of all matrices."""
+    return [(name, k, part) for k, block in enumerate(model.blocks) for name, part in block.named_modules()
+            if name.rsplit(".", 1)[-1] in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")]
+
+
+def uses(cfg, k):
+    """The unrolled layers of stored block k."""
+    return [layer for layer in range(cfg.n_layer) if stored(cfg, layer) == k]
+
+
+@pytest.mark.parametrize("n_loop", [1, 2, 3])
+@shares
+@inits
+def test_at_full_rank_the_source_comes_back(init, share, n_loop):
+    gpt, x = source(), tokens(2, 30)
+    assert relative(converted(gpt, init=init, share=share, n_loop=n_loop)(x)[0], gpt(x)[0]) < 1e-8
+
+
+@pytest.mark.parametrize("init", ["average", "stepwise"])
+@pytest.mark.parametrize("norm_init", ["avg", "choice"])
+@pytest.mark.parametrize("sizes", [*GPTS[1:], dict(n_kv_head=1, tie_embeddings=False)], ids=str)
+def test_at_full_rank_every_source_comes_back(sizes, norm_init, init):
+    gpt, x = source(**sizes), tokens(2, 30)
+    assert relative(converted(gpt, init=init, n_loop=3, norm_init=norm_init)(x)[0], gpt(x)[0]) < 1e-8
+
+
+@shares
+@pytest.mark.parametrize("rank", [1, 5])
+@pytest.mark.parametrize("init", ["average", "random"])
+def test_deltas_are_the_best_of_their_rank(init, rank, share):
+    """Of W_l diag(g_l / g') - W': the Frobenius error is that of the singular values left out, the spectral error the
+    first of them (Eckart and Young)."""
+    gpt = source(n_kv_head=2, qk_norm=True)
+    model, w = converted(gpt, init=init, rank=rank, share=share, n_loop=3), gpt.state_dict()
+    for name, k, part in matrices(model):
+        for use, layer in enumerate(uses(model.cfg, k)):
+            target = w[f"blocks.{layer}.{name}.weight"]
+            norm = {"attn.wo": None, "mlp.w_down": None, "mlp.w_gate": "norm2", "mlp.w_up": "norm2"}.get(name, "norm1")
+            if norm:
+                target = target * w[f"blocks.{layer}.{norm}.weight"] / getattr(model.blocks[k], norm).weight
+            left = (target - part.weight).detach().numpy()
+            s = np.linalg.svd(left, compute_uv=False)
+            error = left - (part.b[use] @ part.a[use]).detach().numpy()
+            assert abs(np.linalg.norm(error) - np.sqrt((s[rank:] ** 2).sum())) < 1e-10 * s[0]
+            assert abs(np.linalg.norm(error, 2) - s[rank]) < 1e-10 * s[0]
+
+
+def test_a_has_orthonormal_rows_and_b_the_singular_values():
+    """B = U S, A = V^T, as they are: no root split, no factor alpha / r."""
+    gpt = source()
+    model, w = converted(gpt, rank=4), gpt.state_dict()
+    for name, k, part in matrices(model):
+        if name in ("attn.wo", "mlp.w_down"):               # no norm before them
+            for use, layer in enumerate(uses(model.cfg, k)):
+                s = np.linalg.svd((w[f"blocks.{layer}.{name}.weight"] - part.weight).detach().numpy(), compute_uv=False)
+                a, b = part.a[use].detach(), part.b[use].detach()
+                assert relative(a @ a.T, torch.eye(4, dtype=a.dtype)) < 1e-10
+                assert relative(b.T @ b, torch.from_numpy(np.diag(s[:4] ** 2))) < 1e-10
+
+
+@pytest.mark.parametrize("init, exact", [("stepwise", {(0, 0), (2, 1)}), ("lower", {(0, 0), (1, 0), (2, 0)}),
+                                         ("upper", {(0, 1), (1, 1), (2, 1)}), ("average", set())])
+def test_where_nothing_is_left_b_is_zero_and_a_can_learn(init, exact):
+    """Three blocks in two loops: stepwise takes layers 0, 2 and 5. (stored block, use) whose source is its own."""
+    model = converted(source(), init=init, rank=4)
+    for name, k, part in matrices(model):
+        for use in range(2):
+            assert (part.b[use] == 0).all() == ((k, use) in exact)
+            assert 0.01 < part.a[use].std() < 0.03 if (k, use) in exact else part.b[use].abs().max() > 0.1
+
+
+STEPS = {(18, 1): [*range(18)], (18, 2): [0, 2, 4, 6, 8, 11, 13, 15, 17], (18, 3): [0, 3, 7, 10, 14, 17],
+         (18, 6): [0, 8, 17], (18, 9): [0, 17], (18, 18): [0], (6, 2): [0, 2, 5], (8, 2): [0, 2, 5, 7], (1, 1): [0]}
+OTHERS = {"lower": {(6, 2): [0, 1, 2], (6, 3): [0, 1]}, "upper": {(6, 2): [3, 4, 5], (6, 3): [4, 5]}}
+
+
+@pytest.mark.parametrize("init, L, B", [("stepwise", *k) for k in STEPS] + [(i, *k) for i in OTHERS for k in OTHERS[i]])
+def test_which_layers_the_stored_ones_start_from(init, L, B):
+    gpt = source(n_layer=L, n_embd=8, n_head=1, vocab_size=5)
+    with torch.no_grad():
+        for layer, block in enumerate(gpt.blocks):
+            for p in block.parameters():
+                p.fill_(layer + 1)
+    model = converted(gpt, init=init, n_loop=B, rank=0)
+    for block, layer in zip(model.blocks, (STEPS if init == "stepwise" else OTHERS[init])[L, B], strict=True):
+        assert all((p == layer + 1).all() for p in block.parameters())
+
+
+@shares
+@pytest.mark.parametrize("norm_init", ["avg", "choice", "zero"])
+def test_average_is_the_mean_of_what_is_tied(norm_init, share):
+    gpt = source()
+    model, w = converted(gpt, n_loop=3, share=share, norm_init=norm_init, rank=0), gpt.state_dict()
+    for k, block in enumerate(model.blocks):
+        for name, p in block.named_parameters():
+            tied = torch.stack([w[f"blocks.{layer}.{name}"] for layer in uses(model.cfg, k)])
+            norms = {"avg": tied.mean(0), "choice": tied[0], "zero": torch.zeros_like(p)}[norm_init]
+            assert relative(p, norms if "norm" in name else tied.mean(0)) < 1e-14
+    for name in ("wte.weight", "norm.weight", "head.weight"):
+        assert torch.equal(model.get_parameter(name), w[name])
+
+
+@shares
+def test_norms_of_heads_are_not_tied(share):
+    gpt = source(qk_norm=True)
+    model = converted(gpt, n_loop=3, share=share, rank=0)
+    for k, block in enumerate(model.blocks):
+        for use, layer in enumerate(uses(model.cfg, k)):
+            for kind in ("q_norm", "k_norm"):
+                want = getattr(gpt.blocks[layer].attn, kind).weight
+                assert torch.equal(getattr(block.attn, kind).weights[use], want)
+
+
+def test_a_norm_near_zero_is_refused_by_name():
+    """A mean may vanish where its terms do not; without deltas nothing is divided by it."""
+    gpt = source()
+    with torch.no_grad():
+        gpt.blocks[1].norm2.weight[7], gpt.blocks[4].norm2.weight[7] = 0.9, -0.90001
+    with pytest.raises(ValueError, match="norm2 of stored block 1 is near zero"):
+        converted(gpt)
+    with pytest.raises(ValueError, match="norm1 of stored block 0 is near zero"):
+        converted(source(), norm_init="zero")
+    converted(gpt, norm_init="choice"), converted(gpt, init="lower")
+    converted(gpt, rank=0), converted(gpt, lora_init="zero"), converted(source(), norm_init="zero", rank=0)
+
+
+def test_deltas_that_start_at_zero():
+    """lora_init=zero: the model without deltas, which can learn."""
+    gpt, x = source(), tokens(2, 20)
+    model, plain = converted(gpt, lora_init="zero", rank=4), converted(gpt, rank=0)
+    assert relative(model(x)[0], plain(x)[0]) < 1e-12
+    assert all((part.b == 0).all() and 0.015 < part.a.std() < 0.025 for _, _, part in matrices(model))
+    assert not [name for name, _ in plain.named_parameters() if name.endswith((".a", ".b"))]
+
+
+@inits
+def test_conversion_leaves_the_source_alone(init):
+    gpt = source(qk_norm=True)
+    before = train.fingerprint(dict(gpt.state_dict()))
+    model = converted(gpt, init=init, rank=4)
+    assert not storages(model.state_dict()).keys() & storages(gpt.state_dict()).keys()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    assert train.fingerprint(dict(gpt.state_dict())) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# init_from, through train.py
+
+@pytest.fixture(scope="module", autouse=True)
+def no_plots():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "draw_curves", lambda *a: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, data_dir):
+    """Folders of finished runs: gpt with 4 layers, relaxed converted from it, rat, and teachers that do not fit."""
+    root = tmp_path_factory.mktemp("relaxed")
+    prepare.prepare(prepare.PrepareConfig(dataset=f"file:{data_dir / 'words.txt'}", tokenizer="char",
+                                          data_dir=str(root / "data"), name="words"))
+    runs.run("gpt", root / "gpt", data_dir, "n_layer=4", "max_steps=20", "learning_rate=1e-2")
+    runs.run("relaxed", root / "relaxed", data_dir, "n_layer=4", "rank=4", f"init_from={root / 'gpt' / 'r'}")
+    runs.run("rat", root / "rat", data_dir)
+    runs.run("gpt", root / "wide", data_dir, "vocab_size=300")
+    runs.run("gpt", root / "short", data_dir, "block_size=8")
+    runs.run("gpt", root / "char", root / "data", "vocab_size=257")
+    return root
+
+
+def refusal(main, argv, monkeypatch, capfd):
+    """The one line of an error that ends a program with status 2."""
+    monkeypatch.setattr(sys, "argv", ["program", *map(str, argv)])
+    with pytest.raises(SystemExit) as stop:
+        prepare.run_cli(main)
+    out, err = capfd.readouterr()
+    assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("error: "), err
+    return err
+
+
+def evaluated(model, out, data_dir, *extra):
+    return train.setup(runs.arguments(model, out, data_dir, "n_layer=4", "eval_only=true", *extra)).evaluate()["val_ce"]
+
+
+@pytest.mark.parametrize("options", [("n_loop=2",), ("n_loop=4", "share=sequence"), ("n_loop=2", "init=stepwise"),
+                                     ("n_loop=1", "init=random")], ids=str)
+def test_converted_by_init_from_it_evaluates_as_the_source(options, world, data_dir, tmp_path):
+    start = f"init_from={world / 'gpt' / 'r'}"
+    want = evaluated("gpt", tmp_path, data_dir, start)
+    assert abs(evaluated("relaxed", tmp_path, data_dir, start, "rank=1000", *options) - want) < 1e-5
+
+
+def test_a_converted_model_trains_on(world, data_dir, tmp_path):
+    """From step 0, with the source's sizes and the method's own from the command line."""
+    trainer = runs.run("relaxed", tmp_path, data_dir, "n_layer=4", f"init_from={world / 'gpt' / 'r'}", "rank=3",
+                       "n_loop=4", "dropout=0", "batch_size=8", "max_steps=40", "learning_rate=3e-3",
+                       "eval_interval=10")
+    losses = [row["val_ce"] for row in train.read_log(trainer.folder / "log.jsonl") if "val_ce" in row]
+    assert trainer.step == 40 and trainer.model.cfg.rank == 3 and trainer.model.cfg.n_loop == 4
+    assert losses[-1] < losses[0] and trainer.model.cfg.n_stored == 1
+    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["model"] == "relaxed"
+
+
+@pytest.mark.parametrize("options, message", [
+    (["n_layer=8"], "n_layer=8, but the checkpoint's model has n_layer=4"),
+    (["n_layer=4", "n_embd=32"], "n_embd=32, but the checkpoint's model has n_embd=16"),
+    (["n_layer=4", "pos=alibi"], "pos=alibi, but the checkpoint's model has pos=rope"),
+    (["n_layer=4", "n_loop=3"], "n_loop=3 must divide n_layer=4"),
+    (["n_layer=4", "init_from={w}/rat/r"], "model=relaxed, but the checkpoint holds model=rat"),
+    (["n_layer=4", "norm_init=zero"], "norm1 of stored block 0 is near zero"),
+    (["n_layer=4", "init=middle"], "init=middle must be one of: average, stepwise, lower, upper, random"),
+    (["n_layer=4", "lora_init=gauss"], "lora_init=gauss must be one of: svd, zero"),
+    (["n_layer=4", "early_exit=greedy"], "early_exit=greedy must be one of"),
+    (["n_layer=4", "exit_loop=3"], "exit_loop=3 must be 0 (the last) or one of the 2 loops"),
+    (["n_layer=4", "rank=-1"], "rank and exit_weight must not be negative"),
+    (["n_layer=4", "init_from={w}/relaxed/r", "rank=5"], "rank=5, but the checkpoint's model has rank=4"),
+    (["n_layer=4", "init_from={w}/relaxed/r", "n_loop=4"], "n_loop=4, but the checkpoint's model has n_loop=2"),
+    (["n_layer=4", "init_from={w}/relaxed/r", "share=sequence"], "share=sequence, but the checkpoint's model has"),
+    (["model=gpt", "n_layer=4", "init_from={w}/relaxed/r"], "model=gpt, but the checkpoint holds model=relaxed"),
+    (["n_layer=4", "teacher={w}/never"], "teacher={w}/never: {w}/never is neither a folder nor a hub name"),
+    (["n_layer=4", "teacher={w}/wide/r"], "teacher={w}/wide/r has vocab_size=300, the model 257"),
+    (["n_layer=4", "teacher={w}/char/r"], "teacher={w}/char/r was trained with tokenizer char, which is not"),
+    (["n_layer=4", "teacher={w}/short/r"], "teacher={w}/short/r takes 8 tokens, block_size=16 is more"),
+    (["n_layer=4", "kd_temperature=0"], "kd_temperature=0.0 must lie between 0.01 and 100"),
+    (["n_layer=4", "kd_weight=-1"], "kd_weight=-1.0 must not be negative")], ids=str)
+def test_one_line_and_exit_2(options, message, world, data_dir, tmp_path, monkeypatch, capfd):
+    start = [] if any("teacher" in o for o in options) else [f"init_from={world / 'gpt' / 'r'}"]
+    options = [o.format(w=world) for o in options]
+    err = refusal(train.main, runs.arguments("relaxed", tmp_path, data_dir, *start, *options), monkeypatch, capfd)
+    assert message.format(w=world) in err and list(tmp_path.iterdir()) == []
+
+
+def test_a_second_stage_trains_early_exit(world, data_dir, tmp_path):
+    trainer = runs.run("relaxed", tmp_path, data_dir, "n_layer=4", "rank=4", f"init_from={world / 'relaxed' / 'r'}",
+                       "early_exit=aggressive", "exit_loss=kl", "fill=propagate")
+    assert trainer.model.cfg.early_exit == "aggressive" and trainer.model.cfg.rank == 4
+    rows = [row for row in train.read_log(trainer.folder / "log.jsonl") if "ce" in row]
+    assert len(rows) == 6 and all({"ce_loop1", "ce"} <= row.keys() and "ce_loop2" not in row for row in rows)
+    first = train.load_checkpoint(world / "relaxed" / "r" / "ckpt.pt")["weights"]
+    assert train.fingerprint(first) != train.fingerprint(trainer.state()["weights"])
+
+
+def test_a_hugging_face_model_converts(data_dir, tmp_path):
+    theirs, x = saved_llama(tmp_path / "hf", num_hidden_layers=4, vocab_size=257).double(), tokens(2, 33, 257)
+    gpt = model_gpt.Model.from_pretrained(tmp_path / "hf")
+    model = model_relaxed.Model(model_relaxed.Config(**{**asdict(gpt.cfg), "rank": FULL, "block_size": 40})).eval()
+    model_relaxed.convert(model, gpt.state_dict())
+    ours = ("n_layer", "n_head", "n_embd", "block_size")
+    argv = [a for a in runs.arguments("relaxed", tmp_path, data_dir, f"init_from={tmp_path / 'hf'}", f"rank={FULL}")
+            if not a.startswith(ours)]
+    trainer = train.setup([*argv, "block_size=40"])
+    assert train.fingerprint(dict(trainer.model.state_dict())) == train.fingerprint(dict(model.state_dict()))
+    assert trainer.model.cfg.n_kv_head == 2 and trainer.model.cfg.rope_theta == 1234.0 and trainer.run()
+    with torch.no_grad():
+        model_relaxed.convert(model.double(), gpt.double().state_dict())
+        want = theirs(x).logits         # with rotary angles in float32
+        assert (model(x)[0] - want).abs().max() < 1e-5 * want.abs().max()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# distillation
+
+def distilling(world, data_dir, out, *extra):
+    return train.setup(runs.arguments("relaxed", out, data_dir, "n_layer=4", f"teacher={world / 'gpt' / 'r'}", *extra))
+
+
+@pytest.mark.parametrize("t", [1.0, 2.5])
+def test_the_distance_from_the_teacher(t, world, data_dir, tmp_path):
+    """t^2 times the mean over counted targets of sum_v p log(p / q), p and q at temperature t."""
+    trainer = distilling(world, data_dir, tmp_path, f"kd_temperature={t}", "ce_weight=0.3", "kd_weight=0.7")
+    trainer.teacher.double()
+    x, y, logits = tokens(2, 9, 257), tokens(2, 9, 257, seed=2), torch.randn(2, 9, 257, dtype=torch.float64)
+    y[0, 4:] = -1
+    p, q = ((z / t).exp() for z in (trainer.teacher(x)[0], logits))
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    rows = [(p[b, i] * (p[b, i] / q[b, i]).log()).sum() for b in range(2) for i in range(9) if y[b, i] != -1]
+    loss, aux = trainer.distil(x, y, logits, torch.tensor(5.0), {"ce": torch.tensor(4.0)})
+    assert len(rows) == 13 and abs(aux["kd"] - t ** 2 * sum(rows) / 13) < 1e-12 and aux["ce"] == 4.0
+    assert abs(loss - (0.3 * 5.0 + 0.7 * aux["kd"])) < 1e-12
+    assert trainer.distil(x, torch.full_like(y, -1), logits, torch.tensor(0.0), {})[0] == 0
+
+
+def test_without_ce_weight_the_teacher_alone_teaches(world, data_dir, tmp_path):
+    """What moves the weights in a step is the gradient of kd_weight t^2 KL."""
+    options = ["ce_weight=0", "kd_weight=0.7", "kd_temperature=2", "dropout=0", "grad_clip=0", "beta1=0", "max_steps=1"]
+    trainer, fresh = (distilling(world, data_dir, tmp_path / run, *options) for run in "ab")
+    assert trainer.run()
+    x, _ = fresh.batches.micro_batch(0, 0)
+    p, q = (model(x)[0].div(2).softmax(-1) for model in (fresh.teacher, fresh.model))
+    (0.7 * 4 * (p * (p / q).log()).sum(-1).mean()).backward()
+    moments = [s["exp_avg"] for s in trainer.optimizers[0].state_dict()["state"].values()]
+    grads = [p.grad for g in fresh.optimizers[0].param_groups for p in g["params"]]
+    floor = 1e-3 * max(g.abs().max() for g in grads)
+    assert all(relative(a, b, floor) < 1e-3 for a, b in zip(moments, grads, strict=True))
+    row = train.read_log(trainer.folder / "log.jsonl")[0]
+    assert row["kd"] > 0.01 and row["ce"] > 1
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing(world, data_dir, tmp_path):
+    trainer = train.setup(runs.arguments("relaxed", tmp_path, data_dir, "n_layer=4", "rank=4", "dropout=0",
+                                         *(f"{key}={world / 'relaxed' / 'r'}" for key in ("init_from", "teacher"))))
+    x, y = trainer.batches.micro_batch(0, 0)
+    logits, ce, _ = trainer.model.train()(x, y)
+    kd, aux = trainer.distil(x, y, logits, 0.0 * ce, {})
+    grads, scale = (torch.autograd.grad(loss, logits, retain_graph=True)[0].abs().max() for loss in (kd, ce))
+    assert aux["kd"] == 0 and grads < 1e-6 * scale
+
+
+def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(world, data_dir, tmp_path):
+    taught, alone = distilling(world, data_dir, tmp_path / "a"), train.setup(
+        runs.arguments("relaxed", tmp_path / "b", data_dir, "n_layer=4"))
+    assert taught.run() and alone.run()
+    weights = train.load_checkpoint(world / "gpt" / "r" / "ckpt.pt")["weights"]
+    assert train.fingerprint(dict(taught.teacher.state_dict())) == train.fingerprint(weights)
+    assert not taught.teacher.training and not any(p.requires_grad for p in taught.teacher.parameters())
+    sizes = [(trainer.folder / "ckpt.pt").stat().st_size for trainer in (taught, alone)]
+    assert taught.state()["weights"].keys() == alone.state()["weights"].keys() and abs(sizes[0] - sizes[1]) < 1000
+    assert train.fingerprint(taught.state()["weights"]) != train.fingerprint(alone.state()["weights"])
+
+
+def test_resuming_with_a_teacher_is_bit_identical(world, data_dir, tmp_path):
+    options = [data_dir, "n_layer=4", f"teacher={world / 'gpt' / 'r'}", "eval_interval=4", "early_exit=weighted"]
+    whole = runs.run("relaxed", tmp_path / "whole", *options)
+    for k in (1, 4):
+        runs.run("relaxed", tmp_path / str(k), *options, stop_after=k)
+        resumed = train.setup([f"out_dir={tmp_path / str(k)}", f"data_dir={data_dir}", "run=r", "resume=true"])
+        assert resumed.teacher is not None and resumed.run() and runs.learned(resumed) == runs.learned(whole)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# early exit
+
+COEFFICIENTS = {("weighted", 2): (1 / 3, 2 / 3), ("weighted", 3): (1 / 6, 2 / 6, 3 / 6),
+                ("aggressive", 2): (0.1, 1), ("aggressive", 3): (0.1, 0.1, 1)}
+
+
+@pytest.mark.parametrize("exit_loss", ["ce", "kl", "both"])
+@pytest.mark.parametrize("early_exit, n_loop", COEFFICIENTS)
+def test_the_loss_of_every_loop_counts(early_exit, n_loop, exit_loss):
+    """And so does its gradient, in which the distribution that KL is measured from is a constant."""
+    model = relaxed(n_loop=n_loop, early_exit=early_exit, exit_loss=exit_loss).train()
+    x, y = tokens(2, 12), tokens(2, 12, seed=2)
+    y[1, 5:] = -1
+    rows = [ByHand(model).loops(row) for row in x]
+    ce, kl = torch.zeros(n_loop, dtype=torch.float64), torch.zeros(n_loop, dtype=torch.float64)
+    for b in range(n_loop):
+        for row, targets in zip(rows, y):
+            for i in (targets != -1).nonzero()[:, 0]:
+                q, p = row[b][i].softmax(-1), row[-1][i].softmax(-1).detach()
+                ce[b] = ce[b] - q[targets[i]].log() / 17
+                kl[b] = kl[b] + (p * (p / q).log()).sum() / 17
+    earlier = {"ce": ce, "kl": kl, "both": ce + kl}[exit_loss]
+    c = COEFFICIENTS[early_exit, n_loop]
+    want = sum(c[b] * (ce[b] if b == n_loop - 1 else earlier[b]) for b in range(n_loop))
+    _, loss, aux = model(x, y)
+    assert abs(loss - want) < 1e-10 and aux.keys() == {"ce", *(f"ce_loop{b}" for b in range(1, n_loop))}
+    named = [*(aux[f"ce_loop{b}"] for b in range(1, n_loop)), aux["ce"]]
+    assert all(abs(a - b) < 1e-10 for a, b in zip(named, ce, strict=True))
+    parameters = list(model.parameters())
+    grads = zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(want, parameters))
+    assert all(relative(a, b) < 1e-10 for a, b in grads)
+
+
+def test_exit_weight_is_that_of_aggressive():
+    x, losses = tokens(2, 12), {}
+    for weight in (0.0, 0.25, 1.0):
+        losses[weight] = relaxed(early_exit="aggressive", exit_weight=weight).train()(x, x)
+    _, loss, aux = losses[0.25]
+    assert abs(loss - aux["ce"] - 0.25 * aux["ce_loop1"]) < 1e-12
+    assert abs(losses[0.0][1] - aux["ce"]) < 1e-12 and abs(losses[1.0][1] - aux["ce"] - aux["ce_loop1"]) < 1e-12
+
+
+def test_the_last_loop_does_not_learn_from_the_earlier():
+    logits, last = (torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    kl = model_relaxed.distance_from_last(logits, last, torch.zeros(2, 5, dtype=torch.long))
+    grads = torch.autograd.grad(kl, (logits, last), allow_unused=True)
+    assert grads[0].abs().max() > 0 and grads[1] is None
+
+
+def test_evaluation_counts_the_last_loop_alone():
+    model, x = relaxed(early_exit="weighted"), tokens(2, 12)
+    _, loss, aux = model(x, x)
+    assert loss == aux["ce"] and aux.keys() == {"ce"}
+
+
+@pytest.mark.parametrize("b", [1, 2, 3])
+def test_exit_loop(b):
+    """In eval mode the logits after that loop; in training the last one's."""
+    model, x = relaxed(n_loop=3, exit_loop=b), tokens(1, 20)
+    want = ByHand(model).loops(x[0])
+    assert relative(model(x)[0][0], want[b - 1]) < 1e-10
+    assert relative(model.train()(x)[0][0], want[-1]) < 1e-10
+
+
+def test_exit_loop_decodes_from_the_cache_and_its_tokens_cannot_go_deeper():
+    model, x = relaxed(n_loop=3, exit_loop=2), tokens(2, 20)
+    with torch.no_grad():
+        cache = model.init_cache(2, 20)
+        got = torch.cat([model(part, cache=cache)[0] for part in x[:, :15].split([9, 1, 1, 4], 1)], 1)
+        assert relative(got, model(x[:, :15])[0]) < 1e-10
+        model.cfg.exit_loop = 0
+        with pytest.raises(ValueError, match="lack loop 3: they left before it with exit_loop"):
+            model(x[:, 15:16], cache=cache)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows at mixed depths, and which code runs
+
+def to_depths(model, x, depth):
+    """A cache with all but the last token of each row of x (R, T), and the last ones' states before loop depth[r]."""
+    cache = model.init_cache(len(x), x.size(1))
+    model(x[:, :-1], cache=cache)
+    h = model.embed(x[:, -1:])
+    for b in range(int(depth.max())):
+        rows = (depth > b).nonzero()[:, 0]
+        h[rows] = model.loop(h[rows], b, cache, rows)
+    return cache, h
+
+
+@every_fast
+@pytest.mark.parametrize("sizes", [dict(), dict(qk_norm=True, n_kv_head=2, rank=0), dict(pos="alibi", mlp="gelu"),
+                                   dict(window=4, pos="none", rank=FULL)], ids=str)
+def test_rows_at_mixed_depths_are_as_if_alone(sizes, fast):
+    model, x = relaxed(n_loop=3, fast=fast, **sizes), tokens(6, 12)
+    depth, rows = torch.tensor([2, 0, 1, 1, 0]), torch.tensor([4, 1, 0, 5, 2])
+    at = torch.zeros(6, dtype=torch.long).index_put((rows,), depth)
+    with torch.no_grad():
+        cache, h = to_depths(model, x, at)
+        before = cache.filled.clone()
+        got = model.loop(h[rows], depth, cache, rows)
+        for n, (row, d) in enumerate(zip(rows.tolist(), depth.tolist())):
+            want = model.embed(x[row:row + 1])
+            for b in range(d + 1):
+                want = model.loop(want, b)
+            assert relative(got[n], want[0, -1:]) < 1e-10
+    moved = torch.zeros_like(before).index_put((depth, rows), torch.tensor(1))
+    assert torch.equal(cache.filled - before, moved)
+
+
+@every_fast
+def test_waiting_tokens_go_first_and_keep_their_order(fast):
+    """Rows whose last tokens left after different loops: who goes deeper finds all keys, as if nothing had left."""
+    model, x = relaxed(n_loop=3, fast=fast), tokens(3, 14)
+    left_after = [[0, 0, 1, 0, 1, 0, 2, 0, 2], [0, 0, 0, 0, 0, 0, 0, 0, 2], [1, 1, 1, 0, 0, 2, 1, 0, 2]]
+    with torch.no_grad():
+        whole = [model.embed(x)]
+        for b in range(3):
+            whole.append(model.loop(whole[-1], b))
+        cache = model.init_cache(3, 14)
+        model(x[:, :5], cache=cache)
+        for t in range(5, 14):
+            h, exits = model.embed(x[:, t:t + 1]), torch.tensor([row[t - 5] for row in left_after])
+            for b in range(3):
+                rows = (exits >= b).nonzero()[:, 0]
+                if len(rows):
+                    h[rows] = model.loop(h[rows], b, cache, rows)
+                    assert relative(h[rows], whole[b + 1][rows, t:t + 1]) < 1e-10
+            early = (exits < 2).nonzero()[:, 0]
+            model.leave(h[early], exits[early], cache, early)
+    assert cache.filled.tolist() == [[14, 14, 14]] * 3
+
+
+def spied_addmm(monkeypatch):
+    """The first arguments of all torch.addmm from here on."""
+    first, addmm = [], torch.addmm
+    monkeypatch.setattr(model_relaxed.torch, "addmm", lambda *a: (first.append(a[0]), addmm(*a))[1])
+    return first
+
+
+def test_deltas_are_merged_where_tokens_are_many(monkeypatch):
+    """As many as make it cheaper: of a matrix (out, in), more than out in / (out + in)."""
+    model, first = relaxed(n_mlp=32), spied_addmm(monkeypatch)
+    weights = {id(part.weight) for _, _, part in matrices(model)}
+    for T, merged in ((100, 42), (17, 42), (16, 0), (1, 0)):
+        first.clear()
+        model(tokens(1, T))
+        assert len(first) == 42 and sum(id(x) in weights for x in first) == merged
+    first.clear()
+    relaxed(n_mlp=32, fast=False)(tokens(1, 100)), relaxed(n_mlp=32, rank=0)(tokens(1, 100))
+    assert first == []
+
+
+class Counted(TorchDispatchMode):
+    """How many operators ran."""
+    calls = 0
+
+    def __torch_dispatch__(self, op, types, arguments=(), options=None):
+        self.calls += 1
+        return op(*arguments, **(options or {}))
+
+
+def operators(model, R):
+    """Of one loop for R rows, a third of them at each of three depths."""
+    x, depth = tokens(R, 8), torch.arange(R) % 3
+    with torch.no_grad():
+        cache, h = to_depths(model, x, depth)
+        with Counted() as counted:
+            model.loop(h, depth, cache, torch.arange(R))
+    return counted.calls
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(qk_norm=True, n_kv_head=2), dict(rank=0)], ids=str)
+def test_mixed_depths_cost_no_operators_for_each_row(sizes):
+    """Fast: all rows share their products. Naive: two more for each row, layer and matrix."""
+    fast, naive = ([operators(relaxed(n_loop=3, fast=fast, **sizes), R) for R in (4, 12)] for fast in (True, False))
+    assert fast[0] == fast[1] < naive[1]
+    assert sizes.get("rank") == 0 or naive[1] - naive[0] >= 8 * 2 * 7 * 2
+
+
+@pytest.mark.parametrize("sizes", [dict(n_loop=3), dict(rank=0, n_kv_head=2, n_loop=2), dict(early_exit="weighted"),
+                                   dict(n_loop=6, rank=5, mlp="gelu", window=7, tie_embeddings=False)], ids=str)
+def test_flops_are_those_that_run(sizes):
+    """Forward and backward of the naive path, in training; its scores are of all T keys, the visible ones count."""
+    model, x = relaxed(block_size=16, fast=False, pos="none", **sizes).train(), tokens(1, 16)
+    with FlopCounterMode(display=False) as counter:
+        model(x, x)[1].backward()
+    T, C, window = 16, 32, model.cfg.window or 16
+    unseen = T * T - sum(min(i + 1, window) for i in range(T))
+    assert counter.get_total_flops() - 12 * C * 6 * unseen == T * model.flops_per_token()
+
+
+@pytest.mark.parametrize("bad, named", [
+    (dict(n_loop=4), "n_loop=4 must divide n_layer=6: 1, 2, 3, 6"), (dict(n_loop=0), "n_loop=0"),
+    (dict(rank=-1), "rank"), (dict(share="random"), "share=random"), (dict(exit_loss="mse"), "exit_loss=mse"),
+    (dict(fill="never"), "fill=never"), (dict(exit_loop=-1), "exit_loop=-1"), (dict(exit_weight=-0.1), "exit_weight"),
+    (dict(n_kv_head=3), "n_kv_head=3"),
+    (dict(norm_init="mean"), "norm_init=mean"), (dict(n_embd=12), "even head size"), (dict(window=-1), "window"),
+    (dict(norm_eps=0.0), "norm_eps"), (dict(dropout=1.0), "dropout")])
+def test_impossible_settings_are_named(bad, named):
+    with pytest.raises(ValueError, match=named):
+        model_relaxed.Config(**{"n_layer": 6, "n_embd": 32, **bad})
+
+
+def test_sharing_that_mixed_depths_cannot_serve_is_refused():
+    for share in ("sequence", "cycle_rev"):
+        model, depth = relaxed(share=share, n_loop=3), torch.tensor([0, 1, 2])
+        with torch.no_grad():
+            cache, h = to_depths(model, tokens(3, 8), depth)
+            with pytest.raises(ValueError, match=f"share={share}: rows at different depths need share=cycle"):
+                model.loop(h, depth, cache, torch.arange(3))
+
+
+def test_compiles_without_a_break():
+    """One graph: the trainer compiles where there is a GPU."""
+    model, x = relaxed(n_layer=2, early_exit="aggressive", exit_loss="both").train(), tokens(2, 21)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert relative(compiled(x, x)[1], model(x, x)[1]) < 1e-12
+
+
+def test_keys_of_the_model_and_of_the_source_agree():
+    """A key that both have means the same: conversion copies it."""
+    ours, theirs = ({f.name: f.default for f in fields(m.Config)} for m in (model_relaxed, model_gpt))
+    assert theirs.keys() <= ours.keys() and all(ours[key] == theirs[key] for key in theirs)
