@@ -56,10 +56,12 @@ class SampleConfig:
     requests: str = ""               # of relaxed: a file of requests to serve, one JSON object a line
     batching: str = "depth"          # of requests: static | sequence | depth, see Engine
     slots: int = 16                  # of requests: how many are in work at a time
+    max_len: int = 0                 # of requests: most tokens of one, where positions have no end (0: 8 block_size)
 
     def __post_init__(self):
         for name, low, high in (("max_new_tokens", 1, None), ("temperature", 0, None), ("top_k", 0, None),
-                                ("top_p", 0, 1), ("num_samples", 1, None), ("seed", 0, None), ("slots", 1, 4096)):
+                                ("top_p", 0, 1), ("num_samples", 1, None), ("seed", 0, None), ("slots", 1, 4096),
+                                ("max_len", 0, 1 << 30)):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
                 raise ValueError(f"{name}={value} must be at least {low}" + (f" and at most {high}" if high else ""))
@@ -256,6 +258,8 @@ class Engine:
         if batching == "depth" and getattr(model.cfg, "share", "cycle") != "cycle":
             raise UserError(f"batching=depth needs loops over the same blocks, share=cycle, not {model.cfg.share}")
         self.model, self.batching, self.max_len, self.eot, self.vocab_size = model, batching, max_len, eot, vocab_size
+        if not exit and getattr(model.cfg, "exit_loop", 0):         # the model itself lets every token leave there
+            exit = f"static:{model.cfg.exit_loop}"
         self.oracle, self.rule = exit == "oracle", exit_rule(exit, model.n_loop)
         self.sampling, self.seed = (temperature, top_k, top_p, repetition_penalty), seed
         self.clock, self.sleep, self.on_token = clock, sleep, on_token
@@ -403,9 +407,9 @@ class Engine:
         return tokens
 
 
-def read_requests(path, tokenizer, model, max_new_tokens):
-    """The requests in a file, and of the lines that hold none the answers that tell why: (list of Request, list of
-    dict). UserError where there is no such file, or nothing in it."""
+def read_requests(path, tokenizer, model, max_new_tokens, longest=None):
+    """The requests in a file, of at most `longest` tokens each, and of the lines that hold none the answers that tell
+    why: (list of Request, list of dict). UserError where there is no such file, or nothing in it."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as e:
@@ -417,7 +421,7 @@ def read_requests(path, tokenizer, model, max_new_tokens):
         given = None
         try:
             given = json.loads(line.decode())
-            requests.append(parse_request(given, n, tokenizer, model, max_new_tokens))
+            requests.append(parse_request(given, n, tokenizer, model, max_new_tokens, longest))
         except (UserError, ValueError, OverflowError, RecursionError) as e:
             name = given.get("id", n) if isinstance(given, dict) else n
             name = name if is_id(name) else n
@@ -433,7 +437,7 @@ def is_id(value):
     return value is None or isinstance(value, (str, int)) or isinstance(value, float) and math.isfinite(value)
 
 
-def parse_request(given, n, tokenizer, model, max_new_tokens):
+def parse_request(given, n, tokenizer, model, max_new_tokens, longest=None):
     """The Request of one line's JSON value; UserError where it is none."""
     kinds = {"prompt": str, "max_new_tokens": int, "arrival": (int, float), "id": object}
     if not isinstance(given, dict):
@@ -452,6 +456,8 @@ def parse_request(given, n, tokenizer, model, max_new_tokens):
         raise UserError(f"arrival={arrival!r:.60} must be seconds, 0 or more")
     prompt = tokenizer.encode(given["prompt"])
     check_prompts(model, [prompt])
+    if longest is not None and len(prompt) + count > longest:       # one long request would make every row as long
+        raise UserError(f"max_new_tokens={count} after a prompt of {len(prompt)} is more than max_len={longest}")
     return Request(prompt, count, float(arrival), given.get("id", n))
 
 
@@ -465,7 +471,8 @@ def engine_for(model, tokenizer, cfg, requests, slots, **options):
 
 def serve(model, tokenizer, cfg):
     """Answer the requests of a file, a JSON line each. Returns a summary."""
-    requests, errors = read_requests(cfg.requests, tokenizer, model, cfg.max_new_tokens)
+    longest = None if model.context_limit else cfg.max_len or 8 * model.cfg.block_size
+    requests, errors = read_requests(cfg.requests, tokenizer, model, cfg.max_new_tokens, longest)
     for error in errors:
         print(json.dumps(error), flush=True)
     if not requests:

@@ -453,6 +453,22 @@ def test_memory_is_that_of_the_slots(exit, fill, waiting, batching):
 # ---------------------------------------------------------------------------------------------------------------------
 # sample.py
 
+def test_requests_too_long_for_endless_positions(tmp_path):
+    """Where no context ends, one long request would make every row as long: it is refused, by name."""
+    model, tokenizer = looping(vocab_size=257, pos="alibi", block_size=8), prepare.ByteTokenizer()
+    (tmp_path / "x.jsonl").write_text('{"prompt": "ab", "max_new_tokens": 62}\n{"prompt": "ab", "max_new_tokens": 63}')
+    requests, errors = sample.read_requests(tmp_path / "x.jsonl", tokenizer, model, 5, longest=64)
+    assert [r.max_new_tokens for r in requests] == [62]
+    assert errors == [{"id": 2, "line": 2, "error": "max_new_tokens=63 after a prompt of 2 is more than max_len=64"}]
+
+
+def test_a_model_that_ends_at_a_loop_is_served_so():
+    model = looping(exit_loop=1)
+    work = work_of(model)
+    want = serve(looping(), work, "depth", exit="static:1")
+    assert_same(serve(model, work, "depth"), want)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, data_dir):
     """Folders of trained runs: relaxed with early exit, one that shares in sequence, gpt."""
