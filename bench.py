@@ -31,8 +31,9 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from prepare import UserError, asks_help, run_cli, split_args, typed_config
-from train import device_name, make_model, make_optimizers, model_module, pick_device, read_config
+from prepare import TokenData, UserError, asks_help, run_cli, split_args, typed_config
+from train import (check_tokenizer, device_name, make_model, make_optimizers, model_module, open_data, pick_device,
+                   read_config)
 
 
 def timings(contestants, rounds, device):
@@ -135,7 +136,7 @@ def plain_transformer(cfg):
     return gpt.Model(gpt.Config(**{**same, "mlp": "gelu", "qk_norm": cfg.qk_norm != "none"}))
 
 
-def bench_rt(model, cfg, device, rounds=5):
+def bench_rt(model, cfg, device, ckpt=None, rounds=5):
     """The schedules beside each other and beside the plain Transformer of the same size; then decoding."""
     if model.cfg.block_size < 2:
         raise UserError(f"block_size={model.cfg.block_size}: decoding needs at least 2 tokens")
@@ -350,7 +351,7 @@ def bench_rat(cfg, device, lengths=None, tokens=None, rows=None, rounds=3):
     print(f"  attention's is {sizes['attention'] / sizes[ours]:.2f}x {ours}'s")
 
 
-def bench_lrt(model, cfg, device, rounds=11):
+def bench_lrt(model, cfg, device, ckpt=None, rounds=11):
     """A training step of each path beside the backbone's; then decoding, and taking in a prompt."""
     if model.cfg.block_size < 2:
         raise UserError(f"block_size={model.cfg.block_size}: decoding needs at least 2 tokens")
@@ -405,6 +406,9 @@ def taking_in(model, T):
 def bench_relaxed(model, cfg, device, ckpt, rounds=9):
     """Ranks of the deltas beside an untied Transformer of the same unrolled depth: training steps, decoding. Then, with
     trained weights, many requests."""
+    if model.cfg.block_size < 2:
+        raise UserError(f"block_size={model.cfg.block_size}: decoding needs at least 2 tokens")
+    text = None if ckpt is None else served_text(model, cfg, ckpt)      # what is wrong there is better found now
     gpt = model_module("gpt")
     shared = {f.name for f in dataclasses.fields(gpt.Config)}
     untied = gpt.Config(**{k: v for k, v in dataclasses.asdict(model.cfg).items() if k in shared})
@@ -426,21 +430,32 @@ def bench_relaxed(model, cfg, device, ckpt, rounds=9):
                   f"{times_as_long(t, times['untied']):8.2f} x the untied model", flush=True)
     if ckpt is None:
         return print("requests: need trained exits, init_from=RUN (README.md, Relaxed Recursive Transformers)")
-    bench_batching(model, cfg, device)
+    bench_batching(model, text, device)
 
 
-def bench_batching(model, cfg, device, requests=240, slots=32, share=0.65, rounds=3):
+PROMPT, ANSWER = (4, 16), (32, 96)      # tokens of a request, at least and at most
+
+
+def served_text(model, cfg, ckpt):
+    """The text that requests start from, token ids: the validation text of the run's data set."""
+    max_len = PROMPT[1] + ANSWER[1]
+    if max_len > model.cfg.block_size or model.cfg.n_loop < 2 or model.cfg.share != "cycle":
+        raise UserError(f"block_size={model.cfg.block_size}, n_loop={model.cfg.n_loop}, share={model.cfg.share}: at "
+                        f"least {max_len} and 2, and cycle, are needed")
+    data = TokenData(open_data(cfg), "val")
+    check_tokenizer(ckpt, data, cfg.init_from)
+    if data.n_windows(1) <= PROMPT[1]:
+        raise UserError(f"{cfg.dataset} has {data.tokens} tokens to validate: more than {PROMPT[1]} are needed")
+    return data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
+
+
+def bench_batching(model, text, device, requests=240, slots=32, share=0.65, rounds=3):
     """Many requests, answered by static, sequence-wise and depth-wise batching, without early exit and with it, at the
     confidence that lets about `share` of the tokens leave after the first loop."""
     from sample import Engine, Request
-    rng = random.Random(0)
-    sizes = [(rng.randint(4, 16), rng.randint(32, 96)) for _ in range(requests)]
-    text = val_tokens(cfg)
-    starts = [rng.randrange(len(text) - 16) for _ in sizes]
-    max_len = 16 + 96
-    if max_len > model.cfg.block_size or model.cfg.n_loop < 2:
-        raise UserError(f"block_size={model.cfg.block_size}, n_loop={model.cfg.n_loop}: at least {max_len} and 2 are "
-                        f"needed")
+    rng, max_len = random.Random(0), PROMPT[1] + ANSWER[1]
+    sizes = [(rng.randint(*PROMPT), rng.randint(*ANSWER)) for _ in range(requests)]
+    starts = [rng.randrange(len(text) - PROMPT[1]) for _ in sizes]
     work = lambda: [Request(text[a:a + n].tolist(), new) for a, (n, new) in zip(starts, sizes)]
     model.eval()
 
@@ -452,7 +467,7 @@ def bench_batching(model, cfg, device, requests=240, slots=32, share=0.65, round
         list(engine.run(todo))
         wait(device)
         return todo, time.perf_counter() - start
-    exit = f"confidence:{first_loop_quantile(model, work()[:slots], max_len, 1 - share):.4f}"
+    exit = f"confidence:{first_loop_quantile(model, work()[:slots], max_len, 1 - share):.8g}"
     ways = [(b, e, f) for e, f in (("", "exact"), (exit, "propagate"), (exit, "exact"))
             for b in ("static", "sequence", "depth")]
     runs = {way: [] for way in ways}
@@ -480,14 +495,6 @@ def report_batching(runs, n_loop):
                   f"{gain / bound:.0%}" + (" (goal 85%)" if fill == "propagate" else ""))
 
 
-def val_tokens(cfg):
-    """The validation text of a run's data set, token ids."""
-    from prepare import TokenData
-    from train import open_data
-    data = TokenData(open_data(cfg), "val")
-    return data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
-
-
 def first_loop_quantile(model, requests, max_len, q):
     """The confidence of the first loop that a share q of the tokens does not reach, over what the model writes."""
     from sample import Engine
@@ -503,7 +510,7 @@ def first_loop_quantile(model, requests, max_len, q):
     return float(torch.cat(found).quantile(q))
 
 
-def bench_gpt(model, cfg, device):
+def bench_gpt(model, cfg, device, ckpt=None):
     """Training, fast beside naive, and decoding at the end of the context, cached beside recomputed."""
     T, tokens = model.cfg.block_size, cfg.batch_size * model.cfg.block_size
     if T < 2:
@@ -685,7 +692,7 @@ def main(argv):
     print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, batch {cfg.batch_size} x "
           f"{model.cfg.block_size} tokens; {device_name(device)}, torch {torch.__version__}; training in "
           f"{'bfloat16 (autocast)' if device.type == 'cuda' else 'float32'}, decoding in float32, not compiled")
-    benches[name](model, cfg, device, *([ckpt] if name == "relaxed" else []))
+    benches[name](model, cfg, device, ckpt)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Recursive and Relaxed Recursive Transformers: a stack of tied layers run in loop
 Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with Layer-wise LoRA". The block is
 that of model_gpt.py (Llama's). L = n_layer unrolled layers share K = L / n_loop stored ones:
 
-    h_l+1 = Block(h_l; stored layer l mod K, deltas of depth l)       l = 0 .. L - 1                     (Eq. 2, 3)
+    h_l+1 = Block(h_l; stored layer l mod K, deltas of layer l)       l = 0 .. L - 1                     (Eq. 2, 3)
     each matrix product of it: y = W' x + B_l A_l x                    A_l (r, in), B_l (out, r)
 
 rank = 0 is the Recursive Transformer, whose loops are all alike; with full rank the deltas can undo the tying. One
@@ -24,11 +24,13 @@ For an engine that batches over depth (sample.py): embed(idx), loop(h, depth, ca
 and logits(h), in which each row may stand at another loop, because all loops use the same stored layers (Section 2.4).
 
 `fast=False` is the equations as they stand: two more products a matrix, row by row where depths are mixed. `fast=True`:
-W' + B A is formed once where tokens are many; where they are few, rows of one depth share their two products.
+W' + B A is formed once where tokens are many. Where they are few and of mixed depths, all A, then all B, go to all
+tokens in one product each, and each token keeps its own depth's: at small ranks cheaper than gathering A, B by row.
 
 Names: B batch, T new tokens, S cached and new ones, R rows of a cache, N tokens of all rows side by side, H query
 heads, G key/value heads, D head size, C width, K stored layers, r rank; depth: which loop, from 0.
 """
+import functools
 import math
 from dataclasses import dataclass
 
@@ -46,16 +48,16 @@ class Config:
     n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head query heads (0: n_head)
     n_embd: int = 128            # width of the residual stream
     dropout: float = 0.0         # on embeddings, attention weights and both residual branches
-    fast: bool = True            # deltas merged or grouped by depth, fused attention; false: the equations
+    fast: bool = True            # deltas merged, or of all depths at once, fused attention; false: the equations
     n_loop: int = 2              # loops over the n_layer / n_loop stored blocks
     rank: int = 8                # of the deltas of every matrix at every depth (0: none, the Recursive Transformer)
     share: str = "cycle"         # which stored block layer l is: cycle: l mod K | sequence: l // n_loop | cycle_rev
     init: str = "average"        # stored blocks from a source: average | stepwise | lower | upper | random
-    norm_init: str = "avg"       # with init=average, the stored norms': avg | choice (of one layer) | zero
+    norm_init: str = "avg"       # with init=average, norms: avg | choice (of one layer) | zero (with rank=0 only)
     lora_init: str = "svd"       # deltas from a source: svd of what the tying lost | zero (B = 0)
     early_exit: str = "none"     # train the earlier loops' outputs too: none | weighted | aggressive
     exit_weight: float = 0.1     # aggressive: the earlier loops' losses count so much each, the last one's 1
-    exit_loss: str = "ce"        # of the earlier loops: ce | kl (from the last loop's distribution) | both
+    exit_loss: str = "ce"        # the earlier loops' losses: ce | kl (from the last loop's distribution) | both
     exit_loop: int = 0           # in eval mode every token leaves after this loop, from 1 (0: the last)
     fill: str = "exact"          # deeper keys of tokens that left early: exact | propagate (from their last state)
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 n_embd for gelu)
@@ -69,7 +71,7 @@ class Config:
 
     SOURCES = ("gpt",)           # models whose weights init_from converts
     # what a later stage, which starts from this model's weights, may set anew
-    STAGES = ("init", "norm_init", "lora_init", "early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
+    STAGES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
@@ -327,13 +329,17 @@ class Whole:
     plain = True
 
     def __init__(self, T, depth, cache, device):
-        self.cache, self.uses, self.groups = cache, depth, [self]
+        self.cache, self.uses = cache, depth
         self.start = 0 if cache is None else int(cache.filled[depth, 0])
         self.end = self.start + T
         self.at = torch.arange(self.start, self.end, device=device)             # (T,)
         self.pos = self.at[None]
         if cache is not None and self.end > cache.max_len:
             raise ValueError(f"the cache is full: {self.start} tokens held, {T} more, max_len {cache.max_len}")
+
+    @property
+    def groups(self):
+        return [self]
 
     def store(self, i, k, v):
         """Take in k, v (B, T, G, D) of the i-th layer of the loop."""
@@ -379,9 +385,13 @@ class Ragged:
         self.at, self.stored_at = (start[row] + step).to(device), flat[row].to(device)
         ones = int((self.n == 1).sum())
         parts = (slice(0, ones), slice(0, ones)), (slice(ones, len(rows)), slice(ones, len(row)))   # rows, tokens
-        self.groups = [Group(cache, start[some], self.n[some], flat[some], tokens) for some, tokens in parts
-                       if tokens.start < tokens.stop]
+        self.parts = [(start[some], self.n[some], flat[some], tokens) for some, tokens in parts
+                      if tokens.start < tokens.stop]
         self.where = self.order.to(device)[row.to(device)], step.to(device)
+
+    @functools.cached_property
+    def groups(self):
+        return [Group(self.cache, *part) for part in self.parts]
 
     def pack(self, h):
         """h (R, T, C), rows as they came -> (1, N, C)."""
@@ -468,10 +478,15 @@ class Attention(nn.Module):
 
     def attend(self, q, k, v, bias):
         """q (R, T, H, D); k, v (R, S, G, D) -> (R, T, H D)."""
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))                        # heads before positions
+        (R, T, H, D), G, dropout = q.shape, k.size(2), self.cfg.dropout if self.training else 0.0
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2).to(q.dtype), v.transpose(1, 2).to(q.dtype)   # (R, heads, T, D)
+        if self.cfg.fast and T == 1 and H > G:      # the H / G query heads of a key head stand as its queries: quicker
+            if bias is not None and bias.size(1) > 1:
+                bias = bias.reshape(-1, G, H // G, bias.size(-1))               # ALiBi's, of each head
+            y = F.scaled_dot_product_attention(q.reshape(R, G, H // G, D), k, v, bias, dropout)
+            return y.reshape(R, 1, H * D)
         attend = attention_fast if self.cfg.fast else attention_naive
-        y = attend(q, k.to(q.dtype), v.to(q.dtype), bias, self.cfg.dropout if self.training else 0.0)
-        return y.transpose(1, 2).flatten(2)
+        return attend(q, k, v, bias, dropout).transpose(1, 2).flatten(2)
 
 
 class RelaxedMLP(nn.Module):
@@ -510,7 +525,7 @@ def cross_entropy(logits, targets):
     return total / (targets != -1).sum().clamp(min=1)
 
 
-def distance_from_last(logits, last, targets):
+def kl_from_last(logits, last, targets):
     """Mean KL(p_last || p) in nats over the targets that are not -1, p of logits (B, T, V); p_last has no gradient."""
     p, q = last.detach().log_softmax(-1), logits.log_softmax(-1)
     counted = targets != -1
@@ -591,7 +606,7 @@ class Model(nn.Module):
 
     def early_exit_loss(self, logits, ces, targets):
         """sum_b c_b loss_b over the loops b = 1 .. n_loop (Section 3.7). weighted: c_b = b / (1 + ... + n_loop);
-        aggressive: 1 for the last loop, exit_weight for the others, whose loss is what exit_loss names."""
+        aggressive: 1 for the last loop, exit_weight for the others. exit_loss names the earlier loops' losses."""
         cfg, n = self.cfg, len(ces)
         weights = [b / (n * (n + 1) / 2) if cfg.early_exit == "weighted" else cfg.exit_weight for b in range(1, n + 1)]
         weights[-1] = weights[-1] if cfg.early_exit == "weighted" else 1.0
@@ -600,7 +615,7 @@ class Model(nn.Module):
             if cfg.exit_loss != "kl":
                 total = total + weight * ce
             if cfg.exit_loss != "ce":
-                total = total + weight * distance_from_last(x, logits[-1], targets)
+                total = total + weight * kl_from_last(x, logits[-1], targets)
         return total
 
     # what an engine that batches over depth needs ------------------------------------------------------------
@@ -778,16 +793,17 @@ NORM_READ = {"attn.wq": "norm1", "attn.wk": "norm1", "attn.wv": "norm1", "mlp.w_
 def convert(model, weights):
     """Start model from `weights`, the state dict of a model_gpt of the same sizes (Sections 2.2 and 2.3). Raises
     ValueError where a tied norm's weight is too near zero for the deltas to make up for it."""
-    for name in ("wte.weight", "norm.weight", "head.weight"):
-        model.get_parameter(name).copy_(weights[name])
+    own = model.state_dict()
+    for name in [name for name in weights if not name.startswith("blocks.")]:
+        own[name].copy_(weights[name])
     for k, block in enumerate(model.blocks):
         tied = [Layer(weights, layer) for layer in model.cfg.tied(k)]
         tie(model.cfg, block, [Layer(weights, layer) for layer in origins(model.cfg, k)])
         if model.cfg.rank and model.cfg.lora_init == "svd":
             for norm in ("norm1", "norm2"):
                 if getattr(block, norm).weight.abs().min() < 1e-4:
-                    raise ValueError(f"{norm} of stored block {k} is near zero: its deltas would be huge "
-                                     f"(norm_init=choice or init=stepwise takes a layer's own)")
+                    raise ValueError(f"{norm} of stored block {k} is near zero, its deltas would be huge: another init "
+                                     f"or norm_init may avoid it, rank=0 and lora_init=zero do")
             for use, layer in enumerate(tied):
                 relax(block, use, layer)
         for name, norm in block.named_modules():
@@ -836,8 +852,8 @@ def relax(block, use, layer):
         w = layer(name).to(exact)
         if name in NORM_READ:
             w = w * (layer(NORM_READ[name]).to(exact) / getattr(block, NORM_READ[name]).weight.to(exact))
-        left = w - part.weight.to(exact)
-        if left.any():
-            u, s, vh = torch.linalg.svd(left, full_matrices=False)
+        residual = w - part.weight.to(exact)
+        if residual.any():
+            u, s, vh = torch.linalg.svd(residual, full_matrices=False)
             part.b[use] = u[:, :part.rank] * s[:part.rank]
             part.a[use] = vh[:part.rank]

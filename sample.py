@@ -46,11 +46,11 @@ class SampleConfig:
     repetition_penalty: float = 1.0  # above 1 makes tokens that stand in the row already less likely
     num_samples: int = 1             # samples of each prompt, all in one batch
     stop: bool = True                # end a sample at the end-of-text token
-    seed: int = 1337                 # of the sampling
+    seed: int = 1337                 # of the sampling (with exit and show_depth each row has random numbers of its own)
     device: str = "auto"             # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda | cuda:N
     fast: bool = True                # the model's fast path; false: its naive one, same text
     prefill: str = ""                # of lrt: exact | interleaved | compare: exact, and how far interleaved is off
-    exit: str = ""                   # of relaxed: static:LOOP | confidence:P | margin:P | oracle (empty: the last loop)
+    exit: str = ""                   # of relaxed: static:LOOP | confidence:P | margin:P | oracle (empty: no early exit)
     fill: str = ""                   # of relaxed: deeper keys of tokens that left early: exact | propagate
     show_depth: bool = False         # of relaxed: colour each token by the loop after which it left
     requests: str = ""               # of relaxed: a file of requests to serve, one JSON object a line
@@ -247,9 +247,9 @@ class Engine:
     depth: every row goes its own way: a step is one loop for all rows, each at its own depth, and a row whose token
     leaves starts its next token in the next step (continuous depth-wise batching, Bae et al. 2024, Section 2.4).
 
-    What a request is answered depends on none of this: it is what it would get alone. Prompts are taken in by all
-    loops, so that their keys are complete. A row whose text outgrows max_len goes on as stream does, from its last
-    max_len tokens.
+    What a request is answered depends on none of this: it is what it would get alone (when sampling: with the random
+    numbers of its place in the queue). Prompts are taken in by all loops, so that their keys are complete. A row whose
+    text outgrows max_len goes on as stream does, from its last max_len tokens.
     """
 
     def __init__(self, model, slots, max_len, batching="depth", exit="", eot=None, vocab_size=None, temperature=0.0,
@@ -285,10 +285,10 @@ class Engine:
                 continue
             self.admit(queue, now)
             self.step()
-            for request in self.done:
-                request.latency = self.clock() - start - request.arrival
+            now, done, self.done = self.clock() - start, self.done, []
+            for request in done:
+                request.latency = now - request.arrival
                 yield request
-            self.done = []
 
     def admit(self, queue, now):
         """Give free rows to the requests that have arrived, and take in their prompts."""
@@ -316,7 +316,7 @@ class Engine:
         """One step of the rows in work: one loop (depth), or one token (static, sequence)."""
         rows = [row for row, request in enumerate(self.requests) if request is not None]
         for row in rows:
-            if not self.depth[row] and not self.whole[row] and len(self.texts[row]) > self.max_len:
+            if len(self.texts[row]) > self.max_len and not self.depth[row] and not self.whole[row]:
                 self.take_in(row, self.texts[row])
         while rows:
             rows = self.advance(rows)
@@ -344,8 +344,8 @@ class Engine:
         """Embed the tokens that rows take in next."""
         if not rows:
             return
-        T = int(self.count[rows].max())
-        texts = [self.texts[row][-int(self.count[row]):] for row in rows]
+        counts = self.count[rows].tolist()
+        T, texts = max(counts), [self.texts[row][-n:] for row, n in zip(rows, counts)]
         idx = torch.tensor([text + [0] * (T - len(text)) for text in texts], device=self.device)
         h = self.model.embed(idx)
         if self.h is None or self.h.size(1) < T:
@@ -378,11 +378,11 @@ class Engine:
         for n, row in enumerate(rows):
             if self.early[row] is not None:
                 (depths[n], logits[n]), self.early[row] = self.early[row], None
+        self.depth[rows], self.count[rows], self.whole[rows] = 0, 1, False
         for row, depth, token in zip(rows, depths, self.pick(rows, logits)):
             request = self.requests[row]
             if self.oracle:
                 depth, self.guesses[row] = self.guesses[row].index(self.guesses[row][-1]), []
-            self.depth[row], self.count[row], self.whole[row] = 0, 1, False
             if token != self.eot:
                 request.tokens.append(token)
                 request.exits.append(depth + 1)
@@ -401,7 +401,8 @@ class Engine:
         tokens = []
         for n, row in enumerate(rows):
             seen = torch.zeros_like(logits[:1], dtype=torch.bool)
-            seen[0, self.texts[row]] = True
+            if penalty != 1:
+                seen[0, self.texts[row]] = True
             tokens.append(int(next_tokens(logits[n:n + 1], seen, temperature, top_k, top_p, penalty,
                                           self.generators[row])))
         return tokens
@@ -494,7 +495,7 @@ def serve(model, tokenizer, cfg):
 
 def exit_shares(requests, n_loop):
     """How many of the tokens left after each loop, in words."""
-    exits = [depth for r in requests for depth in r.exits]
+    exits = [loop for r in requests for loop in r.exits]
     shares = ", ".join(f"{b}: {exits.count(b) / max(1, len(exits)):.0%}" for b in range(1, n_loop + 1))
     return f"left after loop {shares}"
 
@@ -502,9 +503,9 @@ def exit_shares(requests, n_loop):
 COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
 
 
-def coloured(text, depth, n_loop):
-    """text in the colour of a token that left after loop `depth`, from 1, of n_loop."""
-    colour = COLOURS[(depth - 1) * (len(COLOURS) - 1) // max(1, n_loop - 1)]
+def coloured(text, loop, n_loop):
+    """text in the colour of a token that left after loop `loop`, from 1, of n_loop."""
+    colour = COLOURS[(loop - 1) * (len(COLOURS) - 1) // max(1, n_loop - 1)]
     return f"\033[{colour}m{text}\033[0m" if text else ""
 
 
@@ -541,6 +542,10 @@ def check_loops(model, cfg, path):
     if given and not hasattr(model, "loop"):
         raise UserError(f"{given[0]}={getattr(cfg, given[0])} is for a model that loops over depth (relaxed), {path} "
                         f"is not")
+    unused = {"show_depth": cfg.show_depth, "prefill": cfg.prefill, "num_samples": cfg.num_samples != 1,
+              "prompt": cfg.prompt != SampleConfig.prompt, "max_len": cfg.max_len and model.context_limit}
+    for key in [key for key, given in unused.items() if given and cfg.requests]:
+        raise UserError(f"{key}={getattr(cfg, key)!s:.60} means nothing to requests=FILE of this model: leave it out")
     if cfg.exit:
         exit_rule(cfg.exit, model.n_loop)
     if cfg.fill:

@@ -91,7 +91,7 @@ class TrainConfig:
     compile: str = "auto"            # torch.compile: auto (on cuda, where it can) | true | false
     init_from: str = ""              # start from these weights: a run folder, a checkpoint, Hugging Face folder or name
     teacher: str = ""                # distil from this model, named as init_from names one
-    ce_weight: float = 1.0           # with a teacher: weight of the model's own loss
+    ce_weight: float = 1.0           # with a teacher: weight of the model's own loss, of early exits too
     kd_weight: float = 1.0           # with a teacher: weight of the KL divergence from its distribution
     kd_temperature: float = 1.0      # with a teacher: both distributions at this temperature
     resume: bool = False             # go on from the run's ckpt.pt
@@ -175,7 +175,8 @@ def starting_point(given, yaml):
 
     From scratch they are the YAML file's. On resume and eval_only they are the run's own, from its checkpoint: where
     a file named on the command line differs, that is said. With init_from the weights bring the model's own fields;
-    only block_size and dropout may come from a file that was named.
+    only block_size, dropout and what its Config calls STAGES may come from a file that was named. A model that converts
+    another's weights takes the fields that both have from them, the rest from the file.
     """
     asked = {**asdict(TrainConfig()), **yaml, **given}
     for key in ("model", "run", "out_dir", "init_from"):
@@ -965,7 +966,7 @@ def make_model(cfg, model_fields, ckpt, vocab_size, given):
             raise UserError(f"{key}={asdict(model_cfg).get(key)}, but the checkpoint's model has {key}={old}")
     if not ckpt.get("converts"):
         return build_model({**ckpt, "model_config": asdict(model_cfg)})
-    model = module.Model(model_cfg)
+    model = fit_head(module.Model(model_cfg), cfg.dataset)
     try:
         module.convert(model, ckpt["weights"])
     except ValueError as e:

@@ -145,7 +145,7 @@ BUGS = {
                                       "test_relaxed.py -k is_its_equations and 3-cycle"),
     "Relaxed: stepwise rounds down": ("model_relaxed.py", "[round(k * (L - 1) / max(1, K - 1))]",
                                       "[int(k * (L - 1) / max(1, K - 1))]", "test_relaxed.py -k start_from"),
-    "Relaxed: A zero too": ("model_relaxed.py", "        if left.any():\n", "        if True:\n",
+    "Relaxed: A zero too": ("model_relaxed.py", "        if residual.any():\n", "        if True:\n",
                             "test_relaxed.py -k nothing_is_left"),
     "Relaxed: deltas never merged": ("model_relaxed.py", "if x.numel() // n_in * (n_in + n_out) > n_in * n_out:",
                                      "if False:", "test_relaxed.py -k merged"),

@@ -631,7 +631,7 @@ def test_exit_weight_is_that_of_aggressive():
 
 def test_the_last_loop_does_not_learn_from_the_earlier():
     logits, last = (torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    kl = model_relaxed.distance_from_last(logits, last, torch.zeros(2, 5, dtype=torch.long))
+    kl = model_relaxed.kl_from_last(logits, last, torch.zeros(2, 5, dtype=torch.long))
     grads = torch.autograd.grad(kl, (logits, last), allow_unused=True)
     assert grads[0].abs().max() > 0 and grads[1] is None
 
