@@ -217,8 +217,8 @@ def attention_fast(q, k, v, bias, dropout=0.0):
 # what is tied, and what is not
 
 class RelaxedLinear(nn.Module):
-    """y = W' x + B_u A_u x, without bias (Eq. 3): weight W' (out, in) is tied; a (n_loop, r, in) and b (n_loop, out, r)
-    hold A_u and B_u of each use u of the block. r = min(rank, in, out)."""
+    """y = W' x + B_u A_u x, without bias (Eq. 3): weight W' (out, in) is tied; a (n_loop, r, in) and b (n_loop, r, out)
+    hold A_u and B_u^T of each use u of the block, so that each is one matrix for all uses. r = min(rank, in, out)."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
@@ -226,31 +226,31 @@ class RelaxedLinear(nn.Module):
         self.rank, self.fast = r, cfg.fast
         if r:
             self.a = nn.Parameter(torch.empty(cfg.n_loop, r, n_in))
-            self.b = nn.Parameter(torch.empty(cfg.n_loop, n_out, r))
+            self.b = nn.Parameter(torch.empty(cfg.n_loop, r, n_out))
 
     def forward(self, x, uses):
-        """x (..., in). uses: one number for all of x; or, for x (1, N, in) whose tokens differ, (n_loop, N, 1) with 1
+        """x (..., in). uses: one number for all of x; or, for x (1, N, in) whose tokens differ, (N, n_loop, 1) with 1
         at each token's use, else 0: all A are applied to all tokens and each keeps its own, three products in all."""
         if not self.rank:
             return F.linear(x, self.weight)
         if isinstance(uses, int):
             return self.of_one_use(x, uses)
-        y = F.linear(x, self.weight)
+        y, x = F.linear(x[0], self.weight), x[0]
         if self.fast:
-            own = torch.bmm(x.expand(len(uses), -1, -1), self.a.mT) * uses              # (n_loop, N, r)
-            return torch.addbmm(y[0], own, self.b.mT)[None]
-        deltas = [self.b[u] @ (self.a[u] @ x[0, n]) for n, u in enumerate(uses[..., 0].argmax(0).tolist())]
-        return y + torch.stack(deltas)
+            own = F.linear(x, self.a.flatten(0, 1)).view(len(x), -1, self.rank) * uses  # (N, n_loop, r)
+            return torch.addmm(y, own.flatten(1), self.b.flatten(0, 1))[None]
+        deltas = [self.b[u].t() @ (self.a[u] @ x[n]) for n, u in enumerate(uses[..., 0].argmax(1).tolist())]
+        return (y + torch.stack(deltas))[None]
 
     def of_one_use(self, x, u):
         """All of x with the deltas of use u. Forming W' + B A costs out * r * in, applying A and then B to N tokens
         N * r * (in + out): the cheaper of the two."""
         n_out, n_in = self.weight.shape
         if not self.fast:
-            return F.linear(x, self.weight) + F.linear(F.linear(x, self.a[u]), self.b[u])
+            return F.linear(x, self.weight) + F.linear(F.linear(x, self.a[u]), self.b[u].t())
         if x.numel() // n_in * (n_in + n_out) > n_in * n_out:
-            return F.linear(x, torch.addmm(self.weight, self.b[u], self.a[u]))
-        y = torch.addmm(F.linear(x, self.weight).flatten(0, -2), F.linear(x, self.a[u]).flatten(0, -2), self.b[u].t())
+            return F.linear(x, torch.addmm(self.weight, self.b[u].t(), self.a[u]))
+        y = torch.addmm(F.linear(x, self.weight).flatten(0, -2), F.linear(x, self.a[u]).flatten(0, -2), self.b[u])
         return y.view(*x.shape[:-1], n_out)
 
 
@@ -267,7 +267,7 @@ class HeadNorm(nn.Module):
         x = F.rms_norm(x, x.shape[-1:], eps=self.eps)
         if isinstance(uses, int):
             return x * self.weights[uses].to(x.dtype)
-        w = torch.stack(list(self.weights))[uses[..., 0].argmax(0)]                     # (N, D)
+        w = torch.stack(list(self.weights))[uses[..., 0].argmax(1)]                     # (N, D)
         return x * w[:, None].to(x.dtype)
 
 
@@ -289,7 +289,7 @@ class DepthCache:
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_stored)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_stored)]
         self.filled = torch.zeros(cfg.n_loop, batch_size, dtype=torch.long)
-        self.waiting = [None] * cfg.n_loop
+        self.waiting, self.rotary = [None] * cfg.n_loop, None
 
     @property
     def lengths(self):
@@ -380,8 +380,8 @@ class Ragged:
         row, step = (torch.arange(T) < self.n[:, None]).nonzero(as_tuple=True)          # (N,) each
         flat = self.depth * B + self.rows                                               # row of the flat buffers
         self.uses, of_token = int(self.depth[0]), self.depth[row]
-        if not bool((of_token == self.uses).all()):                     # (n_loop, N, 1), as RelaxedLinear takes them
-            self.uses = (of_token == torch.arange(len(cache.filled))[:, None])[..., None].to(device, dtype)
+        if not bool((of_token == self.uses).all()):                     # (N, n_loop, 1), as RelaxedLinear takes them
+            self.uses = (of_token[:, None] == torch.arange(len(cache.filled)))[..., None].to(device, dtype)
         self.at, self.stored_at = (start[row] + step).to(device), flat[row].to(device)
         ones = int((self.n == 1).sum())
         parts = (slice(0, ones), slice(0, ones)), (slice(ones, len(rows)), slice(ones, len(row)))   # rows, tokens
@@ -723,9 +723,16 @@ class Model(nn.Module):
         return h
 
     def rotary(self, place, dtype):
-        """The rotary tables of a place's tokens, or None."""
-        cfg = self.cfg
-        return rotary_tables(place.at, cfg.head_dim, cfg.rope_theta, dtype) if cfg.pos == "rope" else None
+        """The rotary tables of a place's tokens, or None. A cache keeps those of all its positions."""
+        cfg, cache = self.cfg, place.cache
+        if cfg.pos != "rope":
+            return None
+        if cache is None:
+            return rotary_tables(place.at, cfg.head_dim, cfg.rope_theta, dtype)
+        if cache.rotary is None:
+            positions = torch.arange(cache.max_len, device=place.at.device)
+            cache.rotary = rotary_tables(positions, cfg.head_dim, cfg.rope_theta, dtype)
+        return [table[place.at] for table in cache.rotary]
 
     def bias(self, group, dtype):
         """The attention bias of all layers, or None where attention_fast needs none: plainly causal from
@@ -855,5 +862,5 @@ def relax(block, use, layer):
         residual = w - part.weight.to(exact)
         if residual.any():
             u, s, vh = torch.linalg.svd(residual, full_matrices=False)
-            part.b[use] = u[:, :part.rank] * s[:part.rank]
+            part.b[use] = (u[:, :part.rank] * s[:part.rank]).t()
             part.a[use] = vh[:part.rank]

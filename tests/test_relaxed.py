@@ -58,7 +58,7 @@ class ByHand:
         block, use = self.of(layer)
         w = self.w[f"{block}.{name}.weight"]
         if self.cfg.rank:
-            w = w + self.w[f"{block}.{name}.b"][use] @ self.w[f"{block}.{name}.a"][use]
+            w = w + self.w[f"{block}.{name}.b"][use].T @ self.w[f"{block}.{name}.a"][use]
         return x @ w.T
 
     def normed(self, x, name):
@@ -297,7 +297,7 @@ def test_deltas_are_the_best_of_their_rank(init, rank, share):
                 target = target * w[f"blocks.{layer}.{norm}.weight"] / getattr(model.blocks[k], norm).weight
             left = (target - part.weight).detach().numpy()
             s = np.linalg.svd(left, compute_uv=False)
-            error = left - (part.b[use] @ part.a[use]).detach().numpy()
+            error = left - (part.b[use].T @ part.a[use]).detach().numpy()
             assert abs(np.linalg.norm(error) - np.sqrt((s[rank:] ** 2).sum())) < 1e-10 * s[0]
             assert abs(np.linalg.norm(error, 2) - s[rank]) < 1e-10 * s[0]
 
@@ -310,7 +310,7 @@ def test_a_has_orthonormal_rows_and_b_the_singular_values():
         if name in ("attn.wo", "mlp.w_down"):               # no norm before them
             for use, layer in enumerate(uses(model.cfg, k)):
                 s = np.linalg.svd((w[f"blocks.{layer}.{name}.weight"] - part.weight).detach().numpy(), compute_uv=False)
-                a, b = part.a[use].detach(), part.b[use].detach()
+                a, b = part.a[use].detach(), part.b[use].detach().T
                 assert relative(a @ a.T, torch.eye(4, dtype=a.dtype)) < 1e-10
                 assert relative(b.T @ b, torch.from_numpy(np.diag(s[:4] ** 2))) < 1e-10
 
