@@ -22,14 +22,21 @@ batchings = pytest.mark.parametrize("batching", BATCHINGS)
 fills = pytest.mark.parametrize("fill", ["exact", "propagate"])
 
 
+def noise(name, p, generator=None):
+    """N(0, 1) in the shape of a parameter; that of a B is drawn as B stands in the equations, (n_loop, out, r)."""
+    if not name.endswith(".b"):
+        return torch.randn(p.shape, dtype=p.dtype, generator=generator)
+    return torch.randn(p.mT.shape, dtype=p.dtype, generator=generator).mT
+
+
 def looping(seed=0, **sizes):
     """A small float64 model with every parameter moved by N(0, 0.15): its loops disagree."""
     torch.manual_seed(seed)
     small = dict(block_size=64, vocab_size=31, n_layer=6, n_loop=3, n_head=2, n_embd=16, rank=2)
     model = model_relaxed.Model(model_relaxed.Config(**{**small, **sizes})).double().eval()
     with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.15 * torch.randn_like(p))
+        for name, p in model.named_parameters():
+            p.add_(0.15 * noise(name, p))
     return model
 
 
@@ -477,8 +484,8 @@ def world(tmp_path_factory, data_dir):
         patch.setattr(train, "draw_curves", lambda *a: None)
         trainer = runs.run("relaxed", root / "relaxed", data_dir, "n_layer=4", "early_exit=aggressive", "block_size=32")
         with torch.no_grad():       # so few steps teach all loops to guess the same
-            for p in trainer.model.parameters():
-                p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+            for name, p in trainer.model.named_parameters():
+                p.add_(0.3 * noise(name, p, torch.Generator().manual_seed(p.numel())))
         trainer.save("ckpt.pt")
         runs.run("relaxed", root / "other", data_dir, "n_layer=4", "share=sequence")
         runs.run("gpt", root / "gpt", data_dir)
