@@ -10,7 +10,7 @@ Speed, side by side in one run: what the README's ratios come from.
     python bench.py lrt                                   the Latent Recurrent Transformer's paths beside its backbone
     python bench.py lrt config=configs/lrt_20l.yaml batch_size=4    on a GPU: the paper's size
     python bench.py relaxed                               deltas of several ranks; decoding beside an untied Transformer
-    python bench.py relaxed init_from=out/relaxed_exit    also 240 requests in three batchings, with its trained exits
+    python bench.py relaxed init_from=out/relaxed_exit    also 360 requests in three batchings, with its trained exits
     python bench.py kernels                               attend and scan (keys: device, rounds)
 
 The keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
@@ -373,7 +373,7 @@ def bench_lrt(model, cfg, device, ckpt=None, rounds=11):
     T = model.cfg.block_size
     backbone, ours = make(dict(memory=False)), make(dict(prefill="interleaved"))    # to fill its cache fast
     for rows in sorted({cfg.batch_size, 1}, reverse=True):
-        lrt_decoding({"backbone": backbone, "LRT": ours}, T, rows, 4 * rounds, device)
+        last_tokens({"backbone": backbone, "LRT": ours}, T, rows, 4 * rounds, device)
     sizes = [m.init_cache(1, T).nbytes() for m in (ours, backbone)]
     print(f"  goal: at most 1.05 x; cache of a row {sizes[0]:,} bytes, the backbone's {sizes[1]:,}")
     calls = {"backbone": backbone, "exact": make({}), "interleaved": ours}
@@ -382,13 +382,14 @@ def bench_lrt(model, cfg, device, ckpt=None, rounds=11):
         print(f"prefill        {name:26}{1000 * t:10.1f} ms for {T - 1} tokens")
 
 
-def lrt_decoding(models, T, rows, rounds, device):
-    """The last 8 tokens of a full context: few, so that rounds are short and many."""
-    n = min(8, T - 1)
+def last_tokens(models, T, rows, rounds, device):
+    """Print how long models, the first of which the others are compared with, take for a token of `rows` rows. The last
+    8 of a full context: few, so that rounds are short and many."""
+    n, base = min(8, T - 1), next(iter(models))
     times = timings({name: decoding(m, T, n, rows)["with the cache"] for name, m in models.items()}, rounds, device)
     for name, t in times.items():
         print(f"decoding       {name + f', rows: {rows}':26}{1000 * statistics.median(t) / n:10.3f} ms a token"
-              f"{times_as_long(t, times['backbone']):8.3f} x the backbone", flush=True)
+              f"{times_as_long(t, times[base]):8.3f} x the {base}", flush=True)
 
 
 def taking_in(model, T):
@@ -413,21 +414,15 @@ def bench_relaxed(model, cfg, device, ckpt, rounds=9):
     shared = {f.name for f in dataclasses.fields(gpt.Config)}
     untied = gpt.Config(**{k: v for k, v in dataclasses.asdict(model.cfg).items() if k in shared})
     ranks = sorted({0, 8, 64, model.cfg.rank})
-    models = {"untied": gpt.Model(untied).to(device), **{
+    models = {"untied model": gpt.Model(untied).to(device), **{
         f"rank {r}": type(model)(dataclasses.replace(model.cfg, rank=r, early_exit="none")).to(device) for r in ranks}}
-    T = model.cfg.block_size
     times = timings({name: (None, training_step(m, cfg)) for name, m in models.items()}, rounds, device)
     for name, t in times.items():
         size = sum(p.numel() for p in models[name].parameters())
-        print(f"training step    {name:12}{1000 * statistics.median(t):10.2f} ms"
-              f"{times_as_long(t, times['untied']):8.2f} x the untied model{size:14,} parameters", flush=True)
-    n = min(8, T - 1)
+        print(f"training step  {name:26}{1000 * statistics.median(t):10.2f} ms"
+              f"{times_as_long(t, times['untied model']):8.2f} x the untied model{size:14,} parameters", flush=True)
     for rows in (1, 16):
-        contestants = {name: decoding(m, T, n, rows)["with the cache"] for name, m in models.items()}
-        times = timings(contestants, 3 * rounds, device)
-        for name, t in times.items():
-            print(f"decoding, {rows:2} rows {name:12}{1000 * statistics.median(t) / n:10.3f} ms a token"
-                  f"{times_as_long(t, times['untied']):8.2f} x the untied model", flush=True)
+        last_tokens(models, model.cfg.block_size, rows, 3 * rounds, device)
     if ckpt is None:
         return print("requests: need trained exits, init_from=RUN (README.md, Relaxed Recursive Transformers)")
     bench_batching(model, text, device)
@@ -449,7 +444,7 @@ def served_text(model, cfg, ckpt):
     return data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
 
 
-def bench_batching(model, text, device, requests=240, slots=32, share=0.65, rounds=3):
+def bench_batching(model, text, device, requests=360, slots=32, share=0.65, rounds=3):
     """Many requests, answered by static, sequence-wise and depth-wise batching, without early exit and with it, at the
     confidence that lets about `share` of the tokens leave after the first loop."""
     from sample import Engine, Request
@@ -498,15 +493,13 @@ def report_batching(runs, n_loop):
 def first_loop_quantile(model, requests, max_len, q):
     """The confidence of the first loop that a share q of the tokens does not reach, over what the model writes."""
     from sample import Engine
-    found = []
+    engine, found = Engine(model, len(requests), max_len, "sequence"), []
 
-    class Watching(Engine):
-        def decide(self, h, depth, rows):
-            first = depth == 0
-            if first.any():
-                found.append(self.model.logits(h[first.to(h.device), 0]).softmax(-1).amax(-1).cpu())
-            return super().decide(h, depth, rows)
-    list(Watching(model, len(requests), max_len, "sequence").run(requests))
+    def watch(logits, depth):                                   # a rule by which nothing leaves early
+        found.append(logits[(depth == 0).to(logits.device)].softmax(-1).amax(-1).cpu())
+        return depth == model.n_loop - 1
+    engine.rule = watch
+    list(engine.run(requests))
     return float(torch.cat(found).quantile(q))
 
 

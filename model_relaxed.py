@@ -20,8 +20,8 @@ Training for it adds the losses of the earlier loops (early_exit). A token that 
 They are made before a later token needs them: fill = exact runs the waiting tokens through the deeper loops, several
 in one step, as soon as a later one goes there; fill = propagate projects them from the state the token left with.
 
-For an engine that batches over depth (sample.py): embed(idx), loop(h, depth, cache, rows), leave(h, depth, cache, rows)
-and logits(h), in which each row may stand at another loop, because all loops use the same stored layers (Section 2.4).
+For an engine that batches over depth (sample.py): embed(idx), loop(h, depth, cache, rows, n), leave(h, depth, cache,
+rows) and logits(h), in which each row may stand at another loop, because all use the same stored layers (Section 2.4).
 
 `fast=False` is the equations as they stand: two more products a matrix, row by row where depths are mixed. `fast=True`:
 W' + B A is formed once where tokens are many. Where they are few and of mixed depths, all A, then all B, go to all
@@ -289,7 +289,7 @@ class DepthCache:
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_stored)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_stored)]
         self.filled = torch.zeros(cfg.n_loop, batch_size, dtype=torch.long)
-        self.waiting, self.rotary = [None] * cfg.n_loop, None
+        self.waiting, self.rotary, self.readers = [None] * cfg.n_loop, None, {}
 
     @property
     def lengths(self):
@@ -299,6 +299,10 @@ class DepthCache:
     @property
     def longest(self):
         return int(self.filled[0].max())
+
+    def alike(self, n_loop):
+        """Whether all rows hold equally many tokens at each of the first n_loop depths."""
+        return bool((self.filled[:n_loop] == self.filled[0, 0]).all())
 
     def nbytes(self):
         """Bytes held for keys and values, and for waiting states, for all rows at max_len."""
@@ -311,6 +315,8 @@ class DepthCache:
         for buffer in self.k + self.v:
             buffer[:, rows] = 0
         self.filled[:, rows] = 0
+        if not self.filled.any():
+            self.readers = {}               # the weights may change before it is used again
 
     def keep(self, depth, rows, positions, h):
         """Let the tokens at positions (N,) of rows (N,) wait after loop `depth` with their states h (N, C)."""
@@ -323,8 +329,8 @@ class Whole:
     """T new tokens in every row at one depth, behind equally many others in each; without a cache behind none.
 
     What both places offer: at (T,) or (N,), the tokens' positions; uses, as RelaxedLinear takes them under cycle;
-    store; advance; and groups of rows for attention, each with pos (1, T) or (R, T), end (how many keys are seen at
-    most), keys, queries and tokens. Here the only group is the place itself.
+    store; advance; together; and groups of rows for attention, each with pos (1, T) or (R, T), end (how many keys are
+    seen at most), keys, queries and tokens. Here the only group is the place itself.
     """
     plain = True
 
@@ -360,48 +366,56 @@ class Whole:
     def tokens(self, y):
         return y
 
+    def together(self, parts):
+        return parts[0]
+
     def advance(self):
         if self.cache is not None:
             self.cache.filled[self.uses] = self.end
 
 
-class Ragged:
-    """Up to T new tokens of row rows[r] at depth[r], n[r] of them real, behind those that it holds there. The real ones
-    stand side by side, (1, N, C), but for attention, which sees the rows that have one apart from those that have
-    several, so that little is padding. rows, depth, n (R,) on the host."""
+def side_by_side(n):
+    """Of tokens side by side, n (R,) of each row: each one's row, and which of the row's it is, (N,) both."""
+    row = torch.arange(len(n)).repeat_interleave(n)
+    return row, torch.arange(len(row)) - (n.cumsum(0) - n)[row]
 
-    def __init__(self, T, depth, cache, rows, n, dtype):
-        self.cache, self.T = cache, T
-        self.order = (n != 1).to(torch.int8).argsort(stable=True)       # those that have one come first
-        self.rows, self.depth, self.n = rows[self.order], depth[self.order], n[self.order]
-        start, B, device = cache.filled[self.depth, self.rows], cache.filled.size(1), cache.device
-        if int((start + self.n).max()) > cache.max_len:
-            raise ValueError(f"the cache is full: {int(start.max())} tokens held, {T} more, max_len {cache.max_len}")
-        row, step = (torch.arange(T) < self.n[:, None]).nonzero(as_tuple=True)          # (N,) each
-        flat = self.depth * B + self.rows                                               # row of the flat buffers
-        self.uses, of_token = int(self.depth[0]), self.depth[row]
+
+class Ragged:
+    """n[r] new tokens of row rows[r] at depth[r], behind those that it holds there, all side by side, (1, N, C).
+    Attention sees the rows that have one apart from those that have several, so that little is padding. rows, depth,
+    n (R,) on the host."""
+
+    def __init__(self, depth, cache, rows, n, dtype):
+        self.cache, self.rows, self.depth, self.n = cache, rows, depth, n
+        start, B, device = cache.filled[depth, rows], cache.filled.size(1), cache.device
+        if int((start + n).max()) > cache.max_len:
+            raise ValueError(f"the cache is full: {int(start.max())} tokens held, {int(n.max())} more, max_len "
+                             f"{cache.max_len}")
+        flat, single = depth * B + rows, n == 1                         # flat: row of the flat buffers
+        if bool(single.all()):
+            row, at, parts = slice(None), start, [(slice(None), slice(None))]           # rows, and their tokens
+        else:
+            row, step = side_by_side(n)
+            at = start[row] + step
+            parts = [(some, some[row].to(device)) for some in (single, n > 1) if some.any()]
+        self.at, self.stored_at, of_token = at.to(device), flat[row].to(device), depth[row]
+        self.uses = int(depth[0])
         if not bool((of_token == self.uses).all()):                     # (N, n_loop, 1), as RelaxedLinear takes them
             self.uses = (of_token[:, None] == torch.arange(len(cache.filled)))[..., None].to(device, dtype)
-        self.at, self.stored_at = (start[row] + step).to(device), flat[row].to(device)
-        ones = int((self.n == 1).sum())
-        parts = (slice(0, ones), slice(0, ones)), (slice(ones, len(rows)), slice(ones, len(row)))   # rows, tokens
-        self.parts = [(start[some], self.n[some], flat[some], tokens) for some, tokens in parts
-                      if tokens.start < tokens.stop]
-        self.where = self.order.to(device)[row.to(device)], step.to(device)
+        self.parts = [(start[some], n[some], flat[some], tokens) for some, tokens in parts]
 
     @functools.cached_property
     def groups(self):
         return [Group(self.cache, *part) for part in self.parts]
 
-    def pack(self, h):
-        """h (R, T, C), rows as they came -> (1, N, C)."""
-        return h[self.where][None]
-
-    def unpack(self, x):
-        """(1, N, C) -> (R, T, C), rows as they came; 0 where there is no token."""
-        out = x.new_zeros(len(self.rows), self.T, x.size(-1))
-        out[self.where] = x[0]
-        return out
+    def together(self, parts):
+        """What attention gave for each of the groups, (N of the group, C) -> (1, N, C)."""
+        if len(parts) == 1:
+            return parts[0][None]
+        out = parts[0].new_empty(len(self.at), parts[0].size(-1))
+        for group, part in zip(self.groups, parts):
+            out[group.span] = part
+        return out[None]
 
     def store(self, i, k, v):
         """Take in k, v (1, N, G, D) of the i-th layer of the loop."""
@@ -414,15 +428,15 @@ class Ragged:
 
 class Group:
     """Rows of a Ragged place that attention sees together: how many tokens each holds, start, and takes in, n; which
-    rows of the flat buffers they are, flat, (R,) each; which of the place's tokens are theirs, a slice."""
+    rows of the flat buffers they are, flat, (R,) each; which of the place's tokens are theirs."""
     plain = False
 
     def __init__(self, cache, start, n, flat, tokens):
         T = int(n.max())
         self.cache, self.span, self.end = cache, tokens, int((start + n).max())
         self.pos = (start[:, None] + torch.arange(T)).clamp(max=cache.max_len - 1).to(cache.device)     # (R, T)
-        side_by_side = torch.equal(flat, torch.arange(len(flat)) + flat[0])             # their keys need no gathering
-        self.flat = slice(int(flat[0]), int(flat[0]) + len(flat)) if side_by_side else flat.to(cache.device)
+        in_order = torch.equal(flat, torch.arange(len(flat)) + flat[0])                 # their keys need no gathering
+        self.flat = slice(int(flat[0]), int(flat[0]) + len(flat)) if in_order else flat.to(cache.device)
         self.dense, self.mask = bool((n == T).all()), (torch.arange(T) < n[:, None]).to(cache.device)
 
     def keys(self, i):
@@ -440,8 +454,8 @@ class Group:
         return out
 
     def tokens(self, y):
-        """(R, T, ...) -> (1, N of the group, ...)."""
-        return (y.flatten(0, 1) if self.dense else y[self.mask])[None]
+        """(R, T, ...) -> (N of the group, ...)."""
+        return y.flatten(0, 1) if self.dense else y[self.mask]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -474,7 +488,7 @@ class Attention(nn.Module):
         q = q if place.rotary is None else apply_rotary(q, *place.rotary)
         place.store(i, *self.keys_values(x, uses, place.rotary))
         y = [group.tokens(self.attend(group.queries(q), *group.keys(i), group.bias)) for group in place.groups]
-        return self.wo(y[0] if len(y) == 1 else torch.cat(y, 1), uses)
+        return self.wo(place.together(y), uses)
 
     def attend(self, q, k, v, bias):
         """q (R, T, H, D); k, v (R, S, G, D) -> (R, T, H D)."""
@@ -513,6 +527,11 @@ class Block(nn.Module):
         self.norm1, self.norm2 = RMSNorm(cfg.n_embd, cfg.norm_eps), RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.attn, self.mlp = Attention(cfg), RelaxedMLP(cfg)
         self.drop = nn.Dropout(cfg.dropout)
+
+    def readers(self, use):
+        """What makes keys and values of a state that is only normalised: (W' + B A) diag(g) of wk, and of wv."""
+        return [(w.weight + w.b[use].t() @ w.a[use] if w.rank else w.weight) * self.norm1.weight
+                for w in (self.attn.wk, self.attn.wv)]
 
     def forward(self, x, i, uses, place):
         x = x + self.drop(self.attn(self.norm1(x), i, uses, place))
@@ -588,13 +607,18 @@ class Model(nn.Module):
             raise ValueError("idx holds no token (T = 0)")
         if cache is None and self.context_limit is not None and T > self.context_limit:
             raise ValueError(f"{T} tokens are more than block_size={self.context_limit}")
-        h, logits = self.embed(idx), []
+        h, logits, n, where = self.embed(idx), [], None, None
         last = cfg.n_loop if self.training or not cfg.exit_loop else cfg.exit_loop
         every = self.training and targets is not None and cfg.early_exit != "none"
+        if cache is not None and (n_valid is not None or not cache.alike(last)):        # ragged: tokens side by side
+            n = torch.full((len(h),), T) if n_valid is None else n_valid.cpu().clamp(0, T)
+            where = (torch.arange(T) < n[:, None]).to(h.device)
+            h = h[where]
         for depth in range(last):
-            h = self.loop(h, depth, cache, n_valid=n_valid)
+            h = self.loop(h, depth, cache, n=n)
             if every or depth == last - 1:
-                logits.append(self.logits(h))
+                logits.append(self.logits(h if where is None else h.new_zeros(*idx.shape, h.size(-1)).masked_scatter(
+                    where[..., None], h)))
         if targets is None:
             return logits[-1], None, {}
         ces = [cross_entropy(x, targets) for x in logits]
@@ -621,7 +645,7 @@ class Model(nn.Module):
     # what an engine that batches over depth needs ------------------------------------------------------------
 
     def embed(self, idx):
-        """idx (R, T) -> states before the first loop (R, T, C)."""
+        """idx (...) -> states before the first loop (..., C)."""
         return self.drop(self.wte(idx))
 
     def logits(self, h):
@@ -629,56 +653,42 @@ class Model(nn.Module):
         logits = self.head(self.norm(h))                                # shared by all loops
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def loop(self, h, depth, cache=None, rows=None, n_valid=None):
-        """One loop further: h (R, T, C) in, h out.
+    def loop(self, h, depth, cache=None, rows=None, n=None):
+        """One loop further: states in, states out. h (B, T, C): T tokens of every row, of which a cache holds equally
+        many; depth, from 0, an int. Or h (N, C): n[r] tokens of row rows[r] (None: of every row) side by side; depth
+        may be (R,), rows at different loops (share=cycle only). rows, depth, n on the host.
 
-        cache takes the tokens in behind those that each row has at this depth; rows (R,) says which of its rows these
-        are (None: all), n_valid (R,) how many of the T are real (None: all). depth: an int, or (R,) where rows stand at
-        different loops (share=cycle only). Tokens that left early and wait for this loop go with the later ones.
+        cache takes the tokens in behind those that each row has at this depth. Tokens that left early and wait for this
+        loop go with the later ones.
         """
-        T = h.size(1)
-        if cache is None:
-            return self.through(h, Whole(T, depth, None, h.device))
-        if rows is None and n_valid is None and isinstance(depth, int) and self.all_alike(cache, depth, T):
-            return self.through(h, Whole(T, depth, cache, h.device))
-        rows = torch.arange(len(h)) if rows is None else rows
-        depth = torch.full((len(h),), depth) if isinstance(depth, int) else depth
-        n = torch.full((len(h),), T) if n_valid is None else n_valid.cpu().clamp(0, T)
-        if not n.any():
-            return torch.zeros_like(h)
+        if n is None:
+            return self.through(h, Whole(h.size(1), depth, cache, h.device))
+        rows = torch.arange(len(n)) if rows is None else rows
+        depth = torch.full((len(n),), depth) if isinstance(depth, int) else depth
+        if not len(h):
+            return h
         before = cache.filled[(depth - 1).clamp(min=0), rows]               # of the loop before, the new ones included
         waiting = (before - n - cache.filled[depth, rows]) * (depth > 0)
         if waiting.any():
             return self.loop_with_waiting(h, depth, cache, rows, n, waiting)
-        place = Ragged(T, depth, cache, rows, n, h.dtype)
-        return place.unpack(self.through(place.pack(h), place))
-
-    def all_alike(self, cache, depth, T):
-        """Whether all rows hold equally many tokens at this depth, and none waits for it."""
-        held = cache.filled[depth]
-        return bool((held == held[0]).all()) and (depth == 0 or bool((cache.filled[depth - 1] == held + T).all()))
+        return self.through(h[None], Ragged(depth, cache, rows, n, h.dtype))[0]
 
     def loop_with_waiting(self, h, depth, cache, rows, n, waiting):
         """loop, in which row r's waiting[r] tokens go before its n[r] new ones."""
-        T = int((waiting + n).max())
-        start = cache.filled[depth, rows]
-        old = (torch.arange(T) < waiting[:, None]).nonzero(as_tuple=True)               # row, and which of its tokens
-        new = (torch.arange(h.size(1)) < n[:, None]).nonzero(as_tuple=True)
-        behind = new[0], waiting[new[0]] + new[1]
-        at = start[old[0]] + old[1]                                                     # their positions
-        both = h.new_zeros(len(h), T, h.size(-1))
-        both[behind] = h[new]
+        row, step = side_by_side(waiting + n)
+        old, at = step < waiting[row], cache.filled[depth, rows][row] + step            # at: their positions
+        row, at, is_old = row[old], at[old], old.to(h.device)
+        states = h.new_empty(len(row), h.size(-1))
         for d in depth[waiting > 0].unique().tolist():
-            which = depth[old[0]] == d
             if cache.waiting[d - 1] is None:
                 raise ValueError(f"tokens of this cache lack loop {d + 1}: they left before it with exit_loop")
-            both[old[0][which], old[1][which]] = cache.waiting[d - 1][rows[old[0][which]], at[which]].to(h.dtype)
-        place = Ragged(T, depth, cache, rows, waiting + n, h.dtype)
-        both = place.unpack(self.through(place.pack(both), place))
-        self.keep(both[old], depth[old[0]], cache, rows[old[0]], at)                    # they wait for the next loop
-        out = torch.zeros_like(h)
-        out[new] = both[behind]
-        return out
+            which = depth[row] == d
+            states[which] = cache.waiting[d - 1][rows[row[which]], at[which]].to(h.dtype)
+        both = h.new_empty(len(old), h.size(-1))
+        both[is_old], both[~is_old] = states, h
+        both = self.through(both[None], Ragged(depth, cache, rows, waiting + n, h.dtype))[0]
+        self.keep(both[is_old], depth[row], cache, rows[row], at)                       # they wait for the next loop
+        return both[~is_old]
 
     def keep(self, h, depth, cache, rows, positions):
         """Let tokens wait in the cache with their states h (N, C) after loop depth (N,), if there is a deeper one."""
@@ -689,36 +699,50 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def leave(self, h, depth, cache, rows):
-        """The newest tokens of rows (R,) of the cache go no further than loop depth (R,): with the states h (R, 1, C)
+        """The newest tokens of rows (R,) of the cache go no further than loop depth (R,): with the states h (R, C)
         they wait there (fill=exact), or give all deeper layers their keys and values (fill=propagate)."""
         if self.cfg.fill == "exact":
-            return self.keep(h[:, 0], depth, cache, rows, cache.filled[depth, rows] - 1)
+            return self.keep(h, depth, cache, rows, cache.filled[depth, rows] - 1)
         for deeper in range(1, self.cfg.n_loop):
             which = depth < deeper
             if which.any():
                 self.propagate(h[which], deeper, cache, rows[which])
 
     def propagate(self, h, depth, cache, rows):
-        """Fill loop `depth` of rows (R,) with keys and values projected from h (R, 1, C)."""
-        place = Ragged(1, torch.full_like(rows, depth), cache, rows, torch.ones_like(rows), h.dtype)
-        x, rotary = place.pack(h), self.rotary(place, h.dtype)
-        for i in range(self.cfg.n_stored):
-            k, use = self.unrolled[depth * self.cfg.n_stored + i]
-            block = self.blocks[k]
-            place.store(i, *block.attn.keys_values(block.norm1(x), use, rotary))
+        """Fill loop `depth` of rows (R,) with keys and values projected from h (R, C). Fast: all layers read the same
+        state, so one product serves them, whose matrix the cache keeps from when it is first needed."""
+        cfg, layers = self.cfg, self.layers_of(depth)
+        place = Ragged(torch.full_like(rows, depth), cache, rows, torch.ones_like(rows), h.dtype)
+        rotary = self.rotary(place, h.dtype)
+        if not cfg.fast:
+            for i, (block, use) in enumerate(layers):
+                place.store(i, *block.attn.keys_values(block.norm1(h[None]), use, rotary))
+            return place.advance()
+        if depth not in cache.readers:
+            cache.readers[depth] = torch.cat([w for block, use in layers for w in block.readers(use)])
+        both = F.linear(F.rms_norm(h, h.shape[-1:], eps=cfg.norm_eps), cache.readers[depth])
+        k, v = both.view(len(h), cfg.n_stored, 2, cfg.n_kv_head, cfg.head_dim).permute(2, 1, 0, 3, 4)   # (K, R, G, D)
+        if cfg.qk_norm:
+            k = torch.stack([block.attn.k_norm(k[i], use) for i, (block, use) in enumerate(layers)])
+        k = k if rotary is None else apply_rotary(k, *rotary)
+        for i in range(cfg.n_stored):
+            place.store(i, k[i:i + 1], v[i:i + 1])
         place.advance()
+
+    def layers_of(self, depth):
+        """[(stored block, its use)] of a loop's layers."""
+        K = self.cfg.n_stored
+        return [(self.blocks[k], use) for k, use in self.unrolled[depth * K:depth * K + K]]
 
     def through(self, h, place):
         """The layers of one loop on the tokens of a place: h (B, T, C), or (1, N, C) as it packs them."""
-        K = self.cfg.n_stored
-        place.rotary = self.rotary(place, h.dtype)
+        place.rotary, one = self.rotary(place, h.dtype), isinstance(place.uses, int)
         for group in place.groups:
             group.bias = self.bias(group, compute_dtype(h))
-        if not isinstance(place.uses, int) and self.cfg.share != "cycle":
+        if not one and self.cfg.share != "cycle":
             raise ValueError(f"share={self.cfg.share}: rows at different depths need share=cycle")
-        for i in range(K):
-            k, use = self.unrolled[place.uses * K + i] if isinstance(place.uses, int) else (i, place.uses)
-            h = self.blocks[k](h, i, use, place)
+        for i, (block, use) in enumerate(self.layers_of(place.uses if one else 0)):
+            h = block(h, i, use if one else place.uses, place)
         place.advance()
         return h
 

@@ -268,9 +268,9 @@ class Engine:
         self.requests, self.done, self.admitted = [None] * slots, [], 0
         self.texts, self.generators = [None] * slots, [None] * slots
         self.depth = torch.zeros(slots, dtype=torch.long)       # the loop that a row's tokens go through next, from 0
-        self.count = torch.ones(slots, dtype=torch.long)        # how many these are: a whole text, then one by one
+        self.n = torch.ones(slots, dtype=torch.long)            # how many these are: a whole text, then one by one
         self.whole = torch.zeros(slots, dtype=torch.bool)       # whether they are a text: it goes through all loops
-        self.h = None                                           # (slots, T, C): their states between loops
+        self.h = [None] * slots                                 # (n, C) of each row: their states between loops
         self.early = [None] * slots                             # of a text: (depth, logits) where its last token left
         self.guesses = [[] for _ in range(slots)]               # oracle: the likeliest token after each loop
 
@@ -305,7 +305,7 @@ class Engine:
         """Let the row start with a text, of which it keeps as much as fits."""
         self.cache.reset([row])
         self.texts[row], self.depth[row] = text, 0
-        self.count[row], self.whole[row] = min(len(text), self.max_len), True
+        self.n[row], self.whole[row] = min(len(text), self.max_len), True
 
     def generator(self, n):
         """The random numbers of the n-th request: its own, so that its neighbours do not change it."""
@@ -325,44 +325,40 @@ class Engine:
 
     def advance(self, rows):
         """One loop further for the tokens of rows. Returns the rows whose tokens go on to another."""
-        rows = torch.tensor(rows)
-        self.begin(rows[self.depth[rows] == 0].tolist())
-        depth, n, on_device = self.depth[rows], self.count[rows], rows.to(self.device)
-        T, one = int(n.max()), int(depth[0]) if bool((depth == depth[0]).all()) else depth
-        h = self.model.loop(self.h[on_device, :T], one, self.cache, rows, n if T > 1 else None)
-        newest = h[torch.arange(len(rows), device=self.device), (n - 1).to(self.device)][:, None]
+        depth, n = self.depth[rows], self.n[rows]
+        self.begin([row for row, d in zip(rows, depth.tolist()) if d == 0])
+        h, rows = torch.cat([self.h[row] for row in rows]), torch.tensor(rows)          # (N, C)
+        h = self.model.loop(h, depth, self.cache, rows, n)
+        newest = h if len(h) == len(rows) else h[(n.cumsum(0) - 1).to(self.device)]     # (R, C)
         left = self.decide(newest, depth, rows)
         early = left & (depth < self.model.n_loop - 1)
         if early.any():
             self.model.leave(newest[early.to(self.device)], depth[early], self.cache, rows[early])
-        on = ~left
-        self.h[on_device[on.to(self.device)], :T] = h[on.to(self.device)]
-        self.depth[rows[on]] += 1
-        return rows[on].tolist()
+        for row, states in zip(rows.tolist(), h.split(n.tolist())):
+            self.h[row] = states
+        on = rows[~left]
+        self.depth[on] += 1
+        return on.tolist()
 
     def begin(self, rows):
         """Embed the tokens that rows take in next."""
         if not rows:
             return
-        counts = self.count[rows].tolist()
-        T, texts = max(counts), [self.texts[row][-n:] for row, n in zip(rows, counts)]
-        idx = torch.tensor([text + [0] * (T - len(text)) for text in texts], device=self.device)
-        h = self.model.embed(idx)
-        if self.h is None or self.h.size(1) < T:
-            old, self.h = self.h, h.new_zeros(len(self.requests), T, h.size(-1))
-            if old is not None:
-                self.h[:, :old.size(1)] = old
-        self.h[torch.tensor(rows, device=self.device), :T] = h
+        counts = self.n[rows].tolist()
+        idx = [token for row, n in zip(rows, counts) for token in self.texts[row][-n:]]
+        h = self.model.embed(torch.tensor(idx, device=self.device))
+        for row, states in zip(rows, h.split(counts)):
+            self.h[row] = states
 
     def decide(self, h, depth, rows):
-        """Which of the rows' newest tokens, with states h (R, 1, C) after loop depth (R,), leave, (R,) bool; those are
+        """Which of the rows' newest tokens, with states h (R, C) after loop depth (R,), leave, (R,) bool; those are
         predicted from. The last token of a text leaves with the others of it, after the last loop, but what it is
         predicted from is the loop after which it would have left alone."""
         last = depth == self.model.n_loop - 1
         asked = last if self.rule is None and not self.oracle else torch.ones_like(last)
         if not asked.any():
             return last
-        logits = self.model.logits(h[asked.to(self.device), 0])[:, :self.vocab_size]        # (rows asked, V)
+        logits = self.model.logits(h[asked.to(self.device)])[:, :self.vocab_size]        # (rows asked, V)
         left = last if self.rule is None else last | self.rule(logits, depth)
         for row, guess in zip(rows.tolist(), logits.argmax(-1).tolist() if self.oracle else ()):
             self.guesses[row].append(guess)
@@ -378,7 +374,7 @@ class Engine:
         for n, row in enumerate(rows):
             if self.early[row] is not None:
                 (depths[n], logits[n]), self.early[row] = self.early[row], None
-        self.depth[rows], self.count[rows], self.whole[rows] = 0, 1, False
+        self.depth[rows], self.n[rows], self.whole[rows] = 0, 1, False
         for row, depth, token in zip(rows, depths, self.pick(rows, logits)):
             request = self.requests[row]
             if self.oracle:

@@ -669,10 +669,10 @@ def to_depths(model, x, depth):
     """A cache with all but the last token of each row of x (R, T), and the last ones' states before loop depth[r]."""
     cache = model.init_cache(len(x), x.size(1))
     model(x[:, :-1], cache=cache)
-    h = model.embed(x[:, -1:])
+    h = model.embed(x[:, -1])
     for b in range(int(depth.max())):
         rows = (depth > b).nonzero()[:, 0]
-        h[rows] = model.loop(h[rows], b, cache, rows)
+        h[rows] = model.loop(h[rows], b, cache, rows, torch.ones_like(rows))
     return cache, h
 
 
@@ -686,12 +686,12 @@ def test_rows_at_mixed_depths_are_as_if_alone(sizes, fast):
     with torch.no_grad():
         cache, h = to_depths(model, x, at)
         before = cache.filled.clone()
-        got = model.loop(h[rows], depth, cache, rows)
+        got = model.loop(h[rows], depth, cache, rows, torch.ones_like(rows))
         for n, (row, d) in enumerate(zip(rows.tolist(), depth.tolist())):
             want = model.embed(x[row:row + 1])
             for b in range(d + 1):
                 want = model.loop(want, b)
-            assert relative(got[n], want[0, -1:]) < 1e-10
+            assert relative(got[n], want[0, -1]) < 1e-10
     moved = torch.zeros_like(before).index_put((depth, rows), torch.tensor(1))
     assert torch.equal(cache.filled - before, moved)
 
@@ -708,15 +708,66 @@ def test_waiting_tokens_go_first_and_keep_their_order(fast):
         cache = model.init_cache(3, 14)
         model(x[:, :5], cache=cache)
         for t in range(5, 14):
-            h, exits = model.embed(x[:, t:t + 1]), torch.tensor([row[t - 5] for row in left_after])
+            h, exits = model.embed(x[:, t]), torch.tensor([row[t - 5] for row in left_after])
             for b in range(3):
                 rows = (exits >= b).nonzero()[:, 0]
                 if len(rows):
-                    h[rows] = model.loop(h[rows], b, cache, rows)
-                    assert relative(h[rows], whole[b + 1][rows, t:t + 1]) < 1e-10
+                    h[rows] = model.loop(h[rows], b, cache, rows, torch.ones_like(rows))
+                    assert relative(h[rows], whole[b + 1][rows, t]) < 1e-10
             early = (exits < 2).nonzero()[:, 0]
             model.leave(h[early], exits[early], cache, early)
     assert cache.filled.tolist() == [[14, 14, 14]] * 3
+
+
+@every_fast
+def test_rows_with_several_tokens_and_with_one_stand_side_by_side(fast):
+    """Rows that take in 3, 1, 0, 2, 1 tokens at mixed depths, in any order of rows: each as if alone."""
+    model, x = relaxed(n_loop=3, fast=fast, qk_norm=True, n_kv_head=2), tokens(6, 12)
+    rows, n = torch.tensor([3, 0, 5, 1, 4]), torch.tensor([3, 1, 0, 2, 1])
+    depth, held = torch.tensor([1, 0, 2, 0, 1]), [4, 9, 0, 7, 2, 8]
+    with torch.no_grad():
+        cache = model.init_cache(6, 12)
+        model(x, cache=cache, n_valid=torch.tensor(held))
+        new = [x[r, held[r]:held[r] + k] for r, k in zip(rows.tolist(), n.tolist())]
+        h = model.embed(torch.cat(new))
+        deeper = (depth > 0).repeat_interleave(n)
+        h[deeper] = model.loop(h[deeper], 0, cache, rows[depth > 0], n[depth > 0])
+        got = model.loop(h, depth, cache, rows, n).split(n.tolist())
+        for r, k, d, ours in zip(rows.tolist(), n.tolist(), depth.tolist(), got):
+            want = model.embed(x[r:r + 1, :held[r] + k])
+            for b in range(d + 1):
+                want = model.loop(want, b)
+            assert not k or relative(ours, want[0, held[r]:]) < 1e-10
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(qk_norm=True, n_kv_head=2, rank=0), dict(pos="none")], ids=str)
+def test_propagation_in_one_product_follows_the_weights(sizes):
+    """Keys and values of tokens that left: fast as naive, also when the weights change and the cache is used again."""
+    model, x = relaxed(n_loop=3, fill="propagate", **sizes), tokens(3, 6)
+    cache = model.init_cache(3, 8)
+    for scale in (1.0, 1.5):
+        found = {}
+        with torch.no_grad():
+            for p in model.parameters():
+                p *= scale
+            for model.cfg.fast in (True, False):
+                cache.reset()
+                model(x, cache=cache)
+                rows, depth = torch.tensor([2, 0]), torch.tensor([1, 0])
+                model.leave(through_first(model, x, cache, rows, depth), depth, cache, rows)
+                found[model.cfg.fast] = [buffer.clone() for buffer in cache.k + cache.v]
+        assert cache.filled.tolist() == [[7, 6, 7], [7, 6, 7], [7, 6, 7]]
+        for ours, naive in zip(found[True], found[False]):
+            assert naive[:, [0, 2], 6].ne(0).any(-1).all() and relative(ours, naive) < 1e-10
+
+
+def through_first(model, x, cache, rows, depth):
+    """The states of one more token of each of rows after loop depth[r]."""
+    h, one = model.embed(x[rows, 0]), torch.ones_like(rows)
+    for b in range(int(depth.max()) + 1):
+        some = depth >= b
+        h[some] = model.loop(h[some], b, cache, rows[some], one[some])
+    return h
 
 
 def spied_addmm(monkeypatch):
@@ -754,7 +805,7 @@ def operators(model, R):
     with torch.no_grad():
         cache, h = to_depths(model, x, depth)
         with Counted() as counted:
-            model.loop(h, depth, cache, torch.arange(R))
+            model.loop(h, depth, cache, n=torch.ones_like(depth))
     return counted.calls
 
 
@@ -796,7 +847,7 @@ def test_sharing_that_mixed_depths_cannot_serve_is_refused():
         with torch.no_grad():
             cache, h = to_depths(model, tokens(3, 8), depth)
             with pytest.raises(ValueError, match=f"share={share}: rows at different depths need share=cycle"):
-                model.loop(h, depth, cache, torch.arange(3))
+                model.loop(h, depth, cache, n=torch.ones_like(depth))
 
 
 def test_compiles_without_a_break():
