@@ -1,0 +1,971 @@
+"""
+Mixture-of-Recursions: tied layers run in loops, and a router decides how many loops each token takes.
+
+Bae et al. 2025, "Mixture-of-Recursions: Learning Dynamic Recursive Depths for Adaptive Token-Level Computation". The
+block is that of model_gpt.py (Llama's). N = n_layer unrolled layers share their weights over R = n_loop recursions
+(Table 5); F_r is recursion r: K layers in a row, residuals included. With share = middle_*, the first and the last
+layer have weights of their own and stand before and after the recursions, on all tokens.
+
+router = expert (Section 2.2.1): each recursion r = 1 .. R has a router, and chooses its tokens. A_0 = all tokens,
+
+    s = router_r(h[A_r-1])                        one score a token that is still there
+    A_r = the k_r tokens of A_r-1 with the highest scores,  k_r = max(1, floor(T (R - r + 1) / R))
+    h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])                                                  (Eq. 2.1)
+
+which looks ahead: whether a token is among the first k_r depends on later ones. Decoding cannot, so a token takes
+recursion r iff it took r - 1 and s >= 0, and training teaches the scores to tell: the loss has aux_weight times
+BCE(s, was it chosen), or with causal = aux_router a second router on detached input learns that, and decides instead.
+In eval mode, and with a cache, forward computes this decoding function: its "ce" is what the model would really
+predict; "ce_topk" beside it is what choosing among all tokens would.
+
+router = token: one router gives p = softmax(W h_1) over the R depths; the token takes i = argmax p recursions, and
+leaves as h_1 + p_i F_i(.. F_1(h_1)) (Eq. 2.2, gated once). That never looks ahead, but the depths must be kept in
+balance: by a loss, balance_weight R sum_i (share of tokens with depth i) mean(p_i), or loss_free: a bias b in
+argmax(p + b), moved by balance_rate sign(mean load - load_i) after each step. router = none: every token takes all.
+
+Keys and values (Section 2.2.2): kv = recursion: a recursion's tokens see each other. share: they see the keys and
+values that all tokens had in the first recursion. share_update: the same, but those of its own tokens are fresh.
+
+`fast=False` runs every token through every recursion and masks out what was not chosen. `fast=True` gathers the chosen
+tokens, runs them as a shorter sequence, and scatters them back. With a cache (LoopCache) each recursion keeps a list of
+the tokens that came so far; for an engine that batches over depth (sample.py) there are enter, loop and finish, in
+which each row may stand at another recursion, because all use the same weights (share = cycle or middle_cycle).
+
+Names: B batch, T new tokens, S keys, n chosen tokens, N tokens of several rows side by side, H query heads, G key/value
+heads, D head size, C width. A level is what has keys of its own: 0 the first layer, 1 .. R the recursions, R + 1 the
+last layer.
+"""
+import contextlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class Config:
+    block_size: int = 256        # tokens in a training sequence; also the longest context under rope
+    vocab_size: int = 257        # number of token ids
+    n_layer: int = 8             # unrolled blocks: those of all recursions, and the first and last of share=middle_*
+    n_head: int = 4              # query heads
+    n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head query heads (0: n_head)
+    n_embd: int = 128            # width of the residual stream
+    dropout: float = 0.0         # on embeddings, attention weights and both residual branches
+    fast: bool = True            # only the chosen tokens are run; false: all are, and masked
+    n_loop: int = 3              # R: recursions
+    share: str = "middle_cycle"  # which block a layer is: cycle | sequence | middle_cycle | middle_sequence, see stored
+    router: str = "expert"       # expert: recursions choose tokens | token: tokens choose a depth | none: all take all
+    kv: str = "recursion"        # what a recursion's tokens see: recursion | share | share_update
+    router_arch: str = "linear"  # of scores: linear | mlp (2 n_embd wide) | wide_mlp (4 n_embd) | random (the control)
+    router_func: str = ""        # gate: sigmoid | tanh; of router=token: softmax | sigmoid (empty: the first of them)
+    alpha: float = 0.1           # factor of the gate, but for softmax
+    causal: str = "aux_loss"     # expert: what decides without looking ahead: aux_loss (the scores) | aux_router
+    aux_weight: float = 0.001    # expert: how much learning that counts in the loss
+    capacity_warmup: int = 0     # expert: steps until recursions choose as few tokens as they shall, from all (0: none)
+    balance: str = "loss"        # token: what keeps depths in balance: loss | loss_free | none
+    balance_weight: float = 0.1  # token: factor of the balancing loss
+    balance_rate: float = 0.001  # token: how far loss_free moves a bias each step
+    z_loss: float = 0.0          # factor of the mean squared logsumexp of scores in the loss
+    exit_loop: int = 0           # in eval mode no token takes more recursions than this (0: n_loop)
+    init: str = "average"        # stored blocks from a source: average | stepwise | lower | upper | random
+    n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 n_embd for gelu)
+    mlp: str = "swiglu"          # swiglu | gelu
+    pos: str = "rope"            # rope | none
+    rope_theta: float = 10000.0  # rotary base
+    qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before rotary
+    tie_embeddings: bool = True  # the head is the embedding matrix
+    norm_eps: float = 1e-5       # RMSNorm's epsilon
+
+    SOURCES = ("gpt",)           # models whose weights init_from converts
+    # what a later stage, which starts from this model's weights, may set anew
+    STAGES = ("exit_loop", "aux_weight", "capacity_warmup", "balance_weight", "balance_rate", "z_loss")
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+        check_sizes(self)
+        for name, allowed in CHOICES.items():
+            check_choice(self, name, allowed)
+        self.router_func = self.router_func or ("softmax" if self.router == "token" else "sigmoid")
+        check_choice(self, "router_func", ("softmax", "sigmoid") if self.router == "token" else ("sigmoid", "tanh"))
+        if self.pos == "rope" and self.head_dim % 2:
+            raise ValueError(f"pos=rope needs an even head size: n_embd / n_head = {self.head_dim}")
+        for name in ("n_mlp", "aux_weight", "capacity_warmup", "balance_weight", "balance_rate", "z_loss"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.rope_theta <= 0 or self.norm_eps <= 0:
+            raise ValueError("rope_theta and norm_eps must be positive")
+        if self.n_loop < 1:
+            raise ValueError(f"n_loop={self.n_loop} must be at least 1")
+        if not 0 <= self.exit_loop <= self.n_loop:
+            raise ValueError(f"exit_loop={self.exit_loop} must be 0 (all) or one of the {self.n_loop} recursions")
+        if self.n_layer <= 2 * self.edge or (self.n_layer - 2 * self.edge) % self.n_loop:
+            below = max(1, (self.n_layer - 2 * self.edge) // self.n_loop) * self.n_loop + 2 * self.edge
+            fit = " or ".join(str(n) for n in (below, below + self.n_loop))
+            raise ValueError(f"n_layer={self.n_layer} does not fit share={self.share} with n_loop={self.n_loop}: {fit} "
+                             f"would")
+        if self.kv != "recursion" and self.share.endswith("sequence"):
+            raise ValueError(f"kv={self.kv} needs recursions over the same layers: share=cycle or middle_cycle, not "
+                             f"{self.share}")
+        if self.n_mlp == 0:  # a multiple of 32 keeps the products aligned
+            self.n_mlp = 4 * self.n_embd if self.mlp == "gelu" else 32 * math.ceil(self.n_embd / 12)
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def edge(self):
+        """Layers with weights of their own at each end: 1 or 0."""
+        return int(self.share.startswith("middle"))
+
+    @property
+    def n_stored(self):
+        """K: layers of one recursion, and blocks that the recursions share."""
+        return (self.n_layer - 2 * self.edge) // self.n_loop
+
+    def stored(self, layer):
+        """Which shared block layer `layer` of the recursions is (Table 5): of cycle l mod K, of sequence l // R. With
+        middle_*, where the first and the last layer share nothing, l counts from the second on."""
+        return layer // self.n_loop if self.share.endswith("sequence") else layer % self.n_stored
+
+    def share_of_tokens(self, r):
+        """c of recursion r, from 0: how many of all tokens it takes, at the end of a warm-up (token: in balance)."""
+        return 1.0 if self.router == "none" else (self.n_loop - r) / self.n_loop
+
+
+CHOICES = {"mlp": ("swiglu", "gelu"), "pos": ("rope", "none"), "router": ("expert", "token", "none"),
+           "share": ("cycle", "sequence", "middle_cycle", "middle_sequence"), "causal": ("aux_loss", "aux_router"),
+           "kv": ("recursion", "share", "share_update"), "router_arch": ("linear", "mlp", "wide_mlp", "random"),
+           "balance": ("loss", "loss_free", "none"), "init": ("average", "stepwise", "lower", "upper", "random")}
+
+
+def check_sizes(cfg):
+    """Raise ValueError, naming the field, where one of the sizes that all models share is impossible."""
+    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    if cfg.n_embd % cfg.n_head:
+        raise ValueError(f"n_embd={cfg.n_embd} is not divisible by n_head={cfg.n_head}")
+    if cfg.n_head % cfg.n_kv_head:
+        raise ValueError(f"n_head={cfg.n_head} is not divisible by n_kv_head={cfg.n_kv_head}")
+    if not 0 <= cfg.dropout < 1:
+        raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
+
+
+def check_choice(cfg, name, allowed):
+    """Raise ValueError unless field `name` of cfg is one of the strings in `allowed`."""
+    if getattr(cfg, name) not in allowed:
+        raise ValueError(f"{name}={getattr(cfg, name)} must be one of: {', '.join(allowed)}")
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)     # autocast: x may be bfloat16
+
+
+def rotary_tables(pos, head_dim, theta, dtype):
+    """cos and sin (..., head_dim) of the angles pos_t theta^(-2i / head_dim), each angle twice: the second
+    half of a head is the first half's partner, and sin is negative on the first half (see apply_rotary).
+    Computed, not stored, so that any position and any device works; in float32 at least."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
+    angle = pos.to(dtype)[..., None] * freq                     # (..., head_dim / 2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def apply_rotary(x, cos, sin):
+    """Rotate each pair (x_i, x_{i + D/2}) of x (B, T, H, D) by its angle (Su et al. 2021; Llama's pairing).
+    cos, sin (T, D) or (B, T, D)."""
+    half = x.size(-1) // 2
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)             # one angle for all heads
+    return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
+
+
+def compute_dtype(x):
+    """The dtype that matrix products of x come out in: autocast's where it is on, else x's own."""
+    device = x.device.type
+    mixed = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if mixed else x.dtype
+
+
+def attention_bias(q_pos, k_pos, window, slopes, dtype):
+    """What is added to the scores: 0 (or ALiBi's slope times the distance) where key j is visible, else -inf.
+    q_pos (B or 1, T), k_pos (S,) -> (B or 1, 1 or H, T, S)."""
+    distance = q_pos[:, None, :, None] - k_pos                  # (B or 1, 1, T, S)
+    visible = distance >= 0
+    if window:
+        visible = visible & (distance < window)
+    bias = torch.zeros((), device=k_pos.device, dtype=dtype)
+    if slopes is not None:
+        bias = -slopes.to(dtype)[:, None, None] * distance
+    return bias.masked_fill(~visible, -math.inf)
+
+
+def attention_naive(q, k, v, bias, dropout=0.0):
+    """Softmax attention written out. q (B, H, T, D); k, v (B, G, S, D); bias broadcasts to (B, H, T, S)."""
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))     # one key head per query head
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))                  # (B, H, T, S)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias
+    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v               # (B, H, T, D)
+
+
+def attention_fast(q, k, v, bias, dropout=0.0):
+    """The same through torch's fused kernels. bias None means: the T queries are plainly causal over as many
+    keys, or a single query sees every key; no mask is built or read then."""
+    causal = True if bias is None and q.size(2) > 1 else False      # a plain bool, also where T is symbolic (compile)
+    return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=causal,
+                                          enable_gqa=q.size(1) != k.size(1))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# which tokens a level runs, and what they see
+
+class Everyone:
+    """All T tokens of every row, in a forward without a cache.
+
+    What all places offer: at, the tokens' positions; fresh: whether they have keys and values of their own; and attend.
+    first[i] holds the keys and values of the first recursion's i-th layer, where kv says that later ones see them:
+    whoever is fresh and has it fills it, who is not reads it.
+    """
+
+    def __init__(self, T, device, first=None, fresh=True):
+        self.at, self.first, self.fresh = torch.arange(T, device=device)[None], first, fresh        # at (1, T)
+
+    def bias(self, x):
+        """Of naive attention; the fast one knows that all is causal."""
+        return attention_bias(self.at, self.at[0], 0, None, torch.promote_types(x.dtype, torch.float32))
+
+    def attend(self, attention, i, q, k, v):
+        """q (B, T, H, D), k, v (B, T, G, D) or None, of the i-th layer -> (B, T, H D)."""
+        if not self.fresh:
+            k, v = self.first[i]
+        elif self.first is not None:
+            self.first[i] = k, v
+        return attention.among(q, k, v, None if attention.cfg.fast else self.bias(q))
+
+
+class Masked(Everyone):
+    """All T tokens, of which those of mask (B, T) are chosen: the others' outputs mean nothing."""
+
+    def __init__(self, mask, kv, first):
+        super().__init__(mask.size(1), mask.device, first)
+        self.mask, self.kv, self.fresh = mask, kv, kv != "share"
+
+    def attend(self, attention, i, q, k, v):
+        bias = self.bias(q)
+        if self.kv == "recursion":                      # a token that is not chosen sees itself, so that all see one
+            seen = self.mask[:, None] | torch.eye(self.mask.size(1), dtype=torch.bool, device=self.mask.device)
+            bias = bias.masked_fill(~seen[:, None], -math.inf)
+        else:
+            old = self.first[i]
+            new = old if k is None else (k, v)
+            k, v = (torch.where(self.mask[..., None, None], a, b) for a, b in zip(new, old))
+        return attention.among(q, k, v, bias)
+
+
+class Gathered:
+    """The chosen tokens of every row side by side, in order: idx (B, n) are their positions, real (B, n) is false for
+    padding at the end of rows that have fewer (None: no padding)."""
+
+    def __init__(self, idx, real, T, kv, first):
+        self.at, self.real, self.T, self.kv, self.first, self.fresh = idx, real, T, kv, first, kv != "share"
+
+    def attend(self, attention, i, q, k, v):
+        if self.kv == "recursion":
+            return attention.among(q, k, v, None)       # they see each other, causally; nobody real sees the padding
+        if k is None:
+            k, v = self.first[i]
+        else:
+            k, v = (self.stand_in(new, old) for new, old in zip((k, v), self.first[i]))
+        bias = attention_bias(self.at, torch.arange(self.T, device=q.device), 0, None, q.dtype)
+        return attention.among(q, k, v, bias)
+
+    def stand_in(self, new, old):
+        """old (B, T, G, D), with new (B, n, G, D) in place of the chosen tokens'."""
+        idx = self.at[..., None, None].expand_as(new)
+        new = new if self.real is None else torch.where(self.real[..., None, None], new, old.gather(1, idx))
+        return old.scatter(1, idx, new.to(old.dtype))
+
+
+class Chosen:
+    """Tokens that take a recursion: mask (B, T). idx, real: as Gathered takes them, known or made from mask."""
+
+    def __init__(self, mask, idx=None):
+        self.mask, self.idx, self.real = mask, idx, None
+
+    def gather(self):
+        if self.idx is None:
+            count = self.mask.sum(1)                                                    # (B,)
+            n = int(count.max())
+            self.idx = (~self.mask).to(torch.int8).argsort(dim=1, stable=True)[:, :n]       # the chosen first, in order
+            self.real = torch.arange(n, device=count.device) < count[:, None]
+        return self.idx, self.real
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the cache
+
+class LoopCache:
+    """Keys and values of every level in lists of their own, for use under no_grad: k[level][i] and v[level][i]
+    (B, room, G, D) of its i-th layer hold those tokens of a row that took it, filled[level] (B,) says how many, and
+    at[level] (B, room) where in the text they stand. A list has room for as many tokens as configured capacities leave,
+    and grows, for all rows, where a row chooses more. With kv = share only the first recursion has a list.
+
+    length (B,): tokens of each row. Of each position, taken (B, max_len) counts its recursions so far, and going says
+    whether it takes another. Counts and positions are on the host.
+    """
+
+    def __init__(self, cfg, batch_size, max_len, device, dtype):
+        self.max_len, self.device = max_len, device
+        n = cfg.n_loop
+        layers = [cfg.edge, *[cfg.n_stored] * n, cfg.edge]
+        rooms = [max_len, *[max(1, int(cfg.share_of_tokens(r) * max_len + 1e-6)) for r in range(n)], max_len]
+        if cfg.kv == "share":
+            layers[2:n + 1] = [0] * (n - 1)
+        shape = lambda level: (batch_size, rooms[level], cfg.n_kv_head, cfg.head_dim)
+        self.k, self.v = ([[torch.zeros(shape(level), device=device, dtype=dtype) for _ in range(layers[level])]
+                           for level in range(n + 2)] for _ in "kv")
+        self.at = [torch.zeros(batch_size, room, dtype=torch.long) for room in rooms]
+        self.filled = torch.zeros(n + 2, batch_size, dtype=torch.long)
+        self.length = torch.zeros(batch_size, dtype=torch.long)
+        self.going = torch.zeros(batch_size, max_len, dtype=torch.bool)
+        self.taken = torch.zeros(batch_size, max_len, dtype=torch.long)
+
+    @property
+    def lengths(self):
+        """(B,): tokens of each row."""
+        return self.length.clone()
+
+    @property
+    def longest(self):
+        return int(self.length.max())
+
+    def nbytes(self):
+        """Bytes held for keys and values."""
+        return sum(x.nbytes for buffers in (self.k, self.v) for level in buffers for x in level)
+
+    def reset(self, rows=None):
+        """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
+        they held is zeroed: a NaN behind a mask would still poison the sum over values."""
+        rows = slice(None) if rows is None else torch.as_tensor(rows, device="cpu")
+        for level in self.k + self.v:
+            for x in level:
+                x[rows] = 0
+        self.filled[:, rows], self.length[rows], self.going[rows], self.taken[rows] = 0, 0, False, 0
+
+    def make_room(self, level, need):
+        """Let the lists of a level hold `need` tokens a row."""
+        room = self.at[level].size(1)
+        if need <= room:
+            return
+        more = min(self.max_len, max(need, room + room // 4)) - room
+        grown = lambda x: torch.cat([x, x.new_zeros(x.size(0), more, *x.shape[2:])], 1)
+        self.k[level], self.v[level] = [grown(x) for x in self.k[level]], [grown(x) for x in self.v[level]]
+        self.at[level] = grown(self.at[level])
+
+    def begin(self, rows, n):
+        """Take in n[r] tokens of row rows[r]. Returns their positions (N,)."""
+        if int((self.length[rows] + n).max()) > self.max_len:
+            raise ValueError(f"the cache is full: {int(self.length[rows].max())} tokens held, {int(n.max())} more, "
+                             f"max_len {self.max_len}")
+        self.length[rows] += n
+        row, at = self.newest(rows, n)
+        self.going[row, at] = True
+        return at
+
+    def newest(self, rows, n):
+        """The newest n[r] tokens of row rows[r]: (row, position), (N,) each."""
+        row, step = side_by_side(n)
+        return rows[row], (self.length[rows] - n)[row] + step
+
+
+def side_by_side(n):
+    """Of tokens side by side, n (R,) of each row: each one's row, and which of the row's it is, (N,) both."""
+    row = torch.arange(len(n)).repeat_interleave(n)
+    return row, torch.arange(len(row)) - (n.cumsum(0) - n)[row]
+
+class Packed:
+    """n[r] new tokens of row rows[r] at level[r], at positions `at` (N,), side by side: (1, N, C). Attention sees them
+    in parts: the rows of one level that have one token, and those that have several, so that little is padding. rows,
+    level, n, at on the host."""
+
+    def __init__(self, cfg, cache, level, rows, n, at):
+        row, step = side_by_side(n)
+        start = cache.filled[level, rows]
+        self.at, self.parts = at.to(cache.device)[None], []
+        for value in level.unique().tolist():
+            of = level == value
+            cache.make_room(value, int((start + n)[of].max()))
+            for some in (of & (n == 1), of & (n > 1)):
+                if some.any():
+                    self.parts.append(Part(cfg, cache, value, rows[some], start[some], n[some], some[row], at))
+        slot = start[row] + step
+        for value in level.unique().tolist():
+            which = level[row] == value
+            cache.at[value][rows[row[which]], slot[which]] = at[which]
+        cache.filled[level, rows] += n
+        self.fresh = any(part.kv != "share" for part in self.parts)
+
+    def attend(self, attention, i, q, k, v):
+        out = q.new_empty(q.size(1), q.size(2) * q.size(3))
+        for part in self.parts:
+            own = [None if x is None else x[0, part.tokens] for x in (q, k, v)]
+            out[part.tokens] = part.attend(attention, i, *own)
+        return out[None]
+
+
+class Part:
+    """Rows of a Packed place at one level, that attention sees together: each holds start (R,) tokens of its list and
+    takes in n (R,), those of the place that `which` (N,) marks."""
+
+    def __init__(self, cfg, cache, level, rows, start, n, which, at):
+        self.cache, self.level, self.device, T = cache, level, cache.device, int(n.max())
+        self.tokens = slice(None) if which.all() else which.nonzero()[:, 0].to(self.device)
+        row, step = side_by_side(n)
+        self.rows = rows.to(self.device)
+        self.row, self.slot = rows[row].to(self.device), (start[row] + step).to(self.device)
+        self.dense = bool((n == T).all())
+        self.pad = None if self.dense else (row.to(self.device), step.to(self.device))
+        self.kv = cfg.kv if 1 < level <= cfg.n_loop else "recursion"
+        self.filled = start + n
+        # what queries and keys are ordered by: places in the list, or where keys of all tokens are seen, positions
+        order = start[row] + step if self.kv == "recursion" else at[which]
+        self.end, self.shape = int(order.max()) + 1, (len(rows), T)
+        q_at = torch.zeros(self.shape, dtype=torch.long).index_put((row, step), order)
+        self.q_at = None if T == 1 and bool((q_at == self.end - 1).all()) else q_at.to(self.device)
+
+    def attend(self, attention, i, q, k, v):
+        """q (N, H, D), k, v (N, G, D) of the part's tokens -> (N, H D)."""
+        if self.kv != "share":
+            for buffer, new in ((self.cache.k, k), (self.cache.v, v)):
+                buffer[self.level][i][self.row, self.slot] = new.detach().to(buffer[self.level][i].dtype)
+        bias = None
+        if self.q_at is not None or not attention.cfg.fast:
+            dtype = q.dtype if attention.cfg.fast else torch.promote_types(q.dtype, torch.float32)
+            q_at = torch.full(self.shape, self.end - 1, device=self.device) if self.q_at is None else self.q_at
+            bias = attention_bias(q_at, torch.arange(self.end, device=self.device), 0, None, dtype)
+        if self.dense:
+            q = q.unflatten(0, self.shape)
+        else:
+            q = q.new_zeros(*self.shape, *q.shape[1:]).index_put(self.pad, q)
+        y = attention.among(q, *(self.seen(buffer, i).to(q.dtype) for buffer in (self.cache.k, self.cache.v)), bias)
+        return y.flatten(0, 1) if self.dense else y[self.pad]
+
+    def seen(self, buffer, i):
+        """The keys or values that the rows' queries see, (R, S, G, D), in their order."""
+        if self.kv == "recursion":
+            return buffer[self.level][i][self.rows, :self.end]
+        x = buffer[1][i][self.rows, :self.end]                          # all tokens', of the first recursion
+        if self.kv == "share_update":
+            row, slot = side_by_side(self.filled)
+            at = self.cache.at[self.level][self.rows.cpu()[row], slot]
+            row, slot, at = (y.to(self.device) for y in (row, slot, at))
+            x[row, at] = buffer[self.level][i][self.rows[row], slot]
+        return x
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the model
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads, among the tokens that a place lets see each other."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, self.fast = cfg, cfg.fast
+        C, D = cfg.n_embd, cfg.head_dim
+        self.wq = nn.Linear(C, cfg.n_head * D, bias=False)
+        self.wk = nn.Linear(C, cfg.n_kv_head * D, bias=False)
+        self.wv = nn.Linear(C, cfg.n_kv_head * D, bias=False)
+        self.wo = nn.Linear(cfg.n_head * D, C, bias=False)
+        if cfg.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(D, cfg.norm_eps), RMSNorm(D, cfg.norm_eps)
+
+    def forward(self, x, i, place, rotary):
+        """x (B, T, C), the tokens of a place, in the i-th layer of its level; rotary their (cos, sin), or None."""
+        q, k, v = self.wq(x).unflatten(-1, (-1, self.cfg.head_dim)), None, None         # (B, T, H, D)
+        if self.cfg.qk_norm:
+            q = self.q_norm(q)
+        if place.fresh:
+            k, v = (w(x).unflatten(-1, (-1, self.cfg.head_dim)) for w in (self.wk, self.wv))    # (B, T, G, D)
+            k = self.k_norm(k) if self.cfg.qk_norm else k
+        if rotary is not None:
+            q, k = apply_rotary(q, *rotary), None if k is None else apply_rotary(k, *rotary)
+        return self.wo(place.attend(self, i, q, k, v))
+
+    def among(self, q, k, v, bias):
+        """q (B, T, H, D); k, v (B, S, G, D); bias as attention_fast takes it -> (B, T, H D)."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                                # heads before positions
+        attend = attention_fast if self.cfg.fast else attention_naive
+        return attend(q, k, v, bias, self.cfg.dropout if self.training else 0.0).transpose(1, 2).flatten(2)
+
+
+class MLP(nn.Module):
+    """swiglu: W_down (silu(W_gate x) * W_up x) (Shazeer 2020); gelu: W_down gelu(W_up x), exact GELU."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        if cfg.mlp == "swiglu":
+            self.w_gate = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
+        self.w_up = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
+        self.w_down = nn.Linear(cfg.n_mlp, cfg.n_embd, bias=False)
+        self.gated = cfg.mlp == "swiglu"
+
+    def forward(self, x):
+        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x) if self.gated else F.gelu(self.w_up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(cfg.n_embd, cfg.norm_eps), RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.attn, self.mlp = Attention(cfg), MLP(cfg)
+        self.drop = nn.Dropout(cfg.dropout)
+
+    def forward(self, x, i, place, rotary):
+        x = x + self.drop(self.attn(self.norm1(x), i, place, rotary))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class Router(nn.Module):
+    """Scores of states (..., C): (..., n_out), in float32 or better also under autocast, so that a token's decision
+    does not hang on rounding. random, the control, has no weights: noise, in eval mode fixed for each position, with
+    which a recursion takes its share of tokens."""
+
+    def __init__(self, cfg, n_out, expected=0.5):
+        super().__init__()
+        self.n_out, self.expected, C = n_out, expected, cfg.n_embd          # expected: share of scores that are >= 0
+        wide = {"mlp": 2 * C, "wide_mlp": 4 * C}.get(cfg.router_arch)
+        self.layers = None
+        if wide:
+            self.layers = nn.Sequential(nn.Linear(C, wide, bias=False), nn.GELU(), nn.Linear(wide, n_out, bias=False))
+        elif cfg.router_arch == "linear":
+            self.layers = nn.Linear(C, n_out, bias=False)
+
+    def forward(self, h, at, r=0):
+        """h (..., C) of tokens at positions at, which broadcast to (...), before recursion r, from 0."""
+        wide = torch.promote_types(h.dtype, torch.float32)
+        if self.layers is None:
+            shape = *h.shape[:-1], self.n_out
+            noise = torch.rand(shape, device=h.device, dtype=wide) if self.training else torch.stack(
+                [hashed(at, 64 * r + j) for j in range(self.n_out)], -1).to(wide).expand(shape)
+            return noise - (1 - self.expected)
+        known = h.device.type != "meta"
+        with torch.autocast(h.device.type, enabled=False) if known else contextlib.nullcontext():
+            return self.layers(h.to(next(self.layers.parameters()).dtype)).to(wide)
+
+
+def hashed(at, salt):
+    """Numbers in (0, 1) that look random and depend on positions `at` and `salt` alone."""
+    x = (at * 0x9E3779B1 + (salt + 1) * 0x85EBCA6B) % 2 ** 32
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) % 2 ** 32
+    return ((x ^ (x >> 16)).double() + 0.5) / 2 ** 32
+
+
+def cross_entropy(logits, targets):
+    """Mean negative log-likelihood in nats over the targets that are not -1 (0 where all are -1)."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+    return total / (targets != -1).sum().clamp(min=1)
+
+
+class Model(nn.Module):
+    """The Mixture-of-Recursions. See Config for its sizes and forward for its use."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.drop = nn.Dropout(cfg.dropout)
+        self.first, self.last = (nn.ModuleList(Block(cfg) for _ in range(cfg.edge)) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_stored))            # those that recursions share
+        self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        K, R = cfg.n_stored, cfg.n_loop
+        inner = [self.blocks[cfg.stored(layer)] for layer in range(K * R)]
+        self.levels = [list(self.first), *(inner[r * K:r * K + K] for r in range(R)), list(self.last)]
+        if cfg.router == "expert":
+            parts = [cfg.share_of_tokens(r) / cfg.share_of_tokens(max(r - 1, 0)) for r in range(R)]
+            self.routers = nn.ModuleList(Router(cfg, 1, part) for part in parts)
+            if cfg.causal == "aux_router":
+                self.aux_routers = nn.ModuleList(Router(cfg, 1, part) for part in parts)
+        elif cfg.router == "token":
+            self.router = Router(cfg, R)
+            self.register_buffer("balance_bias", torch.zeros(R))
+        self.step_number, self.loads = 0, torch.zeros(R)        # loads: tokens of each depth since the last step
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """N(0, 0.02) everywhere, the two projections into the residual stream smaller by 1 / sqrt(2 n_layer)
+        so that its variance does not grow with depth (GPT-2); norms start at 1."""
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                into_residual = name.endswith(("wo.weight", "w_down.weight"))
+                p.normal_(0, 0.02 / math.sqrt(2 * self.cfg.n_layer) if into_residual else 0.02)
+        if self.cfg.tie_embeddings:
+            self.head.weight = self.wte.weight
+
+    @property
+    def context_limit(self):
+        """The most tokens one cache or one forward may hold; None where the positions have no end."""
+        return self.cfg.block_size if self.cfg.pos == "rope" else None
+
+    @property
+    def n_loop(self):
+        """How many recursions a token may take: in eval mode exit_loop, where that is set."""
+        return self.cfg.exit_loop if self.cfg.exit_loop and not self.training else self.cfg.n_loop
+
+    def forward(self, idx, targets=None, cache=None, n_valid=None):
+        """Predict the token after each position.
+
+        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
+        before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
+        rest being padding on the right.
+        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux: "ce", the
+        cross-entropy in nats per token; depth1, ..: the share of tokens that take so many recursions; and what the
+        router does (see its functions). In eval mode, and with a cache, tokens are chosen as in decoding, and with
+        router=expert "ce_topk" is what choosing among all would give; in training mode that is "ce".
+        Raises ValueError where T is 0, where the context would outgrow context_limit, and where the cache is full.
+        """
+        if idx.size(1) == 0:
+            raise ValueError("idx holds no token (T = 0)")
+        if cache is not None:
+            logits, losses, aux = self.cached(idx, cache, n_valid), [], {}
+        else:
+            if self.context_limit is not None and idx.size(1) > self.context_limit:
+                raise ValueError(f"{idx.size(1)} tokens are more than block_size={self.context_limit}")
+            logits, losses, aux = self.whole(idx, causal=not self.training)
+        if targets is None:
+            return logits, None, {}
+        ce = cross_entropy(logits, targets)
+        aux = {"ce": ce.detach(), **{k: v.detach() for k, v in aux.items()}}
+        if self.cfg.router == "expert" and cache is None and not self.training:
+            aux["ce_topk"] = cross_entropy(self.whole(idx, causal=False)[0], targets).detach()
+        return logits, ce + sum(losses) if self.training else ce, aux
+
+    def whole(self, idx, causal):
+        """Logits of idx (B, T) without a cache, what training adds to the loss (a list), and what to log. causal:
+        tokens are chosen as in decoding."""
+        h, every = self.drop(self.wte(idx)), Everyone(idx.size(1), idx.device)
+        h = self.through(h, 0, every)
+        route = {"expert": self.expert_choice, "token": self.token_choice, "none": self.fixed_depth}[self.cfg.router]
+        h, losses, aux = route(h, causal)
+        return self.logits(self.through(h, self.cfg.n_loop + 1, every)), losses, aux
+
+    def logits(self, h):
+        """States after the last layer (..., C) -> logits (..., V), in float32 or better."""
+        logits = self.head(self.norm(h))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def through(self, h, level, place):
+        """The layers of a level (of the recursions: 1, where tokens stand at several) on the tokens of a place."""
+        rotary = None
+        if self.cfg.pos == "rope":
+            rotary = rotary_tables(place.at.squeeze(0) if isinstance(place, Everyone) else place.at, self.cfg.head_dim,
+                                   self.cfg.rope_theta, h.dtype)
+        for i, block in enumerate(self.levels[level]):
+            h = block(h, i, place, rotary)
+        return h
+
+    # routing -------------------------------------------------------------------------------------------------
+
+    def recursion(self, r, h, chosen, gate, first):
+        """h (B, T, C) after recursion r, from 0, of the chosen tokens (None: all): x + gate F(x), gate (B, T); F(x)
+        where gate is None. Fast: only they are run, as a shorter sequence."""
+        T, kv = h.size(1), self.cfg.kv
+        add = lambda x, y, g: y if g is None else x + (g[..., None] * y).to(x.dtype)
+        if chosen is None:
+            shares = kv == "share" or kv == "share_update" and r == 0
+            place = Everyone(T, h.device, first if shares else None, fresh=r == 0 or kv != "share")
+            return add(h, self.through(h, r + 1, place), gate)
+        if not self.cfg.fast:
+            y = self.through(h, r + 1, Masked(chosen.mask, kv, first))
+            return torch.where(chosen.mask[..., None], add(h, y, gate), h)
+        idx, real = chosen.gather()
+        if idx.size(1) == 0:
+            return h
+        at = idx[..., None].expand(-1, -1, h.size(-1))
+        x, gate = h.gather(1, at), None if gate is None else gate.gather(1, idx)
+        new = add(x, self.through(x, r + 1, Gathered(idx, real, T, kv, first)), gate).to(h.dtype)
+        return h.scatter(1, at, new if real is None else torch.where(real[..., None], new, x))
+
+    def fixed_depth(self, h, causal):
+        """router=none: all recursions for all tokens."""
+        first = {}
+        for r in range(self.n_loop):
+            h = self.recursion(r, h, None, None, first)
+        return h, [], {}
+
+    def capacity(self, r, T):
+        """k of recursion r, from 0: how many of T tokens it chooses. During the warm-up the share of tokens falls
+        from 1 to (R - r) / R along half a cosine."""
+        R, steps = self.cfg.n_loop, self.cfg.capacity_warmup
+        if self.step_number >= steps:
+            return max(1, T * (R - r) // R)
+        above = 0.5 * (1 + math.cos(math.pi * self.step_number / steps))        # 1 .. 0
+        return max(1, int(T * ((R - r) + r * above) / R + 1e-9))
+
+    def takes_all(self, r):
+        """Whether recursion r has room for all tokens, so that nothing is to be decided."""
+        return r == 0 or self.step_number == 0 < self.cfg.capacity_warmup
+
+    def expert_choice(self, h, causal):
+        """Recursions choose tokens. Logged: aux, the mean BCE of what decides in decoding, summed over recursions;
+        router_accuracy, how often that is right about the tokens that compete for less room than they need, and
+        router_majority, how often always saying the commoner thing would be; dead, the share of positions that the last
+        recursion chose in no row."""
+        B, T = h.shape[:2]
+        at, first, active, losses = torch.arange(T, device=h.device), {}, None, []
+        taken, found = torch.zeros(B, T, device=h.device, dtype=torch.long), []
+        for r in range(self.n_loop):
+            s = self.routers[r](h, at, r)[..., 0]                                           # (B, T)
+            decides = self.aux_routers[r](h.detach(), at, r)[..., 0] if self.cfg.causal == "aux_router" else s
+            if causal:
+                chosen = active if self.takes_all(r) else Chosen(decides >= 0 if active is None else
+                                                                 active.mask & (decides >= 0))
+            else:
+                chosen = self.choose(s, active, self.capacity(r, T))
+                losses.append(self.decision_loss(s, decides, active, chosen, found))
+            gate = torch.tanh(s) if self.cfg.router_func == "tanh" else torch.sigmoid(s)
+            h = self.recursion(r, h, chosen, self.cfg.alpha * gate, first)
+            taken += 1 if chosen is None else chosen.mask
+            active = chosen
+        aux = self.depths(taken)
+        aux["dead"] = h.new_zeros(()) if active is None else 1 - active.mask.any(0).float().mean()
+        if losses:
+            bce, z = (torch.stack(x).sum() for x in zip(*losses))
+            aux["aux"] = bce
+            losses = [self.cfg.aux_weight * bce * (self.cfg.router_arch != "random"), self.cfg.z_loss * z]
+        if found:
+            right, commoner, count = (torch.stack(x).sum() for x in zip(*found))
+            aux |= {"router_accuracy": right / count, "router_majority": commoner / count}
+        return h, losses, aux
+
+    def choose(self, s, active, k):
+        """The k tokens of each row with the highest scores s (B, T) among the active ones (None: all)."""
+        if k == s.size(1):
+            return None
+        s = s.detach() if active is None else s.detach().masked_fill(~active.mask, -math.inf)
+        idx = s.topk(k, 1).indices.sort(1).values
+        return Chosen(torch.zeros_like(s, dtype=torch.bool).scatter(1, idx, True), idx)
+
+    def decision_loss(self, s, decides, active, chosen, found):
+        """(BCE of what decides in decoding, against who was chosen; squared scores), means over the tokens that
+        compete. To found goes (right, commoner, all): how many of them, where there is less room than tokens."""
+        there = torch.ones_like(s, dtype=torch.bool) if active is None else active.mask
+        was = there if chosen is None else chosen.mask
+        mean = lambda x: (x * there).sum() / there.sum()
+        if chosen is not None and chosen is not active:
+            count, yes = there.sum(), was.sum()
+            found.append((((decides >= 0) == was)[there].sum().float(), torch.maximum(yes, count - yes).float(),
+                          count.float()))
+        return mean(F.binary_cross_entropy_with_logits(decides, was.to(s.dtype), reduction="none")), mean(s ** 2)
+
+    def depths(self, taken):
+        """The share of tokens that take 1, 2, .. recursions; taken (...) counts them."""
+        return {f"depth{d}": (taken == d).float().mean() for d in range(1, self.cfg.n_loop + 1)}
+
+    def token_depth(self, h, at):
+        """Of states h (..., C) before the recursions: scores (..., R), p (..., R), and the depth that each token
+        chooses, from 0 (...)."""
+        scores = self.router(h, at)
+        p = scores.softmax(-1) if self.cfg.router_func == "softmax" else self.cfg.alpha * scores.sigmoid()
+        return scores, p, (p.detach() + self.balance_bias).argmax(-1).clamp(max=self.n_loop - 1)
+
+    def token_choice(self, h, causal):
+        """Tokens choose a depth; causal as it is. Logged: balance, the balancing loss without its factor, which is 1 in
+        perfect balance; maxvio, how far the fullest depth is above the mean, in means; entropy of p in nats."""
+        R, at, first, x = self.cfg.n_loop, torch.arange(h.size(1), device=h.device), {}, h
+        scores, p, depth = self.token_depth(h, at)                                      # depth (B, T), from 0
+        for r in range(self.n_loop):
+            x = self.recursion(r, x, None if r == 0 else Chosen(depth >= r), None, first)
+        x = h + (p.gather(-1, depth[..., None]) * x).to(h.dtype)
+        loads = torch.stack([(depth == d).sum() for d in range(R)])
+        if self.training:
+            self.loads = self.loads.to(loads.device) + loads
+        share, q = R * loads / loads.sum(), p / p.sum(-1, keepdim=True)
+        balance = (share * p.flatten(0, -2).mean(0)).sum()
+        aux = {**self.depths(depth + 1), "balance": balance, "maxvio": share.max() - 1,
+               "entropy": -(q * q.log()).sum(-1).mean()}
+        losses = [self.cfg.balance_weight * balance] if self.cfg.balance == "loss" else []
+        return x, losses + [self.cfg.z_loss * scores.logsumexp(-1).square().mean()], aux
+
+    def set_step(self, step):
+        """The capacity warm-up stands at this training step."""
+        self.step_number = step
+
+    @torch.no_grad()
+    def end_step(self, summed):
+        """After each optimizer step: loss_free moves its biases by the loads of all micro-batches and processes.
+        summed(*numbers) adds up numbers over processes, a list of floats."""
+        if self.cfg.router == "token" and self.cfg.balance == "loss_free":
+            loads = torch.tensor(summed(*self.loads.tolist()))
+            self.balance_bias += self.cfg.balance_rate * (loads.mean() - loads).sign().to(self.balance_bias)
+        self.loads = torch.zeros(self.cfg.n_loop)
+
+    # decoding ------------------------------------------------------------------------------------------------
+
+    def cached(self, idx, cache, n_valid):
+        """Logits of idx (B, T) behind the tokens of a cache."""
+        B, T = idx.shape
+        rows, n = torch.arange(B), torch.full((B,), T) if n_valid is None else n_valid.cpu().clamp(0, T)
+        where = (torch.arange(T) < n[:, None]).to(idx.device)
+        h = self.enter(idx[where], cache, rows, n)
+        for r in range(self.n_loop):
+            h = self.loop(h, torch.full((B,), r), cache, rows, n)
+        h = self.finish(h, cache, rows, n)
+        return self.logits(h.new_zeros(B, T, h.size(-1)).masked_scatter(where[..., None], h))
+
+    def enter(self, idx, cache, rows, n):
+        """Take in idx (N,), n[r] new tokens of row rows[r] side by side; rows, n (R,) on the host. Returns states
+        before the first recursion, (N, C); with router=token (N, 2 C), the second half kept for finish."""
+        at = cache.begin(rows, n)
+        h = self.drop(self.wte(idx))
+        h = self.packed(h, torch.zeros_like(n), cache, rows, n, at)
+        return torch.cat([h, h], -1) if self.cfg.router == "token" else h
+
+    def packed(self, h, level, cache, rows, n, at):
+        """The layers of level[r] on n[r] tokens of row rows[r]: h (N, C) in and out."""
+        if not len(h):
+            return h
+        one = bool((level == level[0]).all())
+        if not one and self.cfg.share.endswith("sequence"):
+            raise ValueError(f"share={self.cfg.share}: rows at different depths need share=cycle or middle_cycle")
+        return self.through(h[None], int(level[0]), Packed(self.cfg, cache, level, rows, n, at))[0]
+
+    def loop(self, h, depth, cache, rows, n):
+        """One recursion, depth (R,) from 0, further for those of the newest n[r] tokens of row rows[r] that take it;
+        states h as enter gives them, side by side. Then cache.going tells who takes another one."""
+        of, at = cache.newest(rows, n)
+        active = cache.going[of, at]
+        if not active.any():
+            return h
+        row, which = side_by_side(n)[0][active], active.to(h.device)
+        taking = torch.zeros_like(n).index_add(0, row, torch.ones_like(row))            # how many of each row
+        some = taking > 0
+        C, at, of, r = self.cfg.n_embd, at[active], of[active], depth[row]
+        kept, x = h[which, C:], h[which, :C]
+        y = self.packed(x, depth[some] + 1, cache, rows[some], taking[some], at)
+        if self.cfg.router == "expert":
+            s = self.scores(self.routers, x, r, at)
+            gate = torch.tanh(s) if self.cfg.router_func == "tanh" else torch.sigmoid(s)
+            y = x + (self.cfg.alpha * gate[:, None] * y).to(x.dtype)
+        h = h.index_put((which,), torch.cat([y, kept], -1).to(h.dtype))
+        cache.taken[of, at] += 1
+        cache.going[of, at] = self.goes_on(y, kept, r + 1, at) & (r + 1 < self.n_loop)
+        return h
+
+    def scores(self, routers, x, r, at):
+        """Each token's score (N,) by the router of its recursion r (N,), from 0."""
+        s = x.new_zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
+        for value in r.unique().tolist():
+            which = (r == value).to(x.device)
+            s[which] = routers[value](x[which], at.to(x.device)[which], value)[:, 0]
+        return s
+
+    def goes_on(self, x, kept, r, at):
+        """Which tokens, with states x (N, C) and what enter kept, take recursion r (N,), on the host."""
+        inside = r.clamp(max=self.cfg.n_loop - 1)
+        if self.cfg.router == "expert":
+            routers = self.aux_routers if self.cfg.causal == "aux_router" else self.routers
+            all_go = torch.tensor([self.takes_all(d) for d in range(self.cfg.n_loop)])[inside]
+            return (self.scores(routers, x, inside, at) >= 0).cpu() | all_go
+        if self.cfg.router == "token":
+            return self.token_depth(kept, at.to(x.device))[2].cpu() >= r
+        return torch.ones_like(r, dtype=torch.bool)
+
+    def finish(self, h, cache, rows, n):
+        """The states (N, C) that logits takes, of tokens that have left: n[r] newest ones of row rows[r]."""
+        at = cache.newest(rows, n)[1]
+        if self.cfg.router == "token":
+            x, h = h.split(self.cfg.n_embd, -1)
+            _, p, depth = self.token_depth(h, at.to(h.device))
+            h = h + (p.gather(-1, depth[:, None]) * x).to(h.dtype)
+        return self.packed(h, torch.full_like(n, self.cfg.n_loop + 1), cache, rows, n, at)
+
+    def init_cache(self, batch_size, max_len):
+        """An empty cache for batch_size rows of up to max_len tokens (under rope at most block_size)."""
+        if self.context_limit is not None and max_len > self.context_limit:
+            raise ValueError(f"max_len={max_len} is more than block_size={self.context_limit}")
+        w = self.wte.weight
+        return LoopCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
+        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again. Call eval()
+        first. (sample.py has the complete sampler.)"""
+        limit = self.context_limit or idx.size(1) + max_new_tokens
+        cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
+        for _ in range(max_new_tokens):
+            if cache.longest + new.size(1) > cache.max_len:
+                cache.reset()
+                new = idx[:, -cache.max_len:]
+            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
+            if top_k:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
+            idx = torch.cat([idx, new], 1)
+        return idx
+
+    def flops_per_token(self, paper=False):
+        """Floating-point operations of one token's forward and backward in a sequence of block_size, averaged over
+        positions, tokens chosen as configured: 6 for each weight of a matrix product, and 12 C for each key that a
+        query sees (q k and p v forward, twice that backward), each times the share of tokens that need it.
+
+        paper: by the accounting of Appendix C, which counts the forward only, a causal sequence as half its square,
+        keys and values as if n_kv_head were n_head, and neither head nor router."""
+        cfg, T, C = self.cfg, self.cfg.block_size, self.cfg.n_embd
+        block = self.blocks[0]
+        weights, kv = (sum(p.numel() for p in part.parameters() if p.dim() == 2)
+                       for part in (block, nn.ModuleList([block.attn.wk, block.attn.wv])))
+        if paper:
+            weights, kv = weights - kv + 2 * C * C, 2 * C * C
+        layers = [(1.0, 1.0, 1.0)] * 2 * cfg.edge                       # share of tokens, of fresh keys, of seen keys
+        for r in range(cfg.n_loop):
+            c = cfg.share_of_tokens(r)
+            layers += [(c, 0.0 if r and cfg.kv == "share" else c, c if cfg.kv == "recursion" else 1.0)] * cfg.n_stored
+        products = sum(c * (weights - kv) + fresh * kv for c, fresh, _ in layers)
+        if paper:
+            return 2.0 * products + 2.0 * T * C * sum(c * seen for c, _, seen in layers)
+        routers = sum(cfg.share_of_tokens(max(r - 1, 0)) * sum(p.numel() for p in router.parameters())
+                      for r, router in enumerate(getattr(self, "routers", [])))
+        routers += sum(p.numel() for p in self.router.parameters()) if cfg.router == "token" else 0
+        keys = sum(c * (seen * T + 1) / 2 for c, _, seen in layers)
+        return 6.0 * (products + routers + cfg.vocab_size * C) + 12.0 * C * keys
+
+
+# ---------------------------------------------------------------------------------------------------------
+# conversion of a trained model
+
+@torch.no_grad()
+def convert(model, weights):
+    """Start model from `weights`, the state dict of a model_gpt of the same sizes: the first and the last layer as they
+    are, the shared blocks from the layers between as relaxed models do it (init; Section 4.1, Table 9)."""
+    cfg, own = model.cfg, model.state_dict()
+    layer = lambda n: {name.split(".", 2)[2]: w for name, w in weights.items() if name.startswith(f"blocks.{n}.")}
+    for name in [name for name in weights if not name.startswith("blocks.")]:
+        own[name].copy_(weights[name])
+    for edge, n in ((model.first, 0), (model.last, cfg.n_layer - 1)):
+        for block in edge:
+            block.load_state_dict(layer(n))
+    inner, K = range(cfg.edge, cfg.n_layer - cfg.edge), cfg.n_stored
+    for k, block in enumerate(model.blocks):
+        tied = [n for n in inner if cfg.stored(n - cfg.edge) == k]
+        spaced = inner[round(k * (len(inner) - 1) / max(1, K - 1))]
+        sources = {"average": tied, "stepwise": [spaced], "lower": [inner[k]], "upper": [inner[k - K]], "random": []}
+        found = [layer(n) for n in sources[cfg.init]]
+        if found:
+            block.load_state_dict({name: sum(x[name] for x in found) / len(found) for name in found[0]})
