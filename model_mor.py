@@ -383,6 +383,15 @@ class LoopCache:
         self.going[row, at] = True
         return at
 
+    def goes_on(self, rows, n):
+        """Whether any of the newest n[r] tokens of row rows[r] takes another recursion, (R,)."""
+        going = self.going[self.newest(rows, n)].long()
+        return torch.zeros_like(n).index_add(0, side_by_side(n)[0], going) > 0
+
+    def exits(self, rows):
+        """The recursions that the newest token of each of rows took, (R,)."""
+        return self.taken[rows, self.length[rows] - 1]
+
     def newest(self, rows, n):
         """The newest n[r] tokens of row rows[r]: (row, position), (N,) each."""
         row, step = side_by_side(n)
@@ -625,6 +634,12 @@ class Model(nn.Module):
     def n_loop(self):
         """How many recursions a token may take: in eval mode exit_loop, where that is set."""
         return self.cfg.exit_loop if self.cfg.exit_loop and not self.training else self.cfg.n_loop
+
+    @property
+    def eval_metrics(self):
+        """What an evaluation reports beside ce, of what forward logs in eval mode."""
+        depths = tuple(f"depth{d}" for d in range(1, self.cfg.n_loop + 1))
+        return {"expert": ("ce_topk", *depths, "dead"), "token": (*depths, "maxvio"), "none": ()}[self.cfg.router]
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Predict the token after each position.

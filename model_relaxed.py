@@ -20,8 +20,8 @@ Training for it adds the losses of the earlier loops (early_exit). A token that 
 They are made before a later token needs them: fill = exact runs the waiting tokens through the deeper loops, several
 in one step, as soon as a later one goes there; fill = propagate projects them from the state the token left with.
 
-For an engine that batches over depth (sample.py): embed(idx), loop(h, depth, cache, rows, n), leave(h, depth, cache,
-rows) and logits(h), in which each row may stand at another loop, because all use the same stored layers (Section 2.4).
+For an engine that batches over depth (sample.py): enter(idx, ..), loop(h, depth, cache, rows, n), leave(h, depth,
+cache, rows) and logits(h), in which each row may stand at another loop, because all use the same stored layers (Section 2.4).
 
 `fast=False` is the equations as they stand: two more products a matrix, row by row where depths are mixed. `fast=True`:
 W' + B A is formed once where tokens are many. Where they are few and of mixed depths, all A, then all B, go to all
@@ -647,6 +647,10 @@ class Model(nn.Module):
     def embed(self, idx):
         """idx (...) -> states before the first loop (..., C)."""
         return self.drop(self.wte(idx))
+
+    def enter(self, idx, cache, rows, n):
+        """idx (N,), n[r] new tokens of each row, in an engine -> states before the first loop (N, C)."""
+        return self.embed(idx)
 
     def logits(self, h):
         """States after a loop (..., C) -> logits (..., V), in float32 or better."""

@@ -52,8 +52,8 @@ class SampleConfig:
     prefill: str = ""                # of lrt: exact | interleaved | compare: exact, and how far interleaved is off
     exit: str = ""                   # of relaxed: static:LOOP | confidence:P | margin:P | oracle (empty: no early exit)
     fill: str = ""                   # of relaxed: deeper keys of tokens that left early: exact | propagate
-    show_depth: bool = False         # of relaxed: colour each token by the loop after which it left
-    requests: str = ""               # of relaxed: a file of requests to serve, one JSON object a line
+    show_depth: bool = False         # of relaxed, mor: colour each token by the loop after which it left
+    requests: str = ""               # of relaxed, mor: a file of requests to serve, one JSON object a line
     batching: str = "depth"          # of requests: static | sequence | depth, see Engine
     slots: int = 16                  # of requests: how many are in work at a time
     max_len: int = 0                 # of requests: most tokens of one, where positions have no end (0: 8 block_size)
@@ -240,7 +240,8 @@ class Request:
 
 
 class Engine:
-    """Decodes many requests in `slots` rows of one cache, for models that offer n_loop, embed, loop, leave, logits.
+    """Decodes many requests in `slots` rows of one cache, for models that offer n_loop, enter, loop, logits, and leave
+    (a rule decides where a token leaves, exit) or finish (a router does, and the cache knows).
 
     static: a batch starts when the one before has ended. sequence: a row whose request has ended takes the next at once
     (continuous sequence-wise batching); all rows go through the loops in step, those left early wait for the rest.
@@ -255,10 +256,11 @@ class Engine:
     def __init__(self, model, slots, max_len, batching="depth", exit="", eot=None, vocab_size=None, temperature=0.0,
                  top_k=0, top_p=1.0, repetition_penalty=1.0, seed=1337, clock=time.perf_counter, sleep=time.sleep,
                  on_token=None):
-        if batching == "depth" and getattr(model.cfg, "share", "cycle") != "cycle":
-            raise UserError(f"batching=depth needs loops over the same blocks, share=cycle, not {model.cfg.share}")
+        if batching == "depth" and not model.cfg.share.endswith("cycle"):
+            raise UserError(f"batching=depth needs loops over the same blocks (share=cycle), not {model.cfg.share}")
         self.model, self.batching, self.max_len, self.eot, self.vocab_size = model, batching, max_len, eot, vocab_size
-        if not exit and getattr(model.cfg, "exit_loop", 0):         # the model itself lets every token leave there
+        self.routed = hasattr(model, "finish")
+        if not exit and not self.routed and model.cfg.exit_loop:    # the model itself lets every token leave there
             exit = f"static:{model.cfg.exit_loop}"
         self.oracle, self.rule = exit == "oracle", exit_rule(exit, model.n_loop)
         self.sampling, self.seed = (temperature, top_k, top_p, repetition_penalty), seed
@@ -329,11 +331,7 @@ class Engine:
         self.begin([row for row, d in zip(rows, depth.tolist()) if d == 0])
         h, rows = torch.cat([self.h[row] for row in rows]), torch.tensor(rows)          # (N, C)
         h = self.model.loop(h, depth, self.cache, rows, n)
-        newest = h if len(h) == len(rows) else h[(n.cumsum(0) - 1).to(self.device)]     # (R, C)
-        left = self.decide(newest, depth, rows)
-        early = left & (depth < self.model.n_loop - 1)
-        if early.any():
-            self.model.leave(newest[early.to(self.device)], depth[early], self.cache, rows[early])
+        left = self.routed_away(h, rows, n) if self.routed else self.ruled_away(h, depth, rows, n)
         for row, states in zip(rows.tolist(), h.split(n.tolist())):
             self.h[row] = states
         on = rows[~left]
@@ -346,9 +344,33 @@ class Engine:
             return
         counts = self.n[rows].tolist()
         idx = [token for row, n in zip(rows, counts) for token in self.texts[row][-n:]]
-        h = self.model.embed(torch.tensor(idx, device=self.device))
+        h = self.model.enter(torch.tensor(idx, device=self.device), self.cache, torch.tensor(rows), self.n[rows])
         for row, states in zip(rows, h.split(counts)):
             self.h[row] = states
+
+    def newest(self, h, n):
+        """Of states h (N, ..) of n (R,) tokens a row, those of each row's last one (R, ..)."""
+        return h if len(h) == len(n) else h[(n.cumsum(0) - 1).to(self.device)]
+
+    def routed_away(self, h, rows, n):
+        """Which of the rows, with states h (N, ..) of n (R,) tokens each, have none that the router sends through
+        another loop, (R,) bool; those are predicted from."""
+        left = ~self.cache.goes_on(rows, n)
+        if left.any():
+            rows, tokens = rows[left], left.repeat_interleave(n).to(self.device)
+            h = self.newest(self.model.finish(h[tokens], self.cache, rows, n[left]), n[left])
+            exits = self.cache.exits(rows) - 1
+            self.emit(rows.tolist(), exits.tolist(), self.model.logits(h)[:, :self.vocab_size])
+        return left
+
+    def ruled_away(self, h, depth, rows, n):
+        """The same where a rule decides about each row's newest token, and tells the model who leaves early."""
+        newest = self.newest(h, n)
+        left = self.decide(newest, depth, rows)
+        early = left & (depth < self.model.n_loop - 1)
+        if early.any():
+            self.model.leave(newest[early.to(self.device)], depth[early], self.cache, rows[early])
+        return left
 
     def decide(self, h, depth, rows):
         """Which of the rows' newest tokens, with states h (R, C) after loop depth (R,), leave, (R,) bool; those are
@@ -536,8 +558,10 @@ def check_loops(model, cfg, path):
     given for another."""
     given = [key for key in ("exit", "fill", "show_depth", "requests") if getattr(cfg, key)]
     if given and not hasattr(model, "loop"):
-        raise UserError(f"{given[0]}={getattr(cfg, given[0])} is for a model that loops over depth (relaxed), {path} "
-                        f"is not")
+        raise UserError(f"{given[0]}={getattr(cfg, given[0])} is for a model that loops over depth (relaxed, mor), "
+                        f"{path} is not")
+    for key in [key for key in ("exit", "fill") if getattr(cfg, key) and hasattr(model, "finish")]:
+        raise UserError(f"{key}={getattr(cfg, key)} is for relaxed: of {path}, a mor, the router decides who leaves")
     unused = {"show_depth": cfg.show_depth, "prefill": cfg.prefill, "num_samples": cfg.num_samples != 1,
               "prompt": cfg.prompt != SampleConfig.prompt, "max_len": cfg.max_len and model.context_limit}
     for key in [key for key, given in unused.items() if given and cfg.requests]:

@@ -61,6 +61,7 @@ class TrainConfig:
     gradient_accumulation_steps: int = 1   # micro-batches in one optimizer step, over all processes together
     # optimization
     max_steps: int = 2000            # optimizer steps
+    max_flops: float = 0.0           # what training may cost in floating-point operations: sets max_steps (0: no limit)
     optimizer: str = "adamw"         # adamw | muon (torch.optim.Muon for the blocks' matrices, AdamW for the rest)
     learning_rate: float = 1e-3      # AdamW's peak
     muon_learning_rate: float = 0.02   # Muon's peak
@@ -77,6 +78,7 @@ class TrainConfig:
     min_lr_frac: float = 0.1         # where every schedule ends, as a share of the peak
     # evaluation and logging
     eval_interval: int = 250         # steps between evaluations and checkpoints
+    keep_interval: int = 0           # steps between checkpoints that are kept, step_N.pt (0: none)
     eval_batches: int = 40           # micro-batches of validation text an evaluation reads (0: all of it)
     exact_batches: int = 0           # of these, those on which lrt is evaluated as it decodes, slowly (0: all)
     log_interval: int = 10           # steps between lines in log.jsonl
@@ -109,8 +111,8 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("task_examples", "warmup_steps", "muon_momentum_steps", "eval_batches", "exact_batches",
-                     "sample_tokens", "seed", "learning_rate", "muon_learning_rate", "weight_decay", "grad_clip",
-                     "ce_weight", "kd_weight"):
+                     "keep_interval", "sample_tokens", "seed", "learning_rate", "muon_learning_rate", "weight_decay",
+                     "grad_clip", "ce_weight", "kd_weight"):
             if not 0 <= getattr(self, name) < 2 ** 63:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative, and less than 2^63")
         for name in ("cooldown_frac", "min_lr_frac"):
@@ -119,6 +121,8 @@ class TrainConfig:
         for name in ("beta1", "beta2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and less than 1")
+        if not 0 <= self.max_flops < math.inf:
+            raise ValueError(f"max_flops={self.max_flops} must not be negative, and finite")
         if not 0.01 <= self.kd_temperature <= 100:
             raise ValueError(f"kd_temperature={self.kd_temperature} must lie between 0.01 and 100")
         if self.sample_tokens and not self.sample_prompt:
@@ -710,6 +714,8 @@ class Trainer:
                 set_schedules(group, self.step, self.cfg)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        if hasattr(self.model, "end_step"):
+            self.model.end_step(self.procs.sum)
         logged["lr"] = self.cfg.learning_rate * lr_factor(self.step, self.cfg)
         self.step += 1
         return logged, asked > 0
@@ -730,8 +736,10 @@ class Trainer:
         self.model.set_step(self.step)
         batches = self.batches.val_batches(self.cfg.eval_batches)
         exact = self.exact_batches(len(batches))
-        # nats, targets, rows; of a task right targets, wholly right rows; of estimates nats, targets, gap in nats
-        sums = np.zeros(8)
+        # nats, targets, rows; of a task right targets, wholly right rows; of estimates nats, targets, gap in nats; then
+        # what else the model tells of itself
+        more = getattr(self.model, "eval_metrics", ())
+        sums = np.zeros(8 + len(more))
         for i in range(self.procs.rank, len(batches), self.procs.world):
             x, y = map(self.to_device, self.batches.cut(self.batches.val, batches[i]))
             count = int((y != -1).sum())
@@ -744,8 +752,10 @@ class Trainer:
             if logits is not None:
                 nats, right = float(aux["ce"]) * count, (count_right(logits, y) if self.task else (0, 0))
                 sums[:5] += nats, count, len(y), *map(int, right)
+                sums[8:] += [float(aux[name]) * count for name in more]
                 sums[7] += 0 if estimate is None else nats - estimated
-        return self.evaluation(*self.procs.sum(*sums))
+        sums = self.procs.sum(*sums)
+        return self.evaluation(*sums[:8]) | {f"val_{name}": x / sums[1] for name, x in zip(more, sums[8:])}
 
     def exact_batches(self, n):
         """Which of n validation batches are evaluated exactly: exact_batches of them, spread evenly, or all."""
@@ -788,6 +798,8 @@ class Trainer:
                 if self.evaluated < self.step and self.step % cfg.eval_interval == 0:
                     self.save_and_evaluate()
                 logged, asked = self.train_step(stop)
+                if cfg.keep_interval and self.step % cfg.keep_interval == 0:
+                    self.save(f"step_{self.step}.pt")
                 if self.log:
                     self.log.step(self.step, logged, force=self.step % cfg.log_interval == 0 or asked)
                 if asked:
@@ -808,7 +820,10 @@ def in_words(result):
     if "val_gap" in result:
         words += (f"; by the training path {result['val_ce_estimate']:.4f} on all batches, from which the exact figure "
                   f"differs by {result['val_gap']:+.4f} on those that have both")
-    return words
+    if "val_ce_topk" in result:
+        words += f"; choosing among all tokens it would be {result['val_ce_topk']:.4f}"
+    depths = {k[len("val_depth"):]: x for k, x in result.items() if k.startswith("val_depth")}
+    return words + "".join(f"{', ' if n else '; depth '}{d}: {x:.0%}" for n, (d, x) in enumerate(depths.items()))
 
 
 def bits_per_byte(ce, data):
@@ -830,7 +845,8 @@ class Log:
         self.path = trainer.folder / "log.jsonl"
         self.before = self.restart(trainer.step, trainer.evaluated)
         self.start = self.plotted = time.perf_counter()
-        self.tokens_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * trainer.model.cfg.block_size
+        self.tokens_per_step = tokens_per_step(cfg, trainer.model)
+        self.flops_per_token = trainer.model.flops_per_token()
         self.peak = peak_flops(trainer.procs.device)
         self.bar = tqdm(total=cfg.max_steps, initial=trainer.step, unit="step", disable=None, dynamic_ncols=True)
         self.start_lap()
@@ -854,7 +870,9 @@ class Log:
 
     def write(self, step, values):
         seconds = self.before + time.perf_counter() - self.start
-        row = {"step": step, "tokens": step * self.tokens_per_step, "seconds": round(seconds, 3), **values}
+        tokens = step * self.tokens_per_step
+        row = {"step": step, "tokens": tokens, "flops": tokens * self.flops_per_token, "seconds": round(seconds, 3),
+               **values}
         with writing(self.path), open(self.path, "a") as f:
             f.write(json.dumps(row) + "\n")
         for sink in self.sinks:
@@ -870,7 +888,7 @@ class Log:
         bpb = {} if self.trainer.task else {"bpb": bits_per_byte(logged["ce"], self.trainer.batches.train)}
         values = {**logged, **bpb, "tokens_per_second": round(rate, 1)}
         if self.peak:
-            values["mfu"] = rate * self.trainer.model.flops_per_token() / (self.peak * self.trainer.procs.world)
+            values["mfu"] = rate * self.flops_per_token / (self.peak * self.trainer.procs.world)
         self.write(step, values)
         self.bar.set_postfix_str(f"ce {logged['ce']:.3f}, {rate / 1000:.1f}k tokens/s")
 
@@ -1044,6 +1062,7 @@ def setup(argv):
     if cfg.sample_tokens and not is_task(cfg.dataset):
         batches.train.tokenizer.encode(cfg.sample_prompt)   # a character it does not know is better found now
     model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size, given).to(procs.device)
+    set_budget(cfg, model)
     teacher = load_teacher(cfg, model, batches.train)
     trainer = Trainer(cfg, model, batches.train.tokenizer, batches, procs, ckpt if cfg.resume else None,
                       teacher and teacher.to(procs.device))
@@ -1062,11 +1081,25 @@ def setup(argv):
     return trainer
 
 
+def tokens_per_step(cfg, model):
+    """Tokens of one optimizer step, over all processes."""
+    return cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
+
+
+def set_budget(cfg, model):
+    """max_steps from max_flops, by the model's flops_per_token; UserError where that is less than one step."""
+    step = tokens_per_step(cfg, model) * model.flops_per_token()
+    if cfg.max_flops and cfg.max_flops < step:
+        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {step:.3g} floating-point operations")
+    if cfg.max_flops:
+        cfg.max_steps = int(cfg.max_flops / step)
+
+
 def describe(trainer, data_folder):
     """What is about to run, in two or three lines."""
     cfg, model, procs = trainer.cfg, trainer.model, trainer.procs
     size = sum(p.numel() for p in model.parameters())
-    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
+    tokens = tokens_per_step(cfg, model)
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, {model.flops_per_token():.3g} FLOPs a token, "
           f"{getattr(model.cfg, 'way', 'fast' if model.cfg.fast else 'naive')} path\n"
           f"{data_folder}: {trainer.batches.sizes()}", flush=True)

@@ -635,7 +635,7 @@ def test_show_depth_colours_what_is_written_without_it(options, world, capsys):
     ("relaxed", ["requests={w}/missing.jsonl"], "missing.jsonl cannot be read: No such file"),
     ("relaxed", ["requests={w}/empty.jsonl"], "empty.jsonl is empty"), ("relaxed", ["requests={w}"], "Is a directory"),
     ("relaxed", ["request={w}/good.jsonl"], "did you mean requests?"),
-    ("gpt", ["exit=static:1"], "exit=static:1 is for a model that loops over depth (relaxed)"),
+    ("gpt", ["exit=static:1"], "exit=static:1 is for a model that loops over depth (relaxed, mor)"),
     ("gpt", ["fill=exact"], "fill=exact is for a model that loops"),
     ("gpt", ["show_depth=true"], "show_depth=True is for a model that loops"),
     ("gpt", ["requests={w}/good.jsonl"], "good.jsonl is for a model that loops over depth"),
