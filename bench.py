@@ -10,7 +10,9 @@ Speed, side by side in one run: what the README's ratios come from.
     python bench.py lrt                                   the Latent Recurrent Transformer's paths beside its backbone
     python bench.py lrt config=configs/lrt_20l.yaml batch_size=4    on a GPU: the paper's size
     python bench.py relaxed                               deltas of several ranks; decoding beside an untied Transformer
-    python bench.py relaxed init_from=out/relaxed_exit    also 360 requests in three batchings, with its trained exits
+    python bench.py relaxed init_from=out/relaxed_exit    also 240 requests in three batchings, with its trained exits
+    python bench.py mor                                   training steps of Mixture-of-Recursions beside a Transformer
+    python bench.py mor init_from=out/mor_tiny            also 240 requests, with trained routers, beside a Transformer
     python bench.py kernels                               attend and scan (keys: device, rounds)
 
 The keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
@@ -409,6 +411,8 @@ def bench_relaxed(model, cfg, device, ckpt, rounds=9):
     trained weights, many requests."""
     if model.cfg.block_size < 2:
         raise UserError(f"block_size={model.cfg.block_size}: decoding needs at least 2 tokens")
+    if ckpt is not None and (model.cfg.n_loop < 2 or model.cfg.share != "cycle"):
+        raise UserError(f"n_loop={model.cfg.n_loop}, share={model.cfg.share}: at least 2, and cycle, are needed")
     text = None if ckpt is None else served_text(model, cfg, ckpt)      # what is wrong there is better found now
     gpt = model_module("gpt")
     shared = {f.name for f in dataclasses.fields(gpt.Config)}
@@ -429,14 +433,13 @@ def bench_relaxed(model, cfg, device, ckpt, rounds=9):
 
 
 PROMPT, ANSWER = (4, 16), (32, 96)      # tokens of a request, at least and at most
+LONGEST = PROMPT[1] + ANSWER[1]
 
 
 def served_text(model, cfg, ckpt):
     """The text that requests start from, token ids: the validation text of the run's data set."""
-    max_len = PROMPT[1] + ANSWER[1]
-    if max_len > model.cfg.block_size or model.cfg.n_loop < 2 or model.cfg.share != "cycle":
-        raise UserError(f"block_size={model.cfg.block_size}, n_loop={model.cfg.n_loop}, share={model.cfg.share}: at "
-                        f"least {max_len} and 2, and cycle, are needed")
+    if LONGEST > model.cfg.block_size:
+        raise UserError(f"block_size={model.cfg.block_size}: at least {LONGEST} is needed")
     data = TokenData(open_data(cfg), "val")
     check_tokenizer(ckpt, data, cfg.init_from)
     if data.n_windows(1) <= PROMPT[1]:
@@ -444,32 +447,47 @@ def served_text(model, cfg, ckpt):
     return data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
 
 
-def bench_batching(model, text, device, requests=360, slots=32, share=0.65, rounds=3):
-    """Many requests, answered by static, sequence-wise and depth-wise batching, without early exit and with it, at the
-    confidence that lets about `share` of the tokens leave after the first loop."""
-    from sample import Engine, Request
-    rng, max_len = random.Random(0), PROMPT[1] + ANSWER[1]
+def workload(text, requests=240):
+    """A function that gives the same requests each time: where in text they start, and their sizes, are drawn once."""
+    from sample import Request
+    rng = random.Random(0)
     sizes = [(rng.randint(*PROMPT), rng.randint(*ANSWER)) for _ in range(requests)]
     starts = [rng.randrange(len(text) - PROMPT[1]) for _ in sizes]
-    work = lambda: [Request(text[a:a + n].tolist(), new) for a, (n, new) in zip(starts, sizes)]
-    model.eval()
+    return lambda: [Request(text[a:a + n].tolist(), new) for a, (n, new) in zip(starts, sizes)]
 
-    def answer(batching, exit, fill):
-        model.cfg.fill, todo = fill, work()
-        engine = Engine(model, slots, max_len, batching, exit)
-        wait(device)
-        start = time.perf_counter()
-        list(engine.run(todo))
-        wait(device)
-        return todo, time.perf_counter() - start
-    exit = f"confidence:{first_loop_quantile(model, work()[:slots], max_len, 1 - share):.8g}"
-    ways = [(b, e, f) for e, f in (("", "exact"), (exit, "propagate"), (exit, "exact"))
-            for b in ("static", "sequence", "depth")]
-    runs = {way: [] for way in ways}
+
+def answered(work, model, slots, batching, device, exit=""):
+    """The requests of work, when answered, and the seconds that took, caching included."""
+    from sample import Engine
+    todo, engine = work(), Engine(model.eval(), slots, LONGEST, batching, exit)
+    wait(device)
+    start = time.perf_counter()
+    list(engine.run(todo))
+    wait(device)
+    return todo, time.perf_counter() - start
+
+
+def in_turns(ways, answer, rounds):
+    """{way: [answer(*way) of each round]}, in another order each round."""
+    rng, runs = random.Random(0), {way: [] for way in ways}
     for _ in range(rounds):
         for way in rng.sample(ways, len(ways)):
             runs[way].append(answer(*way))
-    report_batching(runs, model.cfg.n_loop)
+    return runs
+
+
+def bench_batching(model, text, device, slots=32, share=0.65, rounds=4):
+    """Many requests, answered by static, sequence-wise and depth-wise batching, without early exit and with it, at the
+    confidence that lets about `share` of the tokens leave after the first loop."""
+    work = workload(text)
+
+    def answer(batching, exit, fill):
+        model.cfg.fill = fill
+        return answered(work, model, slots, batching, device, exit)
+    exit = f"confidence:{first_loop_quantile(model.eval(), work()[:slots], LONGEST, 1 - share):.8g}"
+    ways = [(b, e, f) for e, f in (("", "exact"), (exit, "propagate"), (exit, "exact"))
+            for b in ("static", "sequence", "depth")]
+    report_batching(in_turns(ways, answer, rounds), model.cfg.n_loop)
 
 
 def report_batching(runs, n_loop):
@@ -501,6 +519,64 @@ def first_loop_quantile(model, requests, max_len, q):
     engine.rule = watch
     list(engine.run(requests))
     return float(torch.cat(found).quantile(q))
+
+
+def bench_mor(model, cfg, device, ckpt, rounds=9):
+    """Training steps, decoding and cache beside a plain Transformer of the same unrolled depth. Then, with trained
+    routers, many requests."""
+    if model.cfg.block_size < 2 or model.cfg.router == "none":
+        raise UserError(f"block_size={model.cfg.block_size}, router={model.cfg.router}: at least 2, and a router, are "
+                        f"needed")
+    text = None if ckpt is None else served_text(model, cfg, ckpt)
+    make = lambda **change: type(model)(dataclasses.replace(model.cfg, capacity_warmup=0, **change)).to(device)
+    plain, R = make(router="none", n_loop=1, share="cycle", kv="recursion"), model.cfg.n_loop
+    mor = lambda **change: make(**{**dict(router="expert", router_func="", kv="recursion"), **change})
+    models = {"plain model": plain, f"{R} recursions, no router": make(router="none")}
+    for r in (2, 3, 4):
+        if (model.cfg.n_layer - 2 * model.cfg.edge) % r == 0:
+            models[f"MoR, {r} recursions"] = mor(n_loop=r)
+    models |= {f"the same, {R}, kv=share": mor(kv="share"), f"the same, {R}, router=token": mor(router="token")}
+    times = timings({name: (None, training_step(m, cfg)) for name, m in models.items()}, rounds, device)
+    for name, t in times.items():
+        flops = models[name].flops_per_token() / plain.flops_per_token()
+        print(f"training step  {name:26}{1000 * statistics.median(t):10.2f} ms"
+              f"{times_as_long(t, times['plain model']):8.2f} x the plain model, {flops:.2f} x its FLOPs", flush=True)
+    goals = (0.90, 0.85) if device.type == "cpu" else (0.83, 0.77)
+    print(f"  goals: 2 recursions at most {goals[0]}, 3 at most {goals[1]}")
+    for rows in (1, 16):
+        last_tokens({"plain model": plain, "MoR": model}, model.cfg.block_size, rows, 3 * rounds, device)
+    sizes = [m.init_cache(1, model.cfg.block_size).nbytes() for m in (model, plain)]
+    print(f"cache of a row {sizes[0]:,} bytes, {sizes[0] / sizes[1]:.3f} x the plain model's")
+    if ckpt is None:
+        return print("requests: need trained routers, init_from=RUN")
+    bench_mor_requests(model, plain, text, device)
+
+
+def bench_mor_requests(model, plain, text, device, slots=32, rounds=4):
+    """Many requests, beside the plain model with sequence-wise batching: with as many slots, and with as many as fit
+    into the plain model's cache."""
+    bytes_of = lambda m: m.init_cache(1, LONGEST).nbytes()
+    work, more = workload(text), slots * bytes_of(plain) // bytes_of(model)
+    base = ("plain", "sequence", slots)
+    ways = [base, *(("MoR", b, slots) for b in ("static", "sequence", "depth")), ("MoR", "depth", more)]
+    runs = in_turns(ways, lambda name, batching, n: answered(work, plain if name == "plain" else model, n, batching,
+                                                             device), rounds)
+    seconds = {way: [t for _, t in found] for way, found in runs.items()}
+    answers = {way: [[r.tokens for r in todo] for todo, _ in found] for way, found in runs.items()}
+    tokens = sum(len(r) for r in answers[base][0])
+    for way, t in seconds.items():
+        same = all(a == answers["MoR", "static", slots][0] for a in answers[way]) or way == base
+        print(f"{len(work())} requests, {way[0]:6}{way[1]:10}{way[2]:4} slots{tokens / statistics.median(t):9,.0f} "
+              f"tokens/s{1 / times_as_long(t, seconds[base]):7.2f} x the plain model   answers "
+              f"{'the same' if same else 'DIFFER'}", flush=True)
+    exits = [loop for r in runs["MoR", "depth", slots][0][0] for loop in r.exits]
+    cfg, mean = model.cfg, statistics.mean(exits)
+    bound = cfg.n_layer / (2 * cfg.edge + cfg.n_stored * mean)
+    shares = ", ".join(f"{b}: {exits.count(b) / len(exits):.0%}" for b in range(1, cfg.n_loop + 1))
+    for n, limit in ((slots, bound), (more, bound * more / slots)):
+        gain = 1 / times_as_long(seconds["MoR", "depth", n], seconds[base])
+        print(f"  {n} slots: bound {limit:.2f}, reached {gain / limit:.0%} (goal 90%)")
+    print(f"  recursions {shares}: a token takes {mean:.2f}, so {1 / bound:.2f} of the plain model's layers")
 
 
 def bench_gpt(model, cfg, device, ckpt=None):
@@ -659,14 +735,15 @@ def bench_kernels(argv):
 
 # Sizes of a bench that no config file and no width is given to: wide enough that products, not calls, take the time.
 BENCH_SIZES = {"rat": ["n_embd=256"], "lrt": ["n_layer=6", "n_embd=256", "block_size=512", "batch_size=8"],
-               "relaxed": ["n_embd=512", "n_head=8", "n_kv_head=2"]}
+               "relaxed": ["n_embd=512", "n_head=8", "n_kv_head=2"],
+               "mor": ["n_embd=256", "n_head=4", "batch_size=16"]}
 
 
 def main(argv):
     if asks_help(argv):
         return print(__doc__.strip())
     names = [a for a in argv if "=" not in a]
-    benches = {"gpt": bench_gpt, "rt": bench_rt, "lrt": bench_lrt, "relaxed": bench_relaxed}      # of whole models
+    benches = {"gpt": bench_gpt, "rt": bench_rt, "lrt": bench_lrt, "relaxed": bench_relaxed, "mor": bench_mor}
     if len(names) > 1 or not set(names) <= {*benches, "rat", "kernels"}:
         raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join([*benches, 'rat', 'kernels'])}")
     name = names[0] if names else "gpt"

@@ -21,7 +21,7 @@ They are made before a later token needs them: fill = exact runs the waiting tok
 in one step, as soon as a later one goes there; fill = propagate projects them from the state the token left with.
 
 For an engine that batches over depth (sample.py): enter(idx, ..), loop(h, depth, cache, rows, n), leave(h, depth,
-cache, rows) and logits(h), in which each row may stand at another loop, because all use the same stored layers (Section 2.4).
+cache, rows) and logits(h), in which each row may stand at another loop, as all use the same layers (Section 2.4).
 
 `fast=False` is the equations as they stand: two more products a matrix, row by row where depths are mixed. `fast=True`:
 W' + B A is formed once where tokens are many. Where they are few and of mixed depths, all A, then all B, go to all

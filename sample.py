@@ -257,7 +257,7 @@ class Engine:
                  top_k=0, top_p=1.0, repetition_penalty=1.0, seed=1337, clock=time.perf_counter, sleep=time.sleep,
                  on_token=None):
         if batching == "depth" and not model.cfg.share.endswith("cycle"):
-            raise UserError(f"batching=depth needs loops over the same blocks (share=cycle), not {model.cfg.share}")
+            raise UserError(f"batching=depth needs loops over the same blocks, so share=cycle, not {model.cfg.share}")
         self.model, self.batching, self.max_len, self.eot, self.vocab_size = model, batching, max_len, eot, vocab_size
         self.routed = hasattr(model, "finish")
         if not exit and not self.routed and model.cfg.exit_loop:    # the model itself lets every token leave there
