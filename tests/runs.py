@@ -7,9 +7,12 @@ SMALL = ["dataset=words", "tokenizer=byte", "block_size=16", "n_layer=2", "n_hea
          "batch_size=2", "max_steps=6", "learning_rate=1e-3", "warmup_steps=2", "eval_interval=100", "eval_batches=2",
          "log_interval=1", "sample_tokens=0", "device=cpu", "compile=false"]
 
+# Of models that SMALL's layers do not fit.
+SIZES = {"mor": ["n_layer=4", "n_loop=2"]}
+
 
 def arguments(model, out_dir, data_dir, *extra):
-    return [f"model={model}", f"out_dir={out_dir}", f"data_dir={data_dir}", "run=r", *SMALL, *extra]
+    return [f"model={model}", f"out_dir={out_dir}", f"data_dir={data_dir}", "run=r", *SMALL, *SIZES.get(model, []), *extra]
 
 
 def run(model, out_dir, data_dir, *extra, stop_after=None):

@@ -1,0 +1,1203 @@
+"""model_mor: its routing once more token by token, what is tied, what runs and is kept, decoding, and conversion."""
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import model_gpt
+import model_mor
+import runs
+import train
+from conftest import relative, tiny
+from test_gpt import rotate
+from test_models import assert_cache_is_forward, feed, rms, tokens
+from test_relaxed import storages
+
+SHARES, KV = ("cycle", "sequence", "middle_cycle", "middle_sequence"), ("recursion", "share", "share_update")
+every_fast = pytest.mark.parametrize("fast", [True, False])
+every_kv = pytest.mark.parametrize("kv", KV)
+every_routing = pytest.mark.parametrize("router", ["expert", "token"])
+
+
+def mor(**sizes):
+    """The tiny float64 model of conftest: 5 layers (6 where no layer stands outside the recursions), 3 recursions."""
+    return tiny("mor", **{"n_layer": 5 if sizes.get("share", "middle").startswith("middle") else 6, **sizes})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the equations, once more, token by token
+
+def stored(cfg, layer):
+    """Where unrolled layer `layer`, from 0, has its weights: the four formulas of Table 5."""
+    N, R = cfg.n_layer, cfg.n_loop
+    if cfg.share == "cycle":
+        return f"blocks.{layer % (N // R)}"
+    if cfg.share == "sequence":
+        return f"blocks.{layer // R}"
+    if layer == 0 or layer == N - 1:
+        return "first.0" if layer == 0 else "last.0"
+    return f"blocks.{(layer - 1) % ((N - 2) // R) if cfg.share == 'middle_cycle' else (layer - 1) // R}"
+
+
+class ByHand:
+    """A model on one sequence. States are {position: (C,)}; a token that is not in there does not exist."""
+
+    def __init__(self, model, training, loops=0):
+        self.cfg, self.w, self.training = model.cfg, dict(model.named_parameters()), training
+        self.loops, self.bias = loops or model.cfg.n_loop, getattr(model, "balance_bias", None)
+
+    def normed(self, x, name):
+        return x / (x.square().mean(-1, keepdim=True) + self.cfg.norm_eps).sqrt() * self.w[f"{name}.weight"]
+
+    def heads(self, x, block, kind, t):
+        """Query or key (heads, D) of a normed state x (C,) at position t."""
+        y = (self.w[f"{block}.attn.w{kind}.weight"] @ x).unflatten(0, (-1, self.cfg.head_dim))
+        if self.cfg.qk_norm:
+            y = self.normed(y, f"{block}.attn.{kind}_norm")
+        return rotate(y[None], torch.tensor([t]), self.cfg.rope_theta)[0] if self.cfg.pos == "rope" else y
+
+    def pair(self, h, block, t):
+        x = self.normed(h, f"{block}.norm1")
+        return self.heads(x, block, "k", t), (self.w[f"{block}.attn.wv.weight"] @ x).unflatten(0, (-1, self.cfg.head_dim))
+
+    def token(self, h, block, t, pairs):
+        """State h (C,) at position t after a layer in which it sees these (key, value) pairs."""
+        cfg, w = self.cfg, self.w
+        q = self.heads(self.normed(h, f"{block}.norm1"), block, "q", t)
+        k, v = (torch.stack(y).repeat_interleave(cfg.n_head // cfg.n_kv_head, 1) for y in zip(*pairs))    # (S, H, D)
+        e = ((q * k).sum(-1) / math.sqrt(cfg.head_dim)).exp()                                                   # (S, H)
+        y = (e[..., None] * v).sum(0) / e.sum(0)[:, None]
+        h = h + w[f"{block}.attn.wo.weight"] @ y.flatten()
+        x = self.normed(h, f"{block}.norm2")
+        up = w[f"{block}.mlp.w_up.weight"] @ x
+        if cfg.mlp == "swiglu":
+            gate = w[f"{block}.mlp.w_gate.weight"] @ x
+            return h + w[f"{block}.mlp.w_down.weight"] @ (gate * torch.sigmoid(gate) * up)
+        return h + w[f"{block}.mlp.w_down.weight"] @ gelu(up)
+
+    def layers(self, x, which, r=0, first=None):
+        """States x after unrolled layers `which`, those of recursion r. first: [{position: pair}], a dict a layer, of
+        recursion 1, which fills it."""
+        for i, layer in enumerate(which):
+            block = stored(self.cfg, layer)
+            seen = {t: self.pair(h, block, t) for t, h in x.items()}
+            if r == 1:
+                first.append(seen)
+            elif r > 1 and self.cfg.kv == "share":
+                seen = first[i]
+            elif r > 1 and self.cfg.kv == "share_update":
+                seen = {**first[i], **seen}
+            x = {t: self.token(h, block, t, [seen[j] for j in sorted(seen) if j <= t]) for t, h in x.items()}
+        return x
+
+    def recursion(self, x, r, first):
+        """F_r, r from 1."""
+        edge = int(self.cfg.share.startswith("middle"))
+        K = (self.cfg.n_layer - 2 * edge) // self.cfg.n_loop
+        return self.layers(x, range(edge + (r - 1) * K, edge + r * K), r, first)
+
+    def scores(self, h, name):
+        """What a router makes of a state h (C,)."""
+        if self.cfg.router_arch == "linear":
+            return self.w[f"{name}.layers.weight"] @ h
+        return self.w[f"{name}.layers.2.weight"] @ gelu(self.w[f"{name}.layers.0.weight"] @ h)
+
+    def forward(self, idx):
+        """Logits (T, V) of the sequence idx (T,). self.log then has what the router did."""
+        middle, x = self.cfg.share.startswith("middle"), {t: self.w["wte.weight"][i] for t, i in enumerate(idx)}
+        x = self.layers(x, [0] * middle)
+        x = {"expert": self.expert, "token": self.by_token, "none": self.all_take_all}[self.cfg.router](x)
+        x = self.layers(x, [self.cfg.n_layer - 1] * middle)
+        x = self.normed(torch.stack([x[t] for t in range(len(idx))]), "norm")
+        return x @ self.w.get("head.weight", self.w["wte.weight"]).T
+
+    def expert(self, x):
+        cfg, T, R, first = self.cfg, len(x), self.cfg.n_loop, []
+        active, self.log = list(range(T)), {"bce": [], "z": [], "active": [], "right": [], "yes": []}
+        for r in range(1, self.loops + 1):
+            s = {t: self.scores(x[t], f"routers.{r - 1}")[0] for t in active}
+            by = s
+            if cfg.causal == "aux_router":
+                by = {t: self.scores(x[t].detach(), f"aux_routers.{r - 1}")[0] for t in active}
+            if self.training:
+                k = max(1, T * (R - r + 1) // R)
+                chosen = sorted(sorted(active, key=lambda t: s[t].item())[-k:])
+            else:
+                chosen = [t for t in active if r == 1 or by[t] >= 0]
+            if self.training:
+                self.log["bce"].append(torch.stack([softplus(-by[t] if t in chosen else by[t]) for t in active]).mean())
+                self.log["z"].append(torch.stack([s[t] ** 2 for t in active]).mean())
+            self.log["right"].append([bool(by[t] >= 0) == (t in chosen) for t in active])
+            self.log["yes"].append([t in chosen for t in active])
+            y = self.recursion({t: x[t] for t in chosen}, r, first)
+            gate = torch.tanh if cfg.router_func == "tanh" else torch.sigmoid
+            x = {t: h + cfg.alpha * gate(s[t]) * y[t] if t in chosen else h for t, h in x.items()}
+            active = chosen
+            self.log["active"].append(active)
+        return x
+
+    def by_token(self, h):
+        cfg, R, first = self.cfg, self.cfg.n_loop, []
+        scores = {t: self.scores(h[t], "router") for t in h}
+        p = {t: s.exp() / s.exp().sum() if cfg.router_func == "softmax" else cfg.alpha / (1 + (-s).exp())
+             for t, s in scores.items()}
+        depth = {t: min(int((p[t].detach() + self.bias).argmax()) + 1, self.loops) for t in h}
+        x = dict(h)
+        for r in range(1, R + 1):
+            x.update(self.recursion({t: x[t] for t in x if depth[t] >= r}, r, first))
+        self.log = {"p": [p[t] for t in h], "z": [s.exp().sum().log() ** 2 for s in scores.values()],
+                    "active": [[t for t in h if depth[t] >= r] for r in range(1, R + 1)]}
+        return {t: h[t] + p[t][depth[t] - 1] * x[t] for t in h}
+
+    def all_take_all(self, x):
+        first, self.log = [], {}
+        for r in range(1, self.loops + 1):
+            x = self.recursion(x, r, first)
+        return x
+
+
+def gelu(x):
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def softplus(x):
+    return (1 + x.exp()).log()
+
+
+def by_hand(model, x, training, loops=0):
+    """(logits, loss, what to log) of inputs and targets x (B, T + 1)."""
+    cfg, rows = model.cfg, [ByHand(model, training, loops) for _ in x]
+    logits = torch.stack([row.forward(idx[:-1].tolist()) for row, idx in zip(rows, x)])
+    p = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    ce = -torch.stack([p[b, t, x[b, t + 1]].log() for b in range(p.size(0)) for t in range(p.size(1))]).mean()
+    log, loss, R, T = {"ce": ce.detach()}, ce, cfg.n_loop, x.size(1) - 1
+    if cfg.router == "none":
+        return logits, loss, log
+    reached = [sum(len(row.log["active"][r]) for row in rows) if r < len(rows[0].log["active"]) else 0
+               for r in range(R)] + [0]
+    log |= {f"depth{d}": (reached[d - 1] - reached[d]) / len(x) / T for d in range(1, R + 1)}
+    if cfg.router == "expert":
+        log["dead"] = 1 - len({t for row in rows for t in row.log["active"][-1]}) / T
+    if cfg.router == "expert" and training:
+        bce, z = (sum(torch.stack(row.log[name]).sum() for row in rows) / len(rows) for name in ("bce", "z"))
+        log["aux"], loss = bce.detach(), ce + cfg.aux_weight * bce + cfg.z_loss * z
+    if cfg.router == "token":
+        p, share = torch.stack(sum((row.log["p"] for row in rows), [])), [R * log[f"depth{d}"] for d in range(1, R + 1)]
+        balance = sum(f * P for f, P in zip(share, p.mean(0)))
+        log |= {"balance": balance.detach(), "maxvio": max(share) - 1}
+        q = (p / p.sum(1, keepdim=True)).detach()
+        log["entropy"] = -(q * q.log()).sum() / len(q)
+        if training:
+            loss = ce + cfg.z_loss * torch.stack(sum((row.log["z"] for row in rows), [])).mean()
+            loss = loss + cfg.balance_weight * balance * (cfg.balance == "loss")
+    return logits, loss, log
+
+
+def gradients(loss, model):
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters)]
+
+
+def twin(model, **other):
+    """A model of the same weights with other settings, in the same mode."""
+    same = type(model)(type(model.cfg)(**{**asdict(model.cfg), **other})).double().train(model.training)
+    same.load_state_dict(model.state_dict())
+    return same
+
+
+def assert_is_by_hand(model, x):
+    """Logits, loss, what is logged, and in training all gradients, fast and naive; of several tokens, all parameters
+    have some."""
+    with torch.set_grad_enabled(model.training):
+        want = by_hand(model, x, model.training)
+    want_gradients, names = gradients(want[1], model) if model.training else [], dict(model.named_parameters())
+    # a softmax over one key passes q and k rounding alone
+    floor = (1e-5 if x.size(1) > 2 else 1e-3) * max([rms(g) for g in want_gradients], default=0)
+    for same in (model, twin(model, fast=not model.cfg.fast)):
+        logits, loss, log = same(x[:, :-1], x[:, 1:])
+        assert relative(logits, want[0]) < 1e-10 and relative(loss, want[1]) < 1e-10
+        assert want[2].keys() <= log.keys()
+        for name in want[2]:
+            exact = name in ("ce", "aux", "balance", "entropy")         # the others are shares, in float32
+            assert abs(log[name].item() - float(want[2][name])) < (1e-10 if exact else 1e-6), name
+        if model.training:
+            for name, a, b in zip(names, gradients(loss, same), want_gradients, strict=True):
+                assert relative(a, b, floor) < 1e-10, name
+                assert x.size(1) <= 12 or rms(b) > floor, f"{name}: nothing is compared"
+
+
+EXPERT = [dict(), dict(kv="share", router_func="tanh", alpha=1.0), dict(kv="share_update", n_kv_head=2, qk_norm=True),
+          dict(causal="aux_router", router_arch="mlp", kv="share"), dict(router_arch="wide_mlp", mlp="gelu", n_loop=2,
+                                                                         n_layer=6, z_loss=0.02),
+          dict(share="cycle", kv="share_update", causal="aux_router", router_func="tanh", tie_embeddings=False),
+          dict(share="cycle", n_loop=2, kv="share", pos="none", z_loss=0.05), dict(share="sequence", router_arch="mlp"),
+          dict(share="middle_sequence", n_layer=8, causal="aux_router", n_kv_head=1), dict(n_loop=1, n_layer=3),
+          dict(n_layer=8, kv="share_update", router_arch="mlp", z_loss=0.01)]
+TOKEN = [dict(), dict(kv="share", z_loss=0.02, router_func="sigmoid"), dict(kv="share_update", router_arch="mlp"),
+         dict(share="cycle", n_loop=2, balance="none", n_kv_head=2), dict(share="sequence", balance="loss_free"),
+         dict(share="middle_sequence", n_layer=8, router_arch="wide_mlp", router_func="sigmoid", alpha=1.0),
+         dict(kv="share_update", router_func="sigmoid", share="cycle", tie_embeddings=False, qk_norm=True)]
+NONE = [dict(), dict(kv="share", n_layer=8), dict(share="sequence"), dict(kv="share_update", share="cycle", n_loop=2)]
+ROUTED = [dict(router=name, **sizes) for name, all in (("expert", EXPERT), ("token", TOKEN), ("none", NONE))
+          for sizes in all]
+lengths = pytest.mark.parametrize("T", [1, 2, 13, 33])
+
+
+@lengths
+@pytest.mark.parametrize("sizes", EXPERT, ids=str)
+def test_expert_choice_is_its_equations(sizes, T):
+    """In training: the best k tokens take a recursion; the loss teaches the scores who they are."""
+    assert_is_by_hand(mor(router="expert", aux_weight=0.3, **sizes).train(), tokens(2, T + 1))
+
+
+@lengths
+@pytest.mark.parametrize("sizes", EXPERT, ids=str)
+def test_in_eval_mode_scores_decide_token_by_token(sizes, T):
+    assert_is_by_hand(mor(router="expert", aux_weight=0.3, **sizes), tokens(2, T + 1))
+
+
+@lengths
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("sizes", TOKEN, ids=str)
+def test_token_choice_is_its_equations(sizes, training, T):
+    model = mor(router="token", balance_weight=0.3, **sizes).train(training)
+    model.balance_bias += 0.02 * torch.randn(model.cfg.n_loop)
+    assert_is_by_hand(model, tokens(2, T + 1))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("sizes", NONE, ids=str)
+def test_without_a_router_all_tokens_take_all(sizes, training):
+    assert_is_by_hand(mor(router="none", **sizes).train(training), tokens(2, 18))
+
+
+def test_the_paths_part():
+    """What the tests above compare has tokens at every depth, in both routers and modes."""
+    for router in ("expert", "token"):
+        for training in (True, False):
+            aux = mor(router=router).train(training)(tokens(2, 33), tokens(2, 33, seed=2))[2]
+            assert all(aux[f"depth{d}"] > 0.05 for d in (1, 2, 3))
+            assert abs(sum(aux[f"depth{d}"] for d in (1, 2, 3)) - 1) < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is tied
+
+LAYERS = {("cycle", 6, 2): "012012", ("cycle", 6, 3): "010101", ("sequence", 6, 2): "001122",
+          ("sequence", 6, 3): "000111", ("middle_cycle", 8, 2): "f012012l", ("middle_cycle", 8, 3): "f010101l",
+          ("middle_sequence", 8, 2): "f001122l", ("middle_sequence", 8, 3): "f000111l", ("cycle", 6, 6): "000000",
+          ("middle_cycle", 5, 1): "f012l", ("sequence", 4, 1): "0123", ("middle_sequence", 5, 3): "f000l"}
+
+
+@pytest.mark.parametrize("router", ["expert", "token", "none"])
+@pytest.mark.parametrize("share, n_layer, n_loop", LAYERS)
+def test_which_stored_block_a_layer_is(share, n_layer, n_loop, router):
+    """The order in which a forward calls them; and the same objects are what level r has."""
+    model, called = mor(share=share, n_layer=n_layer, n_loop=n_loop, router=router, fast=False), []
+    names = {block: name for name, block in [*((str(k), b) for k, b in enumerate(model.blocks)),
+                                             *(("f", b) for b in model.first), *(("l", b) for b in model.last)]}
+    assert "".join(names[block] for level in model.levels for block in level) == LAYERS[share, n_layer, n_loop]
+    for block in names:
+        block.register_forward_hook(lambda module, *_: called.append(names[module]))
+    model.train()(tokens(1, 12))
+    assert "".join(called) == LAYERS[share, n_layer, n_loop]
+    assert len(model.blocks) == len(set(LAYERS[share, n_layer, n_loop]) - {"f", "l"})
+
+
+def size_by_hand(sizes, blocks, C=32, H=4, M=96, V=61, R=3):
+    """Parameters of so many blocks, norm, embedding, and an expert-choice model's linear routers."""
+    kv = C * C * sizes.get("n_kv_head", H) // H
+    return blocks * (2 * C * C + 2 * kv + 3 * C * M + 2 * C) + C + V * C + R * C
+
+
+@pytest.mark.parametrize("share, n_layer, blocks", [("cycle", 6, 2), ("sequence", 6, 2), ("middle_cycle", 8, 4),
+                                                    ("middle_sequence", 8, 4), ("middle_cycle", 5, 3)])
+def test_tied_parameters_are_one_tensor(share, n_layer, blocks, tmp_path):
+    """Attention's too; also once they went through a file."""
+    for sizes in (dict(), dict(n_kv_head=2)):
+        model = mor(share=share, n_layer=n_layer, **sizes)
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        loaded = twin(model)
+        loaded.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+        for m in (model, loaded):
+            assert sum(p.numel() for p in m.parameters()) == size_by_hand(sizes, blocks)
+            assert sum(storages(m.state_dict()).values()) == 8 * size_by_hand(sizes, blocks)
+            unrolled = [block for level in m.levels for block in level]
+            assert len(unrolled) == n_layer
+            for part in ("attn.wq", "attn.wk", "attn.wv", "attn.wo", "mlp.w_gate", "mlp.w_up", "mlp.w_down", "norm1"):
+                places = {block.get_parameter(f"{part}.weight").data_ptr() for block in unrolled}
+                assert len(places) == blocks
+        x = tokens(2, 20)
+        assert torch.equal(model(x)[0], loaded(x)[0])
+
+
+@pytest.mark.parametrize("share, n_layer", [("middle_cycle", 5), ("sequence", 6)])
+def test_a_checkpoint_holds_each_tied_weight_once(share, n_layer, tmp_path, data_dir):
+    trainer = runs.run("mor", tmp_path, data_dir, f"n_layer={n_layer}", "n_loop=3", f"share={share}")
+    size = size_by_hand({}, {5: 3, 6: 2}[n_layer], 16, 2, 64, 257)
+    loaded = train.load_run(tmp_path / "r")[0]
+    for weights in (trainer.model.state_dict(), train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["weights"],
+                    loaded.state_dict()):
+        assert sum(storages(weights).values()) == 4 * size
+    assert len({id(block) for level in loaded.levels for block in level}) == {5: 3, 6: 2}[n_layer]
+
+
+BASES = {"135M": dict(n_embd=576, n_head=9, n_kv_head=3, n_mlp=1536),
+         "360M": dict(n_embd=960, n_head=15, n_kv_head=5, n_mlp=2560),
+         "730M": dict(n_embd=1536, n_head=24, n_kv_head=8, n_mlp=4096),
+         "1.7B": dict(n_embd=2048, n_head=32, n_kv_head=32, n_mlp=8192)}
+
+
+def of_the_paper(base, n_layer, n_loop, share="middle_cycle", **sizes):
+    """A model of the paper's shape, without memory for its weights; n_loop 0: the vanilla Transformer."""
+    plain = dict(n_loop=1, share="cycle", router="none") if n_loop == 0 else dict(n_loop=n_loop, share=share)
+    with torch.device("meta"):
+        return model_mor.Model(model_mor.Config(block_size=2048, vocab_size=49152, n_layer=n_layer, **BASES[base],
+                                                **{**plain, **sizes}))
+
+
+# (base, unrolled layers, recursions, sharing): millions of parameters outside embedding and head, of Tables 3, 7 and 8
+SIZES = {("135M", 30, 0, ""): 106, ("135M", 30, 2, "cycle"): 53, ("135M", 30, 2, "sequence"): 53,
+         ("135M", 30, 2, "middle_cycle"): 57, ("135M", 30, 2, "middle_sequence"): 57, ("135M", 30, 3, "cycle"): 35,
+         ("135M", 30, 3, "sequence"): 35, ("135M", 29, 3, "middle_cycle"): 39, ("135M", 29, 3, "middle_sequence"): 39,
+         ("135M", 32, 3, "middle_cycle"): 42, ("360M", 32, 0, ""): 315, ("360M", 32, 2, "cycle"): 157,
+         ("360M", 32, 2, "middle_cycle"): 167, ("360M", 32, 2, "middle_sequence"): 167, ("360M", 30, 3, "cycle"): 98,
+         ("360M", 32, 3, "middle_cycle"): 118, ("360M", 32, 3, "middle_sequence"): 118,
+         ("360M", 34, 4, "middle_cycle"): 98, ("730M", 26, 0, ""): 654, ("730M", 26, 3, "middle_cycle"): 252,
+         ("1.7B", 24, 0, ""): 1610, ("1.7B", 26, 3, "middle_cycle"): 670}
+EMBEDDINGS = {"135M": 28, "360M": 47, "730M": 75, "1.7B": 101}
+
+
+@pytest.mark.parametrize("base, n_layer, n_loop, share", SIZES)
+def test_sizes_of_the_paper(base, n_layer, n_loop, share):
+    model = of_the_paper(base, n_layer, n_loop, share)
+    rest = sum(p.numel() for p in model.parameters()) - model.wte.weight.numel()
+    want = SIZES[base, n_layer, n_loop, share]
+    assert round(rest / 1e6, -1 if base == "1.7B" else 0) == want       # of the largest, 10 M are the last digit
+    assert int(model.wte.weight.numel() / 1e6 + 0.5) == EMBEDDINGS[base] or base == "730M"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# operations
+
+# billions of tokens that a budget pays for: (base, layers, recursions): (budget 2e18, 5e18, 16.5e18), Table 7
+TOKENS = {("135M", 30, 0): (6.5, 16.1, 53.3), ("360M", 32, 0): (2.4, 6.0, 19.8), ("730M", 26, 0): (1.2, 3.1, 10.1),
+          ("1.7B", 24, 0): (0.6, 1.5, 4.8), ("135M", 32, 3): (9.2, 23.1, 76.2), ("360M", 32, 3): (3.6, 9.0, 29.7),
+          ("730M", 26, 3): (1.8, 4.5, 14.9), ("1.7B", 26, 3): (0.8, 2.0, 6.5)}
+
+
+@pytest.mark.parametrize("base, n_layer, n_loop", TOKENS)
+def test_tokens_that_a_budget_pays_for(base, n_layer, n_loop):
+    """To all digits that the paper prints: 0.05 billion, and what rounding to whole batches may move."""
+    flops = of_the_paper(base, n_layer, n_loop).flops_per_token(paper=True)
+    for budget, billions in zip((2e18, 5e18, 16.5e18), TOKENS[base, n_layer, n_loop]):
+        assert abs(budget / flops / 1e9 - billions) < 0.051
+
+
+@pytest.mark.parametrize("base, n_layer, billions", [("135M", 32, 50.0), ("360M", 32, 19.8), ("730M", 26, 10.1),
+                                                     ("1.7B", 26, 4.5)])
+def test_a_recursive_transformer_costs_what_its_unrolled_layers_do(base, n_layer, billions):
+    recursive = of_the_paper(base, n_layer, 3, router="none").flops_per_token(paper=True)
+    assert abs(16.5e18 / recursive / 1e9 - billions) < 0.051
+    assert recursive == of_the_paper(base, n_layer, 0).flops_per_token(paper=True)
+
+
+@pytest.mark.parametrize("sizes, billions", [
+    (dict(n_layer=32, n_loop=2, router="none"), 20), (dict(n_layer=34, n_loop=4, router="none"), 19),
+    (dict(n_layer=32, n_loop=2), 27), (dict(n_layer=32, n_loop=3), 30), (dict(n_layer=34, n_loop=4), 30),
+    (dict(n_layer=32, n_loop=3, router="token"), 30), (dict(n_layer=32, n_loop=3, kv="share"), 31)], ids=str)
+def test_tokens_of_table_3(sizes, billions):
+    """In whole billions, of the 360M base; with two recursions it is 26.46, which the paper rounds up."""
+    got = 16.5e18 / of_the_paper("360M", **sizes).flops_per_token(paper=True) / 1e9
+    assert abs(got - billions) < 0.025 * billions
+    assert round(got) == billions or sizes == dict(n_layer=32, n_loop=2)
+
+
+SEEN = [dict(), dict(kv="share"), dict(kv="share_update", router_arch="mlp"), dict(n_loop=2, n_layer=6, n_kv_head=2),
+        dict(share="sequence"), dict(share="cycle", kv="share", tie_embeddings=False), dict(router="none"),
+        dict(router="none", kv="share")]
+
+
+@pytest.mark.parametrize("sizes", SEEN, ids=str)
+def test_flops_are_those_that_run(sizes, monkeypatch):
+    """Forward and backward of the fast path, in training. Attention, which is written out here to be counted, takes all
+    keys that a query is given; the model counts the visible ones, the chosen tokens being spread evenly. A router scores
+    all tokens, though of those that have left nothing is asked; the model counts those that compete."""
+    given, T, C = [], 24, 32
+
+    def attention(q, k, v, bias, dropout):
+        given.append(q.size(2) * k.size(2))
+        if bias is None:
+            bias = torch.full((q.size(2), k.size(2)), -math.inf).triu(1).double()
+        return model_mor.attention_naive(q, k, v, bias)
+
+    monkeypatch.setattr(model_mor, "attention_fast", attention)
+    model, x = mor(block_size=T, pos="none", **sizes).train(), tokens(1, T)
+    with FlopCounterMode(display=False) as counter:
+        model(x, x)[1].backward()
+    cfg, R, edge = model.cfg, model.cfg.n_loop, 2 * int(model.cfg.share.startswith("middle"))
+    counts = [T] * edge + [T if cfg.router == "none" else T * (R - r) // R
+                           for r in range(R) for _ in range((cfg.n_layer - edge) // R)]
+    narrow = cfg.kv == "recursion"
+    assert sorted(given) == sorted(n * (n if narrow else T) for n in counts)
+    visible = sum(n * ((n if narrow else T) + 1) / 2 for n in counts)
+    idle = sum(6 * p.numel() * (T - T * (R - max(r - 1, 0)) // R) for r in range(R) if cfg.router == "expert"
+               for p in model.routers[r].parameters())
+    assert counter.get_total_flops() - idle - 12 * C * (sum(given) - visible) == T * model.flops_per_token()
+
+
+def rows_entering(model, call):
+    """[how many tokens] of each block that call() runs, and of each wk."""
+    blocks = [*model.first, *model.blocks, *model.last]
+    count = lambda to: lambda module, args: to.append(args[0].flatten(0, -2).size(0))
+    layers, keys = [], []
+    hooks = [h for b in blocks for h in (b.register_forward_pre_hook(count(layers)),
+                                         b.attn.wk.register_forward_pre_hook(count(keys)))]
+    with torch.no_grad():
+        call()
+    for hook in hooks:
+        hook.remove()
+    return layers, keys
+
+
+@every_kv
+def test_only_chosen_tokens_run_where_that_is_fast(kv):
+    """And keys of later recursions only where they are fresh."""
+    x = tokens(2, 33)
+    short, whole = [66, 66, 44, 22, 66], [66] * 5
+    for fast, rows in ((True, short), (False, whole)):
+        model = mor(kv=kv, fast=fast).train()
+        assert rows_entering(model, lambda: model(x)) == (rows, [66] * 3 if kv == "share" else rows)
+
+
+@every_routing
+@every_kv
+def test_decoding_runs_the_tokens_that_go_on_and_no_other(router, kv):
+    model, x = mor(kv=kv, router=router), tokens(2, 33)
+    depth = model(x, x)[2]
+    reach = [round(66 * sum(depth[f"depth{d}"].item() for d in range(r, 4))) for r in (1, 2, 3)]
+    assert 66 == reach[0] > reach[1] > reach[2] > 0
+    want = [66, *reach, 66]
+    got = rows_entering(model, lambda: model(x, cache=model.init_cache(2, 33)))
+    assert got == (want, [66] * 3 if kv == "share" else want)
+    steps = []
+    cache = model.init_cache(2, 33)
+    for token in x.split(1, 1):
+        steps += rows_entering(model, lambda: model(token, cache=cache))[0]
+    assert sum(steps) == sum(want)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# decoding
+
+@every_fast
+@pytest.mark.parametrize("sizes", ROUTED, ids=str)
+def test_decoding_is_the_forward(sizes, fast):
+    model = mor(fast=fast, **sizes)
+    for splits in ([1] * 19, [7, 1, 1, 10], [18, 1]):
+        assert_cache_is_forward(model, [19, 1, 12], splits, 1e-10)
+
+
+@pytest.mark.parametrize("sizes", ROUTED, ids=str)
+def test_padding_on_the_right_changes_nothing(sizes):
+    model, x, garbage = mor(**sizes), tokens(3, 20), tokens(3, 20, seed=5)
+    with torch.no_grad():
+        caches = [model.init_cache(3, 30) for _ in "ab"]
+        n = torch.tensor([20, 4, 11])
+        mixed = torch.where(torch.arange(20) < n[:, None], x, garbage)
+        a, b = (model(y, cache=cache, n_valid=n)[0] for y, cache in zip((x, mixed), caches))
+        for row, k in enumerate(n.tolist()):
+            assert relative(a[row, :k], b[row, :k]) < 1e-12
+            assert relative(a[row, :k], model(x[row:row + 1, :k])[0][0]) < 1e-10
+        a, b = (model(x[:, :3], cache=cache)[0] for cache in caches)
+        assert relative(a, b) < 1e-12
+
+
+@every_fast
+@pytest.mark.parametrize("sizes", ROUTED, ids=str)
+def test_a_later_token_changes_nothing_before_it(sizes, fast):
+    model, x = mor(fast=fast, **sizes), tokens(2, 33)
+    with torch.no_grad():
+        before = model(x)[0]
+        for t in (1, 16, 32):
+            y = x.clone()
+            y[:, t] = (y[:, t] + 1) % 61
+            after = model(y)[0]
+            assert relative(before[:, :t], after[:, :t]) < 1e-12
+            assert relative(before[:, t:], after[:, t:]) > 1e-6
+
+
+def test_choosing_the_best_tokens_of_a_sequence_looks_ahead():
+    """Why the training path is not what decoding computes, and ce_topk no honest number."""
+    model, x = mor().train(), tokens(1, 33)
+    with torch.no_grad():
+        before, changed = model(x)[0], 0
+        for value in range(61):
+            y = x.clone()
+            y[:, 32] = value
+            changed = max(changed, relative(before[:, :32], model(y)[0][:, :32]))
+    assert changed > 1e-4
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(kv="share"), dict(causal="aux_router", kv="share_update"),
+                                   dict(share="sequence", z_loss=0.1)], ids=str)
+def test_ce_is_that_of_decoding_and_ce_topk_that_of_training(sizes):
+    model, x = mor(aux_weight=0.5, **sizes), tokens(2, 34)
+    _, loss, aux = model(x[:, :-1], x[:, 1:])
+    cache = model.init_cache(2, 33)
+    with torch.no_grad():
+        logits = torch.cat([model(t, cache=cache)[0] for t in x[:, :-1].split([20, 1, 12], 1)], 1)
+        training = model.train()(x[:, :-1], x[:, 1:])
+    decoded = -logits.log_softmax(-1).gather(-1, x[:, 1:, None]).mean()
+    assert relative(aux["ce"], decoded) < 1e-10 and torch.equal(loss.detach(), aux["ce"])
+    assert relative(aux["ce_topk"], training[2]["ce"]) < 1e-12
+    assert abs(aux["ce_topk"] - aux["ce"]) > 1e-6 and training[1] > training[2]["ce"] + 0.1
+    assert "ce_topk" not in training[2]
+
+
+def chosen(cache, row, levels):
+    """[the positions that the cache has of a row] at each level."""
+    return [cache.at[level][row, :cache.filled[level, row]].tolist() for level in levels]
+
+
+@pytest.mark.parametrize("sizes", [dict(kv=kv, router=router) for kv in KV for router in ("expert", "token")], ids=str)
+def test_who_takes_a_recursion_took_the_one_before(sizes):
+    """The lists of the cache: those of the equations, each part of the one before, in order."""
+    model, x = mor(**sizes), tokens(2, 33)
+    cache = model.init_cache(2, 33)
+    with torch.no_grad():
+        for t in x.split([10, 1, 22], 1):
+            model(t, cache=cache)
+    for row in range(2):
+        by = ByHand(model, False)
+        by.forward(x[row].tolist())
+        got = chosen(cache, row, (1, 2, 3))
+        assert got == by.log["active"] and got[0] == list(range(33))
+        assert set(got[2]) < set(got[1]) < set(got[0])
+        assert cache.taken[row].tolist() == [sum(t in at for at in got) for t in range(33)]
+        assert chosen(cache, row, (0, 4)) == [list(range(33))] * 2
+
+
+def test_in_training_the_best_k_take_a_recursion(monkeypatch):
+    """Hierarchically: floor((R - r + 1) T / R) of those that took the one before, at least one."""
+    for T, want in ((33, [33, 22, 11]), (32, [32, 21, 10]), (2, [2, 1, 1]), (1, [1, 1, 1])):
+        model, masks = mor().train(), []
+        recursion = type(model).recursion
+
+        def record(self, r, h, chosen, *rest):
+            masks.append(torch.ones(h.shape[:2], dtype=torch.bool) if chosen is None else chosen.mask)
+            return recursion(self, r, h, chosen, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "recursion", record)
+            model(tokens(3, T))
+        assert [mask.sum(1).tolist() for mask in masks] == [[k] * 3 for k in want]
+        assert all((inner <= outer).all() for outer, inner in zip(masks, masks[1:]))
+
+
+@every_routing
+@pytest.mark.parametrize("cap", [1, 2, 3])
+def test_exit_loop_caps_the_recursions(router, cap):
+    """In eval mode only; decoding too."""
+    x = tokens(2, 25)
+    model, free = mor(router=router, exit_loop=cap), mor(router=router)
+    logits, loss, log = by_hand(free, x, False, loops=cap)
+    got = model(x[:, :-1], x[:, 1:])
+    assert relative(got[0], logits) < 1e-10 and relative(got[1], loss) < 1e-10
+    for d in (1, 2, 3):
+        assert abs(got[2][f"depth{d}"] - log[f"depth{d}"]) < 1e-6 and (got[2][f"depth{d}"] > 0) == (d <= cap)
+    assert_cache_is_forward(model, [24, 9], [10, 1, 13], 1e-10)
+    assert torch.equal(model.train()(x)[0], free.train()(x)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# degenerate settings
+
+def unrolled(model):
+    """A model_gpt with the weights of each unrolled layer."""
+    cfg = model.cfg
+    same = {k: v for k, v in asdict(cfg).items() if k in model_gpt.Config.__dataclass_fields__}
+    gpt = model_gpt.Model(model_gpt.Config(**same)).double().eval()
+    weights = {name: w for name, w in model.state_dict().items() if name in ("wte.weight", "norm.weight", "head.weight")}
+    for layer in range(cfg.n_layer):
+        start = stored(cfg, layer) + "."
+        weights |= {f"blocks.{layer}.{name.removeprefix(start)}": w for name, w in model.state_dict().items()
+                    if name.startswith(start)}
+    gpt.load_state_dict(weights)
+    return gpt
+
+
+GPTS = [dict(), dict(mlp="gelu", tie_embeddings=False), dict(pos="none", n_kv_head=2),
+        dict(qk_norm=True, n_kv_head=1, rope_theta=500.0)]
+
+
+@every_fast
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("sizes", GPTS, ids=str)
+def test_without_a_router_it_is_the_plain_transformer(sizes, share, fast):
+    """Of its unrolled layers; in one loop of share=cycle these are all different, and the names are the same."""
+    x = tokens(2, 41)
+    for n_loop in (1, 3):
+        model = mor(share=share, router="none", n_layer=8 if "middle" in share else 6, n_loop=n_loop, fast=fast, **sizes)
+        for got, want in zip(model(x[:, :-1], x[:, 1:])[:2], unrolled(model)(x[:, :-1], x[:, 1:])[:2]):
+            assert relative(got, want) < 1e-12
+    plain = mor(share="cycle", router="none", n_loop=1, **sizes)
+    assert plain.state_dict().keys() == unrolled(plain).state_dict().keys()
+
+
+def recursions(model, x, between):
+    """Logits of x (B, T) where all tokens take all recursions: between(r, h, F) says what becomes of state h in
+    recursion r, from 0, F the layers of it."""
+    gpt, cfg = unrolled(model), model.cfg
+    edge = int(cfg.share.startswith("middle"))
+    K = (cfg.n_layer - 2 * edge) // cfg.n_loop
+    angles = torch.arange(x.size(1))[:, None] * cfg.rope_theta ** (-torch.arange(0, 8, 2).double() / 8)
+    rotary = (torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1))
+    mask = torch.full((x.size(1), x.size(1)), -math.inf).triu(1).double()
+
+    def layers(h, start, stop):
+        for block in gpt.blocks[start:stop]:
+            h = block(h, rotary, mask)
+        return h
+
+    h = layers(gpt.wte(x), 0, edge)
+    h = between(h, [lambda y, r=r: layers(y, edge + r * K, edge + r * K + K) for r in range(cfg.n_loop)])
+    return gpt.head(gpt.norm(layers(h, cfg.n_layer - edge, cfg.n_layer)))
+
+
+@every_fast
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("sizes", [dict(), dict(share="cycle", kv="share_update"), dict(share="sequence", n_loop=2),
+                                   dict(n_loop=1), dict(share="middle_sequence", n_layer=8)], ids=str)
+def test_expert_choice_with_room_for_all_is_a_gated_recursion(sizes, training, fast):
+    """As at the start of a capacity warm-up: h + 0.1 sigmoid(router h) F(h)."""
+    model, x = mor(capacity_warmup=100, fast=fast, **sizes).train(training), tokens(2, 30)
+    model.set_step(0)
+
+    def between(h, steps):
+        for router, step in zip(model.routers, steps):
+            h = h + 0.1 * torch.sigmoid(h @ router.layers.weight.T) * step(h)
+        return h
+
+    assert relative(model(x)[0], recursions(model, x, between)) < 1e-12
+    aux = model(x, x)[2]
+    assert aux[f"depth{model.cfg.n_loop}"] == 1 and aux["dead"] == 0
+    if not training:
+        assert_cache_is_forward(model, [30, 8], [10, 1, 19], 1e-10)
+
+
+@every_fast
+@pytest.mark.parametrize("sizes", [dict(), dict(share="cycle", router_func="sigmoid", kv="share_update"),
+                                   dict(share="sequence", n_loop=2), dict(n_loop=1)], ids=str)
+def test_token_choice_with_all_at_full_depth_is_a_recursion_gated_once(sizes, fast):
+    """h + p_R F(.. F(h))."""
+    model, x = mor(router="token", fast=fast, **sizes).train(), tokens(2, 30)
+    model.balance_bias[-1] = 10.0
+
+    def between(h, steps):
+        s = h @ model.router.layers.weight.T
+        p = 0.1 * s.sigmoid() if model.cfg.router_func == "sigmoid" else s.softmax(-1)
+        x = h
+        for step in steps:
+            x = step(x)
+        return h + p[..., -1:] * x
+
+    assert relative(model(x)[0], recursions(model, x, between)) < 1e-12
+    assert torch.equal(model(x)[0], model.eval()(x)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# learning to route
+
+@pytest.mark.parametrize("T, R, half", [(30, 3, [30, 25, 20]), (31, 3, [31, 25, 20]), (17, 2, [17, 12]),
+                                        (10, 4, [10, 8, 7, 6])])
+def test_capacity_falls_along_half_a_cosine(T, R, half):
+    """From all tokens to floor((R - r) T / R) of recursion r, from 0."""
+    model, x, before = mor(n_layer=2 + R, n_loop=R, capacity_warmup=40).train(), tokens(2, T), [T] * R
+
+    def reached():
+        aux = model(x, x)[2]
+        return [round(T * sum(aux[f"depth{d}"].item() for d in range(r, R + 1))) for r in range(1, R + 1)]
+
+    for step in range(46):
+        model.set_step(step)
+        got = reached()
+        share = [1 - r / R * (0.5 - 0.5 * math.cos(math.pi * min(step, 40) / 40)) for r in range(R)]
+        assert got == [max(1, math.floor(T * c + 1e-9)) for c in share]
+        assert all(a <= b for a, b in zip(got, before))
+        before = got
+        if step in (0, 20, 40, 45):
+            assert got == {0: [T] * R, 20: half}.get(step, [T * (R - r) // R for r in range(R)])
+    assert model.cfg.__class__().capacity_warmup == 0
+    assert mor().train()(tokens(1, 30), tokens(1, 30))[2]["depth3"] * 30 == pytest.approx(10)    # none: at once
+
+
+def test_router_accuracy_and_dead_tokens():
+    """Counted over recursions with less room than tokens; the majority is what always saying no (or yes) would get."""
+    for sizes in (dict(), dict(causal="aux_router")):
+        model, x = mor(**sizes).train(), tokens(2, 33)
+        aux, rows = model(x, x)[2], [ByHand(model, True) for _ in x]
+        for row, idx in zip(rows, x):
+            row.forward(idx.tolist())
+        right, yes = ([sum((row.log[name][r] for row in rows), []) for r in (1, 2)] for name in ("right", "yes"))
+        assert abs(aux["router_accuracy"] - (sum(right[0]) + sum(right[1])) / 110) < 1e-6
+        assert [sum(y) for y in yes] == [44, 22] and [len(y) for y in yes] == [66, 44]
+        assert abs(aux["router_majority"] - (44 + 22) / 110) < 1e-6
+        assert 0.2 < aux["router_accuracy"] < 0.9
+        ever = {t for row in rows for t in row.log["active"][2]}
+        assert abs(aux["dead"] - (1 - len(ever) / 33)) < 1e-6 and 0 < aux["dead"] < 1
+
+
+def test_what_decides_learns_who_is_chosen():
+    """The loss alone, on fixed states: accuracy of the scores, or of the auxiliary router, rises above the majority's;
+    detached, the auxiliary router moves nothing else."""
+    x = tokens(4, 33)
+    for causal, names in (("aux_loss", "routers"), ("aux_router", "aux_routers")):
+        model = mor(causal=causal, aux_weight=1.0).train()
+        learners = [p for name, p in model.named_parameters() if name.startswith(names)]
+        opt = torch.optim.Adam(learners, lr=0.1)
+        for _ in range(60):
+            _, loss, aux = model(x, x)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+        assert aux["router_accuracy"] > aux["router_majority"] + 0.1
+        with_aux, without = ([p.grad for p in others(twin(model, aux_weight=w), x, names)] for w in (1.0, 0.0))
+        same = [relative(a, b) < 1e-12 for a, b in zip(with_aux, without, strict=True)]
+        assert len(same) > 20 and all(same) == (causal == "aux_router")
+
+
+def others(model, x, names):
+    """The parameters whose names start otherwise, with their gradients."""
+    model(x, x)[1].backward()
+    return [p for name, p in model.named_parameters() if not name.startswith(names)]
+
+
+def test_batches_accumulate():
+    """The gradient of four sequences is the mean of each one's, what routers learn from included."""
+    model, x = mor(aux_weight=0.5, z_loss=0.1).train(), tokens(4, 34)
+    together = gradients(model(x[:, :-1], x[:, 1:])[1], model)
+    alone = [gradients(model(row[None, :-1], row[None, 1:])[1], model) for row in x]
+    for name, whole, parts in zip(dict(model.named_parameters()), together, zip(*alone)):
+        assert rms(whole) > 0 and relative(whole, sum(parts) / 4) < 1e-10, name
+
+
+def test_balancing_loss_has_no_gradient_through_the_loads():
+    """R sum f_i P_i: by P alone. 1 where all is even."""
+    model, x = mor(router="token", balance_weight=1.0, kv="share").train(), tokens(2, 33)
+    with torch.no_grad():
+        h = model.first[0](model.wte(x), 0, model_mor.Everyone(33, "cpu"), model_mor.rotary_tables(
+            torch.arange(33), 8, 10000.0, torch.float64))
+        p = (h @ model.router.layers.weight.T).softmax(-1).flatten(0, 1)
+    f = torch.stack([(p.argmax(1) == d).double().mean() for d in range(3)]) * 3
+    assert abs(model(x, x)[2]["balance"] - (f * p.mean(0)).sum()) < 1e-12
+    with_loss, without = (torch.autograd.grad(m(x, x)[1], m.router.layers.weight)[0]
+                          for m in (model, twin(model, balance="none")))
+    by_p = (f * p).sum(1, keepdim=True)
+    want = ((p * (f - by_p)).T @ h.flatten(0, 1)) / 66
+    assert relative(with_loss - without, want) < 1e-9
+    with torch.no_grad():
+        model.router.layers.weight.zero_()
+    assert abs(model(x, x)[2]["balance"] - 1) < 1e-12
+
+
+@pytest.mark.parametrize("router_func", ["softmax", "sigmoid"])
+def test_loss_free_balance_moves_biases_by_all_loads(router_func):
+    """Of all micro-batches and processes since the last step; evaluations do not count."""
+    model, x = mor(router="token", balance="loss_free", balance_rate=0.01, router_func=router_func).train(), tokens(3, 30)
+    loads = torch.zeros(3)
+    for part in (x[:2], x[2:]):
+        aux = model(part, part)[2]
+        loads += torch.stack([aux[f"depth{d}"] for d in (1, 2, 3)]) * part.numel()
+    model.eval()(tokens(5, 30, seed=9))
+    assert (loads != 30).all() and abs(loads.sum() - 90) < 1e-3
+    model.train().end_step(lambda *numbers: list(numbers))
+    want = 0.01 * (30 - loads.round()).sign().double()
+    assert torch.equal(model.balance_bias, want) and len(want.unique()) == 2
+    assert torch.equal(twin(model).balance_bias, model.balance_bias) and "balance_bias" in model.state_dict()
+    first = torch.stack([model(x[:1], x[:1])[2][f"depth{d}"] for d in (1, 2, 3)]) * 30    # the loads begin again at 0
+    other = torch.tensor([0.0, 0.0, 90.0])                                                # of another process
+    model.end_step(lambda *numbers: [a + b for a, b in zip(numbers, other.tolist())])
+    assert relative(model.balance_bias, want + 0.01 * (40 - (first + other).round()).sign()) < 1e-6
+
+
+def test_biases_balance_the_depths():
+    model, x = mor(router="token", balance="loss_free", balance_rate=0.001).train(), tokens(8, 33)
+    maxvio = []
+    with torch.no_grad():
+        for _ in range(60):
+            maxvio.append(model(x, x)[2]["maxvio"])
+            model.end_step(lambda *numbers: list(numbers))
+    assert maxvio[0] > 0.2 and max(maxvio[-10:]) < 0.1
+
+
+@pytest.mark.parametrize("sizes", [dict(balance="loss"), dict(balance="none"), dict(router="expert"),
+                                   dict(router="none")], ids=str)
+def test_without_loss_free_no_bias_moves(sizes):
+    model, x = mor(**{"router": "token", **sizes}).train(), tokens(2, 33)
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    model(x, x)
+    model.end_step(lambda *numbers: list(numbers))
+    assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the random router
+
+def test_the_control_takes_its_share_at_random():
+    """Recursion r takes (R - r) / R of all tokens, by position in eval mode, by chance in training."""
+    model, x = mor(router_arch="random", pos="none", n_embd=8, n_head=1, n_mlp=8).float(), tokens(1, 3000)
+    assert not any(name.startswith("routers") for name, _ in model.named_parameters())
+    with torch.no_grad():
+        aux = model(x, x)[2]
+        assert all(abs(sum(aux[f"depth{d}"] for d in range(r + 1, 4)) - (3 - r) / 3) < 0.03 for r in range(3))
+        x = x[:, :60]
+        assert torch.equal(model(x)[0], model(x)[0])
+        model.train()
+        torch.manual_seed(0)
+        a, b = model(x)[0], model(x)[0]
+        torch.manual_seed(0)
+        assert torch.equal(model(x)[0], a) and not torch.equal(a, b)
+        aux = model(x, x)[2]
+        assert [round(60 * aux[f"depth{d}"].item()) for d in (1, 2, 3)] == [20, 20, 20]
+
+
+@every_kv
+@every_routing
+def test_the_control_decodes_as_it_computes(router, kv):
+    model = mor(router_arch="random", router=router, kv=kv)
+    assert_cache_is_forward(model, [30, 11], [12, 1, 17], 1e-10)
+    x = tokens(2, 30)
+    aux = model(x, x)[2]
+    assert sum(aux[f"depth{d}"] > 0 for d in (1, 2, 3)) >= 2
+
+
+def test_the_control_learns_no_decision():
+    """Noise has nothing to be taught: the loss is the cross-entropy."""
+    model, x = mor(router_arch="random", aux_weight=1.0).train(), tokens(2, 30)
+    _, loss, aux = model(x, x)
+    assert loss.detach() == aux["ce"] and aux["aux"] > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the cache
+
+@pytest.mark.parametrize("R, n_layer", [(2, 8), (3, 8), (3, 32), (4, 34)])
+@every_routing
+def test_bytes_of_a_cache(R, n_layer, router):
+    """Of the plain Transformer of the same depth, at configured capacities: (R + 1) / (2 R) and 1 / R of the recursive
+    layers; what the model reports is what its buffers hold."""
+    for share in ("cycle", "middle_cycle"):
+        N = n_layer if share == "middle_cycle" else n_layer - 2
+        sizes = dict(n_layer=N, n_embd=8, n_head=2, n_kv_head=1)
+        plain = tiny("gpt", **sizes).init_cache(3, 12 * R).nbytes()
+        assert plain == 8 * 2 * N * 3 * 12 * R * 4
+        for kv, part in (("recursion", (R + 1) / (2 * R)), ("share_update", (R + 1) / (2 * R)), ("share", 1 / R)):
+            got = mor(share=share, kv=kv, n_loop=R, router=router, **sizes).init_cache(3, 12 * R).nbytes() / plain
+            assert abs(got - (part if share == "cycle" else (2 + (N - 2) * part) / N)) < 1e-12
+            if (N, R) == (32, 3):
+                assert round(got, 3) == (0.375 if kv == "share" else 0.688)
+        every = mor(share=share, n_loop=R, router="none", **sizes)
+        assert every.init_cache(3, 12 * R).nbytes() == plain
+
+
+def eager(**sizes):
+    """A model whose routers send every token through all recursions: the states' first number is large."""
+    model = mor(**sizes)
+    with torch.no_grad():
+        model.wte.weight[:, 0] += 20
+        for name, p in model.named_parameters():
+            if "router" in name:
+                p.zero_()
+                p[-1, 0] = 1.0                  # of expert choice the score, of token choice that of all recursions
+    return model
+
+
+@every_fast
+@every_routing
+@every_kv
+def test_a_list_grows_where_tokens_choose_more_than_planned(kv, router, fast):
+    model, x = eager(kv=kv, router=router, fast=fast), tokens(3, 30)
+    with torch.no_grad():
+        assert model(x, x)[2]["depth3"] == 1
+        cache = model.init_cache(3, 30)
+        before = cache.nbytes()
+        model(x, cache=cache)
+    grown = 1.0 if kv == "share" else 5 / (2 + 3 * 4 / 6)
+    assert abs(cache.nbytes() / before - grown) < 1e-12
+    assert_cache_is_forward(model, [30, 7, 19], [1] * 12 + [10, 1, 7], 1e-10)
+
+
+@every_kv
+def test_a_full_cache_says_so(kv):
+    model, x = mor(kv=kv), tokens(2, 12)
+    cache = model.init_cache(2, 12)
+    with torch.no_grad():
+        model(x, cache=cache, n_valid=torch.tensor([12, 5]))
+        with pytest.raises(ValueError, match="cache is full: 12 tokens held, 1 more, max_len 12"):
+            model(x[:, :1], cache=cache)
+        got = model(x[:, 5:6], cache=cache, n_valid=torch.tensor([0, 1]))[0]      # the other row goes on as before
+        assert cache.lengths.tolist() == [12, 6]
+        assert relative(got[1, 0], model(x[1:, :6])[0][0, 5]) < 1e-10
+
+
+@every_routing
+@every_kv
+def test_reset_empties_these_rows_alone(router, kv):
+    model, x = mor(kv=kv, router=router), tokens(4, 30)
+    with torch.no_grad():
+        cache = model.init_cache(3, 30)
+        model(x[:3, :18], cache=cache)
+        kept = [chosen(cache, row, range(5)) for row in (0, 2)]
+        cache.reset([1])
+        assert chosen(cache, 1, range(5)) == [[]] * 5 and [chosen(cache, row, range(5)) for row in (0, 2)] == kept
+        assert cache.lengths.tolist() == [18, 0, 18] and cache.taken[1].sum() == 0
+        assert all((buffer[1] == 0).all() and (buffer[0] != 0).any() for level in cache.k + cache.v for buffer in level)
+        piece = torch.stack([x[0, 18:30], x[3, :12], x[2, 18:30]])
+        got = model(piece, cache=cache)[0]
+        for row, want in ((0, model(x[:1])[0][0, 18:]), (1, model(x[3:, :12])[0][0]), (2, model(x[2:3])[0][0, 18:])):
+            assert relative(got[row], want) < 1e-10
+        cache.reset()
+        assert relative(feed_into(model, cache, x[:3]), model(x[:3])[0]) < 1e-10
+
+
+def feed_into(model, cache, x):
+    return torch.cat([model(part, cache=cache)[0] for part in x.split([4, 1, x.size(1) - 5], 1)], 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows at different recursions
+
+def at_depths(model, cache, new, rows, n, depth):
+    """States of the new tokens (N,), n[r] of row rows[r], each row before recursion depth[r], from 0."""
+    h = model.enter(new, cache, rows, n)
+    for d in range(int(depth.max())):
+        some = depth > d
+        which = some.repeat_interleave(n)
+        h[which] = model.loop(h[which], torch.full_like(rows[some], d), cache, rows[some], n[some])
+    return h
+
+
+@every_fast
+@pytest.mark.parametrize("n", [[1, 1, 1, 1, 1, 1], [3, 1, 2, 1, 1, 4]], ids=str)
+@pytest.mark.parametrize("sizes", [*(dict(kv=kv, router=router) for kv in KV for router in ("expert", "token", "none")),
+                                   dict(share="cycle", kv="share_update", n_kv_head=2), dict(causal="aux_router"),
+                                   dict(router_arch="random", kv="share", qk_norm=True)], ids=str)
+def test_rows_at_different_recursions_are_as_if_alone(sizes, n, fast):
+    """One call takes rows in any order and at any depth; the logits are those of the forward, and so are the depths."""
+    model, x, held = mor(fast=fast, **sizes), tokens(7, 20), [9, 4, 12, 0, 2, 15, 8]
+    rows, n, depth = torch.tensor([4, 1, 6, 0, 5, 2]), torch.tensor(n), torch.tensor([2, 0, 1, 2, 1, 0])
+    new = [x[row, held[row]:held[row] + k] for row, k in zip(rows.tolist(), n.tolist())]
+    with torch.no_grad():
+        cache = model.init_cache(7, 20)
+        model(x, cache=cache, n_valid=torch.tensor(held))
+        before = cache.taken.clone()
+        h = at_depths(model, cache, torch.cat(new), rows, n, depth)
+        alone = []
+        for row, k, d, part in zip(rows.tolist(), n.tolist(), depth.tolist(), new):
+            own = model.init_cache(1, 20)
+            if held[row]:
+                model(x[row:row + 1, :held[row]], cache=own)
+            states = at_depths(model, own, part, torch.tensor([0]), torch.tensor([k]), torch.tensor([d]))
+            alone.append(model.loop(states, torch.tensor([d]), own, torch.tensor([0]), torch.tensor([k])))
+        h = model.loop(h, depth, cache, rows, n)
+        for got, want in zip(h.split(n.tolist()), alone, strict=True):
+            assert relative(got, want) < 1e-10
+        depth = depth + 1
+        while (depth < 3).any():
+            some = depth < 3
+            which = some.repeat_interleave(n)
+            h[which] = model.loop(h[which], depth[some], cache, rows[some], n[some])
+            depth = depth + some
+        logits = model.logits(model.finish(h, cache, rows, n)).split(n.tolist())
+        for row, k, got in zip(rows.tolist(), n.tolist(), logits):
+            whole = model.init_cache(1, 20)
+            want = model(x[row:row + 1, :held[row] + k], cache=whole)[0][0, held[row]:]
+            assert relative(got, want) < 1e-10
+            assert relative(got, model(x[row:row + 1, :held[row] + k])[0][0, held[row]:]) < 1e-10
+            assert torch.equal(cache.taken[row], whole.taken[0]) and (before[row, held[row]:] == 0).all()
+            assert chosen(cache, row, range(5)) == chosen(whole, 0, range(5))
+            assert cache.exits(torch.tensor([row])) == whole.taken[0, held[row] + k - 1]
+        assert not cache.going.any()
+        if model.cfg.router != "none":
+            assert {1, 2, 3} == set(cache.taken.unique().tolist()) - {0}
+
+
+@every_routing
+def test_who_goes_on_is_known_before_the_next_recursion(router):
+    """A row that is done can leave at once: its token is finished with what it has."""
+    model, x = mor(router=router), tokens(6, 15)
+    rows, ones = torch.arange(6), torch.ones(6, dtype=torch.long)
+    with torch.no_grad():
+        cache = model.init_cache(6, 15)
+        model(x[:, :14], cache=cache)
+        h = model.enter(x[:, 14], cache, rows, ones)
+        left = {}
+        for d in range(3):
+            h = model.loop(h, torch.full_like(rows, d), cache, rows, ones[:len(rows)])
+            on = cache.goes_on(rows, ones[:len(rows)])
+            logits = model.logits(model.finish(h[~on], cache, rows[~on], ones[:int((~on).sum())])) if (~on).any() else []
+            left |= {row: (d + 1, out) for row, out in zip(rows[~on].tolist(), logits)}
+            assert cache.exits(rows[~on]).tolist() == [d + 1] * int((~on).sum())
+            rows, h = rows[on], h[on]
+            if len(rows) == 0:
+                break
+        want = model(x)[0][:, -1]
+        assert sorted(left) == list(range(6)) and len({d for d, _ in left.values()}) > 1
+        assert all(relative(out, want[row]) < 1e-10 for row, (_, out) in left.items())
+
+
+@pytest.mark.parametrize("share", ["sequence", "middle_sequence"])
+def test_sharing_that_different_recursions_cannot_serve_is_refused(share):
+    model, x = mor(share=share, router="none"), tokens(2, 8)
+    rows, ones = torch.arange(2), torch.ones(2, dtype=torch.long)
+    with torch.no_grad():
+        cache = model.init_cache(2, 8)
+        h = at_depths(model, cache, x[:, 0], rows, ones, torch.tensor([0, 1]))
+        with pytest.raises(ValueError, match=f"share={share}: rows at different depths need share=cycle"):
+            model.loop(h, torch.tensor([0, 1]), cache, rows, ones)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# conversion
+
+def source(**sizes):
+    """A plain model all of whose layers differ, norms too."""
+    model = tiny("gpt", **{"n_layer": 8, **sizes})
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.copy_(0.5 + torch.rand_like(p))
+    return model
+
+
+def converted(gpt, **sizes):
+    same = {k: v for k, v in asdict(gpt.cfg).items() if k in model_mor.Config.__dataclass_fields__}
+    torch.manual_seed(7)
+    model = model_mor.Model(model_mor.Config(**{**same, **sizes})).double().eval()
+    fresh = {name: w.clone() for name, w in model.state_dict().items()}
+    model_mor.convert(model, gpt.state_dict())
+    return model, fresh
+
+
+# (share, layers, recursions, init): the source's layers that each stored block is the mean of
+ORIGINS = {("middle_cycle", 8, 3, "average"): [[1, 3, 5], [2, 4, 6]], ("middle_cycle", 8, 3, "stepwise"): [[1], [6]],
+           ("middle_cycle", 8, 3, "lower"): [[1], [2]], ("middle_cycle", 8, 3, "upper"): [[5], [6]],
+           ("middle_sequence", 8, 3, "average"): [[1, 2, 3], [4, 5, 6]],
+           ("middle_sequence", 8, 3, "stepwise"): [[1], [6]], ("middle_cycle", 8, 2, "stepwise"): [[1], [3], [6]],
+           ("middle_cycle", 8, 2, "average"): [[1, 4], [2, 5], [3, 6]], ("cycle", 6, 3, "average"): [[0, 2, 4], [1, 3, 5]],
+           ("cycle", 6, 3, "stepwise"): [[0], [5]], ("cycle", 6, 3, "lower"): [[0], [1]],
+           ("cycle", 6, 3, "upper"): [[4], [5]], ("sequence", 6, 2, "average"): [[0, 1], [2, 3], [4, 5]],
+           ("cycle", 3, 3, "stepwise"): [[0]], ("cycle", 3, 3, "upper"): [[2]], ("cycle", 3, 3, "average"): [[0, 1, 2]],
+           ("middle_cycle", 5, 3, "random"): [[]], ("cycle", 6, 3, "random"): [[], []]}
+
+
+@pytest.mark.parametrize("share, n_layer, n_loop, init", ORIGINS)
+def test_where_stored_blocks_come_from(share, n_layer, n_loop, init):
+    gpt = source(n_layer=n_layer, n_kv_head=2, qk_norm=True, tie_embeddings=False)
+    w = gpt.state_dict()
+    model, fresh = converted(gpt, share=share, n_loop=n_loop, init=init)
+    for k, (block, layers) in enumerate(zip(model.blocks, ORIGINS[share, n_layer, n_loop, init], strict=True)):
+        for name, p in block.named_parameters():
+            tied = torch.stack([w[f"blocks.{n}.{name}"] for n in layers]).mean(0) if layers else None
+            assert relative(p, fresh[f"blocks.{k}.{name}"] if tied is None else tied) < 1e-14, name
+    for edge, layer in ((model.first, 0), (model.last, n_layer - 1)):
+        assert len(edge) == share.startswith("middle")
+        for block in edge:
+            assert all(torch.equal(p, w[f"blocks.{layer}.{name}"]) for name, p in block.named_parameters())
+    assert all(torch.equal(model.get_parameter(name), w[name]) for name in ("wte.weight", "norm.weight", "head.weight"))
+    assert all(torch.equal(p, fresh[name]) for name, p in model.named_parameters() if "router" in name)
+    assert not storages(model.state_dict()).keys() & storages(w).keys()
+
+
+def test_in_one_loop_the_source_comes_back():
+    for share in ("cycle", "middle_cycle"):
+        gpt, x = source(), tokens(2, 30)
+        model, _ = converted(gpt, share=share, n_loop=1, router="none")
+        assert relative(model(x)[0], gpt(x)[0]) < 1e-12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# settings
+
+@every_fast
+@pytest.mark.parametrize("router", ["expert", "token", "none"])
+def test_dropout_is_drawn_in_training_alone(router, fast):
+    model, x = mor(router=router, dropout=0.2, fast=fast).train(), tokens(2, 30)
+    torch.manual_seed(0)
+    (a, loss, _), b = model(x, x), model(x)[0]
+    torch.manual_seed(0)
+    assert torch.equal(model(x)[0], a) and not torch.equal(a, b)
+    assert all(torch.isfinite(g).all() for g in gradients(loss, model))
+    assert torch.equal(model.eval()(x)[0], mor(router=router, fast=fast)(x)[0])
+
+
+@every_fast
+@every_kv
+@pytest.mark.parametrize("sizes", [dict(), dict(causal="aux_router", router_arch="mlp"), dict(router="token"),
+                                   dict(router="token", router_func="sigmoid", router_arch="wide_mlp"),
+                                   dict(router_arch="random")], ids=str)
+def test_routers_keep_full_precision(sizes, kv, fast):
+    """Under bfloat16 autocast, and with bfloat16 weights: scores are float32, gradients finite."""
+    model, x, found = mor(kv=kv, fast=fast, **sizes).float(), tokens(2, 30), []
+    routers = [m for m in model.modules() if isinstance(m, model_mor.Router)]
+    for m in routers:
+        m.register_forward_hook(lambda module, args, out: found.append((module, args[0], out)))
+    with torch.autocast("cpu", torch.bfloat16):
+        for training in (True, False):
+            logits, loss, _ = model.train(training)(x[:, :-1], x[:, 1:])
+            assert logits.dtype == torch.float32
+            assert all(torch.isfinite(g).all() for g in gradients(loss, model))
+        with torch.no_grad():
+            model(x, cache=model.init_cache(2, 30))
+    assert {module for module, *_ in found} == set(routers)
+    for module, h, out in found:
+        assert out.dtype == torch.float32
+        if module.layers is not None:
+            assert relative(out, module.layers(h.float())) < 1e-6
+    with torch.no_grad():
+        assert model.bfloat16()(x)[0].dtype == torch.float32 and found[-1][2].dtype == torch.float32
+
+
+@pytest.mark.parametrize("sizes, fit", [
+    (dict(n_layer=7), "n_layer=7 does not fit share=middle_cycle with n_loop=3: 5 or 8 would"),
+    (dict(n_layer=2), "n_layer=2 does not fit share=middle_cycle with n_loop=3: 5 or 8 would"),
+    (dict(n_layer=30), "29 or 32 would"), (dict(n_layer=10, n_loop=4, share="cycle"), "8 or 12 would"),
+    (dict(n_layer=1, n_loop=2, share="sequence"), "2 or 4 would"),
+    (dict(n_layer=9, n_loop=2, share="middle_sequence"), "n_layer=9 does not fit share=middle_sequence with n_loop=2: "
+                                                          "8 or 10 would")], ids=str)
+def test_layers_that_do_not_fit_are_told_which_would(sizes, fit):
+    with pytest.raises(ValueError, match=fit):
+        model_mor.Config(**sizes)
+    for n_layer in map(int, fit.split(": ")[-1].removesuffix(" would").split(" or ")):
+        assert model_mor.Config(**{**sizes, "n_layer": n_layer}).n_layer == n_layer
+
+
+@pytest.mark.parametrize("bad, named", [
+    (dict(n_loop=0), "n_loop=0"), (dict(share="cycle_rev"), "share=cycle_rev"), (dict(router="both"), "router=both"),
+    (dict(kv="all"), "kv=all"), (dict(router_arch="deep"), "router_arch=deep"), (dict(router_func="relu"), "router_func"),
+    (dict(router_func="softmax"), "router_func=softmax must be one of: sigmoid, tanh"),
+    (dict(router="token", router_func="tanh"), "router_func=tanh must be one of: softmax, sigmoid"),
+    (dict(causal="none"), "causal=none"), (dict(balance="both"), "balance=both"), (dict(init="first"), "init=first"),
+    (dict(aux_weight=-0.1), "aux_weight=-0.1"), (dict(capacity_warmup=-1), "capacity_warmup=-1"),
+    (dict(balance_weight=-1.0), "balance_weight"), (dict(balance_rate=-1.0), "balance_rate"),
+    (dict(z_loss=-1e-5), "z_loss"), (dict(exit_loop=4), "exit_loop=4"), (dict(exit_loop=-1), "exit_loop=-1"),
+    (dict(share="sequence", n_layer=6, kv="share"), "kv=share needs recursions over the same layers"),
+    (dict(share="middle_sequence", kv="share_update"), "kv=share_update needs recursions over the same layers"),
+    (dict(pos="alibi"), "pos=alibi"), (dict(mlp="relu"), "mlp=relu"), (dict(n_kv_head=3), "n_kv_head=3"),
+    (dict(n_embd=12), "even head size"), (dict(norm_eps=0.0), "norm_eps"), (dict(rope_theta=-1.0), "rope_theta"),
+    (dict(dropout=1.0), "dropout"), (dict(n_mlp=-1), "n_mlp=-1"), (dict(n_layer=0), "n_layer=0")], ids=str)
+def test_impossible_settings_are_named(bad, named):
+    with pytest.raises(ValueError, match=named):
+        model_mor.Config(**{"n_layer": 5, "n_embd": 32, **bad})
+
+
+def test_defaults_are_those_of_the_paper():
+    cfg = model_mor.Config()
+    assert (cfg.share, cfg.router, cfg.kv, cfg.causal) == ("middle_cycle", "expert", "recursion", "aux_loss")
+    assert (cfg.alpha, cfg.aux_weight, cfg.balance_weight, cfg.balance_rate) == (0.1, 0.001, 0.1, 0.001)
+    assert (cfg.router_func, model_mor.Config(router="token").router_func) == ("sigmoid", "softmax")
+    assert (cfg.router_arch, cfg.capacity_warmup, cfg.z_loss, cfg.balance) == ("linear", 0, 0.0, "loss")

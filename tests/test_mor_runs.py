@@ -1,0 +1,219 @@
+"""Mixture-of-Recursions in training runs and in the engine: what resumes, what processes agree on, budgets, answers."""
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import model_mor
+import prepare
+import runs
+import sample
+import train
+from test_train import TORCHRUN, start
+
+batchings = pytest.mark.parametrize("batching", ["static", "sequence", "depth"])
+ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router", kv="share_update"), "token": dict(router="token"),
+           "token, share": dict(router="token", kv="share", share="cycle", n_layer=6), "none": dict(router="none"),
+           "capped": dict(exit_loop=2)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# training
+
+@pytest.mark.parametrize("keys", [["capacity_warmup=4"], ["router=token", "balance=loss_free", "max_steps=5"]],
+                         ids=str)
+def test_what_the_router_knows_of_the_run_survives_resume(keys, tmp_path, data_dir):
+    """The warm-up's step and the biases: stopped in the middle and resumed is the same to the last bit."""
+    whole = runs.run("mor", tmp_path / "whole", data_dir, *keys)
+    runs.run("mor", tmp_path / "parts", data_dir, *keys, stop_after=3)
+    resumed = runs.run("mor", tmp_path / "parts", data_dir, *keys, "resume=true")
+    assert runs.learned(whole) == runs.learned(resumed)
+    if "router=token" in keys:
+        assert resumed.model.balance_bias.any()
+
+
+def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
+    """Logged shares: all tokens take all recursions at step 0, half do after the warm-up."""
+    trainer = runs.run("mor", tmp_path, data_dir, "capacity_warmup=4")
+    rows = [row for row in train.read_log(trainer.folder / "log.jsonl") if "lr" in row]
+    assert [row["depth2"] for row in rows] == [1.0, *(int(16 * (1 + (1 + math.cos(math.pi * s / 4)) / 2) / 2) / 16
+                                                      for s in (1, 2, 3)), 0.5, 0.5]
+
+
+def test_loads_are_summed_over_processes(tmp_path, data_dir):
+    """Biases of two processes are those of one that sees the same tokens, and both processes have them."""
+    keys = ["router=token", "balance=loss_free", "max_steps=5", "gradient_accumulation_steps=2"]
+    one = runs.run("mor", tmp_path / "one", data_dir, *keys)
+    p = start(*TORCHRUN, *runs.arguments("mor", tmp_path / "two", data_dir, *keys))
+    out, err = p.communicate(timeout=120)
+    assert p.returncode == 0, err
+    two = train.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")["weights"]
+    assert one.model.balance_bias.any() and torch.equal(one.model.balance_bias, two["balance_bias"])
+    assert train.fingerprint(two) == train.fingerprint(one.state()["weights"])
+
+
+def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
+    """val_ce is that of the causal choice, val_ce_topk beside it that of choosing among all; shares of depths add up."""
+    for keys in ([], ["router=token"]):
+        trainer = runs.run("mor", tmp_path / str(len(keys)), data_dir, *keys)
+        row = next(row for row in train.read_log(trainer.folder / "log.jsonl") if "val_ce" in row)
+        assert row["val_depth1"] + row["val_depth2"] == pytest.approx(1)
+        assert ("val_ce_topk" in row) == (not keys)
+        assert keys or row["val_ce_topk"] != row["val_ce"]
+
+
+@pytest.mark.parametrize("model", ["gpt", "mor"])
+def test_a_budget_of_operations_sets_the_steps(model, tmp_path, data_dir):
+    trainer = runs.run(model, tmp_path, data_dir, "max_steps=1")
+    step = 2 * 16 * trainer.model.flops_per_token()
+    trainer = runs.run(model, tmp_path / "b", data_dir, f"max_flops={4.5 * step}")
+    rows = train.read_log(trainer.folder / "log.jsonl")
+    assert trainer.step == trainer.cfg.max_steps == rows[-1]["step"] == 4
+    assert rows[-1]["flops"] == pytest.approx(4 * step)
+    with pytest.raises(prepare.UserError, match="less than one step of"):
+        train.setup(runs.arguments(model, tmp_path / "c", data_dir, f"max_flops={0.9 * step}"))
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
+    """Several budgets from one run: a plateau's checkpoint, resumed with a nearer end, is the shorter run."""
+    keys = ["lr_schedule=trapezoid", "cooldown_frac=0.5", "warmup_steps=1", "gradient_accumulation_steps=1"]
+    runs.run("mor", tmp_path / "long", data_dir, *keys, "max_steps=8", "keep_interval=2")
+    assert sorted(p.name for p in (tmp_path / "long" / "r").glob("step_*.pt")) == [f"step_{n}.pt" for n in (2, 4, 6, 8)]
+    short = runs.run("mor", tmp_path / "short", data_dir, *keys, "max_steps=4")
+    (tmp_path / "branch" / "r").mkdir(parents=True)
+    (tmp_path / "long" / "r" / "step_2.pt").rename(tmp_path / "branch" / "r" / "ckpt.pt")
+    branch = runs.run("mor", tmp_path / "branch", data_dir, "resume=true", "max_steps=4")
+    for ours, theirs in zip(branch.model.parameters(), short.model.parameters()):
+        assert torch.equal(ours, theirs)
+
+
+def test_depth_may_be_capped_when_evaluating(tmp_path, data_dir):
+    trained = runs.run("mor", tmp_path, data_dir)
+    found = []
+    for loops in (1, 2):
+        trainer = train.setup([f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "eval_only=true",
+                               f"exit_loop={loops}"])
+        found.append(trainer.evaluate())
+    assert found[0]["val_depth1"] == 1 and found[1]["val_depth1"] < 1
+    assert found[0]["val_ce"] != found[1]["val_ce"] == trained.evaluate()["val_ce"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the engine
+
+def routing(seed=0, **sizes):
+    """A small model whose tokens take one, two and three recursions."""
+    torch.manual_seed(seed)
+    small = dict(block_size=64, vocab_size=31, n_layer=5, n_loop=3, n_head=2, n_kv_head=1, n_embd=16)
+    model = model_mor.Model(model_mor.Config(**{**small, **sizes})).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape, dtype=p.dtype))
+    return model
+
+
+def alone(model, prompt, n, max_len):
+    """[(token, recursions)]: no cache and no engine, a forward over the whole text for each token."""
+    text, out, taken = list(prompt), [], []
+    model.depths = lambda x: (taken.append(x), {})[1]
+    for _ in range(n):
+        with torch.no_grad():
+            logits = model(torch.tensor([text[-max_len:]]), torch.zeros(1, min(len(text), max_len), dtype=torch.long))[0]
+        causal = taken[0][0, -1] if taken else torch.tensor(model.cfg.n_loop)     # of the first pass, the causal one
+        out.append((int(logits[0, -1].argmax()), int(causal)))
+        text.append(out[-1][0])
+        taken.clear()
+    del model.depths
+    return out
+
+
+def served(model, work, batching, slots=3, max_len=40):
+    requests = [sample.Request(list(prompt), n, arrival) for prompt, n, arrival in work]
+    now = [0.0]
+    engine = sample.Engine(model, slots, max_len, batching, clock=lambda: now[0],
+                           sleep=lambda s: now.__setitem__(0, now[0] + s))
+    loop = model.loop
+
+    def ticking(*given):
+        now[0] += 1
+        return loop(*given)
+    model.loop = ticking
+    try:
+        assert len(list(engine.run(requests))) == len(requests)
+    finally:
+        del model.loop
+    return [list(zip(r.tokens, r.exits)) for r in requests]
+
+
+@batchings
+@pytest.mark.parametrize("name", ROUTERS)
+def test_answers_are_those_of_a_text_alone(name, batching):
+    """Tokens, and the recursions that the token they are predicted from took."""
+    model = routing(**ROUTERS[name])
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda low, high, *size: torch.randint(low, high, size, generator=generator).tolist()
+    work = [(draw(0, 31, n), new, float(at)) for n, new, at in [(5, 9, 0), (1, 6, 0), (9, 4, 2), (3, 8, 2), (12, 7, 30)]]
+    want = [alone(model, prompt, n, 40) for prompt, n, _ in work]
+    assert served(model, work, batching) == want
+    exits = {loop for answer in want for _, loop in answer}
+    assert exits == {"none": {3}, "capped": {1, 2}}.get(name, {1, 2, 3})
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_any_workload_is_answered_the_same_in_all_batchings(data):
+    """Any arrivals, lengths, routers and slots, texts longer than the cache too."""
+    model = routing(data.draw(st.integers(0, 5)), **ROUTERS[data.draw(st.sampled_from(sorted(ROUTERS)))])
+    request = st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(1, 8),
+                        st.floats(0, 20, allow_nan=False))
+    work = data.draw(st.lists(request, min_size=1, max_size=6))
+    slots, max_len = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([8, 40]))
+    want = [alone(model, prompt, n, max_len) for prompt, n, _ in work]
+    for batching in ("static", "sequence", "depth"):
+        assert served(model, work, batching, slots, max_len) == want
+
+
+def test_rows_that_leave_take_their_next_token_at_once():
+    """Depth-wise batching needs fewer calls of loop than sequence-wise, in which all wait for the deepest row."""
+    model, calls = routing(), {}
+    work = [([n, n + 1, n + 2], 12, 0.0) for n in range(6)]
+    loop = type(model).loop
+    for batching in ("sequence", "depth"):
+        calls[batching] = 0
+
+        def counted(h, depth, *rest):
+            calls[batching] += 1
+            return loop(model, h, depth, *rest)
+        model.loop = counted
+        list(sample.Engine(model, 6, 40, batching).run([sample.Request(list(p), n, a) for p, n, a in work]))
+    assert calls["depth"] < calls["sequence"]
+
+
+def test_sharing_by_sequence_is_not_batched_over_depth():
+    with pytest.raises(prepare.UserError, match="share=cycle, not middle_sequence"):
+        sample.Engine(routing(share="middle_sequence"), 2, 10, "depth")
+
+
+def test_keys_that_mean_nothing_to_a_router_are_refused(tmp_path, data_dir):
+    runs.run("mor", tmp_path, data_dir, "max_steps=1")
+    for key in ("exit=confidence:0.5", "fill=propagate"):
+        with pytest.raises(prepare.UserError, match="the router decides who leaves"):
+            sample.main([str(tmp_path / "r"), key])
+
+
+def test_requests_and_colours_from_the_command_line(tmp_path, data_dir, capsys):
+    runs.run("mor", tmp_path, data_dir)
+    file = tmp_path / "requests.jsonl"
+    file.write_text('{"prompt": "ab", "max_new_tokens": 5}\nnonsense\n{"prompt": "c", "max_new_tokens": 3, "id": "x"}\n')
+    capsys.readouterr()
+    sample.main([str(tmp_path / "r"), f"requests={file}", "batching=depth", "temperature=0", "stop=false"])
+    answers = {row["id"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert "error" in answers[2] and [len(answers[k]["tokens"]) for k in (1, "x")] == [5, 3]
+    assert all(loop in (1, 2) for k in (1, "x") for loop in answers[k]["exits"])
+    sample.main([str(tmp_path / "r"), "show_depth=true", "prompt=ab", "max_new_tokens=12", "stop=false"])
+    shown = capsys.readouterr()
+    assert shown.out.startswith("ab\033[") and "left after loop 1:" in shown.err
