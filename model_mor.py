@@ -660,7 +660,7 @@ class Model(nn.Module):
         else:
             if self.context_limit is not None and idx.size(1) > self.context_limit:
                 raise ValueError(f"{idx.size(1)} tokens are more than block_size={self.context_limit}")
-            logits, losses, aux = self.whole(idx, causal=not self.training)
+            logits, _, losses, aux = self.whole(idx, causal=not self.training)
         if targets is None:
             return logits, None, {}
         ce = cross_entropy(logits, targets)
@@ -670,13 +670,20 @@ class Model(nn.Module):
         return logits, ce + sum(losses) if self.training else ce, aux
 
     def whole(self, idx, causal):
-        """Logits of idx (B, T) without a cache, what training adds to the loss (a list), and what to log. causal:
-        tokens are chosen as in decoding."""
+        """Of idx (B, T) without a cache: logits, the recursions that each token takes (B, T), what training adds to the
+        loss (a list), and what to log. causal: tokens are chosen as in decoding."""
         h, every = self.drop(self.wte(idx)), Everyone(idx.size(1), idx.device)
         h = self.through(h, 0, every)
         route = {"expert": self.expert_choice, "token": self.token_choice, "none": self.fixed_depth}[self.cfg.router]
-        h, losses, aux = route(h, causal)
-        return self.logits(self.through(h, self.cfg.n_loop + 1, every)), losses, aux
+        h, taken, losses, aux = route(h, causal)
+        if self.cfg.router != "none":
+            aux |= {f"depth{d}": (taken == d).float().mean() for d in range(1, self.cfg.n_loop + 1)}
+        return self.logits(self.through(h, self.cfg.n_loop + 1, every)), taken, losses, aux
+
+    @torch.no_grad()
+    def recursions(self, idx):
+        """How many recursions each token of idx (B, T) takes when it is decoded, (B, T)."""
+        return self.whole(idx, causal=True)[1]
 
     def logits(self, h):
         """States after the last layer (..., C) -> logits (..., V), in float32 or better."""
@@ -720,7 +727,7 @@ class Model(nn.Module):
         first = {}
         for r in range(self.n_loop):
             h = self.recursion(r, h, None, None, first)
-        return h, [], {}
+        return h, torch.full(h.shape[:2], self.n_loop, device=h.device), [], {}
 
     def capacity(self, r, T):
         """k of recursion r, from 0: how many of T tokens it chooses. During the warm-up the share of tokens falls
@@ -756,8 +763,7 @@ class Model(nn.Module):
             h = self.recursion(r, h, chosen, self.cfg.alpha * gate, first)
             taken += 1 if chosen is None else chosen.mask
             active = chosen
-        aux = self.depths(taken)
-        aux["dead"] = h.new_zeros(()) if active is None else 1 - active.mask.any(0).float().mean()
+        aux = {"dead": h.new_zeros(()) if active is None else 1 - active.mask.any(0).float().mean()}
         if losses:
             bce, z = (torch.stack(x).sum() for x in zip(*losses))
             aux["aux"] = bce
@@ -765,7 +771,7 @@ class Model(nn.Module):
         if found:
             right, commoner, count = (torch.stack(x).sum() for x in zip(*found))
             aux |= {"router_accuracy": right / count, "router_majority": commoner / count}
-        return h, losses, aux
+        return h, taken, losses, aux
 
     def choose(self, s, active, k):
         """The k tokens of each row with the highest scores s (B, T) among the active ones (None: all)."""
@@ -787,10 +793,6 @@ class Model(nn.Module):
                           count.float()))
         return mean(F.binary_cross_entropy_with_logits(decides, was.to(s.dtype), reduction="none")), mean(s ** 2)
 
-    def depths(self, taken):
-        """The share of tokens that take 1, 2, .. recursions; taken (...) counts them."""
-        return {f"depth{d}": (taken == d).float().mean() for d in range(1, self.cfg.n_loop + 1)}
-
     def token_depth(self, h, at):
         """Of states h (..., C) before the recursions: scores (..., R), p (..., R), and the depth that each token
         chooses, from 0 (...)."""
@@ -811,10 +813,9 @@ class Model(nn.Module):
             self.loads = self.loads.to(loads.device) + loads
         share, q = R * loads / loads.sum(), p / p.sum(-1, keepdim=True)
         balance = (share * p.flatten(0, -2).mean(0)).sum()
-        aux = {**self.depths(depth + 1), "balance": balance, "maxvio": share.max() - 1,
-               "entropy": -(q * q.log()).sum(-1).mean()}
+        aux = {"balance": balance, "maxvio": share.max() - 1, "entropy": -(q * q.log()).sum(-1).mean()}
         losses = [self.cfg.balance_weight * balance] if self.cfg.balance == "loss" else []
-        return x, losses + [self.cfg.z_loss * scores.logsumexp(-1).square().mean()], aux
+        return x, depth + 1, losses + [self.cfg.z_loss * scores.logsumexp(-1).square().mean()], aux
 
     def set_step(self, step):
         """The capacity warm-up stands at this training step."""

@@ -9,6 +9,7 @@ Text from a trained model, for every model: one decoding loop over forward and c
     python sample.py out/recall prompt="3 9 1"                     the token ids of a synthetic task (tasks.py)
     python sample.py out/lrt_tiny prompt=FILE:notes.txt prefill=compare    two ways to take in a prompt, and one text
     python sample.py out/relaxed_tiny exit=confidence:0.9 show_depth=true   tokens may leave after any loop; which did
+    python sample.py out/mor_tiny prompt=FILE:notes.txt depths=depths.png   how many recursions each token of a text takes
     python sample.py out/relaxed_tiny requests=FILE.jsonl batching=depth   serve many requests; answers as JSON lines
     python sample.py help                                          every key with its meaning
 
@@ -53,6 +54,7 @@ class SampleConfig:
     exit: str = ""                   # of relaxed: static:LOOP | confidence:P | margin:P | oracle (empty: no early exit)
     fill: str = ""                   # of relaxed: deeper keys of tokens that left early: exact | propagate
     show_depth: bool = False         # of relaxed, mor: colour each token by the loop after which it left
+    depths: str = ""                 # of mor: a picture to draw of the recursions that each token of the prompt takes
     requests: str = ""               # of relaxed, mor: a file of requests to serve, one JSON object a line
     batching: str = "depth"          # of requests: static | sequence | depth, see Engine
     slots: int = 16                  # of requests: how many are in work at a time
@@ -553,16 +555,63 @@ def write_exits(model, tokenizer, prompts, cfg):
     return sum(len(r.tokens) for r in requests), "; " + " ".join([exit_shares(requests, model.n_loop), colours]).strip()
 
 
+def draw_depths(model, tokenizer, prompt, file, width=100):
+    """Print a prompt, token ids, each token in the colour of the recursions that it takes, and draw the same into a
+    picture. Returns how many take how many, in words."""
+    prompt = prompt[:model.context_limit]
+    loops = model.recursions(torch.tensor([prompt], device=next(model.parameters()).device))[0].tolist()
+    texts = [tokenizer.decode([token]) for token in prompt]
+    print("".join(coloured(text, loop, model.n_loop) for text, loop in zip(texts, loops)))
+    pieces, column, row = [], 0, 0                                      # (row, column, text, recursions)
+    for text, loop in zip(texts, loops):
+        for piece in text.replace("\t", "    ").splitlines(keepends=True):
+            if column and column + len(piece.rstrip("\n")) > width:
+                column, row = 0, row + 1
+            pieces.append((row, column, piece.rstrip("\n"), loop))
+            column, row = (0, row + 1) if piece.endswith("\n") else (column + len(piece), row)
+    legend = [(-2, 16 * loop - 16, f"{loop} recursion{'s' * (loop > 1)}", loop) for loop in range(1, model.n_loop + 1)]
+    draw_text(legend + pieces, model.n_loop, file, width)
+    shares = ", ".join(f"{loop}: {loops.count(loop) / len(loops):.0%}" for loop in range(1, model.n_loop + 1))
+    return f"{file}: {len(loops)} tokens, recursions {shares}"
+
+
+def draw_text(pieces, n_loop, file, width):
+    """A picture of pieces of text, (row, column, text, recursions), on grounds that are darker the more they take."""
+    from train import writing
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    rows, shade = 1 + max(row for row, *_ in pieces), plt.get_cmap("YlOrRd")
+    fig, ax = plt.subplots(figsize=(width * 0.08, (rows + 2) * 0.18))
+    ax.set_position((0, 0, 1, 1))
+    for row, column, text, loop in pieces:
+        ax.add_patch(plt.Rectangle((column, -row), len(text), 1, lw=0, color=shade(0.6 * loop / n_loop)))
+        for n, letter in enumerate(text):                               # fonts differ in width: each in its place
+            ax.text(column + n + 0.5, 0.5 - row, letter, family="monospace", fontsize=8, ha="center", va="center",
+                    parse_math=False)
+    ax.set(xlim=(0, width), ylim=(1 - rows, 3))
+    ax.axis("off")
+    with writing(file):
+        try:
+            fig.savefig(file, dpi=110, bbox_inches="tight")
+        except ValueError as e:         # an ending that is no picture
+            raise UserError(f"depths={file}: {str(e).splitlines()[0]}") from e
+    plt.close(fig)
+
+
 def check_loops(model, cfg, path):
     """Set how the model fills in what early exit leaves out; UserError where keys for models that loop over depth are
     given for another."""
-    given = [key for key in ("exit", "fill", "show_depth", "requests") if getattr(cfg, key)]
+    given = [key for key in ("exit", "fill", "show_depth", "requests", "depths") if getattr(cfg, key)]
     if given and not hasattr(model, "loop"):
         raise UserError(f"{given[0]}={getattr(cfg, given[0])} is for a model that loops over depth (relaxed, mor), "
                         f"{path} is not")
     for key in [key for key in ("exit", "fill") if getattr(cfg, key) and hasattr(model, "finish")]:
         raise UserError(f"{key}={getattr(cfg, key)} is for relaxed: of {path}, a mor, the router decides who leaves")
-    unused = {"show_depth": cfg.show_depth, "prefill": cfg.prefill, "num_samples": cfg.num_samples != 1,
+    if cfg.depths and not hasattr(model, "recursions"):
+        raise UserError(f"depths={cfg.depths} is for a model with a router (mor), {path} is not")
+    unused = {"show_depth": cfg.show_depth, "depths": cfg.depths, "prefill": cfg.prefill,
+              "num_samples": cfg.num_samples != 1,
               "prompt": cfg.prompt != SampleConfig.prompt, "max_len": cfg.max_len and model.context_limit}
     for key in [key for key, given in unused.items() if given and cfg.requests]:
         raise UserError(f"{key}={getattr(cfg, key)!s:.60} means nothing to requests=FILE of this model: leave it out")
@@ -634,6 +683,8 @@ def main(argv):
         return print(serve(model, tokenizer, cfg), file=sys.stderr)
     prompts = [ids for ids in map(tokenizer.encode, texts) for _ in range(cfg.num_samples)]
     check_prompts(model, prompts)
+    if cfg.depths:
+        return print(draw_depths(model, tokenizer, prompts[0], cfg.depths), file=sys.stderr)
     if cfg.prefill:
         choose_prefill(model, cfg.prefill, path)
     if cfg.prefill == "compare":

@@ -23,7 +23,12 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
             "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", state="average", source="1,2"),
                     dict(memory=False)],
             "rt": [dict(n_kv_head=2, qk_norm="full", norm="layer", chunk=8), dict(pos="rope", qk_norm="head"),
-                   dict(block=3, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True)]}
+                   dict(block=3, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True)],
+            "mor": [dict(kv="share", n_kv_head=2, qk_norm=True, causal="aux_router", router_arch="mlp"),
+                    dict(router="token", kv="share_update", share="cycle", n_layer=6),
+                    dict(router="token", share="middle_sequence", n_layer=6, n_loop=2, pos="none", balance="loss_free"),
+                    dict(n_layer=6, n_loop=2, kv="share_update", router_func="tanh", tie_embeddings=False, mlp="gelu"),
+                    dict(router="none", n_layer=6, share="sequence")]}
 # Models whose tensors' shapes depend on the data: the order of summation may, too.
 DATA_SHAPED = set()
 CASES = [(name, sizes) for name in MODELS for sizes in [{}] + VARIANTS.get(name, [])]

@@ -59,8 +59,10 @@ class ByHand:
         return rotate(y[None], torch.tensor([t]), self.cfg.rope_theta)[0] if self.cfg.pos == "rope" else y
 
     def pair(self, h, block, t):
+        """The key and the value (heads, D) of state h (C,)."""
         x = self.normed(h, f"{block}.norm1")
-        return self.heads(x, block, "k", t), (self.w[f"{block}.attn.wv.weight"] @ x).unflatten(0, (-1, self.cfg.head_dim))
+        value = self.w[f"{block}.attn.wv.weight"] @ x
+        return self.heads(x, block, "k", t), value.unflatten(0, (-1, self.cfg.head_dim))
 
     def token(self, h, block, t, pairs):
         """State h (C,) at position t after a layer in which it sees these (key, value) pairs."""
@@ -424,8 +426,8 @@ SEEN = [dict(), dict(kv="share"), dict(kv="share_update", router_arch="mlp"), di
 @pytest.mark.parametrize("sizes", SEEN, ids=str)
 def test_flops_are_those_that_run(sizes, monkeypatch):
     """Forward and backward of the fast path, in training. Attention, which is written out here to be counted, takes all
-    keys that a query is given; the model counts the visible ones, the chosen tokens being spread evenly. A router scores
-    all tokens, though of those that have left nothing is asked; the model counts those that compete."""
+    keys that a query is given; the model counts the visible ones, the chosen tokens being spread evenly. A router
+    scores all tokens, though of those that have left nothing is asked; the model counts those that compete."""
     given, T, C = [], 24, 32
 
     def attention(q, k, v, bias, dropout):
@@ -621,7 +623,8 @@ def unrolled(model):
     cfg = model.cfg
     same = {k: v for k, v in asdict(cfg).items() if k in model_gpt.Config.__dataclass_fields__}
     gpt = model_gpt.Model(model_gpt.Config(**same)).double().eval()
-    weights = {name: w for name, w in model.state_dict().items() if name in ("wte.weight", "norm.weight", "head.weight")}
+    top = ("wte.weight", "norm.weight", "head.weight")
+    weights = {name: w for name, w in model.state_dict().items() if name in top}
     for layer in range(cfg.n_layer):
         start = stored(cfg, layer) + "."
         weights |= {f"blocks.{layer}.{name.removeprefix(start)}": w for name, w in model.state_dict().items()
@@ -641,7 +644,8 @@ def test_without_a_router_it_is_the_plain_transformer(sizes, share, fast):
     """Of its unrolled layers; in one loop of share=cycle these are all different, and the names are the same."""
     x = tokens(2, 41)
     for n_loop in (1, 3):
-        model = mor(share=share, router="none", n_layer=8 if "middle" in share else 6, n_loop=n_loop, fast=fast, **sizes)
+        n_layer = 8 if share.startswith("middle") else 6
+        model = mor(share=share, router="none", n_layer=n_layer, n_loop=n_loop, fast=fast, **sizes)
         for got, want in zip(model(x[:, :-1], x[:, 1:])[:2], unrolled(model)(x[:, :-1], x[:, 1:])[:2]):
             assert relative(got, want) < 1e-12
     plain = mor(share="cycle", router="none", n_loop=1, **sizes)
@@ -807,8 +811,8 @@ def test_balancing_loss_has_no_gradient_through_the_loads():
 @pytest.mark.parametrize("router_func", ["softmax", "sigmoid"])
 def test_loss_free_balance_moves_biases_by_all_loads(router_func):
     """Of all micro-batches and processes since the last step; evaluations do not count."""
-    model, x = mor(router="token", balance="loss_free", balance_rate=0.01, router_func=router_func).train(), tokens(3, 30)
-    loads = torch.zeros(3)
+    model = mor(router="token", balance="loss_free", balance_rate=0.01, router_func=router_func).train()
+    x, loads = tokens(3, 30), torch.zeros(3)
     for part in (x[:2], x[2:]):
         aux = model(part, part)[2]
         loads += torch.stack([aux[f"depth{d}"] for d in (1, 2, 3)]) * part.numel()
@@ -818,10 +822,10 @@ def test_loss_free_balance_moves_biases_by_all_loads(router_func):
     want = 0.01 * (30 - loads.round()).sign().double()
     assert torch.equal(model.balance_bias, want) and len(want.unique()) == 2
     assert torch.equal(twin(model).balance_bias, model.balance_bias) and "balance_bias" in model.state_dict()
-    first = torch.stack([model(x[:1], x[:1])[2][f"depth{d}"] for d in (1, 2, 3)]) * 30    # the loads begin again at 0
-    other = torch.tensor([0.0, 0.0, 90.0])                                                # of another process
+    aux, other = model(x[:1], x[:1])[2], torch.tensor([0.0, 0.0, 90.0])         # other: of another process
     model.end_step(lambda *numbers: [a + b for a, b in zip(numbers, other.tolist())])
-    assert relative(model.balance_bias, want + 0.01 * (40 - (first + other).round()).sign()) < 1e-6
+    loads = (other + 30 * torch.stack([aux[f"depth{d}"] for d in (1, 2, 3)])).round()       # they began again at 0
+    assert relative(model.balance_bias, want + 0.01 * (40 - loads).sign()) < 1e-6
 
 
 def test_biases_balance_the_depths():
@@ -1039,9 +1043,10 @@ def test_who_goes_on_is_known_before_the_next_recursion(router):
         for d in range(3):
             h = model.loop(h, torch.full_like(rows, d), cache, rows, ones[:len(rows)])
             on = cache.goes_on(rows, ones[:len(rows)])
-            logits = model.logits(model.finish(h[~on], cache, rows[~on], ones[:int((~on).sum())])) if (~on).any() else []
-            left |= {row: (d + 1, out) for row, out in zip(rows[~on].tolist(), logits)}
-            assert cache.exits(rows[~on]).tolist() == [d + 1] * int((~on).sum())
+            if not on.all():
+                logits = model.logits(model.finish(h[~on], cache, rows[~on], ones[:len(rows[~on])]))
+                left |= {row: (d + 1, out) for row, out in zip(rows[~on].tolist(), logits)}
+                assert cache.exits(rows[~on]).tolist() == [d + 1] * len(rows[~on])
             rows, h = rows[on], h[on]
             if len(rows) == 0:
                 break
@@ -1088,7 +1093,8 @@ ORIGINS = {("middle_cycle", 8, 3, "average"): [[1, 3, 5], [2, 4, 6]], ("middle_c
            ("middle_cycle", 8, 3, "lower"): [[1], [2]], ("middle_cycle", 8, 3, "upper"): [[5], [6]],
            ("middle_sequence", 8, 3, "average"): [[1, 2, 3], [4, 5, 6]],
            ("middle_sequence", 8, 3, "stepwise"): [[1], [6]], ("middle_cycle", 8, 2, "stepwise"): [[1], [3], [6]],
-           ("middle_cycle", 8, 2, "average"): [[1, 4], [2, 5], [3, 6]], ("cycle", 6, 3, "average"): [[0, 2, 4], [1, 3, 5]],
+           ("middle_cycle", 8, 2, "average"): [[1, 4], [2, 5], [3, 6]],
+           ("cycle", 6, 3, "average"): [[0, 2, 4], [1, 3, 5]],
            ("cycle", 6, 3, "stepwise"): [[0], [5]], ("cycle", 6, 3, "lower"): [[0], [1]],
            ("cycle", 6, 3, "upper"): [[4], [5]], ("sequence", 6, 2, "average"): [[0, 1], [2, 3], [4, 5]],
            ("cycle", 3, 3, "stepwise"): [[0]], ("cycle", 3, 3, "upper"): [[2]], ("cycle", 3, 3, "average"): [[0, 1, 2]],
@@ -1178,7 +1184,8 @@ def test_layers_that_do_not_fit_are_told_which_would(sizes, fit):
 
 @pytest.mark.parametrize("bad, named", [
     (dict(n_loop=0), "n_loop=0"), (dict(share="cycle_rev"), "share=cycle_rev"), (dict(router="both"), "router=both"),
-    (dict(kv="all"), "kv=all"), (dict(router_arch="deep"), "router_arch=deep"), (dict(router_func="relu"), "router_func"),
+    (dict(kv="all"), "kv=all"), (dict(router_arch="deep"), "router_arch=deep"),
+    (dict(router_func="relu"), "router_func=relu"),
     (dict(router_func="softmax"), "router_func=softmax must be one of: sigmoid, tanh"),
     (dict(router="token", router_func="tanh"), "router_func=tanh must be one of: softmax, sigmoid"),
     (dict(causal="none"), "causal=none"), (dict(balance="both"), "balance=both"), (dict(init="first"), "init=first"),

@@ -56,7 +56,7 @@ def test_loads_are_summed_over_processes(tmp_path, data_dir):
 
 
 def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
-    """val_ce is that of the causal choice, val_ce_topk beside it that of choosing among all; shares of depths add up."""
+    """val_ce is that of the causal choice, val_ce_topk that of choosing among all; shares of depths add up."""
     for keys in ([], ["router=token"]):
         trainer = runs.run("mor", tmp_path / str(len(keys)), data_dir, *keys)
         row = next(row for row in train.read_log(trainer.folder / "log.jsonl") if "val_ce" in row)
@@ -118,16 +118,13 @@ def routing(seed=0, **sizes):
 
 def alone(model, prompt, n, max_len):
     """[(token, recursions)]: no cache and no engine, a forward over the whole text for each token."""
-    text, out, taken = list(prompt), [], []
-    model.depths = lambda x: (taken.append(x), {})[1]
+    text, out = list(prompt), []
     for _ in range(n):
+        idx = torch.tensor([text[-max_len:]])
         with torch.no_grad():
-            logits = model(torch.tensor([text[-max_len:]]), torch.zeros(1, min(len(text), max_len), dtype=torch.long))[0]
-        causal = taken[0][0, -1] if taken else torch.tensor(model.cfg.n_loop)     # of the first pass, the causal one
-        out.append((int(logits[0, -1].argmax()), int(causal)))
+            logits = model(idx)[0]
+        out.append((int(logits[0, -1].argmax()), int(model.recursions(idx)[0, -1])))
         text.append(out[-1][0])
-        taken.clear()
-    del model.depths
     return out
 
 
@@ -156,7 +153,8 @@ def test_answers_are_those_of_a_text_alone(name, batching):
     model = routing(**ROUTERS[name])
     generator = torch.Generator().manual_seed(1)
     draw = lambda low, high, *size: torch.randint(low, high, size, generator=generator).tolist()
-    work = [(draw(0, 31, n), new, float(at)) for n, new, at in [(5, 9, 0), (1, 6, 0), (9, 4, 2), (3, 8, 2), (12, 7, 30)]]
+    sizes = [(5, 9, 0), (1, 6, 0), (9, 4, 2), (3, 8, 2), (12, 7, 30)]
+    work = [(draw(0, 31, n), new, float(at)) for n, new, at in sizes]
     want = [alone(model, prompt, n, 40) for prompt, n, _ in work]
     assert served(model, work, batching) == want
     exits = {loop for answer in want for _, loop in answer}
@@ -208,7 +206,8 @@ def test_keys_that_mean_nothing_to_a_router_are_refused(tmp_path, data_dir):
 def test_requests_and_colours_from_the_command_line(tmp_path, data_dir, capsys):
     runs.run("mor", tmp_path, data_dir)
     file = tmp_path / "requests.jsonl"
-    file.write_text('{"prompt": "ab", "max_new_tokens": 5}\nnonsense\n{"prompt": "c", "max_new_tokens": 3, "id": "x"}\n')
+    lines = ['{"prompt": "ab", "max_new_tokens": 5}', "nonsense", '{"prompt": "c", "max_new_tokens": 3, "id": "x"}']
+    file.write_text("\n".join(lines))
     capsys.readouterr()
     sample.main([str(tmp_path / "r"), f"requests={file}", "batching=depth", "temperature=0", "stop=false"])
     answers = {row["id"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
@@ -217,3 +216,17 @@ def test_requests_and_colours_from_the_command_line(tmp_path, data_dir, capsys):
     sample.main([str(tmp_path / "r"), "show_depth=true", "prompt=ab", "max_new_tokens=12", "stop=false"])
     shown = capsys.readouterr()
     assert shown.out.startswith("ab\033[") and "left after loop 1:" in shown.err
+
+
+def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):
+    runs.run("mor", tmp_path, data_dir)
+    runs.run("gpt", tmp_path / "gpt", data_dir, "max_steps=1")
+    (tmp_path / "text.txt").write_text("def a(b):\n\treturn 1")
+    capsys.readouterr()
+    sample.main([str(tmp_path / "r"), f"prompt=FILE:{tmp_path / 'text.txt'}", f"depths={tmp_path / 'd.png'}"])
+    shown = capsys.readouterr()
+    assert shown.out.count("\033[0m") == 16 and "16 tokens, recursions 1:" in shown.err       # cropped to block_size
+    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+    for run, file, message in (("gpt/r", "d.png", "is for a model that loops over depth"), ("r", "d.xyz", "d.xyz: Format")):
+        with pytest.raises(prepare.UserError, match=message):
+            sample.main([str(tmp_path / run), f"depths={tmp_path / file}"])
