@@ -321,8 +321,8 @@ class LoopCache:
     at[level] (B, room) where in the text they stand. A list has room for as many tokens as configured capacities leave,
     and grows, for all rows, where a row chooses more. With kv = share only the first recursion has a list.
 
-    length (B,): tokens of each row. Of each position, taken (B, max_len) counts its recursions so far, and going says
-    whether it takes another. Counts and positions are on the host.
+    length (B,): tokens of each row. Of each position, taken (B, max_len) counts its recursions so far, going says
+    whether it takes another, and score is that one's score. All but score, k and v are on the host.
     """
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
@@ -340,6 +340,8 @@ class LoopCache:
         self.length = torch.zeros(batch_size, dtype=torch.long)
         self.going = torch.zeros(batch_size, max_len, dtype=torch.bool)
         self.taken = torch.zeros(batch_size, max_len, dtype=torch.long)
+        self.score = torch.zeros(batch_size, max_len, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        self.rotary = None                  # the tables of all positions, when first needed
 
     @property
     def lengths(self):
@@ -374,14 +376,12 @@ class LoopCache:
         self.at[level] = grown(self.at[level])
 
     def begin(self, rows, n):
-        """Take in n[r] tokens of row rows[r]. Returns their positions (N,)."""
+        """Take in n[r] tokens of row rows[r]. Returns (row, position) of each, (N,) both."""
         if int((self.length[rows] + n).max()) > self.max_len:
             raise ValueError(f"the cache is full: {int(self.length[rows].max())} tokens held, {int(n.max())} more, "
                              f"max_len {self.max_len}")
         self.length[rows] += n
-        row, at = self.newest(rows, n)
-        self.going[row, at] = True
-        return at
+        return self.newest(rows, n)
 
     def goes_on(self, rows, n):
         """Whether any of the newest n[r] tokens of row rows[r] takes another recursion, (R,)."""
@@ -400,6 +400,8 @@ class LoopCache:
 
 def side_by_side(n):
     """Of tokens side by side, n (R,) of each row: each one's row, and which of the row's it is, (N,) both."""
+    if bool((n == 1).all()):
+        return torch.arange(len(n)), torch.zeros_like(n)
     row = torch.arange(len(n)).repeat_interleave(n)
     return row, torch.arange(len(row)) - (n.cumsum(0) - n)[row]
 
@@ -411,17 +413,15 @@ class Packed:
     def __init__(self, cfg, cache, level, rows, n, at):
         row, step = side_by_side(n)
         start = cache.filled[level, rows]
-        self.at, self.parts = at.to(cache.device)[None], []
+        self.cache, self.at, self.parts, slot = cache, at.to(cache.device)[None], [], start[row] + step
         for value in level.unique().tolist():
             of = level == value
+            mine = slice(None) if bool(of.all()) else of[row]
             cache.make_room(value, int((start + n)[of].max()))
+            cache.at[value][rows[row[mine]], slot[mine]] = at[mine]
             for some in (of & (n == 1), of & (n > 1)):
                 if some.any():
                     self.parts.append(Part(cfg, cache, value, rows[some], start[some], n[some], some[row], at))
-        slot = start[row] + step
-        for value in level.unique().tolist():
-            which = level[row] == value
-            cache.at[value][rows[row[which]], slot[which]] = at[which]
         cache.filled[level, rows] += n
         self.fresh = any(part.kv != "share" for part in self.parts)
 
@@ -441,17 +441,20 @@ class Part:
         self.cache, self.level, self.device, T = cache, level, cache.device, int(n.max())
         self.tokens = slice(None) if which.all() else which.nonzero()[:, 0].to(self.device)
         row, step = side_by_side(n)
-        self.rows = rows.to(self.device)
         self.row, self.slot = rows[row].to(self.device), (start[row] + step).to(self.device)
-        self.dense = bool((n == T).all())
+        self.shape, self.dense = (len(rows), T), bool((n == T).all())
         self.pad = None if self.dense else (row.to(self.device), step.to(self.device))
         self.kv = cfg.kv if 1 < level <= cfg.n_loop else "recursion"
-        self.filled = start + n
         # what queries and keys are ordered by: places in the list, or where keys of all tokens are seen, positions
         order = start[row] + step if self.kv == "recursion" else at[which]
-        self.end, self.shape = int(order.max()) + 1, (len(rows), T)
-        q_at = torch.zeros(self.shape, dtype=torch.long).index_put((row, step), order)
-        self.q_at = None if T == 1 and bool((q_at == self.end - 1).all()) else q_at.to(self.device)
+        self.end = int(order.max()) + 1
+        q_at = order.view(self.shape) if self.dense else order.new_zeros(self.shape).index_put((row, step), order)
+        self.q_at = None if T == 1 and bool((order == self.end - 1).all()) else q_at.to(self.device)
+        in_order = torch.equal(rows, torch.arange(len(rows)) + rows[0])                 # their keys need no gathering
+        self.rows = slice(int(rows[0]), int(rows[0]) + len(rows)) if in_order else rows.to(self.device)
+        if self.kv == "share_update":
+            row, slot = side_by_side(start + n)                                         # all that the list holds
+            self.stand_in = [x.to(self.device) for x in (row, rows[row], slot, cache.at[level][rows[row], slot])]
 
     def attend(self, attention, i, q, k, v):
         """q (N, H, D), k, v (N, G, D) of the part's tokens -> (N, H D)."""
@@ -471,15 +474,13 @@ class Part:
         return y.flatten(0, 1) if self.dense else y[self.pad]
 
     def seen(self, buffer, i):
-        """The keys or values that the rows' queries see, (R, S, G, D), in their order."""
-        if self.kv == "recursion":
-            return buffer[self.level][i][self.rows, :self.end]
-        x = buffer[1][i][self.rows, :self.end]                          # all tokens', of the first recursion
+        """The keys or values that the rows' queries see, (R, S, G, D), in their order: the list's, or all tokens' of
+        the first recursion, in which with share_update the list's stand in."""
+        x = buffer[self.level if self.kv == "recursion" else 1][i][:, :self.end]
+        x = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
         if self.kv == "share_update":
-            row, slot = side_by_side(self.filled)
-            at = self.cache.at[self.level][self.rows.cpu()[row], slot]
-            row, slot, at = (y.to(self.device) for y in (row, slot, at))
-            x[row, at] = buffer[self.level][i][self.rows[row], slot]
+            row, of, slot, at = self.stand_in
+            x = x.index_put((row, at), buffer[self.level][i][of, slot])
         return x
 
 
@@ -514,6 +515,10 @@ class Attention(nn.Module):
 
     def among(self, q, k, v, bias):
         """q (B, T, H, D); k, v (B, S, G, D); bias as attention_fast takes it -> (B, T, H D)."""
+        (B, T, H, D), G = q.shape, k.size(2)
+        if self.cfg.fast and T == 1 and H > G:      # the H / G query heads of a key head stand as its queries: quicker
+            q, k, v = q.reshape(B, G, H // G, D), k.transpose(1, 2), v.transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, bias).reshape(B, 1, H * D)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))                                # heads before positions
         attend = attention_fast if self.cfg.fast else attention_naive
         return attend(q, k, v, bias, self.cfg.dropout if self.training else 0.0).transpose(1, 2).flatten(2)
@@ -692,13 +697,20 @@ class Model(nn.Module):
 
     def through(self, h, level, place):
         """The layers of a level (of the recursions: 1, where tokens stand at several) on the tokens of a place."""
-        rotary = None
-        if self.cfg.pos == "rope":
-            rotary = rotary_tables(place.at.squeeze(0) if isinstance(place, Everyone) else place.at, self.cfg.head_dim,
-                                   self.cfg.rope_theta, h.dtype)
+        rotary = self.rotary(place, h.dtype) if self.cfg.pos == "rope" else None
         for i, block in enumerate(self.levels[level]):
             h = block(h, i, place, rotary)
         return h
+
+    def rotary(self, place, dtype):
+        """The rotary tables of a place's tokens. A cache keeps those of all its positions."""
+        make = lambda at: rotary_tables(at, self.cfg.head_dim, self.cfg.rope_theta, dtype)
+        if not isinstance(place, Packed):
+            return make(place.at)
+        cache = place.cache
+        if cache.rotary is None:
+            cache.rotary = make(torch.arange(cache.max_len, device=cache.device))
+        return [table[place.at] for table in cache.rotary]
 
     # routing -------------------------------------------------------------------------------------------------
 
@@ -846,9 +858,9 @@ class Model(nn.Module):
     def enter(self, idx, cache, rows, n):
         """Take in idx (N,), n[r] new tokens of row rows[r] side by side; rows, n (R,) on the host. Returns states
         before the first recursion, (N, C); with router=token (N, 2 C), the second half kept for finish."""
-        at = cache.begin(rows, n)
-        h = self.drop(self.wte(idx))
-        h = self.packed(h, torch.zeros_like(n), cache, rows, n, at)
+        of, at = cache.begin(rows, n)
+        h = self.packed(self.drop(self.wte(idx)), torch.zeros_like(n), cache, rows, n, at)
+        cache.going[of, at] = self.decide(h, h, torch.zeros_like(at), cache, of, at)
         return torch.cat([h, h], -1) if self.cfg.router == "token" else h
 
     def packed(self, h, level, cache, rows, n, at):
@@ -874,32 +886,40 @@ class Model(nn.Module):
         kept, x = h[which, C:], h[which, :C]
         y = self.packed(x, depth[some] + 1, cache, rows[some], taking[some], at)
         if self.cfg.router == "expert":
-            s = self.scores(self.routers, x, r, at)
+            s = cache.score[of.to(h.device), at.to(h.device)]
             gate = torch.tanh(s) if self.cfg.router_func == "tanh" else torch.sigmoid(s)
             y = x + (self.cfg.alpha * gate[:, None] * y).to(x.dtype)
         h = h.index_put((which,), torch.cat([y, kept], -1).to(h.dtype))
         cache.taken[of, at] += 1
-        cache.going[of, at] = self.goes_on(y, kept, r + 1, at) & (r + 1 < self.n_loop)
+        cache.going[of, at] = self.decide(y, kept, r + 1, cache, of, at)
         return h
+
+    def decide(self, x, kept, r, cache, of, at):
+        """Which tokens, with states x (N, C) and what enter kept, take recursion r (N,), from 0, (N,) bool on the host.
+        Their scores go to the cache. of, at (N,): their rows and positions."""
+        goes = r < self.n_loop
+        if self.cfg.router == "token" and bool((r > 0).any()):
+            return goes & (self.token_depth(kept, at.to(x.device))[2].cpu() >= r)
+        if self.cfg.router != "expert" or not goes.any():
+            return goes
+        some = goes.nonzero()[:, 0]
+        x, r, of, at = x[some.to(x.device)], r[some], of[some], at[some]
+        s = self.scores(self.routers, x, r, at)
+        cache.score[of.to(x.device), at.to(x.device)] = s
+        decides = s if self.cfg.causal == "aux_loss" else self.scores(self.aux_routers, x, r, at)
+        all_go = torch.tensor([self.takes_all(d) for d in range(self.cfg.n_loop)])[r]
+        return goes.index_put((some,), (decides >= 0).cpu() | all_go)
 
     def scores(self, routers, x, r, at):
         """Each token's score (N,) by the router of its recursion r (N,), from 0."""
+        values, at = r.unique().tolist(), at.to(x.device)
+        if len(values) == 1:
+            return routers[values[0]](x, at, values[0])[:, 0]
         s = x.new_zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
-        for value in r.unique().tolist():
+        for value in values:
             which = (r == value).to(x.device)
-            s[which] = routers[value](x[which], at.to(x.device)[which], value)[:, 0]
+            s[which] = routers[value](x[which], at[which], value)[:, 0]
         return s
-
-    def goes_on(self, x, kept, r, at):
-        """Which tokens, with states x (N, C) and what enter kept, take recursion r (N,), on the host."""
-        inside = r.clamp(max=self.cfg.n_loop - 1)
-        if self.cfg.router == "expert":
-            routers = self.aux_routers if self.cfg.causal == "aux_router" else self.routers
-            all_go = torch.tensor([self.takes_all(d) for d in range(self.cfg.n_loop)])[inside]
-            return (self.scores(routers, x, inside, at) >= 0).cpu() | all_go
-        if self.cfg.router == "token":
-            return self.token_depth(kept, at.to(x.device))[2].cpu() >= r
-        return torch.ones_like(r, dtype=torch.bool)
 
     def finish(self, h, cache, rows, n):
         """The states (N, C) that logits takes, of tokens that have left: n[r] newest ones of row rows[r]."""

@@ -376,6 +376,8 @@ class Whole:
 
 def side_by_side(n):
     """Of tokens side by side, n (R,) of each row: each one's row, and which of the row's it is, (N,) both."""
+    if bool((n == 1).all()):
+        return torch.arange(len(n)), torch.zeros_like(n)
     row = torch.arange(len(n)).repeat_interleave(n)
     return row, torch.arange(len(row)) - (n.cumsum(0) - n)[row]
 

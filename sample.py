@@ -9,7 +9,7 @@ Text from a trained model, for every model: one decoding loop over forward and c
     python sample.py out/recall prompt="3 9 1"                     the token ids of a synthetic task (tasks.py)
     python sample.py out/lrt_tiny prompt=FILE:notes.txt prefill=compare    two ways to take in a prompt, and one text
     python sample.py out/relaxed_tiny exit=confidence:0.9 show_depth=true   tokens may leave after any loop; which did
-    python sample.py out/mor_tiny prompt=FILE:notes.txt depths=depths.png   how many recursions each token of a text takes
+    python sample.py out/mor_tiny prompt=FILE:notes.txt depths=depths.png   how many recursions each token takes
     python sample.py out/relaxed_tiny requests=FILE.jsonl batching=depth   serve many requests; answers as JSON lines
     python sample.py help                                          every key with its meaning
 

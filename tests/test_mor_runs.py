@@ -227,6 +227,7 @@ def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):
     shown = capsys.readouterr()
     assert shown.out.count("\033[0m") == 16 and "16 tokens, recursions 1:" in shown.err       # cropped to block_size
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
-    for run, file, message in (("gpt/r", "d.png", "is for a model that loops over depth"), ("r", "d.xyz", "d.xyz: Format")):
+    bad = ("gpt/r", "d.png", "is for a model that loops over depth"), ("r", "d.xyz", "d.xyz: Format")
+    for run, file, message in bad:
         with pytest.raises(prepare.UserError, match=message):
             sample.main([str(tmp_path / run), f"depths={tmp_path / file}"])
