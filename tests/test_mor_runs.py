@@ -45,7 +45,7 @@ def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
 
 def test_loads_are_summed_over_processes(tmp_path, data_dir):
     """Biases of two processes are those of one that sees the same tokens, and both processes have them."""
-    keys = ["router=token", "balance=loss_free", "max_steps=5", "gradient_accumulation_steps=2"]
+    keys = ["router=token", "balance=loss_free", "balance_rate=2e-4", "max_steps=25", "gradient_accumulation_steps=2"]
     one = runs.run("mor", tmp_path / "one", data_dir, *keys)
     p = start(*TORCHRUN, *runs.arguments("mor", tmp_path / "two", data_dir, *keys))
     out, err = p.communicate(timeout=120)
@@ -53,6 +53,15 @@ def test_loads_are_summed_over_processes(tmp_path, data_dir):
     two = train.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")["weights"]
     assert one.model.balance_bias.any() and torch.equal(one.model.balance_bias, two["balance_bias"])
     assert train.fingerprint(two) == train.fingerprint(one.state()["weights"])
+
+
+def test_evaluation_is_no_load(tmp_path, data_dir):
+    """Biases are those of training alone, however often it is evaluated."""
+    keys = ["router=token", "balance=loss_free", "max_steps=5"]
+    often, once = (runs.run("mor", tmp_path / n, data_dir, *keys, f"eval_interval={n}") for n in ("1", "9"))
+    assert torch.equal(often.model.balance_bias, once.model.balance_bias)
+    trainer = runs.run("mor", tmp_path / "more", data_dir, *keys)
+    assert trainer.model.loads.eq(0).all() and trainer.model.balance_bias.any()
 
 
 def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
