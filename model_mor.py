@@ -414,13 +414,16 @@ class Packed:
         row, step = side_by_side(n)
         start = cache.filled[level, rows]
         self.cache, self.at, self.parts, slot = cache, at.to(cache.device)[None], [], start[row] + step
+        single = n == 1
         for value in level.unique().tolist():
             of = level == value
-            mine = slice(None) if bool(of.all()) else of[row]
             cache.make_room(value, int((start + n)[of].max()))
+            mine = slice(None) if bool(of.all()) else of[row]
             cache.at[value][rows[row[mine]], slot[mine]] = at[mine]
-            for some in (of & (n == 1), of & (n > 1)):
-                if some.any():
+            for some in (of & single, of & ~single):
+                if some.all():
+                    self.parts.append(Part(cfg, cache, value, rows, start, n, None, at))
+                elif some.any():
                     self.parts.append(Part(cfg, cache, value, rows[some], start[some], n[some], some[row], at))
         cache.filled[level, rows] += n
         self.fresh = any(part.kv != "share" for part in self.parts)
@@ -435,23 +438,27 @@ class Packed:
 
 class Part:
     """Rows of a Packed place at one level, that attention sees together: each holds start (R,) tokens of its list and
-    takes in n (R,), those of the place that `which` (N,) marks."""
+    takes in n (R,), those of the place that `which` (N,) marks (None: all)."""
 
     def __init__(self, cfg, cache, level, rows, start, n, which, at):
         self.cache, self.level, self.device, T = cache, level, cache.device, int(n.max())
-        self.tokens = slice(None) if which.all() else which.nonzero()[:, 0].to(self.device)
+        self.tokens = slice(None) if which is None else which.nonzero()[:, 0].to(self.device)
+        at = at if which is None else at[which]
         row, step = side_by_side(n)
         self.row, self.slot = rows[row].to(self.device), (start[row] + step).to(self.device)
         self.shape, self.dense = (len(rows), T), bool((n == T).all())
         self.pad = None if self.dense else (row.to(self.device), step.to(self.device))
         self.kv = cfg.kv if 1 < level <= cfg.n_loop else "recursion"
         # what queries and keys are ordered by: places in the list, or where keys of all tokens are seen, positions
-        order = start[row] + step if self.kv == "recursion" else at[which]
+        order = start[row] + step if self.kv == "recursion" else at
         self.end = int(order.max()) + 1
         q_at = order.view(self.shape) if self.dense else order.new_zeros(self.shape).index_put((row, step), order)
         self.q_at = None if T == 1 and bool((order == self.end - 1).all()) else q_at.to(self.device)
-        in_order = torch.equal(rows, torch.arange(len(rows)) + rows[0])                 # their keys need no gathering
-        self.rows = slice(int(rows[0]), int(rows[0]) + len(rows)) if in_order else rows.to(self.device)
+        self.rows, self.bias = rows.to(self.device), None
+        # keys of all rows of the cache are read where that is cheaper than to gather those of the part's
+        self.all_rows = T == 1 and self.kv != "share_update" and 3 * len(rows) > cache.filled.size(1)
+        if self.all_rows and self.q_at is not None:
+            self.q_at = self.q_at.new_zeros(cache.filled.size(1), 1).index_copy_(0, self.rows, self.q_at)
         if self.kv == "share_update":
             row, slot = side_by_side(start + n)                                         # all that the list holds
             self.stand_in = [x.to(self.device) for x in (row, rows[row], slot, cache.at[level][rows[row], slot])]
@@ -461,23 +468,24 @@ class Part:
         if self.kv != "share":
             for buffer, new in ((self.cache.k, k), (self.cache.v, v)):
                 buffer[self.level][i][self.row, self.slot] = new.detach().to(buffer[self.level][i].dtype)
-        bias = None
-        if self.q_at is not None or not attention.cfg.fast:
+        k, v = (self.seen(buffer, i).to(q.dtype) for buffer in (self.cache.k, self.cache.v))
+        if self.bias is None and (self.q_at is not None or not attention.cfg.fast):     # the same for all layers
             dtype = q.dtype if attention.cfg.fast else torch.promote_types(q.dtype, torch.float32)
-            q_at = torch.full(self.shape, self.end - 1, device=self.device) if self.q_at is None else self.q_at
-            bias = attention_bias(q_at, torch.arange(self.end, device=self.device), 0, None, dtype)
+            q_at = torch.full((1, 1), self.end - 1, device=self.device) if self.q_at is None else self.q_at
+            self.bias = attention_bias(q_at, torch.arange(self.end, device=self.device), 0, None, dtype)
+        if self.all_rows:
+            q = q.new_zeros(len(k), 1, *q.shape[1:]).index_copy_(0, self.rows, q[:, None])
+            return attention.among(q, k, v, self.bias)[self.rows, 0]
         if self.dense:
-            q = q.unflatten(0, self.shape)
-        else:
-            q = q.new_zeros(*self.shape, *q.shape[1:]).index_put(self.pad, q)
-        y = attention.among(q, *(self.seen(buffer, i).to(q.dtype) for buffer in (self.cache.k, self.cache.v)), bias)
-        return y.flatten(0, 1) if self.dense else y[self.pad]
+            return attention.among(q.unflatten(0, self.shape), k, v, self.bias).flatten(0, 1)
+        q = q.new_zeros(*self.shape, *q.shape[1:]).index_put(self.pad, q)
+        return attention.among(q, k, v, self.bias)[self.pad]
 
     def seen(self, buffer, i):
         """The keys or values that the rows' queries see, (R, S, G, D), in their order: the list's, or all tokens' of
         the first recursion, in which with share_update the list's stand in."""
         x = buffer[self.level if self.kv == "recursion" else 1][i][:, :self.end]
-        x = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
+        x = x if self.all_rows else x.index_select(0, self.rows)
         if self.kv == "share_update":
             row, of, slot, at = self.stand_in
             x = x.index_put((row, at), buffer[self.level][i][of, slot])
@@ -879,20 +887,27 @@ class Model(nn.Module):
         active = cache.going[of, at]
         if not active.any():
             return h
-        row, which = side_by_side(n)[0][active], active.to(h.device)
-        taking = torch.zeros_like(n).index_add(0, row, torch.ones_like(row))            # how many of each row
-        some = taking > 0
-        C, at, of, r = self.cfg.n_embd, at[active], of[active], depth[row]
-        kept, x = h[which, C:], h[which, :C]
-        y = self.packed(x, depth[some] + 1, cache, rows[some], taking[some], at)
+        if not active.all():
+            which, states = active.to(h.device), h
+            row = side_by_side(n)[0][active]
+            taking = torch.zeros_like(n).index_add(0, row, torch.ones_like(row))        # how many of each row
+            some = taking > 0
+            h = self.step_all(h[which], depth[some], cache, rows[some], taking[some], of[active], at[active])
+            return states.index_put((which,), h)
+        return self.step_all(h, depth, cache, rows, n, of, at)
+
+    def step_all(self, h, depth, cache, rows, n, of, at):
+        """loop, where all tokens take the recursion; of, at (N,): their rows and positions."""
+        C, r = self.cfg.n_embd, depth[side_by_side(n)[0]]
+        x, kept = h[:, :C], h[:, C:]
+        y = self.packed(x, depth + 1, cache, rows, n, at)
         if self.cfg.router == "expert":
             s = cache.score[of.to(h.device), at.to(h.device)]
             gate = torch.tanh(s) if self.cfg.router_func == "tanh" else torch.sigmoid(s)
             y = x + (self.cfg.alpha * gate[:, None] * y).to(x.dtype)
-        h = h.index_put((which,), torch.cat([y, kept], -1).to(h.dtype))
         cache.taken[of, at] += 1
         cache.going[of, at] = self.decide(y, kept, r + 1, cache, of, at)
-        return h
+        return (torch.cat([y, kept], -1) if kept.size(1) else y).to(h.dtype)
 
     def decide(self, x, kept, r, cache, of, at):
         """Which tokens, with states x (N, C) and what enter kept, take recursion r (N,), from 0, (N,) bool on the host.
@@ -902,23 +917,23 @@ class Model(nn.Module):
             return goes & (self.token_depth(kept, at.to(x.device))[2].cpu() >= r)
         if self.cfg.router != "expert" or not goes.any():
             return goes
-        some = goes.nonzero()[:, 0]
-        x, r, of, at = x[some.to(x.device)], r[some], of[some], at[some]
+        some = slice(None)
+        if not goes.all():
+            some = goes.nonzero()[:, 0]
+            x, r, of, at = x[some.to(x.device)], r[some], of[some], at[some]
         s = self.scores(self.routers, x, r, at)
         cache.score[of.to(x.device), at.to(x.device)] = s
         decides = s if self.cfg.causal == "aux_loss" else self.scores(self.aux_routers, x, r, at)
-        all_go = torch.tensor([self.takes_all(d) for d in range(self.cfg.n_loop)])[r]
-        return goes.index_put((some,), (decides >= 0).cpu() | all_go)
+        all_go = r < self.cfg.n_loop if self.takes_all(self.cfg.n_loop - 1) else r == 0
+        goes[some] = (decides >= 0).cpu() | all_go
+        return goes
 
     def scores(self, routers, x, r, at):
         """Each token's score (N,) by the router of its recursion r (N,), from 0."""
-        values, at = r.unique().tolist(), at.to(x.device)
-        if len(values) == 1:
-            return routers[values[0]](x, at, values[0])[:, 0]
-        s = x.new_zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
-        for value in values:
-            which = (r == value).to(x.device)
-            s[which] = routers[value](x[which], at[which], value)[:, 0]
+        values, at, here = r.unique().tolist(), at.to(x.device), r.to(x.device)
+        s = routers[values[0]](x, at, values[0])[:, 0]
+        for value in values[1:]:
+            s = torch.where(here == value, routers[value](x, at, value)[:, 0], s)
         return s
 
     def finish(self, h, cache, rows, n):
