@@ -420,7 +420,7 @@ class Packed:
             cache.make_room(value, int((start + n)[of].max()))
             mine = slice(None) if bool(of.all()) else of[row]
             cache.at[value][rows[row[mine]], slot[mine]] = at[mine]
-            for some in (of & single, of & ~single):
+            for some in (of & single, of & (n > 1)):
                 if some.all():
                     self.parts.append(Part(cfg, cache, value, rows, start, n, None, at))
                 elif some.any():
@@ -523,13 +523,13 @@ class Attention(nn.Module):
 
     def among(self, q, k, v, bias):
         """q (B, T, H, D); k, v (B, S, G, D); bias as attention_fast takes it -> (B, T, H D)."""
-        (B, T, H, D), G = q.shape, k.size(2)
+        (B, T, H, D), G, dropout = q.shape, k.size(2), self.cfg.dropout if self.training else 0.0
         if self.cfg.fast and T == 1 and H > G:      # the H / G query heads of a key head stand as its queries: quicker
             q, k, v = q.reshape(B, G, H // G, D), k.transpose(1, 2), v.transpose(1, 2)
-            return F.scaled_dot_product_attention(q, k, v, bias).reshape(B, 1, H * D)
+            return F.scaled_dot_product_attention(q, k, v, bias, dropout).reshape(B, 1, H * D)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))                                # heads before positions
         attend = attention_fast if self.cfg.fast else attention_naive
-        return attend(q, k, v, bias, self.cfg.dropout if self.training else 0.0).transpose(1, 2).flatten(2)
+        return attend(q, k, v, bias, dropout).transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -652,7 +652,8 @@ class Model(nn.Module):
     def eval_metrics(self):
         """What an evaluation reports beside ce, of what forward logs in eval mode."""
         depths = tuple(f"depth{d}" for d in range(1, self.cfg.n_loop + 1))
-        return {"expert": ("ce_topk", *depths, "dead"), "token": (*depths, "maxvio"), "none": ()}[self.cfg.router]
+        return {"expert": ("ce_topk", "router_accuracy", "router_majority", *depths, "dead"),
+                "token": (*depths, "maxvio"), "none": ()}[self.cfg.router]
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Predict the token after each position.
@@ -679,7 +680,9 @@ class Model(nn.Module):
         ce = cross_entropy(logits, targets)
         aux = {"ce": ce.detach(), **{k: v.detach() for k, v in aux.items()}}
         if self.cfg.router == "expert" and cache is None and not self.training:
-            aux["ce_topk"] = cross_entropy(self.whole(idx, causal=False)[0], targets).detach()
+            ahead, _, _, peeking = self.whole(idx, causal=False)
+            aux["ce_topk"] = cross_entropy(ahead, targets).detach()
+            aux |= {name: peeking[name].detach() for name in ("router_accuracy", "router_majority")}
         return logits, ce + sum(losses) if self.training else ce, aux
 
     def whole(self, idx, causal):
@@ -788,8 +791,8 @@ class Model(nn.Module):
             bce, z = (torch.stack(x).sum() for x in zip(*losses))
             aux["aux"] = bce
             losses = [self.cfg.aux_weight * bce * (self.cfg.router_arch != "random"), self.cfg.z_loss * z]
-        if found:
-            right, commoner, count = (torch.stack(x).sum() for x in zip(*found))
+        if not causal:
+            right, commoner, count = (torch.stack(x).sum() for x in zip(*found)) if found else h.new_ones(3)
             aux |= {"router_accuracy": right / count, "router_majority": commoner / count}
         return h, taken, losses, aux
 
@@ -822,7 +825,7 @@ class Model(nn.Module):
 
     def token_choice(self, h, causal):
         """Tokens choose a depth; causal as it is. Logged: balance, the balancing loss without its factor, which is 1 in
-        perfect balance; maxvio, how far the fullest depth is above the mean, in means; entropy of p in nats."""
+        perfect balance; maxvio, how far the fullest depth is above the mean, in means; entropy of the mean p, nats."""
         R, at, first, x = self.cfg.n_loop, torch.arange(h.size(1), device=h.device), {}, h
         scores, p, depth = self.token_depth(h, at)                                      # depth (B, T), from 0
         for r in range(self.n_loop):
@@ -831,9 +834,9 @@ class Model(nn.Module):
         loads = torch.stack([(depth == d).sum() for d in range(R)])
         if self.training:
             self.loads = self.loads.to(loads.device) + loads
-        share, q = R * loads / loads.sum(), p / p.sum(-1, keepdim=True)
+        share, q = R * loads.to(p) / loads.sum(), (p / p.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
         balance = (share * p.flatten(0, -2).mean(0)).sum()
-        aux = {"balance": balance, "maxvio": share.max() - 1, "entropy": -(q * q.log()).sum(-1).mean()}
+        aux = {"balance": balance, "maxvio": share.max() - 1, "entropy": -(q * q.log()).sum()}
         losses = [self.cfg.balance_weight * balance] if self.cfg.balance == "loss" else []
         return x, depth + 1, losses + [self.cfg.z_loss * scores.logsumexp(-1).square().mean()], aux
 
