@@ -405,6 +405,7 @@ def side_by_side(n):
     row = torch.arange(len(n)).repeat_interleave(n)
     return row, torch.arange(len(row)) - (n.cumsum(0) - n)[row]
 
+
 class Packed:
     """n[r] new tokens of row rows[r] at level[r], at positions `at` (N,), side by side: (1, N, C). Attention sees them
     in parts: the rows of one level that have one token, and those that have several, so that little is padding. rows,
@@ -429,6 +430,8 @@ class Packed:
         self.fresh = any(part.kv != "share" for part in self.parts)
 
     def attend(self, attention, i, q, k, v):
+        if len(self.parts) == 1:
+            return self.parts[0].attend(attention, i, q[0], *(x if x is None else x[0] for x in (k, v)))[None]
         out = q.new_empty(q.size(1), q.size(2) * q.size(3))
         for part in self.parts:
             own = [None if x is None else x[0, part.tokens] for x in (q, k, v)]
@@ -876,7 +879,7 @@ class Model(nn.Module):
 
     def packed(self, h, level, cache, rows, n, at):
         """The layers of level[r] on n[r] tokens of row rows[r]: h (N, C) in and out."""
-        if not len(h):
+        if not len(h) or not self.levels[int(level[0])]:
             return h
         one = bool((level == level[0]).all())
         if not one and self.cfg.share.endswith("sequence"):
