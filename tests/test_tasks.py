@@ -409,8 +409,9 @@ def test_every_model_trains_on_tasks(name, task, tmp_path, capsys):
     rows = train.read_log(trainer.folder / "log.jsonl")
     assert {"ce", "token_accuracy", "sequence_accuracy", "grad_norm"} <= rows[0].keys() and "bpb" not in rows[0]
     estimated = {"val_ce_estimate", "val_gap"} if hasattr(trainer.model, "estimate") else set()
-    assert rows[-1].keys() == estimated | {"step", "tokens", "seconds", "val_ce", "val_token_accuracy",
-                                           "val_sequence_accuracy"}
+    told = {f"val_{name}" for name in getattr(trainer.model, "eval_metrics", ())}
+    assert rows[-1].keys() == estimated | told | {"step", "tokens", "flops", "seconds", "val_ce", "val_token_accuracy",
+                                                  "val_sequence_accuracy"}
     assert abs(rows[0]["ce"] - math.log(tasks.TASKS[task].vocab_size)) < 1
     assert trainer.model.cfg.vocab_size == tasks.TASKS[task].vocab_size
     assert not (tmp_path / "nodata").exists()
