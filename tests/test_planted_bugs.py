@@ -221,8 +221,8 @@ BUGS = {
     "MoR: sharers make keys": ("model_mor.py", "idx, real, T, kv, first, kv != \"share\"",
                                "idx, real, T, kv, first, True",
                                "test_mor.py -k expert_choice_is_its_equations and share"),
-    "MoR: keys by place in the list": ("model_mor.py", 'order = start[row] + step if self.kv == "recursion" else '
-                                       "at[which]", "order = start[row] + step",
+    "MoR: keys by place in the list": ("model_mor.py", 'order = start[row] + step if self.kv == "recursion" else at',
+                                       "order = start[row] + step",
                                        "test_mor.py -k runs_the_tokens_that_go_on"),
     "MoR: gated by softmax alone": ("model_mor.py", "(p.detach() + self.balance_bias).argmax(-1)", "p.argmax(-1)",
                                     "test_mor.py -k token_choice_is_its_equations and True-13"),
