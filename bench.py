@@ -555,6 +555,7 @@ def bench_mor(model, cfg, device, ckpt, rounds=9):
 def bench_mor_requests(model, plain, text, device, slots=32, rounds=4):
     """Many requests, beside the plain model with sequence-wise batching: with as many slots, and with as many as fit
     into the plain model's cache."""
+    from sample import loop_shares
     bytes_of = lambda m: m.init_cache(1, LONGEST).nbytes()
     work, more = workload(text), slots * bytes_of(plain) // bytes_of(model)
     base = ("plain", "sequence", slots)
@@ -572,11 +573,11 @@ def bench_mor_requests(model, plain, text, device, slots=32, rounds=4):
     exits = [loop for r in runs["MoR", "depth", slots][0][0] for loop in r.exits]
     cfg, mean = model.cfg, statistics.mean(exits)
     bound = cfg.n_layer / (2 * cfg.edge + cfg.n_stored * mean)
-    shares = ", ".join(f"{b}: {exits.count(b) / len(exits):.0%}" for b in range(1, cfg.n_loop + 1))
     for n, limit in ((slots, bound), (more, bound * more / slots)):
         gain = 1 / times_as_long(seconds["MoR", "depth", n], seconds[base])
         print(f"  {n} slots: bound {limit:.2f}, reached {gain / limit:.0%} (goal 90%)")
-    print(f"  recursions {shares}: a token takes {mean:.2f}, so {1 / bound:.2f} of the plain model's layers")
+    print(f"  recursions {loop_shares(exits, cfg.n_loop)}: a token takes {mean:.2f}, so {1 / bound:.2f} of the plain "
+          f"model's layers")
 
 
 def bench_gpt(model, cfg, device, ckpt=None):

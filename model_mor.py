@@ -279,6 +279,7 @@ class Gathered:
 
     def __init__(self, idx, real, T, kv, first):
         self.at, self.real, self.T, self.kv, self.first, self.fresh = idx, real, T, kv, first, kv != "share"
+        self.bias = None                                # the same for all layers
 
     def attend(self, attention, i, q, k, v):
         if self.kv == "recursion":
@@ -287,8 +288,9 @@ class Gathered:
             k, v = self.first[i]
         else:
             k, v = (self.stand_in(new, old) for new, old in zip((k, v), self.first[i]))
-        bias = attention_bias(self.at, torch.arange(self.T, device=q.device), 0, None, q.dtype)
-        return attention.among(q, k, v, bias)
+        if self.bias is None:
+            self.bias = attention_bias(self.at, torch.arange(self.T, device=q.device), 0, None, q.dtype)
+        return attention.among(q, k, v, self.bias)
 
     def stand_in(self, new, old):
         """old (B, T, G, D), with new (B, n, G, D) in place of the chosen tokens'."""
@@ -307,7 +309,7 @@ class Chosen:
         if self.idx is None:
             count = self.mask.sum(1)                                                    # (B,)
             n = int(count.max())
-            self.idx = (~self.mask).to(torch.int8).argsort(dim=1, stable=True)[:, :n]       # the chosen first, in order
+            self.idx = (~self.mask).to(torch.int8).argsort(dim=1, stable=True)[:, :n]   # the chosen first, in order
             self.real = torch.arange(n, device=count.device) < count[:, None]
         return self.idx, self.real
 
@@ -503,7 +505,7 @@ class Attention(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, self.fast = cfg, cfg.fast
+        self.cfg = cfg
         C, D = cfg.n_embd, cfg.head_dim
         self.wq = nn.Linear(C, cfg.n_head * D, bias=False)
         self.wk = nn.Linear(C, cfg.n_kv_head * D, bias=False)
@@ -759,14 +761,16 @@ class Model(nn.Module):
         """k of recursion r, from 0: how many of T tokens it chooses. During the warm-up the share of tokens falls
         from 1 to (R - r) / R along half a cosine."""
         R, steps = self.cfg.n_loop, self.cfg.capacity_warmup
-        if self.step_number >= steps:
-            return max(1, T * (R - r) // R)
-        above = 0.5 * (1 + math.cos(math.pi * self.step_number / steps))        # 1 .. 0
+        above = 0.5 * (1 + math.cos(math.pi * self.step_number / steps)) if self.step_number < steps else 0.0   # 1 .. 0
         return max(1, int(T * ((R - r) + r * above) / R + 1e-9))
 
     def takes_all(self, r):
         """Whether recursion r has room for all tokens, so that nothing is to be decided."""
         return r == 0 or self.step_number == 0 < self.cfg.capacity_warmup
+
+    def gate(self, s):
+        """What a recursion's output counts, by the scores of its tokens."""
+        return self.cfg.alpha * (torch.tanh(s) if self.cfg.router_func == "tanh" else torch.sigmoid(s))
 
     def expert_choice(self, h, causal):
         """Recursions choose tokens. Logged: aux, the mean BCE of what decides in decoding, summed over recursions;
@@ -785,8 +789,7 @@ class Model(nn.Module):
             else:
                 chosen = self.choose(s, active, self.capacity(r, T))
                 losses.append(self.decision_loss(s, decides, active, chosen, found))
-            gate = torch.tanh(s) if self.cfg.router_func == "tanh" else torch.sigmoid(s)
-            h = self.recursion(r, h, chosen, self.cfg.alpha * gate, first)
+            h = self.recursion(r, h, chosen, self.gate(s), first)
             taken += 1 if chosen is None else chosen.mask
             active = chosen
         aux = {"dead": h.new_zeros(()) if active is None else 1 - active.mask.any(0).float().mean()}
@@ -813,7 +816,7 @@ class Model(nn.Module):
         there = torch.ones_like(s, dtype=torch.bool) if active is None else active.mask
         was = there if chosen is None else chosen.mask
         mean = lambda x: (x * there).sum() / there.sum()
-        if chosen is not None and chosen is not active:
+        if chosen is not None:
             count, yes = there.sum(), was.sum()
             found.append((((decides >= 0) == was)[there].sum().float(), torch.maximum(yes, count - yes).float(),
                           count.float()))
@@ -909,8 +912,7 @@ class Model(nn.Module):
         y = self.packed(x, depth + 1, cache, rows, n, at)
         if self.cfg.router == "expert":
             s = cache.score[of.to(h.device), at.to(h.device)]
-            gate = torch.tanh(s) if self.cfg.router_func == "tanh" else torch.sigmoid(s)
-            y = x + (self.cfg.alpha * gate[:, None] * y).to(x.dtype)
+            y = x + (self.gate(s)[:, None] * y).to(x.dtype)
         cache.taken[of, at] += 1
         cache.going[of, at] = self.decide(y, kept, r + 1, cache, of, at)
         return (torch.cat([y, kept], -1) if kept.size(1) else y).to(h.dtype)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prepare import UserError, asks_help, help_text, run_cli, split_args, typed_config
-from train import read_log, writing
+from train import read_log, save_picture
 
 
 @dataclass
@@ -55,11 +55,7 @@ def main(argv):
     ax.set(xlabel=cfg.x, ylabel=cfg.y, title=cfg.title)
     ax.legend()
     ax.grid(alpha=0.3)
-    with writing(cfg.file):
-        try:
-            fig.savefig(cfg.file, dpi=120, bbox_inches="tight")
-        except ValueError as e:         # an ending that is no picture
-            raise UserError(f"file={cfg.file}: {str(e).splitlines()[0]}") from e
+    save_picture(fig, "file", cfg.file, dpi=120)
     print(f"{cfg.file}: {cfg.y} of {', '.join(labels)}")
 
 

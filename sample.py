@@ -515,9 +515,12 @@ def serve(model, tokenizer, cfg):
 
 def exit_shares(requests, n_loop):
     """How many of the tokens left after each loop, in words."""
-    exits = [loop for r in requests for loop in r.exits]
-    shares = ", ".join(f"{b}: {exits.count(b) / max(1, len(exits)):.0%}" for b in range(1, n_loop + 1))
-    return f"left after loop {shares}"
+    return f"left after loop {loop_shares([loop for r in requests for loop in r.exits], n_loop)}"
+
+
+def loop_shares(loops, n_loop):
+    """How many of loops, one for each token, are 1, 2, .. n_loop: 1: 60%, 2: 40%."""
+    return ", ".join(f"{b}: {loops.count(b) / max(1, len(loops)):.0%}" for b in range(1, n_loop + 1))
 
 
 COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
@@ -571,13 +574,12 @@ def draw_depths(model, tokenizer, prompt, file, width=100):
             column, row = (0, row + 1) if piece.endswith("\n") else (column + len(piece), row)
     legend = [(-2, 16 * loop - 16, f"{loop} recursion{'s' * (loop > 1)}", loop) for loop in range(1, model.n_loop + 1)]
     draw_text(legend + pieces, model.n_loop, file, width)
-    shares = ", ".join(f"{loop}: {loops.count(loop) / len(loops):.0%}" for loop in range(1, model.n_loop + 1))
-    return f"{file}: {len(loops)} tokens, recursions {shares}"
+    return f"{file}: {len(loops)} tokens, recursions {loop_shares(loops, model.n_loop)}"
 
 
 def draw_text(pieces, n_loop, file, width):
     """A picture of pieces of text, (row, column, text, recursions), on grounds that are darker the more they take."""
-    from train import writing
+    from train import save_picture
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -591,11 +593,7 @@ def draw_text(pieces, n_loop, file, width):
                     parse_math=False)
     ax.set(xlim=(0, width), ylim=(1 - rows, 3))
     ax.axis("off")
-    with writing(file):
-        try:
-            fig.savefig(file, dpi=110, bbox_inches="tight")
-        except ValueError as e:         # an ending that is no picture
-            raise UserError(f"depths={file}: {str(e).splitlines()[0]}") from e
+    save_picture(fig, "depths", file, dpi=110)
     plt.close(fig)
 
 
@@ -611,8 +609,8 @@ def check_loops(model, cfg, path):
     if cfg.depths and not hasattr(model, "recursions"):
         raise UserError(f"depths={cfg.depths} is for a model with a router (mor), {path} is not")
     unused = {"show_depth": cfg.show_depth, "depths": cfg.depths, "prefill": cfg.prefill,
-              "num_samples": cfg.num_samples != 1,
-              "prompt": cfg.prompt != SampleConfig.prompt, "max_len": cfg.max_len and model.context_limit}
+              "num_samples": cfg.num_samples != 1, "prompt": cfg.prompt != SampleConfig.prompt,
+              "max_len": cfg.max_len and model.context_limit}
     for key in [key for key, given in unused.items() if given and cfg.requests]:
         raise UserError(f"{key}={getattr(cfg, key)!s:.60} means nothing to requests=FILE of this model: leave it out")
     if cfg.exit:

@@ -909,6 +909,15 @@ def writing(path):
         raise UserError(f"could not write {path}: {e.strerror or e}") from e
 
 
+def save_picture(fig, key, file, dpi):
+    """Write a matplotlib figure to file, which `key` names on the command line."""
+    with writing(file):
+        try:
+            fig.savefig(file, dpi=dpi, bbox_inches="tight")
+        except ValueError as e:         # an ending that is no picture
+            raise UserError(f"{key}={file}: {str(e).splitlines()[0]}") from e
+
+
 def read_log(path):
     """The objects of a log.jsonl; a line cut short by a crash is left out."""
     rows = []
@@ -1088,11 +1097,12 @@ def tokens_per_step(cfg, model):
 
 def set_budget(cfg, model):
     """max_steps from max_flops, by the model's flops_per_token; UserError where that is less than one step."""
+    if not cfg.max_flops:
+        return
     step = tokens_per_step(cfg, model) * model.flops_per_token()
-    if cfg.max_flops and cfg.max_flops < step:
+    if cfg.max_flops < step:
         raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {step:.3g} floating-point operations")
-    if cfg.max_flops:
-        cfg.max_steps = int(cfg.max_flops / step)
+    cfg.max_steps = int(cfg.max_flops / step)
 
 
 def describe(trainer, data_folder):

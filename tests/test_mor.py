@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model_gpt
 import model_mor
 import runs
+import test_relaxed
 import train
 from conftest import relative, tiny
 from test_gpt import rotate
@@ -1092,12 +1093,7 @@ def test_sharing_that_different_recursions_cannot_serve_is_refused(share):
 
 def source(**sizes):
     """A plain model all of whose layers differ, norms too."""
-    model = tiny("gpt", **{"n_layer": 8, **sizes})
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "norm" in name:
-                p.copy_(0.5 + torch.rand_like(p))
-    return model
+    return test_relaxed.source(**{"n_layer": 8, **sizes})
 
 
 def converted(gpt, **sizes):
