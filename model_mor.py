@@ -317,29 +317,62 @@ class Chosen:
 # ---------------------------------------------------------------------------------------------------------
 # the cache
 
-class LoopCache:
-    """Keys and values of every level in lists of their own, for use under no_grad: k[level][i] and v[level][i]
-    (B, room, G, D) of its i-th layer hold those tokens of a row that took it, filled[level] (B,) says how many, and
-    at[level] (B, room) where in the text they stand. A list has room for as many tokens as configured capacities leave,
-    and grows, for all rows, where a row chooses more. With kv = share only the first recursion has a list.
+class KeyList:
+    """A list for each row of a cache: the keys and values of its tokens in the order in which they came, k[i], v[i]
+    (B, room, G, D) in the i-th of some layers. level (B, room) tells of which level an entry is (-1: free), at where in
+    the text its token stands, and count (B,), on the host, how many there are. Where a row needs more room, up to
+    `most`, the lists of all rows grow."""
 
-    length (B,): tokens of each row. Of each position, taken (B, max_len) counts its recursions so far, going says
-    whether it takes another, and score is that one's score. All but score, k and v are on the host.
+    def __init__(self, layers, batch_size, room, most, cfg, device, dtype):
+        shape, self.most = (batch_size, room, cfg.n_kv_head, cfg.head_dim), most
+        self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)] for _ in "kv")
+        self.level, self.at = torch.full(shape[:2], -1, device=device), torch.zeros(shape[:2], device=device).long()
+        self.count = torch.zeros(batch_size, dtype=torch.long)
+
+    def reset(self, rows):
+        for x in (*self.k, *self.v, self.at):
+            x[rows] = 0
+        self.level[rows], self.count[rows] = -1, 0
+
+    def add(self, rows, n, level, at):
+        """Entries for n[r] tokens of row rows[r], of level[r], at positions at (N,), all on the host. Returns their
+        places (N,) in the lists of all rows, one behind the other, on the cache's device."""
+        self.make_room(int((self.count[rows] + n).max()))
+        row, step = side_by_side(n)
+        places = ((self.count + torch.arange(len(self.count)) * self.at.size(1))[rows][row] + step).to(self.at.device)
+        self.count[rows] += n
+        self.level.view(-1)[places], self.at.view(-1)[places] = (x.to(places.device) for x in (level[row], at))
+        return places
+
+    def make_room(self, need):
+        room = self.at.size(1)
+        if need <= room:
+            return
+        more = min(self.most, max(need, room + room // 4)) - room
+        grown = lambda x, fill=0: torch.cat([x, x.new_full((x.size(0), more, *x.shape[2:]), fill)], 1)
+        self.k, self.v = [grown(x) for x in self.k], [grown(x) for x in self.v]
+        self.level, self.at = grown(self.level, -1), grown(self.at)
+
+
+class LoopCache:
+    """What decoding keeps, for use under no_grad: three KeyLists, of the first layer, the recursions, and the last
+    layer. All recursions of a row share one list, with room for what configured capacities leave, so that rows at
+    different recursions are attended to in one call, and memory follows the recursions that tokens really take. With
+    kv = share only the first recursion makes entries.
+
+    length (B,): tokens of each row, start (B,): how many they were before the newest ones came. Of each position, taken
+    (B, max_len) counts its recursions so far, going says whether it takes another, and score is that one's score. All
+    but score and the lists are on the host.
     """
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         self.max_len, self.device = max_len, device
-        n = cfg.n_loop
-        layers = [cfg.edge, *[cfg.n_stored] * n, cfg.edge]
-        rooms = [max_len, *[max(1, int(cfg.share_of_tokens(r) * max_len + 1e-6)) for r in range(n)], max_len]
-        if cfg.kv == "share":
-            layers[2:n + 1] = [0] * (n - 1)
-        shape = lambda level: (batch_size, rooms[level], cfg.n_kv_head, cfg.head_dim)
-        self.k, self.v = ([[torch.zeros(shape(level), device=device, dtype=dtype) for _ in range(layers[level])]
-                           for level in range(n + 2)] for _ in "kv")
-        self.at = [torch.zeros(batch_size, room, dtype=torch.long) for room in rooms]
-        self.filled = torch.zeros(n + 2, batch_size, dtype=torch.long)
-        self.length = torch.zeros(batch_size, dtype=torch.long)
+        rooms = [max(1, int(cfg.share_of_tokens(r) * max_len + 1e-6)) for r in range(cfg.n_loop)]
+        room, most = (max_len, max_len) if cfg.kv == "share" else (sum(rooms), cfg.n_loop * max_len)
+        edge = cfg.edge, batch_size, max_len, max_len, cfg, device, dtype
+        self.first, self.last = KeyList(*edge), KeyList(*edge)
+        self.recursions = KeyList(cfg.n_stored, batch_size, room, most, cfg, device, dtype)
+        self.length, self.start = torch.zeros(2, batch_size, dtype=torch.long)
         self.going = torch.zeros(batch_size, max_len, dtype=torch.bool)
         self.taken = torch.zeros(batch_size, max_len, dtype=torch.long)
         self.score = torch.zeros(batch_size, max_len, device=device, dtype=torch.promote_types(dtype, torch.float32))
@@ -354,34 +387,28 @@ class LoopCache:
     def longest(self):
         return int(self.length.max())
 
+    @property
+    def lists(self):
+        return self.first, self.recursions, self.last
+
     def nbytes(self):
         """Bytes held for keys and values."""
-        return sum(x.nbytes for buffers in (self.k, self.v) for level in buffers for x in level)
+        return sum(x.nbytes for keys in self.lists for x in keys.k + keys.v)
 
     def reset(self, rows=None):
         """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
         they held is zeroed: a NaN behind a mask would still poison the sum over values."""
         rows = slice(None) if rows is None else torch.as_tensor(rows, device="cpu")
-        for level in self.k + self.v:
-            for x in level:
-                x[rows] = 0
-        self.filled[:, rows], self.length[rows], self.going[rows], self.taken[rows] = 0, 0, False, 0
-
-    def make_room(self, level, need):
-        """Let the lists of a level hold `need` tokens a row."""
-        room = self.at[level].size(1)
-        if need <= room:
-            return
-        more = min(self.max_len, max(need, room + room // 4)) - room
-        grown = lambda x: torch.cat([x, x.new_zeros(x.size(0), more, *x.shape[2:])], 1)
-        self.k[level], self.v[level] = [grown(x) for x in self.k[level]], [grown(x) for x in self.v[level]]
-        self.at[level] = grown(self.at[level])
+        for keys in self.lists:
+            keys.reset(rows)
+        self.length[rows], self.start[rows], self.going[rows], self.taken[rows] = 0, 0, False, 0
 
     def begin(self, rows, n):
         """Take in n[r] tokens of row rows[r]. Returns (row, position) of each, (N,) both."""
         if int((self.length[rows] + n).max()) > self.max_len:
             raise ValueError(f"the cache is full: {int(self.length[rows].max())} tokens held, {int(n.max())} more, "
                              f"max_len {self.max_len}")
+        self.start[rows] = self.length[rows]
         self.length[rows] += n
         return self.newest(rows, n)
 
@@ -397,7 +424,7 @@ class LoopCache:
     def newest(self, rows, n):
         """The newest n[r] tokens of row rows[r]: (row, position), (N,) each."""
         row, step = side_by_side(n)
-        return rows[row], (self.length[rows] - n)[row] + step
+        return rows[row], self.start[rows][row] + step
 
 
 def side_by_side(n):
@@ -410,91 +437,100 @@ def side_by_side(n):
 
 class Packed:
     """n[r] new tokens of row rows[r] at level[r], at positions `at` (N,), side by side: (1, N, C). Attention sees them
-    in parts: the rows of one level that have one token, and those that have several, so that little is padding. rows,
-    level, n, at on the host."""
+    in two parts: the rows that have one token, and those that have several, so that little is padding. rows, level, n,
+    at on the host."""
 
     def __init__(self, cfg, cache, level, rows, n, at):
-        row, step = side_by_side(n)
-        start = cache.filled[level, rows]
-        self.cache, self.at, self.parts, slot = cache, at.to(cache.device)[None], [], start[row] + step
-        single = n == 1
-        for value in level.unique().tolist():
-            of = level == value
-            cache.make_room(value, int((start + n)[of].max()))
-            mine = slice(None) if bool(of.all()) else of[row]
-            cache.at[value][rows[row[mine]], slot[mine]] = at[mine]
-            for some in (of & single, of & (n > 1)):
-                if some.all():
-                    self.parts.append(Part(cfg, cache, value, rows, start, n, None, at))
-                elif some.any():
-                    self.parts.append(Part(cfg, cache, value, rows[some], start[some], n[some], some[row], at))
-        cache.filled[level, rows] += n
-        self.fresh = any(part.kv != "share" for part in self.parts)
+        where, row = int(level[0]), side_by_side(n)[0]
+        inner = 0 < where <= cfg.n_loop
+        self.cache, self.at, self.kv = cache, at.to(cache.device)[None], cfg.kv if inner else "recursion"
+        self.keys = cache.recursions if inner else cache.last if where else cache.first
+        own = level <= 1 if self.kv == "share" else torch.ones_like(level, dtype=torch.bool)
+        self.fresh, all_own = bool(own.any()), bool(own.all())
+        if self.fresh:
+            self.own = slice(None) if all_own else own[row].nonzero()[:, 0].to(cache.device)
+            self.places = self.keys.add(rows[own], n[own], level[own], at if all_own else at[own[row]])
+        single, self.parts = n == 1, []
+        for some in (single, n > 1):
+            if some.all():
+                self.parts.append(Part(cfg, self, level, rows, n, None, at))
+            elif some.any():
+                self.parts.append(Part(cfg, self, level[some], rows[some], n[some], some[row], at))
 
     def attend(self, attention, i, q, k, v):
+        q, k, v = (x if x is None else x[0] for x in (q, k, v))
+        for buffers, new in ((self.keys.k, k), (self.keys.v, v)) if self.fresh else ():
+            buffers[i].flatten(0, 1)[self.places] = new[self.own].detach().to(buffers[i].dtype)
         if len(self.parts) == 1:
-            return self.parts[0].attend(attention, i, q[0], *(x if x is None else x[0] for x in (k, v)))[None]
-        out = q.new_empty(q.size(1), q.size(2) * q.size(3))
+            return self.parts[0].attend(attention, i, q, k, v)[None]
+        out = q.new_empty(len(q), q.size(1) * q.size(2))
         for part in self.parts:
-            own = [None if x is None else x[0, part.tokens] for x in (q, k, v)]
-            out[part.tokens] = part.attend(attention, i, *own)
+            out[part.tokens] = part.attend(attention, i, *(x if x is None else x[part.tokens] for x in (q, k, v)))
         return out[None]
 
 
 class Part:
-    """Rows of a Packed place at one level, that attention sees together: each holds start (R,) tokens of its list and
-    takes in n (R,), those of the place that `which` (N,) marks (None: all)."""
+    """Rows of a Packed place that attention sees together, n (R,) tokens of each: those of the place that `which` (N,)
+    marks (None: all)."""
 
-    def __init__(self, cfg, cache, level, rows, start, n, which, at):
-        self.cache, self.level, self.device, T = cache, level, cache.device, int(n.max())
-        self.tokens = slice(None) if which is None else which.nonzero()[:, 0].to(self.device)
-        at = at if which is None else at[which]
+    def __init__(self, cfg, place, level, rows, n, which, at):
+        self.keys, self.kv, self.max_len, device = place.keys, place.kv, place.cache.max_len, place.cache.device
+        self.tokens = slice(None) if which is None else which.nonzero()[:, 0].to(device)
+        self.shape, self.end = (len(rows), int(n.max())), int(self.keys.count[rows].max())
         row, step = side_by_side(n)
-        self.row, self.slot = rows[row].to(self.device), (start[row] + step).to(self.device)
-        self.shape, self.dense = (len(rows), T), bool((n == T).all())
-        self.pad = None if self.dense else (row.to(self.device), step.to(self.device))
-        self.kv = cfg.kv if 1 < level <= cfg.n_loop else "recursion"
-        # what queries and keys are ordered by: places in the list, or where keys of all tokens are seen, positions
-        order = start[row] + step if self.kv == "recursion" else at
-        self.end = int(order.max()) + 1
-        q_at = order.view(self.shape) if self.dense else order.new_zeros(self.shape).index_put((row, step), order)
-        self.q_at = None if T == 1 and bool((order == self.end - 1).all()) else q_at.to(self.device)
-        self.rows, self.bias = rows.to(self.device), None
-        # keys of all rows of the cache are read where that is cheaper than to gather those of the part's
-        self.all_rows = T == 1 and self.kv != "share_update" and 3 * len(rows) > cache.filled.size(1)
-        if self.all_rows and self.q_at is not None:
-            self.q_at = self.q_at.new_zeros(cache.filled.size(1), 1).index_copy_(0, self.rows, self.q_at)
-        if self.kv == "share_update":
-            row, slot = side_by_side(start + n)                                         # all that the list holds
-            self.stand_in = [x.to(self.device) for x in (row, rows[row], slot, cache.at[level][rows[row], slot])]
+        dense = len(row) == len(rows) * self.shape[1]
+        self.pad, at = None if dense else (row.to(device), step.to(device)), at if which is None else at[which]
+        # texts that begin here see themselves: no list is read, and no bias
+        self.begins = (cfg.fast and self.shape[1] > 1 and not bool(place.cache.start[rows].any()) and
+                       (self.kv == "recursion" or bool((level <= 1).all())))
+        # all rows' keys are read where that is cheaper than to gather those of the part's
+        self.all_rows = self.shape[1] == 1 and 3 * len(rows) > len(self.keys.count)
+        self.level, self.rows = level[:, None].to(device), rows.to(device)
+        last = at.new_full(self.shape, self.max_len)                 # padding may see all that its row sees
+        self.at = (at.view(self.shape) if dense else last.index_put((row, step), at)).to(device)
+        self.bias = None                                                    # the same for all layers, made by the first
 
     def attend(self, attention, i, q, k, v):
         """q (N, H, D), k, v (N, G, D) of the part's tokens -> (N, H D)."""
-        if self.kv != "share":
-            for buffer, new in ((self.cache.k, k), (self.cache.v, v)):
-                buffer[self.level][i][self.row, self.slot] = new.detach().to(buffer[self.level][i].dtype)
-        k, v = (self.seen(buffer, i).to(q.dtype) for buffer in (self.cache.k, self.cache.v))
-        if self.bias is None and (self.q_at is not None or not attention.cfg.fast):     # the same for all layers
-            dtype = q.dtype if attention.cfg.fast else torch.promote_types(q.dtype, torch.float32)
-            q_at = torch.full((1, 1), self.end - 1, device=self.device) if self.q_at is None else self.q_at
-            self.bias = attention_bias(q_at, torch.arange(self.end, device=self.device), 0, None, dtype)
+        if self.begins:
+            return self.side_by_side(attention.among(*(self.padded(x) for x in (q, k, v)), None))
+        k, v = (self.of_rows(x[i]).to(q.dtype) for x in (self.keys.k, self.keys.v))
+        if self.bias is None:
+            self.bias = self.make_bias(q.dtype if attention.cfg.fast else torch.promote_types(q.dtype, torch.float32))
         if self.all_rows:
             q = q.new_zeros(len(k), 1, *q.shape[1:]).index_copy_(0, self.rows, q[:, None])
             return attention.among(q, k, v, self.bias)[self.rows, 0]
-        if self.dense:
-            return attention.among(q.unflatten(0, self.shape), k, v, self.bias).flatten(0, 1)
-        q = q.new_zeros(*self.shape, *q.shape[1:]).index_put(self.pad, q)
-        return attention.among(q, k, v, self.bias)[self.pad]
+        return self.side_by_side(attention.among(self.padded(q), k, v, self.bias))
 
-    def seen(self, buffer, i):
-        """The keys or values that the rows' queries see, (R, S, G, D), in their order: the list's, or all tokens' of
-        the first recursion, in which with share_update the list's stand in."""
-        x = buffer[self.level if self.kv == "recursion" else 1][i][:, :self.end]
-        x = x if self.all_rows else x.index_select(0, self.rows)
+    def padded(self, x):
+        """x (N, ..) as (R, T, ..)."""
+        if self.pad is None:
+            return x.unflatten(0, self.shape)
+        return x.new_zeros(*self.shape, *x.shape[1:]).index_put(self.pad, x)
+
+    def side_by_side(self, x):
+        """x (R, T, ..) as (N, ..)."""
+        return x.flatten(0, 1) if self.pad is None else x[self.pad]
+
+    def of_rows(self, x):
+        """Of a buffer (B, room, ..), what the part's rows hold; of all rows, where that is as cheap."""
+        x = x[:, :self.end]
+        return x if self.all_rows else x.index_select(0, self.rows)
+
+    def make_bias(self, dtype):
+        """What is added to scores, (R, 1, T, S): 0 where a query sees an entry, else -inf: of its own recursion; of the
+        first, with kv = share; with share_update of its own, and of the first for the tokens that its own lacks."""
+        level, at = (x[:, :self.end].index_select(0, self.rows) for x in (self.keys.level, self.keys.at))     # (R, S)
+        seen = level == (1 if self.kv == "share" else self.level)
         if self.kv == "share_update":
-            row, of, slot, at = self.stand_in
-            x = x.index_put((row, at), buffer[self.level][i][of, slot])
-        return x
+            known = seen.new_zeros(len(at), self.max_len + 1)           # by position; the last column is for the rest
+            known = known.scatter(1, torch.where(seen, at, self.max_len), True)
+            seen = seen | (level == 1) & ~known.gather(1, at)
+        seen = seen[:, None] & (at[:, None] <= self.at[..., None])                                      # (R, T, S)
+        bias = torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill(~seen, -math.inf)
+        if self.all_rows:                               # the others' results are dropped
+            bias = bias.new_zeros(len(self.keys.count), *bias.shape[1:]).index_copy(0, self.rows, bias)
+        return bias[:, None]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -884,8 +920,7 @@ class Model(nn.Module):
         """The layers of level[r] on n[r] tokens of row rows[r]: h (N, C) in and out."""
         if not len(h) or not self.levels[int(level[0])]:
             return h
-        one = bool((level == level[0]).all())
-        if not one and self.cfg.share.endswith("sequence"):
+        if self.cfg.share.endswith("sequence") and bool((level != level[0]).any()):
             raise ValueError(f"share={self.cfg.share}: rows at different depths need share=cycle or middle_cycle")
         return self.through(h[None], int(level[0]), Packed(self.cfg, cache, level, rows, n, at))[0]
 

@@ -561,7 +561,8 @@ def test_ce_is_that_of_decoding_and_ce_topk_that_of_training(sizes):
 
 def chosen(cache, row, levels):
     """[the positions that the cache has of a row] at each level."""
-    return [cache.at[level][row, :cache.filled[level, row]].tolist() for level in levels]
+    entries = [entry for keys in cache.lists for entry in zip(keys.level[row].tolist(), keys.at[row].tolist())]
+    return [[at for of, at in entries if of == level] for level in levels]
 
 
 @pytest.mark.parametrize("sizes", [dict(kv=kv, router=router) for kv in KV for router in ("expert", "token")], ids=str)
@@ -575,10 +576,11 @@ def test_who_takes_a_recursion_took_the_one_before(sizes):
     for row in range(2):
         by = ByHand(model, False)
         by.forward(x[row].tolist())
-        got = chosen(cache, row, (1, 2, 3))
+        got = [(cache.taken[row] >= r).nonzero()[:, 0].tolist() for r in (1, 2, 3)]
         assert got == by.log["active"] and got[0] == list(range(33))
+        assert chosen(cache, row, (1, 2, 3)) == (got if sizes["kv"] != "share" else [got[0], [], []])
         assert set(got[2]) < set(got[1]) < set(got[0])
-        assert cache.taken[row].tolist() == [sum(t in at for at in got) for t in range(33)]
+        assert cache.recursions.count[row] == sum(map(len, got if sizes["kv"] != "share" else got[:1]))
         assert chosen(cache, row, (0, 4)) == [list(range(33))] * 2
 
 
@@ -981,7 +983,7 @@ def test_reset_empties_these_rows_alone(router, kv):
         cache.reset([1])
         assert chosen(cache, 1, range(5)) == [[]] * 5 and [chosen(cache, row, range(5)) for row in (0, 2)] == kept
         assert cache.lengths.tolist() == [18, 0, 18] and cache.taken[1].sum() == 0
-        assert all((buffer[1] == 0).all() and (buffer[0] != 0).any() for level in cache.k + cache.v for buffer in level)
+        assert all((x[1] == 0).all() and (x[0] != 0).any() for keys in cache.lists for x in keys.k + keys.v)
         piece = torch.stack([x[0, 18:30], x[3, :12], x[2, 18:30]])
         got = model(piece, cache=cache)[0]
         for row, want in ((0, model(x[:1])[0][0, 18:]), (1, model(x[3:, :12])[0][0]), (2, model(x[2:3])[0][0, 18:])):
