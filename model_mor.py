@@ -337,10 +337,10 @@ class KeyList:
     def add(self, rows, n, level, at):
         """Entries for n[r] tokens of row rows[r], of level[r], at positions at (N,), all on the host. Returns their
         places (N,) in the lists of all rows, one behind the other, on the cache's device."""
-        self.make_room(int((self.count[rows] + n).max()))
-        row, step = side_by_side(n)
-        places = ((self.count + torch.arange(len(self.count)) * self.at.size(1))[rows][row] + step).to(self.at.device)
-        self.count[rows] += n
+        (row, step), count = side_by_side(n), self.count[rows]
+        self.make_room(int((count + n).max()))
+        places = ((rows * self.at.size(1) + count)[row] + step).to(self.at.device)
+        self.count[rows] = count + n
         self.level.view(-1)[places], self.at.view(-1)[places] = (x.to(places.device) for x in (level[row], at))
         return places
 
@@ -414,8 +414,7 @@ class LoopCache:
 
     def goes_on(self, rows, n):
         """Whether any of the newest n[r] tokens of row rows[r] takes another recursion, (R,)."""
-        going = self.going[self.newest(rows, n)].long()
-        return torch.zeros_like(n).index_add(0, side_by_side(n)[0], going) > 0
+        return number(self.going[self.newest(rows, n)], n) > 0
 
     def exits(self, rows):
         """The recursions that the newest token of each of rows took, (R,)."""
@@ -428,11 +427,18 @@ class LoopCache:
 
 
 def side_by_side(n):
-    """Of tokens side by side, n (R,) of each row: each one's row, and which of the row's it is, (N,) both."""
+    """Of tokens side by side, n (R,) of each row: each one's row, and which of the row's it is, (N,) both. Where every
+    row has one token, quicker: slice(None), by which (R,) is (N,), and 0."""
     if bool((n == 1).all()):
-        return torch.arange(len(n)), torch.zeros_like(n)
+        return slice(None), 0
     row = torch.arange(len(n)).repeat_interleave(n)
     return row, torch.arange(len(row)) - (n.cumsum(0) - n)[row]
+
+
+def number(mask, n):
+    """How many of each row's tokens mask (N,) marks, (R,), where they stand side by side, n (R,) of each."""
+    (row, _), mask = side_by_side(n), mask.long()
+    return mask if isinstance(row, slice) else torch.zeros_like(n).index_add(0, row, mask)
 
 
 class Packed:
@@ -445,11 +451,13 @@ class Packed:
         inner = 0 < where <= cfg.n_loop
         self.cache, self.at, self.kv = cache, at.to(cache.device)[None], cfg.kv if inner else "recursion"
         self.keys = cache.recursions if inner else cache.last if where else cache.first
-        own = level <= 1 if self.kv == "share" else torch.ones_like(level, dtype=torch.bool)
-        self.fresh, all_own = bool(own.any()), bool(own.all())
-        if self.fresh:
-            self.own = slice(None) if all_own else own[row].nonzero()[:, 0].to(cache.device)
-            self.places = self.keys.add(rows[own], n[own], level[own], at if all_own else at[own[row]])
+        own = level <= 1 if self.kv == "share" else None                    # the rows that make entries; None: all
+        self.fresh, self.own = own is None or bool(own.any()), slice(None)
+        if own is None:
+            self.places = self.keys.add(rows, n, level, at)
+        elif self.fresh:
+            self.own = own[row].nonzero()[:, 0].to(cache.device)
+            self.places = self.keys.add(rows[own], n[own], level[own], at[own[row]])
         single, self.parts = n == 1, []
         for some in (single, n > 1):
             if some.all():
@@ -477,9 +485,8 @@ class Part:
         self.keys, self.kv, self.max_len, device = place.keys, place.kv, place.cache.max_len, place.cache.device
         self.tokens = slice(None) if which is None else which.nonzero()[:, 0].to(device)
         self.shape, self.end = (len(rows), int(n.max())), int(self.keys.count[rows].max())
-        row, step = side_by_side(n)
-        dense = len(row) == len(rows) * self.shape[1]
-        self.pad, at = None if dense else (row.to(device), step.to(device)), at if which is None else at[which]
+        dense, at = bool((n == self.shape[1]).all()), at if which is None else at[which]
+        self.pad = None if dense else tuple(x.to(device) for x in side_by_side(n))
         # texts that begin here see themselves: no list is read, and no bias
         self.begins = (cfg.fast and self.shape[1] > 1 and not bool(place.cache.start[rows].any()) and
                        (self.kv == "recursion" or bool((level <= 1).all())))
@@ -487,7 +494,7 @@ class Part:
         self.all_rows = self.shape[1] == 1 and 3 * len(rows) > len(self.keys.count)
         self.level, self.rows = level[:, None].to(device), rows.to(device)
         last = at.new_full(self.shape, self.max_len)                 # padding may see all that its row sees
-        self.at = (at.view(self.shape) if dense else last.index_put((row, step), at)).to(device)
+        self.at = (at.view(self.shape) if dense else last.index_put(side_by_side(n), at)).to(device)
         self.bias = None                                                    # the same for all layers, made by the first
 
     def attend(self, attention, i, q, k, v):
@@ -932,9 +939,7 @@ class Model(nn.Module):
         if not active.any():
             return h
         if not active.all():
-            which, states = active.to(h.device), h
-            row = side_by_side(n)[0][active]
-            taking = torch.zeros_like(n).index_add(0, row, torch.ones_like(row))        # how many of each row
+            which, states, taking = active.to(h.device), h, number(active, n)
             some = taking > 0
             h = self.step_all(h[which], depth[some], cache, rows[some], taking[some], of[active], at[active])
             return states.index_put((which,), h)
@@ -973,9 +978,9 @@ class Model(nn.Module):
 
     def scores(self, routers, x, r, at):
         """Each token's score (N,) by the router of its recursion r (N,), from 0."""
-        values, at, here = r.unique().tolist(), at.to(x.device), r.to(x.device)
-        s = routers[values[0]](x, at, values[0])[:, 0]
-        for value in values[1:]:
+        least, most, at, here = int(r.min()), int(r.max()), at.to(x.device), r.to(x.device)
+        s = routers[least](x, at, least)[:, 0]
+        for value in range(least + 1, most + 1):
             s = torch.where(here == value, routers[value](x, at, value)[:, 0], s)
         return s
 
