@@ -13,6 +13,7 @@ Speed, side by side in one run: what the README's ratios come from.
     python bench.py relaxed init_from=out/relaxed_exit    also 240 requests in three batchings, with its trained exits
     python bench.py mor                                   training steps of Mixture-of-Recursions beside a Transformer
     python bench.py mor init_from=out/mor_tiny            also 240 requests, with trained routers, beside a Transformer
+    python bench.py serve out/a out/b file=pareto.png     trained runs of relaxed and mor: requests, loss against speed
     python bench.py kernels                               attend and scan (keys: device, rounds)
 
 The keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
@@ -27,15 +28,17 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 import kernels
+from plot import points
 from prepare import TokenData, UserError, asks_help, run_cli, split_args, typed_config
-from train import (check_tokenizer, device_name, make_model, make_optimizers, model_module, open_data, pick_device,
-                   read_config)
+from train import (check_tokenizer, device_name, load_run, make_model, make_optimizers, model_module, open_data,
+                   pick_device, read_config, save_picture)
 
 
 def timings(contestants, rounds, device):
@@ -559,25 +562,97 @@ def bench_mor_requests(model, plain, text, device, slots=32, rounds=4):
     bytes_of = lambda m: m.init_cache(1, LONGEST).nbytes()
     work, more = workload(text), slots * bytes_of(plain) // bytes_of(model)
     base = ("plain", "sequence", slots)
-    ways = [base, *(("MoR", b, slots) for b in ("static", "sequence", "depth")), ("MoR", "depth", more)]
+    ways = [base, *(("MoR", b, slots) for b in ("static", "sequence", "depth")), ("plain", "sequence", more),
+            ("MoR", "depth", more)]
     runs = in_turns(ways, lambda name, batching, n: answered(work, plain if name == "plain" else model, n, batching,
                                                              device), rounds)
-    seconds = {way: [t for _, t in found] for way, found in runs.items()}
-    answers = {way: [[r.tokens for r in todo] for todo, _ in found] for way, found in runs.items()}
-    tokens = sum(len(r) for r in answers[base][0])
-    for way, t in seconds.items():
-        same = all(a == answers["MoR", "static", slots][0] for a in answers[way]) or way == base
-        print(f"{len(work())} requests, {way[0]:6}{way[1]:10}{way[2]:4} slots{tokens / statistics.median(t):9,.0f} "
-              f"tokens/s{1 / times_as_long(t, seconds[base]):7.2f} x the plain model   answers "
-              f"{'the same' if same else 'DIFFER'}", flush=True)
+    gains = {way: 1 / times_as_long([t for _, t in found], [t for _, t in runs[base]]) for way, found in runs.items()}
+    first = {name: [r.tokens for r in found[0][0]] for (name, _, _), found in runs.items()}
+    for way, found in runs.items():
+        tokens, seconds = sum(map(len, first[way[0]])), statistics.median(t for _, t in found)
+        same = all([r.tokens for r in todo] == first[way[0]] for todo, _ in found)
+        print(f"{len(work())} requests, {way[0]:6}{way[1]:10}{way[2]:4} slots{tokens / seconds:9,.0f} tokens/s"
+              f"{gains[way]:7.2f} x the plain model   answers {'the same' if same else 'DIFFER'}", flush=True)
     exits = [loop for r in runs["MoR", "depth", slots][0][0] for loop in r.exits]
     cfg, mean = model.cfg, statistics.mean(exits)
     bound = cfg.n_layer / (2 * cfg.edge + cfg.n_stored * mean)
-    for n, limit in ((slots, bound), (more, bound * more / slots)):
-        gain = 1 / times_as_long(seconds["MoR", "depth", n], seconds[base])
-        print(f"  {n} slots: bound {limit:.2f}, reached {gain / limit:.0%} (goal 90%)")
     print(f"  recursions {loop_shares(exits, cfg.n_loop)}: a token takes {mean:.2f}, so {1 / bound:.2f} of the plain "
           f"model's layers")
+    print(f"  {slots} slots: bound {bound:.2f}, reached {gains['MoR', 'depth', slots] / bound:.0%} (goal 90%)")
+    for what, limit in (("where the time of a step does not grow with slots", bound * more / slots),
+                        ("with what the plain model gains by as many slots", bound * gains[ways[-2]])):
+        print(f"  {more} slots, as much memory: bound {limit:.2f} {what}, "
+              f"reached {gains[ways[-1]] / limit:.0%} (goal 90%)")
+
+
+@dataclass
+class ServeConfig:
+    file: str = "serve.png"
+    slots: int = 32
+    requests: int = 240
+    rounds: int = 3
+    device: str = "auto"
+    data_dir: str = "data"
+
+    def __post_init__(self):
+        for name in ("slots", "requests", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def bench_serve(folders, argv):
+    """Trained runs answer the same requests, with as many slots each: tokens a second beside the last loss of their
+    logs, printed and drawn. Models with a router go depth-wise, where their sharing lets them, all others
+    sequence-wise."""
+    cfg = typed_config(ServeConfig, split_args(argv))
+    if not folders or len(set(folders)) < len(folders):
+        raise UserError("give the folders of runs, each once: python bench.py serve out/NAME ... [key=value]")
+    device = pick_device(cfg.device)
+    runs = {folder: served_run(folder, cfg.data_dir, device) for folder in folders}
+    texts = [text for _, text, _ in runs.values()]
+    if not all(np.array_equal(text, texts[0]) for text in texts):
+        raise UserError("the runs were not trained on the same tokens, so neither losses nor tokens/s compare")
+    work, ways = workload(texts[0], cfg.requests), [(f, batching_of(model)) for f, (model, _, _) in runs.items()]
+    found = in_turns(ways, lambda folder, how: answered(work, runs[folder][0], cfg.slots, how, device), cfg.rounds)
+    places = []
+    for way, answers in found.items():
+        count, seconds = sum(len(r.tokens) for r in answers[0][0]), statistics.median(t for _, t in answers)
+        places.append((Path(way[0]).name, count / seconds, runs[way[0]][2]))
+        print(f"{way[0]:30}{way[1]:10}{count / seconds:9,.0f} tokens/s{runs[way[0]][2]:9.4f} bits per byte")
+    draw_serve(places, cfg)
+
+
+def served_run(folder, data_dir, device):
+    """(model, the text that requests start from, the last val_bpb of the log) of a run."""
+    model, _, ckpt = load_run(folder, device)
+    if not hasattr(model, "enter"):
+        raise UserError(f"{folder} is a model_{ckpt['model']}: requests are for relaxed and mor")
+    bpb = points(folder, "step", "val_bpb")[-1][1]
+    cfg = read_config([f"model={ckpt['model']}", f"init_from={folder}", f"data_dir={data_dir}"])[0]
+    return model, served_text(model, cfg, ckpt), bpb
+
+
+def batching_of(model):
+    """depth where a router lets tokens leave early, and rows may stand at different recursions."""
+    routed = hasattr(model, "finish") and model.cfg.router != "none" and model.n_loop > 1
+    return "depth" if routed and model.cfg.share.endswith("cycle") else "sequence"
+
+
+def draw_serve(places, cfg):
+    """The picture of bench_serve: (name, tokens a second, bits per byte) of each run."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(7, 4.5))
+    for name, speed, bpb in places:
+        ax.plot(speed, bpb, "o")
+        ax.annotate(name, (speed, bpb), textcoords="offset points", xytext=(6, 4), fontsize=8)
+    ax.set(xlabel=f"tokens a second, {cfg.slots} slots", ylabel="bits per byte")
+    ax.margins(x=0.15)
+    ax.grid(alpha=0.3)
+    save_picture(fig, "file", cfg.file, dpi=120)
+    plt.close(fig)
+    print(f"{cfg.file}: loss against speed of {len(places)} runs")
 
 
 def bench_gpt(model, cfg, device, ckpt=None):
@@ -745,12 +820,14 @@ def main(argv):
         return print(__doc__.strip())
     names = [a for a in argv if "=" not in a]
     benches = {"gpt": bench_gpt, "rt": bench_rt, "lrt": bench_lrt, "relaxed": bench_relaxed, "mor": bench_mor}
-    if len(names) > 1 or not set(names) <= {*benches, "rat", "kernels"}:
-        raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join([*benches, 'rat', 'kernels'])}")
+    keys, others = [a for a in argv if "=" in a], ["rat", "kernels", "serve"]
+    if names[:1] == ["serve"]:
+        return bench_serve(names[1:], keys)
+    if len(names) > 1 or not set(names) <= {*benches, *others}:
+        raise UserError(f"python bench.py NAME [key=value ...], NAME one of: {', '.join([*benches, *others])}")
     name = names[0] if names else "gpt"
     if name == "kernels":
-        return bench_kernels([a for a in argv if "=" in a])
-    keys = [a for a in argv if "=" in a]
+        return bench_kernels(keys)
     if not {"config", "n_embd", "init_from"} & {a.split("=")[0] for a in keys}:
         keys = BENCH_SIZES.get(name, []) + keys
     cfg, model_fields, ckpt, _ = read_config([f"model={name}", *keys])

@@ -965,16 +965,13 @@ class Model(nn.Module):
             return goes & (self.token_depth(kept, at.to(x.device))[2].cpu() >= r)
         if self.cfg.router != "expert" or not goes.any():
             return goes
-        some = slice(None)
-        if not goes.all():
-            some = goes.nonzero()[:, 0]
-            x, r, of, at = x[some.to(x.device)], r[some], of[some], at[some]
+        r = r.clamp(max=self.n_loop - 1)                # who has taken all gets a score too, for the sake of one shape
         s = self.scores(self.routers, x, r, at)
         cache.score[of.to(x.device), at.to(x.device)] = s
+        if self.takes_all(self.cfg.n_loop - 1):
+            return goes
         decides = s if self.cfg.causal == "aux_loss" else self.scores(self.aux_routers, x, r, at)
-        all_go = r < self.cfg.n_loop if self.takes_all(self.cfg.n_loop - 1) else r == 0
-        goes[some] = (decides >= 0).cpu() | all_go
-        return goes
+        return goes & ((decides >= 0).cpu() | (r == 0))
 
     def scores(self, routers, x, r, at):
         """Each token's score (N,) by the router of its recursion r (N,), from 0."""
