@@ -37,8 +37,8 @@ import torch.nn.functional as F
 import kernels
 from plot import points
 from prepare import TokenData, UserError, asks_help, run_cli, split_args, typed_config
-from train import (check_tokenizer, device_name, load_run, make_model, make_optimizers, model_module, open_data,
-                   pick_device, read_config, save_picture)
+from train import (TrainConfig, check_tokenizer, device_name, load_run, make_model, make_optimizers, model_module,
+                   open_data, pick_device, read_config, save_picture)
 
 
 def timings(contestants, rounds, device):
@@ -598,6 +598,8 @@ class ServeConfig:
         for name in ("slots", "requests", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if Path(self.file).suffix not in (".png", ".pdf", ".svg") or not Path(self.file).absolute().parent.is_dir():
+            raise ValueError(f"file={self.file} must be a .png, .pdf or .svg in a folder that exists")
 
 
 def bench_serve(folders, argv):
@@ -614,11 +616,11 @@ def bench_serve(folders, argv):
         raise UserError("the runs were not trained on the same tokens, so neither losses nor tokens/s compare")
     work, ways = workload(texts[0], cfg.requests), [(f, batching_of(model)) for f, (model, _, _) in runs.items()]
     found = in_turns(ways, lambda folder, how: answered(work, runs[folder][0], cfg.slots, how, device), cfg.rounds)
-    places = []
-    for way, answers in found.items():
-        count, seconds = sum(len(r.tokens) for r in answers[0][0]), statistics.median(t for _, t in answers)
-        places.append((Path(way[0]).name, count / seconds, runs[way[0]][2]))
-        print(f"{way[0]:30}{way[1]:10}{count / seconds:9,.0f} tokens/s{runs[way[0]][2]:9.4f} bits per byte")
+    places, width = [], max(map(len, folders))
+    for (folder, how), answers in found.items():
+        speed = sum(len(r.tokens) for r in answers[0][0]) / statistics.median(seconds for _, seconds in answers)
+        places.append((Path(folder).name, speed, runs[folder][2]))
+        print(f"{folder:{width}}  {how:10}{speed:9,.0f} tokens/s{runs[folder][2]:9.4f} bits per byte")
     draw_serve(places, cfg)
 
 
@@ -628,8 +630,8 @@ def served_run(folder, data_dir, device):
     if not hasattr(model, "enter"):
         raise UserError(f"{folder} is a model_{ckpt['model']}: requests are for relaxed and mor")
     bpb = points(folder, "step", "val_bpb")[-1][1]
-    cfg = read_config([f"model={ckpt['model']}", f"init_from={folder}", f"data_dir={data_dir}"])[0]
-    return model, served_text(model, cfg, ckpt), bpb
+    data = {key: ckpt["config"][key] for key in ("dataset", "tokenizer")}
+    return model, served_text(model, TrainConfig(**data, data_dir=data_dir, init_from=folder), ckpt), bpb
 
 
 def batching_of(model):

@@ -26,9 +26,9 @@ argmax(p + b), moved by balance_rate sign(mean load - load_i) after each step. r
 Keys and values (Section 2.2.2): kv = recursion: a recursion's tokens see each other. share: they see the keys and
 values that all tokens had in the first recursion. share_update: the same, but those of its own tokens are fresh.
 
-`fast=False` runs every token through every recursion and masks out what was not chosen. `fast=True` gathers the chosen
-tokens, runs them as a shorter sequence, and scatters them back. With a cache (LoopCache) each recursion keeps a list of
-the tokens that came so far; for an engine that batches over depth (sample.py) there are enter, loop and finish, in
+`fast=False` runs every token through every recursion and masks out what was not chosen. `fast=True` runs the chosen
+tokens alone, side by side, and puts them back. With a cache (LoopCache) a row keeps one list for all recursions, of the
+tokens that took them so far; for an engine that batches over depth (sample.py) there are enter, loop and finish, in
 which each row may stand at another recursion, because all use the same weights (share = cycle or middle_cycle).
 
 Names: B batch, T new tokens, S keys, n chosen tokens, N tokens of several rows side by side, H query heads, G key/value
@@ -273,45 +273,54 @@ class Masked(Everyone):
         return attention.among(q, k, v, bias)
 
 
-class Gathered:
-    """The chosen tokens of every row side by side, in order: idx (B, n) are their positions, real (B, n) is false for
-    padding at the end of rows that have fewer (None: no padding)."""
+class Chosen:
+    """Tokens that take a recursion: mask (B, T); idx (B, n): their positions in order, where all rows have as many."""
 
-    def __init__(self, idx, real, T, kv, first):
-        self.at, self.real, self.T, self.kv, self.first, self.fresh = idx, real, T, kv, first, kv != "share"
+    def __init__(self, mask, idx=None):
+        self.mask, self.idx = mask, idx
+
+    def places(self):
+        """Of the N tokens, row after row, each row's in order: their places (N,) in (B T); their places in (B n), n
+        the most of a row (None: all of them); (B, n); and their positions (N,)."""
+        B, T = self.mask.shape
+        if self.idx is not None:
+            rows = torch.arange(B, device=self.idx.device)[:, None]
+            return (rows * T + self.idx).flatten(), None, self.idx.shape, self.idx.flatten()
+        row, at = self.mask.nonzero(as_tuple=True)
+        count = self.mask.sum(1)
+        n = int(count.max())
+        step = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+        return row * T + at, row * n + step, (B, n), at
+
+
+class Gathered:
+    """The chosen tokens of all rows side by side, (1, N, C), so that no padding is run; attention alone sees them as
+    (B, n), with padding at the end of rows that have fewer."""
+
+    def __init__(self, chosen, kv, first):
+        self.places, self.slots, self.shape, at = chosen.places()
+        self.at, self.T, self.kv, self.first, self.fresh = at[None], chosen.mask.size(1), kv, first, kv != "share"
         self.bias = None                                # the same for all layers
 
     def attend(self, attention, i, q, k, v):
+        q, k, v = (x if x is None else x[0] for x in (q, k, v))
         if self.kv == "recursion":
-            return attention.among(q, k, v, None)       # they see each other, causally; nobody real sees the padding
-        if k is None:
+            k, v = self.padded(k), self.padded(v)       # they see each other, causally; nobody real sees the padding
+        elif k is None:
             k, v = self.first[i]
-        else:
-            k, v = (self.stand_in(new, old) for new, old in zip((k, v), self.first[i]))
-        if self.bias is None:
-            self.bias = attention_bias(self.at, torch.arange(self.T, device=q.device), 0, None, q.dtype)
-        return attention.among(q, k, v, self.bias)
+        else:                                           # the first recursion's, with theirs in place of their old ones
+            k, v = (old.flatten(0, 1).index_copy(0, self.places, new.to(old.dtype)).view_as(old)
+                    for new, old in zip((k, v), self.first[i]))
+        if self.kv != "recursion" and self.bias is None:
+            self.bias = attention_bias(self.padded(self.at[0]), torch.arange(self.T, device=q.device), 0, None, q.dtype)
+        y = attention.among(self.padded(q), k, v, self.bias).flatten(0, 1)
+        return (y if self.slots is None else y.index_select(0, self.slots))[None]
 
-    def stand_in(self, new, old):
-        """old (B, T, G, D), with new (B, n, G, D) in place of the chosen tokens'."""
-        idx = self.at[..., None, None].expand_as(new)
-        new = new if self.real is None else torch.where(self.real[..., None, None], new, old.gather(1, idx))
-        return old.scatter(1, idx, new.to(old.dtype))
-
-
-class Chosen:
-    """Tokens that take a recursion: mask (B, T). idx, real: as Gathered takes them, known or made from mask."""
-
-    def __init__(self, mask, idx=None):
-        self.mask, self.idx, self.real = mask, idx, None
-
-    def gather(self):
-        if self.idx is None:
-            count = self.mask.sum(1)                                                    # (B,)
-            n = int(count.max())
-            self.idx = (~self.mask).to(torch.int8).argsort(dim=1, stable=True)[:, :n]   # the chosen first, in order
-            self.real = torch.arange(n, device=count.device) < count[:, None]
-        return self.idx, self.real
+    def padded(self, x):
+        """x (N, ..) as (B, n, ..)."""
+        if self.slots is not None:
+            x = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:]).index_copy(0, self.slots, x)
+        return x.unflatten(0, self.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -785,13 +794,13 @@ class Model(nn.Module):
         if not self.cfg.fast:
             y = self.through(h, r + 1, Masked(chosen.mask, kv, first))
             return torch.where(chosen.mask[..., None], add(h, y, gate), h)
-        idx, real = chosen.gather()
-        if idx.size(1) == 0:
+        place, states = Gathered(chosen, kv, first), h.flatten(0, 1)
+        if not len(place.places):
             return h
-        at = idx[..., None].expand(-1, -1, h.size(-1))
-        x, gate = h.gather(1, at), None if gate is None else gate.gather(1, idx)
-        new = add(x, self.through(x, r + 1, Gathered(idx, real, T, kv, first)), gate).to(h.dtype)
-        return h.scatter(1, at, new if real is None else torch.where(real[..., None], new, x))
+        x = states.index_select(0, place.places)
+        gate = None if gate is None else gate.flatten().index_select(0, place.places)
+        new = add(x, self.through(x[None], r + 1, place)[0], gate).to(h.dtype)
+        return states.index_copy(0, place.places, new).view_as(h)
 
     def fixed_depth(self, h, causal):
         """router=none: all recursions for all tokens."""

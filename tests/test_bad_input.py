@@ -252,7 +252,10 @@ PREPARE = [
 ]
 BENCH = [(["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"), (["gpt", "n_layr=1"], "did you mean n_layer?"),
          (["kernels", "round=1"], "did you mean rounds?"), (["kernels", "rounds=0"], "rounds=0 must be at least 1"),
-         (["kernels", "device=cuda:77"], "device=cuda:77 is not on this machine")]
+         (["kernels", "device=cuda:77"], "device=cuda:77 is not on this machine"), (["serve"], "give the folders of runs"),
+         (["serve", "{w}/out/r"], "is a model_gpt: requests are for relaxed and mor"), (["serve", "{w}/out/never"], "no checkpoint there"),
+         (["serve", "{w}/out/r", "slot=1"], "did you mean slots?"), (["serve", "{w}/out/r", "slots=0"], "slots=0 must be at least 1"),
+         (["serve", "{w}/out/r", "file={w}/a.tune"], "must be a .png"), (["serve", "{w}/out/r", "file={w}/no/a.png"], "in a folder")]
 PLOT = [([], "give the folders of runs"), (["{w}/out/never"], "log.jsonl does not exist"),
         (["{w}/out/r", "y=nothing"], "has no nothing: it has"), (["{w}/out/r", "x=time"], "x=time must be one of"),
         (["{w}/out/r", "labels=a,b"], "as many labels"), (["{w}/out/r", "file={w}/a.tune"], "a.tune"),
