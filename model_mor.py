@@ -67,7 +67,7 @@ class Config:
     balance: str = "loss"        # token: what keeps depths in balance: loss | loss_free | none
     balance_weight: float = 0.1  # token: factor of the balancing loss
     balance_rate: float = 0.001  # token: how far loss_free moves a bias each step
-    z_loss: float = 0.0          # factor of the mean squared logsumexp of scores in the loss
+    z_loss: float = -1.0         # factor of the mean squared logsumexp of scores in the loss (-1: token 1e-5, expert 0)
     exit_loop: int = 0           # in eval mode no token takes more recursions than this (0: n_loop)
     init: str = "average"        # stored blocks from a source: average | stepwise | lower | upper | random
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 n_embd for gelu)
@@ -89,6 +89,8 @@ class Config:
             check_choice(self, name, allowed)
         self.router_func = self.router_func or ("softmax" if self.router == "token" else "sigmoid")
         check_choice(self, "router_func", ("softmax", "sigmoid") if self.router == "token" else ("sigmoid", "tanh"))
+        if self.z_loss == -1:
+            self.z_loss = 1e-5 if self.router == "token" else 0.0
         if self.pos == "rope" and self.head_dim % 2:
             raise ValueError(f"pos=rope needs an even head size: n_embd / n_head = {self.head_dim}")
         for name in ("n_mlp", "aux_weight", "capacity_warmup", "balance_weight", "balance_rate", "z_loss"):
@@ -1045,9 +1047,12 @@ class Model(nn.Module):
         products = sum(c * (weights - kv) + fresh * kv for c, fresh, _ in layers)
         if paper:
             return 2.0 * products + 2.0 * T * C * sum(c * seen for c, _, seen in layers)
-        routers = sum(cfg.share_of_tokens(max(r - 1, 0)) * sum(p.numel() for p in router.parameters())
-                      for r, router in enumerate(getattr(self, "routers", [])))
-        routers += sum(p.numel() for p in self.router.parameters()) if cfg.router == "token" else 0
+        sizes = lambda router: [p.numel() for p in router.parameters()]
+        routers = sum(sizes(self.router)) if cfg.router == "token" else 0
+        for r, router in enumerate(getattr(self, "routers", [])):
+            routers += cfg.share_of_tokens(max(r - 1, 0)) * sum(sizes(router))
+        for r, router in enumerate(getattr(self, "aux_routers", [])):       # no gradient goes through their first product
+            routers += cfg.share_of_tokens(max(r - 1, 0)) * (sum(sizes(router)) - sum(sizes(router)[:1]) / 3)
         keys = sum(c * (seen * T + 1) / 2 for c, _, seen in layers)
         return 6.0 * (products + routers + cfg.vocab_size * C) + 12.0 * C * keys
 

@@ -419,7 +419,8 @@ def test_tokens_of_table_3(sizes, billions):
 
 SEEN = [dict(), dict(kv="share"), dict(kv="share_update", router_arch="mlp"), dict(n_loop=2, n_layer=6, n_kv_head=2),
         dict(share="sequence"), dict(share="cycle", kv="share", tie_embeddings=False), dict(router="none"),
-        dict(router="none", kv="share")]
+        dict(router="none", kv="share"), dict(causal="aux_router"), dict(causal="aux_router", router_arch="wide_mlp"),
+        dict(causal="aux_router", router_arch="random")]
 
 
 @pytest.mark.parametrize("sizes", SEEN, ids=str)
@@ -445,8 +446,11 @@ def test_flops_are_those_that_run(sizes, monkeypatch):
     narrow = cfg.kv == "recursion"
     assert sorted(given) == sorted(n * (n if narrow else T) for n in counts)
     visible = sum(n * ((n if narrow else T) + 1) / 2 for n in counts)
-    idle = sum(6 * p.numel() * (T - T * (R - max(r - 1, 0)) // R) for r in range(R) if cfg.router == "expert"
-               for p in model.routers[r].parameters())
+    absent = [T - T * (R - max(r - 1, 0)) // R for r in range(R)]
+    idle = sum(6 * p.numel() * absent[r] for r in range(R) if cfg.router == "expert" for p in model.routers[r].parameters())
+    for r in range(R) if cfg.causal == "aux_router" else ():        # their input is detached
+        weights = [p.numel() for p in model.aux_routers[r].parameters()]
+        idle += (4 * sum(weights[:1]) + 6 * sum(weights[1:])) * absent[r]
     assert counter.get_total_flops() - idle - 12 * C * (sum(given) - visible) == T * model.flops_per_token()
 
 
@@ -1239,3 +1243,4 @@ def test_defaults_are_those_of_the_paper():
     assert (cfg.alpha, cfg.aux_weight, cfg.balance_weight, cfg.balance_rate) == (0.1, 0.001, 0.1, 0.001)
     assert (cfg.router_func, model_mor.Config(router="token").router_func) == ("sigmoid", "softmax")
     assert (cfg.router_arch, cfg.capacity_warmup, cfg.z_loss, cfg.balance) == ("linear", 0, 0.0, "loss")
+    assert model_mor.Config(router="token").z_loss == 1e-5
