@@ -1051,7 +1051,7 @@ class Model(nn.Module):
         routers = sum(sizes(self.router)) if cfg.router == "token" else 0
         for r, router in enumerate(getattr(self, "routers", [])):
             routers += cfg.share_of_tokens(max(r - 1, 0)) * sum(sizes(router))
-        for r, router in enumerate(getattr(self, "aux_routers", [])):       # no gradient goes through their first product
+        for r, router in enumerate(getattr(self, "aux_routers", [])):   # no gradient goes through their first product
             routers += cfg.share_of_tokens(max(r - 1, 0)) * (sum(sizes(router)) - sum(sizes(router)[:1]) / 3)
         keys = sum(c * (seen * T + 1) / 2 for c, _, seen in layers)
         return 6.0 * (products + routers + cfg.vocab_size * C) + 12.0 * C * keys
