@@ -440,7 +440,7 @@ class LoopCache:
 def side_by_side(n):
     """Of tokens side by side, n (R,) of each row: each one's row, and which of the row's it is, (N,) both. Where every
     row has one token, quicker: slice(None), by which (R,) is (N,), and 0."""
-    if bool((n == 1).all()):
+    if n.tolist().count(1) == len(n):
         return slice(None), 0
     row = torch.arange(len(n)).repeat_interleave(n)
     return row, torch.arange(len(row)) - (n.cumsum(0) - n)[row]
@@ -641,9 +641,10 @@ class Router(nn.Module):
             noise = torch.rand(shape, device=h.device, dtype=wide) if self.training else torch.stack(
                 [hashed(at, 64 * r + j) for j in range(self.n_out)], -1).to(wide).expand(shape)
             return noise - (1 - self.expected)
-        known = h.device.type != "meta"
-        with torch.autocast(h.device.type, enabled=False) if known else contextlib.nullcontext():
-            return self.layers(h.to(next(self.layers.parameters()).dtype)).to(wide)
+        device, weight = h.device.type, next(self.layers.parameters())
+        mixed = device != "meta" and torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False) if mixed else contextlib.nullcontext():
+            return self.layers(h.to(weight.dtype)).to(wide)
 
 
 def hashed(at, salt):
