@@ -555,7 +555,7 @@ def bench_mor(model, cfg, device, ckpt, rounds=9):
     bench_mor_requests(model, plain, text, device)
 
 
-def bench_mor_requests(model, plain, text, device, slots=32, rounds=4):
+def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
     """Many requests, beside the plain model with sequence-wise batching: with as many slots, and with as many as fit
     into the plain model's cache."""
     from sample import loop_shares

@@ -348,7 +348,7 @@ class KeyList:
     def add(self, rows, n, level, at):
         """Entries for n[r] tokens of row rows[r], of level[r], at positions at (N,), all on the host. Returns their
         places (N,) in the lists of all rows, one behind the other, on the cache's device."""
-        (row, step), count = side_by_side(n), self.count[rows]
+        (row, step), count = spread(n), self.count[rows]
         self.make_room(int((count + n).max()))
         places = ((rows * self.at.size(1) + count)[row] + step).to(self.at.device)
         self.count[rows] = count + n
@@ -433,11 +433,11 @@ class LoopCache:
 
     def newest(self, rows, n):
         """The newest n[r] tokens of row rows[r]: (row, position), (N,) each."""
-        row, step = side_by_side(n)
+        row, step = spread(n)
         return rows[row], self.start[rows][row] + step
 
 
-def side_by_side(n):
+def spread(n):
     """Of tokens side by side, n (R,) of each row: each one's row, and which of the row's it is, (N,) both. Where every
     row has one token, quicker: slice(None), by which (R,) is (N,), and 0."""
     if n.tolist().count(1) == len(n):
@@ -448,7 +448,7 @@ def side_by_side(n):
 
 def number(mask, n):
     """How many of each row's tokens mask (N,) marks, (R,), where they stand side by side, n (R,) of each."""
-    (row, _), mask = side_by_side(n), mask.long()
+    (row, _), mask = spread(n), mask.long()
     return mask if isinstance(row, slice) else torch.zeros_like(n).index_add(0, row, mask)
 
 
@@ -458,7 +458,7 @@ class Packed:
     at on the host."""
 
     def __init__(self, cfg, cache, level, rows, n, at):
-        where, row = int(level[0]), side_by_side(n)[0]
+        where, row = int(level[0]), spread(n)[0]
         inner = 0 < where <= cfg.n_loop
         self.cache, self.at, self.kv = cache, at.to(cache.device)[None], cfg.kv if inner else "recursion"
         self.keys = cache.recursions if inner else cache.last if where else cache.first
@@ -497,7 +497,7 @@ class Part:
         self.tokens = slice(None) if which is None else which.nonzero()[:, 0].to(device)
         self.shape, self.end = (len(rows), int(n.max())), int(self.keys.count[rows].max())
         dense, at = bool((n == self.shape[1]).all()), at if which is None else at[which]
-        self.pad = None if dense else tuple(x.to(device) for x in side_by_side(n))
+        self.pad = None if dense else tuple(x.to(device) for x in spread(n))
         # texts that begin here see themselves: no list is read, and no bias
         self.begins = (cfg.fast and self.shape[1] > 1 and not bool(place.cache.start[rows].any()) and
                        (self.kv == "recursion" or bool((level <= 1).all())))
@@ -505,20 +505,20 @@ class Part:
         self.all_rows = self.shape[1] == 1 and 3 * len(rows) > len(self.keys.count)
         self.level, self.rows = level[:, None].to(device), rows.to(device)
         last = at.new_full(self.shape, self.max_len)                 # padding may see all that its row sees
-        self.at = (at.view(self.shape) if dense else last.index_put(side_by_side(n), at)).to(device)
+        self.at = (at.view(self.shape) if dense else last.index_put(spread(n), at)).to(device)
         self.bias = None                                                    # the same for all layers, made by the first
 
     def attend(self, attention, i, q, k, v):
         """q (N, H, D), k, v (N, G, D) of the part's tokens -> (N, H D)."""
         if self.begins:
-            return self.side_by_side(attention.among(*(self.padded(x) for x in (q, k, v)), None))
+            return self.unpadded(attention.among(*(self.padded(x) for x in (q, k, v)), None))
         k, v = (self.of_rows(x[i]).to(q.dtype) for x in (self.keys.k, self.keys.v))
         if self.bias is None:
             self.bias = self.make_bias(q.dtype if attention.cfg.fast else torch.promote_types(q.dtype, torch.float32))
         if self.all_rows:
             q = q.new_zeros(len(k), 1, *q.shape[1:]).index_copy_(0, self.rows, q[:, None])
             return attention.among(q, k, v, self.bias)[self.rows, 0]
-        return self.side_by_side(attention.among(self.padded(q), k, v, self.bias))
+        return self.unpadded(attention.among(self.padded(q), k, v, self.bias))
 
     def padded(self, x):
         """x (N, ..) as (R, T, ..)."""
@@ -526,7 +526,7 @@ class Part:
             return x.unflatten(0, self.shape)
         return x.new_zeros(*self.shape, *x.shape[1:]).index_put(self.pad, x)
 
-    def side_by_side(self, x):
+    def unpadded(self, x):
         """x (R, T, ..) as (N, ..)."""
         return x.flatten(0, 1) if self.pad is None else x[self.pad]
 
@@ -959,7 +959,7 @@ class Model(nn.Module):
 
     def step_all(self, h, depth, cache, rows, n, of, at):
         """loop, where all tokens take the recursion; of, at (N,): their rows and positions."""
-        C, r = self.cfg.n_embd, depth[side_by_side(n)[0]]
+        C, r = self.cfg.n_embd, depth[spread(n)[0]]
         x, kept = h[:, :C], h[:, C:]
         y = self.packed(x, depth + 1, cache, rows, n, at)
         if self.cfg.router == "expert":
