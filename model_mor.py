@@ -329,40 +329,45 @@ class Gathered:
 # the cache
 
 class KeyList:
-    """A list for each row of a cache: the keys and values of its tokens in the order in which they came, k[i], v[i]
-    (B, room, G, D) in the i-th of some layers. level (B, room) tells of which level an entry is (-1: free), at where in
-    the text its token stands, and count (B,), on the host, how many there are. Where a row needs more room, up to
-    `most`, the lists of all rows grow."""
+    """Keys and values of each row of a cache, k[i], v[i] (B, room, G, D) in the i-th of some layers. Those of the first
+    level, which all tokens have, stand by position to the right of `origin`; those of deeper levels to the left of it,
+    the first that came next to it. So what is filled, or either side of it, is always in one piece. level (B, room)
+    tells of which level an entry is (-1: free), and at where in the text its token stands; deeper (B,), on the host,
+    counts the left side. Where a row needs more room there, up to `most`, all rows grow."""
 
-    def __init__(self, layers, batch_size, room, most, cfg, device, dtype):
-        shape, self.most = (batch_size, room, cfg.n_kv_head, cfg.head_dim), most
+    def __init__(self, layers, batch_size, max_len, room, most, cfg, device, dtype):
+        shape = batch_size, room + max_len, cfg.n_kv_head, cfg.head_dim
+        self.origin, self.most = room, most
         self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)] for _ in "kv")
         self.level, self.at = torch.full(shape[:2], -1, device=device), torch.zeros(shape[:2], device=device).long()
-        self.count = torch.zeros(batch_size, dtype=torch.long)
+        self.deeper = torch.zeros(batch_size, dtype=torch.long)
 
     def reset(self, rows):
         for x in (*self.k, *self.v, self.at):
             x[rows] = 0
-        self.level[rows], self.count[rows] = -1, 0
+        self.level[rows], self.deeper[rows] = -1, 0
 
-    def add(self, rows, n, level, at):
-        """Entries for n[r] tokens of row rows[r], of level[r], at positions at (N,), all on the host. Returns their
-        places (N,) in the lists of all rows, one behind the other, on the cache's device."""
-        (row, step), count = spread(n), self.count[rows]
-        self.make_room(int((count + n).max()))
-        places = ((rows * self.at.size(1) + count)[row] + step).to(self.at.device)
-        self.count[rows] = count + n
+    def add(self, rows, n, level, first, at):
+        """Entries for n[r] tokens of row rows[r], of level[r], first[r]: the first level, at positions at (N,), all on
+        the host. Returns their places (N,) in the lists of all rows, one behind the other, on the cache's device."""
+        row, step = spread(n)
+        slot = at
+        if not bool(first.all()):
+            count = self.deeper[rows]
+            self.deeper[rows] = count + torch.where(first, 0, n)
+            self.make_room(int(self.deeper[rows].max()))
+            slot = torch.where(first[row], at, -1 - count[row] - step)
+        places = (self.origin + rows[row] * self.at.size(1) + slot).to(self.at.device)
         self.level.view(-1)[places], self.at.view(-1)[places] = (x.to(places.device) for x in (level[row], at))
         return places
 
     def make_room(self, need):
-        room = self.at.size(1)
-        if need <= room:
+        if need <= self.origin:
             return
-        more = min(self.most, max(need, room + room // 4)) - room
-        grown = lambda x, fill=0: torch.cat([x, x.new_full((x.size(0), more, *x.shape[2:]), fill)], 1)
+        more = min(self.most, max(need, self.origin + self.origin // 4)) - self.origin
+        grown = lambda x, fill=0: torch.cat([x.new_full((x.size(0), more, *x.shape[2:]), fill), x], 1)
         self.k, self.v = [grown(x) for x in self.k], [grown(x) for x in self.v]
-        self.level, self.at = grown(self.level, -1), grown(self.at)
+        self.level, self.at, self.origin = grown(self.level, -1), grown(self.at), self.origin + more
 
 
 class LoopCache:
@@ -378,11 +383,10 @@ class LoopCache:
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         self.max_len, self.device = max_len, device
-        rooms = [max(1, int(cfg.share_of_tokens(r) * max_len + 1e-6)) for r in range(cfg.n_loop)]
-        room, most = (max_len, max_len) if cfg.kv == "share" else (sum(rooms), cfg.n_loop * max_len)
-        edge = cfg.edge, batch_size, max_len, max_len, cfg, device, dtype
-        self.first, self.last = KeyList(*edge), KeyList(*edge)
-        self.recursions = KeyList(cfg.n_stored, batch_size, room, most, cfg, device, dtype)
+        sizes, deeper = (cfg, device, dtype), range(1, cfg.n_loop if cfg.kv != "share" else 1)
+        room = sum(max(1, int(cfg.share_of_tokens(r) * max_len + 1e-6)) for r in deeper)
+        self.first, self.last = (KeyList(cfg.edge, batch_size, max_len, 0, 0, *sizes) for _ in range(2))
+        self.recursions = KeyList(cfg.n_stored, batch_size, max_len, room, len(deeper) * max_len, *sizes)
         self.length, self.start = torch.zeros(2, batch_size, dtype=torch.long)
         self.going = torch.zeros(batch_size, max_len, dtype=torch.bool)
         self.taken = torch.zeros(batch_size, max_len, dtype=torch.long)
@@ -461,20 +465,22 @@ class Packed:
         where, row = int(level[0]), spread(n)[0]
         inner = 0 < where <= cfg.n_loop
         self.cache, self.at, self.kv = cache, at.to(cache.device)[None], cfg.kv if inner else "recursion"
-        self.keys = cache.recursions if inner else cache.last if where else cache.first
-        own = level <= 1 if self.kv == "share" else None                    # the rows that make entries; None: all
+        self.keys, first = cache.recursions if inner else cache.last if where else cache.first, level <= 1
+        if not inner:
+            first = torch.ones_like(first)
+        own = first if self.kv == "share" else None                         # the rows that make entries; None: all
         self.fresh, self.own = own is None or bool(own.any()), slice(None)
         if own is None:
-            self.places = self.keys.add(rows, n, level, at)
+            self.places = self.keys.add(rows, n, level, first, at)
         elif self.fresh:
             self.own = own[row].nonzero()[:, 0].to(cache.device)
-            self.places = self.keys.add(rows[own], n[own], level[own], at[own[row]])
+            self.places = self.keys.add(rows[own], n[own], level[own], first[own], at[own[row]])
         single, self.parts = n == 1, []
         for some in (single, n > 1):
             if some.all():
-                self.parts.append(Part(cfg, self, level, rows, n, None, at))
+                self.parts.append(Part(cfg, self, level, first, rows, n, None, at))
             elif some.any():
-                self.parts.append(Part(cfg, self, level[some], rows[some], n[some], some[row], at))
+                self.parts.append(Part(cfg, self, level[some], first[some], rows[some], n[some], some[row], at))
 
     def attend(self, attention, i, q, k, v):
         q, k, v = (x if x is None else x[0] for x in (q, k, v))
@@ -490,21 +496,27 @@ class Packed:
 
 class Part:
     """Rows of a Packed place that attention sees together, n (R,) tokens of each: those of the place that `which` (N,)
-    marks (None: all)."""
+    marks (None: all). first (R,): whether a row is at the first level of its list."""
 
-    def __init__(self, cfg, place, level, rows, n, which, at):
+    def __init__(self, cfg, place, level, first, rows, n, which, at):
         self.keys, self.kv, self.max_len, device = place.keys, place.kv, place.cache.max_len, place.cache.device
         self.tokens = slice(None) if which is None else which.nonzero()[:, 0].to(device)
-        self.shape, self.end = (len(rows), int(n.max())), int(self.keys.count[rows].max())
+        self.shape, all_first = (len(rows), int(n.max())), bool(first.all())
         dense, at = bool((n == self.shape[1]).all()), at if which is None else at[which]
         self.pad = None if dense else tuple(x.to(device) for x in spread(n))
         # texts that begin here see themselves: no list is read, and no bias
-        self.begins = (cfg.fast and self.shape[1] > 1 and not bool(place.cache.start[rows].any()) and
-                       (self.kv == "recursion" or bool((level <= 1).all())))
+        self.begins = (cfg.fast and self.shape[1] > 1 and (all_first or self.kv == "recursion") and
+                       not bool(place.cache.start[rows].any()))
         # all rows' keys are read where that is cheaper than to gather those of the part's
-        self.all_rows = self.shape[1] == 1 and 3 * len(rows) > len(self.keys.count)
+        self.all_rows = self.shape[1] == 1 and 3 * len(rows) > len(self.keys.deeper)
         self.level, self.rows = level[:, None].to(device), rows.to(device)
-        last = at.new_full(self.shape, self.max_len)                 # padding may see all that its row sees
+        # the side, or sides, of the lists that are seen: the entries of the first level, whose slots are positions,
+        # and the deeper ones
+        self.by_position = all_first or self.kv == "share"
+        left = 0 if self.by_position else int(self.keys.deeper[rows].max())
+        right = 0 if self.kv == "recursion" and not bool(first.any()) else int(place.cache.length[rows].max())
+        self.side = slice(self.keys.origin - left, self.keys.origin + right)
+        last = at.new_full(self.shape, self.max_len)                        # padding may see all that its row sees
         self.at = (at.view(self.shape) if dense else last.index_put(spread(n), at)).to(device)
         self.bias = None                                                    # the same for all layers, made by the first
 
@@ -531,23 +543,27 @@ class Part:
         return x.flatten(0, 1) if self.pad is None else x[self.pad]
 
     def of_rows(self, x):
-        """Of a buffer (B, room, ..), what the part's rows hold; of all rows, where that is as cheap."""
-        x = x[:, :self.end]
+        """Of a buffer (B, room, ..), what the part's rows see a part of; of all rows, where that is as cheap."""
+        x = x[:, self.side]
         return x if self.all_rows else x.index_select(0, self.rows)
 
     def make_bias(self, dtype):
         """What is added to scores, (R, 1, T, S): 0 where a query sees an entry, else -inf: of its own recursion; of the
         first, with kv = share; with share_update of its own, and of the first for the tokens that its own lacks."""
-        level, at = (x[:, :self.end].index_select(0, self.rows) for x in (self.keys.level, self.keys.at))     # (R, S)
-        seen = level == (1 if self.kv == "share" else self.level)
-        if self.kv == "share_update":
-            known = seen.new_zeros(len(at), self.max_len + 1)           # by position; the last column is for the rest
-            known = known.scatter(1, torch.where(seen, at, self.max_len), True)
-            seen = seen | (level == 1) & ~known.gather(1, at)
-        seen = seen[:, None] & (at[:, None] <= self.at[..., None])                                      # (R, T, S)
-        bias = torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill(~seen, -math.inf)
+        if self.by_position:
+            positions = torch.arange(self.side.stop - self.side.start, device=self.at.device)
+            bias = attention_bias(self.at, positions, 0, None, dtype)[:, 0]                             # (R, T, S)
+        else:
+            level, at = (x[:, self.side].index_select(0, self.rows) for x in (self.keys.level, self.keys.at))   # (R, S)
+            seen = level == self.level
+            if self.kv == "share_update":
+                known = seen.new_zeros(len(at), self.max_len + 1)       # by position; the last column is for the rest
+                known = known.scatter(1, torch.where(seen, at, self.max_len), True)
+                seen = seen | (level == 1) & ~known.gather(1, at)
+            seen = seen[:, None] & (at[:, None] <= self.at[..., None])                                  # (R, T, S)
+            bias = torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill(~seen, -math.inf)
         if self.all_rows:                               # the others' results are dropped
-            bias = bias.new_zeros(len(self.keys.count), *bias.shape[1:]).index_copy(0, self.rows, bias)
+            bias = bias.new_zeros(len(self.keys.deeper), *bias.shape[1:]).index_copy(0, self.rows, bias)
         return bias[:, None]
 
 
