@@ -587,8 +587,8 @@ def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
 
 @dataclass
 class ServeConfig:
-    file: str = "serve.png"
-    slots: int = 32
+    file: str = "serve.png"     # the picture
+    slots: int = 32             # requests in work at a time
     requests: int = 240
     rounds: int = 3
     device: str = "auto"
