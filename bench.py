@@ -13,10 +13,11 @@ Speed, side by side in one run: what the README's ratios come from.
     python bench.py relaxed init_from=out/relaxed_exit    also 240 requests in three batchings, with its trained exits
     python bench.py mor                                   training steps of Mixture-of-Recursions beside a Transformer
     python bench.py mor init_from=out/mor_tiny            also 240 requests, with trained routers, beside a Transformer
-    python bench.py serve out/a out/b file=pareto.png     trained runs of relaxed and mor: requests, loss against speed
+    python bench.py serve out/a out/b file=pareto.png     trained runs of relaxed and mor, with requests: loss against
+                                                          speed (keys: file, slots, requests, rounds, device, data_dir)
     python bench.py kernels                               attend and scan (keys: device, rounds)
 
-The keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
+The other keys are train.py's (python train.py help), and sizes start from configs/<model>_tiny.yaml as there. The
 contestants take turns, round after round, so that a noisy neighbour disturbs all alike; each figure is the median
 over the rounds.
 """
@@ -560,17 +561,18 @@ def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
     into the plain model's cache."""
     from sample import loop_shares
     bytes_of = lambda m: m.init_cache(1, LONGEST).nbytes()
-    work, more = workload(text), slots * bytes_of(plain) // bytes_of(model)
+    work, more = workload(text), max(slots + 1, slots * bytes_of(plain) // bytes_of(model))
     base = ("plain", "sequence", slots)
     ways = [base, *(("MoR", b, slots) for b in ("static", "sequence", "depth")), ("plain", "sequence", more),
             ("MoR", "depth", more)]
     runs = in_turns(ways, lambda name, batching, n: answered(work, plain if name == "plain" else model, n, batching,
                                                              device), rounds)
     gains = {way: 1 / times_as_long([t for _, t in found], [t for _, t in runs[base]]) for way, found in runs.items()}
-    first = {name: [r.tokens for r in found[0][0]] for (name, _, _), found in runs.items()}
+    want = {name: [r.tokens for r in runs[name, batching, slots][0][0]] for name, batching in
+            (("plain", "sequence"), ("MoR", "static"))}
     for way, found in runs.items():
-        tokens, seconds = sum(map(len, first[way[0]])), statistics.median(t for _, t in found)
-        same = all([r.tokens for r in todo] == first[way[0]] for todo, _ in found)
+        tokens, seconds = sum(map(len, want[way[0]])), statistics.median(t for _, t in found)
+        same = all([r.tokens for r in todo] == want[way[0]] for todo, _ in found)
         print(f"{len(work())} requests, {way[0]:6}{way[1]:10}{way[2]:4} slots{tokens / seconds:9,.0f} tokens/s"
               f"{gains[way]:7.2f} x the plain model   answers {'the same' if same else 'DIFFER'}", flush=True)
     exits = [loop for r in runs["MoR", "depth", slots][0][0] for loop in r.exits]
@@ -588,7 +590,7 @@ def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
 @dataclass
 class ServeConfig:
     file: str = "serve.png"     # the picture
-    slots: int = 32             # requests in work at a time
+    slots: int = 16             # requests in work at a time
     requests: int = 240
     rounds: int = 3
     device: str = "auto"

@@ -281,7 +281,7 @@ class Chosen:
     def __init__(self, mask, idx=None):
         self.mask, self.idx = mask, idx
 
-    def places(self):
+    def indices(self):
         """Of the N tokens, row after row, each row's in order: their places (N,) in (B T); their places in (B n), n
         the most of a row (None: all of them); (B, n); and their positions (N,)."""
         B, T = self.mask.shape
@@ -300,7 +300,7 @@ class Gathered:
     (B, n), with padding at the end of rows that have fewer."""
 
     def __init__(self, chosen, kv, first):
-        self.places, self.slots, self.shape, at = chosen.places()
+        self.places, self.padding, self.shape, at = chosen.indices()
         self.at, self.T, self.kv, self.first, self.fresh = at[None], chosen.mask.size(1), kv, first, kv != "share"
         self.bias = None                                # the same for all layers
 
@@ -316,12 +316,12 @@ class Gathered:
         if self.kv != "recursion" and self.bias is None:
             self.bias = attention_bias(self.padded(self.at[0]), torch.arange(self.T, device=q.device), 0, None, q.dtype)
         y = attention.among(self.padded(q), k, v, self.bias).flatten(0, 1)
-        return (y if self.slots is None else y.index_select(0, self.slots))[None]
+        return (y if self.padding is None else y.index_select(0, self.padding))[None]
 
     def padded(self, x):
         """x (N, ..) as (B, n, ..)."""
-        if self.slots is not None:
-            x = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:]).index_copy(0, self.slots, x)
+        if self.padding is not None:
+            x = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:]).index_copy(0, self.padding, x)
         return x.unflatten(0, self.shape)
 
 
@@ -329,36 +329,42 @@ class Gathered:
 # the cache
 
 class KeyList:
-    """Keys and values of each row of a cache, k[i], v[i] (B, room, G, D) in the i-th of some layers. Those of the first
-    level, which all tokens have, stand by position to the right of `origin`; those of deeper levels to the left of it,
-    the first that came next to it. So what is filled, or either side of it, is always in one piece. level (B, room)
-    tells of which level an entry is (-1: free), and at where in the text its token stands; deeper (B,), on the host,
-    counts the left side. Where a row needs more room there, up to `most`, all rows grow."""
+    """Keys and values of each row of a cache, k[i], v[i] (B, left + max_len, G, D) in the i-th of some layers. Those of
+    the first level, which all tokens have, stand by position to the right of `origin`; those of deeper levels to the
+    left of it, the first that came next to it. So what is filled, or either side of it, is always in one piece. deeper
+    (B,), on the host, counts the left side. Where a row needs more room there than `left`, up to `most`, all rows grow.
+    Lists that have a left side also know of each entry its level (-1: free), and where in the text its token stands,
+    at, both (B, left + max_len)."""
 
-    def __init__(self, layers, batch_size, max_len, room, most, cfg, device, dtype):
-        shape = batch_size, room + max_len, cfg.n_kv_head, cfg.head_dim
-        self.origin, self.most = room, most
+    def __init__(self, layers, batch_size, max_len, left, most, cfg, device, dtype):
+        shape = batch_size, left + max_len, cfg.n_kv_head, cfg.head_dim
+        self.origin, self.most, self.size, self.device = left, most, left + max_len, device
         self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)] for _ in "kv")
-        self.level, self.at = torch.full(shape[:2], -1, device=device), torch.zeros(shape[:2], device=device).long()
+        if most:
+            self.level = torch.full(shape[:2], -1, device=device)
+            self.at = torch.zeros_like(self.level)
         self.deeper = torch.zeros(batch_size, dtype=torch.long)
 
     def reset(self, rows):
-        for x in (*self.k, *self.v, self.at):
+        for x in (*self.k, *self.v):
             x[rows] = 0
-        self.level[rows], self.deeper[rows] = -1, 0
+        self.deeper[rows] = 0
+        if self.most:
+            self.level[rows], self.at[rows] = -1, 0
 
-    def add(self, rows, n, level, first, at):
-        """Entries for n[r] tokens of row rows[r], of level[r], first[r]: the first level, at positions at (N,), all on
-        the host. Returns their places (N,) in the lists of all rows, one behind the other, on the cache's device."""
+    def add(self, rows, n, level, shallow, at):
+        """Entries for n[r] tokens of row rows[r], of level[r], shallow[r]: the first, at positions at (N,), all on the
+        host. Returns their places (N,) in the lists of all rows, one behind the other, on the cache's device."""
         row, step = spread(n)
         slot = at
-        if not bool(first.all()):
+        if not bool(shallow.all()):
             count = self.deeper[rows]
-            self.deeper[rows] = count + torch.where(first, 0, n)
+            self.deeper[rows] = count + torch.where(shallow, 0, n)
             self.make_room(int(self.deeper[rows].max()))
-            slot = torch.where(first[row], at, -1 - count[row] - step)
-        places = (self.origin + rows[row] * self.at.size(1) + slot).to(self.at.device)
-        self.level.view(-1)[places], self.at.view(-1)[places] = (x.to(places.device) for x in (level[row], at))
+            slot = torch.where(shallow[row], at, -1 - count[row] - step)
+        places = (self.origin + rows[row] * self.size + slot).to(self.device)
+        if self.most:
+            self.level.view(-1)[places], self.at.view(-1)[places] = level[row].to(self.device), at.to(self.device)
         return places
 
     def make_room(self, need):
@@ -367,7 +373,8 @@ class KeyList:
         more = min(self.most, max(need, self.origin + self.origin // 4)) - self.origin
         grown = lambda x, fill=0: torch.cat([x.new_full((x.size(0), more, *x.shape[2:]), fill), x], 1)
         self.k, self.v = [grown(x) for x in self.k], [grown(x) for x in self.v]
-        self.level, self.at, self.origin = grown(self.level, -1), grown(self.at), self.origin + more
+        self.level, self.at = grown(self.level, -1), grown(self.at)
+        self.origin, self.size = self.origin + more, self.size + more
 
 
 class LoopCache:
@@ -384,9 +391,9 @@ class LoopCache:
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         self.max_len, self.device = max_len, device
         sizes, deeper = (cfg, device, dtype), range(1, cfg.n_loop if cfg.kv != "share" else 1)
-        room = sum(max(1, int(cfg.share_of_tokens(r) * max_len + 1e-6)) for r in deeper)
+        left = sum(max(1, int(cfg.share_of_tokens(r) * max_len + 1e-6)) for r in deeper)
         self.first, self.last = (KeyList(cfg.edge, batch_size, max_len, 0, 0, *sizes) for _ in range(2))
-        self.recursions = KeyList(cfg.n_stored, batch_size, max_len, room, len(deeper) * max_len, *sizes)
+        self.recursions = KeyList(cfg.n_stored, batch_size, max_len, left, len(deeper) * max_len, *sizes)
         self.length, self.start = torch.zeros(2, batch_size, dtype=torch.long)
         self.going = torch.zeros(batch_size, max_len, dtype=torch.bool)
         self.taken = torch.zeros(batch_size, max_len, dtype=torch.long)
@@ -429,7 +436,7 @@ class LoopCache:
 
     def goes_on(self, rows, n):
         """Whether any of the newest n[r] tokens of row rows[r] takes another recursion, (R,)."""
-        return number(self.going[self.newest(rows, n)], n) > 0
+        return count_of_rows(self.going[self.newest(rows, n)], n) > 0
 
     def exits(self, rows):
         """The recursions that the newest token of each of rows took, (R,)."""
@@ -450,7 +457,7 @@ def spread(n):
     return row, torch.arange(len(row)) - (n.cumsum(0) - n)[row]
 
 
-def number(mask, n):
+def count_of_rows(mask, n):
     """How many of each row's tokens mask (N,) marks, (R,), where they stand side by side, n (R,) of each."""
     (row, _), mask = spread(n), mask.long()
     return mask if isinstance(row, slice) else torch.zeros_like(n).index_add(0, row, mask)
@@ -465,22 +472,23 @@ class Packed:
         where, row = int(level[0]), spread(n)[0]
         inner = 0 < where <= cfg.n_loop
         self.cache, self.at, self.kv = cache, at.to(cache.device)[None], cfg.kv if inner else "recursion"
-        self.keys, first = cache.recursions if inner else cache.last if where else cache.first, level <= 1
-        if not inner:
-            first = torch.ones_like(first)
-        own = first if self.kv == "share" else None                         # the rows that make entries; None: all
-        self.fresh, self.own = own is None or bool(own.any()), slice(None)
-        if own is None:
-            self.places = self.keys.add(rows, n, level, first, at)
+        self.keys = cache.recursions if inner else cache.last if where else cache.first
+        shallow = level <= 1 if inner else torch.ones_like(level, dtype=torch.bool)
+        # the rows that make entries, and their tokens: all, but with kv = share
+        makes = shallow if self.kv == "share" else None
+        self.fresh, self.own = makes is None or bool(makes.any()), slice(None)
+        if makes is None:
+            self.places = self.keys.add(rows, n, level, shallow, at)
         elif self.fresh:
-            self.own = own[row].nonzero()[:, 0].to(cache.device)
-            self.places = self.keys.add(rows[own], n[own], level[own], first[own], at[own[row]])
-        single, self.parts = n == 1, []
-        for some in (single, n > 1):
+            self.own = makes[row].nonzero()[:, 0].to(cache.device)
+            self.places = self.keys.add(rows[makes], n[makes], level[makes], shallow[makes], at[makes[row]])
+        self.parts = []
+        for some in (n == 1, n > 1):
             if some.all():
-                self.parts.append(Part(cfg, self, level, first, rows, n, None, at))
+                self.parts.append(Part(cfg, self, level, shallow, rows, n, at, None))
             elif some.any():
-                self.parts.append(Part(cfg, self, level[some], first[some], rows[some], n[some], some[row], at))
+                which = some[row]
+                self.parts.append(Part(cfg, self, level[some], shallow[some], rows[some], n[some], at[which], which))
 
     def attend(self, attention, i, q, k, v):
         q, k, v = (x if x is None else x[0] for x in (q, k, v))
@@ -495,26 +503,25 @@ class Packed:
 
 
 class Part:
-    """Rows of a Packed place that attention sees together, n (R,) tokens of each: those of the place that `which` (N,)
-    marks (None: all). first (R,): whether a row is at the first level of its list."""
+    """Rows of a Packed place that attention sees together: n (R,) tokens of each, at positions at (N,), those of the
+    place's tokens that `which` marks (None: all). shallow (R,): whether a row is at the first level of its list."""
 
-    def __init__(self, cfg, place, level, first, rows, n, which, at):
+    def __init__(self, cfg, place, level, shallow, rows, n, at, which):
         self.keys, self.kv, self.max_len, device = place.keys, place.kv, place.cache.max_len, place.cache.device
         self.tokens = slice(None) if which is None else which.nonzero()[:, 0].to(device)
-        self.shape, all_first = (len(rows), int(n.max())), bool(first.all())
-        dense, at = bool((n == self.shape[1]).all()), at if which is None else at[which]
+        self.shape, all_shallow = (len(rows), int(n.max())), bool(shallow.all())
+        dense = bool((n == self.shape[1]).all())                            # else rows differ, and spread gives tensors
         self.pad = None if dense else tuple(x.to(device) for x in spread(n))
         # texts that begin here see themselves: no list is read, and no bias
-        self.begins = (cfg.fast and self.shape[1] > 1 and (all_first or self.kv == "recursion") and
+        self.begins = (cfg.fast and self.shape[1] > 1 and (all_shallow or self.kv == "recursion") and
                        not bool(place.cache.start[rows].any()))
-        # all rows' keys are read where that is cheaper than to gather those of the part's
+        # gathering a row's keys costs some three times as much as reading them: from a third on, all rows' are read
         self.all_rows = self.shape[1] == 1 and 3 * len(rows) > len(self.keys.deeper)
         self.level, self.rows = level[:, None].to(device), rows.to(device)
-        # the side, or sides, of the lists that are seen: the entries of the first level, whose slots are positions,
-        # and the deeper ones
-        self.by_position = all_first or self.kv == "share"
+        # the side, or sides, of the lists that are seen: the first level's, where slots are positions, and the deeper
+        self.by_position = all_shallow or self.kv == "share"
         left = 0 if self.by_position else int(self.keys.deeper[rows].max())
-        right = 0 if self.kv == "recursion" and not bool(first.any()) else int(place.cache.length[rows].max())
+        right = 0 if self.kv == "recursion" and not bool(shallow.any()) else int(place.cache.length[rows].max())
         self.side = slice(self.keys.origin - left, self.keys.origin + right)
         last = at.new_full(self.shape, self.max_len)                        # padding may see all that its row sees
         self.at = (at.view(self.shape) if dense else last.index_put(spread(n), at)).to(device)
@@ -543,13 +550,14 @@ class Part:
         return x.flatten(0, 1) if self.pad is None else x[self.pad]
 
     def of_rows(self, x):
-        """Of a buffer (B, room, ..), what the part's rows see a part of; of all rows, where that is as cheap."""
+        """Of a buffer (B, left + max_len, ..), what the part's rows see some of, or that of all rows."""
         x = x[:, self.side]
         return x if self.all_rows else x.index_select(0, self.rows)
 
     def make_bias(self, dtype):
-        """What is added to scores, (R, 1, T, S): 0 where a query sees an entry, else -inf: of its own recursion; of the
-        first, with kv = share; with share_update of its own, and of the first for the tokens that its own lacks."""
+        """What is added to scores, (R, 1, T, S), or (B, 1, T, S) with all rows: 0 where a query sees an entry, else
+        -inf. It sees those of its own recursion; of the first, with kv = share; with share_update of its own, and of
+        the first for the tokens that its own lacks."""
         if self.by_position:
             positions = torch.arange(self.side.stop - self.side.start, device=self.at.device)
             bias = attention_bias(self.at, positions, 0, None, dtype)[:, 0]                             # (R, T, S)
@@ -783,7 +791,7 @@ class Model(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def through(self, h, level, place):
-        """The layers of a level (of the recursions: 1, where tokens stand at several) on the tokens of a place."""
+        """The layers of a level (of recursions any, where tokens stand at several) on the tokens of a place."""
         rotary = self.rotary(place, h.dtype) if self.cfg.pos == "rope" else None
         for i, block in enumerate(self.levels[level]):
             h = block(h, i, place, rotary)
@@ -803,7 +811,7 @@ class Model(nn.Module):
 
     def recursion(self, r, h, chosen, gate, first):
         """h (B, T, C) after recursion r, from 0, of the chosen tokens (None: all): x + gate F(x), gate (B, T); F(x)
-        where gate is None. Fast: only they are run, as a shorter sequence."""
+        where gate is None. Fast: only they are run, side by side."""
         T, kv = h.size(1), self.cfg.kv
         add = lambda x, y, g: y if g is None else x + (g[..., None] * y).to(x.dtype)
         if chosen is None:
@@ -883,7 +891,7 @@ class Model(nn.Module):
 
     def decision_loss(self, s, decides, active, chosen, found):
         """(BCE of what decides in decoding, against who was chosen; squared scores), means over the tokens that
-        compete. To found goes (right, commoner, all): how many of them, where there is less room than tokens."""
+        compete. To found goes (right, commoner, all): how many of them, in recursions that choose."""
         there = torch.ones_like(s, dtype=torch.bool) if active is None else active.mask
         was = there if chosen is None else chosen.mask
         mean = lambda x: (x * there).sum() / there.sum()
@@ -967,7 +975,7 @@ class Model(nn.Module):
         if not active.any():
             return h
         if not active.all():
-            which, states, taking = active.to(h.device), h, number(active, n)
+            which, states, taking = active.to(h.device), h, count_of_rows(active, n)
             some = taking > 0
             h = self.step_all(h[which], depth[some], cache, rows[some], taking[some], of[active], at[active])
             return states.index_put((which,), h)
@@ -993,7 +1001,7 @@ class Model(nn.Module):
             return goes & (self.token_depth(kept, at.to(x.device))[2].cpu() >= r)
         if self.cfg.router != "expert" or not goes.any():
             return goes
-        r = r.clamp(max=self.n_loop - 1)                # who has taken all gets a score too, for the sake of one shape
+        r = r.clamp(max=self.n_loop - 1)                # who has taken all gets a score too: nothing reads it
         s = self.scores(self.routers, x, r, at)
         cache.score[of.to(x.device), at.to(x.device)] = s
         if self.takes_all(self.cfg.n_loop - 1):

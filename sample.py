@@ -251,8 +251,9 @@ class Engine:
     leaves starts its next token in the next step (continuous depth-wise batching, Bae et al. 2024, Section 2.4).
 
     What a request is answered depends on none of this: it is what it would get alone (when sampling: with the random
-    numbers of its place in the queue). Prompts are taken in by all loops, so that their keys are complete. A row whose
-    text outgrows max_len goes on as stream does, from its last max_len tokens.
+    numbers of its place in the queue). Under a rule prompts are taken in by all loops, so that their keys are complete;
+    a router decides about each of their tokens. A row whose text outgrows max_len goes on as stream does, from its last
+    max_len tokens.
     """
 
     def __init__(self, model, slots, max_len, batching="depth", exit="", eot=None, vocab_size=None, temperature=0.0,

@@ -565,7 +565,12 @@ def test_ce_is_that_of_decoding_and_ce_topk_that_of_training(sizes):
 
 def chosen(cache, row, levels):
     """[the positions that the cache has of a row] at each level."""
-    entries = [entry for keys in cache.lists for entry in zip(keys.level[row].tolist(), keys.at[row].tolist())]
+    entries = []
+    for keys, level in zip(cache.lists, (0, 1, 4)):
+        if keys.most:
+            entries += zip(keys.level[row].tolist(), keys.at[row].tolist())
+        elif keys.k:                                            # of one level, by position
+            entries += [(level, at) for at in range(cache.max_len) if keys.k[0][row, at].any()]
     return [sorted(at for of, at in entries if of == level) for level in levels]
 
 
