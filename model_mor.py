@@ -853,7 +853,7 @@ class Model(nn.Module):
 
     def expert_choice(self, h, causal):
         """Recursions choose tokens. Logged: aux, the mean BCE of what decides in decoding, summed over recursions;
-        router_accuracy, how often that is right about the tokens that compete for less room than they need, and
+        router_accuracy, how often that is right about the tokens that compete, and
         router_majority, how often always saying the commoner thing would be; dead, the share of positions that the last
         recursion chose in no row."""
         B, T = h.shape[:2]
