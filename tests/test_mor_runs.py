@@ -290,8 +290,8 @@ def test_loss_against_speed_is_drawn(tmp_path, data_dir, few_requests, capsys):
         log = [json.loads(row) for row in open(tmp_path / name / "r" / "log.jsonl")]
         assert float(line.split()[4]) == pytest.approx([row["val_bpb"] for row in log if "val_bpb" in row][-1], abs=1e-4)
     assert lines[4].endswith("4 runs") and (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    for given, message in ((["d"], "is a model_gpt: requests are for"), (["a", "a"], "each once"), ([], "give the folders"),
+    for names, message in ((["d"], "is a model_gpt: requests are for"), (["a", "a"], "each once"), ([], "give the folders"),
                            (["a", "f"], "not trained on the same tokens")):
         with pytest.raises(prepare.UserError, match=message):
-            bench.main(["serve", *(paths[name] for name in given), *keys, f"file={tmp_path / 'no.png'}"])
+            bench.main(["serve", *(paths[name] for name in names), *keys, f"file={tmp_path / 'no.png'}"])
     assert not (tmp_path / "no.png").exists()
