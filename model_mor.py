@@ -853,9 +853,8 @@ class Model(nn.Module):
 
     def expert_choice(self, h, causal):
         """Recursions choose tokens. Logged: aux, the mean BCE of what decides in decoding, summed over recursions;
-        router_accuracy, how often that is right about the tokens that compete, and
-        router_majority, how often always saying the commoner thing would be; dead, the share of positions that the last
-        recursion chose in no row."""
+        router_accuracy, how often that is right about the tokens that compete, and router_majority, how often always
+        saying the commoner thing would be; dead, the share of positions that the last recursion chose in no row."""
         B, T = h.shape[:2]
         at, first, active, losses = torch.arange(T, device=h.device), {}, None, []
         taken, found = torch.zeros(B, T, device=h.device, dtype=torch.long), []

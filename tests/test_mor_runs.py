@@ -256,9 +256,8 @@ def few_requests(monkeypatch):
     monkeypatch.setattr(bench, "workload", lambda text, requests=6: whole(text, min(requests, 6)))
 
 
-def test_the_bench_runs(tmp_path, data_dir, few_requests, capsys):
+def test_the_bench_runs(few_requests, capsys):
     """Every line of bench.py mor, at tiny sizes on a CPU; bounds and shares are those of what was answered."""
-    runs.run("mor", tmp_path, data_dir)
     model, cfg = routing(block_size=8, n_layer=8, n_loop=3), train.TrainConfig(model="mor", batch_size=2)
     bench.bench_mor(model, cfg, torch.device("cpu"), None, rounds=1)
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
