@@ -39,6 +39,7 @@ import contextlib
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -333,47 +334,45 @@ class KeyList:
     the first level, which all tokens have, stand by position to the right of `origin`; those of deeper levels to the
     left of it, the first that came next to it. So what is filled, or either side of it, is always in one piece. deeper
     (B,), on the host, counts the left side. Where a row needs more room there than `left`, up to `most`, all rows grow.
-    Lists that have a left side also know of each entry its level (-1: free), and where in the text its token stands,
-    at, both (B, left + max_len)."""
+    Lists that have a left side also know of each entry its level (0: free), and where in the text its token stands:
+    tags (B, left + max_len, 2)."""
 
     def __init__(self, layers, batch_size, max_len, left, most, cfg, device, dtype):
         shape = batch_size, left + max_len, cfg.n_kv_head, cfg.head_dim
         self.origin, self.most, self.size, self.device = left, most, left + max_len, device
         self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)] for _ in "kv")
         if most:
-            self.level = torch.full(shape[:2], -1, device=device)
-            self.at = torch.zeros_like(self.level)
-        self.deeper = torch.zeros(batch_size, dtype=torch.long)
+            self.tags = torch.zeros(*shape[:2], 2, device=device, dtype=torch.long)
+        self.deeper = np.zeros(batch_size, np.int64)
 
     def reset(self, rows):
         for x in (*self.k, *self.v):
             x[rows] = 0
         self.deeper[rows] = 0
         if self.most:
-            self.level[rows], self.at[rows] = -1, 0
+            self.tags[rows] = 0
 
     def add(self, rows, n, level, shallow, at):
         """Entries for n[r] tokens of row rows[r], of level[r], shallow[r]: the first, at positions at (N,), all on the
         host. Returns their places (N,) in the lists of all rows, one behind the other, on the cache's device."""
         row, step = spread(n)
         slot = at
-        if not bool(shallow.all()):
+        if not shallow.all():
             count = self.deeper[rows]
-            self.deeper[rows] = count + torch.where(shallow, 0, n)
-            self.make_room(int(self.deeper[rows].max()))
-            slot = torch.where(shallow[row], at, -1 - count[row] - step)
-        places = (self.origin + rows[row] * self.size + slot).to(self.device)
+            self.deeper[rows] = need = count + np.where(shallow, 0, n)
+            self.make_room(need.max())
+            slot = np.where(shallow[row], at, -1 - count[row] - step)
+        places = to(self.device, self.origin + rows[row] * self.size + slot)
         if self.most:
-            self.level.view(-1)[places], self.at.view(-1)[places] = level[row].to(self.device), at.to(self.device)
+            self.tags.flatten(0, 1)[places] = to(self.device, np.stack([level[row], at], 1))
         return places
 
     def make_room(self, need):
         if need <= self.origin:
             return
-        more = min(self.most, max(need, self.origin + self.origin // 4)) - self.origin
-        grown = lambda x, fill=0: torch.cat([x.new_full((x.size(0), more, *x.shape[2:]), fill), x], 1)
-        self.k, self.v = [grown(x) for x in self.k], [grown(x) for x in self.v]
-        self.level, self.at = grown(self.level, -1), grown(self.at)
+        more = min(self.most, max(int(need), self.origin + self.origin // 4)) - self.origin
+        grown = lambda x: torch.cat([x.new_zeros(x.size(0), more, *x.shape[2:]), x], 1)
+        self.k, self.v, self.tags = [grown(x) for x in self.k], [grown(x) for x in self.v], grown(self.tags)
         self.origin, self.size = self.origin + more, self.size + more
 
 
@@ -384,8 +383,9 @@ class LoopCache:
     kv = share only the first recursion makes entries.
 
     length (B,): tokens of each row, start (B,): how many they were before the newest ones came. Of each position, taken
-    (B, max_len) counts its recursions so far, going says whether it takes another, and score is that one's score. All
-    but score and the lists are on the host.
+    (B, max_len) counts its recursions so far, going says whether it takes another, and score (B max_len,) is that
+    one's score. All but score and the lists are on the host, in numpy, where a call for a few rows takes a fraction of
+    what it takes as a tensor.
     """
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
@@ -394,16 +394,15 @@ class LoopCache:
         left = sum(max(1, int(cfg.share_of_tokens(r) * max_len + 1e-6)) for r in deeper)
         self.first, self.last = (KeyList(cfg.edge, batch_size, max_len, 0, 0, *sizes) for _ in range(2))
         self.recursions = KeyList(cfg.n_stored, batch_size, max_len, left, len(deeper) * max_len, *sizes)
-        self.length, self.start = torch.zeros(2, batch_size, dtype=torch.long)
-        self.going = torch.zeros(batch_size, max_len, dtype=torch.bool)
-        self.taken = torch.zeros(batch_size, max_len, dtype=torch.long)
-        self.score = torch.zeros(batch_size, max_len, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        self.length, self.start = np.zeros((2, batch_size), np.int64)
+        self.going, self.taken = np.zeros((batch_size, max_len), bool), np.zeros((batch_size, max_len), np.int64)
+        self.score = torch.zeros(batch_size * max_len, device=device, dtype=torch.promote_types(dtype, torch.float32))
         self.rotary = None                  # the tables of all positions, when first needed
 
     @property
     def lengths(self):
         """(B,): tokens of each row."""
-        return self.length.clone()
+        return torch.tensor(self.length)
 
     @property
     def longest(self):
@@ -420,27 +419,29 @@ class LoopCache:
     def reset(self, rows=None):
         """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
         they held is zeroed: a NaN behind a mask would still poison the sum over values."""
-        rows = slice(None) if rows is None else torch.as_tensor(rows, device="cpu")
+        rows = slice(None) if rows is None else torch.as_tensor(rows, device="cpu").numpy()
         for keys in self.lists:
             keys.reset(rows)
         self.length[rows], self.start[rows], self.going[rows], self.taken[rows] = 0, 0, False, 0
 
     def begin(self, rows, n):
         """Take in n[r] tokens of row rows[r]. Returns (row, position) of each, (N,) both."""
-        if int((self.length[rows] + n).max()) > self.max_len:
-            raise ValueError(f"the cache is full: {int(self.length[rows].max())} tokens held, {int(n.max())} more, "
+        if (self.length[rows] + n).max() > self.max_len:
+            raise ValueError(f"the cache is full: {self.length[rows].max()} tokens held, {n.max()} more, "
                              f"max_len {self.max_len}")
         self.start[rows] = self.length[rows]
         self.length[rows] += n
         return self.newest(rows, n)
 
     def goes_on(self, rows, n):
-        """Whether any of the newest n[r] tokens of row rows[r] takes another recursion, (R,)."""
-        return count_of_rows(self.going[self.newest(rows, n)], n) > 0
+        """Whether any of the newest n[r] tokens of row rows[r] takes another recursion, (R,); host tensors."""
+        rows, n = rows.numpy(), n.numpy()
+        return torch.from_numpy(count_of_rows(self.going[self.newest(rows, n)], n) > 0)
 
     def exits(self, rows):
-        """The recursions that the newest token of each of rows took, (R,)."""
-        return self.taken[rows, self.length[rows] - 1]
+        """The recursions that the newest token of each of rows took, (R,); host tensors."""
+        rows = rows.numpy()
+        return torch.from_numpy(self.taken[rows, self.length[rows] - 1])
 
     def newest(self, rows, n):
         """The newest n[r] tokens of row rows[r]: (row, position), (N,) each."""
@@ -448,19 +449,24 @@ class LoopCache:
         return rows[row], self.start[rows][row] + step
 
 
+def to(device, x):
+    """A numpy array as a tensor on the device."""
+    return torch.from_numpy(x).to(device, non_blocking=True)
+
+
 def spread(n):
     """Of tokens side by side, n (R,) of each row: each one's row, and which of the row's it is, (N,) both. Where every
     row has one token, quicker: slice(None), by which (R,) is (N,), and 0."""
-    if n.tolist().count(1) == len(n):
+    if (n == 1).all():
         return slice(None), 0
-    row = torch.arange(len(n)).repeat_interleave(n)
-    return row, torch.arange(len(row)) - (n.cumsum(0) - n)[row]
+    row = np.arange(len(n)).repeat(n)
+    return row, np.arange(len(row)) - (n.cumsum() - n)[row]
 
 
 def count_of_rows(mask, n):
     """How many of each row's tokens mask (N,) marks, (R,), where they stand side by side, n (R,) of each."""
-    (row, _), mask = spread(n), mask.long()
-    return mask if isinstance(row, slice) else torch.zeros_like(n).index_add(0, row, mask)
+    row = spread(n)[0]
+    return mask.astype(np.int64) if isinstance(row, slice) else np.bincount(row[mask], minlength=len(n))
 
 
 class Packed:
@@ -469,18 +475,18 @@ class Packed:
     at on the host."""
 
     def __init__(self, cfg, cache, level, rows, n, at):
-        where, row = int(level[0]), spread(n)[0]
+        where, row = level[0], spread(n)[0]
         inner = 0 < where <= cfg.n_loop
-        self.cache, self.at, self.kv = cache, at.to(cache.device)[None], cfg.kv if inner else "recursion"
+        self.cache, self.at, self.kv = cache, to(cache.device, at)[None], cfg.kv if inner else "recursion"
         self.keys = cache.recursions if inner else cache.last if where else cache.first
-        shallow = level <= 1 if inner else torch.ones_like(level, dtype=torch.bool)
+        shallow = level <= 1 if inner else np.ones(len(level), bool)
         # the rows that make entries, and their tokens: all, but with kv = share
         makes = shallow if self.kv == "share" else None
-        self.fresh, self.own = makes is None or bool(makes.any()), slice(None)
+        self.fresh, self.own = makes is None or makes.any(), slice(None)
         if makes is None:
             self.places = self.keys.add(rows, n, level, shallow, at)
         elif self.fresh:
-            self.own = makes[row].nonzero()[:, 0].to(cache.device)
+            self.own = to(cache.device, np.flatnonzero(makes[row]))
             self.places = self.keys.add(rows[makes], n[makes], level[makes], shallow[makes], at[makes[row]])
         self.parts = []
         for some in (n == 1, n > 1):
@@ -508,23 +514,27 @@ class Part:
 
     def __init__(self, cfg, place, level, shallow, rows, n, at, which):
         self.keys, self.kv, self.max_len, device = place.keys, place.kv, place.cache.max_len, place.cache.device
-        self.tokens = slice(None) if which is None else which.nonzero()[:, 0].to(device)
-        self.shape, all_shallow = (len(rows), int(n.max())), bool(shallow.all())
-        dense = bool((n == self.shape[1]).all())                            # else rows differ, and spread gives tensors
-        self.pad = None if dense else tuple(x.to(device) for x in spread(n))
+        self.tokens = slice(None) if which is None else to(device, np.flatnonzero(which))
+        self.shape, all_shallow = (len(rows), int(n.max())), shallow.all()
+        dense = (n == self.shape[1]).all()                                  # else rows differ, and spread gives arrays
+        self.pad = None if dense else tuple(to(device, x) for x in spread(n))
         # texts that begin here see themselves: no list is read, and no bias
         self.begins = (cfg.fast and self.shape[1] > 1 and (all_shallow or self.kv == "recursion") and
-                       not bool(place.cache.start[rows].any()))
+                       not place.cache.start[rows].any())
         # gathering a row's keys costs some three times as much as reading them: from a third on, all rows' are read
         self.all_rows = self.shape[1] == 1 and 3 * len(rows) > len(self.keys.deeper)
-        self.level, self.rows = level[:, None].to(device), rows.to(device)
+        self.level, self.rows = to(device, level)[:, None], to(device, rows)
         # the side, or sides, of the lists that are seen: the first level's, where slots are positions, and the deeper
         self.by_position = all_shallow or self.kv == "share"
         left = 0 if self.by_position else int(self.keys.deeper[rows].max())
-        right = 0 if self.kv == "recursion" and not bool(shallow.any()) else int(place.cache.length[rows].max())
+        right = 0 if self.kv == "recursion" and not shallow.any() else int(place.cache.length[rows].max())
         self.side = slice(self.keys.origin - left, self.keys.origin + right)
-        last = at.new_full(self.shape, self.max_len)                        # padding may see all that its row sees
-        self.at = (at.view(self.shape) if dense else last.index_put(spread(n), at)).to(device)
+        if dense:
+            at = at.reshape(self.shape)
+        else:
+            packed, at = at, np.full(self.shape, self.max_len)              # padding may see all that its row sees
+            at[spread(n)] = packed
+        self.at = to(device, at)
         self.bias = None                                                    # the same for all layers, made by the first
 
     def attend(self, attention, i, q, k, v):
@@ -562,7 +572,7 @@ class Part:
             positions = torch.arange(self.side.stop - self.side.start, device=self.at.device)
             bias = attention_bias(self.at, positions, 0, None, dtype)[:, 0]                             # (R, T, S)
         else:
-            level, at = (x[:, self.side].index_select(0, self.rows) for x in (self.keys.level, self.keys.at))   # (R, S)
+            level, at = self.keys.tags[:, self.side].index_select(0, self.rows).unbind(-1)              # (R, S)
             seen = level == self.level
             if self.kv == "share_update":
                 known = seen.new_zeros(len(at), self.max_len + 1)       # by position; the last column is for the rest
@@ -804,8 +814,8 @@ class Model(nn.Module):
             return make(place.at)
         cache = place.cache
         if cache.rotary is None:
-            cache.rotary = make(torch.arange(cache.max_len, device=cache.device))
-        return [table[place.at] for table in cache.rotary]
+            cache.rotary = torch.stack(make(torch.arange(cache.max_len, device=cache.device)), 1)
+        return cache.rotary[place.at].unbind(-2)
 
     # routing -------------------------------------------------------------------------------------------------
 
@@ -953,32 +963,34 @@ class Model(nn.Module):
     def enter(self, idx, cache, rows, n):
         """Take in idx (N,), n[r] new tokens of row rows[r] side by side; rows, n (R,) on the host. Returns states
         before the first recursion, (N, C); with router=token (N, 2 C), the second half kept for finish."""
+        rows, n = rows.numpy(), n.numpy()
         of, at = cache.begin(rows, n)
-        h = self.packed(self.drop(self.wte(idx)), torch.zeros_like(n), cache, rows, n, at)
-        cache.going[of, at] = self.decide(h, h, torch.zeros_like(at), cache, of, at)
+        h = self.packed(self.drop(self.wte(idx)), np.zeros_like(n), cache, rows, n, at)
+        cache.going[of, at] = self.decide(h, h, np.zeros_like(at), cache, of, at)
         return torch.cat([h, h], -1) if self.cfg.router == "token" else h
 
     def packed(self, h, level, cache, rows, n, at):
         """The layers of level[r] on n[r] tokens of row rows[r]: h (N, C) in and out."""
-        if not len(h) or not self.levels[int(level[0])]:
+        if not len(h) or not self.levels[level[0]]:
             return h
-        if self.cfg.share.endswith("sequence") and bool((level != level[0]).any()):
+        if self.cfg.share.endswith("sequence") and (level != level[0]).any():
             raise ValueError(f"share={self.cfg.share}: rows at different depths need share=cycle or middle_cycle")
-        return self.through(h[None], int(level[0]), Packed(self.cfg, cache, level, rows, n, at))[0]
+        return self.through(h[None], level[0], Packed(self.cfg, cache, level, rows, n, at))[0]
 
     def loop(self, h, depth, cache, rows, n):
         """One recursion, depth (R,) from 0, further for those of the newest n[r] tokens of row rows[r] that take it;
         states h as enter gives them, side by side. Then cache.going tells who takes another one."""
+        depth, rows, n = depth.numpy(), rows.numpy(), n.numpy()
         of, at = cache.newest(rows, n)
         active = cache.going[of, at]
+        if active.all():
+            return self.step_all(h, depth, cache, rows, n, of, at)
         if not active.any():
             return h
-        if not active.all():
-            which, states, taking = active.to(h.device), h, count_of_rows(active, n)
-            some = taking > 0
-            h = self.step_all(h[which], depth[some], cache, rows[some], taking[some], of[active], at[active])
-            return states.index_put((which,), h)
-        return self.step_all(h, depth, cache, rows, n, of, at)
+        which, taking = to(h.device, np.flatnonzero(active)), count_of_rows(active, n)
+        some = taking > 0
+        new = self.step_all(h[which], depth[some], cache, rows[some], taking[some], of[active], at[active])
+        return h.index_copy(0, which, new)
 
     def step_all(self, h, depth, cache, rows, n, of, at):
         """loop, where all tokens take the recursion; of, at (N,): their rows and positions."""
@@ -986,44 +998,45 @@ class Model(nn.Module):
         x, kept = h[:, :C], h[:, C:]
         y = self.packed(x, depth + 1, cache, rows, n, at)
         if self.cfg.router == "expert":
-            s = cache.score[of.to(h.device), at.to(h.device)]
+            s = cache.score[to(h.device, of * cache.max_len + at)]
             y = x + (self.gate(s)[:, None] * y).to(x.dtype)
         cache.taken[of, at] += 1
         cache.going[of, at] = self.decide(y, kept, r + 1, cache, of, at)
         return (torch.cat([y, kept], -1) if kept.size(1) else y).to(h.dtype)
 
     def decide(self, x, kept, r, cache, of, at):
-        """Which tokens, with states x (N, C) and what enter kept, take recursion r (N,), from 0, (N,) bool on the host.
-        Their scores go to the cache. of, at (N,): their rows and positions."""
+        """Which of the tokens, with states x (N, C) and what enter kept, take recursion r (N,), from 0, (N,) bool on
+        the host. Their scores go to the cache. of, at (N,): their rows and positions."""
         goes = r < self.n_loop
-        if self.cfg.router == "token" and bool((r > 0).any()):
-            return goes & (self.token_depth(kept, at.to(x.device))[2].cpu() >= r)
+        if self.cfg.router == "token" and (r > 0).any():
+            return goes & (self.token_depth(kept, to(x.device, at))[2].cpu().numpy() >= r)
         if self.cfg.router != "expert" or not goes.any():
             return goes
-        r = r.clamp(max=self.n_loop - 1)                # who has taken all gets a score too: nothing reads it
-        s = self.scores(self.routers, x, r, at)
-        cache.score[of.to(x.device), at.to(x.device)] = s
-        if self.takes_all(self.cfg.n_loop - 1):
+        r, here = np.minimum(r, self.n_loop - 1), to(x.device, at)  # who has taken all gets a score too: unread
+        s = self.scores(self.routers, x, r, here)
+        cache.score[to(x.device, of * cache.max_len + at)] = s
+        if self.takes_all(self.cfg.n_loop - 1) or not r.any():
             return goes
-        decides = s if self.cfg.causal == "aux_loss" else self.scores(self.aux_routers, x, r, at)
-        return goes & ((decides >= 0).cpu() | (r == 0))
+        decides = s if self.cfg.causal == "aux_loss" else self.scores(self.aux_routers, x, r, here)
+        return goes & ((decides >= 0).cpu().numpy() | (r == 0))
 
     def scores(self, routers, x, r, at):
-        """Each token's score (N,) by the router of its recursion r (N,), from 0."""
-        least, most, at, here = int(r.min()), int(r.max()), at.to(x.device), r.to(x.device)
+        """Each token's score (N,) by the router of its recursion r (N,), from 0, on the host."""
+        least, most = int(r.min()), int(r.max())
         s = routers[least](x, at, least)[:, 0]
         for value in range(least + 1, most + 1):
-            s = torch.where(here == value, routers[value](x, at, value)[:, 0], s)
+            s = torch.where(to(x.device, r == value), routers[value](x, at, value)[:, 0], s)
         return s
 
     def finish(self, h, cache, rows, n):
         """The states (N, C) that logits takes, of tokens that have left: n[r] newest ones of row rows[r]."""
+        rows, n = rows.numpy(), n.numpy()
         at = cache.newest(rows, n)[1]
         if self.cfg.router == "token":
             x, h = h.split(self.cfg.n_embd, -1)
-            _, p, depth = self.token_depth(h, at.to(h.device))
+            _, p, depth = self.token_depth(h, to(h.device, at))
             h = h + (p.gather(-1, depth[:, None]) * x).to(h.dtype)
-        return self.packed(h, torch.full_like(n, self.cfg.n_loop + 1), cache, rows, n, at)
+        return self.packed(h, np.full_like(n, self.cfg.n_loop + 1), cache, rows, n, at)
 
     def init_cache(self, batch_size, max_len):
         """An empty cache for batch_size rows of up to max_len tokens (under rope at most block_size)."""

@@ -272,9 +272,9 @@ class Engine:
         self.cache = model.init_cache(slots, max_len)
         self.requests, self.done, self.admitted = [None] * slots, [], 0
         self.texts, self.generators = [None] * slots, [None] * slots
-        self.depth = torch.zeros(slots, dtype=torch.long)       # the loop that a row's tokens go through next, from 0
-        self.n = torch.ones(slots, dtype=torch.long)            # how many these are: a whole text, then one by one
-        self.whole = torch.zeros(slots, dtype=torch.bool)       # whether they are a text: it goes through all loops
+        self.depth = [0] * slots                                # the loop that a row's tokens go through next, from 0
+        self.n = [1] * slots                                    # how many these are: a whole text, then one by one
+        self.whole = [False] * slots                            # whether they are a text: it goes through all loops
         self.h = [None] * slots                                 # (n, C) of each row: their states between loops
         self.early = [None] * slots                             # of a text: (depth, logits) where its last token left
         self.guesses = [[] for _ in range(slots)]               # oracle: the likeliest token after each loop
@@ -330,24 +330,25 @@ class Engine:
 
     def advance(self, rows):
         """One loop further for the tokens of rows. Returns the rows whose tokens go on to another."""
-        depth, n = self.depth[rows], self.n[rows]
-        self.begin([row for row, d in zip(rows, depth.tolist()) if d == 0])
-        h, rows = torch.cat([self.h[row] for row in rows]), torch.tensor(rows)          # (N, C)
-        h = self.model.loop(h, depth, self.cache, rows, n)
-        left = self.routed_away(h, rows, n) if self.routed else self.ruled_away(h, depth, rows, n)
-        for row, states in zip(rows.tolist(), h.split(n.tolist())):
+        self.begin([row for row in rows if self.depth[row] == 0])
+        counts, depth = [self.n[row] for row in rows], torch.tensor([self.depth[row] for row in rows])
+        h, n, which = torch.cat([self.h[row] for row in rows]), torch.tensor(counts), torch.tensor(rows)    # h (N, C)
+        h = self.model.loop(h, depth, self.cache, which, n)
+        left = self.routed_away(h, which, n) if self.routed else self.ruled_away(h, depth, which, n)
+        for row, states in zip(rows, h.split(counts)):
             self.h[row] = states
-        on = rows[~left]
-        self.depth[on] += 1
-        return on.tolist()
+        on = [row for row, gone in zip(rows, left.tolist()) if not gone]
+        for row in on:
+            self.depth[row] += 1
+        return on
 
     def begin(self, rows):
         """Embed the tokens that rows take in next."""
         if not rows:
             return
-        counts = self.n[rows].tolist()
+        counts = [self.n[row] for row in rows]
         idx = [token for row, n in zip(rows, counts) for token in self.texts[row][-n:]]
-        h = self.model.enter(torch.tensor(idx, device=self.device), self.cache, torch.tensor(rows), self.n[rows])
+        h = self.model.enter(torch.tensor(idx, device=self.device), self.cache, torch.tensor(rows), torch.tensor(counts))
         for row, states in zip(rows, h.split(counts)):
             self.h[row] = states
 
@@ -360,8 +361,9 @@ class Engine:
         another loop, (R,) bool; those are predicted from."""
         left = ~self.cache.goes_on(rows, n)
         if left.any():
-            rows, tokens = rows[left], left.repeat_interleave(n).to(self.device)
-            h = self.newest(self.model.finish(h[tokens], self.cache, rows, n[left]), n[left])
+            if not left.all():
+                h, rows, n = h[left.repeat_interleave(n).to(self.device)], rows[left], n[left]
+            h = self.newest(self.model.finish(h, self.cache, rows, n), n)
             exits = self.cache.exits(rows) - 1
             self.emit(rows.tolist(), exits.tolist(), self.model.logits(h)[:, :self.vocab_size])
         return left
@@ -387,9 +389,10 @@ class Engine:
         left = last if self.rule is None else last | self.rule(logits, depth)
         for row, guess in zip(rows.tolist(), logits.argmax(-1).tolist() if self.oracle else ()):
             self.guesses[row].append(guess)
-        for n in (left & self.whole[rows]).nonzero()[:, 0].tolist() if self.rule is not None else ():
+        whole = torch.tensor([self.whole[row] for row in rows.tolist()])
+        for n in (left & whole).nonzero()[:, 0].tolist() if self.rule is not None else ():
             self.early[rows[n]] = self.early[rows[n]] or (int(depth[n]), logits[n].clone())
-        left = left & (last | ~self.whole[rows])
+        left = left & (last | ~whole)
         if left.any():
             self.emit(rows[left].tolist(), depth[left].tolist(), logits[left[asked].to(self.device)])
         return left
@@ -399,9 +402,8 @@ class Engine:
         for n, row in enumerate(rows):
             if self.early[row] is not None:
                 (depths[n], logits[n]), self.early[row] = self.early[row], None
-        self.depth[rows], self.n[rows], self.whole[rows] = 0, 1, False
         for row, depth, token in zip(rows, depths, self.pick(rows, logits)):
-            request = self.requests[row]
+            request, self.depth[row], self.n[row], self.whole[row] = self.requests[row], 0, 1, False
             if self.oracle:
                 depth, self.guesses[row] = self.guesses[row].index(self.guesses[row][-1]), []
             if token != self.eot:

@@ -193,7 +193,7 @@ BUGS = {
     "engine: a full row goes on": ("sample.py", "len(self.texts[row]) > self.max_len and",
                                    "len(self.texts[row]) > self.max_len + 1 and",
                                    "test_engine.py -k longer_than_the_cache"),
-    "engine: a text leaves early": ("sample.py", "        left = left & (last | ~self.whole[rows])\n", "",
+    "engine: a text leaves early": ("sample.py", "        left = left & (last | ~whole)\n", "",
                                     "test_engine.py -k keys_of_those_that_left and propagate"),
     "engine: the oracle's last loop": ("sample.py", "depth, self.guesses[row] = self.guesses[row].index("
                                        "self.guesses[row][-1]), []",
@@ -230,7 +230,7 @@ BUGS = {
                                  "test_mor.py -k as_if_alone and share_update"),
     "MoR: keys one over another": ("model_mor.py", "-1 - count[row] - step", "-1 - count[row]",
                                    "test_mor.py -k as_if_alone and 3"),
-    "MoR: a chunk is a text": ("model_mor.py", "not bool(place.cache.start[rows].any())", "True",
+    "MoR: a chunk is a text": ("model_mor.py", "not place.cache.start[rows].any()", "True",
                                "test_mor.py -k as_if_alone and 3"),
     "MoR: a chunk looks ahead": ("model_mor.py", "(at[:, None] <= self.at[..., None])", "(at[:, None] >= 0)",
                                  "test_mor.py -k as_if_alone and 3"),
