@@ -330,27 +330,22 @@ class Gathered:
 # the cache
 
 class KeyList:
-    """Keys and values of each row of a cache, k[i], v[i] (B, left + max_len, G, D) in the i-th of some layers. Those of
+    """Keys and values of each row of a cache, kv[i] (B, left + max_len, 2, G, D) in the i-th of some layers. Those of
     the first level, which all tokens have, stand by position to the right of `origin`; those of deeper levels to the
-    left of it, the first that came next to it. So what is filled, or either side of it, is always in one piece. deeper
-    (B,), on the host, counts the left side. Where a row needs more room there than `left`, up to `most`, all rows grow.
-    Lists that have a left side also know of each entry its level (0: free), and where in the text its token stands:
-    tags (B, left + max_len, 2)."""
+    left of it, the first that came next to it. So what is filled, or either side of it, is always in one piece. Where a
+    row needs more room there than `left`, up to `most`, all rows grow. On the host, of the left side: deeper (B,) counts it; level and at, (B, left + max_len) both, are each entry's level (0 where it is free), and where
+    in the text its token stands."""
 
     def __init__(self, layers, batch_size, max_len, left, most, cfg, device, dtype):
-        shape = batch_size, left + max_len, cfg.n_kv_head, cfg.head_dim
+        shape = batch_size, left + max_len, 2, cfg.n_kv_head, cfg.head_dim
         self.origin, self.most, self.size, self.device = left, most, left + max_len, device
-        self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)] for _ in "kv")
-        if most:
-            self.tags = torch.zeros(*shape[:2], 2, device=device, dtype=torch.long)
-        self.deeper = np.zeros(batch_size, np.int64)
+        self.kv = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
+        self.deeper, (self.level, self.at) = np.zeros(batch_size, np.int64), np.zeros((2, *shape[:2]), np.int64)
 
     def reset(self, rows):
-        for x in (*self.k, *self.v):
+        for x in self.kv:
             x[rows] = 0
-        self.deeper[rows] = 0
-        if self.most:
-            self.tags[rows] = 0
+        self.deeper[rows], self.level[rows], self.at[rows] = 0, 0, 0
 
     def add(self, rows, n, level, shallow, at):
         """Entries for n[r] tokens of row rows[r], of level[r], shallow[r]: the first, at positions at (N,), all on the
@@ -362,17 +357,16 @@ class KeyList:
             self.deeper[rows] = need = count + np.where(shallow, 0, n)
             self.make_room(need.max())
             slot = np.where(shallow[row], at, -1 - count[row] - step)
-        places = to(self.device, self.origin + rows[row] * self.size + slot)
-        if self.most:
-            self.tags.flatten(0, 1)[places] = to(self.device, np.stack([level[row], at], 1))
-        return places
+        of, slot = rows[row], self.origin + slot
+        self.level[of, slot], self.at[of, slot] = level[row], at
+        return to(self.device, of * self.size + slot)
 
     def make_room(self, need):
         if need <= self.origin:
             return
         more = min(self.most, max(int(need), self.origin + self.origin // 4)) - self.origin
-        grown = lambda x: torch.cat([x.new_zeros(x.size(0), more, *x.shape[2:]), x], 1)
-        self.k, self.v, self.tags = [grown(x) for x in self.k], [grown(x) for x in self.v], grown(self.tags)
+        self.kv = [torch.cat([x.new_zeros(x.size(0), more, *x.shape[2:]), x], 1) for x in self.kv]
+        self.level, self.at = (np.pad(x, ((0, 0), (more, 0))) for x in (self.level, self.at))
         self.origin, self.size = self.origin + more, self.size + more
 
 
@@ -414,7 +408,7 @@ class LoopCache:
 
     def nbytes(self):
         """Bytes held for keys and values."""
-        return sum(x.nbytes for keys in self.lists for x in keys.k + keys.v)
+        return sum(x.nbytes for keys in self.lists for x in keys.kv)
 
     def reset(self, rows=None):
         """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
@@ -457,7 +451,7 @@ def to(device, x):
 def spread(n):
     """Of tokens side by side, n (R,) of each row: each one's row, and which of the row's it is, (N,) both. Where every
     row has one token, quicker: slice(None), by which (R,) is (N,), and 0."""
-    if (n == 1).all():
+    if n.tolist().count(1) == len(n):
         return slice(None), 0
     row = np.arange(len(n)).repeat(n)
     return row, np.arange(len(row)) - (n.cumsum() - n)[row]
@@ -469,10 +463,16 @@ def count_of_rows(mask, n):
     return mask.astype(np.int64) if isinstance(row, slice) else np.bincount(row[mask], minlength=len(n))
 
 
+def run(mask):
+    """The indices that mask (N,) marks: a slice where they stand side by side, else (n,)."""
+    which = np.flatnonzero(mask)
+    return slice(which[0], which[-1] + 1) if len(which) and which[-1] - which[0] + 1 == len(which) else which
+
+
 class Packed:
     """n[r] new tokens of row rows[r] at level[r], at positions `at` (N,), side by side: (1, N, C). Attention sees them
-    in two parts: the rows that have one token, and those that have several, so that little is padding. rows, level, n,
-    at on the host."""
+    in parts: rows that have one token, or of these those at the first level and those deeper, which see other sides of
+    their lists; and rows that have several, so that little is padding. rows, level, n, at on the host."""
 
     def __init__(self, cfg, cache, level, rows, n, at):
         where, row = level[0], spread(n)[0]
@@ -488,18 +488,28 @@ class Packed:
         elif self.fresh:
             self.own = to(cache.device, np.flatnonzero(makes[row]))
             self.places = self.keys.add(rows[makes], n[makes], level[makes], shallow[makes], at[makes[row]])
-        self.parts = []
-        for some in (n == 1, n > 1):
-            if some.all():
-                self.parts.append(Part(cfg, self, level, shallow, rows, n, at, None))
-            elif some.any():
-                which = some[row]
-                self.parts.append(Part(cfg, self, level[some], shallow[some], rows[some], n[some], at[which], which))
+        self.parts, one = [], n == 1
+        both = self.kv == "recursion" and self.sides_apart(rows, one & shallow, one & ~shallow)
+        for some in ([one & shallow, one & ~shallow] if both else [one]) + [n > 1]:
+            if some.any():
+                some, tokens = run(some), run(some[row])
+                self.parts.append(Part(cfg, self, level[some], shallow[some], rows[some], n[some], at[tokens], tokens))
+
+    def sides_apart(self, rows, shallow, deeper):
+        """Whether attention is quicker in two calls for the two kinds of rows that have one token: what is read must
+        be less, by what a call takes besides."""
+        if not shallow.any() or not deeper.any():
+            return False
+        B, one, two = len(self.keys.deeper), shallow.sum(), deeper.sum()
+        right, left = self.cache.length[rows[shallow]].max(), self.keys.deeper[rows[deeper]].max()
+        read = lambda n, keys: keys * (B if reads_all(n, B) else GATHER * n)
+        return read(one, right) + read(two, left) + CALL < read(one + two, left + right)
 
     def attend(self, attention, i, q, k, v):
         q, k, v = (x if x is None else x[0] for x in (q, k, v))
-        for buffers, new in ((self.keys.k, k), (self.keys.v, v)) if self.fresh else ():
-            buffers[i].flatten(0, 1)[self.places] = new[self.own].detach().to(buffers[i].dtype)
+        if self.fresh:
+            kv = self.keys.kv[i]
+            kv.flatten(0, 1)[self.places] = torch.stack([k, v], 1)[self.own].detach().to(kv.dtype)
         if len(self.parts) == 1:
             return self.parts[0].attend(attention, i, q, k, v)[None]
         out = q.new_empty(len(q), q.size(1) * q.size(2))
@@ -508,45 +518,51 @@ class Packed:
         return out[None]
 
 
-class Part:
-    """Rows of a Packed place that attention sees together: n (R,) tokens of each, at positions at (N,), those of the
-    place's tokens that `which` marks (None: all). shallow (R,): whether a row is at the first level of its list."""
+# What attention takes on a CPU, in keys of one row: to gather a row's keys and read them, by key; a call besides
+GATHER, CALL = 1.6, 400
 
-    def __init__(self, cfg, place, level, shallow, rows, n, at, which):
+
+def reads_all(n, B):
+    """Whether attention for n of a cache's B rows reads the keys of all, where they lie, quicker than it gathers."""
+    return GATHER * n > B
+
+
+class Part:
+    """Rows of a Packed place that attention sees together: n (R,) tokens of each, at positions at (N,), which are the
+    place's `tokens`, a slice or indices. shallow (R,): whether a row is at the first level of its list."""
+
+    def __init__(self, cfg, place, level, shallow, rows, n, at, tokens):
         self.keys, self.kv, self.max_len, device = place.keys, place.kv, place.cache.max_len, place.cache.device
-        self.tokens = slice(None) if which is None else to(device, np.flatnonzero(which))
+        self.tokens = tokens if isinstance(tokens, slice) else to(device, tokens)
         self.shape, all_shallow = (len(rows), int(n.max())), shallow.all()
         dense = (n == self.shape[1]).all()                                  # else rows differ, and spread gives arrays
         self.pad = None if dense else tuple(to(device, x) for x in spread(n))
         # texts that begin here see themselves: no list is read, and no bias
         self.begins = (cfg.fast and self.shape[1] > 1 and (all_shallow or self.kv == "recursion") and
                        not place.cache.start[rows].any())
-        # gathering a row's keys costs some three times as much as reading them: from a third on, all rows' are read
-        self.all_rows = self.shape[1] == 1 and 3 * len(rows) > len(self.keys.deeper)
-        self.level, self.rows = to(device, level)[:, None], to(device, rows)
+        self.all_rows = self.shape[1] == 1 and reads_all(len(rows), len(self.keys.deeper))
+        self.level, self.rows, self.index = level[:, None], rows, to(device, rows)
         # the side, or sides, of the lists that are seen: the first level's, where slots are positions, and the deeper
         self.by_position = all_shallow or self.kv == "share"
         left = 0 if self.by_position else int(self.keys.deeper[rows].max())
         right = 0 if self.kv == "recursion" and not shallow.any() else int(place.cache.length[rows].max())
         self.side = slice(self.keys.origin - left, self.keys.origin + right)
-        if dense:
-            at = at.reshape(self.shape)
-        else:
-            packed, at = at, np.full(self.shape, self.max_len)              # padding may see all that its row sees
-            at[spread(n)] = packed
-        self.at = to(device, at)
+        self.at = at.reshape(self.shape) if dense else np.full(self.shape, self.max_len)
+        if not dense:                                                       # padding may see all that its row sees
+            self.at[spread(n)] = at
         self.bias = None                                                    # the same for all layers, made by the first
 
     def attend(self, attention, i, q, k, v):
         """q (N, H, D), k, v (N, G, D) of the part's tokens -> (N, H D)."""
         if self.begins:
             return self.unpadded(attention.among(*(self.padded(x) for x in (q, k, v)), None))
-        k, v = (self.of_rows(x[i]).to(q.dtype) for x in (self.keys.k, self.keys.v))
+        kv = self.keys.kv[i][:, self.side]
+        k, v = (kv if self.all_rows else kv.index_select(0, self.index)).to(q.dtype).unbind(2)
         if self.bias is None:
             self.bias = self.make_bias(q.dtype if attention.cfg.fast else torch.promote_types(q.dtype, torch.float32))
         if self.all_rows:
-            q = q.new_zeros(len(k), 1, *q.shape[1:]).index_copy_(0, self.rows, q[:, None])
-            return attention.among(q, k, v, self.bias)[self.rows, 0]
+            q = q.new_zeros(len(k), 1, *q.shape[1:]).index_copy_(0, self.index, q[:, None])
+            return attention.among(q, k, v, self.bias)[self.index, 0]
         return self.unpadded(attention.among(self.padded(q), k, v, self.bias))
 
     def padded(self, x):
@@ -559,30 +575,30 @@ class Part:
         """x (R, T, ..) as (N, ..)."""
         return x.flatten(0, 1) if self.pad is None else x[self.pad]
 
-    def of_rows(self, x):
-        """Of a buffer (B, left + max_len, ..), what the part's rows see some of, or that of all rows."""
-        x = x[:, self.side]
-        return x if self.all_rows else x.index_select(0, self.rows)
-
     def make_bias(self, dtype):
         """What is added to scores, (R, 1, T, S), or (B, 1, T, S) with all rows: 0 where a query sees an entry, else
         -inf. It sees those of its own recursion; of the first, with kv = share; with share_update of its own, and of
         the first for the tokens that its own lacks."""
+        keys, device = self.keys, self.keys.device
         if self.by_position:
-            positions = torch.arange(self.side.stop - self.side.start, device=self.at.device)
-            bias = attention_bias(self.at, positions, 0, None, dtype)[:, 0]                             # (R, T, S)
+            seen, positions = np.ones((1, 1), bool), np.arange(self.side.stop - self.side.start)[None]
         else:
-            level, at = self.keys.tags[:, self.side].index_select(0, self.rows).unbind(-1)              # (R, S)
+            level, positions = keys.level[self.rows, self.side], keys.at[self.rows, self.side]                  # (R, S)
             seen = level == self.level
             if self.kv == "share_update":
-                known = seen.new_zeros(len(at), self.max_len + 1)       # by position; the last column is for the rest
-                known = known.scatter(1, torch.where(seen, at, self.max_len), True)
-                seen = seen | (level == 1) & ~known.gather(1, at)
-            seen = seen[:, None] & (at[:, None] <= self.at[..., None])                                  # (R, T, S)
-            bias = torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill(~seen, -math.inf)
+                known = np.zeros((len(level), self.max_len), bool)                                  # by position
+                row, entry = seen.nonzero()
+                known[row, positions[row, entry]] = True
+                seen = seen | (level == 1) & ~np.take_along_axis(known, positions, 1)
+        if self.shape[1] > 1:
+            seen, positions, at = (to(device, x) for x in (seen, positions, self.at))
+            seen = seen[:, None] & (positions[:, None] <= at[..., None])                                        # (R, T, S)
+            return torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill(~seen, -math.inf)[:, None]
+        bias = np.where(seen & (positions <= self.at), np.float32(0), np.float32(-np.inf))
         if self.all_rows:                               # the others' results are dropped
-            bias = bias.new_zeros(len(self.keys.deeper), *bias.shape[1:]).index_copy(0, self.rows, bias)
-        return bias[:, None]
+            some, bias = bias, np.zeros((len(keys.deeper), bias.shape[1]), np.float32)
+            bias[self.rows] = some
+        return to(device, bias).to(dtype)[:, None, None]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -675,7 +691,7 @@ class Router(nn.Module):
             noise = torch.rand(shape, device=h.device, dtype=wide) if self.training else torch.stack(
                 [hashed(at, 64 * r + j) for j in range(self.n_out)], -1).to(wide).expand(shape)
             return noise - (1 - self.expected)
-        device, weight = h.device.type, next(self.layers.parameters())
+        device, weight = h.device.type, getattr(self.layers, "0", self.layers).weight       # the first product's
         mixed = device != "meta" and torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if mixed else contextlib.nullcontext():
             return self.layers(h.to(weight.dtype)).to(wide)

@@ -330,6 +330,7 @@ class Engine:
 
     def advance(self, rows):
         """One loop further for the tokens of rows. Returns the rows whose tokens go on to another."""
+        rows = sorted(rows, key=lambda row: (self.whole[row], self.depth[row]))     # like ones side by side: quicker
         self.begin([row for row in rows if self.depth[row] == 0])
         counts, depth = [self.n[row] for row in rows], torch.tensor([self.depth[row] for row in rows])
         h, n, which = torch.cat([self.h[row] for row in rows]), torch.tensor(counts), torch.tensor(rows)    # h (N, C)

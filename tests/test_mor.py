@@ -568,9 +568,9 @@ def chosen(cache, row, levels):
     entries = []
     for keys, level in zip(cache.lists, (0, 1, 4)):
         if keys.most:
-            entries += [tag for tag in keys.tags[row].tolist() if tag[0]]         # 0: free
-        elif keys.k:                                            # of one level, by position
-            entries += [(level, at) for at in range(cache.max_len) if keys.k[0][row, at].any()]
+            entries += [(level, at) for level, at in zip(keys.level[row], keys.at[row]) if level]       # 0: free
+        elif keys.kv:                                           # of one level, by position
+            entries += [(level, at) for at in range(cache.max_len) if keys.kv[0][row, at].any()]
     return [sorted(at for of, at in entries if of == level) for level in levels]
 
 
@@ -992,7 +992,7 @@ def test_reset_empties_these_rows_alone(router, kv):
         cache.reset([1])
         assert chosen(cache, 1, range(5)) == [[]] * 5 and [chosen(cache, row, range(5)) for row in (0, 2)] == kept
         assert cache.lengths.tolist() == [18, 0, 18] and cache.taken[1].sum() == 0
-        assert all((x[1] == 0).all() and (x[0] != 0).any() for keys in cache.lists for x in keys.k + keys.v)
+        assert all((x[1] == 0).all() and (x[0] != 0).any() for keys in cache.lists for x in keys.kv)
         piece = torch.stack([x[0, 18:30], x[3, :12], x[2, 18:30]])
         got = model(piece, cache=cache)[0]
         for row, want in ((0, model(x[:1])[0][0, 18:]), (1, model(x[3:, :12])[0][0]), (2, model(x[2:3])[0][0, 18:])):
