@@ -332,9 +332,10 @@ class Gathered:
 class KeyList:
     """Keys and values of each row of a cache, kv[i] (B, left + max_len, 2, G, D) in the i-th of some layers. Those of
     the first level, which all tokens have, stand by position to the right of `origin`; those of deeper levels to the
-    left of it, the first that came next to it. So what is filled, or either side of it, is always in one piece. Where a
-    row needs more room there than `left`, up to `most`, all rows grow. On the host, of the left side: deeper (B,) counts it; level and at, (B, left + max_len) both, are each entry's level (0 where it is free), and where
-    in the text its token stands."""
+    left of it, the first that came next to it. So what is filled, or either side of it, is always in one piece. deeper
+    (B,) counts the left side. Where a row needs more room there than `left`, up to `most`, all rows grow. level and at,
+    (B, left + max_len) both, are each entry's level (0: free), and where in the text its token stands. These three are
+    on the host."""
 
     def __init__(self, layers, batch_size, max_len, left, most, cfg, device, dtype):
         shape = batch_size, left + max_len, 2, cfg.n_kv_head, cfg.head_dim
@@ -463,6 +464,15 @@ def count_of_rows(mask, n):
     return mask.astype(np.int64) if isinstance(row, slice) else np.bincount(row[mask], minlength=len(n))
 
 
+# What attention on a CPU takes (measured), beside reading one key of a row: gathering and reading it, and a call
+GATHER, CALL = 1.6, 400
+
+
+def reads_all(n, B):
+    """Whether attention for n of a cache's B rows reads the keys of all, where they lie, quicker than it gathers."""
+    return GATHER * n > B
+
+
 def run(mask):
     """The indices that mask (N,) marks: a slice where they stand side by side, else (n,)."""
     which = np.flatnonzero(mask)
@@ -489,16 +499,16 @@ class Packed:
             self.own = to(cache.device, np.flatnonzero(makes[row]))
             self.places = self.keys.add(rows[makes], n[makes], level[makes], shallow[makes], at[makes[row]])
         self.parts, one = [], n == 1
-        both = self.kv == "recursion" and self.sides_apart(rows, one & shallow, one & ~shallow)
-        for some in ([one & shallow, one & ~shallow] if both else [one]) + [n > 1]:
+        kinds = [one & shallow, one & ~shallow] if self.sides_apart(rows, one & shallow, one & ~shallow) else [one]
+        for some in (*kinds, n > 1):
             if some.any():
                 some, tokens = run(some), run(some[row])
                 self.parts.append(Part(cfg, self, level[some], shallow[some], rows[some], n[some], at[tokens], tokens))
 
     def sides_apart(self, rows, shallow, deeper):
-        """Whether attention is quicker in two calls for the two kinds of rows that have one token: what is read must
-        be less, by what a call takes besides."""
-        if not shallow.any() or not deeper.any():
+        """Whether attention is quicker in two calls for the two kinds of rows that have one token. On a GPU, where
+        small batches wait for calls, it is not."""
+        if self.cache.device.type != "cpu" or self.kv != "recursion" or not shallow.any() or not deeper.any():
             return False
         B, one, two = len(self.keys.deeper), shallow.sum(), deeper.sum()
         right, left = self.cache.length[rows[shallow]].max(), self.keys.deeper[rows[deeper]].max()
@@ -516,15 +526,6 @@ class Packed:
         for part in self.parts:
             out[part.tokens] = part.attend(attention, i, *(x if x is None else x[part.tokens] for x in (q, k, v)))
         return out[None]
-
-
-# What attention takes on a CPU, in keys of one row: to gather a row's keys and read them, by key; a call besides
-GATHER, CALL = 1.6, 400
-
-
-def reads_all(n, B):
-    """Whether attention for n of a cache's B rows reads the keys of all, where they lie, quicker than it gathers."""
-    return GATHER * n > B
 
 
 class Part:
@@ -583,16 +584,16 @@ class Part:
         if self.by_position:
             seen, positions = np.ones((1, 1), bool), np.arange(self.side.stop - self.side.start)[None]
         else:
-            level, positions = keys.level[self.rows, self.side], keys.at[self.rows, self.side]                  # (R, S)
+            level, positions = keys.level[self.rows, self.side], keys.at[self.rows, self.side]          # (R, S)
             seen = level == self.level
             if self.kv == "share_update":
-                known = np.zeros((len(level), self.max_len), bool)                                  # by position
+                known = np.zeros((len(level), self.max_len), bool)                                      # by position
                 row, entry = seen.nonzero()
                 known[row, positions[row, entry]] = True
                 seen = seen | (level == 1) & ~np.take_along_axis(known, positions, 1)
         if self.shape[1] > 1:
             seen, positions, at = (to(device, x) for x in (seen, positions, self.at))
-            seen = seen[:, None] & (positions[:, None] <= at[..., None])                                        # (R, T, S)
+            seen = seen[:, None] & (positions[:, None] <= at[..., None])                               # (R, T, S)
             return torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill(~seen, -math.inf)[:, None]
         bias = np.where(seen & (positions <= self.at), np.float32(0), np.float32(-np.inf))
         if self.all_rows:                               # the others' results are dropped

@@ -568,7 +568,7 @@ def chosen(cache, row, levels):
     entries = []
     for keys, level in zip(cache.lists, (0, 1, 4)):
         if keys.most:
-            entries += [(level, at) for level, at in zip(keys.level[row], keys.at[row]) if level]       # 0: free
+            entries += [(of, at) for of, at in zip(keys.level[row], keys.at[row]) if of]    # 0: free
         elif keys.kv:                                           # of one level, by position
             entries += [(level, at) for at in range(cache.max_len) if keys.kv[0][row, at].any()]
     return [sorted(at for of, at in entries if of == level) for level in levels]
@@ -1018,15 +1018,23 @@ def at_depths(model, cache, new, rows, n, depth):
     return h
 
 
+ONES, SEVERAL = [1, 1, 1, 1, 1, 1, 1], [3, 1, 2, 1, 1, 4, 1]
+
+
 @every_fast
-@pytest.mark.parametrize("n", [[1, 1, 1, 1, 1, 1, 1], [3, 1, 2, 1, 1, 4, 1]], ids=str)
+@pytest.mark.parametrize("n, depth, apart", [(ONES, [2, 0, 1, 2, 1, 0, 0], False), (ONES, [0, 0, 0, 1, 1, 2, 2], True),
+                                             (SEVERAL, [2, 0, 1, 2, 1, 0, 0], False), (SEVERAL, [2, 1, 0, 0, 1, 0, 2], True)
+                                             ], ids=["ones", "ones apart", "several", "several apart"])
 @pytest.mark.parametrize("sizes", [*(dict(kv=kv, router=router) for kv in KV for router in ("expert", "token", "none")),
                                    dict(share="cycle", kv="share_update", n_kv_head=2), dict(causal="aux_router"),
                                    dict(router_arch="random", kv="share", qk_norm=True)], ids=str)
-def test_rows_at_different_recursions_are_as_if_alone(sizes, n, fast):
-    """One call takes rows in any order and at any depth; the logits are those of the forward, and so are the depths."""
+def test_rows_at_different_recursions_are_as_if_alone(sizes, n, depth, apart, fast, monkeypatch):
+    """One call takes rows in any order and at any depth; the logits are those of the forward, and so are the depths.
+    apart: rows at the first recursion and deeper ones are attended to in two calls, as it is quicker in long lists."""
+    if apart:
+        monkeypatch.setattr(model_mor, "CALL", -math.inf)
     model, x, held = mor(fast=fast, **sizes), tokens(7, 20), [9, 4, 12, 0, 2, 15, 8]
-    rows, n, depth = torch.tensor([4, 1, 6, 0, 5, 2, 3]), torch.tensor(n), torch.tensor([2, 0, 1, 2, 1, 0, 0])
+    rows, n, depth = torch.tensor([4, 1, 6, 0, 5, 2, 3]), torch.tensor(n), torch.tensor(depth)
     new = [x[row, held[row]:held[row] + k] for row, k in zip(rows.tolist(), n.tolist())]
     with torch.no_grad():
         cache = model.init_cache(7, 20)
