@@ -348,8 +348,8 @@ class Engine:
         if not rows:
             return
         counts = [self.n[row] for row in rows]
-        idx = torch.tensor([token for row, n in zip(rows, counts) for token in self.texts[row][-n:]], device=self.device)
-        h = self.model.enter(idx, self.cache, torch.tensor(rows), torch.tensor(counts))
+        idx = [token for row, n in zip(rows, counts) for token in self.texts[row][-n:]]
+        h = self.model.enter(torch.tensor(idx, device=self.device), self.cache, *map(torch.tensor, (rows, counts)))
         for row, states in zip(rows, h.split(counts)):
             self.h[row] = states
 
