@@ -333,20 +333,24 @@ class KeyList:
     """Keys and values of each row of a cache, kv[i] (B, left + max_len, 2, G, D) in the i-th of some layers. Those of
     the first level, which all tokens have, stand by position to the right of `origin`; those of deeper levels to the
     left of it, the first that came next to it. So what is filled, or either side of it, is always in one piece. deeper
-    (B,) counts the left side. Where a row needs more room there than `left`, up to `most`, all rows grow. level and at,
-    (B, left + max_len) both, are each entry's level (0: free), and where in the text its token stands. These three are
-    on the host."""
+    (B,) counts the left side. Where a row needs more room there than `left`, up to `most`, all rows grow. Lists with a
+    left side also know of each entry its level (0: free), and where in the text its token stands, at, both
+    (B, left + max_len). These three are on the host."""
 
     def __init__(self, layers, batch_size, max_len, left, most, cfg, device, dtype):
         shape = batch_size, left + max_len, 2, cfg.n_kv_head, cfg.head_dim
         self.origin, self.most, self.size, self.device = left, most, left + max_len, device
         self.kv = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
-        self.deeper, (self.level, self.at) = np.zeros(batch_size, np.int64), np.zeros((2, *shape[:2]), np.int64)
+        self.deeper = np.zeros(batch_size, np.int64)
+        if most:
+            self.level, self.at = np.zeros((2, *shape[:2]), np.int64)
 
     def reset(self, rows):
         for x in self.kv:
             x[rows] = 0
-        self.deeper[rows], self.level[rows], self.at[rows] = 0, 0, 0
+        self.deeper[rows] = 0
+        if self.most:
+            self.level[rows], self.at[rows] = 0, 0
 
     def add(self, rows, n, level, shallow, at):
         """Entries for n[r] tokens of row rows[r], of level[r], shallow[r]: the first, at positions at (N,), all on the
@@ -359,8 +363,9 @@ class KeyList:
             self.make_room(need.max())
             slot = np.where(shallow[row], at, -1 - count[row] - step)
         of, slot = rows[row], self.origin + slot
-        self.level[of, slot], self.at[of, slot] = level[row], at
-        return to(self.device, of * self.size + slot)
+        if self.most:
+            self.level[of, slot], self.at[of, slot] = level[row], at
+        return on(self.device, of * self.size + slot)
 
     def make_room(self, need):
         if need <= self.origin:
@@ -379,8 +384,8 @@ class LoopCache:
 
     length (B,): tokens of each row, start (B,): how many they were before the newest ones came. Of each position, taken
     (B, max_len) counts its recursions so far, going says whether it takes another, and score (B max_len,) is that
-    one's score. All but score and the lists are on the host, in numpy, where a call for a few rows takes a fraction of
-    what it takes as a tensor.
+    one's score. All but score and the lists are on the host, in numpy: bookkeeping for a few rows is several times as
+    quick as in tensors.
     """
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
@@ -444,9 +449,9 @@ class LoopCache:
         return rows[row], self.start[rows][row] + step
 
 
-def to(device, x):
+def on(device, x):
     """A numpy array as a tensor on the device."""
-    return torch.from_numpy(x).to(device, non_blocking=True)
+    return torch.from_numpy(x).to(device)
 
 
 def spread(n):
@@ -464,7 +469,7 @@ def count_of_rows(mask, n):
     return mask.astype(np.int64) if isinstance(row, slice) else np.bincount(row[mask], minlength=len(n))
 
 
-# What attention on a CPU takes (measured), beside reading one key of a row: gathering and reading it, and a call
+# What attention takes, measured on a CPU, where reading one key of a row takes 1: gathering and reading it, and a call
 GATHER, CALL = 1.6, 400
 
 
@@ -473,7 +478,7 @@ def reads_all(n, B):
     return GATHER * n > B
 
 
-def run(mask):
+def indices(mask):
     """The indices that mask (N,) marks: a slice where they stand side by side, else (n,)."""
     which = np.flatnonzero(mask)
     return slice(which[0], which[-1] + 1) if len(which) and which[-1] - which[0] + 1 == len(which) else which
@@ -487,7 +492,7 @@ class Packed:
     def __init__(self, cfg, cache, level, rows, n, at):
         where, row = level[0], spread(n)[0]
         inner = 0 < where <= cfg.n_loop
-        self.cache, self.at, self.kv = cache, to(cache.device, at)[None], cfg.kv if inner else "recursion"
+        self.cache, self.at, self.kv = cache, on(cache.device, at)[None], cfg.kv if inner else "recursion"
         self.keys = cache.recursions if inner else cache.last if where else cache.first
         shallow = level <= 1 if inner else np.ones(len(level), bool)
         # the rows that make entries, and their tokens: all, but with kv = share
@@ -496,18 +501,19 @@ class Packed:
         if makes is None:
             self.places = self.keys.add(rows, n, level, shallow, at)
         elif self.fresh:
-            self.own = to(cache.device, np.flatnonzero(makes[row]))
+            self.own = on(cache.device, np.flatnonzero(makes[row]))
             self.places = self.keys.add(rows[makes], n[makes], level[makes], shallow[makes], at[makes[row]])
-        self.parts, one = [], n == 1
-        kinds = [one & shallow, one & ~shallow] if self.sides_apart(rows, one & shallow, one & ~shallow) else [one]
+        self.parts, kinds = [], [(n == 1) & shallow, (n == 1) & ~shallow]
+        if not self.sides_apart(rows, *kinds):
+            kinds = [n == 1]
         for some in (*kinds, n > 1):
             if some.any():
-                some, tokens = run(some), run(some[row])
+                some, tokens = indices(some), indices(some[row])
                 self.parts.append(Part(cfg, self, level[some], shallow[some], rows[some], n[some], at[tokens], tokens))
 
     def sides_apart(self, rows, shallow, deeper):
-        """Whether attention is quicker in two calls for the two kinds of rows that have one token. On a GPU, where
-        small batches wait for calls, it is not."""
+        """Whether attention is quicker in two calls for the two kinds of rows that have one token, (R,) masks. On a
+        GPU, where small batches wait for calls, it is not."""
         if self.cache.device.type != "cpu" or self.kv != "recursion" or not shallow.any() or not deeper.any():
             return False
         B, one, two = len(self.keys.deeper), shallow.sum(), deeper.sum()
@@ -534,19 +540,19 @@ class Part:
 
     def __init__(self, cfg, place, level, shallow, rows, n, at, tokens):
         self.keys, self.kv, self.max_len, device = place.keys, place.kv, place.cache.max_len, place.cache.device
-        self.tokens = tokens if isinstance(tokens, slice) else to(device, tokens)
+        self.tokens = tokens if isinstance(tokens, slice) else on(device, tokens)
         self.shape, all_shallow = (len(rows), int(n.max())), shallow.all()
         dense = (n == self.shape[1]).all()                                  # else rows differ, and spread gives arrays
-        self.pad = None if dense else tuple(to(device, x) for x in spread(n))
+        self.pad = None if dense else tuple(on(device, x) for x in spread(n))
         # texts that begin here see themselves: no list is read, and no bias
         self.begins = (cfg.fast and self.shape[1] > 1 and (all_shallow or self.kv == "recursion") and
                        not place.cache.start[rows].any())
         self.all_rows = self.shape[1] == 1 and reads_all(len(rows), len(self.keys.deeper))
-        self.level, self.rows, self.index = level[:, None], rows, to(device, rows)
+        self.level, self.rows, self.index = level[:, None], rows, on(device, rows)
         # the side, or sides, of the lists that are seen: the first level's, where slots are positions, and the deeper
         self.by_position = all_shallow or self.kv == "share"
-        left = 0 if self.by_position else int(self.keys.deeper[rows].max())
-        right = 0 if self.kv == "recursion" and not shallow.any() else int(place.cache.length[rows].max())
+        left = 0 if self.by_position else int(self.keys.deeper[rows[~shallow]].max())
+        right = place.cache.length[rows[shallow] if self.kv == "recursion" else rows].max(initial=0)
         self.side = slice(self.keys.origin - left, self.keys.origin + right)
         self.at = at.reshape(self.shape) if dense else np.full(self.shape, self.max_len)
         if not dense:                                                       # padding may see all that its row sees
@@ -592,14 +598,14 @@ class Part:
                 known[row, positions[row, entry]] = True
                 seen = seen | (level == 1) & ~np.take_along_axis(known, positions, 1)
         if self.shape[1] > 1:
-            seen, positions, at = (to(device, x) for x in (seen, positions, self.at))
+            seen, positions, at = (on(device, x) for x in (seen, positions, self.at))
             seen = seen[:, None] & (positions[:, None] <= at[..., None])                               # (R, T, S)
             return torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill(~seen, -math.inf)[:, None]
         bias = np.where(seen & (positions <= self.at), np.float32(0), np.float32(-np.inf))
         if self.all_rows:                               # the others' results are dropped
             some, bias = bias, np.zeros((len(keys.deeper), bias.shape[1]), np.float32)
             bias[self.rows] = some
-        return to(device, bias).to(dtype)[:, None, None]
+        return on(device, bias).to(dtype)[:, None, None]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1004,7 +1010,7 @@ class Model(nn.Module):
             return self.step_all(h, depth, cache, rows, n, of, at)
         if not active.any():
             return h
-        which, taking = to(h.device, np.flatnonzero(active)), count_of_rows(active, n)
+        which, taking = on(h.device, np.flatnonzero(active)), count_of_rows(active, n)
         some = taking > 0
         new = self.step_all(h[which], depth[some], cache, rows[some], taking[some], of[active], at[active])
         return h.index_copy(0, which, new)
@@ -1015,7 +1021,7 @@ class Model(nn.Module):
         x, kept = h[:, :C], h[:, C:]
         y = self.packed(x, depth + 1, cache, rows, n, at)
         if self.cfg.router == "expert":
-            s = cache.score[to(h.device, of * cache.max_len + at)]
+            s = cache.score[on(h.device, of * cache.max_len + at)]
             y = x + (self.gate(s)[:, None] * y).to(x.dtype)
         cache.taken[of, at] += 1
         cache.going[of, at] = self.decide(y, kept, r + 1, cache, of, at)
@@ -1026,12 +1032,12 @@ class Model(nn.Module):
         the host. Their scores go to the cache. of, at (N,): their rows and positions."""
         goes = r < self.n_loop
         if self.cfg.router == "token" and (r > 0).any():
-            return goes & (self.token_depth(kept, to(x.device, at))[2].cpu().numpy() >= r)
+            return goes & (self.token_depth(kept, on(x.device, at))[2].cpu().numpy() >= r)
         if self.cfg.router != "expert" or not goes.any():
             return goes
-        r, here = np.minimum(r, self.n_loop - 1), to(x.device, at)  # who has taken all gets a score too: unread
+        r, here = np.minimum(r, self.n_loop - 1), on(x.device, at)  # who has taken all gets a score too: unread
         s = self.scores(self.routers, x, r, here)
-        cache.score[to(x.device, of * cache.max_len + at)] = s
+        cache.score[on(x.device, of * cache.max_len + at)] = s
         if self.takes_all(self.cfg.n_loop - 1) or not r.any():
             return goes
         decides = s if self.cfg.causal == "aux_loss" else self.scores(self.aux_routers, x, r, here)
@@ -1042,7 +1048,7 @@ class Model(nn.Module):
         least, most = int(r.min()), int(r.max())
         s = routers[least](x, at, least)[:, 0]
         for value in range(least + 1, most + 1):
-            s = torch.where(to(x.device, r == value), routers[value](x, at, value)[:, 0], s)
+            s = torch.where(on(x.device, r == value), routers[value](x, at, value)[:, 0], s)
         return s
 
     def finish(self, h, cache, rows, n):
@@ -1051,7 +1057,7 @@ class Model(nn.Module):
         at = cache.newest(rows, n)[1]
         if self.cfg.router == "token":
             x, h = h.split(self.cfg.n_embd, -1)
-            _, p, depth = self.token_depth(h, to(h.device, at))
+            _, p, depth = self.token_depth(h, on(h.device, at))
             h = h + (p.gather(-1, depth[:, None]) * x).to(h.dtype)
         return self.packed(h, np.full_like(n, self.cfg.n_loop + 1), cache, rows, n, at)
 

@@ -232,7 +232,7 @@ BUGS = {
                                    "test_mor.py -k as_if_alone and several"),
     "MoR: a chunk is a text": ("model_mor.py", "not place.cache.start[rows].any()", "True",
                                "test_mor.py -k as_if_alone and several"),
-    "MoR: rows taken for tokens": ("model_mor.py", "run(some), run(some[row])", "run(some), run(some)",
+    "MoR: rows taken for tokens": ("model_mor.py", "indices(some), indices(some[row])", "indices(some), indices(some)",
                                    "test_mor.py -k as_if_alone and several"),
     "MoR: a run one short": ("model_mor.py", "slice(which[0], which[-1] + 1)", "slice(which[0], which[-1])",
                              "test_mor.py -k as_if_alone and apart"),
