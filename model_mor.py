@@ -379,7 +379,7 @@ class KeyList:
 class LoopCache:
     """What decoding keeps, for use under no_grad: three KeyLists, of the first layer, the recursions, and the last
     layer. All recursions of a row share one list, with room for what configured capacities leave, so that rows at
-    different recursions are attended to in one call, and memory follows the recursions that tokens really take. With
+    different recursions may be attended to in one call, and memory follows the recursions that tokens really take. With
     kv = share only the first recursion makes entries.
 
     length (B,): tokens of each row, start (B,): how many they were before the newest ones came. Of each position, taken
