@@ -698,7 +698,7 @@ class Router(nn.Module):
             noise = torch.rand(shape, device=h.device, dtype=wide) if self.training else torch.stack(
                 [hashed(at, 64 * r + j) for j in range(self.n_out)], -1).to(wide).expand(shape)
             return noise - (1 - self.expected)
-        device, weight = h.device.type, getattr(self.layers, "0", self.layers).weight       # the first product's
+        device, weight = h.device.type, next(self.layers.parameters())
         mixed = device != "meta" and torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if mixed else contextlib.nullcontext():
             return self.layers(h.to(weight.dtype)).to(wide)
