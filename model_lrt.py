@@ -59,6 +59,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
+from model_gpt import (KVCache, apply_rotary, attention_bias, attention_fast, attention_naive,
+                       check_choice, check_sizes, compute_dtype, cross_entropy, rotary_tables)
 
 VALUE_CHANNELS = 32         # of its input, which the gate of a value embedding sees
 
@@ -178,141 +180,6 @@ class Config:
 
     def has_value_embedding(self, layer):
         return self.value_embeddings and not self.replaces(layer)
-
-def check_sizes(cfg):
-    """Raise ValueError, naming the field, where one of the sizes that all models share is impossible."""
-    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
-    if cfg.n_embd % cfg.n_head:
-        raise ValueError(f"n_embd={cfg.n_embd} is not divisible by n_head={cfg.n_head}")
-    if cfg.n_head % cfg.n_kv_head:
-        raise ValueError(f"n_head={cfg.n_head} is not divisible by n_kv_head={cfg.n_kv_head}")
-    if not 0 <= cfg.dropout < 1:
-        raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
-
-
-def check_choice(cfg, name, allowed):
-    """Raise ValueError unless field `name` of cfg is one of the strings in `allowed`."""
-    if getattr(cfg, name) not in allowed:
-        raise ValueError(f"{name}={getattr(cfg, name)} must be one of: {', '.join(allowed)}")
-
-
-def rotary_tables(pos, head_dim, theta, dtype):
-    """cos and sin (..., head_dim) of the angles pos_t theta^(-2i / head_dim), each angle twice: the second
-    half of a head is the first half's partner, and sin is negative on the first half (see apply_rotary).
-    Computed, not stored, so that any position and any device works; in float32 at least."""
-    dtype = torch.promote_types(dtype, torch.float32)
-    freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
-    angle = pos.to(dtype)[..., None] * freq                     # (..., head_dim / 2)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-def apply_rotary(x, cos, sin):
-    """Rotate each pair (x_i, x_{i + D/2}) of x (B, T, H, D) by its angle (Su et al. 2021; Llama's pairing).
-    cos, sin (T, D) or (B, T, D)."""
-    half = x.size(-1) // 2
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)             # one angle for all heads
-    return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
-
-
-def compute_dtype(x):
-    """The dtype that matrix products of x come out in: autocast's where it is on, else x's own."""
-    device = x.device.type
-    mixed = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if mixed else x.dtype
-
-
-def attention_bias(q_pos, k_pos, window, slopes, dtype):
-    """What is added to the scores: 0 (or ALiBi's slope times the distance) where key j is visible, else -inf.
-    q_pos (B or 1, T), k_pos (S,) -> (B or 1, 1 or H, T, S)."""
-    distance = q_pos[:, None, :, None] - k_pos                  # (B or 1, 1, T, S)
-    visible = distance >= 0
-    if window:
-        visible = visible & (distance < window)
-    bias = torch.zeros((), device=k_pos.device, dtype=dtype)
-    if slopes is not None:
-        bias = -slopes.to(dtype)[:, None, None] * distance
-    return bias.masked_fill(~visible, -math.inf)
-
-
-def attention_naive(q, k, v, bias, dropout=0.0):
-    """Softmax attention written out. q (B, H, T, D); k, v (B, G, S, D); bias broadcasts to (B, H, T, S)."""
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))     # one key head per query head
-    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))                  # (B, H, T, S)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias
-    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v               # (B, H, T, D)
-
-
-def attention_fast(q, k, v, bias, dropout=0.0):
-    """The same through torch's fused kernels. bias None means: the T queries are plainly causal over as many
-    keys, or a single query sees every key; no mask is built or read then."""
-    causal = True if bias is None and q.size(2) > 1 else False      # a plain bool, also where T is symbolic (compile)
-    return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) != k.size(1))
-
-
-class KVCache:
-    """Keys and values in static buffers, k[layer] and v[layer] (B, max_len, n_kv_head, head_dim). For use under
-    no_grad: gradients do not flow through it.
-
-    lengths (B,) counts the tokens each row holds; rows may differ. While every row holds the same number
-    (`ragged` False) new tokens are one slice and no mask is needed. `longest` is an upper bound of lengths
-    that the host knows without asking the device.
-    """
-
-    def __init__(self, cfg, batch_size, max_len, device, dtype):
-        shape = (batch_size, max_len, cfg.n_kv_head, cfg.head_dim)
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
-        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
-        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.max_len, self.longest, self.ragged = max_len, 0, False
-
-    def nbytes(self):
-        """Bytes held for keys and values, for all rows at max_len."""
-        return sum(buffer.nbytes for buffer in self.k + self.v)
-
-    def reset(self, rows=None):
-        """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
-        they held is zeroed: a NaN behind a mask would still poison the sum over values."""
-        rows = slice(None) if rows is None else rows
-        for buffer in self.k + self.v:
-            buffer[rows] = 0
-        self.lengths[rows] = 0
-        self.longest = int(self.lengths.max())
-        self.ragged = self.longest > 0
-
-    def place(self, T, n_valid=None):
-        """Reserve the slots of T new tokens a row, n_valid (B,) of them real (0 to T; None: all). Returns their
-        positions (1, T) or (B, T). Raises ValueError where a row would outgrow max_len."""
-        new = torch.full_like(self.lengths, T) if n_valid is None else n_valid.to(self.lengths).clamp(0, T)
-        ragged = self.ragged or n_valid is not None
-        if self.longest + T > self.max_len and (not ragged or int((self.lengths + new).max()) > self.max_len):
-            raise ValueError(f"the cache is full: {self.longest} tokens held, {T} more, max_len {self.max_len}")
-        self.new, self.ragged, self.end = new, ragged, min(self.longest + T, self.max_len)
-        step = torch.arange(T, device=self.lengths.device)
-        if not ragged:
-            return (self.longest + step)[None]                          # (1, T)
-        pos = self.lengths[:, None] + step                              # (B, T)
-        self.rows, self.cols = (step < new[:, None]).nonzero(as_tuple=True)    # padding is never stored
-        self.slots = pos[self.rows, self.cols]
-        return pos.clamp(max=self.max_len - 1)
-
-    def append(self, layer, k, v):
-        """Store k, v (B, T, G, D) of the placed tokens; returns all keys and values so far, (B, S, G, D)."""
-        for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            if self.ragged:
-                buffer[self.rows, self.slots] = new[self.rows, self.cols].detach().to(buffer.dtype)
-            else:
-                buffer[:, self.longest:self.end] = new.detach()
-        return self.k[layer][:, :self.end], self.v[layer][:, :self.end]
-
-    def advance(self):
-        """Count the placed tokens, once every layer has stored them."""
-        self.lengths += self.new
-        self.longest = int(self.lengths.max()) if self.ragged else self.end
-
 
 def normed(x, eps):
     """RMSNorm without a weight over the last dimension, in x's dtype."""
@@ -667,12 +534,6 @@ class Block(nn.Module):
         x = x + self.drop(y * self.scales[0] if self.cfg.layer_scale else y)
         y = self.mlp(normed(x, self.cfg.norm_eps))
         return x + self.drop(y * self.scales[1] if self.cfg.layer_scale else y), v
-
-
-def cross_entropy(logits, targets):
-    """Mean negative log-likelihood in nats over the targets that are not -1 (0 where all are -1)."""
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
-    return total / (targets != -1).sum().clamp(min=1)
 
 
 class Model(nn.Module):

@@ -44,6 +44,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from model_gpt import (MLP, RMSNorm, apply_rotary, attention_bias, attention_fast,
+                       attention_naive, check_choice, check_sizes, compute_dtype, cross_entropy,
+                       rotary_tables)
+
 
 @dataclass
 class Config:
@@ -142,92 +146,6 @@ CHOICES = {"mlp": ("swiglu", "gelu"), "pos": ("rope", "none"), "router": ("exper
            "share": ("cycle", "sequence", "middle_cycle", "middle_sequence"), "causal": ("aux_loss", "aux_router"),
            "kv": ("recursion", "share", "share_update"), "router_arch": ("linear", "mlp", "wide_mlp", "random"),
            "balance": ("loss", "loss_free", "none"), "init": ("average", "stepwise", "lower", "upper", "random")}
-
-
-def check_sizes(cfg):
-    """Raise ValueError, naming the field, where one of the sizes that all models share is impossible."""
-    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
-    if cfg.n_embd % cfg.n_head:
-        raise ValueError(f"n_embd={cfg.n_embd} is not divisible by n_head={cfg.n_head}")
-    if cfg.n_head % cfg.n_kv_head:
-        raise ValueError(f"n_head={cfg.n_head} is not divisible by n_kv_head={cfg.n_kv_head}")
-    if not 0 <= cfg.dropout < 1:
-        raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
-
-
-def check_choice(cfg, name, allowed):
-    """Raise ValueError unless field `name` of cfg is one of the strings in `allowed`."""
-    if getattr(cfg, name) not in allowed:
-        raise ValueError(f"{name}={getattr(cfg, name)} must be one of: {', '.join(allowed)}")
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
-
-    def __init__(self, dim, eps):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)     # autocast: x may be bfloat16
-
-
-def rotary_tables(pos, head_dim, theta, dtype):
-    """cos and sin (..., head_dim) of the angles pos_t theta^(-2i / head_dim), each angle twice: the second
-    half of a head is the first half's partner, and sin is negative on the first half (see apply_rotary).
-    Computed, not stored, so that any position and any device works; in float32 at least."""
-    dtype = torch.promote_types(dtype, torch.float32)
-    freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
-    angle = pos.to(dtype)[..., None] * freq                     # (..., head_dim / 2)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-def apply_rotary(x, cos, sin):
-    """Rotate each pair (x_i, x_{i + D/2}) of x (B, T, H, D) by its angle (Su et al. 2021; Llama's pairing).
-    cos, sin (T, D) or (B, T, D)."""
-    half = x.size(-1) // 2
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)             # one angle for all heads
-    return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
-
-
-def compute_dtype(x):
-    """The dtype that matrix products of x come out in: autocast's where it is on, else x's own."""
-    device = x.device.type
-    mixed = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if mixed else x.dtype
-
-
-def attention_bias(q_pos, k_pos, window, slopes, dtype):
-    """What is added to the scores: 0 (or ALiBi's slope times the distance) where key j is visible, else -inf.
-    q_pos (B or 1, T), k_pos (S,) -> (B or 1, 1 or H, T, S)."""
-    distance = q_pos[:, None, :, None] - k_pos                  # (B or 1, 1, T, S)
-    visible = distance >= 0
-    if window:
-        visible = visible & (distance < window)
-    bias = torch.zeros((), device=k_pos.device, dtype=dtype)
-    if slopes is not None:
-        bias = -slopes.to(dtype)[:, None, None] * distance
-    return bias.masked_fill(~visible, -math.inf)
-
-
-def attention_naive(q, k, v, bias, dropout=0.0):
-    """Softmax attention written out. q (B, H, T, D); k, v (B, G, S, D); bias broadcasts to (B, H, T, S)."""
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))     # one key head per query head
-    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))                  # (B, H, T, S)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias
-    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v               # (B, H, T, D)
-
-
-def attention_fast(q, k, v, bias, dropout=0.0):
-    """The same through torch's fused kernels. bias None means: the T queries are plainly causal over as many
-    keys, or a single query sees every key; no mask is built or read then."""
-    causal = True if bias is None and q.size(2) > 1 else False      # a plain bool, also where T is symbolic (compile)
-    return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) != k.size(1))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -648,21 +566,6 @@ class Attention(nn.Module):
         return attend(q, k, v, bias, dropout).transpose(1, 2).flatten(2)
 
 
-class MLP(nn.Module):
-    """swiglu: W_down (silu(W_gate x) * W_up x) (Shazeer 2020); gelu: W_down gelu(W_up x), exact GELU."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        if cfg.mlp == "swiglu":
-            self.w_gate = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
-        self.w_up = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
-        self.w_down = nn.Linear(cfg.n_mlp, cfg.n_embd, bias=False)
-        self.gated = cfg.mlp == "swiglu"
-
-    def forward(self, x):
-        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x) if self.gated else F.gelu(self.w_up(x)))
-
-
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
@@ -710,12 +613,6 @@ def hashed(at, salt):
     for _ in range(2):
         x = ((x ^ (x >> 16)) * 0x45D9F3B) % 2 ** 32
     return ((x ^ (x >> 16)).double() + 0.5) / 2 ** 32
-
-
-def cross_entropy(logits, targets):
-    """Mean negative log-likelihood in nats over the targets that are not -1 (0 where all are -1)."""
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
-    return total / (targets != -1).sum().clamp(min=1)
 
 
 class Model(nn.Module):

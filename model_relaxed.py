@@ -38,6 +38,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from model_gpt import (RMSNorm, alibi_slopes, apply_rotary, attention_bias, attention_fast,
+                       attention_naive, check_choice, check_sizes, compute_dtype, cross_entropy,
+                       rotary_tables)
+
 
 @dataclass
 class Config:
@@ -120,97 +124,6 @@ CHOICES = {"mlp": ("swiglu", "gelu"), "pos": ("rope", "alibi", "none"), "share":
            "init": ("average", "stepwise", "lower", "upper", "random"), "norm_init": ("avg", "choice", "zero"),
            "lora_init": ("svd", "zero"), "early_exit": ("none", "weighted", "aggressive"),
            "exit_loss": ("ce", "kl", "both"), "fill": ("exact", "propagate")}
-
-
-def check_sizes(cfg):
-    """Raise ValueError, naming the field, where one of the sizes that all models share is impossible."""
-    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
-    if cfg.n_embd % cfg.n_head:
-        raise ValueError(f"n_embd={cfg.n_embd} is not divisible by n_head={cfg.n_head}")
-    if cfg.n_head % cfg.n_kv_head:
-        raise ValueError(f"n_head={cfg.n_head} is not divisible by n_kv_head={cfg.n_kv_head}")
-    if not 0 <= cfg.dropout < 1:
-        raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
-
-
-def check_choice(cfg, name, allowed):
-    """Raise ValueError unless field `name` of cfg is one of the strings in `allowed`."""
-    if getattr(cfg, name) not in allowed:
-        raise ValueError(f"{name}={getattr(cfg, name)} must be one of: {', '.join(allowed)}")
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
-
-    def __init__(self, dim, eps):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)     # autocast: x may be bfloat16
-
-
-def rotary_tables(pos, head_dim, theta, dtype):
-    """cos and sin (..., head_dim) of the angles pos_t theta^(-2i / head_dim), each angle twice: the second
-    half of a head is the first half's partner, and sin is negative on the first half (see apply_rotary).
-    Computed, not stored, so that any position and any device works; in float32 at least."""
-    dtype = torch.promote_types(dtype, torch.float32)
-    freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
-    angle = pos.to(dtype)[..., None] * freq                     # (..., head_dim / 2)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-def apply_rotary(x, cos, sin):
-    """Rotate each pair (x_i, x_{i + D/2}) of x (B, T, H, D) by its angle (Su et al. 2021; Llama's pairing).
-    cos, sin (T, D) or (B, T, D)."""
-    half = x.size(-1) // 2
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)             # one angle for all heads
-    return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
-
-
-def compute_dtype(x):
-    """The dtype that matrix products of x come out in: autocast's where it is on, else x's own."""
-    device = x.device.type
-    mixed = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if mixed else x.dtype
-
-
-def alibi_slopes(n_head, device=None, dtype=torch.float32):
-    """m_h = 2^(-8 h / n_head) for h = 1..n_head (Press et al. 2022): (n_head,)."""
-    return 2.0 ** (-8.0 * torch.arange(1, n_head + 1, device=device, dtype=dtype) / n_head)
-
-
-def attention_bias(q_pos, k_pos, window, slopes, dtype):
-    """What is added to the scores: 0 (or ALiBi's slope times the distance) where key j is visible, else -inf.
-    q_pos (B or 1, T), k_pos (S,) -> (B or 1, 1 or H, T, S)."""
-    distance = q_pos[:, None, :, None] - k_pos                  # (B or 1, 1, T, S)
-    visible = distance >= 0
-    if window:
-        visible = visible & (distance < window)
-    bias = torch.zeros((), device=k_pos.device, dtype=dtype)
-    if slopes is not None:
-        bias = -slopes.to(dtype)[:, None, None] * distance
-    return bias.masked_fill(~visible, -math.inf)
-
-
-def attention_naive(q, k, v, bias, dropout=0.0):
-    """Softmax attention written out. q (B, H, T, D); k, v (B, G, S, D); bias broadcasts to (B, H, T, S)."""
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))     # one key head per query head
-    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))                  # (B, H, T, S)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias
-    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v               # (B, H, T, D)
-
-
-def attention_fast(q, k, v, bias, dropout=0.0):
-    """The same through torch's fused kernels. bias None means: the T queries are plainly causal over as many
-    keys, or a single query sees every key; no mask is built or read then."""
-    causal = True if bias is None and q.size(2) > 1 else False      # a plain bool, also where T is symbolic (compile)
-    return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) != k.size(1))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -538,12 +451,6 @@ class Block(nn.Module):
     def forward(self, x, i, uses, place):
         x = x + self.drop(self.attn(self.norm1(x), i, uses, place))
         return x + self.drop(self.mlp(self.norm2(x), uses))
-
-
-def cross_entropy(logits, targets):
-    """Mean negative log-likelihood in nats over the targets that are not -1 (0 where all are -1)."""
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
-    return total / (targets != -1).sum().clamp(min=1)
 
 
 def kl_from_last(logits, last, targets):
