@@ -24,6 +24,7 @@ Ainslie et al. 2023 (grouped heads); Press et al. 2022 (ALiBi); Touvron et al. 2
 
 Names: B batch, T new tokens, S cached and new tokens, H query heads, G key/value heads, D head size.
 """
+import contextlib
 import json
 import math
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -91,6 +93,25 @@ def check_choice(cfg, name, allowed):
         raise ValueError(f"{name}={getattr(cfg, name)} must be one of: {', '.join(allowed)}")
 
 
+class NormOnCPU(torch.autograd.Function):
+    """RMSNorm for CPUs, where torch has no fused kernel: a third of the passes over x, above all backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        r = (torch.linalg.vecdot(x, x) / x.size(-1) + eps).rsqrt_()[..., None]      # (..., 1)
+        n = x * r
+        ctx.save_for_backward(n, r, weight)
+        return n * weight
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        n, r, weight = ctx.saved_tensors
+        dweight, dn = (g * n).flatten(0, -2).sum(0), g * weight
+        along = torch.linalg.vecdot(dn, n)[..., None] / n.size(-1)      # scaling x changes nothing: project it out
+        return dn.addcmul_(n, along, value=-1).mul_(r), dweight, None
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
 
@@ -100,6 +121,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
+        if x.device.type == "cpu" and x.dtype == self.weight.dtype:
+            return NormOnCPU.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)     # autocast: x may be bfloat16
 
 
@@ -114,12 +137,30 @@ def rotary_tables(pos, head_dim, theta, dtype):
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
+class Rotation(torch.autograd.Function):
+    """x (..., D) with each pair (x_i, x_{i + D/2}) rotated by its angle. The backward pass rotates by minus the
+    angle, so nothing of x is saved."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        half = x.size(-1) // 2
+        y = x * cos                                             # float32 at least, as the tables are
+        y[..., :half].addcmul_(x[..., half:], sin[..., :half])
+        y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return y.to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        cos, sin = ctx.saved_tensors
+        return Rotation.apply(g, cos, -sin), None, None
+
+
 def apply_rotary(x, cos, sin):
     """Rotate each pair (x_i, x_{i + D/2}) of x (B, T, H, D) by its angle (Su et al. 2021; Llama's pairing).
     cos, sin (T, D) or (B, T, D)."""
-    half = x.size(-1) // 2
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)             # one angle for all heads
-    return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
+    return Rotation.apply(x, cos.unsqueeze(-2), sin.unsqueeze(-2))      # one angle for all heads
 
 
 def compute_dtype(x):
@@ -164,24 +205,25 @@ def attention_fast(q, k, v, bias, dropout=0.0):
 
 
 class KVCache:
-    """Keys and values in static buffers, k[layer] and v[layer] (B, max_len, n_kv_head, head_dim). For use under
-    no_grad: gradients do not flow through it.
+    """Keys and values in static buffers, k[layer] and v[layer] (B, n_kv_head, max_len + 1, head_dim): contiguous for
+    each head, as attention reads them. The last slot takes what padding writes and is never read.
 
     lengths (B,) counts the tokens each row holds; rows may differ. While every row holds the same number
     (`ragged` False) new tokens are one slice and no mask is needed. `longest` is an upper bound of lengths
-    that the host knows without asking the device.
+    that the host knows without asking the device. Calls with a cache run under no_grad.
     """
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
-        shape = (batch_size, max_len, cfg.n_kv_head, cfg.head_dim)
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
-        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
-        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        shape = (batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim)
+        with torch.inference_mode(False):                       # so that any later call may write
+            self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+            self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+            self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.max_len, self.longest, self.ragged = max_len, 0, False
 
     def nbytes(self):
         """Bytes held for keys and values, for all rows at max_len."""
-        return sum(buffer.nbytes for buffer in self.k + self.v)
+        return sum(buffer[:, :, :self.max_len].nbytes for buffer in self.k + self.v)
 
     def reset(self, rows=None):
         """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
@@ -190,7 +232,7 @@ class KVCache:
         for buffer in self.k + self.v:
             buffer[rows] = 0
         self.lengths[rows] = 0
-        self.longest = int(self.lengths.max())
+        self.longest = int(self.lengths.max()) if len(self.lengths) else 0
         self.ragged = self.longest > 0
 
     def place(self, T, n_valid=None):
@@ -205,21 +247,21 @@ class KVCache:
         if not ragged:
             return (self.longest + step)[None]                          # (1, T)
         pos = self.lengths[:, None] + step                              # (B, T)
-        self.rows, self.cols = (step < new[:, None]).nonzero(as_tuple=True)    # padding is never stored
-        self.slots = pos[self.rows, self.cols]
+        self.slots = torch.where(step < new[:, None], pos, self.max_len)
         return pos.clamp(max=self.max_len - 1)
 
     def append(self, layer, k, v):
-        """Store k, v (B, T, G, D) of the placed tokens; returns all keys and values so far, (B, S, G, D)."""
+        """Write k, v (B, G, T, D) of the placed tokens; returns all keys and values so far, (B, G, S, D)."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             if self.ragged:
-                buffer[self.rows, self.slots] = new[self.rows, self.cols].detach().to(buffer.dtype)
+                rows = torch.arange(len(new), device=new.device)[:, None]
+                buffer[rows, :, self.slots] = new.transpose(1, 2).to(buffer.dtype)
             else:
-                buffer[:, self.longest:self.end] = new.detach()
-        return self.k[layer][:, :self.end], self.v[layer][:, :self.end]
+                buffer[:, :, self.longest:self.end] = new
+        return self.k[layer][:, :, :self.end], self.v[layer][:, :, :self.end]
 
     def advance(self):
-        """Count the placed tokens, once every layer has stored them."""
+        """Count the placed tokens, once every layer has written them."""
         self.lengths += self.new
         self.longest = int(self.lengths.max()) if self.ragged else self.end
 
@@ -249,9 +291,9 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)                       # (B, S, G, D)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))                # heads before positions
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)                       # (B, G, S, D)
         attend = attention_fast if self.cfg.fast else attention_naive
         y = attend(q, k.to(q.dtype), v.to(q.dtype), bias, self.cfg.dropout if self.training else 0.0)
         return self.wo(y.transpose(1, 2).reshape(B, T, C))
@@ -290,7 +332,83 @@ def cross_entropy(logits, targets):
     return total / (targets != -1).sum().clamp(min=1)
 
 
-class Model(nn.Module):
+class LanguageModel(nn.Module):
+    """What all models share: the call, the loss, and plain sampling. A model defines hidden(idx, cache, n_valid), the
+    states after its last layer and norm, and init_cache(batch_size, max_len); and it has wte, head and cfg."""
+
+    context_limit = None        # the most tokens one cache or one forward may hold; None: positions have no end
+    max_logits = 2 ** 28        # of a training call; for more the loss is computed in pieces, without keeping logits
+
+    def forward(self, idx, targets=None, cache=None, n_valid=None):
+        """Predict the token after each position.
+
+        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
+        before idx and idx is added to it, under no_grad; n_valid (B,) then tells how many of each row's T tokens are
+        real, the rest being padding on the right.
+        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose
+        "ce" is the cross-entropy in nats per token. In training with targets logits are None where they would be more
+        than max_logits. Raises ValueError where T is 0, where the context would outgrow context_limit, and where the
+        cache is full.
+        """
+        if idx.size(1) == 0:
+            raise ValueError("idx holds no token (T = 0)")
+        with contextlib.nullcontext() if cache is None else torch.no_grad():
+            return self.predict(self.hidden(idx, cache, n_valid), targets)
+
+    def predict(self, h, targets):
+        """(logits, loss, aux) of states h (B, T, C) after the last norm."""
+        if targets is not None and self.training and targets.numel() * self.cfg.vocab_size > self.max_logits:
+            loss = self.cross_entropy_in_pieces(h, targets)
+            return None, loss, {"ce": loss.detach()}
+        logits = self.logits(h)
+        if targets is None:
+            return logits, None, {}
+        loss = cross_entropy(logits, targets)
+        return logits, loss, {"ce": loss.detach()}
+
+    def logits(self, h):
+        """(..., C) -> (..., V) in float32 or better."""
+        logits = self.head(h)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def cross_entropy_in_pieces(self, h, targets):
+        """The same loss, but the logits of a piece of the tokens at a time: backward computes them again."""
+        def total(h, y):
+            return F.cross_entropy(self.logits(h), y, ignore_index=-1, reduction="sum")
+        n = max(1, self.max_logits // (4 * self.cfg.vocab_size))         # tokens of a piece
+        pieces = zip(h.flatten(0, 1).split(n), targets.flatten().split(n))
+        loss = sum(checkpoint(total, x, y, use_reentrant=False) for x, y in pieces)
+        return loss / (targets != -1).sum().clamp(min=1)
+
+    def check_context(self, tokens, name):
+        """ValueError where `tokens`, which `name` calls, are more than the rotary positions reach."""
+        if self.context_limit is not None and tokens > self.context_limit:
+            raise ValueError(f"{name.format(tokens)} more than block_size={self.context_limit}")
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
+        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again. Call eval()
+        first. (sample.py has the complete sampler.)"""
+        limit = self.context_limit or idx.size(1) + max_new_tokens
+        cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
+        for _ in range(max_new_tokens):
+            if cache.longest + new.size(1) > cache.max_len:
+                cache.reset()
+                new = idx[:, -cache.max_len:]
+            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
+            if top_k:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
+            idx = torch.cat([idx, new], 1)
+        return idx
+
+    def set_step(self, step):
+        """Tell the training step to a model in which something depends on it."""
+
+
+class Model(LanguageModel):
     """The baseline language model. See Config for its sizes and forward for its use."""
 
     def __init__(self, cfg):
@@ -319,23 +437,11 @@ class Model(nn.Module):
         """The most tokens one cache or one forward may hold; None where the positions have no end."""
         return self.cfg.block_size if self.cfg.pos == "rope" else None
 
-    def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """Predict the token after each position.
-
-        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
-        before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
-        rest being padding on the right.
-        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose
-        "ce" is the cross-entropy in nats per token. Raises ValueError where T is 0, where the context would
-        outgrow context_limit, and where the cache is full.
-        """
+    def hidden(self, idx, cache, n_valid):
         T = idx.size(1)
-        if T == 0:
-            raise ValueError("idx holds no token (T = 0)")
         pos = torch.arange(T, device=idx.device)[None] if cache is None else cache.place(T, n_valid)
         end = T if cache is None else cache.end
-        if self.context_limit is not None and end > self.context_limit:
-            raise ValueError(f"{end} tokens are more than block_size={self.context_limit}")
+        self.check_context(end, "{} tokens are")
         x = self.drop(self.wte(idx))                                    # (B, T, C)
         rotary = None
         if self.cfg.pos == "rope":
@@ -345,12 +451,7 @@ class Model(nn.Module):
             x = block(x, rotary, bias, cache)
         if cache is not None:
             cache.advance()
-        logits = self.head(self.norm(x))                                # (B, T, V)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if targets is None:
-            return logits, None, {}
-        loss = cross_entropy(logits, targets)
-        return logits, loss, {"ce": loss.detach()}
+        return self.norm(x)
 
     def bias(self, pos, end, cache, dtype):
         """The attention bias of all layers, or None where attention_fast needs none: plainly causal from
@@ -366,32 +467,9 @@ class Model(nn.Module):
 
     def init_cache(self, batch_size, max_len):
         """An empty cache for batch_size rows of up to max_len tokens (under rope at most block_size)."""
-        if self.context_limit is not None and max_len > self.context_limit:
-            raise ValueError(f"max_len={max_len} is more than block_size={self.context_limit}")
+        self.check_context(max_len, "max_len={} is")
         w = self.wte.weight
         return KVCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
-        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again. Call eval()
-        first. (sample.py has the complete sampler.)"""
-        limit = self.context_limit or idx.size(1) + max_new_tokens
-        cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
-        for _ in range(max_new_tokens):
-            if cache.longest + new.size(1) > cache.max_len:
-                cache.reset()
-                new = idx[:, -cache.max_len:]
-            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
-            if top_k:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
-            idx = torch.cat([idx, new], 1)
-        return idx
-
-    def set_step(self, step):
-        """Nothing here depends on the training step."""
 
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for
