@@ -151,15 +151,16 @@ def bench_rt(model, cfg, device, ckpt=None, rounds=5):
     schedules = ("naive", "tiled", "wavefront")
     models = {s: type(model)(dataclasses.replace(model.cfg, schedule=s)).to(device) for s in schedules}
     models["plain Transformer"] = plain_transformer(model.cfg).to(device)
-    for way, goal in (("forward", 5), ("forward + backward", 6)):
+    for way in ("forward", "forward + backward"):
         calls = {name: (None, passes(m, cfg.batch_size, device)[way]) for name, m in models.items()}
         times = medians(calls, rounds, device)
         for name, seconds in times.items():
             print(f"{way:20}{name:20}{1000 * seconds:10.1f} ms")
         wavefront = times["wavefront"]
-        print(f"  the wavefront is {times['naive'] / wavefront:.1f}x as fast as the naive loop (goal {goal}), "
-              f"{times['tiled'] / wavefront:.1f}x as fast as the tiles (goal 1.3), and takes "
-              f"{wavefront / times['plain Transformer']:.1f} times as long as the plain Transformer")
+        loop = "its loop over positions" + (", keys in one buffer" if way == "forward" else ", keys concatenated")
+        print(f"  the wavefront is {times['naive'] / wavefront:.1f}x as fast as the naive schedule ({loop}), "
+              f"{times['tiled'] / wavefront:.1f}x as fast as the tiled one, and takes "
+              f"{wavefront / times['plain Transformer']:.1f} times as long as the plain Transformer (model_gpt)")
     T = model.cfg.block_size
     n = min(16, T - 1)
     calls = {name: decoding(models[name].eval(), T, n)["with the cache"] for name in ("wavefront", "plain Transformer")}
@@ -187,10 +188,11 @@ def rt_floor(cfg, batch_size):
 
 def bench_rt_layers(cfg, device, batch_sizes=(8, 32, 128, 512), rounds=3):
     """A GPU's table: milliseconds a layer by batch size, each schedule, and tokens a second beside the plain
-    Transformer's. With config=configs/rt_150m_12l.yaml the sizes are those of the paper's Table 2."""
+    Transformer's, which is compiled, as the schedules are replayed as CUDA graphs. With config=configs/rt_150m_12l.yaml the sizes are those of the paper's Table 2."""
     module, tables = model_module("rt"), cfg.n_embd == 1024 and cfg.block_size == 512
     for batch_size in batch_sizes:
-        models = {"plain Transformer": plain_transformer(cfg)}
+        models = {"plain, compiled": plain_transformer(cfg), "plain, eager": plain_transformer(cfg)}
+        models["plain, compiled"].compile()
         for schedule in ("wavefront", "tiled", "naive") if batch_size == min(batch_sizes) else ("wavefront", "tiled"):
             models[schedule] = module.Model(dataclasses.replace(cfg, schedule=schedule))
         paper = PAPER_RT.get(batch_size) if tables else None
@@ -202,9 +204,9 @@ def bench_rt_layers(cfg, device, batch_sizes=(8, 32, 128, 512), rounds=3):
             figures = "does not fit" if t is None else (f"{1000 * t / cfg.n_layer:10.2f} ms a layer"
                                                         f"{batch_size * cfg.block_size / t:14,.0f} tokens/s")
             print(f"  {way:20}{name:20}{figures}")
-        plain, wavefront = (seconds[name, "forward + backward"] for name in ("plain Transformer", "wavefront"))
+        plain, wavefront = (seconds[name, "forward + backward"] for name in ("plain, compiled", "wavefront"))
         if plain and wavefront:
-            print(f"  training: {plain / wavefront:.2f} of the plain Transformer's tokens/s (goal 0.5 at batch 512)",
+            print(f"  training: {plain / wavefront:.2f} of the compiled Transformer's tokens/s (goal 0.5 at batch 512)",
                   flush=True)
 
 
@@ -375,6 +377,12 @@ def bench_lrt(model, cfg, device, ckpt=None, rounds=11):
         took = "does not fit" if t == [None] else f"{1000 * statistics.median(t):10.1f} ms"
         ratio = None if [None] in (t, times["backbone"]) else times_as_long(t, times["backbone"])
         print(f"training step  {name:26}{took}" + (f"{ratio:8.2f} x the backbone" if ratio else ""), flush=True)
+    both = {name: (None, passes(make(steps[name]), cfg.batch_size, device)["forward + backward"])
+            for name in ("backbone", "interleaved, S = 2")}
+    both = timings(both, rounds, device)
+    for name, t in both.items():
+        print(f"without the optimizer  {name:18}{1000 * statistics.median(t):10.1f} ms"
+              f"{times_as_long(t, both['backbone']):8.2f} x the backbone", flush=True)
     print(f"  goal: S = 2 at most {2.2 if device.type == 'cpu' else 2.08} x the backbone's step; the floor is 2.01")
     T = model.cfg.block_size
     backbone, ours = make(dict(memory=False)), make(dict(prefill="interleaved"))    # to fill its cache fast
@@ -410,6 +418,13 @@ def taking_in(model, T):
     return prefill
 
 
+def untied_transformer(cfg):
+    """The model_gpt of the same unrolled layers as a model that ties them."""
+    gpt = model_module("gpt")
+    shared = {f.name for f in dataclasses.fields(gpt.Config)}
+    return gpt.Model(gpt.Config(**{k: v for k, v in dataclasses.asdict(cfg).items() if k in shared}))
+
+
 def bench_relaxed(model, cfg, device, ckpt, rounds=9):
     """Ranks of the deltas beside an untied Transformer of the same unrolled depth: training steps, decoding. Then, with
     trained weights, many requests."""
@@ -418,11 +433,8 @@ def bench_relaxed(model, cfg, device, ckpt, rounds=9):
     if ckpt is not None and (model.cfg.n_loop < 2 or model.cfg.share != "cycle"):
         raise UserError(f"n_loop={model.cfg.n_loop}, share={model.cfg.share}: at least 2, and cycle, are needed")
     text = None if ckpt is None else served_text(model, cfg, ckpt)      # what is wrong there is better found now
-    gpt = model_module("gpt")
-    shared = {f.name for f in dataclasses.fields(gpt.Config)}
-    untied = gpt.Config(**{k: v for k, v in dataclasses.asdict(model.cfg).items() if k in shared})
     ranks = sorted({0, 8, 64, model.cfg.rank})
-    models = {"untied model": gpt.Model(untied).to(device), **{
+    models = {"untied model": untied_transformer(model.cfg).to(device), **{
         f"rank {r}": type(model)(dataclasses.replace(model.cfg, rank=r, early_exit="none")).to(device) for r in ranks}}
     times = timings({name: (None, training_step(m, cfg)) for name, m in models.items()}, rounds, device)
     for name, t in times.items():
@@ -446,29 +458,77 @@ def served_text(model, cfg, ckpt):
         raise UserError(f"block_size={model.cfg.block_size}: at least {LONGEST} is needed")
     data = TokenData(open_data(cfg), "val")
     check_tokenizer(ckpt, data, cfg.init_from)
-    if data.n_windows(1) <= PROMPT[1]:
-        raise UserError(f"{cfg.dataset} has {data.tokens} tokens to validate: more than {PROMPT[1]} are needed")
+    if data.n_windows(1) <= LONGEST:
+        raise UserError(f"{cfg.dataset} has {data.tokens} tokens to validate: more than {LONGEST} are needed")
     return data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
 
 
 def workload(text, requests=240):
-    """A function that gives the same requests each time: where in text they start, and their sizes, are drawn once."""
+    """A function that gives the same requests each time: where in text they start, and their sizes, are drawn once.
+    What follows in text stands in `truth`."""
     from sample import Request
     rng = random.Random(0)
     sizes = [(rng.randint(*PROMPT), rng.randint(*ANSWER)) for _ in range(requests)]
-    starts = [rng.randrange(len(text) - PROMPT[1]) for _ in sizes]
-    return lambda: [Request(text[a:a + n].tolist(), new) for a, (n, new) in zip(starts, sizes)]
+    starts = [rng.randrange(len(text) - LONGEST) for _ in sizes]
+
+    def make():
+        found = [Request(text[a:a + n].tolist(), new, id=i) for i, (a, (n, new)) in enumerate(zip(starts, sizes))]
+        for request, a in zip(found, starts):
+            request.truth = text[a + len(request.prompt):][:request.max_new_tokens].tolist()
+        return found
+    return make
+
+
+@dataclass
+class Answered:
+    """One run of the engine over all requests."""
+    requests: list
+    seconds: float          # all of it, caching included
+    first: list             # seconds until each request's first token; all arrive at once, so queueing counts
+
+    def delays(self):
+        """First tokens and latencies in words."""
+        p95 = lambda x: sorted(x)[int(0.95 * len(x))]
+        return (f"first token {statistics.median(self.first):.2f} s (p95 {p95(self.first):.2f}), answer "
+                f"{statistics.median(r.latency for r in self.requests):.2f} s "
+                f"(p95 {p95([r.latency for r in self.requests]):.2f})")
 
 
 def answered(work, model, slots, batching, device, exit=""):
-    """The requests of work, when answered, and the seconds that took, caching included."""
+    """The requests of work, answered by the engine."""
     from sample import Engine
-    todo, engine = work(), Engine(model.eval(), slots, LONGEST, batching, exit)
+    first, start = {}, 0.0
+    todo = work()
+    engine = Engine(model.eval(), slots, LONGEST, batching, exit,
+                    on_token=lambda r: first.setdefault(r.id, time.perf_counter() - start))
     wait(device)
     start = time.perf_counter()
     list(engine.run(todo))
     wait(device)
-    return todo, time.perf_counter() - start
+    return Answered(todo, time.perf_counter() - start, list(first.values()))
+
+
+def served_quality(work, model, slots, batching, exit="", requests=48):
+    """What the engine predicts where the text really goes on: (cross-entropy of the true tokens in nats, the likeliest
+    token at each place, a list). The same code serves; only the token that follows is the text's."""
+    from sample import Engine
+    nats, guesses = [], {}
+
+    class Forced(Engine):
+        def pick(self, rows, logits):
+            todo = [self.requests[row] for row in rows]
+            true = [r.truth[len(r.tokens)] for r in todo]
+            nats.extend(F.cross_entropy(logits, torch.tensor(true, device=logits.device), reduction="none").tolist())
+            for request, guess in zip(todo, logits.argmax(-1).tolist()):
+                guesses.setdefault(request.id, []).append(guess)
+            return true
+    list(Forced(model.eval(), slots, LONGEST, batching, exit).run(work()[:requests]))
+    return statistics.mean(nats), [guess for name in sorted(guesses) for guess in guesses[name]]
+
+
+def agreement(a, b):
+    """The fraction of places at which two lists have the same token."""
+    return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
 
 
 def in_turns(ways, answer, rounds):
@@ -489,23 +549,31 @@ def bench_batching(model, text, device, slots=32, share=0.65, rounds=4):
         model.cfg.fill = fill
         return answered(work, model, slots, batching, device, exit)
     exit = f"confidence:{first_loop_quantile(model.eval(), work()[:slots], LONGEST, 1 - share):.8g}"
-    ways = [(b, e, f) for e, f in (("", "exact"), (exit, "propagate"), (exit, "exact"))
-            for b in ("static", "sequence", "depth")]
+    kinds = [("", "exact"), (exit, "propagate"), (exit, "exact")]
+    ways = [(b, e, f) for e, f in kinds for b in ("static", "sequence", "depth")]
     report_batching(in_turns(ways, answer, rounds), model.cfg.n_loop)
+    full = None
+    for e, f in kinds:
+        model.cfg.fill = f
+        ce, guesses = served_quality(work, model, slots, "depth", e)
+        full = full or guesses
+        print(f"quality as served, {f'{e}, fill={f}' if e else 'no early exit':40}cross-entropy {ce:.4f} nats a token, "
+              f"likeliest token that of all loops: {agreement(guesses, full):.1%}", flush=True)
 
 
 def report_batching(runs, n_loop):
-    """Print what bench_batching found: {(batching, exit, fill): [(answered requests, seconds) of each round]}."""
-    base = [t for _, t in runs["sequence", "", "exact"]]
+    """Print what bench_batching found: {(batching, exit, fill): [Answered of each round]}."""
+    base = [run.seconds for run in runs["sequence", "", "exact"]]
     for (batching, exit, fill), found in runs.items():
-        answers = found[0][0]
+        answers = found[0].requests
         exits = [depth for r in answers for depth in r.exits]
-        seconds, p1 = [t for _, t in found], exits.count(1) / len(exits)
-        same = [[r.tokens for r in x] == [r.tokens for r in runs["static", exit, fill][0][0]] for x, _ in found]
+        seconds, p1 = [run.seconds for run in found], exits.count(1) / len(exits)
+        want = [r.tokens for r in runs["static", exit, fill][0].requests]
+        same = [[r.tokens for r in run.requests] == want for run in found]
         how = f"{exit}, fill={fill}" if exit else "no early exit"
         print(f"{len(answers)} requests, {how:40}{batching:10}{len(exits) / statistics.median(seconds):9,.0f} tokens/s"
               f"{1 / times_as_long(seconds, base):7.2f} x sequence without exit   "
-              f"answers {'the same' if all(same) else 'DIFFER'}", flush=True)
+              f"answers {'the same' if all(same) else 'DIFFER'}; {found[0].delays()}", flush=True)
         if exit and batching == "depth" and n_loop == 2:
             gain, bound = 1 / times_as_long(seconds, base), 2 / (2 - p1)
             print(f"  {p1:.0%} of the tokens leave after the first loop: bound 2 / (2 - p1) = {bound:.2f}, reached "
@@ -533,7 +601,7 @@ def bench_mor(model, cfg, device, ckpt, rounds=9):
                         f"needed")
     text = None if ckpt is None else served_text(model, cfg, ckpt)
     make = lambda **change: type(model)(dataclasses.replace(model.cfg, capacity_warmup=0, **change)).to(device)
-    plain, R = make(router="none", n_loop=1, share="cycle", kv="recursion"), model.cfg.n_loop
+    plain, R = untied_transformer(model.cfg).to(device), model.cfg.n_loop
     mor = lambda **change: make(**{**dict(router="expert", router_func="", kv="recursion"), **change})
     models = {"plain model": plain, f"{R} recursions, no router": make(router="none")}
     for r in (2, 3, 4):
@@ -553,7 +621,10 @@ def bench_mor(model, cfg, device, ckpt, rounds=9):
     print(f"cache of a row {sizes[0]:,} bytes, {sizes[0] / sizes[1]:.3f} x the plain model's")
     if ckpt is None:
         return print("requests: need trained routers, init_from=RUN")
-    bench_mor_requests(model, plain, text, device)
+    # the engine asks a model for its loops, which model_gpt has not: here the same Transformer as one recursion
+    one_loop = make(router="none", n_loop=1, share="cycle", kv="recursion")
+    last_tokens({"plain model": plain, "plain, as one loop": one_loop}, model.cfg.block_size, 16, 3 * rounds, device)
+    bench_mor_requests(model, one_loop, text, device)
 
 
 def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
@@ -567,15 +638,18 @@ def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
             ("MoR", "depth", more)]
     runs = in_turns(ways, lambda name, batching, n: answered(work, plain if name == "plain" else model, n, batching,
                                                              device), rounds)
-    gains = {way: 1 / times_as_long([t for _, t in found], [t for _, t in runs[base]]) for way, found in runs.items()}
-    want = {name: [r.tokens for r in runs[name, batching, slots][0][0]] for name, batching in
+    seconds = {way: [run.seconds for run in found] for way, found in runs.items()}
+    gains = {way: 1 / times_as_long(t, seconds[base]) for way, t in seconds.items()}
+    want = {name: [r.tokens for r in runs[name, batching, slots][0].requests] for name, batching in
             (("plain", "sequence"), ("MoR", "static"))}
     for way, found in runs.items():
-        tokens, seconds = sum(map(len, want[way[0]])), statistics.median(t for _, t in found)
-        same = all([r.tokens for r in todo] == want[way[0]] for todo, _ in found)
-        print(f"{len(work())} requests, {way[0]:6}{way[1]:10}{way[2]:4} slots{tokens / seconds:9,.0f} tokens/s"
-              f"{gains[way]:7.2f} x the plain model   answers {'the same' if same else 'DIFFER'}", flush=True)
-    exits = [loop for r in runs["MoR", "depth", slots][0][0] for loop in r.exits]
+        speed = sum(map(len, want[way[0]])) / statistics.median(seconds[way])
+        same = all([r.tokens for r in run.requests] == want[way[0]] for run in found)
+        print(f"{len(work())} requests, {way[0]:6}{way[1]:10}{way[2]:4} slots{speed:9,.0f} tokens/s"
+              f"{gains[way]:7.2f} x the plain model   answers {'the same' if same else 'DIFFER'}; {found[0].delays()}",
+              flush=True)
+    report_depths(model, work, slots)
+    exits = [loop for r in runs["MoR", "depth", slots][0].requests for loop in r.exits]
     cfg, mean = model.cfg, statistics.mean(exits)
     bound = cfg.n_layer / (2 * cfg.edge + cfg.n_stored * mean)
     print(f"  recursions {loop_shares(exits, cfg.n_loop)}: a token takes {mean:.2f}, so {1 / bound:.2f} of the plain "
@@ -585,6 +659,17 @@ def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
                         ("with what the plain model gains by as many slots", bound * gains[ways[-2]])):
         print(f"  {more} slots, as much memory: bound {limit:.2f} {what}, "
               f"reached {gains[ways[-1]] / limit:.0%} (goal 90%)")
+
+
+def report_depths(model, work, slots):
+    """Print what routing costs in quality: the same weights, served with at most 1, 2, .. recursions a token."""
+    found = {}
+    for loops in range(model.cfg.n_loop, 0, -1):
+        model.cfg.exit_loop = loops % model.cfg.n_loop
+        found[loops] = ce, guesses = served_quality(work, model, slots, "depth")
+        print(f"quality as served, at most {loops} recursions: cross-entropy {ce:.4f} nats a token, likeliest token as "
+              f"with {model.cfg.n_loop}: {agreement(guesses, found[model.cfg.n_loop][1]):.1%}", flush=True)
+    model.cfg.exit_loop = 0
 
 
 @dataclass
@@ -620,7 +705,7 @@ def bench_serve(folders, argv):
     found = in_turns(ways, lambda folder, how: answered(work, runs[folder][0], cfg.slots, how, device), cfg.rounds)
     places, width = [], max(map(len, folders))
     for (folder, how), answers in found.items():
-        speed = sum(len(r.tokens) for r in answers[0][0]) / statistics.median(seconds for _, seconds in answers)
+        speed = sum(len(r.tokens) for r in answers[0].requests) / statistics.median(run.seconds for run in answers)
         places.append((Path(folder).name, speed, runs[folder][2]))
         print(f"{folder:{width}}  {how:10}{speed:9,.0f} tokens/s{runs[folder][2]:9.4f} bits per byte")
     draw_serve(places, cfg)
@@ -664,10 +749,12 @@ def bench_gpt(model, cfg, device, ckpt=None):
     T, tokens = model.cfg.block_size, cfg.batch_size * model.cfg.block_size
     if T < 2:
         raise UserError(f"block_size={T}: decoding needs at least 2 tokens")
-    naive = type(model)(dataclasses.replace(model.cfg, fast=False)).to(device)
-    steps = medians({"fast": (None, training_step(model, cfg)), "naive": (None, training_step(naive, cfg))}, 10, device)
+    changes = {"fast": {}, "naive": dict(fast=False), "GELU, no positions": dict(mlp="gelu", pos="none", n_mlp=0)}
+    models = {name: type(model)(dataclasses.replace(model.cfg, **change)).to(device) for name, change in changes.items()}
+    steps = medians({name: (None, training_step(m, cfg)) for name, m in models.items()}, 10, device)
     for name, seconds in steps.items():
-        print(f"training, {name:20s}{1000 * seconds:9.2f} ms a step{tokens / seconds:12,.0f} tokens/s")
+        print(f"training, {name:20s}{1000 * seconds:9.2f} ms a step{tokens / seconds:12,.0f} tokens/s"
+              f"{seconds / steps['fast']:8.2f} x the fast path")
     n = min(8, T - 1)
     times = medians(decoding(model, T, n), 10, device)
     for name, seconds in times.items():

@@ -347,11 +347,11 @@ class LanguageModel(nn.Module):
         real, the rest being padding on the right.
         Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose
         "ce" is the cross-entropy in nats per token. In training with targets logits are None where they would be more
-        than max_logits. Raises ValueError where T is 0, where the context would outgrow context_limit, and where the
-        cache is full.
+        than max_logits. Raises ValueError where idx is empty, where the context would outgrow context_limit, and
+        where the cache is full.
         """
-        if idx.size(1) == 0:
-            raise ValueError("idx holds no token (T = 0)")
+        if idx.numel() == 0:
+            raise ValueError(f"idx {tuple(idx.shape)} holds no token")
         with contextlib.nullcontext() if cache is None else torch.no_grad():
             return self.predict(self.hidden(idx, cache, n_valid), targets)
 

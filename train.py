@@ -617,6 +617,8 @@ class Trainer:
         self.cfg, self.model, self.tokenizer, self.batches, self.procs = cfg, model, tokenizer, batches, procs
         self.teacher = teacher
         self.task = is_task(cfg.dataset)
+        if teacher is not None or self.task:
+            model.max_logits = math.inf                 # the logits are needed, so the loss is not computed in pieces
         self.folder = run_folder(cfg.out_dir, cfg.run)
         self.optimizers = make_optimizers(model, cfg)
         self.step, self.evaluated, self.best_ce = 0, 0, math.inf

@@ -275,8 +275,9 @@ def test_limits_are_errors(name):
     model(tokens(1, 10), cache=cache)
     with pytest.raises(ValueError, match="full"):
         model(tokens(1, 1), cache=cache)
-    with pytest.raises(ValueError, match="T = 0"):
-        model(tokens(1, 0))
+    for empty in (tokens(1, 0), tokens(0, 5)):
+        with pytest.raises(ValueError, match="holds no token"):
+            model(empty)
     if model.context_limit is not None:
         with pytest.raises(ValueError, match="block_size"):
             model(tokens(1, model.context_limit + 1))
@@ -309,6 +310,42 @@ def test_ignored_targets_and_dtypes(name, sizes):
         assert torch.isfinite(loss), "no target counts: the loss is 0, not NaN"
         assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
     assert model.bfloat16()(x)[0].dtype == torch.float32
+
+
+@models
+def test_the_loss_in_pieces_is_the_loss(name):
+    """Where the logits of a training call would be large, they are computed a piece of the tokens at a time."""
+    model, x = tiny(name).train(), tokens(3, 20)
+    _, loss, aux = model(x[:, :-1], x[:, 1:])
+    loss.backward()
+    want, ce = {n: p.grad.clone() for n, p in model.named_parameters()}, aux["ce"]
+    model.zero_grad()
+    model.max_logits = 4 * 7 * 61
+    logits, loss, aux = model(x[:, :-1], x[:, 1:])
+    loss.backward()
+    assert logits is None and abs(aux["ce"] - ce) < 1e-12
+    assert all(relative(p.grad, want[n], 1e-8) < 1e-10 for n, p in model.named_parameters())
+
+
+@every
+@pytest.mark.parametrize("fast", [True, False])
+def test_no_gradient_flows_through_a_call_with_a_cache(name, sizes, fast):
+    model, x = tiny(name, **sizes, fast=fast), tokens(2, 12)
+    cache = model.init_cache(2, 12)
+    for piece in x.split([7, 1, 4], 1):
+        logits, loss, _ = model(piece, piece, cache=cache)
+        assert not logits.requires_grad and not loss.requires_grad
+
+
+@every
+def test_a_cache_filled_in_inference_mode_goes_on_outside(name, sizes):
+    model, x = tiny(name, **sizes), tokens(2, 12)
+    cache = model.init_cache(2, 12)
+    with torch.inference_mode():
+        model(x[:, :7], cache=cache)
+    cache.reset([1])
+    n = torch.tensor([5, 0])
+    assert relative(model(x[:, 7:], cache=cache, n_valid=n)[0][:1], model(x)[0][:1, 7:]) < 1e-10
 
 
 @every

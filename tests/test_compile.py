@@ -1,0 +1,59 @@
+"""Under torch.compile a training step of every model is one graph: no breaks, and no recompilation from step to step."""
+import importlib
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+SIZES = dict(block_size=16, vocab_size=11, n_layer=4, n_head=2, n_embd=16)
+CASES = {"gpt": [{}, dict(pos="alibi", window=5)], "rt": [{}],
+         "rat": [dict(chunk=4), dict(chunk=4, swa=3), dict(mixer="rnn"), dict(mixer="attention"), dict(reversed=True)],
+         "lrt": [dict(source="2"), dict(memory=False)],
+         "relaxed": [dict(n_loop=2, rank=2), dict(n_loop=2, rank=2, early_exit="weighted")],
+         "mor": [dict(share="cycle", n_loop=2, router=router, kv=kv, **more)
+                 for router, kv, more in (("none", "recursion", {}), ("expert", "recursion", {}),
+                                          ("expert", "share", dict(causal="aux_router", capacity_warmup=8)),
+                                          ("token", "recursion", {}), ("token", "share_update", dict(balance="loss_free")))]}
+
+
+def graphs_and_breaks(model, steps=3):
+    """How many graphs torch.compile made of forward and loss in some training steps, and where it broke off."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(steps):
+        model.set_step(step)
+        idx = torch.randint(0, model.cfg.vocab_size, (2, 17))
+        compiled(idx[:, :-1], idx[:, 1:])[1].backward()
+    return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+@pytest.mark.parametrize("name, changes", [(name, case) for name, cases in CASES.items() for case in cases], ids=str)
+def test_a_training_step_is_one_graph(name, changes):
+    module = importlib.import_module(f"model_{name}")
+    graphs, breaks = graphs_and_breaks(module.Model(module.Config(**SIZES, **changes)).train())
+    if name == "rt":            # its layers are a loop over positions, kept from the compiler on purpose
+        assert (graphs, len(breaks)) == (2, 1)
+    else:
+        assert (graphs, breaks) == (1, {})
+
+
+def test_the_loss_in_pieces_is_one_graph_too():
+    gpt = importlib.import_module("model_gpt")
+    model = gpt.Model(gpt.Config(**SIZES)).train()
+    model.max_logits = 100
+    assert graphs_and_breaks(model) == (1, {})
+
+
+def test_a_break_and_a_recompilation_are_noticed():
+    gpt = importlib.import_module("model_gpt")
+
+    class Broken(gpt.Model):
+        def set_step(self, step):
+            self.at = step
+
+        def hidden(self, *arguments):
+            h = super().hidden(*arguments)
+            return h * (2 if float(h.detach().sum()) == 0 else 1) + self.at
+    graphs, breaks = graphs_and_breaks(Broken(gpt.Config(**SIZES)).train())
+    assert graphs > 1 and breaks
