@@ -1,0 +1,183 @@
+"""The same numbers as the authors' code: every schedule and path against tests/golden (its README tells what is there)."""
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+
+import model_gpt
+import model_lrt
+import model_mor
+import model_rat
+import model_relaxed
+import model_rt
+from conftest import ROOT
+
+BLOCK = {"W_q": "attn.wq.weight", "W_k": "attn.wk.weight", "W_v": "attn.wv.weight", "W_o": "attn.wo.weight",
+         "W_gate": "mlp.w_gate.weight", "W_up": "mlp.w_up.weight", "W_down": "mlp.w_down.weight",
+         "norm1": "norm1.weight", "norm2": "norm2.weight"}
+
+
+def golden(name):
+    """The arrays of a file as float64 tensors (token ids stay int64), and its configuration."""
+    with np.load(ROOT / "tests" / "golden" / f"{name}.npz") as f:
+        arrays = {key: torch.from_numpy(f[key]) for key in f.files if key != "config"}
+        config = json.loads(str(f["config"]))
+    return {k: x.double() if x.is_floating_point() else x for k, x in arrays.items()}, config
+
+
+def error(a, b):
+    """The largest difference, relative to the largest number of b."""
+    a, b = a.detach(), b.detach()
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def load(model, weights):
+    """Set the parameters named in weights; all others keep their values."""
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, w in weights.items():
+            own[name].copy_(w.view_as(own[name]))
+    return model.double()
+
+
+def on_states(module, cfg, weights, x):
+    """A model whose tokens 0 .. B T - 1 are embedded as the B T rows of x and that has no final norm: its hidden states
+    are those of the layers alone. -> (model, idx (B, T))"""
+    B, T, C = x.shape
+    model = load(module.Model(cfg), {**weights, "wte.weight": x.reshape(B * T, C)})
+    model.norm = nn.Identity()
+    return model.train(), torch.arange(B * T).view(B, T)
+
+
+def check_gradients(model, arrays, names, tolerance):
+    """names: {name in the file: (parameter, its part)}. Every d_NAME of the file must be there."""
+    assert {k[2:] for k in arrays if k.startswith("d_")} == names.keys()
+    own = dict(model.named_parameters())
+    for name, (parameter, part) in names.items():
+        assert error(own[parameter].grad[part], arrays["d_" + name].view_as(own[parameter].grad[part])) < tolerance, name
+
+
+@pytest.mark.parametrize("schedule", ["naive", "tiled", "wavefront"])
+@pytest.mark.parametrize("name, layers, values, gradients", [("rt_block_rms_qkfull", 1, 3e-6, 1e-5),
+                                                             ("rt_stack", 3, 5e-6, 2e-5)])
+def test_rt(name, layers, values, gradients, schedule):
+    arrays, config = golden(name)
+    in_block = {"W_q": "wq", "W_k": "wk", "W_v": "wv", "W_o": "wo", "W_1": "w_up", "W_2": "w_down", "norm1": "norm1",
+                "norm2": "norm2", **({"q_norm": "q_norm", "k_norm": "k_norm"} if layers == 1 else {})}
+    names = {(f"L{l}_" if layers > 1 else "") + k: f"blocks.{l}.{own}.weight" for l in range(layers)
+             for k, own in in_block.items()}
+    cfg = model_rt.Config(block_size=13, vocab_size=26, n_layer=layers, n_head=4, n_embd=32, n_mlp=128, chunk=4,
+                          qk_norm=config["qk_norm"], schedule=schedule)
+    model, idx = on_states(model_rt, cfg, {own: arrays[k] for k, own in names.items()}, arrays["x"])
+    y = model.hidden(idx, None, None)
+    assert error(y, arrays["y"]) < values
+    (y * arrays["r"]).sum().backward()
+    assert error(model.wte.weight.grad.view_as(arrays["dx"]), arrays["dx"]) < gradients
+    check_gradients(model, arrays, {k: (own, slice(None)) for k, own in names.items()}, gradients)
+
+
+def rat(fast):
+    arrays, _ = golden("rat_layer_L4")
+    rows = dict(zip(("W_z", "W_g", "W_v", "W_q", "W_k"), torch.arange(3 * 32 + 2 * 16).split([32, 32, 32, 16, 16])))
+    names = {k: ("blocks.0.mix.w_in.weight", at) for k, at in rows.items()}
+    names |= {"W_o": ("blocks.0.mix.wo.weight", slice(None)), "b_g": ("blocks.0.mix.gate_bias", slice(None)),
+              "norm": ("blocks.0.norm1.weight", slice(None))}
+    cfg = model_rat.Config(block_size=16, vocab_size=32, n_layer=1, n_head=4, n_embd=32, chunk=4, norm_eps=1e-6, fast=fast)
+    weights = {"blocks.0.mix.w_in.weight": torch.cat([arrays[k] for k in rows]), "blocks.0.mlp.w_down.weight":
+               torch.zeros(32, 128), **{own: arrays[k] for k, (own, _) in names.items() if k not in rows}}
+    return *on_states(model_rat, cfg, weights, arrays["x"]), arrays, names
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_rat(fast):
+    model, idx, arrays, names = rat(fast)
+    out = model.hidden(idx, None, None) - arrays["x"]           # the MLP's last matrix is zero
+    assert error(out, arrays["out"]) < 3e-6
+    (out * arrays["r"]).sum().backward()
+    assert error(model.wte.weight.grad.view_as(arrays["dx"]), arrays["dx"]) < 1e-5
+    check_gradients(model, arrays, names, 1e-5)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("prompt", [4, 6])
+@torch.no_grad()
+def test_rat_decoding(prompt, fast):
+    model, idx, arrays, _ = rat(fast)
+    cache = model.eval().init_cache(2, 16)
+    pieces = idx.split([prompt] + [1] * (16 - prompt), 1)
+    out = torch.cat([model.hidden(piece, cache, None) for piece in pieces], 1) - arrays["x"]
+    assert error(out, arrays[f"step_P{prompt}"]) < 3e-6
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("router", ["expert", "token"])
+def test_mor(router, fast):
+    """Which tokens a recursion chose shows in the logits: one other choice moves them by far more than the tolerance."""
+    arrays, _ = golden(f"mor_{router}_R3")
+    blocks = {"first": "first.0", "shared0": "blocks.0", "shared1": "blocks.1", "last": "last.0"}
+    names = {f"{k}_{name}": f"{own}.{parameter}" for k, own in blocks.items() for name, parameter in BLOCK.items()}
+    names |= {"embed": "wte.weight", "norm_f": "norm.weight"}
+    cfg = model_mor.Config(block_size=16, vocab_size=64, n_layer=8, n_loop=3, n_head=4, n_kv_head=2, n_embd=32, n_mlp=64,
+                           norm_eps=1e-6, router=router, fast=fast)
+    model = model_mor.Model(cfg)
+    routers = [n for n, _ in model.named_parameters() if n.startswith("router")]
+    names |= dict(zip(["router"] if router == "token" else ["router1", "router2", "router3"], routers, strict=True))
+    model = load(model, {own: arrays[k] for k, own in names.items()}).train()
+    targets = torch.cat([arrays["ids"][:, 1:], torch.full_like(arrays["ids"][:, :1], -1)], 1)
+    logits, loss, aux = model(arrays["ids"], targets)
+    assert error(logits, arrays["logits"]) < 5e-6
+    assert error(loss, arrays["total_loss"]) < 5e-6 and error(aux["ce"], arrays["lm_loss"]) < 5e-6
+    if router == "expert":
+        assert error(aux["aux"], arrays["aux_bce"]) < 5e-6
+    else:
+        assert error(aux["balance"], arrays["balancing_loss"]) < 5e-6
+    loss.backward()
+    arrays = {k: x for k, x in arrays.items() if not k.startswith("dbce")}
+    check_gradients(model, arrays, {k: (own, slice(None)) for k, own in names.items()}, 2e-5)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_lrt_backbone(fast):
+    """nanochat's model. Its rotary positions turn the other way: the second half of each head's rows of Wq and Wk is
+    negated (see tests/golden/README.md)."""
+    arrays, config = golden("lrt_backbone_gqa")
+    cfg = model_lrt.Config(block_size=64, vocab_size=96, n_layer=4, n_head=2, n_kv_head=1, n_embd=64, memory=False,
+                           swa=32, norm_eps=config["norm_eps"], fast=fast)
+    turn = torch.cat([torch.ones(16), -torch.ones(16)]).double()
+    other_way = lambda w: (w.view(-1, 32, 64) * turn[:, None]).view_as(w)
+    padded = lambda w: torch.cat([w, w.new_zeros(32, w.size(1))])
+    weights = {"wte.weight": padded(arrays["wte"]), "head.weight": padded(arrays["lm_head"]),
+               "alpha": arrays["alpha"], "beta": arrays["beta"]}
+    for l in range(4):
+        own = lambda name: arrays[f"L{l}_{name}"]
+        weights |= {f"values.{l}.weight": padded(own("ve")), f"blocks.{l}.attn.w_value.weight": own("W_ve"),
+                    f"blocks.{l}.attn.wq.weight": other_way(own("W_q")),
+                    f"blocks.{l}.attn.wk.weight": other_way(own("W_k")),
+                    f"blocks.{l}.attn.wv.weight": own("W_v"), f"blocks.{l}.attn.wo.weight": own("W_o"),
+                    f"blocks.{l}.mlp.w_up.weight": own("W_1"), f"blocks.{l}.mlp.w_down.weight": own("W_2")}
+    model = load(model_lrt.Model(cfg), weights)
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    for training in (True, False):
+        logits, loss, _ = model.train(training)(arrays["idx"], arrays["targets"])
+        assert (logits - arrays["logits"]).abs().max() < 5e-5 and abs(loss - arrays["loss"]) < 1e-5
+
+
+@pytest.mark.parametrize("init", ["average", "stepwise", "lower"])
+@torch.no_grad()
+def test_relaxed_deltas(init):
+    """The stored matrices and the products of the deltas, of one matrix of the block; norms have weight 1, so folding
+    them changes nothing."""
+    arrays, _ = golden("relaxed_svd")
+    sizes = dict(block_size=8, vocab_size=5, n_layer=6, n_head=2, n_embd=16, n_mlp=24)
+    source = load(model_gpt.Model(model_gpt.Config(**sizes)),
+                  {f"blocks.{l}.mlp.w_up.weight": arrays["W"][l] for l in range(6)})
+    model = model_relaxed.Model(model_relaxed.Config(**sizes, n_loop=2, rank=4, init=init)).double()
+    model_relaxed.convert(model, source.state_dict())
+    for l in range(6):
+        matrix = model.blocks[l % 3].mlp.w_up
+        assert (matrix.weight - arrays[f"{init}_stored"][l % 3]).abs().max() < 1e-6
+        assert (matrix.b[l // 3].t() @ matrix.a[l // 3] - arrays[f"{init}_BA"][l]).abs().max() < 2e-5
+        y = matrix(arrays["x"][None], l // 3)[0]
+        assert (y - arrays[f"{init}_y"][l]).abs().max() < 2e-5
