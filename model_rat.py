@@ -42,7 +42,9 @@ The other layers, in the same model by settings:
                        all, full keys, z of low rank
 
 Source: Wei, Yadav, Pascanu, Gulcehre 2025, "RAT: Bridging RNN Efficiency and Attention Accuracy in Language Modeling".
-Differences to its code: fused kernels; decoding works from the first token on, and any length with any chunk.
+Differences to its code: fused kernels; decoding works from the first token on, and any length with
+any chunk; states stay in float32, where its are rounded to bfloat16; norm_eps is 1e-5 by default,
+its is 1e-6, as in the configs of the paper's sizes.
 
 Names: B batch, T new tokens, L positions of a chunk, n chunks, C width, H heads, G groups of queries and keys, D head
 size, S slots of a cache.

@@ -496,6 +496,7 @@ def test_sizes_of_the_paper(name):
     cfg, sizes, *_ = train.read_config([f"config={ROOT / 'configs' / name}.yaml"])
     vocab = {"gpt2": 50257, "bpe:32000": 32000}[cfg.tokenizer]
     model_cfg = model_rat.Config(**{**sizes, "vocab_size": vocab})
+    assert model_cfg.norm_eps == 1e-6
     with torch.device("meta"):
         model = model_rat.Model(model_cfg)
     D, layers = model_cfg.n_embd, model_cfg.n_layer
