@@ -57,8 +57,8 @@ import torch
 import torch.nn as nn
 
 import kernels
-from model_gpt import (MLP, RMSNorm, apply_rotary, attention_fast, attention_naive, check_choice,
-                       check_sizes, compute_dtype, cross_entropy, rotary_tables)
+from model_gpt import (MLP, KVCache, LanguageModel, RMSNorm, apply_rotary, attention_fast,
+                       attention_naive, check_choice, check_sizes, compute_dtype, rotary_tables)
 
 
 @dataclass
@@ -136,6 +136,10 @@ class Place(NamedTuple):
         """Nothing is before them, and nothing is padding."""
         return self.start == 0 and self.valid is None
 
+    def real(self, mask):
+        """mask (1 or B, T) where the tokens are real, false at padding."""
+        return mask if self.valid is None else mask & self.valid
+
 
 def with_rotary(cfg, place, dtype):
     """The place with the rotary tables that the layers need: by chunk or by token."""
@@ -148,13 +152,13 @@ def with_rotary(cfg, place, dtype):
     return place
 
 
-class Cache:
-    """What each layer keeps of the tokens so far: layers[l] is a dict of static buffers whose rows are the batch's. For
-    use under no_grad: gradients do not flow through it.
+class Cache(KVCache):
+    """What each layer keeps of the tokens so far: layers[l] is a dict of static buffers, whose rows
+    are the batch's. Keys and values are (B, G, slots + 1, D), contiguous for each head, as
+    attention reads them; the last slot takes what padding writes and is never read.
 
-    lengths (B,) counts the tokens each row holds; rows may differ. While every row holds the same number (`ragged`
-    False) no mask is needed. `longest` is an upper bound of lengths that the host knows without asking the device.
-    A forward that raised may have moved the states of some layers: reset() before going on.
+    Lengths and the placing of new tokens are KVCache's. A forward that raised may have moved the
+    states of some layers: reset() before going on.
     """
 
     def __init__(self, layers, batch_size, max_len, device):
@@ -164,7 +168,8 @@ class Cache:
 
     def nbytes(self):
         """Bytes held for keys, values and states, for all rows at max_len."""
-        return sum(buffer.nbytes for store in self.layers for buffer in store.values())
+        return sum((x if name == "state" else x[:, :, :-1]).nbytes
+                   for store in self.layers for name, x in store.items())
 
     def reset(self, rows=None):
         """Empty the given rows (a list or tensor of indices; None: all), so that new sequences may start. What
@@ -174,26 +179,17 @@ class Cache:
             for buffer in store.values():
                 buffer[rows] = 0
         self.lengths[rows] = 0
-        self.longest = int(self.lengths.max())
+        self.longest = int(self.lengths.max()) if len(self.lengths) else 0
         self.ragged = self.longest > 0
 
     def place(self, T, n_valid=None):
         """The Place of T new tokens a row, n_valid (B,) of them real (0 to T; None: all). Raises ValueError where a
         row would outgrow max_len."""
-        new = torch.full_like(self.lengths, T) if n_valid is None else n_valid.to(self.lengths).clamp(0, T)
-        ragged = self.ragged or n_valid is not None
-        if self.longest + T > self.max_len and (not ragged or int((self.lengths + new).max()) > self.max_len):
-            raise ValueError(f"the cache is full: {self.longest} tokens held, {T} more, max_len {self.max_len}")
-        self.new, self.ragged, self.end = new, ragged, min(self.longest + T, self.max_len)
-        step = torch.arange(T, device=self.lengths.device)
-        if not ragged:
-            return Place((self.longest + step)[None], self.longest)
-        return Place(self.lengths[:, None] + step, self.longest, step < new[:, None])
-
-    def advance(self):
-        """Count the placed tokens, once every layer has stored them."""
-        self.lengths += self.new
-        self.longest = int(self.lengths.max()) if self.ragged else self.end
+        pos = super().place(T, n_valid)
+        if not self.ragged:
+            return Place(pos, self.longest)
+        pos = self.lengths[:, None] + torch.arange(T, device=pos.device)    # padding after the last
+        return Place(pos, self.longest, self.slots < self.max_len)
 
 
 def wide(x):
@@ -209,54 +205,48 @@ def turned(x, tables, at=slice(None)):
 def running_states(gate, x, restart, state, fast):
     """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, from `state` (B, ...; None: zero), and from zero at positions where
     restart (1 or B, T; None: nowhere) is true. gate, x (B, T, ...), float32 or better; gate broadcasts to x."""
-    B, T = x.shape[:2]
-    state = None if state is None else state.clone()        # the cache's own is overwritten before a backward reads it
+    keep, new = gate, (1 - gate) * x
     if restart is not None:                                 # a gate of 0 forgets the state
-        restart = restart.view(*restart.shape, *[1] * (x.dim() - 2))
+        keep = gate.masked_fill(restart.view(*restart.shape, *[1] * (x.dim() - 2)), 0)
     if fast:
-        keep = (gate if restart is None else gate.masked_fill(restart, 0)).expand_as(x)
         state = None if state is None else state.flatten(1)
-        return kernels.scan(keep.flatten(2), ((1 - gate) * x).flatten(2), T, state).view(x.shape)
+        keep, new = keep.expand_as(x).flatten(2), new.flatten(2)
+        return kernels.scan(keep, new, x.size(1), state).view(x.shape)
     states, state = [], torch.zeros_like(x[:, 0]) if state is None else state
-    for t in range(T):
-        if restart is not None:
-            state = torch.where(restart[:, t], torch.zeros_like(state), state)
-        state = gate[:, t] * state + (1 - gate[:, t]) * x[:, t]
+    for keep_t, new_t in zip(keep.unbind(1), new.unbind(1)):    # one backward for all slices
+        state = keep_t * state + new_t
         states.append(state)
     return torch.stack(states, 1)
 
 
-def keep_last_state(store, states, place):
-    """Store each row's state (B, T, ...) at its last real token; a row of padding alone keeps the one it has."""
-    if place.valid is None:
-        store["state"].copy_(states[:, -1].detach())
-    else:
-        known = torch.cat([store["state"][:, None], states.detach()], 1)
-        store["state"].copy_(known[torch.arange(len(known), device=known.device), place.valid.sum(1)])
+def n_slots(store):
+    """How many slots of keys a store has, which is the index of the spare one after them."""
+    return store["k"].size(2) - 1
 
 
-def put(buffer, slots, x, place):
-    """Store x (B, G, D), one entry a row, in slots: an int, or (B,), where padding leaves what stands there."""
-    x = x.detach().to(buffer.dtype)
-    if place.valid is None:
-        buffer[:, slots] = x
-    else:
-        rows = torch.arange(len(x), device=x.device)
-        buffer[rows, slots] = torch.where(place.valid[..., None], x, buffer[rows, slots])
+def write(store, k, v, slots):
+    """Write keys and values k, v (B, G, T, D) to slots: a slice, or (1 or B, T)."""
+    for buffer, x in ((store["k"], k), (store["v"], v)):
+        if isinstance(slots, slice):
+            buffer[:, :, slots] = x
+        else:
+            rows = torch.arange(len(x), device=x.device)[:, None]
+            buffer[rows, :, slots] = x.transpose(1, 2).to(buffer.dtype)
 
 
 def attend_slots(q, store, top, last, place, fast):
-    """One query a row, (B, 1, H, D), over the slots 0 .. last (B, 1) of a store's keys and values; top bounds last."""
-    k, v = (store[name][:, :top + 1].transpose(1, 2) for name in "kv")                  # (B, G, S, D)
+    """One query a row, (B, H, 1, D), over the slots 0 .. last (B, 1) of a store, or all that it
+    has; top bounds last."""
+    end = min(top + 1, n_slots(store))
+    k, v = store["k"][:, :, :end], store["v"][:, :, :end]                   # (B, G, S, D)
     bias = None
     if place.valid is not None:
-        seen = torch.arange(top + 1, device=q.device) <= last                           # (B, S)
+        seen = torch.arange(end, device=q.device) <= last                               # (B, S)
         bias = torch.zeros(seen.shape, device=q.device, dtype=q.dtype).masked_fill(~seen, -math.inf)[:, None, None]
     elif not fast:
         bias = 0.0
-    q = q.transpose(1, 2)
     attention = attention_fast if fast else attention_naive
-    return attention(q, k.to(q.dtype), v.to(q.dtype), bias).transpose(1, 2)
+    return attention(q, k.to(q.dtype), v.to(q.dtype), bias)
 
 
 def empty_store(B, device, dtype, **shapes):
@@ -265,9 +255,13 @@ def empty_store(B, device, dtype, **shapes):
     return {name: torch.zeros(B, *shape, device=device, dtype=kinds[name]) for name, shape in shapes.items()}
 
 
-def forget_gate(g, bias):
-    """sigmoid(g + bias) of logits g (B, T, C) or (B, T, H, D), bias (C,), in float32 at least."""
-    return torch.sigmoid(wide(g) + wide(bias).view(g.shape[2:]))
+def forget_gate(g, bias, place):
+    """sigmoid(g + bias) of logits g (B, T, C) or (B, T, H, D), bias (C,), in float32 at least.
+    Padding has 1, which leaves the state as it is."""
+    gate = torch.sigmoid(wide(g) + wide(bias).view(g.shape[2:]))
+    if place.valid is None:
+        return gate
+    return gate.masked_fill(~place.valid.view(*place.valid.shape, *[1] * (g.dim() - 2)), 1)
 
 
 class Rat(nn.Module):
@@ -287,7 +281,8 @@ class Rat(nn.Module):
     def init_store(self, B, max_len, device, dtype):
         """A slot for each chunk, and the running state of k~ and v~ before rotary."""
         H, D, slots = self.cfg.n_head, self.cfg.head_dim, -(-max_len // self.cfg.chunk)
-        return empty_store(B, device, dtype, k=(slots, H, D), v=(slots, H, D), state=(2, H, D))
+        shape = H, slots + 1, D
+        return empty_store(B, device, dtype, k=shape, v=shape, state=(2, H, D))
 
     def forward(self, u, place, store=None):
         """u (B, T, C), normed -> (B, T, C)."""
@@ -298,12 +293,13 @@ class Rat(nn.Module):
             if store is not None:
                 done = u.size(1) // self.cfg.chunk
                 ends = slice(self.cfg.chunk - 1, None, self.cfg.chunk)
-                store["k"][:, :done] = turned(k_ends[:, :done], place.by_chunk, ends)
-                store["v"][:, :done] = v_ends[:, :done]
-                store["state"][:, 0], store["state"][:, 1] = k_ends[:, -1], v_ends[:, -1]
+                k_done, v_done = turned(k_ends[:, :done], place.by_chunk, ends), v_ends[:, :done]
+                write(store, k_done.transpose(1, 2), v_done.transpose(1, 2), slice(0, done))
+                store["state"].copy_(torch.stack([k_ends[:, -1], v_ends[:, -1]], 1))
             return self.wo(y.flatten(2))
         one = u.size(1) == 1 and store is not None
-        y = (self.step if one else self.attend)(q, k, v, forget_gate(g, self.gate_bias), place, store)
+        gate = forget_gate(g, self.gate_bias, place)
+        y = (self.step if one else self.attend)(q, k, v, gate, place, store)
         return self.wo((torch.sigmoid(z) * y).flatten(2))
 
     def project(self, u):
@@ -318,48 +314,40 @@ class Rat(nn.Module):
         L, H, T = self.cfg.chunk, v.size(2), v.size(1)
         q, k = (x.repeat(1, 1, H // x.size(2), 1) for x in (q, k))                      # head h has group h % G
         before = None if store is None else store["state"]
-        states = running_states(gate[:, :, None], torch.stack([wide(k), wide(v)], 2), place.pos % L == 0, before,
-                                self.cfg.fast)                                          # (B, T, 2, H, D)
-        k_own, v_own = states.unbind(2)
+        states = running_states(gate[:, :, None], torch.stack([wide(k), wide(v)], 2),
+                                place.real(place.pos % L == 0), before, self.cfg.fast)
+        k_own, v_own = states.unbind(2)                                     # (B, T, H, D)
         own = (wide(q) * k_own).sum(-1)                                                 # q's angle is its own key's
         if store is None:
             ends = slice(L - 1, None, L)
             k_ends, v_ends = turned(k_own[:, ends], place.by_chunk, ends), v_own[:, ends]
+            k_ends, v_ends = k_ends.transpose(1, 2), v_ends.transpose(1, 2) # (B, H, n, D)
         else:
-            keep_last_state(store, states, place)
-            self.keep_ends(store, k_own, v_own, place)
-            used = -(-(place.start + T) // L)
-            k_ends, v_ends = store["k"][:, :used], store["v"][:, :used]
+            store["state"].copy_(states[:, -1])
+            ends = torch.where(place.real(place.pos % L == L - 1), place.pos // L, n_slots(store))
+            write(store, turned(k_own, place.by_chunk).transpose(1, 2), v_own.transpose(1, 2), ends)
+            used = min(-(-(place.start + T) // L), n_slots(store))
+            k_ends, v_ends = store["k"][:, :, :used], store["v"][:, :, :used]
         read = read_fast if self.cfg.fast else read_naive
         return read(turned(q, place.by_chunk), k_ends.to(v.dtype), v_ends.to(v.dtype), own, v_own.to(v.dtype),
                     place.pos // L)
-
-    def keep_ends(self, store, k, v, place):
-        """Store the states k, v (B, T, H, D) of the positions that end a chunk, k rotated."""
-        L = self.cfg.chunk
-        if place.valid is None:
-            first = (L - 1 - place.start) % L
-            ends, slot, n = slice(first, None, L), (place.start + first) // L, len(range(first, k.size(1), L))
-            store["k"][:, slot:slot + n] = turned(k[:, ends], place.by_chunk, ends).detach()
-            store["v"][:, slot:slot + n] = v[:, ends].detach()
-        else:
-            rows, cols = (place.valid & (place.pos % L == L - 1)).nonzero(as_tuple=True)
-            slots = place.pos[rows, cols] // L
-            for name, x in (("k", turned(k, place.by_chunk)), ("v", v)):
-                store[name][rows, slots] = x[rows, cols].detach().to(store[name].dtype)
 
     def step(self, q, k, v, gate, place, store):
         """One token a row: the state takes it in, stands in its chunk's slot, and q reads the slots so far."""
         L, H, state = self.cfg.chunk, v.size(2), store["state"]                         # (B, 2, H, D)
         q, k = (x.repeat(1, 1, H // x.size(2), 1) for x in (q, k))
-        new = gate * torch.where((place.pos % L == 0)[..., None, None], 0, state)
-        new = new + (1 - gate) * torch.cat([wide(k), wide(v)], 1)                       # gate (B, 1, H, D)
-        top = min(place.start // L, store["k"].size(1) - 1)
-        slots = top if place.valid is None else (place.pos[:, 0] // L).clamp(max=top)
-        put(store["k"], slots, turned(new[:, :1], place.by_chunk)[:, 0], place)
-        put(store["v"], slots, new[:, 1], place)
-        state.copy_((new if place.valid is None else torch.where(place.valid[..., None, None], new, state)).detach())
-        return attend_slots(turned(q, place.by_chunk), store, top, place.pos // L, place, self.cfg.fast)
+        first = place.real(place.pos % L == 0)[..., None, None]
+        new = gate * torch.where(first, 0, state)                           # gate (B, 1, H, D)
+        new = new + (1 - gate) * torch.cat([wide(k), wide(v)], 1)
+        state.copy_(new)
+        k, v = (x.transpose(1, 2) for x in (turned(new[:, :1], place.by_chunk), new[:, 1:]))
+        top, slots = place.start // L, place.pos // L
+        if place.valid is None:
+            write(store, k, v, slice(top, top + 1))
+        else:
+            write(store, k, v, torch.where(place.valid, slots, n_slots(store)))
+        q = turned(q, place.by_chunk).transpose(1, 2)
+        return attend_slots(q, store, top, slots, place, self.cfg.fast).transpose(1, 2)
 
 
 def initial_gate_bias(C, steps):
@@ -370,18 +358,19 @@ def initial_gate_bias(C, steps):
 
 
 def read_naive(q, k_ends, v_ends, own, v_own, chunk_of):
-    """One softmax over the ends of the chunks before a query's and its own state. q (B, T, H, D), rotated as the ends
-    (B, n, H, D) are; own (B, T, H) q . k~; v_own (B, T, H, D); chunk_of (1 or B, T) -> (B, T, H, D)."""
-    s = torch.einsum("bthd,bnhd->bthn", wide(q), wide(k_ends))
-    seen = torch.arange(k_ends.size(1), device=q.device) < chunk_of[..., None]          # (1 or B, T, n)
+    """One softmax over the ends of the chunks before a query's and its own state. q (B, T, H, D),
+    rotated as the ends (B, H, n, D) are; own (B, T, H) q . k~; v_own (B, T, H, D); chunk_of
+    (1 or B, T) -> (B, T, H, D)."""
+    s = torch.einsum("bthd,bhnd->bthn", wide(q), wide(k_ends))
+    seen = torch.arange(k_ends.size(2), device=q.device) < chunk_of[..., None]  # (1 or B, T, n)
     s = s.masked_fill(~seen[:, :, None], -math.inf)
     p = torch.cat([s, own[..., None]], -1).div(math.sqrt(q.size(-1))).softmax(-1).to(v_own.dtype)
-    return torch.einsum("bthn,bnhd->bthd", p[..., :-1], v_ends) + p[..., -1:] * v_own
+    return torch.einsum("bthn,bhnd->bthd", p[..., :-1], v_ends) + p[..., -1:] * v_own
 
 
 def read_fast(q, k_ends, v_ends, own, v_own, chunk_of):
     """The same: attend over the ends, merged with a softmax over the one own key, whose lse is its score."""
-    q, k_ends, v_ends, v_own, own = (x.transpose(1, 2) for x in (q, k_ends, v_ends, v_own, own))
+    q, v_own, own = (x.transpose(1, 2) for x in (q, v_own, own))
     q_pos = (chunk_of - 1).int()
     k_pos = torch.arange(k_ends.size(2), dtype=torch.int32, device=q.device)
     across = kernels.attend(q, k_ends, v_ends, q_pos if len(q_pos) > 1 else q_pos[0], k_pos)
@@ -405,10 +394,10 @@ class Rnn(nn.Module):
     def forward(self, u, place, store=None):
         """u (B, T, C), normed -> (B, T, C)."""
         z, g, v = self.w_in(u).chunk(3, -1)
-        gate = forget_gate(g, self.gate_bias)
+        gate = forget_gate(g, self.gate_bias, place)
         states = running_states(gate, wide(v), None, None if store is None else store["state"], self.cfg.fast)
         if store is not None:
-            keep_last_state(store, states, place)
+            store["state"].copy_(states[:, -1])
         return self.wo(torch.sigmoid(z) * states.to(z.dtype))
 
 
@@ -417,61 +406,47 @@ NEVER, EVER = -2 ** 28, 2 ** 27     # the position of a slot that holds nothing,
 
 def read_ring(store, place):
     """Keys and values of a ring buffer, whose slot of position p is p % R, in order, for queries after them: k, v
-    (B, S, G, D) and their positions (1 or B, S), negative where there is nothing."""
-    R = store["k"].size(1)
+    (B, G, S, D) and their positions (1 or B, S), negative where there is nothing."""
+    R = n_slots(store)
     pos = place.pos[:, :1] + torch.arange(-min(R, place.start), 0, device=place.pos.device)   # that were there
-    if len(pos) == 1:
-        return store["k"][:, pos[0] % R], store["v"][:, pos[0] % R], pos
-    rows = torch.arange(len(pos), device=pos.device)[:, None]
-    return store["k"][rows, pos % R], store["v"][rows, pos % R], pos
+    rows = torch.arange(len(store["k"]), device=pos.device)[:, None]
+    return *(store[name][rows, :, pos % R].transpose(1, 2) for name in "kv"), pos
 
 
-def write_ring(store, k, v, place):
-    """Store k, v (B, T, G, D) of the new tokens, of many the last ones."""
-    R, T, pos = store["k"].size(1), k.size(1), place.pos
-    if T == 1:
-        slots = place.start % R if place.valid is None else pos[:, 0] % R
-        put(store["k"], slots, k[:, 0], place)
-        put(store["v"], slots, v[:, 0], place)
-    elif place.valid is None:
-        slots = pos[0, -R:] % R
-        store["k"][:, slots] = k[:, -R:].detach().to(store["k"].dtype)
-        store["v"][:, slots] = v[:, -R:].detach().to(store["v"].dtype)
-    else:
-        last = place.valid & (torch.arange(T, device=pos.device) >= place.valid.sum(1, keepdim=True) - R)
-        rows, cols = last.nonzero(as_tuple=True)
-        slots = pos[rows, cols] % R
-        store["k"][rows, slots] = k[rows, cols].detach().to(store["k"].dtype)
-        store["v"][rows, slots] = v[rows, cols].detach().to(store["v"].dtype)
+def ring_slots(store, place):
+    """Where write puts new tokens: in a ring of R slots; padding and all before the last R tokens
+    in the spare slot."""
+    R, T, pos = n_slots(store), place.pos.size(1), place.pos
+    if T == 1 and place.valid is None:
+        return slice(place.start % R, place.start % R + 1)
+    end = pos[:, :1] + (T if place.valid is None else place.valid.sum(1, keepdim=True))
+    return torch.where(place.real(pos >= end - R), pos % R, R)
 
 
 def attend_positions(q, k, v, q_pos, k_pos, window, fast):
-    """Attention of q (B, T, H, D) over k, v (B, S, G, D) at ascending positions (1 or B, T or S): key j is visible iff
-    0 <= q_pos_i - k_pos_j < window. -> (B, T, H, D)"""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    """Attention of q (B, H, T, D) over k, v (B, G, S, D) at ascending positions (1 or B, T or S):
+    key j is visible iff 0 <= q_pos_i - k_pos_j < window. -> (B, H, T, D)"""
     if fast:
         q_pos, k_pos = (p.int() if len(p) > 1 else p[0].int() for p in (q_pos, k_pos))
-        y, _ = kernels.attend(q, k, v, q_pos, k_pos, window=window)
-    else:
-        distance = q_pos[:, None, :, None] - k_pos[:, None, None, :]                    # (1 or B, 1, T, S)
-        bias = torch.zeros(distance.shape, device=q.device, dtype=wide(q).dtype)
-        y = attention_naive(q, k, v, bias.masked_fill((distance < 0) | (distance >= window), -math.inf))
-    return y.transpose(1, 2)
+        return kernels.attend(q, k, v, q_pos, k_pos, window=window)[0]
+    distance = q_pos[:, None, :, None] - k_pos[:, None, None, :]            # (1 or B, 1, T, S)
+    bias = torch.zeros(distance.shape, device=q.device, dtype=wide(q).dtype)
+    bias = bias.masked_fill((distance < 0) | (distance >= window), -math.inf)
+    return attention_naive(q, k, v, bias)
 
 
 def attend_ring(q, k, v, place, store, window, fast, at=lambda pos: pos):
-    """Attention of the new tokens (B, T, H or G, D) over each other and over the ring, where they are stored; `at` maps
-    positions to those that the window measures. -> (B, T, H, D)"""
+    """Attention of the new tokens (B, H or G, T, D) over each other and over the ring, where they
+    are stored; `at` maps positions to those that the window measures. -> (B, H, T, D)"""
     q_pos = k_pos = at(place.pos)
     keys, values = k, v
     if store is not None and place.start > 0:
         k_old, v_old, old = read_ring(store, place)
         k_pos = torch.cat([torch.where(old < 0, NEVER, at(old)), k_pos], 1)
-        keys, values = torch.cat([k_old.to(k.dtype), k], 1), torch.cat([v_old.to(v.dtype), v], 1)
-    y = attend_positions(q, keys, values, q_pos, k_pos, window, fast)
+        keys, values = torch.cat([k_old.to(k.dtype), k], 2), torch.cat([v_old.to(v.dtype), v], 2)
     if store is not None:
-        write_ring(store, k, v, place)
-    return y
+        write(store, k, v, ring_slots(store, place))
+    return attend_positions(q, keys, values, q_pos, k_pos, window, fast)
 
 
 class Attention(nn.Module):
@@ -488,28 +463,27 @@ class Attention(nn.Module):
 
     def init_store(self, B, max_len, device, dtype):
         slots = min(self.cfg.swa + 1, max_len) if self.sliding else max_len
-        shape = slots, self.cfg.n_kv_head, self.cfg.head_dim
+        shape = self.cfg.n_kv_head, slots + 1, self.cfg.head_dim
         return empty_store(B, device, dtype, k=shape, v=shape)
 
     def forward(self, u, place, store=None):
         """u (B, T, C), normed -> (B, T, C)."""
         q, k, v = (w(u).unflatten(-1, (-1, self.cfg.head_dim)) for w in (self.wq, self.wk, self.wv))
         tables = place.by_token if self.sliding or self.cfg.pos != "nope" else None
-        q, k = turned(q, tables), turned(k, tables)
-        return self.wo(self.attend(q, k, v, place, store).flatten(2))
+        q, k, v = (x.transpose(1, 2) for x in (turned(q, tables), turned(k, tables), v))
+        return self.wo(self.attend(q, k, v, place, store).transpose(1, 2).flatten(2))
 
     def attend(self, q, k, v, place, store):
-        """y (B, T, H, D) of the new tokens, which are stored."""
+        """y (B, H, T, D) of the new tokens, which are stored."""
         fast = self.cfg.fast
-        if store is not None and q.size(1) == 1:
-            write_ring(store, k, v, place)
-            R = store["k"].size(1)                                      # all that is in the ring can be seen
-            return attend_slots(q, store, min(place.start, R - 1), place.pos.clamp(max=R - 1), place, fast)
+        if store is not None and q.size(2) == 1:            # all that is in the ring is visible
+            write(store, k, v, ring_slots(store, place))
+            return attend_slots(q, store, place.start, place.pos, place, fast)
         if self.sliding or not fast or place.start > 0:
             return attend_ring(q, k, v, place, store, self.cfg.swa + 1 if self.sliding else EVER, fast)
         if store is not None:                                           # plainly causal: padding is on the right
-            write_ring(store, k, v, place)
-        return attention_fast(*(x.transpose(1, 2) for x in (q, k, v)), None).transpose(1, 2)
+            write(store, k, v, ring_slots(store, place))
+        return attention_fast(q, k, v, None)
 
 
 class Reversed(nn.Module):
@@ -528,7 +502,8 @@ class Reversed(nn.Module):
     def init_store(self, B, max_len, device, dtype):
         """The keys and values of one chunk, and the state in which the last one ended."""
         H, D, slots = self.cfg.n_head, self.cfg.head_dim, min(self.cfg.chunk, max_len)
-        return empty_store(B, device, dtype, k=(slots, H, D), v=(slots, H, D), state=(H * D,))
+        shape = H, slots + 1, D
+        return empty_store(B, device, dtype, k=shape, v=shape, state=(H * D,))
 
     def forward(self, u, place, store=None):
         """u (B, T, C), normed -> (B, T, C)."""
@@ -536,9 +511,10 @@ class Reversed(nn.Module):
         z, g, v, k, q = self.w_in(u).split(self.widths, -1)
         v, k, q = (x.unflatten(-1, (-1, self.cfg.head_dim)) for x in (v, k, q))
         tables = None if self.cfg.pos == "nope" else place.by_token     # which may be there for windows
-        q, k = turned(q, tables), turned(k, tables)
-        y = wide(self.attend(q.expand(v.shape), k, v, place, store).flatten(2))         # (B, T, C)
-        gate = forget_gate(g, self.gate_bias)
+        q, k = turned(q, tables).expand(v.shape), turned(k, tables)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = wide(self.attend(q, k, v, place, store).transpose(1, 2).flatten(2))         # (B, T, C)
+        gate = forget_gate(g, self.gate_bias, place)
         # a state that changes at chunk ends only: elsewhere its gate is 1
         ends = (place.pos % L == L - 1)[..., None]
         before = torch.zeros_like(y[:, 0]) if store is None else store["state"]
@@ -546,15 +522,15 @@ class Reversed(nn.Module):
         entered = torch.cat([before[:, None], states[:, :-1]], 1)       # each position's state before it: its chunk's
         h = gate * entered + (1 - gate) * y
         if store is not None:
-            keep_last_state(store, states, place)
+            store["state"].copy_(states[:, -1])
         return self.wo(torch.sigmoid(self.w_z(z)) * h.to(z.dtype))
 
     def attend(self, q, k, v, place, store):
-        """y (B, T, H, D) of the new tokens over those of their chunk, which are stored."""
+        """y (B, H, T, D) of the new tokens over those of their chunk, which are stored."""
         L, pos, fast = self.cfg.chunk, place.pos, self.cfg.fast
-        if store is not None and q.size(1) == 1:
-            write_ring(store, k, v, place)
-            top = min(place.start, L - 1) if place.valid is not None else place.start % L
+        if store is not None and q.size(2) == 1:
+            write(store, k, v, ring_slots(store, place))
+            top = place.start if place.valid is not None else place.start % L
             return attend_slots(q, store, top, pos % L, place, fast)
         apart = lambda pos: pos + pos // L * L      # chunks stand L apart: a window of L ends where the chunk does
         return attend_ring(q, k, v, place, store, L, fast, apart)
@@ -574,10 +550,8 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
-class Model(nn.Module):
+class Model(LanguageModel):
     """The language model of RAT and its neighbours. See Config for its sizes and forward for its use."""
-
-    context_limit = None        # the most tokens one cache or one forward may hold: none
 
     def __init__(self, cfg):
         super().__init__()
@@ -598,19 +572,8 @@ class Model(nn.Module):
         if self.cfg.tie_embeddings:
             self.head.weight = self.wte.weight
 
-    def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """Predict the token after each position.
-
-        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
-        before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
-        rest being padding on the right.
-        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose
-        "ce" is the cross-entropy in nats per token. No gradient flows into what a cache holds. Raises ValueError where
-        T is 0 and where the cache is full.
-        """
+    def hidden(self, idx, cache, n_valid):
         T = idx.size(1)
-        if T == 0:
-            raise ValueError("idx holds no token (T = 0)")
         place = Place(torch.arange(T, device=idx.device)[None]) if cache is None else cache.place(T, n_valid)
         x = self.drop(self.wte(idx))                                    # (B, T, C)
         place = with_rotary(self.cfg, place, x.dtype)
@@ -618,35 +581,15 @@ class Model(nn.Module):
             x = block(x, place, None if cache is None else cache.layers[layer])
         if cache is not None:
             cache.advance()
-        logits = self.head(self.norm(x))                                # (B, T, V)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if targets is None:
-            return logits, None, {}
-        loss = cross_entropy(logits, targets)
-        return logits, loss, {"ce": loss.detach()}
+        return self.norm(x)
 
     def init_cache(self, batch_size, max_len):
         """An empty cache for batch_size rows of up to max_len tokens: max_len / chunk pairs for a RAT layer."""
         w = self.wte.weight
-        layers = [block.mix.init_store(batch_size, max_len, w.device, compute_dtype(w)) for block in self.blocks]
-        return Cache(layers, batch_size, max_len, w.device)
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
-        the likeliest. Call eval() first. (sample.py has the complete sampler.)"""
-        cache, new = self.init_cache(idx.size(0), idx.size(1) + max_new_tokens), idx
-        for _ in range(max_new_tokens):
-            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
-            if top_k:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
-            idx = torch.cat([idx, new], 1)
-        return idx
-
-    def set_step(self, step):
-        """Nothing here depends on the training step."""
+        with torch.inference_mode(False):                   # so that any later call may write
+            layers = [block.mix.init_store(batch_size, max_len, w.device, compute_dtype(w))
+                      for block in self.blocks]
+            return Cache(layers, batch_size, max_len, w.device)
 
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for each weight

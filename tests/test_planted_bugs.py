@@ -294,11 +294,11 @@ BUGS = {
                                            "test_rat.py -k its_equations"),
     "RAT: a query reads its own chunk's end": ("model_rat.py", "q_pos = (chunk_of - 1).int()", "q_pos = chunk_of.int()",
                                                "test_rat.py -k around_the_ends"),
-    "RAT: the state outlives its chunk": ("model_rat.py",
-                                          "torch.where((place.pos % L == 0)[..., None, None], 0, state)",
-                                          "state", "test_rat.py -k around_the_ends"),
-    "RAT: padding moves the state": ("model_rat.py", "known[torch.arange(len(known), device=known.device), "
-                                     "place.valid.sum(1)]", "known[:, -1]", "test_models.py -k rows_advance and rat"),
+    "RAT: the state outlives its chunk": ("model_rat.py", "torch.where(first, 0, state)", "state",
+                                          "test_rat.py -k around_the_ends"),
+    "RAT: padding moves the state": ("model_rat.py", "return gate.masked_fill(~place.valid.view("
+                                     "*place.valid.shape, *[1] * (g.dim() - 2)), 1)", "return gate",
+                                     "test_models.py -k rows_advance and rat"),
     "RAT: a window one too wide": ("model_rat.py", "place, store, self.cfg.swa + 1 if",
                                    "place, store, self.cfg.swa + 2 if",
                                    "test_rat.py -k a_window_is"),
