@@ -38,6 +38,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
+from llama import from_pretrained
 from prepare import (NAME, PrepareConfig, TokenData, UserError, asks_help, check_name, folder_name, help_text,
                      is_offline, key_lines, load_tokenizer, prepare, run_cli, split_args, sync_folder, typed_config)
 from tasks import COMPRESSION, TaskBatches, count_right, fit_head, is_task, show_example
@@ -428,7 +429,7 @@ def load_initial(path, key="init_from"):
     if Path(path).is_file() or (Path(path) / "ckpt.pt").is_file():
         return load_checkpoint(checkpoint_file(path))
     try:
-        model = model_module("gpt").Model.from_pretrained(path)
+        model = from_pretrained(path)
     except ValueError as e:
         raise UserError(f"{key}={path}: {e}") from e
     return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(), "step": 0}

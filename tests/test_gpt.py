@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import llama
 import model_gpt
 from conftest import relative, tiny
 from model_gpt import Config, Model
@@ -155,7 +156,7 @@ def logits_of(model, x):
 @pytest.mark.parametrize("sizes", [dict(), dict(tie_word_embeddings=True), dict(num_key_value_heads=6)])
 def test_loads_what_transformers_saved(tmp_path, sizes):
     theirs = saved_llama(tmp_path, **sizes)
-    ours = Model.from_pretrained(tmp_path).eval()
+    ours = llama.from_pretrained(tmp_path).eval()
     x = torch.randint(0, 97, (2, 33))
     assert ours.cfg.rope_theta == 1234.0 and ours.cfg.n_kv_head == theirs.config.num_key_value_heads
     assert (logits_of(ours, x) - logits_of(theirs, x)).abs().max() < 1e-5 * logits_of(theirs, x).abs().max()
@@ -166,12 +167,12 @@ def test_loads_what_transformers_saved(tmp_path, sizes):
 def test_transformers_loads_what_we_saved(tmp_path, sizes):
     transformers = pytest.importorskip("transformers")
     ours = tiny("gpt", **{**dict(tie_embeddings=False), **sizes}).float()
-    ours.to_pretrained(tmp_path / "new")
+    llama.to_pretrained(ours, tmp_path / "new")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
     x = torch.randint(0, 61, (2, 33))
     assert (logits_of(ours, x) - logits_of(theirs, x)).abs().max() < 1e-5 * logits_of(theirs, x).abs().max()
     assert theirs.config.eos_token_id is None, "transformers would stop at a token that ends nothing here"
-    again = Model.from_pretrained(tmp_path / "new")
+    again = llama.from_pretrained(tmp_path / "new")
     assert again.cfg == ours.cfg and torch.equal(logits_of(again.eval(), x), logits_of(ours, x))
 
 
@@ -180,7 +181,7 @@ def test_loads_shards(tmp_path):
     theirs.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     x = torch.randint(0, 97, (1, 20))
-    ours = Model.from_pretrained(tmp_path / "shards", block_size=32, dropout=0.1).eval()
+    ours = llama.from_pretrained(tmp_path / "shards", block_size=32, dropout=0.1).eval()
     assert ours.cfg.block_size == 32 and ours.cfg.dropout == 0.1
     assert (logits_of(ours, x) - logits_of(theirs, x)).abs().max() < 1e-5 * logits_of(theirs, x).abs().max()
 
@@ -192,7 +193,7 @@ def test_older_and_odd_configs_load_the_same(tmp_path, change):
     theirs = saved_llama(tmp_path)
     edited(tmp_path, change)
     x = torch.randint(0, 97, (1, 20))
-    ours = Model.from_pretrained(tmp_path).eval()
+    ours = llama.from_pretrained(tmp_path).eval()
     assert (logits_of(ours, x) - logits_of(theirs, x)).abs().max() < 1e-5 * logits_of(theirs, x).abs().max()
 
 
@@ -204,7 +205,7 @@ def test_older_weights_load_the_same(tmp_path):
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(weights, tmp_path / "model.safetensors")
-    ours = Model.from_pretrained(tmp_path)
+    ours = llama.from_pretrained(tmp_path)
     assert ours.head.weight is ours.wte.weight
     assert torch.equal(ours.wte.weight, weights["model.embed_tokens.weight"].float())
 
@@ -214,13 +215,13 @@ def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
     saved_llama(tmp_path)
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: asked.append(name) or str(tmp_path))
-    assert Model.from_pretrained("owner/name").cfg.n_layer == 3 and asked == ["owner/name"]
+    assert llama.from_pretrained("owner/name").cfg.n_layer == 3 and asked == ["owner/name"]
 
     def offline(name, **k):
         raise OSError("no network")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ValueError, match="owner/name is not a folder here and could not be downloaded"):
-        Model.from_pretrained("owner/name")
+        llama.from_pretrained("owner/name")
 
 
 def test_mistral_has_a_window(tmp_path):
@@ -230,7 +231,7 @@ def test_mistral_has_a_window(tmp_path):
         vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6, head_dim=8,
         num_key_value_heads=2, max_position_embeddings=64, sliding_window=7)).eval()
     theirs.save_pretrained(tmp_path)
-    ours, x = Model.from_pretrained(tmp_path).eval(), torch.randint(0, 97, (1, 30))
+    ours, x = llama.from_pretrained(tmp_path).eval(), torch.randint(0, 97, (1, 30))
     assert ours.cfg.window == 7
     assert (logits_of(ours, x) - logits_of(theirs, x)).abs().max() < 1e-5 * logits_of(theirs, x).abs().max()
 
@@ -254,7 +255,7 @@ def test_what_we_cannot_compute_is_refused_by_name(tmp_path, change, named):
     saved_llama(tmp_path)
     edited(tmp_path, change)
     with pytest.raises(ValueError, match=named):
-        Model.from_pretrained(tmp_path)
+        llama.from_pretrained(tmp_path)
 
 
 def test_damaged_folders_are_refused(tmp_path):
@@ -262,11 +263,11 @@ def test_damaged_folders_are_refused(tmp_path):
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:len(data) // 2])
     with pytest.raises(ValueError, match="damaged"):
-        Model.from_pretrained(tmp_path)
+        llama.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="JSON"):
-        Model.from_pretrained(tmp_path)
+        llama.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="neither a folder nor a hub name"):
-        Model.from_pretrained(tmp_path / "missing")
+        llama.from_pretrained(tmp_path / "missing")
     with pytest.raises(ValueError, match="as a Llama"):
-        tiny("gpt", pos="alibi").to_pretrained(tmp_path / "x")
+        llama.to_pretrained(tiny("gpt", pos="alibi"), tmp_path / "x")

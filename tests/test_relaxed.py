@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import llama
 import model_gpt
 import model_relaxed
 import prepare
@@ -501,7 +502,7 @@ def test_a_second_stage_trains_early_exit(world, data_dir, tmp_path):
 
 def test_a_hugging_face_model_converts(data_dir, tmp_path):
     theirs, x = saved_llama(tmp_path / "hf", num_hidden_layers=4, vocab_size=257).double(), tokens(2, 33, 257)
-    gpt = model_gpt.Model.from_pretrained(tmp_path / "hf")
+    gpt = llama.from_pretrained(tmp_path / "hf")
     model = model_relaxed.Model(model_relaxed.Config(**{**asdict(gpt.cfg), "rank": FULL, "block_size": 40})).eval()
     model_relaxed.convert(model, gpt.state_dict())
     ours = ("n_layer", "n_head", "n_embd", "block_size")

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import llama
 import runs
 import train
 from conftest import MODELS, ROOT
@@ -238,7 +239,7 @@ def test_finetuning_from_a_hugging_face_folder(tmp_path, data_dir):
     import model_gpt
     torch.manual_seed(5)
     source = model_gpt.Model(model_gpt.Config(vocab_size=300, n_layer=1, n_head=2, n_embd=16, block_size=64))
-    source.to_pretrained(tmp_path / "hf")
+    llama.to_pretrained(source, tmp_path / "hf")
     argv = [a for a in runs.arguments("gpt", tmp_path, data_dir, f"init_from={tmp_path / 'hf'}")
             if not a.startswith(("n_embd", "n_layer", "n_head"))]
     trainer = train.setup(argv)
