@@ -9,18 +9,14 @@ biases, and both branches add to the residual stream:
     h_{l+1} = z_l + W_down (silu(W_gate n) * (W_up n))        n = RMSNorm(z_l)
     logits  = W_head RMSNorm(h_L)
 
-    idx ──E──> h_0 ──block──> h_1 ── ... ──block──> h_L ──norm──> hidden ──head──> logits
+    idx --E--> h_0 --block--> h_1 -- ... --block--> h_L --norm--> hidden --head--> logits
 
 Attention of query i:  sum_j a_ij v_j,  a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij),  where key j
 is visible iff j <= i and, with a sliding window w, i - j < w. ALiBi's bias is -m_h (i - j) with
 m_h = 2^(-8 h / H), h from 1; with RoPE and without positions it is 0.
 
-`fast=false` writes this out (a T x T softmax), `fast=true` calls torch's fused attention: the same
-function, the same cache. Keys beside the defaults make this model the fair baseline of the others:
-ALiBi or no positions, a GELU MLP, QK-norm, a sliding window, an untied head.
-
-What every Transformer has stands in this file once, and the other model files import it: BaseConfig,
-RMSNorm, RoPE, attention, KVCache, Context, Attention, MLP, Block, LanguageModel.
+`fast=false` writes this out (a T x T softmax), `fast=true` calls torch's fused attention. What every
+Transformer has stands in this file once, and the other model files import it.
 
 Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Shazeer 2020 (SwiGLU,
 2002.05202); Zhang and Sennrich 2019 (RMSNorm, 1910.07467); Ainslie et al. 2023 (GQA, 2305.13245);
@@ -68,12 +64,12 @@ class BaseConfig:
                                  f"{b}={getattr(self, b)}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
-        for f in fields(self):
-            value, allowed = getattr(self, f.name), f.metadata.get("allowed")
+        for key in fields(self):
+            value, allowed = getattr(self, key.name), key.metadata.get("allowed")
             if allowed and value not in allowed:
-                raise ValueError(f"{f.name}={value} must be one of: {', '.join(allowed)}")
-            if f.name in ("rope_theta", "norm_eps") and not 0 < value < math.inf:
-                raise ValueError(f"{f.name}={value} must be positive")
+                raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
+            if key.name in ("rope_theta", "norm_eps") and not 0 < value < math.inf:
+                raise ValueError(f"{key.name}={value} must be positive")
         if getattr(self, "pos", None) == "rope" and self.head_dim % 2:
             raise ValueError(f"pos=rope needs an even head size: n_embd / n_head = {self.head_dim}")
 
@@ -95,7 +91,7 @@ class Config(BaseConfig):
     pos: str = choice("rope", "alibi", "none")
     rope_theta: float = 10000.0  # RoPE's base
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before RoPE
-    window: int = 0              # sliding window: a query attends to its last `window` keys (0: all)
+    window: int = 0              # sliding window: how many keys a query attends to (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
@@ -282,7 +278,7 @@ class Block(nn.Module):
 
 class KVCache:
     """Keys and values of the tokens so far: k[layer] and v[layer] (B, G, max_len + 1, D), contiguous
-    for each head, as attention reads them. Padding is written to the last slot, which is never read.
+    a head, as attention reads them. Padding is written to the last slot, which is never read.
 
     lengths (B,) counts each row's tokens. While all rows hold as many (`ragged` False), new tokens
     are one slice and need no mask. `longest` is an upper bound of lengths that the host knows
@@ -303,7 +299,7 @@ class KVCache:
         return sum(buffer[:, :, :self.max_len].nbytes for buffer in self.k + self.v)
 
     def reset(self, rows=None):
-        """Empty the given rows (indices; None: all) for new sequences. They are zeroed: a NaN behind
+        """Empty the given rows (indices; None: all) for new sequences. They are zeroed: a NaN under
         a mask would still poison the sum over values."""
         rows = slice(None) if rows is None else rows
         for buffer in self.k + self.v:
@@ -388,8 +384,9 @@ class Context:
 
 def cross_entropy(logits, targets):
     """Mean negative log-likelihood in nats over the targets that are not -1 (0 if none is)."""
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
-    return total / (targets != -1).sum().clamp(min=1)
+    logits, y = logits.flatten(0, 1), targets.flatten()
+    total = F.cross_entropy(logits, y, ignore_index=-1, reduction="sum")
+    return total / (y != -1).sum().clamp(min=1)
 
 
 class LanguageModel(nn.Module):
@@ -468,9 +465,9 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature
-        0 takes the likeliest. A full context is cropped to its last context_limit tokens and
-        prefilled again. Call eval() first. (sample.py has the complete sampler.)"""
+        """Continue idx (B, T) by max_new_tokens tokens: (B, T + max_new_tokens). temperature 0 takes
+        the likeliest. A full context is cropped to its last context_limit tokens and prefilled
+        again. Call eval() first. (sample.py has the complete sampler.)"""
         limit = self.context_limit or idx.size(1) + max_new_tokens
         cache = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens))
         new = idx
