@@ -459,9 +459,9 @@ class LanguageModel(nn.Module):
         w = self.wte.weight
         return KVCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
 
-    def check_context(self, max_len):
-        if self.context_limit is not None and max_len > self.context_limit:
-            raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
+    def check_context(self, tokens, name="max_len={} is"):
+        if self.context_limit is not None and tokens > self.context_limit:
+            raise ValueError(f"{name.format(tokens)} more than block_size={self.cfg.block_size}")
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
