@@ -36,6 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from llama import from_pretrained
@@ -460,11 +461,29 @@ def parameter_groups(model, cfg):
     return groups
 
 
+class KeepFloat32(TorchFunctionMode):
+    """Inside, .bfloat16() of a tensor on a CPU is a float32 copy."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.bfloat16 and args[0].device.type == "cpu":
+            return args[0].to(torch.float32, copy=True)
+        return func(*args, **(kwargs or {}))
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon, but on a CPU its Newton-Schulz iteration runs in float32: many CPUs have no
+    instructions for bfloat16 and take twenty times as long."""
+
+    def step(self, closure=None):
+        with KeepFloat32():
+            return super().step(closure)
+
+
 def make_optimizers(model, cfg):
     """The optimizers of all groups. group["peak_lr"] and group["peak_decay"] keep each group's learning rate and weight
     decay before the schedules."""
     optimizers = []
-    for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", torch.optim.Muon, {})):
+    for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", Muon, {})):
         groups = [{**{k: v for k, v in g.items() if k != "kind"}, "peak_lr": g["lr"]}
                   for g in parameter_groups(model, cfg) if g["kind"] == kind]
         if groups:

@@ -24,6 +24,24 @@ from prepare import TokenData, UserError
 models = pytest.mark.parametrize("name", MODELS)
 
 
+def test_muon_runs_in_float32_on_a_cpu(monkeypatch):
+    """The update is torch's to about the rounding of bfloat16, the state torch's own; other devices are left alone."""
+    start, kinds, found, addmm = torch.randn(24, 40), [], [], torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda x, *args, **more: kinds.append(x.dtype) or addmm(x, *args, **more))
+    for cls in (torch.optim.Muon, train.Muon):
+        p = torch.nn.Parameter(start.clone())
+        p.grad = torch.sin(100 * start)
+        optimizer = cls([p], lr=0.1, weight_decay=0.0)
+        optimizer.step()
+        found.append((p.detach() - start, optimizer.state_dict()))
+    (theirs, their_state), (ours, our_state) = found
+    assert 0 < (ours - theirs).norm() < 0.02 * theirs.norm()
+    assert train.fingerprint(our_state) == train.fingerprint(their_state)
+    assert set(kinds[:len(kinds) // 2]) == {torch.bfloat16} and set(kinds[len(kinds) // 2:]) == {torch.float32}
+    with train.KeepFloat32():
+        assert torch.ones(2, device="meta").bfloat16().dtype == torch.bfloat16
+
+
 @models
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_resume_at_every_step_is_bit_identical(name, optimizer, tmp_path, data_dir):
