@@ -38,6 +38,7 @@ import torch.nn.functional as F
 import kernels
 from plot import points
 from prepare import TokenData, UserError, asks_help, run_cli, split_args, typed_config
+from limits import check_run_fits
 from train import (TrainConfig, check_tokenizer, device_name, load_run, make_model, make_optimizers, model_module,
                    open_data, pick_device, read_config, save_picture)
 
@@ -927,6 +928,7 @@ def main(argv):
     torch.manual_seed(cfg.seed)
     if name == "rat":
         return bench_rat(module.Config(**model_fields), device)
+    check_run_fits(cfg, module.Model, module.Config(**model_fields), device)
     model = make_model(cfg, model_fields, ckpt, model_fields["vocab_size"], ["vocab_size"]).to(device)
     print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, batch {cfg.batch_size} x "
           f"{model.cfg.block_size} tokens; {device_name(device)}, torch {torch.__version__}; training in "

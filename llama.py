@@ -76,10 +76,12 @@ def pretrained_folder(path):
 
 def read_json(file):
     """The object in a JSON file, ValueError naming the file where there is none."""
+    if not file.is_file():                  # reading a pipe would wait for ever
+        raise ValueError(f"{file} is missing or is not a regular file")
     try:
         value = json.loads(file.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ValueError(f"{file} is missing or is not JSON") from e
+        raise ValueError(f"{file} cannot be read or is not JSON") from e
     if not isinstance(value, dict):
         raise ValueError(f"{file} is not a JSON object")
     return value
@@ -128,10 +130,12 @@ def llama_weights(folder, model):
     for file in set(names.values()) if isinstance(names, dict) else [None]:
         if not isinstance(file, str) or not file or Path(file).name != file:
             raise ValueError(f"{index} must name files of its folder, not {file!r}")
+        if not (folder / file).is_file():
+            raise ValueError(f"{folder / file} is missing or is not a regular file")
         try:
             found.update(load_file(folder / file))
         except (OSError, SafetensorError) as e:
-            raise ValueError(f"{folder / file} is missing or damaged") from e
+            raise ValueError(f"{folder / file} cannot be read or is damaged") from e
     weights = {}
     for name, p in model.state_dict().items():
         source = llama_name(name)

@@ -89,7 +89,7 @@ class Config:
         if self.rope_theta <= 0 or self.norm_eps <= 0:
             raise ValueError("rope_theta and norm_eps must be positive")
         if self.n_loop < 1 or self.n_layer % self.n_loop:
-            fit = [b for b in range(1, self.n_layer + 1) if self.n_layer % b == 0]
+            fit = [b for b in range(1, min(self.n_layer, 1000) + 1) if self.n_layer % b == 0]
             raise ValueError(f"n_loop={self.n_loop} must divide n_layer={self.n_layer}: {', '.join(map(str, fit))}")
         if self.rank < 0 or self.exit_weight < 0:
             raise ValueError("rank and exit_weight must not be negative")

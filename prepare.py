@@ -28,6 +28,7 @@ The same source and settings give the same bytes. A stopped run leaves nothing b
 import base64
 import contextlib
 import difflib
+import errno
 import glob
 import hashlib
 import importlib
@@ -117,6 +118,12 @@ def run_cli(main):
     except BrokenPipeError:  # the reader (head) has gone: nothing more can be said, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as e:
+        if not e.filename or e.errno != errno.ENAMETOOLONG:
+            raise
+        longest = max(Path(e.filename).parts, key=len)  # of a path that was given
+        sys.stderr.write(f"error: {longest!r:.60} is too long for the name of a file or folder\n")
+        sys.exit(2)
 
 
 def parse_args(argv, schema, free_text=()):
@@ -198,7 +205,10 @@ def typed_value(key, value, kind):
         return None
     want = next(t for t in options if t is not type(None))
     try:
-        return convert(value, want)
+        result = convert(value, want)
+        if want is not int or abs(result) < 2**63:
+            return result
+        raise UserError(f"{key}={str(result):.60} must be less than 2^63")
     except (ValueError, OverflowError):
         wanted = {float: "float (finite)", bool: "bool (true or false)", str: "str (in YAML: in quotes)"}
         raise UserError(f"{key}: expected {wanted.get(want, want.__name__)}, got {value!r:.60}") from None
@@ -213,9 +223,17 @@ def convert(value, want):
         return float(value)
     if want is bool and (type(value) is bool or text and value.lower() in ("true", "false")):
         return str(value).lower() == "true"
-    if want is str and text and value != "???":  # OmegaConf reads ??? as "no value given"
-        return value
+    if want is str and text and value != "???" and "\0" not in value:
+        return value  # OmegaConf reads ??? as "no value given"; no file name holds a zero byte
     raise ValueError(value)
+
+
+def read_bytes(path) -> bytes:
+    """What a file holds. OSError for a pipe or a device too: reading it may never end."""
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path.read_bytes()
 
 
 def first_line(e) -> str:
@@ -501,7 +519,7 @@ def hf_folder(name) -> Path:
 def hf_json(path) -> dict:
     """The object in a JSON file. UserError if there is none."""
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_bytes(path))
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}") from None
     except (OSError, ValueError, RecursionError) as e:
@@ -723,7 +741,7 @@ def walk(root, extensions, skip=()) -> list:
 def read_utf8(path):
     """The text of a file, line ends as they are; None if it is not UTF-8."""
     try:
-        return Path(path).read_bytes().decode("utf-8")
+        return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError:
         return None
     except OSError as e:
@@ -1031,7 +1049,8 @@ def workspace(folder):
         temporary.mkdir(parents=True)
         yield temporary
     finally:
-        clear_leftovers(folder)
+        with contextlib.suppress(OSError):  # a name that is too long: nothing has it
+            clear_leftovers(folder)
         for path in made:
             with contextlib.suppress(OSError):  # not empty: all went well
                 path.rmdir()
@@ -1138,7 +1157,7 @@ def read_meta(folder) -> dict:
     """meta.json, with every field that is read here checked."""
     path = Path(folder) / "meta.json"
     try:
-        meta = json.loads(path.read_bytes())
+        meta = json.loads(read_bytes(path))
     except FileNotFoundError:
         raise UserError(f"{folder} has no meta.json: not a data set; make it with "
                         "python prepare.py dataset=... tokenizer=...") from None
@@ -1174,7 +1193,7 @@ def bad_field(meta):
             return f"the number of splits.{split}.files"
         if info.get("tokens") != sum(counts):
             return f"splits.{split}.tokens"
-        if type(info.get("bytes")) is not int or info["bytes"] < 0:
+        if type(info.get("bytes")) is not int or not 0 < info["bytes"] < 1 << 63:
             return f"splits.{split}.bytes"
 
 
@@ -1183,6 +1202,8 @@ def check_size(path, expected):
         size = path.stat().st_size
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from None
+    if not path.is_file():
+        raise UserError(f"{path} is not a regular file")
     if size != expected:
         state = "truncated" if size < expected else "too long"
         raise UserError(f"{path} is {state}: {size} bytes, {expected} expected")

@@ -33,7 +33,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from prepare import UserError, asks_help, help_text, run_cli, split_args, typed_config
+from limits import check_text_fits
+from prepare import UserError, asks_help, help_text, read_bytes, run_cli, split_args, typed_config
 from tasks import COMPRESSION
 
 
@@ -436,7 +437,7 @@ def read_requests(path, tokenizer, model, max_new_tokens, longest=None):
     """The requests in a file, of at most `longest` tokens each, and of the lines that hold none the answers that tell
     why: (list of Request, list of dict). UserError where there is no such file, or nothing in it."""
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = read_bytes(path).split(b"\n")
     except OSError as e:
         raise UserError(f"requests={path} cannot be read: {e.strerror}") from e
     requests, errors = [], []
@@ -489,6 +490,8 @@ def parse_request(given, n, tokenizer, model, max_new_tokens, longest=None):
 def engine_for(model, tokenizer, cfg, requests, slots, **options):
     """An Engine as large as the requests need."""
     need = max(len(r.prompt) + r.max_new_tokens for r in requests)
+    check_text_fits(model, min(slots, len(requests)), need, next(model.parameters()).device,
+                    f"slots={slots} and requests of {need} tokens")
     return Engine(model, min(slots, len(requests)), min(need, model.context_limit or need), exit=cfg.exit,
                   eot=tokenizer.eot if cfg.stop else None, vocab_size=tokenizer.vocab_size, temperature=cfg.temperature,
                   top_k=cfg.top_k, top_p=cfg.top_p, repetition_penalty=cfg.repetition_penalty, seed=cfg.seed, **options)
@@ -629,7 +632,7 @@ def read_prompts(text):
     if kind not in ("FILE", "LINES"):
         return [text]
     try:
-        content = Path(path).read_bytes().decode("utf-8")
+        content = read_bytes(path).decode("utf-8")
     except OSError as e:
         raise UserError(f"prompt file {path} cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:
@@ -683,15 +686,19 @@ def main(argv):
     check_loops(model, cfg, path)
     if cfg.requests:
         return print(serve(model, tokenizer, cfg), file=sys.stderr)
-    prompts = [ids for ids in map(tokenizer.encode, texts) for _ in range(cfg.num_samples)]
+    prompts = list(map(tokenizer.encode, texts))
     check_prompts(model, prompts)
+    longest = max(map(len, prompts))
+    check_text_fits(model, cfg.num_samples * len(prompts), longest + cfg.max_new_tokens, device,
+                    f"num_samples={cfg.num_samples}, max_new_tokens={cfg.max_new_tokens}")
+    prompts = [ids for ids in prompts for _ in range(cfg.num_samples)]
     if cfg.depths:
         return print(draw_depths(model, tokenizer, prompts[0], cfg.depths), file=sys.stderr)
     if cfg.prefill:
         choose_prefill(model, cfg.prefill, path)
     if cfg.prefill == "compare":
         print(compare_prefills(model, prompts[::cfg.num_samples]), file=sys.stderr)
-    limit, longest = model.context_limit, max(map(len, prompts))
+    limit = model.context_limit
     if limit and longest > limit:
         print(f"the prompt has {longest} tokens: cropped to its last {limit} (block_size)", file=sys.stderr)
     start = time.perf_counter()

@@ -20,6 +20,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -39,9 +40,11 @@ from omegaconf import OmegaConf
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-from llama import from_pretrained
-from prepare import (NAME, PrepareConfig, TokenData, UserError, asks_help, check_name, folder_name, help_text,
-                     is_offline, key_lines, load_tokenizer, prepare, run_cli, split_args, sync_folder, typed_config)
+from limits import check_fits, check_run_fits, shapes_only
+from llama import from_pretrained, llama_config, pretrained_folder
+from prepare import (NAME, PrepareConfig, TokenData, UserError, asks_help, check_name, first_line,
+                     folder_name, help_text, is_offline, key_lines, load_tokenizer, prepare,
+                     read_bytes, run_cli, split_args, sync_folder, typed_config, typed_value)
 from tasks import COMPRESSION, TaskBatches, count_right, fit_head, is_task, show_example
 
 HERE = Path(__file__).resolve().parent
@@ -186,8 +189,7 @@ def starting_point(given, yaml):
     """
     asked = {**asdict(TrainConfig()), **yaml, **given}
     for key in ("model", "run", "out_dir", "init_from"):
-        if not isinstance(asked[key], str):
-            raise UserError(f"{key}: expected str (in YAML: in quotes), got {asked[key]!r}")
+        typed_value(key, asked[key], str)
     if any(str(asked[key]).lower() == "true" for key in ("resume", "eval_only")) and not given.get("init_from"):
         ckpt = load_checkpoint(run_folder(asked["out_dir"], asked["run"]) / "ckpt.pt")
         same_model(given.get("model", ckpt["model"]), ckpt)
@@ -236,7 +238,8 @@ def run_folder(out_dir, run):
 def load_yaml(file):
     """The flat keys of a config file. UserError where it is missing or is not `key: value` lines."""
     try:
-        values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        text = io.StringIO(read_bytes(file).decode())
+        values = OmegaConf.to_container(OmegaConf.load(text), resolve=False)
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"config={file} cannot be read: {getattr(e, 'strerror', None) or 'not a text file'}") from e
     except Exception as e:      # the YAML parser has many kinds of errors, all of them about this file
@@ -371,7 +374,8 @@ def load_checkpoint(path):
     over all contents must agree."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path} does not exist: no checkpoint there")
+        there = "is not a regular file" if path.exists() else "does not exist: no checkpoint there"
+        raise UserError(f"{path} {there}")
     try:
         check_zip(path)
         with warnings.catch_warnings(action="ignore"):
@@ -429,8 +433,12 @@ def load_initial(path, key="init_from"):
     """What init_from or teacher names, in a checkpoint's form: a run folder, a checkpoint, or Hugging Face weights."""
     if Path(path).is_file() or (Path(path) / "ckpt.pt").is_file():
         return load_checkpoint(checkpoint_file(path))
+    gpt = model_module("gpt")
     try:
-        model = from_pretrained(path)
+        folder = pretrained_folder(path)
+        blank = shapes_only(gpt.Model, gpt.Config(**llama_config(folder)))
+        check_fits({f"{key}={path}": sum(p.nbytes for p in blank.parameters())})
+        model = from_pretrained(folder)
     except ValueError as e:
         raise UserError(f"{key}={path}: {e}") from e
     return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(), "step": 0}
@@ -943,7 +951,11 @@ def save_picture(fig, key, file, dpi):
 def read_log(path):
     """The objects of a log.jsonl; a line cut short by a crash is left out."""
     rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    try:
+        lines = read_bytes(path).decode(errors="replace").splitlines() if path.exists() else []
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from e
+    for line in lines:
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and {"step", "seconds"} <= row.keys()]
@@ -992,18 +1004,24 @@ def peak_flops(device):
 # ---------------------------------------------------------------------------------------------------------
 # from arguments to a run
 
+def sized(cfg, model_fields, given, vocab_size):
+    """The model's class and its Config; vocab_size is the data's, where no other is given."""
+    module = model_module(cfg.model)
+    if "vocab_size" not in given:
+        model_fields = {**model_fields, "vocab_size": vocab_size}
+    return module.Model, module.Config(**model_fields)
+
+
 def make_model(cfg, model_fields, ckpt, vocab_size, given):
     """The model, freshly initialised from the seed or with the checkpoint's weights. vocab_size is the data's;
     a larger one may be asked for. Finetuning and evaluating may change the sequence length, resuming may not."""
     module = model_module(cfg.model)
-    if "vocab_size" not in given:
-        model_fields = {**model_fields, "vocab_size": vocab_size}
-    elif model_fields["vocab_size"] < vocab_size:
-        raise UserError(f"vocab_size={model_fields['vocab_size']} is less than the data's {vocab_size} tokens")
+    model_class, model_cfg = sized(cfg, model_fields, given, vocab_size)
+    if model_cfg.vocab_size < vocab_size:
+        raise UserError(f"vocab_size={model_cfg.vocab_size} is less than the data's {vocab_size} tokens")
     torch.manual_seed(cfg.seed)
-    model_cfg = module.Config(**model_fields)
     if ckpt is None:
-        return fit_head(module.Model(model_cfg), cfg.dataset)
+        return fit_head(model_class(model_cfg), cfg.dataset)
     if (trained_on(ckpt) == COMPRESSION) != (cfg.dataset == COMPRESSION):
         raise UserError(f"dataset={cfg.dataset}, but the weights are of {trained_on(ckpt) or 'another source'}: only "
                         f"{COMPRESSION} has a decoder for a head")
@@ -1015,7 +1033,7 @@ def make_model(cfg, model_fields, ckpt, vocab_size, given):
             raise UserError(f"{key}={asdict(model_cfg).get(key)}, but the checkpoint's model has {key}={old}")
     if not ckpt.get("converts"):
         return build_model({**ckpt, "model_config": asdict(model_cfg)})
-    model = fit_head(module.Model(model_cfg), cfg.dataset)
+    model = fit_head(model_class(model_cfg), cfg.dataset)
     try:
         module.convert(model, ckpt["weights"])
     except ValueError as e:
@@ -1052,7 +1070,14 @@ def check_run(cfg, folder):
 def claim_folder(cfg, folder):
     """Make the run's folder ready for writing: the last thing before training, when nothing else can be refused."""
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            for path in missing:            # leave none behind of those that were made
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            raise
         for name in ("ckpt.pt", "best.pt", "log.jsonl", "curves.png"):
             (folder / f"{name}.tmp").unlink(missing_ok=True)        # of a run that was killed while saving
             if cfg.overwrite:
@@ -1080,6 +1105,7 @@ def setup(argv):
     folder = run_folder(cfg.out_dir, cfg.run)
     check_run(cfg, folder)
     procs = Processes(cfg)
+    check_run_fits(cfg, *sized(cfg, model_fields, given, 1), procs.device, procs.world)
     batch_folder = open_data(cfg)
     procs.join()
     if procs.world > 1:
@@ -1092,6 +1118,8 @@ def setup(argv):
     check_tokenizer(ckpt, batches.train, cfg.init_from or folder)
     if cfg.sample_tokens and not is_task(cfg.dataset):
         batches.train.tokenizer.encode(cfg.sample_prompt)   # a character it does not know is better found now
+    sizes = sized(cfg, model_fields, given, batches.train.vocab_size)
+    check_run_fits(cfg, *sizes, procs.device, procs.world)
     model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size, given).to(procs.device)
     set_budget(cfg, model)
     teacher = load_teacher(cfg, model, batches.train)
