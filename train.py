@@ -385,7 +385,43 @@ def load_checkpoint(path):
         raise UserError(f"{path} is damaged or is not a checkpoint of this project") from e
     if not whole:
         raise UserError(f"{path} is damaged: its contents do not match its checksum")
+    try:
+        check_state(state)
+    except (UserError, ValueError) as e:
+        raise UserError(f"{path} is not a checkpoint of a run: {e}") from e
     return state
+
+
+FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
+          "optimizers": list, "step": int, "evaluated": int, "best_ce": float, "rng": dict}
+
+
+def check_state(state):
+    """ValueError or UserError where a checkpoint lacks a field, or its weights are not those of the
+    model that model_config describes."""
+    for name, kind in FIELDS.items():
+        if type(state.get(name)) is not kind:
+            wrong = f"no {kind.__name__}" if name in state else "missing"
+            raise ValueError(f"its {name} is {wrong}")
+    for name in ("step", "evaluated"):
+        if not 0 <= state[name] < 2 ** 53:
+            raise ValueError(f"its {name} is not a number of steps")
+    if type(state["config"].get("dataset")) is not str:
+        raise ValueError("its config names no dataset")
+    module = model_module(state["model"])
+    cfg, weights = typed_config(module.Config, {}, state["model_config"]), state["weights"]
+    if not all(type(name) is str and isinstance(w, torch.Tensor) and w.is_floating_point()
+               and w.isfinite().all() for name, w in weights.items()):
+        raise ValueError("its weights are not named floating-point tensors of finite numbers")
+    if cfg.n_layer // getattr(cfg, "n_loop", 1) > len(weights):
+        raise ValueError(f"its weights are {len(weights)}, too few for n_layer={cfg.n_layer}")
+    model = shapes_only(module.Model, cfg, trained_on(state))
+    wanted = {n: tuple(w.shape) for n, w in model.state_dict().items()}
+    found = {n: tuple(w.shape) for n, w in weights.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise ValueError(f"its weight {name} is {found.get(name, 'missing')}, the model's "
+                             f"{wanted.get(name, 'missing')}")
 
 
 def check_zip(path):
@@ -509,10 +545,24 @@ def load_optimizers(optimizers, states):
         settings = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups]
         try:
             optimizer.load_state_dict(state)
-        except (ValueError, KeyError) as e:
-            raise UserError(f"resume: the optimizer's state does not fit: {e}") from e
+            check_moments(optimizer)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as e:
+            raise UserError(f"resume: the optimizer's state does not fit: {type(e).__name__} "
+                            f"{first_line(e)}") from e
         for group, setting in zip(optimizer.param_groups, settings):
             group.update(setting)
+
+
+def check_moments(optimizer):
+    """ValueError where an optimizer has loaded what it would not make: moments are as their parameter."""
+    muon = isinstance(optimizer, torch.optim.Muon)
+    names = {"momentum_buffer"} if muon else {"step", "exp_avg", "exp_avg_sq"}
+    for p, state in optimizer.state.items():
+        for name, x in state.items():
+            if x.shape != (() if name == "step" else p.shape) or not x.is_floating_point():
+                raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}")
+        if state.keys() != names:
+            raise ValueError(f"a parameter has {', '.join(map(str, state)) or 'nothing'}")
 
 
 def lr_factor(step, cfg):
@@ -673,9 +723,13 @@ class Trainer:
     def restore(self, ckpt):
         load_optimizers(self.optimizers, ckpt["optimizers"])
         self.step, self.evaluated, self.best_ce = ckpt["step"], ckpt["evaluated"], ckpt["best_ce"]
-        torch.set_rng_state(ckpt["rng"]["cpu"])
-        if ckpt["rng"]["cuda"] is not None and self.procs.device.type == "cuda":
-            torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
+        try:
+            torch.set_rng_state(ckpt["rng"]["cpu"])
+            if ckpt["rng"]["cuda"] is not None and self.procs.device.type == "cuda":
+                torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
+        except (KeyError, TypeError, AttributeError, RuntimeError) as e:
+            raise UserError(f"resume: the checkpoint's rng is wrong: {type(e).__name__} "
+                            f"{first_line(e)}") from e
 
     def save(self, name):
         if self.procs.master:

@@ -29,7 +29,8 @@ def world(tmp_path_factory, data_dir):
     runs.run("gpt", root / "out", root / "data")
     good = (root / "out" / "r" / "ckpt.pt").read_bytes()
     words = root / "data" / "words"
-    for name in ("nometa", "truncated", "garbage", "otherformat", "nofield", "wide", "outside", "nobin"):
+    for name in ("nometa", "truncated", "garbage", "otherformat", "nofield", "wide", "outside", "nobin", "nobytes", "pipe",
+                 "pipebin"):
         shutil.copytree(words, root / "data" / name)
     meta = json.loads((words / "meta.json").read_text())
 
@@ -45,12 +46,24 @@ def world(tmp_path_factory, data_dir):
     write_meta("wide", vocab_size=70000, tokenizer={"kind": "byte"})
     (root / "data" / "outside" / "train.bin").write_bytes(b"\xff\x0f" * meta["splits"]["train"]["tokens"])
     (root / "data" / "nobin" / "val.bin").unlink()
+    (root / "out" / "pipe").mkdir()
     for name, data in (("short", good[:len(good) // 2]), ("noise", b"hello"), ("empty", b""),
                        ("flipped", good[:3000] + bytes([good[3000] ^ 1]) + good[3001:])):
         (root / "out" / name).mkdir()
         (root / "out" / name / "ckpt.pt").write_bytes(data)
     (root / "out" / "foreign").mkdir()
     torch.save({"model": torch.ones(2)}, root / "out" / "foreign" / "ckpt.pt")
+    state = train.load_checkpoint(root / "out" / "r" / "ckpt.pt")
+    for name, change in (("notokenizer", {"tokenizer": 5}), ("nooptimizers", {"optimizers": [{}]}),
+                         ("badrng", {"rng": {"cpu": "x"}}), ("badkind", {"tokenizer": {"kind": "char"}}),
+                         ("wide_model", {"model_config": {**state["model_config"], "n_embd": 1 << 20}})):
+        (root / "out" / name).mkdir()
+        train.save_checkpoint(root / "out" / name / "ckpt.pt", {**state, **change})
+    write_meta("nobytes", splits={**meta["splits"], "val": {**meta["splits"]["val"], "bytes": 0}})
+    for path in ("data/pipe/meta.json", "data/pipebin/val.bin", "out/pipe/ckpt.pt", "pipe"):
+        (root / path).unlink(missing_ok=True)
+        os.mkfifo(root / path)
+    (root / "long.yaml").write_text('data_dir: "a\\0b"\n')
     (root / "bombs").mkdir()
     bomb_files(root / "bombs", root / "owned")
     (root / "empty.txt").write_text("")
@@ -67,6 +80,7 @@ def world(tmp_path_factory, data_dir):
     return root
 
 
+LONG = "x" * 300
 T = ["out_dir={w}/out", "data_dir={w}/data", "dataset=words", *runs.SMALL[1:]]
 TRAIN = [
     (["n_layr=3"], "unknown key 'n_layr': did you mean n_layer?"),
@@ -214,6 +228,35 @@ TRAIN = [
     (["model=rat", "reversed=true", "mixer=rnn"], "reversed=true is of mixer=rat"),
     (["model=rat", "swa=-1"], "swa"),
     (["model=rat", "n_embd=12", "n_head=4"], "even head size"),
+    (["resume=true", "run=notokenizer"], "notokenizer/ckpt.pt is not a checkpoint of a run: its tokenizer is no dict"),
+    (["eval_only=true", "run=notokenizer"], "its tokenizer is no dict"),
+    (["init_from=out/notokenizer"], "its tokenizer is no dict"),
+    (["teacher=out/notokenizer"], "its tokenizer is no dict"),
+    (["init_from=out/wide_model"], "wide_model/ckpt.pt is not a checkpoint of a run: its weight"),
+    (["resume=true", "run=nooptimizers"], "the optimizer's state does not fit"),
+    (["resume=true", "run=badrng"], "the checkpoint's rng is wrong"),
+    (["n_embd=1000000000000", "n_head=2"], "n_embd=1000000000000, vocab_size=1: no machine has memory"),
+    (["model=relaxed", "n_layer=9223372036854775807"], "n_loop=2 must divide n_layer=9223372036854775807: 1, 7, "),
+    (["n_embd=1000000", "n_head=4"], "n_embd=1000000, vocab_size=1: at least"),
+    (["model=mor", "n_layer=5", "vocab_size=100000000000"], "vocab_size=100000000000: at least"),
+    (["batch_size=1000000000000"], "batch_size=1000000000000, block_size=16"),
+    (["gradient_accumulation_steps=1000000000000"], "gradient_accumulation_steps=1000000000000: at least"),
+    (["block_size=9223372036854775807"], "block_size=9223372036854775807"),
+    (["n_layer=100000000000000000000"], "n_layer=100000000000000000000 must be less than 2^63"),
+    (["model=relaxed", "n_layer=4000000000000", "n_loop=4000000000000"], "n_layer=4000000000000: at least"),
+    (["model=rt", "sample_tokens=1000000000000"], "sample_tokens=1000000000000: at least"),
+    (["dataset=nobytes"], "splits.val.bytes is missing or wrong"),
+    (["dataset=pipe"], "it is not a regular file"),
+    (["dataset=pipebin"], "val.bin is not a regular file"),
+    (["resume=true", "run=pipe"], "ckpt.pt is not a regular file"),
+    (["config=pipe"], "pipe cannot be read: it is not a regular file"),
+    (["dataset=file:pipe"], "neither a file nor a folder"),
+    (["config={w}/long.yaml"], "data_dir: expected str"),
+    ([f"init_from={LONG}"], "is too long for the name of a file or folder"),
+    ([f"dataset={LONG}"], "is too long for the name"),
+    (["dataset=file:words.txt", f"tokenizer=hf:{LONG}"], "is not allowed: letters, digits"),
+    ([f"out_dir=a/b/{LONG}/c"], "could not write"),
+    ([f"data_dir=a/b/{LONG}/c", "dataset=python"], "cannot write"),
     (["model=rat", "dataset=task:needles", "block_size=31"], "block_size=31 is impossible for dataset=task:needles"),
 ]
 SAMPLE = [
@@ -238,6 +281,13 @@ SAMPLE = [
     (["{w}/out/r", "max_new_tokens=0"], "max_new_tokens=0"),
     (["{w}/out/r", "repetition_penalty=0"], "repetition_penalty=0.0 must lie between"),
     (["{w}/out/r", "device=quantum"], "device=quantum"),
+    (["{w}/out/notokenizer"], "its tokenizer is no dict"),
+    (["{w}/out/badkind"], "malformed char tokenizer"),
+    (["{w}/out/pipe"], "ckpt.pt is not a regular file"),
+    (["{w}/out/r", "prompt=FILE:{w}/pipe"], "pipe cannot be read: it is not a regular file"),
+    (["{w}/out/r", "num_samples=100000000000"], "num_samples=100000000000, max_new_tokens=500: at least"),
+    (["{w}/out/r", "max_new_tokens=1000000000000"], "max_new_tokens=1000000000000: at least"),
+    ([LONG], "is too long for the name"),
 ]
 PREPARE = [
     (["dataset=file:{w}/empty.txt"], "is empty"),

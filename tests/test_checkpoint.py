@@ -178,6 +178,50 @@ def test_a_flip_below_the_zip_checksums_is_noticed(sound, tmp_path):
     assert train.fingerprint(train.load_checkpoint(tmp_path / "b.pt")) == want
 
 
+def test_every_field_of_a_checkpoint_is_checked(sound, tmp_path):
+    """Right checksums around what no run saves: one line that names the field."""
+    (tmp_path / "a.pt").write_bytes(sound[0])
+
+    def refused(change, message):
+        state = train.load_checkpoint(tmp_path / "a.pt")
+        change(state)
+        train.save_checkpoint(tmp_path / "b.pt", state)
+        with pytest.raises(UserError, match=f"b.pt is not a checkpoint of a run: {message}") as e:
+            train.load_checkpoint(tmp_path / "b.pt")
+        assert "\n" not in str(e.value)
+
+    for name in ("model", "config", "model_config", "tokenizer", "weights", "optimizers", "step", "evaluated", "best_ce",
+                 "rng"):
+        refused(lambda s: s.pop(name), f"its {name} is missing")
+        refused(lambda s: s.update({name: None}), f"its {name} is no ")
+    refused(lambda s: s.update(model="nothing"), "model=nothing is unknown")
+    refused(lambda s: s.update(step=-1), "its step")
+    refused(lambda s: s["config"].pop("dataset"), "its config names no dataset")
+    refused(lambda s: s["model_config"].update(n_layr=1), "unknown key 'n_layr'")
+    refused(lambda s: s["model_config"].update(n_layer="two"), "n_layer: expected int")
+    refused(lambda s: s["model_config"].update(n_head=0), "n_head=0 must be at least 1")
+    refused(lambda s: s["model_config"].update(n_layer=1 << 40), "its weights are .*, too few for n_layer")
+    refused(lambda s: s["model_config"].update(n_embd=1 << 40), "no machine has memory")
+    refused(lambda s: s["weights"].pop("norm.weight"), r"its weight norm.weight is missing, the model's \(4,\)")
+    refused(lambda s: s["weights"].update({"norm.weight": torch.ones(5)}), r"its weight norm.weight is \(5,\)")
+    refused(lambda s: s["weights"].update(more=torch.ones(5)), "its weight more")
+    refused(lambda s: s["weights"].update(more=5), "its weights are not named")
+    refused(lambda s: s["weights"]["norm.weight"].fill_(torch.nan), "its weights are not .* finite")
+
+
+def test_malformed_optimizer_states_are_refused(data_dir, tmp_path):
+    path = runs.run("gpt", tmp_path, data_dir).folder / "ckpt.pt"
+    for change in (lambda o: o.pop("state"), lambda o: o["param_groups"].clear(), lambda o: o.update(param_groups=5),
+                   lambda o: o["state"].update({0: 5}), lambda o: o["state"][0].pop("exp_avg"),
+                   lambda o: o["state"][0].update(exp_avg=torch.ones(3)), lambda o: o["state"][0].update(more=torch.ones(())),
+                   lambda o: o["state"].update({99: {"step": torch.ones(())}})):
+        state = train.load_checkpoint(path)
+        change(state["optimizers"][0])
+        trainer = train.setup(runs.arguments("gpt", tmp_path / "new", data_dir))
+        with pytest.raises(UserError, match="the optimizer's state does not fit"):
+            train.load_optimizers(trainer.optimizers, state["optimizers"])
+
+
 class Bomb:
     def __init__(self, path):
         self.path = path
