@@ -110,7 +110,7 @@ def mlp_width(cfg):
 # the parts of a block
 
 class NormOnCPU(torch.autograd.Function):
-    """RMSNorm in a third of the passes over x that torch needs on a CPU, above all backward."""
+    """RMSNorm for training on a CPU, where torch's makes three times as many passes over x."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -137,7 +137,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        if x.device.type == "cpu" and x.dtype == self.weight.dtype:
+        if torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype == self.weight.dtype:
             return NormOnCPU.apply(x, self.weight, self.eps)
         weight = self.weight.to(x.dtype)                        # under autocast x may be bfloat16
         return F.rms_norm(x, weight.shape, weight, self.eps)
@@ -154,13 +154,13 @@ def rope_tables(pos, head_dim, theta, dtype):
 
 
 class Rotation(torch.autograd.Function):
-    """The backward pass of a rotation rotates by minus the angle: nothing of x is saved."""
+    """apply_rope for training: its backward pass rotates by minus the angle and saves nothing of x."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
         half = x.size(-1) // 2
-        y = x * cos                                             # in the tables' float32
+        y = x * cos
         y[..., :half].addcmul_(x[..., half:], sin[..., :half])
         y[..., half:].addcmul_(x[..., :half], sin[..., half:])
         return y.to(x.dtype)
@@ -174,7 +174,9 @@ class Rotation(torch.autograd.Function):
 
 def apply_rope(x, cos, sin):
     """Rotate each pair (x_i, x_{i + D/2}) of x (..., T, D) by its angle; cos, sin (..., T, D)."""
-    return Rotation.apply(x, cos, sin)
+    if torch.is_grad_enabled():
+        return Rotation.apply(x, cos, sin)
+    return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).to(x.dtype)    # in the tables' float32
 
 
 def alibi_slopes(n_head, device=None, dtype=torch.float32):
