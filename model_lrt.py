@@ -43,10 +43,18 @@ by positions (kernels.attend: a strided subset against the whole buffer, no mask
 what a zero memory would give, projects the memory once a pass where the projections are shared, keeps the chain's keys
 in growing blocks, and evaluates from a cache.
 
-Source: Huang et al. 2026, "Latent Recurrent Transformer: Architecture Exploration, Training Strategies, and Scaling
-Behavior". Read into the paper where it is silent: the gates see the normed input, the value embedding is part of the
-local value, only what the memory enters is gated (inject=k leaves values as they are), and each loss is a mean over
-tokens: subsets count by their numbers of targets, which differ where S does not divide T or targets are left out.
+Source: Huang et al. 2026, "Latent Recurrent Transformer: Architecture Exploration, Training
+Strategies, and Scaling Behavior" (arXiv:2605.26797). Read into the paper where it is silent: the
+gates see the normed input, the value embedding is part of the local value, only what the memory
+enters is gated (inject=k leaves values as they are), and each loss is a mean over tokens: subsets
+count by their numbers of targets, which differ where S does not divide T or targets are left out.
+
+Departures: gated_attention multiplies each head's output by 2 sigmoid(W u) (Qiu et al. 2026, cited
+for it); Appendix E writes x + alpha Attn(x), which here is the first of layer_scale's two scales.
+Eq. 5 has alpha x + gamma m; the backbone's beta x0 stays. Value and dense residual have no formula
+in the paper: here learned weights that start at zero; there is no projected value residual. Gates
+learn at the head's rate (see RATES). Muon is torch's, without nanochat's additions. Dropout, 0 in
+the paper, can be set.
 
 Names: B batch, T tokens, n positions of a pass, C width, H heads, G key/value heads, D head size, S subsets.
 """
@@ -59,8 +67,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
-from model_gpt import (KVCache, apply_rotary, attention_bias, attention_fast, attention_naive,
-                       check_choice, check_sizes, compute_dtype, cross_entropy, rotary_tables)
+from model_gpt import (KVCache, LanguageModel, apply_rotary, attention_bias, attention_fast,
+                       attention_naive, check_choice, check_sizes, compute_dtype, cross_entropy,
+                       rotary_tables)
 
 VALUE_CHANNELS = 32         # of its input, which the gate of a value embedding sees
 
@@ -309,13 +318,15 @@ class History:
 
 class MemoryCache(KVCache):
     """A KVCache that knows windows, and the last states of each row: (B, n_states, n_embd), newest first. Where
-    positions go through the layers twice, `before` holds keys and values of the first time. For use under no_grad."""
+    positions go through the layers twice, `before` holds keys and values of the first time."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, state_dtype, n_states):
         super().__init__(cfg, batch_size, max_len, device, dtype)
         self.cfg = cfg
-        self.states = torch.zeros(batch_size, n_states, cfg.n_embd, device=device, dtype=state_dtype)
-        self.before, self.joined = None, (None, None)
+        with torch.inference_mode(False):
+            shape = batch_size, n_states, cfg.n_embd
+            self.states = torch.zeros(shape, device=device, dtype=state_dtype)
+        self.before = None
 
     def nbytes(self):
         """Bytes held for keys, values and states, for all rows at max_len."""
@@ -343,21 +354,22 @@ class MemoryCache(KVCache):
             self.pos = self.place(n, None if self.n_valid is None else self.n_valid - at.start)
 
     def attend(self, layer, q, k, v):
-        """y (B, n, H, D) of the new tokens, which are stored, over all of their rows."""
-        k, v = (x.to(q.dtype) for x in self.append(layer, k, v))
+        """Write k, v of the new tokens; y (B, n, H, D) of them over all keys of their rows."""
+        k, v = self.append(layer, k.transpose(1, 2), v.transpose(1, 2))
+        k, v = k.to(q.dtype), v.to(q.dtype)                             # (B, G, S, D)
         window = self.cfg.window(layer)
         plain = not self.ragged and (q.size(1) == 1 or self.longest == 0 and not window)
         if not (self.cfg.fast and plain):
-            at = torch.arange(self.end, device=q.device)
+            k, v, at = k.transpose(1, 2), v.transpose(1, 2), torch.arange(self.end, device=q.device)
             return attend(q, k, v, self.pos, at, window, self.cfg.fast)
         if window:
-            k, v = k[:, -window:], v[:, -window:]
-        return attention_fast(*(x.transpose(1, 2) for x in (q, k, v)), None).transpose(1, 2)
+            k, v = k[:, :, -window:], v[:, :, -window:]
+        return attention_fast(q.transpose(1, 2), k, v, None).transpose(1, 2)
 
     def leave(self, m):
         """Count the new tokens; with memory there is one of them a row, whose state is m (B, 1, C)."""
         if self.states.size(1):
-            recent = torch.cat([m, self.states[:, :-1]], 1).detach() if self.states.size(1) > 1 else m.detach()
+            recent = torch.cat([m, self.states[:, :-1]], 1)
             if self.ragged:
                 recent = torch.where(self.new[:, None, None] > 0, recent, self.states)
             self.states.copy_(recent)
@@ -365,17 +377,17 @@ class MemoryCache(KVCache):
 
     def take(self, buffer):
         """Fill the empty cache with all tokens of a Buffer, padding left out, and count them."""
-        for layer, (k, v) in enumerate(zip(buffer.k, buffer.v)):
-            self.append(layer, buffer.whole(k), buffer.whole(v))
+        for layer, kv in enumerate(zip(buffer.k, buffer.v)):
+            self.append(layer, *(buffer.whole(x).transpose(1, 2) for x in kv))
         if self.before:
-            for layer, (k, v) in enumerate(zip(*buffer.first)):
-                self.before.append(layer, buffer.whole(k), buffer.whole(v))
+            for layer, kv in enumerate(zip(*buffer.first)):
+                self.before.append(layer, *(buffer.whole(x).transpose(1, 2) for x in kv))
             self.before.advance()
         states = buffer.whole(buffer.states)
         for i in range(self.states.size(1)):            # i tokens before a row's last
             at = self.new - 1 - i
             state = states[torch.arange(len(at), device=at.device), at.clamp(min=0)]
-            self.states[:, i] = torch.where(at[:, None] < 0, 0, state).detach()
+            self.states[:, i] = torch.where(at[:, None] < 0, 0, state)
         self.advance()
 
 
@@ -536,7 +548,7 @@ class Block(nn.Module):
         return x + self.drop(y * self.scales[1] if self.cfg.layer_scale else y), v
 
 
-class Model(nn.Module):
+class Model(LanguageModel):
     """The Latent Recurrent Transformer and its backbone. See Config for its sizes and forward for its use."""
 
     def __init__(self, cfg):
@@ -587,26 +599,15 @@ class Model(nn.Module):
         """How many tokens sample.py keeps of a full context: half, because taking them in again is slow."""
         return (self.cfg.block_size + 1) // 2 if self.cfg.memory else self.cfg.block_size
 
-    def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """Predict the token after each position.
-
-        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
-        before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
-        rest being padding on the right.
-        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose "ce" is the
-        cross-entropy in nats per token: in training mode of the training path (of the interleaved one that of the
-        computed-again positions, beside it "ce_first" of the first pass), else of the exact chain. Raises ValueError
-        where T is 0, where the context would outgrow block_size, and where the cache is full.
-        """
-        hidden, first = self.hidden(idx, cache, n_valid, self.cfg.train_path if self.training else "exact")
-        logits = self.logits(hidden)
-        if targets is None:
-            return logits, None, {}
-        ce = cross_entropy(logits, targets)
-        if first is None:
-            return logits, ce, {"ce": ce.detach()}
-        S, ce_first = min(self.cfg.subsets, idx.size(1)), cross_entropy(self.logits(first), targets)
-        return logits, (ce_first + S * ce) / (S + 1), {"ce": ce.detach(), "ce_first": ce_first.detach()}
+    def predict(self, h, targets):
+        """As in all models. In interleaved training the loss also counts the first pass: aux has
+        "ce" of the positions computed again, and "ce_first"."""
+        h, first = h
+        logits, ce, aux = super().predict(h, targets)
+        if targets is None or first is None:
+            return logits, ce, aux
+        S, ce_first = min(self.cfg.subsets, targets.size(1)), super().predict(first, targets)[1]
+        return logits, (ce_first + S * ce) / (S + 1), {**aux, "ce_first": ce_first.detach()}
 
     @torch.no_grad()
     def estimate(self, idx, targets):
@@ -614,20 +615,17 @@ class Model(nn.Module):
         weights, much faster. None where they are the same."""
         if not self.cfg.memory or self.cfg.train_path == "exact":
             return None
-        hidden, _ = self.hidden(idx, None, None, self.cfg.train_path)
-        return cross_entropy(self.logits(hidden), targets)
+        h, _ = self.hidden(idx, None, None, self.cfg.train_path)
+        return cross_entropy(self.logits(h), targets)
 
-    def hidden(self, idx, cache, n_valid, path):
-        """The residual stream (B, T, C) after the last layer, and what it was in the first pass of the interleaved path
-        (else None)."""
-        T = idx.size(1)
-        if T == 0:
-            raise ValueError("idx holds no token (T = 0)")
+    def hidden(self, idx, cache, n_valid, path=None):
+        """The residual stream (B, T, C) after the last layer, and what it was in the first pass of
+        the interleaved path (else None). path: None is train_path in training mode, else exact."""
+        T, path = idx.size(1), path or (self.cfg.train_path if self.training else "exact")
         pos = torch.arange(T, device=idx.device)[None] if cache is None else cache.open(T, n_valid)
         end = T if cache is None else cache.end
-        if end > self.cfg.block_size:
-            raise ValueError(f"{end} tokens are more than block_size={self.cfg.block_size}")
-        text = self.text(idx, pos, cache)
+        self.check_context(end, "{} tokens are")
+        text = self.text(idx, pos)
         if cache is not None:
             return self.cached(text, cache), None
         if not self.cfg.memory or path == "interleaved":
@@ -640,23 +638,15 @@ class Model(nn.Module):
         history.before = History(self.cfg, text.x0, 0) if self.cfg.twice else None
         return self.chain(text, history, self.cfg.chunk if path == "chunked" else 1), None
 
-    def text(self, idx, pos, cache):
+    def text(self, idx, pos):
         """The Text of idx (B, T) at positions pos (1 or B, T)."""
         cfg, x0 = self.cfg, self.drop(normed(self.wte(idx), self.cfg.norm_eps))
         values = tuple(self.values[str(layer)](idx).unflatten(-1, (-1, cfg.head_dim)).to(compute_dtype(x0))
                        if str(layer) in self.values else None for layer in range(cfg.n_layer))
-        w_in = self.joined(compute_dtype(x0), cache) if cfg.fast else (None,) * cfg.n_layer
+        w_in = (None,) * cfg.n_layer
+        if cfg.fast and idx.size(1) > 1:    # for one token copying the weights would cost more
+            w_in = tuple(block.attn.joined(compute_dtype(x0)) for block in self.blocks)
         return Text(x0, values, *rotary_tables(pos, cfg.head_dim, cfg.rope_theta, x0.dtype), w_in)
-
-    def joined(self, dtype, cache):
-        """Attention.joined of all layers. A cache that is not empty keeps it from token to token: the weights that go
-        on from it are those that filled it."""
-        if cache is None or torch.is_grad_enabled():
-            return tuple(block.attn.joined(dtype) for block in self.blocks)
-        key = dtype, self.wte.weight.data_ptr()
-        if cache.longest == 0 or cache.joined[0] != key:
-            cache.joined = key, tuple(block.attn.joined(dtype) for block in self.blocks)
-        return cache.joined[1]
 
     def run(self, text, memory, store):
         """One pass: the positions of text through all layers, with memory (B, n or 1, C), or None for zero, and the
@@ -715,7 +705,10 @@ class Model(nn.Module):
             x, m = self.run(part, self.memory(lambda i: store.states[:, i - 1:i], own), store)
             store.leave(m)
             parts.append(x)
-        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        if len(parts) > 1:
+            return torch.cat(parts, 1)
+        # no later pass reads the states, but DDP waits for a gradient of every parameter: a zero
+        return parts[0] + 0 * self.source_weights.sum() if len(self.sources) > 1 else parts[0]
 
     def cached(self, text, cache):
         """The new tokens after those that the cache holds. -> the residual stream (B, T, C)."""
@@ -752,43 +745,19 @@ class Model(nn.Module):
         buffer.states = states
         return together(parts, T), first, buffer
 
-    def logits(self, hidden):
-        """hidden (B, T, C) -> softcap tanh(z / softcap), (B, T, vocab_size) in float32 or better, padding left out."""
-        z = self.head(normed(hidden, self.cfg.norm_eps))[..., :self.cfg.vocab_size]
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
+    def logits(self, h):
+        """The residual stream (..., C) -> softcap tanh(z / softcap), (..., vocab_size)."""
+        z = super().logits(normed(h, self.cfg.norm_eps))[..., :self.cfg.vocab_size]
         return self.cfg.softcap * torch.tanh(z / self.cfg.softcap)
 
     def init_cache(self, batch_size, max_len):
         """An empty cache for batch_size rows of up to max_len tokens, at most block_size."""
-        if max_len > self.cfg.block_size:
-            raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
+        self.check_context(max_len, "max_len={} is")
         w = self.wte.weight
         sizes = self.cfg, batch_size, max_len, w.device, compute_dtype(w), w.dtype
         cache = MemoryCache(*sizes, self.cfg.n_states)
         cache.before = MemoryCache(*sizes, 0) if self.cfg.twice else None
         return cache
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
-        the likeliest. A full context is cropped to its last block_size tokens and taken in again for every further
-        token, which is slow. Call eval() first. (sample.py has the complete sampler.)"""
-        limit = self.context_limit or idx.size(1) + max_new_tokens
-        cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
-        for _ in range(max_new_tokens):
-            if cache.longest + new.size(1) > cache.max_len:
-                cache.reset()
-                new = idx[:, -cache.max_len:]
-            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
-            if top_k:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
-            idx = torch.cat([idx, new], 1)
-        return idx
-
-    def set_step(self, step):
-        """Nothing here depends on the training step."""
 
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for each weight

@@ -705,7 +705,7 @@ def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_d
     assert len(batches) == 5 and len({y.shape for _, y in batches}) == 1
     assert min(abs(a - b) for a, b in zip(exact, estimate)) > 1e-4
     original = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda *a: (seen.append(a[3]), original(*a))[1])
+    monkeypatch.setattr(model, "hidden", lambda *a: (seen.append((*a, "exact")[3]), original(*a))[1])
     for wanted, which in ((1, [0]), (2, [0, 4]), (3, [0, 2, 4]), (0, range(5)), (9, range(5))):
         trainer.cfg.eval_batches, trainer.cfg.exact_batches = 5, wanted
         seen.clear()
@@ -751,6 +751,51 @@ def test_an_estimate_is_without_dropout_and_none_where_it_is_exact():
 def test_impossible_settings_are_named(bad, named):
     with pytest.raises(ValueError, match=named):
         model_lrt.Config(**bad)
+
+
+@every
+def test_a_training_step_reaches_every_parameter(kind):
+    """With a gradient, be it zero, also where one pass holds all positions: DDP waits for it."""
+    for sizes in (path(), path(chunk=3), path(chunk=50), path(subsets=1), path(subsets=2)):
+        model, x = lrt(kind, **sizes), tokens(1, 9)
+        model(x[:, :-1], x[:, 1:])[1].backward()
+        assert not [name for name, p in model.named_parameters() if p.grad is None]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("kind", ["default", "mixed", "both"])
+@pytest.mark.parametrize("prefill", ["exact", "interleaved"])
+def test_calls_with_a_cache_build_no_graph(prefill, kind, fast):
+    """And a cache made and filled in inference mode goes on outside of it."""
+    model, x = lrt(kind, prefill=prefill, fast=fast), tokens(2, 12)
+    for n_valid in (None, torch.tensor([3, 1])):
+        with torch.inference_mode():
+            cache = model.init_cache(2, 12)
+            model(x[:, :4], cache=cache)
+        for part in x[:, 4:11].split([3, 1, 3], 1):
+            logits, loss, _ = model(part, part, cache=cache, n_valid=n_valid)
+            assert not logits.requires_grad and not loss.requires_grad
+        held = [cache, cache.before] if cache.before else [cache]
+        assert not any(x.requires_grad for c in held for x in (*c.k, *c.v, c.states))
+    x = tokens(0, 3)
+    with pytest.raises(ValueError, match="B = 0"):
+        model(x, cache=model.init_cache(0, 12))
+
+
+def test_training_steps_are_one_graph():
+    """No break, and none compiled again from step to step, in the default path."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model, x = fresh(n_layer=2, n_embd=16, n_head=2, block_size=16), tokens(2, 17)
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(3):
+        model.set_step(step)
+        compiled(x[:, :-1], x[:, 1:])[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_torch_compile_takes_all_of_a_training_step():
@@ -819,6 +864,31 @@ def test_weights_kept_for_decoding_follow_the_weights():
         for writable in (weight.detach(), weight.data):
             writable.mul_(1.5)
             check(1e-10)
+
+
+@pytest.mark.parametrize("change", ["adamw", "muon", "load_state_dict", "data"])
+def test_a_cache_goes_on_with_new_weights(change):
+    """Weights that change while it holds tokens, also where torch counts no version: fast as naive."""
+    model, naive, x = tiny("lrt"), tiny("lrt", fast=False), tokens(2, 9)
+    caches = [m.init_cache(2, 9) for m in (model, naive)]
+
+    @torch.no_grad()
+    def decode(part):
+        return [torch.cat([m(t, cache=c)[0] for t in part.split(1, 1)], 1)
+                for m, c in zip((model, naive), caches)]
+    old = decode(x[:, :5])
+    if change in ("adamw", "muon"):
+        for optimizer in train.make_optimizers(model, muon(optimizer=change, learning_rate=0.1)):
+            model(x, x)[1].backward()
+            optimizer.step()
+    elif change == "load_state_dict":
+        model.load_state_dict({name: 1.5 * w for name, w in model.state_dict().items()})
+    else:
+        for p in model.parameters():
+            p.data.mul_(1.5)
+    naive.load_state_dict(model.state_dict())
+    new = decode(x[:, 5:])
+    assert relative(*old) < 1e-10 and relative(*new) < 1e-10
 
 
 def test_the_bench_runs(capsys):

@@ -279,7 +279,10 @@ BUGS = {
     "LRT: a reset keeps the memory": ("model_lrt.py",
                                       "        self.states[slice(None) if rows is None else rows] = 0\n", "",
                                       "test_models.py -k slot_of_the_cache and lrt-default"),
-    "LRT: old weights decode": ("model_lrt.py", "if cache.longest == 0 or cache.joined", "if cache.joined",
+    "LRT: old weights decode": ("model_lrt.py",
+                                "tuple(block.attn.joined(compute_dtype(x0)) for block in self.blocks)",
+                                "self.__dict__.setdefault('old', tuple("
+                                "block.attn.joined(compute_dtype(x0)) for block in self.blocks))",
                                 "test_lrt.py -k kept_for_decoding"),
     "an estimate for an exact figure": ("train.py", "if i in exact or estimate is None else",
                                         "if estimate is None else",
