@@ -14,6 +14,9 @@ Conversion (Section 2.2 and 2.3; `convert`). The stored layers start from those 
 from the truncated SVD of what is left, U S V^T = W_l - W': B = U_r S_r, A = V_r^T, applied as they are (a factor
 alpha / r would undo the reconstruction). The stored norms' weights g' differ from the source's g_l: a matrix that
 reads a norm is W_l diag(g_l / g') to the converted model, and it is that which the SVD approximates.
+A departure: with stepwise the paper's Appendix C starts all deltas of the first loop at zero. Here
+every layer follows Eq. 4, and zero is only what equals its stored layer: else full rank would not
+give the source back.
 
 Early exit (Section 3.7). A token may leave after any loop: the shared norm and head turn its state into logits.
 Training for it adds the losses of the earlier loops (early_exit). A token that has left has no keys at deeper loops.
@@ -38,9 +41,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model_gpt import (RMSNorm, alibi_slopes, apply_rotary, attention_bias, attention_fast,
-                       attention_naive, check_choice, check_sizes, compute_dtype, cross_entropy,
-                       rotary_tables)
+from model_gpt import (LanguageModel, RMSNorm, alibi_slopes, apply_rotary, attention_bias,
+                       attention_fast, attention_naive, check_choice, check_sizes, compute_dtype,
+                       cross_entropy, rotary_tables)
 
 
 @dataclass
@@ -188,20 +191,23 @@ class HeadNorm(nn.Module):
 # where tokens are
 
 class DepthCache:
-    """Keys and values in static buffers, k[i] and v[i] (n_loop, B, max_len, G, D) of layer i of every loop. For use
-    under no_grad: gradients do not flow through it.
+    """Keys and values in static buffers, k[i] and v[i] (n_loop, B, G, max_len, D) of layer i of
+    every loop: contiguous for each head, as attention reads them.
 
     filled (n_loop, B), on the host, counts the tokens whose keys a row has at each depth: one that left early is
     missing at the deeper ones until it is filled in. waiting[b] (B, max_len, C) keeps the states after loop b of tokens
-    that wait for that; it is made when the first one leaves.
+    that wait for that; it is made when the first one leaves. waits[b] (B, max_len), on the host:
+    which ones have a state there.
     """
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         self.max_len, self.device = max_len, device
-        shape = (cfg.n_loop, batch_size, max_len, cfg.n_kv_head, cfg.head_dim)
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_stored)]
-        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_stored)]
-        self.filled = torch.zeros(cfg.n_loop, batch_size, dtype=torch.long)
+        shape = (cfg.n_loop, batch_size, cfg.n_kv_head, max_len, cfg.head_dim)
+        with torch.inference_mode(False):                       # so that any later call may write
+            self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_stored)]
+            self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_stored)]
+            self.filled = torch.zeros(cfg.n_loop, batch_size, dtype=torch.long)
+            self.waits = torch.zeros(cfg.n_loop, batch_size, max_len, dtype=torch.bool)
         self.waiting, self.rotary, self.readers = [None] * cfg.n_loop, None, {}
 
     @property
@@ -227,15 +233,17 @@ class DepthCache:
         rows = slice(None) if rows is None else torch.as_tensor(rows, device="cpu")
         for buffer in self.k + self.v:
             buffer[:, rows] = 0
-        self.filled[:, rows] = 0
+        self.filled[:, rows], self.waits[:, rows] = 0, False
         if not self.filled.any():
             self.readers = {}               # the weights may change before it is used again
 
     def keep(self, depth, rows, positions, h):
         """Let the tokens at positions (N,) of rows (N,) wait after loop `depth` with their states h (N, C)."""
         if self.waiting[depth] is None:
-            self.waiting[depth] = h.new_zeros(self.filled.size(1), self.max_len, h.size(-1))
+            with torch.inference_mode(False):
+                self.waiting[depth] = h.new_zeros(*self.waits[depth].shape, h.size(-1))
         self.waiting[depth][rows, positions] = h
+        self.waits[depth][rows, positions] = True
 
 
 class Whole:
@@ -262,16 +270,17 @@ class Whole:
 
     def store(self, i, k, v):
         """Take in k, v (B, T, G, D) of the i-th layer of the loop."""
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
         if self.cache is None:
             self.kept = k, v
             return
         self.kept = self.cache.k[i][self.uses], self.cache.v[i][self.uses]
         for buffer, new in zip(self.kept, (k, v)):
-            buffer[:, self.start:self.end] = new.detach()
+            buffer[:, :, self.start:self.end] = new
 
     def keys(self, i):
-        """All keys and values of the i-th layer, (B, S, G, D)."""
-        return [x[:, :self.end] for x in self.kept]
+        """All keys and values of the i-th layer, (B, G, S, D)."""
+        return [x[:, :, :self.end] for x in self.kept]
 
     def queries(self, q):
         return q
@@ -335,7 +344,7 @@ class Ragged:
     def store(self, i, k, v):
         """Take in k, v (1, N, G, D) of the i-th layer of the loop."""
         for buffer, new in ((self.cache.k[i], k), (self.cache.v[i], v)):
-            buffer.flatten(0, 1)[self.stored_at, self.at] = new[0].detach().to(buffer.dtype)
+            buffer.flatten(0, 1)[self.stored_at, :, self.at] = new[0].to(buffer.dtype)
 
     def advance(self):
         self.cache.filled[self.depth, self.rows] += self.n
@@ -355,8 +364,8 @@ class Group:
         self.dense, self.mask = bool((n == T).all()), (torch.arange(T) < n[:, None]).to(cache.device)
 
     def keys(self, i):
-        """All keys and values of the i-th layer of the rows' loops, (R, S, G, D)."""
-        seen = [buffer[i].flatten(0, 1)[:, :self.end] for buffer in (self.cache.k, self.cache.v)]
+        """All keys and values of the i-th layer of the rows' loops, (R, G, S, D)."""
+        seen = [buffer[i].flatten(0, 1)[:, :, :self.end] for buffer in (self.cache.k, self.cache.v)]
         return [x[self.flat] if isinstance(self.flat, slice) else x.index_select(0, self.flat) for x in seen]
 
     def queries(self, q):
@@ -406,9 +415,9 @@ class Attention(nn.Module):
         return self.wo(place.together(y), uses)
 
     def attend(self, q, k, v, bias):
-        """q (R, T, H, D); k, v (R, S, G, D) -> (R, T, H D)."""
-        (R, T, H, D), G, dropout = q.shape, k.size(2), self.cfg.dropout if self.training else 0.0
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2).to(q.dtype), v.transpose(1, 2).to(q.dtype)   # (R, heads, T, D)
+        """q (R, T, H, D); k, v (R, G, S, D) -> (R, T, H D)."""
+        (R, T, H, D), G, dropout = q.shape, k.size(1), self.cfg.dropout if self.training else 0.0
+        q, k, v = q.transpose(1, 2), k.to(q.dtype), v.to(q.dtype)               # (R, H, T, D)
         if self.cfg.fast and T == 1 and H > G:      # the H / G query heads of a key head stand as its queries: quicker
             if bias is not None and bias.size(1) > 1:
                 bias = bias.reshape(-1, G, H // G, bias.size(-1))               # ALiBi's, of each head
@@ -460,7 +469,7 @@ def kl_from_last(logits, last, targets):
     return ((p.exp() * (p - q)).sum(-1) * counted).sum() / counted.sum().clamp(min=1)
 
 
-class Model(nn.Module):
+class Model(LanguageModel):
     """The Relaxed Recursive Transformer. See Config for its sizes and forward for its use."""
 
     def __init__(self, cfg):
@@ -497,44 +506,37 @@ class Model(nn.Module):
 
     @property
     def n_loop(self):
-        """How many loops a token may take."""
-        return self.cfg.n_loop
+        """How many loops a token may take: in eval mode exit_loop, where that is set."""
+        return self.cfg.exit_loop if self.cfg.exit_loop and not self.training else self.cfg.n_loop
 
-    def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """Predict the token after each position.
-
-        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
-        before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
-        rest being padding on the right.
-        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose
-        "ce" is the cross-entropy of these logits in nats per token. They are the last loop's, in eval mode those of
-        exit_loop; with early_exit the loss of training counts every loop's, and aux has "ce_loop1", ... too.
-        Raises ValueError where T is 0, where the context would outgrow context_limit, and where the cache is full.
-        """
-        T, cfg = idx.size(1), self.cfg
-        if T == 0:
-            raise ValueError("idx holds no token (T = 0)")
-        if cache is None and self.context_limit is not None and T > self.context_limit:
-            raise ValueError(f"{T} tokens are more than block_size={self.context_limit}")
-        h, logits, n, where = self.embed(idx), [], None, None
-        last = cfg.n_loop if self.training or not cfg.exit_loop else cfg.exit_loop
-        every = self.training and targets is not None and cfg.early_exit != "none"
-        if cache is not None and (n_valid is not None or not cache.alike(last)):        # ragged: tokens side by side
+    def hidden(self, idx, cache, n_valid):
+        """A list of the states (B, T, C) after each loop, in eval mode after the last alone."""
+        T, n, where = idx.size(1), None, None
+        if cache is None:
+            self.check_context(T, "{} tokens are")
+        h, states = self.embed(idx), []
+        if cache is not None and (n_valid is not None or not cache.alike(self.n_loop)):
+            # ragged rows: packed tokens
             n = torch.full((len(h),), T) if n_valid is None else n_valid.cpu().clamp(0, T)
             where = (torch.arange(T) < n[:, None]).to(h.device)
             h = h[where]
-        for depth in range(last):
+        for depth in range(self.n_loop):
             h = self.loop(h, depth, cache, n=n)
-            if every or depth == last - 1:
-                logits.append(self.logits(h if where is None else h.new_zeros(*idx.shape, h.size(-1)).masked_scatter(
-                    where[..., None], h)))
-        if targets is None:
-            return logits[-1], None, {}
+            states = [*states, h] if self.training else [h]
+        if where is None:
+            return states
+        padded = h.new_zeros(*idx.shape, h.size(-1))
+        return [padded.masked_scatter(where[..., None], h) for h in states]
+
+    def predict(self, states, targets):
+        """As in all models, from the last of the states. With early_exit the loss of training
+        counts every loop's, and aux has "ce_loop1", ... too."""
+        if not self.training or targets is None or self.cfg.early_exit == "none":
+            return super().predict(states[-1], targets)
+        logits = [self.logits(h) for h in states]
         ces = [cross_entropy(x, targets) for x in logits]
-        aux = {"ce": ces[-1].detach()}
-        if not every:
-            return logits[-1], ces[-1], aux
-        aux.update({f"ce_loop{b}": ce.detach() for b, ce in enumerate(ces[:-1], 1)})
+        aux = {f"ce_loop{b}": ce.detach() for b, ce in enumerate(ces[:-1], 1)}
+        aux["ce"] = ces[-1].detach()
         return logits[-1], self.early_exit_loss(logits, ces, targets), aux
 
     def early_exit_loss(self, logits, ces, targets):
@@ -563,8 +565,7 @@ class Model(nn.Module):
 
     def logits(self, h):
         """States after a loop (..., C) -> logits (..., V), in float32 or better."""
-        logits = self.head(self.norm(h))                                # shared by all loops
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return super().logits(self.norm(h))                             # shared by all loops
 
     def loop(self, h, depth, cache=None, rows=None, n=None):
         """One loop further: states in, states out. h (B, T, C): T tokens of every row, of which a cache holds equally
@@ -593,10 +594,11 @@ class Model(nn.Module):
         row, at, is_old = row[old], at[old], old.to(h.device)
         states = h.new_empty(len(row), h.size(-1))
         for d in depth[waiting > 0].unique().tolist():
-            if cache.waiting[d - 1] is None:
-                raise ValueError(f"tokens of this cache lack loop {d + 1}: they left before it with exit_loop")
             which = depth[row] == d
-            states[which] = cache.waiting[d - 1][rows[row[which]], at[which]].to(h.dtype)
+            theirs = rows[row[which]], at[which]
+            if not cache.waits[d - 1][theirs].all():
+                raise ValueError(f"tokens of this cache lack loop {d + 1}: they left before it with exit_loop")
+            states[which] = cache.waiting[d - 1][theirs].to(h.dtype)
         both = h.new_empty(len(old), h.size(-1))
         both[is_old], both[~is_old] = states, h
         both = self.through(both[None], Ragged(depth, cache, rows, waiting + n, h.dtype))[0]
@@ -654,8 +656,9 @@ class Model(nn.Module):
             group.bias = self.bias(group, compute_dtype(h))
         if not one and self.cfg.share != "cycle":
             raise ValueError(f"share={self.cfg.share}: rows at different depths need share=cycle")
-        for i, (block, use) in enumerate(self.layers_of(place.uses if one else 0)):
-            h = block(h, i, use if one else place.uses, place)
+        with torch.set_grad_enabled(place.cache is None and torch.is_grad_enabled()):
+            for i, (block, use) in enumerate(self.layers_of(place.uses if one else 0)):
+                h = block(h, i, use if one else place.uses, place)
         place.advance()
         return h
 
@@ -686,32 +689,9 @@ class Model(nn.Module):
 
     def init_cache(self, batch_size, max_len):
         """An empty cache for batch_size rows of up to max_len tokens (under rope at most block_size)."""
-        if self.context_limit is not None and max_len > self.context_limit:
-            raise ValueError(f"max_len={max_len} is more than block_size={self.context_limit}")
+        self.check_context(max_len, "max_len={} is")
         w = self.wte.weight
         return DepthCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
-        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again. Call eval()
-        first. (sample.py has the complete sampler, and early exit.)"""
-        limit = self.context_limit or idx.size(1) + max_new_tokens
-        cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
-        for _ in range(max_new_tokens):
-            if cache.longest + new.size(1) > cache.max_len:
-                cache.reset()
-                new = idx[:, -cache.max_len:]
-            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
-            if top_k:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
-            idx = torch.cat([idx, new], 1)
-        return idx
-
-    def set_step(self, step):
-        """Nothing here depends on the training step."""
 
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for
@@ -788,7 +768,7 @@ def tie(cfg, block, layers):
 
 def relax(block, use, layer):
     """Set the deltas of a block's use to the best of their rank for W_l diag(g_l / g') - W' (Eq. 4). Where that is
-    nothing, A stays as initialised and B zero, so that they can still learn."""
+    nothing but rounding, A stays as initialised and B zero, so that they can still learn."""
     for name, part in block.named_modules():
         if not isinstance(part, RelaxedLinear):
             continue
@@ -797,7 +777,9 @@ def relax(block, use, layer):
         if name in NORM_READ:
             w = w * (layer(NORM_READ[name]).to(exact) / getattr(block, NORM_READ[name]).weight.to(exact))
         residual = w - part.weight.to(exact)
-        if residual.any():
+        # W' and g' are means of n_loop terms, each rounded by at most n_loop / 2 eps of its size
+        eps = max(torch.finfo(x.dtype).eps for x in (layer(name), part.weight))
+        if residual.norm() > 2 * len(part.a) * eps * w.norm():
             u, s, vh = torch.linalg.svd(residual, full_matrices=False)
             part.b[use] = (u[:, :part.rank] * s[:part.rank]).t()
             part.a[use] = vh[:part.rank]

@@ -470,11 +470,32 @@ def test_requests_too_long_for_endless_positions(tmp_path):
     assert errors == [{"id": 2, "line": 2, "error": "max_new_tokens=63 after a prompt of 2 is more than max_len=64"}]
 
 
-def test_a_model_that_ends_at_a_loop_is_served_so():
-    model = looping(exit_loop=1)
+@batchings
+@fills
+@pytest.mark.parametrize("loop", [1, 2])
+def test_a_model_that_ends_at_a_loop_is_served_so(loop, fill, batching):
+    """No token goes deeper, those of a prompt neither, and none is told to leave early."""
+    model = looping(exit_loop=loop, fill=fill)
     work = work_of(model)
-    want = serve(looping(), work, "depth", exit="static:1")
-    assert_same(serve(model, work, "depth"), want)
+    want = serve(looping(), work, batching, exit=f"static:{loop}")
+    assert_same(serve(model, work, batching), want)
+    engine, clock = engine_of(model, batching)
+    list(engine.run([sample.Request(*r) for r in work]))
+    assert max(int(depth.max()) for *_, depth in clock.calls) == loop - 1
+    assert engine.cache.nbytes() == model.init_cache(3, 40).nbytes(), "no state waits"
+
+
+@batchings
+def test_the_engine_builds_no_graph(batching):
+    """And its cache serves outside of inference mode too."""
+    model, seen = looping(), []
+    model.wte.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    engine, _ = engine_of(model, batching, exit=RULE)
+    list(engine.run([sample.Request(*r) for r in work_of(model)]))
+    assert seen and not any(seen)
+    engine.cache.reset()
+    del model.loop                      # of the clock, which counts the engine's calls alone
+    assert not model(torch.zeros(3, 4, dtype=torch.long), cache=engine.cache)[0].requires_grad
 
 
 @pytest.fixture(scope="module")

@@ -327,6 +327,21 @@ def test_where_nothing_is_left_b_is_zero_and_a_can_learn(init, exact):
             assert 0.01 < part.a[use].std() < 0.03 if (k, use) in exact else part.b[use].abs().max() > 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_rounding_of_a_mean_is_no_delta(dtype):
+    """Of three equal layers, their norms equal too: their mean is not theirs to the last bit."""
+    gpt = source().to(dtype)
+    for layer in range(2, 6):
+        gpt.blocks[layer].load_state_dict(gpt.blocks[layer % 2].state_dict())
+    cfg = model_relaxed.Config(**{**asdict(gpt.cfg), "n_loop": 3, "rank": 4})
+    model = model_relaxed.Model(cfg).to(dtype)
+    model_relaxed.convert(model, gpt.state_dict())
+    assert not all(torch.equal(part.weight, gpt.get_parameter(f"blocks.{k}.{name}.weight"))
+                   for name, k, part in matrices(model)), "exact means would test nothing"
+    for _, _, part in matrices(model):
+        assert not part.b.any() and 0.01 < part.a.std() < 0.03
+
+
 STEPS = {(18, 1): [*range(18)], (18, 2): [0, 2, 4, 6, 8, 11, 13, 15, 17], (18, 3): [0, 3, 7, 10, 14, 17],
          (18, 6): [0, 8, 17], (18, 9): [0, 17], (18, 18): [0], (6, 2): [0, 2, 5], (8, 2): [0, 2, 5, 7], (1, 1): [0]}
 OTHERS = {"lower": {(6, 2): [0, 1, 2], (6, 3): [0, 1]}, "upper": {(6, 2): [3, 4, 5], (6, 3): [4, 5]}}
@@ -652,6 +667,12 @@ def test_exit_loop(b):
     assert relative(model.train()(x)[0][0], want[-1]) < 1e-10
 
 
+def test_exit_loop_is_how_many_loops_a_token_may_take():
+    """In eval mode, as the engine reads it; in training all."""
+    model = relaxed(n_loop=3, exit_loop=2)
+    assert model.n_loop == 2 and model.train().n_loop == 3 and relaxed(n_loop=3).n_loop == 3
+
+
 def test_exit_loop_decodes_from_the_cache_and_its_tokens_cannot_go_deeper():
     model, x = relaxed(n_loop=3, exit_loop=2), tokens(2, 20)
     with torch.no_grad():
@@ -663,12 +684,28 @@ def test_exit_loop_decodes_from_the_cache_and_its_tokens_cannot_go_deeper():
             model(x[:, 15:16], cache=cache)
 
 
+@pytest.mark.parametrize("reset", [None, [0, 1], [1], "nothing"])
+def test_states_that_waited_before_serve_no_other_token(reset):
+    """Tokens wait after loop 2, and then others leave there with exit_loop, in the same rows."""
+    model, x = relaxed(n_loop=3), tokens(2, 20)
+    with torch.no_grad():
+        cache, h = to_depths(model, x[:, :8], torch.tensor([2, 2]), max_len=20)
+        model.leave(h, torch.tensor([1, 1]), cache, torch.arange(2))
+        if reset != "nothing":
+            cache.reset(reset)
+        model.cfg.exit_loop = 2
+        model(x[:, 8:17], cache=cache)
+        model.cfg.exit_loop = 0
+        with pytest.raises(ValueError, match="lack loop 3: they left before it with exit_loop"):
+            model(x[:, 17:18], cache=cache)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # rows at mixed depths, and which code runs
 
-def to_depths(model, x, depth):
+def to_depths(model, x, depth, max_len=0):
     """A cache with all but the last token of each row of x (R, T), and the last ones' states before loop depth[r]."""
-    cache = model.init_cache(len(x), x.size(1))
+    cache = model.init_cache(len(x), max_len or x.size(1))
     model(x[:, :-1], cache=cache)
     h = model.embed(x[:, -1])
     for b in range(int(depth.max())):
@@ -759,7 +796,7 @@ def test_propagation_in_one_product_follows_the_weights(sizes):
                 found[model.cfg.fast] = [buffer.clone() for buffer in cache.k + cache.v]
         assert cache.filled.tolist() == [[7, 6, 7], [7, 6, 7], [7, 6, 7]]
         for ours, naive in zip(found[True], found[False]):
-            assert naive[:, [0, 2], 6].ne(0).any(-1).all() and relative(ours, naive) < 1e-10
+            assert naive[:, [0, 2], :, 6].ne(0).any(-1).all() and relative(ours, naive) < 1e-10
 
 
 def through_first(model, x, cache, rows, depth):
@@ -849,6 +886,48 @@ def test_sharing_that_mixed_depths_cannot_serve_is_refused():
             cache, h = to_depths(model, tokens(3, 8), depth)
             with pytest.raises(ValueError, match=f"share={share}: rows at different depths need share=cycle"):
                 model.loop(h, depth, cache, n=torch.ones_like(depth))
+
+
+@every_fast
+@pytest.mark.parametrize("fill", ["exact", "propagate"])
+def test_calls_with_a_cache_build_no_graph(fill, fast):
+    """And a cache made and filled in inference mode, waiting states too, goes on outside of it."""
+    model = relaxed(n_loop=3, fill=fill, fast=fast, n_kv_head=2, early_exit="weighted")
+    x, rows = tokens(2, 12), torch.arange(2)
+    for model.training in (False, True):
+        for n_valid in (None, torch.tensor([3, 1])):
+            with torch.inference_mode():
+                cache, h = to_depths(model, x[:, :4], torch.tensor([1, 1]), max_len=12)
+                model.leave(h, torch.tensor([0, 0]), cache, rows)
+            h = model.loop(model.embed(x[:, 4]), 0, cache, rows, torch.tensor([1, 1]))
+            model.leave(h, torch.tensor([0, 0]), cache, rows)
+            assert not h.requires_grad
+            for part in x[:, 5:].split([3, 1, 3], 1):
+                logits, loss, _ = model(part, part, cache=cache, n_valid=n_valid)
+                assert not logits.requires_grad and not loss.requires_grad
+            buffers = [*cache.k, *cache.v, *filter(torch.is_tensor, cache.waiting)]
+            assert not any(buffer.requires_grad for buffer in buffers)
+            assert cache.k[0].shape == (3, 2, 2, 12, 8), "contiguous for each head"
+    with pytest.raises(ValueError, match="B = 0"):
+        model(tokens(0, 3), cache=model.init_cache(0, 12))
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(early_exit="weighted"),
+                                   dict(early_exit="aggressive", exit_loss="kl")], ids=str)
+def test_training_steps_are_one_graph(sizes):
+    """No break, and none compiled again from step to step."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model, x = relaxed(n_layer=2, **sizes).train(), tokens(2, 21)
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(3):
+        model.set_step(step)
+        compiled(x[:, :-1], x[:, 1:])[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_compiles_without_a_break():
