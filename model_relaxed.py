@@ -217,7 +217,7 @@ class DepthCache:
 
     @property
     def longest(self):
-        return int(self.filled[0].max())
+        return max(self.filled[0].tolist(), default=0)
 
     def alike(self, n_loop):
         """Whether all rows hold equally many tokens at each of the first n_loop depths."""

@@ -233,6 +233,17 @@ def test_the_loss_is_the_mean_of_all_passes():
     assert abs(aux["ce_first"] - first.mean()) < 1e-12 and relative(refined, first) > 1e-3
 
 
+def test_the_loss_in_pieces_counts_both_passes():
+    """Where logits are many: the same loss, parts and gradients, without them."""
+    model, x, found = lrt(subsets=3), tokens(2, 13), {}
+    for model.max_logits in (2 ** 28, 300):
+        model.zero_grad()
+        logits, loss, aux = model(x[:, :-1], x[:, 1:])
+        loss.backward()
+        found[logits is None] = [loss.detach(), *aux.values(), *(p.grad for p in model.parameters())]
+    assert all(relative(a, b) < 1e-10 for a, b in zip(found[False], found[True], strict=True))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # limits
 
@@ -780,6 +791,8 @@ def test_calls_with_a_cache_build_no_graph(prefill, kind, fast):
     x = tokens(0, 3)
     with pytest.raises(ValueError, match="B = 0"):
         model(x, cache=model.init_cache(0, 12))
+    with pytest.raises(ValueError, match="B = 0"):
+        model.generate(x, 2)
 
 
 def test_training_steps_are_one_graph():

@@ -910,6 +910,8 @@ def test_calls_with_a_cache_build_no_graph(fill, fast):
             assert cache.k[0].shape == (3, 2, 2, 12, 8), "contiguous for each head"
     with pytest.raises(ValueError, match="B = 0"):
         model(tokens(0, 3), cache=model.init_cache(0, 12))
+    with pytest.raises(ValueError, match="B = 0"):
+        model.generate(tokens(0, 3), 2)
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(early_exit="weighted"),
