@@ -44,9 +44,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model_gpt import (MLP, RMSNorm, apply_rotary, attention_bias, attention_fast,
-                       attention_naive, check_choice, check_sizes, compute_dtype, cross_entropy,
-                       rotary_tables)
+from model_gpt import (MLP, LanguageModel, RMSNorm, apply_rotary, attention_bias, attention_fast,
+                       attention_naive, check_choice, check_sizes, compute_dtype, rotary_tables)
 
 
 @dataclass
@@ -248,31 +247,31 @@ class Gathered:
 # the cache
 
 class KeyList:
-    """Keys and values of each row of a cache, kv[i] (B, left + max_len, 2, G, D) in the i-th of some layers. Those of
-    the first level, which all tokens have, stand by position to the right of `origin`; those of deeper levels to the
-    left of it, the first that came next to it. So what is filled, or either side of it, is always in one piece. deeper
-    (B,) counts the left side. Where a row needs more room there than `left`, up to `most`, all rows grow. Lists with a
-    left side also know of each entry its level (0: free), and where in the text its token stands, at, both
-    (B, left + max_len). These three are on the host."""
+    """Keys and values of each row of a cache, kv[i] (2, B, G, left + max_len, D) in the i-th of some layers, contiguous
+    for each head, as attention reads them. Those of the first level, which all tokens have, stand by position to the
+    right of `origin`; those of deeper levels to the left of it, the first that came next to it. So what is filled, or
+    either side of it, is always in one piece. deeper (B,) counts the left side. Where a row needs more room there than
+    `left`, up to `most`, all rows grow. Lists with a left side also know of each entry its level (0: free), and where
+    in the text its token stands, at, both (B, left + max_len). These three are on the host."""
 
     def __init__(self, layers, batch_size, max_len, left, most, cfg, device, dtype):
-        shape = batch_size, left + max_len, 2, cfg.n_kv_head, cfg.head_dim
-        self.origin, self.most, self.size, self.device = left, most, left + max_len, device
+        shape = 2, batch_size, cfg.n_kv_head, left + max_len, cfg.head_dim
+        self.origin, self.most, self.device = left, most, device
         self.kv = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.deeper = np.zeros(batch_size, np.int64)
         if most:
-            self.level, self.at = np.zeros((2, *shape[:2]), np.int64)
+            self.level, self.at = np.zeros((2, batch_size, left + max_len), np.int64)
 
     def reset(self, rows):
         for x in self.kv:
-            x[rows] = 0
+            x[:, rows] = 0
         self.deeper[rows] = 0
         if self.most:
             self.level[rows], self.at[rows] = 0, 0
 
     def add(self, rows, n, level, shallow, at):
         """Entries for n[r] tokens of row rows[r], of level[r], shallow[r]: the first, at positions at (N,), all on the
-        host. Returns their places (N,) in the lists of all rows, one behind the other, on the cache's device."""
+        host. Returns their rows and places in the lists, (2, N) on the cache's device."""
         row, step = spread(n)
         slot = at
         if not shallow.all():
@@ -283,19 +282,20 @@ class KeyList:
         of, slot = rows[row], self.origin + slot
         if self.most:
             self.level[of, slot], self.at[of, slot] = level[row], at
-        return on(self.device, of * self.size + slot)
+        return on(self.device, np.stack([of, slot]))
 
     def make_room(self, need):
         if need <= self.origin:
             return
         more = min(self.most, max(int(need), self.origin + self.origin // 4)) - self.origin
-        self.kv = [torch.cat([x.new_zeros(x.size(0), more, *x.shape[2:]), x], 1) for x in self.kv]
+        with torch.inference_mode(False):
+            self.kv = [F.pad(x, (0, 0, more, 0)) for x in self.kv]
         self.level, self.at = (np.pad(x, ((0, 0), (more, 0))) for x in (self.level, self.at))
-        self.origin, self.size = self.origin + more, self.size + more
+        self.origin += more
 
 
 class LoopCache:
-    """What decoding keeps, for use under no_grad: three KeyLists, of the first layer, the recursions, and the last
+    """What decoding keeps: three KeyLists, of the first layer, the recursions, and the last
     layer. All recursions of a row share one list, with room for what configured capacities leave, so that rows at
     different recursions may be attended to in one call, and memory follows the recursions that tokens really take. With
     kv = share only the first recursion makes entries.
@@ -306,6 +306,7 @@ class LoopCache:
     quick as in tensors.
     """
 
+    @torch.inference_mode(False)                # so that any later call may write
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         self.max_len, self.device = max_len, device
         sizes, deeper = (cfg, device, dtype), range(1, cfg.n_loop if cfg.kv != "share" else 1)
@@ -442,8 +443,8 @@ class Packed:
     def attend(self, attention, i, q, k, v):
         q, k, v = (x if x is None else x[0] for x in (q, k, v))
         if self.fresh:
-            kv = self.keys.kv[i]
-            kv.flatten(0, 1)[self.places] = torch.stack([k, v], 1)[self.own].detach().to(kv.dtype)
+            kv, (of, slot) = self.keys.kv[i], self.places
+            kv[:, of, :, slot] = torch.stack([k, v], 1)[self.own].to(kv.dtype)              # (N, 2, G, D)
         if len(self.parts) == 1:
             return self.parts[0].attend(attention, i, q, k, v)[None]
         out = q.new_empty(len(q), q.size(1) * q.size(2))
@@ -481,8 +482,9 @@ class Part:
         """q (N, H, D), k, v (N, G, D) of the part's tokens -> (N, H D)."""
         if self.begins:
             return self.unpadded(attention.among(*(self.padded(x) for x in (q, k, v)), None))
-        kv = self.keys.kv[i][:, self.side]
-        k, v = (kv if self.all_rows else kv.index_select(0, self.index)).to(q.dtype).unbind(2)
+        kv = self.keys.kv[i][:, :, :, self.side]
+        kv = (kv if self.all_rows else kv.index_select(1, self.index)).to(q.dtype)
+        k, v = kv.transpose(2, 3)                                                           # (B or R, S, G, D) each
         if self.bias is None:
             self.bias = self.make_bias(q.dtype if attention.cfg.fast else torch.promote_types(q.dtype, torch.float32))
         if self.all_rows:
@@ -615,7 +617,7 @@ def hashed(at, salt):
     return ((x ^ (x >> 16)).double() + 0.5) / 2 ** 32
 
 
-class Model(nn.Module):
+class Model(LanguageModel):
     """The Mixture-of-Recursions. See Config for its sizes and forward for its use."""
 
     def __init__(self, cfg):
@@ -670,55 +672,39 @@ class Model(nn.Module):
                 "token": (*depths, "maxvio"), "none": ()}[self.cfg.router]
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """Predict the token after each position.
-
-        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
-        before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
-        rest being padding on the right.
-        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux: "ce", the
-        cross-entropy in nats per token; depth1, ..: the share of tokens that take so many recursions; and what the
+        """As in every model; aux also has depth1, ..: the share of tokens that take so many recursions, and what the
         router does (see its functions). In eval mode, and with a cache, tokens are chosen as in decoding, and with
-        router=expert "ce_topk" is what choosing among all would give; in training mode that is "ce".
-        Raises ValueError where T is 0, where the context would outgrow context_limit, and where the cache is full.
-        """
-        if idx.size(1) == 0:
-            raise ValueError("idx holds no token (T = 0)")
-        if cache is not None:
-            logits, losses, aux = self.cached(idx, cache, n_valid), [], {}
-        else:
-            if self.context_limit is not None and idx.size(1) > self.context_limit:
-                raise ValueError(f"{idx.size(1)} tokens are more than block_size={self.context_limit}")
-            logits, _, losses, aux = self.whole(idx, causal=not self.training)
-        if targets is None:
-            return logits, None, {}
-        ce = cross_entropy(logits, targets)
-        aux = {"ce": ce.detach(), **{k: v.detach() for k, v in aux.items()}}
-        if self.cfg.router == "expert" and cache is None and not self.training:
+        router=expert "ce_topk" is what choosing among all would give; in training mode that is "ce"."""
+        if targets is None or cache is not None or idx.size(1) == 0:
+            return super().forward(idx, targets, cache, n_valid)
+        h, _, losses, aux = self.whole(idx, causal=not self.training)
+        logits, ce, told = self.predict(h, targets)
+        aux = told | {k: v.detach() for k, v in aux.items()}
+        if self.cfg.router == "expert" and not self.training:
             ahead, _, _, peeking = self.whole(idx, causal=False)
-            aux["ce_topk"] = cross_entropy(ahead, targets).detach()
-            aux |= {name: peeking[name].detach() for name in ("router_accuracy", "router_majority")}
+            aux["ce_topk"] = self.predict(ahead, targets)[1].detach()
+            aux |= {name: v.detach() for name, v in peeking.items() if name.startswith("router_")}
         return logits, ce + sum(losses) if self.training else ce, aux
 
+    def hidden(self, idx, cache, n_valid):
+        return self.whole(idx, not self.training)[0] if cache is None else self.cached(idx, cache, n_valid)
+
     def whole(self, idx, causal):
-        """Of idx (B, T) without a cache: logits, the recursions that each token takes (B, T), what training adds to the
-        loss (a list), and what to log. causal: tokens are chosen as in decoding."""
+        """Of idx (B, T) without a cache: states after the last norm, the recursions that each token takes (B, T), what
+        training adds to the loss (a list), and what to log. causal: tokens are chosen as in decoding."""
+        self.check_context(idx.size(1), "{} tokens are")
         h, every = self.drop(self.wte(idx)), Everyone(idx.size(1), idx.device)
         h = self.through(h, 0, every)
         route = {"expert": self.expert_choice, "token": self.token_choice, "none": self.fixed_depth}[self.cfg.router]
         h, taken, losses, aux = route(h, causal)
         if self.cfg.router != "none":
             aux |= {f"depth{d}": (taken == d).float().mean() for d in range(1, self.cfg.n_loop + 1)}
-        return self.logits(self.through(h, self.cfg.n_loop + 1, every)), taken, losses, aux
+        return self.norm(self.through(h, self.cfg.n_loop + 1, every)), taken, losses, aux
 
     @torch.no_grad()
     def recursions(self, idx):
         """How many recursions each token of idx (B, T) takes when it is decoded, (B, T)."""
         return self.whole(idx, causal=True)[1]
-
-    def logits(self, h):
-        """States after the last layer (..., C) -> logits (..., V), in float32 or better."""
-        logits = self.head(self.norm(h))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def through(self, h, level, place):
         """The layers of a level (of recursions any, where tokens stand at several) on the tokens of a place."""
@@ -734,7 +720,8 @@ class Model(nn.Module):
             return make(place.at)
         cache = place.cache
         if cache.rotary is None:
-            cache.rotary = torch.stack(make(torch.arange(cache.max_len, device=cache.device)), 1)
+            with torch.inference_mode(False):
+                cache.rotary = torch.stack(make(torch.arange(cache.max_len, device=cache.device)), 1)
         return cache.rotary[place.at].unbind(-2)
 
     # routing -------------------------------------------------------------------------------------------------
@@ -870,7 +857,7 @@ class Model(nn.Module):
     # decoding ------------------------------------------------------------------------------------------------
 
     def cached(self, idx, cache, n_valid):
-        """Logits of idx (B, T) behind the tokens of a cache."""
+        """States after the last norm of idx (B, T) behind the tokens of a cache."""
         B, T = idx.shape
         rows, n = torch.arange(B), torch.full((B,), T) if n_valid is None else n_valid.cpu().clamp(0, T)
         where = (torch.arange(T) < n[:, None]).to(idx.device)
@@ -878,8 +865,9 @@ class Model(nn.Module):
         for r in range(self.n_loop):
             h = self.loop(h, torch.full((B,), r), cache, rows, n)
         h = self.finish(h, cache, rows, n)
-        return self.logits(h.new_zeros(B, T, h.size(-1)).masked_scatter(where[..., None], h))
+        return h.new_zeros(B, T, h.size(-1)).masked_scatter(where[..., None], h)
 
+    @torch.no_grad()
     def enter(self, idx, cache, rows, n):
         """Take in idx (N,), n[r] new tokens of row rows[r] side by side; rows, n (R,) on the host. Returns states
         before the first recursion, (N, C); with router=token (N, 2 C), the second half kept for finish."""
@@ -897,6 +885,7 @@ class Model(nn.Module):
             raise ValueError(f"share={self.cfg.share}: rows at different depths need share=cycle or middle_cycle")
         return self.through(h[None], level[0], Packed(self.cfg, cache, level, rows, n, at))[0]
 
+    @torch.no_grad()
     def loop(self, h, depth, cache, rows, n):
         """One recursion, depth (R,) from 0, further for those of the newest n[r] tokens of row rows[r] that take it;
         states h as enter gives them, side by side. Then cache.going tells who takes another one."""
@@ -948,6 +937,7 @@ class Model(nn.Module):
             s = torch.where(on(x.device, r == value), routers[value](x, at, value)[:, 0], s)
         return s
 
+    @torch.no_grad()
     def finish(self, h, cache, rows, n):
         """The states (N, C) that logits takes, of tokens that have left: n[r] newest ones of row rows[r]."""
         rows, n = rows.numpy(), n.numpy()
@@ -956,33 +946,13 @@ class Model(nn.Module):
             x, h = h.split(self.cfg.n_embd, -1)
             _, p, depth = self.token_depth(h, on(h.device, at))
             h = h + (p.gather(-1, depth[:, None]) * x).to(h.dtype)
-        return self.packed(h, np.full_like(n, self.cfg.n_loop + 1), cache, rows, n, at)
+        return self.norm(self.packed(h, np.full_like(n, self.cfg.n_loop + 1), cache, rows, n, at))
 
     def init_cache(self, batch_size, max_len):
         """An empty cache for batch_size rows of up to max_len tokens (under rope at most block_size)."""
-        if self.context_limit is not None and max_len > self.context_limit:
-            raise ValueError(f"max_len={max_len} is more than block_size={self.context_limit}")
+        self.check_context(max_len, "max_len={} is")
         w = self.wte.weight
         return LoopCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
-        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again. Call eval()
-        first. (sample.py has the complete sampler.)"""
-        limit = self.context_limit or idx.size(1) + max_new_tokens
-        cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
-        for _ in range(max_new_tokens):
-            if cache.longest + new.size(1) > cache.max_len:
-                cache.reset()
-                new = idx[:, -cache.max_len:]
-            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
-            if top_k:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
-            idx = torch.cat([idx, new], 1)
-        return idx
 
     def flops_per_token(self, paper=False):
         """Floating-point operations of one token's forward and backward in a sequence of block_size, averaged over

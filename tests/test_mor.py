@@ -570,7 +570,7 @@ def chosen(cache, row, levels):
         if keys.most:
             entries += [(of, at) for of, at in zip(keys.level[row], keys.at[row]) if of]    # 0: free
         elif keys.kv:                                           # of one level, by position
-            entries += [(level, at) for at in range(cache.max_len) if keys.kv[0][row, at].any()]
+            entries += [(level, at) for at in range(cache.max_len) if keys.kv[0][:, row, :, at].any()]
     return [sorted(at for of, at in entries if of == level) for level in levels]
 
 
@@ -789,6 +789,18 @@ def test_what_decides_learns_who_is_chosen():
         assert len(same) > 20 and all(same) == (causal == "aux_router")
 
 
+@every_routing
+def test_the_loss_in_pieces_is_the_loss(router):
+    """Where training logits would be too many, what the router adds included."""
+    model, x = mor(router=router, aux_weight=0.3, n_kv_head=2).train(), tokens(2, 34)
+    want = model(x[:, :-1], x[:, 1:])
+    model.max_logits = 61 * 20
+    logits, loss, aux = model(x[:, :-1], x[:, 1:])
+    assert logits is None and relative(loss, want[1]) < 1e-12 and aux.keys() == want[2].keys()
+    for a, b in zip(gradients(loss, model), gradients(want[1], model), strict=True):
+        assert relative(a, b, 1e-8) < 1e-10
+
+
 def others(model, x, names):
     """The parameters whose names start otherwise, with their gradients."""
     model(x, x)[1].backward()
@@ -992,7 +1004,7 @@ def test_reset_empties_these_rows_alone(router, kv):
         cache.reset([1])
         assert chosen(cache, 1, range(5)) == [[]] * 5 and [chosen(cache, row, range(5)) for row in (0, 2)] == kept
         assert cache.lengths.tolist() == [18, 0, 18] and cache.taken[1].sum() == 0
-        assert all((x[1] == 0).all() and (x[0] != 0).any() for keys in cache.lists for x in keys.kv)
+        assert all((x[:, 1] == 0).all() and (x[:, 0] != 0).any() for keys in cache.lists for x in keys.kv)
         piece = torch.stack([x[0, 18:30], x[3, :12], x[2, 18:30]])
         got = model(piece, cache=cache)[0]
         for row, want in ((0, model(x[:1])[0][0, 18:]), (1, model(x[3:, :12])[0][0]), (2, model(x[2:3])[0][0, 18:])):
@@ -1003,6 +1015,39 @@ def test_reset_empties_these_rows_alone(router, kv):
 
 def feed_into(model, cache, x):
     return torch.cat([model(part, cache=cache)[0] for part in x.split([4, 1, x.size(1) - 5], 1)], 1)
+
+
+@every_routing
+@every_kv
+def test_a_cache_made_and_grown_in_inference_mode_is_written_outside(router, kv):
+    model, x = eager(kv=kv, router=router), tokens(2, 30)
+    with torch.inference_mode():
+        cache = model.init_cache(2, 30)
+        model(x[:, :25], cache=cache)
+    assert relative(model(x[:, 25:], cache=cache)[0], model(x)[0][:, 25:]) < 1e-10
+
+
+@every_fast
+@every_routing
+def test_calls_with_a_cache_build_no_graph(router, fast):
+    """Also where gradients are on, with targets, in training mode, and call by call as an engine does."""
+    model, x = mor(router=router, fast=fast).train(), tokens(2, 30)
+    cache = model.init_cache(2, 30)
+    logits, loss, _ = model(x[:, :9], x[:, 1:10], cache=cache)
+    assert not logits.requires_grad and not loss.requires_grad
+    rows, n = torch.arange(2), torch.tensor([3, 1])
+    h = model.enter(x.flatten()[:4], cache, rows, n)
+    for depth in range(3):
+        assert not h.requires_grad
+        h = model.loop(h, torch.full((2,), depth), cache, rows, n)
+    assert not h.requires_grad and not model.finish(h, cache, rows, n).requires_grad
+    assert not any(x.requires_grad for keys in cache.lists for x in keys.kv)
+
+
+def test_each_heads_keys_and_values_are_contiguous():
+    for keys in mor(n_kv_head=2).init_cache(3, 30).lists:
+        for k, v in keys.kv:
+            assert all(x[0, 0].is_contiguous() and x.shape[:2] == (3, 2) for x in (k, v))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
