@@ -1001,7 +1001,7 @@ def convert(model, weights):
     inner, K = range(cfg.edge, cfg.n_layer - cfg.edge), cfg.n_stored
     for k, block in enumerate(model.blocks):
         tied = [n for n in inner if cfg.stored(n - cfg.edge) == k]
-        spaced = inner[round(k * (len(inner) - 1) / max(1, K - 1))]
+        spaced = round(cfg.edge + k * ((len(inner) - 1) / max(1, K - 1)))   # halves to even
         sources = {"average": tied, "stepwise": [spaced], "lower": [inner[k]], "upper": [inner[k - K]], "random": []}
         found = [layer(n) for n in sources[cfg.init]]
         if found:
