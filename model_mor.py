@@ -80,9 +80,11 @@ class Config:
     rope_theta: float = 10000.0  # rotary base
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before rotary
     tie_embeddings: bool = True  # the head is the embedding matrix
+    paper_flops: bool = False    # max_flops counts as the paper: the forward, no head, no routers
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
     SOURCES = ("gpt",)           # models whose weights init_from converts
+    SAME_FUNCTION = ("paper_flops",)    # resuming may change it, as it may fast
     # what a later stage, which starts from this model's weights, may set anew
     STAGES = ("exit_loop", "aux_weight", "capacity_warmup", "balance_weight", "balance_rate", "z_loss")
 
@@ -136,9 +138,14 @@ class Config:
         middle_*, where the first and the last layer share nothing, l counts from the second on."""
         return layer // self.n_loop if self.share.endswith("sequence") else layer % self.n_stored
 
-    def share_of_tokens(self, r):
-        """c of recursion r, from 0: how many of all tokens it takes, at the end of a warm-up (token: in balance)."""
-        return 1.0 if self.router == "none" else (self.n_loop - r) / self.n_loop
+    def share_of_tokens(self, r, step=None):
+        """c of recursion r, from 0: how many of all tokens it takes (token: in balance). It falls
+        from 1 along half a cosine until training step capacity_warmup; step None: after that."""
+        if self.router == "none":
+            return 1.0
+        warm = self.router == "expert" and step is not None and step < self.capacity_warmup
+        above = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup)) if warm else 0.0
+        return (self.n_loop - r + r * above) / self.n_loop
 
 
 CHOICES = {"mlp": ("swiglu", "gelu"), "pos": ("rope", "none"), "router": ("expert", "token", "none"),
@@ -954,10 +961,12 @@ class Model(LanguageModel):
         w = self.wte.weight
         return LoopCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
 
-    def flops_per_token(self, paper=False):
-        """Floating-point operations of one token's forward and backward in a sequence of block_size, averaged over
-        positions, tokens chosen as configured: 6 for each weight of a matrix product, and 12 C for each key that a
-        query sees (q k and p v forward, twice that backward), each times the share of tokens that need it.
+    def flops_per_token(self, paper=False, step=None):
+        """Floating-point operations of one token's forward and backward in a sequence of
+        block_size, averaged over positions, tokens chosen as at a training step (None: after a
+        capacity warm-up): 6 for each weight of a matrix product, and 12 C for each key that a query
+        sees (q k and p v forward, twice that backward), each times the share of tokens that need
+        it. Routers score all tokens.
 
         paper: by the accounting of Appendix C, which counts the forward only, a causal sequence as half its square,
         keys and values as if n_kv_head were n_head, and neither head nor router."""
@@ -969,19 +978,29 @@ class Model(LanguageModel):
             weights, kv = weights - kv + 2 * C * C, 2 * C * C
         layers = [(1.0, 1.0, 1.0)] * 2 * cfg.edge                       # share of tokens, of fresh keys, of seen keys
         for r in range(cfg.n_loop):
-            c = cfg.share_of_tokens(r)
+            c = cfg.share_of_tokens(r, step)
             layers += [(c, 0.0 if r and cfg.kv == "share" else c, c if cfg.kv == "recursion" else 1.0)] * cfg.n_stored
         products = sum(c * (weights - kv) + fresh * kv for c, fresh, _ in layers)
         if paper:
             return 2.0 * products + 2.0 * T * C * sum(c * seen for c, _, seen in layers)
         sizes = lambda router: [p.numel() for p in router.parameters()]
         routers = sum(sizes(self.router)) if cfg.router == "token" else 0
-        for r, router in enumerate(getattr(self, "routers", [])):
-            routers += cfg.share_of_tokens(max(r - 1, 0)) * sum(sizes(router))
-        for r, router in enumerate(getattr(self, "aux_routers", [])):   # no gradient goes through their first product
-            routers += cfg.share_of_tokens(max(r - 1, 0)) * (sum(sizes(router)) - sum(sizes(router)[:1]) / 3)
+        for router in getattr(self, "routers", []):
+            routers += sum(sizes(router))
+        for router in getattr(self, "aux_routers", []):     # their first product has no gradient in
+            routers += sum(sizes(router)) - sum(sizes(router)[:1]) / 3
         keys = sum(c * (seen * T + 1) / 2 for c, _, seen in layers)
         return 6.0 * (products + routers + cfg.vocab_size * C) + 12.0 * C * keys
+
+    def steps_within(self, max_flops, tokens):
+        """How many training steps of so many tokens max_flops pay for. Those of a capacity
+        warm-up cost more."""
+        cost = lambda step: tokens * self.flops_per_token(self.cfg.paper_flops, step)
+        for step in range(self.cfg.capacity_warmup):
+            if cost(step) > max_flops:
+                return step
+            max_flops -= cost(step)
+        return self.cfg.capacity_warmup + int(max_flops / cost(None))
 
 
 # ---------------------------------------------------------------------------------------------------------

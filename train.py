@@ -1200,13 +1200,17 @@ def tokens_per_step(cfg, model):
 
 
 def set_budget(cfg, model):
-    """max_steps from max_flops, by the model's flops_per_token; UserError where that is less than one step."""
+    """max_steps from max_flops, by the model's steps_within where its steps do not all cost the
+    same, else by its flops_per_token; UserError where that is less than one step."""
     if not cfg.max_flops:
         return
     step = tokens_per_step(cfg, model) * model.flops_per_token()
-    if cfg.max_flops < step:
+    steps = int(cfg.max_flops / step)
+    if hasattr(model, "steps_within"):
+        steps = model.steps_within(cfg.max_flops, tokens_per_step(cfg, model))
+    if steps == 0:
         raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {step:.3g} floating-point operations")
-    cfg.max_steps = int(cfg.max_flops / step)
+    cfg.max_steps = steps
 
 
 def describe(trainer, data_folder):

@@ -11,7 +11,7 @@ import model_mor
 import runs
 import test_relaxed
 import train
-from conftest import relative, tiny
+from conftest import ROOT, relative, tiny
 from test_gpt import rotate
 from test_models import assert_cache_is_forward, rms, tokens
 from test_relaxed import storages
@@ -420,14 +420,15 @@ def test_tokens_of_table_3(sizes, billions):
 SEEN = [dict(), dict(kv="share"), dict(kv="share_update", router_arch="mlp"), dict(n_loop=2, n_layer=6, n_kv_head=2),
         dict(share="sequence"), dict(share="cycle", kv="share", tie_embeddings=False), dict(router="none"),
         dict(router="none", kv="share"), dict(causal="aux_router"), dict(causal="aux_router", router_arch="wide_mlp"),
-        dict(causal="aux_router", router_arch="random")]
+        dict(causal="aux_router", router_arch="random"), dict(capacity_warmup=8),
+        dict(capacity_warmup=8, kv="share", causal="aux_router")]
 
 
 @pytest.mark.parametrize("sizes", SEEN, ids=str)
 def test_flops_are_those_that_run(sizes, monkeypatch):
-    """Forward and backward of the fast path, in training. Attention, which is written out here to be counted, takes all
-    keys that a query is given; the model counts the visible ones, the chosen tokens being spread evenly. A router
-    scores all tokens, though of those that have left nothing is asked; the model counts those that compete."""
+    """Forward and backward of the fast path, in training. Attention, which is written out here to
+    be counted, takes all keys that a query is given; the model counts the visible ones, the chosen
+    tokens being spread evenly. Half-way in a capacity warm-up."""
     given, T, C = [], 24, 32
 
     def attention(q, k, v, bias, dropout):
@@ -438,20 +439,50 @@ def test_flops_are_those_that_run(sizes, monkeypatch):
 
     monkeypatch.setattr(model_mor, "attention_fast", attention)
     model, x = mor(block_size=T, pos="none", **sizes).train(), tokens(1, T)
+    model.set_step(4)
     with FlopCounterMode(display=False) as counter:
         model(x, x)[1].backward()
     cfg, R, edge = model.cfg, model.cfg.n_loop, 2 * int(model.cfg.share.startswith("middle"))
-    counts = [T] * edge + [T if cfg.router == "none" else T * (R - r) // R
-                           for r in range(R) for _ in range((cfg.n_layer - edge) // R)]
+    less = 0 if cfg.router == "none" else 0.5 if cfg.capacity_warmup else 1
+    taken = [int(T * (R - less * r) / R) for r in range(R)]
+    counts = taken * ((cfg.n_layer - edge) // R) + [T] * edge
     narrow = cfg.kv == "recursion"
     assert sorted(given) == sorted(n * (n if narrow else T) for n in counts)
     visible = sum(n * ((n if narrow else T) + 1) / 2 for n in counts)
-    absent = [T - T * (R - max(r - 1, 0)) // R for r in range(R)]
-    idle = sum(6 * p.numel() * absent[r] for r in range(R) if cfg.router == "expert" for p in model.routers[r].parameters())
-    for r in range(R) if cfg.causal == "aux_router" else ():        # their input is detached
-        weights = [p.numel() for p in model.aux_routers[r].parameters()]
-        idle += (4 * sum(weights[:1]) + 6 * sum(weights[1:])) * absent[r]
-    assert counter.get_total_flops() - idle - 12 * C * (sum(given) - visible) == T * model.flops_per_token()
+    found = counter.get_total_flops() - 12 * C * (sum(given) - visible)
+    want = T * model.flops_per_token(step=4)
+    assert found == want or cfg.capacity_warmup and abs(found / want - 1) < 1e-12
+    assert cfg.capacity_warmup == 0 or want > T * model.flops_per_token()
+
+
+@pytest.mark.parametrize("name, billions", [("135m_r3", 76.2), ("360m_r3", 29.7),
+                                            ("730m_r3", 14.9), ("1700m_r3", 6.5),
+                                            ("360m_r2", 27), ("360m_r4", 30)])
+def test_the_papers_budget_ends_its_runs_where_it_does(name, billions):
+    """max_flops=16.5e18: the tokens of Table 7, and of Table 3 in whole billions."""
+    file = ROOT / "configs" / f"mor_{name}.yaml"
+    cfg, sizes, _, _ = train.read_config([f"config={file}", "max_flops=16.5e18"])
+    with torch.device("meta"):
+        model = model_mor.Model(model_mor.Config(**sizes))
+    train.set_budget(cfg, model)
+    found = cfg.max_steps * train.tokens_per_step(cfg, model) / 1e9
+    assert abs(found - billions) < (0.051 if name.endswith("r3") else 0.55)
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(paper_flops=True, kv="share"),
+                                   dict(capacity_warmup=40),
+                                   dict(capacity_warmup=40, paper_flops=True)], ids=str)
+def test_a_budget_pays_for_the_warm_up_too(sizes):
+    """The steps are those that it reaches, whether it ends within the warm-up or after it."""
+    model = mor(**sizes)
+    cost = [64 * model.flops_per_token(model.cfg.paper_flops, step) for step in range(100)]
+    later = 64 * model.flops_per_token(model.cfg.paper_flops)
+    warm = model.cfg.capacity_warmup
+    assert cost[0] > cost[20] > cost[39] > cost[40] if warm else cost[0] == later
+    assert cost[warm:] == [later] * (100 - warm)
+    for steps in (1, 5, 39, 40, 41, 100):
+        assert model.steps_within(sum(cost[:steps]) * (1 + 1e-9), 64) == steps
+        assert model.steps_within(sum(cost[:steps]) * (1 - 1e-9), 64) == steps - 1
 
 
 def rows_entering(model, call):
