@@ -26,10 +26,20 @@ argmax(p + b), moved by balance_rate sign(mean load - load_i) after each step. r
 Keys and values (Section 2.2.2): kv = recursion: a recursion's tokens see each other. share: they see the keys and
 values that all tokens had in the first recursion. share_update: the same, but those of its own tokens are fresh.
 
-`fast=False` runs every token through every recursion and masks out what was not chosen. `fast=True` runs the chosen
-tokens alone, side by side, and puts them back. With a cache (LoopCache) a row keeps one list for all recursions, of the
-tokens that took them so far; for an engine that batches over depth (sample.py) there are enter, loop and finish, in
-which each row may stand at another recursion, because all use the same weights (share = cycle or middle_cycle).
+`fast=False` runs every token through every recursion and masks out what was not chosen. `fast=True`
+runs the chosen tokens alone, side by side, and puts them back; compiled, with router = token, it
+runs and masks all: how many choose a recursion would be a shape that depends on the data. With a
+cache (LoopCache) a row keeps one list for all recursions, of the tokens that took them so far; for
+an engine that batches over depth (sample.py) there are enter, loop and finish, in which each row
+may stand at another recursion, because all use the same weights (share = cycle or middle_cycle).
+
+Departures from the paper and the authors' code: token choice gates once (Eq. 2.2 does at every
+step; their code as here). The z-loss of token choice has the factor of their configuration, 1e-5
+(Table 11's caption says 1e-3). Attention is shared between recursions as all else is (their code
+unties it with expert choice). The auxiliary loss is a plain mean, whatever the gradient
+accumulation. "ce" is measured as the model decodes, and "ce_topk" as they do. Dead positions are
+those of all rows of an evaluation (Table 10: of 500). router_accuracy counts the recursions after
+the first.
 
 Names: B batch, T new tokens, S keys, n chosen tokens, N tokens of several rows side by side, H query heads, G key/value
 heads, D head size, C width. A level is what has keys of its own: 0 the first layer, 1 .. R the recursions, R + 1 the
@@ -189,7 +199,8 @@ class Masked(Everyone):
         self.mask, self.kv, self.fresh = mask, kv, kv != "share"
 
     def attend(self, attention, i, q, k, v):
-        bias = self.bias(q)
+        fast = attention.cfg.fast
+        bias = None if fast and self.kv != "recursion" else self.bias(q)
         if self.kv == "recursion":                      # a token that is not chosen sees itself, so that all see one
             seen = self.mask[:, None] | torch.eye(self.mask.size(1), dtype=torch.bool, device=self.mask.device)
             bias = bias.masked_fill(~seen[:, None], -math.inf)
@@ -197,7 +208,7 @@ class Masked(Everyone):
             old = self.first[i]
             new = old if k is None else (k, v)
             k, v = (torch.where(self.mask[..., None, None], a, b) for a, b in zip(new, old))
-        return attention.among(q, k, v, bias)
+        return attention.among(q, k, v, bias.to(q.dtype) if fast and bias is not None else bias)
 
 
 class Chosen:
@@ -215,7 +226,7 @@ class Chosen:
             return (rows * T + self.idx).flatten(), None, self.idx.shape, self.idx.flatten()
         row, at = self.mask.nonzero(as_tuple=True)
         count = self.mask.sum(1)
-        n = int(count.max())
+        n = max(1, int(count.max()))    # none chosen: layers run on nothing, for gradients of zero
         step = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
         return row * T + at, row * n + step, (B, n), at
 
@@ -254,12 +265,14 @@ class Gathered:
 # the cache
 
 class KeyList:
-    """Keys and values of each row of a cache, kv[i] (2, B, G, left + max_len, D) in the i-th of some layers, contiguous
-    for each head, as attention reads them. Those of the first level, which all tokens have, stand by position to the
-    right of `origin`; those of deeper levels to the left of it, the first that came next to it. So what is filled, or
-    either side of it, is always in one piece. deeper (B,) counts the left side. Where a row needs more room there than
-    `left`, up to `most`, all rows grow. Lists with a left side also know of each entry its level (0: free), and where
-    in the text its token stands, at, both (B, left + max_len). These three are on the host."""
+    """Keys and values of each row of a cache, kv[i] (2, B, G, left + max_len, D) in the i-th of
+    some layers, contiguous for each head, as attention reads them. Those of the first level, which
+    all tokens have, stand by position to the right of `origin`; those of deeper levels to the left
+    of it, the first that came next to it. So what is filled, or either side of it, is always in one
+    piece. deeper (B,) counts the left side. Where a row needs more room there than `left`, up to
+    `most`, all rows grow. Lists with a left side also know of each entry its level (0: free), and
+    where in the text its token stands, at, both (B, left + max_len). These three are on the
+    host."""
 
     def __init__(self, layers, batch_size, max_len, left, most, cfg, device, dtype):
         shape = 2, batch_size, cfg.n_kv_head, left + max_len, cfg.head_dim
@@ -451,7 +464,7 @@ class Packed:
         q, k, v = (x if x is None else x[0] for x in (q, k, v))
         if self.fresh:
             kv, (of, slot) = self.keys.kv[i], self.places
-            kv[:, of, :, slot] = torch.stack([k, v], 1)[self.own].to(kv.dtype)              # (N, 2, G, D)
+            kv[:, of, :, slot] = torch.stack([k, v], 1)[self.own].to(kv.dtype)    # (N, 2, G, D)
         if len(self.parts) == 1:
             return self.parts[0].attend(attention, i, q, k, v)[None]
         out = q.new_empty(len(q), q.size(1) * q.size(2))
@@ -491,7 +504,7 @@ class Part:
             return self.unpadded(attention.among(*(self.padded(x) for x in (q, k, v)), None))
         kv = self.keys.kv[i][:, :, :, self.side]
         kv = (kv if self.all_rows else kv.index_select(1, self.index)).to(q.dtype)
-        k, v = kv.transpose(2, 3)                                                           # (B or R, S, G, D) each
+        k, v = kv.transpose(2, 3)                                           # (B or R, S, G, D) each
         if self.bias is None:
             self.bias = self.make_bias(q.dtype if attention.cfg.fast else torch.promote_types(q.dtype, torch.float32))
         if self.all_rows:
@@ -639,6 +652,12 @@ class Model(LanguageModel):
         K, R = cfg.n_stored, cfg.n_loop
         inner = [self.blocks[cfg.stored(layer)] for layer in range(K * R)]
         self.levels = [list(self.first), *(inner[r * K:r * K + K] for r in range(R)), list(self.last)]
+        self.loads = torch.zeros(R)         # in training, since the last step: tokens of each depth
+        # in evaluation, of each position: tokens that took the last recursion
+        reached = torch.zeros(cfg.block_size, dtype=torch.long)
+        self.register_buffer("reached", reached, persistent=False)
+        if cfg.capacity_warmup:
+            self.register_buffer("warmup_step", torch.zeros((), dtype=torch.long))
         if cfg.router == "expert":
             parts = [cfg.share_of_tokens(r) / cfg.share_of_tokens(max(r - 1, 0)) for r in range(R)]
             self.routers = nn.ModuleList(Router(cfg, 1, part) for part in parts)
@@ -647,8 +666,8 @@ class Model(LanguageModel):
         elif cfg.router == "token":
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
-        self.step_number, self.loads = 0, torch.zeros(R)        # loads: tokens of each depth since the last step
         self.init_weights()
+        self.set_step(0)
 
     @torch.no_grad()
     def init_weights(self):
@@ -675,30 +694,36 @@ class Model(LanguageModel):
     def eval_metrics(self):
         """What an evaluation reports beside ce, of what forward logs in eval mode."""
         depths = tuple(f"depth{d}" for d in range(1, self.cfg.n_loop + 1))
-        return {"expert": ("ce_topk", "router_accuracy", "router_majority", *depths, "dead"),
+        router = ("router_accuracy", "router_majority") if self.n_loop > 1 else ()
+        return {"expert": ("ce_topk", *router, *depths, "dead"),
                 "token": (*depths, "maxvio"), "none": ()}[self.cfg.router]
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model; aux also has depth1, ..: the share of tokens that take so many recursions, and what the
-        router does (see its functions). In eval mode, and with a cache, tokens are chosen as in decoding, and with
-        router=expert "ce_topk" is what choosing among all would give; in training mode that is "ce"."""
+        """As in every model; aux also has depth1, ..: the share of tokens that take so many
+        recursions, and what the router does (see its functions). In eval mode, and with a cache,
+        tokens are chosen as in decoding, and with router=expert "ce_topk" is what choosing among
+        all would give; in training mode that is "ce"."""
         if targets is None or cache is not None or idx.size(1) == 0:
             return super().forward(idx, targets, cache, n_valid)
-        h, _, losses, aux = self.whole(idx, causal=not self.training)
+        h, taken, losses, aux = self.whole(idx, causal=not self.training)
         logits, ce, told = self.predict(h, targets)
         aux = told | {k: v.detach() for k, v in aux.items()}
         if self.cfg.router == "expert" and not self.training:
             ahead, _, _, peeking = self.whole(idx, causal=False)
             aux["ce_topk"] = self.predict(ahead, targets)[1].detach()
+            self.reached[:idx.size(1)] += (taken == self.n_loop).sum(0)[:self.cfg.block_size]
             aux |= {name: v.detach() for name, v in peeking.items() if name.startswith("router_")}
         return logits, ce + sum(losses) if self.training else ce, aux
 
     def hidden(self, idx, cache, n_valid):
-        return self.whole(idx, not self.training)[0] if cache is None else self.cached(idx, cache, n_valid)
+        if cache is not None:
+            return self.cached(idx, cache, n_valid)
+        return self.whole(idx, causal=not self.training)[0]
 
     def whole(self, idx, causal):
-        """Of idx (B, T) without a cache: states after the last norm, the recursions that each token takes (B, T), what
-        training adds to the loss (a list), and what to log. causal: tokens are chosen as in decoding."""
+        """Of idx (B, T) without a cache: states after the last norm, the recursions that each token
+        takes (B, T), what training adds to the loss (a list), and what to log. causal: tokens are
+        chosen as in decoding."""
         self.check_context(idx.size(1), "{} tokens are")
         h, every = self.drop(self.wte(idx)), Everyone(idx.size(1), idx.device)
         h = self.through(h, 0, every)
@@ -728,7 +753,8 @@ class Model(LanguageModel):
         cache = place.cache
         if cache.rotary is None:
             with torch.inference_mode(False):
-                cache.rotary = torch.stack(make(torch.arange(cache.max_len, device=cache.device)), 1)
+                every = torch.arange(cache.max_len, device=cache.device)
+                cache.rotary = torch.stack(make(every), 1)
         return cache.rotary[place.at].unbind(-2)
 
     # routing -------------------------------------------------------------------------------------------------
@@ -742,12 +768,11 @@ class Model(LanguageModel):
             shares = kv == "share" or kv == "share_update" and r == 0
             place = Everyone(T, h.device, first if shares else None, fresh=r == 0 or kv != "share")
             return add(h, self.through(h, r + 1, place), gate)
-        if not self.cfg.fast:
+        # compiled, no shape may depend on the data: tokens that choose their depth are all run
+        if not self.cfg.fast or chosen.idx is None and torch.compiler.is_compiling():
             y = self.through(h, r + 1, Masked(chosen.mask, kv, first))
             return torch.where(chosen.mask[..., None], add(h, y, gate), h)
         place, states = Gathered(chosen, kv, first), h.flatten(0, 1)
-        if not len(place.places):
-            return h
         x = states.index_select(0, place.places)
         gate = None if gate is None else gate.flatten().index_select(0, place.places)
         new = add(x, self.through(x[None], r + 1, place)[0], gate).to(h.dtype)
@@ -761,27 +786,28 @@ class Model(LanguageModel):
         return h, torch.full(h.shape[:2], self.n_loop, device=h.device), [], {}
 
     def capacity(self, r, T):
-        """k of recursion r, from 0: how many of T tokens it chooses. During the warm-up the share of tokens falls
-        from 1 to (R - r) / R along half a cosine."""
-        R, steps = self.cfg.n_loop, self.cfg.capacity_warmup
-        above = 0.5 * (1 + math.cos(math.pi * self.step_number / steps)) if self.step_number < steps else 0.0   # 1 .. 0
-        return max(1, int(T * ((R - r) + r * above) / R + 1e-9))
+        """k of recursion r, from 0: how many of T tokens it chooses."""
+        return max(1, int(T * self.cfg.share_of_tokens(r, self.step_number) + 1e-9))
 
     def takes_all(self, r):
-        """Whether recursion r has room for all tokens, so that nothing is to be decided."""
-        return r == 0 or self.step_number == 0 < self.cfg.capacity_warmup
+        """Whether recursion r has room for all tokens, so that nothing is to be decided: the first
+        one, and at step 0 of a capacity warm-up, where a new model stands until set_step, every
+        one."""
+        return self.cfg.share_of_tokens(r, self.step_number) == 1
 
     def gate(self, s):
         """What a recursion's output counts, by the scores of its tokens."""
         return self.cfg.alpha * (torch.tanh(s) if self.cfg.router_func == "tanh" else torch.sigmoid(s))
 
     def expert_choice(self, h, causal):
-        """Recursions choose tokens. Logged: aux, the mean BCE of what decides in decoding, summed over recursions;
-        router_accuracy, how often that is right about the tokens that compete, and router_majority, how often always
-        saying the commoner thing would be; dead, the share of positions that the last recursion chose in no row."""
+        """Recursions choose tokens. Logged: aux, the mean BCE of what decides in decoding, summed
+        over recursions; where there are later recursions than the first, router_accuracy, how often
+        that is right about the tokens that compete for them, and router_majority, how often always
+        saying the commoner thing would be; dead, the share of positions that the last recursion
+        chose in no row."""
         B, T = h.shape[:2]
         at, first, active, losses = torch.arange(T, device=h.device), {}, None, []
-        taken, found = torch.zeros(B, T, device=h.device, dtype=torch.long), []
+        taken = torch.zeros(B, T, device=h.device, dtype=torch.long)
         for r in range(self.n_loop):
             s = self.routers[r](h, at, r)[..., 0]                                           # (B, T)
             decides = self.aux_routers[r](h.detach(), at, r)[..., 0] if self.cfg.causal == "aux_router" else s
@@ -789,40 +815,39 @@ class Model(LanguageModel):
                 chosen = active if self.takes_all(r) else Chosen(decides >= 0 if active is None else
                                                                  active.mask & (decides >= 0))
             else:
-                chosen = self.choose(s, active, self.capacity(r, T))
-                losses.append(self.decision_loss(s, decides, active, chosen, found))
+                # in training a tensor's size, so that one compiled step takes every k of a warm-up
+                k = self.rooms[r].size(0) if T == self.cfg.block_size else self.capacity(r, T)
+                chosen = self.choose(s, active, k) if r else None
+                losses.append(self.decision_loss(s, decides, active, chosen))
             h = self.recursion(r, h, chosen, self.gate(s), first)
             taken += 1 if chosen is None else chosen.mask
             active = chosen
         aux = {"dead": h.new_zeros(()) if active is None else 1 - active.mask.any(0).float().mean()}
         if losses:
-            bce, z = (torch.stack(x).sum() for x in zip(*losses))
-            aux["aux"] = bce
-            losses = [self.cfg.aux_weight * bce * (self.cfg.router_arch != "random"), self.cfg.z_loss * z]
-        if not causal:
-            right, commoner, count = (torch.stack(x).sum() for x in zip(*found)) if found else h.new_ones(3)
-            aux |= {"router_accuracy": right / count, "router_majority": commoner / count}
+            bce, z, *found = (torch.stack(x) for x in zip(*losses))         # (R,) each
+            aux["aux"] = bce.sum()
+            weight = self.cfg.aux_weight * (self.cfg.router_arch != "random")
+            losses = [weight * aux["aux"], self.cfg.z_loss * z.sum()]
+            if self.n_loop > 1:
+                right, commoner, count = (x[1:].sum().float() for x in found)
+                aux |= {"router_accuracy": right / count, "router_majority": commoner / count}
         return h, taken, losses, aux
 
     def choose(self, s, active, k):
         """The k tokens of each row with the highest scores s (B, T) among the active ones (None: all)."""
-        if k == s.size(1):
-            return None
         s = s.detach() if active is None else s.detach().masked_fill(~active.mask, -math.inf)
         idx = s.topk(k, 1).indices.sort(1).values
         return Chosen(torch.zeros_like(s, dtype=torch.bool).scatter(1, idx, True), idx)
 
-    def decision_loss(self, s, decides, active, chosen, found):
+    def decision_loss(self, s, decides, active, chosen):
         """(BCE of what decides in decoding, against who was chosen; squared scores), means over the tokens that
-        compete. To found goes (right, commoner, all): how many of them, in recursions that choose."""
+        compete; and how many of them (decide right, do the commoner thing, are there)."""
         there = torch.ones_like(s, dtype=torch.bool) if active is None else active.mask
         was = there if chosen is None else chosen.mask
         mean = lambda x: (x * there).sum() / there.sum()
-        if chosen is not None:
-            count, yes = there.sum(), was.sum()
-            found.append((((decides >= 0) == was)[there].sum().float(), torch.maximum(yes, count - yes).float(),
-                          count.float()))
-        return mean(F.binary_cross_entropy_with_logits(decides, was.to(s.dtype), reduction="none")), mean(s ** 2)
+        count, yes, right = there.sum(), was.sum(), (((decides >= 0) == was) & there).sum()
+        bce = F.binary_cross_entropy_with_logits(decides, was.to(s.dtype), reduction="none")
+        return mean(bce), mean(s ** 2), right, torch.maximum(yes, count - yes), count
 
     def token_depth(self, h, at):
         """Of states h (..., C) before the recursions: scores (..., R), p (..., R), and the depth that each token
@@ -849,8 +874,33 @@ class Model(LanguageModel):
         return x, depth + 1, losses + [self.cfg.z_loss * scores.logsumexp(-1).square().mean()], aux
 
     def set_step(self, step):
-        """The capacity warm-up stands at this training step."""
-        self.step_number = step
+        """The capacity warm-up stands at this training step; an evaluation may begin, see
+        end_evaluation. rooms[r] has as many rows as recursion r chooses of block_size tokens."""
+        cfg, self.step_number, self.loads = self.cfg, step, self.loads.to(self.wte.weight.device)
+        self.reached.zero_()
+        sizes = [self.capacity(r, cfg.block_size) for r in range(cfg.n_loop)]
+        self.rooms = [torch.empty(k, 0, device="cpu") for k in sizes]
+        if cfg.capacity_warmup:
+            self.warmup_step.fill_(step)
+            for room in self.rooms:
+                torch._dynamo.maybe_mark_dynamic(room, 0)       # compiled: one graph for all sizes
+
+    def _load_from_state_dict(self, weights, prefix, *rest):
+        """Weights that come without the step of a capacity warm-up are from before it was saved: it
+        is over."""
+        if not self.cfg.capacity_warmup:
+            weights.pop(prefix + "warmup_step", None)
+            return super()._load_from_state_dict(weights, prefix, *rest)
+        weights.setdefault(prefix + "warmup_step", torch.tensor(self.cfg.capacity_warmup))
+        super()._load_from_state_dict(weights, prefix, *rest)
+        self.set_step(int(self.warmup_step))
+
+    def end_evaluation(self, summed):
+        """What is told of all batches since set_step together: dead, the share of positions of
+        which no token took the last recursion. summed as in end_step."""
+        if self.cfg.router != "expert":
+            return {}
+        return {"dead": summed(*self.reached.tolist()).count(0) / self.cfg.block_size}
 
     @torch.no_grad()
     def end_step(self, summed):
@@ -859,7 +909,9 @@ class Model(LanguageModel):
         if self.cfg.router == "token" and self.cfg.balance == "loss_free":
             loads = torch.tensor(summed(*self.loads.tolist()))
             self.balance_bias += self.cfg.balance_rate * (loads.mean() - loads).sign().to(self.balance_bias)
-        self.loads = torch.zeros(self.cfg.n_loop)
+        self.loads = torch.zeros_like(self.loads)
+        if self.cfg.capacity_warmup:
+            self.warmup_step.fill_(self.step_number + 1)        # where weights saved now stand
 
     # decoding ------------------------------------------------------------------------------------------------
 
@@ -956,7 +1008,8 @@ class Model(LanguageModel):
         return self.norm(self.packed(h, np.full_like(n, self.cfg.n_loop + 1), cache, rows, n, at))
 
     def init_cache(self, batch_size, max_len):
-        """An empty cache for batch_size rows of up to max_len tokens (under rope at most block_size)."""
+        """An empty cache for batch_size rows of up to max_len tokens (under rope at most
+        block_size). A model with a capacity warm-up decodes as of its step: see takes_all."""
         self.check_context(max_len, "max_len={} is")
         w = self.wte.weight
         return LoopCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))

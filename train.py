@@ -839,7 +839,10 @@ class Trainer:
                 sums[8:] += [float(aux[name]) * count for name in more]
                 sums[7] += 0 if estimate is None else nats - estimated
         sums = self.procs.sum(*sums)
-        return self.evaluation(*sums[:8]) | {f"val_{name}": x / sums[1] for name, x in zip(more, sums[8:])}
+        told = {name: x / sums[1] for name, x in zip(more, sums[8:])}
+        if hasattr(self.model, "end_evaluation"):       # what is no mean over batches
+            told |= self.model.end_evaluation(self.procs.sum)
+        return self.evaluation(*sums[:8]) | {f"val_{name}": x for name, x in told.items()}
 
     def exact_batches(self, n):
         """Which of n validation batches are evaluated exactly: exact_batches of them, spread evenly, or all."""

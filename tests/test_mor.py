@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import model_gpt
@@ -601,7 +602,8 @@ def chosen(cache, row, levels):
         if keys.most:
             entries += [(of, at) for of, at in zip(keys.level[row], keys.at[row]) if of]    # 0: free
         elif keys.kv:                                           # of one level, by position
-            entries += [(level, at) for at in range(cache.max_len) if keys.kv[0][:, row, :, at].any()]
+            held = keys.kv[0][:, row].any(-1).any(0).any(0)
+            entries += [(level, at) for at in range(cache.max_len) if held[at]]
     return [sorted(at for of, at in entries if of == level) for level in levels]
 
 
@@ -785,6 +787,67 @@ def test_capacity_falls_along_half_a_cosine(T, R, half):
     assert mor().train()(tokens(1, 30), tokens(1, 30))[2]["depth3"] * 30 == pytest.approx(10)    # none: at once
 
 
+def test_weights_know_where_the_warm_up_stands():
+    """Loaded ones decode with the scores' decisions, as they did where they were saved; a new model
+    stands at step 0, where recursions have room for all. Weights without the step are from after
+    the warm-up."""
+    model, x = mor(capacity_warmup=10), tokens(2, 33)
+    assert model(x, x)[2]["depth3"] == 1
+    model.set_step(4)
+    depth, weights = model(x, x)[2]["depth3"], model.state_dict()
+    assert 0 < depth < 0.9 and weights["warmup_step"] == 4
+    loaded = twin(model)
+    older = {name: w for name, w in weights.items() if name != "warmup_step"}
+    for given in (weights, older):
+        loaded.load_state_dict(given)
+        assert loaded(x, x)[2]["depth3"] == depth and torch.equal(loaded(x)[0], model(x)[0])
+        cache = loaded.init_cache(2, 33)
+        assert relative(loaded(x, cache=cache)[0], model(x)[0]) < 1e-10
+        assert loaded.step_number == (4 if given is weights else 10)
+    without = mor()
+    without.load_state_dict(weights)                # a model that has no warm-up needs no step
+    assert torch.equal(without(x)[0], model(x)[0])
+    assert "warmup_step" not in older.keys() | without.state_dict().keys()
+    trained = loaded.train()
+    trained.set_step(6)
+    trained(x, x)
+    trained.end_step(lambda *numbers: list(numbers))
+    assert trained.state_dict()["warmup_step"] == 7
+
+
+@every_fast
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("sizes", [dict(kv=kv, **routing) for kv in KV for routing in (
+    dict(), dict(causal="aux_router"), dict(router="token"), dict(router="none"))], ids=str)
+def test_every_parameter_has_a_gradient(sizes, share, fast):
+    """Processes that train together wait for each one's. Of token choice: all tokens choose one
+    recursion."""
+    if share.endswith("sequence") and sizes["kv"] != "recursion":
+        return
+    n_layer, x = 8 if share.startswith("middle") else 6, tokens(2, 13)
+    model = mor(share=share, fast=fast, n_layer=n_layer, **sizes).train()
+    if model.cfg.router == "token":
+        model.balance_bias[0] = 10.0
+    _, loss, aux = model(x, x)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert aux.get("depth1", 1) == 1 or model.cfg.router == "expert"
+
+
+def test_without_later_recursions_nothing_is_told_of_decisions():
+    """And where they have room for all tokens, what would decide is held against that."""
+    model, x = mor(n_loop=1, n_layer=3), tokens(2, 33)
+    for training in (True, False):
+        assert not any("router" in name for name in model.train(training)(x, x)[2])
+    assert not any("router" in name for name in model.eval_metrics)
+    capped = mor(exit_loop=1)
+    assert "router_accuracy" not in capped.eval_metrics and "router_accuracy" not in capped(x, x)[2]
+    early = mor(capacity_warmup=10).train()
+    aux = early(x, x)[2]
+    assert aux["depth3"] == aux["router_majority"] == 1 and 0.05 < aux["router_accuracy"] < 0.95
+    assert capped.train().eval_metrics == early.eval_metrics
+
+
 def test_router_accuracy_and_dead_tokens():
     """Counted over recursions with less room than tokens; the majority is what always saying no (or yes) would get."""
     for sizes in (dict(), dict(causal="aux_router")):
@@ -924,6 +987,38 @@ def test_without_loss_free_no_bias_moves(sizes):
     assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
 
 
+# what has a graph of its own; of one a router the backward pass is compiled too, which is slow
+COMPILED = [dict(backend="aot_eager"), dict(kv="share", causal="aux_router"),
+            dict(kv="share_update", fast=False), dict(router="token", kv="share_update"),
+            dict(router="token", balance="loss_free", backend="aot_eager"),
+            dict(router="token", kv="share", fast=False)]
+
+
+@pytest.mark.parametrize("sizes", COMPILED, ids=str)
+def test_a_compiled_training_step_is_one_graph(sizes):
+    """torch.compile makes it once, without a break, whatever the capacities of a warm-up, its end
+    included, and the data are; loss and gradients are those without it."""
+    torch._dynamo.reset()
+    sizes = dict(sizes)
+    counter = CompileCounterWithBackend(sizes.pop("backend", "eager"))
+    model = mor(block_size=33, share="cycle", n_layer=3, capacity_warmup=9, **sizes).train()
+    step, reached = torch.compile(model, backend=counter, fullgraph=True), set()
+    for n in range(12):
+        x = tokens(2, 34, seed=n)
+        model.set_step(n)
+        _, loss, aux = step(x[:, :-1], x[:, 1:])
+        if n in (0, 4, 11):
+            _, want, log = model(x[:, :-1], x[:, 1:])
+            assert relative(loss, want) < 1e-10
+            assert all(relative(x, log[name]) < 1e-6 for name, x in aux.items())
+            for a, b in zip(gradients(loss, model), gradients(want, model), strict=True):
+                assert relative(a, b, 1e-8) < 1e-10
+        reached.add(float(aux.get("depth3", 0)))
+        model.end_step(lambda *numbers: list(numbers))
+    assert counter.frame_count == 1
+    assert len(reached) > 4
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the random router
 
@@ -1035,7 +1130,8 @@ def test_reset_empties_these_rows_alone(router, kv):
         cache.reset([1])
         assert chosen(cache, 1, range(5)) == [[]] * 5 and [chosen(cache, row, range(5)) for row in (0, 2)] == kept
         assert cache.lengths.tolist() == [18, 0, 18] and cache.taken[1].sum() == 0
-        assert all((x[:, 1] == 0).all() and (x[:, 0] != 0).any() for keys in cache.lists for x in keys.kv)
+        buffers = [x for keys in cache.lists for x in keys.kv]
+        assert all((x[:, 1] == 0).all() and (x[:, 0] != 0).any() for x in buffers)
         piece = torch.stack([x[0, 18:30], x[3, :12], x[2, 18:30]])
         got = model(piece, cache=cache)[0]
         for row, want in ((0, model(x[:1])[0][0, 18:]), (1, model(x[3:, :12])[0][0]), (2, model(x[2:3])[0][0, 18:])):
@@ -1061,7 +1157,7 @@ def test_a_cache_made_and_grown_in_inference_mode_is_written_outside(router, kv)
 @every_fast
 @every_routing
 def test_calls_with_a_cache_build_no_graph(router, fast):
-    """Also where gradients are on, with targets, in training mode, and call by call as an engine does."""
+    """Also where gradients are on, with targets, in training mode, and in an engine's calls."""
     model, x = mor(router=router, fast=fast).train(), tokens(2, 30)
     cache = model.init_cache(2, 30)
     logits, loss, _ = model(x[:, :9], x[:, 1:10], cache=cache)

@@ -75,6 +75,20 @@ def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
         assert keys or row["val_ce_topk"] != row["val_ce"]
 
 
+def test_dead_positions_are_those_of_the_whole_evaluation(tmp_path, data_dir):
+    """No token of any batch took the last recursion there; and each evaluation begins anew."""
+    trainer = runs.run("mor", tmp_path, data_dir, "eval_batches=6", "n_loop=4", "n_layer=6")
+    batches = trainer.batches.val_batches(6)
+    rows = [trainer.batches.cut(trainer.batches.val, batch) for batch in batches]
+    model = trainer.model.eval()
+    ever = torch.stack([(model.recursions(x) == 4).any(0) for x, _ in rows])
+    dead, each = 1 - ever.any(0).double().mean().item(), 1 - ever.double().mean().item()
+    for _ in range(2):
+        assert trainer.evaluate()["val_dead"] == pytest.approx(dead) != pytest.approx(each)
+    with torch.no_grad():
+        assert model(*rows[0])[2]["dead"] == pytest.approx(1 - ever[0].double().mean().item())
+
+
 @pytest.mark.parametrize("model", ["gpt", "mor"])
 def test_a_budget_of_operations_sets_the_steps(model, tmp_path, data_dir):
     trainer = runs.run(model, tmp_path, data_dir, "max_steps=1")
