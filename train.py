@@ -410,15 +410,18 @@ def check_state(state):
         raise ValueError("its config names no dataset")
     module = model_module(state["model"])
     cfg, weights = typed_config(module.Config, {}, state["model_config"]), state["weights"]
-    if not all(type(name) is str and isinstance(w, torch.Tensor) and w.is_floating_point()
-               and w.isfinite().all() for name, w in weights.items()):
-        raise ValueError("its weights are not named floating-point tensors of finite numbers")
+    if not all(type(name) is str and isinstance(w, torch.Tensor) and w.isfinite().all()
+               for name, w in weights.items()):
+        raise ValueError("its weights are not named tensors of finite numbers")
     if cfg.n_layer // getattr(cfg, "n_loop", 1) > len(weights):
         raise ValueError(f"its weights are {len(weights)}, too few for n_layer={cfg.n_layer}")
     model = shapes_only(module.Model, cfg, trained_on(state))
-    wanted = {n: tuple(w.shape) for n, w in model.state_dict().items()}
-    found = {n: tuple(w.shape) for n, w in weights.items()}
-    for name in sorted(wanted.keys() | found.keys()):
+    shape = lambda w: (tuple(w.shape), "floats" if w.is_floating_point() else "integers")
+    wanted = {n: shape(w) for n, w in model.state_dict().items()}
+    found = {n: shape(w) for n, w in weights.items()}
+    # a buffer may be younger than the checkpoint: its model knows what to take for it
+    younger = {n for n, _ in model.named_buffers()} - found.keys()
+    for name in sorted(wanted.keys() - younger | found.keys()):
         if wanted.get(name) != found.get(name):
             raise ValueError(f"its weight {name} is {found.get(name, 'missing')}, the model's "
                              f"{wanted.get(name, 'missing')}")
