@@ -76,8 +76,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
-from model_gpt import (KVCache, alibi_slopes, apply_rotary, attention_naive, check_choice,
-                       check_sizes, compute_dtype, cross_entropy, rotary_tables)
+from model_gpt import (KVCache, LanguageModel, alibi_slopes, apply_rotary, attention_naive, check_choice,
+                       check_sizes, compute_dtype, rotary_tables)
 
 
 @dataclass
@@ -168,17 +168,17 @@ def scores_bias(cfg, distance, seen, dtype):
     return bias.masked_fill(~seen, -math.inf)
 
 
-def held(cfg, cache, layer, x, pos):
-    """What a cache holds of a layer before this call's tokens: k, v (B, S, G, D) and their positions (B or 1, S),
+def cached_kv(cfg, cache, layer, x, pos):
+    """What a cache holds of a layer before this call's tokens: k, v (B, G, S, D) and their positions (B or 1, S),
     FAR where a row has none. S is 0 without a cache or such a layer."""
     S = cache.longest if cache is not None and layer < len(cache.k) else 0
     if S == 0:
-        none = x.new_empty(x.size(0), 0, cfg.n_kv_head, cfg.head_dim, dtype=compute_dtype(x))
+        none = x.new_empty(x.size(0), cfg.n_kv_head, 0, cfg.head_dim, dtype=compute_dtype(x))
         return none, none, pos[:, :0]
     at = torch.arange(S, device=x.device)[None]
     if cache.ragged:
         at = torch.where(at < cache.lengths[:, None], at, kernels.FAR)
-    return *(u[:, :S].to(compute_dtype(x)) for u in (cache.k[layer], cache.v[layer])), at
+    return *(u[:, :, :S].to(compute_dtype(x)) for u in (cache.k[layer], cache.v[layer])), at
 
 
 class Block(nn.Module):
@@ -200,44 +200,45 @@ class Block(nn.Module):
         self.k_norm = Norm(kind, G * D if full else D, cfg.norm_eps)
 
     def heads(self, u, norm, rotary):
-        """A projection u (B, n, heads D) -> queries or keys (B, n, heads, D), QK-norm and rotation done."""
+        """A projection u (B, n, heads D) -> queries or keys (B, heads, n, D), QK-norm and rotation done."""
         shape = (*u.shape[:2], -1, self.cfg.head_dim)
         u = norm(u).view(shape) if self.cfg.qk_norm == "full" else norm(u.view(shape))
-        return u if rotary is None else apply_rotary(u, *rotary)
+        return (u if rotary is None else apply_rotary(u, *rotary)).transpose(1, 2)
 
     def pair(self, n, rotary):
-        """The key and value (B, n, G, D) of n: the temporary pair of norm1(x), the persistent one of norm1(y)."""
-        return self.heads(self.wk(n), self.k_norm, rotary), self.wv(n).view(*n.shape[:2], -1, self.cfg.head_dim)
+        """The key and value (B, G, n, D) of n: the temporary pair of norm1(x), the persistent one of norm1(y)."""
+        v = self.wv(n).view(*n.shape[:2], -1, self.cfg.head_dim).transpose(1, 2)
+        return self.heads(self.wk(n), self.k_norm, rotary), v
 
     def forward(self, x, pos, rotary, cache=None):
         """x (B, T, C) at positions pos (B or 1, T), after what the cache holds -> y (B, T, C), the persistent pairs
-        k, v and the temporary pairs kt, vt, each (B, T, G, D)."""
+        k, v and the temporary pairs kt, vt, each (B, G, T, D)."""
         cfg, T = self.cfg, x.size(1)
-        old_k, old_v, old_pos = held(cfg, cache, self.layer, x, pos)
-        old_kt, old_vt, old_post = held(cfg, cache, self.layer + cfg.n_layer, x, pos)       # of block > 1 only
+        old_k, old_v, old_pos = cached_kv(cfg, cache, self.layer, x, pos)
+        old_kt, old_vt, old_post = cached_kv(cfg, cache, self.layer + cfg.n_layer, x, pos)  # of block > 1 only
         n = self.norm1(x)
         q, (kt, vt) = self.heads(self.wq(n), self.q_norm, rotary), self.pair(n, rotary)
         ks, vs, ys = [], [], []
         for t in range(T):
             here, own = slice(t, t + 1), slice(max(0, t + 1 - cfg.block), t + 1)    # its block starts in `own`
-            k = torch.cat([old_k, *ks, old_kt, kt[:, own]], 1)
-            v = torch.cat([old_v, *vs, old_vt, vt[:, own]], 1)
+            k = torch.cat([old_k, *ks, old_kt, kt[:, :, own]], 2)
+            v = torch.cat([old_v, *vs, old_vt, vt[:, :, own]], 2)
             bias = self.bias(pos[:, here], torch.cat([old_pos, pos[:, :t]], 1),
                              torch.cat([old_post, pos[:, own]], 1), x.dtype)
-            a = attention_naive(*(u.transpose(1, 2) for u in (q[:, here], k, v)), bias)     # a_t (B, H, 1, D)
+            a = attention_naive(q[:, :, here], k, v, bias)                                  # a_t (B, H, 1, D)
             z = x[:, here] + self.wo(a.transpose(1, 2).flatten(2))                          # z_t
             y = z + self.w_down(F.gelu(self.w_up(self.norm2(z))))                           # y_t
             k, v = self.pair(self.norm1(y) if cfg.kv_norm else y, rotary and [table[:, here] for table in rotary])
             ks, vs, ys = ks + [k], vs + [v], ys + [y]
-        return torch.cat(ys, 1), torch.cat(ks, 1), torch.cat(vs, 1), kt, vt
+        return torch.cat(ys, 1), torch.cat(ks, 2), torch.cat(vs, 2), kt, vt
 
     def decode(self, x, pos, rotary, bias, cache):
         """The same for one token a row, x (B, 1, C), of block 1: y (B, 1, C). What a plain Transformer does, and one
         more projection: in its slot of the cache the temporary pair stands until the persistent one replaces it. bias
         (B or 1, H or 1, 1, S), as forward has it, is the same for all layers."""
         n = self.norm1(x)
-        q, (kt, vt) = self.heads(self.wq(n), self.q_norm, rotary).transpose(1, 2), self.pair(n, rotary)
-        k, v = (u.to(q.dtype).transpose(1, 2) for u in cache.append(self.layer, kt, vt))    # (B, G, S, D)
+        q, (kt, vt) = self.heads(self.wq(n), self.q_norm, rotary), self.pair(n, rotary)
+        k, v = (u.to(q.dtype) for u in cache.append(self.layer, kt, vt))                    # (B, G, S, D)
         if q.dtype == bias.dtype:
             a = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=q.size(1) != k.size(1))
         else:       # torch's would take the bias in bfloat16 only
@@ -464,7 +465,7 @@ class Rows:
     """
 
     def __init__(self, run, q, out, lse):
-        (A, B, H, C, D), self.run = q.shape, run
+        (A, B, _, C, D), self.run = q.shape, run
         self.shape, self.N, self.n_keys = q.shape, A * B * run.G, C - run.b
         self.q = (q.to(out.dtype) * run.scale).view(self.N, -1, C, D)          # (N, R, C, D)
         self.out, self.lse = out.view(self.q.shape), lse.view(*self.q.shape[:3], 1)
@@ -476,7 +477,7 @@ class Rows:
         return u.unflatten(2, (-1, self.run.b)).transpose(1, 2).flatten(2, 3).unbind(1)
 
     def read(self, i):
-        (A, B, H, C, D), b = self.shape, self.run.b
+        (A, B, H, _, D), b = self.shape, self.run.b
         out, p = self.out_rows[i], i * b
         if p > 0:
             n = min(max(p, 15), self.n_keys)    # 16 numbers a row: torch's softmax is far slower for fewer
@@ -520,7 +521,7 @@ class Rows:
         return dk.view(A, B, -1, b, D), dv.view(A, B, -1, b, D)
 
     def push(self, i, do):
-        (A, B, H, C, D), b = self.shape, self.run.b
+        C, D, b = *self.shape[3:], self.run.b
         rows, do = slice(i * b, i * b + b), do.reshape(self.N, -1, b, D)
         self.do.view(self.N, -1, C, D)[:, :, rows] = do
         self.delta.view(self.N, -1, C)[:, :, rows] = (do * self.out_rows[i].view(do.shape)).sum(-1)     # da_i . a_i
@@ -669,7 +670,7 @@ class Run:
         k, v, at = past
         here = self.pos[:, c * self.C:(c + 1) * self.C]
         here, at = (u.int().squeeze(0) for u in (here, at))
-        return kernels.attend(q, k.transpose(1, 2), v.transpose(1, 2), here, at, self.slopes)
+        return kernels.attend(q, k, v, here, at, self.slopes)
 
     def merged(self, a, parts):
         """State a merged with one (out, lse) for each layer."""
@@ -927,7 +928,7 @@ def record(run, function, inputs):
 # the model
 # ---------------------------------------------------------------------------------------------------------------------
 
-class Model(nn.Module):
+class Model(LanguageModel):
     """The Recurrent Transformer language model. See Config for its sizes and forward for its use."""
 
     def __init__(self, cfg):
@@ -958,32 +959,14 @@ class Model(nn.Module):
         """The most tokens one cache or one forward may hold; None where the positions have no end."""
         return self.cfg.block_size if self.cfg.pos == "rope" else None
 
-    def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """Predict the token after each position.
-
-        idx (B, T) int64 token ids. targets (B, T), -1 = not counted. cache, from init_cache, holds the tokens
-        before idx and takes idx in; n_valid (B,) then tells how many of each row's T tokens are real, the
-        rest being padding on the right.
-        Returns logits (B, T, vocab_size) in float32 or better, loss (None without targets) and aux, whose
-        "ce" is the cross-entropy in nats per token. No gradient flows through a call with a cache. Raises ValueError
-        where T is 0, where the context would outgrow context_limit, and where the cache is full.
-        """
+    def hidden(self, idx, cache, n_valid):
         T = idx.size(1)
-        if T == 0:
-            raise ValueError("idx holds no token (T = 0)")
         pos = torch.arange(T, device=idx.device)[None] if cache is None else cache.place(T, n_valid)
-        end = T if cache is None else cache.end
-        if self.context_limit is not None and end > self.context_limit:
-            raise ValueError(f"{end} tokens are more than block_size={self.context_limit}")
+        self.check_context(T if cache is None else cache.end, "{} tokens are")
         x = self.layers(self.drop(self.wte(idx)), pos, cache)               # (B, T, C)
         if cache is not None:
             cache.advance()
-        logits = self.head(self.norm(x))                                    # (B, T, V)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if targets is None:
-            return logits, None, {}
-        loss = cross_entropy(logits, targets)
-        return logits, loss, {"ce": loss.detach()}
+        return self.norm(x)
 
     @torch.compiler.disable     # a compiler would unroll the loop over positions
     def layers(self, x, pos, cache=None):
@@ -1008,7 +991,6 @@ class Model(nn.Module):
             self.keep(cache, l, *pairs)
         return x
 
-    @torch.no_grad()
     def layers_decode(self, x, pos, cache):
         """One token a row, in block 1."""
         rotary, wide = self.rotary(pos, x.dtype), torch.promote_types(x.dtype, torch.float32)
@@ -1018,18 +1000,15 @@ class Model(nn.Module):
             x = block.decode(x, pos, rotary, bias, cache)
         return x
 
-    @torch.no_grad()
     def layers_prefill(self, x, pos, cache):
         """The wavefront (or the tiles) over the new tokens, after those of the cache."""
         run = Run(self.cfg, x, pos)                             # under the caller's autocast, which tells the dtype
-        past = [held(self.cfg, cache, l, x, pos) for l in range(run.L)] if cache.longest else None
+        past = [cached_kv(self.cfg, cache, l, x, pos) for l in range(run.L)] if cache.longest else None
         with torch.autocast(x.device.type, enabled=False):
             states = run.forward(x, stack_weights(self.blocks), past, keep=self.cfg.block > 1)
         for l in range(run.L):
-            pairs = [u[l, :, :, :run.T].transpose(1, 2) for u in (run.k, run.v)]
-            if self.cfg.block > 1:
-                pairs += [u[l, :, :, :run.T].transpose(1, 2) for u in (run.kt, run.vt)]
-            self.keep(cache, l, *pairs)
+            pairs = (run.k, run.v, run.kt, run.vt) if self.cfg.block > 1 else (run.k, run.v)
+            self.keep(cache, l, *(u[l, :, :, :run.T] for u in pairs))
         return states[-1, :, :run.T]
 
     def keep(self, cache, l, k, v, kt=None, vt=None):
@@ -1042,33 +1021,10 @@ class Model(nn.Module):
     def init_cache(self, batch_size, max_len):
         """An empty cache for batch_size rows of up to max_len tokens (under rope at most block_size). With block > 1 it
         holds the temporary pairs too, as layers n_layer and up: the last block, unfinished, needs them."""
-        if self.context_limit is not None and max_len > self.context_limit:
-            raise ValueError(f"max_len={max_len} is more than block_size={self.context_limit}")
+        self.check_context(max_len, "max_len={} is")
         cfg, w = self.cfg, self.wte.weight
         cfg = replace(cfg, n_layer=cfg.n_layer * (2 if cfg.block > 1 else 1))
         return KVCache(cfg, batch_size, max_len, w.device, compute_dtype(w))
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue idx (B, T) by max_new_tokens sampled tokens: (B, T + max_new_tokens). temperature 0 takes
-        the likeliest. A full rotary context is cropped to its last block_size tokens and prefilled again. Call eval()
-        first. (sample.py has the complete sampler.)"""
-        limit = self.context_limit or idx.size(1) + max_new_tokens
-        cache, new = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens)), idx
-        for _ in range(max_new_tokens):
-            if cache.longest + new.size(1) > cache.max_len:
-                cache.reset()
-                new = idx[:, -cache.max_len:]
-            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
-            if top_k:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, keepdim=True)
-            idx = torch.cat([idx, new], 1)
-        return idx
-
-    def set_step(self, step):
-        """Nothing here depends on the training step."""
 
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward in a sequence of block_size: 6 for

@@ -165,6 +165,29 @@ def test_blocks_go_on_by_the_wavefront_where_the_cache_ends_with_one(monkeypatch
     assert len(ran) == 3 + 2, "three prefills, and the two forwards they are compared with"
 
 
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("schedule", ["naive", *FAST])
+def test_no_gradient_flows_through_a_call_with_a_cache(schedule, block):
+    """In training mode too, on every path: prefill, one token, going on inside a block."""
+    model, x = rt(schedule, block=block).train(), tokens(2, 13)
+    cache = model.init_cache(2, 12)
+    for tokens_in, targets in zip(x[:, :-1].split([5, 1, 2, 4], 1), x[:, 1:].split([5, 1, 2, 4], 1)):
+        loss = model(tokens_in, targets, cache=cache)[1]
+        assert not loss.requires_grad
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("schedule", ["naive", *FAST])
+def test_a_cache_of_inference_mode_goes_on_outside(schedule, block):
+    model, x = rt(schedule, block=block), tokens(2, 12)
+    with torch.inference_mode():
+        cache = model.init_cache(2, 12)
+        model(x[:, :6], cache=cache)
+    got = torch.cat([model(part, cache=cache)[0] for part in x[:, 6:].split([1, 5], 1)], 1)
+    assert relative(got, model(x)[0][:, 6:].detach()) < 1e-10
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # its neighbours: the plain Transformer, and the RNN
 
@@ -368,7 +391,7 @@ def test_bfloat16_attention_is_rounded_nowhere_inside(monkeypatch, pos):
         model(tokens(2, 200))
     slopes = [2 ** (-8 * h / 6) for h in range(1, 7)] if pos == "alibi" else [0.0] * 6
     for rows, q, out, lse, found in chunks:
-        (A, B, H, C, D), (k, v) = q.shape, (u.double().view(*q.shape) for u in map(torch.clone, rows.pairs()))
+        (C, D), (k, v) = q.shape[3:], (u.double().view(*q.shape) for u in map(torch.clone, rows.pairs()))
         distance = torch.arange(C)[:, None] - torch.arange(C)
         s = q @ k.mT / math.sqrt(D) - torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance
         p = torch.cat([lse[..., None], s.masked_fill(distance <= 0, -math.inf)], -1).softmax(-1)
