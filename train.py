@@ -409,6 +409,7 @@ def check_state(state):
     if type(state["config"].get("dataset")) is not str:
         raise ValueError("its config names no dataset")
     module = model_module(state["model"])
+    drop_retired_keys(module.Config, state)
     cfg, weights = typed_config(module.Config, {}, state["model_config"]), state["weights"]
     if not all(type(name) is str and isinstance(w, torch.Tensor) and w.isfinite().all()
                for name, w in weights.items()):
@@ -416,7 +417,7 @@ def check_state(state):
     if cfg.n_layer // getattr(cfg, "n_loop", 1) > len(weights):
         raise ValueError(f"its weights are {len(weights)}, too few for n_layer={cfg.n_layer}")
     model = shapes_only(module.Model, cfg, trained_on(state))
-    shape = lambda w: (tuple(w.shape), "floats" if w.is_floating_point() else "integers")
+    shape = lambda w: tuple(w.shape) if w.is_floating_point() else ("integers", *w.shape)
     wanted = {n: shape(w) for n, w in model.state_dict().items()}
     found = {n: shape(w) for n, w in weights.items()}
     # a buffer may be younger than the checkpoint: its model knows what to take for it
@@ -425,6 +426,15 @@ def check_state(state):
         if wanted.get(name) != found.get(name):
             raise ValueError(f"its weight {name} is {found.get(name, 'missing')}, the model's "
                              f"{wanted.get(name, 'missing')}")
+
+
+def drop_retired_keys(config, state):
+    """Take out of a checkpoint the keys that its model no longer has: config.RETIRED names each with the only value that
+    is left of it. ValueError where the checkpoint has another."""
+    for key, value in getattr(config, "RETIRED", {}).items():
+        for keys in (state["config"], state["model_config"]):
+            if keys.pop(key, value) != value:
+                raise ValueError(f"its {key} is no longer supported, only {key}={value} is")
 
 
 def check_zip(path):

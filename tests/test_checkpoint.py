@@ -12,6 +12,7 @@ import zipfile
 import pytest
 import torch
 
+import model_gpt
 import runs
 import train
 from conftest import MODELS, ROOT
@@ -207,6 +208,22 @@ def test_every_field_of_a_checkpoint_is_checked(sound, tmp_path):
     refused(lambda s: s["weights"].update(more=torch.ones(5)), "its weight more")
     refused(lambda s: s["weights"].update(more=5), "its weights are not named")
     refused(lambda s: s["weights"]["norm.weight"].fill_(torch.nan), "its weights are not .* finite")
+
+
+def test_keys_that_a_model_no_longer_has(sound, tmp_path, monkeypatch):
+    """A checkpoint of an earlier version loads where such a key has the value that is left, else is refused."""
+    (tmp_path / "a.pt").write_bytes(sound[0])
+    state = train.load_checkpoint(tmp_path / "a.pt")
+    monkeypatch.setattr(model_gpt.Config, "RETIRED", {"bias": False}, raising=False)
+    for value in (False, True):
+        old = {**state, "config": {**state["config"], "bias": value},
+               "model_config": {**state["model_config"], "bias": value}}
+        train.save_checkpoint(tmp_path / "b.pt", old)
+        if value:
+            with pytest.raises(UserError, match="its bias is no longer supported, only bias=False is"):
+                train.load_checkpoint(tmp_path / "b.pt")
+        else:
+            assert train.fingerprint(train.load_checkpoint(tmp_path / "b.pt")) == train.fingerprint(state)
 
 
 def test_malformed_optimizer_states_are_refused(data_dir, tmp_path):
