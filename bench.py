@@ -189,11 +189,13 @@ def rt_floor(cfg, batch_size):
 
 def bench_rt_layers(cfg, device, batch_sizes=(8, 32, 128, 512), rounds=3):
     """A GPU's table: milliseconds a layer by batch size, each schedule, and tokens a second beside the plain
-    Transformer's, which is compiled, as the schedules are replayed as CUDA graphs. With config=configs/rt_150m_12l.yaml the sizes are those of the paper's Table 2."""
+    Transformer's, which is compiled (on CUDA), as the schedules are replayed as CUDA graphs. With
+    config=configs/rt_150m_12l.yaml the sizes are those of the paper's Table 2."""
     module, tables = model_module("rt"), cfg.n_embd == 1024 and cfg.block_size == 512
     for batch_size in batch_sizes:
         models = {"plain, compiled": plain_transformer(cfg), "plain, eager": plain_transformer(cfg)}
-        models["plain, compiled"].compile()
+        if device.type == "cuda":
+            models["plain, compiled"].compile()
         for schedule in ("wavefront", "tiled", "naive") if batch_size == min(batch_sizes) else ("wavefront", "tiled"):
             models[schedule] = module.Model(dataclasses.replace(cfg, schedule=schedule))
         paper = PAPER_RT.get(batch_size) if tables else None
@@ -751,7 +753,8 @@ def bench_gpt(model, cfg, device, ckpt=None):
     if T < 2:
         raise UserError(f"block_size={T}: decoding needs at least 2 tokens")
     changes = {"fast": {}, "naive": dict(fast=False), "GELU, no positions": dict(mlp="gelu", pos="none", n_mlp=0)}
-    models = {name: type(model)(dataclasses.replace(model.cfg, **change)).to(device) for name, change in changes.items()}
+    models = {name: type(model)(dataclasses.replace(model.cfg, **change)).to(device)
+              for name, change in changes.items()}
     steps = medians({name: (None, training_step(m, cfg)) for name, m in models.items()}, 10, device)
     for name, seconds in steps.items():
         print(f"training, {name:20s}{1000 * seconds:9.2f} ms a step{tokens / seconds:12,.0f} tokens/s"

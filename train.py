@@ -429,8 +429,8 @@ def check_state(state):
 
 
 def drop_retired_keys(config, state):
-    """Take out of a checkpoint the keys that its model no longer has: config.RETIRED names each with the only value that
-    is left of it. ValueError where the checkpoint has another."""
+    """Take out of a checkpoint the keys that its model no longer has: config.RETIRED names each with the only value
+    that is left of it. ValueError where the checkpoint has another."""
     for key, value in getattr(config, "RETIRED", {}).items():
         for keys in (state["config"], state["model_config"]):
             if keys.pop(key, value) != value:
