@@ -1,29 +1,27 @@
 """
-The plain Transformer: chapter one, and the baseline of every recurrent model here.
-
-The block is Llama's: RMSNorm, rotary positions (RoPE), grouped key/value heads (GQA), SwiGLU, no
-biases, and both branches add to the residual stream:
+The plain Transformer (decoder-only, Llama's block): the baseline of the recurrent models here.
 
     h_0     = E[idx]
     z_l     = h_l + Wo Attention(Wq n, Wk n, Wv n)            n = RMSNorm(h_l)
-    h_{l+1} = z_l + W_down (silu(W_gate n) * (W_up n))        n = RMSNorm(z_l)
+    h_{l+1} = z_l + W_down (silu(W_gate m) * (W_up m))        m = RMSNorm(z_l)
     logits  = W_head RMSNorm(h_L)
 
     idx --E--> h_0 --block--> h_1 -- ... --block--> h_L --norm--> hidden --head--> logits
 
 Attention of query i:  sum_j a_ij v_j,  a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij),  where key j
-is visible iff j <= i and, with a sliding window w, i - j < w. ALiBi's bias is -m_h (i - j) with
-m_h = 2^(-8 h / H), h from 1; with RoPE and without positions it is 0.
+is visible iff j <= i and, with a sliding window w, i - j < w. q and k are those after QK-norm and
+rotary positions (RoPE). ALiBi's bias is -m_h (i - j) with m_h = 2^(-8 h / H), h from 1.
 
-`fast=false` writes this out (a T x T softmax), `fast=true` calls torch's fused attention. What every
-Transformer has stands in this file once, and the other model files import it.
+`fast=false` writes this out (a T x S softmax), `fast=true` calls torch's fused attention.
+What every Transformer has stands in this file once, and the other model files import it: read it
+first.
+
+Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value heads,
+D = C / H head size, V vocabulary.
 
 Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Shazeer 2020 (SwiGLU,
 2002.05202); Zhang and Sennrich 2019 (RMSNorm, 1910.07467); Ainslie et al. 2023 (GQA, 2305.13245);
 Press et al. 2022 (ALiBi, 2108.12409); Touvron et al. 2023 (Llama, 2302.13971).
-
-Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value heads,
-D = C / H head size, V vocabulary.
 """
 import contextlib
 import math
@@ -34,6 +32,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fused import apply_rope, rms_norm
+
 
 def choice(*allowed):
     """A Config field that is one of `allowed`; the first is the default."""
@@ -42,7 +42,7 @@ def choice(*allowed):
 
 @dataclass
 class BaseConfig:
-    """The keys that all models have."""
+    """The fields (keys of a config file) that all models have."""
     block_size: int = 256        # tokens of a training sequence; with RoPE also the longest context
     vocab_size: int = 257        # number of token ids
     n_layer: int = 4             # blocks
@@ -50,7 +50,7 @@ class BaseConfig:
     n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head (0: n_head)
     n_embd: int = 128            # width of the residual stream
     dropout: float = 0.0         # on embeddings, attention weights and residual branches
-    fast: bool = True            # the fast path; false: the equations written out
+    fast: bool = True            # fused or parallel code; false: the equations written out
 
     def __post_init__(self):
         """Raise ValueError, naming the key, where a value is impossible."""
@@ -102,31 +102,13 @@ class Config(BaseConfig):
 
 
 def mlp_width(cfg):
-    """The usual hidden width: as many weights for swiglu's three matrices as for gelu's two."""
+    """The usual hidden width: about as many weights in swiglu's three matrices as in gelu's two,
+    rounded up to a multiple of 32."""
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(cfg.n_embd / 12)
 
 
 # -------------------------------------------------------------------------------------------------
 # the parts of a block
-
-class NormOnCPU(torch.autograd.Function):
-    """RMSNorm for training on a CPU, where torch's makes three times as many passes over x."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        r = (torch.linalg.vecdot(x, x) / x.size(-1) + eps).rsqrt_()[..., None]      # (..., 1)
-        n = x * r
-        ctx.save_for_backward(n, r, weight)
-        return n * weight
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        n, r, weight = ctx.saved_tensors
-        dweight, dn = (g * n).flatten(0, -2).sum(0), g * weight
-        along = torch.linalg.vecdot(dn, n)[..., None] / n.size(-1)
-        return dn.addcmul_(n, along, value=-1).mul_(r), dweight, None   # scaling x changes nothing
-
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
@@ -137,46 +119,19 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        if torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype == self.weight.dtype:
-            return NormOnCPU.apply(x, self.weight, self.eps)
-        weight = self.weight.to(x.dtype)                        # under autocast x may be bfloat16
-        return F.rms_norm(x, weight.shape, weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rope_tables(pos, head_dim, theta, dtype):
-    """cos and sin (..., D) of the angles pos theta^(-2i / D), at positions pos (...), float32 or
-    better. Each angle stands twice, for both halves of a head; sin is negative in the first."""
+    """RoPE rotates each pair (x_i, x_{i + D/2}) of a query or key by the angle pos theta^(-2i / D):
+        (a, b) -> (a cos - b sin, b cos + a sin)
+    -> cos and sin (..., D) at positions pos (...), in float32 or better, as apply_rope reads them:
+    each angle twice, for both halves of a head, and sin negative in the first half."""
     dtype = torch.promote_types(dtype, torch.float32)
-    i = torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype)
-    angle = pos.to(dtype)[..., None] * theta ** (-i / head_dim)             # (..., D / 2)
+    freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
+    angle = pos.to(dtype)[..., None] * freq                             # (..., D / 2)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-class Rotation(torch.autograd.Function):
-    """apply_rope for training: its backward pass rotates by minus the angle and saves nothing of x."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        half = x.size(-1) // 2
-        y = x * cos
-        y[..., :half].addcmul_(x[..., half:], sin[..., :half])
-        y[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return y.to(x.dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        cos, sin = ctx.saved_tensors
-        return Rotation.apply(g, cos, -sin), None, None
-
-
-def apply_rope(x, cos, sin):
-    """Rotate each pair (x_i, x_{i + D/2}) of x (..., T, D) by its angle; cos, sin (..., T, D)."""
-    if torch.is_grad_enabled():
-        return Rotation.apply(x, cos, sin)
-    return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).to(x.dtype)    # in the tables' float32
 
 
 def alibi_slopes(n_head, device=None, dtype=torch.float32):
@@ -206,18 +161,11 @@ def attention_naive(q, k, v, bias, dropout=0.0):
 
 
 def attention_fast(q, k, v, bias, dropout=0.0):
-    """The same by torch's fused kernels. bias None: plainly causal, or one query that attends to
-    every key; then no mask is built or read."""
-    causal = True if bias is None and q.size(2) > 1 else False  # a bool, also where T is symbolic
+    """The same by torch's fused kernels. bias None: causal over as many keys as queries, or one
+    query that attends to every key; then no mask is built or read."""
+    causal = True if bias is None and q.size(2) > 1 else False  # a bool even if T is symbolic
     return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=causal,
                                           enable_gqa=q.size(1) != k.size(1))
-
-
-def compute_dtype(x):
-    """The dtype that matrix products of x have: autocast's where it is on, else x's own."""
-    device = x.device.type
-    mixed = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if mixed else x.dtype
 
 
 class MLP(nn.Module):
@@ -237,7 +185,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of causal self-attention; what a token attends to is the context's."""
+    """The projections of causal self-attention. RoPE, mask, cache and softmax are the context's."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -247,7 +195,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(C, cfg.n_kv_head * D, bias=False)
         self.wv = nn.Linear(C, cfg.n_kv_head * D, bias=False)
         self.wo = nn.Linear(cfg.n_head * D, C, bias=False)
-        norm = RMSNorm if cfg.qk_norm else nn.Identity
+        norm = RMSNorm if cfg.qk_norm else nn.Identity          # Identity ignores its arguments
         self.q_norm, self.k_norm = norm(D, cfg.norm_eps), norm(D, cfg.norm_eps)
 
     def heads(self, x):
@@ -278,13 +226,21 @@ class Block(nn.Module):
 # -------------------------------------------------------------------------------------------------
 # what the tokens of a call attend to
 
-class KVCache:
-    """Keys and values of the tokens so far: k[layer] and v[layer] (B, G, max_len + 1, D), contiguous
-    a head, as attention reads them. Padding is written to the last slot, which is never read.
+def compute_dtype(x):
+    """The dtype that matrix products of x have: autocast's where it is on, else x's own."""
+    device = x.device.type
+    mixed = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if mixed else x.dtype
 
-    lengths (B,) counts each row's tokens. While all rows hold as many (`ragged` False), new tokens
-    are one slice and need no mask. `longest` is an upper bound of lengths that the host knows
-    without asking the device. Calls with a cache run under no_grad.
+
+class KVCache:
+    """Keys (after RoPE) and values of the tokens so far: k[layer], v[layer] (B, G, max_len + 1, D),
+    so that each head's are contiguous, as attention reads them. Padding is written to the last
+    slot, which is never read. A call reserves slots (place), every layer writes its keys and values
+    and reads all (append), and the call's end counts the tokens (advance). Under no_grad.
+
+    lengths (B,): tokens of each row. longest: the most of them, known on the host. ragged: rows may
+    differ; while False, new tokens are written as one slice and no row needs a mask of its own.
     """
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
@@ -313,28 +269,28 @@ class KVCache:
     def place(self, T, n_valid=None):
         """Reserve slots for T new tokens a row, of which n_valid (B,) are real (None: all). Returns
         their positions, (1, T) or (B, T). Raises ValueError where a row would outgrow max_len."""
-        new = torch.full_like(self.lengths, T)
+        ragged, n_new = self.ragged or n_valid is not None, torch.full_like(self.lengths, T)
         if n_valid is not None:
-            new = n_valid.to(new).clamp(0, T)
-        self.ragged = ragged = self.ragged or n_valid is not None
-        if self.longest + T > self.max_len:
-            if not ragged or int((self.lengths + new).max()) > self.max_len:
+            n_new = n_valid.to(self.lengths).clamp(0, T)
+        if self.longest + T > self.max_len:                     # maybe only by padding
+            if not ragged or int((self.lengths + n_new).max()) > self.max_len:
                 raise ValueError(f"the cache is full: {self.longest} tokens held, {T} more, "
                                  f"max_len {self.max_len}")
-        self.new, self.end = new, min(self.longest + T, self.max_len)
-        step = torch.arange(T, device=self.lengths.device)
+        self.ragged, self.new = ragged, n_new
+        self.end = min(self.longest + T, self.max_len)          # keys that the call may attend to
+        offset = torch.arange(T, device=self.lengths.device)
         if not ragged:
-            return (self.longest + step)[None]                          # (1, T)
-        pos = self.lengths[:, None] + step                              # (B, T)
-        self.slots = torch.where(step < new[:, None], pos, self.max_len)
-        return pos.clamp(max=self.max_len - 1)
+            return (self.longest + offset)[None]                        # (1, T)
+        pos = self.lengths[:, None] + offset                            # (B, T)
+        self.slots = torch.where(offset < n_new[:, None], pos, self.max_len)
+        self.rows = torch.arange(len(pos), device=pos.device)[:, None]
+        return pos.clamp(max=self.max_len - 1)                  # of padding: RoPE ends there
 
     def append(self, layer, k, v):
         """Write k, v (B, G, T, D) of the placed tokens; return all so far, (B, G, S, D)."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             if self.ragged:
-                rows = torch.arange(len(new), device=new.device)[:, None]
-                buffer[rows, :, self.slots] = new.transpose(1, 2).to(buffer.dtype)
+                buffer[self.rows, :, self.slots] = new.transpose(1, 2).to(buffer.dtype)
             else:
                 buffer[:, :, self.longest:self.end] = new
         return self.k[layer][:, :, :self.end], self.v[layer][:, :, :self.end]
@@ -350,7 +306,7 @@ class Context:
     the tokens of the cache. Holds their positions, RoPE's tables and the attention bias."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
-        """x (B, T, C): the new tokens' embeddings, of which device and dtype count."""
+        """x (B, T, C): the new tokens' embeddings, for their number, device and dtype."""
         T, dtype = x.size(1), compute_dtype(x)
         self.cache, self.dropout = cache, cfg.dropout if training else 0.0
         self.attention = attention_fast if cfg.fast else attention_naive
@@ -365,7 +321,7 @@ class Context:
         window, alibi = getattr(cfg, "window", 0), cfg.pos == "alibi"
         equal_rows = cache is None or not cache.ragged
         if cfg.fast and not window and not alibi and equal_rows and T in (1, end):
-            self.bias = None                # plainly causal from the first token on, or one token
+            self.bias = None                # training, a prefill from the start, or a decode step
             return
         wide = torch.promote_types(dtype, torch.float32)
         slopes = alibi_slopes(cfg.n_head, x.device, wide) if alibi else None
@@ -393,7 +349,7 @@ def cross_entropy(logits, targets):
 
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm and head, the call, the loss, plain sampling.
-    A model adds hidden(idx, cache, n_valid), init_cache(batch_size, max_len), flops_per_token()."""
+    A model adds hidden(idx, cache, n_valid) and flops_per_token(), and may replace the rest."""
 
     max_logits = 2 ** 28        # in training; for more, the loss is computed in pieces
 
@@ -418,7 +374,7 @@ class LanguageModel(nn.Module):
 
         idx (B, T) int64. targets (B, T), -1: not counted. cache, from init_cache, holds the tokens
         before idx, and idx is added to it, under no_grad; n_valid (B,) tells how many of each
-        row's T tokens are real, the rest being padding on the right.
+        row's T tokens are real, the rest being padding on the right, whose logits mean nothing.
         Returns logits (B, T, V) in float32 or better, loss (None without targets), and aux, whose
         "ce" is the cross-entropy in nats a token. In training logits are None where they would be
         more than max_logits. Raises ValueError where idx is empty, where the context would outgrow
@@ -450,7 +406,7 @@ class LanguageModel(nn.Module):
         """The same loss, with the logits of some tokens at a time: backward computes them again."""
         def total(h, y):
             return F.cross_entropy(self.logits(h), y, ignore_index=-1, reduction="sum")
-        n = max(1, self.max_logits // (4 * self.cfg.vocab_size))        # tokens of a piece
+        n = max(1, self.max_logits // (4 * self.cfg.vocab_size))   # tokens of a piece
         pieces = zip(h.flatten(0, 1).split(n), targets.flatten().split(n))
         loss = sum(checkpoint(total, x, y, use_reentrant=False) for x, y in pieces)
         return loss / (targets != -1).sum().clamp(min=1)
@@ -467,8 +423,8 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue idx (B, T) by max_new_tokens tokens: (B, T + max_new_tokens). temperature 0 takes
-        the likeliest. A full context is cropped to its last context_limit tokens and prefilled
+        """Continue idx (B, T) by max_new_tokens tokens: (B, T + max_new_tokens). temperature 0: the
+        likeliest. A full context is cropped to its last context_limit tokens and prefilled
         again. Call eval() first. (sample.py has the complete sampler.)"""
         limit = self.context_limit or idx.size(1) + max_new_tokens
         cache = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens))
@@ -520,8 +476,9 @@ class Model(LanguageModel):
 
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward pass in a sequence of
-        block_size: 6 a weight of each matrix product, and 12 C a visible key (q k and p v forward,
-        twice that backward), averaged over positions. The embedding is no product, the head is."""
+        block_size: 6 for each weight of a matrix product, and in each layer 12 C for each visible
+        key (q k and a v forward, twice that backward), averaged over positions. The embedding is
+        no product, the head is."""
         cfg = self.cfg
         weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
         weights += cfg.vocab_size * cfg.n_embd
