@@ -1,64 +1,65 @@
 """
-LRT, the Latent Recurrent Transformer: the previous token's upper hidden state is memory for the next.
+LRT, the Latent Recurrent Transformer: the last token's upper hidden state is memory for the next.
 
-When token t is decoded, token t-1 has been through all layers. A Transformer's layer attends to what
-the same layer knew of earlier tokens, so early layers never use what upper layers found. LRT keeps
-the residual stream of the last token after one upper layer (the source, at 0.6 of the depth) as the
-memory m_{t-1}, and every layer of token t reads it, in two ways:
+When token t is decoded, token t-1 has been through all layers. But a Transformer's layer attends
+only to what the same layer knew of earlier tokens. LRT keeps the residual stream of the last token
+after one upper layer, the source, as a memory m that every layer of the next token reads:
 
-    residual     x <- alpha x + beta x0 + gamma m_{t-1}
-    keys         k = RoPE(RMSNorm(g_loc Wk u + g_rec Wk_rec m_{t-1}))         u = RMSNorm(x)
-    values       v = g_loc (Wv u + e) + g_rec Wv_rec m_{t-1}
-    gates        g_loc, g_rec = 2 sigmoid(Wg u), one of each a key head; Wg = 0 at the start: all are 1
-    memory       m_t = x after the source layer,  m_{-1} = 0
+    x <- alpha x + beta x0 + gamma m_{t-1}                  residual injection; u = RMSNorm(x)
+    k = RoPE(RMSNorm(g_loc Wk u + g_rec Wk_rec m_{t-1}))    KV projection
+    v = g_loc (Wv u + e) + g_rec Wv_rec m_{t-1}
+    g_loc, g_rec = 2 sigmoid(Wg u)                          one each a key head, 1 at the start
+    m_t = x after the source layer,  m_{-1} = 0
 
-           token t-1               token t
-        layer 4   o                   o
-        layer 3   o -- m_{t-1} --+    o         into the residual stream, the keys and the values
-        layer 2   o              +--> o         of every layer: a path from the top of one token
-        layer 1   o              +--> o         to the bottom of the next
+                 token t-1       token t
+    layer 4          o           +-> o
+    layer 3          o -- m -----+-> o        source: 0.6 of the depth
+    layer 2          o           +-> o
+    layer 1          o           +-> o
 
-Wk_rec and Wv_rec are shared by all layers, which makes 0.3 % more parameters at the paper's size. A
-token is decoded in one ordinary forward; the cache is a Transformer's and one vector a sequence.
+Wk_rec and Wv_rec are shared by all layers: 0.3 % more parameters at the paper's size. A token is
+decoded in one ordinary forward; the cache is a Transformer's and one vector a sequence.
 
-The backbone (memory=false) is nanochat's: RMSNorm without weights, also after the embedding and
-before the untied head; queries and keys normed, then rotated; MLP W_down relu(W_up u)^2; layers by
-the pattern SSSL, S attending to half the context, the last layer to all of it; x0 = RMSNorm(E[idx])
-added to the input of each layer (beta); a value embedding e = 2 sigmoid(Wve u[:32]) E_l[idx] in each
-layer; logits 15 tanh(z / 15).
+The backbone (memory=false) is nanochat's:
 
-Training. m_0 -> m_1 -> ... is a chain, position by position. train_path says how training goes:
+    x0 = RMSNorm(E[idx])                      no RMSNorm has weights; queries are normed like keys
+    e = 2 sigmoid(Wve u[:32]) E_l[idx]        value embedding of layer l
+    x <- x + Wo Attention, then x <- x + W_down relu(W_up RMSNorm(x))^2
+    logits = 15 tanh(W_head RMSNorm(x) / 15)
 
-    exact        the chain itself, T passes of one position. Evaluation and decoding always do this.
-    interleaved  (the default, Algorithm 1) a first pass over all positions without memory fills a
-                 buffer with each layer's keys and values and with the memories. Then each of S
-                 strided subsets is computed again: its positions read their memory from the buffer,
-                 write their keys and values into it, attend to all of it, and write their memory.
-                 Twice the work of a plain step, whatever S. For S = 2:
+Layers follow the pattern SSSL: S attends to half the context, L and the last layer to all of it.
 
-                     first pass   0  1  2  3  4  5  6  7     without memory
-                     subset 0     0     2     4     6        position 2 reads m_1 of the first pass
-                     subset 1        1     3     5     7     position 3 reads m_2 of subset 0
+m_0 -> m_1 -> ... is a chain over positions. Training has three paths:
 
-                 loss = (L_first + L_0 + ... + L_{S-1}) / (S + 1), with gradients through all passes
-                 and the buffer. S = T computes the exact chain.
-    chunked      (Appendix D) chunks of C positions, one after the other. All positions of a chunk
-                 read the last memory of the chunk before. C = 1 is exact, C = T the backbone.
+    exact          the chain: T passes of one position. Evaluation and decoding always do this.
+    interleaved    (the default, Algorithm 1) a first pass over all positions, without memory,
+                   fills a buffer: keys and values of all layers, and memories. Then each of S
+                   strided subsets is computed again: its positions read m_{t-1} in the buffer,
+                   write their keys and values there, attend to all of it, and write their m_t:
 
-`fast=false` attends with a T x T mask; `fast=true` with fused kernels that read positions (a strided
-subset attends to the whole buffer without a mask), and evaluates with a decoding cache.
+                       first pass   0  1  2  3  4  5    without memory
+                       subset 0     0     2     4       2 reads m_1 of the first pass
+                       subset 1        1     3     5    3 reads m_2 of subset 0
 
-Read into the paper where it is silent: gates read u; e is part of the local value; with inject=k
-values have no gates; subset losses are weighted by their numbers of targets. Eq. 5 has no beta x0,
-but the backbone's stays. Departures: gates learn at the head's rate (see RATES), Muon is torch's,
-dropout can be set. Of the ablations, m_t in its own pass, older or averaged memories (Table 2),
-replaced keys (Table 6) and other backbones (Table 8) are left out.
+                   loss = (L_first + L_0 + ... + L_{S-1}) / (S + 1); gradients flow through all
+                   passes and the buffer. Twice a plain step's work; S = T is the exact chain.
+    chunked        (Appendix D) chunks of C positions, one after the other. A whole chunk reads the
+                   last m of the chunk before. C = 1 is the exact chain, C = T the backbone.
 
-Paper: Huang et al. 2026, Latent Recurrent Transformer: Architecture Exploration, Training Strategies,
-and Scaling Behavior (2605.26797). Its code is not public; the backbone's is karpathy/nanochat.
+fast=false builds T x T masks. fast=true attends with fused kernels, which are given positions for a
+strided subset, and evaluates as it decodes, with a cache.
 
-Shapes: B batch, T tokens, n positions of a pass, S keys (or subsets, where it says so), C width,
-H query heads, G key/value heads, D head size.
+The paper leaves open, and here: gates read u, e is inside g_loc's bracket, inject=k has no gates on
+values, a subset's loss counts by its number of targets. Departures: beta x0 stays in Eq. 5; gates
+learn at the head's rate (see RATES); Muon is torch's; dropout can be set. Left out: memories other
+than m_{t-1} (Table 2), keys replaced (Table 6), other backbones (Table 8).
+
+Paper: Huang et al. 2026, "Latent Recurrent Transformer: Architecture Exploration, Training
+Strategies, and Scaling Behavior" (2605.26797), which names no repository of its own; the backbone's
+is github.com/karpathy/nanochat.
+
+Shapes: B batch, T tokens, n positions of a pass, S keys, C width, H query heads, G key/value heads,
+D head size.
 """
 import math
 from dataclasses import dataclass
@@ -73,8 +74,8 @@ from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attention
                        attention_fast, attention_naive, choice, compute_dtype, cross_entropy,
                        rope_tables)
 
-VALUE_CHANNELS = 32     # how many channels of u the gate of a value embedding reads
-SOFTCAP = 15.0          # logits are between -15 and 15
+VALUE_CHANNELS = 32         # how many channels of u a value embedding's gate reads
+SOFTCAP = 15.0              # logits are between -15 and 15
 
 
 @dataclass
@@ -84,11 +85,11 @@ class Config(BaseConfig):
     subsets: int = 2        # S of train_path=interleaved
     chunk: int = 64         # C of train_path=chunked
     prefill: str = choice("exact", "interleaved")       # how a prompt fills an empty cache
-    source: str = ""        # the source layer, from 1 ("": 0.6 of the depth); several: "2,4", averaged
-    inject: str = choice("kv+residual", "none", "k", "v", "kv", "residual")     # what reads m
-    projections: str = choice("shared", "layerwise")    # Wk_rec, Wv_rec: of all layers, or each its own
-    pattern: str = "SSSL"   # layers' windows, tiled: S short, L all; the last layer is L
-    swa: int = 0            # an S layer's query attends to swa keys before its own (0: block_size / 2)
+    source: str = ""        # source layer, from 1 ("": 0.6 of the depth); "2,4": a learned average
+    inject: str = choice("kv+residual", "none", "k", "v", "kv", "residual")     # what m enters
+    projections: str = choice("shared", "layerwise")    # Wk_rec, Wv_rec: one pair, or one a layer
+    pattern: str = "SSSL"   # windows of the layers, tiled: S short, L all
+    swa: int = 0            # how many earlier keys an S layer attends to (0: block_size / 2)
     rope_theta: float = 10000.0     # RoPE's base
     norm_eps: float = 1e-5  # RMSNorm's epsilon
 
@@ -105,26 +106,27 @@ class Config(BaseConfig):
         self.at_least(0, "swa")
         if not self.pattern or set(self.pattern) - {"S", "L"}:
             raise ValueError(f"pattern={self.pattern} must be made of S and L")
-        if self.head_dim % 2 or self.head_dim > kernels.HEAD_SIZES[-1]:
-            raise ValueError(f"n_embd / n_head = {self.head_dim} must be even, at most "
-                             f"{kernels.HEAD_SIZES[-1]}")
+        largest = kernels.HEAD_SIZES[-1]
+        if self.head_dim % 2 or self.head_dim > largest:
+            raise ValueError(f"n_embd / n_head = {self.head_dim} must be even, at most {largest}")
+        if len(set(self.sources)) < len(self.sources) or not all(
+                1 <= layer <= self.n_layer for layer in self.sources):
+            raise ValueError(f"source={self.source} must name layers from 1 to "
+                             f"n_layer={self.n_layer}, as in 2 or 2,4")
         self.memory = self.memory and self.inject != "none"
         self.swa = self.swa or max(1, self.block_size // 2)
-        self.sources                # raises where they are impossible
 
     @property
     def sources(self):
-        """The source layers, from 1 to n_layer."""
-        names = self.source.split(",") if self.source else [str(max(1, round(0.6 * self.n_layer)))]
-        layers = [int(name) if name.strip().isdecimal() else 0 for name in names]
-        if not 1 <= min(layers) <= max(layers) <= self.n_layer or len(set(layers)) < len(layers):
-            raise ValueError(f"source={self.source} must name layers from 1 to "
-                             f"n_layer={self.n_layer}, as in 2 or 2,4")
-        return layers
+        """The source layers, from 1 to n_layer; 0 for what is no number."""
+        if not self.source:
+            return [max(1, round(0.6 * self.n_layer))]
+        return [int(s) if s.strip().isdecimal() else 0 for s in self.source.split(",")]
 
-    def injects(self, name):
-        """Whether the memory enters keys ("k"), values ("v") or the residual stream ("residual")."""
-        return self.memory and name in self.inject.replace("kv", "k+v").split("+")
+    def injects(self, *names):
+        """Whether the memory enters one of these: "k", "v", "residual"."""
+        return self.memory and any(name in self.inject.replace("kv", "k+v").split("+")
+                                   for name in names)
 
     def window(self, layer):
         """How many keys a query of this layer attends to, its own included; 0: all."""
@@ -133,20 +135,15 @@ class Config(BaseConfig):
 
 
 # -------------------------------------------------------------------------------------------------
-# the method: a layer that reads the memory
-
-def normed(x, eps):
-    """RMSNorm without a weight over the last dimension, in x's dtype."""
-    return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
-
+# the method: layers that read the memory
 
 class Tokens(NamedTuple):
-    """Some positions of every row, and what the layers need to know of them."""
+    """Some positions of every row, and what all layers need to know of them."""
     x0: torch.Tensor        # (B, n, C) normed embeddings
-    values: list            # of each layer, (B, G, n, D) value embeddings
+    values: list            # of each layer, (B, G, n, D): E_l[idx]
     cos: torch.Tensor       # (B or 1, 1, n, D) RoPE's tables
     sin: torch.Tensor
-    pos: torch.Tensor       # (B or 1, n) positions; None: the newest n, in all rows
+    pos: torch.Tensor       # (B or 1, n) positions; None: the last n of those that have keys
 
     def at(self, part):
         """Those of them that a slice names."""
@@ -155,8 +152,32 @@ class Tokens(NamedTuple):
         return Tokens(self.x0[:, part], values, self.cos[:, :, part], self.sin[:, :, part], pos)
 
 
+def normed(x, eps):
+    """RMSNorm without a weight over the last dimension, in x's dtype."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
+
+
+def heads(x, D):
+    """(B, n, heads D) -> (B, heads, n, D)."""
+    return x.unflatten(-1, (-1, D)).transpose(1, 2)
+
+
+def gate(z):
+    """2 sigmoid(z): (B, n, heads) -> (B, heads, n, 1), to multiply what heads() gives."""
+    return (2 * torch.sigmoid(z)).transpose(1, 2)[..., None]
+
+
+def attend_naive(q, k, v, pos, window):
+    """q (B, H, n, D) at pos, as in Tokens; k, v (B, G, S, D) at 0 .. S - 1. -> (B, H, n, D)"""
+    k_pos = torch.arange(k.size(2), device=q.device)
+    pos = k_pos[None, -q.size(2):] if pos is None else pos      # (B or 1, n)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    bias = attention_bias(pos, k_pos, window, dtype=wide)       # (B or 1, 1, n, S)
+    return attention_naive(q, k, v, bias)
+
+
 class MemoryProjection(nn.Module):
-    """Wk_rec and Wv_rec: the memory as key and value."""
+    """Wk_rec and Wv_rec."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -165,13 +186,8 @@ class MemoryProjection(nn.Module):
         self.wv = nn.Linear(cfg.n_embd, width, bias=False) if cfg.injects("v") else None
 
     def forward(self, m):
-        """m (B, n or 1, C) -> k_rec, v_rec (B, G, n or 1, D), None where it does not enter."""
+        """m (B, n or 1, C) -> k_rec, v_rec (B, G, n or 1, D); None where it does not enter."""
         return [w and heads(w(m), self.head_dim) for w in (self.wk, self.wv)]
-
-
-def heads(x, D):
-    """(B, n, heads D) -> (B, heads, n, D)."""
-    return x.unflatten(-1, (-1, D)).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -180,36 +196,35 @@ class Attention(nn.Module):
     def __init__(self, cfg, layer):
         super().__init__()
         C, D, H, G = cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
-        self.cfg, self.layer = cfg, layer
+        self.cfg, self.layer, self.window = cfg, layer, cfg.window(layer)
         self.attend = attend_fast if cfg.fast else attend_naive
-        self.reads_memory = cfg.injects("k") or cfg.injects("v")
-        own = self.reads_memory and cfg.projections == "layerwise"
-        self.rec = MemoryProjection(cfg) if own else None
+        layerwise = cfg.injects("k", "v") and cfg.projections == "layerwise"
+        self.rec = MemoryProjection(cfg) if layerwise else None
         self.wq = nn.Linear(C, H * D, bias=False)
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)     # gate of e
-        if self.reads_memory:
-            self.w_gate = nn.Linear(C, 2 * G, bias=False)                   # g_loc and g_rec
+        self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)     # Wve, the gate of e
+        if cfg.injects("k", "v"):
+            self.w_gate = nn.Linear(C, 2 * G, bias=False)                   # Wg
 
     def forward(self, u, tokens, rec, cache):
-        """u (B, n, C), normed; rec: k_rec and v_rec, None while the memory is zero; cache: None
-        where the positions are all there is. -> (B, n, C)"""
+        """u (B, n, C), normed. rec: k_rec and v_rec, None: m is zero. cache: keys and values of
+        other positions, None: there are no others. -> (B, n, C)"""
         D, eps = self.cfg.head_dim, self.cfg.norm_eps
         q, k, v = (heads(w(u), D) for w in (self.wq, self.wk, self.wv))     # (B, H or G, n, D)
         e = tokens.values[self.layer].to(v.dtype)                           # (B, G, n, D)
         v = v + gate(self.w_value(u[..., :VALUE_CHANNELS])) * e
-        if self.reads_memory:
+        if self.cfg.injects("k", "v"):
             k, v = self.add_memory(u, k, v, rec)
         q, k = (apply_rope(normed(x, eps), tokens.cos, tokens.sin) for x in (q, k))
         if cache is not None:
             k, v = cache.write(self.layer, k, v)                            # (B, G, S, D)
-        y = self.attend(q, k, v, tokens.pos, self.cfg.window(self.layer))   # (B, H, n, D)
+        y = self.attend(q, k, v, tokens.pos, self.window)                   # (B, H, n, D)
         return self.wo(y.transpose(1, 2).flatten(2))
 
     def add_memory(self, u, k, v, rec):
-        """g_loc local + g_rec recurrent, of the keys, the values or both."""
+        """g_loc k + g_rec k_rec, and the same of v, where the memory enters them."""
         g_loc, g_rec = gate(self.w_gate(u)).chunk(2, 1)                     # (B, G, n, 1)
         k_rec, v_rec = rec or (None, None)
         if self.cfg.injects("k"):
@@ -217,34 +232,6 @@ class Attention(nn.Module):
         if self.cfg.injects("v"):
             v = g_loc * v if v_rec is None else g_loc * v + g_rec * v_rec
         return k, v
-
-
-def gate(z):
-    """2 sigmoid(z), one a head: (B, n, heads) -> (B, heads, n, 1)."""
-    return (2 * torch.sigmoid(z)).transpose(1, 2)[..., None]
-
-
-def attend_naive(q, k, v, pos, window):
-    """q (B, H, n, D) at pos; k, v (B, G, S, D) at positions 0 to S - 1. -> (B, H, n, D)"""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    k_pos = torch.arange(k.size(2), device=q.device)
-    pos = k_pos[None, -q.size(2):] if pos is None else pos
-    return attention_naive(q, k, v, attention_bias(pos, k_pos, window, None, wide))
-
-
-def attend_fast(q, k, v, pos, window):
-    """The same without a mask: torch's kernels where the queries are one new token or all
-    positions, else ours, which read the positions and skip the tiles that no query attends to."""
-    n, S = q.size(2), k.size(2)
-    if pos is None and n == 1:                  # the newest `window` keys; all where window is 0
-        return attention_fast(q, k[:, :, -window:], v[:, :, -window:], None)
-    if n == S and not window:
-        return attention_fast(q, k, v, None)
-    if n == S:
-        return kernels.attend(q, k, v, window=window)[0]
-    k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
-    pos = k_pos[-n:] if pos is None else pos.squeeze(0).int()
-    return kernels.attend(q, k, v, pos, k_pos, window=window or None)[0]
 
 
 class SquaredMLP(nn.Module):
@@ -272,61 +259,75 @@ class Block(nn.Module):
 
 
 # -------------------------------------------------------------------------------------------------
-# keys and values of earlier passes. A pass computes some positions; in each layer it calls
+# the fast path
+
+def attend_fast(q, k, v, pos, window):
+    """The same without a mask. One new token attends to the newest keys, and all positions at once
+    (n = S) are plainly causal. Else the kernel compares positions, as attention_bias does."""
+    n, S = q.size(2), k.size(2)
+    if pos is None and n == 1:
+        k, v = k[:, :, -window:], v[:, :, -window:]             # all of them where window is 0
+        return attention_fast(q, k, v, None)
+    if n == S and not window:
+        return attention_fast(q, k, v, None)
+    if n == S:
+        return kernels.attend(q, k, v, window=window)[0]
+    k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
+    pos = k_pos[-n:] if pos is None else pos.squeeze(0).int()   # (n,) or (B, n)
+    return kernels.attend(q, k, v, pos, k_pos, window=window or None)[0]
+
+
+# -------------------------------------------------------------------------------------------------
+# Caches: keys and values that passes leave for each other. In each layer a pass calls
 #     k, v = cache.write(layer, k, v)
-# which stores the new keys and values of its positions, (B, G, n, D), and returns those of all
-# positions 0 to S - 1 so far, (B, G, S, D). There are two caches with this one call: Buffer, in
-# training, through which gradients flow, and MemoryCache, in decoding, which also holds each row's
-# memory m_{t-1}.
+# with the new keys and values of its positions, (B, G, n, D), and gets those of all positions
+# 0 .. S - 1 so far, (B, G, S, D). Buffer does this in training: gradients flow through it.
+# MemoryCache does it in decoding: it is written in place, counts the tokens of each row, and also
+# holds each row's memory.
 
 class Buffer:
-    """The first pass writes all positions; the next ones write positions s, s + S, ... again where
-    `subset` is (s, S), else the positions after those that are there."""
+    """A pass writes positions s, s + S, ... again where `subset` is (s, S), else it appends."""
 
-    def __init__(self, cfg):
-        self.k, self.v = [None] * cfg.n_layer, [None] * cfg.n_layer
+    def __init__(self, n_layer):
+        self.k, self.v = [None] * n_layer, [None] * n_layer
         self.subset = None
 
     def write(self, layer, k, v):
-        self.k[layer] = self.written(self.k[layer], k)
-        self.v[layer] = self.written(self.v[layer], v)
+        for buffer, new in ((self.k, k), (self.v, v)):
+            old = buffer[layer]
+            if old is not None and self.subset is None:
+                new = torch.cat([old, new], 2)
+            elif old is not None:
+                s, S = self.subset
+                new = torch.slice_scatter(old, new, 2, s, None, S)
+            buffer[layer] = new
         return self.k[layer], self.v[layer]
-
-    def written(self, old, new):
-        if old is None:
-            return new
-        if self.subset is None:
-            return torch.cat([old, new], 2)
-        s, S = self.subset
-        return torch.slice_scatter(old, new, 2, s, None, S)
 
 
 class MemoryCache(KVCache):
-    """A KVCache with the memory of each row's last token, (B, 1, C); None for the backbone."""
+    """A KVCache with the memory (B, 1, C) of each row's last token."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, memory_dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype)
-        shape = batch_size, 1, cfg.n_embd
+        shape = batch_size, int(cfg.memory), cfg.n_embd     # the backbone's is empty: (B, 0, C)
         with torch.inference_mode(False):
-            self.memory = torch.zeros(shape, device=device, dtype=memory_dtype) if cfg.memory else None
+            self.memory = torch.zeros(shape, device=device, dtype=memory_dtype)
 
     def nbytes(self):
-        return super().nbytes() + (0 if self.memory is None else self.memory.nbytes)
+        return super().nbytes() + self.memory.nbytes
 
     def reset(self, rows=None):
         super().reset(rows)
-        if self.memory is not None:
-            self.memory[slice(None) if rows is None else rows] = 0
+        self.memory[slice(None) if rows is None else rows] = 0
 
     def write(self, layer, k, v):
         return [x.to(k.dtype) for x in self.append(layer, k, v)]
 
     def advance(self, m):
-        """Count the placed tokens; m (B, 1, C): the memory after each row's last one."""
-        if self.memory is not None:
-            if self.ragged:                     # a row without new tokens keeps its memory
-                m = torch.where(self.new[:, None, None] > 0, m, self.memory)
-            self.memory.copy_(m)
+        """Count the placed tokens; m (B, 1, C) is the memory after each row's last one."""
+        if self.ragged:                                     # a row without new tokens keeps its own
+            m = torch.where(self.new[:, None, None] > 0, m, self.memory)
+        self.memory.copy_(m)
         super().advance()
 
 
@@ -338,28 +339,27 @@ class Model(LanguageModel):
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, self.sources = cfg, cfg.sources
-        L, C = cfg.n_layer, cfg.n_embd
-        V = 64 * math.ceil(cfg.vocab_size / 64)             # padded, for fast products
+        self.cfg = cfg
+        L, C, width = cfg.n_layer, cfg.n_embd, cfg.n_kv_head * cfg.head_dim
+        V = 64 * math.ceil(cfg.vocab_size / 64)                 # padded, for fast products
         self.wte = nn.Embedding(V, C)
         self.drop = nn.Dropout(cfg.dropout)
-        self.values = nn.ModuleDict({str(layer): nn.Embedding(V, cfg.n_kv_head * cfg.head_dim)
-                                     for layer in range(L)})
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(L))
+        self.values = nn.ModuleDict({str(l): nn.Embedding(V, width) for l in range(L)})     # E_l
+        self.blocks = nn.ModuleList(Block(cfg, l) for l in range(L))
         self.alpha = nn.Parameter(torch.ones(L))
         self.beta = nn.Parameter(torch.full((L,), 0.1))
         self.gamma = nn.Parameter(torch.full((L,), 0.1)) if cfg.injects("residual") else None
-        shared = (cfg.injects("k") or cfg.injects("v")) and cfg.projections == "shared"
+        shared = cfg.injects("k", "v") and cfg.projections == "shared"
         self.rec = MemoryProjection(cfg) if shared else None
-        if cfg.memory and len(self.sources) > 1:            # logits of the sources' weights
-            self.source_weights = nn.Parameter(torch.zeros(len(self.sources)))
+        if cfg.memory and len(cfg.sources) > 1:
+            self.source_weights = nn.Parameter(torch.zeros(len(cfg.sources)))   # of a softmax
         self.head = nn.Linear(C, V, bias=False)
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
         """nanochat's: embedding N(0, 1), head N(0, 0.001), what reads the residual stream uniform
-        with deviation 1 / sqrt(C), what writes to it zero, gates zero; vectors as they were made."""
+        with deviation 1 / sqrt(C), what writes to it 0, gates 0; vectors as they were made."""
         limit = math.sqrt(3 / self.cfg.n_embd)
         zero = "wo.weight", "w_down.weight", "w_gate.weight", "w_value.weight"
         for name, p in self.named_parameters():
@@ -373,97 +373,93 @@ class Model(LanguageModel):
                 p.uniform_(-limit, limit)
 
     def tokens(self, idx, pos):
-        """Tokens of idx (B, n) at positions pos (B or 1, n)."""
-        cfg, x0 = self.cfg, self.drop(normed(self.wte(idx), self.cfg.norm_eps))     # (B, n, C)
-        values = [heads(table(idx), cfg.head_dim) for table in self.values.values()]
-        cos, sin = rope_tables(pos, cfg.head_dim, cfg.rope_theta, x0.dtype)         # (B or 1, n, D)
+        """The Tokens idx (B, n) at positions pos (B or 1, n)."""
+        D = self.cfg.head_dim
+        x0 = self.drop(normed(self.wte(idx), self.cfg.norm_eps))            # (B, n, C)
+        values = [heads(table(idx), D) for table in self.values.values()]   # (B, G, n, D)
+        cos, sin = rope_tables(pos, D, self.cfg.rope_theta, x0.dtype)       # (B or 1, n, D)
         return Tokens(x0, values, cos[:, None], sin[:, None], pos)
 
-    def run(self, tokens, memory, cache):
-        """One pass: these positions through all layers. memory (B, n or 1, C): m_{t-1} of each, or
-        one for all; None: zero. -> x after the last layer and m_t, both (B, n, C)."""
-        shared = self.rec(memory) if self.rec is not None and memory is not None else None
-        reads = memory is not None
-        x, outputs = tokens.x0, []
+    def run(self, tokens, m, cache):
+        """One pass: these positions through all layers. m (B, n or 1, C): the memory that each of
+        them reads, or one for all; None: zero. -> x after the last layer, their own m; (B, n, C)"""
         alpha, beta = self.alpha.unbind(), self.beta.unbind()
-        for layer, block in enumerate(self.blocks):
-            x = alpha[layer] * x + beta[layer] * tokens.x0
-            if self.gamma is not None and reads:
-                x = x + self.gamma[layer] * memory
+        shared = None if self.rec is None or m is None else self.rec(m)
+        x, outputs = tokens.x0, []
+        for l, block in enumerate(self.blocks):
+            x = alpha[l] * x + beta[l] * tokens.x0
+            if self.gamma is not None and m is not None:
+                x = x + self.gamma[l] * m
             own = block.attn.rec
-            x = block(x, tokens, own(memory) if own is not None and reads else shared, cache)
+            x = block(x, tokens, shared if own is None or m is None else own(m), cache)
             outputs.append(x)
-        return x, self.memory_of(outputs)
-
-    def memory_of(self, outputs):
-        """m_t: the source layer's output, or a learned average of several layers'."""
-        chosen = [outputs[layer - 1] for layer in self.sources]
+        chosen = [outputs[l - 1] for l in self.cfg.sources]
         if len(chosen) == 1 or not self.cfg.memory:
-            return chosen[0]
-        return sum(w * x for w, x in zip(self.source_weights.softmax(-1), chosen))
+            return x, chosen[0]
+        return x, sum(w * h for w, h in zip(self.source_weights.softmax(-1), chosen))
 
     def chain(self, tokens, C):
         """Chunks of C positions, one after the other; C = 1 is the exact chain. -> x (B, T, C)"""
-        B, T, width = tokens.x0.shape
-        buffer, m, parts = Buffer(self.cfg), tokens.x0.new_zeros(B, 1, width), []
-        tokens = tokens._replace(pos=None)      # a chunk is the newest positions
-        for start in range(0, T, C):
-            x, states = self.run(tokens.at(slice(start, start + C)), m, buffer)
-            m = states[:, -1:]
+        buffer, parts = Buffer(self.cfg.n_layer), []
+        m = torch.zeros_like(tokens.x0[:, :1])                              # m_{-1}
+        tokens = tokens._replace(pos=None)      # a chunk is always the last of the positions so far
+        for start in range(0, tokens.x0.size(1), C):
+            x, m = self.run(tokens.at(slice(start, start + C)), m[:, -1:], buffer)
             parts.append(x)
-        return torch.cat(parts, 1) + 0 * m      # no pass reads the last m; DDP wants its gradient
+        # no position reads the last m, but DDP waits for a gradient of every parameter
+        return torch.cat(parts, 1) + 0 * m[:, -1:]
 
     def interleaved(self, tokens):
         """Algorithm 1. -> x of the subsets' passes, x of the first, m, all (B, T, C); the buffer."""
-        T, buffer = tokens.x0.size(1), Buffer(self.cfg)
+        T, buffer = tokens.x0.size(1), Buffer(self.cfg.n_layer)
         S = min(self.cfg.subsets, T)
         first, m = self.run(tokens, None, buffer)
         x = first
         for s in range(S):
             subset, buffer.subset = slice(s, None, S), (s, S)
-            previous = F.pad(m, (0, 0, 1, -1))[:, subset]           # m_{t-1} of its positions
-            new_x, new_m = self.run(tokens.at(subset), previous, buffer)
+            previous = F.pad(m, (0, 0, 1, -1))[:, subset]                   # m_{t-1} at each t
+            new_x, new_m = self.run(tokens.at(subset), previous, buffer)    # (B, ceil(T / S), C)
             x = torch.slice_scatter(x, new_x, 1, s, None, S)
             m = torch.slice_scatter(m, new_m, 1, s, None, S)
         return x, first, m, buffer
 
     def decode(self, idx, cache, n_valid=None):
-        """New tokens idx (B, T) after those of the cache. -> x (B, T, C)"""
-        T, cfg = idx.size(1), self.cfg
-        pos = cache.place(T, n_valid)           # raises where they do not fit, before any is written
+        """New tokens idx (B, T) after those of the cache: the exact chain. -> x (B, T, C)"""
+        cfg, T = self.cfg, idx.size(1)
+        pos = cache.place(T, n_valid)           # raises before any is written if they do not fit
         tokens = self.tokens(idx, pos)
-        if cfg.memory and T > 1 and cfg.prefill == "interleaved" and cache.longest == 0:
-            return self.fill(tokens, cache)
+        if cfg.memory and cfg.prefill == "interleaved" and cache.longest == 0 and T > 1:
+            return self.prefill(tokens, cache)
         if not cache.ragged:
             tokens = tokens._replace(pos=None)
-        parts, step = [], 1 if cfg.memory else T
-        for t in range(0, T, step):
-            if step < T:
-                cache.place(1, None if n_valid is None else n_valid - t)
-            x, m = self.run(tokens.at(slice(t, t + step)), cache.memory, cache)
-            cache.advance(m)
+        n, parts = 1 if cfg.memory else T, []   # positions of a pass
+        for t in range(0, T, n):
+            if n < T:
+                cache.place(n, None if n_valid is None else n_valid - t)
+            x, m = self.run(tokens.at(slice(t, t + n)), cache.memory, cache)
+            cache.advance(m[:, -1:])
             parts.append(x)
         return torch.cat(parts, 1)
 
-    def fill(self, tokens, cache):
-        """The interleaved path's keys, values and last memory into an empty cache. -> x (B, T, C)"""
+    def prefill(self, tokens, cache):
+        """An empty cache gets keys, values and memory of the interleaved path. -> x (B, T, C)"""
         x, _, m, buffer = self.interleaved(tokens)
         for layer, (k, v) in enumerate(zip(buffer.k, buffer.v)):
             cache.append(layer, k, v)
-        last = (cache.new - 1).clamp(min=0)
+        last = (cache.new - 1).clamp(min=0)                                 # of each row
         cache.advance(m[torch.arange(len(m), device=m.device), last][:, None])
         return x
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
-        """-> the last layer's output (B, T, C), and that of the interleaved path's first pass (else
+        """-> x after the last layer (B, T, C), and that of the interleaved path's first pass (else
         None). path None: train_path in training mode, else exact."""
-        cfg, (B, T) = self.cfg, idx.shape
+        cfg, T = self.cfg, idx.size(1)
         path = path or (cfg.train_path if self.training else "exact")
         if cache is not None:
             return self.decode(idx, cache, n_valid), None
         self.check_context(T, "{} tokens are")
-        if cfg.memory and path == "exact" and cfg.fast and not torch.is_grad_enabled():
-            return self.decode(idx, self.init_cache(B, T)), None
+        if cfg.memory and cfg.fast and path == "exact" and not torch.is_grad_enabled():
+            return self.decode(idx, self.init_cache(len(idx), T)), None
         tokens = self.tokens(idx, torch.arange(T, device=idx.device)[None])
         if not cfg.memory:
             return self.run(tokens, None, None)[0], None
@@ -482,22 +478,18 @@ class Model(LanguageModel):
         return logits, (ce_first + S * ce) / (S + 1), {**aux, "ce_first": ce_first.detach()}
 
     def logits(self, h):
-        """(..., C) -> SOFTCAP tanh(z / SOFTCAP), (..., vocab_size), without the padding."""
+        """(..., C) -> (..., vocab_size), without the padding of the vocabulary."""
         z = super().logits(normed(h, self.cfg.norm_eps))[..., :self.cfg.vocab_size]
         return SOFTCAP * torch.tanh(z / SOFTCAP)
 
     @torch.no_grad()
     def estimate(self, idx, targets):
-        """The cross-entropy as the training path computes it, without dropout: much faster than the
-        exact chain's, with the same weights. None where they are the same."""
+        """The cross-entropy as the training path computes it: much faster than the exact chain's,
+        with the same weights. None where both are one."""
         if not self.cfg.memory or self.cfg.train_path == "exact":
             return None
         h, _ = self.hidden(idx, path=self.cfg.train_path)
         return cross_entropy(self.logits(h), targets)
-
-    @property
-    def context_limit(self):
-        return self.cfg.block_size
 
     @property
     def context_kept(self):
@@ -512,51 +504,53 @@ class Model(LanguageModel):
 
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward pass in a sequence of
-        block_size: 6 a weight of each matrix product, 12 C a visible key. Interleaved training does
-        everything twice but the memory's projections, which the first pass does not need."""
+        block_size: 6 a weight of each matrix product, 12 C a visible key. Interleaved training has
+        two passes over all positions, of which the first needs no projection of the memory."""
         cfg, T = self.cfg, self.cfg.block_size
         passes = 1 + (cfg.memory and cfg.train_path == "interleaved")
         matrices = {name: p.numel() for name, p in self.named_parameters()
                     if p.dim() == 2 and name.startswith(("blocks.", "rec.", "head."))}
         of_memory = sum(n for name, n in matrices.items() if "rec." in name)
-        windows = [min(cfg.window(layer) or T, T) for layer in range(cfg.n_layer)]
-        keys = sum((w * (w + 1) / 2 + (T - w) * w) / T for w in windows)
         local = sum(matrices.values()) - of_memory
+        windows = [min(cfg.window(l) or T, T) for l in range(cfg.n_layer)]
+        keys = sum((w * (w + 1) / 2 + (T - w) * w) / T for w in windows)
         return passes * (6.0 * local + 12.0 * cfg.n_embd * keys) + 6.0 * of_memory
 
     def param_groups(self, cfg):
         """The paper's optimizer (Appendix A) for optimizer=muon: Muon for the matrices, AdamW for
-        the rest. The paper's rates are for 2^19 tokens a step and scaled to cfg's. None for another
-        optimizer: the trainer's own rule."""
+        the rest. Its rates are for 2^19 tokens a step, and scaled to the trainer's cfg. None for
+        another optimizer: the trainer's own groups."""
         if cfg.optimizer != "muon":
             return None
         tokens = cfg.batch_size * cfg.gradient_accumulation_steps * self.cfg.block_size
         batch, width = math.sqrt(tokens / 2 ** 19), (self.cfg.n_embd / 768) ** -0.5
-        groups = {kind: [] for kind in ("matrix", *RATES)}
+        params = {kind: [] for kind in ("matrix", *RATES)}
         for name, p in self.named_parameters():
-            groups[kind_of(name, p)].append(p)
-        adamw = [dict(kind="adamw", params=groups[kind], betas=betas, eps=1e-10, weight_decay=0.0,
-                      lr=cfg.learning_rate * ratio * batch
-                      * (width if kind in ("embedding", "head") else 1))
-                 for kind, (ratio, betas) in RATES.items()]
-        return [*adamw, dict(kind="muon", params=groups["matrix"],
-                             lr=cfg.muon_learning_rate * batch, momentum=cfg.muon_momentum,
-                             weight_decay=cfg.weight_decay * (12 / self.cfg.n_layer) ** 2)]
+            params[kind_of(name, p)].append(p)
+        groups = [dict(kind="muon", params=params["matrix"], lr=cfg.muon_learning_rate * batch,
+                       momentum=cfg.muon_momentum,
+                       weight_decay=cfg.weight_decay * (12 / self.cfg.n_layer) ** 2)]
+        for kind, (ratio, beta1) in RATES.items():
+            rate = cfg.learning_rate * ratio * batch
+            groups.append(dict(kind="adamw", params=params[kind], weight_decay=0.0, eps=1e-10,
+                               lr=rate * width if kind in ("embedding", "head") else rate,
+                               betas=(beta1, 0.95)))
+        return groups
 
 
-# AdamW's rate of each kind of parameter, in units of the head's (0.004 in the paper; embeddings
-# 0.3, scalars 0.5, residual scales 0.005), and its betas. Gates take the head's: the paper counts
-# them as scalars, but at 0.5 what opens a gate, a sum over all channels, would move by many units.
-RATES = {"embedding": (75, (0.8, 0.95)), "head": (1, (0.8, 0.95)), "gate": (1, (0.8, 0.95)),
-         "alpha": (1.25, (0.8, 0.95)), "beta": (125, (0.96, 0.95)), "scalar": (125, (0.8, 0.95))}
+# AdamW's rate of each kind of parameter, in units of the head's 0.004, and its beta1. The paper
+# counts gates as scalars; at a scalar's rate of 0.5, what opens a gate, a sum over all channels,
+# would move by many units a step, so here they have the head's.
+RATES = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
+             beta=(125, 0.96), scalar=(125, 0.8))
 
 
 def kind_of(name, p):
-    """The kind in RATES of a parameter, or "matrix"."""
+    """The kind of a parameter in RATES, or "matrix"."""
     if name.startswith(("wte.", "values.")):
         return "embedding"
     if name in ("head.weight", "alpha", "beta"):
         return name.removesuffix(".weight")
-    if p.dim() == 2:
-        return "gate" if name.endswith(("w_gate.weight", "w_value.weight")) else "matrix"
-    return "scalar"
+    if name.endswith(("w_gate.weight", "w_value.weight")):
+        return "gate"
+    return "matrix" if p.dim() == 2 else "scalar"
