@@ -410,7 +410,7 @@ class Model(LanguageModel):
         return torch.cat(parts, 1) + 0 * m[:, -1:]
 
     def interleaved(self, tokens):
-        """Algorithm 1. -> x of the subsets' passes, x of the first, m, all (B, T, C); the buffer."""
+        """Algorithm 1. -> x of the subsets' passes, of the first, m, all (B, T, C); the buffer."""
         T, buffer = tokens.x0.size(1), Buffer(self.cfg.n_layer)
         S = min(self.cfg.subsets, T)
         first, m = self.run(tokens, None, buffer)
@@ -423,12 +423,13 @@ class Model(LanguageModel):
             m = torch.slice_scatter(m, new_m, 1, s, None, S)
         return x, first, m, buffer
 
-    def decode(self, idx, cache, n_valid=None):
-        """New tokens idx (B, T) after those of the cache: the exact chain. -> x (B, T, C)"""
+    def decode(self, idx, cache, n_valid, prefill):
+        """New tokens idx (B, T) after those of the cache: the exact chain, but for an empty cache
+        with prefill="interleaved". -> x (B, T, C)"""
         cfg, T = self.cfg, idx.size(1)
         pos = cache.place(T, n_valid)           # raises before any is written if they do not fit
         tokens = self.tokens(idx, pos)
-        if cfg.memory and cfg.prefill == "interleaved" and cache.longest == 0 and T > 1:
+        if cfg.memory and prefill == "interleaved" and cache.longest == 0 and T > 1:
             return self.prefill(tokens, cache)
         if not cache.ragged:
             tokens = tokens._replace(pos=None)
@@ -456,10 +457,10 @@ class Model(LanguageModel):
         cfg, T = self.cfg, idx.size(1)
         path = path or (cfg.train_path if self.training else "exact")
         if cache is not None:
-            return self.decode(idx, cache, n_valid), None
+            return self.decode(idx, cache, n_valid, cfg.prefill), None
         self.check_context(T, "{} tokens are")
         if cfg.memory and cfg.fast and path == "exact" and not torch.is_grad_enabled():
-            return self.decode(idx, self.init_cache(len(idx), T)), None
+            return self.decode(idx, self.init_cache(len(idx), T), None, "exact"), None
         tokens = self.tokens(idx, torch.arange(T, device=idx.device)[None])
         if not cfg.memory:
             return self.run(tokens, None, None)[0], None

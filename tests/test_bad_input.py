@@ -195,7 +195,6 @@ TRAIN = [
     (["model=lrt", "source=1,x"], "source=1,x must name layers"),
     (["model=lrt", "subsets=0"], "subsets=0 must be at least 1"),
     (["model=lrt", "pattern=SSX"], "pattern=SSX must be made of S and L"),
-    (["model=lrt", "replace=true", "inject=residual"], "replace=true needs memory in keys and values"),
     (["model=lrt", "n_embd=18"], "n_embd / n_head = 9 must be even"),
     (["model=relaxed", "n_loop=3"], "n_loop=3 must divide n_layer=2: 1, 2"),
     (["model=relaxed", "n_loop=0"], "n_loop=0 must divide n_layer=2"),
