@@ -363,39 +363,40 @@ def bench_rat(cfg, device, lengths=None, tokens=None, rows=None, rounds=3):
 
 
 def bench_lrt(model, cfg, device, ckpt=None, rounds=11):
-    """A training step of each path beside the backbone's; then decoding, and taking in a prompt."""
-    if model.cfg.block_size < 2:
-        raise UserError(f"block_size={model.cfg.block_size}: decoding needs at least 2 tokens")
+    """A training step of each path beside the backbone's; then decoding, and prefill."""
+    T = model.cfg.block_size
+    if T < 2:
+        raise UserError(f"block_size={T}: decoding needs at least 2 tokens")
     default = dict(memory=True, train_path="interleaved", prefill="exact")
-    make = lambda change: type(model)(dataclasses.replace(model.cfg, **{**default, **change})).to(device)
-    steps = {"backbone": dict(memory=False), **{f"interleaved, S = {S}": dict(subsets=S) for S in (2, 4, 8)},
+
+    def make(**changes):
+        return type(model)(dataclasses.replace(model.cfg, **{**default, **changes})).to(device)
+    steps = {"backbone": dict(memory=False),
+             **{f"interleaved, S = {S}": dict(subsets=S) for S in (2, 4, 8)},
              "interleaved, layerwise": dict(projections="layerwise"),
              **{f"chunked, C = {C}": dict(train_path="chunked", chunk=C) for C in (64, 256)}}
     if device.type == "cpu":
-        times = timings({name: (None, training_step(make(c), cfg)) for name, c in steps.items()}, rounds, device)
+        calls = {name: (None, training_step(make(**c), cfg)) for name, c in steps.items()}
+        times = timings(calls, rounds, device)
     else:                                           # one at a time: each with its optimizer's state
-        times = {name: [alone(lambda: (None, training_step(make(c), cfg)), rounds, device)]
+        times = {name: [alone(lambda: (None, training_step(make(**c), cfg)), rounds, device)]
                  for name, c in steps.items()}
     for name, t in times.items():
         took = "does not fit" if t == [None] else f"{1000 * statistics.median(t):10.1f} ms"
-        ratio = None if [None] in (t, times["backbone"]) else times_as_long(t, times["backbone"])
-        print(f"training step  {name:26}{took}" + (f"{ratio:8.2f} x the backbone" if ratio else ""), flush=True)
-    both = {name: (None, passes(make(steps[name]), cfg.batch_size, device)["forward + backward"])
-            for name in ("backbone", "interleaved, S = 2")}
-    both = timings(both, rounds, device)
-    for name, t in both.items():
-        print(f"without the optimizer  {name:18}{1000 * statistics.median(t):10.1f} ms"
-              f"{times_as_long(t, both['backbone']):8.2f} x the backbone", flush=True)
-    print(f"  goal: S = 2 at most {2.2 if device.type == 'cpu' else 2.08} x the backbone's step; the floor is 2.01")
-    T = model.cfg.block_size
-    backbone, ours = make(dict(memory=False)), make(dict(prefill="interleaved"))    # to fill its cache fast
+        ratio = ""
+        if [None] not in (t, times["backbone"]):
+            ratio = f"{times_as_long(t, times['backbone']):8.2f} x the backbone"
+        print(f"training step  {name:26}{took}{ratio}", flush=True)
+    goal = 2.2 if device.type == "cpu" else 2.08
+    print(f"  goal: S = 2 at most {goal} x the backbone's step; the floor is 2.01")
+    backbone, ours = make(memory=False), make(prefill="interleaved")    # to fill its cache fast
     for rows in sorted({cfg.batch_size, 1}, reverse=True):
         last_tokens({"backbone": backbone, "LRT": ours}, T, rows, 4 * rounds, device)
     sizes = [m.init_cache(1, T).nbytes() for m in (ours, backbone)]
     print(f"  goal: at most 1.05 x; cache of a row {sizes[0]:,} bytes, the backbone's {sizes[1]:,}")
-    calls = {"backbone": backbone, "exact": make({}), "interleaved": ours}
-    times = medians({name: (None, taking_in(m.eval(), T - 1)) for name, m in calls.items()}, rounds, device)
-    for name, t in times.items():
+    models = {"backbone": backbone, "exact": make(), "interleaved": ours}
+    calls = {name: (None, prefilling(m.eval(), T - 1)) for name, m in models.items()}
+    for name, t in medians(calls, rounds, device).items():
         print(f"prefill        {name:26}{1000 * t:10.1f} ms for {T - 1} tokens")
 
 
@@ -409,8 +410,8 @@ def last_tokens(models, T, rows, rounds, device):
               f"{times_as_long(t, times[base]):8.3f} x the {base}", flush=True)
 
 
-def taking_in(model, T):
-    """A function that feeds T tokens to an empty cache."""
+def prefilling(model, T):
+    """A function that prefills an empty cache with T tokens."""
     cache = model.init_cache(1, T)
     idx = torch.randint(0, model.cfg.vocab_size, (1, T), device=model.wte.weight.device)
 
