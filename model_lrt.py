@@ -1,14 +1,14 @@
 """
-LRT, the Latent Recurrent Transformer: the last token's upper hidden state is memory for the next.
+LRT, the Latent Recurrent Transformer: the previous token's upper hidden state is memory.
 
 When token t is decoded, token t-1 has been through all layers. But a Transformer's layer attends
-only to what the same layer knew of earlier tokens. LRT keeps the residual stream of the last token
-after one upper layer, the source, as a memory m that every layer of the next token reads:
+only to what the same layer knew of earlier tokens. LRT keeps the residual stream of token t-1
+after one upper layer, the source, as a memory m_{t-1} that every layer of token t reads:
 
-    x <- alpha x + beta x0 + gamma m_{t-1}                  residual injection; u = RMSNorm(x)
-    k = RoPE(RMSNorm(g_loc Wk u + g_rec Wk_rec m_{t-1}))    KV projection
+    x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)  residual injection
+    k = RoPE(RMSNorm(g_loc Wk u + g_rec Wk_rec m_{t-1}))     KV projection
     v = g_loc (Wv u + e) + g_rec Wv_rec m_{t-1}
-    g_loc, g_rec = 2 sigmoid(Wg u)                          one each a key head, 1 at the start
+    g_loc, g_rec = 2 sigmoid(Wg u)                           one each a key head, 1 at the start
     m_t = x after the source layer,  m_{-1} = 0
 
                  token t-1       token t
@@ -22,17 +22,17 @@ decoded in one ordinary forward; the cache is a Transformer's and one vector a s
 
 The backbone (memory=false) is nanochat's:
 
-    x0 = RMSNorm(E[idx])                      no RMSNorm has weights; queries are normed like keys
+    x0 = RMSNorm(E[idx])                      no RMSNorm has weights
+    q = RoPE(RMSNorm(Wq u))
     e = 2 sigmoid(Wve u[:32]) E_l[idx]        value embedding of layer l
-    x <- x + Wo Attention, then x <- x + W_down relu(W_up RMSNorm(x))^2
+    x <- x + Wo Attention(q, k, v)            k and v as above, without gates and memory
+    x <- x + W_down relu(W_up RMSNorm(x))^2
     logits = 15 tanh(W_head RMSNorm(x) / 15)
-
-Layers follow the pattern SSSL: S attends to half the context, L and the last layer to all of it.
 
 m_0 -> m_1 -> ... is a chain over positions. Training has three paths:
 
-    exact          the chain: T passes of one position. Evaluation and decoding always do this.
-    interleaved    (the default, Algorithm 1) a first pass over all positions, without memory,
+    exact          the chain: T passes of one position, as in evaluation and decoding.
+    interleaved    (the default, Algorithm 1) A first pass over all positions, without memory,
                    fills a buffer: keys and values of all layers, and memories. Then each of S
                    strided subsets is computed again: its positions read m_{t-1} in the buffer,
                    write their keys and values there, attend to all of it, and write their m_t:
@@ -43,23 +43,22 @@ m_0 -> m_1 -> ... is a chain over positions. Training has three paths:
 
                    loss = (L_first + L_0 + ... + L_{S-1}) / (S + 1); gradients flow through all
                    passes and the buffer. Twice a plain step's work; S = T is the exact chain.
-    chunked        (Appendix D) chunks of C positions, one after the other. A whole chunk reads the
-                   last m of the chunk before. C = 1 is the exact chain, C = T the backbone.
+    chunked        (Appendix D) Chunks of C positions, one after the other. A whole chunk reads
+                   the last m of the chunk before. C = 1 is the exact chain, C = T the backbone.
 
-fast=false builds T x T masks. fast=true attends with fused kernels, which are given positions for a
-strided subset, and evaluates as it decodes, with a cache.
+fast=false attends with a mask of all pairs of positions; fast=true uses fused kernels instead.
 
-The paper leaves open, and here: gates read u, e is inside g_loc's bracket, inject=k has no gates on
-values, a subset's loss counts by its number of targets. Departures: beta x0 stays in Eq. 5; gates
-learn at the head's rate (see RATES); Muon is torch's; dropout can be set. Left out: memories other
-than m_{t-1} (Table 2), keys replaced (Table 6), other backbones (Table 8).
+The paper leaves open, and here: gates read u; e is scaled by g_loc, too; inject=k has no gates on
+values; a subset's loss counts by its number of targets. Departures: Eq. 5 keeps beta x0; gates
+learn at the head's rate (see RATES); Muon is torch's; dropout can be set. Left out: memories
+other than m_{t-1} (Table 2), replaced keys (Table 6), other backbones (Table 8).
 
 Paper: Huang et al. 2026, "Latent Recurrent Transformer: Architecture Exploration, Training
-Strategies, and Scaling Behavior" (2605.26797), which names no repository of its own; the backbone's
-is github.com/karpathy/nanochat.
+Strategies, and Scaling Behavior" (2605.26797). It names no repository of its own; that of the
+backbone is github.com/karpathy/nanochat.
 
-Shapes: B batch, T tokens, n positions of a pass, S keys, C width, H query heads, G key/value heads,
-D head size.
+Shapes: B batch, T tokens, n positions of a pass, S keys (or subsets), C width, H query heads,
+G key/value heads, D head size.
 """
 import math
 from dataclasses import dataclass
@@ -88,7 +87,7 @@ class Config(BaseConfig):
     source: str = ""        # source layer, from 1 ("": 0.6 of the depth); "2,4": a learned average
     inject: str = choice("kv+residual", "none", "k", "v", "kv", "residual")     # what m enters
     projections: str = choice("shared", "layerwise")    # Wk_rec, Wv_rec: one pair, or one a layer
-    pattern: str = "SSSL"   # windows of the layers, tiled: S short, L all
+    pattern: str = "SSSL"   # layers' windows, tiled: S short, L all; the last layer is L
     swa: int = 0            # how many earlier keys an S layer attends to (0: block_size / 2)
     rope_theta: float = 10000.0     # RoPE's base
     norm_eps: float = 1e-5  # RMSNorm's epsilon
@@ -109,8 +108,8 @@ class Config(BaseConfig):
         largest = kernels.HEAD_SIZES[-1]
         if self.head_dim % 2 or self.head_dim > largest:
             raise ValueError(f"n_embd / n_head = {self.head_dim} must be even, at most {largest}")
-        if len(set(self.sources)) < len(self.sources) or not all(
-                1 <= layer <= self.n_layer for layer in self.sources):
+        in_order = sorted(set(self.sources))
+        if sorted(self.sources) != in_order or in_order[0] < 1 or in_order[-1] > self.n_layer:
             raise ValueError(f"source={self.source} must name layers from 1 to "
                              f"n_layer={self.n_layer}, as in 2 or 2,4")
         self.memory = self.memory and self.inject != "none"
@@ -123,10 +122,9 @@ class Config(BaseConfig):
             return [max(1, round(0.6 * self.n_layer))]
         return [int(s) if s.strip().isdecimal() else 0 for s in self.source.split(",")]
 
-    def injects(self, *names):
-        """Whether the memory enters one of these: "k", "v", "residual"."""
-        return self.memory and any(name in self.inject.replace("kv", "k+v").split("+")
-                                   for name in names)
+    def injects(self, name):
+        """Whether the memory enters name: "k", "v" or "residual"."""
+        return self.memory and name in self.inject.replace("kv", "k+v").split("+")
 
     def window(self, layer):
         """How many keys a query of this layer attends to, its own included; 0: all."""
@@ -141,15 +139,14 @@ class Tokens(NamedTuple):
     """Some positions of every row, and what all layers need to know of them."""
     x0: torch.Tensor        # (B, n, C) normed embeddings
     values: list            # of each layer, (B, G, n, D): E_l[idx]
-    cos: torch.Tensor       # (B or 1, 1, n, D) RoPE's tables
-    sin: torch.Tensor
-    pos: torch.Tensor       # (B or 1, n) positions; None: the last n of those that have keys
+    rope: list              # RoPE's cos and sin, (B or 1, 1, n, D)
+    pos: torch.Tensor       # (B or 1, n) positions; None: the newest n
 
     def at(self, part):
-        """Those of them that a slice names."""
-        values = [e[:, :, part] for e in self.values]
+        """The tokens of a slice."""
+        values, rope = ([x[:, :, part] for x in xs] for xs in (self.values, self.rope))
         pos = None if self.pos is None else self.pos[:, part]
-        return Tokens(self.x0[:, part], values, self.cos[:, :, part], self.sin[:, :, part], pos)
+        return Tokens(self.x0[:, part], values, rope, pos)
 
 
 def normed(x, eps):
@@ -158,7 +155,7 @@ def normed(x, eps):
 
 
 def heads(x, D):
-    """(B, n, heads D) -> (B, heads, n, D)."""
+    """(B, n, heads D) -> (B, heads, n, D)"""
     return x.unflatten(-1, (-1, D)).transpose(1, 2)
 
 
@@ -168,12 +165,11 @@ def gate(z):
 
 
 def attend_naive(q, k, v, pos, window):
-    """q (B, H, n, D) at pos, as in Tokens; k, v (B, G, S, D) at 0 .. S - 1. -> (B, H, n, D)"""
+    """q (B, H, n, D) at positions pos, None: the newest; k, v (B, G, S, D) at 0 .. S - 1."""
     k_pos = torch.arange(k.size(2), device=q.device)
-    pos = k_pos[None, -q.size(2):] if pos is None else pos      # (B or 1, n)
+    pos = k_pos[None, -q.size(2):] if pos is None else pos  # (B or 1, n)
     wide = torch.promote_types(q.dtype, torch.float32)
-    bias = attention_bias(pos, k_pos, window, dtype=wide)       # (B or 1, 1, n, S)
-    return attention_naive(q, k, v, bias)
+    return attention_naive(q, k, v, attention_bias(pos, k_pos, window, dtype=wide))
 
 
 class MemoryProjection(nn.Module):
@@ -186,7 +182,7 @@ class MemoryProjection(nn.Module):
         self.wv = nn.Linear(cfg.n_embd, width, bias=False) if cfg.injects("v") else None
 
     def forward(self, m):
-        """m (B, n or 1, C) -> k_rec, v_rec (B, G, n or 1, D); None where it does not enter."""
+        """m (B, n or 1, C) -> k_rec, v_rec (B, G, n or 1, D); None: it does not enter."""
         return [w and heads(w(m), self.head_dim) for w in (self.wk, self.wv)]
 
 
@@ -198,38 +194,39 @@ class Attention(nn.Module):
         C, D, H, G = cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
         self.cfg, self.layer, self.window = cfg, layer, cfg.window(layer)
         self.attend = attend_fast if cfg.fast else attend_naive
-        layerwise = cfg.injects("k", "v") and cfg.projections == "layerwise"
+        self.into_k, self.into_v = cfg.injects("k"), cfg.injects("v")
+        layerwise = cfg.memory and cfg.projections == "layerwise"
         self.rec = MemoryProjection(cfg) if layerwise else None
         self.wq = nn.Linear(C, H * D, bias=False)
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)     # Wve, the gate of e
-        if cfg.injects("k", "v"):
-            self.w_gate = nn.Linear(C, 2 * G, bias=False)                   # Wg
+        self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)  # Wve, the gate of e
+        if self.into_k or self.into_v:
+            self.w_gate = nn.Linear(C, 2 * G, bias=False)  # Wg
 
     def forward(self, u, tokens, rec, cache):
-        """u (B, n, C), normed. rec: k_rec and v_rec, None: m is zero. cache: keys and values of
-        other positions, None: there are no others. -> (B, n, C)"""
+        """u (B, n, C), normed. rec: k_rec and v_rec; None: m is zero. cache: keys and values of
+        other positions; None: there are no others. -> (B, n, C)"""
         D, eps = self.cfg.head_dim, self.cfg.norm_eps
-        q, k, v = (heads(w(u), D) for w in (self.wq, self.wk, self.wv))     # (B, H or G, n, D)
-        e = tokens.values[self.layer].to(v.dtype)                           # (B, G, n, D)
+        q, k, v = (heads(w(u), D) for w in (self.wq, self.wk, self.wv))  # (B, H or G, n, D)
+        e = tokens.values[self.layer].to(v.dtype)  # (B, G, n, D)
         v = v + gate(self.w_value(u[..., :VALUE_CHANNELS])) * e
-        if self.cfg.injects("k", "v"):
+        if self.into_k or self.into_v:
             k, v = self.add_memory(u, k, v, rec)
-        q, k = (apply_rope(normed(x, eps), tokens.cos, tokens.sin) for x in (q, k))
+        q, k = (apply_rope(normed(x, eps), *tokens.rope) for x in (q, k))
         if cache is not None:
-            k, v = cache.write(self.layer, k, v)                            # (B, G, S, D)
-        y = self.attend(q, k, v, tokens.pos, self.window)                   # (B, H, n, D)
+            k, v = cache.write(self.layer, k, v)  # (B, G, S, D)
+        y = self.attend(q, k, v, tokens.pos, self.window)  # (B, H, n, D)
         return self.wo(y.transpose(1, 2).flatten(2))
 
     def add_memory(self, u, k, v, rec):
         """g_loc k + g_rec k_rec, and the same of v, where the memory enters them."""
-        g_loc, g_rec = gate(self.w_gate(u)).chunk(2, 1)                     # (B, G, n, 1)
+        g_loc, g_rec = gate(self.w_gate(u)).chunk(2, 1)  # (B, G, n, 1)
         k_rec, v_rec = rec or (None, None)
-        if self.cfg.injects("k"):
+        if self.into_k:
             k = g_loc * k if k_rec is None else g_loc * k + g_rec * k_rec
-        if self.cfg.injects("v"):
+        if self.into_v:
             v = g_loc * v if v_rec is None else g_loc * v + g_rec * v_rec
         return k, v
 
@@ -262,31 +259,29 @@ class Block(nn.Module):
 # the fast path
 
 def attend_fast(q, k, v, pos, window):
-    """The same without a mask. One new token attends to the newest keys, and all positions at once
-    (n = S) are plainly causal. Else the kernel compares positions, as attention_bias does."""
+    """The same without a mask: one new token attends to the newest keys, and all positions at
+    once (n = S) are plainly causal; else the kernel compares positions, as the mask does."""
     n, S = q.size(2), k.size(2)
-    if pos is None and n == 1:
-        k, v = k[:, :, -window:], v[:, :, -window:]             # all of them where window is 0
-        return attention_fast(q, k, v, None)
+    if pos is None and n == 1:  # `-window:` takes all where window is 0
+        return attention_fast(q, k[:, :, -window:], v[:, :, -window:], None)
     if n == S and not window:
         return attention_fast(q, k, v, None)
     if n == S:
         return kernels.attend(q, k, v, window=window)[0]
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
-    pos = k_pos[-n:] if pos is None else pos.squeeze(0).int()   # (n,) or (B, n)
+    pos = k_pos[-n:] if pos is None else pos.squeeze(0).int()  # (n,) or (B, n)
     return kernels.attend(q, k, v, pos, k_pos, window=window or None)[0]
 
 
 # -------------------------------------------------------------------------------------------------
-# Caches: keys and values that passes leave for each other. In each layer a pass calls
+# caches: keys and values that one pass leaves for the next. In each layer a pass calls
 #     k, v = cache.write(layer, k, v)
-# with the new keys and values of its positions, (B, G, n, D), and gets those of all positions
-# 0 .. S - 1 so far, (B, G, S, D). Buffer does this in training: gradients flow through it.
-# MemoryCache does it in decoding: it is written in place, counts the tokens of each row, and also
-# holds each row's memory.
+# with the keys and values of its positions, (B, G, n, D), and gets those of all positions so far,
+# (B, G, S, D), at 0 .. S - 1. Training has a Buffer, through which gradients flow. Decoding has a
+# MemoryCache, which is written in place, counts each row's tokens, and holds each row's memory.
 
 class Buffer:
-    """A pass writes positions s, s + S, ... again where `subset` is (s, S), else it appends."""
+    """The first pass fills it. Later ones append, or write s, s + S, ... if subset is (s, S)."""
 
     def __init__(self, n_layer):
         self.k, self.v = [None] * n_layer, [None] * n_layer
@@ -309,7 +304,7 @@ class MemoryCache(KVCache):
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, memory_dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype)
-        shape = batch_size, int(cfg.memory), cfg.n_embd     # the backbone's is empty: (B, 0, C)
+        shape = batch_size, int(cfg.memory), cfg.n_embd  # the backbone's is empty: (B, 0, C)
         with torch.inference_mode(False):
             self.memory = torch.zeros(shape, device=device, dtype=memory_dtype)
 
@@ -325,7 +320,7 @@ class MemoryCache(KVCache):
 
     def advance(self, m):
         """Count the placed tokens; m (B, 1, C) is the memory after each row's last one."""
-        if self.ragged:                                     # a row without new tokens keeps its own
+        if self.ragged:  # a row without new tokens keeps its own
             m = torch.where(self.new[:, None, None] > 0, m, self.memory)
         self.memory.copy_(m)
         super().advance()
@@ -341,18 +336,18 @@ class Model(LanguageModel):
         super().__init__()
         self.cfg = cfg
         L, C, width = cfg.n_layer, cfg.n_embd, cfg.n_kv_head * cfg.head_dim
-        V = 64 * math.ceil(cfg.vocab_size / 64)                 # padded, for fast products
+        V = 64 * math.ceil(cfg.vocab_size / 64)  # padded, for fast products
         self.wte = nn.Embedding(V, C)
         self.drop = nn.Dropout(cfg.dropout)
-        self.values = nn.ModuleDict({str(l): nn.Embedding(V, width) for l in range(L)})     # E_l
+        self.values = nn.ModuleDict({str(l): nn.Embedding(V, width) for l in range(L)})  # E_l
         self.blocks = nn.ModuleList(Block(cfg, l) for l in range(L))
         self.alpha = nn.Parameter(torch.ones(L))
         self.beta = nn.Parameter(torch.full((L,), 0.1))
         self.gamma = nn.Parameter(torch.full((L,), 0.1)) if cfg.injects("residual") else None
-        shared = cfg.injects("k", "v") and cfg.projections == "shared"
+        shared = cfg.memory and cfg.projections == "shared"
         self.rec = MemoryProjection(cfg) if shared else None
         if cfg.memory and len(cfg.sources) > 1:
-            self.source_weights = nn.Parameter(torch.zeros(len(cfg.sources)))   # of a softmax
+            self.source_weights = nn.Parameter(torch.zeros(len(cfg.sources)))  # of a softmax
         self.head = nn.Linear(C, V, bias=False)
         self.init_weights()
 
@@ -375,14 +370,14 @@ class Model(LanguageModel):
     def tokens(self, idx, pos):
         """The Tokens idx (B, n) at positions pos (B or 1, n)."""
         D = self.cfg.head_dim
-        x0 = self.drop(normed(self.wte(idx), self.cfg.norm_eps))            # (B, n, C)
-        values = [heads(table(idx), D) for table in self.values.values()]   # (B, G, n, D)
-        cos, sin = rope_tables(pos, D, self.cfg.rope_theta, x0.dtype)       # (B or 1, n, D)
-        return Tokens(x0, values, cos[:, None], sin[:, None], pos)
+        x0 = self.drop(normed(self.wte(idx), self.cfg.norm_eps))  # (B, n, C)
+        values = [heads(table(idx), D) for table in self.values.values()]  # (B, G, n, D)
+        tables = rope_tables(pos, D, self.cfg.rope_theta, x0.dtype)  # (B or 1, n, D)
+        return Tokens(x0, values, [x[:, None] for x in tables], pos)
 
     def run(self, tokens, m, cache):
-        """One pass: these positions through all layers. m (B, n or 1, C): the memory that each of
-        them reads, or one for all; None: zero. -> x after the last layer, their own m; (B, n, C)"""
+        """One pass: these tokens through all layers. m (B, n or 1, C): the memory that each reads,
+        or one for all; None: zero. -> x after the last layer and the tokens' own m, (B, n, C)"""
         alpha, beta = self.alpha.unbind(), self.beta.unbind()
         shared = None if self.rec is None or m is None else self.rec(m)
         x, outputs = tokens.x0, []
@@ -401,8 +396,8 @@ class Model(LanguageModel):
     def chain(self, tokens, C):
         """Chunks of C positions, one after the other; C = 1 is the exact chain. -> x (B, T, C)"""
         buffer, parts = Buffer(self.cfg.n_layer), []
-        m = torch.zeros_like(tokens.x0[:, :1])                              # m_{-1}
-        tokens = tokens._replace(pos=None)      # a chunk is always the last of the positions so far
+        m = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
+        tokens = tokens._replace(pos=None)  # a chunk has the newest positions
         for start in range(0, tokens.x0.size(1), C):
             x, m = self.run(tokens.at(slice(start, start + C)), m[:, -1:], buffer)
             parts.append(x)
@@ -411,14 +406,14 @@ class Model(LanguageModel):
 
     def interleaved(self, tokens):
         """Algorithm 1. -> x of the subsets' passes, of the first, m, all (B, T, C); the buffer."""
-        T, buffer = tokens.x0.size(1), Buffer(self.cfg.n_layer)
-        S = min(self.cfg.subsets, T)
+        buffer = Buffer(self.cfg.n_layer)
+        S = min(self.cfg.subsets, tokens.x0.size(1))
         first, m = self.run(tokens, None, buffer)
         x = first
         for s in range(S):
             subset, buffer.subset = slice(s, None, S), (s, S)
-            previous = F.pad(m, (0, 0, 1, -1))[:, subset]                   # m_{t-1} at each t
-            new_x, new_m = self.run(tokens.at(subset), previous, buffer)    # (B, ceil(T / S), C)
+            previous = F.pad(m, (0, 0, 1, -1))[:, subset]  # m_{t-1} at each t
+            new_x, new_m = self.run(tokens.at(subset), previous, buffer)  # (B, ceil(T / S), C)
             x = torch.slice_scatter(x, new_x, 1, s, None, S)
             m = torch.slice_scatter(m, new_m, 1, s, None, S)
         return x, first, m, buffer
@@ -427,13 +422,14 @@ class Model(LanguageModel):
         """New tokens idx (B, T) after those of the cache: the exact chain, but for an empty cache
         with prefill="interleaved". -> x (B, T, C)"""
         cfg, T = self.cfg, idx.size(1)
-        pos = cache.place(T, n_valid)           # raises before any is written if they do not fit
+        pos = cache.place(T, n_valid)  # raises if they do not fit, before any is written
         tokens = self.tokens(idx, pos)
         if cfg.memory and prefill == "interleaved" and cache.longest == 0 and T > 1:
             return self.prefill(tokens, cache)
         if not cache.ragged:
             tokens = tokens._replace(pos=None)
-        n, parts = 1 if cfg.memory else T, []   # positions of a pass
+        n = 1 if cfg.memory else T  # tokens of a pass
+        parts = []
         for t in range(0, T, n):
             if n < T:
                 cache.place(n, None if n_valid is None else n_valid - t)
@@ -447,13 +443,13 @@ class Model(LanguageModel):
         x, _, m, buffer = self.interleaved(tokens)
         for layer, (k, v) in enumerate(zip(buffer.k, buffer.v)):
             cache.append(layer, k, v)
-        last = (cache.new - 1).clamp(min=0)                                 # of each row
+        last = (cache.new - 1).clamp(min=0)  # of each row
         cache.advance(m[torch.arange(len(m), device=m.device), last][:, None])
         return x
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
-        """-> x after the last layer (B, T, C), and that of the interleaved path's first pass (else
-        None). path None: train_path in training mode, else exact."""
+        """-> x after the last layer (B, T, C), and that of the interleaved path's first pass, on
+        other paths None. path None: train_path in training mode, else exact."""
         cfg, T = self.cfg, idx.size(1)
         path = path or (cfg.train_path if self.training else "exact")
         if cache is not None:
@@ -485,8 +481,7 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def estimate(self, idx, targets):
-        """The cross-entropy as the training path computes it: much faster than the exact chain's,
-        with the same weights. None where both are one."""
+        """The training path's cross-entropy, much faster than the exact one. None: it is exact."""
         if not self.cfg.memory or self.cfg.train_path == "exact":
             return None
         h, _ = self.hidden(idx, path=self.cfg.train_path)
@@ -498,15 +493,14 @@ class Model(LanguageModel):
         return (self.cfg.block_size + 1) // 2 if self.cfg.memory else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):
-        """An empty cache for batch_size rows of up to max_len tokens, at most block_size."""
         self.check_context(max_len)
         w = self.wte.weight
         return MemoryCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w), w.dtype)
 
     def flops_per_token(self):
-        """Floating-point operations of one token's forward and backward pass in a sequence of
-        block_size: 6 a weight of each matrix product, 12 C a visible key. Interleaved training has
-        two passes over all positions, of which the first needs no projection of the memory."""
+        """A token's operations, forward and backward, in a sequence of block_size: 6 a weight of
+        each matrix product, 12 C a visible key. Interleaved training computes each position twice,
+        the first time without the memory's projections."""
         cfg, T = self.cfg, self.cfg.block_size
         passes = 1 + (cfg.memory and cfg.train_path == "interleaved")
         matrices = {name: p.numel() for name, p in self.named_parameters()
@@ -519,8 +513,8 @@ class Model(LanguageModel):
 
     def param_groups(self, cfg):
         """The paper's optimizer (Appendix A) for optimizer=muon: Muon for the matrices, AdamW for
-        the rest. Its rates are for 2^19 tokens a step, and scaled to the trainer's cfg. None for
-        another optimizer: the trainer's own groups."""
+        the rest. Rates are for 2^19 tokens a step and scaled to cfg's, the trainer's. None for
+        another optimizer: the common groups."""
         if cfg.optimizer != "muon":
             return None
         tokens = cfg.batch_size * cfg.gradient_accumulation_steps * self.cfg.block_size
@@ -528,15 +522,13 @@ class Model(LanguageModel):
         params = {kind: [] for kind in ("matrix", *RATES)}
         for name, p in self.named_parameters():
             params[kind_of(name, p)].append(p)
-        groups = [dict(kind="muon", params=params["matrix"], lr=cfg.muon_learning_rate * batch,
-                       momentum=cfg.muon_momentum,
-                       weight_decay=cfg.weight_decay * (12 / self.cfg.n_layer) ** 2)]
-        for kind, (ratio, beta1) in RATES.items():
-            rate = cfg.learning_rate * ratio * batch
-            groups.append(dict(kind="adamw", params=params[kind], weight_decay=0.0, eps=1e-10,
-                               lr=rate * width if kind in ("embedding", "head") else rate,
-                               betas=(beta1, 0.95)))
-        return groups
+        rate, scale = cfg.learning_rate * batch, dict(embedding=width, head=width)
+        adamw = [dict(kind="adamw", params=params[kind], betas=(beta1, 0.95), eps=1e-10,
+                      weight_decay=0.0, lr=rate * ratio * scale.get(kind, 1))
+                 for kind, (ratio, beta1) in RATES.items()]
+        return [*adamw, dict(kind="muon", params=params["matrix"],
+                             lr=cfg.muon_learning_rate * batch, momentum=cfg.muon_momentum,
+                             weight_decay=cfg.weight_decay * (12 / self.cfg.n_layer) ** 2)]
 
 
 # AdamW's rate of each kind of parameter, in units of the head's 0.004, and its beta1. The paper
