@@ -290,12 +290,13 @@ class Buffer:
     def write(self, layer, k, v):
         for buffer, new in ((self.k, k), (self.v, v)):
             old = buffer[layer]
-            if old is not None and self.subset is None:
-                new = torch.cat([old, new], 2)
-            elif old is not None:
+            if old is None:
+                buffer[layer] = new
+            elif self.subset is None:
+                buffer[layer] = torch.cat([old, new], 2)
+            else:
                 s, S = self.subset
-                new = torch.slice_scatter(old, new, 2, s, None, S)
-            buffer[layer] = new
+                buffer[layer] = torch.slice_scatter(old, new, 2, s, None, S)
         return self.k[layer], self.v[layer]
 
 
@@ -426,12 +427,12 @@ class Model(LanguageModel):
         tokens = self.tokens(idx, pos)
         if cfg.memory and prefill == "interleaved" and cache.longest == 0 and T > 1:
             return self.prefill(tokens, cache)
-        if not cache.ragged:
+        if not cache.ragged:  # they are the newest of every row
             tokens = tokens._replace(pos=None)
         n = 1 if cfg.memory else T  # tokens of a pass
         parts = []
         for t in range(0, T, n):
-            if n < T:
+            if n < T:  # place them one by one
                 cache.place(n, None if n_valid is None else n_valid - t)
             x, m = self.run(tokens.at(slice(t, t + n)), cache.memory, cache)
             cache.advance(m[:, -1:])
@@ -456,6 +457,7 @@ class Model(LanguageModel):
             return self.decode(idx, cache, n_valid, cfg.prefill), None
         self.check_context(T, "{} tokens are")
         if cfg.memory and cfg.fast and path == "exact" and not torch.is_grad_enabled():
+            # the same chain, but keys and values are written in place
             return self.decode(idx, self.init_cache(len(idx), T), None, "exact"), None
         tokens = self.tokens(idx, torch.arange(T, device=idx.device)[None])
         if not cfg.memory:
@@ -471,17 +473,18 @@ class Model(LanguageModel):
         logits, ce, aux = super().predict(h, targets)
         if targets is None or first is None:
             return logits, ce, aux
-        S, ce_first = min(self.cfg.subsets, targets.size(1)), super().predict(first, targets)[1]
+        ce_first = super().predict(first, targets)[1]
+        S = min(self.cfg.subsets, targets.size(1))  # S ce = L_0 + ... + L_{S-1}
         return logits, (ce_first + S * ce) / (S + 1), {**aux, "ce_first": ce_first.detach()}
 
     def logits(self, h):
-        """(..., C) -> (..., vocab_size), without the padding of the vocabulary."""
+        """(..., C) -> (..., vocab_size): without the padding."""
         z = super().logits(normed(h, self.cfg.norm_eps))[..., :self.cfg.vocab_size]
         return SOFTCAP * torch.tanh(z / SOFTCAP)
 
     @torch.no_grad()
     def estimate(self, idx, targets):
-        """The training path's cross-entropy, much faster than the exact one. None: it is exact."""
+        """The training path's cross-entropy, much faster than the exact one; None: it is exact."""
         if not self.cfg.memory or self.cfg.train_path == "exact":
             return None
         h, _ = self.hidden(idx, path=self.cfg.train_path)
@@ -498,9 +501,7 @@ class Model(LanguageModel):
         return MemoryCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w), w.dtype)
 
     def flops_per_token(self):
-        """A token's operations, forward and backward, in a sequence of block_size: 6 a weight of
-        each matrix product, 12 C a visible key. Interleaved training computes each position twice,
-        the first time without the memory's projections."""
+        """As in model_gpt; interleaved training does all but the memory's projections twice."""
         cfg, T = self.cfg, self.cfg.block_size
         passes = 1 + (cfg.memory and cfg.train_path == "interleaved")
         matrices = {name: p.numel() for name, p in self.named_parameters()
@@ -512,13 +513,12 @@ class Model(LanguageModel):
         return passes * (6.0 * local + 12.0 * cfg.n_embd * keys) + 6.0 * of_memory
 
     def param_groups(self, cfg):
-        """The paper's optimizer (Appendix A) for optimizer=muon: Muon for the matrices, AdamW for
-        the rest. Rates are for 2^19 tokens a step and scaled to cfg's, the trainer's. None for
-        another optimizer: the common groups."""
+        """The paper's groups (Appendix A) where the trainer's cfg says optimizer=muon, else None.
+        Rates are for 2^19 tokens a step and scaled by the root of cfg's."""
         if cfg.optimizer != "muon":
             return None
-        tokens = cfg.batch_size * cfg.gradient_accumulation_steps * self.cfg.block_size
-        batch, width = math.sqrt(tokens / 2 ** 19), (self.cfg.n_embd / 768) ** -0.5
+        step = cfg.batch_size * cfg.gradient_accumulation_steps * self.cfg.block_size  # tokens
+        batch, width = math.sqrt(step / 2 ** 19), (self.cfg.n_embd / 768) ** -0.5
         params = {kind: [] for kind in ("matrix", *RATES)}
         for name, p in self.named_parameters():
             params[kind_of(name, p)].append(p)
@@ -540,10 +540,11 @@ RATES = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8
 
 def kind_of(name, p):
     """The kind of a parameter in RATES, or "matrix"."""
-    if name.startswith(("wte.", "values.")):
+    owner = name.split(".")[0]
+    if owner in ("head", "alpha", "beta"):
+        return owner
+    if owner in ("wte", "values"):
         return "embedding"
-    if name in ("head.weight", "alpha", "beta"):
-        return name.removesuffix(".weight")
     if name.endswith(("w_gate.weight", "w_value.weight")):
         return "gate"
     return "matrix" if p.dim() == 2 else "scalar"

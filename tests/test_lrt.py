@@ -15,6 +15,7 @@ import model_lrt
 import prepare
 import runs
 import sample
+import tasks
 import train
 from conftest import relative, tiny
 from test_models import assert_same, outputs_and_gradients, rms, tokens
@@ -531,6 +532,8 @@ def test_the_papers_optimizer(kind):
         assert abs(group["weight_decay"] - decay) < 1e-12, name
     optimizers = train.make_optimizers(model, muon())
     assert [type(optimizer).__name__ for optimizer in optimizers] == ["AdamW", "Muon"]
+    decoder = tasks.fit_head(model, tasks.COMPRESSION).head
+    assert {model_lrt.kind_of(f"head.{n}", p) for n, p in decoder.named_parameters()} == {"head"}
     assert model.param_groups(muon(optimizer="adamw")) is None
 
 
