@@ -387,6 +387,12 @@ def bench_lrt(model, cfg, device, ckpt=None, rounds=11):
         if [None] not in (t, times["backbone"]):
             ratio = f"{times_as_long(t, times['backbone']):8.2f} x the backbone"
         print(f"training step  {name:26}{took}{ratio}", flush=True)
+    both = {name: (None, passes(make(**steps[name]), cfg.batch_size, device)["forward + backward"])
+            for name in ("backbone", "interleaved, S = 2")}
+    times = timings(both, rounds, device)
+    for name, t in times.items():
+        print(f"forward + backward  {name:20}{1000 * statistics.median(t):11.1f} ms"
+              f"{times_as_long(t, times['backbone']):8.2f} x the backbone", flush=True)
     goal = 2.2 if device.type == "cpu" else 2.08
     print(f"  goal: S = 2 at most {goal} x the backbone's step; the floor is 2.01")
     backbone, ours = make(memory=False), make(prefill="interleaved")    # to fill its cache fast
