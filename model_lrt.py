@@ -8,24 +8,25 @@ after one upper layer, the source, as a memory m_{t-1} that every layer of token
     x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)  residual injection
     k = RoPE(RMSNorm(g_loc Wk u + g_rec Wk_rec m_{t-1}))     KV projection
     v = g_loc (Wv u + e) + g_rec Wv_rec m_{t-1}
-    g_loc, g_rec = 2 sigmoid(Wg u)                           one each a key head, 1 at the start
+    g_loc, g_rec = 2 sigmoid(Wg u)                           one each per KV head, 1 at the start
     m_t = x after the source layer,  m_{-1} = 0
 
                  token t-1       token t
+    layer 5          o           +-> o
     layer 4          o           +-> o
     layer 3          o -- m -----+-> o        source: 0.6 of the depth
     layer 2          o           +-> o
     layer 1          o           +-> o
 
 Wk_rec and Wv_rec are shared by all layers: 0.3 % more parameters at the paper's size. A token is
-decoded in one ordinary forward; the cache is a Transformer's and one vector a sequence.
+decoded in one ordinary forward; the cache is the KV cache plus one vector per sequence.
 
 The backbone (memory=false) is nanochat's:
 
     x0 = RMSNorm(E[idx])                      no RMSNorm has weights
     q = RoPE(RMSNorm(Wq u))
     e = 2 sigmoid(Wve u[:32]) E_l[idx]        value embedding of layer l
-    x <- x + Wo Attention(q, k, v)            k and v as above, without gates and memory
+    x <- x + Wo Attention(q, k, v)            k and v as above, with g_loc = 1, g_rec = 0
     x <- x + W_down relu(W_up RMSNorm(x))^2
     logits = 15 tanh(W_head RMSNorm(x) / 15)
 
@@ -44,14 +45,15 @@ m_0 -> m_1 -> ... is a chain over positions. Training has three paths:
                    loss = (L_first + L_0 + ... + L_{S-1}) / (S + 1); gradients flow through all
                    passes and the buffer. Twice a plain step's work; S = T is the exact chain.
     chunked        (Appendix D) Chunks of C positions, one after the other. A whole chunk reads
-                   the last m of the chunk before. C = 1 is the exact chain, C = T the backbone.
+                   the last m of the chunk before. C = 1 is the exact chain; C = T reads no m.
 
 fast=false attends with a mask of all pairs of positions; fast=true uses fused kernels instead.
 
-The paper leaves open, and here: gates read u; e is scaled by g_loc, too; inject=k has no gates on
-values; a subset's loss counts by its number of targets. Departures: Eq. 5 keeps beta x0; gates
-learn at the head's rate (see RATES); Muon is torch's; dropout can be set. Left out: memories
-other than m_{t-1} (Table 2), replaced keys (Table 6), other backbones (Table 8).
+Our choices where the paper is silent: gates read u; e is scaled by g_loc, too; inject=k leaves
+values ungated; a subset's loss is weighted by its number of targets. Departures: beta x0 stays beside
+gamma m (Eq. 5 has none); gates learn at the head's rate (see RATES); Muon is torch's; dropout, on
+embeddings and residual branches. Left out: memories other than m_{t-1} (Table 2), replaced keys
+(Table 6), other backbones (Table 8).
 
 Paper: Huang et al. 2026, "Latent Recurrent Transformer: Architecture Exploration, Training
 Strategies, and Scaling Behavior" (2605.26797). It names no repository of its own; that of the
@@ -92,9 +94,9 @@ class Config(BaseConfig):
     rope_theta: float = 10000.0     # RoPE's base
     norm_eps: float = 1e-5  # RMSNorm's epsilon
 
-    # keys that change how a model is trained and prefilled, not what its weights mean
+    # options that change how a model is trained and prefilled, not what its weights mean
     SAME_FUNCTION = ("train_path", "subsets", "chunk", "prefill")
-    # former keys, with the value that they always have now
+    # removed options, with the value that is left of each
     RETIRED = dict(state="lag", lag=1, replace=False, value_embeddings=True, x0_mixing=True,
                    layer_scale=False, gated_attention=False, value_residual=False,
                    dense_residual=False, softcap=SOFTCAP)
@@ -140,7 +142,7 @@ class Tokens(NamedTuple):
     x0: torch.Tensor        # (B, n, C) normed embeddings
     values: list            # of each layer, (B, G, n, D): E_l[idx]
     rope: list              # RoPE's cos and sin, (B or 1, 1, n, D)
-    pos: torch.Tensor       # (B or 1, n) positions; None: the newest n
+    pos: torch.Tensor       # (B or 1, n) positions; None: the last n so far, in every row
 
     def at(self, part):
         """The tokens of a slice."""
@@ -165,7 +167,7 @@ def gate(z):
 
 
 def attend_naive(q, k, v, pos, window):
-    """q (B, H, n, D) at positions pos, None: the newest; k, v (B, G, S, D) at 0 .. S - 1."""
+    """q (B, H, n, D) at positions pos, None: the last n; k, v (B, G, S, D) at 0 .. S - 1."""
     k_pos = torch.arange(k.size(2), device=q.device)
     pos = k_pos[None, -q.size(2):] if pos is None else pos  # (B or 1, n)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -259,15 +261,13 @@ class Block(nn.Module):
 # the fast path
 
 def attend_fast(q, k, v, pos, window):
-    """The same without a mask: one new token attends to the newest keys, and all positions at
-    once (n = S) are plainly causal; else the kernel compares positions, as the mask does."""
+    """attend_naive without a mask: one new token attends to the last keys, and all positions at
+    once (n = S) are causal; else the kernel compares positions, as the mask does."""
     n, S = q.size(2), k.size(2)
     if pos is None and n == 1:  # `-window:` takes all where window is 0
         return attention_fast(q, k[:, :, -window:], v[:, :, -window:], None)
-    if n == S and not window:
+    if pos is None and n == S and not window:
         return attention_fast(q, k, v, None)
-    if n == S:
-        return kernels.attend(q, k, v, window=window)[0]
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
     pos = k_pos[-n:] if pos is None else pos.squeeze(0).int()  # (n,) or (B, n)
     return kernels.attend(q, k, v, pos, k_pos, window=window or None)[0]
@@ -354,8 +354,8 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """nanochat's: embedding N(0, 1), head N(0, 0.001), what reads the residual stream uniform
-        with deviation 1 / sqrt(C), what writes to it 0, gates 0; vectors as they were made."""
+        """nanochat's: embedding N(0, 1), head N(0, 0.001); uniform with std 1 / sqrt(C) what reads
+        the residual stream, and value embeddings; 0 what writes to it, and gates."""
         limit = math.sqrt(3 / self.cfg.n_embd)
         zero = "wo.weight", "w_down.weight", "w_gate.weight", "w_value.weight"
         for name, p in self.named_parameters():
@@ -398,7 +398,7 @@ class Model(LanguageModel):
         """Chunks of C positions, one after the other; C = 1 is the exact chain. -> x (B, T, C)"""
         buffer, parts = Buffer(self.cfg.n_layer), []
         m = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
-        tokens = tokens._replace(pos=None)  # a chunk has the newest positions
+        tokens = tokens._replace(pos=None)  # a chunk has the last positions so far
         for start in range(0, tokens.x0.size(1), C):
             x, m = self.run(tokens.at(slice(start, start + C)), m[:, -1:], buffer)
             parts.append(x)
@@ -406,10 +406,10 @@ class Model(LanguageModel):
         return torch.cat(parts, 1) + 0 * m[:, -1:]
 
     def interleaved(self, tokens):
-        """Algorithm 1. -> x of the subsets' passes, of the first, m, all (B, T, C); the buffer."""
+        """Algorithm 1. -> x recomputed, x of the first pass, m, each (B, T, C); the buffer."""
         buffer = Buffer(self.cfg.n_layer)
         S = min(self.cfg.subsets, tokens.x0.size(1))
-        first, m = self.run(tokens, None, buffer)
+        first, m = self.run(tokens._replace(pos=None), None, buffer)
         x = first
         for s in range(S):
             subset, buffer.subset = slice(s, None, S), (s, S)
@@ -423,16 +423,16 @@ class Model(LanguageModel):
         """New tokens idx (B, T) after those of the cache: the exact chain, but for an empty cache
         with prefill="interleaved". -> x (B, T, C)"""
         cfg, T = self.cfg, idx.size(1)
-        pos = cache.place(T, n_valid)  # raises if they do not fit, before any is written
+        pos = cache.place(T, n_valid)  # of all, for RoPE, and raises if they do not fit
         tokens = self.tokens(idx, pos)
         if cfg.memory and prefill == "interleaved" and cache.longest == 0 and T > 1:
             return self.prefill(tokens, cache)
-        if not cache.ragged:  # they are the newest of every row
+        if not cache.ragged:  # they are the last of every row
             tokens = tokens._replace(pos=None)
         n = 1 if cfg.memory else T  # tokens of a pass
         parts = []
         for t in range(0, T, n):
-            if n < T:  # place them one by one
+            if n < T:  # the chain reserves a slot for each token again
                 cache.place(n, None if n_valid is None else n_valid - t)
             x, m = self.run(tokens.at(slice(t, t + n)), cache.memory, cache)
             cache.advance(m[:, -1:])
@@ -457,18 +457,18 @@ class Model(LanguageModel):
             return self.decode(idx, cache, n_valid, cfg.prefill), None
         self.check_context(T, "{} tokens are")
         if cfg.memory and cfg.fast and path == "exact" and not torch.is_grad_enabled():
-            # the same chain, but keys and values are written in place
+            # the same chain, but keys and values are written in place, not concatenated
             return self.decode(idx, self.init_cache(len(idx), T), None, "exact"), None
         tokens = self.tokens(idx, torch.arange(T, device=idx.device)[None])
         if not cfg.memory:
-            return self.run(tokens, None, None)[0], None
+            return self.run(tokens._replace(pos=None), None, None)[0], None
         if path == "interleaved":
             return self.interleaved(tokens)[:2]
         return self.chain(tokens, cfg.chunk if path == "chunked" else 1), None
 
     def predict(self, h, targets):
         """As in all models. In interleaved training the loss also counts the first pass: aux has
-        "ce" of the positions computed again, and "ce_first"."""
+        "ce" of the recomputed positions, and "ce_first"."""
         h, first = h
         logits, ce, aux = super().predict(h, targets)
         if targets is None or first is None:
@@ -514,7 +514,7 @@ class Model(LanguageModel):
 
     def param_groups(self, cfg):
         """The paper's groups (Appendix A) where the trainer's cfg says optimizer=muon, else None.
-        Rates are for 2^19 tokens a step and scaled by the root of cfg's."""
+        Learning rates are for 2^19 tokens per step and scale with the root of their number."""
         if cfg.optimizer != "muon":
             return None
         step = cfg.batch_size * cfg.gradient_accumulation_steps * self.cfg.block_size  # tokens

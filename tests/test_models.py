@@ -338,6 +338,19 @@ def test_no_gradient_flows_through_a_call_with_a_cache(name, sizes, fast):
 
 
 @every
+@pytest.mark.parametrize("fast", [True, False])
+def test_padding_may_reach_beyond_the_cache(name, sizes, fast):
+    """Right padding that does not fit, behind rows that hold tokens: as many queries as keys, but not from 0 on."""
+    for rows in (1, 2):
+        model, x = tiny(name, **sizes, fast=fast), tokens(rows, 8)
+        cache = model.init_cache(rows, 8)
+        model(x[:, :3], cache=cache)
+        more = torch.cat([x[:, 3:5], torch.zeros_like(x[:, :6])], 1)
+        got = model(more, cache=cache, n_valid=torch.full((rows,), 2))[0][:, :2]
+        assert relative(got, model(x[:, :5])[0][:, 3:]) < 1e-10
+
+
+@every
 def test_a_cache_filled_in_inference_mode_goes_on_outside(name, sizes):
     model, x = tiny(name, **sizes), tokens(2, 12)
     cache = model.init_cache(2, 12)
