@@ -179,13 +179,14 @@ def tables_at(rope, here):
 # -------------------------------------------------------------------------------------------------
 # tiled: the paper's Algorithm 1
 
-def layer_tiled(block, x, rope, slopes):
+def layer_tiled(block, x, rope, slopes, b):
     """The same function as block(x, ...): each query attends to the same pairs, only in parts that
-    an online softmax puts together. Lists hold one element for each position (or block of b)."""
-    b, ys, ks, vs = block.cfg.block, [], [], []
-    at = torch.arange(x.size(1), device=x.device, dtype=torch.int32).split(b)
-    q, k_temp, v_temp = (u.split(b, 2) for u in block.temporary(x, rope))
-    states = [attend(*own, slopes) for own in zip(q, k_temp, v_temp, at, at)]   # the temporary pairs
+    an online softmax puts together. Lists hold one element for each position (each block of b)."""
+    ys, ks, vs = [], [], []
+    at = torch.arange(x.size(1), device=x.device, dtype=torch.int32)
+    q, k_temp, v_temp = block.temporary(x, rope)
+    states = own_pairs(q, k_temp, v_temp, at, slopes, b)                        # [(out, lse), ...]
+    q, at = q.split(b, 2), at.split(b)
     for i, x_i in enumerate(x.split(b, 1), start=1):
         y_i = block.output(x_i, states[i - 1][0])                               # (3), (4)
         k_i, v_i = block.persistent(y_i, tables_at(rope, slice((i - 1) * b, i * b)))    # (5)
@@ -198,6 +199,14 @@ def layer_tiled(block, x, rope, slopes):
             state = [torch.cat(u, 2) for u in zip(*states[queries])]            # (out, lse)
             states[queries] = zip(*(u.split(b, 2) for u in kernels.merge(*state, *tile)))
     return torch.cat(ys, 1)
+
+
+def own_pairs(q, k, v, at, slopes, b):
+    """Attention of each block of b positions to its own pairs: a list of (out, lse)."""
+    B = q.size(0)
+    q, k, v = (u.unflatten(2, (-1, b)).transpose(1, 2).flatten(0, 1) for u in (q, k, v))
+    out, lse = attend(q, k, v, at[:b], at[:b], slopes)                  # (B T / b, H, b, .)
+    return list(zip(*(u.unflatten(0, (B, -1)).unbind(1) for u in (out, lse))))
 
 
 def attend(q, k, v, q_at, k_at, slopes):
@@ -248,12 +257,19 @@ class Model(LanguageModel):
         cfg, wide = self.cfg, torch.promote_types(x.dtype, torch.float32)
         if cfg.path == "wavefront":
             return rt_wavefront.run_layers(cfg, self.blocks, x, pos)
-        rope, slopes = self.rope(pos, x.dtype), self.slopes(x.device, wide)
+        slopes = self.slopes(x.device, wide)
         if cfg.path == "naive":
+            rope = self.rope(pos, x.dtype)
             bias = attention_bias(pos, pos[0], slopes=slopes, dtype=wide)       # (1, H or 1, T, T)
+            for block in self.blocks:
+                x = block(x, rope, bias)
+            return x
+        T, b = x.size(1), min(cfg.block, x.size(1))
+        x = F.pad(x, (0, 0, 0, -T % b))                                         # to whole blocks
+        rope = self.rope(torch.arange(x.size(1), device=x.device)[None], x.dtype)
         for block in self.blocks:
-            x = block(x, rope, bias) if cfg.path == "naive" else layer_tiled(block, x, rope, slopes)
-        return x
+            x = layer_tiled(block, x, rope, slopes, b)
+        return x[:, :T]
 
     def rope(self, pos, dtype):
         if self.cfg.pos != "rope":
