@@ -215,6 +215,11 @@ def attend(q, k, v, q_at, k_at, slopes):
     return out.to(lse.dtype), lse
 
 
+def wide(x):
+    """x's dtype, but at least float32: of scores, biases and softmaxes."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 # -------------------------------------------------------------------------------------------------
 # the model
 
@@ -243,32 +248,33 @@ class Model(LanguageModel):
     def hidden(self, idx, cache=None, n_valid=None):
         """idx (B, T) -> the states after the final norm, (B, T, C)."""
         x, T = self.drop(self.wte(idx)), idx.size(1)
-        pos = torch.arange(T, device=idx.device)[None] if cache is None else cache.place(T, n_valid)
-        self.check_context(T if cache is None else cache.end, "{} tokens are")
         if cache is None:
-            return self.norm(self.layers(x, pos))
-        if T > 1 and self.cfg.path == "wavefront":
-            return self.norm(self.prefill(x, pos, cache))
+            self.check_context(T, "{} tokens are")
+            return self.norm(self.layers(x))
+        equal_rows = not cache.ragged or cache.longest == 0             # each holds as many tokens
+        pos = cache.place(T, n_valid)
+        self.check_context(cache.end, "{} tokens are")
+        if T > 1 and equal_rows and self.cfg.path == "wavefront":
+            return self.norm(self.prefill(x, cache))
         return self.norm(self.decode(x, pos, cache, n_valid))
 
     @torch.compiler.disable     # a compiler would unroll the loop over positions
-    def layers(self, x, pos):
-        """All layers on x (B, T, C) at positions pos (1, T) -> (B, T, C)."""
-        cfg, wide = self.cfg, torch.promote_types(x.dtype, torch.float32)
+    def layers(self, x):
+        """All layers on x (B, T, C) -> (B, T, C)."""
+        cfg, T, b = self.cfg, x.size(1), min(self.cfg.block, x.size(1))
         if cfg.path == "wavefront":
-            return rt_wavefront.run_layers(cfg, self.blocks, x, pos)
-        slopes = self.slopes(x.device, wide)
+            return rt_wavefront.run_layers(cfg, self.blocks, x)
+        if cfg.path == "tiled":
+            x = F.pad(x, (0, 0, 0, -T % b))                                     # to whole blocks
+        pos = torch.arange(x.size(1), device=x.device)[None]
+        rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
         if cfg.path == "naive":
-            rope = self.rope(pos, x.dtype)
-            bias = attention_bias(pos, pos[0], slopes=slopes, dtype=wide)       # (1, H or 1, T, T)
-            for block in self.blocks:
-                x = block(x, rope, bias)
-            return x
-        T, b = x.size(1), min(cfg.block, x.size(1))
-        x = F.pad(x, (0, 0, 0, -T % b))                                         # to whole blocks
-        rope = self.rope(torch.arange(x.size(1), device=x.device)[None], x.dtype)
+            bias = attention_bias(pos, pos[0], slopes=slopes, dtype=wide(x))    # (1, H or 1, T, T)
         for block in self.blocks:
-            x = layer_tiled(block, x, rope, slopes, b)
+            if cfg.path == "naive":
+                x = block(x, rope, bias)
+            else:
+                x = layer_tiled(block, x, rope, slopes, b)
         return x[:, :T]
 
     def rope(self, pos, dtype):
@@ -277,8 +283,9 @@ class Model(LanguageModel):
         tables = rope_tables(pos, self.cfg.head_dim, self.cfg.rope_theta, dtype)
         return [table[:, None] for table in tables]                             # (B or 1, 1, n, D)
 
-    def slopes(self, device, dtype):
-        return alibi_slopes(self.cfg.n_head, device, dtype) if self.cfg.pos == "alibi" else None
+    def slopes(self, x):
+        alibi = self.cfg.pos == "alibi"
+        return alibi_slopes(self.cfg.n_head, x.device, wide(x)) if alibi else None
 
     # decoding
 
@@ -290,16 +297,11 @@ class Model(LanguageModel):
         n = cfg.n_layer * (1 if cfg.block == 1 else 2)
         return KVCache(cfg, batch_size, max_len, w.device, compute_dtype(w), n)
 
-    def prefill(self, x, pos, cache):
+    def prefill(self, x, cache):
         """The wavefront over T new tokens x (B, T, C), after those of the cache."""
-        S, dtype, past = cache.longest, compute_dtype(x), None
-        if S:
-            at = torch.arange(S, device=x.device, dtype=torch.int32)[None]      # a key's slot
-            if cache.ragged:
-                at = torch.where(at < cache.lengths[:, None], at, kernels.FAR)  # (B, S)
-            past = [(k[:, :, :S].to(dtype), v[:, :, :S].to(dtype), at)
-                    for k, v in zip(cache.k, cache.v)]
-        y, k, v = rt_wavefront.prefill(self.cfg, self.blocks, x, pos, past)
+        S, dtype = cache.longest, compute_dtype(x)
+        past = [(k[:, :, :S].to(dtype), v[:, :, :S].to(dtype)) for k, v in zip(cache.k, cache.v)]
+        y, k, v = rt_wavefront.prefill(self.cfg, self.blocks, x, past)
         for layer in range(self.cfg.n_layer):
             cache.append(layer, k[layer], v[layer])
         cache.advance()
@@ -318,10 +320,9 @@ class Model(LanguageModel):
     def step(self, x, pos, cache):
         """One token of each row, x (B, 1, C): a plain Transformer's step and one more projection. In
         its slot of the cache the temporary pair stands until the persistent one replaces it."""
-        cfg, wide = self.cfg, torch.promote_types(x.dtype, torch.float32)
-        slots = torch.arange(cache.end, device=x.device)                        # (S,)
-        rope, slopes = self.rope(pos, x.dtype), self.slopes(x.device, wide)
-        bias = attention_bias(pos, slots, slopes=slopes, dtype=wide)            # (B or 1, ., 1, S)
+        cfg, slots = self.cfg, torch.arange(cache.end, device=x.device)         # (S,)
+        rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
+        bias = attention_bias(pos, slots, slopes=slopes, dtype=wide(x))         # (B or 1, ., 1, S)
         finished = (slots < pos - pos % cfg.block)[:, None, :, None]            # (B or 1, 1, S, 1)
         for layer, block in enumerate(self.blocks):
             q, k_temp, v_temp = block.temporary(x, rope)

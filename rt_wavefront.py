@@ -53,31 +53,32 @@ import kernels
 from model_gpt import alibi_slopes, apply_rope, compute_dtype, rope_tables
 
 
-def run_layers(cfg, blocks, x, pos):
-    """The layers `blocks` on x (B, T, d) at positions pos (1, T) -> (B, T, d), differentiable."""
-    return Layers.apply(cfg, x, pos, *stack_weights(cfg, blocks))
+def run_layers(cfg, blocks, x):
+    """The layers `blocks` on x (B, T, d) -> (B, T, d), differentiable."""
+    return Layers.apply(cfg, x, *stack_weights(cfg, blocks))
 
 
-def prefill(cfg, blocks, x, pos, past=None):
-    """The same after a cache's pairs, without gradients; pos (B or 1, T). past: for each layer k, v
-    (B, G, S, D) and the keys' positions (B or 1, S), or None. -> y (B, T, d), and the layers'
-    persistent pairs k, v (L, B, G, T, D)."""
-    run = Wavefront(cfg, x, pos)
+def prefill(cfg, blocks, x, past):
+    """The same after S cached tokens, without gradients. past: their k, v of each layer, (B, G, S, D).
+    -> y (B, T, d), and the new tokens' persistent pairs k, v (L, B, G, T, D)."""
+    S = past[0][0].size(2)
+    run = Wavefront(cfg, x, S)
     with torch.autocast(x.device.type, enabled=False):
         states = run.forward(x, stack_weights(cfg, blocks), past)
-    return states[-1, :run.T].transpose(0, 1), run.k[..., :run.T, :], run.v[..., :run.T, :]
+    new = slice(S, S + run.T)
+    return states[-1, :run.T].transpose(0, 1), run.k[..., new, :], run.v[..., new, :]
 
 
 class Layers(torch.autograd.Function):
     """All layers as one function of x and the stacked weights."""
 
     @staticmethod
-    def forward(ctx, cfg, x, pos, *weights):
-        ctx.run = run = Wavefront(cfg, x, pos)
+    def forward(ctx, cfg, x, *weights):
+        ctx.run = run = Wavefront(cfg, x)
 
         def layers_forward(x, *weights):
             states = run.forward(x, Weights(*weights))
-            run.k = run.v = None                        # backward recomputes them from y
+            run.k = run.v = None  # backward recomputes them from y
             return [states]
         with torch.autocast(x.device.type, enabled=False):
             states, = replay(run, layers_forward, x, *weights)
@@ -96,7 +97,7 @@ class Layers(torch.autograd.Function):
         with torch.autocast(dy.device.type, enabled=False):
             dx, *grads = replay(run, layers_backward, states, dy, *weights)
         grads = [g.to(w.dtype) for g, w in zip(grads, weights)]
-        return None, dx.to(states.dtype), None, *grads
+        return None, dx.to(states.dtype), *grads
 
 
 # -------------------------------------------------------------------------------------------------
@@ -142,28 +143,10 @@ def add_product(x, a, w):
     return torch.baddbmm(x, a, w) if same else x + product(a, w)
 
 
-def rms_norm(x, eps):
-    """RMSNorm without a weight, in float32 or better: n = x r."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return F.rms_norm(x, x.shape[-1:], eps=eps)
-
-
-def rms_norm_parts(x, eps):
-    """n = x r, and r (..., 1), which backward needs."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    r = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return x * r, r
-
-
-def add_rms_norm_backward(g, dn, n, r):
-    """g + J^T dn, by (B12)."""
-    dn = dn.to(g.dtype)
-    return g.addcmul(r, dn).addcmul(n * r, (dn * n).mean(-1, keepdim=True), value=-1)
-
-
-def gelu_backward(du, u):
-    """gelu'(u) du."""
-    return torch.ops.aten.gelu_backward(du, u, approximate="none")
+def norm_backward(dn, n, r):
+    """J^T dn, equation (B12)."""
+    dn = dn.to(n.dtype)
+    return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -181,19 +164,19 @@ class ChunkAttention:
     def __init__(self, run, q, out, lse):
         A, B, H, C, D = self.shape = q.shape
         self.run, self.N = run, A * B * run.G
-        self.q = (q.to(out.dtype) * run.scale).view(self.N, -1, C, D)       # (N, R, C, D), scaled
+        self.q = (q.to(out.dtype) * run.scale).view(self.N, -1, C, D)  # (N, R, C, D), scaled
         self.out, self.lse = out.reshape(self.q.shape), lse.reshape(self.N, -1, C, 1)
-        self.rows = [u.unbind(2) for u in (self.q, self.out, self.lse)]     # of each position
+        self.rows = [u.unbind(2) for u in (self.q, self.out, self.lse)]  # of each position
         self.k, self.v = out.new_zeros(self.N, C, D), out.new_zeros(self.N, D, C)
 
     def read(self, i):
         """a_i (A, B, H D), once the pairs before i are written."""
         A, B, H, C, D = self.shape
-        q, out, lse = (u[i] for u in self.rows)                             # (N, R, D), (N, R, 1)
+        q, out, lse = (u[i] for u in self.rows)  # (N, R, D), (N, R, 1)
         if i > 0:
-            n = min(max(i, 15), C - 1)      # torch's softmax is slow for rows of less than 16
-            s = torch.bmm(q, self.k[:, :n].mT)                              # (N, R, n)
-            s.view(A * B, H, n).add_(self.run.bias[:, i, :n])               # -inf from i on
+            n = min(max(i, 15), C - 1)  # torch's softmax is slow for rows of less than 16
+            s = torch.bmm(q, self.k[:, :n].mT)  # (N, R, n)
+            s.view(A * B, H, n).add_(self.run.bias[:, i, :n])  # -inf from i on
             p = torch.cat([lse, s], -1).softmax(-1)
             out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[..., :n].mT)
         return out.reshape(A, B, H * D)
@@ -209,42 +192,44 @@ class ChunkAttention:
     def recompute(self, k, v, dk, dv):
         """All rows at once, from all pairs k, v (A, B, G, C, D): a like q, and the whole softmax's
         lse (A, B, H, C). dk, dv: what later chunks add to the gradients."""
-        (A, B, H, C, D), wide = self.shape, self.q.dtype
-        self.k, self.v, self.dk, self.dv = (u.to(wide).reshape(self.N, C, D) for u in (k, v, dk, dv))
-        self.q, lse = self.q.flatten(1, 2), self.lse.flatten(1)             # (N, R C, D), (N, R C)
-        s = torch.bmm(self.q, self.k[:, :C - 1].mT)                         # (N, R C, C - 1)
+        A, B, H, C, D = self.shape
+        self.k, self.v, self.dk, self.dv = (u.to(self.q.dtype).reshape(self.N, C, D)
+                                            for u in (k, v, dk, dv))
+        self.q, lse = self.q.flatten(1, 2), self.lse.flatten(1)  # (N, R C, D), (N, R C)
+        s = torch.bmm(self.q, self.k[:, :C - 1].mT)  # (N, R C, C - 1)
         s.view(A * B, H, C, C - 1).add_(self.run.bias)
         total = torch.logaddexp(lse, s.logsumexp(-1))
-        self.p = torch.exp(s - total[..., None])                            # p_ij, 0 for j >= i
+        self.p = torch.exp(s - total[..., None])  # p_ij, 0 for j >= i
         known = torch.exp(lse - total)[..., None] * self.out.flatten(1, 2)
-        self.a = torch.baddbmm(known, self.p, self.v[:, :C - 1])            # (N, R C, D)
-        self.p_of_key = self.p.mT.contiguous()                              # (N, C - 1, R C)
-        self.da, self.delta = torch.zeros_like(self.a), self.a.new_zeros(self.N, 1, self.a.size(1))
+        self.a = torch.baddbmm(known, self.p, self.v[:, :C - 1])  # (N, R C, D)
+        self.p_of_key = self.p.mT.contiguous()  # (N, C - 1, R C)
+        self.da = torch.zeros_like(self.a)
+        self.delta = self.a.new_zeros(self.N, 1, self.a.size(1))
         self.rows = self.a.view(self.N, -1, C, D).unbind(2)
         return self.a.view(self.shape), total.view(self.shape[:4])
 
     def kv_grad(self, i):
         """dk_i, dv_i (A, B, G, D), complete: every query after i is accumulated."""
         A, B, _, C, D = self.shape
-        dk, dv = self.dk[:, i:i + 1], self.dv[:, i:i + 1]                   # (N, 1, D)
+        dk, dv = self.dk[:, i:i + 1], self.dv[:, i:i + 1]  # (N, 1, D)
         if i < C - 1:
-            p = self.p_of_key[:, i:i + 1]                                   # (N, 1, R C)
-            ds = p * (torch.bmm(self.v[:, i:i + 1], self.da.mT) - self.delta)           # (B5)
-            dk = torch.baddbmm(dk, ds, self.q)      # (B6), 1 / sqrt(D) is in q
-            dv = torch.baddbmm(dv, p, self.da)      # (B7)
+            p = self.p_of_key[:, i:i + 1]  # (N, 1, R C)
+            ds = p * (torch.bmm(self.v[:, i:i + 1], self.da.mT) - self.delta)  # (B5)
+            dk = torch.baddbmm(dk, ds, self.q)  # (B6), 1 / sqrt(D) is in q
+            dv = torch.baddbmm(dv, p, self.da)  # (B7)
         return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
 
     def accumulate_query_grad(self, i, da):
         """da_i (A, B, H D) from (B4)."""
         C, D = self.shape[3:]
-        da = da.reshape(self.N, -1, D)                                      # (N, R, D)
+        da = da.reshape(self.N, -1, D)  # (N, R, D)
         self.da.view(self.N, -1, C, D)[:, :, i] = da
         self.delta.view(self.N, -1, C)[:, :, i] = (da * self.rows[i]).sum(-1)
 
     def query_grad(self):
         """This chunk's keys' part of (B8), and all da, both (A, B, H, C, D)."""
         C = self.shape[3]
-        ds = self.p * (torch.bmm(self.da, self.v[:, :C - 1].mT) - self.delta.mT)        # (B5)
+        ds = self.p * (torch.bmm(self.da, self.v[:, :C - 1].mT) - self.delta.mT)  # (B5)
         dq = torch.bmm(ds, self.k[:, :C - 1]) * self.run.scale
         return dq.view(self.shape), self.da.view(self.shape)
 
@@ -264,40 +249,37 @@ class ChunkInputs(NamedTuple):
 
 
 class Wavefront:
-    """One pass of all layers over x (B, T, d) at positions pos (B or 1, T).
+    """One pass of all layers over x (B, T, d), after S cached tokens.
 
     Positions come before the batch where they are computed one by one: the layers' inputs and
     outputs are states (L + 1, T, B, d), layer l reads states[l] and writes states[l + 1]. T is padded
     on the right to whole chunks; no real position attends to the padding.
     """
 
-    def __init__(self, cfg, x, pos):
-        self.cfg, (self.B, self.T, self.d) = cfg, x.shape
+    def __init__(self, cfg, x, S=0):
+        self.cfg, self.S, (self.B, self.T, self.d) = cfg, S, x.shape
         self.L, self.H, self.G, self.D = cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.head_dim
         self.chunks = math.ceil(self.T / cfg.chunk)
-        self.C = math.ceil(self.T / self.chunks)                # even chunks, little padding
+        self.C = math.ceil(self.T / self.chunks)  # even chunks, little padding
         self.length = self.chunks * self.C
-        self.dtype = compute_dtype(x)                           # of matrix products' operands
+        self.dtype = compute_dtype(x)  # of matrix products' operands
         self.wide = torch.promote_types(x.dtype, torch.float32)
         self.scale = 1 / math.sqrt(self.D)
-        self.at = torch.arange(self.length, device=x.device, dtype=torch.int32)
-        self.slopes = None
-        if cfg.pos == "alibi":
-            self.slopes = alibi_slopes(self.H, x.device, self.wide)
-        self.bias = self.chunk_bias()
-        last = pos[:, -1:].expand(-1, self.length - self.T)
-        self.pos = torch.cat([pos, last], 1).int()              # attend wants them ascending
-        self.tables = None
+        self.at = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
+        alibi = cfg.pos == "alibi"
+        self.slopes = alibi_slopes(self.H, x.device, self.wide) if alibi else None
+        self.bias, self.tables = self.chunk_bias(), None
         if cfg.pos == "rope":
-            tables = rope_tables(self.pos, self.D, cfg.rope_theta, self.wide)   # (B or 1, length, D)
-            self.tables = [u.transpose(0, 1)[None, :, :, None] for u in tables]
+            tables = rope_tables(self.at[S:], self.D, cfg.rope_theta, self.wide)
+            self.tables = [u[None, :, None, None] for u in tables]  # (1, length, 1, 1, D)
 
     def chunk_bias(self):
         """ALiBi inside a chunk, -inf on keys that are not before the query: (H or 1, C, C - 1)."""
         distance = self.at[:self.C, None] - self.at[:self.C - 1]
-        bias = torch.zeros(1, device=self.at.device, dtype=self.wide)
-        slopes = bias if self.slopes is None else self.slopes
-        return (-slopes[:, None, None] * distance).masked_fill(distance <= 0, -math.inf)
+        bias = torch.zeros(1, 1, 1, device=self.at.device, dtype=self.wide)
+        if self.slopes is not None:
+            bias = -self.slopes[:, None, None] * distance
+        return bias.masked_fill(distance <= 0, -math.inf)
 
     def steps(self):
         """(s, lo, hi): in step s the layers l in lo .. hi - 1 compute their chunks s - l."""
@@ -314,19 +296,29 @@ class Wavefront:
         return buffer.as_strided(shape, stride, start)
 
     def rope(self, step):
-        """RoPE's tables of a step's chunks, (A, C, B or 1, 1, D) each."""
+        """RoPE's tables of a step's chunks, (A, C, 1, 1, D) each."""
         if self.tables is None:
             return None
         s, lo, hi = step
         chunks = [slice((s - l) * self.C, (s - l + 1) * self.C) for l in range(lo, hi)]
         return [torch.cat([u[:, c] for c in chunks]) for u in self.tables]
 
+    def norm(self, x):
+        """RMSNorm without a weight, in float32 or better."""
+        return F.rms_norm(x.to(self.wide), x.shape[-1:], eps=self.cfg.norm_eps)
+
+    def norm_parts(self, x):
+        """The same as n = x r, and r (..., 1), which backward needs."""
+        x = x.to(self.wide)
+        r = (x.square().mean(-1, keepdim=True) + self.cfg.norm_eps).rsqrt()
+        return x * r, r
+
     def heads(self, u, rope, norm_weight):
         """Rows of a projection (A, n B, heads D) -> (A, n, B, heads, D), normed and rotated, and
         what the norm's backward needs."""
         saved = None
         if self.cfg.qk_norm == "full":
-            saved = rms_norm_parts(u, self.cfg.norm_eps)
+            saved = self.norm_parts(u)
             u = (saved[0] * norm_weight).to(u.dtype)
         u = u.view(u.size(0), -1, self.B, u.size(-1) // self.D, self.D)
         return (u if rope is None else apply_rope(u, *rope)), saved
@@ -334,17 +326,16 @@ class Wavefront:
     def heads_backward(self, du, rope, norm_weight, saved):
         """du (A, n, B, heads, D) -> the gradients of the projection's rows and of the norm's weight."""
         if rope is not None:
-            du = apply_rope(du, rope[0], -rope[1])                          # rotated back
-        du = du.flatten(3).flatten(1, 2)                                    # (A, n B, heads D)
+            du = apply_rope(du, rope[0], -rope[1])  # rotated back
+        du = du.flatten(3).flatten(1, 2)  # (A, n B, heads D)
         if saved is None:
             return du, 0
         n, r = saved
-        zero = torch.zeros_like(n)
-        return add_rms_norm_backward(zero, du * norm_weight, n, r), (du * n).sum(1, keepdim=True)
+        return norm_backward(du * norm_weight, n, r), (du * n).sum(1, keepdim=True)
 
     def inputs(self, x, w, rope):
         """Equation (1) of model_rt for the rows x (A, C B, d)."""
-        n, r = rms_norm_parts(x, self.cfg.norm_eps)
+        n, r = self.norm_parts(x)
         H, G, D = self.H, self.G, self.D
         q, k, v = product(n, w.qkv).split([H * D, G * D, G * D], -1)
         q, q_saved = self.heads(q, rope, w.qk_norm[..., :H * D])
@@ -356,94 +347,86 @@ class Wavefront:
     def persistent(self, n, w, rope):
         """Equation (5) for the normed rows n (A, n B, d): k, v (A, n, B, G, D), and QK-norm's parts."""
         H, G, D = self.H, self.G, self.D
-        k, v = product(n, w.qkv[..., H * D:]).split(G * D, -1)              # w.qkv (A, d, out)
+        k, v = product(n, w.qkv[..., H * D:]).split(G * D, -1)  # w.qkv (A, d, out)
         k, saved = self.heads(k, rope, w.qk_norm[..., H * D:])
         return k, v.view(v.size(0), -1, self.B, G, D), saved
 
     # what is known when a chunk starts
 
-    def known_attention(self, inputs, step, past):
+    def known_attention(self, inputs, step):
         """The online softmax of a step's queries over all but their own chunk's persistent pairs:
         out (A, B, H, C, D), lse (A, B, H, C)."""
         (s, lo, hi), q = step, inputs.q
         k, v = (u.to(self.wide).repeat_interleave(self.H // self.G, 2) for u in (inputs.k, inputs.v))
-        out, lse = v, (q.to(self.wide) * k).sum(-1) * self.scale            # the temporary pair
-        parts = []
-        if s > lo:
-            parts.append([self.earlier(q[l - lo], l, s - l) for l in range(lo, hi)])
-        if past is not None:
-            parts.append([self.cached(q[l - lo], *past[l], s - l) for l in range(lo, hi)])
-        for part in parts:
-            more, more_lse = (torch.cat(u) for u in zip(*part))             # (A B, H, C, D)
+        out, lse = v, (q.to(self.wide) * k).sum(-1) * self.scale  # the temporary pair
+        if self.S + s - lo > 0:
+            parts = [self.earlier(q[l - lo], l, s - l) for l in range(lo, hi)]
+            more, more_lse = (torch.cat(u) for u in zip(*parts))  # (A B, H, C, D)
             out, lse = kernels.merge(out.view(more.shape), lse.view(more_lse.shape),
                                      more.to(self.wide), more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
 
     def earlier(self, q, layer, c):
-        """A layer's queries q (B, H, C, D) of chunk c over its persistent pairs of earlier chunks."""
-        start, end = c * self.C, (c + 1) * self.C
-        if c == 0:
+        """A layer's queries q (B, H, C, D) of chunk c over the persistent pairs of the cache and of
+        earlier chunks."""
+        end = self.S + c * self.C
+        if end == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=self.wide)
-        k, v = self.k[layer, :, :, :start], self.v[layer, :, :, :start]
-        return kernels.attend(q, k, v, self.at[start:end], self.at[:start], self.slopes)
-
-    def cached(self, q, k, v, k_pos, c):
-        """The same over the pairs of a cache."""
-        q_pos = self.pos[:, c * self.C:(c + 1) * self.C]
-        return kernels.attend(q, k, v, q_pos.squeeze(0), k_pos.squeeze(0), self.slopes)
+        k, v, at = self.k[layer, :, :, :end], self.v[layer, :, :, :end], self.at
+        return kernels.attend(q, k, v, at[end:end + self.C], at[:end], self.slopes)
 
     # forward
 
-    def forward(self, x, w, past=None):
-        """All layers on x (B, T, d): states (L + 1, length, B, d). Leaves the persistent pairs in
-        self.k and self.v (L, B, G, length, D)."""
-        w = w.matrices(lambda u: u.mT.contiguous().to(self.dtype))          # (in, out)
+    def forward(self, x, w, past=()):
+        """All layers on x (B, T, d): states (L + 1, length, B, d). Leaves the persistent pairs, the
+        cached ones first, in self.k and self.v (L, B, G, S + length, D)."""
+        w = w.matrices(lambda u: u.mT.contiguous().to(self.dtype))  # (in, out)
         states = x.new_empty(self.L + 1, self.length, self.B, self.d)
         states[0, :self.T] = x.transpose(0, 1)
-        states[0, self.T:] = x[:, -1]                                       # padding, of a usual size
-        shape = 2, self.L, self.B, self.G, self.length, self.D
+        states[0, self.T:] = x[:, -1]  # padding, of a usual size
+        shape = 2, self.L, self.B, self.G, self.S + self.length, self.D
         self.k, self.v = x.new_empty(shape, dtype=self.dtype)
+        for l, (k, v) in enumerate(past):
+            self.k[l, :, :, :self.S], self.v[l, :, :, :self.S] = k, v
         for step in self.steps():
-            self.forward_step(states, w.of_layers(*step[1:]), step, past)
+            self.forward_step(states, w.of_layers(*step[1:]), step)
         return states
 
-    def forward_step(self, states, w, step, past):
+    def forward_step(self, states, w, step):
         """Each active layer's chunk: the equations of model_rt, by their numbers."""
-        x, y, eps = self.diagonal(states[:-1], step, 1), [], self.cfg.norm_eps
-        rope = self.rope(step)
+        x, y, rope = self.diagonal(states[:-1], step, 1), [], self.rope(step)
         inputs = self.inputs(x.flatten(1, 2), w, rope)                      # (1)
-        attention = ChunkAttention(self, inputs.q, *self.known_attention(inputs, step, past))
+        attention = ChunkAttention(self, inputs.q, *self.known_attention(inputs, step))
         for i, x_i in enumerate(x.unbind(1)):                               # (A, B, d)
             a = attention.read(i)                                           # (2)
             z = add_product(x_i, a, w.out)                                  # (3)
-            u = product(rms_norm(z, eps), w.up)
-            y.append(add_product(z, F.gelu(u), w.down))                     # (4)
+            y.append(add_product(z, F.gelu(product(self.norm(z), w.up)), w.down))       # (4)
             here = rope and [table[:, i:i + 1] for table in rope]
-            k, v, _ = self.persistent(rms_norm(y[i], eps), w, here)         # (5)
+            k, v, _ = self.persistent(self.norm(y[i]), w, here)             # (5)
             attention.write(i, k[:, 0], v[:, 0])
         self.diagonal(states[1:], step, 1).copy_(torch.stack(y, 1))
         for buffer, new in ((self.k, attention.k), (self.v, attention.v.mT)):
-            view = self.diagonal(buffer, step, 3)
+            view = self.diagonal(buffer[..., self.S:, :], step, 3)
             view.copy_(new.reshape(view.shape))
 
     # backward
 
     def backward(self, states, dy, w):
         """dL/dx (B, T, d) and the gradients of w, from forward's states and dy (B, T, d)."""
-        w = w.matrices(lambda u: u.to(self.dtype))                          # (out, in): backward
-        wt = w.matrices(lambda u: u.mT.contiguous())                        # (in, out): recomputation
+        w = w.matrices(lambda u: u.to(self.dtype))  # (out, in): backward
+        wt = w.matrices(lambda u: u.mT.contiguous())  # (in, out): recomputation
         self.recompute_pairs(states, wt)
         grads = Weights(*(torch.zeros_like(u, dtype=self.wide) for u in w))
-        dy = F.pad(dy.transpose(0, 1), (0, 0, 0, 0, 0, self.length - self.T))   # (length, B, d)
+        dy = F.pad(dy.transpose(0, 1), (0, 0, 0, 0, 0, self.length - self.T))  # (length, B, d)
         dx = states.new_empty(states.shape[1:])
         # gradients of states[l] in the chunk that layer l - 1 computes next
         d_states = states.new_zeros(self.L + 1, self.C, self.B, self.d, dtype=self.wide)
         for s, lo, hi in reversed(self.steps()):
-            if hi == self.L:                                                # from outside
+            if hi == self.L:  # from outside
                 d_states[hi] = dy[(s - hi + 1) * self.C:(s - hi + 2) * self.C]
-            d_states[lo:hi] = self.backward_step(
-                states, d_states[lo + 1:hi + 1], *(u.of_layers(lo, hi) for u in (w, wt, grads)),
-                (s, lo, hi))
+            active = [u.of_layers(lo, hi) for u in (w, wt, grads)]
+            dy_step = d_states[lo + 1:hi + 1]
+            d_states[lo:hi] = self.backward_step(states, dy_step, *active, (s, lo, hi))
             if lo == 0:
                 dx[s * self.C:(s + 1) * self.C] = d_states[0]
         return dx[:self.T].transpose(0, 1), grads
@@ -454,24 +437,24 @@ class Wavefront:
         self.k, self.v = states.new_empty(shape, dtype=self.dtype)
         self.dk, self.dv = states.new_zeros(shape, dtype=self.wide)
         for l in range(self.L):
-            n = rms_norm(states[l + 1:l + 2].flatten(1, 2), self.cfg.norm_eps)
+            n = self.norm(states[l + 1:l + 2].flatten(1, 2))
             k, v, _ = self.persistent(n, wt.of_layers(l, l + 1), self.tables)
             self.k[l], self.v[l] = k[0].permute(1, 2, 0, 3), v[0].permute(1, 2, 0, 3)
 
     def backward_step(self, states, dy, w, wt, grads, step):
         """Each active layer's chunk: dy (A, C, B, d) -> dx. Adds to grads and to the gradients of
         earlier chunks' pairs."""
-        eps, rope, HD = self.cfg.norm_eps, self.rope(step), self.H * self.D
+        rope, HD = self.rope(step), self.H * self.D
         x, y = (self.diagonal(u, step, 1).flatten(1, 2) for u in (states[:-1], states[1:]))
         # forward again, all positions at once
         inputs = self.inputs(x, wt, rope)
-        attention = ChunkAttention(self, inputs.q, *self.known_attention(inputs, step, None))
+        attention = ChunkAttention(self, inputs.q, *self.known_attention(inputs, step))
         a, lse = attention.recompute(*(self.diagonal(u, step, 3)
                                        for u in (self.k, self.v, self.dk, self.dv)))
-        a_rows = a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)          # (A, C B, H D)
-        n2, r2 = rms_norm_parts(add_product(x, a_rows, wt.out), eps)
+        a_rows = a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)  # (A, C B, H D)
+        n2, r2 = self.norm_parts(add_product(x, a_rows, wt.out))
         u = product(n2, wt.up)
-        m, rm = rms_norm_parts(y, eps)
+        m, rm = self.norm_parts(y)
         saved = self.persistent(m, wt, rope)[2] if self.cfg.qk_norm == "full" else None
         # position after position
         chunk = [dy, *(v.unflatten(1, (self.C, self.B)) for v in (m, rm, u, n2, r2))]
@@ -479,17 +462,17 @@ class Wavefront:
         # the rest, all positions at once
         dq, da = attention.query_grad()
         dk, dv = self.known_attention_backward(inputs, a, lse, da, dq, step)
-        dq, dk, dv = (v.permute(0, 3, 1, 2, 4) for v in (dq, dk, dv))       # (A, C, B, heads, D)
+        dq, dk, dv = (v.permute(0, 3, 1, 2, 4) for v in (dq, dk, dv))  # (A, C, B, heads, D)
         dq, dq_norm = self.heads_backward(dq, rope, w.qk_norm[..., :HD], inputs.q_saved)
         dk, more = self.heads_backward(dk, rope, w.qk_norm[..., HD:], inputs.k_saved)
         dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(self.dtype)
         pairs = ((grads.qkv, dqkv, inputs.n), (grads.qkv[:, HD:], dkv, m), (grads.out, dz, a_rows),
                  (grads.up, du, n2), (grads.down, g, F.gelu(u)))
         for grad, out, into in pairs:
-            grad += product(out.mT.to(self.dtype), into.to(self.dtype))     # (B11)
+            grad += product(out.mT.to(self.dtype), into.to(self.dtype))  # (B11)
         grads.qk_norm[..., :HD] += dq_norm
         grads.qk_norm[..., HD:] += dk_norm + more
-        dx = add_rms_norm_backward(dz, product(dqkv, w.qkv), inputs.n, inputs.r)        # (B10)
+        dx = dz + norm_backward(product(dqkv, w.qkv), inputs.n, inputs.r)  # (B10)
         return dx.unflatten(1, (self.C, self.B))
 
     def reverse(self, attention, w, chunk, saved, rope):
@@ -505,9 +488,9 @@ class Wavefront:
             parts = saved and [v.unflatten(1, (self.C, self.B))[:, i] for v in saved]
             dk, more = self.heads_backward(dk[:, None], here, k_norm, parts)
             dkv = torch.cat([dk, dv.flatten(2)], -1).to(self.dtype)                 # (A, B, 2 G D)
-            g = add_rms_norm_backward(dy, product(dkv, w_kv), m, rm)                # (B1)
-            du = gelu_backward(product(g, w.down), u)                               # (B2)
-            dz = add_rms_norm_backward(g, product(du, w.up), n2, r2)                # (B3)
+            g = dy + norm_backward(product(dkv, w_kv), m, rm)                       # (B1)
+            du = torch.ops.aten.gelu_backward(product(g, w.down), u)                # (B2)
+            dz = g + norm_backward(product(du, w.up), n2, r2)                       # (B3)
             attention.accumulate_query_grad(i, product(dz, w.out))                  # (B4)
             done.append((g, du, dz, dkv))
             dk_norm = dk_norm + more
@@ -529,66 +512,59 @@ class Wavefront:
         q, k, v = (u.to(self.wide) for u in (inputs.q, inputs.k, inputs.v))
         k, v = (u.repeat_interleave(self.H // self.G, 2) for u in (k, v))
         p = torch.exp((q * k).sum(-1, keepdim=True) * self.scale - lse[..., None])
-        ds = p * (da * (v - a)).sum(-1, keepdim=True) * self.scale                  # (B5)
-        dq += ds * k                                                                # (B8)
-        return [u.unflatten(2, (self.G, -1)).sum(3) for u in (ds * q, p * da)]      # (B9)
+        ds = p * (da * (v - a)).sum(-1, keepdim=True) * self.scale  # (B5)
+        dq += ds * k  # (B8)
+        return [u.unflatten(2, (self.G, -1)).sum(3) for u in (ds * q, p * da)]  # (B9)
 
 
 # -------------------------------------------------------------------------------------------------
 # CUDA graphs
 
-GRAPHS = {}         # {what runs, on which shapes: a Graph, or None where it ran once}, last used last
+GRAPHS = {}  # {what runs, on which shapes: a Graph, or None if it ran once}, last used last
 
 
-class Graph(NamedTuple):
-    graph: object
-    inputs: list        # where it reads
-    outputs: list       # where it writes
-    run: Wavefront      # whose tables it reads: they must live as long
+class Graph:
+    """function(*inputs), tensors -> a list of tensors, as a CUDA graph."""
 
+    def __init__(self, run, function, inputs):
+        self.run = run  # the graph reads its tables: they must live as long
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(inputs[0].device):
+            self.inputs = [u.clone() for u in inputs]
+            side, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                function(*self.inputs)  # compiles kernels
+            torch.cuda.current_stream().wait_stream(side)
+            # thread_local: during a backward pass other threads may go on calling CUDA
+            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(),
+                                  capture_error_mode="thread_local"):
+                self.outputs = function(*self.inputs)
 
-def replay(run, function, *inputs):
-    """function(*inputs), a list of tensors. On CUDA the second call with the same shapes is recorded
-    as a graph, which later ones replay: a position is some twenty small kernels, and to launch them
-    takes longer than to run them. (float64 is not recorded: kernels' reference code reads positions
-    on the host.)"""
-    if not (run.cfg.cuda_graphs and recordable(inputs[0], run.dtype)):
-        return function(*inputs)
-    key = (function.__name__, inputs[0].device, run.dtype, str(run.cfg),
-           *((u.shape, u.dtype) for u in inputs))
-    seen, found = key in GRAPHS, GRAPHS.pop(key, None)
-    if seen and found is None:
-        found = record(run, function, inputs)
-    GRAPHS[key] = found
-    while len(GRAPHS) > 8:
-        GRAPHS.pop(next(iter(GRAPHS)))
-    if found is None:
-        return function(*inputs)
-    for mine, given in zip(found.inputs, inputs):
-        mine.copy_(given)
-    found.graph.replay()
-    return [u.clone() for u in found.outputs]           # the next replay overwrites them
+    def __call__(self, *inputs):
+        for mine, given in zip(self.inputs, inputs):
+            mine.copy_(given)
+        self.graph.replay()
+        return [u.clone() for u in self.outputs]  # the next replay overwrites them
 
 
 def recordable(x, dtype):
+    """float64 is not: there attention reads positions on the host."""
     if not x.is_cuda or torch.cuda.is_current_stream_capturing():
         return False
     return kernels.runs_triton(x.device, dtype)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def record(run, function, inputs):
-    """A Graph of function(*inputs). It runs once before, on a side stream, which compiles kernels."""
-    inputs = [u.clone() for u in inputs]
-    with torch.cuda.device(inputs[0].device):
-        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            function(*inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        # backward has a thread of its own: other threads may go on calling CUDA
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(),
-                              capture_error_mode="thread_local"):
-            outputs = function(*inputs)
-    return Graph(graph, inputs, outputs, run)
+def replay(run, function, *inputs):
+    """function(*inputs). On CUDA, the second call with the same shapes is recorded as a graph: a
+    position is some twenty small kernels, and to launch them takes longer than to run them."""
+    if not (run.cfg.cuda_graphs and recordable(inputs[0], run.dtype)):
+        return function(*inputs)
+    key = (function.__name__, inputs[0].device, run.dtype, str(run.cfg),
+           *((u.shape, u.dtype) for u in inputs))
+    graph = None
+    if key in GRAPHS:
+        graph = GRAPHS.pop(key) or Graph(run, function, inputs)
+    GRAPHS[key] = graph
+    if len(GRAPHS) > 8:
+        del GRAPHS[next(iter(GRAPHS))]
+    return (graph or function)(*inputs)

@@ -22,7 +22,7 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
                     dict(mixer="attention", n_kv_head=2, swa=7), dict(reversed=True, chunk=5)],
             "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source="1,2"),
                     dict(memory=False)],
-            "rt": [dict(n_kv_head=2, qk_norm="full", norm="layer", chunk=8), dict(pos="rope", qk_norm="head"),
+            "rt": [dict(n_kv_head=2, qk_norm="full", chunk=8), dict(pos="rope", qk_norm="full"),
                    dict(block=3, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True)],
             "mor": [dict(kv="share", n_kv_head=2, qk_norm=True, causal="aux_router", router_arch="mlp"),
                     dict(router="token", kv="share_update", share="cycle", n_layer=6),
