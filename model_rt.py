@@ -8,11 +8,11 @@ positions.
 
 One layer, for positions i = 1 .. T with inputs x_i (n1, n2 are RMSNorms):
 
-    q_i  = Wq n1(x_i)    k^_i = Wk n1(x_i)    v^_i = Wv n1(x_i)      (1)  temporary pair, for i alone
-    a_i  = Attention(q_i; (k_j, v_j) for j < i, and (k^_i, v^_i))    (2)
-    z_i  = x_i + Wo a_i                                              (3)
-    y_i  = z_i + W_down gelu(W_up n2(z_i))                           (4)  the next layer's x_i
-    k_i  = Wk n1(y_i)    v_i  = Wv n1(y_i)                           (5)  persistent pair, for j > i
+    q_i = Wq n1(x_i)   k^_i = Wk n1(x_i)   v^_i = Wv n1(x_i)        (1)  temporary pair: for i alone
+    a_i = Attention(q_i; (k_j, v_j) for j < i, and (k^_i, v^_i))    (2)
+    z_i = x_i + Wo a_i                                              (3)
+    y_i = z_i + W_down gelu(W_up n2(z_i))                           (4)  the next layer's x_i
+    k_i = Wk n1(y_i)   v_i = Wv n1(y_i)                             (5)  persistent pair: for j > i
 
 Scores are q . k / sqrt(D) - m_h (i - j): ALiBi, 0 for the temporary pair. Three schedules compute
 the same numbers:
@@ -134,7 +134,7 @@ class Block(nn.Module):
 
     def output(self, x, a):
         """Equations (3) and (4): x (B, n, C), a (B, H, n, D) -> y (B, n, C)."""
-        z = x + self.wo(a.transpose(1, 2).flatten(2))
+        z = x + self.wo(a.transpose(1, 2).flatten(2).to(x.dtype))
         return z + self.w_down(F.gelu(self.w_up(self.norm2(z))))
 
     def persistent(self, y, rope):
@@ -318,8 +318,8 @@ class Model(LanguageModel):
         return torch.cat(ys, 1)
 
     def step(self, x, pos, cache):
-        """One token of each row, x (B, 1, C): a plain Transformer's step and one more projection. In
-        its slot of the cache the temporary pair stands until the persistent one replaces it."""
+        """One token of each row, x (B, 1, C): a plain Transformer's step, and a projection more.
+        In the cache, the temporary pair stands in its slot until the persistent one replaces it."""
         cfg, slots = self.cfg, torch.arange(cache.end, device=x.device)         # (S,)
         rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
         bias = attention_bias(pos, slots, slopes=slopes, dtype=wide(x))         # (B or 1, ., 1, S)
@@ -344,7 +344,7 @@ class Model(LanguageModel):
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward pass in a sequence of
         block_size: 6 a weight of each matrix product (Wk and Wv are used twice, once a pair), and
-        12 C a visible key, averaged over positions. Recomputation in the backward is not counted."""
+        12 C a visible key, averaged over positions. What backward recomputes is not counted."""
         cfg = self.cfg
         weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
         weights += 2 * cfg.n_layer * cfg.n_embd * cfg.n_kv_head * cfg.head_dim      # Wk, Wv again

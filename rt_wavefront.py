@@ -1,8 +1,8 @@
 """
-The wavefront: the fast schedule of the Recurrent Transformer (model_rt.py, which is read first).
+The wavefront: the fast schedule of the Recurrent Transformer (read model_rt.py first).
 
-Positions are cut into chunks of C. Layer l can compute chunk c as soon as layer l - 1 has, so in
-step s the pairs (l, c = s - l) of all layers are computed together, and the products of a position
+Positions are cut into chunks of C. Layer l can compute chunk c as soon as layer l - 1 has, so
+in step s the pairs (l, c = s - l) of all layers are computed together: a position's products
 are one bmm over the layers' stacked weights. Three layers, four chunks; the numbers are steps:
 
               chunk 0 1 2 3
@@ -10,38 +10,37 @@ are one bmm over the layers' stacked weights. Three layers, four chunks; the num
         layer 1     1 2 3 4
         layer 0     0 1 2 3
 
-T + (L - 1) C positions one after the other instead of L T, and each product up to L times as large.
-When a chunk starts, its queries and the keys of all earlier chunks are known: their attention is one
-dense call. Inside the chunk it goes position by position. The results are those of model_rt's naive
-layer: a query attends to the same pairs, only in three parts that an online softmax puts together
-(its own temporary pair, earlier chunks, its own chunk).
+That is T + (L - 1) C positions one after the other instead of L T. A chunk's queries attend to
+all earlier chunks in one dense call when it starts, and then, position by position, to the
+chunk itself. The results are the naive layer's: each query attends to the same pairs, only in
+three parts (its temporary pair, earlier chunks, its own chunk) that an online softmax merges.
 
-The backward pass is written by hand and saves only the layers' inputs x and outputs y. From y it
-recomputes all keys and values at once, then all attention, then the MLP's pre-activations u. Only
-what must is done position by position, from the last to the first. With p_ij the attention's
-weights, ^ for a temporary pair, n1(x) = n w for RMSNorm, and J the Jacobian of a norm:
+The backward pass is written by hand and saves only each layer's input x and output y. From y
+it recomputes all keys and values at once, then attention, then the MLP's u = W_up n2(z). Only
+what must is done position by position, from the last to the first. With the attention weights
+p_ij, ^ for a temporary pair, and J the Jacobian of the norm that stands there:
 
-    g_i   = dL/dy_i + J^T (Wk^T dk_i + Wv^T dv_i)          (B1)   dL/dy_i from the layer above
-    du_i  = gelu'(u_i) W_down^T g_i                        (B2)
-    dz_i  = g_i + J^T W_up^T du_i                          (B3)
-    da_i  = Wo^T dz_i        delta_i = da_i . a_i          (B4)
-    ds_ij = p_ij (da_i . v_j - delta_i) / sqrt(D)          (B5)
-    dk_j  = sum_{i > j} ds_ij q_i                          (B6)
-    dv_j  = sum_{i > j} p_ij da_i                          (B7)
+    g_i   = dL/dy_i + J^T (Wk^T dk_i + Wv^T dv_i)           (B1)  dL/dy_i: from the layer above
+    du_i  = gelu'(u_i) W_down^T g_i                         (B2)
+    dz_i  = g_i + J^T W_up^T du_i                           (B3)
+    da_i  = Wo^T dz_i        delta_i = da_i . a_i           (B4)
+    ds_ij = p_ij (da_i . v_j - delta_i) / sqrt(D)           (B5)
+    dk_j  = sum_{i > j} ds_ij q_i                           (B6)
+    dv_j  = sum_{i > j} p_ij da_i                           (B7)
 
 Once a chunk is done, the rest comes in large products:
 
-    dq_i  = sum_{j < i} ds_ij k_j + ds_i^ k_i^             (B8)
-    dk_i^ = ds_i^ q_i        dv_i^ = p_i^ da_i             (B9)
-    dx_i  = dz_i + J^T (Wq^T dq_i + Wk^T dk_i^ + Wv^T dv_i^)       (B10)
-    dW    = sum_i (gradient of the output)_i (input)_i^T   (B11)   for every matrix W
-    J^T d = r (d - n mean(d n))                            (B12)   n = x r, r = 1 / rms(x)
+    dq_i  = sum_{j < i} ds_ij k_j + ds_i^ k_i^              (B8)
+    dk_i^ = ds_i^ q_i        dv_i^ = p_i^ da_i              (B9)
+    dx_i  = dz_i + J^T (Wq^T dq_i + Wk^T dk_i^ + Wv^T dv_i^)        (B10)
+    dW    = sum_i (gradient of W's output)_i (W's input)_i^T        (B11)
+    J^T d = r (d - n mean(d n))  for RMSNorm n = x r        (B12)
 
-Steps, chunks and positions run backwards. p is computed again from q, k and lse, the logarithm of
-the softmax's sum; nothing of size T x T exists. Norms, scores and softmax are in float32 or better.
+p is computed again from q, k and lse, the logarithm of the softmax's sum; nothing of size
+T x T exists. Norms, scores and softmax are in float32 or better.
 
-Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk, d width,
-m width of the MLP, H query heads, G key/value heads, R = H / G, D head size.
+Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk,
+d width, m MLP width, H query heads, G key/value heads, R = H / G, D head size.
 """
 import math
 from typing import NamedTuple
@@ -59,14 +58,13 @@ def run_layers(cfg, blocks, x):
 
 
 def prefill(cfg, blocks, x, past):
-    """The same after S cached tokens, without gradients. past: their k, v of each layer, (B, G, S, D).
-    -> y (B, T, d), and the new tokens' persistent pairs k, v (L, B, G, T, D)."""
-    S = past[0][0].size(2)
-    run = Wavefront(cfg, x, S)
+    """The same after S cached tokens, without gradients. past: each layer's k, v (B, G, S, D).
+    Returns y (B, T, d) and the new tokens' persistent pairs k, v (L, B, G, T, D)."""
+    run = Wavefront(cfg, x, S=past[0][0].size(2))
     with torch.autocast(x.device.type, enabled=False):
         states = run.forward(x, stack_weights(cfg, blocks), past)
-    new = slice(S, S + run.T)
-    return states[-1, :run.T].transpose(0, 1), run.k[..., new, :], run.v[..., new, :]
+    k, v = (u[..., run.S:run.S + run.T, :] for u in (run.k, run.v))
+    return states[-1, :run.T].transpose(0, 1), k, v
 
 
 class Layers(torch.autograd.Function):
@@ -155,10 +153,9 @@ def norm_backward(dn, n, r):
 class ChunkAttention:
     """Attention of a chunk's C queries to the chunk's own persistent keys, position by position.
 
-    q (A, B, H, C, D). out like q and lse (A, B, H, C) are each query's online softmax over all else
-    that it attends to, which is known when the chunk starts. The C x C scores of a short chunk may
-    exist. Everything is in float32 or better. Inside, N = A B G, and the R query heads that share a
-    key head stand together.
+    q (A, B, H, C, D). out (like q) and lse (A, B, H, C): each query's online softmax over all
+    else that it attends to. Everything is in float32 or better. N = A B G; the R query heads
+    of a key head stand together.
     """
 
     def __init__(self, run, q, out, lse):
@@ -251,9 +248,8 @@ class ChunkInputs(NamedTuple):
 class Wavefront:
     """One pass of all layers over x (B, T, d), after S cached tokens.
 
-    Positions come before the batch where they are computed one by one: the layers' inputs and
-    outputs are states (L + 1, T, B, d), layer l reads states[l] and writes states[l + 1]. T is padded
-    on the right to whole chunks; no real position attends to the padding.
+    Layer l reads states[l] and writes states[l + 1], states (L + 1, T, B, d): positions first,
+    as they are computed. T is padded to whole chunks; nothing attends to the padding.
     """
 
     def __init__(self, cfg, x, S=0):
@@ -264,11 +260,11 @@ class Wavefront:
         self.length = self.chunks * self.C
         self.dtype = compute_dtype(x)  # of matrix products' operands
         self.wide = torch.promote_types(x.dtype, torch.float32)
-        self.scale = 1 / math.sqrt(self.D)
+        self.scale = self.D ** -0.5
         self.at = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
         alibi = cfg.pos == "alibi"
         self.slopes = alibi_slopes(self.H, x.device, self.wide) if alibi else None
-        self.bias, self.tables = self.chunk_bias(), None
+        self.bias, self.tables = self.chunk_bias(), []
         if cfg.pos == "rope":
             tables = rope_tables(self.at[S:], self.D, cfg.rope_theta, self.wide)
             self.tables = [u[None, :, None, None] for u in tables]  # (1, length, 1, 1, D)
@@ -287,8 +283,8 @@ class Wavefront:
                 for s in range(self.chunks + self.L - 1)]
 
     def diagonal(self, buffer, step, dim):
-        """The chunks of a step in a buffer of all layers, whose positions are dimension dim: a view,
-        because from chunk (l, c) to (l + 1, c - 1) is always the same distance in memory."""
+        """A step's chunks in a buffer of all layers, whose positions are dimension dim. A view:
+        from chunk (l, c) to (l + 1, c - 1) is always the same distance in memory."""
         (s, lo, hi), shape, stride = step, list(buffer.shape), list(buffer.stride())
         start = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[dim]
         stride[0] -= self.C * stride[dim]
@@ -296,9 +292,7 @@ class Wavefront:
         return buffer.as_strided(shape, stride, start)
 
     def rope(self, step):
-        """RoPE's tables of a step's chunks, (A, C, 1, 1, D) each."""
-        if self.tables is None:
-            return None
+        """RoPE's tables of a step's chunks, (A, C, 1, 1, D) each; none without RoPE."""
         s, lo, hi = step
         chunks = [slice((s - l) * self.C, (s - l + 1) * self.C) for l in range(lo, hi)]
         return [torch.cat([u[:, c] for c in chunks]) for u in self.tables]
@@ -316,16 +310,15 @@ class Wavefront:
     def heads(self, u, rope, norm_weight):
         """Rows of a projection (A, n B, heads D) -> (A, n, B, heads, D), normed and rotated, and
         what the norm's backward needs."""
-        saved = None
-        if self.cfg.qk_norm == "full":
-            saved = self.norm_parts(u)
+        saved = self.norm_parts(u) if self.cfg.qk_norm == "full" else None
+        if saved:
             u = (saved[0] * norm_weight).to(u.dtype)
         u = u.view(u.size(0), -1, self.B, u.size(-1) // self.D, self.D)
-        return (u if rope is None else apply_rope(u, *rope)), saved
+        return apply_rope(u, *rope) if rope else u, saved
 
     def heads_backward(self, du, rope, norm_weight, saved):
-        """du (A, n, B, heads, D) -> the gradients of the projection's rows and of the norm's weight."""
-        if rope is not None:
+        """du (A, n, B, heads, D) -> the gradients of the rows and of the norm's weight."""
+        if rope:
             du = apply_rope(du, rope[0], -rope[1])  # rotated back
         du = du.flatten(3).flatten(1, 2)  # (A, n B, heads D)
         if saved is None:
@@ -345,7 +338,7 @@ class Wavefront:
         return ChunkInputs(n, r, q, k, v, q_saved, k_saved)
 
     def persistent(self, n, w, rope):
-        """Equation (5) for the normed rows n (A, n B, d): k, v (A, n, B, G, D), and QK-norm's parts."""
+        """Equation (5) for n1(y) (A, n B, d): k, v (A, n, B, G, D); and the QK-norm's parts."""
         H, G, D = self.H, self.G, self.D
         k, v = product(n, w.qkv[..., H * D:]).split(G * D, -1)  # w.qkv (A, d, out)
         k, saved = self.heads(k, rope, w.qk_norm[..., H * D:])
@@ -356,26 +349,28 @@ class Wavefront:
     def known_attention(self, inputs, step):
         """The online softmax of a step's queries over all but their own chunk's persistent pairs:
         out (A, B, H, C, D), lse (A, B, H, C)."""
-        (s, lo, hi), q = step, inputs.q
-        k, v = (u.to(self.wide).repeat_interleave(self.H // self.G, 2) for u in (inputs.k, inputs.v))
-        out, lse = v, (q.to(self.wide) * k).sum(-1) * self.scale  # the temporary pair
+        s, lo, hi = step
+        q, k, out = self.temporary(inputs)
+        lse = (q * k).sum(-1) * self.scale  # a softmax over one pair: out is its value
         if self.S + s - lo > 0:
-            parts = [self.earlier(q[l - lo], l, s - l) for l in range(lo, hi)]
+            parts = [self.earlier(inputs.q[l - lo], l, s - l) for l in range(lo, hi)]
             more, more_lse = (torch.cat(u) for u in zip(*parts))  # (A B, H, C, D)
             out, lse = kernels.merge(out.view(more.shape), lse.view(more_lse.shape),
                                      more.to(self.wide), more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
 
+    def temporary(self, inputs):
+        """q and the temporary pairs, one for each query head, all (A, B, H, C, D)."""
+        q, k, v = (u.to(self.wide) for u in (inputs.q, inputs.k, inputs.v))
+        return q, *(u.repeat_interleave(self.H // self.G, 2) for u in (k, v))
+
     def earlier(self, q, layer, c):
-        """A layer's queries q (B, H, C, D) of chunk c over the persistent pairs of the cache and of
-        earlier chunks."""
+        """A layer's queries q (B, H, C, D) of chunk c over all persistent pairs before c."""
         end = self.S + c * self.C
         if end == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=self.wide)
         k, v, at = self.k[layer, :, :, :end], self.v[layer, :, :, :end], self.at
         return kernels.attend(q, k, v, at[end:end + self.C], at[:end], self.slopes)
-
-    # forward
 
     def forward(self, x, w, past=()):
         """All layers on x (B, T, d): states (L + 1, length, B, d). Leaves the persistent pairs, the
@@ -401,7 +396,7 @@ class Wavefront:
             a = attention.read(i)                                           # (2)
             z = add_product(x_i, a, w.out)                                  # (3)
             y.append(add_product(z, F.gelu(product(self.norm(z), w.up)), w.down))       # (4)
-            here = rope and [table[:, i:i + 1] for table in rope]
+            here = [table[:, i:i + 1] for table in rope]
             k, v, _ = self.persistent(self.norm(y[i]), w, here)             # (5)
             attention.write(i, k[:, 0], v[:, 0])
         self.diagonal(states[1:], step, 1).copy_(torch.stack(y, 1))
@@ -409,27 +404,20 @@ class Wavefront:
             view = self.diagonal(buffer[..., self.S:, :], step, 3)
             view.copy_(new.reshape(view.shape))
 
-    # backward
-
     def backward(self, states, dy, w):
         """dL/dx (B, T, d) and the gradients of w, from forward's states and dy (B, T, d)."""
         w = w.matrices(lambda u: u.to(self.dtype))  # (out, in): backward
         wt = w.matrices(lambda u: u.mT.contiguous())  # (in, out): recomputation
         self.recompute_pairs(states, wt)
         grads = Weights(*(torch.zeros_like(u, dtype=self.wide) for u in w))
-        dy = F.pad(dy.transpose(0, 1), (0, 0, 0, 0, 0, self.length - self.T))  # (length, B, d)
-        dx = states.new_empty(states.shape[1:])
-        # gradients of states[l] in the chunk that layer l - 1 computes next
-        d_states = states.new_zeros(self.L + 1, self.C, self.B, self.d, dtype=self.wide)
-        for s, lo, hi in reversed(self.steps()):
-            if hi == self.L:  # from outside
-                d_states[hi] = dy[(s - hi + 1) * self.C:(s - hi + 2) * self.C]
-            active = [u.of_layers(lo, hi) for u in (w, wt, grads)]
-            dy_step = d_states[lo + 1:hi + 1]
-            d_states[lo:hi] = self.backward_step(states, dy_step, *active, (s, lo, hi))
-            if lo == 0:
-                dx[s * self.C:(s + 1) * self.C] = d_states[0]
-        return dx[:self.T].transpose(0, 1), grads
+        d_states = torch.zeros_like(states, dtype=self.wide)
+        d_states[-1, :self.T] = dy.transpose(0, 1)
+        for step in reversed(self.steps()):
+            dy = self.diagonal(d_states[1:], step, 1)
+            active = [u.of_layers(*step[1:]) for u in (w, wt, grads)]
+            dx = self.backward_step(states, dy, *active, step)
+            self.diagonal(d_states[:-1], step, 1).copy_(dx)
+        return d_states[0, :self.T].transpose(0, 1), grads
 
     def recompute_pairs(self, states, wt):
         """All persistent pairs, from y."""
@@ -476,15 +464,15 @@ class Wavefront:
         return dx.unflatten(1, (self.C, self.B))
 
     def reverse(self, attention, w, chunk, saved, rope):
-        """(B1) to (B7), from the last position to the first. chunk: dL/dy, n1(y) and its r, u, n2(z)
-        and its r. -> g, du, dz and the gradient of (Wk, Wv) n1(y), all (A, C B, .), and that of the
+        """(B1) to (B7). chunk: dL/dy, n1(y) and its r, u, n2(z) and its r, (A, C, B, .) each.
+        Returns g, du, dz and the gradient of (Wk, Wv) n1(y), (A, C B, .) each, and that of the
         QK-norm's weight."""
         HD = self.H * self.D
         w_kv, k_norm, dk_norm, done = w.qkv[:, HD:], w.qk_norm[..., HD:], 0, []
         positions = list(zip(*(v.unbind(1) for v in chunk)))
         for i, (dy, m, rm, u, n2, r2) in reversed(list(enumerate(positions))):      # (A, B, .)
             dk, dv = attention.kv_grad(i)                                           # (B5) to (B7)
-            here = rope and [table[:, i:i + 1] for table in rope]
+            here = [table[:, i:i + 1] for table in rope]
             parts = saved and [v.unflatten(1, (self.C, self.B))[:, i] for v in saved]
             dk, more = self.heads_backward(dk[:, None], here, k_norm, parts)
             dkv = torch.cat([dk, dv.flatten(2)], -1).to(self.dtype)                 # (A, B, 2 G D)
@@ -509,8 +497,7 @@ class Wavefront:
                                                 self.at[start:end], self.at[:start], self.slopes)
                 for total, part in zip((dq[l - lo], dk, dv), parts):
                     total += part
-        q, k, v = (u.to(self.wide) for u in (inputs.q, inputs.k, inputs.v))
-        k, v = (u.repeat_interleave(self.H // self.G, 2) for u in (k, v))
+        q, k, v = self.temporary(inputs)
         p = torch.exp((q * k).sum(-1, keepdim=True) * self.scale - lse[..., None])
         ds = p * (da * (v - a)).sum(-1, keepdim=True) * self.scale  # (B5)
         dq += ds * k  # (B8)
@@ -520,7 +507,7 @@ class Wavefront:
 # -------------------------------------------------------------------------------------------------
 # CUDA graphs
 
-GRAPHS = {}  # {what runs, on which shapes: a Graph, or None if it ran once}, last used last
+GRAPHS = {}  # {what runs, on which shapes: a Graph, or False if it ran once}, last used last
 
 
 class Graph:
@@ -549,9 +536,8 @@ class Graph:
 
 def recordable(x, dtype):
     """float64 is not: there attention reads positions on the host."""
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
-        return False
-    return kernels.runs_triton(x.device, dtype)
+    return (x.is_cuda and not torch.cuda.is_current_stream_capturing()
+            and kernels.runs_triton(x.device, dtype))
 
 
 def replay(run, function, *inputs):
@@ -561,9 +547,7 @@ def replay(run, function, *inputs):
         return function(*inputs)
     key = (function.__name__, inputs[0].device, run.dtype, str(run.cfg),
            *((u.shape, u.dtype) for u in inputs))
-    graph = None
-    if key in GRAPHS:
-        graph = GRAPHS.pop(key) or Graph(run, function, inputs)
+    graph = key in GRAPHS and (GRAPHS.pop(key) or Graph(run, function, inputs))
     GRAPHS[key] = graph
     if len(GRAPHS) > 8:
         del GRAPHS[next(iter(GRAPHS))]
