@@ -185,18 +185,20 @@ def layer_tiled(block, x, rope, slopes, b):
     ys, ks, vs = [], [], []
     at = torch.arange(x.size(1), device=x.device, dtype=torch.int32)
     q, k_temp, v_temp = block.temporary(x, rope)
-    states = own_pairs(q, k_temp, v_temp, at, slopes, b)                        # [(out, lse), ...]
+    states = own_pairs(q, k_temp, v_temp, at, slopes, b)  # [(out, lse), ...]
     q, at = q.split(b, 2), at.split(b)
     for i, x_i in enumerate(x.split(b, 1), start=1):
-        y_i = block.output(x_i, states[i - 1][0])                               # (3), (4)
-        k_i, v_i = block.persistent(y_i, tables_at(rope, slice((i - 1) * b, i * b)))    # (5)
-        ys, ks, vs = ys + [y_i], ks + [k_i], vs + [v_i]
-        t = i & -i                                      # the largest power of two that divides i
+        y_i = block.output(x_i, states[i - 1][0])  # (3), (4)
+        k_i, v_i = block.persistent(y_i, tables_at(rope, slice((i - 1) * b, i * b)))  # (5)
+        ys.append(y_i)
+        ks.append(k_i)
+        vs.append(v_i)
+        t = i & -i  # the largest power of two that divides i
         keys, queries = slice(i - t, i), slice(i, i + t)
         if i < len(q):
             tile = (torch.cat(u, 2) for u in (q[queries], ks[keys], vs[keys]))
             tile = attend(*tile, torch.cat(at[queries]), torch.cat(at[keys]), slopes)
-            state = [torch.cat(u, 2) for u in zip(*states[queries])]            # (out, lse)
+            state = [torch.cat(u, 2) for u in zip(*states[queries])]  # (out, lse)
             states[queries] = zip(*(u.split(b, 2) for u in kernels.merge(*state, *tile)))
     return torch.cat(ys, 1)
 
@@ -205,7 +207,7 @@ def own_pairs(q, k, v, at, slopes, b):
     """Attention of each block of b positions to its own pairs: a list of (out, lse)."""
     B = q.size(0)
     q, k, v = (u.unflatten(2, (-1, b)).transpose(1, 2).flatten(0, 1) for u in (q, k, v))
-    out, lse = attend(q, k, v, at[:b], at[:b], slopes)                  # (B T / b, H, b, .)
+    out, lse = attend(q, k, v, at[:b], at[:b], slopes)  # (B T / b, H, b, .)
     return list(zip(*(u.unflatten(0, (B, -1)).unbind(1) for u in (out, lse))))
 
 
@@ -251,25 +253,25 @@ class Model(LanguageModel):
         if cache is None:
             self.check_context(T, "{} tokens are")
             return self.norm(self.layers(x))
-        equal_rows = not cache.ragged or cache.longest == 0             # each holds as many tokens
+        equal_rows = not cache.ragged or cache.longest == 0  # each holds as many tokens
         pos = cache.place(T, n_valid)
         self.check_context(cache.end, "{} tokens are")
         if T > 1 and equal_rows and self.cfg.path == "wavefront":
             return self.norm(self.prefill(x, cache))
         return self.norm(self.decode(x, pos, cache, n_valid))
 
-    @torch.compiler.disable     # a compiler would unroll the loop over positions
+    @torch.compiler.disable  # a compiler would unroll the loop over positions
     def layers(self, x):
         """All layers on x (B, T, C) -> (B, T, C)."""
         cfg, T, b = self.cfg, x.size(1), min(self.cfg.block, x.size(1))
         if cfg.path == "wavefront":
             return rt_wavefront.run_layers(cfg, self.blocks, x)
         if cfg.path == "tiled":
-            x = F.pad(x, (0, 0, 0, -T % b))                                     # to whole blocks
+            x = F.pad(x, (0, 0, 0, -T % b))  # to whole blocks
         pos = torch.arange(x.size(1), device=x.device)[None]
         rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
         if cfg.path == "naive":
-            bias = attention_bias(pos, pos[0], slopes=slopes, dtype=wide(x))    # (1, H or 1, T, T)
+            bias = attention_bias(pos, pos[0], slopes=slopes, dtype=wide(x))  # (1, H or 1, T, T)
         for block in self.blocks:
             if cfg.path == "naive":
                 x = block(x, rope, bias)
@@ -281,7 +283,7 @@ class Model(LanguageModel):
         if self.cfg.pos != "rope":
             return None
         tables = rope_tables(pos, self.cfg.head_dim, self.cfg.rope_theta, dtype)
-        return [table[:, None] for table in tables]                             # (B or 1, 1, n, D)
+        return [table[:, None] for table in tables]  # (B or 1, 1, n, D)
 
     def slopes(self, x):
         alibi = self.cfg.pos == "alibi"
@@ -320,14 +322,14 @@ class Model(LanguageModel):
     def step(self, x, pos, cache):
         """One token of each row, x (B, 1, C): a plain Transformer's step, and a projection more.
         In the cache, the temporary pair stands in its slot until the persistent one replaces it."""
-        cfg, slots = self.cfg, torch.arange(cache.end, device=x.device)         # (S,)
+        cfg, slots = self.cfg, torch.arange(cache.end, device=x.device)  # (S,)
         rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
-        bias = attention_bias(pos, slots, slopes=slopes, dtype=wide(x))         # (B or 1, ., 1, S)
-        finished = (slots < pos - pos % cfg.block)[:, None, :, None]            # (B or 1, 1, S, 1)
+        bias = attention_bias(pos, slots, slopes=slopes, dtype=wide(x))  # (B or 1, ., 1, S)
+        finished = (slots < pos - pos % cfg.block)[:, None, :, None]  # (B or 1, 1, S, 1)
         for layer, block in enumerate(self.blocks):
             q, k_temp, v_temp = block.temporary(x, rope)
-            pairs = cache.append(layer, k_temp, v_temp)                         # (B, G, S, D)
-            if cfg.block > 1:                           # the own block's temporary pairs
+            pairs = cache.append(layer, k_temp, v_temp)  # (B, G, S, D)
+            if cfg.block > 1:  # the own block's temporary pairs
                 own = cache.append(cfg.n_layer + layer, k_temp, v_temp)
                 pairs = [torch.where(finished, *u) for u in zip(pairs, own)]
             k, v = (u.to(q.dtype) for u in pairs)
@@ -335,7 +337,7 @@ class Model(LanguageModel):
                 a = attention_naive(q, k, v, bias)
             elif bias.dtype == q.dtype:
                 a = attention_fast(q, k, v, bias)
-            else:                                       # torch's would want the bias in bfloat16
+            else:  # torch's would want the bias in bfloat16
                 a, _ = kernels.attend(q, k, v, pos.int().squeeze(0), slots.int(), slopes)
             x = block.output(x, a)
             cache.append(layer, *block.persistent(x, rope))
@@ -347,6 +349,6 @@ class Model(LanguageModel):
         12 C a visible key, averaged over positions. What backward recomputes is not counted."""
         cfg = self.cfg
         weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
-        weights += 2 * cfg.n_layer * cfg.n_embd * cfg.n_kv_head * cfg.head_dim      # Wk, Wv again
-        weights += cfg.vocab_size * cfg.n_embd                                      # the head
+        weights += 2 * cfg.n_layer * cfg.n_embd * cfg.n_kv_head * cfg.head_dim  # Wk, Wv again
+        weights += cfg.vocab_size * cfg.n_embd  # the head
         return 6.0 * weights + 12.0 * cfg.n_layer * cfg.n_embd * (cfg.block_size + 1) / 2

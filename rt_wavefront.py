@@ -390,14 +390,15 @@ class Wavefront:
     def forward_step(self, states, w, step):
         """Each active layer's chunk: the equations of model_rt, by their numbers."""
         x, y, rope = self.diagonal(states[:-1], step, 1), [], self.rope(step)
-        inputs = self.inputs(x.flatten(1, 2), w, rope)                      # (1)
+        inputs = self.inputs(x.flatten(1, 2), w, rope)                  # (1)
         attention = ChunkAttention(self, inputs.q, *self.known_attention(inputs, step))
-        for i, x_i in enumerate(x.unbind(1)):                               # (A, B, d)
-            a = attention.read(i)                                           # (2)
-            z = add_product(x_i, a, w.out)                                  # (3)
-            y.append(add_product(z, F.gelu(product(self.norm(z), w.up)), w.down))       # (4)
+        for i, x_i in enumerate(x.unbind(1)):                           # (A, B, d)
+            a = attention.read(i)                                       # (2)
+            z = add_product(x_i, a, w.out)                              # (3)
+            u = product(self.norm(z), w.up)
+            y.append(add_product(z, F.gelu(u), w.down))                     # (4)
             here = [table[:, i:i + 1] for table in rope]
-            k, v, _ = self.persistent(self.norm(y[i]), w, here)             # (5)
+            k, v, _ = self.persistent(self.norm(y[i]), w, here)         # (5)
             attention.write(i, k[:, 0], v[:, 0])
         self.diagonal(states[1:], step, 1).copy_(torch.stack(y, 1))
         for buffer, new in ((self.k, attention.k), (self.v, attention.v.mT)):
@@ -454,10 +455,10 @@ class Wavefront:
         dq, dq_norm = self.heads_backward(dq, rope, w.qk_norm[..., :HD], inputs.q_saved)
         dk, more = self.heads_backward(dk, rope, w.qk_norm[..., HD:], inputs.k_saved)
         dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(self.dtype)
-        pairs = ((grads.qkv, dqkv, inputs.n), (grads.qkv[:, HD:], dkv, m), (grads.out, dz, a_rows),
-                 (grads.up, du, n2), (grads.down, g, F.gelu(u)))
-        for grad, out, into in pairs:
-            grad += product(out.mT.to(self.dtype), into.to(self.dtype))  # (B11)
+        for grad, d_out, into in (
+                (grads.qkv, dqkv, inputs.n), (grads.qkv[:, HD:], dkv, m),
+                (grads.out, dz, a_rows), (grads.up, du, n2), (grads.down, g, F.gelu(u))):
+            grad += product(d_out.mT.to(self.dtype), into.to(self.dtype))  # (B11)
         grads.qk_norm[..., :HD] += dq_norm
         grads.qk_norm[..., HD:] += dk_norm + more
         dx = dz + norm_backward(product(dqkv, w.qkv), inputs.n, inputs.r)  # (B10)
