@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+import rt_wavefront
 from plot import points
 from prepare import TokenData, UserError, asks_help, run_cli, split_args, typed_config
 from limits import check_run_fits
@@ -145,6 +146,8 @@ def plain_transformer(cfg):
 
 def bench_rt(model, cfg, device, ckpt=None, rounds=5):
     """The schedules beside each other and beside the plain Transformer of the same size; then decoding."""
+    if model.cfg.block > 1 or not model.cfg.kv_norm:
+        raise UserError("the wavefront, which is measured here, needs block=1 and kv_norm=true")
     if model.cfg.block_size < 2:
         raise UserError(f"block_size={model.cfg.block_size}: decoding needs at least 2 tokens")
     if device.type == "cuda":
@@ -158,8 +161,8 @@ def bench_rt(model, cfg, device, ckpt=None, rounds=5):
         for name, seconds in times.items():
             print(f"{way:20}{name:20}{1000 * seconds:10.1f} ms")
         wavefront = times["wavefront"]
-        loop = "its loop over positions" + (", keys in one buffer" if way == "forward" else ", keys concatenated")
-        print(f"  the wavefront is {times['naive'] / wavefront:.1f}x as fast as the naive schedule ({loop}), "
+        loop = "keys in one buffer" if way == "forward" else "keys concatenated"
+        print(f"  the wavefront is {times['naive'] / wavefront:.1f}x as fast as the naive loop ({loop}), "
               f"{times['tiled'] / wavefront:.1f}x as fast as the tiled one, and takes "
               f"{wavefront / times['plain Transformer']:.1f} times as long as the plain Transformer (model_gpt)")
     T = model.cfg.block_size
@@ -189,15 +192,15 @@ def rt_floor(cfg, batch_size):
 
 def bench_rt_layers(cfg, device, batch_sizes=(8, 32, 128, 512), rounds=3):
     """A GPU's table: milliseconds a layer by batch size, each schedule, and tokens a second beside the plain
-    Transformer's, which is compiled (on CUDA), as the schedules are replayed as CUDA graphs. With
+    Transformer's, which is compiled, as the wavefront is replayed as a CUDA graph. With
     config=configs/rt_150m_12l.yaml the sizes are those of the paper's Table 2."""
-    module, tables = model_module("rt"), cfg.n_embd == 1024 and cfg.block_size == 512
+    tables = cfg.n_embd == 1024 and cfg.block_size == 512
     for batch_size in batch_sizes:
         models = {"plain, compiled": plain_transformer(cfg), "plain, eager": plain_transformer(cfg)}
         if device.type == "cuda":
             models["plain, compiled"].compile()
         for schedule in ("wavefront", "tiled", "naive") if batch_size == min(batch_sizes) else ("wavefront", "tiled"):
-            models[schedule] = module.Model(dataclasses.replace(cfg, schedule=schedule))
+            models[schedule] = model_module("rt").Model(dataclasses.replace(cfg, schedule=schedule))
         paper = PAPER_RT.get(batch_size) if tables else None
         print(f"batch {batch_size}: floor of a layer's forward on an H200 {rt_floor(cfg, batch_size):.2f} ms"
               + (f", the paper's on an H100 {paper} ms" if paper else ""))
@@ -217,7 +220,7 @@ def once_on(device, model, way, batch_size, rounds):
     """Seconds of one pass of a model that is on the device for just that long; None where it does not fit."""
     def leave():
         model.to("cpu")
-        model_module("rt").GRAPHS.clear()
+        rt_wavefront.GRAPHS.clear()
     return alone(lambda: (None, passes(model.to(device), batch_size, device)[way]), rounds, device, leave)
 
 

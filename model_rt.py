@@ -252,13 +252,16 @@ class Model(LanguageModel):
         x, T = self.drop(self.wte(idx)), idx.size(1)
         if cache is None:
             self.check_context(T, "{} tokens are")
-            return self.norm(self.layers(x))
-        equal_rows = not cache.ragged or cache.longest == 0  # each holds as many tokens
-        pos = cache.place(T, n_valid)
-        self.check_context(cache.end, "{} tokens are")
-        if T > 1 and equal_rows and self.cfg.path == "wavefront":
-            return self.norm(self.prefill(x, cache))
-        return self.norm(self.decode(x, pos, cache, n_valid))
+            x = self.layers(x)
+        else:
+            equal_rows = not cache.ragged or cache.longest == 0  # each holds as many tokens
+            pos = cache.place(T, n_valid)
+            self.check_context(cache.end, "{} tokens are")
+            if T > 1 and equal_rows and self.cfg.path == "wavefront":
+                x = self.prefill(x, cache)
+            else:
+                x = self.decode(x, pos, cache, n_valid)
+        return self.norm(x)
 
     @torch.compiler.disable  # a compiler would unroll the loop over positions
     def layers(self, x):

@@ -32,8 +32,8 @@ def graphs_and_breaks(model, steps=3):
 def test_a_training_step_is_one_graph(name, changes):
     module = importlib.import_module(f"model_{name}")
     graphs, breaks = graphs_and_breaks(module.Model(module.Config(**SIZES, **changes)).train())
-    if name == "rt":            # its layers are a loop over positions, kept from the compiler: what is around them
-        assert (graphs, len(breaks)) == (3, 1)
+    if name == "rt":            # its layers are a loop over positions, kept from the compiler on purpose
+        assert (graphs, len(breaks)) == (3, 1)      # before the loop, after it, the loss
     else:
         assert (graphs, breaks) == (1, {})
 
