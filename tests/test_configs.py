@@ -1,0 +1,73 @@
+"""configs/ of the papers' sizes: parameters, tokens of an optimizer step and of a run, and memory of one 80 GB GPU."""
+import dataclasses
+import re
+
+import pytest
+import torch
+
+import train
+from conftest import ROOT
+
+TOY = re.compile(r".*_tiny|task_.*|.*shakespeare.*|.*_compare")
+NAMES = sorted(p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch(p.stem))
+VOCAB = {"gpt2": 50257, "hf:HuggingFaceTB/SmolLM-135M": 49152}
+# the papers': millions of parameters (rt: of the matrices of the blocks; mor: of the plain model beside it),
+# tokens of a step, billions of tokens of a run
+RT, LRT, MOR, RAT = 2 ** 18, 2 ** 19, 2 ** 19, 2 ** 21
+PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l": (302, RT, 6), "rt_300m_12l": (285, RT, 6),
+         "rt_300m_6l": (302, RT, 6), "lrt_20l": (1320, LRT, 13.2), "lrt_24l": (1994, LRT, 19.9),
+         "rat_1300m": (1299, RAT, 100), "rat_swa_1300m": (1286, RAT, 100), "rat_200m": (206, RAT // 2, 15),
+         **{f"mor_{size}m_r{r}": (size, MOR, 20) for size in (135, 360, 730, 1700) for r in (2, 3, 4)}}
+# Bytes of activations a token, layer and channel, at most: the peak of forward and backward pass under bfloat16
+# autocast on a CPU (two heads, 1,024 tokens) without weights and gradients; rt with the copies of CUDA graphs.
+ACTIVATIONS = {"rt": 60, "lrt": 120, "mor": 45, "rat": 35}
+LOSS = 2e9                  # the logits of a piece, in some copies
+
+
+def build(name, **changes):
+    """The config's values, and its model on the meta device."""
+    values = {**train.load_yaml(ROOT / "configs" / f"{name}.yaml"), **changes}
+    module, tokenizer = train.model_module(values["model"]), values["tokenizer"]
+    values["vocab_size"] = VOCAB.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
+    fields = {f.name for f in dataclasses.fields(module.Config)}
+    with torch.device("meta"):
+        return values, module.Model(module.Config(**{k: v for k, v in values.items() if k in fields}))
+
+
+def count(parameters):
+    return sum(p.numel() for p in parameters)
+
+
+def test_every_config_is_here():
+    assert set(NAMES) == set(PAPER)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_size_tokens_and_memory(name):
+    values, model = build(name)
+    family, (millions, step, billions) = values["model"], PAPER[name]
+    text = (ROOT / "configs" / f"{name}.yaml").read_text()
+    if family == "mor":
+        layers = int(re.search(r"n_layer=(\d+) the plain one", text.replace("\n# ", " "))[1])
+        size = count(build(name, router="none", n_loop=1, share="cycle", n_layer=layers)[1].parameters())
+    else:
+        size = count([p for p in model.blocks.parameters() if p.dim() == 2] if family == "rt" else model.parameters())
+    assert abs(size / 1e6 - millions) < 0.03 * millions
+    tokens, accumulation = values["batch_size"] * values["block_size"], values["gradient_accumulation_steps"]
+    assert tokens * accumulation == step and accumulation % 8 == 0
+    assert abs(step * values["max_steps"] / 1e9 - billions) < 0.01 * billions
+    # weights, gradients and Adam's two moments; Muon has one
+    weights = 16 * count(model.parameters())
+    activations = ACTIVATIONS[family] * tokens * values["n_layer"] * values["n_embd"]
+    assert weights + activations + LOSS < 80e9
+    stated = re.search(r"Memory of a GPU: (\d+) GB of weights, gradients and moments, (\d+) GB of activations", text)
+    assert stated or family != "rt"
+    if stated:
+        assert [round(weights / 1e9), round(activations / 1e9)] == [int(gb) for gb in stated.groups()]
+
+
+@pytest.mark.parametrize("half, whole, ratio", [("rt_150m_6l", "rt_150m_12l", 0.69), ("rt_300m_6l", "rt_300m_12l", 0.73)])
+def test_half_the_layers_at_equal_parameters_shrink_the_cache(half, whole, ratio):
+    """Section 7.3 of the RT's paper."""
+    sizes = [build(name)[1].init_cache(1, 512).nbytes() for name in (half, whole)]
+    assert round(sizes[0] / sizes[1], 2) == ratio
