@@ -1,24 +1,24 @@
 """
 The wavefront: the fast schedule of the Recurrent Transformer (read model_rt.py first).
 
-Positions are cut into chunks of C. Layer l can compute chunk c as soon as layer l - 1 has, so
-in step s the pairs (l, c = s - l) of all layers are computed together: a position's products
-are one bmm over the layers' stacked weights. Three layers, four chunks; the numbers are steps:
+Positions are cut into chunks of C. Layer l can compute chunk c as soon as layer l - 1 has
+done so. In step s, all pairs (l, c = s - l) are computed together: a position's products are
+one bmm over the layers' stacked weights. Three layers, four chunks; the numbers are steps:
 
               chunk 0 1 2 3
         layer 2     2 3 4 5         step 3 is a diagonal: (2, 1), (1, 2) and (0, 3)
         layer 1     1 2 3 4
         layer 0     0 1 2 3
 
-That is T + (L - 1) C positions one after the other instead of L T. A chunk's queries attend to
-all earlier chunks in one dense call when it starts, and then, position by position, to the
-chunk itself. The results are the naive layer's: each query attends to the same pairs, only in
-three parts (its temporary pair, earlier chunks, its own chunk) that an online softmax merges.
+That is T + (L - 1) C positions one after the other instead of L T. A chunk's queries attend
+to all earlier chunks in one dense call when it starts, then, position by position, to the
+chunk itself. The results are the naive layer's: a query attends to the same pairs, only in
+three parts (its temporary pair, earlier chunks, its chunk) that an online softmax merges.
 
-The backward pass is written by hand and saves only each layer's input x and output y. From y
-it recomputes all keys and values at once, then attention, then the MLP's u = W_up n2(z). Only
-what must is done position by position, from the last to the first. With the attention weights
-p_ij, ^ for a temporary pair, and J the Jacobian of the norm that stands there:
+The backward pass is written by hand and saves only each layer's input x and output y. From
+y it recomputes all pairs at once, then attention, then the MLP's u = W_up n2(z). Only what
+must is done position by position, from the last to the first. p_ij are attention's weights,
+^ marks a temporary pair, and J is the Jacobian of the norm that stands there:
 
     g_i   = dL/dy_i + J^T (Wk^T dk_i + Wv^T dv_i)           (B1)  dL/dy_i: from the layer above
     du_i  = gelu'(u_i) W_down^T g_i                         (B2)
@@ -36,8 +36,7 @@ Once a chunk is done, the rest comes in large products:
     dW    = sum_i (gradient of W's output)_i (W's input)_i^T        (B11)
     J^T d = r (d - n mean(d n))  for RMSNorm n = x r        (B12)
 
-p is computed again from q, k and lse, the logarithm of the softmax's sum; nothing of size
-T x T exists. Norms, scores and softmax are in float32 or better.
+p comes from q, k and lse, the logarithm of the softmax's sum. Nothing is T x T.
 
 Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk,
 d width, m MLP width, H query heads, G key/value heads, R = H / G, D head size.
@@ -58,8 +57,8 @@ def run_layers(cfg, blocks, x):
 
 
 def prefill(cfg, blocks, x, past):
-    """The same after S cached tokens, without gradients. past: each layer's k, v (B, G, S, D).
-    Returns y (B, T, d) and the new tokens' persistent pairs k, v (L, B, G, T, D)."""
+    """The same after S cached tokens, of which past has each layer's k, v (B, G, S, D).
+    Returns y (B, T, d), and the new persistent pairs k, v (L, B, G, T, D). No gradients."""
     run = Wavefront(cfg, x, S=past[0][0].size(2))
     with torch.autocast(x.device.type, enabled=False):
         states = run.forward(x, stack_weights(cfg, blocks), past)
@@ -94,15 +93,14 @@ class Layers(torch.autograd.Function):
             return [dx, *grads]
         with torch.autocast(dy.device.type, enabled=False):
             dx, *grads = replay(run, layers_backward, states, dy, *weights)
-        grads = [g.to(w.dtype) for g, w in zip(grads, weights)]
-        return None, dx.to(states.dtype), *grads
+        return None, dx.to(states.dtype), *(g.to(w.dtype) for g, w in zip(grads, weights))
 
 
 # -------------------------------------------------------------------------------------------------
 # weights, norms
 
 class Weights(NamedTuple):
-    """The layers' matrices, stacked. A norm's weight is folded into the matrix that reads it."""
+    """The layers' matrices, stacked. Norms' weights are folded into the next matrix."""
     qkv: torch.Tensor           # (L, (H + 2 G) D, d)
     out: torch.Tensor           # (L, d, H D)
     up: torch.Tensor            # (L, m, d)
@@ -151,11 +149,11 @@ def norm_backward(dn, n, r):
 # attention inside a chunk
 
 class ChunkAttention:
-    """Attention of a chunk's C queries to the chunk's own persistent keys, position by position.
+    """Attention inside a chunk, to its own persistent pairs, position by position.
 
-    q (A, B, H, C, D). out (like q) and lse (A, B, H, C): each query's online softmax over all
-    else that it attends to. Everything is in float32 or better. N = A B G; the R query heads
-    of a key head stand together.
+    q (A, B, H, C, D). out (like q), lse (A, B, H, C): each query's online softmax over all
+    else that it attends to. All is in float32 or better. N = A B G: the R query heads of a
+    key head stand together.
     """
 
     def __init__(self, run, q, out, lse):
@@ -187,11 +185,11 @@ class ChunkAttention:
     # backward
 
     def recompute(self, k, v, dk, dv):
-        """All rows at once, from all pairs k, v (A, B, G, C, D): a like q, and the whole softmax's
-        lse (A, B, H, C). dk, dv: what later chunks add to the gradients."""
+        """All positions at once, from k, v (A, B, G, C, D): a like q, and the complete lse
+        (A, B, H, C). dk, dv: what later chunks add to the gradients."""
         A, B, H, C, D = self.shape
-        self.k, self.v, self.dk, self.dv = (u.to(self.q.dtype).reshape(self.N, C, D)
-                                            for u in (k, v, dk, dv))
+        pairs = (u.to(self.q.dtype).reshape(self.N, C, D) for u in (k, v, dk, dv))
+        self.k, self.v, self.dk, self.dv = pairs
         self.q, lse = self.q.flatten(1, 2), self.lse.flatten(1)  # (N, R C, D), (N, R C)
         s = torch.bmm(self.q, self.k[:, :C - 1].mT)  # (N, R C, C - 1)
         s.view(A * B, H, C, C - 1).add_(self.run.bias)
@@ -262,15 +260,16 @@ class Wavefront:
         self.wide = torch.promote_types(x.dtype, torch.float32)
         self.scale = self.D ** -0.5
         self.at = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
-        alibi = cfg.pos == "alibi"
-        self.slopes = alibi_slopes(self.H, x.device, self.wide) if alibi else None
-        self.bias, self.tables = self.chunk_bias(), []
+        self.slopes, self.tables = None, []
+        if cfg.pos == "alibi":
+            self.slopes = alibi_slopes(self.H, x.device, self.wide)
+        self.bias = self.chunk_bias()
         if cfg.pos == "rope":
             tables = rope_tables(self.at[S:], self.D, cfg.rope_theta, self.wide)
             self.tables = [u[None, :, None, None] for u in tables]  # (1, length, 1, 1, D)
 
     def chunk_bias(self):
-        """ALiBi inside a chunk, -inf on keys that are not before the query: (H or 1, C, C - 1)."""
+        """ALiBi inside a chunk, and -inf unless the key is earlier: (H or 1, C, C - 1)."""
         distance = self.at[:self.C, None] - self.at[:self.C - 1]
         bias = torch.zeros(1, 1, 1, device=self.at.device, dtype=self.wide)
         if self.slopes is not None:
@@ -308,8 +307,8 @@ class Wavefront:
         return x * r, r
 
     def heads(self, u, rope, norm_weight):
-        """Rows of a projection (A, n B, heads D) -> (A, n, B, heads, D), normed and rotated, and
-        what the norm's backward needs."""
+        """Projected rows (A, n B, heads D) -> (A, n, B, heads, D), normed and rotated, and what
+        the norm's backward needs."""
         saved = self.norm_parts(u) if self.cfg.qk_norm == "full" else None
         if saved:
             u = (saved[0] * norm_weight).to(u.dtype)
@@ -323,8 +322,7 @@ class Wavefront:
         du = du.flatten(3).flatten(1, 2)  # (A, n B, heads D)
         if saved is None:
             return du, 0
-        n, r = saved
-        return norm_backward(du * norm_weight, n, r), (du * n).sum(1, keepdim=True)
+        return norm_backward(du * norm_weight, *saved), (du * saved[0]).sum(1, keepdim=True)
 
     def inputs(self, x, w, rope):
         """Equation (1) of model_rt for the rows x (A, C B, d)."""
@@ -347,7 +345,7 @@ class Wavefront:
     # what is known when a chunk starts
 
     def known_attention(self, inputs, step):
-        """The online softmax of a step's queries over all but their own chunk's persistent pairs:
+        """Each query's online softmax over all that is known when its chunk starts:
         out (A, B, H, C, D), lse (A, B, H, C)."""
         s, lo, hi = step
         q, k, out = self.temporary(inputs)
@@ -355,8 +353,8 @@ class Wavefront:
         if self.S + s - lo > 0:
             parts = [self.earlier(inputs.q[l - lo], l, s - l) for l in range(lo, hi)]
             more, more_lse = (torch.cat(u) for u in zip(*parts))  # (A B, H, C, D)
-            out, lse = kernels.merge(out.view(more.shape), lse.view(more_lse.shape),
-                                     more.to(self.wide), more_lse)
+            known = out.view(more.shape), lse.view(more_lse.shape)
+            out, lse = kernels.merge(*known, more.to(self.wide), more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
 
     def temporary(self, inputs):
@@ -373,7 +371,7 @@ class Wavefront:
         return kernels.attend(q, k, v, at[end:end + self.C], at[:end], self.slopes)
 
     def forward(self, x, w, past=()):
-        """All layers on x (B, T, d): states (L + 1, length, B, d). Leaves the persistent pairs, the
+        """All layers on x (B, T, d): states (L + 1, length, B, d). Leaves the persistent pairs,
         cached ones first, in self.k and self.v (L, B, G, S + length, D)."""
         w = w.matrices(lambda u: u.mT.contiguous().to(self.dtype))  # (in, out)
         states = x.new_empty(self.L + 1, self.length, self.B, self.d)
@@ -431,15 +429,14 @@ class Wavefront:
             self.k[l], self.v[l] = k[0].permute(1, 2, 0, 3), v[0].permute(1, 2, 0, 3)
 
     def backward_step(self, states, dy, w, wt, grads, step):
-        """Each active layer's chunk: dy (A, C, B, d) -> dx. Adds to grads and to the gradients of
-        earlier chunks' pairs."""
+        """Each active layer's chunk: dy (A, C, B, d) -> dx. Adds to grads, dk and dv."""
         rope, HD = self.rope(step), self.H * self.D
         x, y = (self.diagonal(u, step, 1).flatten(1, 2) for u in (states[:-1], states[1:]))
         # forward again, all positions at once
         inputs = self.inputs(x, wt, rope)
         attention = ChunkAttention(self, inputs.q, *self.known_attention(inputs, step))
-        a, lse = attention.recompute(*(self.diagonal(u, step, 3)
-                                       for u in (self.k, self.v, self.dk, self.dv)))
+        pairs = (self.diagonal(u, step, 3) for u in (self.k, self.v, self.dk, self.dv))
+        a, lse = attention.recompute(*pairs)
         a_rows = a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)  # (A, C B, H D)
         n2, r2 = self.norm_parts(add_product(x, a_rows, wt.out))
         u = product(n2, wt.up)
@@ -466,36 +463,35 @@ class Wavefront:
 
     def reverse(self, attention, w, chunk, saved, rope):
         """(B1) to (B7). chunk: dL/dy, n1(y) and its r, u, n2(z) and its r, (A, C, B, .) each.
-        Returns g, du, dz and the gradient of (Wk, Wv) n1(y), (A, C B, .) each, and that of the
-        QK-norm's weight."""
+        Returns g, du, dz, the gradient of (Wk, Wv) n1(y), and that of the k-norm's weight."""
         HD = self.H * self.D
         w_kv, k_norm, dk_norm, done = w.qkv[:, HD:], w.qk_norm[..., HD:], 0, []
         positions = list(zip(*(v.unbind(1) for v in chunk)))
-        for i, (dy, m, rm, u, n2, r2) in reversed(list(enumerate(positions))):      # (A, B, .)
-            dk, dv = attention.kv_grad(i)                                           # (B5) to (B7)
+        for i, (dy, m, rm, u, n2, r2) in reversed(list(enumerate(positions))):
+            dk, dv = attention.kv_grad(i)                               # (B5) to (B7)
             here = [table[:, i:i + 1] for table in rope]
             parts = saved and [v.unflatten(1, (self.C, self.B))[:, i] for v in saved]
             dk, more = self.heads_backward(dk[:, None], here, k_norm, parts)
-            dkv = torch.cat([dk, dv.flatten(2)], -1).to(self.dtype)                 # (A, B, 2 G D)
-            g = dy + norm_backward(product(dkv, w_kv), m, rm)                       # (B1)
-            du = torch.ops.aten.gelu_backward(product(g, w.down), u)                # (B2)
-            dz = g + norm_backward(product(du, w.up), n2, r2)                       # (B3)
-            attention.accumulate_query_grad(i, product(dz, w.out))                  # (B4)
+            dkv = torch.cat([dk, dv.flatten(2)], -1).to(self.dtype)     # (A, B, 2 G D)
+            g = dy + norm_backward(product(dkv, w_kv), m, rm)           # (B1)
+            du = torch.ops.aten.gelu_backward(product(g, w.down), u)    # (B2)
+            dz = g + norm_backward(product(du, w.up), n2, r2)           # (B3)
+            attention.accumulate_query_grad(i, product(dz, w.out))      # (B4)
             done.append((g, du, dz, dkv))
             dk_norm = dk_norm + more
         return [torch.stack(v[::-1], 1).flatten(1, 2) for v in zip(*done)], dk_norm
 
     def known_attention_backward(self, inputs, a, lse, da, dq, step):
-        """The same for known_attention: adds to dq and to the gradients of earlier chunks' pairs;
-        returns those of the temporary pairs, (A, B, G, C, D)."""
+        """Of known_attention: adds to dq, and to dk and dv of earlier chunks; returns the
+        temporary pairs' gradients (A, B, G, C, D)."""
         s, lo, hi = step
         for l in range(lo, hi):
             start, end = (s - l) * self.C, (s - l + 1) * self.C
             if start > 0:
                 k, v, dk, dv = (u[l, :, :, :start] for u in (self.k, self.v, self.dk, self.dv))
                 q, a_l, da_l = (u[l - lo].to(self.dtype) for u in (inputs.q, a, da))
-                parts = kernels.attend_backward(q, k, v, a_l, lse[l - lo], da_l,
-                                                self.at[start:end], self.at[:start], self.slopes)
+                at = self.at[start:end], self.at[:start]
+                parts = kernels.attend_backward(q, k, v, a_l, lse[l - lo], da_l, *at, self.slopes)
                 for total, part in zip((dq[l - lo], dk, dv), parts):
                     total += part
         q, k, v = self.temporary(inputs)

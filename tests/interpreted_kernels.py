@@ -55,8 +55,8 @@ def test_attend_backward_over_some_of_the_keys(dtype):
     compare_attend_backward(kernels.attend_backward, dtype, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("schedule", ["wavefront", "tiled"])
-@pytest.mark.parametrize("switch", [{}, dict(block=3), dict(pos="rope", n_kv_head=1)])
+@pytest.mark.parametrize("schedule, switch", [("tiled", dict(block=3)), *(
+    (schedule, switch) for schedule in ("wavefront", "tiled") for switch in ({}, dict(pos="rope", n_kv_head=1)))])
 def test_recurrent_transformer_on_these_kernels(schedule, switch):
     """Its schedules, outputs and gradients, against its loop over positions in float64."""
     from conftest import tiny
