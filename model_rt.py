@@ -148,7 +148,7 @@ class Block(nn.Module):
         b, ys = self.cfg.block, []
         q, k_temp, v_temp = self.temporary(x, rope)
         k_all, v_all = torch.empty_like(k_temp), torch.empty_like(v_temp)
-        k, v = k_all[:, :, :0], v_all[:, :, :0]                         # of the positions before i
+        k, v = k_all[:, :, :0], v_all[:, :, :0]     # persistent pairs of the positions before i
         parts = zip(x.split(b, 1), q.split(b, 2), k_temp.split(b, 2), v_temp.split(b, 2))
         for i, (x_i, q_i, kt_i, vt_i) in enumerate(parts):
             here = slice(i * b, i * b + x_i.size(1))
@@ -181,7 +181,7 @@ def tables_at(rope, here):
 
 def layer_tiled(block, x, rope, slopes, b):
     """The same function as block(x, ...): each query attends to the same pairs, only in parts that
-    an online softmax puts together. Lists hold one element for each position (each block of b)."""
+    an online softmax merges. Lists have one element for each position (or block of b)."""
     ys, ks, vs = [], [], []
     at = torch.arange(x.size(1), device=x.device, dtype=torch.int32)
     q, k_temp, v_temp = block.temporary(x, rope)
@@ -196,10 +196,11 @@ def layer_tiled(block, x, rope, slopes, b):
         t = i & -i  # the largest power of two that divides i
         keys, queries = slice(i - t, i), slice(i, i + t)
         if i < len(q):
-            tile = (torch.cat(u, 2) for u in (q[queries], ks[keys], vs[keys]))
-            tile = attend(*tile, torch.cat(at[queries]), torch.cat(at[keys]), slopes)
-            state = [torch.cat(u, 2) for u in zip(*states[queries])]  # (out, lse)
-            states[queries] = zip(*(u.split(b, 2) for u in kernels.merge(*state, *tile)))
+            q_t, k_t, v_t = (torch.cat(u, 2) for u in (q[queries], ks[keys], vs[keys]))
+            tile = attend(q_t, k_t, v_t, torch.cat(at[queries]), torch.cat(at[keys]), slopes)
+            state = (torch.cat(u, 2) for u in zip(*states[queries]))  # out and lse
+            out, lse = kernels.merge(*state, *tile)
+            states[queries] = zip(out.split(b, 2), lse.split(b, 2))
     return torch.cat(ys, 1)
 
 
@@ -208,7 +209,8 @@ def own_pairs(q, k, v, at, slopes, b):
     B = q.size(0)
     q, k, v = (u.unflatten(2, (-1, b)).transpose(1, 2).flatten(0, 1) for u in (q, k, v))
     out, lse = attend(q, k, v, at[:b], at[:b], slopes)  # (B T / b, H, b, .)
-    return list(zip(*(u.unflatten(0, (B, -1)).unbind(1) for u in (out, lse))))
+    out, lse = (u.unflatten(0, (B, -1)).unbind(1) for u in (out, lse))
+    return list(zip(out, lse))
 
 
 def attend(q, k, v, q_at, k_at, slopes):
@@ -255,7 +257,7 @@ class Model(LanguageModel):
             x = self.layers(x)
         else:
             equal_rows = not cache.ragged or cache.longest == 0  # each holds as many tokens
-            pos = cache.place(T, n_valid)
+            pos = cache.place(T, n_valid)  # raises if they do not all fit
             self.check_context(cache.end, "{} tokens are")
             if T > 1 and equal_rows and self.cfg.path == "wavefront":
                 x = self.prefill(x, cache)
@@ -313,7 +315,7 @@ class Model(LanguageModel):
         return y
 
     def decode(self, x, pos, cache, n_valid):
-        """T new tokens x (B, T, C), one after the other."""
+        """T new tokens x (B, T, C) at pos (B or 1, T), one after the other."""
         ys, T = [], x.size(1)
         for t in range(T):
             if T > 1:
@@ -328,11 +330,12 @@ class Model(LanguageModel):
         cfg, slots = self.cfg, torch.arange(cache.end, device=x.device)  # (S,)
         rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
         bias = attention_bias(pos, slots, slopes=slopes, dtype=wide(x))  # (B or 1, ., 1, S)
-        finished = (slots < pos - pos % cfg.block)[:, None, :, None]  # (B or 1, 1, S, 1)
+        if cfg.block > 1:  # which slots are of finished blocks
+            finished = (slots < pos - pos % cfg.block)[:, None, :, None]  # (B or 1, 1, S, 1)
         for layer, block in enumerate(self.blocks):
             q, k_temp, v_temp = block.temporary(x, rope)
             pairs = cache.append(layer, k_temp, v_temp)  # (B, G, S, D)
-            if cfg.block > 1:  # the own block's temporary pairs
+            if cfg.block > 1:  # of the unfinished block, the temporary pairs
                 own = cache.append(cfg.n_layer + layer, k_temp, v_temp)
                 pairs = [torch.where(finished, *u) for u in zip(pairs, own)]
             k, v = (u.to(q.dtype) for u in pairs)
@@ -340,7 +343,7 @@ class Model(LanguageModel):
                 a = attention_naive(q, k, v, bias)
             elif bias.dtype == q.dtype:
                 a = attention_fast(q, k, v, bias)
-            else:  # torch's would want the bias in bfloat16
+            else:  # torch's function would round ALiBi to bfloat16
                 a, _ = kernels.attend(q, k, v, pos.int().squeeze(0), slots.int(), slopes)
             x = block.output(x, a)
             cache.append(layer, *block.persistent(x, rope))

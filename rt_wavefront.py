@@ -204,7 +204,7 @@ class ChunkAttention:
         return self.a.view(self.shape), total.view(self.shape[:4])
 
     def kv_grad(self, i):
-        """dk_i, dv_i (A, B, G, D), complete: every query after i is accumulated."""
+        """dk_i, dv_i (A, B, G, D), once all queries after i are accumulated; the others' da is 0."""
         A, B, _, C, D = self.shape
         dk, dv = self.dk[:, i:i + 1], self.dv[:, i:i + 1]  # (N, 1, D)
         if i < C - 1:
