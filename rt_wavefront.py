@@ -277,7 +277,7 @@ class Wavefront:
         return bias.masked_fill(distance <= 0, -math.inf)
 
     def steps(self):
-        """(s, lo, hi): in step s the layers l in lo .. hi - 1 compute their chunks s - l."""
+        """(s, lo, hi): in step s, layers l = lo .. hi - 1 compute their chunks c = s - l."""
         return [(s, max(0, s - self.chunks + 1), min(self.L, s + 1))
                 for s in range(self.chunks + self.L - 1)]
 
@@ -342,17 +342,17 @@ class Wavefront:
         k, saved = self.heads(k, rope, w.qk_norm[..., H * D:])
         return k, v.view(v.size(0), -1, self.B, G, D), saved
 
-    # what is known when a chunk starts
+    # what a chunk's queries attend to before it starts
 
     def known_attention(self, inputs, step):
-        """Each query's online softmax over all that is known when its chunk starts:
+        """Each query's online softmax over its temporary pair and all chunks before its own:
         out (A, B, H, C, D), lse (A, B, H, C)."""
         s, lo, hi = step
         q, k, out = self.temporary(inputs)
         lse = (q * k).sum(-1) * self.scale  # a softmax over one pair: out is its value
         if self.S + s - lo > 0:
             parts = [self.earlier(inputs.q[l - lo], l, s - l) for l in range(lo, hi)]
-            more, more_lse = (torch.cat(u) for u in zip(*parts))  # (A B, H, C, D)
+            more, more_lse = (torch.cat(u) for u in zip(*parts))  # (A B, H, C, .)
             known = out.view(more.shape), lse.view(more_lse.shape)
             out, lse = kernels.merge(*known, more.to(self.wide), more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
@@ -376,7 +376,7 @@ class Wavefront:
         w = w.matrices(lambda u: u.mT.contiguous().to(self.dtype))  # (in, out)
         states = x.new_empty(self.L + 1, self.length, self.B, self.d)
         states[0, :self.T] = x.transpose(0, 1)
-        states[0, self.T:] = x[:, -1]  # padding, of a usual size
+        states[0, self.T:] = x[:, -1]  # padding: any finite numbers
         shape = 2, self.L, self.B, self.G, self.S + self.length, self.D
         self.k, self.v = x.new_empty(shape, dtype=self.dtype)
         for l, (k, v) in enumerate(past):
@@ -394,7 +394,7 @@ class Wavefront:
             a = attention.read(i)                                       # (2)
             z = add_product(x_i, a, w.out)                              # (3)
             u = product(self.norm(z), w.up)
-            y.append(add_product(z, F.gelu(u), w.down))                     # (4)
+            y.append(add_product(z, F.gelu(u), w.down))                 # (4)
             here = [table[:, i:i + 1] for table in rope]
             k, v, _ = self.persistent(self.norm(y[i]), w, here)         # (5)
             attention.write(i, k[:, 0], v[:, 0])
