@@ -20,21 +20,21 @@ y it recomputes all pairs at once, then attention, then the MLP's u = W_up n2(z)
 must is done position by position, from the last to the first. p_ij are attention's weights,
 ^ marks a temporary pair, and J is the Jacobian of the norm that stands there:
 
-    g_i   = dL/dy_i + J^T (Wk^T dk_i + Wv^T dv_i)           (B1)  dL/dy_i: from the layer above
-    du_i  = gelu'(u_i) W_down^T g_i                         (B2)
-    dz_i  = g_i + J^T W_up^T du_i                           (B3)
-    da_i  = Wo^T dz_i        delta_i = da_i . a_i           (B4)
-    ds_ij = p_ij (da_i . v_j - delta_i) / sqrt(D)           (B5)
-    dk_j  = sum_{i > j} ds_ij q_i                           (B6)
-    dv_j  = sum_{i > j} p_ij da_i                           (B7)
+    g_i   = dL/dy_i + J^T (Wk^T dk_i + Wv^T dv_i)   (B1)  dL/dy_i: from the layer above
+    du_i  = gelu'(u_i) W_down^T g_i                 (B2)
+    dz_i  = g_i + J^T W_up^T du_i                   (B3)
+    da_i  = Wo^T dz_i        delta_i = da_i . a_i   (B4)
+    ds_ij = p_ij (da_i . v_j - delta_i) / sqrt(D)   (B5)
+    dk_j  = sum_{i > j} ds_ij q_i                   (B6)
+    dv_j  = sum_{i > j} p_ij da_i                   (B7)
 
 Once a chunk is done, the rest comes in large products:
 
-    dq_i  = sum_{j < i} ds_ij k_j + ds_i^ k_i^              (B8)
-    dk_i^ = ds_i^ q_i        dv_i^ = p_i^ da_i              (B9)
-    dx_i  = dz_i + J^T (Wq^T dq_i + Wk^T dk_i^ + Wv^T dv_i^)        (B10)
-    dW    = sum_i (gradient of W's output)_i (W's input)_i^T        (B11)
-    J^T d = r (d - n mean(d n))  for RMSNorm n = x r        (B12)
+    dq_i  = sum_{j < i} ds_ij k_j + ds_i^ k_i^      (B8)
+    dk_i^ = ds_i^ q_i        dv_i^ = p_i^ da_i      (B9)
+    dx_i  = dz_i + J^T (Wq^T dq_i + Wk^T dk_i^ + Wv^T dv_i^)  (B10)
+    dW    = sum_i (gradient of W's output)_i (W's input)_i^T  (B11)
+    J^T d = r (d - n mean(d n))  for RMSNorm n = x r  (B12)
 
 p comes from q, k and lse, the logarithm of the softmax's sum. Nothing is T x T.
 
@@ -101,11 +101,11 @@ class Layers(torch.autograd.Function):
 
 class Weights(NamedTuple):
     """The layers' matrices, stacked. Norms' weights are folded into the next matrix."""
-    qkv: torch.Tensor           # (L, (H + 2 G) D, d)
-    out: torch.Tensor           # (L, d, H D)
-    up: torch.Tensor            # (L, m, d)
-    down: torch.Tensor          # (L, d, m)
-    qk_norm: torch.Tensor       # (L, 1, (H + G) D), or (L, 1, 0) without QK-norm
+    qkv: torch.Tensor       # (L, (H + 2 G) D, d)
+    out: torch.Tensor       # (L, d, H D)
+    up: torch.Tensor        # (L, m, d)
+    down: torch.Tensor      # (L, d, m)
+    qk_norm: torch.Tensor   # (L, 1, (H + G) D), or (L, 1, 0) without QK-norm
 
     def of_layers(self, lo, hi):
         return Weights(*(w[lo:hi] for w in self))
@@ -204,7 +204,7 @@ class ChunkAttention:
         return self.a.view(self.shape), total.view(self.shape[:4])
 
     def kv_grad(self, i):
-        """dk_i, dv_i (A, B, G, D), once all queries after i are accumulated; the others' da is 0."""
+        """dk_i, dv_i (A, B, G, D). All queries after i are accumulated; other da are 0."""
         A, B, _, C, D = self.shape
         dk, dv = self.dk[:, i:i + 1], self.dv[:, i:i + 1]  # (N, 1, D)
         if i < C - 1:
@@ -234,12 +234,12 @@ class ChunkAttention:
 
 class ChunkInputs(NamedTuple):
     """What a step's inputs x tell before any position of its chunks is computed."""
-    n: torch.Tensor             # n1(x) without its weight (A, C B, d)
-    r: torch.Tensor             # and 1 / rms(x) (A, C B, 1)
-    q: torch.Tensor             # (A, B, H, C, D)
-    k: torch.Tensor             # temporary pairs (A, B, G, C, D)
+    n: torch.Tensor         # n1(x) without its weight (A, C B, d)
+    r: torch.Tensor         # and 1 / rms(x) (A, C B, 1)
+    q: torch.Tensor         # (A, B, H, C, D)
+    k: torch.Tensor         # temporary pairs (A, B, G, C, D)
     v: torch.Tensor
-    q_saved: tuple              # what the QK-norm's backward needs
+    q_saved: tuple          # what the QK-norm's backward needs
     k_saved: tuple
 
 
@@ -282,8 +282,8 @@ class Wavefront:
                 for s in range(self.chunks + self.L - 1)]
 
     def diagonal(self, buffer, step, dim):
-        """A step's chunks in a buffer of all layers, whose positions are dimension dim. A view:
-        from chunk (l, c) to (l + 1, c - 1) is always the same distance in memory."""
+        """A step's chunks in a buffer of all layers with positions in dimension dim. A view:
+        chunks (l, c) and (l + 1, c - 1) are always the same distance apart in memory."""
         (s, lo, hi), shape, stride = step, list(buffer.shape), list(buffer.stride())
         start = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[dim]
         stride[0] -= self.C * stride[dim]
@@ -307,8 +307,8 @@ class Wavefront:
         return x * r, r
 
     def heads(self, u, rope, norm_weight):
-        """Projected rows (A, n B, heads D) -> (A, n, B, heads, D), normed and rotated, and what
-        the norm's backward needs."""
+        """Projected rows (A, n B, heads D) -> (A, n, B, heads, D), normed and rotated; and
+        what the norm's backward needs."""
         saved = self.norm_parts(u) if self.cfg.qk_norm == "full" else None
         if saved:
             u = (saved[0] * norm_weight).to(u.dtype)
@@ -336,7 +336,7 @@ class Wavefront:
         return ChunkInputs(n, r, q, k, v, q_saved, k_saved)
 
     def persistent(self, n, w, rope):
-        """Equation (5) for n1(y) (A, n B, d): k, v (A, n, B, G, D); and the QK-norm's parts."""
+        """Equation (5) for n = n1(y) (A, n B, d): k, v (A, n, B, G, D); k-norm's parts."""
         H, G, D = self.H, self.G, self.D
         k, v = product(n, w.qkv[..., H * D:]).split(G * D, -1)  # w.qkv (A, d, out)
         k, saved = self.heads(k, rope, w.qk_norm[..., H * D:])
@@ -504,7 +504,7 @@ class Wavefront:
 # -------------------------------------------------------------------------------------------------
 # CUDA graphs
 
-GRAPHS = {}  # {what runs, on which shapes: a Graph, or False if it ran once}, last used last
+GRAPHS = {}  # what runs, on which shapes -> Graph, or False if it ran once; last used last
 
 
 class Graph:
@@ -532,14 +532,13 @@ class Graph:
 
 
 def recordable(x, dtype):
-    """float64 is not: there attention reads positions on the host."""
     return (x.is_cuda and not torch.cuda.is_current_stream_capturing()
-            and kernels.runs_triton(x.device, dtype))
+            and kernels.runs_triton(x.device, dtype))  # else attend reads positions on the host
 
 
 def replay(run, function, *inputs):
-    """function(*inputs). On CUDA, the second call with the same shapes is recorded as a graph: a
-    position is some twenty small kernels, and to launch them takes longer than to run them."""
+    """function(*inputs). On CUDA, a second call with the same shapes is recorded as a graph:
+    a position is some twenty small kernels, which take longer to launch than to run."""
     if not (run.cfg.cuda_graphs and recordable(inputs[0], run.dtype)):
         return function(*inputs)
     key = (function.__name__, inputs[0].device, run.dtype, str(run.cfg),
