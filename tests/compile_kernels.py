@@ -1,14 +1,15 @@
 """
-Compile the Triton kernels for GPUs that are not here, and check what the compiler says of registers and memory.
+Compile the Triton kernels for GPUs that are not here; check what the compilers say of registers and
+memory.
 
     python tests/compile_kernels.py          everything that dispatch can choose (minutes)
-    python tests/compile_kernels.py ci       attention at head sizes 64 and 128 in bfloat16 and 64 in float32 (plain
-                                             causal on sm_90 only), rat at 64 in bfloat16 (sm_90: and 128), the
-                                             rest once: what the tests run
+    python tests/compile_kernels.py ci       head size 64, and attention at 128, in bfloat16; attention
+                                             at 64 in float32; a scan: what the tests run
 
-Prints a table (registers a thread, spilled bytes a thread, shared memory a block), then what is wrong; exit status 1 if
-anything is: a compile error, more shared memory than the chip has, or spills: none may be on sm_90 in 16 bits up to head
-size 128, at most 1 KB elsewhere. sm_89 stands for the GPUs with less shared memory than the data centre's.
+Prints a table (registers a thread, spilled bytes a thread, shared memory a block), then what is wrong;
+exit status 1 if anything is: a compile error, more shared memory than the chip has, or spills: none may
+be on sm_90 in 16 bits up to head size 128, at most 1 KB elsewhere. sm_89 stands for the GPUs with less
+shared memory than the data centre's.
 """
 import os
 import re
@@ -25,32 +26,36 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import kernels
+import kernels_triton
 
+AMD = GPUTarget("hip", "gfx942", 64)
 # target, shared memory a block in bytes, whether the kernels' large tiles are for it
-CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True), "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024, True),
-         "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024, False),
-         "gfx942>2GB": (GPUTarget("hip", "gfx942", 64), 64 * 1024, False),      # some tensor is that large
+CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True),
+         "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024, True),
+         "gfx942": (AMD, 64 * 1024, False),
+         "gfx942>2GB": (AMD, 64 * 1024, False),                 # some tensor is that large
          "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024, False)}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FLOAT32 = ("lse_ptr", "lse_a_ptr", "lse_b_ptr", "dlse_ptr", "dlse_a_ptr", "dlse_b_ptr", "delta_ptr", "slopes_ptr",
-           "bias_ptr", "k_ends_ptr", "v_ends_ptr", "dk_ends_ptr", "dv_ends_ptr", "dkeys_ptr", "dvalues_ptr")
+FLOAT32 = ("lse_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr", "bias_ptr", "k_ends_ptr", "v_ends_ptr")
 
 
 def source(kernel, dtype, constants, chip):
-    """The kernel with its arguments' types, as the launchers call it: pointers, head sizes and strides are multiples of
-    16, nothing is known of the arguments that are not specialised; on AMD tensors below 2 GB are known to be so."""
+    """The kernel with its arguments' types, as the launchers call it: pointers, head sizes and strides
+    are multiples of 16, nothing is known of the arguments that are not specialised; on AMD tensors
+    below 2 GB are known to be so."""
     signature, attributes = {}, {}
-    loose = [p.name for p in kernel.params if p.do_not_specialize or p.do_not_specialize_on_alignment]
-    for number, name in enumerate(kernel.arg_names):
+    for number, parameter in enumerate(kernel.params):
+        name, known = parameter.name, []
+        loose = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
         if name.endswith("_ptr"):
-            signature[name] = "*" + ("i32" if "pos" in name else "fp32" if name in FLOAT32 else TYPES[dtype])
+            kind = "i32" if "pos" in name else "fp32" if name in FLOAT32 else TYPES[dtype]
+            signature[name] = "*" + kind
         else:
-            signature[name] = "constexpr" if name in constants else "fp32" if name == "scale" else "i32"
-        known = []
-        if name not in constants and name not in loose and name != "scale":
+            plain = "fp32" if name == "scale" else "i32"
+            signature[name] = "constexpr" if name in constants else plain
+        if name not in constants and not loose and name != "scale":
             known.append(["tt.divisibility", 16])
-        if name.endswith("_ptr") and CHIPS[chip][0].backend == "hip" and not chip.endswith(">2GB"):
+        if name.endswith("_ptr") and chip == "gfx942":
             known.append(["tt.pointer_range", 32])
         if known:
             attributes[(number,)] = known
@@ -59,22 +64,23 @@ def source(kernel, dtype, constants, chip):
 
 def nvidia_figures(ptx):
     """Registers and spilled bytes (loads and stores), from ptxas."""
+    chip = re.search(r"^\.target (\w+)", ptx, re.M)[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        chip = re.search(r"^\.target (\w+)", ptx, re.M)[1]
-        out = subprocess.run([triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={chip}", path, "-o", os.devnull],
-                             capture_output=True, text=True, check=True).stderr
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={chip}", path, "-o", os.devnull]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", out)
     return int(re.search(r"Used (\d+) registers", out)[1]), int(spilled[1]) + int(spilled[2])
 
 
 def amd_figures(text):
-    """The same from the assembly's metadata: spilled vector registers, 4 bytes a thread each, or the scratch memory if
-    that is more. Spilled scalar registers move to lanes of a vector register and touch no memory."""
+    """The same from the assembly's metadata: spilled vector registers, 4 bytes a thread each, or the
+    scratch memory if that is more. Spilled scalar registers move to vector registers, not to memory."""
     count = {key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1])
              for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")}
-    return count["vgpr_count"], max(4 * count["vgpr_spill_count"], count["private_segment_fixed_size"])
+    spilled = max(4 * count["vgpr_spill_count"], count["private_segment_fixed_size"])
+    return count["vgpr_count"], spilled
 
 
 def measure(chip, kernel, dtype, constants, launch):
@@ -82,8 +88,10 @@ def measure(chip, kernel, dtype, constants, launch):
     constants = {**constants, **{k: v for k, v in launch.items() if k.startswith("BLOCK")}}
     options = {k: v for k, v in launch.items() if not k.startswith("BLOCK")}
     try:
-        made = triton.compile(source(kernel, dtype, constants, chip), target=CHIPS[chip][0], options=options)
-        figures = nvidia_figures(made.asm["ptx"]) if "ptx" in made.asm else amd_figures(made.asm["amdgcn"])
+        made = triton.compile(source(kernel, dtype, constants, chip), target=CHIPS[chip][0],
+                              options=options)
+        nvidia = "ptx" in made.asm
+        figures = nvidia_figures(made.asm["ptx"]) if nvidia else amd_figures(made.asm["amdgcn"])
     except Exception as e:                      # whatever the compiler raises is the finding
         return " ".join(f"{type(e).__name__}: {e}".split())[:300]
     return *figures, made.metadata.shared
@@ -102,25 +110,26 @@ def verdict(chip, dtype, head_size, figures):
 
 def is_one_of_few(chip, name, dtype, constants, launch):
     """Whether the tests compile this variant."""
-    D = launch.get("BLOCK_D", constants.get("BLOCK_D"))
+    D = launch.get("BLOCK_D")
+    if name.startswith("scan"):
+        return launch["BLOCK_T"] == 16 and dtype != torch.float16
     if name.startswith("rat"):
         return dtype == torch.bfloat16 and (D in (None, 64) or (D, chip) == (128, "sm_90"))
-    few = (D, dtype) in ((64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32))
-    scan = launch.get("BLOCK_T") == 16 and dtype != torch.float16
-    return scan or few and (constants.get("PLAIN") is not True or chip == "sm_90")
+    few = (64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)
+    return (D, dtype) in few and (not constants["PLAIN"] or chip == "sm_90")
 
 
 def jobs(quick):
     """(chip, kernel's name, dtype, constants, launch options) of each variant to compile."""
     for chip in list(CHIPS)[:3 if quick else len(CHIPS)]:
-        for kernel, *variant in kernels.variants(CHIPS[chip][2]):
+        for kernel, *variant in kernels_triton.variants(CHIPS[chip][2]):
             if not quick or is_one_of_few(chip, kernel.__name__, *variant):
                 yield chip, kernel.__name__, *variant
 
 
 def compiled(job):
-    chip, name, dtype, constants, launch = job
-    return measure(chip, getattr(kernels, name), dtype, constants, launch)
+    chip, name, *variant = job
+    return measure(chip, getattr(kernels_triton, name), *variant)
 
 
 def main(argv):
@@ -128,12 +137,14 @@ def main(argv):
     print(f"triton {triton.__version__}\n{'chip':12}{'kernel':24}{'type':6}{'tiles, warps, stages':58}"
           f"{'registers':>10}{'spilled':>9}{'shared':>9}")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for (chip, name, dtype, constants, launch), figures in zip(todo, pool.map(compiled, todo)):
+        for job, figures in zip(todo, pool.map(compiled, todo)):
+            chip, name, dtype, constants, launch = job
             tiles = " ".join(f"{k.removeprefix('BLOCK_').removeprefix('num_')}={v:d}"
                              for k, v in {**constants, **launch}.items())
             row = f"{chip:12}{name.removesuffix('_kernel'):24}{TYPES[dtype]:6}{tiles:58}"
-            bad = verdict(chip, dtype, {**constants, **launch}.get("BLOCK_D", 0), figures)
-            print(row + ("" if isinstance(figures, str) else "{:10}{:9}{:9}".format(*figures)), flush=True)
+            good = not isinstance(figures, str)
+            print(row + ("{:10}{:9}{:9}".format(*figures) if good else ""), flush=True)
+            bad = verdict(chip, dtype, launch.get("BLOCK_D", 0), figures)
             wrong += [f"{' '.join(row.split())}: {bad}"] if bad else []
     print(f"{len(todo)} compiled, {len(wrong)} wrong", *wrong, sep="\n")
     return 1 if wrong else 0
