@@ -1,12 +1,19 @@
-"""What the tests of the kernels share: attention, the scan and rat written out, and cases."""
-import functools
-import itertools
+"""What the tests of the kernels share: attention, the scan and rat written out, and random cases."""
 import math
+import os
 import random
 
+import pytest
 import torch
 
 FAR = 2 ** 30
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PRECISION = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)]
+# Where an operator runs: the reference implementation in float64, and Triton in lower precision.
+WHERE = pytest.mark.parametrize("device, dtype, tolerance", [
+    ("cpu", torch.float64, 1e-10),
+    *(pytest.param("cuda", *p, marks=pytest.mark.gpu) for p in PRECISION)
+] if not INTERPRETED else [("cpu", *p) for p in PRECISION[:2]])
 
 
 def relative_rms(a, b, floor=1e-12):
@@ -23,16 +30,21 @@ def relative_rms(a, b, floor=1e-12):
     return math.inf if error.isnan() else error.item()
 
 
-def assert_close(found, expected, tolerance, names=("out", "lse", "dq", "dk", "dv"), floor=1e-12):
-    for name, a, b in zip(names, found, expected, strict=True):
+def assert_close(found, expected, tolerance, names, floor=1e-12):
+    for name, a, b in zip(names.split(), found, expected, strict=True):
         assert a.shape == b.shape, name
         error = relative_rms(a, b, floor)
         assert error <= tolerance, (name, error)
 
 
 def moved(xs, *where):
-    """The tensors among xs moved to a device or dtype, the rest as it is."""
+    """The tensors among xs moved to a device and dtype, the rest as it is."""
     return [x.to(*where) if isinstance(x, torch.Tensor) else x for x in xs]
+
+
+def random_cases(n, *columns):
+    rng = random.Random(0)
+    return [tuple(map(rng.choice, columns)) for _ in range(n)]
 
 
 # Ways for a (B, H, T, D) to lie in memory that attend's own results never have.
@@ -49,9 +61,8 @@ def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
     """attend from its definition, with the whole score matrix; finite gradients of empty rows."""
     (_, H, Tq, D), Tk = q.shape, k.size(2)
     k, v = (x.repeat_interleave(H // x.size(1), 1) for x in (k, v))
-    q_pos = torch.arange(Tq) if q_pos is None else q_pos.long().cpu()
-    k_pos = torch.arange(Tk) if k_pos is None else k_pos.long().cpu()
-    distance = (q_pos.view(-1, 1, Tq, 1) - k_pos.view(-1, 1, 1, Tk)).to(q.device)
+    q_pos, k_pos = (torch.arange(n) if p is None else p for n, p in ((Tq, q_pos), (Tk, k_pos)))
+    distance = q_pos.view(-1, 1, Tq, 1) - k_pos.view(-1, 1, 1, Tk)
     visible = (distance >= 0) & (distance < (FAR if window is None else window))
     s = q @ k.transpose(-1, -2) / math.sqrt(D)
     if slopes is not None:
@@ -62,10 +73,11 @@ def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
     return out, torch.where(some[..., 0], s.logsumexp(-1), -math.inf)
 
 
-def random_positions(rng, per_row, B, T, first, last):
-    """Ascending int32 positions, with gaps and repetitions: one row, or one per batch row."""
-    rows = [sorted(rng.choices(range(first, last + 1), k=T)) for _ in range(B if per_row else 1)]
-    return torch.tensor(rows if per_row else rows[0], dtype=torch.int32)
+LENGTHS, HEADS = (1, 2, 63, 64, 65, 100), ((1, 2, 1), (2, 2, 2), (1, 4, 2), (4, 1, 1))     # B, H, G
+KINDS = "plain", "shared", "per row", "keys per row", "queries per row"
+ATTENDS = [(65, 100, "shared", 20, True, (1, 2, 1), 256), (65, 100, "plain", None, False, (1, 2, 1), 200),
+           *random_cases(36, LENGTHS, LENGTHS, KINDS, (None, 1, 20), (False, True), HEADS,
+                         (16, 8, 64, 40, 100))]
 
 
 def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float64, device="cpu"):
@@ -75,42 +87,21 @@ def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float6
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     normal = lambda T, heads: draw(B, T, heads, D).to(device, dtype).transpose(1, 2)
+
+    def positions(per_row, T, first):       # ascending, with gaps and repetitions
+        rows = [sorted(rng.choices(range(first, Tk + 1), k=T)) for _ in range(B if per_row else 1)]
+        return torch.tensor(rows if per_row else rows[0], dtype=torch.int32)
     q, k, v, do = normal(Tq, H), normal(Tk, G), normal(Tk, G), normal(Tq, H)
     q_pos = k_pos = None
     if kind != "plain":
-        q_pos = random_positions(rng, kind in ("per row", "queries per row"), B, Tq, -2, Tk)
-        k_pos = random_positions(rng, kind in ("per row", "keys per row"), B, Tk, 0, Tk)
+        q_pos = positions(kind in ("per row", "queries per row"), Tq, -2)
+        k_pos = positions(kind in ("per row", "keys per row"), Tk, 0)
         if Tk > 2:
             k_pos[..., -2:] = FAR
             k[:, :, -2:] = v[:, :, -2:] = math.nan
-        q_pos, k_pos = q_pos.to(device), k_pos.to(device)
-    bias = torch.rand(H, generator=generator).to(device) if slopes else None
+    bias = torch.rand(H, generator=generator) if slopes else None
     dlse = draw(B, H, Tq).to(device, torch.promote_types(dtype, torch.float32))
-    return (q, k, v), (q_pos, k_pos, bias, window), (do, dlse)
-
-
-COLUMNS = [(1, 2, 63, 64, 65, 100), (1, 2, 63, 64, 65, 100),                # Tq, Tk
-           ("plain", "shared", "per row", "keys per row", "queries per row"),
-           (None, 1, 20), (False, True),                                    # window, slopes
-           ((1, 2, 1), (2, 2, 2), (1, 4, 2), (4, 1, 1)),                    # B, H, G
-           (16, 8, 64, 40, 100)]                                            # D
-
-
-def pairs(case):
-    """All pairs of values of a case, with their columns."""
-    return {(i, j, case[i], case[j]) for j in range(len(case)) for i in range(j)}
-
-
-@functools.cache
-def covering_set(n=38):
-    """n cases of attend that hold nearly every pair of values of two columns: each is the one of 300
-    random cases with the most pairs that are new."""
-    rng, cases, seen = random.Random(0), [], set()
-    for _ in range(n):
-        drawn = [tuple(map(rng.choice, COLUMNS)) for _ in range(300)]
-        cases.append(max(drawn, key=lambda case: len(pairs(case) - seen)))
-        seen |= pairs(cases[-1])
-    return cases
+    return (q, k, v), (*moved((q_pos, k_pos, bias), device), window), (do, dlse)
 
 
 def outputs_and_gradients(function, tensors, arguments, incoming):
@@ -132,42 +123,22 @@ def dense_outputs_and_gradients(tensors, arguments, incoming):
     return [x.detach() for x in (out, lse, *torch.autograd.grad(loss, tensors))]
 
 
-def compare_attend_on(function, tensors, arguments, incoming, tolerance):
+def compare_attend(function, tensors, arguments, incoming, tolerance):
     """Assert that function and its gradients are the definition's; returns function's."""
     found = outputs_and_gradients(function, tensors, arguments, incoming)
     dtype, wide = tensors[0].dtype, torch.promote_types(tensors[0].dtype, torch.float32)
     assert [x.dtype for x in found] == [dtype, wide, dtype, dtype, dtype]
-    assert_close(found, dense_outputs_and_gradients(tensors, arguments, incoming), tolerance)
+    expected = dense_outputs_and_gradients(tensors, arguments, incoming)
+    assert_close(found, expected, tolerance, "out lse dq dk dv")
     return found
 
 
-def compare_attend(function, case, seed, tolerance, dtype=torch.float64, device="cpu"):
-    return compare_attend_on(function, *attend_case(seed, *case, dtype, device), tolerance)
-
-
-def compare_attend_backward(function, dtype, tolerance, device="cpu"):
-    """A softmax over 70 keys, its backward in two parts, of keys 0 to 39 and the rest: the dq add up,
-    dk and dv stand side by side. Every tensor is a slice of a larger one, grouped heads, ALiBi."""
-    torch.manual_seed(0)
-    large = [torch.randn(2, heads, 90, 48).to(dtype).double() for heads in (4, 2, 2, 4)]
-    q, k, v, do = (x[:, :, 10:80, 8:40] for x in large)
-    at = torch.arange(70, dtype=torch.int32, device=device)
-    slopes = torch.tensor([0.5, 0.3, 0.1, 0.02], dtype=torch.float64)
-    no_dlse = torch.zeros(2, 4, 70, dtype=torch.float64)
-    out, lse, *want = dense_outputs_and_gradients((q, k, v), (at, at, slopes, None), (do, no_dlse))
-    wide = torch.promote_types(dtype, torch.float32)
-    q, k, v, out, do = (x.to(device, dtype) for x in (q, k, v, out, do))
-    lse = torch.stack([lse, lse], -1).to(device, wide)[..., 0]              # strided
-    out, slopes = LAYOUTS["transposed"](out), slopes.to(device, wide)
-    parts = [function(q, k[:, :, keys], v[:, :, keys], out, lse, do, at, at[keys], slopes)
-             for keys in (slice(0, 40), slice(40, 70))]
-    dqs, dks, dvs = zip(*parts)
-    assert dqs[0].dtype == dtype
-    found = sum(dqs), torch.cat(dks, 2), torch.cat(dvs, 2)
-    assert_close(found, want, tolerance, ("dq", "dk", "dv"))
-
-
 # ---- scan ---------------------------------------------------------------------------------------
+
+SCANS = [(T, C, chunk, start) for start in (False, True) for T, C, chunk in (
+    (1, 1, 1), (1, 16, 100), (2, 3, 7), (63, 3, 16), (64, 20, 64), (65, 17, 65), (65, 2, 1),
+    (100, 5, 10), (130, 16, 1000), (9, 16, 2 ** 31 - 1))]
+
 
 def loop_scan(g, x, chunk, h0=None):
     """scan from its definition, position by position."""
@@ -190,23 +161,22 @@ def compare_scan(function, T, C, chunk, start, tolerance, dtype=torch.float64, d
     for f, *where in ((function, device, dtype), (loop_scan, "cpu", torch.float64)):
         g, x, *h0 = leaves = [y.to(*where).requires_grad_() for y in inputs]
         h = f(g, x, chunk, *h0)
-        grads = torch.autograd.grad(h, leaves, dh.to(*where))
-        results.append([h.detach(), *grads])
+        results.append([h.detach(), *torch.autograd.grad(h, leaves, dh.to(*where))])
     assert {y.dtype for y in results[0]} == {dtype}
-    assert_close(*results, tolerance, ("h", "dg", "dx", "dh0")[:len(results[0])])
-
-
-def assert_state_is_float32(scan):
-    """1,000 steps of 1e-3 on a state near 1: in bfloat16 each would be lost."""
-    x = torch.full((1, 1000, 16), 1e-3).bfloat16()
-    x[:, 0] = 1
-    h = scan(torch.ones_like(x), x, 1000)
-    assert h.dtype == torch.bfloat16 and abs(h[0, -1, 0].item() - 2) < 0.02
+    assert_close(*results, tolerance, "h dg dx dh0" if start else "h dg dx")
 
 
 # ---- rat ----------------------------------------------------------------------------------------
 
-RAT_NAMES = ("out", "k_ends", "v_ends", "dq", "dk", "dv", "dg", "dz", "dbias")
+# (T, chunk, which positions have an angle of their own, (B, H, G), D). The interpreter's tiles are 16
+# rows: several of them, of ends too, rows left over, and in the longest case tiles without a mask.
+RATS = [(1, 1, None, (2, 1, 1), 16), (5, 2, None, (1, 2, 1), 16), (35, 5, "token", (1, 2, 1), 8),
+        (20, 3, "chunk", (1, 4, 2), 12), (37, 16, "chunk", (1, 1, 1), 16), (200, 1, None, (1, 1, 1), 16),
+        (9, 2 ** 31 - 1, "token", (1, 2, 1), 16), (18, 7, "token", (2, 1, 1), 20)]
+if not INTERPRETED:
+    RATS += random_cases(40, (1, 2, 15, 16, 17, 63, 64, 100), (1, 2, 3, 16, 64, 200),
+                         (None, "chunk", "token"), ((2, 4, 1), (1, 4, 2), (2, 2, 2)), (8, 6))
+RAT_NAMES = "out k_ends v_ends dq dk dv dg dz dbias"
 
 
 def dense_rat(q, k, v, g, z, bias, chunk, cos=None, sin=None):
@@ -233,13 +203,12 @@ def dense_rat(q, k, v, g, z, bias, chunk, cos=None, sin=None):
 
 def rat_case(T, chunk, tables, heads, D, dtype=torch.float64, device="cpu"):
     """Inputs of rat, slices of one projection: tensors (q, k, v, g, z, bias), arguments (chunk, cos,
-    sin), and dout. tables: None, or what has an angle of its own: "chunk" or "token"."""
+    sin), and dout."""
     (B, H, G), generator = heads, torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     projection = normal(B, T, (2 * G + 3 * H) * D).to(device, dtype)
     q, k, v, g, z = projection.split([G * D] * 2 + [H * D] * 3, -1)
-    wide = torch.promote_types(dtype, torch.float32)
-    cos = sin = None
+    wide, cos, sin = torch.promote_types(dtype, torch.float32), None, None
     if tables:
         step = torch.arange(T) // (chunk if tables == "chunk" else 1)
         angle = 0.5 * step[:, None] * normal(D // 2)
@@ -257,47 +226,14 @@ def rat_results(function, tensors, arguments, dout):
     return [x.detach() for x in (out, *ends, *torch.autograd.grad(out, tensors, dout))]
 
 
-def compare_rat_on(function, tensors, arguments, dout, tolerance):
+def compare_rat(function, tensors, arguments, dout, tolerance):
     """Assert that function and its gradients are the definition's in float64 on the same inputs, and
     that the states are float32's at least; returns function's."""
     dtype, wide = dout.dtype, torch.promote_types(dout.dtype, torch.float32)
     found = rat_results(function, tensors, arguments, dout)
     assert [x.dtype for x in found] == [dtype, wide, wide, *5 * [dtype], wide]
-    cpu = [[x.cpu().double() if isinstance(x, torch.Tensor) else x for x in xs]
-           for xs in (tensors, arguments)]
-    exact = rat_results(dense_rat, *cpu, dout.cpu().double())
+    double = "cpu", torch.float64
+    exact = rat_results(dense_rat, moved(tensors, *double), moved(arguments, *double), dout.to(*double))
     assert_close(found, exact, tolerance, RAT_NAMES, floor=0.01)    # a single token's dq, dk are 0
-    assert_close(found[1:3], exact[1:3], min(tolerance, 1e-5), RAT_NAMES[1:3])
+    assert_close(found[1:3], exact[1:3], min(tolerance, 1e-5), "k_ends v_ends")
     return found
-
-
-def compare_rat(function, case, tolerance, dtype=torch.float64, device="cpu"):
-    return compare_rat_on(function, *rat_case(*case, dtype, device), tolerance)
-
-
-def rat_with_shut_gates(T, heads, D, dtype):
-    """A rat_case in which gates are exactly 0 and 1, and the output gate shuts head 1 out."""
-    tensors, arguments, dout = rat_case(T, 6, "chunk", heads, D, dtype)
-    tensors = [x.clone() for x in tensors]
-    tensors[3][:, ::3], tensors[3][:, 1::5], tensors[4][:, :, 1] = 1000, -1000, -1000
-    return tensors, arguments, dout
-
-
-RAT_LENGTH, RAT_CHUNK = (1, 2, 15, 16, 17, 63, 64, 100), (1, 2, 3, 16, 64, 200)
-
-
-def rat_cases():
-    """(T, chunk, tables, heads, D) for every length, chunk and number of groups."""
-    kinds = itertools.product(RAT_LENGTH, RAT_CHUNK, ((2, 4, 1), (1, 4, 2), (2, 2, 2)))
-    return [(T, chunk, (None, "chunk", "token")[i % 7 % 3], heads, (8, 6)[i % 2])
-            for i, (T, chunk, heads) in enumerate(kinds)]
-
-
-def assert_rat_states_are_float32(rat):
-    """1,000 steps of 1e-3 of the way to 1: in bfloat16 the later ones would be lost."""
-    ones = torch.ones(1, 1000, 1, 16).bfloat16()
-    gate = torch.full((16,), math.log(999))
-    out, k_end, v_end = rat(ones, ones, ones, 0 * ones, 100 * ones, gate, 1000)
-    assert out.dtype == torch.bfloat16 and k_end.dtype == v_end.dtype == torch.float32
-    assert all((x - (1 - 0.999 ** 1000)).abs().max() < 1e-4 for x in (k_end, v_end))
-    assert abs(out[0, -1, 0, 0].item() - (1 - 0.999 ** 1000)) < 0.005
