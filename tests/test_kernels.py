@@ -3,20 +3,19 @@ tests/interpreted_kernels.py and on a GPU the Triton code -, gradients, the cont
 import importlib.util
 import math
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from conftest import python
-from kernel_cases import (ATTENDS, FAR, HEADS, KINDS, LAYOUTS, PRECISION, RAT_NAMES, RATS, SCANS, WHERE,
+from kernel_cases import (ATTENDS, FAR, LAYOUTS, PRECISION, RAT_NAMES, RATS, SCANS,
                           assert_close, attend_case, compare_attend, compare_rat, compare_scan,
                           dense_outputs_and_gradients, moved, outputs_and_gradients, rat_case,
-                          rat_results, relative_rms)
+                          rat_results, relative_rms, where)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
 
@@ -38,7 +37,7 @@ PATHS = pytest.mark.parametrize("path", [written_out, lambda monkeypatch: None],
 
 # ---- attend -------------------------------------------------------------------------------------
 
-@WHERE
+@where(*PRECISION)
 @pytest.mark.parametrize("number", range(len(ATTENDS)))
 def test_attend_is_the_definition(number, device, dtype, tolerance):
     case = attend_case(number, *ATTENDS[number], dtype, device)
@@ -64,16 +63,6 @@ def test_attend_at_length(case, path, monkeypatch):
     compare_attend(kernels.attend, *attend_case(0, *case), 1e-10)
 
 
-@given(Tq=st.integers(1, 70), Tk=st.integers(1, 70), kind=st.sampled_from(KINDS),
-       window=st.none() | st.integers(1, 80), slopes=st.booleans(), heads=st.sampled_from(HEADS),
-       D=st.integers(1, 20), seed=st.integers(0, 1000))
-def test_any_shape_and_positions(Tq, Tk, kind, window, slopes, heads, D, seed):
-    with pytest.MonkeyPatch.context() as patch:
-        small_blocks(patch)
-        case = attend_case(seed, Tq, Tk, kind, window, slopes, heads, D)
-        compare_attend(kernels.attend, *case, 1e-10)
-
-
 def test_missing_positions_count_from_zero():
     (q, k, v), *_ = attend_case(0, 9, 12, "plain", None, False, (2, 2, 1), 4)
     later, at = torch.arange(3, 12).int(), torch.arange(12).int()
@@ -82,7 +71,7 @@ def test_missing_positions_count_from_zero():
     assert torch.equal(found[1], kernels.attend(q, k, v)[0])
 
 
-@WHERE
+@where(PRECISION[0])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind, D", [("plain", 16), ("shared", 20)])
 def test_attend_takes_any_strides(kind, D, layout, device, dtype, tolerance):
@@ -147,7 +136,7 @@ def test_fully_masked_blocks_are_left_out():
     assert {masked for *_, masked in causal} == {True, False}
 
 
-@WHERE
+@where(*PRECISION)
 def test_attend_backward_over_some_of_the_keys(device, dtype, tolerance):
     """A softmax over 70 keys, its backward in two parts, of keys 0 to 39 and the rest: the dq add up,
     dk and dv stand side by side. Every tensor is a slice of a larger one, grouped heads, ALiBi."""
@@ -210,15 +199,10 @@ def test_merge_of_empty_sides(poison):
 
 # ---- scan and rat -------------------------------------------------------------------------------
 
-@WHERE
+@where(*PRECISION)
 @pytest.mark.parametrize("T, C, chunk, start", SCANS)
 def test_scan_is_the_loop(T, C, chunk, start, device, dtype, tolerance):
     compare_scan(kernels.scan, T, C, chunk, start, tolerance, dtype, device)
-
-
-@given(T=st.integers(1, 200), C=st.integers(1, 5), chunk=st.integers(1, 250), start=st.booleans())
-def test_scan_of_any_shape(T, C, chunk, start):
-    compare_scan(kernels.scan, T, C, chunk, start, 1e-10)
 
 
 def test_scan_at_length():
@@ -226,7 +210,7 @@ def test_scan_at_length():
     compare_scan(kernels.scan, 4200, 3, 4200, True, 1e-10)
 
 
-@WHERE
+@where(PRECISION[0])
 def test_scan_takes_any_strides(device, dtype, tolerance):
     def interleaved(g, x, *rest):
         both = torch.stack([g, x], -1).flatten(2)
@@ -234,9 +218,11 @@ def test_scan_takes_any_strides(device, dtype, tolerance):
     compare_scan(interleaved, 33, 20, 16, True, tolerance, dtype, device)
 
 
-@WHERE
+@where(*PRECISION)
 @pytest.mark.parametrize("case", RATS, ids=str)
 def test_rat_is_the_definition(case, device, dtype, tolerance):
+    if case[0] < 16 or case[0] <= case[1]:      # dq and dk are differences of nearly equal sums
+        dtype, tolerance = (dtype, tolerance) if dtype.itemsize > 2 else PRECISION[0]
     compare_rat(kernels.rat, *rat_case(*case, dtype, device), tolerance)
 
 
@@ -247,7 +233,7 @@ def test_rat_at_length(case, monkeypatch):
     compare_rat(kernels.rat, *rat_case(*case), 1e-10)
 
 
-@WHERE
+@where(PRECISION[0])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rat_takes_any_strides(layout, device, dtype, tolerance):
     (*tensors, bias), arguments, dout = rat_case(9, 4, "chunk", (1, 4, 2), 8, dtype, device)
@@ -255,7 +241,7 @@ def test_rat_takes_any_strides(layout, device, dtype, tolerance):
     compare_rat(kernels.rat, tensors, arguments, dout, tolerance)
 
 
-@WHERE
+@where(PRECISION[0])
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_rat_where_gates_are_shut(device, dtype, tolerance):
     """Gates of exactly 0 and 1: everything stays finite, and what the output gate of a head shuts out
@@ -267,8 +253,8 @@ def test_rat_where_gates_are_shut(device, dtype, tolerance):
     assert (found[0][:, :, 1] == 0).all() and (found[5][:, :, 1] == 0).all()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_states_are_float32(device):
+@where(PRECISION[1])
+def test_states_are_float32(device, dtype, tolerance):
     """1,000 steps of 1e-3: on a state near 1, and of the way to 1; bfloat16 would lose them."""
     x = torch.full((1, 1000, 16), 1e-3, device=device).bfloat16()
     x[:, 0] = 1
@@ -390,36 +376,23 @@ WRONG = [
     ("attend", "q", torch.ones(2, 4, 6, 8, dtype=torch.int64), "q is torch.int64"),
     ("attend", "q", torch.randn(2, 4, 6, 300), "q has head size 300"),
     ("attend", "q", torch.randn(2, 3, 6, 8), "k has 2 heads"),
-    ("attend", "k", torch.randn(1, 2, 5, 8), "k has shape (1, 2, 5, 8)"),
     ("attend", "k", torch.randn(2, 2, 5, 7), "k has shape (2, 2, 5, 7): (2, any, any, 8)"),
     ("attend", "k", torch.randn(2, 2, 5, 8).double(), "k is torch.float64"),
-    ("attend", "k", torch.randn(2, 2, 5, 8, device="meta"), "k is torch.float32 on meta"),
-    ("attend", "v", torch.randn(2, 2, 5, 3), "v has shape"),
+    ("attend", "v", torch.randn(2, 2, 5, 8, device="meta"), "v is torch.float32 on meta"),
     ("attend", "q_pos", torch.arange(6), "q_pos is torch.int64"),
-    ("attend", "q_pos", torch.arange(5).int(), "q_pos has shape (5,)"),
     ("attend", "k_pos", torch.zeros(3, 5).int(), "k_pos has shape (3, 5)"),
     ("attend", "slopes", torch.rand(2), "slopes has shape (2,)"),
     ("attend", "window", 0, "window=0"),
-    ("attend", "window", True, "window=True"),
     ("attend_backward", "out", V[:, :, 1:], "out has shape"),
     ("attend_backward", "lse", V[..., 0].double(), "lse is torch.float64"),
-    ("attend_backward", "do", V.double(), "do is torch.float64"),
-    ("merge", "out_a", torch.randn(2, 4, 8), "out_a has shape"),
     ("merge", "out_b", V.bfloat16(), "out_b is torch.bfloat16"),
-    ("merge", "lse_a", None, "lse_a is NoneType"),
     ("merge", "lse_b", V[:, 1:, :, 0], "lse_b has shape"),
-    ("scan", "x", torch.rand(5, 3), "x has shape (5, 3)"),
     ("scan", "x", torch.rand(2, 0, 3), "x has shape (2, 0, 3)"),
-    ("scan", "g", torch.rand(2, 5, 4), "g has shape"),
     ("scan", "chunk", 4.0, "chunk=4.0"),
     ("scan", "h0", torch.rand(2, 5), "h0 has shape (2, 5)"),
     ("rat", "q", Q[:, :0], "q has shape (2, 0, 2, 8)"),
-    ("rat", "k", V, "k has shape"),
     ("rat", "v", torch.randn(2, 5, 3, 8), "v has 3 heads"),
-    ("rat", "g", Q, "g has shape"),
-    ("rat", "z", V.bfloat16(), "z is torch.bfloat16"),
     ("rat", "bias", torch.zeros(16), "bias has shape (16,)"),
-    ("rat", "cos", torch.randn(4, 8), "cos has shape (4, 8)"),
     ("rat", "sin", None, "sin is NoneType")]
 
 
@@ -431,18 +404,15 @@ def test_wrong_arguments_are_named(name, argument, value, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_debug_switch_finds_unsorted_positions(monkeypatch):
-    with_positions = lambda **pos: kernels.attend(**RIGHT["attend"], **pos)
-    backwards = torch.arange(6).flip(0).int()
-    with_positions(q_pos=backwards)
+@pytest.mark.parametrize("name, pos, message", [
+    ("q_pos", [5, 4, 3, 2, 1, 0], "must ascend"), ("q_pos", [0, 1, 2, 3, 4, FAR], "must be between"),
+    ("k_pos", [[0, 1, 2, 2, 3], [0, 2, 1, 3, 4]], "must ascend"), ("k_pos", [0, 1, 2, 3, FAR], None)])
+def test_the_debug_switch_finds_unsorted_positions(name, pos, message, monkeypatch):
+    run = lambda: kernels.attend(**RIGHT["attend"], **{name: torch.tensor(pos).int()})
+    run()
     monkeypatch.setattr(kernels, "debug", True)
-    with_positions(q_pos=torch.arange(6).int(), k_pos=torch.tensor([0, 1, 2, 3, FAR]).int())
-    for pos, message in ((dict(q_pos=backwards), "q_pos must ascend"),
-                         (dict(q_pos=torch.tensor([0, 1, 2, 3, 4, FAR]).int()), "q_pos must be between"),
-                         (dict(k_pos=torch.tensor([[0, 1, 2, 2, 3], [0, 2, 1, 3, 4]]).int()),
-                          "k_pos must ascend")):
-        with pytest.raises(ValueError, match=message):
-            with_positions(**pos)
+    with pytest.raises(ValueError, match=f"{name} {message}") if message else nullcontext():
+        run()
 
 
 # ---- in processes of their own ------------------------------------------------------------------
@@ -515,35 +485,18 @@ def test_chunks_that_fit_one_kernel_of_rat_fit_all(large, dtype):
 
 
 def calls_of_all_kernels(rng):
-    """One call of each operator, forward and backward, with random sizes, layouts and alignments."""
-    def draw(B, H, T, D):
-        x = rng.choice([lambda: torch.randn(B, T, H, D, dtype=dtype).transpose(1, 2),
-                        lambda: torch.randn(B, H, T, D, dtype=dtype),
-                        lambda: torch.randn(B * H * T * D + 3, dtype=dtype)[3:].view(B, H, T, D),
-                        lambda: torch.randn(1, 1, T, D, dtype=dtype).expand(B, H, T, D)])()
-        return x.requires_grad_()
-
-    def positions(n):
-        per_row = rng.random() < 0.5
-        return torch.arange(3 + n * B).int()[3:].view(B, n) if per_row else torch.arange(1 + n).int()[1:]
-    dtype = rng.choice([p[0] for p in PRECISION])
-    (B, H, G), D = rng.choice([(1, 2, 1), (2, 2, 2), (2, 1, 1)]), rng.choice([1, 16, 24, 64, 100, 256])
-    Tq, Tk = rng.choice([1, 2, 16, 17]), rng.choice([1, 2, 16])
-    q, k, v = draw(B, H, Tq, D), draw(B, G, Tk, D), draw(B, G, Tk, D)
-    at = (positions(Tq), positions(Tk)) if rng.random() < 0.7 else (None, None)
-    slopes = torch.rand(H + 1)[1:] if rng.random() < 0.5 else None
-    out, lse = kernels.attend(q, k, v, *at, slopes, rng.choice([None, 1, 16]))
-    torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
-    g = draw(B, 1, Tq, D)[:, 0]
-    h0 = torch.randn(B * D + 1, dtype=dtype)[1:].view(B, D).requires_grad_()
-    h = kernels.scan(g, g, rng.choice([1, 4, 100]), h0 if rng.random() < 0.5 else None)
-    torch.autograd.grad(h.sum(), g)
-    T, D = rng.choice([1, 16, 17, 33]), rng.choice([2, 16, 24, 64, 256])
-    q, k, *vgz = (draw(B, heads, T, D).transpose(1, 2) for heads in (G, G, H, H, H))
-    tables = torch.rand(2, T, D) if rng.random() < 0.5 else (None, None)
-    bias, chunk = torch.randn(H * D + 1)[1:], rng.choice([1, 16, 17])
-    out, *_ = kernels.rat(q, k, *vgz, bias, chunk, *tables)
-    torch.autograd.grad(out.sum(), (q, k, *vgz))
+    """Each operator, forward and backward, with random sizes, layouts and alignments."""
+    dtype, offset = rng.choice(PRECISION)[0], LAYOUTS["offset"]
+    shuffled = lambda xs: [rng.choice([lambda x: x, *LAYOUTS.values()])(x) for x in xs]
+    tensors, arguments, (do, dlse) = attend_case(0, *rng.choice(ATTENDS), dtype)
+    arguments = [offset(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+    outputs_and_gradients(kernels.attend, shuffled(tensors), arguments, (*shuffled([do]), offset(dlse)))
+    T, C, chunk, start = rng.choice(SCANS)
+    g, x, h0 = (y.requires_grad_() for y in shuffled(torch.rand(3, 2, 1, T, C, dtype=dtype)))
+    h = kernels.scan(g[:, 0], x[:, 0], chunk, offset(h0[:, 0, 0]) if start else None)
+    torch.autograd.grad(h.sum(), (g, x))
+    (*tensors, bias), arguments, dout = rat_case(*rng.choice(RATS), dtype)
+    rat_results(kernels.rat, [*shuffled(tensors), offset(bias)], arguments, *shuffled([dout]))
 
 
 @needs_triton
@@ -616,15 +569,23 @@ def test_gpu_rat_at_length(chunk, heads, D):
 def test_gpu_rows_beyond_two_billion_elements():
     """Offsets of rows are 64-bit: rows 32,768 apart, 70,000 of them."""
     wide = torch.randn(1, 70000, 1, 32768, device="cuda", dtype=torch.bfloat16)
-    attend = lambda x: kernels.attend(*3 * [x.transpose(1, 2)], window=32)[0].transpose(1, 2)
-    rat = lambda x: kernels.rat(0 * x, x, 0 * x, x, x, torch.zeros(16, device="cuda"), 16)[0]
-    for function in (attend, rat):                  # rat: with v = 0 of the last chunk alone
-        results = []
-        for x in (wide[..., 64:80].detach(), wide[:, -208:, :, 64:80].clone()):
-            out = function(x.requires_grad_())[:, -48:]
-            grad = torch.autograd.grad(out.float().square().sum(), x)[0][:, -48:]
-            results.append([out.detach(), grad])
-        assert_close(*results, 1e-2, "out dx")
+    whole, results = wide[..., :16].transpose(1, 2).detach().requires_grad_(), []
+    for x in (whole, whole[:, :, -200:].detach().clone().requires_grad_()):
+        out, lse = (y[:, :, -60:] for y in kernels.attend(x, x, x, window=32))
+        grad = torch.autograd.grad(out.sum() + lse.sum(), x)[0][:, :, -60:]
+        results.append([out.detach(), lse.detach(), grad])
+    assert_close(*results, 1e-2, "out lse dx")
+    # rat: q = 0, so all keys of the last chunk, 4,374 ends and its own, weigh the same
+    leaves = [wide[..., i:i + 16].detach().requires_grad_() for i in (16, 32, 48, 64)]
+    q, bias, last = torch.zeros_like(wide[..., :16]), torch.zeros(16, device="cuda"), slice(-16, None)
+    out, _, v_ends = kernels.rat(q, *leaves, bias, 16)
+    found = [x[:, last] for x in (out.detach(), *torch.autograd.grad(out[:, last].sum(), leaves))]
+    leaves = [x[:, last].detach().float().requires_grad_() for x in leaves]
+    gate, v = leaves[2].sigmoid().flatten(2), leaves[1].flatten(2)
+    sv = kernels.scan(gate, (1 - gate) * v, 16).view(1, 16, 1, 16)
+    want = leaves[3].sigmoid() * (v_ends[:, :-1].sum(1, keepdim=True) + sv) / 4375
+    grads = torch.autograd.grad(want.sum(), leaves, allow_unused=True, materialize_grads=True)
+    assert_close(found, [want.detach(), *grads], 1e-2, "out dk dv dg dz")
 
 
 @pytest.mark.gpu
