@@ -1,45 +1,48 @@
 """
 The operators behind the fast paths of the models.
 
-    attend(q, k, v, q_pos, k_pos, slopes, window) -> out, lse      softmax attention; positions are its mask
-    merge(out_a, lse_a, out_b, lse_b) -> out, lse                  attention over two sets of keys made one
-    scan(g, x, chunk, h0) -> h                                     h_t = g_t h_{t-1} + x_t inside chunks
-    rat(q, k, v, g, z, bias, chunk, cos, sin) -> out, ends         RAT's layer: scan, attend and merge in one
-    attend_backward(q, k, v, out, lse, do, ...) -> dq, dk, dv      for backward passes written by hand
+    attend(q, k, v, q_pos, k_pos, slopes, window)   softmax attention, masked by positions
+    merge(out_a, lse_a, out_b, lse_b)               attention over two sets of keys made one
+    scan(g, x, chunk, h0)                           h_t = g_t h_{t-1} + x_t inside chunks
+    rat(q, k, v, g, z, bias, chunk, cos, sin)       RAT's layer: scan, attend and merge
+    attend_backward(q, k, v, out, lse, do, ...)     attend's backward pass alone
 
-This file says in plain PyTorch what each computes. That is the reference implementation, and what runs
-on a CPU, in float64 and where triton is missing. kernels_triton.py has the same in Triton for GPUs and
-is imported on the first call that needs it; a line on stderr tells which of the two runs. merge is plain
-PyTorch only. All are differentiable (attend_backward excepted), and torch.compile takes them.
+This file says in plain PyTorch what each computes. That is the reference implementation; it
+runs on a CPU, in float64 and where triton is missing. kernels_triton.py has the same in Triton
+for GPUs and is imported by the first call that needs it; a line on stderr tells which of the
+two runs. merge has no Triton: torch.compile fuses it. Each section below has what the models
+call first, then the reference implementation, then its registration with torch.
 
-Attention. lse is log sum_j e^{s_ij}, over the scores s_ij = q_i . k_j / sqrt(D) of the visible keys. It
-is what two partial softmaxes, over disjoint sets of keys a and b, need to become one:
+Attention. s_ij = q_i . k_j / sqrt(D) and lse_i = log sum_j e^{s_ij}, over the visible keys.
+Softmaxes over disjoint sets of keys, a and b, become one by
 
-    lse = log(e^{lse_a} + e^{lse_b})        out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b
+    lse = log(e^{lse_a} + e^{lse_b})
+    out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b
 
-A side without visible keys has out = 0 and lse = -inf, hence weight 0. Backward, from out and lse, with
-p_ij = e^{s_ij - lse_i} and the incoming gradients do, dlse:
+A side without visible keys has out = 0 and lse = -inf, hence weight 0. The backward pass needs
+out and lse only. With p_ij = e^{s_ij - lse_i}, and do and dlse the gradients of out and lse,
 
-    dv_j = sum_i p_ij do_i          delta_i = do_i . out_i - dlse_i
-                                    ds_ij = p_ij (do_i . v_j - delta_i)
-    dq_i = sum_j ds_ij k_j / sqrt(D)         dk_j = sum_i ds_ij q_i / sqrt(D)
+    delta_i = do_i . out_i - dlse_i             dv_j = sum_i p_ij do_i
+    ds_ij = p_ij (do_i . v_j - delta_i)         dk_j = sum_i ds_ij q_i / sqrt(D)
+                                                dq_i = sum_j ds_ij k_j / sqrt(D)
 
-Scan. dx_t = dh_t + g_{t+1} dx_{t+1} is a scan from right to left, and dg_t = dx_t h_{t-1}.
+Scan. Backward, dx_t = dh_t + g_{t+1} dx_{t+1} is a scan from right to left; dg_t = dx_t h_{t-1}.
 
-RAT. With the gate a = sigmoid(g + bias) the states k~_t = a_t k~_{t-1} + (1 - a_t) k_t, and v~ likewise,
-start from zero in each chunk. Queries attend to the states at the ends of earlier chunks and to their
-own state: out = sigmoid(z) y, y that attention. Backward, with p_t and ds_t of the own state, dK and dV
-of the ends, and a_{t+1} = 0 where t ends a chunk:
+RAT. With a gate a = sigmoid(g + bias), states k~_t = a_t k~_{t-1} + (1 - a_t) k_t, and v~_t
+likewise, start from zero in each chunk. A query attends to the states at the ends of earlier
+chunks and to its own state; with y that attention, out = sigmoid(z) y. Backward, let p_t, ds_t
+belong to the own state, and dK, dV be what the end of a chunk gets from later chunks, else 0:
 
-    Dk_t = ds_t q_t / sqrt(D) + [t ends a chunk] dK + a_{t+1} Dk_{t+1}         dk_t = (1 - a_t) Dk_t
-    Dv_t = p_t do_t           + [t ends a chunk] dV + a_{t+1} Dv_{t+1}         dv_t = (1 - a_t) Dv_t
-    dg_t = dk_t (k~_t - k_t) + dv_t (v~_t - v_t)            dz_t = (1 - sigmoid(z_t)) out_t dout_t
+    dk~_t = ds_t q_t / sqrt(D) + dK + a_{t+1} dk~_{t+1}         dk_t = (1 - a_t) dk~_t
+    dv~_t = p_t do_t + dV + a_{t+1} dv~_{t+1}                   dv_t = (1 - a_t) dv~_t
+    dg_t = dk_t (k~_t - k_t) + dv_t (v~_t - v_t)                do_t = sigmoid(z_t) dout_t
+                                                dz_t = (1 - sigmoid(z_t)) out_t dout_t
 
-Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018 (online softmax,
-1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025 (RAT, 2507.04416).
+Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018 (online
+softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025 (RAT, 2507.04416).
 
-Shapes: B batch, H query heads, G key/value heads (in rat: groups of q and k), T, Tq, Tk positions,
-D head size, C channels, n chunks.
+Shapes: B batch, H query heads, G key/value heads (in rat: groups of q and k), T, Tq, Tk
+positions, D head size, C channels, n chunks. In code k~ is sk, v~ is sv.
 """
 import functools
 import importlib.util
@@ -50,405 +53,24 @@ import sys
 import torch
 import torch.nn.functional as F
 
-debug = False               # True: attend also checks that positions ascend (a GPU waits for it)
-FAR = 2 ** 30               # position of padding keys, after every query; also no window
-HEAD_SIZES = (16, 32, 64, 128, 256)     # of the Triton kernels; others are padded to the next
+debug = False           # True: attend also checks that positions ascend (a GPU waits for it)
+FAR = 2 ** 30           # the position of padding keys, after every query; also: no window
+HEAD_SIZES = (16, 32, 64, 128, 256)     # of the Triton kernels; others are padded
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def lse_dtype(x):
-    """float32, or float64 for float64: of sums."""
+    """The dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def heads_like(x, B, H, T, D, dtype=None):
-    """An uninitialised (B, H, T, D) that lies in memory as (B, T, H, D), as projections want it."""
+    """An uninitialised (B, H, T, D) that lies in memory as (B, T, H, D): projections want it."""
     return x.new_empty(B, T, H, D, dtype=dtype).transpose(1, 2)
 
 
 # -------------------------------------------------------------------------------------------------
-# attend: a softmax, block by block of the score matrix, leaving out blocks that are fully masked
-
-QUERY_BLOCK, KEY_BLOCK = 256, 1024      # the largest block of the score matrix that is held
-
-
-def positions(n, pos, device):
-    """(B or 1, n) in int64; None is 0, 1, 2, ..."""
-    return torch.arange(n, device=device)[None] if pos is None else torch.atleast_2d(pos.long())
-
-
-def visible_blocks(q_pos, k_pos, window, biased, wide):
-    """Blocks of the score matrix that hold all visible pairs: a list of (queries, keys, masked), two
-    slices and whether some pair is hidden. q_pos (B or 1, Tq), k_pos (B or 1, Tk).
-
-    Positions ascend, so the keys that some query of a block attends to are one range, [first, last),
-    and those that all of them attend to are another inside it, [a, z)."""
-    Tq, Tk = q_pos.size(1), k_pos.size(1)
-    if q_pos.numel() == 0 or k_pos.numel() == 0:
-        return []
-    if Tq <= QUERY_BLOCK and Tk <= KEY_BLOCK and 4 * Tq * Tk <= QUERY_BLOCK * KEY_BLOCK:
-        return [(slice(0, Tq), slice(0, Tk), True)]                     # not worth the search
-    # few queries of many keys: small blocks leave out much more
-    size = min(QUERY_BLOCK, 64) if Tq <= min(Tk, KEY_BLOCK) else QUERY_BLOCK
-    starts = list(range(0, Tq, size))
-    ends = [min(start + size, Tq) for start in starts]
-    low, high = q_pos[:, starts], q_pos[:, [end - 1 for end in ends]]   # (B or 1, blocks)
-    rows = max(len(q_pos), len(k_pos))
-    limits = torch.cat([low - window, high, high - window, low], 1).expand(rows, -1)
-    counts = torch.searchsorted(k_pos.expand(rows, -1).contiguous(), limits.contiguous(), right=True)
-    counts = counts.view(rows, 4, -1)                                   # keys up to each limit
-    first, last = counts[:, 0].amin(0).tolist(), counts[:, 1].amax(0).tolist()
-    a, z = counts[:, 2].amax(0).tolist(), counts[:, 3].amin(0).tolist()
-    return [(slice(start, end), keys, masked)
-            for start, end, *spans in zip(starts, ends, first, a, z, last)
-            for keys, masked in key_blocks(*spans, biased, wide)]
-
-
-def key_blocks(first, a, z, last, biased, wide):
-    """The keys [first, last) as (slice, masked), at most KEY_BLOCK wide; where `wide`, [a, z), which
-    needs no mask, is one block. A bias needs all blocks masked; few keys are one block."""
-    if biased or z <= a or last - first <= KEY_BLOCK:
-        a = z = first
-    found = []
-    for start, end, masked in ((first, a, True), (a, z, False), (z, last, True)):
-        step = max(end - start, 1) if wide and not masked else KEY_BLOCK
-        found += [(slice(low, min(low + step, end)), masked) for low in range(start, end, step)]
-    return found
-
-
-def block_bias(q_pos, k_pos, slopes, window, dtype):
-    """What is added to the scores of a block, (B or 1, H or 1, M, N): ALiBi's bias, and -inf where
-    the key is not visible."""
-    distance = q_pos[:, None, :, None] - k_pos[:, None, None, :]
-    hidden = (distance < 0) | (distance >= window)
-    if slopes is None:
-        bias = torch.zeros(distance.shape, dtype=dtype, device=q_pos.device)
-    else:
-        bias = -slopes.to(dtype)[:, None, None] * distance
-    return bias.masked_fill_(hidden, -math.inf)
-
-
-def has_fused_softmax(x):
-    """Whether torch has attention that also returns lse for tensors like x: on a CPU."""
-    return x.device.type == "cpu"
-
-
-def softmax_block(q, k, v, bias, causal=False):
-    """out and lse of queries (B, H, M, D) over keys (B, G, N, D). bias: None or a block_bias. causal:
-    query i attends to keys 0 .. i (only where has_fused_softmax)."""
-    if has_fused_softmax(q):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=bias)
-    else:
-        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1).to(lse_dtype(q)) for x in (k, v))
-        s = q.to(k.dtype) @ k.transpose(-2, -1) / math.sqrt(q.size(-1))            # (B, H, M, N)
-        s = s if bias is None else s + bias
-        lse = s.logsumexp(-1)                                                       # (B, H, M)
-        out = torch.exp(s - lse.masked_fill(lse == -math.inf, 0)[..., None]) @ v    # (B, H, M, D)
-    if bias is not None:                            # the CPU operator's lse of an empty row is 0
-        lse = lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)
-    return out, lse
-
-
-def softmax_block_backward(q, k, v, out, lse, do, dlse, bias, causal=False):
-    """What a block adds to dq, dk, dv, given out and lse (0 where empty) of the whole rows; dlse may
-    be None."""
-    D, G, dtype, scale = q.size(-1), k.size(1), lse_dtype(q), 1 / math.sqrt(q.size(-1))
-    if has_fused_softmax(q):
-        if dlse is not None:        # as a column: v gets a 1, do gets dlse, so do . v grows by dlse
-            q, k, v, out, do = (F.pad(x, (0, 16 - D % 16)) for x in (q, k, v, out, do))
-            v[..., -1], do[..., -1] = 1, dlse
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
-        return tuple(x[..., :D] for x in grads)
-    q, out, do = (x.to(dtype) for x in (q, out, do))
-    k, v = (x.repeat_interleave(q.size(1) // G, 1).to(dtype) for x in (k, v))
-    s = q @ k.transpose(-2, -1) * scale
-    p = torch.exp((s if bias is None else s + bias) - lse[..., None])               # (B, H, M, N)
-    delta = (do * out).sum(-1) - (0 if dlse is None else dlse)                      # (B, H, M)
-    ds = p * (do @ v.transpose(-2, -1) - delta[..., None]) * scale
-    dk, dv = ds.transpose(-2, -1) @ q, p.transpose(-2, -1) @ do                     # of each query head
-    return ds @ k, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
-
-
-def prepared(q, k, v, k_pos):
-    """q, k, v as the CPU operator needs them: rows contiguous. What padding keys hold, which may be
-    anything, becomes 0: 0 times NaN would be NaN."""
-    if k_pos is not None and (k_pos >= FAR).any():
-        padding = (k_pos >= FAR).view(-1, 1, k.size(2), 1)
-        k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
-
-
-def is_plainly_causal(q, k, q_pos, slopes, window):
-    """Whether the CPU operator's causal mode is all that is asked for: then there are no blocks."""
-    return (has_fused_softmax(q) and q_pos is None and slopes is None and window == FAR
-            and q.numel() and k.numel())
-
-
-def tokens_contiguous(x):
-    """x (B, H, T, D), in memory as heads_like has it."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def attend_torch(q, k, v, q_pos, k_pos, slopes, window):
-    """attend, block by block: out (B, H, Tq, D), lse (B, H, Tq)."""
-    q, k, v = prepared(q, k, v, k_pos)
-    if is_plainly_causal(q, k, q_pos, slopes, window):
-        out, lse = softmax_block(q, k, v, None, causal=True)
-        return tokens_contiguous(out), lse.contiguous()
-    dtype = lse_dtype(q)
-    q_at, k_at = positions(q.size(2), q_pos, q.device), positions(k.size(2), k_pos, q.device)
-    out = heads_like(q, *q.shape, dtype=dtype).zero_()
-    lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
-    started = set()                                                 # blocks of queries with a result
-    for rows, keys, masked in visible_blocks(q_at, k_at, window, slopes is not None,
-                                             has_fused_softmax(q)):
-        bias = block_bias(q_at[:, rows], k_at[:, keys], slopes, window, dtype) if masked else None
-        part = softmax_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias)
-        if rows.start in started:
-            part = merge_torch(out[:, :, rows], lse[:, :, rows], *part)
-        out[:, :, rows], lse[:, :, rows] = part
-        started.add(rows.start)
-    return out.to(q.dtype), lse
-
-
-def attend_torch_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window):
-    """dq, dk, dv, block by block; do (B, H, Tq, D), dlse (B, H, Tq) or None."""
-    q, k, v = prepared(q, k, v, k_pos)
-    out = out if out.stride(-1) == 1 else out.contiguous()          # else the CPU operator misreads it
-    if is_plainly_causal(q, k, q_pos, slopes, window):
-        grads = softmax_block_backward(q, k, v, out, lse, do, dlse, None, causal=True)
-        return tuple(map(tokens_contiguous, grads))
-    dtype = lse_dtype(q)
-    q_at, k_at = positions(q.size(2), q_pos, q.device), positions(k.size(2), k_pos, q.device)
-    dq, dk, dv = (heads_like(x, *x.shape, dtype=dtype).zero_() for x in (q, k, v))
-    empty = lse == -math.inf
-    lse = lse.masked_fill(empty, 0)
-    dlse = None if dlse is None else dlse.masked_fill(empty, 0)     # it may be NaN there
-    for rows, keys, masked in visible_blocks(q_at, k_at, window, slopes is not None,
-                                             has_fused_softmax(q)):
-        bias = block_bias(q_at[:, rows], k_at[:, keys], slopes, window, dtype) if masked else None
-        more = softmax_block_backward(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows],
-            do[:, :, rows], None if dlse is None else dlse[:, :, rows], bias)
-        for total, part, at in zip((dq, dk, dv), more, (rows, keys, keys)):
-            total[:, :, at] += part
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-# -------------------------------------------------------------------------------------------------
-# merge
-
-def merge_weights(lse_a, lse_b):
-    """lse of both sides and the weights e^{lse_a - lse}, e^{lse_b - lse}; an empty side has 0."""
-    top = torch.maximum(lse_a, lse_b).detach()                      # cancels out: no gradient
-    empty = top == -math.inf
-    top = top.masked_fill(empty, 0)                                 # -inf - (-inf) would be NaN
-    e_a, e_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
-    total = (e_a + e_b).masked_fill(empty, 1)
-    lse = (top + torch.log(total)).masked_fill(empty, -math.inf)
-    return lse, e_a / total, e_b / total
-
-
-def merge_torch(out_a, lse_a, out_b, lse_b):
-    lse, p_a, p_b = merge_weights(lse_a, lse_b)
-    a = out_a.masked_fill((p_a == 0)[..., None], 0)                 # whatever an empty side holds
-    b = out_b.masked_fill((p_b == 0)[..., None], 0)
-    out = p_a[..., None] * a + p_b[..., None] * b
-    return out.to(out_a.dtype), lse
-
-
-# -------------------------------------------------------------------------------------------------
-# scan
-
-STEPS = 64                  # a longer run is scanned in two levels
-
-
-def recurrence(g, x, h0, reverse=False, overwrite=False):
-    """h_t = g_t h_{t-1} + x_t along L of x (..., L, C), from h0 (..., C) or zero: all runs take a step
-    together. g has x's shape or broadcasts to it. reverse: h_t = g_{t+1} h_{t+1} + x_t. overwrite: h
-    may take x's place."""
-    if x.size(-2) > STEPS:
-        if reverse:                                     # the g that comes first meets a zero state
-            return recurrence(g.flip(-2).roll(1, -2), x.flip(-2), h0).flip(-2)
-        return long_recurrence(g, x, h0)
-    h = x if overwrite else torch.empty_like(x)
-    gs, xs, hs = (y.unbind(-2) for y in (g, x, h))      # L tensors (..., C) each
-    if reverse:
-        gs, xs, hs = gs[:1] + gs[:0:-1], xs[::-1], hs[::-1]
-    state = h0
-    for g_t, x_t, h_t in zip(gs, xs, hs):
-        state = h_t.copy_(x_t) if state is None else torch.addcmul(x_t, g_t, state, out=h_t)
-    return h
-
-
-def long_recurrence(g, x, h0):
-    """A run of L as n runs of about sqrt(L), scanned from zero; the states that enter them are a
-    recurrence too, over the runs, and decay inside them by the product of the gates."""
-    L = x.size(-2)
-    size = math.isqrt(L - 1) + 1
-    n = -(-L // size)
-    g, x = (F.pad(y, (0, 0, 0, n * size - L)).unflatten(-2, (n, size)) for y in (g, x))
-    h = recurrence(g, x, None)                                      # (..., n, size, C)
-    decay = g.cumprod(-2)
-    ends = recurrence(decay[..., -1, :], h[..., -1, :], h0)         # (..., n, C)
-    first = torch.zeros_like(ends[..., :1, :]) if h0 is None else h0[..., None, :]
-    enter = torch.cat([first, ends[..., :-1, :]], -2)
-    return torch.addcmul(h, decay, enter[..., None, :]).flatten(-3, -2)[..., :L, :]
-
-
-def in_chunks(x, chunk):
-    """x (B, T, C), in float32 or better, as (B n, chunk, C); the last chunk is filled up with zeros."""
-    x, missing = x.to(lse_dtype(x)), -x.size(1) % chunk
-    x = F.pad(x, (0, 0, 0, missing)) if missing else x
-    return x.reshape(-1, chunk, x.size(-1))
-
-
-def out_of_chunks(x, B, T, dtype):
-    """The inverse of in_chunks: (B, T, C)."""
-    return x.reshape(B, -1, x.size(-1))[:, :T].to(dtype).contiguous()
-
-
-def scan_torch(g, x, chunk, h0):
-    """scan, all chunks at once: h (B, T, C)."""
-    (B, T, C), chunk = x.shape, min(chunk, x.size(1))
-    g4, x4, enter = in_chunks(g, chunk), in_chunks(x, chunk), None
-    if h0 is not None:                                              # enters the first chunk
-        enter = x4.new_zeros(B, len(x4) // B, C)
-        enter[:, 0] = h0
-        enter = enter.flatten(0, 1)                                 # (B n, C)
-    return out_of_chunks(recurrence(g4, x4, enter), B, T, x.dtype)
-
-
-def scan_torch_backward(dh, g, h, chunk, h0):
-    """dg, dx (B, T, C) and dh0 (B, C), of size 0 without h0."""
-    (B, T, C), chunk = h.shape, min(chunk, h.size(1))
-    g4, h4, dh4 = (in_chunks(y, chunk) for y in (g, h, dh))
-    dx = recurrence(g4, dh4, None, reverse=True)                    # dh_t + g_{t+1} dx_{t+1}
-    before = torch.cat([torch.zeros_like(h4[:, :1]), h4[:, :-1]], 1)            # h_{t-1}
-    dh0 = h.new_empty(0)
-    if h0 is not None:
-        before.view(B, -1, chunk, C)[:, 0, 0] = h0
-        n = len(g4) // B
-        dh0 = (g4[::n, 0] * dx[::n, 0]).to(h0.dtype)
-    return out_of_chunks(dx * before, B, T, g.dtype), out_of_chunks(dx, B, T, h.dtype), dh0
-
-
-# -------------------------------------------------------------------------------------------------
-# rat: keys and values are scanned together; states are not stored but scanned again backward
-
-def rotated(x, cos, sin, back=False):
-    """x (B, T, heads, D) rotated by the angles of the tables (T, D), or back. None: as it is."""
-    if cos is None:
-        return x
-    swapped = x.roll(x.size(-1) // 2, -1)
-    return torch.addcmul(x * cos[:, None], swapped, sin[:, None], value=-1 if back else 1).to(x.dtype)
-
-
-def by_group(x, G):
-    """Heads (B, T, H, ...) as (B, T, H / G, G, ...): head h uses group h % G."""
-    return x.unflatten(2, (-1, G))
-
-
-def own_scores(q, sk):
-    """q_t . k~_t / sqrt(D) (B, T, H): a query and its own key, whose angles are the same."""
-    q = q.to(sk.dtype).unsqueeze(2)                                 # (B, T, 1, G, D)
-    return (q * by_group(sk, q.size(3))).sum(-1).flatten(2) / math.sqrt(q.size(-1))
-
-
-def end_tables(T, chunk, cos, sin):
-    """The rows of the tables at the ends of all chunks but the last, whose end no query reads."""
-    ends = slice(chunk - 1, T - 1, chunk)
-    return [x if x is None else x[ends] for x in (cos, sin)]
-
-
-def end_attention(q, sk, sv, chunk, cos, sin):
-    """The arguments of attend for attention over the ends of all chunks but the last. Positions are
-    numbers of chunks: token t attends to the ends of chunks 0 .. t // chunk - 1."""
-    (_, T, G, _), H = q.shape, sk.size(2)
-    ends = slice(chunk - 1, T - 1, chunk)
-    keys = rotated(sk[:, ends], *end_tables(T, chunk, cos, sin))                # (B, n - 1, H, D)
-    queries = rotated(q, cos, sin).repeat(1, 1, H // G, 1)                      # (B, T, H, D)
-    q_pos = torch.arange(T, device=q.device, dtype=torch.int32) // chunk - 1
-    k_pos = torch.arange(keys.size(1), device=q.device, dtype=torch.int32)
-    tensors = (x.to(q.dtype).transpose(1, 2) for x in (queries, keys, sv[:, ends]))
-    return *tensors, q_pos, k_pos, None, FAR
-
-
-def rat_states(k, v, g, bias, chunk, recur):
-    """The gate a (B n, chunk, H D) and the states k~ and v~ (2, B n, chunk, H D)."""
-    k, v, g = (in_chunks(x.flatten(2), chunk) for x in (k, v, g))
-    a = torch.add(g, bias).sigmoid_()
-    x = a.new_empty(2, *a.shape)
-    for x_i, y in zip(x, (k, v)):
-        # heads that share k: (B n, chunk, H / G, G D)
-        x_i, y, a_i = (z.unflatten(-1, (-1, k.size(-1))) for z in (x_i, y, a))
-        torch.addcmul(y, a_i, y, value=-1, out=x_i)                             # (1 - a) y
-    return a, recur(a, x, None, overwrite=True)
-
-
-def of_tokens(x, B, T, D):
-    """Chunks (B n, chunk, H D) as a view (B, T, H, D)."""
-    return x.reshape(B, -1, x.size(-1))[:, :T].unflatten(-1, (-1, D))
-
-
-def rat_torch(q, k, v, g, z, bias, chunk, cos, sin, attend=attend_torch, recur=recurrence):
-    """rat: out (B, T, H, D), lse (B, H, T), k_ends, v_ends (B, n, H, D)."""
-    (B, T, _, D), dtype, chunk = q.shape, lse_dtype(q), min(chunk, q.size(1))
-    _, states = rat_states(k, v, g, bias, chunk, recur)
-    sk, sv = (of_tokens(x, B, T, D) for x in states)
-    y, lse = attend(*end_attention(q, sk, sv, chunk, cos, sin))                 # over the ends
-    lse, *weights = merge_weights(lse, own_scores(q, sk).transpose(1, 2))       # and the own state
-    p, p_own = (x.transpose(1, 2)[..., None] for x in weights)                  # (B, T, H, 1)
-    y = y.transpose(1, 2).to(dtype).mul_(p).addcmul_(sv, p_own)
-    out = y.mul_(torch.sigmoid(z.to(dtype)))
-    k_ends, v_ends = (torch.cat([x[:, chunk - 1:T - 1:chunk], x[:, -1:]], 1) for x in (sk, sv))
-    return out.to(q.dtype).contiguous(), lse.contiguous(), k_ends, v_ends
-
-
-def rat_torch_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin,
-                       attend_backward=attend_torch_backward, recur=recurrence):
-    """dq, dk, dv, dg, dz, dbias; dout (B, T, H, D)."""
-    (B, T, G, D), dtype, chunk = q.shape, lse_dtype(q), min(chunk, q.size(1))
-    a, h = rat_states(k, v, g, bias, chunk, recur)
-    sk, sv = (of_tokens(x, B, T, D) for x in h)
-    # the output gate: out = s y
-    s, dout = torch.sigmoid(z.to(dtype)), dout.to(dtype)
-    do, dz = dout * s, dout * out
-    delta = dz.sum(-1, keepdim=True)                                # do . y = dout . out
-    dz.addcmul_(dz, s, value=-1)                                    # (1 - s) out dout
-    y = torch.div(out, s.clamp_(min=torch.finfo(dtype).tiny), out=s)            # if s = 0, do is 0
-    # attention over the ends
-    queries, keys, values, *mask = end_attention(q, sk, sv, chunk, cos, sin)
-    y, narrow_do = (x.to(q.dtype).transpose(1, 2) for x in (y, do))
-    grads = attend_backward(queries, keys, values, y, lse, narrow_do, None, *mask)
-    dqs, dkeys, dvalues = (x.transpose(1, 2) for x in grads)
-    dq = rotated(by_group(dqs, G).sum(2, dtype=dtype), cos, sin, back=True)
-    # attention to the own state
-    p = torch.exp(own_scores(q, sk) - lse.transpose(1, 2))[..., None]           # (B, T, H, 1)
-    ds = p * ((do * sv).sum(-1, keepdim=True) - delta) / math.sqrt(D)
-    dq += by_group(ds * sk, G).sum(2)
-    # what each state gets: from its own token and, at ends, from later chunks
-    dh = torch.empty_like(h)
-    dh.view(2, B, -1, dh.size(-1))[:, :, T:] = 0                    # padding
-    dsk, dsv = (of_tokens(x, B, T, D) for x in dh)
-    torch.mul(q.unsqueeze(2), by_group(ds, G), out=by_group(dsk, G))
-    torch.mul(do, p, out=dsv)
-    ends = slice(chunk - 1, T - 1, chunk)
-    dsk[:, ends] += rotated(dkeys, *end_tables(T, chunk, cos, sin), back=True)
-    dsv[:, ends] += dvalues
-    # back through the recurrence
-    dx = recur(a, dh, None, reverse=True, overwrite=True).mul_(a.neg_().add_(1))
-    dk, dv = (of_tokens(x, B, T, D) for x in dx)
-    dg = (dk * sk).addcmul_(dv, sv).addcmul_(dv, v, value=-1)
-    by_group(dg, G).addcmul_(by_group(dk, G), k.unsqueeze(2), value=-1)
-    dbias = dg.sum((0, 1)).flatten().to(bias.dtype)
-    return *(x.to(q.dtype).contiguous() for x in (dq, by_group(dk, G).sum(2), dv, dg, dz)), dbias
-
-
-# -------------------------------------------------------------------------------------------------
-# the operators: one of the two implementations, known to autograd and to torch.compile
+# which of the two implementations runs
 
 @functools.cache
 def announce(text):
@@ -460,7 +82,7 @@ def announce(text):
 @functools.cache
 def runs_triton(device, dtype):
     """Whether Triton computes on tensors of this device and dtype. Never silent."""
-    installed = importlib.util.find_spec("triton") is not None
+    installed = importlib.util.find_spec("triton") is not None      # without importing it
     if installed and dtype != torch.float64:
         if os.environ.get("TRITON_INTERPRET") == "1":
             announce("Triton, interpreted")
@@ -476,16 +98,16 @@ def runs_triton(device, dtype):
 
 
 def operator(schema, reference, fake):
-    """The custom operator nanorecur::<name>(...) of a schema: kernels_triton.<name> where Triton runs,
-    else `reference`; `fake` gives torch.compile the outputs' shapes and strides."""
+    """The custom operator nanorecur::<name>(...) of a schema: kernels_triton.<name> where Triton
+    runs, else `reference`; `fake` gives torch.compile the outputs' shapes and strides."""
     name, _, rest = schema.partition("(")
 
     def run(first, *more):
         if not runs_triton(first.device, first.dtype):
             return reference(first, *more)
-        import kernels_triton                               # not before a GPU needs it
+        import kernels_triton                   # not before a GPU needs it
         return getattr(kernels_triton, name)(first, *more)
-    op = torch.library.custom_op(f"nanorecur::{name}", run, mutates_args=(), schema="(" + rest)
+    op = torch.library.custom_op(f"nanorecur::{name}", run, mutates_args=(), schema=f"({rest}")
     op.register_fake(fake)
     return op
 
@@ -504,14 +126,317 @@ def differentiable(reference, save, gradient, backward):
 
 
 def call(op, reference, arguments):
-    """op(*arguments). Where nothing asks for gradients or traces, the reference without the operator's
-    ceremony: it takes a tenth of a millisecond, which counts in decoding on a CPU."""
+    """op(*arguments). Where nothing asks for gradients or traces, the reference without the
+    operator's overhead: a tenth of a millisecond, which counts in decoding on a CPU."""
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     traced = torch.compiler.is_compiling() or any(type(x) is not torch.Tensor for x in tensors)
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if traced or grad or runs_triton(tensors[0].device, tensors[0].dtype):
         return op(*arguments)
     return reference(*arguments)
+
+
+# -------------------------------------------------------------------------------------------------
+# checks of arguments: each raises ValueError, naming the argument
+
+def check_first(name, x, dims):
+    """The tensor with which the others are compared; dims: the names of its dimensions."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
+        kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"{name} is {kind}: a tensor of {', '.join(map(str, DTYPES))} is needed")
+    if x.dim() != len(dims):
+        needed = ", ".join(dims)
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: ({needed}) is needed")
+    if dims[-1] == "head size" and not 1 <= x.size(-1) <= HEAD_SIZES[-1]:
+        raise ValueError(f"{name} has head size {x.size(-1)}: 1 to {HEAD_SIZES[-1]} is needed")
+
+
+def check_tensor(name, x, first, shape, dtype=None):
+    """x must have this shape (None: any size) and dtype (None: first's), on first's device."""
+    dtype = dtype or first.dtype
+    if not isinstance(x, torch.Tensor) or x.dtype != dtype or x.device != first.device:
+        kind = f"{x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"{name} is {kind}: {dtype} on {first.device} is needed")
+    same = len(shape) == x.dim() and all(n in (None, m) for n, m in zip(shape, x.shape))
+    if not same:
+        needed = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: ({needed}) is needed")
+
+
+def check_int(name, value):
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r}: an int from 1 is needed")
+
+
+def check_positions(name, pos, q, n, limit):
+    """Positions of the n queries or keys; the debug switch also looks at their values."""
+    check_tensor(name, pos, q, (n,) if pos.dim() == 1 else (q.size(0), n), torch.int32)
+    if debug:
+        if not (pos.diff(dim=-1) >= 0).all():
+            raise ValueError(f"{name} must ascend along its last dimension")
+        inside = (pos > -FAR // 2) & (pos < FAR // 2)
+        if not (inside | (pos == limit)).all():
+            raise ValueError(f"{name} must be between -2^29 and 2^29 (keys: or FAR)")
+
+
+# -------------------------------------------------------------------------------------------------
+# attend: the function of the models, its reference implementation, its operator
+
+def attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
+    """Softmax attention whose mask is given by positions: query i attends to key j iff
+    k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
+
+    q (B, H, Tq, D), k and v (B, G, Tk, D), H a multiple of G, any strides, D <= 256.
+    q_pos (Tq,) or (B, Tq), k_pos (Tk,) or (B, Tk): int32, ascending, between -2^29 and 2^29; None
+    is 0, 1, 2, ... Padding keys stand at FAR and are never visible, whatever they hold; padding
+    queries repeat the last position. What other hidden keys hold must be finite.
+    slopes (H,): ALiBi, -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores; no gradient.
+
+    Returns out (B, H, Tq, D) in q's dtype and lse (B, H, Tq) in float32 (float64 for float64),
+    both differentiable, once, in q, k and v. Without visible keys out is 0 and lse -inf."""
+    arguments = attend_arguments(q, k, v, q_pos, k_pos, slopes, window)
+    return call(attend_op, attend_torch, arguments)
+
+
+def attend_ref(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
+    """attend by the reference implementation, on any device."""
+    return attend_function(*attend_arguments(q, k, v, q_pos, k_pos, slopes, window))
+
+
+def attend_arguments(q, k, v, q_pos, k_pos, slopes, window):
+    """The checked arguments as the operators take them."""
+    check_first("q", q, ("batch", "heads", "positions", "head size"))
+    B, H, Tq, D = q.shape
+    check_tensor("k", k, q, (B, None, None, D))
+    check_tensor("v", v, q, k.shape)
+    G, Tk = k.shape[1:3]
+    if G == 0 or H % G:
+        raise ValueError(f"k has {G} heads: q's {H} are no multiple of it")
+    if slopes is not None:
+        check_tensor("slopes", slopes, q, (H,), slopes.dtype)
+    if window is not None:
+        check_int("window", window)
+    if q_pos is None and k_pos is not None:
+        q_pos = torch.arange(Tq, device=q.device, dtype=torch.int32)
+    if k_pos is None and q_pos is not None:
+        k_pos = torch.arange(Tk, device=q.device, dtype=torch.int32)
+    if q_pos is not None:
+        check_positions("q_pos", q_pos, q, Tq, 0)
+        check_positions("k_pos", k_pos, q, Tk, FAR)
+    window = FAR if window is None else min(window, FAR)
+    return q, k, v, q_pos, k_pos, slopes, window
+
+
+def attend_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, window=None):
+    """dq, dk, dv of these keys' part in a softmax that may be over more keys. out (B, H, Tq, D)
+    in q's dtype and lse (B, H, Tq) are those of the whole softmax, do is the gradient of out, the
+    rest is as for attend. Over disjoint sets of keys the dq add up. Not differentiable."""
+    mask = q_pos, k_pos, slopes, window
+    arguments = attend_backward_arguments(q, k, v, out, lse, do, *mask)
+    return call(attend_backward_op, attend_torch_backward, arguments)
+
+
+def attend_backward_ref(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, window=None):
+    """attend_backward by the reference implementation, on any device."""
+    mask = q_pos, k_pos, slopes, window
+    return attend_torch_backward(*attend_backward_arguments(q, k, v, out, lse, do, *mask))
+
+
+def attend_backward_arguments(q, k, v, out, lse, do, *mask):
+    q, k, v, *mask = attend_arguments(q, k, v, *mask)
+    check_tensor("out", out, q, q.shape)
+    check_tensor("lse", lse, q, q.shape[:3], lse_dtype(q))
+    check_tensor("do", do, q, q.shape)
+    return q, k, v, out, lse, do, None, *mask
+
+
+QUERY_BLOCK, KEY_BLOCK = 256, 1024      # the largest block of the score matrix
+
+
+def attend_torch(q, k, v, q_pos, k_pos, slopes, window):
+    """attend, block by block of the score matrix, leaving out blocks that are fully masked: out
+    (B, H, Tq, D), lse (B, H, Tq)."""
+    q, k, v = prepared(q, k, v, k_pos)
+    if is_plainly_causal(q, k, q_pos, slopes, window):
+        out, lse = softmax_block(q, k, v, None, causal=True)
+        return tokens_contiguous(out), lse.contiguous()
+    dtype = lse_dtype(q)
+    out = heads_like(q, *q.shape, dtype=dtype).zero_()
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
+    started = set()                             # blocks of queries that have a result
+    for rows, keys, bias in visible_blocks(q, k, q_pos, k_pos, slopes, window):
+        part = softmax_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias)
+        if rows.start in started:
+            part = merge_torch(out[:, :, rows], lse[:, :, rows], *part)
+        out[:, :, rows], lse[:, :, rows] = part
+        started.add(rows.start)
+    return out.to(q.dtype), lse
+
+
+def attend_torch_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window):
+    """dq, dk, dv, block by block; do (B, H, Tq, D), dlse (B, H, Tq) or None."""
+    q, k, v = prepared(q, k, v, k_pos)
+    if out.stride(-1) != 1:
+        out = out.contiguous()                  # the CPU operator would misread it
+    if is_plainly_causal(q, k, q_pos, slopes, window):
+        grads = softmax_block_backward(q, k, v, out, lse, do, dlse, None, causal=True)
+        return tuple(map(tokens_contiguous, grads))
+    dq, dk, dv = (heads_like(x, *x.shape, dtype=lse_dtype(q)).zero_() for x in (q, k, v))
+    empty = lse == -math.inf
+    lse = lse.masked_fill(empty, 0)
+    if dlse is not None:
+        dlse = dlse.masked_fill(empty, 0)       # it may be NaN there
+    for rows, keys, bias in visible_blocks(q, k, q_pos, k_pos, slopes, window):
+        q_i, out_i, lse_i, do_i = (x[:, :, rows] for x in (q, out, lse, do))
+        dlse_i = None if dlse is None else dlse[:, :, rows]
+        more = softmax_block_backward(
+            q_i, k[:, :, keys], v[:, :, keys], out_i, lse_i, do_i, dlse_i, bias)
+        for total, part, at in zip((dq, dk, dv), more, (rows, keys, keys)):
+            total[:, :, at] += part
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def prepared(q, k, v, k_pos):
+    """q, k, v as the CPU operator needs them: rows contiguous, and padding keys, which may hold
+    anything, zero: 0 times NaN would be NaN."""
+    if k_pos is not None and (k_pos >= FAR).any():
+        padding = (k_pos >= FAR).view(-1, 1, k.size(2), 1)          # (B or 1, 1, Tk, 1)
+        k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
+
+
+def is_plainly_causal(q, k, q_pos, slopes, window):
+    """Whether the CPU operator's causal mode is all that is asked for: then no blocks are made."""
+    nothing_else = q_pos is None and slopes is None and window == FAR
+    return nothing_else and has_fused_softmax(q) and q.numel() and k.numel()
+
+
+def tokens_contiguous(x):
+    """x (B, H, T, D), in memory as heads_like has it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def has_fused_softmax(x):
+    """Whether torch has attention that also returns lse for tensors like x: on a CPU."""
+    return x.device.type == "cpu"
+
+
+def softmax_block(q, k, v, bias, causal=False):
+    """out and lse of queries (B, H, M, D) over keys (B, G, N, D). bias: None or a block_bias.
+    causal: query i attends to keys 0 .. i (only where has_fused_softmax)."""
+    if has_fused_softmax(q):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=bias)
+    else:
+        k, v = expanded_heads(q, k, v)                              # (B, H, N, D)
+        s = q.to(k.dtype) @ k.mT / math.sqrt(q.size(-1))            # (B, H, M, N)
+        s = s if bias is None else s + bias
+        lse = s.logsumexp(-1)                                       # (B, H, M)
+        finite = lse.masked_fill(lse == -math.inf, 0)
+        out = torch.exp(s - finite[..., None]) @ v                  # (B, H, M, D)
+    if bias is not None:                        # the CPU operator's lse of an empty row is 0
+        lse = lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)
+    return out, lse
+
+
+def softmax_block_backward(q, k, v, out, lse, do, dlse, bias, causal=False):
+    """What a block adds to dq, dk, dv, given out and lse (0 where empty) of the whole rows; dlse
+    may be None."""
+    D, scale = q.size(-1), 1 / math.sqrt(q.size(-1))
+    if has_fused_softmax(q):
+        if dlse is not None:
+            # one more column: v gets a 1 and do gets dlse there, so that do . v grows by dlse
+            q, k, v, out, do = (F.pad(x, (0, 16 - D % 16)) for x in (q, k, v, out, do))
+            v[..., -1], do[..., -1] = 1, dlse
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        return tuple(x[..., :D] for x in grads)
+    G = k.size(1)
+    k, v = expanded_heads(q, k, v)                                  # (B, H, N, D)
+    q, out, do = (x.to(k.dtype) for x in (q, out, do))              # (B, H, M, D)
+    s = q @ k.mT * scale                                            # (B, H, M, N)
+    p = torch.exp((s if bias is None else s + bias) - lse[..., None])
+    delta = (do * out).sum(-1) - (0 if dlse is None else dlse)      # (B, H, M)
+    ds = p * (do @ v.mT - delta[..., None]) * scale                 # (B, H, M, N)
+    dk, dv = ds.mT @ q, p.mT @ do                                   # of each query head
+    return ds @ k, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
+
+
+def expanded_heads(q, k, v):
+    """k and v with a head for each query head, in the dtype of sums."""
+    n = q.size(1) // k.size(1)
+    return [x.repeat_interleave(n, 1).to(lse_dtype(q)) for x in (k, v)]
+
+
+def positions(n, pos, device):
+    """(B or 1, n) in int64; None is 0, 1, 2, ..."""
+    return torch.arange(n, device=device)[None] if pos is None else torch.atleast_2d(pos.long())
+
+
+def visible_blocks(q, k, q_pos, k_pos, slopes, window):
+    """The blocks of the score matrix that hold all visible pairs: slices of the queries and of
+    the keys, and their block_bias, or None where all pairs are visible."""
+    q_pos = positions(q.size(2), q_pos, q.device)
+    k_pos = positions(k.size(2), k_pos, k.device)
+    for rows, keys, masked in block_list(q_pos, k_pos, window, slopes is not None,
+                                         has_fused_softmax(q)):
+        bias = None
+        if masked:
+            bias = block_bias(q_pos[:, rows], k_pos[:, keys], slopes, window, lse_dtype(q))
+        yield rows, keys, bias
+
+
+def block_list(q_pos, k_pos, window, biased, wide):
+    """The same as (queries, keys, masked), for q_pos (B or 1, Tq), k_pos (B or 1, Tk).
+
+    Positions ascend: the keys that some query of a block attends to are one range, [first, last),
+    and those that all of its queries attend to are another inside it, [a, z)."""
+    Tq, Tk = q_pos.size(1), k_pos.size(1)
+    if q_pos.numel() == 0 or k_pos.numel() == 0:
+        return []
+    few = Tq <= QUERY_BLOCK and Tk <= KEY_BLOCK
+    if few and 4 * Tq * Tk <= QUERY_BLOCK * KEY_BLOCK:              # not worth the search
+        return [(slice(0, Tq), slice(0, Tk), True)]
+    # few queries of many keys: small blocks leave out much more
+    size = min(QUERY_BLOCK, 64) if Tq <= min(Tk, KEY_BLOCK) else QUERY_BLOCK
+    starts = list(range(0, Tq, size))
+    ends = [min(start + size, Tq) for start in starts]
+    low, high = q_pos[:, starts], q_pos[:, [end - 1 for end in ends]]       # (B or 1, blocks)
+    rows = max(len(q_pos), len(k_pos))
+    limits = torch.cat([low - window, high, high - window, low], 1).expand(rows, -1)
+    k_pos = k_pos.expand(rows, -1).contiguous()
+    counts = torch.searchsorted(k_pos, limits.contiguous(), right=True)     # keys up to a limit
+    counts = counts.view(rows, 4, -1)
+    first, last = counts[:, 0].amin(0).tolist(), counts[:, 1].amax(0).tolist()
+    a, z = counts[:, 2].amax(0).tolist(), counts[:, 3].amin(0).tolist()
+    return [(slice(start, end), keys, masked)
+            for start, end, *spans in zip(starts, ends, first, a, z, last)
+            for keys, masked in key_blocks(*spans, biased, wide)]
+
+
+def key_blocks(first, a, z, last, biased, wide):
+    """The keys [first, last) as (slice, masked), at most KEY_BLOCK wide. Where `wide`, [a, z) is
+    one block: it needs no mask. With a bias all blocks are masked; few keys are one block."""
+    if biased or z <= a or last - first <= KEY_BLOCK:
+        a = z = first
+    found = []
+    for start, end, masked in ((first, a, True), (a, z, False), (z, last, True)):
+        step = max(end - start, 1) if wide and not masked else KEY_BLOCK
+        for low in range(start, end, step):
+            found.append((slice(low, min(low + step, end)), masked))
+    return found
+
+
+def block_bias(q_pos, k_pos, slopes, window, dtype):
+    """What is added to the scores of a block: ALiBi's bias, and -inf where the key is not
+    visible. (B or 1, H or 1, M, N)"""
+    distance = q_pos[:, None, :, None] - k_pos[:, None, None, :]
+    hidden = (distance < 0) | (distance >= window)
+    if slopes is None:
+        bias = torch.zeros(distance.shape, dtype=dtype, device=q_pos.device)
+    else:
+        bias = -slopes.to(dtype)[:, None, None] * distance
+    return bias.masked_fill_(hidden, -math.inf)
 
 
 def attend_save(ctx, inputs, output):
@@ -523,7 +448,8 @@ def attend_save(ctx, inputs, output):
 def attend_gradient(backward, ctx, do, dlse):
     q, k, v, out, lse, *mask = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
-    return *backward(q, k, v, out, lse, do, dlse, *mask, ctx.window), None, None, None, None
+    grads = backward(q, k, v, out, lse, do, dlse, *mask, ctx.window)
+    return *grads, None, None, None, None
 
 
 attend_op = operator(
@@ -537,6 +463,149 @@ attend_backward_op = operator(
     lambda q, k, v, *more: tuple(heads_like(x, *x.shape) for x in (q, k, v)))
 add_gradient(attend_op, attend_save, attend_gradient, attend_backward_op)
 attend_function = differentiable(attend_torch, attend_save, attend_gradient, attend_torch_backward)
+
+
+# -------------------------------------------------------------------------------------------------
+# merge
+
+def merge(out_a, lse_a, out_b, lse_b):
+    """Attention over two disjoint sets of keys from attention over each, out_a, out_b (B, H, T, D)
+    and lse_a, lse_b (B, H, T), as attend returns them: out and lse of the same shapes. A side
+    without visible keys (lse -inf) changes nothing, and gets no gradient; two give 0 and -inf."""
+    check_first("out_a", out_a, ("batch", "heads", "positions", "head size"))
+    check_tensor("out_b", out_b, out_a, out_a.shape)
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check_tensor(name, lse, out_a, out_a.shape[:3], lse_dtype(out_a))
+    return merge_torch(out_a, lse_a, out_b, lse_b)
+
+
+merge_ref = merge                               # there is one implementation
+
+
+def merge_torch(out_a, lse_a, out_b, lse_b):
+    lse, p_a, p_b = merge_weights(lse_a, lse_b)
+    a = out_a.masked_fill((p_a == 0)[..., None], 0)     # an empty side may hold anything
+    b = out_b.masked_fill((p_b == 0)[..., None], 0)
+    out = p_a[..., None] * a + p_b[..., None] * b
+    return out.to(out_a.dtype), lse
+
+
+def merge_weights(lse_a, lse_b):
+    """lse of both sides, and the weights e^{lse_a - lse}, e^{lse_b - lse}: 0 for an empty side."""
+    top = torch.maximum(lse_a, lse_b).detach()          # cancels out: no gradient
+    empty = top == -math.inf                            # both sides are
+    top = top.masked_fill(empty, 0)                     # -inf - (-inf) would be NaN
+    e_a, e_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
+    total = (e_a + e_b).masked_fill(empty, 1)
+    lse = (top + torch.log(total)).masked_fill(empty, -math.inf)
+    return lse, e_a / total, e_b / total
+
+
+# -------------------------------------------------------------------------------------------------
+# scan
+
+def scan(g, x, chunk, h0=None):
+    """h_t = g_t h_{t-1} + x_t along T of g, x (B, T, C) -> h (B, T, C), in x's dtype. The state
+    starts from h0 (B, C; None: zero), and from zero at each further chunk of `chunk` tokens.
+
+    The state is float32 or better and rounded only in h: to go on from it without loss, scan in
+    float32. Differentiable in g, x and h0. Products of up to 64 successive g, or of the root of
+    chunk, are formed: they must not overflow (gates of at most 1 never do)."""
+    return call(scan_op, scan_torch, scan_arguments(g, x, chunk, h0))
+
+
+def scan_ref(g, x, chunk, h0=None):
+    """scan by the reference implementation, on any device."""
+    return scan_function(*scan_arguments(g, x, chunk, h0))
+
+
+def scan_arguments(g, x, chunk, h0):
+    check_first("x", x, ("batch", "positions", "channels"))
+    if x.numel() == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}: nothing is there")
+    check_tensor("g", g, x, x.shape)
+    check_int("chunk", chunk)
+    if h0 is not None:
+        check_tensor("h0", h0, x, (x.size(0), x.size(2)))
+    return g, x, chunk, h0
+
+
+def scan_torch(g, x, chunk, h0):
+    """scan, all chunks at once: h (B, T, C)."""
+    (B, T, C), chunk = x.shape, min(chunk, x.size(1))
+    g, y = in_chunks(g, chunk), in_chunks(x, chunk)             # (B n, chunk, C)
+    enter = None
+    if h0 is not None:
+        enter = y.new_zeros(B, len(y) // B, C)
+        enter[:, 0] = h0                                        # the first chunk
+        enter = enter.flatten(0, 1)                             # (B n, C)
+    return out_of_chunks(recurrence(g, y, enter), B, T, x.dtype)
+
+
+def scan_torch_backward(dh, g, h, chunk, h0):
+    """dg, dx (B, T, C) and dh0 (B, C), of size 0 without h0."""
+    (B, T, C), chunk = h.shape, min(chunk, h.size(1))
+    g4, h4, dh4 = (in_chunks(y, chunk) for y in (g, h, dh))     # (B n, chunk, C)
+    dx = recurrence(g4, dh4, None, reverse=True)                # dh_t + g_{t+1} dx_{t+1}
+    before = torch.cat([torch.zeros_like(h4[:, :1]), h4[:, :-1]], 1)        # h_{t-1}
+    dh0 = h.new_empty(0)
+    if h0 is not None:
+        before.view(B, -1, chunk, C)[:, 0, 0] = h0
+        n = len(g4) // B
+        dh0 = (g4[::n, 0] * dx[::n, 0]).to(h0.dtype)            # g_0 dx_0 of the first chunks
+    dg = out_of_chunks(dx * before, B, T, g.dtype)              # dx_t h_{t-1}
+    return dg, out_of_chunks(dx, B, T, h.dtype), dh0
+
+
+def in_chunks(x, chunk):
+    """x (B, T, C), in float32 or better, as (B n, chunk, C); zeros fill up the last chunk."""
+    x, missing = x.to(lse_dtype(x)), -x.size(1) % chunk
+    x = F.pad(x, (0, 0, 0, missing)) if missing else x
+    return x.reshape(-1, chunk, x.size(-1))
+
+
+def out_of_chunks(x, B, T, dtype):
+    """The inverse of in_chunks: (B, T, C)."""
+    return x.reshape(B, -1, x.size(-1))[:, :T].to(dtype).contiguous()
+
+
+STEPS = 64              # a longer run is scanned in two levels
+
+
+def recurrence(g, x, h0, reverse=False, overwrite=False):
+    """h_t = g_t h_{t-1} + x_t along L of x (..., L, C), from h0 (..., C) or zero; all runs of L
+    take a step together. g has x's shape or broadcasts to it. reverse: h_t = g_{t+1} h_{t+1} + x_t.
+    overwrite: h may take x's place."""
+    if x.size(-2) > STEPS:
+        if reverse:                             # the g that comes first meets a zero state
+            return recurrence(g.flip(-2).roll(1, -2), x.flip(-2), h0).flip(-2)
+        return long_recurrence(g, x, h0)
+    h = x if overwrite else torch.empty_like(x)
+    gs, xs, hs = (y.unbind(-2) for y in (g, x, h))              # L tensors (..., C) each
+    if reverse:
+        gs, xs, hs = gs[:1] + gs[:0:-1], xs[::-1], hs[::-1]
+    state = h0
+    for g_t, x_t, h_t in zip(gs, xs, hs):
+        if state is None:
+            state = h_t.copy_(x_t)
+        else:
+            state = torch.addcmul(x_t, g_t, state, out=h_t)     # x_t + g_t h_{t-1}
+    return h
+
+
+def long_recurrence(g, x, h0):
+    """A run of L as n runs of about sqrt(L), scanned from zero. The states that enter the runs are
+    a recurrence too, and decay inside a run by the product of its gates."""
+    L = x.size(-2)
+    size = math.isqrt(L - 1) + 1
+    n = -(-L // size)
+    g, x = (F.pad(y, (0, 0, 0, n * size - L)).unflatten(-2, (n, size)) for y in (g, x))
+    h = recurrence(g, x, None)                                  # (..., n, size, C)
+    decay = g.cumprod(-2)
+    ends = recurrence(decay[..., -1, :], h[..., -1, :], h0)     # (..., n, C)
+    first = torch.zeros_like(ends[..., :1, :]) if h0 is None else h0[..., None, :]
+    enter = torch.cat([first, ends[..., :-1, :]], -2)
+    return torch.addcmul(h, decay, enter[..., None, :]).flatten(-3, -2)[..., :L, :]
 
 
 def scan_save(ctx, inputs, output):
@@ -559,6 +628,174 @@ scan_backward_op = operator(
                                  h.new_empty(0 if h0 is None else h0.shape)))
 add_gradient(scan_op, scan_save, scan_gradient, scan_backward_op)
 scan_function = differentiable(scan_torch, scan_save, scan_gradient, scan_torch_backward)
+
+
+# -------------------------------------------------------------------------------------------------
+# rat: keys and values are scanned together; backward scans again what is not stored
+
+def rat(q, k, v, g, z, bias, chunk, cos=None, sin=None):
+    """The RAT layer between its projections: a gated recurrence inside chunks, softmax attention
+    over the states at the ends of earlier chunks and the token's own state, an output gate.
+
+    q, k (B, T, G, D): queries and keys of G groups, head h uses group h % G.
+    v, g, z (B, T, H, D): values and the logits of the forget and output gates, H a multiple of G.
+    bias (H D,), cos, sin (T, D): in float32 (float64 for float64). bias is added to g. The tables
+    have the angles of q and of the states at the ends of chunks, without gradient:
+    rotated(x) = x cos + x.roll(D / 2) sin, sin negative in the first half.
+    chunk: tokens a chunk. Any strides: slices of one projection are read where they are. D <= 256.
+
+    Returns out (B, T, H, D), differentiable, once, in the first six arguments, and the states of
+    keys (not rotated) and values at the last token of each chunk, the last of them maybe
+    unfinished: k_ends, v_ends (B, n, H, D), in float32 (float64), without gradient."""
+    out, _, *ends = call(rat_op, rat_torch, rat_arguments(q, k, v, g, z, bias, chunk, cos, sin))
+    return out, *(x.detach() for x in ends)
+
+
+def rat_ref(q, k, v, g, z, bias, chunk, cos=None, sin=None):
+    """rat by the reference implementation, on any device."""
+    out, _, *ends = rat_function(*rat_arguments(q, k, v, g, z, bias, chunk, cos, sin))
+    return out, *(x.detach() for x in ends)
+
+
+def rat_arguments(q, k, v, g, z, bias, chunk, cos, sin):
+    check_first("q", q, ("batch", "positions", "groups", "head size"))
+    B, T, G, D = q.shape
+    if q.numel() == 0:
+        raise ValueError(f"q has shape {tuple(q.shape)}: nothing is there")
+    check_tensor("k", k, q, q.shape)
+    check_tensor("v", v, q, (B, T, None, D))
+    H = v.size(2)
+    if H == 0 or H % G:
+        raise ValueError(f"v has {H} heads: no multiple of q's {G} groups")
+    check_tensor("g", g, q, v.shape)
+    check_tensor("z", z, q, v.shape)
+    check_tensor("bias", bias, q, (H * D,), lse_dtype(q))
+    check_int("chunk", chunk)
+    if cos is not None or sin is not None:
+        check_tensor("cos", cos, q, (T, D), lse_dtype(q))
+        check_tensor("sin", sin, q, (T, D), lse_dtype(q))
+        if D % 2:
+            raise ValueError(f"q has head size {D}: rotation needs an even one")
+    return q, k, v, g, z, bias, chunk, cos, sin
+
+
+def rat_torch(q, k, v, g, z, bias, chunk, cos, sin, attend=attend_torch, recur=recurrence):
+    """rat: out (B, T, H, D), lse (B, H, T), k_ends, v_ends (B, n, H, D)."""
+    (B, T, _, D), dtype, chunk = q.shape, lse_dtype(q), min(chunk, q.size(1))
+    _, states = rat_states(k, v, g, bias, chunk, recur)
+    sk, sv = (of_tokens(x, B, T, D) for x in states)            # (B, T, H, D)
+    # attention over the ends, merged with the own state
+    y, lse = attend(*end_attention(q, sk, sv, chunk, cos, sin))
+    lse, *weights = merge_weights(lse, own_scores(q, sk).transpose(1, 2))
+    p, p_own = (x.transpose(1, 2)[..., None] for x in weights)  # (B, T, H, 1)
+    y = y.transpose(1, 2).to(dtype).mul_(p).addcmul_(sv, p_own)
+    # the output gate
+    out = y.mul_(torch.sigmoid(z.to(dtype))).to(q.dtype)
+    ends = end_rows(T, chunk)
+    k_ends, v_ends = (torch.cat([x[:, ends], x[:, -1:]], 1) for x in (sk, sv))
+    return out.contiguous(), lse.contiguous(), k_ends, v_ends
+
+
+def rat_torch_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin,
+                       attend_backward=attend_torch_backward, recur=recurrence):
+    """dq, dk, dv, dg, dz, dbias; dout (B, T, H, D)."""
+    (B, T, G, D), dtype, chunk = q.shape, lse_dtype(q), min(chunk, q.size(1))
+    a, states = rat_states(k, v, g, bias, chunk, recur)
+    sk, sv = (of_tokens(x, B, T, D) for x in states)            # (B, T, H, D)
+    # the output gate, out = s y
+    s, dout = torch.sigmoid(z.to(dtype)), dout.to(dtype)
+    do, dz = dout * s, dout * out
+    delta = dz.sum(-1, keepdim=True)                            # do . y = dout . out
+    dz.addcmul_(dz, s, value=-1)                                # (1 - s) out dout
+    s.clamp_(min=torch.finfo(dtype).tiny)                       # where it was 0, do is 0
+    y = torch.div(out, s, out=s)
+    # attention over the ends
+    queries, keys, values, *mask = end_attention(q, sk, sv, chunk, cos, sin)
+    y, narrow_do = (x.to(q.dtype).transpose(1, 2) for x in (y, do))
+    grads = attend_backward(queries, keys, values, y, lse, narrow_do, None, *mask)
+    dqs, dkeys, dvalues = (x.transpose(1, 2) for x in grads)
+    dq = rotated(by_group(dqs, G).sum(2, dtype=dtype), cos, sin, back=True)
+    # attention to the own state
+    p = torch.exp(own_scores(q, sk) - lse.transpose(1, 2))[..., None]       # (B, T, H, 1)
+    ds = p * ((do * sv).sum(-1, keepdim=True) - delta) / math.sqrt(D)
+    dq += by_group(ds * sk, G).sum(2)
+    # what each state gets: from its own token and, at ends, from later chunks
+    dstates = torch.empty_like(states)
+    dstates.view(2, B, -1, dstates.size(-1))[:, :, T:] = 0      # padding
+    dsk, dsv = (of_tokens(x, B, T, D) for x in dstates)
+    torch.mul(q.unsqueeze(2), by_group(ds, G), out=by_group(dsk, G))        # ds_t q_t
+    torch.mul(do, p, out=dsv)                                               # p_t do_t
+    ends = end_rows(T, chunk)
+    dsk[:, ends] += rotated(dkeys, *end_tables(T, chunk, cos, sin), back=True)
+    dsv[:, ends] += dvalues
+    # back through the recurrence, and times (1 - a)
+    dx = recur(a, dstates, None, reverse=True, overwrite=True).mul_(a.neg_().add_(1))
+    dk, dv = (of_tokens(x, B, T, D) for x in dx)                # dk: of each head
+    dg = (dk * sk).addcmul_(dv, sv).addcmul_(dv, v, value=-1)
+    by_group(dg, G).addcmul_(by_group(dk, G), k.unsqueeze(2), value=-1)
+    dbias = dg.sum((0, 1)).flatten().to(bias.dtype)
+    dk = by_group(dk, G).sum(2)
+    return *(x.to(q.dtype).contiguous() for x in (dq, dk, dv, dg, dz)), dbias
+
+
+def rat_states(k, v, g, bias, chunk, recur):
+    """The gate a (B n, chunk, H D), and k~ and v~ in one (2, B n, chunk, H D)."""
+    k, v, g = (in_chunks(x.flatten(2), chunk) for x in (k, v, g))
+    a = torch.add(g, bias).sigmoid_()
+    x = a.new_empty(2, *a.shape)
+    for x_i, y in zip(x, (k, v)):
+        # the heads of all groups, which share k: (B n, chunk, H / G, G D)
+        x_i, y, a_i = (z.unflatten(-1, (-1, k.size(-1))) for z in (x_i, y, a))
+        torch.addcmul(y, a_i, y, value=-1, out=x_i)             # (1 - a) y
+    return a, recur(a, x, None, overwrite=True)
+
+
+def of_tokens(x, B, T, D):
+    """Chunks (B n, chunk, H D) as a view (B, T, H, D)."""
+    return x.reshape(B, -1, x.size(-1))[:, :T].unflatten(-1, (-1, D))
+
+
+def end_rows(T, chunk):
+    """The last tokens of all chunks but the last, whose end no query reads."""
+    return slice(chunk - 1, T - 1, chunk)
+
+
+def end_tables(T, chunk, cos, sin):
+    """The tables of the end_rows."""
+    return [x if x is None else x[end_rows(T, chunk)] for x in (cos, sin)]
+
+
+def end_attention(q, sk, sv, chunk, cos, sin):
+    """The arguments of attention over the end_rows. Positions are numbers of chunks: token t
+    attends to the ends of chunks 0 .. t // chunk - 1."""
+    (_, T, G, _), H = q.shape, sk.size(2)
+    ends = end_rows(T, chunk)
+    keys = rotated(sk[:, ends], *end_tables(T, chunk, cos, sin))        # (B, n - 1, H, D)
+    queries = rotated(q, cos, sin).repeat(1, 1, H // G, 1)              # (B, T, H, D)
+    q_pos = torch.arange(T, device=q.device, dtype=torch.int32) // chunk - 1
+    k_pos = torch.arange(keys.size(1), device=q.device, dtype=torch.int32)
+    tensors = (x.to(q.dtype).transpose(1, 2) for x in (queries, keys, sv[:, ends]))
+    return *tensors, q_pos, k_pos, None, FAR
+
+
+def own_scores(q, sk):
+    """q_t . k~_t / sqrt(D), (B, T, H): a query and its own key have the same angle."""
+    q = q.to(sk.dtype).unsqueeze(2)                             # (B, T, 1, G, D)
+    s = (q * by_group(sk, q.size(3))).sum(-1)                   # (B, T, H / G, G)
+    return s.flatten(2) / math.sqrt(q.size(-1))
+
+
+def by_group(x, G):
+    """Heads (B, T, H, ...) as (B, T, H / G, G, ...): head h uses group h % G."""
+    return x.unflatten(2, (-1, G))
+
+
+def rotated(x, cos, sin, back=False):
+    """x (B, T, heads, D) rotated by the angles of the tables (T, D), or back. None: as it is."""
+    if cos is None:
+        return x
+    swapped, sign = x.roll(x.size(-1) // 2, -1), -1 if back else 1
+    return torch.addcmul(x * cos[:, None], swapped, sin[:, None], value=sign).to(x.dtype)
 
 
 def rat_save(ctx, inputs, output):
@@ -591,192 +828,3 @@ rat_backward_op = operator(
     lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[:6]))
 add_gradient(rat_op, rat_save, rat_gradient, rat_backward_op)
 rat_function = differentiable(rat_torch, rat_save, rat_gradient, rat_torch_backward)
-
-
-# -------------------------------------------------------------------------------------------------
-# what the models call. Each raises ValueError, naming the argument, where one does not fit.
-
-def check_first(name, x, dims):
-    """The tensor with which the others are compared; dims: the names of its dimensions."""
-    if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
-        kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(f"{name} is {kind}: float64, float32, bfloat16 and float16 are supported")
-    if x.dim() != len(dims):
-        raise ValueError(f"{name} has shape {tuple(x.shape)}: ({', '.join(dims)}) is needed")
-    if dims[-1] == "head size" and not 1 <= x.size(-1) <= HEAD_SIZES[-1]:
-        raise ValueError(f"{name} has head size {x.size(-1)}: 1 to {HEAD_SIZES[-1]} are supported")
-
-
-def check_tensor(name, x, first, shape, dtype=None):
-    """x has this shape (None: any size), the dtype (None: that of `first`) and the device of `first`."""
-    dtype = dtype or first.dtype
-    if not isinstance(x, torch.Tensor) or x.dtype != dtype or x.device != first.device:
-        kind = f"{x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(f"{name} is {kind}: {dtype} on {first.device} is needed")
-    if x.dim() != len(shape) or not all(n is None or n == m for n, m in zip(shape, x.shape)):
-        needed = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(f"{name} has shape {tuple(x.shape)}: ({needed}) is needed")
-
-
-def check_int(name, value):
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r}: an int from 1 is needed")
-
-
-def check_positions(name, pos, q, n, limit):
-    """Positions of the n queries or keys; the debug switch also looks at their values."""
-    check_tensor(name, pos, q, (n,) if pos.dim() == 1 else (q.size(0), n), torch.int32)
-    if debug and not (pos.diff(dim=-1) >= 0).all():
-        raise ValueError(f"{name} must ascend along its last dimension")
-    if debug and not ((pos > -FAR // 2) & (pos < FAR // 2) | (pos == limit)).all():
-        raise ValueError(f"{name} must be between -2^29 and 2^29" + " or FAR" * (limit == FAR))
-
-
-def attend_arguments(q, k, v, q_pos, k_pos, slopes, window):
-    """The checked arguments as the operators take them."""
-    check_first("q", q, ("batch", "heads", "positions", "head size"))
-    B, H, Tq, D = q.shape
-    check_tensor("k", k, q, (B, None, None, D))
-    check_tensor("v", v, q, k.shape)
-    G, Tk = k.shape[1:3]
-    if G == 0 or H % G:
-        raise ValueError(f"k has {G} heads: q's {H} are no multiple of it")
-    if slopes is not None:
-        check_tensor("slopes", slopes, q, (H,), slopes.dtype)
-    if window is not None:
-        check_int("window", window)
-    if q_pos is None and k_pos is not None:
-        q_pos = torch.arange(Tq, device=q.device, dtype=torch.int32)
-    if k_pos is None and q_pos is not None:
-        k_pos = torch.arange(Tk, device=q.device, dtype=torch.int32)
-    if q_pos is not None:
-        check_positions("q_pos", q_pos, q, Tq, 0)
-        check_positions("k_pos", k_pos, q, Tk, FAR)
-    return q, k, v, q_pos, k_pos, slopes, FAR if window is None else min(window, FAR)
-
-
-def attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
-    """Softmax attention whose mask is given by positions: query i attends to key j iff
-    k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
-
-    q (B, H, Tq, D), k and v (B, G, Tk, D), H a multiple of G, any strides, D <= 256.
-    q_pos (Tq,) or (B, Tq), k_pos (Tk,) or (B, Tk): int32, ascending, above -2^29 and below 2^29; None
-    is 0, 1, 2, ... Padding keys stand at FAR and are never visible, whatever they hold; padding
-    queries repeat the last position. What other hidden keys hold must be finite.
-    slopes (H,): ALiBi, -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores; without gradient.
-
-    Returns out (B, H, Tq, D) in q's dtype and lse (B, H, Tq) in float32 (float64 for float64), both
-    differentiable, once, in q, k and v. A query without visible keys: out 0, lse -inf, no gradient."""
-    return call(attend_op, attend_torch, attend_arguments(q, k, v, q_pos, k_pos, slopes, window))
-
-
-def attend_ref(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
-    """attend by the reference implementation, on any device."""
-    return attend_function(*attend_arguments(q, k, v, q_pos, k_pos, slopes, window))
-
-
-def attend_backward_arguments(q, k, v, out, lse, do, *mask):
-    q, k, v, *mask = attend_arguments(q, k, v, *mask)
-    check_tensor("out", out, q, q.shape)
-    check_tensor("lse", lse, q, q.shape[:3], lse_dtype(q))
-    check_tensor("do", do, q, q.shape)
-    return q, k, v, out, lse, do, None, *mask
-
-
-def attend_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, window=None):
-    """dq, dk, dv of these keys' part in a softmax that may be over more keys: out (B, H, Tq, D) in q's
-    dtype and lse (B, H, Tq) are those of the whole softmax, do is the gradient of out, the rest is as
-    for attend. Over disjoint sets of keys the dq add up. Not differentiable."""
-    arguments = attend_backward_arguments(q, k, v, out, lse, do, q_pos, k_pos, slopes, window)
-    return call(attend_backward_op, attend_torch_backward, arguments)
-
-
-def attend_backward_ref(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, window=None):
-    """attend_backward by the reference implementation, on any device."""
-    return attend_torch_backward(
-        *attend_backward_arguments(q, k, v, out, lse, do, q_pos, k_pos, slopes, window))
-
-
-def merge(out_a, lse_a, out_b, lse_b):
-    """Attention over two disjoint sets of keys from attention over each: out_a, out_b (B, H, T, D),
-    lse_a, lse_b (B, H, T) as attend returns them -> out, lse of the same shapes; differentiable. A side
-    without visible keys (lse -inf) changes nothing and gets no gradient; two of them give 0, -inf."""
-    check_first("out_a", out_a, ("batch", "heads", "positions", "head size"))
-    check_tensor("out_b", out_b, out_a, out_a.shape)
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_tensor(name, lse, out_a, out_a.shape[:3], lse_dtype(out_a))
-    return merge_torch(out_a, lse_a, out_b, lse_b)
-
-
-merge_ref = merge           # there is one implementation
-
-
-def scan_arguments(g, x, chunk, h0):
-    check_first("x", x, ("batch", "positions", "channels"))
-    if x.numel() == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)}: nothing is there")
-    check_tensor("g", g, x, x.shape)
-    check_int("chunk", chunk)
-    if h0 is not None:
-        check_tensor("h0", h0, x, (x.size(0), x.size(2)))
-    return g, x, chunk, h0
-
-
-def scan(g, x, chunk, h0=None):
-    """h_t = g_t h_{t-1} + x_t along T of g, x (B, T, C) -> h (B, T, C), in x's dtype. The state starts
-    from h0 (B, C; None: zero), and from zero at each further chunk of `chunk` tokens.
-
-    The state is float32 or better and rounded only in h: to go on from it without loss, scan in
-    float32. Differentiable in g, x and h0. Products of successive g are formed, up to 64 of them or the
-    root of chunk: they must not overflow (gates of at most 1 never do)."""
-    return call(scan_op, scan_torch, scan_arguments(g, x, chunk, h0))
-
-
-def scan_ref(g, x, chunk, h0=None):
-    """scan by the reference implementation, on any device."""
-    return scan_function(*scan_arguments(g, x, chunk, h0))
-
-
-def rat_arguments(q, k, v, g, z, bias, chunk, cos, sin):
-    check_first("q", q, ("batch", "positions", "groups", "head size"))
-    B, T, G, D = q.shape
-    if q.numel() == 0:
-        raise ValueError(f"q has shape {tuple(q.shape)}: nothing is there")
-    check_tensor("k", k, q, q.shape)
-    check_tensor("v", v, q, (B, T, None, D))
-    H = v.size(2)
-    if H == 0 or H % G:
-        raise ValueError(f"v has {H} heads: no multiple of q's {G} groups")
-    check_tensor("g", g, q, v.shape)
-    check_tensor("z", z, q, v.shape)
-    check_tensor("bias", bias, q, (H * D,), lse_dtype(q))
-    check_int("chunk", chunk)
-    if cos is not None or sin is not None:
-        check_tensor("cos", cos, q, (T, D), lse_dtype(q))
-        check_tensor("sin", sin, q, (T, D), lse_dtype(q))
-        if D % 2:
-            raise ValueError(f"q has head size {D}: rotation needs an even one")
-    return q, k, v, g, z, bias, chunk, cos, sin
-
-
-def rat(q, k, v, g, z, bias, chunk, cos=None, sin=None):
-    """The RAT layer between its projections: a gated recurrence inside chunks, softmax attention over
-    the states at the ends of earlier chunks and the token's own state, an output gate.
-
-    q, k (B, T, G, D): queries and keys of G groups, head h uses group h % G. v, g, z (B, T, H, D):
-    values and the logits of the two gates; bias (H D,) is added to g, in float32 (float64 for float64).
-    Any strides: slices of one projection are read where they are. chunk: tokens a chunk. cos, sin
-    (T, D): tables of the angles of q and of the states at the ends of chunks, without gradient:
-    rotated(x) = x cos + x.roll(D / 2) sin, sin negative in the first half. D <= 256.
-
-    Returns out (B, T, H, D), differentiable, once, in the first six arguments, and the states of keys
-    (not rotated) and values at the last token of each chunk, the last of them maybe unfinished:
-    k_ends, v_ends (B, ceil(T / chunk), H, D), in float32 (float64), without gradient."""
-    out, _, *ends = call(rat_op, rat_torch, rat_arguments(q, k, v, g, z, bias, chunk, cos, sin))
-    return out, *(x.detach() for x in ends)
-
-
-def rat_ref(q, k, v, g, z, bias, chunk, cos=None, sin=None):
-    """rat by the reference implementation, on any device."""
-    out, _, *ends = rat_function(*rat_arguments(q, k, v, g, z, bias, chunk, cos, sin))
-    return out, *(x.detach() for x in ends)
