@@ -1,34 +1,35 @@
 """
-The operators of kernels.py in Triton, for CUDA and ROCm. TRITON_INTERPRET=1 runs them on CPU tensors,
-slowly, for tests.
+The operators of kernels.py in Triton, for CUDA and ROCm. TRITON_INTERPRET=1 runs them on CPU
+tensors, slowly, for tests.
 
-kernels.py imports this file on its first call for a GPU. The functions that it calls stand at the
-end: attend, attend_backward, scan, scan_backward, rat, rat_backward. Each computes what the reference
-implementation there, <name>_torch, computes; the formulas of the backward passes are in its docstring.
+kernels.py imports this file by its first call for a GPU. What it calls stands at the end:
+attend, attend_backward, scan, scan_backward, rat, rat_backward. Each computes what the reference
+implementation <name>_torch there does; the docstring there has the formulas of the backward passes.
 
-The online softmax. Query i wants out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij}, and its program reads
-the keys tile by tile. It carries the largest score so far, m, and two sums relative to it,
-l = sum_j e^{s_ij - m} and acc = sum_j e^{s_ij - m} v_j. A tile after which the largest score is m'
-rescales them by alpha = e^{m - m'}:
+The online softmax. Query i wants out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij}, and its program
+reads the keys tile by tile. It carries the largest score so far, m, and two sums relative to it,
+l = sum_j e^{s_ij - m} and acc = sum_j e^{s_ij - m} v_j. A tile after which the largest score is
+m' rescales them by alpha = e^{m - m'}:
 
-    l <- alpha l + sum_j e^{s_ij - m'}      acc <- alpha acc + sum_j e^{s_ij - m'} v_j      m <- m'
+    l <- alpha l + sum_j e^{s_ij - m'}          m <- m'
+    acc <- alpha acc + sum_j e^{s_ij - m'} v_j
 
-At the end out = acc / l and lse = m + log l. Scores are in units of log 2: GPUs compute exp2.
+At the end out = acc / l and lse = m + log l. Scores are in units of log 2, for exp2 is fast.
 
-Tiles. Positions ascend, so the keys that some query of a tile attends to are one range [first, last)
-of tiles, and inside it those that all of its queries attend to are another, [a, z):
+Tiles. Positions ascend, so the keys that some query of a tile attends to are one range of tiles,
+[first, last), and those that all of its queries attend to are another inside it, [a, z):
 
-    keys        | first ..... a | a ............ z | z ..... last |
-    queries     |    masked     |     no mask      |    masked    |        others are never loaded
+    keys    | first ..... a | a ............ z | z ..... last |
+            |    masked     |     no mask      |    masked    |      others are never loaded
 
 Four binary searches over the positions, made by each program for itself, find these ranges.
 
-Padding. Every kernel is compiled once for all lengths, strides and head sizes up to BLOCK_D: rows
-must lie at multiples of 16 elements, else `aligned` copies them.
+Padding. One compiled variant serves all lengths and strides, and all head sizes up to BLOCK_D. For
+that, rows must lie at multiples of 16 elements: `aligned` copies those that do not.
 
 Names: B batch, H query heads, G key/value heads (in rat: groups of q and k), T, Tq, Tk positions,
-D head size, C channels; M and N are the query and key rows of a tile. Strides of x: x_b batch, x_h head,
-x_t position. PLAIN: there are no positions, a row's number is its position.
+D head size, C channels; M and N are the query and key rows of a tile. x_b, x_h, x_t are the strides
+of x in batch, head, position. PLAIN: there are no positions, a row's number is its position.
 """
 import contextlib
 import functools
@@ -45,8 +46,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 FAR = tl.constexpr(kernels.FAR)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
-# One compiled variant serves all values of the first, and any alignment of the second, which are
-# pointers to one number a row.
+# One compiled variant serves all values of the first arguments, and any alignment of the second,
+# which are pointers to one number a row.
 ATTEND = dict(
     do_not_specialize=["Tq", "Tk", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr", "k_pos_ptr",
@@ -63,15 +64,15 @@ RAT = dict(do_not_specialize=["T", "n", "H", "G", "chunk"],
 @triton.jit
 def dot(a, b, acc):
     """a b + acc, summed in float32 and without tf32."""
-    if INTERPRETED:     # it would multiply bfloat16's bits as integers; products are exact in float32
+    if INTERPRETED:     # it would multiply bfloat16's bits as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """float32 x as dtype, rounded to the nearest; the interpreter would cut bfloat16's low bits off."""
-    if INTERPRETED and dtype == tl.bfloat16:
+    """float32 x as dtype, rounded to the nearest."""
+    if INTERPRETED and dtype == tl.bfloat16:    # it would cut the low bits off
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = bits.to(tl.float32, bitcast=True)
@@ -82,13 +83,13 @@ def narrow(x, dtype: tl.constexpr):
 def program(n_tiles, H):
     """What a program works on: number of the tile, batch row, head (64-bit: offsets are large)."""
     pid = tl.program_id(0)
-    head = pid // n_tiles
+    head = pid // n_tiles                               # b H + h
     return pid % n_tiles, (head // H).to(tl.int64), (head % H).to(tl.int64)
 
 
 @triton.jit
 def load_rows(ptr, start, stride, valid, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-              MASKED: tl.constexpr):
+              MASKED: tl.constexpr = True):
     """Rows start .. start + ROWS of a matrix with D columns: (ROWS, BLOCK_D), zeros past D. Where
     MASKED, rows that are not valid are not read but zero."""
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -106,15 +107,6 @@ def store_rows(ptr, start, stride, n, D, x, ROWS: tl.constexpr, BLOCK_D: tl.cons
     at = ptr + tl.cast(start, tl.int64) * stride + (row[:, None] * stride + d[None, :])
     mask = (start + row < n)[:, None] & (d < D)[None, :]
     tl.store(at, narrow(x, ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_per_row(ptr, rows, n, other, MASKED: tl.constexpr):
-    """One number a row; `other` for rows past the end of n."""
-    if MASKED:
-        return tl.load(ptr + rows, mask=rows < n, other=other)
-    else:
-        return tl.load(ptr + rows)
 
 
 @triton.jit
@@ -156,8 +148,9 @@ def count_upto(pos_ptr, n, limit, PLAIN: tl.constexpr):
 @triton.jit
 def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased,
                BLOCK: tl.constexpr, PLAIN: tl.constexpr):
-    """Tiles first <= a <= z <= last of n ascending positions. [first, last) hold those in
-    (some_low, some_high], [a, z) only such in (all_low, all_high]; a bias needs all tiles masked."""
+    """Tiles first <= a <= z <= last of n ascending positions: [first, last) hold those in
+    (some_low, some_high], [a, z) none but those in (all_low, all_high]. With a bias [a, z) is
+    empty: it needs all distances."""
     first = count_upto(pos_ptr, n, some_low, PLAIN) // BLOCK
     last = tl.cdiv(count_upto(pos_ptr, n, some_high, PLAIN), BLOCK)
     a = tl.minimum(tl.cdiv(count_upto(pos_ptr, n, all_low, PLAIN), BLOCK), last)
@@ -188,9 +181,9 @@ def masked_tile(i, first, a, z):
 def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
     """s = scale x y^T in units of log 2. Where MASKED also ALiBi's bias, and -inf where the key is
     not visible. q_pos and k_pos broadcast to the tile: queries may be its rows or its columns."""
-    s = dot(x, tl.trans(y), None) * scale
+    s = dot(x, tl.trans(y), None) * scale               # 2^s = e^(q . k / sqrt(D))
     if MASKED:
-        distance = q_pos - k_pos
+        distance = q_pos - k_pos                        # (M, N) or (N, M)
         visible = (distance >= 0) & (distance < window)
         s = tl.where(visible, s - slope * distance, float("-inf"))
     return s
@@ -203,17 +196,36 @@ def softmax_tile(q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, start, k_t, v_t, 
     """One tile of keys enters the online softmax (m, l, acc) of a tile of queries."""
     rows = start + tl.arange(0, BLOCK_N)
     k_pos = load_pos(k_pos_ptr, rows, Tk, FAR, PLAIN) if MASKED else 0
-    k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)  # not the padding
-    s = scores(q, k, q_pos[:, None], k_pos[None, :] if MASKED else 0, scale, slope, window, MASKED)
-    new_m = tl.maximum(m, tl.max(s, 1))                                 # m'
+    k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
+    k_at = k_pos[None, :] if MASKED else 0
+    s = scores(q, k, q_pos[:, None], k_at, scale, slope, window, MASKED)    # (M, N)
+    new_m = tl.maximum(m, tl.max(s, 1))                         # m'
     shift = new_m
-    if MASKED:                                                          # a row without keys so far
+    if MASKED:                                                  # a row without keys so far
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-    alpha = tl.exp2(m - shift)
-    p = tl.exp2(s - shift[:, None])                                     # e^{s_ij - m'}
+    alpha = tl.exp2(m - shift)                                  # e^{m - m'}
+    p = tl.exp2(s - shift[:, None])                             # e^{s_ij - m'}
+    l = alpha * l + tl.sum(p, 1)
     v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
-    acc = dot(narrow(p, v.dtype), v, acc * alpha[:, None])              # alpha acc + p v
-    return new_m, l * alpha + tl.sum(p, 1), acc
+    acc = dot(narrow(p, v.dtype), v, alpha[:, None] * acc)      # alpha acc + p v
+    return new_m, l, acc
+
+
+@triton.jit
+def softmax_tiles(q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, k_t, v_t, Tk, D, scale, slope,
+                  window, first, a, z, last, PLAIN: tl.constexpr,
+                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """All tiles of keys first .. last do, those from a to z without a mask."""
+    for n in range(a, z):
+        m, l, acc = softmax_tile(
+            q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D,
+            scale, slope, window, PLAIN, BLOCK_N, BLOCK_D, False)
+    for i in range(0, a - first + last - z):
+        n = masked_tile(i, first, a, z)
+        m, l, acc = softmax_tile(
+            q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D,
+            scale, slope, window, PLAIN, BLOCK_N, BLOCK_D, True)
+    return m, l, acc
 
 
 @triton.jit(**ATTEND)
@@ -226,7 +238,7 @@ def attend_forward_kernel(
     lse_i = log sum_j e^{s_ij},  out_i = sum_j e^{s_ij - lse_i} v_j."""
     n_tiles = tl.cdiv(Tq, BLOCK_M)
     tile, b, h = program(n_tiles, H)
-    start = (n_tiles - 1 - tile) * BLOCK_M                              # longest first
+    start = (n_tiles - 1 - tile) * BLOCK_M              # longest first
     k_ptr += b * k_b + h // GROUP * k_h
     v_ptr += b * v_b + h // GROUP * v_h
     q_pos_ptr += b * q_pos_b
@@ -235,24 +247,18 @@ def attend_forward_kernel(
     scale = scale * LOG2E
 
     rows = start + tl.arange(0, BLOCK_M)
-    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, True)
-    q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)
+    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D)
+    q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)  # padding attends to nothing
     first, a, z, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window, biased,
                                      BLOCK_M, BLOCK_N, PLAIN)
-    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for n in range(a, z):                               # visible to all of these queries
-        m, l, acc = softmax_tile(
-            q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D,
-            scale, slope, window, PLAIN, BLOCK_N, BLOCK_D, False)
-    for i in range(0, a - first + last - z):            # the tiles on either side of them
-        n = masked_tile(i, first, a, z)
-        m, l, acc = softmax_tile(
-            q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D,
-            scale, slope, window, PLAIN, BLOCK_N, BLOCK_D, True)
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
+    l = tl.zeros((BLOCK_M,), tl.float32)                # sum_j e^{s_ij - m}
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)      # sum_j e^{s_ij - m} v_j
+    m, l, acc = softmax_tiles(
+        q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, k_t, v_t, Tk, D, scale, slope,
+        window, first, a, z, last, PLAIN, BLOCK_N, BLOCK_D)
 
-    empty = l == 0.0                                    # no key is visible: out 0, lse -inf
+    empty = l == 0.0                            # no key is visible: out 0, lse -inf
     l = tl.where(empty, 1.0, l)
     out = acc / l[:, None]
     store_rows(out_ptr + b * o_b + h * o_h, start, o_t, Tq, D, out, BLOCK_M, BLOCK_D)
@@ -269,10 +275,11 @@ def dq_tile(q, do, q_pos, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, start, k_t, v
     k_pos = load_pos(k_pos_ptr, rows, Tk, FAR, PLAIN) if MASKED else 0
     k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
     v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
-    s = scores(q, k, q_pos[:, None], k_pos[None, :] if MASKED else 0, scale, slope, window, MASKED)
-    p = tl.exp2(s - lse[:, None])                                       # p_ij = e^{s_ij - lse_i}
-    ds = p * (dot(do, tl.trans(v), None) - delta[:, None])              # p_ij (do_i . v_j - delta_i)
-    return dot(narrow(ds, k.dtype), k, dq)                              # dq_i + sum_j ds_ij k_j
+    k_at = k_pos[None, :] if MASKED else 0
+    s = scores(q, k, q_pos[:, None], k_at, scale, slope, window, MASKED)
+    p = tl.exp2(s - lse[:, None])                               # p_ij = e^{s_ij - lse_i}
+    ds = p * (dot(do, tl.trans(v), None) - delta[:, None])      # p_ij (do_i . v_j - delta_i)
+    return dot(narrow(ds, k.dtype), k, dq)                      # dq_i + sum_j ds_ij k_j
 
 
 @triton.jit(**ATTEND)
@@ -287,7 +294,7 @@ def attend_dq_kernel(
     their delta_i = do_i . out_i - dlse_i, which attend_dkv_kernel reads."""
     n_tiles = tl.cdiv(Tq, BLOCK_M)
     tile, b, h = program(n_tiles, H)
-    start = (n_tiles - 1 - tile) * BLOCK_M
+    start = (n_tiles - 1 - tile) * BLOCK_M              # longest first
     k_ptr += b * k_b + h // GROUP * k_h
     v_ptr += b * v_b + h // GROUP * v_h
     q_pos_ptr += b * q_pos_b
@@ -296,8 +303,8 @@ def attend_dq_kernel(
 
     rows = start + tl.arange(0, BLOCK_M)
     valid, per_row = rows < Tq, (b * H + h) * Tq + rows
-    do = load_rows(do_ptr + b * do_b + h * do_h, start, do_t, valid, D, BLOCK_M, BLOCK_D, True)
-    out = load_rows(out_ptr + b * o_b + h * o_h, start, o_t, valid, D, BLOCK_M, BLOCK_D, True)
+    do = load_rows(do_ptr + b * do_b + h * do_h, start, do_t, valid, D, BLOCK_M, BLOCK_D)
+    out = load_rows(out_ptr + b * o_b + h * o_h, start, o_t, valid, D, BLOCK_M, BLOCK_D)
     dlse = tl.load(dlse_ptr + per_row, mask=valid, other=0.0)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse
     lse = tl.load(lse_ptr + per_row, mask=valid, other=float("-inf"))
@@ -306,11 +313,11 @@ def attend_dq_kernel(
     lse = tl.where(empty, float("inf"), lse * LOG2E)        # p = 2^(s - inf) = 0
     tl.store(delta_ptr + per_row, delta, mask=valid)
 
-    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, valid, D, BLOCK_M, BLOCK_D, True)
-    q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)
+    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, valid, D, BLOCK_M, BLOCK_D)
+    q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)  # padding attends to nothing
     first, a, z, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window, biased,
                                      BLOCK_M, BLOCK_N, PLAIN)
-    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)       # sum_j ds_ij k_j
     for n in range(a, z):
         dq = dq_tile(q, do, q_pos, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t,
                      Tk, D, scale * LOG2E, slope, window, PLAIN, BLOCK_N, BLOCK_D, False)
@@ -331,16 +338,17 @@ def dkv_tile(k, v, k_pos, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, 
     rows = start + tl.arange(0, BLOCK_M)
     q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN) if MASKED else 0
     q = load_rows(q_ptr, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
-    lse = load_per_row(lse_ptr, rows, Tq, float("inf"), MASKED) * LOG2E
-    if MASKED:                                              # a query without keys: p = 2^(s - inf)
+    lse = tl.load(lse_ptr + rows, mask=rows < Tq, other=float("inf")) * LOG2E
+    if MASKED:                                  # a query without keys: p = 2^(s - inf) = 0
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    s = scores(k, q, q_pos[None, :] if MASKED else 0, k_pos[:, None], scale, slope, window, MASKED)
-    p = tl.exp2(s - lse[None, :])                                       # p_ij, (N, M)
+    q_at = q_pos[None, :] if MASKED else 0
+    s = scores(k, q, q_at, k_pos[:, None], scale, slope, window, MASKED)
+    p = tl.exp2(s - lse[None, :])                               # p_ij, (N, M)
     do = load_rows(do_ptr, start, do_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
-    dv = dot(narrow(p, do.dtype), do, dv)                               # dv_j + sum_i p_ij do_i
-    delta = load_per_row(delta_ptr, rows, Tq, 0.0, MASKED)
-    ds = p * (dot(v, tl.trans(do), None) - delta[None, :])              # p_ij (do_i . v_j - delta_i)
-    dk = dot(narrow(ds, q.dtype), q, dk)                                # dk_j + sum_i ds_ij q_i
+    dv = dot(narrow(p, do.dtype), do, dv)                       # dv_j + sum_i p_ij do_i
+    delta = tl.load(delta_ptr + rows, mask=rows < Tq, other=0.0)
+    ds = p * (dot(v, tl.trans(do), None) - delta[None, :])      # p_ij (do_i . v_j - delta_i)
+    dk = dot(narrow(ds, q.dtype), q, dk)                        # dk_j + sum_i ds_ij q_i
     return dk, dv
 
 
@@ -355,7 +363,7 @@ def attend_dkv_kernel(
     """A program computes what one query head adds to dk_j = scale sum_i ds_ij q_i and
     dv_j = sum_i p_ij do_i of BLOCK_N keys; heads that share keys are summed outside."""
     tile, b, h = program(tl.cdiv(Tk, BLOCK_N), H)
-    start = tile * BLOCK_N                                              # longest first
+    start = tile * BLOCK_N                              # longest first
     q_ptr += b * q_b + h * q_h
     do_ptr += b * do_b + h * do_h
     lse_ptr += (b * H + h) * Tq
@@ -367,24 +375,24 @@ def attend_dkv_kernel(
     slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * LOG2E
 
     k_pos = load_pos(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, FAR, PLAIN)
-    k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, True)
-    v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, True)
+    k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D)
+    v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D)
     low = load_pos(k_pos_ptr, start, Tk, 0, PLAIN)
     high = load_pos(k_pos_ptr, tl.minimum(start + BLOCK_N, Tk) - 1, Tk, 0, PLAIN)
     first, a, z, last = tile_spans(             # query i of key j iff j <= i < j + window
         q_pos_ptr, Tq, low - 1, high - 1, low + (window - 1), high + (window - 1), biased,
         BLOCK_M, PLAIN)
-    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)       # sum_i ds_ij q_i
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)       # sum_i p_ij do_i
     for n in range(a, z):
         dk, dv = dkv_tile(
-            k, v, k_pos, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, n * BLOCK_M, q_t, do_t,
-            Tq, D, scale * LOG2E, slope, window, PLAIN, BLOCK_M, BLOCK_D, False)
+            k, v, k_pos, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, n * BLOCK_M,
+            q_t, do_t, Tq, D, scale * LOG2E, slope, window, PLAIN, BLOCK_M, BLOCK_D, False)
     for i in range(0, a - first + last - z):
         n = masked_tile(i, first, a, z)
         dk, dv = dkv_tile(
-            k, v, k_pos, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, n * BLOCK_M, q_t, do_t,
-            Tq, D, scale * LOG2E, slope, window, PLAIN, BLOCK_M, BLOCK_D, True)
+            k, v, k_pos, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, n * BLOCK_M,
+            q_t, do_t, Tq, D, scale * LOG2E, slope, window, PLAIN, BLOCK_M, BLOCK_D, True)
     dk = dk * scale
     store_rows(dk_ptr + b * dk_b + h * dk_h, start, dk_t, Tk, D, dk, BLOCK_N, BLOCK_D)
     store_rows(dv_ptr + b * dv_b + h * dv_h, start, dv_t, Tk, D, dv, BLOCK_N, BLOCK_D)
@@ -395,7 +403,8 @@ def attend_dkv_kernel(
 
 @triton.jit
 def scan_program(T, C, chunk, BLOCK_C: tl.constexpr):
-    """What a program works on: batch row, number of the chunk, its tokens begin .. end, channels."""
+    """What a program works on: batch row, number of the chunk, its tokens begin .. end, and its
+    channels."""
     n_blocks, n_chunks = tl.cdiv(C, BLOCK_C), tl.cdiv(T, chunk)
     pid = tl.program_id(0)
     n, b = pid // n_blocks % n_chunks, (pid // n_blocks // n_chunks).to(tl.int64)
@@ -425,15 +434,16 @@ def scan_forward_kernel(g_ptr, x_ptr, h0_ptr, h_ptr, g_b, g_t, x_b, x_t, T, C, c
         g = tl.load(g_ptr + t[:, None] * g_t + c[None, :], mask=mask, other=1.0).to(tl.float32)
         x = tl.load(x_ptr + t[:, None] * x_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
         g, x = tl.associative_scan((g, x), 0, compose)      # g: the product of the gates so far
-        h = g * state[None, :] + x
+        h = g * state[None, :] + x                          # (BLOCK_T, BLOCK_C)
         state = row_of(h, BLOCK_T - 1, BLOCK_T)             # past the end g = 1, x = 0 keep it
         at = (b * T + t[:, None]) * C + c[None, :]
         tl.store(h_ptr + at, narrow(h, h_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(**SCAN)
-def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr, dh_b, dh_t, g_b, g_t,
-                         T, C, chunk, has_h0, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
+def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr,
+                         dh_b, dh_t, g_b, g_t, T, C, chunk, has_h0,
+                         BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
     """A program computes dx_t = dh_t + g_{t+1} dx_{t+1}, dg_t = dx_t h_{t-1} of one chunk, BLOCK_C
     channels, from its last tile to its first; the first chunk's also dh0 = g_0 dx_0."""
     b, n, begin, end, c = scan_program(T, C, chunk, BLOCK_C)
@@ -445,11 +455,13 @@ def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr, 
     n_tiles = tl.cdiv(end - begin, BLOCK_T)
     for i in range(0, n_tiles):
         t = (begin + (n_tiles - 1 - i) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-        mask, next_mask = (t < end)[:, None] & (c < C)[None, :], (t + 1 < end)[:, None] & (c < C)[None, :]
+        mask = (t < end)[:, None] & (c < C)[None, :]
+        next_mask = (t + 1 < end)[:, None] & (c < C)[None, :]
         next_g = tl.load(g_ptr + (t[:, None] + 1) * g_t + c[None, :], mask=next_mask, other=0.0)
         dh = tl.load(dh_ptr + t[:, None] * dh_t + c[None, :], mask=mask, other=0.0)
-        g, dx = tl.associative_scan((next_g.to(tl.float32), dh.to(tl.float32)), 0, compose, reverse=True)
-        dx += g * state[None, :]
+        next_g, dh = next_g.to(tl.float32), dh.to(tl.float32)
+        g, dx = tl.associative_scan((next_g, dh), 0, compose, reverse=True)
+        dx += g * state[None, :]                            # dh_t + g_{t+1} dx_{t+1}
         state = row_of(dx, 0, BLOCK_T)
         at = (b * T + t[:, None]) * C + c[None, :]
         inside = (t > begin)[:, None]                       # the token before is in this chunk
@@ -469,7 +481,7 @@ def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr, 
 def rat_program(T, H, chunk, BLOCK_M: tl.constexpr):
     """What a program works on: batch row, head, and a tile of as many whole chunks as fit into
     BLOCK_M rows: its tokens start .. end, and which of its rows are valid."""
-    size = BLOCK_M // chunk * chunk
+    size = BLOCK_M // chunk * chunk                         # tokens of a tile
     n_tiles = tl.cdiv(T, size)
     tile, b, h = program(n_tiles, H)
     start = (n_tiles - 1 - tile) * size                     # longest first
@@ -481,7 +493,7 @@ def rat_program(T, H, chunk, BLOCK_M: tl.constexpr):
 def forget_gate(g_ptr, bias_ptr, start, g_t, valid, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """a = sigmoid(g + bias) of a tile, in float32."""
     d = tl.arange(0, BLOCK_D)
-    g = load_rows(g_ptr, start, g_t, valid, D, ROWS, BLOCK_D, True).to(tl.float32)
+    g = load_rows(g_ptr, start, g_t, valid, D, ROWS, BLOCK_D).to(tl.float32)
     return tl.sigmoid(g + tl.load(bias_ptr + d, mask=d < D, other=0.0)[None, :])
 
 
@@ -490,7 +502,7 @@ def rat_states(a, x, chunk, ROWS: tl.constexpr):
     """x~_t = a_t x~_{t-1} + (1 - a_t) x_t along the rows of a tile, from zero in each chunk."""
     first = tl.arange(0, ROWS) % chunk == 0
     x = x.to(tl.float32)
-    keep = tl.where(first[:, None], 0.0, a)
+    keep = tl.where(first[:, None], 0.0, a)             # a chunk forgets the one before
     _, states = tl.associative_scan((keep, x - a * x), 0, compose)
     return states
 
@@ -504,22 +516,23 @@ def rat_ends_kernel(k_ptr, v_ptr, g_ptr, bias_ptr, k_ends_ptr, v_ends_ptr,
     b, h, start, end, valid = rat_program(T, H, chunk, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C
     t, d = start + tl.arange(0, BLOCK_M), c + tl.arange(0, BLOCK_C)
-    is_end = (t % chunk == chunk - 1) | (t == T - 1)
+    is_end = (t % chunk == chunk - 1) | (t == T - 1)    # of a chunk, maybe unfinished
     at = b * e_b + h * e_h + (t // chunk).to(tl.int64)[:, None] * e_t + d[None, :]
     mask = (valid & is_end)[:, None] & (d < D)[None, :]
-    a = forget_gate(g_ptr + b * g_b + h * g_h + c, bias_ptr + h * D + c, start, g_t, valid, D - c,
-                    BLOCK_M, BLOCK_C)
+    g_ptr += b * g_b + h * g_h + c
+    a = forget_gate(g_ptr, bias_ptr + h * D + c, start, g_t, valid, D - c, BLOCK_M, BLOCK_C)
     k_ptr += b * k_b + h % G * k_h + c
-    k = load_rows(k_ptr, start, k_t, valid, D - c, BLOCK_M, BLOCK_C, True)
+    k = load_rows(k_ptr, start, k_t, valid, D - c, BLOCK_M, BLOCK_C)
     tl.store(k_ends_ptr + at, rat_states(a, k, chunk, BLOCK_M), mask=mask)
     v_ptr += b * v_b + h * v_h + c
-    v = load_rows(v_ptr, start, v_t, valid, D - c, BLOCK_M, BLOCK_C, True)
+    v = load_rows(v_ptr, start, v_t, valid, D - c, BLOCK_M, BLOCK_C)
     tl.store(v_ends_ptr + at, rat_states(a, v, chunk, BLOCK_M), mask=mask)
 
 
 @triton.jit(**RAT)
 def rat_forward_kernel(
-        q_ptr, turned_ptr, k_ptr, v_ptr, g_ptr, z_ptr, bias_ptr, keys_ptr, values_ptr, out_ptr, lse_ptr,
+        q_ptr, turned_ptr, k_ptr, v_ptr, g_ptr, z_ptr, bias_ptr, keys_ptr, values_ptr,
+        out_ptr, lse_ptr,
         q_b, q_h, q_t, turned_b, turned_h, turned_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
         z_b, z_h, z_t, e_b, e_h, e_t, o_b, o_h, o_t, T, D, H, G, n, chunk, scale,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -527,14 +540,14 @@ def rat_forward_kernel(
     and the ends (keys, values) of the chunks before its own, of which there are n."""
     b, h, start, end, valid = rat_program(T, H, chunk, BLOCK_M)
     rows = start + tl.arange(0, BLOCK_M)
-    a = forget_gate(g_ptr + b * g_b + h * g_h, bias_ptr + h * D, start, g_t, valid, D,
-                    BLOCK_M, BLOCK_D)
+    g_ptr += b * g_b + h * g_h
+    a = forget_gate(g_ptr, bias_ptr + h * D, start, g_t, valid, D, BLOCK_M, BLOCK_D)
     q_ptr += b * q_b + h % G * q_h
     k_ptr += b * k_b + h % G * k_h
     v_ptr += b * v_b + h * v_h
-    q = load_rows(q_ptr, start, q_t, valid, D, BLOCK_M, BLOCK_D, True)
-    k = load_rows(k_ptr, start, k_t, valid, D, BLOCK_M, BLOCK_D, True)
-    v = load_rows(v_ptr, start, v_t, valid, D, BLOCK_M, BLOCK_D, True)
+    q = load_rows(q_ptr, start, q_t, valid, D, BLOCK_M, BLOCK_D)
+    k = load_rows(k_ptr, start, k_t, valid, D, BLOCK_M, BLOCK_D)
+    v = load_rows(v_ptr, start, v_t, valid, D, BLOCK_M, BLOCK_D)
     scale = scale * LOG2E
     # the own state opens the online softmax: m = q . k~ scale, l = 1, acc = v~
     m = tl.sum(q.to(tl.float32) * rat_states(a, k, chunk, BLOCK_M), 1) * scale
@@ -542,22 +555,17 @@ def rat_forward_kernel(
     acc = rat_states(a, v, chunk, BLOCK_M)
 
     turned_ptr += b * turned_b + h % G * turned_h           # q, rotated
-    q = load_rows(turned_ptr, start, turned_t, valid, D, BLOCK_M, BLOCK_D, True)
+    q = load_rows(turned_ptr, start, turned_t, valid, D, BLOCK_M, BLOCK_D)
     q_pos = tl.where(valid, rows // chunk - 1, -FAR)        # the last chunk that is visible
     keys_ptr += b * e_b + h * e_h
     values_ptr += b * e_b + h * e_h
-    unmasked = start // chunk // BLOCK_N                    # tiles of ends visible to all queries
-    for i in range(0, unmasked):
-        m, l, acc = softmax_tile(
-            q, q_pos, m, l, acc, keys_ptr, values_ptr, keys_ptr, i * BLOCK_N, e_t, e_t, n, D,
-            scale, 0.0, FAR, True, BLOCK_N, BLOCK_D, False)
-    for i in range(unmasked, tl.cdiv((end - 1) // chunk, BLOCK_N)):
-        m, l, acc = softmax_tile(
-            q, q_pos, m, l, acc, keys_ptr, values_ptr, keys_ptr, i * BLOCK_N, e_t, e_t, n, D,
-            scale, 0.0, FAR, True, BLOCK_N, BLOCK_D, True)
+    z, last = start // chunk // BLOCK_N, tl.cdiv((end - 1) // chunk, BLOCK_N)
+    m, l, acc = softmax_tiles(
+        q, q_pos, m, l, acc, keys_ptr, values_ptr, keys_ptr, e_t, e_t, n, D, scale, 0.0,
+        FAR, 0, 0, z, last, True, BLOCK_N, BLOCK_D)
 
     z_ptr += b * z_b + h * z_h
-    z = load_rows(z_ptr, start, z_t, valid, D, BLOCK_M, BLOCK_D, True)
+    z = load_rows(z_ptr, start, z_t, valid, D, BLOCK_M, BLOCK_D)
     out = tl.sigmoid(z.to(tl.float32)) * (acc / l[:, None])
     store_rows(out_ptr + b * o_b + h * o_h, start, o_t, end, D, out, BLOCK_M, BLOCK_D)
     tl.store(lse_ptr + (b * H + h) * T + rows, (m + tl.log2(l)) * LN2, mask=valid)
@@ -567,16 +575,16 @@ def rat_forward_kernel(
 def rat_gate_kernel(
         dout_ptr, out_ptr, z_ptr, do_ptr, y_ptr, dz_ptr, dout_b, dout_h, dout_t, z_b, z_h, z_t,
         o_b, o_h, o_t, T, D, H, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program goes back through the output gate, out = sigmoid(z) y, of BLOCK_M tokens of one head:
-    y, do = sigmoid(z) dout, dz = (1 - sigmoid(z)) out dout. out, do, y and dz share their strides."""
+    """A program goes back through the output gate, out = sigmoid(z) y, of BLOCK_M tokens, one head:
+    y, do = sigmoid(z) dout, dz = (1 - sigmoid(z)) out dout. They have out's strides."""
     b, h, start, end, valid = rat_program(T, H, 1, BLOCK_M)
     at = b * o_b + h * o_h
     dout_ptr += b * dout_b + h * dout_h
     z_ptr += b * z_b + h * z_h
-    dout = load_rows(dout_ptr, start, dout_t, valid, D, BLOCK_M, BLOCK_D, True).to(tl.float32)
-    out = load_rows(out_ptr + at, start, o_t, valid, D, BLOCK_M, BLOCK_D, True).to(tl.float32)
-    z = load_rows(z_ptr, start, z_t, valid, D, BLOCK_M, BLOCK_D, True).to(tl.float32)
-    s = tl.sigmoid(z)
+    dout = load_rows(dout_ptr, start, dout_t, valid, D, BLOCK_M, BLOCK_D).to(tl.float32)
+    out = load_rows(out_ptr + at, start, o_t, valid, D, BLOCK_M, BLOCK_D).to(tl.float32)
+    z = load_rows(z_ptr, start, z_t, valid, D, BLOCK_M, BLOCK_D).to(tl.float32)
+    s = tl.sigmoid(z)                                       # (BLOCK_M, BLOCK_D)
     y = out / tl.maximum(s, 1e-37)                          # where it is lost do is 0
     store_rows(do_ptr + at, start, o_t, end, D, s * dout, BLOCK_M, BLOCK_D)
     store_rows(y_ptr + at, start, o_t, end, D, y, BLOCK_M, BLOCK_D)
@@ -585,11 +593,11 @@ def rat_gate_kernel(
 
 @triton.jit
 def rat_states_backward(a, next_a, x, dstates, chunk, ROWS: tl.constexpr):
-    """rat_states backwards, from the gradients of the states by themselves; next_a: the next token's
-    gate, 0 at a chunk's end. Returns the states, dx, and what x adds to the gradient of g."""
+    """rat_states backwards, from what each state gets by itself (dstates); next_a: the next
+    token's gate, 0 at a chunk's end. Returns the states, dx, and what x adds to dg."""
     states = rat_states(a, x, chunk, ROWS)
     _, dstates = tl.associative_scan((next_a, dstates), 0, compose, reverse=True)
-    dx = dstates - a * dstates                              # (1 - a_t) Dx_t
+    dx = dstates - a * dstates                              # (1 - a_t) dx~_t
     return states, dx, dx * (states - x.to(tl.float32))     # dx_t (x~_t - x_t)
 
 
@@ -611,15 +619,16 @@ def rat_own_kernel(
     g_ptr += b * g_b + h * g_h
     bias_ptr += h * D
     at = b * o_b + h * o_h
-    s, dp = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    s = tl.zeros((BLOCK_M,), tl.float32)                # q_t . k~_t
+    dp = tl.zeros((BLOCK_M,), tl.float32)               # do_t . v~_t
     for c in range(0, D, BLOCK_C):
         a = forget_gate(g_ptr + c, bias_ptr + c, start, g_t, valid, D - c, BLOCK_M, BLOCK_C)
-        q = load_rows(q_ptr + c, start, q_t, valid, D - c, BLOCK_M, BLOCK_C, True)
-        k = load_rows(k_ptr + c, start, k_t, valid, D - c, BLOCK_M, BLOCK_C, True)
-        s += tl.sum(q.to(tl.float32) * rat_states(a, k, chunk, BLOCK_M), 1)         # q_t . k~_t
-        v = load_rows(v_ptr + c, start, v_t, valid, D - c, BLOCK_M, BLOCK_C, True)
-        do = load_rows(do_ptr + at + c, start, o_t, valid, D - c, BLOCK_M, BLOCK_C, True)
-        dp += tl.sum(do.to(tl.float32) * rat_states(a, v, chunk, BLOCK_M), 1)       # do_t . v~_t
+        q = load_rows(q_ptr + c, start, q_t, valid, D - c, BLOCK_M, BLOCK_C)
+        k = load_rows(k_ptr + c, start, k_t, valid, D - c, BLOCK_M, BLOCK_C)
+        s += tl.sum(q.to(tl.float32) * rat_states(a, k, chunk, BLOCK_M), 1)
+        v = load_rows(v_ptr + c, start, v_t, valid, D - c, BLOCK_M, BLOCK_C)
+        do = load_rows(do_ptr + at + c, start, o_t, valid, D - c, BLOCK_M, BLOCK_C)
+        dp += tl.sum(do.to(tl.float32) * rat_states(a, v, chunk, BLOCK_M), 1)
     per_row = (b * H + h) * T + rows
     p = tl.exp(s * scale - tl.load(lse_ptr + per_row, mask=valid, other=float("inf")))
     ds = p * (dp - tl.load(delta_ptr + per_row, mask=valid, other=0.0)) * scale
@@ -631,17 +640,18 @@ def rat_own_kernel(
         d = c + tl.arange(0, BLOCK_C)
         mask = is_end[:, None] & (d < D)[None, :]
         a = forget_gate(g_ptr + c, bias_ptr + c, start, g_t, valid, D - c, BLOCK_M, BLOCK_C)
-        next_a = forget_gate(g_ptr + c, bias_ptr + c, start + 1, g_t, goes_on, D - c, BLOCK_M, BLOCK_C)
+        next_a = forget_gate(g_ptr + c, bias_ptr + c, start + 1, g_t, goes_on, D - c,
+                             BLOCK_M, BLOCK_C)
         next_a = tl.where(goes_on[:, None], next_a, 0.0)
-        q = load_rows(q_ptr + c, start, q_t, valid, D - c, BLOCK_M, BLOCK_C, True)
-        k = load_rows(k_ptr + c, start, k_t, valid, D - c, BLOCK_M, BLOCK_C, True)
+        q = load_rows(q_ptr + c, start, q_t, valid, D - c, BLOCK_M, BLOCK_C)
+        k = load_rows(k_ptr + c, start, k_t, valid, D - c, BLOCK_M, BLOCK_C)
         dsk = tl.load(dk_ends_ptr + e + d[None, :], mask=mask, other=0.0).to(tl.float32)
         dsk += ds[:, None] * q.to(tl.float32)                       # scale ds_t q_t + dK of the end
         sk, dk, dg = rat_states_backward(a, next_a, k, dsk, chunk, BLOCK_M)
         store_rows(dq_ptr + at + c, start, o_t, end, D - c, ds[:, None] * sk, BLOCK_M, BLOCK_C)
         store_rows(dk_ptr + at + c, start, o_t, end, D - c, dk, BLOCK_M, BLOCK_C)
-        do = load_rows(do_ptr + at + c, start, o_t, valid, D - c, BLOCK_M, BLOCK_C, True)
-        v = load_rows(v_ptr + c, start, v_t, valid, D - c, BLOCK_M, BLOCK_C, True)
+        do = load_rows(do_ptr + at + c, start, o_t, valid, D - c, BLOCK_M, BLOCK_C)
+        v = load_rows(v_ptr + c, start, v_t, valid, D - c, BLOCK_M, BLOCK_C)
         dsv = tl.load(dv_ends_ptr + e + d[None, :], mask=mask, other=0.0).to(tl.float32)
         dsv += p[:, None] * do.to(tl.float32)                       # p_t do_t + dV of the end
         _, dv, dg_v = rat_states_backward(a, next_a, v, dsv, chunk, BLOCK_M)
@@ -658,7 +668,7 @@ def strides(*tensors):
 
 
 def is_aligned(x):
-    """Whether x's strides and last dimension are multiples of 16 elements, its start of 16 bytes."""
+    """Whether x's strides and last dimension are multiples of 16, and its start of 16 bytes."""
     return (x.stride(-1) == 1 and x.size(-1) % 16 == 0 and x.data_ptr() % 16 == 0
             and all(s % 16 == 0 for s in strides(x)))
 
@@ -678,8 +688,7 @@ def cropped(x, D):
 
 
 def summed_over_groups(x, G, D):
-    """x (B, H, T, at least D), one part a query head, summed over those that share a key head:
-    (B, G, T, D)."""
+    """x (B, H, T, at least D) summed over the query heads that share a key head: (B, G, T, D)."""
     if x.size(1) == G:
         return cropped(x, D)
     total = x[..., :D].unflatten(1, (G, -1)).sum(2)
@@ -753,8 +762,8 @@ def scan_options(chunk):
 
 
 def rat_options(name, block, dtype, large):
-    """Tiles of a rat kernel ("ends", "forward", "gate", "own"); small ones for the interpreter, then
-    a few tokens are many tiles."""
+    """Tiles of a rat kernel ("ends", "forward", "gate", "own"); small ones for the interpreter:
+    then a few tokens are many tiles."""
     if name == "gate":
         return dict(BLOCK_M=2048 // block, BLOCK_D=block, num_warps=4)
     if name in ("ends", "own"):
@@ -769,8 +778,8 @@ def launch_options(options, name, x):
 
 
 def variants(large):
-    """All that the functions below can launch, as (kernel, dtype, constants, launch options): what
-    tests/compile_kernels.py compiles. The rest are run-time arguments: lengths, strides, positions."""
+    """All that the functions below can launch, as (kernel, dtype, constants, launch options):
+    tests/compile_kernels.py compiles them. The rest are run-time arguments."""
     attends = dict(forward=attend_forward_kernel, dq=attend_dq_kernel, dkv=attend_dkv_kernel)
     rats = dict(forward=rat_forward_kernel, gate=rat_gate_kernel)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -802,14 +811,14 @@ def mask_arguments(q_pos, k_pos, slopes, lse):
 def attend(q, k, v, q_pos, k_pos, slopes, window):
     """out (B, H, Tq, D), lse (B, H, Tq)."""
     (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
-    q, k, v = aligned(q), aligned(k), aligned(v)
+    q, k, v = aligned(q), aligned(k), aligned(v)            # D is a multiple of 16 now
     out, lse = heads_like(q, *q.shape), q.new_empty(B, H, Tq, dtype=torch.float32)
     pointers, pos_strides, biased = mask_arguments(q_pos, k_pos, slopes, lse)
     options = launch_options(attend_options, "forward", q)
     with on_device(q):
         attend_forward_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H,)](
-            q, k, v, out, lse, *pointers, *strides(q, k, v, out), *pos_strides,
-            Tq, Tk, q.size(-1), H, H // G, window, D ** -0.5, biased, PLAIN=q_pos is None, **options)
+            q, k, v, out, lse, *pointers, *strides(q, k, v, out), *pos_strides, Tq, Tk, q.size(-1),
+            H, H // G, window, D ** -0.5, biased, PLAIN=q_pos is None, **options)
     return cropped(out, D), lse
 
 
@@ -819,19 +828,19 @@ def attend_gradients(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window, 
     (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
     lse = lse.contiguous()                                  # the kernels count on it
     dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
-    delta = torch.empty_like(lse)
+    delta = torch.empty_like(lse)                           # the first kernel writes it
     dq, dk, dv = (heads_like(q, B, H, T, D) for T in (Tq, Tk, Tk))
     pointers, pos_strides, biased = mask_arguments(q_pos, k_pos, slopes, lse)
     sizes = [*pos_strides, Tq, Tk, D, H, H // G, window, scale, biased]
     with on_device(q):
         options = launch_options(attend_options, "dq", q)
         attend_dq_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H,)](
-            q, k, v, out, lse, do, dlse, delta, dq, *pointers, *strides(q, k, v, out, do, dq), *sizes,
-            PLAIN=q_pos is None, **options)
+            q, k, v, out, lse, do, dlse, delta, dq, *pointers,
+            *strides(q, k, v, out, do, dq), *sizes, PLAIN=q_pos is None, **options)
         options = launch_options(attend_options, "dkv", q)
         attend_dkv_kernel[(triton.cdiv(Tk, options["BLOCK_N"]) * B * H,)](
-            q, k, v, lse, do, delta, dk, dv, *pointers, *strides(q, k, v, do, dk, dv), *sizes,
-            PLAIN=q_pos is None, **options)
+            q, k, v, lse, do, delta, dk, dv, *pointers,
+            *strides(q, k, v, do, dk, dv), *sizes, PLAIN=q_pos is None, **options)
     return dq, dk, dv, delta
 
 
@@ -854,7 +863,9 @@ def scan(g, x, chunk, h0):
     (B, T, C), chunk = x.shape, min(chunk, x.size(1))
     g, x = padded_channels(g), padded_channels(x)
     h = x.new_empty(x.shape)
-    state = h if h0 is None else F.pad(h0, (0, x.size(-1) - C)).contiguous()    # h is not read
+    state = h                                               # not read
+    if h0 is not None:
+        state = F.pad(h0, (0, x.size(-1) - C)).contiguous()
     options = scan_options(chunk)
     grid = (B * triton.cdiv(T, chunk) * triton.cdiv(x.size(-1), options["BLOCK_C"]),)
     with on_device(x):
@@ -868,19 +879,21 @@ def scan_backward(dh, g, h, chunk, h0):
     (B, T, C), chunk = h.shape, min(chunk, h.size(1))
     dh, g, h = padded_channels(dh), padded_channels(g), padded_channels(h).contiguous()
     dg, dx = torch.empty_like(h), torch.empty_like(h)
-    state = h if h0 is None else F.pad(h0, (0, h.size(-1) - C)).contiguous()
-    dh0 = dx if h0 is None else torch.empty_like(state)                         # dx is not written
+    state, dh0 = h, dx                                      # neither read nor written
+    if h0 is not None:
+        state = F.pad(h0, (0, h.size(-1) - C)).contiguous()
+        dh0 = torch.empty_like(state)
     options = scan_options(chunk)
     grid = (B * triton.cdiv(T, chunk) * triton.cdiv(h.size(-1), options["BLOCK_C"]),)
     with on_device(h):
-        scan_backward_kernel[grid](dh, g, h, state, dg, dx, dh0, *strides(dh, g), T, h.size(-1), chunk,
-                                   int(h0 is not None), **options)
+        scan_backward_kernel[grid](dh, g, h, state, dg, dx, dh0, *strides(dh, g),
+                                   T, h.size(-1), chunk, int(h0 is not None), **options)
     dh0 = h.new_empty(0) if h0 is None else dh0[:, :C].contiguous()
     return dg[..., :C].contiguous(), dx[..., :C].contiguous(), dh0
 
 
 def recurrence(g, x, h0, reverse=False, overwrite=False):
-    """kernels.recurrence with h0 = None, for g (N, L, C), x (2, N, L, C), by the kernels of scan."""
+    """kernels.recurrence, h0 = None, for g (N, L, C), x (2, N, L, C), by the kernels of scan."""
     rows, L = x.flatten(0, 1), x.size(-2)
     g = g.repeat(2, 1, 1)
     h = scan_backward(rows, g, rows, L, None)[1] if reverse else scan(g, rows, L, None)
@@ -906,14 +919,16 @@ def rat_inputs(q, k, v, g, z, bias, cos, sin):
 
 
 def rat_ends(k, v, g, bias, D, chunk, cos, sin):
-    """The states at the ends of all chunks, k_ends, v_ends (B, n, H, D), and what attention reads of
-    them, all but the last: rotated keys, and values, both (B, H, n - 1, D). k, v, g, bias: rat_inputs."""
+    """The states at the ends of all chunks, k_ends, v_ends (B, n, H, D), and what attention reads
+    of them, all but the last: rotated keys, and values, both (B, H, n - 1, D). k, v, g and bias
+    are of rat_inputs."""
     B, H, T, _ = v.shape
     ends = [heads_like(v, B, H, -(-T // chunk), v.size(-1), torch.float32) for _ in range(2)]
     options = launch_options(rat_options, "ends", v)
     n_tiles = triton.cdiv(T, options["BLOCK_M"] // chunk * chunk)
     rat_ends_kernel[n_tiles * B * H, triton.cdiv(v.size(-1), options["BLOCK_C"])](
-        k, v, g, bias, *ends, *strides(k, v, g, ends[0]), T, v.size(-1), H, k.size(1), chunk, **options)
+        k, v, g, bias, *ends, *strides(k, v, g, ends[0]), T, v.size(-1), H, k.size(1), chunk,
+        **options)
     k_ends, v_ends = (tokens_first(x, D) for x in ends)
     read = rotated(k_ends[:, :-1], *end_tables(T, chunk, cos, sin)), v_ends[:, :-1]
     return k_ends, v_ends, *(aligned(x.to(v.dtype).contiguous().transpose(1, 2)) for x in read)
@@ -945,24 +960,27 @@ def rat_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin):
     with on_device(q):
         turned, q, k, v, g, z, bias = rat_inputs(q, k, v, g, z, bias, cos, sin)
         keys, values = rat_ends(k, v, g, bias, D, chunk, cos, sin)[2:]
+        # back through the output gate
         out, dout = (aligned(x.transpose(1, 2)) for x in (out, dout))
         do, y, dz, dq, dk, dv, dg = (heads_like(v, *v.shape) for _ in range(7))
         options = launch_options(rat_options, "gate", v)
         rat_gate_kernel[(triton.cdiv(T, options["BLOCK_M"]) * B * H,)](
             dout, out, z, do, y, dz, *strides(dout, z, out), T, v.size(-1), H, **options)
-
+        # attention over the ends
         at = torch.arange(T, device=q.device, dtype=torch.int32)
         dturned, dkeys, dvalues, delta = attend_gradients(
             turned.repeat(1, H // G, 1, 1), keys, values, y, lse, do, None,
             at // chunk - 1, at[:keys.size(2)], None, kernels.FAR, D ** -0.5)
         dk_ends = rotated(tokens_first(dkeys, D), *end_tables(T, chunk, cos, sin), back=True)
         dk_ends = aligned(dk_ends.contiguous().transpose(1, 2))
+        # attention to the own states, and the recurrence
         options = launch_options(rat_options, "own", v)
         rat_own_kernel[(triton.cdiv(T, options["BLOCK_M"] // chunk * chunk) * B * H,)](
             q, k, v, g, bias, lse.contiguous(), do, delta, dk_ends, dvalues, dq, dk, dv, dg,
             *strides(q, k, v, g, dvalues, do), T, v.size(-1), H, G, keys.size(2), chunk, D ** -0.5,
             **options)
     dturned, dq, dk, dv, dg, dz = (tokens_first(x, D) for x in (dturned, dq, dk, dv, dg, dz))
+    # heads of a group share q and k
     dturned, dq, dk = (by_group(x, G).sum(2, dtype=torch.float32) for x in (dturned, dq, dk))
     dq = rotated(dturned, cos, sin, back=True) + dq
     dbias = dg.sum((0, 1), dtype=torch.float32).flatten()
