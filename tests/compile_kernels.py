@@ -1,15 +1,13 @@
 """
-Compile the Triton kernels for GPUs that are not here; check what the compilers say of registers and
-memory.
+Compile the Triton kernels for GPUs that are not here; check registers, spills and shared memory.
 
-    python tests/compile_kernels.py          everything that dispatch can choose (minutes)
-    python tests/compile_kernels.py ci       head size 64, and attention at 128, in bfloat16; attention
-                                             at 64 in float32; a scan: what the tests run
+    python tests/compile_kernels.py          all variants that the launchers can choose (minutes)
+    python tests/compile_kernels.py ci       a few of each kernel: what the tests run
 
-Prints a table (registers a thread, spilled bytes a thread, shared memory a block), then what is wrong;
-exit status 1 if anything is: a compile error, more shared memory than the chip has, or spills: none may
-be on sm_90 in 16 bits up to head size 128, at most 1 KB elsewhere. sm_89 stands for the GPUs with less
-shared memory than the data centre's.
+Prints a table (registers a thread, spilled bytes a thread, shared memory a block), then what is
+wrong; exit status 1 if anything is: a compile error, more shared memory than the chip has, or
+spills: none may be on sm_90 in 16 bits up to head size 128, at most 1 KB elsewhere. sm_89 stands
+for the GPUs with less shared memory than the data centre's.
 """
 import os
 import re
@@ -40,9 +38,9 @@ FLOAT32 = ("lse_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr", "bias_ptr", "k_ends
 
 
 def source(kernel, dtype, constants, chip):
-    """The kernel with its arguments' types, as the launchers call it: pointers, head sizes and strides
-    are multiples of 16, nothing is known of the arguments that are not specialised; on AMD tensors
-    below 2 GB are known to be so."""
+    """The kernel with its arguments' types, as the launchers call it: pointers, head sizes and
+    strides are multiples of 16, nothing is known of the arguments that are not specialised; on AMD
+    tensors below 2 GB are known to be so."""
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
         name, known = parameter.name, []
@@ -68,15 +66,16 @@ def nvidia_figures(ptx):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={chip}", path, "-o", os.devnull]
+        ptxas = triton.knobs.nvidia.ptxas.path
+        command = [ptxas, "-v", f"--gpu-name={chip}", path, "-o", os.devnull]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", out)
     return int(re.search(r"Used (\d+) registers", out)[1]), int(spilled[1]) + int(spilled[2])
 
 
 def amd_figures(text):
-    """The same from the assembly's metadata: spilled vector registers, 4 bytes a thread each, or the
-    scratch memory if that is more. Spilled scalar registers move to vector registers, not to memory."""
+    """The same from the assembly's metadata: spilled vector registers, 4 bytes a thread each, or
+    the scratch memory if that is more. Scalar registers spill to vector registers."""
     count = {key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1])
              for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")}
     spilled = max(4 * count["vgpr_spill_count"], count["private_segment_fixed_size"])
@@ -84,7 +83,7 @@ def amd_figures(text):
 
 
 def measure(chip, kernel, dtype, constants, launch):
-    """(registers, spilled bytes, shared bytes) of one variant; a string where it does not compile."""
+    """(registers, spilled bytes, shared bytes) of one variant, or the compiler's error."""
     constants = {**constants, **{k: v for k, v in launch.items() if k.startswith("BLOCK")}}
     options = {k: v for k, v in launch.items() if not k.startswith("BLOCK")}
     try:
@@ -134,8 +133,8 @@ def compiled(job):
 
 def main(argv):
     todo, wrong = list(jobs("ci" in argv)), []
-    print(f"triton {triton.__version__}\n{'chip':12}{'kernel':24}{'type':6}{'tiles, warps, stages':58}"
-          f"{'registers':>10}{'spilled':>9}{'shared':>9}")
+    print(f"triton {triton.__version__}\n{'chip':12}{'kernel':24}{'type':6}"
+          f"{'tiles, warps, stages':58}{'registers':>10}{'spilled':>9}{'shared':>9}")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for job, figures in zip(todo, pool.map(compiled, todo)):
             chip, name, dtype, constants, launch = job

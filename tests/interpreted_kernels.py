@@ -13,8 +13,9 @@ import torch
 
 import kernels
 import kernels_triton
-from kernel_cases import (ATTENDS, INTERPRETED, RATS, SCANS, assert_close, attend_case, compare_attend,
-                          compare_rat, compare_scan, outputs_and_gradients, rat_case)
+from kernel_cases import (ATTENDS, INTERPRETED, RATS, SCANS, assert_close, attend_case,
+                          compare_attend, compare_rat, compare_scan, outputs_and_gradients,
+                          rat_case)
 from test_kernels import (test_attend_backward_over_some_of_the_keys,
                           test_attend_is_the_definition, test_attend_takes_any_strides,
                           test_attend_without_keys, test_rat_is_the_definition,
@@ -64,8 +65,8 @@ def test_in_16_bits(number):
 @pytest.mark.parametrize("kind", ["plain", "shared"])
 def test_fully_masked_tiles_are_not_loaded(kind):
     """300 positions, window 40. Queries 200 to 299 attend to no key of the tiles 0 to 127, and no
-    query of the tiles from 192 on to keys 0 to 63: NaN there, also in what comes in, reaches neither
-    results nor gradients."""
+    query of the tiles from 192 on to keys 0 to 63: NaN there, also in what comes in, reaches
+    neither results nor gradients."""
     at = torch.arange(300, dtype=torch.int32)
     mask = (None, None, None, 40) if kind == "plain" else (at, at, None, 40)
     q, k, v = (torch.randn(1, 1, 300, 16) for _ in range(3))

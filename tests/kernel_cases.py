@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: attention, the scan and rat written out, and random cases."""
+"""What the tests of the kernels share: attention, scan and rat written out, and random cases."""
 import math
 import os
 import random
@@ -77,7 +77,8 @@ def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
 
 LENGTHS, HEADS = (1, 2, 63, 64, 65, 100), ((1, 2, 1), (2, 2, 2), (1, 4, 2), (4, 1, 1))     # B, H, G
 KINDS = "plain", "shared", "per row", "keys per row", "queries per row"
-ATTENDS = [(65, 100, "shared", 20, True, (1, 2, 1), 256), (65, 100, "plain", None, False, (1, 2, 1), 200),
+ATTENDS = [(65, 100, "shared", 20, True, (1, 2, 1), 256),
+           (65, 100, "plain", None, False, (1, 2, 1), 200),
            *random_cases(36, LENGTHS, LENGTHS, KINDS, (None, 1, 20), (False, True), HEADS,
                          (16, 8, 64, 40, 100, 3))]
 
@@ -170,11 +171,12 @@ def compare_scan(function, T, C, chunk, start, tolerance, dtype=torch.float64, d
 
 # ---- rat ----------------------------------------------------------------------------------------
 
-# (T, chunk, which positions have an angle of their own, (B, H, G), D). The interpreter's tiles are 16
-# rows: several of them, of ends too, rows left over, and in the longest case tiles without a mask.
+# (T, chunk, what has an angle of its own, (B, H, G), D). The interpreter's tiles are 16 rows: there
+# are several of them, of ends too, rows left over, and in the longest case tiles without a mask.
 RATS = [(1, 1, None, (2, 1, 1), 16), (5, 2, None, (1, 2, 1), 16), (35, 5, "token", (1, 2, 1), 8),
-        (20, 3, "chunk", (1, 4, 2), 12), (37, 16, "chunk", (1, 1, 1), 16), (200, 1, None, (1, 1, 1), 16),
-        (9, 2 ** 31 - 1, "token", (1, 2, 1), 16), (18, 7, "token", (2, 1, 1), 20)]
+        (20, 3, "chunk", (1, 4, 2), 12), (37, 16, "chunk", (1, 1, 1), 16),
+        (200, 1, None, (1, 1, 1), 16), (9, 2 ** 31 - 1, "token", (1, 2, 1), 16),
+        (18, 7, "token", (2, 1, 1), 20)]
 if not INTERPRETED:
     RATS += random_cases(40, (1, 2, 15, 16, 17, 63, 64, 100), (1, 2, 3, 16, 64, 200),
                          (None, "chunk", "token"), ((2, 4, 1), (1, 4, 2), (2, 2, 2)), (8, 6))
@@ -200,12 +202,13 @@ def dense_rat(q, k, v, g, z, bias, chunk, cos=None, sin=None):
             ends.append((rotated(sk, t), sk, sv))
     if T % chunk:
         ends.append((sk, sk, sv))
-    return torch.stack(outs, 1), *(torch.stack([end[i] for end in ends], 1).detach() for i in (1, 2))
+    k_ends, v_ends = (torch.stack([end[i] for end in ends], 1).detach() for i in (1, 2))
+    return torch.stack(outs, 1), k_ends, v_ends
 
 
 def rat_case(T, chunk, tables, heads, D, dtype=torch.float64, device="cpu"):
-    """Inputs of rat, slices of one projection: tensors (q, k, v, g, z, bias), arguments (chunk, cos,
-    sin), and dout."""
+    """Inputs of rat, slices of one projection: tensors (q, k, v, g, z, bias), arguments (chunk,
+    cos, sin), and dout."""
     (B, H, G), generator = heads, torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     projection = normal(B, T, (2 * G + 3 * H) * D).to(device, dtype)
@@ -229,13 +232,13 @@ def rat_results(function, tensors, arguments, dout):
 
 
 def compare_rat(function, tensors, arguments, dout, tolerance):
-    """Assert that function and its gradients are the definition's in float64 on the same inputs, and
-    that the states are float32's at least; returns function's."""
+    """Assert that function and its gradients are the definition's in float64 on the same inputs,
+    and that the states are float32's at least; returns function's."""
     dtype, wide = dout.dtype, torch.promote_types(dout.dtype, torch.float32)
     found = rat_results(function, tensors, arguments, dout)
     assert [x.dtype for x in found] == [dtype, wide, wide, *5 * [dtype], wide]
-    double = "cpu", torch.float64
-    exact = rat_results(dense_rat, moved(tensors, *double), moved(arguments, *double), dout.to(*double))
+    inputs = [moved(xs, "cpu", torch.float64) for xs in (tensors, arguments, [dout])]
+    exact = rat_results(dense_rat, *inputs[:2], *inputs[2])
     assert_close(found, exact, tolerance, RAT_NAMES, floor=0.01)    # a single token's dq, dk are 0
     assert_close(found[1:3], exact[1:3], min(tolerance, 1e-5), "k_ends v_ends")
     return found
