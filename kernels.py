@@ -243,11 +243,13 @@ def attend_backward_ref(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=No
 
 
 def attend_backward_arguments(q, k, v, out, lse, do, *mask):
+    """The checked arguments as the operator takes them, without a gradient of lse."""
     q, k, v, *mask = attend_arguments(q, k, v, *mask)
     check_tensor("out", out, q, q.shape)
     check_tensor("lse", lse, q, q.shape[:3], lse_dtype(q))
     check_tensor("do", do, q, q.shape)
-    return q, k, v, out, lse, do, None, *mask
+    dlse = None
+    return q, k, v, out, lse, do, dlse, *mask
 
 
 QUERY_BLOCK, KEY_BLOCK = 256, 1024      # the largest block of the score matrix
@@ -345,7 +347,7 @@ def softmax_block_backward(q, k, v, out, lse, do, dlse, bias, causal=False):
     D, scale = q.size(-1), 1 / math.sqrt(q.size(-1))
     if has_fused_softmax(q):
         if dlse is not None:
-            # one more column: v gets a 1 and do gets dlse there, so that do . v grows by dlse
+            # at least one more column: v gets a 1 and do gets dlse in it, so do . v grows by dlse
             q, k, v, out, do = (F.pad(x, (0, 16 - D % 16)) for x in (q, k, v, out, do))
             v[..., -1], do[..., -1] = 1, dlse
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -387,7 +389,8 @@ def visible_blocks(q, k, q_pos, k_pos, slopes, window):
 
 
 def block_list(q_pos, k_pos, window, biased, wide):
-    """The same as (queries, keys, masked), for q_pos (B or 1, Tq), k_pos (B or 1, Tk).
+    """The same as (queries, keys, masked), for q_pos (B or 1, Tq), k_pos (B or 1, Tk). wide: a
+    block without a mask may be wider than KEY_BLOCK.
 
     Positions ascend: the keys that some query of a block attends to are one range, [first, last),
     and those that all of its queries attend to are another inside it, [a, z)."""
@@ -402,11 +405,13 @@ def block_list(q_pos, k_pos, window, biased, wide):
     starts = list(range(0, Tq, size))
     ends = [min(start + size, Tq) for start in starts]
     low, high = q_pos[:, starts], q_pos[:, [end - 1 for end in ends]]       # (B or 1, blocks)
+    # keys that some query attends to: low - window < k_pos <= high; that all do: high and low
+    # the other way round
     rows = max(len(q_pos), len(k_pos))
     limits = torch.cat([low - window, high, high - window, low], 1).expand(rows, -1)
     k_pos = k_pos.expand(rows, -1).contiguous()
     counts = torch.searchsorted(k_pos, limits.contiguous(), right=True)     # keys up to a limit
-    counts = counts.view(rows, 4, -1)
+    counts = counts.view(rows, 4, -1)                               # (B or 1, limits, blocks)
     first, last = counts[:, 0].amin(0).tolist(), counts[:, 1].amax(0).tolist()
     a, z = counts[:, 2].amax(0).tolist(), counts[:, 3].amin(0).tolist()
     return [(slice(start, end), keys, masked)
@@ -483,6 +488,7 @@ merge_ref = merge                               # there is one implementation
 
 
 def merge_torch(out_a, lse_a, out_b, lse_b):
+    """merge without its checks; autograd differentiates it."""
     lse, p_a, p_b = merge_weights(lse_a, lse_b)
     a = out_a.masked_fill((p_a == 0)[..., None], 0)     # an empty side may hold anything
     b = out_b.masked_fill((p_b == 0)[..., None], 0)
@@ -545,14 +551,14 @@ def scan_torch(g, x, chunk, h0):
 def scan_torch_backward(dh, g, h, chunk, h0):
     """dg, dx (B, T, C) and dh0 (B, C), of size 0 without h0."""
     (B, T, C), chunk = h.shape, min(chunk, h.size(1))
-    g4, h4, dh4 = (in_chunks(y, chunk) for y in (g, h, dh))     # (B n, chunk, C)
-    dx = recurrence(g4, dh4, None, reverse=True)                # dh_t + g_{t+1} dx_{t+1}
-    before = torch.cat([torch.zeros_like(h4[:, :1]), h4[:, :-1]], 1)        # h_{t-1}
+    gc, hc, dhc = (in_chunks(y, chunk) for y in (g, h, dh))     # (B n, chunk, C)
+    dx = recurrence(gc, dhc, None, reverse=True)                # dh_t + g_{t+1} dx_{t+1}
+    before = torch.cat([torch.zeros_like(hc[:, :1]), hc[:, :-1]], 1)        # h_{t-1}
     dh0 = h.new_empty(0)
     if h0 is not None:
         before.view(B, -1, chunk, C)[:, 0, 0] = h0
-        n = len(g4) // B
-        dh0 = (g4[::n, 0] * dx[::n, 0]).to(h0.dtype)            # g_0 dx_0 of the first chunks
+        n = len(gc) // B
+        dh0 = (gc[::n, 0] * dx[::n, 0]).to(h0.dtype)            # g_0 dx_0 of the first chunks
     dg = out_of_chunks(dx * before, B, T, g.dtype)              # dx_t h_{t-1}
     return dg, out_of_chunks(dx, B, T, h.dtype), dh0
 
@@ -582,7 +588,7 @@ def recurrence(g, x, h0, reverse=False, overwrite=False):
         return long_recurrence(g, x, h0)
     h = x if overwrite else torch.empty_like(x)
     gs, xs, hs = (y.unbind(-2) for y in (g, x, h))              # L tensors (..., C) each
-    if reverse:
+    if reverse:                                 # step t uses g_{t+1}, the first step none
         gs, xs, hs = gs[:1] + gs[:0:-1], xs[::-1], hs[::-1]
     state = h0
     for g_t, x_t, h_t in zip(gs, xs, hs):
@@ -739,7 +745,8 @@ def rat_torch_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin,
 
 
 def rat_states(k, v, g, bias, chunk, recur):
-    """The gate a (B n, chunk, H D), and k~ and v~ in one (2, B n, chunk, H D)."""
+    """The gate a (B n, chunk, H D), and k~ and v~ in one (2, B n, chunk, H D). recur: recurrence,
+    or the same by other means."""
     k, v, g = (in_chunks(x.flatten(2), chunk) for x in (k, v, g))
     a = torch.add(g, bias).sigmoid_()
     x = a.new_empty(2, *a.shape)

@@ -1,5 +1,6 @@
 """The operators of kernels.py against their definitions: in float64 the reference implementations,
 on a GPU and in tests/interpreted_kernels.py the Triton code."""
+import functools
 import importlib.util
 import math
 import random
@@ -160,22 +161,20 @@ def test_attend_backward_over_some_of_the_keys(device, dtype, tolerance):
 
 # ---- merge --------------------------------------------------------------------------------------
 
-def merged_halves(q, k, v, q_pos, k_pos, slopes, window, cut):
+def merged_halves(cut, q, k, v, q_pos, k_pos, slopes, window):
     """Attention over the keys before `cut` merged with that over the others."""
     parts = [kernels.attend(q, k[:, :, s], v[:, :, s], q_pos, k_pos[..., s], slopes, window)
              for s in (slice(0, cut), slice(cut, None))]
     return kernels.merge(*parts[0], *parts[1])
 
 
+@where(*PRECISION)
 @pytest.mark.parametrize("window, slopes", [(None, False), (20, True)])
 @pytest.mark.parametrize("cut", [0, 1, 40, 100])
-def test_merged_parts_are_the_whole(cut, window, slopes):
+def test_merged_parts_are_the_whole(cut, window, slopes, device, dtype, tolerance):
     """Windows leave one side of many rows empty, queries before every key both."""
-    case = attend_case(cut, 65, 100, "per row", window, slopes, (2, 2, 1), 8)
-    tensors, arguments, incoming = case
-    found = outputs_and_gradients(merged_halves, tensors, (*arguments, cut), incoming)
-    want = dense_outputs_and_gradients(tensors, arguments, incoming)
-    assert_close(found, want, 1e-10, "out lse dq dk dv")
+    case = attend_case(cut, 65, 100, "per row", window, slopes, (2, 2, 1), 8, dtype, device)
+    compare_attend(functools.partial(merged_halves, cut), *case, tolerance)
 
 
 @pytest.mark.parametrize("poison", [0.0, math.nan])
