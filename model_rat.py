@@ -6,44 +6,45 @@ and forgets. RAT cuts the sequence into chunks of L tokens. Inside a chunk a rec
 keys and values; across chunks attention reads the states in which earlier chunks ended.
 For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
-    z, g, v, q, k = W_in u      z, g, v of width C; q, k of G heads, head h uses number h % G
+    z, g, v, q, k = W_in u      z, g, v of width C; q, k of G heads: head h uses h % G
     g = sigmoid(g + b_g)        forget gate of each channel, for keys and values
     k~_{c,l} = g k~_{c,l-1} + (1 - g) k_{c,l}
-    v~_{c,l} = g v~_{c,l-1} + (1 - g) v_{c,l}           zero before a chunk's first token
-    y_{c,l}  = attention of q to the final states k~_{0,L-1}, ..., k~_{c-1,L-1} of earlier
-               chunks and to its own k~_{c,l}, with their v~, in one softmax
+    v~_{c,l} = g v~_{c,l-1} + (1 - g) v_{c,l}      zero before a chunk's first token
+    y_{c,l}  = attention of q to the final states k~_{0,L-1}, ..., k~_{c-1,L-1} of
+               earlier chunks and its own k~_{c,l}, with their v~, in one softmax
     out      = x + W_o (sigmoid(z) * y)
 
-RoPE rotates q and k~, after the recurrence, by the chunk's number c. What some queries attend
-to for L = 4 (e: final state of a chunk, s: own state):
+RoPE rotates q and k~, after the recurrence, by the chunk's number c. What some queries
+attend to for L = 4 (e: final state of a chunk, s: own state):
 
     token       0   1   2   3 | 4   5   6   7 | 8   9  10  11
     query 2             s     |               |
     query 5                 e |     s         |
     query 10                e |             e |         s
 
-L = 1 is attention with keys and values scaled by 1 - g; L = T is a gated linear RNN. The cache
-has one key and value for L tokens, and the running state.
+L = 1 is attention with keys and values scaled by 1 - g; L = T is a gated linear RNN. The
+cache has one key and value for L tokens, and the running state.
 
-fast=false is a loop over tokens and one softmax, as above. fast=true: from the first token on
-(training, evaluation, prefill) one operator does it all, `kernels.rat`. After a cache, `scan`
-does the recurrence, `attend` the attention to final states, and `merge` adds the own state.
+fast=false is a loop over tokens and one softmax, as above. fast=true: from the first token
+on (training, evaluation, prefill) one operator does it all, `kernels.rat`. After a cache,
+`scan` is the recurrence, `attend` the attention to final states, `merge` adds the own state.
 
 To compare with, in the same model:
 
     mixer=rnn         v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~)
     mixer=attention   softmax attention with RoPE
     swa=1024          odd layers attend to the token itself and 1,024 before it (RAT-SWA)
-    reversed=true     y is attention inside the chunk, and recurrence goes across (Appendix C.1):
-                      h_{c,l} = g h_{c-1,L-1} + (1 - g) y_{c,l}, out = x + W_o (sigmoid(z) * h)
+    reversed=true     y is attention inside the chunk; across (Appendix C.1)
+                      h_{c,l} = g h_{c-1,L-1} + (1 - g) y_{c,l}
+                      out     = x + W_o (sigmoid(z) * h)
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416); code: github.com/CLAIRE-Labo/RAT.
-Departures from that code: the fused operator; decoding works from the first token on; states
-stay in float32 (there bfloat16); norm_eps is 1e-5 by default (there 1e-6). Dropout acts on
-embeddings and residual branches only.
+Departures from that code: the fused operator; decoding works from the first token on;
+states stay in float32 (there bfloat16); norm_eps is 1e-5 by default (there 1e-6).
+Dropout acts on embeddings and residual branches only.
 
-Shapes: B batch, T new tokens, n chunks, C width, H heads, G heads of q and k in RAT, D head
-size, S keys, R slots of a layer's cache.
+Shapes: B batch, T new tokens, n chunks, C width, H heads, G heads of q and k (in attention:
+of k and v), D head size, S keys, R slots of a layer's cache.
 """
 import math
 from dataclasses import dataclass
@@ -146,20 +147,23 @@ def initial_gate_bias(C, steps):
     return torch.empty(C).uniform_(1, steps - 1).log()
 
 
-def forget_gate(g, bias, context):
-    """sigmoid(g + bias) in float32, (B, T, C). At padding 1, which leaves a state as it is."""
-    gate = torch.sigmoid(wide(g) + wide(bias))
-    return gate.masked_fill(~context.real[..., None], 1) if context.ragged else gate
+def forget_gate(g, bias):
+    """sigmoid(g + bias) in float32: (B, T, C)."""
+    return torch.sigmoid(wide(g) + wide(bias))
 
 
-def running_state(gate, x, cache, fast, restart=None):
+def running_state(gate, x, layer, context, restart=None):
     """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, (B, T, C), from the cache's state, and from
-    zero where restart (B or 1, T). The last one is the cache's new state."""
+    zero where restart (B or 1, T). Padding has gate 1 and input 0: the state stays."""
+    cache = context.caches[layer]
     state = torch.zeros_like(x[:, 0]) if cache is None else cache["state"]
     x = (1 - gate) * x
     if restart is not None:
         gate = gate.masked_fill(restart[..., None], 0)
-    if fast and x.size(1) > 1:
+    if context.padding is not None:
+        gate = gate.masked_fill(context.padding[..., None], 1)
+        x = x.masked_fill(context.padding[..., None], 0)
+    if context.cfg.fast and x.size(1) > 1:
         states = kernels.scan(gate, x, x.size(1), state)
     else:
         states = recurrence_naive(gate, x, state)
@@ -175,7 +179,7 @@ class RAT(nn.Module):
         super().__init__()
         self.cfg = cfg
         C, GD, rank = cfg.n_embd, cfg.qk_groups * cfg.head_dim, cfg.gate_rank
-        self.widths = [rank or C, rank or C, C, GD, GD]         # of z, g, v, q, k
+        self.widths = [rank or C, rank or C, C, GD, GD]     # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
         if rank:
             self.w_z = nn.Linear(rank, C, bias=False)
@@ -189,40 +193,41 @@ class RAT(nn.Module):
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
         if cfg.gate_rank:
             z, g = self.w_z(z), self.w_g(g)
-        if cfg.fast and context.start == 0 and not context.ragged:
+        if cfg.fast and context.start == 0 and context.padding is None:
             return self.wo(self.fused(z, g, v, q, k, rope, cache))
-        gate = forget_gate(g, self.gate_bias, context)          # (B, T, C)
-        copies = cfg.n_head // cfg.qk_groups                    # head h has number h % G
-        kv = wide(torch.cat([k] * copies + [v], -1))            # (B, T, 2 C)
-        kv = running_state(torch.cat([gate, gate], -1), kv, cache, cfg.fast, context.first)
-        heads = torch.cat([q] * copies, -1), *kv.chunk(2, -1)   # q, k~, v~ (B, T, C)
-        q, k, v = (split_heads(x, cfg.head_dim) for x in heads)         # (B, H, T, D)
+        copies = cfg.n_head // cfg.qk_groups            # head h uses number h % G
+        gate = forget_gate(g, self.gate_bias)
+        gate = torch.cat([gate, gate], -1)              # (B, T, 2 C)
+        kv = wide(torch.cat([k] * copies + [v], -1))
+        kv = running_state(gate, kv, layer, context, restart=context.pos % cfg.chunk == 0)
+        heads = torch.cat([q] * copies, -1), *kv.chunk(2, -1)
+        q, k, v = (split_heads(x, cfg.head_dim) for x in heads)
         y = self.read(rotate(q, rope), rotate(k, rope), v, context, cache)
         return self.wo(torch.sigmoid(z) * y.transpose(1, 2).flatten(2))
 
     def read(self, q, k, v, context, cache):
-        """y of q, k~, v~, all (B, H, T, D). The cache has a slot for each chunk's final state.
-        A single token has its own state in its chunk's slot, and attends to the slots so far."""
-        L, chunk_of, T = self.cfg.chunk, context.chunk_of, q.size(2)
+        """y of q, k~, v~, all (B, H, T, D). The cache has a slot for each chunk's final state;
+        a single token has its own state in its chunk's slot, and attends to the slots so far."""
+        L, c, T = self.cfg.chunk, context.chunk_of, q.size(2)
         if cache is None:
             k_ends, v_ends = k[:, :, L - 1::L], v[:, :, L - 1::L]
         elif self.cfg.fast and T == 1:
-            write(cache, k, v, chunk_of, context.real)
-            last = chunk_of if context.ragged else None
+            write(cache, k, v, c, context.padding)
+            last = None if context.padding is None else c
             return attend_to_slots(q, cache, context.start // L + 1, last)
         else:
-            write(cache, k, v, chunk_of, context.last)
+            write(cache, k, v, c, ~context.last)
             n = min((context.start + T) // L + 1, n_slots(cache))
             k_ends, v_ends = cache["k"][:, :, :n], cache["v"][:, :, :n]
         read = read_fast if self.cfg.fast else read_naive
-        return read(q, k, v, k_ends, v_ends, chunk_of)
+        return read(q, k, v, k_ends, v_ends, c)
 
     def fused(self, z, g, v, q, k, rope, cache):
         """sigmoid(z) * y, (B, T, C). k_ends and v_ends (B, n, H, D) are the states at the ends
         of chunks, before RoPE; the last chunk may be unfinished."""
         L, T = self.cfg.chunk, z.size(1)
-        cos, sin = (table[0, 0] for table in rope) if rope else (None, None)    # (T, D)
-        heads = [x.unflatten(-1, (-1, self.cfg.head_dim)) for x in (q, k, v, g, z)]
+        cos, sin = (table[0, 0] for table in rope) if rope else (None, None)
+        heads = (x.unflatten(-1, (-1, self.cfg.head_dim)) for x in (q, k, v, g, z))
         y, k_ends, v_ends = kernels.rat(*heads, wide(self.gate_bias), L, cos, sin)
         if cache is not None:
             state = torch.cat([k_ends[:, -1], v_ends[:, -1]], 1)        # (B, 2 H, D)
@@ -233,23 +238,22 @@ class RAT(nn.Module):
         return y.flatten(2)
 
 
-# ----------------------------- what it is compared with -----------------------------
+# ------------------------------------ what it is compared with ------------------------------------
 
 class RNN(nn.Module):
     """The gated linear recurrence alone (section 2.2)."""
 
     def __init__(self, cfg):
         super().__init__()
-        C, self.cfg = cfg.n_embd, cfg
-        self.w_in = nn.Linear(C, 3 * C, bias=False)             # z, g, v
+        C = cfg.n_embd
+        self.w_in = nn.Linear(C, 3 * C, bias=False)     # z, g, v
         self.gate_bias = nn.Parameter(initial_gate_bias(C, cfg.block_size))
         self.wo = nn.Linear(C, C, bias=False)
 
     def forward(self, u, layer, context):
         """u (B, T, C), normed -> (B, T, C)."""
         z, g, v = self.w_in(u).chunk(3, -1)
-        gate = forget_gate(g, self.gate_bias, context)
-        v = running_state(gate, wide(v), context.caches[layer], self.cfg.fast)
+        v = running_state(forget_gate(g, self.gate_bias), wide(v), layer, context)
         return self.wo(torch.sigmoid(z) * v.to(z.dtype))
 
 
@@ -260,7 +264,7 @@ class Reversed(nn.Module):
         super().__init__()
         self.cfg = cfg
         C, D, rank = cfg.n_embd, cfg.head_dim, cfg.gate_rank or cfg.head_dim
-        self.widths = [rank, C, C, C, D]                        # of z, g, v, k, q
+        self.widths = [rank, C, C, C, D]     # of z, g, v, k, q
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
         self.w_z = nn.Linear(rank, C, bias=False)
         self.gate_bias = nn.Parameter(initial_gate_bias(C, cfg.block_size // cfg.chunk))
@@ -270,13 +274,13 @@ class Reversed(nn.Module):
         """u (B, T, C), normed -> (B, T, C)."""
         cfg, cache = self.cfg, context.caches[layer]
         z, g, v, k, q = self.w_in(u).split(self.widths, -1)
-        q, k, v = (split_heads(x, cfg.head_dim) for x in (q, k, v))     # (B, heads, T, D)
-        y = context.attend(layer, q.expand(v.shape), k, v)
+        q, k, v = (split_heads(x, cfg.head_dim) for x in (q, k, v))
+        y = context.attend(layer, q.expand(v.shape), k, v)      # (B, H, T, D)
         y = wide(y.transpose(1, 2).flatten(2))                  # (B, T, C)
-        gate = forget_gate(g, self.gate_bias, context)
+        gate = forget_gate(g, self.gate_bias)
         start = torch.zeros_like(y[:, 0]) if cache is None else cache["state"].clone()
-        moving = torch.where(context.last[..., None], gate, 1)  # the state moves at chunk ends
-        states = running_state(moving, y, cache, cfg.fast)
+        moving = torch.where(context.last[..., None], gate, 1)  # only at the end of a chunk
+        states = running_state(moving, y, layer, context)
         before = torch.cat([start[:, None], states[:, :-1]], 1)         # h_{c-1,L-1}
         h = gate * before + (1 - gate) * y
         return self.wo(torch.sigmoid(self.w_z(z)) * h.to(z.dtype))
@@ -286,29 +290,9 @@ class Reversed(nn.Module):
 EMPTY_SLOT, NO_WINDOW = -2 ** 27, 2 ** 26
 
 
-def attend_in_window(q, k, v, context, cache, window, in_chunks):
-    """Attention of the new tokens to each other and to those before, at distances < window;
-    in_chunks: to those of the same chunk, of `window` tokens. -> (B, H, T, D)
-
-    The cache is a ring of R slots, enough for a window: token t is in slot t % R.
-    """
-    pos, start, fast = context.pos, context.start, context.cfg.fast
-    k_pos = pos                                                 # (B or 1, T)
-    if cache is not None:
-        R = n_slots(cache)
-        if fast and q.size(2) == 1:
-            write(cache, k, v, pos % R, context.real)
-            last = pos % window if in_chunks else pos if context.ragged else None
-            return attend_to_slots(q, cache, min(start + 1, R), last)
-        k_old, v_old, old = read_ring(cache, pos, min(start, R))
-        write(cache, k, v, pos % R, context.real & (pos >= context.end - R))
-        k = torch.cat([k_old.to(k.dtype), k], 2)                # (B, heads, S, D)
-        v = torch.cat([v_old.to(v.dtype), v], 2)
-        k_pos = torch.cat([old, pos], 1)                        # (B or 1, S)
-    if fast and start == 0 and window == NO_WINDOW:
-        return attention_fast(q, k, v, None)    # plainly causal: padding is on the right
-    if in_chunks:       # gaps between chunks: a window ends where the chunk does
-        pos, k_pos = (p + p // window * window for p in (pos, k_pos))
+def attend_in_window(q, k, v, pos, k_pos, window, fast):
+    """Attention to keys at distances 0 to window - 1. q (B, H, T, D), k, v (B, G, S, D), their
+    positions (B or 1, T or S), ascending -> (B, H, T, D)."""
     if fast:
         pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
         return kernels.attend(q, k, v, pos, k_pos, window=window)[0]
@@ -348,28 +332,31 @@ def n_slots(cache):
     return cache["k"].size(2) - 1
 
 
-def write(cache, k, v, slots, mask=None):
-    """Write k, v (B, heads, T, D) to slots (B or 1, T); to the spare slot where mask is false."""
-    if mask is not None:
-        slots = torch.where(mask, slots, n_slots(cache))
-    rows = torch.arange(len(k), device=k.device)[:, None]
-    for buffer, new in ((cache["k"], k), (cache["v"], v)):
-        buffer[rows, :, slots] = new.transpose(1, 2).to(buffer.dtype)
+def write(cache, k, v, slots, spare=None):
+    """Write k, v (B, heads, T, D) to slots (B or 1, T), or where `spare` to the spare slot."""
+    if spare is not None:
+        slots = slots.masked_fill(spare, n_slots(cache))
+    for buffer, new in ((cache["k"], k.to(cache["k"].dtype)), (cache["v"], v.to(cache["v"].dtype))):
+        if len(slots) == 1:
+            buffer.index_copy_(2, slots[0], new)
+        else:
+            rows = torch.arange(len(new), device=new.device)[:, None]
+            buffer[rows, :, slots] = new.transpose(1, 2)
 
 
-def read_ring(cache, pos, n):
-    """Keys, values (B, heads, n, D), positions (B or 1, n) of the n tokens before pos."""
-    old = pos[:, :1] + torch.arange(-n, 0, device=pos.device)
-    rows = torch.arange(len(cache["k"]), device=pos.device)[:, None]
-    slots = old % n_slots(cache)
-    k, v = (cache[name][rows, :, slots].transpose(1, 2) for name in "kv")
-    return k, v, torch.where(old < 0, EMPTY_SLOT, old)
+def before_and_new(cache, k, v, pos, n):
+    """Keys, values, positions of the n tokens before pos in a ring, followed by k, v, pos."""
+    old = pos[:, :1] + torch.arange(-n, 0, device=pos.device)           # (B or 1, n)
+    rows, slots = torch.arange(len(k), device=pos.device)[:, None], old % n_slots(cache)
+    k, v = (torch.cat([buffer[rows, :, slots].transpose(1, 2).to(new.dtype), new], 2)
+            for buffer, new in ((cache["k"], k), (cache["v"], v)))
+    return k, v, torch.cat([torch.where(old < 0, EMPTY_SLOT, old), pos], 1)
 
 
 def attend_to_slots(q, cache, n, last=None):
     """Attention of one token a row, q (B, H, 1, D), to the first n slots; given `last`
     (B or 1, 1), only up to that."""
-    k, v = (cache[name][:, :, :n].to(q.dtype) for name in "kv")         # (B, heads, n, D)
+    k, v = (cache[name][:, :, :n].to(q.dtype) for name in "kv")
     bias = None
     if last is not None:
         bias = attention_bias(last, torch.arange(n, device=q.device), dtype=q.dtype)
@@ -391,21 +378,20 @@ class Context:
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         """x (B, T, C): the new tokens' embeddings, of which device and dtype count."""
-        T, L = x.size(1), cfg.chunk
-        step = torch.arange(T, device=x.device)
+        step = torch.arange(x.size(1), device=x.device)
         self.cfg, self.caches = cfg, cache.layers if cache else [None] * cfg.n_layer
-        self.start, self.ragged = 0, False      # the most tokens before; do rows differ?
-        self.pos, self.real = step[None], step[None] >= 0       # (B or 1, T); not padding
+        self.start = 0                          # tokens before, in the row that has most
+        self.padding = None                     # (B, T); None: none, and rows are equally long
+        self.pos, self.end = step[None], x.size(1)                      # (B or 1, T)
         if cache is not None:
             self.start = cache.longest
-            cache.place(T, n_valid)
-            self.ragged = cache.ragged
-            rows = slice(None if self.ragged else 1)            # equal rows: one for all
+            cache.place(x.size(1), n_valid)
+            rows = slice(None if cache.ragged else 1)
             before, new = cache.lengths[rows, None], cache.new[rows, None]
-            self.pos, self.real, self.end = before + step, step < new, before + new
-        self.chunk_of = self.pos // L                           # c
-        self.first = self.real & (self.pos % L == 0)            # of its chunk
-        self.last = self.real & (self.pos % L == L - 1)
+            self.pos, self.end = before + step, before + new
+            self.padding = step >= new if cache.ragged else None
+        self.chunk_of = self.pos // cfg.chunk
+        self.last = (self.pos % cfg.chunk == cfg.chunk - 1) & (self.pos < self.end)
         self.rope = {kind: self.rope_tables(kind, x) for kind in {cfg.kind(0), cfg.kind(1)}}
 
     def rope_tables(self, kind, x):
@@ -418,11 +404,27 @@ class Context:
         return [table[:, None] for table in tables]
 
     def attend(self, layer, q, k, v):
-        """q (B, H, T, D), k, v (B, G, T, D) of a layer that is attention -> (B, H, T, D)."""
-        kind, cfg = self.cfg.kind(layer), self.cfg
+        """Attention of the new tokens to each other and to those before: to all, to a window
+        (swa), or inside the chunk (reversed). q (B, H, T, D), k, v (B, G, T, D) -> as q.
+        The cache is a ring: token t is in slot t % R."""
+        cfg, kind, cache, pos = self.cfg, self.cfg.kind(layer), self.caches[layer], self.pos
         window = dict(attention=NO_WINDOW, swa=cfg.swa + 1, reversed=cfg.chunk)[kind]
-        q, k = rotate(q, self.rope[kind]), rotate(k, self.rope[kind])
-        return attend_in_window(q, k, v, self, self.caches[layer], window, kind == "reversed")
+        q, k, k_pos = rotate(q, self.rope[kind]), rotate(k, self.rope[kind]), pos
+        if cache is not None:
+            R = n_slots(cache)
+            if cfg.fast and q.size(2) == 1:     # everything in a window's ring is visible
+                write(cache, k, v, pos % R, self.padding)
+                last = pos if self.padding is not None else None
+                last = pos % window if kind == "reversed" else last
+                return attend_to_slots(q, cache, min(self.start + 1, R), last)
+            new_k, new_v, spare = k, v, (pos < self.end - R) | (pos >= self.end)
+            k, v, k_pos = before_and_new(cache, k, v, pos, min(self.start, R))
+            write(cache, new_k, new_v, pos % R, spare)
+        if cfg.fast and kind == "attention" and self.start == 0:
+            return attention_fast(q, k, v, None)        # plainly causal: padding is on the right
+        if kind == "reversed":                  # gaps of L: a window ends where the chunk does
+            pos, k_pos = (p + p // window * window for p in (pos, k_pos))
+        return attend_in_window(q, k, v, pos, k_pos, window, cfg.fast)
 
 
 # ------------------------------------------- the model -------------------------------------------
