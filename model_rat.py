@@ -1,13 +1,13 @@
 """
 RAT: recurrence inside chunks, attention across them.
 
-Attention reads every past token and pays for each; a gated linear recurrence reads one state
-and forgets. RAT cuts the sequence into chunks of L tokens. Inside a chunk a recurrence sums up
-keys and values; across chunks attention reads the states in which earlier chunks ended.
-For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
+Attention reads every past token and pays for each; a gated linear recurrence reads one
+state and forgets. RAT cuts the sequence into chunks of L tokens. Inside a chunk a
+recurrence sums up keys and values; across chunks attention reads the states in which
+earlier chunks ended. For token t = (c, l), number l of chunk c = t // L, u = RMSNorm(x):
 
-    z, g, v, q, k = W_in u      z, g, v of width C; q, k of G heads: head h uses h % G
-    g = sigmoid(g + b_g)        forget gate of each channel, for keys and values
+    z, g, v, q, k = W_in u     z, g, v of width C; q, k of G heads: head h uses h % G
+    g = sigmoid(g + b_g)       forget gate of each channel, for keys and values
     k~_{c,l} = g k~_{c,l-1} + (1 - g) k_{c,l}
     v~_{c,l} = g v~_{c,l-1} + (1 - g) v_{c,l}      zero before a chunk's first token
     y_{c,l}  = attention of q to the final states k~_{0,L-1}, ..., k~_{c-1,L-1} of
@@ -22,29 +22,27 @@ attend to for L = 4 (e: final state of a chunk, s: own state):
     query 5                 e |     s         |
     query 10                e |             e |         s
 
-L = 1 is attention with keys and values scaled by 1 - g; L = T is a gated linear RNN. The
-cache has one key and value for L tokens, and the running state.
+fast=false is a loop over tokens and one softmax, as above. fast=true: from the first
+token on (training, evaluation, prefill) `kernels.rat` does all of it. After a cache,
+`scan` is the recurrence, `attend` the attention to final states, and `merge` adds the
+own state.
 
-fast=false is a loop over tokens and one softmax, as above. fast=true: from the first token
-on (training, evaluation, prefill) one operator does it all, `kernels.rat`. After a cache,
-`scan` is the recurrence, `attend` the attention to final states, `merge` adds the own state.
-
-To compare with, in the same model:
+L = 1 is attention with keys and values scaled by 1 - g; L = T is a gated linear RNN. To
+compare with, in the same model:
 
     mixer=rnn         v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~)
     mixer=attention   softmax attention with RoPE
-    swa=1024          odd layers attend to the token itself and 1,024 before it (RAT-SWA)
-    reversed=true     y is attention inside the chunk; across (Appendix C.1)
+    swa=1024          odd layers attend to the token and 1,024 before it (RAT-SWA)
+    reversed=true     y is attention inside the chunk, h goes across (Appendix C.1):
                       h_{c,l} = g h_{c-1,L-1} + (1 - g) y_{c,l}
                       out     = x + W_o (sigmoid(z) * h)
 
-Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416); code: github.com/CLAIRE-Labo/RAT.
-Departures from that code: the fused operator; decoding works from the first token on;
-states stay in float32 (there bfloat16); norm_eps is 1e-5 by default (there 1e-6).
-Dropout acts on embeddings and residual branches only.
+Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Its code: CLAIRE-Labo/RAT on
+GitHub. Departures from that code: the fused operator; decoding works from the first
+token on; states stay in float32 (there bfloat16); norm_eps is 1e-5 (there 1e-6).
 
-Shapes: B batch, T new tokens, n chunks, C width, H heads, G heads of q and k (in attention:
-of k and v), D head size, S keys, R slots of a layer's cache.
+Shapes: B batch, T new tokens, n chunks, C width, H heads, G heads of q and k (in
+attention of k and v), D head size, S keys, R slots of a layer's cache.
 """
 import math
 from dataclasses import dataclass
@@ -97,7 +95,7 @@ class Config(BaseConfig):
         return "reversed" if self.reversed else self.mixer
 
 
-# ----------------------- recurrence inside chunks, attention across them -----------------------
+# ---- recurrence inside chunks, attention across them ----
 
 def wide(x):
     """x in float32, or float64 where it is that."""
@@ -114,29 +112,23 @@ def recurrence_naive(gate, x, state):
 
 
 def read_naive(q, k_own, v_own, k_ends, v_ends, chunk_of):
-    """One softmax over the final states of the chunks before the query's, and its own state.
-
-    q, k_own, v_own (B, H, T, D): queries and running states k~, v~. k_ends, v_ends
-    (B, H, n, D): final states. chunk_of (B or 1, T): c of each query. -> y (B, H, T, D)
-    """
+    """One softmax over the final states k_ends, v_ends (B, H, n, D) of the chunks before the
+    query's, chunk_of (B or 1, T), and its own state. q, k_own, v_own, y (B, H, T, D)."""
     number = torch.arange(k_ends.size(2), device=q.device)
-    s_ends = wide(q) @ wide(k_ends).transpose(-2, -1)           # (B, H, T, n)
+    s_ends = wide(q) @ wide(k_ends).transpose(-2, -1)  # (B, H, T, n)
     s_ends = s_ends.masked_fill(number >= chunk_of[:, None, :, None], -math.inf)
-    s_own = (wide(q) * k_own).sum(-1, keepdim=True)             # (B, H, T, 1)
-    s = torch.cat([s_ends, s_own], -1) / math.sqrt(q.size(-1))
-    p = s.softmax(-1)
-    y = p[..., :-1] @ wide(v_ends) + p[..., -1:] * v_own
-    return y.to(q.dtype)
+    s_own = (wide(q) * k_own).sum(-1, keepdim=True)  # (B, H, T, 1)
+    p = (torch.cat([s_ends, s_own], -1) / math.sqrt(q.size(-1))).softmax(-1)
+    return (p[..., :-1] @ wide(v_ends) + p[..., -1:] * v_own).to(q.dtype)
 
 
 def read_fast(q, k_own, v_own, k_ends, v_ends, chunk_of):
-    """The same: attention to final states, by chunk, merged with attention to the own state.
-    The softmax over that one key is 1, and its log-sum-exp is the score."""
-    q_pos = (chunk_of - 1).int().squeeze(0)                     # (T,) or (B, T)
+    """The same: attention to final states, merged with attention to the own state. Over that
+    one key the softmax is 1, and the log-sum-exp is the score."""
+    q_pos = (chunk_of - 1).int().squeeze(0)  # (T,) or (B, T)
     k_pos = torch.arange(k_ends.size(2), dtype=torch.int32, device=q.device)
-    k_ends, v_ends = k_ends.to(q.dtype), v_ends.to(q.dtype)
-    y, lse = kernels.attend(q, k_ends, v_ends, q_pos, k_pos)
-    s_own = (wide(q) * k_own).sum(-1) / math.sqrt(q.size(-1))   # (B, H, T)
+    y, lse = kernels.attend(q, k_ends.to(q.dtype), v_ends.to(q.dtype), q_pos, k_pos)
+    s_own = (wide(q) * k_own).sum(-1) / math.sqrt(q.size(-1))  # (B, H, T)
     return kernels.merge(y, lse, v_own.to(q.dtype), s_own)[0]
 
 
@@ -147,28 +139,22 @@ def initial_gate_bias(C, steps):
     return torch.empty(C).uniform_(1, steps - 1).log()
 
 
-def forget_gate(g, bias):
-    """sigmoid(g + bias) in float32: (B, T, C)."""
-    return torch.sigmoid(wide(g) + wide(bias))
-
-
 def running_state(gate, x, layer, context, restart=None):
     """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, (B, T, C), from the cache's state, and from
     zero where restart (B or 1, T). Padding has gate 1 and input 0: the state stays."""
-    cache = context.caches[layer]
-    state = torch.zeros_like(x[:, 0]) if cache is None else cache["state"]
-    x = (1 - gate) * x
+    cache, new = context.caches[layer], (1 - gate) * x
+    state = torch.zeros_like(x[:, 0]) if cache is None else cache.state
     if restart is not None:
         gate = gate.masked_fill(restart[..., None], 0)
     if context.padding is not None:
         gate = gate.masked_fill(context.padding[..., None], 1)
-        x = x.masked_fill(context.padding[..., None], 0)
+        new = new.masked_fill(context.padding[..., None], 0)
     if context.cfg.fast and x.size(1) > 1:
-        states = kernels.scan(gate, x, x.size(1), state)
+        states = kernels.scan(gate, new, x.size(1), state)
     else:
-        states = recurrence_naive(gate, x, state)
+        states = recurrence_naive(gate, new, state)
     if cache is not None:
-        cache["state"].copy_(states[:, -1])
+        cache.state.copy_(states[:, -1])
     return states
 
 
@@ -182,63 +168,64 @@ class RAT(nn.Module):
         self.widths = [rank or C, rank or C, C, GD, GD]     # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
         if rank:
-            self.w_z = nn.Linear(rank, C, bias=False)
-            self.w_g = nn.Linear(rank, C, bias=False)
+            self.w_z, self.w_g = (nn.Linear(rank, C, bias=False) for _ in "zg")
         self.gate_bias = nn.Parameter(initial_gate_bias(C, cfg.chunk))
         self.wo = nn.Linear(C, C, bias=False)
 
     def forward(self, u, layer, context):
         """u (B, T, C), normed -> (B, T, C)."""
-        cfg, cache, rope = self.cfg, context.caches[layer], context.rope["rat"]
+        cfg, cache = self.cfg, context.caches[layer]
+        D, rope = cfg.head_dim, context.rope["rat"]
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
         if cfg.gate_rank:
             z, g = self.w_z(z), self.w_g(g)
         if cfg.fast and context.start == 0 and context.padding is None:
-            return self.wo(self.fused(z, g, v, q, k, rope, cache))
-        copies = cfg.n_head // cfg.qk_groups            # head h uses number h % G
-        gate = forget_gate(g, self.gate_bias)
-        gate = torch.cat([gate, gate], -1)              # (B, T, 2 C)
-        kv = wide(torch.cat([k] * copies + [v], -1))
-        kv = running_state(gate, kv, layer, context, restart=context.pos % cfg.chunk == 0)
-        heads = torch.cat([q] * copies, -1), *kv.chunk(2, -1)
-        q, k, v = (split_heads(x, cfg.head_dim) for x in heads)
-        y = self.read(rotate(q, rope), rotate(k, rope), v, context, cache)
+            heads = [x.unflatten(-1, (-1, D)) for x in (q, k, v, g, z)]
+            return self.wo(self.fused(*heads, rope, cache))
+        copies = cfg.n_head // cfg.qk_groups    # head h uses number h % G
+        kv = wide(torch.cat([k] * copies + [v], -1))            # (B, T, 2 C)
+        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))    # (B, T, C)
+        gate = torch.cat([gate, gate], -1)
+        first = context.pos % cfg.chunk == 0    # of its chunk
+        kv = running_state(gate, kv, layer, context, restart=first)
+        heads = torch.cat([q] * copies, -1), *kv.chunk(2, -1)   # q, k~, v~
+        q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in heads)
+        q, k = rotate(q, rope), rotate(k, rope)                 # (B, H, T, D)
+        y = self.read(q, k, v, context, cache)
         return self.wo(torch.sigmoid(z) * y.transpose(1, 2).flatten(2))
 
     def read(self, q, k, v, context, cache):
-        """y of q, k~, v~, all (B, H, T, D). The cache has a slot for each chunk's final state;
+        """y of q, k~, v~, all (B, H, T, D). A cache has a slot for each chunk's final state;
         a single token has its own state in its chunk's slot, and attends to the slots so far."""
         L, c, T = self.cfg.chunk, context.chunk_of, q.size(2)
         if cache is None:
             k_ends, v_ends = k[:, :, L - 1::L], v[:, :, L - 1::L]
         elif self.cfg.fast and T == 1:
-            write(cache, k, v, c, context.padding)
+            cache.write(k, v, c, context.padding)
             last = None if context.padding is None else c
-            return attend_to_slots(q, cache, context.start // L + 1, last)
+            return cache.attend(q, context.start // L + 1, last)
         else:
-            write(cache, k, v, c, ~context.last)
-            n = min((context.start + T) // L + 1, n_slots(cache))
-            k_ends, v_ends = cache["k"][:, :, :n], cache["v"][:, :, :n]
+            cache.write(k, v, c, ~context.last)
+            n = min((context.start + T) // L + 1, cache.R)
+            k_ends, v_ends = cache.k[:, :, :n], cache.v[:, :, :n]
         read = read_fast if self.cfg.fast else read_naive
         return read(q, k, v, k_ends, v_ends, c)
 
-    def fused(self, z, g, v, q, k, rope, cache):
-        """sigmoid(z) * y, (B, T, C). k_ends and v_ends (B, n, H, D) are the states at the ends
-        of chunks, before RoPE; the last chunk may be unfinished."""
+    def fused(self, q, k, v, g, z, rope, cache):
+        """sigmoid(z) * y, (B, T, C), of heads (B, T, H or G, D). The operator returns the states
+        at chunk ends too, (B, n, H, D), before RoPE; the last chunk may be unfinished."""
         L, T = self.cfg.chunk, z.size(1)
         cos, sin = (table[0, 0] for table in rope) if rope else (None, None)
-        heads = (x.unflatten(-1, (-1, self.cfg.head_dim)) for x in (q, k, v, g, z))
-        y, k_ends, v_ends = kernels.rat(*heads, wide(self.gate_bias), L, cos, sin)
+        y, *ends = kernels.rat(q, k, v, g, z, wide(self.gate_bias), L, cos, sin)
         if cache is not None:
-            state = torch.cat([k_ends[:, -1], v_ends[:, -1]], 1)        # (B, 2 H, D)
-            cache["state"].copy_(state.flatten(1))
-            k, v = (x[:, :T // L].transpose(1, 2) for x in (k_ends, v_ends))
+            cache.state.copy_(torch.cat([x[:, -1] for x in ends], 1).flatten(1))
+            k, v = (x[:, :T // L].transpose(1, 2) for x in ends)
             k = rotate(k, rope and [table[:, :, L - 1::L] for table in rope])
-            write(cache, k, v, torch.arange(T // L, device=k.device)[None])
+            cache.write(k, v, torch.arange(T // L, device=k.device)[None])
         return y.flatten(2)
 
 
-# ------------------------------------ what it is compared with ------------------------------------
+# ---- what it is compared with ----
 
 class RNN(nn.Module):
     """The gated linear recurrence alone (section 2.2)."""
@@ -253,7 +240,8 @@ class RNN(nn.Module):
     def forward(self, u, layer, context):
         """u (B, T, C), normed -> (B, T, C)."""
         z, g, v = self.w_in(u).chunk(3, -1)
-        v = running_state(forget_gate(g, self.gate_bias), wide(v), layer, context)
+        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
+        v = running_state(gate, wide(v), layer, context)
         return self.wo(torch.sigmoid(z) * v.to(z.dtype))
 
 
@@ -274,11 +262,11 @@ class Reversed(nn.Module):
         """u (B, T, C), normed -> (B, T, C)."""
         cfg, cache = self.cfg, context.caches[layer]
         z, g, v, k, q = self.w_in(u).split(self.widths, -1)
-        q, k, v = (split_heads(x, cfg.head_dim) for x in (q, k, v))
+        q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2) for x in (q, k, v))
         y = context.attend(layer, q.expand(v.shape), k, v)      # (B, H, T, D)
         y = wide(y.transpose(1, 2).flatten(2))                  # (B, T, C)
-        gate = forget_gate(g, self.gate_bias)
-        start = torch.zeros_like(y[:, 0]) if cache is None else cache["state"].clone()
+        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
+        start = torch.zeros_like(y[:, 0]) if cache is None else cache.state.clone()
         moving = torch.where(context.last[..., None], gate, 1)  # only at the end of a chunk
         states = running_state(moving, y, layer, context)
         before = torch.cat([start[:, None], states[:, :-1]], 1)         # h_{c-1,L-1}
@@ -286,86 +274,71 @@ class Reversed(nn.Module):
         return self.wo(torch.sigmoid(self.w_z(z)) * h.to(z.dtype))
 
 
-# the position of a key that is not there, and a window that hides only such keys
-EMPTY_SLOT, NO_WINDOW = -2 ** 27, 2 ** 26
+# ---- decoding, and the context of new tokens ----
+
+EMPTY_SLOT = -2 ** 27   # the position of a key that is not there
+NO_WINDOW = 2 ** 26     # a window that hides no other key
 
 
-def attend_in_window(q, k, v, pos, k_pos, window, fast):
-    """Attention to keys at distances 0 to window - 1. q (B, H, T, D), k, v (B, G, S, D), their
-    positions (B or 1, T or S), ascending -> (B, H, T, D)."""
-    if fast:
-        pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
-        return kernels.attend(q, k, v, pos, k_pos, window=window)[0]
-    bias = attention_bias(pos, k_pos[:, None, None], window, dtype=wide(q).dtype)
-    return attention_naive(q, k, v, bias)
+class LayerCache:
+    """What a layer needs of the tokens so far: keys and values k, v (B, heads, R + 1, D) in R
+    slots, contiguous a head, and the state (B, width) of a recurrence, in float32. The spare
+    slot R takes what padding writes, and is never read."""
 
+    def __init__(self, zeros, heads, R, width, D):
+        self.R, self.state = R, wide(zeros(width))
+        self.k, self.v = zeros(heads, R + 1, D), zeros(heads, R + 1, D)
 
-# ----------------------------- decoding, and the new tokens' context -----------------------------
+    def write(self, k, v, slots, spare=None):
+        """k, v (B, heads, T, D) to slots (B or 1, T), or where `spare` to the spare slot."""
+        if spare is not None:
+            slots = slots.masked_fill(spare, self.R)
+        rows = torch.arange(len(k), device=k.device)[:, None]
+        for buffer, new in ((self.k, k), (self.v, v)):
+            new = new.to(buffer.dtype)
+            if len(slots) == 1:
+                buffer.index_copy_(2, slots[0], new)
+            else:
+                buffer[rows, :, slots] = new.transpose(1, 2)
+
+    def attend(self, q, n, last=None):
+        """Attention of one token a row, q (B, H, 1, D), to the first n slots; given `last`
+        (B or 1, 1), only up to that."""
+        k, v = self.k[:, :, :n].to(q.dtype), self.v[:, :, :n].to(q.dtype)
+        slot = torch.arange(n, device=q.device)
+        bias = None if last is None else attention_bias(last, slot, dtype=q.dtype)
+        return attention_fast(q, k, v, bias)
+
+    def extend_ring(self, k, v, pos, end, n):
+        """Write k, v to the ring, where token t is in slot t % R. Returns keys, values and
+        positions of the n tokens before them, and theirs."""
+        R, old = self.R, pos[:, :1] + torch.arange(-n, 0, device=pos.device)
+        rows = torch.arange(len(k), device=k.device)[:, None]
+        k_old, v_old = (x[rows, :, old % R].transpose(1, 2) for x in (self.k, self.v))
+        # of more than R tokens only the last, and no padding
+        self.write(k, v, pos % R, (pos < end - R) | (pos >= end))
+        k = torch.cat([k_old.to(k.dtype), k], 2)                # (B, heads, n + T, D)
+        v = torch.cat([v_old.to(v.dtype), v], 2)
+        return k, v, torch.cat([torch.where(old < 0, EMPTY_SLOT, old), pos], 1)
+
 
 class Cache(KVCache):
-    """layers[l] holds what layer l needs of the tokens so far: keys and values k, v
-    (B, heads, R + 1, D) in R slots, contiguous a head, and a recurrence's state in float32.
-    The spare slot at the end takes padding and is never read. Lengths are KVCache's."""
+    """A LayerCache for each layer; lengths, and the place of new tokens, are KVCache's."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         C, H, G, L = cfg.n_embd, cfg.n_head, cfg.n_kv_head, cfg.chunk
-        sizes = dict(rat=(H, math.ceil(max_len / L), 2 * C),    # heads, R, width of the state
-                     rnn=(0, 0, C), reversed=(H, min(L, max_len), C),
-                     attention=(G, max_len, 0), swa=(G, min(cfg.swa + 1, max_len), 0))
+        sizes = dict(                           # heads, R, width of the state
+            rat=(H, math.ceil(max_len / L), 2 * C), rnn=(0, 0, C), attention=(G, max_len, 0),
+            swa=(G, min(cfg.swa + 1, max_len), 0), reversed=(H, min(L, max_len), C))
         zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
         with torch.inference_mode(False):       # so that calls outside may write too
-            self.layers = []
-            for heads, R, width in (sizes[cfg.kind(layer)] for layer in range(cfg.n_layer)):
-                k, v = (zeros(heads, R + 1, cfg.head_dim) for _ in "kv")
-                self.layers.append(dict(k=k, v=v, state=wide(zeros(width))))
+            self.layers = [LayerCache(zeros, *sizes[cfg.kind(layer)], cfg.head_dim)
+                           for layer in range(cfg.n_layer)]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.max_len, self.longest, self.ragged = max_len, 0, False
-        self.k, self.v = [x for buffers in self.layers for x in buffers.values()], []
-
-    def nbytes(self):
-        """Bytes of the keys, values and states of all rows at max_len."""
-        return sum((x if name == "state" else x[:, :, :-1]).nbytes
-                   for buffers in self.layers for name, x in buffers.items())
-
-
-def n_slots(cache):
-    return cache["k"].size(2) - 1
-
-
-def write(cache, k, v, slots, spare=None):
-    """Write k, v (B, heads, T, D) to slots (B or 1, T), or where `spare` to the spare slot."""
-    if spare is not None:
-        slots = slots.masked_fill(spare, n_slots(cache))
-    for buffer, new in ((cache["k"], k.to(cache["k"].dtype)), (cache["v"], v.to(cache["v"].dtype))):
-        if len(slots) == 1:
-            buffer.index_copy_(2, slots[0], new)
-        else:
-            rows = torch.arange(len(new), device=new.device)[:, None]
-            buffer[rows, :, slots] = new.transpose(1, 2)
-
-
-def before_and_new(cache, k, v, pos, n):
-    """Keys, values, positions of the n tokens before pos in a ring, followed by k, v, pos."""
-    old = pos[:, :1] + torch.arange(-n, 0, device=pos.device)           # (B or 1, n)
-    rows, slots = torch.arange(len(k), device=pos.device)[:, None], old % n_slots(cache)
-    k, v = (torch.cat([buffer[rows, :, slots].transpose(1, 2).to(new.dtype), new], 2)
-            for buffer, new in ((cache["k"], k), (cache["v"], v)))
-    return k, v, torch.cat([torch.where(old < 0, EMPTY_SLOT, old), pos], 1)
-
-
-def attend_to_slots(q, cache, n, last=None):
-    """Attention of one token a row, q (B, H, 1, D), to the first n slots; given `last`
-    (B or 1, 1), only up to that."""
-    k, v = (cache[name][:, :, :n].to(q.dtype) for name in "kv")
-    bias = None
-    if last is not None:
-        bias = attention_bias(last, torch.arange(n, device=q.device), dtype=q.dtype)
-    return attention_fast(q, k, v, bias)
-
-
-def split_heads(x, D):
-    """(B, T, heads D) -> (B, heads, T, D)."""
-    return x.unflatten(-1, (-1, D)).transpose(1, 2)
+        # what KVCache resets and measures: all but the spare slots
+        self.k = [x[:, :, :-1] for layer in self.layers for x in (layer.k, layer.v)]
+        self.v = [layer.state[:, None, None] for layer in self.layers]
 
 
 def rotate(x, rope):
@@ -405,29 +378,31 @@ class Context:
 
     def attend(self, layer, q, k, v):
         """Attention of the new tokens to each other and to those before: to all, to a window
-        (swa), or inside the chunk (reversed). q (B, H, T, D), k, v (B, G, T, D) -> as q.
-        The cache is a ring: token t is in slot t % R."""
-        cfg, kind, cache, pos = self.cfg, self.cfg.kind(layer), self.caches[layer], self.pos
+        (swa), or inside the chunk (reversed). q (B, H, T, D), k, v (B, G, T, D) -> as q."""
+        cfg, cache, kind = self.cfg, self.caches[layer], self.cfg.kind(layer)
         window = dict(attention=NO_WINDOW, swa=cfg.swa + 1, reversed=cfg.chunk)[kind]
-        q, k, k_pos = rotate(q, self.rope[kind]), rotate(k, self.rope[kind]), pos
-        if cache is not None:
-            R = n_slots(cache)
-            if cfg.fast and q.size(2) == 1:     # everything in a window's ring is visible
-                write(cache, k, v, pos % R, self.padding)
-                last = pos if self.padding is not None else None
-                last = pos % window if kind == "reversed" else last
-                return attend_to_slots(q, cache, min(self.start + 1, R), last)
-            new_k, new_v, spare = k, v, (pos < self.end - R) | (pos >= self.end)
-            k, v, k_pos = before_and_new(cache, k, v, pos, min(self.start, R))
-            write(cache, new_k, new_v, pos % R, spare)
+        q, k = rotate(q, self.rope[kind]), rotate(k, self.rope[kind])
+        pos = k_pos = self.pos
+        if cache and cfg.fast and q.size(2) == 1:
+            cache.write(k, v, pos % cache.R, self.padding)
+            last = None if self.padding is None else pos    # all of a window's ring is visible
+            last = pos % window if kind == "reversed" else last
+            return cache.attend(q, min(self.start + 1, cache.R), last)
+        if cache:
+            n = min(self.start, cache.R)
+            k, v, k_pos = cache.extend_ring(k, v, pos, self.end, n)
         if cfg.fast and kind == "attention" and self.start == 0:
-            return attention_fast(q, k, v, None)        # plainly causal: padding is on the right
-        if kind == "reversed":                  # gaps of L: a window ends where the chunk does
+            return attention_fast(q, k, v, None)    # plainly causal: padding is on the right
+        if kind == "reversed":      # gaps of L: a window ends where the chunk does
             pos, k_pos = (p + p // window * window for p in (pos, k_pos))
-        return attend_in_window(q, k, v, pos, k_pos, window, cfg.fast)
+        if cfg.fast:
+            pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
+            return kernels.attend(q, k, v, pos, k_pos, window=window)[0]
+        bias = attention_bias(pos, k_pos[:, None, None], window, dtype=wide(q).dtype)
+        return attention_naive(q, k, v, bias)
 
 
-# ------------------------------------------- the model -------------------------------------------
+# ---- the model ----
 
 class Block(nn.Module):
     def __init__(self, cfg, layer):
