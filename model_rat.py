@@ -2,9 +2,9 @@
 RAT: recurrence inside chunks, attention across them.
 
 Attention reads every past token and pays for each; a gated linear recurrence reads one
-state and forgets. RAT cuts the sequence into chunks of L tokens. Inside a chunk a
-recurrence sums up keys and values; across chunks attention reads the states in which
-earlier chunks ended. For token t = (c, l), number l of chunk c = t // L, u = RMSNorm(x):
+state and forgets. RAT cuts the sequence into chunks of L tokens: inside a chunk a
+recurrence sums up keys and values, across chunks attention reads final states of chunks.
+For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
     z, g, v, q, k = W_in u     z, g, v of width C; q, k of G heads: head h uses h % G
     g = sigmoid(g + b_g)       forget gate of each channel, for keys and values
@@ -22,10 +22,9 @@ attend to for L = 4 (e: final state of a chunk, s: own state):
     query 5                 e |     s         |
     query 10                e |             e |         s
 
-fast=false is a loop over tokens and one softmax, as above. fast=true: from the first
-token on (training, evaluation, prefill) `kernels.rat` does all of it. After a cache,
-`scan` is the recurrence, `attend` the attention to final states, and `merge` adds the
-own state.
+fast=false is a loop over tokens and one softmax, as above. fast=true: in training and
+prefill `kernels.rat` does all of it. After a cache, `scan` is the recurrence, `attend`
+the attention to final states, and `merge` adds the own state.
 
 L = 1 is attention with keys and values scaled by 1 - g; L = T is a gated linear RNN. To
 compare with, in the same model:
@@ -61,10 +60,10 @@ class Config(BaseConfig):
     chunk: int = 16              # L, tokens of a chunk
     mixer: str = choice("rat", "rnn", "attention")      # what mixes tokens
     reversed: bool = False       # attention inside chunks, recurrence across
-    swa: int = 0                 # > 0: odd layers attend to this many tokens before their own
+    swa: int = 0                 # > 0: odd layers attend to so many tokens before
     qk_groups: int = 0           # G (0: 2, or 1 where n_head is odd)
-    gate_rank: int = 0           # > 0: low rank of z and g (reversed: of z, 0 is head_dim)
-    pos: str = choice("chunk", "rope", "nope")  # RoPE by chunk, by token, none (swa: by token)
+    gate_rank: int = 0           # rank of z and g (0: full); reversed: of z (0: head_dim)
+    pos: str = choice("chunk", "rope", "nope")  # RoPE by chunk, token, none
     rope_theta: float = 10000.0  # RoPE's base
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")         # nonlinearity of the MLP
@@ -103,7 +102,7 @@ def wide(x):
 
 
 def recurrence_naive(gate, x, state):
-    """h_t = gate_t h_{t-1} + x_t: gate, x (B, T, C), state h_{-1} (B, C) -> h (B, T, C)."""
+    """h_t = gate_t h_{t-1} + x_t. gate, x, h (B, T, C), state h_{-1} (B, C)."""
     states = []
     for gate_t, x_t in zip(gate.unbind(1), x.unbind(1)):
         state = gate_t * state + x_t
@@ -112,8 +111,8 @@ def recurrence_naive(gate, x, state):
 
 
 def read_naive(q, k_own, v_own, k_ends, v_ends, chunk_of):
-    """One softmax over the final states k_ends, v_ends (B, H, n, D) of the chunks before the
-    query's, chunk_of (B or 1, T), and its own state. q, k_own, v_own, y (B, H, T, D)."""
+    """One softmax over the final states of chunks before the query's, and its own state.
+    q, k_own, v_own, y (B, H, T, D); k_ends, v_ends (B, H, n, D); chunk_of (B or 1, T)."""
     number = torch.arange(k_ends.size(2), device=q.device)
     s_ends = wide(q) @ wide(k_ends).transpose(-2, -1)  # (B, H, T, n)
     s_ends = s_ends.masked_fill(number >= chunk_of[:, None, :, None], -math.inf)
@@ -123,8 +122,8 @@ def read_naive(q, k_own, v_own, k_ends, v_ends, chunk_of):
 
 
 def read_fast(q, k_own, v_own, k_ends, v_ends, chunk_of):
-    """The same: attention to final states, merged with attention to the own state. Over that
-    one key the softmax is 1, and the log-sum-exp is the score."""
+    """The same: attention to final states, merged with attention to the own state. Over one
+    key the softmax is 1, and the log-sum-exp is the score."""
     q_pos = (chunk_of - 1).int().squeeze(0)  # (T,) or (B, T)
     k_pos = torch.arange(k_ends.size(2), dtype=torch.int32, device=q.device)
     y, lse = kernels.attend(q, k_ends.to(q.dtype), v_ends.to(q.dtype), q_pos, k_pos)
@@ -133,15 +132,15 @@ def read_fast(q, k_own, v_own, k_ends, v_ends, chunk_of):
 
 
 def initial_gate_bias(C, steps):
-    """log u, u uniform in (1, steps - 1): gates that remember some 2 to `steps` tokens."""
+    """log u, u uniform in (1, steps - 1): memories of some 2 to `steps` tokens."""
     if steps <= 2:
         return torch.zeros(C)
     return torch.empty(C).uniform_(1, steps - 1).log()
 
 
 def running_state(gate, x, layer, context, restart=None):
-    """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, (B, T, C), from the cache's state, and from
-    zero where restart (B or 1, T). Padding has gate 1 and input 0: the state stays."""
+    """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, (B, T, C), from the state in the cache, and
+    from zero where `restart` (B or 1, T). At padding gate 1 and input 0 keep the state."""
     cache, new = context.caches[layer], (1 - gate) * x
     state = torch.zeros_like(x[:, 0]) if cache is None else cache.state
     if restart is not None:
@@ -183,20 +182,20 @@ class RAT(nn.Module):
             heads = [x.unflatten(-1, (-1, D)) for x in (q, k, v, g, z)]
             return self.wo(self.fused(*heads, rope, cache))
         copies = cfg.n_head // cfg.qk_groups    # head h uses number h % G
-        kv = wide(torch.cat([k] * copies + [v], -1))            # (B, T, 2 C)
+        kv = wide(torch.cat([k] * copies + [v], -1))    # (B, T, 2 C)
         gate = torch.sigmoid(wide(g) + wide(self.gate_bias))    # (B, T, C)
         gate = torch.cat([gate, gate], -1)
         first = context.pos % cfg.chunk == 0    # of its chunk
         kv = running_state(gate, kv, layer, context, restart=first)
         heads = torch.cat([q] * copies, -1), *kv.chunk(2, -1)   # q, k~, v~
         q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in heads)
-        q, k = rotate(q, rope), rotate(k, rope)                 # (B, H, T, D)
+        q, k = rotate(q, rope), rotate(k, rope)         # (B, H, T, D)
         y = self.read(q, k, v, context, cache)
         return self.wo(torch.sigmoid(z) * y.transpose(1, 2).flatten(2))
 
     def read(self, q, k, v, context, cache):
-        """y of q, k~, v~, all (B, H, T, D). A cache has a slot for each chunk's final state;
-        a single token has its own state in its chunk's slot, and attends to the slots so far."""
+        """y of q, k~, v~, all (B, H, T, D). The cache has a slot for each chunk's final state.
+        A single token puts its own state there, and attends to the slots so far."""
         L, c, T = self.cfg.chunk, context.chunk_of, q.size(2)
         if cache is None:
             k_ends, v_ends = k[:, :, L - 1::L], v[:, :, L - 1::L]
@@ -212,8 +211,8 @@ class RAT(nn.Module):
         return read(q, k, v, k_ends, v_ends, c)
 
     def fused(self, q, k, v, g, z, rope, cache):
-        """sigmoid(z) * y, (B, T, C), of heads (B, T, H or G, D). The operator returns the states
-        at chunk ends too, (B, n, H, D), before RoPE; the last chunk may be unfinished."""
+        """sigmoid(z) * y, (B, T, C), from heads (B, T, H or G, D). `ends` are k~ and v~ at the
+        ends of chunks, (B, n, H, D), before RoPE; the last chunk may be unfinished."""
         L, T = self.cfg.chunk, z.size(1)
         cos, sin = (table[0, 0] for table in rope) if rope else (None, None)
         y, *ends = kernels.rat(q, k, v, g, z, wide(self.gate_bias), L, cos, sin)
@@ -264,12 +263,12 @@ class Reversed(nn.Module):
         z, g, v, k, q = self.w_in(u).split(self.widths, -1)
         q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2) for x in (q, k, v))
         y = context.attend(layer, q.expand(v.shape), k, v)      # (B, H, T, D)
-        y = wide(y.transpose(1, 2).flatten(2))                  # (B, T, C)
+        y = wide(y.transpose(1, 2).flatten(2))  # (B, T, C)
         gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
         start = torch.zeros_like(y[:, 0]) if cache is None else cache.state.clone()
-        moving = torch.where(context.last[..., None], gate, 1)  # only at the end of a chunk
+        moving = torch.where(context.last[..., None], gate, 1)  # at chunk ends only
         states = running_state(moving, y, layer, context)
-        before = torch.cat([start[:, None], states[:, :-1]], 1)         # h_{c-1,L-1}
+        before = torch.cat([start[:, None], states[:, :-1]], 1)   # h_{c-1,L-1}
         h = gate * before + (1 - gate) * y
         return self.wo(torch.sigmoid(self.w_z(z)) * h.to(z.dtype))
 
@@ -281,16 +280,16 @@ NO_WINDOW = 2 ** 26     # a window that hides no other key
 
 
 class LayerCache:
-    """What a layer needs of the tokens so far: keys and values k, v (B, heads, R + 1, D) in R
-    slots, contiguous a head, and the state (B, width) of a recurrence, in float32. The spare
-    slot R takes what padding writes, and is never read."""
+    """What a layer needs of the tokens so far: keys and values k, v (B, heads, R + 1, D),
+    contiguous a head, and a recurrence's state (B, width) in float32. The spare slot R
+    takes what padding writes, and is never read."""
 
     def __init__(self, zeros, heads, R, width, D):
         self.R, self.state = R, wide(zeros(width))
         self.k, self.v = zeros(heads, R + 1, D), zeros(heads, R + 1, D)
 
     def write(self, k, v, slots, spare=None):
-        """k, v (B, heads, T, D) to slots (B or 1, T), or where `spare` to the spare slot."""
+        """k, v (B, heads, T, D) to slots (B or 1, T); to the spare slot where `spare`."""
         if spare is not None:
             slots = slots.masked_fill(spare, self.R)
         rows = torch.arange(len(k), device=k.device)[:, None]
@@ -302,22 +301,22 @@ class LayerCache:
                 buffer[rows, :, slots] = new.transpose(1, 2)
 
     def attend(self, q, n, last=None):
-        """Attention of one token a row, q (B, H, 1, D), to the first n slots; given `last`
-        (B or 1, 1), only up to that."""
+        """Attention of one token a row, q (B, H, 1, D), to the first n slots, or only up to
+        slot `last` (B or 1, 1)."""
         k, v = self.k[:, :, :n].to(q.dtype), self.v[:, :, :n].to(q.dtype)
         slot = torch.arange(n, device=q.device)
         bias = None if last is None else attention_bias(last, slot, dtype=q.dtype)
         return attention_fast(q, k, v, bias)
 
     def extend_ring(self, k, v, pos, end, n):
-        """Write k, v to the ring, where token t is in slot t % R. Returns keys, values and
-        positions of the n tokens before them, and theirs."""
+        """Write k, v to the ring: token t is in slot t % R. Returns keys, values, positions
+        of the n tokens before, and these."""
         R, old = self.R, pos[:, :1] + torch.arange(-n, 0, device=pos.device)
         rows = torch.arange(len(k), device=k.device)[:, None]
         k_old, v_old = (x[rows, :, old % R].transpose(1, 2) for x in (self.k, self.v))
         # of more than R tokens only the last, and no padding
         self.write(k, v, pos % R, (pos < end - R) | (pos >= end))
-        k = torch.cat([k_old.to(k.dtype), k], 2)                # (B, heads, n + T, D)
+        k = torch.cat([k_old.to(k.dtype), k], 2)  # (B, heads, n + T, D)
         v = torch.cat([v_old.to(v.dtype), v], 2)
         return k, v, torch.cat([torch.where(old < 0, EMPTY_SLOT, old), pos], 1)
 
@@ -353,9 +352,9 @@ class Context:
         """x (B, T, C): the new tokens' embeddings, of which device and dtype count."""
         step = torch.arange(x.size(1), device=x.device)
         self.cfg, self.caches = cfg, cache.layers if cache else [None] * cfg.n_layer
-        self.start = 0                          # tokens before, in the row that has most
-        self.padding = None                     # (B, T); None: none, and rows are equally long
-        self.pos, self.end = step[None], x.size(1)                      # (B or 1, T)
+        self.start = 0                  # tokens before, in the row that has most
+        self.padding = None             # (B, T), or None where all rows are alike
+        self.pos, self.end = step[None], x.size(1)      # (B or 1, T)
         if cache is not None:
             self.start = cache.longest
             cache.place(x.size(1), n_valid)
@@ -377,15 +376,15 @@ class Context:
         return [table[:, None] for table in tables]
 
     def attend(self, layer, q, k, v):
-        """Attention of the new tokens to each other and to those before: to all, to a window
-        (swa), or inside the chunk (reversed). q (B, H, T, D), k, v (B, G, T, D) -> as q."""
+        """Attention of the new tokens to each other and those before: to all, in a window
+        (swa), in the chunk (reversed). q (B, H, T, D), k, v (B, G, T, D) -> as q."""
         cfg, cache, kind = self.cfg, self.caches[layer], self.cfg.kind(layer)
         window = dict(attention=NO_WINDOW, swa=cfg.swa + 1, reversed=cfg.chunk)[kind]
         q, k = rotate(q, self.rope[kind]), rotate(k, self.rope[kind])
         pos = k_pos = self.pos
-        if cache and cfg.fast and q.size(2) == 1:
+        if cache and cfg.fast and q.size(2) == 1:   # all in the window's ring is visible
             cache.write(k, v, pos % cache.R, self.padding)
-            last = None if self.padding is None else pos    # all of a window's ring is visible
+            last = None if self.padding is None else pos
             last = pos % window if kind == "reversed" else last
             return cache.attend(q, min(self.start + 1, cache.R), last)
         if cache:
@@ -409,7 +408,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.norm2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        mixers = dict(rat=RAT, rnn=RNN, reversed=Reversed)      # swa, attention: model_gpt's
+        mixers = dict(rat=RAT, rnn=RNN, reversed=Reversed)  # else model_gpt's Attention
         self.mix = mixers.get(cfg.kind(layer), Attention)(cfg)
         self.mlp, self.drop = MLP(cfg), nn.Dropout(cfg.dropout)
 
@@ -447,9 +446,8 @@ class Model(LanguageModel):
         return Cache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
 
     def flops_per_token(self):
-        """Operations of one token's forward and backward pass in a sequence of block_size: 6 a
-        weight of each matrix product, and 12 C a visible key, averaged over positions. The
-        recurrences, some operations a channel, are not counted."""
+        """Operations of a token's forward and backward pass in a sequence of block_size: 6 a
+        weight of each product, 12 C a visible key on average; recurrences not counted."""
         cfg, T, L = self.cfg, self.cfg.block_size, self.cfg.chunk
         weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
         weights += cfg.vocab_size * cfg.n_embd
