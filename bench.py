@@ -248,7 +248,8 @@ CHUNKS = 64                 # of the contestant whose number of chunks does not 
 
 
 def rat_layers(cfg, T, device):
-    """One layer of each kind with its projections, to be made: {name: function that makes it}."""
+    """One layer of each kind with its projections, to be made: {name: function that makes it}.
+    A function returns the layer's Config and the layer."""
     rat = model_module("rat")
     sizes = {"attention": dict(mixer="attention"), f"RAT({cfg.chunk})": {},
              f"RAT(T/{CHUNKS})": dict(chunk=max(1, T // CHUNKS)), "RNN": dict(mixer="rnn")}
@@ -258,42 +259,44 @@ def rat_layers(cfg, T, device):
 
     def make(change):
         one = dataclasses.replace(cfg, **{"block_size": T, "n_layer": 1, "vocab_size": 1, "swa": 0, **change})
-        return rat.Model(one).blocks[0].mix.to(device, dtype)
+        return one, rat.Model(one).blocks[0].mix.to(device, dtype)
     return {name: lambda change=change: make(change) for name, change in sizes.items()}
 
 
-def rat_passes(layer, T, rows, device):
+def rat_passes(cfg, layer, T, rows, device):
     """{"training", "prefill"} of a layer on `rows` sequences of T tokens, as functions."""
     rat, w = model_module("rat"), layer.wo.weight
     u, du = torch.randn(2, rows, T, w.size(0), device=device, dtype=w.dtype)
     u.requires_grad_()
-    place = rat.with_rotary(layer.cfg, rat.Place(torch.arange(T, device=device)[None]), w.dtype)
+    context = rat.Context(cfg, u)
 
     def training():
-        torch.autograd.grad(layer(u, place), [u, *layer.parameters()], du, materialize_grads=True)
+        torch.autograd.grad(layer(u, 0, context), [u, *layer.parameters()], du, materialize_grads=True)
 
     def prefill():
         with torch.no_grad():
-            layer(u, place)
+            layer(u, 0, context)
     return {"training": training, "prefill": prefill}
 
 
 TOKENS = 8                  # that one call decodes, all at the same position
 
 
-def rat_decoding(layer, T, rows, device):
+def rat_decoding(cfg, layer, T, rows, device):
     """A layer's step of one token at position T - 1 in each of `rows` sequences, after a cache of random numbers."""
     rat, w = model_module("rat"), layer.wo.weight
-    store = layer.init_store(rows, T, device, w.dtype)
-    for buffer in store.values():
+    cache = rat.Cache(cfg, rows, T, device, w.dtype)
+    for buffer in cache.k + cache.v:
         buffer.normal_()
+    cache.lengths.fill_(T - 1)
+    cache.longest = T - 1
     u = torch.randn(rows, 1, w.size(0), device=device, dtype=w.dtype)
-    place = rat.with_rotary(layer.cfg, rat.Place(torch.tensor([[T - 1]], device=device), T - 1), w.dtype)
+    context = rat.Context(cfg, u, cache)
 
     @torch.inference_mode()
     def step():
         for _ in range(TOKENS):
-            layer(u, place, store)
+            layer(u, 0, context)
     return step
 
 
@@ -302,8 +305,8 @@ def rat_seconds(layers, way, T, tokens, rows, rounds, device):
     torch's backends, of which the fastest counts, and None tells what did not fit."""
     def contestant(make, backend=None):
         layer = make()
-        call = (rat_decoding(layer, T, rows, device) if way == "decoding" else
-                rat_passes(layer, T, max(1, tokens // T), device)[way])
+        call = (rat_decoding(*layer, T, rows, device) if way == "decoding" else
+                rat_passes(*layer, T, max(1, tokens // T), device)[way])
 
         def run():
             with sdpa(backend):
@@ -358,9 +361,8 @@ def bench_rat(cfg, device, lengths=None, tokens=None, rows=None, rounds=3):
             growth = {n: 1 + math.log(last[n] / first[n]) / math.log(b / a) for n in first if first[n] and last[n]}
             print("  a sequence's time grows as T^e, e = " + ", ".join(f"{e:.2f} ({n})" for n, e in growth.items()))
     T, meta = lengths[-1], torch.device("meta")
-    layers = {name: make() for name, make in rat_layers(cfg, T, meta).items()}
-    sizes = {name: sum(x.nbytes for x in layer.init_store(1, T, meta, torch.float32).values())
-             for name, layer in layers.items()}
+    rat, layers = model_module("rat"), rat_layers(cfg, T, meta)
+    sizes = {name: rat.Cache(make()[0], 1, T, meta, torch.float32).nbytes() for name, make in layers.items()}
     print(f"float32 cache of {T:,} tokens, bytes a token: " + ", ".join(f"{n / T:.1f} ({k})" for k, n in sizes.items()))
     print(f"  attention's is {sizes['attention'] / sizes[ours]:.2f}x {ours}'s")
 
