@@ -3,7 +3,7 @@ RAT: recurrence inside chunks, attention across them.
 
 Attention reads every past token and pays for each; a gated linear recurrence reads one
 state and forgets. RAT cuts the sequence into chunks of L tokens: inside a chunk a
-recurrence sums up keys and values, across chunks attention reads final states of chunks.
+recurrence sums keys and values up, across chunks attention reads their final states.
 For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
     z, g, v, q, k = W_in u     z, g, v of width C; q, k of G heads: head h uses h % G
@@ -32,13 +32,12 @@ compare with, in the same model:
     mixer=rnn         v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~)
     mixer=attention   softmax attention with RoPE
     swa=1024          odd layers attend to the token and 1,024 before it (RAT-SWA)
-    reversed=true     y is attention inside the chunk, h goes across (Appendix C.1):
+    reversed=true     attention y inside chunks; across (Appendix C.1), in place of y,
                       h_{c,l} = g h_{c-1,L-1} + (1 - g) y_{c,l}
-                      out     = x + W_o (sigmoid(z) * h)
 
-Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Its code: CLAIRE-Labo/RAT on
-GitHub. Departures from that code: the fused operator; decoding works from the first
-token on; states stay in float32 (there bfloat16); norm_eps is 1e-5 (there 1e-6).
+Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416), github.com/CLAIRE-Labo/RAT.
+Departures from its code: the fused operator; decoding works from the first token on;
+states stay in float32 (there bfloat16); norm_eps is 1e-5 by default (there 1e-6).
 
 Shapes: B batch, T new tokens, n chunks, C width, H heads, G heads of q and k (in
 attention of k and v), D head size, S keys, R slots of a layer's cache.
@@ -62,8 +61,8 @@ class Config(BaseConfig):
     reversed: bool = False       # attention inside chunks, recurrence across
     swa: int = 0                 # > 0: odd layers attend to so many tokens before
     qk_groups: int = 0           # G (0: 2, or 1 where n_head is odd)
-    gate_rank: int = 0           # rank of z and g (0: full); reversed: of z (0: head_dim)
-    pos: str = choice("chunk", "rope", "nope")  # RoPE by chunk, token, none
+    gate_rank: int = 0           # rank of z and g (0: full; reversed: z alone, 0: head_dim)
+    pos: str = choice("chunk", "rope", "nope")  # RoPE's count; swa: by token
     rope_theta: float = 10000.0  # RoPE's base
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")         # nonlinearity of the MLP
@@ -88,7 +87,7 @@ class Config(BaseConfig):
             raise ValueError(f"n_embd / n_head = {D} is more than a head of {largest}")
 
     def kind(self, layer):
-        """What mixes tokens in this layer: rat | rnn | attention | swa | reversed."""
+        """rat | rnn | attention | swa | reversed."""
         if self.swa and layer % 2:
             return "swa"
         return "reversed" if self.reversed else self.mixer
@@ -104,15 +103,15 @@ def wide(x):
 def recurrence_naive(gate, x, state):
     """h_t = gate_t h_{t-1} + x_t. gate, x, h (B, T, C), state h_{-1} (B, C)."""
     states = []
-    for gate_t, x_t in zip(gate.unbind(1), x.unbind(1)):
+    for gate_t, x_t in zip(gate.unbind(1), x.unbind(1)):    # one backward for all
         state = gate_t * state + x_t
         states.append(state)
     return torch.stack(states, 1)
 
 
 def read_naive(q, k_own, v_own, k_ends, v_ends, chunk_of):
-    """One softmax over the final states of chunks before the query's, and its own state.
-    q, k_own, v_own, y (B, H, T, D); k_ends, v_ends (B, H, n, D); chunk_of (B or 1, T)."""
+    """One softmax over the final states of chunks before the query's and its own state.
+    q, k_own, v_own (B, H, T, D), k_ends, v_ends (B, H, n, D), chunk_of (B or 1, T)."""
     number = torch.arange(k_ends.size(2), device=q.device)
     s_ends = wide(q) @ wide(k_ends).transpose(-2, -1)  # (B, H, T, n)
     s_ends = s_ends.masked_fill(number >= chunk_of[:, None, :, None], -math.inf)
@@ -122,8 +121,8 @@ def read_naive(q, k_own, v_own, k_ends, v_ends, chunk_of):
 
 
 def read_fast(q, k_own, v_own, k_ends, v_ends, chunk_of):
-    """The same: attention to final states, merged with attention to the own state. Over one
-    key the softmax is 1, and the log-sum-exp is the score."""
+    """The same: attention to final states, merged with attention to the own state. A softmax
+    over one key is 1, and its log-sum-exp is the score."""
     q_pos = (chunk_of - 1).int().squeeze(0)  # (T,) or (B, T)
     k_pos = torch.arange(k_ends.size(2), dtype=torch.int32, device=q.device)
     y, lse = kernels.attend(q, k_ends.to(q.dtype), v_ends.to(q.dtype), q_pos, k_pos)
@@ -133,21 +132,19 @@ def read_fast(q, k_own, v_own, k_ends, v_ends, chunk_of):
 
 def initial_gate_bias(C, steps):
     """log u, u uniform in (1, steps - 1): memories of some 2 to `steps` tokens."""
-    if steps <= 2:
-        return torch.zeros(C)
-    return torch.empty(C).uniform_(1, steps - 1).log()
+    return torch.zeros(C) if steps <= 2 else torch.empty(C).uniform_(1, steps - 1).log()
 
 
 def running_state(gate, x, layer, context, restart=None):
-    """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, (B, T, C), from the state in the cache, and
-    from zero where `restart` (B or 1, T). At padding gate 1 and input 0 keep the state."""
-    cache, new = context.caches[layer], (1 - gate) * x
+    """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, (B, T, C), on from the cache, and from 0
+    where restart (B or 1, T). Padding has gate 1, so input 0."""
+    cache = context.caches[layer]
     state = torch.zeros_like(x[:, 0]) if cache is None else cache.state
-    if restart is not None:
-        gate = gate.masked_fill(restart[..., None], 0)
     if context.padding is not None:
         gate = gate.masked_fill(context.padding[..., None], 1)
-        new = new.masked_fill(context.padding[..., None], 0)
+    new = (1 - gate) * x
+    if restart is not None:
+        gate = gate.masked_fill(restart[..., None], 0)
     if context.cfg.fast and x.size(1) > 1:
         states = kernels.scan(gate, new, x.size(1), state)
     else:
@@ -158,13 +155,13 @@ def running_state(gate, x, layer, context, restart=None):
 
 
 class RAT(nn.Module):
-    """Recurrence inside chunks, attention across them (section 2.3)."""
+    """Section 2.3. The context knows positions and caches."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
         C, GD, rank = cfg.n_embd, cfg.qk_groups * cfg.head_dim, cfg.gate_rank
-        self.widths = [rank or C, rank or C, C, GD, GD]     # of z, g, v, q, k
+        self.widths = [rank or C, rank or C, C, GD, GD]    # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
         if rank:
             self.w_z, self.w_g = (nn.Linear(rank, C, bias=False) for _ in "zg")
@@ -173,53 +170,53 @@ class RAT(nn.Module):
 
     def forward(self, u, layer, context):
         """u (B, T, C), normed -> (B, T, C)."""
-        cfg, cache = self.cfg, context.caches[layer]
-        D, rope = cfg.head_dim, context.rope["rat"]
+        cfg, cache, rope = self.cfg, context.caches[layer], context.rope["rat"]
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
         if cfg.gate_rank:
             z, g = self.w_z(z), self.w_g(g)
         if cfg.fast and context.start == 0 and context.padding is None:
-            heads = [x.unflatten(-1, (-1, D)) for x in (q, k, v, g, z)]
-            return self.wo(self.fused(*heads, rope, cache))
+            return self.wo(self.fused(q, k, v, g, z, rope, cache))
         copies = cfg.n_head // cfg.qk_groups    # head h uses number h % G
         kv = wide(torch.cat([k] * copies + [v], -1))    # (B, T, 2 C)
-        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))    # (B, T, C)
-        gate = torch.cat([gate, gate], -1)
-        first = context.pos % cfg.chunk == 0    # of its chunk
-        kv = running_state(gate, kv, layer, context, restart=first)
-        heads = torch.cat([q] * copies, -1), *kv.chunk(2, -1)   # q, k~, v~
-        q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in heads)
-        q, k = rotate(q, rope), rotate(k, rope)         # (B, H, T, D)
+        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
+        gate = torch.cat([gate, gate], -1)    # the same for k and v
+        kv = running_state(gate, kv, layer, context, restart=context.starts_chunk)
+        heads = torch.cat([q] * copies, -1), *kv.chunk(2, -1)    # q, k~, v~
+        q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2) for x in heads)
+        if rope:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         y = self.read(q, k, v, context, cache)
         return self.wo(torch.sigmoid(z) * y.transpose(1, 2).flatten(2))
 
     def read(self, q, k, v, context, cache):
-        """y of q, k~, v~, all (B, H, T, D). The cache has a slot for each chunk's final state.
-        A single token puts its own state there, and attends to the slots so far."""
+        """y of q, k~, v~, all (B, H, T, D). The cache has a slot for each chunk. A single
+        token puts its own state there, and attends to the slots so far."""
         L, c, T = self.cfg.chunk, context.chunk_of, q.size(2)
         if cache is None:
             k_ends, v_ends = k[:, :, L - 1::L], v[:, :, L - 1::L]
         elif self.cfg.fast and T == 1:
             cache.write(k, v, c, context.padding)
             last = None if context.padding is None else c
-            return cache.attend(q, context.start // L + 1, last)
+            return cache.attend_one(q, context.start // L + 1, last)
         else:
-            cache.write(k, v, c, ~context.last)
+            cache.write(k, v, c, ~context.ends_chunk)
             n = min((context.start + T) // L + 1, cache.R)
             k_ends, v_ends = cache.k[:, :, :n], cache.v[:, :, :n]
         read = read_fast if self.cfg.fast else read_naive
         return read(q, k, v, k_ends, v_ends, c)
 
     def fused(self, q, k, v, g, z, rope, cache):
-        """sigmoid(z) * y, (B, T, C), from heads (B, T, H or G, D). `ends` are k~ and v~ at the
-        ends of chunks, (B, n, H, D), before RoPE; the last chunk may be unfinished."""
-        L, T = self.cfg.chunk, z.size(1)
+        """sigmoid(z) * y (B, T, C) by one operator. It also returns k~ and v~ (B, n, H, D) at
+        the ends of chunks, before RoPE; the last chunk may be unfinished."""
+        L, T, D = self.cfg.chunk, z.size(1), self.cfg.head_dim
         cos, sin = (table[0, 0] for table in rope) if rope else (None, None)
-        y, *ends = kernels.rat(q, k, v, g, z, wide(self.gate_bias), L, cos, sin)
+        heads = (x.unflatten(-1, (-1, D)) for x in (q, k, v, g, z))
+        y, *ends = kernels.rat(*heads, wide(self.gate_bias), L, cos, sin)
         if cache is not None:
             cache.state.copy_(torch.cat([x[:, -1] for x in ends], 1).flatten(1))
             k, v = (x[:, :T // L].transpose(1, 2) for x in ends)
-            k = rotate(k, rope and [table[:, :, L - 1::L] for table in rope])
+            if rope:
+                k = apply_rope(k, *(table[:, :, L - 1::L] for table in rope))
             cache.write(k, v, torch.arange(T // L, device=k.device)[None])
         return y.flatten(2)
 
@@ -231,10 +228,9 @@ class RNN(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        C = cfg.n_embd
-        self.w_in = nn.Linear(C, 3 * C, bias=False)     # z, g, v
-        self.gate_bias = nn.Parameter(initial_gate_bias(C, cfg.block_size))
-        self.wo = nn.Linear(C, C, bias=False)
+        self.w_in = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)    # z, g, v
+        self.gate_bias = nn.Parameter(initial_gate_bias(cfg.n_embd, cfg.block_size))
+        self.wo = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
     def forward(self, u, layer, context):
         """u (B, T, C), normed -> (B, T, C)."""
@@ -245,13 +241,13 @@ class RNN(nn.Module):
 
 
 class Reversed(nn.Module):
-    """Attention inside chunks, recurrence across (Appendix C.1). All heads share one query."""
+    """Attention inside chunks, recurrence across. All heads share one query."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
         C, D, rank = cfg.n_embd, cfg.head_dim, cfg.gate_rank or cfg.head_dim
-        self.widths = [rank, C, C, C, D]     # of z, g, v, k, q
+        self.widths = [rank, C, C, C, D]    # of z, g, v, k, q
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
         self.w_z = nn.Linear(rank, C, bias=False)
         self.gate_bias = nn.Parameter(initial_gate_bias(C, cfg.block_size // cfg.chunk))
@@ -262,55 +258,54 @@ class Reversed(nn.Module):
         cfg, cache = self.cfg, context.caches[layer]
         z, g, v, k, q = self.w_in(u).split(self.widths, -1)
         q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2) for x in (q, k, v))
-        y = context.attend(layer, q.expand(v.shape), k, v)      # (B, H, T, D)
-        y = wide(y.transpose(1, 2).flatten(2))  # (B, T, C)
+        y = context.attend(layer, q.expand(v.shape), k, v)    # (B, H, T, D)
+        y = wide(y.transpose(1, 2).flatten(2))    # (B, T, C)
         gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
-        start = torch.zeros_like(y[:, 0]) if cache is None else cache.state.clone()
-        moving = torch.where(context.last[..., None], gate, 1)  # at chunk ends only
+        h0 = torch.zeros_like(y[:, 0]) if cache is None else cache.state.clone()
+        moving = torch.where(context.ends_chunk[..., None], gate, 1)    # else h stays
         states = running_state(moving, y, layer, context)
-        before = torch.cat([start[:, None], states[:, :-1]], 1)   # h_{c-1,L-1}
+        before = torch.cat([h0[:, None], states[:, :-1]], 1)    # h_{c-1,L-1}
         h = gate * before + (1 - gate) * y
         return self.wo(torch.sigmoid(self.w_z(z)) * h.to(z.dtype))
 
 
 # ---- decoding, and the context of new tokens ----
 
-EMPTY_SLOT = -2 ** 27   # the position of a key that is not there
-NO_WINDOW = 2 ** 26     # a window that hides no other key
+EMPTY_SLOT = -2 ** 27    # position of a slot without a token
+NO_WINDOW = 2 ** 26      # a window that hides such slots only
 
 
 class LayerCache:
-    """What a layer needs of the tokens so far: keys and values k, v (B, heads, R + 1, D),
-    contiguous a head, and a recurrence's state (B, width) in float32. The spare slot R
-    takes what padding writes, and is never read."""
+    """A layer's keys and values (B, heads, R + 1, D), contiguous a head, and its state
+    (B, width) in float32. The spare slot R takes padding and is never read."""
 
     def __init__(self, zeros, heads, R, width, D):
         self.R, self.state = R, wide(zeros(width))
         self.k, self.v = zeros(heads, R + 1, D), zeros(heads, R + 1, D)
 
     def write(self, k, v, slots, spare=None):
-        """k, v (B, heads, T, D) to slots (B or 1, T); to the spare slot where `spare`."""
+        """k, v (B, heads, T, D) to slots (B or 1, T); where `spare` to slot R."""
         if spare is not None:
             slots = slots.masked_fill(spare, self.R)
         rows = torch.arange(len(k), device=k.device)[:, None]
         for buffer, new in ((self.k, k), (self.v, v)):
             new = new.to(buffer.dtype)
-            if len(slots) == 1:
+            if len(slots) == 1:    # rows are alike: faster
                 buffer.index_copy_(2, slots[0], new)
             else:
                 buffer[rows, :, slots] = new.transpose(1, 2)
 
-    def attend(self, q, n, last=None):
-        """Attention of one token a row, q (B, H, 1, D), to the first n slots, or only up to
-        slot `last` (B or 1, 1)."""
+    def attend_one(self, q, n, last=None):
+        """Attention of q (B, H, 1, D) to the first n slots, or up to slot last (B, 1)."""
         k, v = self.k[:, :, :n].to(q.dtype), self.v[:, :, :n].to(q.dtype)
-        slot = torch.arange(n, device=q.device)
-        bias = None if last is None else attention_bias(last, slot, dtype=q.dtype)
+        if last is None:
+            return attention_fast(q, k, v, None)
+        bias = attention_bias(last, torch.arange(n, device=q.device), dtype=q.dtype)
         return attention_fast(q, k, v, bias)
 
     def extend_ring(self, k, v, pos, end, n):
-        """Write k, v to the ring: token t is in slot t % R. Returns keys, values, positions
-        of the n tokens before, and these."""
+        """Write k, v to a ring: token t to slot t % R. Returns the n tokens before and these:
+        keys, values and positions."""
         R, old = self.R, pos[:, :1] + torch.arange(-n, 0, device=pos.device)
         rows = torch.arange(len(k), device=k.device)[:, None]
         k_old, v_old = (x[rows, :, old % R].transpose(1, 2) for x in (self.k, self.v))
@@ -322,15 +317,15 @@ class LayerCache:
 
 
 class Cache(KVCache):
-    """A LayerCache for each layer; lengths, and the place of new tokens, are KVCache's."""
+    """A LayerCache for each layer. Lengths are KVCache's."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         C, H, G, L = cfg.n_embd, cfg.n_head, cfg.n_kv_head, cfg.chunk
-        sizes = dict(                           # heads, R, width of the state
+        sizes = dict(    # heads, R, width of the state
             rat=(H, math.ceil(max_len / L), 2 * C), rnn=(0, 0, C), attention=(G, max_len, 0),
             swa=(G, min(cfg.swa + 1, max_len), 0), reversed=(H, min(L, max_len), C))
         zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
-        with torch.inference_mode(False):       # so that calls outside may write too
+        with torch.inference_mode(False):    # so that calls outside may write too
             self.layers = [LayerCache(zeros, *sizes[cfg.kind(layer)], cfg.head_dim)
                            for layer in range(cfg.n_layer)]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -340,21 +335,16 @@ class Cache(KVCache):
         self.v = [layer.state[:, None, None] for layer in self.layers]
 
 
-def rotate(x, rope):
-    """x (B, heads, T, D) by the tables cos and sin; without tables as it is."""
-    return x if rope is None else apply_rope(x, *rope)
-
-
 class Context:
     """Where the T new tokens of every row stand, and what they attend to."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
-        """x (B, T, C): the new tokens' embeddings, of which device and dtype count."""
+        """x (B, T, C): embeddings, of which length, device and dtype count."""
         step = torch.arange(x.size(1), device=x.device)
         self.cfg, self.caches = cfg, cache.layers if cache else [None] * cfg.n_layer
-        self.start = 0                  # tokens before, in the row that has most
-        self.padding = None             # (B, T), or None where all rows are alike
-        self.pos, self.end = step[None], x.size(1)      # (B or 1, T)
+        self.start = 0          # tokens before, in the row that has most
+        self.padding = None     # (B, T), or None where all rows are alike
+        self.pos, self.end = step[None], x.size(1)    # (B or 1, T)
         if cache is not None:
             self.start = cache.longest
             cache.place(x.size(1), n_valid)
@@ -362,12 +352,13 @@ class Context:
             before, new = cache.lengths[rows, None], cache.new[rows, None]
             self.pos, self.end = before + step, before + new
             self.padding = step >= new if cache.ragged else None
-        self.chunk_of = self.pos // cfg.chunk
-        self.last = (self.pos % cfg.chunk == cfg.chunk - 1) & (self.pos < self.end)
+        self.chunk_of, l = self.pos // cfg.chunk, self.pos % cfg.chunk
+        self.starts_chunk = (l == 0) & (self.pos < self.end)    # not at padding
+        self.ends_chunk = (l == cfg.chunk - 1) & (self.pos < self.end)
         self.rope = {kind: self.rope_tables(kind, x) for kind in {cfg.kind(0), cfg.kind(1)}}
 
     def rope_tables(self, kind, x):
-        """cos and sin (B or 1, 1, T, D) for layers of this kind; None without RoPE."""
+        """cos and sin (B or 1, 1, T, D), or None without RoPE."""
         cfg = self.cfg
         if kind == "rnn" or cfg.pos == "nope" and kind != "swa":
             return None
@@ -376,23 +367,23 @@ class Context:
         return [table[:, None] for table in tables]
 
     def attend(self, layer, q, k, v):
-        """Attention of the new tokens to each other and those before: to all, in a window
-        (swa), in the chunk (reversed). q (B, H, T, D), k, v (B, G, T, D) -> as q."""
+        """Attention to all tokens, a window (swa), or the own chunk (reversed).
+        q (B, H, T, D), k, v (B, G, T, D) -> (B, H, T, D)"""
         cfg, cache, kind = self.cfg, self.caches[layer], self.cfg.kind(layer)
         window = dict(attention=NO_WINDOW, swa=cfg.swa + 1, reversed=cfg.chunk)[kind]
-        q, k = rotate(q, self.rope[kind]), rotate(k, self.rope[kind])
-        pos = k_pos = self.pos
-        if cache and cfg.fast and q.size(2) == 1:   # all in the window's ring is visible
+        pos, k_pos, rope = self.pos, self.pos, self.rope[kind]
+        if rope:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        if cache and cfg.fast and q.size(2) == 1:    # all of a window's ring is visible
             cache.write(k, v, pos % cache.R, self.padding)
             last = None if self.padding is None else pos
             last = pos % window if kind == "reversed" else last
-            return cache.attend(q, min(self.start + 1, cache.R), last)
+            return cache.attend_one(q, min(self.start + 1, cache.R), last)
         if cache:
-            n = min(self.start, cache.R)
-            k, v, k_pos = cache.extend_ring(k, v, pos, self.end, n)
+            k, v, k_pos = cache.extend_ring(k, v, pos, self.end, min(self.start, cache.R))
         if cfg.fast and kind == "attention" and self.start == 0:
-            return attention_fast(q, k, v, None)    # plainly causal: padding is on the right
-        if kind == "reversed":      # gaps of L: a window ends where the chunk does
+            return attention_fast(q, k, v, None)    # causal: padding is on the right
+        if kind == "reversed":    # with gaps, a window ends where the chunk does
             pos, k_pos = (p + p // window * window for p in (pos, k_pos))
         if cfg.fast:
             pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
@@ -420,7 +411,7 @@ class Block(nn.Module):
 class Model(LanguageModel):
     """The language model of RAT and the mixers it is compared with."""
 
-    context_limit = None        # with RoPE by token, too
+    context_limit = None    # with RoPE by token, too
 
     def __init__(self, cfg):
         super().__init__(cfg, (Block(cfg, layer) for layer in range(cfg.n_layer)))
@@ -446,11 +437,11 @@ class Model(LanguageModel):
         return Cache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
 
     def flops_per_token(self):
-        """Operations of a token's forward and backward pass in a sequence of block_size: 6 a
-        weight of each product, 12 C a visible key on average; recurrences not counted."""
+        """Operations of a token, forward and backward, at block_size: 6 a weight of each
+        product, 12 C a visible key on average. Recurrences are not counted."""
         cfg, T, L = self.cfg, self.cfg.block_size, self.cfg.chunk
-        weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
-        weights += cfg.vocab_size * cfg.n_embd
+        matrices = [p for p in self.blocks.parameters() if p.dim() == 2]
+        weights = sum(p.numel() for p in matrices) + cfg.vocab_size * cfg.n_embd
         visible = dict(rat=lambda t: t // L + 1, reversed=lambda t: t % L + 1, rnn=lambda t: 0,
                        attention=lambda t: t + 1, swa=lambda t: min(t, cfg.swa) + 1)
         keys = sum(visible[cfg.kind(i)](t) for i in range(cfg.n_layer) for t in range(T)) / T

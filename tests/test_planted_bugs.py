@@ -299,7 +299,7 @@ BUGS = {
                                                         ".addcmul_(dv, sv)",
                                                         "test_kernels.py -k rat_is_the_definition"),
     "RAT: heads of a group side by side": ("model_rat.py", "heads = torch.cat([q] * copies, -1), ",
-                                           "heads = q.unflatten(-1, (-1, D)).repeat_interleave(copies, 2).flatten(2), ",
+                                           "heads = q.unflatten(-1, (-1, 8)).repeat_interleave(copies, 2).flatten(2), ",
                                            "test_rat.py -k its_equations"),
     "RAT: a query reads its own chunk's end": ("model_rat.py", "q_pos = (chunk_of - 1).int()", "q_pos = chunk_of.int()",
                                                "test_rat.py -k around_the_ends"),
