@@ -68,7 +68,7 @@ class Config(BaseConfig):
     mlp: str = choice("gelu", "swiglu")         # nonlinearity of the MLP
     tie_embeddings: bool = True  # the head is the embedding matrix
     norm_eps: float = 1e-5       # RMSNorm's epsilon
-    qk_norm = False              # not a key: model_gpt's Attention asks for it
+    qk_norm = False              # no key: for model_gpt's Attention
 
     def __post_init__(self):
         super().__post_init__()
@@ -79,12 +79,12 @@ class Config(BaseConfig):
         if self.n_head % self.qk_groups:
             raise ValueError(f"qk_groups={self.qk_groups} must divide n_head={self.n_head}")
         if self.reversed and self.mixer != "rat":
-            raise ValueError(f"reversed=true is of mixer=rat, not of mixer={self.mixer}")
+            raise ValueError(f"reversed=true is of mixer=rat, not {self.mixer}")
         D, largest = self.head_dim, kernels.HEAD_SIZES[-1]
         if D % 2 and (self.swa or self.mixer != "rnn" and self.pos != "nope"):
             raise ValueError(f"RoPE needs an even head size: n_embd / n_head = {D}")
         if D > largest and (self.swa or self.mixer != "rnn"):
-            raise ValueError(f"n_embd / n_head = {D} is more than a head of {largest}")
+            raise ValueError(f"n_embd / n_head = {D} is more than {largest}")
 
     def kind(self, layer):
         """rat | rnn | attention | swa | reversed."""
@@ -336,7 +336,7 @@ class Cache(KVCache):
 
 
 class Context:
-    """Where the T new tokens of every row stand, and what they attend to."""
+    """Where the T new tokens stand, and what they attend to."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         """x (B, T, C): embeddings, of which length, device and dtype count."""
@@ -409,7 +409,7 @@ class Block(nn.Module):
 
 
 class Model(LanguageModel):
-    """The language model of RAT and the mixers it is compared with."""
+    """The language model, with any of the mixers."""
 
     context_limit = None    # with RoPE by token, too
 

@@ -376,7 +376,7 @@ def test_initial_weights():
 
 def test_impossible_sizes_are_named():
     for bad in (dict(n_embd=2056), dict(n_embd=2056, mixer="rnn", swa=1)):
-        with pytest.raises(ValueError, match="head of 256"):
+        with pytest.raises(ValueError, match="more than 256"):
             model_rat.Config(**bad)
     for odd in (dict(mixer="rnn"), dict(pos="nope"), dict(pos="nope", mixer="attention")):
         model_rat.Config(n_embd=12, **odd)
