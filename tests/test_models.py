@@ -12,9 +12,9 @@ from conftest import MODELS, SIZES, relative, tiny
 
 # Settings of each model that must keep the contract too, beside its defaults.
 VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_loss="both"),
-                        dict(rank=0, share="cycle_rev", pos="alibi", mlp="gelu", early_exit="weighted"),
-                        dict(n_loop=4, rank=100, share="sequence", pos="none", window=5, tie_embeddings=False),
-                        dict(n_layer=6, n_loop=3, rank=1, window=7, qk_norm=True)],
+                        dict(rank=0, mlp="gelu", early_exit="weighted"),
+                        dict(n_loop=4, rank=100, share="sequence", pos="none", tie_embeddings=False),
+                        dict(n_layer=6, n_loop=3, rank=1, qk_norm=True)],
             "gpt": [dict(n_kv_head=2, qk_norm=True), dict(pos="alibi", mlp="gelu", tie_embeddings=False),
                     dict(pos="none", window=5), dict(n_kv_head=1, window=7), dict(pos="alibi", window=3)],
             "rat": [dict(chunk=1), dict(chunk=5, swa=7, qk_groups=4), dict(chunk=64, pos="nope", gate_rank=3),
