@@ -481,7 +481,7 @@ def served_text(model, cfg, ckpt):
 def workload(text, requests=240):
     """A function that gives the same requests each time: where in text they start, and their sizes, are drawn once.
     What follows in text stands in `truth`."""
-    from sample import Request
+    from serve import Request
     rng = random.Random(0)
     sizes = [(rng.randint(*PROMPT), rng.randint(*ANSWER)) for _ in range(requests)]
     starts = [rng.randrange(len(text) - LONGEST) for _ in sizes]
@@ -511,7 +511,7 @@ class Answered:
 
 def answered(work, model, slots, batching, device, exit=""):
     """The requests of work, answered by the engine."""
-    from sample import Engine
+    from serve import Engine
     first, start = {}, 0.0
     todo = work()
     engine = Engine(model.eval(), slots, LONGEST, batching, exit,
@@ -526,12 +526,12 @@ def answered(work, model, slots, batching, device, exit=""):
 def served_quality(work, model, slots, batching, exit="", requests=48):
     """What the engine predicts where the text really goes on: (cross-entropy of the true tokens in nats, the likeliest
     token at each place, a list). The same code serves; only the token that follows is the text's."""
-    from sample import Engine
+    from serve import Engine
     nats, guesses = [], {}
 
     class Forced(Engine):
-        def pick(self, rows, logits):
-            todo = [self.requests[row] for row in rows]
+        def pick(self, slots, logits):
+            todo = [slot.request for slot in slots]
             true = [r.truth[len(r.tokens)] for r in todo]
             nats.extend(F.cross_entropy(logits, torch.tensor(true, device=logits.device), reduction="none").tolist())
             for request, guess in zip(todo, logits.argmax(-1).tolist()):
@@ -597,7 +597,7 @@ def report_batching(runs, n_loop):
 
 def first_loop_quantile(model, requests, max_len, q):
     """The confidence of the first loop that a share q of the tokens does not reach, over what the model writes."""
-    from sample import Engine
+    from serve import Engine
     engine, found = Engine(model, len(requests), max_len, "sequence"), []
 
     def watch(logits, depth):                                   # a rule by which nothing leaves early
@@ -645,7 +645,7 @@ def bench_mor(model, cfg, device, ckpt, rounds=9):
 def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
     """Many requests, beside the plain model with sequence-wise batching: with as many slots, and with as many as fit
     into the plain model's cache."""
-    from sample import loop_shares
+    from serve import loop_fractions
     bytes_of = lambda m: m.init_cache(1, LONGEST).nbytes()
     work, more = workload(text), max(slots + 1, slots * bytes_of(plain) // bytes_of(model))
     base = ("plain", "sequence", slots)
@@ -667,7 +667,7 @@ def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
     exits = [loop for r in runs["MoR", "depth", slots][0].requests for loop in r.exits]
     cfg, mean = model.cfg, statistics.mean(exits)
     bound = cfg.n_layer / (2 * cfg.edge + cfg.n_stored * mean)
-    print(f"  recursions {loop_shares(exits, cfg.n_loop)}: a token takes {mean:.2f}, so {1 / bound:.2f} of the plain "
+    print(f"  recursions {loop_fractions(exits, cfg.n_loop)}: a token takes {mean:.2f}, so {1 / bound:.2f} of the plain "
           f"model's layers")
     print(f"  {slots} slots: bound {bound:.2f}, reached {gains['MoR', 'depth', slots] / bound:.0%} (goal 90%)")
     for what, limit in (("where the time of a step does not grow with slots", bound * more / slots),
@@ -729,7 +729,7 @@ def bench_serve(folders, argv):
 def served_run(folder, data_dir, device):
     """(model, the text that requests start from, the last val_bpb of the log) of a run."""
     model, _, ckpt = load_run(folder, device)
-    if not hasattr(model, "enter"):
+    if not hasattr(model, "loop"):
         raise UserError(f"{folder} is a model_{ckpt['model']}: requests are for relaxed and mor")
     bpb = points(folder, "step", "val_bpb")[-1][1]
     data = {key: ckpt["config"][key] for key in ("dataset", "tokenizer")}
@@ -738,7 +738,7 @@ def served_run(folder, data_dir, device):
 
 def batching_of(model):
     """depth where a router lets tokens leave early, and rows may stand at different recursions."""
-    routed = hasattr(model, "finish") and model.cfg.router != "none" and model.n_loop > 1
+    routed = hasattr(model, "takes") and model.cfg.router != "none" and model.n_loop > 1
     return "depth" if routed and model.cfg.share.endswith("cycle") else "sequence"
 
 

@@ -226,6 +226,9 @@ def as_weights_of(name, ckpt):
     if ckpt["model"] not in getattr(config, "SOURCES", ()):
         same_model(name, ckpt)
     shared = {f.name for f in fields(config)} & ckpt["model_config"].keys()
+    for key, value in getattr(config, "RETIRED", {}).items():
+        if ckpt["model_config"].get(key, value) != value:
+            raise UserError(f"the checkpoint's model has {key}={ckpt['model_config'][key]}, which model={name} has not")
     return {**ckpt, "model": name, "model_config": {k: ckpt["model_config"][k] for k in shared}, "converts": True}
 
 

@@ -1,4 +1,4 @@
-"""sample.py's Engine: every request is answered as if alone, scheduling, memory, early exit, and its command line."""
+"""serve.py: every request is answered as if alone, scheduling, early exit, and the command line."""
 import json
 import re
 
@@ -11,6 +11,7 @@ import model_relaxed
 import prepare
 import runs
 import sample
+import serve
 import train
 from conftest import relative
 from test_relaxed import ByHand, refusal
@@ -46,11 +47,10 @@ class Clock:
     def __init__(self, model):
         self.now, self.calls, loop = 0.0, [], type(model).loop
 
-        def noted(h, depth, cache=None, rows=None, n=None):
+        def noted(h, depth, context):
             self.now += 1
-            if cache is not None:
-                self.calls.append((int(n.max()), len(n), depth))
-            return loop(model, h, depth, cache, rows, n)
+            self.calls.append((int(context.n.max()), len(context.n), torch.from_numpy(context.level - 1)))
+            return loop(model, h, depth, context)
         model.loop = noted
 
     def __call__(self):
@@ -68,20 +68,20 @@ class Clock:
 def engine_of(model, batching, slots=3, max_len=40, **options):
     """An Engine and its clock."""
     clock = Clock(model)
-    return sample.Engine(model, slots, max_len, batching, clock=clock, sleep=clock.sleep, **options), clock
+    return serve.Engine(model, slots, max_len, batching, clock=clock, sleep=clock.sleep, **options), clock
 
 
-def serve(model, work, batching, **options):
+def answered(model, work, batching, **options):
     """[(tokens, exits, logits)] of work, a list of (prompt, max_new_tokens, arrival); logits (V,) chose each token, and
     end-of-text too."""
-    requests = [sample.Request(list(prompt), n, arrival) for prompt, n, arrival in work]
+    requests = [serve.Request(list(prompt), n, arrival) for prompt, n, arrival in work]
     (engine, _), by = engine_of(model, batching, **options), {id(r): [] for r in requests}
     pick = engine.pick
 
-    def noted(rows, logits):
-        for row, chosen_by in zip(rows, logits):
-            by[id(engine.requests[row])].append(chosen_by.clone())
-        return pick(rows, logits)
+    def noted(slots, logits):
+        for slot, chosen_by in zip(slots, logits):
+            by[id(slot.request)].append(chosen_by.clone())
+        return pick(slots, logits)
     engine.pick = noted
     done = list(engine.run(requests))
     assert sorted(map(id, done)) == sorted(by), "each is answered once"
@@ -117,12 +117,10 @@ def fires(exit, loop, logits):
 
 def exactly(model, prompt, n, exit, max_len, vocab=None):
     """[(token, exit, logits)]: no cache, the loops over the whole text for each token."""
-    text, out = list(prompt), []
+    text, out, hand = list(prompt), [], ByHand(model)
     while len(out) < n:
-        h = model.embed(torch.tensor([text[-max_len:]]))
-        for loop in range(1, model.cfg.n_loop + 1):
-            h = model.loop(h, loop - 1)
-            logits = model.logits(h[0, -1])[:vocab]
+        for loop, logits in enumerate(hand.loops(text[-max_len:]), 1):
+            logits = logits[-1, :vocab]
             if fires(exit, loop, logits):
                 break
         out.append((int(logits.argmax()), loop, logits))
@@ -193,7 +191,7 @@ def test_random_requests_are_answered_as_if_alone(data):
     loops = draw(st.integers(1, 3))
     model = looping(draw(st.integers(0, 10 ** 6)), n_loop=loops, n_layer=loops * draw(st.integers(1, 2)),
                     rank=draw(st.sampled_from([0, 2])), fill=draw(st.sampled_from(["exact", "propagate"])),
-                    n_kv_head=draw(st.sampled_from([1, 2])), pos=draw(st.sampled_from(["rope", "rope", "alibi"])),
+                    n_kv_head=draw(st.sampled_from([1, 2])), pos=draw(st.sampled_from(["rope", "rope", "none"])),
                     qk_norm=draw(st.booleans()), fast=draw(st.booleans()))
     work, exit = draw(st.lists(REQUESTS, min_size=1, max_size=6)), draw(EXITS)
     options = dict(max_len=draw(st.sampled_from([40, 40, 12, 5])), vocab=draw(st.sampled_from([None, 25])))
@@ -203,7 +201,7 @@ def test_random_requests_are_answered_as_if_alone(data):
     want, vocab = alone(model, work, exit, **options), options.pop("vocab")
     for batching in BATCHINGS:
         slots = draw(st.integers(1, 4))
-        assert_same(serve(model, work, batching, exit=exit, slots=slots, vocab_size=vocab, **options), want)
+        assert_same(answered(model, work, batching, exit=exit, slots=slots, vocab_size=vocab, **options), want)
 
 
 @batchings
@@ -215,7 +213,7 @@ def test_later_tokens_find_the_keys_of_those_that_left(fill, batching):
     want = alone(model, work, RULE)
     deeper = [b > a for _, exits, _ in want for a, b in zip(exits, exits[1:])]
     assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {1, 2, 3}
-    assert_same(serve(model, work, batching, exit=RULE), want)
+    assert_same(answered(model, work, batching, exit=RULE), want)
     model.cfg.fill = "propagate" if fill == "exact" else "exact"
     other = alone(model, work, RULE)
     assert any(not torch.allclose(a[-1][-1], b[-1][-1]) for a, b in zip(want, other))
@@ -230,7 +228,7 @@ def test_end_of_text_ends_a_request(batching):
     for eot in {longer[0][0][3], longer[1][0][0], longer[2][0][-1]}:
         want = alone(model, work, RULE, eot=eot)
         assert sum(map(len, [tokens for tokens, *_ in want])) < sum(map(len, [tokens for tokens, *_ in longer]))
-        assert_same(serve(model, work, batching, exit=RULE, eot=eot), want)
+        assert_same(answered(model, work, batching, exit=RULE, eot=eot), want)
 
 
 @batchings
@@ -240,7 +238,7 @@ def test_padding_of_the_vocabulary_is_never_chosen(batching):
     work = work_of(model, 6)
     want = alone(model, work, rule, vocab=20)
     assert [answer[:2] for answer in want] != [answer[:2] for answer in alone(model, work, rule)]
-    assert_same(serve(model, work, batching, exit=rule, vocab_size=20), want)
+    assert_same(answered(model, work, batching, exit=rule, vocab_size=20), want)
 
 
 @batchings
@@ -251,21 +249,21 @@ def test_texts_longer_than_the_cache(exit, fill, batching):
     model = looping(fill=fill, block_size=8)
     work = [(range(5), 6, 0), (range(20), 4, 0), (range(8), 9, 0), ([3], 11, 0)]
     want = alone(model, work, exit, max_len=8)
-    assert_same(serve(model, work, batching, max_len=8, exit=exit), want)
+    assert_same(answered(model, work, batching, max_len=8, exit=exit), want)
     if exit == RULE:
         assert {loop for _, exits, _ in want for loop in exits} == {1, 2, 3}, "tokens leave after all loops"
 
 
 @batchings
 def test_loops_over_other_blocks_are_served_too(batching):
-    for share in ("sequence", "cycle_rev"):
+    for share in ("sequence",):
         model = looping(share=share)
         if batching == "depth":
             with pytest.raises(prepare.UserError, match=f"share=cycle, not {share}"):
-                serve(model, [], batching)
+                answered(model, [], batching)
         else:
             work = work_of(model)
-            assert_same(serve(model, work, batching, exit="margin:0.03"), alone(model, work, "margin:0.03"))
+            assert_same(answered(model, work, batching, exit="margin:0.03"), alone(model, work, "margin:0.03"))
 
 
 SAMPLING = [dict(temperature=1.0), dict(temperature=0.7, top_k=9, top_p=0.95), dict(repetition_penalty=1.8)]
@@ -278,16 +276,16 @@ def test_sampled_answers_do_not_depend_on_the_batching(sampling, fill):
     model = looping(fill=fill)
     work = [([1, 2, 3], n, arrival) for n, arrival in ((6, 0), (3, 0), (6, 0), (4, 2), (6, 60))]
     options = dict(exit="confidence:0.1", **sampling)
-    answers = [serve(model, work, batching, slots=slots, **options)
+    answers = [answered(model, work, batching, slots=slots, **options)
                for batching, slots in (("depth", 1), *((batching, 3) for batching in BATCHINGS))]
     for answer in answers[1:]:
         assert_same(answer, answers[0])
     said = lambda answers: [tokens for tokens, *_ in answers]
-    first, greedy = said(answers[0]), said(serve(model, work, "depth", exit="confidence:0.1"))
+    first, greedy = said(answers[0]), said(answered(model, work, "depth", exit="confidence:0.1"))
     assert first != greedy
     if "temperature" in sampling:
         assert first[0] != first[2] != first[4], "the same prompt, other random numbers"
-        assert first != said(serve(model, work, "depth", seed=7, **options))
+        assert first != said(answered(model, work, "depth", seed=7, **options))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -299,7 +297,7 @@ def test_sampled_answers_do_not_depend_on_the_batching(sampling, fill):
 def test_rules_that_name_one_loop(exit, loop, batching):
     model = looping()
     work = work_of(model, 4, most=6)
-    got = serve(model, work, batching, exit=exit)
+    got = answered(model, work, batching, exit=exit)
     assert_same(got, alone(model, work, f"static:{loop}"))
     assert {b for _, exits, _ in got for b in exits} == {loop}
 
@@ -310,7 +308,7 @@ def test_rules_that_name_one_loop(exit, loop, batching):
     ("margin:0", [2.0, 2.0 + 1e-6], True), ("margin:1", [0.0, -1e9], False), ("margin:0.999", [-1e9, 0.0], True),
     ("margin:0.4", [0.0, 1.0, 1.0], False), ("confidence:0.4", [0.0, 1.0, 1.0], True)])
 def test_a_bound_must_be_exceeded(exit, logits, leaves):
-    rule = sample.exit_rule(exit, 2)
+    rule = serve.exit_rule(exit, 2)
     rows = torch.tensor([logits, [0.0] * len(logits)], dtype=torch.float64)
     got = rule(rows, torch.tensor([0, 0])).tolist()
     assert got == [leaves, float(exit.partition(":")[2]) < 1 / len(logits) and exit.startswith("confidence")]
@@ -321,7 +319,7 @@ def test_the_oracle_counts_and_changes_nothing(batching):
     """No token differs from those without early exit; it leaves after the first loop that would have chosen it."""
     model = looping(3)
     work, hand = work_of(model), ByHand(model)
-    got = serve(model, work, batching, exit="oracle")
+    got = answered(model, work, batching, exit="oracle")
     assert [tokens for tokens, *_ in got] == [tokens for tokens, *_ in alone(model, work)]
     for (prompt, *_), (tokens, exits, _) in zip(work, got):
         guesses = torch.stack([logits.argmax(-1) for logits in hand.loops([*prompt, *tokens])])[:, len(prompt) - 1:-1]
@@ -335,7 +333,7 @@ def test_the_oracle_counts_and_changes_nothing(batching):
     "oracle:1", "Oracle", ":1", "margin:0.1:0.2"])
 def test_a_rule_that_is_none_is_refused(exit):
     with pytest.raises(prepare.UserError, match="static:LOOP, confidence:P, margin:P, oracle are allowed, LOOP from 1"):
-        sample.exit_rule(exit, 3)
+        serve.exit_rule(exit, 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -363,7 +361,7 @@ def test_when_requests_are_admitted(exit, batching):
             zip(work_of(model, 12), (0, 0, 0, 0, 0, 3, 3, 9, 20, 20, 21, 200))]
     engine, _ = engine_of(model, batching, exit=exit)
     watched(engine, seen)
-    requests = [sample.Request(*r) for r in work]
+    requests = [serve.Request(*r) for r in work]
     assert len(list(engine.run(requests))) == 12
     assert sum(admitted for _, admitted, _ in seen) == 12
     joined, idle = (any(admitted and before for before, admitted, _ in seen), any(idle for *_, idle in seen))
@@ -376,13 +374,13 @@ def test_a_row_that_is_free_after_the_prompt_is_not_left_empty(batching):
     model, seen = looping(), []
     engine, _ = engine_of(model, batching)
     watched(engine, seen)
-    assert len(list(engine.run([sample.Request([n], 1 if n % 3 else 5) for n in range(12)]))) == 12
+    assert len(list(engine.run([serve.Request([n], 1 if n % 3 else 5) for n in range(12)]))) == 12
     assert not any(idle for *_, idle in seen)
 
 
 def test_requests_are_admitted_in_the_order_they_arrive():
     model = looping()
-    requests = [sample.Request([1], 3, arrival, id=arrival) for arrival in (30.0, 0.0, 10.0, 20.0)]
+    requests = [serve.Request([1], 3, arrival, id=arrival) for arrival in (30.0, 0.0, 10.0, 20.0)]
     assert [r.id for r in engine_of(model, "depth", slots=1)[0].run(requests)] == [0.0, 10.0, 20.0, 30.0]
 
 
@@ -391,7 +389,7 @@ def test_which_depths_share_a_call(batching):
     """Rows at different loops stand in one call of depth batching, and of no other."""
     model = looping()
     engine, clock = engine_of(model, batching, exit=RULE)
-    list(engine.run([sample.Request(*r) for r in work_of(model, 9)]))
+    list(engine.run([serve.Request(*r) for r in work_of(model, 9)]))
     mixed = [depth for depth in clock.decoding() if len(depth.unique()) > 1]
     assert bool(mixed) == (batching == "depth") and all(set(depth.tolist()) <= {0, 1, 2} for depth in mixed)
 
@@ -408,7 +406,7 @@ def test_every_call_is_full_while_requests_wait():
             rows.extend([n for _, n, _ in clock.calls] if queue else [])
             clock.calls.clear()
         engine.admit = noted
-        list(engine.run([sample.Request(*r) for r in work]))
+        list(engine.run([serve.Request(*r) for r in work]))
         assert len(rows) > 30 and (min(rows) == 4) == (batching == "depth")
 
 
@@ -419,7 +417,7 @@ def test_leaving_after_the_first_of_two_loops_halves_the_calls(fill, batching):
     calls = {}
     for exit in ("", "static:1"):
         engine, clock = engine_of(model, batching, slots=3, exit=exit)
-        requests = [sample.Request([1, 2], 9) for _ in range(6)]
+        requests = [serve.Request([1, 2], 9) for _ in range(6)]
         list(engine.run(requests))
         calls[exit] = len(clock.decoding())
     assert calls == {"": 2 * 8 * 2, "static:1": 2 * 8}, "batches x tokens after the prompt's x loops"
@@ -428,7 +426,7 @@ def test_leaving_after_the_first_of_two_loops_halves_the_calls(fill, batching):
 def test_latency_is_from_arrival_to_the_last_token():
     """In calls of model.loop: three for a prompt and its token, three for each further one."""
     model = looping()
-    first, second, late = (sample.Request([1, 2], n, arrival) for n, arrival in ((3, 0.0), (2, 4.0), (2, 100.5)))
+    first, second, late = (serve.Request([1, 2], n, arrival) for n, arrival in ((3, 0.0), (2, 4.0), (2, 100.5)))
     list(engine_of(model, "sequence", slots=1)[0].run([first, late, second]))
     assert (first.latency, second.latency, late.latency) == (9, 9 - 4 + 6, 6)
 
@@ -453,7 +451,7 @@ def test_memory_is_that_of_the_slots(exit, fill, waiting, batching):
         engine, _ = engine_of(model, batching, slots, max_len, exit=exit)
         buffers = [x.data_ptr() for x in engine.cache.k + engine.cache.v]
         assert engine.cache.nbytes() == slots * max_len * L * 2 * D * 8
-        answers = list(engine.run([sample.Request(*r) for r in work_of(model, n, most=6)]))
+        answers = list(engine.run([serve.Request(*r) for r in work_of(model, n, most=6)]))
         assert len(answers) == n and engine.cache.nbytes() == slots * max_len * (L * 2 * D + waiting * C) * 8
         assert [x.data_ptr() for x in engine.cache.k + engine.cache.v] == buffers
 
@@ -463,9 +461,9 @@ def test_memory_is_that_of_the_slots(exit, fill, waiting, batching):
 
 def test_requests_too_long_for_endless_positions(tmp_path):
     """Where no context ends, one long request would make every row as long: it is refused, by name."""
-    model, tokenizer = looping(vocab_size=257, pos="alibi", block_size=8), prepare.ByteTokenizer()
+    model, tokenizer = looping(vocab_size=257, pos="none", block_size=8), prepare.ByteTokenizer()
     (tmp_path / "x.jsonl").write_text('{"prompt": "ab", "max_new_tokens": 62}\n{"prompt": "ab", "max_new_tokens": 63}')
-    requests, errors = sample.read_requests(tmp_path / "x.jsonl", tokenizer, model, 5, longest=64)
+    requests, errors = serve.read_requests(tmp_path / "x.jsonl", tokenizer, model, 5, longest=64)
     assert [r.max_new_tokens for r in requests] == [62]
     assert errors == [{"id": 2, "line": 2, "error": "max_new_tokens=63 after a prompt of 2 is more than max_len=64"}]
 
@@ -477,10 +475,10 @@ def test_a_model_that_ends_at_a_loop_is_served_so(loop, fill, batching):
     """No token goes deeper, those of a prompt neither, and none is told to leave early."""
     model = looping(exit_loop=loop, fill=fill)
     work = work_of(model)
-    want = serve(looping(), work, batching, exit=f"static:{loop}")
-    assert_same(serve(model, work, batching), want)
+    want = answered(looping(), work, batching, exit=f"static:{loop}")
+    assert_same(answered(model, work, batching), want)
     engine, clock = engine_of(model, batching)
-    list(engine.run([sample.Request(*r) for r in work]))
+    list(engine.run([serve.Request(*r) for r in work]))
     assert max(int(depth.max()) for *_, depth in clock.calls) == loop - 1
     assert engine.cache.nbytes() == model.init_cache(3, 40).nbytes(), "no state waits"
 
@@ -491,7 +489,7 @@ def test_the_engine_builds_no_graph(batching):
     model, seen = looping(), []
     model.wte.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     engine, _ = engine_of(model, batching, exit=RULE)
-    list(engine.run([sample.Request(*r) for r in work_of(model)]))
+    list(engine.run([serve.Request(*r) for r in work_of(model)]))
     assert seen and not any(seen)
     engine.cache.reset()
     del model.loop                      # of the clock, which counts the engine's calls alone
@@ -544,7 +542,7 @@ def texts(answers):
 def good_answers(world):
     """What GOOD gets, without the engine."""
     model, tokenizer, _ = train.load_run(world / "relaxed" / "r")
-    requests, errors = sample.read_requests(world / "good.jsonl", tokenizer, model, 8)
+    requests, errors = serve.read_requests(world / "good.jsonl", tokenizer, model, 8)
     answers = alone(model, [(r.prompt, r.max_new_tokens, 0) for r in requests], TRAINED, 32, tokenizer.eot)
     assert len(requests) == 5 and not errors and {loop for _, exits, _ in answers for loop in exits} == {1, 2}
     return sorted((str(r.id), tokenizer.decode(tokens), tokens, exits)
@@ -592,7 +590,7 @@ BAD = {
 def test_a_bad_line_is_one_error(line, tmp_path):
     model, tokenizer = looping(vocab_size=257), prepare.ByteTokenizer()
     (tmp_path / "x.jsonl").write_bytes(b'{"prompt": "a"}\n' + line + b'\n{"prompt": "b", "id": "after"}')
-    requests, errors = sample.read_requests(tmp_path / "x.jsonl", tokenizer, model, 5)
+    requests, errors = serve.read_requests(tmp_path / "x.jsonl", tokenizer, model, 5)
     assert [r.id for r in requests] == [1, "after"] and len(errors) == 1
     written = json.dumps(errors[0])
     assert strict(written)["line"] == 2 and BAD[line] in errors[0]["error"] and len(written) < 20_000
