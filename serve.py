@@ -55,7 +55,7 @@ from prepare import (UserError, asks_help, help_text, read_bytes, run_cli, split
 
 class SlotCache:
     """Keys and values of every (slot, level) pair, a sequence each. Level 0 is what stands before the
-    loops, level b loop b, the last what stands behind. kv[level, layer] (2, slots, G, room, D) is
+    loops, level b loop b, the last what stands behind. kv[level, layer] (slots, 2, G, room, D) is
     made when first written to, and grows with its longest sequence: so a level that few tokens reach
     is small. count[level, slot] is the number of tokens of a sequence."""
 
@@ -67,11 +67,11 @@ class SlotCache:
     def buffer(self, level, layer, need):
         """kv[level, layer] with room for at least `need` tokens."""
         G, D = self.shape
-        old = self.kv.get((level, layer), torch.empty(2, self.slots, G, 0, D))
+        old = self.kv.get((level, layer), torch.empty(self.slots, 2, G, 0, D))
         room = old.size(3)
         if need > room:
             more = min(self.max_len, max(need, 2 * room, 32))
-            new = torch.zeros(2, self.slots, G, more, D, device=self.device, dtype=self.dtype)
+            new = torch.zeros(self.slots, 2, G, more, D, device=self.device, dtype=self.dtype)
             new[:, :, :, :room] = old
             self.kv[level, layer] = old = new
         return old
@@ -79,15 +79,15 @@ class SlotCache:
     def reset(self, slot):
         """Empty a slot for a new text. It is zeroed: a NaN under a mask would still poison sums."""
         for kv in self.kv.values():
-            kv[:, slot] = 0
+            kv[slot] = 0
         self.count[:, slot] = 0
 
     def copy(self, slot, at, source, targets):
         """Copy the keys and values at positions `at` of a slot to deeper levels."""
         for level, layer in [key for key in self.kv if key[0] == source]:
             for target in targets:
-                self.buffer(target, layer, max(at) + 1)[:, slot, :, at] = \
-                    self.kv[source, layer][:, slot, :, at]
+                new = self.kv[source, layer][slot, :, :, at]
+                self.buffer(target, layer, max(at) + 1)[slot, :, :, at] = new
 
     def nbytes(self):
         return sum(kv.nbytes for kv in self.kv.values())
@@ -113,7 +113,7 @@ class RowGroup:
         self.tokens, self.entry, self.slot = tensor(tokens), tensor(entry), tensor(slot[row])
         # many rows with one token each: all slots are read where they lie, which is cheaper than
         # gathering most of them; the other slots' results are dropped
-        self.in_place = T == 1 and 3 * R > 2 * cache.slots
+        self.in_place = T == 1 and 2 * R > cache.slots
         self.rows = self.slot if T == 1 else tensor(slot)               # (R,)
         if self.in_place:
             row, R = slot, cache.slots
@@ -124,18 +124,18 @@ class RowGroup:
         bias = np.where(visible, np.float32(0), np.float32(-np.inf))
         self.bias = tensor(bias)[:, None].to(cache.dtype)               # (R, 1, T, S)
 
-    def write(self, layer, k, v):
-        """k, v (1, G, N, D) of all packed tokens: write those of this group."""
+    def write(self, layer, new):
+        """new (N, 2, G, D): keys and values of all packed tokens; write those of this group."""
         kv = self.cache.buffer(self.level, layer, self.S)
-        new = torch.stack([k[0], v[0]]).permute(2, 0, 1, 3)[self.tokens]        # (N', 2, G, D)
-        kv[:, self.slot, :, self.entry] = new.to(kv.dtype)
+        kv[self.slot, :, :, self.entry] = new.index_select(0, self.tokens).to(kv.dtype)
 
-    def attend(self, layer, q, k, v, out):
-        """q (N, H, D), k, v (1, G, N, D) -> out (N, H, D), of this group's tokens."""
-        if self.writes and k is not None:
-            self.write(layer, k, v)
+    def attend(self, layer, q, new, out):
+        """q (N, H, D), new (N, 2, G, D) -> out (N, H, D), of this group's tokens."""
+        if self.writes and new is not None:
+            self.write(layer, new)
         kv = self.cache.buffer(self.level, layer, self.S)[:, :, :, :self.S]
-        k, v = kv if self.in_place else kv.index_select(1, self.rows)           # (R, G, S, D)
+        kv = kv if self.in_place else kv.index_select(0, self.rows)             # (R, 2, G, S, D)
+        k, v = kv.unbind(1)
         (R, T), H, G, D = self.shape, q.size(1), k.size(1), q.size(2)
         padded = q.new_zeros(R, T, H, D)
         padded[self.place] = q[self.tokens]
@@ -176,17 +176,21 @@ class RaggedBatch:
                 self.cache, int(value) // 4, self.slot[some], self.n[some], tokens, entry[tokens],
                 bool(value % 2), self.fast))
 
+    def pack(self, k, v):
+        """(1, G, N, D) both, k not yet rotated -> (N, 2, G, D)."""
+        return torch.stack([self.rotated(k)[0].transpose(0, 1), v[0].transpose(0, 1)], 1)
+
     def rotated(self, x):
-        return apply_rope(x, *self.rope) if self.rope and x is not None else x
+        return apply_rope(x, *self.rope) if self.rope else x
 
     def attend(self, layer, q, k, v):
         """q (1, H, N, D), k, v (1, G, N, D), or None where nothing is written -> (1, H, N, D)."""
         if self.groups is None:
             self.plan()
-        q, k = self.rotated(q)[0].transpose(0, 1), self.rotated(k)      # (N, H, D), (1, G, N, D)
-        out = torch.empty_like(q)
+        q = self.rotated(q)[0].transpose(0, 1)                          # (N, H, D)
+        out, new = torch.empty_like(q), None if k is None else self.pack(k, v)
         for group in self.groups:
-            group.attend(layer, q, k, v, out)
+            group.attend(layer, q, new, out)
         return out.transpose(0, 1)[None]
 
     def write(self, layer, k, v):
@@ -194,7 +198,7 @@ class RaggedBatch:
         if self.groups is None:
             self.plan()
         for group in self.groups:
-            group.write(layer, self.rotated(k), v)
+            group.write(layer, self.pack(k, v))
 
 
 # -------------------------------------------------------------------------------------------------
