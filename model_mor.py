@@ -211,6 +211,17 @@ class Masked(Everyone):
         return attention.among(q, k, v, bias.to(q.dtype) if fast and bias is not None else bias)
 
 
+class FromContext:
+    """Packed tokens whose keys serve.py keeps."""
+    fresh = True
+
+    def __init__(self, context):
+        self.context = context
+
+    def attend(self, attention, i, q, k, v):
+        return self.context.attend(i, *(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(2)
+
+
 class Chosen:
     """Tokens that take a recursion: mask (B, T); idx (B, n): their positions in order, where all rows have as many."""
 
@@ -944,8 +955,48 @@ class Model(LanguageModel):
             raise ValueError(f"share={self.cfg.share}: rows at different depths need share=cycle or middle_cycle")
         return self.through(h[None], level[0], Packed(self.cfg, cache, level, rows, n, at))[0]
 
-    @torch.no_grad()
-    def loop(self, h, depth, cache, rows, n):
+    # hooks of serve.py, by its contract
+
+    def embed(self, idx, context):
+        h = self.wte(idx)
+        for i, block in enumerate(self.levels[0]):
+            h = block(h[None], i, FromContext(context), None)[0]
+        return torch.cat([h, h], -1) if self.cfg.router == "token" else h
+
+    def takes(self, h, depth):
+        C, at, n = self.cfg.n_embd, torch.zeros(len(h), dtype=torch.long, device=h.device), depth.numpy()
+        if self.cfg.router == "token":
+            return self.token_depth(h[:, C:], at)[2] >= depth.to(h.device)
+        if self.cfg.router == "none" or self.takes_all(self.cfg.n_loop - 1):
+            return torch.ones(len(h), dtype=torch.bool, device=h.device)
+        routers = self.routers if self.cfg.causal == "aux_loss" else self.aux_routers
+        return (self.scores(routers, h, n, at) >= 0) | (depth == 0).to(h.device)
+
+    def loop_with(self, h, depth, context):
+        C, y = self.cfg.n_embd, h[None, :, :self.cfg.n_embd]
+        for i, block in enumerate(self.levels[1 + int(depth[0])]):
+            y = block(y, i, FromContext(context), None)
+        y = y[0]
+        if self.cfg.router == "expert":
+            at = torch.zeros(len(h), dtype=torch.long, device=h.device)
+            y = h + self.gate(self.scores(self.routers, h, depth.numpy(), at))[:, None].to(h.dtype) * y
+        return torch.cat([y, h[:, C:]], -1)
+
+    def finish_with(self, h, context):
+        if self.cfg.router == "token":
+            x, h = h.split(self.cfg.n_embd, -1)
+            _, p, depth = self.token_depth(h, torch.zeros(len(h), dtype=torch.long, device=h.device))
+            h = h + (p.gather(-1, depth[:, None]) * x).to(h.dtype)
+        for i, block in enumerate(self.levels[-1]):
+            h = block(h[None], i, FromContext(context), None)[0]
+        return h
+
+    def loop(self, h, depth, cache, rows=None, n=None):
+        if rows is None:
+            return self.loop_with(h, depth, cache)
+        return self.cached_loop(h, depth, cache, rows, n)
+
+    def cached_loop(self, h, depth, cache, rows, n):
         """One recursion, depth (R,) from 0, further for those of the newest n[r] tokens of row rows[r] that take it;
         states h as enter gives them, side by side. Then cache.going tells who takes another one."""
         depth, rows, n = depth.numpy(), rows.numpy(), n.numpy()
@@ -996,8 +1047,10 @@ class Model(LanguageModel):
             s = torch.where(on(x.device, r == value), routers[value](x, at, value)[:, 0], s)
         return s
 
-    @torch.no_grad()
-    def finish(self, h, cache, rows, n):
+    def finish(self, h, cache, rows=None, n=None):
+        return self.finish_with(h, cache) if rows is None else self.cached_finish(h, cache, rows, n)
+
+    def cached_finish(self, h, cache, rows, n):
         """The states (N, C) that logits takes, of tokens that have left: n[r] newest ones of row rows[r]."""
         rows, n = rows.numpy(), n.numpy()
         at = cache.newest(rows, n)[1]

@@ -12,6 +12,7 @@ import model_mor
 import prepare
 import runs
 import sample
+import serve
 import train
 from test_train import TORCHRUN, start
 
@@ -153,10 +154,10 @@ def alone(model, prompt, n, max_len):
 
 
 def served(model, work, batching, slots=3, max_len=40):
-    requests = [sample.Request(list(prompt), n, arrival) for prompt, n, arrival in work]
+    requests = [serve.Request(list(prompt), n, arrival) for prompt, n, arrival in work]
     now = [0.0]
-    engine = sample.Engine(model, slots, max_len, batching, clock=lambda: now[0],
-                           sleep=lambda s: now.__setitem__(0, now[0] + s))
+    engine = serve.Engine(model, slots, max_len, batching, clock=lambda: now[0],
+                          sleep=lambda s: now.__setitem__(0, now[0] + s))
     loop = model.loop
 
     def ticking(*given):
@@ -211,13 +212,13 @@ def test_rows_that_leave_take_their_next_token_at_once():
             calls[batching] += 1
             return loop(model, h, depth, *rest)
         model.loop = counted
-        list(sample.Engine(model, 6, 40, batching).run([sample.Request(list(p), n, a) for p, n, a in work]))
+        list(serve.Engine(model, 6, 40, batching).run([serve.Request(list(p), n, a) for p, n, a in work]))
     assert calls["depth"] < calls["sequence"]
 
 
 def test_sharing_by_sequence_is_not_batched_over_depth():
     with pytest.raises(prepare.UserError, match="share=cycle, not middle_sequence"):
-        sample.Engine(routing(share="middle_sequence"), 2, 10, "depth")
+        serve.Engine(routing(share="middle_sequence"), 2, 10, "depth")
 
 
 def test_keys_that_mean_nothing_to_a_router_are_refused(tmp_path, data_dir):
@@ -281,7 +282,7 @@ def test_the_bench_runs(few_requests, capsys):
     bench.bench_mor_requests(model, plain, text, torch.device("cpu"), slots=3, rounds=1)
     out = capsys.readouterr().out
     assert out.count("answers the same") == 6 and "DIFFER" not in out
-    engine = sample.Engine(model, 3, 8)
+    engine = serve.Engine(model, 3, 8)
     exits = [loop for r in engine.run(bench.workload(text)()) for loop in r.exits]
     mean = sum(exits) / len(exits)
     assert f"a token takes {mean:.2f}, so {(2 + 2 * mean) / 8:.2f} of the plain" in out
