@@ -645,7 +645,7 @@ def bench_mor(model, cfg, device, ckpt, rounds=9):
 def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
     """Many requests, beside the plain model with sequence-wise batching: with as many slots, and with as many as fit
     into the plain model's cache."""
-    from serve import loop_fractions
+    from sample import loop_fractions
     bytes_of = lambda m: m.init_cache(1, LONGEST).nbytes()
     work, more = workload(text), max(slots + 1, slots * bytes_of(plain) // bytes_of(model))
     base = ("plain", "sequence", slots)

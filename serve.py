@@ -6,31 +6,30 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
     python serve.py help                                   every key with its meaning
 
 A line of FILE is a JSON object: {"prompt": "def ", "max_new_tokens": 50, "arrival": 1.5, "id": "a"}.
-Only the prompt must be there; arrival is in seconds after the start. Its answer is a JSON line,
-written when it is ready, with the id (or the line's number), text, tokens, exits (the loop after which
-each token left) and latency (seconds since its arrival). A line that is no such object is answered by
-a line with "error". Everything else goes to stderr.
+Only the prompt must be there; arrival is in seconds after the start. Its answer is a JSON line with the
+id (or the line's number), text, tokens, exits (the loop after which each token left) and latency
+(seconds since its arrival). A line that is no such object gets a line with "error".
 
-All loops use the same blocks, so one call may run tokens of several loops. Three kinds of batching,
-with three slots; 1 and 2 are the loops of a token, a token may exit after loop 1:
+All loops use the same blocks, so one call may run tokens of several loops. A token takes loop 1, then
+may exit or take loop 2. What two slots do (.: wait for the other):
 
-    static     slot 0   1 2 1 . 1 2          a batch starts when the one before has ended; rows wait (.)
-               slot 1   1 . 1 2 1 .          for the others' loops
-    sequence   the same, but a slot whose request has ended takes the next one at once
-    depth      slot 0   1 2 1 1 2 1          a row whose token exits starts its next token at once
-               slot 1   1 1 2 1 1 2          (Bae et al. 2024, 2410.20672, Section 2.4)
+    static     1 2 1 . 1 2      a batch starts when the one before has ended
+               1 . 1 2 1 .
+    sequence                    the same, but a slot whose request has ended takes the next at once
+    depth      1 2 1 1 2 1      a slot whose token exits starts its next token at once
+               1 1 2 1 1 2      (Bae et al. 2024, 2410.20672, Section 2.4)
 
 The answers do not depend on the batching: each is what its request would get alone.
 
-A token that exits early has no keys and values for the deeper loops of later tokens. fill=exact keeps
-its state, and runs it through the deeper loop together with the next token that goes there;
+A token that exits early leaves no keys and values for the deeper loops of later tokens. fill=exact
+keeps its state, and runs it through the deeper loop with the next token that goes there;
 fill=propagate projects keys and values from the state it exited with.
 
-What a model offers for this: n_loop, embed, loop, finish, logits; relaxed also propagate, mor also
-takes (its router decides who goes on, so exit and fill mean nothing to it).
+A model offers n_loop, embed, loop, finish, logits; relaxed also propagate; mor also takes: its router
+decides who goes on, so exit and fill mean nothing to it.
 
-Shapes: N packed tokens (of several requests side by side), R rows, T tokens of the longest row, S keys,
-H query heads, G key/value heads, D head size, C width, V vocabulary.
+Shapes: N packed tokens (of several requests, one behind the other), R rows, T tokens of the longest
+row, S keys, H query heads, G key/value heads, D head size, C width, V vocabulary.
 """
 import json
 import math
@@ -44,10 +43,9 @@ import torch
 from tqdm import tqdm
 
 from limits import check_text_fits
-from model_gpt import (BaseConfig, apply_rope, attention_fast, attention_naive, compute_dtype,
-                       rope_tables)
-from prepare import (UserError, asks_help, help_text, read_bytes, run_cli, split_args,
-                     typed_config)
+from model_gpt import apply_rope, attention_fast, attention_naive, compute_dtype, rope_tables
+from prepare import UserError, asks_help, help_text, read_bytes, run_cli
+from sample import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
 
 
 # -------------------------------------------------------------------------------------------------
@@ -147,46 +145,36 @@ class RowGroup:
 
 
 class RaggedBatch:
-    """The attention context of packed tokens: n[r] new ones of slot[r] at level[r], one row behind the
-    other, at positions `at` (N,) of their texts. attend means the same as model_gpt.Context's.
+    """The attention context of packed tokens: n[r] new ones of slot[r] at level[r], row after row, at
+    positions at (N,) of their texts. attend means the same as model_gpt.Context's.
 
-    entry (N,): where in its sequence each token's key stands; without it, behind those there.
-    writes=False: the tokens only read (mor's kv=share)."""
+    by_position: a token's entry is its position; else entries are counted. reads (R,): the level
+    whose keys a row attends to; where it is not the row's own, the row writes none."""
 
-    def __init__(self, cache, level, slot, n, at, rope, fast, entry=None, reads=None):
-        self.cache, self.level, self.slot, self.n, self.fast = cache, level, slot, n, fast
-        self.at, self.entry, self.reads = at, entry, level if reads is None else reads
-        index = torch.from_numpy(at).to(cache.device)
-        self.rope = rope and [table[index] for table in rope]           # (N, D)
-        self.groups = None
-
-    def plan(self):
-        """Reserve the tokens' places and form the groups, when the first layer needs them."""
-        row, step = spread(self.n)
-        start = self.cache.count[self.level, self.slot]
-        self.cache.count[self.level, self.slot] += self.n
-        entry = start[row] + step if self.entry is None else self.entry
-        writes = self.level == self.reads
-        kind = 4 * self.reads + 2 * (self.n > 1) + writes               # (R,): rows alike in all
-        self.groups = []
+    def __init__(self, cache, level, slot, n, at, rope, fast, by_position=False, reads=None):
+        self.cache, self.level, self.n, self.groups = cache, level, n, []
+        self.at = torch.from_numpy(at).to(cache.device)                 # (N,)
+        self.rope = rope and [table[self.at] for table in rope]         # (N, D) each
+        row, step = spread(n)
+        entry = at if by_position else cache.count[level, slot][row] + step
+        cache.count[level, slot] += n
+        reads = level if reads is None else reads
+        kind = 4 * reads + 2 * (n > 1) + (level == reads)               # (R,): rows alike in all
         for value in np.unique(kind):
             some = kind == value
             tokens = np.flatnonzero(some[row])
-            self.groups.append(RowGroup(
-                self.cache, int(value) // 4, self.slot[some], self.n[some], tokens, entry[tokens],
-                bool(value % 2), self.fast))
+            self.groups.append(RowGroup(cache, int(value) // 4, slot[some], n[some], tokens,
+                                        entry[tokens], bool(value % 2), fast))
+
+    def rotated(self, x):
+        return apply_rope(x, *self.rope) if self.rope else x
 
     def pack(self, k, v):
         """(1, G, N, D) both, k not yet rotated -> (N, 2, G, D)."""
         return torch.stack([self.rotated(k)[0].transpose(0, 1), v[0].transpose(0, 1)], 1)
 
-    def rotated(self, x):
-        return apply_rope(x, *self.rope) if self.rope else x
-
     def attend(self, layer, q, k, v):
         """q (1, H, N, D), k, v (1, G, N, D), or None where nothing is written -> (1, H, N, D)."""
-        if self.groups is None:
-            self.plan()
         q = self.rotated(q)[0].transpose(0, 1)                          # (N, H, D)
         out, new = torch.empty_like(q), None if k is None else self.pack(k, v)
         for group in self.groups:
@@ -195,49 +183,12 @@ class RaggedBatch:
 
     def write(self, layer, k, v):
         """Write k, v (1, G, N, D) without attending."""
-        if self.groups is None:
-            self.plan()
         for group in self.groups:
             group.write(layer, self.pack(k, v))
 
 
 # -------------------------------------------------------------------------------------------------
-# choosing a token, and when it may exit
-
-def next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, generator):
-    """One token a row from logits (B, V): (B,) int64. seen (B, V) marks the tokens of each row so far.
-    Order: penalty (Keskar et al. 2019: positive logits divided, negative multiplied), temperature,
-    top_k, top_p (Holtzman et al. 2020: the smallest set of likeliest tokens that reaches top_p)."""
-    if repetition_penalty != 1:
-        divided, multiplied = logits / repetition_penalty, logits * repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, divided, multiplied), logits)
-    if temperature == 0 or top_k == 1:
-        return logits.argmax(-1)
-    logits = logits / max(temperature, 1e-6)
-    if 0 < top_k < logits.size(-1):
-        kth = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if top_p < 1:
-        ordered, order = logits.sort(-1, descending=True)
-        p = ordered.softmax(-1)
-        enough = p.cumsum(-1) - p >= max(top_p, 1e-9)                   # the first always stays
-        ordered = ordered.masked_fill(enough, -torch.inf)
-        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
-    return logits.softmax(-1).multinomial(1, generator=generator).squeeze(-1)
-
-
-def check_prompts(model, prompts):
-    """UserError for a prompt without tokens, or with a token that the model does not have."""
-    V = model.cfg.vocab_size
-    for prompt in prompts:
-        if not prompt:
-            raise UserError("the prompt is empty: give at least one character")
-        if not 0 <= min(prompt) <= max(prompt) < V:
-            raise UserError(f"the prompt has a token outside the model's vocabulary of {V}")
-
-
-EXITS = "static:LOOP, confidence:P, margin:P, oracle"
-
+# when a token may exit
 
 def exit_rule(text, n_loop):
     """What exit= names: a function of logits (R, V) after loop depth (R,), from 0, that tells which
@@ -246,21 +197,22 @@ def exit_rule(text, n_loop):
     confidence: the likeliest token's probability is above P; margin: it is above the second one's by
     more than P (Schuster et al. 2022). oracle, for measuring: the earliest loop whose likeliest token
     is the last loop's. It needs the last loop, so nothing exits early; the Engine counts."""
-    kind, _, value = text.partition(":")
     if text in ("", "oracle"):
         return None
+    kind, _, value = text.partition(":")
     try:
         bound = int(value) if kind == "static" else float(value)
     except ValueError:
         bound = math.nan
+    top = lambda logits, k: logits.softmax(-1).topk(k).values           # (R, k)
     if kind == "static" and 1 <= bound <= n_loop:
         return lambda logits, depth: depth >= bound - 1
     if kind == "confidence" and 0 <= bound <= 1:
-        return lambda logits, depth: (logits.softmax(-1).amax(-1) > bound).cpu()
+        return lambda logits, depth: top(logits, 1)[:, 0] > bound
     if kind == "margin" and 0 <= bound <= 1:
-        top = lambda logits: logits.softmax(-1).topk(2).values
-        return lambda logits, depth: (top(logits).diff(dim=-1)[:, 0] < -bound).cpu()
-    raise UserError(f"exit={text}: {EXITS} are allowed, LOOP from 1 to {n_loop}, P from 0 to 1")
+        return lambda logits, depth: top(logits, 2).diff(dim=-1)[:, 0] < -bound
+    raise UserError(f"exit={text}: static:LOOP, confidence:P, margin:P, oracle are allowed, LOOP from "
+                    f"1 to {n_loop}, P from 0 to 1")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -278,33 +230,26 @@ class Request:
     latency: float = 0.0             # seconds from arrival to the last token
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """Where one request is decoded. Its newest tokens are in work: a prompt, then one at a time."""
     number: int
     request: Request = None
-    text: list = None                # prompt and answer
-    generator: torch.Generator = None               # the request's own random numbers
-    held: int = 0                    # tokens in the cache
-    new: int = 0                     # tokens in work, the last of the text
-    prompt: bool = False             # they are a prompt: all of them take all loops
-    depth: int = 0                   # the loop that they go through next, from 0
-    h: torch.Tensor = None           # (new, C): their states between loops
-    going: np.ndarray = None         # mor: which of them go through it, indices
-    taken: int = 0                   # loops that the newest token took
+    generator: torch.Generator = None   # the request's own random numbers
+    text: list = None                # token ids: prompt and answer
+    at: range = None                 # positions of the tokens in work, the last of the text
+    prompt: bool = False             # they are a prompt
+    depth: int = 0                   # the loop that they take next, from 0
+    h: torch.Tensor = None           # (len(at), C): their states between loops
+    going: np.ndarray = None         # which of them take the next loop, indices
+    taken: int = 0                   # loops that the newest has taken
     waiting: dict = field(default_factory=dict)     # fill=exact: {depth: [(position, state)]}
     early: tuple = None              # of a prompt: (depth, logits) where its last token would exit
     guesses: list = field(default_factory=list)     # oracle: the likeliest token after each loop
 
-    def start(self, text, max_len):
-        """Begin with a text, of which as much is kept as the cache has room for."""
-        self.text, self.held, self.depth = text, 0, 0
-        self.new, self.prompt = min(len(text), max_len), True
-        self.waiting = {}
-
-    def newest(self):
-        """Positions of the tokens in work."""
-        return range(self.held - self.new, self.held)
+    def states(self):
+        """Of the tokens that take the next loop."""
+        return self.h if len(self.going) == len(self.at) else self.h[self.going]
 
 
 class Engine:
@@ -315,9 +260,9 @@ class Engine:
     that outgrows max_len goes on from its last max_len tokens, as in sample.py."""
 
     def __init__(self, model, slots, max_len, batching="depth", exit="", eot=None, vocab_size=None,
-                 temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=1337,
-                 clock=time.perf_counter, sleep=time.sleep, on_token=None, fill=""):
-        cfg = model.cfg
+                 temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=1337, fill="",
+                 clock=time.perf_counter, sleep=time.sleep, on_token=None):
+        cfg, w = model.cfg, model.wte.weight
         if batching == "depth" and not cfg.share.endswith("cycle"):
             raise UserError(f"batching=depth needs loops over the same blocks, so share=cycle, "
                             f"not {cfg.share}")
@@ -327,15 +272,11 @@ class Engine:
         self.fill = fill or getattr(cfg, "fill", "exact")
         self.oracle, self.rule = exit == "oracle", exit_rule(exit, self.n_loop)
         self.sampling, self.seed = (temperature, top_k, top_p, repetition_penalty), seed
-        self.clock, self.sleep = clock, sleep
-        weight = model.wte.weight
-        self.device = weight.device
+        self.clock, self.sleep, self.device = clock, sleep, w.device
         self.cache = SlotCache(slots, self.n_loop + 2, max_len, cfg.n_kv_head, cfg.head_dim,
-                               self.device, compute_dtype(weight))
-        self.rope = None
-        if cfg.pos == "rope":
-            positions = torch.arange(max_len, device=self.device)
-            self.rope = rope_tables(positions, cfg.head_dim, cfg.rope_theta, weight.dtype)
+                               w.device, compute_dtype(w))
+        at = torch.arange(max_len, device=w.device)
+        self.rope = rope_tables(at, cfg.head_dim, cfg.rope_theta, w.dtype) if cfg.pos == "rope" else None
         self.slots, self.done, self.admitted = [Slot(n) for n in range(slots)], [], 0
 
     @torch.inference_mode()
@@ -369,20 +310,22 @@ class Engine:
                 self.admitted += 1
                 self.start(slot, list(slot.request.prompt))
 
-    def start(self, slot, text):
-        self.cache.reset(slot.number)
-        slot.start(text, self.max_len)
-
     def generator(self, n):
         """The random numbers of the n-th request: its own, so that its neighbours do not matter."""
         word = np.random.SeedSequence([self.seed, n]).generate_state(1, np.uint64)[0]
         return torch.Generator(self.device).manual_seed(int(word >> np.uint64(1)))
 
+    def start(self, slot, text):
+        """Begin with a text, of which as much is kept as the cache has room for."""
+        self.cache.reset(slot.number)
+        slot.text, slot.at, slot.prompt = text, range(min(len(text), self.max_len)), True
+        slot.depth, slot.waiting = 0, {}
+
     def step(self):
         """depth: one loop for all requests in work. static, sequence: one token for each."""
         slots = self.busy()
         for slot in slots:
-            if len(slot.text) > self.max_len and slot.depth == 0 and not slot.prompt:
+            if slot.at.stop > self.max_len:                             # a full context
                 self.start(slot, slot.text)
         while slots:
             slots = self.advance(slots)
@@ -403,108 +346,40 @@ class Engine:
 
     # the model's calls ---------------------------------------------------------------------------
 
-    def context(self, slots, level, at, by_position=False, reads=None):
-        """The attention context of the tokens at positions at[r] (lists) of the slots."""
-        number, n = (np.array(x) for x in zip(*((s.number, len(x)) for s, x in zip(slots, at))))
+    def context(self, slots, level, at, **options):
+        """The attention context of the tokens at positions at[r] of the slots, at level[r]."""
+        number, n = np.array([slot.number for slot in slots]), np.array([len(x) for x in at])
         flat = np.array([position for positions in at for position in positions])
-        return RaggedBatch(self.cache, np.array(level), number, n, flat, self.rope,
-                           self.model.cfg.fast, flat if by_position else None, reads)
+        return RaggedBatch(self.cache, np.zeros_like(n) + level, number, n, flat, self.rope,
+                           self.model.cfg.fast, **options)
 
     def embed(self, slots):
-        """Embed the newest tokens of the slots."""
-        for slot in slots:
-            slot.held, slot.taken = slot.held + slot.new, 0
-            slot.going = np.arange(slot.new) if self.routed else None   # all take the first loop
-        idx = [token for slot in slots for token in slot.text[-slot.new:]]
-        context = self.context(slots, [0] * len(slots), [slot.newest() for slot in slots])
+        """Embed the tokens in work; all take the first loop."""
+        at = [slot.at for slot in slots]
+        idx = [token for slot in slots for token in slot.text[-len(slot.at):]]
+        context = self.context(slots, 0, at) if self.routed else None
         h = self.model.embed(torch.tensor(idx, device=self.device), context)
-        for slot, states in zip(slots, h.split([slot.new for slot in slots])):
-            slot.h = states
+        for slot, states in zip(slots, h.split([len(positions) for positions in at])):
+            slot.h, slot.going, slot.taken = states, np.arange(len(states)), 0
 
     def loop(self, slots):
-        """One loop for the slots' tokens, and for those that wait for it."""
-        waiting = [slot.waiting.pop(slot.depth, []) for slot in slots]
+        """One loop for the slots' tokens. Those that waited for it (fill=exact) go before them."""
+        waited = [slot.waiting.pop(slot.depth, []) for slot in slots]
         states, at = [], []
-        for slot, wait in zip(slots, waiting):
-            new = slot.newest()
-            if slot.going is not None:                                  # mor: not all go
-                new = [new[n] for n in slot.going]
-            states += [h for _, h in wait]
-            states.append(slot.h if slot.going is None else slot.h[slot.going])
-            at.append([position for position, _ in wait] + list(new))
+        for slot, old in zip(slots, waited):
+            states += [*(h for _, h in old), slot.states()]
+            at.append([*(position for position, _ in old), *(slot.at[n] for n in slot.going)])
         n = [len(positions) for positions in at]
         depth = torch.tensor([slot.depth for slot in slots]).repeat_interleave(torch.tensor(n))
         h = self.model.loop(torch.cat(states), depth, self.loop_context(slots, at))
-        for slot, wait, new in zip(slots, waiting, h.split(n)):
-            if wait and slot.depth < self.n_loop - 1:                   # they wait for the next
-                old = zip([position for position, _ in wait], new.split(1))
-                slot.waiting.setdefault(slot.depth + 1, []).extend(old)
-            new = new[len(wait):]
-            if slot.going is None:
-                slot.h = new
-            else:
-                slot.h = slot.h.index_copy(0, self.index(slot.going), new)
-            slot.taken += slot.going is None or slot.new - 1 in slot.going
-
-    def index(self, x):
-        return torch.from_numpy(x).to(self.device)
-
-    # a rule decides: relaxed ---------------------------------------------------------------------
-
-    def ruled_away(self, slots):
-        """Which of the slots' newest tokens exit after this loop, a list of bools; those are
-        predicted from."""
-        last = [slot.depth == self.n_loop - 1 for slot in slots]
-        asked = slots
-        if self.rule is None and not self.oracle:
-            asked = [slot for slot, end in zip(slots, last) if end]
-        if not asked:
-            return last
-        h = torch.cat([slot.h[-1:] for slot in asked])                  # (R, C)
-        logits = self.logits(h, None)
-        left = self.decide(asked, logits)
-        out = [n for n, gone in enumerate(left) if gone]
-        self.leave([asked[n] for n in out if asked[n].depth < self.n_loop - 1])
-        depths = [asked[n].depth for n in out]
-        if out:
-            self.emit([asked[n] for n in out], depths, logits[out])
-        return left if asked is slots else last
-
-    def logits(self, h, context):
-        return self.model.logits(self.model.finish(h, context))[:, :self.vocab_size]
-
-    def decide(self, slots, logits):
-        """Which tokens exit, with logits (R, V) after the loop just taken. The last token of a prompt
-        goes on with the others, but what it is predicted from is where it would exit alone."""
-        depth = torch.tensor([slot.depth for slot in slots])
-        last = (depth == self.n_loop - 1).tolist()
-        if self.oracle:
-            for slot, guess in zip(slots, logits.argmax(-1).tolist()):
-                slot.guesses.append(guess)
-        if self.rule is None:
-            return last
-        left = self.rule(logits, depth).tolist()
-        for n, slot in enumerate(slots):
-            if slot.prompt and (left[n] or last[n]):
-                slot.early = slot.early or (slot.depth, logits[n])
-                left[n] = False
-        return [a or b for a, b in zip(left, last)]
-
-    def leave(self, slots):
-        """The newest token of each slot exits here: see to its keys at the deeper loops."""
-        if self.fill == "exact":
-            for slot in slots:
-                state = (slot.held - 1, slot.h[-1:])
-                slot.waiting.setdefault(slot.depth + 1, []).append(state)
-            return
-        for depth in range(1, self.n_loop):
-            some = [slot for slot in slots if slot.depth < depth]
-            if some:
-                at = [[slot.held - 1] for slot in some]
-                context = self.context(some, [depth + 1] * len(some), at)
-                self.model.propagate(torch.cat([slot.h for slot in some]), depth, context)
-
-    # a router decides: mor -----------------------------------------------------------------------
+        for slot, old, positions, new in zip(slots, waited, at, h.split(n)):
+            if old and slot.depth < self.n_loop - 1:                    # now they wait for the next
+                later = slot.waiting.setdefault(slot.depth + 1, [])
+                later += zip(positions, new[:len(old)].split(1))
+            new = new[len(old):]
+            whole = len(new) == len(slot.at)
+            slot.h = new if whole else slot.h.index_copy(0, self.index(slot.going), new)
+            slot.taken += len(slot.at) - 1 in slot.going
 
     def loop_context(self, slots, at):
         """Level b holds the keys of loop b. mor: those of the tokens that took it (kv=recursion); or
@@ -514,35 +389,74 @@ class Engine:
         return self.context(slots, level, at, by_position=kv.startswith("share"),
                             reads=np.ones_like(level) if kv == "share" else None)
 
+    def logits(self, h, context=None):
+        return self.model.logits(self.model.finish(h, context))[:, :self.vocab_size]
+
+    def index(self, x):
+        return torch.from_numpy(x).to(self.device)
+
+    # a rule decides: relaxed ---------------------------------------------------------------------
+
+    def ruled_away(self, slots):
+        """Which of the slots' newest tokens exit after this loop, a list of bools; those are
+        predicted from."""
+        left = last = [slot.depth == self.n_loop - 1 for slot in slots]
+        if self.rule is None and not self.oracle and not any(last):
+            return last
+        logits = self.logits(torch.cat([slot.h[-1:] for slot in slots]))        # (R, V)
+        if self.oracle:
+            for slot, guess in zip(slots, logits.argmax(-1).tolist()):
+                slot.guesses.append(guess)
+        if self.rule is not None:
+            exits = self.rule(logits, torch.tensor([slot.depth for slot in slots])).tolist()
+            for n, slot in enumerate(slots):
+                if slot.prompt and exits[n] and slot.early is None:     # it goes on with the others,
+                    slot.early = slot.depth, logits[n]                  # but is predicted from here
+            left = [end or gone and not slot.prompt
+                    for end, gone, slot in zip(last, exits, slots)]
+        out = [n for n, gone in enumerate(left) if gone]
+        if out:
+            self.leave([slots[n] for n in out if not last[n]])
+            self.emit([slots[n] for n in out], [slots[n].depth for n in out], logits[out])
+        return left
+
+    def leave(self, slots):
+        """The newest token of each slot exits early: see to its keys at the deeper loops."""
+        if self.fill == "exact":
+            for slot in slots:
+                state = slot.at[-1], slot.h[-1:]
+                slot.waiting.setdefault(slot.depth + 1, []).append(state)
+            return
+        for depth in range(1, self.n_loop):
+            some = [slot for slot in slots if slot.depth < depth]
+            if some:
+                context = self.context(some, depth + 1, [slot.at for slot in some])
+                self.model.propagate(torch.cat([slot.h for slot in some]), depth, context)
+
+    # a router decides: mor -----------------------------------------------------------------------
+
     def routed_away(self, slots):
         """Which of the slots have no token that takes another loop, a list of bools; those run the
         last layer and are predicted from."""
         self.route(slots)
         out = [slot for slot in slots if not len(slot.going)]
         if out:
-            at = [slot.newest() for slot in out]
-            context = self.context(out, [self.n_loop + 1] * len(out), at)
-            h = self.model.finish(torch.cat([slot.h for slot in out]), context)     # (N, C)
-            newest = np.cumsum([slot.new for slot in out]) - 1
-            logits = self.model.logits(h[self.index(newest)])[:, :self.vocab_size]
-            self.emit(out, [slot.taken - 1 for slot in out], logits)
+            context = self.context(out, self.n_loop + 1, [slot.at for slot in out])
+            logits = self.logits(torch.cat([slot.h for slot in out]), context)      # (N, V)
+            newest = np.cumsum([len(slot.at) for slot in out]) - 1
+            self.emit(out, [slot.taken - 1 for slot in out], logits[self.index(newest)])
         return [slot in out for slot in slots]
 
     def route(self, slots):
         """Keep in `going` the tokens that the router sends through the next loop."""
-        on = [slot for slot in slots if slot.depth < self.n_loop - 1]
-        taking = {}
-        if on:
-            n = [len(slot.going) for slot in on]
-            h = torch.cat([slot.h[slot.going] for slot in on])
-            depth = torch.tensor([slot.depth + 1 for slot in on]).repeat_interleave(torch.tensor(n))
-            takes = self.model.takes(h, depth).cpu().numpy()
-            taking = dict(zip((slot.number for slot in on), np.split(takes, np.cumsum(n)[:-1])))
-        for slot in slots:
-            takes = taking.get(slot.number, np.zeros(len(slot.going), bool))
-            left, slot.going = slot.going[~takes], slot.going[takes]
+        depth, n = (torch.tensor(x) for x in zip(*((s.depth + 1, len(s.going)) for s in slots)))
+        depth = depth.repeat_interleave(n)                              # (N,)
+        h = torch.cat([slot.states() for slot in slots])
+        takes = self.model.takes(h, depth.clamp(max=self.n_loop - 1)).cpu() & (depth < self.n_loop)
+        for slot, mask in zip(slots, takes.split(n.tolist())):
+            left, slot.going = slot.going[~mask.numpy()], slot.going[mask.numpy()]
             if self.model.cfg.kv == "share_update" and len(left):
-                at, deeper = slot.held - slot.new + left, range(slot.depth + 2, self.n_loop + 1)
+                at, deeper = slot.at.start + left, range(slot.depth + 2, self.n_loop + 1)
                 self.cache.copy(slot.number, at.tolist(), 1, deeper)
 
     # the answers ---------------------------------------------------------------------------------
@@ -553,7 +467,8 @@ class Engine:
             if slot.early:
                 (depths[n], logits[n]), slot.early = slot.early, None
         for slot, depth, token in zip(slots, depths, self.pick(slots, logits)):
-            request, slot.depth, slot.new, slot.prompt = slot.request, 0, 1, False
+            request, slot.depth, slot.prompt = slot.request, 0, False
+            slot.at = range(slot.at.stop, slot.at.stop + 1)
             if self.oracle:
                 depth, slot.guesses = slot.guesses.index(slot.guesses[-1]), []
             if token != self.eot:
@@ -585,39 +500,6 @@ class Engine:
 # requests in, answers out
 
 @dataclass
-class Sampling:
-    """Keys that sample.py has too."""
-    max_new_tokens: int = 500       # tokens to write after a prompt
-    temperature: float = 0.8        # 0 takes the likeliest token; 1 samples the model's distribution
-    top_k: int = 0                  # sample among the k likeliest tokens (0: all)
-    top_p: float = 1.0              # sample among the likeliest with this probability together
-    repetition_penalty: float = 1.0  # above 1 makes tokens that the text already has less likely
-    stop: bool = True               # end at the end-of-text token
-    seed: int = 1337                # of the sampling
-    exit: str = ""                  # relaxed: static:LOOP | confidence:P | margin:P | oracle
-    fill: str = ""                  # relaxed: deeper keys after an exit: exact | propagate
-    device: str = "auto"            # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda:N
-    fast: bool = True               # the model's fast path; false: its naive one, the same text
-
-    def __post_init__(self):
-        self.at_least(1, "max_new_tokens")
-        self.at_least(0, "temperature", "top_k", "top_p", "seed")
-        self.one_of("fill", "", "exact", "propagate")
-        if self.top_p > 1 or self.seed >= 2 ** 63:
-            raise ValueError(f"top_p={self.top_p}, seed={self.seed}: at most 1, and less than 2^63")
-        if not 0.01 <= self.repetition_penalty <= 100:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must lie between 0.01 "
-                             f"and 100 (1: none)")
-
-    at_least = BaseConfig.at_least
-
-    def one_of(self, name, *allowed):
-        if getattr(self, name) not in allowed:
-            words = ", ".join(filter(None, allowed))
-            raise ValueError(f"{name}={getattr(self, name)} must be one of: {words}")
-
-
-@dataclass
 class ServeConfig(Sampling):
     requests: str = ""              # the file of requests, one JSON object a line
     batching: str = "depth"         # static | sequence | depth
@@ -626,10 +508,8 @@ class ServeConfig(Sampling):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(0, "max_len")
+        self.between(slots=(1, 4096), max_len=(0, 1 << 30))
         self.one_of("batching", "static", "sequence", "depth")
-        if not 1 <= self.slots <= 4096:
-            raise ValueError(f"slots={self.slots} must be at least 1 and at most 4096")
 
 
 def read_requests(path, tokenizer, model, max_new_tokens, longest=None):
@@ -646,8 +526,7 @@ def read_requests(path, tokenizer, model, max_new_tokens, longest=None):
         given = None
         try:
             given = json.loads(line.decode())
-            found = parse_request(given, n, tokenizer, model, max_new_tokens, longest)
-            requests.append(found)
+            requests.append(parse_request(given, n, tokenizer, model, max_new_tokens, longest))
         except (UserError, ValueError, OverflowError, RecursionError) as e:
             name = given.get("id", n) if isinstance(given, dict) else n
             what = str(e) if isinstance(e, UserError) else "not a line of JSON in UTF-8"
@@ -660,8 +539,8 @@ def read_requests(path, tokenizer, model, max_new_tokens, longest=None):
 
 def is_id(value):
     """Whether a JSON value can name a request: a text, a number that JSON can write, or null."""
-    finite = isinstance(value, float) and math.isfinite(value)
-    return value is None or isinstance(value, (str, int)) or finite
+    return value is None or isinstance(value, (str, int)) or (
+        isinstance(value, float) and math.isfinite(value))
 
 
 def parse_request(given, n, tokenizer, model, max_new_tokens, longest=None):
@@ -675,15 +554,13 @@ def parse_request(given, n, tokenizer, model, max_new_tokens, longest=None):
         good = isinstance(value, kinds[key]) and not isinstance(value, bool)
         if not good or key == "id" and not is_id(value):
             raise UserError(f"{key} has a wrong type: {value!r:.60}")
-    if not given.get("prompt"):
-        raise UserError("the prompt is empty: give at least one character")
     count = given.get("max_new_tokens", max_new_tokens)
     arrival = given.get("arrival", 0.0)
     if not 1 <= count <= 1 << 20:
         raise UserError(f"max_new_tokens={count} must be at least 1 and at most {1 << 20}")
     if not 0 <= arrival < 1e9:
         raise UserError(f"arrival={arrival!r:.60} must be seconds, 0 or more")
-    prompt = tokenizer.encode(given["prompt"])
+    prompt = tokenizer.encode(given.get("prompt", ""))
     check_prompts(model, [prompt])
     if longest is not None and len(prompt) + count > longest:   # every slot would grow as long
         raise UserError(f"max_new_tokens={count} after a prompt of {len(prompt)} is more than "
@@ -691,16 +568,15 @@ def parse_request(given, n, tokenizer, model, max_new_tokens, longest=None):
     return Request(prompt, count, float(arrival), given.get("id", n))
 
 
-def check_loops(model, cfg, path, keys):
+def check_loops(model, cfg, path, *keys):
     """UserError where one of `keys` is given that the model cannot serve."""
-    given = [key for key in keys if getattr(cfg, key)]
+    given = [f"{key}={getattr(cfg, key)}" for key in keys if getattr(cfg, key)]
     if given and not hasattr(model, "loop"):
-        raise UserError(f"{given[0]}={getattr(cfg, given[0])} is for a model that loops over depth "
-                        f"(relaxed, mor), {path} is not")
-    for key in ("exit", "fill"):
-        if getattr(cfg, key) and hasattr(model, "takes"):
-            raise UserError(f"{key}={getattr(cfg, key)} is for relaxed: of {path}, a mor, the router "
-                            f"decides who leaves")
+        raise UserError(f"{given[0]} is for a model that loops over depth (relaxed, mor), {path} is "
+                        f"not")
+    if (cfg.exit or cfg.fill) and hasattr(model, "takes"):
+        raise UserError(f"exit and fill are for relaxed: of {path}, a mor, the router decides who "
+                        f"leaves")
     if cfg.exit:
         exit_rule(cfg.exit, model.n_loop)
 
@@ -736,43 +612,24 @@ def serve(model, tokenizer, cfg):
             bar.update()
     seconds = time.perf_counter() - start
     latencies = sorted(r.latency for r in requests)
-    count = sum(len(r.tokens) for r in requests)
+    loops = [loop for r in requests for loop in r.exits]
+    count = len(loops)
     return (f"{len(requests)} requests, {len(errors)} errors, {count} tokens in {seconds:.2f} s: "
             f"{count / seconds:.1f} tokens/s; latency {latencies[len(latencies) // 2]:.2f} s "
             f"(median), {latencies[int(0.95 * len(latencies))]:.2f} s (95 %); "
-            f"{exit_fractions(requests, model.n_loop)}; cache {engine.cache.nbytes():,} bytes")
-
-
-def exit_fractions(requests, n_loop):
-    """How many of the tokens left after each loop, in words."""
-    loops = [loop for r in requests for loop in r.exits]
-    return f"left after loop {loop_fractions(loops, n_loop)}"
-
-
-def loop_fractions(loops, n_loop):
-    """How many of loops, one for each token, are 1, 2, .. n_loop: 1: 60%, 2: 40%."""
-    return ", ".join(f"{b}: {loops.count(b) / max(1, len(loops)):.0%}" for b in range(1, n_loop + 1))
-
-
-def read_arguments(argv, config, program):
-    """(path of the run, config) from `PATH key=value ...`."""
-    paths = [a for a in argv if "=" not in a]
-    if len(paths) != 1:
-        raise UserError(f"give one run folder or checkpoint: python {program} out/NAME "
-                        f"[key=value ...]")
-    keys = split_args([a for a in argv if "=" in a])
-    return paths[0], typed_config(config, keys, free_text=("prompt",))
+            f"left after loop {loop_fractions(loops, model.n_loop)}; "
+            f"cache {engine.cache.nbytes():,} bytes")
 
 
 def main(argv):
-    from train import load_run, pick_device     # train.py imports sample.py, which imports this file
+    from train import load_run, pick_device     # train.py imports sample.py for its samples
     if asks_help(argv):
         return print(help_text(ServeConfig))
-    path, cfg = read_arguments(argv, ServeConfig, "serve.py")
+    path, cfg = read_arguments(argv, ServeConfig)
     if not cfg.requests:
         raise UserError("requests=FILE.jsonl is missing: one JSON object a line")
     model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
-    check_loops(model, cfg, path, ("requests",))
+    check_loops(model, cfg, path, "requests")
     if cfg.max_len and model.context_limit:
         raise UserError(f"max_len={cfg.max_len} means nothing to a model with RoPE: leave it out")
     print(serve(model, tokenizer, cfg), file=sys.stderr)

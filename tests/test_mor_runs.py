@@ -128,7 +128,7 @@ def test_depth_may_be_capped_when_evaluating(tmp_path, data_dir):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the engine
+# pictures of depth
 
 def routing(seed=0, **sizes):
     """A small model whose tokens take one, two and three recursions."""
@@ -139,108 +139,6 @@ def routing(seed=0, **sizes):
         for p in model.parameters():
             p.add_(0.2 * torch.randn(p.shape, dtype=p.dtype))
     return model
-
-
-def alone(model, prompt, n, max_len):
-    """[(token, recursions)]: no cache and no engine, a forward over the whole text for each token."""
-    text, out = list(prompt), []
-    for _ in range(n):
-        idx = torch.tensor([text[-max_len:]])
-        with torch.no_grad():
-            logits = model(idx)[0]
-        out.append((int(logits[0, -1].argmax()), int(model.recursions(idx)[0, -1])))
-        text.append(out[-1][0])
-    return out
-
-
-def served(model, work, batching, slots=3, max_len=40):
-    requests = [serve.Request(list(prompt), n, arrival) for prompt, n, arrival in work]
-    now = [0.0]
-    engine = serve.Engine(model, slots, max_len, batching, clock=lambda: now[0],
-                          sleep=lambda s: now.__setitem__(0, now[0] + s))
-    loop = model.loop
-
-    def ticking(*given):
-        now[0] += 1
-        return loop(*given)
-    model.loop = ticking
-    try:
-        assert len(list(engine.run(requests))) == len(requests)
-    finally:
-        del model.loop
-    return [list(zip(r.tokens, r.exits)) for r in requests]
-
-
-@batchings
-@pytest.mark.parametrize("name", ROUTERS)
-def test_answers_are_those_of_a_text_alone(name, batching):
-    """Tokens, and the recursions that the token they are predicted from took."""
-    model = routing(**ROUTERS[name])
-    generator = torch.Generator().manual_seed(1)
-    draw = lambda low, high, *size: torch.randint(low, high, size, generator=generator).tolist()
-    sizes = [(5, 9, 0), (1, 6, 0), (9, 4, 2), (3, 8, 2), (12, 7, 30)]
-    work = [(draw(0, 31, n), new, float(at)) for n, new, at in sizes]
-    want = [alone(model, prompt, n, 40) for prompt, n, _ in work]
-    assert served(model, work, batching) == want
-    exits = {loop for answer in want for _, loop in answer}
-    assert exits == {"none": {3}, "capped": {1, 2}}.get(name, {1, 2, 3})
-
-
-@settings(max_examples=50)
-@given(data=st.data())
-def test_any_workload_is_answered_the_same_in_all_batchings(data):
-    """Any arrivals, lengths, routers and slots, texts longer than the cache too."""
-    model = routing(data.draw(st.integers(0, 5)), **ROUTERS[data.draw(st.sampled_from(sorted(ROUTERS)))])
-    request = st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(1, 8),
-                        st.floats(0, 20, allow_nan=False))
-    work = data.draw(st.lists(request, min_size=1, max_size=6))
-    slots, max_len = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([8, 40]))
-    want = [alone(model, prompt, n, max_len) for prompt, n, _ in work]
-    for batching in ("static", "sequence", "depth"):
-        assert served(model, work, batching, slots, max_len) == want
-
-
-def test_rows_that_leave_take_their_next_token_at_once():
-    """Depth-wise batching needs fewer calls of loop than sequence-wise, in which all wait for the deepest row."""
-    model, calls = routing(), {}
-    work = [([n, n + 1, n + 2], 12, 0.0) for n in range(6)]
-    loop = type(model).loop
-    for batching in ("sequence", "depth"):
-        calls[batching] = 0
-
-        def counted(h, depth, *rest):
-            calls[batching] += 1
-            return loop(model, h, depth, *rest)
-        model.loop = counted
-        list(serve.Engine(model, 6, 40, batching).run([serve.Request(list(p), n, a) for p, n, a in work]))
-    assert calls["depth"] < calls["sequence"]
-
-
-def test_sharing_by_sequence_is_not_batched_over_depth():
-    with pytest.raises(prepare.UserError, match="share=cycle, not middle_sequence"):
-        serve.Engine(routing(share="middle_sequence"), 2, 10, "depth")
-
-
-def test_keys_that_mean_nothing_to_a_router_are_refused(tmp_path, data_dir):
-    runs.run("mor", tmp_path, data_dir, "max_steps=1")
-    for key in ("exit=confidence:0.5", "fill=propagate"):
-        with pytest.raises(prepare.UserError, match="the router decides who leaves"):
-            sample.main([str(tmp_path / "r"), key])
-
-
-def test_requests_and_colours_from_the_command_line(tmp_path, data_dir, capsys):
-    runs.run("mor", tmp_path, data_dir)
-    file = tmp_path / "requests.jsonl"
-    lines = ['{"prompt": "ab", "max_new_tokens": 5}', "nonsense", '{"prompt": "c", "max_new_tokens": 3, "id": "x"}']
-    file.write_text("\n".join(lines))
-    capsys.readouterr()
-    sample.main([str(tmp_path / "r"), f"requests={file}", "batching=depth", "temperature=0", "stop=false"])
-    answers = {row["id"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert "error" in answers[2] and [len(answers[k]["tokens"]) for k in (1, "x")] == [5, 3]
-    assert all(loop in (1, 2) for k in (1, "x") for loop in answers[k]["exits"])
-    sample.main([str(tmp_path / "r"), "show_depth=true", "prompt=ab", "max_new_tokens=12", "stop=false"])
-    shown = capsys.readouterr()
-    assert shown.out.startswith("ab\033[") and "left after loop 1:" in shown.err
 
 
 def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):

@@ -2,11 +2,13 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import model_mor
 import model_relaxed
 import prepare
 import runs
@@ -14,6 +16,7 @@ import sample
 import serve
 import train
 from conftest import relative
+from model_gpt import attention_bias, attention_naive
 from test_relaxed import ByHand, refusal
 from test_sample import call
 
@@ -220,50 +223,25 @@ def test_later_tokens_find_the_keys_of_those_that_left(fill, batching):
 
 
 @batchings
-def test_end_of_text_ends_a_request(batching):
-    """It is no token of the answer, and the others go on."""
-    model = looping()
-    work = work_of(model, 6, most=20)
-    longer = alone(model, work, RULE)
-    for eot in {longer[0][0][3], longer[1][0][0], longer[2][0][-1]}:
-        want = alone(model, work, RULE, eot=eot)
-        assert sum(map(len, [tokens for tokens, *_ in want])) < sum(map(len, [tokens for tokens, *_ in longer]))
-        assert_same(answered(model, work, batching, exit=RULE, eot=eot), want)
-
-
-@batchings
-def test_padding_of_the_vocabulary_is_never_chosen(batching):
-    """Nor does it count in a rule's probabilities."""
-    model, rule = looping(), "confidence:0.12"
-    work = work_of(model, 6)
-    want = alone(model, work, rule, vocab=20)
-    assert [answer[:2] for answer in want] != [answer[:2] for answer in alone(model, work, rule)]
-    assert_same(answered(model, work, batching, exit=rule, vocab_size=20), want)
-
-
-@batchings
 @fills
-@pytest.mark.parametrize("exit", ["", RULE, "static:2"])
-def test_texts_longer_than_the_cache(exit, fill, batching):
-    """Each further token is predicted from the last max_len, taken in by all loops; so are prompts that are longer."""
-    model = looping(fill=fill, block_size=8)
+def test_texts_longer_than_the_cache(fill, batching):
+    """Each further token is predicted from the last max_len, prefilled by all loops; so are prompts that are longer."""
+    model, exit = looping(fill=fill, block_size=8), RULE
     work = [(range(5), 6, 0), (range(20), 4, 0), (range(8), 9, 0), ([3], 11, 0)]
     want = alone(model, work, exit, max_len=8)
     assert_same(answered(model, work, batching, max_len=8, exit=exit), want)
-    if exit == RULE:
-        assert {loop for _, exits, _ in want for loop in exits} == {1, 2, 3}, "tokens leave after all loops"
+    assert {loop for _, exits, _ in want for loop in exits} == {1, 2, 3}, "tokens leave after all loops"
 
 
 @batchings
 def test_loops_over_other_blocks_are_served_too(batching):
-    for share in ("sequence",):
-        model = looping(share=share)
-        if batching == "depth":
-            with pytest.raises(prepare.UserError, match=f"share=cycle, not {share}"):
-                answered(model, [], batching)
-        else:
-            work = work_of(model)
-            assert_same(answered(model, work, batching, exit="margin:0.03"), alone(model, work, "margin:0.03"))
+    model = looping(share="sequence")
+    if batching == "depth":
+        with pytest.raises(prepare.UserError, match="share=cycle, not sequence"):
+            answered(model, [], batching)
+    else:
+        work = work_of(model)
+        assert_same(answered(model, work, batching, exit="margin:0.03"), alone(model, work, "margin:0.03"))
 
 
 SAMPLING = [dict(temperature=1.0), dict(temperature=0.7, top_k=9, top_p=0.95), dict(repetition_penalty=1.8)]
@@ -291,13 +269,12 @@ def test_sampled_answers_do_not_depend_on_the_batching(sampling, fill):
 # ---------------------------------------------------------------------------------------------------------------------
 # rules
 
-@batchings
 @pytest.mark.parametrize("exit, loop", [("static:1", 1), ("static:2", 2), ("static:3", 3), ("confidence:0", 1),
                                         ("confidence:1", 3), ("margin:0", 1), ("margin:1", 3), ("", 3)])
-def test_rules_that_name_one_loop(exit, loop, batching):
+def test_rules_that_name_one_loop(exit, loop):
     model = looping()
     work = work_of(model, 4, most=6)
-    got = answered(model, work, batching, exit=exit)
+    got = answered(model, work, "depth", exit=exit)
     assert_same(got, alone(model, work, f"static:{loop}"))
     assert {b for _, exits, _ in got for b in exits} == {loop}
 
@@ -345,9 +322,9 @@ def watched(engine, seen):
     admit = engine.admit
 
     def noted(queue, now):
-        before, waiting = sum(r is not None for r in engine.requests), len(queue)
+        before, waiting = len(engine.busy()), len(queue)
         admit(queue, now)
-        idle = bool(queue) and queue[0].arrival <= now and None in engine.requests
+        idle = bool(queue) and queue[0].arrival <= now and len(engine.busy()) < len(engine.slots)
         seen.append((before, waiting - len(queue), idle))
     engine.admit = noted
 
@@ -366,22 +343,6 @@ def test_when_requests_are_admitted(exit, batching):
     assert sum(admitted for _, admitted, _ in seen) == 12
     joined, idle = (any(admitted and before for before, admitted, _ in seen), any(idle for *_, idle in seen))
     assert (joined, idle) == ((False, True) if batching == "static" else (True, False))
-
-
-@pytest.mark.parametrize("batching", ["sequence", "depth"])
-def test_a_row_that_is_free_after_the_prompt_is_not_left_empty(batching):
-    """A request of one token ends with its prompt; who waits takes its row before the others go on."""
-    model, seen = looping(), []
-    engine, _ = engine_of(model, batching)
-    watched(engine, seen)
-    assert len(list(engine.run([serve.Request([n], 1 if n % 3 else 5) for n in range(12)]))) == 12
-    assert not any(idle for *_, idle in seen)
-
-
-def test_requests_are_admitted_in_the_order_they_arrive():
-    model = looping()
-    requests = [serve.Request([1], 3, arrival, id=arrival) for arrival in (30.0, 0.0, 10.0, 20.0)]
-    assert [r.id for r in engine_of(model, "depth", slots=1)[0].run(requests)] == [0.0, 10.0, 20.0, 30.0]
 
 
 @batchings
@@ -410,19 +371,6 @@ def test_every_call_is_full_while_requests_wait():
         assert len(rows) > 30 and (min(rows) == 4) == (batching == "depth")
 
 
-@batchings
-@fills
-def test_leaving_after_the_first_of_two_loops_halves_the_calls(fill, batching):
-    model = looping(n_loop=2, n_layer=4, fill=fill)
-    calls = {}
-    for exit in ("", "static:1"):
-        engine, clock = engine_of(model, batching, slots=3, exit=exit)
-        requests = [serve.Request([1, 2], 9) for _ in range(6)]
-        list(engine.run(requests))
-        calls[exit] = len(clock.decoding())
-    assert calls == {"": 2 * 8 * 2, "static:1": 2 * 8}, "batches x tokens after the prompt's x loops"
-
-
 def test_latency_is_from_arrival_to_the_last_token():
     """In calls of model.loop: three for a prompt and its token, three for each further one."""
     model = looping()
@@ -431,33 +379,49 @@ def test_latency_is_from_arrival_to_the_last_token():
     assert (first.latency, second.latency, late.latency) == (9, 9 - 4 + 6, 6)
 
 
-def test_no_requests_are_no_work():
-    engine, clock = engine_of(looping(), "depth")
-    assert list(engine.run([])) == [] and clock.calls == []
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # memory
 
-@batchings
-@pytest.mark.parametrize("exit, fill, waiting", [("", "exact", 0), ("static:3", "exact", 0), ("static:1", "exact", 1),
-                                                 (RULE, "exact", 2), (RULE, "propagate", 0)])
-def test_memory_is_that_of_the_slots(exit, fill, waiting, batching):
-    """Keys and values of all unrolled layers for slots x max_len tokens, and, where tokens wait, a state for each loop
-    after which they do; however many requests come, the same buffers."""
-    model = looping(fill=fill, n_kv_head=1)
-    slots, max_len, L, C, D = 3, 24, 6, 16, 8
-    for n in (4, 9):
-        engine, _ = engine_of(model, batching, slots, max_len, exit=exit)
-        buffers = [x.data_ptr() for x in engine.cache.k + engine.cache.v]
-        assert engine.cache.nbytes() == slots * max_len * L * 2 * D * 8
-        answers = list(engine.run([serve.Request(*r) for r in work_of(model, n, most=6)]))
-        assert len(answers) == n and engine.cache.nbytes() == slots * max_len * (L * 2 * D + waiting * C) * 8
-        assert [x.data_ptr() for x in engine.cache.k + engine.cache.v] == buffers
+def test_the_cache_grows_and_forgets():
+    """Room for what a level holds, doubled and at most max_len; what was written stays, but for a reset slot, even NaN."""
+    cache = serve.SlotCache(3, 4, 200, 2, 4, torch.device("cpu"), torch.float64)
+    cache.buffer(1, 0, 5)[:] = torch.nan
+    cache.buffer(2, 1, 1)[1, :, :, :3] = 7.0
+    assert [kv.size(3) for kv in cache.kv.values()] == [32, 32]
+    for need, room in ((33, 64), (100, 128), (129, 200)):
+        assert cache.buffer(1, 0, need).size(3) == room and cache.buffer(1, 0, need)[2, :, :, :32].isnan().all()
+    cache.count[1] = 5
+    cache.reset(2)
+    assert (cache.kv[1, 0][2] == 0).all() and cache.kv[1, 0][0, :, :, :32].isnan().all()
+    assert cache.count.tolist() == [[0, 0, 0], [5, 5, 0], [0, 0, 0], [0, 0, 0]]
+    cache.copy(1, [0, 2], 2, [3])
+    assert (cache.kv[3, 1][1, :, :, [0, 2]] == 7).all() and (cache.kv[3, 1][1, :, :, 1] == 0).all()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("R", [2, 5])
+def test_packed_tokens_attend_to_their_own_sequences(R, fast):
+    """R rows of six slots, read in place or gathered, with one token and with three, each by itself."""
+    cache = serve.SlotCache(6, 3, 20, 2, 4, torch.device("cpu"), torch.float64)
+    slot, level, n = np.array([4, 1, 3, 0, 2][:R]), np.array([1, 2, 1, 1, 2][:R]), np.array([1, 1, 3, 1, 1][:R])
+    kept = {}
+    for step in range(4):
+        N = int(n.sum())
+        q, k, v = (torch.randn(1, heads, N, 4, dtype=torch.float64) for heads in (4, 2, 2))
+        batch = serve.RaggedBatch(cache, level, slot, n, np.zeros(N, np.int64), None, fast)
+        got, at = batch.attend(0, q, k, v), 0
+        for row in range(R):
+            own = slice(at, at + n[row])
+            old = kept.get(row, (k[:, :, :0], v[:, :, :0]))
+            kept[row] = [torch.cat([a, b[:, :, own]], 2) for a, b in zip(old, (k, v))]
+            bias = attention_bias(torch.arange(old[0].size(2), kept[row][0].size(2))[None],
+                                  torch.arange(kept[row][0].size(2)), dtype=torch.float64)
+            assert relative(got[:, :, own], attention_naive(q[:, :, own], *kept[row], bias)) < 1e-12
+            at += n[row]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# sample.py
+# requests and command lines
 
 def test_requests_too_long_for_endless_positions(tmp_path):
     """Where no context ends, one long request would make every row as long: it is refused, by name."""
@@ -480,20 +444,7 @@ def test_a_model_that_ends_at_a_loop_is_served_so(loop, fill, batching):
     engine, clock = engine_of(model, batching)
     list(engine.run([serve.Request(*r) for r in work]))
     assert max(int(depth.max()) for *_, depth in clock.calls) == loop - 1
-    assert engine.cache.nbytes() == model.init_cache(3, 40).nbytes(), "no state waits"
-
-
-@batchings
-def test_the_engine_builds_no_graph(batching):
-    """And its cache serves outside of inference mode too."""
-    model, seen = looping(), []
-    model.wte.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
-    engine, _ = engine_of(model, batching, exit=RULE)
-    list(engine.run([serve.Request(*r) for r in work_of(model)]))
-    assert seen and not any(seen)
-    engine.cache.reset()
-    del model.loop                      # of the clock, which counts the engine's calls alone
-    assert not model(torch.zeros(3, 4, dtype=torch.long), cache=engine.cache)[0].requires_grad
+    assert not any(slot.waiting for slot in engine.slots), "no state waits"
 
 
 @pytest.fixture(scope="module")
@@ -509,6 +460,7 @@ def world(tmp_path_factory, data_dir):
         trainer.save("ckpt.pt")
         runs.run("relaxed", root / "other", data_dir, "n_layer=4", "share=sequence")
         runs.run("gpt", root / "gpt", data_dir)
+        runs.run("mor", root / "mor", data_dir)
     (root / "good.jsonl").write_text("\n".join(GOOD))
     (root / "empty.jsonl").write_text("\n \n")
     return root
@@ -528,8 +480,10 @@ def strict(line):
 
 
 def served(capsys, folder, file, *options):
-    """What sample.py writes for the requests in a file: answers, errors, stderr."""
-    out, err = call(capsys, str(folder), f"requests={file}", "max_new_tokens=8", *options)
+    """What serve.py writes for the requests in a file: answers, errors, stderr."""
+    capsys.readouterr()
+    serve.main([str(folder), f"requests={file}", "max_new_tokens=8", *options])
+    out, err = capsys.readouterr()
     lines = [strict(line) for line in out.splitlines()]
     return [x for x in lines if "error" not in x], [x for x in lines if "error" in x], err
 
@@ -542,6 +496,7 @@ def texts(answers):
 def good_answers(world):
     """What GOOD gets, without the engine."""
     model, tokenizer, _ = train.load_run(world / "relaxed" / "r")
+    model.double()
     requests, errors = serve.read_requests(world / "good.jsonl", tokenizer, model, 8)
     answers = alone(model, [(r.prompt, r.max_new_tokens, 0) for r in requests], TRAINED, 32, tokenizer.eot)
     assert len(requests) == 5 and not errors and {loop for _, exits, _ in answers for loop in exits} == {1, 2}
@@ -596,24 +551,6 @@ def test_a_bad_line_is_one_error(line, tmp_path):
     assert strict(written)["line"] == 2 and BAD[line] in errors[0]["error"] and len(written) < 20_000
 
 
-def test_bad_lines_harm_no_other(world, good_answers, tmp_path, capsys):
-    """Each is answered by one line that names it; the good ones get what they get without them."""
-    lines = [line for n, bad in enumerate(BAD) for line in [bad, *([GOOD[n // 2].encode()] if n % 2 == 0 and n // 2 < 6
-                                                                    else [])]]
-    (tmp_path / "mixed.jsonl").write_bytes(b"\n".join(lines))
-    answers, errors, err = served(capsys, world / "relaxed" / "r", tmp_path / "mixed.jsonl", "temperature=0",
-                                  f"exit={TRAINED}")
-    assert [e["line"] for e in errors] == [n for n, line in enumerate(lines, 1) if line in BAD]
-    without_id = lambda rows: sorted(row[1:] for row in rows)
-    assert without_id(texts(answers)) == without_id(good_answers) and f"{len(BAD)} errors" in err
-
-
-def test_bad_lines_alone_are_no_failure(world, tmp_path, capsys):
-    (tmp_path / "x.jsonl").write_text("hello\n")
-    answers, errors, err = served(capsys, world / "relaxed" / "r", tmp_path / "x.jsonl")
-    assert answers == [] and len(errors) == 1 and "1 errors" in err
-
-
 def test_fill_is_that_of_the_command_line(world, tmp_path, capsys):
     """And without it the model's own. What each answers is not the same."""
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"prompt": c, "max_new_tokens": 25}) for c in "abcdefgh"))
@@ -643,29 +580,101 @@ def test_show_depth_colours_what_is_written_without_it(options, world, capsys):
         assert out.count("-" * 80) == {"num_samples=3": 3, "prompt=LINES:{w}/lines.txt": 3}.get("".join(options), 0)
 
 
-@pytest.mark.parametrize("run, options, message", [
-    ("relaxed", ["exit=static:3"], "exit=static:3: static:LOOP, confidence:P, margin:P, oracle are allowed"),
-    ("relaxed", ["exit=confidence"], "exit=confidence: "), ("relaxed", ["exit=sometimes"], "exit=sometimes: "),
-    ("relaxed", ["exit=margin:2", "requests={w}/good.jsonl"], "exit=margin:2: "),
-    ("relaxed", ["fill=later"], "fill=later must be one of: exact, propagate"),
+WRONG_RULE = "static:LOOP, confidence:P, margin:P, oracle are allowed"
+SERVE = [
+    ("relaxed", ["exit=margin:2"], f"exit=margin:2: {WRONG_RULE}"),
     ("relaxed", ["batching=random"], "batching=random must be one of: static, sequence, depth"),
-    ("relaxed", ["batching="], "batching= must be one of"), ("relaxed", ["slots=0"], "slots=0 must be at least 1"),
-    ("relaxed", ["slots=5000"], "slots=5000"), ("relaxed", ["show_depth=red"], "show_depth: expected bool"),
+    ("relaxed", ["slots=0"], "slots=0 must be at least 1"), ("relaxed", ["slots=5000"], "slots=5000"),
     ("relaxed", ["requests={w}/missing.jsonl"], "missing.jsonl cannot be read: No such file"),
     ("relaxed", ["requests={w}/empty.jsonl"], "empty.jsonl is empty"), ("relaxed", ["requests={w}"], "Is a directory"),
-    ("relaxed", ["request={w}/good.jsonl"], "did you mean requests?"),
+    ("relaxed", ["requests="], "requests=FILE.jsonl is missing"), ("relaxed", ["request=a"], "did you mean requests?"),
+    ("relaxed", ["max_len=9"], "max_len=9 means nothing to a model with RoPE"),
+    ("gpt", [], "good.jsonl is for a model that loops over depth"), ("mor", ["exit=oracle"], "the router decides who"),
+    ("other", ["batching=depth"], "batching=depth needs loops over the same blocks")]
+SAMPLE = [
+    ("relaxed", ["exit=static:3"], f"exit=static:3: {WRONG_RULE}"), ("relaxed", ["exit=sometimes"], "exit=sometimes: "),
+    ("relaxed", ["fill=later"], "fill=later must be one of: exact, propagate"),
+    ("relaxed", ["show_depth=red"], "show_depth: expected bool"),
     ("gpt", ["exit=static:1"], "exit=static:1 is for a model that loops over depth (relaxed, mor)"),
     ("gpt", ["fill=exact"], "fill=exact is for a model that loops"),
     ("gpt", ["show_depth=true"], "show_depth=True is for a model that loops"),
-    ("gpt", ["requests={w}/good.jsonl"], "good.jsonl is for a model that loops over depth"),
-    ("other", ["requests={w}/good.jsonl", "batching=depth"], "batching=depth needs loops over the same blocks")],
-    ids=str)
-def test_one_line_and_exit_2(run, options, message, world, monkeypatch, capfd):
-    argv = [world / run / "r", *(o.format(w=world) for o in options)]
-    assert message in refusal(sample.main, argv, monkeypatch, capfd)
+    ("mor", ["fill=propagate"], "the router decides who")]
 
 
-def test_a_model_that_shares_in_sequence_is_served_in_sequence(world, capsys):
-    for batching in ("static", "sequence"):
-        answers, errors, _ = served(capsys, world / "other" / "r", world / "good.jsonl", f"batching={batching}")
-        assert len(answers) == 5 and errors == []
+@pytest.mark.parametrize("program, run, options, message", [(serve, *case) for case in SERVE] +
+                         [(sample, *case) for case in SAMPLE], ids=str)
+def test_one_line_and_exit_2(program, run, options, message, world, monkeypatch, capfd):
+    given = [f"requests={world}/good.jsonl"] if program is serve and "request" not in "".join(options) else []
+    argv = [world / run / "r", *given, *(o.format(w=world) for o in options)]
+    assert message in refusal(program.main, argv, monkeypatch, capfd)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# mor: a router decides
+
+ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router", kv="share_update"), "token": dict(router="token"),
+           "token, share": dict(router="token", kv="share", share="cycle", n_layer=6), "none": dict(router="none"),
+           "expert, share": dict(kv="share"), "capped": dict(exit_loop=2)}
+
+
+def routing(seed=0, **sizes):
+    """A small model whose tokens take one, two and three recursions."""
+    torch.manual_seed(seed)
+    small = dict(block_size=64, vocab_size=31, n_layer=5, n_loop=3, n_head=2, n_kv_head=1, n_embd=16)
+    model = model_mor.Model(model_mor.Config(**{**small, **sizes})).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape, dtype=p.dtype))
+    return model
+
+
+@torch.no_grad()
+def routed_alone(model, prompt, n, max_len):
+    """(tokens, recursions that each was predicted after, logits): no cache, a forward of the whole text for each."""
+    text, out = list(prompt), []
+    for _ in range(n):
+        idx = torch.tensor([text[-max_len:]])
+        logits = model(idx)[0][0, -1]
+        out.append((int(logits.argmax()), int(model.recursions(idx)[0, -1]), logits))
+        text.append(out[-1][0])
+    return tuple(map(list, zip(*out)))
+
+
+@batchings
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routed_answers_are_those_of_a_text_alone(name, batching):
+    model = routing(**ROUTERS[name])
+    work = [(prompt, n, arrival) for (prompt, n, _), arrival in zip(work_of(model), (0, 0, 2, 2, 30))]
+    want = [routed_alone(model, prompt, n, 40) for prompt, n, _ in work]
+    assert_same(answered(model, work, batching), want)
+    assert {loop for _, exits, _ in want for loop in exits} == {"none": {3}, "capped": {1, 2}}.get(name, {1, 2, 3})
+
+
+@given(data=st.data())
+def test_random_requests_are_routed_as_if_alone(data):
+    """Any arrivals, lengths, routers and slots, texts longer than the cache too."""
+    model = routing(data.draw(st.integers(0, 5)), **ROUTERS[data.draw(st.sampled_from(sorted(ROUTERS)))])
+    work = data.draw(st.lists(REQUESTS, min_size=1, max_size=6))
+    slots, max_len = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([8, 40]))
+    want = [routed_alone(model, prompt, n, max_len) for prompt, n, _ in work]
+    assert_same(answered(model, work, data.draw(st.sampled_from(BATCHINGS)), slots=slots, max_len=max_len), want)
+
+
+def test_deeper_levels_hold_the_keys_of_those_that_took_them():
+    """So a level that few tokens reach needs less room."""
+    model = routing(n_embd=8, n_head=1)
+    engine, _ = engine_of(model, "depth", slots=2, max_len=60)
+    requests = [serve.Request([5, 6], 50) for _ in range(2)]
+    list(engine.run(requests))
+    taken = [loop for loop in requests[0].exits]            # of all but the prompt's first token
+    for loop in (1, 2, 3):
+        took = sum(b >= loop for b in taken)
+        assert 0 <= engine.cache.count[loop, 0] - took <= 1
+    assert engine.cache.count[0, 0] == engine.cache.count[4, 0] == 51
+
+
+def test_a_routed_run_is_served_and_coloured(world, capsys):
+    answers, errors, _ = served(capsys, world / "mor" / "r", world / "good.jsonl", "temperature=0", "stop=false")
+    assert len(answers) == 5 and errors == [] and {loop for a in answers for loop in a["exits"]} <= {1, 2}
+    out, err = call(capsys, str(world / "mor" / "r"), "show_depth=true", "prompt=ab", "max_new_tokens=12")
+    assert out.startswith("ab\033[") and "left after loop 1:" in err
