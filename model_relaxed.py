@@ -1,13 +1,15 @@
 """
-Recursive and Relaxed Recursive Transformers: tied layers run in loops, relaxed by low-rank deltas.
+Recursive and Relaxed Recursive Transformers: tied layers run in loops, relaxed by
+low-rank deltas.
 
-Only K of a Transformer's L layers are stored, and they run L / K times in a row (the Recursive
-Transformer). Each use of a stored matrix may add a low-rank delta of its own (Relaxed). The stored
-layers and the deltas start from a trained Transformer of L layers, which so becomes smaller at
-little loss; and as each loop ends where the head can read it, a token may exit early.
+Only K of a Transformer's L layers are stored, and they run L / K times in a row (the
+Recursive Transformer). Each use of a stored matrix may add a low-rank delta of its own
+(Relaxed). The stored layers and the deltas start from a trained Transformer of L
+layers, which so becomes smaller at little loss; and as each loop ends where the head
+can read it, a token may exit early.
 
-    h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)     l = 0 .. L - 1     (Eq. 2, 3)
-    each matrix product of it:   y = W' x + B_u A_u x                  W' tied, A_u, B_u of this use
+    h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)     l = 0 .. L - 1   (Eq. 2)
+    in it, every matrix:   y = W' x + B_u A_u x     W' tied; A_u, B_u of this use       (Eq. 3)
 
     L = 4 layers in n_loop = 2 loops over K = 2 stored blocks:
 
@@ -17,22 +19,26 @@ little loss; and as each loop ends where the head can read it, a token may exit 
                         |
                         +----> [block 1 + deltas 1] -> h of loop 2 --norm, head--> logits
 
-rank = 0 has no deltas. At full rank they undo the tying. Each of the L layers has keys and values of
-its own, so decoding needs no more than model_gpt's cache.
+rank = 0 has no deltas. At full rank they undo the tying. Each of the L layers has keys
+and values of its own, so decoding needs no more than model_gpt's cache.
 
-`fast=false` computes the equation as it stands. `fast=true` forms W' + B_u A_u once where the tokens
-are many; where tokens of several depths are packed together (serve.py), one product applies the A of
-all depths to all tokens, and each token keeps its own.
+`fast=false` computes the equation as it stands. `fast=true` forms W' + B_u A_u once
+where the tokens are many; where tokens of several depths are packed together
+(serve.py), one product applies the A of all depths to all tokens, and each token keeps
+its own.
 
-Departures. With stepwise initialisation the paper's Appendix C starts all deltas of the first loop at
-zero; here every layer follows Eq. 4, else full rank would not give the source back. The public code
-scales deltas by alpha / rank, which would undo the reconstruction; here they are used as they are.
+Departures. With stepwise initialisation the paper's Appendix C starts all deltas of the
+first loop at zero; here every layer follows Eq. 4, else full rank would not give the
+source back. The public code scales deltas by alpha / rank, which would undo the
+reconstruction; here they are used as they are.
 
-Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with Layer-wise
-LoRA" (2410.20672); a re-implementation by the same group is github.com/raymin0223/mixture_of_recursions.
+Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing
+with Layer-wise LoRA" (2410.20672); a re-implementation by the same group is
+github.com/raymin0223/mixture_of_recursions.
 
-Shapes: B batch, T tokens, N packed tokens, C width, H query heads, G key/value heads, D head size,
-L unrolled layers, K stored blocks, r rank. depth: which loop a token takes, from 0.
+Shapes: B batch, T tokens, N packed tokens, C width, H query heads, G key/value heads, D
+head size, L unrolled layers, K stored blocks, r rank. depth: which loop a token takes,
+from 0.
 """
 import math
 from dataclasses import dataclass
@@ -67,7 +73,7 @@ class Config(BaseConfig):
 
     SOURCES = ("gpt",)           # models whose weights init_from converts
     STAGES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")    # may change later
-    RETIRED = {"norm_init": "avg", "window": 0}     # keys of older checkpoints, and their one value
+    RETIRED = {"norm_init": "avg", "window": 0}     # keys of older checkpoints: their value now
 
     def __post_init__(self):
         super().__post_init__()
@@ -101,8 +107,8 @@ class Config(BaseConfig):
 # the method: a block that knows which use of it this is
 
 class RelaxedLinear(nn.Module):
-    """y = W' x + B_u A_u x (Eq. 3). weight (out, in) is W'; a (n_loop, r, in) stacks A_u, and
-    b (n_loop, r, out) stacks B_u^T, r = min(rank, in, out)."""
+    """y = W' x + B_u A_u x (Eq. 3). weight (out, in) is W'; a (n_loop, r, in) stacks
+    A_u, and b (n_loop, r, out) stacks B_u^T, r = min(rank, in, out)."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
@@ -113,8 +119,8 @@ class RelaxedLinear(nn.Module):
             self.b = nn.Parameter(torch.empty(cfg.n_loop, self.rank, n_out))
 
     def forward(self, x, use):
-        """x (..., in) -> (..., out). use: u; or, for packed tokens (1, N, in) of several depths,
-        (N, n_loop) with a 1 at each token's u."""
+        """x (..., in) -> (..., out). use: u; or, for packed tokens (1, N, in) of
+        several depths, (N, n_loop) with a 1 at each token's u."""
         if not self.rank:
             return F.linear(x, self.weight)
         if not self.fast:
@@ -133,19 +139,24 @@ class RelaxedLinear(nn.Module):
     def one_use(self, x, u):
         (n_out, n_in), a, b = self.weight.shape, self.a[u], self.b[u]
         if x.numel() // n_in * (n_in + n_out) > n_in * n_out:
-            return F.linear(x, torch.addmm(self.weight, b.t(), a))
+            return F.linear(x, self.merged(u))
         y, low = F.linear(x, self.weight), F.linear(x, a)               # (..., out), (..., r)
         return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b).view(y.shape)
 
+    def merged(self, u):
+        """W' + B_u A_u, (out, in)."""
+        return torch.addmm(self.weight, self.b[u].t(), self.a[u]) if self.rank else self.weight
+
     def mixed_uses(self, x, use):
-        x = x[0]                                                        # (N, in)
-        own = F.linear(x, self.a.flatten(0, 1)).unflatten(1, use.shape[1:] + (-1,)) * use[..., None]
+        x, n_loop = x[0], use.size(1)                                   # (N, in)
+        low = F.linear(x, self.a.flatten(0, 1))                         # (N, n_loop r): every A
+        own = low.unflatten(1, (n_loop, -1)) * use[..., None]           # (N, n_loop, r): its own
         return torch.addmm(F.linear(x, self.weight), own.flatten(1), self.b.flatten(0, 1))[None]
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of heads (B, heads, T, D) with a weight of its own for each use: no delta follows that
-    could make up for a tied one. Without qk_norm it does nothing."""
+    """RMSNorm of heads (B, heads, T, D) with a weight of its own for each use: no delta
+    follows that could make up for a tied one. Without qk_norm it does nothing."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -226,8 +237,9 @@ NORM_BEFORE = {"attn.wq": "norm1", "attn.wk": "norm1", "attn.wv": "norm1",
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start model from `weights`, the state dict of a model_gpt of the same sizes. Raises ValueError
-    where a tied norm's weight is too near zero for deltas to make up for it."""
+    """Start model from `weights`, the state dict of a model_gpt of the same sizes.
+    Raises ValueError where a tied norm's weight is too near zero for deltas to make up
+    for it."""
     cfg, own = model.cfg, model.state_dict()
     layers = [{name.split(".", 2)[2]: w for name, w in weights.items()
                if name.startswith(f"blocks.{layer}.")} for layer in range(cfg.n_layer)]
@@ -244,26 +256,30 @@ def convert(model, weights):
 
 
 def origins(cfg, k):
-    """The source's layers whose mean stored block k starts from (none: it stays random). stepwise: K
-    of them evenly spaced, first and last included, halves to even."""
+    """The source's layers whose mean stored block k starts from (none: it stays
+    random). stepwise: K of them evenly spaced, first and last included, halves to
+    even."""
     L, K = cfg.n_layer, cfg.n_stored
     return {"average": cfg.tied(k), "stepwise": [round(k * (L - 1) / max(1, K - 1))],
             "lower": [k], "upper": [L - K + k], "random": []}[cfg.init]
 
 
 def tie(block, layers):
-    """Set the tied weights of a block, norms included, to the mean of the given layers'."""
+    """Set the tied weights of a block, norms included, to the mean of the given
+    layers'."""
     for name, p in block.named_parameters():
         if layers and name in layers[0]:                        # deltas and head norms are not
             p.copy_(sum(layer[name] for layer in layers) / len(layers))
 
 
 def relax(cfg, block, use, layer):
-    """Set what is a use's own: head norms, and deltas that make up for the tying of `layer`.
+    """Set what is a use's own: head norms, and deltas that make up for the tying of
+    `layer`.
 
-    A source's matrix after a norm of weight g_l stands after the tied norm g' now, so what it should
-    be is W_l diag(g_l / g'). The best delta of rank r is the truncated SVD of what is missing,
-    U S V^T = W_l diag(g_l / g') - W':  B = U_r S_r, A = V_r^T (Eq. 4)."""
+    A source's matrix after a norm of weight g_l stands after the tied norm g' now, so
+    what it should be is W_l diag(g_l / g'). The best delta of rank r is the truncated
+    SVD of what is missing, U S V^T = W_l diag(g_l / g') - W':  B = U_r S_r, A = V_r^T
+    (Eq. 4)."""
     for name, part in block.named_modules():
         if isinstance(part, HeadNorm) and cfg.qk_norm:
             part.weights[use].copy_(layer[f"{name}.weight"])
@@ -274,7 +290,8 @@ def relax(cfg, block, use, layer):
         target = w.to(wide)                                             # (out, in)
         if name in NORM_BEFORE:
             norm = NORM_BEFORE[name]
-            target = target * (layer[f"{norm}.weight"].to(wide) / getattr(block, norm).weight.to(wide))
+            tied = getattr(block, norm).weight.to(wide)                 # g'
+            target = target * (layer[f"{norm}.weight"].to(wide) / tied)
         missing = target - part.weight.to(wide)
         # W' and g' are means of n_loop terms, each rounded by n_loop / 2 eps at most: what is no more
         # than that is nothing, and A stays random, B zero, so that they can still learn
@@ -289,7 +306,8 @@ def relax(cfg, block, use, layer):
 # the model
 
 class Model(LanguageModel):
-    """K stored blocks run n_loop times; see the hooks at its end for early exit in serve.py."""
+    """K stored blocks run n_loop times; see the hooks at its end for early exit in
+    serve.py."""
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_stored)])
@@ -297,8 +315,8 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """model_gpt's, over the unrolled depth. A starts as all matrices do and B at zero, so that
-        deltas start at nothing (Hu et al. 2022)."""
+        """model_gpt's, over the unrolled depth. A starts as all matrices do and B at
+        zero, so that deltas start at nothing (Hu et al. 2022)."""
         cfg = self.cfg
         for name, p in self.named_parameters():
             if name.endswith(".b"):
@@ -315,8 +333,8 @@ class Model(LanguageModel):
         return self.cfg.exit_loop or self.cfg.n_loop
 
     def hidden(self, idx, cache=None, n_valid=None):
-        """idx (B, T) -> the states (B, T, C) after the final norm, a list: of the last loop, and in
-        training with early_exit of every loop."""
+        """idx (B, T) -> the states (B, T, C) after the final norm, a list: of the last
+        loop, and in training with early_exit of every loop."""
         cfg = self.cfg
         training = self.training and cache is None
         x, states = self.drop(self.wte(idx)), []
@@ -333,8 +351,9 @@ class Model(LanguageModel):
         return [self.norm(x) for x in states]
 
     def predict(self, states, targets):
-        """As in all models, from the last state. With early_exit the loss of training is
-        sum_b c_b loss_b over the loops (Section 3.7), and aux has "ce_loop1", ... too."""
+        """As in all models, from the last state. With early_exit the loss of training
+        is sum_b c_b loss_b over the loops (Section 3.7), and aux has "ce_loop1", ...
+        too."""
         if len(states) == 1 or targets is None:
             return super().predict(states[-1], targets)
         logits = [self.logits(h) for h in states]
@@ -350,22 +369,24 @@ class Model(LanguageModel):
         return logits[-1], loss, {**aux, "ce": ces[-1].detach()}
 
     def loop_weights(self):
-        """c_b of the loops b = 1 .. n. weighted: b / (1 + .. + n); aggressive: exit_weight, the last 1."""
+        """c_b of the loops b = 1 .. n. weighted: b / (1 + .. + n); aggressive:
+        exit_weight, the last 1."""
         n = self.cfg.n_loop
         if self.cfg.early_exit == "weighted":
             return [b / (n * (n + 1) / 2) for b in range(1, n + 1)]
         return [self.cfg.exit_weight] * (n - 1) + [1.0]
 
     def init_cache(self, batch_size, max_len):
-        """An empty cache for batch_size rows of up to max_len tokens: keys of each unrolled layer."""
+        """An empty cache for batch_size rows of up to max_len tokens: keys of each
+        unrolled layer."""
         self.check_context(max_len)
         w, layers = self.wte.weight, self.n_loop * self.cfg.n_stored
         return KVCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w), layers)
 
     def flops_per_token(self):
-        """Floating-point operations of one token's forward and backward pass in a sequence of
-        block_size, counted as model_gpt does: W' in every loop, deltas as two products, the head
-        where it is read."""
+        """Floating-point operations of one token's forward and backward pass in a
+        sequence of block_size, counted as model_gpt does: W' in every loop, deltas as
+        two products, the head where it is read."""
         cfg = self.cfg
         linears = [m for m in self.blocks.modules() if isinstance(m, RelaxedLinear)]
         weights = sum(cfg.n_loop * m.weight.numel() for m in linears)
@@ -400,12 +421,23 @@ class Model(LanguageModel):
         K = self.cfg.n_stored
         return [self.cfg.block_and_use(layer) for layer in range(depth * K, depth * K + K)]
 
-    def propagate(self, h, depth, context):
-        """Give loop `depth` (an int) keys and values of tokens that exited before it, projected from
-        the states h (N, C) they exited with (fill=propagate)."""
+    def projection(self, depth):
+        """What projects a loop's keys and values from a state: the (W' + B A) diag(g) of wk and wv
+        of each layer, (2 K G D, C). One product, as all layers read the same state."""
+        parts = [(self.blocks[k], u) for k, u in self.places(depth)]
+        return torch.cat([w.merged(u) * block.norm1.weight for block, u in parts
+                          for w in (block.attn.wk, block.attn.wv)])
+
+    def propagate(self, h, depth, projection, context):
+        """Give loop `depth` (an int) keys and values of tokens that exited before it,
+        projected from the states h (N, C) they exited with (fill=propagate)."""
+        cfg = self.cfg
+        kv = F.linear(F.rms_norm(h, h.shape[-1:], eps=cfg.norm_eps), projection)
+        kv = kv.view(-1, cfg.n_stored, 2, cfg.n_kv_head, cfg.head_dim)
+        kv = kv.permute(1, 2, 3, 0, 4)                                  # (K, 2, G, N, D)
         for layer, (k, u) in enumerate(self.places(depth)):
-            block = self.blocks[k]
-            context.write(layer, *block.attn.keys_values(block.norm1(h[None]), u))
+            keys = self.blocks[k].attn.k_norm(kv[layer, :1], u)         # (1, G, N, D)
+            context.write(layer, keys, kv[layer, 1:])
 
     def finish(self, h, context):
         """States after any loop -> what logits() reads."""
@@ -413,8 +445,8 @@ class Model(LanguageModel):
 
 
 def kl_from_last(logits, last, targets):
-    """Mean KL(p_last || p) in nats over the targets that are not -1: p_last, of the last loop's logits
-    (B, T, V), is a constant."""
+    """Mean KL(p_last || p) in nats over the targets that are not -1: p_last, of the
+    last loop's logits (B, T, V), is a constant."""
     p, q = last.detach().log_softmax(-1), logits.log_softmax(-1)
     counted = targets != -1
     return ((p.exp() * (p - q)).sum(-1) * counted).sum() / counted.sum().clamp(min=1)

@@ -5,13 +5,14 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
     python serve.py out/mor_tiny requests=FILE.jsonl batching=depth slots=32
     python serve.py help                                   every key with its meaning
 
-A line of FILE is a JSON object: {"prompt": "def ", "max_new_tokens": 50, "arrival": 1.5, "id": "a"}.
-Only the prompt must be there; arrival is in seconds after the start. Its answer is a JSON line with the
-id (or the line's number), text, tokens, exits (the loop after which each token left) and latency
-(seconds since its arrival). A line that is no such object gets a line with "error".
+A line of FILE is a JSON object: {"prompt": "def ", "max_new_tokens": 50, "arrival": 1.5, "id":
+"a"}. Only the prompt must be there; arrival is in seconds after the start. Its answer is a JSON
+line with the id (or the line's number), text, tokens, exits (the loop after which each token
+left) and latency (seconds since its arrival). A line that is no such object gets a line with
+"error".
 
-All loops use the same blocks, so one call may run tokens of several loops. A token takes loop 1, then
-may exit or take loop 2. What two slots do (.: wait for the other):
+All loops use the same blocks, so one call may run tokens of several loops. A token takes loop 1,
+then may exit or take loop 2. What two slots do (.: wait for the other):
 
     static     1 2 1 . 1 2      a batch starts when the one before has ended
                1 . 1 2 1 .
@@ -21,15 +22,15 @@ may exit or take loop 2. What two slots do (.: wait for the other):
 
 The answers do not depend on the batching: each is what its request would get alone.
 
-A token that exits early leaves no keys and values for the deeper loops of later tokens. fill=exact
-keeps its state, and runs it through the deeper loop with the next token that goes there;
-fill=propagate projects keys and values from the state it exited with.
+A token that exits early leaves no keys and values for the deeper loops of later tokens.
+fill=exact keeps its state, and runs it through the deeper loop with the next token that goes
+there; fill=propagate projects keys and values from the state it exited with.
 
-A model offers n_loop, embed, loop, finish, logits; relaxed also propagate; mor also takes: its router
-decides who goes on, so exit and fill mean nothing to it.
+A model offers n_loop, embed, loop, finish, logits; relaxed also projection and propagate; mor
+also takes: its router decides who goes on, so exit and fill mean nothing to it.
 
-Shapes: N packed tokens (of several requests, one behind the other), R rows, T tokens of the longest
-row, S keys, H query heads, G key/value heads, D head size, C width, V vocabulary.
+Shapes: N packed tokens (of several requests, one behind the other), R rows, T tokens of the
+longest row, S keys, H query heads, G key/value heads, D head size, C width, V vocabulary.
 """
 import json
 import math
@@ -52,15 +53,16 @@ from sample import Sampling, check_prompts, loop_fractions, next_tokens, read_ar
 # keys and values of packed tokens
 
 class SlotCache:
-    """Keys and values of every (slot, level) pair, a sequence each. Level 0 is what stands before the
-    loops, level b loop b, the last what stands behind. kv[level, layer] (slots, 2, G, room, D) is
-    made when first written to, and grows with its longest sequence: so a level that few tokens reach
-    is small. count[level, slot] is the number of tokens of a sequence."""
+    """Keys and values of every (slot, level) pair, a sequence each. Level 0 is what stands
+    before the loops, level b loop b, the last what stands behind. kv[level, layer] (slots, 2, G,
+    room, D) is made when first written to, and grows with its longest sequence: so a level that
+    few tokens reach is small. count[level, slot] is the number of tokens of a sequence."""
 
     def __init__(self, slots, levels, max_len, n_kv_head, head_dim, device, dtype):
         self.slots, self.max_len, self.device, self.dtype = slots, max_len, device, dtype
         self.shape = n_kv_head, head_dim
-        self.kv, self.count = {}, np.zeros((levels, slots), np.int64)
+        self.kv = {}                                            # (level, layer): (slots, 2, G, room, D)
+        self.count = np.zeros((levels, slots), np.int64)        # on the CPU, as all bookkeeping is
 
     def buffer(self, level, layer, need):
         """kv[level, layer] with room for at least `need` tokens."""
@@ -75,7 +77,8 @@ class SlotCache:
         return old
 
     def reset(self, slot):
-        """Empty a slot for a new text. It is zeroed: a NaN under a mask would still poison sums."""
+        """Empty a slot for a new text. It is zeroed: a NaN under a mask would still poison
+        sums."""
         for kv in self.kv.values():
             kv[slot] = 0
         self.count[:, slot] = 0
@@ -98,9 +101,9 @@ def spread(n):
 
 
 class RowGroup:
-    """Rows of a RaggedBatch at one level, with one token each or with several: attention takes them
-    in one call. slot, n (R,); tokens (N',): which of the packed tokens are theirs; entry (N',): the
-    place of each in its sequence. A query attends to the entries up to its own."""
+    """Rows of a RaggedBatch at one level, with one token each or with several: attention takes
+    them in one call. slot, n (R,); tokens (N',): which of the packed tokens are theirs; entry
+    (N',): the place of each in its sequence. A query attends to the entries up to its own."""
 
     def __init__(self, cache, level, slot, n, tokens, entry, writes, fast):
         self.cache, self.level, self.writes = cache, level, writes
@@ -145,8 +148,8 @@ class RowGroup:
 
 
 class RaggedBatch:
-    """The attention context of packed tokens: n[r] new ones of slot[r] at level[r], row after row, at
-    positions at (N,) of their texts. attend means the same as model_gpt.Context's.
+    """The attention context of packed tokens: n[r] new ones of slot[r] at level[r], row after
+    row, at positions at (N,) of their texts. attend means the same as model_gpt.Context's.
 
     by_position: a token's entry is its position; else entries are counted. reads (R,): the level
     whose keys a row attends to; where it is not the row's own, the row writes none."""
@@ -174,7 +177,8 @@ class RaggedBatch:
         return torch.stack([self.rotated(k)[0].transpose(0, 1), v[0].transpose(0, 1)], 1)
 
     def attend(self, layer, q, k, v):
-        """q (1, H, N, D), k, v (1, G, N, D), or None where nothing is written -> (1, H, N, D)."""
+        """q (1, H, N, D), k, v (1, G, N, D), or None where nothing is written -> (1, H, N,
+        D)."""
         q = self.rotated(q)[0].transpose(0, 1)                          # (N, H, D)
         out, new = torch.empty_like(q), None if k is None else self.pack(k, v)
         for group in self.groups:
@@ -191,12 +195,13 @@ class RaggedBatch:
 # when a token may exit
 
 def exit_rule(text, n_loop):
-    """What exit= names: a function of logits (R, V) after loop depth (R,), from 0, that tells which
-    tokens exit there, (R,) bool; None where every token takes all loops.
+    """What exit= names: a function of logits (R, V) after loop depth (R,), from 0, that tells
+    which tokens exit there, (R,) bool; None where every token takes all loops.
 
-    confidence: the likeliest token's probability is above P; margin: it is above the second one's by
-    more than P (Schuster et al. 2022). oracle, for measuring: the earliest loop whose likeliest token
-    is the last loop's. It needs the last loop, so nothing exits early; the Engine counts."""
+    confidence: the likeliest token's probability is above P; margin: it is above the second
+    one's by more than P (Schuster et al. 2022). oracle, for measuring: the earliest loop whose
+    likeliest token is the last loop's. It needs the last loop, so nothing exits early; the
+    Engine counts."""
     if text in ("", "oracle"):
         return None
     kind, _, value = text.partition(":")
@@ -211,8 +216,8 @@ def exit_rule(text, n_loop):
         return lambda logits, depth: top(logits, 1)[:, 0] > bound
     if kind == "margin" and 0 <= bound <= 1:
         return lambda logits, depth: top(logits, 2).diff(dim=-1)[:, 0] < -bound
-    raise UserError(f"exit={text}: static:LOOP, confidence:P, margin:P, oracle are allowed, LOOP from "
-                    f"1 to {n_loop}, P from 0 to 1")
+    raise UserError(f"exit={text}: static:LOOP, confidence:P, margin:P, oracle are allowed, "
+                    f"LOOP from 1 to {n_loop}, P from 0 to 1")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -232,7 +237,8 @@ class Request:
 
 @dataclass(eq=False)
 class Slot:
-    """Where one request is decoded. Its newest tokens are in work: a prompt, then one at a time."""
+    """Where one request is decoded. Its newest tokens are in work: a prompt, then one at a
+    time."""
     number: int
     request: Request = None
     generator: torch.Generator = None   # the request's own random numbers
@@ -253,11 +259,12 @@ class Slot:
 
 
 class Engine:
-    """Decodes requests in `slots` slots. A router (mor) or a rule (exit=) decides where tokens exit.
+    """Decodes requests in `slots` slots. A router (mor) or a rule (exit=) decides where tokens
+    exit.
 
-    What a request is answered depends on no other: when sampling, it has the random numbers of its
-    place in the queue. Under a rule prompts take all loops, so that their keys are complete. A text
-    that outgrows max_len goes on from its last max_len tokens, as in sample.py."""
+    What a request is answered depends on no other: when sampling, it has the random numbers of
+    its place in the queue. Under a rule prompts take all loops, so that their keys are complete.
+    A text that outgrows max_len goes on from its last max_len tokens, as in sample.py."""
 
     def __init__(self, model, slots, max_len, batching="depth", exit="", eot=None, vocab_size=None,
                  temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=1337, fill="",
@@ -273,10 +280,13 @@ class Engine:
         self.oracle, self.rule = exit == "oracle", exit_rule(exit, self.n_loop)
         self.sampling, self.seed = (temperature, top_k, top_p, repetition_penalty), seed
         self.clock, self.sleep, self.device = clock, sleep, w.device
+        self.projections = {}           # fill=propagate: the model's, by depth
         self.cache = SlotCache(slots, self.n_loop + 2, max_len, cfg.n_kv_head, cfg.head_dim,
                                w.device, compute_dtype(w))
-        at = torch.arange(max_len, device=w.device)
-        self.rope = rope_tables(at, cfg.head_dim, cfg.rope_theta, w.dtype) if cfg.pos == "rope" else None
+        self.rope = None
+        if cfg.pos == "rope":           # of all positions, (max_len, D) each
+            at = torch.arange(max_len, device=w.device)
+            self.rope = rope_tables(at, cfg.head_dim, cfg.rope_theta, w.dtype)
         self.slots, self.done, self.admitted = [Slot(n) for n in range(slots)], [], 0
 
     @torch.inference_mode()
@@ -311,7 +321,8 @@ class Engine:
                 self.start(slot, list(slot.request.prompt))
 
     def generator(self, n):
-        """The random numbers of the n-th request: its own, so that its neighbours do not matter."""
+        """The random numbers of the n-th request: its own, so that its neighbours do not
+        matter."""
         word = np.random.SeedSequence([self.seed, n]).generate_state(1, np.uint64)[0]
         return torch.Generator(self.device).manual_seed(int(word >> np.uint64(1)))
 
@@ -363,7 +374,8 @@ class Engine:
             slot.h, slot.going, slot.taken = states, np.arange(len(states)), 0
 
     def loop(self, slots):
-        """One loop for the slots' tokens. Those that waited for it (fill=exact) go before them."""
+        """One loop for the slots' tokens. Those that waited for it (fill=exact) go before
+        them."""
         waited = [slot.waiting.pop(slot.depth, []) for slot in slots]
         states, at = [], []
         for slot, old in zip(slots, waited):
@@ -382,9 +394,9 @@ class Engine:
             slot.taken += len(slot.at) - 1 in slot.going
 
     def loop_context(self, slots, at):
-        """Level b holds the keys of loop b. mor: those of the tokens that took it (kv=recursion); or
-        all read the first loop's (share); or those that take a loop have keys of their own there, and
-        the others the first loop's (share_update)."""
+        """Level b holds the keys of loop b. mor: those of the tokens that took it
+        (kv=recursion); or all read the first loop's (share); or those that take a loop have keys
+        of their own there, and the others the first loop's (share_update)."""
         level, kv = np.array([slot.depth + 1 for slot in slots]), getattr(self.model.cfg, "kv", "")
         return self.context(slots, level, at, by_position=kv.startswith("share"),
                             reads=np.ones_like(level) if kv == "share" else None)
@@ -410,8 +422,9 @@ class Engine:
         if self.rule is not None:
             exits = self.rule(logits, torch.tensor([slot.depth for slot in slots])).tolist()
             for n, slot in enumerate(slots):
-                if slot.prompt and exits[n] and slot.early is None:     # it goes on with the others,
-                    slot.early = slot.depth, logits[n]                  # but is predicted from here
+                if slot.prompt and exits[n] and slot.early is None:
+                    # it goes on with the others, but what it is predicted from is this
+                    slot.early = slot.depth, logits[n]
             left = [end or gone and not slot.prompt
                     for end, gone, slot in zip(last, exits, slots)]
         out = [n for n, gone in enumerate(left) if gone]
@@ -430,14 +443,17 @@ class Engine:
         for depth in range(1, self.n_loop):
             some = [slot for slot in slots if slot.depth < depth]
             if some:
+                if depth not in self.projections:                       # weights stay as they are
+                    self.projections[depth] = self.model.projection(depth)
                 context = self.context(some, depth + 1, [slot.at for slot in some])
-                self.model.propagate(torch.cat([slot.h for slot in some]), depth, context)
+                self.model.propagate(torch.cat([slot.h for slot in some]), depth,
+                                     self.projections[depth], context)
 
     # a router decides: mor -----------------------------------------------------------------------
 
     def routed_away(self, slots):
-        """Which of the slots have no token that takes another loop, a list of bools; those run the
-        last layer and are predicted from."""
+        """Which of the slots have no token that takes another loop, a list of bools; those run
+        the last layer and are predicted from."""
         self.route(slots)
         out = [slot for slot in slots if not len(slot.going)]
         if out:
@@ -513,8 +529,9 @@ class ServeConfig(Sampling):
 
 
 def read_requests(path, tokenizer, model, max_new_tokens, longest=None):
-    """The requests in a file, of at most `longest` tokens each, and answers for the lines that hold
-    none: (list of Request, list of dict). UserError where there is no such file, or it is empty."""
+    """The requests in a file, of at most `longest` tokens each, and answers for the lines that
+    hold none: (list of Request, list of dict). UserError where there is no such file, or it is
+    empty."""
     try:
         lines = read_bytes(path).split(b"\n")
     except OSError as e:
@@ -572,8 +589,8 @@ def check_loops(model, cfg, path, *keys):
     """UserError where one of `keys` is given that the model cannot serve."""
     given = [f"{key}={getattr(cfg, key)}" for key in keys if getattr(cfg, key)]
     if given and not hasattr(model, "loop"):
-        raise UserError(f"{given[0]} is for a model that loops over depth (relaxed, mor), {path} is "
-                        f"not")
+        raise UserError(f"{given[0]} is for a model that loops over depth (relaxed, mor), "
+                        f"{path} is not")
     if (cfg.exit or cfg.fill) and hasattr(model, "takes"):
         raise UserError(f"exit and fill are for relaxed: of {path}, a mor, the router decides who "
                         f"leaves")

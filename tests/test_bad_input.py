@@ -279,7 +279,7 @@ SAMPLE = [
     (["{w}/out/r", "top_k=-1"], "top_k=-1"),
     (["{w}/out/r", "num_samples=0"], "num_samples=0"),
     (["{w}/out/r", "max_new_tokens=0"], "max_new_tokens=0"),
-    (["{w}/out/r", "repetition_penalty=0"], "repetition_penalty=0.0 must lie between"),
+    (["{w}/out/r", "repetition_penalty=0"], "repetition_penalty=0.0 must be at least 0.01"),
     (["{w}/out/r", "device=quantum"], "device=quantum"),
     (["{w}/out/notokenizer"], "its tokenizer is no dict"),
     (["{w}/out/badkind"], "malformed char tokenizer"),

@@ -712,7 +712,7 @@ def test_propagated_keys_are_those_of_the_state():
     """Of each layer of the loop, not rotated: the context does that."""
     model, context = relaxed(n_loop=3, qk_norm=True, n_kv_head=2, pos="none"), Oneself()
     hand, h = ByHand(model), torch.randn(5, 32, dtype=torch.float64)
-    model.propagate(h, 2, context)
+    model.propagate(h, 2, model.projection(2), context)
     for (layer, k, v), unrolled in zip(context.layers, (4, 5), strict=True):
         want = hand.keys_values(h, unrolled, None)
         assert layer == unrolled - 4
