@@ -667,8 +667,8 @@ def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
     exits = [loop for r in runs["MoR", "depth", slots][0].requests for loop in r.exits]
     cfg, mean = model.cfg, statistics.mean(exits)
     bound = cfg.n_layer / (2 * cfg.edge + cfg.n_stored * mean)
-    print(f"  recursions {loop_fractions(exits, cfg.n_loop)}: a token takes {mean:.2f}, so {1 / bound:.2f} of the plain "
-          f"model's layers")
+    print(f"  recursions {loop_fractions(exits, cfg.n_loop)}: a token takes {mean:.2f}, so "
+          f"{1 / bound:.2f} of the plain model's layers")
     print(f"  {slots} slots: bound {bound:.2f}, reached {gains['MoR', 'depth', slots] / bound:.0%} (goal 90%)")
     for what, limit in (("where the time of a step does not grow with slots", bound * more / slots),
                         ("with what the plain model gains by as many slots", bound * gains[ways[-2]])):

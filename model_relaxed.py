@@ -265,8 +265,7 @@ def origins(cfg, k):
 
 
 def tie(block, layers):
-    """Set the tied weights of a block, norms included, to the mean of the given
-    layers'."""
+    """Set the tied weights of a block, norms included, to the mean of the given layers'."""
     for name, p in block.named_parameters():
         if layers and name in layers[0]:                        # deltas and head norms are not
             p.copy_(sum(layer[name] for layer in layers) / len(layers))
@@ -306,8 +305,7 @@ def relax(cfg, block, use, layer):
 # the model
 
 class Model(LanguageModel):
-    """K stored blocks run n_loop times; see the hooks at its end for early exit in
-    serve.py."""
+    """K stored blocks run n_loop times; see the hooks at its end for early exit in serve.py."""
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_stored)])

@@ -69,7 +69,7 @@ class SlotCache:
         G, D = self.shape
         old = self.kv.get((level, layer), torch.empty(self.slots, 2, G, 0, D))
         room = old.size(3)
-        if need > room:
+        if need > room:                                         # make it twice as long
             more = min(self.max_len, max(need, 2 * room, 32))
             new = torch.zeros(self.slots, 2, G, more, D, device=self.device, dtype=self.dtype)
             new[:, :, :, :room] = old
@@ -77,8 +77,7 @@ class SlotCache:
         return old
 
     def reset(self, slot):
-        """Empty a slot for a new text. It is zeroed: a NaN under a mask would still poison
-        sums."""
+        """Empty a slot for a new text. It is zeroed: a NaN under a mask would still poison sums."""
         for kv in self.kv.values():
             kv[slot] = 0
         self.count[:, slot] = 0
@@ -96,7 +95,7 @@ class SlotCache:
 
 def spread(n):
     """Of n (R,) tokens a row, packed: each one's row, and its number in the row, (N,) both."""
-    row = np.arange(len(n)).repeat(n)
+    row = np.arange(len(n)).repeat(n)                           # 0 0 0 1 2 2 ..
     return row, np.arange(len(row)) - (n.cumsum() - n)[row]
 
 
@@ -111,7 +110,8 @@ class RowGroup:
         tensor = lambda x: torch.from_numpy(x).to(cache.device)
         row, step = spread(n)
         R, T, self.S = len(n), int(n.max()), int(entry.max()) + 1
-        self.tokens, self.entry, self.slot = tensor(tokens), tensor(entry), tensor(slot[row])
+        self.tokens, self.entry = tensor(tokens), tensor(entry)         # (N',)
+        self.slot = tensor(slot[row])                                   # (N',)
         # many rows with one token each: all slots are read where they lie, which is cheaper than
         # gathering most of them; the other slots' results are dropped
         self.in_place = T == 1 and 2 * R > cache.slots
@@ -136,9 +136,9 @@ class RowGroup:
             self.write(layer, new)
         kv = self.cache.buffer(self.level, layer, self.S)[:, :, :, :self.S]
         kv = kv if self.in_place else kv.index_select(0, self.rows)             # (R, 2, G, S, D)
-        k, v = kv.unbind(1)
+        k, v = kv.unbind(1)                                             # (R, G, S, D)
         (R, T), H, G, D = self.shape, q.size(1), k.size(1), q.size(2)
-        padded = q.new_zeros(R, T, H, D)
+        padded = q.new_zeros(R, T, H, D)                                # 0 where no token is
         padded[self.place] = q[self.tokens]
         if T == 1:      # the H / G query heads of a key head stand as its queries: quicker
             y = self.attention(padded.view(R, G, H // G, D), k, v, self.bias).view(R, T, H, D)
@@ -158,14 +158,14 @@ class RaggedBatch:
         self.cache, self.level, self.n, self.groups = cache, level, n, []
         self.at = torch.from_numpy(at).to(cache.device)                 # (N,)
         self.rope = rope and [table[self.at] for table in rope]         # (N, D) each
-        row, step = spread(n)
+        row, step = spread(n)                                           # (N,)
         entry = at if by_position else cache.count[level, slot][row] + step
         cache.count[level, slot] += n
         reads = level if reads is None else reads
         kind = 4 * reads + 2 * (n > 1) + (level == reads)               # (R,): rows alike in all
         for value in np.unique(kind):
-            some = kind == value
-            tokens = np.flatnonzero(some[row])
+            some = kind == value                                        # (R,)
+            tokens = np.flatnonzero(some[row])                          # (N',)
             self.groups.append(RowGroup(cache, int(value) // 4, slot[some], n[some], tokens,
                                         entry[tokens], bool(value % 2), fast))
 
@@ -177,8 +177,7 @@ class RaggedBatch:
         return torch.stack([self.rotated(k)[0].transpose(0, 1), v[0].transpose(0, 1)], 1)
 
     def attend(self, layer, q, k, v):
-        """q (1, H, N, D), k, v (1, G, N, D), or None where nothing is written -> (1, H, N,
-        D)."""
+        """q (1, H, N, D), k, v (1, G, N, D), or None where nothing is written -> (1, H, N, D)."""
         q = self.rotated(q)[0].transpose(0, 1)                          # (N, H, D)
         out, new = torch.empty_like(q), None if k is None else self.pack(k, v)
         for group in self.groups:
@@ -237,8 +236,7 @@ class Request:
 
 @dataclass(eq=False)
 class Slot:
-    """Where one request is decoded. Its newest tokens are in work: a prompt, then one at a
-    time."""
+    """Where one request is decoded. Its newest tokens are in work: a prompt, then one at a time."""
     number: int
     request: Request = None
     generator: torch.Generator = None   # the request's own random numbers
@@ -321,8 +319,7 @@ class Engine:
                 self.start(slot, list(slot.request.prompt))
 
     def generator(self, n):
-        """The random numbers of the n-th request: its own, so that its neighbours do not
-        matter."""
+        """The random numbers of the n-th request: its own, so that its neighbours do not matter."""
         word = np.random.SeedSequence([self.seed, n]).generate_state(1, np.uint64)[0]
         return torch.Generator(self.device).manual_seed(int(word >> np.uint64(1)))
 
@@ -338,7 +335,7 @@ class Engine:
         for slot in slots:
             if slot.at.stop > self.max_len:                             # a full context
                 self.start(slot, slot.text)
-        while slots:
+        while slots:                    # sequence: until the last token has left
             slots = self.advance(slots)
             if self.batching == "depth":
                 return
@@ -374,8 +371,7 @@ class Engine:
             slot.h, slot.going, slot.taken = states, np.arange(len(states)), 0
 
     def loop(self, slots):
-        """One loop for the slots' tokens. Those that waited for it (fill=exact) go before
-        them."""
+        """One loop for the slots' tokens. Those that waited for it (fill=exact) go before them."""
         waited = [slot.waiting.pop(slot.depth, []) for slot in slots]
         states, at = [], []
         for slot, old in zip(slots, waited):
@@ -383,7 +379,8 @@ class Engine:
             at.append([*(position for position, _ in old), *(slot.at[n] for n in slot.going)])
         n = [len(positions) for positions in at]
         depth = torch.tensor([slot.depth for slot in slots]).repeat_interleave(torch.tensor(n))
-        h = self.model.loop(torch.cat(states), depth, self.loop_context(slots, at))
+        h = torch.cat(states)                                           # (N, C)
+        h = self.model.loop(h, depth, self.loop_context(slots, at))
         for slot, old, positions, new in zip(slots, waited, at, h.split(n)):
             if old and slot.depth < self.n_loop - 1:                    # now they wait for the next
                 later = slot.waiting.setdefault(slot.depth + 1, [])
@@ -435,7 +432,7 @@ class Engine:
 
     def leave(self, slots):
         """The newest token of each slot exits early: see to its keys at the deeper loops."""
-        if self.fill == "exact":
+        if self.fill == "exact":                # they go with the next token that goes deeper
             for slot in slots:
                 state = slot.at[-1], slot.h[-1:]
                 slot.waiting.setdefault(slot.depth + 1, []).append(state)
@@ -467,7 +464,7 @@ class Engine:
         """Keep in `going` the tokens that the router sends through the next loop."""
         depth, n = (torch.tensor(x) for x in zip(*((s.depth + 1, len(s.going)) for s in slots)))
         depth = depth.repeat_interleave(n)                              # (N,)
-        h = torch.cat([slot.states() for slot in slots])
+        h = torch.cat([slot.states() for slot in slots])                # (N, C)
         takes = self.model.takes(h, depth.clamp(max=self.n_loop - 1)).cpu() & (depth < self.n_loop)
         for slot, mask in zip(slots, takes.split(n.tolist())):
             left, slot.going = slot.going[~mask.numpy()], slot.going[mask.numpy()]
@@ -480,7 +477,7 @@ class Engine:
     def emit(self, slots, depths, logits):
         """Give each slot its next token from logits (R, V), and end what is answered."""
         for n, slot in enumerate(slots):
-            if slot.early:
+            if slot.early:                      # of a prompt: where its last token would exit
                 (depths[n], logits[n]), slot.early = slot.early, None
         for slot, depth, token in zip(slots, depths, self.pick(slots, logits)):
             request, slot.depth, slot.prompt = slot.request, 0, False

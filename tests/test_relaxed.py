@@ -203,15 +203,6 @@ def test_sizes_of_the_paper(name, n_loop):
     assert round((sum(of.values()) - apart) / 1e9, 2) == billions[n_loop] and round(apart / 1e9, 2) == embeddings
 
 
-@pytest.mark.parametrize("rank", [64, 128, 256, 512])
-def test_sizes_with_deltas(rank):
-    """Of Gemma's shape; one key/value head of 256 bounds the rank of its deltas."""
-    with torch.device("meta"):
-        model = model_relaxed.Model(model_relaxed.Config(**PAPER["Gemma 2B"][0], n_loop=2, rank=rank))
-    want = size_by_hand(18, 2, 2048, 8, 1, 16384, 256_000, rank)
-    assert sum(p.numel() for p in model.parameters()) == sum(want)
-
-
 def storages(weights):
     """{place in memory: bytes} of the tensors of a state dict."""
     return {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights.values()}
@@ -302,19 +293,6 @@ def test_deltas_are_the_best_of_their_rank(init, rank, share):
             error = left - (part.b[use].T @ part.a[use]).detach().numpy()
             assert abs(np.linalg.norm(error) - np.sqrt((s[rank:] ** 2).sum())) < 1e-10 * s[0]
             assert abs(np.linalg.norm(error, 2) - s[rank]) < 1e-10 * s[0]
-
-
-def test_a_has_orthonormal_rows_and_b_the_singular_values():
-    """B = U S, A = V^T, as they are: no root split, no factor alpha / r."""
-    gpt = source()
-    model, w = converted(gpt, rank=4), gpt.state_dict()
-    for name, k, part in matrices(model):
-        if name in ("attn.wo", "mlp.w_down"):               # no norm before them
-            for use, layer in enumerate(uses(model.cfg, k)):
-                s = np.linalg.svd((w[f"blocks.{layer}.{name}.weight"] - part.weight).detach().numpy(), compute_uv=False)
-                a, b = part.a[use].detach(), part.b[use].detach().T
-                assert relative(a @ a.T, torch.eye(4, dtype=a.dtype)) < 1e-10
-                assert relative(b.T @ b, torch.from_numpy(np.diag(s[:4] ** 2))) < 1e-10
 
 
 @pytest.mark.parametrize("init, exact", [("stepwise", {(0, 0), (2, 1)}), ("lower", {(0, 0), (1, 0), (2, 0)}),
@@ -632,15 +610,6 @@ def test_the_loss_of_every_loop_counts(early_exit, n_loop, exit_loss):
     assert all(relative(a, b) < 1e-10 for a, b in grads)
 
 
-def test_exit_weight_is_that_of_aggressive():
-    x, losses = tokens(2, 12), {}
-    for weight in (0.0, 0.25, 1.0):
-        losses[weight] = relaxed(early_exit="aggressive", exit_weight=weight).train()(x, x)
-    _, loss, aux = losses[0.25]
-    assert abs(loss - aux["ce"] - 0.25 * aux["ce_loop1"]) < 1e-12
-    assert abs(losses[0.0][1] - aux["ce"]) < 1e-12 and abs(losses[1.0][1] - aux["ce"] - aux["ce_loop1"]) < 1e-12
-
-
 def test_the_last_loop_does_not_learn_from_the_earlier():
     logits, last = (torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     kl = model_relaxed.kl_from_last(logits, last, torch.zeros(2, 5, dtype=torch.long))
@@ -790,13 +759,6 @@ def test_sharing_that_mixed_depths_cannot_serve_is_refused():
     model = relaxed(share="sequence", n_loop=3)
     with pytest.raises(ValueError, match="share=sequence: tokens of several depths need share=cycle"):
         model.loop(torch.zeros(3, 32, dtype=torch.float64), torch.tensor([0, 1, 2]), Oneself())
-
-
-def test_compiles_without_a_break():
-    """One graph: the trainer compiles where there is a GPU."""
-    model, x = relaxed(n_layer=2, early_exit="aggressive", exit_loss="both").train(), tokens(2, 21)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert relative(compiled(x, x)[1], model(x, x)[1]) < 1e-12
 
 
 def test_keys_of_the_model_and_of_the_source_agree():
