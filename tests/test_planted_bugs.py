@@ -151,7 +151,7 @@ BUGS = {
                             "        if True:\n", "test_relaxed.py -k nothing_is_left"),
     "Relaxed: deltas never merged": ("model_relaxed.py", "if x.numel() // n_in * (n_in + n_out) > n_in * n_out:",
                                      "if False:", "test_relaxed.py -k merged"),
-    "Relaxed: all depths' deltas": ("model_relaxed.py", " * use[..., None]\n", "\n",
+    "Relaxed: all depths' deltas": ("model_relaxed.py", "(n_loop, -1)) * use[..., None]", "(n_loop, -1))",
                                     "test_relaxed.py -k mixed_depths_are"),
     "Relaxed: propagate by the first loop": ("model_relaxed.py", "in enumerate(self.places(depth)):",
                                              "in enumerate(self.places(0)):", "test_relaxed.py -k propagated_keys"),
