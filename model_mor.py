@@ -1,52 +1,49 @@
 """
-Mixture-of-Recursions (MoR): tied layers run in loops, and a router decides how many loops each token
-takes.
+Mixture-of-Recursions (MoR): tied layers run in loops, and each token takes as many as it needs.
 
 N = n_layer unrolled layers share the weights of K blocks over R = n_loop recursions; F_r is the r-th
-pass through them, residuals included. With share=middle_* the first and the last layer have weights
-of their own, and all tokens take them. A router (a linear map of the state) sends a token through
-few recursions where it is easy and through many where it is hard.
+pass through them, residuals included. A router (a linear map of the state) sends easy tokens through
+few recursions and hard ones through many. With share=middle_* the first and the last layer have
+weights of their own, and all tokens take them.
 
-    level 0     level 1      level 2      level 3      level R + 1     (each has keys of its own)
+    level 0     level 1      level 2      level 3      level R + 1
     first   ->  F_1 (all) -> F_2 (2/3) -> F_3 (1/3) -> last
-    a           a            a            a            a               the tokens a, b, c after
-    b           b            b            .            b               R = 3 recursions: c took
-    c           c            .            .            c               one, b two, a three
+      a           a            a            a            a        R = 3: token c took one recursion,
+      b           b            b            .            b        b two, a three; each level has
+      c           c            .            .            c        keys of its own
 
-router=expert: each recursion chooses its tokens (Section 2.2.1). A_0 = all tokens, and for r = 1 .. R
+router=expert (Section 2.2.1): each recursion chooses its tokens. A_0 = all tokens; for r = 1 .. R
 
-    s = w_r . h[A_{r-1}]                              a score for each token that is still there
-    A_r = the k_r tokens of A_{r-1} with the highest s,      k_r = floor(T (R - r + 1) / R)
-    h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])                                     (Eq. 2.1)
+    s = w_r . h[A_{r-1}]                             a score for each token that is still there
+    A_r = the k_r tokens of A_{r-1} with highest s,          k_r = floor(T (R - r + 1) / R)
+    h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])                                (Eq. 2.1)
 
-The top k depend on later tokens, which decoding does not have. There a token takes recursion r iff it
-took r - 1 and s >= 0; training teaches s to tell, by aux_weight BCE(s, was it chosen) in the loss, or
-teaches a second router on detached states (causal=aux_router). "ce" in eval mode is that of decoding,
-"ce_topk" that of choosing among all.
+The top k depend on later tokens, so decoding decides by s >= 0 among those that took r - 1. Training
+teaches this to s: the loss has aux_weight BCE(s, was it chosen). With causal=aux_router a second
+router on detached states learns it. In eval mode "ce" is that of decoding, "ce_topk" that of top k.
 
-router=token: each token chooses its depth. p = softmax(W h_1) over the depths, i = argmax p, and the
-token leaves as h_1 + p_i F_i(.. F_1(h_1)) (Eq. 2.2). This is causal as it is, but the depths must be
-kept in balance: by a loss, balance_weight R sum_i (fraction of tokens with depth i) mean(p_i), or
-by balance=loss_free: a bias b in argmax(p + b) that moves against the load. router=none: all take all.
+router=token: each token chooses its depth, which is causal. p = softmax(W h_1), i = argmax p, and it
+leaves as h_1 + p_i F_i(.. F_1(h_1)) (Eq. 2.2). The depths are kept in balance by a loss,
+balance_weight R sum_i (fraction of tokens with depth i) mean(p_i), or by balance=loss_free: a bias b
+in argmax(p + b) that moves against the load. router=none: all tokens take all recursions.
 
-Keys and values (Section 2.2.2). kv=recursion: a token attends to those that take the same recursion.
-share: to all tokens, by their keys in recursion 1. share_update: the same, but tokens that take this
+Keys and values (Section 2.2.2). kv=recursion: tokens attend to those that take the same recursion.
+share: to all, by their keys in recursion 1. share_update: the same, but tokens that take this
 recursion have new keys in it.
 
-`fast=false` runs all tokens through every recursion and masks out those not chosen. `fast=true`
-gathers the chosen ones, runs them alone and scatters them back. Evaluation and decoding run the same
-code with causal=True, decoding with a cache.
+`fast=false` runs all tokens and masks out those not chosen. `fast=true` gathers the chosen ones, runs
+them alone, and scatters them back; so does decoding, on either path.
 
-Departures from the paper and its code: token choice gates once, at the end (Eq. 2.2 at every step;
-the code as here); its z-loss has the factor of the code's configuration, 1e-5 (Table 11: 1e-3).
-Attention is tied as all else is (the code unties it with expert choice). The auxiliary loss is a
-plain mean. Dead positions are those of all rows of an evaluation (Table 10: of 500).
+Departures from the paper and its code: token choice gates once (Eq. 2.2: at every step; the code: as
+here); its z-loss has the weight of the code's configuration, 1e-5 (Table 11: 1e-3); attention is
+tied as all else is (the code unties it with expert choice); the auxiliary loss is a plain mean; dead
+positions are those of all rows of an evaluation (Table 10: of 500).
 
 Paper: Bae et al. 2025, "Mixture-of-Recursions: Learning Dynamic Recursive Depths for Adaptive
 Token-Level Computation" (2507.10524); code at github.com/raymin0223/mixture_of_recursions.
 
 Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size; A rows with a chosen
-token, n most chosen tokens of a row; N packed tokens. In code recursions r count from 0.
+token, n most chosen tokens of a row; N packed tokens. In the code recursions count from 0.
 """
 import contextlib
 import math
@@ -146,61 +143,43 @@ class Config(BaseConfig):
 
 
 # -------------------------------------------------------------------------------------------------
-# the method: routers, what they learn, and a recursion in which who is not chosen is masked out
+# the method: routers, who is chosen, and a recursion in which all others are masked out
 
 class Router(nn.Module):
     """Scores of states h (..., C): (..., n_out), in float32 or better also under autocast, so that
-    decisions do not depend on rounding. random, the baseline, has no weights: its scores are noise
-    (..., R), of which this router takes n_out from r on, and `part` of which are >= 0."""
+    decisions do not depend on rounding. random, the baseline, has no weights: it scores by noise
+    (..., R), of which it takes n_out columns from r on, so that a fraction `part` is >= 0."""
 
     def __init__(self, cfg, n_out, r=0, part=0.5):
         super().__init__()
-        C, self.noise, self.part, self.layers = cfg.n_embd, slice(r, r + n_out), part, None
+        C, self.columns, self.part = cfg.n_embd, slice(r, r + n_out), part
+        linear = lambda n, m: nn.Linear(n, m, bias=False)
         wide = {"mlp": 2 * C, "wide_mlp": 4 * C}.get(cfg.router_arch)
+        self.layers = None
         if wide:
-            self.layers = nn.Sequential(nn.Linear(C, wide, bias=False), nn.GELU(),
-                                        nn.Linear(wide, n_out, bias=False))
+            self.layers = nn.Sequential(linear(C, wide), nn.GELU(), linear(wide, n_out))
         elif cfg.router_arch == "linear":
-            self.layers = nn.Linear(C, n_out, bias=False)
+            self.layers = linear(C, n_out)
 
     def forward(self, h, noise=None):
         if self.layers is None:
-            return noise[..., self.noise] - (1 - self.part)
+            return noise[..., self.columns] - (1 - self.part)
         device, dtype = h.device.type, next(self.layers.parameters()).dtype
         mixed = device != "meta" and torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if mixed else contextlib.nullcontext():
-            return self.layers(h.to(dtype)).to(torch.promote_types(h.dtype, torch.float32))
-
-
-def hashed(pos, n):
-    """n numbers in (0, 1) that look random and depend on the positions pos (...) alone: (..., n)."""
-    salt = torch.arange(1, n + 1, device=pos.device)
-    x = (pos[..., None] * 0x9E3779B1 + salt * 0x85EBCA6B) % 2 ** 32
-    for _ in range(2):
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) % 2 ** 32
-    return ((x ^ (x >> 16)).double() + 0.5) / 2 ** 32
+            scores = self.layers(h.to(dtype))
+        return scores.to(torch.promote_types(h.dtype, torch.float32))
 
 
 def top_k(s, active, k):
-    """Of each row the k active tokens with the highest scores s (B, T): their positions in order,
-    (B, k), and a mask (B, T)."""
+    """Of each row the k active tokens with the highest scores s (B, T): a mask (B, T), and their
+    positions in order, (B, k)."""
     at = s.detach().masked_fill(~active, -math.inf).topk(k, 1).indices.sort(1).values
-    return at, torch.zeros_like(active).scatter(1, at, True)
-
-
-def decision_loss(s, decides, active, chosen):
-    """Of one recursion: BCE of `decides`, the scores that decide in decoding, against who was chosen,
-    and s^2, both means over the tokens that compete; and how many of these decide right, do what
-    most do, and are there. All (B, T)."""
-    n, yes = active.sum(), chosen.sum()
-    mean = lambda x: (x * active).sum() / n
-    bce = F.binary_cross_entropy_with_logits(decides, chosen.to(s.dtype), reduction="none")
-    right = (((decides >= 0) == chosen) & active).sum()
-    return mean(bce), mean(s ** 2), right, torch.maximum(yes, n - yes), n
+    return torch.zeros_like(active).scatter(1, at, True), at
 
 
 class Attention(model_gpt.Attention):
-    """model_gpt's, but a recursion that reads another one's keys and values makes none."""
+    """model_gpt's, but without keys and values where the context has them (kv=share)."""
 
     def forward(self, x, layer, context):
         q, k, v = self.q_norm(self.heads(self.wq(x))), None, None       # (B, H, T, D)
@@ -227,8 +206,8 @@ def rotate(x, rope):
 
 
 class AllTokens(Context):
-    """What all tokens attend to in the first layer, the last, and recursion 1: each other, causally.
-    kv[layer] keeps keys and values, (B, G, S, D) each, for the recursions that read them."""
+    """The context of the first layer, the last, and recursion 1: all tokens, causally. kv[layer]
+    keeps keys and values, (B, G, S, D) each, for later recursions."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
         B, T = x.shape[:2]
@@ -238,187 +217,170 @@ class AllTokens(Context):
         self.real = torch.ones_like(self.pos, dtype=torch.bool)         # false: padding
         if n_valid is not None:
             self.real = step < n_valid[:, None].to(x.device)
-        self.fast, self.dtype, self.kv = cfg.fast, compute_dtype(x), {}
+        self.cfg, self.dtype, self.kv = cfg, compute_dtype(x), {}
         super().__init__(cfg, x, cache, n_valid, training)
 
     def attend(self, layer, q, k, v):
-        if k is not None:
-            q, k = rotate(q, self.rope), rotate(k, self.rope)
-            if self.cache is not None:
-                k, v = (u.to(q.dtype) for u in self.cache.append(layer, k, v))
-            self.kv[layer] = k, v                                       # (B, G, S, D)
-        else:
-            q = rotate(q, self.rope)
-        return self.attention(q, *self.kv[layer], self.bias, self.dropout)
+        q, k = rotate(q, self.rope), rotate(k, self.rope)
+        if k is not None and self.cache is not None:
+            k, v = (x.to(q.dtype) for x in self.cache.append(layer, k, v))
+        k, v = self.visible(layer, k, v)                                # (B, G, S, D)
+        return self.attention(q, k, v, self.bias, self.dropout)
 
-    def bias_of(self, pos, n_keys):
-        """-inf where a key's place is behind pos (A, n), the query's: (A, 1, n, n_keys)."""
+    def visible(self, layer, k, v):
+        if k is not None:
+            self.kv[layer] = k, v
+        return self.kv[layer]
+
+    def causal_bias(self, pos, n_keys):
+        """Keys 0 .. pos are visible, pos (A, n) being the query's: (A, 1, n, n_keys)."""
         wide = torch.promote_types(self.dtype, torch.float32)
         keys = torch.arange(n_keys, device=pos.device)
         bias = attention_bias(pos, keys, dtype=wide)
-        return bias.to(self.dtype) if self.fast else bias
+        return bias.to(self.dtype) if self.cfg.fast else bias
 
 
-class Masked:
-    """The naive context of a later recursion: all tokens run, and those of mask (B, T) are keys.
-    A token that is not chosen attends to itself too, so that its softmax is not empty."""
+class Masked(AllTokens):
+    """The naive context of a later recursion: all tokens run, and only those of mask (B, T) have keys
+    in it. Another one attends to itself too, lest its softmax is empty; its result is dropped."""
 
     def __init__(self, cfg, everyone, mask):
-        self.cfg, self.everyone, self.mask, self.bias = cfg, everyone, mask, everyone.bias
+        self.cfg, self.everyone, self.mask, self.cache = cfg, everyone, mask, None
+        self.attention, self.dropout = everyone.attention, everyone.dropout
+        self.rope, self.bias = everyone.rope, everyone.bias
         if cfg.kv == "recursion":
             itself = torch.eye(mask.size(1), dtype=torch.bool, device=mask.device)
             visible = mask[:, None, None] | itself                      # (B, 1, T, T)
             self.bias = self.bias.masked_fill(~visible, -math.inf)
 
-    def attend(self, layer, q, k, v):
-        everyone, mask = self.everyone, self.mask[:, None, :, None]
-        q, k = rotate(q, everyone.rope), rotate(k, everyone.rope)
-        if self.cfg.kv != "recursion":
-            first = everyone.kv[self.cfg.edge + layer]                  # of recursion 1
-            k, v = first if k is None else (torch.where(mask, new, old)
-                                            for new, old in zip((k, v), first))
-        return everyone.attention(q, k, v, self.bias, everyone.dropout)
+    def visible(self, layer, k, v):
+        if self.cfg.kv == "recursion":
+            return k, v
+        first = map(self.of_rows, self.everyone.kv[self.cfg.edge + layer])      # recursion 1's
+        return first if k is None else map(self.update, first, (k, v))
 
-
-# -------------------------------------------------------------------------------------------------
-# the fast path: only the chosen tokens run. They stand in the order of their positions, so causal
-# attention among them is that of the mask.
-
-class Chosen:
-    """The tokens that take a recursion: mask (B, T), or also their positions at (B, n), where every
-    row has as many. places (A, n) is where they stand among the B T tokens; where rows differ, the
-    rest is padding, which reads any token and is written to a spare place behind all. rows (A,): the
-    rows that have any (None: all)."""
-
-    def __init__(self, mask, at=None):
-        B, T = mask.shape
-        rows, step = torch.arange(B, device=mask.device), torch.arange(T, device=mask.device)
-        self.mask, self.rows, self.padded = mask, None, at is None
-        if at is None:
-            n, at = T, torch.where(mask, step, T).sort(1).values        # (B, T): T is padding
-            if not torch.compiler.is_compiling():   # there no shape may depend on the data
-                rows = mask.any(1).nonzero()[:, 0]
-                n = int(mask.sum(1).max()) or 1
-            if len(rows) < B:
-                self.rows, at = rows, at[rows]
-            at = at[:, :n]
-        self.shape = at.shape                                           # A, n
-        places = rows[:, None] * T + at
-        self.places = torch.where(at < T, places, B * T).flatten() if self.padded else \
-            places.flatten()
-
-    def take(self, x):
-        """x (B, T, ...) of all tokens -> (A, n, ...) of these."""
-        B, T = self.mask.shape
-        places = self.places.clamp(max=B * T - 1) if self.padded else self.places
-        return x.flatten(0, 1).index_select(0, places).view(*self.shape, *x.shape[2:])
-
-    def put(self, x, new):
-        """x (B, T, C) with these tokens' states replaced by new (A, n, C)."""
-        (B, T), x = self.mask.shape, x.flatten(0, 1)
-        if self.padded:
-            x = F.pad(x, (0, 0, 0, 1))                                  # the spare place
-        return x.index_copy(0, self.places, new.flatten(0, 1))[:B * T].view(B, T, -1)
-
-    def rows_of(self, x):
-        """x (B, ...) -> (A, ...)."""
-        return x if self.rows is None else x.index_select(0, self.rows)
-
-
-class ChosenTokens:
-    """The context of a later recursion's tokens. cache: the recursion's, when decoding."""
-
-    def __init__(self, cfg, everyone, chosen, cache=None):
-        B, T = chosen.mask.shape
-        self.cfg, self.everyone, self.chosen, self.cache = cfg, everyone, chosen, cache
-        self.rope = everyone.rope and [chosen.take(x[:, 0].expand(B, T, -1))[:, None]
-                                       for x in everyone.rope]          # (A, 1, n, D)
-        self.bias, self.took = None, chosen.mask
-        if cache is not None:
-            self.took = cache.place(chosen, everyone)
-        if cfg.kv != "recursion":
-            n_keys = T if everyone.cache is None else everyone.cache.end
-            self.bias = everyone.bias_of(chosen.take(everyone.pos), n_keys)
-        elif cache is not None and (cache.longest or not cfg.fast):
-            self.bias = everyone.bias_of(cache.entry, cache.end)
-
-    def attend(self, layer, q, k, v):
-        everyone = self.everyone
-        q, k = rotate(q, self.rope), rotate(k, self.rope)
-        if self.cache is not None:
-            k, v = (x.to(q.dtype) for x in self.cache.append(layer, k, v))
-        if self.cfg.kv != "recursion":
-            first = [self.chosen.rows_of(x) for x in everyone.kv[self.cfg.edge + layer]]
-            k, v = first if k is None else (self.update(old, new)
-                                            for old, new in zip(first, (k, v)))
-        return everyone.attention(q, k, v, self.bias, everyone.dropout)
+    def of_rows(self, x):
+        return x
 
     def update(self, old, new):
-        """old (A, G, S, D) by position, with the tokens that took this recursion replaced by new
-        (A, G, .., D), which are in order: the i-th that took it is new[:, :, i]."""
-        took = self.chosen.rows_of(self.took)                           # (A, S)
-        i = (took.cumsum(1) - 1).clamp(min=0)[:, None, :, None].expand_as(old)
-        return torch.where(took[:, None, :, None], new.gather(2, i), old)
+        """Recursion 1's keys old (B, G, T, D), with those of this recursion's tokens replaced."""
+        return torch.where(self.mask[:, None, :, None], new, old)
 
 
 # -------------------------------------------------------------------------------------------------
-# decoding: what all tokens take has model_gpt's cache; a later recursion has a shorter one
+# the fast path: only the chosen tokens run. They keep their order, so that a causal mask among them
+# is that of their positions.
+
+class Chosen(Masked):
+    """The context of the tokens that take a later recursion: mask (B, T), and their positions
+    at (B, n) where all rows have as many. rows (A,): the rows with any. places (A n,): where they
+    stand among all B T tokens. Where rows differ there is padding: it reads any token, and is
+    written to a spare place behind all. cache: the recursion's, in decoding."""
+
+    def __init__(self, cfg, everyone, mask, at=None, cache=None):
+        B, T = mask.shape
+        self.cfg, self.everyone, self.mask, self.cache = cfg, everyone, mask, cache
+        self.attention, self.dropout = everyone.attention, everyone.dropout
+        self.rows = torch.arange(B, device=mask.device)
+        if at is None:
+            step = torch.arange(T, device=mask.device)
+            at = torch.where(mask, step, T).sort(1).values              # (B, T): T is padding
+            if not torch.compiler.is_compiling():       # there no shape may depend on the data
+                self.rows = mask.any(1).nonzero()[:, 0]
+                at = at[self.rows, :int(mask.sum(1).max()) or 1]
+        self.shape = at.shape                                           # A, n
+        places = self.rows[:, None] * T + at
+        self.places = torch.where(at < T, places, B * T).flatten()
+
+    def take(self, x):
+        """x (B, T, ...) of all tokens -> (A, n, ...) of the chosen."""
+        x = x.flatten(0, 1)
+        chosen = x.index_select(0, self.places.clamp(max=len(x) - 1))
+        return chosen.view(*self.shape, *x.shape[1:])
+
+    def put(self, x, new):
+        """x (B, T, C) with the chosen tokens' states replaced by new (A, n, C)."""
+        B, T, C = x.shape
+        x = F.pad(x.flatten(0, 1), (0, 0, 0, 1))                        # the spare place
+        return x.index_copy(0, self.places, new.flatten(0, 1))[:B * T].view(B, T, C)
+
+    def of_rows(self, x):
+        """x (B, ...) -> (A, ...)."""
+        return x if len(self.rows) == len(x) else x.index_select(0, self.rows)
+
+    def start(self):
+        """Before the layers: reserve slots, rotate by the tokens' own positions, set the mask."""
+        cfg, everyone, cache, (B, T) = self.cfg, self.everyone, self.cache, self.mask.shape
+        self.rope = everyone.rope and [self.take(x[:, 0].expand(B, T, -1))[:, None]
+                                       for x in everyone.rope]          # (A, 1, n, D)
+        self.bias, self.took = None, self.mask                          # None: plainly causal
+        if cache is not None:
+            self.took = cache.place(self)
+        if cfg.kv != "recursion":
+            n_keys = T if everyone.cache is None else everyone.cache.end
+            self.bias = everyone.causal_bias(self.take(everyone.pos), n_keys)
+        elif cache is not None and (cache.longest or not cfg.fast):
+            self.bias = everyone.causal_bias(cache.entry, cache.end)
+
+    def update(self, old, new):
+        """new (A, G, .., D) is in order: the i-th token that took the recursion is new[:, :, i]."""
+        took = self.of_rows(self.took)                                  # (A, S)
+        i = (took.cumsum(1) - 1).clamp(min=0)[:, None, :, None]
+        return torch.where(took[:, None, :, None], new.gather(2, i.expand_as(old)), old)
+
+
+# -------------------------------------------------------------------------------------------------
+# decoding: what all tokens take has model_gpt's cache, a later recursion a shorter one
 
 class RecursionCache(KVCache):
-    """Keys and values of the tokens that took one recursion, in order, so lengths (B,) differ from
-    row to row. There is room for the capacity's fraction of most tokens, and it grows where more
-    are chosen. took (B, most + 1): whether the token at a position took the recursion."""
+    """Keys and values of the tokens that took one recursion, in order; lengths (B,) counts them. It
+    has the room that the recursion's capacity needs, and doubles it where more are chosen.
+    took (B, most + 1): whether the token at a position, less than `most`, took the recursion."""
 
-    def __init__(self, cfg, batch_size, room, most, device, dtype):
-        super().__init__(cfg, batch_size, room, device, dtype, cfg.n_stored)
-        self.ragged, self.most = True, most
-        with torch.inference_mode(False):
-            self.took = torch.zeros(batch_size, most + 1, dtype=torch.bool, device=device)
-
-    def place(self, chosen, everyone):
-        """Reserve slots for the chosen tokens. Returns `took` of all tokens so far, (B, S)."""
-        rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
-        self.took[rows, everyone.pos.clamp(max=self.most)] = chosen.mask
-        self.new, self.chosen = chosen.mask.sum(1), chosen              # (B,)
-        first, end = (chosen.rows_of(x)[:, None] for x in (self.lengths, self.lengths + self.new))
-        self.entry = first + torch.arange(chosen.shape[1], device=first.device)     # (A, n)
+    def place(self, tokens):
+        """Reserve slots for the Chosen tokens. Returns `took` of all tokens so far, (B, S)."""
+        everyone, most = tokens.everyone, self.took.size(1) - 1
+        every_row = torch.arange(len(self.took), device=self.took.device)[:, None]
+        self.took[every_row, everyone.pos.clamp(max=most)] = tokens.mask
+        self.tokens, self.new, self.ragged = tokens, tokens.mask.sum(1), True
+        start = tokens.of_rows(self.lengths)[:, None]                   # (A, 1)
+        end = start + tokens.of_rows(self.new)[:, None]
+        self.entry = start + torch.arange(tokens.shape[1], device=start.device)     # (A, n)
         self.end = int(end.max())
         if self.end > self.max_len:
-            self.grow(min(self.most, max(self.end, 2 * self.max_len)))
+            self.grow(min(most, max(self.end, 2 * self.max_len)))
         self.slots = torch.where(self.entry < end, self.entry, self.max_len)
         return self.took[:, :everyone.cache.end]
 
+    @torch.inference_mode(False)
     def grow(self, room):
-        """Room for so many tokens a row."""
-        with torch.inference_mode(False):
-            self.k, self.v = ([F.pad(x, (0, 0, 0, room - self.max_len)) for x in buffers]
-                              for buffers in (self.k, self.v))
-        self.max_len = room
+        pad = lambda buffers: [F.pad(x, (0, 0, 0, room - self.max_len)) for x in buffers]
+        self.k, self.v, self.max_len = pad(self.k), pad(self.v), room
 
     def append(self, layer, k, v):
         """Write k, v (A, G, n, D) of the placed tokens; return all so far, (A, G, S, D)."""
-        rows = self.chosen.rows_of(torch.arange(len(self.lengths), device=k.device))[:, None]
+        rows = self.tokens.rows[:, None]
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             buffer[rows, :, self.slots] = new.transpose(1, 2).to(buffer.dtype)
-        return (self.chosen.rows_of(x[layer][:, :, :self.end]) for x in (self.k, self.v))
-
-    def reset(self, rows=None):
-        super().reset(rows)
-        self.took[slice(None) if rows is None else rows] = False
+        return [self.tokens.of_rows(x[layer][:, :, :self.end]) for x in (self.k, self.v)]
 
 
 class Cache(KVCache):
-    """model_gpt's cache, of the layers that all tokens take, and in `later` one of each recursion
-    that has keys of its own and does not take all."""
+    """model_gpt's cache of the layers that all tokens take, and `later`: a RecursionCache of each
+    other recursion that has keys of its own."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
-        one_list = cfg.router != "none" or cfg.kv == "share"
-        n_layer = 2 * cfg.edge + cfg.n_stored if one_list else cfg.n_layer
+        own, K = cfg.kv != "share", cfg.n_stored        # own: later recursions have keys
+        routed = cfg.router != "none"
+        n_layer = 2 * cfg.edge + K if routed or not own else cfg.n_layer
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer)
-        routed = cfg.router != "none" and cfg.kv != "share"
-        rooms = [max(1, int(max_len * cfg.capacity(r) + 1e-6)) for r in range(1, cfg.n_loop)]
-        self.later = [RecursionCache(cfg, batch_size, room, max_len, device, dtype)
-                      for room in rooms * routed]
+        self.later = []
+        for r in range(1, cfg.n_loop if own and routed else 1):
+            room = max(1, int(max_len * cfg.capacity(r) + 1e-6))
+            self.later.append(RecursionCache(cfg, batch_size, room, device, dtype, K))
+            with torch.inference_mode(False):
+                took = torch.zeros(batch_size, max_len + 1, dtype=torch.bool, device=device)
+            self.later[-1].took = took
 
     def nbytes(self):
         return super().nbytes() + sum(cache.nbytes() for cache in self.later)
@@ -427,6 +389,7 @@ class Cache(KVCache):
         super().reset(rows)
         for cache in self.later:
             cache.reset(rows)
+            cache.took[slice(None) if rows is None else rows] = False
 
 
 # -------------------------------------------------------------------------------------------------
@@ -436,22 +399,16 @@ class Model(LanguageModel):
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
+        blocks = lambda n: nn.ModuleList(Block(cfg) for _ in range(n))
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.drop = nn.Dropout(cfg.dropout)
-        self.first = nn.ModuleList(Block(cfg) for _ in range(cfg.edge))
-        self.last = nn.ModuleList(Block(cfg) for _ in range(cfg.edge))
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_stored))    # all recursions'
+        self.first, self.last = blocks(cfg.edge), blocks(cfg.edge)
+        self.blocks = blocks(cfg.n_stored)                  # those that the recursions share
         self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         K, R = cfg.n_stored, cfg.n_loop
         inner = [self.blocks[cfg.stored(layer)] for layer in range(K * R)]
         self.levels = [[*self.first], *(inner[r * K:r * K + K] for r in range(R)), [*self.last]]
-        self.loads = torch.zeros(R)         # token: tokens of each depth since the last step
-        # expert: of each position, how many tokens of an evaluation took the last recursion
-        reached = torch.zeros(cfg.block_size, dtype=torch.long)
-        self.register_buffer("reached", reached, persistent=False)
-        if cfg.capacity_warmup:
-            self.register_buffer("warmup_step", torch.zeros((), dtype=torch.long))
         if cfg.router == "expert":
             parts = [cfg.capacity(r) / cfg.capacity(max(r - 1, 0)) for r in range(R)]
             routers = lambda: nn.ModuleList(Router(cfg, 1, r, part) for r, part in enumerate(parts))
@@ -461,6 +418,12 @@ class Model(LanguageModel):
         elif cfg.router == "token":
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
+        self.loads = torch.zeros(R)         # token: tokens of each depth since the last step
+        # expert: of each position, how many tokens of an evaluation took the last recursion
+        reached = torch.zeros(cfg.block_size, dtype=torch.long)
+        self.register_buffer("reached", reached, persistent=False)
+        if cfg.capacity_warmup:
+            self.register_buffer("warmup_step", torch.zeros((), dtype=torch.long))
         init_weights(self, cfg.n_layer)
         self.set_step(0)
 
@@ -471,22 +434,22 @@ class Model(LanguageModel):
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """As in every model. With targets, aux also has depth1, ..: the fraction of tokens that take
-        so many recursions, and what expert_loss and token_loss tell."""
+        so many recursions, and what expert_loss or token_loss tells."""
         if targets is None or cache is not None or idx.numel() == 0:
             return super().forward(idx, targets, cache, n_valid)
-        cfg, expert = self.cfg, self.cfg.router == "expert"
+        expert, R = self.cfg.router == "expert", self.cfg.n_loop
         h, taken, record = self.states(idx, causal=not self.training)
         logits, ce, aux = self.predict(h, targets)
+        if self.cfg.router == "none":
+            return logits, ce, aux
         if expert and not self.training:
             self.reached[:idx.size(1)] += (taken == self.n_loop).sum(0)
-            ahead, _, record = self.states(idx, causal=False)
-            aux["ce_topk"] = self.predict(ahead, targets)[1].detach()
-        if cfg.router == "none":
-            return logits, ce, aux
-        more, told = self.expert_loss(record) if expert else self.token_loss(*record)
+            h, _, record = self.states(idx, causal=False)
+            aux["ce_topk"] = self.predict(h, targets)[1].detach()
+        more, told = self.expert_loss(*record) if expert else self.token_loss(*record)
         if expert:
             told["dead"] = 1 - (taken == self.n_loop).any(0).float().mean()
-        told |= {f"depth{d}": (taken == d).float().mean() for d in range(1, cfg.n_loop + 1)}
+        told |= {f"depth{d}": (taken == d).float().mean() for d in range(1, R + 1)}
         aux |= {name: x.detach() for name, x in told.items()}
         return logits, ce + more if self.training else ce, aux
 
@@ -495,15 +458,15 @@ class Model(LanguageModel):
         return self.states(idx, causal, cache, n_valid)[0]
 
     def states(self, idx, causal, cache=None, n_valid=None):
-        """Of idx (B, T): the states after the final norm (B, T, C), the recursions that each token
-        takes (B, T), and what its losses need. causal: tokens are chosen as in decoding."""
-        cfg, h = self.cfg, self.drop(self.wte(idx))
-        everyone = AllTokens(cfg, h, cache, n_valid, self.training)
+        """Of idx (B, T): states after the final norm (B, T, C), the recursions that each token takes
+        (B, T), and what the router's losses need. causal: tokens are chosen as in decoding."""
+        h = self.drop(self.wte(idx))
+        everyone = AllTokens(self.cfg, h, cache, n_valid, self.training)
         h = self.run(h, 0, everyone)
         route = {"expert": self.expert_choice, "token": self.token_choice,
-                 "none": self.fixed_depth}[cfg.router]
+                 "none": self.fixed_depth}[self.cfg.router]
         h, taken, record = route(h, everyone, causal)
-        h = self.run(h, cfg.n_loop + 1, everyone, start=-1)
+        h = self.run(h, self.cfg.n_loop + 1, everyone, start=-1)
         if cache is not None:
             cache.advance()
         return self.norm(h), taken, record
@@ -515,8 +478,7 @@ class Model(LanguageModel):
 
     def run(self, h, level, context, start=0, fresh=True):
         """The layers of a level: 0 the first layer, 1 .. R the recursions, R + 1 the last layer.
-        start: number of the level's first layer in the context's cache. fresh: whether it makes
-        keys and values."""
+        start: which layer of the context's cache is its first. fresh: whether it makes keys."""
         context.fresh = fresh
         for i, block in enumerate(self.levels[level]):
             h = block(h, start + i, context)
@@ -524,119 +486,115 @@ class Model(LanguageModel):
 
     # routing -------------------------------------------------------------------------------------
 
-    def recursion(self, r, h, chosen, at, gate, everyone):
-        """h (B, T, C) after recursion r. The tokens of chosen (B, T), at positions at (B, n) where all
-        rows have as many, become x + gate F(x), or F(x) where gate (B, T) is None."""
-        cfg, cache, fresh = self.cfg, everyone.cache, r == 0 or self.cfg.kv != "share"
+    def recursion(self, r, h, everyone, chosen=None, at=None, gate=None):
+        """h (B, T, C) after recursion r. The tokens of chosen (B, T), in recursion 0 all, become
+        x + gate F(x), or F(x) without gate (B, T). at (B, n): their positions, as in Chosen."""
+        cfg, cache = self.cfg, everyone.cache
+        fresh = r == 0 or cfg.kv != "share"
         add = lambda x, y, g: y if g is None else x + (g[..., None] * y).to(x.dtype)
-        if r == 0:
-            return add(h, self.run(h, 1, everyone, cfg.edge), gate)
+        if r == 0 or chosen is None:
+            start = cfg.edge + r * cfg.n_stored * fresh
+            return add(h, self.run(h, r + 1, everyone, start, fresh), gate)
         if not cfg.fast and cache is None:
             y = self.run(h, r + 1, Masked(cfg, everyone, chosen), fresh=fresh)
             return torch.where(chosen[..., None], add(h, y, gate), h)
-        chosen, own = Chosen(chosen, at), cache.later[r - 1] if cache and cache.later else None
-        x, gate = chosen.take(h), None if gate is None else chosen.take(gate)
-        y = self.run(x, r + 1, ChosenTokens(cfg, everyone, chosen, own), fresh=fresh)
-        if own:
+        own = cache.later[r - 1] if cache is not None and fresh else None
+        tokens = Chosen(cfg, everyone, chosen, at, own)
+        if not len(tokens.rows) and not torch.is_grad_enabled():
+            return h                    # with gradients it runs all the same: each parameter has one
+        tokens.start()
+        x, gate = tokens.take(h), None if gate is None else tokens.take(gate)
+        y = add(x, self.run(x, r + 1, tokens, fresh=fresh), gate)
+        if own is not None:
             own.advance()
-        return chosen.put(h, add(x, y, gate))
+        return tokens.put(h, y)
 
     def fixed_depth(self, h, everyone, causal):
         """router=none: all tokens take all recursions."""
-        cfg, share = self.cfg, self.cfg.kv == "share"
         for r in range(self.n_loop):
-            start = cfg.edge + (0 if share else r * cfg.n_stored)
-            h = self.run(h, r + 1, everyone, start, fresh=r == 0 or not share)
-        return h, torch.full(h.shape[:2], self.n_loop, device=h.device), None
+            h = self.recursion(r, h, everyone)
+        return h, torch.full_like(everyone.pos, self.n_loop), None
 
     def expert_choice(self, h, everyone, causal):
-        """Recursions choose tokens; in decoding (causal) their scores decide, token by token."""
+        """Recursions choose tokens. In decoding (causal) a token's own score decides."""
         T, noise, record = h.size(1), self.noise(everyone.pos), []
-        active, taken = everyone.real, torch.zeros_like(everyone.pos)   # (B, T)
+        active, taken = everyone.real, 0                                # (B, T)
         for r in range(self.n_loop):
             s = decides = self.routers[r](h, noise)[..., 0]             # (B, T)
             if self.cfg.causal == "aux_router":
                 decides = self.aux_routers[r](h.detach(), noise)[..., 0]
             chosen, at = active, None
-            if causal and not self.takes_all(r):
+            if causal and self.cfg.capacity(r, self.step) < 1:
                 chosen = active & (decides >= 0)
             elif r and not causal:
                 # while training a tensor's size: one compiled step for every k of a warm-up
                 k = len(self.rooms[r]) if T == self.cfg.block_size else self.room(r, T)
-                at, chosen = top_k(s, active, k)
-            if self.all_left(r, chosen):
-                break
+                chosen, at = top_k(s, active, k)
             record.append((s, decides, active, chosen))
-            h = self.recursion(r, h, chosen, at, self.gate(s), everyone)
-            active, taken = chosen, taken + chosen
-        return h, taken, record
+            h = self.recursion(r, h, everyone, chosen, at, self.gate(s))
+            active, taken = chosen, taken + chosen.long()
+        return h, taken, map(torch.stack, zip(*record))                 # (R, B, T) each
 
     def token_choice(self, h, everyone, causal):
-        """Tokens choose a depth, from 0; in decoding as in training."""
+        """Tokens choose a depth, from 0, in decoding as in training."""
         scores, p, depth = self.choose_depth(h, self.noise(everyone.pos))
         x = h
         for r in range(self.n_loop):
-            chosen = (depth >= r) & everyone.real                       # (B, T)
-            if self.all_left(r, chosen):
-                break
-            x = self.recursion(r, x, chosen, None, None, everyone)
+            x = self.recursion(r, x, everyone, (depth >= r) & everyone.real)
         return self.leave(h, x, p, depth), depth + 1, (scores, p, depth)
 
-    def all_left(self, r, chosen):
-        """Whether recursion r runs nothing. For gradients it runs all the same: of zero."""
-        return r > 0 and not torch.is_grad_enabled() and not chosen.any()
-
-    def room(self, r, T):
-        """k: how many of T tokens recursion r chooses, at this step."""
-        return max(1, int(T * self.cfg.capacity(r, self.step) + 1e-9))
-
-    def takes_all(self, r):
-        """Whether recursion r has room for all tokens: the first one, and at step 0 of a capacity
-        warm-up, where a new model stands, every one."""
-        return self.cfg.capacity(r, self.step) == 1
-
-    def gate(self, s):
-        squash = torch.tanh if self.cfg.router_func == "tanh" else torch.sigmoid
-        return self.cfg.alpha * squash(s)
-
     def choose_depth(self, h, noise):
-        """router=token, of states h (..., C) = h_1: scores and p (..., R), and depths (...)."""
+        """router=token, of h_1 (..., C): scores and p (..., R), and depths (...), from 0."""
         scores = self.router(h, noise)
         soft = self.cfg.router_func == "softmax"
         p = scores.softmax(-1) if soft else self.cfg.alpha * scores.sigmoid()
         depth = (p.detach() + self.balance_bias).argmax(-1)
         return scores, p, depth.clamp(max=self.n_loop - 1)
 
-    def leave(self, h, x, p, depth):
-        """h_1 + p_i F_i(.. F_1(h_1)) from h = h_1 and x = F_i(..), both (..., C)."""
-        return h + (p.gather(-1, depth[..., None]) * x).to(h.dtype)
+    def leave(self, first, x, p, depth):
+        """h_1 + p_i F_i(.. F_1(h_1)), of first = h_1 and x = F_i(..), (..., C) each."""
+        return first + (p.gather(-1, depth[..., None]) * x).to(first.dtype)
+
+    def gate(self, s):
+        squash = torch.tanh if self.cfg.router_func == "tanh" else torch.sigmoid
+        return self.cfg.alpha * squash(s)
+
+    def room(self, r, T):
+        """k: how many of T tokens recursion r chooses, at this step."""
+        return max(1, int(T * self.cfg.capacity(r, self.step) + 1e-9))
 
     def noise(self, pos):
-        """router_arch=random: numbers in (0, 1) for tokens at positions pos (...): (..., R). In eval
-        mode they depend on the position alone. None for other routers."""
-        if self.cfg.router_arch != "random":
-            return None
+        """router_arch=random: numbers in [0, 1) for tokens at positions pos (...): (..., R); in eval
+        mode those of a fixed table, by position."""
         R, wide = self.cfg.n_loop, torch.promote_types(self.wte.weight.dtype, torch.float32)
+        if self.cfg.router_arch != "random":
+            return pos.new_empty(*pos.shape, 0, dtype=wide)
         if self.training:
             return torch.rand(*pos.shape, R, device=pos.device, dtype=wide)
-        return hashed(pos, R).to(wide)
+        table = torch.rand(4096, R, generator=torch.Generator().manual_seed(0), dtype=wide)
+        return table.to(pos.device)[pos % 4096]
 
-    # losses and what is logged -------------------------------------------------------------------
+    # losses, and what depends on the step ----------------------------------------------------------
 
-    def expert_loss(self, record):
-        """What is added to the loss, and what to tell: aux, the BCE summed over recursions; of the
-        recursions after the first, router_accuracy, how often the scores of decoding decide as
-        top k does, and router_majority, how often always saying the commoner thing would."""
-        bce, z, *found = (torch.stack(x) for x in zip(*(decision_loss(*x) for x in record)))
-        weight = self.cfg.aux_weight * (self.cfg.router_arch != "random")
-        told = {"aux": bce.sum()}
-        if len(record) > 1:
-            right, commoner, count = (x[1:].sum().float() for x in found)
-            told |= {"router_accuracy": right / count, "router_majority": commoner / count}
-        return weight * bce.sum() + self.cfg.z_loss * z.sum(), told
+    def expert_loss(self, s, decides, active, chosen):
+        """What is added to the loss, and what to tell, of (R, B, T): aux, the BCE of the scores that
+        decide in decoding against who was chosen; and, of the recursions after the first,
+        router_accuracy, how often they are right, router_majority, how often always saying the
+        commoner thing would be. Means over the tokens that compete, summed over recursions."""
+        n, yes = active.sum((1, 2)), chosen.sum((1, 2))                 # (R,)
+        mean = lambda x: ((x * active).sum((1, 2)) / n).sum()
+        bce = mean(F.binary_cross_entropy_with_logits(decides, chosen.to(s.dtype),
+                                                      reduction="none"))
+        told = {"aux": bce}
+        if len(s) > 1:
+            right = (((decides >= 0) == chosen) & active).sum((1, 2))
+            told["router_accuracy"] = right[1:].sum() / n[1:].sum()
+            told["router_majority"] = torch.maximum(yes, n - yes)[1:].sum() / n[1:].sum()
+        weight = self.cfg.aux_weight * (self.cfg.router_arch != "random")   # noise learns nothing
+        return weight * bce + self.cfg.z_loss * mean(s ** 2), told
 
     def token_loss(self, scores, p, depth):
-        """The same: balance, 1 where depths are in balance; maxvio, how far the fullest depth is
+        """The same: balance, 1 where the depths are in balance; maxvio, how far the fullest depth is
         above the mean, in means; entropy of the mean p, in nats."""
         cfg, R = self.cfg, self.cfg.n_loop
         loads = torch.stack([(depth == d).sum() for d in range(R)])
@@ -646,8 +604,8 @@ class Model(LanguageModel):
         balance = (part * p.flatten(0, -2).mean(0)).sum()
         q = (p / p.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
         told = {"balance": balance, "maxvio": part.max() - 1, "entropy": -(q * q.log()).sum()}
-        loss = cfg.z_loss * scores.logsumexp(-1).square().mean()
-        return loss + cfg.balance_weight * (cfg.balance == "loss") * balance, told
+        weight = cfg.balance_weight * (cfg.balance == "loss")
+        return weight * balance + cfg.z_loss * scores.logsumexp(-1).square().mean(), told
 
     @property
     def eval_metrics(self):
@@ -692,10 +650,9 @@ class Model(LanguageModel):
     def _load_from_state_dict(self, weights, prefix, *rest):
         """Weights without the step of a capacity warm-up were saved after it."""
         name, warmup = prefix + "warmup_step", self.cfg.capacity_warmup
+        weights.setdefault(name, torch.tensor(warmup))
         if not warmup:
-            weights.pop(name, None)
-        elif name not in weights:
-            weights[name] = torch.tensor(warmup)
+            del weights[name]
         super()._load_from_state_dict(weights, prefix, *rest)
         if warmup:
             self.set_step(int(self.warmup_step))
@@ -708,23 +665,18 @@ class Model(LanguageModel):
         w = self.wte.weight
         return Cache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
 
-    # For serve.py: N packed tokens of several sequences, each at a recursion of its own, depth (N,).
-    # A state is h (N, C), and behind it what the router needs again: h_1, or its noise. The context
-    # knows each token's sequence: attend(layer, q, k, v) of (1, heads, N, D), and positions `at`.
+    # For serve.py: N packed tokens of several sequences, each at its own recursion, depth (N,). The
+    # context knows their sequences: attend(layer, q, k, v) of (1, heads, N, D), positions at (N,).
 
     def embed(self, idx, context):
-        """Tokens idx (N,) -> their states before recursion 0."""
-        h = self.run(self.drop(self.wte(idx))[None], 0, context)[0]
+        """idx (N,) -> states before recursion 0: h, h_1, and the noise of router_arch=random."""
+        h = self.run(self.drop(self.wte(idx))[None], 0, context)[0]     # (N, C)
         noise = self.noise(torch.as_tensor(context.at, device=h.device))
-        parts = [h, h if self.cfg.router == "token" else None, noise]
-        return torch.cat([x for x in parts if x is not None], -1)
+        return torch.cat([h, h, noise.to(h.dtype)], -1)
 
     def unpack(self, state):
-        """A state -> h (N, C), h_1 (N, C or 0), noise (N, R) or None."""
         C = self.cfg.n_embd
-        sizes = [C, C * (self.cfg.router == "token")]
-        h, first, noise = state.split([*sizes, state.size(-1) - sum(sizes)], -1)
-        return h, first, noise if noise.size(-1) else None
+        return state.split([C, C, state.size(-1) - 2 * C], -1)
 
     def scores(self, routers, h, depth, noise):
         """Each token's score (N,) by the router of its recursion."""
@@ -732,31 +684,30 @@ class Model(LanguageModel):
         return s.gather(0, depth[None].to(h.device))[0]
 
     def takes(self, state, depth):
-        """Whether the router sends each token through recursion depth, (N,) bool."""
-        h, first, noise = self.unpack(state)
-        if self.cfg.router == "token":
-            return self.choose_depth(first, noise)[2] >= depth.to(h.device)
-        if self.cfg.router == "none" or self.takes_all(self.cfg.n_loop - 1):
-            return torch.ones(len(h), dtype=torch.bool, device=h.device)
-        routers = self.aux_routers if self.cfg.causal == "aux_router" else self.routers
-        return (self.scores(routers, h, depth, noise) >= 0) | (depth == 0).to(h.device)
+        """Whether the router sends each token through recursion `depth`, (N,) bool."""
+        (h, first, noise), cfg, depth = self.unpack(state), self.cfg, depth.to(state.device)
+        if cfg.router == "token":
+            return self.choose_depth(first, noise)[2] >= depth
+        if cfg.router == "none" or cfg.capacity(cfg.n_loop - 1, self.step) == 1:
+            return torch.ones_like(depth, dtype=torch.bool)
+        routers = self.aux_routers if cfg.causal == "aux_router" else self.routers
+        return (self.scores(routers, h, depth, noise) >= 0) | (depth == 0)
 
     def loop(self, state, depth, context):
-        """States after recursion depth of each token. With share=*sequence all depths are equal."""
-        h, _, noise = self.unpack(state)
+        """States after recursion `depth` of each token (share=*sequence: all at the same)."""
+        h, first, noise = self.unpack(state)
         fresh = self.cfg.kv != "share" or bool((depth == 0).any())
-        y = self.run(h[None], int(depth[0]) + 1, context, fresh=fresh)[0]       # (N, C)
+        y = self.run(h[None], int(depth[0]) + 1, context, fresh=fresh)[0]
         if self.cfg.router == "expert":
             gate = self.gate(self.scores(self.routers, h, depth, noise))
             y = h + (gate[:, None] * y).to(h.dtype)
-        return torch.cat([y, state[:, h.size(-1):]], -1)
+        return torch.cat([y, first, noise], -1)
 
     def finish(self, state, context):
-        """The states (N, C) that logits takes, of tokens that have left."""
+        """What logits() takes, (N, C), of tokens that have left."""
         h, first, noise = self.unpack(state)
         if self.cfg.router == "token":
-            _, p, depth = self.choose_depth(first, noise)
-            h = self.leave(first, h, p, depth)
+            h = self.leave(first, h, *self.choose_depth(first, noise)[1:])
         return self.norm(self.run(h[None], self.cfg.n_loop + 1, context)[0])
 
     # costs ---------------------------------------------------------------------------------------
@@ -765,26 +716,24 @@ class Model(LanguageModel):
         """Floating-point operations of one token's forward and backward pass in a sequence of
         block_size: 6 a weight of each matrix product and 12 C a visible key, averaged over positions,
         each times the fraction of tokens that need it at a training step (None: after a capacity
-        warm-up). Routers score all tokens.
-
-        paper: as Appendix C counts: the forward only, causal attention as half the square, keys and
-        values as if n_kv_head were n_head, neither head nor router."""
+        warm-up). Routers score all tokens. paper: as Appendix C counts: the forward only, causal
+        attention as half the square, n_kv_head as n_head, neither head nor routers."""
         cfg, T, C, block = self.cfg, self.cfg.block_size, self.cfg.n_embd, self.blocks[0]
-        size = lambda *modules: sum(p.numel() for m in modules for p in m.parameters()
-                                    if p.dim() == 2)
-        kv, rest = size(block.attn.wk, block.attn.wv), size(block.attn.wq, block.attn.wo, block.mlp)
+        size = lambda *modules: sum(p.numel() for module in modules
+                                    for p in module.parameters() if p.dim() == 2)
+        kv = 2 * C * C if paper else size(block.attn.wk, block.attn.wv)
+        rest = size(block.attn.wq, block.attn.wo, block.mlp)
         layers = [(1.0, 1.0, 1.0)] * 2 * cfg.edge   # fractions: of tokens, fresh keys, visible keys
         for r in range(cfg.n_loop):
             c = cfg.capacity(r, step)
             fresh = 0.0 if r and cfg.kv == "share" else c
             layers += [(c, fresh, c if cfg.kv == "recursion" else 1.0)] * cfg.n_stored
+        weights = sum(c * rest + fresh * kv for c, fresh, _ in layers)
         if paper:
-            return sum(2 * (c * rest + fresh * 2 * C * C) + 2 * T * C * c * visible
-                       for c, fresh, visible in layers)
+            return 2 * weights + 2 * T * C * sum(c * visible for c, _, visible in layers)
         keys = sum(c * (visible * T + 1) / 2 for c, _, visible in layers)
-        weights = sum(c * rest + fresh * kv for c, fresh, _ in layers) + cfg.vocab_size * C
+        weights += cfg.vocab_size * C + size(*getattr(self, "routers", []))
         weights += size(self.router) if cfg.router == "token" else 0
-        weights += size(*getattr(self, "routers", []))
         for router in getattr(self, "aux_routers", []):     # its first product gives no gradient to h
             sizes = [p.numel() for p in router.parameters()]
             weights += sum(sizes) - sum(sizes[:1]) / 3
