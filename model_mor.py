@@ -147,13 +147,11 @@ class Config(BaseConfig):
 
 class Router(nn.Module):
     """Scores of states h (..., C): (..., n_out), in float32 or better also under autocast, so that
-    decisions do not depend on rounding. random, the baseline, has no weights: it scores by noise
-    (..., R), of which it takes n_out columns from r on, so that a fraction `part` is >= 0."""
+    decisions do not depend on rounding. router_arch=random, the baseline: its scores are noise."""
 
-    def __init__(self, cfg, n_out, r=0, part=0.5):
+    def __init__(self, cfg, n_out):
         super().__init__()
-        C, self.columns, self.part = cfg.n_embd, slice(r, r + n_out), part
-        linear = lambda n, m: nn.Linear(n, m, bias=False)
+        C, linear = cfg.n_embd, lambda n, m: nn.Linear(n, m, bias=False)
         wide = {"mlp": 2 * C, "wide_mlp": 4 * C}.get(cfg.router_arch)
         self.layers = None
         if wide:
@@ -161,14 +159,12 @@ class Router(nn.Module):
         elif cfg.router_arch == "linear":
             self.layers = linear(C, n_out)
 
-    def forward(self, h, noise=None):
+    def forward(self, h, noise):
         if self.layers is None:
-            return noise[..., self.columns] - (1 - self.part)
-        device, dtype = h.device.type, next(self.layers.parameters()).dtype
-        mixed = device != "meta" and torch.is_autocast_enabled(device)
-        with torch.autocast(device, enabled=False) if mixed else contextlib.nullcontext():
-            scores = self.layers(h.to(dtype))
-        return scores.to(torch.promote_types(h.dtype, torch.float32))
+            return noise
+        dtype = next(self.layers.parameters()).dtype
+        with torch.autocast(h.device.type, enabled=False):
+            return self.layers(h.to(dtype)).to(torch.promote_types(h.dtype, torch.float32))
 
 
 def top_k(s, active, k):
@@ -256,15 +252,11 @@ class Masked(AllTokens):
     def visible(self, layer, k, v):
         if self.cfg.kv == "recursion":
             return k, v
-        first = map(self.of_rows, self.everyone.kv[self.cfg.edge + layer])      # recursion 1's
-        return first if k is None else map(self.update, first, (k, v))
-
-    def of_rows(self, x):
-        return x
+        return map(self.update, self.everyone.kv[self.cfg.edge + layer], (k, v))
 
     def update(self, old, new):
-        """Recursion 1's keys old (B, G, T, D), with those of this recursion's tokens replaced."""
-        return torch.where(self.mask[:, None, :, None], new, old)
+        """Recursion 1's keys old (B, G, T, D), with new ones for the tokens of this recursion."""
+        return old if new is None else torch.where(self.mask[:, None, :, None], new, old)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -324,7 +316,9 @@ class Chosen(Masked):
 
     def update(self, old, new):
         """new (A, G, .., D) is in order: the i-th token that took the recursion is new[:, :, i]."""
-        took = self.of_rows(self.took)                                  # (A, S)
+        old, took = self.of_rows(old), self.of_rows(self.took)          # (A, G, S, D), (A, S)
+        if new is None:
+            return old
         i = (took.cumsum(1) - 1).clamp(min=0)[:, None, :, None]
         return torch.where(took[:, None, :, None], new.gather(2, i.expand_as(old)), old)
 
@@ -410,11 +404,9 @@ class Model(LanguageModel):
         inner = [self.blocks[cfg.stored(layer)] for layer in range(K * R)]
         self.levels = [[*self.first], *(inner[r * K:r * K + K] for r in range(R)), [*self.last]]
         if cfg.router == "expert":
-            parts = [cfg.capacity(r) / cfg.capacity(max(r - 1, 0)) for r in range(R)]
-            routers = lambda: nn.ModuleList(Router(cfg, 1, r, part) for r, part in enumerate(parts))
-            self.routers = routers()
+            self.routers = nn.ModuleList(Router(cfg, 1) for _ in range(R))
             if cfg.causal == "aux_router":
-                self.aux_routers = routers()
+                self.aux_routers = nn.ModuleList(Router(cfg, 1) for _ in range(R))
         elif cfg.router == "token":
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
@@ -443,7 +435,8 @@ class Model(LanguageModel):
         if self.cfg.router == "none":
             return logits, ce, aux
         if expert and not self.training:
-            self.reached[:idx.size(1)] += (taken == self.n_loop).sum(0)
+            last = (taken == self.n_loop).sum(0)[:self.cfg.block_size]
+            self.reached[:len(last)] += last
             h, _, record = self.states(idx, causal=False)
             aux["ce_topk"] = self.predict(h, targets)[1].detach()
         more, told = self.expert_loss(*record) if expert else self.token_loss(*record)
@@ -520,9 +513,9 @@ class Model(LanguageModel):
         T, noise, record = h.size(1), self.noise(everyone.pos), []
         active, taken = everyone.real, 0                                # (B, T)
         for r in range(self.n_loop):
-            s = decides = self.routers[r](h, noise)[..., 0]             # (B, T)
+            s = decides = self.routers[r](h, noise[..., r:r + 1])[..., 0]             # (B, T)
             if self.cfg.causal == "aux_router":
-                decides = self.aux_routers[r](h.detach(), noise)[..., 0]
+                decides = self.aux_routers[r](h.detach(), noise[..., r:r + 1])[..., 0]
             chosen, at = active, None
             if causal and self.cfg.capacity(r, self.step) < 1:
                 chosen = active & (decides >= 0)
@@ -564,15 +557,20 @@ class Model(LanguageModel):
         return max(1, int(T * self.cfg.capacity(r, self.step) + 1e-9))
 
     def noise(self, pos):
-        """router_arch=random: numbers in [0, 1) for tokens at positions pos (...): (..., R); in eval
-        mode those of a fixed table, by position."""
-        R, wide = self.cfg.n_loop, torch.promote_types(self.wte.weight.dtype, torch.float32)
-        if self.cfg.router_arch != "random":
+        """router_arch=random: scores of tokens at positions pos (...): (..., R), of which as many
+        are >= 0 as take a recursion. In eval mode they depend on the position alone."""
+        cfg, R = self.cfg, self.cfg.n_loop
+        wide = torch.promote_types(self.wte.weight.dtype, torch.float32)
+        if cfg.router_arch != "random":
             return pos.new_empty(*pos.shape, 0, dtype=wide)
         if self.training:
-            return torch.rand(*pos.shape, R, device=pos.device, dtype=wide)
-        table = torch.rand(4096, R, generator=torch.Generator().manual_seed(0), dtype=wide)
-        return table.to(pos.device)[pos % 4096]
+            u = torch.rand(*pos.shape, R, device=pos.device, dtype=wide)
+        else:
+            table = torch.rand(4096, R, generator=torch.Generator().manual_seed(0), dtype=wide)
+            u = table.to(pos.device)[pos % len(table)]
+        c = torch.tensor([cfg.capacity(r) for r in range(R)], device=pos.device, dtype=wide)
+        c[1:] /= c[:-1].clone()                             # of those that took the one before
+        return u - (1 - c if cfg.router == "expert" else 0.5)
 
     # losses, and what depends on the step ----------------------------------------------------------
 
@@ -641,8 +639,8 @@ class Model(LanguageModel):
         cfg = self.cfg
         if cfg.router == "token" and cfg.balance == "loss_free":
             loads = torch.tensor(summed(*self.loads.tolist()))
-            change = cfg.balance_rate * (loads.mean() - loads).sign()
-            self.balance_bias += change.to(self.balance_bias)
+            sign = (loads.mean() - loads).sign().to(self.balance_bias)
+            self.balance_bias += cfg.balance_rate * sign
         self.loads = torch.zeros_like(self.loads)
         if cfg.capacity_warmup:
             self.warmup_step.fill_(self.step + 1)           # where weights saved now stand
@@ -680,8 +678,8 @@ class Model(LanguageModel):
 
     def scores(self, routers, h, depth, noise):
         """Each token's score (N,) by the router of its recursion."""
-        s = torch.stack([router(h, noise)[..., 0] for router in routers])       # (R, N)
-        return s.gather(0, depth[None].to(h.device))[0]
+        s = torch.cat([router(h, noise[:, r:r + 1]) for r, router in enumerate(routers)], 1)
+        return s.gather(1, depth[:, None].to(h.device))[:, 0]           # s (N, R)
 
     def takes(self, state, depth):
         """Whether the router sends each token through recursion `depth`, (N,) bool."""
@@ -734,10 +732,9 @@ class Model(LanguageModel):
         keys = sum(c * (visible * T + 1) / 2 for c, _, visible in layers)
         weights += cfg.vocab_size * C + size(*getattr(self, "routers", []))
         weights += size(self.router) if cfg.router == "token" else 0
-        for router in getattr(self, "aux_routers", []):     # its first product gives no gradient to h
-            sizes = [p.numel() for p in router.parameters()]
-            weights += sum(sizes) - sum(sizes[:1]) / 3
-        return 6.0 * weights + 12.0 * C * keys
+        aux = getattr(self, "aux_routers", [])      # their first product has no gradient for h
+        first = sum(p.numel() for router in aux for p in [*router.parameters()][:1])
+        return 6.0 * (weights + size(*aux)) - 2.0 * first + 12.0 * C * keys
 
     def steps_within(self, max_flops, tokens):
         """How many training steps of so many tokens max_flops pays for. Those of a capacity warm-up

@@ -336,17 +336,6 @@ def test_tied_parameters_are_one_tensor(share, n_layer, blocks, tmp_path):
         assert torch.equal(model(x)[0], loaded(x)[0])
 
 
-@pytest.mark.parametrize("share, n_layer", [("middle_cycle", 5), ("sequence", 6)])
-def test_a_checkpoint_holds_each_tied_weight_once(share, n_layer, tmp_path, data_dir):
-    trainer = runs.run("mor", tmp_path, data_dir, f"n_layer={n_layer}", "n_loop=3", f"share={share}")
-    size = size_by_hand({}, {5: 3, 6: 2}[n_layer], 16, 2, 64, 257)
-    loaded = train.load_run(tmp_path / "r")[0]
-    for weights in (trainer.model.state_dict(), train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["weights"],
-                    loaded.state_dict()):
-        assert sum(storages(weights).values()) == 4 * size
-    assert len({id(block) for level in loaded.levels for block in level}) == {5: 3, 6: 2}[n_layer]
-
-
 BASES = {"135M": dict(n_embd=576, n_head=9, n_kv_head=3, n_mlp=1536),
          "360M": dict(n_embd=960, n_head=15, n_kv_head=5, n_mlp=2560),
          "730M": dict(n_embd=1536, n_head=24, n_kv_head=8, n_mlp=4096),
@@ -399,14 +388,6 @@ def test_tokens_that_a_budget_pays_for(base, n_layer, n_loop):
         assert abs(budget / flops / 1e9 - billions) < 0.051
 
 
-@pytest.mark.parametrize("base, n_layer, billions", [("135M", 32, 50.0), ("360M", 32, 19.8), ("730M", 26, 10.1),
-                                                     ("1.7B", 26, 4.5)])
-def test_a_recursive_transformer_costs_what_its_unrolled_layers_do(base, n_layer, billions):
-    recursive = of_the_paper(base, n_layer, 3, router="none").flops_per_token(paper=True)
-    assert abs(16.5e18 / recursive / 1e9 - billions) < 0.051
-    assert recursive == of_the_paper(base, n_layer, 0).flops_per_token(paper=True)
-
-
 @pytest.mark.parametrize("sizes, billions", [
     (dict(n_layer=32, n_loop=2, router="none"), 20), (dict(n_layer=34, n_loop=4, router="none"), 19),
     (dict(n_layer=32, n_loop=2), 27), (dict(n_layer=32, n_loop=3), 30), (dict(n_layer=34, n_loop=4), 30),
@@ -436,9 +417,9 @@ def test_flops_are_those_that_run(sizes, monkeypatch):
         given.append(q.size(2) * k.size(2))
         if bias is None:
             bias = torch.full((q.size(2), k.size(2)), -math.inf).triu(1).double()
-        return model_mor.attention_naive(q, k, v, bias)
+        return model_gpt.attention_naive(q, k, v, bias)
 
-    monkeypatch.setattr(model_mor, "attention_fast", attention)
+    monkeypatch.setattr(model_gpt, "attention_fast", attention)
     model, x = mor(block_size=T, pos="none", **sizes).train(), tokens(1, T)
     model.set_step(4)
     with FlopCounterMode(display=False) as counter:
@@ -517,14 +498,12 @@ def test_decoding_runs_the_tokens_that_go_on_and_no_other(router, kv):
     depth = model(x, x)[2]
     reach = [round(66 * sum(depth[f"depth{d}"].item() for d in range(r, 4))) for r in (1, 2, 3)]
     assert 66 == reach[0] > reach[1] > reach[2] > 0
-    want = [66, *reach, 66]
-    got = rows_entering(model, lambda: model(x, cache=model.init_cache(2, 33)))
-    assert got == (want, [66] * 3 if kv == "share" else want)
-    steps = []
-    cache = model.init_cache(2, 33)
+    steps, keys, cache = [], [], model.init_cache(2, 33)
     for token in x.split(1, 1):
-        steps += rows_entering(model, lambda: model(token, cache=cache))[0]
-    assert sum(steps) == sum(want)
+        for to, found in zip((steps, keys), rows_entering(model, lambda: model(token, cache=cache))):
+            to += found
+    assert sum(steps) == 66 + sum(reach) + 66
+    assert sum(keys) == (3 * 66 if kv == "share" else sum(steps))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -536,35 +515,6 @@ def test_decoding_is_the_forward(sizes, fast):
     model = mor(fast=fast, **sizes)
     for splits in ([1] * 19, [7, 1, 1, 10]):
         assert_cache_is_forward(model, [19, 1, 12], splits, 1e-10)
-
-
-@pytest.mark.parametrize("sizes", ROUTED, ids=str)
-def test_padding_on_the_right_changes_nothing(sizes):
-    model, x, garbage = mor(**sizes), tokens(3, 20), tokens(3, 20, seed=5)
-    with torch.no_grad():
-        caches = [model.init_cache(3, 30) for _ in "ab"]
-        n = torch.tensor([20, 4, 11])
-        mixed = torch.where(torch.arange(20) < n[:, None], x, garbage)
-        a, b = (model(y, cache=cache, n_valid=n)[0] for y, cache in zip((x, mixed), caches))
-        for row, k in enumerate(n.tolist()):
-            assert relative(a[row, :k], b[row, :k]) < 1e-12
-            assert relative(a[row, :k], model(x[row:row + 1, :k])[0][0]) < 1e-10
-        a, b = (model(x[:, :3], cache=cache)[0] for cache in caches)
-        assert relative(a, b) < 1e-12
-
-
-@every_fast
-@pytest.mark.parametrize("sizes", ROUTED, ids=str)
-def test_a_later_token_changes_nothing_before_it(sizes, fast):
-    model, x = mor(fast=fast, **sizes), tokens(2, 33)
-    with torch.no_grad():
-        before = model(x)[0]
-        for t in (1, 16, 32):
-            y = x.clone()
-            y[:, t] = (y[:, t] + 1) % 61
-            after = model(y)[0]
-            assert relative(before[:, :t], after[:, :t]) < 1e-12
-            assert relative(before[:, t:], after[:, t:]) > 1e-6
 
 
 def test_choosing_the_best_tokens_of_a_sequence_looks_ahead():
@@ -595,54 +545,6 @@ def test_ce_is_that_of_decoding_and_ce_topk_that_of_training(sizes):
     assert "ce_topk" not in training[2]
 
 
-def chosen(cache, row, levels):
-    """[the positions that the cache has of a row] at each level."""
-    entries = []
-    for keys, level in zip(cache.lists, (0, 1, 4)):
-        if keys.most:
-            entries += [(of, at) for of, at in zip(keys.level[row], keys.at[row]) if of]    # 0: free
-        elif keys.kv:                                           # of one level, by position
-            held = keys.kv[0][:, row].any(-1).any(0).any(0)
-            entries += [(level, at) for at in range(cache.max_len) if held[at]]
-    return [sorted(at for of, at in entries if of == level) for level in levels]
-
-
-@pytest.mark.parametrize("sizes", [dict(kv=kv, router=router) for kv in KV for router in ("expert", "token")], ids=str)
-def test_who_takes_a_recursion_took_the_one_before(sizes):
-    """The lists of the cache: those of the equations, each part of the one before, in order."""
-    model, x = mor(**sizes), tokens(2, 33)
-    cache = model.init_cache(2, 33)
-    with torch.no_grad():
-        for t in x.split([10, 1, 22], 1):
-            model(t, cache=cache)
-    for row in range(2):
-        by = ByHand(model, False)
-        by.forward(x[row].tolist())
-        got = [(cache.taken[row] >= r).nonzero()[0].tolist() for r in (1, 2, 3)]
-        assert got == by.log["active"] and got[0] == list(range(33))
-        assert chosen(cache, row, (1, 2, 3)) == (got if sizes["kv"] != "share" else [got[0], [], []])
-        assert set(got[2]) < set(got[1]) < set(got[0])
-        assert cache.recursions.deeper[row] == sum(map(len, got[1:] if sizes["kv"] != "share" else []))
-        assert chosen(cache, row, (0, 4)) == [list(range(33))] * 2
-
-
-def test_in_training_the_best_k_take_a_recursion(monkeypatch):
-    """Hierarchically: floor((R - r + 1) T / R) of those that took the one before, at least one."""
-    for T, want in ((33, [33, 22, 11]), (32, [32, 21, 10]), (2, [2, 1, 1]), (1, [1, 1, 1])):
-        model, masks = mor().train(), []
-        recursion = type(model).recursion
-
-        def record(self, r, h, chosen, *rest):
-            masks.append(torch.ones(h.shape[:2], dtype=torch.bool) if chosen is None else chosen.mask)
-            return recursion(self, r, h, chosen, *rest)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(type(model), "recursion", record)
-            model(tokens(3, T))
-        assert [mask.sum(1).tolist() for mask in masks] == [[k] * 3 for k in want]
-        assert all((inner <= outer).all() for outer, inner in zip(masks, masks[1:]))
-
-
 @every_routing
 @pytest.mark.parametrize("cap", [1, 2, 3])
 def test_exit_loop_caps_the_recursions(router, cap):
@@ -658,7 +560,8 @@ def test_exit_loop_caps_the_recursions(router, cap):
     cache = model.init_cache(2, 25)
     with torch.no_grad():
         model(x, cache=cache)
-    assert not cache.going.any() and cache.taken.max() == cap
+    assert [len(c.lengths) for c in cache.later if c.lengths.any()] == [2] * (cap - 1)
+    assert model.recursions(x).max() == cap
     assert torch.equal(model.train()(x)[0], free.train()(x)[0])
 
 
@@ -699,26 +602,6 @@ def test_without_a_router_it_is_the_plain_transformer(sizes, share, fast):
     assert plain.state_dict().keys() == unrolled(plain).state_dict().keys()
 
 
-def recursions(model, x, between):
-    """Logits of x (B, T) where all tokens take all recursions: between(r, h, F) says what becomes of state h in
-    recursion r, from 0, F the layers of it."""
-    gpt, cfg = unrolled(model), model.cfg
-    edge = int(cfg.share.startswith("middle"))
-    K = (cfg.n_layer - 2 * edge) // cfg.n_loop
-    angles = torch.arange(x.size(1))[:, None] * cfg.rope_theta ** (-torch.arange(0, 8, 2).double() / 8)
-    rotary = (torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1))
-    mask = torch.full((x.size(1), x.size(1)), -math.inf).triu(1).double()
-
-    def layers(h, start, stop):
-        for block in gpt.blocks[start:stop]:
-            h = block(h, rotary, mask)
-        return h
-
-    h = layers(gpt.wte(x), 0, edge)
-    h = between(h, [lambda y, r=r: layers(y, edge + r * K, edge + r * K + K) for r in range(cfg.n_loop)])
-    return gpt.head(gpt.norm(layers(h, cfg.n_layer - edge, cfg.n_layer)))
-
-
 @every_fast
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("sizes", [dict(), dict(share="cycle", kv="share_update"), dict(share="sequence", n_loop=2),
@@ -726,38 +609,23 @@ def recursions(model, x, between):
 def test_expert_choice_with_room_for_all_is_a_gated_recursion(sizes, training, fast):
     """As at the start of a capacity warm-up: h + 0.1 sigmoid(router h) F(h)."""
     model, x = mor(capacity_warmup=100, fast=fast, **sizes).train(training), tokens(2, 30)
-    model.set_step(0)
-
-    def between(h, steps):
-        for router, step in zip(model.routers, steps):
-            h = h + 0.1 * torch.sigmoid(h @ router.layers.weight.T) * step(h)
-        return h
-
-    assert relative(model(x)[0], recursions(model, x, between)) < 1e-12
+    cfg, gpt, edge, K = model.cfg, unrolled(model), model.cfg.edge, model.cfg.n_stored
+    h = gpt.wte(x)
+    context = model_gpt.Context(gpt.cfg, h)
+    for layer, block in enumerate(gpt.blocks):
+        r, i = divmod(layer - edge, K)
+        if not 0 <= r < cfg.n_loop:
+            h = block(h, layer, context)
+            continue
+        y = h if i == 0 else y
+        y = block(y, layer, context)
+        if i == K - 1:
+            h = h + 0.1 * torch.sigmoid(h @ model.routers[r].layers.weight.T) * y
+    assert relative(model(x)[0], gpt.head(gpt.norm(h))) < 1e-12
     aux = model(x, x)[2]
-    assert aux[f"depth{model.cfg.n_loop}"] == 1 and aux["dead"] == 0
+    assert aux[f"depth{cfg.n_loop}"] == 1 and aux["dead"] == 0
     if not training:
         assert_cache_is_forward(model, [30, 8], [10, 1, 19], 1e-10)
-
-
-@every_fast
-@pytest.mark.parametrize("sizes", [dict(), dict(share="cycle", router_func="sigmoid", kv="share_update"),
-                                   dict(share="sequence", n_loop=2), dict(n_loop=1)], ids=str)
-def test_token_choice_with_all_at_full_depth_is_a_recursion_gated_once(sizes, fast):
-    """h + p_R F(.. F(h))."""
-    model, x = mor(router="token", fast=fast, **sizes).train(), tokens(2, 30)
-    model.balance_bias[-1] = 10.0
-
-    def between(h, steps):
-        s = h @ model.router.layers.weight.T
-        p = 0.1 * s.sigmoid() if model.cfg.router_func == "sigmoid" else s.softmax(-1)
-        x = h
-        for step in steps:
-            x = step(x)
-        return h + p[..., -1:] * x
-
-    assert relative(model(x)[0], recursions(model, x, between)) < 1e-12
-    assert torch.equal(model(x)[0], model.eval()(x)[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -803,7 +671,7 @@ def test_weights_know_where_the_warm_up_stands():
         assert loaded(x, x)[2]["depth3"] == depth and torch.equal(loaded(x)[0], model(x)[0])
         cache = loaded.init_cache(2, 33)
         assert relative(loaded(x, cache=cache)[0], model(x)[0]) < 1e-10
-        assert loaded.step_number == (4 if given is weights else 10)
+        assert loaded.step == (4 if given is weights else 10)
     without = mor()
     without.load_state_dict(weights)                # a model that has no warm-up needs no step
     assert torch.equal(without(x)[0], model(x)[0])
@@ -883,18 +751,6 @@ def test_what_decides_learns_who_is_chosen():
         assert len(same) > 20 and all(same) == (causal == "aux_router")
 
 
-@every_routing
-def test_the_loss_in_pieces_is_the_loss(router):
-    """Where training logits would be too many, what the router adds included."""
-    model, x = mor(router=router, aux_weight=0.3, n_kv_head=2).train(), tokens(2, 34)
-    want = model(x[:, :-1], x[:, 1:])
-    model.max_logits = 61 * 20
-    logits, loss, aux = model(x[:, :-1], x[:, 1:])
-    assert logits is None and relative(loss, want[1]) < 1e-12 and aux.keys() == want[2].keys()
-    for a, b in zip(gradients(loss, model), gradients(want[1], model), strict=True):
-        assert relative(a, b, 1e-8) < 1e-10
-
-
 def others(model, x, names):
     """The parameters whose names start otherwise, with their gradients."""
     model(x, x)[1].backward()
@@ -967,16 +823,6 @@ def test_loss_free_balance_moves_biases_by_all_loads(router_func):
     assert relative(model.balance_bias, want + 0.01 * (40 - loads).sign()) < 1e-6
 
 
-def test_biases_balance_the_depths():
-    model, x = mor(router="token", balance="loss_free", balance_rate=0.001).train(), tokens(8, 33)
-    maxvio = []
-    with torch.no_grad():
-        for _ in range(60):
-            maxvio.append(model(x, x)[2]["maxvio"])
-            model.end_step(lambda *numbers: list(numbers))
-    assert maxvio[0] > 0.2 and max(maxvio[-10:]) < 0.1
-
-
 @pytest.mark.parametrize("sizes", [dict(balance="loss"), dict(balance="none"), dict(router="expert"),
                                    dict(router="none")], ids=str)
 def test_without_loss_free_no_bias_moves(sizes):
@@ -1020,11 +866,13 @@ def test_a_compiled_training_step_is_one_graph(sizes):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the random router
+# the random router, a baseline
 
-def test_the_control_takes_its_share_at_random():
-    """Recursion r takes (R - r) / R of all tokens, by position in eval mode, by chance in training."""
-    model, x = mor(router_arch="random", pos="none", n_embd=8, n_head=1, n_mlp=8).float(), tokens(1, 3000)
+
+def test_the_random_router_takes_its_fraction():
+    """Recursion r takes (R - r) / R of all tokens, by position in eval mode, by chance in training; it learns nothing."""
+    model = mor(router_arch="random", pos="none", n_embd=8, n_head=1, n_mlp=8, aux_weight=1.0).float()
+    x = tokens(1, 3000)
     assert not any(name.startswith("routers") for name, _ in model.named_parameters())
     with torch.no_grad():
         aux = model(x, x)[2]
@@ -1033,16 +881,16 @@ def test_the_control_takes_its_share_at_random():
         assert torch.equal(model(x)[0], model(x)[0])
         model.train()
         torch.manual_seed(0)
-        a, b = model(x)[0], model(x)[0]
+        (a, loss, aux), b = model(x, x), model(x)[0]
         torch.manual_seed(0)
         assert torch.equal(model(x)[0], a) and not torch.equal(a, b)
-        aux = model(x, x)[2]
         assert [round(60 * aux[f"depth{d}"].item()) for d in (1, 2, 3)] == [20, 20, 20]
+        assert loss == aux["ce"] and aux["aux"] > 0
 
 
 @every_kv
 @every_routing
-def test_the_control_decodes_as_it_computes(router, kv):
+def test_the_random_router_decodes_as_it_computes(router, kv):
     model = mor(router_arch="random", router=router, kv=kv)
     assert_cache_is_forward(model, [30, 11], [12, 1, 17], 1e-10)
     x = tokens(2, 30)
@@ -1050,15 +898,31 @@ def test_the_control_decodes_as_it_computes(router, kv):
     assert sum(aux[f"depth{d}"] > 0 for d in (1, 2, 3)) >= 2
 
 
-def test_the_control_learns_no_decision():
-    """Noise has nothing to be taught: the loss is the cross-entropy."""
-    model, x = mor(router_arch="random", aux_weight=1.0).train(), tokens(2, 30)
-    _, loss, aux = model(x, x)
-    assert loss.detach() == aux["ce"] and aux["aux"] > 0
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the cache
+
+@pytest.mark.parametrize("sizes", [dict(kv=kv, router=router) for kv in KV for router in ("expert", "token")], ids=str)
+def test_the_cache_has_keys_of_those_that_took_a_recursion(sizes):
+    """As the equations choose them, each set part of the one before; reset empties these rows alone."""
+    model, x = mor(**sizes), tokens(2, 33)
+    cache = model.init_cache(2, 33)
+    for t in x.split([10, 1, 22], 1):
+        model(t, cache=cache)
+    for row in range(2):
+        by = ByHand(model, False)
+        by.forward(x[row].tolist())
+        chosen = by.log["active"]
+        assert set(chosen[2]) < set(chosen[1]) < set(chosen[0]) and chosen[0] == list(range(33))
+        assert [(model.recursions(x)[row] >= r).nonzero()[:, 0].tolist() for r in (1, 2, 3)] == chosen
+        assert [c.lengths[row] for c in cache.later] == [len(c) for c in chosen[1:]] * (sizes["kv"] != "share")
+        for c, at in zip(cache.later, chosen[1:]):
+            assert c.took[row].nonzero()[:, 0].tolist() == at
+            assert (c.k[0][row, :, :len(at)] != 0).all() and (c.k[0][row, :, len(at):-1] == 0).all()
+    cache.reset([1])
+    for c in cache.later:
+        assert c.lengths[0] > 0 and c.lengths[1] == 0 and c.took[0].any() and not c.took[1].any()
+        assert not c.k[0][1].any() and not c.v[0][1].any()
+
 
 @pytest.mark.parametrize("R, n_layer", [(2, 8), (3, 8), (3, 32), (4, 34)])
 @every_routing
@@ -1106,177 +970,80 @@ def test_a_list_grows_where_tokens_choose_more_than_planned(kv, router, fast):
     assert_cache_is_forward(model, [30, 7, 19], [1] * 12 + [10, 1, 7], 1e-10)
 
 
-@every_kv
-def test_a_full_cache_says_so(kv):
-    model, x = mor(kv=kv), tokens(2, 12)
-    cache = model.init_cache(2, 12)
-    with torch.no_grad():
-        model(x, cache=cache, n_valid=torch.tensor([12, 5]))
-        with pytest.raises(ValueError, match="cache is full: 12 tokens held, 1 more, max_len 12"):
-            model(x[:, :1], cache=cache)
-        got = model(x[:, 5:6], cache=cache, n_valid=torch.tensor([0, 1]))[0]      # the other row goes on as before
-        assert cache.lengths.tolist() == [12, 6]
-        assert relative(got[1, 0], model(x[1:, :6])[0][0, 5]) < 1e-10
-
-
-@every_routing
-@every_kv
-def test_reset_empties_these_rows_alone(router, kv):
-    model, x = mor(kv=kv, router=router), tokens(4, 30)
-    with torch.no_grad():
-        cache = model.init_cache(3, 30)
-        model(x[:3, :18], cache=cache)
-        kept = [chosen(cache, row, range(5)) for row in (0, 2)]
-        cache.reset([1])
-        assert chosen(cache, 1, range(5)) == [[]] * 5 and [chosen(cache, row, range(5)) for row in (0, 2)] == kept
-        assert cache.lengths.tolist() == [18, 0, 18] and cache.taken[1].sum() == 0
-        buffers = [x for keys in cache.lists for x in keys.kv]
-        assert all((x[:, 1] == 0).all() and (x[:, 0] != 0).any() for x in buffers)
-        piece = torch.stack([x[0, 18:30], x[3, :12], x[2, 18:30]])
-        got = model(piece, cache=cache)[0]
-        for row, want in ((0, model(x[:1])[0][0, 18:]), (1, model(x[3:, :12])[0][0]), (2, model(x[2:3])[0][0, 18:])):
-            assert relative(got[row], want) < 1e-10
-        cache.reset()
-        assert relative(feed_into(model, cache, x[:3]), model(x[:3])[0]) < 1e-10
-
-
-def feed_into(model, cache, x):
-    return torch.cat([model(part, cache=cache)[0] for part in x.split([4, 1, x.size(1) - 5], 1)], 1)
-
-
-@every_routing
-@every_kv
-def test_a_cache_made_and_grown_in_inference_mode_is_written_outside(router, kv):
-    model, x = eager(kv=kv, router=router), tokens(2, 30)
-    with torch.inference_mode():
-        cache = model.init_cache(2, 30)
-        model(x[:, :25], cache=cache)
-    assert relative(model(x[:, 25:], cache=cache)[0], model(x)[0][:, 25:]) < 1e-10
-
-
-@every_fast
-@every_routing
-def test_calls_with_a_cache_build_no_graph(router, fast):
-    """Also where gradients are on, with targets, in training mode, and in an engine's calls."""
-    model, x = mor(router=router, fast=fast).train(), tokens(2, 30)
-    cache = model.init_cache(2, 30)
-    logits, loss, _ = model(x[:, :9], x[:, 1:10], cache=cache)
-    assert not logits.requires_grad and not loss.requires_grad
-    rows, n = torch.arange(2), torch.tensor([3, 1])
-    h = model.enter(x.flatten()[:4], cache, rows, n)
-    for depth in range(3):
-        assert not h.requires_grad
-        h = model.loop(h, torch.full((2,), depth), cache, rows, n)
-    assert not h.requires_grad and not model.finish(h, cache, rows, n).requires_grad
-    assert not any(x.requires_grad for keys in cache.lists for x in keys.kv)
-
-
-def test_each_heads_keys_and_values_are_contiguous():
-    for keys in mor(n_kv_head=2).init_cache(3, 30).lists:
-        for k, v in keys.kv:
-            assert all(x[0, 0].is_contiguous() and x.shape[:2] == (3, 2) for x in (k, v))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# rows at different recursions
+# packed tokens, each at its own recursion
 
-def at_depths(model, cache, new, rows, n, depth):
-    """States of the new tokens (N,), n[r] of row rows[r], each row before recursion depth[r], from 0."""
-    h = model.enter(new, cache, rows, n)
-    for d in range(int(depth.max())):
-        some = depth > d
-        which = some.repeat_interleave(n)
-        h[which] = model.loop(h[which], torch.full_like(rows[some], d), cache, rows[some], n[some])
-    return h
+class Sequences:
+    """The context that serve.py gives, in lists: tokens of rows row at positions at, each at its level. kv holds
+    {(row, level, layer): {position: (k, v)}}."""
 
+    def __init__(self, cfg, kv, row, level, at):
+        self.cfg, self.kv, self.row, self.level, self.at = cfg, kv, row, level, torch.tensor(at)
 
-ONES, SEVERAL = [1, 1, 1, 1, 1, 1, 1], [3, 1, 2, 1, 1, 4, 1]
-
-
-@every_fast
-@pytest.mark.parametrize("n, depth, apart", [(ONES, [2, 0, 1, 2, 1, 0, 0], False), (ONES, [0, 0, 0, 1, 1, 2, 2], True),
-                                             (SEVERAL, [2, 0, 1, 2, 1, 0, 0], False), (SEVERAL, [2, 1, 0, 0, 1, 0, 2], True)
-                                             ], ids=["ones", "ones apart", "several", "several apart"])
-@pytest.mark.parametrize("sizes", [*(dict(kv=kv, router=router) for kv in KV for router in ("expert", "token", "none")),
-                                   dict(share="cycle", kv="share_update", n_kv_head=2), dict(causal="aux_router"),
-                                   dict(router_arch="random", kv="share", qk_norm=True)], ids=str)
-def test_rows_at_different_recursions_are_as_if_alone(sizes, n, depth, apart, fast, monkeypatch):
-    """One call takes rows in any order and at any depth; the logits are those of the forward, and so are the depths.
-    apart: rows at the first recursion and deeper ones are attended to in two calls, as it is quicker in long lists."""
-    if apart:
-        monkeypatch.setattr(model_mor, "CALL", -math.inf)
-    model, x, held = mor(fast=fast, **sizes), tokens(7, 20), [9, 4, 12, 0, 2, 15, 8]
-    rows, n, depth = torch.tensor([4, 1, 6, 0, 5, 2, 3]), torch.tensor(n), torch.tensor(depth)
-    new = [x[row, held[row]:held[row] + k] for row, k in zip(rows.tolist(), n.tolist())]
-    with torch.no_grad():
-        cache = model.init_cache(7, 20)
-        model(x, cache=cache, n_valid=torch.tensor(held))
-        before = cache.taken.copy()
-        h = at_depths(model, cache, torch.cat(new), rows, n, depth)
-        alone = []
-        for row, k, d, part in zip(rows.tolist(), n.tolist(), depth.tolist(), new):
-            own = model.init_cache(1, 20)
-            if held[row]:
-                model(x[row:row + 1, :held[row]], cache=own)
-            states = at_depths(model, own, part, torch.tensor([0]), torch.tensor([k]), torch.tensor([d]))
-            alone.append(model.loop(states, torch.tensor([d]), own, torch.tensor([0]), torch.tensor([k])))
-        h = model.loop(h, depth, cache, rows, n)
-        for got, want in zip(h.split(n.tolist()), alone, strict=True):
-            assert relative(got, want) < 1e-10
-        depth = depth + 1
-        while (depth < 3).any():
-            some = depth < 3
-            which = some.repeat_interleave(n)
-            h[which] = model.loop(h[which], depth[some], cache, rows[some], n[some])
-            depth = depth + some
-        logits = model.logits(model.finish(h, cache, rows, n)).split(n.tolist())
-        for row, k, got in zip(rows.tolist(), n.tolist(), logits):
-            whole = model.init_cache(1, 20)
-            want = model(x[row:row + 1, :held[row] + k], cache=whole)[0][0, held[row]:]
-            assert relative(got, want) < 1e-10
-            assert relative(got, model(x[row:row + 1, :held[row] + k])[0][0, held[row]:]) < 1e-10
-            assert (cache.taken[row] == whole.taken[0]).all() and (before[row, held[row]:] == 0).all()
-            assert chosen(cache, row, range(5)) == chosen(whole, 0, range(5))
-            assert cache.exits(torch.tensor([row])) == whole.taken[0, held[row] + k - 1]
-        assert not cache.going.any()
-        if model.cfg.router != "none":
-            assert {1, 2, 3} == set(cache.taken.flat) - {0}
+    def attend(self, layer, q, k, v):
+        turned = lambda x: x[0] if self.cfg.pos == "none" else rotate(
+            x[0].transpose(0, 1), self.at, self.cfg.rope_theta).transpose(0, 1)
+        q, out = turned(q), torch.zeros_like(q[0])                                      # (H, N, D)
+        own = lambda n, level: self.kv.setdefault((self.row[n], level, layer), {})
+        for n, (level, at) in enumerate(zip(self.level, self.at.tolist())):
+            if level in (0, 1, self.cfg.n_loop + 1) or self.cfg.kv != "share":
+                own(n, level)[at] = turned(k)[:, n], v[0, :, n]
+        for n, (level, at) in enumerate(zip(self.level, self.at.tolist())):
+            seen, inner = own(n, level), 1 < level <= self.cfg.n_loop
+            if inner and self.cfg.kv != "recursion":
+                seen = {**own(n, 1), **(seen if self.cfg.kv == "share_update" else {})}
+            keys, values = (torch.stack(x).repeat_interleave(len(q) // self.cfg.n_kv_head, 1)
+                            for x in zip(*(seen[t] for t in sorted(seen) if t <= at)))     # (S, H, D)
+            e = ((keys * q[:, n]).sum(-1) / math.sqrt(q.size(-1))).exp()                # (S, H)
+            out[:, n] = (e[..., None] * values).sum(0) / e.sum(0)[:, None]
+        return out[None]
 
 
-@every_routing
-def test_who_goes_on_is_known_before_the_next_recursion(router):
-    """A row that is done can leave at once: its token is finished with what it has."""
-    model, x = mor(router=router), tokens(6, 15)
-    rows, ones = torch.arange(6), torch.ones(6, dtype=torch.long)
-    with torch.no_grad():
-        cache = model.init_cache(6, 15)
-        model(x[:, :14], cache=cache)
-        h = model.enter(x[:, 14], cache, rows, ones)
-        left = {}
-        for d in range(3):
-            h = model.loop(h, torch.full_like(rows, d), cache, rows, ones[:len(rows)])
-            on = cache.goes_on(rows, ones[:len(rows)])
-            if not on.all():
-                logits = model.logits(model.finish(h[~on], cache, rows[~on], ones[:len(rows[~on])]))
-                left |= {row: (d + 1, out) for row, out in zip(rows[~on].tolist(), logits)}
-                assert cache.exits(rows[~on]).tolist() == [d + 1] * len(rows[~on])
-            rows, h = rows[on], h[on]
-            if len(rows) == 0:
-                break
-        want = model(x)[0][:, -1]
-        assert sorted(left) == list(range(6)) and len({d for d, _ in left.values()}) > 1
-        assert all(relative(out, want[row]) < 1e-10 for row, (_, out) in left.items())
+HOOKED = [*(dict(kv=kv, router=router) for kv in KV for router in ("expert", "token", "none")),
+          dict(share="cycle", kv="share_update", n_kv_head=2), dict(causal="aux_router", exit_loop=2),
+          dict(router_arch="random", kv="share", qk_norm=True), dict(router_arch="random", router="token", pos="none"),
+          dict(share="sequence"), dict(router="token", share="middle_sequence", n_layer=8)]
 
 
-@pytest.mark.parametrize("share", ["sequence", "middle_sequence"])
-def test_sharing_that_different_recursions_cannot_serve_is_refused(share):
-    model, x = mor(share=share, router="none"), tokens(2, 8)
-    rows, ones = torch.arange(2), torch.ones(2, dtype=torch.long)
-    with torch.no_grad():
-        cache = model.init_cache(2, 8)
-        h = at_depths(model, cache, x[:, 0], rows, ones, torch.tensor([0, 1]))
-        with pytest.raises(ValueError, match=f"share={share}: rows at different depths need share=cycle"):
-            model.loop(h, torch.tensor([0, 1]), cache, rows, ones)
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", HOOKED, ids=str)
+def test_packed_tokens_at_different_recursions_are_as_in_the_forward(sizes):
+    """Logits and depths. Rows have one or several new tokens and enter one step after another, so that every call of
+    loop has tokens at different recursions (share=*sequence: each row alone); a token that leaves is finished at once,
+    while the other tokens of its row go on."""
+    model, x, kv = mor(**sizes), tokens(5, 12), {}
+    want, depths = model(x)[0], model.recursions(x)
+    R, alone = model.n_loop, model.cfg.share.endswith("sequence")
+    waiting = [(row, [t]) for t in (9, 10, 11) for row in range(5)]
+    waiting = [(row, list(range(9))) for row in range(5)] + waiting
+    work, left, mixed = {}, {}, False                  # work {row: [positions, depth, states]}
+    while waiting or work:
+        ready = [n for n, (row, _) in enumerate(waiting) if row not in work]
+        if ready and not (alone and work):
+            row, at = waiting.pop(ready[0])
+            context = Sequences(model.cfg, kv, [row] * len(at), [0] * len(at), at)
+            work[row] = [at, 0, model.embed(x[row, at], context)]
+        row, at, depth = zip(*((row, t, d) for row, (at, d, _) in work.items() for t in at))
+        mixed |= len(set(depth)) > 1
+        context = Sequences(model.cfg, kv, row, [d + 1 for d in depth], at)
+        state = model.loop(torch.cat([h for *_, h in work.values()]), torch.tensor(depth), context)
+        on = torch.tensor([d + 1 < R for d in depth])
+        on[on.clone()] &= model.takes(state[on], torch.tensor(depth)[on] + 1)
+        for n in (~on).nonzero()[:, 0].tolist():
+            end = Sequences(model.cfg, kv, [row[n]], [model.cfg.n_loop + 1], [at[n]])
+            left.setdefault((row[n], at[n]), (depth[n] + 1, state[n:n + 1], end))
+        done = [r for r in work if not any(on[n] for n in range(len(row)) if row[n] == r)]
+        for r in work:
+            mine = [n for n in range(len(row)) if row[n] == r and on[n]]
+            work[r] = [[at[n] for n in mine], work[r][1] + 1, state[mine]]
+        for r in done:                                  # the last layer, in the order of positions
+            del work[r]
+            for t in sorted(t for row, t in left if row == r and (row, t) not in kv.get("out", {})):
+                exit, h, end = left[r, t]
+                kv.setdefault("out", {})[r, t] = model.logits(model.finish(h, end))[0]
+                assert exit == depths[r, t]
+    assert len(kv["out"]) == 60 and (mixed or alone)
+    assert all(relative(logits, want[place]) < 1e-10 for place, logits in kv["out"].items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1341,17 +1108,6 @@ def test_in_one_loop_the_source_comes_back():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # settings
-
-@every_fast
-@pytest.mark.parametrize("router", ["expert", "token", "none"])
-def test_dropout_is_drawn_in_training_alone(router, fast):
-    model, x = mor(router=router, dropout=0.2, fast=fast).train(), tokens(2, 30)
-    torch.manual_seed(0)
-    (a, loss, _), b = model(x, x), model(x)[0]
-    torch.manual_seed(0)
-    assert torch.equal(model(x)[0], a) and not torch.equal(a, b)
-    assert all(torch.isfinite(g).all() for g in gradients(loss, model))
-    assert torch.equal(model.eval()(x)[0], mor(router=router, fast=fast)(x)[0])
 
 
 @every_fast
@@ -1427,10 +1183,3 @@ def test_impossible_settings_are_named(bad, named):
         model_mor.Config(**{"n_layer": 5, "n_embd": 32, **bad})
 
 
-def test_defaults_are_those_of_the_paper():
-    cfg = model_mor.Config()
-    assert (cfg.share, cfg.router, cfg.kv, cfg.causal) == ("middle_cycle", "expert", "recursion", "aux_loss")
-    assert (cfg.alpha, cfg.aux_weight, cfg.balance_weight, cfg.balance_rate) == (0.1, 0.001, 0.1, 0.001)
-    assert (cfg.router_func, model_mor.Config(router="token").router_func) == ("sigmoid", "softmax")
-    assert (cfg.router_arch, cfg.capacity_warmup, cfg.z_loss, cfg.balance) == ("linear", 0, 0.0, "loss")
-    assert model_mor.Config(router="token").z_loss == 1e-5
