@@ -1,10 +1,10 @@
 """
 Mixture-of-Recursions (MoR): tied layers run in loops, and each token takes as many as it needs.
 
-N = n_layer unrolled layers share the weights of K blocks over R = n_loop recursions; F_r is the r-th
-pass through them, residuals included. A router (a linear map of the state) sends easy tokens through
-few recursions and hard ones through many. With share=middle_* the first and the last layer have
-weights of their own, and all tokens take them.
+N = n_layer unrolled layers share the weights of K blocks over R = n_loop recursions; F_r is the
+r-th pass through them, residuals included. A router (a linear map of the state) sends easy tokens
+through few recursions and hard ones through many. With share=middle_* the first and the last layer
+have weights of their own, and all tokens take them.
 
     level 0     level 1      level 2      level 3      level R + 1
     first   ->  F_1 (all) -> F_2 (2/3) -> F_3 (1/3) -> last
@@ -18,26 +18,27 @@ router=expert (Section 2.2.1): each recursion chooses its tokens. A_0 = all toke
     A_r = the k_r tokens of A_{r-1} with highest s,          k_r = floor(T (R - r + 1) / R)
     h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])                                (Eq. 2.1)
 
-The top k depend on later tokens, so decoding decides by s >= 0 among those that took r - 1. Training
-teaches this to s: the loss has aux_weight BCE(s, was it chosen). With causal=aux_router a second
-router on detached states learns it. In eval mode "ce" is that of decoding, "ce_topk" that of top k.
+The top k depend on later tokens, so decoding decides by s >= 0 among those that took r - 1.
+Training teaches this to s: the loss has aux_weight BCE(s, was it chosen). With causal=aux_router a
+second router on detached states learns it. In eval mode "ce" is that of decoding, "ce_topk" that
+of top k.
 
-router=token: each token chooses its depth, which is causal. p = softmax(W h_1), i = argmax p, and it
-leaves as h_1 + p_i F_i(.. F_1(h_1)) (Eq. 2.2). The depths are kept in balance by a loss,
-balance_weight R sum_i (fraction of tokens with depth i) mean(p_i), or by balance=loss_free: a bias b
-in argmax(p + b) that moves against the load. router=none: all tokens take all recursions.
+router=token: each token chooses its depth, which is causal. p = softmax(W h_1), i = argmax p, and
+it leaves as h_1 + p_i F_i(.. F_1(h_1)) (Eq. 2.2). The depths are kept in balance by a loss,
+balance_weight R sum_i (fraction of tokens with depth i) mean(p_i), or by balance=loss_free: a bias
+b in argmax(p + b) that moves against the load. router=none: all tokens take all recursions.
 
 Keys and values (Section 2.2.2). kv=recursion: tokens attend to those that take the same recursion.
 share: to all, by their keys in recursion 1. share_update: the same, but tokens that take this
 recursion have new keys in it.
 
-`fast=false` runs all tokens and masks out those not chosen. `fast=true` gathers the chosen ones, runs
-them alone, and scatters them back; so does decoding, on either path.
+`fast=false` runs all tokens and masks out those not chosen. `fast=true` gathers the chosen ones,
+runs them alone, and scatters them back; so does decoding, on either path.
 
-Departures from the paper and its code: token choice gates once (Eq. 2.2: at every step; the code: as
-here); its z-loss has the weight of the code's configuration, 1e-5 (Table 11: 1e-3); attention is
-tied as all else is (the code unties it with expert choice); the auxiliary loss is a plain mean; dead
-positions are those of all rows of an evaluation (Table 10: of 500).
+Departures from the paper and its code: token choice gates once (Eq. 2.2: at every step; the code:
+as here); its z-loss has the weight of the code's configuration, 1e-5 (Table 11: 1e-3); attention
+is tied as all else is (the code unties it with expert choice); the auxiliary loss is a plain mean;
+dead positions are those of all rows of an evaluation (Table 10: of 500).
 
 Paper: Bae et al. 2025, "Mixture-of-Recursions: Learning Dynamic Recursive Depths for Adaptive
 Token-Level Computation" (2507.10524); code at github.com/raymin0223/mixture_of_recursions.
@@ -95,10 +96,9 @@ class Config(BaseConfig):
         super().__post_init__()
         token = self.router == "token"
         functions = ("softmax", "sigmoid") if token else ("sigmoid", "tanh")
-        self.router_func = self.router_func or functions[0]
-        if self.router_func not in functions:
-            raise ValueError(f"router_func={self.router_func} must be one of: "
-                             f"{', '.join(functions)}")
+        func = self.router_func = self.router_func or functions[0]
+        if func not in functions:
+            raise ValueError(f"router_func={func} must be one of: {', '.join(functions)}")
         if self.z_loss == -1:
             self.z_loss = 1e-5 if token else 0.0
         self.at_least(0, "n_mlp", "aux_weight", "capacity_warmup", "balance_weight",
@@ -197,10 +197,6 @@ class Block(model_gpt.Block):
         self.drop = nn.Dropout(cfg.dropout)
 
 
-def rotate(x, rope):
-    return apply_rope(x, *rope) if rope and x is not None else x
-
-
 class AllTokens(Context):
     """The context of the first layer, the last, and recursion 1: all tokens, causally. kv[layer]
     keeps keys and values, (B, G, S, D) each, for later recursions."""
@@ -217,7 +213,8 @@ class AllTokens(Context):
         super().__init__(cfg, x, cache, n_valid, training)
 
     def attend(self, layer, q, k, v):
-        q, k = rotate(q, self.rope), rotate(k, self.rope)
+        if self.rope:
+            q, k = (x if x is None else apply_rope(x, *self.rope) for x in (q, k))
         if k is not None and self.cache is not None:
             k, v = (x.to(q.dtype) for x in self.cache.append(layer, k, v))
         k, v = self.visible(layer, k, v)                                # (B, G, S, D)
@@ -237,8 +234,9 @@ class AllTokens(Context):
 
 
 class Masked(AllTokens):
-    """The naive context of a later recursion: all tokens run, and only those of mask (B, T) have keys
-    in it. Another one attends to itself too, lest its softmax is empty; its result is dropped."""
+    """The naive context of a later recursion: all tokens run, and only those of mask (B, T) have
+    keys in it. Another one attends to itself too, lest its softmax is empty; its result is
+    dropped."""
 
     def __init__(self, cfg, everyone, mask):
         self.cfg, self.everyone, self.mask, self.cache = cfg, everyone, mask, None
@@ -363,18 +361,16 @@ class Cache(KVCache):
     """model_gpt's cache of the layers that all tokens take, and `later`: a RecursionCache of each
     other recursion that has keys of its own."""
 
+    @torch.inference_mode(False)            # so that calls outside may write too
     def __init__(self, cfg, batch_size, max_len, device, dtype):
-        own, K = cfg.kv != "share", cfg.n_stored        # own: later recursions have keys
+        K, R = cfg.n_stored, cfg.n_loop if cfg.kv != "share" else 1     # R: that have keys
         routed = cfg.router != "none"
-        n_layer = 2 * cfg.edge + K if routed or not own else cfg.n_layer
+        n_layer = 2 * cfg.edge + K * (1 if routed else R)
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer)
-        self.later = []
-        for r in range(1, cfg.n_loop if own and routed else 1):
-            room = max(1, int(max_len * cfg.capacity(r) + 1e-6))
-            self.later.append(RecursionCache(cfg, batch_size, room, device, dtype, K))
-            with torch.inference_mode(False):
-                took = torch.zeros(batch_size, max_len + 1, dtype=torch.bool, device=device)
-            self.later[-1].took = took
+        rooms = [max(1, int(max_len * cfg.capacity(r) + 1e-6)) for r in range(1, R) if routed]
+        self.later = [RecursionCache(cfg, batch_size, n, device, dtype, K) for n in rooms]
+        for cache in self.later:
+            cache.took = self.k[0].new_zeros(batch_size, max_len + 1, dtype=torch.bool)
 
     def nbytes(self):
         return super().nbytes() + sum(cache.nbytes() for cache in self.later)
@@ -425,8 +421,8 @@ class Model(LanguageModel):
         return self.cfg.exit_loop if self.cfg.exit_loop and not self.training else self.cfg.n_loop
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model. With targets, aux also has depth1, ..: the fraction of tokens that take
-        so many recursions, and what expert_loss or token_loss tells."""
+        """As in every model. With targets, aux also has depth1, ..: the fraction of tokens that
+        take so many recursions, and what expert_loss or token_loss tells."""
         if targets is None or cache is not None or idx.numel() == 0:
             return super().forward(idx, targets, cache, n_valid)
         expert, R = self.cfg.router == "expert", self.cfg.n_loop
@@ -451,7 +447,7 @@ class Model(LanguageModel):
         return self.states(idx, causal, cache, n_valid)[0]
 
     def states(self, idx, causal, cache=None, n_valid=None):
-        """Of idx (B, T): states after the final norm (B, T, C), the recursions that each token takes
+        """Of idx (B, T): states after the final norm (B, T, C), the recursions each token takes
         (B, T), and what the router's losses need. causal: tokens are chosen as in decoding."""
         h = self.drop(self.wte(idx))
         everyone = AllTokens(self.cfg, h, cache, n_valid, self.training)
@@ -494,7 +490,7 @@ class Model(LanguageModel):
         own = cache.later[r - 1] if cache is not None and fresh else None
         tokens = Chosen(cfg, everyone, chosen, at, own)
         if not len(tokens.rows) and not torch.is_grad_enabled():
-            return h                    # with gradients it runs all the same: each parameter has one
+            return h            # with gradients it runs all the same: each parameter has one
         tokens.start()
         x, gate = tokens.take(h), None if gate is None else tokens.take(gate)
         y = add(x, self.run(x, r + 1, tokens, fresh=fresh), gate)
@@ -557,27 +553,25 @@ class Model(LanguageModel):
         return max(1, int(T * self.cfg.capacity(r, self.step) + 1e-9))
 
     def noise(self, pos):
-        """router_arch=random: scores of tokens at positions pos (...): (..., R), of which as many
-        are >= 0 as take a recursion. In eval mode they depend on the position alone."""
+        """router_arch=random: scores (..., R) of tokens at positions pos (...), in eval mode fixed
+        by position. Of expert choice as many are >= 0 as recursion r takes."""
         cfg, R = self.cfg, self.cfg.n_loop
         wide = torch.promote_types(self.wte.weight.dtype, torch.float32)
         if cfg.router_arch != "random":
             return pos.new_empty(*pos.shape, 0, dtype=wide)
-        if self.training:
-            u = torch.rand(*pos.shape, R, device=pos.device, dtype=wide)
-        else:
-            table = torch.rand(4096, R, generator=torch.Generator().manual_seed(0), dtype=wide)
-            u = table.to(pos.device)[pos % len(table)]
-        c = torch.tensor([cfg.capacity(r) for r in range(R)], device=pos.device, dtype=wide)
-        c[1:] /= c[:-1].clone()                             # of those that took the one before
-        return u - (1 - c if cfg.router == "expert" else 0.5)
+        u = torch.rand(*pos.shape, R, device=pos.device, dtype=wide)
+        if not self.training:
+            fixed = torch.Generator().manual_seed(0)
+            u = torch.rand(4096, R, generator=fixed, dtype=wide).to(pos.device)[pos % 4096]
+        left = torch.arange(R + 1, 1, -1, device=pos.device)            # R + 1 - r
+        return u - (1 / left if cfg.router == "expert" else 0.5)
 
-    # losses, and what depends on the step ----------------------------------------------------------
+    # losses, and what depends on the step --------------------------------------------------------
 
     def expert_loss(self, s, decides, active, chosen):
-        """What is added to the loss, and what to tell, of (R, B, T): aux, the BCE of the scores that
-        decide in decoding against who was chosen; and, of the recursions after the first,
-        router_accuracy, how often they are right, router_majority, how often always saying the
+        """What is added to the loss, and what to tell, of (R, B, T) each. aux: the BCE of the
+        scores that decide in decoding against who was chosen. Of the recursions after the first
+        router_accuracy: how often they are right, router_majority: how often always saying the
         commoner thing would be. Means over the tokens that compete, summed over recursions."""
         n, yes = active.sum((1, 2)), chosen.sum((1, 2))                 # (R,)
         mean = lambda x: ((x * active).sum((1, 2)) / n).sum()
@@ -592,8 +586,8 @@ class Model(LanguageModel):
         return weight * bce + self.cfg.z_loss * mean(s ** 2), told
 
     def token_loss(self, scores, p, depth):
-        """The same: balance, 1 where the depths are in balance; maxvio, how far the fullest depth is
-        above the mean, in means; entropy of the mean p, in nats."""
+        """The same: balance, 1 where the depths are in balance; maxvio, how far the fullest depth
+        is above the mean, in means; entropy of the mean p, in nats."""
         cfg, R = self.cfg, self.cfg.n_loop
         loads = torch.stack([(depth == d).sum() for d in range(R)])
         if self.training:
@@ -634,8 +628,8 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def end_step(self, summed):
-        """After each optimizer step: loss_free moves its biases by the loads of all micro-batches and
-        processes. summed(*numbers) adds up numbers over processes, a list."""
+        """After each optimizer step: loss_free moves its biases by the loads of all micro-batches
+        and processes. summed(*numbers) adds up numbers over processes, a list."""
         cfg = self.cfg
         if cfg.router == "token" and cfg.balance == "loss_free":
             loads = torch.tensor(summed(*self.loads.tolist()))
@@ -712,10 +706,10 @@ class Model(LanguageModel):
 
     def flops_per_token(self, paper=False, step=None):
         """Floating-point operations of one token's forward and backward pass in a sequence of
-        block_size: 6 a weight of each matrix product and 12 C a visible key, averaged over positions,
-        each times the fraction of tokens that need it at a training step (None: after a capacity
-        warm-up). Routers score all tokens. paper: as Appendix C counts: the forward only, causal
-        attention as half the square, n_kv_head as n_head, neither head nor routers."""
+        block_size: 6 a weight of each matrix product and 12 C a visible key, averaged over
+        positions, times the fraction of tokens that need it at a training step (None: after a
+        capacity warm-up). paper: as Appendix C counts: the forward only, causal attention as half
+        the square, n_kv_head as n_head, neither head nor routers."""
         cfg, T, C, block = self.cfg, self.cfg.block_size, self.cfg.n_embd, self.blocks[0]
         size = lambda *modules: sum(p.numel() for module in modules
                                     for p in module.parameters() if p.dim() == 2)
