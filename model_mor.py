@@ -29,7 +29,7 @@ balance_weight R sum_i (fraction of tokens with depth i) mean(p_i), or by balanc
 b in argmax(p + b) that moves against the load. router=none: all tokens take all recursions.
 
 Keys and values (Section 2.2.2). kv=recursion: tokens attend to those that take the same recursion.
-share: to all, by their keys in recursion 1. share_update: the same, but tokens that take this
+share: to all, by their keys in the first. share_update: the same, but tokens that take this
 recursion have new keys in it.
 
 `fast=false` runs all tokens and masks out those not chosen. `fast=true` gathers the chosen ones,
@@ -46,7 +46,6 @@ Token-Level Computation" (2507.10524); code at github.com/raymin0223/mixture_of_
 Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size; A rows with a chosen
 token, n most chosen tokens of a row; N packed tokens. In the code recursions count from 0.
 """
-import contextlib
 import math
 from dataclasses import dataclass
 
@@ -143,7 +142,7 @@ class Config(BaseConfig):
 
 
 # -------------------------------------------------------------------------------------------------
-# the method: routers, who is chosen, and a recursion in which all others are masked out
+# the method: who takes which recursion
 
 class Router(nn.Module):
     """Scores of states h (..., C): (..., n_out), in float32 or better also under autocast, so that
@@ -174,6 +173,139 @@ def top_k(s, active, k):
     return torch.zeros_like(active).scatter(1, at, True), at
 
 
+class Routed(LanguageModel):
+    """The method. h (B, T, C) are the states before the recursions; everyone is the attention
+    context of all tokens (AllTokens: pos (B, T) their positions, real (B, T) those that are no
+    padding). Each kind of routing returns h after the recursions, how many each token took (B, T),
+    and what its loss needs. causal: tokens are chosen as in decoding."""
+
+    def expert_choice(self, h, everyone, causal):
+        """Recursions choose tokens: the top k, or in decoding those whose own score is >= 0."""
+        cfg, T, noise, record = self.cfg, h.size(1), self.noise(everyone.pos), []
+        active, taken = everyone.real, 0                                # (B, T): A_{r-1}
+        for r in range(self.n_loop):
+            u = noise[..., r:r + 1]
+            s = decides = self.routers[r](h, u)[..., 0]                 # (B, T)
+            if cfg.causal == "aux_router":
+                decides = self.aux_routers[r](h.detach(), u)[..., 0]
+            chosen, at = active, None                                   # the first takes all
+            if causal and cfg.capacity(r, self.step) < 1:
+                chosen = active & (decides >= 0)
+            elif r and not causal:
+                # while training a tensor's size: one compiled step for every k of a warm-up
+                k = len(self.rooms[r]) if T == cfg.block_size else self.room(r, T)
+                chosen, at = top_k(s, active, k)
+            record.append((s, decides, active, chosen))
+            h = self.recursion(r, h, everyone, chosen, at, self.gate(s))
+            active, taken = chosen, taken + chosen.long()
+        return h, taken, map(torch.stack, zip(*record))     # when asked for: (R, B, T) each
+
+    def expert_loss(self, s, decides, active, chosen):
+        """What is added to the loss, and what to tell, of (R, B, T) each. aux: the BCE of the
+        scores that decide in decoding against who was chosen. Of the recursions after the first
+        router_accuracy: how often they are right, router_majority: how often always saying the
+        commoner thing would be. Means over the tokens that compete, summed over recursions."""
+        n, yes = active.sum((1, 2)), chosen.sum((1, 2))                 # (R,)
+        mean = lambda x: ((x * active).sum((1, 2)) / n).sum()
+        wanted = chosen.to(s.dtype)
+        bce = mean(F.binary_cross_entropy_with_logits(decides, wanted, reduction="none"))
+        told = {"aux": bce}
+        if len(s) > 1:
+            right = (((decides >= 0) == chosen) & active).sum((1, 2))
+            told["router_accuracy"] = right[1:].sum() / n[1:].sum()
+            told["router_majority"] = torch.maximum(yes, n - yes)[1:].sum() / n[1:].sum()
+        weight = self.cfg.aux_weight * (self.cfg.router_arch != "random")   # noise learns nothing
+        return weight * bce + self.cfg.z_loss * mean(s ** 2), told
+
+    def token_choice(self, h, everyone, causal):
+        """Tokens choose a depth, from 0, in decoding as in training."""
+        scores, p, depth = self.choose_depth(h, self.noise(everyone.pos))
+        x = h
+        for r in range(self.n_loop):
+            x = self.recursion(r, x, everyone, (depth >= r) & everyone.real)
+        return self.leave(h, x, p, depth), depth + 1, (scores, p, depth)
+
+    def choose_depth(self, h, noise):
+        """router=token, of h_1 (..., C): scores and p (..., R), and depths (...), from 0."""
+        scores = self.router(h, noise)
+        soft = self.cfg.router_func == "softmax"
+        p = scores.softmax(-1) if soft else self.cfg.alpha * scores.sigmoid()
+        depth = (p.detach() + self.balance_bias).argmax(-1)
+        return scores, p, depth.clamp(max=self.n_loop - 1)
+
+    def leave(self, first, x, p, depth):
+        """h_1 + p_i F_i(.. F_1(h_1)), of first = h_1 and x = F_i(..), (..., C) each."""
+        return first + (p.gather(-1, depth[..., None]) * x).to(first.dtype)
+
+    def token_loss(self, scores, p, depth):
+        """The same: balance, 1 where the depths are in balance; maxvio, how far the fullest depth
+        is above the mean, in means; entropy of the mean p, in nats."""
+        cfg, R = self.cfg, self.cfg.n_loop
+        loads = torch.stack([(depth == d).sum() for d in range(R)])
+        if self.training:
+            self.loads = self.loads.to(loads.device) + loads
+        part = R * loads.to(p) / loads.sum()
+        balance = (part * p.flatten(0, -2).mean(0)).sum()
+        q = (p / p.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
+        told = {"balance": balance, "maxvio": part.max() - 1, "entropy": -(q * q.log()).sum()}
+        weight = cfg.balance_weight * (cfg.balance == "loss")
+        return weight * balance + cfg.z_loss * scores.logsumexp(-1).square().mean(), told
+
+    def fixed_depth(self, h, everyone, causal):
+        """router=none: all tokens take all recursions."""
+        for r in range(self.n_loop):
+            h = self.recursion(r, h, everyone)
+        return h, torch.full_like(everyone.pos, self.n_loop), None
+
+    def recursion(self, r, h, everyone, chosen=None, at=None, gate=None):
+        """h (B, T, C) after recursion r. The tokens of chosen (B, T), in recursion 0 all, become
+        x + gate F(x), or F(x) without gate (B, T). at (B, n): their positions, as in Chosen."""
+        cfg, cache = self.cfg, everyone.cache
+        fresh = r == 0 or cfg.kv != "share"             # whether it makes keys of its own
+        add = lambda x, y, g: y if g is None else x + (g[..., None] * y).to(x.dtype)
+        if r == 0 or chosen is None:                    # all tokens
+            start = cfg.edge + r * cfg.n_stored * fresh
+            return add(h, self.run(h, r + 1, everyone, start, fresh), gate)
+        if not cfg.fast and cache is None:              # naive: all run, the chosen ones change
+            y = self.run(h, r + 1, Masked(cfg, everyone, chosen), fresh=fresh)
+            return torch.where(chosen[..., None], add(h, y, gate), h)
+        if not torch.is_grad_enabled() and not chosen.any():
+            return h            # with gradients it runs all the same: each parameter has one
+        own = cache.later[r - 1] if cache is not None and fresh else None
+        tokens = Chosen(cfg, everyone, chosen, at, own)
+        x, gate = tokens.take(h), None if gate is None else tokens.take(gate)
+        y = add(x, self.run(x, r + 1, tokens, fresh=fresh), gate)
+        if own is not None:
+            own.advance()
+        return tokens.put(h, y)
+
+    def gate(self, s):
+        squash = torch.tanh if self.cfg.router_func == "tanh" else torch.sigmoid
+        return self.cfg.alpha * squash(s)
+
+    def room(self, r, T):
+        """k: how many of T tokens recursion r chooses, at this step."""
+        return max(1, int(T * self.cfg.capacity(r, self.step) + 1e-9))
+
+    def noise(self, pos):
+        """router_arch=random: scores (..., R) of tokens at positions pos (...), in eval mode fixed
+        by position. Of expert choice as many are >= 0 as recursion r takes."""
+        cfg, R = self.cfg, self.cfg.n_loop
+        wide = torch.promote_types(self.wte.weight.dtype, torch.float32)
+        if cfg.router_arch != "random":
+            return pos.new_empty(*pos.shape, 0, dtype=wide)
+        if self.training:
+            u = torch.rand(*pos.shape, R, device=pos.device, dtype=wide)
+        else:
+            fixed = torch.Generator().manual_seed(0)
+            u = torch.rand(4096, R, generator=fixed, dtype=wide).to(pos.device)[pos % 4096]
+        left = torch.arange(R + 1, 1, -1, device=pos.device)            # R + 1 - r
+        return u - (1 / left if cfg.router == "expert" else 0.5)
+
+
+# -------------------------------------------------------------------------------------------------
+# what the tokens of a recursion attend to
+
 class Attention(model_gpt.Attention):
     """model_gpt's, but without keys and values where the context has them (kv=share)."""
 
@@ -198,8 +330,8 @@ class Block(model_gpt.Block):
 
 
 class AllTokens(Context):
-    """The context of the first layer, the last, and recursion 1: all tokens, causally. kv[layer]
-    keeps keys and values, (B, G, S, D) each, for later recursions."""
+    """The context of the first layer, the last, and the first recursion: all tokens, causally.
+    kv[layer] keeps keys and values, (B, G, S, D) each, for later recursions."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
         B, T = x.shape[:2]
@@ -253,7 +385,7 @@ class Masked(AllTokens):
         return map(self.update, self.everyone.kv[self.cfg.edge + layer], (k, v))
 
     def update(self, old, new):
-        """Recursion 1's keys old (B, G, T, D), with new ones for the tokens of this recursion."""
+        """The first recursion's keys old (B, G, T, D), with new ones of this one's tokens."""
         return old if new is None else torch.where(self.mask[:, None, :, None], new, old)
 
 
@@ -281,6 +413,17 @@ class Chosen(Masked):
         self.shape = at.shape                                           # A, n
         places = self.rows[:, None] * T + at
         self.places = torch.where(at < T, places, B * T).flatten()
+        self.rope = everyone.rope and [self.take(x[:, 0].expand(B, T, -1))[:, None]
+                                       for x in everyone.rope]          # (A, 1, n, D)
+        took = self.of_rows(mask if cache is None else cache.place(self))       # (A, S)
+        self.took = took[:, None, :, None]
+        self.nth = (took.cumsum(1) - 1).clamp(min=0)[:, None]           # (A, 1, S)
+        self.bias = None                                                # plainly causal
+        if cfg.kv != "recursion":
+            n_keys = T if everyone.cache is None else everyone.cache.end
+            self.bias = everyone.causal_bias(self.take(everyone.pos), n_keys)
+        elif cache is not None and (cache.longest or not cfg.fast):
+            self.bias = everyone.causal_bias(cache.entry, cache.end)
 
     def take(self, x):
         """x (B, T, ...) of all tokens -> (A, n, ...) of the chosen."""
@@ -298,36 +441,24 @@ class Chosen(Masked):
         """x (B, ...) -> (A, ...)."""
         return x if len(self.rows) == len(x) else x.index_select(0, self.rows)
 
-    def start(self):
-        """Before the layers: reserve slots, rotate by the tokens' own positions, set the mask."""
-        cfg, everyone, cache, (B, T) = self.cfg, self.everyone, self.cache, self.mask.shape
-        self.rope = everyone.rope and [self.take(x[:, 0].expand(B, T, -1))[:, None]
-                                       for x in everyone.rope]          # (A, 1, n, D)
-        self.bias, self.took = None, self.mask                          # None: plainly causal
-        if cache is not None:
-            self.took = cache.place(self)
-        if cfg.kv != "recursion":
-            n_keys = T if everyone.cache is None else everyone.cache.end
-            self.bias = everyone.causal_bias(self.take(everyone.pos), n_keys)
-        elif cache is not None and (cache.longest or not cfg.fast):
-            self.bias = everyone.causal_bias(cache.entry, cache.end)
-
     def update(self, old, new):
-        """new (A, G, .., D) is in order: the i-th token that took the recursion is new[:, :, i]."""
-        old, took = self.of_rows(old), self.of_rows(self.took)          # (A, G, S, D), (A, S)
+        """new (A, G, .., D) is in order: that of the i-th token that took it is new[:, :, i]."""
+        old = self.of_rows(old)                                         # (A, G, S, D)
         if new is None:
             return old
-        i = (took.cumsum(1) - 1).clamp(min=0)[:, None, :, None]
-        return torch.where(took[:, None, :, None], new.gather(2, i.expand_as(old)), old)
+        A, G, n, _ = new.shape
+        row = n * torch.arange(A * G, device=old.device).view(A, G, 1)
+        by_position = new.flatten(0, 2).index_select(0, (row + self.nth).flatten()).view_as(old)
+        return torch.where(self.took, by_position, old)
 
 
 # -------------------------------------------------------------------------------------------------
 # decoding: what all tokens take has model_gpt's cache, a later recursion a shorter one
 
 class RecursionCache(KVCache):
-    """Keys and values of the tokens that took one recursion, in order; lengths (B,) counts them. It
-    has the room that the recursion's capacity needs, and doubles it where more are chosen.
-    took (B, most + 1): whether the token at a position, less than `most`, took the recursion."""
+    """Keys and values of the tokens that took one recursion, in order; lengths (B,) counts them.
+    It has the room that the recursion's capacity needs, and doubles it where more are chosen.
+    took (B, most + 1): whether the token at a position < `most` took the recursion."""
 
     def place(self, tokens):
         """Reserve slots for the Chosen tokens. Returns `took` of all tokens so far, (B, S)."""
@@ -385,7 +516,7 @@ class Cache(KVCache):
 # -------------------------------------------------------------------------------------------------
 # the model
 
-class Model(LanguageModel):
+class Model(Routed):
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
@@ -467,137 +598,14 @@ class Model(LanguageModel):
 
     def run(self, h, level, context, start=0, fresh=True):
         """The layers of a level: 0 the first layer, 1 .. R the recursions, R + 1 the last layer.
-        start: which layer of the context's cache is its first. fresh: whether it makes keys."""
+        start: which of the cache's layers is its first (-1: the last one). fresh: whether it makes
+        keys and values."""
         context.fresh = fresh
         for i, block in enumerate(self.levels[level]):
             h = block(h, start + i, context)
         return h
 
-    # routing -------------------------------------------------------------------------------------
-
-    def recursion(self, r, h, everyone, chosen=None, at=None, gate=None):
-        """h (B, T, C) after recursion r. The tokens of chosen (B, T), in recursion 0 all, become
-        x + gate F(x), or F(x) without gate (B, T). at (B, n): their positions, as in Chosen."""
-        cfg, cache = self.cfg, everyone.cache
-        fresh = r == 0 or cfg.kv != "share"
-        add = lambda x, y, g: y if g is None else x + (g[..., None] * y).to(x.dtype)
-        if r == 0 or chosen is None:
-            start = cfg.edge + r * cfg.n_stored * fresh
-            return add(h, self.run(h, r + 1, everyone, start, fresh), gate)
-        if not cfg.fast and cache is None:
-            y = self.run(h, r + 1, Masked(cfg, everyone, chosen), fresh=fresh)
-            return torch.where(chosen[..., None], add(h, y, gate), h)
-        own = cache.later[r - 1] if cache is not None and fresh else None
-        tokens = Chosen(cfg, everyone, chosen, at, own)
-        if not len(tokens.rows) and not torch.is_grad_enabled():
-            return h            # with gradients it runs all the same: each parameter has one
-        tokens.start()
-        x, gate = tokens.take(h), None if gate is None else tokens.take(gate)
-        y = add(x, self.run(x, r + 1, tokens, fresh=fresh), gate)
-        if own is not None:
-            own.advance()
-        return tokens.put(h, y)
-
-    def fixed_depth(self, h, everyone, causal):
-        """router=none: all tokens take all recursions."""
-        for r in range(self.n_loop):
-            h = self.recursion(r, h, everyone)
-        return h, torch.full_like(everyone.pos, self.n_loop), None
-
-    def expert_choice(self, h, everyone, causal):
-        """Recursions choose tokens. In decoding (causal) a token's own score decides."""
-        T, noise, record = h.size(1), self.noise(everyone.pos), []
-        active, taken = everyone.real, 0                                # (B, T)
-        for r in range(self.n_loop):
-            s = decides = self.routers[r](h, noise[..., r:r + 1])[..., 0]             # (B, T)
-            if self.cfg.causal == "aux_router":
-                decides = self.aux_routers[r](h.detach(), noise[..., r:r + 1])[..., 0]
-            chosen, at = active, None
-            if causal and self.cfg.capacity(r, self.step) < 1:
-                chosen = active & (decides >= 0)
-            elif r and not causal:
-                # while training a tensor's size: one compiled step for every k of a warm-up
-                k = len(self.rooms[r]) if T == self.cfg.block_size else self.room(r, T)
-                chosen, at = top_k(s, active, k)
-            record.append((s, decides, active, chosen))
-            h = self.recursion(r, h, everyone, chosen, at, self.gate(s))
-            active, taken = chosen, taken + chosen.long()
-        return h, taken, map(torch.stack, zip(*record))                 # (R, B, T) each
-
-    def token_choice(self, h, everyone, causal):
-        """Tokens choose a depth, from 0, in decoding as in training."""
-        scores, p, depth = self.choose_depth(h, self.noise(everyone.pos))
-        x = h
-        for r in range(self.n_loop):
-            x = self.recursion(r, x, everyone, (depth >= r) & everyone.real)
-        return self.leave(h, x, p, depth), depth + 1, (scores, p, depth)
-
-    def choose_depth(self, h, noise):
-        """router=token, of h_1 (..., C): scores and p (..., R), and depths (...), from 0."""
-        scores = self.router(h, noise)
-        soft = self.cfg.router_func == "softmax"
-        p = scores.softmax(-1) if soft else self.cfg.alpha * scores.sigmoid()
-        depth = (p.detach() + self.balance_bias).argmax(-1)
-        return scores, p, depth.clamp(max=self.n_loop - 1)
-
-    def leave(self, first, x, p, depth):
-        """h_1 + p_i F_i(.. F_1(h_1)), of first = h_1 and x = F_i(..), (..., C) each."""
-        return first + (p.gather(-1, depth[..., None]) * x).to(first.dtype)
-
-    def gate(self, s):
-        squash = torch.tanh if self.cfg.router_func == "tanh" else torch.sigmoid
-        return self.cfg.alpha * squash(s)
-
-    def room(self, r, T):
-        """k: how many of T tokens recursion r chooses, at this step."""
-        return max(1, int(T * self.cfg.capacity(r, self.step) + 1e-9))
-
-    def noise(self, pos):
-        """router_arch=random: scores (..., R) of tokens at positions pos (...), in eval mode fixed
-        by position. Of expert choice as many are >= 0 as recursion r takes."""
-        cfg, R = self.cfg, self.cfg.n_loop
-        wide = torch.promote_types(self.wte.weight.dtype, torch.float32)
-        if cfg.router_arch != "random":
-            return pos.new_empty(*pos.shape, 0, dtype=wide)
-        u = torch.rand(*pos.shape, R, device=pos.device, dtype=wide)
-        if not self.training:
-            fixed = torch.Generator().manual_seed(0)
-            u = torch.rand(4096, R, generator=fixed, dtype=wide).to(pos.device)[pos % 4096]
-        left = torch.arange(R + 1, 1, -1, device=pos.device)            # R + 1 - r
-        return u - (1 / left if cfg.router == "expert" else 0.5)
-
-    # losses, and what depends on the step --------------------------------------------------------
-
-    def expert_loss(self, s, decides, active, chosen):
-        """What is added to the loss, and what to tell, of (R, B, T) each. aux: the BCE of the
-        scores that decide in decoding against who was chosen. Of the recursions after the first
-        router_accuracy: how often they are right, router_majority: how often always saying the
-        commoner thing would be. Means over the tokens that compete, summed over recursions."""
-        n, yes = active.sum((1, 2)), chosen.sum((1, 2))                 # (R,)
-        mean = lambda x: ((x * active).sum((1, 2)) / n).sum()
-        bce = mean(F.binary_cross_entropy_with_logits(decides, chosen.to(s.dtype),
-                                                      reduction="none"))
-        told = {"aux": bce}
-        if len(s) > 1:
-            right = (((decides >= 0) == chosen) & active).sum((1, 2))
-            told["router_accuracy"] = right[1:].sum() / n[1:].sum()
-            told["router_majority"] = torch.maximum(yes, n - yes)[1:].sum() / n[1:].sum()
-        weight = self.cfg.aux_weight * (self.cfg.router_arch != "random")   # noise learns nothing
-        return weight * bce + self.cfg.z_loss * mean(s ** 2), told
-
-    def token_loss(self, scores, p, depth):
-        """The same: balance, 1 where the depths are in balance; maxvio, how far the fullest depth
-        is above the mean, in means; entropy of the mean p, in nats."""
-        cfg, R = self.cfg, self.cfg.n_loop
-        loads = torch.stack([(depth == d).sum() for d in range(R)])
-        if self.training:
-            self.loads = self.loads.to(loads.device) + loads
-        part = R * loads.to(p) / loads.sum()
-        balance = (part * p.flatten(0, -2).mean(0)).sum()
-        q = (p / p.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
-        told = {"balance": balance, "maxvio": part.max() - 1, "entropy": -(q * q.log()).sum()}
-        weight = cfg.balance_weight * (cfg.balance == "loss")
-        return weight * balance + cfg.z_loss * scores.logsumexp(-1).square().mean(), told
+    # what depends on the step --------------------------------------------------------------------
 
     @property
     def eval_metrics(self):
@@ -608,8 +616,8 @@ class Model(LanguageModel):
                 "token": [*depths, "maxvio"], "none": []}[self.cfg.router]
 
     def set_step(self, step):
-        """The capacity warm-up stands at this training step; and an evaluation may begin. rooms[r]
-        has as many rows as recursion r chooses of block_size tokens."""
+        """The capacity warm-up stands at this training step; and an evaluation may begin.
+        rooms[r] has as many rows as recursion r chooses of block_size tokens."""
         cfg, self.step, self.loads = self.cfg, step, self.loads.to(self.wte.weight.device)
         self.reached.zero_()
         self.rooms = [torch.empty(self.room(r, cfg.block_size), 0, device="cpu")
@@ -620,11 +628,10 @@ class Model(LanguageModel):
                 torch._dynamo.maybe_mark_dynamic(room, 0)   # compiled: one graph for all sizes
 
     def end_evaluation(self, summed):
-        """Of all batches since set_step: dead, the fraction of positions of which no token took the
-        last recursion. summed: as in end_step."""
-        if self.cfg.router != "expert":
-            return {}
-        return {"dead": summed(*self.reached.tolist()).count(0) / self.cfg.block_size}
+        """Of all batches since set_step: dead, the fraction of positions of which no token took
+        the last recursion. summed: as in end_step."""
+        dead = summed(*self.reached.tolist()).count(0) / self.cfg.block_size
+        return {"dead": dead} if self.cfg.router == "expert" else {}
 
     @torch.no_grad()
     def end_step(self, summed):
@@ -661,7 +668,7 @@ class Model(LanguageModel):
     # context knows their sequences: attend(layer, q, k, v) of (1, heads, N, D), positions at (N,).
 
     def embed(self, idx, context):
-        """idx (N,) -> states before recursion 0: h, h_1, and the noise of router_arch=random."""
+        """idx (N,) -> states before recursion 0: h, h_1, and noise (router_arch=random)."""
         h = self.run(self.drop(self.wte(idx))[None], 0, context)[0]     # (N, C)
         noise = self.noise(torch.as_tensor(context.at, device=h.device))
         return torch.cat([h, h, noise.to(h.dtype)], -1)
@@ -731,8 +738,8 @@ class Model(LanguageModel):
         return 6.0 * (weights + size(*aux)) - 2.0 * first + 12.0 * C * keys
 
     def steps_within(self, max_flops, tokens):
-        """How many training steps of so many tokens max_flops pays for. Those of a capacity warm-up
-        cost more."""
+        """How many training steps of so many tokens max_flops pays for. Those of a capacity
+        warm-up cost more."""
         cost = lambda step: tokens * self.flops_per_token(self.cfg.paper_flops, step)
         for step in range(self.cfg.capacity_warmup):
             if cost(step) > max_flops:
@@ -752,11 +759,8 @@ def convert(model, weights):
     for name in [name for name in weights if not name.startswith("blocks.")]:
         own[name].copy_(weights[name])
 
-    def layer(n):
-        start = f"blocks.{n}."
-        return {name.removeprefix(start): w for name, w in weights.items()
-                if name.startswith(start)}
-
+    layer = lambda n: {name.split(".", 2)[2]: w for name, w in weights.items()
+                       if name.startswith(f"blocks.{n}.")}
     for edge, n in ((model.first, 0), (model.last, cfg.n_layer - 1)):
         for block in edge:
             block.load_state_dict(layer(n))

@@ -732,31 +732,6 @@ def test_router_accuracy_and_dead_tokens():
         assert abs(aux["dead"] - (1 - len(ever) / 33)) < 1e-6 and 0 < aux["dead"] < 1
 
 
-def test_what_decides_learns_who_is_chosen():
-    """The loss alone, on fixed states: accuracy of the scores, or of the auxiliary router, rises above the majority's;
-    detached, the auxiliary router moves nothing else."""
-    x = tokens(4, 33)
-    for causal, names in (("aux_loss", "routers"), ("aux_router", "aux_routers")):
-        model = mor(causal=causal, aux_weight=1.0).train()
-        learners = [p for name, p in model.named_parameters() if name.startswith(names)]
-        opt = torch.optim.Adam(learners, lr=0.1)
-        for _ in range(60):
-            _, loss, aux = model(x, x)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-        assert aux["router_accuracy"] > aux["router_majority"] + 0.1
-        with_aux, without = ([p.grad for p in others(twin(model, aux_weight=w), x, names)] for w in (1.0, 0.0))
-        same = [relative(a, b) < 1e-12 for a, b in zip(with_aux, without, strict=True)]
-        assert len(same) > 20 and all(same) == (causal == "aux_router")
-
-
-def others(model, x, names):
-    """The parameters whose names start otherwise, with their gradients."""
-    model(x, x)[1].backward()
-    return [p for name, p in model.named_parameters() if not name.startswith(names)]
-
-
 def test_batches_accumulate():
     """The gradient of four sequences is the mean of each one's, what routers learn from included."""
     model, x = mor(aux_weight=0.5, z_loss=0.1).train(), tokens(4, 34)
@@ -764,27 +739,6 @@ def test_batches_accumulate():
     alone = [gradients(model(row[None, :-1], row[None, 1:])[1], model) for row in x]
     for name, whole, parts in zip(dict(model.named_parameters()), together, zip(*alone)):
         assert rms(whole) > 0 and relative(whole, sum(parts) / 4) < 1e-10, name
-
-
-def test_balancing_loss_has_no_gradient_through_the_loads():
-    """R sum f_i P_i: by P alone. 1 where all is even."""
-    model, x = mor(router="token", balance_weight=1.0, kv="share").train(), tokens(2, 33)
-    seen = []
-    hook = model.router.register_forward_hook(lambda module, args, out: seen.append(args[0].detach().flatten(0, 1)))
-    model(x)
-    hook.remove()
-    h = seen[0]
-    p = (h @ model.router.layers.weight.T).softmax(-1).detach()
-    f = torch.stack([(p.argmax(1) == d).double().mean() for d in range(3)]) * 3
-    assert abs(model(x, x)[2]["balance"] - (f * p.mean(0)).sum()) < 1e-12
-    with_loss, without = (torch.autograd.grad(m(x, x)[1], m.router.layers.weight)[0]
-                          for m in (model, twin(model, balance="none")))
-    by_p = (f * p).sum(1, keepdim=True)
-    want = (p * (f - by_p)).T @ h / 66
-    assert relative(with_loss - without, want) < 1e-9
-    with torch.no_grad():
-        model.router.layers.weight.zero_()
-    assert abs(model(x, x)[2]["balance"] - 1) < 1e-12
 
 
 @pytest.mark.parametrize("training", [True, False])

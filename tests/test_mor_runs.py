@@ -1,4 +1,4 @@
-"""Mixture-of-Recursions in training runs and in the engine: what resumes, what processes agree on, budgets, answers."""
+"""Mixture-of-Recursions in training runs: what resumes, what processes agree on, budgets, what evaluations tell."""
 import math
 
 import pytest
@@ -69,7 +69,7 @@ def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
 
 
 def test_dead_positions_are_those_of_the_whole_evaluation(tmp_path, data_dir):
-    """No token of any batch took the last recursion there; and each evaluation begins anew."""
+    """No token of any batch took the last recursion there; and each evaluation starts again."""
     trainer = runs.run("mor", tmp_path, data_dir, "eval_batches=6", "n_loop=4", "n_layer=6")
     batches = trainer.batches.val_batches(6)
     rows = [trainer.batches.cut(trainer.batches.val, batch) for batch in batches]
