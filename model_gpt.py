@@ -353,10 +353,8 @@ class LanguageModel(nn.Module):
 
     max_logits = 2 ** 28        # in training; for more, the loss is computed in pieces
 
-    def __init__(self, cfg=None, blocks=()):
+    def __init__(self, cfg, blocks):
         super().__init__()
-        if cfg is None:
-            return
         self.cfg = cfg
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.drop = nn.Dropout(cfg.dropout)
@@ -485,23 +483,3 @@ class Model(LanguageModel):
         T, w = cfg.block_size, min(cfg.window or cfg.block_size, cfg.block_size)
         keys = (w * (w + 1) / 2 + (T - w) * w) / T
         return 6.0 * weights + 12.0 * cfg.n_layer * cfg.n_embd * keys
-
-
-# -------------------------------------------------------------------------------------------------
-# names that files not yet moved to the parts above import
-
-def check_sizes(cfg):
-    BaseConfig.__post_init__(cfg)
-
-
-def check_choice(cfg, name, allowed):
-    """Raise ValueError unless field `name` of cfg is one of the strings in `allowed`."""
-    if getattr(cfg, name) not in allowed:
-        raise ValueError(f"{name}={getattr(cfg, name)} must be one of: {', '.join(allowed)}")
-
-
-rotary_tables = rope_tables
-
-
-def apply_rotary(x, cos, sin):
-    return apply_rope(x, cos.unsqueeze(-2), sin.unsqueeze(-2))

@@ -334,7 +334,7 @@ class Model(LanguageModel):
     """The Latent Recurrent Transformer, and its backbone where memory is false."""
 
     def __init__(self, cfg):
-        super().__init__()
+        nn.Module.__init__(self)     # parts of its own, in another order
         self.cfg = cfg
         L, C, width = cfg.n_layer, cfg.n_embd, cfg.n_kv_head * cfg.head_dim
         V = 64 * math.ceil(cfg.vocab_size / 64)  # padded, for fast products

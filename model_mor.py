@@ -518,7 +518,7 @@ class Cache(KVCache):
 
 class Model(Routed):
     def __init__(self, cfg):
-        super().__init__()
+        nn.Module.__init__(self)     # parts of its own, in another order
         self.cfg = cfg
         blocks = lambda n: nn.ModuleList(Block(cfg) for _ in range(n))
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)

@@ -146,17 +146,23 @@ def help_text(schema) -> str:
 
 
 def key_lines(schema) -> list:
-    """A line for each key: its default, and the comment beside it in the source."""
-    comments = field_comments(schema)
-    shown = {f.name: str(f.default).lower() if isinstance(f.default, bool) else repr(f.default) for f in fields(schema)}
-    return [f"  {name + '=' + default:34} {comments.get(name, '')}" for name, default in shown.items()]
+    """A line for each key: its default, what it may be, and the comment beside it in the source."""
+    comments, lines = field_comments(schema), []
+    for f in fields(schema):
+        default = str(f.default).lower() if isinstance(f.default, bool) else repr(f.default)
+        words = [" | ".join(f.metadata.get("allowed", ())), comments.get(f.name, "")]
+        lines.append(f"  {f.name + '=' + default:34} {': '.join(w for w in words if w)}")
+    return lines
 
 
 def field_comments(schema) -> dict:
-    """{field: the comment on its line in the source}, so that the meaning of a key is written once."""
-    with contextlib.suppress(OSError, TypeError):  # a class without source has no comments
-        return dict(re.findall(r"^    (\w+): .*?\s# (.*)$", inspect.getsource(schema), re.MULTILINE))
-    return {}
+    """{field: the comment on its line in the source}, so that the meaning of a key is written once; those of the base
+    classes too."""
+    comments = {}
+    for cls in reversed(schema.__mro__):
+        with contextlib.suppress(OSError, TypeError):  # a class without source has no comments
+            comments.update(re.findall(r"^    (\w+): .*?\s# (.*)$", inspect.getsource(cls), re.MULTILINE))
+    return comments
 
 
 def split_args(argv) -> dict:
