@@ -824,7 +824,7 @@ def test_a_compiled_training_step_is_one_graph(sizes):
 
 
 def test_the_random_router_takes_its_fraction():
-    """Recursion r takes (R - r) / R of all tokens, by position in eval mode, by chance in training; it learns nothing."""
+    """Recursion r takes (R - r) / R of all tokens, by position in eval mode, else by chance; it learns nothing."""
     model = mor(router_arch="random", pos="none", n_embd=8, n_head=1, n_mlp=8, aux_weight=1.0).float()
     x = tokens(1, 3000)
     assert not any(name.startswith("routers") for name, _ in model.named_parameters())
