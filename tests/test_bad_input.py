@@ -210,7 +210,7 @@ TRAIN = [
     (["model=mor", "n_layer=5", "router=token", "router_func=tanh"], "router_func=tanh must be one of: softmax, sigmoid"),
     (["model=mor", "n_layer=3", "share=sequence", "kv=share"], "kv=share needs recursions over the same layers: share=cycle"),
     (["model=mor", "n_layer=5", "exit_loop=4"], "exit_loop=4 must be 0 (all) or one of the 3 recursions"),
-    (["model=mor", "n_layer=5", "balance_rate=-1"], "balance_rate=-1.0 must not be negative"),
+    (["model=mor", "n_layer=5", "balance_rate=-1"], "balance_rate=-1.0 must be at least 0"),
     (["max_flops=-1"], "max_flops=-1.0 must not be negative, and finite"),
     (["max_flops=1000"], "max_flops=1e+03 is less than one step of"),
     (["keep_interval=-1"], "keep_interval=-1 must not be negative"),
