@@ -547,11 +547,11 @@ def rat_forward_kernel(
     v_ptr += b * v_b + h * v_h
     q = load_rows(q_ptr, start, q_t, valid, D, BLOCK_M, BLOCK_D)
     k = load_rows(k_ptr, start, k_t, valid, D, BLOCK_M, BLOCK_D)
-    v = load_rows(v_ptr, start, v_t, valid, D, BLOCK_M, BLOCK_D)
     scale = scale * LOG2E
     # the own state opens the online softmax: m = q . k~ scale, l = 1, acc = v~
     m = tl.sum(q.to(tl.float32) * rat_states(a, k, chunk, BLOCK_M), 1) * scale
     l = tl.full((BLOCK_M,), 1.0, tl.float32)
+    v = load_rows(v_ptr, start, v_t, valid, D, BLOCK_M, BLOCK_D)    # not before: registers
     acc = rat_states(a, v, chunk, BLOCK_M)
 
     turned_ptr += b * turned_b + h % G * turned_h           # q, rotated
