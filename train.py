@@ -1238,7 +1238,7 @@ def describe(trainer, data_folder):
     size = sum(p.numel() for p in model.parameters())
     tokens = tokens_per_step(cfg, model)
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, {model.flops_per_token():.3g} FLOPs a token, "
-          f"{getattr(model.cfg, 'way', 'fast' if model.cfg.fast else 'naive')} path\n"
+          f"{getattr(model.cfg, 'path', 'fast' if model.cfg.fast else 'naive')} path\n"
           f"{data_folder}: {trainer.batches.sizes()}", flush=True)
     if not cfg.eval_only:
         print(f"{cfg.max_steps:,} steps of {tokens:,} tokens on {device_name(procs.device)}, "
