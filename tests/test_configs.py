@@ -20,7 +20,7 @@ PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l":
          **{f"mor_{size}m_r{r}": (size, MOR, 20) for size in (135, 360, 730, 1700) for r in (2, 3, 4)}}
 # Bytes of activations a token, layer and channel, at most: the peak of forward and backward pass under bfloat16
 # autocast on a CPU (two heads, 1,024 tokens) without weights and gradients; rt with the copies of CUDA graphs.
-ACTIVATIONS = {"rt": 60, "lrt": 120, "mor": 45, "rat": 35}
+ACTIVATIONS = {"rt": 60, "lrt": 120, "mor": 45, "rat": 40}
 LOSS = 2e9                  # the logits of a piece, in some copies
 
 
