@@ -19,7 +19,7 @@ Softmaxes over disjoint sets of keys, a and b, become one by
     lse = log(e^{lse_a} + e^{lse_b})
     out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b
 
-A side without visible keys has out = 0 and lse = -inf, hence weight 0. The backward pass needs
+A side without visible keys has out = 0 and lse = -inf, so its weight is 0. The backward pass needs
 out and lse only. With p_ij = e^{s_ij - lse_i}, and do and dlse the gradients of out and lse,
 
     delta_i = do_i . out_i - dlse_i             dv_j = sum_i p_ij do_i
