@@ -37,11 +37,16 @@ import torch.nn.functional as F
 
 import kernels
 import rt_wavefront
-from plot import points
-from prepare import TokenData, UserError, asks_help, run_cli, split_args, typed_config
+from checkpoint import load_run
+from config import UserError, asks_help, model_module, run_cli, split_args, typed_config
+from data import TokenData
 from limits import check_run_fits
-from train import (TrainConfig, check_tokenizer, device_name, load_run, make_model, make_optimizers, model_module,
-                   open_data, pick_device, read_config, save_picture)
+from optim import make_optimizers
+from plot import points, save_picture
+from run import (TrainConfig, check_tokenizer, device_name, make_model, open_data, pick_device,
+                 read_config)
+from sampling import loop_fractions
+from serve import Engine, Request
 
 
 def timings(contestants, rounds, device):
@@ -481,7 +486,6 @@ def served_text(model, cfg, ckpt):
 def workload(text, requests=240):
     """A function that gives the same requests each time: where in text they start, and their sizes, are drawn once.
     What follows in text stands in `truth`."""
-    from serve import Request
     rng = random.Random(0)
     sizes = [(rng.randint(*PROMPT), rng.randint(*ANSWER)) for _ in range(requests)]
     starts = [rng.randrange(len(text) - LONGEST) for _ in sizes]
@@ -511,7 +515,6 @@ class Answered:
 
 def answered(work, model, slots, batching, device, exit=""):
     """The requests of work, answered by the engine."""
-    from serve import Engine
     first, start = {}, 0.0
     todo = work()
     engine = Engine(model.eval(), slots, LONGEST, batching, exit,
@@ -526,7 +529,6 @@ def answered(work, model, slots, batching, device, exit=""):
 def served_quality(work, model, slots, batching, exit="", requests=48):
     """What the engine predicts where the text really goes on: (cross-entropy of the true tokens in nats, the likeliest
     token at each place, a list). The same code serves; only the token that follows is the text's."""
-    from serve import Engine
     nats, guesses = [], {}
 
     class Forced(Engine):
@@ -597,7 +599,6 @@ def report_batching(runs, n_loop):
 
 def first_loop_quantile(model, requests, max_len, q):
     """The confidence of the first loop that a share q of the tokens does not reach, over what the model writes."""
-    from serve import Engine
     engine, found = Engine(model, len(requests), max_len, "sequence"), []
 
     def watch(logits, depth):                                   # a rule by which nothing leaves early
@@ -645,7 +646,6 @@ def bench_mor(model, cfg, device, ckpt, rounds=9):
 def bench_mor_requests(model, plain, text, device, slots=16, rounds=3):
     """Many requests, beside the plain model with sequence-wise batching: with as many slots, and with as many as fit
     into the plain model's cache."""
-    from sample import loop_fractions
     bytes_of = lambda m: m.init_cache(1, LONGEST).nbytes()
     work, more = workload(text), max(slots + 1, slots * bytes_of(plain) // bytes_of(model))
     base = ("plain", "sequence", slots)

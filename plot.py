@@ -5,11 +5,51 @@ One picture of several runs: a value of their logs against steps, tokens or seco
     python plot.py out/rt_tiny out/gpt_tiny y=val_bpb x=tokens title="bits per byte"
     python plot.py help                                     every key with its meaning
 """
+import contextlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepare import UserError, asks_help, help_text, run_cli, split_args, typed_config
-from train import read_log, save_picture
+from config import (UserError, asks_help, help_text, read_bytes, run_cli, split_args, typed_config,
+                    writing)
+
+
+def save_picture(fig, key, file, dpi):
+    """Write a matplotlib figure to file, which `key` names on the command line."""
+    with writing(file):
+        try:
+            fig.savefig(file, dpi=dpi, bbox_inches="tight")
+        except ValueError as e:         # an ending that is no picture
+            raise UserError(f"{key}={file}: {str(e).splitlines()[0]}") from e
+
+
+def read_log(path):
+    """The objects of a log.jsonl; a line cut short by a crash is left out."""
+    rows = []
+    try:
+        lines = read_bytes(path).decode(errors="replace").splitlines() if path.exists() else []
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from e
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and {"step", "seconds"} <= row.keys()]
+
+
+def draw_curves(rows, path, title):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(7, 4.5))
+    for key, label, style in (("ce", "training", "-"), ("val_ce", "validation", "o-")):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        if points:
+            ax.plot(*zip(*points), style, label=label, markersize=3, linewidth=1)
+            ax.legend()
+    ax.set(xlabel="step", ylabel="cross-entropy (nats per token)", title=title)
+    ax.grid(alpha=0.3)
+    fig.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(fig)
 
 
 @dataclass

@@ -15,49 +15,20 @@ Text from a trained model, for every model: one decoding loop over forward and c
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
 """
 import codecs
-import math
 import sys
 import time
 from dataclasses import dataclass
 
 import torch
 
+from checkpoint import load_run
+from config import UserError, asks_help, help_text, read_bytes, run_cli
 from limits import check_text_fits
-from prepare import (UserError, asks_help, help_text, read_bytes, run_cli, split_args,
-                     typed_config)
+from plot import save_picture
+from run import pick_device
+from sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
+from serve import Request, check_loops, engine_for
 from tasks import COMPRESSION
-
-
-@dataclass
-class Sampling:
-    """Keys that serve.py has too."""
-    max_new_tokens: int = 500       # tokens to write after a prompt
-    temperature: float = 0.8        # 0 takes the likeliest token; 1 samples the model's distribution
-    top_k: int = 0                  # sample among the k likeliest tokens (0: all)
-    top_p: float = 1.0              # sample among the likeliest with this probability together
-    repetition_penalty: float = 1.0  # above 1 makes tokens that the text already has less likely
-    stop: bool = True               # end at the end-of-text token
-    seed: int = 1337                # of the sampling
-    exit: str = ""                  # relaxed: static:LOOP | confidence:P | margin:P | oracle
-    fill: str = ""                  # relaxed: deeper keys after an exit: exact | propagate
-    device: str = "auto"            # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda:N
-    fast: bool = True               # the model's fast path; false: its naive one, the same text
-
-    def __post_init__(self):
-        self.between(max_new_tokens=(1, None), temperature=(0, None), top_k=(0, None), top_p=(0, 1),
-                     repetition_penalty=(0.01, 100), seed=(0, 2 ** 63 - 1))
-        self.one_of("fill", "", "exact", "propagate")
-
-    def between(self, **bounds):
-        for name, (low, high) in bounds.items():
-            value, most = getattr(self, name), f" and at most {high}" if high is not None else ""
-            if not low <= value <= (math.inf if high is None else high):
-                raise ValueError(f"{name}={value} must be at least {low}{most}")
-
-    def one_of(self, name, *allowed):
-        if getattr(self, name) not in allowed:
-            words = ", ".join(filter(None, allowed))
-            raise ValueError(f"{name}={getattr(self, name)} must be one of: {words}")
 
 
 @dataclass
@@ -72,28 +43,6 @@ class SampleConfig(Sampling):
         super().__post_init__()
         self.between(num_samples=(1, None))
         self.one_of("prefill", "", "exact", "interleaved", "compare")
-
-
-def next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, generator):
-    """One token a row from logits (B, V): (B,) int64. seen (B, V) marks the tokens of each row so far.
-    Order: penalty (Keskar et al. 2019: positive logits divided, negative multiplied), temperature,
-    top_k, top_p (Holtzman et al. 2020: the smallest set of likeliest tokens that reaches top_p)."""
-    if repetition_penalty != 1:
-        divided, multiplied = logits / repetition_penalty, logits * repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, divided, multiplied), logits)
-    if temperature == 0 or top_k == 1:
-        return logits.argmax(-1)
-    logits = logits / max(temperature, 1e-6)
-    if 0 < top_k < logits.size(-1):
-        kth = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if top_p < 1:
-        ordered, order = logits.sort(-1, descending=True)
-        p = ordered.softmax(-1)
-        enough = p.cumsum(-1) - p >= max(top_p, 1e-9)                   # the first always stays
-        ordered = ordered.masked_fill(enough, -torch.inf)
-        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
-    return logits.softmax(-1).multinomial(1, generator=generator).squeeze(-1)
 
 
 def prefill(model, cache, rows):
@@ -152,16 +101,6 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
             held = [h + on for h, on in zip(held, live)]
 
 
-def check_prompts(model, prompts):
-    """UserError for a prompt without tokens, or with a token that the model does not have."""
-    V = model.cfg.vocab_size
-    for prompt in prompts:
-        if not prompt:
-            raise UserError("the prompt is empty: give at least one character")
-        if not 0 <= min(prompt) <= max(prompt) < V:
-            raise UserError(f"the prompt has a token outside the model's vocabulary of {V}")
-
-
 def choose_prefill(model, how, path):
     """Set how the model takes in a prompt; UserError where it knows one way only."""
     if not hasattr(model.cfg, "prefill") or not model.cfg.memory:
@@ -202,12 +141,6 @@ def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
 # ---------------------------------------------------------------------------------------------------------
 # models that loop over depth: early exit, colours and pictures of depth
 
-def loop_fractions(loops, n_loop):
-    """How many of loops, one for each token, are 1, 2, .. n_loop: 1: 60%, 2: 40%."""
-    return ", ".join(f"{b}: {loops.count(b) / max(1, len(loops)):.0%}"
-                     for b in range(1, n_loop + 1))
-
-
 COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
 
 
@@ -220,7 +153,6 @@ def coloured(text, loop, n_loop):
 def write_exits(model, tokenizer, prompts, cfg):
     """Continue prompts with early exit and print them: one as it comes, several when all are done. Returns how many
     tokens came, and where they left, in words."""
-    from serve import Request, engine_for       # which imports this file's sampling
     requests, alone = [Request(list(prompt), cfg.max_new_tokens) for prompt in prompts], len(prompts) == 1
     decoders = {id(r): codecs.getincrementaldecoder("utf-8")(errors="replace") for r in requests}
     texts = {id(r): "" for r in requests}
@@ -266,7 +198,6 @@ def draw_depths(model, tokenizer, prompt, file, width=100):
 
 def draw_text(pieces, n_loop, file, width):
     """A picture of pieces of text, (row, column, text, recursions), on grounds that are darker the more they take."""
-    from train import save_picture
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -301,15 +232,6 @@ def read_prompts(text):
     return prompts
 
 
-def read_arguments(argv, config):
-    """(path of the run, config) from `PATH key=value ...`."""
-    paths = [a for a in argv if "=" not in a]
-    if len(paths) != 1:
-        raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
-    keys = split_args([a for a in argv if "=" in a])
-    return paths[0], typed_config(config, keys, free_text=("prompt",))
-
-
 def write_stream(steps, tokenizer):
     """Print the tokens of a single row as they come; bytes of an unfinished character wait. Returns how many."""
     decoder, count = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
@@ -333,8 +255,6 @@ def write_batch(steps, tokenizer, prompts):
 
 
 def main(argv):
-    from serve import check_loops               # serve.py imports this file's sampling, and
-    from train import load_run, pick_device     # train.py prints its closing sample through it
     if asks_help(argv):
         return print(help_text(SampleConfig))
     path, cfg = read_arguments(argv, SampleConfig)

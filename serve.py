@@ -43,10 +43,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from checkpoint import load_run
+from config import UserError, asks_help, help_text, read_bytes, run_cli
 from limits import check_text_fits
 from model_gpt import apply_rope, attention_fast, attention_naive, compute_dtype, rope_tables
-from prepare import UserError, asks_help, help_text, read_bytes, run_cli
-from sample import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
+from run import pick_device
+from sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
 
 
 # -------------------------------------------------------------------------------------------------
@@ -636,7 +638,6 @@ def serve(model, tokenizer, cfg):
 
 
 def main(argv):
-    from train import load_run, pick_device     # train.py imports sample.py for its samples
     if asks_help(argv):
         return print(help_text(ServeConfig))
     path, cfg = read_arguments(argv, ServeConfig)

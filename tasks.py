@@ -65,7 +65,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from prepare import TaskTokenizer, UserError
+from config import UserError
+from tokenizer import TaskTokenizer
 
 VAL_EXAMPLES = 1280
 COMPRESSION = "task:compression"

@@ -2,6 +2,7 @@
 import multiprocessing
 import os
 import signal
+import checkpoint
 
 SMALL = ["dataset=words", "tokenizer=byte", "block_size=16", "n_layer=2", "n_head=2", "n_embd=16", "dropout=0.1",
          "batch_size=2", "max_steps=6", "learning_rate=1e-3", "warmup_steps=2", "eval_interval=100", "eval_batches=2",
@@ -33,9 +34,8 @@ def run(model, out_dir, data_dir, *extra, stop_after=None):
 
 def learned(trainer_or_state):
     """The fingerprint of what a run has learned and would go on from: weights, optimizer, step, RNG, best loss."""
-    import train
     state = trainer_or_state if isinstance(trainer_or_state, dict) else trainer_or_state.state()
-    return train.fingerprint({k: v for k, v in state.items() if k != "config"})
+    return checkpoint.fingerprint({k: v for k, v in state.items() if k != "config"})
 
 
 def main_in_child(argv, die_at=None):
@@ -49,8 +49,8 @@ def main_in_child(argv, die_at=None):
     os.dup2(1, 2)
     if die_at:
         name, n = die_at
-        place, attribute = {"fsync": (train.os, "fsync"), "replace": (train.os, "replace"),
-                            "save": (train.torch, "save"), "sync_folder": (train, "sync_folder")}[name.rstrip("!")]
+        place, attribute = {"fsync": (checkpoint.os, "fsync"), "replace": (checkpoint.os, "replace"),
+                            "save": (checkpoint.torch, "save"), "sync_folder": (checkpoint, "sync_folder")}[name.rstrip("!")]
         original, calls = getattr(place, attribute), []
 
         def deadly(*args, **kwargs):

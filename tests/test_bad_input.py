@@ -11,6 +11,8 @@ import torch
 
 import bench
 import plot
+import checkpoint
+import config
 import prepare
 import runs
 import sample
@@ -53,12 +55,12 @@ def world(tmp_path_factory, data_dir):
         (root / "out" / name / "ckpt.pt").write_bytes(data)
     (root / "out" / "foreign").mkdir()
     torch.save({"model": torch.ones(2)}, root / "out" / "foreign" / "ckpt.pt")
-    state = train.load_checkpoint(root / "out" / "r" / "ckpt.pt")
+    state = checkpoint.load_checkpoint(root / "out" / "r" / "ckpt.pt")
     for name, change in (("notokenizer", {"tokenizer": 5}), ("nooptimizers", {"optimizers": [{}]}),
                          ("badrng", {"rng": {"cpu": "x"}}), ("badkind", {"tokenizer": {"kind": "char"}}),
                          ("wide_model", {"model_config": {**state["model_config"], "n_embd": 1 << 20}})):
         (root / "out" / name).mkdir()
-        train.save_checkpoint(root / "out" / name / "ckpt.pt", {**state, **change})
+        checkpoint.save_checkpoint(root / "out" / name / "ckpt.pt", {**state, **change})
     write_meta("nobytes", splits={**meta["splits"], "val": {**meta["splits"]["val"], "bytes": 0}})
     for path in ("data/pipe/meta.json", "data/pipebin/val.bin", "out/pipe/ckpt.pt", "pipe"):
         (root / path).unlink(missing_ok=True)
@@ -332,7 +334,7 @@ def test_one_line_and_exit_2(program, args, message, world, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)     # missing, wherever the tests run
     before = snapshot(world)
     with pytest.raises(SystemExit) as stop:
-        prepare.run_cli(MAINS[program])
+        config.run_cli(MAINS[program])
     out, err = capfd.readouterr()
     assert stop.value.code == 2
     assert err.count("\n") == 1 and err.startswith("error: ") and message in err, err
@@ -357,7 +359,7 @@ def test_from_the_shell(command, message, tmp_path):
 def test_a_missing_optional_package_is_one_line(tmp_path, data_dir, monkeypatch):
     for package in ("wandb", "tensorboard"):
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(prepare.UserError, match=f"{package}=true needs the package {package}"):
+        with pytest.raises(config.UserError, match=f"{package}=true needs the package {package}"):
             train.setup(runs.arguments("gpt", tmp_path, data_dir, f"{package}=true"))
     assert list(tmp_path.iterdir()) == []
 
@@ -367,5 +369,5 @@ def test_a_character_outside_the_vocabulary_is_named(tmp_path):
     prepare.prepare(prepare.PrepareConfig(dataset=f"file:{tmp_path / 't.txt'}", tokenizer="char", name="abc",
                                           data_dir=str(tmp_path)))
     runs.run("gpt", tmp_path, tmp_path, "dataset=abc")
-    with pytest.raises(prepare.UserError, match="'z'"):
+    with pytest.raises(config.UserError, match="'z'"):
         sample.main([str(tmp_path / "r"), "prompt=abz"])

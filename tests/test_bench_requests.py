@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bench
-import prepare
+import config
 import runs
 from conftest import tiny
 from serve import Engine
@@ -78,6 +78,6 @@ def test_loss_vs_throughput_is_drawn(tmp_path, data_dir, capsys):
     assert lines[3].endswith("3 runs") and (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     for names, message in ((["d"], "is a model_gpt: requests are for"), (["a", "a"], "each once"), ([], "give the folders"),
                            (["a", "f"], "not trained on the same tokens")):
-        with pytest.raises(prepare.UserError, match=message):
+        with pytest.raises(config.UserError, match=message):
             bench.main(["serve", *(paths[name] for name in names), *keys, f"file={tmp_path / 'no.png'}"])
     assert not (tmp_path / "no.png").exists()

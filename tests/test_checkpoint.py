@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import model_gpt
+import checkpoint
+import optim
 import runs
 import train
 from conftest import MODELS, ROOT
-from prepare import UserError
+from config import UserError
 
 models = pytest.mark.parametrize("name", MODELS)
 LONG = ["max_steps=40", "eval_interval=2"]
@@ -28,7 +30,7 @@ def whole(tmp_path_factory, data_dir):
     all models; that each of them resumes bit for bit is tested in test_train.py.)"""
     out = tmp_path_factory.mktemp("whole")
     child(runs.arguments("gpt", out, data_dir, *LONG)).join()
-    return runs.learned(train.load_checkpoint(out / "r" / "ckpt.pt"))
+    return runs.learned(checkpoint.load_checkpoint(out / "r" / "ckpt.pt"))
 
 
 def child(argv, die_at=None):
@@ -44,7 +46,7 @@ def finish(out, data_dir):
     p.join()
     assert p.exitcode == 0
     assert not list(out.rglob("*.tmp"))
-    return runs.learned(train.load_checkpoint(out / "r" / "ckpt.pt"))
+    return runs.learned(checkpoint.load_checkpoint(out / "r" / "ckpt.pt"))
 
 
 def wait_for_saves(process, path, count):
@@ -75,7 +77,7 @@ def test_kill_at_random_moments(whole, tmp_path, data_dir, full):
         p.kill()
         p.join()
         if (out / "r" / "ckpt.pt").exists():
-            progress.add(train.load_checkpoint(out / "r" / "ckpt.pt")["step"])     # whole, whenever it was killed
+            progress.add(checkpoint.load_checkpoint(out / "r" / "ckpt.pt")["step"])     # whole, whenever it was killed
         assert finish(out, data_dir) == whole
     assert len(progress) > 2, "the kills did not fall into the run"
 
@@ -91,7 +93,7 @@ def test_kill_inside_saving(whole, tmp_path, data_dir, die_at):
     p.join()
     assert p.exitcode == -signal.SIGKILL
     if die_at[1] > 2:
-        assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] >= 2
+        assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] >= 2
     assert finish(tmp_path, data_dir) == whole
 
 
@@ -105,7 +107,7 @@ def test_order_of_a_save(tmp_path, monkeypatch):
         fsync(fd)
     monkeypatch.setattr(os, "fsync", spy)
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("replace"), replace(a, b)))
-    train.save_checkpoint(tmp_path / "c.pt", {"format": 1, "x": torch.ones(3)})
+    checkpoint.save_checkpoint(tmp_path / "c.pt", {"format": 1, "x": torch.ones(3)})
     assert order == ["file", "replace", "folder"]
     assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
 
@@ -118,18 +120,18 @@ def sound(tmp_path_factory, data_dir):
     out = tmp_path_factory.mktemp("sound")
     trainer = runs.run("gpt", out, data_dir, "n_layer=1", "n_embd=4", "n_head=1", "block_size=4")
     path = trainer.folder / "ckpt.pt"
-    return path.read_bytes(), train.fingerprint(train.load_checkpoint(path))
+    return path.read_bytes(), checkpoint.fingerprint(checkpoint.load_checkpoint(path))
 
 
 def refused_or_unchanged(path, data, want):
     """True where the file is refused; fails where it loads as something else."""
     path.write_bytes(data)
     try:
-        state = train.load_checkpoint(path)
+        state = checkpoint.load_checkpoint(path)
     except UserError as e:
         assert "\n" not in str(e)
         return True
-    assert train.fingerprint(state) == want, "a damaged checkpoint was loaded as something else"
+    assert checkpoint.fingerprint(state) == want, "a damaged checkpoint was loaded as something else"
     return False
 
 
@@ -174,9 +176,9 @@ def test_a_flip_below_the_zip_checksums_is_noticed(sound, tmp_path):
         change(altered)
         torch.save(altered, tmp_path / "b.pt")
         with pytest.raises(UserError, match="checksum"):
-            train.load_checkpoint(tmp_path / "b.pt")
+            checkpoint.load_checkpoint(tmp_path / "b.pt")
     torch.save(state, tmp_path / "b.pt")
-    assert train.fingerprint(train.load_checkpoint(tmp_path / "b.pt")) == want
+    assert checkpoint.fingerprint(checkpoint.load_checkpoint(tmp_path / "b.pt")) == want
 
 
 def test_every_field_of_a_checkpoint_is_checked(sound, tmp_path):
@@ -184,11 +186,11 @@ def test_every_field_of_a_checkpoint_is_checked(sound, tmp_path):
     (tmp_path / "a.pt").write_bytes(sound[0])
 
     def refused(change, message):
-        state = train.load_checkpoint(tmp_path / "a.pt")
+        state = checkpoint.load_checkpoint(tmp_path / "a.pt")
         change(state)
-        train.save_checkpoint(tmp_path / "b.pt", state)
+        checkpoint.save_checkpoint(tmp_path / "b.pt", state)
         with pytest.raises(UserError, match=f"b.pt is not a checkpoint of a run: {message}") as e:
-            train.load_checkpoint(tmp_path / "b.pt")
+            checkpoint.load_checkpoint(tmp_path / "b.pt")
         assert "\n" not in str(e.value)
 
     for name in ("model", "config", "model_config", "tokenizer", "weights", "optimizers", "step", "evaluated", "best_ce",
@@ -213,17 +215,17 @@ def test_every_field_of_a_checkpoint_is_checked(sound, tmp_path):
 def test_keys_that_a_model_no_longer_has(sound, tmp_path, monkeypatch):
     """A checkpoint of an earlier version loads where such a key has the value that is left, else is refused."""
     (tmp_path / "a.pt").write_bytes(sound[0])
-    state = train.load_checkpoint(tmp_path / "a.pt")
+    state = checkpoint.load_checkpoint(tmp_path / "a.pt")
     monkeypatch.setattr(model_gpt.Config, "RETIRED", {"bias": False}, raising=False)
     for value in (False, True):
         old = {**state, "config": {**state["config"], "bias": value},
                "model_config": {**state["model_config"], "bias": value}}
-        train.save_checkpoint(tmp_path / "b.pt", old)
+        checkpoint.save_checkpoint(tmp_path / "b.pt", old)
         if value:
             with pytest.raises(UserError, match="its bias is no longer supported, only bias=False is"):
-                train.load_checkpoint(tmp_path / "b.pt")
+                checkpoint.load_checkpoint(tmp_path / "b.pt")
         else:
-            assert train.fingerprint(train.load_checkpoint(tmp_path / "b.pt")) == train.fingerprint(state)
+            assert checkpoint.fingerprint(checkpoint.load_checkpoint(tmp_path / "b.pt")) == checkpoint.fingerprint(state)
 
 
 def test_malformed_optimizer_states_are_refused(data_dir, tmp_path):
@@ -232,11 +234,11 @@ def test_malformed_optimizer_states_are_refused(data_dir, tmp_path):
                    lambda o: o["state"].update({0: 5}), lambda o: o["state"][0].pop("exp_avg"),
                    lambda o: o["state"][0].update(exp_avg=torch.ones(3)), lambda o: o["state"][0].update(more=torch.ones(())),
                    lambda o: o["state"].update({99: {"step": torch.ones(())}})):
-        state = train.load_checkpoint(path)
+        state = checkpoint.load_checkpoint(path)
         change(state["optimizers"][0])
         trainer = train.setup(runs.arguments("gpt", tmp_path / "new", data_dir))
         with pytest.raises(UserError, match="the optimizer's state does not fit"):
-            train.load_optimizers(trainer.optimizers, state["optimizers"])
+            optim.load_optimizers(trainer.optimizers, state["optimizers"])
 
 
 class Bomb:
@@ -260,7 +262,7 @@ def test_hostile_checkpoints_run_nothing(tmp_path):
     target = tmp_path / "owned"
     for name in bomb_files(tmp_path, target):
         with pytest.raises(UserError, match="damaged or is not a checkpoint"):
-            train.load_checkpoint(tmp_path / name)
+            checkpoint.load_checkpoint(tmp_path / name)
         assert not target.exists()
     with open(tmp_path / "plain.pt", "rb") as f:
         pickle.load(f).close()
@@ -275,14 +277,14 @@ def test_foreign_files_are_refused(tmp_path):
         z.writestr("a", "b" * 1000)
     for name in ("other.pt", "text.pt", "empty.pt", "zip.pt"):
         with pytest.raises(UserError, match="not a checkpoint"):
-            train.load_checkpoint(tmp_path / name)
+            checkpoint.load_checkpoint(tmp_path / name)
     with pytest.raises(UserError, match="does not exist"):
-        train.load_checkpoint(tmp_path / "missing.pt")
+        checkpoint.load_checkpoint(tmp_path / "missing.pt")
 
 
 def test_only_plain_values_are_saved(tmp_path):
     with pytest.raises(TypeError, match="may not hold"):
-        train.save_checkpoint(tmp_path / "c.pt", {"path": tmp_path})
+        checkpoint.save_checkpoint(tmp_path / "c.pt", {"path": tmp_path})
 
 
 # a full disk -----------------------------------------------------------------------------------------------------
@@ -317,5 +319,5 @@ def test_full_disk_leaves_the_last_checkpoint(name, tmp_path, data_dir):
     assert p.returncode == 2 and len(error) == 1, p.stderr
     assert "could not save" in error[0] and "untouched" in error[0]
     assert not list(tmp_path.rglob("*.tmp"))
-    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
+    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
     assert runs.run(name, tmp_path, data_dir, "resume=true").step == 6

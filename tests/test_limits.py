@@ -3,6 +3,7 @@ import pytest
 import torch
 
 import limits
+import config
 import runs
 import train
 from conftest import MODELS, SIZES
@@ -35,7 +36,7 @@ def test_a_run_needs_what_is_counted(name, tmp_path, data_dir, monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_are_those_of_the_model(name):
-    module = train.model_module(name)
+    module = config.model_module(name)
     cfg = module.Config(**SIZES.get(name, {}))
     model, before = module.Model(cfg), torch.get_rng_state()
     blank = limits.shapes_only(module.Model, cfg)

@@ -11,7 +11,11 @@ import torch.nn.functional as F
 import bench
 import kernels
 import model_lrt
-import prepare
+import checkpoint
+import config
+import optim
+import plot
+from run import TrainConfig, read_config
 import runs
 import sample
 import tasks
@@ -473,7 +477,7 @@ def test_rows_of_a_prefill_are_as_if_alone(kind, S):
 @pytest.mark.parametrize("name, millions, more, layerwise, source",
                          [("lrt_20l", 1316, 0.29, 4.78, 12), ("lrt_24l", 1988, 0.28, 5.43, 14)])
 def test_sizes_of_the_paper(name, millions, more, layerwise, source):
-    _, fields, _, _ = train.read_config([f"config=configs/{name}.yaml"])
+    _, fields, _, _ = read_config([f"config=configs/{name}.yaml"])
 
     def count(**sizes):
         cfg = model_lrt.Config(**{**fields, "vocab_size": 32768, **sizes})
@@ -492,7 +496,7 @@ def test_sizes_of_the_paper(name, millions, more, layerwise, source):
 
 
 def muon(**keys):
-    return train.TrainConfig(**{**dict(model="lrt", optimizer="muon", learning_rate=0.004,
+    return TrainConfig(**{**dict(model="lrt", optimizer="muon", learning_rate=0.004,
                                        muon_learning_rate=0.02, weight_decay=0.2), **keys})
 
 
@@ -500,7 +504,7 @@ def muon(**keys):
 def test_the_papers_optimizer(kind):
     """2 rows of 100 tokens, 4 times: each group's rate, betas and decay, by parameters' names."""
     model = lrt(kind)
-    groups = train.parameter_groups(model, muon(batch_size=2, gradient_accumulation_steps=4))
+    groups = optim.parameter_groups(model, muon(batch_size=2, gradient_accumulation_steps=4))
     batch, width = math.sqrt(800 / 2 ** 19), (model.cfg.n_embd / 768) ** -0.5
     group_of = {id(p): group for group in groups for p in group["params"]}
     rates = dict(wte=0.3 * width, values=0.3 * width, head=0.004 * width, alpha=0.005)
@@ -516,7 +520,7 @@ def test_the_papers_optimizer(kind):
         assert group["kind"] == optimizer, name
         assert abs(group["lr"] / (rate * batch) - 1) < 1e-12, name
         assert abs(group["weight_decay"] - decay) < 1e-12, name
-    optimizers = train.make_optimizers(model, muon())
+    optimizers = optim.make_optimizers(model, muon())
     assert [type(optimizer).__name__ for optimizer in optimizers] == ["AdamW", "Muon"]
     decoder = tasks.fit_head(model, tasks.COMPRESSION).head
     assert {model_lrt.kind_of(f"head.{n}", p) for n, p in decoder.named_parameters()} == {"head"}
@@ -527,19 +531,19 @@ def test_schedules_of_the_paper():
     """Momentum 0.85 to 0.95 in 300 steps; decay to zero; no warm-up; rates fall in the end."""
     cfg = muon(muon_momentum=0.95, muon_momentum_steps=300, decay_schedule="linear",
                lr_schedule="linear", cooldown_frac=0.5, min_lr_frac=0.0, max_steps=1000)
-    optimizers = train.make_optimizers(fresh(n_layer=6), cfg)
+    optimizers = optim.make_optimizers(fresh(n_layer=6), cfg)
     *others, muons = [group for optimizer in optimizers for group in optimizer.param_groups]
     rate = 0.02 * math.sqrt(cfg.batch_size * 256 / 2 ** 19)
     for step in (0, 150, 300, 500, 750, 999):
         for group in (*others, muons):
-            train.set_schedules(group, step, cfg)
+            optim.set_schedules(group, step, cfg)
             assert abs(group["lr"] / group["peak_lr"] - min(1, (1000 - step) / 500)) < 1e-12
         assert abs(muons["momentum"] - (0.85 + 0.1 * min(1, step / 300))) < 1e-12
         assert abs(muons["weight_decay"] - 0.2 * 4 * (1 - step / 1000)) < 1e-12
         assert abs(muons["peak_lr"] / rate - 1) < 1e-12
         assert all(group["weight_decay"] == 0 and "momentum" not in group for group in others)
     momentum, decay = muons["momentum"], muons["weight_decay"]
-    train.set_schedules(muons, 0, muon())
+    optim.set_schedules(muons, 0, muon())
     assert (muons["momentum"], muons["weight_decay"]) == (momentum, decay), "no keys, no change"
 
 
@@ -559,10 +563,10 @@ ABLATIONS = ["source=4", "source=1,2,3,4",                                  # Ta
 def test_every_ablation_is_an_override(overrides, data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "draw_curves", lambda *a: None)
     trainer = runs.run("lrt", tmp_path, data_dir, *TINY, *overrides.split())
-    last = train.read_log(trainer.folder / "log.jsonl")[-1]
+    last = plot.read_log(trainer.folder / "log.jsonl")[-1]
     estimated = "memory=false" not in overrides and "exact" not in overrides
     assert math.isfinite(last["val_ce"]) and ("val_gap" in last) == estimated
-    loaded, x = train.load_run(trainer.folder / "ckpt.pt")[0], tokens(2, 9)
+    loaded, x = checkpoint.load_run(trainer.folder / "ckpt.pt")[0], tokens(2, 9)
     assert torch.equal(loaded.eval()(x)[0], trainer.model.eval()(x)[0])
     for key, value in (pair.split("=") for pair in overrides.split()):
         assert str(getattr(loaded.cfg, key)).lower() == value
@@ -633,7 +637,7 @@ def test_impossible_settings_are_named(bad, named):
 def test_the_bench_runs(capsys):
     """Every line of bench.py lrt, at tiny sizes on a CPU."""
     model = fresh(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)
-    bench.bench_lrt(model, train.TrainConfig(model="lrt", batch_size=2), torch.device("cpu"),
+    bench.bench_lrt(model, TrainConfig(model="lrt", batch_size=2), torch.device("cpu"),
                     rounds=1)
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert [lines.count(word) for word in ("training", "decoding", "prefill")] == [7, 4, 3]
@@ -650,5 +654,5 @@ def test_sample_prefills_either_way(data_dir, tmp_path, capsys):
         assert ("next token: KL" in err) == (how == "compare")
     assert found["compare"] == found["exact"]
     assert all(text.startswith("abc def") for text in found.values())
-    with pytest.raises(prepare.UserError, match="prefill=exact is for a model"):
+    with pytest.raises(config.UserError, match="prefill=exact is for a model"):
         sample.main([str(gpt), "prefill=exact"])

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import MODELS, SIZES, relative, tiny
+import optim
+from run import TrainConfig
 
 # Settings of each model that must keep the contract too, beside its defaults.
 VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_loss="both"),
@@ -394,10 +396,9 @@ def test_flops_grow_with_the_model(name):
 
 @models
 def test_optimizer_groups_hold_every_parameter_once(name):
-    import train
     for optimizer in ("adamw", "muon"):
         model = tiny(name)
-        groups = train.parameter_groups(model, train.TrainConfig(model=name, optimizer=optimizer))
+        groups = optim.parameter_groups(model, TrainConfig(model=name, optimizer=optimizer))
         ids = [id(p) for g in groups for p in g["params"]]
         assert sorted(ids) == sorted(id(p) for p in model.parameters())
         assert all(p.dim() == 2 for g in groups if g["kind"] == "muon" for p in g["params"])

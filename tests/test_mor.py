@@ -9,9 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model_gpt
 import model_mor
-import runs
+from run import read_config, set_budget, tokens_per_step
 import test_relaxed
-import train
 from conftest import ROOT, relative, tiny
 from test_gpt import rotate
 from test_models import assert_cache_is_forward, rms, tokens
@@ -443,11 +442,11 @@ def test_flops_are_those_that_run(sizes, monkeypatch):
 def test_the_papers_budget_ends_its_runs_where_it_does(name, billions):
     """max_flops=16.5e18: the tokens of Table 7, and of Table 3 in whole billions."""
     file = ROOT / "configs" / f"mor_{name}.yaml"
-    cfg, sizes, _, _ = train.read_config([f"config={file}", "max_flops=16.5e18"])
+    cfg, sizes, _, _ = read_config([f"config={file}", "max_flops=16.5e18"])
     with torch.device("meta"):
         model = model_mor.Model(model_mor.Config(**sizes))
-    train.set_budget(cfg, model)
-    found = cfg.max_steps * train.tokens_per_step(cfg, model) / 1e9
+    set_budget(cfg, model)
+    found = cfg.max_steps * tokens_per_step(cfg, model) / 1e9
     assert abs(found - billions) < (0.051 if name.endswith("r3") else 0.55)
 
 

@@ -6,10 +6,12 @@ import torch
 
 import bench
 import model_mor
-import prepare
+import checkpoint
+import config
+import plot
+from run import TrainConfig
 import runs
 import sample
-import serve
 import train
 from test_train import TORCHRUN, start
 
@@ -32,7 +34,7 @@ def test_what_the_router_knows_of_the_run_survives_resume(keys, tmp_path, data_d
 def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
     """Logged shares: all tokens take all recursions at step 0, half do after the warm-up."""
     trainer = runs.run("mor", tmp_path, data_dir, "capacity_warmup=4")
-    rows = [row for row in train.read_log(trainer.folder / "log.jsonl") if "lr" in row]
+    rows = [row for row in plot.read_log(trainer.folder / "log.jsonl") if "lr" in row]
     assert [row["depth2"] for row in rows] == [1.0, *(int(16 * (1 + (1 + math.cos(math.pi * s / 4)) / 2) / 2) / 16
                                                       for s in (1, 2, 3)), 0.5, 0.5]
 
@@ -44,9 +46,9 @@ def test_loads_are_summed_over_processes(tmp_path, data_dir):
     p = start(*TORCHRUN, *runs.arguments("mor", tmp_path / "two", data_dir, *keys))
     out, err = p.communicate(timeout=120)
     assert p.returncode == 0, err
-    two = train.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")["weights"]
+    two = checkpoint.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")["weights"]
     assert one.model.balance_bias.any() and torch.equal(one.model.balance_bias, two["balance_bias"])
-    assert train.fingerprint(two) == train.fingerprint(one.state()["weights"])
+    assert checkpoint.fingerprint(two) == checkpoint.fingerprint(one.state()["weights"])
 
 
 def test_evaluation_is_no_load(tmp_path, data_dir):
@@ -62,7 +64,7 @@ def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
     """val_ce is that of the causal choice, val_ce_topk that of choosing among all; shares of depths add up."""
     for keys in ([], ["router=token"]):
         trainer = runs.run("mor", tmp_path / str(len(keys)), data_dir, *keys)
-        row = next(row for row in train.read_log(trainer.folder / "log.jsonl") if "val_ce" in row)
+        row = next(row for row in plot.read_log(trainer.folder / "log.jsonl") if "val_ce" in row)
         assert row["val_depth1"] + row["val_depth2"] == pytest.approx(1)
         assert ("val_ce_topk" in row) == (not keys)
         assert keys or row["val_ce_topk"] != row["val_ce"]
@@ -87,10 +89,10 @@ def test_a_budget_of_operations_sets_the_steps(model, tmp_path, data_dir):
     trainer = runs.run(model, tmp_path, data_dir, "max_steps=1")
     step = 2 * 16 * trainer.model.flops_per_token()
     trainer = runs.run(model, tmp_path / "b", data_dir, f"max_flops={4.5 * step}")
-    rows = train.read_log(trainer.folder / "log.jsonl")
+    rows = plot.read_log(trainer.folder / "log.jsonl")
     assert trainer.step == trainer.cfg.max_steps == rows[-1]["step"] == 4
     assert rows[-1]["flops"] == pytest.approx(4 * step)
-    with pytest.raises(prepare.UserError, match="less than one step of"):
+    with pytest.raises(config.UserError, match="less than one step of"):
         train.setup(runs.arguments(model, tmp_path / "c", data_dir, f"max_flops={0.9 * step}"))
     assert not (tmp_path / "c").exists()
 
@@ -134,14 +136,14 @@ def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
     bad = ("gpt/r", "d.png", "is for a model that loops over depth"), ("r", "d.xyz", "d.xyz: Format")
     for run, file, message in bad:
-        with pytest.raises(prepare.UserError, match=message):
+        with pytest.raises(config.UserError, match=message):
             sample.main([str(tmp_path / run), f"depths={tmp_path / file}"])
 
 
 def test_the_bench_runs(capsys):
     """Every line of bench.py mor but those of requests, at tiny sizes on a CPU."""
     sizes = dict(block_size=8, vocab_size=31, n_layer=8, n_loop=3, n_head=2, n_embd=16)
-    model, cfg = model_mor.Model(model_mor.Config(**sizes)), train.TrainConfig(model="mor", batch_size=2)
+    model, cfg = model_mor.Model(model_mor.Config(**sizes)), TrainConfig(model="mor", batch_size=2)
     bench.bench_mor(model, cfg, torch.device("cpu"), None, rounds=1)
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert [lines.count(word) for word in ("training", "decoding", "cache", "requests:")] == [6, 4, 1, 1]

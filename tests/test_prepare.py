@@ -1,4 +1,5 @@
 """prepare.py: tokenizers, sources, splits, shards, what stops and failures leave behind, and bad input."""
+import base64
 import codecs
 import contextlib
 import hashlib
@@ -21,8 +22,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import config
+from tokenizer import ByteTokenizer, CharTokenizer, HFTokenizer, SLICE, hf_tokenizer, load_tokenizer, slices, train_bpe
 import prepare
-from prepare import PrepareConfig, TokenData, UserError, load_tokenizer
+from config import UserError
+from data import TokenData
+from prepare import PrepareConfig
 
 ROOT = Path(prepare.__file__).parent
 EOT = "<|endoftext|>"
@@ -76,7 +81,7 @@ def cli(monkeypatch, capsys, *argv):
     monkeypatch.setattr(sys, "argv", ["prepare.py", *argv])
     status = 0
     try:
-        prepare.run_cli(prepare.main)
+        config.run_cli(prepare.main)
     except SystemExit as e:
         status = e.code
     return status, *capsys.readouterr()
@@ -84,7 +89,7 @@ def cli(monkeypatch, capsys, *argv):
 
 @pytest.fixture(scope="module")
 def bpe():
-    return prepare.train_bpe(300, iter([WORDS + "\n        indented" * 100]))
+    return train_bpe(300, iter([WORDS + "\n        indented" * 100]))
 
 
 SPECIAL = [EOT, "<|im_start|>", "<pad>"]  # ids 0 to 2, as SmolLM has its own
@@ -128,7 +133,7 @@ def llama2(**parts):
 
 @pytest.fixture(scope="module")
 def hf():
-    return prepare.HFTokenizer(smollm(), 0)
+    return HFTokenizer(smollm(), 0)
 
 
 @pytest.fixture
@@ -148,7 +153,7 @@ def texts():
 @exact
 @given(text=texts())
 def test_byte_round_trip(text):
-    tokenizer = prepare.ByteTokenizer()
+    tokenizer = ByteTokenizer()
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert (tokenizer.vocab_size, tokenizer.eot) == (257, 256)
@@ -157,7 +162,7 @@ def test_byte_round_trip(text):
 @exact
 @given(text=texts().filter(bool))
 def test_char_round_trip(text):
-    tokenizer = prepare.CharTokenizer("".join(sorted(set(text))))
+    tokenizer = CharTokenizer("".join(sorted(set(text))))
     again = load_tokenizer(json.loads(json.dumps(tokenizer.to_dict())))
     ids = tokenizer.encode(text)
     assert len(ids) == len(text) and again.decode(ids) == text and again.encode(text) == ids
@@ -181,7 +186,7 @@ def test_bpe_merges(bpe):
 
 @pytest.mark.parametrize("name", ["byte", "bpe", "hf"])
 def test_end_of_text_is_ordinary_text_and_decodes_to_nothing(name, bpe, hf):
-    tokenizer = {"byte": prepare.ByteTokenizer(), "bpe": bpe, "hf": hf}[name]
+    tokenizer = {"byte": ByteTokenizer(), "bpe": bpe, "hf": hf}[name]
     ids = tokenizer.encode(f"a{EOT}b")
     assert tokenizer.eot not in ids and tokenizer.decode(ids) == f"a{EOT}b"
     assert tokenizer.decode([tokenizer.eot, *ids, tokenizer.eot]) == f"a{EOT}b"
@@ -189,29 +194,29 @@ def test_end_of_text_is_ordinary_text_and_decodes_to_nothing(name, bpe, hf):
 
 
 def test_decode_replaces_broken_characters():
-    assert prepare.ByteTokenizer().decode("é".encode()[:1]) == "\ufffd"
+    assert ByteTokenizer().decode("é".encode()[:1]) == "\ufffd"
 
 
 @pytest.mark.parametrize("ids", [[257], [-1], np.array([3, 300])])
 def test_decode_refuses_ids_outside_the_vocabulary(ids):
     with pytest.raises(UserError, match=r"token (257|-1|300) is out of the vocabulary \(257\)"):
-        prepare.ByteTokenizer().decode(ids)
+        ByteTokenizer().decode(ids)
 
 
 def test_unknown_character_is_named():
     with pytest.raises(UserError, match="'z'"):
-        prepare.CharTokenizer("abc").encode("abza")
+        CharTokenizer("abc").encode("abza")
 
 
 @pytest.mark.parametrize("name", ["byte", "char", "bpe", "hf"])
 def test_lone_surrogate_is_refused(name, bpe, hf):
-    tokenizer = {"byte": prepare.ByteTokenizer(), "char": prepare.CharTokenizer("ab"), "bpe": bpe, "hf": hf}[name]
+    tokenizer = {"byte": ByteTokenizer(), "char": CharTokenizer("ab"), "bpe": bpe, "hf": hf}[name]
     with pytest.raises(UserError, match="udc80"):
         tokenizer.encode("a\udc80b")
 
 
 def bpe_dict(**changes):
-    ranks = " ".join(prepare.base64.b64encode(bytes([i])).decode() for i in range(256))
+    ranks = " ".join(base64.b64encode(bytes([i])).decode() for i in range(256))
     return {"kind": "bpe", "pattern": r"\S+|\s+", "ranks": ranks, **changes}
 
 
@@ -235,7 +240,7 @@ def test_a_very_large_document_is_encoded_quickly(bpe, unit):
     ids = bpe.encode(text)
     assert time.monotonic() - start < 5
     assert bpe.decode(ids) == text
-    prepare.train_bpe(258, prepare.slices(text + WORDS))
+    train_bpe(258, slices(text + WORDS))
 
 
 @exact
@@ -243,7 +248,7 @@ def test_a_very_large_document_is_encoded_quickly(bpe, unit):
        gaps=st.lists(st.sampled_from([" ", "  ", "         ", " \n", "\n      "]), min_size=60, max_size=60))
 def test_slices_change_no_token(bpe, words, gaps):
     text = "".join(w + g for w, g in zip(words, gaps))
-    parts = list(prepare.slices(text, 50))
+    parts = list(slices(text, 50))
     assert "".join(parts) == text and all(0 < len(part) <= 50 for part in parts)
     if all(part.startswith(" ") for part in parts[1:]):  # no cut was forced
         whole = bpe.encode_slice(text).tolist() if text else []
@@ -251,13 +256,13 @@ def test_slices_change_no_token(bpe, words, gaps):
 
 
 def test_slices_cut_before_spaces_of_real_text(bpe):
-    parts = list(prepare.slices(WORDS, 100))
+    parts = list(slices(WORDS, 100))
     assert len(parts) > 30 and all(part.startswith(" ") for part in parts[1:])
     assert [i for part in parts for i in bpe.encode_slice(part).tolist()] == bpe.encode_slice(WORDS).tolist()
 
 
 def test_bpe_is_trained_on_the_train_split_only(tmp_path, docs, monkeypatch):
-    seen, train = [], prepare.train_bpe
+    seen, train = [], train_bpe
     monkeypatch.setattr(prepare, "train_bpe", lambda size, t: train(size, iter(seen.extend(t) or seen)))
     folder = make(tmp_path, dataset=write_docs(tmp_path / "docs", docs), tokenizer="bpe:300")
     assert seen == docs_of(folder, "train") and docs_of(folder, "val")
@@ -269,7 +274,7 @@ def test_bpe_is_trained_on_a_limited_sample(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(WORDS * 200)
     folder = make(tmp_path, dataset=f"file:{tmp_path}/a.txt", tokenizer="bpe:300")
     data = TokenData(folder, "train")
-    assert 100_000 <= data.meta["tokenizer_bytes"] <= 100_000 + prepare.SLICE
+    assert 100_000 <= data.meta["tokenizer_bytes"] <= 100_000 + SLICE
     assert data.bytes + TokenData(folder, "val").bytes == len(WORDS) * 200
 
 
@@ -380,8 +385,8 @@ def test_hf_equal_tokenizers_are_equal_dicts(hf):
     other = {**data, "model": model, "added_tokens": data["added_tokens"][::-1], "decoder": None,
              "post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
              "pre_tokenizer": {"type": "Sequence", "pretokenizers": [data["pre_tokenizer"]]}}
-    assert prepare.HFTokenizer(other, 0).to_dict() == hf.to_dict()
-    assert prepare.HFTokenizer(data, 1).to_dict() != hf.to_dict() != prepare.HFTokenizer(smollm(330), 0).to_dict()
+    assert HFTokenizer(other, 0).to_dict() == hf.to_dict()
+    assert HFTokenizer(data, 1).to_dict() != hf.to_dict() != HFTokenizer(smollm(330), 0).to_dict()
 
 
 def test_hf_nothing_is_cut_padded_dropped_or_put_before(hf):
@@ -396,7 +401,7 @@ def test_hf_nothing_is_cut_padded_dropped_or_put_before(hf):
                  {"SpecialToken": {"id": EOT, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
                  "special_tokens": {EOT: {"id": EOT, "ids": [0], "tokens": [EOT]}}},
              "model": {**data["model"], "dropout": 0.5, "unk_token": EOT}}
-    tokenizer = prepare.HFTokenizer({**data, **parts}, 0)
+    tokenizer = HFTokenizer({**data, **parts}, 0)
     assert tokenizer.to_dict() == hf.to_dict() and tokenizer.encode(WORDS) == hf.encode(WORDS)
 
 
@@ -404,7 +409,7 @@ def test_hf_no_word_of_the_vocabulary_is_taken_for_a_special_token():
     data = smollm()
     data["model"]["ignore_merges"] = True  # a whole piece of text that is in the vocabulary is its id
     data["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = prepare.HFTokenizer(data, 0)
+    tokenizer = HFTokenizer(data, 0)
     for text in SPECIAL:
         assert min(tokenizer.encode(text)) >= len(SPECIAL) and tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -413,17 +418,17 @@ def test_hf_added_tokens_match_no_text_and_gaps_have_no_bytes():
     data = smollm()
     extra = {"single_word": False, "lstrip": True, "rstrip": True, "normalized": True, "special": False}
     data["added_tokens"] += [{"id": 410, "content": "<think>", **extra}, {"id": 405, "content": "the cat é", **extra}]
-    tokenizer = prepare.HFTokenizer(data, 0)
+    tokenizer = HFTokenizer(data, 0)
     assert tokenizer.vocab_size == 411 and tokenizer.decode([410, 405, 404, 409, 1]) == "<think>the cat é"
     ids = tokenizer.encode(" <think> the cat é")
     assert max(ids) < 340 and tokenizer.decode(ids) == " <think> the cat é"
     data = llama2()
     data["added_tokens"].append({"id": 270, "content": "\u2581cat", **extra})  # a word of the vocabulary, as Gemma's
-    assert prepare.HFTokenizer(data, 2).decode([270, 270]) == " cat cat"
+    assert HFTokenizer(data, 2).decode([270, 270]) == " cat cat"
 
 
 def test_hf_keeps_the_models_normalizer():
-    tokenizer = prepare.HFTokenizer({**smollm(), "normalizer": {"type": "NFC"}}, 0)
+    tokenizer = HFTokenizer({**smollm(), "normalizer": {"type": "NFC"}}, 0)
     assert tokenizer.decode(tokenizer.encode("e\u0301 a")) == "é a"
 
 
@@ -432,7 +437,7 @@ def test_hf_bytes_without_a_token_are_left_out_and_named(tmp_path, capsys):
     for sign in "\u0104ñ":  # the bytes 04 and F1, which SmolLM lacks too
         del data["model"]["vocab"][sign]
     data["model"]["unk_token"] = EOT
-    tokenizer = prepare.hf_tokenizer(write_model(tmp_path / "model", data).removeprefix("hf:"))
+    tokenizer = hf_tokenizer(write_model(tmp_path / "model", data).removeprefix("hf:"))
     out = capsys.readouterr().out
     assert "no tokens for the bytes 04 f1 (hexadecimal)" in out and out.count("\n") == 1
     assert tokenizer.decode(tokenizer.encode("a\x04b")) == "ab" and tokenizer.encode("\x04") == []
@@ -445,7 +450,7 @@ def test_hf_bytes_without_a_token_are_left_out_and_named(tmp_path, capsys):
 def test_hf_byte_fallback(parts):
     from tokenizers import Tokenizer
     data = llama2(**parts)
-    tokenizer, own = prepare.HFTokenizer(data, 2), Tokenizer.from_str(json.dumps(data))
+    tokenizer, own = HFTokenizer(data, 2), Tokenizer.from_str(json.dumps(data))
     assert tokenizer.encode(" cat cat") == own.encode("cat cat").ids == [270, 270]  # it puts a blank before them
     for text in "cat", "  cat\n hat", "a </s><s> <0x0A>", "\U0001f600 é\t", "<unk>":
         ids = tokenizer.encode(text)
@@ -460,14 +465,14 @@ def test_hf_byte_fallback(parts):
     ({}, 0), ({"eos_token": None}, 0), ({"eos_token": "<|im_start|>"}, 1), ({"eos_token": {"content": "<pad>"}}, 2)])
 def test_hf_end_of_text(tmp_path, config, eot, capsys):
     name = write_model(tmp_path / "model", smollm(), **config)
-    tokenizer = prepare.hf_tokenizer(name.removeprefix("hf:"))
+    tokenizer = hf_tokenizer(name.removeprefix("hf:"))
     assert tokenizer.eot == eot and tokenizer.decode([eot]) == "" == capsys.readouterr().out
 
 
 def test_hf_end_of_text_that_no_file_calls_special(tmp_path):
     data = llama2(added_tokens=[])
     name = write_model(tmp_path / "model", data)
-    tokenizer = prepare.hf_tokenizer(name.removeprefix("hf:"))
+    tokenizer = hf_tokenizer(name.removeprefix("hf:"))
     assert tokenizer.eot == 2 and tokenizer.decode([2]) == "" and 2 not in tokenizer.encode("</s>")
 
 
@@ -1011,14 +1016,14 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
 
 
 SLOW = """
-import sys, time, prepare
+import sys, time, config, prepare
 def slow():
     while True:
         yield "some text " * 500_000
         print("written", flush=True)
         time.sleep(0.05)
 prepare.open_source = lambda cfg: prepare.Source("slow", slow)
-prepare.run_cli(prepare.main)
+config.run_cli(prepare.main)
 """
 
 
@@ -1173,7 +1178,7 @@ class Schema:
 
 
 def typed(*argv, base=None):
-    return prepare.typed_config(Schema, prepare.split_args(argv), base, free_text=("prompt",))
+    return config.typed_config(Schema, config.split_args(argv), base, free_text=("prompt",))
 
 
 @pytest.mark.parametrize("arg, key, value", [
@@ -1253,15 +1258,15 @@ def test_required_field():
     class Needs:
         path: str
     with pytest.raises(UserError, match="path"):
-        prepare.typed_config(Needs, {})
-    assert prepare.typed_config(Needs, {"path": "x"}) == prepare.typed_config(
+        config.typed_config(Needs, {})
+    assert config.typed_config(Needs, {"path": "x"}) == config.typed_config(
         Needs, {"path": "x"}, free_text=("path",)) == Needs("x")
 
 
 def test_field_comments_are_the_help():
-    assert prepare.field_comments(Schema) == {"n_layer": "number of layers", "learning_rate": "step size",
+    assert config.field_comments(Schema) == {"n_layer": "number of layers", "learning_rate": "step size",
                                               "prompt": "text, taken literally", "note": "anything"}
-    assert set(prepare.field_comments(PrepareConfig)) == {f.name for f in fields(PrepareConfig)}
+    assert set(config.field_comments(PrepareConfig)) == {f.name for f in fields(PrepareConfig)}
 
 
 @pytest.mark.parametrize("arg", ["-h", "--help", "help"])
@@ -1277,7 +1282,7 @@ def test_help(arg, monkeypatch, capsys):
     "..", "../x", "/abs", "a/b", ".hidden", "-x", "a b", "é", "x" * 201, "a\n", "+"])
 def test_names_stay_in_their_folder(tmp_path, name):
     with pytest.raises(UserError, match="name"):
-        prepare.check_name(name)
+        config.check_name(name)
     with pytest.raises(UserError, match="name"):
         make(tmp_path, name=name)
     assert list(tmp_path.iterdir()) == []
@@ -1285,8 +1290,8 @@ def test_names_stay_in_their_folder(tmp_path, name):
 
 def test_empty_name():
     with pytest.raises(UserError, match="run ''"):
-        prepare.check_name("", "run")
-    assert prepare.check_name("a.b_c+d-1") == "a.b_c+d-1"
+        config.check_name("", "run")
+    assert config.check_name("a.b_c+d-1") == "a.b_c+d-1"
 
 
 @pytest.mark.parametrize("dataset, tokenizer, folder", [
@@ -1296,7 +1301,7 @@ def test_empty_name():
     ("python", "hf:O/N-1.7B", "python-hf-O-N-1.7B"), ("python", "hf:/abs/my model/", "python-hf--abs-my-model-"),
     ("python", "hf:../models/x", "python-hf-..-models-x"), ("python", "hf:~/x", "python-hf---x")])
 def test_folder_name(dataset, tokenizer, folder):
-    assert prepare.folder_name(dataset, tokenizer) == folder and prepare.NAME.fullmatch(folder)
+    assert prepare.folder_name(dataset, tokenizer) == folder and config.NAME.fullmatch(folder)
 
 
 BAD = [
@@ -1355,13 +1360,13 @@ def test_messages_are_squashed_and_interrupts_quiet(monkeypatch, capsys):
     def fail(argv):
         raise UserError("one\n  two\tthree")
     with pytest.raises(SystemExit) as e:
-        prepare.run_cli(fail)
+        config.run_cli(fail)
     assert e.value.code == 2 and capsys.readouterr().err == "error: one two three\n"
 
     def interrupt(argv):
         raise KeyboardInterrupt
     with pytest.raises(SystemExit) as e:
-        prepare.run_cli(interrupt)
+        config.run_cli(interrupt)
     assert e.value.code == 130 and capsys.readouterr() == ("", "")
 
 

@@ -9,7 +9,7 @@ import bench
 import kernels
 import model_gpt
 import model_rat
-import train
+from run import read_config
 from conftest import ROOT, relative, tiny
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, tokens
 
@@ -385,7 +385,7 @@ def test_impossible_sizes_are_named():
 @pytest.mark.parametrize("name, size", [("rat_200m", 0.2e9), ("rat_1300m", 1.3e9),
                                         ("rat_swa_1300m", 1.3e9)])
 def test_sizes_of_the_paper(name, size):
-    cfg, sizes, *_ = train.read_config([f"config={ROOT / 'configs' / name}.yaml"])
+    cfg, sizes, *_ = read_config([f"config={ROOT / 'configs' / name}.yaml"])
     sizes["vocab_size"] = {"gpt2": 50257, "bpe:32000": 32000}[cfg.tokenizer]
     with torch.device("meta"):
         model = model_rat.Model(model_rat.Config(**sizes))

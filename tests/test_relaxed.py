@@ -14,6 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import llama
 import model_gpt
 import model_relaxed
+import checkpoint
+import config
+import plot
 import prepare
 import runs
 import train
@@ -215,8 +218,8 @@ def test_a_checkpoint_holds_each_tied_weight_once(share, tmp_path, data_dir):
     parameters = list(trainer.model.parameters())
     size = 4 * sum(p.numel() for p in parameters)
     assert size == 4 * sum(size_by_hand(4, 2, 16, 2, 2, 64, 257, 3))
-    loaded = train.load_run(tmp_path / "r")[0].state_dict()
-    for weights in (trainer.model.state_dict(), train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["weights"], loaded):
+    loaded = checkpoint.load_run(tmp_path / "r")[0].state_dict()
+    for weights in (trainer.model.state_dict(), checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["weights"], loaded):
         assert len(storages(weights)) == len(parameters) and sum(storages(weights).values()) == size
     with zipfile.ZipFile(tmp_path / "r" / "ckpt.pt") as z:
         saved = sum(i.file_size for i in z.infolist() if "/data/" in i.filename)
@@ -382,13 +385,13 @@ def test_deltas_that_start_at_zero():
 @inits
 def test_conversion_leaves_the_source_alone(init):
     gpt = source(qk_norm=True)
-    before = train.fingerprint(dict(gpt.state_dict()))
+    before = checkpoint.fingerprint(dict(gpt.state_dict()))
     model = converted(gpt, init=init, rank=4)
     assert not storages(model.state_dict()).keys() & storages(gpt.state_dict()).keys()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1.0)
-    assert train.fingerprint(dict(gpt.state_dict())) == before
+    assert checkpoint.fingerprint(dict(gpt.state_dict())) == before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -420,7 +423,7 @@ def refusal(main, argv, monkeypatch, capfd):
     """The one line of an error that ends a program with status 2."""
     monkeypatch.setattr(sys, "argv", ["program", *map(str, argv)])
     with pytest.raises(SystemExit) as stop:
-        prepare.run_cli(main)
+        config.run_cli(main)
     out, err = capfd.readouterr()
     assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("error: "), err
     return err
@@ -443,10 +446,10 @@ def test_a_converted_model_trains_on(world, data_dir, tmp_path):
     trainer = runs.run("relaxed", tmp_path, data_dir, "n_layer=4", f"init_from={world / 'gpt' / 'r'}", "rank=3",
                        "n_loop=4", "dropout=0", "batch_size=8", "max_steps=40", "learning_rate=3e-3",
                        "eval_interval=10")
-    losses = [row["val_ce"] for row in train.read_log(trainer.folder / "log.jsonl") if "val_ce" in row]
+    losses = [row["val_ce"] for row in plot.read_log(trainer.folder / "log.jsonl") if "val_ce" in row]
     assert trainer.step == 40 and trainer.model.cfg.rank == 3 and trainer.model.cfg.n_loop == 4
     assert losses[-1] < losses[0] and trainer.model.cfg.n_stored == 1
-    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["model"] == "relaxed"
+    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["model"] == "relaxed"
 
 
 @pytest.mark.parametrize("options, message", [
@@ -481,10 +484,10 @@ def test_a_second_stage_trains_early_exit(world, data_dir, tmp_path):
     trainer = runs.run("relaxed", tmp_path, data_dir, "n_layer=4", "rank=4", f"init_from={world / 'relaxed' / 'r'}",
                        "early_exit=aggressive", "exit_loss=kl", "fill=propagate")
     assert trainer.model.cfg.early_exit == "aggressive" and trainer.model.cfg.rank == 4
-    rows = [row for row in train.read_log(trainer.folder / "log.jsonl") if "ce" in row]
+    rows = [row for row in plot.read_log(trainer.folder / "log.jsonl") if "ce" in row]
     assert len(rows) == 6 and all({"ce_loop1", "ce"} <= row.keys() and "ce_loop2" not in row for row in rows)
-    first = train.load_checkpoint(world / "relaxed" / "r" / "ckpt.pt")["weights"]
-    assert train.fingerprint(first) != train.fingerprint(trainer.state()["weights"])
+    first = checkpoint.load_checkpoint(world / "relaxed" / "r" / "ckpt.pt")["weights"]
+    assert checkpoint.fingerprint(first) != checkpoint.fingerprint(trainer.state()["weights"])
 
 
 def test_a_hugging_face_model_converts(data_dir, tmp_path):
@@ -496,7 +499,7 @@ def test_a_hugging_face_model_converts(data_dir, tmp_path):
     argv = [a for a in runs.arguments("relaxed", tmp_path, data_dir, f"init_from={tmp_path / 'hf'}", f"rank={FULL}")
             if not a.startswith(ours)]
     trainer = train.setup([*argv, "block_size=40"])
-    assert train.fingerprint(dict(trainer.model.state_dict())) == train.fingerprint(dict(model.state_dict()))
+    assert checkpoint.fingerprint(dict(trainer.model.state_dict())) == checkpoint.fingerprint(dict(model.state_dict()))
     assert trainer.model.cfg.n_kv_head == 2 and trainer.model.cfg.rope_theta == 1234.0 and trainer.run()
     with torch.no_grad():
         model_relaxed.convert(model.double(), gpt.double().state_dict())
@@ -539,7 +542,7 @@ def test_without_ce_weight_the_teacher_alone_teaches(world, data_dir, tmp_path):
     grads = [p.grad for g in fresh.optimizers[0].param_groups for p in g["params"]]
     floor = 1e-3 * max(g.abs().max() for g in grads)
     assert all(relative(a, b, floor) < 1e-3 for a, b in zip(moments, grads, strict=True))
-    row = train.read_log(trainer.folder / "log.jsonl")[0]
+    row = plot.read_log(trainer.folder / "log.jsonl")[0]
     assert row["kd"] > 0.01 and row["ce"] > 1
 
 
@@ -559,12 +562,12 @@ def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(world, data_dir, t
     taught, alone = distilling(world, data_dir, tmp_path / "a"), train.setup(
         runs.arguments("relaxed", tmp_path / "b", data_dir, "n_layer=4"))
     assert taught.run() and alone.run()
-    weights = train.load_checkpoint(world / "gpt" / "r" / "ckpt.pt")["weights"]
-    assert train.fingerprint(dict(taught.teacher.state_dict())) == train.fingerprint(weights)
+    weights = checkpoint.load_checkpoint(world / "gpt" / "r" / "ckpt.pt")["weights"]
+    assert checkpoint.fingerprint(dict(taught.teacher.state_dict())) == checkpoint.fingerprint(weights)
     assert not taught.teacher.training and not any(p.requires_grad for p in taught.teacher.parameters())
     sizes = [(trainer.folder / "ckpt.pt").stat().st_size for trainer in (taught, alone)]
     assert taught.state()["weights"].keys() == alone.state()["weights"].keys() and abs(sizes[0] - sizes[1]) < 1000
-    assert train.fingerprint(taught.state()["weights"]) != train.fingerprint(alone.state()["weights"])
+    assert checkpoint.fingerprint(taught.state()["weights"]) != checkpoint.fingerprint(alone.state()["weights"])
 
 
 def test_resuming_with_a_teacher_is_bit_identical(world, data_dir, tmp_path):

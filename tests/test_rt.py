@@ -9,6 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bench
 import model_rt
 import rt_wavefront
+import config
+import plot
+from run import TrainConfig
 import train
 from conftest import relative, tiny
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, rms, tokens
@@ -416,12 +419,12 @@ def test_the_schedules_train_alike_and_a_resumed_run_may_change_them(data_dir, t
 
     def losses(run, **more):
         train.main([f"{k}={v}" for k, v in {**keys, "max_steps": 30, "run": run, **more}.items()])
-        return [row["ce"] for row in train.read_log(tmp_path / run / "log.jsonl") if "ce" in row]
+        return [row["ce"] for row in plot.read_log(tmp_path / run / "log.jsonl") if "ce" in row]
     a, b = losses("wavefront"), losses("naive", fast="false", max_steps=10)
     b = losses("naive", resume="true", schedule="tiled")
     assert len(a) == len(b) == 30 and a[-1] < a[0] - 0.3
     assert max(abs(x - y) for x, y in zip(a, b)) < 1e-4
-    with pytest.raises(train.UserError, match="kv_norm"):
+    with pytest.raises(config.UserError, match="kv_norm"):
         losses("naive", resume="true", kv_norm="false", max_steps=31)
 
 
@@ -455,7 +458,7 @@ def test_the_bench_runs(capsys):
     """Both tables of bench.py rt, at tiny sizes on a CPU, and the physical floor of the paper's layer."""
     cpu, sizes = torch.device("cpu"), dict(n_layer=2, n_embd=16, n_head=2, block_size=12)
     model = model_rt.Model(model_rt.Config(**sizes))
-    bench.bench_rt(model, train.TrainConfig(model="rt", batch_size=2), cpu, rounds=1)
+    bench.bench_rt(model, TrainConfig(model="rt", batch_size=2), cpu, rounds=1)
     out = capsys.readouterr().out
     assert all(word in out for word in ("naive", "tiled", "the wavefront is", "decoding"))
     bench.bench_rt_layers(model.cfg, cpu, (2,), 1)

@@ -9,10 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from run import TrainConfig
+import sampling
+from tokenizer import load_tokenizer
 import runs
 import sample
 from conftest import MODELS, ROOT, SIZES, tiny
-from prepare import UserError
+from config import UserError
 
 models = pytest.mark.parametrize("name", MODELS)
 
@@ -98,7 +101,7 @@ def frequencies(p, seen=(), n=20000, **options):
     logits = torch.tensor(p).log().expand(n, -1)
     mask = torch.zeros_like(logits, dtype=torch.bool)
     mask[:, list(seen)] = True
-    ids = sample.next_tokens(logits, mask, **{**PLAIN, **options}, generator=torch.Generator().manual_seed(0))
+    ids = sampling.next_tokens(logits, mask, **{**PLAIN, **options}, generator=torch.Generator().manual_seed(0))
     return torch.bincount(ids, minlength=len(p)) / n
 
 
@@ -125,8 +128,8 @@ def test_repetition_penalty_by_hand():
     squared = [0.25, 0.3, 0.2]
     assert near(frequencies(p, seen=[0], repetition_penalty=2.0), [x / sum(squared) for x in squared])
     logits, seen = torch.tensor([[2.0, 1.5]]), torch.tensor([[True, False]])
-    assert sample.next_tokens(logits, seen, 0, 0, 1.0, 2.0, None).item() == 1      # positive ones are divided
-    assert sample.next_tokens(logits, seen, 0, 0, 1.0, 1.2, None).item() == 0
+    assert sampling.next_tokens(logits, seen, 0, 0, 1.0, 2.0, None).item() == 1      # positive ones are divided
+    assert sampling.next_tokens(logits, seen, 0, 0, 1.0, 1.2, None).item() == 0
 
 
 def test_a_penalty_ends_a_loop():
@@ -196,8 +199,7 @@ def test_padding_of_the_vocabulary_is_never_sampled(tmp_path, data_dir, capsys):
 
 
 def test_a_character_in_pieces_is_printed_whole(capsys):
-    import prepare
-    tokenizer = prepare.load_tokenizer({"kind": "byte"})
+    tokenizer = load_tokenizer({"kind": "byte"})
     ids = list("aé€\U0001f600".encode()) + [0xC3]      # the last character never comes to its end
     assert sample.write_stream(([i] for i in ids), tokenizer) == 11
     assert capsys.readouterr().out == "aé€\U0001f600�\n"
@@ -216,13 +218,12 @@ def test_a_reader_that_leaves_is_no_error(trained):
 
 def test_cached_and_recomputed_decoding_agree_in_the_bench(capsys):
     import bench
-    import train
     model = tiny("gpt").float()
     contestants = bench.decoding(model, 20, 4)
     assert set(contestants) == {"with the cache", "prefix recomputed"}
     times = bench.medians(contestants, 2, torch.device("cpu"))
     assert all(t > 0 and math.isfinite(t) for t in times.values())
-    step = bench.training_step(model, train.TrainConfig(batch_size=2))
+    step = bench.training_step(model, TrainConfig(batch_size=2))
     before = model.wte.weight.clone()
     step()
     assert not torch.equal(before, model.wte.weight)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 import model_mor
 import model_relaxed
-import prepare
+import checkpoint
+import config
+from tokenizer import ByteTokenizer
 import runs
 import sample
 import serve
@@ -237,7 +239,7 @@ def test_texts_longer_than_the_cache(fill, batching):
 def test_loops_over_other_blocks_are_served_too(batching):
     model = looping(share="sequence")
     if batching == "depth":
-        with pytest.raises(prepare.UserError, match="share=cycle, not sequence"):
+        with pytest.raises(config.UserError, match="share=cycle, not sequence"):
             answered(model, [], batching)
     else:
         work = work_of(model)
@@ -309,7 +311,7 @@ def test_the_oracle_counts_and_changes_nothing(batching):
     "confidence:", "confidence:x", "confidence:2", "confidence:-0.1", "confidence:nan", "margin:inf", "margin:1e9",
     "oracle:1", "Oracle", ":1", "margin:0.1:0.2"])
 def test_a_rule_that_is_none_is_refused(exit):
-    with pytest.raises(prepare.UserError, match="static:LOOP, confidence:P, margin:P, oracle are allowed, LOOP from 1"):
+    with pytest.raises(config.UserError, match="static:LOOP, confidence:P, margin:P, oracle are allowed, LOOP from 1"):
         serve.exit_rule(exit, 3)
 
 
@@ -425,7 +427,7 @@ def test_packed_tokens_attend_to_their_own_sequences(R, fast):
 
 def test_requests_too_long_for_endless_positions(tmp_path):
     """Where no context ends, one long request would make every row as long: it is refused, by name."""
-    model, tokenizer = looping(vocab_size=257, pos="none", block_size=8), prepare.ByteTokenizer()
+    model, tokenizer = looping(vocab_size=257, pos="none", block_size=8), ByteTokenizer()
     (tmp_path / "x.jsonl").write_text('{"prompt": "ab", "max_new_tokens": 62}\n{"prompt": "ab", "max_new_tokens": 63}')
     requests, errors = serve.read_requests(tmp_path / "x.jsonl", tokenizer, model, 5, longest=64)
     assert [r.max_new_tokens for r in requests] == [62]
@@ -495,7 +497,7 @@ def texts(answers):
 @pytest.fixture(scope="module")
 def good_answers(world):
     """What GOOD gets, without the engine."""
-    model, tokenizer, _ = train.load_run(world / "relaxed" / "r")
+    model, tokenizer, _ = checkpoint.load_run(world / "relaxed" / "r")
     model.double()
     requests, errors = serve.read_requests(world / "good.jsonl", tokenizer, model, 8)
     answers = alone(model, [(r.prompt, r.max_new_tokens, 0) for r in requests], TRAINED, 32, tokenizer.eot)
@@ -543,7 +545,7 @@ BAD = {
 
 @pytest.mark.parametrize("line", BAD, ids=lambda line: ascii(line[:60].decode(errors="replace")))
 def test_a_bad_line_is_one_error(line, tmp_path):
-    model, tokenizer = looping(vocab_size=257), prepare.ByteTokenizer()
+    model, tokenizer = looping(vocab_size=257), ByteTokenizer()
     (tmp_path / "x.jsonl").write_bytes(b'{"prompt": "a"}\n' + line + b'\n{"prompt": "b", "id": "after"}')
     requests, errors = serve.read_requests(tmp_path / "x.jsonl", tokenizer, model, 5)
     assert [r.id for r in requests] == [1, "after"] and len(errors) == 1

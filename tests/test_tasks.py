@@ -10,13 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import checkpoint
+import plot
+from run import TrainConfig
 import prepare
 import runs
 import sample
 import tasks
 import train
 from conftest import MODELS
-from prepare import TaskTokenizer, UserError, load_tokenizer
+from config import UserError
+from tokenizer import TaskTokenizer, load_tokenizer
 from test_train import TORCHRUN, start
 
 models = pytest.mark.parametrize("name", MODELS)
@@ -27,7 +31,7 @@ LENGTHS = {"recall": (4, 6, 128), "noisy_recall": (4, 6, 128), "fuzzy_recall": (
 
 
 def batches(task, T, **options):
-    return tasks.TaskBatches(train.TrainConfig(dataset=f"task:{task}", **options), T)
+    return tasks.TaskBatches(TrainConfig(dataset=f"task:{task}", **options), T)
 
 
 def examples(task, T, split="val", count=200, seed=1337, **options):
@@ -390,15 +394,15 @@ def test_resume_is_bit_identical(task, tmp_path):
         assert run("gpt", tmp_path / str(k), task, *options, stop_after=k).step == k
         resumed = run("gpt", tmp_path / str(k), task, *options, "resume=true")
         assert resumed.step == 6 and runs.learned(resumed) == runs.learned(whole)
-        assert runs.learned(train.load_checkpoint(resumed.folder / "best.pt")) == \
-            runs.learned(train.load_checkpoint(whole.folder / "best.pt"))
+        assert runs.learned(checkpoint.load_checkpoint(resumed.folder / "best.pt")) == \
+            runs.learned(checkpoint.load_checkpoint(whole.folder / "best.pt"))
 
 
 @pytest.mark.parametrize("task", ["recall", "s3", "compression"])
 def test_evaluation_changes_no_weight(task, tmp_path):
     a, b, c = (run("gpt", tmp_path / n, task, *extra) for n, extra in
                (("a", ["eval_interval=1"]), ("b", ["eval_interval=50"]), ("c", ["seed=7"])))
-    prints = [train.fingerprint(t.state()["weights"]) for t in (a, b, c)]
+    prints = [checkpoint.fingerprint(t.state()["weights"]) for t in (a, b, c)]
     assert prints[0] == prints[1] != prints[2]
 
 
@@ -406,7 +410,7 @@ def test_evaluation_changes_no_weight(task, tmp_path):
 @pytest.mark.parametrize("task", ["noisy_recall", "s5"])
 def test_every_model_trains_on_tasks(name, task, tmp_path, capsys):
     trainer = run(name, tmp_path, task, "max_steps=2")
-    rows = train.read_log(trainer.folder / "log.jsonl")
+    rows = plot.read_log(trainer.folder / "log.jsonl")
     assert {"ce", "token_accuracy", "sequence_accuracy", "grad_norm"} <= rows[0].keys() and "bpb" not in rows[0]
     estimated = {"val_ce_estimate", "val_gap"} if hasattr(trainer.model, "estimate") else set()
     told = {f"val_{name}" for name in getattr(trainer.model, "eval_metrics", ())}
@@ -424,9 +428,9 @@ def test_two_processes_are_one_with_twice_the_accumulation(tmp_path):
     p = start(*TORCHRUN, *runs.arguments("gpt", tmp_path / "two", tmp_path, "dataset=task:s3", *SMALL, *options))
     _, err = p.communicate(timeout=120)
     assert p.returncode == 0, err
-    two = train.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")
-    assert two["step"] == 6 and train.fingerprint(two["weights"]) == train.fingerprint(one.state()["weights"])
-    rows = [train.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
+    two = checkpoint.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")
+    assert two["step"] == 6 and checkpoint.fingerprint(two["weights"]) == checkpoint.fingerprint(one.state()["weights"])
+    rows = [plot.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
     assert len(rows[0]) == len(rows[1]) == 8
     for ours, theirs in zip(*rows):
         for key in {k for k in ours if "accuracy" in k}:
@@ -441,9 +445,9 @@ def test_a_small_model_learns_a_short_task(task, T, options, least, tmp_path):
     31/36: attention without absolute positions cannot tell p from p p."""
     trainer = run("gpt", tmp_path, task, f"block_size={T}", "batch_size=32", "dropout=0", "task_examples=0", "warmup_steps=10",
                   "learning_rate=1e-2", "eval_batches=0", "eval_interval=1000", "log_interval=100", *options)
-    result = train.read_log(trainer.folder / "log.jsonl")[-1]
+    result = plot.read_log(trainer.folder / "log.jsonl")[-1]
     assert result["val_token_accuracy"] >= result["val_sequence_accuracy"] > least
-    assert train.read_log(trainer.folder / "log.jsonl")[-2]["sequence_accuracy"] > least - 0.2
+    assert plot.read_log(trainer.folder / "log.jsonl")[-2]["sequence_accuracy"] > least - 0.2
 
 
 def test_what_is_printed(tmp_path, capsys):
@@ -573,7 +577,7 @@ def test_compression_on_every_model(name, optimizer, tmp_path):
     """The first loss is that of guessing; the embedding is the model's own; the checkpoint brings the decoder back."""
     options = ["max_steps=3", "dropout=0", f"optimizer={optimizer}"]
     trainer = run(name, tmp_path, "compression", *options)
-    rows = train.read_log(trainer.folder / "log.jsonl")
+    rows = plot.read_log(trainer.folder / "log.jsonl")
     assert abs(rows[0]["ce"] - math.log(16)) < 0.1
     named = dict(trainer.model.named_parameters())
     heads = {n for n in named if n.startswith("head.")}
@@ -583,7 +587,7 @@ def test_compression_on_every_model(name, optimizer, tmp_path):
     fresh = train.setup(runs.arguments(name, tmp_path / "f", tmp_path, "dataset=task:compression", *SMALL, *options)).model
     start_, end = dict(fresh.named_parameters()), named
     assert all(not torch.equal(start_[n], end[n]) for n in heads | {n for n in named if n.startswith("wte")})
-    model, tokenizer, _ = train.load_run(tmp_path / "r")
+    model, tokenizer, _ = checkpoint.load_run(tmp_path / "r")
     x = trainer.batches.cut(trainer.batches.val, [0, 1])[0]
     assert torch.equal(model(x)[0], trainer.model.eval()(x)[0]) and tokenizer.vocab_size == 16
 

@@ -16,10 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama
+import checkpoint
+import data
+import optim
+import plot
+from run import TrainConfig, make_model
 import runs
 import train
 from conftest import MODELS, ROOT
-from prepare import TokenData, UserError
+from config import UserError
+from data import TokenData
 
 models = pytest.mark.parametrize("name", MODELS)
 
@@ -28,7 +34,7 @@ def test_muon_runs_in_float32_on_a_cpu(monkeypatch):
     """The update is torch's to about the rounding of bfloat16, the state torch's own; other devices are left alone."""
     start, kinds, found, addmm = torch.randn(24, 40), [], [], torch.addmm
     monkeypatch.setattr(torch, "addmm", lambda x, *args, **more: kinds.append(x.dtype) or addmm(x, *args, **more))
-    for cls in (torch.optim.Muon, train.Muon):
+    for cls in (torch.optim.Muon, optim.Muon):
         p = torch.nn.Parameter(start.clone())
         p.grad = torch.sin(100 * start)
         optimizer = cls([p], lr=0.1, weight_decay=0.0)
@@ -36,9 +42,9 @@ def test_muon_runs_in_float32_on_a_cpu(monkeypatch):
         found.append((p.detach() - start, optimizer.state_dict()))
     (theirs, their_state), (ours, our_state) = found
     assert 0 < (ours - theirs).norm() < 0.02 * theirs.norm()
-    assert train.fingerprint(our_state) == train.fingerprint(their_state)
+    assert checkpoint.fingerprint(our_state) == checkpoint.fingerprint(their_state)
     assert set(kinds[:len(kinds) // 2]) == {torch.bfloat16} and set(kinds[len(kinds) // 2:]) == {torch.float32}
-    with train.KeepFloat32():
+    with optim.KeepFloat32():
         assert torch.ones(2, device="meta").bfloat16().dtype == torch.bfloat16
 
 
@@ -53,7 +59,7 @@ def test_resume_at_every_step_is_bit_identical(name, optimizer, tmp_path, data_d
         resumed = runs.run(name, tmp_path / str(k), data_dir, *options, "resume=true")
         assert resumed.step == 6 and runs.learned(resumed) == runs.learned(whole)
         for file in ("ckpt.pt", "best.pt"):
-            ours, theirs = (train.load_checkpoint(t.folder / file) for t in (resumed, whole))
+            ours, theirs = (checkpoint.load_checkpoint(t.folder / file) for t in (resumed, whole))
             assert runs.learned(ours) == runs.learned(theirs)
 
 
@@ -61,21 +67,21 @@ def test_resume_at_every_step_is_bit_identical(name, optimizer, tmp_path, data_d
 def test_evaluation_changes_no_weight(name, tmp_path, data_dir):
     often = runs.run(name, tmp_path / "a", data_dir, "eval_interval=1")
     never = runs.run(name, tmp_path / "b", data_dir, "eval_interval=50")
-    assert train.fingerprint(often.state()["weights"]) == train.fingerprint(never.state()["weights"])
+    assert checkpoint.fingerprint(often.state()["weights"]) == checkpoint.fingerprint(never.state()["weights"])
     other = runs.run(name, tmp_path / "c", data_dir, "seed=7")
-    assert train.fingerprint(other.state()["weights"]) != train.fingerprint(never.state()["weights"])
+    assert checkpoint.fingerprint(other.state()["weights"]) != checkpoint.fingerprint(never.state()["weights"])
 
 
 @given(seed=st.integers(0, 2 ** 31), step=st.integers(0, 10 ** 6), rows=st.integers(1, 3))
 def test_batches_are_a_pure_function_of_seed_and_step(data_dir, seed, step, rows):
     """Whoever computes it, alone or as one of 2 or 4, in any order: a micro-batch is the same."""
-    cfg = train.TrainConfig(seed=seed, batch_size=rows, gradient_accumulation_steps=4)
-    batches = train.TextBatches(data_dir / "words", cfg, 8)
+    cfg = TrainConfig(seed=seed, batch_size=rows, gradient_accumulation_steps=4)
+    batches = data.TextBatches(data_dir / "words", cfg, 8)
     alone = [batches.micro_batch(step, i)[0] for i in range(4)]
     for world in (2, 4):
         share = 4 // world
         for rank in range(world):
-            fresh = train.TextBatches(data_dir / "words", cfg, 8)
+            fresh = data.TextBatches(data_dir / "words", cfg, 8)
             for i in reversed(range(rank * share, (rank + 1) * share)):
                 assert torch.equal(fresh.micro_batch(step, i)[0], alone[i])
     x, y = batches.micro_batch(step, 0)
@@ -85,12 +91,12 @@ def test_batches_are_a_pure_function_of_seed_and_step(data_dir, seed, step, rows
 
 def test_seed_and_step_are_not_added(data_dir):
     """seed 1 at step 2 and seed 2 at step 1 are different batches."""
-    one, two = (train.TextBatches(data_dir / "words", train.TrainConfig(seed=s), 8) for s in (1, 2))
+    one, two = (data.TextBatches(data_dir / "words", TrainConfig(seed=s), 8) for s in (1, 2))
     assert not torch.equal(one.micro_batch(2, 0)[0], two.micro_batch(1, 0)[0])
 
 
 def test_validation_reads_every_token_once(data_dir):
-    batches = train.TextBatches(data_dir / "words", train.TrainConfig(batch_size=3), 16)
+    batches = data.TextBatches(data_dir / "words", TrainConfig(batch_size=3), 16)
     tokens = TokenData(data_dir / "words", "val")
     seen = torch.cat([batches.cut(batches.val, starts)[1].flatten() for starts in batches.val_batches(0)])
     text = torch.from_numpy(tokens.windows(np.array([0]), tokens.tokens)[0])
@@ -103,7 +109,7 @@ def test_validation_reads_every_token_once(data_dir):
 def test_accumulation_is_one_large_batch(name, tmp_path, data_dir, monkeypatch):
     """The same eight sequences in one, two or eight micro-batches move the weights alike. In float64: a recurrent model
     amplifies float32's rounding, which differs with the batch."""
-    results, make = [], train.make_model
+    results, make = [], make_model
 
     def moved(*args):           # zero-initialised projections would leave most gradients zero
         model = make(*args).double()
@@ -124,12 +130,12 @@ def test_accumulation_is_one_large_batch(name, tmp_path, data_dir, monkeypatch):
 
 def test_losses_count_tokens_not_micro_batches(tmp_path, data_dir, monkeypatch):
     """A micro-batch with few targets weighs little: masking targets gives the gradient of the mean over the rest."""
-    original = train.TextBatches.micro_batch
+    original = data.TextBatches.micro_batch
 
     def masked(self, step, index):
         x, y = original(self, step, index)
         return x, y.masked_fill(torch.arange(y.size(1)) >= (2 if index else 16), -1)
-    monkeypatch.setattr(train.TextBatches, "micro_batch", masked)
+    monkeypatch.setattr(data.TextBatches, "micro_batch", masked)
     options = ["dropout=0.0", "max_steps=1", "grad_clip=0", "weight_decay=0", "beta1=0"]
     trainer = runs.run("gpt", tmp_path / "a", data_dir, "gradient_accumulation_steps=2", *options)
     fresh = train.setup(runs.arguments("gpt", tmp_path / "b", data_dir, "gradient_accumulation_steps=2", *options))
@@ -146,7 +152,7 @@ def test_losses_count_tokens_not_micro_batches(tmp_path, data_dir, monkeypatch):
 @models
 def test_fast_and_naive_train_alike(name, tmp_path, data_dir):
     a, b = (runs.run(name, tmp_path / fast, data_dir, "dropout=0.0", f"fast={fast}") for fast in ("true", "false"))
-    losses = [[row["ce"] for row in train.read_log(t.folder / "log.jsonl") if "ce" in row] for t in (a, b)]
+    losses = [[row["ce"] for row in plot.read_log(t.folder / "log.jsonl") if "ce" in row] for t in (a, b)]
     assert len(losses[0]) == 6 and np.allclose(*losses, rtol=1e-4)
     assert a.model.cfg.fast and not b.model.cfg.fast
 
@@ -154,7 +160,7 @@ def test_fast_and_naive_train_alike(name, tmp_path, data_dir):
 @models
 def test_shared_parameters_survive_the_checkpoint(name, tmp_path, data_dir):
     trainer = runs.run(name, tmp_path, data_dir)
-    model, tokenizer, ckpt = train.load_run(tmp_path / "r")
+    model, tokenizer, ckpt = checkpoint.load_run(tmp_path / "r")
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in trainer.model.parameters())
     assert len({p.data_ptr() for p in model.state_dict().values()}) == \
         len({p.data_ptr() for p in trainer.model.state_dict().values()})
@@ -186,8 +192,8 @@ def test_best_checkpoint_is_not_replaced_by_a_worse_one(tmp_path, data_dir, monk
     monkeypatch.setattr(train.Trainer, "evaluate", lambda self: {"val_ce": next(values), "val_bpb": 1.0})
     runs.run("gpt", tmp_path, data_dir, "eval_interval=1", stop_after=4)
     runs.run("gpt", tmp_path, data_dir, "resume=true")
-    assert train.load_checkpoint(tmp_path / "r" / "best.pt")["step"] == 2
-    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["best_ce"] == 2.0
+    assert checkpoint.load_checkpoint(tmp_path / "r" / "best.pt")["step"] == 2
+    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["best_ce"] == 2.0
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
@@ -201,8 +207,8 @@ def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
     again = runs.run("gpt", tmp_path / "b", data_dir, "resume=true", "eval_interval=2")     # nothing is left to do
     for trainer in (resumed, again):
         assert runs.learned(trainer) == runs.learned(whole)
-        assert train.load_checkpoint(trainer.folder / "best.pt")["step"] == 4
-        rows = train.read_log(trainer.folder / "log.jsonl")
+        assert checkpoint.load_checkpoint(trainer.folder / "best.pt")["step"] == 4
+        rows = plot.read_log(trainer.folder / "log.jsonl")
         assert [r["step"] for r in rows if "val_ce" in r] == [2, 4, 6]
 
 
@@ -241,7 +247,7 @@ def test_last_state_is_saved_before_the_last_evaluation(tmp_path, data_dir, monk
     monkeypatch.setattr(train.Trainer, "evaluate", broken)
     with pytest.raises(RuntimeError):
         runs.run("gpt", tmp_path, data_dir)
-    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 6
+    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 6
 
 
 def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
@@ -249,7 +255,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
     argv = runs.arguments("gpt", tmp_path / "b", data_dir, f"init_from={tmp_path / 'a' / 'r'}")
     second = train.setup([a for a in argv if not a.startswith(("n_embd", "n_layer", "n_head"))])
     assert second.step == 0 and second.optimizers[0].state_dict()["state"] == {}
-    assert train.fingerprint(second.state()["weights"]) == train.fingerprint(first.state()["weights"])
+    assert checkpoint.fingerprint(second.state()["weights"]) == checkpoint.fingerprint(first.state()["weights"])
     assert second.run()
 
 
@@ -267,7 +273,7 @@ def test_finetuning_from_a_hugging_face_folder(tmp_path, data_dir):
 
 def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     runs.run("gpt", tmp_path, data_dir)
-    result = train.read_log(tmp_path / "r" / "log.jsonl")[-1]["val_ce"]
+    result = plot.read_log(tmp_path / "r" / "log.jsonl")[-1]["val_ce"]
     before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()}
     capsys.readouterr()
     train.main([f"out_dir={tmp_path}", "run=r", "eval_only=true", f"data_dir={data_dir}"])
@@ -283,30 +289,30 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
 # schedules, optimizers, logs -----------------------------------------------------------------------------------
 
 def test_schedules_by_hand():
-    cfg = train.TrainConfig(max_steps=100, warmup_steps=9, min_lr_frac=0.1, cooldown_frac=0.5)
-    cosine = [train.lr_factor(s, cfg) for s in range(101)]
+    cfg = TrainConfig(max_steps=100, warmup_steps=9, min_lr_frac=0.1, cooldown_frac=0.5)
+    cosine = [optim.lr_factor(s, cfg) for s in range(101)]
     assert cosine[0] == 0.1 and cosine[9] == 1.0 and abs(cosine[100] - 0.1) < 1e-12
-    assert abs(train.lr_factor(9 + 91 / 2, cfg) - 0.55) < 1e-12 and all(a > b for a, b in zip(cosine[9:], cosine[10:]))
+    assert abs(optim.lr_factor(9 + 91 / 2, cfg) - 0.55) < 1e-12 and all(a > b for a, b in zip(cosine[9:], cosine[10:]))
     cfg.lr_schedule = "linear"
-    assert train.lr_factor(0, cfg) == train.lr_factor(50, cfg) == 1.0
-    assert abs(train.lr_factor(75, cfg) - 0.55) < 1e-12 and abs(train.lr_factor(100, cfg) - 0.1) < 1e-12
+    assert optim.lr_factor(0, cfg) == optim.lr_factor(50, cfg) == 1.0
+    assert abs(optim.lr_factor(75, cfg) - 0.55) < 1e-12 and abs(optim.lr_factor(100, cfg) - 0.1) < 1e-12
     cfg.lr_schedule = "trapezoid"
-    assert train.lr_factor(0, cfg) == 0.1 and train.lr_factor(30, cfg) == 1.0
-    assert abs(train.lr_factor(75, cfg) - 0.55) < 1e-12
+    assert optim.lr_factor(0, cfg) == 0.1 and optim.lr_factor(30, cfg) == 1.0
+    assert abs(optim.lr_factor(75, cfg) - 0.55) < 1e-12
 
 
 def test_groups_decay_matrices_only():
     import model_gpt
     model = model_gpt.Model(model_gpt.Config(tie_embeddings=False))
     for optimizer in ("adamw", "muon"):
-        for g in train.parameter_groups(model, train.TrainConfig(optimizer=optimizer)):
+        for g in optim.parameter_groups(model, TrainConfig(optimizer=optimizer)):
             assert all((p.dim() >= 2) == (g["weight_decay"] > 0) for p in g["params"])
             if g["kind"] == "muon":
                 assert not any(p is model.wte.weight or p is model.head.weight for p in g["params"])
     model.extra = torch.nn.Parameter(torch.ones(3))
     model.param_groups = lambda cfg: [dict(kind="adamw", params=[model.extra], lr=1.0)]
     with pytest.raises(AssertionError, match="no group"):
-        train.parameter_groups(model, train.TrainConfig())
+        optim.parameter_groups(model, TrainConfig())
 
 
 def test_clipping_and_the_logged_norm(tmp_path, data_dir):
@@ -314,7 +320,7 @@ def test_clipping_and_the_logged_norm(tmp_path, data_dir):
     moments = trainer.optimizers[0].state_dict()["state"].values()
     norm = math.sqrt(sum(s["exp_avg"].square().sum().item() for s in moments))
     assert abs(norm - 1e-3) < 1e-5
-    assert train.read_log(trainer.folder / "log.jsonl")[0]["grad_norm"] > 0.1
+    assert plot.read_log(trainer.folder / "log.jsonl")[0]["grad_norm"] > 0.1
 
 
 def test_the_log(tmp_path, data_dir):
@@ -336,7 +342,7 @@ def test_a_resumed_log_has_every_step_once(tmp_path, data_dir):
     with open(trainer.folder / "log.jsonl", "a") as f:      # a killed run got further than its checkpoint
         f.write(json.dumps({"step": 4, "tokens": 1, "seconds": 1e6, "ce": 1.0}) + '\n{"step": 5, "tok')
     runs.run("gpt", tmp_path, data_dir, "resume=true")
-    rows = train.read_log(trainer.folder / "log.jsonl")
+    rows = plot.read_log(trainer.folder / "log.jsonl")
     assert [r["step"] for r in rows if "ce" in r] == list(range(1, 7))
     assert all(a["seconds"] <= b["seconds"] for a, b in zip(rows, rows[1:])) and rows[-1]["seconds"] < 1e5
 
@@ -352,7 +358,7 @@ def test_the_switches_for_other_loggers(tmp_path, data_dir, monkeypatch):
     sys.modules["torch.utils.tensorboard"].SummaryWriter = lambda folder: types.SimpleNamespace(
         add_scalar=lambda key, value, step: scalars.append((step, key, value)), flush=lambda: None)
     trainer = runs.run("gpt", tmp_path, data_dir, "wandb=true", "tensorboard=true")
-    logged = train.read_log(trainer.folder / "log.jsonl")
+    logged = plot.read_log(trainer.folder / "log.jsonl")
     assert [step for step, _ in rows] == [r["step"] for r in logged]
     assert all(values.items() <= r.items() for (_, values), r in zip(rows, logged))
     assert len(scalars) == sum(len(values) for _, values in rows)
@@ -360,7 +366,7 @@ def test_the_switches_for_other_loggers(tmp_path, data_dir, monkeypatch):
 
 def test_loss_goes_down(tmp_path, data_dir):
     trainer = runs.run("gpt", tmp_path, data_dir, "max_steps=150", "learning_rate=1e-2", "dropout=0", "n_embd=32")
-    losses = [row["ce"] for row in train.read_log(trainer.folder / "log.jsonl") if "ce" in row]
+    losses = [row["ce"] for row in plot.read_log(trainer.folder / "log.jsonl") if "ce" in row]
     assert losses[0] > 5.3 and losses[-1] < 3.0
 
 
@@ -375,7 +381,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, data_dir, m
         bad if trainer.step == 3 and trainer.model.training else 1))
     with pytest.raises(UserError, match="at step 3: stopped before the update"):
         trainer.run()
-    saved = train.load_checkpoint(trainer.folder / "ckpt.pt")
+    saved = checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")
     assert trainer.step == 3 and saved["step"] == 2
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
@@ -407,9 +413,9 @@ def test_a_signal_saves_and_exits_0(tmp_path, data_dir, sig):
     p.send_signal(sig)
     out, err = p.communicate(timeout=60)
     assert p.returncode == 0, err
-    step = train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"]
+    step = checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"]
     assert f"stopped at step {step}" in out and "Traceback" not in err
-    assert train.read_log(tmp_path / "r" / "log.jsonl")[-1]["step"] == step
+    assert plot.read_log(tmp_path / "r" / "log.jsonl")[-1]["step"] == step
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
@@ -422,15 +428,15 @@ def test_two_processes_are_one_with_twice_the_accumulation(tmp_path, data_dir):
     p = start(*TORCHRUN, *runs.arguments("gpt", tmp_path / "two", data_dir, *options))
     out, err = p.communicate(timeout=120)
     assert p.returncode == 0, err
-    two = train.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")
+    two = checkpoint.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")
     assert "2 processes" in out and two["step"] == 6
-    assert train.fingerprint(two["weights"]) == train.fingerprint(one.state()["weights"])
-    losses = [[r["ce"] for r in train.read_log(tmp_path / n / "r" / "log.jsonl") if "ce" in r] for n in ("one", "two")]
+    assert checkpoint.fingerprint(two["weights"]) == checkpoint.fingerprint(one.state()["weights"])
+    losses = [[r["ce"] for r in plot.read_log(tmp_path / n / "r" / "log.jsonl") if "ce" in r] for n in ("one", "two")]
     assert np.allclose(*losses, rtol=1e-6) and len(losses[0]) == 6
 
 
 NAN_AT_3 = """
-import sys, train, model_gpt
+import os, sys, config, train, model_gpt
 original, setup = model_gpt.cross_entropy, train.setup
 def poisoned(argv):
     trainer = setup(argv)
@@ -440,11 +446,11 @@ def poisoned(argv):
 def main(argv):
     try:
         train.main(argv)
-    except train.UserError as e:
-        open(sys.argv[0] + train.os.environ["RANK"], "w").write(str(e))
+    except config.UserError as e:
+        open(sys.argv[0] + os.environ["RANK"], "w").write(str(e))
         raise
 train.setup = poisoned
-train.run_cli(main)
+config.run_cli(main)
 """
 
 
@@ -457,7 +463,7 @@ def test_every_process_stops_at_a_nan_in_one(tmp_path, data_dir):
     assert p.returncode != 0
     for rank in "01":
         assert "at step 3: stopped before the update" in (tmp_path / f"poisoned.py{rank}").read_text()
-    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
+    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
     assert err.count("error: ce is nan at step 3") == 2
 
 
@@ -470,7 +476,7 @@ def test_a_killed_process_ends_the_job(tmp_path, data_dir):
     os.kill(int(children[1]), signal.SIGKILL)
     p.communicate(timeout=30)
     assert p.returncode != 0
-    assert train.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] % 5 == 0
+    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] % 5 == 0
 
 
 @pytest.mark.gpu
@@ -480,5 +486,5 @@ def test_trains_compiled_on_cuda(name, tmp_path, data_dir):
             if not a.startswith(("device=", "compile="))]
     trainer = train.setup(argv)
     assert trainer.procs.device.type == "cuda" and trainer.run()
-    losses = [row["ce"] for row in train.read_log(trainer.folder / "log.jsonl") if "ce" in row]
+    losses = [row["ce"] for row in plot.read_log(trainer.folder / "log.jsonl") if "ce" in row]
     assert losses[-1] < losses[0] - 1

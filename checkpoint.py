@@ -1,0 +1,197 @@
+"""
+Checkpoints: one file, replaced in one move, verified when read.
+"""
+import contextlib
+import hashlib
+import os
+import struct
+import warnings
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from config import UserError, model_module, sync_folder, typed_config
+from tokenizer import load_tokenizer
+from limits import check_fits, shapes_only
+from llama import from_pretrained, llama_config, pretrained_folder
+from tasks import fit_head
+
+
+def fingerprint(value):
+    """SHA-256 over a nested value: every tensor by dtype, shape and bytes, everything else by type and value.
+    Raises TypeError for what a checkpoint may not hold."""
+    sha = hashlib.sha256()
+
+    def add(x):
+        if isinstance(x, torch.Tensor):
+            x = x.detach().cpu().contiguous()
+            sha.update(f"tensor {x.dtype} {tuple(x.shape)} ".encode())
+            sha.update(x.reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(x, dict):
+            sha.update(f"dict {len(x)} ".encode())
+            for key in sorted(x, key=repr):
+                add(key)
+                add(x[key])
+        elif isinstance(x, (list, tuple)):
+            sha.update(f"{type(x).__name__} {len(x)} ".encode())
+            for item in x:
+                add(item)
+        elif isinstance(x, (str, bytes)):
+            data = x.encode("utf-8", "surrogatepass") if isinstance(x, str) else x
+            sha.update(f"{type(x).__name__} {len(data)} ".encode() + data)
+        elif isinstance(x, float):
+            sha.update(b"float " + struct.pack("<d", x))
+        elif x is None or isinstance(x, (bool, int)):
+            sha.update(f"{type(x).__name__} {x} ".encode())
+        else:
+            raise TypeError(f"a checkpoint may not hold a {type(x).__name__}")
+
+    add(value)
+    return sha.hexdigest()
+
+
+def save_checkpoint(path, state):
+    """Write state (tensors and plain values) to path so that at every moment path is whole: a temporary file,
+    flushed to the disk, takes its place in one move. UserError where the disk refuses; path is untouched then."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as f:
+            torch.save({**state, "sha256": fingerprint(state)}, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except (OSError, RuntimeError) as e:        # torch wraps a failed write in a RuntimeError
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e).splitlines()[0]
+        kept = "; the last good checkpoint is untouched" if path.exists() else ""
+        raise UserError(f"could not save {path}: {reason}{kept}") from e
+
+
+def load_checkpoint(path):
+    """The state saved at path, on the CPU. UserError where it is missing, damaged, from elsewhere or from
+    another version: the zip's own checksums, then a restricted unpickler that runs nothing, then the SHA-256
+    over all contents must agree."""
+    path = Path(path)
+    if not path.is_file():
+        there = "is not a regular file" if path.exists() else "does not exist: no checkpoint there"
+        raise UserError(f"{path} {there}")
+    try:
+        check_zip(path)
+        with warnings.catch_warnings(action="ignore"):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        whole = state.pop("sha256") == fingerprint(state) and state["format"] == 1
+    except Exception as e:      # a damaged file can fail anywhere inside zipfile and torch, in any way
+        raise UserError(f"{path} is damaged or is not a checkpoint of this project") from e
+    if not whole:
+        raise UserError(f"{path} is damaged: its contents do not match its checksum")
+    try:
+        check_state(state)
+    except (UserError, ValueError) as e:
+        raise UserError(f"{path} is not a checkpoint of a run: {e}") from e
+    return state
+
+
+FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
+          "optimizers": list, "step": int, "evaluated": int, "best_ce": float, "rng": dict}
+
+
+def check_state(state):
+    """ValueError or UserError where a checkpoint lacks a field, or its weights are not those of the
+    model that model_config describes."""
+    for name, kind in FIELDS.items():
+        if type(state.get(name)) is not kind:
+            wrong = f"no {kind.__name__}" if name in state else "missing"
+            raise ValueError(f"its {name} is {wrong}")
+    for name in ("step", "evaluated"):
+        if not 0 <= state[name] < 2 ** 53:
+            raise ValueError(f"its {name} is not a number of steps")
+    if type(state["config"].get("dataset")) is not str:
+        raise ValueError("its config names no dataset")
+    module = model_module(state["model"])
+    drop_retired_keys(module.Config, state)
+    cfg, weights = typed_config(module.Config, {}, state["model_config"]), state["weights"]
+    if not all(type(name) is str and isinstance(w, torch.Tensor) and w.isfinite().all()
+               for name, w in weights.items()):
+        raise ValueError("its weights are not named tensors of finite numbers")
+    if cfg.n_layer // getattr(cfg, "n_loop", 1) > len(weights):
+        raise ValueError(f"its weights are {len(weights)}, too few for n_layer={cfg.n_layer}")
+    model = shapes_only(module.Model, cfg, trained_on(state))
+    shape = lambda w: tuple(w.shape) if w.is_floating_point() else ("integers", *w.shape)
+    wanted = {n: shape(w) for n, w in model.state_dict().items()}
+    found = {n: shape(w) for n, w in weights.items()}
+    # a buffer may be younger than the checkpoint: its model knows what to take for it
+    younger = {n for n, _ in model.named_buffers()} - found.keys()
+    for name in sorted(wanted.keys() - younger | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise ValueError(f"its weight {name} is {found.get(name, 'missing')}, the model's "
+                             f"{wanted.get(name, 'missing')}")
+
+
+def drop_retired_keys(config, state):
+    """Take out of a checkpoint the keys that its model no longer has: config.RETIRED names each with the only value
+    that is left of it. ValueError where the checkpoint has another."""
+    for key, value in getattr(config, "RETIRED", {}).items():
+        for keys in (state["config"], state["model_config"]):
+            if keys.pop(key, value) != value:
+                raise ValueError(f"its {key} is no longer supported, only {key}={value} is")
+
+
+def check_zip(path):
+    """Raise where the archive's checksums fail or its directory claims more than the file holds (torch would
+    try to allocate what is claimed)."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as z:
+        for info in z.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
+                raise zipfile.BadZipFile(info.filename)
+        if z.testzip() is not None:
+            raise zipfile.BadZipFile("checksum")
+
+
+def checkpoint_file(path):
+    """A run folder's ckpt.pt, or the file itself."""
+    return Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
+
+
+def build_model(ckpt, **overrides):
+    """The model of a loaded checkpoint with its weights, on the CPU; overrides replace Config fields."""
+    module = model_module(ckpt["model"])
+    try:
+        model = module.Model(module.Config(**{**ckpt["model_config"], **overrides}))
+        fit_head(model, trained_on(ckpt)).load_state_dict(ckpt["weights"])
+    except (TypeError, ValueError, RuntimeError) as e:
+        reason = str(e).splitlines()[-1].strip()
+        raise UserError(f"the checkpoint does not fit model_{ckpt['model']}.py: {reason}") from e
+    model.set_step(ckpt["step"])
+    return model
+
+
+def trained_on(ckpt):
+    """The data set of a checkpoint's run; "" where the weights come from elsewhere."""
+    return ckpt.get("config", {}).get("dataset", "")
+
+
+def load_run(path, device="cpu", **overrides):
+    """(model in eval mode, tokenizer, checkpoint) of a run folder or checkpoint file."""
+    ckpt = load_checkpoint(checkpoint_file(path))
+    return build_model(ckpt, **overrides).to(device).eval(), load_tokenizer(ckpt["tokenizer"]), ckpt
+
+
+def load_initial(path, key="init_from"):
+    """What init_from or teacher names, in a checkpoint's form: a run folder, a checkpoint, or Hugging Face weights."""
+    if Path(path).is_file() or (Path(path) / "ckpt.pt").is_file():
+        return load_checkpoint(checkpoint_file(path))
+    gpt = model_module("gpt")
+    try:
+        folder = pretrained_folder(path)
+        blank = shapes_only(gpt.Model, gpt.Config(**llama_config(folder)))
+        check_fits({f"{key}={path}": sum(p.nbytes for p in blank.parameters())})
+        model = from_pretrained(folder)
+    except ValueError as e:
+        raise UserError(f"{key}={path}: {e}") from e
+    return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(), "step": 0}
