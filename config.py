@@ -1,8 +1,8 @@
 """
 Keys and errors: what every command line here has in common.
 
-Arguments are key=value, checked against a dataclass whose fields are the keys; the comment beside a field is its help text.
-Bad input raises UserError: one line, exit status 2, never a traceback.
+Arguments are key=value, checked against a dataclass whose fields are the keys; the comment beside a
+field is its help text. Bad input raises UserError: one line, exit status 2, never a traceback.
 """
 import contextlib
 import difflib
@@ -20,7 +20,6 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-
 
 HERE = Path(__file__).resolve().parent
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")

@@ -43,13 +43,13 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields (keys of a config file) that all models have."""
-    block_size: int = 256        # tokens of a training sequence; with RoPE also the longest context
+    block_size: int = 256        # tokens of a training sequence; with RoPE mostly also the longest context
     vocab_size: int = 257        # number of token ids
     n_layer: int = 4             # blocks
     n_head: int = 4              # query heads
     n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head (0: n_head)
     n_embd: int = 128            # width of the residual stream
-    dropout: float = 0.0         # on embeddings, attention weights and residual branches
+    dropout: float = 0.0         # on embeddings, attention weights, residual branches (see each file)
     fast: bool = True            # fused or parallel code; false: the equations written out
 
     def __post_init__(self):
@@ -110,6 +110,11 @@ def mlp_width(cfg):
 # -------------------------------------------------------------------------------------------------
 # the parts of a block
 
+def upcast(x):
+    """x in float32 or better: softmax, sums and losses are not computed in 16 bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
@@ -156,8 +161,8 @@ def attention_naive(q, k, v, bias, dropout=0.0):
     """q (B, H, T, D), k and v (B, G, S, D), bias broadcasts to (B, H, T, S) -> (B, H, T, D)."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))     # GQA: (B, H, S, D)
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))                  # (B, H, T, S)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias
-    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v               # (B, H, T, D)
+    probs = (upcast(scores) + bias).softmax(-1)
+    return F.dropout(probs, dropout).to(v.dtype) @ v                            # (B, H, T, D)
 
 
 def attention_fast(q, k, v, bias, dropout=0.0):
@@ -211,11 +216,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg):
+    def __init__(self, cfg, attention=Attention, mlp=MLP):
         super().__init__()
         self.norm1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.norm2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.attn, self.mlp = Attention(cfg), MLP(cfg)
+        self.attn, self.mlp = attention(cfg), mlp(cfg)
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x, layer, context):
@@ -301,6 +306,15 @@ class KVCache:
         self.longest = int(self.lengths.max()) if self.ragged else self.end
 
 
+def make_bias(cfg, pos, n_keys, dtype):
+    """attention_bias of queries at pos (B or 1, T) for the keys of positions 0 .. n_keys - 1."""
+    wide = torch.promote_types(dtype, torch.float32)
+    slopes = alibi_slopes(cfg.n_head, pos.device, wide) if cfg.pos == "alibi" else None
+    keys = torch.arange(n_keys, device=pos.device)
+    bias = attention_bias(pos, keys, getattr(cfg, "window", 0), slopes, wide)
+    return bias.to(dtype) if cfg.fast else bias             # the fused kernels want q's dtype
+
+
 class Context:
     """What T new tokens of every row attend to, the same for all layers: each other, causally, and
     the tokens of the cache. Holds their positions, RoPE's tables and the attention bias."""
@@ -308,25 +322,24 @@ class Context:
     def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
         """x (B, T, C): the new tokens' embeddings, for their number, device and dtype."""
         T, dtype = x.size(1), compute_dtype(x)
-        self.cache, self.dropout = cache, cfg.dropout if training else 0.0
+        self.cfg, self.cache, self.dtype = cfg, cache, dtype
+        self.dropout = cfg.dropout if training else 0.0
         self.attention = attention_fast if cfg.fast else attention_naive
         pos = torch.arange(T, device=x.device)[None] if cache is None else cache.place(T, n_valid)
         end = T if cache is None else cache.end
+        self.pos = pos                                          # (B or 1, T)
         if cfg.pos == "rope" and end > cfg.block_size:
             raise ValueError(f"{end} tokens are more than block_size={cfg.block_size}")
         self.rope = None
         if cfg.pos == "rope":
             cos, sin = rope_tables(pos, cfg.head_dim, cfg.rope_theta, x.dtype)
             self.rope = cos[:, None], sin[:, None]                      # (B or 1, 1, T, D)
-        window, alibi = getattr(cfg, "window", 0), cfg.pos == "alibi"
+        # without a window and ALiBi, training, a prefill from the start and a decode step need
+        # no bias: the kernels' causal flag, or nothing
+        plain = not getattr(cfg, "window", 0) and cfg.pos != "alibi"
         equal_rows = cache is None or not cache.ragged
-        if cfg.fast and not window and not alibi and equal_rows and T in (1, end):
-            self.bias = None                # training, a prefill from the start, or a decode step
-            return
-        wide = torch.promote_types(dtype, torch.float32)
-        slopes = alibi_slopes(cfg.n_head, x.device, wide) if alibi else None
-        bias = attention_bias(pos, torch.arange(end, device=x.device), window, slopes, wide)
-        self.bias = bias.to(dtype) if cfg.fast else bias    # the fused kernels want q's dtype
+        no_bias = cfg.fast and plain and equal_rows and T in (1, end)
+        self.bias = None if no_bias else make_bias(cfg, pos, end, dtype)
 
     def attend(self, layer, q, k, v):
         """q (B, H, T, D), k, v (B, G, T, D) of the new tokens -> (B, H, T, D)."""
@@ -349,8 +362,9 @@ def cross_entropy(logits, targets):
 
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm and head, the call, the loss, plain sampling.
-    A model adds hidden(idx, cache, n_valid) and flops_per_token(), and may replace the rest."""
+    A model gives its blocks and flops_per_token(), and may replace the rest."""
 
+    context_type, cache_type = Context, KVCache
     max_logits = 2 ** 28        # in training; for more, the loss is computed in pieces
 
     def __init__(self, cfg, blocks):
@@ -383,6 +397,16 @@ class LanguageModel(nn.Module):
         with contextlib.nullcontext() if cache is None else torch.no_grad():
             return self.predict(self.hidden(idx, cache, n_valid), targets)
 
+    def hidden(self, idx, cache=None, n_valid=None):
+        """idx (B, T) -> the states after the final norm, (B, T, C)."""
+        x = self.drop(self.wte(idx))
+        context = self.context_type(self.cfg, x, cache, n_valid, self.training)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, layer, context)
+        if cache is not None:
+            cache.advance()
+        return self.norm(x)
+
     def predict(self, h, targets):
         """(logits, loss, aux) from hidden states h (B, T, C)."""
         V = self.cfg.vocab_size
@@ -397,8 +421,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, h):
         """(..., C) -> (..., V) in float32 or better."""
-        logits = self.head(h)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return upcast(self.head(h))
 
     def cross_entropy_in_pieces(self, h, targets):
         """The same loss, with the logits of some tokens at a time: backward computes them again."""
@@ -413,7 +436,7 @@ class LanguageModel(nn.Module):
         """An empty cache for batch_size rows of up to max_len tokens."""
         self.check_context(max_len)
         w = self.wte.weight
-        return KVCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
+        return self.cache_type(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
 
     def check_context(self, tokens, name="max_len={} is"):
         if self.context_limit is not None and tokens > self.context_limit:
@@ -444,12 +467,13 @@ class LanguageModel(nn.Module):
 
 
 @torch.no_grad()
-def init_weights(model, n_layer):
+def init_weights(model, n_layer=None):
     """GPT-2's: N(0, 0.02), and the two projections into the residual stream of n_layer blocks
-    smaller by 1 / sqrt(2 n_layer), so that its variance does not grow with depth. Norms stay 1."""
+    smaller by 1 / sqrt(2 n_layer), so that its variance does not grow with depth (None: as the
+    others). Norms stay 1."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
-            into_residual = name.endswith(("wo.weight", "w_down.weight"))
+            into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))
             p.normal_(0, 0.02 / math.sqrt(2 * n_layer) if into_residual else 0.02)
     if model.cfg.tie_embeddings:
         model.head.weight = model.wte.weight
@@ -461,16 +485,6 @@ class Model(LanguageModel):
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_layer)])
         init_weights(self, cfg.n_layer)
-
-    def hidden(self, idx, cache=None, n_valid=None):
-        """idx (B, T) -> the states after the final norm, (B, T, C)."""
-        x = self.drop(self.wte(idx))
-        context = Context(self.cfg, x, cache, n_valid, self.training)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, layer, context)
-        if cache is not None:
-            cache.advance()
-        return self.norm(x)
 
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward pass in a sequence of

@@ -334,15 +334,14 @@ class AllTokens(Context):
     kv[layer] keeps keys and values, (B, G, S, D) each, for later recursions."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
+        super().__init__(cfg, x, cache, n_valid, training)
         B, T = x.shape[:2]
         step = torch.arange(T, device=x.device)
         start = 0 if cache is None else cache.lengths[:, None]
-        self.pos = (start + step).expand(B, T)                          # (B, T)
+        self.pos, self.kv = (start + step).expand(B, T), {}             # (B, T)
         self.real = torch.ones_like(self.pos, dtype=torch.bool)         # false: padding
         if n_valid is not None:
             self.real = step < n_valid[:, None].to(x.device)
-        self.cfg, self.dtype, self.kv = cfg, compute_dtype(x), {}
-        super().__init__(cfg, x, cache, n_valid, training)
 
     def attend(self, layer, q, k, v):
         if self.rope:

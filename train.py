@@ -51,7 +51,8 @@ from tasks import TaskBatches, count_right, is_task, show_example
 def print_help(argv):
     """The usage, then every key with its default and meaning: the trainer's, then the chosen model's."""
     name = next((a.split("=", 1)[1] for a in argv if a.startswith("model=")), TrainConfig.model)
-    print("\n".join([help_text(TrainConfig, __doc__), "", f"keys of model={name}:", *key_lines(model_module(name).Config)]))
+    keys = key_lines(model_module(name).Config)
+    print("\n".join([help_text(TrainConfig, __doc__), "", f"keys of model={name}:", *keys]))
 
 
 # ---------------------------------------------------------------------------------------------------------
