@@ -1,8 +1,8 @@
 """
 Keys and errors: what every command line here has in common.
 
-Arguments are key=value, checked against a dataclass whose fields are the keys; the comment beside a
-field is its help text. Bad input raises UserError: one line, exit status 2, never a traceback.
+Arguments are key=value, checked against a dataclass whose fields are the keys; the comment beside
+a field is its help text. Bad input raises UserError: one line, exit status 2, never a traceback.
 """
 import contextlib
 import difflib
@@ -15,11 +15,10 @@ import os
 import re
 import sys
 import typing
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 HERE = Path(__file__).resolve().parent
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
@@ -31,17 +30,18 @@ class UserError(Exception):
 
 def run_cli(main):
     """main(sys.argv[1:]); a UserError is one line on stderr and exit status 2, never a traceback."""
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show a character shows a ? instead
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal shows ? for what it cannot show
         sys.stdout.reconfigure(errors="replace")
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
     except UserError as e:
-        sys.stderr.write(f"error: {' '.join(str(e).split())}\n")  # in one piece: other processes may write too
+        # in one piece: other processes may write too
+        sys.stderr.write(f"error: {' '.join(str(e).split())}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader (head) has gone: nothing more can be said, at exit neither
+    except BrokenPipeError:  # the reader (head) has gone: nothing can be printed, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as e:
@@ -52,7 +52,7 @@ def run_cli(main):
         sys.exit(2)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # keys
 
 def split_args(argv) -> dict:
@@ -65,15 +65,6 @@ def split_args(argv) -> dict:
 
 def asks_help(argv) -> bool:
     return bool({"-h", "--help", "help"} & set(argv))
-
-
-def parse_args(argv, schema, free_text=()):
-    """key=value arguments as an instance of the dataclass `schema`; help prints the keys and exits 0.
-    Keys in `free_text` are taken literally."""
-    if asks_help(argv):
-        print(help_text(schema), flush=True)
-        sys.exit(0)
-    return typed_config(schema, split_args(argv), free_text=free_text)
 
 
 def help_text(schema, usage="") -> str:
@@ -93,35 +84,29 @@ def key_lines(schema) -> list:
 
 
 def field_comments(schema) -> dict:
-    """{field: the comment on its line in the source}, so that the meaning of a key is written once; those of the base
-    classes too."""
+    """{field: the comment on its line in the source}, also of the base classes."""
     comments = {}
     for cls in reversed(schema.__mro__):
         with contextlib.suppress(OSError, TypeError):  # a class without source has no comments
-            comments.update(re.findall(r"^    (\w+): .*?\s# (.*)$", inspect.getsource(cls), re.MULTILINE))
+            source = inspect.getsource(cls)
+            comments.update(re.findall(r"^    (\w+): .*?\s# (.*)$", source, re.MULTILINE))
     return comments
 
 
 def typed_config(schema, values, base=None, free_text=()):
-    """An instance of the dataclass `schema`: its defaults, then `base` (plain values, of a YAML file), then
-    `values` (texts, of the command line). UserError names an unknown key or a value of the wrong type."""
-    kinds = typing.get_type_hints(schema)
-    names = [f.name for f in fields(schema)]
-    free, layers = {}, []
+    """An instance of the dataclass `schema`: its defaults, then `base` (plain values of a YAML
+    file), then `values` (text of the command line). Keys in `free_text` are taken literally.
+    UserError for an unknown key or a value of the wrong type."""
+    kinds, typed = typing.get_type_hints(schema), {}
     for given in (base or {}), values:
-        if not isinstance(given, dict):
-            raise UserError(f"a config file holds lines of key: value, got {given!r:.60}")
-        for key in given:
-            if key not in names:
-                raise UserError(unknown_key(str(key), names))
-        literal = {k: v for k, v in given.items() if k in free_text and isinstance(v, str)}
-        layers.append({k: typed_value(k, v, kinds[k]) for k, v in given.items() if k not in literal})
-        free.update(literal)
+        for key, value in given.items():
+            if key not in kinds:
+                raise UserError(unknown_key(str(key), kinds))
+            literal = key in free_text and isinstance(value, str)
+            typed[key] = value if literal else typed_value(key, value, kinds[key])
     try:
-        blank = {key: "" for key in free}  # OmegaConf would read ${ and ??? in free text
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), *layers, blank))
-        return replace(config, **free) if free else config
-    except (OmegaConfBaseException, ValueError) as e:  # ValueError: of the schema's own checks
+        return schema(**typed)
+    except ValueError as e:  # of the schema's own checks
         raise UserError(first_line(e)) from None
 
 
@@ -132,7 +117,8 @@ def unknown_key(key, names) -> str:
 
 
 def typed_value(key, value, kind):
-    """`value` (text, or plain from a YAML file) as `kind`: int, float, bool, str or Optional of these."""
+    """`value` (text, or plain from a YAML file) as `kind`: int, float, bool, str or Optional of
+    these. An int is written as one (1000, 1_000; not 2.5, 1e3, true), a float is finite."""
     if isinstance(value, str) and "${" in value:
         raise UserError(f"{key}: interpolation is not supported, got {value!r:.60}")
     options = typing.get_args(kind) or (kind,)
@@ -141,25 +127,26 @@ def typed_value(key, value, kind):
     want = next(t for t in options if t is not type(None))
     try:
         result = convert(value, want)
-        if want is not int or abs(result) < 2**63:
-            return result
-        raise UserError(f"{key}={str(result):.60} must be less than 2^63")
     except (ValueError, OverflowError):
-        wanted = {float: "float (finite)", bool: "bool (true or false)", str: "str (in YAML: in quotes)"}
-        raise UserError(f"{key}: expected {wanted.get(want, want.__name__)}, got {value!r:.60}") from None
+        wanted = {float: "float (finite)", bool: "bool (true or false)",
+                  str: "str (in YAML: in quotes)"}.get(want, want.__name__)
+        raise UserError(f"{key}: expected {wanted}, got {value!r:.60}") from None
+    if want is int and abs(result) >= 2**63:
+        raise UserError(f"{key}={str(result):.60} must be less than 2^63")
+    return result
 
 
 def convert(value, want):
-    """Strict: an int is written as one (1000, 1_000; not 2.5, 1e3, true), a float is finite. ValueError."""
     text = type(value) is str
-    if want is int and (type(value) is int or text and re.fullmatch("[+-]?[0-9]+(_[0-9]+)*", value)):
+    digits = text and re.fullmatch("[+-]?[0-9]+(_[0-9]+)*", value)
+    if want is int and (type(value) is int or digits):
         return int(value)
     if want is float and type(value) in (int, float, str) and math.isfinite(float(value)):
         return float(value)
-    if want is bool and (type(value) is bool or text and value.lower() in ("true", "false")):
+    if want is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
-    if want is str and text and value != "???" and "\0" not in value:
-        return value  # OmegaConf reads ??? as "no value given"; no file name holds a zero byte
+    if want is str and text and "\0" not in value:  # no file name holds a zero byte
+        return value
     raise ValueError(value)
 
 
@@ -169,9 +156,11 @@ def load_yaml(file):
         text = io.StringIO(read_bytes(file).decode())
         values = OmegaConf.to_container(OmegaConf.load(text), resolve=False)
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"config={file} cannot be read: {getattr(e, 'strerror', None) or 'not a text file'}") from e
-    except Exception as e:      # the YAML parser has many kinds of errors, all of them about this file
-        raise UserError(f"config={file} is not valid YAML: {' '.join(str(e).split())[:200]}") from e
+        reason = getattr(e, "strerror", None) or "not a text file"
+        raise UserError(f"config={file} cannot be read: {reason}") from e
+    except Exception as e:  # the YAML parser has many kinds of errors, all about this file
+        reason = " ".join(str(e).split())[:200]
+        raise UserError(f"config={file} is not valid YAML: {reason}") from e
     if not isinstance(values, dict) or any(isinstance(v, (dict, list)) for v in values.values()):
         raise UserError(f"config={file} must hold flat `key: value` lines")
     return values
@@ -185,14 +174,14 @@ def model_module(name):
     return importlib.import_module(f"model_{name}")
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # files and names
 
 def check_name(name, what="name") -> str:
-    """Names of data sets, runs and shards cannot leave their folder: no separators, no leading dot."""
+    """The name of a data set or run. It cannot leave its folder: no separator, no leading dot."""
     if not NAME.fullmatch(name) or len(name) > 200:
-        raise UserError(f"{what} {name!r:.60} is not allowed: letters, digits and . _ + - (200 at most), "
-                        "a letter or digit first")
+        raise UserError(f"{what} {name!r:.60} is not allowed: letters, digits and . _ + - "
+                        "(200 at most), a letter or digit first")
     return name
 
 
@@ -205,8 +194,8 @@ def read_bytes(path) -> bytes:
 
 
 def sync_folder(folder):
-    """Makes a rename inside folder survive a power cut. (Windows cannot open folders, and needs no such call.)"""
-    if os.name == "posix":
+    """Makes a rename inside folder survive a power cut."""
+    if os.name == "posix":  # Windows cannot open folders, and needs no such call
         fd = os.open(folder, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)

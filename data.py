@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from config import NAME, UserError, first_line, read_bytes
 from tokenizer import load_tokenizer
@@ -155,6 +154,7 @@ class TextBatches:
         return [starts[i:i + self.rows] for i in range(0, len(starts), self.rows)]
 
     def cut(self, data, starts):
+        import torch  # here: prepare.py, which reads data sets too, starts faster without it
         windows = torch.from_numpy(data.windows(starts, self.length))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
