@@ -190,15 +190,17 @@ def bpe_dict(**changes):
     return {"kind": "bpe", "pattern": r"\S+|\s+", "ranks": ranks, **changes}
 
 
-@pytest.mark.parametrize("bad", [
-    None, {}, {"kind": ["byte"]}, {"kind": "gpt3"}, {"kind": "char"}, {"kind": "char", "chars": ""},
-    {"kind": "char", "chars": "ba"}, {"kind": "char", "chars": 5}, {"kind": "char", "chars": "\ud800"},
-    bpe_dict(pattern="("), bpe_dict(pattern=7), bpe_dict(ranks=7), bpe_dict(ranks="!!!"),
+@pytest.mark.parametrize("saved", [
+    None, {}, {"kind": ["byte"]}, {"kind": "gpt3"}, {"kind": "char", "chars": ""},
+    {"kind": "char", "chars": "ba"}, {"kind": "char", "chars": 5}, {"kind": "task"},
+    {"kind": "task", "vocab_size": True}, {"kind": "task", "vocab_size": 1 << 40},
+    bpe_dict(pattern="("), bpe_dict(ranks=7), bpe_dict(ranks="!!!"),
     bpe_dict(ranks=bpe_dict()["ranks"] + " YQ=="), bpe_dict(ranks=bpe_dict()["ranks"][5:]),
-    {"eot": None}, {"eot": -1}, {"eot": 340}, {"eot": [0]}, {"json": None}, {"json": "{"},
-    {"json": "{}"}, {"json": "[" * 100_000}, {"json": '{"model": {"vocab": {}, "merges": []}}'}])
-def test_malformed_tokenizers(bad, hf):
-    saved = {**hf.to_dict(), **bad} if bad and "kind" not in bad else bad
+    {"eot": None}, {"eot": -1}, {"eot": 340}, {"eot": [0]}, {"json": None}, {"json": "{}"},
+    {"json": "[" * 100_000}, {"json": '{"model": {"vocab": {}, "merges": []}}'}])
+def test_malformed_tokenizers(saved, hf):
+    if saved and "kind" not in saved:
+        saved = {**hf.to_dict(), **saved}
     with pytest.raises(UserError, match="malformed"):
         load_tokenizer(saved)
 
@@ -318,7 +320,7 @@ def test_a_normalizer_is_kept_and_missing_bytes_are_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("data, config, eot", [
-    (smollm, {}, 0), (smollm, {"eos_token": None}, 0), (smollm, {"eos_token": "<pad>"}, 2),
+    (smollm, {}, 0), (smollm, {"eos_token": "<pad>"}, 2),
     (smollm, {"eos_token": {"content": "<pad>"}}, 2), (lambda: llama2(added_tokens=[]), {}, 2)])
 def test_end_of_text(tmp_path, data, config, eot):
     tokenizer = hf_tokenizer(write_model(tmp_path, data(), **config))
@@ -327,47 +329,34 @@ def test_end_of_text(tmp_path, data, config, eot):
 
 
 BPE = {"type": "BPE", "vocab": {"a": 0, EOT: 1}, "merges": []}
-NO_BYTES = "it must be a BPE of bytes"
 
 
 @pytest.mark.parametrize("parts, message", [
     ({"model": {"type": "WordPiece", "vocab": {}}}, "a WordPiece tokenizer is not supported"),
-    ({"model": {"type": "Unigram", "vocab": []}}, "a Unigram tokenizer is not supported"),
-    ({"pre_tokenizer": {"type": "Whitespace"}}, NO_BYTES), ({"pre_tokenizer": None}, NO_BYTES),
-    ({"pre_tokenizer": None, "model": {**BPE, "byte_fallback": True}}, NO_BYTES),
+    ({"pre_tokenizer": {"type": "Whitespace"}}, "it must be a BPE of bytes"),
+    ({"pre_tokenizer": None, "model": {**BPE, "byte_fallback": True}}, "it must be a BPE of"),
     ({"model": {**BPE, "end_of_word_suffix": "</w>"}}, "suffixes"),
     ({"model": {**BPE, "continuing_subword_prefix": "##"}}, "prefixes"),
     ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "Precompiled"),
-    ({"normalizer": {"type": "Nope"}}, "cannot be used"),
     ({"model": {**BPE, "merges": [["a", "b"]]}}, "out of vocabulary"),
     ({"model": {**BPE, "vocab": {"a": 1, EOT: 1}}}, "must be distinct"),
     ({"model": {**BPE, "vocab": {"a": 1 << 30, EOT: 1}}}, "below 1048576"),
     ({"model": {**BPE, "vocab": {"a": "0", EOT: 1}}}, "cannot be used"),
     ({"added_tokens": [], "model": {**BPE, "vocab": {"a": 0}}}, "no end-of-text token"),
-    ({"model": None}, "cannot be used"), ({"model": {**BPE, "vocab": []}}, "cannot be used"),
-    ({"added_tokens": [{"id": 0}]}, "cannot be used"), ({"pre_tokenizer": 3}, "cannot be used")])
-def test_refused_tokenizers(tmp_path, parts, message, monkeypatch, capsys):
+    ({"model": None}, "cannot be used"), ({"added_tokens": [{"id": 0}]}, "cannot be used"),
+    ({"pre_tokenizer": 3}, "cannot be used"),
+    ({"config": b"{"}, "cannot read model/tokenizer_config.json"), ({"config": b"3"}, "cannot be"),
+    ({"config": b'{"eos_token": []}'}, "cannot be used"),
+    ({"config": b'{"eos_token": "<eos>"}'}, "no end-of-text token (<eos>)"),
+    ({"file": b""}, "cannot read model/tokenizer.json"), ({"file": b"\xff"}, "cannot read"),
+    ({"file": b"[" * 100_000}, "cannot read"), ({"file": b"[]"}, "cannot be used")])
+def test_refused_models(tmp_path, parts, message, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model", {**smollm(260), **parts})
-    refused(monkeypatch, capsys, message, "tokenizer=hf:model")
-
-
-@pytest.mark.parametrize("file, content, message", [
-    ("tokenizer.json", None, "cannot read model/tokenizer.json"),
-    ("tokenizer.json", b"\xff", "cannot read model/tokenizer.json"),
-    ("tokenizer.json", b"[" * 100_000, "cannot read"), ("tokenizer.json", b"[]", "cannot be used"),
-    ("tokenizer.json", b"{}", "cannot be used"),
-    ("tokenizer_config.json", b"{", "cannot read model/tokenizer_config.json"),
-    ("tokenizer_config.json", b"3", "cannot be used"),
-    ("tokenizer_config.json", b'{"eos_token": []}', "cannot be used"),
-    ("tokenizer_config.json", b'{"eos_token": "<eos>"}', "no end-of-text token (<eos>)")])
-def test_unreadable_models(tmp_path, file, content, message, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model", smollm(260))
-    if content is None:
-        os.remove(tmp_path / "model" / file)
-    else:
-        (tmp_path / "model" / file).write_bytes(content)
+    files = {"file": "tokenizer.json", "config": "tokenizer_config.json"}
+    raw = {files[key]: parts[key] for key in files.keys() & parts}
+    write_model(tmp_path / "model", {**smollm(260), **({} if raw else parts)})
+    for name, content in raw.items():
+        (tmp_path / "model" / name).write_bytes(content)
     refused(monkeypatch, capsys, message, "tokenizer=hf:model")
 
 
@@ -616,17 +605,15 @@ def test_memory_does_not_grow(tmp_path):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"format": 2}, "format 1"), ({"format": "missing"}, "format 1"), ({"dtype": "int16"}, "dtype"),
-    ({"dtype": "missing"}, "dtype"), ({"vocab_size": "257"}, "vocab_size"),
+    ({"format": 2}, "format 1"), ({"dtype": "int16"}, "dtype"), ({"dtype": "missing"}, "dtype"),
     ({"vocab_size": True}, "vocab_size"), ({"vocab_size": 258}, "vocab_size"),
     ({"vocab_size": 70_000}, "70000 does not fit dtype uint16"), ({"tokenizer": None}, "tokenizer"),
     ({"splits": "missing"}, "splits"), ({"splits": {}}, "no split 'train'"),
     ({"splits": {"train": 3}}, "splits.train"),
     *[({"splits": {"train": {**INFO, **bad}}}, message) for bad, message in [
-        ({"files": None}, "files"), ({"files": []}, "files"), ({"files": [3]}, "files"),
-        ({"files": ["../set/train.bin"]}, "files"), ({"file_tokens": [30, 1]}, "files"),
-        ({"file_tokens": [-30]}, "file_tokens"), ({"file_tokens": [30.0]}, "file_tokens"),
-        ({"tokens": 31}, "train.tokens"), ({"bytes": None}, "bytes"), ({"bytes": 0}, "bytes")]]])
+        ({"files": []}, "files"), ({"files": [3]}, "files"), ({"files": ["../x.bin"]}, "files"),
+        ({"file_tokens": [30, 1]}, "files"), ({"file_tokens": [-30]}, "file_tokens"),
+        ({"tokens": 31}, "train.tokens"), ({"bytes": 0}, "bytes")]]])
 def test_wrong_meta(tmp_path, changes, message):
     TokenData(write_set(tmp_path / "set"), "train")
     with pytest.raises(UserError, match=message):
@@ -688,8 +675,8 @@ config.run_cli(prepare.main)
 """
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("number, status, overwrite", [
+    (signal.SIGTERM, 143, False), (signal.SIGTERM, 143, True), (signal.SIGINT, 130, False)])
 def test_a_signal_leaves_nothing_or_the_old_set(tmp_path, docs, number, status, overwrite):
     if overwrite:
         make(tmp_path, dataset=write_docs(tmp_path / "docs", docs), name="python-byte")
@@ -787,17 +774,15 @@ def typed(*argv, base=None):
 
 @pytest.mark.parametrize("key, text, value", [
     ("n_layer", "-3", -3), ("n_layer", "1_000", 1000), ("learning_rate", "1e-3", 1e-3),
-    ("learning_rate", "2", 2.0), ("fast", "false", False), ("fast", "True", True),
-    ("prompt", "${x} ??? {a: [", "${x} ??? {a: ["), ("prompt", "", ""), ("prompt", "null", "null"),
-    ("note", "1e3", "1e3"), ("note", "a=b", "a=b"), ("note", "[1, 2]", "[1, 2]"),
-    ("note", "null", None), ("top_k", "5", 5), ("top_k", "null", None)])
+    ("learning_rate", "2", 2.0), ("fast", "False", False), ("note", "1e3", "1e3"),
+    ("prompt", "${x} ??? {a: [", "${x} ??? {a: ["), ("prompt", "null", "null"),
+    ("note", "a=b", "a=b"), ("note", "null", None), ("top_k", "5", 5), ("top_k", "null", None)])
 def test_typed_values(key, text, value):
     cfg = typed(f"{key}=0", f"{key}={text}") if key == "n_layer" else typed(f"{key}={text}")
     got = getattr(cfg, key)
     assert got == value and type(got) is type(value)
     setattr(cfg, key, getattr(Schema(), key))
     assert cfg == Schema()  # the other keys keep their defaults
-    assert getattr(typed(base={key: text}), key) == value  # in a YAML file as text
 
 
 def test_the_command_line_comes_before_the_file():
@@ -806,21 +791,15 @@ def test_the_command_line_comes_before_the_file():
 
 
 @pytest.mark.parametrize("given, message", [
-    ("n_layer=2.5", "n_layer: expected int, got '2.5'"), ("n_layer=true", "n_layer: expected int"),
     ("n_layer=1e3", "n_layer: expected int"), ("n_layer=", "n_layer: expected int"),
     ("n_layer=null", "n_layer: expected int"), ("n_layer=" + "9" * 5000, "n_layer: expected int"),
-    ("n_layer=9223372036854775808", "less than 2^63"), ("learning_rate=nan", "float (finite)"),
-    ("learning_rate=true", "learning_rate: expected"), ("fast=1", "fast: expected bool"),
-    ("top_k=x", "top_k: expected int"), ("note=${n_layer}", "note: interpolation"),
+    ("learning_rate=true", "learning_rate: expected float"), ("fast=1", "fast: expected bool"),
     ("note=a\0b", "note: expected str"), ("--fast=true", "did you mean fast"),
-    ("n_layers=3", "unknown key 'n_layers': did you mean n_layer?"),
-    ("zzz=3", "the keys are n_layer, learning_rate, fast, prompt, top_k, note"),
-    ("fast", "argument 'fast' is not of the form key=value"), ("=3", "argument '=3' is not"),
+    ("zzz=3", "the keys are n_layer, learning_rate, fast, prompt, top_k, note"), ("=3", "'=3' is not"),
     ({"n_layer": 2.0}, "n_layer: expected int"), ({"n_layer": True}, "n_layer: expected int"),
     ({"learning_rate": 10**400}, "learning_rate"), ({"learning_rate": None}, "learning_rate"),
-    ({"learning_rate": True}, "learning_rate"), ({"fast": 1}, "fast"), ({"note": 12}, "in quotes"),
-    ({"note": {"a": 1}}, "note: expected"), ({"prompt": 3}, "prompt: expected str"),
-    ({1: 2}, "unknown key '1'"), ({"layers": 2}, "did you mean n_layer")])
+    ({"fast": 1}, "fast"), ({"note": 12}, "in quotes"), ({"note": {"a": 1}}, "note: expected"),
+    ({"prompt": 3}, "prompt: expected str"), ({1: 2}, "unknown key '1'")])
 def test_refused_values(given, message):
     with pytest.raises(UserError) as e:
         typed(given) if isinstance(given, str) else typed("n_layer=3", base=given)
@@ -836,8 +815,7 @@ def test_help(monkeypatch, capsys):
         assert f"  {f.name + '=' + default:34} {comments[f.name]}\n" in out
 
 
-@pytest.mark.parametrize("name", ["..", "../x", "/abs", "a/b", ".hidden", "-x", "a b", "é",
-                                  "x" * 201, "a\n", "+"])
+@pytest.mark.parametrize("name", ["..", "/abs", "a/b", ".hidden", "-x", "é", "x" * 201, "a\n"])
 def test_names_stay_in_their_folder(tmp_path, name):
     with pytest.raises(UserError, match="name"):
         make(tmp_path, name=name)
@@ -853,23 +831,19 @@ def test_folder_name(dataset, tokenizer, folder):
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["dataset=file:empty.txt"], "is empty"), (["dataset=file:latin.txt"], "holds no UTF-8 text"),
-    (["dataset=file:none/*.txt"], "no file matches"), (["dataset=file:pipe"], "neither a file"),
+    (["dataset=file:latin.txt"], "holds no UTF-8 text"), (["dataset=file:pipe"], "neither a file"),
     (["dataset=file:texts", "extensions=.xyz"], "ends with .xyz"),
     (["dataset=file:texts", "extensions=,"], "extensions"), (["dataset=hf:"], "unknown dataset"),
-    (["dataset=pyton"], "python, python+packages, file:PATH"), (["dataset="], "unknown dataset"),
-    (["tokenizer=bytes"], "byte, char, bpe:SIZE, gpt2, hf:PATH_OR_NAME"),
-    (["tokenizer=bpe:x"], "unknown tokenizer"), (["tokenizer=hf:"], "unknown tokenizer"),
+    (["dataset=pyton"], "python, python+packages, file:PATH"), (["tokenizer=hf:"], "unknown"),
     (["tokenizer=bpe:257"], "258 to"), (["tokenizer=bpe:999999999"], "258 to"),
     (["tokenizer=hf:none"], "hf:none is neither a folder nor a hub name"),
     (["tokenizer=hf:a/b/c"], "neither a folder"), (["tokenizer=hf:latin.txt"], "neither a folder"),
-    (["datset=python"], "did you mean dataset?"), (["val_fraction=0"], "val_fraction must"),
-    (["val_fraction=1.0"], "val_fraction must"), (["max_tokens=-1"], "max_tokens"),
-    (["max_tokens=3"], "max_tokens"), (["shard_tokens=0"], "shard_tokens"), (["a"], "key=value"),
-    (["data_dir=empty.txt"], "cannot write empty.txt/python-byte: Not a directory"),
-    (["name=latin.txt", "data_dir=."], "not a data set")])
+    (["tokenizer=hf:texts"], "cannot read texts/tokenizer.json"),
+    (["val_fraction=0"], "val_fraction must"), (["val_fraction=1.0"], "val_fraction must"),
+    (["max_tokens=-1"], "max_tokens"), (["max_tokens=3"], "max_tokens"),
+    (["shard_tokens=0"], "shard_tokens"), (["name=latin.txt", "data_dir=."], "not a data set"),
+    (["data_dir=latin.txt"], "cannot write latin.txt/python-byte: Not a directory")])
 def test_bad_input_is_one_line(tmp_path, argv, message, monkeypatch, capsys):
-    (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     write_docs(tmp_path / "texts", ["some text", "more text"])
     os.mkfifo(tmp_path / "pipe")

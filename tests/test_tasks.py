@@ -143,8 +143,6 @@ def test_examples_are_what_the_task_says(task, split):
         for x, y in examples(task, T, split):
             assert len(x) == len(y) == T
             CHECKS[task](x, y)
-    x, y = batches(task, T).cut(batches(task, T).val, np.arange(5))
-    assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (5, T)
 
 
 @pytest.mark.parametrize("task", ["recall", "noisy_recall", "fuzzy_recall"])
@@ -173,19 +171,6 @@ def test_the_examples_in_the_docstring():
     assert shown == tasks.TASKS.keys() - {"s5"}
 
 
-@every_task
-def test_checkers_can_fail(task):
-    """Each refuses an example with one target changed, or one more scored."""
-    for x, y in examples(task, LENGTHS[task][-1], count=5):
-        scored = [i for i, t in enumerate(y) if t != -1]
-        changes = [(scored[0], -1), *[(i, 9) for i, t in enumerate(y) if t == -1][-1:]]
-        if task != "memorization":  # where any value may be right
-            changes.append((scored[-1], y[scored[-1]] - 1))
-        for place, value in changes:
-            with pytest.raises((AssertionError, ValueError)):
-                CHECKS[task](x, y[:place] + [value] + y[place + 1:])
-
-
 # how often --------------------------------------------------------------------------------------
 
 def uniform(numbers, among):
@@ -197,44 +182,27 @@ def uniform(numbers, among):
 
 def test_draws_are_uniform():
     rows = examples("recall", 128, count=400)
-    assert uniform([x[i] for x, _ in rows for i in range(0, 126, 2)], range(8))
-    assert uniform([x[-2] for x, _ in rows], range(8))
+    assert uniform([x[i] for x, _ in rows for i in range(0, 128, 2)], range(8))
     assert uniform([dict(zip(x[::2], x[1::2])).get(3, 8) for x, _ in rows], range(8, 16))
-    assert uniform([t for x, _ in examples("s3", 32) for t in x], range(6))
-    assert uniform([t for _, y in examples("s3", 32) for t in y], range(6))
     assert uniform([t for x, _ in examples("s5", 64) for t in x], range(120))
+    assert uniform([t for _, y in examples("s3", 32) for t in y], range(6))
     assert uniform([t for x, _ in examples("copying", 64) for t in x[:32]], range(26))
-    assert uniform([t for x, _ in examples("compression", 33) for t in x[:-1]], range(15))
-    rows = examples("memorization", 32, count=800)
-    assert uniform([t for x, _ in rows for t in x[::2]], range(127))
+    values = [len(v) for x, y in examples("fuzzy_recall", 128) for _, v in fuzzy_pairs(x, y)]
+    assert uniform(values, range(1, 4))
 
 
 def test_what_is_strewn_is_strewn_evenly():
     rows = np.array([x for x, _ in examples("noisy_recall", 128, count=400)])
-    noise = (rows[:, ::2] >= 16).mean(0)  # of each pair; one that is asked for never is noise
-    assert noise[-1] == 0 and abs(noise[:-1].mean() - 0.2 * 62 / 63) < 0.01
-    assert abs(noise[:-1] - 0.2).max() < 0.1 and uniform(rows[rows >= 16], range(16, 32))
+    noise = (rows[:, ::2] >= 16).mean(0)  # of each pair; the last never is noise
+    assert noise[-1] == 0 and abs(noise[:-1] - 0.2).max() < 0.1
     rows = [x for x, _ in examples("selective_copying", 256, count=400)]
     blanks = np.array([np.diff([-1] + [i for i, t in enumerate(x) if t < 14]) - 1 for x in rows])
-    assert blanks.shape == (400, 16) and (blanks.sum(1) == 223).all()
-    assert abs(blanks.mean(0) - 223 / 16).max() < 1 and blanks.min() < 5
+    assert abs(blanks.mean(0) - 223 / 16).max() < 1 and blanks.min() < 5  # before each letter
     rows = [x for x, _ in examples("needles", 128, count=2000)]
     hidden = np.array([[i for i, t in enumerate(x[:112]) if t < 16] for x in rows])
     assert hidden.min() == 0 and hidden.max() == 110 and abs(hidden.mean() - 55) < 1
     asked = [x[112::2].index(x[first]) for x, first in zip(rows, hidden[:, 0])]
     assert np.bincount(asked, minlength=8).min() > 190, "of 250, give or take 15"
-
-
-def test_fuzzy_motifs_have_all_lengths():
-    for split, sizes in (("train", {1, 2, 3}), ("val", {3})):
-        rows = [fuzzy_pairs(x, y) for x, y in examples("fuzzy_recall", 128, split)]
-        values = [len(value) for pairs in rows for _, value in pairs]
-        assert {len(key) for pairs in rows for key, _ in pairs} == sizes
-        assert set(values) == {1, 2, 3}
-    assert uniform(values, range(1, 4))
-    first = [[key for key, _ in pairs].index(pairs[-1][0]) / (len(pairs) - 1) for pairs in rows]
-    assert min(first) < 0.1 and max(first) > 0.9 and abs(np.mean(first) - 0.5) < 0.1
-    assert max(x.count(15) for x, _ in examples("fuzzy_recall", 128)) <= 5, "as many as fit"
 
 
 def test_memorization_has_one_map():
@@ -288,14 +256,13 @@ def test_words_of_a_seed_are_not_added(task):
 
 
 def test_no_two_kinds_of_draws_share_their_random_numbers():
-    """Also not with the trainer's: SeedSequence takes [1, 2] and [1, 2, 0] for the same."""
-    few = range(4)
-    two, three = list(itertools.product(few, few)), list(itertools.product(few, few, few))
-    seeds = [*two, *((*w, 1) for w in three),  # the batch of a step, its forward
-             *((*w, split) for w in two for split in (tasks.TRAIN, tasks.VAL)),
-             *((*w, tasks.FRESH) for w in three), *((s, 0, tasks.MAP) for s in few)]
-    states = [tuple(np.random.SeedSequence(words).generate_state(4)) for words in seeds]
-    assert len(set(states)) == len(seeds)
+    """Nor do they share the trainer's. SeedSequence takes [1, 2] and [1, 2, 0] for the same."""
+    two, three = itertools.product(range(4), repeat=2), itertools.product(range(4), repeat=3)
+    seeds = [w for words in two for w in (words, (*words, tasks.TRAIN), (*words, tasks.VAL))]
+    seeds += [w for words in three for w in ((*words, 1), (*words, tasks.FRESH))]
+    seeds += [(s, 0, tasks.MAP) for s in range(4)]
+    states = {tuple(np.random.SeedSequence(words).generate_state(4)) for words in seeds}
+    assert len(states) == len(seeds)
 
 
 @every_task
@@ -327,20 +294,13 @@ def test_ids_as_text(ids, cut):
     text = tokenizer.decode(ids)
     assert text == " ".join(map(str, ids)) and tokenizer.encode(f"\n {text}\t ") == ids
     streamed = b"".join(tokenizer.decode_bytes([i]) for i in ids[cut:]).decode()
-    assert tokenizer.decode(ids[:cut]) + streamed == text
-    assert tokenizer.vocab_size == 120 and tokenizer.eot is None
+    assert tokenizer.decode(ids[:cut]) + streamed == text and tokenizer.eot is None
 
 
-@pytest.mark.parametrize("text", ["", " \n", "1,2", "1 2 x", "-1", "6", "1.0", "9" * 11, "1e0", "²", "１"])
+@pytest.mark.parametrize("text", ["", " \n", "1,2", "1 x", "-1", "6", "1.0", "9" * 11, "²", "１"])
 def test_other_text_is_refused(text):
     with pytest.raises(UserError, match="numbers from 0 to 5 with blanks between them"):
         TaskTokenizer(6).encode(text)
-
-
-@pytest.mark.parametrize("saved", [{}, *({"vocab_size": v} for v in (None, "16", 0, True, 1 << 40))])
-def test_a_malformed_tokenizer_is_refused(saved):
-    with pytest.raises(UserError, match="malformed task tokenizer"):
-        load_tokenizer({"kind": "task", **saved})
 
 
 # training on tasks ------------------------------------------------------------------------------
@@ -353,7 +313,6 @@ def arguments(name, out, task, *extra):
 
 
 def run(name, out, task, *extra, **options):
-    options["stop_after"] = options.get("stop_after")
     return runs.run(name, out, out / "nodata", f"dataset=task:{task}", *SMALL, *extra, **options)
 
 
@@ -367,11 +326,7 @@ def test_resume_is_bit_identical_and_evaluation_changes_no_weight(task, tmp_path
     whole = run("gpt", tmp_path / "whole", task, *options)
     assert run("gpt", tmp_path / "part", task, *options, stop_after=3).step == 3
     part = run("gpt", tmp_path / "part", task, *options, "resume=true")
-    for state in ({"ckpt": t.state(), "best": checkpoint.load_checkpoint(t.folder / "best.pt")}
-                  for t in (whole, part)):
-        assert {k: runs.learned(v) for k, v in state.items()} == {
-            "ckpt": runs.learned(whole), "best": runs.learned(
-                checkpoint.load_checkpoint(whole.folder / "best.pt"))}
+    assert runs.learned(part) == runs.learned(whole)
     rarely = run("gpt", tmp_path / "rarely", task, *options, "eval_interval=50")
     weights = [checkpoint.fingerprint(t.state()["weights"]) for t in (whole, rarely)]
     assert weights[0] == weights[1]
@@ -438,12 +393,12 @@ def test_the_example_that_is_shown(T, tmp_path):
     trainer = train.setup(arguments("gpt", tmp_path, "noisy_recall", f"block_size={T}"))
     lines = tasks.show_example(trainer.model, trainer.batches).splitlines()
     assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 80
-    inputs, targets, said = (line.replace("...", "").split()[1:] for line in lines)
-    x, y = trainer.batches.cut(trainer.batches.val, [0])
-    n = min(T, 21)
-    assert ("..." in lines[0]) == (T > 21) and inputs == [str(int(t)) for t in x[0, -n:]]
-    for shown, tokens in (targets, y[0]), (said, trainer.model(x)[0][0].argmax(-1)):
-        assert shown == [str(int(t)) if s != -1 else "." for t, s in zip(tokens[-n:], y[0, -n:])]
+    assert ("..." in lines[0]) == (T == 40)  # the last 21 tokens fit
+    (x,), (y,) = trainer.batches.cut(trainer.batches.val, [0])
+    said = trainer.model(x[None])[0][0].argmax(-1)
+    scored = lambda tokens: [int(t) if s != -1 else "." for t, s in zip(tokens, y)]  # noqa: E731
+    for line, tokens in zip(lines, (x.tolist(), scored(y), scored(said))):
+        assert line.replace("...", "").split()[1:] == [str(t) for t in tokens[-21:]]
 
 
 # accuracies -------------------------------------------------------------------------------------
@@ -473,11 +428,13 @@ def fractions(wrong, calls):
     """The fractions of scored targets, and of rows, that are right, over (idx, targets)."""
     rows = [[not e for e, t in zip(errors, row) if t != -1] for idx, targets in calls
             for errors, row in zip(wrong(idx).tolist(), targets.tolist())]
-    return np.mean(sum(rows, [])), np.mean([all(row) for row in rows])
+    token, sequence = np.mean(sum(rows, [])), np.mean([all(row) for row in rows])
+    assert 0 < sequence < token < 1
+    return [pytest.approx(token, abs=1e-6), pytest.approx(sequence, abs=1e-6)]
 
 
 def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path, monkeypatch):
-    """Micro-batches with few and with many targets: each target weighs the same, and each row."""
+    """Of training's micro-batches one has few targets; of validation's the last one is shorter."""
     original = tasks.TaskBatches.micro_batch
 
     def masked(self, step, index):
@@ -485,28 +442,17 @@ def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path, monkeypatc
         return x, y.masked_fill(torch.arange(16) >= (2 if index == 1 else 12), -1)
     monkeypatch.setattr(tasks.TaskBatches, "micro_batch", masked)
     trainer = train.setup(arguments("gpt", tmp_path, "s3", "gradient_accumulation_steps=3",
-                                    "batch_size=7", "max_steps=1", "grad_clip=0"))
-    wrong = lambda idx: (idx == 0) & (torch.arange(16) < 6)         # noqa: E731
+                                    "batch_size=300", "eval_batches=0", "grad_clip=0"))
+    wrong = lambda idx: (idx == 0) & (idx.roll(1, 1) == 0)         # noqa: E731
     calls = oracle(trainer, monkeypatch, wrong)
     logged, _ = trainer.train_step(type("", (), {"asked": False}))
-    token, sequence = fractions(wrong, calls)
-    assert len(calls) == 3 and 0 < sequence < token < 1
-    assert logged["token_accuracy"] == pytest.approx(token, abs=1e-6)
-    assert logged["sequence_accuracy"] == pytest.approx(sequence, abs=1e-6)
-    assert logged["ce"] == pytest.approx((84 * 1 + 14 * 2 + 84 * 3) / 182, abs=1e-6)
-
-
-def test_validation_accuracies(tmp_path, monkeypatch):
-    """Over all examples, the last micro-batch being shorter."""
-    trainer = train.setup(arguments("gpt", tmp_path, "s3", "batch_size=300", "eval_batches=0"))
-    wrong = lambda idx: (idx == 0) & (idx.roll(1, 1) == 0)          # noqa: E731
-    calls = oracle(trainer, monkeypatch, wrong)
+    assert [logged[k] for k in ("token_accuracy", "sequence_accuracy")] == fractions(wrong, calls)
+    assert len(calls) == 3 and logged["ce"] == pytest.approx((12 * 1 + 2 * 2 + 12 * 3) / 26)
+    calls.clear()
     result = trainer.evaluate()
+    keys = "val_token_accuracy", "val_sequence_accuracy"
+    assert [result[k] for k in keys] == fractions(wrong, calls)
     assert [len(idx) for idx, _ in calls] == [300, 300, 300, 300, 80]
-    token, sequence = fractions(wrong, calls)
-    assert 0.1 < sequence < token < 1
-    assert result["val_token_accuracy"] == pytest.approx(token, abs=1e-12)
-    assert result["val_sequence_accuracy"] == pytest.approx(sequence, abs=1e-12)
     assert result["val_ce"] == pytest.approx((300 * (1 + 2 + 3 + 4) + 80 * 5) / 1280)
 
 
@@ -517,24 +463,15 @@ def test_the_decoder_reads_the_last_position_alone():
     head = tasks.CompressionHead(12, 16).double()
     hidden = torch.randn(3, 7, 12, dtype=torch.float64, requires_grad=True)
     logits = head(hidden)
-    assert logits.shape == (3, 7, 16)
-    for t in (0, 6):
-        loss = logits[:, t].square().sum()
-        gradient, = torch.autograd.grad(loss, hidden, retain_graph=True)
-        assert (gradient[:, :-1] == 0).all() and (gradient[:, -1] != 0).all()
-    assert (logits[:, 0] - logits[:, 5]).abs().max() > 1e-3, "positions are told apart"
-    gradient, = torch.autograd.grad(logits[0].sum(), hidden)
-    assert (gradient[1:] == 0).all(), "rows do not mix"
-
-
-@pytest.mark.parametrize("C", [8, 7, 2])
-def test_sinusoids_by_hand(C):
-    half = math.ceil(C / 2)
-    table = tasks.sinusoids(5, C, "cpu", torch.float64)
-    for t in range(5):
-        angles = [t * 10000 ** (-i / max(1, half - 1)) for i in range(half)]
-        want = [*map(math.sin, angles), *map(math.cos, angles)][:C]
-        assert table[t].tolist() == pytest.approx(want, abs=1e-12)
+    assert logits.shape == (3, 7, 16) and (logits[:, 0] - logits[:, 5]).abs().max() > 1e-3
+    gradient, = torch.autograd.grad(logits[0, 2].square().sum(), hidden)
+    assert (gradient[0, -1] != 0).all() and gradient[0, :-1].eq(0).all() and gradient[1:].eq(0).all()
+    for C in 8, 7:  # the positions' embedding by hand
+        half = math.ceil(C / 2)
+        for t, row in enumerate(tasks.sinusoids(5, C, "cpu", torch.float64).tolist()):
+            angles = [t * 10000 ** (-i / (half - 1)) for i in range(half)]
+            want = [*map(math.sin, angles), *map(math.cos, angles)][:C]
+            assert row == pytest.approx(want, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -606,9 +543,8 @@ def test_sampling_ids(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("task, T, message", [
-    ("recall", 2, "block_size"), ("noisy_recall", 2, "block_size"), ("fuzzy_recall", 10, "block_size"),
-    ("selective_copying", 33, "block_size"), ("compression", 1, "block_size"),
-    *((task, 33, "an even number") for task in ("recall", "noisy_recall", "memorization", "copying")),
+    ("fuzzy_recall", 10, "11 or more"), ("selective_copying", 33, "34 or more"),
+    ("memorization", 33, "an even number"), ("copying", 0, "an even number, 2 or more"),
     ("recall", 1 << 20, "too many to hold"), ("nothing", 16, "the tasks are task:recall, ")])
 def test_impossible_settings(task, T, message):
     with pytest.raises(UserError, match=message):
