@@ -1,5 +1,5 @@
 """
-Reading token files, and the batches that training draws from them: each a pure function of (seed, step).
+Reading token files, and the batches of training: each a pure function of (seed, step).
 """
 import json
 import math
@@ -22,25 +22,27 @@ class TokenData:
     def __init__(self, folder, split):
         """UserError if the folder is not a data set, or one that is damaged."""
         self.folder, self.meta = Path(folder), read_meta(folder)
-        self.vocab_size, self.dtype = self.meta["vocab_size"], np.dtype(self.meta["dtype"]).newbyteorder("<")
-        if split not in self.meta["splits"]:
-            raise UserError(f"{folder} has no split {split!r}: there are {', '.join(self.meta['splits'])}")
-        info = self.meta["splits"][split]
+        self.vocab_size, splits = self.meta["vocab_size"], self.meta["splits"]
+        self.dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
+        if split not in splits:
+            raise UserError(f"{folder} has no split {split!r}: there are {', '.join(splits)}")
+        info = splits[split]
         self.files, self.counts = info["files"], np.array(info["file_tokens"], dtype=np.int64)
         self.tokens, self.bytes = info["tokens"], info["bytes"]
         self.tokenizer = load_tokenizer(self.meta.get("tokenizer"))
         if self.tokenizer.vocab_size != self.vocab_size:
-            raise UserError(f"{folder}/meta.json: vocab_size {self.vocab_size} is not its tokenizer's")
+            raise UserError(f"{folder}/meta.json: vocab_size {self.vocab_size} is not its "
+                            "tokenizer's")
         for file, count in zip(self.files, info["file_tokens"]):
             check_size(self.folder / file, count * self.dtype.itemsize)
 
     def n_windows(self, length) -> int:
-        """Places where `length` tokens in a row can start; they do not cross from one file to the next."""
+        """The number of places where `length` tokens can start, which are all in one file."""
         return int(np.maximum(0, self.counts - length + 1).sum())
 
     def windows(self, starts, length) -> np.ndarray:
-        """starts (B,) in [0, n_windows(length)) -> tokens (B, length) int64. The file is mapped anew each
-        time: a mapping that is kept holds every page it ever touched in memory."""
+        """starts (B,) in [0, n_windows(length)) -> tokens (B, length) int64. The file is mapped
+        every time: a mapping that is kept holds every page it ever touched in memory."""
         starts = np.asarray(starts, dtype=np.int64)
         ends = np.maximum(0, self.counts - length + 1).cumsum()  # of each file's places
         if starts.size and not 0 <= starts.min() <= starts.max() < ends[-1]:
@@ -61,7 +63,8 @@ class TokenData:
         except (OSError, ValueError) as e:  # replaced while in use
             raise UserError(f"cannot read {path}: {first_line(e)}") from None
         if ids.size and ids.max() >= self.vocab_size:
-            raise UserError(f"token {ids.max()} in {path.name} is out of the vocabulary ({self.vocab_size})")
+            raise UserError(f"token {ids.max()} in {path.name} is out of the vocabulary "
+                            f"({self.vocab_size})")
         return ids
 
 
@@ -76,7 +79,7 @@ def read_meta(folder) -> dict:
     except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"cannot read {path}: {first_line(e)}") from None
     if not isinstance(meta, dict) or meta.get("format") != 1:
-        raise UserError(f"{path} is not of format 1: make the data set anew with this prepare.py")
+        raise UserError(f"{path} is not of format 1: make the data set again with this prepare.py")
     bad = bad_field(meta)
     if bad:
         raise UserError(f"{path}: {bad} is missing or wrong")
@@ -96,16 +99,18 @@ def bad_field(meta):
     for split, info in meta["splits"].items():
         if not isinstance(info, dict):
             return f"splits.{split}"
-        files, counts = info.get("files"), info.get("file_tokens")
-        if not isinstance(files, list) or not all(isinstance(f, str) and NAME.fullmatch(f) for f in files):
+        files, counts, n_bytes = (info.get(key) for key in ("files", "file_tokens", "bytes"))
+        if not isinstance(files, list) or not all(
+                isinstance(f, str) and NAME.fullmatch(f) for f in files):
             return f"splits.{split}.files"
-        if not isinstance(counts, list) or not all(type(n) is int and 0 < n < 1 << 60 for n in counts):
+        if not isinstance(counts, list) or not all(
+                type(n) is int and 0 < n < 1 << 60 for n in counts):
             return f"splits.{split}.file_tokens"
         if not len(files) == len(counts) > 0:
             return f"the number of splits.{split}.files"
         if info.get("tokens") != sum(counts):
             return f"splits.{split}.tokens"
-        if type(info.get("bytes")) is not int or not 0 < info["bytes"] < 1 << 63:
+        if type(n_bytes) is not int or not 0 < n_bytes < 1 << 63:
             return f"splits.{split}.bytes"
 
 
@@ -121,32 +126,34 @@ def check_size(path, expected):
         raise UserError(f"{path} is {state}: {size} bytes, {expected} expected")
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # batches
 
 class TextBatches:
-    """Micro-batches of a prepared data set. A window starts at any token; the windows of one optimizer step
-    are drawn together, so who computes which of them changes nothing."""
+    """Micro-batches of a prepared data set. A window starts at any token; the windows of one
+    optimizer step are drawn together, so who computes which of them changes nothing."""
 
     def __init__(self, folder, cfg, block_size):
         self.train, self.val = TokenData(folder, "train"), TokenData(folder, "val")
-        self.seed, self.rows, self.accumulation = cfg.seed, cfg.batch_size, cfg.gradient_accumulation_steps
+        self.seed, self.rows = cfg.seed, cfg.batch_size
+        self.accumulation = cfg.gradient_accumulation_steps
         self.length = block_size + 1            # inputs, and the targets one token later
         for split, data in (("train", self.train), ("val", self.val)):
             if data.n_windows(self.length) < 1:
-                raise UserError(f"block_size={block_size} is too long for {folder}: its {split} text has "
-                                f"{data.tokens} tokens")
-        self.micro_batch(0, 0)                  # damaged token files are found before anything is written
+                raise UserError(f"block_size={block_size} is too long for {folder}: its {split} "
+                                f"text has {data.tokens} tokens")
+        self.micro_batch(0, 0)                  # finds damaged files before anything is written
 
     def micro_batch(self, step, index):
-        """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets, each
-        (batch_size, block_size) int64."""
+        """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets,
+        each (batch_size, block_size) int64."""
         rng = np.random.default_rng(np.random.SeedSequence([self.seed, step]))
-        starts = rng.integers(0, self.train.n_windows(self.length), self.rows * self.accumulation)
+        n_windows = self.train.n_windows(self.length)
+        starts = rng.integers(0, n_windows, self.rows * self.accumulation)
         return self.cut(self.train, starts[index * self.rows:(index + 1) * self.rows])
 
     def val_batches(self, limit):
-        """The validation text in windows side by side, each token predicted once (the last few may be left
+        """The validation text in windows, each token predicted once (the last few may be left
         out); with a limit, `limit` micro-batches spread evenly over it. The same every time."""
         starts = np.arange(0, self.val.n_windows(self.length), self.length - 1)
         if limit and limit * self.rows < len(starts):

@@ -206,8 +206,8 @@ def download(url) -> str:
         with urllib.request.urlopen(url, timeout=30) as reply:
             return reply.read().decode("utf-8")
     except Exception as e:  # of the network, HTTP or UTF-8
-        raise UserError(f"cannot download {url} ({first_line(e)}); save the text yourself and "
-                        "use dataset=file:PATH") from None
+        raise UserError(f"cannot download {url} ({first_line(e)}): save the text and use "
+                        "dataset=file:PATH") from None
 
 
 def hf_documents(name, cfg):
@@ -301,7 +301,7 @@ class SplitWriter:
 
     def close(self):
         if self.file:
-            self.file.close()  # raises if the disk is full
+            self.file.close()
 
 
 def parts(source, val_fraction, writers):
@@ -347,8 +347,8 @@ def write_dataset(folder, cfg) -> dict:
             writer.close()
     short = [split for split, writer in writers.items() if writer.tokens < 2]
     if short:
-        raise UserError(f"{cfg.dataset} is too short: {' and '.join(short)} would hold fewer than "
-                        "2 tokens; give more text or another val_fraction")
+        raise UserError(f"{cfg.dataset} is too short: {' and '.join(short)} would hold fewer "
+                        "than 2 tokens")
     keys = "files", "file_tokens", "tokens", "bytes"
     splits = {split: {key: getattr(writer, key) for key in keys}
               for split, writer in writers.items()}
@@ -361,8 +361,7 @@ def write_dataset(folder, cfg) -> dict:
 
 
 def rooms(cfg) -> dict:
-    """The number of tokens each split may take. Both get their fraction of max_tokens: a stream
-    cut short would have no validation split."""
+    """The number of tokens each split may take: its fraction of max_tokens."""
     if not cfg.max_tokens:
         return {"train": math.inf, "val": math.inf}
     val = max(2, round(cfg.max_tokens * cfg.val_fraction))
@@ -403,8 +402,7 @@ def prepare(cfg) -> Path:
 
 def check_settings(cfg):
     if cfg.dataset.startswith("task:"):
-        raise UserError(f"dataset={cfg.dataset} needs no preparation: train.py makes the examples "
-                        "of a task itself")
+        raise UserError(f"dataset={cfg.dataset} needs no preparation: train.py makes its examples")
     if not 0 < cfg.val_fraction < 1:
         raise UserError(f"val_fraction must be above 0 and below 1, got {cfg.val_fraction}")
     if cfg.max_tokens < 0 or 0 < cfg.max_tokens < 4:
@@ -417,9 +415,8 @@ def already_there(folder, cfg) -> bool:
     """Whether this very data set exists. UserError if something else has its place."""
     if not folder.exists():
         return False
-    if not (folder / "meta.json").is_file():  # not ours: overwrite=true does not delete it either
-        raise UserError(f"{folder} exists and is not a data set (it has no meta.json): choose "
-                        "another name=")
+    if not (folder / "meta.json").is_file():  # overwrite=true does not delete it either
+        raise UserError(f"{folder} exists and is not a data set: choose another name=")
     if cfg.overwrite:
         return False
     try:

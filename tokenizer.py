@@ -154,26 +154,25 @@ class TaskTokenizer(Tokenizer):
         return super().decode(ids).removeprefix(" ")
 
 
-def load_tokenizer(d) -> Tokenizer:
+def load_tokenizer(saved) -> Tokenizer:
     """The tokenizer of a meta.json or a checkpoint. UserError if it is malformed."""
-    kind = d.get("kind") if isinstance(d, dict) else None
+    kind = saved.get("kind") if isinstance(saved, dict) else None
     try:
         if kind == "byte":
             return ByteTokenizer()
         if kind == "char":
-            return CharTokenizer(d["chars"])
+            return CharTokenizer(saved["chars"])
         if kind in ("bpe", "gpt2"):
-            ranks = [base64.b64decode(piece, validate=True) for piece in d["ranks"].split(" ")]
-            return BPETokenizer(kind, d["pattern"], ranks)
+            ranks = [base64.b64decode(p, validate=True) for p in saved["ranks"].split(" ")]
+            return BPETokenizer(kind, saved["pattern"], ranks)
         if kind == "hf":
-            return HFTokenizer(json.loads(d["json"]), d["eot"])
+            return HFTokenizer(json.loads(saved["json"]), saved["eot"])
         if kind == "task":
-            return TaskTokenizer(d["vocab_size"])
+            return TaskTokenizer(saved["vocab_size"])
+        raise ValueError("the kinds are byte, char, bpe, gpt2, hf, task")
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as e:
-        problem = f"{type(e).__name__} {first_line(e)}"
-        raise UserError(f"malformed {kind} tokenizer: {problem}") from None
-    raise UserError(f"malformed tokenizer of kind {kind!r:.60}: the kinds are "
-                    "byte, char, bpe, gpt2, hf, task")
+        problem = f"{type(e).__name__}: {first_line(e)}"
+        raise UserError(f"malformed {kind!s:.60} tokenizer: {problem}") from None
 
 
 def slices(text, size=SLICE):
@@ -202,9 +201,8 @@ def bpe_size(name) -> int:
         raise UserError(f"unknown tokenizer {name!r:.60}: the tokenizers are byte, char, "
                         "bpe:SIZE, gpt2, hf:PATH_OR_NAME")
     size = int(match[1]) if match else 0
-    if match and not 257 < size <= MAX_BPE:
-        raise UserError(f"tokenizer {name}: SIZE must be 258 to {MAX_BPE} (256 bytes, merges, "
-                        "end-of-text)")
+    if match and not 257 < size <= MAX_BPE:  # 256 bytes, merges, end-of-text
+        raise UserError(f"tokenizer {name}: SIZE must be 258 to {MAX_BPE}")
     return size
 
 
@@ -252,7 +250,7 @@ def hf_tokenizer(name) -> HFTokenizer:
 
 def hf_folder(name) -> Path:
     """The folder that is named, or the local copy of what the hub has under that name."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         return folder
     if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
