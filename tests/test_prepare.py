@@ -407,7 +407,7 @@ def test_one_document_is_split_in_order(tmp_path):
 
 
 def test_documents_are_split_by_hash_and_counted(tmp_path, docs):
-    docs += ["a\r\nb\rc\n"]  # line ends are kept
+    docs += ["a\r\nb\rc\n", WORDS * 20]  # line ends are kept; a document of two slices
     dataset = write_docs(tmp_path / "docs", [*docs, b"\xff\xfe", b"caf\xe9", b""])
     folder = make(tmp_path, dataset=dataset, val_fraction=0.3, tokenizer="bpe:290")
     meta = json.loads((folder / "meta.json").read_text())
