@@ -17,10 +17,10 @@ m' rescales them by alpha = e^{m - m'}:
 At the end out = acc / l and lse = m + log l. Scores are in units of log 2, for exp2 is fast.
 
 Tiles. Positions ascend, so the keys that some query of a tile attends to are one range of tiles,
-[first, last), and those that all of its queries attend to are another inside it, [a, z):
+[first, last), and those that all of its queries attend to are another inside it, [full, rest):
 
-    keys    | first ..... a | a ............ z | z ..... last |
-            |    masked     |     no mask      |    masked    |      others are never loaded
+    keys    | first .... full | full ....... rest | rest .... last |
+            |     masked      |      no mask      |     masked     |    others are never loaded
 
 Four binary searches over the positions, made by each program for itself, find these ranges.
 
@@ -148,14 +148,14 @@ def count_upto(pos_ptr, n, limit, PLAIN: tl.constexpr):
 @triton.jit
 def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased,
                BLOCK: tl.constexpr, PLAIN: tl.constexpr):
-    """Tiles first <= a <= z <= last of n ascending positions: [first, last) hold those in
-    (some_low, some_high], [a, z) none but those in (all_low, all_high]. With a bias [a, z) is
-    empty: it needs all distances."""
+    """Tiles first <= full <= rest <= last of n ascending positions: [first, last) hold those in
+    (some_low, some_high], [full, rest) none but those in (all_low, all_high]. With a bias
+    [full, rest) is empty: a bias needs all distances."""
     first = count_upto(pos_ptr, n, some_low, PLAIN) // BLOCK
     last = tl.cdiv(count_upto(pos_ptr, n, some_high, PLAIN), BLOCK)
-    a = tl.minimum(tl.cdiv(count_upto(pos_ptr, n, all_low, PLAIN), BLOCK), last)
-    z = tl.maximum(count_upto(pos_ptr, n, all_high, PLAIN) // BLOCK, a)
-    return tl.minimum(first, a), a, tl.where(biased != 0, a, z), last
+    full = tl.minimum(tl.cdiv(count_upto(pos_ptr, n, all_low, PLAIN), BLOCK), last)
+    rest = tl.maximum(count_upto(pos_ptr, n, all_high, PLAIN) // BLOCK, full)
+    return tl.minimum(first, full), full, tl.where(biased != 0, full, rest), last
 
 
 @triton.jit
@@ -169,9 +169,12 @@ def visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window, biased,
 
 
 @triton.jit
-def masked_tile(i, first, a, z):
-    """Number i of the tiles that need a mask: first .. a, then z .. last."""
-    return tl.where(i < a - first, first + i, z + i - (a - first))
+def tile_number(i, first, full, rest, MASKED: tl.constexpr):
+    """Number i of the tiles that need a mask: first .. full, then rest .. last. Else tile i."""
+    if MASKED:
+        return tl.where(i < full - first, first + i, rest + i - (full - first))
+    else:
+        return i
 
 
 # -------------------------------------------------------------------------------------------------
@@ -190,41 +193,29 @@ def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
 
 
 @triton.jit
-def softmax_tile(q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, start, k_t, v_t, Tk, D,
-                 scale, slope, window, PLAIN: tl.constexpr,
-                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """One tile of keys enters the online softmax (m, l, acc) of a tile of queries."""
-    rows = start + tl.arange(0, BLOCK_N)
-    k_pos = load_pos(k_pos_ptr, rows, Tk, FAR, PLAIN) if MASKED else 0
-    k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
-    k_at = k_pos[None, :] if MASKED else 0
-    s = scores(q, k, q_pos[:, None], k_at, scale, slope, window, MASKED)    # (M, N)
-    new_m = tl.maximum(m, tl.max(s, 1))                         # m'
-    shift = new_m
-    if MASKED:                                                  # a row without keys so far
-        shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-    alpha = tl.exp2(m - shift)                                  # e^{m - m'}
-    p = tl.exp2(s - shift[:, None])                             # e^{s_ij - m'}
-    l = alpha * l + tl.sum(p, 1)
-    v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
-    acc = dot(narrow(p, v.dtype), v, alpha[:, None] * acc)      # alpha acc + p v
-    return new_m, l, acc
-
-
-@triton.jit
 def softmax_tiles(q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, k_t, v_t, Tk, D, scale, slope,
-                  window, first, a, z, last, PLAIN: tl.constexpr,
+                  window, first, full, rest, last, PLAIN: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """All tiles of keys first .. last do, those from a to z without a mask."""
-    for n in range(a, z):
-        m, l, acc = softmax_tile(
-            q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D,
-            scale, slope, window, PLAIN, BLOCK_N, BLOCK_D, False)
-    for i in range(0, a - first + last - z):
-        n = masked_tile(i, first, a, z)
-        m, l, acc = softmax_tile(
-            q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t, Tk, D,
-            scale, slope, window, PLAIN, BLOCK_N, BLOCK_D, True)
+    """The online softmax (m, l, acc) of a tile of queries takes the tiles of keys first .. last."""
+    for MASKED in tl.static_range(2):           # no mask for full .. rest, then one for the others
+        begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
+        for i in range(begin, end):
+            start = tile_number(i, first, full, rest, MASKED) * BLOCK_N
+            rows = start + tl.arange(0, BLOCK_N)
+            k_pos = load_pos(k_pos_ptr, rows, Tk, FAR, PLAIN) if MASKED else 0
+            k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
+            k_at = k_pos[None, :] if MASKED else 0
+            s = scores(q, k, q_pos[:, None], k_at, scale, slope, window, MASKED)    # (M, N)
+            new_m = tl.maximum(m, tl.max(s, 1))                 # m'
+            shift = new_m
+            if MASKED:                                          # a row without keys so far
+                shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+            alpha = tl.exp2(m - shift)                          # e^{m - m'}
+            p = tl.exp2(s - shift[:, None])                     # e^{s_ij - m'}
+            l = alpha * l + tl.sum(p, 1)
+            v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
+            acc = dot(narrow(p, v.dtype), v, alpha[:, None] * acc)      # alpha acc + p v
+            m = new_m
     return m, l, acc
 
 
@@ -249,14 +240,14 @@ def attend_forward_kernel(
     rows = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D)
     q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)  # padding attends to nothing
-    first, a, z, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window, biased,
-                                     BLOCK_M, BLOCK_N, PLAIN)
+    first, full, rest, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
+                                           biased, BLOCK_M, BLOCK_N, PLAIN)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
     l = tl.zeros((BLOCK_M,), tl.float32)                # sum_j e^{s_ij - m}
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)      # sum_j e^{s_ij - m} v_j
     m, l, acc = softmax_tiles(
         q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, k_t, v_t, Tk, D, scale, slope,
-        window, first, a, z, last, PLAIN, BLOCK_N, BLOCK_D)
+        window, first, full, rest, last, PLAIN, BLOCK_N, BLOCK_D)
 
     empty = l == 0.0                            # no key is visible: out 0, lse -inf
     l = tl.where(empty, 1.0, l)
@@ -264,22 +255,6 @@ def attend_forward_kernel(
     store_rows(out_ptr + b * o_b + h * o_h, start, o_t, Tq, D, out, BLOCK_M, BLOCK_D)
     lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
     tl.store(lse_ptr + (b * H + h) * Tq + rows, lse, mask=rows < Tq)
-
-
-@triton.jit
-def dq_tile(q, do, q_pos, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, start, k_t, v_t, Tk, D,
-            scale, slope, window, PLAIN: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """dq / scale and what one tile of keys adds to it."""
-    rows = start + tl.arange(0, BLOCK_N)
-    k_pos = load_pos(k_pos_ptr, rows, Tk, FAR, PLAIN) if MASKED else 0
-    k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
-    v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
-    k_at = k_pos[None, :] if MASKED else 0
-    s = scores(q, k, q_pos[:, None], k_at, scale, slope, window, MASKED)
-    p = tl.exp2(s - lse[:, None])                               # p_ij = e^{s_ij - lse_i}
-    ds = p * (dot(do, tl.trans(v), None) - delta[:, None])      # p_ij (do_i . v_j - delta_i)
-    return dot(narrow(ds, k.dtype), k, dq)                      # dq_i + sum_j ds_ij k_j
 
 
 @triton.jit(**ATTEND)
@@ -315,41 +290,23 @@ def attend_dq_kernel(
 
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, valid, D, BLOCK_M, BLOCK_D)
     q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)  # padding attends to nothing
-    first, a, z, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window, biased,
-                                     BLOCK_M, BLOCK_N, PLAIN)
+    first, full, rest, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
+                                           biased, BLOCK_M, BLOCK_N, PLAIN)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)       # sum_j ds_ij k_j
-    for n in range(a, z):
-        dq = dq_tile(q, do, q_pos, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t,
-                     Tk, D, scale * LOG2E, slope, window, PLAIN, BLOCK_N, BLOCK_D, False)
-    for i in range(0, a - first + last - z):
-        n = masked_tile(i, first, a, z)
-        dq = dq_tile(q, do, q_pos, lse, delta, dq, k_ptr, v_ptr, k_pos_ptr, n * BLOCK_N, k_t, v_t,
-                     Tk, D, scale * LOG2E, slope, window, PLAIN, BLOCK_N, BLOCK_D, True)
+    for MASKED in tl.static_range(2):
+        begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
+        for i in range(begin, end):
+            n = tile_number(i, first, full, rest, MASKED) * BLOCK_N
+            k_pos = load_pos(k_pos_ptr, n + tl.arange(0, BLOCK_N), Tk, FAR, PLAIN) if MASKED else 0
+            k = load_rows(k_ptr, n, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
+            v = load_rows(v_ptr, n, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
+            k_at = k_pos[None, :] if MASKED else 0
+            s = scores(q, k, q_pos[:, None], k_at, scale * LOG2E, slope, window, MASKED)
+            p = tl.exp2(s - lse[:, None])                           # p_ij = e^{s_ij - lse_i}
+            ds = p * (dot(do, tl.trans(v), None) - delta[:, None])  # p_ij (do_i . v_j - delta_i)
+            dq = dot(narrow(ds, k.dtype), k, dq)                    # dq_i + sum_j ds_ij k_j
     dq = dq * scale
     store_rows(dq_ptr + b * dq_b + h * dq_h, start, dq_t, Tq, D, dq, BLOCK_M, BLOCK_D)
-
-
-@triton.jit
-def dkv_tile(k, v, k_pos, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, start, q_t, do_t,
-             Tq, D, scale, slope, window, PLAIN: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """dk / scale and dv and what one tile of queries adds to them. Rows are keys, columns queries:
-    p and ds are transposed."""
-    rows = start + tl.arange(0, BLOCK_M)
-    q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN) if MASKED else 0
-    q = load_rows(q_ptr, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
-    lse = tl.load(lse_ptr + rows, mask=rows < Tq, other=float("inf")) * LOG2E
-    if MASKED:                                  # a query without keys: p = 2^(s - inf) = 0
-        lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    q_at = q_pos[None, :] if MASKED else 0
-    s = scores(k, q, q_at, k_pos[:, None], scale, slope, window, MASKED)
-    p = tl.exp2(s - lse[None, :])                               # p_ij, (N, M)
-    do = load_rows(do_ptr, start, do_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
-    dv = dot(narrow(p, do.dtype), do, dv)                       # dv_j + sum_i p_ij do_i
-    delta = tl.load(delta_ptr + rows, mask=rows < Tq, other=0.0)
-    ds = p * (dot(v, tl.trans(do), None) - delta[None, :])      # p_ij (do_i . v_j - delta_i)
-    dk = dot(narrow(ds, q.dtype), q, dk)                        # dk_j + sum_i ds_ij q_i
-    return dk, dv
 
 
 @triton.jit(**ATTEND)
@@ -379,20 +336,28 @@ def attend_dkv_kernel(
     v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D)
     low = load_pos(k_pos_ptr, start, Tk, 0, PLAIN)
     high = load_pos(k_pos_ptr, tl.minimum(start + BLOCK_N, Tk) - 1, Tk, 0, PLAIN)
-    first, a, z, last = tile_spans(             # query i of key j iff j <= i < j + window
+    first, full, rest, last = tile_spans(       # query i of key j iff j <= i < j + window
         q_pos_ptr, Tq, low - 1, high - 1, low + (window - 1), high + (window - 1), biased,
         BLOCK_M, PLAIN)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)       # sum_i ds_ij q_i
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)       # sum_i p_ij do_i
-    for n in range(a, z):
-        dk, dv = dkv_tile(
-            k, v, k_pos, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, n * BLOCK_M,
-            q_t, do_t, Tq, D, scale * LOG2E, slope, window, PLAIN, BLOCK_M, BLOCK_D, False)
-    for i in range(0, a - first + last - z):
-        n = masked_tile(i, first, a, z)
-        dk, dv = dkv_tile(
-            k, v, k_pos, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_pos_ptr, n * BLOCK_M,
-            q_t, do_t, Tq, D, scale * LOG2E, slope, window, PLAIN, BLOCK_M, BLOCK_D, True)
+    for MASKED in tl.static_range(2):           # rows are keys, columns queries: p, ds transposed
+        begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
+        for i in range(begin, end):
+            m = tile_number(i, first, full, rest, MASKED) * BLOCK_M
+            rows = m + tl.arange(0, BLOCK_M)
+            q_at = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)[None, :] if MASKED else 0
+            q = load_rows(q_ptr, m, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
+            lse = tl.load(lse_ptr + rows, mask=rows < Tq, other=float("inf")) * LOG2E
+            if MASKED:                                          # without keys: p = 2^(s - inf) = 0
+                lse = tl.where(lse == float("-inf"), float("inf"), lse)
+            s = scores(k, q, q_at, k_pos[:, None], scale * LOG2E, slope, window, MASKED)
+            p = tl.exp2(s - lse[None, :])                       # p_ij, (N, M)
+            do = load_rows(do_ptr, m, do_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
+            dv = dot(narrow(p, do.dtype), do, dv)               # dv_j + sum_i p_ij do_i
+            delta = tl.load(delta_ptr + rows, mask=rows < Tq, other=0.0)
+            ds = p * (dot(v, tl.trans(do), None) - delta[None, :])      # p_ij (do_i . v_j - delta_i)
+            dk = dot(narrow(ds, q.dtype), q, dk)                # dk_j + sum_i ds_ij q_i
     dk = dk * scale
     store_rows(dk_ptr + b * dk_b + h * dk_h, start, dk_t, Tk, D, dk, BLOCK_N, BLOCK_D)
     store_rows(dv_ptr + b * dv_b + h * dv_h, start, dv_t, Tk, D, dv, BLOCK_N, BLOCK_D)
@@ -559,10 +524,10 @@ def rat_forward_kernel(
     q_pos = tl.where(valid, rows // chunk - 1, -FAR)        # the last chunk that is visible
     keys_ptr += b * e_b + h * e_h
     values_ptr += b * e_b + h * e_h
-    z, last = start // chunk // BLOCK_N, tl.cdiv((end - 1) // chunk, BLOCK_N)
+    rest, last = start // chunk // BLOCK_N, tl.cdiv((end - 1) // chunk, BLOCK_N)
     m, l, acc = softmax_tiles(
         q, q_pos, m, l, acc, keys_ptr, values_ptr, keys_ptr, e_t, e_t, n, D, scale, 0.0,
-        FAR, 0, 0, z, last, True, BLOCK_N, BLOCK_D)
+        FAR, 0, 0, rest, last, True, BLOCK_N, BLOCK_D)
 
     z_ptr += b * z_b + h * z_h
     z = load_rows(z_ptr, start, z_t, valid, D, BLOCK_M, BLOCK_D)
