@@ -13,14 +13,16 @@ for GPUs and is imported by the first call that needs it; a line on stderr tells
 two runs. merge has no Triton: torch.compile fuses it. Each section below has what the models
 call first, then the reference implementation, then its registration with torch.
 
-Attention. s_ij = q_i . k_j / sqrt(D) and lse_i = log sum_j e^{s_ij}, over the visible keys.
-Softmaxes over disjoint sets of keys, a and b, become one by
+Attention. s_ij = q_i . k_j / sqrt(D), with ALiBi - slope (q_pos_i - k_pos_j), and
+lse_i = log sum_j e^{s_ij}, over the visible keys. Softmaxes over disjoint sets of keys, a and b,
+become one by
 
     lse = log(e^{lse_a} + e^{lse_b})
     out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b
 
-A side without visible keys has out = 0 and lse = -inf, so its weight is 0. The backward pass needs
-out and lse only. With p_ij = e^{s_ij - lse_i}, and do and dlse the gradients of out and lse,
+A side without visible keys has out = 0 and lse = -inf, so its weight is 0. Besides its inputs,
+the backward pass needs out and lse only. With p_ij = e^{s_ij - lse_i}, and do and dlse the
+gradients of out and lse,
 
     delta_i = do_i . out_i - dlse_i             dv_j = sum_i p_ij do_i
     ds_ij = p_ij (do_i . v_j - delta_i)         dk_j = sum_i ds_ij q_i / sqrt(D)
@@ -34,8 +36,8 @@ chunks and to its own state; with y that attention, out = sigmoid(z) y. Backward
 belong to the own state, and dK, dV be what the end of a chunk gets from later chunks, else 0:
 
     dk~_t = ds_t q_t / sqrt(D) + dK + a_{t+1} dk~_{t+1}         dk_t = (1 - a_t) dk~_t
-    dv~_t = p_t do_t + dV + a_{t+1} dv~_{t+1}                   dv_t = (1 - a_t) dv~_t
-    dg_t = dk_t (k~_t - k_t) + dv_t (v~_t - v_t)                do_t = sigmoid(z_t) dout_t
+    dv~_t = p_t dy_t + dV + a_{t+1} dv~_{t+1}                   dv_t = (1 - a_t) dv~_t
+    dg_t = dk_t (k~_t - k_t) + dv_t (v~_t - v_t)                dy_t = sigmoid(z_t) dout_t
                                                 dz_t = (1 - sigmoid(z_t)) out_t dout_t
 
 Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018 (online
@@ -53,7 +55,10 @@ import sys
 import torch
 import torch.nn.functional as F
 
-debug = False           # True: attend also checks that positions ascend (a GPU waits for it)
+from fused import apply_rope
+from model_gpt import attention_bias
+
+debug = False           # True: attend checks that positions ascend (this synchronizes with the GPU)
 FAR = 2 ** 30           # the position of padding keys, after every query; also: no window
 HEAD_SIZES = (16, 32, 64, 128, 256)     # of the Triton kernels; others are padded
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -81,7 +86,7 @@ def announce(text):
 
 @functools.cache
 def runs_triton(device, dtype):
-    """Whether Triton computes on tensors of this device and dtype. Never silent."""
+    """Whether Triton computes on tensors of this device and dtype. Says once which."""
     installed = importlib.util.find_spec("triton") is not None      # without importing it
     if installed and dtype != torch.float64:
         if os.environ.get("TRITON_INTERPRET") == "1":
@@ -106,30 +111,19 @@ def operator(schema, reference, fake):
         if not runs_triton(first.device, first.dtype):
             return reference(first, *more)
         import kernels_triton                   # not before a GPU needs it
-        return getattr(kernels_triton, name)(first, *more)
+        with torch.cuda.device_of(first):       # Triton launches on the current device
+            return getattr(kernels_triton, name)(first, *more)
     op = torch.library.custom_op(f"nanorecur::{name}", run, mutates_args=(), schema=f"({rest}")
     op.register_fake(fake)
     return op
-
-
-def add_gradient(op, save, gradient, backward):
-    """gradient(backward, ctx, *grads) as the gradient of an operator."""
-    op.register_autograd(functools.partial(gradient, backward), setup_context=save)
-
-
-def differentiable(reference, save, gradient, backward):
-    """A reference implementation with the gradient of its operator."""
-    rules = dict(forward=lambda *inputs: reference(*inputs), setup_context=save,
-                 backward=functools.partial(gradient, backward))
-    rules = {name: staticmethod(f) for name, f in rules.items()}
-    return type("Reference", (torch.autograd.Function,), rules).apply
 
 
 def call(op, reference, arguments):
     """op(*arguments). Where nothing asks for gradients or traces, the reference without the
     operator's overhead: a tenth of a millisecond, which counts in decoding on a CPU."""
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-    traced = torch.compiler.is_compiling() or any(type(x) is not torch.Tensor for x in tensors)
+    plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+    traced = torch.compiler.is_compiling() or not plain         # not plain: a FakeTensor, say
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if traced or grad or runs_triton(tensors[0].device, tensors[0].dtype):
         return op(*arguments)
@@ -170,7 +164,8 @@ def check_int(name, value):
 
 def check_positions(name, pos, q, n, limit):
     """Positions of the n queries or keys; the debug switch also looks at their values."""
-    check_tensor(name, pos, q, (n,) if pos.dim() == 1 else (q.size(0), n), torch.int32)
+    per_row = isinstance(pos, torch.Tensor) and pos.dim() > 1
+    check_tensor(name, pos, q, (q.size(0), n) if per_row else (n,), torch.int32)
     if debug:
         if not (pos.diff(dim=-1) >= 0).all():
             raise ValueError(f"{name} must ascend along its last dimension")
@@ -180,27 +175,23 @@ def check_positions(name, pos, q, n, limit):
 
 
 # -------------------------------------------------------------------------------------------------
-# attend: the function of the models, its reference implementation, its operator
+# attend
 
 def attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
     """Softmax attention whose mask is given by positions: query i attends to key j iff
     k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
 
-    q (B, H, Tq, D), k and v (B, G, Tk, D), H a multiple of G, any strides, D <= 256.
+    q (B, H, Tq, D), k and v (B, G, Tk, D), any strides, D <= 256. H is a multiple of G: query
+    head h reads key head h // (H / G); rat uses h % G.
     q_pos (Tq,) or (B, Tq), k_pos (Tk,) or (B, Tk): int32, ascending, between -2^29 and 2^29; None
     is 0, 1, 2, ... Padding keys stand at FAR and are never visible, whatever they hold; padding
-    queries repeat the last position. What other hidden keys hold must be finite.
+    queries repeat the last position. What other invisible keys hold must be finite.
     slopes (H,): ALiBi, -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores; no gradient.
 
     Returns out (B, H, Tq, D) in q's dtype and lse (B, H, Tq) in float32 (float64 for float64),
     both differentiable, once, in q, k and v. Without visible keys out is 0 and lse -inf."""
     arguments = attend_arguments(q, k, v, q_pos, k_pos, slopes, window)
     return call(attend_op, attend_torch, arguments)
-
-
-def attend_ref(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
-    """attend by the reference implementation, on any device."""
-    return attend_function(*attend_arguments(q, k, v, q_pos, k_pos, slopes, window))
 
 
 def attend_arguments(q, k, v, q_pos, k_pos, slopes, window):
@@ -213,7 +204,7 @@ def attend_arguments(q, k, v, q_pos, k_pos, slopes, window):
     if G == 0 or H % G:
         raise ValueError(f"k has {G} heads: q's {H} are no multiple of it")
     if slopes is not None:
-        check_tensor("slopes", slopes, q, (H,), slopes.dtype)
+        check_tensor("slopes", slopes, q, (H,), getattr(slopes, "dtype", None))
     if window is not None:
         check_int("window", window)
     if q_pos is None and k_pos is not None:
@@ -231,25 +222,12 @@ def attend_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, 
     """dq, dk, dv of these keys' part in a softmax that may be over more keys. out (B, H, Tq, D)
     in q's dtype and lse (B, H, Tq) are those of the whole softmax, do is the gradient of out, the
     rest is as for attend. Over disjoint sets of keys the dq add up. Not differentiable."""
-    mask = q_pos, k_pos, slopes, window
-    arguments = attend_backward_arguments(q, k, v, out, lse, do, *mask)
-    return call(attend_backward_op, attend_torch_backward, arguments)
-
-
-def attend_backward_ref(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, window=None):
-    """attend_backward by the reference implementation, on any device."""
-    mask = q_pos, k_pos, slopes, window
-    return attend_torch_backward(*attend_backward_arguments(q, k, v, out, lse, do, *mask))
-
-
-def attend_backward_arguments(q, k, v, out, lse, do, *mask):
-    """The checked arguments as the operator takes them, without a gradient of lse."""
-    q, k, v, *mask = attend_arguments(q, k, v, *mask)
+    q, k, v, *mask = attend_arguments(q, k, v, q_pos, k_pos, slopes, window)
     check_tensor("out", out, q, q.shape)
     check_tensor("lse", lse, q, q.shape[:3], lse_dtype(q))
     check_tensor("do", do, q, q.shape)
-    dlse = None
-    return q, k, v, out, lse, do, dlse, *mask
+    arguments = q, k, v, out, lse, do, None, *mask              # None: lse has no gradient
+    return call(attend_backward_op, attend_backward_torch, arguments)
 
 
 QUERY_BLOCK, KEY_BLOCK = 256, 1024      # the largest block of the score matrix
@@ -275,7 +253,7 @@ def attend_torch(q, k, v, q_pos, k_pos, slopes, window):
     return out.to(q.dtype), lse
 
 
-def attend_torch_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window):
+def attend_backward_torch(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window):
     """dq, dk, dv, block by block; do (B, H, Tq, D), dlse (B, H, Tq) or None."""
     q, k, v = prepared(q, k, v, k_pos)
     if out.stride(-1) != 1:
@@ -324,7 +302,7 @@ def has_fused_softmax(x):
 
 
 def softmax_block(q, k, v, bias, causal=False):
-    """out and lse of queries (B, H, M, D) over keys (B, G, N, D). bias: None or a block_bias.
+    """out and lse of queries (B, H, M, D) over keys (B, G, N, D). bias: None or an attention_bias.
     causal: query i attends to keys 0 .. i (only where has_fused_softmax)."""
     if has_fused_softmax(q):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -377,23 +355,24 @@ def positions(n, pos, device):
 
 def visible_blocks(q, k, q_pos, k_pos, slopes, window):
     """The blocks of the score matrix that hold all visible pairs: slices of the queries and of
-    the keys, and their block_bias, or None where all pairs are visible."""
+    the keys, and their attention_bias, or None where all pairs are visible."""
     q_pos = positions(q.size(2), q_pos, q.device)
     k_pos = positions(k.size(2), k_pos, k.device)
     for rows, keys, masked in block_list(q_pos, k_pos, window, slopes is not None,
                                          has_fused_softmax(q)):
         bias = None
         if masked:
-            bias = block_bias(q_pos[:, rows], k_pos[:, keys], slopes, window, lse_dtype(q))
+            k_at = k_pos[:, None, None, keys]
+            bias = attention_bias(q_pos[:, rows], k_at, window, slopes, lse_dtype(q))
         yield rows, keys, bias
 
 
-def block_list(q_pos, k_pos, window, biased, wide):
-    """The same as (queries, keys, masked), for q_pos (B or 1, Tq), k_pos (B or 1, Tk). wide: a
-    block without a mask may be wider than KEY_BLOCK.
+def block_list(q_pos, k_pos, window, biased, unlimited):
+    """The same as (queries, keys, masked), for q_pos (B or 1, Tq), k_pos (B or 1, Tk). unlimited:
+    a block without a mask may be wider than KEY_BLOCK.
 
     Positions ascend: the keys that some query of a block attends to are one range, [first, last),
-    and those that all of its queries attend to are another inside it, [a, z)."""
+    and those that all of its queries attend to are another inside it, [full, rest)."""
     Tq, Tk = q_pos.size(1), k_pos.size(1)
     if q_pos.numel() == 0 or k_pos.numel() == 0:
         return []
@@ -413,35 +392,23 @@ def block_list(q_pos, k_pos, window, biased, wide):
     counts = torch.searchsorted(k_pos, limits.contiguous(), right=True)     # keys up to a limit
     counts = counts.view(rows, 4, -1)                               # (B or 1, limits, blocks)
     first, last = counts[:, 0].amin(0).tolist(), counts[:, 1].amax(0).tolist()
-    a, z = counts[:, 2].amax(0).tolist(), counts[:, 3].amin(0).tolist()
+    full, rest = counts[:, 2].amax(0).tolist(), counts[:, 3].amin(0).tolist()
     return [(slice(start, end), keys, masked)
-            for start, end, *spans in zip(starts, ends, first, a, z, last)
-            for keys, masked in key_blocks(*spans, biased, wide)]
+            for start, end, *spans in zip(starts, ends, first, full, rest, last)
+            for keys, masked in key_blocks(*spans, biased, unlimited)]
 
 
-def key_blocks(first, a, z, last, biased, wide):
-    """The keys [first, last) as (slice, masked), at most KEY_BLOCK wide. Where `wide`, [a, z) is
-    one block: it needs no mask. With a bias all blocks are masked; few keys are one block."""
-    if biased or z <= a or last - first <= KEY_BLOCK:
-        a = z = first
+def key_blocks(first, full, rest, last, biased, unlimited):
+    """The keys [first, last) as (slice, masked), at most KEY_BLOCK wide. [full, rest) needs no
+    mask; `unlimited` makes it one block. With a bias all blocks are masked; few keys are one."""
+    if biased or rest <= full or last - first <= KEY_BLOCK:
+        full = rest = first
     found = []
-    for start, end, masked in ((first, a, True), (a, z, False), (z, last, True)):
-        step = max(end - start, 1) if wide and not masked else KEY_BLOCK
+    for start, end, masked in ((first, full, True), (full, rest, False), (rest, last, True)):
+        step = max(end - start, 1) if unlimited and not masked else KEY_BLOCK
         for low in range(start, end, step):
             found.append((slice(low, min(low + step, end)), masked))
     return found
-
-
-def block_bias(q_pos, k_pos, slopes, window, dtype):
-    """What is added to the scores of a block: ALiBi's bias, and -inf where the key is not
-    visible. (B or 1, H or 1, M, N)"""
-    distance = q_pos[:, None, :, None] - k_pos[:, None, None, :]
-    hidden = (distance < 0) | (distance >= window)
-    if slopes is None:
-        bias = torch.zeros(distance.shape, dtype=dtype, device=q_pos.device)
-    else:
-        bias = -slopes.to(dtype)[:, None, None] * distance
-    return bias.masked_fill_(hidden, -math.inf)
 
 
 def attend_save(ctx, inputs, output):
@@ -450,10 +417,10 @@ def attend_save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def attend_gradient(backward, ctx, do, dlse):
+def attend_gradient(ctx, do, dlse):
     q, k, v, out, lse, *mask = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
-    grads = backward(q, k, v, out, lse, do, dlse, *mask, ctx.window)
+    grads = attend_backward_op(q, k, v, out, lse, do, dlse, *mask, ctx.window)
     return *grads, None, None, None, None
 
 
@@ -464,10 +431,9 @@ attend_op = operator(
 attend_backward_op = operator(
     "attend_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor do, Tensor? dlse,"
     " Tensor? q_pos, Tensor? k_pos, Tensor? slopes, SymInt window) -> (Tensor, Tensor, Tensor)",
-    attend_torch_backward,
+    attend_backward_torch,
     lambda q, k, v, *more: tuple(heads_like(x, *x.shape) for x in (q, k, v)))
-add_gradient(attend_op, attend_save, attend_gradient, attend_backward_op)
-attend_function = differentiable(attend_torch, attend_save, attend_gradient, attend_torch_backward)
+attend_op.register_autograd(attend_gradient, setup_context=attend_save)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -482,9 +448,6 @@ def merge(out_a, lse_a, out_b, lse_b):
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         check_tensor(name, lse, out_a, out_a.shape[:3], lse_dtype(out_a))
     return merge_torch(out_a, lse_a, out_b, lse_b)
-
-
-merge_ref = merge                               # there is one implementation
 
 
 def merge_torch(out_a, lse_a, out_b, lse_b):
@@ -515,17 +478,8 @@ def scan(g, x, chunk, h0=None):
     starts from h0 (B, C; None: zero), and from zero at each further chunk of `chunk` tokens.
 
     The state is float32 or better and rounded only in h: to go on from it without loss, scan in
-    float32. Differentiable in g, x and h0. Products of up to 64 successive g, or of the root of
-    chunk, are formed: they must not overflow (gates of at most 1 never do)."""
-    return call(scan_op, scan_torch, scan_arguments(g, x, chunk, h0))
-
-
-def scan_ref(g, x, chunk, h0=None):
-    """scan by the reference implementation, on any device."""
-    return scan_function(*scan_arguments(g, x, chunk, h0))
-
-
-def scan_arguments(g, x, chunk, h0):
+    float32. Differentiable in g, x and h0. Products of successive g are formed: they must not
+    overflow (gates of at most 1 never do)."""
     check_first("x", x, ("batch", "positions", "channels"))
     if x.numel() == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}: nothing is there")
@@ -533,7 +487,7 @@ def scan_arguments(g, x, chunk, h0):
     check_int("chunk", chunk)
     if h0 is not None:
         check_tensor("h0", h0, x, (x.size(0), x.size(2)))
-    return g, x, chunk, h0
+    return call(scan_op, scan_torch, (g, x, chunk, h0))
 
 
 def scan_torch(g, x, chunk, h0):
@@ -545,22 +499,23 @@ def scan_torch(g, x, chunk, h0):
         enter = y.new_zeros(B, len(y) // B, C)
         enter[:, 0] = h0                                        # the first chunk
         enter = enter.flatten(0, 1)                             # (B n, C)
-    return out_of_chunks(recurrence(g, y, enter), B, T, x.dtype)
+    h = recurrence(g, y, enter)
+    return out_of_chunks(h, x).to(x.dtype).contiguous()
 
 
-def scan_torch_backward(dh, g, h, chunk, h0):
+def scan_backward_torch(dh, g, h, chunk, h0):
     """dg, dx (B, T, C) and dh0 (B, C), of size 0 without h0."""
-    (B, T, C), chunk = h.shape, min(chunk, h.size(1))
+    B, chunk = len(h), min(chunk, h.size(1))
     gc, hc, dhc = (in_chunks(y, chunk) for y in (g, h, dh))     # (B n, chunk, C)
     dx = recurrence(gc, dhc, None, reverse=True)                # dh_t + g_{t+1} dx_{t+1}
     before = torch.cat([torch.zeros_like(hc[:, :1]), hc[:, :-1]], 1)        # h_{t-1}
     dh0 = h.new_empty(0)
     if h0 is not None:
-        before.view(B, -1, chunk, C)[:, 0, 0] = h0
+        before.unflatten(0, (B, -1))[:, 0, 0] = h0
         n = len(gc) // B
         dh0 = (gc[::n, 0] * dx[::n, 0]).to(h0.dtype)            # g_0 dx_0 of the first chunks
-    dg = out_of_chunks(dx * before, B, T, g.dtype)              # dx_t h_{t-1}
-    return dg, out_of_chunks(dx, B, T, h.dtype), dh0
+    grads = dx * before, dx                                     # dg_t = dx_t h_{t-1}
+    return *(out_of_chunks(y, h).to(h.dtype).contiguous() for y in grads), dh0
 
 
 def in_chunks(x, chunk):
@@ -570,18 +525,17 @@ def in_chunks(x, chunk):
     return x.reshape(-1, chunk, x.size(-1))
 
 
-def out_of_chunks(x, B, T, dtype):
-    """The inverse of in_chunks: (B, T, C)."""
-    return x.reshape(B, -1, x.size(-1))[:, :T].to(dtype).contiguous()
+def out_of_chunks(x, like):
+    """The inverse of in_chunks: a view of x in the shape of like, (B, T, ...)."""
+    return x.reshape(len(like), -1, *like.shape[2:])[:, :like.size(1)]
 
 
-STEPS = 64              # a longer run is scanned in two levels
+STEPS = 64              # longer dimensions are scanned in two levels
 
 
 def recurrence(g, x, h0, reverse=False, overwrite=False):
-    """h_t = g_t h_{t-1} + x_t along L of x (..., L, C), from h0 (..., C) or zero; all runs of L
-    take a step together. g has x's shape or broadcasts to it. reverse: h_t = g_{t+1} h_{t+1} + x_t.
-    overwrite: h may take x's place."""
+    """h_t = g_t h_{t-1} + x_t along dimension L of x (..., L, C), from h0 (..., C) or zero.
+    g broadcasts to x. reverse: h_t = g_{t+1} h_{t+1} + x_t. overwrite: h may take x's place."""
     if x.size(-2) > STEPS:
         if reverse:                             # the g that comes first meets a zero state
             return recurrence(g.flip(-2).roll(1, -2), x.flip(-2), h0).flip(-2)
@@ -600,8 +554,8 @@ def recurrence(g, x, h0, reverse=False, overwrite=False):
 
 
 def long_recurrence(g, x, h0):
-    """A run of L as n runs of about sqrt(L), scanned from zero. The states that enter the runs are
-    a recurrence too, and decay inside a run by the product of its gates."""
+    """L as n chunks of about sqrt(L), scanned from zero. The states that enter the chunks are a
+    recurrence too, and decay inside a chunk by the product of its gates."""
     L = x.size(-2)
     size = math.isqrt(L - 1) + 1
     n = -(-L // size)
@@ -619,9 +573,9 @@ def scan_save(ctx, inputs, output):
     ctx.save_for_backward(g, output, h0)
 
 
-def scan_gradient(backward, ctx, dh):
+def scan_gradient(ctx, dh):
     g, h, h0 = ctx.saved_tensors
-    dg, dx, dh0 = backward(dh, g, h, ctx.chunk, h0)
+    dg, dx, dh0 = scan_backward_op(dh, g, h, ctx.chunk, h0)
     return dg, dx, None, None if h0 is None else dh0
 
 
@@ -629,11 +583,10 @@ scan_op = operator("scan(Tensor g, Tensor x, SymInt chunk, Tensor? h0) -> Tensor
                    lambda g, x, *more: x.new_empty(x.shape))
 scan_backward_op = operator(
     "scan_backward(Tensor dh, Tensor g, Tensor h, SymInt chunk, Tensor? h0)"
-    " -> (Tensor, Tensor, Tensor)", scan_torch_backward,
+    " -> (Tensor, Tensor, Tensor)", scan_backward_torch,
     lambda dh, g, h, chunk, h0: (h.new_empty(h.shape), h.new_empty(h.shape),
                                  h.new_empty(0 if h0 is None else h0.shape)))
-add_gradient(scan_op, scan_save, scan_gradient, scan_backward_op)
-scan_function = differentiable(scan_torch, scan_save, scan_gradient, scan_torch_backward)
+scan_op.register_autograd(scan_gradient, setup_context=scan_save)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -646,24 +599,12 @@ def rat(q, k, v, g, z, bias, chunk, cos=None, sin=None):
     q, k (B, T, G, D): queries and keys of G groups, head h uses group h % G.
     v, g, z (B, T, H, D): values and the logits of the forget and output gates, H a multiple of G.
     bias (H D,), cos, sin (T, D): in float32 (float64 for float64). bias is added to g. The tables
-    have the angles of q and of the states at the ends of chunks, without gradient:
-    rotated(x) = x cos + x.roll(D / 2) sin, sin negative in the first half.
+    are apply_rope's, for q and the states at the ends of chunks; they get no gradient.
     chunk: tokens a chunk. Any strides: slices of one projection are read where they are. D <= 256.
 
     Returns out (B, T, H, D), differentiable, once, in the first six arguments, and the states of
     keys (not rotated) and values at the last token of each chunk, the last of them maybe
     unfinished: k_ends, v_ends (B, n, H, D), in float32 (float64), without gradient."""
-    out, _, *ends = call(rat_op, rat_torch, rat_arguments(q, k, v, g, z, bias, chunk, cos, sin))
-    return out, *(x.detach() for x in ends)
-
-
-def rat_ref(q, k, v, g, z, bias, chunk, cos=None, sin=None):
-    """rat by the reference implementation, on any device."""
-    out, _, *ends = rat_function(*rat_arguments(q, k, v, g, z, bias, chunk, cos, sin))
-    return out, *(x.detach() for x in ends)
-
-
-def rat_arguments(q, k, v, g, z, bias, chunk, cos, sin):
     check_first("q", q, ("batch", "positions", "groups", "head size"))
     B, T, G, D = q.shape
     if q.numel() == 0:
@@ -682,14 +623,15 @@ def rat_arguments(q, k, v, g, z, bias, chunk, cos, sin):
         check_tensor("sin", sin, q, (T, D), lse_dtype(q))
         if D % 2:
             raise ValueError(f"q has head size {D}: rotation needs an even one")
-    return q, k, v, g, z, bias, chunk, cos, sin
+    out, _, *ends = call(rat_op, rat_torch, (q, k, v, g, z, bias, chunk, cos, sin))
+    return out, *(x.detach() for x in ends)
 
 
 def rat_torch(q, k, v, g, z, bias, chunk, cos, sin, attend=attend_torch, recur=recurrence):
     """rat: out (B, T, H, D), lse (B, H, T), k_ends, v_ends (B, n, H, D)."""
-    (B, T, _, D), dtype, chunk = q.shape, lse_dtype(q), min(chunk, q.size(1))
+    T, dtype, chunk = q.size(1), lse_dtype(q), min(chunk, q.size(1))
     _, states = rat_states(k, v, g, bias, chunk, recur)
-    sk, sv = (of_tokens(x, B, T, D) for x in states)            # (B, T, H, D)
+    sk, sv = (out_of_chunks(x, v) for x in states)              # (B, T, H, D)
     # attention over the ends, merged with the own state
     y, lse = attend(*end_attention(q, sk, sv, chunk, cos, sin))
     lse, *weights = merge_weights(lse, own_scores(q, sk).transpose(1, 2))
@@ -702,41 +644,41 @@ def rat_torch(q, k, v, g, z, bias, chunk, cos, sin, attend=attend_torch, recur=r
     return out.contiguous(), lse.contiguous(), k_ends, v_ends
 
 
-def rat_torch_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin,
-                       attend_backward=attend_torch_backward, recur=recurrence):
+def rat_backward_torch(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin,
+                       attend_backward=attend_backward_torch, recur=recurrence):
     """dq, dk, dv, dg, dz, dbias; dout (B, T, H, D)."""
     (B, T, G, D), dtype, chunk = q.shape, lse_dtype(q), min(chunk, q.size(1))
     a, states = rat_states(k, v, g, bias, chunk, recur)
-    sk, sv = (of_tokens(x, B, T, D) for x in states)            # (B, T, H, D)
+    sk, sv = (out_of_chunks(x, v) for x in states)              # (B, T, H, D)
     # the output gate, out = s y
     s, dout = torch.sigmoid(z.to(dtype)), dout.to(dtype)
-    do, dz = dout * s, dout * out
-    delta = dz.sum(-1, keepdim=True)                            # do . y = dout . out
+    dy, dz = dout * s, dout * out
+    delta = dz.sum(-1, keepdim=True)                            # dy . y = dout . out
     dz.addcmul_(dz, s, value=-1)                                # (1 - s) out dout
-    s.clamp_(min=torch.finfo(dtype).tiny)                       # where it was 0, do is 0
+    s.clamp_(min=torch.finfo(dtype).tiny)                       # where it was 0, dy is 0
     y = torch.div(out, s, out=s)
     # attention over the ends
     queries, keys, values, *mask = end_attention(q, sk, sv, chunk, cos, sin)
-    y, narrow_do = (x.to(q.dtype).transpose(1, 2) for x in (y, do))
-    grads = attend_backward(queries, keys, values, y, lse, narrow_do, None, *mask)
+    y, do = (x.to(q.dtype).transpose(1, 2) for x in (y, dy))
+    grads = attend_backward(queries, keys, values, y, lse, do, None, *mask)
     dqs, dkeys, dvalues = (x.transpose(1, 2) for x in grads)
     dq = rotated(by_group(dqs, G).sum(2, dtype=dtype), cos, sin, back=True)
     # attention to the own state
     p = torch.exp(own_scores(q, sk) - lse.transpose(1, 2))[..., None]       # (B, T, H, 1)
-    ds = p * ((do * sv).sum(-1, keepdim=True) - delta) / math.sqrt(D)
+    ds = p * ((dy * sv).sum(-1, keepdim=True) - delta) / math.sqrt(D)
     dq += by_group(ds * sk, G).sum(2)
     # what each state gets: from its own token and, at ends, from later chunks
     dstates = torch.empty_like(states)
     dstates.view(2, B, -1, dstates.size(-1))[:, :, T:] = 0      # padding
-    dsk, dsv = (of_tokens(x, B, T, D) for x in dstates)
+    dsk, dsv = (out_of_chunks(x, v) for x in dstates)
     torch.mul(q.unsqueeze(2), by_group(ds, G), out=by_group(dsk, G))        # ds_t q_t
-    torch.mul(do, p, out=dsv)                                               # p_t do_t
+    torch.mul(dy, p, out=dsv)                                               # p_t dy_t
     ends = end_rows(T, chunk)
     dsk[:, ends] += rotated(dkeys, *end_tables(T, chunk, cos, sin), back=True)
     dsv[:, ends] += dvalues
     # back through the recurrence, and times (1 - a)
     dx = recur(a, dstates, None, reverse=True, overwrite=True).mul_(a.neg_().add_(1))
-    dk, dv = (of_tokens(x, B, T, D) for x in dx)                # dk: of each head
+    dk, dv = (out_of_chunks(x, v) for x in dx)                  # dk: of each head
     dg = (dk * sk).addcmul_(dv, sv).addcmul_(dv, v, value=-1)
     by_group(dg, G).addcmul_(by_group(dk, G), k.unsqueeze(2), value=-1)
     dbias = dg.sum((0, 1)).flatten().to(bias.dtype)
@@ -755,11 +697,6 @@ def rat_states(k, v, g, bias, chunk, recur):
         x_i, y, a_i = (z.unflatten(-1, (-1, k.size(-1))) for z in (x_i, y, a))
         torch.addcmul(y, a_i, y, value=-1, out=x_i)             # (1 - a) y
     return a, recur(a, x, None, overwrite=True)
-
-
-def of_tokens(x, B, T, D):
-    """Chunks (B n, chunk, H D) as a view (B, T, H, D)."""
-    return x.reshape(B, -1, x.size(-1))[:, :T].unflatten(-1, (-1, D))
 
 
 def end_rows(T, chunk):
@@ -798,11 +735,10 @@ def by_group(x, G):
 
 
 def rotated(x, cos, sin, back=False):
-    """x (B, T, heads, D) rotated by the angles of the tables (T, D), or back. None: as it is."""
+    """apply_rope to x (B, T, heads, D) with tables (T, D), or its inverse. None: x as it is."""
     if cos is None:
         return x
-    swapped, sign = x.roll(x.size(-1) // 2, -1), -1 if back else 1
-    return torch.addcmul(x * cos[:, None], swapped, sin[:, None], value=sign).to(x.dtype)
+    return apply_rope(x, cos[:, None], (-sin if back else sin)[:, None])
 
 
 def rat_save(ctx, inputs, output):
@@ -812,11 +748,12 @@ def rat_save(ctx, inputs, output):
     ctx.set_materialize_grads(False)            # the ends have none: nothing to fill with zeros
 
 
-def rat_gradient(backward, ctx, dout, *ends):
+def rat_gradient(ctx, dout, *ends):
     if dout is None:
         return (None,) * 9
     *tensors, cos, sin = ctx.saved_tensors
-    return *backward(*tensors, dout, ctx.chunk, cos, sin), None, None, None
+    grads = rat_backward_op(*tensors, dout, ctx.chunk, cos, sin)
+    return *grads, None, None, None
 
 
 def rat_shapes(q, k, v, g, z, bias, chunk, cos, sin):
@@ -831,7 +768,6 @@ rat_op = operator(
 rat_backward_op = operator(
     "rat_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor z, Tensor bias, Tensor out,"
     " Tensor lse, Tensor dout, SymInt chunk, Tensor? cos, Tensor? sin)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", rat_torch_backward,
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", rat_backward_torch,
     lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[:6]))
-add_gradient(rat_op, rat_save, rat_gradient, rat_backward_op)
-rat_function = differentiable(rat_torch, rat_save, rat_gradient, rat_torch_backward)
+rat_op.register_autograd(rat_gradient, setup_context=rat_save)

@@ -31,7 +31,6 @@ Names: B batch, H query heads, G key/value heads (in rat: groups of q and k), T,
 D head size, C channels; M and N are the query and key rows of a tile. x_b, x_h, x_t are the strides
 of x in batch, head, position. PLAIN: there are no positions, a row's number is its position.
 """
-import contextlib
 import functools
 
 import torch
@@ -229,7 +228,7 @@ def attend_forward_kernel(
     lse_i = log sum_j e^{s_ij},  out_i = sum_j e^{s_ij - lse_i} v_j."""
     n_tiles = tl.cdiv(Tq, BLOCK_M)
     tile, b, h = program(n_tiles, H)
-    start = (n_tiles - 1 - tile) * BLOCK_M              # longest first
+    start = (n_tiles - 1 - tile) * BLOCK_M              # tiles with the most work first
     k_ptr += b * k_b + h // GROUP * k_h
     v_ptr += b * v_b + h // GROUP * v_h
     q_pos_ptr += b * q_pos_b
@@ -269,7 +268,7 @@ def attend_dq_kernel(
     their delta_i = do_i . out_i - dlse_i, which attend_dkv_kernel reads."""
     n_tiles = tl.cdiv(Tq, BLOCK_M)
     tile, b, h = program(n_tiles, H)
-    start = (n_tiles - 1 - tile) * BLOCK_M              # longest first
+    start = (n_tiles - 1 - tile) * BLOCK_M              # tiles with the most work first
     k_ptr += b * k_b + h // GROUP * k_h
     v_ptr += b * v_b + h // GROUP * v_h
     q_pos_ptr += b * q_pos_b
@@ -320,7 +319,7 @@ def attend_dkv_kernel(
     """A program computes what one query head adds to dk_j = scale sum_i ds_ij q_i and
     dv_j = sum_i p_ij do_i of BLOCK_N keys; heads that share keys are summed outside."""
     tile, b, h = program(tl.cdiv(Tk, BLOCK_N), H)
-    start = tile * BLOCK_N                              # longest first
+    start = tile * BLOCK_N                              # tiles with the most work first
     q_ptr += b * q_b + h * q_h
     do_ptr += b * do_b + h * do_h
     lse_ptr += (b * H + h) * Tq
@@ -449,7 +448,7 @@ def rat_program(T, H, chunk, BLOCK_M: tl.constexpr):
     size = BLOCK_M // chunk * chunk                         # tokens of a tile
     n_tiles = tl.cdiv(T, size)
     tile, b, h = program(n_tiles, H)
-    start = (n_tiles - 1 - tile) * size                     # longest first
+    start = (n_tiles - 1 - tile) * size                     # tiles with the most work first
     end = tl.minimum(start + size, T)
     return b, h, start, end, start + tl.arange(0, BLOCK_M) < end
 
@@ -496,9 +495,9 @@ def rat_ends_kernel(k_ptr, v_ptr, g_ptr, bias_ptr, k_ends_ptr, v_ends_ptr,
 
 @triton.jit(**RAT)
 def rat_forward_kernel(
-        q_ptr, turned_ptr, k_ptr, v_ptr, g_ptr, z_ptr, bias_ptr, keys_ptr, values_ptr,
+        q_ptr, rotated_q_ptr, k_ptr, v_ptr, g_ptr, z_ptr, bias_ptr, keys_ptr, values_ptr,
         out_ptr, lse_ptr,
-        q_b, q_h, q_t, turned_b, turned_h, turned_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+        q_b, q_h, q_t, rotated_b, rotated_h, rotated_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
         z_b, z_h, z_t, e_b, e_h, e_t, o_b, o_h, o_t, T, D, H, G, n, chunk, scale,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """A program computes out and lse of some chunks of one head: a softmax over a token's own state
@@ -519,8 +518,8 @@ def rat_forward_kernel(
     v = load_rows(v_ptr, start, v_t, valid, D, BLOCK_M, BLOCK_D)    # not before: registers
     acc = rat_states(a, v, chunk, BLOCK_M)
 
-    turned_ptr += b * turned_b + h % G * turned_h           # q, rotated
-    q = load_rows(turned_ptr, start, turned_t, valid, D, BLOCK_M, BLOCK_D)
+    rotated_q_ptr += b * rotated_b + h % G * rotated_h           # q after RoPE
+    q = load_rows(rotated_q_ptr, start, rotated_t, valid, D, BLOCK_M, BLOCK_D)
     q_pos = tl.where(valid, rows // chunk - 1, -FAR)        # the last chunk that is visible
     keys_ptr += b * e_b + h * e_h
     values_ptr += b * e_b + h * e_h
@@ -625,25 +624,22 @@ def rat_own_kernel(
 
 
 # -------------------------------------------------------------------------------------------------
-# what the kernels take for granted of their tensors
+# the memory layout that the kernels need
 
 def strides(*tensors):
     """Strides of all dimensions but the last, of each tensor; 0 where there is only one."""
     return [s if n > 1 else 0 for x in tensors for n, s in zip(x.shape[:-1], x.stride())]
 
 
-def is_aligned(x):
-    """Whether x's strides and last dimension are multiples of 16, and its start of 16 bytes."""
-    return (x.stride(-1) == 1 and x.size(-1) % 16 == 0 and x.data_ptr() % 16 == 0
-            and all(s % 16 == 0 for s in strides(x)))
-
-
 def aligned(x):
-    """x (B, H, T, D), or a copy that is_aligned, its head size padded with zeros."""
-    if is_aligned(x):
+    """x (B, H, T, D) if its strides and D are multiples of 16 and its start of 16 bytes; else a
+    copy, D padded with zeros."""
+    D = x.size(-1)
+    if (x.stride(-1) == 1 and D % 16 == 0 and x.data_ptr() % 16 == 0
+            and all(s % 16 == 0 for s in strides(x))):
         return x
-    padded = heads_like(x, *x.shape[:3], x.size(-1) + -x.size(-1) % 16).zero_()
-    padded[..., :x.size(-1)] = x
+    padded = heads_like(x, *x.shape[:3], D + -D % 16).zero_()
+    padded[..., :D] = x
     return padded
 
 
@@ -665,13 +661,8 @@ def tokens_first(x, D):
     return x.transpose(1, 2)[..., :D]
 
 
-def on_device(x):
-    """Triton launches on the current device: make it x's."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
 # -------------------------------------------------------------------------------------------------
-# tile sizes: the largest whose registers do not spill, found by tests/compile_kernels.py
+# tile sizes: the largest that tests/compile_kernels.py accepts (no or few register spills)
 
 # (BLOCK_M, BLOCK_N, warps, stages) for each of HEAD_SIZES, by (large blocks, float32)
 TILES = {
@@ -698,11 +689,6 @@ TILES = {
 }
 
 
-def block_of(head_size):
-    """The head size a kernel is compiled for."""
-    return next(n for n in HEAD_SIZES if n >= head_size)
-
-
 @functools.cache
 def has_large_blocks(device):
     """Whether a block may use 160 KB of shared memory (sm_80, sm_90); else 64 KB must do."""
@@ -713,10 +699,23 @@ def has_large_blocks(device):
     return torch.version.hip is None and shared >= 160 * 1024
 
 
-def attend_options(name, block, dtype, large):
-    """Tiles and warps of an attend kernel ("forward", "dq", "dkv") for head size `block`."""
+def tile_options(name, block, dtype, large):
+    """Tiles and warps for head size `block` of a kernel of attend ("forward", "dq", "dkv") or rat
+    ("rat" is its forward, "gate", "ends", "own")."""
+    if name == "gate":
+        return dict(BLOCK_M=2048 // block, BLOCK_D=block, num_warps=4)
+    if name in ("ends", "own"):
+        return dict(BLOCK_M=16 if INTERPRETED else 128, BLOCK_C=16, num_warps=8)
     M, N, warps, stages = TILES[large, dtype == torch.float32][name][HEAD_SIZES.index(block)]
+    if name == "rat" and INTERPRETED:               # then a few tokens are many tiles
+        M = N = 16
     return dict(BLOCK_M=M, BLOCK_N=N, BLOCK_D=block, num_warps=warps, num_stages=stages)
+
+
+def launch_options(name, x):
+    """tile_options for tensors like x (B, H, T, D)."""
+    block = next(n for n in HEAD_SIZES if n >= x.size(-1))
+    return tile_options(name, block, x.dtype, has_large_blocks(x.device))
 
 
 def scan_options(chunk):
@@ -724,41 +723,6 @@ def scan_options(chunk):
     block = min(64, triton.next_power_of_2(chunk))
     channels = 16 if INTERPRETED else min(256, 2048 // block)       # it scans them one by one
     return dict(BLOCK_T=block, BLOCK_C=channels, num_warps=4)
-
-
-def rat_options(name, block, dtype, large):
-    """Tiles of a rat kernel ("ends", "forward", "gate", "own"); small ones for the interpreter:
-    then a few tokens are many tiles."""
-    if name == "gate":
-        return dict(BLOCK_M=2048 // block, BLOCK_D=block, num_warps=4)
-    if name in ("ends", "own"):
-        return dict(BLOCK_M=16 if INTERPRETED else 128, BLOCK_C=16, num_warps=8)
-    small = dict(BLOCK_M=16, BLOCK_N=16) if INTERPRETED else {}
-    return attend_options("rat", block, dtype, large) | small
-
-
-def launch_options(options, name, x):
-    """attend_options or rat_options for tensors like x (B, H, T, D)."""
-    return options(name, block_of(x.size(-1)), x.dtype, has_large_blocks(x.device))
-
-
-def variants(large):
-    """All that the functions below can launch, as (kernel, dtype, constants, launch options):
-    tests/compile_kernels.py compiles them. The rest are run-time arguments."""
-    attends = dict(forward=attend_forward_kernel, dq=attend_dq_kernel, dkv=attend_dkv_kernel)
-    rats = dict(forward=rat_forward_kernel, gate=rat_gate_kernel)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for D in HEAD_SIZES:
-            for name, kernel in attends.items():
-                for plain in (True, False):
-                    yield kernel, dtype, dict(PLAIN=plain), attend_options(name, D, dtype, large)
-            for name, kernel in rats.items():
-                yield kernel, dtype, {}, rat_options(name, D, dtype, large)
-        for name, kernel in dict(ends=rat_ends_kernel, own=rat_own_kernel).items():
-            yield kernel, dtype, {}, rat_options(name, None, dtype, large)
-        for chunk in (1, 2, 4, 8, 16, 32, 64):
-            for kernel in (scan_forward_kernel, scan_backward_kernel):
-                yield kernel, dtype, {}, scan_options(chunk)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -779,11 +743,10 @@ def attend(q, k, v, q_pos, k_pos, slopes, window):
     q, k, v = aligned(q), aligned(k), aligned(v)            # D is a multiple of 16 now
     out, lse = heads_like(q, *q.shape), q.new_empty(B, H, Tq, dtype=torch.float32)
     pointers, pos_strides, biased = mask_arguments(q_pos, k_pos, slopes, lse)
-    options = launch_options(attend_options, "forward", q)
-    with on_device(q):
-        attend_forward_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H,)](
-            q, k, v, out, lse, *pointers, *strides(q, k, v, out), *pos_strides, Tq, Tk, q.size(-1),
-            H, H // G, window, D ** -0.5, biased, PLAIN=q_pos is None, **options)
+    options = launch_options("forward", q)
+    attend_forward_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H,)](
+        q, k, v, out, lse, *pointers, *strides(q, k, v, out), *pos_strides, Tq, Tk, q.size(-1),
+        H, H // G, window, D ** -0.5, biased, PLAIN=q_pos is None, **options)
     return cropped(out, D), lse
 
 
@@ -797,15 +760,14 @@ def attend_gradients(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window, 
     dq, dk, dv = (heads_like(q, B, H, T, D) for T in (Tq, Tk, Tk))
     pointers, pos_strides, biased = mask_arguments(q_pos, k_pos, slopes, lse)
     sizes = [*pos_strides, Tq, Tk, D, H, H // G, window, scale, biased]
-    with on_device(q):
-        options = launch_options(attend_options, "dq", q)
-        attend_dq_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H,)](
-            q, k, v, out, lse, do, dlse, delta, dq, *pointers,
-            *strides(q, k, v, out, do, dq), *sizes, PLAIN=q_pos is None, **options)
-        options = launch_options(attend_options, "dkv", q)
-        attend_dkv_kernel[(triton.cdiv(Tk, options["BLOCK_N"]) * B * H,)](
-            q, k, v, lse, do, delta, dk, dv, *pointers,
-            *strides(q, k, v, do, dk, dv), *sizes, PLAIN=q_pos is None, **options)
+    options = launch_options("dq", q)
+    attend_dq_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H,)](
+        q, k, v, out, lse, do, dlse, delta, dq, *pointers,
+        *strides(q, k, v, out, do, dq), *sizes, PLAIN=q_pos is None, **options)
+    options = launch_options("dkv", q)
+    attend_dkv_kernel[(triton.cdiv(Tk, options["BLOCK_N"]) * B * H,)](
+        q, k, v, lse, do, delta, dk, dv, *pointers,
+        *strides(q, k, v, do, dk, dv), *sizes, PLAIN=q_pos is None, **options)
     return dq, dk, dv, delta
 
 
@@ -818,31 +780,28 @@ def attend_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window):
     return cropped(dq, D), summed_over_groups(dk, G, D), summed_over_groups(dv, G, D)
 
 
-def padded_channels(x):
-    """x (B, T, C), or a copy that is_aligned, its channels padded with zeros."""
-    return x if is_aligned(x) else F.pad(x, (0, -x.size(-1) % 16)).contiguous()
+def aligned_channels(x):
+    """x (B, T, C), aligned."""
+    return aligned(x.unsqueeze(1)).squeeze(1)
 
 
 def scan(g, x, chunk, h0):
     """h (B, T, C)."""
     (B, T, C), chunk = x.shape, min(chunk, x.size(1))
-    g, x = padded_channels(g), padded_channels(x)
+    g, x = aligned_channels(g), aligned_channels(x)
     h = x.new_empty(x.shape)
-    state = h                                               # not read
-    if h0 is not None:
-        state = F.pad(h0, (0, x.size(-1) - C)).contiguous()
+    state = h if h0 is None else F.pad(h0, (0, x.size(-1) - C)).contiguous()
     options = scan_options(chunk)
     grid = (B * triton.cdiv(T, chunk) * triton.cdiv(x.size(-1), options["BLOCK_C"]),)
-    with on_device(x):
-        scan_forward_kernel[grid](g, x, state, h, *strides(g, x), T, x.size(-1), chunk,
-                                  int(h0 is not None), **options)
+    scan_forward_kernel[grid](g, x, state, h, *strides(g, x), T, x.size(-1), chunk,
+                              int(h0 is not None), **options)
     return h[..., :C].contiguous()
 
 
 def scan_backward(dh, g, h, chunk, h0):
     """dg, dx (B, T, C) and dh0 (B, C), of size 0 without h0."""
     (B, T, C), chunk = h.shape, min(chunk, h.size(1))
-    dh, g, h = padded_channels(dh), padded_channels(g), padded_channels(h).contiguous()
+    dh, g, h = aligned_channels(dh), aligned_channels(g), aligned_channels(h).contiguous()
     dg, dx = torch.empty_like(h), torch.empty_like(h)
     state, dh0 = h, dx                                      # neither read nor written
     if h0 is not None:
@@ -850,9 +809,8 @@ def scan_backward(dh, g, h, chunk, h0):
         dh0 = torch.empty_like(state)
     options = scan_options(chunk)
     grid = (B * triton.cdiv(T, chunk) * triton.cdiv(h.size(-1), options["BLOCK_C"]),)
-    with on_device(h):
-        scan_backward_kernel[grid](dh, g, h, state, dg, dx, dh0, *strides(dh, g),
-                                   T, h.size(-1), chunk, int(h0 is not None), **options)
+    scan_backward_kernel[grid](dh, g, h, state, dg, dx, dh0, *strides(dh, g),
+                               T, h.size(-1), chunk, int(h0 is not None), **options)
     dh0 = h.new_empty(0) if h0 is None else dh0[:, :C].contiguous()
     return dg[..., :C].contiguous(), dx[..., :C].contiguous(), dh0
 
@@ -867,7 +825,7 @@ def recurrence(g, x, h0, reverse=False, overwrite=False):
 
 def rat_fits(q, chunk):
     """Whether a chunk fits into a tile of rat's kernels; if not, a line on stderr says so."""
-    longest = launch_options(rat_options, "forward", q)["BLOCK_M"]
+    longest = launch_options("rat", q)["BLOCK_M"]
     if chunk > longest:
         kernels.announce(f"rat: chunks of {chunk} tokens, more than {longest}, are not fused: "
                          "attend and scan, in Triton")
@@ -889,7 +847,7 @@ def rat_ends(k, v, g, bias, D, chunk, cos, sin):
     are of rat_inputs."""
     B, H, T, _ = v.shape
     ends = [heads_like(v, B, H, -(-T // chunk), v.size(-1), torch.float32) for _ in range(2)]
-    options = launch_options(rat_options, "ends", v)
+    options = launch_options("ends", v)
     n_tiles = triton.cdiv(T, options["BLOCK_M"] // chunk * chunk)
     rat_ends_kernel[n_tiles * B * H, triton.cdiv(v.size(-1), options["BLOCK_C"])](
         k, v, g, bias, *ends, *strides(k, v, g, ends[0]), T, v.size(-1), H, k.size(1), chunk,
@@ -904,15 +862,14 @@ def rat(q, k, v, g, z, bias, chunk, cos, sin):
     (B, T, G, D), H, chunk = q.shape, v.size(2), min(chunk, q.size(1))
     if not rat_fits(q, chunk):
         return kernels.rat_torch(q, k, v, g, z, bias, chunk, cos, sin, attend, recurrence)
-    with on_device(q):
-        turned, q, k, v, g, z, bias = rat_inputs(q, k, v, g, z, bias, cos, sin)
-        k_ends, v_ends, keys, values = rat_ends(k, v, g, bias, D, chunk, cos, sin)
-        out, lse = heads_like(v, *v.shape), v.new_empty(B, H, T, dtype=torch.float32)
-        options = launch_options(rat_options, "forward", v)
-        rat_forward_kernel[(triton.cdiv(T, options["BLOCK_M"] // chunk * chunk) * B * H,)](
-            q, turned, k, v, g, z, bias, keys, values, out, lse,
-            *strides(q, turned, k, v, g, z, keys, out),
-            T, v.size(-1), H, G, keys.size(2), chunk, D ** -0.5, **options)
+    rotated_q, q, k, v, g, z, bias = rat_inputs(q, k, v, g, z, bias, cos, sin)
+    k_ends, v_ends, keys, values = rat_ends(k, v, g, bias, D, chunk, cos, sin)
+    out, lse = heads_like(v, *v.shape), v.new_empty(B, H, T, dtype=torch.float32)
+    options = launch_options("rat", v)
+    rat_forward_kernel[(triton.cdiv(T, options["BLOCK_M"] // chunk * chunk) * B * H,)](
+        q, rotated_q, k, v, g, z, bias, keys, values, out, lse,
+        *strides(q, rotated_q, k, v, g, z, keys, out),
+        T, v.size(-1), H, G, keys.size(2), chunk, D ** -0.5, **options)
     return tokens_first(out, D).contiguous(), lse, k_ends.contiguous(), v_ends.contiguous()
 
 
@@ -920,33 +877,32 @@ def rat_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin):
     """dq, dk, dv, dg, dz, dbias; dout (B, T, H, D). The ends are read by attend's kernels."""
     (B, T, G, D), H, chunk = q.shape, v.size(2), min(chunk, q.size(1))
     if not rat_fits(q, chunk):
-        return kernels.rat_torch_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin,
+        return kernels.rat_backward_torch(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin,
                                           attend_backward, recurrence)
-    with on_device(q):
-        turned, q, k, v, g, z, bias = rat_inputs(q, k, v, g, z, bias, cos, sin)
-        keys, values = rat_ends(k, v, g, bias, D, chunk, cos, sin)[2:]
-        # back through the output gate
-        out, dout = (aligned(x.transpose(1, 2)) for x in (out, dout))
-        do, y, dz, dq, dk, dv, dg = (heads_like(v, *v.shape) for _ in range(7))
-        options = launch_options(rat_options, "gate", v)
-        rat_gate_kernel[(triton.cdiv(T, options["BLOCK_M"]) * B * H,)](
-            dout, out, z, do, y, dz, *strides(dout, z, out), T, v.size(-1), H, **options)
-        # attention over the ends
-        at = torch.arange(T, device=q.device, dtype=torch.int32)
-        dturned, dkeys, dvalues, delta = attend_gradients(
-            turned.repeat(1, H // G, 1, 1), keys, values, y, lse, do, None,
-            at // chunk - 1, at[:keys.size(2)], None, kernels.FAR, D ** -0.5)
-        dk_ends = rotated(tokens_first(dkeys, D), *end_tables(T, chunk, cos, sin), back=True)
-        dk_ends = aligned(dk_ends.contiguous().transpose(1, 2))
-        # attention to the own states, and the recurrence
-        options = launch_options(rat_options, "own", v)
-        rat_own_kernel[(triton.cdiv(T, options["BLOCK_M"] // chunk * chunk) * B * H,)](
-            q, k, v, g, bias, lse.contiguous(), do, delta, dk_ends, dvalues, dq, dk, dv, dg,
-            *strides(q, k, v, g, dvalues, do), T, v.size(-1), H, G, keys.size(2), chunk, D ** -0.5,
-            **options)
-    dturned, dq, dk, dv, dg, dz = (tokens_first(x, D) for x in (dturned, dq, dk, dv, dg, dz))
+    rotated_q, q, k, v, g, z, bias = rat_inputs(q, k, v, g, z, bias, cos, sin)
+    keys, values = rat_ends(k, v, g, bias, D, chunk, cos, sin)[2:]
+    # back through the output gate
+    out, dout = (aligned(x.transpose(1, 2)) for x in (out, dout))
+    do, y, dz, dq, dk, dv, dg = (heads_like(v, *v.shape) for _ in range(7))
+    options = launch_options("gate", v)
+    rat_gate_kernel[(triton.cdiv(T, options["BLOCK_M"]) * B * H,)](
+        dout, out, z, do, y, dz, *strides(dout, z, out), T, v.size(-1), H, **options)
+    # attention over the ends
+    at = torch.arange(T, device=q.device, dtype=torch.int32)
+    drotated, dkeys, dvalues, delta = attend_gradients(
+        rotated_q.repeat(1, H // G, 1, 1), keys, values, y, lse, do, None,
+        at // chunk - 1, at[:keys.size(2)], None, kernels.FAR, D ** -0.5)
+    dk_ends = rotated(tokens_first(dkeys, D), *end_tables(T, chunk, cos, sin), back=True)
+    dk_ends = aligned(dk_ends.contiguous().transpose(1, 2))
+    # attention to the own states, and the recurrence
+    options = launch_options("own", v)
+    rat_own_kernel[(triton.cdiv(T, options["BLOCK_M"] // chunk * chunk) * B * H,)](
+        q, k, v, g, bias, lse.contiguous(), do, delta, dk_ends, dvalues, dq, dk, dv, dg,
+        *strides(q, k, v, g, dvalues, do), T, v.size(-1), H, G, keys.size(2), chunk, D ** -0.5,
+        **options)
+    drotated, dq, dk, dv, dg, dz = (tokens_first(x, D) for x in (drotated, dq, dk, dv, dg, dz))
     # heads of a group share q and k
-    dturned, dq, dk = (by_group(x, G).sum(2, dtype=torch.float32) for x in (dturned, dq, dk))
-    dq = rotated(dturned, cos, sin, back=True) + dq
+    drotated, dq, dk = (by_group(x, G).sum(2, dtype=torch.float32) for x in (drotated, dq, dk))
+    dq = rotated(drotated, cos, sin, back=True) + dq
     dbias = dg.sum((0, 1), dtype=torch.float32).flatten()
     return *(x.to(v.dtype).contiguous() for x in (dq, dk, dv, dg, dz)), dbias

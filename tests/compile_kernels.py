@@ -25,6 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kernels_triton
+from kernels_triton import (attend_dkv_kernel, attend_dq_kernel, attend_forward_kernel,
+                            rat_ends_kernel, rat_forward_kernel, rat_gate_kernel, rat_own_kernel,
+                            scan_backward_kernel, scan_forward_kernel, scan_options, tile_options)
 
 AMD = GPUTarget("hip", "gfx942", 64)
 # target, shared memory a block in bytes, whether the kernels' large tiles are for it
@@ -107,6 +110,25 @@ def verdict(chip, dtype, head_size, figures):
     return f"{spilled} bytes spilled, allowed are {allowed}" if spilled > allowed else ""
 
 
+def variants(large):
+    """All that kernels_triton.py can launch, as (kernel, dtype, constants, launch options); the
+    kernels' other parameters are run-time arguments."""
+    attends = dict(forward=attend_forward_kernel, dq=attend_dq_kernel, dkv=attend_dkv_kernel)
+    rats = dict(rat=rat_forward_kernel, gate=rat_gate_kernel)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for D in kernels_triton.HEAD_SIZES:
+            for name, kernel in attends.items():
+                for plain in (True, False):
+                    yield kernel, dtype, dict(PLAIN=plain), tile_options(name, D, dtype, large)
+            for name, kernel in rats.items():
+                yield kernel, dtype, {}, tile_options(name, D, dtype, large)
+        for name, kernel in dict(ends=rat_ends_kernel, own=rat_own_kernel).items():
+            yield kernel, dtype, {}, tile_options(name, None, dtype, large)
+        for chunk in (1, 2, 4, 8, 16, 32, 64):
+            for kernel in (scan_forward_kernel, scan_backward_kernel):
+                yield kernel, dtype, {}, scan_options(chunk)
+
+
 def is_one_of_few(chip, name, dtype, constants, launch):
     """Whether the tests compile this variant."""
     D = launch.get("BLOCK_D")
@@ -121,7 +143,7 @@ def is_one_of_few(chip, name, dtype, constants, launch):
 def jobs(quick):
     """(chip, kernel's name, dtype, constants, launch options) of each variant to compile."""
     for chip in list(CHIPS)[:3 if quick else len(CHIPS)]:
-        for kernel, *variant in kernels_triton.variants(CHIPS[chip][2]):
+        for kernel, *variant in variants(CHIPS[chip][2]):
             if not quick or is_one_of_few(chip, kernel.__name__, *variant):
                 yield chip, kernel.__name__, *variant
 

@@ -11,11 +11,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fused
 import kernels
 from conftest import python
 from kernel_cases import (ATTENDS, FAR, LAYOUTS, PRECISION, RAT_NAMES, RATS, SCANS,
                           assert_close, attend_case, compare_attend, compare_rat, compare_scan,
-                          dense_outputs_and_gradients, moved, outputs_and_gradients, rat_case,
+                          dense_outputs_and_gradients, moved, outputs_and_gradients,
+                          outside_operators, rat_case,
                           rat_results, relative_rms, where)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
@@ -49,7 +51,7 @@ def test_attend_is_the_definition(number, device, dtype, tolerance):
 @pytest.mark.parametrize("number", range(len(ATTENDS)))
 def test_attend_on_other_paths(number, path, monkeypatch):
     path(monkeypatch)
-    found = compare_attend(kernels.attend_ref, *attend_case(number, *ATTENDS[number]), 1e-10)
+    found = compare_attend(kernels.attend, *attend_case(number, *ATTENDS[number]), 1e-10)
     if min(ATTENDS[number][:2]) > 2:
         assert all(x.abs().max() > 0 for x in found[2:])
 
@@ -89,9 +91,9 @@ def test_attend_takes_any_strides(kind, D, layout, device, dtype, tolerance):
 def test_lower_precision(dtype, tolerance, path, monkeypatch):
     path(monkeypatch)
     case = attend_case(0, 300, 1500, "shared", None, True, (1, 2, 1), 16, dtype)
-    compare_attend(kernels.attend_ref, *case, tolerance)
-    compare_rat(kernels.rat_ref, *rat_case(100, 16, "chunk", (2, 4, 2), 16, dtype), tolerance)
-    compare_scan(kernels.scan_ref, 70, 3, 16, True, tolerance, dtype)
+    compare_attend(kernels.attend, *case, tolerance)
+    compare_rat(kernels.rat, *rat_case(100, 16, "chunk", (2, 4, 2), 16, dtype), tolerance)
+    compare_scan(kernels.scan, 70, 3, 16, True, tolerance, dtype)
 
 
 def test_attend_without_keys():
@@ -120,11 +122,12 @@ class LargestTensor(TorchDispatchMode):
 def test_no_score_matrix_is_held(slopes, path, monkeypatch):
     """T = 3,000 has 9 million scores a head: a block of them is held for each of two heads."""
     path(monkeypatch)
+    outside_operators(monkeypatch)
     case = attend_case(0, 3000, 3000, "shared", None, slopes, (1, 2, 1), 8, torch.float32)
     tensors, arguments, incoming = case
     tensors = [x.nan_to_num(0).requires_grad_() for x in tensors]
     with LargestTensor() as seen:
-        torch.autograd.grad(kernels.attend_ref(*tensors, *arguments), tensors, incoming)
+        torch.autograd.grad(kernels.attend(*tensors, *arguments), tensors, incoming)
     assert 0 < seen.elements <= 2 * kernels.QUERY_BLOCK * kernels.KEY_BLOCK
 
 
@@ -151,12 +154,11 @@ def test_attend_backward_over_some_of_the_keys(device, dtype, tolerance):
     q, k, v, out, do = moved((q, k, v, out, do), device, dtype)
     lse = torch.stack([lse, lse], -1).to(device, torch.promote_types(dtype, torch.float32))[..., 0]
     out, at, slopes = LAYOUTS["transposed"](out), *moved((at, slopes), device)
-    for function in (kernels.attend_backward, kernels.attend_backward_ref):
-        parts = [function(q, k[:, :, keys], v[:, :, keys], out, lse, do, at, at[keys], slopes)
-                 for keys in (slice(0, 40), slice(40, 70))]
-        dqs, dks, dvs = zip(*parts)
-        assert dqs[0].dtype == dtype
-        assert_close((sum(dqs), torch.cat(dks, 2), torch.cat(dvs, 2)), want, tolerance, "dq dk dv")
+    parts = [kernels.attend_backward(q, k[:, :, keys], v[:, :, keys], out, lse, do, at, at[keys], slopes)
+             for keys in (slice(0, 40), slice(40, 70))]
+    dqs, dks, dvs = zip(*parts)
+    assert dqs[0].dtype == dtype
+    assert_close((sum(dqs), torch.cat(dks, 2), torch.cat(dvs, 2)), want, tolerance, "dq dk dv")
 
 
 # ---- merge --------------------------------------------------------------------------------------
@@ -274,7 +276,7 @@ def operator_calls():
     case = attend_case(0, 9, 11, "shared", 5, True, (2, 4, 2), 8, torch.float32)
     (q, k, v), mask, (do, dlse) = case
     k, v = k.nan_to_num(0), v.nan_to_num(0)
-    out, lse = kernels.attend_ref(q, k, v)
+    out, lse = kernels.attend(q, k, v)
     g, x, h0 = torch.rand(2, 9, 3), torch.randn(2, 9, 3), torch.randn(2, 3)
     tensors, arguments, dout = rat_case(9, 4, "chunk", (2, 4, 2), 8, torch.float32)
     results = kernels.rat_torch(*tensors, *arguments)[:2]
@@ -322,6 +324,7 @@ def operator_inputs(T=9, device="cpu"):
 def test_without_gradients_the_results_are_the_same(monkeypatch):
     """Then a CPU takes a short cut past the operators, unless something traces."""
     leaves, rest = operator_inputs()
+    leaves[-1] = torch.nn.Parameter(leaves[-1].detach())        # rat's bias is one in a model
     with torch.no_grad(), monkeypatch.context() as patch:
         for name in ("attend_op", "scan_op", "rat_op"):
             patch.setattr(kernels, name, None)
@@ -383,7 +386,9 @@ WRONG = [
     ("attend", "k", torch.randn(2, 2, 5, 8).double(), "k is torch.float64"),
     ("attend", "v", torch.randn(2, 2, 5, 8, device="meta"), "v is torch.float32 on meta"),
     ("attend", "q_pos", torch.arange(6), "q_pos is torch.int64"),
+    ("attend", "q_pos", [0, 1, 2, 3, 4, 5], "q_pos is list"),
     ("attend", "slopes", torch.rand(2), "slopes has shape (2,)"),
+    ("attend", "slopes", [0.5, 0.25, 0.1, 0.1], "slopes is list"),
     ("attend", "window", 0, "window=0"),
     ("attend_backward", "out", V[:, :, 1:], "out has shape"),
     ("attend_backward", "lse", V[..., 0].double(), "lse is torch.float64"),
@@ -481,9 +486,9 @@ def test_the_compile_check_can_fail():
 @pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("dtype", [p[0] for p in PRECISION])
 def test_chunks_that_fit_one_kernel_of_rat_fit_all(large, dtype):
-    from kernels_triton import rat_options
+    from kernels_triton import tile_options
     for block in kernels.HEAD_SIZES:
-        rows = [rat_options(name, block, dtype, large)["BLOCK_M"] for name in ("own", "forward")]
+        rows = [tile_options(name, block, dtype, large)["BLOCK_M"] for name in ("own", "rat")]
         assert rows[0] >= rows[1] >= (32 if block == 256 and not large else 64)
 
 
@@ -513,7 +518,7 @@ def test_launches_have_the_types_that_are_compiled(monkeypatch):
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     import kernels_triton
-    bound, compiled = set(), [(k, d, {**c, **o}) for k, d, c, o in kernels_triton.variants(True)]
+    bound, compiled = set(), [(k, d, {**c, **o}) for k, d, c, o in check.variants(True)]
 
     def bind(kernel, *arguments, grid, warmup, **options):
         dtype = next(x.dtype for x in arguments if isinstance(x, torch.Tensor))
@@ -539,6 +544,14 @@ def test_launches_have_the_types_that_are_compiled(monkeypatch):
     assert len(bound) == 2 * (3 + 2 + 4)
 
 
+def test_rms_norm_of_bfloat16_squares_in_float32():
+    """With gradients as without: torch's own does it on every device."""
+    x, weight = torch.randn(4, 64).bfloat16(), torch.rand(64).bfloat16()
+    with torch.no_grad():
+        want = fused.rms_norm(x, weight, 1e-5)
+    assert torch.equal(fused.rms_norm(x, weight, 1e-5), want)
+
+
 def test_the_bench_runs(capsys):
     """At small sizes every line is there."""
     import bench
@@ -558,7 +571,7 @@ def test_gpu_rat_at_length(chunk, heads, D):
     """Many tiles of everything; the reference implementation in float64 on the same device."""
     case = rat_case(4000, chunk, "chunk", heads, D, torch.bfloat16, "cuda")
     tensors, arguments = (moved(xs, torch.float64) for xs in case[:2])
-    exact = rat_results(kernels.rat_ref, tensors, arguments, case[2].double())
+    exact = rat_results(kernels.rat, tensors, arguments, case[2].double())
     assert_close(rat_results(kernels.rat, *case), exact, 1e-2, RAT_NAMES)
 
 

@@ -11,6 +11,7 @@ import model_gpt
 import model_rat
 from run import read_config
 from conftest import ROOT, relative, tiny
+from kernel_cases import outside_operators
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, tokens
 
 KINDS = {"rat": {}, "token": dict(pos="rope"), "nope": dict(pos="nope"),
@@ -322,8 +323,7 @@ def test_the_path_that_was_asked_for_runs(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["rat", "rnn", "attention", "rat-swa", "reversed"])
 def test_no_tensor_grows_with_the_square_of_the_length(kind, monkeypatch):
-    for name in ("rat", "scan", "attend", "merge"):         # a dispatch mode is blind in operators
-        monkeypatch.setattr(kernels, name, getattr(kernels, f"{name}_ref"))
+    outside_operators(monkeypatch)
     x = tokens(1, 4097)
     model = rat(kind, chunk=16, n_embd=8, n_head=1)
     with Largest() as largest:

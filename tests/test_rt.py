@@ -524,7 +524,7 @@ def test_graphs_replay_the_same(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [{}, dict(block=3), dict(pos="rope", n_kv_head=2, qk_norm="full")])
 def test_schedules_agree_on_cuda(sizes):
-    """float64: kernels' twins; float32 without tf32: the Triton kernels."""
+    """float64: the reference implementations; float32 without tf32: the Triton kernels."""
     schedules = ("tiled",) if "block" in sizes else ("tiled", "wavefront")
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-3)):
         x = tokens(2, 71).cuda()
