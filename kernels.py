@@ -58,9 +58,9 @@ import torch.nn.functional as F
 from fused import apply_rope
 from model_gpt import attention_bias
 
-debug = False           # True: attend checks that positions ascend (this synchronizes with the GPU)
-FAR = 2 ** 30           # the position of padding keys, after every query; also: no window
-HEAD_SIZES = (16, 32, 64, 128, 256)     # of the Triton kernels; others are padded
+debug = False  # True: attend checks that positions ascend (this synchronizes with the GPU)
+FAR = 2 ** 30  # the position of padding keys, after every query; also: no window
+HEAD_SIZES = (16, 32, 64, 128, 256)  # of the Triton kernels; others are padded
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -87,7 +87,7 @@ def announce(text):
 @functools.cache
 def runs_triton(device, dtype):
     """Whether Triton computes on tensors of this device and dtype. Says once which."""
-    installed = importlib.util.find_spec("triton") is not None      # without importing it
+    installed = importlib.util.find_spec("triton") is not None  # without importing it
     if installed and dtype != torch.float64:
         if os.environ.get("TRITON_INTERPRET") == "1":
             announce("Triton, interpreted")
@@ -110,8 +110,8 @@ def operator(schema, reference, fake):
     def run(first, *more):
         if not runs_triton(first.device, first.dtype):
             return reference(first, *more)
-        import kernels_triton                   # not before a GPU needs it
-        with torch.cuda.device_of(first):       # Triton launches on the current device
+        import kernels_triton              # not before a GPU needs it
+        with torch.cuda.device_of(first):  # Triton launches on the current device
             return getattr(kernels_triton, name)(first, *more)
     op = torch.library.custom_op(f"nanorecur::{name}", run, mutates_args=(), schema=f"({rest}")
     op.register_fake(fake)
@@ -123,7 +123,7 @@ def call(op, reference, arguments):
     operator's overhead: a tenth of a millisecond, which counts in decoding on a CPU."""
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
-    traced = torch.compiler.is_compiling() or not plain         # not plain: a FakeTensor, say
+    traced = torch.compiler.is_compiling() or not plain  # not plain: a FakeTensor, say
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if traced or grad or runs_triton(tensors[0].device, tensors[0].dtype):
         return op(*arguments)
@@ -226,11 +226,11 @@ def attend_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, 
     check_tensor("out", out, q, q.shape)
     check_tensor("lse", lse, q, q.shape[:3], lse_dtype(q))
     check_tensor("do", do, q, q.shape)
-    arguments = q, k, v, out, lse, do, None, *mask              # None: lse has no gradient
+    arguments = q, k, v, out, lse, do, None, *mask  # None: lse has no gradient
     return call(attend_backward_op, attend_backward_torch, arguments)
 
 
-QUERY_BLOCK, KEY_BLOCK = 256, 1024      # the largest block of the score matrix
+QUERY_BLOCK, KEY_BLOCK = 256, 1024  # the largest block of the score matrix
 
 
 def attend_torch(q, k, v, q_pos, k_pos, slopes, window):
@@ -243,7 +243,7 @@ def attend_torch(q, k, v, q_pos, k_pos, slopes, window):
     dtype = lse_dtype(q)
     out = heads_like(q, *q.shape, dtype=dtype).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
-    started = set()                             # blocks of queries that have a result
+    started = set()  # blocks of queries that have a result
     for rows, keys, bias in visible_blocks(q, k, q_pos, k_pos, slopes, window):
         part = softmax_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias)
         if rows.start in started:
@@ -257,7 +257,7 @@ def attend_backward_torch(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, win
     """dq, dk, dv, block by block; do (B, H, Tq, D), dlse (B, H, Tq) or None."""
     q, k, v = prepared(q, k, v, k_pos)
     if out.stride(-1) != 1:
-        out = out.contiguous()                  # the CPU operator would misread it
+        out = out.contiguous()  # the CPU operator would misread it
     if is_plainly_causal(q, k, q_pos, slopes, window):
         grads = softmax_block_backward(q, k, v, out, lse, do, dlse, None, causal=True)
         return tuple(map(tokens_contiguous, grads))
@@ -265,7 +265,7 @@ def attend_backward_torch(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, win
     empty = lse == -math.inf
     lse = lse.masked_fill(empty, 0)
     if dlse is not None:
-        dlse = dlse.masked_fill(empty, 0)       # it may be NaN there
+        dlse = dlse.masked_fill(empty, 0)  # it may be NaN there
     for rows, keys, bias in visible_blocks(q, k, q_pos, k_pos, slopes, window):
         q_i, out_i, lse_i, do_i = (x[:, :, rows] for x in (q, out, lse, do))
         dlse_i = None if dlse is None else dlse[:, :, rows]
@@ -280,7 +280,7 @@ def prepared(q, k, v, k_pos):
     """q, k, v as the CPU operator needs them: rows contiguous, and padding keys, which may hold
     anything, zero: 0 times NaN would be NaN."""
     if k_pos is not None and (k_pos >= FAR).any():
-        padding = (k_pos >= FAR).view(-1, 1, k.size(2), 1)          # (B or 1, 1, Tk, 1)
+        padding = (k_pos >= FAR).view(-1, 1, k.size(2), 1)  # (B or 1, 1, Tk, 1)
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
     return [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
 
@@ -308,13 +308,13 @@ def softmax_block(q, k, v, bias, causal=False):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=bias)
     else:
-        k, v = expanded_heads(q, k, v)                              # (B, H, N, D)
-        s = q.to(k.dtype) @ k.mT / math.sqrt(q.size(-1))            # (B, H, M, N)
+        k, v = expanded_heads(q, k, v)                    # (B, H, N, D)
+        s = q.to(k.dtype) @ k.mT / math.sqrt(q.size(-1))  # (B, H, M, N)
         s = s if bias is None else s + bias
-        lse = s.logsumexp(-1)                                       # (B, H, M)
+        lse = s.logsumexp(-1)                             # (B, H, M)
         finite = lse.masked_fill(lse == -math.inf, 0)
-        out = torch.exp(s - finite[..., None]) @ v                  # (B, H, M, D)
-    if bias is not None:                        # the CPU operator's lse of an empty row is 0
+        out = torch.exp(s - finite[..., None]) @ v        # (B, H, M, D)
+    if bias is not None:  # the CPU operator's lse of an empty row is 0
         lse = lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)
     return out, lse
 
@@ -332,13 +332,13 @@ def softmax_block_backward(q, k, v, out, lse, do, dlse, bias, causal=False):
             do, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
         return tuple(x[..., :D] for x in grads)
     G = k.size(1)
-    k, v = expanded_heads(q, k, v)                                  # (B, H, N, D)
-    q, out, do = (x.to(k.dtype) for x in (q, out, do))              # (B, H, M, D)
-    s = q @ k.mT * scale                                            # (B, H, M, N)
+    k, v = expanded_heads(q, k, v)                              # (B, H, N, D)
+    q, out, do = (x.to(k.dtype) for x in (q, out, do))          # (B, H, M, D)
+    s = q @ k.mT * scale                                        # (B, H, M, N)
     p = torch.exp((s if bias is None else s + bias) - lse[..., None])
-    delta = (do * out).sum(-1) - (0 if dlse is None else dlse)      # (B, H, M)
-    ds = p * (do @ v.mT - delta[..., None]) * scale                 # (B, H, M, N)
-    dk, dv = ds.mT @ q, p.mT @ do                                   # of each query head
+    delta = (do * out).sum(-1) - (0 if dlse is None else dlse)  # (B, H, M)
+    ds = p * (do @ v.mT - delta[..., None]) * scale             # (B, H, M, N)
+    dk, dv = ds.mT @ q, p.mT @ do                               # of each query head
     return ds @ k, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
 
 
@@ -377,19 +377,19 @@ def block_list(q_pos, k_pos, window, biased, unlimited):
     if q_pos.numel() == 0 or k_pos.numel() == 0:
         return []
     few = Tq <= QUERY_BLOCK and Tk <= KEY_BLOCK
-    if few and 4 * Tq * Tk <= QUERY_BLOCK * KEY_BLOCK:              # not worth the search
+    if few and 4 * Tq * Tk <= QUERY_BLOCK * KEY_BLOCK:  # not worth the search
         return [(slice(0, Tq), slice(0, Tk), True)]
     # few queries of many keys: small blocks leave out much more
     size = min(QUERY_BLOCK, 64) if Tq <= min(Tk, KEY_BLOCK) else QUERY_BLOCK
     starts = list(range(0, Tq, size))
     ends = [min(start + size, Tq) for start in starts]
-    low, high = q_pos[:, starts], q_pos[:, [end - 1 for end in ends]]       # (B or 1, blocks)
+    low, high = q_pos[:, starts], q_pos[:, [end - 1 for end in ends]]  # (B or 1, blocks)
     # keys that some query attends to: low - window < k_pos <= high; that all do: high and low
     # the other way round
     rows = max(len(q_pos), len(k_pos))
     limits = torch.cat([low - window, high, high - window, low], 1).expand(rows, -1)
     k_pos = k_pos.expand(rows, -1).contiguous()
-    counts = torch.searchsorted(k_pos, limits.contiguous(), right=True)     # keys up to a limit
+    counts = torch.searchsorted(k_pos, limits.contiguous(), right=True)  # keys up to a limit
     counts = counts.view(rows, 4, -1)                               # (B or 1, limits, blocks)
     first, last = counts[:, 0].amin(0).tolist(), counts[:, 1].amax(0).tolist()
     full, rest = counts[:, 2].amax(0).tolist(), counts[:, 3].amin(0).tolist()
@@ -453,7 +453,7 @@ def merge(out_a, lse_a, out_b, lse_b):
 def merge_torch(out_a, lse_a, out_b, lse_b):
     """merge without its checks; autograd differentiates it."""
     lse, p_a, p_b = merge_weights(lse_a, lse_b)
-    a = out_a.masked_fill((p_a == 0)[..., None], 0)     # an empty side may hold anything
+    a = out_a.masked_fill((p_a == 0)[..., None], 0)  # an empty side may hold anything
     b = out_b.masked_fill((p_b == 0)[..., None], 0)
     out = p_a[..., None] * a + p_b[..., None] * b
     return out.to(out_a.dtype), lse
@@ -461,9 +461,9 @@ def merge_torch(out_a, lse_a, out_b, lse_b):
 
 def merge_weights(lse_a, lse_b):
     """lse of both sides, and the weights e^{lse_a - lse}, e^{lse_b - lse}: 0 for an empty side."""
-    top = torch.maximum(lse_a, lse_b).detach()          # cancels out: no gradient
-    empty = top == -math.inf                            # both sides are
-    top = top.masked_fill(empty, 0)                     # -inf - (-inf) would be NaN
+    top = torch.maximum(lse_a, lse_b).detach()  # cancels out: no gradient
+    empty = top == -math.inf                    # both sides are
+    top = top.masked_fill(empty, 0)             # -inf - (-inf) would be NaN
     e_a, e_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
     total = (e_a + e_b).masked_fill(empty, 1)
     lse = (top + torch.log(total)).masked_fill(empty, -math.inf)
@@ -493,12 +493,12 @@ def scan(g, x, chunk, h0=None):
 def scan_torch(g, x, chunk, h0):
     """scan, all chunks at once: h (B, T, C)."""
     (B, T, C), chunk = x.shape, min(chunk, x.size(1))
-    g, y = in_chunks(g, chunk), in_chunks(x, chunk)             # (B n, chunk, C)
+    g, y = in_chunks(g, chunk), in_chunks(x, chunk)  # (B n, chunk, C)
     enter = None
     if h0 is not None:
         enter = y.new_zeros(B, len(y) // B, C)
-        enter[:, 0] = h0                                        # the first chunk
-        enter = enter.flatten(0, 1)                             # (B n, C)
+        enter[:, 0] = h0             # the first chunk
+        enter = enter.flatten(0, 1)  # (B n, C)
     h = recurrence(g, y, enter)
     return out_of_chunks(h, x).to(x.dtype).contiguous()
 
@@ -508,13 +508,13 @@ def scan_backward_torch(dh, g, h, chunk, h0):
     B, chunk = len(h), min(chunk, h.size(1))
     gc, hc, dhc = (in_chunks(y, chunk) for y in (g, h, dh))     # (B n, chunk, C)
     dx = recurrence(gc, dhc, None, reverse=True)                # dh_t + g_{t+1} dx_{t+1}
-    before = torch.cat([torch.zeros_like(hc[:, :1]), hc[:, :-1]], 1)        # h_{t-1}
+    before = torch.cat([torch.zeros_like(hc[:, :1]), hc[:, :-1]], 1)  # h_{t-1}
     dh0 = h.new_empty(0)
     if h0 is not None:
         before.unflatten(0, (B, -1))[:, 0, 0] = h0
         n = len(gc) // B
-        dh0 = (gc[::n, 0] * dx[::n, 0]).to(h0.dtype)            # g_0 dx_0 of the first chunks
-    grads = dx * before, dx                                     # dg_t = dx_t h_{t-1}
+        dh0 = (gc[::n, 0] * dx[::n, 0]).to(h0.dtype)  # g_0 dx_0 of the first chunks
+    grads = dx * before, dx                           # dg_t = dx_t h_{t-1}
     return *(out_of_chunks(y, h).to(h.dtype).contiguous() for y in grads), dh0
 
 
@@ -530,18 +530,18 @@ def out_of_chunks(x, like):
     return x.reshape(len(like), -1, *like.shape[2:])[:, :like.size(1)]
 
 
-STEPS = 64              # longer dimensions are scanned in two levels
+STEPS = 64  # longer dimensions are scanned in two levels
 
 
 def recurrence(g, x, h0, reverse=False, overwrite=False):
     """h_t = g_t h_{t-1} + x_t along dimension L of x (..., L, C), from h0 (..., C) or zero.
     g broadcasts to x. reverse: h_t = g_{t+1} h_{t+1} + x_t. overwrite: h may take x's place."""
     if x.size(-2) > STEPS:
-        if reverse:                             # the g that comes first meets a zero state
+        if reverse:  # the g that comes first meets a zero state
             return recurrence(g.flip(-2).roll(1, -2), x.flip(-2), h0).flip(-2)
         return long_recurrence(g, x, h0)
     h = x if overwrite else torch.empty_like(x)
-    gs, xs, hs = (y.unbind(-2) for y in (g, x, h))              # L tensors (..., C) each
+    gs, xs, hs = (y.unbind(-2) for y in (g, x, h))  # L tensors (..., C) each
     if reverse:                                 # step t uses g_{t+1}, the first step none
         gs, xs, hs = gs[:1] + gs[:0:-1], xs[::-1], hs[::-1]
     state = h0
@@ -549,7 +549,7 @@ def recurrence(g, x, h0, reverse=False, overwrite=False):
         if state is None:
             state = h_t.copy_(x_t)
         else:
-            state = torch.addcmul(x_t, g_t, state, out=h_t)     # x_t + g_t h_{t-1}
+            state = torch.addcmul(x_t, g_t, state, out=h_t)  # x_t + g_t h_{t-1}
     return h
 
 
@@ -560,9 +560,9 @@ def long_recurrence(g, x, h0):
     size = math.isqrt(L - 1) + 1
     n = -(-L // size)
     g, x = (F.pad(y, (0, 0, 0, n * size - L)).unflatten(-2, (n, size)) for y in (g, x))
-    h = recurrence(g, x, None)                                  # (..., n, size, C)
+    h = recurrence(g, x, None)                               # (..., n, size, C)
     decay = g.cumprod(-2)
-    ends = recurrence(decay[..., -1, :], h[..., -1, :], h0)     # (..., n, C)
+    ends = recurrence(decay[..., -1, :], h[..., -1, :], h0)  # (..., n, C)
     first = torch.zeros_like(ends[..., :1, :]) if h0 is None else h0[..., None, :]
     enter = torch.cat([first, ends[..., :-1, :]], -2)
     return torch.addcmul(h, decay, enter[..., None, :]).flatten(-3, -2)[..., :L, :]
@@ -631,7 +631,7 @@ def rat_torch(q, k, v, g, z, bias, chunk, cos, sin, attend=attend_torch, recur=r
     """rat: out (B, T, H, D), lse (B, H, T), k_ends, v_ends (B, n, H, D)."""
     T, dtype, chunk = q.size(1), lse_dtype(q), min(chunk, q.size(1))
     _, states = rat_states(k, v, g, bias, chunk, recur)
-    sk, sv = (out_of_chunks(x, v) for x in states)              # (B, T, H, D)
+    sk, sv = (out_of_chunks(x, v) for x in states)  # (B, T, H, D)
     # attention over the ends, merged with the own state
     y, lse = attend(*end_attention(q, sk, sv, chunk, cos, sin))
     lse, *weights = merge_weights(lse, own_scores(q, sk).transpose(1, 2))
@@ -649,13 +649,13 @@ def rat_backward_torch(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin,
     """dq, dk, dv, dg, dz, dbias; dout (B, T, H, D)."""
     (B, T, G, D), dtype, chunk = q.shape, lse_dtype(q), min(chunk, q.size(1))
     a, states = rat_states(k, v, g, bias, chunk, recur)
-    sk, sv = (out_of_chunks(x, v) for x in states)              # (B, T, H, D)
+    sk, sv = (out_of_chunks(x, v) for x in states)  # (B, T, H, D)
     # the output gate, out = s y
     s, dout = torch.sigmoid(z.to(dtype)), dout.to(dtype)
     dy, dz = dout * s, dout * out
-    delta = dz.sum(-1, keepdim=True)                            # dy . y = dout . out
-    dz.addcmul_(dz, s, value=-1)                                # (1 - s) out dout
-    s.clamp_(min=torch.finfo(dtype).tiny)                       # where it was 0, dy is 0
+    delta = dz.sum(-1, keepdim=True)       # dy . y = dout . out
+    dz.addcmul_(dz, s, value=-1)           # (1 - s) out dout
+    s.clamp_(min=torch.finfo(dtype).tiny)  # where it was 0, dy is 0
     y = torch.div(out, s, out=s)
     # attention over the ends
     queries, keys, values, *mask = end_attention(q, sk, sv, chunk, cos, sin)
@@ -664,21 +664,21 @@ def rat_backward_torch(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin,
     dqs, dkeys, dvalues = (x.transpose(1, 2) for x in grads)
     dq = rotated(by_group(dqs, G).sum(2, dtype=dtype), cos, sin, back=True)
     # attention to the own state
-    p = torch.exp(own_scores(q, sk) - lse.transpose(1, 2))[..., None]       # (B, T, H, 1)
+    p = torch.exp(own_scores(q, sk) - lse.transpose(1, 2))[..., None]  # (B, T, H, 1)
     ds = p * ((dy * sv).sum(-1, keepdim=True) - delta) / math.sqrt(D)
     dq += by_group(ds * sk, G).sum(2)
     # what each state gets: from its own token and, at ends, from later chunks
     dstates = torch.empty_like(states)
     dstates.view(2, B, -1, dstates.size(-1))[:, :, T:] = 0      # padding
     dsk, dsv = (out_of_chunks(x, v) for x in dstates)
-    torch.mul(q.unsqueeze(2), by_group(ds, G), out=by_group(dsk, G))        # ds_t q_t
-    torch.mul(dy, p, out=dsv)                                               # p_t dy_t
+    torch.mul(q.unsqueeze(2), by_group(ds, G), out=by_group(dsk, G))  # ds_t q_t
+    torch.mul(dy, p, out=dsv)                                         # p_t dy_t
     ends = end_rows(T, chunk)
     dsk[:, ends] += rotated(dkeys, *end_tables(T, chunk, cos, sin), back=True)
     dsv[:, ends] += dvalues
     # back through the recurrence, and times (1 - a)
     dx = recur(a, dstates, None, reverse=True, overwrite=True).mul_(a.neg_().add_(1))
-    dk, dv = (out_of_chunks(x, v) for x in dx)                  # dk: of each head
+    dk, dv = (out_of_chunks(x, v) for x in dx)  # dk: of each head
     dg = (dk * sk).addcmul_(dv, sv).addcmul_(dv, v, value=-1)
     by_group(dg, G).addcmul_(by_group(dk, G), k.unsqueeze(2), value=-1)
     dbias = dg.sum((0, 1)).flatten().to(bias.dtype)
@@ -695,7 +695,7 @@ def rat_states(k, v, g, bias, chunk, recur):
     for x_i, y in zip(x, (k, v)):
         # the heads of all groups, which share k: (B n, chunk, H / G, G D)
         x_i, y, a_i = (z.unflatten(-1, (-1, k.size(-1))) for z in (x_i, y, a))
-        torch.addcmul(y, a_i, y, value=-1, out=x_i)             # (1 - a) y
+        torch.addcmul(y, a_i, y, value=-1, out=x_i)  # (1 - a) y
     return a, recur(a, x, None, overwrite=True)
 
 
@@ -714,8 +714,8 @@ def end_attention(q, sk, sv, chunk, cos, sin):
     attends to the ends of chunks 0 .. t // chunk - 1."""
     (_, T, G, _), H = q.shape, sk.size(2)
     ends = end_rows(T, chunk)
-    keys = rotated(sk[:, ends], *end_tables(T, chunk, cos, sin))        # (B, n - 1, H, D)
-    queries = rotated(q, cos, sin).repeat(1, 1, H // G, 1)              # (B, T, H, D)
+    keys = rotated(sk[:, ends], *end_tables(T, chunk, cos, sin))  # (B, n - 1, H, D)
+    queries = rotated(q, cos, sin).repeat(1, 1, H // G, 1)        # (B, T, H, D)
     q_pos = torch.arange(T, device=q.device, dtype=torch.int32) // chunk - 1
     k_pos = torch.arange(keys.size(1), device=q.device, dtype=torch.int32)
     tensors = (x.to(q.dtype).transpose(1, 2) for x in (queries, keys, sv[:, ends]))
@@ -724,8 +724,8 @@ def end_attention(q, sk, sv, chunk, cos, sin):
 
 def own_scores(q, sk):
     """q_t . k~_t / sqrt(D), (B, T, H): a query and its own key have the same angle."""
-    q = q.to(sk.dtype).unsqueeze(2)                             # (B, T, 1, G, D)
-    s = (q * by_group(sk, q.size(3))).sum(-1)                   # (B, T, H / G, G)
+    q = q.to(sk.dtype).unsqueeze(2)            # (B, T, 1, G, D)
+    s = (q * by_group(sk, q.size(3))).sum(-1)  # (B, T, H / G, G)
     return s.flatten(2) / math.sqrt(q.size(-1))
 
 
@@ -745,7 +745,7 @@ def rat_save(ctx, inputs, output):
     q, k, v, g, z, bias, ctx.chunk, cos, sin = inputs
     out, lse, *_ = output
     ctx.save_for_backward(q, k, v, g, z, bias, out, lse, cos, sin)
-    ctx.set_materialize_grads(False)            # the ends have none: nothing to fill with zeros
+    ctx.set_materialize_grads(False)  # the ends have none: nothing to fill with zeros
 
 
 def rat_gradient(ctx, dout, *ends):

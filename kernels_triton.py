@@ -63,7 +63,7 @@ RAT = dict(do_not_specialize=["T", "n", "H", "G", "chunk"],
 @triton.jit
 def dot(a, b, acc):
     """a b + acc, summed in float32 and without tf32."""
-    if INTERPRETED:     # it would multiply bfloat16's bits as integers
+    if INTERPRETED:  # it would multiply bfloat16's bits as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
 
@@ -71,7 +71,7 @@ def dot(a, b, acc):
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
     """float32 x as dtype, rounded to the nearest."""
-    if INTERPRETED and dtype == tl.bfloat16:    # it would cut the low bits off
+    if INTERPRETED and dtype == tl.bfloat16:  # it would cut the low bits off
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = bits.to(tl.float32, bitcast=True)
@@ -82,7 +82,7 @@ def narrow(x, dtype: tl.constexpr):
 def program(n_tiles, H):
     """What a program works on: number of the tile, batch row, head (64-bit: offsets are large)."""
     pid = tl.program_id(0)
-    head = pid // n_tiles                               # b H + h
+    head = pid // n_tiles  # b H + h
     return pid % n_tiles, (head // H).to(tl.int64), (head % H).to(tl.int64)
 
 
@@ -183,9 +183,9 @@ def tile_number(i, first, full, rest, MASKED: tl.constexpr):
 def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
     """s = scale x y^T in units of log 2. Where MASKED also ALiBi's bias, and -inf where the key is
     not visible. q_pos and k_pos broadcast to the tile: queries may be its rows or its columns."""
-    s = dot(x, tl.trans(y), None) * scale               # 2^s = e^(q . k / sqrt(D))
+    s = dot(x, tl.trans(y), None) * scale  # 2^s = e^(q . k / sqrt(D))
     if MASKED:
-        distance = q_pos - k_pos                        # (M, N) or (N, M)
+        distance = q_pos - k_pos           # (M, N) or (N, M)
         visible = (distance >= 0) & (distance < window)
         s = tl.where(visible, s - slope * distance, float("-inf"))
     return s
@@ -196,7 +196,7 @@ def softmax_tiles(q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, k_t, v_t, Tk, D,
                   window, first, full, rest, last, PLAIN: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """The online softmax (m, l, acc) of a tile of queries takes the tiles of keys first .. last."""
-    for MASKED in tl.static_range(2):           # no mask for full .. rest, then one for the others
+    for MASKED in tl.static_range(2):  # no mask for full .. rest, then one for the others
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
             start = tile_number(i, first, full, rest, MASKED) * BLOCK_N
@@ -204,16 +204,16 @@ def softmax_tiles(q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, k_t, v_t, Tk, D,
             k_pos = load_pos(k_pos_ptr, rows, Tk, FAR, PLAIN) if MASKED else 0
             k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
             k_at = k_pos[None, :] if MASKED else 0
-            s = scores(q, k, q_pos[:, None], k_at, scale, slope, window, MASKED)    # (M, N)
+            s = scores(q, k, q_pos[:, None], k_at, scale, slope, window, MASKED)  # (M, N)
             new_m = tl.maximum(m, tl.max(s, 1))                 # m'
             shift = new_m
-            if MASKED:                                          # a row without keys so far
+            if MASKED:  # a row without keys so far
                 shift = tl.where(new_m == float("-inf"), 0.0, new_m)
             alpha = tl.exp2(m - shift)                          # e^{m - m'}
             p = tl.exp2(s - shift[:, None])                     # e^{s_ij - m'}
             l = alpha * l + tl.sum(p, 1)
             v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
-            acc = dot(narrow(p, v.dtype), v, alpha[:, None] * acc)      # alpha acc + p v
+            acc = dot(narrow(p, v.dtype), v, alpha[:, None] * acc)  # alpha acc + p v
             m = new_m
     return m, l, acc
 
@@ -228,7 +228,7 @@ def attend_forward_kernel(
     lse_i = log sum_j e^{s_ij},  out_i = sum_j e^{s_ij - lse_i} v_j."""
     n_tiles = tl.cdiv(Tq, BLOCK_M)
     tile, b, h = program(n_tiles, H)
-    start = (n_tiles - 1 - tile) * BLOCK_M              # tiles with the most work first
+    start = (n_tiles - 1 - tile) * BLOCK_M  # tiles with the most work first
     k_ptr += b * k_b + h // GROUP * k_h
     v_ptr += b * v_b + h // GROUP * v_h
     q_pos_ptr += b * q_pos_b
@@ -248,7 +248,7 @@ def attend_forward_kernel(
         q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, k_t, v_t, Tk, D, scale, slope,
         window, first, full, rest, last, PLAIN, BLOCK_N, BLOCK_D)
 
-    empty = l == 0.0                            # no key is visible: out 0, lse -inf
+    empty = l == 0.0  # no key is visible: out 0, lse -inf
     l = tl.where(empty, 1.0, l)
     out = acc / l[:, None]
     store_rows(out_ptr + b * o_b + h * o_h, start, o_t, Tq, D, out, BLOCK_M, BLOCK_D)
@@ -268,7 +268,7 @@ def attend_dq_kernel(
     their delta_i = do_i . out_i - dlse_i, which attend_dkv_kernel reads."""
     n_tiles = tl.cdiv(Tq, BLOCK_M)
     tile, b, h = program(n_tiles, H)
-    start = (n_tiles - 1 - tile) * BLOCK_M              # tiles with the most work first
+    start = (n_tiles - 1 - tile) * BLOCK_M  # tiles with the most work first
     k_ptr += b * k_b + h // GROUP * k_h
     v_ptr += b * v_b + h // GROUP * v_h
     q_pos_ptr += b * q_pos_b
@@ -283,15 +283,15 @@ def attend_dq_kernel(
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse
     lse = tl.load(lse_ptr + per_row, mask=valid, other=float("-inf"))
     empty = lse == float("-inf")
-    delta = tl.where(empty, 0.0, delta)                     # dlse may be NaN there
-    lse = tl.where(empty, float("inf"), lse * LOG2E)        # p = 2^(s - inf) = 0
+    delta = tl.where(empty, 0.0, delta)               # dlse may be NaN there
+    lse = tl.where(empty, float("inf"), lse * LOG2E)  # p = 2^(s - inf) = 0
     tl.store(delta_ptr + per_row, delta, mask=valid)
 
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, valid, D, BLOCK_M, BLOCK_D)
     q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)  # padding attends to nothing
     first, full, rest, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
                                            biased, BLOCK_M, BLOCK_N, PLAIN)
-    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)       # sum_j ds_ij k_j
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # sum_j ds_ij k_j
     for MASKED in tl.static_range(2):
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
@@ -319,7 +319,7 @@ def attend_dkv_kernel(
     """A program computes what one query head adds to dk_j = scale sum_i ds_ij q_i and
     dv_j = sum_i p_ij do_i of BLOCK_N keys; heads that share keys are summed outside."""
     tile, b, h = program(tl.cdiv(Tk, BLOCK_N), H)
-    start = tile * BLOCK_N                              # tiles with the most work first
+    start = tile * BLOCK_N  # tiles with the most work first
     q_ptr += b * q_b + h * q_h
     do_ptr += b * do_b + h * do_h
     lse_ptr += (b * H + h) * Tq
@@ -335,12 +335,12 @@ def attend_dkv_kernel(
     v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D)
     low = load_pos(k_pos_ptr, start, Tk, 0, PLAIN)
     high = load_pos(k_pos_ptr, tl.minimum(start + BLOCK_N, Tk) - 1, Tk, 0, PLAIN)
-    first, full, rest, last = tile_spans(       # query i of key j iff j <= i < j + window
+    first, full, rest, last = tile_spans(  # query i of key j iff j <= i < j + window
         q_pos_ptr, Tq, low - 1, high - 1, low + (window - 1), high + (window - 1), biased,
         BLOCK_M, PLAIN)
-    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)       # sum_i ds_ij q_i
-    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)       # sum_i p_ij do_i
-    for MASKED in tl.static_range(2):           # rows are keys, columns queries: p, ds transposed
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # sum_i ds_ij q_i
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # sum_i p_ij do_i
+    for MASKED in tl.static_range(2):  # rows are keys, columns queries: p, ds transposed
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
             m = tile_number(i, first, full, rest, MASKED) * BLOCK_M
@@ -348,14 +348,14 @@ def attend_dkv_kernel(
             q_at = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)[None, :] if MASKED else 0
             q = load_rows(q_ptr, m, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
             lse = tl.load(lse_ptr + rows, mask=rows < Tq, other=float("inf")) * LOG2E
-            if MASKED:                                          # without keys: p = 2^(s - inf) = 0
+            if MASKED:  # without keys: p = 2^(s - inf) = 0
                 lse = tl.where(lse == float("-inf"), float("inf"), lse)
             s = scores(k, q, q_at, k_pos[:, None], scale * LOG2E, slope, window, MASKED)
             p = tl.exp2(s - lse[None, :])                       # p_ij, (N, M)
             do = load_rows(do_ptr, m, do_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
             dv = dot(narrow(p, do.dtype), do, dv)               # dv_j + sum_i p_ij do_i
             delta = tl.load(delta_ptr + rows, mask=rows < Tq, other=0.0)
-            ds = p * (dot(v, tl.trans(do), None) - delta[None, :])      # p_ij (do_i . v_j - delta_i)
+            ds = p * (dot(v, tl.trans(do), None) - delta[None, :])  # p_ij (do_i . v_j - delta_i)
             dk = dot(narrow(ds, q.dtype), q, dk)                # dk_j + sum_i ds_ij q_i
     dk = dk * scale
     store_rows(dk_ptr + b * dk_b + h * dk_h, start, dk_t, Tk, D, dk, BLOCK_N, BLOCK_D)
@@ -397,9 +397,9 @@ def scan_forward_kernel(g_ptr, x_ptr, h0_ptr, h_ptr, g_b, g_t, x_b, x_t, T, C, c
         mask = (t < end)[:, None] & (c < C)[None, :]
         g = tl.load(g_ptr + t[:, None] * g_t + c[None, :], mask=mask, other=1.0).to(tl.float32)
         x = tl.load(x_ptr + t[:, None] * x_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        g, x = tl.associative_scan((g, x), 0, compose)      # g: the product of the gates so far
-        h = g * state[None, :] + x                          # (BLOCK_T, BLOCK_C)
-        state = row_of(h, BLOCK_T - 1, BLOCK_T)             # past the end g = 1, x = 0 keep it
+        g, x = tl.associative_scan((g, x), 0, compose)  # g: the product of the gates so far
+        h = g * state[None, :] + x                      # (BLOCK_T, BLOCK_C)
+        state = row_of(h, BLOCK_T - 1, BLOCK_T)         # past the end g = 1, x = 0 keep it
         at = (b * T + t[:, None]) * C + c[None, :]
         tl.store(h_ptr + at, narrow(h, h_ptr.dtype.element_ty), mask=mask)
 
@@ -415,7 +415,7 @@ def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr,
     h0 = tl.load(h0_ptr + b * C + c, mask=(c < C) & is_first, other=0.0).to(tl.float32)
     g_ptr += b * g_b
     dh_ptr += b * dh_b
-    state = tl.zeros((BLOCK_C,), tl.float32)                # dx of the token after the tile
+    state = tl.zeros((BLOCK_C,), tl.float32)  # dx of the token after the tile
     n_tiles = tl.cdiv(end - begin, BLOCK_T)
     for i in range(0, n_tiles):
         t = (begin + (n_tiles - 1 - i) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -425,12 +425,12 @@ def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr,
         dh = tl.load(dh_ptr + t[:, None] * dh_t + c[None, :], mask=mask, other=0.0)
         next_g, dh = next_g.to(tl.float32), dh.to(tl.float32)
         g, dx = tl.associative_scan((next_g, dh), 0, compose, reverse=True)
-        dx += g * state[None, :]                            # dh_t + g_{t+1} dx_{t+1}
+        dx += g * state[None, :]  # dh_t + g_{t+1} dx_{t+1}
         state = row_of(dx, 0, BLOCK_T)
         at = (b * T + t[:, None]) * C + c[None, :]
-        inside = (t > begin)[:, None]                       # the token before is in this chunk
+        inside = (t > begin)[:, None]                    # the token before is in this chunk
         before = tl.load(h_ptr + at - C, mask=mask & inside, other=0.0).to(tl.float32)
-        dg = dx * tl.where(inside, before, h0[None, :])     # dx_t h_{t-1}
+        dg = dx * tl.where(inside, before, h0[None, :])  # dx_t h_{t-1}
         tl.store(dx_ptr + at, narrow(dx, dx_ptr.dtype.element_ty), mask=mask)
         tl.store(dg_ptr + at, narrow(dg, dg_ptr.dtype.element_ty), mask=mask)
     g = tl.load(g_ptr + tl.cast(begin, tl.int64) * g_t + c, mask=c < C, other=0.0).to(tl.float32)
@@ -445,10 +445,10 @@ def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr,
 def rat_program(T, H, chunk, BLOCK_M: tl.constexpr):
     """What a program works on: batch row, head, and a tile of as many whole chunks as fit into
     BLOCK_M rows: its tokens start .. end, and which of its rows are valid."""
-    size = BLOCK_M // chunk * chunk                         # tokens of a tile
+    size = BLOCK_M // chunk * chunk  # tokens of a tile
     n_tiles = tl.cdiv(T, size)
     tile, b, h = program(n_tiles, H)
-    start = (n_tiles - 1 - tile) * size                     # tiles with the most work first
+    start = (n_tiles - 1 - tile) * size  # tiles with the most work first
     end = tl.minimum(start + size, T)
     return b, h, start, end, start + tl.arange(0, BLOCK_M) < end
 
@@ -466,7 +466,7 @@ def rat_states(a, x, chunk, ROWS: tl.constexpr):
     """x~_t = a_t x~_{t-1} + (1 - a_t) x_t along the rows of a tile, from zero in each chunk."""
     first = tl.arange(0, ROWS) % chunk == 0
     x = x.to(tl.float32)
-    keep = tl.where(first[:, None], 0.0, a)             # a chunk forgets the one before
+    keep = tl.where(first[:, None], 0.0, a)  # a chunk forgets the one before
     _, states = tl.associative_scan((keep, x - a * x), 0, compose)
     return states
 
@@ -480,7 +480,7 @@ def rat_ends_kernel(k_ptr, v_ptr, g_ptr, bias_ptr, k_ends_ptr, v_ends_ptr,
     b, h, start, end, valid = rat_program(T, H, chunk, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C
     t, d = start + tl.arange(0, BLOCK_M), c + tl.arange(0, BLOCK_C)
-    is_end = (t % chunk == chunk - 1) | (t == T - 1)    # of a chunk, maybe unfinished
+    is_end = (t % chunk == chunk - 1) | (t == T - 1)  # of a chunk, maybe unfinished
     at = b * e_b + h * e_h + (t // chunk).to(tl.int64)[:, None] * e_t + d[None, :]
     mask = (valid & is_end)[:, None] & (d < D)[None, :]
     g_ptr += b * g_b + h * g_h + c
@@ -515,12 +515,12 @@ def rat_forward_kernel(
     # the own state opens the online softmax: m = q . k~ scale, l = 1, acc = v~
     m = tl.sum(q.to(tl.float32) * rat_states(a, k, chunk, BLOCK_M), 1) * scale
     l = tl.full((BLOCK_M,), 1.0, tl.float32)
-    v = load_rows(v_ptr, start, v_t, valid, D, BLOCK_M, BLOCK_D)    # not before: registers
+    v = load_rows(v_ptr, start, v_t, valid, D, BLOCK_M, BLOCK_D)  # not before: registers
     acc = rat_states(a, v, chunk, BLOCK_M)
 
-    rotated_q_ptr += b * rotated_b + h % G * rotated_h           # q after RoPE
+    rotated_q_ptr += b * rotated_b + h % G * rotated_h  # q after RoPE
     q = load_rows(rotated_q_ptr, start, rotated_t, valid, D, BLOCK_M, BLOCK_D)
-    q_pos = tl.where(valid, rows // chunk - 1, -FAR)        # the last chunk that is visible
+    q_pos = tl.where(valid, rows // chunk - 1, -FAR)    # the last chunk that is visible
     keys_ptr += b * e_b + h * e_h
     values_ptr += b * e_b + h * e_h
     rest, last = start // chunk // BLOCK_N, tl.cdiv((end - 1) // chunk, BLOCK_N)
@@ -548,8 +548,8 @@ def rat_gate_kernel(
     dout = load_rows(dout_ptr, start, dout_t, valid, D, BLOCK_M, BLOCK_D).to(tl.float32)
     out = load_rows(out_ptr + at, start, o_t, valid, D, BLOCK_M, BLOCK_D).to(tl.float32)
     z = load_rows(z_ptr, start, z_t, valid, D, BLOCK_M, BLOCK_D).to(tl.float32)
-    s = tl.sigmoid(z)                                       # (BLOCK_M, BLOCK_D)
-    y = out / tl.maximum(s, 1e-37)                          # where it is lost do is 0
+    s = tl.sigmoid(z)               # (BLOCK_M, BLOCK_D)
+    y = out / tl.maximum(s, 1e-37)  # where it is lost do is 0
     store_rows(do_ptr + at, start, o_t, end, D, s * dout, BLOCK_M, BLOCK_D)
     store_rows(y_ptr + at, start, o_t, end, D, y, BLOCK_M, BLOCK_D)
     store_rows(dz_ptr + at, start, o_t, end, D, (1 - s) * out * dout, BLOCK_M, BLOCK_D)
@@ -561,8 +561,8 @@ def rat_states_backward(a, next_a, x, dstates, chunk, ROWS: tl.constexpr):
     token's gate, 0 at a chunk's end. Returns the states, dx, and what x adds to dg."""
     states = rat_states(a, x, chunk, ROWS)
     _, dstates = tl.associative_scan((next_a, dstates), 0, compose, reverse=True)
-    dx = dstates - a * dstates                              # (1 - a_t) dx~_t
-    return states, dx, dx * (states - x.to(tl.float32))     # dx_t (x~_t - x_t)
+    dx = dstates - a * dstates                           # (1 - a_t) dx~_t
+    return states, dx, dx * (states - x.to(tl.float32))  # dx_t (x~_t - x_t)
 
 
 @triton.jit(**RAT)
@@ -583,8 +583,8 @@ def rat_own_kernel(
     g_ptr += b * g_b + h * g_h
     bias_ptr += h * D
     at = b * o_b + h * o_h
-    s = tl.zeros((BLOCK_M,), tl.float32)                # q_t . k~_t
-    dp = tl.zeros((BLOCK_M,), tl.float32)               # do_t . v~_t
+    s = tl.zeros((BLOCK_M,), tl.float32)   # q_t . k~_t
+    dp = tl.zeros((BLOCK_M,), tl.float32)  # do_t . v~_t
     for c in range(0, D, BLOCK_C):
         a = forget_gate(g_ptr + c, bias_ptr + c, start, g_t, valid, D - c, BLOCK_M, BLOCK_C)
         q = load_rows(q_ptr + c, start, q_t, valid, D - c, BLOCK_M, BLOCK_C)
@@ -597,8 +597,8 @@ def rat_own_kernel(
     p = tl.exp(s * scale - tl.load(lse_ptr + per_row, mask=valid, other=float("inf")))
     ds = p * (dp - tl.load(delta_ptr + per_row, mask=valid, other=0.0)) * scale
 
-    goes_on = (rows + 1 < end) & ((rows + 1) % chunk != 0)          # the next token has this state
-    is_end = valid & (rows % chunk == chunk - 1) & (rows // chunk < n)      # later chunks read it
+    goes_on = (rows + 1 < end) & ((rows + 1) % chunk != 0)  # the next token has this state
+    is_end = valid & (rows % chunk == chunk - 1) & (rows // chunk < n)  # later chunks read it
     e = b * e_b + h * e_h + (rows // chunk).to(tl.int64)[:, None] * e_t
     for c in range(0, D, BLOCK_C):
         d = c + tl.arange(0, BLOCK_C)
@@ -610,14 +610,14 @@ def rat_own_kernel(
         q = load_rows(q_ptr + c, start, q_t, valid, D - c, BLOCK_M, BLOCK_C)
         k = load_rows(k_ptr + c, start, k_t, valid, D - c, BLOCK_M, BLOCK_C)
         dsk = tl.load(dk_ends_ptr + e + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        dsk += ds[:, None] * q.to(tl.float32)                       # scale ds_t q_t + dK of the end
+        dsk += ds[:, None] * q.to(tl.float32)  # scale ds_t q_t + dK of the end
         sk, dk, dg = rat_states_backward(a, next_a, k, dsk, chunk, BLOCK_M)
         store_rows(dq_ptr + at + c, start, o_t, end, D - c, ds[:, None] * sk, BLOCK_M, BLOCK_C)
         store_rows(dk_ptr + at + c, start, o_t, end, D - c, dk, BLOCK_M, BLOCK_C)
         do = load_rows(do_ptr + at + c, start, o_t, valid, D - c, BLOCK_M, BLOCK_C)
         v = load_rows(v_ptr + c, start, v_t, valid, D - c, BLOCK_M, BLOCK_C)
         dsv = tl.load(dv_ends_ptr + e + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        dsv += p[:, None] * do.to(tl.float32)                       # p_t do_t + dV of the end
+        dsv += p[:, None] * do.to(tl.float32)  # p_t do_t + dV of the end
         _, dv, dg_v = rat_states_backward(a, next_a, v, dsv, chunk, BLOCK_M)
         store_rows(dv_ptr + at + c, start, o_t, end, D - c, dv, BLOCK_M, BLOCK_C)
         store_rows(dg_ptr + at + c, start, o_t, end, D - c, dg + dg_v, BLOCK_M, BLOCK_C)
@@ -693,7 +693,7 @@ TILES = {
 def has_large_blocks(device):
     """Whether a block may use 160 KB of shared memory (sm_80, sm_90); else 64 KB must do."""
     if device.type != "cuda":
-        return True                                         # the interpreter
+        return True  # the interpreter
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 0)
     return torch.version.hip is None and shared >= 160 * 1024
@@ -707,7 +707,7 @@ def tile_options(name, block, dtype, large):
     if name in ("ends", "own"):
         return dict(BLOCK_M=16 if INTERPRETED else 128, BLOCK_C=16, num_warps=8)
     M, N, warps, stages = TILES[large, dtype == torch.float32][name][HEAD_SIZES.index(block)]
-    if name == "rat" and INTERPRETED:               # then a few tokens are many tiles
+    if name == "rat" and INTERPRETED:  # then a few tokens are many tiles
         M = N = 16
     return dict(BLOCK_M=M, BLOCK_N=N, BLOCK_D=block, num_warps=warps, num_stages=stages)
 
@@ -721,7 +721,7 @@ def launch_options(name, x):
 def scan_options(chunk):
     """Tiles of a scan kernel: a short chunk is one tile; at most 2,048 elements."""
     block = min(64, triton.next_power_of_2(chunk))
-    channels = 16 if INTERPRETED else min(256, 2048 // block)       # it scans them one by one
+    channels = 16 if INTERPRETED else min(256, 2048 // block)  # it scans them one by one
     return dict(BLOCK_T=block, BLOCK_C=channels, num_warps=4)
 
 
@@ -730,17 +730,17 @@ def scan_options(chunk):
 
 def mask_arguments(q_pos, k_pos, slopes, lse):
     """What the kernels take for the mask: (pointers, batch strides of the positions, biased)."""
-    if q_pos is None:                                       # PLAIN: nothing is read
+    if q_pos is None:  # PLAIN: nothing is read
         q_pos = k_pos = torch.empty(0, dtype=torch.int32, device=lse.device)
     pos = [p.contiguous() for p in (q_pos, k_pos)]
-    bias = lse if slopes is None else slopes.to(torch.float32).contiguous()     # lse is not read
+    bias = lse if slopes is None else slopes.to(torch.float32).contiguous()  # lse is not read
     return [*pos, bias], [p.size(-1) if p.dim() == 2 else 0 for p in pos], int(slopes is not None)
 
 
 def attend(q, k, v, q_pos, k_pos, slopes, window):
     """out (B, H, Tq, D), lse (B, H, Tq)."""
     (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
-    q, k, v = aligned(q), aligned(k), aligned(v)            # D is a multiple of 16 now
+    q, k, v = aligned(q), aligned(k), aligned(v)  # D is a multiple of 16 now
     out, lse = heads_like(q, *q.shape), q.new_empty(B, H, Tq, dtype=torch.float32)
     pointers, pos_strides, biased = mask_arguments(q_pos, k_pos, slopes, lse)
     options = launch_options("forward", q)
@@ -754,9 +754,9 @@ def attend_gradients(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window, 
     """dq (B, H, Tq, D), dk, dv (B, H, Tk, D) of each query head, and delta (B, H, Tq). All tensors
     are aligned."""
     (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
-    lse = lse.contiguous()                                  # the kernels count on it
+    lse = lse.contiguous()         # the kernels count on it
     dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
-    delta = torch.empty_like(lse)                           # the first kernel writes it
+    delta = torch.empty_like(lse)  # the first kernel writes it
     dq, dk, dv = (heads_like(q, B, H, T, D) for T in (Tq, Tk, Tk))
     pointers, pos_strides, biased = mask_arguments(q_pos, k_pos, slopes, lse)
     sizes = [*pos_strides, Tq, Tk, D, H, H // G, window, scale, biased]
@@ -803,7 +803,7 @@ def scan_backward(dh, g, h, chunk, h0):
     (B, T, C), chunk = h.shape, min(chunk, h.size(1))
     dh, g, h = aligned_channels(dh), aligned_channels(g), aligned_channels(h).contiguous()
     dg, dx = torch.empty_like(h), torch.empty_like(h)
-    state, dh0 = h, dx                                      # neither read nor written
+    state, dh0 = h, dx  # neither read nor written
     if h0 is not None:
         state = F.pad(h0, (0, h.size(-1) - C)).contiguous()
         dh0 = torch.empty_like(state)

@@ -37,6 +37,7 @@ CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True),
          "gfx942>2GB": (AMD, 64 * 1024, False),                 # some tensor is that large
          "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024, False)}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+POINTERS = {**TYPES, torch.int32: "i32"}
 FLOAT32 = ("lse_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr", "bias_ptr", "k_ends_ptr", "v_ends_ptr")
 
 
@@ -131,13 +132,15 @@ def variants(large):
 
 def is_one_of_few(chip, name, dtype, constants, launch):
     """Whether the tests compile this variant."""
-    D = launch.get("BLOCK_D")
+    D, main = launch.get("BLOCK_D"), chip == "sm_90"
+    if dtype == torch.float16 or (dtype == torch.float32 and not main):
+        return False
     if name.startswith("scan"):
-        return launch["BLOCK_T"] == 16 and dtype != torch.float16
+        return launch["BLOCK_T"] == 16
     if name.startswith("rat"):
-        return dtype == torch.bfloat16 and (D in (None, 64) or (D, chip) == (128, "sm_90"))
-    few = (64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)
-    return (D, dtype) in few and (not constants["PLAIN"] or chip == "sm_90")
+        return dtype == torch.bfloat16 and (D in (None, 64) or (D == 128 and main))
+    sizes = (64,) if dtype == torch.float32 else (64, 128)
+    return D in sizes and (not constants["PLAIN"] or (D == 128 and main))
 
 
 def jobs(quick):

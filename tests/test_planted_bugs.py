@@ -102,7 +102,7 @@ BUGS = {
                                         "interpreted_kernels.py -k attend_is_the_definition"),
     "Triton: state lost between tiles": ("kernels_triton.py", "state = row_of(h, BLOCK_T - 1, BLOCK_T)",
                                          "state = row_of(h, BLOCK_T - 2, BLOCK_T)",
-                                         "interpreted_kernels.py -k test_scan and 65-17"),
+                                         "interpreted_kernels.py -k scan_is_the_loop"),
     "Triton: a slice taken for the whole lse": ("kernels_triton.py", "    lse = lse.contiguous()  ",
                                                 "    lse = lse  ",
                                                 "interpreted_kernels.py -k backward_over_some_of_the_keys"),

@@ -3,7 +3,6 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
 import kernels
@@ -11,7 +10,7 @@ import model_gpt
 import model_rat
 from run import read_config
 from conftest import ROOT, relative, tiny
-from kernel_cases import outside_operators
+from kernel_cases import Largest, outside_operators
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, tokens
 
 KINDS = {"rat": {}, "token": dict(pos="rope"), "nope": dict(pos="nope"),
@@ -37,23 +36,6 @@ def layer(kind="rat", **sizes):
 @torch.no_grad()
 def output(model, u, layer=0):
     return model.blocks[layer].mix(u, layer, model_rat.Context(model.cfg, u))
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operator made, the total, the operators' names."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements, self.total, self.names = 0, 0, set()
-
-    def __torch_dispatch__(self, op, types, arguments=(), options=None):
-        out = op(*arguments, **(options or {}))
-        self.names.add(op.overloadpacket.__name__)
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-                self.total += x.numel()
-        return out
 
 
 # -------------------------------------------------------------------------------------------------
