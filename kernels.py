@@ -7,41 +7,44 @@ The operators behind the fast paths of the models.
     rat(q, k, v, g, z, bias, chunk, cos, sin)       RAT's layer: scan, attend and merge
     attend_backward(q, k, v, out, lse, do, ...)     attend's backward pass alone
 
-This file says in plain PyTorch what each computes. That is the reference implementation; it
-runs on a CPU, in float64 and where triton is missing. kernels_triton.py has the same in Triton
-for GPUs and is imported by the first call that needs it; a line on stderr tells which of the
-two runs. merge has no Triton: torch.compile fuses it. Each section below has what the models
-call first, then the reference implementation, then its registration with torch.
+This file says in plain PyTorch what each computes: the reference implementation. It runs
+on a CPU, in float64 and where triton is missing. kernels_triton.py has the same in Triton
+for GPUs; a line on stderr tells which of the two runs. merge has no Triton: torch.compile
+fuses it. Each section below has what the models call first, then the reference
+implementation, then its registration with torch.
 
 Attention. s_ij = q_i . k_j / sqrt(D), with ALiBi - slope (q_pos_i - k_pos_j), and
-lse_i = log sum_j e^{s_ij}, over the visible keys. Softmaxes over disjoint sets of keys, a and b,
-become one by
+lse_i = log sum_j e^{s_ij}, over the visible keys. Softmaxes over disjoint sets of keys,
+a and b, become one by
 
     lse = log(e^{lse_a} + e^{lse_b})
     out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b
 
-A side without visible keys has out = 0 and lse = -inf, so its weight is 0. Besides its inputs,
-the backward pass needs out and lse only. With p_ij = e^{s_ij - lse_i}, and do and dlse the
-gradients of out and lse,
+A side without visible keys has out = 0 and lse = -inf, so its weight is 0. Besides its
+inputs, the backward pass needs out and lse only. With p_ij = e^{s_ij - lse_i}, and do
+and dlse the gradients of out and lse,
 
     delta_i = do_i . out_i - dlse_i             dv_j = sum_i p_ij do_i
     ds_ij = p_ij (do_i . v_j - delta_i)         dk_j = sum_i ds_ij q_i / sqrt(D)
                                                 dq_i = sum_j ds_ij k_j / sqrt(D)
 
-Scan. Backward, dx_t = dh_t + g_{t+1} dx_{t+1} is a scan from right to left; dg_t = dx_t h_{t-1}.
+Scan. Its backward pass dx_t = dh_t + g_{t+1} dx_{t+1} is a scan from right to left, and
+dg_t = dx_t h_{t-1}.
 
-RAT. With a gate a = sigmoid(g + bias), states k~_t = a_t k~_{t-1} + (1 - a_t) k_t, and v~_t
-likewise, start from zero in each chunk. A query attends to the states at the ends of earlier
-chunks and to its own state; with y that attention, out = sigmoid(z) y. Backward, let p_t, ds_t
-belong to the own state, and dK, dV be what the end of a chunk gets from later chunks, else 0:
+RAT. With a gate a = sigmoid(g + bias), states k~_t = a_t k~_{t-1} + (1 - a_t) k_t, and
+v~_t likewise, start from zero in each chunk. A query attends to the states at the ends
+of earlier chunks and to its own state; with y that attention, out = sigmoid(z) y.
+Backward, let p_t, ds_t belong to the own state, and dK, dV be what the end of a chunk
+gets from later chunks, else 0:
 
     dk~_t = ds_t q_t / sqrt(D) + dK + a_{t+1} dk~_{t+1}         dk_t = (1 - a_t) dk~_t
     dv~_t = p_t dy_t + dV + a_{t+1} dv~_{t+1}                   dv_t = (1 - a_t) dv~_t
     dg_t = dk_t (k~_t - k_t) + dv_t (v~_t - v_t)                dy_t = sigmoid(z_t) dout_t
                                                 dz_t = (1 - sigmoid(z_t)) out_t dout_t
 
-Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018 (online
-softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025 (RAT, 2507.04416).
+Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018
+(online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
+(RAT, 2507.04416).
 
 Shapes: B batch, H query heads, G key/value heads (in rat: groups of q and k), T, Tq, Tk
 positions, D head size, C channels, n chunks. In code k~ is sk, v~ is sv.
@@ -70,12 +73,11 @@ def lse_dtype(x):
 
 
 def heads_like(x, B, H, T, D, dtype=None):
-    """An uninitialised (B, H, T, D) that lies in memory as (B, T, H, D): projections want it."""
+    """An uninitialised (B, H, T, D), in memory (B, T, H, D) as projections want it."""
     return x.new_empty(B, T, H, D, dtype=dtype).transpose(1, 2)
 
 
-# -------------------------------------------------------------------------------------------------
-# which of the two implementations runs
+# ---- which of the two implementations runs ----
 
 @functools.cache
 def announce(text):
@@ -103,8 +105,8 @@ def runs_triton(device, dtype):
 
 
 def operator(schema, reference, fake):
-    """The custom operator nanorecur::<name>(...) of a schema: kernels_triton.<name> where Triton
-    runs, else `reference`; `fake` gives torch.compile the outputs' shapes and strides."""
+    """The custom operator nanorecur::<name>: kernels_triton.<name> where Triton runs, else
+    `reference`; `fake` gives torch.compile the outputs' shapes and strides."""
     name, _, rest = schema.partition("(")
 
     def run(first, *more):
@@ -119,8 +121,8 @@ def operator(schema, reference, fake):
 
 
 def call(op, reference, arguments):
-    """op(*arguments). Where nothing asks for gradients or traces, the reference without the
-    operator's overhead: a tenth of a millisecond, which counts in decoding on a CPU."""
+    """op(*arguments). Without gradients and tracing, the reference itself: an operator's
+    overhead, a tenth of a millisecond, counts in decoding on a CPU."""
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
     traced = torch.compiler.is_compiling() or not plain  # not plain: a FakeTensor, say
@@ -130,8 +132,7 @@ def call(op, reference, arguments):
     return reference(*arguments)
 
 
-# -------------------------------------------------------------------------------------------------
-# checks of arguments: each raises ValueError, naming the argument
+# ---- checks of arguments: each raises ValueError ----
 
 def check_first(name, x, dims):
     """The tensor with which the others are compared; dims: the names of its dimensions."""
@@ -146,7 +147,7 @@ def check_first(name, x, dims):
 
 
 def check_tensor(name, x, first, shape, dtype=None):
-    """x must have this shape (None: any size) and dtype (None: first's), on first's device."""
+    """x must have this shape (None: any size) and dtype (None: first's), on its device."""
     dtype = dtype or first.dtype
     if not isinstance(x, torch.Tensor) or x.dtype != dtype or x.device != first.device:
         kind = f"{x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
@@ -174,22 +175,24 @@ def check_positions(name, pos, q, n, limit):
             raise ValueError(f"{name} must be between -2^29 and 2^29 (keys: or FAR)")
 
 
-# -------------------------------------------------------------------------------------------------
-# attend
+# ---- attend ----
 
 def attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
     """Softmax attention whose mask is given by positions: query i attends to key j iff
     k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
 
-    q (B, H, Tq, D), k and v (B, G, Tk, D), any strides, D <= 256. H is a multiple of G: query
-    head h reads key head h // (H / G); rat uses h % G.
-    q_pos (Tq,) or (B, Tq), k_pos (Tk,) or (B, Tk): int32, ascending, between -2^29 and 2^29; None
-    is 0, 1, 2, ... Padding keys stand at FAR and are never visible, whatever they hold; padding
-    queries repeat the last position. What other invisible keys hold must be finite.
-    slopes (H,): ALiBi, -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores; no gradient.
+    q (B, H, Tq, D), k and v (B, G, Tk, D), any strides, D <= 256. H is a multiple of G:
+    query head h reads key head h // (H / G); rat uses h % G.
+    q_pos (Tq,) or (B, Tq), k_pos (Tk,) or (B, Tk): int32, ascending, between -2^29 and
+    2^29; None is 0, 1, 2, ... Padding keys stand at FAR and are never visible, whatever
+    they hold; padding queries repeat the last position. What other invisible keys hold
+    must be finite.
+    slopes (H,): ALiBi, -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores; no
+    gradient.
 
-    Returns out (B, H, Tq, D) in q's dtype and lse (B, H, Tq) in float32 (float64 for float64),
-    both differentiable, once, in q, k and v. Without visible keys out is 0 and lse -inf."""
+    Returns out (B, H, Tq, D) in q's dtype and lse (B, H, Tq) in float32
+    (float64 for float64), both differentiable, once, in q, k and v. Without visible
+    keys out is 0 and lse -inf."""
     arguments = attend_arguments(q, k, v, q_pos, k_pos, slopes, window)
     return call(attend_op, attend_torch, arguments)
 
@@ -219,9 +222,10 @@ def attend_arguments(q, k, v, q_pos, k_pos, slopes, window):
 
 
 def attend_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, window=None):
-    """dq, dk, dv of these keys' part in a softmax that may be over more keys. out (B, H, Tq, D)
-    in q's dtype and lse (B, H, Tq) are those of the whole softmax, do is the gradient of out, the
-    rest is as for attend. Over disjoint sets of keys the dq add up. Not differentiable."""
+    """dq, dk, dv of these keys' part in a softmax that may be over more keys. out
+    (B, H, Tq, D) in q's dtype and lse (B, H, Tq) are those of the whole softmax, do is
+    the gradient of out, the rest is as for attend. Over disjoint sets of keys the dq
+    add up. Not differentiable."""
     q, k, v, *mask = attend_arguments(q, k, v, q_pos, k_pos, slopes, window)
     check_tensor("out", out, q, q.shape)
     check_tensor("lse", lse, q, q.shape[:3], lse_dtype(q))
@@ -234,8 +238,7 @@ QUERY_BLOCK, KEY_BLOCK = 256, 1024  # the largest block of the score matrix
 
 
 def attend_torch(q, k, v, q_pos, k_pos, slopes, window):
-    """attend, block by block of the score matrix, leaving out blocks that are fully masked: out
-    (B, H, Tq, D), lse (B, H, Tq)."""
+    """out (B, H, Tq, D), lse (B, H, Tq), block by block; fully masked ones are left out."""
     q, k, v = prepared(q, k, v, k_pos)
     if is_plainly_causal(q, k, q_pos, slopes, window):
         out, lse = softmax_block(q, k, v, None, causal=True)
@@ -277,8 +280,8 @@ def attend_backward_torch(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, win
 
 
 def prepared(q, k, v, k_pos):
-    """q, k, v as the CPU operator needs them: rows contiguous, and padding keys, which may hold
-    anything, zero: 0 times NaN would be NaN."""
+    """q, k, v as the CPU operator needs them: rows contiguous, and padding keys, which
+    may hold anything, zero: 0 times NaN would be NaN."""
     if k_pos is not None and (k_pos >= FAR).any():
         padding = (k_pos >= FAR).view(-1, 1, k.size(2), 1)  # (B or 1, 1, Tk, 1)
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
@@ -286,7 +289,7 @@ def prepared(q, k, v, k_pos):
 
 
 def is_plainly_causal(q, k, q_pos, slopes, window):
-    """Whether the CPU operator's causal mode is all that is asked for: then no blocks are made."""
+    """Whether the CPU operator's causal mode is all that is needed: no blocks are made."""
     nothing_else = q_pos is None and slopes is None and window == FAR
     return nothing_else and has_fused_softmax(q) and q.numel() and k.numel()
 
@@ -302,8 +305,9 @@ def has_fused_softmax(x):
 
 
 def softmax_block(q, k, v, bias, causal=False):
-    """out and lse of queries (B, H, M, D) over keys (B, G, N, D). bias: None or an attention_bias.
-    causal: query i attends to keys 0 .. i (only where has_fused_softmax)."""
+    """out and lse of queries (B, H, M, D) over keys (B, G, N, D), with an
+    attention_bias or None. causal: query i attends to keys 0 .. i (only where
+    has_fused_softmax)."""
     if has_fused_softmax(q):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=bias)
@@ -320,8 +324,7 @@ def softmax_block(q, k, v, bias, causal=False):
 
 
 def softmax_block_backward(q, k, v, out, lse, do, dlse, bias, causal=False):
-    """What a block adds to dq, dk, dv, given out and lse (0 where empty) of the whole rows; dlse
-    may be None."""
+    """What a block adds to dq, dk, dv, given out and lse (0 where empty) of whole rows."""
     D, scale = q.size(-1), 1 / math.sqrt(q.size(-1))
     if has_fused_softmax(q):
         if dlse is not None:
@@ -354,8 +357,8 @@ def positions(n, pos, device):
 
 
 def visible_blocks(q, k, q_pos, k_pos, slopes, window):
-    """The blocks of the score matrix that hold all visible pairs: slices of the queries and of
-    the keys, and their attention_bias, or None where all pairs are visible."""
+    """The blocks of the score matrix that hold all visible pairs: slices of the queries
+    and of the keys, and their attention_bias, or None where all pairs are visible."""
     q_pos = positions(q.size(2), q_pos, q.device)
     k_pos = positions(k.size(2), k_pos, k.device)
     for rows, keys, masked in block_list(q_pos, k_pos, window, slopes is not None,
@@ -368,11 +371,11 @@ def visible_blocks(q, k, q_pos, k_pos, slopes, window):
 
 
 def block_list(q_pos, k_pos, window, biased, unlimited):
-    """The same as (queries, keys, masked), for q_pos (B or 1, Tq), k_pos (B or 1, Tk). unlimited:
-    a block without a mask may be wider than KEY_BLOCK.
+    """The same as (queries, keys, masked), for q_pos (B or 1, Tq), k_pos (B or 1, Tk).
+    unlimited: a block without a mask may be wider than KEY_BLOCK.
 
-    Positions ascend: the keys that some query of a block attends to are one range, [first, last),
-    and those that all of its queries attend to are another inside it, [full, rest)."""
+    Positions ascend: the keys that some query of a block attends to are a range
+    [first, last), those that all of its queries attend to a range [full, rest) in it."""
     Tq, Tk = q_pos.size(1), k_pos.size(1)
     if q_pos.numel() == 0 or k_pos.numel() == 0:
         return []
@@ -384,8 +387,7 @@ def block_list(q_pos, k_pos, window, biased, unlimited):
     starts = list(range(0, Tq, size))
     ends = [min(start + size, Tq) for start in starts]
     low, high = q_pos[:, starts], q_pos[:, [end - 1 for end in ends]]  # (B or 1, blocks)
-    # keys that some query attends to: low - window < k_pos <= high; that all do: high and low
-    # the other way round
+    # some query attends to low - window < k_pos <= high, all to high - window < k_pos <= low
     rows = max(len(q_pos), len(k_pos))
     limits = torch.cat([low - window, high, high - window, low], 1).expand(rows, -1)
     k_pos = k_pos.expand(rows, -1).contiguous()
@@ -399,8 +401,9 @@ def block_list(q_pos, k_pos, window, biased, unlimited):
 
 
 def key_blocks(first, full, rest, last, biased, unlimited):
-    """The keys [first, last) as (slice, masked), at most KEY_BLOCK wide. [full, rest) needs no
-    mask; `unlimited` makes it one block. With a bias all blocks are masked; few keys are one."""
+    """The keys [first, last) as (slice, masked), at most KEY_BLOCK wide. [full, rest)
+    needs no mask; `unlimited` makes it one block. With a bias all blocks are masked;
+    few keys are one."""
     if biased or rest <= full or last - first <= KEY_BLOCK:
         full = rest = first
     found = []
@@ -436,13 +439,13 @@ attend_backward_op = operator(
 attend_op.register_autograd(attend_gradient, setup_context=attend_save)
 
 
-# -------------------------------------------------------------------------------------------------
-# merge
+# ---- merge ----
 
 def merge(out_a, lse_a, out_b, lse_b):
-    """Attention over two disjoint sets of keys from attention over each, out_a, out_b (B, H, T, D)
-    and lse_a, lse_b (B, H, T), as attend returns them: out and lse of the same shapes. A side
-    without visible keys (lse -inf) changes nothing, and gets no gradient; two give 0 and -inf."""
+    """out and lse of attention over two disjoint sets of keys, from those over each
+    set: out_a, out_b (B, H, T, D) and lse_a, lse_b (B, H, T), as attend returns them. A
+    side without visible keys (lse -inf) changes nothing and gets no gradient; two give
+    0 and -inf."""
     check_first("out_a", out_a, ("batch", "heads", "positions", "head size"))
     check_tensor("out_b", out_b, out_a, out_a.shape)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
@@ -460,7 +463,7 @@ def merge_torch(out_a, lse_a, out_b, lse_b):
 
 
 def merge_weights(lse_a, lse_b):
-    """lse of both sides, and the weights e^{lse_a - lse}, e^{lse_b - lse}: 0 for an empty side."""
+    """lse of both sides, and their weights e^{lse_a - lse}, e^{lse_b - lse}."""
     top = torch.maximum(lse_a, lse_b).detach()  # cancels out: no gradient
     empty = top == -math.inf                    # both sides are
     top = top.masked_fill(empty, 0)             # -inf - (-inf) would be NaN
@@ -470,16 +473,16 @@ def merge_weights(lse_a, lse_b):
     return lse, e_a / total, e_b / total
 
 
-# -------------------------------------------------------------------------------------------------
-# scan
+# ---- scan ----
 
 def scan(g, x, chunk, h0=None):
-    """h_t = g_t h_{t-1} + x_t along T of g, x (B, T, C) -> h (B, T, C), in x's dtype. The state
-    starts from h0 (B, C; None: zero), and from zero at each further chunk of `chunk` tokens.
+    """h_t = g_t h_{t-1} + x_t along T of g, x (B, T, C) -> h (B, T, C), in x's dtype.
+    The state starts from h0 (B, C; None: zero), and from zero at each further chunk of
+    `chunk` tokens.
 
-    The state is float32 or better and rounded only in h: to go on from it without loss, scan in
-    float32. Differentiable in g, x and h0. Products of successive g are formed: they must not
-    overflow (gates of at most 1 never do)."""
+    The state is float32 or better and rounded only in h: to go on from it without loss,
+    scan in float32. Differentiable in g, x and h0. Products of successive g are formed:
+    they must not overflow (gates of at most 1 never do)."""
     check_first("x", x, ("batch", "positions", "channels"))
     if x.numel() == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}: nothing is there")
@@ -519,7 +522,7 @@ def scan_backward_torch(dh, g, h, chunk, h0):
 
 
 def in_chunks(x, chunk):
-    """x (B, T, C), in float32 or better, as (B n, chunk, C); zeros fill up the last chunk."""
+    """x (B, T, C), in float32 or better, as (B n, chunk, C); zeros at the end."""
     x, missing = x.to(lse_dtype(x)), -x.size(1) % chunk
     x = F.pad(x, (0, 0, 0, missing)) if missing else x
     return x.reshape(-1, chunk, x.size(-1))
@@ -534,8 +537,9 @@ STEPS = 64  # longer dimensions are scanned in two levels
 
 
 def recurrence(g, x, h0, reverse=False, overwrite=False):
-    """h_t = g_t h_{t-1} + x_t along dimension L of x (..., L, C), from h0 (..., C) or zero.
-    g broadcasts to x. reverse: h_t = g_{t+1} h_{t+1} + x_t. overwrite: h may take x's place."""
+    """h_t = g_t h_{t-1} + x_t along dimension L of x (..., L, C), from h0 (..., C) or
+    zero. g broadcasts to x. reverse: h_t = g_{t+1} h_{t+1} + x_t. overwrite: h may take
+    x's place."""
     if x.size(-2) > STEPS:
         if reverse:  # the g that comes first meets a zero state
             return recurrence(g.flip(-2).roll(1, -2), x.flip(-2), h0).flip(-2)
@@ -554,8 +558,8 @@ def recurrence(g, x, h0, reverse=False, overwrite=False):
 
 
 def long_recurrence(g, x, h0):
-    """L as n chunks of about sqrt(L), scanned from zero. The states that enter the chunks are a
-    recurrence too, and decay inside a chunk by the product of its gates."""
+    """L as n chunks of about sqrt(L), scanned from zero. The states that enter the
+    chunks are a recurrence too, and decay inside a chunk by the product of gates."""
     L = x.size(-2)
     size = math.isqrt(L - 1) + 1
     n = -(-L // size)
@@ -589,22 +593,26 @@ scan_backward_op = operator(
 scan_op.register_autograd(scan_gradient, setup_context=scan_save)
 
 
-# -------------------------------------------------------------------------------------------------
-# rat: keys and values are scanned together; backward scans again what is not stored
+# ---- rat: the backward pass scans again, states are not stored ----
 
 def rat(q, k, v, g, z, bias, chunk, cos=None, sin=None):
-    """The RAT layer between its projections: a gated recurrence inside chunks, softmax attention
-    over the states at the ends of earlier chunks and the token's own state, an output gate.
+    """The RAT layer between its projections: a gated recurrence inside chunks, softmax
+    attention over the states at the ends of earlier chunks and the token's own state,
+    an output gate.
 
     q, k (B, T, G, D): queries and keys of G groups, head h uses group h % G.
-    v, g, z (B, T, H, D): values and the logits of the forget and output gates, H a multiple of G.
-    bias (H D,), cos, sin (T, D): in float32 (float64 for float64). bias is added to g. The tables
-    are apply_rope's, for q and the states at the ends of chunks; they get no gradient.
-    chunk: tokens a chunk. Any strides: slices of one projection are read where they are. D <= 256.
+    v, g, z (B, T, H, D): values and the logits of the forget and output gates, H a
+    multiple of G.
+    bias (H D,), cos, sin (T, D): in float32 (float64 for float64). bias is added to g.
+    The tables are apply_rope's, for q and the states at the ends of chunks; they get no
+    gradient.
+    chunk: tokens a chunk. Any strides: slices of one projection are read where they
+    are. D <= 256.
 
-    Returns out (B, T, H, D), differentiable, once, in the first six arguments, and the states of
-    keys (not rotated) and values at the last token of each chunk, the last of them maybe
-    unfinished: k_ends, v_ends (B, n, H, D), in float32 (float64), without gradient."""
+    Returns out (B, T, H, D), differentiable, once, in the first six arguments, and the
+    states of keys (not rotated) and values at the last token of each chunk, the last of
+    them maybe unfinished: k_ends, v_ends (B, n, H, D), in float32 (float64), without
+    gradient."""
     check_first("q", q, ("batch", "positions", "groups", "head size"))
     B, T, G, D = q.shape
     if q.numel() == 0:
@@ -687,8 +695,8 @@ def rat_backward_torch(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin,
 
 
 def rat_states(k, v, g, bias, chunk, recur):
-    """The gate a (B n, chunk, H D), and k~ and v~ in one (2, B n, chunk, H D). recur: recurrence,
-    or the same by other means."""
+    """The gate a (B n, chunk, H D), and k~ and v~ in one (2, B n, chunk, H D). recur:
+    recurrence, or the same by other means."""
     k, v, g = (in_chunks(x.flatten(2), chunk) for x in (k, v, g))
     a = torch.add(g, bias).sigmoid_()
     x = a.new_empty(2, *a.shape)
@@ -710,8 +718,8 @@ def end_tables(T, chunk, cos, sin):
 
 
 def end_attention(q, sk, sv, chunk, cos, sin):
-    """The arguments of attention over the end_rows. Positions are numbers of chunks: token t
-    attends to the ends of chunks 0 .. t // chunk - 1."""
+    """The arguments of attention over the end_rows. Positions are numbers of chunks:
+    token t attends to the ends of chunks 0 .. t // chunk - 1."""
     (_, T, G, _), H = q.shape, sk.size(2)
     ends = end_rows(T, chunk)
     keys = rotated(sk[:, ends], *end_tables(T, chunk, cos, sin))  # (B, n - 1, H, D)
@@ -735,7 +743,7 @@ def by_group(x, G):
 
 
 def rotated(x, cos, sin, back=False):
-    """apply_rope to x (B, T, heads, D) with tables (T, D), or its inverse. None: x as it is."""
+    """apply_rope to x (B, T, heads, D) with tables (T, D), or its inverse. None: no-op."""
     if cos is None:
         return x
     return apply_rope(x, cos[:, None], (-sin if back else sin)[:, None])

@@ -1,35 +1,35 @@
 """
-The operators of kernels.py in Triton, for CUDA and ROCm. TRITON_INTERPRET=1 runs them on CPU
-tensors, slowly, for tests.
+The operators of kernels.py in Triton, for CUDA and ROCm. TRITON_INTERPRET=1 runs them on
+CPU tensors, slowly, for tests.
 
-kernels.py imports this file by its first call for a GPU. What it calls stands at the end:
-attend, attend_backward, scan, scan_backward, rat, rat_backward. Each computes what the reference
-implementation <name>_torch there does; the docstring there has the formulas of the backward passes.
+The first call for a GPU imports this file. The functions at its end compute what the
+reference implementation <name>_torch in kernels.py does; the docstring there has the
+formulas of the backward passes.
 
-The online softmax. Query i wants out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij}, and its program
-reads the keys tile by tile. It carries the largest score so far, m, and two sums relative to it,
-l = sum_j e^{s_ij - m} and acc = sum_j e^{s_ij - m} v_j. A tile after which the largest score is
-m' rescales them by alpha = e^{m - m'}:
+The online softmax. Query i wants out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij}; its program
+reads the keys tile by tile, with the largest score so far, m, and two sums relative to it,
+l = sum_j e^{s_ij - m} and acc = sum_j e^{s_ij - m} v_j. A tile after which the largest
+score is m' rescales them by alpha = e^{m - m'}:
 
     l <- alpha l + sum_j e^{s_ij - m'}          m <- m'
     acc <- alpha acc + sum_j e^{s_ij - m'} v_j
 
-At the end out = acc / l and lse = m + log l. Scores are in units of log 2, for exp2 is fast.
+At the end out = acc / l and lse = m + log l. Scores are in units of log 2: exp2 is fast.
 
-Tiles. Positions ascend, so the keys that some query of a tile attends to are one range of tiles,
-[first, last), and those that all of its queries attend to are another inside it, [full, rest):
+Tiles. Positions ascend: the keys that some query of a tile attends to are a range of tiles
+[first, last), those that all of its queries attend to a range [full, rest) in it:
 
     keys    | first .... full | full ....... rest | rest .... last |
-            |     masked      |      no mask      |     masked     |    others are never loaded
+            |     masked      |      no mask      |     masked     |   others: not loaded
 
-Four binary searches over the positions, made by each program for itself, find these ranges.
+Each program finds the ranges by four binary searches over the positions.
 
-Padding. One compiled variant serves all lengths and strides, and all head sizes up to BLOCK_D. For
-that, rows must lie at multiples of 16 elements: `aligned` copies those that do not.
+Padding. One compiled variant serves all lengths and strides, and all head sizes up to
+BLOCK_D. Rows must lie at multiples of 16 elements: `aligned` copies those that do not.
 
-Names: B batch, H query heads, G key/value heads (in rat: groups of q and k), T, Tq, Tk positions,
-D head size, C channels; M and N are the query and key rows of a tile. x_b, x_h, x_t are the strides
-of x in batch, head, position. PLAIN: there are no positions, a row's number is its position.
+Names: B batch, H query heads, G key/value heads (in rat: groups of q and k), T, Tq, Tk
+positions, D head size, C channels; M and N are the query and key rows of a tile. x_b, x_h,
+x_t are the strides of x in batch, head, position. PLAIN: a row's number is its position.
 """
 import functools
 
@@ -45,8 +45,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 FAR = tl.constexpr(kernels.FAR)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
-# One compiled variant serves all values of the first arguments, and any alignment of the second,
-# which are pointers to one number a row.
+# One compiled variant serves all values of the first arguments, and any alignment of the
+# second, which are pointers to one number a row.
 ATTEND = dict(
     do_not_specialize=["Tq", "Tk", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr", "k_pos_ptr",
@@ -57,8 +57,7 @@ RAT = dict(do_not_specialize=["T", "n", "H", "G", "chunk"],
            do_not_specialize_on_alignment=["lse_ptr", "delta_ptr", "bias_ptr"])
 
 
-# -------------------------------------------------------------------------------------------------
-# parts that several kernels share
+# ---- parts that several kernels share ----
 
 @triton.jit
 def dot(a, b, acc):
@@ -80,18 +79,18 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def program(n_tiles, H):
-    """What a program works on: number of the tile, batch row, head (64-bit: offsets are large)."""
+    """A program's tile, batch row and head (64-bit: offsets are large)."""
     pid = tl.program_id(0)
     head = pid // n_tiles  # b H + h
     return pid % n_tiles, (head // H).to(tl.int64), (head % H).to(tl.int64)
 
 
 @triton.jit
-def load_rows(ptr, start, stride, valid, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+def load_rows(ptr, start, stride, valid, D, BLOCK_D: tl.constexpr,
               MASKED: tl.constexpr = True):
-    """Rows start .. start + ROWS of a matrix with D columns: (ROWS, BLOCK_D), zeros past D. Where
-    MASKED, rows that are not valid are not read but zero."""
-    row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    """Rows from `start` of a matrix with D columns: (ROWS, BLOCK_D), zeros past D; valid has
+    size ROWS. Where MASKED, rows that are not valid are not read but zero."""
+    row, d = tl.arange(0, valid.shape[0]), tl.arange(0, BLOCK_D)
     at = ptr + tl.cast(start, tl.int64) * stride + (row[:, None] * stride + d[None, :])
     if MASKED:
         return tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
@@ -100,9 +99,9 @@ def load_rows(ptr, start, stride, valid, D, ROWS: tl.constexpr, BLOCK_D: tl.cons
 
 
 @triton.jit
-def store_rows(ptr, start, stride, n, D, x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows start .. start + ROWS of a matrix with n rows and D columns <- x."""
-    row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+def store_rows(ptr, start, stride, n, D, x):
+    """Rows from `start` of a matrix with n rows and D columns <- x (ROWS, BLOCK_D)."""
+    row, d = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
     at = ptr + tl.cast(start, tl.int64) * stride + (row[:, None] * stride + d[None, :])
     mask = (start + row < n)[:, None] & (d < D)[None, :]
     tl.store(at, narrow(x, ptr.dtype.element_ty), mask=mask)
@@ -120,12 +119,11 @@ def load_pos(pos_ptr, rows, n, beyond, PLAIN: tl.constexpr):
 
 @triton.jit
 def compose(g_a, x_a, g_b, x_b):
-    """h -> g_a h + x_a followed by h -> g_b h + x_b is again such a map: for associative_scan."""
+    """h -> g_a h + x_a, then h -> g_b h + x_b, as one such map: for associative_scan."""
     return g_a * g_b, g_b * x_a + x_b
 
 
-# -------------------------------------------------------------------------------------------------
-# which tiles to read
+# ---- which tiles to read ----
 
 @triton.jit
 def count_upto(pos_ptr, n, limit, PLAIN: tl.constexpr):
@@ -147,8 +145,8 @@ def count_upto(pos_ptr, n, limit, PLAIN: tl.constexpr):
 @triton.jit
 def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased,
                BLOCK: tl.constexpr, PLAIN: tl.constexpr):
-    """Tiles first <= full <= rest <= last of n ascending positions: [first, last) hold those in
-    (some_low, some_high], [full, rest) none but those in (all_low, all_high]. With a bias
+    """Tiles first <= full <= rest <= last of n ascending positions: [first, last) hold those
+    in (some_low, some_high], [full, rest) only those in (all_low, all_high]. With a bias
     [full, rest) is empty: a bias needs all distances."""
     first = count_upto(pos_ptr, n, some_low, PLAIN) // BLOCK
     last = tl.cdiv(count_upto(pos_ptr, n, some_high, PLAIN), BLOCK)
@@ -160,29 +158,29 @@ def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased,
 @triton.jit
 def visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window, biased,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PLAIN: tl.constexpr):
-    """The spans of the tiles of keys that BLOCK_M queries from `start` attend to: key j of query i
+    """tile_spans of the keys that BLOCK_M queries from `start` attend to: key j of query i
     iff i - window < j <= i."""
     low = load_pos(q_pos_ptr, start, Tq, 0, PLAIN)
     high = load_pos(q_pos_ptr, tl.minimum(start + BLOCK_M, Tq) - 1, Tq, 0, PLAIN)
-    return tile_spans(k_pos_ptr, Tk, low - window, high - window, low, high, biased, BLOCK_N, PLAIN)
+    return tile_spans(k_pos_ptr, Tk, low - window, high - window, low, high, biased,
+                      BLOCK_N, PLAIN)
 
 
 @triton.jit
 def tile_number(i, first, full, rest, MASKED: tl.constexpr):
-    """Number i of the tiles that need a mask: first .. full, then rest .. last. Else tile i."""
+    """Tile i of those that need a mask: first .. full, rest .. last. Else tile i."""
     if MASKED:
         return tl.where(i < full - first, first + i, rest + i - (full - first))
     else:
         return i
 
 
-# -------------------------------------------------------------------------------------------------
-# attend
+# ---- attend ----
 
 @triton.jit
 def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
-    """s = scale x y^T in units of log 2. Where MASKED also ALiBi's bias, and -inf where the key is
-    not visible. q_pos and k_pos broadcast to the tile: queries may be its rows or its columns."""
+    """s = scale x y^T in units of log 2. Where MASKED also ALiBi's bias, and -inf where the
+    key is not visible. q_pos and k_pos broadcast: queries may be rows or columns."""
     s = dot(x, tl.trans(y), None) * scale  # 2^s = e^(q . k / sqrt(D))
     if MASKED:
         distance = q_pos - k_pos           # (M, N) or (N, M)
@@ -195,24 +193,23 @@ def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
 def softmax_tiles(q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, k_t, v_t, Tk, D, scale, slope,
                   window, first, full, rest, last, PLAIN: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The online softmax (m, l, acc) of a tile of queries takes the tiles of keys first .. last."""
-    for MASKED in tl.static_range(2):  # no mask for full .. rest, then one for the others
+    """The online softmax (m, l, acc) of a tile of queries over keys' tiles first .. last."""
+    for MASKED in tl.static_range(2):  # first full .. rest without a mask
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
             start = tile_number(i, first, full, rest, MASKED) * BLOCK_N
             rows = start + tl.arange(0, BLOCK_N)
-            k_pos = load_pos(k_pos_ptr, rows, Tk, FAR, PLAIN) if MASKED else 0
-            k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
-            k_at = k_pos[None, :] if MASKED else 0
-            s = scores(q, k, q_pos[:, None], k_at, scale, slope, window, MASKED)  # (M, N)
-            new_m = tl.maximum(m, tl.max(s, 1))                 # m'
+            k_pos = load_pos(k_pos_ptr, rows, Tk, FAR, PLAIN)
+            k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_D, MASKED)
+            s = scores(q, k, q_pos[:, None], k_pos[None, :], scale, slope, window, MASKED)
+            new_m = tl.maximum(m, tl.max(s, 1))  # m'
             shift = new_m
             if MASKED:  # a row without keys so far
                 shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-            alpha = tl.exp2(m - shift)                          # e^{m - m'}
-            p = tl.exp2(s - shift[:, None])                     # e^{s_ij - m'}
+            alpha = tl.exp2(m - shift)           # e^{m - m'}
+            p = tl.exp2(s - shift[:, None])      # e^{s_ij - m'}
             l = alpha * l + tl.sum(p, 1)
-            v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
+            v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_D, MASKED)
             acc = dot(narrow(p, v.dtype), v, alpha[:, None] * acc)  # alpha acc + p v
             m = new_m
     return m, l, acc
@@ -224,7 +221,7 @@ def attend_forward_kernel(
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, q_pos_b, k_pos_b,
         Tq, Tk, D, H, GROUP, window, scale, biased, PLAIN: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program computes out and lse of BLOCK_M queries of one head, over the keys they attend to:
+    """A program computes out and lse of BLOCK_M queries of one head:
     lse_i = log sum_j e^{s_ij},  out_i = sum_j e^{s_ij - lse_i} v_j."""
     n_tiles = tl.cdiv(Tq, BLOCK_M)
     tile, b, h = program(n_tiles, H)
@@ -237,7 +234,7 @@ def attend_forward_kernel(
     scale = scale * LOG2E
 
     rows = start + tl.arange(0, BLOCK_M)
-    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_M, BLOCK_D)
+    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_D)
     q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)  # padding attends to nothing
     first, full, rest, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
                                            biased, BLOCK_M, BLOCK_N, PLAIN)
@@ -251,7 +248,7 @@ def attend_forward_kernel(
     empty = l == 0.0  # no key is visible: out 0, lse -inf
     l = tl.where(empty, 1.0, l)
     out = acc / l[:, None]
-    store_rows(out_ptr + b * o_b + h * o_h, start, o_t, Tq, D, out, BLOCK_M, BLOCK_D)
+    store_rows(out_ptr + b * o_b + h * o_h, start, o_t, Tq, D, out)
     lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
     tl.store(lse_ptr + (b * H + h) * Tq + rows, lse, mask=rows < Tq)
 
@@ -264,7 +261,7 @@ def attend_dq_kernel(
         dq_b, dq_h, dq_t, q_pos_b, k_pos_b,
         Tq, Tk, D, H, GROUP, window, scale, biased, PLAIN: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program computes dq_i = scale sum_j ds_ij k_j of BLOCK_M queries of one head, and writes
+    """A program computes dq_i = scale sum_j ds_ij k_j of BLOCK_M queries of a head, and writes
     their delta_i = do_i . out_i - dlse_i, which attend_dkv_kernel reads."""
     n_tiles = tl.cdiv(Tq, BLOCK_M)
     tile, b, h = program(n_tiles, H)
@@ -277,8 +274,8 @@ def attend_dq_kernel(
 
     rows = start + tl.arange(0, BLOCK_M)
     valid, per_row = rows < Tq, (b * H + h) * Tq + rows
-    do = load_rows(do_ptr + b * do_b + h * do_h, start, do_t, valid, D, BLOCK_M, BLOCK_D)
-    out = load_rows(out_ptr + b * o_b + h * o_h, start, o_t, valid, D, BLOCK_M, BLOCK_D)
+    do = load_rows(do_ptr + b * do_b + h * do_h, start, do_t, valid, D, BLOCK_D)
+    out = load_rows(out_ptr + b * o_b + h * o_h, start, o_t, valid, D, BLOCK_D)
     dlse = tl.load(dlse_ptr + per_row, mask=valid, other=0.0)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse
     lse = tl.load(lse_ptr + per_row, mask=valid, other=float("-inf"))
@@ -287,7 +284,7 @@ def attend_dq_kernel(
     lse = tl.where(empty, float("inf"), lse * LOG2E)  # p = 2^(s - inf) = 0
     tl.store(delta_ptr + per_row, delta, mask=valid)
 
-    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, valid, D, BLOCK_M, BLOCK_D)
+    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, valid, D, BLOCK_D)
     q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)  # padding attends to nothing
     first, full, rest, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
                                            biased, BLOCK_M, BLOCK_N, PLAIN)
@@ -296,16 +293,16 @@ def attend_dq_kernel(
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
             n = tile_number(i, first, full, rest, MASKED) * BLOCK_N
-            k_pos = load_pos(k_pos_ptr, n + tl.arange(0, BLOCK_N), Tk, FAR, PLAIN) if MASKED else 0
-            k = load_rows(k_ptr, n, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
-            v = load_rows(v_ptr, n, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D, MASKED)
-            k_at = k_pos[None, :] if MASKED else 0
-            s = scores(q, k, q_pos[:, None], k_at, scale * LOG2E, slope, window, MASKED)
-            p = tl.exp2(s - lse[:, None])                           # p_ij = e^{s_ij - lse_i}
-            ds = p * (dot(do, tl.trans(v), None) - delta[:, None])  # p_ij (do_i . v_j - delta_i)
-            dq = dot(narrow(ds, k.dtype), k, dq)                    # dq_i + sum_j ds_ij k_j
+            k_pos = load_pos(k_pos_ptr, n + tl.arange(0, BLOCK_N), Tk, FAR, PLAIN)
+            k = load_rows(k_ptr, n, k_t, k_pos < FAR, D, BLOCK_D, MASKED)
+            v = load_rows(v_ptr, n, v_t, k_pos < FAR, D, BLOCK_D, MASKED)
+            s = scores(q, k, q_pos[:, None], k_pos[None, :], scale * LOG2E, slope, window, MASKED)
+            p = tl.exp2(s - lse[:, None])         # p_ij = e^{s_ij - lse_i}
+            dp = dot(do, tl.trans(v), None)
+            ds = p * (dp - delta[:, None])        # p_ij (do_i . v_j - delta_i)
+            dq = dot(narrow(ds, k.dtype), k, dq)  # dq_i + sum_j ds_ij k_j
     dq = dq * scale
-    store_rows(dq_ptr + b * dq_b + h * dq_h, start, dq_t, Tq, D, dq, BLOCK_M, BLOCK_D)
+    store_rows(dq_ptr + b * dq_b + h * dq_h, start, dq_t, Tq, D, dq)
 
 
 @triton.jit(**ATTEND)
@@ -331,8 +328,8 @@ def attend_dkv_kernel(
     slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * LOG2E
 
     k_pos = load_pos(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, FAR, PLAIN)
-    k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_N, BLOCK_D)
-    v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_N, BLOCK_D)
+    k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_D)
+    v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_D)
     low = load_pos(k_pos_ptr, start, Tk, 0, PLAIN)
     high = load_pos(k_pos_ptr, tl.minimum(start + BLOCK_N, Tk) - 1, Tk, 0, PLAIN)
     first, full, rest, last = tile_spans(  # query i of key j iff j <= i < j + window
@@ -340,35 +337,34 @@ def attend_dkv_kernel(
         BLOCK_M, PLAIN)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # sum_i ds_ij q_i
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # sum_i p_ij do_i
-    for MASKED in tl.static_range(2):  # rows are keys, columns queries: p, ds transposed
+    for MASKED in tl.static_range(2):  # p, ds transposed: rows are keys
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
             m = tile_number(i, first, full, rest, MASKED) * BLOCK_M
             rows = m + tl.arange(0, BLOCK_M)
-            q_at = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)[None, :] if MASKED else 0
-            q = load_rows(q_ptr, m, q_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
+            q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)
+            q = load_rows(q_ptr, m, q_t, rows < Tq, D, BLOCK_D, MASKED)
             lse = tl.load(lse_ptr + rows, mask=rows < Tq, other=float("inf")) * LOG2E
             if MASKED:  # without keys: p = 2^(s - inf) = 0
                 lse = tl.where(lse == float("-inf"), float("inf"), lse)
-            s = scores(k, q, q_at, k_pos[:, None], scale * LOG2E, slope, window, MASKED)
-            p = tl.exp2(s - lse[None, :])                       # p_ij, (N, M)
-            do = load_rows(do_ptr, m, do_t, rows < Tq, D, BLOCK_M, BLOCK_D, MASKED)
-            dv = dot(narrow(p, do.dtype), do, dv)               # dv_j + sum_i p_ij do_i
+            s = scores(k, q, q_pos[None, :], k_pos[:, None], scale * LOG2E, slope, window, MASKED)
+            p = tl.exp2(s - lse[None, :])          # p_ij, (N, M)
+            do = load_rows(do_ptr, m, do_t, rows < Tq, D, BLOCK_D, MASKED)
+            dv = dot(narrow(p, do.dtype), do, dv)  # dv_j + sum_i p_ij do_i
             delta = tl.load(delta_ptr + rows, mask=rows < Tq, other=0.0)
-            ds = p * (dot(v, tl.trans(do), None) - delta[None, :])  # p_ij (do_i . v_j - delta_i)
-            dk = dot(narrow(ds, q.dtype), q, dk)                # dk_j + sum_i ds_ij q_i
+            dp = dot(v, tl.trans(do), None)
+            ds = p * (dp - delta[None, :])        # p_ij (do_i . v_j - delta_i)
+            dk = dot(narrow(ds, q.dtype), q, dk)  # dk_j + sum_i ds_ij q_i
     dk = dk * scale
-    store_rows(dk_ptr + b * dk_b + h * dk_h, start, dk_t, Tk, D, dk, BLOCK_N, BLOCK_D)
-    store_rows(dv_ptr + b * dv_b + h * dv_h, start, dv_t, Tk, D, dv, BLOCK_N, BLOCK_D)
+    store_rows(dk_ptr + b * dk_b + h * dk_h, start, dk_t, Tk, D, dk)
+    store_rows(dv_ptr + b * dv_b + h * dv_h, start, dv_t, Tk, D, dv)
 
 
-# -------------------------------------------------------------------------------------------------
-# scan
+# ---- scan ----
 
 @triton.jit
 def scan_program(T, C, chunk, BLOCK_C: tl.constexpr):
-    """What a program works on: batch row, number of the chunk, its tokens begin .. end, and its
-    channels."""
+    """A program's batch row, chunk, the chunk's tokens begin .. end, and channels."""
     n_blocks, n_chunks = tl.cdiv(C, BLOCK_C), tl.cdiv(T, chunk)
     pid = tl.program_id(0)
     n, b = pid // n_blocks % n_chunks, (pid // n_blocks // n_chunks).to(tl.int64)
@@ -377,16 +373,16 @@ def scan_program(T, C, chunk, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def row_of(x, row, BLOCK_T: tl.constexpr):
+def row_of(x, row):
     """Row `row` of a tile (BLOCK_T, BLOCK_C)."""
-    return tl.sum(tl.where((tl.arange(0, BLOCK_T) == row)[:, None], x, 0.0), 0)
+    return tl.sum(tl.where((tl.arange(0, x.shape[0]) == row)[:, None], x, 0.0), 0)
 
 
 @triton.jit(**SCAN)
 def scan_forward_kernel(g_ptr, x_ptr, h0_ptr, h_ptr, g_b, g_t, x_b, x_t, T, C, chunk, has_h0,
                         BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A program computes h_t = g_t h_{t-1} + x_t of one chunk, BLOCK_C channels: tile after tile of
-    BLOCK_T tokens, each scanned in registers from zero; then the state before it is added."""
+    """A program computes h_t = g_t h_{t-1} + x_t of one chunk, BLOCK_C channels, by tiles of
+    BLOCK_T tokens: each is scanned from zero in registers, then the state before added."""
     b, n, begin, end, c = scan_program(T, C, chunk, BLOCK_C)
     is_first = (n == 0) & (has_h0 != 0)
     state = tl.load(h0_ptr + b * C + c, mask=(c < C) & is_first, other=0.0).to(tl.float32)
@@ -399,7 +395,7 @@ def scan_forward_kernel(g_ptr, x_ptr, h0_ptr, h_ptr, g_b, g_t, x_b, x_t, T, C, c
         x = tl.load(x_ptr + t[:, None] * x_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
         g, x = tl.associative_scan((g, x), 0, compose)  # g: the product of the gates so far
         h = g * state[None, :] + x                      # (BLOCK_T, BLOCK_C)
-        state = row_of(h, BLOCK_T - 1, BLOCK_T)         # past the end g = 1, x = 0 keep it
+        state = row_of(h, BLOCK_T - 1)         # past the end g = 1, x = 0 keep it
         at = (b * T + t[:, None]) * C + c[None, :]
         tl.store(h_ptr + at, narrow(h, h_ptr.dtype.element_ty), mask=mask)
 
@@ -408,8 +404,8 @@ def scan_forward_kernel(g_ptr, x_ptr, h0_ptr, h_ptr, g_b, g_t, x_b, x_t, T, C, c
 def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr,
                          dh_b, dh_t, g_b, g_t, T, C, chunk, has_h0,
                          BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A program computes dx_t = dh_t + g_{t+1} dx_{t+1}, dg_t = dx_t h_{t-1} of one chunk, BLOCK_C
-    channels, from its last tile to its first; the first chunk's also dh0 = g_0 dx_0."""
+    """A program computes dx_t = dh_t + g_{t+1} dx_{t+1}, dg_t = dx_t h_{t-1} of one chunk,
+    BLOCK_C channels, last tile first; for the first chunk also dh0 = g_0 dx_0."""
     b, n, begin, end, c = scan_program(T, C, chunk, BLOCK_C)
     is_first = (n == 0) & (has_h0 != 0)
     h0 = tl.load(h0_ptr + b * C + c, mask=(c < C) & is_first, other=0.0).to(tl.float32)
@@ -426,7 +422,7 @@ def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr,
         next_g, dh = next_g.to(tl.float32), dh.to(tl.float32)
         g, dx = tl.associative_scan((next_g, dh), 0, compose, reverse=True)
         dx += g * state[None, :]  # dh_t + g_{t+1} dx_{t+1}
-        state = row_of(dx, 0, BLOCK_T)
+        state = row_of(dx, 0)
         at = (b * T + t[:, None]) * C + c[None, :]
         inside = (t > begin)[:, None]                    # the token before is in this chunk
         before = tl.load(h_ptr + at - C, mask=mask & inside, other=0.0).to(tl.float32)
@@ -438,13 +434,12 @@ def scan_backward_kernel(dh_ptr, g_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh0_ptr,
     tl.store(dh0_ptr + b * C + c, dh0, mask=(c < C) & is_first)
 
 
-# -------------------------------------------------------------------------------------------------
-# rat: a tile holds whole chunks, so that their recurrences are one associative scan in registers
+# ---- rat: a tile holds whole chunks, whose recurrences are one associative scan ----
 
 @triton.jit
 def rat_program(T, H, chunk, BLOCK_M: tl.constexpr):
-    """What a program works on: batch row, head, and a tile of as many whole chunks as fit into
-    BLOCK_M rows: its tokens start .. end, and which of its rows are valid."""
+    """A program's batch row, head, and tile: as many whole chunks as fit into BLOCK_M rows,
+    the tokens start .. end, and which rows are valid."""
     size = BLOCK_M // chunk * chunk  # tokens of a tile
     n_tiles = tl.cdiv(T, size)
     tile, b, h = program(n_tiles, H)
@@ -454,17 +449,17 @@ def rat_program(T, H, chunk, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def forget_gate(g_ptr, bias_ptr, start, g_t, valid, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def forget_gate(g_ptr, bias_ptr, start, g_t, valid, D, BLOCK_D: tl.constexpr):
     """a = sigmoid(g + bias) of a tile, in float32."""
     d = tl.arange(0, BLOCK_D)
-    g = load_rows(g_ptr, start, g_t, valid, D, ROWS, BLOCK_D).to(tl.float32)
+    g = load_rows(g_ptr, start, g_t, valid, D, BLOCK_D).to(tl.float32)
     return tl.sigmoid(g + tl.load(bias_ptr + d, mask=d < D, other=0.0)[None, :])
 
 
 @triton.jit
-def rat_states(a, x, chunk, ROWS: tl.constexpr):
-    """x~_t = a_t x~_{t-1} + (1 - a_t) x_t along the rows of a tile, from zero in each chunk."""
-    first = tl.arange(0, ROWS) % chunk == 0
+def rat_states(a, x, chunk):
+    """x~_t = a_t x~_{t-1} + (1 - a_t) x_t along a tile's rows, from zero in each chunk."""
+    first = tl.arange(0, x.shape[0]) % chunk == 0
     x = x.to(tl.float32)
     keep = tl.where(first[:, None], 0.0, a)  # a chunk forgets the one before
     _, states = tl.associative_scan((keep, x - a * x), 0, compose)
@@ -475,8 +470,8 @@ def rat_states(a, x, chunk, ROWS: tl.constexpr):
 def rat_ends_kernel(k_ptr, v_ptr, g_ptr, bias_ptr, k_ends_ptr, v_ends_ptr,
                     k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, e_b, e_h, e_t, T, D, H, G, chunk,
                     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A program computes the states k~_t and v~_t of the last tokens t of some chunks, for BLOCK_C
-    channels (axis 1 of the grid) of one head."""
+    """A program computes the states k~_t, v~_t of the last tokens t of some chunks, for
+    BLOCK_C channels (axis 1 of the grid) of one head."""
     b, h, start, end, valid = rat_program(T, H, chunk, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C
     t, d = start + tl.arange(0, BLOCK_M), c + tl.arange(0, BLOCK_C)
@@ -484,13 +479,13 @@ def rat_ends_kernel(k_ptr, v_ptr, g_ptr, bias_ptr, k_ends_ptr, v_ends_ptr,
     at = b * e_b + h * e_h + (t // chunk).to(tl.int64)[:, None] * e_t + d[None, :]
     mask = (valid & is_end)[:, None] & (d < D)[None, :]
     g_ptr += b * g_b + h * g_h + c
-    a = forget_gate(g_ptr, bias_ptr + h * D + c, start, g_t, valid, D - c, BLOCK_M, BLOCK_C)
+    a = forget_gate(g_ptr, bias_ptr + h * D + c, start, g_t, valid, D - c, BLOCK_C)
     k_ptr += b * k_b + h % G * k_h + c
-    k = load_rows(k_ptr, start, k_t, valid, D - c, BLOCK_M, BLOCK_C)
-    tl.store(k_ends_ptr + at, rat_states(a, k, chunk, BLOCK_M), mask=mask)
+    k = load_rows(k_ptr, start, k_t, valid, D - c, BLOCK_C)
+    tl.store(k_ends_ptr + at, rat_states(a, k, chunk), mask=mask)
     v_ptr += b * v_b + h * v_h + c
-    v = load_rows(v_ptr, start, v_t, valid, D - c, BLOCK_M, BLOCK_C)
-    tl.store(v_ends_ptr + at, rat_states(a, v, chunk, BLOCK_M), mask=mask)
+    v = load_rows(v_ptr, start, v_t, valid, D - c, BLOCK_C)
+    tl.store(v_ends_ptr + at, rat_states(a, v, chunk), mask=mask)
 
 
 @triton.jit(**RAT)
@@ -500,26 +495,26 @@ def rat_forward_kernel(
         q_b, q_h, q_t, rotated_b, rotated_h, rotated_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
         z_b, z_h, z_t, e_b, e_h, e_t, o_b, o_h, o_t, T, D, H, G, n, chunk, scale,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program computes out and lse of some chunks of one head: a softmax over a token's own state
-    and the ends (keys, values) of the chunks before its own, of which there are n."""
+    """A program computes out and lse of some chunks of one head: a softmax over a token's own
+    state and the n ends (keys, values) of the chunks before its own."""
     b, h, start, end, valid = rat_program(T, H, chunk, BLOCK_M)
     rows = start + tl.arange(0, BLOCK_M)
     g_ptr += b * g_b + h * g_h
-    a = forget_gate(g_ptr, bias_ptr + h * D, start, g_t, valid, D, BLOCK_M, BLOCK_D)
+    a = forget_gate(g_ptr, bias_ptr + h * D, start, g_t, valid, D, BLOCK_D)
     q_ptr += b * q_b + h % G * q_h
     k_ptr += b * k_b + h % G * k_h
     v_ptr += b * v_b + h * v_h
-    q = load_rows(q_ptr, start, q_t, valid, D, BLOCK_M, BLOCK_D)
-    k = load_rows(k_ptr, start, k_t, valid, D, BLOCK_M, BLOCK_D)
+    q = load_rows(q_ptr, start, q_t, valid, D, BLOCK_D)
+    k = load_rows(k_ptr, start, k_t, valid, D, BLOCK_D)
     scale = scale * LOG2E
     # the own state opens the online softmax: m = q . k~ scale, l = 1, acc = v~
-    m = tl.sum(q.to(tl.float32) * rat_states(a, k, chunk, BLOCK_M), 1) * scale
+    m = tl.sum(q.to(tl.float32) * rat_states(a, k, chunk), 1) * scale
     l = tl.full((BLOCK_M,), 1.0, tl.float32)
-    v = load_rows(v_ptr, start, v_t, valid, D, BLOCK_M, BLOCK_D)  # not before: registers
-    acc = rat_states(a, v, chunk, BLOCK_M)
+    v = load_rows(v_ptr, start, v_t, valid, D, BLOCK_D)  # not before: registers
+    acc = rat_states(a, v, chunk)
 
     rotated_q_ptr += b * rotated_b + h % G * rotated_h  # q after RoPE
-    q = load_rows(rotated_q_ptr, start, rotated_t, valid, D, BLOCK_M, BLOCK_D)
+    q = load_rows(rotated_q_ptr, start, rotated_t, valid, D, BLOCK_D)
     q_pos = tl.where(valid, rows // chunk - 1, -FAR)    # the last chunk that is visible
     keys_ptr += b * e_b + h * e_h
     values_ptr += b * e_b + h * e_h
@@ -529,37 +524,37 @@ def rat_forward_kernel(
         FAR, 0, 0, rest, last, True, BLOCK_N, BLOCK_D)
 
     z_ptr += b * z_b + h * z_h
-    z = load_rows(z_ptr, start, z_t, valid, D, BLOCK_M, BLOCK_D)
+    z = load_rows(z_ptr, start, z_t, valid, D, BLOCK_D)
     out = tl.sigmoid(z.to(tl.float32)) * (acc / l[:, None])
-    store_rows(out_ptr + b * o_b + h * o_h, start, o_t, end, D, out, BLOCK_M, BLOCK_D)
+    store_rows(out_ptr + b * o_b + h * o_h, start, o_t, end, D, out)
     tl.store(lse_ptr + (b * H + h) * T + rows, (m + tl.log2(l)) * LN2, mask=valid)
 
 
 @triton.jit(**RAT)
 def rat_gate_kernel(
-        dout_ptr, out_ptr, z_ptr, do_ptr, y_ptr, dz_ptr, dout_b, dout_h, dout_t, z_b, z_h, z_t,
+        dout_ptr, out_ptr, z_ptr, dy_ptr, y_ptr, dz_ptr, dout_b, dout_h, dout_t, z_b, z_h, z_t,
         o_b, o_h, o_t, T, D, H, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program goes back through the output gate, out = sigmoid(z) y, of BLOCK_M tokens, one head:
-    y, do = sigmoid(z) dout, dz = (1 - sigmoid(z)) out dout. They have out's strides."""
+    """A program goes back through the output gate, out = sigmoid(z) y, of BLOCK_M tokens:
+    y, dy = sigmoid(z) dout, dz = (1 - sigmoid(z)) out dout. They have out's strides."""
     b, h, start, end, valid = rat_program(T, H, 1, BLOCK_M)
     at = b * o_b + h * o_h
     dout_ptr += b * dout_b + h * dout_h
     z_ptr += b * z_b + h * z_h
-    dout = load_rows(dout_ptr, start, dout_t, valid, D, BLOCK_M, BLOCK_D).to(tl.float32)
-    out = load_rows(out_ptr + at, start, o_t, valid, D, BLOCK_M, BLOCK_D).to(tl.float32)
-    z = load_rows(z_ptr, start, z_t, valid, D, BLOCK_M, BLOCK_D).to(tl.float32)
+    dout = load_rows(dout_ptr, start, dout_t, valid, D, BLOCK_D).to(tl.float32)
+    out = load_rows(out_ptr + at, start, o_t, valid, D, BLOCK_D).to(tl.float32)
+    z = load_rows(z_ptr, start, z_t, valid, D, BLOCK_D).to(tl.float32)
     s = tl.sigmoid(z)               # (BLOCK_M, BLOCK_D)
-    y = out / tl.maximum(s, 1e-37)  # where it is lost do is 0
-    store_rows(do_ptr + at, start, o_t, end, D, s * dout, BLOCK_M, BLOCK_D)
-    store_rows(y_ptr + at, start, o_t, end, D, y, BLOCK_M, BLOCK_D)
-    store_rows(dz_ptr + at, start, o_t, end, D, (1 - s) * out * dout, BLOCK_M, BLOCK_D)
+    y = out / tl.maximum(s, 1e-37)  # where y is lost dy is 0
+    store_rows(dy_ptr + at, start, o_t, end, D, s * dout)
+    store_rows(y_ptr + at, start, o_t, end, D, y)
+    store_rows(dz_ptr + at, start, o_t, end, D, (1 - s) * out * dout)
 
 
 @triton.jit
-def rat_states_backward(a, next_a, x, dstates, chunk, ROWS: tl.constexpr):
-    """rat_states backwards, from what each state gets by itself (dstates); next_a: the next
+def rat_states_backward(a, next_a, x, dstates, chunk):
+    """rat_states backwards, from what each state gets itself (dstates); next_a: the next
     token's gate, 0 at a chunk's end. Returns the states, dx, and what x adds to dg."""
-    states = rat_states(a, x, chunk, ROWS)
+    states = rat_states(a, x, chunk)
     _, dstates = tl.associative_scan((next_a, dstates), 0, compose, reverse=True)
     dx = dstates - a * dstates                           # (1 - a_t) dx~_t
     return states, dx, dx * (states - x.to(tl.float32))  # dx_t (x~_t - x_t)
@@ -567,14 +562,14 @@ def rat_states_backward(a, next_a, x, dstates, chunk, ROWS: tl.constexpr):
 
 @triton.jit(**RAT)
 def rat_own_kernel(
-        q_ptr, k_ptr, v_ptr, g_ptr, bias_ptr, lse_ptr, do_ptr, delta_ptr, dk_ends_ptr, dv_ends_ptr,
+        q_ptr, k_ptr, v_ptr, g_ptr, bias_ptr, lse_ptr, dy_ptr, delta_ptr, dk_ends_ptr, dv_ends_ptr,
         dq_ptr, dk_ptr, dv_ptr, dg_ptr, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
         e_b, e_h, e_t, o_b, o_h, o_t, T, D, H, G, n, chunk, scale,
         BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A program computes, for some chunks of one head, what the tokens' own states add to dq and,
-    back through the recurrence, dk (of this head), dv and dg. The n ends have dk_ends and dv_ends.
+    """A program computes, for some chunks of one head, what the own states add to dq and, back
+    through the recurrence, dk (of this head), dv and dg. The n ends get dk_ends, dv_ends.
 
-    It goes twice over the channels, BLOCK_C at a time: first for p and ds, which sum over all."""
+    It goes twice over the channels, BLOCK_C at a time: first for p and ds, sums over all."""
     b, h, start, end, valid = rat_program(T, H, chunk, BLOCK_M)
     rows = start + tl.arange(0, BLOCK_M)
     q_ptr += b * q_b + h % G * q_h
@@ -584,15 +579,15 @@ def rat_own_kernel(
     bias_ptr += h * D
     at = b * o_b + h * o_h
     s = tl.zeros((BLOCK_M,), tl.float32)   # q_t . k~_t
-    dp = tl.zeros((BLOCK_M,), tl.float32)  # do_t . v~_t
+    dp = tl.zeros((BLOCK_M,), tl.float32)  # dy_t . v~_t
     for c in range(0, D, BLOCK_C):
-        a = forget_gate(g_ptr + c, bias_ptr + c, start, g_t, valid, D - c, BLOCK_M, BLOCK_C)
-        q = load_rows(q_ptr + c, start, q_t, valid, D - c, BLOCK_M, BLOCK_C)
-        k = load_rows(k_ptr + c, start, k_t, valid, D - c, BLOCK_M, BLOCK_C)
-        s += tl.sum(q.to(tl.float32) * rat_states(a, k, chunk, BLOCK_M), 1)
-        v = load_rows(v_ptr + c, start, v_t, valid, D - c, BLOCK_M, BLOCK_C)
-        do = load_rows(do_ptr + at + c, start, o_t, valid, D - c, BLOCK_M, BLOCK_C)
-        dp += tl.sum(do.to(tl.float32) * rat_states(a, v, chunk, BLOCK_M), 1)
+        a = forget_gate(g_ptr + c, bias_ptr + c, start, g_t, valid, D - c, BLOCK_C)
+        q = load_rows(q_ptr + c, start, q_t, valid, D - c, BLOCK_C)
+        k = load_rows(k_ptr + c, start, k_t, valid, D - c, BLOCK_C)
+        s += tl.sum(q.to(tl.float32) * rat_states(a, k, chunk), 1)
+        v = load_rows(v_ptr + c, start, v_t, valid, D - c, BLOCK_C)
+        dy = load_rows(dy_ptr + at + c, start, o_t, valid, D - c, BLOCK_C)
+        dp += tl.sum(dy.to(tl.float32) * rat_states(a, v, chunk), 1)
     per_row = (b * H + h) * T + rows
     p = tl.exp(s * scale - tl.load(lse_ptr + per_row, mask=valid, other=float("inf")))
     ds = p * (dp - tl.load(delta_ptr + per_row, mask=valid, other=0.0)) * scale
@@ -603,37 +598,35 @@ def rat_own_kernel(
     for c in range(0, D, BLOCK_C):
         d = c + tl.arange(0, BLOCK_C)
         mask = is_end[:, None] & (d < D)[None, :]
-        a = forget_gate(g_ptr + c, bias_ptr + c, start, g_t, valid, D - c, BLOCK_M, BLOCK_C)
-        next_a = forget_gate(g_ptr + c, bias_ptr + c, start + 1, g_t, goes_on, D - c,
-                             BLOCK_M, BLOCK_C)
+        a = forget_gate(g_ptr + c, bias_ptr + c, start, g_t, valid, D - c, BLOCK_C)
+        next_a = forget_gate(g_ptr + c, bias_ptr + c, start + 1, g_t, goes_on, D - c, BLOCK_C)
         next_a = tl.where(goes_on[:, None], next_a, 0.0)
-        q = load_rows(q_ptr + c, start, q_t, valid, D - c, BLOCK_M, BLOCK_C)
-        k = load_rows(k_ptr + c, start, k_t, valid, D - c, BLOCK_M, BLOCK_C)
+        q = load_rows(q_ptr + c, start, q_t, valid, D - c, BLOCK_C)
+        k = load_rows(k_ptr + c, start, k_t, valid, D - c, BLOCK_C)
         dsk = tl.load(dk_ends_ptr + e + d[None, :], mask=mask, other=0.0).to(tl.float32)
         dsk += ds[:, None] * q.to(tl.float32)  # scale ds_t q_t + dK of the end
-        sk, dk, dg = rat_states_backward(a, next_a, k, dsk, chunk, BLOCK_M)
-        store_rows(dq_ptr + at + c, start, o_t, end, D - c, ds[:, None] * sk, BLOCK_M, BLOCK_C)
-        store_rows(dk_ptr + at + c, start, o_t, end, D - c, dk, BLOCK_M, BLOCK_C)
-        do = load_rows(do_ptr + at + c, start, o_t, valid, D - c, BLOCK_M, BLOCK_C)
-        v = load_rows(v_ptr + c, start, v_t, valid, D - c, BLOCK_M, BLOCK_C)
+        sk, dk, dg = rat_states_backward(a, next_a, k, dsk, chunk)
+        store_rows(dq_ptr + at + c, start, o_t, end, D - c, ds[:, None] * sk)
+        store_rows(dk_ptr + at + c, start, o_t, end, D - c, dk)
+        dy = load_rows(dy_ptr + at + c, start, o_t, valid, D - c, BLOCK_C)
+        v = load_rows(v_ptr + c, start, v_t, valid, D - c, BLOCK_C)
         dsv = tl.load(dv_ends_ptr + e + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        dsv += p[:, None] * do.to(tl.float32)  # p_t do_t + dV of the end
-        _, dv, dg_v = rat_states_backward(a, next_a, v, dsv, chunk, BLOCK_M)
-        store_rows(dv_ptr + at + c, start, o_t, end, D - c, dv, BLOCK_M, BLOCK_C)
-        store_rows(dg_ptr + at + c, start, o_t, end, D - c, dg + dg_v, BLOCK_M, BLOCK_C)
+        dsv += p[:, None] * dy.to(tl.float32)  # p_t dy_t + dV of the end
+        _, dv, dg_v = rat_states_backward(a, next_a, v, dsv, chunk)
+        store_rows(dv_ptr + at + c, start, o_t, end, D - c, dv)
+        store_rows(dg_ptr + at + c, start, o_t, end, D - c, dg + dg_v)
 
 
-# -------------------------------------------------------------------------------------------------
-# the memory layout that the kernels need
+# ---- the memory layout that the kernels need ----
 
 def strides(*tensors):
-    """Strides of all dimensions but the last, of each tensor; 0 where there is only one."""
+    """The tensors' strides, but the last; 0 where a dimension is 1."""
     return [s if n > 1 else 0 for x in tensors for n, s in zip(x.shape[:-1], x.stride())]
 
 
 def aligned(x):
-    """x (B, H, T, D) if its strides and D are multiples of 16 and its start of 16 bytes; else a
-    copy, D padded with zeros."""
+    """x (B, H, T, D) if its strides and D are multiples of 16 and its start of 16 bytes; else
+    a copy, D padded with zeros."""
     D = x.size(-1)
     if (x.stride(-1) == 1 and D % 16 == 0 and x.data_ptr() % 16 == 0
             and all(s % 16 == 0 for s in strides(x))):
@@ -649,7 +642,7 @@ def cropped(x, D):
 
 
 def summed_over_groups(x, G, D):
-    """x (B, H, T, at least D) summed over the query heads that share a key head: (B, G, T, D)."""
+    """x (B, H, T, at least D) summed over query heads that share a key head: (B, G, T, D)."""
     if x.size(1) == G:
         return cropped(x, D)
     total = x[..., :D].unflatten(1, (G, -1)).sum(2)
@@ -661,8 +654,7 @@ def tokens_first(x, D):
     return x.transpose(1, 2)[..., :D]
 
 
-# -------------------------------------------------------------------------------------------------
-# tile sizes: the largest that tests/compile_kernels.py accepts (no or few register spills)
+# ---- tile sizes: the largest that tests/compile_kernels.py accepts (no or few spills) ----
 
 # (BLOCK_M, BLOCK_N, warps, stages) for each of HEAD_SIZES, by (large blocks, float32)
 TILES = {
@@ -691,7 +683,7 @@ TILES = {
 
 @functools.cache
 def has_large_blocks(device):
-    """Whether a block may use 160 KB of shared memory (sm_80, sm_90); else 64 KB must do."""
+    """Whether a block may use 160 KB of shared memory (sm_80, sm_90), not 64 KB."""
     if device.type != "cuda":
         return True  # the interpreter
     properties = torch.cuda.get_device_properties(device)
@@ -700,8 +692,8 @@ def has_large_blocks(device):
 
 
 def tile_options(name, block, dtype, large):
-    """Tiles and warps for head size `block` of a kernel of attend ("forward", "dq", "dkv") or rat
-    ("rat" is its forward, "gate", "ends", "own")."""
+    """Tiles and warps of attend's ("forward", "dq", "dkv") and rat's kernels ("rat": forward,
+    "gate", "ends", "own") for head size `block`."""
     if name == "gate":
         return dict(BLOCK_M=2048 // block, BLOCK_D=block, num_warps=4)
     if name in ("ends", "own"):
@@ -725,11 +717,10 @@ def scan_options(chunk):
     return dict(BLOCK_T=block, BLOCK_C=channels, num_warps=4)
 
 
-# -------------------------------------------------------------------------------------------------
-# the operators, as kernels.py calls them
+# ---- the operators, as kernels.py calls them ----
 
 def mask_arguments(q_pos, k_pos, slopes, lse):
-    """What the kernels take for the mask: (pointers, batch strides of the positions, biased)."""
+    """The kernels' arguments for the mask: pointers, the positions' batch strides, biased."""
     if q_pos is None:  # PLAIN: nothing is read
         q_pos = k_pos = torch.empty(0, dtype=torch.int32, device=lse.device)
     pos = [p.contiguous() for p in (q_pos, k_pos)]
@@ -751,8 +742,8 @@ def attend(q, k, v, q_pos, k_pos, slopes, window):
 
 
 def attend_gradients(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window, scale):
-    """dq (B, H, Tq, D), dk, dv (B, H, Tk, D) of each query head, and delta (B, H, Tq). All tensors
-    are aligned."""
+    """dq (B, H, Tq, D), dk, dv (B, H, Tk, D) of each query head, and delta (B, H, Tq), of
+    aligned tensors."""
     (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
     lse = lse.contiguous()         # the kernels count on it
     dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
@@ -816,7 +807,7 @@ def scan_backward(dh, g, h, chunk, h0):
 
 
 def recurrence(g, x, h0, reverse=False, overwrite=False):
-    """kernels.recurrence, h0 = None, for g (N, L, C), x (2, N, L, C), by the kernels of scan."""
+    """kernels.recurrence for g (N, L, C), x (2, N, L, C) from zero, by scan's kernels."""
     rows, L = x.flatten(0, 1), x.size(-2)
     g = g.repeat(2, 1, 1)
     h = scan_backward(rows, g, rows, L, None)[1] if reverse else scan(g, rows, L, None)
@@ -824,7 +815,7 @@ def recurrence(g, x, h0, reverse=False, overwrite=False):
 
 
 def rat_fits(q, chunk):
-    """Whether a chunk fits into a tile of rat's kernels; if not, a line on stderr says so."""
+    """Whether a chunk fits into a tile of rat's kernels; a line on stderr if not."""
     longest = launch_options("rat", q)["BLOCK_M"]
     if chunk > longest:
         kernels.announce(f"rat: chunks of {chunk} tokens, more than {longest}, are not fused: "
@@ -833,8 +824,8 @@ def rat_fits(q, chunk):
 
 
 def rat_inputs(q, k, v, g, z, bias, cos, sin):
-    """What the kernels read, with one head size: rotated q, then q, k, v, g, z as (B, heads, T, D),
-    and bias (H, D)."""
+    """What the kernels read, with one head size: rotated q, then q, k, v, g, z as
+    (B, heads, T, D), and bias (H, D)."""
     D = q.size(-1)
     bias = F.pad(bias.reshape(-1, D), (0, -D % 16)).contiguous()
     tensors = rotated(q, cos, sin), q, k, v, g, z
@@ -842,9 +833,9 @@ def rat_inputs(q, k, v, g, z, bias, cos, sin):
 
 
 def rat_ends(k, v, g, bias, D, chunk, cos, sin):
-    """The states at the ends of all chunks, k_ends, v_ends (B, n, H, D), and what attention reads
-    of them, all but the last: rotated keys, and values, both (B, H, n - 1, D). k, v, g and bias
-    are of rat_inputs."""
+    """The states at the ends of all chunks, k_ends, v_ends (B, n, H, D), and what attention
+    reads, all but the last: rotated keys, and values, (B, H, n - 1, D). k, v, g and bias are
+    of rat_inputs."""
     B, H, T, _ = v.shape
     ends = [heads_like(v, B, H, -(-T // chunk), v.size(-1), torch.float32) for _ in range(2)]
     options = launch_options("ends", v)
@@ -883,26 +874,26 @@ def rat_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin):
     keys, values = rat_ends(k, v, g, bias, D, chunk, cos, sin)[2:]
     # back through the output gate
     out, dout = (aligned(x.transpose(1, 2)) for x in (out, dout))
-    do, y, dz, dq, dk, dv, dg = (heads_like(v, *v.shape) for _ in range(7))
+    dy, y, dz, dq, dk, dv, dg = (heads_like(v, *v.shape) for _ in range(7))
     options = launch_options("gate", v)
     rat_gate_kernel[(triton.cdiv(T, options["BLOCK_M"]) * B * H,)](
-        dout, out, z, do, y, dz, *strides(dout, z, out), T, v.size(-1), H, **options)
+        dout, out, z, dy, y, dz, *strides(dout, z, out), T, v.size(-1), H, **options)
     # attention over the ends
     at = torch.arange(T, device=q.device, dtype=torch.int32)
     drotated, dkeys, dvalues, delta = attend_gradients(
-        rotated_q.repeat(1, H // G, 1, 1), keys, values, y, lse, do, None,
+        rotated_q.repeat(1, H // G, 1, 1), keys, values, y, lse, dy, None,
         at // chunk - 1, at[:keys.size(2)], None, kernels.FAR, D ** -0.5)
     dk_ends = rotated(tokens_first(dkeys, D), *end_tables(T, chunk, cos, sin), back=True)
     dk_ends = aligned(dk_ends.contiguous().transpose(1, 2))
     # attention to the own states, and the recurrence
     options = launch_options("own", v)
     rat_own_kernel[(triton.cdiv(T, options["BLOCK_M"] // chunk * chunk) * B * H,)](
-        q, k, v, g, bias, lse.contiguous(), do, delta, dk_ends, dvalues, dq, dk, dv, dg,
-        *strides(q, k, v, g, dvalues, do), T, v.size(-1), H, G, keys.size(2), chunk, D ** -0.5,
+        q, k, v, g, bias, lse.contiguous(), dy, delta, dk_ends, dvalues, dq, dk, dv, dg,
+        *strides(q, k, v, g, dvalues, dy), T, v.size(-1), H, G, keys.size(2), chunk, D ** -0.5,
         **options)
-    drotated, dq, dk, dv, dg, dz = (tokens_first(x, D) for x in (drotated, dq, dk, dv, dg, dz))
+    *shared, dv, dg, dz = (tokens_first(x, D) for x in (drotated, dq, dk, dv, dg, dz))
     # heads of a group share q and k
-    drotated, dq, dk = (by_group(x, G).sum(2, dtype=torch.float32) for x in (drotated, dq, dk))
+    drotated, dq, dk = (by_group(x, G).sum(2, dtype=torch.float32) for x in shared)
     dq = rotated(drotated, cos, sin, back=True) + dq
     dbias = dg.sum((0, 1), dtype=torch.float32).flatten()
     return *(x.to(v.dtype).contiguous() for x in (dq, dk, dv, dg, dz)), dbias

@@ -48,7 +48,7 @@ def moved(xs, *where):
 
 
 def few(cases, n):
-    """The cases; Triton's interpreter is slow and takes the others after the first n with --full."""
+    """The cases. Triton's interpreter, which is slow, takes all after the first n with --full."""
     marks = pytest.mark.full if INTERPRETED else ()
     return [*cases[:n], *(pytest.param(case, marks=marks) for case in cases[n:])]
 
@@ -99,7 +99,7 @@ LAYOUTS = {"transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3
            "heads expanded": lambda x: x[:, :1].expand(x.shape)}
 
 
-# ---- attend -------------------------------------------------------------------------------------
+# ---- attend ----
 
 def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
     """attend from its definition, with the whole score matrix; finite gradients of empty rows."""
@@ -178,7 +178,7 @@ def compare_attend(function, tensors, arguments, incoming, tolerance):
     return found
 
 
-# ---- scan ---------------------------------------------------------------------------------------
+# ---- scan ----
 
 SCANS = [(T, C, chunk, start) for start in (True, False) for T, C, chunk in (
     (1, 1, 1), (1, 16, 100), (2, 3, 7), (63, 3, 16), (64, 20, 64), (65, 17, 65), (33, 2, 1),
@@ -211,7 +211,7 @@ def compare_scan(function, T, C, chunk, start, tolerance, dtype=torch.float64, d
     assert_close(*results, tolerance, "h dg dx dh0" if start else "h dg dx")
 
 
-# ---- rat ----------------------------------------------------------------------------------------
+# ---- rat ----
 
 # (T, chunk, what has an angle of its own, (B, H, G), D). The interpreter's tiles are 16 rows: there
 # are several of them, of ends too, rows left over, and in the longest case tiles without a mask.

@@ -40,7 +40,7 @@ def small_blocks(monkeypatch):
 PATHS = pytest.mark.parametrize("path", [as_it_is, written_out])
 
 
-# ---- attend -------------------------------------------------------------------------------------
+# ---- attend ----
 
 @where(*PRECISION)
 @pytest.mark.parametrize("number", few(range(len(ATTENDS)), 14))
@@ -144,14 +144,15 @@ def test_attend_backward_over_some_of_the_keys(device, dtype, tolerance):
     q, k, v, out, do = moved((q, k, v, out, do), device, dtype)
     lse = torch.stack([lse, lse], -1).to(device, torch.promote_types(dtype, torch.float32))[..., 0]
     out, at, slopes = LAYOUTS["transposed"](out), *moved((at, slopes), device)
-    parts = [kernels.attend_backward(q, k[:, :, keys], v[:, :, keys], out, lse, do, at, at[keys], slopes)
+    parts = [kernels.attend_backward(q, k[:, :, keys], v[:, :, keys], out, lse, do,
+                                     at, at[keys], slopes)
              for keys in (slice(0, 40), slice(40, 70))]
     dqs, dks, dvs = zip(*parts)
     assert dqs[0].dtype == dtype
     assert_close((sum(dqs), torch.cat(dks, 2), torch.cat(dvs, 2)), want, tolerance, "dq dk dv")
 
 
-# ---- merge --------------------------------------------------------------------------------------
+# ---- merge ----
 
 def merged_halves(cut, q, k, v, q_pos, k_pos, slopes, window):
     """Attention over the keys before `cut` merged with that over the others."""
@@ -190,7 +191,7 @@ def test_merge_of_empty_sides(poison):
     assert abs(dlse_a[3] + dlse_b[3] - 1) < 1e-12 and (0 < da[3]).all() and (da[3] < 1).all()
 
 
-# ---- scan and rat -------------------------------------------------------------------------------
+# ---- scan and rat ----
 
 @where(*PRECISION)
 @pytest.mark.parametrize("case", few(SCANS, 11), ids=str)
@@ -260,7 +261,7 @@ def test_states_are_float32(device, dtype, tolerance):
     assert out.dtype == torch.bfloat16 and abs(out[0, -1, 0, 0].item() - want) < 0.005
 
 
-# ---- the operators ------------------------------------------------------------------------------
+# ---- the operators ----
 
 def operator_calls():
     case = attend_case(0, 9, 11, "shared", 5, True, (2, 4, 2), 8, torch.float32)
@@ -359,7 +360,7 @@ def test_inputs_out_and_lse_are_kept_for_backward():
     assert saved_bytes(kernels.rat, tensors, arguments) == inputs + 2 * 64 * 4 * (8 + 1) * 4
 
 
-# ---- wrong arguments ----------------------------------------------------------------------------
+# ---- wrong arguments ----
 
 Q, TABLE, V = torch.randn(2, 5, 2, 8), torch.randn(5, 8), torch.randn(2, 5, 4, 8)
 RIGHT = {
@@ -413,7 +414,7 @@ def test_the_debug_switch_finds_unsorted_positions(name, pos, message, monkeypat
         run()
 
 
-# ---- in processes of their own ------------------------------------------------------------------
+# ---- in processes of their own ----
 
 USE = """
 import sys, torch
@@ -538,7 +539,7 @@ def test_the_bench_runs(capsys):
     assert "nan" not in out and "inf" not in out
 
 
-# ---- on a GPU, beside the tests above that run there too ----------------------------------------
+# ---- on a GPU, beside the tests above that run there too ----
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk, heads, D", [(1, (1, 2, 1), 64), (16, (2, 4, 2), 128),
