@@ -389,15 +389,25 @@ def prepare(cfg) -> Path:
         with workspace(folder) as temporary:
             meta = write_dataset(temporary / "new", cfg)
             if not already_there(folder, cfg):  # another process may have made it meanwhile
-                if folder.exists():
-                    os.rename(folder, temporary / "old")
-                os.rename(temporary / "new", folder)
+                publish(temporary / "new", folder, temporary / "old")
     except OSError as e:
         raise UserError(f"cannot write {folder}: {e.strerror or e}") from None
     sizes = [f"{s['tokens']:,} tokens ({s['bytes']:,} bytes)" for s in meta["splits"].values()]
     print(f"{folder}: train {sizes[0]}, val {sizes[1]}, vocabulary {meta['vocab_size']:,}, "
           f"{meta['skipped']} documents skipped, {time.monotonic() - start:.1f} s")
     return folder
+
+
+def publish(new, folder, old):
+    """Renames the finished folder into its place. A signal in between brings the old one back."""
+    try:
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(new, folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            os.rename(old, folder)
+        raise
 
 
 def check_settings(cfg):

@@ -847,3 +847,18 @@ def test_a_closed_pipe_is_quiet(code):
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(30) == 141
+
+
+def test_a_stop_between_the_renames_brings_the_old_set_back(tmp_path, docs, monkeypatch):
+    source = write_docs(tmp_path / "docs", docs)
+    folder = make(tmp_path, dataset=source, name="set")
+    before, rename = tree(folder), os.rename
+
+    def stopped(a, b):
+        if Path(a).name == "new":
+            raise KeyboardInterrupt
+        rename(a, b)
+    monkeypatch.setattr(os, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, dataset=source, name="set", overwrite=True)
+    assert tree(folder) == before
