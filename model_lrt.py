@@ -95,7 +95,7 @@ class Config(BaseConfig):
     norm_eps: float = 1e-5  # RMSNorm's epsilon
 
     # options that change how a model is trained and prefilled, not what its weights mean
-    SAME_FUNCTION = ("train_path", "subsets", "chunk", "prefill")
+    RESUME_OVERRIDES = ("train_path", "subsets", "chunk", "prefill")
     # removed options, with the value that is left of each
     RETIRED = dict(state="lag", lag=1, replace=False, value_embeddings=True, x0_mixing=True,
                    layer_scale=False, gated_attention=False, value_residual=False,

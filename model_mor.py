@@ -86,10 +86,10 @@ class Config(BaseConfig):
     paper_flops: bool = False    # max_flops counts as the paper: the forward, no head, no routers
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
-    SOURCES = ("gpt",)           # models whose weights init_from converts
-    SAME_FUNCTION = ("paper_flops",)    # resuming may change it, as it may fast
-    STAGES = ("exit_loop", "aux_weight", "capacity_warmup", "balance_weight", "balance_rate",
-              "z_loss")          # what a later stage of training may change
+    CONVERTS_FROM = ("gpt",)     # models whose weights init_from converts
+    RESUME_OVERRIDES = ("paper_flops",)     # keys that resuming may change, beside fast
+    FINETUNE_OVERRIDES = ("exit_loop", "aux_weight", "capacity_warmup", "balance_weight",
+                          "balance_rate", "z_loss")     # keys that finetuning may change
 
     def __post_init__(self):
         super().__post_init__()

@@ -71,8 +71,8 @@ class Config(BaseConfig):
     tie_embeddings: bool = True  # the head is the embedding matrix
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
-    SOURCES = ("gpt",)           # models whose weights init_from converts
-    STAGES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")    # may change later
+    CONVERTS_FROM = ("gpt",)     # models whose weights init_from converts
+    FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
     RETIRED = {"norm_init": "avg", "window": 0}     # keys of older checkpoints: their value now
 
     def __post_init__(self):

@@ -78,7 +78,7 @@ class Config(BaseConfig):
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
 
-    SAME_FUNCTION = ("schedule", "chunk", "cuda_graphs")    # a resumed run may change these
+    RESUME_OVERRIDES = ("schedule", "chunk", "cuda_graphs")
     RETIRED = {"norm": "rms"}       # keys of old checkpoints: what they must have been
 
     def __post_init__(self):

@@ -142,8 +142,8 @@ def starting_point(given, yaml):
 
     From scratch they are the YAML file's. On resume and eval_only they are the run's own, from its checkpoint: where
     a file named on the command line differs, that is said. With init_from the weights bring the model's own fields;
-    only block_size, dropout and what its Config calls STAGES may come from a file that was named. A model that converts
-    another's weights takes the fields that both have from them, the rest from the file.
+    only block_size, dropout and its Config.FINETUNE_OVERRIDES may come from a file that was named. A model that
+    converts another's weights takes the fields that both have from them, the rest from the file.
     """
     asked = {**asdict(TrainConfig()), **yaml, **given}
     for key in ("model", "run", "out_dir", "init_from"):
@@ -163,8 +163,9 @@ def starting_point(given, yaml):
         named = {**(yaml if "config" in given else {}), **given}
         ckpt = load_initial(asked["init_from"])
         ckpt = as_weights_of(named.get("model", ckpt["model"]), ckpt)
-        stages = {"block_size", "dropout", *getattr(model_module(ckpt["model"]).Config, "STAGES", ())}
-        kept = {"fast"} | (stages & yaml.keys() if "config" in given else set())
+        config = model_module(ckpt["model"]).Config
+        free = {"block_size", "dropout", *getattr(config, "FINETUNE_OVERRIDES", ())}
+        kept = {"fast"} | (free & yaml.keys() if "config" in given else set())
         fields_of_weights = {k: v for k, v in ckpt["model_config"].items() if k not in kept}
         return {**yaml, **fields_of_weights, "model": ckpt["model"]}, ckpt
     return yaml, None
@@ -176,12 +177,12 @@ def same_model(name, ckpt):
 
 
 def as_weights_of(name, ckpt):
-    """A checkpoint as the start of model `name`: its own, or that of a model which it can convert (its Config.SOURCES),
-    with the fields both have; make_model then converts the weights."""
+    """A checkpoint as the start of model `name`: its own, or that of a model in its Config.CONVERTS_FROM, with the fields
+    both have; make_model then converts the weights."""
     if name == ckpt["model"]:
         return ckpt
     config = model_module(name).Config
-    if ckpt["model"] not in getattr(config, "SOURCES", ()):
+    if ckpt["model"] not in getattr(config, "CONVERTS_FROM", ()):
         same_model(name, ckpt)
     shared = {f.name for f in fields(config)} & ckpt["model_config"].keys()
     for key, value in getattr(config, "RETIRED", {}).items():
@@ -283,9 +284,9 @@ def make_model(cfg, model_fields, ckpt, vocab_size, given):
     if (trained_on(ckpt) == COMPRESSION) != (cfg.dataset == COMPRESSION):
         raise UserError(f"dataset={cfg.dataset}, but the weights are of {trained_on(ckpt) or 'another source'}: only "
                         f"{COMPRESSION} has a decoder for a head")
-    free = {"fast", "dropout", *getattr(module.Config, "SAME_FUNCTION", ())}
+    free = {"fast", "dropout", *getattr(module.Config, "RESUME_OVERRIDES", ())}
     if not cfg.resume:
-        free |= {"block_size", *getattr(module.Config, "STAGES", ())}
+        free |= {"block_size", *getattr(module.Config, "FINETUNE_OVERRIDES", ())}
     for key, old in ckpt["model_config"].items():
         if key not in free and asdict(model_cfg).get(key) != old:
             raise UserError(f"{key}={asdict(model_cfg).get(key)}, but the checkpoint's model has {key}={old}")
