@@ -3,13 +3,13 @@ RAT: recurrence inside chunks, attention across them.
 
 Attention reads every past token and pays for each; a gated linear recurrence reads one
 state and forgets. RAT cuts the sequence into chunks of L tokens: inside a chunk a
-recurrence sums keys and values up, across chunks attention reads their final states.
+recurrence accumulates keys and values, across chunks attention reads their final states.
 For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
     z, g, v, q, k = W_in u     z, g, v of width C; q, k of G heads: head h uses h % G
-    g = sigmoid(g + b_g)       forget gate of each channel, for keys and values
-    k~_{c,l} = g k~_{c,l-1} + (1 - g) k_{c,l}
-    v~_{c,l} = g v~_{c,l-1} + (1 - g) v_{c,l}      zero before a chunk's first token
+    a = sigmoid(g + b_g)       forget gate of each channel, for keys and values
+    k~_{c,l} = a k~_{c,l-1} + (1 - a) k_{c,l}
+    v~_{c,l} = a v~_{c,l-1} + (1 - a) v_{c,l}      zero before a chunk's first token
     y_{c,l}  = attention of q to the final states k~_{0,L-1}, ..., k~_{c-1,L-1} of
                earlier chunks and its own k~_{c,l}, with their v~, in one softmax
     out      = x + W_o (sigmoid(z) * y)
@@ -22,18 +22,21 @@ attend to for L = 4 (e: final state of a chunk, s: own state):
     query 5                 e |     s         |
     query 10                e |             e |         s
 
-fast=false is a loop over tokens and one softmax, as above. fast=true: in training and
-prefill `kernels.rat` does all of it. After a cache, `scan` is the recurrence, `attend`
-the attention to final states, and `merge` adds the own state.
+fast=false is a loop over tokens and one softmax, as above. fast=true: `kernels.rat` does
+all of it in training and in a first prefill of equally long rows. In later prefills
+`scan` is the recurrence, `attend` the attention to final states, and `merge` adds the own
+state. A decode step calls torch's fused attention once.
 
-L = 1 is attention with keys and values scaled by 1 - g; L = T is a gated linear RNN. To
+L = 1 is attention with keys and values scaled by 1 - a; L = T is a gated linear RNN. To
 compare with, in the same model:
 
     mixer=rnn         v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~)
     mixer=attention   softmax attention with RoPE
     swa=1024          odd layers attend to the token and 1,024 before it (RAT-SWA)
     reversed=true     attention y inside chunks; across (Appendix C.1), in place of y,
-                      h_{c,l} = g h_{c-1,L-1} + (1 - g) y_{c,l}
+                      h_{c,l} = a h_{c-1,L-1} + (1 - a) y_{c,l}
+
+Dropout is on embeddings and residual branches. rat, rnn and reversed ignore n_kv_head.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416), github.com/CLAIRE-Labo/RAT.
 Departures from its code: the fused operator; decoding works from the first token on;
@@ -50,8 +53,8 @@ import torch.nn as nn
 
 import kernels
 from model_gpt import (MLP, Attention, BaseConfig, KVCache, LanguageModel, RMSNorm, apply_rope,
-                       attention_bias, attention_fast, attention_naive, choice, compute_dtype,
-                       mlp_width, rope_tables)
+                       attention_bias, attention_fast, attention_naive, choice, init_weights,
+                       mlp_width, rope_tables, upcast)
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Config(BaseConfig):
     swa: int = 0                 # > 0: odd layers attend to so many tokens before
     qk_groups: int = 0           # G (0: 2, or 1 where n_head is odd)
     gate_rank: int = 0           # rank of z and g (0: full; reversed: z alone, 0: head_dim)
-    pos: str = choice("chunk", "rope", "nope")  # RoPE's count; swa: by token
+    pos: str = choice("chunk", "rope", "nope")  # rat's RoPE: by chunk | token | none
     rope_theta: float = 10000.0  # RoPE's base
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")         # nonlinearity of the MLP
@@ -95,11 +98,6 @@ class Config(BaseConfig):
 
 # ---- recurrence inside chunks, attention across them ----
 
-def wide(x):
-    """x in float32, or float64 where it is that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def recurrence_naive(gate, x, state):
     """h_t = gate_t h_{t-1} + x_t. gate, x, h (B, T, C), state h_{-1} (B, C)."""
     states = []
@@ -112,21 +110,22 @@ def recurrence_naive(gate, x, state):
 def read_naive(q, k_own, v_own, k_ends, v_ends, chunk_of):
     """One softmax over the final states of chunks before the query's and its own state.
     q, k_own, v_own (B, H, T, D), k_ends, v_ends (B, H, n, D), chunk_of (B or 1, T)."""
-    number = torch.arange(k_ends.size(2), device=q.device)
-    s_ends = wide(q) @ wide(k_ends).transpose(-2, -1)  # (B, H, T, n)
-    s_ends = s_ends.masked_fill(number >= chunk_of[:, None, :, None], -math.inf)
-    s_own = (wide(q) * k_own).sum(-1, keepdim=True)  # (B, H, T, 1)
-    p = (torch.cat([s_ends, s_own], -1) / math.sqrt(q.size(-1))).softmax(-1)
-    return (p[..., :-1] @ wide(v_ends) + p[..., -1:] * v_own).to(q.dtype)
+    later = torch.arange(k_ends.size(2), device=q.device) >= chunk_of[..., None]
+    s_ends = upcast(q) @ upcast(k_ends).mT    # (B, H, T, n)
+    s_ends = s_ends.masked_fill(later[:, None], -math.inf)
+    s_own = (upcast(q) * k_own).sum(-1, keepdim=True)    # (B, H, T, 1)
+    p = torch.cat([s_ends, s_own], -1) / math.sqrt(q.size(-1))
+    p_ends, p_own = p.softmax(-1).tensor_split([-1], -1)
+    return (p_ends @ upcast(v_ends) + p_own * v_own).to(q.dtype)
 
 
 def read_fast(q, k_own, v_own, k_ends, v_ends, chunk_of):
-    """The same: attention to final states, merged with attention to the own state. A softmax
-    over one key is 1, and its log-sum-exp is the score."""
-    q_pos = (chunk_of - 1).int().squeeze(0)  # (T,) or (B, T)
+    """The same: attention to final states, merged with attention to the own state. A
+    softmax over one key is 1, and its log-sum-exp is the score."""
+    q_pos = (chunk_of - 1).int().squeeze(0)    # (T,) or (B, T)
     k_pos = torch.arange(k_ends.size(2), dtype=torch.int32, device=q.device)
     y, lse = kernels.attend(q, k_ends.to(q.dtype), v_ends.to(q.dtype), q_pos, k_pos)
-    s_own = (wide(q) * k_own).sum(-1) / math.sqrt(q.size(-1))  # (B, H, T)
+    s_own = (upcast(q) * k_own).sum(-1) / math.sqrt(q.size(-1))    # (B, H, T)
     return kernels.merge(y, lse, v_own.to(q.dtype), s_own)[0]
 
 
@@ -177,8 +176,8 @@ class RAT(nn.Module):
         if cfg.fast and context.start == 0 and context.padding is None:
             return self.wo(self.fused(q, k, v, g, z, rope, cache))
         copies = cfg.n_head // cfg.qk_groups    # head h uses number h % G
-        kv = wide(torch.cat([k] * copies + [v], -1))    # (B, T, 2 C)
-        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
+        kv = upcast(torch.cat([k] * copies + [v], -1))    # (B, T, 2 C)
+        gate = torch.sigmoid(upcast(g) + self.gate_bias)
         gate = torch.cat([gate, gate], -1)    # the same for k and v
         kv = running_state(gate, kv, layer, context, restart=context.starts_chunk)
         heads = torch.cat([q] * copies, -1), *kv.chunk(2, -1)    # q, k~, v~
@@ -189,15 +188,15 @@ class RAT(nn.Module):
         return self.wo(torch.sigmoid(z) * y.transpose(1, 2).flatten(2))
 
     def read(self, q, k, v, context, cache):
-        """y of q, k~, v~, all (B, H, T, D). The cache has a slot for each chunk. A single
-        token puts its own state there, and attends to the slots so far."""
+        """y of q, k~, v~, all (B, H, T, D). The cache has a slot for each chunk. A decode
+        step writes its own state there and attends to the slots so far."""
         L, c, T = self.cfg.chunk, context.chunk_of, q.size(2)
         if cache is None:
             k_ends, v_ends = k[:, :, L - 1::L], v[:, :, L - 1::L]
         elif self.cfg.fast and T == 1:
             cache.write(k, v, c, context.padding)
-            last = None if context.padding is None else c
-            return cache.attend_one(q, context.start // L + 1, last)
+            n = min(context.start // L + 1, cache.R)   # not the spare one
+            return cache.attend_one(q, n, None if context.padding is None else c)
         else:
             cache.write(k, v, c, ~context.ends_chunk)
             n = min((context.start + T) // L + 1, cache.R)
@@ -206,12 +205,12 @@ class RAT(nn.Module):
         return read(q, k, v, k_ends, v_ends, c)
 
     def fused(self, q, k, v, g, z, rope, cache):
-        """sigmoid(z) * y (B, T, C) by one operator. It also returns k~ and v~ (B, n, H, D) at
-        the ends of chunks, before RoPE; the last chunk may be unfinished."""
+        """sigmoid(z) * y (B, T, C) by one operator. It also returns k~ and v~ at the ends
+        of chunks (B, n, H, D), before RoPE; the last chunk may be unfinished."""
         L, T, D = self.cfg.chunk, z.size(1), self.cfg.head_dim
         cos, sin = (table[0, 0] for table in rope) if rope else (None, None)
         heads = (x.unflatten(-1, (-1, D)) for x in (q, k, v, g, z))
-        y, *ends = kernels.rat(*heads, wide(self.gate_bias), L, cos, sin)
+        y, *ends = kernels.rat(*heads, upcast(self.gate_bias), L, cos, sin)
         if cache is not None:
             cache.state.copy_(torch.cat([x[:, -1] for x in ends], 1).flatten(1))
             k, v = (x[:, :T // L].transpose(1, 2) for x in ends)
@@ -233,10 +232,9 @@ class RNN(nn.Module):
         self.wo = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
     def forward(self, u, layer, context):
-        """u (B, T, C), normed -> (B, T, C)."""
         z, g, v = self.w_in(u).chunk(3, -1)
-        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
-        v = running_state(gate, wide(v), layer, context)
+        gate = torch.sigmoid(upcast(g) + self.gate_bias)
+        v = running_state(gate, upcast(v), layer, context)
         return self.wo(torch.sigmoid(z) * v.to(z.dtype))
 
 
@@ -254,18 +252,16 @@ class Reversed(nn.Module):
         self.wo = nn.Linear(C, C, bias=False)
 
     def forward(self, u, layer, context):
-        """u (B, T, C), normed -> (B, T, C)."""
-        cfg, cache = self.cfg, context.caches[layer]
+        cfg = self.cfg
         z, g, v, k, q = self.w_in(u).split(self.widths, -1)
         q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2) for x in (q, k, v))
         y = context.attend(layer, q.expand(v.shape), k, v)    # (B, H, T, D)
-        y = wide(y.transpose(1, 2).flatten(2))    # (B, T, C)
-        gate = torch.sigmoid(wide(g) + wide(self.gate_bias))
-        h0 = torch.zeros_like(y[:, 0]) if cache is None else cache.state.clone()
-        moving = torch.where(context.ends_chunk[..., None], gate, 1)    # else h stays
-        states = running_state(moving, y, layer, context)
-        before = torch.cat([h0[:, None], states[:, :-1]], 1)    # h_{c-1,L-1}
-        h = gate * before + (1 - gate) * y
+        y = upcast(y.transpose(1, 2).flatten(2))    # (B, T, C)
+        gate = torch.sigmoid(upcast(g) + self.gate_bias)
+        ends = context.ends_chunk[..., None]
+        # h of the last end of a chunk: gate 1 keeps it until the next
+        states = running_state(torch.where(ends, gate, 1), y, layer, context)
+        h = torch.where(ends, states, gate * states + (1 - gate) * y)
         return self.wo(torch.sigmoid(self.w_z(z)) * h.to(z.dtype))
 
 
@@ -280,7 +276,7 @@ class LayerCache:
     (B, width) in float32. The spare slot R takes padding and is never read."""
 
     def __init__(self, zeros, heads, R, width, D):
-        self.R, self.state = R, wide(zeros(width))
+        self.R, self.state = R, upcast(zeros(width))
         self.k, self.v = zeros(heads, R + 1, D), zeros(heads, R + 1, D)
 
     def write(self, k, v, slots, spare=None):
@@ -289,30 +285,25 @@ class LayerCache:
             slots = slots.masked_fill(spare, self.R)
         rows = torch.arange(len(k), device=k.device)[:, None]
         for buffer, new in ((self.k, k), (self.v, v)):
-            new = new.to(buffer.dtype)
-            if len(slots) == 1:    # rows are alike: faster
-                buffer.index_copy_(2, slots[0], new)
-            else:
-                buffer[rows, :, slots] = new.transpose(1, 2)
+            buffer[rows, :, slots] = new.transpose(1, 2).to(buffer.dtype)
 
-    def attend_one(self, q, n, last=None):
-        """Attention of q (B, H, 1, D) to the first n slots, or up to slot last (B, 1)."""
-        k, v = self.k[:, :, :n].to(q.dtype), self.v[:, :, :n].to(q.dtype)
-        if last is None:
-            return attention_fast(q, k, v, None)
-        bias = attention_bias(last, torch.arange(n, device=q.device), dtype=q.dtype)
+    def attend_one(self, q, n, last_slot=None):
+        """Attention of q (B, H, 1, D) to the first n slots, or up to last_slot (B, 1)."""
+        k, v, bias = self.k[:, :, :n].to(q.dtype), self.v[:, :, :n].to(q.dtype), None
+        if last_slot is not None:
+            slots = torch.arange(n, device=q.device)
+            bias = attention_bias(last_slot, slots, dtype=q.dtype)
         return attention_fast(q, k, v, bias)
 
     def extend_ring(self, k, v, pos, end, n):
-        """Write k, v to a ring: token t to slot t % R. Returns the n tokens before and these:
-        keys, values and positions."""
+        """Write k, v to a ring: token t to slot t % R. Returns the n tokens before and
+        these: keys, values (B, heads, n + T, D) and positions."""
         R, old = self.R, pos[:, :1] + torch.arange(-n, 0, device=pos.device)
         rows = torch.arange(len(k), device=k.device)[:, None]
-        k_old, v_old = (x[rows, :, old % R].transpose(1, 2) for x in (self.k, self.v))
+        before = [x[rows, :, old % R].transpose(1, 2) for x in (self.k, self.v)]
         # of more than R tokens only the last, and no padding
         self.write(k, v, pos % R, (pos < end - R) | (pos >= end))
-        k = torch.cat([k_old.to(k.dtype), k], 2)  # (B, heads, n + T, D)
-        v = torch.cat([v_old.to(v.dtype), v], 2)
+        k, v = (torch.cat([a.to(b.dtype), b], 2) for a, b in zip(before, (k, v)))
         return k, v, torch.cat([torch.where(old < 0, EMPTY_SLOT, old), pos], 1)
 
 
@@ -322,8 +313,9 @@ class Cache(KVCache):
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         C, H, G, L = cfg.n_embd, cfg.n_head, cfg.n_kv_head, cfg.chunk
         sizes = dict(    # heads, R, width of the state
-            rat=(H, math.ceil(max_len / L), 2 * C), rnn=(0, 0, C), attention=(G, max_len, 0),
-            swa=(G, min(cfg.swa + 1, max_len), 0), reversed=(H, min(L, max_len), C))
+            rat=(H, math.ceil(max_len / L), 2 * C), rnn=(0, 0, C),
+            attention=(G, max_len, 0), swa=(G, min(cfg.swa + 1, max_len), 0),
+            reversed=(H, min(L, max_len), C))
         zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
         with torch.inference_mode(False):    # so that calls outside may write too
             self.layers = [LayerCache(zeros, *sizes[cfg.kind(layer)], cfg.head_dim)
@@ -338,20 +330,20 @@ class Cache(KVCache):
 class Context:
     """Where the T new tokens stand, and what they attend to."""
 
-    def __init__(self, cfg, x, cache=None, n_valid=None):
-        """x (B, T, C): embeddings, of which length, device and dtype count."""
-        step = torch.arange(x.size(1), device=x.device)
+    def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
+        """x (B, T, C): the new tokens' embeddings."""
+        offset = torch.arange(x.size(1), device=x.device)
         self.cfg, self.caches = cfg, cache.layers if cache else [None] * cfg.n_layer
         self.start = 0          # tokens before, in the row that has most
         self.padding = None     # (B, T), or None where all rows are alike
-        self.pos, self.end = step[None], x.size(1)    # (B or 1, T)
+        self.pos, self.end = offset[None], x.size(1)    # (B or 1, T)
         if cache is not None:
             self.start = cache.longest
             cache.place(x.size(1), n_valid)
             rows = slice(None if cache.ragged else 1)
             before, new = cache.lengths[rows, None], cache.new[rows, None]
-            self.pos, self.end = before + step, before + new
-            self.padding = step >= new if cache.ragged else None
+            self.pos, self.end = before + offset, before + new
+            self.padding = offset >= new if cache.ragged else None
         self.chunk_of, l = self.pos // cfg.chunk, self.pos % cfg.chunk
         self.starts_chunk = (l == 0) & (self.pos < self.end)    # not at padding
         self.ends_chunk = (l == cfg.chunk - 1) & (self.pos < self.end)
@@ -376,9 +368,10 @@ class Context:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if cache and cfg.fast and q.size(2) == 1:    # all of a window's ring is visible
             cache.write(k, v, pos % cache.R, self.padding)
-            last = None if self.padding is None else pos
-            last = pos % window if kind == "reversed" else last
-            return cache.attend_one(q, min(self.start + 1, cache.R), last)
+            last_slot = None if self.padding is None else pos
+            if kind == "reversed":    # slots after it may be of the chunk before
+                last_slot = pos % window
+            return cache.attend_one(q, min(self.start + 1, cache.R), last_slot)
         if cache:
             k, v, k_pos = cache.extend_ring(k, v, pos, self.end, min(self.start, cache.R))
         if cfg.fast and kind == "attention" and self.start == 0:
@@ -388,7 +381,7 @@ class Context:
         if cfg.fast:
             pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
             return kernels.attend(q, k, v, pos, k_pos, window=window)[0]
-        bias = attention_bias(pos, k_pos[:, None, None], window, dtype=wide(q).dtype)
+        bias = attention_bias(pos, k_pos[:, None, None], window, dtype=upcast(q).dtype)
         return attention_naive(q, k, v, bias)
 
 
@@ -410,35 +403,16 @@ class Block(nn.Module):
 
 class Model(LanguageModel):
     """The language model, with any of the mixers."""
-
-    context_limit = None    # with RoPE by token, too
+    context_type, cache_type = Context, Cache
+    context_limit = None    # also with pos=rope
 
     def __init__(self, cfg):
         super().__init__(cfg, (Block(cfg, layer) for layer in range(cfg.n_layer)))
-        for p in self.parameters():
-            if p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
-        if cfg.tie_embeddings:
-            self.head.weight = self.wte.weight
-
-    def hidden(self, idx, cache=None, n_valid=None):
-        """idx (B, T) -> the states after the final norm, (B, T, C)."""
-        x = self.drop(self.wte(idx))
-        context = Context(self.cfg, x, cache, n_valid)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, layer, context)
-        if cache is not None:
-            cache.advance()
-        return self.norm(x)
-
-    def init_cache(self, batch_size, max_len):
-        """An empty cache for batch_size rows of up to max_len tokens."""
-        w = self.wte.weight
-        return Cache(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
+        init_weights(self)
 
     def flops_per_token(self):
-        """Operations of a token, forward and backward, at block_size: 6 a weight of each
-        product, 12 C a visible key on average. Recurrences are not counted."""
+        """Floating-point operations of a token, forward and backward, at block_size: 6 a
+        weight of each product, 12 C a visible key on average; none for recurrences."""
         cfg, T, L = self.cfg, self.cfg.block_size, self.cfg.chunk
         matrices = [p for p in self.blocks.parameters() if p.dim() == 2]
         weights = sum(p.numel() for p in matrices) + cfg.vocab_size * cfg.n_embd

@@ -13,12 +13,12 @@ from conftest import ROOT, relative, tiny
 from kernel_cases import Largest, outside_operators
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, tokens
 
-KINDS = {"rat": {}, "token": dict(pos="rope"), "nope": dict(pos="nope"),
-         "shared": dict(qk_groups=1), "full": dict(qk_groups=4), "low rank": dict(gate_rank=5),
+KINDS = {"rat": {}, "token": dict(pos="rope", qk_groups=1), "nope": dict(pos="nope", qk_groups=4, gate_rank=5),
          "rnn": dict(mixer="rnn"), "attention": dict(mixer="attention"), "rat-swa": dict(swa=6),
          "attention-swa": dict(mixer="attention", swa=6), "reversed": dict(reversed=True),
          "reversed nope": dict(reversed=True, gate_rank=3, pos="nope", swa=6)}
-every = pytest.mark.parametrize("kind", KINDS)
+# of those that keep something else in their caches
+cached = pytest.mark.parametrize("kind", ["rat", "token", "rnn", "rat-swa", "attention-swa", "reversed"])
 paths = pytest.mark.parametrize("fast", [True, False])
 
 
@@ -38,8 +38,7 @@ def output(model, u, layer=0):
     return model.blocks[layer].mix(u, layer, model_rat.Context(model.cfg, u))
 
 
-# -------------------------------------------------------------------------------------------------
-# the equations once more, with numbers and loops
+# ---- the equations once more, with numbers and loops ----
 
 def rotated(x, position):
     """x (D,): pairs (i, i + D/2) by position * 10000^(-2i / D)."""
@@ -94,28 +93,15 @@ def reversed_by_hand(cfg, mix, u):
 
 
 @paths
-@pytest.mark.parametrize("chunk", [1, 3, 4, 23, 50])
-@pytest.mark.parametrize("kind", ["rat", "token", "nope", "shared", "full", "low rank",
-                                  "reversed", "reversed nope"])
-def test_the_layer_is_its_equations(kind, chunk, fast):
-    model, mix, u = layer(kind, chunk=chunk, fast=fast)
-    by_hand = reversed_by_hand if model.cfg.reversed else rat_by_hand
-    assert relative(output(model, u)[1], by_hand(model.cfg, mix, u[1]).detach()) < 1e-10
+@pytest.mark.parametrize("kind", ["rat", "token", "nope", "reversed", "reversed nope"])
+def test_the_layer_is_its_equations(kind, fast):
+    for chunk in (1, 4, 23, 50):
+        model, mix, u = layer(kind, chunk=chunk, fast=fast)
+        by_hand = reversed_by_hand if model.cfg.reversed else rat_by_hand
+        assert relative(output(model, u)[1], by_hand(model.cfg, mix, u[1]).detach()) < 1e-10
 
 
-@paths
-def test_one_chunk_of_all_is_the_rnn(fast):
-    """L = T: each token reads its own state alone, whatever q and k are."""
-    model, mix, u = layer(chunk=23, fast=fast)
-    rnn, its, _ = layer("rnn", fast=fast)
-    with torch.no_grad():
-        its.w_in.weight.copy_(torch.cat(mix.w_in.weight.split(mix.widths)[:3]))     # z, g, v
-        its.gate_bias.copy_(mix.gate_bias), its.wo.weight.copy_(mix.wo.weight)
-    assert relative(output(model, u), output(rnn, u)) < 1e-10
-
-
-# -------------------------------------------------------------------------------------------------
-# the plain Transformer
+# ---- the plain Transformer ----
 
 @pytest.mark.parametrize("pos, theirs", [("chunk", "rope"), ("nope", "none")])
 def test_attention_everywhere_is_the_plain_transformer(pos, theirs):
@@ -142,32 +128,46 @@ def test_a_window_is_model_gpts(pos):
         assert [rat(kind).cfg.kind(i) for i in range(4)] == [even, "swa", even, "swa"]
 
 
-# -------------------------------------------------------------------------------------------------
-# caches
+# ---- caches ----
 
-@every
+@pytest.fixture
+def nan_in_spare_slots(monkeypatch):
+    """Before every call: a broken request may have left it there."""
+    init = model_rat.Context.__init__
+
+    def poisoned(self, cfg, x, cache=None, *more):
+        for layer in cache.layers if cache else []:
+            layer.k[:, :, -1], layer.v[:, :, -1] = math.nan, math.nan
+        init(self, cfg, x, cache, *more)
+    monkeypatch.setattr(model_rat.Context, "__init__", poisoned)
+
+
+@cached
 @paths
-def test_decoding_around_the_ends_of_chunks(kind, fast, monkeypatch):
-    """Prompts around multiples of L = 4, past block_size, ragged rows, then single tokens.
-    Positions given to attend ascend (debug); the spare slot, here NaN, is never read; and a
-    cache made in inference mode serves outside of it."""
+def test_decoding_around_the_ends_of_chunks(kind, fast, nan_in_spare_slots, monkeypatch):
+    """Prompts around multiples of L = 4, past block_size, ragged rows, then single tokens. Positions given to
+    attend ascend (debug)."""
     monkeypatch.setattr(kernels, "debug", True)
     model = rat(kind, fast=fast, block_size=16)
-    init_cache = model.init_cache
-
-    def poisoned(*sizes):
-        with torch.inference_mode():
-            cache = init_cache(*sizes)
-        for buffers in cache.layers:
-            buffers.k[:, :, -1], buffers.v[:, :, -1] = math.nan, math.nan
-        return cache
-    monkeypatch.setattr(model, "init_cache", poisoned)
-    for first in (1, 2, 3, 4, 5, 7, 8, 9, 17):
-        assert_cache_is_forward(model, [26, 26], [first] + [1] * (26 - first), 1e-10)
+    for first in (1, 3, 4, 5, 8):
+        assert_cache_is_forward(model, [18, 18], [first] + [1] * (18 - first), 1e-10)
     assert_cache_is_forward(model, [26, 9, 4], [3, 1, 1, 7, 8, 1, 5], 1e-10)
     assert_cache_is_forward(model, [37, 9, 20], [8, 13, 16], 1e-10)
-    assert_cache_is_forward(model, [60, 33], [40] + [1] * 20, 1e-10)
-    assert_cache_is_forward(model.float(), [26, 13], [5] + [1] * 21, 1e-5)
+    assert_cache_is_forward(model.float(), [60, 33], [40] + [1] * 20, 1e-5)
+
+
+@cached
+@paths
+@pytest.mark.parametrize("chunk", [3, 50])
+def test_a_full_row_beside_one_that_goes_on(kind, fast, chunk, nan_in_spare_slots):
+    """The full row's padding has no slot of its own: all are taken (chunk=3), or a chunk and a window are longer
+    than the cache."""
+    model, x = rat(kind, chunk=chunk, fast=fast), tokens(2, 9)
+    cache, one = model.init_cache(2, 9), torch.tensor([0, 1])
+    model(x, cache=cache, n_valid=torch.tensor([9, 4]))
+    got = [model(x[:, t:t + 1], cache=cache, n_valid=one)[0][1] for t in range(4, 8)]
+    got.append(model(x[:, 8:].repeat(1, 3), cache=cache, n_valid=one)[0][1, :1])
+    assert relative(torch.cat(got), model(x[1:])[0][0, 4:]) < 1e-10
 
 
 def test_cache_bytes():
@@ -202,50 +202,6 @@ def test_states_are_float32_under_bfloat16(monkeypatch):
     assert set(dtypes) == {torch.float32} and len(dtypes) > 20
 
 
-@paths
-@pytest.mark.parametrize("splits", [[512], [200, 312], [100] + [1] * 412])
-def test_a_long_chunk_does_not_forget_in_bfloat16(splits, fast):
-    """Gates near 1: a state in bfloat16 stops moving, for 1 - g is below its spacing."""
-    model = rat(chunk=512, block_size=512, n_layer=1, fast=fast)
-    mix = model.blocks[0].mix
-    with torch.no_grad():
-        mix.gate_bias.fill_(6.0)
-        mix.w_in.weight.fill_(0.0)
-        mix.w_in.weight[64:96].copy_(torch.eye(32))         # v = u, g = sigmoid(6), z = 1/2
-        mix.wo.weight.copy_(2 * torch.eye(32))
-        u, cache = torch.ones(1, 512, 32).bfloat16(), model.bfloat16().init_cache(1, 512)
-        for part in u.split(splits, 1):
-            got = mix(part, 0, model_rat.Context(model.cfg, part, cache))[0, -1]
-            cache.advance()
-    want = torch.full((32,), 1 - torch.tensor(6.0).sigmoid().item() ** 512)
-    assert relative(got, want) < 0.01
-    assert relative(cache.layers[0].state[0, 32:], want) < 1e-4
-
-
-@every
-@paths
-def test_a_full_row_beside_one_that_goes_on(kind, fast):
-    """A chunk and a window longer than the cache: the full row's padding has no slot of its own."""
-    model, x = rat(kind, chunk=50, fast=fast), tokens(2, 9)
-    cache, one = model.init_cache(2, 9), torch.tensor([0, 1])
-    model(x, cache=cache, n_valid=torch.tensor([9, 4]))
-    got = [model(x[:, t:t + 1], cache=cache, n_valid=one)[0][1] for t in range(4, 8)]
-    got.append(model(x[:, 8:].repeat(1, 3), cache=cache, n_valid=one)[0][1, :1])
-    assert relative(torch.cat(got), model(x[1:])[0][0, 4:]) < 1e-10
-
-
-@pytest.mark.parametrize("kind", ["rat", "attention", "attention-swa", "reversed"])
-def test_decoding_reads_keys_contiguous_a_head(kind, monkeypatch):
-    strides = []
-    monkeypatch.setattr(model_rat, "attention_fast", lambda q, k, v, bias: (
-        strides.extend([k.stride(2), v.stride(2)]), model_gpt.attention_fast(q, k, v, bias))[1])
-    model = rat(kind)
-    cache = model.init_cache(2, 12)
-    for _ in range(3):
-        model(tokens(2, 1), cache=cache)
-    assert len(strides) >= 8 and set(strides) == {8}, "the head size"
-
-
 def test_a_ring_keeps_the_last(monkeypatch):
     """Of more tokens than slots; no slot but the spare one is written twice: either could win."""
     cfg = rat("attention-swa", swa=3, n_head=1, n_embd=2).cfg
@@ -257,11 +213,10 @@ def test_a_ring_keeps_the_last(monkeypatch):
     ring.extend_ring(x, x, before + torch.arange(11), before + torch.tensor([[11], [6]]), 0)
     want = [[8, 9, 10, 7], [16, 13, 14, 15]]                # row 1: 11 to 16, of tokens 3 to 8
     assert ring.k[:, 0, :4, 0].tolist() == ring.v[:, 0, :4, 1].tolist() == want
-    for row in written:
-        assert sorted(slot for slot in row if slot < 4) == [0, 1, 2, 3]
+    assert all(sorted(slot for slot in row if slot < 4) == [0, 1, 2, 3] for row in written)
 
 
-@every
+@cached
 def test_decoding_does_not_wait_for_the_device(kind):
     """A token a row, in equal and in ragged rows: nothing in the layers asks for values."""
     model, x = rat(kind), tokens(2, 20)
@@ -271,14 +226,13 @@ def test_decoding_does_not_wait_for_the_device(kind):
             model(x[:, :9], cache=cache, n_valid=n_valid)
             h = torch.randn(2, 1, 32, dtype=torch.float64)
             context = model_rat.Context(model.cfg, h, cache)
-            with Largest() as ran:
+            with Ran() as ran:
                 for layer, block in enumerate(model.blocks):
                     h = block(h, layer, context)
         assert not ran.names & {"nonzero", "_local_scalar_dense", "item", "masked_select"}
 
 
-# -------------------------------------------------------------------------------------------------
-# which code runs, and what it costs
+# ---- which code runs, and what it costs ----
 
 def test_the_path_that_was_asked_for_runs(monkeypatch):
     """From the first token: kernels.rat; going on: scan, attend, merge; one token: SDPA alone."""
@@ -303,24 +257,13 @@ def test_the_path_that_was_asked_for_runs(monkeypatch):
     assert run(rat("attention-swa", fast=False), 20) == []
 
 
-@pytest.mark.parametrize("kind", ["rat", "rnn", "attention", "rat-swa", "reversed"])
+@pytest.mark.parametrize("kind", ["rat", "rnn", "rat-swa", "reversed"])
 def test_no_tensor_grows_with_the_square_of_the_length(kind, monkeypatch):
     outside_operators(monkeypatch)
-    x = tokens(1, 4097)
-    model = rat(kind, chunk=16, n_embd=8, n_head=1)
+    model, x = rat(kind, chunk=16, n_embd=8, n_head=1), tokens(1, 4097)
     with Largest() as largest:
         model(x[:, :-1], x[:, 1:])[1].backward()
     assert 4096 * 61 <= largest.elements <= 2 * 4096 * 61, "the logits, or 256 rows of scores"
-
-
-def test_the_naive_loop_is_linear_in_the_length():
-    """Were each step's slice one of autograd's, its gradient would be as long as the sequence."""
-    def made(T):
-        gate, x = (torch.rand(1, T, 8, requires_grad=True) for _ in range(2))
-        with Largest() as largest:
-            model_rat.recurrence_naive(gate, x, torch.zeros(1, 8)).sum().backward()
-        return largest.total
-    assert made(256) < 2.2 * made(128)
 
 
 def test_flops_count_what_is_read():
@@ -332,28 +275,16 @@ def test_flops_count_what_is_read():
         assert flops(kind) == 6 * weights(kind) + 12 * 32 * keys, kind
 
 
-# -------------------------------------------------------------------------------------------------
-# parameters and configs
+# ---- parameters and configs ----
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_parameters_of_a_layer(groups):
-    D, d_head = 32, 8
-    count = sum(p.numel() for p in rat(qk_groups=groups).blocks[0].mix.parameters())
-    assert count == 3 * D ** 2 + 2 * groups * d_head * D + D + D ** 2
-
-
-def test_initial_weights():
-    """Matrices N(0, 0.02). Gate biases spread memories over a chunk, or all that recurs."""
+def test_initial_gate_biases_spread_memories_over_a_chunk_or_all_that_recurs():
     torch.manual_seed(0)
     bias = model_rat.initial_gate_bias
-    assert not bias(5, 2).any() and not bias(5, 1).any()
     u = bias(10_000, 16).exp()
-    assert 1 <= u.min() < 1.01 and 14.99 < u.max() <= 15 and abs(u.mean() - 8) < 0.1
-    for sizes, longest in ((dict(gate_rank=16, swa=4), 15), (dict(mixer="rnn"), 511),
-                           (dict(reversed=True, chunk=128), 3)):
+    assert 1 <= u.min() < 1.01 and 14.99 < u.max() <= 15 and abs(u.mean() - 8) < 0.1 and not bias(5, 2).any()
+    for sizes, longest in ((dict(gate_rank=16), 15), (dict(mixer="rnn"), 511), (dict(reversed=True, chunk=128), 3)):
         model = model_rat.Model(model_rat.Config(block_size=512, n_layer=2, n_embd=256, **sizes))
         assert 0.9 < model.blocks[0].mix.gate_bias.exp().max() / longest <= 1
-        assert all(abs(p.std() / 0.02 - 1) < 0.05 for p in model.parameters() if p.dim() == 2)
 
 
 def test_impossible_sizes_are_named():
