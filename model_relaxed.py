@@ -22,13 +22,14 @@ can read it, a token may exit early.
 rank = 0 has no deltas. At full rank they undo the tying. Each of the L layers has keys
 and values of its own, so decoding needs no more than model_gpt's cache.
 
-`fast=false` computes the equation as it stands. `fast=true` forms W' + B_u A_u once
-where the tokens are many; where tokens of several depths are packed together
-(serve.py), one product applies the A of all depths to all tokens, and each token keeps
-its own.
+`fast=false` computes Eq. 3 as it stands. `fast=true` adds B_u A_u to W' before the
+product where that is cheaper, which is where the tokens are many. For packed tokens of
+several depths (serve.py) one product applies the A of all depths to all tokens, and a
+mask keeps each token's own. Dropout is on embeddings, attention weights and residual
+branches.
 
 Departures. With stepwise initialisation the paper's Appendix C starts all deltas of the
-first loop at zero; here every layer follows Eq. 4, else full rank would not give the
+first loop at zero; here every layer follows Eq. 4, or full rank would not give the
 source back. The public code scales deltas by alpha / rank, which would undo the
 reconstruction; here they are used as they are.
 
@@ -47,33 +48,35 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model_gpt import (BaseConfig, Context, KVCache, LanguageModel, RMSNorm, choice,
-                       compute_dtype, cross_entropy, mlp_width)
+import model_gpt
+from model_gpt import (BaseConfig, Context, KVCache, LanguageModel, choice, init_weights,
+                       mlp_width, upcast)
 
 
 @dataclass
 class Config(BaseConfig):
     n_loop: int = 2              # loops over the K = n_layer / n_loop stored blocks
-    rank: int = 8                # of the deltas of every matrix (0: the Recursive Transformer)
-    share: str = choice("cycle", "sequence")        # layer l uses block: l mod K | l // n_loop
-    init: str = choice("average", "stepwise", "lower", "upper", "random")   # blocks from a source
-    lora_init: str = choice("svd", "zero")          # deltas from a source: what tying lost | none
-    early_exit: str = choice("none", "weighted", "aggressive")  # train the earlier loops' outputs
+    rank: int = 8                # rank of every matrix's deltas (0: none)
+    share: str = choice("cycle", "sequence")    # layer l uses block l mod K | l // n_loop
+    init: str = choice("average", "stepwise", "lower", "upper", "random")   # init_from: blocks
+    lora_init: str = choice("svd", "zero")      # init_from: deltas make up for tying | are 0
+    early_exit: str = choice("none", "weighted", "aggressive")  # earlier loops have losses too
     exit_weight: float = 0.1     # aggressive: weight of the earlier loops' losses
-    exit_loss: str = choice("ce", "kl", "both")     # of the earlier loops; kl: from the last loop
+    exit_loss: str = choice("ce", "kl", "both")     # of earlier loops; kl: to the last loop
     exit_loop: int = 0           # evaluation and decoding stop after this loop (0: the last)
-    fill: str = choice("exact", "propagate")        # serve.py: deeper keys after an early exit
+    fill: str = choice("exact", "propagate")    # serve.py: how an early exit gets deeper keys
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 for gelu)
     mlp: str = choice("swiglu", "gelu")
     pos: str = choice("rope", "none")
     rope_theta: float = 10000.0  # RoPE's base
-    qk_norm: bool = False        # RMSNorm on each head's query and key, its weight not tied
+    qk_norm: bool = False        # RMSNorm on each head's query and key; weights are not tied
     tie_embeddings: bool = True  # the head is the embedding matrix
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
     CONVERTS_FROM = ("gpt",)     # models whose weights init_from converts
     FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
-    RETIRED = {"norm_init": "avg", "window": 0}     # keys of older checkpoints: their value now
+    # keys of older checkpoints and of model_gpt that are no keys here: what they must be
+    RETIRED = {"norm_init": "avg", "window": 0}
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,8 +106,7 @@ class Config(BaseConfig):
         return [layer for layer in range(self.n_layer) if self.block_and_use(layer)[0] == k]
 
 
-# -------------------------------------------------------------------------------------------------
-# the method: a block that knows which use of it this is
+# ---- the method: a block that knows which use of it this is ----
 
 class RelaxedLinear(nn.Module):
     """y = W' x + B_u A_u x (Eq. 3). weight (out, in) is W'; a (n_loop, r, in) stacks
@@ -114,9 +116,9 @@ class RelaxedLinear(nn.Module):
         super().__init__()
         self.fast, self.rank = cfg.fast, min(cfg.rank, n_in, n_out)
         self.weight = nn.Parameter(torch.empty(n_out, n_in))
-        if self.rank:
-            self.a = nn.Parameter(torch.empty(cfg.n_loop, self.rank, n_in))
-            self.b = nn.Parameter(torch.empty(cfg.n_loop, self.rank, n_out))
+        if self.rank:           # B = 0: deltas start at nothing (Hu et al. 2022)
+            self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
+            self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
 
     def forward(self, x, use):
         """x (..., in) -> (..., out). use: u; or, for packed tokens (1, N, in) of
@@ -170,66 +172,53 @@ class HeadNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], eps=self.eps) * weight.to(x.dtype)   # (D,) or (N, D)
 
 
-class Attention(nn.Module):
+def relax_linears(module, cfg):
+    """Replace a module's linear layers by RelaxedLinears."""
+    for name, part in list(module.named_children()):
+        if isinstance(part, nn.Linear):
+            setattr(module, name, RelaxedLinear(part.in_features, part.out_features, cfg))
+
+
+class Attention(model_gpt.Attention):
     """model_gpt's Attention, but for `use`."""
 
     def __init__(self, cfg):
-        super().__init__()
-        C, D = cfg.n_embd, cfg.head_dim
-        self.head_dim = D
-        self.wq = RelaxedLinear(C, cfg.n_head * D, cfg)
-        self.wk = RelaxedLinear(C, cfg.n_kv_head * D, cfg)
-        self.wv = RelaxedLinear(C, cfg.n_kv_head * D, cfg)
-        self.wo = RelaxedLinear(cfg.n_head * D, C, cfg)
+        super().__init__(cfg)
+        relax_linears(self, cfg)
         self.q_norm, self.k_norm = HeadNorm(cfg), HeadNorm(cfg)
-
-    def heads(self, x):
-        """(B, T, heads D) -> (B, heads, T, D)."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def keys_values(self, x, use):
-        k = self.k_norm(self.heads(self.wk(x, use)), use)               # (B, G, T, D)
-        return k, self.heads(self.wv(x, use))                           # (B, G, T, D)
 
     def forward(self, x, layer, use, context):
         q = self.q_norm(self.heads(self.wq(x, use)), use)               # (B, H, T, D)
-        y = context.attend(layer, q, *self.keys_values(x, use))         # (B, H, T, D)
+        k = self.k_norm(self.heads(self.wk(x, use)), use)               # (B, G, T, D)
+        v = self.heads(self.wv(x, use))                                 # (B, G, T, D)
+        y = context.attend(layer, q, k, v)                              # (B, H, T, D)
         return self.wo(y.transpose(1, 2).flatten(2), use)               # (B, T, C)
 
 
-class MLP(nn.Module):
+class MLP(model_gpt.MLP):
     """model_gpt's MLP, but for `use`."""
 
     def __init__(self, cfg):
-        super().__init__()
-        self.gated = cfg.mlp == "swiglu"
-        if self.gated:
-            self.w_gate = RelaxedLinear(cfg.n_embd, cfg.n_mlp, cfg)
-        self.w_up = RelaxedLinear(cfg.n_embd, cfg.n_mlp, cfg)
-        self.w_down = RelaxedLinear(cfg.n_mlp, cfg.n_embd, cfg)
+        super().__init__(cfg)
+        relax_linears(self, cfg)
 
     def forward(self, x, use):
         up = self.w_up(x, use)
         return self.w_down(F.silu(self.w_gate(x, use)) * up if self.gated else F.gelu(up), use)
 
 
-class Block(nn.Module):
+class Block(model_gpt.Block):
     """A stored block. Its norms and W' are tied, its deltas and head norms are not."""
 
     def __init__(self, cfg):
-        super().__init__()
-        self.norm1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.norm2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.attn, self.mlp = Attention(cfg), MLP(cfg)
-        self.drop = nn.Dropout(cfg.dropout)
+        super().__init__(cfg, Attention, MLP)
 
     def forward(self, x, layer, use, context):
         x = x + self.drop(self.attn(self.norm1(x), layer, use, context))
         return x + self.drop(self.mlp(self.norm2(x), use))
 
 
-# -------------------------------------------------------------------------------------------------
-# conversion of a trained Transformer (Sections 2.2 and 2.3)
+# ---- conversion of a trained Transformer (Sections 2.2 and 2.3) ----
 
 NORM_BEFORE = {"attn.wq": "norm1", "attn.wk": "norm1", "attn.wv": "norm1",
                "mlp.w_gate": "norm2", "mlp.w_up": "norm2"}
@@ -237,25 +226,28 @@ NORM_BEFORE = {"attn.wq": "norm1", "attn.wk": "norm1", "attn.wv": "norm1",
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start model from `weights`, the state dict of a model_gpt of the same sizes.
-    Raises ValueError where a tied norm's weight is too near zero for deltas to make up
-    for it."""
+    """Start model from `weights`, the state dict of a model_gpt of the same sizes: first
+    the tied weights, then the deltas of each use. Raises ValueError where a tied norm's
+    weight is too near zero for deltas to make up for it."""
     cfg, own = model.cfg, model.state_dict()
-    layers = [{name.split(".", 2)[2]: w for name, w in weights.items()
-               if name.startswith(f"blocks.{layer}.")} for layer in range(cfg.n_layer)]
-    for name in [name for name in weights if not name.startswith("blocks.")]:
-        own[name].copy_(weights[name])
+    sources = [{} for _ in range(cfg.n_layer)]                  # each layer's weights
+    for name, w in weights.items():
+        if name.startswith("blocks."):
+            _, layer, name = name.split(".", 2)
+            sources[int(layer)][name] = w
+        else:
+            own[name].copy_(w)
     for k, block in enumerate(model.blocks):
-        tie(block, [layers[layer] for layer in origins(cfg, k)])
+        tie(block, [sources[layer] for layer in source_layers(cfg, k)])
         for norm in ("norm1", "norm2") if cfg.rank and cfg.lora_init == "svd" else ():
             if getattr(block, norm).weight.abs().min() < 1e-4:
                 raise ValueError(f"{norm} of stored block {k} is near zero, its deltas would be "
                                  f"huge: another init may avoid it, rank=0 and lora_init=zero do")
         for use, layer in enumerate(cfg.tied(k)):
-            relax(cfg, block, use, layers[layer])
+            relax(cfg, block, use, sources[layer])
 
 
-def origins(cfg, k):
+def source_layers(cfg, k):
     """The source's layers whose mean stored block k starts from (none: it stays
     random). stepwise: K of them evenly spaced, first and last included, halves to
     even."""
@@ -264,16 +256,16 @@ def origins(cfg, k):
             "lower": [k], "upper": [L - K + k], "random": []}[cfg.init]
 
 
-def tie(block, layers):
-    """Set the tied weights of a block, norms included, to the mean of the given layers'."""
+def tie(block, sources):
+    """Set the tied weights of a block, norms included, to the mean of the sources'."""
     for name, p in block.named_parameters():
-        if layers and name in layers[0]:                        # deltas and head norms are not
-            p.copy_(sum(layer[name] for layer in layers) / len(layers))
+        if sources and name in sources[0]:                      # deltas and head norms are not
+            p.copy_(sum(source[name] for source in sources) / len(sources))
 
 
-def relax(cfg, block, use, layer):
-    """Set what is a use's own: head norms, and deltas that make up for the tying of
-    `layer`.
+def relax(cfg, block, use, source):
+    """Set what is a use's own: head norms, and deltas that make up for tying the layer
+    with the weights `source`.
 
     A source's matrix after a norm of weight g_l stands after the tied norm g' now, so
     what it should be is W_l diag(g_l / g'). The best delta of rank r is the truncated
@@ -281,19 +273,18 @@ def relax(cfg, block, use, layer):
     (Eq. 4)."""
     for name, part in block.named_modules():
         if isinstance(part, HeadNorm) and cfg.qk_norm:
-            part.weights[use].copy_(layer[f"{name}.weight"])
+            part.weights[use].copy_(source[f"{name}.weight"])
         if not isinstance(part, RelaxedLinear) or not part.rank or cfg.lora_init == "zero":
             continue
-        w = layer[f"{name}.weight"]
-        wide = torch.promote_types(w.dtype, torch.float32)
-        target = w.to(wide)                                             # (out, in)
+        w = source[f"{name}.weight"]
+        target = upcast(w)                                              # (out, in)
         if name in NORM_BEFORE:
             norm = NORM_BEFORE[name]
-            tied = getattr(block, norm).weight.to(wide)                 # g'
-            target = target * (layer[f"{norm}.weight"].to(wide) / tied)
-        missing = target - part.weight.to(wide)
-        # W' and g' are means of n_loop terms, each rounded by n_loop / 2 eps at most: what is no more
-        # than that is nothing, and A stays random, B zero, so that they can still learn
+            tied = upcast(getattr(block, norm).weight)                  # g'
+            target = target * (upcast(source[f"{norm}.weight"]) / tied)
+        missing = target - upcast(part.weight)
+        # W' and g' are means of n_loop terms, each rounded by n_loop / 2 eps at most. What is not
+        # more than that is rounding: then A stays random and B zero, so that they can still learn
         eps = max(torch.finfo(x.dtype).eps for x in (w, part.weight))
         if missing.norm() > 2 * cfg.n_loop * eps * target.norm():
             u, s, vh = torch.linalg.svd(missing, full_matrices=False)
@@ -301,29 +292,24 @@ def relax(cfg, block, use, layer):
             part.a[use] = vh[:part.rank]
 
 
-# -------------------------------------------------------------------------------------------------
-# the model
+# ---- the model ----
+
+def kl_from_last(logits, last, targets):
+    """Mean KL(p_last || p) in nats over the targets that are not -1: p_last, of the
+    last loop's logits (B, T, V), is a constant."""
+    p, q = last.detach().log_softmax(-1), logits.log_softmax(-1)
+    counted = targets != -1
+    return ((p.exp() * (p - q)).sum(-1) * counted).sum() / counted.sum().clamp(min=1)
+
 
 class Model(LanguageModel):
     """K stored blocks run n_loop times; see the hooks at its end for early exit in serve.py."""
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_stored)])
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self):
-        """model_gpt's, over the unrolled depth. A starts as all matrices do and B at
-        zero, so that deltas start at nothing (Hu et al. 2022)."""
-        cfg = self.cfg
-        for name, p in self.named_parameters():
-            if name.endswith(".b"):
-                p.zero_()
-            elif p.dim() > 1:
-                into_residual = name.endswith(("wo.weight", "w_down.weight"))
-                p.normal_(0, 0.02 / math.sqrt(2 * cfg.n_layer) if into_residual else 0.02)
-        if cfg.tie_embeddings:
-            self.head.weight = self.wte.weight
+        init_weights(self, cfg.n_layer)
+        if cfg.early_exit != "none" and cfg.exit_loss != "ce":
+            self.max_logits = math.inf          # KL reads all of them
 
     @property
     def n_loop(self):
@@ -352,19 +338,20 @@ class Model(LanguageModel):
         """As in all models, from the last state. With early_exit the loss of training
         is sum_b c_b loss_b over the loops (Section 3.7), and aux has "ce_loop1", ...
         too."""
-        if len(states) == 1 or targets is None:
-            return super().predict(states[-1], targets)
-        logits = [self.logits(h) for h in states]
-        ces = [cross_entropy(x, targets) for x in logits]
-        *earlier, last = self.loop_weights()
-        loss = last * ces[-1]
-        for c, x, ce in zip(earlier, logits, ces):
+        *earlier, last = states
+        logits, loss, aux = super().predict(last, targets)
+        if targets is None or not earlier:
+            return logits, loss, aux
+        *weights, weight = self.loop_weights()
+        loss = weight * loss
+        for b, (c, h) in enumerate(zip(weights, earlier), 1):
+            logits_b, ce, _ = super().predict(h, targets)
+            aux[f"ce_loop{b}"] = ce.detach()
             if self.cfg.exit_loss != "kl":
                 loss = loss + c * ce
             if self.cfg.exit_loss != "ce":
-                loss = loss + c * kl_from_last(x, logits[-1], targets)
-        aux = {f"ce_loop{b}": ce.detach() for b, ce in enumerate(ces[:-1], 1)}
-        return logits[-1], loss, {**aux, "ce": ces[-1].detach()}
+                loss = loss + c * kl_from_last(logits_b, logits, targets)
+        return logits, loss, aux
 
     def loop_weights(self):
         """c_b of the loops b = 1 .. n. weighted: b / (1 + .. + n); aggressive:
@@ -374,12 +361,9 @@ class Model(LanguageModel):
             return [b / (n * (n + 1) / 2) for b in range(1, n + 1)]
         return [self.cfg.exit_weight] * (n - 1) + [1.0]
 
-    def init_cache(self, batch_size, max_len):
-        """An empty cache for batch_size rows of up to max_len tokens: keys of each
-        unrolled layer."""
-        self.check_context(max_len)
-        w, layers = self.wte.weight, self.n_loop * self.cfg.n_stored
-        return KVCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w), layers)
+    def cache_type(self, *sizes):
+        """A cache for the unrolled layers."""
+        return KVCache(*sizes, self.n_loop * self.cfg.n_stored)
 
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward pass in a
@@ -410,11 +394,11 @@ class Model(LanguageModel):
         h = h[None]                                                     # (1, N, C)
         if not alike:
             use = F.one_hot(depth, cfg.n_loop).to(h)                    # (N, n_loop)
-        for layer, (k, u) in enumerate(self.places(first)):
+        for layer, (k, u) in enumerate(self.loop_layers(first)):
             h = self.blocks[k](h, layer, u if alike else use, context)
         return h[0]
 
-    def places(self, depth):
+    def loop_layers(self, depth):
         """(k, u) of the layers of a loop."""
         K = self.cfg.n_stored
         return [self.cfg.block_and_use(layer) for layer in range(depth * K, depth * K + K)]
@@ -422,7 +406,7 @@ class Model(LanguageModel):
     def projection(self, depth):
         """What projects a loop's keys and values from a state: the (W' + B A) diag(g) of wk and wv
         of each layer, (2 K G D, C). One product, as all layers read the same state."""
-        parts = [(self.blocks[k], u) for k, u in self.places(depth)]
+        parts = [(self.blocks[k], u) for k, u in self.loop_layers(depth)]
         return torch.cat([w.merged(u) * block.norm1.weight for block, u in parts
                           for w in (block.attn.wk, block.attn.wv)])
 
@@ -433,18 +417,10 @@ class Model(LanguageModel):
         kv = F.linear(F.rms_norm(h, h.shape[-1:], eps=cfg.norm_eps), projection)
         kv = kv.view(-1, cfg.n_stored, 2, cfg.n_kv_head, cfg.head_dim)
         kv = kv.permute(1, 2, 3, 0, 4)                                  # (K, 2, G, N, D)
-        for layer, (k, u) in enumerate(self.places(depth)):
+        for layer, (k, u) in enumerate(self.loop_layers(depth)):
             keys = self.blocks[k].attn.k_norm(kv[layer, :1], u)         # (1, G, N, D)
             context.write(layer, keys, kv[layer, 1:])
 
     def finish(self, h, context):
         """States after any loop -> what logits() reads."""
         return self.norm(h)
-
-
-def kl_from_last(logits, last, targets):
-    """Mean KL(p_last || p) in nats over the targets that are not -1: p_last, of the
-    last loop's logits (B, T, V), is a constant."""
-    p, q = last.detach().log_softmax(-1), logits.log_softmax(-1)
-    counted = targets != -1
-    return ((p.exp() * (p - q)).sum(-1) * counted).sum() / counted.sum().clamp(min=1)

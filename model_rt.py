@@ -101,8 +101,7 @@ class Config(BaseConfig):
         return "wavefront" if self.block == 1 and self.kv_norm else "tiled"
 
 
-# -------------------------------------------------------------------------------------------------
-# naive: the equations
+# ---- naive: the equations ----
 
 class Block(nn.Module):
     """One layer. rope is None, or RoPE's tables (cos, sin), each (B or 1, 1, n, D)."""
@@ -176,8 +175,7 @@ def tables_at(rope, here):
     return rope and [table[:, :, here] for table in rope]
 
 
-# -------------------------------------------------------------------------------------------------
-# tiled: the paper's Algorithm 1
+# ---- tiled: the paper's Algorithm 1 ----
 
 def layer_tiled(block, x, rope, slopes, b):
     """The same function as block(x, ...): each query attends to the same pairs, only in parts that
@@ -224,8 +222,7 @@ def wide(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
-# -------------------------------------------------------------------------------------------------
-# the model
+# ---- the model ----
 
 class Model(LanguageModel):
     """The Recurrent Transformer language model."""

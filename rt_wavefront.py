@@ -96,8 +96,7 @@ class Layers(torch.autograd.Function):
         return None, dx.to(states.dtype), *(g.to(w.dtype) for g, w in zip(grads, weights))
 
 
-# -------------------------------------------------------------------------------------------------
-# weights, norms
+# ---- weights, norms ----
 
 class Weights(NamedTuple):
     """The layers' matrices, stacked. Norms' weights are folded into the next matrix."""
@@ -145,8 +144,7 @@ def norm_backward(dn, n, r):
     return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
 
 
-# -------------------------------------------------------------------------------------------------
-# attention inside a chunk
+# ---- attention inside a chunk ----
 
 class ChunkAttention:
     """Attention inside a chunk, to its own persistent pairs, position by position.
@@ -229,8 +227,7 @@ class ChunkAttention:
         return dq.view(self.shape), self.da.view(self.shape)
 
 
-# -------------------------------------------------------------------------------------------------
-# the wavefront
+# ---- the wavefront ----
 
 class ChunkInputs(NamedTuple):
     """What a step's inputs x tell before any position of its chunks is computed."""
@@ -501,8 +498,7 @@ class Wavefront:
         return [u.unflatten(2, (self.G, -1)).sum(3) for u in (ds * q, p * da)]  # (B9)
 
 
-# -------------------------------------------------------------------------------------------------
-# CUDA graphs
+# ---- CUDA graphs ----
 
 GRAPHS = {}  # what runs, on which shapes -> Graph, or False if it ran once; last used last
 

@@ -177,8 +177,8 @@ def same_model(name, ckpt):
 
 
 def as_weights_of(name, ckpt):
-    """A checkpoint as the start of model `name`: its own, or that of a model in its Config.CONVERTS_FROM, with the fields
-    both have; make_model then converts the weights."""
+    """A checkpoint as the start of model `name`: its own, or that of a model in its Config.CONVERTS_FROM, with the
+    fields both have; make_model then converts the weights."""
     if name == ckpt["model"]:
         return ckpt
     config = model_module(name).Config
