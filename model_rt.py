@@ -1,10 +1,10 @@
 """
 The Recurrent Transformer (RT): later positions read keys and values of a layer's own outputs.
 
-In a Transformer, layer l shows position i what layer l - 1 made of the earlier positions. In an RT
-it shows what layer l itself made of them, so a single layer computes as deep in time as the
-sequence is long. This costs no parameter and no byte of cache, but a layer is now a loop over
-positions.
+In a Transformer, position i of layer l attends to keys and values made from the output of layer
+l - 1. In an RT those of earlier positions are made from the output of layer l itself, so a single
+layer is as deep in time as the sequence is long. This costs no parameters and no cache, but a layer
+is now a loop over positions.
 
 One layer, for positions i = 1 .. T with inputs x_i (n1, n2 are RMSNorms):
 
@@ -35,15 +35,18 @@ tiled      The paper's Algorithm 1. Each query keeps the state (out, lse) of an 
                      8   4 4 4 4 6 6 7 .
 
 wavefront  Ours, in rt_wavefront.py: layers work at the same time, each some positions behind the
-           one below it, and the backward pass is written by hand. It is what fast=true runs.
+           one below it, and the backward pass is written by hand.
 
-block=b (section 9 of the paper): the positions of a block of b attend to each other's temporary
-pairs and to the persistent pairs of earlier blocks, so that b positions are computed at once. b = 1
-is the RT, b = T the plain Transformer of model_gpt.
+fast=false runs naive, fast=true the wavefront, or tiled with the two ablations that the wavefront
+has not: kv_norm=false drops n1 from (5) (Appendix E.2); with block=b (section 9) the positions of a
+block of b attend to each other's temporary pairs and to the persistent pairs of earlier blocks, so
+that b positions are computed at once. b = 1 is the RT, b = T the plain Transformer of model_gpt;
+with b > 1 the cache holds temporary pairs too. The wavefront prefills all tokens of a prompt at
+once, the other schedules one after the other. Dropout is on embeddings only.
 
 Departures: the norms are RMSNorm, as in the text (the code's configs use LayerNorm); ALiBi and
 every softmax are in float32 under bfloat16 too; RoPE, grouped heads, decoding, prefill, blocks and
-the wavefront are additions. kv_norm=false drops n1 from (5) (Appendix E.2).
+the wavefront are additions.
 
 Paper: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding", 2026
 (arXiv:2604.21215); the authors' code: github.com/geniucos/recurrent-transformer.
@@ -73,7 +76,7 @@ class Config(BaseConfig):
     qk_norm: str = choice("none", "full")   # full: RMSNorm of queries and keys over all heads
     kv_norm: bool = True         # false: persistent pairs are Wk y, Wv y (Appendix E.2)
     block: int = 1               # positions computed at once (section 9); 1: the RT
-    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: see Config.path
+    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: by fast
     chunk: int = 32              # positions of a wavefront's chunk
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
@@ -92,8 +95,8 @@ class Config(BaseConfig):
             raise ValueError("schedule=wavefront needs block=1 and kv_norm=true; tiled does not")
 
     @property
-    def path(self):
-        """The schedule that runs. The ablations block and kv_norm are not in the wavefront."""
+    def schedule_used(self):
+        """What schedule=auto is."""
         if self.schedule != "auto":
             return self.schedule
         if not self.fast:
@@ -103,7 +106,7 @@ class Config(BaseConfig):
 
 # ---- naive: the equations ----
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """One layer. rope is None, or RoPE's tables (cos, sin), each (B or 1, 1, n, D)."""
 
     def __init__(self, cfg):
@@ -177,17 +180,17 @@ def tables_at(rope, here):
 
 # ---- tiled: the paper's Algorithm 1 ----
 
-def layer_tiled(block, x, rope, slopes, b):
-    """The same function as block(x, ...): each query attends to the same pairs, only in parts that
+def layer_tiled(layer, x, rope, slopes, b):
+    """The same function as layer(x, ...): each query attends to the same pairs, only in parts that
     an online softmax merges. Lists have one element for each position (or block of b)."""
     ys, ks, vs = [], [], []
-    at = torch.arange(x.size(1), device=x.device, dtype=torch.int32)
-    q, k_temp, v_temp = block.temporary(x, rope)
-    states = own_pairs(q, k_temp, v_temp, at, slopes, b)  # [(out, lse), ...]
-    q, at = q.split(b, 2), at.split(b)
+    pos = torch.arange(x.size(1), device=x.device, dtype=torch.int32)
+    q, k_temp, v_temp = layer.temporary(x, rope)
+    states = own_pairs(q, k_temp, v_temp, pos, slopes, b)  # [(out, lse), ...]
+    q, pos = q.split(b, 2), pos.split(b)
     for i, x_i in enumerate(x.split(b, 1), start=1):
-        y_i = block.output(x_i, states[i - 1][0])  # (3), (4)
-        k_i, v_i = block.persistent(y_i, tables_at(rope, slice((i - 1) * b, i * b)))  # (5)
+        y_i = layer.output(x_i, states[i - 1][0])  # (3), (4)
+        k_i, v_i = layer.persistent(y_i, tables_at(rope, slice((i - 1) * b, i * b)))  # (5)
         ys.append(y_i)
         ks.append(k_i)
         vs.append(v_i)
@@ -195,31 +198,26 @@ def layer_tiled(block, x, rope, slopes, b):
         keys, queries = slice(i - t, i), slice(i, i + t)
         if i < len(q):
             q_t, k_t, v_t = (torch.cat(u, 2) for u in (q[queries], ks[keys], vs[keys]))
-            tile = attend(q_t, k_t, v_t, torch.cat(at[queries]), torch.cat(at[keys]), slopes)
+            tile = attend(q_t, k_t, v_t, torch.cat(pos[queries]), torch.cat(pos[keys]), slopes)
             state = (torch.cat(u, 2) for u in zip(*states[queries]))  # out and lse
             out, lse = kernels.merge(*state, *tile)
             states[queries] = zip(out.split(b, 2), lse.split(b, 2))
     return torch.cat(ys, 1)
 
 
-def own_pairs(q, k, v, at, slopes, b):
+def own_pairs(q, k, v, pos, slopes, b):
     """Attention of each block of b positions to its own pairs: a list of (out, lse)."""
     B = q.size(0)
     q, k, v = (u.unflatten(2, (-1, b)).transpose(1, 2).flatten(0, 1) for u in (q, k, v))
-    out, lse = attend(q, k, v, at[:b], at[:b], slopes)  # (B T / b, H, b, .)
+    out, lse = attend(q, k, v, pos[:b], pos[:b], slopes)  # (B T / b, H, b, .)
     out, lse = (u.unflatten(0, (B, -1)).unbind(1) for u in (out, lse))
     return list(zip(out, lse))
 
 
-def attend(q, k, v, q_at, k_at, slopes):
+def attend(q, k, v, q_pos, k_pos, slopes):
     """out (B, H, n, D) and lse (B, H, n), both in float32 or better, as a state must be."""
-    out, lse = kernels.attend(q, k, v, q_at, k_at, slopes)
+    out, lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)
     return out.to(lse.dtype), lse
-
-
-def wide(x):
-    """x's dtype, but at least float32: of scores, biases and softmaxes."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 # ---- the model ----
@@ -228,7 +226,7 @@ class Model(LanguageModel):
     """The Recurrent Transformer language model."""
 
     def __init__(self, cfg):
-        super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_layer)])
+        super().__init__(cfg, [Layer(cfg) for _ in range(cfg.n_layer)])
         self.init_weights()
 
     @torch.no_grad()
@@ -255,8 +253,7 @@ class Model(LanguageModel):
         else:
             equal_rows = not cache.ragged or cache.longest == 0  # each holds as many tokens
             pos = cache.place(T, n_valid)  # raises if they do not all fit
-            self.check_context(cache.end, "{} tokens are")
-            if T > 1 and equal_rows and self.cfg.path == "wavefront":
+            if T > 1 and equal_rows and self.cfg.schedule_used == "wavefront":
                 x = self.prefill(x, cache)
             else:
                 x = self.decode(x, pos, cache, n_valid)
@@ -266,19 +263,17 @@ class Model(LanguageModel):
     def layers(self, x):
         """All layers on x (B, T, C) -> (B, T, C)."""
         cfg, T, b = self.cfg, x.size(1), min(self.cfg.block, x.size(1))
-        if cfg.path == "wavefront":
+        if cfg.schedule_used == "wavefront":
             return rt_wavefront.run_layers(cfg, self.blocks, x)
-        if cfg.path == "tiled":
+        if cfg.schedule_used == "tiled":
             x = F.pad(x, (0, 0, 0, -T % b))  # to whole blocks
         pos = torch.arange(x.size(1), device=x.device)[None]
         rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
-        if cfg.path == "naive":
-            bias = attention_bias(pos, pos[0], slopes=slopes, dtype=wide(x))  # (1, H or 1, T, T)
-        for block in self.blocks:
-            if cfg.path == "naive":
-                x = block(x, rope, bias)
-            else:
-                x = layer_tiled(block, x, rope, slopes, b)
+        if cfg.schedule_used == "naive":  # (1, H or 1, T, T)
+            bias = attention_bias(pos, pos[0], slopes=slopes, dtype=kernels.lse_dtype(x))
+        for layer in self.blocks:
+            naive = cfg.schedule_used == "naive"
+            x = layer(x, rope, bias) if naive else layer_tiled(layer, x, rope, slopes, b)
         return x[:, :T]
 
     def rope(self, pos, dtype):
@@ -289,25 +284,22 @@ class Model(LanguageModel):
 
     def slopes(self, x):
         alibi = self.cfg.pos == "alibi"
-        return alibi_slopes(self.cfg.n_head, x.device, wide(x)) if alibi else None
+        return alibi_slopes(self.cfg.n_head, x.device, kernels.lse_dtype(x)) if alibi else None
 
     # decoding
 
-    def init_cache(self, batch_size, max_len):
-        """An empty cache for batch_size rows of up to max_len tokens. With block > 1 it holds the
-        temporary pairs too, as layers n_layer and up: the last block, unfinished, needs them."""
-        self.check_context(max_len)
-        cfg, w = self.cfg, self.wte.weight
-        n = cfg.n_layer * (1 if cfg.block == 1 else 2)
-        return KVCache(cfg, batch_size, max_len, w.device, compute_dtype(w), n)
+    def cache_type(self, cfg, *sizes):
+        """With block > 1 it holds the temporary pairs too, as layers n_layer and up: the last
+        block, unfinished, needs them."""
+        return KVCache(cfg, *sizes, cfg.n_layer * (1 if cfg.block == 1 else 2))
 
     def prefill(self, x, cache):
         """The wavefront over T new tokens x (B, T, C), after those of the cache."""
         S, dtype = cache.longest, compute_dtype(x)
         past = [(k[:, :, :S].to(dtype), v[:, :, :S].to(dtype)) for k, v in zip(cache.k, cache.v)]
         y, k, v = rt_wavefront.prefill(self.cfg, self.blocks, x, past)
-        for layer in range(self.cfg.n_layer):
-            cache.append(layer, k[layer], v[layer])
+        for l in range(self.cfg.n_layer):
+            cache.append(l, k[l], v[l])
         cache.advance()
         return y
 
@@ -326,24 +318,24 @@ class Model(LanguageModel):
         In the cache, the temporary pair stands in its slot until the persistent one replaces it."""
         cfg, slots = self.cfg, torch.arange(cache.end, device=x.device)  # (S,)
         rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
-        bias = attention_bias(pos, slots, slopes=slopes, dtype=wide(x))  # (B or 1, ., 1, S)
+        bias = attention_bias(pos, slots, slopes=slopes, dtype=kernels.lse_dtype(x))
         if cfg.block > 1:  # which slots are of finished blocks
             finished = (slots < pos - pos % cfg.block)[:, None, :, None]  # (B or 1, 1, S, 1)
-        for layer, block in enumerate(self.blocks):
-            q, k_temp, v_temp = block.temporary(x, rope)
-            pairs = cache.append(layer, k_temp, v_temp)  # (B, G, S, D)
+        for l, layer in enumerate(self.blocks):
+            q, k_temp, v_temp = layer.temporary(x, rope)
+            pairs = cache.append(l, k_temp, v_temp)  # (B, G, S, D)
             if cfg.block > 1:  # of the unfinished block, the temporary pairs
-                own = cache.append(cfg.n_layer + layer, k_temp, v_temp)
+                own = cache.append(cfg.n_layer + l, k_temp, v_temp)
                 pairs = [torch.where(finished, *u) for u in zip(pairs, own)]
             k, v = (u.to(q.dtype) for u in pairs)
-            if cfg.path == "naive":
+            if cfg.schedule_used == "naive":
                 a = attention_naive(q, k, v, bias)
             elif bias.dtype == q.dtype:
                 a = attention_fast(q, k, v, bias)
             else:  # torch's function would round ALiBi to bfloat16
                 a, _ = kernels.attend(q, k, v, pos.int().squeeze(0), slots.int(), slopes)
-            x = block.output(x, a)
-            cache.append(layer, *block.persistent(x, rope))
+            x = layer.output(x, a)
+            cache.append(l, *layer.persistent(x, rope))
         return x
 
     def flops_per_token(self):

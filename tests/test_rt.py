@@ -79,7 +79,7 @@ def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, want):
         monkeypatch.setattr(owner, name, lambda *a: (ran.append(schedule), original(*a))[1])
     spy(rt_wavefront.ChunkAttention, "read", "wavefront")
     spy(model_rt, "layer_tiled", "tiled")
-    spy(model_rt.Block, "forward", "naive")
+    spy(model_rt.Layer, "forward", "naive")
     spy(model_rt.Model, "step", "token")
     for training in (True, False):
         model = tiny("rt", **sizes).train(training)
