@@ -198,11 +198,25 @@ def layer_tiled(layer, x, rope, slopes, b):
         keys, queries = slice(i - t, i), slice(i, i + t)
         if i < len(q):
             q_t, k_t, v_t = (torch.cat(u, 2) for u in (q[queries], ks[keys], vs[keys]))
-            tile = attend(q_t, k_t, v_t, torch.cat(pos[queries]), torch.cat(pos[keys]), slopes)
+            tile = q_t, k_t, v_t, torch.cat(pos[queries]), torch.cat(pos[keys]), slopes
             state = (torch.cat(u, 2) for u in zip(*states[queries]))  # out and lse
-            out, lse = kernels.merge(*state, *tile)
+            out, lse = merge_tile(*state, *tile)
             states[queries] = zip(out.split(b, 2), lse.split(b, 2))
     return torch.cat(ys, 1)
+
+
+def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
+    """The states (out, lse) of queries that attend to a tile, too, in which every key is earlier
+    than every query. Small tiles are written out: the operators' overhead would exceed the work."""
+    if k.size(2) > 32 or q.dtype != lse.dtype:  # in 16 bits, too: attend does not round scores
+        return kernels.merge(out, lse, *attend(q, k, v, q_pos, k_pos, slopes))
+    k, v = (u.repeat_interleave(q.size(1) // u.size(1), 1) for u in (k, v))
+    s = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, n, keys)
+    if slopes is not None:
+        s = s - slopes[:, None, None] * (q_pos[:, None] - k_pos)
+    s = torch.cat([lse[..., None], s], -1)
+    p = s.softmax(-1)
+    return p[..., :1] * out + p[..., 1:] @ v, s.logsumexp(-1)
 
 
 def own_pairs(q, k, v, pos, slopes, b):

@@ -93,15 +93,15 @@ def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, want):
 
 def test_every_query_meets_every_earlier_key_once(monkeypatch, full):
     """Algorithm 1, counted in the code that runs, for T up to 130 (every one with --full)."""
-    met, attend = [], model_rt.attend
-    monkeypatch.setattr(model_rt, "attend", lambda *a: (met.append(a[3:5]), attend(*a))[1])
+    met, merge_tile = [], model_rt.merge_tile
+    monkeypatch.setattr(model_rt, "merge_tile", lambda *a: (met.append(a[5:7]), merge_tile(*a))[1])
     model = rt("tiled", n_layer=1, n_embd=2, n_head=1)
     for T in range(1, 131) if full else [*range(1, 20), 31, 32, 33, 64, 65, 100, 128, 130]:
         met.clear()
         with torch.no_grad():
             model(tokens(1, T))
         table = torch.zeros(T, T)
-        for queries, keys in met[1:]:                       # the first call is that of the temporary pairs
+        for queries, keys in met:
             table[queries.long()[:, None], keys.long()] += 1
         assert torch.equal(table, torch.ones(T, T).tril(-1))
 
