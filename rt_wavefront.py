@@ -2,8 +2,9 @@
 The wavefront: the fast schedule of the Recurrent Transformer (read model_rt.py first).
 
 Positions are cut into chunks of C. Layer l can compute chunk c as soon as layer l - 1 has
-done so. In step s, all pairs (l, c = s - l) are computed together: a position's products are
-one bmm over the layers' stacked weights. Three layers, four chunks; the numbers are steps:
+done so. In step s of the wavefront (no training or decode step), all pairs (l, c = s - l) are
+computed together: a position's products are one bmm over the layers' stacked weights. Three
+layers, four chunks; the numbers are steps:
 
               chunk 0 1 2 3
         layer 2     2 3 4 5         step 3 is a diagonal: (2, 1), (1, 2) and (0, 3)
@@ -38,8 +39,9 @@ Once a chunk is done, the rest comes in large products:
 
 p comes from q, k and lse, the logarithm of the softmax's sum. Nothing is T x T.
 
-Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk,
-d width, m MLP width, H query heads, G key/value heads, R = H / G, D head size.
+Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk
+(not the width, as in the other files), d width, m MLP width, H query heads, G key/value
+heads, R = H / G, D head size.
 """
 import math
 from typing import NamedTuple
@@ -48,7 +50,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from model_gpt import alibi_slopes, apply_rope, compute_dtype, rope_tables
+from model_gpt import alibi_slopes, apply_rope, attention_bias, compute_dtype, rope_tables
 
 
 def run_layers(cfg, blocks, x):
@@ -116,26 +118,18 @@ class Weights(NamedTuple):
 
 def stack_weights(cfg, blocks):
     """Differentiable: gradients flow back to each layer's own parameters."""
-    layers = []
+    full, layers = cfg.qk_norm == "full", []
     for b in blocks:
         qkv = torch.cat([b.wq.weight, b.wk.weight, b.wv.weight]) * b.norm1.weight
-        norms = qkv.new_empty(1, 0)
-        if cfg.qk_norm == "full":
-            norms = torch.cat([b.q_norm.weight, b.k_norm.weight])[None]
+        norms = torch.cat([b.q_norm.weight, b.k_norm.weight]) if full else qkv.new_empty(0)
         up = b.w_up.weight * b.norm2.weight
-        layers.append((qkv, b.wo.weight, up, b.w_down.weight, norms))
+        layers.append((qkv, b.wo.weight, up, b.w_down.weight, norms[None]))
     return Weights(*map(torch.stack, zip(*layers)))
 
 
 def product(x, w):
     """x (A, n, in) w (A, in, out), in w's dtype, which is that of the operands."""
     return torch.bmm(x.to(w.dtype), w)
-
-
-def add_product(x, a, w):
-    """x + a w, in x's dtype."""
-    same = x.dtype == a.dtype == w.dtype
-    return torch.baddbmm(x, a, w) if same else x + product(a, w)
 
 
 def norm_backward(dn, n, r):
@@ -193,8 +187,8 @@ class ChunkAttention:
         s.view(A * B, H, C, C - 1).add_(self.run.bias)
         total = torch.logaddexp(lse, s.logsumexp(-1))
         self.p = torch.exp(s - total[..., None])  # p_ij, 0 for j >= i
-        known = torch.exp(lse - total)[..., None] * self.out.flatten(1, 2)
-        self.a = torch.baddbmm(known, self.p, self.v[:, :C - 1])  # (N, R C, D)
+        outside = torch.exp(lse - total)[..., None] * self.out.flatten(1, 2)
+        self.a = torch.baddbmm(outside, self.p, self.v[:, :C - 1])  # (N, R C, D)
         self.p_of_key = self.p.mT.contiguous()  # (N, C - 1, R C)
         self.da = torch.zeros_like(self.a)
         self.delta = self.a.new_zeros(self.N, 1, self.a.size(1))
@@ -202,7 +196,7 @@ class ChunkAttention:
         return self.a.view(self.shape), total.view(self.shape[:4])
 
     def kv_grad(self, i):
-        """dk_i, dv_i (A, B, G, D). All queries after i are accumulated; other da are 0."""
+        """dk_i, dv_i (A, B, G, D). Queries after i have written theirs; the other da are 0."""
         A, B, _, C, D = self.shape
         dk, dv = self.dk[:, i:i + 1], self.dv[:, i:i + 1]  # (N, 1, D)
         if i < C - 1:
@@ -212,7 +206,7 @@ class ChunkAttention:
             dv = torch.baddbmm(dv, p, self.da)  # (B7)
         return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
 
-    def accumulate_query_grad(self, i, da):
+    def write_query_grad(self, i, da):
         """da_i (A, B, H D) from (B4)."""
         C, D = self.shape[3:]
         da = da.reshape(self.N, -1, D)  # (N, R, D)
@@ -229,22 +223,11 @@ class ChunkAttention:
 
 # ---- the wavefront ----
 
-class ChunkInputs(NamedTuple):
-    """What a step's inputs x tell before any position of its chunks is computed."""
-    n: torch.Tensor         # n1(x) without its weight (A, C B, d)
-    r: torch.Tensor         # and 1 / rms(x) (A, C B, 1)
-    q: torch.Tensor         # (A, B, H, C, D)
-    k: torch.Tensor         # temporary pairs (A, B, G, C, D)
-    v: torch.Tensor
-    q_saved: tuple          # what the QK-norm's backward needs
-    k_saved: tuple
-
-
 class Wavefront:
     """One pass of all layers over x (B, T, d), after S cached tokens.
 
     Layer l reads states[l] and writes states[l + 1], states (L + 1, T, B, d): positions first,
-    as they are computed. T is padded to whole chunks; nothing attends to the padding.
+    as they are computed. T is padded to whole chunks; no real position attends to the padding.
     """
 
     def __init__(self, cfg, x, S=0):
@@ -256,22 +239,17 @@ class Wavefront:
         self.dtype = compute_dtype(x)  # of matrix products' operands
         self.wide = torch.promote_types(x.dtype, torch.float32)
         self.scale = self.D ** -0.5
-        self.at = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
+        self.pos = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.wide)
-        self.bias = self.chunk_bias()
+        # inside a chunk, ALiBi, and -inf unless the key is earlier: (H or 1, C, C - 1)
+        pos, keys = self.pos[None, :self.C], self.pos[:self.C - 1]
+        bias = attention_bias(pos, keys, 0, self.slopes, self.wide)[0]
+        self.bias = bias.masked_fill(pos[0, :, None] == keys, -math.inf)
         if cfg.pos == "rope":
-            tables = rope_tables(self.at[S:], self.D, cfg.rope_theta, self.wide)
+            tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.wide)
             self.tables = [u[None, :, None, None] for u in tables]  # (1, length, 1, 1, D)
-
-    def chunk_bias(self):
-        """ALiBi inside a chunk, and -inf unless the key is earlier: (H or 1, C, C - 1)."""
-        distance = self.at[:self.C, None] - self.at[:self.C - 1]
-        bias = torch.zeros(1, 1, 1, device=self.at.device, dtype=self.wide)
-        if self.slopes is not None:
-            bias = -self.slopes[:, None, None] * distance
-        return bias.masked_fill(distance <= 0, -math.inf)
 
     def steps(self):
         """(s, lo, hi): in step s, layers l = lo .. hi - 1 compute their chunks c = s - l."""
@@ -322,7 +300,8 @@ class Wavefront:
         return norm_backward(du * norm_weight, *saved), (du * saved[0]).sum(1, keepdim=True)
 
     def inputs(self, x, w, rope):
-        """Equation (1) of model_rt for the rows x (A, C B, d)."""
+        """Equation (1) of model_rt for rows x (A, C B, d): q (A, B, H, C, D), temporary k, v
+        (A, B, G, C, D); and for the backward pass the parts of n1(x) and of the QK-norm."""
         n, r = self.norm_parts(x)
         H, G, D = self.H, self.G, self.D
         q, k, v = product(n, w.qkv).split([H * D, G * D, G * D], -1)
@@ -330,7 +309,7 @@ class Wavefront:
         k, k_saved = self.heads(k, rope, w.qk_norm[..., H * D:])
         v = v.unflatten(-1, (G, D)).unflatten(1, (-1, self.B))
         q, k, v = (u.permute(0, 2, 3, 1, 4).contiguous() for u in (q, k, v))
-        return ChunkInputs(n, r, q, k, v, q_saved, k_saved)
+        return (q, k, v), (n, r, q_saved, k_saved)
 
     def persistent(self, n, w, rope):
         """Equation (5) for n = n1(y) (A, n B, d): k, v (A, n, B, G, D); k-norm's parts."""
@@ -341,22 +320,22 @@ class Wavefront:
 
     # what a chunk's queries attend to before it starts
 
-    def known_attention(self, inputs, step):
+    def outside_attention(self, qkv, step):
         """Each query's online softmax over its temporary pair and all chunks before its own:
         out (A, B, H, C, D), lse (A, B, H, C)."""
         s, lo, hi = step
-        q, k, out = self.temporary(inputs)
+        q, k, out = self.temporary(*qkv)
         lse = (q * k).sum(-1) * self.scale  # a softmax over one pair: out is its value
         if self.S + s - lo > 0:
-            parts = [self.earlier(inputs.q[l - lo], l, s - l) for l in range(lo, hi)]
+            parts = [self.earlier(qkv[0][l - lo], l, s - l) for l in range(lo, hi)]
             more, more_lse = (torch.cat(u) for u in zip(*parts))  # (A B, H, C, .)
-            known = out.view(more.shape), lse.view(more_lse.shape)
-            out, lse = kernels.merge(*known, more.to(self.wide), more_lse)
+            own = out.view(more.shape), lse.view(more_lse.shape)
+            out, lse = kernels.merge(*own, more.to(self.wide), more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
 
-    def temporary(self, inputs):
+    def temporary(self, q, k, v):
         """q and the temporary pairs, one for each query head, all (A, B, H, C, D)."""
-        q, k, v = (u.to(self.wide) for u in (inputs.q, inputs.k, inputs.v))
+        q, k, v = (u.to(self.wide) for u in (q, k, v))
         return q, *(u.repeat_interleave(self.H // self.G, 2) for u in (k, v))
 
     def earlier(self, q, layer, c):
@@ -364,8 +343,8 @@ class Wavefront:
         end = self.S + c * self.C
         if end == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=self.wide)
-        k, v, at = self.k[layer, :, :, :end], self.v[layer, :, :, :end], self.at
-        return kernels.attend(q, k, v, at[end:end + self.C], at[:end], self.slopes)
+        k, v, pos = self.k[layer, :, :, :end], self.v[layer, :, :, :end], self.pos
+        return kernels.attend(q, k, v, pos[end:end + self.C], pos[:end], self.slopes)
 
     def forward(self, x, w, past=()):
         """All layers on x (B, T, d): states (L + 1, length, B, d). Leaves the persistent pairs,
@@ -385,13 +364,13 @@ class Wavefront:
     def forward_step(self, states, w, step):
         """Each active layer's chunk: the equations of model_rt, by their numbers."""
         x, y, rope = self.diagonal(states[:-1], step, 1), [], self.rope(step)
-        inputs = self.inputs(x.flatten(1, 2), w, rope)                  # (1)
-        attention = ChunkAttention(self, inputs.q, *self.known_attention(inputs, step))
+        qkv, _ = self.inputs(x.flatten(1, 2), w, rope)                  # (1)
+        attention = ChunkAttention(self, qkv[0], *self.outside_attention(qkv, step))
         for i, x_i in enumerate(x.unbind(1)):                           # (A, B, d)
             a = attention.read(i)                                       # (2)
-            z = add_product(x_i, a, w.out)                              # (3)
+            z = x_i + product(a, w.out)                                 # (3)
             u = product(self.norm(z), w.up)
-            y.append(add_product(z, F.gelu(u), w.down))                 # (4)
+            y.append(z + product(F.gelu(u), w.down))                    # (4)
             here = [table[:, i:i + 1] for table in rope]
             k, v, _ = self.persistent(self.norm(y[i]), w, here)         # (5)
             attention.write(i, k[:, 0], v[:, 0])
@@ -430,12 +409,12 @@ class Wavefront:
         rope, HD = self.rope(step), self.H * self.D
         x, y = (self.diagonal(u, step, 1).flatten(1, 2) for u in (states[:-1], states[1:]))
         # forward again, all positions at once
-        inputs = self.inputs(x, wt, rope)
-        attention = ChunkAttention(self, inputs.q, *self.known_attention(inputs, step))
+        qkv, (n1, r1, q_saved, k_saved) = self.inputs(x, wt, rope)
+        attention = ChunkAttention(self, qkv[0], *self.outside_attention(qkv, step))
         pairs = (self.diagonal(u, step, 3) for u in (self.k, self.v, self.dk, self.dv))
         a, lse = attention.recompute(*pairs)
         a_rows = a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)  # (A, C B, H D)
-        n2, r2 = self.norm_parts(add_product(x, a_rows, wt.out))
+        n2, r2 = self.norm_parts(x + product(a_rows, wt.out))
         u = product(n2, wt.up)
         m, rm = self.norm_parts(y)
         saved = self.persistent(m, wt, rope)[2] if self.cfg.qk_norm == "full" else None
@@ -444,18 +423,18 @@ class Wavefront:
         (g, du, dz, dkv), dk_norm = self.reverse(attention, w, chunk, saved, rope)
         # the rest, all positions at once
         dq, da = attention.query_grad()
-        dk, dv = self.known_attention_backward(inputs, a, lse, da, dq, step)
+        dk, dv = self.outside_attention_backward(qkv, a, lse, da, dq, step)
         dq, dk, dv = (v.permute(0, 3, 1, 2, 4) for v in (dq, dk, dv))  # (A, C, B, heads, D)
-        dq, dq_norm = self.heads_backward(dq, rope, w.qk_norm[..., :HD], inputs.q_saved)
-        dk, more = self.heads_backward(dk, rope, w.qk_norm[..., HD:], inputs.k_saved)
+        dq, dq_norm = self.heads_backward(dq, rope, w.qk_norm[..., :HD], q_saved)
+        dk, more = self.heads_backward(dk, rope, w.qk_norm[..., HD:], k_saved)
         dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(self.dtype)
         for grad, d_out, into in (
-                (grads.qkv, dqkv, inputs.n), (grads.qkv[:, HD:], dkv, m),
+                (grads.qkv, dqkv, n1), (grads.qkv[:, HD:], dkv, m),
                 (grads.out, dz, a_rows), (grads.up, du, n2), (grads.down, g, F.gelu(u))):
             grad += product(d_out.mT.to(self.dtype), into.to(self.dtype))  # (B11)
         grads.qk_norm[..., :HD] += dq_norm
         grads.qk_norm[..., HD:] += dk_norm + more
-        dx = dz + norm_backward(product(dqkv, w.qkv), inputs.n, inputs.r)  # (B10)
+        dx = dz + norm_backward(product(dqkv, w.qkv), n1, r1)  # (B10)
         return dx.unflatten(1, (self.C, self.B))
 
     def reverse(self, attention, w, chunk, saved, rope):
@@ -473,25 +452,25 @@ class Wavefront:
             g = dy + norm_backward(product(dkv, w_kv), m, rm)           # (B1)
             du = torch.ops.aten.gelu_backward(product(g, w.down), u)    # (B2)
             dz = g + norm_backward(product(du, w.up), n2, r2)           # (B3)
-            attention.accumulate_query_grad(i, product(dz, w.out))      # (B4)
+            attention.write_query_grad(i, product(dz, w.out))      # (B4)
             done.append((g, du, dz, dkv))
             dk_norm = dk_norm + more
         return [torch.stack(v[::-1], 1).flatten(1, 2) for v in zip(*done)], dk_norm
 
-    def known_attention_backward(self, inputs, a, lse, da, dq, step):
-        """Of known_attention: adds to dq, and to dk and dv of earlier chunks; returns the
+    def outside_attention_backward(self, qkv, a, lse, da, dq, step):
+        """Of outside_attention: adds to dq, and to dk and dv of earlier chunks; returns the
         temporary pairs' gradients (A, B, G, C, D)."""
         s, lo, hi = step
         for l in range(lo, hi):
             start, end = (s - l) * self.C, (s - l + 1) * self.C
             if start > 0:
                 k, v, dk, dv = (u[l, :, :, :start] for u in (self.k, self.v, self.dk, self.dv))
-                q, a_l, da_l = (u[l - lo].to(self.dtype) for u in (inputs.q, a, da))
-                at = self.at[start:end], self.at[:start]
-                parts = kernels.attend_backward(q, k, v, a_l, lse[l - lo], da_l, *at, self.slopes)
+                q, a_l, da_l = (u[l - lo].to(self.dtype) for u in (qkv[0], a, da))
+                mask = self.pos[start:end], self.pos[:start], self.slopes
+                parts = kernels.attend_backward(q, k, v, a_l, lse[l - lo], da_l, *mask)
                 for total, part in zip((dq[l - lo], dk, dv), parts):
                     total += part
-        q, k, v = self.temporary(inputs)
+        q, k, v = self.temporary(*qkv)
         p = torch.exp((q * k).sum(-1, keepdim=True) * self.scale - lse[..., None])
         ds = p * (da * (v - a)).sum(-1, keepdim=True) * self.scale  # (B5)
         dq += ds * k  # (B8)
