@@ -22,27 +22,24 @@ def rt(schedule, **sizes):
     return tiny("rt", schedule=schedule, **sizes)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# one function
+# ---- one function ----
 
-@pytest.mark.parametrize("n_layer", [1, 3])
-@pytest.mark.parametrize("T", [1, 2, 3, 63, 64, 100])
+@pytest.mark.parametrize("T, n_layer", [(1, 3), (2, 3), (3, 3), (63, 3), (100, 1), (100, 3)])
 def test_naive_is_tiled_is_wavefront(T, n_layer):
     x = tokens(2, T + 1)
     want = outputs_and_gradients(rt("naive", n_layer=n_layer), x)
-    for schedule, chunk in [("tiled", 1), *(("wavefront", c) for c in (1, 8, 16, 64))]:
+    for schedule, chunk in [("tiled", 1), ("wavefront", 1), ("wavefront", 8), ("wavefront", 64)]:
         assert_same(outputs_and_gradients(rt(schedule, n_layer=n_layer, chunk=chunk), x), want)
 
 
 SWITCHES = [dict(pos="rope", n_mlp=7), dict(pos="none", tie_embeddings=True), dict(qk_norm="full"),
             dict(n_kv_head=2, qk_norm="full", pos="rope"), dict(n_kv_head=1)]
-BLOCKS = [dict(kv_norm=False, qk_norm="full"), dict(block=2), dict(block=5, n_kv_head=2),
-          dict(block=5, pos="rope", qk_norm="full"), dict(block=37), dict(block=100)]      # not in the wavefront
+BLOCKS = [dict(kv_norm=False, qk_norm="full"), dict(block=5, pos="rope", n_kv_head=2), dict(block=37)]  # tiled
 named = lambda x: ",".join(f"{k}={v}" for k, v in x.items())
 
 
 @pytest.mark.parametrize("switch", SWITCHES + BLOCKS, ids=named)
-@pytest.mark.parametrize("T", [3, 4, 37])
+@pytest.mark.parametrize("T", [4, 37])
 def test_every_switch_in_every_schedule(switch, T):
     sizes = {"chunk": 10, "n_layer": 3, **switch}
     x = tokens(2, T + 1)
@@ -56,7 +53,8 @@ def test_gradcheck():
     model = rt("wavefront", n_layer=2, n_embd=4, n_head=2, n_kv_head=1, n_mlp=5, qk_norm="full", chunk=2)
     x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
     weights = [w.detach().requires_grad_() for w in rt_wavefront.stack_weights(model.cfg, model.blocks)]
-    assert torch.autograd.gradcheck(lambda x, *w: rt_wavefront.Layers.apply(model.cfg, x, *w), (x, *weights))
+    layers = lambda x, *w: rt_wavefront.Layers.apply(model.cfg, x, *w)
+    assert torch.autograd.gradcheck(layers, (x, *weights), fast_mode=True)
 
 
 def test_no_second_derivative():
@@ -67,12 +65,11 @@ def test_no_second_derivative():
 
 
 @pytest.mark.parametrize("sizes, want", [(dict(fast=True), "wavefront"), (dict(fast=False), "naive"),
-                                         (dict(schedule="tiled"), "tiled"), (dict(fast=True, block=2), "tiled"),
-                                         (dict(fast=False, schedule="wavefront"), "wavefront"),
-                                         (dict(schedule="naive"), "naive")])
+                                         (dict(fast=True, block=2), "tiled"), (dict(schedule="tiled"), "tiled"),
+                                         (dict(fast=False, schedule="wavefront"), "wavefront")])
 def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, want):
     """fast picks, schedule overrides; a prompt goes through the wavefront too, or token by token."""
-    ran = []
+    ran, model = [], tiny("rt", **sizes)
 
     def spy(owner, name, schedule):
         original = getattr(owner, name)
@@ -81,14 +78,10 @@ def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, want):
     spy(model_rt, "layer_tiled", "tiled")
     spy(model_rt.Layer, "forward", "naive")
     spy(model_rt.Model, "step", "token")
-    for training in (True, False):
-        model = tiny("rt", **sizes).train(training)
-        model(tokens(2, 20))
-        assert set(ran) == {want}
+    for cache, schedule in ((None, want), (model.init_cache(2, 20), "wavefront" if want == "wavefront" else "token")):
         ran.clear()
-        model(tokens(2, 20), cache=model.init_cache(2, 20))
-        assert set(ran) == {"wavefront" if want == "wavefront" else "token"}
-        ran.clear()
+        model(tokens(2, 20), cache=cache)
+        assert set(ran) == {schedule}
 
 
 def test_every_query_meets_every_earlier_key_once(monkeypatch, full):
@@ -108,9 +101,8 @@ def test_every_query_meets_every_earlier_key_once(monkeypatch, full):
 
 def test_the_naive_loop_copies_keys_only_for_autograd(monkeypatch):
     """Without gradients keys are written into a buffer; with them each position appends to four lists of them."""
-    sizes, cat = [], torch.cat
+    sizes, cat, model = [], torch.cat, rt("naive", n_layer=1)
     monkeypatch.setattr(torch, "cat", lambda tensors, *a: (sizes.append(len(tensors)), cat(tensors, *a))[1])
-    model = rt("naive", n_layer=1)
     with torch.no_grad():
         model(tokens(1, 30))
     assert sizes == [30]
@@ -138,8 +130,7 @@ def test_autocast_reaches_every_path(monkeypatch):
     assert dtypes == [torch.bfloat16] * 3 and cache.k[0].dtype == torch.bfloat16
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# its neighbours: the plain Transformer, and the RNN
+# ---- its neighbours: the plain Transformer, and the RNN ----
 
 def as_rt_weights(gpt):
     """model_gpt's weights under model_rt's names."""
@@ -178,9 +169,8 @@ def set_weights(block, **weights):
 
 @pytest.mark.parametrize("schedule", ["naive", "tiled"])
 def test_theorem_4_1(schedule):
-    """Uniform attention, no norms, no MLP: dy_t/dx_s = (A/t) prod_{j=s}^{t-1} (I + A/j) for s < t, and from the first
-    position sum_k c(t, k) A^k / t!, c the unsigned Stirling numbers of the first kind. Its k = 1 term is A/t, what a
-    plain Transformer has."""
+    """Uniform attention, no norms, no MLP: dy_t/dx_s = (A/t) prod_{j=s}^{t-1} (I + A/j) for s < t; a plain Transformer
+    has A/t alone."""
     T, d = 7, 5
     model, layer = norm_free(schedule, d, n_layer=1)
     block = model.blocks[0]
@@ -196,14 +186,6 @@ def test_theorem_4_1(schedule):
                 for j in range(s, t):
                     want = want @ (I + A / j)
             assert torch.allclose(J[t - 1, s - 1], want, rtol=0, atol=1e-12)
-    stirling = [[1]]                                    # c(n+1, k) = n c(n, k) + c(n, k-1)
-    for n in range(T):
-        row = stirling[-1] + [0]
-        stirling.append([n * row[k] + (row[k - 1] if k else 0) for k in range(n + 2)])
-    for t in range(2, T + 1):
-        terms = [stirling[t][k] * torch.linalg.matrix_power(A, k) / math.factorial(t) for k in range(1, t + 1)]
-        assert torch.allclose(J[t - 1, 0], sum(terms), rtol=0, atol=1e-12)
-        assert torch.allclose(terms[0], A / t)
     plain, plain_layer = norm_free(schedule, d, n_layer=1, block=T)
     plain.load_state_dict(model.state_dict())
     P = torch.autograd.functional.jacobian(plain_layer, x).transpose(1, 2)
@@ -263,32 +245,7 @@ def test_theorem_a_1(schedule):
     assert relative(whole[:, d:2 * d] if layers % 2 else whole[:, :d], want) < 1e-10
 
 
-@pytest.mark.parametrize("schedule", ["naive", "tiled"])
-def test_attention_to_the_position_before_is_an_rnn(schedule):
-    """Section 3.2. Position codes in the input and weights that make q_i meet k_{i-1} alone: y_i = f(x_i, Wv y_{i-1})."""
-    T, d = 9, 6
-    model, layer = norm_free(schedule, d + T, n_layer=1)
-    block, content, code = model.blocks[0], slice(0, d), slice(d, d + T)
-    wq, wk = torch.zeros(2, d + T, d + T, dtype=torch.float64)
-    wk[code, code] = torch.eye(T).double()
-    wq[code, code] = 1e4 * torch.eye(T).double().roll(-1, 0)        # code i asks for code i - 1
-    wq[d + T - 1, d] = 0                                            # and the first one for none
-    set_weights(block, wq=wq, wk=wk)
-    with torch.no_grad():
-        block.wo.weight[code], block.w_down.weight[code] = 0, 0     # codes stay as they are
-    x = torch.cat([torch.randn(T, d, dtype=torch.float64), torch.eye(T).double()], 1)
-    want, v = [], block.wv.weight @ x[0]                            # the first position sees its temporary pair
-    for i in range(T):
-        z = x[i] + block.wo.weight @ v
-        want.append(z + block.w_down.weight @ torch.nn.functional.gelu(block.w_up.weight @ z))
-        v = block.wv.weight @ want[-1]
-    got = layer(x)
-    assert relative(got[:, content], torch.stack(want)[:, content]) < 1e-12
-    assert torch.equal(got[:, code], x[:, code])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# precision and memory
+# ---- precision and memory ----
 
 def chunks_seen(monkeypatch):
     """A list that gets one dict for each chunk of a wavefront: q, out, lse that come in, a of each position (forward)
@@ -394,7 +351,7 @@ class Memory(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize("schedule, T, block", [("wavefront", 2048, 1), ("tiled", 1024, 4096)])
+@pytest.mark.parametrize("schedule, T, block", [("wavefront", 512, 1), ("tiled", 512, 1024)])
 def test_memory_grows_linearly_with_the_length(schedule, T, block):
     """Forward and backward, the sum of all tensors and the largest one: a T x T tensor would grow four times."""
     def peak(T):
@@ -408,24 +365,22 @@ def test_memory_grows_linearly_with_the_length(schedule, T, block):
     assert long.largest < 2.3 * short.largest and long.peak < 2.3 * short.peak
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# training and configs
+# ---- training and configs ----
 
 def test_the_schedules_train_alike_and_a_resumed_run_may_change_them(data_dir, tmp_path):
-    """The same losses step by step, float32, 30 steps. What is function may not change."""
+    """The same losses step by step, float32, 12 steps. What is function may not change."""
     keys = dict(model="rt", out_dir=tmp_path, data_dir=data_dir, dataset="words", block_size=24, n_embd=32, n_head=4,
-                n_layer=2, batch_size=4, log_interval=1, eval_interval=50, eval_batches=1, sample_tokens=0, chunk=8,
-                warmup_steps=5, lr_schedule="trapezoid", cooldown_frac=0)
+                n_layer=2, batch_size=2, log_interval=1, eval_interval=50, eval_batches=1, sample_tokens=0, chunk=8)
 
     def losses(run, **more):
-        train.main([f"{k}={v}" for k, v in {**keys, "max_steps": 30, "run": run, **more}.items()])
+        train.main([f"{k}={v}" for k, v in {**keys, "max_steps": 12, "run": run, **more}.items()])
         return [row["ce"] for row in plot.read_log(tmp_path / run / "log.jsonl") if "ce" in row]
-    a, b = losses("wavefront"), losses("naive", fast="false", max_steps=10)
+    a, b = losses("wavefront"), losses("naive", fast="false", max_steps=6)
     b = losses("naive", resume="true", schedule="tiled")
-    assert len(a) == len(b) == 30 and a[-1] < a[0] - 0.3
+    assert len(a) == len(b) == 12 and a[-1] < a[0]
     assert max(abs(x - y) for x, y in zip(a, b)) < 1e-4
     with pytest.raises(config.UserError, match="kv_norm"):
-        losses("naive", resume="true", kv_norm="false", max_steps=31)
+        losses("naive", resume="true", kv_norm="false", max_steps=13)
 
 
 def test_initial_weights():
@@ -445,9 +400,8 @@ def test_initial_weights():
 
 
 @pytest.mark.parametrize("bad, named", [
-    (dict(pos="sinus"), "pos=sinus"), (dict(qk_norm="head"), "qk_norm=head"), (dict(schedule="fast"), "schedule=fast"),
-    (dict(block=0), "block=0"), (dict(chunk=-1), "chunk=-1"), (dict(n_embd=30), "n_embd=30"), (dict(n_mlp=-1), "n_mlp"),
-    (dict(pos="rope", n_embd=12), "pos=rope"), (dict(n_kv_head=3), "n_kv_head=3"), (dict(norm_eps=0.0), "norm_eps"),
+    (dict(qk_norm="head"), "qk_norm=head"), (dict(schedule="fast"), "schedule=fast"), (dict(block=0), "block=0"),
+    (dict(chunk=-1), "chunk=-1"), (dict(n_mlp=-1), "n_mlp"), (dict(pos="rope", n_embd=12), "pos=rope"),
     (dict(schedule="wavefront", block=2), "schedule=wavefront"), (dict(n_embd=2048), "head is at most 256")])
 def test_impossible_sizes_are_named(bad, named):
     with pytest.raises(ValueError, match=named):
@@ -497,8 +451,7 @@ def test_graphs_are_recorded_and_reused(monkeypatch):
     assert len(graphs) == 8 and not any(graphs.values()), "the first call of a shape is not recorded"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# on a GPU
+# ---- on a GPU ----
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
