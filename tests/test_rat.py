@@ -226,7 +226,7 @@ def test_decoding_does_not_wait_for_the_device(kind):
             model(x[:, :9], cache=cache, n_valid=n_valid)
             h = torch.randn(2, 1, 32, dtype=torch.float64)
             context = model_rat.Context(model.cfg, h, cache)
-            with Ran() as ran:
+            with Largest() as ran:
                 for layer, block in enumerate(model.blocks):
                     h = block(h, layer, context)
         assert not ran.names & {"nonzero", "_local_scalar_dense", "item", "masked_select"}
