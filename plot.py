@@ -52,6 +52,23 @@ def draw_curves(rows, path, title):
     plt.close(fig)
 
 
+def draw_points(places, xlabel, ylabel, file):
+    """places: (name, x, y)."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(7, 4.5))
+    for name, x, y in places:
+        ax.plot(x, y, "o")
+        ax.annotate(name, (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.margins(x=0.15)
+    ax.grid(alpha=0.3)
+    save_picture(fig, "file", file, dpi=120)
+    plt.close(fig)
+    print(f"{file}: {ylabel} against {xlabel}, {len(places)} runs")
+
+
 @dataclass
 class PlotConfig:
     y: str = "val_ce"           # what is drawn: a key of log.jsonl

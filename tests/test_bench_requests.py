@@ -1,4 +1,5 @@
-"""bench.py's requests: what it prints is what was answered, and quality is that of the model on the text."""
+"""bench.py: the harness; requests: what is printed is what was answered, and quality is that of
+the model on the text."""
 import json
 
 import numpy as np
@@ -6,9 +7,12 @@ import pytest
 import torch
 
 import bench
+import bench_requests
 import config
 import runs
+import timing
 from conftest import tiny
+from run import TrainConfig
 from serve import Engine
 
 CPU, TEXT = torch.device("cpu"), np.arange(60) * 7 % 61
@@ -17,67 +21,113 @@ CPU, TEXT = torch.device("cpu"), np.arange(60) * 7 % 61
 @pytest.fixture(autouse=True)
 def few_requests(monkeypatch):
     """Six short requests instead of 240 long ones."""
-    monkeypatch.setattr(bench, "PROMPT", (1, 3))
-    monkeypatch.setattr(bench, "ANSWER", (2, 5))
-    monkeypatch.setattr(bench, "LONGEST", 8)
-    whole = bench.workload
-    monkeypatch.setattr(bench, "workload", lambda text, requests=6: whole(text, min(requests, 6)))
+    for name, value in (("PROMPT", (1, 3)), ("ANSWER", (2, 5)), ("LONGEST", 8)):
+        monkeypatch.setattr(bench_requests, name, value)
+    whole = bench_requests.workload
+    monkeypatch.setattr(bench_requests, "workload",
+                        lambda text, requests=6: whole(text, min(requests, 6)))
 
 
-@pytest.mark.parametrize("name, sizes", [("relaxed", dict(n_layer=6, n_loop=3, rank=2)), ("mor", dict(n_layer=8)),
-                                         ("mor", dict(n_layer=6, share="cycle", router="token"))], ids=str)
+def test_candidates_take_turns(capsys):
+    """Two rounds warm up; prepare runs before each call; a ratio is the median of the rounds'."""
+    calls = []
+    note = lambda word: lambda: calls.append(word)
+    candidates = {"a": lambda: (note("prepare"), note("a")), "b": lambda: (None, note("b"))}
+    times = timing.measure(candidates, CPU, 3)
+    assert calls == ["prepare", "a", "b"] * 5 and [len(t) for t in times.values()] == [3, 3]
+    assert timing.ratio([2.0, 9.0, 8.0], [1.0, 3.0, 1.0]) == 3.0
+    timing.table("step", {"a": [0.002, 0.004], "b": [0.001, 0.002], "c": None}, "b", per=2,
+                 tokens=3, goals={"a": 1.5}, notes={"b": "half"})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["step a 1.500 ms 1,000 tokens/s 2.000 x b (goal 1.5)".split(),
+                     "step b 0.750 ms 2,000 tokens/s 1.000 x b half".split(),
+                     "step c does not fit".split()]
+    assert timing.fastest({"x 1": [2.0], "x 2": [1.0], "x 3": None, "y": [0.1]}, "x") == "x 2"
+
+
+def test_models_are_trained_and_decoded():
+    model = tiny("gpt").float()
+    before = model.wte.weight.clone()
+    _, step = bench.training(lambda: model, CPU, TrainConfig(batch_size=2))
+    step()
+    assert not torch.equal(before, model.wte.weight)
+    seen, forward = [], model.forward
+    model.forward = lambda idx, cache=None: seen.append((idx.size(1), cache is None)) or forward(
+        idx, cache=cache)
+    for new, cached in ((2, True), (2, False), (0, True)):
+        prepare, call = bench.decoding(lambda: model, CPU, 9, new, 3, cached)
+        for function in (prepare, call):
+            if function:
+                function()
+    assert seen == [(7, False), (1, False), (1, False), (8, True), (9, True), (9, False)]
+
+
+@pytest.mark.parametrize("name, sizes", [
+    ("relaxed", dict(n_layer=6, n_loop=3, rank=2)), ("mor", dict(n_layer=8)),
+    ("mor", dict(n_layer=6, share="cycle", router="token"))], ids=str)
 def test_quality_is_that_of_the_text(name, sizes):
-    """Cross-entropy and likeliest tokens where the text goes on, as one forward over it has them."""
-    model, work = tiny(name, **sizes), bench.workload(TEXT)
-    ce, guesses = bench.served_quality(work, model, 3, "depth")
+    """Cross-entropy and likeliest tokens where the text goes on, as one forward over it has."""
+    model, work = tiny(name, **sizes), bench_requests.workload(TEXT)
+    ce, guesses = bench_requests.served_quality(work, model, 3)
     nats, likeliest = [], []
     for request in work():
-        tokens = torch.tensor([request.prompt + request.truth])
-        logits = model(tokens)[0][0, len(request.prompt) - 1:-1].log_softmax(-1)
-        nats += (-logits.gather(1, tokens[0, len(request.prompt):, None])[:, 0]).tolist()
+        tokens, n = torch.tensor([request.prompt + request.truth]), len(request.prompt)
+        logits = model(tokens)[0][0, n - 1:-1].log_softmax(-1)
+        nats += (-logits.gather(1, tokens[0, n:, None])[:, 0]).tolist()
         likeliest += logits.argmax(-1).tolist()
     assert abs(ce - np.mean(nats)) < 1e-10 and guesses == likeliest
 
 
 def test_early_exit(capsys):
-    bench.bench_batching(tiny("relaxed", n_layer=4, n_loop=2, rank=2), TEXT, CPU, slots=3, rounds=1)
+    model = tiny("relaxed", n_layer=4, n_loop=2, rank=2)
+    bench_requests.relaxed_requests(model, TEXT, CPU, slots=3, rounds=1)
     out = capsys.readouterr().out
     assert out.count("answers the same") == 9 and "DIFFER" not in out and out.count("p95") == 18
-    assert out.count("bound 2 / (2 - p1)") == 2 and out.count("quality as served") == 3
-    assert "no early exit" in out and out.count("likeliest token that of all loops: 100.0%") >= 1
+    assert out.count("exit after loop 1") == 2 and out.count("quality as served") == 3
+    assert "that of all loops: 100.0%" in out
 
 
 def test_recursions(capsys):
     model = tiny("mor", n_layer=8)
     plain = tiny("mor", router="none", n_loop=1, share="cycle", n_layer=8)
-    bench.bench_mor_requests(model, plain, TEXT, CPU, slots=3, rounds=1)
+    bench_requests.mor_requests(model, plain, TEXT, CPU, slots=3, rounds=1)
     out = capsys.readouterr().out
     assert out.count("answers the same") == 6 and "DIFFER" not in out
-    exits = [loop for r in Engine(model, 3, 8).run(bench.workload(TEXT)()) for loop in r.exits]
+    work = bench_requests.workload(TEXT)
+    exits = [loop for r in Engine(model, 3, 8).run(work()) for loop in r.exits]
     mean = sum(exits) / len(exits)
-    assert f"a token takes {mean:.2f}, so {(2 + 2 * mean) / 8:.2f} of the plain" in out
-    assert f"3 slots: bound {8 / (2 + 2 * mean):.2f}, reached" in out and out.count("as much memory: bound") == 2
-    assert out.count("quality as served, at most") == 3 and model.cfg.exit_loop == 0
+    layers = f"{(2 + 2 * mean) / 8:.3f}"
+    assert f"a token takes {mean:.2f}, so {layers} of the plain" in out
+    assert f"MoR, 3 slots, depth: at best {layers} x; " in out and out.count(": at best") == 3
+    assert out.count("quality as served   at most") == 3 and model.cfg.exit_loop == 0
+    for loops in (1, 2):
+        capped = bench_requests.at_most(model, loops)
+        exits = [loop for r in Engine(capped, 3, 8).run(work()) for loop in r.exits]
+        assert max(exits) == loops
 
 
 def test_loss_vs_throughput_is_drawn(tmp_path, data_dir, capsys):
-    """Runs of relaxed and mor, with and without a router, each with the loss of its log; others are refused."""
-    for name, model, *keys in (("a", "mor"), ("b", "mor", "router=none"), ("c", "relaxed"), ("d", "gpt", "max_steps=1"),
-                               ("f", "mor", f"dataset=file:{__file__}")):
+    """Runs of relaxed and mor, with and without a router, each with the loss of its log; others
+    are refused."""
+    for name, model, *keys in (
+            ("a", "mor"), ("b", "mor", "router=none"), ("c", "relaxed"),
+            ("d", "gpt", "max_steps=1"), ("f", "mor", f"dataset=file:{__file__}")):
         runs.run(model, tmp_path / name, data_dir, *keys)
     paths = {name: str(tmp_path / name / "r") for name in "abcdf"}
     capsys.readouterr()
     keys = [f"data_dir={data_dir}", "rounds=1", "slots=2", "requests=3"]
-    bench.main(["serve", *(paths[name] for name in "abc"), f"file={tmp_path / 'p.png'}", *keys])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[:3]] == ["depth", "sequence", "sequence"]
-    for line, name in zip(lines, "abc"):
+    picture = tmp_path / "p.png"
+    bench.main(["serve", *(paths[name] for name in "abc"), f"file={picture}", *keys])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    for line, name, batching in zip(lines, "abc", ("depth", "sequence", "sequence")):
         log = [json.loads(row) for row in open(tmp_path / name / "r" / "log.jsonl")]
         bpb = [row["val_bpb"] for row in log if "val_bpb" in row][-1]
-        assert float(line.split()[4]) == pytest.approx(bpb, abs=1e-4)
-    assert lines[3].endswith("3 runs") and (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    for names, message in ((["d"], "is a model_gpt: requests are for"), (["a", "a"], "each once"), ([], "give the folders"),
-                           (["a", "f"], "not trained on the same tokens")):
+        assert paths[name] in line and f"{batching}; {bpb:.4f} bits per byte" in line
+    assert last.endswith("3 runs") and picture.read_bytes().startswith(b"\x89PNG")
+    for names, message in (("d", "is a model_gpt: requests are for"), ("aa", "each once"),
+                           ("", "give the folders"), ("af", "not trained on the same tokens")):
         with pytest.raises(config.UserError, match=message):
-            bench.main(["serve", *(paths[name] for name in names), *keys, f"file={tmp_path / 'no.png'}"])
+            bench.main(["serve", *(paths[name] for name in names), *keys,
+                        f"file={tmp_path / 'no.png'}"])
     assert not (tmp_path / "no.png").exists()

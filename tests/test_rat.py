@@ -312,7 +312,7 @@ def test_the_bench_runs(capsys):
     device = torch.device("cpu")
     bench.bench_rat(cfg, device, lengths=[64, 128], tokens=128, rows=2, rounds=1)
     out = capsys.readouterr().out
-    assert out.count("T     128") == 3 and out.count("T^e") == 2
+    assert out.count("T     128") == 12 and out.count("T^e") == 2
     assert out.count("is faster than attention") == 3
     assert "attention's is 3.88x RAT(4)'s" in out           # 128 pairs; 32 and the state
     assert bench.crossing([1, 4, 8], [0.5, 2.0, 3.0]) == "from T = 2 on"
