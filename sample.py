@@ -145,7 +145,7 @@ COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, ye
 
 
 def coloured(text, loop, n_loop):
-    """text in the colour of a token that left after loop `loop`, from 1, of n_loop."""
+    """text in the colour of a token that exited after loop `loop`, from 1, of n_loop."""
     colour = COLOURS[(loop - 1) * (len(COLOURS) - 1) // max(1, n_loop - 1)]
     return f"\033[{colour}m{text}\033[0m" if text else ""
 
@@ -174,7 +174,7 @@ def write_exits(model, tokenizer, prompts, cfg):
         print(tokenizer.decode(r.prompt) + texts[id(r)], "-" * 80, sep="\n", flush=True)
     colours = " ".join(coloured(str(b), b, model.n_loop) for b in range(1, model.n_loop + 1)) if cfg.show_depth else ""
     loops = [loop for r in requests for loop in r.exits]
-    return len(loops), f"; left after loop {loop_fractions(loops, model.n_loop)} {colours}".rstrip()
+    return len(loops), f"; exited after loop {loop_fractions(loops, model.n_loop)} {colours}".rstrip()
 
 
 def draw_depths(model, tokenizer, prompt, file, width=100):

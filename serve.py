@@ -8,11 +8,11 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
 A line of FILE is a JSON object: {"prompt": "def ", "max_new_tokens": 50, "arrival": 1.5, "id":
 "a"}. Only the prompt must be there; arrival is in seconds after the start. Its answer is a JSON
 line with the id (or the line's number), text, tokens, exits (the loop after which each token
-left) and latency (seconds since its arrival). A line that is no such object gets a line with
+exited) and latency (seconds since its arrival). A line that is no such object gets a line with
 "error".
 
-All loops use the same blocks, so one call may run tokens of several loops. A token takes loop 1,
-then may exit or take loop 2. What two slots do (.: wait for the other):
+With share=cycle all loops use the same blocks, so one call may run tokens of several loops. A
+token takes loop 1, then may exit or take loop 2. What two slots do (.: wait for the other):
 
     static     1 2 1 . 1 2      a batch starts when the one before has ended
                1 . 1 2 1 .
@@ -20,18 +20,19 @@ then may exit or take loop 2. What two slots do (.: wait for the other):
     depth      1 2 1 1 2 1      a slot whose token exits starts its next token at once
                1 1 2 1 1 2      (Bae et al. 2024, 2410.20672, Section 2.4)
 
-The answers do not depend on the batching: each is what its request would get alone.
+Up to rounding the answers do not depend on the batching: each is what its request would get alone.
 
-A token that exits early leaves no keys and values for the deeper loops of later tokens.
-fill=exact keeps its state, and runs it through the deeper loop with the next token that goes
-there; fill=propagate projects keys and values from the state it exited with.
+A token that exits early has no keys and values in the deeper loops, which later tokens need. Its
+state is kept until one of them goes there. Then fill=exact runs the state through that loop with
+the later token; fill=propagate projects keys and values from it.
 
 A model offers n_loop, embed, loop, finish, logits; relaxed also projection and propagate; mor
-also takes: its router decides who goes on, so exit and fill mean nothing to it.
+also takes: its router decides which tokens go on, so exit and fill mean nothing to it.
 
 Shapes: N packed tokens (of several requests, one behind the other), R rows, T tokens of the
 longest row, S keys, H query heads, G key/value heads, D head size, C width, V vocabulary.
 """
+import functools
 import json
 import math
 import sys
@@ -41,7 +42,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from checkpoint import load_run
 from config import UserError, asks_help, help_text, read_bytes, run_cli
@@ -69,14 +69,15 @@ class SlotCache:
     def buffer(self, level, layer, need):
         """kv[level, layer] with room for at least `need` tokens."""
         G, D = self.shape
-        old = self.kv.get((level, layer), torch.empty(self.slots, 2, G, 0, D))
-        room = old.size(3)
+        kv = self.kv.get((level, layer), torch.empty(self.slots, 2, G, 0, D))
+        room = kv.size(3)
         if need > room:                                         # make it twice as long
             more = min(self.max_len, max(need, 2 * room, 32))
-            new = torch.zeros(self.slots, 2, G, more, D, device=self.device, dtype=self.dtype)
-            new[:, :, :, :room] = old
-            self.kv[level, layer] = old = new
-        return old
+            shape = self.slots, 2, G, more, D
+            longer = torch.zeros(shape, device=self.device, dtype=self.dtype)
+            longer[:, :, :, :room] = kv
+            self.kv[level, layer] = kv = longer
+        return kv
 
     def reset(self, slot):
         """Empty a slot for a new text. It is zeroed: a NaN under a mask would still poison sums."""
@@ -88,23 +89,25 @@ class SlotCache:
         """Copy the keys and values at positions `at` of a slot to deeper levels."""
         for level, layer in [key for key in self.kv if key[0] == source]:
             for target in targets:
-                new = self.kv[source, layer][slot, :, :, at]
-                self.buffer(target, layer, max(at) + 1)[slot, :, :, at] = new
+                kv = self.kv[source, layer][slot, :, :, at]
+                self.buffer(target, layer, max(at) + 1)[slot, :, :, at] = kv
 
     def nbytes(self):
         return sum(kv.nbytes for kv in self.kv.values())
 
 
 def spread(n):
-    """Of n (R,) tokens a row, packed: each one's row, and its number in the row, (N,) both."""
-    row = np.arange(len(n)).repeat(n)                           # 0 0 0 1 2 2 ..
+    """Row and number in the row of each packed token, (N,) both, of n (R,) tokens a row.
+    [3, 1, 2] -> [0 0 0 1 2 2], [0 1 2 0 0 1]."""
+    row = np.arange(len(n)).repeat(n)
     return row, np.arange(len(row)) - (n.cumsum() - n)[row]
 
 
 class RowGroup:
-    """Rows of a RaggedBatch at one level, with one token each or with several: attention takes
-    them in one call. slot, n (R,); tokens (N',): which of the packed tokens are theirs; entry
-    (N',): the place of each in its sequence. A query attends to the entries up to its own."""
+    """Rows of a RaggedBatch that attend to the same level, with one token each or with several:
+    attention takes them in one call. slot, n (R,); tokens (N',): which of the packed tokens are
+    theirs; entry (N',): where each stands in its sequence. A query attends to the entries up to its
+    own. writes: whether the tokens have keys of their own at this level."""
 
     def __init__(self, cache, level, slot, n, tokens, entry, writes, fast):
         self.cache, self.level, self.writes = cache, level, writes
@@ -113,40 +116,35 @@ class RowGroup:
         row, step = spread(n)
         R, T, self.S = len(n), int(n.max()), int(entry.max()) + 1
         self.tokens, self.entry = tensor(tokens), tensor(entry)         # (N',)
-        self.slot = tensor(slot[row])                                   # (N',)
-        # many rows with one token each: all slots are read where they lie, which is cheaper than
-        # gathering most of them; the other slots' results are dropped
+        self.token_slot, self.slot = tensor(slot[row]), tensor(slot)    # (N',), (R,)
+        # most slots with one token each: all slots are read where they lie, which is cheaper than
+        # gathering these; the other slots' results are dropped
         self.in_place = T == 1 and 2 * R > cache.slots
-        self.rows = self.slot if T == 1 else tensor(slot)               # (R,)
         if self.in_place:
             row, R = slot, cache.slots
-        self.shape, self.place = (R, T), (tensor(row), tensor(step))    # of the tokens in (R, T)
+        self.shape, self.cell = (R, T), (tensor(row), tensor(step))     # each token's in (R, T)
         last = np.full((R, T), self.S)                      # padding attends to anything
         last[row, step] = entry
         visible = np.arange(self.S) <= last[..., None]                  # (R, T, S)
         bias = np.where(visible, np.float32(0), np.float32(-np.inf))
         self.bias = tensor(bias)[:, None].to(cache.dtype)               # (R, 1, T, S)
 
-    def write(self, layer, new):
-        """new (N, 2, G, D): keys and values of all packed tokens; write those of this group."""
-        kv = self.cache.buffer(self.level, layer, self.S)
-        kv[self.slot, :, :, self.entry] = new.index_select(0, self.tokens).to(kv.dtype)
-
     def attend(self, layer, q, new, out):
         """q (N, H, D), new (N, 2, G, D) -> out (N, H, D), of this group's tokens."""
+        kv = self.cache.buffer(self.level, layer, self.S)
         if self.writes and new is not None:
-            self.write(layer, new)
-        kv = self.cache.buffer(self.level, layer, self.S)[:, :, :, :self.S]
-        kv = kv if self.in_place else kv.index_select(0, self.rows)             # (R, 2, G, S, D)
+            kv[self.token_slot, :, :, self.entry] = new[self.tokens].to(kv.dtype)
+        kv = kv[:, :, :, :self.S]
+        kv = kv if self.in_place else kv.index_select(0, self.slot)     # (R, 2, G, S, D)
         k, v = kv.unbind(1)                                             # (R, G, S, D)
         (R, T), H, G, D = self.shape, q.size(1), k.size(1), q.size(2)
         padded = q.new_zeros(R, T, H, D)                                # 0 where no token is
-        padded[self.place] = q[self.tokens]
+        padded[self.cell] = q[self.tokens]
         if T == 1:      # the H / G query heads of a key head stand as its queries: quicker
             y = self.attention(padded.view(R, G, H // G, D), k, v, self.bias).view(R, T, H, D)
         else:
             y = self.attention(padded.transpose(1, 2), k, v, self.bias).transpose(1, 2)
-        out[self.tokens] = y[self.place]
+        out[self.tokens] = y[self.cell]
 
 
 class RaggedBatch:
@@ -157,19 +155,25 @@ class RaggedBatch:
     whose keys a row attends to; where it is not the row's own, the row writes none."""
 
     def __init__(self, cache, level, slot, n, at, rope, fast, by_position=False, reads=None):
-        self.cache, self.level, self.n, self.groups = cache, level, n, []
+        self.cache, self.level, self.slot, self.n, self.fast = cache, level, slot, n, fast
         self.at = torch.from_numpy(at).to(cache.device)                 # (N,)
         self.rope = rope and [table[self.at] for table in rope]         # (N, D) each
-        row, step = spread(n)                                           # (N,)
-        entry = at if by_position else cache.count[level, slot][row] + step
+        self.row, step = spread(n)                                      # (N,)
+        counted = cache.count[level, slot][self.row] + step
+        self.entry = at if by_position else counted                     # (N,)
         cache.count[level, slot] += n
-        reads = level if reads is None else reads
-        kind = 4 * reads + 2 * (n > 1) + (level == reads)               # (R,): rows alike in all
-        for value in np.unique(kind):
-            some = kind == value                                        # (R,)
-            tokens = np.flatnonzero(some[row])                          # (N',)
-            self.groups.append(RowGroup(cache, int(value) // 4, slot[some], n[some], tokens,
-                                        entry[tokens], bool(value % 2), fast))
+        self.reads = level if reads is None else reads
+
+    @functools.cached_property
+    def groups(self):
+        """A RowGroup for each distinct (level read, several new tokens?, writes?)."""
+        kinds, groups = list(zip(self.reads, self.n > 1, self.level == self.reads)), []
+        for read, several, writes in sorted(set(kinds)):
+            some = np.array([kind == (read, several, writes) for kind in kinds])    # (R,)
+            tokens = np.flatnonzero(some[self.row])                                 # (N',)
+            groups.append(RowGroup(self.cache, int(read), self.slot[some], self.n[some], tokens,
+                                   self.entry[tokens], bool(writes), self.fast))
+        return groups
 
     def rotated(self, x):
         return apply_rope(x, *self.rope) if self.rope else x
@@ -187,9 +191,10 @@ class RaggedBatch:
         return out.transpose(0, 1)[None]
 
     def write(self, layer, k, v):
-        """Write k, v (1, G, N, D) without attending."""
-        for group in self.groups:
-            group.write(layer, self.pack(k, v))
+        """Write k, v (1, G, N, D) of tokens that are all at one level, without attending."""
+        kv = self.cache.buffer(int(self.level[0]), layer, int(self.entry.max()) + 1)
+        slot, entry = (torch.from_numpy(x).to(kv.device) for x in (self.slot[self.row], self.entry))
+        kv[slot, :, :, entry] = self.pack(k, v).to(kv.dtype)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -211,12 +216,16 @@ def exit_rule(text, n_loop):
     except ValueError:
         bound = math.nan
     top = lambda logits, k: logits.softmax(-1).topk(k).values           # (R, k)
+
+    def margin(logits, depth):
+        p = top(logits, 2)
+        return p[:, 0] - p[:, 1] > bound
     if kind == "static" and 1 <= bound <= n_loop:
         return lambda logits, depth: depth >= bound - 1
     if kind == "confidence" and 0 <= bound <= 1:
         return lambda logits, depth: top(logits, 1)[:, 0] > bound
     if kind == "margin" and 0 <= bound <= 1:
-        return lambda logits, depth: top(logits, 2).diff(dim=-1)[:, 0] < -bound
+        return margin
     raise UserError(f"exit={text}: static:LOOP, confidence:P, margin:P, oracle are allowed, "
                     f"LOOP from 1 to {n_loop}, P from 0 to 1")
 
@@ -232,29 +241,29 @@ class Request:
     arrival: float = 0.0             # seconds after the start
     id: object = None
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
-    exits: list = field(default_factory=list)       # the loop after which each left, from 1
+    exits: list = field(default_factory=list)       # the loop after which each exited, from 1
     latency: float = 0.0             # seconds from arrival to the last token
 
 
 @dataclass(eq=False)
 class Slot:
-    """Where one request is decoded. Its newest tokens are in work: a prompt, then one at a time."""
+    """Where one request is decoded. Its new tokens are a prompt, then one at a time."""
     number: int
     request: Request = None
     generator: torch.Generator = None   # the request's own random numbers
     text: list = None                # token ids: prompt and answer
-    at: range = None                 # positions of the tokens in work, the last of the text
-    prompt: bool = False             # they are a prompt
+    at: range = None                 # positions of the new tokens, the last of the text
+    prompt: bool = False             # the new tokens are a prompt
     depth: int = 0                   # the loop that they take next, from 0
     h: torch.Tensor = None           # (len(at), C): their states between loops
-    going: np.ndarray = None         # which of them take the next loop, indices
-    taken: int = 0                   # loops that the newest has taken
-    waiting: dict = field(default_factory=dict)     # fill=exact: {depth: [(position, state)]}
+    going: np.ndarray = None         # which of the new tokens take the next loop, indices
+    taken: int = 0                   # loops that the last of them has taken
+    deferred: dict = field(default_factory=dict)    # {depth: [(position, state)]}: see exit_early
     early: tuple = None              # of a prompt: (depth, logits) where its last token would exit
     guesses: list = field(default_factory=list)     # oracle: the likeliest token after each loop
 
     def states(self):
-        """Of the tokens that take the next loop."""
+        """Of the new tokens that take the next loop."""
         return self.h if len(self.going) == len(self.at) else self.h[self.going]
 
 
@@ -329,15 +338,15 @@ class Engine:
         """Begin with a text, of which as much is kept as the cache has room for."""
         self.cache.reset(slot.number)
         slot.text, slot.at, slot.prompt = text, range(min(len(text), self.max_len)), True
-        slot.depth, slot.waiting = 0, {}
+        slot.depth, slot.deferred = 0, {}
 
     def step(self):
-        """depth: one loop for all requests in work. static, sequence: one token for each."""
+        """depth: one loop for all requests. static, sequence: one token for each."""
         slots = self.busy()
         for slot in slots:
             if slot.at.stop > self.max_len:                             # a full context
                 self.start(slot, slot.text)
-        while slots:                    # sequence: until the last token has left
+        while slots:                    # sequence: until the last token has exited
             slots = self.advance(slots)
             if self.batching == "depth":
                 return
@@ -348,8 +357,8 @@ class Engine:
         if fresh:
             self.embed(fresh)
         self.loop(slots)
-        left = self.routed_away(slots) if self.routed else self.ruled_away(slots)
-        stay = [slot for slot, gone in zip(slots, left) if not gone]
+        exited = set(self.exit_by_router(slots) if self.routed else self.exit_by_rule(slots))
+        stay = [slot for slot in slots if slot not in exited]
         for slot in stay:
             slot.depth += 1
         return stay
@@ -364,7 +373,7 @@ class Engine:
                            self.model.cfg.fast, **options)
 
     def embed(self, slots):
-        """Embed the tokens in work; all take the first loop."""
+        """Embed the new tokens; all take the first loop."""
         at = [slot.at for slot in slots]
         idx = [token for slot in slots for token in slot.text[-len(slot.at):]]
         context = self.context(slots, 0, at) if self.routed else None
@@ -373,20 +382,23 @@ class Engine:
             slot.h, slot.going, slot.taken = states, np.arange(len(states)), 0
 
     def loop(self, slots):
-        """One loop for the slots' tokens. Those that waited for it (fill=exact) go before them."""
-        waited = [slot.waiting.pop(slot.depth, []) for slot in slots]
+        """One loop for the slots' tokens. Keys that it lacks are seen to first: fill=propagate
+        projects them; fill=exact runs the deferred tokens before the others."""
+        deferred = [slot.deferred.pop(slot.depth, []) for slot in slots]
+        if self.fill == "propagate":
+            self.propagate(slots, deferred)
+            deferred = [[]] * len(slots)
         states, at = [], []
-        for slot, old in zip(slots, waited):
+        for slot, old in zip(slots, deferred):
             states += [*(h for _, h in old), slot.states()]
             at.append([*(position for position, _ in old), *(slot.at[n] for n in slot.going)])
         n = [len(positions) for positions in at]
         depth = torch.tensor([slot.depth for slot in slots]).repeat_interleave(torch.tensor(n))
         h = torch.cat(states)                                           # (N, C)
         h = self.model.loop(h, depth, self.loop_context(slots, at))
-        for slot, old, positions, new in zip(slots, waited, at, h.split(n)):
-            if old and slot.depth < self.n_loop - 1:                    # now they wait for the next
-                later = slot.waiting.setdefault(slot.depth + 1, [])
-                later += zip(positions, new[:len(old)].split(1))
+        for slot, old, positions, new in zip(slots, deferred, at, h.split(n)):
+            if old:
+                self.defer(slot, zip(positions, new[:len(old)].split(1)))
             new = new[len(old):]
             whole = len(new) == len(slot.at)
             slot.h = new if whole else slot.h.index_copy(0, self.index(slot.going), new)
@@ -400,67 +412,71 @@ class Engine:
         return self.context(slots, level, at, by_position=kv.startswith("share"),
                             reads=np.ones_like(level) if kv == "share" else None)
 
-    def logits(self, h, context=None):
-        return self.model.logits(self.model.finish(h, context))[:, :self.vocab_size]
+    def logits(self, h):
+        return self.model.logits(h)[:, :self.vocab_size]
 
     def index(self, x):
         return torch.from_numpy(x).to(self.device)
 
     # a rule decides: relaxed ---------------------------------------------------------------------
 
-    def ruled_away(self, slots):
-        """Which of the slots' newest tokens exit after this loop, a list of bools; those are
-        predicted from."""
-        left = last = [slot.depth == self.n_loop - 1 for slot in slots]
-        if self.rule is None and not self.oracle and not any(last):
-            return last
-        logits = self.logits(torch.cat([slot.h[-1:] for slot in slots]))        # (R, V)
+    def exit_by_rule(self, slots):
+        """The slots whose newest tokens exit after this loop; those are predicted from."""
+        end = self.n_loop - 1
+        if self.rule is None and not self.oracle:       # the others need no head
+            slots = [slot for slot in slots if slot.depth == end]
+        if not slots:
+            return []
+        logits = self.logits(self.model.finish(torch.cat([slot.h[-1:] for slot in slots]), None))
+        exits, out = [False] * len(slots), []
         if self.oracle:
             for slot, guess in zip(slots, logits.argmax(-1).tolist()):
                 slot.guesses.append(guess)
         if self.rule is not None:
             exits = self.rule(logits, torch.tensor([slot.depth for slot in slots])).tolist()
-            for n, slot in enumerate(slots):
-                if slot.prompt and exits[n] and slot.early is None:
-                    # it goes on with the others, but what it is predicted from is this
-                    slot.early = slot.depth, logits[n]
-            left = [end or gone and not slot.prompt
-                    for end, gone, slot in zip(last, exits, slots)]
-        out = [n for n, gone in enumerate(left) if gone]
+        for n, (slot, early) in enumerate(zip(slots, exits)):
+            if slot.prompt and early and slot.early is None:
+                # it goes on with the others, but what it is predicted from is this
+                slot.early = slot.depth, logits[n]
+            if slot.depth == end or early and not slot.prompt:
+                out.append(n)
+                self.defer(slot, [(slot.at[-1], slot.h[-1:])])
+        exited = [slots[n] for n in out]
         if out:
-            self.leave([slots[n] for n in out if not last[n]])
-            self.emit([slots[n] for n in out], [slots[n].depth for n in out], logits[out])
-        return left
+            self.emit(exited, [slot.depth for slot in exited], logits[out])
+        return exited
 
-    def leave(self, slots):
-        """The newest token of each slot exits early: see to its keys at the deeper loops."""
-        if self.fill == "exact":                # they go with the next token that goes deeper
-            for slot in slots:
-                state = slot.at[-1], slot.h[-1:]
-                slot.waiting.setdefault(slot.depth + 1, []).append(state)
-            return
-        for depth in range(1, self.n_loop):
-            some = [slot for slot in slots if slot.depth < depth]
-            if some:
-                if depth not in self.projections:                       # weights stay as they are
-                    self.projections[depth] = self.model.projection(depth)
-                context = self.context(some, depth + 1, [slot.at for slot in some])
-                self.model.propagate(torch.cat([slot.h for slot in some]), depth,
-                                     self.projections[depth], context)
+    def defer(self, slot, states):
+        """Keep (position, state) pairs for the next loop, until a later token goes there."""
+        if slot.depth < self.n_loop - 1:
+            slot.deferred.setdefault(slot.depth + 1, []).extend(states)
+
+    def propagate(self, slots, deferred):
+        """Project keys and values from the deferred states, [(position, state)] of each slot."""
+        for depth in {slot.depth for slot, old in zip(slots, deferred) if old}:
+            some = [(slot, old) for slot, old in zip(slots, deferred) if old and slot.depth == depth]
+            context = self.context([slot for slot, _ in some], depth + 1,
+                                   [[position for position, _ in old] for _, old in some])
+            h = torch.cat([state for _, old in some for _, state in old])
+            if depth not in self.projections:                           # weights stay as they are
+                self.projections[depth] = self.model.projection(depth)
+            self.model.propagate(h, depth, self.projections[depth], context)
+            for slot, old in some:
+                self.defer(slot, old)
 
     # a router decides: mor -----------------------------------------------------------------------
 
-    def routed_away(self, slots):
-        """Which of the slots have no token that takes another loop, a list of bools; those run
-        the last layer and are predicted from."""
+    def exit_by_router(self, slots):
+        """The slots of which no token takes another loop. They run the last layer, and the newest
+        token of each is predicted from."""
         self.route(slots)
         out = [slot for slot in slots if not len(slot.going)]
         if out:
             context = self.context(out, self.n_loop + 1, [slot.at for slot in out])
-            logits = self.logits(torch.cat([slot.h for slot in out]), context)      # (N, V)
-            newest = np.cumsum([len(slot.at) for slot in out]) - 1
-            self.emit(out, [slot.taken - 1 for slot in out], logits[self.index(newest)])
-        return [slot in out for slot in slots]
+            h = self.model.finish(torch.cat([slot.h for slot in out]), context)     # (N, C)
+            newest = np.cumsum([len(slot.at) for slot in out]) - 1                  # (R,)
+            self.emit(out, [slot.taken - 1 for slot in out], self.logits(h[self.index(newest)]))
+        return out
 
     def route(self, slots):
         """Keep in `going` the tokens that the router sends through the next loop."""
@@ -469,9 +485,9 @@ class Engine:
         h = torch.cat([slot.states() for slot in slots])                # (N, C)
         takes = self.model.takes(h, depth.clamp(max=self.n_loop - 1)).cpu() & (depth < self.n_loop)
         for slot, mask in zip(slots, takes.split(n.tolist())):
-            left, slot.going = slot.going[~mask.numpy()], slot.going[mask.numpy()]
-            if self.model.cfg.kv == "share_update" and len(left):
-                at, deeper = slot.at.start + left, range(slot.depth + 2, self.n_loop + 1)
+            exits, slot.going = slot.going[~mask.numpy()], slot.going[mask.numpy()]
+            if self.model.cfg.kv == "share_update" and len(exits):
+                at, deeper = slot.at.start + exits, range(slot.depth + 2, self.n_loop + 1)
                 self.cache.copy(slot.number, at.tolist(), 1, deeper)
 
     # the answers ---------------------------------------------------------------------------------
@@ -480,7 +496,9 @@ class Engine:
         """Give each slot its next token from logits (R, V), and end what is answered."""
         for n, slot in enumerate(slots):
             if slot.early:                      # of a prompt: where its last token would exit
-                (depths[n], logits[n]), slot.early = slot.early, None
+                depths[n], early = slot.early
+                logits[n] = early
+                slot.early = None
         for slot, depth, token in zip(slots, depths, self.pick(slots, logits)):
             request, slot.depth, slot.prompt = slot.request, 0, False
             slot.at = range(slot.at.stop, slot.at.stop + 1)
@@ -519,68 +537,65 @@ class ServeConfig(Sampling):
     requests: str = ""              # the file of requests, one JSON object a line
     batching: str = "depth"         # static | sequence | depth
     slots: int = 16                 # requests in work at a time
-    max_len: int = 0                # most tokens of a request without RoPE (0: 8 block_size)
 
     def __post_init__(self):
         super().__post_init__()
-        self.between(slots=(1, 4096), max_len=(0, 1 << 30))
+        self.between(slots=(1, 4096))
         self.one_of("batching", "static", "sequence", "depth")
 
 
-def read_requests(path, tokenizer, model, max_new_tokens, longest=None):
-    """The requests in a file, of at most `longest` tokens each, and answers for the lines that
-    hold none: (list of Request, list of dict). UserError where there is no such file, or it is
-    empty."""
+# what a request may hold, and the types of JSON values; a bool is no number here
+REQUEST_KEYS = {"prompt": [str], "max_new_tokens": [int], "arrival": [int, float],
+                "id": [str, int, type(None)]}
+
+
+def read_requests(path, tokenizer, model, max_new_tokens):
+    """The requests in a file, and answers for the lines that hold none: (list of Request, list of
+    dict). UserError where there is no such file, or it is empty."""
     try:
         lines = read_bytes(path).split(b"\n")
     except OSError as e:
         raise UserError(f"requests={path} cannot be read: {e.strerror}") from e
     requests, errors = [], []
     for n, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        given = None
+        given, message = {}, "not a line of JSON in UTF-8"
         try:
-            given = json.loads(line.decode())
-            requests.append(parse_request(given, n, tokenizer, model, max_new_tokens, longest))
-        except (UserError, ValueError, OverflowError, RecursionError) as e:
-            name = given.get("id", n) if isinstance(given, dict) else n
-            what = str(e) if isinstance(e, UserError) else "not a line of JSON in UTF-8"
-            errors.append({"id": name if is_id(name) else n, "line": n,
-                           "error": " ".join(what.split())})
+            if line.strip():
+                given = json.loads(line.decode())
+                requests.append(parse_request(given, n, tokenizer, model, max_new_tokens))
+            continue
+        except UserError as e:
+            message = " ".join(str(e).split())
+        except (ValueError, RecursionError):
+            pass
+        name = given.get("id", n) if isinstance(given, dict) else n
+        known = type(name) in REQUEST_KEYS["id"]
+        errors.append({"id": name if known else n, "line": n, "error": message})
     if not requests and not errors:
         raise UserError(f"requests={path} is empty: one JSON object a line")
     return requests, errors
 
 
-def is_id(value):
-    """Whether a JSON value can name a request: a text, a number that JSON can write, or null."""
-    return value is None or isinstance(value, (str, int)) or (
-        isinstance(value, float) and math.isfinite(value))
-
-
-def parse_request(given, n, tokenizer, model, max_new_tokens, longest=None):
+def parse_request(given, n, tokenizer, model, max_new_tokens):
     """The Request of line n's JSON value; UserError where it is none."""
-    kinds = {"prompt": str, "max_new_tokens": int, "arrival": (int, float), "id": object}
     if not isinstance(given, dict):
         raise UserError("a request is a JSON object")
     for key, value in given.items():
-        if key not in kinds:
-            raise UserError(f"unknown key {key!r:.60}: the keys are {', '.join(kinds)}")
-        good = isinstance(value, kinds[key]) and not isinstance(value, bool)
-        if not good or key == "id" and not is_id(value):
+        if key not in REQUEST_KEYS:
+            raise UserError(f"unknown key {key!r:.60}: the keys are {', '.join(REQUEST_KEYS)}")
+        if type(value) not in REQUEST_KEYS[key]:
             raise UserError(f"{key} has a wrong type: {value!r:.60}")
-    count = given.get("max_new_tokens", max_new_tokens)
-    arrival = given.get("arrival", 0.0)
+    count, arrival = given.get("max_new_tokens", max_new_tokens), given.get("arrival", 0.0)
     if not 1 <= count <= 1 << 20:
         raise UserError(f"max_new_tokens={count} must be at least 1 and at most {1 << 20}")
     if not 0 <= arrival < 1e9:
         raise UserError(f"arrival={arrival!r:.60} must be seconds, 0 or more")
     prompt = tokenizer.encode(given.get("prompt", ""))
     check_prompts(model, [prompt])
-    if longest is not None and len(prompt) + count > longest:   # every slot would grow as long
+    longest = model.context_limit or 8 * model.cfg.block_size
+    if not model.context_limit and len(prompt) + count > longest:   # all slots would grow as long
         raise UserError(f"max_new_tokens={count} after a prompt of {len(prompt)} is more than "
-                        f"max_len={longest}")
+                        f"{longest}, 8 times block_size")
     return Request(prompt, count, float(arrival), given.get("id", n))
 
 
@@ -591,8 +606,8 @@ def check_loops(model, cfg, path, *keys):
         raise UserError(f"{given[0]} is for a model that loops over depth (relaxed, mor), "
                         f"{path} is not")
     if (cfg.exit or cfg.fill) and hasattr(model, "takes"):
-        raise UserError(f"exit and fill are for relaxed: of {path}, a mor, the router decides who "
-                        f"leaves")
+        raise UserError(f"exit and fill are for relaxed: of {path}, a mor, the router decides which "
+                        f"tokens exit")
     if cfg.exit:
         exit_rule(cfg.exit, model.n_loop)
 
@@ -603,37 +618,33 @@ def engine_for(model, tokenizer, cfg, requests, slots, **options):
     slots = min(slots, len(requests))
     check_text_fits(model, slots, need, model.wte.weight.device,
                     f"slots={slots} and requests of {need} tokens")
-    return Engine(model, slots, min(need, model.context_limit or need), exit=cfg.exit,
-                  fill=cfg.fill, eot=tokenizer.eot if cfg.stop else None,
-                  vocab_size=tokenizer.vocab_size, temperature=cfg.temperature, top_k=cfg.top_k,
-                  top_p=cfg.top_p, repetition_penalty=cfg.repetition_penalty, seed=cfg.seed,
-                  **options)
+    same = ("exit", "fill", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+    return Engine(model, slots, min(need, model.context_limit or need),
+                  eot=tokenizer.eot if cfg.stop else None, vocab_size=tokenizer.vocab_size,
+                  **{key: getattr(cfg, key) for key in same}, **options)
 
 
 def serve(model, tokenizer, cfg):
     """Answer the requests of a file, a JSON line each. Returns a summary."""
-    longest = None if model.context_limit else cfg.max_len or 8 * model.cfg.block_size
-    requests, errors = read_requests(cfg.requests, tokenizer, model, cfg.max_new_tokens, longest)
+    requests, errors = read_requests(cfg.requests, tokenizer, model, cfg.max_new_tokens)
     for error in errors:
         print(json.dumps(error), flush=True)
     if not requests:
         return f"no request in {cfg.requests}, {len(errors)} errors"
     engine = engine_for(model, tokenizer, cfg, requests, cfg.slots, batching=cfg.batching)
     start = time.perf_counter()
-    with tqdm(total=len(requests), unit="request", desc=cfg.batching) as bar:
-        for r in engine.run(requests):
-            answer = {"id": r.id, "text": tokenizer.decode(r.tokens), "tokens": r.tokens,
-                      "exits": r.exits, "latency": round(r.latency, 4)}
-            print(json.dumps(answer), flush=True)
-            bar.update()
+    for r in engine.run(requests):
+        answer = {"id": r.id, "text": tokenizer.decode(r.tokens), "tokens": r.tokens,
+                  "exits": r.exits, "latency": round(r.latency, 4)}
+        print(json.dumps(answer), flush=True)
     seconds = time.perf_counter() - start
     latencies = sorted(r.latency for r in requests)
-    loops = [loop for r in requests for loop in r.exits]
-    count = len(loops)
+    exits = [loop for r in requests for loop in r.exits]
+    count = len(exits)
     return (f"{len(requests)} requests, {len(errors)} errors, {count} tokens in {seconds:.2f} s: "
             f"{count / seconds:.1f} tokens/s; latency {latencies[len(latencies) // 2]:.2f} s "
             f"(median), {latencies[int(0.95 * len(latencies))]:.2f} s (95 %); "
-            f"left after loop {loop_fractions(loops, model.n_loop)}; "
+            f"exited after loop {loop_fractions(exits, model.n_loop)}; "
             f"cache {engine.cache.nbytes():,} bytes")
 
 
@@ -645,8 +656,6 @@ def main(argv):
         raise UserError("requests=FILE.jsonl is missing: one JSON object a line")
     model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
     check_loops(model, cfg, path, "requests")
-    if cfg.max_len and model.context_limit:
-        raise UserError(f"max_len={cfg.max_len} means nothing to a model with RoPE: leave it out")
     print(serve(model, tokenizer, cfg), file=sys.stderr)
 
 
