@@ -75,7 +75,7 @@ class PlotConfig:
     x: str = "step"             # step | tokens | seconds
     file: str = "plot.png"      # the picture
     title: str = ""             # above it
-    labels: str = ""            # names of the runs, with commas between (default: their folders' names)
+    labels: str = ""            # names, with commas between (default: the folders')
 
     def __post_init__(self):
         if self.x not in ("step", "tokens", "seconds"):
@@ -90,7 +90,8 @@ def points(folder, x, y):
     rows = read_log(file)
     found = [(row[x], row[y]) for row in rows if x in row and isinstance(row.get(y), (int, float))]
     if not found:
-        raise UserError(f"{file} has no {y}: it has {', '.join(sorted({key for row in rows for key in row}))}")
+        names = sorted({key for row in rows for key in row})
+        raise UserError(f"{file} has no {y}: it has {', '.join(names)}")
     return found
 
 
@@ -98,10 +99,12 @@ def main(argv):
     if asks_help(argv):
         return print(help_text(PlotConfig))
     folders = [a for a in argv if "=" not in a]
-    cfg = typed_config(PlotConfig, split_args([a for a in argv if "=" in a]), free_text=("title", "labels"))
+    keys = split_args([a for a in argv if "=" in a])
+    cfg = typed_config(PlotConfig, keys, free_text=("title", "labels"))
     labels = cfg.labels.split(",") if cfg.labels else [Path(f).name for f in folders]
     if not folders or len(labels) != len(folders):
-        raise UserError("give the folders of runs, and as many labels or none: python plot.py out/NAME ... [key=value]")
+        raise UserError("give the folders of runs, and as many labels or none: "
+                        "python plot.py out/NAME ... [key=value]")
     curves = [points(folder, cfg.x, cfg.y) for folder in folders]
     import matplotlib
     matplotlib.use("Agg")

@@ -1,16 +1,16 @@
 """
 Text from a trained model, for every model: one decoding loop over forward and cache.
 
-    python sample.py out/gpt_tiny                                  stream 500 tokens
+    python sample.py out/gpt_tiny                           stream 500 tokens
     python sample.py out/gpt_tiny prompt="def main(" temperature=0.7 top_p=0.95
-    python sample.py out/gpt_tiny prompt=FILE:notes.txt            the prompt is a file's text
-    python sample.py out/gpt_tiny prompt=LINES:prompts.txt         every line is a prompt, all in one batch
-    python sample.py out/gpt_tiny num_samples=8 seed=7             eight samples in one batch
-    python sample.py out/recall prompt="3 9 1"                     the token ids of a synthetic task (tasks.py)
-    python sample.py out/lrt_tiny prompt=FILE:notes.txt prefill=compare    two ways to take in a prompt, and one text
-    python sample.py out/relaxed_tiny exit=confidence:0.9 show_depth=true   tokens may leave after any loop; which did
-    python sample.py out/mor_tiny prompt=FILE:notes.txt depths=depths.png   how many recursions each token takes
-    python sample.py help                                          every key with its meaning
+    python sample.py out/gpt_tiny prompt=FILE:notes.txt     the prompt is a file's text
+    python sample.py out/gpt_tiny prompt=LINES:prompts.txt  a prompt a line, all in one batch
+    python sample.py out/gpt_tiny num_samples=8 seed=7      eight samples in one batch
+    python sample.py out/recall prompt="3 9 1"              token ids of a task (tasks.py)
+    python sample.py out/lrt_tiny prompt=FILE:notes.txt prefill=compare
+    python sample.py out/relaxed_tiny exit=confidence:0.9 show_depth=true
+    python sample.py out/mor_tiny prompt=FILE:notes.txt depths=depths.png
+    python sample.py help                                   every key with its meaning
 
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
 """
@@ -33,11 +33,11 @@ from tasks import COMPRESSION
 
 @dataclass
 class SampleConfig(Sampling):
-    prompt: str = "\n"             # text to continue, literally; FILE:PATH a file's text; LINES:PATH one prompt a line
-    num_samples: int = 1            # samples of each prompt, all in one batch
-    prefill: str = ""               # of lrt: exact | interleaved | compare: exact, and how far interleaved is off
-    show_depth: bool = False        # of relaxed, mor: colour each token by the loop after which it left
-    depths: str = ""                # of mor: a picture to draw of the recursions that each token of the prompt takes
+    prompt: str = "\n"      # text, literally; FILE:PATH a file's text; LINES:PATH a prompt a line
+    num_samples: int = 1    # samples of each prompt, all in one batch
+    prefill: str = ""       # lrt: exact | interleaved | compare: exact, and its distance
+    show_depth: bool = False    # relaxed, mor: colour each token by the loop after which it exited
+    depths: str = ""        # mor: a picture to draw of the recursions of each token of the prompt
 
     def __post_init__(self):
         super().__post_init__()
@@ -46,29 +46,31 @@ class SampleConfig(Sampling):
 
 
 def prefill(model, cache, rows):
-    """Feed every row's last tokens, as many as the cache may hold, to an emptied cache in one forward.
-    Returns the logits after each row's last token (B, V) and how many tokens each row holds."""
+    """Feed every row's last tokens, as many as the cache may hold, to an emptied cache in one
+    forward. Returns the logits after each row's last token (B, V) and how many tokens each row
+    holds."""
     cache.reset()
     rows = [row[-cache.max_len:] for row in rows]
     lengths = [len(row) for row in rows]
     device = next(model.parameters()).device
-    idx = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in rows], device=device)      # (B, T)
+    padded = [row + [0] * (max(lengths) - len(row)) for row in rows]
+    idx = torch.tensor(padded, device=device)                           # (B, T)
     n = torch.tensor(lengths, device=device)
     logits, _, _ = model(idx, cache=cache, n_valid=n if min(lengths) < max(lengths) else None)
     return logits[torch.arange(len(rows), device=device), n - 1], lengths
 
 
 @torch.no_grad()
-def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, repetition_penalty=1.0,
-           eot=None, seed=1337, vocab_size=None):
-    """Continue prompts, a list of lists of token ids which may differ in length, as one batch.
+def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0,
+           repetition_penalty=1.0, eot=None, seed=1337, vocab_size=None):
+    """Continue prompts, lists of token ids which may differ in length, as one batch.
 
-    Yields one list a step: each row's new token, or None for a row that has met eot. Where a row has filled
-    the model's context (context_limit), its last tokens are prefilled again for every further one: each
-    token is then predicted from exactly the last context_limit tokens. A model whose prefill is slow keeps fewer
-    (context_kept), and the cache goes on from these until it is full again.
-    Sampling has a generator of its own, so it changes no other random number. vocab_size is the tokenizer's,
-    where the model's is padded beyond it: ids that stand for nothing are never chosen.
+    Yields one list a step: each row's new token, or None for a row that has met eot. Where a row
+    has filled the model's context (context_limit), its last tokens are prefilled again for every
+    further one: each token is predicted from exactly the last context_limit tokens. A model whose
+    prefill is slow keeps fewer (context_kept), and the cache goes on from these until it is full.
+    Sampling has a generator of its own, so it changes no other random number. vocab_size is the
+    tokenizer's, if the model's is padded beyond it: ids that stand for nothing are never chosen.
     """
     check_prompts(model, prompts)
     device = next(model.parameters()).device
@@ -82,8 +84,8 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
     for b, row in enumerate(rows):
         seen[b, row] = True
     for n in range(max_new_tokens):
-        ids = next_tokens(logits[:, :vocab_size], seen[:, :vocab_size], temperature, top_k, top_p, repetition_penalty,
-                          generator)
+        ids = next_tokens(logits[:, :vocab_size], seen[:, :vocab_size], temperature, top_k, top_p,
+                          repetition_penalty, generator)
         seen[torch.arange(len(rows), device=device), ids] = True
         new = [i if on and i != eot else None for i, on in zip(ids.tolist(), live)]
         live = [i is not None for i in new]
@@ -93,8 +95,8 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
         for row, i in zip(rows, new):
             row.extend([i] * (i is not None))
         if any(on and h >= cache.max_len for on, h in zip(live, held)):
-            logits, held = prefill(model, cache, [row[-(kept if h >= cache.max_len else h + on):]
-                                                  for row, h, on in zip(rows, held, live)])
+            again = [kept if h >= cache.max_len else h + on for h, on in zip(held, live)]
+            logits, held = prefill(model, cache, [row[-n:] for row, n in zip(rows, again)])
         else:
             n_valid = None if all(live) else torch.tensor(live, device=device).long()
             logits = model(ids[:, None], cache=cache, n_valid=n_valid)[0][:, -1]
@@ -102,17 +104,17 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
 
 
 def choose_prefill(model, how, path):
-    """Set how the model takes in a prompt; UserError where it knows one way only."""
+    """Set how the model prefills; UserError if it knows one way only."""
     if not hasattr(model.cfg, "prefill") or not model.cfg.memory:
-        raise UserError(f"prefill={how} is for a model that takes in prompts in more than one way (lrt with memory), "
-                        f"{path} is not")
+        raise UserError(f"prefill={how} is for a model that prefills in more than one way (lrt "
+                        f"with memory), {path} is not")
     model.cfg.prefill = "exact" if how == "compare" else how
 
 
 @torch.no_grad()
 def compare_prefills(model, prompts):
-    """A line that tells seconds of both prefills, the second time each, and how far the distributions of the next token
-    are apart. prompts: the tokens of each, every prompt once."""
+    """A line that tells seconds of both prefills, the second time each, and how far the
+    distributions of the next token are apart. prompts: the tokens of each."""
     kept, seconds, found = model.cfg.prefill, {}, {}
     size = min(model.context_limit, max(map(len, prompts)))
     for how in ("exact", "interleaved"):
@@ -125,20 +127,22 @@ def compare_prefills(model, prompts):
     model.cfg.prefill = kept
     a, b = found.values()
     same = int((a.argmax(-1) == b.argmax(-1)).sum())
-    return (f"prefill: exact {seconds['exact']:.3f} s, interleaved {seconds['interleaved']:.3f} s; next token: KL "
-            f"{(a.exp() * (a - b)).sum(-1).mean():.2g} nats, the likeliest is the same in {same} of {len(a)} rows")
+    kl = (a.exp() * (a - b)).sum(-1).mean()
+    return (f"prefill: exact {seconds['exact']:.3f} s, interleaved {seconds['interleaved']:.3f} s; "
+            f"next token: KL {kl:.2g} nats, the likeliest is the same in {same} of {len(a)} rows")
 
 
 def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
     """prompt and its continuation as one string. The model is put into eval mode."""
     model.eval()
     ids = tokenizer.encode(prompt)
-    steps = stream(model, [ids], max_new_tokens, eot=tokenizer.eot, vocab_size=tokenizer.vocab_size, **options)
+    steps = stream(model, [ids], max_new_tokens, eot=tokenizer.eot,
+                   vocab_size=tokenizer.vocab_size, **options)
     new = [step[0] for step in steps]
     return tokenizer.decode(ids + [i for i in new if i is not None])
 
 
-# ---------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # models that loop over depth: early exit, colours and pictures of depth
 
 COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
@@ -151,53 +155,62 @@ def coloured(text, loop, n_loop):
 
 
 def write_exits(model, tokenizer, prompts, cfg):
-    """Continue prompts with early exit and print them: one as it comes, several when all are done. Returns how many
-    tokens came, and where they left, in words."""
-    requests, alone = [Request(list(prompt), cfg.max_new_tokens) for prompt in prompts], len(prompts) == 1
-    decoders = {id(r): codecs.getincrementaldecoder("utf-8")(errors="replace") for r in requests}
-    texts = {id(r): "" for r in requests}
+    """Continue prompts with early exit and print them: one as it comes, several when all are done.
+    Returns how many tokens came, and after which loops they exited, in words."""
+    requests = [Request(list(prompt), cfg.max_new_tokens) for prompt in prompts]
+    alone = len(requests) == 1
+    for r in requests:
+        r.decoder, r.text = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
 
-    def show(text, end=""):
+    def add(r, text, end=""):
+        r.text += text
         if alone:
             print(text, end=end, flush=True)
-        return text
 
-    def take(r):
-        new = decoders[id(r)].decode(tokenizer.decode_bytes(r.tokens[-1:]))
-        texts[id(r)] += show(coloured(new, r.exits[-1], model.n_loop) if cfg.show_depth else new)
-
-    show(tokenizer.decode(prompts[0]))
-    engine = engine_for(model, tokenizer, cfg, requests, len(requests), batching="sequence", on_token=take)
+    def on_token(r):
+        new = r.decoder.decode(tokenizer.decode_bytes(r.tokens[-1:]))
+        add(r, coloured(new, r.exits[-1], model.n_loop) if cfg.show_depth else new)
+    for r in requests:
+        add(r, tokenizer.decode(r.prompt))
+    engine = engine_for(model, tokenizer, cfg, requests, len(requests), batching="sequence",
+                        on_token=on_token)
     for r in engine.run(requests):
-        texts[id(r)] += show(decoders[id(r)].decode(b"", final=True), end="\n")
+        add(r, r.decoder.decode(b"", final=True), end="\n")
     for r in [] if alone else requests:
-        print(tokenizer.decode(r.prompt) + texts[id(r)], "-" * 80, sep="\n", flush=True)
-    colours = " ".join(coloured(str(b), b, model.n_loop) for b in range(1, model.n_loop + 1)) if cfg.show_depth else ""
+        print(r.text, "-" * 80, sep="\n", flush=True)
     loops = [loop for r in requests for loop in r.exits]
-    return len(loops), f"; exited after loop {loop_fractions(loops, model.n_loop)} {colours}".rstrip()
+    words = f"; exited after loop {loop_fractions(loops, model.n_loop)}"
+    if cfg.show_depth:
+        legend = [coloured(str(b), b, model.n_loop) for b in range(1, model.n_loop + 1)]
+        words += " " + " ".join(legend)
+    return len(loops), words
 
 
 def draw_depths(model, tokenizer, prompt, file, width=100):
-    """Print a prompt, token ids, each token in the colour of the recursions that it takes, and draw the same into a
-    picture. Returns how many take how many, in words."""
+    """Print a prompt, token ids, each token in the colour of the recursions that it takes, and
+    draw the same into a picture. Returns how many take how many, in words."""
     prompt = prompt[:model.context_limit]
-    loops = model.recursions(torch.tensor([prompt], device=next(model.parameters()).device))[0].tolist()
+    idx = torch.tensor([prompt], device=next(model.parameters()).device)
+    loops = model.recursions(idx)[0].tolist()
     texts = [tokenizer.decode([token]) for token in prompt]
     print("".join(coloured(text, loop, model.n_loop) for text, loop in zip(texts, loops)))
-    pieces, column, row = [], 0, 0                                      # (row, column, text, recursions)
+    pieces, column, row = [], 0, 0                                      # as draw_text takes them
+    for loop in range(1, model.n_loop + 1):                             # the legend
+        pieces.append((-2, 16 * loop - 16, f"{loop} recursion{'s' * (loop > 1)}", loop))
     for text, loop in zip(texts, loops):
         for piece in text.replace("\t", "    ").splitlines(keepends=True):
-            if column and column + len(piece.rstrip("\n")) > width:
+            line = piece.rstrip("\n")
+            if column and column + len(line) > width:
                 column, row = 0, row + 1
-            pieces.append((row, column, piece.rstrip("\n"), loop))
-            column, row = (0, row + 1) if piece.endswith("\n") else (column + len(piece), row)
-    legend = [(-2, 16 * loop - 16, f"{loop} recursion{'s' * (loop > 1)}", loop) for loop in range(1, model.n_loop + 1)]
-    draw_text(legend + pieces, model.n_loop, file, width)
+            pieces.append((row, column, line, loop))
+            column, row = (column + len(line), row) if line == piece else (0, row + 1)
+    draw_text(pieces, model.n_loop, file, width)
     return f"{file}: {len(loops)} tokens, recursions {loop_fractions(loops, model.n_loop)}"
 
 
 def draw_text(pieces, n_loop, file, width):
-    """A picture of pieces of text, (row, column, text, recursions), on grounds that are darker the more they take."""
+    """A picture of pieces of text, (row, column, text, recursions), on grounds that are darker the
+    more they take."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -205,10 +218,11 @@ def draw_text(pieces, n_loop, file, width):
     fig, ax = plt.subplots(figsize=(width * 0.08, (rows + 2) * 0.18))
     ax.set_position((0, 0, 1, 1))
     for row, column, text, loop in pieces:
-        ax.add_patch(plt.Rectangle((column, -row), len(text), 1, lw=0, color=shade(0.6 * loop / n_loop)))
-        for n, letter in enumerate(text):                               # fonts differ in width: each in its place
-            ax.text(column + n + 0.5, 0.5 - row, letter, family="monospace", fontsize=8, ha="center", va="center",
-                    parse_math=False)
+        color = shade(0.6 * loop / n_loop)
+        ax.add_patch(plt.Rectangle((column, -row), len(text), 1, lw=0, color=color))
+        for n, letter in enumerate(text):                               # whatever its width
+            ax.text(column + n + 0.5, 0.5 - row, letter, family="monospace", fontsize=8,
+                    ha="center", va="center", parse_math=False)
     ax.set(xlim=(0, width), ylim=(1 - rows, 3))
     ax.axis("off")
     save_picture(fig, "depths", file, dpi=110)
@@ -226,14 +240,16 @@ def read_prompts(text):
         raise UserError(f"prompt file {path} cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:
         raise UserError(f"prompt file {path} is not UTF-8 text") from e
-    prompts = [content] if kind == "FILE" else [line.rstrip("\r") for line in content.split("\n") if line.strip()]
+    lines = [line.rstrip("\r") for line in content.split("\n") if line.strip()]
+    prompts = [content] if kind == "FILE" else lines
     if not prompts or not prompts[0]:
         raise UserError(f"prompt file {path} is empty")
     return prompts
 
 
 def write_stream(steps, tokenizer):
-    """Print the tokens of a single row as they come; bytes of an unfinished character wait. Returns how many."""
+    """Print the tokens of a single row as they come; bytes of an unfinished character wait.
+    Returns how many."""
     decoder, count = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
     for (token,) in steps:
         count += 1
@@ -244,7 +260,7 @@ def write_stream(steps, tokenizer):
 
 
 def write_batch(steps, tokenizer, prompts):
-    """Print the rows of a batch one after another, when all are done. Returns how many tokens came."""
+    """Print the rows of a batch when all are done. Returns how many tokens came."""
     rows = [[] for _ in prompts]
     for new in steps:
         for row, token in zip(rows, new):
@@ -262,14 +278,15 @@ def main(argv):
     texts = read_prompts(cfg.prompt)
     model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast)
     if ckpt["config"]["dataset"] == COMPRESSION:
-        raise UserError(f"{path} was trained on {COMPRESSION}: it gives back what it read, there is nothing to sample")
+        raise UserError(f"{path} was trained on {COMPRESSION}: it gives back what it read, there "
+                        f"is nothing to sample")
     check_loops(model, cfg, path, "exit", "fill", "show_depth", "depths")
     if cfg.depths and not hasattr(model, "recursions"):
         raise UserError(f"depths={cfg.depths} is for a model with a router (mor), {path} is not")
     prompts = list(map(tokenizer.encode, texts))
     check_prompts(model, prompts)
-    longest = max(map(len, prompts))
-    check_text_fits(model, cfg.num_samples * len(prompts), longest + cfg.max_new_tokens, device,
+    longest, rows = max(map(len, prompts)), cfg.num_samples * len(prompts)
+    check_text_fits(model, rows, longest + cfg.max_new_tokens, device,
                     f"num_samples={cfg.num_samples}, max_new_tokens={cfg.max_new_tokens}")
     prompts = [ids for ids in prompts for _ in range(cfg.num_samples)]
     if cfg.depths:
@@ -280,19 +297,23 @@ def main(argv):
         print(compare_prefills(model, prompts[::cfg.num_samples]), file=sys.stderr)
     limit = model.context_limit
     if limit and longest > limit:
-        print(f"the prompt has {longest} tokens: cropped to its last {limit} (block_size)", file=sys.stderr)
-    start = time.perf_counter()
-    count, exits = write_exits(model, tokenizer, prompts, cfg) if cfg.exit or cfg.show_depth else (
-        write(model, tokenizer, prompts, cfg), "")
+        print(f"the prompt has {longest} tokens: cropped to its last {limit} (block_size)",
+              file=sys.stderr)
+    start, exits = time.perf_counter(), ""
+    if cfg.exit or cfg.show_depth:
+        count, exits = write_exits(model, tokenizer, prompts, cfg)
+    else:
+        count = write(model, tokenizer, prompts, cfg)
     seconds = time.perf_counter() - start
-    print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s ({ckpt['model']}, step {ckpt['step']}, "
-          f"{device}{exits})", file=sys.stderr)
+    print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s ({ckpt['model']}, "
+          f"step {ckpt['step']}, {device}{exits})", file=sys.stderr)
 
 
 def write(model, tokenizer, prompts, cfg):
     """Continue prompts as one batch and print them. Returns how many tokens came."""
+    eot = tokenizer.eot if cfg.stop else None
     steps = stream(model, prompts, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p,
-                   cfg.repetition_penalty, tokenizer.eot if cfg.stop else None, cfg.seed, tokenizer.vocab_size)
+                   cfg.repetition_penalty, eot, cfg.seed, tokenizer.vocab_size)
     if len(prompts) > 1:
         return write_batch(steps, tokenizer, prompts)
     print(tokenizer.decode(prompts[0]), end="", flush=True)

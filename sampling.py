@@ -13,7 +13,7 @@ from config import UserError, split_args, typed_config
 class Sampling:
     """Keys that serve.py has too."""
     max_new_tokens: int = 500       # tokens to write after a prompt
-    temperature: float = 0.8        # 0 takes the likeliest token; 1 samples the model's distribution
+    temperature: float = 0.8        # 0: the likeliest token; 1: the model's distribution
     top_k: int = 0                  # sample among the k likeliest tokens (0: all)
     top_p: float = 1.0              # sample among the likeliest with this probability together
     repetition_penalty: float = 1.0  # above 1 makes tokens that the text already has less likely
@@ -42,7 +42,7 @@ class Sampling:
 
 
 def next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, generator):
-    """One token a row from logits (B, V): (B,) int64. seen (B, V) marks the tokens of each row so far.
+    """One token a row from logits (B, V): (B,) int64. seen (B, V): each row's tokens so far.
     Order: penalty (Keskar et al. 2019: positive logits divided, negative multiplied), temperature,
     top_k, top_p (Holtzman et al. 2020: the smallest set of likeliest tokens that reaches top_p)."""
     if repetition_penalty != 1:

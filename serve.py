@@ -63,8 +63,8 @@ class SlotCache:
     def __init__(self, slots, levels, max_len, n_kv_head, head_dim, device, dtype):
         self.slots, self.max_len, self.device, self.dtype = slots, max_len, device, dtype
         self.shape = n_kv_head, head_dim
-        self.kv = {}                                            # (level, layer): (slots, 2, G, room, D)
-        self.count = np.zeros((levels, slots), np.int64)        # on the CPU, as all bookkeeping is
+        self.kv = {}                            # (level, layer): (slots, 2, G, room, D)
+        self.count = np.zeros((levels, slots), np.int64)    # on the CPU, as all bookkeeping
 
     def buffer(self, level, layer, need):
         """kv[level, layer] with room for at least `need` tokens."""
@@ -91,9 +91,6 @@ class SlotCache:
             for target in targets:
                 kv = self.kv[source, layer][slot, :, :, at]
                 self.buffer(target, layer, max(at) + 1)[slot, :, :, at] = kv
-
-    def nbytes(self):
-        return sum(kv.nbytes for kv in self.kv.values())
 
 
 def spread(n):
@@ -258,7 +255,7 @@ class Slot:
     h: torch.Tensor = None           # (len(at), C): their states between loops
     going: np.ndarray = None         # which of the new tokens take the next loop, indices
     taken: int = 0                   # loops that the last of them has taken
-    deferred: dict = field(default_factory=dict)    # {depth: [(position, state)]}: see exit_early
+    deferred: dict = field(default_factory=dict)    # {depth: [(position, state)]}: see defer
     early: tuple = None              # of a prompt: (depth, logits) where its last token would exit
     guesses: list = field(default_factory=list)     # oracle: the likeliest token after each loop
 
@@ -453,10 +450,11 @@ class Engine:
 
     def propagate(self, slots, deferred):
         """Project keys and values from the deferred states, [(position, state)] of each slot."""
-        for depth in {slot.depth for slot, old in zip(slots, deferred) if old}:
-            some = [(slot, old) for slot, old in zip(slots, deferred) if old and slot.depth == depth]
-            context = self.context([slot for slot, _ in some], depth + 1,
-                                   [[position for position, _ in old] for _, old in some])
+        pairs = [(slot, old) for slot, old in zip(slots, deferred) if old]
+        for depth in {slot.depth for slot, _ in pairs}:
+            some = [(slot, old) for slot, old in pairs if slot.depth == depth]
+            at = [[position for position, _ in old] for _, old in some]
+            context = self.context([slot for slot, _ in some], depth + 1, at)
             h = torch.cat([state for _, old in some for _, state in old])
             if depth not in self.projections:                           # weights stay as they are
                 self.projections[depth] = self.model.projection(depth)
@@ -606,8 +604,8 @@ def check_loops(model, cfg, path, *keys):
         raise UserError(f"{given[0]} is for a model that loops over depth (relaxed, mor), "
                         f"{path} is not")
     if (cfg.exit or cfg.fill) and hasattr(model, "takes"):
-        raise UserError(f"exit and fill are for relaxed: of {path}, a mor, the router decides which "
-                        f"tokens exit")
+        raise UserError(f"exit and fill are for relaxed: of {path}, a mor, the router decides "
+                        f"which tokens exit")
     if cfg.exit:
         exit_rule(cfg.exit, model.n_loop)
 
@@ -644,8 +642,7 @@ def serve(model, tokenizer, cfg):
     return (f"{len(requests)} requests, {len(errors)} errors, {count} tokens in {seconds:.2f} s: "
             f"{count / seconds:.1f} tokens/s; latency {latencies[len(latencies) // 2]:.2f} s "
             f"(median), {latencies[int(0.95 * len(latencies))]:.2f} s (95 %); "
-            f"exited after loop {loop_fractions(exits, model.n_loop)}; "
-            f"cache {engine.cache.nbytes():,} bytes")
+            f"exited after loop {loop_fractions(exits, model.n_loop)}")
 
 
 def main(argv):
