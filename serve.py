@@ -494,8 +494,8 @@ class Engine:
         """Give each slot its next token from logits (R, V), and end what is answered."""
         for n, slot in enumerate(slots):
             if slot.early:                      # of a prompt: where its last token would exit
-                depths[n], early = slot.early
-                logits[n] = early
+                depths[n] = slot.early[0]
+                logits[n] = slot.early[1]
                 slot.early = None
         for slot, depth, token in zip(slots, depths, self.pick(slots, logits)):
             request, slot.depth, slot.prompt = slot.request, 0, False
@@ -520,8 +520,7 @@ class Engine:
         tokens = []
         for slot, row in zip(slots, logits.split(1)):
             seen = torch.zeros_like(row, dtype=torch.bool)
-            if penalty != 1:
-                seen[0, slot.text] = True
+            seen[0, slot.text] = True
             tokens.append(int(next_tokens(row, seen, temperature, top_k, top_p, penalty,
                                           slot.generator)))
         return tokens
@@ -542,7 +541,7 @@ class ServeConfig(Sampling):
         self.one_of("batching", "static", "sequence", "depth")
 
 
-# what a request may hold, and the types of JSON values; a bool is no number here
+# The types of JSON values that a request may hold; a bool is no number here.
 REQUEST_KEYS = {"prompt": [str], "max_new_tokens": [int], "arrival": [int, float],
                 "id": [str, int, type(None)]}
 
@@ -551,24 +550,23 @@ def read_requests(path, tokenizer, model, max_new_tokens):
     """The requests in a file, and answers for the lines that hold none: (list of Request, list of
     dict). UserError where there is no such file, or it is empty."""
     try:
-        lines = read_bytes(path).split(b"\n")
+        lines = list(enumerate(read_bytes(path).split(b"\n"), 1))
     except OSError as e:
         raise UserError(f"requests={path} cannot be read: {e.strerror}") from e
     requests, errors = [], []
-    for n, line in enumerate(lines, 1):
-        given, message = {}, "not a line of JSON in UTF-8"
-        try:
-            if line.strip():
-                given = json.loads(line.decode())
-                requests.append(parse_request(given, n, tokenizer, model, max_new_tokens))
+    for n, line in lines:
+        given, message = None, "not a line of JSON in UTF-8"
+        if not line.strip():
             continue
-        except UserError as e:
-            message = " ".join(str(e).split())
-        except (ValueError, RecursionError):
-            pass
-        name = given.get("id", n) if isinstance(given, dict) else n
-        known = type(name) in REQUEST_KEYS["id"]
-        errors.append({"id": name if known else n, "line": n, "error": message})
+        try:
+            given = json.loads(line.decode())
+            requests.append(parse_request(given, n, tokenizer, model, max_new_tokens))
+        except (UserError, ValueError, RecursionError) as e:
+            if isinstance(e, UserError):
+                message = " ".join(str(e).split())
+            name = given.get("id", n) if isinstance(given, dict) else n
+            known = type(name) in REQUEST_KEYS["id"]
+            errors.append({"id": name if known else n, "line": n, "error": message})
     if not requests and not errors:
         raise UserError(f"requests={path} is empty: one JSON object a line")
     return requests, errors
@@ -590,7 +588,7 @@ def parse_request(given, n, tokenizer, model, max_new_tokens):
         raise UserError(f"arrival={arrival!r:.60} must be seconds, 0 or more")
     prompt = tokenizer.encode(given.get("prompt", ""))
     check_prompts(model, [prompt])
-    longest = model.context_limit or 8 * model.cfg.block_size
+    longest = 8 * model.cfg.block_size
     if not model.context_limit and len(prompt) + count > longest:   # all slots would grow as long
         raise UserError(f"max_new_tokens={count} after a prompt of {len(prompt)} is more than "
                         f"{longest}, 8 times block_size")

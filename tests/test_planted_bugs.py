@@ -172,7 +172,7 @@ BUGS = {
     "serve: deferring ends after one loop": ("serve.py", "if slot.depth < self.n_loop - 1:", "if slot.depth < 1:",
                                            "test_serve.py -k keys_of_those_that_left and exact"),
     "serve: a row attends to its neighbour's keys": ("serve.py", "kv if self.in_place else kv.index_select(0, self.slot)",
-                                                     "kv[:len(self.rows)] if not self.in_place else kv",
+                                                     "kv[:len(self.slot)] if not self.in_place else kv",
                                                      "test_serve.py -k attend_to_their_own"),
     "serve: several tokens look ahead": ("serve.py", "        last[row, step] = entry\n",
                                          "        last[row, step] = entry.max()\n", "test_serve.py -k attend_to_their_own"),
