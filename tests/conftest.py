@@ -1,11 +1,12 @@
 """What all tests share: the repository on the path, the switch --full, a small data set, and tiny models."""
-import importlib.util
+import importlib
 import os
 import random
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")     # results repeat for one thread count; tests may run beside others
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,52 +21,43 @@ MODELS = sorted(p.stem.removeprefix("model_") for p in ROOT.glob("model_*.py"))
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="the long version of the property-based and kill tests")
+    parser.addoption("--full", action="store_true", help="also what is marked `full`; more random examples and kills")
 
 
 def pytest_configure(config):
-    """25 random examples a property in CI, 200 with --full; the same ones every time."""
-    examples = 200 if config.getoption("--full") else 25
+    """10 random examples a property, 200 with --full; the same ones every time."""
+    examples = 200 if config.getoption("--full") else 10
     hypothesis.settings.register_profile("here", max_examples=examples, derandomize=True, deadline=None, database=None)
     hypothesis.settings.load_profile("here")
 
 
-def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+def pytest_collection_modifyitems(config, items):
+    skip = lambda reason: pytest.mark.skip(reason=reason)
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(skip("needs a CUDA device"))
+        if item.get_closest_marker("full") and not config.getoption("--full"):
+            item.add_marker(skip("a repetition: --full runs it"))
 
 
-# Long checks in processes of their own: they run one after the other beside all tests, which need one core.
-BESIDE = {"test_triton_code_in_the_interpreter": (["-m", "pytest", "-q", "-x", "tests/interpreted_kernels.py"],
+def python(*arguments, **environment):
+    """Run python in the repository; TRITON_INTERPRET only where given."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment}, text=True,
+                          capture_output=True)
+
+
+# Long checks in processes of their own.
+BESIDE = {"test_triton_code_in_the_interpreter": (["-m", "pytest", "-n0", "-q", "-x", "tests/interpreted_kernels.py"],
                                                   {"TRITON_INTERPRET": "1"}),
           "test_triton_code_compiles_for_gpus": (["tests/compile_kernels.py", "ci"], {})}
 
 
-def python(*arguments, started=None, **environment):
-    """Run python in the repository; TRITON_INTERPRET only where given. started: a list that gets the process."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    with subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment}, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
-        if started is not None:
-            started.append(p)
-        out, err = p.communicate()
-    return subprocess.CompletedProcess(p.args, p.returncode, out, err)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def beside(request):
-    """{test: future of its finished process} of those of BESIDE that were selected."""
-    names, started = [item.name for item in request.session.items if item.name in BESIDE], []
-    if importlib.util.find_spec("triton") is None:
-        names = []
-    pool = ThreadPoolExecutor(1)
-    yield {name: pool.submit(python, *arguments, started=started, **environment)
-           for name, (arguments, environment) in BESIDE.items() if name in names}
-    pool.shutdown(wait=False, cancel_futures=True)
-    for p in started:
-        p.kill()
+@pytest.fixture(scope="session")
+def beside():
+    """{test: its process}; result() runs it to its end."""
+    return {name: SimpleNamespace(result=partial(python, *arguments, **environment))
+            for name, (arguments, environment) in BESIDE.items()}
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,9 @@
 """
-Runs of pytest in several folders, two at a time, each in a process of its own; test_planted_bugs.py starts it.
+Runs of pytest in other folders, each in a process of its own; test_planted_bugs.py starts this one.
 
-    python tests/forked_pytest.py jobs.json
-
-jobs.json lists [folder, pytest's arguments, environment]. What a run prints goes to <folder>.out and <folder>.err;
-printed here is the list of their exit statuses (-9: stopped after 300 seconds). Once stdin ends, all runs are stopped.
+Each line of stdin asks for a run: [folder, pytest's arguments, environment] as JSON. Each is answered by a line with
+its exit status (-9: stopped after 300 seconds). What it prints goes to <folder>.out and <folder>.err. The end of stdin
+stops a run.
 
 A fresh Python spends seconds on importing torch. This process imports such libraries once, nothing of the project, and
 forks every run from itself. It never computes: a fork after OpenMP has run would hang.
@@ -24,7 +23,7 @@ from pathlib import Path
 
 FORKS = sys.platform == "linux"     # torch may break in forks on macOS: there, each run is a fresh Python
 LIBRARIES = "torch._dynamo", "hypothesis", "matplotlib.pyplot", "omegaconf", "pytest", "tqdm", "triton"
-AT_A_TIME, SECONDS = 2, 300
+SECONDS = 300
 BROKEN = 70                         # the exit status of a run that did not get as far as pytest's
 
 
@@ -85,31 +84,19 @@ def stop(pid):
     return os.waitpid(pid, 0)[1]
 
 
-def main(jobs):
-    waiting, running, statuses = list(enumerate(jobs)), {}, {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < AT_A_TIME:
-                number, job = waiting.pop(0)
-                pid = os.fork()
-                if pid == 0:
-                    run(*job)
-                running[pid] = number, time.monotonic() + SECONDS
-            if select.select([sys.stdin], [], [], 0.02)[0]:      # who asked is gone
-                return
-            for pid, (number, end) in list(running.items()):
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done or time.monotonic() > end:
-                    del running[pid]
-                    statuses[number] = os.waitstatus_to_exitcode(status if done else stop(pid))
-        print(json.dumps([statuses[number] for number in range(len(jobs))]))
-    finally:
-        for pid in running:
-            stop(pid)
+def main():
+    for line in iter(sys.stdin.readline, ""):
+        pid = os.fork()
+        if pid == 0:
+            run(*json.loads(line))
+        done, end = 0, time.monotonic() + SECONDS
+        while not done and time.monotonic() < end and not select.select([sys.stdin], [], [], 0.02)[0]:
+            done, status = os.waitpid(pid, os.WNOHANG)
+        print(os.waitstatus_to_exitcode(status if done else stop(pid)), flush=True)
 
 
 if __name__ == "__main__":
     del sys.path[0]                 # the tests of this checkout
     if FORKS:
         preload()
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    main()

@@ -1,5 +1,4 @@
 """The tests can fail: each bug below is planted into a copy of the repository, and the named tests must notice."""
-import importlib.util
 import json
 import os
 import shutil
@@ -52,10 +51,10 @@ BUGS = {
     "NaN trains on": ("train.py", "if not math.isfinite(logged[k])]", "if logged[k] == math.inf]",
                       "test_train.py -k not_finite"),
     "old settings on resume": ("optim.py", "group.update(setting)", "pass", "test_train.py -k changed_on_resume"),
-    "saved in place": ("checkpoint.py", 'path.with_name(path.name + ".tmp")', "path",
-                       "test_checkpoint.py -k full_disk_leaves"),
     "renamed before it is on the disk": ("checkpoint.py", "            os.fsync(f.fileno())\n", "",
                                          "test_checkpoint.py -k order_of_a_save"),
+    "saved in place": ("checkpoint.py", 'path.with_name(path.name + ".tmp")', "path",
+                       "test_checkpoint.py -k full_disk_leaves"),
     "contents not verified": ("checkpoint.py", 'state.pop("sha256") == fingerprint(state)', 'state.pop("sha256")',
                               "test_checkpoint.py -k below_the_zip_checksums"),
     "pickle runs": ("checkpoint.py", "weights_only=True", "weights_only=False",
@@ -94,15 +93,15 @@ BUGS = {
     "operators: strides of a fake output": ("kernels.py", "lambda q, *more: (heads_like(q, *q.shape)",
                                             "lambda q, *more: (q.new_empty(q.shape)",
                                             "test_kernels.py -k opcheck"),
+    "Triton: state lost between tiles": ("kernels_triton.py", "state = row_of(h, BLOCK_T - 1)",
+                                         "state = row_of(h, BLOCK_T - 2)",
+                                         "interpreted_kernels.py -k scan_is_the_loop"),
     "Triton: a key too late": ("kernels_triton.py", "visible = (distance >= 0)", "visible = (distance > 0)",
                                "test_kernels.py -k in_the_interpreter"),
     "Triton: tiles skipped too early": ("kernels_triton.py",
                                         "last = tl.cdiv(count_upto(pos_ptr, n, some_high, PLAIN), BLOCK)",
                                         "last = count_upto(pos_ptr, n, some_high, PLAIN) // BLOCK",
                                         "interpreted_kernels.py -k attend_is_the_definition"),
-    "Triton: state lost between tiles": ("kernels_triton.py", "state = row_of(h, BLOCK_T - 1)",
-                                         "state = row_of(h, BLOCK_T - 2)",
-                                         "interpreted_kernels.py -k scan_is_the_loop"),
     "Triton: a slice taken for the whole lse": ("kernels_triton.py", "    lse = lse.contiguous()  ",
                                                 "    lse = lse  ",
                                                 "interpreted_kernels.py -k backward_over_some_of_the_keys"),
@@ -302,9 +301,11 @@ BUGS = {
 }
 
 
+# The first bug of each file is planted in every run, all of them with --full.
+SAMPLE = {file: bug for bug, (file, *_) in reversed(BUGS.items())}.values()
 # In the copies the first failing example will do: hypothesis takes up to half a minute to make it smaller.
-FIRST_EXAMPLE = ("tests/conftest.py", "deadline=None, database=None",
-                 "deadline=None, database=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]")
+FIRST_EXAMPLE = ("tests/conftest.py", "max_examples=examples, ",
+                 "max_examples=25, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate], ")
 
 
 def plant(copy, file, old, new):
@@ -313,48 +314,31 @@ def plant(copy, file, old, new):
     (copy / file).write_text(text.replace(old, new))
 
 
-def job_of(bug, copy):
-    """A job for forked_pytest.py: the named tests in a copy of the repository that has the bug."""
+@pytest.fixture(scope="module")
+def forked_pytest():
+    """pytest in a folder, as a fork of one process: its exit status."""
+    command = [sys.executable, ROOT / "tests" / "forked_pytest.py"]
+    with subprocess.Popen(command, text=True, bufsize=1, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          env={**os.environ, "PYTHONPATH": ""}) as server:
+        def ask(*job):
+            server.stdin.write(json.dumps(job) + "\n")
+            return int(server.stdout.readline())
+        yield ask
+        server.stdin.close()
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=() if bug in SAMPLE else pytest.mark.full) for bug in BUGS])
+def test_a_planted_bug_is_caught(bug, forked_pytest, tmp_path):
+    """The named tests fail in a copy of the repository that has the bug."""
+    if bug.startswith("Triton"):
+        pytest.importorskip("triton")
     *change, tests = BUGS[bug]
+    copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "data", "__pycache__"))
     plant(copy, *FIRST_EXAMPLE)
     plant(copy, *change)
     files, _, words = tests.partition(" -k ")
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", "-k", words, *(f"tests/{f}" for f in files.split())]
-    return str(copy), arguments, {"TRITON_INTERPRET": "1"} if files == "interpreted_kernels.py" else {}
-
-
-def statuses_of(jobs, path):
-    path.write_text(json.dumps(jobs))
-    with subprocess.Popen([sys.executable, ROOT / "tests" / "forked_pytest.py", path], text=True, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}) as p:
-        return json.loads(p.stdout.read())
-
-
-@pytest.fixture(scope="module")
-def planted(request, tmp_path_factory):
-    """{bug: exit status, stdout, stderr of the named tests; or the error in planting it} of all bugs selected."""
-    bugs = [item.callspec.params["bug"] for item in request.session.items
-            if item.module is request.module and hasattr(item, "callspec")]
-    if importlib.util.find_spec("triton") is None:
-        bugs = [bug for bug in bugs if not bug.startswith("Triton")]
-    folder, jobs, found = tmp_path_factory.mktemp("planted"), {}, {}
-    for number, bug in enumerate(bugs):
-        try:
-            jobs[bug] = job_of(bug, folder / str(number))
-        except AssertionError as error:
-            found[bug] = error
-    statuses = statuses_of([*jobs.values()], folder / "jobs.json")
-    for (bug, (copy, *_)), status in zip(jobs.items(), statuses, strict=True):
-        found[bug] = status, *(Path(copy + end).read_text() for end in (".out", ".err"))
-    return found
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_caught(bug, planted):
-    if bug not in planted:
-        pytest.skip("triton is not installed")
-    if isinstance(planted[bug], AssertionError):
-        raise planted[bug]
-    status, out, err = planted[bug]
+    arguments = ["-n0", "--full", "-x", "-q", "-p", "no:cacheprovider", "-k", words, *(f"tests/{f}" for f in files.split())]
+    status = forked_pytest(str(copy), arguments, {"TRITON_INTERPRET": "1"} if files == "interpreted_kernels.py" else {})
+    out, err = (Path(f"{copy}{end}").read_text() for end in (".out", ".err"))
     assert status == 1 and " failed" in out, f"not caught, exit status {status}:\n{out[-2000:]}\n{err[-500:]}"
