@@ -13,15 +13,17 @@ from pathlib import Path
 import torch
 
 from config import UserError, model_module, sync_folder, typed_config
-from tokenizer import load_tokenizer
 from limits import check_fits, shapes_only
 from llama import from_pretrained, llama_config, pretrained_folder
 from tasks import fit_head
+from tokenizer import load_tokenizer
 
+# -------------------------------------------------------------------------------------------------
+# saving
 
 def fingerprint(value):
-    """SHA-256 over a nested value: every tensor by dtype, shape and bytes, everything else by type and value.
-    Raises TypeError for what a checkpoint may not hold."""
+    """SHA-256 over a nested value: of tensors the dtype, shape and bytes, of everything else the
+    type and value. TypeError for what a checkpoint may not hold."""
     sha = hashlib.sha256()
 
     def add(x):
@@ -53,8 +55,9 @@ def fingerprint(value):
 
 
 def save_checkpoint(path, state):
-    """Write state (tensors and plain values) to path so that at every moment path is whole: a temporary file,
-    flushed to the disk, takes its place in one move. UserError where the disk refuses; path is untouched then."""
+    """Write state (tensors and plain values) so that path is complete at every moment: a
+    temporary file, flushed to the disk, replaces it in one move. UserError if the disk refuses;
+    path is as before then."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -72,10 +75,13 @@ def save_checkpoint(path, state):
         raise UserError(f"could not save {path}: {reason}{kept}") from e
 
 
+# -------------------------------------------------------------------------------------------------
+# loading
+
 def load_checkpoint(path):
-    """The state saved at path, on the CPU. UserError where it is missing, damaged, from elsewhere or from
-    another version: the zip's own checksums, then a restricted unpickler that runs nothing, then the SHA-256
-    over all contents must agree."""
+    """The state saved at path, on the CPU. UserError if it is missing, damaged, or not one of
+    ours. Three checks: the zip's own checksums; an unpickler that runs no code; the SHA-256 over
+    all contents."""
     path = Path(path)
     if not path.is_file():
         there = "is not a regular file" if path.exists() else "does not exist: no checkpoint there"
@@ -85,7 +91,7 @@ def load_checkpoint(path):
         with warnings.catch_warnings(action="ignore"):
             state = torch.load(path, map_location="cpu", weights_only=True)
         whole = state.pop("sha256") == fingerprint(state) and state["format"] == 1
-    except Exception as e:      # a damaged file can fail anywhere inside zipfile and torch, in any way
+    except Exception as e:      # zipfile and torch fail on damaged files in any way
         raise UserError(f"{path} is damaged or is not a checkpoint of this project") from e
     if not whole:
         raise UserError(f"{path} is damaged: its contents do not match its checksum")
@@ -96,13 +102,28 @@ def load_checkpoint(path):
     return state
 
 
+def check_zip(path):
+    """Raise if the archive's checksums fail, or if its directory claims more bytes than the file
+    has: torch would try to allocate them."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as z:
+        for info in z.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
+                raise zipfile.BadZipFile(info.filename)
+        if z.testzip() is not None:
+            raise zipfile.BadZipFile("checksum")
+
+
+# -------------------------------------------------------------------------------------------------
+# checking
+
 FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
           "optimizers": list, "step": int, "evaluated": int, "best_ce": float, "rng": dict}
 
 
 def check_state(state):
-    """ValueError or UserError where a checkpoint lacks a field, or its weights are not those of the
-    model that model_config describes."""
+    """ValueError or UserError if a field is missing, or if the weights do not fit the model that
+    model_config describes."""
     for name, kind in FIELDS.items():
         if type(state.get(name)) is not kind:
             wrong = f"no {kind.__name__}" if name in state else "missing"
@@ -124,42 +145,28 @@ def check_state(state):
     shape = lambda w: tuple(w.shape) if w.is_floating_point() else ("integers", *w.shape)
     wanted = {n: shape(w) for n, w in model.state_dict().items()}
     found = {n: shape(w) for n, w in weights.items()}
-    # a buffer may be younger than the checkpoint: its model knows what to take for it
-    younger = {n for n, _ in model.named_buffers()} - found.keys()
-    for name in sorted(wanted.keys() - younger | found.keys()):
+    # a buffer may be newer than the checkpoint: its model fills it in
+    newer = {n for n, _ in model.named_buffers()} - found.keys()
+    for name in sorted(wanted.keys() - newer | found.keys()):
         if wanted.get(name) != found.get(name):
             raise ValueError(f"its weight {name} is {found.get(name, 'missing')}, the model's "
                              f"{wanted.get(name, 'missing')}")
 
 
 def drop_retired_keys(config, state):
-    """Take out of a checkpoint the keys that its model no longer has: config.RETIRED names each with the only value
-    that is left of it. ValueError where the checkpoint has another."""
+    """Remove keys that the model no longer has: config.RETIRED has each with the only value that
+    is still supported. ValueError if the checkpoint has another."""
     for key, value in getattr(config, "RETIRED", {}).items():
         for keys in (state["config"], state["model_config"]):
             if keys.pop(key, value) != value:
                 raise ValueError(f"its {key} is no longer supported, only {key}={value} is")
 
 
-def check_zip(path):
-    """Raise where the archive's checksums fail or its directory claims more than the file holds (torch would
-    try to allocate what is claimed)."""
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as z:
-        for info in z.infolist():
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
-                raise zipfile.BadZipFile(info.filename)
-        if z.testzip() is not None:
-            raise zipfile.BadZipFile("checksum")
-
-
-def checkpoint_file(path):
-    """A run folder's ckpt.pt, or the file itself."""
-    return Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
-
+# -------------------------------------------------------------------------------------------------
+# models
 
 def build_model(ckpt, **overrides):
-    """The model of a loaded checkpoint with its weights, on the CPU; overrides replace Config fields."""
+    """The model of a checkpoint with its weights, on the CPU; overrides replace Config fields."""
     module = model_module(ckpt["model"])
     try:
         model = module.Model(module.Config(**{**ckpt["model_config"], **overrides}))
@@ -172,8 +179,13 @@ def build_model(ckpt, **overrides):
 
 
 def trained_on(ckpt):
-    """The data set of a checkpoint's run; "" where the weights come from elsewhere."""
+    """The data set of a checkpoint's run; "" for weights from elsewhere."""
     return ckpt.get("config", {}).get("dataset", "")
+
+
+def checkpoint_file(path):
+    """A run folder's ckpt.pt, or the file itself."""
+    return Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
 
 
 def load_run(path, device="cpu", **overrides):
@@ -183,8 +195,8 @@ def load_run(path, device="cpu", **overrides):
 
 
 def load_initial(path, key="init_from"):
-    """What init_from or teacher names, in a checkpoint's form: a run folder, a checkpoint, or Hugging Face weights."""
-    if Path(path).is_file() or (Path(path) / "ckpt.pt").is_file():
+    """What init_from or teacher names, as a checkpoint: that of a run, or Hugging Face weights."""
+    if checkpoint_file(path).is_file():
         return load_checkpoint(checkpoint_file(path))
     gpt = model_module("gpt")
     try:
@@ -194,4 +206,5 @@ def load_initial(path, key="init_from"):
         model = from_pretrained(folder)
     except ValueError as e:
         raise UserError(f"{key}={path}: {e}") from e
-    return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(), "step": 0}
+    return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(),
+            "step": 0}

@@ -10,24 +10,26 @@ from config import UserError, first_line
 
 
 def parameter_groups(model, cfg):
-    """A model's own groups where param_groups(cfg) gives some, else the common rule: matrices and embeddings decay,
-    vectors do not, and with optimizer=muon the matrices inside the blocks (all but wte and head) go to Muon.
-    Each group names its optimizer under "kind". Every parameter must stand in exactly one group."""
+    """The model's own param_groups(cfg), if it gives some. Else: matrices and embeddings decay,
+    vectors do not, and with optimizer=muon the matrices inside the blocks (all but wte and head)
+    go to Muon. "kind" names the optimizer of a group. Each parameter is in exactly one group."""
     groups = model.param_groups(cfg) if hasattr(model, "param_groups") else None
     if groups is None:
         named = list(model.named_parameters())
-        muon = [p for n, p in named
-                if cfg.optimizer == "muon" and p.dim() == 2 and not n.startswith(("wte.", "head."))]
+        muon = [p for n, p in named if cfg.optimizer == "muon"
+                and p.dim() == 2 and not n.startswith(("wte.", "head."))]
         taken = {id(p) for p in muon}
         adamw = dict(kind="adamw", lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2))
-        groups = [dict(kind="muon", params=muon, lr=cfg.muon_learning_rate, momentum=cfg.muon_momentum,
-                       weight_decay=cfg.weight_decay),
-                  dict(adamw, params=[p for _, p in named if p.dim() >= 2 and id(p) not in taken],
-                       weight_decay=cfg.weight_decay),
-                  dict(adamw, params=[p for _, p in named if p.dim() < 2], weight_decay=0.0)]
+        matrices = [p for _, p in named if p.dim() >= 2 and id(p) not in taken]
+        vectors = [p for _, p in named if p.dim() < 2]
+        groups = [dict(kind="muon", params=muon, lr=cfg.muon_learning_rate,
+                       momentum=cfg.muon_momentum, weight_decay=cfg.weight_decay),
+                  dict(adamw, params=matrices, weight_decay=cfg.weight_decay),
+                  dict(adamw, params=vectors, weight_decay=0.0)]
     groups = [g for g in groups if g["params"]]
     counted = sorted(id(p) for g in groups for p in g["params"])
-    assert counted == sorted(id(p) for p in model.parameters()), "a parameter stands in no group, or in two"
+    assert counted == sorted(id(p) for p in model.parameters()), \
+        "a parameter is in no group, or in two"
     return groups
 
 
@@ -41,7 +43,7 @@ class KeepFloat32(TorchFunctionMode):
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, but on a CPU its Newton-Schulz iteration runs in float32: many CPUs have no
+    """torch's Muon, but on a CPU its Newton-Schulz iteration is in float32: many CPUs have no
     instructions for bfloat16 and take twenty times as long."""
 
     def step(self, closure=None):
@@ -50,8 +52,8 @@ class Muon(torch.optim.Muon):
 
 
 def make_optimizers(model, cfg):
-    """The optimizers of all groups. group["peak_lr"] and group["peak_decay"] keep each group's learning rate and weight
-    decay before the schedules."""
+    """The optimizers of all groups. group["peak_lr"] and group["peak_decay"] are the learning rate
+    and weight decay before the schedules."""
     optimizers = []
     for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", Muon, {})):
         groups = [{**{k: v for k, v in g.items() if k != "kind"}, "peak_lr": g["lr"]}
@@ -64,11 +66,12 @@ def make_optimizers(model, cfg):
 
 
 def load_optimizers(optimizers, states):
-    """Restore the optimizers' moments, but keep the settings they were made with: a key changed on resume holds."""
+    """Restore the optimizers' moments, but not their settings: keys may change on resume."""
     if len(optimizers) != len(states):
         raise UserError("resume: the checkpoint was made with another optimizer")
     for optimizer, state in zip(optimizers, states):
-        settings = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups]
+        settings = [{k: v for k, v in g.items() if k not in ("params", "lr")}
+                    for g in optimizer.param_groups]
         try:
             optimizer.load_state_dict(state)
             check_moments(optimizer)
@@ -80,35 +83,36 @@ def load_optimizers(optimizers, states):
 
 
 def check_moments(optimizer):
-    """ValueError where an optimizer has loaded what it would not make: moments are as their parameter."""
+    """ValueError if the moments are not those that the optimizer makes, shaped as the parameter."""
     muon = isinstance(optimizer, torch.optim.Muon)
     names = {"momentum_buffer"} if muon else {"step", "exp_avg", "exp_avg_sq"}
     for p, state in optimizer.state.items():
         for name, x in state.items():
-            if x.shape != (() if name == "step" else p.shape) or not x.is_floating_point():
+            shape = () if name == "step" else p.shape
+            if x.shape != shape or not x.is_floating_point():
                 raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}")
         if state.keys() != names:
             raise ValueError(f"a parameter has {', '.join(map(str, state)) or 'nothing'}")
 
 
 def lr_factor(step, cfg):
-    """The share of the peak learning rate that the update after `step` completed steps uses."""
+    """The fraction of the peak learning rate for the update after `step` completed steps."""
     if cfg.lr_schedule != "linear" and step < cfg.warmup_steps:
         return (step + 1) / (cfg.warmup_steps + 1)
     if cfg.lr_schedule == "cosine":
         progress = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
-        share = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        factor = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     else:
         cooldown = cfg.cooldown_frac * cfg.max_steps
-        share = min(1.0, (cfg.max_steps - step) / cooldown) if cooldown else 1.0
-    return cfg.min_lr_frac + (1 - cfg.min_lr_frac) * share
+        factor = min(1.0, (cfg.max_steps - step) / cooldown) if cooldown else 1.0
+    return cfg.min_lr_frac + (1 - cfg.min_lr_frac) * factor
 
 
 def set_schedules(group, step, cfg):
-    """Set what a group of parameters uses for the update after `step` completed steps."""
+    """Set a group's values for the update after `step` completed steps."""
     group["lr"] = group["peak_lr"] * lr_factor(step, cfg)
     if cfg.decay_schedule == "linear":
         group["weight_decay"] = group["peak_decay"] * (1 - step / cfg.max_steps)
     if "momentum" in group and cfg.muon_momentum_steps:
-        share = min(1.0, step / cfg.muon_momentum_steps)
-        group["momentum"] = 0.85 + share * (cfg.muon_momentum - 0.85)
+        rise = min(1.0, step / cfg.muon_momentum_steps)
+        group["momentum"] = 0.85 + rise * (cfg.muon_momentum - 0.85)
