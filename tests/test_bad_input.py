@@ -23,62 +23,59 @@ from test_checkpoint import bomb_files
 MAINS = {"train": train.main, "sample": sample.main, "prepare": prepare.main, "bench": bench.main, "plot": plot.main}
 
 
+# text files of the world, by name
+FILES = {"long.yaml": 'data_dir: "a\\0b"', "broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3",
+         "unknown.yaml": "learning_rat: 0.1", "wrong.yaml": "max_steps: many", "number.yaml": "run: 5",
+         "resume.yaml": "resume: true", "empty.txt": "", "afile": "not a folder"}
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, data_dir):
     """A folder with data/words, a finished run out/r, and things that are broken, each in one way."""
     root = tmp_path_factory.mktemp("world")
-    shutil.copytree(data_dir / "words", root / "data" / "words")
-    runs.run("gpt", root / "out", root / "data")
-    good = (root / "out" / "r" / "ckpt.pt").read_bytes()
-    words = root / "data" / "words"
-    for name in ("nometa", "truncated", "garbage", "otherformat", "nofield", "wide", "outside", "nobin", "nobytes", "pipe",
-                 "pipebin"):
-        shutil.copytree(words, root / "data" / name)
-    meta = json.loads((words / "meta.json").read_text())
+    words, out = root / "data" / "words", root / "out"
+    shutil.copytree(data_dir / "words", words)
+    runs.run("gpt", out, root / "data")
+    for name, text in FILES.items():
+        (root / name).write_text(text)
+    (root / "latin.txt").write_bytes(b"caf\xe9")
+    (root / "bombs").mkdir()
+    (root / "folder").mkdir()
+    bomb_files(root / "bombs", root / "owned")
 
-    def write_meta(name, **changes):
-        (root / "data" / name / "meta.json").write_text(json.dumps({**meta, **changes}))
-    (root / "data" / "nometa" / "meta.json").unlink()
-    (root / "data" / "truncated" / "train.bin").write_bytes((words / "train.bin").read_bytes()[:-3])
-    (root / "data" / "garbage" / "meta.json").write_text("{not json")
-    write_meta("otherformat", format=99)
-    write_meta("nofield", splits={})
+    meta = json.loads((words / "meta.json").read_text())
+    train_bin = (words / "train.bin").read_bytes()
+    no_bytes = {**meta["splits"], "val": {**meta["splits"]["val"], "bytes": 0}}
+    for name, file, content in (
+            ("truncated", "train.bin", train_bin[:-3]), ("outside", "train.bin", b"\xff\x0f" * (len(train_bin) // 2)),
+            ("garbage", "meta.json", "{not json"), ("otherformat", "meta.json", {"format": 99}),
+            ("nofield", "meta.json", {"splits": {}}), ("nobytes", "meta.json", {"splits": no_bytes}),
+            ("wide", "meta.json", {"vocab_size": 70000, "tokenizer": {"kind": "byte"}}),
+            ("nometa", "meta.json", None), ("nobin", "val.bin", None), ("pipebin", "val.bin", None)):
+        path = root / "data" / name / file
+        shutil.copytree(words, path.parent)
+        path.unlink()
+        if content is not None:
+            content = json.dumps({**meta, **content}) if isinstance(content, dict) else content
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
     prepare.prepare(prepare.PrepareConfig(dataset=f"file:{data_dir / 'words.txt'}", tokenizer="char",
                                           data_dir=str(root / "data"), name="othertokenizer"))
-    write_meta("wide", vocab_size=70000, tokenizer={"kind": "byte"})
-    (root / "data" / "outside" / "train.bin").write_bytes(b"\xff\x0f" * meta["splits"]["train"]["tokens"])
-    (root / "data" / "nobin" / "val.bin").unlink()
-    (root / "out" / "pipe").mkdir()
-    for name, data in (("short", good[:len(good) // 2]), ("noise", b"hello"), ("empty", b""),
-                       ("flipped", good[:3000] + bytes([good[3000] ^ 1]) + good[3001:])):
-        (root / "out" / name).mkdir()
-        (root / "out" / name / "ckpt.pt").write_bytes(data)
-    (root / "out" / "foreign").mkdir()
-    torch.save({"model": torch.ones(2)}, root / "out" / "foreign" / "ckpt.pt")
-    state = checkpoint.load_checkpoint(root / "out" / "r" / "ckpt.pt")
-    for name, change in (("notokenizer", {"tokenizer": 5}), ("nooptimizers", {"optimizers": [{}]}),
+
+    good = (out / "r" / "ckpt.pt").read_bytes()
+    state = checkpoint.load_checkpoint(out / "r" / "ckpt.pt")
+    for name, change in (("short", good[:len(good) // 2]), ("empty", b""),
+                         ("flipped", good[:3000] + bytes([good[3000] ^ 1]) + good[3001:]),
+                         ("notokenizer", {"tokenizer": 5}), ("nooptimizers", {"optimizers": [{}]}),
                          ("badrng", {"rng": {"cpu": "x"}}), ("badkind", {"tokenizer": {"kind": "char"}}),
-                         ("wide_model", {"model_config": {**state["model_config"], "n_embd": 1 << 20}})):
-        (root / "out" / name).mkdir()
-        checkpoint.save_checkpoint(root / "out" / name / "ckpt.pt", {**state, **change})
-    write_meta("nobytes", splits={**meta["splits"], "val": {**meta["splits"]["val"], "bytes": 0}})
-    for path in ("data/pipe/meta.json", "data/pipebin/val.bin", "out/pipe/ckpt.pt", "pipe"):
-        (root / path).unlink(missing_ok=True)
+                         ("wide_model", {"model_config": {**state["model_config"], "n_embd": 1 << 20}}),
+                         ("pipe", None)):
+        (out / name).mkdir()
+        if isinstance(change, bytes):
+            (out / name / "ckpt.pt").write_bytes(change)
+        elif change:
+            checkpoint.save_checkpoint(out / name / "ckpt.pt", {**state, **change})
+    for path in ("data/pipebin/val.bin", "out/pipe/ckpt.pt", "pipe"):
         os.mkfifo(root / path)
-    (root / "long.yaml").write_text('data_dir: "a\\0b"\n')
-    (root / "bombs").mkdir()
-    bomb_files(root / "bombs", root / "owned")
-    (root / "empty.txt").write_text("")
-    (root / "latin.txt").write_bytes(b"caf\xe9")
-    (root / "afile").write_text("not a folder")
-    (root / "broken.yaml").write_text("a: [1, 2")
-    (root / "nested.yaml").write_text("model:\n  size: 3\n")
-    (root / "list.yaml").write_text("- a\n- b\n")
-    (root / "unknown.yaml").write_text("learning_rat: 0.1\n")
-    (root / "wrong.yaml").write_text("max_steps: many\n")
-    (root / "number.yaml").write_text("run: 5\n")
-    (root / "resume.yaml").write_text("resume: true\n")
-    (root / "folder").mkdir()
     return root
 
 
@@ -86,45 +83,28 @@ LONG = "x" * 300
 T = ["out_dir={w}/out", "data_dir={w}/data", "dataset=words", *runs.SMALL[1:]]
 TRAIN = [
     (["n_layr=3"], "unknown key 'n_layr': did you mean n_layer?"),
-    (["max_iters=10"], "did you mean max_steps?"),
     (["zzz=1"], "unknown key 'zzz': the keys are"),
     (["n_layer=two"], "n_layer: expected int, got 'two'"),
-    (["n_layer=2.5"], "n_layer: expected int"),
-    (["max_steps=true"], "max_steps: expected int"),
-    (["learning_rate=fast"], "learning_rate: expected float"),
     (["learning_rate=nan"], "learning_rate: expected float (finite)"),
     (["wandb=perhaps"], "wandb: expected bool"),
     (["run=${oc.env:HOME}"], "run: interpolation is not supported"),
     (["n_layer"], "argument 'n_layer' is not of the form key=value"),
-    (["--n_layer=3"], "unknown key '--n_layer'"),
     (["n_embd=30", "n_head=4"], "n_embd=30 is not divisible by n_head=4"),
-    (["n_embd=16", "n_head=4", "n_kv_head=3"], "n_head=4 is not divisible by n_kv_head=3"),
     (["n_embd=12", "n_head=4"], "even head size"),
     (["n_layer=0"], "n_layer=0 must be at least 1"),
-    (["mlp=relu"], "mlp=relu must be one of: swiglu, gelu"),
-    (["pos=sinus"], "pos=sinus must be one of"),
     (["dropout=1.5"], "dropout=1.5"),
     (["block_size=1000000"], "block_size=1000000 is too long"),
-    (["block_size=2000"], "its val text has"),
     (["vocab_size=100"], "vocab_size=100 is less than the data's 257"),
     (["max_steps=0"], "max_steps=0 must be at least 1"),
-    (["batch_size=-1"], "batch_size=-1 must be at least 1"),
-    (["learning_rate=-1"], "learning_rate=-1.0 must not be negative"),
-    (["beta2=1"], "beta2=1.0 must be at least 0 and less than 1"),
-    (["cooldown_frac=2"], "cooldown_frac=2.0 must lie between"),
-    (["seed=-1"], "seed=-1 must not be negative"),
+    (["learning_rate=-1"], "learning_rate=-1.0 must be at least 0"),
+    (["beta2=1"], "beta2=1.0 must be at least 0 and at most 0.99999"),
+    (["cooldown_frac=2"], "cooldown_frac=2.0 must be at least 0 and at most 1"),
+    (["seed=-1"], "seed=-1 must be at least 0"),
     (["seed=18446744073709551616"], "less than 2^63"),
-    (["optimizer=sgd"], "optimizer=sgd must be one of: adamw, muon"),
-    (["lr_schedule=step"], "lr_schedule=step must be one of"),
-    (["dtype=int8"], "dtype=int8 must be one of"),
     (["compile=maybe"], "compile=maybe must be one of"),
     (["device=tpu9"], "device=tpu9 is not on this machine"),
-    (["device=cuda:99"], "device=cuda:99 is not on this machine"),
     (["model=nothing"], "model=nothing is unknown: "),
-    (["model=../gpt"], "model=../gpt is unknown"),
     (["run=../escape"], "run '../escape' is not allowed"),
-    (["run="], "run '' is not allowed"),
-    (["run=.hidden"], "run '.hidden' is not allowed"),
     (["run=r"], "holds a checkpoint: resume=true goes on from it"),
     (["resume=true", "overwrite=true", "run=r"], "exclude each other"),
     (["resume=true", "init_from={w}/out/r", "run=r"], "leave out init_from"),
@@ -134,27 +114,20 @@ TRAIN = [
     (["resume=true", "run=r", "optimizer=muon"], "another optimizer"),
     (["resume=true", "run=short"], "is damaged or is not a checkpoint"),
     (["resume=true", "run=flipped"], "is damaged"),
-    (["resume=true", "run=noise"], "is not a checkpoint"),
     (["resume=true", "run=empty"], "is not a checkpoint"),
-    (["resume=true", "run=foreign"], "is not a checkpoint"),
     (["init_from={w}/bombs/zip.pt"], "is not a checkpoint"),
-    (["init_from={w}/bombs/old.pt"], "is not a checkpoint"),
-    (["init_from={w}/bombs/plain.pt"], "is not a checkpoint"),
     (["init_from={w}/folder"], "config.json is missing"),
     (["init_from={w}/nowhere"], "neither a folder nor a hub name"),
     (["init_from={w}/out/r", "n_layer=3"], "n_layer=3, but the checkpoint's model has n_layer=2"),
     (["dataset=shakespeare"], "python prepare.py dataset=shakespeare tokenizer=byte"),
     (["dataset=nosuch"], "nosuch"),
-    (["dataset=file:{w}/missing.txt"], "missing.txt"),
     (["dataset=file:{w}/empty.txt"], "is empty"),
     (["dataset=../words"], "words"),
-    (["dataset=.."], "dataset=.."),
     (["model=none", "resume=true", "run=r"], "model=none, but the checkpoint holds model=gpt"),
     (["config={w}/number.yaml"], "run: expected str"),
     (["config={w}/resume.yaml", "overwrite=true", "run=r"], "exclude each other"),
     (["overwrite=true", "run=r", "wandb=true"], "needs the package wandb"),
     (["dataset=words", "tokenizer=morse", "data_dir={w}/none"], "none"),
-    (["dataset=file:{w}/latin.txt"], "latin.txt"),
     (["dataset=nometa"], "nometa"),
     (["dataset=truncated"], "train.bin is truncated"),
     (["dataset=nobin"], "val.bin"),
@@ -169,123 +142,74 @@ TRAIN = [
     (["config={w}/folder"], "folder cannot be read"),
     (["config={w}/broken.yaml"], "broken.yaml is not valid YAML"),
     (["config={w}/nested.yaml"], "nested.yaml must hold flat"),
-    (["config={w}/list.yaml"], "list.yaml must hold flat"),
     (["config={w}/unknown.yaml"], "did you mean learning_rate?"),
     (["config={w}/wrong.yaml"], "max_steps: expected int, got 'many'"),
-    (["gradient_accumulation_steps=0"], "gradient_accumulation_steps=0"),
     (["sample_prompt=", "sample_tokens=9"], "sample_prompt is empty"),
     (["dataset=task:nothing"], "the tasks are task:recall, "),
     (["dataset=task:recall", "block_size=7"], "block_size=7 is impossible for dataset=task:recall"),
-    (["dataset=task:fuzzy_recall", "block_size=10"], "it must be 11 or more"),
     (["dataset=task:recall", "task_examples=1_000_000_000"], "too many to hold in memory"),
     (["dataset=task:s3", "tokenizer=char"], "leave out tokenizer"),
     (["dataset=task:s3", "vocab_size=5"], "vocab_size=5 is less than the data's 6"),
-    (["dataset=task:s3", "resume=true", "run=r"], "was trained with tokenizer byte"),
     (["dataset=task:compression", "init_from={w}/out/r"], "was trained with tokenizer byte"),
     (["dataset=task:s3", "task_next_token=true"], "task_next_token=true is for recall, fuzzy_recall, noisy_recall"),
-    (["task_examples=-1"], "task_examples=-1 must not be negative"),
     (["model=rt", "schedule=quick"], "schedule=quick must be one of: auto, naive, tiled, wavefront"),
-    (["model=rt", "pos=sinus"], "pos=sinus must be one of: alibi, rope, none"),
-    (["model=rt", "qk_norm=head"], "qk_norm=head must be one of: none, full"),
     (["model=rt", "schedule=wavefront", "block=2"], "schedule=wavefront needs block=1"),
-    (["model=rt", "n_embd=30", "n_head=4"], "n_embd=30 is not divisible by n_head=4"),
-    (["model=rt", "n_embd=12", "n_head=4", "pos=rope"], "even head size"),
-    (["model=rt", "chunk=0"], "chunk=0 must be at least 1"),
-    (["model=rt", "block=-2"], "block=-2 must be at least 1"),
     (["model=rt", "mlp=gelu"], "unknown key 'mlp'"),
     (["model=lrt", "train_path=both"], "train_path=both must be one of: interleaved, chunked, exact"),
     (["model=lrt", "source=5"], "source=5 must name layers from 1 to n_layer=2"),
-    (["model=lrt", "source=1,x"], "source=1,x must name layers"),
-    (["model=lrt", "subsets=0"], "subsets=0 must be at least 1"),
-    (["model=lrt", "pattern=SSX"], "pattern=SSX must be made of S and L"),
-    (["model=lrt", "n_embd=18"], "n_embd / n_head = 9 must be even"),
     (["model=relaxed", "n_loop=3"], "n_loop=3 must divide n_layer=2: 1, 2"),
-    (["model=relaxed", "n_loop=0"], "n_loop=0 must divide n_layer=2"),
-    (["model=relaxed", "rank=-1"], "rank=-1 must be at least 0"),
-    (["model=relaxed", "share=all"], "share=all must be one of: cycle, sequence"),
     (["model=relaxed", "exit_loop=3"], "exit_loop=3 must be 0 (the last) or one of the 2 loops"),
-    (["model=relaxed", "early_exit=yes"], "early_exit=yes must be one of: none, weighted, aggressive"),
-    (["model=mor"], "n_layer=2 does not fit share=middle_cycle with n_loop=3: 5 or 8 would"),
     (["model=mor", "n_layer=9"], "n_layer=9 does not fit share=middle_cycle with n_loop=3: 8 or 11 would"),
-    (["model=mor", "n_layer=5", "router=experts"], "router=experts must be one of: expert, token, none"),
-    (["model=mor", "n_layer=5", "router_func=softmax"], "router_func=softmax must be one of: sigmoid, tanh"),
-    (["model=mor", "n_layer=5", "router=token", "router_func=tanh"], "router_func=tanh must be one of: softmax, sigmoid"),
-    (["model=mor", "n_layer=3", "share=sequence", "kv=share"], "kv=share needs recursions over the same layers: share=cycle"),
+    (["model=mor", "n_layer=5", "router=token", "router_func=tanh"], "router_func=tanh must be one of"),
     (["model=mor", "n_layer=5", "exit_loop=4"], "exit_loop=4 must be 0 (all) or one of the 3 recursions"),
-    (["model=mor", "n_layer=5", "balance_rate=-1"], "balance_rate=-1.0 must be at least 0"),
-    (["max_flops=-1"], "max_flops=-1.0 must not be negative, and finite"),
+    (["max_flops=-1"], "max_flops=-1.0 must be at least 0"),
     (["max_flops=1000"], "max_flops=1e+03 is less than one step of"),
-    (["keep_interval=-1"], "keep_interval=-1 must not be negative"),
     (["model=relaxed", "init_from=out/r", "n_layer=4"], "n_layer=4, but the checkpoint's model has n_layer=2"),
     (["model=rat", "init_from=out/r"], "model=rat, but the checkpoint holds model=gpt"),
     (["teacher=out/none"], "teacher=out/none"),
-    (["teacher=out/r", "kd_temperature=0"], "kd_temperature=0.0 must lie between 0.01 and 100"),
+    (["teacher=out/r", "kd_temperature=0"], "kd_temperature=0.0 must be at least 0.01 and at most 100"),
     (["teacher=out/r", "block_size=32"], "teacher=out/r takes 16 tokens, block_size=32 is more"),
-    (["decay_schedule=cosine"], "decay_schedule=cosine must be one of: constant, linear"),
-    (["exact_batches=-1"], "exact_batches=-1 must not be negative"),
     (["model=rat", "mixer=lstm"], "mixer=lstm must be one of: rat, rnn, attention"),
-    (["model=rat", "pos=alibi"], "pos=alibi must be one of: chunk, rope, nope"),
-    (["model=rat", "chunk=0"], "chunk=0 must be at least 1"),
-    (["model=rat", "n_head=4", "qk_groups=3"], "qk_groups=3 must divide n_head=4"),
     (["model=rat", "reversed=true", "mixer=rnn"], "reversed=true is of mixer=rat"),
-    (["model=rat", "swa=-1"], "swa"),
-    (["model=rat", "n_embd=12", "n_head=4"], "even head size"),
     (["resume=true", "run=notokenizer"], "notokenizer/ckpt.pt is not a checkpoint of a run: its tokenizer is no dict"),
-    (["eval_only=true", "run=notokenizer"], "its tokenizer is no dict"),
-    (["init_from=out/notokenizer"], "its tokenizer is no dict"),
     (["teacher=out/notokenizer"], "its tokenizer is no dict"),
     (["init_from=out/wide_model"], "wide_model/ckpt.pt is not a checkpoint of a run: its weight"),
     (["resume=true", "run=nooptimizers"], "the optimizer's state does not fit"),
     (["resume=true", "run=badrng"], "the checkpoint's rng is wrong"),
     (["n_embd=1000000000000", "n_head=2"], "n_embd=1000000000000, vocab_size=1: no machine has memory"),
     (["model=relaxed", "n_layer=9223372036854775807"], "n_loop=2 must divide n_layer=9223372036854775807: 1, 7, "),
-    (["n_embd=1000000", "n_head=4"], "n_embd=1000000, vocab_size=1: at least"),
     (["model=mor", "n_layer=5", "vocab_size=100000000000"], "vocab_size=100000000000: at least"),
-    (["batch_size=1000000000000"], "batch_size=1000000000000, block_size=16"),
     (["gradient_accumulation_steps=1000000000000"], "gradient_accumulation_steps=1000000000000: at least"),
     (["block_size=9223372036854775807"], "block_size=9223372036854775807"),
     (["n_layer=100000000000000000000"], "n_layer=100000000000000000000 must be less than 2^63"),
     (["model=relaxed", "n_layer=4000000000000", "n_loop=4000000000000"], "n_layer=4000000000000: at least"),
     (["model=rt", "sample_tokens=1000000000000"], "sample_tokens=1000000000000: at least"),
     (["dataset=nobytes"], "splits.val.bytes is missing or wrong"),
-    (["dataset=pipe"], "it is not a regular file"),
     (["dataset=pipebin"], "val.bin is not a regular file"),
     (["resume=true", "run=pipe"], "ckpt.pt is not a regular file"),
     (["config=pipe"], "pipe cannot be read: it is not a regular file"),
     (["dataset=file:pipe"], "neither a file nor a folder"),
     (["config={w}/long.yaml"], "data_dir: expected str"),
     ([f"init_from={LONG}"], "is too long for the name of a file or folder"),
-    ([f"dataset={LONG}"], "is too long for the name"),
     (["dataset=file:words.txt", f"tokenizer=hf:{LONG}"], "is not allowed: letters, digits"),
     ([f"out_dir=a/b/{LONG}/c"], "could not write"),
     ([f"data_dir=a/b/{LONG}/c", "dataset=python"], "cannot write"),
-    (["model=rat", "dataset=task:needles", "block_size=31"], "block_size=31 is impossible for dataset=task:needles"),
 ]
 SAMPLE = [
     ([], "give one run folder or checkpoint"),
-    (["{w}/out/r", "{w}/out/r"], "give one run folder or checkpoint"),
     (["{w}/out/never"], "never does not exist"),
     (["{w}/out/short"], "is damaged"),
-    (["{w}/out/foreign"], "is not a checkpoint"),
     (["{w}/bombs/zip.pt"], "is not a checkpoint"),
     (["{w}/out/r", "prompt="], "the prompt is empty"),
     (["{w}/out/r", "prompt=FILE:{w}/missing.txt"], "missing.txt cannot be read"),
-    (["{w}/out/r", "prompt=FILE:{w}/folder"], "folder cannot be read"),
     (["{w}/out/r", "prompt=FILE:{w}/empty.txt"], "empty.txt is empty"),
     (["{w}/out/r", "prompt=FILE:{w}/latin.txt"], "latin.txt is not UTF-8"),
-    (["{w}/out/r", "prompt=LINES:{w}/empty.txt"], "empty.txt is empty"),
     (["{w}/out/r", "temprature=1"], "did you mean temperature?"),
     (["{w}/out/r", "temperature=-1"], "temperature=-1.0 must be at least 0"),
-    (["{w}/out/r", "temperature=hot"], "temperature: expected float"),
     (["{w}/out/r", "top_p=1.5"], "top_p=1.5 must be at least 0 and at most 1"),
-    (["{w}/out/r", "top_k=-1"], "top_k=-1"),
-    (["{w}/out/r", "num_samples=0"], "num_samples=0"),
-    (["{w}/out/r", "max_new_tokens=0"], "max_new_tokens=0"),
     (["{w}/out/r", "repetition_penalty=0"], "repetition_penalty=0.0 must be at least 0.01"),
     (["{w}/out/r", "device=quantum"], "device=quantum"),
-    (["{w}/out/notokenizer"], "its tokenizer is no dict"),
     (["{w}/out/badkind"], "malformed char tokenizer"),
-    (["{w}/out/pipe"], "ckpt.pt is not a regular file"),
     (["{w}/out/r", "prompt=FILE:{w}/pipe"], "pipe cannot be read: it is not a regular file"),
     (["{w}/out/r", "num_samples=100000000000"], "num_samples=100000000000, max_new_tokens=500: at least"),
     (["{w}/out/r", "max_new_tokens=1000000000000"], "max_new_tokens=1000000000000: at least"),
@@ -293,25 +217,33 @@ SAMPLE = [
 ]
 PREPARE = [
     (["dataset=file:{w}/empty.txt"], "is empty"),
-    (["dataset=file:{w}/missing.txt"], "missing.txt"),
     (["dataset=file:{w}/nothing*.txt"], "nothing*.txt"),
     (["tokenizer=morse"], "morse"),
     (["dataset=task:recall"], "needs no preparation"),
     (["tokenizer=bpe:10"], "bpe:10"),
     (["name=../up"], "'../up' is not allowed"),
     (["datset=python"], "did you mean dataset?"),
-    (["data_dir={w}/afile"], "afile"),
 ]
-BENCH = [(["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"), (["gpt", "n_layr=1"], "did you mean n_layer?"),
-         (["kernels", "round=1"], "did you mean rounds?"), (["kernels", "rounds=0"], "rounds=0 must be at least 1"),
-         (["kernels", "device=cuda:77"], "device=cuda:77 is not on this machine"), (["serve"], "give the folders of runs"),
-         (["serve", "{w}/out/r"], "is a model_gpt: requests are for relaxed and mor"), (["serve", "{w}/out/never"], "no checkpoint there"),
-         (["serve", "{w}/out/r", "slot=1"], "did you mean slots?"), (["serve", "{w}/out/r", "slots=0"], "slots=0 must be at least 1"),
-         (["serve", "{w}/out/r", "file={w}/a.tune"], "must be a .png"), (["serve", "{w}/out/r", "file={w}/no/a.png"], "in a folder")]
-PLOT = [([], "give the folders of runs"), (["{w}/out/never"], "log.jsonl does not exist"),
-        (["{w}/out/r", "y=nothing"], "has no nothing: it has"), (["{w}/out/r", "x=time"], "x=time must be one of"),
-        (["{w}/out/r", "labels=a,b"], "as many labels"), (["{w}/out/r", "file={w}/a.tune"], "a.tune"),
-        (["{w}/out/r", "file={w}/folder/no/a.png"], "could not write"), (["{w}/out/r", "colour=red"], "unknown key 'colour'")]
+BENCH = [
+    (["nothing"], "NAME one of"),
+    (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
+    (["gpt", "n_layr=1"], "did you mean n_layer?"),
+    (["kernels", "rounds=0"], "rounds=0 must be at least 1"),
+    (["kernels", "device=cuda:77"], "device=cuda:77 is not on this machine"),
+    (["serve"], "give the folders of runs"),
+    (["serve", "{w}/out/r"], "is a model_gpt: requests are for relaxed and mor"),
+    (["serve", "{w}/out/r", "slot=1"], "did you mean slots?"),
+    (["serve", "{w}/out/r", "file={w}/a.tune"], "must be a .png"),
+]
+PLOT = [
+    ([], "give the folders of runs"),
+    (["{w}/out/never"], "log.jsonl does not exist"),
+    (["{w}/out/r", "y=nothing"], "has no nothing: it has"),
+    (["{w}/out/r", "x=time"], "x=time must be one of"),
+    (["{w}/out/r", "labels=a,b"], "as many labels"),
+    (["{w}/out/r", "file={w}/a.tune"], "a.tune"),
+    (["{w}/out/r", "file={w}/folder/no/a.png"], "could not write"),
+]
 CASES = [(program, T + args if program == "train" else args, message)
          for program, cases in (("train", TRAIN), ("sample", SAMPLE), ("prepare", PREPARE), ("bench", BENCH),
                                ("plot", PLOT))
@@ -322,7 +254,8 @@ def snapshot(root):
     return {p: (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else None) for p in root.rglob("*")}
 
 
-@pytest.mark.parametrize("program, args, message", CASES, ids=lambda x: ",".join(x[-2:]) if isinstance(x, list) else None)
+@pytest.mark.parametrize("program, args, message", CASES,
+                         ids=lambda x: ",".join(x[-2:]) if isinstance(x, list) else None)
 def test_one_line_and_exit_2(program, args, message, world, capfd, monkeypatch):
     argv = [a.format(w=world) if "${" not in a else a for a in args]
     if program == "train" and not any(a.startswith("run=") for a in argv):
@@ -346,9 +279,8 @@ def test_one_line_and_exit_2(program, args, message, world, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("command, message", [
-    (["train.py", "n_layr=3"], "did you mean n_layer?"), (["train.py", "dataset=nosuch"], "nosuch"),
-    (["sample.py", "out/never"], "does not exist"), (["prepare.py", "tokenizer=morse"], "morse"),
-    (["bench.py", "nothing"], "NAME one of")], ids=lambda c: " ".join(c) if isinstance(c, list) else None)
+    (["train.py", "n_layr=3"], "did you mean n_layer?"), (["sample.py", "out/never"], "does not exist"),
+    (["prepare.py", "tokenizer=morse"], "morse")], ids=lambda x: x[0] if isinstance(x, list) else "")
 def test_from_the_shell(command, message, tmp_path):
     p = subprocess.run([sys.executable, str(ROOT / command[0]), *command[1:]], cwd=tmp_path, capture_output=True,
                        text=True, timeout=120, env=dict(os.environ))
