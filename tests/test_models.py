@@ -31,11 +31,19 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
                     dict(router="token", share="middle_sequence", n_layer=6, n_loop=2, pos="none", balance="loss_free"),
                     dict(n_layer=6, n_loop=2, kv="share_update", router_func="tanh", tie_embeddings=False, mlp="gelu"),
                     dict(router="none", n_layer=6, share="sequence")]}
-# Models whose tensors' shapes depend on the data: the order of summation may, too.
-DATA_SHAPED = set()
-CASES = [(name, sizes) for name in MODELS for sizes in [{}] + VARIANTS.get(name, [])]
-every = pytest.mark.parametrize("name, sizes", CASES, ids=lambda x: x if isinstance(x, str) else
-                                ",".join(f"{k}={v}" for k, v in x.items()) or "default")
+
+
+def each(repeat):
+    """Each model with its defaults and its variants; with repeat, the variants run with --full only."""
+    marks = [pytest.mark.full] * repeat
+    return [case for name in MODELS for case in
+            (pytest.param(name, {}, id=f"{name}-default"),
+             *(pytest.param(name, sizes, marks=marks, id=f"{name}-" + ",".join(f"{k}={v}" for k, v in sizes.items()))
+               for sizes in VARIANTS.get(name, [])))]
+
+
+every = pytest.mark.parametrize("name, sizes", each(repeat=False))      # what variants change most
+some = pytest.mark.parametrize("name, sizes", each(repeat=True))
 models = pytest.mark.parametrize("name", MODELS)
 
 
@@ -44,7 +52,7 @@ def tokens(B, T, V=61, seed=1):
 
 
 @models
-@pytest.mark.parametrize("V", [61, 257, 4096])
+@pytest.mark.parametrize("V", [61, 4096])
 def test_initial_loss_is_that_of_a_uniform_guess(name, V):
     module = importlib.import_module(f"model_{name}")
     torch.manual_seed(0)
@@ -55,7 +63,7 @@ def test_initial_loss_is_that_of_a_uniform_guess(name, V):
     assert not aux["ce"].requires_grad and loss.requires_grad
 
 
-@every
+@some
 def test_overfits_one_batch(name, sizes):
     module = importlib.import_module(f"model_{name}")
     torch.manual_seed(0)
@@ -108,7 +116,7 @@ def assert_naive_is_fast(name, sizes, B, T):
 
 
 @every
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 100])
+@pytest.mark.parametrize("T", [*(pytest.param(T, marks=pytest.mark.full) for T in (1, 2, 64, 100)), 63])
 def test_naive_is_fast(name, sizes, T):
     assert_naive_is_fast(name, sizes, 2, T)
 
@@ -156,13 +164,13 @@ def assert_cache_is_forward(model, lengths, splits, tolerance):
 @pytest.mark.parametrize("fast", [True, False])
 def test_cache_in_any_split_is_one_forward(name, sizes, fast):
     model = tiny(name, fast=fast, **sizes)
-    for splits in ([37], [1] * 37, [5, 1, 1, 30], [36, 1], [1, 36], [16, 16, 5]):
+    for splits in ([1] * 37, [5, 1, 1, 30], [16, 16, 5]):
         assert_cache_is_forward(model, [37, 37], splits, 1e-10)
         assert_cache_is_forward(model, [37, 1, 20], splits, 1e-10)
     assert_cache_is_forward(model.float(), [37, 37, 12], [30, 1, 1, 5], 1e-5)
 
 
-@every
+@some
 @given(data=st.data())
 def test_cache_is_forward_at_random(name, sizes, data):
     lengths = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=4))
@@ -173,7 +181,7 @@ def test_cache_is_forward_at_random(name, sizes, data):
     assert_cache_is_forward(tiny(name, **sizes), lengths, splits, 1e-10)
 
 
-@every
+@some
 def test_no_position_sees_the_future(name, sizes):
     model, x = tiny(name, **sizes), tokens(2, 50)
     with torch.no_grad():
@@ -182,10 +190,7 @@ def test_no_position_sees_the_future(name, sizes):
             y = x.clone()
             y[:, t] = (y[:, t] + 1) % 61
             after = model(y)[0]
-            if name in DATA_SHAPED:
-                assert relative(before[:, :t], after[:, :t]) < 1e-12
-            else:
-                assert torch.equal(before[:, :t], after[:, :t])
+            assert torch.equal(before[:, :t], after[:, :t])
             assert not torch.equal(before[:, t], after[:, t])
 
 
@@ -207,7 +212,7 @@ def test_rows_advance_as_they_like(name, sizes, data):
         assert cache.lengths.tolist() == done
 
 
-@every
+@some
 def test_a_reset_slot_forgets_even_a_nan(name, sizes):
     """0 times NaN is NaN: what a broken request left behind the mask must not reach the next one in its slot."""
     model, x = tiny(name, **sizes), tokens(2, 10)
@@ -222,7 +227,7 @@ def test_a_reset_slot_forgets_even_a_nan(name, sizes):
         assert relative(got[1], want[1, :3]) < 1e-10
 
 
-@every
+@some
 @pytest.mark.parametrize("fast", [True, False])
 def test_mixed_precision(name, sizes, fast):
     """bfloat16 autocast, what a GPU trains with by default: finite gradients, logits in float32, and decoding from
@@ -243,7 +248,7 @@ def test_mixed_precision(name, sizes, fast):
     assert rms(got - want) < 0.1 * rms(want)
 
 
-@every
+@some
 def test_a_slot_of_the_cache_serves_another_sequence(name, sizes):
     """reset(rows) empties some rows; a new sequence there is computed as if alone, the others go on."""
     model, x = tiny(name, **sizes), tokens(3, 40)
@@ -261,7 +266,7 @@ def test_a_slot_of_the_cache_serves_another_sequence(name, sizes):
         assert relative(model(x[:2], cache=cache)[0], model(x[:2])[0]) < 1e-10
 
 
-@every
+@some
 def test_rows_of_a_batch_do_not_touch_each_other(name, sizes):
     model, x = tiny(name, **sizes), tokens(3, 30)
     with torch.no_grad():
@@ -296,7 +301,7 @@ def test_context_goes_on_where_positions_have_no_end(name):
             assert_cache_is_forward(model, [50, 33], [20, 1, 1, 28], 1e-10)
 
 
-@every
+@some
 def test_ignored_targets_and_dtypes(name, sizes):
     model, x = tiny(name, **sizes), tokens(2, 21)
     y = x[:, 1:].clone()
@@ -329,7 +334,7 @@ def test_the_loss_in_pieces_is_the_loss(name):
     assert all(relative(p.grad, want[n], 1e-8) < 1e-10 for n, p in model.named_parameters())
 
 
-@every
+@some
 @pytest.mark.parametrize("fast", [True, False])
 def test_no_gradient_flows_through_a_call_with_a_cache(name, sizes, fast):
     model, x = tiny(name, **sizes, fast=fast), tokens(2, 12)
@@ -339,7 +344,7 @@ def test_no_gradient_flows_through_a_call_with_a_cache(name, sizes, fast):
         assert not logits.requires_grad and not loss.requires_grad
 
 
-@every
+@some
 @pytest.mark.parametrize("fast", [True, False])
 def test_padding_may_reach_beyond_the_cache(name, sizes, fast):
     """Right padding that does not fit, behind rows that hold tokens: as many queries as keys, but not from 0 on."""
@@ -352,7 +357,7 @@ def test_padding_may_reach_beyond_the_cache(name, sizes, fast):
         assert relative(got, model(x[:, :5])[0][:, 3:]) < 1e-10
 
 
-@every
+@some
 def test_a_cache_filled_in_inference_mode_goes_on_outside(name, sizes):
     model, x = tiny(name, **sizes), tokens(2, 12)
     cache = model.init_cache(2, 12)
@@ -363,7 +368,7 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside(name, sizes):
     assert relative(model(x[:, 7:], cache=cache, n_valid=n)[0][:1], model(x)[0][:1, 7:]) < 1e-10
 
 
-@every
+@some
 def test_generate_is_greedy_decoding(name, sizes):
     model, x = tiny(name, **{**sizes, "block_size": 24}), tokens(2, 7)
     want = x
@@ -377,7 +382,7 @@ def test_generate_is_greedy_decoding(name, sizes):
     assert sampled.shape == want.shape and not torch.equal(sampled, want)
 
 
-@every
+@some
 def test_weights_survive_a_state_dict(name, sizes):
     model, x = tiny(name, **sizes), tokens(1, 12)
     other = type(model)(copy.deepcopy(model.cfg)).double().eval()
