@@ -13,11 +13,13 @@ SIZES = {"mor": ["n_layer=4", "n_loop=2"]}
 
 
 def arguments(model, out_dir, data_dir, *extra):
-    return [f"model={model}", f"out_dir={out_dir}", f"data_dir={data_dir}", "run=r", *SMALL, *SIZES.get(model, []), *extra]
+    return [f"model={model}", f"out_dir={out_dir}", f"data_dir={data_dir}", "run=r", *SMALL, *SIZES.get(model, []),
+            *extra]
 
 
-def run(model, out_dir, data_dir, *extra, stop_after=None):
-    """A run in this process; stop_after=k sends it SIGTERM during step k. Returns the trainer."""
+def run(model, out_dir, data_dir, *extra, stop_after=None, draw=False):
+    """A run in this process; stop_after=k sends it SIGTERM during step k. draw: curves.png too, which takes longer than
+    the run. Returns the trainer."""
     import train
     trainer = train.setup(arguments(model, out_dir, data_dir, *extra))
     step = trainer.train_step
@@ -27,6 +29,8 @@ def run(model, out_dir, data_dir, *extra, stop_after=None):
             os.kill(os.getpid(), signal.SIGTERM)
         return step(stop)
     trainer.train_step = counted
+    if not draw:
+        trainer.log.plot = lambda final: None
     done = trainer.run()
     assert done == (stop_after is None)
     return trainer
@@ -48,20 +52,19 @@ def main_in_child(argv, die_at=None):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
     if die_at:
-        name, n = die_at
-        place, attribute = {"fsync": (checkpoint.os, "fsync"), "replace": (checkpoint.os, "replace"),
-                            "save": (checkpoint.torch, "save"), "sync_folder": (checkpoint, "sync_folder")}[name.rstrip("!")]
-        original, calls = getattr(place, attribute), []
+        name, n = die_at[0].rstrip("!"), die_at[1]
+        place = {"save": checkpoint.torch, "sync_folder": checkpoint}.get(name, os)
+        original, calls = getattr(place, name), []
 
         def deadly(*args, **kwargs):
             calls.append(1)
-            if len(calls) == n and not name.endswith("!"):
+            if len(calls) == n and not die_at[0].endswith("!"):
                 os.kill(os.getpid(), signal.SIGKILL)
             result = original(*args, **kwargs)
             if len(calls) == n:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
-        setattr(place, attribute, deadly)
+        setattr(place, name, deadly)
     train.main(argv)
 
 
