@@ -5,19 +5,20 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-SIZES = dict(block_size=16, vocab_size=11, n_layer=4, n_head=2, n_embd=16)
-CASES = {"gpt": [{}, dict(pos="alibi", window=5)], "rt": [{}],
-         "rat": [dict(chunk=4), dict(chunk=4, swa=3), dict(mixer="rnn"), dict(mixer="attention"), dict(reversed=True)],
-         "lrt": [dict(source="2"), dict(memory=False)],
-         "relaxed": [dict(n_loop=2, rank=2), dict(n_loop=2, rank=2, early_exit="weighted")],
-         "mor": [dict(share="cycle", n_loop=2, router=router, kv=kv, **more)
-                 for router, kv, more in (("none", "recursion", {}), ("expert", "recursion", {}),
-                                          ("expert", "share", dict(causal="aux_router", capacity_warmup=8)),
-                                          ("token", "recursion", {}), ("token", "share_update", dict(balance="loss_free")))]}
+SIZES = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16)
+LOOPS = dict(share="cycle", n_loop=2)
+CASES = [("gpt", {}), ("gpt", dict(pos="alibi", window=5)), ("rt", {}), ("rat", dict(chunk=4, swa=3)),
+         ("rat", dict(reversed=True)), ("lrt", dict(source="2")), ("lrt", dict(memory=False)),
+         ("relaxed", dict(n_loop=2, rank=2, early_exit="weighted")),
+         ("mor", dict(LOOPS, kv="share", causal="aux_router", capacity_warmup=8)),
+         ("mor", dict(LOOPS, router="token", kv="share_update", balance="loss_free"))]
+MORE = [("rat", dict(chunk=4)), ("rat", dict(mixer="rnn")), ("rat", dict(mixer="attention")),
+        ("relaxed", dict(n_loop=2, rank=2)), ("mor", dict(LOOPS, router="none")), ("mor", LOOPS),
+        ("mor", dict(LOOPS, router="token"))]
 
 
 def graphs_and_breaks(model, steps=3):
-    """How many graphs torch.compile made of forward and loss in some training steps, and where it broke off."""
+    """How many graphs torch.compile made of some training steps, and its breaks."""
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(model, backend="aot_eager")
@@ -28,7 +29,8 @@ def graphs_and_breaks(model, steps=3):
     return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
 
-@pytest.mark.parametrize("name, changes", [(name, case) for name, cases in CASES.items() for case in cases], ids=str)
+@pytest.mark.parametrize("name, changes", [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)],
+                         ids=str)
 def test_a_training_step_is_one_graph(name, changes):
     module = importlib.import_module(f"model_{name}")
     graphs, breaks = graphs_and_breaks(module.Model(module.Config(**SIZES, **changes)).train())
