@@ -1,8 +1,8 @@
 """
 LRT, the Latent Recurrent Transformer: the previous token's upper hidden state is memory.
 
-When token t is decoded, token t-1 has been through all layers. But a Transformer's layer attends
-only to what the same layer knew of earlier tokens. LRT keeps the residual stream of token t-1
+When token t is decoded, token t-1 has passed all layers, but a Transformer's layer attends only
+to what the same layer computed for earlier tokens. LRT keeps the residual stream of token t-1
 after one upper layer, the source, as a memory m_{t-1} that every layer of token t reads:
 
     x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)  residual injection
@@ -34,33 +34,34 @@ m_0 -> m_1 -> ... is a chain over positions. Training has three paths:
 
     exact          the chain: T passes of one position, as in evaluation and decoding.
     interleaved    (the default, Algorithm 1) A first pass over all positions, without memory,
-                   fills a buffer: keys and values of all layers, and memories. Then each of S
+                   fills a buffer: keys and values of all layers, and memories. Then each of N
                    strided subsets is computed again: its positions read m_{t-1} in the buffer,
-                   write their keys and values there, attend to all of it, and write their m_t:
+                   write their keys and values there, attend to all of it, and write their m_t.
+                   N = 2:
 
                        first pass   0  1  2  3  4  5    without memory
                        subset 0     0     2     4       2 reads m_1 of the first pass
                        subset 1        1     3     5    3 reads m_2 of subset 0
 
-                   loss = (L_first + L_0 + ... + L_{S-1}) / (S + 1); gradients flow through all
-                   passes and the buffer. Twice a plain step's work; S = T is the exact chain.
-    chunked        (Appendix D) Chunks of C positions, one after the other. A whole chunk reads
-                   the last m of the chunk before. C = 1 is the exact chain; C = T reads no m.
+                   loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1); gradients flow through all
+                   passes and the buffer. Twice a plain step's work; N = T is the exact chain.
+    chunked        (Appendix D) Chunks of K positions, one after the other. A whole chunk reads
+                   the last m of the chunk before. K = 1 is the exact chain; K = T reads no m.
 
 fast=false attends with a mask of all pairs of positions; fast=true uses fused kernels instead.
 
 Our choices where the paper is silent: gates read u; e is scaled by g_loc, too; inject=k leaves
-values ungated; a subset's loss is weighted by its number of targets. Departures: beta x0 stays beside
-gamma m (Eq. 5 has none); gates learn at the head's rate (see RATES); Muon is torch's; dropout, on
-embeddings and residual branches. Left out: memories other than m_{t-1} (Table 2), replaced keys
-(Table 6), other backbones (Table 8).
+values ungated; a subset's loss is weighted by its number of targets. Departures: beta x0 stays
+beside gamma m (Eq. 5 has none); gates learn at the head's rate (see RATES); Muon is torch's;
+dropout, on embeddings and residual branches. Left out: memories other than m_{t-1} (Table 2),
+replaced keys (Table 6), other backbones (Table 8).
 
 Paper: Huang et al. 2026, "Latent Recurrent Transformer: Architecture Exploration, Training
 Strategies, and Scaling Behavior" (2605.26797). It names no repository of its own; that of the
 backbone is github.com/karpathy/nanochat.
 
-Shapes: B batch, T tokens, n positions of a pass, S keys (or subsets), C width, H query heads,
-G key/value heads, D head size.
+Shapes: B batch, T tokens, n positions of a pass, S keys, C width, H query heads, G key/value
+heads, D head size. In code Wve is attn.w_value, the gate of a value embedding, and Wg attn.w_gate.
 """
 import math
 from dataclasses import dataclass
@@ -83,8 +84,8 @@ SOFTCAP = 15.0              # logits are between -15 and 15
 class Config(BaseConfig):
     memory: bool = True     # the recurrence; false: the backbone
     train_path: str = choice("interleaved", "chunked", "exact")
-    subsets: int = 2        # S of train_path=interleaved
-    chunk: int = 64         # C of train_path=chunked
+    subsets: int = 2        # N of train_path=interleaved
+    chunk: int = 64         # K of train_path=chunked
     prefill: str = choice("exact", "interleaved")       # how a prompt fills an empty cache
     source: str = ""        # source layer, from 1 ("": 0.6 of the depth); "2,4": a learned average
     inject: str = choice("kv+residual", "none", "k", "v", "kv", "residual")     # what m enters
@@ -203,7 +204,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)  # Wve, the gate of e
+        self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)  # Wve: gate of e, no value
         if self.into_k or self.into_v:
             self.w_gate = nn.Linear(C, 2 * G, bias=False)  # Wg
 
@@ -274,20 +275,18 @@ def attend_fast(q, k, v, pos, window):
 
 
 # -------------------------------------------------------------------------------------------------
-# caches: keys and values that one pass leaves for the next. In each layer a pass calls
-#     k, v = cache.write(layer, k, v)
-# with the keys and values of its positions, (B, G, n, D), and gets those of all positions so far,
-# (B, G, S, D), at 0 .. S - 1. Training has a Buffer, through which gradients flow. Decoding has a
-# MemoryCache, which is written in place, counts each row's tokens, and holds each row's memory.
+# caches: write(layer, k, v) takes a pass's keys and values, and gives those of all positions so far
 
 class Buffer:
-    """The first pass fills it. Later ones append, or write s, s + S, ... if subset is (s, S)."""
+    """Of training: gradients flow through it. The first pass fills it; later ones append, or write
+    positions s, s + N, ... if subset is (s, N)."""
 
     def __init__(self, n_layer):
         self.k, self.v = [None] * n_layer, [None] * n_layer
         self.subset = None
 
     def write(self, layer, k, v):
+        """k, v (B, G, n, D) of n positions -> those of positions 0 .. S - 1, (B, G, S, D)."""
         for buffer, new in ((self.k, k), (self.v, v)):
             old = buffer[layer]
             if old is None:
@@ -295,13 +294,13 @@ class Buffer:
             elif self.subset is None:
                 buffer[layer] = torch.cat([old, new], 2)
             else:
-                s, S = self.subset
-                buffer[layer] = torch.slice_scatter(old, new, 2, s, None, S)
+                s, N = self.subset
+                buffer[layer] = torch.slice_scatter(old, new, 2, s, None, N)
         return self.k[layer], self.v[layer]
 
 
 class MemoryCache(KVCache):
-    """A KVCache with the memory (B, 1, C) of each row's last token."""
+    """A KVCache for decoding, with the memory (B, 1, C) of each row's last token."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, memory_dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype)
@@ -394,13 +393,13 @@ class Model(LanguageModel):
             return x, chosen[0]
         return x, sum(w * h for w, h in zip(self.source_weights.softmax(-1), chosen))
 
-    def chain(self, tokens, C):
-        """Chunks of C positions, one after the other; C = 1 is the exact chain. -> x (B, T, C)"""
+    def chain(self, tokens, K):
+        """Chunks of K positions, one after the other; K = 1 is the exact chain. -> x (B, T, C)"""
         buffer, parts = Buffer(self.cfg.n_layer), []
         m = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
         tokens = tokens._replace(pos=None)  # a chunk has the last positions so far
-        for start in range(0, tokens.x0.size(1), C):
-            x, m = self.run(tokens.at(slice(start, start + C)), m[:, -1:], buffer)
+        for start in range(0, tokens.x0.size(1), K):
+            x, m = self.run(tokens.at(slice(start, start + K)), m[:, -1:], buffer)
             parts.append(x)
         # no position reads the last m, but DDP waits for a gradient of every parameter
         return torch.cat(parts, 1) + 0 * m[:, -1:]
@@ -408,15 +407,15 @@ class Model(LanguageModel):
     def interleaved(self, tokens):
         """Algorithm 1. -> x recomputed, x of the first pass, m, each (B, T, C); the buffer."""
         buffer = Buffer(self.cfg.n_layer)
-        S = min(self.cfg.subsets, tokens.x0.size(1))
+        N = min(self.cfg.subsets, tokens.x0.size(1))
         first, m = self.run(tokens._replace(pos=None), None, buffer)
         x = first
-        for s in range(S):
-            subset, buffer.subset = slice(s, None, S), (s, S)
+        for s in range(N):
+            subset, buffer.subset = slice(s, None, N), (s, N)
             previous = F.pad(m, (0, 0, 1, -1))[:, subset]  # m_{t-1} at each t
-            new_x, new_m = self.run(tokens.at(subset), previous, buffer)  # (B, ceil(T / S), C)
-            x = torch.slice_scatter(x, new_x, 1, s, None, S)
-            m = torch.slice_scatter(m, new_m, 1, s, None, S)
+            new_x, new_m = self.run(tokens.at(subset), previous, buffer)  # (B, ceil(T / N), C)
+            x = torch.slice_scatter(x, new_x, 1, s, None, N)
+            m = torch.slice_scatter(m, new_m, 1, s, None, N)
         return x, first, m, buffer
 
     def decode(self, idx, cache, n_valid, prefill):
@@ -474,8 +473,8 @@ class Model(LanguageModel):
         if targets is None or first is None:
             return logits, ce, aux
         ce_first = super().predict(first, targets)[1]
-        S = min(self.cfg.subsets, targets.size(1))  # S ce = L_0 + ... + L_{S-1}
-        return logits, (ce_first + S * ce) / (S + 1), {**aux, "ce_first": ce_first.detach()}
+        N = min(self.cfg.subsets, targets.size(1))  # N ce = L_0 + ... + L_{N-1}
+        return logits, (ce_first + N * ce) / (N + 1), {**aux, "ce_first": ce_first.detach()}
 
     def logits(self, h):
         """(..., C) -> (..., vocab_size): without the padding."""
