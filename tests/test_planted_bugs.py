@@ -50,7 +50,7 @@ BUGS = {
                               "test_train.py -k never_skipped"),
     "NaN trains on": ("train.py", "if not math.isfinite(logged[k])]", "if logged[k] == math.inf]",
                       "test_train.py -k not_finite"),
-    "old settings on resume": ("optim.py", "group.update(setting)", "pass", "test_train.py -k changed_on_resume"),
+    "old settings on resume": ("optim.py", "group.update(setting)", "pass", "test_train.py -k changed_key_holds"),
     "renamed before it is on the disk": ("checkpoint.py", "            os.fsync(f.fileno())\n", "",
                                          "test_checkpoint.py -k order_of_a_save"),
     "saved in place": ("checkpoint.py", 'path.with_name(path.name + ".tmp")', "path",

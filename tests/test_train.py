@@ -71,8 +71,6 @@ def test_evaluation_changes_no_weight(name, tmp_path, data_dir):
     often = runs.run(name, tmp_path / "a", data_dir, "eval_interval=1")
     never = runs.run(name, tmp_path / "b", data_dir, "eval_interval=50")
     assert checkpoint.fingerprint(often.state()["weights"]) == checkpoint.fingerprint(never.state()["weights"])
-    other = runs.run(name, tmp_path / "c", data_dir, "seed=7")
-    assert checkpoint.fingerprint(other.state()["weights"]) != checkpoint.fingerprint(never.state()["weights"])
 
 
 @given(seed=st.integers(0, 2 ** 31), step=st.integers(0, 10 ** 6), rows=st.integers(1, 3))
@@ -174,14 +172,6 @@ def test_losses_count_tokens_not_micro_batches(tmp_path, data_dir, monkeypatch):
 
 
 @models
-def test_fast_and_naive_train_alike(name, tmp_path, data_dir):
-    a, b = (runs.run(name, tmp_path / fast, data_dir, "dropout=0.0", f"fast={fast}") for fast in ("true", "false"))
-    losses = [[row["ce"] for row in plot.read_log(t.folder / "log.jsonl") if "ce" in row] for t in (a, b)]
-    assert len(losses[0]) == 6 and np.allclose(*losses, rtol=1e-4)
-    assert a.model.cfg.fast and not b.model.cfg.fast
-
-
-@models
 def test_shared_parameters_survive_the_checkpoint(name, tmp_path, data_dir):
     trainer = runs.run(name, tmp_path, data_dir)
     model, tokenizer, ckpt = checkpoint.load_run(tmp_path / "r")
@@ -195,21 +185,16 @@ def test_shared_parameters_survive_the_checkpoint(name, tmp_path, data_dir):
 
 # what a changed key does on resume ---------------------------------------------------------------------------
 
-def test_a_key_changed_on_resume_holds(tmp_path, data_dir):
-    runs.run("gpt", tmp_path, data_dir, "weight_decay=0.1", "learning_rate=0.001", stop_after=3)
-    trainer = runs.run("gpt", tmp_path, data_dir, "resume=true", "weight_decay=0.05", "learning_rate=0.5",
-                       "max_steps=9")
-    assert trainer.step == 9
-    assert {g["weight_decay"] for g in trainer.optimizers[0].param_groups} == {0.05, 0.0}
-    assert {g["peak_lr"] for g in trainer.optimizers[0].param_groups} == {0.5}
-
-
-def test_resume_takes_the_runs_own_settings_not_the_defaults(tmp_path, data_dir):
-    runs.run("gpt", tmp_path, data_dir, "learning_rate=0.123", stop_after=3)
+def test_resume_keeps_the_runs_settings_and_a_changed_key_holds(tmp_path, data_dir):
+    runs.run("gpt", tmp_path, data_dir, "weight_decay=0.1", "learning_rate=0.123", stop_after=3)
     argv = [f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "resume=true", "device=cpu"]
     trainer = train.setup(argv)
     assert trainer.cfg.learning_rate == 0.123 and trainer.cfg.max_steps == 6 and trainer.model.cfg.n_embd == 16
     assert trainer.step == 3
+    trainer = train.setup([*argv, "weight_decay=0.05", "learning_rate=0.5", "max_steps=9"])
+    assert trainer.run() and trainer.step == 9
+    assert {g["weight_decay"] for g in trainer.optimizers[0].param_groups} == {0.05, 0.0}
+    assert {g["peak_lr"] for g in trainer.optimizers[0].param_groups} == {0.5}
 
 
 def test_best_checkpoint_is_not_replaced_by_a_worse_one(tmp_path, data_dir, monkeypatch):
@@ -309,17 +294,13 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
 
 # schedules, optimizers, logs -----------------------------------------------------------------------------------
 
-def test_schedules_by_hand():
-    cfg = TrainConfig(max_steps=100, warmup_steps=9, min_lr_frac=0.1, cooldown_frac=0.5)
-    cosine = [optim.lr_factor(s, cfg) for s in range(101)]
-    assert cosine[0] == 0.1 and cosine[9] == 1.0 and abs(cosine[100] - 0.1) < 1e-12
-    assert abs(optim.lr_factor(9 + 91 / 2, cfg) - 0.55) < 1e-12 and all(a > b for a, b in zip(cosine[9:], cosine[10:]))
-    cfg.lr_schedule = "linear"
-    assert optim.lr_factor(0, cfg) == optim.lr_factor(50, cfg) == 1.0
-    assert abs(optim.lr_factor(75, cfg) - 0.55) < 1e-12 and abs(optim.lr_factor(100, cfg) - 0.1) < 1e-12
-    cfg.lr_schedule = "trapezoid"
-    assert optim.lr_factor(0, cfg) == 0.1 and optim.lr_factor(30, cfg) == 1.0
-    assert abs(optim.lr_factor(75, cfg) - 0.55) < 1e-12
+@pytest.mark.parametrize("schedule, factors", [
+    ("cosine", {0: 0.1, 9: 1.0, 9 + 91 / 2: 0.55, 100: 0.1}), ("linear", {0: 1.0, 50: 1.0, 75: 0.55, 100: 0.1}),
+    ("trapezoid", {0: 0.1, 30: 1.0, 75: 0.55, 100: 0.1})])
+def test_schedules_by_hand(schedule, factors):
+    cfg = TrainConfig(max_steps=100, warmup_steps=9, min_lr_frac=0.1, cooldown_frac=0.5, lr_schedule=schedule)
+    for step, factor in factors.items():
+        assert abs(optim.lr_factor(step, cfg) - factor) < 1e-12
 
 
 def test_groups_decay_matrices_only():
