@@ -31,6 +31,8 @@ SETTINGS = {"default": {},
             "kv": dict(inject="kv", source="1", n_head=1),
             "residual": dict(inject="residual", source="1,2")}
 every = pytest.mark.parametrize("kind", SETTINGS)
+some = pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=[pytest.mark.full] * (kind not in ("default", "mixed"))) for kind in SETTINGS])
 both = pytest.mark.parametrize("fast", [True, False])
 
 
@@ -235,7 +237,7 @@ def refined(model, x):
     return with_gradients(model, logits, nats(logits, x[:, 1:]).mean())
 
 
-@every
+@some
 @both
 def test_as_many_subsets_as_tokens_and_chunks_of_one_are_the_exact_chain(kind, fast):
     model, x = lrt(kind, **path(), fast=fast), tokens(2, 12)
@@ -325,7 +327,7 @@ def test_the_fast_path_builds_no_mask(kind, way, monkeypatch):
         copied(model, fast=False)(x)
 
 
-@every
+@some
 def test_a_training_step_reaches_every_parameter(kind):
     """With a gradient, be it zero, also where one pass holds all positions: DDP waits for it."""
     for sizes in (path(), path(chunk=3), path(chunk=50), path(subsets=1), path(subsets=2)):
@@ -391,7 +393,7 @@ def test_the_cache_is_a_transformers_and_one_vector_a_row():
     assert tiny("lrt", **sizes, memory=False).init_cache(5, 40).nbytes() == gpts.nbytes()
 
 
-@every
+@some
 @both
 def test_interleaved_prefill_goes_on_exactly(kind, fast):
     """Two subsets over the prompt, then the chain from what they left: the equations' logits."""
@@ -407,7 +409,7 @@ def test_interleaved_prefill_goes_on_exactly(kind, fast):
     assert cache.lengths.tolist() == [16, 16] and not got.requires_grad
 
 
-@every
+@some
 @pytest.mark.parametrize("S", [2, 3])
 def test_rows_of_a_prefill_are_as_if_alone(kind, S):
     """Prompts of 11, 1 and 6 tokens, and an empty one: logits, memories, and the next logits, of
