@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,7 +35,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip("needs a CUDA device"))
-        if item.get_closest_marker("full") and not config.getoption("--full"):
+        if config.getoption("--full"):
+            item.add_marker(pytest.mark.timeout(2400))      # 50 kills, or all variants of the kernels
+        elif item.get_closest_marker("full"):
             item.add_marker(skip("a repetition: --full runs it"))
 
 
@@ -47,22 +48,19 @@ def python(*arguments, **environment):
                           capture_output=True)
 
 
-# Long checks in processes of their own.
-BESIDE = {"test_triton_code_in_the_interpreter": (["-m", "pytest", "-n0", "-q", "-x", "tests/interpreted_kernels.py"],
-                                                  {"TRITON_INTERPRET": "1"}),
-          "test_triton_code_compiles_for_gpus": (["tests/compile_kernels.py", "ci"], {})}
-
-
-@pytest.fixture(scope="session")
-def beside():
-    """{test: its process}; result() runs it to its end."""
-    return {name: SimpleNamespace(result=partial(python, *arguments, **environment))
-            for name, (arguments, environment) in BESIDE.items()}
-
-
 @pytest.fixture(scope="session")
 def full(request):
     return request.config.getoption("--full")
+
+
+@pytest.fixture(scope="session")
+def beside(full):
+    """Long checks in processes of their own. {test: its process}; result() runs it to its end."""
+    interpreter = ["-m", "pytest", "-n0", "-q", "-x", "tests/interpreted_kernels.py", *["--full"] * full]
+    compilers = ["tests/compile_kernels.py", *["ci"] * (not full)]
+    run = lambda *arguments, **environment: SimpleNamespace(result=lambda: python(*arguments, **environment))
+    return {"test_triton_code_in_the_interpreter": run(*interpreter, TRITON_INTERPRET="1"),
+            "test_triton_code_compiles_for_gpus": run(*compilers)}
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,6 @@ def wait_for_saves(process, path, count):
     return time.time() - began
 
 
-@pytest.mark.timeout(1800)
 def test_kill_at_random_moments(whole, tmp_path, data_dir, full):
     """Before the first save, and after a random number of saves (counted, because machines differ), at a random moment
     between one and the next."""
