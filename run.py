@@ -352,15 +352,20 @@ def tokens_per_step(cfg, model):
 
 
 def set_budget(cfg, model):
-    """max_steps from max_flops, by the model's steps_within where its steps do not all cost the
-    same, else by its flops_per_token; UserError where that is less than one step."""
+    """max_steps from max_flops; UserError where that is less than one step. In mor the
+    steps of a capacity warm-up cost more, and paper_flops counts as the paper does."""
     if not cfg.max_flops:
         return
-    step = tokens_per_step(cfg, model) * model.flops_per_token()
-    steps = int(cfg.max_flops / step)
-    if hasattr(model, "steps_within"):
-        steps = model.steps_within(cfg.max_flops, tokens_per_step(cfg, model))
+    paper = {"paper": True} if getattr(model.cfg, "paper_flops", False) else {}
+    warmup = getattr(model.cfg, "capacity_warmup", 0)
+    cost = lambda **step: tokens_per_step(cfg, model) * model.flops_per_token(**paper, **step)
+    steps, left = 0, cfg.max_flops
+    while steps < warmup and left >= cost(step=steps):
+        left -= cost(step=steps)
+        steps += 1
+    if steps == warmup:
+        steps += int(left / cost())
     if steps == 0:
-        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {step:.3g} "
+        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost():.3g} "
                         f"floating-point operations")
     cfg.max_steps = steps

@@ -331,7 +331,7 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if hasattr(self.model, "end_step"):
-            self.model.end_step(self.procs.sum)
+            self.model.end_step(logged)
         factor = lr_factor(self.step, cfg)
         logged["lr"] = cfg.learning_rate * factor
         if cfg.optimizer == "muon":
