@@ -185,6 +185,8 @@ class Model(LanguageModel):
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
             self.eval_metrics = [*depths, "maxvio"]
+        if cfg.capacity_warmup:     # nothing reads it: earlier checkpoints have it
+            self.register_buffer("warmup_step", torch.zeros((), dtype=torch.long))
         # level 0: the first layer; 1 .. R: the recursions; R + 1: the last layer
         inner = [self.blocks[cfg.stored(layer)] for layer in range(K * R)]
         recursions = [inner[r * K:r * K + K] for r in range(R)]
@@ -378,6 +380,13 @@ class Model(LanguageModel):
         self.rooms = [torch.empty(self.room(r, cfg.block_size), 0) for r in range(cfg.n_loop)]
         for room in self.rooms if cfg.capacity_warmup else []:
             torch._dynamo.maybe_mark_dynamic(room, 0)
+
+    def _load_from_state_dict(self, weights, prefix, *rest):
+        """Weights may come from a run with another capacity_warmup, or with none."""
+        weights.pop(prefix + "warmup_step", None)
+        if self.cfg.capacity_warmup:
+            weights[prefix + "warmup_step"] = self.warmup_step
+        super()._load_from_state_dict(weights, prefix, *rest)
 
     @torch.no_grad()
     def end_step(self, logged):
