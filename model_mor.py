@@ -180,7 +180,7 @@ class Model(LanguageModel):
             self.routers = routers()
             if cfg.causal == "aux_router":
                 self.aux_routers = routers()
-            self.eval_metrics = ["ce_topk", "router_accuracy", *depths, "dead"]
+            self.eval_metrics = ["ce_topk", "router_accuracy", *depths]
         elif cfg.router == "token":
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
@@ -344,8 +344,8 @@ class Model(LanguageModel):
         more, metrics = (self.expert_loss if expert else self.token_loss)(*for_loss)
         for d in range(1, cfg.n_loop + 1):
             metrics[f"depth{d}"] = (taken == d).float().mean()
-        # dead: positions that reach the last recursion in no row
-        metrics["dead"] = 1 - (taken == self.n_loop).any(0).float().mean()
+        if expert and not self.training:
+            self.reached.append((taken == self.n_loop).any(0))      # (T,), for end_evaluation
         aux |= {name: x.detach() for name, x in metrics.items()}
         return logits, loss + more if self.training else loss, aux
 
@@ -376,10 +376,18 @@ class Model(LanguageModel):
         """The capacity warm-up stands at this training step. rooms[r] has as many rows as
         recursion r chooses of block_size tokens: a compiled step lets a tensor's size
         change, a number would be a constant."""
-        cfg, self.step = self.cfg, step
+        cfg, self.step, self.reached = self.cfg, step, []
         self.rooms = [torch.empty(self.room(r, cfg.block_size), 0) for r in range(cfg.n_loop)]
         for room in self.rooms if cfg.capacity_warmup else []:
             torch._dynamo.maybe_mark_dynamic(room, 0)
+
+    def end_evaluation(self, total):
+        """dead: the fraction of positions that no row of an evaluation, all its batches taken
+        together, sends to the last recursion (Table 4). total: sums over processes."""
+        if not self.reached:
+            return {}
+        reached = total(*torch.stack(self.reached).any(0).tolist())
+        return {"dead": reached.count(0) / len(reached)}
 
     def _load_from_state_dict(self, weights, prefix, *rest):
         """Weights may come from a run with another capacity_warmup, or with none."""
