@@ -178,8 +178,6 @@ def by_hand(model, x, training, loops=0):
     reached = [sum(len(row.log["active"][r]) for row in rows) if r < len(rows[0].log["active"]) else 0
                for r in range(R)] + [0]
     log |= {f"depth{d}": (reached[d - 1] - reached[d]) / len(x) / T for d in range(1, R + 1)}
-    if cfg.router == "expert":
-        log["dead"] = 1 - len({t for row in rows for t in row.log["active"][-1]}) / T
     if cfg.router == "expert" and training:
         bce, z = (sum(torch.stack(row.log[name]).sum() for row in rows) / len(rows) for name in ("bce", "z"))
         log["aux"], loss = bce.detach(), ce + cfg.aux_weight * bce + cfg.z_loss * z
@@ -515,7 +513,7 @@ def test_every_parameter_has_a_gradient(sizes, fast):
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(causal="aux_router")], ids=str)
-def test_router_accuracy_and_dead_tokens(sizes):
+def test_router_accuracy(sizes):
     """Counted over recursions with less room than tokens."""
     model, x = mor(**sizes).train(), tokens(2, 33)
     aux, rows = model(x, x)[2], [ByHand(model, True) for _ in x]
@@ -524,8 +522,6 @@ def test_router_accuracy_and_dead_tokens(sizes):
     right = [yes for row in rows for r in (1, 2) for yes in row.log["right"][r]]
     assert abs(aux["router_accuracy"] - sum(right) / 110) < 1e-6 and len(right) == 110
     assert 0.2 < aux["router_accuracy"] < 0.9
-    ever = {t for row in rows for t in row.log["active"][2]}
-    assert abs(aux["dead"] - (1 - len(ever) / 33)) < 1e-6 and 0 < aux["dead"] < 1
 
 
 def test_batches_accumulate():

@@ -124,3 +124,15 @@ def test_the_bench_runs(capsys):
     bench.bench_mor(model, cfg, torch.device("cpu"), None, rounds=1)
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert [lines.count(word) for word in ("training", "decoding", "cache", "requests:")] == [6, 4, 1, 1]
+
+
+def test_dead_positions_are_those_of_the_whole_evaluation(tmp_path, data_dir):
+    """In no row of any batch did they take the last recursion; each evaluation starts again."""
+    trainer = runs.run("mor", tmp_path, data_dir, "eval_batches=6", "n_loop=4", "n_layer=6")
+    batches = trainer.batches.val_batches(6)
+    rows = [trainer.batches.cut(trainer.batches.val, batch)[0] for batch in batches]
+    model = trainer.model.eval()
+    ever = torch.stack([(model.recursions(x) == 4).any(0) for x in rows])
+    dead, each = 1 - ever.any(0).double().mean().item(), 1 - ever.double().mean().item()
+    for _ in range(2):
+        assert trainer.evaluate()["val_dead"] == pytest.approx(dead) != pytest.approx(each)
