@@ -394,7 +394,8 @@ WRONG = [
     ("rat", "sin", None, "sin is NoneType")]
 
 
-@pytest.mark.parametrize("name, argument, value, message", WRONG, ids=lambda x: str(x)[:20])
+@pytest.mark.parametrize("name, argument, value, message", WRONG,
+                         ids=lambda x: "tensor" if isinstance(x, torch.Tensor) else str(x)[:20])
 def test_wrong_arguments_are_named(name, argument, value, message):
     getattr(kernels, name)(**RIGHT[name])
     with pytest.raises(ValueError) as error:

@@ -370,8 +370,8 @@ def test_converted_by_init_from_it_evaluates_as_the_source(options, world, data_
     (["n_layer=4", "teacher={w}/wide/r"], "teacher={w}/wide/r has vocab_size=300, the model 257"),
     (["n_layer=4", "teacher={w}/char/r"], "teacher={w}/char/r was trained with tokenizer char, which is not"),
     (["n_layer=4", "teacher={w}/short/r"], "teacher={w}/short/r takes 8 tokens, block_size=16 is more"),
-    (["n_layer=4", "kd_temperature=0"], "kd_temperature=0.0 must lie between 0.01 and 100"),
-    (["n_layer=4", "kd_weight=-1"], "kd_weight=-1.0 must not be negative")], ids=str)
+    (["n_layer=4", "kd_temperature=0"], "kd_temperature=0.0 must be at least 0.01 and at most 100"),
+    (["n_layer=4", "kd_weight=-1"], "kd_weight=-1.0 must be at least 0")], ids=str)
 def test_one_line_and_exit_2(options, message, world, data_dir, tmp_path, monkeypatch, capfd):
     start = [] if any("teacher" in o for o in options) else [f"init_from={world / 'gpt' / 'r'}"]
     options = [o.format(w=world) for o in options]
