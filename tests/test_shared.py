@@ -58,3 +58,25 @@ def test_functions_are_short(file):
 def test_every_requirement_is_pinned():
     for line in (ROOT / "requirements.txt").read_text().splitlines():
         assert not line.strip() or line.startswith("#") or re.match(r'[A-Za-z0-9_-]+==[0-9.]+(; sys_platform == "linux")?(\s+#.*)?$', line), line
+
+
+def test_imports_go_one_way():
+    """No circle, nothing imports train.py, and no method's file another method's."""
+    names = {file.stem for file in SOURCES}
+    reads = {}
+    for file in SOURCES:
+        found = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {a.name for a in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module)
+        reads[file.stem] = found & names
+    reads["kernels"] -= {"kernels_triton"}      # the one exception: loaded where there is a GPU
+    assert [name for name in names if "train" in reads[name]] == []
+    for name in (n for n in names if n.startswith("model_")):
+        assert not {r for r in reads[name] if r.startswith("model_")} - {"model_gpt"}, name
+    while any(not reads[name] for name in reads):           # take away what imports nothing
+        free = {name for name in reads if not reads[name]}
+        reads = {name: others - free for name, others in reads.items() if name not in free}
+    assert not reads, f"these import each other in a circle: {sorted(reads)}"
