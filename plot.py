@@ -72,14 +72,17 @@ def draw_points(places, xlabel, ylabel, file):
 @dataclass
 class PlotConfig:
     y: str = "val_ce"           # what is drawn: a key of log.jsonl
-    x: str = "step"             # step | tokens | seconds
+    x: str = "step"             # step | tokens | flops | seconds
+    smooth: int = 1             # points of a curve that are averaged into one
     file: str = "plot.png"      # the picture
     title: str = ""             # above it
     labels: str = ""            # names, with commas between (default: the folders')
 
     def __post_init__(self):
-        if self.x not in ("step", "tokens", "seconds"):
-            raise ValueError(f"x={self.x} must be one of: step, tokens, seconds")
+        if self.x not in ("step", "tokens", "flops", "seconds"):
+            raise ValueError(f"x={self.x} must be one of: step, tokens, flops, seconds")
+        if self.smooth < 1:
+            raise ValueError(f"smooth={self.smooth} must be at least 1")
 
 
 def points(folder, x, y):
@@ -95,6 +98,12 @@ def points(folder, x, y):
     return found
 
 
+def averaged(curve, n):
+    """Each n points in a row as one: the last x, the mean y."""
+    groups = [curve[i:i + n] for i in range(0, len(curve), n)]
+    return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
+
+
 def main(argv):
     if asks_help(argv):
         return print(help_text(PlotConfig))
@@ -105,7 +114,7 @@ def main(argv):
     if not folders or len(labels) != len(folders):
         raise UserError("give the folders of runs, and as many labels or none: "
                         "python plot.py out/NAME ... [key=value]")
-    curves = [points(folder, cfg.x, cfg.y) for folder in folders]
+    curves = [averaged(points(folder, cfg.x, cfg.y), cfg.smooth) for folder in folders]
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
