@@ -1,53 +1,47 @@
 """
-Mixture-of-Recursions (MoR): tied layers run in loops, each token takes as many as it
-needs.
+Mixture-of-Recursions (MoR): tied layers in loops, each token takes as many as it needs.
 
-N = n_layer unrolled layers share the weights of K blocks over R = n_loop recursions;
-F_r is the r-th pass through them, residuals included. A router (a linear map of the
-state) sends easy tokens through few recursions and hard ones through many. With
-share=middle_* the first and the last layer have weights of their own, and all tokens
-take them.
+R = n_loop recursions F_1 .. F_R, of K layers each, share the weights of K blocks. A
+router, a linear map of a token's state h, sends easy tokens through few recursions and
+hard ones through many. share=middle_*: all tokens take a first and a last layer too.
 
-    first  ->  F_1 (all) -> F_2 (2/3) -> F_3 (1/3)  ->  last
-      a           a            a            a            a      R = 3: token c took one
-      b           b            b            .            b      recursion, b two and
-      c           c            .            .            c      a three
-
-router=expert (Section 2.2.1): each recursion chooses its tokens. With s = w_r . h, a
-score for each token that took recursion r - 1 (A_0 = A_1 = all tokens),
+router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} by a
+score s = w_r . h. A_0 = A_1 = all tokens.
     A_r = the k_r of A_{r-1} with the highest s,   k_r = max(1, floor(T (R-r+1) / R))
-    h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])                    (Eq. 2.1)
-The top k depend on later tokens, so decoding decides by s >= 0. Training teaches this
-to s: the loss has aux_weight BCE(s, was it chosen). With causal=aux_router a second
-router on detached states learns it. In eval mode "ce" is that of decoding, "ce_topk"
-that of top k.
+    h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])     (Eq. 2.1)
 
-router=token: each token chooses its depth, which is causal. p = softmax(W h_1) of the
-state h_1 before the recursions, i = argmax p, and its state becomes
-    h_1 + p_i F_i(.. F_1(h_1))                                         (Eq. 2.2)
-The depths are kept in balance by a loss, balance_weight R sum_i f_i mean(p_i), f_i being
-the fraction of tokens with depth i, or by balance=loss_free: a bias b in argmax(p + b)
-that moves against f. router=none: all tokens take all recursions.
+router=token: each token chooses its depth i once, from its state h_1 before F_1.
+    p = softmax(W h_1),   i = argmax p
+    h <- h_1 + p_i F_i(.. F_1(h_1))                     (Eq. 2.2)
+The loss balance_weight R sum_i f_i mean(p_i) keeps depths in balance, f_i being the
+fraction of tokens with depth i. loss_free: a bias b in argmax(p + b) moves against f.
+
+    first -> F_1 (all) -> F_2 (2/3) -> F_3 (1/3) -> last
+      a         a            a            a           a    R = 3: token c takes one
+      b         b            b            .           b    recursion, b two and
+      c         c            .            .           c    a three
+
+Decoding. The top k depend on later tokens, so expert choice decodes by s >= 0. The loss
+aux_weight BCE(s, was it chosen) teaches that to s or, with causal=aux_router, to a
+second router on detached states. In eval mode "ce" is decoding's, "ce_topk" top k's.
 
 Keys and values (Section 2.2.2). kv=recursion: tokens attend to those that take the same
-recursion. share: to all, by their keys in the first. share_update: the same, but tokens
+recursion. share: to all, by their keys in the first. share_update: as share, but tokens
 that take this recursion have new keys in it.
 
-`fast=false` runs all tokens and masks out those not chosen. `fast=true` gathers the
-chosen ones, runs them alone, and scatters them back; so does decoding, on either path.
-Compiled, router=token runs all T tokens: no shape may depend on the data.
+`fast=false` runs all tokens and masks out those not chosen. `fast=true`, and decoding,
+gather the chosen ones, run them alone and scatter them back. Compiled, router=token
+runs all T: no shape may depend on the data.
 
-Departures from the paper and its code: token choice gates once (Eq. 2.2: at every step;
-the code: as here); its z-loss has the weight of the code's configuration, 1e-5 (Table
-11: 1e-3); attention is tied as all else is (the code unties it with expert choice); the
-auxiliary loss is a plain mean; dead positions are those of a batch (Table 10: of 500
-sequences).
-
-Paper: Bae et al. 2025, "Mixture-of-Recursions: Learning Dynamic Recursive Depths for
-Adaptive Token-Level Computation" (2507.10524); github.com/raymin0223/mixture_of_recursions.
+Departures. Token choice gates once, as the paper's code (Eq. 2.2: at every step). Its
+z-loss weighs 1e-5, as there (Table 11: 1e-3). Attention is always tied (not in the
+code's expert choice). The auxiliary loss is a plain mean. Dead positions are those of
+one evaluation (Table 10: of 500 sequences).
 
 Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size; n most
 chosen tokens of a row; N packed tokens. In the code recursions and depths count from 0.
+
+Paper: Bae et al. 2025 (2507.10524); github.com/raymin0223/mixture_of_recursions.
 """
 import math
 from dataclasses import dataclass
@@ -63,22 +57,22 @@ from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, RMSNo
 
 @dataclass
 class Config(BaseConfig):
-    n_layer: int = 8             # N: unrolled layers, first and last included
+    n_layer: int = 8             # unrolled layers, first and last included
     n_loop: int = 3              # R: recursions
     share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")
-    router: str = choice("expert", "token", "none")     # who chooses: recursions, tokens
+    router: str = choice("expert", "token", "none")  # who chooses: recursions, tokens
     kv: str = choice("recursion", "share", "share_update")  # keys of a recursion
     router_arch: str = choice("linear", "mlp", "wide_mlp", "random")  # random: a baseline
-    router_func: str = ""        # expert: sigmoid, tanh; token: softmax, sigmoid ("": the first)
+    router_func: str = ""        # expert: sigmoid, tanh; token: softmax, sigmoid ("": first)
     alpha: float = 0.1           # factor of the gate, but for softmax
-    causal: str = choice("aux_loss", "aux_router")      # expert: what decides in decoding
+    causal: str = choice("aux_loss", "aux_router")  # expert: what decides in decoding
     aux_weight: float = 0.001    # expert: weight of learning that
     capacity_warmup: int = 0     # expert: steps in which capacities fall from 1 (0: none)
-    balance: str = choice("loss", "loss_free", "none")  # token: what keeps depths in balance
+    balance: str = choice("loss", "loss_free", "none")  # token: what balances depths
     balance_weight: float = 0.1  # token: weight of the balancing loss
     balance_rate: float = 0.001  # token: how far loss_free moves a bias each step
     z_loss: float = -1.0         # weight of mean(logsumexp(s)^2) (-1: token 1e-5, expert 0)
-    exit_loop: int = 0           # in eval mode no token takes more recursions (0: n_loop)
+    exit_loop: int = 0           # in eval mode the most recursions (0: n_loop)
     init: str = choice("average", "stepwise", "lower", "upper", "random")  # see convert
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, or 4 for gelu)
     mlp: str = choice("swiglu", "gelu")
@@ -86,7 +80,7 @@ class Config(BaseConfig):
     rope_theta: float = 10000.0  # RoPE's base
     qk_norm: bool = False        # RMSNorm on each head's query and key, before RoPE
     tie_embeddings: bool = True  # the head is the embedding matrix
-    paper_flops: bool = False    # max_flops counts as the paper: forward, no head, no routers
+    paper_flops: bool = False    # max_flops: the paper's count (forward, no head or router)
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
     CONVERTS_FROM = ("gpt",)     # models whose weights init_from converts
@@ -109,7 +103,7 @@ class Config(BaseConfig):
         if not 0 <= self.exit_loop <= R:
             raise ValueError(f"exit_loop={self.exit_loop} must be 0 (all) or one of the "
                              f"{R} recursions")
-        # layers with weights of their own at each end; K: layers of a recursion
+        # edge: layers that stand outside the recursions at each end; n_stored: K
         self.edge = int(self.share.startswith("middle"))
         self.n_stored, left = divmod(self.n_layer - 2 * self.edge, R)
         if self.n_stored < 1 or left:
@@ -121,28 +115,20 @@ class Config(BaseConfig):
                              f"share=cycle or middle_cycle, not {self.share}")
         self.n_mlp = self.n_mlp or mlp_width(self)
 
-    def stored(self, layer):
-        """The block that a layer of the recursions uses (Table 5): l mod K, or l // R."""
-        if self.share.endswith("sequence"):
-            return layer // self.n_loop
-        return layer % self.n_stored
-
     def capacity(self, r, step=math.inf):
-        """The fraction of all tokens that recursion r takes, at a training step: it falls
-        from 1 along half a cosine."""
+        """The fraction of all tokens that recursion r takes at a training step."""
         if self.router == "none":
             return 1.0
         warmup = self.capacity_warmup if self.router == "expert" else 0
         done = min(1, step / warmup) if warmup else 1
-        above = 0.5 * (1 + math.cos(math.pi * done))
+        above = 0.5 * (1 + math.cos(math.pi * done))  # from 1 to 0
         return (self.n_loop - r + r * above) / self.n_loop
 
 
-# ---- the method: which tokens take which recursion ------------------------------------
+# ---- the method: which tokens take which recursion ----
 
 class Router(nn.Module):
-    """Scores of states h (..., C): (..., n_out), in float32 or better also under
-    autocast, since rounding could change decisions. random, a baseline: noise."""
+    """Scores (..., n_out) of states h (..., C). random, a baseline: noise."""
 
     def __init__(self, cfg, n_out):
         super().__init__()
@@ -158,25 +144,25 @@ class Router(nn.Module):
         if self.layers is None:
             return upcast(noise)
         dtype = next(self.layers.parameters()).dtype
+        # in full precision: rounding could change decisions
         with torch.autocast(h.device.type, enabled=False):
             return upcast(self.layers(h.to(dtype)))
 
 
 class Model(LanguageModel):
     def __init__(self, cfg):
-        nn.Module.__init__(self)    # parts of its own, in another order
+        nn.Module.__init__(self)  # LanguageModel's parts, but in another order
         self.cfg, K, R = cfg, cfg.n_stored, cfg.n_loop
         blocks = lambda n: nn.ModuleList(Block(cfg, Attention) for _ in range(n))
         routers = lambda: nn.ModuleList(Router(cfg, 1) for _ in range(R))
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.drop = nn.Dropout(cfg.dropout)
         self.first, self.last = blocks(cfg.edge), blocks(cfg.edge)
-        self.blocks = blocks(K)     # those that the recursions share
+        self.blocks = blocks(K)  # those that the recursions share
         self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         depths = [f"depth{d}" for d in range(1, R + 1)]
-        self.eval_metrics = []      # what an evaluation reports beside ce
-        if cfg.router == "expert":
+        if cfg.router == "expert":  # eval_metrics: what an evaluation reports beside ce
             self.routers = routers()
             if cfg.causal == "aux_router":
                 self.aux_routers = routers()
@@ -185,13 +171,15 @@ class Model(LanguageModel):
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
             self.eval_metrics = [*depths, "maxvio"]
-        if cfg.capacity_warmup:     # nothing reads it: earlier checkpoints have it
+        if cfg.capacity_warmup:  # nothing reads it: earlier checkpoints have it
             self.register_buffer("warmup_step", torch.zeros((), dtype=torch.long))
+        cycle = cfg.share.endswith("cycle")  # Table 5: the block of recursion r's layer i
+        block = lambda r, i: self.blocks[i if cycle else (r * K + i) // R]
+        recursions = [[block(r, i) for i in range(K)] for r in range(R)]
         # level 0: the first layer; 1 .. R: the recursions; R + 1: the last layer
-        inner = [self.blocks[cfg.stored(layer)] for layer in range(K * R)]
-        recursions = [inner[r * K:r * K + K] for r in range(R)]
         self.levels = [[*self.first], *recursions, [*self.last]]
         init_weights(self, cfg.n_layer)
+        self.squash = torch.tanh if cfg.router_func == "tanh" else torch.sigmoid
         self.set_step(math.inf)
 
     @property
@@ -199,20 +187,17 @@ class Model(LanguageModel):
         """The most recursions of a token: in eval mode exit_loop, where that is set."""
         return not self.training and self.cfg.exit_loop or self.cfg.n_loop
 
-    # expert_choice and token_choice take the states h (B, T, C) before the recursions and
-    # return those after them, how many each token took (B, T), and what the loss needs.
-
     def expert_choice(self, h, all_tokens, causal):
-        """Recursions choose tokens: the top k, or with causal, as in decoding, those with
-        score >= 0."""
+        """Recursions choose: the top k, or, if causal, tokens with s >= 0. h (B, T, C)
+        before them -> after them, how many each took (B, T), what the loss needs."""
         cfg, T, for_loss, noise = self.cfg, h.size(1), [], self.noise(all_tokens.pos)
-        active, taken = all_tokens.real, 0          # (B, T): A_{r-1}
+        active, taken = all_tokens.real, 0  # (B, T): A_{r-1}
         for r in range(self.n_loop):
             u = noise[..., r:r + 1]
-            s = decides = self.routers[r](h, u)[..., 0]     # (B, T)
+            s = decides = self.routers[r](h, u)[..., 0]  # (B, T)
             if cfg.causal == "aux_router":
                 decides = self.aux_routers[r](h.detach(), u)[..., 0]
-            chosen, k = active, None                # the first takes all
+            chosen, k = active, None  # the first takes all
             if r and causal:
                 chosen = active & (decides >= 0)
             elif r:
@@ -220,33 +205,27 @@ class Model(LanguageModel):
                 top = s.detach().masked_fill(~active, -math.inf).topk(k, 1).indices
                 chosen = torch.zeros_like(active).scatter(1, top, True)
             for_loss.append((s, decides, active, chosen))
-            y = self.recursion(r, h, all_tokens, chosen, k)     # 0 where not chosen
-            h = h + (self.gate(s)[..., None] * y).to(h.dtype)
+            y = self.recursion(r, h, all_tokens, chosen, k)  # 0 where not chosen
+            h = h + (cfg.alpha * self.squash(s)[..., None] * y).to(h.dtype)
             active, taken = chosen, taken + chosen.long()
-        return h, taken, map(torch.stack, zip(*for_loss))   # when asked for: (R, B, T)
+        return h, taken, map(torch.stack, zip(*for_loss))  # when asked for: (R, B, T)
+
+    def room(self, r, T):
+        """k: how many of T tokens recursion r chooses at this step."""
+        return max(1, int(T * self.cfg.capacity(r, self.step) + 1e-9))
 
     def expert_loss(self, s, decides, active, chosen):
-        """What is added to the loss, and metrics, of (R, B, T) each, means over the tokens
-        that compete. aux: the BCE of the scores that decide in decoding against what was
-        chosen. router_accuracy: how often they are right, after the first recursion."""
-        n = active.sum((1, 2))      # (R,)
+        """What is added to the loss, and metrics, of (R, B, T) each: means over active
+        tokens. router_accuracy: how often decoding agrees, from recursion 1."""
+        n = active.sum((1, 2))  # (R,)
         mean = lambda x: ((x * active).sum((1, 2)) / n).sum()
-        target = chosen.to(s.dtype)
-        bce = mean(F.binary_cross_entropy_with_logits(decides, target, reduction="none"))
+        bce = mean(F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none"))
         right = (((decides >= 0) == chosen) & active)[1:].sum()
         metrics = {"aux": bce, "router_accuracy": right / n[1:].sum().clamp(min=1)}
         return self.cfg.aux_weight * bce + self.cfg.z_loss * mean(s ** 2), metrics
 
-    def gate(self, s):
-        squash = torch.tanh if self.cfg.router_func == "tanh" else torch.sigmoid
-        return self.cfg.alpha * squash(s)
-
-    def room(self, r, T):
-        """k: how many of T tokens recursion r chooses, at this step."""
-        return max(1, int(T * self.cfg.capacity(r, self.step) + 1e-9))
-
     def token_choice(self, h1, all_tokens):
-        """Tokens choose a depth. router=none: all take all recursions."""
+        """The same, but tokens choose a depth (router=none: all recursions)."""
         if self.cfg.router == "none":
             for r in range(self.n_loop):
                 h1 = self.recursion(r, h1, all_tokens)
@@ -257,36 +236,35 @@ class Model(LanguageModel):
             takes = (depth >= r) & all_tokens.real  # (B, T)
             y = self.recursion(r, x, all_tokens, takes)
             x = torch.where(takes[..., None], y, x)
-        return self.exit_state(h1, x, p, depth), depth + 1, (scores, p, depth)
+        return self.exit(h1, x, p, depth), depth + 1, (scores, p, depth)
 
     def choose_depth(self, h1, noise):
-        """Of h_1 (..., C): scores and p (..., R), and depths (...)."""
+        """h_1 (..., C) -> scores and p (..., R), depths (...)."""
         scores = self.router(h1, noise)
         soft = self.cfg.router_func == "softmax"
         p = scores.softmax(-1) if soft else self.cfg.alpha * scores.sigmoid()
         depth = (p.detach() + self.balance_bias).argmax(-1)
         return scores, p, depth.clamp(max=self.n_loop - 1)
 
-    def exit_state(self, h1, x, p, depth):
-        """h_1 + p_i x, of x = F_i(.. F_1(h_1)) (..., C)."""
+    def exit(self, h1, x, p, depth):  # h_1 + p_i x, Eq. 2.2
         return h1 + (p.gather(-1, depth[..., None]) * x).to(h1.dtype)
 
     def token_loss(self, scores, p, depth):
-        """The same. balance: 1 where the depths are in balance. maxvio: how far the
-        fullest depth is above the mean, in means. entropy: of the mean p, in nats."""
+        """The same, of token choice. balance is 1 where depths are. maxvio: how far the
+        fullest is above the mean, in means. entropy: of the mean p, in nats."""
         cfg, R = self.cfg, self.cfg.n_loop
         f = torch.stack([(depth == d).to(p.dtype).mean() for d in range(R)])
-        mean = lambda p: p.flatten(0, -2).mean(0)   # (R,)
+        mean = lambda p: p.flatten(0, -2).mean(0)  # (R,)
         balance = R * (f * mean(p)).sum()
         entropy = torch.special.entr(mean(p / p.sum(-1, keepdim=True))).sum()
         metrics = {"balance": balance, "maxvio": R * f.max() - 1, "entropy": entropy}
-        weight = cfg.balance_weight * (cfg.balance == "loss")
         z = scores.logsumexp(-1).square().mean()
+        weight = cfg.balance_weight if cfg.balance == "loss" else 0.0
         return weight * balance + cfg.z_loss * z, metrics
 
     def noise(self, pos):
-        """router_arch=random: scores (..., R) at positions pos (...), in eval mode fixed by
-        position. In expert choice as many are >= 0 as recursion r takes."""
+        """router_arch=random: scores (..., R) at positions pos (...), in eval mode
+        fixed by position. In expert choice as many are >= 0 as recursion r takes."""
         cfg, R, dtype = self.cfg, self.cfg.n_loop, self.wte.weight.dtype
         if cfg.router_arch != "random":
             return pos.new_empty(*pos.shape, 0, dtype=dtype)
@@ -295,17 +273,17 @@ class Model(LanguageModel):
         else:
             fixed = torch.Generator().manual_seed(0)
             u = torch.rand(4096, R, dtype=dtype, generator=fixed).to(pos.device)[pos % 4096]
-        left = torch.arange(R + 1, 1, -1, device=pos.device)    # R + 1 - r
+        left = torch.arange(R + 1, 1, -1, device=pos.device)  # R + 1 - r
         return u - (1 / left if cfg.router == "expert" else 0.5)
 
     def recursion(self, r, h, all_tokens, chosen=None, n=None):
-        """F_r(h) (B, T, C) of the chosen tokens (B, T), 0 for the others; in recursion 0 and
-        with chosen=None of all. n: the most of a row, where that is known."""
+        """F_r(h) (B, T, C), 0 where not chosen (B, T). Recursion 0, and any with
+        chosen=None, takes all. n: the most chosen tokens of a row, if known."""
         cfg, cache, K = self.cfg, all_tokens.cache, self.cfg.n_stored
-        fresh = r == 0 or cfg.kv != "share"     # whether it makes keys of its own
+        fresh = r == 0 or cfg.kv != "share"
         if r == 0 or chosen is None:
             return self.run(h, r + 1, all_tokens, cfg.edge + r * K * fresh, fresh)
-        if not cfg.fast and cache is None:      # naive
+        if not cfg.fast and cache is None:  # naive
             y = self.run(h, r + 1, Masked(all_tokens, r, chosen), fresh=fresh)
             return y.masked_fill(~chosen[..., None], 0)
         if not torch.is_grad_enabled() and not chosen.any():
@@ -317,35 +295,34 @@ class Model(LanguageModel):
             compiling = torch.compiler.is_compiling()
             n = h.size(1) if compiling else max(1, int(chosen.sum(1).max()))
         tokens = Chosen(all_tokens, r, chosen, n)
-        y = self.run(tokens.gather(h), r + 1, tokens, fresh=fresh)      # (A, n, C)
+        y = self.run(tokens.gather(h), r + 1, tokens, fresh=fresh)  # (A, n, C)
         if cache is not None and cfg.kv == "recursion":
             tokens.cache.advance()
         return tokens.scatter(torch.zeros_like(h), y)
 
     def run(self, h, level, context, start=0, fresh=True):
-        """The layers of a level. start: which of the cache's layers is its first (-1: the
-        last one). fresh: whether it makes keys and values."""
+        """The layers of a level; start: the first one's in the cache (-1: its last).
+        fresh: whether they make keys and values."""
         context.fresh = fresh
         for i, block in enumerate(self.levels[level]):
             h = block(h, start + i, context)
         return h
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model. With targets, aux also has depth1, ..: the fraction of tokens
-        that take so many recursions, and the metrics of expert_loss or token_loss."""
+        """As in every model. With targets, aux also has the router's metrics, and
+        depth1, ..: the fraction of tokens that take so many recursions."""
         cfg, expert = self.cfg, self.cfg.router == "expert"
         if targets is None or cache is not None or not idx.numel() or cfg.router == "none":
             return super().forward(idx, targets, cache, n_valid)
         h, taken, for_loss = self.states(idx, causal=not self.training)
         logits, loss, aux = self.predict(h, targets)
         if expert and not self.training:
+            self.reached.append((taken == self.n_loop).any(0))  # (T,), for end_evaluation
             h, _, for_loss = self.states(idx, causal=False)
             aux["ce_topk"] = self.predict(h, targets)[2]["ce"]
         more, metrics = (self.expert_loss if expert else self.token_loss)(*for_loss)
         for d in range(1, cfg.n_loop + 1):
             metrics[f"depth{d}"] = (taken == d).float().mean()
-        if expert and not self.training:
-            self.reached.append((taken == self.n_loop).any(0))      # (T,), for end_evaluation
         aux |= {name: x.detach() for name, x in metrics.items()}
         return logits, loss + more if self.training else loss, aux
 
@@ -353,8 +330,8 @@ class Model(LanguageModel):
         return self.states(idx, not self.training or cache is not None, cache, n_valid)[0]
 
     def states(self, idx, causal, cache=None, n_valid=None):
-        """Of idx (B, T): states after the final norm (B, T, C), the recursions each token
-        takes (B, T), and what the router's loss needs."""
+        """idx (B, T) -> the states after the final norm (B, T, C), the recursions that
+        each token takes (B, T), and what the router's loss needs."""
         h = self.drop(self.wte(idx))
         all_tokens = AllTokens(self.cfg, h, cache, n_valid, self.training)
         h = self.run(h, 0, all_tokens)
@@ -369,23 +346,22 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def recursions(self, idx):
-        """How many recursions each token of idx (B, T) takes when it is decoded, (B, T)."""
+        """How many recursions each token of idx takes in decoding, (B, T)."""
         return self.states(idx, causal=True)[1]
 
     def set_step(self, step):
-        """The capacity warm-up stands at this training step. rooms[r] has as many rows as
-        recursion r chooses of block_size tokens: a compiled step lets a tensor's size
-        change, a number would be a constant."""
+        """For the capacity warm-up. rooms[r] has as many rows as recursion r chooses of
+        block_size tokens: compiled, a size may change, a number is a constant."""
         cfg, self.step, self.reached = self.cfg, step, []
         self.rooms = [torch.empty(self.room(r, cfg.block_size), 0) for r in range(cfg.n_loop)]
         for room in self.rooms if cfg.capacity_warmup else []:
             torch._dynamo.maybe_mark_dynamic(room, 0)
 
     def end_evaluation(self, total):
-        """dead: the fraction of positions that no row of an evaluation, all its batches taken
-        together, sends to the last recursion (Table 4). total: sums over processes."""
+        """dead: the fraction of positions never in the last recursion (Table 4)."""
         if not self.reached:
             return {}
+        # total: sums over processes
         reached = total(*torch.stack(self.reached).any(0).tolist())
         return {"dead": reached.count(0) / len(reached)}
 
@@ -398,26 +374,21 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def end_step(self, logged):
-        """After each optimizer step. loss_free moves its biases against the fractions of
-        tokens at each depth, which are those of all micro-batches and processes."""
+        """loss_free moves biases against the logged depths, those of all processes."""
         cfg, R = self.cfg, self.cfg.n_loop
         if cfg.router == "token" and cfg.balance == "loss_free":
             f = torch.tensor([logged[f"depth{d}"] for d in range(1, R + 1)])
-            excess = (f - 1 / R).round(decimals=6)      # less is rounding
+            excess = (f - 1 / R).round(decimals=6)  # less is rounding
             self.balance_bias -= cfg.balance_rate * excess.sign().to(self.balance_bias)
 
     def flops_per_token(self, paper=False, step=math.inf):
-        """Floating-point operations of one token's forward and backward pass in a sequence
-        of block_size: 6 a weight of each matrix product and 12 C a visible key, averaged
-        over positions, times the fraction of tokens that need it at a training step. paper:
-        as Appendix C counts: the forward only, causal attention as half the square,
-        n_kv_head as n_head, neither head nor routers."""
-        cfg, T, C, block = self.cfg, self.cfg.block_size, self.cfg.n_embd, self.blocks[0]
-        size = lambda *parts: sum(p.numel() for part in parts for p in part.parameters()
-                                  if p.dim() == 2)
-        kv = 2 * C * C if paper else size(block.attn.wk, block.attn.wv)
-        rest = size(block.attn.wq, block.attn.wo, block.mlp)
-        layers = [(1.0, 1.0, 1.0)] * 2 * cfg.edge   # fractions: tokens, fresh keys, visible keys
+        """As in model_gpt, times the fraction of tokens that need it at this step.
+        paper: as Appendix C: forward, half of T x T, G = H, no head, no routers."""
+        cfg, T, C = self.cfg, self.cfg.block_size, self.cfg.n_embd
+        kv = 2 * C * (C if paper else cfg.n_kv_head * cfg.head_dim)  # weights of a layer
+        rest = 2 * C * C + sum(p.numel() for p in self.blocks[0].mlp.parameters())
+        # of each layer the fractions: tokens, fresh keys, visible keys
+        layers = [(1.0, 1.0, 1.0)] * 2 * cfg.edge
         for r in range(cfg.n_loop):
             c = cfg.capacity(r, step)
             fresh = 0.0 if r and cfg.kv == "share" else c
@@ -427,28 +398,26 @@ class Model(LanguageModel):
             return 2 * weights + 2 * T * C * sum(c * visible for c, _, visible in layers)
         keys = sum(c * (visible * T + 1) / 2 for c, _, visible in layers)
         weights += cfg.vocab_size * C
-        weights += size(*(part for name, part in self.named_children() if "router" in name))
+        weights += sum(p.numel() for name, p in self.named_parameters() if "router" in name)
         return 6.0 * weights + 12.0 * C * keys
 
-    # For serve.py: N packed tokens of several sequences, each at its own recursion, depth
-    # (N,). The context knows the keys of each, and the positions `at` (N,).
+    # For serve.py: N packed tokens, each at its own recursion, depth (N,). state (N, ..):
+    # their h, h_1 and noise. context: their keys, and positions, at (N,).
 
     def embed(self, idx, context):
-        """idx (N,) -> states before recursion 0: h, h_1, and noise (router_arch=random)."""
-        h = self.run(self.drop(self.wte(idx))[None], 0, context)[0]     # (N, C)
+        h = self.run(self.drop(self.wte(idx))[None], 0, context)[0]  # (N, C)
         return torch.cat([h, h, self.noise(context.at.to(h.device)).to(h.dtype)], -1)
 
     def unpack(self, state):
-        C = self.cfg.n_embd
-        return state.tensor_split([C, 2 * C], -1)
+        return state.tensor_split([self.cfg.n_embd, 2 * self.cfg.n_embd], -1)
 
     def scores(self, routers, h, depth, noise):
         """Each token's score (N,) by the router of its recursion."""
         s = torch.cat([router(h, noise[:, r:r + 1]) for r, router in enumerate(routers)], 1)
-        return s.gather(1, depth[:, None].to(h.device))[:, 0]   # s (N, R)
+        return s.gather(1, depth[:, None].to(h.device))[:, 0]  # s (N, R)
 
     def takes(self, state, depth):
-        """Whether the router sends each token through recursion depth > 0, (N,) bool."""
+        """Whether each token goes on to recursion depth > 0, (N,) bool."""
         h, h1, noise = self.unpack(state)
         if self.cfg.router == "none":
             return torch.ones_like(depth, dtype=torch.bool)
@@ -458,46 +427,44 @@ class Model(LanguageModel):
         return self.scores(routers, h, depth, noise) >= 0
 
     def loop(self, state, depth, context):
-        """States after recursion `depth` of each token (share=*sequence: all at the same)."""
+        """State after recursion depth (share=*sequence: the same of all tokens)."""
         h, h1, noise = self.unpack(state)
         fresh = self.cfg.kv != "share" or bool((depth == 0).any())
         y = self.run(h[None], int(depth[0]) + 1, context, fresh=fresh)[0]
         if self.cfg.router == "expert":
-            gate = self.gate(self.scores(self.routers, h, depth, noise))
-            y = h + (gate[:, None] * y).to(h.dtype)
+            s = self.scores(self.routers, h, depth, noise)
+            y = h + (self.cfg.alpha * self.squash(s)[:, None] * y).to(h.dtype)
         return torch.cat([y, h1, noise], -1)
 
     def finish(self, state, context):
         """What logits() takes, (N, C), of tokens that take no further recursion."""
         h, h1, noise = self.unpack(state)
         if self.cfg.router == "token":
-            h = self.exit_state(h1, h, *self.choose_depth(h1, noise)[1:])
+            h = self.exit(h1, h, *self.choose_depth(h1, noise)[1:])
         return self.norm(self.run(h[None], self.cfg.n_loop + 1, context)[0])
 
 
-# ---- what the tokens of a recursion attend to -----------------------------------------
+# ---- what the tokens of a recursion attend to ----
 
 class Attention(model_gpt.Attention):
-    """model_gpt's, but without new keys and values where the context has them (kv=share)."""
+    """model_gpt's, but where the context is not fresh (kv=share) it makes no keys."""
 
     def forward(self, x, layer, context):
         if context.fresh:
             return super().forward(x, layer, context)
-        q = self.q_norm(self.heads(self.wq(x)))     # (B, H, T, D)
-        y = context.attend(layer, q, None, None)    # (B, H, T, D)
+        q = self.q_norm(self.heads(self.wq(x)))  # (B, H, T, D)
+        y = context.attend(layer, q, None, None)  # (B, H, T, D)
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
 class AllTokens(Context):
-    """The context of the first layer, the last, and the first recursion. pos (B, T):
-    positions. real (B, T): what is no padding. By layer, for later recursions: new keys
-    and values in `new`, with those of the cache in `kv`, (B, G, T or S, D)."""
+    """The context of layers that all tokens take. real (B, T): what is no padding.
+    By layer, for later recursions: the new tokens' keys and values, and all (kv)."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
         super().__init__(cfg, x, cache, n_valid, training)
         B, T = x.shape[:2]
         self.pos, self.new, self.kv = self.pos.expand(B, T), {}, {}
-        self.n_keys = T if cache is None else cache.end
         self.real = torch.ones_like(self.pos, dtype=torch.bool)
         if n_valid is not None:
             self.real = torch.arange(T, device=x.device) < cache.new[:, None]
@@ -505,24 +472,22 @@ class AllTokens(Context):
     def attend(self, layer, q, k, v):
         if self.rope:
             q, k = (x if x is None else apply_rope(x, *self.rope) for x in (q, k))
-        k, v = self.keys_values(layer, k, v)        # (B, G, S, D)
-        return self.attention(q, k, v, self.bias, self.dropout)
+        kv = self.keys_values(layer, k, v)  # (B, G, S, D) each
+        return self.attention(q, *kv, self.bias, self.dropout)
 
     def keys_values(self, layer, k, v):
-        """What queries attend to, given the new tokens' keys and values."""
-        if k is None:
-            return self.kv[layer]
-        self.new[layer] = k, v
-        if self.cache is not None:
-            k, v = (x.to(k.dtype) for x in self.cache.append(layer, k, v))
-        self.kv[layer] = k, v
-        return k, v
+        """What queries attend to. k, v (B, G, T, D): of new tokens; None: as before."""
+        if k is not None:
+            self.new[layer] = self.kv[layer] = k, v
+            if self.cache is not None:
+                kv = self.cache.append(layer, k, v)
+                self.kv[layer] = [x.to(k.dtype) for x in kv]
+        return self.kv[layer]
 
 
 class Masked(AllTokens):
-    """The context of recursion r > 0, whose layers count from 0. The naive path: all
-    tokens run, only those of mask (B, T) have keys. Another one attends to itself too,
-    lest its softmax is empty; its result is dropped."""
+    """Recursion r > 0 on the naive path: all tokens run, only those of mask (B, T) have
+    keys. The others attend to themselves too, lest their softmax is empty."""
 
     def __init__(self, all_tokens, r, mask):
         self.cfg, self.all_tokens, self.r, self.mask = all_tokens.cfg, all_tokens, r, mask
@@ -535,7 +500,7 @@ class Masked(AllTokens):
             self.bias = self.bias.masked_fill(~visible, -math.inf)
 
     def keys_values(self, layer, k, v):
-        cfg, first = self.cfg, self.cfg.edge + layer    # the layer in the first recursion
+        cfg, first = self.cfg, self.cfg.edge + layer  # its number in recursion 0
         if cfg.kv == "share":
             return self.all_tokens.kv[first]
         if cfg.kv == "share_update":
@@ -544,35 +509,34 @@ class Masked(AllTokens):
         return super().keys_values(layer, k, v)
 
     def update(self, old, new):
-        """The first recursion's keys (B, G, T, D), with new ones of the tokens of mask."""
+        """The first recursion's keys (B, G, T, D), those of chosen tokens replaced."""
         return torch.where(self.mask[:, None, :, None], new, old)
 
 
 class Chosen(Masked):
-    """The fast path: the tokens of mask run alone, in order, so that a causal mask among
-    them is that of their positions. n: the most of a row; others have padding, which is
-    read from the last token of all and written to a spare place behind it. places (A, n):
-    where they stand among all B T. With a RecursionCache, A are the rows with any."""
+    """The fast path: the tokens of mask run alone, in order, in A rows (those with any
+    if there is a RecursionCache). places (A, n): where they stand among all B T.
+    Padding is read from the last of these, and written to a spare place behind it."""
 
     def __init__(self, all_tokens, r, mask, n):
         super().__init__(all_tokens, r, mask)
         (B, T), device = mask.shape, mask.device
         rows, self.bias = torch.arange(B, device=device), None
         at = torch.where(mask, torch.arange(T, device=device), T)
-        at = at.topk(n, 1, largest=False).values    # (B, n): T is padding
+        at = at.topk(n, 1, largest=False).values  # (B, n): T is padding
         lists = self.cfg.kv == "recursion" and self.cache is not None
         if lists:
-            rows = mask.any(1).nonzero()[:, 0]      # (A,)
+            rows = mask.any(1).nonzero()[:, 0]  # (A,)
         at = at[rows]
         self.places = torch.where(at < T, T * rows[:, None] + at, B * T)
         self.rope = all_tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                          for x in all_tokens.rope]  # (A, 1, n, D)
-        pos, n_keys = self.gather(all_tokens.pos), all_tokens.n_keys
+        pos = self.gather(all_tokens.pos)
         if lists:
             self.cache = self.cache.later[r - 1]
             pos = self.cache.reserve(rows, n, mask.sum(1))
-            n_keys = self.cache.end
-        if lists or self.cfg.kv != "recursion":     # else plainly causal
+        if lists or self.cfg.kv != "recursion":  # else causal, being in order
+            n_keys = T if self.cache is None else self.cache.end
             self.bias = make_bias(self.cfg, pos, n_keys, all_tokens.dtype)
 
     def gather(self, x):
@@ -583,7 +547,7 @@ class Chosen(Masked):
 
     def scatter(self, x, new):
         """x (B, T, ...) with new (A, n, ...) in the chosen tokens' places."""
-        flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])     # the spare place
+        flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])  # spare
         flat = flat.index_copy(0, self.places.flatten(), new.flatten(0, 1))
         return flat[:-1].view(x.shape)
 
@@ -591,19 +555,17 @@ class Chosen(Masked):
         return self.scatter(old.transpose(1, 2), new.transpose(1, 2)).transpose(1, 2)
 
 
-# ---- the cache ------------------------------------------------------------------------
-
 class RecursionCache(KVCache):
-    """Keys and values of the tokens that took one recursion, in order. It has the room that
-    its capacity needs, and gets room for `most` tokens where more are chosen."""
+    """Keys and values of the tokens that took one recursion, in order. It has room for
+    its capacity, and gets room for `most` tokens where more are chosen."""
 
     def reserve(self, rows, n, n_new):
-        """Reserve slots for n tokens of each of rows (A,); n_new (B,) are real. -> (A, n)"""
+        """place() for rows (A,): n tokens each, n_new (B,) real -> positions (A, n)."""
         if int((self.lengths + n_new).max()) > self.max_len:
             more = self.most - self.max_len
-            with torch.inference_mode(False):       # so that calls outside may write too
-                self.k, self.v = ([F.pad(x, (0, 0, 0, more)) for x in kv]
-                                  for kv in (self.k, self.v))
+            with torch.inference_mode(False):  # so that calls outside may write too
+                for kv in (self.k, self.v):
+                    kv[:] = [F.pad(x, (0, 0, 0, more)) for x in kv]
             self.max_len = self.most
         pos = self.place(n, n_new)[rows]
         self.rows, self.slots = rows[:, None], self.slots[rows]
@@ -616,9 +578,8 @@ class RecursionCache(KVCache):
 
 
 class Cache(KVCache):
-    """model_gpt's, of the layers that all tokens take. later: with kv=recursion the caches
-    of the other recursions. With share_update those are here too: tokens that did not
-    take one have their keys of the first there."""
+    """model_gpt's, of layers in which all tokens have keys (share_update: new ones or
+    the first recursion's). later: the caches of other recursions (kv=recursion)."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         K, R = cfg.n_stored, cfg.exit_loop or cfg.n_loop
@@ -643,24 +604,20 @@ class Cache(KVCache):
 Model.cache_type = Cache
 
 
-# ---- conversion of a trained Transformer ----------------------------------------------
-
 @torch.no_grad()
 def convert(model, weights):
-    """Start from `weights`, the state dict of a model_gpt of the same sizes: the first and
-    the last layer as they are, the shared blocks from those between (init, Table 9)."""
+    """Start from `weights`, a model_gpt's of the same sizes: the first and the last
+    layer as they are, the shared blocks from those between (init, Table 9)."""
     cfg, own, K = model.cfg, model.state_dict(), model.cfg.n_stored
     for name in [name for name in weights if not name.startswith("blocks.")]:
         own[name].copy_(weights[name])
+    unrolled = sum(model.levels, [])  # the block of each layer
     inner = range(cfg.edge, cfg.n_layer - cfg.edge)
-    sources = [*((block, [0]) for block in model.first),        # a block is their mean
-               *((block, [cfg.n_layer - 1]) for block in model.last)]
-    for k, block in enumerate(model.blocks):
-        tied = [n for n in inner if cfg.stored(n - cfg.edge) == k]
-        spaced = round(cfg.edge + k * ((len(inner) - 1) / max(1, K - 1)))   # halves to even
-        layers = {"average": tied, "stepwise": [spaced], "lower": [inner[k]],
-                  "upper": [inner[k - K]], "random": []}[cfg.init]
-        sources.append((block, layers))
-    for block, layers in sources:
-        for name, p in block.named_parameters() if layers else ():
+    for k, block in enumerate([*model.blocks, *model.first, *model.last]):
+        layers = [n for n, other in enumerate(unrolled) if other is block]
+        if k < K and cfg.init != "average":
+            spaced = round(cfg.edge + k * ((len(inner) - 1) / max(1, K - 1)))  # halves to even
+            origin = {"stepwise": [spaced], "lower": [inner[k]], "upper": [inner[k - K]]}
+            layers = origin.get(cfg.init, [])
+        for name, p in block.named_parameters() if layers else ():  # their mean
             p.copy_(sum(weights[f"blocks.{n}.{name}"] for n in layers) / len(layers))
