@@ -3,7 +3,8 @@ Mixture-of-Recursions (MoR): tied layers in loops, each token takes as many as i
 
 R = n_loop recursions F_1 .. F_R, of K layers each, share the weights of K blocks. A
 router, a linear map of a token's state h, sends easy tokens through few recursions and
-hard ones through many. share=middle_*: all tokens take a first and a last layer too.
+hard ones through many (router=none: all through all). With share=middle_* a first and a
+last layer stand outside, which all tokens take.
 
 router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} by a
 score s = w_r . h. A_0 = A_1 = all tokens.
@@ -29,9 +30,9 @@ Keys and values (Section 2.2.2). kv=recursion: tokens attend to those that take 
 recursion. share: to all, by their keys in the first. share_update: as share, but tokens
 that take this recursion have new keys in it.
 
-`fast=false` runs all tokens and masks out those not chosen. `fast=true`, and decoding,
-gather the chosen ones, run them alone and scatter them back. Compiled, router=token
-runs all T: no shape may depend on the data.
+`fast=false` runs all tokens and masks out those not chosen. `fast=true`, and decoding
+on both paths, gather the chosen ones, run them alone and scatter them back. Compiled,
+router=token runs all T: no shape may depend on the data.
 
 Departures. Token choice gates once, as the paper's code (Eq. 2.2: at every step). Its
 z-loss weighs 1e-5, as there (Table 11: 1e-3). Attention is always tied (not in the
@@ -459,7 +460,7 @@ class Attention(model_gpt.Attention):
 
 class AllTokens(Context):
     """The context of layers that all tokens take. real (B, T): what is no padding.
-    By layer, for later recursions: the new tokens' keys and values, and all (kv)."""
+    For later recursions, by layer: keys and values of new tokens (new), of all (kv)."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
         super().__init__(cfg, x, cache, n_valid, training)
@@ -547,7 +548,7 @@ class Chosen(Masked):
 
     def scatter(self, x, new):
         """x (B, T, ...) with new (A, n, ...) in the chosen tokens' places."""
-        flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])  # spare
+        flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])  # the spare
         flat = flat.index_copy(0, self.places.flatten(), new.flatten(0, 1))
         return flat[:-1].view(x.shape)
 
