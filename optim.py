@@ -8,16 +8,19 @@ from torch.overrides import TorchFunctionMode
 
 from config import UserError, first_line
 
+OUTSIDE = "wte.", "head.", "router", "aux_router"       # matrices that are not inside a block
+
 
 def parameter_groups(model, cfg):
     """The model's own param_groups(cfg), if it gives some. Else: matrices and embeddings decay,
-    vectors do not, and with optimizer=muon the matrices inside the blocks (all but wte and head)
-    go to Muon. "kind" names the optimizer of a group. Each parameter is in exactly one group."""
+    vectors do not, and with optimizer=muon the matrices inside the blocks (all but wte, head and
+    routers) go to Muon. "kind" names the optimizer of a group. Each parameter is in exactly one
+    group."""
     groups = model.param_groups(cfg) if hasattr(model, "param_groups") else None
     if groups is None:
         named = list(model.named_parameters())
         muon = [p for n, p in named if cfg.optimizer == "muon"
-                and p.dim() == 2 and not n.startswith(("wte.", "head."))]
+                and p.dim() == 2 and not n.startswith(OUTSIDE)]
         taken = {id(p) for p in muon}
         adamw = dict(kind="adamw", lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2))
         matrices = [p for _, p in named if p.dim() >= 2 and id(p) not in taken]
