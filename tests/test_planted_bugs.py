@@ -187,7 +187,7 @@ BUGS = {
     "serve: a full slot goes on": ("serve.py", "if slot.at.stop > self.max_len:", "if False:",
                                    "test_serve.py -k longer_than_the_cache"),
     "serve: a prompt exits early": ("serve.py", "slot.depth == end or early and not slot.prompt", "slot.depth == end or early",
-                                    "test_serve.py -k keys_of_those_that_left and propagate"),
+                                    "test_serve.py -k random_requests"),
     "serve: the oracle's last loop": ("serve.py", "slot.guesses.index(slot.guesses[-1])", "len(slot.guesses) - 1",
                                       "test_serve.py -k oracle_counts"),
     "serve: a slot forgets no keys": ("serve.py", "            kv[slot] = 0\n", "            pass\n",

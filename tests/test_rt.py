@@ -370,7 +370,8 @@ def test_memory_grows_linearly_with_the_length(schedule, T, block):
 def test_the_schedules_train_alike_and_a_resumed_run_may_change_them(data_dir, tmp_path):
     """The same losses step by step, float32, 12 steps. What is function may not change."""
     keys = dict(model="rt", out_dir=tmp_path, data_dir=data_dir, dataset="words", block_size=24, n_embd=32, n_head=4,
-                n_layer=2, batch_size=2, log_interval=1, eval_interval=50, eval_batches=1, sample_tokens=0, chunk=8)
+                n_layer=2, batch_size=2, log_interval=1, eval_interval=50, eval_batches=1, sample_tokens=0, chunk=8,
+                optimizer="adamw", learning_rate=4e-3, lr_schedule="cosine", warmup_steps=40)
 
     def losses(run, **more):
         train.main([f"{k}={v}" for k, v in {**keys, "max_steps": 12, "run": run, **more}.items()])
