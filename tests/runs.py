@@ -10,7 +10,8 @@ SMALL = ["dataset=words", "tokenizer=byte", "block_size=16", "n_layer=2", "n_hea
          "optimizer=adamw", "lr_schedule=cosine", "weight_decay=0.1", "min_lr_frac=0.1"]
 
 # Of models that SMALL and their own config file do not fit.
-SIZES = {"mor": ["n_layer=4", "n_loop=2"], "relaxed": ["tie_embeddings=true", "qk_norm=false"]}
+SIZES = {"gpt": ["tie_embeddings=true", "qk_norm=false"], "mor": ["n_layer=4", "n_loop=2"],
+         "relaxed": ["tie_embeddings=true", "qk_norm=false"]}
 
 
 def arguments(model, out_dir, data_dir, *extra):

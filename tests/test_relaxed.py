@@ -394,7 +394,7 @@ def test_a_hugging_face_model_converts(data_dir, tmp_path):
     gpt = llama.from_pretrained(tmp_path / "hf")
     model = model_relaxed.Model(config_like(gpt, rank=FULL, block_size=40)).eval()
     model_relaxed.convert(model, gpt.state_dict())
-    ours = ("n_layer", "n_head", "n_embd", "block_size")
+    ours = ("n_layer", "n_head", "n_embd", "block_size", "tie_embeddings", "qk_norm")
     argv = [a for a in runs.arguments("relaxed", tmp_path, data_dir, f"init_from={tmp_path / 'hf'}", f"rank={FULL}")
             if not a.startswith(ours)]
     trainer = train.setup([*argv, "block_size=40"])
