@@ -495,7 +495,7 @@ def scan(g, x, chunk, h0=None):
 
 def scan_torch(g, x, chunk, h0):
     """scan, all chunks at once: h (B, T, C)."""
-    (B, T, C), chunk = x.shape, min(chunk, x.size(1))
+    (B, _, C), chunk = x.shape, min(chunk, x.size(1))
     g, y = in_chunks(g, chunk), in_chunks(x, chunk)  # (B n, chunk, C)
     enter = None
     if h0 is not None:

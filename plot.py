@@ -14,6 +14,14 @@ from config import (UserError, asks_help, help_text, read_bytes, run_cli, split_
                     writing)
 
 
+def pyplot():
+    """matplotlib, imported where a picture is drawn, without a display."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    return plt
+
+
 def save_picture(fig, key, file, dpi):
     """Write a matplotlib figure to file, which `key` names on the command line."""
     with writing(file):
@@ -37,9 +45,7 @@ def read_log(path):
 
 
 def draw_curves(rows, path, title):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     fig, ax = plt.subplots(figsize=(7, 4.5))
     for key, label, style in (("ce", "training", "-"), ("val_ce", "validation", "o-")):
         points = [(row["step"], row[key]) for row in rows if key in row]
@@ -54,9 +60,7 @@ def draw_curves(rows, path, title):
 
 def draw_points(places, xlabel, ylabel, file):
     """places: (name, x, y)."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     fig, ax = plt.subplots(figsize=(7, 4.5))
     for name, x, y in places:
         ax.plot(x, y, "o")
@@ -115,9 +119,7 @@ def main(argv):
         raise UserError("give the folders of runs, and as many labels or none: "
                         "python plot.py out/NAME ... [key=value]")
     curves = [averaged(points(folder, cfg.x, cfg.y), cfg.smooth) for folder in folders]
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     fig, ax = plt.subplots(figsize=(7, 4))
     for label, curve in zip(labels, curves):
         ax.plot(*zip(*curve), "o-", markersize=3, linewidth=1.2, label=label)

@@ -24,7 +24,7 @@ import torch
 from checkpoint import load_run
 from config import UserError, asks_help, help_text, read_bytes, run_cli
 from limits import check_text_fits
-from plot import save_picture
+from plot import pyplot, save_picture
 from run import pick_device
 from sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
 from serve import Request, check_loops, engine_for
@@ -211,9 +211,7 @@ def draw_depths(model, tokenizer, prompt, file, width=100):
 def draw_text(pieces, n_loop, file, width):
     """A picture of pieces of text, (row, column, text, recursions), on grounds that are darker the
     more they take."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     rows, shade = 1 + max(row for row, *_ in pieces), plt.get_cmap("YlOrRd")
     fig, ax = plt.subplots(figsize=(width * 0.08, (rows + 2) * 0.18))
     ax.set_position((0, 0, 1, 1))
