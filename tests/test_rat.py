@@ -266,6 +266,16 @@ def test_no_tensor_grows_with_the_square_of_the_length(kind, monkeypatch):
     assert 4096 * 61 <= largest.elements <= 2 * 4096 * 61, "the logits, or 256 rows of scores"
 
 
+def test_the_naive_loop_is_linear_in_the_length():
+    """If each step took a slice of its own, the gradient of each would be as long as the sequence."""
+    def made(T):
+        gate, x = (torch.rand(1, T, 8, requires_grad=True) for _ in range(2))
+        with Largest() as largest:
+            model_rat.recurrence_naive(gate, x, torch.zeros(1, 8)).sum().backward()
+        return largest.total
+    assert made(256) < 2.2 * made(128)
+
+
 def test_flops_count_what_is_read():
     flops = lambda kind: rat(kind, block_size=64).flops_per_token()
     weights = lambda kind: sum(p.numel() for p in rat(kind).parameters() if p.dim() == 2)
