@@ -454,7 +454,7 @@ def test_triton_code_compiles_for_gpus(beside):
     rows = [line.split() for line in p.stdout.splitlines()[2:-1]]
     for chip in ("sm_80", "sm_90", "gfx942"):
         assert len({row[1] for row in rows if row[0] == chip}) == 9, "one of the kernels is missing"
-    assert all(row[-1].isdigit() and int(row[-3]) > 10 for row in rows)
+    assert all(row[-1].isdigit() and int(row[-3]) > 5 for row in rows)
 
 
 @needs_triton
