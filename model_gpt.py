@@ -363,6 +363,7 @@ def cross_entropy(logits, targets):
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm and head, the call, the loss, plain sampling.
     A model gives its blocks and flops_per_token(), and may replace the rest."""
+    runs_blocks_once = True     # in a forward pass, each as a module (sharded.py)
 
     context_type, cache_type = Context, KVCache
     max_logits = 2 ** 28        # in training; for more, the loss is computed in pieces

@@ -331,6 +331,7 @@ class MemoryCache(KVCache):
 
 class Model(LanguageModel):
     """The Latent Recurrent Transformer, and its backbone where memory is false."""
+    runs_blocks_once = False
 
     def __init__(self, cfg):
         nn.Module.__init__(self)     # parts of its own, in another order

@@ -151,6 +151,8 @@ class Router(nn.Module):
 
 
 class Model(LanguageModel):
+    runs_blocks_once = False
+
     def __init__(self, cfg):
         nn.Module.__init__(self)  # LanguageModel's parts, but in another order
         self.cfg, K, R = cfg, cfg.n_stored, cfg.n_loop

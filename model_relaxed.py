@@ -304,6 +304,7 @@ def kl_from_last(logits, last, targets):
 
 class Model(LanguageModel):
     """K stored blocks run n_loop times; see the hooks at its end for early exit in serve.py."""
+    runs_blocks_once = False
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_stored)])

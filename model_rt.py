@@ -238,6 +238,7 @@ def attend(q, k, v, q_pos, k_pos, slopes):
 
 class Model(LanguageModel):
     """The Recurrent Transformer language model."""
+    runs_blocks_once = False
 
     def __init__(self, cfg):
         super().__init__(cfg, [Layer(cfg) for _ in range(cfg.n_layer)])

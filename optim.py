@@ -7,6 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from config import UserError, first_line
+from sharded import sharded_like
 
 OUTSIDE = "wte.", "head.", "router", "aux_router"       # matrices that are not inside a block
 
@@ -76,7 +77,7 @@ def load_optimizers(optimizers, states):
         settings = [{k: v for k, v in g.items() if k not in ("params", "lr")}
                     for g in optimizer.param_groups]
         try:
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(sharded_like(optimizer, state))
             check_moments(optimizer)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as e:
             raise UserError(f"resume: the optimizer's state does not fit: {type(e).__name__} "

@@ -66,6 +66,7 @@ class TrainConfig:
     device: str = "auto"        # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda | cuda:N
     dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 (autocast) on cuda
     compile: str = choice("auto", "true", "false")  # torch.compile; auto: on cuda
+    fsdp: bool = False          # torchrun: shard weights, gradients and optimizer state (FSDP2)
     init_from: str = ""         # weights to start from: run, checkpoint, Hugging Face folder, name
     teacher: str = ""           # distil from this model, named as init_from names one
     ce_weight: float = 1.0      # with a teacher: weight of the model's own loss, of early exits too

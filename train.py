@@ -6,7 +6,7 @@ The trainer of every model: one process on a CPU or GPU, or many through torchru
                                                     replace its values
     python train.py run=long max_steps=9000 resume=true       go on from out/long/ckpt.pt
     torchrun --nproc_per_node=8 train.py gradient_accumulation_steps=8 ...    data parallel,
-                                                    on any number of nodes
+                                                    on any number of nodes; fsdp=true shards
     python train.py help                            every key with its meaning
 
 All keys live in one flat namespace: those of TrainConfig (run.py) and those of the chosen
@@ -45,6 +45,7 @@ from run import (TrainConfig, can_compile, check_no_tokenizer, check_tokenizer, 
                  load_teacher, make_model, open_data, peak_flops, pick_device, read_config,
                  run_folder, set_budget, sized, tokens_per_step)
 from sample import sample_text
+from sharded import gathered, shard, whole
 from tasks import TaskBatches, count_right, is_task, show_example
 
 # -------------------------------------------------------------------------------------------------
@@ -156,6 +157,8 @@ class Processes:
         if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:
             raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is "
                             f"not divisible by the {self.world} processes that share it")
+        if cfg.fsdp and self.world == 1 and not cfg.eval_only:
+            raise UserError("fsdp=true needs several processes: torchrun --nproc_per_node=N train.py")
 
     def join(self):
         """Connect to the other processes."""
@@ -216,6 +219,9 @@ class Trainer:
         if teacher is not None or self.task:
             model.max_logits = math.inf         # always return logits, whatever their size
         self.folder = run_folder(cfg.out_dir, cfg.run)
+        self.fsdp = cfg.fsdp and not cfg.eval_only
+        if self.fsdp:
+            shard(model, procs.device, procs.world)
         self.optimizers = make_optimizers(model, cfg)
         self.step = 0
         self.evaluated = 0                      # the step of the last evaluation
@@ -223,8 +229,11 @@ class Trainer:
         if ckpt is not None:
             self.restore(ckpt)
         on = can_compile(procs.device) if cfg.compile == "auto" else cfg.compile == "true"
-        self.forward = torch.compile(model) if on else model
-        if procs.world > 1:
+        if on and self.fsdp:
+            for block in model.blocks:          # the hooks around the blocks are not compiled
+                block.compile()
+        self.forward = torch.compile(model) if on and not self.fsdp else model
+        if procs.world > 1 and not self.fsdp:
             self.forward = torch.nn.parallel.DistributedDataParallel(self.forward)
         device = procs.device.type
         mixed = cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and device == "cuda")
@@ -269,14 +278,16 @@ class Trainer:
         logged = {}
         for index, (x, y), count in zip(indices, micro, counts):
             self.seed_forward(index)
-            sync = procs.world == 1 or index == indices[-1]     # DDP: sum gradients once a step
-            with contextlib.nullcontext() if sync else self.forward.no_sync():
+            sync = procs.world == 1 or index == indices[-1]     # sum gradients once a step
+            if self.fsdp:
+                self.model.set_requires_gradient_sync(sync)
+            with contextlib.nullcontext() if sync or self.fsdp else self.forward.no_sync():
                 with self.autocast():
                     x, y = self.to_device(x), self.to_device(y)
                     logits, loss, aux = self.forward(x, y)
                     if self.teacher is not None:
                         loss, aux = self.distil(x, y, logits, loss, aux)
-                # a mean over tokens; DDP averages over processes, so `world` undoes that
+                # a mean over tokens; DDP and FSDP average over processes, so `world` undoes that
                 (loss * (count / total * procs.world)).backward()
             values = {key: value.detach() * (count / total) for key, value in aux.items()}
             if self.task:
@@ -316,6 +327,7 @@ class Trainer:
         something is not finite. All processes learn whether one was asked to stop."""
         cfg, model = self.cfg, self.model
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+        norm = whole(norm)
         values = [float(v) for v in logged.values()]
         *values, asked = self.procs.sum(*values, float(stop.asked))
         logged = dict(zip(logged, values), grad_norm=float(norm))
@@ -361,10 +373,11 @@ class Trainer:
         metrics = getattr(self.model, "eval_metrics", ())
         sums = dict.fromkeys(("nats", "tokens", "rows", "right_tokens", "right_rows",
                               "estimated_nats", "estimated_tokens", "gap", *metrics), 0.0)
-        for i in range(self.procs.rank, n, self.procs.world):
-            x, y = map(self.to_device, self.batches.cut(self.batches.val, batches[i]))
-            for name, value in self.evaluate_batch(x, y, i in exact, metrics).items():
-                sums[name] += value
+        with self.all_weights():
+            for i in range(self.procs.rank, n, self.procs.world):
+                x, y = map(self.to_device, self.batches.cut(self.batches.val, batches[i]))
+                for name, value in self.evaluate_batch(x, y, i in exact, metrics).items():
+                    sums[name] += value
         sums = dict(zip(sums, self.procs.sum(*sums.values())))
         result = self.figures(sums)
         result |= {f"val_{name}": sums[name] / sums["tokens"] for name in metrics}
@@ -372,6 +385,10 @@ class Trainer:
             more = self.model.end_evaluation(self.procs.sum)
             result |= {f"val_{name}": value for name, value in more.items()}
         return result
+
+    def all_weights(self):
+        """Inside, this process runs the model without the others."""
+        return gathered(self.model) if self.fsdp else contextlib.nullcontext()
 
     def evaluate_batch(self, x, y, exact, metrics):
         """The sums of one batch, by the names in evaluate."""
@@ -423,8 +440,9 @@ class Trainer:
             self.log.evaluation(result, best, final)
 
     def save(self, name):
+        state = self.state()                    # of sharded weights: all processes take part
         if self.procs.master:
-            save_checkpoint(self.folder / name, self.state())
+            save_checkpoint(self.folder / name, state)
 
     def state(self):
         """All that a resumed run needs, as tensors and plain values. (The trainer draws no random
@@ -434,8 +452,8 @@ class Trainer:
                 "config": {**asdict(self.cfg), **asdict(self.model.cfg)},
                 "model_config": asdict(self.model.cfg),
                 "tokenizer": self.tokenizer.to_dict(),
-                "weights": dict(self.model.state_dict()),
-                "optimizers": [o.state_dict() for o in self.optimizers],
+                "weights": whole(dict(self.model.state_dict())),
+                "optimizers": [whole(o.state_dict()) for o in self.optimizers],
                 "step": self.step, "evaluated": self.evaluated, "best_ce": self.best_ce,
                 "rng": {"cpu": torch.get_rng_state(),
                         "cuda": torch.cuda.get_rng_state() if cuda else None}}
@@ -608,8 +626,9 @@ def main(argv):
             print(in_words(result))
     else:
         done = trainer.run()
-        if trainer.procs.master:
-            finish(trainer, done)
+        with trainer.all_weights():
+            if trainer.procs.master:
+                finish(trainer, done)
     trainer.procs.leave()
 
 

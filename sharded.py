@@ -1,0 +1,69 @@
+"""
+fsdp=true: parameters, gradients and optimizer state sharded over the processes (FSDP2).
+
+Each block is one unit, and what stands outside the blocks another, the embedding and a head that is
+tied to it among it. A unit's weights are gathered from all processes when it runs, and again in the
+backward pass. Blocks that run several times a step (loops, recursions, LRT's passes), or all at
+the same time (RT's wavefront), are gathered once a step instead: model.runs_blocks_once is False.
+A checkpoint holds whole tensors, the same as without sharding.
+"""
+import contextlib
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def shard(model, device, world):
+    """Shard the model in place over `world` processes. All must hold the same weights."""
+    mesh = init_device_mesh(device.type, (world,))
+    lists = [getattr(model, name, ()) for name in ("first", "blocks", "last")]
+    blocks = [block for blocks in lists for block in blocks]
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=model.runs_blocks_once)
+        if not model.runs_blocks_once:
+            # without its own hooks, a block keeps its weights until the end of the backward pass,
+            # and its gradients are summed then, once for all its runs
+            state = block._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+    fully_shard(model, mesh=mesh)
+    if not model.runs_blocks_once:      # after the model's own hook, which sets up all units
+        model.register_forward_pre_hook(lambda *_: [block.unshard() for block in blocks] and None)
+
+
+@contextlib.contextmanager
+def gathered(model):
+    """Inside, every process has all weights, and runs the model without the others."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    yield
+    for unit in units:
+        unit.reshard()
+        unit.set_reshard_after_forward(unit is not model and model.runs_blocks_once, recurse=False)
+
+
+def whole(tree):
+    """Lists and dicts with each sharded tensor gathered; all processes must call this."""
+    if isinstance(tree, dict):
+        return {key: whole(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [whole(value) for value in tree]
+    return tree.full_tensor() if isinstance(tree, DTensor) else tree
+
+
+def sharded_like(optimizer, state):
+    """The state_dict of an optimizer over whole tensors, as one of this optimizer's: its moments
+    sharded like the parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def split(x, p):
+        if isinstance(p, DTensor) and isinstance(x, torch.Tensor) and x.shape == p.shape:
+            return distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
+        return x
+    moments = {i: {name: split(x, parameters[i]) for name, x in values.items()}
+               for i, values in state["state"].items()}
+    return {**state, "state": moments}
