@@ -1,22 +1,29 @@
 """
-Checkpoints: one file, replaced in one move, verified when read.
+Checkpoints: one file, replaced in one move, verified when read; and exports of runs.
+
+    python checkpoint.py out/gpt_tiny export=gpt.safetensors    weights, config, tokenizer:
+                                        for sample.py, serve.py, eval.py, and init_from=
+    python checkpoint.py out/relaxed_tiny export=hf/relaxed     a Hugging Face folder: a Llama
+                                        or Qwen3, of exit_loop loops
 """
 import contextlib
 import hashlib
+import json
 import os
 import struct
 import warnings
 import zipfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from config import UserError, model_module, sync_folder, typed_config
+from config import (UserError, asks_help, first_line, help_text, model_module, run_cli, split_args,
+                    sync_folder, typed_config, writing)
 from limits import check_fits, shapes_only
-from llama import from_pretrained, llama_config, pretrained_folder
+from llama import from_pretrained, llama_config, pretrained_folder, to_pretrained
 from tasks import fit_head
-from tokenizer import load_tokenizer
+from tokenizer import load_tokenizer, to_huggingface
 
 # -------------------------------------------------------------------------------------------------
 # saving
@@ -86,6 +93,8 @@ def load_checkpoint(path):
     if not path.is_file():
         there = "is not a regular file" if path.exists() else "does not exist: no checkpoint there"
         raise UserError(f"{path} {there}")
+    if path.suffix == ".safetensors":
+        return load_safetensors(path)
     try:
         check_zip(path)
         with warnings.catch_warnings(action="ignore"):
@@ -115,20 +124,55 @@ def check_zip(path):
 
 
 # -------------------------------------------------------------------------------------------------
+# safetensors: what the method needs of a checkpoint, without the state of the training
+
+EXPORTED = "model", "config", "model_config", "tokenizer", "step"
+
+
+def save_safetensors(path, state):
+    """The weights, and the other fields as JSON in the file's metadata."""
+    from safetensors.torch import save_file
+    # safetensors refuses tensors that share memory, as a tied head does
+    weights = {name: w.detach().clone() for name, w in state["weights"].items()}
+    fields = {name: json.dumps(state[name]) for name in EXPORTED}
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        save_file(weights, temporary, metadata={"format": "pt", **fields})
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_safetensors(path):
+    """The same as a checkpoint, but for the state of the training."""
+    from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(path, "pt") as file:
+            found = file.metadata() or {}
+            state = {name: json.loads(found[name]) for name in EXPORTED}
+            state["weights"] = {name: file.get_tensor(name) for name in file.keys()}
+        check_state(state, (*EXPORTED, "weights"))
+    except (OSError, UserError, SafetensorError, KeyError, ValueError, RecursionError) as e:
+        missing = f"it has no {e}" if isinstance(e, KeyError) else first_line(e)
+        raise UserError(f"{path} is damaged or is no export of this project: {missing}") from e
+    return state
+
+
+# -------------------------------------------------------------------------------------------------
 # checking
 
 FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
           "optimizers": list, "step": int, "evaluated": int, "best_ce": float, "rng": dict}
 
 
-def check_state(state):
-    """ValueError or UserError if a field is missing, or if the weights do not fit the model that
-    model_config describes."""
-    for name, kind in FIELDS.items():
-        if type(state.get(name)) is not kind:
-            wrong = f"no {kind.__name__}" if name in state else "missing"
+def check_state(state, fields=FIELDS):
+    """ValueError or UserError if one of the fields is missing, or if the weights do not fit the
+    model that model_config describes."""
+    for name in fields:
+        if type(state.get(name)) is not FIELDS[name]:
+            wrong = f"no {FIELDS[name].__name__}" if name in state else "missing"
             raise ValueError(f"its {name} is {wrong}")
-    for name in ("step", "evaluated"):
+    for name in {"step", "evaluated"} & {*fields}:
         if not 0 <= state[name] < 2 ** 53:
             raise ValueError(f"its {name} is not a number of steps")
     if type(state["config"].get("dataset")) is not str:
@@ -208,3 +252,43 @@ def load_initial(path, key="init_from"):
         raise UserError(f"{key}={path}: {e}") from e
     return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(),
             "step": 0}
+
+
+# -------------------------------------------------------------------------------------------------
+# the command line
+
+@dataclass
+class ExportConfig:
+    export: str = ""            # where to: NAME.safetensors, or a folder for Hugging Face's format
+    exit_loop: int = 0          # relaxed and mor, to a folder: how many loops (0: all)
+    overwrite: bool = False     # replace what is there
+
+
+def main(argv):
+    if asks_help(argv):
+        return print(help_text(ExportConfig))
+    sources = [a for a in argv if "=" not in a]
+    cfg = typed_config(ExportConfig, split_args([a for a in argv if "=" in a]))
+    if len(sources) != 1 or not cfg.export:
+        raise UserError("give one run and where to: python checkpoint.py out/NAME export=PATH")
+    path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))
+    if path.exists() and not cfg.overwrite:
+        raise UserError(f"{path} exists: overwrite=true replaces it")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            save_safetensors(path, ckpt)
+        else:
+            looped = {"exit_loop": cfg.exit_loop} if cfg.exit_loop else {}
+            try:
+                to_pretrained(build_model(ckpt, **looped).eval(), path)
+            except ValueError as e:
+                raise UserError(f"export: {first_line(e)}") from e
+            if not to_huggingface(load_tokenizer(ckpt["tokenizer"]), path):
+                kind = ckpt["tokenizer"]["kind"]
+                print(f"note: {path} has no tokenizer: a {kind} tokenizer is no BPE of bytes")
+    print(f"{path}: {ckpt['model']}, step {ckpt['step']:,}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

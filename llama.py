@@ -1,19 +1,23 @@
 """
-Llama-family weights in and out: Hugging Face folders (SmolLM, TinyLlama, Llama 2, 3) <-> model_gpt.
+Llama-family weights: Hugging Face folders (SmolLM, TinyLlama, Llama 2, 3) <-> model_gpt.
+Models whose loops unroll to a model_gpt are written too.
 
-Both sides store matrices as (out, in) and pair the halves of a head under RoPE alike, so a weight
-only changes its name.
+Both sides store matrices as (out, in), and RoPE rotates the same pairs.
+So a weight only changes its name.
 """
 import json
+from dataclasses import fields
 from pathlib import Path
+
+import torch
 
 from model_gpt import Config, Model
 
 
 def from_pretrained(path, **overrides):
-    """A model_gpt from a Llama-family folder (config.json and safetensors, one file or sharded) or
-    from a hub name, downloaded. overrides replace Config fields (block_size, dropout, fast). Raises
-    ValueError, naming the feature, where the weights need what model_gpt has not."""
+    """A model_gpt from a Llama-family folder (config.json and safetensors) or a hub name.
+    overrides replace Config fields (block_size, dropout, fast). ValueError names what the
+    weights need and model_gpt has not."""
     folder = pretrained_folder(path)
     model = Model(Config(**{**llama_config(folder), **overrides}))
     model.load_state_dict(llama_weights(folder, model))
@@ -21,15 +25,17 @@ def from_pretrained(path, **overrides):
 
 
 def to_pretrained(model, path):
-    """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them. Raises
-    ValueError where the model has what Llama has not."""
+    """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them, with
+    qk_norm its Qwen3ForCausalLM. model: what `unrolled` takes. ValueError if it has what these
+    have not."""
     from safetensors.torch import save_file
+    model = unrolled(model)
     c = model.cfg
-    if c.pos != "rope" or c.mlp != "swiglu" or c.qk_norm or c.window:
-        raise ValueError("only pos=rope, mlp=swiglu, qk_norm=false, window=0 can be written as "
-                         "a Llama")
+    if c.pos != "rope" or c.mlp != "swiglu" or c.window:
+        raise ValueError("only pos=rope, mlp=swiglu, window=0 can be written as a Llama")
+    family = "Qwen3" if c.qk_norm else "Llama"
     config = dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=c.vocab_size,
+        architectures=[f"{family}ForCausalLM"], model_type=family.lower(), vocab_size=c.vocab_size,
         hidden_size=c.n_embd, intermediate_size=c.n_mlp, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
         max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
@@ -43,9 +49,45 @@ def to_pretrained(model, path):
     save_file(weights, Path(path) / "model.safetensors", metadata={"format": "pt"})
 
 
+@torch.no_grad()
+def unrolled(model):
+    """The model_gpt that computes the same: of a relaxed model up to exit_loop, with each use's
+    W' + B A in a layer of its own; of a MoR without router. ValueError for other models."""
+    c = model.cfg
+    if type(model) is Model:
+        return model
+    if hasattr(c, "block_and_use"):
+        uses = [c.block_and_use(layer) for layer in range(model.n_loop * c.n_stored)]
+        layers = [(model.blocks[k], use) for k, use in uses]
+    elif getattr(c, "router", "") == "none" and c.kv == "recursion":
+        first, *recursions, last = model.levels
+        levels = [first, *recursions[:model.n_loop], last]
+        layers = [(block, None) for level in levels for block in level]
+    else:
+        raise ValueError(f"{type(model).__module__} computes what no Llama does: gpt, relaxed, and "
+                         "mor with router=none, kv=recursion can be written as one")
+    same = {f.name: getattr(c, f.name) for f in fields(Config) if hasattr(c, f.name)}
+    plain = Model(Config(**{**same, "n_layer": len(layers)})).to(model.wte.weight)
+    for name, p in plain.named_parameters():
+        p.copy_(weight_of_use(layers, name) if name.startswith("blocks.")
+                else model.get_parameter(name))
+    return plain
+
+
+def weight_of_use(layers, name):
+    """blocks.LAYER.NAME of the unrolled model. layers: (block, use) of each."""
+    _, layer, name = name.split(".", 2)
+    block, use = layers[int(layer)]
+    part = block.get_submodule(name.removesuffix(".weight"))
+    if hasattr(part, "merged"):     # a linear layer with deltas
+        return part.merged(use)
+    return part.weights[use] if hasattr(part, "weights") else part.weight
+
+
 NAMES = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm",
          "attn.wq": "self_attn.q_proj", "attn.wk": "self_attn.k_proj",
          "attn.wv": "self_attn.v_proj", "attn.wo": "self_attn.o_proj",
+         "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
          "mlp.w_gate": "mlp.gate_proj", "mlp.w_up": "mlp.up_proj", "mlp.w_down": "mlp.down_proj"}
 
 
@@ -88,18 +130,19 @@ def read_json(file):
 
 
 def llama_config(folder):
-    """The Config fields that config.json of a Llama-family folder asks for. What model_gpt cannot
-    compute (biases, scaled RoPE, another activation, a head size of its own) is refused by name."""
+    """The Config fields that a folder's config.json asks for. What model_gpt cannot compute
+    (biases, scaled RoPE, another activation or head size) is refused by name."""
     hf = read_json(folder / "config.json")
-    if hf.get("model_type") not in ("llama", "mistral"):
-        raise ValueError(f"model_type {hf.get('model_type')} is not supported: llama or mistral is")
+    family = hf.get("model_type")
+    if family not in ("llama", "mistral", "qwen3"):
+        raise ValueError(f"model_type {family} is not supported: llama, mistral, qwen3 are")
     try:
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise ValueError(f"rope scaling '{kind}' is not supported: only unscaled RoPE is")
         # Llama ignores the field
-        window = hf.get("sliding_window", 4096) if hf["model_type"] == "mistral" else 0
+        window = hf.get("sliding_window", 4096) if family == "mistral" else 0
         fields = dict(
             block_size=int(hf["max_position_embeddings"]), vocab_size=int(hf["vocab_size"]),
             n_layer=int(hf["num_hidden_layers"]), n_head=int(hf["num_attention_heads"]),
@@ -107,7 +150,7 @@ def llama_config(folder):
             n_embd=int(hf["hidden_size"]), n_mlp=int(hf["intermediate_size"]),
             norm_eps=float(hf["rms_norm_eps"]), window=int(window or 0),
             rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
-            tie_embeddings=bool(hf.get("tie_word_embeddings", False)))
+            tie_embeddings=bool(hf.get("tie_word_embeddings", False)), qk_norm=family == "qwen3")
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{folder / 'config.json'} lacks a field or has a wrong one: {e}") from e
     head_dim = fields["n_embd"] // fields["n_head"]
@@ -120,12 +163,14 @@ def llama_config(folder):
 
 
 def llama_weights(folder, model):
-    """The model's state dict from the folder's safetensors files (one, or those that the index
-    names). Raises ValueError naming a weight that is missing, left over or of another shape."""
+    """The model's state dict from one safetensors file, or those that the index names.
+    ValueError names a weight that is missing, left over or of another shape."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     index = folder / "model.safetensors.index.json"
-    names = read_json(index).get("weight_map") if index.exists() else {"": "model.safetensors"}
+    names = {"": "model.safetensors"}
+    if index.exists():
+        names = read_json(index).get("weight_map")
     found = {}
     for file in set(names.values()) if isinstance(names, dict) else [None]:
         if not isinstance(file, str) or not file or Path(file).name != file:
@@ -140,7 +185,7 @@ def llama_weights(folder, model):
     for name, p in model.state_dict().items():
         source = llama_name(name)
         if name == "head.weight" and model.cfg.tie_embeddings:
-            found.pop(source, None)             # some files store the tied head again, some do not
+            found.pop(source, None)     # some files store the tied head again
             source = llama_name("wte.weight")
         if source not in found or found[source].shape != p.shape:
             shape = tuple(found[source].shape) if source in found else "missing"

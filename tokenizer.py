@@ -5,6 +5,7 @@ Hugging Face models. to_dict() holds all that load_tokenizer needs: no other fil
 import base64
 import json
 import logging
+import math
 import os
 import re
 from pathlib import Path
@@ -367,3 +368,48 @@ def byte_signs() -> dict:
     printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [i for i in range(256) if i not in printing]
     return {**{chr(i): i for i in printing}, **{chr(256 + n): i for n, i in enumerate(others)}}
+
+
+def to_huggingface(tokenizer, folder):
+    """Write tokenizer.json and tokenizer_config.json for transformers. False for the kinds that are
+    no BPE of bytes (char, and the numbers of tasks). "<|endoftext|>" is one token there."""
+    if tokenizer.kind == "hf":
+        spec, eot = json.loads(tokenizer.saved["json"]), tokenizer.eot
+    elif tokenizer.kind in ("byte", "bpe", "gpt2"):
+        signs = {byte: sign for sign, byte in byte_signs().items()}
+        words = ["".join(signs[byte] for byte in piece) for piece in tokenizer.pieces[:-1]]
+        split = [{"type": "Split", "pattern": {"Regex": tokenizer.saved["pattern"]},
+                  "behavior": "Isolated", "invert": False}] if tokenizer.kind != "byte" else []
+        eot = len(words)
+        spec = {"added_tokens": [{"id": eot, "content": EOS_TOKENS[0], "special": True}],
+                "normalizer": None,
+                "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, {
+                    "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                    "use_regex": False}]},
+                "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                            "use_regex": False},
+                "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)},
+                          "merges": merges(words)}}
+    else:
+        return False
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{**flags, **token} for token in spec["added_tokens"]]
+    name = next((t["content"] for t in added if t["id"] == eot), None)
+    write = lambda file, value: (Path(folder) / file).write_text(json.dumps(value, indent=1) + "\n")
+    write("tokenizer.json", {"version": "1.0", **spec, "added_tokens": added})
+    write("tokenizer_config.json",
+          {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name})
+    return True
+
+
+def merges(words):
+    """The pair that each word of a BPE is made of: what merging by the words before it leaves."""
+    rank, found = {word: i for i, word in enumerate(words)}, []
+    for word in words:
+        parts = list(word)
+        while len(parts) > 2:
+            ranks = [rank.get(a + b, math.inf) for a, b in zip(parts, parts[1:])]
+            i = ranks.index(min(ranks))
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        found += [parts] if len(parts) == 2 else []
+    return found

@@ -1,0 +1,136 @@
+"""python checkpoint.py RUN export=...: Hugging Face folders that compute the same, and safetensors that load back."""
+import json
+
+import pytest
+import torch
+
+import checkpoint
+import config
+import llama
+import runs
+import sample
+from config import UserError, model_module
+from tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
+
+TEXT = "def f(x):\n    return 'übung' + 10000  # <|endoftext|> 日本\n\n\n"
+SIZES = dict(block_size=32, vocab_size=61, n_head=4, n_embd=32)
+CASES = {"gpt": [dict(n_layer=2), dict(n_layer=2, qk_norm=True, tie_embeddings=False, n_kv_head=2)],
+         "relaxed": [dict(n_layer=4, rank=3, n_kv_head=2), dict(n_layer=6, n_loop=3, rank=3, exit_loop=2, qk_norm=True),
+                     dict(n_layer=4, rank=0, share="sequence", tie_embeddings=False),
+                     dict(n_layer=6, n_loop=3, rank=2, share="sequence", exit_loop=1)],
+         "mor": [dict(n_layer=8, n_loop=3, router="none"),
+                 dict(n_layer=6, n_loop=2, router="none", share="middle_sequence", qk_norm=True, exit_loop=1)]}
+
+
+@pytest.mark.parametrize("model, keys", [(m, k) for m, cases in CASES.items() for k in cases],
+                         ids=lambda x: x if isinstance(x, str) else ",".join(f"{k}={v}" for k, v in x.items()))
+def test_transformers_computes_the_same_logits(model, keys, tmp_path):
+    """All weights random, norms and deltas too; then the folder loads back as a model_gpt."""
+    from transformers import AutoModelForCausalLM
+    torch.manual_seed(0)
+    module = model_module(model)
+    ours = module.Model(module.Config(**SIZES, **keys)).eval()
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    llama.to_pretrained(ours, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(theirs).__name__ == ("Qwen3ForCausalLM" if keys.get("qk_norm") else "LlamaForCausalLM")
+    idx = torch.randint(0, 61, (2, 32))
+    with torch.no_grad():
+        logits = ours(idx)[0]
+        assert (logits - theirs(idx).logits).abs().max() < 1e-4 < logits.abs().max()
+        assert (logits - llama.from_pretrained(tmp_path)(idx)[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("model, keys", [("rt", {}), ("lrt", {}), ("rat", {}), ("mor", {}), ("gpt", {"mlp": "gelu"}),
+                                         ("mor", {"router": "none", "kv": "share"})])
+def test_what_no_llama_computes_is_refused(model, keys, tmp_path):
+    module = model_module(model)
+    sizes = {**SIZES, "n_layer": 8} if model == "mor" else SIZES
+    with pytest.raises(ValueError, match="can be written as"):
+        llama.to_pretrained(module.Model(module.Config(**sizes, **keys)), tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_tokenizers_encode_alike_in_transformers(tmp_path):
+    from transformers import AutoTokenizer
+    text = TEXT.replace("<|endoftext|>", "")        # one token there, thirteen characters here
+    bpe = train_bpe(281, ["the cat sat on the mat, 1234 times\n    the end"] * 3)
+    for tokenizer in (ByteTokenizer(), bpe, BPETokenizer("gpt2", r"\w+|\W+", bpe.pieces[:-1])):
+        assert checkpoint.to_huggingface(tokenizer, tmp_path)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        assert theirs.encode(text) == tokenizer.encode(text) and theirs.decode(tokenizer.encode(text)) == text
+        assert theirs.eos_token_id == tokenizer.eot and len(theirs) == tokenizer.vocab_size
+        saved = {"kind": "hf", "eot": tokenizer.eot, "json": (tmp_path / "tokenizer.json").read_text()}
+        again = load_tokenizer(saved)               # as hf:FOLDER reads it, and writes it again
+        assert again.encode(text) == tokenizer.encode(text)
+        assert checkpoint.to_huggingface(again, tmp_path)
+        assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == tokenizer.encode(text)
+    assert not checkpoint.to_huggingface(CharTokenizer("ab"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def relaxed_run(data_dir, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out")
+    return runs.run("relaxed", out, data_dir, "rank=2"), out / "r"
+
+
+def test_a_safetensors_file_is_the_run(relaxed_run, data_dir, tmp_path, capsys):
+    """Bit for bit: for load_run, for sample.py, and as init_from."""
+    trainer, folder = relaxed_run
+    file = tmp_path / "new" / "m.safetensors"
+    checkpoint.main([str(folder), f"export={file}"])
+    model, tokenizer, ckpt = checkpoint.load_run(file)
+    state = trainer.state()
+    assert ckpt["step"] == 6 and tokenizer.kind == "byte"
+    assert checkpoint.fingerprint(dict(model.state_dict())) == checkpoint.fingerprint(state["weights"])
+    for source in (folder, file):
+        sample.main([str(source), "prompt=a", "max_new_tokens=8", "device=cpu"])
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("a"))
+    assert first == second
+    more = runs.run("relaxed", tmp_path, data_dir, f"init_from={file}", "max_steps=1", "learning_rate=0", "rank=2")
+    assert checkpoint.fingerprint(more.state()["weights"]) == checkpoint.fingerprint(state["weights"])
+    with pytest.raises(UserError, match="overwrite=true"):
+        checkpoint.main([str(folder), f"export={file}"])
+
+
+def test_a_folder_is_the_run_at_a_fixed_depth(relaxed_run, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    trainer, folder = relaxed_run
+    checkpoint.main([str(folder), f"export={tmp_path / 'hf'}", "exit_loop=1"])
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours = checkpoint.load_run(folder, exit_loop=1)[0]
+    idx = torch.tensor([tokenizer.encode("a cat")])
+    with torch.no_grad():
+        assert len(theirs.model.layers) == 1 and (theirs(idx).logits - ours(idx)[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("damage", ["cut", "field", "shape", "nan", "foreign"])
+def test_damaged_exports_are_refused(damage, relaxed_run, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    file = tmp_path / "m.safetensors"
+    checkpoint.main([str(relaxed_run[1]), f"export={file}"])
+    with safe_open(file, "pt") as f:
+        fields, weights = f.metadata(), {k: f.get_tensor(k) for k in f.keys()}
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-7])
+    else:
+        if damage == "field":
+            fields["model_config"] = json.dumps({**json.loads(fields["model_config"]), "n_embd": "x"})
+        elif damage == "shape":
+            weights["norm.weight"] = torch.ones(3)
+        elif damage == "nan":
+            weights["norm.weight"][0] = torch.nan
+        save_file(weights, file, metadata=None if damage == "foreign" else fields)
+    with pytest.raises(UserError) as e:
+        checkpoint.load_run(file)
+    assert str(file) in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("argv, word", [([], "one run"), (["r"], "one run"), (["missing", "export=x"], "missing"),
+                                        (["r", "eXport=x"], "did you mean export")])
+def test_bad_commands_are_one_line(argv, word):
+    with pytest.raises(config.UserError, match=word):
+        checkpoint.main(argv)
