@@ -126,6 +126,11 @@ def read_config(argv):
     yaml = load_yaml(file) if "config" in given or Path(file).exists() else {}
     base, ckpt = starting_point(given, {"run": Path(file).stem, **yaml, "config": file})
     module = model_module(given.get("model", base.get("model", TrainConfig.model)))
+    return *run_config(module, given, base), ckpt, set(given) | set(base)
+
+
+def run_config(module, given, base):
+    """(TrainConfig, the model's Config fields) from text that is given, over plain values."""
     values = typed_config(full_schema(module), given, base, free_text=("sample_prompt",))
     own = {f.name for f in fields(TrainConfig)}
     model_fields = {k: v for k, v in asdict(values).items() if k not in own}
@@ -134,7 +139,7 @@ def read_config(argv):
         module.Config(**model_fields)           # refuses impossible sizes before anything is done
     except ValueError as e:
         raise UserError(str(e)) from e
-    return cfg, model_fields, ckpt, set(given) | set(base)
+    return cfg, model_fields
 
 
 def starting_point(given, yaml):
@@ -236,6 +241,12 @@ def device_name(device):
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
+
+
+def autocast(cfg, device):
+    """The context of a forward pass: products are computed in bfloat16 where dtype= says so."""
+    mixed = cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16, enabled=mixed)
 
 
 def can_compile(device):

@@ -41,9 +41,9 @@ from data import TextBatches, bits_per_byte
 from limits import check_run_fits
 from optim import load_optimizers, lr_factor, make_optimizers, set_schedules
 from plot import draw_curves, read_log
-from run import (TrainConfig, can_compile, check_no_tokenizer, check_tokenizer, device_name,
-                 load_teacher, make_model, open_data, peak_flops, pick_device, read_config,
-                 run_folder, set_budget, sized, tokens_per_step)
+from run import (TrainConfig, autocast, can_compile, check_no_tokenizer, check_tokenizer,
+                 device_name, load_teacher, make_model, open_data, peak_flops, pick_device,
+                 read_config, run_folder, set_budget, sized, tokens_per_step)
 from sample import sample_text
 from sharded import gathered, shard, whole
 from tasks import TaskBatches, count_right, is_task, show_example
@@ -235,9 +235,7 @@ class Trainer:
         self.forward = torch.compile(model) if on and not self.fsdp else model
         if procs.world > 1 and not self.fsdp:
             self.forward = torch.nn.parallel.DistributedDataParallel(self.forward)
-        device = procs.device.type
-        mixed = cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and device == "cuda")
-        self.autocast = lambda: torch.autocast(device, torch.bfloat16, enabled=mixed)
+        self.autocast = lambda: autocast(cfg, procs.device)
         self.log = None
 
     # ---------------------------------------------------------------------------------------------
