@@ -12,6 +12,7 @@ import bench
 import plot
 import checkpoint
 import config
+import eval as evaluation
 import prepare
 import runs
 import sample
@@ -19,7 +20,8 @@ import train
 from conftest import ROOT
 from test_checkpoint import bomb_files
 
-MAINS = {"train": train.main, "sample": sample.main, "prepare": prepare.main, "bench": bench.main, "plot": plot.main}
+MAINS = {"train": train.main, "sample": sample.main, "prepare": prepare.main, "bench": bench.main, "plot": plot.main,
+         "eval": evaluation.main}
 
 
 # text files of the world, by name
@@ -243,9 +245,26 @@ PLOT = [
     (["{w}/out/r", "file={w}/a.tune"], "a.tune"),
     (["{w}/out/r", "file={w}/folder/no/a.png"], "could not write"),
 ]
+EVAL = [
+    ([], "give one run folder or checkpoint"),
+    (["{w}/out/never"], "never does not exist"),
+    (["{w}/out/short"], "is damaged"),
+    (["{w}/out/r", "task=a"], "did you mean tasks?"),
+    (["{w}/out/r", "learning_rate=1"], "unknown key 'learning_rate'"),
+    (["{w}/out/r", "n_layer=3"], "n_layer=3, but the checkpoint's model has n_layer=2"),
+    (["{w}/out/r", "lengths=1,2"], "lengths=1,2: 32 tokens are more than the 16 that this model reads (block_size=16)"),
+    (["{w}/out/r", "lengths=2,3"], "lengths=2,3: each must divide the longest"),
+    (["{w}/out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
+    (["{w}/out/r", "batches=-1"], "batches=-1 must be at least 0"),
+    (["{w}/out/r", "batch_size=1000000000000"], "batch_size=1000000000000, block_size=16"),
+    (["{w}/out/r", "json={w}/no/a.json"], "no/a.json: there is no such folder"),
+    (["{w}/out/r", "json={w}/folder"], "could not write"),
+    (["{w}/out/r", "dataset=othertokenizer"], "was trained with tokenizer byte"),
+    (["{w}/out/r", "dataset=task:s3"], "dataset=task:s3 is no text"),
+]
 CASES = [(program, T + args if program == "train" else args, message)
          for program, cases in (("train", TRAIN), ("sample", SAMPLE), ("prepare", PREPARE), ("bench", BENCH),
-                               ("plot", PLOT))
+                               ("plot", PLOT), ("eval", EVAL))
          for args, message in cases]
 
 

@@ -1,0 +1,216 @@
+"""eval.py: its loss against train.py's and against a loop; lm_eval's tasks, by all models and by transformers' Llama."""
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import eval as evaluation
+import llama
+import runs
+import train
+from checkpoint import load_run
+from config import UserError
+from conftest import MODELS, tiny
+from sample import stream
+from test_gpt import saved_llama
+from tokenizer import hf_tokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request, tmp_path_factory, data_dir):
+    """A run of each model, hardly trained: its folder, and how train.py evaluates it."""
+    out = tmp_path_factory.mktemp(request.param)
+    runs.run(request.param, out, data_dir, "max_steps=1", "learning_rate=1e-2", "block_size=24")
+    again = [f"out_dir={out}", "run=r", "eval_only=true", "exact_batches=0"]
+    return out / "r", lambda *keys: train.setup([*again, *keys]).evaluate()["val_ce"]
+
+
+def evaluate(run, *keys):
+    file = run / "eval.json"
+    evaluation.main([str(run), f"json={file}", *keys])
+    return json.loads(file.read_text())
+
+
+def test_the_loss_is_that_of_train(trained):
+    run, by_train = trained
+    for batches in (0, 3)["lrt" in str(run):]:                  # all the text where that is fast
+        found = evaluate(run, f"batches={batches}")
+        assert found["ce"] == pytest.approx(by_train(f"eval_batches={batches}"), rel=1e-6)
+        assert list(found["positions"]) == ["0-15", "16-23"]
+        assert (16 * found["positions"]["0-15"] + 8 * found["positions"]["16-23"]) / 24 == pytest.approx(found["ce"])
+    assert found["tokens"] == 3 * 2 * 24 and found["lengths"] == {"1": {k: found[k] for k in found["lengths"]["1"]}}
+
+
+def mean_loss(model, text, length, pieces):
+    """The loss at each position of windows of length, which follow each other from the text's start."""
+    starts = range(0, pieces * length, length)
+    x = torch.tensor(np.stack([text[a:a + length + 1] for a in starts]).astype(np.int64))
+    with torch.no_grad():
+        logits = model(x[:, :-1])[0]
+    return F.cross_entropy(logits.mT, x[:, 1:], reduction="none").double().mean(0)
+
+
+def test_all_lengths_predict_the_same_tokens(trained, data_dir, capsys):
+    run, _ = trained
+    model = load_run(run)[0]
+    text = np.fromfile(data_dir / "words" / "val.bin", dtype="<u2")
+    if model.context_limit:
+        with pytest.raises(UserError, match=r"lengths=1,4: 96 tokens are more than the 24 that .* \(block_size=24\)"):
+            evaluate(run, "lengths=1,4")
+    keys = ["block_size=96"] if model.context_limit else []
+    found = evaluate(run, "lengths=1,4", *keys)
+    model = load_run(run, **({"block_size": 96} if keys else {}))[0]
+    windows = (len(text) - 1) // 96
+    assert found["tokens"] == windows * 96
+    for k in (1, 4):
+        want, got = mean_loss(model, text, 24 * k, windows * 4 // k), found["lengths"][str(k)]
+        assert got["ce"] == pytest.approx(want.mean().item(), rel=1e-6) and got["context"] == 24 * k
+        assert got["positions"]["0-15"] == pytest.approx(want[:16].mean().item(), rel=1e-6)
+    assert got["positions"]["64-95"] == pytest.approx(want[64:].mean().item(), rel=1e-6)
+    assert "24 tokens      96 tokens\ncross-entropy" in capsys.readouterr().out
+
+
+def test_keys_of_the_model_and_other_data(tmp_path, data_dir):
+    """exit_loop, a file of weights in place of a folder, and a data set with another tokenizer."""
+    import prepare
+    runs.run("relaxed", tmp_path, data_dir, "max_steps=2", "learning_rate=1e-2")
+    run, losses = tmp_path / "r", {}
+    for loop in 1, 2:
+        losses[loop] = evaluate(run, f"exit_loop={loop}")["ce"]
+        by_train = train.setup([f"out_dir={tmp_path}", "run=r", "eval_only=true", "eval_batches=0", f"exit_loop={loop}"])
+        assert losses[loop] == pytest.approx(by_train.evaluate()["val_ce"], rel=1e-6)
+    assert losses[1] != losses[2]
+    (tmp_path / "t.txt").write_text("other text\n" * 300)
+    text = f"file:{tmp_path / 't.txt'}"
+    evaluation.main([str(run / "best.pt"), f"dataset={text}", f"data_dir={tmp_path}", f"json={tmp_path / 'a.json'}"])
+    assert json.loads((tmp_path / "a.json").read_text())["ce"] not in losses.values()
+    prepare.prepare(prepare.PrepareConfig(dataset=text, tokenizer="char", name="chars", data_dir=str(tmp_path)))
+    with pytest.raises(UserError, match="was trained with tokenizer byte, which is not the one of the data set"):
+        evaluate(run, "dataset=chars", f"data_dir={tmp_path}")
+
+
+def test_without_lm_eval(trained, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match="the package lm_eval is missing: pip install lm_eval"):
+        evaluate(trained[0], "tasks=hellaswag")
+
+
+# lm-evaluation-harness --------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def harness():
+    return pytest.importorskip("lm_eval", reason="lm_eval is not installed: eval.py's tasks are not tested")
+
+
+def harness_model(model, tokenizer, batch_size):
+    from lm_eval.api.model import TemplateLM
+    return type("RunModel", (evaluation.HarnessModel, TemplateLM), {})(model, tokenizer, batch_size)
+
+
+def ask(lm, kind, *arguments):
+    from lm_eval.api.instance import Instance
+    return getattr(lm, kind)([Instance(kind, {}, args, n) for n, args in enumerate(arguments)], disable_tqdm=True)
+
+
+PAIRS = [("the cat", " sat"), ("the cat", " ran"), ("a b ", "c d"), ("", "no context"), ("x" * 20 + "y" * 20, " yes"),
+         ("short", "er and a longer answer"), ("one more", "s"), ("one more", "t")]
+TEXTS = [("a line\n",), ("".join(map(chr, range(40, 110))),), ("",), ("b" * 33,), ("z",)]
+GREEDY = {"until": ["\n", "e"], "max_gen_toks": 12, "do_sample": False}
+STARTS = [("hello", GREEDY), ("a much longer start " * 3, GREEDY), ("x", GREEDY), ("", GREEDY),
+          ("hello", {**GREEDY, "max_gen_toks": 3})]
+
+
+@pytest.fixture(scope="module")
+def tasks(harness, tmp_path_factory):
+    """lm_eval's tasks of each kind from local files."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [{"text": f"number {n} is " + "even." * (n % 3 + 1), "choices": [" even", " odd", " neither"],
+             "label": n % 2, "answer": str(n)} for n in range(6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kinds = {"choose": ("multiple_choice", "{{text}}", "{{label}}", "doc_to_choice: choices\n", "acc"),
+             "read": ("loglikelihood_rolling", "", "{{text}}", "", "bits_per_byte"),
+             "write": ("generate_until", "{{text}}", "{{answer}}", f"generation_kwargs: {json.dumps(GREEDY)}\n",
+                       "exact_match")}
+    for name, (kind, question, answer, more, metric) in kinds.items():
+        (folder / f"{name}.yaml").write_text(
+            f"task: {name}\ndataset_path: json\noutput_type: {kind}\ntest_split: test\nfewshot_split: test\n"
+            f"dataset_kwargs: {{data_files: {{test: {folder}/rows.jsonl}}, cache_dir: {folder}/cache}}\n"
+            f"doc_to_text: '{question}'\ndoc_to_target: '{answer}'\n{more}metric_list: [{{metric: {metric}}}]\n")
+    cfg = evaluation.EvalConfig(tasks="choose,read,write", include_path=str(folder), num_fewshot=1)
+    return folder, evaluation.load_tasks(cfg)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_batches_and_rows_agree(name, tasks):
+    """One row at a time, eight at a time, and the sum over a row's own logits."""
+    model, tokenizer = tiny(name, vocab_size=260, block_size=32), load_tokenizer({"kind": "byte"})
+    one, many = (harness_model(model, tokenizer, size) for size in (1, 8))
+    for (context, answer), a, b in zip(PAIRS, *(ask(lm, "loglikelihood", *PAIRS) for lm in (one, many))):
+        ids = ([256] if not context else []) + tokenizer.encode(context + answer)
+        ids = ids[-(model.context_limit or 999) - 1:]
+        n = len(answer) + context.endswith(" ")             # lm_eval counts the blank to the answer
+        with torch.no_grad():
+            p = model(torch.tensor([ids[:-1]]))[0][0].log_softmax(-1)[-n:]
+        want = sum(p[i, t].item() for i, t in enumerate(ids[-n:]))
+        assert a == (pytest.approx(want), p[:, :257].argmax(-1).tolist() == ids[-n:]), (context, answer)
+        assert b == (pytest.approx(a[0], abs=1e-5), a[1])
+    if model.context_limit:
+        with pytest.raises(UserError, match=r"an answer of 33 tokens: the model reads 32 \(block_size\)"):
+            ask(one, "loglikelihood", ("a", "b" * 33))
+    for kind, requests in ("loglikelihood_rolling", TEXTS), ("generate_until", STARTS):
+        assert ask(one, kind, *requests) == pytest.approx(ask(many, kind, *requests), abs=1e-5)
+    a, b = (evaluation.evaluate_tasks(model, tokenizer, tasks[1], size)["tasks"] for size in (1, 8))
+    assert {task: {metric: pytest.approx(v) for metric, v in values.items()} for task, values in a.items()} == b
+    assert a["choose"]["acc,none"] * 6 in range(7) and a["write"]["exact_match,none"] == 0
+    assert 4 < a["read"]["bits_per_byte,none"] < 16, "untrained: about log2(260) a byte"
+
+
+@pytest.fixture(scope="module")
+def llamas(harness, tmp_path_factory):
+    """A tiny Llama with a BPE of its own: lm_eval's model of it by transformers, and ours by llama.py."""
+    import tokenizers
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+    folder = tmp_path_factory.mktemp("llama")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.train_from_iterator([" ".join(map(str, PAIRS + TEXTS + STARTS))], tokenizers.trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<|endoftext|>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    bpe.save(str(folder / "tokenizer.json"))
+    theirs = saved_llama(folder, vocab_size=bpe.get_vocab_size(), max_position_embeddings=32, eos_token_id=0, bos_token_id=None)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"),
+                                                eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    hf = HFLM(pretrained=theirs, tokenizer=fast, batch_size=3, max_length=32)
+    return hf, harness_model(llama.from_pretrained(folder).eval(), hf_tokenizer(str(folder)), 3)
+
+
+def test_the_numbers_are_those_of_lm_eval_with_transformers(llamas):
+    theirs, ours = llamas
+    assert ours.eot_token_id == theirs.eot_token_id == 0
+    assert max(len(ours.tok_encode(text)) for text, in TEXTS) > 32, "more than one window"
+    assert max(len(ours.tok_encode(text)) for text, _ in STARTS) > 32 - 12, "a context that is cut"
+    for request, a, b in zip(PAIRS, ask(ours, "loglikelihood", *PAIRS), ask(theirs, "loglikelihood", *PAIRS)):
+        assert a == (pytest.approx(b[0], abs=1e-4), b[1]), request
+    prompt = ours.tok_encode("hello")
+    greedy = [step[0] for step in stream(ours.model, [prompt], 5, temperature=0)]
+    pairs = [(("", ""), prompt, greedy), (("", ""), prompt, [*greedy[:4], 1 + greedy[4] % 200])]
+    found, want = (lm._loglikelihood_tokens(pairs, disable_tqdm=True) for lm in (ours, theirs))
+    assert found == [(pytest.approx(want[0][0], abs=1e-4), True), (pytest.approx(want[1][0], abs=1e-4), False)]
+    assert [is_greedy for _, is_greedy in want] == [True, False]
+    for kind, requests in ("loglikelihood_rolling", TEXTS), ("generate_until", [s for s in STARTS if s[0]]):
+        assert ask(ours, kind, *requests) == pytest.approx(ask(theirs, kind, *requests), abs=1e-4)
+
+
+def test_tasks_from_the_command_line(tmp_path, data_dir, tasks, capsys):
+    runs.run("gpt", tmp_path, data_dir, "max_steps=2")
+    keys = f"include_path={tasks[0]}", "limit=2", "num_fewshot=1"
+    found = evaluate(tmp_path / "r", "tasks=choose,read", *keys)["tasks"]
+    assert found.keys() == {"choose", "read"}
+    assert f"{'bits_per_byte,none':32}{found['read']['bits_per_byte,none']:12.4f}" in capsys.readouterr().out
+    with pytest.raises(UserError, match="tasks=chose: .* has no such task"):
+        evaluate(tmp_path / "r", "tasks=chose", *keys)
