@@ -16,6 +16,10 @@ can be drawn, loss vs. throughput (keys: file, slots, requests, rounds, device, 
     python bench.py mor init_from=out/mor_tiny
     python bench.py serve out/a out/b file=pareto.png
 
+Trained runs of any model beside each other, training and decoding (keys: device, rounds, json):
+
+    python bench.py runs out/gpt_tiny out/mor_tiny
+
 On a GPU, at the papers' sizes; those of RT's Table 2, of RAT's Tables 6, 7 and 8:
 
     python bench.py gpt n_layer=8 n_embd=512 device=cuda
@@ -29,20 +33,28 @@ configs/<model>_tiny.yaml as there. Every line names a candidate, its millisecon
 less than 1 is faster.
 """
 import contextlib
+import copy
 import functools
+import json
 import math
+import statistics
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 import kernels
 from bench_requests import bench_serve, mor_requests, relaxed_requests, served_text
-from config import UserError, asks_help, model_module, run_cli, split_args, typed_config
+from checkpoint import load_run
+from config import (UserError, asks_help, model_module, run_cli, split_args, typed_config,
+                    writing)
+from data import TokenData
 from limits import check_run_fits
 from optim import make_optimizers
-from run import device_name, make_model, pick_device, read_config
+from run import TrainConfig, device_name, make_model, open_data, pick_device, read_config
 from timing import compare, fastest, ratio
 
 
@@ -73,11 +85,12 @@ def training(make, device, cfg, part="whole step"):
     return None, forward if part == "forward" else step
 
 
-def decoding(make, device, T, new, rows=1, cached=True):
-    """The last `new` of T tokens of each row, one after the other: from the cache of those before,
-    or by running the whole prefix again for each. new = 0: the prefill itself."""
+def decoding(make, device, T, new, rows=1, cached=True, idx=None):
+    """The last `new` of T tokens of each row (idx, or random ones), one after the other: from the
+    cache of those before, or by running the whole prefix again for each. new = 0: the prefill."""
     model = make().to(device).eval()
-    idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
+    if idx is None:
+        idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
     cache = model.init_cache(rows, T)
 
     @torch.inference_mode()
@@ -243,6 +256,49 @@ def bench_mor(model, cfg, device, text=None, rounds=9):
         compare_decoding({"plain model": plain, "MoR": lambda: model}, model.cfg.block_size, rows,
                          device, 3 * rounds)
     print_cache(model, plain(), model.cfg.block_size)
+
+
+# -------------------------------------------------------------------------------------------------
+# trained runs
+
+@dataclass
+class RunsConfig:
+    device: str = "auto"
+    rounds: int = 9
+    json: str = ""              # where to write the numbers, for reproduce.py
+
+
+def bench_runs(folders, argv):
+    """Runs of the same data: a training step, a token after a context of the run's own text (it
+    decides how deep MoR's tokens go), and the cache. The first run is the baseline."""
+    options = typed_config(RunsConfig, split_args(argv))
+    device, models, configs = pick_device(options.device), {}, {}
+    for folder in folders:
+        model, _, ckpt = load_run(folder, device)
+        keys = {f.name: ckpt["config"][f.name] for f in fields(TrainConfig)}
+        models[folder], configs[folder] = model, TrainConfig(**keys)
+    first = next(iter(models))
+    T = min(model.cfg.block_size for model in models.values())
+    rows = TokenData(open_data(configs[first]), "val").windows(np.arange(16) * T, T)
+    idx, new = torch.from_numpy(rows).to(device), min(8, T - 1)
+
+    def step(folder, device):
+        return training(lambda: copy.deepcopy(models[folder]), device, configs[folder])
+    names = dict(zip(folders, folders))
+    found = {"train_ms": compare("training step", step, names, device, options.rounds)}
+    for n in (1, 16):
+        found[f"decode_{n}_ms"] = compare(
+            f"decoding batch {n}", decoding, {f: partial(models.get, f) for f in folders}, device,
+            4 * options.rounds, T, new, n, True, idx[:n], per=new)
+    result = {}
+    for folder, model in models.items():
+        result[folder] = {name: 1000 * statistics.median(times[folder])
+                          / (1 if name == "train_ms" else new) for name, times in found.items()}
+        result[folder]["cache_bytes"] = model.init_cache(1, T).nbytes() / T
+        print(f"{folder}: cache {result[folder]['cache_bytes']:,.1f} bytes a token")
+    if options.json:
+        with writing(options.json):
+            Path(options.json).write_text(json.dumps(result))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -482,11 +538,11 @@ def main(argv):
         return print(__doc__.strip())
     names, keys = [a for a in argv if "=" not in a] or ["gpt"], [a for a in argv if "=" in a]
     name = names[0]
-    if name == "serve":
-        return bench_serve(names[1:], keys)
+    if name in ("serve", "runs"):
+        return (bench_serve if name == "serve" else bench_runs)(names[1:], keys)
     if len(names) > 1 or name not in (*BENCHES, "rat", "kernels"):
         raise UserError("python bench.py NAME [key=value ...], NAME one of: "
-                        + ", ".join([*BENCHES, "rat", "kernels", "serve"]))
+                        + ", ".join([*BENCHES, "rat", "kernels", "serve", "runs"]))
     if name == "kernels":
         return bench_kernels(keys)
     if not {"config", "n_embd", "init_from"} & split_args(keys).keys():

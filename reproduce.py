@@ -53,6 +53,7 @@ class Experiment:
     seeds: int = 3          # runs of each row
     minutes: float = 1.0    # of one run on one core, about
     evaluate: dict = field(default_factory=dict)    # {name: keys of eval.py}, after training
+    speed: bool = False     # bench.py runs, with the first seed of each row: speed.train_ms, ...
     picture: dict = field(default_factory=dict)     # x, y: values; of the log, or of the results
     name: str = ""
 
@@ -72,7 +73,7 @@ def load_experiments():
 # -------------------------------------------------------------------------------------------------
 # runs
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One row of an experiment with one seed."""
     experiment: Experiment
@@ -87,8 +88,8 @@ class Run:
 
 
 def plan(experiment, cfg):
-    """{(label, seed): Run} of all rows, those with results included."""
-    file = HERE / "results" / f"{experiment.name}.jsonl"
+    """{(label, seed): Run} of all rows. Of two results of one command the later one holds."""
+    file = results_file(experiment)
     lines = file.read_text().splitlines() if file.exists() else []
     done = {line["command"]: line for line in map(json.loads, lines)}
     runs = {}
@@ -116,10 +117,16 @@ def missing(runs):
     """The runs to train, in order: those without results, and before them those whose folders they
     need and that are not there."""
     found = []
+
+    def add(run):
+        for need in run.needs:
+            if need.result is None or not (need.folder / "ckpt.pt").exists():
+                add(need)
+        if run not in found:
+            found.append(run)
     for run in runs:
         if run.result is None:
-            gone = [r for r in run.needs if r.result and not (r.folder / "ckpt.pt").exists()]
-            found += [r for r in [*gone, run] if r not in found]
+            add(run)
     return found
 
 
@@ -140,60 +147,89 @@ def start(run):
 
 
 def train_all(runs, jobs):
-    """Train the runs, `jobs` at a time. One that fails is told, and the others go on."""
+    """Train the runs, `jobs` at a time. Returns those that failed, and those that need them."""
     waiting, running, failed = list(runs), {}, []
     begin, total, finished = time.time(), sum(r.minutes for r in runs), 0.0
-    while waiting or running:
-        lost = [r for r in waiting if any(n in failed for n in r.needs)]
-        failed, waiting = failed + lost, [r for r in waiting if r not in lost]
-        ready = [r for r in waiting if not any(n in waiting or n in running.values()
-                                               for n in r.needs)]
-        for run in ready[:jobs - len(running)]:
-            waiting.remove(run)
-            running[start(run)] = run
-        time.sleep(0.2)
-        for process in [p for p in running if p.poll() is not None]:
-            run = running.pop(process)
-            if process.returncode == 0:
-                record(run)
-            else:
-                failed.append(run)
-            finished += run.minutes
-            left = (time.time() - begin) / 60 * (total / finished - 1)
-            words = "done" if process.returncode == 0 else f"FAILED, see {run.folder}.txt"
-            print(f"{run.experiment.name}: {run.label}, seed {run.seed}: {words}; "
-                  f"{len(waiting) + len(running)} left, about {left:.0f} minutes", flush=True)
+    try:
+        while waiting or running:
+            failed += [r for r in waiting if set(r.needs) & set(failed)]
+            waiting = [r for r in waiting if r not in failed]
+            unfinished = {*waiting, *running.values()}
+            ready = [r for r in waiting if not unfinished & set(r.needs)]
+            for run in ready[:jobs - len(running)]:
+                waiting.remove(run)
+                running[start(run)] = run
+            time.sleep(0.2)
+            for process in [p for p in running if p.poll() is not None]:
+                run = running.pop(process)
+                good = process.returncode == 0 and record(run)
+                failed += [] if good else [run]
+                finished += run.minutes
+                left = (time.time() - begin) / 60 * (total / finished - 1)
+                print(f"{run.experiment.name}: {run.label}, seed {run.seed}: "
+                      f"{'done' if good else f'FAILED, see {run.folder}.txt'}; "
+                      f"{len(waiting) + len(running)} left, about {hours(left)}", flush=True)
+    finally:                    # they save their state, and are resumed the next time
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
     return failed
 
 
 def record(run):
-    """Evaluate a run that has been trained, and write its line."""
+    """Evaluate a run that has been trained, and write its line. False if an evaluation fails."""
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
     steps = [row for row in log if "lr" in row]
     result = {"label": run.label, "seed": run.seed, "command": f"train.py {run.keys}",
-              "commit": commit(), "machine": f"torch {torch.__version__}, {os.uname().machine}",
-              "parameters": sum(w.numel() for w in ckpt["weights"].values()),
+              "commit": commit(), "parameters": sum(w.numel() for w in ckpt["weights"].values()),
               "tokens_per_second": statistics.median(r["tokens_per_second"] for r in steps),
               "grad_norm_max": max(row["grad_norm"] for row in steps), "keys": ckpt["config"],
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
               **{k: log[-1][k] for k in ("step", "tokens", "flops", "seconds")}}
     for name, keys in run.evaluate.items():
         file = run.folder / f"{name}.json"
-        with python("eval.py", str(run.folder), *keys.split(), f"json={file}",
-                    stdout=subprocess.DEVNULL) as process:
-            if process.wait():
-                raise UserError(f"eval.py {run.folder} {keys} failed")
+        with open(f"{run.folder}.txt", "a") as out:
+            process = python("eval.py", str(run.folder), *keys.split(), f"json={file}",
+                             stdout=out, stderr=subprocess.STDOUT)
+        if process.wait():
+            return False
         result[name] = json.loads(file.read_text())
     names = ("step", "tokens", "flops", "seconds", "ce", "bpb", "token_accuracy")
     points = steps[-1::-max(1, len(steps) // CURVE_POINTS)][::-1] + [r for r in log if "val_ce" in r]
     result["log"] = [{k: v for k, v in row.items() if k in names or k.startswith("val_")}
                      for row in points]
-    file = HERE / "results" / f"{run.experiment.name}.jsonl"
+    append(run.experiment, result)
+    run.result = result
+    return True
+
+
+def append(experiment, result):
+    file = results_file(experiment)
     with writing(file):
         file.parent.mkdir(exist_ok=True)
         with open(file, "a") as f:
             f.write(json.dumps(rounded(result)) + "\n")
-    run.result = result
+
+
+def results_file(experiment):
+    return HERE / "results" / f"{experiment.name}.jsonl"
+
+
+def measure_speed(experiment, runs):
+    """bench.py runs: the rows' first seeds beside each other, with nothing else running; a line of
+    its own in the results."""
+    runs = [run for run in runs.values() if run.seed == 1 and run.result]
+    known = [run for run in runs if "speed" in run.result]
+    if known == runs or not all((run.folder / "ckpt.pt").exists() for run in runs):
+        return
+    file = Path(f"{runs[0].folder}.speed.json")
+    process = python("bench.py", "runs", *(str(run.folder) for run in runs), f"json={file}")
+    if process.wait() == 0:
+        speeds = json.loads(file.read_text())
+        for run in runs:
+            run.result["speed"] = speeds[str(run.folder)]
+            append(experiment, run.result)
 
 
 def commit():
@@ -322,13 +358,14 @@ def main(argv):
             print(f"{experiments[name].tier:6} {name:20} {experiments[name].title}: "
                   f"{len(runs) - len(todo)} of {len(runs)} runs, {rest}")
         return
-    chosen = [n for n, e in experiments.items() if {n, e.tier, "write"} & {*names, "write"} - {"write"}
-              or names == ["write"]]
+    chosen = [n for n, e in experiments.items() if names == ["write"] or {n, e.tier} & {*names}]
     todo = [] if names == ["write"] else missing([r for n in chosen for r in plans[n].values()])
     print(f"{len(todo)} runs, about {hours(sum(r.minutes for r in todo) / cfg.jobs)} with "
           f"{cfg.jobs} jobs", flush=True)
     failed = train_all(todo, cfg.jobs)
     for name in chosen:
+        if experiments[name].speed and names != ["write"]:
+            measure_speed(experiments[name], plans[name])
         text = write(experiments[name], plans[name])
         print(f"\n{experiments[name].title}\n\n{text}")
     if failed:
