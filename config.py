@@ -98,12 +98,11 @@ def typed_config(schema, values, base=None, free_text=()):
     file), then `values` (text of the command line). Keys in `free_text` are taken literally.
     UserError for an unknown key or a value of the wrong type."""
     kinds, typed = typing.get_type_hints(schema), {}
-    for given in (base or {}), values:
-        for key, value in given.items():
-            if key not in kinds:
-                raise UserError(unknown_key(str(key), kinds))
-            literal = key in free_text and isinstance(value, str)
-            typed[key] = value if literal else typed_value(key, value, kinds[key])
+    for key, value in {**(base or {}), **values}.items():
+        if key not in kinds:
+            raise UserError(unknown_key(str(key), kinds))
+        literal = key in free_text and isinstance(value, str)
+        typed[key] = value if literal else typed_value(key, value, kinds[key])
     try:
         return schema(**typed)
     except ValueError as e:  # of the schema's own checks

@@ -1,20 +1,22 @@
 """
-Every table and picture of RESULTS.md, again: trains the runs that are missing, then writes both.
+Every table and picture of RESULTS.md, again: runs what is missing, then writes them.
 
-    python reproduce.py                         the experiments, what is done, and the time for the rest
-    python reproduce.py quick                   a tier: quick (10 minutes of two cores), cpu, gpu
-    python reproduce.py rt_blocks rat_chunks    experiments by name
-    python reproduce.py write                   only the tables and pictures, of the results there are
+    python reproduce.py                        the experiments, what is done, and the time for the rest
+    python reproduce.py quick                  a tier: quick (10 minutes of two cores), cpu, gpu
+    python reproduce.py rt_blocks rat_chunks   experiments by name
+    python reproduce.py write                  no runs: only the tables and pictures
+    python reproduce.py help                   every key with its meaning
 
 An experiment is a file experiments/NAME.yaml: rows of keys for train.py, each trained with several
-seeds, and what of them to show (Experiment below). Its results are results/NAME.jsonl, a line for
-each run: its command, its log, its evaluations. A run whose command stands there is done, so a
-reproduction that was stopped goes on where it was, and one that is done again costs nothing.
+seeds, and what of them to show (see Experiment). Its results are results/NAME.jsonl, a line for
+each command: what it was, its log and its evaluations. A command that stands there is done. So a
+reproduction that was stopped goes on where it was, and to repeat a run means to delete its line.
 """
 import hashlib
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,7 +24,6 @@ import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 
 from checkpoint import load_checkpoint
@@ -31,47 +32,57 @@ from config import (HERE, UserError, asks_help, help_text, run_cli, split_args, 
 from plot import pyplot, read_log, save_picture
 
 TIERS = ("quick", "cpu", "gpu")
-CURVE_POINTS = 60           # of a run's log that its result keeps
+LOG_KEYS = ("step", "tokens", "flops", "seconds")
+CURVE_POINTS = 60               # of a run's log that its result keeps
 
 
 @dataclass
 class ReproduceConfig:
-    jobs: int = 2           # runs at the same time, each on one thread
-    seeds: int = 0          # of each row (0: as many as its experiment says)
-    out_dir: str = "out"    # where the runs' folders are
+    jobs: int = 2               # runs at the same time, each on one thread
+    seeds: int = 0              # of each row (0: as many as its experiment says)
+    out_dir: str = "out"        # where the runs' folders are
+
+    def __post_init__(self):
+        if self.jobs < 1 or self.seeds < 0:
+            raise ValueError(f"jobs={self.jobs} and seeds={self.seeds} must be at least 1 and 0")
 
 
 @dataclass
 class Experiment:
-    """What experiments/NAME.yaml holds."""
-    title: str              # of the picture, and of the list
-    tier: str               # quick | cpu | gpu
-    rows: dict              # {label: keys of train.py}; {label} in them is another row's folder;
-                            # or {label: {keys, seeds, minutes, evaluate, NAME: a cell of that column}}
-    columns: dict           # {title: value and format}, such as `val_bpb .3f`; `text`: cells of the rows
-    keys: str = ""          # keys of all rows
-    seeds: int = 3          # runs of each row
-    minutes: float = 1.0    # of one run on one core, about
-    evaluate: dict = field(default_factory=dict)    # {name: keys of eval.py}, after training
-    speed: bool = False     # bench.py runs, with the first seed of each row: speed.train_ms, ...
-    picture: dict = field(default_factory=dict)     # x, y: values; of the log, or of the results
+    """What experiments/NAME.yaml holds. A row is the keys of train.py, in which {LABEL} is the
+    folder of another row's run with the same seed; or {keys, seeds, minutes, evaluate, from, COLUMN:
+    text}. from: [label, step]: goes on from that checkpoint, kept by keep_interval, of another row.
+
+    A column is the name of a value and its format, such as `val_bpb .3f`: values of the last
+    evaluation, of the log's last line, of an evaluation (NAME.ce), of the measurement of speed
+    (speed.decode_1_ms), or of the keys (keys.block). `options`: the row's keys. `text`: the row
+    gives it."""
+    title: str
+    tier: str                   # quick | cpu | gpu
+    rows: dict = field(default_factory=dict)
+    columns: dict = field(default_factory=dict)
+    keys: str = ""              # keys of all rows
+    seeds: int = 3              # runs of each row
+    minutes: float = 1.0        # that a run takes on one core, about
+    evaluate: dict = field(default_factory=dict)    # {NAME: keys of eval.py}, after training
+    bench: list = field(default_factory=list)       # arguments of bench.py; {rows}: all folders
+    picture: dict = field(default_factory=dict)     # x, y: names of values; xscale, ylim
     name: str = ""
 
 
 def load_experiments():
     """{name: Experiment} of the folder experiments."""
-    found = {}
+    found, names = {}, [f.name for f in fields(Experiment)]
     for file in sorted((HERE / "experiments").glob("*.yaml")):
         values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-        for key in values:
-            if key not in (names := [f.name for f in fields(Experiment)]):
-                raise UserError(f"{file.name}: {unknown_key(key, names)}")
+        for key in values.keys() - set(names):
+            raise UserError(f"{file.name}: {unknown_key(key, names)}")
         found[file.stem] = Experiment(**values, name=file.stem)
     return found
 
 
 # -------------------------------------------------------------------------------------------------
-# runs
+# what there is to do
 
 @dataclass(eq=False)
 class Run:
@@ -79,43 +90,46 @@ class Run:
     experiment: Experiment
     label: str
     seed: int
-    keys: str               # of train.py, without run and out_dir
-    needs: list             # runs whose folders the keys name
-    evaluate: dict
-    minutes: float
+    keys: str                   # of train.py, without run and out_dir
+    needs: list                 # the runs whose folders the keys name
+    row: dict
     folder: Path
-    result: dict = None     # its line in results/NAME.jsonl
+    result: dict = None         # its line in results/NAME.jsonl
+
+    @property
+    def minutes(self):
+        return self.row.get("minutes", self.experiment.minutes)
+
+
+def read_results(experiment):
+    """{command: the last line that has it} of results/NAME.jsonl."""
+    file = results_file(experiment)
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {line["command"]: line for line in map(json.loads, lines)}
 
 
 def plan(experiment, cfg):
-    """{(label, seed): Run} of all rows. Of two results of one command the later one holds."""
-    file = results_file(experiment)
-    lines = file.read_text().splitlines() if file.exists() else []
-    done = {line["command"]: line for line in map(json.loads, lines)}
-    runs = {}
+    """All runs of an experiment, in the order of its rows."""
+    done, runs = read_results(experiment), {}
     for label, row in experiment.rows.items():
         row = {"keys": row} if isinstance(row, str) else row
         for seed in range(1, (cfg.seeds or row.get("seeds", experiment.seeds)) + 1):
             keys = f"{experiment.keys} {row['keys']} seed={seed} sample_tokens=0"
-            needs = [runs[name, seed] for name in re.findall("{(.*?)}", keys)]
+            needs = [runs[name, seed] for name in re.findall("{(.*?)}", keys) + row.get("from", [])[:1]]
             for other in needs:
                 keys = keys.replace("{%s}" % other.label, str(other.folder))
             keys = " ".join(f"{k}={v}" for k, v in split_args(keys.split()).items())
-            # the name tells the keys apart, so that a changed row does not resume the old one
+            # the folder's name tells the keys apart: a changed row does not go on from the old run
             digest = hashlib.sha256(keys.encode()).hexdigest()[:6]
             slug = re.sub("[^a-z0-9]+", "_", label.lower()).strip("_")
             folder = Path(cfg.out_dir) / f"{experiment.name}-{slug}-{seed}-{digest}"
-            command = f"train.py {keys}"
-            runs[label, seed] = Run(experiment, label, seed, keys, needs,
-                                    row.get("evaluate", experiment.evaluate),
-                                    row.get("minutes", experiment.minutes), folder,
-                                    done.get(command))
-    return runs
+            runs[label, seed] = Run(experiment, label, seed, keys, needs, row, folder,
+                                    done.get(f"train.py {keys}"))
+    return list(runs.values())
 
 
 def missing(runs):
-    """The runs to train, in order: those without results, and before them those whose folders they
-    need and that are not there."""
+    """The runs without a result, each after those it needs, whose folders may be gone."""
     found = []
 
     def add(run):
@@ -130,20 +144,26 @@ def missing(runs):
     return found
 
 
-def python(program, *args, **options):
-    """Start one of our programs on one thread."""
-    return subprocess.Popen([sys.executable, HERE / program, *args], text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
+# -------------------------------------------------------------------------------------------------
+# runs
+
+def python(program, *args, threads="1", **options):
+    """Start one of our programs."""
+    environment = {**os.environ, "OMP_NUM_THREADS": threads} if threads else None
+    return subprocess.Popen([sys.executable, HERE / program, *args], text=True, env=environment,
+                            stderr=subprocess.STDOUT, **options)
 
 
 def start(run):
-    log = run.folder.with_name(run.folder.name + ".txt")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    begun = (run.folder / "ckpt.pt").exists()
-    keys = [*run.keys.split(), f"run={run.folder.name}", f"out_dir={run.folder.parent}"]
-    with open(log, "w") as out:
-        return python("train.py", *keys, f"{'resume' if begun else 'overwrite'}=true",
-                      stdout=out, stderr=subprocess.STDOUT)
+    """Train, or go on with a run that was stopped. What it prints goes to FOLDER.txt."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    ckpt = run.folder / "ckpt.pt"
+    if "from" in run.row and not ckpt.exists():
+        shutil.copy(run.needs[-1].folder / f"step_{run.row['from'][1]}.pt", ckpt)
+    how = "resume" if ckpt.exists() else "overwrite"
+    with open(f"{run.folder}.txt", "w") as out:
+        return python("train.py", *run.keys.split(), f"run={run.folder.name}",
+                      f"out_dir={run.folder.parent}", f"{how}=true", stdout=out)
 
 
 def train_all(runs, jobs):
@@ -168,7 +188,7 @@ def train_all(runs, jobs):
                 left = (time.time() - begin) / 60 * (total / finished - 1)
                 print(f"{run.experiment.name}: {run.label}, seed {run.seed}: "
                       f"{'done' if good else f'FAILED, see {run.folder}.txt'}; "
-                      f"{len(waiting) + len(running)} left, about {hours(left)}", flush=True)
+                      f"{len(waiting) + len(running)} left, {duration(left)}", flush=True)
     finally:                    # they save their state, and are resumed the next time
         for process in running:
             process.terminate()
@@ -181,65 +201,66 @@ def record(run):
     """Evaluate a run that has been trained, and write its line. False if an evaluation fails."""
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
     steps = [row for row in log if "lr" in row]
-    result = {"label": run.label, "seed": run.seed, "command": f"train.py {run.keys}",
-              "commit": commit(), "parameters": sum(w.numel() for w in ckpt["weights"].values()),
-              "tokens_per_second": statistics.median(r["tokens_per_second"] for r in steps),
+    result = {"command": f"train.py {run.keys}", "commit": commit(),
+              "parameters": sum(w.numel() for w in ckpt["weights"].values()),
+              "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steps),
               "grad_norm_max": max(row["grad_norm"] for row in steps), "keys": ckpt["config"],
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
-              **{k: log[-1][k] for k in ("step", "tokens", "flops", "seconds")}}
-    for name, keys in run.evaluate.items():
+              **{k: log[-1][k] for k in LOG_KEYS}}
+    for name, keys in run.row.get("evaluate", run.experiment.evaluate).items():
         file = run.folder / f"{name}.json"
         with open(f"{run.folder}.txt", "a") as out:
-            process = python("eval.py", str(run.folder), *keys.split(), f"json={file}",
-                             stdout=out, stderr=subprocess.STDOUT)
+            process = python("eval.py", run.folder, *keys.split(), f"json={file}", stdout=out)
         if process.wait():
             return False
         result[name] = json.loads(file.read_text())
-    names = ("step", "tokens", "flops", "seconds", "ce", "bpb", "token_accuracy")
-    points = steps[-1::-max(1, len(steps) // CURVE_POINTS)][::-1] + [r for r in log if "val_ce" in r]
-    result["log"] = [{k: v for k, v in row.items() if k in names or k.startswith("val_")}
-                     for row in points]
-    append(run.experiment, result)
+    points = steps[-1::-max(1, len(steps) // CURVE_POINTS)][::-1]
+    points += [row for row in log if "val_ce" in row]
+    result["log"] = [{k: v for k, v in row.items() if k.startswith("val_")
+                      or k in (*LOG_KEYS, "ce", "bpb", "token_accuracy")} for row in points]
     run.result = result
+    append(run.experiment, result)
     return True
 
 
-def append(experiment, result):
-    file = results_file(experiment)
-    with writing(file):
-        file.parent.mkdir(exist_ok=True)
-        with open(file, "a") as f:
-            f.write(json.dumps(rounded(result)) + "\n")
+def measure(experiment, runs):
+    """The experiment's calls of bench.py, one after the other, with nothing else running. Returns
+    their lines."""
+    done, first, lines = read_results(experiment), [r for r in runs if r.seed == 1], []
+    for args in experiment.bench:
+        line = done.get(f"bench.py {args}")
+        if line is None and all((run.folder / "ckpt.pt").exists() for run in first):
+            folders, file = [str(run.folder) for run in first], f"{experiment.name}.json"
+            extra = [f"json={file}"] if "{rows}" in args else []
+            words = [w for a in args.split() for w in (folders if a == "{rows}" else [a])]
+            process = python("bench.py", *words, *extra, threads=None, stdout=subprocess.PIPE)
+            line = {"command": f"bench.py {args}", "commit": commit(),
+                    "output": process.communicate()[0]}
+            if process.returncode:
+                raise UserError(f"bench.py {args}: {line['output'].strip().splitlines()[-1]}")
+            if extra:
+                numbers = json.loads(Path(file).read_text())
+                line["rows"] = {run.label: numbers[str(run.folder)] for run in first}
+                Path(file).unlink()
+            append(experiment, line)
+        lines += [line] if line else []
+    return lines
 
 
 def results_file(experiment):
     return HERE / "results" / f"{experiment.name}.jsonl"
 
 
-def measure_speed(experiment, runs):
-    """bench.py runs: the rows' first seeds beside each other, with nothing else running; a line of
-    its own in the results."""
-    runs = [run for run in runs.values() if run.seed == 1 and run.result]
-    known = [run for run in runs if "speed" in run.result]
-    if known == runs or not all((run.folder / "ckpt.pt").exists() for run in runs):
-        return
-    file = Path(f"{runs[0].folder}.speed.json")
-    process = python("bench.py", "runs", *(str(run.folder) for run in runs), f"json={file}")
-    if process.wait() == 0:
-        speeds = json.loads(file.read_text())
-        for run in runs:
-            run.result["speed"] = speeds[str(run.folder)]
-            append(experiment, run.result)
-
-
-def commit():
-    with subprocess.Popen(["git", "-C", HERE, "rev-parse", "--short", "HEAD"], text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        return process.communicate()[0].strip()
+def append(experiment, line):
+    file = results_file(experiment)
+    with writing(file):
+        file.parent.mkdir(exist_ok=True)
+        with open(file, "a") as f:
+            f.write(json.dumps(rounded(line)) + "\n")
 
 
 def rounded(value):
-    """Floats to seven digits, also inside lists and dicts: the results are read and committed."""
+    """Floats with seven digits, also in lists and dicts: the results are read, and committed."""
     if isinstance(value, dict):
         return {k: rounded(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -247,86 +268,89 @@ def rounded(value):
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
+def commit():
+    git = ["git", "-C", HERE, "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+
+
 # -------------------------------------------------------------------------------------------------
 # tables and pictures
 
 def look_up(result, name):
-    """The value of a dotted name, such as lengths.2x; None where there is none."""
+    """The value of a dotted name, such as keys.block; None where there is none."""
     for part in name.split("."):
         result = result.get(part) if isinstance(result, dict) else None
     return result
 
 
-def cell(runs, name, form):
-    """Mean and standard deviation over the seeds, in Markdown."""
-    values = [v for v in (look_up(run.result, name) for run in runs) if v is not None]
+def cell(results, name, form):
+    """Mean and standard deviation over the seeds."""
+    values = [v for v in (look_up(r, name) for r in results) if v is not None]
     if not values:
         return ""
-    if not isinstance(values[0], (int, float)):
-        return str(values[0])
     text = format(statistics.fmean(values), form)
     same = len(set(values)) == 1
-    return text if same else f"{text} ± {format(statistics.stdev(values), form)}"
+    return text if same else f"{text} ± {format(statistics.stdev(values), form.strip('+'))}"
 
 
-def table(experiment, runs):
-    """The experiment's rows that have results, as a table in Markdown, and what it was made from."""
-    head = ["", *experiment.columns]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    done = [run for run in runs.values() if run.result]
-    for label, row in experiment.rows.items():
-        mine, wanted = [r for r in done if r.label == label], [r for r in runs.values()
-                                                               if r.label == label]
-        if not mine:
-            continue
-        few = f" ({len(mine)} of {len(wanted)} seeds)" if len(mine) < len(wanted) else ""
+def table(experiment, runs, benches):
+    """The rows that have results, in Markdown, then how they were made, and what bench.py said."""
+    speeds = next((line["rows"] for line in benches if "rows" in line), {})
+    lines = ["| | " + " | ".join(experiment.columns) + " |", "|---" * (len(experiment.columns) + 1) + "|"]
+    for label in experiment.rows:
+        mine = [run for run in runs if run.label == label]
+        results = [{**run.result, "speed": speeds.get(label)} for run in mine if run.result]
+        few = f" ({len(results)} of {len(mine)} seeds)" if len(results) < len(mine) else ""
         cells = [label + few]
         for title, what in experiment.columns.items():
-            if what == "text":
-                cells.append(str(row.get(title, "")) if isinstance(row, dict) else "")
-            elif what == "options":
-                cells.append(f"`{row if isinstance(row, str) else row['keys']}`")
-            else:
-                cells.append(cell(mine, *what.split()))
-        lines.append("| " + " | ".join(cells) + " |")
-    hours = sum(r.result["seconds"] for r in done) / 3600
-    commits = ", ".join(dict.fromkeys(r.result["commit"] for r in done))
-    lines += ["", f"`python reproduce.py {experiment.name}`: {len(done)} runs, {hours:.1f} hours of a "
-              f"core, commit {commits}; mean ± standard deviation over the seeds."]
+            cells.append(mine[0].row.get(title, "") if what == "text" else
+                         f"`{mine[0].row['keys']}`" if what == "options" else
+                         cell(results, *what.split()))
+        if results:
+            lines.append("| " + " | ".join(cells) + " |")
+    made = [run.result for run in runs if run.result]
+    lines = [*lines, ""] if made else []
+    lines.append(f"`python reproduce.py {experiment.name}`: ")
+    if made:
+        lines[-1] += (f"{len(made)} runs, {duration(sum(r['seconds'] for r in made) / 60)}; mean ± "
+                      f"standard deviation over the seeds; ")
+    lines[-1] += "commit " + ", ".join(dict.fromkeys(line["commit"] for line in [*made, *benches]))
+    for line in benches:
+        lines += ["", "```", f"$ python {line['command']}", line["output"].rstrip(), "```"]
     return "\n".join(lines)
 
 
 def draw(experiment, runs):
-    """assets/NAME.png: curves of the log, or a point for each row."""
+    """assets/NAME.png: curves of the log, each the mean over seeds, or a point for each run."""
     x, y = experiment.picture["x"], experiment.picture["y"]
     plt = pyplot()
     fig, ax = plt.subplots(figsize=(7, 4.5))
     for label in experiment.rows:
-        mine = [r.result for r in runs.values() if r.label == label and r.result]
-        if mine and x in ("step", "tokens", "flops", "seconds"):
-            curves = [[(row[x], row[y]) for row in r["log"] if y in row] for r in mine]
-            n = min(map(len, curves))
-            mean = [statistics.fmean(c[i][1] for c in curves) for i in range(n)]
-            ax.plot([p[0] for p in curves[0][:n]], mean, label=label, linewidth=1.2)
-        elif mine:
-            points = [(look_up(r, x), look_up(r, y)) for r in mine]
+        results = [run.result for run in runs if run.label == label and run.result]
+        if results and x in LOG_KEYS:
+            curves = [[(row[x], row[y]) for row in r["log"] if y in row] for r in results]
+            points = [(same[0][0], statistics.fmean(p[1] for p in same)) for same in zip(*curves)]
+            ax.plot(*zip(*points), label=label, linewidth=1.2)
+        elif results:
+            points = [(look_up(r, x), look_up(r, y)) for r in results]
             ax.plot(*zip(*points), "o", markersize=4, label=label)
-    ax.set(xlabel=x, ylabel=y, title=experiment.title, xscale=experiment.picture.get("xscale", "linear"))
-    ax.set_ylim(*experiment.picture.get("ylim", (None, None)))
+    ax.set(xlabel=x, ylabel=y, title=experiment.title,
+           xscale=experiment.picture.get("xscale", "linear"),
+           ylim=experiment.picture.get("ylim", (None, None)))
     ax.legend(fontsize=8)
     ax.grid(alpha=0.3)
     save_picture(fig, "picture", HERE / "assets" / f"{experiment.name}.png", dpi=120)
     plt.close(fig)
 
 
-def write(experiment, runs):
-    """Put the table between the marks `<!-- NAME -->` and `<!-- end -->` of RESULTS.md and README.md,
-    and draw the picture."""
-    text = table(experiment, runs)
-    mark = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
+def write(experiment, runs, benches):
+    """Put the table between the marks <!-- NAME --> and <!-- end --> of RESULTS.md and README.md,
+    and draw the picture. Returns the table."""
+    text = table(experiment, runs, benches)
+    marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
     for file in (HERE / "RESULTS.md", HERE / "README.md"):
         old = file.read_text()
-        new = mark.sub(lambda m: f"{m[1]}{text}\n{m[2]}", old)
+        new = marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old)
         if new != old:
             with writing(file):
                 file.write_text(new)
@@ -337,37 +361,38 @@ def write(experiment, runs):
 
 # -------------------------------------------------------------------------------------------------
 
-def hours(minutes):
-    return f"{minutes / 60:.1f} h" if minutes >= 90 else f"{minutes:.0f} min"
+def duration(minutes):
+    return f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.0f} minutes"
 
 
 def main(argv):
     if asks_help(argv):
         return print(help_text(ReproduceConfig))
     cfg = typed_config(ReproduceConfig, split_args([a for a in argv if "=" in a]))
-    experiments = load_experiments()
-    names = [a for a in argv if "=" not in a]
+    experiments, names = load_experiments(), [a for a in argv if "=" not in a]
     for name in names:
-        if name not in (*experiments, *TIERS, "write"):
-            raise UserError(unknown_key(name, [*experiments, *TIERS, "write"]))
-    plans = {name: plan(e, cfg) for name, e in experiments.items()}
+        if name not in (allowed := [*experiments, *TIERS, "write"]):
+            raise UserError(unknown_key(name, allowed))
+    plans = {name: plan(experiment, cfg) for name, experiment in experiments.items()}
     if not names:
         for name, runs in plans.items():
-            todo = missing(runs.values())
-            rest = hours(sum(r.minutes for r in todo)) + " of a core" if todo else "done"
-            print(f"{experiments[name].tier:6} {name:20} {experiments[name].title}: "
-                  f"{len(runs) - len(todo)} of {len(runs)} runs, {rest}")
+            rest = missing(runs)
+            print(f"{experiments[name].tier:5} {name:16} {len(runs) - len(rest):3} of {len(runs):3} "
+                  f"runs done, {duration(sum(run.minutes for run in rest)):>10} of a core left: "
+                  f"{experiments[name].title}")
         return
-    chosen = [n for n, e in experiments.items() if names == ["write"] or {n, e.tier} & {*names}]
-    todo = [] if names == ["write"] else missing([r for n in chosen for r in plans[n].values()])
-    print(f"{len(todo)} runs, about {hours(sum(r.minutes for r in todo) / cfg.jobs)} with "
+    only_write = names == ["write"]
+    chosen = [e for e in experiments.values() if only_write or {e.name, e.tier} & {*names}]
+    todo = [] if only_write else missing([run for e in chosen for run in plans[e.name]])
+    print(f"{len(todo)} runs, {duration(sum(run.minutes for run in todo) / cfg.jobs)} with "
           f"{cfg.jobs} jobs", flush=True)
     failed = train_all(todo, cfg.jobs)
-    for name in chosen:
-        if experiments[name].speed and names != ["write"]:
-            measure_speed(experiments[name], plans[name])
-        text = write(experiments[name], plans[name])
-        print(f"\n{experiments[name].title}\n\n{text}")
+    for e in chosen:
+        runs, results = plans[e.name], read_results(e)
+        benches = ([results[c] for args in e.bench if (c := f"bench.py {args}") in results]
+                   if only_write else measure(e, runs))
+        if benches or any(run.result for run in runs):
+            print(f"\n{e.title}\n\n{write(e, runs, benches)}")
     if failed:
         raise UserError(f"{len(failed)} runs failed; the same command tries them again")
 

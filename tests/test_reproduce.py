@@ -1,0 +1,67 @@
+"""reproduce.py: what is missing is trained, once; tables from results; every experiment's keys are known."""
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import reproduce
+from conftest import ROOT
+from run import read_config
+from runs import SIZES, SMALL
+
+EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 2,
+              "keys": " ".join([*SMALL, *SIZES["gpt"], "dropout=0", "keep_interval=3"]),
+              "rows": {"first": {"keys": "model=gpt", "note": "as it is"},
+                       "from the third step": {"keys": "model=gpt max_steps=5", "from": ["first", 3]},
+                       "from its weights": "model=gpt init_from={first} max_steps=2"},
+              "columns": {"options": "options", "note": "text", "steps": "step .0f", "bits": "val_bpb .3f",
+                          "half": "half.ce .3f", "ms": "speed.decode_1_ms .2f"},
+              "evaluate": {"half": "batches=1"}, "bench": ["runs {rows} rounds=1"],
+              "picture": {"x": "tokens", "y": "ce"}}
+
+
+@pytest.mark.parametrize("name", reproduce.load_experiments())
+def test_the_keys_of_every_experiment_are_known(name):
+    experiment = reproduce.load_experiments()[name]
+    assert experiment.tier in reproduce.TIERS and (experiment.rows or experiment.bench)
+    for run in reproduce.plan(experiment, reproduce.ReproduceConfig(seeds=1)):
+        read_config([key for key in run.keys.split() if not key.startswith("init_from=")] + ["run=r"])
+
+
+def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
+    """In a copy of the repository: a first call that fails halfway, a second one that does the rest, a third one
+    that has nothing to do."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "data", "results", "experiments", "__pycache__"))
+    (copy / "experiments").mkdir()
+    (copy / "README.md").write_text("before\n<!-- trial -->\nold\n<!-- end -->\nafter\n")
+
+    def call(**changes):
+        trial = {**EXPERIMENT, **changes, "keys": f"{EXPERIMENT['keys']} data_dir={data_dir}"}
+        (copy / "experiments" / "trial.yaml").write_text(json.dumps(trial))
+        return subprocess.run([sys.executable, "reproduce.py", "trial"], cwd=copy, text=True, capture_output=True)
+    p = call(evaluate={"half": "no_such_key=1"})
+    assert p.returncode == 2 and "6 runs failed" in p.stderr and "Traceback" not in p.stderr
+    p = call()
+    assert p.returncode == 0, p.stdout + p.stderr
+    written = (copy / "README.md").read_text()
+    assert written.startswith("before") and written.endswith("<!-- end -->\nafter\n") and "old" not in written
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in written.splitlines() if line.startswith("| f")]
+    assert [(row[0], row[2], row[3]) for row in rows] == [("first", "as it is", "6"), ("from the third step", "", "5"),
+                                                          ("from its weights", "", "2")]
+    assert all("±" in row[4] and "±" in row[5] and float(row[6]) > 0 for row in rows)
+    results = [json.loads(line) for line in (copy / "results" / "trial.jsonl").read_text().splitlines()]
+    assert len({line["command"] for line in results}) == len(results) == 7
+    assert (copy / "assets" / "trial.png").stat().st_size > 10_000
+    stamps = {f: f.stat().st_mtime_ns for f in copy.glob("out/*/ckpt.pt")}
+    p = call()
+    assert p.stdout.startswith("0 runs") and stamps == {f: f.stat().st_mtime_ns for f in stamps}
+    assert written == (copy / "README.md").read_text()
+
+
+def test_cells_show_mean_and_deviation_over_the_seeds():
+    results = [{"a": {"b": 1.0}, "n": 3}, {"a": {"b": 2.0}, "n": 3}, {"n": 3}]
+    assert reproduce.cell(results, "a.b", ".2f") == "1.50 ± 0.71"
+    assert reproduce.cell(results, "n", ",.0f") == "3" and reproduce.cell(results, "missing", ".2f") == ""
