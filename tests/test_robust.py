@@ -1,0 +1,95 @@
+"""All models: random configurations run or are refused in one line; killed runs and two processes end as one run does."""
+import math
+import random
+from dataclasses import fields
+
+import pytest
+
+import checkpoint
+import plot
+import runs
+import sample
+from config import UserError, model_module
+from conftest import MODELS, python
+
+NUMBERS = {int: [0, 0, 1, 2, 3, 4, 8], float: [0.0, 0.1, 0.5, 1.0]}
+SIZES = {"block_size": [2, 5, 16, 21], "n_layer": [2, 4, 6, 8, 3], "n_head": [1, 2, 3, 4], "n_kv_head": [0, 0, 1, 2],
+         "norm_eps": [1e-5], "rope_theta": [100.0, 10000.0], "dropout": [0.0, 0.1]}
+TRAINING = {"batch_size": [1, 2, 3], "gradient_accumulation_steps": [1, 2], "optimizer": ["adamw", "muon"],
+            "lr_schedule": ["cosine", "linear", "trapezoid"], "dtype": ["float32", "bfloat16"], "grad_clip": [0, 1]}
+
+
+def drawn(rng, model):
+    """Keys with values: every size, and each of the model's own keys half of the time."""
+    keys = {name: rng.choice(values) for name, values in {**SIZES, **TRAINING}.items()}
+    keys["n_embd"] = keys["n_head"] * rng.choice([4, 8, 8, 16]) + (rng.random() < 0.1)
+    for f in fields(model_module(model).Config):
+        if f.name in keys or f.name == "vocab_size" or rng.random() < 0.5:
+            continue
+        values = f.metadata.get("allowed") or ([True, False] if f.type is bool else NUMBERS.get(f.type))
+        if values:
+            keys[f.name] = rng.choice(values)
+    return [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in keys.items()]
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.full] * (n >= 24)) for n in range(200)])
+def test_random_configurations_run_or_are_refused(seed, data_dir, tmp_path):
+    """Three steps, an evaluation, one more step after resuming, and decoding; or one line, and nothing written."""
+    rng = random.Random(seed)
+    model = MODELS[seed % len(MODELS)]
+    keys = drawn(rng, model)
+    try:
+        trainer = runs.run(model, tmp_path / "out", data_dir, *keys, "max_steps=3")
+    except UserError as e:
+        assert "\n" not in str(e).strip() and not (tmp_path / "out").exists(), keys
+        return
+    more = runs.run(model, tmp_path / "out", data_dir, *keys, "max_steps=4", "resume=true")
+    log = plot.read_log(tmp_path / "out" / "r" / "log.jsonl")
+    assert more.step == 4 and all(math.isfinite(v) for row in log for v in row.values()), keys
+    trained, tokenizer, _ = checkpoint.load_run(tmp_path / "out" / "r")
+    text = sample.sample_text(trained, tokenizer, "ab", min(5, trainer.model.cfg.block_size - 1), seed=1)
+    assert text.startswith("ab"), keys
+
+
+def test_random_configurations_are_not_all_refused(data_dir):
+    """Of the keys above, a fair part must run: else the test before would test the refusals alone."""
+    import train
+    ran = 0
+    for seed in range(60):
+        model = MODELS[seed % len(MODELS)]
+        try:
+            train.read_config(runs.arguments(model, "out", data_dir, *drawn(random.Random(seed), model)))
+            ran += 1
+        except UserError:
+            pass
+    assert 20 <= ran < 60
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", MODELS)
+def test_a_killed_run_ends_as_if_it_had_not_been(model, data_dir, tmp_path):
+    keys = ["max_steps=12", "eval_interval=2", "keep_interval=5"]
+    whole = runs.learned(runs.run(model, tmp_path / "whole", data_dir, *keys))
+    rng, context, out = random.Random(model), runs.context(), tmp_path / "killed"
+    for _ in range(4):
+        resume = ["resume=true"] if (out / "r" / "ckpt.pt").exists() else ["overwrite=true"]
+        p = context.Process(target=runs.main_in_child, args=(runs.arguments(model, out, data_dir, *keys, *resume),))
+        p.start()
+        p.join(rng.uniform(0.5, 4))
+        p.kill()
+        p.join()
+    resume = "resume=true" if (out / "r" / "ckpt.pt").exists() else "overwrite=true"
+    assert runs.learned(runs.run(model, out, data_dir, *keys, resume)) == whole
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", MODELS)
+def test_two_processes_are_one(model, data_dir, tmp_path):
+    """Bit for bit: the same two micro-batches, accumulated by one process or shared by two."""
+    keys = ["gradient_accumulation_steps=2", "dropout=0.1", "optimizer=muon"]
+    one = runs.run(model, tmp_path / "one", data_dir, *keys)
+    p = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
+               *runs.arguments(model, tmp_path / "two", data_dir, *keys), OMP_NUM_THREADS="1")
+    assert p.returncode == 0, p.stderr[-2000:]
+    two = checkpoint.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")
+    assert checkpoint.fingerprint(two["weights"]) == checkpoint.fingerprint(one.state()["weights"])
