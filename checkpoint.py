@@ -189,17 +189,18 @@ def check_state(state, fields=FIELDS):
     shape = lambda w: tuple(w.shape) if w.is_floating_point() else ("integers", *w.shape)
     wanted = {n: shape(w) for n, w in model.state_dict().items()}
     found = {n: shape(w) for n, w in weights.items()}
-    # a buffer may be newer than the checkpoint: its model fills it in
-    newer = {n for n, _ in model.named_buffers()} - found.keys()
-    for name in sorted(wanted.keys() - newer | found.keys()):
+    for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             raise ValueError(f"its weight {name} is {found.get(name, 'missing')}, the model's "
                              f"{wanted.get(name, 'missing')}")
 
 
 def drop_retired_keys(config, state):
-    """Remove keys that the model no longer has: config.RETIRED has each with the only value that
-    is still supported. ValueError if the checkpoint has another."""
+    """Remove what the model no longer has: weights (config.RETIRED_WEIGHTS) and keys. config.RETIRED
+    has each key with the only value that is still supported; ValueError if the checkpoint has
+    another."""
+    for name in getattr(config, "RETIRED_WEIGHTS", ()):
+        state["weights"].pop(name, None)
     for key, value in getattr(config, "RETIRED", {}).items():
         for keys in (state["config"], state["model_config"]):
             if keys.pop(key, value) != value:

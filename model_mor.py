@@ -1,10 +1,9 @@
 """
-Mixture-of-Recursions (MoR): tied layers in loops, each token takes as many as it needs.
+Mixture-of-Recursions (MoR): tied layers in loops; each token takes as many as it needs.
 
-R = n_loop recursions F_1 .. F_R, of K layers each, share the weights of K blocks. A
-router, a linear map of a token's state h, sends easy tokens through few recursions and
-hard ones through many (router=none: all through all). With share=middle_* a first and a
-last layer stand outside, which all tokens take.
+R = n_loop recursions F_1 .. F_R, of K layers each, share K blocks. A router, linear in a
+token's state h, sends easy tokens through few recursions and hard ones through many
+(router=none: all through all). share=middle_*: a first and a last layer stand outside.
 
 router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} by a
 score s = w_r . h. A_0 = A_1 = all tokens.
@@ -14,33 +13,30 @@ score s = w_r . h. A_0 = A_1 = all tokens.
 router=token: each token chooses its depth i once, from its state h_1 before F_1.
     p = softmax(W h_1),   i = argmax p
     h <- h_1 + p_i F_i(.. F_1(h_1))                     (Eq. 2.2)
-The loss balance_weight R sum_i f_i mean(p_i) keeps depths in balance, f_i being the
-fraction of tokens with depth i. loss_free: a bias b in argmax(p + b) moves against f.
+The loss balance_weight R sum_i f_i mean(p_i) keeps depths in balance; f_i: the fraction
+of tokens with depth i. loss_free: a bias b in argmax(p + b) moves against f.
 
     first -> F_1 (all) -> F_2 (2/3) -> F_3 (1/3) -> last
       a         a            a            a           a    R = 3: token c takes one
       b         b            b            .           b    recursion, b two and
       c         c            .            .           c    a three
 
-Decoding. The top k depend on later tokens, so expert choice decodes by s >= 0. The loss
+Decoding. Top k depends on later tokens, so expert choice decodes by s >= 0. The loss
 aux_weight BCE(s, was it chosen) teaches that to s or, with causal=aux_router, to a
-second router on detached states. In eval mode "ce" is decoding's, "ce_topk" top k's.
+second router on detached states. In eval mode "ce" is of decoding, "ce_topk" of top k.
 
 Keys and values (Section 2.2.2). kv=recursion: tokens attend to those that take the same
 recursion. share: to all, by their keys in the first. share_update: as share, but tokens
 that take this recursion have new keys in it.
 
-`fast=false` runs all tokens and masks out those not chosen. `fast=true`, and decoding
-on both paths, gather the chosen ones, run them alone and scatter them back. Compiled,
-router=token runs all T: no shape may depend on the data.
+fast=false runs all tokens and masks out those not chosen. fast=true, and all decoding,
+gathers the chosen ones, runs them alone and scatters them back.
 
-Departures. Token choice gates once, as the paper's code (Eq. 2.2: at every step). Its
-z-loss weighs 1e-5, as there (Table 11: 1e-3). Attention is always tied (not in the
-code's expert choice). The auxiliary loss is a plain mean. Dead positions are those of
-one evaluation (Table 10: of 500 sequences).
+Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the paper's code
+(paper: at every step, 1e-3). Attention is always tied (that code: not in expert choice).
 
-Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size; n most
-chosen tokens of a row; N packed tokens. In the code recursions and depths count from 0.
+Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, N packed
+tokens, n chosen tokens of the fullest row. The code counts recursions from 0.
 
 Paper: Bae et al. 2025 (2507.10524); github.com/raymin0223/mixture_of_recursions.
 """
@@ -61,33 +57,34 @@ class Config(BaseConfig):
     n_layer: int = 8             # unrolled layers, first and last included
     n_loop: int = 3              # R: recursions
     share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")
-    router: str = choice("expert", "token", "none")  # who chooses: recursions, tokens
+    router: str = choice("expert", "token", "none")  # who chooses
     kv: str = choice("recursion", "share", "share_update")  # keys of a recursion
     router_arch: str = choice("linear", "mlp", "wide_mlp", "random")  # random: a baseline
     router_func: str = ""        # expert: sigmoid, tanh; token: softmax, sigmoid ("": first)
-    alpha: float = 0.1           # factor of the gate, but for softmax
+    alpha: float = 0.1           # factor of the gate, not of softmax
     causal: str = choice("aux_loss", "aux_router")  # expert: what decides in decoding
     aux_weight: float = 0.001    # expert: weight of learning that
-    capacity_warmup: int = 0     # expert: steps in which capacities fall from 1 (0: none)
+    capacity_warmup: int = 0     # expert: steps in which capacities fall (0: none)
     balance: str = choice("loss", "loss_free", "none")  # token: what balances depths
-    balance_weight: float = 0.1  # token: weight of the balancing loss
-    balance_rate: float = 0.001  # token: how far loss_free moves a bias each step
-    z_loss: float = -1.0         # weight of mean(logsumexp(s)^2) (-1: token 1e-5, expert 0)
+    balance_weight: float = 0.1  # token: weight of that loss
+    balance_rate: float = 0.001  # token: a step of loss_free's biases
+    z_loss: float = -1.0         # weight of logsumexp(s)^2 (-1: token 1e-5, expert 0)
     exit_loop: int = 0           # in eval mode the most recursions (0: n_loop)
     init: str = choice("average", "stepwise", "lower", "upper", "random")  # see convert
-    n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, or 4 for gelu)
+    n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
     mlp: str = choice("swiglu", "gelu")
     pos: str = choice("rope", "none")
     rope_theta: float = 10000.0  # RoPE's base
     qk_norm: bool = False        # RMSNorm on each head's query and key, before RoPE
     tie_embeddings: bool = True  # the head is the embedding matrix
-    paper_flops: bool = False    # max_flops: the paper's count (forward, no head or router)
+    paper_flops: bool = False    # max_flops counts as the paper does
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
-    CONVERTS_FROM = ("gpt",)     # models whose weights init_from converts
-    RESUME_OVERRIDES = ("paper_flops",)     # keys that resuming may change, beside fast
-    FINETUNE_OVERRIDES = ("exit_loop", "aux_weight", "capacity_warmup", "balance_weight",
-                          "balance_rate", "z_loss")     # keys that finetuning may change
+    CONVERTS_FROM = ("gpt",)
+    RETIRED_WEIGHTS = ("warmup_step",)  # of older checkpoints
+    RESUME_OVERRIDES = ("paper_flops",)
+    FINETUNE_OVERRIDES = ("exit_loop", "aux_weight", "capacity_warmup",
+                          "balance_weight", "balance_rate", "z_loss")
 
     def __post_init__(self):
         super().__post_init__()
@@ -99,12 +96,11 @@ class Config(BaseConfig):
         if self.z_loss == -1:
             self.z_loss = 1e-5 if token else 0.0
         self.at_least(0, "n_mlp", "aux_weight", "capacity_warmup", "balance_weight",
-                      "balance_rate", "z_loss")
+                      "balance_rate", "z_loss", "exit_loop")
         self.at_least(1, "n_loop")
-        if not 0 <= self.exit_loop <= R:
-            raise ValueError(f"exit_loop={self.exit_loop} must be 0 (all) or one of the "
-                             f"{R} recursions")
-        # edge: layers that stand outside the recursions at each end; n_stored: K
+        if self.exit_loop > R:
+            raise ValueError(f"exit_loop={self.exit_loop} is more than n_loop={R}")
+        # edge: layers outside the recursions, at each end; n_stored: K
         self.edge = int(self.share.startswith("middle"))
         self.n_stored, left = divmod(self.n_layer - 2 * self.edge, R)
         if self.n_stored < 1 or left:
@@ -117,19 +113,19 @@ class Config(BaseConfig):
         self.n_mlp = self.n_mlp or mlp_width(self)
 
     def capacity(self, r, step=math.inf):
-        """The fraction of all tokens that recursion r takes at a training step."""
-        if self.router == "none":
-            return 1.0
-        warmup = self.capacity_warmup if self.router == "expert" else 0
-        done = min(1, step / warmup) if warmup else 1
-        above = 0.5 * (1 + math.cos(math.pi * done))  # from 1 to 0
+        """The fraction of all tokens that take recursion r at a training step."""
+        above = float(self.router == "none")  # 0: (R - r) / R of them, 1: all
+        if self.router == "expert" and step < self.capacity_warmup:
+            above = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
         return (self.n_loop - r + r * above) / self.n_loop
 
+    def room(self, r, T, step=math.inf):
+        """k_r: how many of T tokens that is."""
+        return max(1, int(T * self.capacity(r, step) + 1e-9))
 
-# ---- the method: which tokens take which recursion ----
 
 class Router(nn.Module):
-    """Scores (..., n_out) of states h (..., C). random, a baseline: noise."""
+    """Scores (..., n_out) of states h (..., C). random: the noise itself."""
 
     def __init__(self, cfg, n_out):
         super().__init__()
@@ -144,28 +140,27 @@ class Router(nn.Module):
     def forward(self, h, noise):
         if self.layers is None:
             return upcast(noise)
-        dtype = next(self.layers.parameters()).dtype
         # in full precision: rounding could change decisions
         with torch.autocast(h.device.type, enabled=False):
-            return upcast(self.layers(h.to(dtype)))
+            return upcast(self.layers(h))
 
 
 class Model(LanguageModel):
     runs_blocks_once = False
 
     def __init__(self, cfg):
-        nn.Module.__init__(self)  # LanguageModel's parts, but in another order
+        nn.Module.__init__(self)  # its parts, in another order
         self.cfg, K, R = cfg, cfg.n_stored, cfg.n_loop
         blocks = lambda n: nn.ModuleList(Block(cfg, Attention) for _ in range(n))
         routers = lambda: nn.ModuleList(Router(cfg, 1) for _ in range(R))
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.drop = nn.Dropout(cfg.dropout)
         self.first, self.last = blocks(cfg.edge), blocks(cfg.edge)
-        self.blocks = blocks(K)  # those that the recursions share
+        self.blocks = blocks(K)  # shared
         self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         depths = [f"depth{d}" for d in range(1, R + 1)]
-        if cfg.router == "expert":  # eval_metrics: what an evaluation reports beside ce
+        if cfg.router == "expert":  # eval_metrics: of an evaluation, beside ce
             self.routers = routers()
             if cfg.causal == "aux_router":
                 self.aux_routers = routers()
@@ -174,9 +169,7 @@ class Model(LanguageModel):
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
             self.eval_metrics = [*depths, "maxvio"]
-        if cfg.capacity_warmup:  # nothing reads it: earlier checkpoints have it
-            self.register_buffer("warmup_step", torch.zeros((), dtype=torch.long))
-        cycle = cfg.share.endswith("cycle")  # Table 5: the block of recursion r's layer i
+        cycle = cfg.share.endswith("cycle")  # Table 5, of recursion r's layer i
         block = lambda r, i: self.blocks[i if cycle else (r * K + i) // R]
         recursions = [[block(r, i) for i in range(K)] for r in range(R)]
         # level 0: the first layer; 1 .. R: the recursions; R + 1: the last layer
@@ -187,13 +180,14 @@ class Model(LanguageModel):
 
     @property
     def n_loop(self):
-        """The most recursions of a token: in eval mode exit_loop, where that is set."""
+        """The most recursions of a token: in eval mode exit_loop, if set."""
         return not self.training and self.cfg.exit_loop or self.cfg.n_loop
 
     def expert_choice(self, h, all_tokens, causal):
-        """Recursions choose: the top k, or, if causal, tokens with s >= 0. h (B, T, C)
-        before them -> after them, how many each took (B, T), what the loss needs."""
-        cfg, T, for_loss, noise = self.cfg, h.size(1), [], self.noise(all_tokens.pos)
+        """Recursions choose: the top k or, if causal, tokens with s >= 0. h (B, T, C)
+        -> h after them, how many each token took (B, T), what expert_loss needs."""
+        cfg, T, for_loss = self.cfg, h.size(1), []
+        noise = self.noise(all_tokens.pos)
         active, taken = all_tokens.real, 0  # (B, T): A_{r-1}
         for r in range(self.n_loop):
             u = noise[..., r:r + 1]
@@ -204,8 +198,9 @@ class Model(LanguageModel):
             if r and causal:
                 chosen = active & (decides >= 0)
             elif r:
-                k = len(self.rooms[r]) if T == cfg.block_size else self.room(r, T)
-                top = s.detach().masked_fill(~active, -math.inf).topk(k, 1).indices
+                full = T == cfg.block_size
+                k = len(self.rooms[r]) if full else cfg.room(r, T, self.step)
+                top = s.masked_fill(~active, -math.inf).topk(k, 1).indices
                 chosen = torch.zeros_like(active).scatter(1, top, True)
             for_loss.append((s, decides, active, chosen))
             y = self.recursion(r, h, all_tokens, chosen, k)  # 0 where not chosen
@@ -213,17 +208,13 @@ class Model(LanguageModel):
             active, taken = chosen, taken + chosen.long()
         return h, taken, map(torch.stack, zip(*for_loss))  # when asked for: (R, B, T)
 
-    def room(self, r, T):
-        """k: how many of T tokens recursion r chooses at this step."""
-        return max(1, int(T * self.cfg.capacity(r, self.step) + 1e-9))
-
     def expert_loss(self, s, decides, active, chosen):
-        """What is added to the loss, and metrics, of (R, B, T) each: means over active
-        tokens. router_accuracy: how often decoding agrees, from recursion 1."""
+        """What is added to the loss, and metrics, of (R, B, T) each."""
         n = active.sum((1, 2))  # (R,)
         mean = lambda x: ((x * active).sum((1, 2)) / n).sum()
-        bce = mean(F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none"))
-        right = (((decides >= 0) == chosen) & active)[1:].sum()
+        errors = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
+        bce = mean(errors)
+        right = (((decides >= 0) == chosen) & active)[1:].sum()  # as in decoding
         metrics = {"aux": bce, "router_accuracy": right / n[1:].sum().clamp(min=1)}
         return self.cfg.aux_weight * bce + self.cfg.z_loss * mean(s ** 2), metrics
 
@@ -246,15 +237,14 @@ class Model(LanguageModel):
         scores = self.router(h1, noise)
         soft = self.cfg.router_func == "softmax"
         p = scores.softmax(-1) if soft else self.cfg.alpha * scores.sigmoid()
-        depth = (p.detach() + self.balance_bias).argmax(-1)
+        depth = (p + self.balance_bias).argmax(-1)
         return scores, p, depth.clamp(max=self.n_loop - 1)
 
     def exit(self, h1, x, p, depth):  # h_1 + p_i x, Eq. 2.2
         return h1 + (p.gather(-1, depth[..., None]) * x).to(h1.dtype)
 
     def token_loss(self, scores, p, depth):
-        """The same, of token choice. balance is 1 where depths are. maxvio: how far the
-        fullest is above the mean, in means. entropy: of the mean p, in nats."""
+        """The same. maxvio: (the fullest depth's tokens - the mean) / the mean."""
         cfg, R = self.cfg, self.cfg.n_loop
         f = torch.stack([(depth == d).to(p.dtype).mean() for d in range(R)])
         mean = lambda p: p.flatten(0, -2).mean(0)  # (R,)
@@ -266,8 +256,7 @@ class Model(LanguageModel):
         return weight * balance + cfg.z_loss * z, metrics
 
     def noise(self, pos):
-        """router_arch=random: scores (..., R) at positions pos (...), in eval mode
-        fixed by position. In expert choice as many are >= 0 as recursion r takes."""
+        """router_arch=random: scores (..., R) of positions (...), fixed in eval mode."""
         cfg, R, dtype = self.cfg, self.cfg.n_loop, self.wte.weight.dtype
         if cfg.router_arch != "random":
             return pos.new_empty(*pos.shape, 0, dtype=dtype)
@@ -276,12 +265,13 @@ class Model(LanguageModel):
         else:
             fixed = torch.Generator().manual_seed(0)
             u = torch.rand(4096, R, dtype=dtype, generator=fixed).to(pos.device)[pos % 4096]
-        left = torch.arange(R + 1, 1, -1, device=pos.device)  # R + 1 - r
+        # expert choice: of the tokens left, all but 1 / (R + 1 - r) are >= 0
+        left = torch.arange(R + 1, 1, -1, device=pos.device)
         return u - (1 / left if cfg.router == "expert" else 0.5)
 
     def recursion(self, r, h, all_tokens, chosen=None, n=None):
-        """F_r(h) (B, T, C), 0 where not chosen (B, T). Recursion 0, and any with
-        chosen=None, takes all. n: the most chosen tokens of a row, if known."""
+        """F_r(h) (B, T, C), 0 where not chosen (B, T). Recursion 0 takes all, as any
+        with chosen=None. n: the most chosen tokens of a row, if known."""
         cfg, cache, K = self.cfg, all_tokens.cache, self.cfg.n_stored
         fresh = r == 0 or cfg.kv != "share"
         if r == 0 or chosen is None:
@@ -290,15 +280,15 @@ class Model(LanguageModel):
             y = self.run(h, r + 1, Masked(all_tokens, r, chosen), fresh=fresh)
             return y.masked_fill(~chosen[..., None], 0)
         if not torch.is_grad_enabled() and not chosen.any():
-            # with gradients it runs all the same: each parameter needs one
+            # with gradients it runs: each parameter needs one
             for i in range(K if cfg.kv == "share_update" and cache is not None else 0):
                 cache.append(cfg.edge + r * K + i, *all_tokens.new[cfg.edge + i])
             return torch.zeros_like(h)
         if n is None:
-            compiling = torch.compiler.is_compiling()
+            compiling = torch.compiler.is_compiling()  # no shape may depend on data
             n = h.size(1) if compiling else max(1, int(chosen.sum(1).max()))
         tokens = Chosen(all_tokens, r, chosen, n)
-        y = self.run(tokens.gather(h), r + 1, tokens, fresh=fresh)  # (A, n, C)
+        y = self.run(tokens.gather(h), r + 1, tokens, fresh=fresh)  # (B, n, C)
         if cache is not None and cfg.kv == "recursion":
             tokens.cache.advance()
         return tokens.scatter(torch.zeros_like(h), y)
@@ -312,15 +302,14 @@ class Model(LanguageModel):
         return h
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model. With targets, aux also has the router's metrics, and
-        depth1, ..: the fraction of tokens that take so many recursions."""
+        """As in every model. aux also has the router's metrics, and tokens by depth."""
         cfg, expert = self.cfg, self.cfg.router == "expert"
         if targets is None or cache is not None or not idx.numel() or cfg.router == "none":
             return super().forward(idx, targets, cache, n_valid)
         h, taken, for_loss = self.states(idx, causal=not self.training)
         logits, loss, aux = self.predict(h, targets)
         if expert and not self.training:
-            self.reached.append((taken == self.n_loop).any(0))  # (T,), for end_evaluation
+            self.reached.append((taken == self.n_loop).any(0))  # (T,)
             h, _, for_loss = self.states(idx, causal=False)
             aux["ce_topk"] = self.predict(h, targets)[2]["ce"]
         more, metrics = (self.expert_loss if expert else self.token_loss)(*for_loss)
@@ -330,11 +319,11 @@ class Model(LanguageModel):
         return logits, loss + more if self.training else loss, aux
 
     def hidden(self, idx, cache=None, n_valid=None):
-        return self.states(idx, not self.training or cache is not None, cache, n_valid)[0]
+        causal = not self.training or cache is not None
+        return self.states(idx, causal, cache, n_valid)[0]
 
     def states(self, idx, causal, cache=None, n_valid=None):
-        """idx (B, T) -> the states after the final norm (B, T, C), the recursions that
-        each token takes (B, T), and what the router's loss needs."""
+        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), for_loss."""
         h = self.drop(self.wte(idx))
         all_tokens = AllTokens(self.cfg, h, cache, n_valid, self.training)
         h = self.run(h, 0, all_tokens)
@@ -349,63 +338,61 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def recursions(self, idx):
-        """How many recursions each token of idx takes in decoding, (B, T)."""
+        """Recursions that each token of idx takes in decoding, (B, T)."""
         return self.states(idx, causal=True)[1]
 
     def set_step(self, step):
-        """For the capacity warm-up. rooms[r] has as many rows as recursion r chooses of
-        block_size tokens: compiled, a size may change, a number is a constant."""
+        """For the capacity warm-up. rooms[r] is a tensor of k_r rows: a compiled graph
+        takes numbers for constants, but a size may change."""
         cfg, self.step, self.reached = self.cfg, step, []
-        self.rooms = [torch.empty(self.room(r, cfg.block_size), 0) for r in range(cfg.n_loop)]
+        self.rooms = [torch.empty(cfg.room(r, cfg.block_size, step), 0)
+                      for r in range(cfg.n_loop)]
         for room in self.rooms if cfg.capacity_warmup else []:
             torch._dynamo.maybe_mark_dynamic(room, 0)
 
     def end_evaluation(self, total):
-        """dead: the fraction of positions never in the last recursion (Table 4)."""
+        """dead: positions never in the last recursion (Table 10: in 500 sequences)."""
         if not self.reached:
             return {}
-        # total: sums over processes
-        reached = total(*torch.stack(self.reached).any(0).tolist())
+        reached = total(*torch.stack(self.reached).any(0).tolist())  # over processes
         return {"dead": reached.count(0) / len(reached)}
-
-    def _load_from_state_dict(self, weights, prefix, *rest):
-        """Weights may come from a run with another capacity_warmup, or with none."""
-        weights.pop(prefix + "warmup_step", None)
-        if self.cfg.capacity_warmup:
-            weights[prefix + "warmup_step"] = self.warmup_step
-        super()._load_from_state_dict(weights, prefix, *rest)
 
     @torch.no_grad()
     def end_step(self, logged):
-        """loss_free moves biases against the logged depths, those of all processes."""
+        """loss_free moves biases against f, which is logged over all processes."""
         cfg, R = self.cfg, self.cfg.n_loop
         if cfg.router == "token" and cfg.balance == "loss_free":
             f = torch.tensor([logged[f"depth{d}"] for d in range(1, R + 1)])
             excess = (f - 1 / R).round(decimals=6)  # less is rounding
-            self.balance_bias -= cfg.balance_rate * excess.sign().to(self.balance_bias)
+            sign = excess.sign().to(self.balance_bias)
+            self.balance_bias -= cfg.balance_rate * sign
 
     def flops_per_token(self, paper=False, step=math.inf):
         """As in model_gpt, times the fraction of tokens that need it at this step.
-        paper: as Appendix C: forward, half of T x T, G = H, no head, no routers."""
+        paper, as Appendix C: forward, half of T x T, G = H, no head, no routers."""
         cfg, T, C = self.cfg, self.cfg.block_size, self.cfg.n_embd
         kv = 2 * C * (C if paper else cfg.n_kv_head * cfg.head_dim)  # weights of a layer
         rest = 2 * C * C + sum(p.numel() for p in self.blocks[0].mlp.parameters())
-        # of each layer the fractions: tokens, fresh keys, visible keys
-        layers = [(1.0, 1.0, 1.0)] * 2 * cfg.edge
+        # summed over layers: fractions of tokens, of new keys, of pairs with keys
+        tokens = fresh = pairs = 2.0 * cfg.edge
         for r in range(cfg.n_loop):
             c = cfg.capacity(r, step)
-            fresh = 0.0 if r and cfg.kv == "share" else c
-            layers += [(c, fresh, c if cfg.kv == "recursion" else 1.0)] * cfg.n_stored
-        weights = sum(c * rest + fresh * kv for c, fresh, _ in layers)
+            n = c * cfg.n_stored
+            tokens += n
+            fresh += 0 if r and cfg.kv == "share" else n
+            pairs += n * (c if cfg.kv == "recursion" else 1)
+        weights = tokens * rest + fresh * kv
         if paper:
-            return 2 * weights + 2 * T * C * sum(c * visible for c, _, visible in layers)
-        keys = sum(c * (visible * T + 1) / 2 for c, _, visible in layers)
+            return 2 * weights + 2 * C * T * pairs
         weights += cfg.vocab_size * C
         weights += sum(p.numel() for name, p in self.named_parameters() if "router" in name)
-        return 6.0 * weights + 12.0 * C * keys
+        return 6.0 * weights + 6.0 * C * (T * pairs + tokens)
 
-    # For serve.py: N packed tokens, each at its own recursion, depth (N,). state (N, ..):
-    # their h, h_1 and noise. context: their keys, and positions, at (N,).
+    def budget_flops(self, step):  # of a token, as max_flops counts
+        return self.flops_per_token(self.cfg.paper_flops, step)
+
+    # For serve.py: N packed tokens, each at its own recursion, depth (N,). state: their
+    # h, h_1 and noise (N, ..). context: their keys, and positions at (N,).
 
     def embed(self, idx, context):
         h = self.run(self.drop(self.wte(idx))[None], 0, context)[0]  # (N, C)
@@ -430,7 +417,7 @@ class Model(LanguageModel):
         return self.scores(routers, h, depth, noise) >= 0
 
     def loop(self, state, depth, context):
-        """State after recursion depth (share=*sequence: the same of all tokens)."""
+        """State after recursion depth (share=*sequence: the same for all)."""
         h, h1, noise = self.unpack(state)
         fresh = self.cfg.kv != "share" or bool((depth == 0).any())
         y = self.run(h[None], int(depth[0]) + 1, context, fresh=fresh)[0]
@@ -440,41 +427,39 @@ class Model(LanguageModel):
         return torch.cat([y, h1, noise], -1)
 
     def finish(self, state, context):
-        """What logits() takes, (N, C), of tokens that take no further recursion."""
+        """The final states (N, C) of tokens that take no further recursion."""
         h, h1, noise = self.unpack(state)
         if self.cfg.router == "token":
             h = self.exit(h1, h, *self.choose_depth(h1, noise)[1:])
         return self.norm(self.run(h[None], self.cfg.n_loop + 1, context)[0])
 
 
-# ---- what the tokens of a recursion attend to ----
-
 class Attention(model_gpt.Attention):
-    """model_gpt's, but where the context is not fresh (kv=share) it makes no keys."""
+    """Makes no keys where the context is not fresh (kv=share)."""
 
     def forward(self, x, layer, context):
         if context.fresh:
             return super().forward(x, layer, context)
         q = self.q_norm(self.heads(self.wq(x)))  # (B, H, T, D)
-        y = context.attend(layer, q, None, None)  # (B, H, T, D)
+        y = context.attend(layer, q, None, None)
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
 class AllTokens(Context):
-    """The context of layers that all tokens take. real (B, T): what is no padding.
-    For later recursions, by layer: keys and values of new tokens (new), of all (kv)."""
+    """The context of layers that all tokens take. real (B, T): what is no padding. By
+    layer, for later recursions: keys and values of new tokens (new), of all (kv)."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
         super().__init__(cfg, x, cache, n_valid, training)
         B, T = x.shape[:2]
         self.pos, self.new, self.kv = self.pos.expand(B, T), {}, {}
-        self.real = torch.ones_like(self.pos, dtype=torch.bool)
-        if n_valid is not None:
-            self.real = torch.arange(T, device=x.device) < cache.new[:, None]
+        n_real = T if cache is None else cache.new[:, None]
+        self.real = torch.arange(T, device=x.device).expand(B, T) < n_real
 
     def attend(self, layer, q, k, v):
         if self.rope:
-            q, k = (x if x is None else apply_rope(x, *self.rope) for x in (q, k))
+            q = apply_rope(q, *self.rope)
+            k = k if k is None else apply_rope(k, *self.rope)
         kv = self.keys_values(layer, k, v)  # (B, G, S, D) each
         return self.attention(q, *kv, self.bias, self.dropout)
 
@@ -483,14 +468,13 @@ class AllTokens(Context):
         if k is not None:
             self.new[layer] = self.kv[layer] = k, v
             if self.cache is not None:
-                kv = self.cache.append(layer, k, v)
-                self.kv[layer] = [x.to(k.dtype) for x in kv]
+                self.kv[layer] = [x.to(k.dtype) for x in self.cache.append(layer, k, v)]
         return self.kv[layer]
 
 
 class Masked(AllTokens):
-    """Recursion r > 0 on the naive path: all tokens run, only those of mask (B, T) have
-    keys. The others attend to themselves too, lest their softmax is empty."""
+    """Recursion r > 0 on the naive path: all run, only those of mask (B, T) have keys.
+    The others attend to themselves too, lest their softmax is empty."""
 
     def __init__(self, all_tokens, r, mask):
         self.cfg, self.all_tokens, self.r, self.mask = all_tokens.cfg, all_tokens, r, mask
@@ -512,44 +496,40 @@ class Masked(AllTokens):
         return super().keys_values(layer, k, v)
 
     def update(self, old, new):
-        """The first recursion's keys (B, G, T, D), those of chosen tokens replaced."""
         return torch.where(self.mask[:, None, :, None], new, old)
 
 
 class Chosen(Masked):
-    """The fast path: the tokens of mask run alone, in order, in A rows (those with any
-    if there is a RecursionCache). places (A, n): where they stand among all B T.
-    Padding is read from the last of these, and written to a spare place behind it."""
+    """The fast path: the tokens of mask run alone, in order, padded to n in each row.
+    places (B, n): where they stand among all B T; padding reads the last one,
+    and is written to a spare place behind."""
 
     def __init__(self, all_tokens, r, mask, n):
         super().__init__(all_tokens, r, mask)
         (B, T), device = mask.shape, mask.device
-        rows, self.bias = torch.arange(B, device=device), None
+        rows = torch.arange(B, device=device)[:, None]
         at = torch.where(mask, torch.arange(T, device=device), T)
         at = at.topk(n, 1, largest=False).values  # (B, n): T is padding
-        lists = self.cfg.kv == "recursion" and self.cache is not None
-        if lists:
-            rows = mask.any(1).nonzero()[:, 0]  # (A,)
-        at = at[rows]
-        self.places = torch.where(at < T, T * rows[:, None] + at, B * T)
+        self.places = torch.where(at < T, T * rows + at, B * T)
         self.rope = all_tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
-                                         for x in all_tokens.rope]  # (A, 1, n, D)
-        pos = self.gather(all_tokens.pos)
-        if lists:
+                                         for x in all_tokens.rope]  # (B, 1, n, D)
+        pos, self.bias = self.gather(all_tokens.pos), None
+        own_cache = self.cfg.kv == "recursion" and self.cache is not None
+        if own_cache:
             self.cache = self.cache.later[r - 1]
-            pos = self.cache.reserve(rows, n, mask.sum(1))
-        if lists or self.cfg.kv != "recursion":  # else causal, being in order
+            pos = self.cache.place(n, mask.sum(1))
+        if own_cache or self.cfg.kv != "recursion":  # else causal, being in order
             n_keys = T if self.cache is None else self.cache.end
             self.bias = make_bias(self.cfg, pos, n_keys, all_tokens.dtype)
 
     def gather(self, x):
-        """x (B, T, ...) of all tokens -> (A, n, ...) of the chosen ones."""
+        """x (B, T, ...) of all tokens -> (B, n, ...) of the chosen ones."""
         x = x.flatten(0, 1)
         chosen = x.index_select(0, self.places.flatten().clamp(max=len(x) - 1))
         return chosen.view(*self.places.shape, *x.shape[1:])
 
     def scatter(self, x, new):
-        """x (B, T, ...) with new (A, n, ...) in the chosen tokens' places."""
+        """x (B, T, ...) with new (B, n, ...) in the chosen tokens' places."""
         flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])  # the spare
         flat = flat.index_copy(0, self.places.flatten(), new.flatten(0, 1))
         return flat[:-1].view(x.shape)
@@ -559,39 +539,29 @@ class Chosen(Masked):
 
 
 class RecursionCache(KVCache):
-    """Keys and values of the tokens that took one recursion, in order. It has room for
-    its capacity, and gets room for `most` tokens where more are chosen."""
+    """Of tokens that took one recursion, in order. Grows where they are many."""
 
-    def reserve(self, rows, n, n_new):
-        """place() for rows (A,): n tokens each, n_new (B,) real -> positions (A, n)."""
+    def place(self, n, n_new):
         if int((self.lengths + n_new).max()) > self.max_len:
-            more = self.most - self.max_len
-            with torch.inference_mode(False):  # so that calls outside may write too
-                for kv in (self.k, self.v):
-                    kv[:] = [F.pad(x, (0, 0, 0, more)) for x in kv]
+            more = 0, 0, 0, self.most + 1 - self.max_len  # the last slot is padding's
+            with torch.inference_mode(False):  # as in KVCache
+                self.k = [F.pad(x[:, :, :-1], more) for x in self.k]
+                self.v = [F.pad(x[:, :, :-1], more) for x in self.v]
             self.max_len = self.most
-        pos = self.place(n, n_new)[rows]
-        self.rows, self.slots = rows[:, None], self.slots[rows]
-        return pos
-
-    def append(self, layer, k, v):
-        kv = super().append(layer, k, v)
-        some = len(k) < len(self.lengths)
-        return [x.index_select(0, self.rows[:, 0]) for x in kv] if some else kv
+        return super().place(n, n_new)
 
 
 class Cache(KVCache):
-    """model_gpt's, of layers in which all tokens have keys (share_update: new ones or
-    the first recursion's). later: the caches of other recursions (kv=recursion)."""
+    """Of layers in which all tokens have keys. later: RecursionCaches (kv=recursion)."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         K, R = cfg.n_stored, cfg.exit_loop or cfg.n_loop
-        lists = cfg.kv == "recursion" and cfg.router != "none"
-        layers = 2 * cfg.edge + K * (1 if lists or cfg.kv == "share" else R)
+        own = cfg.kv == "recursion" and cfg.router != "none"
+        layers = 2 * cfg.edge + K * (1 if own or cfg.kv == "share" else R)
         super().__init__(cfg, batch_size, max_len, device, dtype, layers)
         self.later = []
-        for r in range(1, R if lists else 1):
-            room = max(1, int(max_len * cfg.capacity(r) + 1e-6))
+        for r in range(1, R if own else 1):
+            room = cfg.room(r, max_len)
             self.later.append(RecursionCache(cfg, batch_size, room, device, dtype, K))
             self.later[-1].most = max_len
 
@@ -609,8 +579,7 @@ Model.cache_type = Cache
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start from `weights`, a model_gpt's of the same sizes: the first and the last
-    layer as they are, the shared blocks from those between (init, Table 9)."""
+    """Start from the weights of a model_gpt of the same sizes (init: Table 9)."""
     cfg, own, K = model.cfg, model.state_dict(), model.cfg.n_stored
     for name in [name for name in weights if not name.startswith("blocks.")]:
         own[name].copy_(weights[name])
@@ -619,8 +588,9 @@ def convert(model, weights):
     for k, block in enumerate([*model.blocks, *model.first, *model.last]):
         layers = [n for n, other in enumerate(unrolled) if other is block]
         if k < K and cfg.init != "average":
-            spaced = round(cfg.edge + k * ((len(inner) - 1) / max(1, K - 1)))  # halves to even
+            spaced = round(cfg.edge + k * ((len(inner) - 1) / max(1, K - 1)))
             origin = {"stepwise": [spaced], "lower": [inner[k]], "upper": [inner[k - K]]}
             layers = origin.get(cfg.init, [])
-        for name, p in block.named_parameters() if layers else ():  # their mean
-            p.copy_(sum(weights[f"blocks.{n}.{name}"] for n in layers) / len(layers))
+        for name, p in block.named_parameters() if layers else ():
+            same = [weights[f"blocks.{n}.{name}"] for n in layers]
+            p.copy_(sum(same) / len(same))

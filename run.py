@@ -364,20 +364,19 @@ def tokens_per_step(cfg, model):
 
 
 def set_budget(cfg, model):
-    """max_steps from max_flops; UserError where that is less than one step. In mor the
-    steps of a capacity warm-up cost more, and paper_flops counts as the paper does."""
+    """max_steps from max_flops; UserError where that is less than one step. A model whose
+    first steps cost more has budget_flops(step), of one token."""
     if not cfg.max_flops:
         return
-    paper = {"paper": True} if getattr(model.cfg, "paper_flops", False) else {}
-    warmup = getattr(model.cfg, "capacity_warmup", 0)
-    cost = lambda **step: tokens_per_step(cfg, model) * model.flops_per_token(**paper, **step)
-    steps, left = 0, cfg.max_flops
-    while steps < warmup and left >= cost(step=steps):
-        left -= cost(step=steps)
+    of_token = getattr(model, "budget_flops", lambda step: model.flops_per_token())
+    cost = lambda step: tokens_per_step(cfg, model) * of_token(step)
+    steps, left, later = 0, cfg.max_flops, cost(math.inf)
+    while left >= cost(steps) > later:
+        left -= cost(steps)
         steps += 1
-    if steps == warmup:
-        steps += int(left / cost())
+    if cost(steps) == later:
+        steps += int(left / later)
     if steps == 0:
-        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost():.3g} "
+        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost(0):.3g} "
                         f"floating-point operations")
     cfg.max_steps = steps

@@ -486,16 +486,6 @@ def test_capacity_falls_along_half_a_cosine(T, R):
         assert got == [max(1, math.floor(T * c + 1e-9)) for c in fraction]
 
 
-def test_weights_of_another_warm_up_load():
-    """And of one that is over; decoding does not depend on it."""
-    x = tokens(2, 20)
-    models = [mor(), mor(capacity_warmup=10)]
-    assert [*models[1].state_dict().keys() - models[0].state_dict().keys()] == ["warmup_step"]
-    for source, target in (models, models[::-1]):
-        target.load_state_dict(source.state_dict())
-        assert torch.equal(target(x)[0], source(x)[0])
-
-
 @every_fast
 @pytest.mark.parametrize("sizes", [dict(kv=kv, share=share, router=router) for kv, share, router in (
     ("recursion", "middle_sequence", "expert"), ("share", "cycle", "token"), ("share_update", "cycle", "expert"),

@@ -39,6 +39,18 @@ def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
                                                       for s in (1, 2, 3)), 0.5, 0.5]
 
 
+def test_a_checkpoint_with_the_step_of_its_warm_up_loads(tmp_path, data_dir):
+    """Earlier versions saved it with the weights. It resumes, and starts a run of another warm-up."""
+    trainer = runs.run("mor", tmp_path, data_dir, "capacity_warmup=4")
+    path, weights = trainer.folder / "ckpt.pt", trainer.state()["weights"]
+    state = checkpoint.load_checkpoint(path)
+    checkpoint.save_checkpoint(path, {**state, "weights": {**weights, "warmup_step": torch.tensor(6)}})
+    assert checkpoint.fingerprint(checkpoint.load_checkpoint(path)) == checkpoint.fingerprint(state)
+    for keys in (["resume=true"], ["run=next", f"init_from={path}", "capacity_warmup=9"]):
+        new = train.setup(runs.arguments("mor", tmp_path, data_dir, *keys))
+        assert checkpoint.fingerprint(new.state()["weights"]) == checkpoint.fingerprint(weights)
+
+
 def test_loads_are_summed_over_processes(tmp_path, data_dir):
     """Biases of two processes are those of one that sees the same tokens, and both processes have them."""
     keys = ["router=token", "balance=loss_free", "balance_rate=2e-3", "max_steps=7", "gradient_accumulation_steps=2"]
