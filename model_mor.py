@@ -54,7 +54,7 @@ from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, RMSNo
 
 @dataclass
 class Config(BaseConfig):
-    n_layer: int = 8             # unrolled layers, first and last included
+    n_layer: int = 8             # unrolled layers, first and last too
     n_loop: int = 3              # R: recursions
     share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")
     router: str = choice("expert", "token", "none")  # who chooses
@@ -100,9 +100,8 @@ class Config(BaseConfig):
         self.at_least(1, "n_loop")
         if self.exit_loop > R:
             raise ValueError(f"exit_loop={self.exit_loop} is more than n_loop={R}")
-        # edge: layers outside the recursions, at each end; n_stored: K
-        self.edge = int(self.share.startswith("middle"))
-        self.n_stored, left = divmod(self.n_layer - 2 * self.edge, R)
+        self.edge = int(self.share.startswith("middle"))  # layers outside at each end
+        self.n_stored, left = divmod(self.n_layer - 2 * self.edge, R)  # K
         if self.n_stored < 1 or left:
             fits = max(1, self.n_stored) * R + 2 * self.edge
             raise ValueError(f"n_layer={self.n_layer} does not fit share={self.share} "
@@ -219,7 +218,7 @@ class Model(LanguageModel):
         return self.cfg.aux_weight * bce + self.cfg.z_loss * mean(s ** 2), metrics
 
     def token_choice(self, h1, all_tokens):
-        """The same, but tokens choose a depth (router=none: all recursions)."""
+        """As expert_choice, but tokens choose a depth (router=none: all take all)."""
         if self.cfg.router == "none":
             for r in range(self.n_loop):
                 h1 = self.recursion(r, h1, all_tokens)
@@ -244,7 +243,7 @@ class Model(LanguageModel):
         return h1 + (p.gather(-1, depth[..., None]) * x).to(h1.dtype)
 
     def token_loss(self, scores, p, depth):
-        """The same. maxvio: (the fullest depth's tokens - the mean) / the mean."""
+        """As expert_loss. maxvio: (the fullest depth's tokens - the mean) / the mean."""
         cfg, R = self.cfg, self.cfg.n_loop
         f = torch.stack([(depth == d).to(p.dtype).mean() for d in range(R)])
         mean = lambda p: p.flatten(0, -2).mean(0)  # (R,)
@@ -276,7 +275,7 @@ class Model(LanguageModel):
         fresh = r == 0 or cfg.kv != "share"
         if r == 0 or chosen is None:
             return self.run(h, r + 1, all_tokens, cfg.edge + r * K * fresh, fresh)
-        if not cfg.fast and cache is None:  # naive
+        if not cfg.fast and cache is None:
             y = self.run(h, r + 1, Masked(all_tokens, r, chosen), fresh=fresh)
             return y.masked_fill(~chosen[..., None], 0)
         if not torch.is_grad_enabled() and not chosen.any():
@@ -309,7 +308,7 @@ class Model(LanguageModel):
         h, taken, for_loss = self.states(idx, causal=not self.training)
         logits, loss, aux = self.predict(h, targets)
         if expert and not self.training:
-            self.reached.append((taken == self.n_loop).any(0))  # (T,)
+            self.reached.append((taken == self.n_loop).any(0))
             h, _, for_loss = self.states(idx, causal=False)
             aux["ce_topk"] = self.predict(h, targets)[2]["ce"]
         more, metrics = (self.expert_loss if expert else self.token_loss)(*for_loss)
@@ -404,7 +403,7 @@ class Model(LanguageModel):
     def scores(self, routers, h, depth, noise):
         """Each token's score (N,) by the router of its recursion."""
         s = torch.cat([router(h, noise[:, r:r + 1]) for r, router in enumerate(routers)], 1)
-        return s.gather(1, depth[:, None].to(h.device))[:, 0]  # s (N, R)
+        return s.gather(1, depth[:, None].to(h.device))[:, 0]
 
     def takes(self, state, depth):
         """Whether each token goes on to recursion depth > 0, (N,) bool."""
@@ -592,5 +591,4 @@ def convert(model, weights):
             origin = {"stepwise": [spaced], "lower": [inner[k]], "upper": [inner[k - K]]}
             layers = origin.get(cfg.init, [])
         for name, p in block.named_parameters() if layers else ():
-            same = [weights[f"blocks.{n}.{name}"] for n in layers]
-            p.copy_(sum(same) / len(same))
+            p.copy_(sum(weights[f"blocks.{n}.{name}"] for n in layers) / len(layers))
