@@ -1,5 +1,5 @@
 """
-The plain Transformer (decoder-only, Llama's block): the baseline of the recurrent models here.
+The plain Transformer (decoder-only, Llama's block), the baseline of the recurrent models.
 
     h_0     = E[idx]
     z_l     = h_l + Wo Attention(Wq n, Wk n, Wv n)            n = RMSNorm(h_l)
@@ -8,20 +8,19 @@ The plain Transformer (decoder-only, Llama's block): the baseline of the recurre
 
     idx --E--> h_0 --block--> h_1 -- ... --block--> h_L --norm--> hidden --head--> logits
 
-Attention of query i:  sum_j a_ij v_j,  a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij),  where key j
-is visible iff j <= i and, with a sliding window w, i - j < w. q and k are those after QK-norm and
-rotary positions (RoPE). ALiBi's bias is -m_h (i - j) with m_h = 2^(-8 h / H), h from 1.
+Attention of query i:  sum_j a_ij v_j,  a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
+Key j is visible iff j <= i and, with a sliding window w, i - j < w. q and k are those after
+QK-norm and rotary positions (RoPE). ALiBi: bias_ij = -m_h (i - j), m_h = 2^(-8 h / H).
 
-`fast=false` writes this out (a T x S softmax), `fast=true` calls torch's fused attention.
-What every Transformer has stands in this file once, and the other model files import it: read it
-first.
+fast=false writes this out (a T x S softmax), fast=true calls torch's fused attention.
+The other model files import from this one: read it first.
 
-Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value heads,
-D = C / H head size, V vocabulary.
+Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value
+heads, D = C / H head size, V vocabulary.
 
-Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Shazeer 2020 (SwiGLU,
-2002.05202); Zhang and Sennrich 2019 (RMSNorm, 1910.07467); Ainslie et al. 2023 (GQA, 2305.13245);
-Press et al. 2022 (ALiBi, 2108.12409); Touvron et al. 2023 (Llama, 2302.13971).
+Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Shazeer 2020
+(SwiGLU, 2002.05202); Zhang, Sennrich 2019 (RMSNorm, 1910.07467); Ainslie et al. 2023 (GQA,
+2305.13245); Press et al. 2022 (ALiBi, 2108.12409); Touvron et al. 2023 (Llama, 2302.13971).
 """
 import contextlib
 import math
@@ -43,13 +42,13 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields (keys of a config file) that all models have."""
-    block_size: int = 256        # tokens of a training sequence; with RoPE mostly also the longest context
+    block_size: int = 256        # tokens of a training sequence; with RoPE mostly the context limit
     vocab_size: int = 257        # number of token ids
     n_layer: int = 4             # blocks
     n_head: int = 4              # query heads
     n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head (0: n_head)
     n_embd: int = 128            # width of the residual stream
-    dropout: float = 0.0         # on embeddings, attention weights, residual branches (see each file)
+    dropout: float = 0.0         # on embeddings, attention, residual branches (see each file)
     fast: bool = True            # fused or parallel code; false: the equations written out
 
     def __post_init__(self):
@@ -102,16 +101,14 @@ class Config(BaseConfig):
 
 
 def mlp_width(cfg):
-    """The usual hidden width: about as many weights in swiglu's three matrices as in gelu's two,
-    rounded up to a multiple of 32."""
+    """The usual hidden width: swiglu has about as many weights as gelu."""
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(cfg.n_embd / 12)
 
 
-# -------------------------------------------------------------------------------------------------
-# the parts of a block
+# ---- the parts of a block ----
 
 def upcast(x):
-    """x in float32 or better: softmax, sums and losses are not computed in 16 bits."""
+    """x in float32 or better, for softmax, sums and losses."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -128,13 +125,13 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(pos, head_dim, theta, dtype):
-    """RoPE rotates each pair (x_i, x_{i + D/2}) of a query or key by the angle pos theta^(-2i / D):
+    """RoPE rotates each pair (x_i, x_{i + D/2}) of a head by the angle pos theta^(-2i / D):
         (a, b) -> (a cos - b sin, b cos + a sin)
-    -> cos and sin (..., D) at positions pos (...), in float32 or better, as apply_rope reads them:
-    each angle twice, for both halves of a head, and sin negative in the first half."""
+    -> cos and sin (..., D) at positions pos (...), in float32 or better, as apply_rope reads
+    them: each angle for both halves of a head, sin negative in the first."""
     dtype = torch.promote_types(dtype, torch.float32)
     freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
-    angle = pos.to(dtype)[..., None] * freq                             # (..., D / 2)
+    angle = pos.to(dtype)[..., None] * freq     # (..., D / 2)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
@@ -145,9 +142,9 @@ def alibi_slopes(n_head, device=None, dtype=torch.float32):
 
 
 def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
-    """What is added to the scores: -inf where the key is not visible, else 0 or ALiBi's
-    -slope * distance. q_pos (B or 1, T), k_pos (S,) -> (B or 1, H or 1, T, S)."""
-    distance = q_pos[:, None, :, None] - k_pos                          # (B or 1, 1, T, S)
+    """Added to the scores: -inf where the key is not visible, else 0 or ALiBi's bias.
+    q_pos (B or 1, T), k_pos (S,) -> (B or 1, H or 1, T, S)."""
+    distance = q_pos[:, None, :, None] - k_pos              # (B or 1, 1, T, S)
     visible = distance >= 0
     if window:
         visible = visible & (distance < window)
@@ -159,22 +156,23 @@ def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
 
 def attention_naive(q, k, v, bias, dropout=0.0):
     """q (B, H, T, D), k and v (B, G, S, D), bias broadcasts to (B, H, T, S) -> (B, H, T, D)."""
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))     # GQA: (B, H, S, D)
-    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))                  # (B, H, T, S)
+    copies = q.size(1) // k.size(1)             # GQA: query heads of a key head
+    k, v = (x.repeat_interleave(copies, 1) for x in (k, v))     # (B, H, S, D)
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
     probs = (upcast(scores) + bias).softmax(-1)
-    return F.dropout(probs, dropout).to(v.dtype) @ v                            # (B, H, T, D)
+    return F.dropout(probs, dropout).to(v.dtype) @ v            # (B, H, T, D)
 
 
 def attention_fast(q, k, v, bias, dropout=0.0):
-    """The same by torch's fused kernels. bias None: causal over as many keys as queries, or one
-    query that attends to every key; then no mask is built or read."""
+    """The same by torch's fused kernels. bias None means no mask: causal over as many keys as
+    queries, or one query that attends to every key."""
     causal = True if bias is None and q.size(2) > 1 else False  # a bool even if T is symbolic
     return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=causal,
                                           enable_gqa=q.size(1) != k.size(1))
 
 
 class MLP(nn.Module):
-    """swiglu: W_down (silu(W_gate x) * W_up x); gelu: W_down gelu(W_up x), exact GELU."""
+    """swiglu: W_down (silu(W_gate x) * W_up x). gelu: W_down gelu(W_up x), exact."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -185,12 +183,12 @@ class MLP(nn.Module):
         self.w_down = nn.Linear(cfg.n_mlp, cfg.n_embd, bias=False)
 
     def forward(self, x):
-        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x) if self.gated
-                           else F.gelu(self.w_up(x)))
+        up = self.w_up(x)
+        return self.w_down(F.silu(self.w_gate(x)) * up if self.gated else F.gelu(up))
 
 
 class Attention(nn.Module):
-    """The projections of causal self-attention. RoPE, mask, cache and softmax are the context's."""
+    """The projections of self-attention. RoPE, mask, cache and softmax are the context's."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -200,7 +198,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(C, cfg.n_kv_head * D, bias=False)
         self.wv = nn.Linear(C, cfg.n_kv_head * D, bias=False)
         self.wo = nn.Linear(cfg.n_head * D, C, bias=False)
-        norm = RMSNorm if cfg.qk_norm else nn.Identity          # Identity ignores its arguments
+        norm = RMSNorm if cfg.qk_norm else nn.Identity      # Identity ignores its arguments
         self.q_norm, self.k_norm = norm(D, cfg.norm_eps), norm(D, cfg.norm_eps)
 
     def heads(self, x):
@@ -208,11 +206,11 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, x, layer, context):
-        q = self.q_norm(self.heads(self.wq(x)))                         # (B, H, T, D)
-        k = self.k_norm(self.heads(self.wk(x)))                         # (B, G, T, D)
-        v = self.heads(self.wv(x))                                      # (B, G, T, D)
-        y = context.attend(layer, q, k, v)                              # (B, H, T, D)
-        return self.wo(y.transpose(1, 2).flatten(2))                    # (B, T, C)
+        q = self.q_norm(self.heads(self.wq(x)))             # (B, H, T, D)
+        k = self.k_norm(self.heads(self.wk(x)))             # (B, G, T, D)
+        v = self.heads(self.wv(x))                          # (B, G, T, D)
+        y = context.attend(layer, q, k, v)                  # (B, H, T, D)
+        return self.wo(y.transpose(1, 2).flatten(2))        # (B, T, C)
 
 
 class Block(nn.Module):
@@ -228,31 +226,29 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
-# -------------------------------------------------------------------------------------------------
-# what the tokens of a call attend to
+# ---- what the tokens of a call attend to ----
 
 def compute_dtype(x):
-    """The dtype that matrix products of x have: autocast's where it is on, else x's own."""
+    """The dtype of matrix products of x: autocast's where it is on, else x's own."""
     device = x.device.type
     mixed = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if mixed else x.dtype
 
 
 class KVCache:
-    """Keys (after RoPE) and values of the tokens so far: k[layer], v[layer] (B, G, max_len + 1, D),
-    so that each head's are contiguous, as attention reads them. Padding is written to the last
-    slot, which is never read. A call reserves slots (place), every layer writes its keys and values
-    and reads all (append), and the call's end counts the tokens (advance). Under no_grad.
+    """Keys (after RoPE) and values of the tokens so far: k[layer], v[layer] of
+    (B, G, max_len + 1, D). The last slot takes the padding and is never read. A call
+    reserves slots (place), every layer writes its keys and values and reads all (append),
+    and the call's end counts the tokens (advance). Under no_grad.
 
-    lengths (B,): tokens of each row. longest: the most of them, known on the host. ragged: rows may
-    differ; while False, new tokens are written as one slice and no row needs a mask of its own.
-    """
+    lengths (B,): tokens of each row. longest: their maximum, on the host. ragged: rows may
+    differ; else new tokens are written as one slice, and no row needs its own mask."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         shape = batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim
         zeros = lambda: [torch.zeros(shape, device=device, dtype=dtype)
                          for _ in range(n_layer or cfg.n_layer)]
-        with torch.inference_mode(False):                   # so that calls outside may write too
+        with torch.inference_mode(False):           # so that calls outside may write too
             self.k, self.v = zeros(), zeros()
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.max_len, self.longest, self.ragged = max_len, 0, False
@@ -262,8 +258,8 @@ class KVCache:
         return sum(buffer[:, :, :self.max_len].nbytes for buffer in self.k + self.v)
 
     def reset(self, rows=None):
-        """Empty the given rows (indices; None: all) for new sequences. They are zeroed: a NaN under
-        a mask would still poison the sum over values."""
+        """Empty the given rows (indices; None: all) for new sequences. They are zeroed: a NaN
+        would poison the sum over values, even under a mask."""
         rows = slice(None) if rows is None else rows
         for buffer in self.k + self.v:
             buffer[rows] = 0
@@ -272,24 +268,24 @@ class KVCache:
         self.ragged = self.longest > 0
 
     def place(self, T, n_valid=None):
-        """Reserve slots for T new tokens a row, of which n_valid (B,) are real (None: all). Returns
-        their positions, (1, T) or (B, T). Raises ValueError where a row would outgrow max_len."""
+        """Reserve slots for T new tokens a row, of which n_valid (B,) are real (None: all).
+        Returns their positions, (1, T) or (B, T); ValueError if a row would outgrow max_len."""
         ragged, n_new = self.ragged or n_valid is not None, torch.full_like(self.lengths, T)
         if n_valid is not None:
             n_new = n_valid.to(self.lengths).clamp(0, T)
-        if self.longest + T > self.max_len:                     # maybe only by padding
+        if self.longest + T > self.max_len:                 # maybe only by padding
             if not ragged or int((self.lengths + n_new).max()) > self.max_len:
                 raise ValueError(f"the cache is full: {self.longest} tokens held, {T} more, "
                                  f"max_len {self.max_len}")
         self.ragged, self.new = ragged, n_new
-        self.end = min(self.longest + T, self.max_len)          # keys that the call may attend to
+        self.end = min(self.longest + T, self.max_len)      # keys that the call may attend to
         offset = torch.arange(T, device=self.lengths.device)
         if not ragged:
-            return (self.longest + offset)[None]                        # (1, T)
-        pos = self.lengths[:, None] + offset                            # (B, T)
+            return (self.longest + offset)[None]            # (1, T)
+        pos = self.lengths[:, None] + offset                # (B, T)
         self.slots = torch.where(offset < n_new[:, None], pos, self.max_len)
         self.rows = torch.arange(len(pos), device=pos.device)[:, None]
-        return pos.clamp(max=self.max_len - 1)                  # of padding: RoPE ends there
+        return pos.clamp(max=self.max_len - 1)              # of padding: RoPE ends there
 
     def append(self, layer, k, v):
         """Write k, v (B, G, T, D) of the placed tokens; return all so far, (B, G, S, D)."""
@@ -307,35 +303,34 @@ class KVCache:
 
 
 def make_bias(cfg, pos, n_keys, dtype):
-    """attention_bias of queries at pos (B or 1, T) for the keys of positions 0 .. n_keys - 1."""
+    """attention_bias of queries at pos (B or 1, T) for keys at 0 .. n_keys - 1."""
     wide = torch.promote_types(dtype, torch.float32)
     slopes = alibi_slopes(cfg.n_head, pos.device, wide) if cfg.pos == "alibi" else None
     keys = torch.arange(n_keys, device=pos.device)
     bias = attention_bias(pos, keys, getattr(cfg, "window", 0), slopes, wide)
-    return bias.to(dtype) if cfg.fast else bias             # the fused kernels want q's dtype
+    return bias.to(dtype) if cfg.fast else bias     # the fused kernels want q's dtype
 
 
 class Context:
-    """What T new tokens of every row attend to, the same for all layers: each other, causally, and
-    the tokens of the cache. Holds their positions, RoPE's tables and the attention bias."""
+    """What T new tokens of every row attend to, in all layers: each other, causally, and the
+    cache. Holds positions, RoPE's tables and the attention bias."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
-        """x (B, T, C): the new tokens' embeddings, for their number, device and dtype."""
+        """x (B, T, C): the new tokens' embeddings."""
         T, dtype = x.size(1), compute_dtype(x)
         self.cfg, self.cache, self.dtype = cfg, cache, dtype
         self.dropout = cfg.dropout if training else 0.0
         self.attention = attention_fast if cfg.fast else attention_naive
         pos = torch.arange(T, device=x.device)[None] if cache is None else cache.place(T, n_valid)
         end = T if cache is None else cache.end
-        self.pos = pos                                          # (B or 1, T)
+        self.pos = pos                                      # (B or 1, T)
         if cfg.pos == "rope" and end > cfg.block_size:
             raise ValueError(f"{end} tokens are more than block_size={cfg.block_size}")
         self.rope = None
         if cfg.pos == "rope":
             cos, sin = rope_tables(pos, cfg.head_dim, cfg.rope_theta, x.dtype)
-            self.rope = cos[:, None], sin[:, None]                      # (B or 1, 1, T, D)
-        # without a window and ALiBi, training, a prefill from the start and a decode step need
-        # no bias: the kernels' causal flag, or nothing
+            self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D)
+        # no mask for one query, the causal flag for T = end, unless there is a window or ALiBi
         plain = not getattr(cfg, "window", 0) and cfg.pos != "alibi"
         equal_rows = cache is None or not cache.ragged
         no_bias = cfg.fast and plain and equal_rows and T in (1, end)
@@ -346,23 +341,22 @@ class Context:
         if self.rope:
             q, k = apply_rope(q, *self.rope), apply_rope(k, *self.rope)
         if self.cache is not None:
-            k, v = (u.to(q.dtype) for u in self.cache.append(layer, k, v))      # (B, G, S, D)
+            k, v = (u.to(q.dtype) for u in self.cache.append(layer, k, v))  # (B, G, S, D)
         return self.attention(q, k, v, self.bias, self.dropout)
 
 
-# -------------------------------------------------------------------------------------------------
-# the language model
+# ---- the language model ----
 
 def cross_entropy(logits, targets):
-    """Mean negative log-likelihood in nats over the targets that are not -1 (0 if none is)."""
+    """Mean negative log-likelihood in nats over targets that are not -1 (0 if none is)."""
     logits, y = logits.flatten(0, 1), targets.flatten()
     total = F.cross_entropy(logits, y, ignore_index=-1, reduction="sum")
     return total / (y != -1).sum().clamp(min=1)
 
 
 class LanguageModel(nn.Module):
-    """What all models share: embedding, final norm and head, the call, the loss, plain sampling.
-    A model gives its blocks and flops_per_token(), and may replace the rest."""
+    """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
+    A model adds blocks and flops_per_token(), and may replace the rest."""
     runs_blocks_once = True     # in a forward pass, each as a module (sharded.py)
 
     context_type, cache_type = Context, KVCache
@@ -379,20 +373,18 @@ class LanguageModel(nn.Module):
 
     @property
     def context_limit(self):
-        """The most tokens of one forward or one cache: block_size with RoPE, else None."""
+        """The most tokens of a forward or a cache: block_size with RoPE, else None."""
         return self.cfg.block_size if getattr(self.cfg, "pos", "rope") == "rope" else None
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Predict the token after each position.
-
-        idx (B, T) int64. targets (B, T), -1: not counted. cache, from init_cache, holds the tokens
-        before idx, and idx is added to it, under no_grad; n_valid (B,) tells how many of each
-        row's T tokens are real, the rest being padding on the right, whose logits mean nothing.
-        Returns logits (B, T, V) in float32 or better, loss (None without targets), and aux, whose
-        "ce" is the cross-entropy in nats a token. In training logits are None where they would be
-        more than max_logits. Raises ValueError where idx is empty, where the context would outgrow
-        context_limit, and where the cache is full.
-        """
+        idx (B, T) int64. targets (B, T), -1: not counted. cache, from init_cache: the tokens
+        before idx, which is added to it, under no_grad. n_valid (B,): how many of each row's
+        T tokens are real; the rest is padding on the right, whose logits mean nothing.
+        Returns logits (B, T, V) in float32 or better, loss (None without targets), and aux,
+        whose "ce" is the cross-entropy in nats a token. In training, logits are None if there
+        would be more than max_logits. ValueError if idx is empty, the context would outgrow
+        context_limit, or the cache is full."""
         if idx.numel() == 0:
             raise ValueError(f"idx {tuple(idx.shape)} holds no token")
         with contextlib.nullcontext() if cache is None else torch.no_grad():
@@ -425,7 +417,7 @@ class LanguageModel(nn.Module):
         return upcast(self.head(h))
 
     def cross_entropy_in_pieces(self, h, targets):
-        """The same loss, with the logits of some tokens at a time: backward computes them again."""
+        """The same loss from some tokens' logits at a time, which backward recomputes."""
         def total(h, y):
             return F.cross_entropy(self.logits(h), y, ignore_index=-1, reduction="sum")
         n = max(1, self.max_logits // (4 * self.cfg.vocab_size))   # tokens of a piece
@@ -445,9 +437,9 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue idx (B, T) by max_new_tokens tokens: (B, T + max_new_tokens). temperature 0: the
-        likeliest. A full context is cropped to its last context_limit tokens and prefilled
-        again. Call eval() first. (sample.py has the complete sampler.)"""
+        """Continue idx (B, T): (B, T + max_new_tokens). temperature 0: the likeliest token.
+        A full context is cropped to its last context_limit tokens. Call eval() first.
+        (sample.py has the complete sampler.)"""
         limit = self.context_limit or idx.size(1) + max_new_tokens
         cache = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens))
         new = idx
@@ -455,7 +447,7 @@ class LanguageModel(nn.Module):
             if cache.longest + new.size(1) > cache.max_len:
                 cache.reset()
                 new = idx[:, -cache.max_len:]
-            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)      # (B, V)
+            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
             if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
@@ -469,9 +461,8 @@ class LanguageModel(nn.Module):
 
 @torch.no_grad()
 def init_weights(model, n_layer=None):
-    """GPT-2's: N(0, 0.02), and the two projections into the residual stream of n_layer blocks
-    smaller by 1 / sqrt(2 n_layer), so that its variance does not grow with depth (None: as the
-    others). Norms stay 1."""
+    """GPT-2's: N(0, 0.02); with n_layer, both projections into the residual stream smaller by
+    1 / sqrt(2 n_layer), so that its variance does not grow with depth. Norms stay 1."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))
@@ -488,10 +479,9 @@ class Model(LanguageModel):
         init_weights(self, cfg.n_layer)
 
     def flops_per_token(self):
-        """Floating-point operations of one token's forward and backward pass in a sequence of
-        block_size: 6 for each weight of a matrix product, and in each layer 12 C for each visible
-        key (q k and a v forward, twice that backward), averaged over positions. The embedding is
-        no product, the head is."""
+        """Floating-point operations of a token, forward and backward, at block_size:
+        6 for each weight of a matrix product (the head is one, the embedding not), and in
+        each layer 12 C for each visible key (q k and a v), averaged over positions."""
         cfg = self.cfg
         weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
         weights += cfg.vocab_size * cfg.n_embd
