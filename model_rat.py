@@ -1,9 +1,9 @@
 """
 RAT: recurrence inside chunks, attention across them.
 
-Attention reads every past token and pays for each; a gated linear recurrence reads one
+Attention reads every past token and pays for each. A gated linear recurrence reads one
 state and forgets. RAT cuts the sequence into chunks of L tokens: inside a chunk a
-recurrence accumulates keys and values, across chunks attention reads their final states.
+recurrence sums up keys and values, and attention reads the chunks' final states.
 For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
     z, g, v, q, k = W_in u     z, g, v of width C; q, k of G heads: head h uses h % G
@@ -14,8 +14,8 @@ For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
                earlier chunks and its own k~_{c,l}, with their v~, in one softmax
     out      = x + W_o (sigmoid(z) * y)
 
-RoPE rotates q and k~, after the recurrence, by the chunk's number c. What some queries
-attend to for L = 4 (e: final state of a chunk, s: own state):
+RoPE rotates q and k~ (after the recurrence) by the chunk's number c. What queries attend
+to for L = 4 (e: final state of a chunk, s: own state):
 
     token       0   1   2   3 | 4   5   6   7 | 8   9  10  11
     query 2             s     |               |
@@ -23,18 +23,18 @@ attend to for L = 4 (e: final state of a chunk, s: own state):
     query 10                e |             e |         s
 
 fast=false is a loop over tokens and one softmax, as above. fast=true: `kernels.rat` does
-all of it in training and in a first prefill of equally long rows. In later prefills
-`scan` is the recurrence, `attend` the attention to final states, and `merge` adds the own
-state. A decode step calls torch's fused attention once.
+all of it in training and in a first prefill of equally long rows. In other prefills
+`scan` is the recurrence, `attend` reads the final states, `merge` adds the own state.
+A decode step calls torch's fused attention once.
 
-L = 1 is attention with keys and values scaled by 1 - a; L = T is a gated linear RNN. To
-compare with, in the same model:
+L = 1 is attention with keys and values scaled by 1 - a; L = T is a gated linear RNN.
+Baselines, in the same model:
 
     mixer=rnn         v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~)
     mixer=attention   softmax attention with RoPE
     swa=1024          odd layers attend to the token and 1,024 before it (RAT-SWA)
-    reversed=true     attention y inside chunks; across (Appendix C.1), in place of y,
-                      h_{c,l} = a h_{c-1,L-1} + (1 - a) y_{c,l}
+    reversed=true     attention y inside chunks; across them, in place of y,
+                      h_{c,l} = a h_{c-1,L-1} + (1 - a) y_{c,l}   (Appendix C.1)
 
 Dropout is on embeddings and residual branches. rat, rnn and reversed ignore n_kv_head.
 
@@ -60,15 +60,15 @@ from model_gpt import (MLP, Attention, BaseConfig, KVCache, LanguageModel, RMSNo
 @dataclass
 class Config(BaseConfig):
     chunk: int = 16              # L, tokens of a chunk
-    mixer: str = choice("rat", "rnn", "attention")      # what mixes tokens
+    mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
     reversed: bool = False       # attention inside chunks, recurrence across
     swa: int = 0                 # > 0: odd layers attend to so many tokens before
     qk_groups: int = 0           # G (0: 2, or 1 where n_head is odd)
-    gate_rank: int = 0           # rank of z and g (0: full; reversed: z alone, 0: head_dim)
+    gate_rank: int = 0           # rank of z, g (0: full; reversed: of z, 0: head_dim)
     pos: str = choice("chunk", "rope", "nope")  # rat's RoPE: by chunk | token | none
     rope_theta: float = 10000.0  # RoPE's base
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
-    mlp: str = choice("gelu", "swiglu")         # nonlinearity of the MLP
+    mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
     norm_eps: float = 1e-5       # RMSNorm's epsilon
     qk_norm = False              # no key: for model_gpt's Attention
@@ -120,8 +120,8 @@ def read_naive(q, k_own, v_own, k_ends, v_ends, chunk_of):
 
 
 def read_fast(q, k_own, v_own, k_ends, v_ends, chunk_of):
-    """The same: attention to final states, merged with attention to the own state. A
-    softmax over one key is 1, and its log-sum-exp is the score."""
+    """The same: attention to final states, merged with the own state's value, whose
+    log-sum-exp is its score."""
     q_pos = (chunk_of - 1).int().squeeze(0)    # (T,) or (B, T)
     k_pos = torch.arange(k_ends.size(2), dtype=torch.int32, device=q.device)
     y, lse = kernels.attend(q, k_ends.to(q.dtype), v_ends.to(q.dtype), q_pos, k_pos)
@@ -131,12 +131,14 @@ def read_fast(q, k_own, v_own, k_ends, v_ends, chunk_of):
 
 def initial_gate_bias(C, steps):
     """log u, u uniform in (1, steps - 1): memories of some 2 to `steps` tokens."""
-    return torch.zeros(C) if steps <= 2 else torch.empty(C).uniform_(1, steps - 1).log()
+    if steps <= 2:
+        return torch.zeros(C)
+    return torch.empty(C).uniform_(1, steps - 1).log()
 
 
 def running_state(gate, x, layer, context, restart=None):
-    """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, (B, T, C), on from the cache, and from 0
-    where restart (B or 1, T). Padding has gate 1, so input 0."""
+    """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, (B, T, C), on from the cache; from 0 where
+    restart (B or 1, T). Padding has gate 1, so input 0."""
     cache = context.caches[layer]
     state = torch.zeros_like(x[:, 0]) if cache is None else cache.state
     if context.padding is not None:
@@ -188,8 +190,8 @@ class RAT(nn.Module):
         return self.wo(torch.sigmoid(z) * y.transpose(1, 2).flatten(2))
 
     def read(self, q, k, v, context, cache):
-        """y of q, k~, v~, all (B, H, T, D). The cache has a slot for each chunk. A decode
-        step writes its own state there and attends to the slots so far."""
+        """y of q, k~, v~, all (B, H, T, D). The cache has a slot a chunk. A decode step
+        writes its own state there and attends to the slots so far."""
         L, c, T = self.cfg.chunk, context.chunk_of, q.size(2)
         if cache is None:
             k_ends, v_ends = k[:, :, L - 1::L], v[:, :, L - 1::L]
@@ -205,8 +207,8 @@ class RAT(nn.Module):
         return read(q, k, v, k_ends, v_ends, c)
 
     def fused(self, q, k, v, g, z, rope, cache):
-        """sigmoid(z) * y (B, T, C) by one operator. It also returns k~ and v~ at the ends
-        of chunks (B, n, H, D), before RoPE; the last chunk may be unfinished."""
+        """sigmoid(z) * y (B, T, C) by one operator, which also returns k~ and v~ at chunk
+        ends (B, n, H, D), before RoPE; the last chunk may be unfinished."""
         L, T, D = self.cfg.chunk, z.size(1), self.cfg.head_dim
         cos, sin = (table[0, 0] for table in rope) if rope else (None, None)
         heads = (x.unflatten(-1, (-1, D)) for x in (q, k, v, g, z))
@@ -259,7 +261,7 @@ class Reversed(nn.Module):
         y = upcast(y.transpose(1, 2).flatten(2))    # (B, T, C)
         gate = torch.sigmoid(upcast(g) + self.gate_bias)
         ends = context.ends_chunk[..., None]
-        # h of the last end of a chunk: gate 1 keeps it until the next
+        # h of the last chunk's end: gate 1 keeps it until the next
         states = running_state(torch.where(ends, gate, 1), y, layer, context)
         h = torch.where(ends, states, gate * states + (1 - gate) * y)
         return self.wo(torch.sigmoid(self.w_z(z)) * h.to(z.dtype))
@@ -272,8 +274,8 @@ NO_WINDOW = 2 ** 26      # a window that hides such slots only
 
 
 class LayerCache:
-    """A layer's keys and values (B, heads, R + 1, D), contiguous a head, and its state
-    (B, width) in float32. The spare slot R takes padding and is never read."""
+    """A layer's keys and values (B, heads, R + 1, D), and its state (B, width) in float32.
+    The spare slot R takes padding and is never read."""
 
     def __init__(self, zeros, heads, R, width, D):
         self.R, self.state = R, upcast(zeros(width))
@@ -296,12 +298,12 @@ class LayerCache:
         return attention_fast(q, k, v, bias)
 
     def extend_ring(self, k, v, pos, end, n):
-        """Write k, v to a ring: token t to slot t % R. Returns the n tokens before and
-        these: keys, values (B, heads, n + T, D) and positions."""
+        """Write k, v to a ring, token t to slot t % R. Returns keys, values
+        (B, heads, n + T, D) and positions of the n tokens before and of these."""
         R, old = self.R, pos[:, :1] + torch.arange(-n, 0, device=pos.device)
         rows = torch.arange(len(k), device=k.device)[:, None]
         before = [x[rows, :, old % R].transpose(1, 2) for x in (self.k, self.v)]
-        # of more than R tokens only the last, and no padding
+        # only the last R tokens, and no padding
         self.write(k, v, pos % R, (pos < end - R) | (pos >= end))
         k, v = (torch.cat([a.to(b.dtype), b], 2) for a, b in zip(before, (k, v)))
         return k, v, torch.cat([torch.where(old < 0, EMPTY_SLOT, old), pos], 1)
@@ -347,14 +349,16 @@ class Context:
         self.chunk_of, l = self.pos // cfg.chunk, self.pos % cfg.chunk
         self.starts_chunk = (l == 0) & (self.pos < self.end)    # not at padding
         self.ends_chunk = (l == cfg.chunk - 1) & (self.pos < self.end)
-        self.rope = {kind: self.rope_tables(kind, x) for kind in {cfg.kind(0), cfg.kind(1)}}
+        kinds = {cfg.kind(0), cfg.kind(1)}
+        self.rope = {kind: self.rope_tables(kind, x) for kind in kinds}
 
     def rope_tables(self, kind, x):
         """cos and sin (B or 1, 1, T, D), or None without RoPE."""
         cfg = self.cfg
         if kind == "rnn" or cfg.pos == "nope" and kind != "swa":
             return None
-        counted = self.chunk_of if kind == "rat" and cfg.pos == "chunk" else self.pos
+        by_chunk = kind == "rat" and cfg.pos == "chunk"
+        counted = self.chunk_of if by_chunk else self.pos
         tables = rope_tables(counted, cfg.head_dim, cfg.rope_theta, x.dtype)
         return [table[:, None] for table in tables]
 
@@ -411,12 +415,13 @@ class Model(LanguageModel):
         init_weights(self)
 
     def flops_per_token(self):
-        """Floating-point operations of a token, forward and backward, at block_size: 6 a
-        weight of each product, 12 C a visible key on average; none for recurrences."""
+        """As in model_gpt; none for recurrences."""
         cfg, T, L = self.cfg, self.cfg.block_size, self.cfg.chunk
         matrices = [p for p in self.blocks.parameters() if p.dim() == 2]
         weights = sum(p.numel() for p in matrices) + cfg.vocab_size * cfg.n_embd
-        visible = dict(rat=lambda t: t // L + 1, reversed=lambda t: t % L + 1, rnn=lambda t: 0,
-                       attention=lambda t: t + 1, swa=lambda t: min(t, cfg.swa) + 1)
-        keys = sum(visible[cfg.kind(i)](t) for i in range(cfg.n_layer) for t in range(T)) / T
+        visible = dict(    # keys of token t
+            rat=lambda t: t // L + 1, rnn=lambda t: 0, attention=lambda t: t + 1,
+            swa=lambda t: min(t, cfg.swa) + 1, reversed=lambda t: t % L + 1)
+        kinds = [cfg.kind(layer) for layer in range(cfg.n_layer)]
+        keys = sum(visible[kind](t) for kind in kinds for t in range(T)) / T
         return 6.0 * weights + 12.0 * cfg.n_embd * keys
