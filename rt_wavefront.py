@@ -2,9 +2,8 @@
 The wavefront: the fast schedule of the Recurrent Transformer (read model_rt.py first).
 
 Positions are cut into chunks of C. Layer l can compute chunk c as soon as layer l - 1 has
-done so. In step s of the wavefront (no training or decode step), all pairs (l, c = s - l) are
-computed together: a position's products are one bmm over the layers' stacked weights. Three
-layers, four chunks; the numbers are steps:
+done so. Step s of the wavefront computes all pairs (l, c = s - l) together: a position's
+products are one bmm over the layers' stacked weights. Steps of three layers, four chunks:
 
               chunk 0 1 2 3
         layer 2     2 3 4 5         step 3 is a diagonal: (2, 1), (1, 2) and (0, 3)
@@ -13,13 +12,13 @@ layers, four chunks; the numbers are steps:
 
 That is T + (L - 1) C positions one after the other instead of L T. A chunk's queries attend
 to all earlier chunks in one dense call when it starts, then, position by position, to the
-chunk itself. The results are the naive layer's: a query attends to the same pairs, only in
-three parts (its temporary pair, earlier chunks, its chunk) that an online softmax merges.
+chunk itself. A query attends to the same pairs as in the naive layer, in three parts (its
+temporary pair, earlier chunks, its chunk) that an online softmax merges.
 
 The backward pass is written by hand and saves only each layer's input x and output y. From
-y it recomputes all pairs at once, then attention, then the MLP's u = W_up n2(z). Only what
-must is done position by position, from the last to the first. p_ij are attention's weights,
-^ marks a temporary pair, and J is the Jacobian of the norm that stands there:
+y it recomputes all pairs at once, then attention, then the MLP's u = W_up n2(z). What must
+be done position by position goes from the last to the first. p_ij are attention's weights,
+^ marks a temporary pair, J is the norm's Jacobian:
 
     g_i   = dL/dy_i + J^T (Wk^T dk_i + Wv^T dv_i)   (B1)  dL/dy_i: from the layer above
     du_i  = gelu'(u_i) W_down^T g_i                 (B2)
@@ -95,7 +94,8 @@ class Layers(torch.autograd.Function):
             return [dx, *grads]
         with torch.autocast(dy.device.type, enabled=False):
             dx, *grads = replay(run, layers_backward, states, dy, *weights)
-        return None, dx.to(states.dtype), *(g.to(w.dtype) for g, w in zip(grads, weights))
+        grads = (g.to(w.dtype) for g, w in zip(grads, weights))
+        return None, dx.to(states.dtype), *grads
 
 
 # ---- weights, norms ----
@@ -121,8 +121,10 @@ def stack_weights(cfg, blocks):
     full, layers = cfg.qk_norm == "full", []
     for b in blocks:
         qkv = torch.cat([b.wq.weight, b.wk.weight, b.wv.weight]) * b.norm1.weight
-        norms = torch.cat([b.q_norm.weight, b.k_norm.weight]) if full else qkv.new_empty(0)
         up = b.w_up.weight * b.norm2.weight
+        norms = qkv.new_empty(0)
+        if full:
+            norms = torch.cat([b.q_norm.weight, b.k_norm.weight])
         layers.append((qkv, b.wo.weight, up, b.w_down.weight, norms[None]))
     return Weights(*map(torch.stack, zip(*layers)))
 
@@ -144,9 +146,8 @@ class ChunkAttention:
     """Attention inside a chunk, to its own persistent pairs, position by position.
 
     q (A, B, H, C, D). out (like q), lse (A, B, H, C): each query's online softmax over all
-    else that it attends to. All is in float32 or better. N = A B G: the R query heads of a
-    key head stand together.
-    """
+    else that it attends to. In float32 or better. N = A B G: the R query heads of a key
+    head stand together."""
 
     def __init__(self, run, q, out, lse):
         A, B, H, C, D = self.shape = q.shape
@@ -226,13 +227,14 @@ class ChunkAttention:
 class Wavefront:
     """One pass of all layers over x (B, T, d), after S cached tokens.
 
-    Layer l reads states[l] and writes states[l + 1], states (L + 1, T, B, d): positions first,
-    as they are computed. T is padded to whole chunks; no real position attends to the padding.
-    """
+    Layer l reads states[l] and writes states[l + 1], states (L + 1, T, B, d). T is padded to
+    whole chunks; no real position attends to the padding."""
 
     def __init__(self, cfg, x, S=0):
-        self.cfg, self.S, (self.B, self.T, self.d) = cfg, S, x.shape
-        self.L, self.H, self.G, self.D = cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        self.cfg, self.S = cfg, S
+        self.B, self.T, self.d = x.shape
+        self.L, self.H = cfg.n_layer, cfg.n_head
+        self.G, self.D = cfg.n_kv_head, cfg.head_dim
         self.chunks = math.ceil(self.T / cfg.chunk)
         self.C = math.ceil(self.T / self.chunks)  # even chunks, little padding
         self.length = self.chunks * self.C
@@ -259,7 +261,8 @@ class Wavefront:
     def diagonal(self, buffer, step, dim):
         """A step's chunks in a buffer of all layers with positions in dimension dim. A view:
         chunks (l, c) and (l + 1, c - 1) are always the same distance apart in memory."""
-        (s, lo, hi), shape, stride = step, list(buffer.shape), list(buffer.stride())
+        s, lo, hi = step
+        shape, stride = list(buffer.shape), list(buffer.stride())
         start = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[dim]
         stride[0] -= self.C * stride[dim]
         shape[0], shape[dim] = hi - lo, self.C
@@ -297,7 +300,8 @@ class Wavefront:
         du = du.flatten(3).flatten(1, 2)  # (A, n B, heads D)
         if saved is None:
             return du, 0
-        return norm_backward(du * norm_weight, *saved), (du * saved[0]).sum(1, keepdim=True)
+        d_weight = (du * saved[0]).sum(1, keepdim=True)
+        return norm_backward(du * norm_weight, *saved), d_weight
 
     def inputs(self, x, w, rope):
         """Equation (1) of model_rt for rows x (A, C B, d): q (A, B, H, C, D), temporary k, v
@@ -342,7 +346,8 @@ class Wavefront:
         """A layer's queries q (B, H, C, D) of chunk c over all persistent pairs before c."""
         end = self.S + c * self.C
         if end == 0:
-            return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=self.wide)
+            lse = q.new_full(q.shape[:3], -math.inf, dtype=self.wide)
+            return torch.zeros_like(q), lse
         k, v, pos = self.k[layer, :, :, :end], self.v[layer, :, :, :end], self.pos
         return kernels.attend(q, k, v, pos[end:end + self.C], pos[:end], self.slopes)
 
@@ -363,16 +368,17 @@ class Wavefront:
 
     def forward_step(self, states, w, step):
         """Each active layer's chunk: the equations of model_rt, by their numbers."""
-        x, y, rope = self.diagonal(states[:-1], step, 1), [], self.rope(step)
-        qkv, _ = self.inputs(x.flatten(1, 2), w, rope)                  # (1)
+        x, rope = self.diagonal(states[:-1], step, 1), self.rope(step)
+        qkv, _ = self.inputs(x.flatten(1, 2), w, rope)              # (1)
         attention = ChunkAttention(self, qkv[0], *self.outside_attention(qkv, step))
-        for i, x_i in enumerate(x.unbind(1)):                           # (A, B, d)
-            a = attention.read(i)                                       # (2)
-            z = x_i + product(a, w.out)                                 # (3)
+        y = []
+        for i, x_i in enumerate(x.unbind(1)):                       # (A, B, d)
+            a = attention.read(i)                                   # (2)
+            z = x_i + product(a, w.out)                             # (3)
             u = product(self.norm(z), w.up)
-            y.append(z + product(F.gelu(u), w.down))                    # (4)
+            y.append(z + product(F.gelu(u), w.down))                # (4)
             here = [table[:, i:i + 1] for table in rope]
-            k, v, _ = self.persistent(self.norm(y[i]), w, here)         # (5)
+            k, v, _ = self.persistent(self.norm(y[i]), w, here)     # (5)
             attention.write(i, k[:, 0], v[:, 0])
         self.diagonal(states[1:], step, 1).copy_(torch.stack(y, 1))
         for buffer, new in ((self.k, attention.k), (self.v, attention.v.mT)):
@@ -441,9 +447,11 @@ class Wavefront:
         """(B1) to (B7). chunk: dL/dy, n1(y) and its r, u, n2(z) and its r, (A, C, B, .) each.
         Returns g, du, dz, the gradient of (Wk, Wv) n1(y), and that of the k-norm's weight."""
         HD = self.H * self.D
-        w_kv, k_norm, dk_norm, done = w.qkv[:, HD:], w.qk_norm[..., HD:], 0, []
+        w_kv, k_norm = w.qkv[:, HD:], w.qk_norm[..., HD:]
+        dk_norm, done = 0, []
         positions = list(zip(*(v.unbind(1) for v in chunk)))
-        for i, (dy, m, rm, u, n2, r2) in reversed(list(enumerate(positions))):
+        for i in reversed(range(self.C)):
+            dy, m, rm, u, n2, r2 = positions[i]
             dk, dv = attention.kv_grad(i)                               # (B5) to (B7)
             here = [table[:, i:i + 1] for table in rope]
             parts = saved and [v.unflatten(1, (self.C, self.B))[:, i] for v in saved]
@@ -452,7 +460,7 @@ class Wavefront:
             g = dy + norm_backward(product(dkv, w_kv), m, rm)           # (B1)
             du = torch.ops.aten.gelu_backward(product(g, w.down), u)    # (B2)
             dz = g + norm_backward(product(du, w.up), n2, r2)           # (B3)
-            attention.write_query_grad(i, product(dz, w.out))      # (B4)
+            attention.write_query_grad(i, product(dz, w.out))           # (B4)
             done.append((g, du, dz, dkv))
             dk_norm = dk_norm + more
         return [torch.stack(v[::-1], 1).flatten(1, 2) for v in zip(*done)], dk_norm
@@ -461,10 +469,11 @@ class Wavefront:
         """Of outside_attention: adds to dq, and to dk and dv of earlier chunks; returns the
         temporary pairs' gradients (A, B, G, C, D)."""
         s, lo, hi = step
+        pairs = self.k, self.v, self.dk, self.dv
         for l in range(lo, hi):
             start, end = (s - l) * self.C, (s - l + 1) * self.C
             if start > 0:
-                k, v, dk, dv = (u[l, :, :, :start] for u in (self.k, self.v, self.dk, self.dv))
+                k, v, dk, dv = (u[l, :, :, :start] for u in pairs)
                 q, a_l, da_l = (u[l - lo].to(self.dtype) for u in (qkv[0], a, da))
                 mask = self.pos[start:end], self.pos[:start], self.slopes
                 parts = kernels.attend_backward(q, k, v, a_l, lse[l - lo], da_l, *mask)
