@@ -5,11 +5,13 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
     python serve.py out/mor_tiny requests=FILE.jsonl batching=depth slots=32
     python serve.py help                                   every key with its meaning
 
-A line of FILE is a JSON object: {"prompt": "def ", "max_new_tokens": 50, "arrival": 1.5, "id":
-"a"}. Only the prompt must be there; arrival is in seconds after the start. Its answer is a JSON
-line with the id (or the line's number), text, tokens, exits (the loop after which each token
-exited) and latency (seconds since its arrival). A line that is no such object gets a line with
-"error".
+A line of FILE is a JSON object, of which only the prompt is needed:
+
+    {"prompt": "def ", "max_new_tokens": 50, "arrival": 1.5, "id": "a"}
+
+arrival is in seconds after the start. The answer is a JSON line with the id (or the line's
+number), text, tokens, exits (the loop after which each token exited) and latency (seconds
+since arrival); for any other line, one with "error".
 
 With share=cycle all loops use the same blocks, so one call may run tokens of several loops. A
 token takes loop 1, then may exit or take loop 2. What two slots do (.: wait for the other):
@@ -20,11 +22,11 @@ token takes loop 1, then may exit or take loop 2. What two slots do (.: wait for
     depth      1 2 1 1 2 1      a slot whose token exits starts its next token at once
                1 1 2 1 1 2      (Bae et al. 2024, 2410.20672, Section 2.4)
 
-Up to rounding the answers do not depend on the batching: each is what its request would get alone.
+Up to rounding, each answer is what its request would get alone.
 
-A token that exits early has no keys and values in the deeper loops, which later tokens need. Its
-state is kept until one of them goes there. Then fill=exact runs the state through that loop with
-the later token; fill=propagate projects keys and values from it.
+A token that exits early has no keys and values in the deeper loops, which later tokens need.
+Its state is kept until one of them goes there. Then fill=exact runs the state through that
+loop with the later token; fill=propagate projects keys and values from it.
 
 A model offers n_loop, embed, loop, finish, logits; relaxed also projection and propagate; mor
 also takes: its router decides which tokens go on, so exit and fill mean nothing to it.
@@ -51,27 +53,26 @@ from run import pick_device
 from sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
 
 
-# -------------------------------------------------------------------------------------------------
-# keys and values of packed tokens
+# ---- keys and values of packed tokens ----
 
 class SlotCache:
     """Keys and values of every (slot, level) pair, a sequence each. Level 0 is what stands
-    before the loops, level b loop b, the last what stands behind. kv[level, layer] (slots, 2, G,
-    room, D) is made when first written to, and grows with its longest sequence: so a level that
-    few tokens reach is small. count[level, slot] is the number of tokens of a sequence."""
+    before the loops, level b loop b, the last what stands behind. kv[level, layer] grows with
+    its longest sequence, so a level that few tokens reach is small. count[level, slot]: the
+    number of tokens of a sequence."""
 
     def __init__(self, slots, levels, max_len, n_kv_head, head_dim, device, dtype):
         self.slots, self.max_len, self.device, self.dtype = slots, max_len, device, dtype
         self.shape = n_kv_head, head_dim
-        self.kv = {}                            # (level, layer): (slots, 2, G, room, D)
-        self.count = np.zeros((levels, slots), np.int64)    # on the CPU, as all bookkeeping
+        self.kv = {}        # (level, layer): (slots, 2, G, room, D)
+        self.count = np.zeros((levels, slots), np.int64)    # bookkeeping is on the CPU
 
     def buffer(self, level, layer, need):
         """kv[level, layer] with room for at least `need` tokens."""
         G, D = self.shape
         kv = self.kv.get((level, layer), torch.empty(self.slots, 2, G, 0, D))
         room = kv.size(3)
-        if need > room:                                         # make it twice as long
+        if need > room:     # make it twice as long
             more = min(self.max_len, max(need, 2 * room, 32))
             shape = self.slots, 2, G, more, D
             longer = torch.zeros(shape, device=self.device, dtype=self.dtype)
@@ -80,7 +81,7 @@ class SlotCache:
         return kv
 
     def reset(self, slot):
-        """Empty a slot for a new text. It is zeroed: a NaN under a mask would still poison sums."""
+        """Empty a slot for a new text. It is zeroed: a NaN poisons sums, even under a mask."""
         for kv in self.kv.values():
             kv[slot] = 0
         self.count[:, slot] = 0
@@ -102,9 +103,9 @@ def spread(n):
 
 class RowGroup:
     """Rows of a RaggedBatch that attend to the same level, with one token each or with several:
-    attention takes them in one call. slot, n (R,); tokens (N',): which of the packed tokens are
-    theirs; entry (N',): where each stands in its sequence. A query attends to the entries up to its
-    own. writes: whether the tokens have keys of their own at this level."""
+    attention takes them in one call. slot, n (R,). tokens (N',): which packed tokens are theirs.
+    entry (N',): where each stands in its sequence; it attends to the entries up to its own.
+    writes: whether the tokens have their own keys at this level."""
 
     def __init__(self, cache, level, slot, n, tokens, entry, writes, fast):
         self.cache, self.level, self.writes = cache, level, writes
@@ -114,17 +115,18 @@ class RowGroup:
         R, T, self.S = len(n), int(n.max()), int(entry.max()) + 1
         self.tokens, self.entry = tensor(tokens), tensor(entry)         # (N',)
         self.token_slot, self.slot = tensor(slot[row]), tensor(slot)    # (N',), (R,)
-        # most slots with one token each: all slots are read where they lie, which is cheaper than
-        # gathering these; the other slots' results are dropped
+        # most slots, one token each: reading all slots in place is cheaper than gathering
+        # these; the other slots' results are dropped
         self.in_place = T == 1 and 2 * R > cache.slots
         if self.in_place:
             row, R = slot, cache.slots
-        self.shape, self.cell = (R, T), (tensor(row), tensor(step))     # each token's in (R, T)
+        self.shape = R, T
+        self.cell = tensor(row), tensor(step)               # each token's in (R, T)
         last = np.full((R, T), self.S)                      # padding attends to anything
         last[row, step] = entry
-        visible = np.arange(self.S) <= last[..., None]                  # (R, T, S)
+        visible = np.arange(self.S) <= last[..., None]      # (R, T, S)
         bias = np.where(visible, np.float32(0), np.float32(-np.inf))
-        self.bias = tensor(bias)[:, None].to(cache.dtype)               # (R, 1, T, S)
+        self.bias = tensor(bias)[:, None].to(cache.dtype)   # (R, 1, T, S)
 
     def attend(self, layer, q, new, out):
         """q (N, H, D), new (N, 2, G, D) -> out (N, H, D), of this group's tokens."""
@@ -190,12 +192,12 @@ class RaggedBatch:
     def write(self, layer, k, v):
         """Write k, v (1, G, N, D) of tokens that are all at one level, without attending."""
         kv = self.cache.buffer(int(self.level[0]), layer, int(self.entry.max()) + 1)
-        slot, entry = (torch.from_numpy(x).to(kv.device) for x in (self.slot[self.row], self.entry))
+        slot = torch.from_numpy(self.slot[self.row]).to(kv.device)
+        entry = torch.from_numpy(self.entry).to(kv.device)
         kv[slot, :, :, entry] = self.pack(k, v).to(kv.dtype)
 
 
-# -------------------------------------------------------------------------------------------------
-# when a token may exit
+# ---- when a token may exit ----
 
 def exit_rule(text, n_loop):
     """What exit= names: a function of logits (R, V) after loop depth (R,), from 0, that tells
@@ -203,8 +205,7 @@ def exit_rule(text, n_loop):
 
     confidence: the likeliest token's probability is above P; margin: it is above the second
     one's by more than P (Schuster et al. 2022). oracle, for measuring: the earliest loop whose
-    likeliest token is the last loop's. It needs the last loop, so nothing exits early; the
-    Engine counts."""
+    likeliest token is the last loop's. All loops run for it, and the Engine counts."""
     if text in ("", "oracle"):
         return None
     kind, _, value = text.partition(":")
@@ -227,8 +228,7 @@ def exit_rule(text, n_loop):
                     f"LOOP from 1 to {n_loop}, P from 0 to 1")
 
 
-# -------------------------------------------------------------------------------------------------
-# the engine
+# ---- the engine ----
 
 @dataclass
 class Request:
@@ -327,7 +327,7 @@ class Engine:
                 self.start(slot, list(slot.request.prompt))
 
     def generator(self, n):
-        """The random numbers of the n-th request: its own, so that its neighbours do not matter."""
+        """The random numbers of the n-th request, whatever its neighbours are."""
         word = np.random.SeedSequence([self.seed, n]).generate_state(1, np.uint64)[0]
         return torch.Generator(self.device).manual_seed(int(word >> np.uint64(1)))
 
@@ -341,7 +341,7 @@ class Engine:
         """depth: one loop for all requests. static, sequence: one token for each."""
         slots = self.busy()
         for slot in slots:
-            if slot.at.stop > self.max_len:                             # a full context
+            if slot.at.stop > self.max_len:     # a full context
                 self.start(slot, slot.text)
         while slots:                    # sequence: until the last token has exited
             slots = self.advance(slots)
@@ -360,11 +360,12 @@ class Engine:
             slot.depth += 1
         return stay
 
-    # the model's calls ---------------------------------------------------------------------------
+    # the model's calls
 
     def context(self, slots, level, at, **options):
         """The attention context of the tokens at positions at[r] of the slots, at level[r]."""
-        number, n = np.array([slot.number for slot in slots]), np.array([len(x) for x in at])
+        number = np.array([slot.number for slot in slots])
+        n = np.array([len(x) for x in at])
         flat = np.array([position for positions in at for position in positions])
         return RaggedBatch(self.cache, np.zeros_like(n) + level, number, n, flat, self.rope,
                            self.model.cfg.fast, **options)
@@ -405,7 +406,8 @@ class Engine:
         """Level b holds the keys of loop b. mor: those of the tokens that took it
         (kv=recursion); or all read the first loop's (share); or those that take a loop have keys
         of their own there, and the others the first loop's (share_update)."""
-        level, kv = np.array([slot.depth + 1 for slot in slots]), getattr(self.model.cfg, "kv", "")
+        level = np.array([slot.depth + 1 for slot in slots])
+        kv = getattr(self.model.cfg, "kv", "")
         return self.context(slots, level, at, by_position=kv.startswith("share"),
                             reads=np.ones_like(level) if kv == "share" else None)
 
@@ -415,7 +417,7 @@ class Engine:
     def index(self, x):
         return torch.from_numpy(x).to(self.device)
 
-    # a rule decides: relaxed ---------------------------------------------------------------------
+    # a rule decides: relaxed
 
     def exit_by_rule(self, slots):
         """The slots whose newest tokens exit after this loop; those are predicted from."""
@@ -456,13 +458,13 @@ class Engine:
             at = [[position for position, _ in old] for _, old in some]
             context = self.context([slot for slot, _ in some], depth + 1, at)
             h = torch.cat([state for _, old in some for _, state in old])
-            if depth not in self.projections:                           # weights stay as they are
+            if depth not in self.projections:   # weights stay as they are
                 self.projections[depth] = self.model.projection(depth)
             self.model.propagate(h, depth, self.projections[depth], context)
             for slot, old in some:
                 self.defer(slot, old)
 
-    # a router decides: mor -----------------------------------------------------------------------
+    # a router decides: mor
 
     def exit_by_router(self, slots):
         """The slots of which no token takes another loop. They run the last layer, and the newest
@@ -478,9 +480,10 @@ class Engine:
 
     def route(self, slots):
         """Keep in `going` the tokens that the router sends through the next loop."""
-        depth, n = (torch.tensor(x) for x in zip(*((s.depth + 1, len(s.going)) for s in slots)))
-        depth = depth.repeat_interleave(n)                              # (N,)
-        h = torch.cat([slot.states() for slot in slots])                # (N, C)
+        n = torch.tensor([len(slot.going) for slot in slots])
+        depth = torch.tensor([slot.depth + 1 for slot in slots])
+        depth = depth.repeat_interleave(n)                  # (N,)
+        h = torch.cat([slot.states() for slot in slots])    # (N, C)
         takes = self.model.takes(h, depth.clamp(max=self.n_loop - 1)).cpu() & (depth < self.n_loop)
         for slot, mask in zip(slots, takes.split(n.tolist())):
             exits, slot.going = slot.going[~mask.numpy()], slot.going[mask.numpy()]
@@ -488,7 +491,7 @@ class Engine:
                 at, deeper = slot.at.start + exits, range(slot.depth + 2, self.n_loop + 1)
                 self.cache.copy(slot.number, at.tolist(), 1, deeper)
 
-    # the answers ---------------------------------------------------------------------------------
+    # the answers
 
     def emit(self, slots, depths, logits):
         """Give each slot its next token from logits (R, V), and end what is answered."""
@@ -526,8 +529,7 @@ class Engine:
         return tokens
 
 
-# -------------------------------------------------------------------------------------------------
-# requests in, answers out
+# ---- requests in, answers out ----
 
 @dataclass
 class ServeConfig(Sampling):
@@ -547,8 +549,8 @@ REQUEST_KEYS = {"prompt": [str], "max_new_tokens": [int], "arrival": [int, float
 
 
 def read_requests(path, tokenizer, model, max_new_tokens):
-    """The requests in a file, and answers for the lines that hold none: (list of Request, list of
-    dict). UserError where there is no such file, or it is empty."""
+    """The requests in a file, and answers for the lines that hold none: lists of Request and
+    of dict. UserError if there is no such file, or it is empty."""
     try:
         lines = list(enumerate(read_bytes(path).split(b"\n"), 1))
     except OSError as e:
