@@ -17,8 +17,7 @@ from prepare import PrepareConfig, folder_name, is_offline, prepare
 from tasks import COMPRESSION, fit_head, is_task
 
 
-# -------------------------------------------------------------------------------------------------
-# the keys
+# ---- the keys ----
 
 @dataclass
 class TrainConfig:
@@ -113,7 +112,8 @@ def full_schema(module):
     twice = {f.name for f in fields(TrainConfig)} & {f.name for f in fields(module.Config)}
     assert not twice, f"{module.__name__}.Config repeats the trainer's keys {twice}"
     keys = *fields(TrainConfig), *fields(module.Config)
-    return make_dataclass("RunConfig", [(f.name, f.type, field(default=f.default)) for f in keys])
+    entries = [(f.name, f.type, field(default=f.default)) for f in keys]
+    return make_dataclass("RunConfig", entries)
 
 
 def read_config(argv):
@@ -136,7 +136,7 @@ def run_config(module, given, base):
     model_fields = {k: v for k, v in asdict(values).items() if k not in own}
     try:
         cfg = TrainConfig(**{k: getattr(values, k) for k in own})
-        module.Config(**model_fields)           # refuses impossible sizes before anything is done
+        module.Config(**model_fields)   # refuses impossible sizes early
     except ValueError as e:
         raise UserError(str(e)) from e
     return cfg, model_fields
@@ -145,11 +145,11 @@ def run_config(module, given, base):
 def starting_point(given, yaml):
     """The values that the command line overrides, and the checkpoint they come with, or None.
 
-    From scratch they are the YAML file's. With resume and eval_only they are the run's own, from
-    its checkpoint; a line tells where a file named on the command line differs. With init_from
-    the weights bring the model's fields: only block_size, dropout and the model's
-    Config.FINETUNE_OVERRIDES may come from a file that was named. A model that converts another
-    one's weights takes the fields that both have from them, the rest from the file."""
+    From scratch they are the YAML file's. With resume and eval_only they are the run's own,
+    from its checkpoint; a line tells where a file named on the command line differs.
+    With init_from the weights bring the model's fields. Only block_size, dropout and
+    Config.FINETUNE_OVERRIDES may come from a file that was named. If the weights are
+    converted, fields that the other model lacks come from the file."""
     asked = {**asdict(TrainConfig()), **yaml, **given}
     for key in ("model", "run", "out_dir", "init_from"):
         typed_value(key, asked[key], str)
@@ -205,8 +205,7 @@ def run_folder(out_dir, run):
     return Path(out_dir) / run
 
 
-# -------------------------------------------------------------------------------------------------
-# devices
+# ---- devices ----
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "B200": 2250e12,
               "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "4090": 165e12,
@@ -258,12 +257,13 @@ def can_compile(device):
 
 def peak_flops(device):
     """Dense bfloat16 FLOP/s of a known GPU, else None."""
-    words = device_name(device).replace("-", " ").split() if device.type == "cuda" else []
+    if device.type != "cuda":
+        return None
+    words = device_name(device).replace("-", " ").split()
     return next((PEAK_FLOPS[word] for word in words if word in PEAK_FLOPS), None)
 
 
-# -------------------------------------------------------------------------------------------------
-# data and model
+# ---- data and model ----
 
 def open_data(cfg):
     """The folder of cfg.dataset; a task's name as it is. A missing data set that needs no

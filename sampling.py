@@ -31,7 +31,8 @@ class Sampling:
 
     def between(self, **bounds):
         for name, (low, high) in bounds.items():
-            value, most = getattr(self, name), f" and at most {high}" if high is not None else ""
+            value = getattr(self, name)
+            most = f" and at most {high}" if high is not None else ""
             if not low <= value <= (math.inf if high is None else high):
                 raise ValueError(f"{name}={value} must be at least {low}{most}")
 
@@ -57,7 +58,7 @@ def next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, gen
     if top_p < 1:
         ordered, order = logits.sort(-1, descending=True)
         p = ordered.softmax(-1)
-        enough = p.cumsum(-1) - p >= max(top_p, 1e-9)                   # the first always stays
+        enough = p.cumsum(-1) - p >= max(top_p, 1e-9)   # the first always stays
         ordered = ordered.masked_fill(enough, -torch.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)
     return logits.softmax(-1).multinomial(1, generator=generator).squeeze(-1)
