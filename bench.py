@@ -58,8 +58,7 @@ from run import TrainConfig, device_name, make_model, open_data, pick_device, re
 from timing import compare, fastest, ratio
 
 
-# -------------------------------------------------------------------------------------------------
-# candidates: each takes a function that makes the model
+# ---- candidates: each takes a function that makes the model ----
 
 def training(make, device, cfg, part="whole step"):
     """On a fixed random batch: "forward", "forward + backward", or the optimizer's step too."""
@@ -126,8 +125,7 @@ def plain_transformer(cfg):
     return gpt.Model(gpt.Config(**same))
 
 
-# -------------------------------------------------------------------------------------------------
-# models, one layer or all
+# ---- models, one layer or all ----
 
 def bench_gpt(model, cfg, device, text=None, rounds=10):
     T = model.cfg.block_size
@@ -258,8 +256,7 @@ def bench_mor(model, cfg, device, text=None, rounds=9):
     print_cache(model, plain(), model.cfg.block_size)
 
 
-# -------------------------------------------------------------------------------------------------
-# trained runs
+# ---- trained runs ----
 
 @dataclass
 class RunsConfig:
@@ -301,8 +298,7 @@ def bench_runs(folders, argv):
             Path(options.json).write_text(json.dumps(result))
 
 
-# -------------------------------------------------------------------------------------------------
-# rat, one layer
+# ---- rat, one layer ----
 
 # The paper's Tables 6, 7 and 8 (one layer, D 2048, a GH200): attention's time over RAT(16)'s, by
 # T, for training and prefill of 200K tokens, and for a token of 64 rows (no memory at 262K).
@@ -410,8 +406,7 @@ def growth(found):
                      for name, r in ratios.items() if r)
 
 
-# -------------------------------------------------------------------------------------------------
-# kernels
+# ---- kernels ----
 
 @dataclass
 class KernelsConfig:
@@ -523,7 +518,7 @@ def bench_kernels(argv):
     bench_scan(device, cfg.rounds)
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- the command ----
 
 # Sizes if neither a config file nor a width is given: products, not calls, shall take the time.
 BENCH_SIZES = {"rat": ["n_embd=256"], "relaxed": ["n_embd=512", "n_head=8", "n_kv_head=2"],

@@ -135,8 +135,7 @@ class Config(BaseConfig):
         return self.swa + 1 if short and self.swa + 1 < self.block_size else 0
 
 
-# -------------------------------------------------------------------------------------------------
-# the method: layers that read the memory
+# ---- the method: layers that read the memory ----
 
 class Tokens(NamedTuple):
     """Some positions of every row, and what all layers need to know of them."""
@@ -258,8 +257,7 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(normed(x, self.eps)))
 
 
-# -------------------------------------------------------------------------------------------------
-# the fast path
+# ---- the fast path ----
 
 def attend_fast(q, k, v, pos, window):
     """attend_naive without a mask: one new token attends to the last keys, and all positions at
@@ -274,8 +272,7 @@ def attend_fast(q, k, v, pos, window):
     return kernels.attend(q, k, v, pos, k_pos, window=window or None)[0]
 
 
-# -------------------------------------------------------------------------------------------------
-# caches: write(layer, k, v) takes a pass's keys and values, and gives those of all positions so far
+# ---- caches: write(layer, k, v) of a pass returns the keys and values of all so far ----
 
 class Buffer:
     """Of training: gradients flow through it. The first pass fills it; later ones append, or write
@@ -326,8 +323,7 @@ class MemoryCache(KVCache):
         super().advance()
 
 
-# -------------------------------------------------------------------------------------------------
-# the model
+# ---- the model ----
 
 class Model(LanguageModel):
     """The Latent Recurrent Transformer, and its backbone where memory is false."""
