@@ -3,57 +3,77 @@ Synthetic tasks as data sets, made while training: what a sequence model can do,
 
     python train.py dataset=task:recall block_size=128 run=recall
 
-Below, inputs stand above targets; a dot is a position that is not scored. Token t's target is what the model should
-say after reading tokens 0..t. T is the length, which is block_size; in parentheses stand the vocabulary and a usual T.
+Inputs stand above targets: target t is the answer after tokens 0..t. A dot is a position that
+is not scored. T is the length (block_size). In parentheses: vocabulary size and a usual T.
 
-recall (16, T 128). Pairs of a key (0-7) and a value (8-15), where within one example a key always has the same value.
-Scored is the value of every key that was there before; the last key always was.
+recall (16, T 128). Pairs of a key (0-7) and a value (8-15). Within an example a key always
+has the same value. The value is scored if its key came before, as the last key always did.
     inputs    3  9  0 14  3  9  5  9  0 14
     targets   .  .  .  .  9  .  .  . 14  .
-noisy_recall (32, T 128). The same, but each pair is with probability 0.2 two noise tokens (16-31).
+
+noisy_recall (32, T 128). The same, but a pair is two noise tokens (16-31) with probability 0.2.
     inputs    3  9 17 30  0 14  3  9 25 25  0 14
     targets   .  .  .  .  .  .  9  .  .  . 14  .
-fuzzy_recall (16, T 128). Keys and values are motifs: one to three distinct tokens of 0-6 and of 7-14. 15 pads on the
-left. The last pair was there before. In validation all keys have three tokens, as in MAD.
+
+fuzzy_recall (16, T 128). A key is a motif of one to three distinct tokens of 0-6, a value
+one of 7-14. 15 pads on the left. The last pair came before. In validation all keys have
+three tokens, as in MAD.
     inputs   15  4  2  6  9 11  0  5  1  8  4  2  6  9
     targets   .  .  .  .  .  .  .  .  .  .  .  .  9 11
-selective_copying (16, T 256). Sixteen letters (0-13) with blanks (14) strewn before and between them, the copy token
-(15), sixteen blanks. Scored are the letters, in order, at those last blanks. (Here with three letters.)
+
+selective_copying (16, T 256). Sixteen letters (0-13), with blanks (14) strewn before and
+between them; the copy token (15); sixteen blanks, at which the letters are scored in order.
+Here with three letters:
     inputs   14 14  7 14  2 14 14 14  7 15 14 14 14
     targets   .  .  .  .  .  .  .  .  .  .  7  2  7
-compression (16, T 32). T - 1 letters (0-14) and the compress token (15), from whose output alone a decoder,
-CompressionHead, must give back all the letters.
+
+compression (16, T 32). T - 1 letters (0-14) and the compress token (15). From the output at
+that token alone, a decoder (CompressionHead) predicts all letters.
     inputs    6  0  3 14  6 15
     targets   6  0  3 14  6  .
-memorization (256, T 32). Keys (0-126), each followed by the insert token (255), at which the key's value (127-254) is
-scored. Which value a key has is drawn from the seed alone, once for training and validation.
+
+memorization (256, T 32). Keys (0-126), each followed by the insert token (255), at which
+the key's value (127-254) is scored. A key has the same value in all examples, training and
+validation alike, drawn from the seed.
     inputs  101 255   3 255 101 255
     targets   . 140   . 222   . 140
+
 copying (27). T / 2 letters (0-25), the copy token (26), and the letters again.
     inputs    4 19  0 26  4 19
     targets   .  .  .  4 19  0
-needles (48, T 128). Eight pairs of a key (0-15, all different) and a value (16-31) strewn over filler (32-47), then all
-eight keys in another order, each followed by its value. Scored are those values. (Here with two pairs.)
+
+needles (48, T 128). Eight pairs of a key (0-15, all different) and a value (16-31) are strewn
+over filler (32-47). Then all keys follow in another order, each with its value, which is
+scored. Here with two pairs:
     inputs   40  3 17 33 33 11 30 45 11 30  3 17
     targets   .  .  .  .  .  .  .  . 30  . 17  .
-s3 (6), s5 (120). State tracking: tokens are permutations of 3 or 5 elements, numbered as itertools.permutations lists
-them; the target is the composition of all so far, the first applied first. (Attention without absolute positions
-cannot tell p from p p, so a plain Transformer gets at most 31 of 36 rows of s3 wholly right, however long it trains.)
+
+s3 (6), s5 (120). State tracking: tokens are permutations of 3 or 5 elements, numbered as
+itertools.permutations lists them. The target is the composition of all so far, the first
+applied first. (Attention without absolute positions cannot tell p from p p, so a plain
+Transformer gets at most 31 of 36 rows of s3 wholly right.)
     inputs    1  2  2  5
     targets   1  3  1  4
 
-Examples are uniformly random but for what is said. Training has 12,800 fixed examples (memorization 256; needles, s3
-and s5 draw new ones at every step), validation 1,280 others. MAD trains the three recall tasks on every next token, not
-only on the scored ones: task_next_token=true does (the accuracies of training count all tokens then).
+All else is drawn uniformly. Training has 12,800 fixed examples (memorization 256; needles,
+s3 and s5 draw new ones at every step), validation 1,280 others. task_next_token=true trains
+the three recall tasks on every next token, as MAD does; training accuracy then counts all.
 
-Papers: Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid Architectures" (MAD: the first six; github
-athms/mad-lab); Jelassi et al. 2024, "Repeat After Me" (copying); Merrill et al. 2024, "The Illusion of State in
-State-Space Models" (s3, s5); Hsieh et al. 2024, "RULER" (needles, in its spirit: multi-key, multi-query retrieval).
-Departures from MAD's code: a recall example ends with the whole last pair (MAD drops the last value, which nothing
-reads); fuzzy_recall holds as many pairs as fit, so it is padded less, and its last pair always was there before; the
-blanks of selective_copying are drawn from the seed too; compression does not score the compress token itself, which
-is always the same, and its decoder sits behind the model's last norm; training draws examples with replacement, not in
-epochs; accuracy is the mean over tokens, not over the classes of tokens.
+Papers:
+    Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid Architectures"
+        (MAD: the first six tasks; github.com/athms/mad-lab)
+    Jelassi et al. 2024, "Repeat After Me" (copying)
+    Merrill et al. 2024, "The Illusion of State in State-Space Models" (s3, s5)
+    Hsieh et al. 2024, "RULER" (its multi-key, multi-query retrieval is like needles)
+
+Departures from MAD's code:
+- a recall example ends with the whole last pair (MAD drops the last value);
+- fuzzy_recall holds as many pairs as fit, and its last pair always came before;
+- the seed also draws the blanks of selective_copying;
+- compression does not score the compress token, which is always the same;
+- compression's decoder reads the output of the model's last norm;
+- training draws examples with replacement, not in epochs;
+- accuracy is the mean over tokens, not over classes of tokens.
 """
 import itertools
 import math
@@ -70,8 +90,8 @@ from tokenizer import TaskTokenizer
 
 VAL_EXAMPLES = 1280
 COMPRESSION = "task:compression"
-# The last word of every seed here, so that no two kinds of draws share their random numbers. (0 may not end one:
-# SeedSequence takes [seed, step] and [seed, step, 0] for the same. 1 is the trainer's.)
+# The last word of each seed: no two kinds of draws share random numbers. 1 is the trainer's.
+# 0 cannot be one: to SeedSequence [seed, step] and [seed, step, 0] are the same.
 TRAIN, VAL, FRESH, MAP = 2, 3, 4, 5
 
 
@@ -80,35 +100,36 @@ def generator(*words):
     return np.random.default_rng(np.random.SeedSequence(words))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# one example of each task: (rng, T) -> inputs and targets, each (T,) int64, targets -1 where not scored
+# ---- one example of each task: (rng, T) -> inputs, targets (-1: not scored), (T,) int64 each ----
 
 def recall(rng, T, noise=0.0):
     pairs = T // 2
     keys, value_of = rng.integers(0, 8, pairs), rng.integers(8, 16, 8)
     noisy = rng.random(pairs) < noise
-    noisy[[rng.integers(pairs - 1), -1]] = False                # one to ask for, and the last, which asks
+    noisy[[rng.integers(pairs - 1), -1]] = False    # the last pair, and one it can ask for
     keys[-1] = rng.choice(np.unique(keys[:-1][~noisy[:-1]]))
-    tokens = np.stack([keys, value_of[keys]], 1)                # (pairs, 2)
+    tokens = np.stack([keys, value_of[keys]], 1)    # (pairs, 2)
     tokens[noisy] = rng.integers(16, 32, (noisy.sum(), 2))
     asks = ~noisy
-    asks[np.unique(np.where(noisy, -1, keys), return_index=True)[1]] = False     # the first time of each key
+    asks[np.unique(np.where(noisy, -1, keys), return_index=True)[1]] = False    # first of a key
     targets = np.full((pairs, 2), -1)
     targets[asks, 0] = tokens[asks, 1]
     return tokens.ravel(), targets.ravel()
 
 
 def motifs(rng, count, alphabet, sizes):
-    """count tuples of distinct tokens of the alphabet: first the length is drawn from sizes, then the tokens."""
+    """count tuples of distinct tokens of the alphabet, their lengths drawn from sizes."""
     tokens = rng.permuted(np.tile(alphabet, (count, 1)), axis=1).tolist()
-    return [tuple(row[:size]) for row, size in zip(tokens, rng.choice(sizes, count).tolist())]
+    lengths = rng.choice(sizes, count).tolist()
+    return [tuple(row[:length]) for row, length in zip(tokens, lengths)]
 
 
 def fuzzy_recall(rng, T, key_sizes=(1, 2, 3)):
-    keys, values = motifs(rng, T // 2, range(7), key_sizes), motifs(rng, T // 2, range(7, 15), (1, 2, 3))
-    probe = keys[0] + values[0]
-    value_of, asked, pairs = {keys[0]: values[0]}, (keys[0], values[0]), []
-    room = T + 1 - 2 * len(probe)                               # one token more than T: the last is target only
+    keys = motifs(rng, T // 2, range(7), key_sizes)
+    values = motifs(rng, T // 2, range(7, 15), (1, 2, 3))
+    asked = keys[0], values[0]
+    value_of, pairs = {keys[0]: values[0]}, []
+    room = T + 1 - 2 * len(keys[0] + values[0])     # T + 1: the last token is only a target
     for key, value in zip(keys[1:], values[1:]):
         value = value_of.setdefault(key, value)
         room -= len(key) + len(value)
@@ -119,7 +140,8 @@ def fuzzy_recall(rng, T, key_sizes=(1, 2, 3)):
     tokens, targets, seen = [], [], set()
     for key, value in [*pairs, asked]:
         tokens += key + value
-        targets += [-1] * len(key) + (list(value) if key in seen else [-1] * len(value))
+        targets += [-1] * len(key)
+        targets += value if key in seen else [-1] * len(value)
         seen.add(key)
     pad = T + 1 - len(tokens)
     return np.array([15] * pad + tokens)[:-1], np.array([-1] * pad + targets)[1:]
@@ -127,7 +149,8 @@ def fuzzy_recall(rng, T, key_sizes=(1, 2, 3)):
 
 def selective_copying(rng, T, letters=16):
     copied = rng.integers(0, 14, letters)
-    blanks = rng.multinomial(T - 2 * letters - 1, np.full(letters, 1 / letters))     # before each letter
+    # blanks before each letter
+    blanks = rng.multinomial(T - 2 * letters - 1, np.full(letters, 1 / letters))
     inputs, targets = np.full(T, 14), np.full(T, -1)
     inputs[blanks.cumsum() + np.arange(letters)] = copied
     inputs[T - letters - 1] = 15
@@ -154,23 +177,25 @@ def memorized_values(seed):
 
 def copying(rng, T):
     letters = rng.integers(0, 26, T // 2)
-    return np.concatenate([letters, [26], letters[:-1]]), np.concatenate([np.full(T // 2, -1), letters])
+    inputs = np.concatenate([letters, [26], letters[:-1]])
+    return inputs, np.concatenate([np.full(T // 2, -1), letters])
 
 
 def needles(rng, T, pairs=8):
     keys, values = rng.permutation(16)[:pairs], rng.integers(16, 32, pairs)
-    hidden = np.sort(rng.choice(T - 3 * pairs, pairs, replace=False)) + np.arange(pairs)     # where each pair begins
+    start = np.sort(rng.choice(T - 3 * pairs, pairs, replace=False)) + np.arange(pairs)
     inputs, targets = rng.integers(32, 48, T), np.full(T, -1)
-    inputs[hidden], inputs[hidden + 1] = keys, values
+    inputs[start], inputs[start + 1] = keys, values
     order = rng.permutation(pairs)
-    inputs[T - 2 * pairs::2], inputs[T - 2 * pairs + 1::2] = keys[order], values[order]
-    targets[T - 2 * pairs::2] = values[order]
+    asked = T - 2 * pairs           # where the second part begins
+    inputs[asked::2], inputs[asked + 1::2] = keys[order], values[order]
+    targets[asked::2] = values[order]
     return inputs, targets
 
 
 @cache
 def compositions(n):
-    """table[s][p]: the number of the permutation that does s first and then p, for permutations of n elements."""
+    """table[s][p]: the number of the permutation of n elements that does s, then p."""
     permutations = list(itertools.permutations(range(n)))
     number = {p: i for i, p in enumerate(permutations)}
     return [[number[tuple(p[x] for x in s)] for p in permutations] for s in permutations]
@@ -179,7 +204,8 @@ def compositions(n):
 def state_tracking(rng, T, n):
     table = compositions(n)
     inputs = rng.integers(0, len(table), T)
-    return inputs, np.array(list(itertools.accumulate(inputs.tolist(), lambda s, p: table[s][p])))
+    states = itertools.accumulate(inputs.tolist(), lambda s, p: table[s][p])
+    return inputs, np.array(list(states))
 
 
 @dataclass(frozen=True)
@@ -206,18 +232,19 @@ TASKS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------
-# batches: every example is a pure function of (seed, split, its number), or of (seed, step, micro-batch)
+# ---- batches ----
+# An example depends on (seed, split, its number) or (seed, step, micro-batch) alone.
 
 def is_task(dataset):
     return dataset.startswith("task:")
 
 
 def find_task(dataset, T):
-    """The Task of dataset=task:NAME. UserError for an unknown name, or a length that the task cannot have."""
+    """The Task of dataset=task:NAME. UserError if name or length is impossible."""
     name = dataset.removeprefix("task:")
     if name not in TASKS:
-        raise UserError(f"dataset={dataset} is unknown: the tasks are {', '.join('task:' + n for n in TASKS)}")
+        known = ", ".join(f"task:{n}" for n in TASKS)
+        raise UserError(f"dataset={dataset} is unknown: the tasks are {known}")
     task = TASKS[name]
     if T < task.shortest or task.even and T % 2:
         raise UserError(f"block_size={T} is impossible for dataset={dataset}: it must be "
@@ -229,8 +256,8 @@ class TaskData:
     """The examples of one split of a task."""
 
     def __init__(self, task, T, seed, split, count, next_token=False):
-        self.task, self.T, self.seed, self.split, self.count = task, T, seed, split, count
-        self.next_token = next_token                            # every next token is scored
+        self.T, self.seed, self.split, self.count = T, seed, split, count
+        self.next_token = next_token                # every next token is scored
         self.vocab_size, self.tokenizer = task.vocab_size, TaskTokenizer(task.vocab_size)
         self.make = task.make
         if task.make is memorization:
@@ -247,11 +274,12 @@ class TaskData:
 
     @cached_property
     def examples(self):
-        """All inputs and targets, each (count, T); made when first asked for, in a second or two."""
-        return self.stack(self.example(generator(self.seed, i, self.split)) for i in range(self.count))
+        """All inputs and targets, (count, T) each; the first use makes them, in seconds."""
+        rngs = (generator(self.seed, i, self.split) for i in range(self.count))
+        return self.stack(map(self.example, rngs))
 
     def fresh(self, step, index, rows):
-        """The inputs and targets, each (rows, T), of a micro-batch that no fixed set is behind."""
+        """A micro-batch of new examples: inputs and targets, (rows, T) each."""
         rng = generator(self.seed, step, index, FRESH)
         return self.stack(self.example(rng) for _ in range(rows))
 
@@ -267,25 +295,27 @@ class TaskBatches:
         task = find_task(cfg.dataset, block_size)
         count = cfg.task_examples or task.examples
         if max(count, VAL_EXAMPLES) * block_size > 1 << 27:
-            raise UserError(f"task_examples={count} of block_size={block_size} are too many to hold in memory")
+            raise UserError(f"task_examples={count} of block_size={block_size} are too many to "
+                            f"hold in memory")
         if cfg.task_next_token and not task.next_token:
             names = ", ".join(n for n, t in TASKS.items() if t.next_token)
             raise UserError(f"task_next_token=true is for {names}, not for dataset={cfg.dataset}")
-        self.seed, self.rows, self.accumulation = cfg.seed, cfg.batch_size, cfg.gradient_accumulation_steps
+        self.seed, self.rows = cfg.seed, cfg.batch_size
+        self.step_rows = cfg.batch_size * cfg.gradient_accumulation_steps
         self.train = TaskData(task, block_size, cfg.seed, TRAIN, count, cfg.task_next_token)
         self.val = TaskData(task, block_size, cfg.seed, VAL, VAL_EXAMPLES)
 
     def micro_batch(self, step, index):
-        """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets, each
-        (batch_size, block_size) int64."""
+        """Micro-batch `index` (over all processes) of the update after `step`: inputs and
+        targets, (batch_size, block_size) int64 each."""
         if not self.train.count:
             return tensors(*self.train.fresh(step, index, self.rows))
-        drawn = generator(self.seed, step).integers(0, self.train.count, self.rows * self.accumulation)
+        drawn = generator(self.seed, step).integers(0, self.train.count, self.step_rows)
         return self.cut(self.train, drawn[index * self.rows:(index + 1) * self.rows])
 
     def val_batches(self, limit):
-        """The numbers of the validation examples, in micro-batches; with a limit, of `limit` micro-batches spread
-        evenly over them. The same every time."""
+        """Numbers of validation examples, an array for each micro-batch: all of them, or `limit`
+        micro-batches spread evenly over them."""
         numbers = np.arange(self.val.count)
         if limit and limit * self.rows < len(numbers):
             numbers = np.linspace(0, len(numbers) - 1, limit * self.rows).astype(np.int64)
@@ -305,8 +335,8 @@ def tensors(*arrays):
 
 
 def count_right(logits, targets):
-    """How many scored targets (not -1) are the likeliest token, and in how many rows all of them are: two
-    tensors without dimensions. logits (B, T, V), targets (B, T)."""
+    """How many scored targets (not -1) are the likeliest token, and in how many rows all
+    are: two scalar tensors. logits (B, T, V), targets (B, T)."""
     targets = targets.to(logits.device)
     masked, right = targets == -1, logits.argmax(-1) == targets
     return right.sum(), (right | masked).all(1).sum()
@@ -314,33 +344,35 @@ def count_right(logits, targets):
 
 @torch.no_grad()
 def show_example(model, batches, width=80):
-    """The first validation example with the model's predictions, as three aligned lines of at most `width`
-    characters; of a long one the end. Targets and predictions stand where they are scored."""
+    """The first validation example with the model's predictions: three aligned lines of at most
+    `width` characters, of a long one the end. A dot is a position that is not scored."""
     x, y = batches.cut(batches.val, np.array([0]))
     logits = model.eval()(x.to(next(model.parameters()).device))[0]
     x, y, said = x[0].tolist(), y[0].tolist(), logits[0].argmax(-1).tolist()
     rows = {"inputs": x, "targets": [t if t != -1 else "." for t in y],
             "predictions": [p if t != -1 else "." for p, t in zip(said, y)]}
     digits = len(str(logits.size(-1) - 1))
-    fits = (width - 15) // (digits + 1)
-    return "\n".join(f"{name:11}{' ...' if len(x) > fits else '':4}" +
-                     "".join(f" {token:>{digits}}" for token in row[-fits:]) for name, row in rows.items())
+    fits, lines = (width - 15) // (digits + 1), []
+    for name, row in rows.items():
+        numbers = "".join(f" {token:>{digits}}" for token in row[-fits:])
+        lines.append(f"{name:11}{' ...' if len(x) > fits else '':4}{numbers}")
+    return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# compression: the decoder that takes the place of a model's head
+# ---- compression: the decoder that takes the place of a model's head ----
 
 def sinusoids(T, C, device, dtype):
     """Sinusoidal embeddings (Vaswani et al. 2017) of the positions 0..T-1: (T, C), sines first."""
     half = (C + 1) // 2
-    frequencies = torch.exp(-math.log(10000) * torch.arange(half, device=device, dtype=dtype) / max(1, half - 1))
+    i = torch.arange(half, device=device, dtype=dtype)
+    frequencies = torch.exp(-math.log(10000) * i / max(1, half - 1))
     angles = torch.arange(T, device=device, dtype=dtype)[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], -1)[:, :C]
 
 
 class CompressionHead(nn.Module):
-    """Logits of all positions from the last position's output alone: to it each position's sinusoidal embedding is
-    added, and an MLP (MAD's: two layers as wide as the model, a LayerNorm before each product) reads the sum."""
+    """Logits of all positions from the last position's output alone: an MLP reads it plus the
+    position's sinusoidal embedding. The MLP is MAD's: a LayerNorm before each product."""
 
     def __init__(self, n_embd, vocab_size):
         super().__init__()
