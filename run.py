@@ -109,7 +109,8 @@ RANGES = (
 
 def full_schema(module):
     """One dataclass with the trainer's keys and the model's."""
-    twice = {f.name for f in fields(TrainConfig)} & {f.name for f in fields(module.Config)}
+    ours = {f.name for f in fields(TrainConfig)}
+    twice = ours & {f.name for f in fields(module.Config)}
     assert not twice, f"{module.__name__}.Config repeats the trainer's keys {twice}"
     keys = *fields(TrainConfig), *fields(module.Config)
     entries = [(f.name, f.type, field(default=f.default)) for f in keys]
