@@ -3,7 +3,7 @@ RAT: recurrence inside chunks, attention across them.
 
 Attention reads every past token and pays for each. A gated linear recurrence reads one
 state and forgets. RAT cuts the sequence into chunks of L tokens: inside a chunk a
-recurrence sums up keys and values, and attention reads the chunks' final states.
+recurrence accumulates keys and values; attention reads the chunks' final states.
 For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
     z, g, v, q, k = W_in u     z, g, v of width C; q, k of G heads: head h uses h % G
