@@ -135,7 +135,7 @@ def save_safetensors(path, state):
     # safetensors refuses tensors that share memory, as a tied head does
     weights = {name: w.detach().clone() for name, w in state["weights"].items()}
     fields = {name: json.dumps(state[name]) for name in EXPORTED}
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = Path(f"{path}.tmp")
     try:
         save_file(weights, temporary, metadata={"format": "pt", **fields})
         os.replace(temporary, path)
