@@ -271,7 +271,7 @@ def write_batch(steps, tokenizer, prompts):
 def main(argv):
     if asks_help(argv):
         return print(help_text(SampleConfig))
-    path, cfg = read_arguments(argv, SampleConfig)
+    (path,), cfg = read_arguments(argv, SampleConfig)
     device = pick_device(cfg.device)
     texts = read_prompts(cfg.prompt)
     model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast)

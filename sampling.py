@@ -74,13 +74,13 @@ def check_prompts(model, prompts):
             raise UserError(f"the prompt has a token outside the model's vocabulary of {V}")
 
 
-def read_arguments(argv, config):
-    """(path of the run, config) from `PATH key=value ...`."""
+def read_arguments(argv, config, most=1):
+    """(paths of runs, config) from `PATH key=value ...`."""
     paths = [a for a in argv if "=" not in a]
-    if len(paths) != 1:
+    if not 1 <= len(paths) <= most:
         raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
     keys = split_args([a for a in argv if "=" in a])
-    return paths[0], typed_config(config, keys, free_text=("prompt",))
+    return paths, typed_config(config, keys, free_text=("prompt",))
 
 
 def loop_fractions(loops, n_loop):

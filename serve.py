@@ -3,6 +3,7 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
 
     python serve.py out/relaxed_exit requests=FILE.jsonl exit=confidence:0.9
     python serve.py out/mor_tiny requests=FILE.jsonl batching=depth slots=32
+    python serve.py out/mor_tiny port=8000                 a page, and OpenAI's API (web.py)
     python serve.py help                                   every key with its meaning
 
 A line of FILE is a JSON object, of which only the prompt is needed:
@@ -230,7 +231,7 @@ def exit_rule(text, n_loop):
 
 # ---- the engine ----
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A text to continue, and what has become of it."""
     prompt: list                     # token ids
@@ -240,6 +241,7 @@ class Request:
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
     exits: list = field(default_factory=list)       # the loop after which each exited, from 1
     latency: float = 0.0             # seconds from arrival to the last token
+    how: tuple = None                # its own sampling (None: the Engine's)
 
 
 @dataclass(eq=False)
@@ -517,15 +519,15 @@ class Engine:
 
     def pick(self, slots, logits):
         """A token for each slot, a list: the likeliest, or a sampled one."""
-        temperature, top_k, top_p, penalty = self.sampling
-        if temperature == 0 and penalty == 1:
-            return logits.argmax(-1).tolist()
-        tokens = []
-        for slot, row in zip(slots, logits.split(1)):
-            seen = torch.zeros_like(row, dtype=torch.bool)
-            seen[0, slot.text] = True
-            tokens.append(int(next_tokens(row, seen, temperature, top_k, top_p, penalty,
-                                          slot.generator)))
+        tokens = logits.argmax(-1).tolist()
+        for n, slot in enumerate(slots):
+            how = slot.request.how or self.sampling
+            temperature, _, _, penalty = how
+            if temperature > 0 or penalty != 1:
+                row = logits[n:n + 1]
+                seen = torch.zeros_like(row, dtype=torch.bool)
+                seen[0, slot.text] = True
+                tokens[n] = int(next_tokens(row, seen, *how, slot.generator))
         return tokens
 
 
@@ -536,10 +538,12 @@ class ServeConfig(Sampling):
     requests: str = ""              # the file of requests, one JSON object a line
     batching: str = "depth"         # static | sequence | depth
     slots: int = 16                 # requests in work at a time
+    port: int = 0                   # instead of a file: serve HTTP here
+    host: str = "127.0.0.1"         # and on this address; 0.0.0.0: from everywhere
 
     def __post_init__(self):
         super().__post_init__()
-        self.between(slots=(1, 4096))
+        self.between(slots=(1, 4096), port=(0, 65535))
         self.one_of("batching", "static", "sequence", "depth")
 
 
@@ -648,9 +652,15 @@ def serve(model, tokenizer, cfg):
 def main(argv):
     if asks_help(argv):
         return print(help_text(ServeConfig))
-    path, cfg = read_arguments(argv, ServeConfig)
-    if not cfg.requests:
-        raise UserError("requests=FILE.jsonl is missing: one JSON object a line")
+    paths, cfg = read_arguments(argv, ServeConfig, most=9)
+    if bool(cfg.requests) == bool(cfg.port):
+        raise UserError("give requests=FILE.jsonl (one JSON object a line) or port=NUMBER")
+    if cfg.port:
+        from web import serve_http      # it needs the Engine
+        return serve_http(paths, cfg)
+    if len(paths) > 1:
+        raise UserError("requests= are for one run; port= serves several")
+    path, = paths
     model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
     check_loops(model, cfg, path, "requests")
     print(serve(model, tokenizer, cfg), file=sys.stderr)

@@ -573,7 +573,7 @@ SERVE = [
     ("relaxed", ["slots=0"], "slots=0 must be at least 1"), ("relaxed", ["slots=5000"], "slots=5000"),
     ("relaxed", ["requests={w}/missing.jsonl"], "missing.jsonl cannot be read: No such file"),
     ("relaxed", ["requests={w}/empty.jsonl"], "empty.jsonl is empty"), ("relaxed", ["requests={w}"], "Is a directory"),
-    ("relaxed", ["requests="], "requests=FILE.jsonl is missing"), ("relaxed", ["request=a"], "did you mean requests?"),
+    ("relaxed", ["requests="], "give requests=FILE.jsonl"), ("relaxed", ["request=a"], "did you mean requests?"),
     ("gpt", [], "good.jsonl is for a model that loops over depth"), ("mor", ["exit=oracle"], "the router decides"),
     ("other", ["batching=depth"], "batching=depth needs loops over the same blocks")]
 SAMPLE = [
