@@ -1,4 +1,4 @@
-"""model_lrt: its equations once more with loops, the limits of the training paths, what they
+"""model_lrt: its equations once more, the limits of the training paths, what they
 compute, caches and prefill, the paper's sizes, optimizer and ablations, training and evaluation."""
 import dataclasses
 import itertools
@@ -9,27 +9,22 @@ import torch
 import torch.nn.functional as F
 
 import bench
-import kernels
 import model_lrt
-import checkpoint
 import config
 import optim
-import plot
 from run import TrainConfig, read_config
 import runs
 import sample
 import tasks
 from conftest import relative, tiny
+from test_gpt import rotate
 from test_models import assert_same, outputs_and_gradients, tokens
 
 # mixed: odd sizes, 10 dimensions a head, windows of 5 + 1 keys
 SETTINGS = {"default": {},
-            "mixed": dict(n_kv_head=2, pattern="SL", swa=5, n_layer=3, n_embd=40, source="1,3",
-                          projections="layerwise"),
-            "k": dict(inject="k", n_kv_head=2, pattern="L"),
-            "v": dict(inject="v", projections="layerwise", swa=3),
-            "kv": dict(inject="kv", source="1", n_head=1),
-            "residual": dict(inject="residual", source="1,2")}
+            "mixed": dict(n_kv_head=2, pattern="SL", swa=5, n_layer=3, n_embd=40, source="1,3", projections="layerwise"),
+            "k": dict(inject="k", n_kv_head=2, pattern="L"), "v": dict(inject="v", projections="layerwise", swa=3),
+            "kv": dict(inject="kv", source="1", n_head=1), "residual": dict(inject="residual", source="1,2")}
 every = pytest.mark.parametrize("kind", SETTINGS)
 some = pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=[pytest.mark.full] * (kind not in ("default", "mixed"))) for kind in SETTINGS])
@@ -41,8 +36,7 @@ def path(**sizes):
     return dict(train_path=name, **sizes)
 
 
-PATHS = {"exact": path(), "C=3": path(chunk=3),
-         **{f"S={S}": path(subsets=S) for S in (1, 2, 3, 8)}}
+PATHS = {"exact": path(), "C=3": path(chunk=3), **{f"S={S}": path(subsets=S) for S in (1, 2, 3, 8)}}
 
 
 def lrt(kind="default", **sizes):
@@ -64,129 +58,109 @@ def passes(model, x, name="interleaved"):
 
 
 def nats(logits, targets):
-    return -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
 
 
 # -------------------------------------------------------------------------------------------------
-# the equations, once more, with loops over positions and heads
+# the equations, once more
 
 def unit(x):
-    return x / (x.square().mean() + 1e-5).sqrt()
-
-
-def rotated(x, position):
-    """x (D,): pairs (i, i + D/2) rotated by position * 10000^(-2i / D)."""
-    half = len(x) // 2
-    angle = position * 10000.0 ** (-2 * torch.arange(half, dtype=x.dtype) / len(x))
-    a, b = x[:half], x[half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
 class ByHand:
-    """One sequence. buffer: each layer's newest keys and values, {position: [head]}; m: the newest
-    memories; out and first: the last layer's outputs, with and without memory."""
+    """One sequence idx (T,). buffer: each layer's newest keys and values (T, G, D); m (T + 1, C): the newest memories,
+    m[t] being m_{t-1}; out and first (T, C): the last layer's outputs, with and without memory."""
 
     def __init__(self, model, idx):
-        self.cfg, self.w, self.idx = model.cfg, dict(model.named_parameters()), idx.tolist()
-        self.x0 = [unit(self.w["wte.weight"][i]) for i in self.idx]
-        self.zero = torch.zeros_like(self.x0[0])
-        self.buffer = [({}, {}) for _ in range(self.cfg.n_layer)]
-        self.m, self.out, self.first = {}, {}, {}
+        self.cfg, self.w, self.idx = model.cfg, dict(model.named_parameters()), idx
+        self.x0 = unit(self.w["wte.weight"][idx])
+        empty = self.x0.new_zeros(len(idx), self.cfg.n_kv_head, self.cfg.head_dim)
+        self.buffer = [(empty, empty)] * self.cfg.n_layer
+        self.m, self.out = self.x0.new_zeros(len(idx) + 1, self.cfg.n_embd), torch.zeros_like(self.x0)
 
-    def of(self, layer, name):
-        return self.w[f"blocks.{layer}.{name}.weight"]
+    def times(self, x, layer, name):
+        return x @ self.w[f"blocks.{layer}.{name}.weight"].T
 
-    def keys_values(self, layer, t, u, m):
-        """Of each key head: the local ones and the memory's, each times its gate."""
-        cfg, D, G, ks, vs = self.cfg, self.cfg.head_dim, self.cfg.n_kv_head, [], []
-        rec = f"blocks.{layer}.attn.rec." if cfg.projections == "layerwise" else "rec."
-        wk_rec, wv_rec = self.w.get(rec + "wk.weight"), self.w.get(rec + "wv.weight")
-        if cfg.inject != "residual":
-            gates = 2 * torch.sigmoid(self.of(layer, "attn.w_gate") @ u)
-        for g in range(G):
-            mine = slice(g * D, g * D + D)
-            k, v = self.of(layer, "attn.wk")[mine] @ u, self.of(layer, "attn.wv")[mine] @ u
-            e = self.w[f"values.{layer}.weight"][self.idx[t], mine]
-            v = v + 2 * torch.sigmoid(self.of(layer, "attn.w_value")[g] @ u[:32]) * e
-            if wk_rec is not None:
-                k = gates[g] * k + gates[G + g] * (wk_rec[mine] @ m)
-            if wv_rec is not None:
-                v = gates[g] * v + gates[G + g] * (wv_rec[mine] @ m)
-            ks.append(rotated(unit(k), t)), vs.append(v)
-        return ks, vs
+    def heads(self, x):
+        return x.unflatten(-1, (-1, self.cfg.head_dim))
 
-    def block(self, layer, t, x, u, keys, values):
-        cfg, D, y = self.cfg, self.cfg.head_dim, []
+    def keys_values(self, layer, at, u, m):
+        """The local ones and the memory's, each times its gate, one of each key head."""
+        rec = f"blocks.{layer}.attn.rec." if self.cfg.projections == "layerwise" else "rec."
+        k, v = (self.heads(self.times(u, layer, f"attn.{name}")) for name in ("wk", "wv"))
+        e = self.heads(self.w[f"values.{layer}.weight"][self.idx[at]])
+        v = v + 2 * torch.sigmoid(self.times(u[:, :32], layer, "attn.w_value"))[..., None] * e
+        if self.cfg.inject != "residual":
+            local, of_memory = (2 * torch.sigmoid(self.times(u, layer, "attn.w_gate"))[..., None]).chunk(2, 1)
+        if rec + "wk.weight" in self.w:
+            k = local * k + of_memory * self.heads(m @ self.w[rec + "wk.weight"].T)
+        if rec + "wv.weight" in self.w:
+            v = local * v + of_memory * self.heads(m @ self.w[rec + "wv.weight"].T)
+        return rotate(unit(k), at, 10000.0), v
+
+    def block(self, layer, at, x, u, k, v):
+        cfg, distance = self.cfg, at[:, None] - torch.arange(len(self.idx))
         short = cfg.pattern[layer % len(cfg.pattern)] == "S" and layer != cfg.n_layer - 1
-        visible = [j for j in range(t + 1) if not short or t - j <= cfg.swa]
-        for h in range(cfg.n_head):
-            g = h // (cfg.n_head // cfg.n_kv_head)
-            q = rotated(unit(self.of(layer, "attn.wq")[h * D:h * D + D] @ u), t)
-            p = (torch.stack([keys[j][g] for j in visible]) @ q / math.sqrt(D)).softmax(0)
-            y.append(p @ torch.stack([values[j][g] for j in visible]))
-        x = x + self.of(layer, "attn.wo") @ torch.cat(y)
-        hidden = (self.of(layer, "mlp.w_up") @ unit(x)).relu() ** 2
-        return x + self.of(layer, "mlp.w_down") @ hidden
+        hidden = (distance < 0) | (distance > cfg.swa if short else False)
+        q = rotate(unit(self.heads(self.times(u, layer, "attn.wq"))), at, 10000.0)
+        k, v = (y.repeat_interleave(cfg.n_head // cfg.n_kv_head, 1) for y in (k, v))
+        scores = torch.einsum("nhd,shd->hns", q, k) / math.sqrt(cfg.head_dim)
+        y = torch.einsum("hns,shd->nhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+        x = x + self.times(y.flatten(1), layer, "attn.wo")
+        return x + self.times(self.times(unit(x), layer, "mlp.w_up").relu() ** 2, layer, "mlp.w_down")
 
-    def run(self, positions, memory):
-        """One pass over some positions, memory {t: m_{t-1}}: in each layer they write keys and
-        values, then attend to all that are there. -> {t: last output}, {t: m_t}"""
-        x, outputs = {t: self.x0[t] for t in positions}, []
-        for layer, (keys, values) in enumerate(self.buffer):
-            u = {}
-            for t in positions:
-                x[t] = self.w["alpha"][layer] * x[t] + self.w["beta"][layer] * self.x0[t]
-                if "residual" in self.cfg.inject:
-                    x[t] = x[t] + self.w["gamma"][layer] * memory[t]
-                u[t] = unit(x[t])
-                keys[t], values[t] = self.keys_values(layer, t, u[t], memory[t])
-            for t in positions:
-                x[t] = self.block(layer, t, x[t], u[t], keys, values)
-            outputs.append(dict(x))
-        return x, {t: self.memory([output[t] for output in outputs]) for t in positions}
+    def run(self, at, memory):
+        """One pass over positions at (n,) that read memory (n, C): in each layer they write keys and values, then
+        attend to all of the buffer; in the end they write outputs and memories."""
+        x, outputs = self.x0[at], []
+        for layer in range(self.cfg.n_layer):
+            x = self.w["alpha"][layer] * x + self.w["beta"][layer] * self.x0[at]
+            if "residual" in self.cfg.inject:
+                x = x + self.w["gamma"][layer] * memory
+            u = unit(x)
+            kv = zip(self.buffer[layer], self.keys_values(layer, at, u, memory))
+            self.buffer[layer] = [old.index_copy(0, at, new) for old, new in kv]
+            x = self.block(layer, at, x, u, *self.buffer[layer])
+            outputs.append(x)
+        self.out = self.out.index_copy(0, at, x)
+        self.m = self.m.index_copy(0, at + 1, self.memory(outputs))
 
     def memory(self, outputs):
         if not self.cfg.source:
             return outputs[round(0.6 * len(outputs)) - 1]
-        chosen = [outputs[int(layer) - 1] for layer in self.cfg.source.split(",")]
-        if len(chosen) == 1:
-            return chosen[0]
-        return sum(w * x for w, x in zip(self.w["source_weights"].softmax(0), chosen))
+        chosen = torch.stack([outputs[int(layer) - 1] for layer in self.cfg.source.split(",")], -1)
+        return chosen @ self.w["source_weights"].softmax(0) if chosen.size(-1) > 1 else chosen[..., 0]
 
     def chunked(self, C, start=0):
         """C = 1: the exact chain. start: positions before it are there."""
-        for low in range(start, len(self.idx), C):
-            at, m = range(low, min(low + C, len(self.idx))), self.m.get(low - 1, self.zero)
-            out, new = self.run(at, dict.fromkeys(at, m))
-            self.out.update(out), self.m.update(new)
+        for at in torch.arange(start, len(self.idx)).split(C):
+            self.run(at, self.m[at[0]].expand(len(at), -1))
         return self
 
     def interleaved(self, S, T=None):
         """Of the first T positions."""
-        everything = range(T or len(self.idx))
-        self.first, self.m = self.run(everything, dict.fromkeys(everything, self.zero))
+        everything = torch.arange(T or len(self.idx))
+        self.run(everything, torch.zeros_like(self.x0[everything]))
+        self.first = self.out
         for s in range(S):
-            at = everything[s::S]
-            out, m = self.run(at, {t: self.m.get(t - 1, self.zero) for t in at})
-            self.out.update(out), self.m.update(m)
+            self.run(everything[s::S], self.m[everything[s::S]])
         return self
 
     def logits(self, out):
-        head = self.w["head.weight"][:self.cfg.vocab_size]
-        return 15 * torch.tanh(torch.stack([head @ unit(out[t]) for t in sorted(out)]) / 15)
+        return 15 * torch.tanh(unit(out) @ self.w["head.weight"][:self.cfg.vocab_size].T / 15)
 
 
 def with_gradients(model, logits, loss):
     """What outputs_and_gradients returns."""
+    model.zero_grad()
     loss.backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-             for n, p in model.named_parameters()}
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     return logits.detach(), loss.detach(), grads
 
 
 def by_hand(model, x):
     """outputs_and_gradients of the model's training path."""
-    model.zero_grad()
     cfg, y, T = model.cfg, x[:, 1:], x.size(1) - 1
     C, S = {"exact": 1, "chunked": cfg.chunk}.get(cfg.train_path, 0), min(cfg.subsets, T)
     rows = [ByHand(model, row) for row in x[:, :-1]]
@@ -196,35 +170,23 @@ def by_hand(model, x):
     if not C:
         losses = [nats(torch.stack([row.logits(row.first) for row in rows]), y).mean()]
         for s in range(S):      # each a mean, weighted by its number of targets
-            part = slice(s, None, S)
-            losses.append(nats(logits[:, part], y[:, part]).mean() * len(range(s, T, S)) * S / T)
+            losses.append(nats(logits[:, s::S], y[:, s::S]).mean() * len(range(s, T, S)) * S / T)
         loss = sum(losses) / (S + 1)
     return with_gradients(model, logits, loss)
 
 
-@pytest.mark.parametrize("kind, way, B", [
-    *((kind, way, 2) for kind in ("default", "mixed") for way in PATHS),
-    *((kind, way, 1) for kind in list(SETTINGS)[2:] for way in ("S=3", "C=3"))])
-def test_each_path_is_its_equations(kind, way, B):
+@pytest.mark.parametrize("kind, way", [*((kind, way) for kind in ("default", "mixed") for way in PATHS),
+                                       *((kind, way) for kind in list(SETTINGS)[2:] for way in ("S=3", "C=3"))])
+def test_each_path_is_its_equations(kind, way):
     """Logits, loss and all gradients: were anything in the buffer detached, they would differ."""
-    model, x = lrt(kind, **PATHS[way]), tokens(B, 12 if B == 2 else 9)
+    model, x = lrt(kind, **PATHS[way]), tokens(2, 12)
     assert_same(outputs_and_gradients(model, x), by_hand(model, x), all_reached=True)
 
 
-def test_the_loss_is_the_mean_of_all_passes():
-    """Algorithm 1's, where S divides T; its parts in aux; the same where logits are many."""
+def test_the_log_has_the_loss_of_the_first_pass_too():
     model, x = lrt(subsets=3), tokens(2, 13)
-    y, found = x[:, 1:], {}
-    refined, first = (nats(logits, y) for logits in passes(model, x[:, :-1]))
-    want = (first.mean() + sum(refined[:, s::3].mean() for s in range(3))) / 4
-    for model.max_logits in (2 ** 28, 300):
-        model.zero_grad()
-        logits, loss, aux = model(x[:, :-1], y)
-        loss.backward()
-        found[logits is None] = [p.grad for p in model.parameters()]
-        assert abs(loss - want) < 1e-12 and abs(aux["ce"] - refined.mean()) < 1e-12
-        assert abs(aux["ce_first"] - first.mean()) < 1e-12 and relative(refined, first) > 1e-3
-    assert all(relative(a, b) < 1e-10 for a, b in zip(found[False], found[True], strict=True))
+    aux, both = model(x[:, :-1], x[:, 1:])[2], [nats(logits, x[:, 1:]).mean() for logits in passes(model, x[:, :-1])]
+    assert abs(aux["ce"] - both[0]) < 1e-12 and abs(aux["ce_first"] - both[1]) < 1e-12 and both[0] != both[1]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -232,7 +194,6 @@ def test_the_loss_is_the_mean_of_all_passes():
 
 def refined(model, x):
     """outputs_and_gradients of the subsets' passes: the first pass has a loss of its own."""
-    model.zero_grad()
     logits = passes(model, x[:, :-1])[0]
     return with_gradients(model, logits, nats(logits, x[:, 1:]).mean())
 
@@ -278,53 +239,29 @@ def test_training_naive_is_fast(kind):
         assert relative(model.eval()(x)[0], naive.eval()(x)[0]) < 1e-10
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """Rows (of one sequence) in each product with a weight, and queries of each attention."""
-    rows, queries = [], []
-
-    def counting(counts, original, dim):
-        def spy(x, *arguments, **options):
-            counts.append(x.size(dim))
-            return original(x, *arguments, **options)
-        return spy
-    monkeypatch.setattr(F, "linear", counting(rows, F.linear, 1))
-    for module, name in ((kernels, "attend"), (model_lrt, "attention_fast"),
-                         (model_lrt, "attention_naive")):
-        monkeypatch.setattr(module, name, counting(queries, getattr(module, name), 2))
-    return rows, queries
-
-
-def lengths(values):
-    """[(value, how often in a row)]"""
-    return [(value, len(list(group))) for value, group in itertools.groupby(values)]
-
-
 @both
 @pytest.mark.parametrize("kind", ["default", "mixed"])
-def test_no_row_outside_a_subset_is_computed(kind, fast, counted):
-    """Of 13 positions: 13 in the first pass, then 7 and 6, then the head's two. The first pass has
-    no products with the memory."""
-    rows, queries = counted
+def test_no_row_outside_a_subset_is_computed(kind, fast, monkeypatch):
+    """Rows of one sequence in each product with a weight. Of 13 positions: 13 in the first pass, then 7 and 6, then in
+    the head's two. The first pass has no products with the memory."""
+    rows, linear = [], F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *more: (rows.append(x.size(1)), linear(x, *more))[1])
     model, x = lrt(kind, fast=fast, **path(subsets=2)), tokens(2, 14)
     model(x[:, :-1], x[:, 1:])
-    (_, a), (_, b), (_, c), head = found = lengths(rows)
+    (_, a), (_, b), (_, c), head = found = [(n, len(list(group))) for n, group in itertools.groupby(rows)]
     of_memory = sum("rec." in name for name, _ in model.named_parameters())
     assert [n for n, _ in found] == [13, 7, 6, 13] and head == (13, 2)
     assert a == b - of_memory and b == c and of_memory >= 2
-    assert lengths(queries) == [(n, model.cfg.n_layer) for n in (13, 7, 6)]
 
 
-@pytest.mark.parametrize("kind, way", [("default", way) for way in PATHS] + [("mixed", "S=2"), ("mixed", "C=3")])
-def test_the_fast_path_builds_no_mask(kind, way, monkeypatch):
-    """Neither in training nor in evaluation, on any path."""
-    model, x = lrt(kind, **PATHS[way]), tokens(2, 12)
+@pytest.mark.parametrize("way", PATHS)
+def test_the_fast_path_builds_no_mask(way, monkeypatch):
+    """Neither in training nor in evaluation."""
+    model, x = lrt("mixed", **PATHS[way]), tokens(2, 12)
     monkeypatch.delattr(model_lrt, "attention_bias")
     monkeypatch.delattr(model_lrt, "attention_naive")
     model(x[:, :-1], x[:, 1:])[1].backward()
     model.eval()(x)
-    with pytest.raises(NameError, match="attention_"):
-        copied(model, fast=False)(x)
 
 
 @some
@@ -412,16 +349,13 @@ def test_interleaved_prefill_goes_on_exactly(kind, fast):
 @some
 @pytest.mark.parametrize("S", [2, 3])
 def test_rows_of_a_prefill_are_as_if_alone(kind, S):
-    """Prompts of 11, 1 and 6 tokens, and an empty one: logits, memories, and the next logits, of
-    which the empty row's are exact."""
+    """Prompts of 11, 1 and 6 tokens: logits, memories, and the next logits. Those of an empty prompt are exact."""
     model = tiny("lrt", **SETTINGS[kind], prefill="interleaved", subsets=S)
     x, n, cache = tokens(4, 14), [11, 1, 6, 0], model.init_cache(4, 20)
     with torch.no_grad():
-        prompts = model(x[:, :11], cache=cache, n_valid=torch.tensor(n))[0]
-        m, filled = cache.memory.clone(), cache.lengths.tolist()
+        prompts, m = model(x[:, :11], cache=cache, n_valid=torch.tensor(n))[0], cache.memory.clone()
         after = model(torch.stack([row[k:k + 3] for row, k in zip(x, n)]), cache=cache)[0]
-        assert filled == n and not m[3].any()
-        assert relative(after[3], model(x[3:, :3])[0][0]) < 1e-10
+        assert not m[3].any() and relative(after[3], model(x[3:, :3])[0][0]) < 1e-10
         for b, k in enumerate(n[:3]):
             alone, row = model.init_cache(1, 20), x[b:b + 1]
             assert relative(prompts[b, :k], model(row[:, :k], cache=alone)[0][0]) < 1e-10
@@ -435,17 +369,15 @@ def test_rows_of_a_prefill_are_as_if_alone(kind, S):
 @pytest.mark.parametrize("name, millions, more, layerwise, source",
                          [("lrt_20l", 1316, 0.29, 4.78, 12), ("lrt_24l", 1988, 0.28, 5.43, 14)])
 def test_sizes_of_the_paper(name, millions, more, layerwise, source):
-    _, fields, _, _ = read_config([f"config=configs/{name}.yaml"])
+    fields = read_config([f"config=configs/{name}.yaml"])[1]
 
     def count(**sizes):
-        cfg = model_lrt.Config(**{**fields, "vocab_size": 32768, **sizes})
-        assert cfg.head_dim == 128 and cfg.sources == [source]
-        assert cfg.sources == dataclasses.replace(cfg, source="").sources, "0.6 of the depth"
         with torch.device("meta"):
-            return cfg, sum(p.numel() for p in model_lrt.Model(cfg).parameters())
-    (cfg, backbone), (_, shared), (_, own) = (
-        count(memory=False), count(), count(projections="layerwise"))
+            model = model_lrt.Model(model_lrt.Config(**{**fields, "vocab_size": 32768, **sizes}))
+        return model.cfg, sum(p.numel() for p in model.parameters())
+    (cfg, backbone), (_, shared), (_, own) = count(memory=False), count(), count(projections="layerwise")
     L, d, heads = cfg.n_layer, cfg.n_embd, cfg.n_head
+    assert cfg.head_dim == 128 and cfg.sources == [source] == dataclasses.replace(cfg, source="").sources
     assert round(backbone / 1e6) == millions
     assert shared - backbone == 2 * d * heads * 128 + L * 2 * heads * d + L
     assert own - backbone == L * (2 * d * heads * 128 + 2 * heads * d + 1)
@@ -454,8 +386,8 @@ def test_sizes_of_the_paper(name, millions, more, layerwise, source):
 
 
 def muon(**keys):
-    return TrainConfig(**{**dict(model="lrt", optimizer="muon", learning_rate=0.004,
-                                       muon_learning_rate=0.02, weight_decay=0.2), **keys})
+    return TrainConfig(**{**dict(model="lrt", optimizer="muon", learning_rate=0.004, muon_learning_rate=0.02,
+                                 weight_decay=0.2), **keys})
 
 
 @pytest.mark.parametrize("kind", ["default", "mixed"])
@@ -478,8 +410,6 @@ def test_the_papers_optimizer(kind):
         assert group["kind"] == optimizer, name
         assert abs(group["lr"] / (rate * batch) - 1) < 1e-12, name
         assert abs(group["weight_decay"] - decay) < 1e-12, name
-    optimizers = optim.make_optimizers(model, muon())
-    assert [type(optimizer).__name__ for optimizer in optimizers] == ["AdamW", "Muon"]
     decoder = tasks.fit_head(model, tasks.COMPRESSION).head
     assert {model_lrt.kind_of(f"head.{n}", p) for n, p in decoder.named_parameters()} == {"head"}
     assert model.param_groups(muon(optimizer="adamw")) is None
@@ -500,34 +430,10 @@ def test_schedules_of_the_paper():
         assert abs(muons["weight_decay"] - 0.2 * 4 * (1 - step / 1000)) < 1e-12
         assert abs(muons["peak_lr"] / rate - 1) < 1e-12
         assert all(group["weight_decay"] == 0 and "momentum" not in group for group in others)
-    momentum, decay = muons["momentum"], muons["weight_decay"]
-    optim.set_schedules(muons, 0, muon())
-    assert (muons["momentum"], muons["weight_decay"]) == (momentum, decay), "no keys, no change"
 
 
 # -------------------------------------------------------------------------------------------------
 # training and evaluation
-
-TINY = ["block_size=16", "n_embd=16", "n_layer=4", "n_head=2", "batch_size=2", "max_steps=3",
-        "eval_batches=1"]
-ABLATIONS = ["source=4", "source=1,2,3,4",                                  # Table 1
-             "inject=residual", "inject=kv", "memory=false",                # Table 3
-             "inject=k", "inject=v", "projections=layerwise",               # Tables 4 to 6
-             "train_path=chunked chunk=8", "train_path=exact",              # Table 7
-             "subsets=8"]                                                   # Table 9
-
-
-@pytest.mark.parametrize("overrides", ABLATIONS)
-def test_every_ablation_is_an_override(overrides, data_dir, tmp_path):
-    trainer = runs.run("lrt", tmp_path, data_dir, *TINY, *overrides.split())
-    last = plot.read_log(trainer.folder / "log.jsonl")[-1]
-    estimated = "memory=false" not in overrides and "exact" not in overrides
-    assert math.isfinite(last["val_ce"]) and ("val_gap" in last) == estimated
-    loaded, x = checkpoint.load_run(trainer.folder / "ckpt.pt")[0], tokens(2, 9)
-    assert torch.equal(loaded.eval()(x)[0], trainer.model.eval()(x)[0])
-    for key, value in (pair.split("=") for pair in overrides.split()):
-        assert str(getattr(loaded.cfg, key)).lower() == value
-
 
 @pytest.mark.parametrize("way", PATHS)
 def test_the_loss_in_eval_mode_is_the_exact_chains(way):
@@ -543,31 +449,25 @@ def test_the_loss_in_eval_mode_is_the_exact_chains(way):
 
 
 @pytest.mark.parametrize("way", ["subsets=2", "train_path=chunked chunk=4"])
-def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_dir, tmp_path,
-                                                                      monkeypatch):
-    trainer = runs.run("lrt", tmp_path, data_dir, *TINY, *way.split())
+def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_dir, tmp_path, monkeypatch):
+    trainer = runs.run("lrt", tmp_path, data_dir, "max_steps=1", "eval_batches=1", *way.split())
     model, called = trainer.model.eval(), []
     with torch.no_grad():       # a gap that float32 cannot hide
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
-        starts = trainer.batches.val_batches(5)
-        batches = [trainer.batches.cut(trainer.batches.val, start) for start in starts]
+        batches = [trainer.batches.cut(trainer.batches.val, start) for start in trainer.batches.val_batches(5)]
         exact = [float(model(x, y)[1]) for x, y in batches]
         estimate = [float(model.estimate(x, y)) for x, y in batches]
-    assert min(abs(a - b) for a, b in zip(exact, estimate)) > 1e-4
-    hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda *a, path="exact":
-                        (called.append(path), hidden(*a, path=path))[1])
-    mean = lambda values: sum(values) / len(values)
+    hidden, mean = model.hidden, lambda values: sum(values) / len(values)
+    monkeypatch.setattr(model, "hidden", lambda *a, path="exact": (called.append(path), hidden(*a, path=path))[1])
     for wanted, which in ((1, [0]), (2, [0, 4]), (3, [0, 2, 4]), (0, range(5)), (9, range(5))):
         trainer.cfg.eval_batches, trainer.cfg.exact_batches = 5, wanted
         called.clear()
-        result = trainer.evaluate()
-        assert called.count("exact") == len(which)
-        assert called.count(model.cfg.train_path) == 5 == len(called) - len(which)
+        result, gap = trainer.evaluate(), mean([exact[i] - estimate[i] for i in which])
+        assert called.count("exact") == len(which) and called.count(model.cfg.train_path) == 5
         assert abs(result["val_ce"] - mean([exact[i] for i in which])) < 1e-5
         assert abs(result["val_ce_estimate"] - mean(estimate)) < 1e-5
-        assert abs(result["val_gap"] - mean([exact[i] - estimate[i] for i in which])) < 1e-5
+        assert abs(result["val_gap"] - gap) < 1e-5 and abs(gap) > 1e-4
 
 
 def test_an_estimate_is_without_dropout_and_none_where_it_is_exact():
@@ -582,10 +482,8 @@ def test_an_estimate_is_without_dropout_and_none_where_it_is_exact():
 
 @pytest.mark.parametrize("bad, named", [
     (dict(source="0"), "source=0"), (dict(source="1,1"), "source=1,1"), (dict(chunk=0), "chunk=0"),
-    (dict(swa=-1), "swa=-1"), (dict(pattern=""), "pattern="), (dict(inject="x"), "inject=x"),
-    (dict(n_embd=2056), "n_embd / n_head = 514")])
+    (dict(pattern=""), "pattern="), (dict(inject="x"), "inject=x"), (dict(n_embd=2056), "n_embd / n_head = 514")])
 def test_impossible_settings_are_named(bad, named):
-    assert not model_lrt.Config.RETIRED.keys() & model_lrt.Config.__dataclass_fields__.keys()
     with pytest.raises(ValueError, match=named):
         model_lrt.Config(**bad)
 
@@ -593,8 +491,7 @@ def test_impossible_settings_are_named(bad, named):
 def test_the_bench_runs(capsys):
     """Every line of bench.py lrt, at tiny sizes on a CPU."""
     model = fresh(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)
-    bench.bench_lrt(model, TrainConfig(model="lrt", batch_size=2), torch.device("cpu"),
-                    rounds=1)
+    bench.bench_lrt(model, TrainConfig(model="lrt", batch_size=2), torch.device("cpu"), rounds=1)
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert [lines.count(word) for word in ("training", "decoding", "prefill")] == [7, 4, 3]
 
@@ -604,8 +501,7 @@ def test_sample_prefills_either_way(data_dir, tmp_path, capsys):
     run, gpt = (runs.run(name, tmp_path / name, data_dir).folder for name in ("lrt", "gpt"))
     found, _ = {}, capsys.readouterr()
     for how in ("exact", "interleaved", "compare"):
-        sample.main([str(run), "prompt=abc def", f"prefill={how}", "temperature=0",
-                     "max_new_tokens=12", "stop=false"])
+        sample.main([str(run), "prompt=abc def", f"prefill={how}", "temperature=0", "max_new_tokens=12", "stop=false"])
         found[how], err = capsys.readouterr()
         assert ("next token: KL" in err) == (how == "compare")
     assert found["compare"] == found["exact"]
