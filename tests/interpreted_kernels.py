@@ -13,15 +13,11 @@ import torch
 
 import kernels
 import kernels_triton
-from kernel_cases import (ATTENDS, INTERPRETED, RATS, SCANS, assert_close, attend_case,
-                          compare_attend, compare_rat, compare_scan, few, outputs_and_gradients,
-                          rat_case)
-from test_kernels import (test_attend_backward_over_some_of_the_keys,
-                          test_attend_is_the_definition, test_attend_takes_any_strides,
-                          test_attend_without_keys, test_rat_is_the_definition,
-                          test_rat_takes_any_strides, test_rat_where_gates_are_shut,
-                          test_scan_is_the_loop, test_scan_takes_any_strides,
-                          test_states_are_float32)
+from kernel_cases import (ATTENDS, INTERPRETED, RATS, SCANS, assert_close, attend_case, compare_attend, compare_rat,
+                          compare_scan, few, outputs_and_gradients, rat_case)
+from test_kernels import (test_any_strides, test_attend_backward_over_some_of_the_keys, test_attend_is_the_definition,
+                          test_attend_without_keys, test_rat_is_the_definition, test_rat_where_gates_are_shut,
+                          test_scan_is_the_loop, test_states_are_float32)
 
 assert INTERPRETED, "set TRITON_INTERPRET=1"
 
@@ -56,18 +52,16 @@ def test_rat_with_chunks_too_long_for_its_kernels(dtype, tolerance, fits, capfd)
 @pytest.mark.parametrize("number", few(range(6), 2))
 def test_in_16_bits(number):
     dtype = (torch.bfloat16, torch.float16)[number % 2]
-    case = attend_case(number, *ATTENDS[6 * number], dtype)
-    compare_attend(kernels.attend, *case, 1e-2)
+    compare_attend(kernels.attend, *attend_case(number, *ATTENDS[6 * number], dtype), 1e-2)
     compare_scan(kernels.scan, *SCANS[3 * number], 1e-2, dtype)
-    few = [case for case in RATS if 16 < case[0] < 40]      # tokens; of less the gradients cancel
-    compare_rat(kernels.rat, *rat_case(*few[number % len(few)], dtype), 1e-2)
+    long = [case for case in RATS if 16 < case[0] < 40]     # tokens; of less the gradients cancel
+    compare_rat(kernels.rat, *rat_case(*long[number % len(long)], dtype), 1e-2)
 
 
 @pytest.mark.parametrize("kind", ["plain", "shared"])
 def test_fully_masked_tiles_are_not_loaded(kind):
-    """300 positions, window 40. Queries 200 to 299 attend to no key of the tiles 0 to 127, and no
-    query of the tiles from 192 on to keys 0 to 63: NaN there, also in what comes in, reaches
-    neither results nor gradients."""
+    """300 positions, window 40. Queries 200 to 299 attend to no key of the tiles 0 to 127, and no query of the tiles
+    from 192 on to keys 0 to 63: NaN there, also in what comes in, reaches neither results nor gradients."""
     at = torch.arange(300, dtype=torch.int32)
     mask = (None, None, None, 40) if kind == "plain" else (at, at, None, 40)
     q, k, v = (torch.randn(1, 1, 300, 16) for _ in range(3))

@@ -22,8 +22,7 @@ def where(*precision):
 
 
 def relative_rms(a, b, floor=1e-12):
-    """Root mean square of a - b over b's, or over floor if that is more; infinities must agree, NaN
-    never passes."""
+    """Root mean square of a - b over b's, or over floor if that is more; infinities must agree, NaN never passes."""
     a, b = a.double().cpu(), b.double().cpu()
     finite = b.isfinite()
     if not torch.equal(a[~finite], b[~finite]):
@@ -78,8 +77,7 @@ class Largest(TorchDispatchMode):
 def outside_operators(monkeypatch):
     """The same functions and gradients without the operators: a dispatch mode is blind in them."""
     def function(reference, save, gradient):
-        rules = dict(forward=lambda *inputs: reference(*inputs), setup_context=save,
-                     backward=gradient)
+        rules = dict(forward=lambda *inputs: reference(*inputs), setup_context=save, backward=gradient)
         rules = {name: staticmethod(f) for name, f in rules.items()}
         return type("Function", (torch.autograd.Function,), rules).apply
     functions = {}
@@ -119,15 +117,13 @@ def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
 
 LENGTHS, HEADS = (1, 2, 63, 64, 65, 100), ((1, 2, 1), (2, 2, 2), (1, 4, 2), (4, 1, 1))     # B, H, G
 KINDS = "plain", "shared", "per row", "keys per row", "queries per row"
-ATTENDS = [(65, 100, "shared", 20, True, (1, 2, 1), 256),
-           (65, 100, "plain", None, False, (1, 2, 1), 200),
-           *random_cases(36, LENGTHS, LENGTHS, KINDS, (None, 1, 20), (False, True), HEADS,
-                         (16, 8, 64, 40, 100, 3))]
+ATTENDS = [(65, 100, "shared", 20, True, (1, 2, 1), 256), (65, 100, "plain", None, False, (1, 2, 1), 200),
+           *random_cases(36, LENGTHS, LENGTHS, KINDS, (None, 1, 20), (False, True), HEADS, (16, 8, 64, 40, 100, 3))]
 
 
 def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float64, device="cpu"):
-    """Inputs of attend: the tensors q, k, v, the other arguments, and the incoming gradients do,
-    dlse. Some queries stand before every key, some keys are padding and hold NaN."""
+    """Inputs of attend: the tensors q, k, v, the other arguments, and the incoming gradients do, dlse. Some queries
+    stand before every key, some keys are padding and hold NaN."""
     (B, H, G), rng = heads, random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -181,8 +177,8 @@ def compare_attend(function, tensors, arguments, incoming, tolerance):
 # ---- scan ----
 
 SCANS = [(T, C, chunk, start) for start in (True, False) for T, C, chunk in (
-    (1, 1, 1), (1, 16, 100), (2, 3, 7), (63, 3, 16), (64, 20, 64), (65, 17, 65), (33, 2, 1),
-    (100, 5, 10), (130, 16, 1000), (9, 16, 2 ** 31 - 1))]
+    (1, 1, 1), (1, 16, 100), (2, 3, 7), (63, 3, 16), (64, 20, 64), (65, 17, 65), (33, 2, 1), (100, 5, 10),
+    (130, 16, 1000), (9, 16, 2 ** 31 - 1))]
 
 
 def loop_scan(g, x, chunk, h0=None):
@@ -213,12 +209,11 @@ def compare_scan(function, T, C, chunk, start, tolerance, dtype=torch.float64, d
 
 # ---- rat ----
 
-# (T, chunk, what has an angle of its own, (B, H, G), D). The interpreter's tiles are 16 rows: there
-# are several of them, of ends too, rows left over, and in the longest case tiles without a mask.
+# (T, chunk, what has an angle of its own, (B, H, G), D). The interpreter's tiles are 16 rows: there are several of
+# them, of ends too, rows left over, and in the longest case tiles without a mask.
 RATS = [(1, 1, None, (2, 1, 1), 16), (5, 2, None, (1, 2, 1), 16), (35, 5, "token", (1, 2, 1), 8),
-        (20, 3, "chunk", (1, 4, 2), 12), (37, 16, "chunk", (1, 1, 1), 16),
-        (50, 1, None, (1, 1, 1), 16), (9, 2 ** 31 - 1, "token", (1, 2, 1), 16),
-        (18, 7, "token", (2, 1, 1), 20)]
+        (20, 3, "chunk", (1, 4, 2), 12), (37, 16, "chunk", (1, 1, 1), 16), (50, 1, None, (1, 1, 1), 16),
+        (9, 2 ** 31 - 1, "token", (1, 2, 1), 16), (18, 7, "token", (2, 1, 1), 20)]
 if not INTERPRETED:
     RATS += random_cases(40, (1, 2, 15, 16, 17, 63, 64, 100), (1, 2, 3, 16, 64, 200),
                          (None, "chunk", "token"), ((2, 4, 1), (1, 4, 2), (2, 2, 2)), (8, 6))
@@ -249,8 +244,7 @@ def dense_rat(q, k, v, g, z, bias, chunk, cos=None, sin=None):
 
 
 def rat_case(T, chunk, tables, heads, D, dtype=torch.float64, device="cpu"):
-    """Inputs of rat, slices of one projection: tensors (q, k, v, g, z, bias), arguments (chunk,
-    cos, sin), and dout."""
+    """Inputs of rat, slices of one projection: tensors (q, k, v, g, z, bias), arguments (chunk, cos, sin), and dout."""
     (B, H, G), generator = heads, torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     projection = normal(B, T, (2 * G + 3 * H) * D).to(device, dtype)
@@ -274,8 +268,8 @@ def rat_results(function, tensors, arguments, dout):
 
 
 def compare_rat(function, tensors, arguments, dout, tolerance):
-    """Assert that function and its gradients are the definition's in float64 on the same inputs,
-    and that the states are float32's at least; returns function's."""
+    """Assert that function and its gradients are the definition's in float64 on the same inputs, and that the states
+    are float32's at least; returns function's."""
     dtype, wide = dout.dtype, torch.promote_types(dout.dtype, torch.float32)
     found = rat_results(function, tensors, arguments, dout)
     assert [x.dtype for x in found] == [dtype, wide, wide, *5 * [dtype], wide]

@@ -13,11 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fused
 import kernels
 from conftest import python
-from kernel_cases import (ATTENDS, FAR, LAYOUTS, PRECISION, RAT_NAMES, RATS, SCANS, Largest,
-                          assert_close, attend_case, compare_attend, compare_rat, compare_scan,
-                          dense_outputs_and_gradients, few, moved, outputs_and_gradients,
-                          outside_operators, rat_case,
-                          rat_results, relative_rms, where)
+from kernel_cases import (ATTENDS, FAR, LAYOUTS, PRECISION, RAT_NAMES, RATS, SCANS, Largest, assert_close, attend_case,
+                          compare_attend, compare_rat, compare_scan, dense_outputs_and_gradients, few, moved,
+                          outputs_and_gradients, outside_operators, rat_case, rat_results, relative_rms, where)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
 
@@ -45,8 +43,7 @@ PATHS = pytest.mark.parametrize("path", [as_it_is, written_out])
 @where(*PRECISION)
 @pytest.mark.parametrize("number", few(range(len(ATTENDS)), 14))
 def test_attend_is_the_definition(number, device, dtype, tolerance):
-    case = attend_case(number, *ATTENDS[number], dtype, device)
-    compare_attend(kernels.attend, *case, tolerance)
+    compare_attend(kernels.attend, *attend_case(number, *ATTENDS[number], dtype, device), tolerance)
 
 
 @pytest.mark.parametrize("path", [small_blocks, written_out])
@@ -79,21 +76,26 @@ def test_missing_positions_count_from_zero():
 
 @where(PRECISION[0])
 @pytest.mark.parametrize("layout", few([*LAYOUTS], 2))
-@pytest.mark.parametrize("kind, D", [("plain", 16), ("shared", 20)])
-def test_attend_takes_any_strides(kind, D, layout, device, dtype, tolerance):
+def test_any_strides(layout, device, dtype, tolerance):
     """Also where the elements of a row are not contiguous."""
-    case = attend_case(0, 20, 20, kind, None, False, (2, 2, 2), D, dtype, device)
-    tensors, arguments, (do, dlse) = case
-    tensors, do = [LAYOUTS[layout](x) for x in tensors], LAYOUTS[layout](do)
-    compare_attend(kernels.attend, tensors, arguments, (do, dlse), tolerance)
+    layout = LAYOUTS[layout]
+    for kind, D in (("plain", 16), ("shared", 20)):
+        tensors, arguments, (do, dlse) = attend_case(0, 20, 20, kind, None, False, (2, 2, 2), D, dtype, device)
+        compare_attend(kernels.attend, [*map(layout, tensors)], arguments, (layout(do), dlse), tolerance)
+    (*tensors, bias), arguments, dout = rat_case(9, 4, "chunk", (1, 4, 2), 8, dtype, device)
+    compare_rat(kernels.rat, [*map(layout, tensors), bias], arguments, layout(dout), tolerance)
+
+    def interleaved(g, x, *rest):
+        both = torch.stack([g, x], -1).flatten(2)
+        return kernels.scan(both[..., ::2], both[..., 1::2], *rest)
+    compare_scan(interleaved, 33, 20, 16, True, tolerance, dtype, device)
 
 
 @PATHS
 @pytest.mark.parametrize("dtype, tolerance", PRECISION)
 def test_lower_precision(dtype, tolerance, path, monkeypatch):
     path(monkeypatch)
-    case = attend_case(0, 300, 1500, "shared", None, True, (1, 2, 1), 16, dtype)
-    compare_attend(kernels.attend, *case, tolerance)
+    compare_attend(kernels.attend, *attend_case(0, 300, 1500, "shared", None, True, (1, 2, 1), 16, dtype), tolerance)
     compare_rat(kernels.rat, *rat_case(100, 16, "chunk", (2, 4, 2), 16, dtype), tolerance)
     compare_scan(kernels.scan, 70, 3, 16, True, tolerance, dtype)
 
@@ -113,8 +115,7 @@ def test_no_score_matrix_is_held(slopes, path, monkeypatch):
     """T = 3,000 has 9 million scores a head: a block of them is held for each of two heads."""
     path(monkeypatch)
     outside_operators(monkeypatch)
-    case = attend_case(0, 3000, 3000, "shared", None, slopes, (1, 2, 1), 8, torch.float32)
-    tensors, arguments, incoming = case
+    tensors, arguments, incoming = attend_case(0, 3000, 3000, "shared", None, slopes, (1, 2, 1), 8, torch.float32)
     tensors = [x.nan_to_num(0).requires_grad_() for x in tensors]
     with Largest() as seen:
         torch.autograd.grad(kernels.attend(*tensors, *arguments), tensors, incoming)
@@ -133,8 +134,8 @@ def test_fully_masked_blocks_are_left_out():
 
 @where(*PRECISION)
 def test_attend_backward_over_some_of_the_keys(device, dtype, tolerance):
-    """A softmax over 70 keys, its backward in two parts, of keys 0 to 39 and the rest: the dq add
-    up. Every tensor is a slice of a larger one, grouped heads, ALiBi."""
+    """A softmax over 70 keys, its backward in two parts, of keys 0 to 39 and the rest: the dq add up. Every tensor is a
+    slice of a larger one, grouped heads, ALiBi."""
     torch.manual_seed(0)
     large = [torch.randn(2, heads, 90, 48).to(dtype).double() for heads in (4, 2, 2, 4)]
     q, k, v, do = (x[:, :, 10:80, 8:40] for x in large)
@@ -144,8 +145,7 @@ def test_attend_backward_over_some_of_the_keys(device, dtype, tolerance):
     q, k, v, out, do = moved((q, k, v, out, do), device, dtype)
     lse = torch.stack([lse, lse], -1).to(device, torch.promote_types(dtype, torch.float32))[..., 0]
     out, at, slopes = LAYOUTS["transposed"](out), *moved((at, slopes), device)
-    parts = [kernels.attend_backward(q, k[:, :, keys], v[:, :, keys], out, lse, do,
-                                     at, at[keys], slopes)
+    parts = [kernels.attend_backward(q, k[:, :, keys], v[:, :, keys], out, lse, do, at, at[keys], slopes)
              for keys in (slice(0, 40), slice(40, 70))]
     dqs, dks, dvs = zip(*parts)
     assert dqs[0].dtype == dtype
@@ -172,8 +172,7 @@ def test_merged_parts_are_the_whole(cut, window, slopes, device, dtype, toleranc
 
 @pytest.mark.parametrize("poison", [0.0, math.nan])
 def test_merge_of_empty_sides(poison):
-    """Rows: a empty, b empty, both empty, none. What an empty side holds, and what comes in where
-    both are, is ignored."""
+    """Rows: a empty, b empty, both, none. What an empty side holds, and what comes in where both are, is ignored."""
     a, b = torch.randn(2, 1, 1, 4, 3, dtype=torch.float64)
     a[..., [0, 2], :] = b[..., [1, 2], :] = poison
     lse_a = torch.tensor([-math.inf, 0.3, -math.inf, 0.3], dtype=torch.float64).view(1, 1, 4)
@@ -199,19 +198,6 @@ def test_scan_is_the_loop(case, device, dtype, tolerance):
     compare_scan(kernels.scan, *case, tolerance, dtype, device)
 
 
-def test_scan_at_length():
-    """4,200 positions in one chunk take all levels of the recursion."""
-    compare_scan(kernels.scan, 4200, 3, 4200, True, 1e-10)
-
-
-@where(PRECISION[0])
-def test_scan_takes_any_strides(device, dtype, tolerance):
-    def interleaved(g, x, *rest):
-        both = torch.stack([g, x], -1).flatten(2)
-        return kernels.scan(both[..., ::2], both[..., 1::2], *rest)
-    compare_scan(interleaved, 33, 20, 16, True, tolerance, dtype, device)
-
-
 @where(*PRECISION)
 @pytest.mark.parametrize("case", RATS, ids=str)
 def test_rat_is_the_definition(case, device, dtype, tolerance):
@@ -221,25 +207,17 @@ def test_rat_is_the_definition(case, device, dtype, tolerance):
 
 
 @pytest.mark.parametrize("chunk, tables", [(3, "chunk"), (130, "token")])
-def test_rat_at_length(chunk, tables, monkeypatch):
-    """Attention in many blocks, and chunks so long that they are scanned in two levels."""
+def test_scan_and_rat_at_length(chunk, tables, monkeypatch):
+    """Attention in many blocks, and chunks so long that they are scanned in two levels; a scan of all levels."""
     small_blocks(monkeypatch)
+    compare_scan(kernels.scan, 4200, 3, 4200, True, 1e-10)
     compare_rat(kernels.rat, *rat_case(300, chunk, tables, (1, 2, 1), 4), 1e-10)
-
-
-@where(PRECISION[0])
-@pytest.mark.parametrize("layout", few([*LAYOUTS], 2))
-def test_rat_takes_any_strides(layout, device, dtype, tolerance):
-    (*tensors, bias), arguments, dout = rat_case(9, 4, "chunk", (1, 4, 2), 8, dtype, device)
-    tensors, dout = [*map(LAYOUTS[layout], tensors), bias], LAYOUTS[layout](dout)
-    compare_rat(kernels.rat, tensors, arguments, dout, tolerance)
 
 
 @where(PRECISION[0])
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_rat_where_gates_are_shut(device, dtype, tolerance):
-    """Gates of exactly 0 and 1: everything stays finite, and what the output gate shuts out gets
-    no gradient."""
+    """Gates of exactly 0 and 1: everything stays finite, and what the output gate shuts out gets no gradient."""
     tensors, arguments, dout = rat_case(20, 6, "chunk", (1, 2, 1), 16, dtype, device)
     tensors = [x.clone() for x in tensors]
     tensors[3][:, ::3], tensors[3][:, 1::5], tensors[4][:, :, 1] = 1000, -1000, -1000
@@ -264,8 +242,7 @@ def test_states_are_float32(device, dtype, tolerance):
 # ---- the operators ----
 
 def operator_calls():
-    case = attend_case(0, 9, 11, "shared", 5, True, (2, 4, 2), 8, torch.float32)
-    (q, k, v), mask, (do, dlse) = case
+    (q, k, v), mask, (do, dlse) = attend_case(0, 9, 11, "shared", 5, True, (2, 4, 2), 8, torch.float32)
     k, v = k.nan_to_num(0), v.nan_to_num(0)
     out, lse = kernels.attend(q, k, v)
     g, x, h0 = torch.rand(2, 9, 3), torch.randn(2, 9, 3), torch.randn(2, 3)
@@ -329,8 +306,7 @@ def test_without_gradients_the_results_are_the_same(monkeypatch):
 @pytest.mark.parametrize("device, backend", [
     ("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)])
 def test_torch_compile_takes_them(device, backend):
-    """One graph for all lengths, windows and chunks, the same values and gradients. No check makes
-    a size a constant."""
+    """One graph for all lengths, windows and chunks, as no check makes a size a constant; the same gradients."""
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(all_operators, fullgraph=True, dynamic=True, backend=counter)
     for T in range(5, 10):
@@ -345,8 +321,7 @@ def test_torch_compile_takes_them(device, backend):
 def saved_bytes(function, tensors, arguments=()):
     """Bytes that are kept for the backward pass, each storage once."""
     kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x),
-                                                  lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
         function(*[x.requires_grad_() for x in tensors], *arguments)
     return sum(x.nbytes for x in kept.values())
 
@@ -369,29 +344,16 @@ RIGHT = {
     "merge": dict(out_a=V, lse_a=V[..., 0], out_b=V, lse_b=V[..., 0]),
     "scan": dict(g=torch.rand(2, 5, 3), x=torch.rand(2, 5, 3), chunk=4),
     "rat": dict(q=Q, k=Q, v=V, g=V, z=V, bias=torch.zeros(32), chunk=4, cos=TABLE, sin=TABLE)}
-WRONG = [
-    ("attend", "q", None, "q is NoneType"),
-    ("attend", "q", torch.randn(4, 6, 8), "q has shape (4, 6, 8)"),
-    ("attend", "q", torch.ones(2, 4, 6, 8, dtype=torch.int64), "q is torch.int64"),
-    ("attend", "q", torch.randn(2, 4, 6, 300), "q has head size 300"),
-    ("attend", "q", torch.randn(2, 3, 6, 8), "k has 2 heads"),
-    ("attend", "k", torch.randn(2, 2, 5, 7), "k has shape (2, 2, 5, 7): (2, any, any, 8)"),
-    ("attend", "k", torch.randn(2, 2, 5, 8).double(), "k is torch.float64"),
-    ("attend", "v", torch.randn(2, 2, 5, 8, device="meta"), "v is torch.float32 on meta"),
-    ("attend", "q_pos", torch.arange(6), "q_pos is torch.int64"),
-    ("attend", "q_pos", [0, 1, 2, 3, 4, 5], "q_pos is list"),
-    ("attend", "slopes", torch.rand(2), "slopes has shape (2,)"),
-    ("attend", "slopes", [0.5, 0.25, 0.1, 0.1], "slopes is list"),
-    ("attend", "window", 0, "window=0"),
-    ("attend_backward", "out", V[:, :, 1:], "out has shape"),
-    ("attend_backward", "lse", V[..., 0].double(), "lse is torch.float64"),
-    ("merge", "lse_b", V[:, 1:, :, 0], "lse_b has shape"),
-    ("scan", "x", torch.rand(2, 0, 3), "x has shape (2, 0, 3)"),
-    ("scan", "chunk", 4.0, "chunk=4.0"),
-    ("rat", "q", Q[:, :0], "q has shape (2, 0, 2, 8)"),
-    ("rat", "v", torch.randn(2, 5, 3, 8), "v has 3 heads"),
-    ("rat", "bias", torch.zeros(16), "bias has shape (16,)"),
-    ("rat", "sin", None, "sin is NoneType")]
+WRONG = [("attend", "q", None, "q is NoneType"), ("attend", "q", torch.randn(4, 6, 8), "q has shape (4, 6, 8)"),
+         ("attend", "q", torch.ones(2, 4, 6, 8, dtype=torch.int64), "q is torch.int64"),
+         ("attend", "q", torch.randn(2, 4, 6, 300), "q has head size 300"),
+         ("attend", "q", torch.randn(2, 3, 6, 8), "k has 2 heads"),
+         ("attend", "k", torch.randn(2, 2, 5, 7), "k has shape (2, 2, 5, 7): (2, any, any, 8)"),
+         ("attend", "v", torch.randn(2, 2, 5, 8, device="meta"), "v is torch.float32 on meta"),
+         ("attend", "q_pos", torch.arange(6), "q_pos is torch.int64"), ("attend", "window", 0, "window=0"),
+         ("attend_backward", "lse", V[..., 0].double(), "lse is torch.float64"),
+         ("merge", "lse_b", V[:, 1:, :, 0], "lse_b has shape"), ("scan", "chunk", 4.0, "chunk=4.0"),
+         ("rat", "v", torch.randn(2, 5, 3, 8), "v has 3 heads"), ("rat", "sin", None, "sin is NoneType")]
 
 
 @pytest.mark.parametrize("name, argument, value, message", WRONG,
@@ -430,8 +392,7 @@ for _ in range(3):
 
 @pytest.mark.parametrize("first, environment, line", [
     ("sys.modules['triton'] = None", {}, "kernels: plain PyTorch on cpu\n"),
-    pytest.param("", {"TRITON_INTERPRET": "1"}, "kernels: Triton, interpreted\n",
-                 marks=needs_triton),
+    pytest.param("", {"TRITON_INTERPRET": "1"}, "kernels: Triton, interpreted\n", marks=needs_triton),
     ("", {"RANK": "1"}, "")])
 def test_one_line_tells_which_code_runs(first, environment, line):
     """On stderr, once, on the first rank; triton may be missing."""
@@ -484,8 +445,7 @@ def calls_of_all_kernels(rng):
     shuffled = lambda xs: [rng.choice([lambda x: x, *LAYOUTS.values()])(x) for x in xs]
     tensors, arguments, (do, dlse) = attend_case(0, *rng.choice(ATTENDS), dtype)
     arguments = [offset(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-    incoming = *shuffled([do]), offset(dlse)
-    outputs_and_gradients(kernels.attend, shuffled(tensors), arguments, incoming)
+    outputs_and_gradients(kernels.attend, shuffled(tensors), arguments, (*shuffled([do]), offset(dlse)))
     T, C, chunk, start = rng.choice(SCANS)
     g, x, h0 = (y.requires_grad_() for y in shuffled(torch.rand(3, 2, 1, T, C, dtype=dtype)))
     h = kernels.scan(g[:, 0], x[:, 0], chunk, offset(h0[:, 0, 0]) if start else None)
@@ -496,8 +456,8 @@ def calls_of_all_kernels(rng):
 
 @needs_triton
 def test_launches_have_the_types_that_are_compiled(monkeypatch):
-    """Triton makes a variant of every combination of types, alignments and multiples of 16 that it
-    meets. 60 random calls meet none but those that compile_kernels.py compiles."""
+    """Triton makes a variant of every combination of types, alignments and multiples of 16 that it meets. 60 random
+    calls meet none but those that compile_kernels.py compiles."""
     import compile_kernels as check
     from triton.runtime.jit import JITFunction
     seen, compiled = set(), [(k, d, {**c, **o}) for k, d, c, o in check.variants(True)]
@@ -536,15 +496,14 @@ def test_the_bench_runs(capsys):
     bench.bench_attend(torch.device("cpu"), 1, (1, 2, 64, 8), 128)
     bench.bench_scan(torch.device("cpu"), 1, (1, 64, 8))
     out = capsys.readouterr().out
-    assert out.count("SDPA ") >= 5 and out.count("(goal ") == 5 and out.count("(goal on a GPU") == 2
-    assert "nan" not in out and "inf" not in out
+    assert out.count("SDPA ") >= 5 and out.count("(goal ") == 5 and "nan" not in out and "inf" not in out
 
 
 # ---- on a GPU, beside the tests above that run there too ----
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chunk, heads, D", [(1, (1, 2, 1), 64), (16, (2, 4, 2), 128),
-                                             (13, (1, 2, 2), 64), (300, (1, 2, 1), 64)])
+@pytest.mark.parametrize("chunk, heads, D", [(1, (1, 2, 1), 64), (16, (2, 4, 2), 128), (13, (1, 2, 2), 64),
+                                             (300, (1, 2, 1), 64)])
 def test_gpu_rat_at_length(chunk, heads, D):
     """Many tiles of everything; the reference implementation in float64 on the same device."""
     case = rat_case(4000, chunk, "chunk", heads, D, torch.bfloat16, "cuda")

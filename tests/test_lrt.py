@@ -61,8 +61,7 @@ def nats(logits, targets):
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
 
 
-# -------------------------------------------------------------------------------------------------
-# the equations, once more
+# ---- the equations, once more ----
 
 def unit(x):
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -189,8 +188,7 @@ def test_the_log_has_the_loss_of_the_first_pass_too():
     assert abs(aux["ce"] - both[0]) < 1e-12 and abs(aux["ce_first"] - both[1]) < 1e-12 and both[0] != both[1]
 
 
-# -------------------------------------------------------------------------------------------------
-# limits
+# ---- limits ----
 
 def refined(model, x):
     """outputs_and_gradients of the subsets' passes: the first pass has a loss of its own."""
@@ -223,8 +221,7 @@ def test_one_chunk_of_all_is_the_backbone(fast):
     assert_same((logits, loss, grads), outputs_and_gradients(backbone, x))
 
 
-# -------------------------------------------------------------------------------------------------
-# naive and fast, and what is computed
+# ---- naive and fast, and what is computed ----
 
 @every
 def test_training_naive_is_fast(kind):
@@ -273,8 +270,7 @@ def test_a_training_step_reaches_every_parameter(kind):
         assert not [name for name, p in model.named_parameters() if p.grad is None]
 
 
-# -------------------------------------------------------------------------------------------------
-# the start
+# ---- the start ----
 
 def fresh(**sizes):
     torch.manual_seed(0)
@@ -319,8 +315,7 @@ def test_windows_are_the_papers():
     assert windows(n_layer=2, swa=300) == [0, 0], "a window wider than the context is none"
 
 
-# -------------------------------------------------------------------------------------------------
-# caches and prefill
+# ---- caches and prefill ----
 
 def test_the_cache_is_a_transformers_and_one_vector_a_row():
     sizes = dict(n_layer=3, n_head=4, n_kv_head=2, n_embd=32)
@@ -363,8 +358,7 @@ def test_rows_of_a_prefill_are_as_if_alone(kind, S):
             assert relative(after[b], model(row[:, k:k + 3], cache=alone)[0][0]) < 1e-10
 
 
-# -------------------------------------------------------------------------------------------------
-# the paper's sizes and optimizer
+# ---- the paper's sizes and optimizer ----
 
 @pytest.mark.parametrize("name, millions, more, layerwise, source",
                          [("lrt_20l", 1316, 0.29, 4.78, 12), ("lrt_24l", 1988, 0.28, 5.43, 14)])
@@ -432,8 +426,7 @@ def test_schedules_of_the_paper():
         assert all(group["weight_decay"] == 0 and "momentum" not in group for group in others)
 
 
-# -------------------------------------------------------------------------------------------------
-# training and evaluation
+# ---- training and evaluation ----
 
 @pytest.mark.parametrize("way", PATHS)
 def test_the_loss_in_eval_mode_is_the_exact_chains(way):

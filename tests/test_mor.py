@@ -26,8 +26,7 @@ def mor(**sizes):
     return tiny("mor", **{"n_layer": 5 if sizes.get("share", "middle").startswith("middle") else 6, **sizes})
 
 
-# -------------------------------------------------------------------------------------------------
-# the equations, once more, of one sequence and the tokens that take part
+# ---- the equations, once more, of one sequence and the tokens that take part ----
 
 class Routed(ByHand):
     """States x (n, C) are those of the tokens at positions at (n,), in order; other tokens do not exist."""
@@ -176,11 +175,13 @@ TOKEN = [dict(), dict(kv="share", z_loss=0.02, router_func="sigmoid"), dict(kv="
 NONE = [dict(), dict(kv="share", n_layer=8), dict(share="sequence"), dict(kv="share_update", share="cycle", n_loop=2)]
 ROUTED = [dict(router=name, **sizes) for name, all in (("expert", EXPERT), ("token", TOKEN), ("none", NONE))
           for sizes in all]
+
+
 @pytest.mark.parametrize("training, T", [(True, 1), (True, 13), (False, 1), (False, 13)])
 @pytest.mark.parametrize("sizes", EXPERT, ids=str)
 def test_expert_choice_is_its_equations(sizes, training, T):
-    """In training: the best k tokens take a recursion; the loss teaches the scores which. In eval mode
-    scores decide token by token."""
+    """In training the best k tokens take a recursion, and the loss teaches the scores which. In eval mode scores decide
+    token by token."""
     assert_is_by_hand(mor(router="expert", aux_weight=0.3, **sizes).train(training), tokens(2, T + 1))
 
 
@@ -198,8 +199,7 @@ def test_without_a_router_all_tokens_take_all(sizes, training):
     assert_is_by_hand(mor(router="none", **sizes).train(training), tokens(2, 14))
 
 
-# -------------------------------------------------------------------------------------------------
-# what is tied, sizes and operations
+# ---- what is tied, sizes and operations ----
 
 @pytest.mark.parametrize("share, n_layer, n_loop, order", [
     ("cycle", 6, 2, "012012"), ("cycle", 6, 3, "010101"), ("sequence", 6, 2, "001122"),
@@ -316,8 +316,7 @@ def test_decoding_runs_the_tokens_that_go_on_and_no_other(router, kv):
     assert sum(keys) == (3 * 33 if kv == "share" else sum(ran))
 
 
-# -------------------------------------------------------------------------------------------------
-# decoding and evaluation
+# ---- decoding and evaluation ----
 
 @pytest.mark.parametrize("sizes", [*ROUTED, *(dict(fast=False, kv=kv) for kv in KV)], ids=str)
 def test_decoding_is_the_forward(sizes):
@@ -358,8 +357,7 @@ def test_exit_loop_caps_the_recursions(router, cap):
     assert torch.equal(model.train()(x)[0], free.train()(x)[0])
 
 
-# -------------------------------------------------------------------------------------------------
-# learning to route
+# ---- learning to route ----
 
 @pytest.mark.parametrize("T, R", [(31, 3), (10, 4)])
 def test_capacity_falls_along_half_a_cosine(T, R):
@@ -429,8 +427,7 @@ def test_a_compiled_training_step_is_one_graph(sizes):
     assert counter.frame_count == 1
 
 
-# -------------------------------------------------------------------------------------------------
-# the random router, a baseline
+# ---- the random router, a baseline ----
 
 def test_the_random_router_takes_its_fraction():
     """Recursion r takes (R - r) / R of all tokens, by position in eval mode, else by chance."""
@@ -457,8 +454,7 @@ def test_the_random_router_decodes_as_it_computes(router):
     assert sum(aux[f"depth{d}"] > 0 for d in (1, 2, 3)) >= 2
 
 
-# -------------------------------------------------------------------------------------------------
-# the cache
+# ---- the cache ----
 
 @every_routing
 def test_the_cache_has_keys_of_those_that_took_a_recursion(router):
@@ -512,8 +508,7 @@ def test_a_list_grows_where_tokens_choose_more_than_planned(router, fast):
     assert_cache_is_forward(model, [30, 7, 19], [1] * 12 + [10, 1, 7], 1e-10)
 
 
-# -------------------------------------------------------------------------------------------------
-# packed tokens, each at its own recursion
+# ---- packed tokens, each at its own recursion ----
 
 @torch.no_grad()
 @every_routing
@@ -532,8 +527,7 @@ def test_packed_tokens_at_mixed_recursions_are_as_if_alone(router):
         assert takes[n] == (s.argmax() >= r if router == "token" else s >= 0)
 
 
-# -------------------------------------------------------------------------------------------------
-# conversion and settings
+# ---- conversion and settings ----
 
 def converted(gpt, **sizes):
     same = {k: v for k, v in asdict(gpt.cfg).items() if k in model_mor.Config.__dataclass_fields__}

@@ -141,21 +141,16 @@ def test_sizes_of_the_paper(name):
         assert round((sum(of.values()) - apart) / 1e9, 2) == size and round(apart / 1e9, 2) == embeddings
 
 
-def storages(weights):
-    """{place in memory: bytes} of the tensors of a state dict."""
-    return {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights.values()}
-
-
 def test_a_checkpoint_holds_each_tied_weight_once(tmp_path, data_dir):
-    """Weights, two moments of each, a step count of each (4 bytes), random numbers (5,056 bytes). Two stored layers of
-    width 16 with an MLP of 64, four uses' deltas of rank 3."""
+    """Weights, two moments of each, a step count of each (4 bytes), random numbers (5,056 bytes)."""
     trainer = runs.run("relaxed", tmp_path, data_dir, "n_layer=4", "rank=3")
     parameters = list(trainer.model.parameters())
-    size = 4 * (2 * (4 * 16 * 16 + 3 * 16 * 64 + 2 * 16) + 4 * 3 * (4 * 32 + 3 * 80) + 16 + 257 * 16)
+    size = 4 * sum(p.numel() for p in parameters)
     loaded = checkpoint.load_run(tmp_path / "r")[0].state_dict()
     saved = checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["weights"]
     for weights in (trainer.model.state_dict(), saved, loaded):
-        assert len(storages(weights)) == len(parameters) and sum(storages(weights).values()) == size
+        storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights.values()}
+        assert len(storages) == len(parameters) < len(weights) and sum(storages.values()) == size
     with zipfile.ZipFile(tmp_path / "r" / "ckpt.pt") as z:
         saved = sum(i.file_size for i in z.infolist() if "/data/" in i.filename)
     assert 3 * size <= saved <= 3 * size + 4 * len(parameters) + 5056
@@ -257,20 +252,6 @@ def test_which_layers_the_stored_ones_start_from():
     for (L, B), steps in STEPS.items():
         assert layers(n_layer=L, n_loop=B, init="stepwise") == steps
     assert layers(n_layer=6, n_loop=3, init="lower") == [0, 1] and layers(n_layer=6, n_loop=3, init="upper") == [4, 5]
-
-
-@pytest.mark.parametrize("share", SHARES)
-def test_average_is_the_mean_of_what_is_tied_and_norms_of_heads_are_not(share):
-    gpt = source(qk_norm=True)
-    model, w = converted(gpt, n_loop=3, share=share, rank=0), gpt.state_dict()
-    for k, block in enumerate(model.blocks):
-        layers = uses(model.cfg, k)
-        for name, p in block.named_parameters():
-            if "weights" not in name:
-                assert relative(p, torch.stack([w[f"blocks.{layer}.{name}"] for layer in layers]).mean(0)) < 1e-14
-        for use, layer in enumerate(layers):
-            assert torch.equal(block.attn.q_norm.weights[use], w[f"blocks.{layer}.attn.q_norm.weight"])
-            assert torch.equal(block.attn.k_norm.weights[use], w[f"blocks.{layer}.attn.k_norm.weight"])
 
 
 def test_a_norm_near_zero_is_refused_by_name():
