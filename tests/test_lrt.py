@@ -22,7 +22,8 @@ from test_models import assert_same, outputs_and_gradients, tokens
 
 # mixed: odd sizes, 10 dimensions a head, windows of 5 + 1 keys
 SETTINGS = {"default": {},
-            "mixed": dict(n_kv_head=2, pattern="SL", swa=5, n_layer=3, n_embd=40, source="1,3", projections="layerwise"),
+            "mixed": dict(n_kv_head=2, pattern="SL", swa=5, n_layer=3, n_embd=40, source="1,3",
+                          projections="layerwise"),
             "k": dict(inject="k", n_kv_head=2, pattern="L"), "v": dict(inject="v", projections="layerwise", swa=3),
             "kv": dict(inject="kv", source="1", n_head=1), "residual": dict(inject="residual", source="1,2")}
 every = pytest.mark.parametrize("kind", SETTINGS)

@@ -185,7 +185,8 @@ def simulate(block, weights, d, n_head, swapped):
     new["wo"][scratch, rows] = wo
     I, m = torch.eye(d).double(), len(w1)
     new["w_up"][:m, carry], new["w_up"][:m, scratch], new["w_down"][live, :m] = w1, w1, w2
-    for n, (reads, into, sign) in enumerate((((carry, scratch), live, 1), ((live,), live, -1), ((scratch,), scratch, -1))):
+    copies = ((carry, scratch), live, 1), ((live,), live, -1), ((scratch,), scratch, -1)
+    for n, (reads, into, sign) in enumerate(copies):
         plus, minus = (slice(m + (2 * n + i) * d, m + (2 * n + i + 1) * d) for i in (0, 1))
         for part in reads:
             new["w_up"][plus, part], new["w_up"][minus, part] = I, -I
