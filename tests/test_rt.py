@@ -198,14 +198,14 @@ def simulate(block, weights, d, n_head, swapped):
 def test_theorem_a_1(schedule):
     """A norm-free Transformer of width d and any depth inside a norm-free RT of width 3 d, layer by layer."""
     T, d, n_head, layers = 9, 8, 2, 3
-    want = x = torch.randn(T, d, dtype=torch.float64)
-    weights = [[0.5 * torch.randn(*shape, dtype=torch.float64) for shape in [(d, d)] * 4 + [(4 * d, d), (d, 4 * d)]]
-               for _ in range(layers)]
-    state = torch.cat([x, torch.zeros(T, 2 * d)], 1)
+    want = torch.randn(T, d, dtype=torch.float64)
+    state = torch.cat([want, torch.zeros(T, 2 * d)], 1)
     for l in range(layers):
         one, layer = norm_free(schedule, 3 * d, n_head, n_layer=1)
-        simulate(one.blocks[0], weights[l], d, n_head, swapped=l % 2 == 1)
-        want, state = transformer_layer(want, *weights[l], n_head), layer(state)
+        shapes = [(d, d)] * 4 + [(4 * d, d), (d, 4 * d)]
+        weights = [(l + 1) / 4 * torch.randn(*shape, dtype=torch.float64) for shape in shapes]
+        simulate(one.blocks[0], weights, d, n_head, swapped=l % 2 == 1)
+        want, state = transformer_layer(want, *weights, n_head), layer(state)
         live = state[:, d:2 * d] if l % 2 == 0 else state[:, :d]
         assert relative(live, want) < 1e-10
         assert state[:, 2 * d:].abs().max() < 1e-10 * want.abs().max()
@@ -260,10 +260,11 @@ def test_bfloat16_attention_is_rounded_nowhere_inside(monkeypatch, pos):
     softmax in float64. Six heads: their slopes are no powers of two, and would be rounded too."""
     chunks = chunks_seen(monkeypatch)
     model = tiny("rt", n_head=6, n_embd=48, pos=pos, n_layer=2, chunk=64, block_size=200).float()
-    cache = model.init_cache(2, 200)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        cache = model.init_cache(2, 200)
         for x, cached in ((tokens(2, 200), None), (tokens(2, 100), cache), (tokens(2, 100, seed=2), cache)):
             model(x, cache=cached)
+    assert cache.k[0].dtype == torch.bfloat16
     slopes = [2 ** (-8 * h / 6) for h in range(1, 7)] if pos == "alibi" else [0.0] * 6
     for c in chunks:
         q, out, lse = (c[name].double() for name in ("q", "out", "lse"))
