@@ -269,9 +269,9 @@ def test_a_budget_pays_for_the_warm_up_too(sizes):
     dict(), dict(kv="share", causal="aux_router", capacity_warmup=8), dict(kv="share_update", router_arch="mlp"),
     dict(share="sequence", n_kv_head=2, tie_embeddings=False), dict(router="none", kv="share")], ids=str)
 def test_only_chosen_tokens_run_and_flops_are_theirs(sizes, monkeypatch):
-    """Forward and backward of the fast path, in training, half-way in a capacity warm-up. Attention, written out here to
-    be counted, takes all keys that a query is given; the model counts the visible ones, the chosen tokens being spread
-    evenly."""
+    """Forward and backward of the fast path, in training, half-way in a capacity warm-up. Attention, written out here
+    to be counted, takes all keys that a query is given; the model counts the visible ones, the chosen tokens being
+    spread evenly."""
     given, T, C = [], 24, 32
 
     def attention(q, k, v, bias, dropout):
@@ -502,15 +502,21 @@ def test_a_list_grows_where_tokens_choose_more_than_planned(router, fast):
 
 @torch.no_grad()
 @every_routing
-def test_packed_tokens_at_mixed_recursions_are_as_if_alone(router):
-    """Of sequences of one token, so that each attends to its own key; of longer ones in test_serve.py."""
-    model, h, depth = mor(router=router), torch.randn(5, 32, dtype=torch.float64), torch.tensor([2, 0, 1, 1, 0])
-    state = torch.cat([h, h], 1)
-    got, takes = model.loop(state, depth, Oneself())[:, :32], model.takes(state, depth)
+@pytest.mark.parametrize("sizes", [dict(), dict(router_arch="random"), dict(share="sequence")], ids=str)
+def test_packed_tokens_at_mixed_recursions_are_as_if_alone(router, sizes):
+    """Of sequences of one token, so that each attends to its own key; of longer ones in test_serve.py. share=sequence:
+    one recursion a call."""
+    model, depth = mor(router=router, **sizes), torch.tensor([2, 0, 1, 1, 0])
+    h, noise = torch.randn(5, 32, dtype=torch.float64), model.noise(torch.arange(5))
+    state, size = torch.cat([h, h, noise], 1), 1 if "share" in sizes else 5
+    calls = zip(state.split(size), depth.split(size))
+    got, takes = torch.cat([model.loop(*call, Oneself()) for call in calls])[:, :32], model.takes(state, depth)
     for n, r in enumerate(depth.tolist()):
-        hand = Routed(model, False)
+        hand, name = Routed(model, False), "router" if router == "token" else f"routers.{r}"
+        s = noise[n] if router == "token" else noise[n, r:r + 1]
+        if "router_arch" not in sizes:
+            s = hand.scores(h[n], name)
         want = hand.recursion(h[n:n + 1], r + 1, torch.tensor([0]))
-        s = hand.scores(h[n], "router" if router == "token" else f"routers.{r}")
         if router == "expert":
             want = h[n:n + 1] + 0.1 * s.sigmoid() * want
         assert relative(got[n:n + 1], want) < 1e-10
