@@ -61,7 +61,7 @@ class Choice(Request):
     logprobs: list = field(default_factory=list)    # (logprob, {token id: logprob}) of each token
     decoder: codecs.IncrementalDecoder = field(
         default_factory=partial(codecs.getincrementaldecoder("utf-8"), errors="replace"))
-    held: str = ""                  # text that may be the begin of a stop string
+    held: str = ""                  # text that may be the start of a stop string
 
     def read(self, piece, final=False):
         """The text that is known after the bytes of a new token. At a stop string, the text before
