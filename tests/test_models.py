@@ -1,5 +1,4 @@
 """The contract of every model file (forward, cache, generate, ...): a new model_*.py is tested by existing."""
-import copy
 import importlib
 import math
 
@@ -132,7 +131,7 @@ def test_naive_is_fast_at_random_shapes(name, B, T, heads, head_dim, n_layer):
 
 def feed(model, x, lengths, splits):
     """Feed row b's first lengths[b] tokens through one cache in pieces of the given sizes (rows shorter than a
-    piece are padded); returns the logits of each row's tokens."""
+    piece are padded); returns the logits of each row's tokens. No gradient flows through a call with a cache."""
     cache = model.init_cache(len(x), max(lengths))
     rows = [[] for _ in x]
     start = 0
@@ -141,8 +140,8 @@ def feed(model, x, lengths, splits):
         piece = torch.zeros(len(x), size, dtype=torch.long)
         for b in range(len(x)):
             piece[b, :n[b]] = x[b, start:start + n[b]]
-        with torch.no_grad():
-            logits = model(piece, cache=cache, n_valid=None if (n == size).all() else n)[0]
+        logits, loss, _ = model(piece, piece, cache=cache, n_valid=None if (n == size).all() else n)
+        assert not logits.requires_grad and not loss.requires_grad
         for b in range(len(x)):
             rows[b].append(logits[b, :n[b]])
         start += size
@@ -171,21 +170,11 @@ def test_cache_in_any_split_is_one_forward(name, sizes, fast):
 
 
 @some
-@given(data=st.data())
-def test_cache_is_forward_at_random(name, sizes, data):
-    lengths = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=4))
-    splits, left = [], max(lengths)
-    while left:
-        splits.append(data.draw(st.integers(1, left)))
-        left -= splits[-1]
-    assert_cache_is_forward(tiny(name, **sizes), lengths, splits, 1e-10)
-
-
-@some
-def test_no_position_sees_the_future(name, sizes):
+def test_no_position_sees_the_future_or_another_row(name, sizes):
     model, x = tiny(name, **sizes), tokens(2, 50)
     with torch.no_grad():
         before = model(x)[0]
+        assert relative(before[1], model(x[1:])[0][0]) < 1e-10
         for t in (1, 25, 49):
             y = x.clone()
             y[:, t] = (y[:, t] + 1) % 61
@@ -198,15 +187,16 @@ def test_no_position_sees_the_future(name, sizes):
 @given(data=st.data())
 def test_rows_advance_as_they_like(name, sizes, data):
     """Each call feeds every row a number of tokens of its own, none included, as a batching engine does."""
-    model, x = tiny(name, **sizes), tokens(3, 30)
+    B = data.draw(st.integers(1, 4))
+    model, x = tiny(name, **sizes), tokens(B, 30)
     with torch.no_grad():
-        want, cache, done = model(x)[0], model.init_cache(3, 30), [0, 0, 0]
+        want, cache, done = model(x)[0], model.init_cache(B, 30), [0] * B
         for _ in range(data.draw(st.integers(1, 6))):
-            T = data.draw(st.integers(1, 8))
+            T = data.draw(st.integers(1, 20))
             n = [data.draw(st.integers(0, min(T, 30 - d))) for d in done]
             piece = torch.stack([torch.cat([row[d:d + k], row.new_zeros(T - k)]) for row, d, k in zip(x, done, n)])
             got = model(piece, cache=cache, n_valid=torch.tensor(n))[0]
-            for b in range(3):
+            for b in range(B):
                 assert n[b] == 0 or relative(got[b, :n[b]], want[b, done[b]:done[b] + n[b]]) < 1e-10
             done = [d + k for d, k in zip(done, n)]
         assert cache.lengths.tolist() == done
@@ -264,13 +254,6 @@ def test_a_slot_of_the_cache_serves_another_sequence(name, sizes):
         cache.reset()
         assert cache.lengths.tolist() == [0, 0]
         assert relative(model(x[:2], cache=cache)[0], model(x[:2])[0]) < 1e-10
-
-
-@some
-def test_rows_of_a_batch_do_not_touch_each_other(name, sizes):
-    model, x = tiny(name, **sizes), tokens(3, 30)
-    with torch.no_grad():
-        assert relative(model(x)[0][1], model(x[1:2])[0][0]) < 1e-10
 
 
 @models
@@ -336,16 +319,6 @@ def test_the_loss_in_pieces_is_the_loss(name):
 
 @some
 @pytest.mark.parametrize("fast", [True, False])
-def test_no_gradient_flows_through_a_call_with_a_cache(name, sizes, fast):
-    model, x = tiny(name, **sizes, fast=fast), tokens(2, 12)
-    cache = model.init_cache(2, 12)
-    for piece in x.split([7, 1, 4], 1):
-        logits, loss, _ = model(piece, piece, cache=cache)
-        assert not logits.requires_grad and not loss.requires_grad
-
-
-@some
-@pytest.mark.parametrize("fast", [True, False])
 def test_padding_may_reach_beyond_the_cache(name, sizes, fast):
     """Right padding that does not fit, behind rows that hold tokens: as many queries as keys, but not from 0 on."""
     for rows in (1, 2):
@@ -382,15 +355,6 @@ def test_generate_is_greedy_decoding(name, sizes):
     assert sampled.shape == want.shape and not torch.equal(sampled, want)
 
 
-@some
-def test_weights_survive_a_state_dict(name, sizes):
-    model, x = tiny(name, **sizes), tokens(1, 12)
-    other = type(model)(copy.deepcopy(model.cfg)).double().eval()
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(model(x)[0], other(x)[0])
-    assert len(list(other.parameters())) == len(list(model.parameters()))      # shared ones are shared again
-
-
 @models
 def test_flops_grow_with_the_model(name):
     layers = SIZES.get(name, {}).get("n_layer", 2)
@@ -400,15 +364,17 @@ def test_flops_grow_with_the_model(name):
 
 
 @models
-def test_optimizer_groups_hold_every_parameter_once(name):
-    for optimizer in ("adamw", "muon"):
-        model = tiny(name)
-        groups = optim.parameter_groups(model, TrainConfig(model=name, optimizer=optimizer))
-        ids = [id(p) for g in groups for p in g["params"]]
-        assert sorted(ids) == sorted(id(p) for p in model.parameters())
-        assert all(p.dim() == 2 for g in groups if g["kind"] == "muon" for p in g["params"])
-        if optimizer == "muon":
-            assert any(g["kind"] == "muon" for g in groups)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_optimizer_groups_hold_every_parameter_once(name, optimizer):
+    """Vectors do not decay; Muon has matrices of the blocks only."""
+    model = tiny(name)
+    groups = optim.parameter_groups(model, TrainConfig(model=name, optimizer=optimizer))
+    ids = [id(p) for g in groups for p in g["params"]]
+    assert sorted(ids) == sorted(id(p) for p in model.parameters())
+    assert (name, optimizer) == ("lrt", "muon") or all((p.dim() >= 2) == (g["weight_decay"] > 0) for g in groups for p in g["params"])
+    muon = {id(p) for g in groups if g["kind"] == "muon" for p in g["params"]}
+    matrices = {id(p) for n, p in model.named_parameters() if p.dim() == 2 and not n.startswith(("wte.", "head."))}
+    assert muon <= matrices and bool(muon) == (optimizer == "muon")
 
 
 @models

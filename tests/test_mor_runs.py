@@ -13,30 +13,19 @@ from run import TrainConfig
 import runs
 import sample
 import train
-from test_train import TORCHRUN, start
-
-
-# -------------------------------------------------------------------------------------------------
-# training
-
-@pytest.mark.parametrize("keys", [["capacity_warmup=4"], ["router=token", "balance=loss_free", "max_steps=5"]],
-                         ids=str)
-def test_what_the_router_knows_of_the_run_survives_resume(keys, tmp_path, data_dir):
-    """The warm-up's step and the biases: stopped in the middle and resumed is the same to the last bit."""
-    whole = runs.run("mor", tmp_path / "whole", data_dir, *keys)
-    runs.run("mor", tmp_path / "parts", data_dir, *keys, stop_after=3)
-    resumed = runs.run("mor", tmp_path / "parts", data_dir, *keys, "resume=true")
-    assert runs.learned(whole) == runs.learned(resumed)
-    if "router=token" in keys:
-        assert resumed.model.balance_bias.any()
 
 
 def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
-    """Logged shares: all tokens take all recursions at step 0, half do after the warm-up."""
-    trainer = runs.run("mor", tmp_path, data_dir, "capacity_warmup=4")
+    """Logged fractions: all tokens take all recursions at step 0, half do after the warm-up. Its steps cost more. A
+    resumed run counts both as if it had not been stopped."""
+    runs.run("mor", tmp_path, data_dir, "capacity_warmup=4", stop_after=4)
+    trainer = runs.run("mor", tmp_path, data_dir, "resume=true")
     rows = [row for row in plot.read_log(trainer.folder / "log.jsonl") if "lr" in row]
-    assert [row["depth2"] for row in rows] == [1.0, *(int(16 * (1 + (1 + math.cos(math.pi * s / 4)) / 2) / 2) / 16
-                                                      for s in (1, 2, 3)), 0.5, 0.5]
+    capacities = [(1 + (1 + math.cos(math.pi * step / 4)) / 2) / 2 for step in (1, 2, 3)]
+    assert [row["depth2"] for row in rows] == [1.0, *(int(16 * capacity) / 16 for capacity in capacities), 0.5, 0.5]
+    cost = [32 * trainer.model.flops_per_token(step=step) for step in range(6)]
+    assert cost[0] > cost[2] > cost[4] == 32 * trainer.model.flops_per_token()
+    assert [row["flops"] for row in rows] == pytest.approx([sum(cost[:step]) for step in range(1, 7)])
 
 
 def test_a_checkpoint_with_the_step_of_its_warm_up_loads(tmp_path, data_dir):
@@ -51,38 +40,30 @@ def test_a_checkpoint_with_the_step_of_its_warm_up_loads(tmp_path, data_dir):
         assert checkpoint.fingerprint(new.state()["weights"]) == checkpoint.fingerprint(weights)
 
 
-def test_loads_are_summed_over_processes(tmp_path, data_dir):
-    """Biases of two processes are those of one that sees the same tokens, and both processes have them."""
-    keys = ["router=token", "balance=loss_free", "balance_rate=2e-3", "max_steps=7", "gradient_accumulation_steps=2"]
-    one = runs.run("mor", tmp_path / "one", data_dir, *keys)
-    p = start(*TORCHRUN, *runs.arguments("mor", tmp_path / "two", data_dir, *keys))
-    out, err = p.communicate(timeout=120)
-    assert p.returncode == 0, err
-    two = checkpoint.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")["weights"]
-    assert one.model.balance_bias.any() and torch.equal(one.model.balance_bias, two["balance_bias"])
-    assert checkpoint.fingerprint(two) == checkpoint.fingerprint(one.state()["weights"])
+@pytest.mark.parametrize("keys", [[], ["router=token"]], ids=str)
+def test_evaluation_tells_what_decoding_does(keys, tmp_path, data_dir):
+    """val_ce is that of the causal choice, val_ce_topk that of choosing among all. Fractions of depths add up,
+    and the depth may be capped."""
+    trained = runs.run("mor", tmp_path, data_dir, *keys)
+    row = next(row for row in plot.read_log(trained.folder / "log.jsonl") if "val_ce" in row)
+    assert row["val_depth1"] + row["val_depth2"] == pytest.approx(1)
+    assert ("val_ce_topk" in row) == (not keys)
+    assert keys or row["val_ce_topk"] != row["val_ce"]
+    argv = [f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "eval_only=true"]
+    capped, whole = (train.setup([*argv, f"exit_loop={loops}"]).evaluate() for loops in (1, 2))
+    assert capped["val_depth1"] == 1 and whole["val_depth1"] < 1
+    assert capped["val_ce"] != whole["val_ce"] == trained.evaluate()["val_ce"]
 
 
-def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
-    """val_ce is that of the causal choice, val_ce_topk that of choosing among all; shares of depths add up."""
-    for keys in ([], ["router=token"]):
-        trainer = runs.run("mor", tmp_path / str(len(keys)), data_dir, *keys)
-        row = next(row for row in plot.read_log(trainer.folder / "log.jsonl") if "val_ce" in row)
-        assert row["val_depth1"] + row["val_depth2"] == pytest.approx(1)
-        assert ("val_ce_topk" in row) == (not keys)
-        assert keys or row["val_ce_topk"] != row["val_ce"]
-
-
-@pytest.mark.parametrize("model", ["gpt", "mor"])
-def test_a_budget_of_operations_sets_the_steps(model, tmp_path, data_dir):
-    trainer = runs.run(model, tmp_path, data_dir, "max_steps=1")
+def test_a_budget_of_operations_sets_the_steps(tmp_path, data_dir):
+    trainer = runs.run("gpt", tmp_path, data_dir, "max_steps=1")
     step = 2 * 16 * trainer.model.flops_per_token()
-    trainer = runs.run(model, tmp_path / "b", data_dir, f"max_flops={4.5 * step}")
+    trainer = runs.run("gpt", tmp_path / "b", data_dir, f"max_flops={4.5 * step}")
     rows = plot.read_log(trainer.folder / "log.jsonl")
     assert trainer.step == trainer.cfg.max_steps == rows[-1]["step"] == 4
     assert rows[-1]["flops"] == pytest.approx(4 * step)
     with pytest.raises(config.UserError, match="less than one step of"):
-        train.setup(runs.arguments(model, tmp_path / "c", data_dir, f"max_flops={0.9 * step}"))
+        train.setup(runs.arguments("gpt", tmp_path / "c", data_dir, f"max_flops={0.9 * step}"))
     assert not (tmp_path / "c").exists()
 
 
@@ -97,21 +78,6 @@ def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
     branch = runs.run("mor", tmp_path / "branch", data_dir, "resume=true", "max_steps=4")
     for ours, theirs in zip(branch.model.parameters(), short.model.parameters()):
         assert torch.equal(ours, theirs)
-
-
-def test_depth_may_be_capped_when_evaluating(tmp_path, data_dir):
-    trained = runs.run("mor", tmp_path, data_dir)
-    found = []
-    for loops in (1, 2):
-        trainer = train.setup([f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "eval_only=true",
-                               f"exit_loop={loops}"])
-        found.append(trainer.evaluate())
-    assert found[0]["val_depth1"] == 1 and found[1]["val_depth1"] < 1
-    assert found[0]["val_ce"] != found[1]["val_ce"] == trained.evaluate()["val_ce"]
-
-
-# -------------------------------------------------------------------------------------------------
-# sample.py and bench.py
 
 
 def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):

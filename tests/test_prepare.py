@@ -1,5 +1,5 @@
-"""prepare.py, tokenizer.py, data.py and config.py: tokenizers, sources, splits, files, what stops
-and failures leave behind, and bad input."""
+"""prepare.py, tokenizer.py, data.py and config.py: tokenizers, sources, splits, files, what stops and failures leave
+behind, and bad input."""
 import base64
 import hashlib
 import json
@@ -26,14 +26,13 @@ from config import UserError
 from conftest import ROOT
 from data import TokenData
 from prepare import PrepareConfig
-from tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer,
-                       load_tokenizer, slices, train_bpe)
+from tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer, slices,
+                       train_bpe)
 
 EOT = "<|endoftext|>"
 SPECIAL = [EOT, "<|im_start|>", "<pad>"]  # ids 0 to 2, as SmolLM has its own
-WORDS = ("the cat sat on a mat and the dog sat on the log, then they all went home again; "
-         "however, nobody recognised the yellow building behind which seventeen quiet "
-         "musicians practised. ") * 20
+WORDS = ("the cat sat on a mat and the dog sat on the log, then they all went home again; however, nobody recognised "
+         "the yellow building behind which seventeen quiet musicians practised. ") * 20
 
 
 def make(root, **keys):
@@ -71,28 +70,20 @@ def tree(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def cli(monkeypatch, capsys, *argv):
-    """prepare.py as a user runs it, in this process: (exit status, stdout, stderr)"""
-    monkeypatch.setattr(sys, "argv", ["prepare.py", *argv])
-    status = 0
-    try:
-        config.run_cli(prepare.main)
-    except SystemExit as e:
-        status = e.code
-    return status, *capsys.readouterr()
-
-
 def refused(monkeypatch, capsys, message, *argv):
-    """One line, exit status 2, and nothing written."""
+    """prepare.py in this process: one line, exit status 2, and nothing written."""
     before = sorted(Path.cwd().rglob("*"))
-    status, out, err = cli(monkeypatch, capsys, *argv)
-    assert (status, out, err.count("\n")) == (2, "", 1), err
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *argv])
+    with pytest.raises(SystemExit) as end:
+        config.run_cli(prepare.main)
+    out, err = capsys.readouterr()
+    assert (end.value.code, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("error: ") and message in err and len(err) < 300, err
     assert sorted(Path.cwd().rglob("*")) == before
 
 
 def run(*argv, cwd, **options):
-    """The same in a process of its own."""
+    """prepare.py in a process of its own."""
     return subprocess.run([sys.executable, str(ROOT / "prepare.py"), *argv], cwd=cwd, text=True,
                           capture_output=True, timeout=60, **options)
 
@@ -116,43 +107,34 @@ def smollm(size=340):
     """The tokenizer.json of a small BPE of bytes with SmolLM's parts, trained by the library."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     library, parts = Tokenizer(models.BPE()), pre_tokenizers
-    byte_level = parts.ByteLevel(add_prefix_space=False)
-    library.pre_tokenizer = parts.Sequence([parts.Digits(True), byte_level])
+    library.pre_tokenizer = parts.Sequence([parts.Digits(True), parts.ByteLevel(add_prefix_space=False)])
     library.decoder = decoders.ByteLevel()
     library.train_from_iterator([WORDS + "\n        indented" * 100], trainers.BpeTrainer(
-        vocab_size=size, special_tokens=SPECIAL, show_progress=False,
-        initial_alphabet=parts.ByteLevel.alphabet()))
+        vocab_size=size, special_tokens=SPECIAL, show_progress=False, initial_alphabet=parts.ByteLevel.alphabet()))
     return json.loads(library.to_str())
 
 
 def llama2(**parts):
     """The tokenizer.json of a tiny BPE with byte fallback, of Llama 2's form."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581acht<>/s"]
-    words += ["at", "\u2581c", "\u2581cat"]
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    words = ["<unk>", "<s>", "</s>", *bytes_, *"\u2581acht<>/s", "at", "\u2581c", "\u2581cat"]
     flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
     added = [{"id": i, "content": words[i], **flags, "special": True} for i in range(3)]
     normalizers = [{"type": "Prepend", "prepend": "\u2581"},
                    {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]
     model = {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True,
-             "vocab": {word: i for i, word in enumerate(words)},
-             "merges": ["a t", "\u2581 c", "\u2581c at"]}
+             "vocab": {word: i for i, word in enumerate(words)}, "merges": ["a t", "\u2581 c", "\u2581c at"]}
     return {"version": "1.0", "added_tokens": added, "pre_tokenizer": None, "model": model,
             "normalizer": {"type": "Sequence", "normalizers": normalizers}, **parts}
 
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    bpe = train_bpe(300, iter([WORDS + "\n        indented" * 100]))
-    return {"byte": ByteTokenizer(), "bpe": bpe, "smollm": HFTokenizer(smollm(), 0),
-            "llama2": HFTokenizer(llama2(), 2)}
+    return {"byte": ByteTokenizer(), "bpe": train_bpe(300, iter([WORDS + "\n        indented" * 100])),
+            "smollm": HFTokenizer(smollm(), 0), "llama2": HFTokenizer(llama2(), 2)}
 
 
-@pytest.fixture(scope="module")
-def hf(tokenizers):
-    return tokenizers["smollm"]
-
-
-# tokenizers -------------------------------------------------------------------------------------
+# tokenizers -----------------------------------------------------------------------------------------------------
 
 def texts():
     parts = [*SPECIAL, "</s>", "<0x0A>", "  \n\n ", "你好", "\U0001f600", "\r\n", "e\u0301", "'d's"]
@@ -191,24 +173,21 @@ def bpe_dict(**changes):
 
 
 @pytest.mark.parametrize("saved", [
-    None, {}, {"kind": ["byte"]}, {"kind": "gpt3"}, {"kind": "char", "chars": ""},
-    {"kind": "char", "chars": "ba"}, {"kind": "char", "chars": 5}, {"kind": "task"},
-    {"kind": "task", "vocab_size": True}, {"kind": "task", "vocab_size": 1 << 40},
-    bpe_dict(pattern="("), bpe_dict(ranks=7), bpe_dict(ranks="!!!"),
-    bpe_dict(ranks=bpe_dict()["ranks"] + " YQ=="), bpe_dict(ranks=bpe_dict()["ranks"][5:]),
-    {"eot": None}, {"eot": -1}, {"eot": 340}, {"eot": [0]}, {"json": None}, {"json": "{}"},
+    None, {}, {"kind": ["byte"]}, {"kind": "gpt3"}, {"kind": "char", "chars": "ba"}, {"kind": "char", "chars": 5},
+    {"kind": "task"}, {"kind": "task", "vocab_size": True}, {"kind": "task", "vocab_size": 1 << 40},
+    bpe_dict(pattern="("), bpe_dict(ranks=7), bpe_dict(ranks="!!!"), bpe_dict(ranks=bpe_dict()["ranks"] + " YQ=="),
+    bpe_dict(ranks=bpe_dict()["ranks"][5:]), {"eot": None}, {"eot": 340}, {"eot": [0]}, {"json": None},
     {"json": "[" * 100_000}, {"json": '{"model": {"vocab": {}, "merges": []}}'}])
-def test_malformed_tokenizers(saved, hf):
+def test_malformed_tokenizers(saved, tokenizers):
     if saved and "kind" not in saved:
-        saved = {**hf.to_dict(), **saved}
+        saved = {**tokenizers["smollm"].to_dict(), **saved}
     with pytest.raises(UserError, match="malformed"):
         load_tokenizer(saved)
 
 
 @pytest.mark.parametrize("unit", [" ", "a", "a b", "\u0301"])
 def test_a_very_large_document_is_encoded_quickly(tokenizers, unit):
-    text = (unit * 300_000)[:300_000]
-    start = time.monotonic()
+    text, start = (unit * 300_000)[:300_000], time.monotonic()
     for name in "bpe", "smollm", "llama2":
         assert tokenizers[name].decode(tokenizers[name].encode(text)) == text
     assert time.monotonic() - start < 8
@@ -228,15 +207,13 @@ def test_slices_change_no_token(tokenizers, words, gaps):
 
 def test_what_a_bpe_is_trained_on(tmp_path, docs, monkeypatch):
     seen, train = [], train_bpe
-    monkeypatch.setattr(prepare, "train_bpe",
-                        lambda size, t: train(size, iter(seen.extend(t) or seen)))
+    monkeypatch.setattr(prepare, "train_bpe", lambda size, t: train(size, iter(seen.extend(t) or seen)))
     folder = make(tmp_path, dataset=write_docs(tmp_path / "docs", docs), tokenizer="bpe:300")
     assert seen == docs_of(folder, "train") and docs_of(folder, "val")
     assert len(ids_of(folder, "train")) < 0.6 * sum(map(len, seen))
     monkeypatch.setattr(prepare, "TOKENIZER_BYTES", 100_000)
     seen.clear()
-    write_docs(tmp_path / "long", [WORDS * 200])
-    make(tmp_path, dataset=f"file:{tmp_path}/long", tokenizer="bpe:300", name="long")
+    make(tmp_path, dataset=write_docs(tmp_path / "long", [WORDS * 200]), tokenizer="bpe:300", name="long")
     assert 100_000 <= sum(map(len, seen)) <= 100_000 + SLICE
     with pytest.raises(UserError, match="bpe:10000.*smaller size"):
         make(tmp_path, dataset=f"file:{tmp_path}/docs", tokenizer="bpe:10000")
@@ -245,8 +222,7 @@ def test_what_a_bpe_is_trained_on(tmp_path, docs, monkeypatch):
 def test_gpt2_is_downloaded_once(tmp_path, monkeypatch):
     import tiktoken
     ranks = {bytes([i]): 255 - i for i in range(256)} | {b"he": 256, b"ll": 257}
-    fake = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks,
-                             special_tokens={EOT: 258})
+    fake = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={EOT: 258})
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: fake)
     dataset = write_docs(tmp_path / "docs", ["hello, " * 100])
     data = TokenData(make(tmp_path, dataset=dataset, tokenizer="gpt2", name="x"), "train")
@@ -254,15 +230,14 @@ def test_gpt2_is_downloaded_once(tmp_path, monkeypatch):
     assert data.windows([0], 3).tolist() == [[256, 257, 255 - ord("o")]]
 
 
-# tokenizers of Hugging Face models --------------------------------------------------------------
+# tokenizers of Hugging Face models ------------------------------------------------------------------------------
 
 METASPACE = {"type": "Metaspace", "replacement": "\u2581"}
 
 
 @pytest.mark.parametrize("data", [
     smollm, llama2,
-    lambda: llama2(normalizer=None, pre_tokenizer={
-        **METASPACE, "prepend_scheme": "first", "split": False}),
+    lambda: llama2(normalizer=None, pre_tokenizer={**METASPACE, "prepend_scheme": "first", "split": False}),
     lambda: llama2(normalizer=None, pre_tokenizer={**METASPACE, "add_prefix_space": True})])
 def test_ids_are_the_models_own(data):
     from tokenizers import Tokenizer
@@ -274,28 +249,24 @@ def test_ids_are_the_models_own(data):
     assert tokenizer.decode(ids) == blank + text
 
 
-def test_equal_tokenizers_are_equal_dicts(hf):
+def test_equal_tokenizers_are_equal_dicts(tokenizers):
     """What does not decide the ids of a text is left out, whatever the version of the file."""
-    data = smollm()
+    data, saved = smollm(), tokenizers["smollm"].to_dict()
     digits, byte_level = data["pre_tokenizer"]["pretokenizers"]
-    steps = [{"type": "Sequence", "pretokenizers": [digits]},
-             {**byte_level, "add_prefix_space": True}]
-    model = {**data["model"], "dropout": 0.5, "unk_token": EOT,
-             "vocab": dict(reversed(data["model"]["vocab"].items())),
+    steps = [{"type": "Sequence", "pretokenizers": [digits]}, {**byte_level, "add_prefix_space": True}]
+    model = {"dropout": 0.5, "unk_token": EOT, "vocab": dict(reversed(data["model"]["vocab"].items())),
              "merges": [" ".join(pair) for pair in data["model"]["merges"]]}
-    del model["type"], model["ignore_merges"]
     cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
     other = {**data, "model": model, "added_tokens": data["added_tokens"][::-1], "decoder": None,
              "truncation": cut, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
-    assert HFTokenizer(other, 0).to_dict() == hf.to_dict() == HFTokenizer(data, 0).to_dict()
-    assert HFTokenizer(data, 1).to_dict() != hf.to_dict() != HFTokenizer(smollm(330), 0).to_dict()
+    assert HFTokenizer(other, 0).to_dict() == saved == HFTokenizer(data, 0).to_dict()
+    assert HFTokenizer(data, 1).to_dict() != saved != HFTokenizer(smollm(330), 0).to_dict()
 
 
 def test_no_word_of_the_vocabulary_is_taken_for_an_added_token():
     data = smollm()
     data["model"]["ignore_merges"] = True  # a whole word of the vocabulary is its id
-    data["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False,
-                             "trim_offsets": True, "use_regex": False}
+    data["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     extra = {"single_word": False, "lstrip": True, "rstrip": True, "normalized": True}
     data["added_tokens"] += [{"id": 410, "content": "<think>", "special": False, **extra},
                              {"id": 405, "content": "the cat é", "special": False, **extra}]
@@ -320,8 +291,8 @@ def test_a_normalizer_is_kept_and_missing_bytes_are_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("data, config, eot", [
-    (smollm, {}, 0), (smollm, {"eos_token": "<pad>"}, 2),
-    (smollm, {"eos_token": {"content": "<pad>"}}, 2), (lambda: llama2(added_tokens=[]), {}, 2)])
+    (smollm, {}, 0), (smollm, {"eos_token": "<pad>"}, 2), (smollm, {"eos_token": {"content": "<pad>"}}, 2),
+    (lambda: llama2(added_tokens=[]), {}, 2)])
 def test_end_of_text(tmp_path, data, config, eot):
     tokenizer = hf_tokenizer(write_model(tmp_path, data(), **config))
     assert tokenizer.eot == eot and tokenizer.decode([eot]) == ""
@@ -344,12 +315,11 @@ BPE = {"type": "BPE", "vocab": {"a": 0, EOT: 1}, "merges": []}
     ({"model": {**BPE, "vocab": {"a": "0", EOT: 1}}}, "cannot be used"),
     ({"added_tokens": [], "model": {**BPE, "vocab": {"a": 0}}}, "no end-of-text token"),
     ({"model": None}, "cannot be used"), ({"added_tokens": [{"id": 0}]}, "cannot be used"),
-    ({"pre_tokenizer": 3}, "cannot be used"),
     ({"config": b"{"}, "cannot read model/tokenizer_config.json"), ({"config": b"3"}, "cannot be"),
     ({"config": b'{"eos_token": []}'}, "cannot be used"),
     ({"config": b'{"eos_token": "<eos>"}'}, "no end-of-text token (<eos>)"),
-    ({"file": b""}, "cannot read model/tokenizer.json"), ({"file": b"\xff"}, "cannot read"),
-    ({"file": b"[" * 100_000}, "cannot read"), ({"file": b"[]"}, "cannot be used")])
+    ({"file": b"\xff"}, "cannot read model/tokenizer.json"), ({"file": b"[" * 100_000}, "cannot read"),
+    ({"file": b"[]"}, "cannot be used")])
 def test_refused_models(tmp_path, parts, message, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     files = {"file": "tokenizer.json", "config": "tokenizer_config.json"}
@@ -397,13 +367,18 @@ def test_no_network_and_no_package(tmp_path, function, argv, message, monkeypatc
         refused(monkeypatch, capsys, f"pip install {package}", *argv)
 
 
-# sources and splits -----------------------------------------------------------------------------
+# sources and splits ---------------------------------------------------------------------------------------------
 
 def test_one_document_is_split_in_order(tmp_path):
     text = "".join(f"line {i} é你\n" for i in range(100))
     folder = make(tmp_path, dataset=write_docs(tmp_path / "docs", [text]), val_fraction=0.25)
     train, val = bytes(ids_of(folder, "train")), bytes(ids_of(folder, "val"))  # no end-of-text
     assert (train + val).decode() == text and len(val.decode()) == round(len(text) / 4)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(UserError, match="too short"):
+        make(tmp_path, dataset=write_docs(tmp_path / "short", ["abc"]))
+    assert os.listdir(tmp_path / "data") == [folder.name] and signal.getsignal(signal.SIGTERM) is handler
+    assert docs_of(make(tmp_path, dataset=write_docs(tmp_path / "short", ["abcd"]))) == ["ab", "cd"]
 
 
 def test_documents_are_split_by_hash_and_counted(tmp_path, docs):
@@ -412,8 +387,7 @@ def test_documents_are_split_by_hash_and_counted(tmp_path, docs):
     folder = make(tmp_path, dataset=dataset, val_fraction=0.3, tokenizer="bpe:290")
     meta = json.loads((folder / "meta.json").read_text())
     number = lambda doc: int(hashlib.sha256(doc.encode()).hexdigest()[:16], 16) / 2**64  # noqa
-    expected = {"train": [d for d in docs if number(d) >= 0.3],
-                "val": [d for d in docs if number(d) < 0.3]}
+    expected = {"train": [d for d in docs if number(d) >= 0.3], "val": [d for d in docs if number(d) < 0.3]}
     for split, wanted in expected.items():
         data, ids = TokenData(folder, split), ids_of(folder, split)
         assert docs_of(folder, split) == wanted and len(wanted) > 4 and ids[-1] == 289
@@ -426,19 +400,9 @@ def test_documents_are_split_by_hash_and_counted(tmp_path, docs):
 
 @pytest.mark.parametrize("split, other", [("train", "val"), ("val", "train")])
 def test_the_last_document_fills_an_empty_split(tmp_path, split, other):
-    names = [f"document {i}" for i in range(100)]
-    docs = [d for d in names if prepare.split_by_hash(d, 0.5) == split][:4]
+    docs = [d for d in map("document {}".format, range(100)) if prepare.split_by_hash(d, 0.5) == split][:4]
     folder = make(tmp_path, dataset=write_docs(tmp_path / "docs", docs), val_fraction=0.5)
     assert docs_of(folder, split) == docs[:3] and docs_of(folder, other) == docs[3:]
-
-
-def test_the_shortest_text(tmp_path):
-    handler = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(UserError, match="too short"):
-        make(tmp_path, dataset=write_docs(tmp_path / "docs", ["abc"]))
-    assert not (tmp_path / "data").exists() and signal.getsignal(signal.SIGTERM) is handler
-    folder = make(tmp_path, dataset=write_docs(tmp_path / "docs", ["abcd"]))
-    assert docs_of(folder) == ["ab", "cd"]
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300", "hf:model"])
@@ -461,15 +425,14 @@ def test_an_endless_stream_is_left(tmp_path, monkeypatch):
         for i in range(10_000):
             yield f"document {i} " * 100
         raise AssertionError("the stream should have been left")
-    source = prepare.Source("endless", endless)
-    monkeypatch.setattr(prepare, "open_source", lambda cfg: source)
+    monkeypatch.setattr(prepare, "open_source", lambda cfg: prepare.Source("endless", endless))
     folder = make(tmp_path, max_tokens=1_000_000)
     assert [TokenData(folder, s).tokens for s in ("train", "val")] == [900_000, 100_000]
 
 
 def test_files_of_a_folder_and_a_glob(tmp_path):
-    for name in ("b.txt", "a/z.md", "a-b.txt", "c.py", ".hidden.txt", ".git/x.txt", "d.bin",
-                 "U.TXT", "[ab].txt", "__pycache__/p.py"):
+    for name in ("b.txt", "a/z.md", "a-b.txt", "c.py", ".hidden.txt", ".git/x.txt", "d.bin", "U.TXT", "[ab].txt",
+                 "__pycache__/p.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
 
@@ -523,12 +486,11 @@ def test_hugging_face_data_sets(tmp_path, monkeypatch):
     assert calls == [(("owner/name", "config"), {"split": "validation", "streaming": True})] * 2
 
 
-# files: dtype, shards, windows ------------------------------------------------------------------
+# files: dtype, shards, windows ----------------------------------------------------------------------------------
 
 def test_a_large_vocabulary_is_uint32(tmp_path):
     text = "".join(map(chr, range(0x10000, 0x10000 + 70_000)))
-    folder = make(tmp_path, dataset=write_docs(tmp_path / "docs", [text]), tokenizer="char")
-    data = TokenData(folder, "val")
+    data = TokenData(make(tmp_path, dataset=write_docs(tmp_path / "docs", [text]), tokenizer="char"), "val")
     assert data.meta["dtype"] == "uint32" and data.vocab_size == 70_001
     assert data.windows([0], data.tokens).tolist() == [list(range(63_000, 70_000))]
 
@@ -558,8 +520,7 @@ def write_set(folder, counts=(30,), ids=None, **changes):
     info = {"files": files, "file_tokens": list(counts), "tokens": sum(counts), "bytes": 9}
     meta = {"format": 1, "vocab_size": 257, "dtype": "uint16", "splits": {"train": info},
             "tokenizer": {"kind": "byte"}, **changes}
-    meta = {key: value for key, value in meta.items() if value != "missing"}
-    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "meta.json").write_text(json.dumps({key: value for key, value in meta.items() if value != "missing"}))
     return folder
 
 
@@ -581,14 +542,10 @@ def test_windows_do_not_cross_shards(tmp_path_factory, counts, length):
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_memory_does_not_grow(tmp_path):
     n = 100_000_000
-    info = {**INFO, "file_tokens": [n], "tokens": n}
-    folder = write_set(tmp_path / "set", splits={"train": info})
+    folder = write_set(tmp_path / "set", splits={"train": {**INFO, "file_tokens": [n], "tokens": n}})
     os.truncate(folder / "train.bin", 2 * n)  # 200 MB, most of them a hole
     data, rng = TokenData(folder, "train"), np.random.default_rng(0)
-
-    def resident():
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize()
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # noqa
     before, most = resident(), 0
     for _ in range(2000):
         data.windows(rng.integers(data.n_windows(257), size=8), 257)
@@ -600,8 +557,7 @@ def test_memory_does_not_grow(tmp_path):
     ({"format": 2}, "format 1"), ({"dtype": "int16"}, "dtype"), ({"dtype": "missing"}, "dtype"),
     ({"vocab_size": True}, "vocab_size"), ({"vocab_size": 258}, "vocab_size"),
     ({"vocab_size": 70_000}, "70000 does not fit dtype uint16"), ({"tokenizer": None}, "tokenizer"),
-    ({"splits": "missing"}, "splits"), ({"splits": {}}, "no split 'train'"),
-    ({"splits": {"train": 3}}, "splits.train"),
+    ({"splits": "missing"}, "splits"), ({"splits": {}}, "no split 'train'"), ({"splits": {"train": 3}}, "splits.train"),
     *[({"splits": {"train": {**INFO, **bad}}}, message) for bad, message in [
         ({"files": []}, "files"), ({"files": [3]}, "files"), ({"files": ["../x.bin"]}, "files"),
         ({"file_tokens": [30, 1]}, "files"), ({"file_tokens": [-30]}, "file_tokens"),
@@ -630,26 +586,25 @@ def test_damaged_files(tmp_path):
     os.remove(folder / "train.bin")
     with pytest.raises(UserError, match="cannot read .*train.bin"):
         TokenData(folder, "train")
-    for text in b"", b"{", b"\xff\xfe", b"[" * 100_000:
+    for text in b"", b"\xff\xfe", b"[" * 100_000:
         (folder / "meta.json").write_bytes(text)
         with pytest.raises(UserError, match="cannot read .*meta.json"):
             TokenData(folder, "train")
 
 
-# nothing half done ------------------------------------------------------------------------------
+# nothing half done ----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe:400", "hf:model"])
+@pytest.mark.parametrize("tokenizer", ["char", "bpe:400", "hf:model"])
 def test_prepared_twice_the_bytes_are_the_same(tmp_path, docs, tokenizer):
     write_docs(tmp_path / "docs", docs)
     write_model(tmp_path / "model", smollm())
     trees, name = [], f"file-docs-{tokenizer.replace(':', '-')}"
     for data_dir, seed in ("one", "1"), ("else/where", "2"):
-        done = run("dataset=file:docs", f"tokenizer={tokenizer}", f"data_dir={data_dir}",
-                   "shard_tokens=2000", cwd=tmp_path, env={**os.environ, "PYTHONHASHSEED": seed})
+        done = run("dataset=file:docs", f"tokenizer={tokenizer}", f"data_dir={data_dir}", "shard_tokens=2000",
+                   cwd=tmp_path, env={**os.environ, "PYTHONHASHSEED": seed})
         assert done.returncode == 0 and done.stderr == "" and done.stdout.count("\n") == 1
         data = TokenData(tmp_path / data_dir / name, "train")
-        told = f"{data_dir}/{name}: train {data.tokens:,} tokens ({data.bytes:,} bytes), val "
-        assert done.stdout.startswith(told)
+        assert done.stdout.startswith(f"{data_dir}/{name}: train {data.tokens:,} tokens ({data.bytes:,} bytes), val ")
         trees.append(tree(tmp_path / data_dir))
     assert trees[0] == trees[1] and len(trees[0]) > 3
 
@@ -673,9 +628,8 @@ def test_a_signal_leaves_nothing_or_the_old_set(tmp_path, docs, number, status, 
     if overwrite:
         make(tmp_path, dataset=write_docs(tmp_path / "docs", docs), name="python-byte")
     before = sorted(tmp_path.rglob("*")), tree(tmp_path)
-    process = subprocess.Popen([sys.executable, "-c", SLOW, f"data_dir={tmp_path}/data",
-                                "overwrite=true"], cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", SLOW, f"data_dir={tmp_path}/data", "overwrite=true"],
+                               cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for _ in range(10):
         assert process.stdout.readline() == "read\n"
     assert any((tmp_path / "data").glob(".python-byte.*/new/*.bin"))
@@ -686,8 +640,7 @@ def test_a_signal_leaves_nothing_or_the_old_set(tmp_path, docs, number, status, 
 
 
 def test_a_full_disk_leaves_nothing(tmp_path):
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))  # noqa
     done = run("dataset=python", cwd=tmp_path, preexec_fn=limit)
     assert (done.returncode, done.stdout) == (2, "") and list(tmp_path.iterdir()) == []
     assert done.stderr == "error: cannot write data/python-byte: File too large\n"
@@ -711,13 +664,25 @@ def test_an_existing_set_is_left_alone(tmp_path, docs, capsys):
         make(tmp_path, **keys)
     make(tmp_path, **keys, overwrite=True)
     assert tree(folder) == before and [p.name for p in folder.parent.iterdir()] == ["x"]
+    write_docs(tmp_path / "data/y", ["years of work"])
+    with pytest.raises(UserError, match="not a data set"):  # overwrite=true does not delete it either
+        make(tmp_path, name="y", overwrite=True)
+    assert tree(tmp_path / "data/y") == {"000.txt": b"years of work"}
 
 
-def test_a_folder_of_something_else_is_never_replaced(tmp_path):
-    write_docs(tmp_path / "data/x", ["years of work"])
-    with pytest.raises(UserError, match="not a data set"):
-        make(tmp_path, name="x", overwrite=True)
-    assert tree(tmp_path / "data") == {"x/000.txt": b"years of work"}
+def test_a_stop_between_the_renames_brings_the_old_set_back(tmp_path, docs, monkeypatch):
+    source = write_docs(tmp_path / "docs", docs)
+    folder = make(tmp_path, dataset=source, name="set")
+    before, rename = tree(folder), os.rename
+
+    def stopped(a, b):
+        if Path(a).name == "new":
+            raise KeyboardInterrupt
+        rename(a, b)
+    monkeypatch.setattr(os, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, dataset=source, name="set", overwrite=True)
+    assert tree(folder) == before
 
 
 def test_two_processes_make_the_same_set(tmp_path, docs, monkeypatch):
@@ -735,7 +700,7 @@ def test_two_processes_make_the_same_set(tmp_path, docs, monkeypatch):
     assert [p.name for p in folder.parent.iterdir()] == ["x"]
 
 
-# command line -----------------------------------------------------------------------------------
+# command line ---------------------------------------------------------------------------------------------------
 
 @dataclass
 class Schema:
@@ -762,18 +727,17 @@ def test_typed_values(key, text, value):
     assert got == value and type(got) is type(value)
     setattr(cfg, key, getattr(Schema(), key))
     assert cfg == Schema()  # the other keys keep their defaults
-
-
-def test_the_command_line_comes_before_the_file():
-    base = {"n_layer": 7, "learning_rate": 1, "fast": False, "top_k": None, "prompt": "${p}"}
+    base = {"n_layer": 7, "learning_rate": 1, "fast": False, "top_k": None, "prompt": "${p}"}  # of a file
     assert typed("n_layer=9", base=base) == Schema(9, 1.0, False, "${p}", None)
 
 
 @pytest.mark.parametrize("given, message", [
     ("n_layer=1e3", "n_layer: expected int"), ("n_layer=", "n_layer: expected int"),
     ("n_layer=null", "n_layer: expected int"), ("n_layer=" + "9" * 5000, "n_layer: expected int"),
+    ("n_layer=" + "9" * 19, "must be less than 2^63"), ("learning_rate=nan", "expected float (finite)"),
     ("learning_rate=true", "learning_rate: expected float"), ("fast=1", "fast: expected bool"),
-    ("note=a\0b", "note: expected str"), ("--fast=true", "did you mean fast"),
+    ("note=${oc.env:HOME}", "note: interpolation is not supported"), ("note=a\0b", "note: expected str"),
+    ("--fast=true", "did you mean fast"), ("n_layer", "argument 'n_layer' is not of the form key=value"),
     ("zzz=3", "the keys are n_layer, learning_rate, fast, prompt, top_k, note"), ("=3", "'=3' is not"),
     ({"n_layer": 2.0}, "n_layer: expected int"), ({"n_layer": True}, "n_layer: expected int"),
     ({"learning_rate": 10**400}, "learning_rate"), ({"learning_rate": None}, "learning_rate"),
@@ -785,10 +749,10 @@ def test_refused_values(given, message):
     assert message in str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 200
 
 
-def test_help(monkeypatch, capsys):
-    status, out, err = cli(monkeypatch, capsys, "dataset=python", "--help")
-    assert (status, err) == (0, "") and "python prepare.py dataset=python tokenizer=bpe:4096" in out
-    comments = config.field_comments(PrepareConfig)
+def test_help(capsys):
+    prepare.main(["dataset=python", "--help"])
+    out, comments = capsys.readouterr().out, config.field_comments(PrepareConfig)
+    assert "python prepare.py dataset=python tokenizer=bpe:4096" in out
     for f in fields(PrepareConfig):  # every key with the comment beside it
         default = str(f.default).lower() if f.type is bool else repr(f.default)
         assert f"  {f.name + '=' + default:34} {comments[f.name]}\n" in out
@@ -799,38 +763,34 @@ def test_names_stay_in_their_folder(tmp_path, name):
     with pytest.raises(UserError, match="name"):
         make(tmp_path, name=name)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("dataset, tokenizer, folder", [
-    ("python+packages", "bpe:512", "python+packages-bpe-512"), ("../é", "byte", "byte"),
-    ("file:a/b c.txt", "char", "file-a-b-c.txt-char"), ("hf:O/N:c", "gpt2", "hf-O-N-c-gpt2"),
-    ("python", "hf:../models/x", "python-hf-..-models-x")])
-def test_folder_name(dataset, tokenizer, folder):
-    assert prepare.folder_name(dataset, tokenizer) == folder and config.NAME.fullmatch(folder)
+    assert prepare.folder_name("file:../a/b c.txt", "hf:../x") == "file-..-a-b-c.txt-hf-..-x"
+    assert prepare.folder_name("../é", "byte") == "byte"
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["dataset=file:latin.txt"], "holds no UTF-8 text"), (["dataset=file:pipe"], "neither a file"),
+    (["dataset=file:latin.txt"], "holds no UTF-8 text"), (["dataset=file:empty.txt"], "is empty"),
+    (["dataset=file:pipe"], "neither a file"), (["dataset=file:nothing*.txt"], "no file matches it"),
     (["dataset=file:texts", "extensions=.xyz"], "ends with .xyz"),
     (["dataset=file:texts", "extensions=,"], "extensions"), (["dataset=hf:"], "unknown dataset"),
-    (["dataset=pyton"], "python, python+packages, file:PATH"), (["tokenizer=hf:"], "unknown"),
-    (["tokenizer=bpe:257"], "258 to"), (["tokenizer=bpe:999999999"], "258 to"),
+    (["dataset=pyton"], "python, python+packages, file:PATH"), (["dataset=task:recall"], "needs no preparation"),
+    (["tokenizer=hf:"], "unknown"), (["tokenizer=bpe:257"], "258 to"), (["tokenizer=bpe:999999999"], "258 to"),
     (["tokenizer=hf:none"], "hf:none is neither a folder nor a hub name"),
     (["tokenizer=hf:a/b/c"], "neither a folder"), (["tokenizer=hf:latin.txt"], "neither a folder"),
-    (["tokenizer=hf:texts"], "cannot read texts/tokenizer.json"),
+    (["tokenizer=hf:texts"], "cannot read texts/tokenizer.json"), (["datset=python"], "did you mean dataset?"),
     (["val_fraction=0"], "val_fraction must"), (["val_fraction=1.0"], "val_fraction must"),
-    (["max_tokens=-1"], "max_tokens"), (["max_tokens=3"], "max_tokens"),
-    (["shard_tokens=0"], "shard_tokens"), (["name=latin.txt", "data_dir=."], "not a data set"),
+    (["max_tokens=-1"], "max_tokens"), (["max_tokens=3"], "max_tokens"), (["shard_tokens=0"], "shard_tokens"),
+    (["name=latin.txt", "data_dir=."], "not a data set"), (["name=../up"], "'../up' is not allowed"),
     (["data_dir=latin.txt"], "cannot write latin.txt/python-byte: Not a directory")])
 def test_bad_input_is_one_line(tmp_path, argv, message, monkeypatch, capsys):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "empty.txt").touch()
     write_docs(tmp_path / "texts", ["some text", "more text"])
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     refused(monkeypatch, capsys, message, *argv)
 
 
-def test_messages_are_squashed_and_interrupts_quiet(monkeypatch, capsys):
+def test_messages_are_squashed_and_interrupts_quiet(capsys):
     for error, status, told in ((UserError("one\n  two\tthree"), 2, "error: one two three\n"),
                                 (KeyboardInterrupt(), 130, "")):
         def main(argv):
@@ -847,18 +807,3 @@ def test_a_closed_pipe_is_quiet(code):
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(30) == 141
-
-
-def test_a_stop_between_the_renames_brings_the_old_set_back(tmp_path, docs, monkeypatch):
-    source = write_docs(tmp_path / "docs", docs)
-    folder = make(tmp_path, dataset=source, name="set")
-    before, rename = tree(folder), os.rename
-
-    def stopped(a, b):
-        if Path(a).name == "new":
-            raise KeyboardInterrupt
-        rename(a, b)
-    monkeypatch.setattr(os, "rename", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        make(tmp_path, dataset=source, name="set", overwrite=True)
-    assert tree(folder) == before

@@ -30,9 +30,8 @@ fills = pytest.mark.parametrize("fill", ["exact", "propagate"])
 
 def noise(name, p, generator=None):
     """N(0, 1) in the shape of a parameter; that of a B is drawn as B stands in the equations, (n_loop, out, r)."""
-    if not name.endswith(".b"):
-        return torch.randn(p.shape, dtype=p.dtype, generator=generator)
-    return torch.randn(p.mT.shape, dtype=p.dtype, generator=generator).mT
+    x = torch.randn((p.mT if name.endswith(".b") else p).shape, dtype=p.dtype, generator=generator)
+    return x.mT if name.endswith(".b") else x
 
 
 def looping(seed=0, **sizes):
@@ -320,43 +319,27 @@ def test_a_rule_that_is_none_is_refused(exit):
 # -------------------------------------------------------------------------------------------------
 # scheduling
 
-def watched(engine, seen):
-    """Notes at each admission (requests in work before, admitted now, whether one that has come waits although a row is
-    free)."""
+@batchings
+@pytest.mark.parametrize("exit", ["margin:0.03", RULE])
+def test_when_requests_are_admitted_and_which_depths_share_a_call(exit, batching):
+    """static: when the batch before has ended. sequence, depth: as soon as a row is free. Rows at different loops stand
+    in one call of depth batching, and of no other."""
+    model, joined, idle = looping(), [], []
+    work = [(prompt, n, float(arrival)) for (prompt, n, _), arrival in
+            zip(work_of(model, 12), (0, 0, 0, 0, 0, 3, 3, 9, 20, 20, 21, 200))]
+    engine, clock = engine_of(model, batching, exit=exit)
     admit = engine.admit
 
     def noted(queue, now):
         before, waiting = len(engine.busy()), len(queue)
         admit(queue, now)
-        idle = bool(queue) and queue[0].arrival <= now and len(engine.busy()) < len(engine.slots)
-        seen.append((before, waiting - len(queue), idle))
+        joined.append(before and len(queue) < waiting)
+        idle.append(bool(queue) and queue[0].arrival <= now and len(engine.busy()) < len(engine.slots))
     engine.admit = noted
-
-
-@batchings
-@pytest.mark.parametrize("exit", ["", RULE])
-def test_when_requests_are_admitted(exit, batching):
-    """static: when the batch before has ended. sequence, depth: as soon as a row is free."""
-    model, seen = looping(), []
-    work = [(prompt, n, float(arrival)) for (prompt, n, _), arrival in
-            zip(work_of(model, 12), (0, 0, 0, 0, 0, 3, 3, 9, 20, 20, 21, 200))]
-    engine, _ = engine_of(model, batching, exit=exit)
-    watched(engine, seen)
-    requests = [serve.Request(*r) for r in work]
-    assert len(list(engine.run(requests))) == 12
-    assert sum(admitted for _, admitted, _ in seen) == 12
-    joined, idle = (any(admitted and before for before, admitted, _ in seen), any(idle for *_, idle in seen))
-    assert (joined, idle) == ((False, True) if batching == "static" else (True, False))
-
-
-@batchings
-def test_which_depths_share_a_call(batching):
-    """Rows at different loops stand in one call of depth batching, and of no other."""
-    model = looping()
-    engine, clock = engine_of(model, batching, exit=RULE)
-    list(engine.run([serve.Request(*r) for r in work_of(model, 9)]))
-    mixed = [depth for depth in clock.decoding() if len(depth.unique()) > 1]
-    assert bool(mixed) == (batching == "depth") and all(set(depth.tolist()) <= {0, 1, 2} for depth in mixed)
+    assert len(list(engine.run([serve.Request(*r) for r in work]))) == 12
+    assert (any(joined), any(idle)) == ((False, True) if batching == "static" else (True, False))
+    depths = [set(depth.tolist()) for depth in clock.decoding()]
+    assert any(len(depth) > 1 for depth in depths) == (batching == "depth") and set.union(*depths) == {0, 1, 2}
 
 
 def test_latency_is_from_arrival_to_the_last_token():
@@ -371,7 +354,7 @@ def test_latency_is_from_arrival_to_the_last_token():
 # memory
 
 def test_the_cache_grows_and_forgets():
-    """Room for what a level holds, doubled and at most max_len; what was written stays, but for a reset slot, even NaN."""
+    """Room for what a level holds, doubled, at most max_len; what was written stays, but for a reset slot, even NaN."""
     cache = serve.SlotCache(3, 4, 200, 2, 4, torch.device("cpu"), torch.float64)
     cache.buffer(1, 0, 5)[:] = torch.nan
     cache.buffer(2, 1, 1)[1, :, :, :3] = 7.0
@@ -417,7 +400,8 @@ def test_requests_too_long_for_endless_positions(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"prompt": "ab", "max_new_tokens": 62}\n{"prompt": "ab", "max_new_tokens": 63}')
     requests, errors = serve.read_requests(tmp_path / "x.jsonl", tokenizer, model, 5)
     assert [r.max_new_tokens for r in requests] == [62]
-    assert errors == [{"id": 2, "line": 2, "error": "max_new_tokens=63 after a prompt of 2 is more than 64, 8 times block_size"}]
+    (error,) = errors
+    assert error["line"] == 2 and "63 after a prompt of 2 is more than 64, 8 times block_size" in error["error"]
 
 
 @batchings
@@ -505,9 +489,9 @@ def test_requests_are_answered(options, world, good_answers, capsys):
 
 
 BAD = {
-    b"{": "not a line of JSON", b"[1, 2]": "a request is a JSON object",
-    b"null": "a request is a JSON object", b"{}": "the prompt is empty",
-    b'{"prompt": ["ab"]}': "prompt has a wrong type",
+    b"{": "not a line of JSON", b"[" * 100_000: "not a line of JSON", b'{"prompt": "a"} {}': "not a line of JSON",
+    b'{"prompt": "caf\xe9"}': "not a line of JSON in UTF-8", b'{"prompt": "\\ud800"}': "is not valid Unicode text",
+    b"[1, 2]": "a request is a JSON object", b"null": "a request is a JSON object", b"{}": "the prompt is empty",
     b'{"prompt": null}': "prompt has a wrong type: None",
     b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens has a wrong type: True",
     b'{"prompt": "a", "max_new_tokens": 2.0}': "max_new_tokens has a wrong type: 2.0",
@@ -515,16 +499,11 @@ BAD = {
     b'{"prompt": "a", "max_new_tokens": 1%s}' % (b"0" * 30): "and at most 1048576",
     b'{"prompt": "a", "max_new_tokens": 1%s}' % (b"0" * 5000): "not a line of JSON",
     b'{"prompt": "a", "arrival": "soon"}': "arrival has a wrong type: 'soon'",
-    b'{"prompt": "a", "arrival": NaN}': "arrival=nan must be seconds",
-    b'{"prompt": "a", "arrival": -1}': "arrival=-1",
+    b'{"prompt": "a", "arrival": NaN}': "arrival=nan must be seconds", b'{"prompt": "a", "arrival": -1}': "arrival=-1",
     b'{"prompt": "a", "arrival": 1%s}' % (b"0" * 400): "arrival",
     b'{"prompt": "a", "id": [NaN]}': "id has a wrong type: [nan]",
-    b'{"prompt": "a", "id": true}': "id has a wrong type",
     b'{"prompt": "a", "id": 1e999}': "id has a wrong type",
-    b'{"prompt": "a", "temperature": 1}': "unknown key 'temperature': the keys are prompt, max_new",
-    b'{"prompt": "caf\xe9"}': "not a line of JSON in UTF-8",
-    b'{"prompt": "\\ud800"}': "is not valid Unicode text",
-    b"[" * 100_000: "not a line of JSON", b'{"prompt": "a"} {}': "not a line of JSON"}
+    b'{"prompt": "a", "temperature": 1}': "unknown key 'temperature': the keys are prompt, max_new"}
 
 
 @pytest.mark.parametrize("line", BAD, ids=lambda line: ascii(line[:60].decode(errors="replace")))
@@ -627,23 +606,15 @@ def routed_alone(model, prompt, n, max_len):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routed_answers_are_those_of_a_text_alone(name):
+    """Texts longer than the cache too."""
     model, arrivals = routing(**ROUTERS[name]), (0, 0, 2, 2, 30)
     work = [(prompt, n, at) for (prompt, n, _), at in zip(work_of(model), arrivals)]
-    want = [routed_alone(model, prompt, n, 40) for prompt, n, _ in work]
-    for batching in BATCHINGS:
-        assert_same(answered(model, work, batching), want)
+    for max_len in (8, 40):
+        want = [routed_alone(model, prompt, n, max_len) for prompt, n, _ in work]
+        for batching in BATCHINGS:
+            assert_same(answered(model, work, batching, max_len=max_len), want)
     loops = {"none": {3}, "capped": {1, 2}}.get(name, {1, 2, 3})
     assert {loop for _, exits, _ in want for loop in exits} == loops
-
-
-@given(data=st.data())
-def test_random_requests_are_routed_as_if_alone(data):
-    """Any arrivals, lengths, routers and slots, texts longer than the cache too."""
-    model = routing(data.draw(st.integers(0, 5)), **ROUTERS[data.draw(st.sampled_from(sorted(ROUTERS)))])
-    work = data.draw(st.lists(REQUESTS, min_size=1, max_size=6))
-    slots, max_len = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([8, 40]))
-    want = [routed_alone(model, prompt, n, max_len) for prompt, n, _ in work]
-    assert_same(answered(model, work, data.draw(st.sampled_from(BATCHINGS)), slots=slots, max_len=max_len), want)
 
 
 def test_deeper_levels_hold_the_keys_of_those_that_took_them():
