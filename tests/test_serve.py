@@ -119,54 +119,27 @@ def fires(exit, loop, logits):
     return {"": False, "confidence": first > float(bound or 0), "margin": first - second > float(bound or 0)}[kind]
 
 
-def exactly(model, prompt, n, exit, max_len, vocab=None):
-    """[(token, exit, logits)]: no cache, the loops over the whole text for each token."""
-    text, out, hand = list(prompt), [], ByHand(model)
+def one(model, prompt, n, exit, max_len, vocab=None):
+    """[(token, exit, logits)]: no cache, the loops over the whole text for each token. With fill=propagate a token that
+    left keeps the state that it left with, from which the deeper layers' keys and values are projected."""
+    hand, cfg, text, out = ByHand(model), model.cfg, list(prompt), []
+    K = cfg.n_layer // cfg.n_loop           # layers of a loop
+    loops = [cfg.n_loop] * len(prompt)      # that each token goes through; a prefill takes all
     while len(out) < n:
-        for loop, logits in enumerate(hand.loops(text[-max_len:]), 1):
-            logits = logits[-1, :vocab]
-            if fires(exit, loop, logits):
+        if len(text) > max_len:
+            text, loops = text[-max_len:], [cfg.n_loop] * max_len
+        h, at = hand.w["wte.weight"][text], torch.arange(len(text))
+        for layer in range(cfg.n_layer):
+            loop, inside = divmod(layer + 1, K)
+            on = torch.tensor(loops)[:, None] > layer // K
+            h = torch.where(on, hand.layer(h, layer, at, *hand.keys_values(h, layer, at)), h)
+            logits = hand.logits(h[-1])[:vocab]
+            if not inside and fires(exit, loop, logits):
                 break
         out.append((int(logits.argmax()), loop, logits))
         text.append(out[-1][0])
+        loops = loops[:-1] + [loop, cfg.n_loop] if cfg.fill == "propagate" and out[1:] else loops + [cfg.n_loop]
     return out
-
-
-def propagating(model, prompt, n, exit, max_len, vocab=None):
-    """[(token, exit, logits)]: lists of keys and values of each unrolled layer. All tokens of the prompt are in all of
-    them; of a token that left, the deeper layers' are projected from the state it left with."""
-    hand, K = ByHand(model), model.cfg.n_layer // model.cfg.n_loop
-    text, out, keys, values = list(prompt), [], [], []
-
-    def store(layer, h, at):
-        k, v = hand.keys_values(h, layer, at)
-        keys[layer], values[layer] = torch.cat([keys[layer], k]), torch.cat([values[layer], v])
-
-    def take_in(new, first, whole):
-        """The logits with which the last of the new tokens leaves, and its loop."""
-        h, at, left = hand.w["wte.weight"][new], torch.arange(first, first + len(new)), None
-        for layer in range(model.cfg.n_layer):
-            store(layer, h, at)
-            if left is None or whole:
-                h = hand.layer(h, layer, at, keys[layer], values[layer])
-            logits, loop = hand.logits(h[-1])[:vocab], (layer + 1) // K
-            if (layer + 1) % K == 0 and left is None and (fires(exit, loop, logits) or loop == model.cfg.n_loop):
-                left = logits, loop
-        return left
-    while len(out) < n:
-        if not out or len(text) > max_len:
-            cfg = model.cfg
-            keys[:], values[:] = ([torch.zeros(0, cfg.n_kv_head, cfg.head_dim, dtype=torch.float64)] * cfg.n_layer
-                                  for _ in range(2))
-            logits, loop = take_in(text[-max_len:], 0, whole=True)
-        else:
-            logits, loop = take_in(text[-1:], len(text) - 1, whole=False)
-        out.append((int(logits.argmax()), loop, logits))
-        text.append(out[-1][0])
-    return out
-
-
-ALONE = {"exact": exactly, "propagate": propagating}
 
 
 @torch.no_grad()
@@ -174,7 +147,7 @@ def alone(model, work, exit="", max_len=40, eot=None, vocab=None):
     """What serve should return."""
     answers = []
     for prompt, n, _ in work:
-        tokens, exits, logits = map(list, zip(*ALONE[model.cfg.fill](model, prompt, n, exit, max_len, vocab)))
+        tokens, exits, logits = map(list, zip(*one(model, prompt, n, exit, max_len, vocab)))
         end = tokens.index(eot) if eot in tokens else n
         answers.append((tokens[:end], exits[:end], logits[:end + 1]))
     return answers
