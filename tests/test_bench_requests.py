@@ -1,5 +1,4 @@
-"""bench.py: the harness; requests: what is printed is what was answered, and quality is that of
-the model on the text."""
+"""bench.py: the harness; requests: what is printed is what was answered, quality is that of the model on the text."""
 import json
 
 import numpy as np
@@ -24,8 +23,7 @@ def few_requests(monkeypatch):
     for name, value in (("PROMPT", (1, 3)), ("ANSWER", (2, 5)), ("LONGEST", 8)):
         monkeypatch.setattr(bench_requests, name, value)
     whole = bench_requests.workload
-    monkeypatch.setattr(bench_requests, "workload",
-                        lambda text, requests=6: whole(text, min(requests, 6)))
+    monkeypatch.setattr(bench_requests, "workload", lambda text, requests=6: whole(text, min(requests, 6)))
 
 
 def test_candidates_take_turns(capsys):
@@ -36,12 +34,11 @@ def test_candidates_take_turns(capsys):
     times = timing.measure(candidates, CPU, 3)
     assert calls == ["prepare", "a", "b"] * 5 and [len(t) for t in times.values()] == [3, 3]
     assert timing.ratio([2.0, 9.0, 8.0], [1.0, 3.0, 1.0]) == 3.0
-    timing.table("step", {"a": [0.002, 0.004], "b": [0.001, 0.002], "c": None}, "b", per=2,
-                 tokens=3, goals={"a": 1.5}, notes={"b": "half"})
+    timing.table("step", {"a": [0.002, 0.004], "b": [0.001, 0.002], "c": None}, "b", per=2, tokens=3, goals={"a": 1.5},
+                 notes={"b": "half"})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines == ["step a 1.500 ms 1,000 tokens/s 2.000 x b (goal 1.5)".split(),
-                     "step b 0.750 ms 2,000 tokens/s 1.000 x b half".split(),
-                     "step c does not fit".split()]
+                     "step b 0.750 ms 2,000 tokens/s 1.000 x b half".split(), "step c does not fit".split()]
     assert timing.fastest({"x 1": [2.0], "x 2": [1.0], "x 3": None, "y": [0.1]}, "x") == "x 2"
 
 
@@ -52,11 +49,9 @@ def test_models_are_trained_and_decoded():
     step()
     assert not torch.equal(before, model.wte.weight)
     seen, forward = [], model.forward
-    model.forward = lambda idx, cache=None: seen.append((idx.size(1), cache is None)) or forward(
-        idx, cache=cache)
+    model.forward = lambda idx, cache=None: seen.append((idx.size(1), cache is None)) or forward(idx, cache=cache)
     for new, cached in ((2, True), (2, False), (0, True)):
-        prepare, call = bench.decoding(lambda: model, CPU, 9, new, 3, cached)
-        for function in (prepare, call):
+        for function in bench.decoding(lambda: model, CPU, 9, new, 3, cached):
             if function:
                 function()
     assert seen == [(7, False), (1, False), (1, False), (8, True), (9, True), (9, False)]
@@ -91,27 +86,21 @@ def test_recursions(capsys):
     model = tiny("mor", n_layer=8)
     plain = tiny("mor", router="none", n_loop=1, share="cycle", n_layer=8)
     bench_requests.mor_requests(model, plain, TEXT, CPU, slots=3, rounds=1)
-    out = capsys.readouterr().out
+    out, work = capsys.readouterr().out, bench_requests.workload(TEXT)
     assert out.count("answers the same") == 6 and "DIFFER" not in out
-    work = bench_requests.workload(TEXT)
-    exits = [loop for r in Engine(model, 3, 8).run(work()) for loop in r.exits]
-    mean = sum(exits) / len(exits)
+    exits_of = lambda model: [loop for r in Engine(model, 3, 8).run(work()) for loop in r.exits]
+    mean = np.mean(exits_of(model))
     layers = f"{(2 + 2 * mean) / 8:.3f}"
     assert f"a token takes {mean:.2f}, so {layers} of the plain" in out
     assert f"MoR, 3 slots, depth: at best {layers} x; " in out and out.count(": at best") == 3
     assert out.count("quality as served   at most") == 3 and model.cfg.exit_loop == 0
-    for loops in (1, 2):
-        capped = bench_requests.at_most(model, loops)
-        exits = [loop for r in Engine(capped, 3, 8).run(work()) for loop in r.exits]
-        assert max(exits) == loops
+    assert [max(exits_of(bench_requests.at_most(model, loops))) for loops in (1, 2)] == [1, 2]
 
 
 def test_loss_vs_throughput_is_drawn(tmp_path, data_dir, capsys):
-    """Runs of relaxed and mor, with and without a router, each with the loss of its log; others
-    are refused."""
-    for name, model, *keys in (
-            ("a", "mor"), ("b", "mor", "router=none"), ("c", "relaxed"),
-            ("d", "gpt", "max_steps=1"), ("f", "mor", f"dataset=file:{__file__}")):
+    """Runs of relaxed and mor, with and without a router, each with the loss of its log; others are refused."""
+    for name, model, *keys in (("a", "mor"), ("b", "mor", "router=none"), ("c", "relaxed"), ("d", "gpt", "max_steps=1"),
+                               ("f", "mor", f"dataset=file:{__file__}")):
         runs.run(model, tmp_path / name, data_dir, *keys)
     paths = {name: str(tmp_path / name / "r") for name in "abcdf"}
     capsys.readouterr()
@@ -125,9 +114,8 @@ def test_loss_vs_throughput_is_drawn(tmp_path, data_dir, capsys):
         bpb = [row["val_bpb"] for row in log if "val_bpb" in row][-1]
         assert paths[name] in line and f"{batching}; {bpb:.4f} bits per byte" in line
     assert last.endswith("3 runs") and picture.read_bytes().startswith(b"\x89PNG")
-    for names, message in (("d", "is a model_gpt: requests are for"), ("aa", "each once"),
-                           ("", "give the folders"), ("af", "not trained on the same tokens")):
+    for names, message in (("d", "is a model_gpt: requests are for"), ("aa", "each once"), ("", "give the folders"),
+                           ("af", "not trained on the same tokens")):
         with pytest.raises(config.UserError, match=message):
-            bench.main(["serve", *(paths[name] for name in names), *keys,
-                        f"file={tmp_path / 'no.png'}"])
+            bench.main(["serve", *(paths[name] for name in names), *keys, f"file={tmp_path / 'no.png'}"])
     assert not (tmp_path / "no.png").exists()

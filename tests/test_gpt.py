@@ -110,19 +110,19 @@ def test_dropout_acts_in_training_only():
 
 # Hugging Face weights ---------------------------------------------------------------------------------------
 
-def saved_llama(path, **sizes):
-    """A tiny random Llama written by transformers, norms randomised."""
+def saved_llama(path, kind="Llama", shard="5GB", **sizes):
+    """A tiny random Llama (or Mistral) written by transformers, norms randomised."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(**{**dict(
-        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+    config = getattr(transformers, f"{kind}Config")(**{**dict(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, head_dim=8,
         num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 1234.0}), **sizes})
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))
-    model.save_pretrained(path, max_shard_size=sizes.get("shard", "5GB"))
+    model.save_pretrained(path, max_shard_size=shard)
     return model
 
 
@@ -141,7 +141,8 @@ def assert_same_logits(ours, theirs):
 @pytest.mark.parametrize("sizes, changes", [
     (dict(), dict()), (dict(tie_word_embeddings=True, num_key_value_heads=6, shard="40KB"), dict()),
     (dict(), dict(rope_parameters=None, rope_theta=1234.0, rope_scaling=None, head_dim=None)),      # before 2025
-    (dict(), dict(sliding_window=8, use_sliding_window=False))])                                    # Llama ignores it
+    (dict(), dict(sliding_window=8, use_sliding_window=False)),                                     # Llama ignores it
+    (dict(kind="Mistral", sliding_window=7), dict())])
 def test_loads_what_transformers_saved(tmp_path, sizes, changes):
     theirs = saved_llama(tmp_path, **sizes)
     edit(tmp_path, **changes)
@@ -149,7 +150,7 @@ def test_loads_what_transformers_saved(tmp_path, sizes, changes):
     ours = llama.from_pretrained(tmp_path, block_size=32, dropout=0.1)
     assert_same_logits(ours, theirs)
     assert ours.cfg.rope_theta == 1234.0 and ours.cfg.n_kv_head == theirs.config.num_key_value_heads
-    assert ours.cfg.block_size == 32 and ours.cfg.dropout == 0.1
+    assert ours.cfg.block_size == 32 and ours.cfg.dropout == 0.1 and ours.cfg.window == 7 * ("kind" in sizes)
     assert (ours.head.weight is ours.wte.weight) == theirs.config.tie_word_embeddings
 
 
@@ -190,18 +191,6 @@ def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ValueError, match="owner/name is not a folder here and could not be downloaded"):
         llama.from_pretrained("owner/name")
-
-
-def test_mistral_has_a_window(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(4)
-    theirs = transformers.MistralForCausalLM(transformers.MistralConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6, head_dim=8,
-        num_key_value_heads=2, max_position_embeddings=64, sliding_window=7))
-    theirs.save_pretrained(tmp_path)
-    ours = llama.from_pretrained(tmp_path)
-    assert_same_logits(ours, theirs)
-    assert ours.cfg.window == 7
 
 
 def edit(folder, **changes):

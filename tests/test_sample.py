@@ -61,7 +61,8 @@ def test_an_ended_row_stays_ended_and_the_others_go_on(name):
 def test_decoding_uses_the_cache(name, monkeypatch):
     model, seen = tiny(name), []
     forward = type(model).forward
-    monkeypatch.setattr(type(model), "forward", lambda self, idx, *a, **k: seen.append(idx.shape[1]) or forward(self, idx, *a, **k))
+    monkeypatch.setattr(type(model), "forward",
+                        lambda self, idx, *a, **k: seen.append(idx.shape[1]) or forward(self, idx, *a, **k))
     decode(model, [[1, 2, 3, 4], [5, 6]], 10)
     assert seen == [4] + [1] * 9
 
@@ -167,7 +168,8 @@ def test_prompt_text_is_literal(trained, capsys, tmp_path):
     for text in ("${oc.env:HOME}", "1e3", "true", "[a, b]", "a=b", "???", "é\n"):
         assert call(capsys, trained, f"prompt={text}", "max_new_tokens=1").out.startswith(text)
     (tmp_path / "p.txt").write_text("from a file\n")
-    assert call(capsys, trained, f"prompt=FILE:{tmp_path / 'p.txt'}", "max_new_tokens=1").out.startswith("from a file\n")
+    out = call(capsys, trained, f"prompt=FILE:{tmp_path / 'p.txt'}", "max_new_tokens=1").out
+    assert out.startswith("from a file\n")
 
 
 def test_a_long_prompt_is_cropped_and_said(trained, capsys):

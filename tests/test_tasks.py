@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import checkpoint
 import plot
-import prepare
 import runs
 import sample
 import tasks
@@ -349,19 +348,6 @@ def test_what_is_printed_and_logged(tmp_path, capsys):
     assert re.search(f"^{line}", capsys.readouterr().out, re.M)
 
 
-@pytest.mark.parametrize("T", [6, 40])
-def test_the_example_that_is_shown(T, tmp_path):
-    trainer = train.setup(arguments("gpt", tmp_path, "noisy_recall", f"block_size={T}"))
-    lines = tasks.show_example(trainer.model, trainer.batches).splitlines()
-    assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 80
-    assert ("..." in lines[0]) == (T == 40)  # the last 21 tokens fit
-    (x,), (y,) = trainer.batches.cut(trainer.batches.val, [0])
-    said = trainer.model(x[None])[0][0].argmax(-1)
-    scored = lambda tokens: [int(t) if s != -1 else "." for t, s in zip(tokens, y)]  # noqa: E731
-    for line, tokens in zip(lines, (x.tolist(), scored(y), scored(said))):
-        assert line.replace("...", "").split()[1:] == [str(t) for t in tokens[-21:]]
-
-
 # accuracies -------------------------------------------------------------------------------------
 
 def test_counting_by_hand():
@@ -437,20 +423,18 @@ def test_the_decoder_reads_the_last_position_alone():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_compression_on_every_model(name, tmp_path):
-    """The first loss is that of guessing; Muon leaves the decoder to AdamW; the decoder and the
-    model's own embedding learn; the checkpoint brings the decoder back."""
+    """The first loss is that of guessing; Muon leaves the decoder to AdamW; the decoder and the model's own embedding
+    learn; the checkpoint brings the decoder back."""
     options = ["max_steps=3", "dropout=0", "optimizer=muon"]
-    fresh = train.setup(arguments(name, tmp_path / "fresh", "compression", *options)).model
+    before = dict(train.setup(arguments(name, tmp_path / "fresh", "compression", *options)).model.named_parameters())
     trainer = run(name, tmp_path, "compression", *options)
     assert abs(log(trainer)[0]["ce"] - math.log(16)) < 0.1
-    before, named = dict(fresh.named_parameters()), dict(trainer.model.named_parameters())
-    heads = {n for n in named if n.startswith("head.")}
-    assert len(heads) == 12 and {n for n in named if n.startswith("wte")}
-    muon = {id(p) for o in trainer.optimizers if isinstance(o, torch.optim.Muon)
-            for group in o.param_groups for p in group["params"]}
-    assert muon and not muon & {id(named[n]) for n in heads}
-    learn = heads | {n for n in named if n.startswith("wte")}
-    assert all(not torch.equal(before[n], named[n]) for n in learn)
+    heads = {n: p for n, p in trainer.model.named_parameters() if n.startswith("head.")}
+    (muon,) = (o for o in trainer.optimizers if isinstance(o, torch.optim.Muon))
+    taken = {id(p) for group in muon.param_groups for p in group["params"]}
+    assert len(heads) == 12 and taken and not taken & set(map(id, heads.values()))
+    embedding = {n: p for n, p in trainer.model.named_parameters() if n.startswith("wte")}
+    assert embedding and all(not torch.equal(before[n], p) for n, p in {**heads, **embedding}.items())
     model, tokenizer, _ = checkpoint.load_run(tmp_path / "r")
     x = trainer.batches.cut(trainer.batches.val, [0, 1])[0]
     assert torch.equal(model(x)[0], trainer.model.eval()(x)[0]) and tokenizer.vocab_size == 16
@@ -469,14 +453,13 @@ def test_weights_and_decoder_belong_together(tmp_path):
     assert longer.model.wte.weight.shape == (16, 16), "the head was tied to it: it stays"
     assert longer.model.cfg.block_size == 20 and longer.evaluate()["val_ce"] > 0
     assert setup("fuzzy_recall", "recall").model.cfg.vocab_size == 16
-    for task, source in (("recall", "compression"), ("compression", "recall")):
-        with pytest.raises(UserError, match="only task:compression has a decoder"):
+    for task, source, message in (("recall", "compression", "only task:compression has a decoder"),
+                                  ("compression", "recall", "only task:compression has a decoder"),
+                                  ("noisy_recall", "recall", r"not the one of the data set \(task, 32 tokens\)")):
+        with pytest.raises(UserError, match=message):
             setup(task, source)
     with pytest.raises(UserError, match="only task:compression has a decoder"):
-        train.setup([f"out_dir={tmp_path / 'recall'}", "run=r", "resume=true",
-                     "dataset=task:compression"])
-    with pytest.raises(UserError, match=r"not the one of the data set \(task, 32 tokens\)"):
-        setup("noisy_recall", "recall")
+        train.setup([f"out_dir={tmp_path / 'recall'}", "run=r", "resume=true", "dataset=task:compression"])
     with pytest.raises(UserError, match="nothing to sample"):
         sample.main([str(tmp_path / "compression" / "r"), "prompt=1"])
 
@@ -505,16 +488,9 @@ def test_impossible_settings(task, T, message):
         batches(task, T)
 
 
-def test_a_tokenizer_is_for_text(tmp_path):
-    """On the command line it is refused; in a config file (every one names a text's) it is not
-    used. Tasks are not prepared."""
+def test_the_tokenizer_of_a_config_file_is_not_used(tmp_path):
+    """Every one names a text's; on the command line it is refused."""
     argv = [a for a in arguments("gpt", tmp_path, "s3") if not a.startswith("tokenizer")]
-    with pytest.raises(UserError, match="tokenizer=char, but dataset=task:s3"):
-        train.setup([*argv, "tokenizer=char"])
-    with pytest.raises(UserError, match="needs no preparation"):
-        prepare.prepare(prepare.PrepareConfig(dataset="task:s3", data_dir=str(tmp_path / "d")))
-    assert list(tmp_path.iterdir()) == []
     (tmp_path / "x.yaml").write_text("tokenizer: bpe:1024\n")
     trainer = train.setup([*argv, f"config={tmp_path / 'x.yaml'}"])
     assert trainer.tokenizer.kind == "task" and trainer.run()
-    assert train.setup([f"out_dir={tmp_path}", "run=r", "resume=true"]).step == 6
