@@ -181,30 +181,20 @@ def test_random_requests_are_answered_as_if_alone(data):
 
 
 @fills
-def test_later_tokens_find_the_keys_of_those_that_left(fill):
-    """Exact and propagated ones differ, and each token is predicted from the right ones."""
-    model = looping(fill=fill)
+@pytest.mark.parametrize("max_len", [40, 8])
+def test_later_tokens_find_the_keys_of_those_that_left(fill, max_len):
+    """Exact and propagated ones differ, and each token is predicted from the right ones. Of a text longer than the
+    cache they are those of the last max_len tokens, prefilled by all loops."""
+    model = looping(fill=fill, block_size=max_len)
     work = work_of(model, 12, most=20)
-    want = alone(model, work, RULE)
+    want = alone(model, work, RULE, max_len)
     deeper = [b > a for _, exits, _ in want for a, b in zip(exits, exits[1:])]
     assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {1, 2, 3}
     for batching in BATCHINGS:
-        assert_same(answered(model, work, batching, exit=RULE), want)
+        assert_same(answered(model, work, batching, max_len=max_len, exit=RULE), want)
     model.cfg.fill = "propagate" if fill == "exact" else "exact"
-    other = answered(model, work, "depth", exit=RULE)
+    other = answered(model, work, "depth", max_len=max_len, exit=RULE)
     assert any(not torch.allclose(a[-1][-1], b[-1][-1]) for a, b in zip(want, other))
-
-
-@fills
-def test_texts_longer_than_the_cache(fill):
-    """Each further token is predicted from the last max_len, prefilled by all loops; so are
-    prompts that are longer."""
-    model = looping(fill=fill, block_size=8)
-    work = [(range(5), 6, 0), (range(20), 4, 0), (range(8), 9, 0), ([3], 11, 0)]
-    want = alone(model, work, RULE, max_len=8)
-    for batching in BATCHINGS:
-        assert_same(answered(model, work, batching, max_len=8, exit=RULE), want)
-    assert {loop for _, exits, _ in want for loop in exits} == {1, 2, 3}, "of all loops"
 
 
 def test_loops_over_other_blocks_are_served_too():

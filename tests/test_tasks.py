@@ -18,6 +18,7 @@ import tasks
 import train
 from config import UserError
 from conftest import MODELS
+from data import TextBatches
 from run import TrainConfig
 from tokenizer import TaskTokenizer, load_tokenizer
 
@@ -217,40 +218,44 @@ def test_memorization_has_one_map():
 
 # what an example depends on ---------------------------------------------------------------------
 
-def some(task):
+def some(name):
     """A few fixed examples, but for the tasks that draw new ones."""
-    return 30 if tasks.TASKS[task].examples else 0
+    return 30 if name in tasks.TASKS and tasks.TASKS[name].examples else 0
 
 
-@every_task
+def open_batches(data_dir, name, T, **options):
+    """Those of a task, or of the text `words`."""
+    if name == "words":
+        return TextBatches(data_dir / "words", TrainConfig(**options), T)
+    return batches(name, T, task_examples=some(name), **options)
+
+
+@pytest.mark.parametrize("name", ["words", *tasks.TASKS])
 @given(seed=st.integers(0, 2 ** 40), step=st.integers(0, 10 ** 6), rows=st.integers(1, 3))
-def test_batches_are_a_pure_function_of_seed_and_step(task, seed, step, rows):
+def test_batches_are_a_pure_function_of_seed_and_step(name, data_dir, seed, step, rows):
     """Whoever computes it, alone or as one of 2 or 4, in any order: a micro-batch is the same."""
-    options = dict(seed=seed, batch_size=rows, gradient_accumulation_steps=4,
-                   task_examples=some(task))
-    T = max(34, LENGTHS[task][0])
-    one = batches(task, T, **options)
+    T, sizes = max(34, LENGTHS.get(name, [8])[0]), dict(batch_size=rows, gradient_accumulation_steps=4)
+    one, fresh, other = (open_batches(data_dir, name, T, seed=seed + n, **sizes) for n in (0, 0, 1))
     alone = [one.micro_batch(step, i) for i in range(4)]
     assert all(x.shape == y.shape == (rows, T) for x, y in alone)
-    fresh = batches(task, T, **options)
+    assert name != "words" or all(torch.equal(x[:, 1:], y[:, :-1]) for x, y in alone)
     for i in 2, 0, 3, 1:
         assert all(torch.equal(a, b) for a, b in zip(fresh.micro_batch(step, i), alone[i]))
     together = torch.cat([x for x, _ in alone])
-    other = batches(task, T, **{**options, "seed": seed + 1})
     for again, at in (other, step), (one, step + 1):
         assert not torch.equal(torch.cat([again.micro_batch(at, i)[0] for i in range(4)]), together)
 
 
-@every_task
-def test_words_of_a_seed_are_not_added(task):
+@pytest.mark.parametrize("name", ["words", *tasks.TASKS])
+def test_words_of_a_seed_are_not_added(name, data_dir):
     """Seed 1 at step 2 and seed 2 at step 1, or their examples 2 and 1, are different."""
-    one, two = (batches(task, 64, seed=s, task_examples=some(task)) for s in (1, 2))
+    one, two = (open_batches(data_dir, name, 64, seed=s) for s in (1, 2))
     assert not torch.equal(one.micro_batch(2, 0)[0], two.micro_batch(1, 0)[0])
-    for split in ("train", "val") if some(task) else ("val",):
+    if not some(name):
+        assert not torch.equal(one.micro_batch(0, 1)[0], one.micro_batch(1, 0)[0])
+    for split in () if name == "words" else ("train", "val") if some(name) else ("val",):
         rows = [getattr(b, split).examples[0][:4] for b in (one, two)]
         assert not (rows[0][:, None] == rows[1]).all(-1).any()
-    if not some(task):
-        assert not torch.equal(one.micro_batch(0, 1)[0], one.micro_batch(1, 0)[0])
 
 
 def test_no_two_kinds_of_draws_share_their_random_numbers():
