@@ -23,7 +23,7 @@ from test_checkpoint import bomb_files
 MAINS = {"train": train.main, "sample": sample.main, "bench": bench.main, "plot": plot.main, "eval": evaluation.main}
 # text files of the world, by name
 FILES = {"broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3",
-         "unknown.yaml": "learning_rat: 0.1", "number.yaml": "run: 5",
+         "unknown.yaml": "learning_rat: 0.1", "number.yaml": "sample_prompt: 5",
          "resume.yaml": "resume: true", "empty.txt": "", "afile": "not a folder"}
 
 
@@ -134,7 +134,8 @@ TRAIN = [
     # config files
     (["config={w}/missing.yaml"], "missing.yaml cannot be read"), (["config={w}/folder"], "folder cannot be read"),
     (["config={w}/broken.yaml"], "broken.yaml is not valid YAML"), (["config={w}/nested.yaml"], "must hold flat"),
-    (["config={w}/unknown.yaml"], "did you mean learning_rate?"), (["config={w}/number.yaml"], "run: expected str"),
+    (["config={w}/unknown.yaml"], "did you mean learning_rate?"),
+    (["config={w}/number.yaml"], "sample_prompt: expected str"),
     (["config={w}/resume.yaml", "overwrite=true", "run=r"], "exclude each other"),
     (["config=pipe"], "pipe cannot be read: it is not a regular file"),
     # models
@@ -149,7 +150,7 @@ TRAIN = [
     (["model=relaxed", "exit_loop=3"], "exit_loop=3 must be 0 (the last) or one of the 2 loops"),
     (["model=mor", "n_layer=9"], "n_layer=9 does not fit share=middle_cycle with n_loop=3: 8 or 11 would"),
     (["model=mor", "n_layer=5", "router=token", "router_func=tanh"], "router_func=tanh must be one of"),
-    (["model=mor", "n_layer=5", "exit_loop=4"], "exit_loop=4 must be 0 (all) or one of the 3 recursions"),
+    (["model=mor", "n_layer=5", "exit_loop=4"], "exit_loop=4 is more than n_loop=3"),
     # more than any machine has
     (["max_flops=-1"], "max_flops=-1.0 must be at least 0"), (["max_flops=1000"], "is less than one step of"),
     (["n_embd=1000000000000", "n_head=2"], "n_embd=1000000000000, vocab_size=1: no machine has memory"),

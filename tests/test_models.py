@@ -225,8 +225,8 @@ def test_mixed_precision(name, sizes, fast):
 
 @some
 def test_a_slot_of_the_cache_serves_another_sequence(name, sizes):
-    """reset(rows) empties some rows; a new sequence there is computed as if alone, the others go on. What broken requests
-    left behind the mask must not reach it: 0 times NaN is NaN."""
+    """reset(rows) empties some rows; a new sequence there is computed as if alone, the others go on. What
+    broken requests left behind the mask must not reach it: 0 times NaN is NaN."""
     model, broken, x = tiny(name, **sizes), tiny(name, **sizes), tokens(3, 40)
     with torch.no_grad():
         broken.wte.weight.fill_(float("nan"))
