@@ -726,7 +726,7 @@ def test_typed_values(key, text, value):
     ({"prompt": 3}, "prompt: expected str"), ({1: 2}, "unknown key '1'")])
 def test_refused_values(given, message):
     with pytest.raises(UserError) as e:
-        typed(given) if isinstance(given, str) else typed("n_layer=3", base=given)
+        typed(given) if isinstance(given, str) else typed(base=given)
     assert message in str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 200
 
 
