@@ -238,6 +238,7 @@ def test_batches_are_a_pure_function_of_seed_and_step(name, data_dir, seed, step
     one, fresh, other = (open_batches(data_dir, name, T, seed=seed + n, **sizes) for n in (0, 0, 1))
     alone = [one.micro_batch(step, i) for i in range(4)]
     assert all(x.shape == y.shape == (rows, T) for x, y in alone)
+    assert not all(torch.equal(x, alone[0][0]) for x, _ in alone), "each has rows of its own"
     assert name != "words" or all(torch.equal(x[:, 1:], y[:, :-1]) for x, y in alone)
     for i in 2, 0, 3, 1:
         assert all(torch.equal(a, b) for a, b in zip(fresh.micro_batch(step, i), alone[i]))
