@@ -280,8 +280,11 @@ def evaluate_tasks(model, tokenizer, tasks, batch_size, limit=0):
     from lm_eval.api.model import TemplateLM
     from lm_eval.evaluator import evaluate
     harness_model = type("RunModel", (HarnessModel, TemplateLM), {})
-    found = evaluate(harness_model(model, tokenizer, batch_size), tasks,
-                     limit=limit or None, log_samples=False)
+    try:
+        found = evaluate(harness_model(model, tokenizer, batch_size), tasks,
+                         limit=limit or None, log_samples=False)
+    except ValueError as e:     # more shots than a task has examples; a task that runs programs
+        raise UserError(f"tasks={','.join(tasks['tasks'])}: {first_line(e)}") from e
     numbers = lambda values: {key: v for key, v in values.items() if isinstance(v, float)}
     return {"tasks": {name: numbers(values) for name, values in found["results"].items()}}
 

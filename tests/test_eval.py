@@ -214,3 +214,8 @@ def test_tasks_from_the_command_line(tmp_path, data_dir, tasks, capsys):
     assert f"{'bits_per_byte,none':32}{found['read']['bits_per_byte,none']:12.4f}" in capsys.readouterr().out
     with pytest.raises(UserError, match="tasks=chose: .* has no such task"):
         evaluate(tmp_path / "r", "tasks=chose", *keys)
+    with pytest.raises(UserError, match="tasks=choose: Sample larger than population"):
+        evaluate(tmp_path / "r", "tasks=choose", *keys[:2], "num_fewshot=7")
+    (tasks[0] / "runs.yaml").write_text("include: choose.yaml\ntask: runs\nunsafe_code: true\n")
+    with pytest.raises(UserError, match="tasks=runs: .* marked as unsafe"):
+        evaluate(tmp_path / "r", "tasks=runs", *keys)
