@@ -71,3 +71,21 @@ def test_half_the_layers_at_equal_parameters_shrink_the_cache(half, whole, ratio
     """Section 7.3 of the RT's paper."""
     sizes = [build(name)[1].init_cache(1, 512).nbytes() for name in (half, whole)]
     assert round(sizes[0] / sizes[1], 2) == ratio
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_of_sizes_is_right(name):
+    """The row of each config in RESULTS.md, "Scaling out"."""
+    values, model = build(name)
+    cfg, total = model.cfg, count(model.parameters())
+    blocks = [count(block.parameters()) for part in ("first", "blocks", "last") for block in getattr(model, part, ())]
+    outside = total - sum(blocks)
+    tokens = values["batch_size"] * values["gradient_accumulation_steps"] * cfg.block_size * values["max_steps"]
+    gathered = outside + (max(blocks) if model.runs_blocks_once else sum(blocks))
+    flops = tokens * model.flops_per_token()
+    with torch.device("meta"):
+        cache = model.init_cache(1, cfg.block_size).nbytes() / cfg.block_size / 2       # in bfloat16
+    cells = [name, f"{sum(blocks) / 1e6:,.0f} M", f"{outside / 1e6:,.0f} M", f"{16 * total / 1e9:.1f} GB",
+             f"{(16 * total / 8 + 8 * gathered) / 1e9:.1f} GB", f"{flops:.1e}", f"{flops / 0.4 / 989e12 / 86400:.1f}",
+             f"{cache:,.0f}"]
+    assert "| " + " | ".join(cells) + " |" in (ROOT / "RESULTS.md").read_text()
