@@ -222,7 +222,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x, layer, context):
-        x = x + self.drop(self.attn(self.norm1(x), layer, context))
+        x = x + self.drop(self.attn(self.norm1(x), layer, context))  # (B, T, C)
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
@@ -283,14 +283,14 @@ class KVCache:
         if not ragged:
             return (self.longest + offset)[None]            # (1, T)
         pos = self.lengths[:, None] + offset                # (B, T)
-        self.slots = torch.where(offset < n_new[:, None], pos, self.max_len)
-        self.rows = torch.arange(len(pos), device=pos.device)[:, None]
+        self.slots = torch.where(offset < n_new[:, None], pos, self.max_len)  # (B, T)
+        self.rows = torch.arange(len(pos), device=pos.device)[:, None]  # (B, 1)
         return pos.clamp(max=self.max_len - 1)              # of padding: RoPE ends there
 
     def append(self, layer, k, v):
         """Write k, v (B, G, T, D) of the placed tokens; return all so far, (B, G, S, D)."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            if self.ragged:
+            if self.ragged:  # each row has its own slots
                 buffer[self.rows, :, self.slots] = new.transpose(1, 2).to(buffer.dtype)
             else:
                 buffer[:, :, self.longest:self.end] = new

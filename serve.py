@@ -653,13 +653,12 @@ def main(argv):
     if asks_help(argv):
         return print(help_text(ServeConfig))
     paths, cfg = read_arguments(argv, ServeConfig, most=9)
-    if bool(cfg.requests) == bool(cfg.port):
-        raise UserError("give requests=FILE.jsonl (one JSON object a line) or port=NUMBER")
     if cfg.port:
         from web import serve_http      # it needs the Engine
         return serve_http(paths, cfg)
-    if len(paths) > 1:
-        raise UserError("requests= are for one run; port= serves several")
+    if not cfg.requests or len(paths) > 1:
+        raise UserError("give requests=FILE.jsonl (one JSON object a line) and one run, or "
+                        "port=NUMBER and any number of runs")
     path, = paths
     model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
     check_loops(model, cfg, path, "requests")
