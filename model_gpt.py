@@ -273,19 +273,19 @@ class KVCache:
         ragged, n_new = self.ragged or n_valid is not None, torch.full_like(self.lengths, T)
         if n_valid is not None:
             n_new = n_valid.to(self.lengths).clamp(0, T)
-        if self.longest + T > self.max_len:                 # maybe only by padding
+        if self.longest + T > self.max_len:  # maybe only by padding
             if not ragged or int((self.lengths + n_new).max()) > self.max_len:
                 raise ValueError(f"the cache is full: {self.longest} tokens held, {T} more, "
                                  f"max_len {self.max_len}")
         self.ragged, self.new = ragged, n_new
-        self.end = min(self.longest + T, self.max_len)      # keys that the call may attend to
+        self.end = min(self.longest + T, self.max_len)  # keys that the call may attend to
         offset = torch.arange(T, device=self.lengths.device)
         if not ragged:
-            return (self.longest + offset)[None]            # (1, T)
-        pos = self.lengths[:, None] + offset                # (B, T)
+            return (self.longest + offset)[None]  # (1, T)
+        pos = self.lengths[:, None] + offset  # (B, T)
         self.slots = torch.where(offset < n_new[:, None], pos, self.max_len)  # (B, T)
         self.rows = torch.arange(len(pos), device=pos.device)[:, None]  # (B, 1)
-        return pos.clamp(max=self.max_len - 1)              # of padding: RoPE ends there
+        return pos.clamp(max=self.max_len - 1)  # of padding: RoPE ends there
 
     def append(self, layer, k, v):
         """Write k, v (B, G, T, D) of the placed tokens; return all so far, (B, G, S, D)."""
