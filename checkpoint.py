@@ -131,6 +131,7 @@ EXPORTED = "model", "config", "model_config", "tokenizer", "step"
 
 def save_safetensors(path, state):
     """The weights, and the other fields as JSON in the file's metadata."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     # safetensors refuses tensors that share memory, as a tied head does
     weights = {name: w.detach().clone() for name, w in state["weights"].items()}
@@ -139,6 +140,8 @@ def save_safetensors(path, state):
     try:
         save_file(weights, temporary, metadata={"format": "pt", **fields})
         os.replace(temporary, path)
+    except SafetensorError as e:                # a full disk
+        raise UserError(f"could not write {path}: {first_line(e)}") from e
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -275,11 +278,15 @@ def main(argv):
     path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")
+    if path.suffix == ".safetensors" and cfg.exit_loop:
+        raise UserError("exit_loop= is for a folder: a .safetensors file has the whole model")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":
             save_safetensors(path, ckpt)
         else:
+            for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
+                (path / name).unlink(missing_ok=True)       # of what was there before
             looped = {"exit_loop": cfg.exit_loop} if cfg.exit_loop else {}
             try:
                 to_pretrained(build_model(ckpt, **looped).eval(), path)

@@ -4,7 +4,7 @@ Every table and picture of RESULTS.md, again: runs what is missing, then writes 
     python reproduce.py                        the experiments, what is done, and the time for the rest
     python reproduce.py quick                  a tier: quick (10 minutes of two cores), cpu, gpu
     python reproduce.py rt_blocks rat_chunks   experiments by name
-    python reproduce.py write                  no runs: only the tables and pictures
+    python reproduce.py write                  no runs: only the tables and pictures (of all, or some)
     python reproduce.py help                   every key with its meaning
 
 An experiment is a file experiments/NAME.yaml: rows of keys for train.py, each trained with several
@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -198,11 +199,14 @@ def train_all(runs, jobs):
 
 
 def record(run):
-    """Evaluate a run that has been trained, and write its line. False if an evaluation fails."""
+    """Evaluate a run that has been trained, and write its line. False if it was stopped, or if an
+    evaluation fails."""
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
+    if ckpt["step"] < ckpt["config"]["max_steps"]:      # stopped by a signal: resumed next time
+        return False
     steps = [row for row in log if "lr" in row]
     result = {"command": f"train.py {run.keys}", "commit": commit(),
-              "parameters": sum(w.numel() for w in ckpt["weights"].values()),
+              "parameters": sum({w.data_ptr(): w.numel() for w in ckpt["weights"].values()}.values()),
               "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steps),
               "grad_norm_max": max(row["grad_norm"] for row in steps), "keys": ckpt["config"],
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
@@ -269,8 +273,12 @@ def rounded(value):
 
 
 def commit():
-    git = ["git", "-C", HERE, "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    def git(*args):
+        return subprocess.run(["git", "-C", HERE, *args], capture_output=True, text=True).stdout
+    if shutil.which("git") is None:
+        return "unknown"
+    changed = git("status", "--porcelain", "--", "*.py", "configs", "experiments")
+    return git("rev-parse", "--short", "HEAD").strip() + "-changed" * bool(changed)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -330,7 +338,8 @@ def draw(experiment, runs):
         if results and x in LOG_KEYS:
             curves = [[(row[x], row[y]) for row in r["log"] if y in row] for r in results]
             points = [(same[0][0], statistics.fmean(p[1] for p in same)) for same in zip(*curves)]
-            ax.plot(*zip(*points), label=label, linewidth=1.2)
+            marker = "o" if y.startswith("val_") else ""        # few points, perhaps one
+            ax.plot(*zip(*points), label=label, linewidth=1.2, marker=marker, markersize=4)
         elif results:
             points = [(look_up(r, x), look_up(r, y)) for r in results]
             ax.plot(*zip(*points), "o", markersize=4, label=label)
@@ -369,6 +378,7 @@ def main(argv):
     if asks_help(argv):
         return print(help_text(ReproduceConfig))
     cfg = typed_config(ReproduceConfig, split_args([a for a in argv if "=" in a]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # train_all stops its runs
     experiments, names = load_experiments(), [a for a in argv if "=" not in a]
     for name in names:
         if name not in (allowed := [*experiments, *TIERS, "write"]):
@@ -381,8 +391,8 @@ def main(argv):
                   f"runs done, {duration(sum(run.minutes for run in rest)):>10} of a core left: "
                   f"{experiments[name].title}")
         return
-    only_write = names == ["write"]
-    chosen = [e for e in experiments.values() if only_write or {e.name, e.tier} & {*names}]
+    only_write = "write" in names
+    chosen = [e for e in experiments.values() if names == ["write"] or {e.name, e.tier} & {*names}]
     todo = [] if only_write else missing([run for e in chosen for run in plans[e.name]])
     print(f"{len(todo)} runs, {duration(sum(run.minutes for run in todo) / cfg.jobs)} with "
           f"{cfg.jobs} jobs", flush=True)

@@ -337,7 +337,7 @@ class Engine:
         """Begin with a text, of which as much is kept as the cache has room for."""
         self.cache.reset(slot.number)
         slot.text, slot.at, slot.prompt = text, range(min(len(text), self.max_len)), True
-        slot.depth, slot.deferred = 0, {}
+        slot.depth, slot.deferred, slot.early, slot.guesses = 0, {}, None, []
 
     def step(self):
         """depth: one loop for all requests. static, sequence: one token for each."""

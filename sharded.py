@@ -1,8 +1,8 @@
 """
 fsdp=true: parameters, gradients and optimizer state sharded over the processes (FSDP2).
 
-Each block is one unit, and what stands outside the blocks another, the embedding and a head that is
-tied to it among it. A unit's weights are gathered from all processes when it runs, and again in the
+Each block is one FSDP unit. Everything else (embedding, norms, head) is one more: a tied head must be
+in the same unit as the embedding. A unit's weights are gathered from all processes when it runs, and again in the
 backward pass. Blocks that run several times a step (loops, recursions, LRT's passes), or all at
 the same time (RT's wavefront), are gathered once a step instead: model.runs_blocks_once is False.
 A checkpoint holds whole tensors, the same as without sharding.
@@ -10,6 +10,7 @@ A checkpoint holds whole tensors, the same as without sharding.
 import contextlib
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -23,14 +24,18 @@ def shard(model, device, world):
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=model.runs_blocks_once)
         if not model.runs_blocks_once:
-            # without its own hooks, a block keeps its weights until the end of the backward pass,
-            # and its gradients are summed then, once for all its runs
+            # without its own hooks (torch keeps them private), a block keeps its weights until the
+            # end of the backward pass; its gradients are summed then, once for all its runs
             state = block._get_fsdp_state()
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
     fully_shard(model, mesh=mesh)
+
+    def gather(*_):
+        for block in blocks:
+            block.unshard()
     if not model.runs_blocks_once:      # after the model's own hook, which sets up all units
-        model.register_forward_pre_hook(lambda *_: [block.unshard() for block in blocks] and None)
+        model.register_forward_pre_hook(gather)
 
 
 @contextlib.contextmanager
@@ -47,12 +52,16 @@ def gathered(model):
 
 
 def whole(tree):
-    """Lists and dicts with each sharded tensor gathered; all processes must call this."""
+    """Lists and dicts with each sharded tensor gathered, on rank 0 and its CPU; the others keep
+    none. All processes must call this."""
     if isinstance(tree, dict):
         return {key: whole(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [whole(value) for value in tree]
-    return tree.full_tensor() if isinstance(tree, DTensor) else tree
+    if not isinstance(tree, DTensor):
+        return tree
+    tensor = tree.full_tensor()
+    return tensor.cpu() if dist.get_rank() == 0 else None
 
 
 def sharded_like(optimizer, state):

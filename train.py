@@ -325,7 +325,7 @@ class Trainer:
         something is not finite. All processes learn whether one was asked to stop."""
         cfg, model = self.cfg, self.model
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
-        norm = whole(norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm     # sharded gradients
         values = [float(v) for v in logged.values()]
         *values, asked = self.procs.sum(*values, float(stop.asked))
         logged = dict(zip(logged, values), grad_norm=float(norm))

@@ -10,6 +10,7 @@ Keys of a completion: model (a run's name; by default the first run), prompt (te
 list of either), max_tokens, temperature, top_p, n, stop, seed, logprobs, echo, stream. A choice has
 `depths` too: the loop after which each of its tokens exited, from 1. /v1/models lists the runs.
 
+How to sample is a matter of each completion, so temperature and the like mean nothing beside port=.
 Each run has one thread, which decodes all its requests with the Engine of serve.py. Each connection
 has a thread that waits for its tokens. A client that goes away frees its slots.
 """
@@ -17,7 +18,7 @@ import codecs
 import itertools
 import json
 import queue
-import select
+import selectors
 import socket
 import sys
 import threading
@@ -52,7 +53,7 @@ class Choice(Request):
     `events`, and (choice, None, None, None) at the end."""
     events: queue.Queue = None      # of all choices of a client's request
     index: int = 0                  # in the response
-    how: tuple = None               # temperature, top_k, top_p, repetition_penalty
+    how: tuple = None               # as Engine.sampling
     seed: int = 0
     stops: list = ()
     top: int = None                 # logprobs, with so many alternatives (None: no logprobs)
@@ -70,6 +71,7 @@ class Choice(Request):
         found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
         if found:
             self.reason, self.held = "stop", ""
+            self.decoder.reset()
             return text[:min(found)]
         begins = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
         known = len(text) - (0 if final else max(begins, default=0))
@@ -96,7 +98,7 @@ class Worker(Engine):
         threading.Thread(target=self.work, daemon=True).start()
 
     def submit(self, choices):
-        """UserError where too many wait already."""
+        """Busy where too many wait already."""
         with self.condition:
             if len(self.waiting) + len(choices) > MAX_WAITING:
                 raise Busy(f"{len(self.waiting)} texts wait for a slot already: try again later")
@@ -109,9 +111,9 @@ class Worker(Engine):
             with self.condition:
                 while not self.waiting and not self.busy():
                     self.condition.wait()
-                self.fill_slots()
             try:
                 with self.computing:
+                    self.fill_slots()
                     self.step()
             except Exception as e:              # told to all that are in work; the others go on
                 print(f"{self.name}: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
@@ -125,7 +127,7 @@ class Worker(Engine):
 
     def fill_slots(self):
         for slot in self.slots:
-            while self.waiting and slot.request is None:
+            while self.waiting and slot.request is None:        # only this thread takes some away
                 choice = self.waiting.popleft()
                 if not choice.cancelled:
                     slot.request = choice
@@ -146,6 +148,7 @@ class Worker(Engine):
             choice.max_new_tokens = len(choice.tokens)      # so that the Engine ends it here
 
     def end(self, choice):
+        del choice.logprobs[len(choice.tokens):]            # of end-of-text
         if choice.reason == "length" and len(choice.tokens) < choice.max_new_tokens:
             choice.reason = "stop"                          # end-of-text
         choice.events.put((choice, choice.read(b"", final=True), None, None))
@@ -162,7 +165,7 @@ class Worker(Engine):
 
 def top_logprobs(logits, token, top):
     logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(top) if top else None
+    best = logprobs.topk(min(top, len(logprobs))) if top else None
     others = dict(zip(best.indices.tolist(), best.values.tolist())) if top else {}
     return float(logprobs[token]), others
 
@@ -189,7 +192,8 @@ def read_completion(given, workers):
     is wrong."""
     if not isinstance(given, dict):
         raise UserError("the body must be a JSON object")
-    given = {k: v for k, v in given.items() if v is not None and NEUTRAL.get(k, k) != v}
+    given = {k: v for k, v in given.items()
+             if v is not None and not (k in NEUTRAL and NEUTRAL[k] == v)}
     for key, value in given.items():
         if key not in KEYS:
             raise UserError(f"{key!r:.60} is not supported: the keys are {', '.join(KEYS)}")
@@ -232,6 +236,9 @@ def read_prompts(prompt, worker):
     if not found:
         raise UserError("prompt is an empty list")
     check_prompts(worker.model, found)
+    if max(map(max, found)) >= worker.tokenizer.vocab_size:     # a model may have more
+        raise UserError(f"prompt has a token that the tokenizer's {worker.tokenizer.vocab_size} "
+                        "do not include")
     return found
 
 
@@ -257,7 +264,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get_content_type() != "application/json":
             return self.refuse(415, "Content-Type must be application/json")
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MAX_BODY:
+        if not length.isdecimal() or len(length) > 9 or int(length) > MAX_BODY:
             return self.refuse(413, f"Content-Length must be given, at most {MAX_BODY}")
         try:
             body = self.rfile.read(int(length))
@@ -272,12 +279,14 @@ class Handler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError):
             return self.refuse(400, "the body is not JSON in UTF-8")
         try:
-            (self.stream if options["stream"] else self.answer)(worker, choices, options)
+            answer = self.stream if options["stream"] else self.answer
+            answer(worker, choices, options)
         finally:
             for choice in choices:
                 choice.cancelled = True         # without effect where it has ended
 
     def make_choices(self, prompts, options):
+        # temperature, top_k, top_p, repetition_penalty
         how, events = (options["temperature"], 0, options["top_p"], 1.0), queue.Queue()
         top = options["logprobs"]
         same = dict(how=how, events=events, stops=options["stop"],
@@ -289,22 +298,30 @@ class Handler(BaseHTTPRequestHandler):
     def events(self, choices):
         """What the run's thread tells about the choices, until all have ended. ConnectionError
         when the client has gone."""
-        left = len(choices)
+        left = len(choices) if choices[0].max_new_tokens else 0
+        looked = time.monotonic()
         while left:
+            if time.monotonic() - looked > 0.5:
+                self.look_for_client()
+                looked = time.monotonic()
             try:
                 choice, text, token, depth = choices[0].events.get(timeout=0.5)
             except queue.Empty:
-                readable, _, _ = select.select([self.connection], [], [], 0)
-                if readable and not self.connection.recv(1, socket.MSG_PEEK):
-                    raise ConnectionAbortedError("the client has gone") from None
                 continue
             left -= text is None
             yield choice, text, token, depth
 
+    def look_for_client(self):
+        """ConnectionError if the connection is closed at its other end."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.connection, selectors.EVENT_READ)
+            if selector.select(0) and not self.connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionAbortedError("the client has gone")
+
     def answer(self, worker, choices, options):
         """All choices in one JSON object."""
         texts = {choice: "" for choice in choices}
-        for choice, text, _, _ in self.events(choices) if options["max_tokens"] else ():
+        for choice, text, _, _ in self.events(choices):
             texts[choice] += text or ""
         if any(choice.reason == "error" for choice in choices):
             return self.refuse(500, "decoding failed; the server's log has the reason")
@@ -339,7 +356,7 @@ class Handler(BaseHTTPRequestHandler):
                       "finish_reason": choice.reason if text is None else None,
                       "depths": [] if depth is None else [depth]}
             send(json.dumps({**same, "choices": [result]}))
-        if (options.get("stream_options") or {}).get("include_usage"):
+        if options.get("stream_options", {}).get("include_usage"):
             send(json.dumps({**same, "choices": [], "usage": usage(choices, options)}))
         send("[DONE]")
 
@@ -397,6 +414,8 @@ class Server(ThreadingHTTPServer):
 
 def open_server(paths, cfg):
     """A Server of the runs; port 0 takes a free one. UserError if it cannot listen there."""
+    if cfg.batching == "static":
+        raise UserError("port= serves with batching=depth or sequence, not static")
     workers = {}
     for path in paths:
         worker = Worker(path, cfg)
