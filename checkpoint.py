@@ -281,17 +281,17 @@ def main(argv):
     if path.suffix == ".safetensors" and cfg.exit_loop:
         raise UserError("exit_loop= is for a folder: a .safetensors file has the whole model")
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":
+            path.parent.mkdir(parents=True, exist_ok=True)
             save_safetensors(path, ckpt)
         else:
-            for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
-                (path / name).unlink(missing_ok=True)       # of what was there before
             looped = {"exit_loop": cfg.exit_loop} if cfg.exit_loop else {}
             try:
                 to_pretrained(build_model(ckpt, **looped).eval(), path)
             except ValueError as e:
                 raise UserError(f"export: {first_line(e)}") from e
+            for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
+                (path / name).unlink(missing_ok=True)       # of what was there before
             if not to_huggingface(load_tokenizer(ckpt["tokenizer"]), path):
                 kind = ckpt["tokenizer"]["kind"]
                 print(f"note: {path} has no tokenizer: a {kind} tokenizer is no BPE of bytes")

@@ -77,7 +77,7 @@ def check_run_fits(cfg, model_class, model_cfg, device, world=1):
         layers //= model_cfg.n_loop
     # weights, gradients, Muon's momentum or AdamW's two; each layer's input, in 16 bits at least
     copies = 1 if cfg.eval_only else 3 if cfg.optimizer == "muon" else 4
-    if cfg.fsdp:            # the processes share them, but evaluate with all weights
+    if cfg.fsdp and not cfg.eval_only:      # the processes share them, but evaluate with all weights
         copies = 1 + copies / world
     parts = {sizes: int(copies * sum(p.nbytes for p in model.parameters())),
              f"{batch}, {sizes}": 0 if cfg.eval_only else 2 * tokens * C * layers}

@@ -42,7 +42,7 @@ from serve import Engine, Request, check_loops
 MAX_BODY = 1 << 20          # bytes of a request
 MAX_CHOICES = 128           # prompts times n, of a request
 MAX_WAITING = 1024          # texts of all clients that wait for a slot
-IDLE = 30                   # seconds that a client may take to send its request
+IDLE = 30                   # seconds that a read from a client, or a write, may take
 
 
 # ---- decoding: a thread for each run ----

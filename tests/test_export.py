@@ -106,6 +106,16 @@ def test_a_folder_is_the_run_at_a_fixed_depth(relaxed_run, tmp_path, capsys):
         assert len(theirs.model.layers) == 1 and (theirs(idx).logits - ours(idx)[0]).abs().max() < 1e-4
 
 
+def test_a_refused_export_harms_nothing(data_dir, tmp_path):
+    runs.run("rt", tmp_path, data_dir, "max_steps=1")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "tokenizer.json").write_text("kept")
+    for target in (tmp_path / "hf", tmp_path / "new" / "hf"):
+        with pytest.raises(UserError, match="no Llama"):
+            checkpoint.main([str(tmp_path / "r"), f"export={target}", "overwrite=true"])
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "kept" and not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("damage", ["cut", "field", "shape", "nan", "foreign"])
 def test_damaged_exports_are_refused(damage, relaxed_run, tmp_path):
     from safetensors import safe_open
