@@ -75,8 +75,7 @@ class SlotCache:
         room = kv.size(3)
         if need > room:     # make it twice as long
             more = min(self.max_len, max(need, 2 * room, 32))
-            shape = self.slots, 2, G, more, D
-            longer = torch.zeros(shape, device=self.device, dtype=self.dtype)
+            longer = torch.zeros(self.slots, 2, G, more, D, device=self.device, dtype=self.dtype)
             longer[:, :, :, :room] = kv
             self.kv[level, layer] = kv = longer
         return kv
@@ -215,16 +214,12 @@ def exit_rule(text, n_loop):
     except ValueError:
         bound = math.nan
     top = lambda logits, k: logits.softmax(-1).topk(k).values           # (R, k)
-
-    def margin(logits, depth):
-        p = top(logits, 2)
-        return p[:, 0] - p[:, 1] > bound
     if kind == "static" and 1 <= bound <= n_loop:
         return lambda logits, depth: depth >= bound - 1
     if kind == "confidence" and 0 <= bound <= 1:
         return lambda logits, depth: top(logits, 1)[:, 0] > bound
     if kind == "margin" and 0 <= bound <= 1:
-        return margin
+        return lambda logits, depth: -top(logits, 2).diff()[:, 0] > bound
     raise UserError(f"exit={text}: static:LOOP, confidence:P, margin:P, oracle are allowed, "
                     f"LOOP from 1 to {n_loop}, P from 0 to 1")
 
@@ -437,14 +432,12 @@ class Engine:
             exits = self.rule(logits, torch.tensor([slot.depth for slot in slots])).tolist()
         for n, (slot, early) in enumerate(zip(slots, exits)):
             if slot.prompt and early and slot.early is None:
-                # it goes on with the others, but what it is predicted from is this
-                slot.early = slot.depth, logits[n]
+                slot.early = slot.depth, logits[n]      # it goes on, but is predicted from this
             if slot.depth == end or early and not slot.prompt:
                 out.append(n)
                 self.defer(slot, [(slot.at[-1], slot.h[-1:])])
         exited = [slots[n] for n in out]
-        if out:
-            self.emit(exited, [slot.depth for slot in exited], logits[out])
+        self.emit(exited, [slot.depth for slot in exited], logits[out])
         return exited
 
     def defer(self, slot, states):
@@ -499,9 +492,7 @@ class Engine:
         """Give each slot its next token from logits (R, V), and end what is answered."""
         for n, slot in enumerate(slots):
             if slot.early:                      # of a prompt: where its last token would exit
-                depths[n] = slot.early[0]
-                logits[n] = slot.early[1]
-                slot.early = None
+                (depths[n], logits[n]), slot.early = slot.early, None
         for slot, depth, token in zip(slots, depths, self.pick(slots, logits)):
             request, slot.depth, slot.prompt = slot.request, 0, False
             slot.at = range(slot.at.stop, slot.at.stop + 1)
@@ -556,20 +547,20 @@ def read_requests(path, tokenizer, model, max_new_tokens):
     """The requests in a file, and answers for the lines that hold none: lists of Request and
     of dict. UserError if there is no such file, or it is empty."""
     try:
-        lines = list(enumerate(read_bytes(path).split(b"\n"), 1))
+        lines = read_bytes(path).split(b"\n")
     except OSError as e:
         raise UserError(f"requests={path} cannot be read: {e.strerror}") from e
     requests, errors = [], []
-    for n, line in lines:
-        given, message = None, "not a line of JSON in UTF-8"
+    for n, line in enumerate(lines, 1):
+        given = None
         if not line.strip():
             continue
         try:
             given = json.loads(line.decode())
             requests.append(parse_request(given, n, tokenizer, model, max_new_tokens))
         except (UserError, ValueError, RecursionError) as e:
-            if isinstance(e, UserError):
-                message = " ".join(str(e).split())
+            refused = isinstance(e, UserError)
+            message = " ".join(str(e).split()) if refused else "not a line of JSON in UTF-8"
             name = given.get("id", n) if isinstance(given, dict) else n
             known = type(name) in REQUEST_KEYS["id"]
             errors.append({"id": name if known else n, "line": n, "error": message})
