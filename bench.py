@@ -138,9 +138,11 @@ def bench_gpt(model, cfg, device, text=None, rounds=10):
             per=new, tokens=new)
 
 
-def bench_rt(model, cfg, device, text=None, rounds=5):
-    """RT's schedules and the plain Transformer of the same size. The naive loop keeps keys in one
-    buffer in the forward pass alone, and concatenates them where gradients are needed."""
+def bench_rt(model, cfg, device, text=None, rounds=5, lengths=(128, 256, 512, 1024, 2048)):
+    """RT's schedules and the plain Transformer of the same size; then the wavefront and the plain
+    one on the same number of tokens, cut into longer and longer sequences. The naive loop keeps
+    keys in one buffer in the forward pass alone, and concatenates them where gradients are needed.
+    """
     if model.cfg.block > 1 or not model.cfg.kv_norm:
         raise UserError("the wavefront, which is measured here, needs block=1 and kv_norm=true")
     if device.type == "cuda":
@@ -151,6 +153,14 @@ def bench_rt(model, cfg, device, text=None, rounds=5):
         compare(part, training, models, device, rounds, cfg, part)
     compare_decoding({"plain Transformer": plain, "RT": models["wavefront"]},
                      model.cfg.block_size, 1, device, 3 * rounds)
+    found = {}
+    for T in lengths:
+        sized = replace(model.cfg, block_size=T)
+        models = {"plain Transformer": partial(plain_transformer, sized),
+                  "RT": variant(model, block_size=T)}
+        found[T] = compare(f"T {T:5,}", training, models, device, rounds,
+                           replace(cfg, batch_size=max(1, lengths[-1] // T)), "forward + backward")
+    print(f"  a sequence's time grows as T^e, e = {growth(found)}")
 
 
 # The paper's Table 2: milliseconds of one layer's forward at T 512, d 1024, 16 heads on an H100.

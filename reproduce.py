@@ -35,6 +35,8 @@ from plot import pyplot, read_log, save_picture
 TIERS = ("quick", "cpu", "gpu")
 LOG_KEYS = ("step", "tokens", "flops", "seconds")
 CURVE_POINTS = 60               # of a run's log that its result keeps
+AXES = {"flops": "training FLOPs", "bpb": "bits per byte of training batches", "ce": "cross-entropy",
+        "val_bpb": "bits per byte", "val_token_accuracy": "tokens right"}
 
 
 @dataclass
@@ -57,7 +59,10 @@ class Experiment:
     A column is the name of a value and its format, such as `val_bpb .3f`: values of the last
     evaluation, of the log's last line, of an evaluation (NAME.ce), of the measurement of speed
     (speed.decode_1_ms), or of the keys (keys.block). `options`: the row's keys. `text`: the row
-    gives it."""
+    gives it. An axis of the picture is such a name too, and is called as its column is.
+
+    bench: arguments of bench.py, in which {rows} is the folders of all rows' first seeds, and
+    {LABEL} that of one."""
     title: str
     tier: str                   # quick | cpu | gpu
     rows: dict = field(default_factory=dict)
@@ -66,8 +71,8 @@ class Experiment:
     seeds: int = 3              # runs of each row
     minutes: float = 1.0        # that a run takes on one core, about
     evaluate: dict = field(default_factory=dict)    # {NAME: keys of eval.py}, after training
-    bench: list = field(default_factory=list)       # arguments of bench.py; {rows}: all folders
-    picture: dict = field(default_factory=dict)     # x, y: names of values; xscale, ylim
+    bench: list = field(default_factory=list)
+    picture: list = field(default_factory=list)     # of panels: {x, y: names; xscale, ylim}
     name: str = ""
 
 
@@ -234,17 +239,17 @@ def measure(experiment, runs):
     for args in experiment.bench:
         line = done.get(f"bench.py {args}")
         if line is None and all((run.folder / "ckpt.pt").exists() for run in first):
-            folders, file = [str(run.folder) for run in first], f"{experiment.name}.json"
-            extra = [f"json={file}"] if "{rows}" in args else []
-            words = [w for a in args.split() for w in (folders if a == "{rows}" else [a])]
-            process = python("bench.py", *words, *extra, threads=None, stdout=subprocess.PIPE)
+            folders, file = {run.label: str(run.folder) for run in first}, f"{experiment.name}.json"
+            extra = [f"json={file}"] if args.startswith("runs") else []
+            words = re.sub("{(.*?)}", lambda m: folders.get(m[1], " ".join(folders.values())), args)
+            process = python("bench.py", *words.split(), *extra, threads=None, stdout=subprocess.PIPE)
             line = {"command": f"bench.py {args}", "commit": commit(),
                     "output": process.communicate()[0]}
             if process.returncode:
                 raise UserError(f"bench.py {args}: {line['output'].strip().splitlines()[-1]}")
             if extra:
                 numbers = json.loads(Path(file).read_text())
-                line["rows"] = {run.label: numbers[str(run.folder)] for run in first}
+                line["rows"] = {label: numbers[f] for label, f in folders.items() if f in numbers}
                 Path(file).unlink()
             append(experiment, line)
         lines += [line] if line else []
@@ -301,13 +306,20 @@ def cell(results, name, form):
     return text if same else f"{text} ± {format(statistics.stdev(values), form.strip('+'))}"
 
 
+def add_speeds(runs, benches):
+    """Give each result what `bench.py runs` has measured of its row."""
+    for line in benches:
+        for run in runs:
+            if run.result and run.label in line.get("rows", {}):
+                run.result["speed"] = line["rows"][run.label]
+
+
 def table(experiment, runs, benches):
     """The rows that have results, in Markdown, then how they were made, and what bench.py said."""
-    speeds = next((line["rows"] for line in benches if "rows" in line), {})
     lines = ["| | " + " | ".join(experiment.columns) + " |", "|---" * (len(experiment.columns) + 1) + "|"]
     for label in experiment.rows:
         mine = [run for run in runs if run.label == label]
-        results = [{**run.result, "speed": speeds.get(label)} for run in mine if run.result]
+        results = [run.result for run in mine if run.result]
         few = f" ({len(results)} of {len(mine)} seeds)" if len(results) < len(mine) else ""
         cells = [label + few]
         for title, what in experiment.columns.items():
@@ -329,32 +341,44 @@ def table(experiment, runs, benches):
 
 
 def draw(experiment, runs):
-    """assets/NAME.png: curves of the log, each the mean over seeds, or a point for each run."""
-    x, y = experiment.picture["x"], experiment.picture["y"]
-    plt = pyplot()
-    fig, ax = plt.subplots(figsize=(7, 4.5))
-    for label in experiment.rows:
-        results = [run.result for run in runs if run.label == label and run.result]
-        if results and x in LOG_KEYS:
-            curves = [[(row[x], row[y]) for row in r["log"] if y in row] for r in results]
-            points = [(same[0][0], statistics.fmean(p[1] for p in same)) for same in zip(*curves)]
-            marker = "o" if y.startswith("val_") else ""        # few points, perhaps one
-            ax.plot(*zip(*points), label=label, linewidth=1.2, marker=marker, markersize=4)
-        elif results:
-            points = [(look_up(r, x), look_up(r, y)) for r in results]
-            ax.plot(*zip(*points), "o", markersize=4, label=label)
-    ax.set(xlabel=x, ylabel=y, title=experiment.title,
-           xscale=experiment.picture.get("xscale", "linear"),
-           ylim=experiment.picture.get("ylim", (None, None)))
-    ax.legend(fontsize=8)
-    ax.grid(alpha=0.3)
+    """assets/NAME.png: for each panel curves of the log, the mean over seeds, or a point a row."""
+    plt, n = pyplot(), len(experiment.picture)
+    fig, axes = plt.subplots(1, n, figsize=(7 if n == 1 else 5.5 * n, 4.5), squeeze=False)
+    titles = {what.split()[0]: title for title, what in experiment.columns.items()} | AXES
+    for ax, panel in zip(axes[0], experiment.picture):
+        x, y = panel["x"], panel["y"]
+        for label in experiment.rows:
+            results = [run.result for run in runs if run.label == label and run.result]
+            if x in LOG_KEYS:
+                curves = [[(row[x], row[y]) for row in r["log"] if y in row] for r in results]
+                points = [[statistics.fmean(v) for v in zip(*same)] for same in zip(*curves)]
+                points = points if y.startswith("val_") else smoothed(points)
+            else:
+                found = [(look_up(r, x), look_up(r, y)) for r in results]
+                points = [(a, b) for a, b in found if None not in (a, b)]
+                points = points and [[statistics.fmean(v) for v in zip(*points)]]
+            if points:          # few of them are drawn as points
+                marker = "o" if len(points) < 10 else ""
+                ax.plot(*zip(*points), label=label, linewidth=1.2, marker=marker, markersize=5)
+        ax.set(xlabel=titles.get(x, x), ylabel=titles.get(y, y),
+               xscale=panel.get("xscale", "linear"), ylim=panel.get("ylim", (None, None)))
+        ax.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    fig.suptitle(experiment.title)
     save_picture(fig, "picture", HERE / "assets" / f"{experiment.name}.png", dpi=120)
     plt.close(fig)
+
+
+def smoothed(points, reach=4):
+    """The loss of a batch is noisy: each point's mean with its neighbours."""
+    return [(x, statistics.fmean(y for _, y in points[max(0, i - reach):i + reach + 1]))
+            for i, (x, _) in enumerate(points)]
 
 
 def write(experiment, runs, benches):
     """Put the table between the marks <!-- NAME --> and <!-- end --> of RESULTS.md and README.md,
     and draw the picture. Returns the table."""
+    add_speeds(runs, benches)
     text = table(experiment, runs, benches)
     marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
     for file in (HERE / "RESULTS.md", HERE / "README.md"):

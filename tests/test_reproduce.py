@@ -19,7 +19,7 @@ EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 2,
               "columns": {"options": "options", "note": "text", "steps": "step .0f", "bits": "val_bpb .3f",
                           "half": "half.ce .3f", "ms": "speed.decode_1_ms .2f"},
               "evaluate": {"half": "batches=1"}, "bench": ["runs {rows} rounds=1"],
-              "picture": {"x": "tokens", "y": "ce"}}
+              "picture": [{"x": "tokens", "y": "ce"}]}
 
 
 @pytest.mark.parametrize("name", reproduce.load_experiments())

@@ -374,9 +374,10 @@ def test_the_bench_runs(capsys):
     """Both tables of bench.py rt, at tiny sizes on a CPU, and the physical floor of the paper's layer."""
     cpu, sizes = torch.device("cpu"), dict(n_layer=2, n_embd=16, n_head=2, block_size=12)
     model = model_rt.Model(model_rt.Config(**sizes))
-    bench.bench_rt(model, TrainConfig(model="rt", batch_size=2), cpu, rounds=1)
+    bench.bench_rt(model, TrainConfig(model="rt", batch_size=2), cpu, rounds=1, lengths=(8, 16))
     out = capsys.readouterr().out
     assert [out.count(words) for words in (" naive ", " tiled ", "x wavefront", "decoding")] == [2, 2, 8, 2]
+    assert "T    16" in out and "grows as T^e" in out
     bench.bench_rt_layers(model.cfg, TrainConfig(model="rt"), cpu, (2,), 1)
     out = capsys.readouterr().out
     assert out.count("tokens/s") == 10 and "does not fit" not in out and " naive " in out
