@@ -25,6 +25,7 @@ Tasks: a context that is too long for the model (block_size) loses its first tok
 long document is read in windows of block_size. A task may bring code: run those you
 trust.
 """
+import copy
 import json
 import re
 from dataclasses import dataclass, fields, replace
@@ -35,13 +36,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from checkpoint import checkpoint_file, load_checkpoint
-from config import (UserError, asks_help, first_line, help_text, model_module, need, run_cli,
-                    split_args, typed_config, unknown_key, writing)
+from config import (UserError, asks_help, help_text, model_module, run_cli, split_args,
+                    typed_config, unknown_key, writing)
 from data import TextBatches, bits_per_byte
+from harness import evaluate_tasks, load_tasks, print_tasks
 from limits import check_run_fits
 from run import (autocast, check_tokenizer, device_name, make_model, open_data, pick_device,
                  run_config, sized)
-from sample import stream
 from tasks import is_task
 from tokenizer import load_tokenizer
 
@@ -118,6 +119,35 @@ def losses(model, batches, windows, length, units):
     return {k: sums[k] * k / units[-1] / rows for k in units}           # pieces of a window
 
 
+def some(batches, windows, device, most=50):
+    """The inputs of at most so many batches, evenly over the text."""
+    for starts in windows[::-(-len(windows) // most)]:
+        yield batches.cut(batches.val, starts)[0].to(device)
+
+
+@torch.no_grad()
+def agreement(model, batches, windows, device):
+    """How often the likeliest token after exit_loop loops is that after all loops."""
+    whole = copy.copy(model)
+    whole.cfg = replace(model.cfg, exit_loop=0)
+    same = [(model(x)[0].argmax(-1) == whole(x)[0].argmax(-1)).double().mean()
+            for x in some(batches, windows, device)]
+    return float(torch.stack(same).mean())
+
+
+@torch.no_grad()
+def score_bins(model, batches, windows, device):
+    """Of the tokens that a recursion of MoR could take, the fractions whose scores sigmoid(s) lie
+    in each tenth from 0 to 1: {recursion: [ten fractions]}. Those of 0.5 and more take it."""
+    counts = torch.zeros(model.n_loop, 10)
+    for x in some(batches, windows, device):
+        _, _, (_, decides, active, _) = model.states(x, causal=True)        # (R, B, T) each
+        bins = (10 * decides.sigmoid()).long().clamp(max=9).cpu()
+        for r, count in enumerate(counts):
+            count += bins[r][active[r].cpu()].bincount(minlength=10)
+    return {str(r + 1): (count / count.sum()).tolist() for r, count in enumerate(counts) if r}
+
+
 def by_position(nats):
     """Means over positions 0-15, 16-31, 32-63, ...: {"0-15": nats}."""
     edges = [0, *(16 << n for n in range(50) if 16 << n < len(nats)), len(nats)]
@@ -140,8 +170,14 @@ def evaluate_text(model, run, ckpt, cfg):
         ce = float(nats.mean())
         results[str(k)] = {"ce": ce, "bpb": bits_per_byte(ce, batches.val),
                            "context": len(nats), "positions": by_position(nats)}
-    tokens = sum(map(len, windows)) * longest
-    return {**results[str(units[0])], "tokens": tokens, "lengths": results}
+    result = {**results[str(units[0])], "tokens": sum(map(len, windows)) * longest,
+              "lengths": results}
+    some_of = batches, windows, pick_device(run.device)
+    if getattr(model.cfg, "exit_loop", 0):
+        result["agreement"] = agreement(model, *some_of)
+    if hasattr(model, "routers"):
+        result["scores"] = score_bins(model, *some_of)
+    return result
 
 
 def print_text(result):
@@ -157,142 +193,11 @@ def print_text(result):
     names = {name for found in lengths for name in found["positions"]}
     for name in sorted(names, key=lambda name: [int(end) for end in name.split("-")]):
         row(f"ce at {name}", [found["positions"].get(name, "") for found in lengths])
-
-
-# -------------------------------------------------------------------------------------------------
-# lm-evaluation-harness
-
-class HarnessModel:
-    """What lm_eval asks of a model, for each of ours. Its TemplateLM is the second base."""
-
-    def __init__(self, model, tokenizer, batch_size):
-        super().__init__()
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
-
-    @property
-    def eot_token_id(self):
-        return self.tokenizer.eot
-
-    def tok_encode(self, string, **_):
-        return self.tokenizer.encode(string)
-
-    @torch.no_grad()
-    def _loglikelihood_tokens(self, requests, **_):
-        """(texts, context, answer), of token ids -> the answer's log-likelihood and whether it
-        is the greedy one. Answers that differ in the last token only share a row."""
-        from lm_eval.models.utils import Collator
-        limit = self.model.context_limit
-        longest = max((len(answer) for _, _, answer in requests), default=0)
-        if limit and longest > limit:
-            raise UserError(f"a task has an answer of {longest} tokens: the model reads "
-                            f"{limit} (block_size)")
-        order = Collator(requests, sort_fn=lambda r: -len(r[1] + r[2]),
-                         group_by="contexts", group_fn=lambda r: r[1] + r[2][:-1])
-        found, bar = [], tqdm(total=len(requests), disable=None, leave=False)
-        for chunk in order.get_batched(n=self.batch_size):
-            # too long: without the first tokens
-            rows = [(context + answer)[:-1][-(limit or 0):] for _, context, answer in chunk]
-            for request, row, logits in zip(chunk, rows, self.logits(rows)):
-                logits = logits[:len(row)][None]
-                for _, answer, logits in order.get_cache(*request, logits):
-                    found.append(self.score(logits[0, -len(answer):], answer))
-                    bar.update()
-        return order.get_original(found)
-
-    def logits(self, rows):
-        """Rows of token ids -> (B, T, V). Padding is on the right, where no token attends to it."""
-        idx = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), batch_first=True)
-        return self.model(idx.to(next(self.model.parameters()).device))[0]
-
-    def score(self, logits, answer):
-        """The log-likelihood of an answer from its logits (n, V), and whether it is the greedy one
-        among the tokens that the tokenizer has."""
-        ids = torch.tensor(answer, device=logits.device)
-        total = logits.log_softmax(-1).gather(-1, ids[:, None]).sum()
-        greedy = logits[:, :self.tokenizer.vocab_size].argmax(-1)
-        return float(total), bool((greedy == ids).all())
-
-    def loglikelihood_rolling(self, requests, **_):
-        """The log-likelihood of whole documents, each token predicted once."""
-        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-        length, documents = self.model.cfg.block_size, []
-        for request in requests:
-            ids = self.tok_encode(request.args[0])
-            windows = get_rolling_token_windows(ids, self.eot_token_id, length, context_len=1)
-            documents.append([(None, *make_disjoint_window(window)) for window in windows])
-        scores = iter(self._loglikelihood_tokens([w for windows in documents for w in windows]))
-        return [sum(next(scores)[0] for _ in windows) for windows in documents]
-
-    def generate_until(self, requests, **_):
-        from lm_eval.models.utils import Collator, normalize_gen_kwargs
-        order = Collator([request.args for request in requests], sort_fn=lambda r: -len(r[0]),
-                         group_by="gen_kwargs", group_fn=lambda r: r[1])
-        texts = []
-        for n, chunk in enumerate(order.get_batched(n=self.batch_size)):
-            options = normalize_gen_kwargs(chunk[0][1])
-            texts += self.generate([context for context, _ in chunk], options, seed=n)
-        return order.get_original(texts)
-
-    def generate(self, contexts, options, seed):
-        """Continue texts as one batch, each up to the first stop string or end-of-text."""
-        from lm_eval.models.utils import postprocess_generated_text
-        new, limit = options["max_gen_toks"], self.model.context_limit
-        kept = max(1, limit - new, limit // 2) if limit else 0          # of a context
-        prompts = [(self.tok_encode(text) or [self.eot_token_id])[-kept:] for text in contexts]
-        rows, answers = [[] for _ in prompts], [""] * len(prompts)
-        for step in stream(self.model, prompts, new, options.get("temperature", 0.0),
-                           options.get("top_k", 0), options.get("top_p", 1.0),
-                           eot=self.eot_token_id, seed=seed, vocab_size=self.tokenizer.vocab_size):
-            for row, token in zip(rows, step):
-                row.extend([token] * (token is not None))
-            texts = [self.tokenizer.decode(row) for row in rows]
-            answers = [postprocess_generated_text(text, options["until"], None)
-                       for text in texts]
-            if all(token is None or answer != text
-                   for token, answer, text in zip(step, answers, texts)):
-                break                                   # every row has met a stop string
-        return answers
-
-
-def load_tasks(cfg):
-    """lm_eval's tasks by name, with their data."""
-    need("lm_eval")
-    from lm_eval.tasks import TaskManager
-    names, folder = cfg.tasks.split(","), cfg.include_path
-    manager = TaskManager(include_path=folder or None, include_defaults=not folder)
-    for name in names:
-        if name not in manager.all_tasks:
-            raise UserError(f"tasks={name:.60}: {folder or 'lm_eval'} has no such task")
-    try:
-        loaded = manager.load(names)
-    except Exception as e:      # of a YAML file, of a download: of any kind
-        raise UserError(f"tasks={cfg.tasks}: {type(e).__name__}: {first_line(e)}") from e
-    for task in loaded["tasks"].values():
-        shots = task.get_config("num_fewshot")
-        if shots is None or (shots and cfg.num_fewshot >= 0):   # a task's own 0 stays
-            task.set_config("num_fewshot", max(0, cfg.num_fewshot))
-        task.set_fewshot_seed(seed=1234)
-    return loaded
-
-
-def evaluate_tasks(model, tokenizer, tasks, batch_size, limit=0):
-    """What the JSON file gets of tasks."""
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.evaluator import evaluate
-    harness_model = type("RunModel", (HarnessModel, TemplateLM), {})
-    try:
-        found = evaluate(harness_model(model, tokenizer, batch_size), tasks,
-                         limit=limit or None, log_samples=False)
-    except ValueError as e:     # more shots than a task has examples; a task that runs programs
-        raise UserError(f"tasks={','.join(tasks['tasks'])}: {first_line(e)}") from e
-    numbers = lambda values: {key: v for key, v in values.items() if isinstance(v, float)}
-    return {"tasks": {name: numbers(values) for name, values in found["results"].items()}}
-
-
-def print_tasks(result):
-    for name, values in result["tasks"].items():
-        for metric, value in values.items():
-            print(f"{name:24}{metric:32}{value:12.4f}")
+    if "agreement" in result:
+        print(f"the likeliest token is that of all loops: {result['agreement']:.1%}")
+    for recursion, bins in result.get("scores", {}).items():
+        print(f"scores for recursion {recursion}, tenths from 0 to 1, % of the tokens: "
+              + " ".join(f"{100 * x:.0f}" for x in bins))
 
 
 # -------------------------------------------------------------------------------------------------

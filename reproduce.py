@@ -36,7 +36,8 @@ TIERS = ("quick", "cpu", "gpu")
 LOG_KEYS = ("step", "tokens", "flops", "seconds")
 CURVE_POINTS = 60               # of a run's log that its result keeps
 AXES = {"flops": "training FLOPs", "bpb": "bits per byte of training batches", "ce": "cross-entropy",
-        "val_bpb": "bits per byte", "val_token_accuracy": "tokens right"}
+        "val_bpb": "bits per byte", "val_token_accuracy": "tokens right", "bins": "router's score",
+        "three.scores.2": "tokens, recursion 2", "three.scores.3": "tokens, recursion 3"}
 
 
 @dataclass
@@ -59,7 +60,8 @@ class Experiment:
     A column is the name of a value and its format, such as `val_bpb .3f`: values of the last
     evaluation, of the log's last line, of an evaluation (NAME.ce), of the measurement of speed
     (speed.decode_1_ms), or of the keys (keys.block). `options`: the row's keys. `text`: the row
-    gives it. An axis of the picture is such a name too, and is called as its column is.
+    gives it. An axis of the picture is such a name too, and is called as its column is; x: bins
+    is for a y that is a list, such as eval.py's scores.
 
     bench: arguments of bench.py, in which {rows} is the folders of all rows' first seeds, and
     {LABEL} that of one."""
@@ -335,7 +337,7 @@ def table(experiment, runs, benches):
         lines[-1] += (f"{len(made)} runs, {duration(sum(r['seconds'] for r in made) / 60)}; mean ± "
                       f"standard deviation over the seeds; ")
     lines[-1] += "commit " + ", ".join(dict.fromkeys(line["commit"] for line in [*made, *benches]))
-    for line in benches:
+    for line in [line for line in benches if "rows" not in line]:       # those are in the columns
         lines += ["", "```", f"$ python {line['command']}", line["output"].rstrip(), "```"]
     return "\n".join(lines)
 
@@ -353,6 +355,10 @@ def draw(experiment, runs):
                 curves = [[(row[x], row[y]) for row in r["log"] if y in row] for r in results]
                 points = [[statistics.fmean(v) for v in zip(*same)] for same in zip(*curves)]
                 points = points if y.startswith("val_") else smoothed(points)
+            elif x == "bins":       # a list from 0 to 1
+                lists = [found for r in results if (found := look_up(r, y))]
+                points = [((i + 0.5) / len(lists[0]), statistics.fmean(values))
+                          for i, values in enumerate(zip(*lists))]
             else:
                 found = [(look_up(r, x), look_up(r, y)) for r in results]
                 points = [(a, b) for a, b in found if None not in (a, b)]
@@ -361,7 +367,8 @@ def draw(experiment, runs):
                 marker = "o" if len(points) < 10 else ""
                 ax.plot(*zip(*points), label=label, linewidth=1.2, marker=marker, markersize=5)
         ax.set(xlabel=titles.get(x, x), ylabel=titles.get(y, y),
-               xscale=panel.get("xscale", "linear"), ylim=panel.get("ylim", (None, None)))
+               ylim=panel.get("ylim", (None, None)),
+               **{k: panel[k] for k in ("xscale", "yscale") if k in panel})
         ax.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8)
     fig.suptitle(experiment.title)

@@ -14,6 +14,9 @@ import train
 from checkpoint import load_run
 from config import UserError
 from conftest import MODELS, tiny
+from data import TextBatches
+from harness import HarnessModel, evaluate_tasks, load_tasks
+from run import TrainConfig
 from sample import stream
 from test_gpt import saved_llama
 from tokenizer import hf_tokenizer, load_tokenizer
@@ -42,6 +45,22 @@ def test_the_loss_is_that_of_train(trained):
         assert list(found["positions"]) == ["0-15", "16-23"]
         assert (16 * found["positions"]["0-15"] + 8 * found["positions"]["16-23"]) / 24 == pytest.approx(found["ce"])
     assert found["tokens"] == 3 * 2 * 24 and found["lengths"] == {"1": {k: found[k] for k in found["lengths"]["1"]}}
+
+
+def test_exits_and_routers_are_looked_at(trained, data_dir):
+    run, _ = trained
+    model = load_run(run)[0]
+    batches = TextBatches(data_dir / "words", TrainConfig(batch_size=2), 24)
+    idx = torch.cat([batches.cut(batches.val, starts)[0] for starts in batches.val_batches(0)])
+    if hasattr(model.cfg, "exit_loop"):
+        first = load_run(run, exit_loop=1)[0]
+        same = (model(idx)[0].argmax(-1) == first(idx)[0].argmax(-1)).double().mean()
+        assert evaluate(run, "exit_loop=1")["agreement"] == pytest.approx(float(same))
+        assert same < 1 or "relaxed" in str(run)        # whose two loops hardly differ yet
+    if hasattr(model, "routers"):
+        scores = evaluate(run)["scores"]["2"]
+        assert sum(scores) == pytest.approx(1) and scores != [0.1] * 10
+        assert sum(scores[5:]) == pytest.approx(float((model.recursions(idx) >= 2).double().mean()))
 
 
 def mean_loss(model, text, length, pieces):
@@ -107,7 +126,7 @@ def harness():
 
 def harness_model(model, tokenizer, batch_size):
     from lm_eval.api.model import TemplateLM
-    return type("RunModel", (evaluation.HarnessModel, TemplateLM), {})(model, tokenizer, batch_size)
+    return type("RunModel", (HarnessModel, TemplateLM), {})(model, tokenizer, batch_size)
 
 
 def ask(lm, kind, *arguments):
@@ -140,7 +159,7 @@ def tasks(harness, tmp_path_factory):
             f"dataset_kwargs: {{data_files: {{test: {folder}/rows.jsonl}}, cache_dir: {folder}/cache}}\n"
             f"doc_to_text: '{question}'\ndoc_to_target: '{answer}'\n{more}metric_list: [{{metric: {metric}}}]\n")
     cfg = evaluation.EvalConfig(tasks="choose,read,write", include_path=str(folder), num_fewshot=1)
-    return folder, evaluation.load_tasks(cfg)
+    return folder, load_tasks(cfg)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -162,7 +181,7 @@ def test_batches_and_rows_agree(name, tasks):
             ask(one, "loglikelihood", ("a", "b" * 33))
     for kind, requests in ("loglikelihood_rolling", TEXTS), ("generate_until", STARTS):
         assert ask(one, kind, *requests) == pytest.approx(ask(many, kind, *requests), abs=1e-5)
-    a, b = (evaluation.evaluate_tasks(model, tokenizer, tasks[1], size)["tasks"] for size in (1, 8))
+    a, b = (evaluate_tasks(model, tokenizer, tasks[1], size)["tasks"] for size in (1, 8))
     assert {task: {metric: pytest.approx(v) for metric, v in values.items()} for task, values in a.items()} == b
     assert a["choose"]["acc,none"] * 6 in range(7) and a["write"]["exact_match,none"] == 0
     assert 4 < a["read"]["bits_per_byte,none"] < 16, "untrained: about log2(260) a byte"

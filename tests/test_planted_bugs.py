@@ -300,7 +300,7 @@ BUGS = {
     "needles: the order of asking": ("tasks.py", "order = rng.permutation(pairs)", "order = np.arange(pairs)",
                                      "test_tasks.py -k strewn"),
     "eval: with dropout": ("eval.py", ".to(device).eval()", ".to(device)", "test_eval.py -k of_train and gpt"),
-    "eval: a context cut at its end": ("eval.py", "(context + answer)[:-1][-(limit or 0):]",
+    "eval: a context cut at its end": ("harness.py", "(context + answer)[:-1][-(limit or 0):]",
                                        "(context + answer)[:-1][:limit]",
                                        "test_eval.py -k rows_agree and gpt"),
     "eval: shorter contexts on other tokens": ("eval.py", "idx, targets = (t.view(-1, k * length).to(device) for t in (x, y))",
