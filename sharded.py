@@ -1,10 +1,11 @@
 """
 fsdp=true: parameters, gradients and optimizer state sharded over the processes (FSDP2).
 
-Each block is one FSDP unit. Everything else (embedding, norms, head) is one more: a tied head must be
-in the same unit as the embedding. A unit's weights are gathered from all processes when it runs, and again in the
-backward pass. Blocks that run several times a step (loops, recursions, LRT's passes), or all at
-the same time (RT's wavefront), are gathered once a step instead: model.runs_blocks_once is False.
+Each block is one FSDP unit. Everything else (embedding, norms, head) is one more: a tied head must
+be in the same unit as the embedding. A unit's weights are gathered from all processes when it runs,
+and again in the backward pass. Blocks that run several times a step (loops, recursions, LRT's
+passes), or all at the same time (RT's wavefront), are gathered once a step instead:
+model.runs_blocks_once is False.
 A checkpoint holds whole tensors, the same as without sharding.
 """
 import contextlib
@@ -16,11 +17,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
+def blocks_of(model):
+    lists = [getattr(model, name, ()) for name in ("first", "blocks", "last")]     # mor has all
+    return [block for blocks in lists for block in blocks]
+
+
 def shard(model, device, world):
     """Shard the model in place over `world` processes. All must hold the same weights."""
-    mesh = init_device_mesh(device.type, (world,))
-    lists = [getattr(model, name, ()) for name in ("first", "blocks", "last")]
-    blocks = [block for blocks in lists for block in blocks]
+    mesh, blocks = init_device_mesh(device.type, (world,)), blocks_of(model)
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=model.runs_blocks_once)
         if not model.runs_blocks_once:

@@ -45,7 +45,7 @@ from run import (TrainConfig, autocast, can_compile, check_no_tokenizer, check_t
                  device_name, load_teacher, make_model, open_data, peak_flops, pick_device,
                  read_config, run_folder, set_budget, sized, tokens_per_step)
 from sample import sample_text
-from sharded import gathered, shard, whole
+from sharded import blocks_of, gathered, shard, whole
 from tasks import TaskBatches, count_right, is_task, show_example
 
 # -------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Trainer:
             self.restore(ckpt)
         on = can_compile(procs.device) if cfg.compile == "auto" else cfg.compile == "true"
         if on and self.fsdp:
-            for block in model.blocks:          # the hooks around the blocks are not compiled
+            for block in blocks_of(model):      # the hooks around the blocks are not compiled
                 block.compile()
         self.forward = torch.compile(model) if on and not self.fsdp else model
         if procs.world > 1 and not self.fsdp:
