@@ -351,9 +351,10 @@ class Model(LanguageModel):
 
     def end_evaluation(self, total):
         """dead: positions never in the last recursion (Table 10: in 500 sequences)."""
-        if not self.reached:
+        if self.cfg.router != "expert":
             return {}
-        reached = total(*torch.stack(self.reached).any(0).tolist())  # over processes
+        none = torch.zeros(self.cfg.block_size)  # of a process without batches
+        reached = total(*sum((x.cpu() for x in self.reached), none).tolist())
         return {"dead": reached.count(0) / len(reached)}
 
     @torch.no_grad()
@@ -363,8 +364,7 @@ class Model(LanguageModel):
         if cfg.router == "token" and cfg.balance == "loss_free":
             f = torch.tensor([logged[f"depth{d}"] for d in range(1, R + 1)])
             excess = (f - 1 / R).round(decimals=6)  # less is rounding
-            sign = excess.sign().to(self.balance_bias)
-            self.balance_bias -= cfg.balance_rate * sign
+            self.balance_bias -= cfg.balance_rate * excess.sign().to(self.balance_bias)
 
     def flops_per_token(self, paper=False, step=math.inf):
         """As in model_gpt, times the fraction of tokens that need it at this step.

@@ -114,3 +114,6 @@ def test_dead_positions_are_those_of_the_whole_evaluation(tmp_path, data_dir):
     dead, each = 1 - ever.any(0).double().mean().item(), 1 - ever.double().mean().item()
     for _ in range(2):
         assert trainer.evaluate()["val_dead"] == pytest.approx(dead) != pytest.approx(each)
+    model.set_step(0)       # a process of two, of which only the other has a batch, waits for no one
+    sums = []
+    assert model.end_evaluation(lambda *values: sums.append(values) or values) == {"dead": 1} and len(sums[0]) == 16

@@ -85,8 +85,8 @@ def test_a_killed_run_ends_as_if_it_had_not_been(model, data_dir, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_are_one(model, data_dir, tmp_path):
-    """Bit for bit: the same two micro-batches, accumulated by one process or shared by two."""
-    keys = ["gradient_accumulation_steps=2", "dropout=0.1", "optimizer=muon"]
+    """Bit for bit: the same two micro-batches, accumulated by one process or shared by two, of which one evaluates."""
+    keys = ["gradient_accumulation_steps=2", "dropout=0.1", "optimizer=muon", "eval_batches=1"]
     one = runs.run(model, tmp_path / "one", data_dir, *keys)
     p = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
                *runs.arguments(model, tmp_path / "two", data_dir, *keys), OMP_NUM_THREADS="1")
