@@ -16,9 +16,9 @@ fast, exit_loop, block_size.
 All losses are those of decoding: lrt computes its exact chain, mor routes without
 later tokens.
 
-Counted tokens: each file of the text is cut into windows of the longest of `lengths`.
-Every token of a window is predicted, the first from one token before it. What does not
-fill a window is left out. For shorter lengths the same windows are cut into pieces, so
+Counted tokens: the text is cut into windows of the longest of `lengths`, none of which
+crosses from one file into the next. Every token of a window is predicted, the first from
+one token before it. What does not fill a window is left out. For shorter lengths the same windows are cut into pieces, so
 that all lengths predict the same tokens. batches=N takes windows spread evenly over it.
 
 Tasks: a context that is too long for the model (block_size) loses its first tokens. A
@@ -75,6 +75,7 @@ class EvalConfig:
 # -------------------------------------------------------------------------------------------------
 # the run
 
+LOOKED_AT = 50      # batches, evenly over the text: how exits agree, and what routers score
 OF_THE_RUN = "dataset", "data_dir", "batch_size", "device", "dtype"
 
 
@@ -103,8 +104,8 @@ def open_run(path, given):
 
 @torch.no_grad()
 def losses(model, batches, windows, length, units):
-    """Mean cross-entropy at each position, {k: (k length,) float64} for each k of units, on the
-    same windows of the longest. length: the trained length."""
+    """Mean cross-entropy at each position, {k: (k length,) float64} for each k of units, all from
+    the same windows, which have the longest length. length: the trained length."""
     device = next(model.parameters()).device
     sums = {k: torch.zeros(k * length, dtype=torch.float64) for k in units}
     rows = 0
@@ -119,33 +120,27 @@ def losses(model, batches, windows, length, units):
     return {k: sums[k] * k / units[-1] / rows for k in units}           # pieces of a window
 
 
-def some(batches, windows, device, most=50):
-    """The inputs of at most so many batches, evenly over the text."""
-    for starts in windows[::-(-len(windows) // most)]:
-        yield batches.cut(batches.val, starts)[0].to(device)
-
-
 @torch.no_grad()
-def agreement(model, batches, windows, device):
+def agreement(model, inputs):
     """How often the likeliest token after exit_loop loops is that after all loops."""
     whole = copy.copy(model)
     whole.cfg = replace(model.cfg, exit_loop=0)
-    same = [(model(x)[0].argmax(-1) == whole(x)[0].argmax(-1)).double().mean()
-            for x in some(batches, windows, device)]
-    return float(torch.stack(same).mean())
+    same = [model(x)[0].argmax(-1) == whole(x)[0].argmax(-1) for x in inputs]       # (B, T) each
+    return float(torch.cat(same).double().mean())
 
 
 @torch.no_grad()
-def score_bins(model, batches, windows, device):
+def score_bins(model, inputs):
     """Of the tokens that a recursion of MoR could take, the fractions whose scores sigmoid(s) lie
     in each tenth from 0 to 1: {recursion: [ten fractions]}. Those of 0.5 and more take it."""
     counts = torch.zeros(model.n_loop, 10)
-    for x in some(batches, windows, device):
+    for x in inputs:
         _, _, (_, decides, active, _) = model.states(x, causal=True)        # (R, B, T) each
         bins = (10 * decides.sigmoid()).long().clamp(max=9).cpu()
         for r, count in enumerate(counts):
             count += bins[r][active[r].cpu()].bincount(minlength=10)
-    return {str(r + 1): (count / count.sum()).tolist() for r, count in enumerate(counts) if r}
+    return {str(r + 1): (count / count.sum().clamp(min=1)).tolist()
+            for r, count in enumerate(counts) if r}
 
 
 def by_position(nats):
@@ -172,11 +167,12 @@ def evaluate_text(model, run, ckpt, cfg):
                            "context": len(nats), "positions": by_position(nats)}
     result = {**results[str(units[0])], "tokens": sum(map(len, windows)) * longest,
               "lengths": results}
-    some_of = batches, windows, pick_device(run.device)
+    device, every = next(model.parameters()).device, -(-len(windows) // LOOKED_AT)
+    inputs = [batches.cut(batches.val, starts)[0].to(device) for starts in windows[::every]]
     if getattr(model.cfg, "exit_loop", 0):
-        result["agreement"] = agreement(model, *some_of)
+        result["agreement"] = agreement(model, inputs)
     if hasattr(model, "routers"):
-        result["scores"] = score_bins(model, *some_of)
+        result["scores"] = score_bins(model, inputs)
     return result
 
 
@@ -194,7 +190,7 @@ def print_text(result):
     for name in sorted(names, key=lambda name: [int(end) for end in name.split("-")]):
         row(f"ce at {name}", [found["positions"].get(name, "") for found in lengths])
     if "agreement" in result:
-        print(f"the likeliest token is that of all loops: {result['agreement']:.1%}")
+        print(f"same likeliest token as after all loops: {result['agreement']:.1%} of the tokens")
     for recursion, bins in result.get("scores", {}).items():
         print(f"scores for recursion {recursion}, tenths from 0 to 1, % of the tokens: "
               + " ".join(f"{100 * x:.0f}" for x in bins))

@@ -25,7 +25,7 @@ class HarnessModel:
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, **_):
         """(texts, context, answer), of token ids -> the answer's log-likelihood and whether it
-        is the greedy one. Answers that differ in the last token only share a row."""
+        is the greedy one. Requests that differ in the last token only share a forward pass."""
         from lm_eval.models.utils import Collator
         limit = self.model.context_limit
         longest = max((len(answer) for _, _, answer in requests), default=0)

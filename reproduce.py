@@ -1,20 +1,22 @@
 """
 Every table and picture of RESULTS.md, again: runs what is missing, then writes them.
 
-    python reproduce.py                        the experiments, what is done, and the time for the rest
-    python reproduce.py quick                  a tier: quick (10 minutes of two cores), cpu, gpu
-    python reproduce.py rt_blocks rat_chunks   experiments by name
-    python reproduce.py write                  no runs: only the tables and pictures (of all, or some)
-    python reproduce.py help                   every key with its meaning
+    python reproduce.py                     the experiments, what is done, the time for the rest
+    python reproduce.py quick               a tier: quick (10 minutes of two cores), cpu, gpu
+    python reproduce.py rt_blocks lrt_s3    experiments by name
+    python reproduce.py write               no runs: only tables and pictures (of all, or some)
+    python reproduce.py help                every key with its meaning
 
 An experiment is a file experiments/NAME.yaml: rows of keys for train.py, each trained with several
 seeds, and what of them to show (see Experiment). Its results are results/NAME.jsonl, a line for
-each command: what it was, its log and its evaluations. A command that stands there is done. So a
-reproduction that was stopped goes on where it was, and to repeat a run means to delete its line.
+each command: what it was, its log and its evaluations. A command that has a line there is not run
+again. So a reproduction that was stopped goes on where it was. To repeat a run, delete its line:
+after a change of a file in configs/, too, which is not noticed.
 """
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -25,18 +27,19 @@ import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import torch
 from omegaconf import OmegaConf
 
 from checkpoint import load_checkpoint
 from config import (HERE, UserError, asks_help, help_text, run_cli, split_args, typed_config,
                     unknown_key, writing)
 from plot import pyplot, read_log, save_picture
+from run import device_name, pick_device
 
 TIERS = ("quick", "cpu", "gpu")
 LOG_KEYS = ("step", "tokens", "flops", "seconds")
-CURVE_POINTS = 60               # of a run's log that its result keeps
-AXES = {"flops": "training FLOPs", "bpb": "bits per byte of training batches", "ce": "cross-entropy",
-        "val_bpb": "bits per byte", "val_token_accuracy": "tokens right", "bins": "router's score",
+CURVE_POINTS = 60               # of a run's log that its result keeps, about
+AXES = {"flops": "training FLOPs", "bpb": "bits per byte of training batches", "bins": "score",
         "three.scores.2": "tokens, recursion 2", "three.scores.3": "tokens, recursion 3"}
 
 
@@ -53,25 +56,26 @@ class ReproduceConfig:
 
 @dataclass
 class Experiment:
-    """What experiments/NAME.yaml holds. A row is the keys of train.py, in which {LABEL} is the
-    folder of another row's run with the same seed; or {keys, seeds, minutes, evaluate, from, COLUMN:
-    text}. from: [label, step]: goes on from that checkpoint, kept by keep_interval, of another row.
+    """What experiments/NAME.yaml holds. A row is the keys of train.py, or a dict of
+      keys             the same. {LABEL} is the folder of another row's run with the same seed;
+      from             [LABEL, STEP]: resume a copy of that row's step_STEP.pt (keep_interval);
+      seeds, minutes, evaluate    instead of the experiment's;
+      COLUMN           the text of that column, where it is `text`.
 
     A column is the name of a value and its format, such as `val_bpb .3f`: values of the last
-    evaluation, of the log's last line, of an evaluation (NAME.ce), of the measurement of speed
-    (speed.decode_1_ms), or of the keys (keys.block). `options`: the row's keys. `text`: the row
-    gives it. An axis of the picture is such a name too, and is called as its column is; x: bins
-    is for a y that is a list, such as eval.py's scores.
+    evaluation, of the log's last line, of an evaluation (NAME.ce), of `bench.py runs`
+    (speed.decode_1_ms), or of the keys (keys.block); `options`: the row's keys. An axis of the
+    picture is such a name too; x: bins is for a y that is a list, such as eval.py's scores.
 
-    bench: arguments of bench.py, in which {rows} is the folders of all rows' first seeds, and
-    {LABEL} that of one."""
+    bench: arguments of bench.py, in which {rows} is the folders of all runs."""
     title: str
     tier: str                   # quick | cpu | gpu
     rows: dict = field(default_factory=dict)
     columns: dict = field(default_factory=dict)
     keys: str = ""              # keys of all rows
     seeds: int = 3              # runs of each row
-    minutes: float = 1.0        # that a run takes on one core, about
+    jobs: int = 0               # at most so many at the same time (0: as many as asked for)
+    minutes: float = 1.0        # of a run on one core, estimated
     evaluate: dict = field(default_factory=dict)    # {NAME: keys of eval.py}, after training
     bench: list = field(default_factory=list)
     picture: list = field(default_factory=list)     # of panels: {x, y: names; xscale, ylim}
@@ -103,29 +107,35 @@ class Run:
     row: dict
     folder: Path
     result: dict = None         # its line in results/NAME.jsonl
+    commit: str = ""            # when it was started
 
     @property
     def minutes(self):
-        return self.row.get("minutes", self.experiment.minutes)
+        return self.row["minutes"]
 
 
 def read_results(experiment):
     """{command: the last line that has it} of results/NAME.jsonl."""
     file = results_file(experiment)
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {line["command"]: line for line in map(json.loads, lines)}
+    try:
+        lines = [json.loads(line) for line in file.open()] if file.exists() else []
+    except ValueError as e:
+        raise UserError(f"{file}: a line is not JSON: {e}") from e
+    return {line["command"]: line for line in lines}
 
 
 def plan(experiment, cfg):
     """All runs of an experiment, in the order of its rows."""
     done, runs = read_results(experiment), {}
     for label, row in experiment.rows.items():
-        row = {"keys": row} if isinstance(row, str) else row
-        for seed in range(1, (cfg.seeds or row.get("seeds", experiment.seeds)) + 1):
+        row = {"minutes": experiment.minutes, "evaluate": experiment.evaluate,
+               "seeds": experiment.seeds, **({"keys": row} if isinstance(row, str) else row)}
+        for seed in range(1, (cfg.seeds or row["seeds"]) + 1):
             keys = f"{experiment.keys} {row['keys']} seed={seed} sample_tokens=0"
-            needs = [runs[name, seed] for name in re.findall("{(.*?)}", keys) + row.get("from", [])[:1]]
-            for other in needs:
-                keys = keys.replace("{%s}" % other.label, str(other.folder))
+            labels = re.findall("{(.*?)}", keys) + row.get("from", [])[:1]
+            needs = [runs[label, seed] for label in labels]
+            for other in needs:         # the same command whatever out_dir is
+                keys = keys.replace("{%s}" % other.label, f"out/{other.folder.name}")
             keys = " ".join(f"{k}={v}" for k, v in split_args(keys.split()).items())
             # the folder's name tells the keys apart: a changed row does not go on from the old run
             digest = hashlib.sha256(keys.encode()).hexdigest()[:6]
@@ -137,7 +147,7 @@ def plan(experiment, cfg):
 
 
 def missing(runs):
-    """The runs without a result, each after those it needs, whose folders may be gone."""
+    """The runs without a result, and before them those they start from whose folders are gone."""
     found = []
 
     def add(run):
@@ -168,9 +178,12 @@ def start(run):
     ckpt = run.folder / "ckpt.pt"
     if "from" in run.row and not ckpt.exists():
         shutil.copy(run.needs[-1].folder / f"step_{run.row['from'][1]}.pt", ckpt)
-    how = "resume" if ckpt.exists() else "overwrite"
+    keys, how = run.keys.replace("=out/", f"={run.folder.parent}/"), "overwrite"
+    if ckpt.exists():
+        keys, how = re.sub(r"init_from=\S+", "", keys), "resume"
+    run.commit = commit()
     with open(f"{run.folder}.txt", "w") as out:
-        return python("train.py", *run.keys.split(), f"run={run.folder.name}",
+        return python("train.py", *keys.split(), f"run={run.folder.name}",
                       f"out_dir={run.folder.parent}", f"{how}=true", stdout=out)
 
 
@@ -211,21 +224,24 @@ def record(run):
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
     if ckpt["step"] < ckpt["config"]["max_steps"]:      # stopped by a signal: resumed next time
         return False
-    steps = [row for row in log if "lr" in row]
-    result = {"command": f"train.py {run.keys}", "commit": commit(),
-              "parameters": sum({w.data_ptr(): w.numel() for w in ckpt["weights"].values()}.values()),
+    every, last, weights = ckpt["config"]["log_interval"], ckpt["step"], ckpt["weights"].values()
+    # a run that was stopped has logged other steps too
+    steps = [row for row in log if "lr" in row and (row["step"] % every == 0
+                                                    or row["step"] == last)]
+    result = {"command": f"train.py {run.keys}", "commit": run.commit, "machine": machine(ckpt),
+              "parameters": sum({w.data_ptr(): w.numel() for w in weights}.values()),
               "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steps),
-              "grad_norm_max": max(row["grad_norm"] for row in steps), "keys": ckpt["config"],
+              "keys": ckpt["config"],
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
               **{k: log[-1][k] for k in LOG_KEYS}}
-    for name, keys in run.row.get("evaluate", run.experiment.evaluate).items():
+    for name, keys in run.row["evaluate"].items():
         file = run.folder / f"{name}.json"
         with open(f"{run.folder}.txt", "a") as out:
             process = python("eval.py", run.folder, *keys.split(), f"json={file}", stdout=out)
         if process.wait():
             return False
         result[name] = json.loads(file.read_text())
-    points = steps[-1::-max(1, len(steps) // CURVE_POINTS)][::-1]
+    points = steps[-1::-max(1, round(len(steps) / CURVE_POINTS))][::-1]
     points += [row for row in log if "val_ce" in row]
     result["log"] = [{k: v for k, v in row.items() if k.startswith("val_")
                       or k in (*LOG_KEYS, "ce", "bpb", "token_accuracy")} for row in points]
@@ -234,28 +250,32 @@ def record(run):
     return True
 
 
+def benches(experiment, runs):
+    """The experiment's calls of bench.py, {command: its line in results/NAME.jsonl, or None}."""
+    done, folders = read_results(experiment), " ".join(f"out/{run.folder.name}" for run in runs)
+    commands = [f"bench.py {args.replace('{rows}', folders)}" for args in experiment.bench]
+    return {command: done.get(command) for command in commands}
+
+
 def measure(experiment, runs):
-    """The experiment's calls of bench.py, one after the other, with nothing else running. Returns
-    their lines."""
-    done, first, lines = read_results(experiment), [r for r in runs if r.seed == 1], []
-    for args in experiment.bench:
-        line = done.get(f"bench.py {args}")
-        if line is None and all((run.folder / "ckpt.pt").exists() for run in first):
-            folders, file = {run.label: str(run.folder) for run in first}, f"{experiment.name}.json"
-            extra = [f"json={file}"] if args.startswith("runs") else []
-            words = re.sub("{(.*?)}", lambda m: folders.get(m[1], " ".join(folders.values())), args)
-            process = python("bench.py", *words.split(), *extra, threads=None, stdout=subprocess.PIPE)
-            line = {"command": f"bench.py {args}", "commit": commit(),
-                    "output": process.communicate()[0]}
-            if process.returncode:
-                raise UserError(f"bench.py {args}: {line['output'].strip().splitlines()[-1]}")
-            if extra:
-                numbers = json.loads(Path(file).read_text())
-                line["rows"] = {label: numbers[f] for label, f in folders.items() if f in numbers}
-                Path(file).unlink()
-            append(experiment, line)
-        lines += [line] if line else []
-    return lines
+    """Make the calls of bench.py that have no line yet, one after the other, with nothing else
+    running; not if a run is missing."""
+    file = Path(f"{experiment.name}.json")
+    for command, line in benches(experiment, runs).items():
+        if line or not all(run.result and (run.folder / "ckpt.pt").exists() for run in runs):
+            continue
+        place = runs[0].folder.parent if runs else ""
+        words = [word.replace("out/", f"{place}/") for word in command.split()]
+        extra = [f"json={file}"] if "runs" in words else []
+        process = python(*words, *extra, threads=None, stdout=subprocess.PIPE)
+        output = process.communicate()[0]
+        if process.returncode:
+            raise UserError(f"{command}: {(output.strip() or 'no output').splitlines()[-1]}")
+        line = {"command": command, "commit": commit(), "output": output}
+        if extra:
+            line["speed"] = {Path(f).name: v for f, v in json.loads(file.read_text()).items()}
+            file.unlink()
+        append(experiment, line)
 
 
 def results_file(experiment):
@@ -267,16 +287,15 @@ def append(experiment, line):
     with writing(file):
         file.parent.mkdir(exist_ok=True)
         with open(file, "a") as f:
-            f.write(json.dumps(rounded(line)) + "\n")
+            seven_digits = lambda text: float(f"{float(text):.7g}")     # the file is committed
+            line = json.loads(json.dumps(line), parse_float=seven_digits)
+            f.write(json.dumps(line) + "\n")
 
 
-def rounded(value):
-    """Floats with seven digits, also in lists and dicts: the results are read, and committed."""
-    if isinstance(value, dict):
-        return {k: rounded(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [rounded(v) for v in value]
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+def machine(ckpt):
+    device = pick_device(ckpt["config"]["device"])
+    where = device_name(device) if device.type == "cuda" else "CPU"
+    return f"{where}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def commit():
@@ -285,7 +304,7 @@ def commit():
     if shutil.which("git") is None:
         return "unknown"
     changed = git("status", "--porcelain", "--", "*.py", "configs", "experiments")
-    return git("rev-parse", "--short", "HEAD").strip() + "-changed" * bool(changed)
+    return (git("rev-parse", "--short", "HEAD").strip() or "unknown") + "-changed" * bool(changed)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -308,23 +327,17 @@ def cell(results, name, form):
     return text if same else f"{text} ± {format(statistics.stdev(values), form.strip('+'))}"
 
 
-def add_speeds(runs, benches):
-    """Give each result what `bench.py runs` has measured of its row."""
-    for line in benches:
-        for run in runs:
-            if run.result and run.label in line.get("rows", {}):
-                run.result["speed"] = line["rows"][run.label]
-
-
-def table(experiment, runs, benches):
-    """The rows that have results, in Markdown, then how they were made, and what bench.py said."""
-    lines = ["| | " + " | ".join(experiment.columns) + " |", "|---" * (len(experiment.columns) + 1) + "|"]
+def table(experiment, runs, measured):
+    """The rows that have results, in Markdown, then how they were made, and what bench.py said.
+    measured: lines of results/NAME.jsonl."""
+    columns = experiment.columns
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for label in experiment.rows:
         mine = [run for run in runs if run.label == label]
         results = [run.result for run in mine if run.result]
         few = f" ({len(results)} of {len(mine)} seeds)" if len(results) < len(mine) else ""
         cells = [label + few]
-        for title, what in experiment.columns.items():
+        for title, what in columns.items():
             cells.append(mine[0].row.get(title, "") if what == "text" else
                          f"`{mine[0].row['keys']}`" if what == "options" else
                          cell(results, *what.split()))
@@ -334,10 +347,15 @@ def table(experiment, runs, benches):
     lines = [*lines, ""] if made else []
     lines.append(f"`python reproduce.py {experiment.name}`: ")
     if made:
-        lines[-1] += (f"{len(made)} runs, {duration(sum(r['seconds'] for r in made) / 60)}; mean ± "
-                      f"standard deviation over the seeds; ")
-    lines[-1] += "commit " + ", ".join(dict.fromkeys(line["commit"] for line in [*made, *benches]))
-    for line in [line for line in benches if "rows" not in line]:       # those are in the columns
+        took = duration(sum(run["seconds"] for run in made) / 60)
+        lines[-1] += f"{len(made)} runs, {took} of a core; "
+        seeds = max(run.seed for run in runs)
+        lines[-1] += f"mean ± standard deviation of {seeds} seeds; " if seeds > 1 else "one seed; "
+    for key in "commit", "machine":
+        found = list(dict.fromkeys(line[key] for line in [*made, *measured] if key in line))
+        lines[-1] += ("commit " * (key == "commit") + ", ".join(found) + "; ") * bool(found)
+    lines[-1] = lines[-1].removesuffix("; ")
+    for line in [line for line in measured if "speed" not in line]:     # those are in the columns
         lines += ["", "```", f"$ python {line['command']}", line["output"].rstrip(), "```"]
     return "\n".join(lines)
 
@@ -346,14 +364,17 @@ def draw(experiment, runs):
     """assets/NAME.png: for each panel curves of the log, the mean over seeds, or a point a row."""
     plt, n = pyplot(), len(experiment.picture)
     fig, axes = plt.subplots(1, n, figsize=(7 if n == 1 else 5.5 * n, 4.5), squeeze=False)
-    titles = {what.split()[0]: title for title, what in experiment.columns.items()} | AXES
+    titles = AXES | {what.split()[0]: title for title, what in experiment.columns.items()}
     for ax, panel in zip(axes[0], experiment.picture):
         x, y = panel["x"], panel["y"]
         for label in experiment.rows:
             results = [run.result for run in runs if run.label == label and run.result]
             if x in LOG_KEYS:
-                curves = [[(row[x], row[y]) for row in r["log"] if y in row] for r in results]
-                points = [[statistics.fmean(v) for v in zip(*same)] for same in zip(*curves)]
+                curves = [{row["step"]: (row[x], row[y]) for row in r["log"] if y in row}
+                          for r in results]
+                steps = [n for n in (curves or [()])[0] if all(n in curve for curve in curves)]
+                points = [[statistics.fmean(v) for v in zip(*(curve[n] for curve in curves))]
+                          for n in steps]
                 points = points if y.startswith("val_") else smoothed(points)
             elif x == "bins":       # a list from 0 to 1
                 lists = [found for r in results if (found := look_up(r, y))]
@@ -382,21 +403,28 @@ def smoothed(points, reach=4):
             for i, (x, _) in enumerate(points)]
 
 
-def write(experiment, runs, benches):
-    """Put the table between the marks <!-- NAME --> and <!-- end --> of RESULTS.md and README.md,
-    and draw the picture. Returns the table."""
-    add_speeds(runs, benches)
-    text = table(experiment, runs, benches)
+def write(experiment, runs):
+    """Print the table, put it between the marks <!-- NAME --> and <!-- end --> of RESULTS.md and
+    README.md, and draw the picture."""
+    measured = [line for line in benches(experiment, runs).values() if line]
+    if not measured and not any(run.result for run in runs):
+        return
+    for run in runs:
+        for line in measured:
+            if run.result and "speed" in line:
+                run.result["speed"] = line["speed"].get(run.folder.name)
+    text = table(experiment, runs, measured)
+    print(f"\n{experiment.title}\n\n{text}")
     marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    for file in (HERE / "RESULTS.md", HERE / "README.md"):
-        old = file.read_text()
-        new = marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old)
-        if new != old:
-            with writing(file):
-                file.write_text(new)
+    found = {f: f.read_text() for f in (HERE / "RESULTS.md", HERE / "README.md")}
+    found = {file: old for file, old in found.items() if marks.search(old)}
+    for file, old in found.items():
+        with writing(file):
+            file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old))
+    if not found:
+        print(f"\nnote: neither RESULTS.md nor README.md has a place <!-- {experiment.name} -->")
     if experiment.picture:
         draw(experiment, runs)
-    return text
 
 
 # -------------------------------------------------------------------------------------------------
@@ -417,23 +445,24 @@ def main(argv):
     plans = {name: plan(experiment, cfg) for name, experiment in experiments.items()}
     if not names:
         for name, runs in plans.items():
-            rest = missing(runs)
-            print(f"{experiments[name].tier:5} {name:16} {len(runs) - len(rest):3} of {len(runs):3} "
-                  f"runs done, {duration(sum(run.minutes for run in rest)):>10} of a core left: "
-                  f"{experiments[name].title}")
+            e, rest = experiments[name], missing(runs)
+            calls = list(benches(e, runs).values())
+            print(f"{e.tier:5} {name:16} {len(runs) - len(rest):3} of {len(runs):3} runs done, "
+                  f"{duration(sum(run.minutes for run in rest)):>10} of a core left"
+                  + f", {calls.count(None)} of {len(calls)} benchmarks left" * (None in calls)
+                  + f": {e.title}")
         return
     only_write = "write" in names
     chosen = [e for e in experiments.values() if names == ["write"] or {e.name, e.tier} & {*names}]
     todo = [] if only_write else missing([run for e in chosen for run in plans[e.name]])
-    print(f"{len(todo)} runs, {duration(sum(run.minutes for run in todo) / cfg.jobs)} with "
-          f"{cfg.jobs} jobs", flush=True)
-    failed = train_all(todo, cfg.jobs)
+    jobs = min([cfg.jobs, *(e.jobs for e in chosen if e.jobs)])
+    print(f"{len(todo)} runs, {duration(sum(run.minutes for run in todo) / jobs)} with {jobs} jobs",
+          flush=True)
+    failed = train_all(todo, jobs)
     for e in chosen:
-        runs, results = plans[e.name], read_results(e)
-        benches = ([results[c] for args in e.bench if (c := f"bench.py {args}") in results]
-                   if only_write else measure(e, runs))
-        if benches or any(run.result for run in runs):
-            print(f"\n{e.title}\n\n{write(e, runs, benches)}")
+        if not only_write:
+            measure(e, plans[e.name])
+        write(e, plans[e.name])
     if failed:
         raise UserError(f"{len(failed)} runs failed; the same command tries them again")
 

@@ -51,7 +51,7 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in written.splitlines() if line.startswith("| f")]
     assert [(row[0], row[2], row[3]) for row in rows] == [("first", "as it is", "6"), ("from the third step", "", "5"),
                                                           ("from its weights", "", "2")]
-    assert all("±" in row[4] and "±" in row[5] and float(row[6]) > 0 for row in rows)
+    assert all("±" in row[4] and "±" in row[5] and float(row[6].split()[0]) > 0 for row in rows)
     results = [json.loads(line) for line in (copy / "results" / "trial.jsonl").read_text().splitlines()]
     assert len({line["command"] for line in results}) == len(results) == 7
     assert (copy / "assets" / "trial.png").stat().st_size > 10_000
@@ -59,6 +59,13 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     p = call()
     assert p.stdout.startswith("0 runs") and stamps == {f: f.stat().st_mtime_ns for f in stamps}
     assert written == (copy / "README.md").read_text()
+    file = copy / "results" / "trial.jsonl"         # a run that starts from weights is resumed without them
+    file.write_text("".join(line for line in file.open() if "init_from=out/" not in line.split("commit")[0]))
+    p = call()
+    assert p.returncode == 0 and p.stdout.startswith("2 runs") and len(file.read_text().splitlines()) == 7
+    file.write_text("{" + file.read_text())
+    p = call()
+    assert (p.returncode, p.stderr.count("\n")) == (2, 1) and "results/trial.jsonl" in p.stderr
 
 
 def test_cells_show_mean_and_deviation_over_the_seeds():
