@@ -62,7 +62,7 @@ from fused import apply_rope
 from model_gpt import attention_bias
 
 debug = False  # True: attend checks that positions ascend (this synchronizes with the GPU)
-FAR = 2 ** 30  # the position of padding keys, after every query; also: no window
+PAD_POS = NO_WINDOW = 2 ** 30  # the position of padding keys: after every query
 HEAD_SIZES = (16, 32, 64, 128, 256)  # of the Triton kernels; others are padded
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -170,9 +170,9 @@ def check_positions(name, pos, q, n, limit):
     if debug:
         if not (pos.diff(dim=-1) >= 0).all():
             raise ValueError(f"{name} must ascend along its last dimension")
-        inside = (pos > -FAR // 2) & (pos < FAR // 2)
+        inside = (pos > -PAD_POS // 2) & (pos < PAD_POS // 2)
         if not (inside | (pos == limit)).all():
-            raise ValueError(f"{name} must be between -2^29 and 2^29 (keys: or FAR)")
+            raise ValueError(f"{name} must be between -2^29 and 2^29 (keys: or PAD_POS)")
 
 
 # ---- attend ----
@@ -184,7 +184,7 @@ def attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
     q (B, H, Tq, D), k and v (B, G, Tk, D), any strides, D <= 256. H is a multiple of G:
     query head h reads key head h // (H / G); rat uses h % G.
     q_pos (Tq,) or (B, Tq), k_pos (Tk,) or (B, Tk): int32, ascending, between -2^29 and
-    2^29; None is 0, 1, 2, ... Padding keys stand at FAR and are never visible, whatever
+    2^29; None is 0, 1, 2, ... Padding keys stand at PAD_POS and are never visible, whatever
     they hold; padding queries repeat the last position. What other invisible keys hold
     must be finite.
     slopes (H,): ALiBi, -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores; no
@@ -216,8 +216,8 @@ def attend_arguments(q, k, v, q_pos, k_pos, slopes, window):
         k_pos = torch.arange(Tk, device=q.device, dtype=torch.int32)
     if q_pos is not None:
         check_positions("q_pos", q_pos, q, Tq, 0)
-        check_positions("k_pos", k_pos, q, Tk, FAR)
-    window = FAR if window is None else min(window, FAR)
+        check_positions("k_pos", k_pos, q, Tk, PAD_POS)
+    window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     return q, k, v, q_pos, k_pos, slopes, window
 
 
@@ -282,15 +282,15 @@ def attend_backward_torch(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, win
 def prepared(q, k, v, k_pos):
     """q, k, v as the CPU operator needs them: rows contiguous, and padding keys, which
     may hold anything, zero: 0 times NaN would be NaN."""
-    if k_pos is not None and (k_pos >= FAR).any():
-        padding = (k_pos >= FAR).view(-1, 1, k.size(2), 1)  # (B or 1, 1, Tk, 1)
+    if k_pos is not None and (k_pos >= PAD_POS).any():
+        padding = (k_pos >= PAD_POS).view(-1, 1, k.size(2), 1)  # (B or 1, 1, Tk, 1)
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
     return [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
 
 
 def is_plainly_causal(q, k, q_pos, slopes, window):
     """Whether the CPU operator's causal mode is all that is needed: no blocks are made."""
-    nothing_else = q_pos is None and slopes is None and window == FAR
+    nothing_else = q_pos is None and slopes is None and window == NO_WINDOW
     return nothing_else and has_fused_softmax(q) and q.numel() and k.numel()
 
 
@@ -727,7 +727,7 @@ def end_attention(q, sk, sv, chunk, cos, sin):
     q_pos = torch.arange(T, device=q.device, dtype=torch.int32) // chunk - 1
     k_pos = torch.arange(keys.size(1), device=q.device, dtype=torch.int32)
     tensors = (x.to(q.dtype).transpose(1, 2) for x in (queries, keys, sv[:, ends]))
-    return *tensors, q_pos, k_pos, None, FAR
+    return *tensors, q_pos, k_pos, None, NO_WINDOW
 
 
 def own_scores(q, sk):

@@ -42,7 +42,7 @@ import kernels
 from kernels import HEAD_SIZES, by_group, end_tables, heads_like, rotated
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-FAR = tl.constexpr(kernels.FAR)
+PAD_POS = NO_WINDOW = tl.constexpr(kernels.PAD_POS)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 # One compiled variant serves all values of the first arguments, and any alignment of the
@@ -199,8 +199,8 @@ def softmax_tiles(q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, k_t, v_t, Tk, D,
         for i in range(begin, end):
             start = tile_number(i, first, full, rest, MASKED) * BLOCK_N
             rows = start + tl.arange(0, BLOCK_N)
-            k_pos = load_pos(k_pos_ptr, rows, Tk, FAR, PLAIN)
-            k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_D, MASKED)
+            k_pos = load_pos(k_pos_ptr, rows, Tk, PAD_POS, PLAIN)
+            k = load_rows(k_ptr, start, k_t, k_pos < PAD_POS, D, BLOCK_D, MASKED)
             s = scores(q, k, q_pos[:, None], k_pos[None, :], scale, slope, window, MASKED)
             new_m = tl.maximum(m, tl.max(s, 1))  # m'
             shift = new_m
@@ -209,7 +209,7 @@ def softmax_tiles(q, q_pos, m, l, acc, k_ptr, v_ptr, k_pos_ptr, k_t, v_t, Tk, D,
             alpha = tl.exp2(m - shift)           # e^{m - m'}
             p = tl.exp2(s - shift[:, None])      # e^{s_ij - m'}
             l = alpha * l + tl.sum(p, 1)
-            v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_D, MASKED)
+            v = load_rows(v_ptr, start, v_t, k_pos < PAD_POS, D, BLOCK_D, MASKED)
             acc = dot(narrow(p, v.dtype), v, alpha[:, None] * acc)  # alpha acc + p v
             m = new_m
     return m, l, acc
@@ -235,7 +235,7 @@ def attend_forward_kernel(
 
     rows = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_D)
-    q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)  # padding attends to nothing
+    q_pos = load_pos(q_pos_ptr, rows, Tq, -PAD_POS, PLAIN)  # padding attends to nothing
     first, full, rest, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
                                            biased, BLOCK_M, BLOCK_N, PLAIN)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
@@ -285,7 +285,7 @@ def attend_dq_kernel(
     tl.store(delta_ptr + per_row, delta, mask=valid)
 
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, valid, D, BLOCK_D)
-    q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)  # padding attends to nothing
+    q_pos = load_pos(q_pos_ptr, rows, Tq, -PAD_POS, PLAIN)  # padding attends to nothing
     first, full, rest, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
                                            biased, BLOCK_M, BLOCK_N, PLAIN)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # sum_j ds_ij k_j
@@ -293,10 +293,11 @@ def attend_dq_kernel(
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
             n = tile_number(i, first, full, rest, MASKED) * BLOCK_N
-            k_pos = load_pos(k_pos_ptr, n + tl.arange(0, BLOCK_N), Tk, FAR, PLAIN)
-            k = load_rows(k_ptr, n, k_t, k_pos < FAR, D, BLOCK_D, MASKED)
-            v = load_rows(v_ptr, n, v_t, k_pos < FAR, D, BLOCK_D, MASKED)
-            s = scores(q, k, q_pos[:, None], k_pos[None, :], scale * LOG2E, slope, window, MASKED)
+            k_pos = load_pos(k_pos_ptr, n + tl.arange(0, BLOCK_N), Tk, PAD_POS, PLAIN)
+            k = load_rows(k_ptr, n, k_t, k_pos < PAD_POS, D, BLOCK_D, MASKED)
+            v = load_rows(v_ptr, n, v_t, k_pos < PAD_POS, D, BLOCK_D, MASKED)
+            s = scores(
+                q, k, q_pos[:, None], k_pos[None, :], scale * LOG2E, slope, window, MASKED)
             p = tl.exp2(s - lse[:, None])         # p_ij = e^{s_ij - lse_i}
             dp = dot(do, tl.trans(v), None)
             ds = p * (dp - delta[:, None])        # p_ij (do_i . v_j - delta_i)
@@ -327,9 +328,9 @@ def attend_dkv_kernel(
     v_ptr += b * v_b + h // GROUP * v_h
     slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * LOG2E
 
-    k_pos = load_pos(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, FAR, PLAIN)
-    k = load_rows(k_ptr, start, k_t, k_pos < FAR, D, BLOCK_D)
-    v = load_rows(v_ptr, start, v_t, k_pos < FAR, D, BLOCK_D)
+    k_pos = load_pos(k_pos_ptr, start + tl.arange(0, BLOCK_N), Tk, PAD_POS, PLAIN)
+    k = load_rows(k_ptr, start, k_t, k_pos < PAD_POS, D, BLOCK_D)
+    v = load_rows(v_ptr, start, v_t, k_pos < PAD_POS, D, BLOCK_D)
     low = load_pos(k_pos_ptr, start, Tk, 0, PLAIN)
     high = load_pos(k_pos_ptr, tl.minimum(start + BLOCK_N, Tk) - 1, Tk, 0, PLAIN)
     first, full, rest, last = tile_spans(  # query i of key j iff j <= i < j + window
@@ -342,12 +343,13 @@ def attend_dkv_kernel(
         for i in range(begin, end):
             m = tile_number(i, first, full, rest, MASKED) * BLOCK_M
             rows = m + tl.arange(0, BLOCK_M)
-            q_pos = load_pos(q_pos_ptr, rows, Tq, -FAR, PLAIN)
+            q_pos = load_pos(q_pos_ptr, rows, Tq, -PAD_POS, PLAIN)
             q = load_rows(q_ptr, m, q_t, rows < Tq, D, BLOCK_D, MASKED)
             lse = tl.load(lse_ptr + rows, mask=rows < Tq, other=float("inf")) * LOG2E
             if MASKED:  # without keys: p = 2^(s - inf) = 0
                 lse = tl.where(lse == float("-inf"), float("inf"), lse)
-            s = scores(k, q, q_pos[None, :], k_pos[:, None], scale * LOG2E, slope, window, MASKED)
+            s = scores(
+                k, q, q_pos[None, :], k_pos[:, None], scale * LOG2E, slope, window, MASKED)
             p = tl.exp2(s - lse[None, :])          # p_ij, (N, M)
             do = load_rows(do_ptr, m, do_t, rows < Tq, D, BLOCK_D, MASKED)
             dv = dot(narrow(p, do.dtype), do, dv)  # dv_j + sum_i p_ij do_i
@@ -515,13 +517,13 @@ def rat_forward_kernel(
 
     rotated_q_ptr += b * rotated_b + h % G * rotated_h  # q after RoPE
     q = load_rows(rotated_q_ptr, start, rotated_t, valid, D, BLOCK_D)
-    q_pos = tl.where(valid, rows // chunk - 1, -FAR)    # the last chunk that is visible
+    q_pos = tl.where(valid, rows // chunk - 1, -PAD_POS)    # the last chunk that is visible
     keys_ptr += b * e_b + h * e_h
     values_ptr += b * e_b + h * e_h
     rest, last = start // chunk // BLOCK_N, tl.cdiv((end - 1) // chunk, BLOCK_N)
     m, l, acc = softmax_tiles(
         q, q_pos, m, l, acc, keys_ptr, values_ptr, keys_ptr, e_t, e_t, n, D, scale, 0.0,
-        FAR, 0, 0, rest, last, True, BLOCK_N, BLOCK_D)
+        NO_WINDOW, 0, 0, rest, last, True, BLOCK_N, BLOCK_D)
 
     z_ptr += b * z_b + h * z_h
     z = load_rows(z_ptr, start, z_t, valid, D, BLOCK_D)
@@ -882,7 +884,7 @@ def rat_backward(q, k, v, g, z, bias, out, lse, dout, chunk, cos, sin):
     at = torch.arange(T, device=q.device, dtype=torch.int32)
     drotated, dkeys, dvalues, delta = attend_gradients(
         rotated_q.repeat(1, H // G, 1, 1), keys, values, y, lse, dy, None,
-        at // chunk - 1, at[:keys.size(2)], None, kernels.FAR, D ** -0.5)
+        at // chunk - 1, at[:keys.size(2)], None, kernels.NO_WINDOW, D ** -0.5)
     dk_ends = rotated(tokens_first(dkeys, D), *end_tables(T, chunk, cos, sin), back=True)
     dk_ends = aligned(dk_ends.contiguous().transpose(1, 2))
     # attention to the own states, and the recurrence

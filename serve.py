@@ -148,7 +148,7 @@ class RowGroup:
 
 class RaggedBatch:
     """The attention context of packed tokens: n[r] new ones of slot[r] at level[r], row after
-    row, at positions at (N,) of their texts. attend means the same as model_gpt.Context's.
+    row, at positions at (N,) of their sequences. attend means the same as model_gpt.Context's.
 
     by_position: a token's entry is its position; else entries are counted. reads (R,): the level
     whose keys a row attends to; where it is not the row's own, the row writes none."""
@@ -528,7 +528,7 @@ class Engine:
 class ServeConfig(Sampling):
     requests: str = ""              # the file of requests, one JSON object a line
     batching: str = "depth"         # static | sequence | depth
-    slots: int = 16                 # requests in work at a time
+    slots: int = 16                 # requests decoded at a time
     port: int = 0                   # instead of a file: serve HTTP here
     host: str = "127.0.0.1"         # and on this address; 0.0.0.0: from everywhere
 

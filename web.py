@@ -41,7 +41,7 @@ from serve import Engine, Request, check_loops
 
 MAX_BODY = 1 << 20          # bytes of a request
 MAX_CHOICES = 128           # prompts times n, of a request
-MAX_WAITING = 1024          # texts of all clients that wait for a slot
+MAX_WAITING = 1024          # requests of all clients that wait for a slot
 IDLE = 30                   # seconds that a read from a client, or a write, may take
 
 
@@ -62,20 +62,20 @@ class Choice(Request):
     logprobs: list = field(default_factory=list)    # (logprob, {token id: logprob}) of each token
     decoder: codecs.IncrementalDecoder = field(
         default_factory=partial(codecs.getincrementaldecoder("utf-8"), errors="replace"))
-    held: str = ""                  # text that may be the start of a stop string
+    pending: str = ""               # text that may be the start of a stop string
 
     def read(self, piece, final=False):
         """The text that is known after the bytes of a new token. At a stop string, the text before
         it; `reason` is "stop" then."""
-        text = self.held + self.decoder.decode(piece, final)
+        text = self.pending + self.decoder.decode(piece, final)
         found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
         if found:
-            self.reason, self.held = "stop", ""
+            self.reason, self.pending = "stop", ""
             self.decoder.reset()
             return text[:min(found)]
         begins = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
         known = len(text) - (0 if final else max(begins, default=0))
-        self.held = text[known:]
+        self.pending = text[known:]
         return text[:known]
 
 
@@ -101,7 +101,7 @@ class Worker(Engine):
         """Busy where too many wait already."""
         with self.condition:
             if len(self.waiting) + len(choices) > MAX_WAITING:
-                raise Busy(f"{len(self.waiting)} texts wait for a slot already: try again later")
+                raise Busy(f"{len(self.waiting)} requests wait for a slot already: try again later")
             self.waiting.extend(choices)
             self.condition.notify()
 
@@ -210,7 +210,7 @@ def read_completion(given, workers):
                **given}
     stops = [options["stop"]] if isinstance(options["stop"], str) else options["stop"]
     if len(stops) > 16 or not all(type(s) is str and 0 < len(s) <= 200 for s in stops):
-        raise UserError("stop must be at most 16 texts of 1 to 200 characters")
+        raise UserError("stop must be at most 16 strings of 1 to 200 characters")
     options["stop"] = stops
     if options["stream"] and (options["echo"] or options["logprobs"] is not None):
         raise UserError("stream=true does not go with echo or logprobs")

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 
-FAR = 2 ** 30
+PAD_POS = 2 ** 30
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PRECISION = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)]
 
@@ -105,7 +105,7 @@ def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
     k, v = (x.repeat_interleave(H // x.size(1), 1) for x in (k, v))
     q_pos, k_pos = (torch.arange(n) if p is None else p for n, p in ((Tq, q_pos), (Tk, k_pos)))
     distance = q_pos.view(-1, 1, Tq, 1) - k_pos.view(-1, 1, 1, Tk)
-    visible = (distance >= 0) & (distance < (FAR if window is None else window))
+    visible = (distance >= 0) & (distance < (PAD_POS if window is None else window))
     s = q @ k.transpose(-1, -2) / math.sqrt(D)
     if slopes is not None:
         s = s - slopes.to(s)[:, None, None] * distance
@@ -138,7 +138,7 @@ def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float6
         q_pos = positions(kind in ("per row", "queries per row"), Tq, -2)
         k_pos = positions(kind in ("per row", "keys per row"), Tk, 0)
         if Tk > 2:
-            k_pos[..., -2:] = FAR
+            k_pos[..., -2:] = PAD_POS
             k[:, :, -2:] = v[:, :, -2:] = math.nan
     bias = torch.rand(H, generator=generator) if slopes else None
     dlse = draw(B, H, Tq).to(device, torch.promote_types(dtype, torch.float32))

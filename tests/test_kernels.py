@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fused
 import kernels
 from conftest import python
-from kernel_cases import (ATTENDS, FAR, LAYOUTS, PRECISION, RAT_NAMES, RATS, SCANS, Largest, assert_close, attend_case,
+from kernel_cases import (ATTENDS, PAD_POS, LAYOUTS, PRECISION, RAT_NAMES, RATS, SCANS, Largest, assert_close, attend_case,
                           compare_attend, compare_rat, compare_scan, dense_outputs_and_gradients, few, moved,
                           outputs_and_gradients, outside_operators, rat_case, rat_results, relative_rms, where)
 
@@ -127,7 +127,7 @@ def test_fully_masked_blocks_are_left_out():
     at, size = torch.arange(4096)[None], kernels.QUERY_BLOCK
     area = lambda blocks: sum(len(at[0, q]) * len(at[0, k]) for q, k, _ in blocks)
     assert area(kernels.block_list(at, at, 100, False, True)) <= 4096 * (size + 100)
-    causal = kernels.block_list(at, at, FAR, False, True)
+    causal = kernels.block_list(at, at, PAD_POS, False, True)
     assert area(causal) <= 4096 * (4096 + size) / 2
     assert {masked for *_, masked in causal} == {True, False}
 
@@ -249,7 +249,7 @@ def operator_calls():
     tensors, arguments, dout = rat_case(9, 4, "chunk", (2, 4, 2), 8, torch.float32)
     results = kernels.rat_torch(*tensors, *arguments)[:2]
     lead = lambda *tensors: [t.detach().clone().requires_grad_() for t in tensors]
-    plain = None, None, None, FAR
+    plain = None, None, None, PAD_POS
     return {"attend, plain": (kernels.attend_op, (*lead(q, k, v), *plain)),
             "attend": (kernels.attend_op, (*lead(q, k, v), *mask)),
             "attend backward": (kernels.attend_backward_op, (q, k, v, out, lse, do, dlse, *plain)),
@@ -366,8 +366,8 @@ def test_wrong_arguments_are_named(name, argument, value, message):
 
 
 @pytest.mark.parametrize("name, pos, message", [
-    ("q_pos", [5, 4, 3, 2, 1, 0], "must ascend"), ("k_pos", [0, 1, 2, 3, FAR], None),
-    ("q_pos", [0, 1, 2, 3, 4, FAR], "must be between"),
+    ("q_pos", [5, 4, 3, 2, 1, 0], "must ascend"), ("k_pos", [0, 1, 2, 3, PAD_POS], None),
+    ("q_pos", [0, 1, 2, 3, 4, PAD_POS], "must be between"),
     ("k_pos", [[0, 1, 2, 2, 3], [0, 2, 1, 3, 4]], "must ascend")])
 def test_the_debug_switch_finds_unsorted_positions(name, pos, message, monkeypatch):
     run = lambda: kernels.attend(**RIGHT["attend"], **{name: torch.tensor(pos).int()})
