@@ -437,7 +437,8 @@ class Engine:
                 out.append(n)
                 self.defer(slot, [(slot.at[-1], slot.h[-1:])])
         exited = [slots[n] for n in out]
-        self.emit(exited, [slot.depth for slot in exited], logits[out])
+        if out:
+            self.emit(exited, [slot.depth for slot in exited], logits[out])
         return exited
 
     def defer(self, slot, states):
@@ -633,10 +634,10 @@ def serve(model, tokenizer, cfg):
     seconds = time.perf_counter() - start
     latencies = sorted(r.latency for r in requests)
     exits = [loop for r in requests for loop in r.exits]
-    count = len(exits)
-    return (f"{len(requests)} requests, {len(errors)} errors, {count} tokens in {seconds:.2f} s: "
-            f"{count / seconds:.1f} tokens/s; latency {latencies[len(latencies) // 2]:.2f} s "
-            f"(median), {latencies[int(0.95 * len(latencies))]:.2f} s (95 %); "
+    return (f"{len(requests)} requests, {len(errors)} errors, {len(exits)} tokens in "
+            f"{seconds:.2f} s: {len(exits) / seconds:.1f} tokens/s; latency "
+            f"{latencies[len(latencies) // 2]:.2f} s (median), "
+            f"{latencies[int(0.95 * len(latencies))]:.2f} s (95 %); "
             f"exited after loop {loop_fractions(exits, model.n_loop)}")
 
 
