@@ -137,7 +137,7 @@ class RowGroup:
         kv = kv if self.in_place else kv.index_select(0, self.slot)     # (R, 2, G, S, D)
         k, v = kv.unbind(1)                                             # (R, G, S, D)
         (R, T), H, G, D = self.shape, q.size(1), k.size(1), q.size(2)
-        padded = q.new_zeros(R, T, H, D)                                # 0 where no token is
+        padded = q.new_zeros(R, T, H, D)        # 0 where no token is
         padded[self.cell] = q[self.tokens]
         if T == 1:      # the H / G query heads of a key head stand as its queries: quicker
             y = self.attention(padded.view(R, G, H // G, D), k, v, self.bias).view(R, T, H, D)
@@ -169,7 +169,7 @@ class RaggedBatch:
         kinds, groups = list(zip(self.reads, self.n > 1, self.level == self.reads)), []
         for read, several, writes in sorted(set(kinds)):
             some = np.array([kind == (read, several, writes) for kind in kinds])    # (R,)
-            tokens = np.flatnonzero(some[self.row])                                 # (N',)
+            tokens = np.flatnonzero(some[self.row])     # (N',)
             groups.append(RowGroup(self.cache, int(read), self.slot[some], self.n[some], tokens,
                                    self.entry[tokens], bool(writes), self.fast))
         return groups
@@ -634,11 +634,10 @@ def serve(model, tokenizer, cfg):
     seconds = time.perf_counter() - start
     latencies = sorted(r.latency for r in requests)
     exits = [loop for r in requests for loop in r.exits]
+    at = lambda q: f"{latencies[int(q * len(latencies))]:.2f} s"
     return (f"{len(requests)} requests, {len(errors)} errors, {len(exits)} tokens in "
-            f"{seconds:.2f} s: {len(exits) / seconds:.1f} tokens/s; latency "
-            f"{latencies[len(latencies) // 2]:.2f} s (median), "
-            f"{latencies[int(0.95 * len(latencies))]:.2f} s (95 %); "
-            f"exited after loop {loop_fractions(exits, model.n_loop)}")
+            f"{seconds:.2f} s: {len(exits) / seconds:.1f} tokens/s; latency {at(0.5)} (median), "
+            f"{at(0.95)} (95 %); exited after loop {loop_fractions(exits, model.n_loop)}")
 
 
 def main(argv):
