@@ -18,8 +18,9 @@ later tokens.
 
 Counted tokens: the text is cut into windows of the longest of `lengths`, none of which
 crosses from one file into the next. Every token of a window is predicted, the first from
-one token before it. What does not fill a window is left out. For shorter lengths the same windows are cut into pieces, so
-that all lengths predict the same tokens. batches=N takes windows spread evenly over it.
+one token before it. What does not fill a window is left out. For shorter lengths the same
+windows are cut into pieces, so that all lengths predict the same tokens. batches=N takes
+windows spread evenly over it.
 
 Tasks: a context that is too long for the model (block_size) loses its first tokens. A
 long document is read in windows of block_size. A task may bring code: run those you

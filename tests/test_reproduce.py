@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import reproduce
+from config import UserError
 from conftest import ROOT
 from run import read_config
 from runs import SIZES, SMALL
@@ -63,9 +64,14 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     file.write_text("".join(line for line in file.open() if "init_from=out/" not in line.split("commit")[0]))
     p = call()
     assert p.returncode == 0 and p.stdout.startswith("2 runs") and len(file.read_text().splitlines()) == 7
-    file.write_text("{" + file.read_text())
-    p = call()
-    assert (p.returncode, p.stderr.count("\n")) == (2, 1) and "results/trial.jsonl" in p.stderr
+
+
+def test_damaged_results_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "trial.jsonl").write_text('{"command": "a"}\n{"comm')
+    with pytest.raises(UserError, match="trial.jsonl: a line is not JSON"):
+        reproduce.read_results(reproduce.Experiment("", "cpu", name="trial"))
 
 
 def test_cells_show_mean_and_deviation_over_the_seeds():
