@@ -12,7 +12,7 @@ from conftest import ROOT
 from run import read_config
 from runs import SIZES, SMALL
 
-EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 2,
+EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 1,
               "keys": " ".join([*SMALL, *SIZES["gpt"], "dropout=0", "keep_interval=3"]),
               "rows": {"first": {"keys": "model=gpt", "note": "as it is"},
                        "from the third step": {"keys": "model=gpt max_steps=5", "from": ["first", 3]},
@@ -44,7 +44,7 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
         (copy / "experiments" / "trial.yaml").write_text(json.dumps(trial))
         return subprocess.run([sys.executable, "reproduce.py", "trial"], cwd=copy, text=True, capture_output=True)
     p = call(evaluate={"half": "no_such_key=1"})
-    assert p.returncode == 2 and "6 runs failed" in p.stderr and "Traceback" not in p.stderr
+    assert p.returncode == 2 and "3 runs failed" in p.stderr and "Traceback" not in p.stderr
     p = call()
     assert p.returncode == 0, p.stdout + p.stderr
     written = (copy / "README.md").read_text()
@@ -52,9 +52,9 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in written.splitlines() if line.startswith("| f")]
     assert [(row[0], row[2], row[3]) for row in rows] == [("first", "as it is", "6"), ("from the third step", "", "5"),
                                                           ("from its weights", "", "2")]
-    assert all("±" in row[4] and "±" in row[5] and float(row[6].split()[0]) > 0 for row in rows)
+    assert all(float(cell) > 0 for row in rows for cell in row[4:])
     results = [json.loads(line) for line in (copy / "results" / "trial.jsonl").read_text().splitlines()]
-    assert len({line["command"] for line in results}) == len(results) == 7
+    assert len({line["command"] for line in results}) == len(results) == 4
     assert (copy / "assets" / "trial.png").stat().st_size > 10_000
     stamps = {f: f.stat().st_mtime_ns for f in copy.glob("out/*/ckpt.pt")}
     p = call()
@@ -63,7 +63,7 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     file = copy / "results" / "trial.jsonl"         # a run that starts from weights is resumed without them
     file.write_text("".join(line for line in file.open() if "init_from=out/" not in line.split("commit")[0]))
     p = call()
-    assert p.returncode == 0 and p.stdout.startswith("2 runs") and len(file.read_text().splitlines()) == 7
+    assert p.returncode == 0 and p.stdout.startswith("1 runs") and len(file.read_text().splitlines()) == 4
 
 
 def test_damaged_results_are_named(tmp_path, monkeypatch):
