@@ -89,6 +89,35 @@ def outside_operators(monkeypatch):
     monkeypatch.setattr(kernels, "call", lambda op, reference, args: functions[reference](*args))
 
 
+def outputs_and_gradients(function, tensors, arguments, incoming):
+    """What function returns, a tensor or several, and the gradients of the tensors for what comes in through the first
+    of these: NaN where lse is -inf, which must not matter."""
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    outputs = function(*tensors, *arguments)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    incoming = [dy.to(y).masked_fill(y == -math.inf, math.nan) if (y == -math.inf).any() else dy.to(y)
+                for y, dy in zip(outputs, incoming)]
+    grads = torch.autograd.grad(outputs[:len(incoming)], tensors, incoming)
+    return [x.detach() for x in (*outputs, *grads)]
+
+
+def in_float64(xs):
+    """On the CPU, what is no integer in float64, and 0 for the NaN of padding."""
+    is_real = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
+    return [x.double().nan_to_num(0) if is_real(x) else x for x in moved(xs, "cpu")]
+
+
+def compare(function, definition, tensors, arguments, incoming, tolerance, names, floor=1e-12):
+    """Assert that function and its gradients are the definition's in float64, the outputs after the first in float32
+    at least. Returns both results."""
+    found = outputs_and_gradients(function, tensors, arguments, incoming)
+    exact = outputs_and_gradients(definition, *map(in_float64, (tensors, arguments, incoming)))
+    first, *more = (x.dtype for x in found[:len(found) - len(tensors)])
+    assert first == tensors[0].dtype and {*more} <= {torch.promote_types(first, torch.float32)}
+    assert_close(found, exact, tolerance, names, floor)
+    return found, exact
+
+
 # Ways for a (B, H, T, D) to lie in memory
 LAYOUTS = {"transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
            "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
@@ -118,6 +147,7 @@ def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
 LENGTHS, HEADS = (1, 2, 63, 64, 65, 100), ((1, 2, 1), (2, 2, 2), (1, 4, 2), (4, 1, 1))     # B, H, G
 KINDS = "plain", "shared", "per row", "keys per row", "queries per row"
 ATTENDS = [(65, 100, "shared", 20, True, (1, 2, 1), 256), (65, 100, "plain", None, False, (1, 2, 1), 200),
+           (9, 12, "queries alone", None, False, (2, 2, 1), 4), (9, 12, "keys alone", None, False, (2, 2, 1), 4),
            *random_cases(36, LENGTHS, LENGTHS, KINDS, (None, 1, 20), (False, True), HEADS, (16, 8, 64, 40, 100, 3))]
 
 
@@ -134,8 +164,9 @@ def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float6
         return torch.tensor(rows if per_row else rows[0], dtype=torch.int32)
     q, k, v, do = normal(Tq, H), normal(Tk, G), normal(Tk, G), normal(Tq, H)
     q_pos = k_pos = None
-    if kind != "plain":
+    if kind not in ("plain", "keys alone"):
         q_pos = positions(kind in ("per row", "queries per row"), Tq, -2)
+    if kind not in ("plain", "queries alone"):
         k_pos = positions(kind in ("per row", "keys per row"), Tk, 0)
         if Tk > 2:
             k_pos[..., -2:] = PAD_POS
@@ -145,33 +176,8 @@ def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float6
     return (q, k, v), (*moved((q_pos, k_pos, bias), device), window), (do, dlse)
 
 
-def outputs_and_gradients(function, tensors, arguments, incoming):
-    """out, lse and the gradients of the tensors; a NaN comes in through lse of empty rows."""
-    tensors = [x.detach().requires_grad_() for x in tensors]
-    out, lse = function(*tensors, *arguments)
-    do, dlse = incoming
-    dlse = torch.where(lse == -math.inf, math.nan, dlse.to(lse))
-    grads = torch.autograd.grad((out, lse), tensors, (do.to(out), dlse))
-    return [x.detach() for x in (out, lse, *grads)]
-
-
-def dense_outputs_and_gradients(tensors, arguments, incoming):
-    """The same from the definition in float64, with autograd's gradients; the NaN stay out."""
-    tensors = [x.detach().cpu().double().nan_to_num(0).requires_grad_() for x in tensors]
-    out, lse = dense_attend(*tensors, *moved(arguments, "cpu"))
-    do, dlse = (x.cpu().double() for x in incoming)
-    loss = (out * do).sum() + (torch.where(lse == -math.inf, 0, lse) * dlse).sum()
-    return [x.detach() for x in (out, lse, *torch.autograd.grad(loss, tensors))]
-
-
 def compare_attend(function, tensors, arguments, incoming, tolerance):
-    """Assert that function and its gradients are the definition's; returns function's."""
-    found = outputs_and_gradients(function, tensors, arguments, incoming)
-    dtype, wide = tensors[0].dtype, torch.promote_types(tensors[0].dtype, torch.float32)
-    assert [x.dtype for x in found] == [dtype, wide, dtype, dtype, dtype]
-    expected = dense_outputs_and_gradients(tensors, arguments, incoming)
-    assert_close(found, expected, tolerance, "out lse dq dk dv")
-    return found
+    return compare(function, dense_attend, tensors, arguments, incoming, tolerance, "out lse dq dk dv")[0]
 
 
 # ---- scan ----
@@ -194,17 +200,11 @@ def loop_scan(g, x, chunk, h0=None):
 
 
 def compare_scan(function, T, C, chunk, start, tolerance, dtype=torch.float64, device="cpu"):
-    """Assert that function and its gradients are the loop's, in float64, on the same inputs."""
     generator = torch.Generator().manual_seed(T)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-    inputs = [normal(2, T, C).sigmoid(), normal(2, T, C)] + [normal(2, C)] * start
-    dh, results = normal(2, T, C), []
-    for f, *where in ((function, device, dtype), (loop_scan, "cpu", torch.float64)):
-        g, x, *h0 = leaves = [y.to(*where).requires_grad_() for y in inputs]
-        h = f(g, x, chunk, *h0)
-        results.append([h.detach(), *torch.autograd.grad(h, leaves, dh.to(*where))])
-    assert {y.dtype for y in results[0]} == {dtype}
-    assert_close(*results, tolerance, "h dg dx dh0" if start else "h dg dx")
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+    tensors = [normal(2, T, C).sigmoid(), normal(2, T, C)] + [normal(2, C)] * start
+    run, loop = (lambda g, x, *h0, f=f: f(g, x, chunk, *h0) for f in (function, loop_scan))
+    compare(run, loop, tensors, (), [normal(2, T, C)], tolerance, "h dg dx dh0" if start else "h dg dx")
 
 
 # ---- rat ----
@@ -259,22 +259,8 @@ def rat_case(T, chunk, tables, heads, D, dtype=torch.float64, device="cpu"):
     return [x.unflatten(-1, (-1, D)) for x in (q, k, v, g, z)] + [bias], (chunk, cos, sin), dout
 
 
-def rat_results(function, tensors, arguments, dout):
-    """What function returns and the gradients of the tensors."""
-    tensors = [x.detach().requires_grad_() for x in tensors]
-    out, *ends = function(*tensors, *arguments)
-    assert out.requires_grad and not any(x.requires_grad for x in ends)
-    return [x.detach() for x in (out, *ends, *torch.autograd.grad(out, tensors, dout))]
-
-
 def compare_rat(function, tensors, arguments, dout, tolerance):
-    """Assert that function and its gradients are the definition's in float64 on the same inputs, and that the states
-    are float32's at least; returns function's."""
-    dtype, wide = dout.dtype, torch.promote_types(dout.dtype, torch.float32)
-    found = rat_results(function, tensors, arguments, dout)
-    assert [x.dtype for x in found] == [dtype, wide, wide, *5 * [dtype], wide]
-    inputs = [moved(xs, "cpu", torch.float64) for xs in (tensors, arguments, [dout])]
-    exact = rat_results(dense_rat, *inputs[:2], *inputs[2])
-    assert_close(found, exact, tolerance, RAT_NAMES, floor=0.01)    # a single token's dq, dk are 0
+    found, exact = compare(function, dense_rat, tensors, arguments, [dout], tolerance, RAT_NAMES,
+                           floor=0.01)                              # a single token's dq, dk are 0
     assert_close(found[1:3], exact[1:3], min(tolerance, 1e-5), "k_ends v_ends")
     return found

@@ -1,11 +1,10 @@
 """Checkpoints: killed at any moment, damaged in any byte, hostile, on a full disk."""
+import contextlib
 import io
 import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 import time
 import zipfile
 
@@ -17,7 +16,7 @@ import checkpoint
 import optim
 import runs
 import train
-from conftest import MODELS, ROOT
+from conftest import ROOT, python
 from config import UserError
 
 LONG = ["max_steps=20", "eval_interval=2"]
@@ -46,35 +45,21 @@ def finish(out, data_dir):
     return runs.learned(checkpoint.load_checkpoint(out / "r" / "ckpt.pt"))
 
 
-def wait_for_saves(process, path, count):
-    """Seconds until ckpt.pt has been written `count` times, or until the process has ended."""
-    began, seen = time.time(), set()
-    while len(seen) < count and process.is_alive():
-        if path.exists():
-            seen.add(path.stat().st_mtime_ns)
-        time.sleep(0.002)
-    return time.time() - began
-
-
 def test_kill_at_random_moments(whole, tmp_path, data_dir, full):
-    """Before the first save, and after a random number of saves (counted, because machines differ), at a random moment
-    between one and the next."""
-    rng = random.Random(0)
-    p = child(runs.arguments("gpt", tmp_path / "timed", data_dir, *LONG))
-    first = wait_for_saves(p, tmp_path / "timed" / "r" / "ckpt.pt", 1)
-    five = wait_for_saves(p, tmp_path / "timed" / "r" / "ckpt.pt", 6)
-    p.join()
-    progress = set()
+    """Soon after a number of saves: counted, because machines differ."""
+    rng, progress = random.Random(0), set()
     for n in range(50 if full else 4):
-        out = tmp_path / str(n)
+        out, seen = tmp_path / str(n), set()
+        file = out / "r" / "ckpt.pt"
         p = child(runs.arguments("gpt", out, data_dir, *LONG))
-        count = 2 * n if n < 4 else rng.randrange(0, 8)
-        wait_for_saves(p, out / "r" / "ckpt.pt", count)
-        time.sleep(rng.uniform(0, five / 5 if count else first))
+        while len(seen) < 2 * n % 9 and p.is_alive():
+            seen |= {file.stat().st_mtime_ns} if file.exists() else set()
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.05))
         p.kill()
         p.join()
-        if (out / "r" / "ckpt.pt").exists():
-            progress.add(checkpoint.load_checkpoint(out / "r" / "ckpt.pt")["step"])     # whole, whenever it was killed
+        if file.exists():
+            progress.add(checkpoint.load_checkpoint(file)["step"])      # whole, whenever it was killed
         assert finish(out, data_dir) == whole
     assert len(progress) > 2, "the kills did not fall into the run"
 
@@ -120,61 +105,41 @@ def sound(tmp_path_factory, data_dir):
     return path.read_bytes(), checkpoint.fingerprint(checkpoint.load_checkpoint(path))
 
 
-def refused_or_unchanged(path, data, want):
-    """True where the file is refused; fails where it loads as something else."""
-    path.write_bytes(data)
-    try:
-        state = checkpoint.load_checkpoint(path)
-    except UserError as e:
-        assert "\n" not in str(e)
-        return True
-    assert checkpoint.fingerprint(state) == want, "a damaged checkpoint was loaded as something else"
-    return False
-
-
-def truncated(data, rng):
-    return [data[:n] for n in (0, 1, len(data) - 1, *(rng.randrange(len(data)) for _ in range(197)))]
-
-
-def flipped(data, rng, places):
-    for i in places:
-        bad = bytearray(data)
-        bad[i] ^= 1 << rng.randrange(8)
-        yield bytes(bad)
-
-
-def flipped_anywhere(data, rng):
-    return flipped(data, rng, [rng.randrange(len(data)) for _ in range(1000)])
-
-
-def flipped_directory(data, rng):
-    """The zip's directory is not covered by its checksums; a flip there makes torch read other bytes."""
-    with zipfile.ZipFile(io.BytesIO(data)) as z:
-        return flipped(data, rng, range(z.start_dir, len(data)))
-
-
-@pytest.mark.parametrize("damage", [truncated, flipped_anywhere, flipped_directory])
+@pytest.mark.parametrize("damage", ["cut", "flip", "flip in the directory"])
 def test_damaged_checkpoints_are_refused_or_unchanged(damage, sound, tmp_path):
-    data, want = sound
-    found = [refused_or_unchanged(tmp_path / "c.pt", bad, want) for bad in damage(data, random.Random(1))]
-    assert sum(found) > len(found) / 2 and (all(found) or damage is not truncated)
+    """The zip's directory is not covered by its checksums; a flip there makes torch read other bytes."""
+    (data, want), rng, path, refused = sound, random.Random(1), tmp_path / "c.pt", 0
+    with zipfile.ZipFile(io.BytesIO(data)) as z:
+        directory = range(z.start_dir, len(data))
+    places = {"cut": [0, 1, len(data) - 1, *rng.choices(range(len(data)), k=197)],
+              "flip": rng.choices(range(len(data)), k=1000), "flip in the directory": directory}[damage]
+    for i in places:
+        flipped = bytes([data[i] ^ 1 << rng.randrange(8)])
+        path.write_bytes(data[:i] if damage == "cut" else data[:i] + flipped + data[i + 1:])
+        try:
+            state = checkpoint.load_checkpoint(path)
+        except UserError as e:
+            assert "\n" not in str(e)
+            refused += 1
+        else:
+            assert checkpoint.fingerprint(state) == want, "a damaged checkpoint was loaded as something else"
+    assert refused > len(places) / 2 and (refused == len(places) or damage != "cut")
 
 
 def test_a_flip_below_the_zip_checksums_is_noticed(sound, tmp_path):
     """A changed weight in an archive that is sound as a zip: only the SHA-256 over the contents sees it."""
     data, want = sound
     (tmp_path / "a.pt").write_bytes(data)
-    state = torch.load(tmp_path / "a.pt", weights_only=True)
     for change in (lambda s: s["weights"]["norm.weight"].add_(1e-7), lambda s: s.update(step=5),
-                   lambda s: s["tokenizer"].update(kind="char"), lambda s: s["config"].update(seed=True),
+                   lambda s: s["config"].update(seed=True),
                    lambda s: s["weights"].update(x=s["weights"].pop("norm.weight"))):
         altered = torch.load(tmp_path / "a.pt", weights_only=True)
+        torch.save(altered, tmp_path / "b.pt")
+        assert checkpoint.fingerprint(checkpoint.load_checkpoint(tmp_path / "b.pt")) == want
         change(altered)
         torch.save(altered, tmp_path / "b.pt")
         with pytest.raises(UserError, match="checksum"):
             checkpoint.load_checkpoint(tmp_path / "b.pt")
-    torch.save(state, tmp_path / "b.pt")
-    assert checkpoint.fingerprint(checkpoint.load_checkpoint(tmp_path / "b.pt")) == want
 
 
 def test_every_field_of_a_checkpoint_is_checked(sound, tmp_path):
@@ -185,49 +150,37 @@ def test_every_field_of_a_checkpoint_is_checked(sound, tmp_path):
         state = checkpoint.load_checkpoint(tmp_path / "a.pt")
         change(state)
         checkpoint.save_checkpoint(tmp_path / "b.pt", state)
-        with pytest.raises(UserError, match=f"b.pt is not a checkpoint of a run: {message}") as e:
+        with pytest.raises(UserError, match=f"b.pt is not a checkpoint of a run: {message}"):
             checkpoint.load_checkpoint(tmp_path / "b.pt")
-        assert "\n" not in str(e.value)
-
     for name in checkpoint.FIELDS:
         refused(lambda s: s.pop(name), f"its {name} is missing")
         refused(lambda s: s.update({name: None}), f"its {name} is no ")
-    refused(lambda s: s.update(model="nothing"), "model=nothing is unknown")
-    refused(lambda s: s.update(step=-1), "its step")
-    refused(lambda s: s["config"].pop("dataset"), "its config names no dataset")
     refused(lambda s: s["model_config"].update(n_layr=1), "unknown key 'n_layr'")
-    refused(lambda s: s["model_config"].update(n_head=0), "n_head=0 must be at least 1")
     refused(lambda s: s["model_config"].update(n_layer=1 << 40), "its weights are .*, too few for n_layer")
     refused(lambda s: s["model_config"].update(n_embd=1 << 40), "no machine has memory")
-    refused(lambda s: s["weights"].pop("norm.weight"), r"its weight norm.weight is missing, the model's \(4,\)")
     refused(lambda s: s["weights"].update({"norm.weight": torch.ones(5)}), r"its weight norm.weight is \(5,\)")
     refused(lambda s: s["weights"].update(more=torch.ones(5)), "its weight more")
-    refused(lambda s: s["weights"].update(more=5), "its weights are not named")
     refused(lambda s: s["weights"]["norm.weight"].fill_(torch.nan), "its weights are not .* finite")
 
 
-def test_keys_that_a_model_no_longer_has(sound, tmp_path, monkeypatch):
+@pytest.mark.parametrize("value", [False, True])
+def test_keys_that_a_model_no_longer_has(value, sound, tmp_path, monkeypatch):
     """A checkpoint of an earlier version loads where such a key has the value that is left, else is refused."""
     (tmp_path / "a.pt").write_bytes(sound[0])
     state = checkpoint.load_checkpoint(tmp_path / "a.pt")
+    for name in ("config", "model_config"):
+        state[name]["bias"] = value
+    checkpoint.save_checkpoint(tmp_path / "a.pt", state)
     monkeypatch.setattr(model_gpt.Config, "RETIRED", {"bias": False}, raising=False)
-    old = {**state, **{name: {**state[name], "bias": False} for name in ("config", "model_config")}}
-    checkpoint.save_checkpoint(tmp_path / "b.pt", old)
-    assert checkpoint.fingerprint(checkpoint.load_checkpoint(tmp_path / "b.pt")) == checkpoint.fingerprint(state)
-    old["model_config"]["bias"] = True
-    checkpoint.save_checkpoint(tmp_path / "b.pt", old)
-    with pytest.raises(UserError, match="its bias is no longer supported, only bias=False is"):
-        checkpoint.load_checkpoint(tmp_path / "b.pt")
+    with pytest.raises(UserError, match="only bias=False is") if value else contextlib.nullcontext():
+        checkpoint.load_checkpoint(tmp_path / "a.pt")
 
 
 def test_malformed_optimizer_states_are_refused(data_dir, tmp_path):
     path = runs.run("gpt", tmp_path, data_dir).folder / "ckpt.pt"
     trainer = train.setup(runs.arguments("gpt", tmp_path / "new", data_dir))
-    for change in (lambda o: o.pop("state"), lambda o: o["param_groups"].clear(), lambda o: o.update(param_groups=5),
-                   lambda o: o["state"].update({0: 5}), lambda o: o["state"][0].pop("exp_avg"),
-                   lambda o: o["state"][0].update(exp_avg=torch.ones(3)),
-                   lambda o: o["state"][0].update(more=torch.ones(())),
-                   lambda o: o["state"].update({99: {"step": torch.ones(())}})):
+    for change in (lambda o: o.pop("state"), lambda o: o.update(param_groups=5), lambda o: o["state"].update({0: 5}),
+                   lambda o: o["state"][0].pop("exp_avg"), lambda o: o["state"][0].update(exp_avg=torch.ones(3))):
         states = checkpoint.load_checkpoint(path)["optimizers"]
         change(states[0])
         with pytest.raises(UserError, match="the optimizer's state does not fit"):
@@ -266,11 +219,6 @@ def test_hostile_and_foreign_files_are_refused_and_run_nothing(tmp_path):
     assert target.exists(), "the bomb is a dud: the test shows nothing"
 
 
-def test_only_plain_values_are_saved(tmp_path):
-    with pytest.raises(TypeError, match="may not hold"):
-        checkpoint.save_checkpoint(tmp_path / "c.pt", {"path": tmp_path})
-
-
 # a full disk -----------------------------------------------------------------------------------------------------
 
 FULL_DISK = """
@@ -285,23 +233,13 @@ train.run_cli(train.main)
 """
 
 
-def test_a_full_disk_under_the_log_is_one_line(tmp_path, data_dir):
-    """Whichever file meets it first."""
-    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir))
-    trainer.log.path = type(trainer.log.path)("/dev/full")
-    with pytest.raises(UserError, match="could not write /dev/full: No space left"):
-        trainer.run()
-
-
-@pytest.mark.parametrize("name", [pytest.param(m, marks=[pytest.mark.full] * (m != "gpt")) for m in MODELS])
-def test_full_disk_leaves_the_last_checkpoint(name, tmp_path, data_dir):
+def test_full_disk_leaves_the_last_checkpoint(tmp_path, data_dir):
     (tmp_path / "full.py").write_text(FULL_DISK)
-    argv = runs.arguments(name, tmp_path, data_dir, "eval_interval=2")
-    p = subprocess.run([sys.executable, str(tmp_path / "full.py"), *argv], cwd=ROOT, text=True, capture_output=True,
-                       env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+    argv = runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2")
+    p = python(tmp_path / "full.py", *argv, PYTHONPATH=str(ROOT))
     error = [line for line in p.stderr.splitlines() if not line.startswith("kernels: ")]     # which tells what runs
     assert p.returncode == 2 and len(error) == 1, p.stderr
     assert "could not save" in error[0] and "untouched" in error[0]
     assert not list(tmp_path.rglob("*.tmp"))
     assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
-    assert runs.run(name, tmp_path, data_dir, "resume=true").step == 6
+    assert runs.run("gpt", tmp_path, data_dir, "resume=true").step == 6

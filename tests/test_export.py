@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import checkpoint
-import config
 import llama
 import runs
 import sample
@@ -14,16 +13,13 @@ from tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, load_tokenizer
 
 TEXT = "def f(x):\n    return 'übung' + 10000  # <|endoftext|> 日本\n\n\n"
 SIZES = dict(block_size=32, vocab_size=61, n_head=4, n_embd=32)
-CASES = {"gpt": [dict(n_layer=2), dict(n_layer=2, qk_norm=True, tie_embeddings=False, n_kv_head=2)],
-         "relaxed": [dict(n_layer=4, rank=3, n_kv_head=2), dict(n_layer=6, n_loop=3, rank=3, exit_loop=2, qk_norm=True),
-                     dict(n_layer=4, rank=0, share="sequence", tie_embeddings=False),
-                     dict(n_layer=6, n_loop=3, rank=2, share="sequence", exit_loop=1)],
-         "mor": [dict(n_layer=8, n_loop=3, router="none"),
-                 dict(n_layer=6, n_loop=2, router="none", share="middle_sequence", qk_norm=True, exit_loop=1)]}
+CASES = [("gpt", dict(n_layer=2)), ("gpt", dict(n_layer=2, qk_norm=True, tie_embeddings=False, n_kv_head=2)),
+         ("relaxed", dict(n_layer=6, n_loop=3, rank=3, exit_loop=2, qk_norm=True)),
+         ("relaxed", dict(n_layer=4, rank=2, share="sequence", tie_embeddings=False, n_kv_head=2)),
+         ("mor", dict(n_layer=6, n_loop=2, router="none", share="middle_sequence", exit_loop=1))]
 
 
-@pytest.mark.parametrize("model, keys", [(m, k) for m, cases in CASES.items() for k in cases],
-                         ids=lambda x: x if isinstance(x, str) else ",".join(f"{k}={v}" for k, v in x.items()))
+@pytest.mark.parametrize("model, keys", CASES)
 def test_transformers_computes_the_same_logits(model, keys, tmp_path):
     """All weights random, norms and deltas too; then the folder loads back as a model_gpt."""
     from transformers import AutoModelForCausalLM
@@ -43,14 +39,12 @@ def test_transformers_computes_the_same_logits(model, keys, tmp_path):
         assert (logits - llama.from_pretrained(tmp_path)(idx)[0]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("model, keys", [("rt", {}), ("lrt", {}), ("rat", {}), ("mor", {}), ("gpt", {"mlp": "gelu"}),
-                                         ("mor", {"router": "none", "kv": "share"})])
-def test_what_no_llama_computes_is_refused(model, keys, tmp_path):
+@pytest.mark.parametrize("model, keys", [("rt", {}), ("gpt", {"mlp": "gelu"}), ("mor", {"n_layer": 8}),
+                                         ("mor", {"n_layer": 8, "router": "none", "kv": "share"})])
+def test_what_no_llama_computes_is_refused(model, keys):
     module = model_module(model)
-    sizes = {**SIZES, "n_layer": 8} if model == "mor" else SIZES
     with pytest.raises(ValueError, match="can be written as"):
-        llama.to_pretrained(module.Model(module.Config(**sizes, **keys)), tmp_path / "x")
-    assert not (tmp_path / "x").exists()
+        llama.to_pretrained(module.Model(module.Config(**SIZES, **keys)), "nowhere")
 
 
 def test_tokenizers_encode_alike_in_transformers(tmp_path):
@@ -95,13 +89,12 @@ def test_a_safetensors_file_is_the_run(relaxed_run, data_dir, tmp_path, capsys):
         checkpoint.main([str(folder), f"export={file}"])
 
 
-def test_a_folder_is_the_run_at_a_fixed_depth(relaxed_run, tmp_path, capsys):
+def test_a_folder_is_the_run_at_a_fixed_depth(relaxed_run, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    trainer, folder = relaxed_run
-    checkpoint.main([str(folder), f"export={tmp_path / 'hf'}", "exit_loop=1"])
-    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), AutoTokenizer.from_pretrained(tmp_path / "hf")
-    ours = checkpoint.load_run(folder, exit_loop=1)[0]
-    idx = torch.tensor([tokenizer.encode("a cat")])
+    folder, target = relaxed_run[1], tmp_path / "hf"
+    checkpoint.main([str(folder), f"export={target}", "exit_loop=1"])
+    theirs, ours = AutoModelForCausalLM.from_pretrained(target), checkpoint.load_run(folder, exit_loop=1)[0]
+    idx = torch.tensor([AutoTokenizer.from_pretrained(target).encode("a cat")])
     with torch.no_grad():
         assert len(theirs.model.layers) == 1 and (theirs(idx).logits - ours(idx)[0]).abs().max() < 1e-4
 
@@ -116,7 +109,7 @@ def test_a_refused_export_harms_nothing(data_dir, tmp_path):
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "kept" and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "field", "shape", "nan", "foreign"])
+@pytest.mark.parametrize("damage", ["cut", "field", "nan", "foreign"])
 def test_damaged_exports_are_refused(damage, relaxed_run, tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -124,23 +117,12 @@ def test_damaged_exports_are_refused(damage, relaxed_run, tmp_path):
     checkpoint.main([str(relaxed_run[1]), f"export={file}"])
     with safe_open(file, "pt") as f:
         fields, weights = f.metadata(), {k: f.get_tensor(k) for k in f.keys()}
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-7])
-    else:
-        if damage == "field":
-            fields["model_config"] = json.dumps({**json.loads(fields["model_config"]), "n_embd": "x"})
-        elif damage == "shape":
-            weights["norm.weight"] = torch.ones(3)
-        elif damage == "nan":
-            weights["norm.weight"][0] = torch.nan
-        save_file(weights, file, metadata=None if damage == "foreign" else fields)
-    with pytest.raises(UserError) as e:
+    if damage == "field":
+        fields["model_config"] = json.dumps({**json.loads(fields["model_config"]), "n_embd": "x"})
+    elif damage == "nan":
+        weights["norm.weight"][0] = torch.nan
+    save_file(weights, file, metadata=None if damage == "foreign" else fields)
+    file.write_bytes(file.read_bytes()[:-7 if damage == "cut" else None])
+    with pytest.raises(UserError, match=str(file)) as e:
         checkpoint.load_run(file)
-    assert str(file) in str(e.value) and "\n" not in str(e.value)
-
-
-@pytest.mark.parametrize("argv, word", [([], "one run"), (["r"], "one run"), (["missing", "export=x"], "missing"),
-                                        (["r", "eXport=x"], "did you mean export")])
-def test_bad_commands_are_one_line(argv, word):
-    with pytest.raises(config.UserError, match=word):
-        checkpoint.main(argv)
+    assert "\n" not in str(e.value)

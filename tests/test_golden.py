@@ -78,7 +78,9 @@ def test_rt(name, layers, values, gradients, schedule):
     check_gradients(model, arrays, {k: (own, slice(None)) for k, own in names.items()}, gradients)
 
 
-def rat(fast):
+@pytest.mark.parametrize("fast", [True, False])
+def test_rat(fast):
+    """Training, and decoding after prompts that end with a chunk and within one."""
     arrays, _ = golden("rat_layer_L4")
     rows = dict(zip(("W_z", "W_g", "W_v", "W_q", "W_k"), torch.arange(3 * 32 + 2 * 16).split([32, 32, 32, 16, 16])))
     names = {k: ("blocks.0.mix.w_in.weight", at) for k, at in rows.items()}
@@ -87,28 +89,18 @@ def rat(fast):
     cfg = model_rat.Config(block_size=16, vocab_size=32, n_layer=1, n_head=4, n_embd=32, chunk=4, norm_eps=1e-6, fast=fast)
     weights = {"blocks.0.mix.w_in.weight": torch.cat([arrays[k] for k in rows]), "blocks.0.mlp.w_down.weight":
                torch.zeros(32, 128), **{own: arrays[k] for k, (own, _) in names.items() if k not in rows}}
-    return *on_states(model_rat, cfg, weights, arrays["x"]), arrays, names
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_rat(fast):
-    model, idx, arrays, names = rat(fast)
+    model, idx = on_states(model_rat, cfg, weights, arrays["x"])
     out = model.hidden(idx, None, None)                         # the MLP's last matrix is zero
     assert error(out, arrays["out"]) < 3e-6
     (out * arrays["r"]).sum().backward()
     assert error(model.wte.weight.grad.view_as(arrays["dx"]), arrays["dx"]) < 1e-5
     check_gradients(model, arrays, names, 1e-5)
-
-
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("prompt", [4, 6])
-@torch.no_grad()
-def test_rat_decoding(prompt, fast):
-    model, idx, arrays, _ = rat(fast)
-    cache = model.eval().init_cache(2, 16)
-    pieces = idx.split([prompt] + [1] * (16 - prompt), 1)
-    out = torch.cat([model.hidden(piece, cache, None) for piece in pieces], 1)
-    assert error(out, arrays[f"step_P{prompt}"]) < 3e-6
+    for prompt in (4, 6):
+        cache = model.eval().init_cache(2, 16)
+        with torch.no_grad():
+            pieces = idx.split([prompt] + [1] * (16 - prompt), 1)
+            out = torch.cat([model.hidden(piece, cache, None) for piece in pieces], 1)
+        assert error(out, arrays[f"step_P{prompt}"]) < 3e-6
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -127,12 +119,9 @@ def test_mor(router, fast):
     model = load(model, {own: arrays[k] for k, own in names.items()}).train()
     targets = torch.cat([arrays["ids"][:, 1:], torch.full_like(arrays["ids"][:, :1], -1)], 1)
     logits, loss, aux = model(arrays["ids"], targets)
-    assert error(logits, arrays["logits"]) < 5e-6
-    assert error(loss, arrays["total_loss"]) < 5e-6 and error(aux["ce"], arrays["lm_loss"]) < 5e-6
-    if router == "expert":
-        assert error(aux["aux"], arrays["aux_bce"]) < 5e-6
-    else:
-        assert error(aux["balance"], arrays["balancing_loss"]) < 5e-6
+    ours, theirs = ("aux", "aux_bce") if router == "expert" else ("balance", "balancing_loss")
+    for a, b in ((logits, "logits"), (loss, "total_loss"), (aux["ce"], "lm_loss"), (aux[ours], theirs)):
+        assert error(a, arrays[b]) < 5e-6
     loss.backward()
     arrays = {k: x for k, x in arrays.items() if not k.startswith("dbce")}
     check_gradients(model, arrays, {k: (own, slice(None)) for k, own in names.items()}, 2e-5)
@@ -150,13 +139,13 @@ def test_lrt_backbone(fast):
     padded = lambda w: torch.cat([w, w.new_zeros(32, w.size(1))])
     weights = {"wte.weight": padded(arrays["wte"]), "head.weight": padded(arrays["lm_head"]),
                "alpha": arrays["alpha"], "beta": arrays["beta"]}
+    names = {"attn.wq": "W_q", "attn.wk": "W_k", "attn.wv": "W_v", "attn.wo": "W_o", "attn.w_value": "W_ve",
+             "mlp.w_up": "W_1", "mlp.w_down": "W_2"}
     for l in range(4):
-        own = lambda name: arrays[f"L{l}_{name}"]
-        weights |= {f"values.{l}.weight": padded(own("ve")), f"blocks.{l}.attn.w_value.weight": own("W_ve"),
-                    f"blocks.{l}.attn.wq.weight": other_way(own("W_q")),
-                    f"blocks.{l}.attn.wk.weight": other_way(own("W_k")),
-                    f"blocks.{l}.attn.wv.weight": own("W_v"), f"blocks.{l}.attn.wo.weight": own("W_o"),
-                    f"blocks.{l}.mlp.w_up.weight": own("W_1"), f"blocks.{l}.mlp.w_down.weight": own("W_2")}
+        weights[f"values.{l}.weight"] = padded(arrays[f"L{l}_ve"])
+        for own, name in names.items():
+            w = arrays[f"L{l}_{name}"]
+            weights[f"blocks.{l}.{own}.weight"] = other_way(w) if name in ("W_q", "W_k") else w
     model = load(model_lrt.Model(cfg), weights)
     assert weights.keys() == dict(model.named_parameters()).keys()
     for training in (True, False):

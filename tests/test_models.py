@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import MODELS, SIZES, relative, tiny
 import optim
@@ -16,10 +18,10 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
                         dict(rank=0, mlp="gelu", early_exit="weighted"),
                         dict(n_loop=4, rank=100, share="sequence", pos="none", tie_embeddings=False),
                         dict(n_layer=6, n_loop=3, rank=1, qk_norm=True)],
-            "gpt": [dict(n_kv_head=2, qk_norm=True), dict(pos="alibi", mlp="gelu", tie_embeddings=False),
-                    dict(pos="none", window=5), dict(n_kv_head=1, window=7), dict(pos="alibi", window=3)],
-            "rat": [dict(chunk=1), dict(chunk=5, swa=7, qk_groups=4), dict(chunk=64, pos="nope", gate_rank=3),
-                    dict(chunk=4, pos="rope", qk_groups=1, tie_embeddings=False), dict(mixer="rnn", mlp="swiglu"),
+            "gpt": [dict(n_kv_head=2, qk_norm=True, window=7), dict(pos="none", window=5),
+                    dict(pos="alibi", mlp="gelu", tie_embeddings=False)],
+            "rat": [dict(chunk=5, swa=7, qk_groups=4), dict(chunk=64, pos="nope", gate_rank=3),
+                    dict(chunk=1, pos="rope", qk_groups=1, tie_embeddings=False), dict(mixer="rnn", mlp="swiglu"),
                     dict(mixer="attention", n_kv_head=2, swa=7), dict(reversed=True, chunk=5)],
             "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source="1,2"),
                     dict(memory=False)],
@@ -50,20 +52,9 @@ def tokens(B, T, V=61, seed=1):
     return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-@models
-@pytest.mark.parametrize("V", [61, 4096])
-def test_initial_loss_is_that_of_a_uniform_guess(name, V):
-    module = importlib.import_module(f"model_{name}")
-    torch.manual_seed(0)
-    model = module.Model(module.Config(vocab_size=V)).train()
-    x = tokens(4, model.cfg.block_size + 1, V)
-    _, loss, aux = model(x[:, :-1], x[:, 1:])
-    assert -0.1 <= aux["ce"].item() - math.log(V) <= 0.7
-    assert not aux["ce"].requires_grad and loss.requires_grad
-
-
 @some
 def test_overfits_one_batch(name, sizes):
+    """From the loss of a uniform guess."""
     module = importlib.import_module(f"model_{name}")
     torch.manual_seed(0)
     small = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32)
@@ -74,6 +65,7 @@ def test_overfits_one_batch(name, sizes):
         model.train()
         model.set_step(step)
         _, loss, aux = model(x[:, :-1], x[:, 1:])
+        assert step or -0.1 <= aux["ce"].item() - math.log(61) <= 0.7
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -105,8 +97,7 @@ def assert_same(a, b, all_reached=False):
 
 
 def assert_naive_is_fast(name, sizes, B, T):
-    model, x = tiny(name, **{**sizes, "fast": True}), tokens(B, T + 1)
-    naive = tiny(name, **{**sizes, "fast": False})
+    model, naive, x = tiny(name, **sizes, fast=True), tiny(name, **sizes, fast=False), tokens(B, T + 1)
     naive.load_state_dict(model.state_dict())
     assert model.cfg.fast and not naive.cfg.fast
     for training in (False, True):
@@ -115,9 +106,8 @@ def assert_naive_is_fast(name, sizes, B, T):
 
 
 @every
-@pytest.mark.parametrize("T", [*(pytest.param(T, marks=pytest.mark.full) for T in (1, 2, 64, 100)), 63])
-def test_naive_is_fast(name, sizes, T):
-    assert_naive_is_fast(name, sizes, 2, T)
+def test_naive_is_fast(name, sizes):
+    assert_naive_is_fast(name, sizes, 2, 63)
 
 
 @models
@@ -129,34 +119,25 @@ def test_naive_is_fast_at_random_shapes(name, B, T, heads, head_dim, n_layer):
     assert_naive_is_fast(name, sizes if "n_layer" in SIZES.get(name, {}) else dict(sizes, n_layer=n_layer), B, T)
 
 
-def feed(model, x, lengths, splits):
-    """Feed row b's first lengths[b] tokens through one cache in pieces of the given sizes (rows shorter than a
-    piece are padded); returns the logits of each row's tokens. No gradient flows through a call with a cache."""
-    cache = model.init_cache(len(x), max(lengths))
-    rows = [[] for _ in x]
-    start = 0
+def assert_cache_is_forward(model, lengths, splits, tolerance):
+    """Row b's first lengths[b] tokens, fed through one cache in pieces of the given sizes (shorter rows are padded),
+    have the logits of one forward. No gradient flows through a call with a cache."""
+    B, longest, start = len(lengths), max(lengths), 0
+    x, cache, rows = tokens(B, longest, model.cfg.vocab_size), model.init_cache(B, longest), [[] for _ in lengths]
+    padded = F.pad(x, (0, sum(splits)))
     for size in splits:
-        n = torch.tensor([min(max(length - start, 0), size) for length in lengths])
-        piece = torch.zeros(len(x), size, dtype=torch.long)
-        for b in range(len(x)):
-            piece[b, :n[b]] = x[b, start:start + n[b]]
+        n = (torch.tensor(lengths) - start).clamp(0, size)
+        piece = padded[:, start:start + size] * (torch.arange(size) < n[:, None])
         logits, loss, _ = model(piece, piece, cache=cache, n_valid=None if (n == size).all() else n)
         assert not logits.requires_grad and not loss.requires_grad
-        for b in range(len(x)):
-            rows[b].append(logits[b, :n[b]])
+        for row, new, count in zip(rows, logits, n):
+            row.append(new[:count])
         start += size
     assert cache.lengths.tolist() == list(lengths)
-    return [torch.cat(r) for r in rows]
-
-
-def assert_cache_is_forward(model, lengths, splits, tolerance):
-    x = tokens(len(lengths), max(lengths), model.cfg.vocab_size)
-    got = feed(model, x, lengths, splits)
-    for b, length in enumerate(lengths):
+    for row, text, length in zip(rows, x, lengths):
         with torch.no_grad():
-            want = model(x[b:b + 1, :length])[0][0]
-        assert relative(got[b], want) < tolerance
-        assert (got[b].argmax(-1) == want.argmax(-1)).all()
+            got, want = torch.cat(row), model(text[None, :length])[0][0]
+        assert relative(got, want) < tolerance and (got.argmax(-1) == want.argmax(-1)).all()
 
 
 @every
@@ -186,13 +167,14 @@ def test_no_position_sees_the_future_or_another_row(name, sizes):
 @every
 @given(data=st.data())
 def test_rows_advance_as_they_like(name, sizes, data):
-    """Each call feeds every row a number of tokens of its own, none included, as a batching engine does."""
+    """Each call feeds every row a number of tokens of its own, none included, as a batching engine does. Padding may
+    reach beyond the cache."""
     B = data.draw(st.integers(1, 4))
-    model, x = tiny(name, **sizes), tokens(B, 30)
+    model, x = tiny(name, **sizes, fast=data.draw(st.booleans())), tokens(B, 30)
     with torch.no_grad():
         want, cache, done = model(x)[0], model.init_cache(B, 30), [0] * B
         for _ in range(data.draw(st.integers(1, 6))):
-            T = data.draw(st.integers(1, 20))
+            T = data.draw(st.one_of(st.integers(1, 20), st.just(30)))
             n = [data.draw(st.integers(0, min(T, 30 - d))) for d in done]
             piece = torch.stack([torch.cat([row[d:d + k], row.new_zeros(T - k)]) for row, d, k in zip(x, done, n)])
             got = model(piece, cache=cache, n_valid=torch.tensor(n))[0]
@@ -226,15 +208,16 @@ def test_mixed_precision(name, sizes, fast):
 @some
 def test_a_slot_of_the_cache_serves_another_sequence(name, sizes):
     """reset(rows) empties some rows; a new sequence there is computed as if alone, the others go on. What
-    broken requests left behind the mask must not reach it: 0 times NaN is NaN."""
+    broken requests left behind the mask must not reach it: 0 times NaN is NaN. A cache filled in inference mode
+    goes on outside."""
     model, broken, x = tiny(name, **sizes), tiny(name, **sizes), tokens(3, 40)
-    with torch.no_grad():
+    cache = model.init_cache(2, 40)
+    with torch.inference_mode():
         broken.wte.weight.fill_(float("nan"))
-        cache = model.init_cache(2, 40)
         broken(x[:2, :30], cache=cache)
         cache.reset()
-        assert cache.lengths.tolist() == [0, 0]
         model(x[:2, :15], cache=cache)
+    with torch.no_grad():
         cache.reset([1])
         logits = model(torch.stack([x[0, 15:25], x[2, :10]]), cache=cache)[0]
         assert cache.lengths.tolist() == [25, 10]
@@ -306,30 +289,6 @@ def test_the_loss_in_pieces_is_the_loss(name):
 
 
 @some
-@pytest.mark.parametrize("fast", [True, False])
-def test_padding_may_reach_beyond_the_cache(name, sizes, fast):
-    """Right padding that does not fit, behind rows that hold tokens: as many queries as keys, but not from 0 on."""
-    for rows in (1, 2):
-        model, x = tiny(name, **sizes, fast=fast), tokens(rows, 8)
-        cache = model.init_cache(rows, 8)
-        model(x[:, :3], cache=cache)
-        more = torch.cat([x[:, 3:5], torch.zeros_like(x[:, :6])], 1)
-        got = model(more, cache=cache, n_valid=torch.full((rows,), 2))[0][:, :2]
-        assert relative(got, model(x[:, :5])[0][:, 3:]) < 1e-10
-
-
-@some
-def test_a_cache_filled_in_inference_mode_goes_on_outside(name, sizes):
-    model, x = tiny(name, **sizes), tokens(2, 12)
-    cache = model.init_cache(2, 12)
-    with torch.inference_mode():
-        model(x[:, :7], cache=cache)
-    cache.reset([1])
-    n = torch.tensor([5, 0])
-    assert relative(model(x[:, 7:], cache=cache, n_valid=n)[0][:1], model(x)[0][:1, 7:]) < 1e-10
-
-
-@some
 def test_generate_is_greedy_decoding(name, sizes):
     model, x = tiny(name, **{**sizes, "block_size": 24}), tokens(2, 7)
     want = x
@@ -338,32 +297,30 @@ def test_generate_is_greedy_decoding(name, sizes):
             context = want[:, -model.context_limit:] if model.context_limit else want
             want = torch.cat([want, model(context)[0][:, -1].argmax(-1, keepdim=True)], 1)
     assert torch.equal(model.generate(x, 30, temperature=0), want)
-    torch.manual_seed(0)
-    sampled = model.generate(x, 30, temperature=1.0, top_k=5)
-    assert sampled.shape == want.shape and not torch.equal(sampled, want)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "mor"])
+def test_flops_are_those_of_the_products(name):
+    """Of a training step by the naive path, which computes the masked half of the scores too. (MoR: test_mor.py.)"""
+    model, x = tiny(name, n_embd=64, block_size=8, fast=False).train(), tokens(1, 8)
+    with FlopCounterMode(display=False) as counter:
+        model(x, x)[1].backward()
+    assert counter.get_total_flops() == pytest.approx(8 * model.flops_per_token(), rel=0.015)
 
 
 @models
-def test_flops_grow_with_the_model(name):
-    layers = SIZES.get(name, {}).get("n_layer", 2)
-    small, wide = tiny(name, n_layer=layers), tiny(name, n_layer=layers, n_embd=64)
-    assert isinstance(small.flops_per_token(), float)
-    assert 1.5 < wide.flops_per_token() / small.flops_per_token() < 4.5     # between linear and quadratic in the width
-
-
-@models
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_optimizer_groups_hold_every_parameter_once(name, optimizer):
-    """Vectors do not decay; Muon has matrices of the blocks only."""
+def test_optimizer_groups(name):
+    """They hold every parameter once. Vectors do not decay, matrices do; Muon has matrices of the blocks only. (LRT has groups of its own for Muon.)"""
     model = tiny(name)
-    groups = optim.parameter_groups(model, TrainConfig(model=name, optimizer=optimizer))
-    ids = [id(p) for g in groups for p in g["params"]]
-    assert sorted(ids) == sorted(id(p) for p in model.parameters())
-    decay = [(p.dim() >= 2) == (g["weight_decay"] > 0) for g in groups for p in g["params"]]
-    assert all(decay) or (name, optimizer) == ("lrt", "muon")
-    muon = {id(p) for g in groups if g["kind"] == "muon" for p in g["params"]}
-    matrices = {id(p) for n, p in model.named_parameters() if p.dim() == 2 and not n.startswith(("wte.", "head."))}
-    assert muon <= matrices and bool(muon) == (optimizer == "muon")
+    for optimizer in ("adamw", "muon"):
+        groups = optim.parameter_groups(model, TrainConfig(model=name, optimizer=optimizer))
+        ids = [id(p) for g in groups for p in g["params"]]
+        assert sorted(ids) == sorted(id(p) for p in model.parameters())
+        decay = [(p.dim() >= 2) == (g["weight_decay"] > 0) for g in groups for p in g["params"]]
+        assert all(decay) or (name, optimizer) == ("lrt", "muon")
+        muon = {id(p) for g in groups if g["kind"] == "muon" for p in g["params"]}
+        matrices = {id(p) for n, p in model.named_parameters() if p.dim() == 2 and not n.startswith(("wte.", "head."))}
+        assert muon <= matrices and bool(muon) == (optimizer == "muon")
 
 
 @models

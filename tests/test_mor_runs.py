@@ -7,7 +7,6 @@ import torch
 import bench
 import model_mor
 import checkpoint
-import config
 import plot
 from run import TrainConfig
 import runs
@@ -17,8 +16,10 @@ import train
 
 def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
     """Logged fractions: all tokens take all recursions at step 0, half do after the warm-up. Its steps cost more. A
-    resumed run counts both as if it had not been stopped."""
-    runs.run("mor", tmp_path, data_dir, "capacity_warmup=4", stop_after=4)
+    resumed run counts both as if it had not been stopped, whatever step earlier versions saved with the weights."""
+    path = runs.run("mor", tmp_path, data_dir, "capacity_warmup=4", stop_after=4).folder / "ckpt.pt"
+    state = checkpoint.load_checkpoint(path)
+    checkpoint.save_checkpoint(path, {**state, "weights": {**state["weights"], "warmup_step": torch.tensor(6)}})
     trainer = runs.run("mor", tmp_path, data_dir, "resume=true")
     rows = [row for row in plot.read_log(trainer.folder / "log.jsonl") if "lr" in row]
     capacities = [(1 + (1 + math.cos(math.pi * step / 4)) / 2) / 2 for step in (1, 2, 3)]
@@ -28,43 +29,23 @@ def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
     assert [row["flops"] for row in rows] == pytest.approx([sum(cost[:step]) for step in range(1, 7)])
 
 
-def test_a_checkpoint_with_the_step_of_its_warm_up_loads(tmp_path, data_dir):
-    """Earlier versions saved it with the weights. It resumes, and starts a run of another warm-up."""
-    trainer = runs.run("mor", tmp_path, data_dir, "capacity_warmup=4")
-    path, weights = trainer.folder / "ckpt.pt", trainer.state()["weights"]
-    state = checkpoint.load_checkpoint(path)
-    checkpoint.save_checkpoint(path, {**state, "weights": {**weights, "warmup_step": torch.tensor(6)}})
-    assert checkpoint.fingerprint(checkpoint.load_checkpoint(path)) == checkpoint.fingerprint(state)
-    for keys in (["resume=true"], ["run=next", f"init_from={path}", "capacity_warmup=9"]):
-        new = train.setup(runs.arguments("mor", tmp_path, data_dir, *keys))
-        assert checkpoint.fingerprint(new.state()["weights"]) == checkpoint.fingerprint(weights)
-
-
-@pytest.mark.parametrize("keys", [[], ["router=token"]], ids=str)
-def test_evaluation_tells_what_decoding_does(keys, tmp_path, data_dir):
+def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
     """val_ce is that of the causal choice, val_ce_topk that of choosing among all. Fractions of depths add up,
     and the depth may be capped."""
-    trained = runs.run("mor", tmp_path, data_dir, *keys)
+    trained = runs.run("mor", tmp_path, data_dir)
     row = next(row for row in plot.read_log(trained.folder / "log.jsonl") if "val_ce" in row)
-    assert row["val_depth1"] + row["val_depth2"] == pytest.approx(1)
-    assert ("val_ce_topk" in row) == (not keys)
-    assert keys or row["val_ce_topk"] != row["val_ce"]
+    assert row["val_depth1"] + row["val_depth2"] == pytest.approx(1) and row["val_ce_topk"] != row["val_ce"]
     argv = [f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "eval_only=true"]
     capped, whole = (train.setup([*argv, f"exit_loop={loops}"]).evaluate() for loops in (1, 2))
-    assert capped["val_depth1"] == 1 and whole["val_depth1"] < 1
+    assert capped["val_depth1"] == 1 > whole["val_depth1"]
     assert capped["val_ce"] != whole["val_ce"] == trained.evaluate()["val_ce"]
 
 
 def test_a_budget_of_operations_sets_the_steps(tmp_path, data_dir):
-    trainer = runs.run("gpt", tmp_path, data_dir, "max_steps=1")
-    step = 2 * 16 * trainer.model.flops_per_token()
+    step = 2 * 16 * runs.run("gpt", tmp_path, data_dir, "max_steps=1").model.flops_per_token()
     trainer = runs.run("gpt", tmp_path / "b", data_dir, f"max_flops={4.5 * step}")
-    rows = plot.read_log(trainer.folder / "log.jsonl")
-    assert trainer.step == trainer.cfg.max_steps == rows[-1]["step"] == 4
-    assert rows[-1]["flops"] == pytest.approx(4 * step)
-    with pytest.raises(config.UserError, match="less than one step of"):
-        train.setup(runs.arguments("gpt", tmp_path / "c", data_dir, f"max_flops={0.9 * step}"))
-    assert not (tmp_path / "c").exists()
+    row = plot.read_log(trainer.folder / "log.jsonl")[-1]
+    assert trainer.step == trainer.cfg.max_steps == row["step"] == 4 and row["flops"] == pytest.approx(4 * step)
 
 
 def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
@@ -76,23 +57,17 @@ def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
     (tmp_path / "branch" / "r").mkdir(parents=True)
     (tmp_path / "long" / "r" / "step_2.pt").rename(tmp_path / "branch" / "r" / "ckpt.pt")
     branch = runs.run("mor", tmp_path / "branch", data_dir, "resume=true", "max_steps=4")
-    for ours, theirs in zip(branch.model.parameters(), short.model.parameters()):
-        assert torch.equal(ours, theirs)
+    assert checkpoint.fingerprint(branch.state()["weights"]) == checkpoint.fingerprint(short.state()["weights"])
 
 
 def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):
     runs.run("mor", tmp_path, data_dir)
-    runs.run("gpt", tmp_path / "gpt", data_dir, "max_steps=1")
     (tmp_path / "text.txt").write_text("def a(b):\n\treturn 1")
     capsys.readouterr()
     sample.main([str(tmp_path / "r"), f"prompt=FILE:{tmp_path / 'text.txt'}", f"depths={tmp_path / 'd.png'}"])
     shown = capsys.readouterr()
     assert shown.out.count("\033[0m") == 16 and "16 tokens, recursions 1:" in shown.err       # cropped to block_size
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
-    bad = ("gpt/r", "d.png", "is for a model that loops over depth"), ("r", "d.xyz", "d.xyz: Format")
-    for run, file, message in bad:
-        with pytest.raises(config.UserError, match=message):
-            sample.main([str(tmp_path / run), f"depths={tmp_path / file}"])
 
 
 def test_the_bench_runs(capsys):
@@ -107,13 +82,12 @@ def test_the_bench_runs(capsys):
 def test_dead_positions_are_those_of_the_whole_evaluation(tmp_path, data_dir):
     """In no row of any batch did they take the last recursion; each evaluation starts again."""
     trainer = runs.run("mor", tmp_path, data_dir, "eval_batches=6", "n_loop=4", "n_layer=6")
-    batches = trainer.batches.val_batches(6)
-    rows = [trainer.batches.cut(trainer.batches.val, batch)[0] for batch in batches]
+    rows = [trainer.batches.cut(trainer.batches.val, batch)[0] for batch in trainer.batches.val_batches(6)]
     model = trainer.model.eval()
     ever = torch.stack([(model.recursions(x) == 4).any(0) for x in rows])
     dead, each = 1 - ever.any(0).double().mean().item(), 1 - ever.double().mean().item()
     for _ in range(2):
         assert trainer.evaluate()["val_dead"] == pytest.approx(dead) != pytest.approx(each)
-    model.set_step(0)       # a process of two, of which only the other has a batch, waits for no one
+    model.set_step(0)       # a process of two, of which only the other has a batch, adds to the sum too
     sums = []
     assert model.end_evaluation(lambda *values: sums.append(values) or values) == {"dead": 1} and len(sums[0]) == 16
