@@ -8,11 +8,13 @@ Every table and picture of RESULTS.md, again: runs what is missing, then writes 
     python reproduce.py help                every key with its meaning
 
 An experiment is a file experiments/NAME.yaml: rows of keys for train.py, each trained with several
-seeds, and what of them to show (see Experiment). Its results are results/NAME.jsonl, a line for
-each command: what it was, its log and its evaluations. A command that has a line there is not run
-again. So a reproduction that was stopped goes on where it was. To repeat a run, delete its line:
-after a change of a file in configs/, too, which is not noticed.
+seeds, and what of them to show (see Experiment). The runs are out/NAME-*. The results are
+results/NAME.jsonl, a line for each command of train.py or bench.py (see record): one that has a
+line there is not run again, so a reproduction that was stopped goes on where it was. Only these
+commands are compared. To repeat a run after a change of the code or of configs/, delete its line
+and its folder, since a folder that is left is resumed.
 """
+import fcntl
 import hashlib
 import json
 import os
@@ -46,26 +48,27 @@ AXES = {"flops": "training FLOPs", "bpb": "bits per byte of training batches", "
 @dataclass
 class ReproduceConfig:
     jobs: int = 2               # runs at the same time, each on one thread
-    seeds: int = 0              # of each row (0: as many as its experiment says)
-    out_dir: str = "out"        # where the runs' folders are
 
     def __post_init__(self):
-        if self.jobs < 1 or self.seeds < 0:
-            raise ValueError(f"jobs={self.jobs} and seeds={self.seeds} must be at least 1 and 0")
+        if self.jobs < 1:
+            raise ValueError(f"jobs={self.jobs} must be at least 1")
 
 
 @dataclass
 class Experiment:
     """What experiments/NAME.yaml holds. A row is the keys of train.py, or a dict of
-      keys             the same. {LABEL} is the folder of another row's run with the same seed;
-      from             [LABEL, STEP]: resume a copy of that row's step_STEP.pt (keep_interval);
-      seeds, minutes, evaluate    instead of the experiment's;
-      COLUMN           the text of that column, where it is `text`.
+      keys               the same. {LABEL} is the folder of an earlier row's run of the same seed;
+      from               [LABEL, STEP]: resume a copy of that row's step_STEP.pt (keep_interval);
+      minutes, evaluate  instead of the experiment's;
+      COLUMN             the text of that column, where it is `text`.
 
-    A column is the name of a value and its format, such as `val_bpb .3f`: values of the last
-    evaluation, of the log's last line, of an evaluation (NAME.ce), of `bench.py runs`
-    (speed.decode_1_ms), or of the keys (keys.block); `options`: the row's keys. An axis of the
-    picture is such a name too; x: bins is for a y that is a list, such as eval.py's scores.
+    A column is the name of a value and its format, such as `val_bpb .3f`, or `text`, or `options`:
+    the row's keys. An axis of the picture has such a name too (x: bins where y is a list, such as
+    eval.py's scores). Values have the names of
+      the log            val_bpb, of the last evaluation; tokens, flops, of the last line;
+      an evaluation      NAME.ce, of eval.py;
+      bench.py runs      speed.decode_1_ms;
+      the configuration  keys.block.
 
     bench: arguments of bench.py, in which {rows} is the folders of all runs."""
     title: str
@@ -89,7 +92,14 @@ def load_experiments():
         values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         for key in values.keys() - set(names):
             raise UserError(f"{file.name}: {unknown_key(key, names)}")
-        found[file.stem] = Experiment(**values, name=file.stem)
+        for key in {"title", "tier"} - values.keys():
+            raise UserError(f"{file.name}: {key} is missing")
+        found[file.stem] = e = Experiment(**values, name=file.stem)
+        for label, row in e.rows.items():
+            row = row if isinstance(row, dict) else {"keys": row or ""}
+            e.rows[label] = {"keys": "", "minutes": e.minutes, "evaluate": e.evaluate, **row}
+            for key in row.keys() - {"keys", "minutes", "evaluate", "from", *e.columns}:
+                raise UserError(f"{file.name}: {label} has an unknown key {key!r}")
     return found
 
 
@@ -102,47 +112,55 @@ class Run:
     experiment: Experiment
     label: str
     seed: int
-    keys: str                   # of train.py, without run and out_dir
-    needs: list                 # the runs whose folders the keys name
     row: dict
+    keys: str                   # of train.py, without run
+    needs: list                 # the runs whose folders the keys name
+    start: str                  # the checkpoint that it is resumed from, or nothing
     folder: Path
     result: dict = None         # its line in results/NAME.jsonl
-    commit: str = ""            # when it was started
 
     @property
-    def minutes(self):
-        return self.row["minutes"]
+    def command(self):
+        return f"train.py {self.keys}" + f" from {self.start}" * bool(self.start)
 
 
 def read_results(experiment):
     """{command: the last line that has it} of results/NAME.jsonl."""
-    file = results_file(experiment)
-    try:
-        lines = [json.loads(line) for line in file.open()] if file.exists() else []
-    except ValueError as e:
-        raise UserError(f"{file}: a line is not JSON: {e}") from e
-    return {line["command"]: line for line in lines}
+    found, file = {}, results_file(experiment)
+    for n, text in enumerate(file.open() if file.exists() else [], 1):
+        try:
+            line = json.loads(text)
+        except ValueError as e:
+            raise UserError(f"{file}: line {n} is not JSON") from e
+        found[line["command"]] = line
+    return found
 
 
-def plan(experiment, cfg):
+def plan(experiment):
     """All runs of an experiment, in the order of its rows."""
     done, runs = read_results(experiment), {}
     for label, row in experiment.rows.items():
-        row = {"minutes": experiment.minutes, "evaluate": experiment.evaluate,
-               "seeds": experiment.seeds, **({"keys": row} if isinstance(row, str) else row)}
-        for seed in range(1, (cfg.seeds or row["seeds"]) + 1):
+        for seed in range(1, experiment.seeds + 1):
             keys = f"{experiment.keys} {row['keys']} seed={seed} sample_tokens=0"
-            labels = re.findall("{(.*?)}", keys) + row.get("from", [])[:1]
-            needs = [runs[label, seed] for label in labels]
-            for other in needs:         # the same command whatever out_dir is
-                keys = keys.replace("{%s}" % other.label, f"out/{other.folder.name}")
+            (source, step), needs, start = row.get("from", ("", 0)), [], ""
+            for other in [*re.findall("{(.*?)}", keys), *[source] * bool(source)]:
+                if (other, seed) not in runs:
+                    raise UserError(f"experiments/{experiment.name}.yaml: {label} starts from "
+                                    f"{other!r}, which is no row above it")
+                needs.append(runs[other, seed])
+                keys = keys.replace("{%s}" % other, f"out/{needs[-1].folder.name}")
             keys = " ".join(f"{k}={v}" for k, v in split_args(keys.split()).items())
+            if source:
+                start = f"out/{needs[-1].folder.name}/step_{step}.pt"
             # the folder's name tells the keys apart: a changed row does not go on from the old run
-            digest = hashlib.sha256(keys.encode()).hexdigest()[:6]
+            digest = hashlib.sha256((keys + start).encode()).hexdigest()[:6]
             slug = re.sub("[^a-z0-9]+", "_", label.lower()).strip("_")
-            folder = Path(cfg.out_dir) / f"{experiment.name}-{slug}-{seed}-{digest}"
-            runs[label, seed] = Run(experiment, label, seed, keys, needs, row, folder,
-                                    done.get(f"train.py {keys}"))
+            folder = HERE / "out" / f"{experiment.name}-{slug}-{seed}-{digest}"
+            run = Run(experiment, label, seed, row, keys, needs, start, folder)
+            line = done.get(run.command)
+            if line and line.get("evaluate", {}) == row["evaluate"]:
+                run.result = line
+            runs[label, seed] = run
     return list(runs.values())
 
 
@@ -165,32 +183,35 @@ def missing(runs):
 # -------------------------------------------------------------------------------------------------
 # runs
 
-def python(program, *args, threads="1", **options):
+def python(*command, one_thread=True, **options):
     """Start one of our programs."""
-    environment = {**os.environ, "OMP_NUM_THREADS": threads} if threads else None
-    return subprocess.Popen([sys.executable, HERE / program, *args], text=True, env=environment,
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if one_thread else None
+    return subprocess.Popen([sys.executable, *command], text=True, env=environment, cwd=HERE,
                             stderr=subprocess.STDOUT, **options)
 
 
 def start(run):
-    """Train, or go on with a run that was stopped. What it prints goes to FOLDER.txt."""
+    """Train, or go on with a run that was stopped. What it prints goes to FOLDER.txt, the commits
+    that it was made with to FOLDER.commit."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    ckpt = run.folder / "ckpt.pt"
-    if "from" in run.row and not ckpt.exists():
-        shutil.copy(run.needs[-1].folder / f"step_{run.row['from'][1]}.pt", ckpt)
-    keys, how = run.keys.replace("=out/", f"={run.folder.parent}/"), "overwrite"
+    ckpt, commits = run.folder / "ckpt.pt", Path(f"{run.folder}.commit")
+    keys, how, before = run.keys, "overwrite", ""
+    if run.start and not ckpt.exists():
+        shutil.copy(HERE / run.start, f"{ckpt}.copy")
+        os.replace(f"{ckpt}.copy", ckpt)
     if ckpt.exists():
         keys, how = re.sub(r"init_from=\S+", "", keys), "resume"
-    run.commit = commit()
+        before = commits.read_text() if commits.exists() else ""
+    if commit() not in before.split(", "):
+        commits.write_text(f"{before}, {commit()}".removeprefix(", "))
+    keys += f" run={run.folder.name} {how}=true"
     with open(f"{run.folder}.txt", "w") as out:
-        return python("train.py", *keys.split(), f"run={run.folder.name}",
-                      f"out_dir={run.folder.parent}", f"{how}=true", stdout=out)
+        return python("train.py", *keys.split(), stdout=out)
 
 
 def train_all(runs, jobs):
     """Train the runs, `jobs` at a time. Returns those that failed, and those that need them."""
     waiting, running, failed = list(runs), {}, []
-    begin, total, finished = time.time(), sum(r.minutes for r in runs), 0.0
     try:
         while waiting or running:
             failed += [r for r in waiting if set(r.needs) & set(failed)]
@@ -203,13 +224,12 @@ def train_all(runs, jobs):
             time.sleep(0.2)
             for process in [p for p in running if p.poll() is not None]:
                 run = running.pop(process)
-                good = process.returncode == 0 and record(run)
-                failed += [] if good else [run]
-                finished += run.minutes
-                left = (time.time() - begin) / 60 * (total / finished - 1)
+                good, left = process.returncode == 0 and record(run), [*waiting, *running.values()]
+                if not good:
+                    failed.append(run)
                 print(f"{run.experiment.name}: {run.label}, seed {run.seed}: "
                       f"{'done' if good else f'FAILED, see {run.folder}.txt'}; "
-                      f"{len(waiting) + len(running)} left, {duration(left)}", flush=True)
+                      f"{len(left)} left, about {minutes(left, jobs)}", flush=True)
     finally:                    # they save their state, and are resumed the next time
         for process in running:
             process.terminate()
@@ -219,17 +239,20 @@ def train_all(runs, jobs):
 
 
 def record(run):
-    """Evaluate a run that has been trained, and write its line. False if it was stopped, or if an
-    evaluation fails."""
+    """Evaluate a run that has been trained, and write its line: the command, the commits of the
+    code, the machine, keys (the whole configuration), the values of its last validation and of the
+    log's last line, those of eval.py, and about CURVE_POINTS lines of the log. False if it was
+    stopped, or if an evaluation fails."""
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
     if ckpt["step"] < ckpt["config"]["max_steps"]:      # stopped by a signal: resumed next time
         return False
-    every, last, weights = ckpt["config"]["log_interval"], ckpt["step"], ckpt["weights"].values()
-    # a run that was stopped has logged other steps too
-    steps = [row for row in log if "lr" in row and (row["step"] % every == 0
-                                                    or row["step"] == last)]
-    result = {"command": f"train.py {run.keys}", "commit": run.commit, "machine": machine(ckpt),
-              "parameters": sum({w.data_ptr(): w.numel() for w in weights}.values()),
+    # lines of training steps; a run that was stopped has logged other steps too
+    every = ckpt["config"]["log_interval"]
+    steps = [row for row in log if "lr" in row and row["step"] % every == 0]
+    tied = {w.data_ptr(): w.numel() for w in ckpt["weights"].values()}      # tied ones count once
+    result = {"command": run.command, "evaluate": run.row["evaluate"],
+              "commit": Path(f"{run.folder}.commit").read_text(),
+              "machine": machine(ckpt["config"]["device"]), "parameters": sum(tied.values()),
               "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steps),
               "keys": ckpt["config"],
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
@@ -241,7 +264,7 @@ def record(run):
         if process.wait():
             return False
         result[name] = json.loads(file.read_text())
-    points = steps[-1::-max(1, round(len(steps) / CURVE_POINTS))][::-1]
+    points = steps[::-max(1, round(len(steps) / CURVE_POINTS))][::-1]       # the last one too
     points += [row for row in log if "val_ce" in row]
     result["log"] = [{k: v for k, v in row.items() if k.startswith("val_")
                       or k in (*LOG_KEYS, "ce", "bpb", "token_accuracy")} for row in points]
@@ -259,23 +282,27 @@ def benches(experiment, runs):
 
 def measure(experiment, runs):
     """Make the calls of bench.py that have no line yet, one after the other, with nothing else
-    running; not if a run is missing."""
-    file = Path(f"{experiment.name}.json")
-    for command, line in benches(experiment, runs).items():
-        if line or not all(run.result and (run.folder / "ckpt.pt").exists() for run in runs):
+    running. Returns those that failed, or that lack a run."""
+    file, failed = HERE / "out" / f"{experiment.name}.json", []
+    for command in [command for command, line in benches(experiment, runs).items() if not line]:
+        if gone := [run for run in runs if not (run.result and (run.folder / "ckpt.pt").exists())]:
+            print(f"{command[:60]} needs {gone[0].folder}")
+            failed.append(command)
             continue
-        place = runs[0].folder.parent if runs else ""
-        words = [word.replace("out/", f"{place}/") for word in command.split()]
-        extra = [f"json={file}"] if "runs" in words else []
-        process = python(*words, *extra, threads=None, stdout=subprocess.PIPE)
+        extra = [f"json={file}"] if "bench.py runs" in command else []
+        process = python(*command.split(), *extra, one_thread=False, stdout=subprocess.PIPE)
         output = process.communicate()[0]
         if process.returncode:
-            raise UserError(f"{command}: {(output.strip() or 'no output').splitlines()[-1]}")
-        line = {"command": command, "commit": commit(), "output": output}
+            print(f"{command}: {(output.strip() or 'no output').splitlines()[-1]}")
+            failed.append(command)
+            continue
+        line = {"command": command, "commit": commit(), "machine": machine("auto"),
+                "output": output}
         if extra:
             line["speed"] = {Path(f).name: v for f, v in json.loads(file.read_text()).items()}
             file.unlink()
         append(experiment, line)
+    return failed
 
 
 def results_file(experiment):
@@ -292,8 +319,8 @@ def append(experiment, line):
             f.write(json.dumps(line) + "\n")
 
 
-def machine(ckpt):
-    device = pick_device(ckpt["config"]["device"])
+def machine(device):
+    device = pick_device(device)
     where = device_name(device) if device.type == "cuda" else "CPU"
     return f"{where}, torch {torch.__version__}, Python {platform.python_version()}"
 
@@ -323,8 +350,9 @@ def cell(results, name, form):
     if not values:
         return ""
     text = format(statistics.fmean(values), form)
-    same = len(set(values)) == 1
-    return text if same else f"{text} ± {format(statistics.stdev(values), form.strip('+'))}"
+    if len(set(values)) == 1:
+        return text
+    return f"{text} ± {format(statistics.stdev(values), form.strip('+'))}"
 
 
 def table(experiment, runs, measured):
@@ -338,23 +366,23 @@ def table(experiment, runs, measured):
         few = f" ({len(results)} of {len(mine)} seeds)" if len(results) < len(mine) else ""
         cells = [label + few]
         for title, what in columns.items():
-            cells.append(mine[0].row.get(title, "") if what == "text" else
-                         f"`{mine[0].row['keys']}`" if what == "options" else
-                         cell(results, *what.split()))
+            row = mine[0].row
+            own = {"text": row.get(title, ""), "options": f"`{row['keys']}`"}
+            cells.append(own[what] if what in own else cell(results, *what.split()))
         if results:
             lines.append("| " + " | ".join(cells) + " |")
     made = [run.result for run in runs if run.result]
-    lines = [*lines, ""] if made else []
-    lines.append(f"`python reproduce.py {experiment.name}`: ")
+    said = []
     if made:
-        took = duration(sum(run["seconds"] for run in made) / 60)
-        lines[-1] += f"{len(made)} runs, {took} of a core; "
-        seeds = max(run.seed for run in runs)
-        lines[-1] += f"mean ± standard deviation of {seeds} seeds; " if seeds > 1 else "one seed; "
-    for key in "commit", "machine":
-        found = list(dict.fromkeys(line[key] for line in [*made, *measured] if key in line))
-        lines[-1] += ("commit " * (key == "commit") + ", ".join(found) + "; ") * bool(found)
-    lines[-1] = lines[-1].removesuffix("; ")
+        many = experiment.seeds > 1
+        said = [f"{len(made)} runs, {duration(sum(run['seconds'] for run in made) / 60)} of a core",
+                f"mean ± standard deviation of {experiment.seeds} seeds" if many else "one seed"]
+    for key, word in ("commit", "commit "), ("machine", ""):
+        found = [line[key] for line in [*made, *measured] if key in line]
+        if found:
+            said.append(word + ", ".join(dict.fromkeys(", ".join(found).split(", "))))
+    lines = [*lines, ""] if made else []
+    lines.append(f"`python reproduce.py {experiment.name}`: {'; '.join(said)}")
     for line in [line for line in measured if "speed" not in line]:     # those are in the columns
         lines += ["", "```", f"$ python {line['command']}", line["output"].rstrip(), "```"]
     return "\n".join(lines)
@@ -409,10 +437,10 @@ def write(experiment, runs):
     measured = [line for line in benches(experiment, runs).values() if line]
     if not measured and not any(run.result for run in runs):
         return
-    for run in runs:
-        for line in measured:
-            if run.result and "speed" in line:
-                run.result["speed"] = line["speed"].get(run.folder.name)
+    for line in read_results(experiment).values():      # measured with other rows, too
+        for run in [run for run in runs if run.result]:
+            if speed := line.get("speed", {}).get(run.folder.name):
+                run.result["speed"] = speed
     text = table(experiment, runs, measured)
     print(f"\n{experiment.title}\n\n{text}")
     marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -429,6 +457,11 @@ def write(experiment, runs):
 
 # -------------------------------------------------------------------------------------------------
 
+def minutes(runs, jobs=1):
+    """How long they take, as text."""
+    return duration(sum(run.row["minutes"] for run in runs) / jobs)
+
+
 def duration(minutes):
     return f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.0f} minutes"
 
@@ -437,18 +470,19 @@ def main(argv):
     if asks_help(argv):
         return print(help_text(ReproduceConfig))
     cfg = typed_config(ReproduceConfig, split_args([a for a in argv if "=" in a]))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # train_all stops its runs
+    for number in (signal.SIGTERM, signal.SIGHUP):      # train_all stops its runs
+        signal.signal(number, lambda *_: sys.exit(143))
     experiments, names = load_experiments(), [a for a in argv if "=" not in a]
     for name in names:
         if name not in (allowed := [*experiments, *TIERS, "write"]):
             raise UserError(unknown_key(name, allowed))
-    plans = {name: plan(experiment, cfg) for name, experiment in experiments.items()}
+    plans = {name: plan(experiment) for name, experiment in experiments.items()}
     if not names:
         for name, runs in plans.items():
             e, rest = experiments[name], missing(runs)
             calls = list(benches(e, runs).values())
             print(f"{e.tier:5} {name:16} {len(runs) - len(rest):3} of {len(runs):3} runs done, "
-                  f"{duration(sum(run.minutes for run in rest)):>10} of a core left"
+                  f"{minutes(rest):>10} of a core left"
                   + f", {calls.count(None)} of {len(calls)} benchmarks left" * (None in calls)
                   + f": {e.title}")
         return
@@ -456,15 +490,21 @@ def main(argv):
     chosen = [e for e in experiments.values() if names == ["write"] or {e.name, e.tier} & {*names}]
     todo = [] if only_write else missing([run for e in chosen for run in plans[e.name]])
     jobs = min([cfg.jobs, *(e.jobs for e in chosen if e.jobs)])
-    print(f"{len(todo)} runs, {duration(sum(run.minutes for run in todo) / jobs)} with {jobs} jobs",
-          flush=True)
+    print(f"{len(todo)} runs, {minutes(todo, jobs)} with {jobs} jobs", flush=True)
+    if todo:
+        (HERE / "out").mkdir(exist_ok=True)
+        lock = open(HERE / "out" / "reproduce.lock", "w")       # held until this process ends
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise UserError("another reproduce.py is training here") from e
     failed = train_all(todo, jobs)
     for e in chosen:
         if not only_write:
-            measure(e, plans[e.name])
+            failed += measure(e, plans[e.name])
         write(e, plans[e.name])
     if failed:
-        raise UserError(f"{len(failed)} runs failed; the same command tries them again")
+        raise UserError(f"{len(failed)} runs or benchmarks failed; the same command tries again")
 
 
 if __name__ == "__main__":

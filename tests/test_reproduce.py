@@ -27,7 +27,7 @@ EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 1,
 def test_the_keys_of_every_experiment_are_known(name):
     experiment = reproduce.load_experiments()[name]
     assert experiment.tier in reproduce.TIERS and (experiment.rows or experiment.bench)
-    for run in reproduce.plan(experiment, reproduce.ReproduceConfig(seeds=1)):
+    for run in reproduce.plan(experiment):
         read_config([key for key in run.keys.split() if not key.startswith("init_from=")] + ["run=r"])
 
 
@@ -44,7 +44,7 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
         (copy / "experiments" / "trial.yaml").write_text(json.dumps(trial))
         return subprocess.run([sys.executable, "reproduce.py", "trial"], cwd=copy, text=True, capture_output=True)
     p = call(evaluate={"half": "no_such_key=1"})
-    assert p.returncode == 2 and "3 runs failed" in p.stderr and "Traceback" not in p.stderr
+    assert p.returncode == 2 and "4 runs or benchmarks failed" in p.stderr and "Traceback" not in p.stderr
     p = call()
     assert p.returncode == 0, p.stdout + p.stderr
     written = (copy / "README.md").read_text()
@@ -66,11 +66,23 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     assert p.returncode == 0 and p.stdout.startswith("1 runs") and len(file.read_text().splitlines()) == 4
 
 
+@pytest.mark.parametrize("text, message", [
+    ("title: a", "tier is missing"), ("title: a\ntier: cpu\nrow: 5", "unknown key 'row'"),
+    ("title: a\ntier: cpu\nrows: {x: {minute: 5}}", "x has an unknown key 'minute'"),
+    ("title: a\ntier: cpu\nrows: {x: 'init_from={y}', y: ''}", "x starts from 'y', which is no row above it")])
+def test_mistakes_in_an_experiment_are_named(text, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "trial.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        reproduce.plan(reproduce.load_experiments()["trial"])
+
+
 def test_damaged_results_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "trial.jsonl").write_text('{"command": "a"}\n{"comm')
-    with pytest.raises(UserError, match="trial.jsonl: a line is not JSON"):
+    with pytest.raises(UserError, match="trial.jsonl: line 2 is not JSON"):
         reproduce.read_results(reproduce.Experiment("", "cpu", name="trial"))
 
 
