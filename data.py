@@ -21,7 +21,7 @@ class TokenData:
 
     def __init__(self, folder, split):
         """UserError if the folder is not a data set, or one that is damaged."""
-        self.folder, self.meta = Path(folder), read_meta(folder)
+        self.folder, self.split, self.meta = Path(folder), split, read_meta(folder)
         self.vocab_size, splits = self.meta["vocab_size"], self.meta["splits"]
         self.dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
         if split not in splits:
@@ -129,28 +129,18 @@ def check_size(path, expected):
 # ------------------------------------------------------------------------------------------------
 # batches
 
-class TextBatches:
-    """Micro-batches of a prepared data set. A window starts at any token; the windows of one
-    optimizer step are drawn together, so who computes which of them changes nothing."""
+class Windows:
+    """A text to validate on, cut into windows of block_size + 1 tokens: inputs, and the targets
+    one token later. rows: windows in a batch."""
 
-    def __init__(self, folder, cfg, block_size):
-        self.train, self.val = TokenData(folder, "train"), TokenData(folder, "val")
-        self.seed, self.rows = cfg.seed, cfg.batch_size
-        self.accumulation = cfg.gradient_accumulation_steps
-        self.length = block_size + 1            # inputs, and the targets one token later
-        for split, data in (("train", self.train), ("val", self.val)):
-            if data.n_windows(self.length) < 1:
-                raise UserError(f"block_size={block_size} is too long for {folder}: its {split} "
-                                f"text has {data.tokens} tokens")
-        self.micro_batch(0, 0)                  # finds damaged files before anything is written
+    def __init__(self, val, rows, block_size):
+        self.val, self.rows, self.length = val, rows, block_size + 1
+        self.check(val)
 
-    def micro_batch(self, step, index):
-        """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets,
-        each (batch_size, block_size) int64."""
-        rng = np.random.default_rng(np.random.SeedSequence([self.seed, step]))
-        n_windows = self.train.n_windows(self.length)
-        starts = rng.integers(0, n_windows, self.rows * self.accumulation)
-        return self.cut(self.train, starts[index * self.rows:(index + 1) * self.rows])
+    def check(self, data):
+        if data.n_windows(self.length) < 1:
+            raise UserError(f"block_size={self.length - 1} is too long for {data.folder}: its "
+                            f"{data.split} text has {data.tokens} tokens")
 
     def val_batches(self, limit):
         """The validation text in windows, each token predicted once (the last few may be left
@@ -164,6 +154,26 @@ class TextBatches:
         import torch  # here: prepare.py, which reads data sets too, starts faster without it
         windows = torch.from_numpy(data.windows(starts, self.length))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+class TextBatches(Windows):
+    """Micro-batches of a prepared data set. A window starts at any token; the windows of one
+    optimizer step are drawn together, so who computes which of them changes nothing."""
+
+    def __init__(self, folder, cfg, block_size):
+        self.train = TokenData(folder, "train")
+        super().__init__(TokenData(folder, "val"), cfg.batch_size, block_size)
+        self.check(self.train)
+        self.seed, self.accumulation = cfg.seed, cfg.gradient_accumulation_steps
+        self.micro_batch(0, 0)                  # finds damaged files before anything is written
+
+    def micro_batch(self, step, index):
+        """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets,
+        each (batch_size, block_size) int64."""
+        rng = np.random.default_rng(np.random.SeedSequence([self.seed, step]))
+        n_windows = self.train.n_windows(self.length)
+        starts = rng.integers(0, n_windows, self.rows * self.accumulation)
+        return self.cut(self.train, starts[index * self.rows:(index + 1) * self.rows])
 
     def sizes(self):
         return f"{self.train.tokens:,} tokens to train on, {self.val.tokens:,} to validate"

@@ -3,28 +3,29 @@ Evaluation of a trained model, for every model: its loss by position and by cont
 the tasks of lm-evaluation-harness.
 
     python eval.py out/gpt_tiny                     all of the run's validation text
-    python eval.py out/gpt_tiny/best.pt dataset=file:notes.txt      that of another data set
+    python eval.py out/gpt_tiny/best.pt text=notes.txt      a text file
     python eval.py out/rt_tiny lengths=1,2,4        longer contexts than in training
     python eval.py out/mor_tiny exit_loop=2 json=two.json   at most 2 recursions; to a file too
     python eval.py out/gpt_tiny tasks=hellaswag,piqa        after: pip install lm_eval
     python eval.py help                             every key with its meaning
 
-Keys of train.py replace the run's values: dataset (of the run's tokenizer), data_dir,
-batch_size, device, dtype. So do keys of the model that its weights do not depend on:
-fast, exit_loop, block_size.
+Keys of train.py replace the run's values: dataset (one that was prepared with the very
+tokenizer of the run), data_dir, batch_size, device, dtype. So do keys of the model that its
+weights do not depend on: fast, exit_loop, block_size (the longest context that it reads).
 
 All losses are those of decoding: lrt computes its exact chain, mor routes without
 later tokens.
 
 Counted tokens: the text is cut into windows of the longest of `lengths`, none of which
-crosses from one file into the next. Every token of a window is predicted, the first from
-one token before it. What does not fill a window is left out. For shorter lengths the same
-windows are cut into pieces, so that all lengths predict the same tokens. batches=N takes
-windows spread evenly over it.
+crosses from one .bin file of the data set into the next. Every token of a window is
+predicted, the first from one token before it. What does not fill a window is left out. For
+shorter lengths the same windows are cut into pieces, so that all lengths predict the same
+tokens. batches=N takes windows spread evenly over it.
 
-Tasks: a context that is too long for the model (block_size) loses its first tokens. A
-long document is read in windows of block_size. A task may bring code: run those you
-trust.
+Tasks: a context that is too long for the model (block_size) loses its first tokens; where
+an answer is written, room for it is kept, up to half of block_size. A long document is read
+in windows of block_size. Texts begin without a token for their beginning, Llama's too. A
+task may bring code: run those you trust.
 """
 import copy
 import json
@@ -32,14 +33,15 @@ import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
 from checkpoint import checkpoint_file, load_checkpoint
-from config import (UserError, asks_help, help_text, model_module, run_cli, split_args,
-                    typed_config, unknown_key, writing)
-from data import TextBatches, bits_per_byte
+from config import (UserError, asks_help, help_text, model_module, read_bytes, run_cli,
+                    split_args, typed_config, unknown_key, writing)
+from data import TokenData, Windows, bits_per_byte
 from harness import evaluate_tasks, load_tasks, print_tasks
 from limits import check_run_fits
 from run import (autocast, check_tokenizer, device_name, make_model, open_data, pick_device,
@@ -52,6 +54,7 @@ from tokenizer import load_tokenizer
 class EvalConfig:
     lengths: str = "1"      # context lengths in units of the trained one: 1,2,4
     batches: int = 0        # batches of batch_size trained lengths (0: all the text)
+    text: str = ""          # predict this file, all of it, instead of a data set
     json: str = ""          # write the numbers into this file
     tasks: str = ""         # evaluate on these tasks, with commas between, instead of a text
     num_fewshot: int = -1   # solved examples before each question (-1: as the task says)
@@ -62,6 +65,12 @@ class EvalConfig:
         for name, least in ("batches", 0), ("num_fewshot", -1), ("limit", 0):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        task_keys = dict(num_fewshot=-1, limit=0, include_path="")
+        text_keys = dict(lengths="1", batches=0, text="")
+        for name, default in (text_keys if self.tasks else task_keys).items():
+            if getattr(self, name) != default:
+                which = "" if self.tasks else "out"
+                raise ValueError(f"{name}= is of no use with{which} tasks=")
         if not re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", self.lengths):
             raise ValueError(f"lengths={self.lengths:.60} must be whole numbers: 1,2,4")
         if any(self.units()[-1] % k for k in self.units()):
@@ -103,6 +112,24 @@ def open_run(path, given):
 # -------------------------------------------------------------------------------------------------
 # a text
 
+class FileTokens(TokenData):
+    """A text file in the place of a data set."""
+
+    def __init__(self, path, tokenizer):
+        try:
+            text = read_bytes(path).decode()
+        except OSError as e:
+            raise UserError(f"text={path} cannot be read: {e.strerror}") from e
+        except UnicodeDecodeError as e:
+            raise UserError(f"text={path} is not UTF-8 (byte {e.start})") from e
+        self.folder, self.split, self.bytes = path, "whole", len(text.encode())
+        self.ids = np.array(tokenizer.encode(text), dtype=np.int64)
+        self.tokens, self.counts = len(self.ids), np.array([len(self.ids)])
+
+    def read(self, k, where):
+        return self.ids[where]
+
+
 @torch.no_grad()
 def losses(model, batches, windows, length, units):
     """Mean cross-entropy at each position, {k: (k length,) float64} for each k of units, all from
@@ -127,7 +154,7 @@ def agreement(model, inputs):
     whole = copy.copy(model)
     whole.cfg = replace(model.cfg, exit_loop=0)
     same = [model(x)[0].argmax(-1) == whole(x)[0].argmax(-1) for x in inputs]       # (B, T) each
-    return float(torch.cat(same).double().mean())
+    return float(torch.cat(same).float().mean())
 
 
 @torch.no_grad()
@@ -146,7 +173,10 @@ def score_bins(model, inputs):
 
 def by_position(nats):
     """Means over positions 0-15, 16-31, 32-63, ...: {"0-15": nats}."""
-    edges = [0, *(16 << n for n in range(50) if 16 << n < len(nats)), len(nats)]
+    edges = [0, 16]
+    while edges[-1] < len(nats):
+        edges.append(2 * edges[-1])
+    edges[-1] = len(nats)
     return {f"{a}-{b - 1}": float(nats[a:b].mean()) for a, b in zip(edges, edges[1:])}
 
 
@@ -158,8 +188,11 @@ def evaluate_text(model, run, ckpt, cfg):
         raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
                         f"that this model reads (block_size={limit})")
     run = replace(run, batch_size=max(1, run.batch_size // units[-1]))
-    batches = TextBatches(open_data(run), run, longest)
-    check_tokenizer(ckpt, batches.val, "the model")
+    if cfg.text:
+        data = FileTokens(cfg.text, load_tokenizer(ckpt["tokenizer"]))
+    else:
+        check_tokenizer(ckpt, data := TokenData(open_data(run), "val"), "the model")
+    batches = Windows(data, run.batch_size, longest)
     windows = batches.val_batches(cfg.batches)
     results = {}
     for k, nats in losses(model, batches, windows, length, units).items():
@@ -174,6 +207,9 @@ def evaluate_text(model, run, ckpt, cfg):
         result["agreement"] = agreement(model, inputs)
     if hasattr(model, "routers"):
         result["scores"] = score_bins(model, inputs)
+    if hasattr(model, "recursions"):
+        taken = torch.cat([model.recursions(x).float() for x in inputs])
+        result["recursions"] = float(taken.mean())
     return result
 
 
@@ -190,6 +226,8 @@ def print_text(result):
     names = {name for found in lengths for name in found["positions"]}
     for name in sorted(names, key=lambda name: [int(end) for end in name.split("-")]):
         row(f"ce at {name}", [found["positions"].get(name, "") for found in lengths])
+    if "recursions" in result:
+        print(f"recursions a token: {result['recursions']:.2f}")
     if "agreement" in result:
         print(f"same likeliest token as after all loops: {result['agreement']:.1%} of the tokens")
     for recursion, bins in result.get("scores", {}).items():
@@ -218,6 +256,7 @@ def main(argv):
     print(f"{paths[0]}: model {ckpt['model']}, step {ckpt['step']}, {device_name(device)}")
     (print_tasks if tasks else print_text)(result)
     if cfg.json:
+        result = {"run": str(paths[0]), "model": ckpt["model"], "step": ckpt["step"], **result}
         with writing(cfg.json):
             Path(cfg.json).write_text(json.dumps(result, indent=2) + "\n")
 

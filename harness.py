@@ -1,6 +1,8 @@
 """
 Our models in lm-evaluation-harness (Gao et al.; pip install lm_eval): the tasks of eval.py tasks=...
 """
+import random
+
 import torch
 from tqdm import tqdm
 
@@ -103,6 +105,7 @@ class HarnessModel:
 def load_tasks(cfg):
     """lm_eval's tasks by name, with their data."""
     need("lm_eval")
+    random.seed(0)      # as lm_eval's simple_evaluate: some tasks shuffle their choices
     from lm_eval.tasks import TaskManager
     names, folder = cfg.tasks.split(","), cfg.include_path
     manager = TaskManager(include_path=folder or None, include_defaults=not folder)
@@ -129,7 +132,7 @@ def evaluate_tasks(model, tokenizer, tasks, batch_size, limit=0):
     try:
         found = evaluate(harness_model(model, tokenizer, batch_size), tasks,
                          limit=limit or None, log_samples=False)
-    except ValueError as e:     # more shots than a task has examples; a task that runs programs
+    except (ValueError, AssertionError) as e:   # more shots than examples; a task that runs code
         raise UserError(f"tasks={','.join(tasks['tasks'])}: {first_line(e)}") from e
     numbers = lambda values: {key: v for key, v in values.items() if isinstance(v, float)}
     return {"tasks": {name: numbers(values) for name, values in found["results"].items()}}
@@ -138,4 +141,4 @@ def evaluate_tasks(model, tokenizer, tasks, batch_size, limit=0):
 def print_tasks(result):
     for name, values in result["tasks"].items():
         for metric, value in values.items():
-            print(f"{name:24}{metric:32}{value:12.4f}")
+            print(f"{name:24} {metric:32}{value:12.4f}")

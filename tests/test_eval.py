@@ -1,5 +1,6 @@
 """eval.py: its loss against train.py's and cross_entropy; lm_eval's tasks, by all models and transformers' Llama."""
 import json
+import math
 
 import numpy as np
 import pytest
@@ -60,6 +61,20 @@ def test_exits_and_routers_are_looked_at(trained, data_dir):
         scores = evaluate(run)["scores"]["2"]
         assert sum(scores) == pytest.approx(1) and scores != [0.1] * 10
         assert sum(scores[5:]) == pytest.approx(float((model.recursions(idx) >= 2).double().mean()))
+        assert evaluate(run)["recursions"] == pytest.approx(float(model.recursions(idx).double().mean()))
+
+
+def test_a_text_file_is_predicted_whole(trained, tmp_path):
+    run, _ = trained
+    (tmp_path / "notes.txt").write_text(text := "words é and more words, " * 9)
+    ids, model = torch.tensor(list(text.encode())), load_run(run)[0]
+    n = (len(ids) - 1) // 24
+    nats = F.cross_entropy(model.requires_grad_(False)(ids[:24 * n].view(n, 24))[0].flatten(0, 1), ids[1:24 * n + 1])
+    found = evaluate(run, f"text={tmp_path}/notes.txt")
+    assert found["ce"] == pytest.approx(float(nats), rel=1e-5) and found["tokens"] == 24 * n
+    assert found["bpb"] == pytest.approx(found["ce"] / math.log(2))
+    with pytest.raises(UserError, match="text=.*missing.txt cannot be read"):
+        evaluate(run, f"text={tmp_path}/missing.txt")
 
 
 def test_all_lengths_predict_the_same_tokens(trained, data_dir, capsys):
