@@ -2,7 +2,7 @@
 Every table and picture of RESULTS.md, again: runs what is missing, then writes them.
 
     python reproduce.py                     the experiments, what is done, the time for the rest
-    python reproduce.py quick               a tier: quick (10 minutes of two cores), cpu, gpu
+    python reproduce.py quick               a tier: quick (5 minutes of two cores), cpu, gpu
     python reproduce.py rt_blocks lrt_s3    experiments by name
     python reproduce.py write               no runs: only tables and pictures (of all, or some)
     python reproduce.py help                every key with its meaning
