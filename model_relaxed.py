@@ -122,7 +122,7 @@ class RelaxedLinear(nn.Module):
 
     def forward(self, x, use):
         """x (..., in) -> (..., out). use: u; or, for packed tokens (1, N, in) of
-        several depths, (N, n_loop) with a 1 at each token's u."""
+        several depths, (N, n_loop, 1) with a 1 at each token's u."""
         if not self.rank:
             return F.linear(x, self.weight)
         if not self.fast:
@@ -133,7 +133,7 @@ class RelaxedLinear(nn.Module):
         if isinstance(use, int):
             return F.linear(x, self.weight) + F.linear(x, self.a[use]) @ self.b[use]
         return torch.stack([self.naive(x[:, n], u)                      # token by token
-                            for n, u in enumerate(use.argmax(1).tolist())], 1)
+                            for n, u in enumerate(use[..., 0].argmax(1).tolist())], 1)
 
     # The fast path: the same sum. Forming W' + B A costs r in out, applying A and B to N tokens
     # costs N r (in + out); the cheaper of the two is taken.
@@ -150,9 +150,9 @@ class RelaxedLinear(nn.Module):
         return torch.addmm(self.weight, self.b[u].t(), self.a[u]) if self.rank else self.weight
 
     def mixed_uses(self, x, use):
-        x, n_loop = x[0], use.size(1)                                   # (N, in)
+        x = x[0]                                                        # (N, in)
         low = F.linear(x, self.a.flatten(0, 1))                         # (N, n_loop r): every A
-        own = low.unflatten(1, (n_loop, -1)) * use[..., None]           # (N, n_loop, r): its own
+        own = low.view(len(x), -1, self.rank) * use                     # (N, n_loop, r): its own
         return torch.addmm(F.linear(x, self.weight), own.flatten(1), self.b.flatten(0, 1))[None]
 
 
@@ -168,8 +168,12 @@ class HeadNorm(nn.Module):
     def forward(self, x, use):
         if not len(self.weights):
             return x
-        weight = self.weights[use] if isinstance(use, int) else use @ torch.stack([*self.weights])
-        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * weight.to(x.dtype)   # (D,) or (N, D)
+        if isinstance(use, int):
+            return self.normed(x, self.weights[use])                    # (D,)
+        return self.normed(x, use[..., 0] @ torch.stack([*self.weights]))       # (N, D)
+
+    def normed(self, x, weight):
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * weight.to(x.dtype)
 
 
 def relax_linears(module, cfg):
@@ -394,7 +398,7 @@ class Model(LanguageModel):
             raise ValueError("share=sequence: tokens of several depths need share=cycle")
         h = h[None]                                                     # (1, N, C)
         if not alike:
-            use = F.one_hot(depth, cfg.n_loop).to(h)                    # (N, n_loop)
+            use = F.one_hot(depth, cfg.n_loop).to(h)[..., None]         # (N, n_loop, 1)
         for layer, (k, u) in enumerate(self.loop_layers(first)):
             h = self.blocks[k](h, layer, u if alike else use, context)
         return h[0]
@@ -405,22 +409,25 @@ class Model(LanguageModel):
         return [self.cfg.block_and_use(layer) for layer in range(depth * K, depth * K + K)]
 
     def projection(self, depth):
-        """What projects a loop's keys and values from a state: the (W' + B A) diag(g) of wk and wv
-        of each layer, (2 K G D, C). One product, as all layers read the same state."""
+        """What gives a loop's keys and values of a state: the (W' + B A) diag(g) of wk and wv of
+        each layer, (2 K G D, C), and the weights of its keys' norm (K, 1, 1, D). One product and
+        one norm, as all layers read the same state."""
         parts = [(self.blocks[k], u) for k, u in self.loop_layers(depth)]
-        return torch.cat([w.merged(u) * block.norm1.weight for block, u in parts
-                          for w in (block.attn.wk, block.attn.wv)])
+        weights = torch.cat([w.merged(u) * block.norm1.weight for block, u in parts
+                             for w in (block.attn.wk, block.attn.wv)])
+        norms = [block.attn.k_norm.weights[u] for block, u in parts] if self.cfg.qk_norm else []
+        return weights, torch.stack(norms)[:, None, None] if norms else None
 
-    def propagate(self, h, depth, projection, context):
-        """Give loop `depth` (an int) keys and values of tokens that exited before it,
-        projected from the states h (N, C) they exited with (fill=propagate)."""
-        cfg = self.cfg
-        kv = F.linear(F.rms_norm(h, h.shape[-1:], eps=cfg.norm_eps), projection)
+    def propagate(self, h, projection, context):
+        """Give a loop keys and values of tokens that exited before it, projected from
+        the states h (N, C) they exited with (fill=propagate)."""
+        cfg, (weights, norms) = self.cfg, projection
+        kv = F.linear(F.rms_norm(h, h.shape[-1:], eps=cfg.norm_eps), weights)
         kv = kv.view(-1, cfg.n_stored, 2, cfg.n_kv_head, cfg.head_dim)
-        kv = kv.permute(1, 2, 3, 0, 4)                                  # (K, 2, G, N, D)
-        for layer, (k, u) in enumerate(self.loop_layers(depth)):
-            keys = self.blocks[k].attn.k_norm(kv[layer, :1], u)         # (1, G, N, D)
-            context.write(layer, keys, kv[layer, 1:])
+        k, v = kv.permute(2, 1, 3, 0, 4)                                # (K, G, N, D) both
+        if norms is not None:
+            k = self.blocks[0].attn.k_norm.normed(k, norms)
+        context.write(k, v)
 
     def finish(self, h, context):
         """States after any loop -> what logits() reads."""

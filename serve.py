@@ -189,12 +189,13 @@ class RaggedBatch:
             group.attend(layer, q, new, out)
         return out.transpose(0, 1)[None]
 
-    def write(self, layer, k, v):
-        """Write k, v (1, G, N, D) of tokens that are all at one level, without attending."""
-        kv = self.cache.buffer(int(self.level[0]), layer, int(self.entry.max()) + 1)
-        slot = torch.from_numpy(self.slot[self.row]).to(kv.device)
-        entry = torch.from_numpy(self.entry).to(kv.device)
-        kv[slot, :, :, entry] = self.pack(k, v).to(kv.dtype)
+    def write(self, k, v):
+        """Write k, v (layers, G, N, D) of tokens that are all at one level, without attending."""
+        new = torch.stack([self.rotated(k), v], 1).permute(0, 3, 1, 2, 4)   # (layers, N, 2, G, D)
+        slot, entry = (torch.from_numpy(x).to(k.device) for x in (self.slot[self.row], self.entry))
+        for layer, rows in enumerate(new):
+            kv = self.cache.buffer(int(self.level[0]), layer, int(self.entry.max()) + 1)
+            kv[slot, :, :, entry] = rows.to(kv.dtype)
 
 
 # ---- when a token may exit ----
@@ -456,7 +457,7 @@ class Engine:
             h = torch.cat([state for _, old in some for _, state in old])
             if depth not in self.projections:   # weights stay as they are
                 self.projections[depth] = self.model.projection(depth)
-            self.model.propagate(h, depth, self.projections[depth], context)
+            self.model.propagate(h, self.projections[depth], context)
             for slot, old in some:
                 self.defer(slot, old)
 
