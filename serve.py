@@ -284,7 +284,8 @@ class Engine:
         self.oracle, self.rule = exit == "oracle", exit_rule(exit, self.n_loop)
         self.sampling, self.seed = (temperature, top_k, top_p, repetition_penalty), seed
         self.clock, self.sleep, self.device = clock, sleep, w.device
-        self.projections = {}           # fill=propagate: the model's, by depth
+        if self.fill == "propagate":    # made once: weights stay as they are
+            self.projection = functools.cache(model.projection)
         self.cache = SlotCache(slots, self.n_loop + 2, max_len, cfg.n_kv_head, cfg.head_dim,
                                w.device, compute_dtype(w))
         self.rope = None
@@ -455,9 +456,7 @@ class Engine:
             at = [[position for position, _ in old] for _, old in some]
             context = self.context([slot for slot, _ in some], depth + 1, at)
             h = torch.cat([state for _, old in some for _, state in old])
-            if depth not in self.projections:   # weights stay as they are
-                self.projections[depth] = self.model.projection(depth)
-            self.model.propagate(h, self.projections[depth], context)
+            self.model.propagate(h, self.projection(depth), context)
             for slot, old in some:
                 self.defer(slot, old)
 
