@@ -153,13 +153,14 @@ def relaxed_requests(model, text, device, slots=32, fraction=0.65, rounds=4):
             for kind, options in kinds.items() for batching in ("sequence", "static", "depth")}
     took, answers = compare_requests(ways, work, device, rounds)
     for name, goal in (("propagate, depth", 85), ("exact, depth", None)):
+        exits = [loop for r in answers[name] for loop in r.exits]
+        print_bound(name, took[name], statistics.mean(exits) / model.n_loop, goal,
+                    f", as {exits.count(1) / len(exits):.0%} exit after loop 1 ({exit})")
         # prompts take all loops, and their last tokens give the first ones of the answers
-        prompts = sum(len(r.prompt) for r in answers[name])
-        exits = [loop for r in answers[name] for loop in r.exits[1:]]
-        loops = (model.n_loop * prompts + sum(exits)) / (prompts + len(exits))
-        print_bound(name, took[name], loops / model.n_loop, goal,
-                    f", as {exits.count(1) / len(exits):.0%} of what follows the prompts exit after "
-                    f"loop 1 ({exit})")
+        loops = [loop for r in answers[name]
+                 for loop in [*[model.n_loop] * len(r.prompt), *r.exits[1:]]]
+        print_bound(name, took[name], statistics.mean(loops) / model.n_loop, None,
+                    " with the prompts, which take all loops")
     compare_quality({kind: (model, slots, options) for kind, options in kinds.items()}, work)
 
 

@@ -39,13 +39,14 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from checkpoint import checkpoint_file, load_checkpoint
-from config import (UserError, asks_help, help_text, model_module, read_bytes, run_cli,
-                    split_args, typed_config, unknown_key, writing)
+from config import (UserError, asks_help, help_text, model_module, run_cli, split_args,
+                    typed_config, unknown_key, writing)
 from data import TokenData, Windows, bits_per_byte
 from harness import evaluate_tasks, load_tasks, print_tasks
 from limits import check_run_fits
 from run import (autocast, check_tokenizer, device_name, make_model, open_data, pick_device,
                  run_config, sized)
+from sample import read_text
 from tasks import is_task
 from tokenizer import load_tokenizer
 
@@ -65,12 +66,13 @@ class EvalConfig:
         for name, least in ("batches", 0), ("num_fewshot", -1), ("limit", 0):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-        task_keys = dict(num_fewshot=-1, limit=0, include_path="")
-        text_keys = dict(lengths="1", batches=0, text="")
-        for name, default in (text_keys if self.tasks else task_keys).items():
-            if getattr(self, name) != default:
-                which = "" if self.tasks else "out"
-                raise ValueError(f"{name}= is of no use with{which} tasks=")
+        if self.tasks:
+            unused, why = ("lengths", "batches", "text"), "with"
+        else:
+            unused, why = ("num_fewshot", "limit", "include_path"), "without"
+        for key in fields(self):
+            if key.name in unused and getattr(self, key.name) != key.default:
+                raise ValueError(f"{key.name}= is of no use {why} tasks=")
         if not re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", self.lengths):
             raise ValueError(f"lengths={self.lengths:.60} must be whole numbers: 1,2,4")
         if any(self.units()[-1] % k for k in self.units()):
@@ -116,12 +118,7 @@ class FileTokens(TokenData):
     """A text file in the place of a data set."""
 
     def __init__(self, path, tokenizer):
-        try:
-            text = read_bytes(path).decode()
-        except OSError as e:
-            raise UserError(f"text={path} cannot be read: {e.strerror}") from e
-        except UnicodeDecodeError as e:
-            raise UserError(f"text={path} is not UTF-8 (byte {e.start})") from e
+        text = read_text(path, f"text={path}")
         self.folder, self.split, self.bytes = path, "whole", len(text.encode())
         self.ids = np.array(tokenizer.encode(text), dtype=np.int64)
         self.tokens, self.counts = len(self.ids), np.array([len(self.ids)])
@@ -158,17 +155,24 @@ def agreement(model, inputs):
 
 
 @torch.no_grad()
-def score_bins(model, inputs):
-    """Of the tokens that a recursion of MoR could take, the fractions whose scores sigmoid(s) lie
-    in each tenth from 0 to 1: {recursion: [ten fractions]}. Those of 0.5 and more take it."""
-    counts = torch.zeros(model.n_loop, 10)
+def routing(model, inputs):
+    """recursions: how many of MoR's a token takes on average. scores, of expert-choice routers: of
+    the tokens that a recursion could take, the fractions whose scores sigmoid(s) lie in each tenth
+    from 0 to 1, {recursion: [ten fractions]}. Those of 0.5 and more take it."""
+    counts, taken = torch.zeros(model.n_loop, 10), []
     for x in inputs:
-        _, _, (_, decides, active, _) = model.states(x, causal=True)        # (R, B, T) each
-        bins = (10 * decides.sigmoid()).long().clamp(max=9).cpu()
-        for r, count in enumerate(counts):
-            count += bins[r][active[r].cpu()].bincount(minlength=10)
-    return {str(r + 1): (count / count.sum().clamp(min=1)).tolist()
-            for r, count in enumerate(counts) if r}
+        _, n, for_loss = model.states(x, causal=True)                       # n (B, T)
+        taken.append(n.float().flatten())
+        if model.cfg.router == "expert":
+            _, decides, active, _ = for_loss                                # (R, B, T) each
+            bins = (10 * decides.sigmoid()).long().clamp(max=9).cpu()
+            for r, count in enumerate(counts):
+                count += bins[r][active[r].cpu()].bincount(minlength=10)
+    found = {"recursions": float(torch.cat(taken).mean())}
+    if model.cfg.router == "expert":
+        found["scores"] = {str(r + 1): (count / count.sum().clamp(min=1)).tolist()
+                           for r, count in enumerate(counts) if r}
+    return found
 
 
 def by_position(nats):
@@ -205,11 +209,8 @@ def evaluate_text(model, run, ckpt, cfg):
     inputs = [batches.cut(batches.val, starts)[0].to(device) for starts in windows[::every]]
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
-    if hasattr(model, "routers"):
-        result["scores"] = score_bins(model, inputs)
     if hasattr(model, "recursions"):
-        taken = torch.cat([model.recursions(x).float() for x in inputs])
-        result["recursions"] = float(taken.mean())
+        result |= routing(model, inputs)
     return result
 
 

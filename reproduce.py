@@ -195,15 +195,14 @@ def start(run):
     that it was made with to FOLDER.commit."""
     run.folder.mkdir(parents=True, exist_ok=True)
     ckpt, commits = run.folder / "ckpt.pt", Path(f"{run.folder}.commit")
-    keys, how, before = run.keys, "overwrite", ""
+    keys, how, before = run.keys, "overwrite", []
     if run.start and not ckpt.exists():
         shutil.copy(HERE / run.start, f"{ckpt}.copy")
         os.replace(f"{ckpt}.copy", ckpt)
     if ckpt.exists():
         keys, how = re.sub(r"init_from=\S+", "", keys), "resume"
-        before = commits.read_text() if commits.exists() else ""
-    if commit() not in before.split(", "):
-        commits.write_text(f"{before}, {commit()}".removeprefix(", "))
+        before = commits.read_text().split() if commits.exists() else []
+    commits.write_text("\n".join(dict.fromkeys([*before, commit()])))
     keys += f" run={run.folder.name} {how}=true"
     with open(f"{run.folder}.txt", "w") as out:
         return python("train.py", *keys.split(), stdout=out)
@@ -224,7 +223,8 @@ def train_all(runs, jobs):
             time.sleep(0.2)
             for process in [p for p in running if p.poll() is not None]:
                 run = running.pop(process)
-                good, left = process.returncode == 0 and record(run), [*waiting, *running.values()]
+                left = [*waiting, *running.values()]
+                good = process.returncode == 0 and record(run)
                 if not good:
                     failed.append(run)
                 print(f"{run.experiment.name}: {run.label}, seed {run.seed}: "
@@ -251,7 +251,7 @@ def record(run):
     steps = [row for row in log if "lr" in row and row["step"] % every == 0]
     tied = {w.data_ptr(): w.numel() for w in ckpt["weights"].values()}      # tied ones count once
     result = {"command": run.command, "evaluate": run.row["evaluate"],
-              "commit": Path(f"{run.folder}.commit").read_text(),
+              "commit": ", ".join(Path(f"{run.folder}.commit").read_text().split()),
               "machine": machine(ckpt["config"]["device"]), "parameters": sum(tied.values()),
               "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steps),
               "keys": ckpt["config"],
@@ -289,7 +289,7 @@ def measure(experiment, runs):
             print(f"{command[:60]} needs {gone[0].folder}")
             failed.append(command)
             continue
-        extra = [f"json={file}"] if "bench.py runs" in command else []
+        extra = [f"json={file}"] if command.startswith("bench.py runs") else []
         process = python(*command.split(), *extra, one_thread=False, stdout=subprocess.PIPE)
         output = process.communicate()[0]
         if process.returncode:

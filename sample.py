@@ -227,17 +227,22 @@ def draw_text(pieces, n_loop, file, width):
     plt.close(fig)
 
 
+def read_text(path, name):
+    """The text of a file; UserError with its name."""
+    try:
+        return read_bytes(path).decode()
+    except OSError as e:
+        raise UserError(f"{name} cannot be read: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise UserError(f"{name} is not UTF-8 text") from e
+
+
 def read_prompts(text):
     """The prompts that a prompt= argument names."""
     kind, _, path = text.partition(":")
     if kind not in ("FILE", "LINES"):
         return [text]
-    try:
-        content = read_bytes(path).decode("utf-8")
-    except OSError as e:
-        raise UserError(f"prompt file {path} cannot be read: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise UserError(f"prompt file {path} is not UTF-8 text") from e
+    content = read_text(path, f"prompt file {path}")
     lines = [line.rstrip("\r") for line in content.split("\n") if line.strip()]
     prompts = [content] if kind == "FILE" else lines
     if not prompts or not prompts[0]:

@@ -64,7 +64,7 @@ def test_early_exit(capsys):
     bench_requests.relaxed_requests(model, TEXT, CPU, slots=3, rounds=1)
     out = capsys.readouterr().out
     assert out.count("answers the same") == 9 and "DIFFER" not in out and out.count("p95") == 18
-    assert out.count("exit after loop 1") == 2 and out.count("quality as served") == 3
+    assert out.count("exit after loop 1") == 2 == out.count("with the prompts") and out.count("quality as served") == 3
     assert "that of all loops: 100.0%" in out
 
 

@@ -337,8 +337,8 @@ class Oneself:
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("sizes", [dict(pos="none", mlp="gelu"), dict(qk_norm=True, n_kv_head=2, rank=0),
                                    dict(qk_norm=True, rank=FULL)], ids=str)
-def test_tokens_at_mixed_depths_are_as_if_alone_and_propagated_keys_those_of_the_state(sizes, fast):
-    """Sequences of one token, so that what each attends to is its own key."""
+def test_tokens_at_mixed_depths_are_as_if_alone(sizes, fast):
+    """Sequences of one token, so that what each attends to is its own key. Propagated keys are those of the state."""
     model, depth, at = relaxed(n_loop=3, fast=fast, **sizes), torch.tensor([2, 0, 1, 1, 0]), torch.zeros(1).long()
     hand, context, h = ByHand(model), Oneself(), torch.randn(5, 32, dtype=torch.float64)
     got = model.loop(h, depth, context)

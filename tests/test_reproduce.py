@@ -78,6 +78,23 @@ def test_mistakes_in_an_experiment_are_named(text, message, tmp_path, monkeypatc
         reproduce.plan(reproduce.load_experiments()["trial"])
 
 
+def test_evaluations_and_the_step_that_it_starts_from_tell_a_run_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    (tmp_path / "experiments").mkdir()
+
+    def planned(step, evaluate):
+        experiment = {"title": "a", "tier": "cpu", "seeds": 1, "evaluate": evaluate,
+                      "rows": {"whole": "model=gpt", "part": {"keys": "model=gpt", "from": ["whole", step]}}}
+        (tmp_path / "experiments" / "trial.yaml").write_text(json.dumps(experiment))
+        return reproduce.plan(reproduce.load_experiments()["trial"])
+    first = planned(3, {})
+    for run in first:
+        reproduce.append(run.experiment, {"command": run.command})
+    assert all(run.result for run in planned(3, {})) and not any(run.result for run in planned(3, {"half": "batches=1"}))
+    whole, part = planned(4, {})
+    assert whole.result and not part.result and part.folder != first[1].folder
+
+
 def test_damaged_results_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
     (tmp_path / "results").mkdir()

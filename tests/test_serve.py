@@ -152,7 +152,7 @@ def test_random_requests_are_answered_as_if_alone(seed):
 @pytest.mark.parametrize("sizes", [dict(fill="exact"), dict(fill="propagate"), dict(fill="exact", share="sequence"),
                                    dict(fill="propagate", exit_loop=2)], ids=str)
 @pytest.mark.parametrize("max_len", [40, 8])
-def test_in_random_requests_later_tokens_find_the_keys_of_those_that_left(sizes, max_len):
+def test_later_tokens_find_the_keys_of_those_that_left(sizes, max_len):
     """Of a text longer than the cache they are those of the last max_len tokens, prefilled by all loops."""
     model = looping(block_size=max_len, **sizes)
     work = work_of(model, 12, most=20)
