@@ -56,11 +56,11 @@ def workload(text, requests=240):
 
 
 # -------------------------------------------------------------------------------------------------
-# speed and quality. ways: {name: (model, slots, options of the Engine)}, the baseline first
+# speed and quality. candidates: {name: (model, slots, options of the Engine)}, the baseline first
 
-def answering(way, device, work, answers):
-    """A candidate: answer the requests of work, and append them to answers."""
-    model, slots, options = way
+def answering(candidate, device, work, answers):
+    """What timing.measure calls: answer the requests of work, and append them to answers."""
+    model, slots, options = candidate
 
     def note_first(request):    # all arrive at once, so that waiting for a slot counts
         if len(request.tokens) == 1:
@@ -76,13 +76,13 @@ def answering(way, device, work, answers):
     return None, call
 
 
-def compare_requests(ways, work, device, rounds, notes={}):
-    """Print a line for each way. Returns times relative to the baseline, and the answers."""
-    answers, baseline = {name: [] for name in ways}, next(iter(ways))
-    times = measure({name: partial(answering, way, device, work, answers[name])
-                     for name, way in ways.items()}, device, rounds, warmup=0)
+def compare_requests(candidates, work, device, rounds, notes={}):
+    """Print a line for each candidate. Returns times relative to the baseline, and the answers."""
+    answers, baseline = {name: [] for name in candidates}, next(iter(candidates))
+    times = measure({name: partial(answering, candidate, device, work, answers[name])
+                     for name, candidate in candidates.items()}, device, rounds, warmup=0)
     said, wanted = {}, {}
-    for name, (model, _, options) in ways.items():
+    for name, (model, _, options) in candidates.items():
         # whatever the batching and the slots, a model answers the same
         asked = id(model), options.get("exit"), options.get("fill")
         found = [[r.tokens for r in requests] for requests in answers[name]]
@@ -108,15 +108,15 @@ def print_bound(name, took, bound, goal, why=""):
     print(f"  {name}: at best {bound:.3f} x{why}; {bound / took:.0%} of that speed{goal}")
 
 
-def compare_quality(ways, work):
-    """Print cross-entropy as served, and how often the likeliest token is the first way's."""
+def compare_quality(candidates, work):
+    """Print cross-entropy as served, and how often the likeliest token is the first candidate's."""
     full = None
-    for name, (model, slots, options) in ways.items():
+    for name, (model, slots, options) in candidates.items():
         ce, guesses = served_quality(work, model, slots, **options)
         full = full or guesses
         same = statistics.mean(a == b for a, b in zip(guesses, full, strict=True))
         print(f"{'quality as served':20}{name:30}cross-entropy {ce:.4f} nats a token, likeliest "
-              f"token that of {next(iter(ways))}: {same:.1%}", flush=True)
+              f"token that of {next(iter(candidates))}: {same:.1%}", flush=True)
 
 
 def served_quality(work, model, slots, requests=48, **options):
@@ -149,9 +149,9 @@ def relaxed_requests(model, text, device, slots=32, fraction=0.65, rounds=4):
     exit = f"confidence:{bound:.8g}"
     kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
              "exact": dict(exit=exit, fill="exact")}
-    ways = {f"{kind}, {batching}": (model, slots, dict(options, batching=batching))
+    candidates = {f"{kind}, {batching}": (model, slots, dict(options, batching=batching))
             for kind, options in kinds.items() for batching in ("sequence", "static", "depth")}
-    took, answers = compare_requests(ways, work, device, rounds)
+    took, answers = compare_requests(candidates, work, device, rounds)
     for name, goal in (("propagate, depth", 85), ("exact, depth", None)):
         exits = [loop for r in answers[name] for loop in r.exits]
         print_bound(name, took[name], statistics.mean(exits) / model.n_loop, goal,
@@ -185,14 +185,14 @@ def mor_requests(model, plain, text, device, slots=16, rounds=3):
     cache; then the same weights with at most 1, 2, .. recursions a token."""
     mor_bytes, plain_bytes = (m.init_cache(1, LONGEST).nbytes() for m in (model, plain))
     more = max(slots + 1, slots * plain_bytes // mor_bytes)
-    ways, few, many = {}, f"MoR, {slots} slots, depth", f"MoR, {more} slots, depth"
+    candidates, few, many = {}, f"MoR, {slots} slots, depth", f"MoR, {more} slots, depth"
     for name, m, n, batching in (
             ("plain", plain, slots, "sequence"), ("MoR", model, slots, "static"),
             ("MoR", model, slots, "sequence"), ("MoR", model, slots, "depth"),
             ("plain", plain, more, "sequence"), ("MoR", model, more, "depth")):
-        ways[f"{name}, {n} slots, {batching}"] = m, n, dict(batching=batching)
+        candidates[f"{name}, {n} slots, {batching}"] = m, n, dict(batching=batching)
     work = workload(text)
-    took, answers = compare_requests(ways, work, device, rounds)
+    took, answers = compare_requests(candidates, work, device, rounds)
     exits = [loop for r in answers[few] for loop in r.exits]
     cfg, mean = model.cfg, statistics.mean(exits)
     layers = (2 * cfg.edge + cfg.n_stored * mean) / cfg.n_layer         # of the plain model's
@@ -242,19 +242,20 @@ def bench_serve(folders, argv):
     if not folders or len(set(folders)) < len(folders):
         raise UserError("give the folders of runs, each once: python bench.py serve out/NAME ... "
                         "[key=value]")
-    device, ways, notes, losses, texts = pick_device(cfg.device), {}, {}, {}, []
+    device, candidates, notes, losses, texts = pick_device(cfg.device), {}, {}, {}, []
     for folder in folders:
         model, text = served_run(folder, cfg.data_dir, device)
         routed = hasattr(model, "takes") and model.cfg.router != "none" and model.n_loop > 1
         batching = "depth" if routed and model.cfg.share.endswith("cycle") else "sequence"
         losses[folder] = points(folder, "step", "val_bpb")[-1][1]
-        ways[folder] = model, cfg.slots, dict(batching=batching)
+        candidates[folder] = model, cfg.slots, dict(batching=batching)
         notes[folder] = f"{batching}; {losses[folder]:.4f} bits per byte; "
         texts.append(text)
     if not all(np.array_equal(text, texts[0]) for text in texts):
         raise UserError("the runs were not trained on the same tokens, so neither losses nor "
                         "tokens/s compare")
-    took, _ = compare_requests(ways, workload(texts[0], cfg.requests), device, cfg.rounds, notes)
+    work = workload(texts[0], cfg.requests)
+    took, _ = compare_requests(candidates, work, device, cfg.rounds, notes)
     places = [(Path(folder).name, 1 / took[folder], losses[folder]) for folder in folders]
     draw_points(places, f"speed, {places[0][0]} = 1, {cfg.slots} slots", "bits per byte", cfg.file)
 
