@@ -16,10 +16,8 @@ import checkpoint
 import optim
 import runs
 import train
-from conftest import ROOT, python
+from conftest import python
 from config import UserError
-
-LONG = ["max_steps=20", "eval_interval=2"]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +27,8 @@ def whole(tmp_path_factory, data_dir):
     return finish(tmp_path_factory.mktemp("whole"), data_dir)
 
 
-def child(argv, die_at=None):
+def child(out, data_dir, *more, die_at=None):
+    argv = runs.arguments("gpt", out, data_dir, "max_steps=20", "eval_interval=2", *more)
     process = runs.context().Process(target=runs.main_in_child, args=(argv, die_at))
     process.start()
     return process
@@ -37,8 +36,7 @@ def child(argv, die_at=None):
 
 def finish(out, data_dir):
     """Resume (or start) until the run is done; the fingerprint it ends with."""
-    resume = LONG + ["resume=true"] * (out / "r" / "ckpt.pt").exists()
-    p = child(runs.arguments("gpt", out, data_dir, *resume))
+    p = child(out, data_dir, *["resume=true"] * (out / "r" / "ckpt.pt").exists())
     p.join()
     assert p.exitcode == 0
     assert not list(out.rglob("*.tmp"))
@@ -51,7 +49,7 @@ def test_kill_at_random_moments(whole, tmp_path, data_dir, full):
     for n in range(50 if full else 4):
         out, seen = tmp_path / str(n), set()
         file = out / "r" / "ckpt.pt"
-        p = child(runs.arguments("gpt", out, data_dir, *LONG))
+        p = child(out, data_dir)
         while len(seen) < 2 * n % 9 and p.is_alive():
             seen |= {file.stat().st_mtime_ns} if file.exists() else set()
             time.sleep(0.002)
@@ -71,7 +69,7 @@ SAVING = [pytest.param((call, n), marks=[pytest.mark.full] * (n < 4), id=f"{call
 @pytest.mark.parametrize("die_at", SAVING)
 def test_kill_inside_saving(whole, tmp_path, data_dir, die_at):
     """Just before and just after each system call of a save: the first, of best.pt, and later ones of ckpt.pt."""
-    p = child(runs.arguments("gpt", tmp_path, data_dir, *LONG), die_at)
+    p = child(tmp_path, data_dir, die_at=die_at)
     p.join()
     assert p.exitcode == -signal.SIGKILL
     if die_at[1] > 2:
@@ -195,24 +193,20 @@ class Bomb:
         return open, (self.path, "w")
 
 
-def bomb_files(folder, target):
-    """Hostile files that create `target` when unpickled: a bare pickle, torch's old format, torch's zip."""
-    bomb = Bomb(str(target))
-    (folder / "plain.pt").write_bytes(pickle.dumps(bomb))
-    torch.save(bomb, folder / "old.pt", _use_new_zipfile_serialization=False)
-    torch.save({"format": 1, "sha256": bomb}, folder / "zip.pt")
-    return ["plain.pt", "old.pt", "zip.pt"]
-
-
 def test_hostile_and_foreign_files_are_refused_and_run_nothing(tmp_path):
+    """Bombs in a bare pickle, torch's old format and torch's zip; weights of others, text, a compressed zip."""
     target = tmp_path / "owned"
+    bomb = Bomb(str(target))
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(bomb))
+    torch.save(bomb, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"format": 1, "sha256": bomb}, tmp_path / "zip.pt")
     torch.save({"model": torch.ones(3)}, tmp_path / "other.pt")
     (tmp_path / "text.pt").write_text("hello")
     with zipfile.ZipFile(tmp_path / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as z:
         z.writestr("a", "b" * 1000)
-    for name in (*bomb_files(tmp_path, target), "other.pt", "text.pt", "deflated.pt"):
+    for file in tmp_path.glob("*.pt"):
         with pytest.raises(UserError, match="damaged or is not a checkpoint"):
-            checkpoint.load_checkpoint(tmp_path / name)
+            checkpoint.load_checkpoint(file)
         assert not target.exists()
     with open(tmp_path / "plain.pt", "rb") as f:
         pickle.load(f).close()
@@ -234,9 +228,7 @@ train.run_cli(train.main)
 
 
 def test_full_disk_leaves_the_last_checkpoint(tmp_path, data_dir):
-    (tmp_path / "full.py").write_text(FULL_DISK)
-    argv = runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2")
-    p = python(tmp_path / "full.py", *argv, PYTHONPATH=str(ROOT))
+    p = python("-c", FULL_DISK, *runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2"))
     error = [line for line in p.stderr.splitlines() if not line.startswith("kernels: ")]     # which tells what runs
     assert p.returncode == 2 and len(error) == 1, p.stderr
     assert "could not save" in error[0] and "untouched" in error[0]

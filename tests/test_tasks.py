@@ -51,18 +51,13 @@ def check_recall(x, y, noise=False):
     assert y[-2] != -1, "the last key was there before"
 
 
-def fuzzy_pairs(x, y):
-    """[(key, value)]: runs of tokens below 7, and of 7 to 14."""
-    tokens = [t for t in x if t != 15] + [y[-1]]
-    motifs = [tuple(run) for _, run in itertools.groupby(tokens, lambda t: t >= 7)]
-    assert len(motifs) % 2 == 0 and 0 <= min(tokens) <= max(tokens) < 15 and motifs[0][0] < 7
-    return list(zip(motifs[::2], motifs[1::2]))
-
-
 def check_fuzzy_recall(x, y):
-    pad, pairs, targets = x.count(15), fuzzy_pairs(x, y), []
-    assert x[:pad] == [15] * pad and len(dict(pairs)) == len(set(pairs))
-    assert all(len(set(motif)) == len(motif) <= 3 for pair in pairs for motif in pair)
+    pad, targets = x.count(15), []
+    tokens = x[pad:] + [y[-1]]
+    motifs = [tuple(run) for _, run in itertools.groupby(tokens, lambda t: t >= 7)]
+    assert x[:pad] == [15] * pad and motifs[0][0] < 7 and 0 <= min(tokens) <= max(tokens) < 15
+    pairs = list(zip(motifs[::2], motifs[1::2], strict=True))
+    assert len(dict(pairs)) == len(set(pairs)) and all(len(set(motif)) == len(motif) <= 3 for motif in motifs)
     for i, (key, value) in enumerate(pairs):
         targets += [-1] * len(key) + (list(value) if key in dict(pairs[:i]) else [-1] * len(value))
     assert y == ([-1] * pad + targets)[1:] and y[-1] != -1, "the last key was there before"
@@ -171,16 +166,11 @@ def test_memorization_has_one_map():
 
 # what an example depends on ---------------------------------------------------------------------
 
-def some(name):
-    """A few fixed examples, but for the tasks that draw new ones."""
-    return 30 if name in tasks.TASKS and tasks.TASKS[name].examples else 0
-
-
 def open_batches(data_dir, name, T, **options):
-    """Those of a task, or of the text `words`."""
+    """Those of a task, with a few fixed examples where it does not draw new ones, or of the text `words`."""
     if name == "words":
         return TextBatches(data_dir / "words", TrainConfig(**options), T)
-    return batches(name, T, task_examples=some(name), **options)
+    return batches(name, T, task_examples=30 if tasks.TASKS[name].examples else 0, **options)
 
 
 @pytest.mark.parametrize("name", ["words", *tasks.TASKS])
@@ -205,7 +195,7 @@ def test_words_of_a_seed_are_not_added(name, data_dir):
     """Seed 1 at step 2 and seed 2 at step 1, or their examples 2 and 1, are different."""
     one, two = (open_batches(data_dir, name, 64, seed=s) for s in (1, 2))
     assert not torch.equal(one.micro_batch(2, 0)[0], two.micro_batch(1, 0)[0])
-    if not some(name):
+    if name == "words" or not tasks.TASKS[name].examples:
         assert not torch.equal(one.micro_batch(0, 1)[0], one.micro_batch(1, 0)[0])
     if name != "words":
         rows = [b.val.examples[0][:4] for b in (one, two)]
@@ -220,13 +210,10 @@ def test_the_fixed_examples(task):
     known = {tuple(row) for row in one.train.examples[0].tolist()}
     drawn = {tuple(row) for step in range(60) for row in one.micro_batch(step, 0)[0].tolist()}
     assert drawn == known and len(known) == 40
-
-
-def test_validation_is_every_example_once():
-    one = batches("copying", 8, batch_size=100)
-    whole, limited = one.val_batches(0), np.concatenate(one.val_batches(3))
-    assert np.array_equal(np.concatenate(whole), np.arange(1280)) and len(whole) == 13
-    assert len(set(limited)) == 300 and limited[0] == 0 and limited[-1] == 1279
+    # of validation every one once, or some that are spread evenly
+    whole, limited = (np.concatenate(one.val_batches(limit)) for limit in (0, 30))
+    assert whole.tolist() == list(range(1280))
+    assert len(set(limited)) == 240 and limited[0] == 0 and limited[-1] == 1279
 
 
 @given(st.lists(st.integers(0, 119), min_size=1, max_size=30), st.integers(1, 30))
@@ -255,14 +242,20 @@ def run(name, out, task, *extra, **options):
 
 
 def test_what_is_printed_and_logged(tmp_path, capsys):
-    """The evaluation's line, and at the end an example in place of text."""
-    train.main([*arguments("gpt", tmp_path, "recall"), "sample_tokens=1"])
+    """The evaluation's line, at the end an example in place of text, and samples of ids. The tokenizer of a config file
+    (every one names a text's) is not used."""
+    argv = [a for a in arguments("gpt", tmp_path, "recall") if not a.startswith("tokenizer")]
+    (tmp_path / "x.yaml").write_text("tokenizer: bpe:1024\n")
+    train.main([*argv, "sample_tokens=1", f"config={tmp_path / 'x.yaml'}"])
     out, rows = capsys.readouterr().out, plot.read_log(tmp_path / "r" / "log.jsonl")
     line = r"val ce \d\.\d{4} nats per token, token accuracy \d\.\d{3}, sequence accuracy \d\.\d{3}"
     assert re.search(f"step 6: {line} \\(best\\)\n", out), out
     assert re.search(r"inputs +[ \d]+\ntargets +[ \d.]+\npredictions +[ \d.]+\n", out), out
     assert {"ce", "token_accuracy", "sequence_accuracy"} <= rows[0].keys() and "bpb" not in rows[0]
-    assert abs(rows[0]["ce"] - math.log(32)) < 1 and not (tmp_path / "nodata").exists()
+    assert abs(rows[0]["ce"] - math.log(16)) < 1 and not (tmp_path / "nodata").exists()
+    sample.main([str(tmp_path / "r"), "prompt=3 9 1", "max_new_tokens=20"])
+    words = capsys.readouterr().out.split("-" * 80)[0].split()
+    assert words[:3] == ["3", "9", "1"] and len(words) == 23 and all(0 <= int(w) < 16 for w in words)
 
 
 def test_counting_by_hand():
@@ -356,18 +349,3 @@ def test_weights_and_decoder_belong_together(tmp_path):
             setup(task, source)
     with pytest.raises(UserError, match="nothing to sample"):
         sample.main([str(tmp_path / "compression" / "r"), "prompt=1"])
-
-
-def test_sampling_ids(tmp_path, capsys):
-    path = str(run("gpt", tmp_path, "copying", "max_steps=1").folder)
-    capsys.readouterr()
-    sample.main([path, "prompt=3 9 1", "max_new_tokens=20"])
-    words = capsys.readouterr().out.split("-" * 80)[0].split()
-    assert words[:3] == ["3", "9", "1"] and len(words) == 23 and all(0 <= int(w) < 27 for w in words)
-
-
-def test_the_tokenizer_of_a_config_file_is_not_used(tmp_path):
-    """Every one names a text's; on the command line it is refused."""
-    argv = [a for a in arguments("gpt", tmp_path, "s3") if not a.startswith("tokenizer")]
-    (tmp_path / "x.yaml").write_text("tokenizer: bpe:1024\n")
-    assert train.setup([*argv, f"config={tmp_path / 'x.yaml'}"]).tokenizer.kind == "task"
