@@ -31,14 +31,13 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    skip = lambda reason: pytest.mark.skip(reason=reason)
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(skip("needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if config.getoption("--full"):
             item.add_marker(pytest.mark.timeout(2400))      # 50 kills, or all variants of the kernels
         elif item.get_closest_marker("full"):
-            item.add_marker(skip("a repetition: --full runs it"))
+            item.add_marker(pytest.mark.skip(reason="a repetition: --full runs it"))
 
 
 def python(*arguments, **environment):
@@ -88,8 +87,8 @@ def tiny(name, **sizes):
     projections would hide errors."""
     module = importlib.import_module(f"model_{name}")
     torch.manual_seed(0)
-    cfg = module.Config(**{**dict(block_size=100, vocab_size=61, n_layer=2, n_head=4, n_embd=32), **SIZES.get(name, {}), **sizes})
-    model = module.Model(cfg).double()
+    small = dict(block_size=100, vocab_size=61, n_layer=2, n_head=4, n_embd=32)
+    model = module.Model(module.Config(**{**small, **SIZES.get(name, {}), **sizes})).double()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))

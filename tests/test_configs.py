@@ -41,40 +41,36 @@ def count(parameters):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_size_tokens_and_memory(name):
+    """The paper's, and as the row of the config in RESULTS.md, "Scaling out", says."""
     values, model = build(name)
     family, (millions, step, billions) = values["model"], PAPER[name]
+    cfg, total = model.cfg, count(model.parameters())
     text = (ROOT / "configs" / f"{name}.yaml").read_text()
-    if family == "mor":
+    size = total
+    if family == "rt":
+        size = count(p for p in model.blocks.parameters() if p.dim() == 2)
+    elif family == "mor":
         layers = int(re.search(r"n_layer=(\d+) the plain one", text.replace("\n# ", " "))[1])
         size = count(build(name, router="none", n_loop=1, share="cycle", n_layer=layers)[1].parameters())
-    else:
-        size = count([p for p in model.blocks.parameters() if p.dim() == 2] if family == "rt" else model.parameters())
     assert abs(size / 1e6 - millions) < 0.03 * millions
-    tokens, accumulation = values["batch_size"] * values["block_size"], values["gradient_accumulation_steps"]
+    tokens, accumulation = values["batch_size"] * cfg.block_size, values["gradient_accumulation_steps"]
     assert tokens * accumulation == step and accumulation % 8 == 0
     assert abs(step * values["max_steps"] / 1e9 - billions) < 0.01 * billions
-    # weights, gradients and Adam's two moments; Muon has one
-    weights = 16 * count(model.parameters())
-    activations = ACTIVATIONS[family] * tokens * values["n_layer"] * values["n_embd"]
+
+    weights = 16 * total            # with gradients and Adam's two moments; Muon has one
+    activations = ACTIVATIONS[family] * tokens * cfg.n_layer * cfg.n_embd
     assert weights + activations + LOSS < 80e9
     if family == "rt":
         stated = re.search(r"Memory of a GPU: (\d+) GB of weights, gradients and moments, (\d+) GB", text)
         assert [round(weights / 1e9), round(activations / 1e9)] == [int(gb) for gb in stated.groups()]
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_table_of_sizes_is_right(name):
-    """The row of each config in RESULTS.md, "Scaling out"."""
-    values, model = build(name)
-    cfg, total = model.cfg, count(model.parameters())
     blocks = [count(block.parameters()) for part in ("first", "blocks", "last") for block in getattr(model, part, ())]
     outside = total - sum(blocks)
-    tokens = values["batch_size"] * values["gradient_accumulation_steps"] * cfg.block_size * values["max_steps"]
     gathered = outside + (max(blocks) if model.runs_blocks_once else sum(blocks))
-    flops = tokens * model.flops_per_token()
+    flops = step * values["max_steps"] * model.flops_per_token()
     with torch.device("meta"):
         cache = model.init_cache(1, cfg.block_size).nbytes() / cfg.block_size / 2       # in bfloat16
-    cells = [name, f"{sum(blocks) / 1e6:,.0f} M", f"{outside / 1e6:,.0f} M", f"{16 * total / 1e9:.1f} GB",
-             f"{(16 * total / 8 + 8 * gathered) / 1e9:.1f} GB", f"{flops:.1e}", f"{flops / 0.4 / 989e12 / 86400:.1f}",
+    cells = [name, f"{sum(blocks) / 1e6:,.0f} M", f"{outside / 1e6:,.0f} M", f"{weights / 1e9:.1f} GB",
+             f"{(weights / 8 + 8 * gathered) / 1e9:.1f} GB", f"{flops:.1e}", f"{flops / 0.4 / 989e12 / 86400:.1f}",
              f"{cache:,.0f}"]
     assert "| " + " | ".join(cells) + " |" in (ROOT / "RESULTS.md").read_text()

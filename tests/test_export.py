@@ -13,7 +13,8 @@ from tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, load_tokenizer
 
 TEXT = "def f(x):\n    return 'übung' + 10000  # <|endoftext|> 日本\n\n\n"
 SIZES = dict(block_size=32, vocab_size=61, n_head=4, n_embd=32)
-CASES = [("gpt", dict(n_layer=2)), ("gpt", dict(n_layer=2, qk_norm=True, tie_embeddings=False, n_kv_head=2)),
+CASES = [("gpt", dict(n_layer=2, n_kv_head=2, rope_theta=500.0)),
+         ("gpt", dict(n_layer=2, qk_norm=True, tie_embeddings=False)),
          ("relaxed", dict(n_layer=6, n_loop=3, rank=3, exit_loop=2, qk_norm=True)),
          ("relaxed", dict(n_layer=4, rank=2, share="sequence", tie_embeddings=False, n_kv_head=2)),
          ("mor", dict(n_layer=6, n_loop=2, router="none", share="middle_sequence", exit_loop=1))]
@@ -32,19 +33,14 @@ def test_transformers_computes_the_same_logits(model, keys, tmp_path):
     llama.to_pretrained(ours, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert type(theirs).__name__ == ("Qwen3ForCausalLM" if keys.get("qk_norm") else "LlamaForCausalLM")
-    idx = torch.randint(0, 61, (2, 32))
+    assert theirs.config.eos_token_id is None, "transformers would stop at a token that ends nothing here"
+    idx, again = torch.randint(0, 61, (2, 32)), llama.from_pretrained(tmp_path)
     with torch.no_grad():
         logits = ours(idx)[0]
-        assert (logits - theirs(idx).logits).abs().max() < 1e-4 < logits.abs().max()
-        assert (logits - llama.from_pretrained(tmp_path)(idx)[0]).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("model, keys", [("rt", {}), ("gpt", {"mlp": "gelu"}), ("mor", {"n_layer": 8}),
-                                         ("mor", {"n_layer": 8, "router": "none", "kv": "share"})])
-def test_what_no_llama_computes_is_refused(model, keys):
-    module = model_module(model)
-    with pytest.raises(ValueError, match="can be written as"):
-        llama.to_pretrained(module.Model(module.Config(**SIZES, **keys)), "nowhere")
+        for other in theirs(idx).logits, again(idx)[0]:
+            assert (logits - other).abs().max() < 1e-5 * logits.abs().max()
+    if model == "gpt":
+        assert again.cfg == ours.cfg and all(map(torch.equal, again.parameters(), ours.parameters()))
 
 
 def test_tokenizers_encode_alike_in_transformers(tmp_path):
@@ -99,12 +95,14 @@ def test_a_folder_is_the_run_at_a_fixed_depth(relaxed_run, tmp_path):
         assert len(theirs.model.layers) == 1 and (theirs(idx).logits - ours(idx)[0]).abs().max() < 1e-4
 
 
-def test_a_refused_export_harms_nothing(data_dir, tmp_path):
-    runs.run("rt", tmp_path, data_dir, "max_steps=1")
+@pytest.mark.parametrize("model, keys", [("rt", []), ("gpt", ["mlp=gelu"]), ("mor", []),
+                                         ("mor", ["router=none", "kv=share"])])
+def test_what_no_llama_computes_is_refused_and_harms_nothing(model, keys, data_dir, tmp_path):
+    runs.run(model, tmp_path, data_dir, "max_steps=1", *keys)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "tokenizer.json").write_text("kept")
     for target in (tmp_path / "hf", tmp_path / "new" / "hf"):
-        with pytest.raises(UserError, match="no Llama"):
+        with pytest.raises(UserError, match="can be written as"):
             checkpoint.main([str(tmp_path / "r"), f"export={target}", "overwrite=true"])
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "kept" and not (tmp_path / "new").exists()
 

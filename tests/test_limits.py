@@ -3,10 +3,9 @@ import pytest
 import torch
 
 import limits
-import config
 import runs
 import train
-from conftest import MODELS, SIZES
+from conftest import MODELS
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -32,14 +31,3 @@ def test_a_run_needs_what_is_counted(name, tmp_path, data_dir, monkeypatch):
     assert weights == needed if optimizer == "adamw" else 0.7 * needed < weights <= needed
     own = {p.untyped_storage().data_ptr() for p in params}
     assert 0 < activations <= sum(x.untyped_storage().nbytes() for where, x in kept.items() if where not in own)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_shapes_are_those_of_the_model(name):
-    module = config.model_module(name)
-    cfg = module.Config(**SIZES.get(name, {}))
-    model, before = module.Model(cfg), torch.get_rng_state()
-    blank = limits.shapes_only(module.Model, cfg)
-    assert torch.equal(torch.get_rng_state(), before) and all(p.is_meta for p in blank.parameters())
-    shapes = [[(n, p.shape) for n, p in m.state_dict().items()] for m in (blank, model)]
-    assert shapes[0] == shapes[1] and blank.init_cache(3, 40).nbytes() == model.init_cache(3, 40).nbytes()

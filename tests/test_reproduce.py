@@ -35,7 +35,8 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     """In a copy of the repository: a first call that fails halfway, a second one that does the rest, a third one
     that has nothing to do."""
     copy = tmp_path / "copy"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "data", "results", "experiments", "__pycache__"))
+    left_out = shutil.ignore_patterns(".*", "out", "data", "results", "experiments", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=left_out)
     (copy / "experiments").mkdir()
     (copy / "README.md").write_text("before\n<!-- trial -->\nold\n<!-- end -->\nafter\n")
 
@@ -66,41 +67,41 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     assert p.returncode == 0 and p.stdout.startswith("1 runs") and len(file.read_text().splitlines()) == 4
 
 
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """The runs of an experiment whose file holds this text."""
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    (tmp_path / "experiments").mkdir()
+
+    def planned(text):
+        (tmp_path / "experiments" / "trial.yaml").write_text(text)
+        return reproduce.plan(reproduce.load_experiments()["trial"])
+    return planned
+
+
 @pytest.mark.parametrize("text, message", [
     ("title: a", "tier is missing"), ("title: a\ntier: cpu\nrow: 5", "unknown key 'row'"),
     ("title: a\ntier: cpu\nrows: {x: {minute: 5}}", "x has an unknown key 'minute'"),
     ("title: a\ntier: cpu\nrows: {x: 'init_from={y}', y: ''}", "x starts from 'y', which is no row above it")])
-def test_mistakes_in_an_experiment_are_named(text, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduce, "HERE", tmp_path)
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "trial.yaml").write_text(text)
+def test_mistakes_in_an_experiment_are_named(text, message, plan):
     with pytest.raises(UserError, match=message):
-        reproduce.plan(reproduce.load_experiments()["trial"])
+        plan(text)
 
 
-def test_evaluations_and_the_step_that_it_starts_from_tell_a_run_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduce, "HERE", tmp_path)
-    (tmp_path / "experiments").mkdir()
-
-    def planned(step, evaluate):
-        experiment = {"title": "a", "tier": "cpu", "seeds": 1, "evaluate": evaluate,
-                      "rows": {"whole": "model=gpt", "part": {"keys": "model=gpt", "from": ["whole", step]}}}
-        (tmp_path / "experiments" / "trial.yaml").write_text(json.dumps(experiment))
-        return reproduce.plan(reproduce.load_experiments()["trial"])
-    first = planned(3, {})
+def test_evaluations_and_the_step_that_it_starts_from_tell_a_run_apart(plan):
+    """By its line in the results; a damaged line is named."""
+    trial = "title: a\ntier: cpu\nseeds: 1\nrows: {{whole: '', part: {{from: [whole, {}]}}}}\nevaluate: {}"
+    first = plan(trial.format(3, "{}"))
     for run in first:
         reproduce.append(run.experiment, {"command": run.command})
-    assert all(run.result for run in planned(3, {})) and not any(run.result for run in planned(3, {"half": "batches=1"}))
-    whole, part = planned(4, {})
+    assert all(run.result for run in plan(trial.format(3, "{}")))
+    assert not any(run.result for run in plan(trial.format(3, "{half: batches=1}")))
+    whole, part = plan(trial.format(4, "{}"))
     assert whole.result and not part.result and part.folder != first[1].folder
-
-
-def test_damaged_results_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduce, "HERE", tmp_path)
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "trial.jsonl").write_text('{"command": "a"}\n{"comm')
-    with pytest.raises(UserError, match="trial.jsonl: line 2 is not JSON"):
-        reproduce.read_results(reproduce.Experiment("", "cpu", name="trial"))
+    with open(reproduce.results_file(whole.experiment), "a") as file:
+        file.write('{"comm')
+    with pytest.raises(UserError, match="trial.jsonl: line 3 is not JSON"):
+        plan(trial.format(4, "{}"))
 
 
 def test_cells_show_mean_and_deviation_over_the_seeds():
