@@ -1,4 +1,4 @@
-"""All models: random configurations run or are refused in one line."""
+"""All models: random configurations run or are refused in one line; killed runs end as one run does."""
 import math
 import random
 from dataclasses import fields
@@ -49,3 +49,20 @@ def test_random_configurations_run_or_are_refused(seed, data_dir, tmp_path):
     trained, tokenizer, _ = checkpoint.load_run(tmp_path / "out" / "r")
     text = sample.sample_text(trained, tokenizer, "ab", min(5, trainer.model.cfg.block_size - 1), seed=1)
     assert text.startswith("ab"), keys
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", MODELS)
+def test_a_killed_run_ends_as_if_it_had_not_been(model, data_dir, tmp_path):
+    keys = ["max_steps=12", "eval_interval=2", "keep_interval=5"]
+    whole = runs.learned(runs.run(model, tmp_path / "whole", data_dir, *keys))
+    rng, context, out = random.Random(model), runs.context(), tmp_path / "killed"
+    for _ in range(4):
+        resume = ["resume=true"] if (out / "r" / "ckpt.pt").exists() else ["overwrite=true"]
+        p = context.Process(target=runs.main_in_child, args=(runs.arguments(model, out, data_dir, *keys, *resume),))
+        p.start()
+        p.join(rng.uniform(0.5, 4))
+        p.kill()
+        p.join()
+    resume = "resume=true" if (out / "r" / "ckpt.pt").exists() else "overwrite=true"
+    assert runs.learned(runs.run(model, out, data_dir, *keys, resume)) == whole
