@@ -1,19 +1,15 @@
-"""
-Compile the Triton kernels for GPUs that are not here; check registers, spills and shared memory.
+"""Compile the Triton kernels for GPUs that are not here; check registers, spills and shared memory.
 
     python tests/compile_kernels.py          all variants that the launchers can choose (minutes)
     python tests/compile_kernels.py ci       a few of each kernel: what the tests run
 
-Prints a table (registers a thread, spilled bytes a thread, shared memory a block), then what is
-wrong; exit status 1 if anything is: a compile error, more shared memory than the chip has, or
-spills: none may be on sm_90 in 16 bits up to head size 128, at most 1 KB elsewhere. sm_89 stands
-for the GPUs with less shared memory than the data centre's.
-"""
+Prints a table (registers a thread, spilled bytes a thread, shared memory a block), then what is wrong; exit status 1
+if anything is: a compile error, more shared memory than the chip has, or spills: none may be on sm_90 in 16 bits up to
+head size 128, at most 1 KB elsewhere. sm_89 stands for the GPUs with less shared memory than the data centre's."""
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -25,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kernels_triton
-from kernels_triton import (attend_dkv_kernel, attend_dq_kernel, attend_forward_kernel,
-                            rat_ends_kernel, rat_forward_kernel, rat_gate_kernel, rat_own_kernel,
-                            scan_backward_kernel, scan_forward_kernel, scan_options, tile_options)
+from kernels_triton import (attend_dkv_kernel, attend_dq_kernel, attend_forward_kernel, rat_ends_kernel,
+                            rat_forward_kernel, rat_gate_kernel, rat_own_kernel, scan_backward_kernel,
+                            scan_forward_kernel, scan_options, tile_options)
 
 AMD = GPUTarget("hip", "gfx942", 64)
 # target, shared memory a block in bytes, whether the kernels' large tiles are for it
@@ -42,16 +38,14 @@ FLOAT32 = ("lse_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr", "bias_ptr", "k_ends
 
 
 def source(kernel, dtype, constants, chip):
-    """The kernel with its arguments' types, as the launchers call it: pointers, head sizes and
-    strides are multiples of 16, nothing is known of the arguments that are not specialised; on AMD
-    tensors below 2 GB are known to be so."""
+    """The kernel with its arguments' types, as the launchers call it: pointers, head sizes and strides are multiples of
+    16, nothing is known of the arguments that are not specialised; on AMD tensors below 2 GB are known to be so."""
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
         name, known = parameter.name, []
         loose = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
         if name.endswith("_ptr"):
-            kind = "i32" if "pos" in name else "fp32" if name in FLOAT32 else TYPES[dtype]
-            signature[name] = "*" + kind
+            signature[name] = "*i32" if "pos" in name else "*fp32" if name in FLOAT32 else "*" + TYPES[dtype]
         else:
             plain = "fp32" if name == "scale" else "i32"
             signature[name] = "constexpr" if name in constants else plain
@@ -67,34 +61,29 @@ def source(kernel, dtype, constants, chip):
 def nvidia_figures(ptx):
     """Registers and spilled bytes (loads and stores), from ptxas."""
     chip = re.search(r"^\.target (\w+)", ptx, re.M)[1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        ptxas = triton.knobs.nvidia.ptxas.path
-        command = [ptxas, "-v", f"--gpu-name={chip}", path, "-o", os.devnull]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={chip}", "/dev/stdin", "-o", os.devnull]
+    out = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", out)
     return int(re.search(r"Used (\d+) registers", out)[1]), int(spilled[1]) + int(spilled[2])
 
 
 def amd_figures(text):
-    """The same from the assembly's metadata: spilled vector registers, 4 bytes a thread each, or
-    the scratch memory if that is more. Scalar registers spill to vector registers."""
+    """The same from the assembly's metadata: spilled vector registers, 4 bytes a thread each, or the scratch memory if
+    that is more. Scalar registers spill to vector registers."""
     count = {key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1])
              for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")}
-    spilled = max(4 * count["vgpr_spill_count"], count["private_segment_fixed_size"])
-    return count["vgpr_count"], spilled
+    return count["vgpr_count"], max(4 * count["vgpr_spill_count"], count["private_segment_fixed_size"])
 
 
-def measure(chip, kernel, dtype, constants, launch):
-    """(registers, spilled bytes, shared bytes) of one variant, or the compiler's error."""
-    constants = {**constants, **{k: v for k, v in launch.items() if k.startswith("BLOCK")}}
-    options = {k: v for k, v in launch.items() if not k.startswith("BLOCK")}
+def measure(job):
+    """(registers, spilled bytes, shared bytes) of one of the jobs, or the compiler's error."""
+    chip, name, dtype, constants, launch = job
+    constants = {**constants, **{n: v for n, v in launch.items() if n.startswith("BLOCK")}}
+    options = {n: v for n, v in launch.items() if not n.startswith("BLOCK")}
     try:
-        made = triton.compile(source(kernel, dtype, constants, chip), target=CHIPS[chip][0],
+        made = triton.compile(source(getattr(kernels_triton, name), dtype, constants, chip), target=CHIPS[chip][0],
                               options=options)
-        nvidia = "ptx" in made.asm
-        figures = nvidia_figures(made.asm["ptx"]) if nvidia else amd_figures(made.asm["amdgcn"])
+        figures = nvidia_figures(made.asm["ptx"]) if "ptx" in made.asm else amd_figures(made.asm["amdgcn"])
     except Exception as e:                      # whatever the compiler raises is the finding
         return " ".join(f"{type(e).__name__}: {e}".split())[:300]
     return *figures, made.metadata.shared
@@ -112,16 +101,15 @@ def verdict(chip, dtype, head_size, figures):
 
 
 def variants(large):
-    """All that kernels_triton.py can launch, as (kernel, dtype, constants, launch options); the
-    kernels' other parameters are run-time arguments."""
+    """All that kernels_triton.py can launch, as (kernel, dtype, constants, launch options); the kernels' other
+    parameters are run-time arguments."""
     attends = dict(forward=attend_forward_kernel, dq=attend_dq_kernel, dkv=attend_dkv_kernel)
-    rats = dict(rat=rat_forward_kernel, gate=rat_gate_kernel)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in TYPES:
         for D in kernels_triton.HEAD_SIZES:
             for name, kernel in attends.items():
                 for plain in (True, False):
                     yield kernel, dtype, dict(PLAIN=plain), tile_options(name, D, dtype, large)
-            for name, kernel in rats.items():
+            for name, kernel in dict(rat=rat_forward_kernel, gate=rat_gate_kernel).items():
                 yield kernel, dtype, {}, tile_options(name, D, dtype, large)
         for name, kernel in dict(ends=rat_ends_kernel, own=rat_own_kernel).items():
             yield kernel, dtype, {}, tile_options(name, None, dtype, large)
@@ -151,21 +139,15 @@ def jobs(quick):
                 yield chip, kernel.__name__, *variant
 
 
-def compiled(job):
-    chip, name, *variant = job
-    return measure(chip, getattr(kernels_triton, name), *variant)
-
-
 def main(argv):
     todo, wrong = list(jobs("ci" in argv)), []
-    print(f"triton {triton.__version__}\n{'chip':12}{'kernel':24}{'type':6}"
-          f"{'tiles, warps, stages':58}{'registers':>10}{'spilled':>9}{'shared':>9}")
+    print(f"triton {triton.__version__}\n{'chip':12}{'kernel':18}{'type':6}{'tiles, warps, stages':70}"
+          f"{'registers':>10}{'spilled':>9}{'shared':>9}")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for job, figures in zip(todo, pool.map(compiled, todo)):
+        for job, figures in zip(todo, pool.map(measure, todo)):
             chip, name, dtype, constants, launch = job
-            tiles = " ".join(f"{k.removeprefix('BLOCK_').removeprefix('num_')}={v:d}"
-                             for k, v in {**constants, **launch}.items())
-            row = f"{chip:12}{name.removesuffix('_kernel'):24}{TYPES[dtype]:6}{tiles:58}"
+            tiles = " ".join(f"{n}={v:d}" for n, v in {**constants, **launch}.items())
+            row = f"{chip:12}{name.removesuffix('_kernel'):18}{TYPES[dtype]:6}{tiles:70}"
             good = not isinstance(figures, str)
             print(row + ("{:10}{:9}{:9}".format(*figures) if good else ""), flush=True)
             bad = verdict(chip, dtype, launch.get("BLOCK_D", 0), figures)

@@ -1,11 +1,9 @@
-"""
-The Triton kernels, run by Triton's interpreter on CPU tensors, against definitions in float64.
+"""The Triton kernels, run by Triton's interpreter on CPU tensors, against definitions in float64.
 
     TRITON_INTERPRET=1 python -m pytest tests/interpreted_kernels.py
 
-test_kernels.py runs this file in a process of its own: the switch must be set before triton is
-imported, and breaks compiling. All uninitialised memory holds NaN here.
-"""
+test_kernels.py runs this file in a process of its own: the switch must be set before triton is imported, and breaks
+compiling. All uninitialised memory holds NaN here."""
 import math
 
 import pytest
@@ -16,19 +14,13 @@ import kernels_triton
 from kernel_cases import (ATTENDS, INTERPRETED, RATS, SCANS, assert_close, attend_case, compare_attend, compare_rat,
                           compare_scan, few, outputs_and_gradients, rat_case)
 from test_kernels import (test_any_strides, test_attend_backward_over_some_of_the_keys, test_attend_is_the_definition,
-                          test_attend_without_keys, test_rat_is_the_definition, test_rat_where_gates_are_shut,
-                          test_scan_is_the_loop, test_states_are_float32)
+                          test_rat_is_the_definition, test_rat_where_gates_are_shut, test_scan_is_the_loop,
+                          test_states_are_float32)
+from test_rt import test_schedules_agree_on_the_kernels
 
 assert INTERPRETED, "set TRITON_INTERPRET=1"
-
-
-@pytest.fixture(autouse=True)
-def poison():
-    """torch.empty gives NaN: what a kernel forgets to write is noticed."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+torch.use_deterministic_algorithms(True)        # then torch.empty gives NaN: what a kernel forgets to write is noticed
+assert torch.empty(3).isnan().all()
 
 
 @pytest.fixture(autouse=True)
@@ -73,23 +65,3 @@ def test_fully_masked_tiles_are_not_loaded(kind):
     q, do = (x.index_fill(2, torch.arange(192, 300), math.nan) for x in (q, do))
     found = outputs_and_gradients(kernels.attend, (q, k, v), mask, (do, dlse))
     assert_close(*[[x[:, :, :64] for x in xs[3:]] for xs in (found, whole)], 1e-6, "dk dv")
-
-
-GROUPED = dict(pos="rope", n_kv_head=1)
-
-
-@pytest.mark.parametrize("case", few([
-    ("tiled", dict(block=3)), ("wavefront", GROUPED), ("wavefront", {}), ("tiled", GROUPED),
-    ("tiled", {})], 2), ids=str)
-def test_recurrent_transformer_on_these_kernels(case):
-    """Its schedules, outputs and gradients, against its loop over positions in float64."""
-    schedule, switch = case
-    from conftest import tiny
-    from test_models import outputs_and_gradients, rms, tokens
-    sizes, x = dict(n_embd=16, n_head=2, chunk=4, **switch), tokens(2, 10)
-    want = outputs_and_gradients(tiny("rt", schedule="naive", **sizes), x)
-    found = outputs_and_gradients(tiny("rt", schedule=schedule, **sizes).float(), x)
-    floor = 1e-3 * max(rms(g) for g in want[2].values())
-    assert rms(found[0] - want[0]) < 1e-5 * rms(want[0])
-    for name, g in want[2].items():
-        assert rms(found[2][name] - g) < 1e-4 * max(rms(g), floor), name

@@ -1,4 +1,4 @@
-"""The same numbers as the authors' code: every schedule and path against tests/golden (its README tells what is there)."""
+"""The same numbers as the authors' code, on every schedule and path. (tests/golden/README.md tells what is there.)"""
 import json
 
 import numpy as np
@@ -33,30 +33,38 @@ def error(a, b):
     return float((a - b).abs().max() / b.abs().max())
 
 
-def load(model, weights):
-    """Set the parameters named in weights; all others keep their values."""
+def load(model, arrays, names=None, rows={}):
+    """Set the parameters of names, {an array: its parameter}; None: the arrays have the parameters' names. rows: where
+    an array is only a part of its parameter."""
     own = dict(model.named_parameters())
     with torch.no_grad():
-        for name, w in weights.items():
-            own[name].copy_(w.view_as(own[name]))
+        for name, parameter in (names or dict(zip(arrays, arrays))).items():
+            part = own[parameter][rows.get(name, ...)]
+            part.copy_(arrays[name].view_as(part))
     return model.double()
 
 
-def on_states(module, cfg, weights, x):
-    """A model whose tokens 0 .. B T - 1 are embedded as the B T rows of x and that has no final norm: its hidden states
-    are those of the layers alone. -> (model, idx (B, T))"""
-    B, T, C = x.shape
-    model = load(module.Model(cfg), {**weights, "wte.weight": x.reshape(B * T, C)})
-    model.norm = nn.Identity()
-    return model.train(), torch.arange(B * T).view(B, T)
-
-
-def check_gradients(model, arrays, names, tolerance):
-    """names: {name in the file: (parameter, its part)}. Every d_NAME of the file must be there."""
+def check_gradients(model, arrays, names, tolerance, rows={}):
+    """Every d_NAME of the file must be there."""
     assert {k[2:] for k in arrays if k.startswith("d_")} == names.keys()
     own = dict(model.named_parameters())
-    for name, (parameter, part) in names.items():
-        assert error(own[parameter].grad[part], arrays["d_" + name].view_as(own[parameter].grad[part])) < tolerance, name
+    for name, parameter in names.items():
+        grad = own[parameter].grad[rows.get(name, ...)]
+        assert error(grad, arrays["d_" + name].view_as(grad)) < tolerance, name
+
+
+def check_layers(model, arrays, names, y, values, gradients, rows={}):
+    """The layers alone, without the final norm: the B T rows of x are the embeddings of tokens 0 .. B T - 1, and y is
+    what the file calls the result. Returns the tokens (B, T)."""
+    names, arrays["d_x"] = {**names, "x": "wte.weight"}, arrays["dx"]
+    load(model, arrays, names, rows).train()
+    model.norm = nn.Identity()
+    idx = torch.arange(model.cfg.vocab_size).view(2, -1)
+    h = model.hidden(idx, None, None)
+    assert error(h, arrays[y]) < values
+    (h * arrays["r"]).sum().backward()
+    check_gradients(model, arrays, names, gradients, rows)
+    return idx
 
 
 @pytest.mark.parametrize("schedule", ["naive", "tiled", "wavefront"])
@@ -70,31 +78,20 @@ def test_rt(name, layers, values, gradients, schedule):
              for k, own in in_block.items()}
     cfg = model_rt.Config(block_size=13, vocab_size=26, n_layer=layers, n_head=4, n_embd=32, n_mlp=128, chunk=4,
                           qk_norm=config["qk_norm"], schedule=schedule)
-    model, idx = on_states(model_rt, cfg, {own: arrays[k] for k, own in names.items()}, arrays["x"])
-    y = model.hidden(idx, None, None)
-    assert error(y, arrays["y"]) < values
-    (y * arrays["r"]).sum().backward()
-    assert error(model.wte.weight.grad.view_as(arrays["dx"]), arrays["dx"]) < gradients
-    check_gradients(model, arrays, {k: (own, slice(None)) for k, own in names.items()}, gradients)
+    check_layers(model_rt.Model(cfg), arrays, names, "y", values, gradients)
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_rat(fast):
     """Training, and decoding after prompts that end with a chunk and within one."""
     arrays, _ = golden("rat_layer_L4")
-    rows = dict(zip(("W_z", "W_g", "W_v", "W_q", "W_k"), torch.arange(3 * 32 + 2 * 16).split([32, 32, 32, 16, 16])))
-    names = {k: ("blocks.0.mix.w_in.weight", at) for k, at in rows.items()}
-    names |= {"W_o": ("blocks.0.mix.wo.weight", slice(None)), "b_g": ("blocks.0.mix.gate_bias", slice(None)),
-              "norm": ("blocks.0.norm1.weight", slice(None))}
-    cfg = model_rat.Config(block_size=16, vocab_size=32, n_layer=1, n_head=4, n_embd=32, chunk=4, norm_eps=1e-6, fast=fast)
-    weights = {"blocks.0.mix.w_in.weight": torch.cat([arrays[k] for k in rows]), "blocks.0.mlp.w_down.weight":
-               torch.zeros(32, 128), **{own: arrays[k] for k, (own, _) in names.items() if k not in rows}}
-    model, idx = on_states(model_rat, cfg, weights, arrays["x"])
-    out = model.hidden(idx, None, None)                         # the MLP's last matrix is zero
-    assert error(out, arrays["out"]) < 3e-6
-    (out * arrays["r"]).sum().backward()
-    assert error(model.wte.weight.grad.view_as(arrays["dx"]), arrays["dx"]) < 1e-5
-    check_gradients(model, arrays, names, 1e-5)
+    rows = dict(W_z=slice(32), W_g=slice(32, 64), W_v=slice(64, 96), W_q=slice(96, 112), W_k=slice(112, 128))
+    names = {**dict.fromkeys(rows, "blocks.0.mix.w_in.weight"), "W_o": "blocks.0.mix.wo.weight",
+             "b_g": "blocks.0.mix.gate_bias", "norm": "blocks.0.norm1.weight"}
+    model = model_rat.Model(model_rat.Config(block_size=16, vocab_size=32, n_layer=1, n_head=4, n_embd=32, chunk=4,
+                                             norm_eps=1e-6, fast=fast))
+    nn.init.zeros_(model.blocks[0].mlp.w_down.weight)           # the file has no MLP
+    idx = check_layers(model, arrays, names, "out", 3e-6, 1e-5, rows)
     for prompt in (4, 6):
         cache = model.eval().init_cache(2, 16)
         with torch.no_grad():
@@ -106,25 +103,24 @@ def test_rat(fast):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("router", ["expert", "token"])
 def test_mor(router, fast):
-    """Which tokens a recursion chose shows in the logits: one other choice moves them by far more than the tolerance."""
+    """Which tokens a recursion chose shows in the logits: another choice moves them by far more than the tolerance."""
     arrays, _ = golden(f"mor_{router}_R3")
     blocks = {"first": "first.0", "shared0": "blocks.0", "shared1": "blocks.1", "last": "last.0"}
     names = {f"{k}_{name}": f"{own}.{parameter}" for k, own in blocks.items() for name, parameter in BLOCK.items()}
     names |= {"embed": "wte.weight", "norm_f": "norm.weight"}
-    cfg = model_mor.Config(block_size=16, vocab_size=64, n_layer=8, n_loop=3, n_head=4, n_kv_head=2, n_embd=32, n_mlp=64,
-                           norm_eps=1e-6, router=router, fast=fast)
-    model = model_mor.Model(cfg)
+    model = model_mor.Model(model_mor.Config(
+        block_size=16, vocab_size=64, n_layer=8, n_loop=3, n_head=4, n_kv_head=2, n_embd=32, n_mlp=64, norm_eps=1e-6,
+        router=router, fast=fast))
     routers = [n for n, _ in model.named_parameters() if n.startswith("router")]
     names |= dict(zip(["router"] if router == "token" else ["router1", "router2", "router3"], routers, strict=True))
-    model = load(model, {own: arrays[k] for k, own in names.items()}).train()
+    load(model, arrays, names).train()
     targets = torch.cat([arrays["ids"][:, 1:], torch.full_like(arrays["ids"][:, :1], -1)], 1)
     logits, loss, aux = model(arrays["ids"], targets)
     ours, theirs = ("aux", "aux_bce") if router == "expert" else ("balance", "balancing_loss")
     for a, b in ((logits, "logits"), (loss, "total_loss"), (aux["ce"], "lm_loss"), (aux[ours], theirs)):
         assert error(a, arrays[b]) < 5e-6
     loss.backward()
-    arrays = {k: x for k, x in arrays.items() if not k.startswith("dbce")}
-    check_gradients(model, arrays, {k: (own, slice(None)) for k, own in names.items()}, 2e-5)
+    check_gradients(model, arrays, names, 2e-5)
 
 
 @pytest.mark.parametrize("fast", [True, False])
