@@ -1,5 +1,4 @@
 """model_mor: its routing once more token by token, what is tied, what runs and is kept, decoding, and conversion."""
-import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -230,10 +229,7 @@ def test_only_chosen_tokens_run_and_flops_are_theirs(sizes, monkeypatch):
 
     def attention(q, k, v, bias, dropout):
         given.append(q.size(2) * k.size(2))
-        if bias is None:
-            bias = torch.full((q.size(2), k.size(2)), -math.inf).triu(1).double()
-        return model_gpt.attention_naive(q, k, v, bias)
-
+        return model_gpt.attention_naive(q, k, v, 0 if bias is None else bias)
     monkeypatch.setattr(model_gpt, "attention_fast", attention)
     model, x = mor(block_size=T, pos="none", **sizes).train(), tokens(1, T)
     model.set_step(4)

@@ -29,16 +29,6 @@ def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
     assert [row["flops"] for row in rows] == pytest.approx([sum(cost[:step]) for step in range(1, 7)])
 
 
-def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
-    """val_ce is that of the causal choice, val_ce_topk that of choosing among all. Fractions of depths add up,
-    and the depth may be capped."""
-    whole = runs.run("mor", tmp_path, data_dir).evaluate()
-    assert whole["val_depth1"] + whole["val_depth2"] == pytest.approx(1) and whole["val_ce_topk"] != whole["val_ce"]
-    argv = f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "eval_only=true", "exit_loop=1"
-    capped = train.setup(argv).evaluate()
-    assert capped["val_depth1"] == 1 > whole["val_depth1"] and capped["val_ce"] != whole["val_ce"]
-
-
 def test_a_budget_of_operations_sets_the_steps(tmp_path, data_dir):
     step = 2 * 16 * runs.run("gpt", tmp_path, data_dir, "max_steps=1").model.flops_per_token()
     trainer = runs.run("gpt", tmp_path / "b", data_dir, f"max_flops={4.5 * step}")
@@ -77,15 +67,21 @@ def test_the_bench_runs(capsys):
     assert [lines.count(word) for word in ("training", "decoding", "cache", "requests:")] == [6, 4, 1, 1]
 
 
-def test_dead_positions_are_those_of_the_whole_evaluation(tmp_path, data_dir):
-    """In no row of any batch did they take the last recursion; each evaluation starts again."""
+def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
+    """val_ce is that of the causal choice, val_ce_topk that of choosing among all. Dead positions took the last
+    recursion in no row of any batch; each evaluation starts again. The depth may be capped."""
     trainer = runs.run("mor", tmp_path, data_dir, "eval_batches=6", "n_loop=4", "n_layer=6")
     rows = [trainer.batches.cut(trainer.batches.val, batch)[0] for batch in trainer.batches.val_batches(6)]
     model = trainer.model.eval()
     ever = torch.stack([(model.recursions(x) == 4).any(0) for x in rows])
     dead, each = 1 - ever.any(0).double().mean().item(), 1 - ever.double().mean().item()
     for _ in range(2):
-        assert trainer.evaluate()["val_dead"] == pytest.approx(dead) != pytest.approx(each)
+        whole = trainer.evaluate()
+        assert whole["val_dead"] == pytest.approx(dead) != pytest.approx(each)
     model.set_step(0)       # a process of two, of which only the other has a batch, adds to the sum too
     sums = []
     assert model.end_evaluation(lambda *values: sums.append(values) or values) == {"dead": 1} and len(sums[0]) == 16
+    assert sum(whole[f"val_depth{d}"] for d in (1, 2, 3, 4)) == pytest.approx(1) and whole["val_depth1"] < 1
+    argv = f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "eval_only=true", "exit_loop=1"
+    capped = train.setup(argv).evaluate()
+    assert capped["val_depth1"] == 1 and len({whole["val_ce"], whole["val_ce_topk"], capped["val_ce"]}) == 3

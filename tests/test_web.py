@@ -99,6 +99,7 @@ def test_stream_stop_and_several_choices(server):
     stop = whole["text"][7:10]
     cut, = complete(server, "ab", max_tokens=30, stop=[stop, "never"])
     assert cut["text"] == whole["text"][:whole["text"].index(stop)] and cut["finish_reason"] == "stop"
+    assert "[DONE]" in ask(server, {"prompt": "a", "max_tokens": 0, "stream": True})[1]
     keys = dict(max_tokens=12, temperature=1.0, n=3, seed=5)
     many = complete(server, ["ab", [99, 100]], **keys)
     assert [c["index"] for c in many] == [0, 1, 2, 3, 4, 5] and len({c["text"] for c in many}) > 3
@@ -111,18 +112,17 @@ BAD = [(b"[" * 100_000, "not JSON"), (b"\xff", "not JSON"), ([], "JSON object"),
        ({"prompt": "a", "stop": [""]}, "stop"), ({"prompt": "a", "tools": []}, "'tools' is not supported")]
 
 
-@pytest.mark.parametrize("body, word", BAD, ids=range(len(BAD)))
-def test_bad_requests_are_told(server, body, word):
-    status, answer = ask(server, body)
-    assert status == 400 and word in answer["error"]["message"] and "\n" not in answer["error"]["message"]
-
-
-def test_other_addresses_types_and_sizes(server, monkeypatch):
+def test_the_page_and_the_list_of_models(server):
     assert "<textarea" in ask(server, None, "GET", "/")[1]
     assert {m["id"] for m in ask(server, None, "GET", "/v1/models")[1]["data"]} == {"mor", "relaxed"}
+
+
+def test_bad_requests_are_told(server, monkeypatch):
+    for body, word in BAD:
+        status, answer = ask(server, body)
+        assert status == 400 and word in answer["error"]["message"] and "\n" not in answer["error"]["message"]
     assert ask(server, None, "GET", "/etc/passwd")[0] == ask(server, {}, path="/v1/chat")[0] == 404
     assert ask(server, {"prompt": "a"}, kind="text/plain")[0] == 415
-    assert "[DONE]" in ask(server, {"prompt": "a", "max_tokens": 0, "stream": True})[1]
     monkeypatch.setattr(web, "MAX_WAITING", 2)
     assert ask(server, {"prompt": "a", "n": 3})[0] == 429
     monkeypatch.setattr(web, "MAX_BODY", 20)
