@@ -258,6 +258,15 @@ def test_decoding_is_the_forward(sizes):
         assert_cache_is_forward(model, [19, 1, 12], splits, 1e-10)
 
 
+def test_decoding_does_not_depend_on_the_warm_up():
+    model, x = mor(capacity_warmup=9), tokens(2, 33)
+    logits = []
+    for step in (0, 9):
+        model.set_step(step)
+        logits.append(model(x)[0])
+    assert torch.equal(*logits) and not torch.equal(model.train()(x)[0], logits[0])
+
+
 # ---- learning to route ----
 
 def test_loss_free_balance_moves_biases():
