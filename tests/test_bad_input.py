@@ -10,13 +10,13 @@ import pytest
 import bench
 import plot
 import checkpoint
+import config
 import eval as evaluation
 import prepare
 import runs
 import sample
 import train
 from conftest import ROOT
-from test_relaxed import refusal
 
 # text files of the world, by name
 FILES = {"broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3", "resume.yaml": "resume: true", "empty.txt": "",
@@ -142,6 +142,16 @@ CASES = [(program, T + args if program == "train" else args, message)
 
 def snapshot(root):
     return {p: (p.stat().st_mtime_ns, p.read_bytes()) if p.is_file() else None for p in root.rglob("*")}
+
+
+def refusal(main, argv, monkeypatch, capfd):
+    """The one line of an error that ends a program with status 2."""
+    monkeypatch.setattr(sys, "argv", ["program", *map(str, argv)])
+    with pytest.raises(SystemExit) as stop:
+        config.run_cli(main)
+    out, err = capfd.readouterr()
+    assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("error: "), err
+    return err
 
 
 @pytest.mark.parametrize("program, args, message", CASES,
