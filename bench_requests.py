@@ -150,7 +150,8 @@ def relaxed_requests(model, text, device, slots=32, fraction=0.65, rounds=4):
     kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
              "exact": dict(exit=exit, fill="exact")}
     candidates = {f"{kind}, {batching}": (model, slots, dict(options, batching=batching))
-            for kind, options in kinds.items() for batching in ("sequence", "static", "depth")}
+                  for kind, options in kinds.items()
+                  for batching in ("sequence", "static", "depth")}
     took, answers = compare_requests(candidates, work, device, rounds)
     for name, goal in (("propagate, depth", 85), ("exact, depth", None)):
         exits = [loop for r in answers[name] for loop in r.exits]

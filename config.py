@@ -151,12 +151,9 @@ def convert(value, want):
 
 def load_yaml(file):
     """The flat keys of a config file. UserError where it is missing or is not `key: value` lines."""
+    text = io.StringIO(read_text(file, f"config={file}"))
     try:
-        text = io.StringIO(read_bytes(file).decode())
         values = OmegaConf.to_container(OmegaConf.load(text), resolve=False)
-    except (OSError, UnicodeDecodeError) as e:
-        reason = getattr(e, "strerror", None) or "not a text file"
-        raise UserError(f"config={file} cannot be read: {reason}") from e
     except Exception as e:  # the YAML parser has many kinds of errors, all about this file
         reason = " ".join(str(e).split())[:200]
         raise UserError(f"config={file} is not valid YAML: {reason}") from e
@@ -190,6 +187,16 @@ def read_bytes(path) -> bytes:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return path.read_bytes()
+
+
+def read_text(path, name) -> str:
+    """The text of a file. UserError, which calls it `name`, where there is none in UTF-8."""
+    try:
+        return read_bytes(path).decode()
+    except OSError as e:
+        raise UserError(f"{name} cannot be read: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise UserError(f"{name} is not UTF-8 text") from e
 
 
 def sync_folder(folder):

@@ -39,14 +39,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from checkpoint import checkpoint_file, load_checkpoint
-from config import (UserError, asks_help, help_text, model_module, run_cli, split_args,
-                    typed_config, unknown_key, writing)
+from config import (UserError, asks_help, help_text, model_module, read_text, run_cli,
+                    split_args, typed_config, unknown_key, writing)
 from data import TokenData, Windows, bits_per_byte
 from harness import evaluate_tasks, load_tasks, print_tasks
 from limits import check_run_fits
 from run import (autocast, check_tokenizer, device_name, make_model, open_data, pick_device,
                  run_config, sized)
-from sample import read_text
 from tasks import is_task
 from tokenizer import load_tokenizer
 

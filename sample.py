@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from checkpoint import load_run
-from config import UserError, asks_help, help_text, read_bytes, run_cli
+from config import UserError, asks_help, help_text, read_text, run_cli
 from limits import check_text_fits
 from plot import pyplot, save_picture
 from run import pick_device
@@ -225,16 +225,6 @@ def draw_text(pieces, n_loop, file, width):
     ax.axis("off")
     save_picture(fig, "depths", file, dpi=110)
     plt.close(fig)
-
-
-def read_text(path, name):
-    """The text of a file; UserError with its name."""
-    try:
-        return read_bytes(path).decode()
-    except OSError as e:
-        raise UserError(f"{name} cannot be read: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise UserError(f"{name} is not UTF-8 text") from e
 
 
 def read_prompts(text):

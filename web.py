@@ -2,7 +2,7 @@
 serve.py with port=: an HTTP server with OpenAI's /v1/completions, and a page that shows depth.
 
     python serve.py out/mor_tiny port=8000                     http://127.0.0.1:8000
-    python serve.py out/mor_tiny out/relaxed_exit port=8000    two models, side by side on the page
+    python serve.py out/mor_tiny out/relaxed_exit port=8000    two models on one page
     curl 127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
         -d '{"prompt": "def ", "max_tokens": 50, "stream": true}'
 

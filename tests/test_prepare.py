@@ -393,6 +393,21 @@ def test_wrong_meta(tmp_path, changes, message):
         TokenData(write_set(tmp_path / "set", **changes), "train")
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+def test_memory_does_not_grow(tmp_path):
+    """Of 2,000 batches from all over a file of 200 MB, most of it a hole."""
+    n = 100_000_000
+    folder = write_set(tmp_path / "set", info={"file_tokens": [n], "tokens": n})
+    os.truncate(folder / "train.bin", 2 * n)
+    data, rng = TokenData(folder, "train"), np.random.default_rng(0)
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # noqa
+    before, most = resident(), 0
+    for _ in range(2000):
+        data.windows(rng.integers(data.n_windows(257), size=8), 257)
+        most = max(most, resident())
+    assert most - before < 20e6
+
+
 def test_files_damaged_while_in_use(tmp_path):
     folder = write_set(tmp_path / "set", [4, 4])
     data = TokenData(folder, "train")

@@ -2,6 +2,7 @@
 import contextlib
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -268,6 +269,19 @@ def test_every_process_stops_at_a_nan_in_one(tmp_path, data_dir):
     p = python(*TORCHRUN, tmp_path / "poisoned.py", *argv, PYTHONPATH=str(ROOT))
     assert p.returncode != 0 and p.stderr.count("error: ce is nan at step 3: stopped before the update") == 2
     assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
+
+
+def test_a_killed_process_ends_the_job(tmp_path, data_dir):
+    argv = runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=2", "max_steps=1000000", "eval_interval=5")
+    p = subprocess.Popen([sys.executable, *TORCHRUN, "train.py", *argv], cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "r" / "ckpt.pt").exists():
+        assert p.poll() is None
+        time.sleep(0.05)
+    children = subprocess.run(["pgrep", "-P", str(p.pid)], capture_output=True, text=True).stdout.split()
+    assert len(children) == 2
+    os.kill(int(children[1]), signal.SIGKILL)
+    assert p.wait(90) != 0          # torchrun waits 30 s for a process that hangs in a collective, then kills it
+    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] % 5 == 0
 
 
 @pytest.mark.gpu
