@@ -219,7 +219,7 @@ def at_most(model, loops):
 # serve: loss vs. throughput of trained runs
 
 @dataclass
-class ServeConfig:
+class ThroughputConfig:
     file: str = "serve.png"     # the picture
     slots: int = 16             # requests in work at a time
     requests: int = 240
@@ -239,7 +239,7 @@ class ServeConfig:
 def bench_serve(folders, argv):
     """The same requests to each run, whose log has its loss. Models with a router go depth-wise,
     if their sharing lets them, all others sequence-wise."""
-    cfg = typed_config(ServeConfig, split_args(argv))
+    cfg = typed_config(ThroughputConfig, split_args(argv))
     if not folders or len(set(folders)) < len(folders):
         raise UserError("give the folders of runs, each once: python bench.py serve out/NAME ... "
                         "[key=value]")

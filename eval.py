@@ -6,7 +6,7 @@ the tasks of lm-evaluation-harness.
     python eval.py out/gpt_tiny/best.pt text=notes.txt      a text file
     python eval.py out/rt_tiny lengths=1,2,4        longer contexts than in training
     python eval.py out/mor_tiny exit_loop=2 json=two.json   at most 2 recursions; to a file too
-    python eval.py out/gpt_tiny tasks=hellaswag,piqa        after: pip install lm_eval
+    python eval.py out/gpt_tiny tasks=hellaswag,piqa        with lm_eval
     python eval.py help                             every key with its meaning
 
 Keys of train.py replace the run's values: dataset (one that was prepared with the very

@@ -1,5 +1,5 @@
 """
-Our models in lm-evaluation-harness (Gao et al.; pip install lm_eval): the tasks of eval.py tasks=...
+Our models in lm-evaluation-harness (Gao et al.; the package lm_eval): the tasks of eval.py tasks=...
 """
 import random
 

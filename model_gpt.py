@@ -275,7 +275,7 @@ class KVCache:
             n_new = n_valid.to(self.lengths).clamp(0, T)
         if self.longest + T > self.max_len:  # maybe only by padding
             if not ragged or int((self.lengths + n_new).max()) > self.max_len:
-                raise ValueError(f"the cache is full: {self.longest} tokens held, {T} more, "
+                raise ValueError(f"the cache is full: {self.longest} tokens cached, {T} more, "
                                  f"max_len {self.max_len}")
         self.ragged, self.new = ragged, n_new
         self.end = min(self.longest + T, self.max_len)  # keys that the call may attend to
@@ -287,7 +287,7 @@ class KVCache:
         self.rows = torch.arange(len(pos), device=pos.device)[:, None]  # (B, 1)
         return pos.clamp(max=self.max_len - 1)  # of padding: RoPE ends there
 
-    def append(self, layer, k, v):
+    def write(self, layer, k, v):
         """Write k, v (B, G, T, D) of the placed tokens; return all so far, (B, G, S, D)."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             if self.ragged:  # each row has its own slots
@@ -341,7 +341,7 @@ class Context:
         if self.rope:
             q, k = apply_rope(q, *self.rope), apply_rope(k, *self.rope)
         if self.cache is not None:
-            k, v = (u.to(q.dtype) for u in self.cache.append(layer, k, v))  # (B, G, S, D)
+            k, v = (u.to(q.dtype) for u in self.cache.write(layer, k, v))  # (B, G, S, D)
         return self.attention(q, k, v, self.bias, self.dropout)
 
 

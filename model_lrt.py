@@ -313,7 +313,7 @@ class MemoryCache(KVCache):
         self.memory[slice(None) if rows is None else rows] = 0
 
     def write(self, layer, k, v):
-        return [x.to(k.dtype) for x in self.append(layer, k, v)]
+        return [x.to(k.dtype) for x in super().write(layer, k, v)]
 
     def advance(self, m):
         """Count the placed tokens; m (B, 1, C) is the memory after each row's last one."""
@@ -439,7 +439,7 @@ class Model(LanguageModel):
         """An empty cache gets keys, values and memory of the interleaved path. -> x (B, T, C)"""
         x, _, m, buffer = self.interleaved(tokens)
         for layer, (k, v) in enumerate(zip(buffer.k, buffer.v)):
-            cache.append(layer, k, v)
+            cache.write(layer, k, v)
         last = (cache.new - 1).clamp(min=0)  # of each row
         cache.advance(m[torch.arange(len(m), device=m.device), last][:, None])
         return x

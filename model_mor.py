@@ -281,7 +281,7 @@ class Model(LanguageModel):
         if not torch.is_grad_enabled() and not chosen.any():
             # with gradients it runs: each parameter needs one
             for i in range(K if cfg.kv == "share_update" and cache is not None else 0):
-                cache.append(cfg.edge + r * K + i, *all_tokens.new[cfg.edge + i])
+                cache.write(cfg.edge + r * K + i, *all_tokens.new[cfg.edge + i])
             return torch.zeros_like(h)
         if n is None:
             compiling = torch.compiler.is_compiling()  # no shape may depend on data
@@ -467,7 +467,7 @@ class AllTokens(Context):
         if k is not None:
             self.new[layer] = self.kv[layer] = k, v
             if self.cache is not None:
-                self.kv[layer] = [x.to(k.dtype) for x in self.cache.append(layer, k, v)]
+                self.kv[layer] = [x.to(k.dtype) for x in self.cache.write(layer, k, v)]
         return self.kv[layer]
 
 

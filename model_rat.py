@@ -270,7 +270,7 @@ class Reversed(nn.Module):
 # ---- decoding, and the context of new tokens ----
 
 EMPTY_SLOT = -2 ** 27    # position of a slot without a token
-NO_WINDOW = 2 ** 26      # a window that hides such slots only
+MAX_WINDOW = 2 ** 26     # hides such slots only
 
 
 class LayerCache:
@@ -366,7 +366,7 @@ class Context:
         """Attention to all tokens, a window (swa), or the own chunk (reversed).
         q (B, H, T, D), k, v (B, G, T, D) -> (B, H, T, D)"""
         cfg, cache, kind = self.cfg, self.caches[layer], self.cfg.kind(layer)
-        window = dict(attention=NO_WINDOW, swa=cfg.swa + 1, reversed=cfg.chunk)[kind]
+        window = dict(attention=MAX_WINDOW, swa=cfg.swa + 1, reversed=cfg.chunk)[kind]
         pos, k_pos, rope = self.pos, self.pos, self.rope[kind]
         if rope:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)

@@ -314,7 +314,7 @@ class Model(LanguageModel):
         past = [(k[:, :, :S].to(dtype), v[:, :, :S].to(dtype)) for k, v in zip(cache.k, cache.v)]
         y, k, v = rt_wavefront.prefill(self.cfg, self.blocks, x, past)
         for l in range(self.cfg.n_layer):
-            cache.append(l, k[l], v[l])
+            cache.write(l, k[l], v[l])
         cache.advance()
         return y
 
@@ -338,9 +338,9 @@ class Model(LanguageModel):
             finished = (slots < pos - pos % cfg.block)[:, None, :, None]  # (B or 1, 1, S, 1)
         for l, layer in enumerate(self.blocks):
             q, k_temp, v_temp = layer.temporary(x, rope)
-            pairs = cache.append(l, k_temp, v_temp)  # (B, G, S, D)
+            pairs = cache.write(l, k_temp, v_temp)  # (B, G, S, D)
             if cfg.block > 1:  # of the unfinished block, the temporary pairs
-                own = cache.append(cfg.n_layer + l, k_temp, v_temp)
+                own = cache.write(cfg.n_layer + l, k_temp, v_temp)
                 pairs = [torch.where(finished, *u) for u in zip(pairs, own)]
             k, v = (u.to(q.dtype) for u in pairs)
             if cfg.schedule_used == "naive":
@@ -350,7 +350,7 @@ class Model(LanguageModel):
             else:  # torch's function would round ALiBi to bfloat16
                 a, _ = kernels.attend(q, k, v, pos.int().squeeze(0), slots.int(), slopes)
             x = layer.output(x, a)
-            cache.append(l, *layer.persistent(x, rope))
+            cache.write(l, *layer.persistent(x, rope))
         return x
 
     def flops_per_token(self):

@@ -30,7 +30,8 @@ Its state is kept until one of them goes there. Then fill=exact runs the state t
 loop with the later token; fill=propagate projects keys and values from it.
 
 A model offers n_loop, embed, loop, finish, logits; relaxed also projection and propagate; mor
-also takes: its router decides which tokens go on, so exit and fill mean nothing to it.
+also takes and cfg.share: its router decides which tokens go on, so exit and fill mean
+nothing to it.
 
 Shapes: N packed tokens (of several requests, one behind the other), R rows, T tokens of the
 longest row, S keys, H query heads, G key/value heads, D head size, C width, V vocabulary.
@@ -81,7 +82,7 @@ class SlotCache:
         return kv
 
     def reset(self, slot):
-        """Empty a slot for a new text. It is zeroed: a NaN poisons sums, even under a mask."""
+        """Empty a slot for a new sequence. It is zeroed: a NaN poisons sums, even under a mask."""
         for kv in self.kv.values():
             kv[slot] = 0
         self.count[:, slot] = 0
@@ -229,7 +230,7 @@ def exit_rule(text, n_loop):
 
 @dataclass(eq=False)
 class Request:
-    """A text to continue, and what has become of it."""
+    """A prompt to continue, and what has become of it."""
     prompt: list                     # token ids
     max_new_tokens: int
     arrival: float = 0.0             # seconds after the start
@@ -246,8 +247,8 @@ class Slot:
     number: int
     request: Request = None
     generator: torch.Generator = None   # the request's own random numbers
-    text: list = None                # token ids: prompt and answer
-    at: range = None                 # positions of the new tokens, the last of the text
+    ids: list = None                 # token ids: prompt and answer
+    at: range = None                 # positions of the new tokens, the last of ids
     prompt: bool = False             # the new tokens are a prompt
     depth: int = 0                   # the loop that they take next, from 0
     h: torch.Tensor = None           # (len(at), C): their states between loops
@@ -268,7 +269,7 @@ class Engine:
 
     What a request is answered depends on no other: when sampling, it has the random numbers of
     its place in the queue. Under a rule prompts take all loops, so that their keys are complete.
-    A text that outgrows max_len goes on from its last max_len tokens, as in sample.py."""
+    A sequence that outgrows max_len goes on from its last max_len tokens, as in sample.py."""
 
     def __init__(self, model, slots, max_len, batching="depth", exit="", eot=None, vocab_size=None,
                  temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=1337, fill="",
@@ -330,10 +331,10 @@ class Engine:
         word = np.random.SeedSequence([self.seed, n]).generate_state(1, np.uint64)[0]
         return torch.Generator(self.device).manual_seed(int(word >> np.uint64(1)))
 
-    def start(self, slot, text):
-        """Begin with a text, of which as much is kept as the cache has room for."""
+    def start(self, slot, ids):
+        """Begin with token ids, of which as many are kept as the cache has room for."""
         self.cache.reset(slot.number)
-        slot.text, slot.at, slot.prompt = text, range(min(len(text), self.max_len)), True
+        slot.ids, slot.at, slot.prompt = ids, range(min(len(ids), self.max_len)), True
         slot.depth, slot.deferred, slot.early, slot.guesses = 0, {}, None, []
 
     def step(self):
@@ -341,7 +342,7 @@ class Engine:
         slots = self.busy()
         for slot in slots:
             if slot.at.stop > self.max_len:     # a full context
-                self.start(slot, slot.text)
+                self.start(slot, slot.ids)
         while slots:                    # sequence: until the last token has exited
             slots = self.advance(slots)
             if self.batching == "depth":
@@ -372,7 +373,7 @@ class Engine:
     def embed(self, slots):
         """Embed the new tokens; all take the first loop."""
         at = [slot.at for slot in slots]
-        idx = [token for slot in slots for token in slot.text[-len(slot.at):]]
+        idx = [token for slot in slots for token in slot.ids[-len(slot.at):]]
         context = self.context(slots, 0, at) if self.routed else None
         h = self.model.embed(torch.tensor(idx, device=self.device), context)
         for slot, states in zip(slots, h.split([len(positions) for positions in at])):
@@ -502,7 +503,7 @@ class Engine:
             if token != self.eot:
                 request.tokens.append(token)
                 request.exits.append(depth + 1)
-                slot.text.append(token)
+                slot.ids.append(token)
                 if self.on_token is not None:
                     self.on_token(request)
             if token == self.eot or len(request.tokens) == request.max_new_tokens:
@@ -518,7 +519,7 @@ class Engine:
             if temperature > 0 or penalty != 1:
                 row = logits[n:n + 1]
                 seen = torch.zeros_like(row, dtype=torch.bool)
-                seen[0, slot.text] = True
+                seen[0, slot.ids] = True
                 tokens[n] = int(next_tokens(row, seen, *how, slot.generator))
         return tokens
 

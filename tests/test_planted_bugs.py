@@ -120,7 +120,7 @@ BUGS = {
                                    "test_rt.py -k every_query"),
     "RT: the buffer under autograd": ("model_rt.py", "    if torch.is_grad_enabled():\n        return torch.cat",
                                       "    if False:\n        return torch.cat", "test_rt.py -k only_for_autograd"),
-    "RT: decoding keeps the temporary pair": ("model_rt.py", "cache.append(l, *layer.persistent(x, rope))", "pass",
+    "RT: decoding keeps the temporary pair": ("model_rt.py", "cache.write(l, *layer.persistent(x, rope))", "pass",
                                               "test_models.py -k cache_in_any_split and rt-default and not lrt"),
     "RT: a block's own pairs are persistent": ("model_rt.py", "(slots < pos - pos % cfg.block)", "(slots < pos)",
                                                "test_models.py -k cache_in_any_split and rt-block"),
