@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from config import UserError, first_line
-from sharded import sharded_like
+from sharded import replicated, sharded_like
 
 OUTSIDE = "wte.", "head.", "router", "aux_router"       # matrices that are not inside a block
 
@@ -37,21 +37,24 @@ def parameter_groups(model, cfg):
     return groups
 
 
-class KeepFloat32(TorchFunctionMode):
-    """Inside, .bfloat16() of a tensor on a CPU is a float32 copy."""
+class NewtonSchulzInput(TorchFunctionMode):
+    """Inside, .bfloat16(), with which torch's iteration begins, gathers a sharded matrix, and on a
+    CPU it is a float32 copy."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.bfloat16 and args[0].device.type == "cpu":
-            return args[0].to(torch.float32, copy=True)
-        return func(*args, **(kwargs or {}))
+        if func is not torch.Tensor.bfloat16:
+            return func(*args, **(kwargs or {}))
+        x = replicated(args[0])
+        return x.to(torch.float32 if x.device.type == "cpu" else torch.bfloat16, copy=True)
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, but on a CPU its Newton-Schulz iteration is in float32: many CPUs have no
-    instructions for bfloat16 and take twenty times as long."""
+    """torch's Muon, but its Newton-Schulz iteration runs on whole matrices: their products would
+    communicate each time. On a CPU it is in float32: many CPUs have no instructions for bfloat16
+    and take twenty times as long."""
 
     def step(self, closure=None):
-        with KeepFloat32():
+        with NewtonSchulzInput():
             return super().step(closure)
 
 

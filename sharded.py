@@ -3,9 +3,10 @@ fsdp=true: parameters, gradients and optimizer state sharded over the processes 
 
 Each block is one FSDP unit. Everything else (embedding, norms, head) is one more: a tied head must
 be in the same unit as the embedding. A unit's weights are gathered from all processes when it runs,
-and again in the backward pass. Blocks that run several times a step (loops, recursions, LRT's
-passes), or all at the same time (RT's wavefront), are gathered once a step instead:
-model.runs_blocks_once is False.
+and again in the backward pass. Blocks that run several times (loops, recursions, LRT's passes), or
+all at the same time (RT's wavefront), are gathered once a micro-batch instead:
+model.runs_blocks_once is False. Gradients are summed and sharded after each micro-batch, or each
+process would keep them whole. Muon gathers one matrix at a time (optim.py).
 A checkpoint holds whole tensors, the same as without sharding.
 """
 import contextlib
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
 def blocks_of(model):
@@ -66,6 +67,13 @@ def whole(tree):
         return tree
     tensor = tree.full_tensor()
     return tensor.cpu() if dist.get_rank() == 0 else None
+
+
+def replicated(x):
+    """A sharded tensor gathered on every process, as a DTensor; others as they are."""
+    if not isinstance(x, DTensor):
+        return x
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
 def sharded_like(optimizer, state):

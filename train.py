@@ -158,7 +158,8 @@ class Processes:
             raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is "
                             f"not divisible by the {self.world} processes that share it")
         if cfg.fsdp and self.world == 1 and not cfg.eval_only:
-            raise UserError("fsdp=true needs several processes: torchrun --nproc_per_node=N train.py")
+            raise UserError("fsdp=true needs several processes: torchrun --nproc_per_node=N "
+                            "train.py; one process takes fsdp=false, and the same checkpoints")
 
     def join(self):
         """Connect to the other processes."""
@@ -276,10 +277,9 @@ class Trainer:
         logged = {}
         for index, (x, y), count in zip(indices, micro, counts):
             self.seed_forward(index)
-            sync = procs.world == 1 or index == indices[-1]     # sum gradients once a step
-            if self.fsdp:
-                self.model.set_requires_gradient_sync(sync)
-            with contextlib.nullcontext() if sync or self.fsdp else self.forward.no_sync():
+            # DDP sums gradients once a step; FSDP after each micro-batch, to keep them sharded
+            last = procs.world == 1 or self.fsdp or index == indices[-1]
+            with contextlib.nullcontext() if last else self.forward.no_sync():
                 with self.autocast():
                     x, y = self.to_device(x), self.to_device(y)
                     logits, loss, aux = self.forward(x, y)
@@ -571,7 +571,7 @@ def in_words(result):
                   f"which the exact figure differs by {result['val_gap']:+.4f} on those that have "
                   f"both")
     if "val_ce_topk" in result:
-        words += f"; choosing among all tokens it would be {result['val_ce_topk']:.4f}"
+        words += f"; with top-k choice it would be {result['val_ce_topk']:.4f}"
     depths = [f"{key.removeprefix('val_depth')}: {fraction:.0%}"
               for key, fraction in result.items() if key.startswith("val_depth")]
     return words + ("; depth " + ", ".join(depths) if depths else "")

@@ -8,7 +8,7 @@ import runs
 from conftest import MODELS, python
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-OPTIONS = ["gradient_accumulation_steps=2", "optimizer=muon", "muon_learning_rate=0.02", "eval_interval=3",
+OPTIONS = ["gradient_accumulation_steps=4", "optimizer=muon", "muon_learning_rate=0.02", "eval_interval=3",
            "eval_batches=3"]    # batches that two processes cannot share equally
 OTHERS = {"rt": ["schedule=tiled"], "lrt": ["projections=layerwise"], "relaxed": ["rank=4"], "mor": ["router=token"]}
 
