@@ -21,7 +21,8 @@ import torch
 from config import (UserError, asks_help, first_line, help_text, model_module, run_cli, split_args,
                     sync_folder, typed_config, writing)
 from limits import check_fits, shapes_only
-from llama import from_pretrained, llama_config, pretrained_folder, to_pretrained
+from llama import (from_pretrained, llama_config, pretrained_folder, save_weights,
+                   to_pretrained)
 from tasks import fit_head
 from tokenizer import load_tokenizer, to_huggingface
 
@@ -131,19 +132,9 @@ EXPORTED = "model", "config", "model_config", "tokenizer", "step"
 
 def save_safetensors(path, state):
     """The weights, and the other fields as JSON in the file's metadata."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
     # safetensors refuses tensors that share memory, as a tied head does
     weights = {name: w.detach().clone() for name, w in state["weights"].items()}
-    fields = {name: json.dumps(state[name]) for name in EXPORTED}
-    temporary = Path(f"{path}.tmp")
-    try:
-        save_file(weights, temporary, metadata={"format": "pt", **fields})
-        os.replace(temporary, path)
-    except SafetensorError as e:                # a full disk
-        raise UserError(f"could not write {path}: {first_line(e)}") from e
-    finally:
-        temporary.unlink(missing_ok=True)
+    save_weights(weights, path, **{name: json.dumps(state[name]) for name in EXPORTED})
 
 
 def load_safetensors(path):

@@ -6,6 +6,7 @@ Both sides store matrices as (out, in), and RoPE rotates the same pairs.
 So a weight only changes its name.
 """
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -26,14 +27,16 @@ def from_pretrained(path, **overrides):
 
 def to_pretrained(model, path):
     """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them, with
-    qk_norm its Qwen3ForCausalLM. model: what `unrolled` takes. ValueError if it has what these
-    have not."""
-    from safetensors.torch import save_file
+    qk_norm its Qwen3ForCausalLM, with window its MistralForCausalLM. model: what `unrolled` takes.
+    ValueError if it has what these have not."""
+    if type(model.head) is not torch.nn.Linear:
+        raise ValueError("a Llama has no such head: dataset=task:compression trains a decoder")
     model = unrolled(model)
     c = model.cfg
-    if c.pos != "rope" or c.mlp != "swiglu" or c.window:
-        raise ValueError("only pos=rope, mlp=swiglu, window=0 can be written as a Llama")
-    family = "Qwen3" if c.qk_norm else "Llama"
+    if c.pos != "rope" or c.mlp != "swiglu" or c.window and c.qk_norm:
+        raise ValueError("only pos=rope, mlp=swiglu, and not both window and qk_norm, can be "
+                         "written as a Llama, Qwen3 or Mistral")
+    family = "Qwen3" if c.qk_norm else "Mistral" if c.window else "Llama"
     config = dict(
         architectures=[f"{family}ForCausalLM"], model_type=family.lower(), vocab_size=c.vocab_size,
         hidden_size=c.n_embd, intermediate_size=c.n_mlp, num_hidden_layers=c.n_layer,
@@ -41,12 +44,26 @@ def to_pretrained(model, path):
         max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, hidden_act="silu",
         attention_bias=False, mlp_bias=False, bos_token_id=None, eos_token_id=None,
-        tie_word_embeddings=c.tie_embeddings,
+        tie_word_embeddings=c.tie_embeddings, sliding_window=c.window or None,
         torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."))
     weights = {llama_name(n): p.detach().contiguous() for n, p in model.named_parameters()}
     Path(path).mkdir(parents=True, exist_ok=True)
+    save_weights(weights, Path(path) / "model.safetensors")
     (Path(path) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(weights, Path(path) / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_weights(weights, path, **fields):
+    """A safetensors file, whole or not at all, with fields in its metadata. OSError on a full disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+    temporary = Path(f"{path}.tmp")
+    try:
+        save_file(weights, temporary, metadata={"format": "pt", **fields})
+        os.replace(temporary, path)
+    except SafetensorError as e:
+        raise OSError(str(e)) from e
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @torch.no_grad()
@@ -59,13 +76,13 @@ def unrolled(model):
     if hasattr(c, "block_and_use"):
         uses = [c.block_and_use(layer) for layer in range(model.n_loop * c.n_stored)]
         layers = [(model.blocks[k], use) for k, use in uses]
-    elif getattr(c, "router", "") == "none" and c.kv == "recursion":
+    elif getattr(c, "router", "") == "none" and c.kv != "share":
         first, *recursions, last = model.levels
         levels = [first, *recursions[:model.n_loop], last]
         layers = [(block, None) for level in levels for block in level]
     else:
         raise ValueError(f"{type(model).__module__} computes what no Llama does: gpt, relaxed, and "
-                         "mor with router=none, kv=recursion can be written as one")
+                         "mor with router=none can be written as one, if kv is not share")
     same = {f.name: getattr(c, f.name) for f in fields(Config) if hasattr(c, f.name)}
     plain = Model(Config(**{**same, "n_layer": len(layers)})).to(model.wte.weight)
     for name, p in plain.named_parameters():

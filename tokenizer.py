@@ -370,11 +370,22 @@ def byte_signs() -> dict:
     return {**{chr(i): i for i in printing}, **{chr(256 + n): i for n, i in enumerate(others)}}
 
 
+# how the library makes text of words: signs of bytes, or blanks as U+2581 and bytes as <0x41>
+BYTE_DECODER = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                "use_regex": False}
+BLANK_DECODER = {"type": "Sequence", "decoders": [
+    {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+    {"type": "ByteFallback"}, {"type": "Fuse"}]}
+
+
 def to_huggingface(tokenizer, folder):
     """Write tokenizer.json and tokenizer_config.json for transformers. False for the kinds that are
     no BPE of bytes (char, and the numbers of tasks). "<|endoftext|>" is one token there."""
     if tokenizer.kind == "hf":
         spec, eot = json.loads(tokenizer.saved["json"]), tokenizer.eot
+        steps = spec["normalizer"]["normalizers"] + spec["pre_tokenizer"]["pretokenizers"]
+        in_bytes = any(step["type"] == "ByteLevel" for step in steps)
+        spec["decoder"] = BYTE_DECODER if in_bytes else BLANK_DECODER
     elif tokenizer.kind in ("byte", "bpe", "gpt2"):
         signs = {byte: sign for sign, byte in byte_signs().items()}
         words = ["".join(signs[byte] for byte in piece) for piece in tokenizer.pieces[:-1]]
@@ -386,8 +397,7 @@ def to_huggingface(tokenizer, folder):
                 "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, {
                     "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
                     "use_regex": False}]},
-                "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                            "use_regex": False},
+                "decoder": BYTE_DECODER,
                 "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)},
                           "merges": merges(words)}}
     else:

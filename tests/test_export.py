@@ -9,15 +9,17 @@ import llama
 import runs
 import sample
 from config import UserError, model_module
-from tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
+from test_prepare import llama2
+from tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, load_tokenizer, train_bpe
 
 TEXT = "def f(x):\n    return 'übung' + 10000  # <|endoftext|> 日本\n\n\n"
 SIZES = dict(block_size=32, vocab_size=61, n_head=4, n_embd=32)
 CASES = [("gpt", dict(n_layer=2, n_kv_head=2, rope_theta=500.0)),
-         ("gpt", dict(n_layer=2, qk_norm=True, tie_embeddings=False)),
+         ("gpt", dict(n_layer=2, qk_norm=True, tie_embeddings=False)), ("gpt", dict(n_layer=2, window=5)),
          ("relaxed", dict(n_layer=6, n_loop=3, rank=3, exit_loop=2, qk_norm=True)),
          ("relaxed", dict(n_layer=4, rank=2, share="sequence", tie_embeddings=False, n_kv_head=2)),
-         ("mor", dict(n_layer=6, n_loop=2, router="none", share="middle_sequence", exit_loop=1))]
+         ("mor", dict(n_layer=6, n_loop=2, router="none", share="middle_sequence", exit_loop=1)),
+         ("mor", dict(n_layer=4, n_loop=2, router="none", kv="share_update"))]
 
 
 @pytest.mark.parametrize("model, keys", CASES)
@@ -32,7 +34,8 @@ def test_transformers_computes_the_same_logits(model, keys, tmp_path):
             p.add_(0.1 * torch.randn_like(p))
     llama.to_pretrained(ours, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert type(theirs).__name__ == ("Qwen3ForCausalLM" if keys.get("qk_norm") else "LlamaForCausalLM")
+    family = "Qwen3" if keys.get("qk_norm") else "Mistral" if keys.get("window") else "Llama"
+    assert type(theirs).__name__ == f"{family}ForCausalLM"
     assert theirs.config.eos_token_id is None, "transformers would stop at a token that ends nothing here"
     idx, again = torch.randint(0, 61, (2, 32)), llama.from_pretrained(tmp_path)
     with torch.no_grad():
@@ -56,7 +59,12 @@ def test_tokenizers_encode_alike_in_transformers(tmp_path):
         again = load_tokenizer(saved)               # as hf:FOLDER reads it, and writes it again
         assert again.encode(text) == tokenizer.encode(text)
         assert checkpoint.to_huggingface(again, tmp_path)
-        assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == tokenizer.encode(text)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        assert theirs.encode(text) == tokenizer.encode(text) and theirs.decode(tokenizer.encode(text)) == text
+    blanks = HFTokenizer(llama2(), 2)               # blanks as U+2581, other signs as bytes
+    assert checkpoint.to_huggingface(blanks, tmp_path)
+    ids = blanks.encode("cat ünder\n cat")
+    assert AutoTokenizer.from_pretrained(tmp_path).decode(ids) == "cat ünder\n cat"
     assert not checkpoint.to_huggingface(CharTokenizer("ab"), tmp_path)
 
 
@@ -96,13 +104,14 @@ def test_a_folder_is_the_run_at_a_fixed_depth(relaxed_run, tmp_path):
 
 
 @pytest.mark.parametrize("model, keys", [("rt", []), ("gpt", ["mlp=gelu"]), ("mor", []),
+                                         ("gpt", ["dataset=task:compression"]),
                                          ("mor", ["router=none", "kv=share"])])
 def test_what_no_llama_computes_is_refused_and_harms_nothing(model, keys, data_dir, tmp_path):
     runs.run(model, tmp_path, data_dir, "max_steps=1", *keys)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "tokenizer.json").write_text("kept")
     for target in (tmp_path / "hf", tmp_path / "new" / "hf"):
-        with pytest.raises(UserError, match="can be written as"):
+        with pytest.raises(UserError, match="can be written as|has no such head"):
             checkpoint.main([str(tmp_path / "r"), f"export={target}", "overwrite=true"])
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "kept" and not (tmp_path / "new").exists()
 
