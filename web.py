@@ -57,6 +57,7 @@ class Choice(Request):
     seed: int = 0
     stops: list = ()
     top: int = None                 # logprobs, with so many alternatives (None: no logprobs)
+    echo: bool = False              # logprobs of the prompt too
     cancelled: bool = False         # the client has gone
     reason: str = "length"          # why it ended
     logprobs: list = field(default_factory=list)    # (logprob, {token id: logprob}) of each token
@@ -94,7 +95,6 @@ class Worker(Engine):
                          eot=self.tokenizer.eot if cfg.stop else None,
                          vocab_size=self.tokenizer.vocab_size, on_token=self.token)
         self.waiting, self.condition = deque(), threading.Condition()
-        self.computing = threading.Lock()
         threading.Thread(target=self.work, daemon=True).start()
 
     def submit(self, choices):
@@ -112,9 +112,8 @@ class Worker(Engine):
                 while not self.waiting and not self.busy():
                     self.condition.wait()
             try:
-                with self.computing:
-                    self.fill_slots()
-                    self.step()
+                self.fill_slots()
+                self.step()
             except Exception as e:              # told to all that are in work; the others go on
                 print(f"{self.name}: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
                 for slot in self.busy():
@@ -129,10 +128,17 @@ class Worker(Engine):
         for slot in self.slots:
             while self.waiting and slot.request is None:        # only this thread takes some away
                 choice = self.waiting.popleft()
-                if not choice.cancelled:
-                    slot.request = choice
-                    slot.generator = torch.Generator(self.device).manual_seed(choice.seed)
-                    self.start(slot, list(choice.prompt))
+                if choice.cancelled:
+                    continue
+                slot.request = choice
+                if choice.echo and choice.top is not None:
+                    choice.logprobs = self.prompt_logprobs(choice.prompt, choice.top)
+                if not choice.max_new_tokens:                   # at most one a slot and step
+                    self.done.append(choice)
+                    slot.request = None
+                    break
+                slot.generator = torch.Generator(self.device).manual_seed(choice.seed)
+                self.start(slot, list(choice.prompt))
 
     def pick(self, slots, logits):
         tokens = super().pick(slots, logits)
@@ -148,17 +154,16 @@ class Worker(Engine):
             choice.max_new_tokens = len(choice.tokens)      # so that the Engine ends it here
 
     def end(self, choice):
-        del choice.logprobs[len(choice.tokens):]            # of end-of-text
+        told = len(choice.tokens) + len(choice.prompt) * choice.echo
+        del choice.logprobs[told:]                          # of end-of-text
         if choice.reason == "length" and len(choice.tokens) < choice.max_new_tokens:
             choice.reason = "stop"                          # end-of-text
         choice.events.put((choice, choice.read(b"", final=True), None, None))
         choice.events.put((choice, None, None, None))
 
-    @torch.inference_mode()
     def prompt_logprobs(self, ids, top):
         """Of each token of a prompt but the first, as Choice.logprobs."""
-        with self.computing:
-            logits = self.model(torch.tensor([ids], device=self.device))[0]
+        logits = self.model(torch.tensor([ids], device=self.device))[0]
         logits = logits[0, :, :self.vocab_size]
         return [None] + [top_logprobs(row, token, top) for row, token in zip(logits, ids[1:])]
 
@@ -270,8 +275,7 @@ class Handler(BaseHTTPRequestHandler):
             body = self.rfile.read(int(length))
             worker, prompts, options = read_completion(json.loads(body), self.server.workers)
             choices = self.make_choices(prompts, options)
-            if options["max_tokens"]:
-                worker.submit(choices)
+            worker.submit(choices)
         except Busy as e:
             return self.refuse(429, str(e))
         except UserError as e:
@@ -289,7 +293,7 @@ class Handler(BaseHTTPRequestHandler):
         # temperature, top_k, top_p, repetition_penalty
         how, events = (options["temperature"], 0, options["top_p"], 1.0), queue.Queue()
         top = options["logprobs"]
-        same = dict(how=how, events=events, stops=options["stop"],
+        same = dict(how=how, events=events, stops=options["stop"], echo=options["echo"],
                     top=None if top in (None, False) else int(top))
         return [Choice(ids, options["max_tokens"], seed=options["seed"] + i,
                        index=p * options["n"] + i, **same)
@@ -298,8 +302,7 @@ class Handler(BaseHTTPRequestHandler):
     def events(self, choices):
         """What the run's thread tells about the choices, until all have ended. ConnectionError
         when the client has gone."""
-        left = len(choices) if choices[0].max_new_tokens else 0
-        looked = time.monotonic()
+        left, looked = len(choices), time.monotonic()
         while left:
             if time.monotonic() - looked > 0.5:
                 self.look_for_client()
@@ -333,8 +336,6 @@ class Handler(BaseHTTPRequestHandler):
         ids, logprobs = choice.tokens, choice.logprobs
         if options["echo"]:
             text, ids = worker.tokenizer.decode(choice.prompt) + text, choice.prompt + ids
-            if choice.top is not None:
-                logprobs = worker.prompt_logprobs(choice.prompt, choice.top) + logprobs
         if choice.top is not None:
             logprobs = in_openais_words(worker.tokenizer, ids, logprobs)
         return {"text": text, "index": choice.index, "finish_reason": choice.reason,

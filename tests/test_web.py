@@ -140,8 +140,9 @@ def test_200_clients_some_of_which_vanish(server):
             return vanish(server, 0.05, prompt="a", max_tokens=50, stream=n % 20 == 3)
         if n % 10 == 7:
             assert ask(server, rng.choice(BAD)[0])[0] == 400
-        prompt = prompts[n % 12]
-        assert complete(server, prompt, max_tokens=12)[0]["text"] == alone[prompt]
+        prompt, more = prompts[n % 12], dict(echo=True, logprobs=1) if n % 5 == 0 else {}
+        choice, = complete(server, prompt, max_tokens=12, **more)
+        assert choice["text"] == prompt * bool(more) + alone[prompt]
     with ThreadPoolExecutor(200) as pool:
         list(pool.map(client, range(200)))
     wait_until_idle(server.workers["mor"])
