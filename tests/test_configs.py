@@ -67,10 +67,12 @@ def test_size_tokens_and_memory(name):
     blocks = [count(block.parameters()) for part in ("first", "blocks", "last") for block in getattr(model, part, ())]
     outside = total - sum(blocks)
     gathered = outside + (max(blocks) if model.runs_blocks_once else sum(blocks))
-    flops = step * values["max_steps"] * model.flops_per_token()
+    shard = max(weights / 8 + 8 * gathered, 12 * total / 8 + 4 * total)     # in a step, in an evaluation
+    of_step = step * model.flops_per_token()
+    flops, sums = of_step * values["max_steps"], 2 * 4 * total * 63 / 64
     with torch.device("meta"):
         cache = model.init_cache(1, cfg.block_size).nbytes() / cfg.block_size / 2       # in bfloat16
     cells = [name, f"{sum(blocks) / 1e6:,.0f} M", f"{outside / 1e6:,.0f} M", f"{weights / 1e9:.1f} GB",
-             f"{(weights / 8 + 8 * gathered) / 1e9:.1f} GB", f"{flops:.1e}", f"{flops / 0.4 / 989e12 / 86400:.1f}",
-             f"{cache:,.0f}"]
+             f"{shard / 1e9:.1f} GB", f"{flops:.1e}", f"{flops / 0.4 / 989e12 / 86400:.1f}",
+             f"{of_step / 64 / 0.4 / 989e12 * 1e3:.0f}", f"{sums / 50e9 * 1e3:.0f}", f"{cache:,.0f}"]
     assert "| " + " | ".join(cells) + " |" in (ROOT / "RESULTS.md").read_text()
