@@ -2,7 +2,8 @@
 serve.py with port=: an HTTP server with OpenAI's /v1/completions, and a page that shows depth.
 
     python serve.py out/mor_tiny port=8000                     http://127.0.0.1:8000
-    python serve.py out/mor_tiny out/relaxed_exit port=8000    two models on one page
+    python serve.py out/mor_tiny out/relaxed_exit port=8000 exit=confidence:0.5     two models on
+                                    one page; exit= and fill= are for those without a router
     curl 127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
         -d '{"prompt": "def ", "max_tokens": 50, "stream": true}'
 
@@ -25,7 +26,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -83,8 +84,10 @@ class Choice(Request):
 class Worker(Engine):
     """The Engine of a run in a thread of its own, with the sampling of each request."""
 
-    def __init__(self, path, cfg):
+    def __init__(self, path, cfg, alone):
         model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
+        if hasattr(model, "takes") and not alone:       # exit= and fill= are for the others
+            cfg = replace(cfg, exit="", fill="")
         check_loops(model, cfg, path, "batching")
         self.name = Path(path).name if Path(path).is_dir() else Path(path).stem
         # a text may be as long as the model's context; without a limit, as 8 times block_size
@@ -419,7 +422,7 @@ def open_server(paths, cfg):
         raise UserError("port= serves with batching=depth or sequence, not static")
     workers = {}
     for path in paths:
-        worker = Worker(path, cfg)
+        worker = Worker(path, cfg, alone=len(paths) == 1)
         if worker.name in workers:
             raise UserError(f"two runs are named {worker.name}")
         workers[worker.name] = worker

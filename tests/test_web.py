@@ -24,7 +24,9 @@ def server(data_dir, tmp_path_factory):
         trainer = runs.run(model, out, data_dir, f"run={model}", "max_steps=3", "block_size=64", "dropout=0")
         move(trainer.model, 0.3)
         trainer.save("ckpt.pt")
-    server = web.open_server([out / "mor", out / "relaxed"], serve.ServeConfig(port=0, slots=4, device="cpu"))
+    cfg = serve.ServeConfig(port=0, slots=4, device="cpu", exit="static:2")     # of relaxed; all its loops
+    server = web.open_server([out / "mor", out / "relaxed"], cfg)
+    assert server.workers["relaxed"].rule and not server.workers["mor"].rule
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
