@@ -149,16 +149,17 @@ def test_lrt_backbone(fast):
         assert (logits - arrays["logits"]).abs().max() < 5e-5 and abs(loss - arrays["loss"]) < 1e-5
 
 
+@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("init", ["average", "stepwise", "lower"])
 @torch.no_grad()
-def test_relaxed_deltas(init):
+def test_relaxed_deltas(init, fast):
     """The stored matrices and the products of the deltas, of one matrix of the block; norms have weight 1, so folding
     them changes nothing."""
     arrays, _ = golden("relaxed_svd")
     sizes = dict(block_size=8, vocab_size=5, n_layer=6, n_head=2, n_embd=16, n_mlp=24)
     source = load(model_gpt.Model(model_gpt.Config(**sizes)),
                   {f"blocks.{l}.mlp.w_up.weight": arrays["W"][l] for l in range(6)})
-    model = model_relaxed.Model(model_relaxed.Config(**sizes, n_loop=2, rank=4, init=init)).double()
+    model = model_relaxed.Model(model_relaxed.Config(**sizes, n_loop=2, rank=4, init=init, fast=fast)).double()
     model_relaxed.convert(model, source.state_dict())
     for l in range(6):
         matrix = model.blocks[l % 3].mlp.w_up
