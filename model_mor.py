@@ -30,8 +30,7 @@ recursion. share: to all, by their keys in the first. share_update: as share, bu
 that take this recursion have new keys in it.
 
 fast=false runs all tokens and masks out those not chosen. fast=true, and all decoding,
-gathers the chosen ones, runs them alone and scatters them back. tests/test_mor.py has both
-once more, plainly: Routed, where a recursion knows no tokens but its own.
+gathers the chosen ones and scatters them back. tests/test_mor.py: Routed does it by hand.
 
 Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the paper's code
 (paper: at every step, 1e-3). Attention is always tied (that code: not in expert choice).
