@@ -97,10 +97,16 @@ def load_checkpoint(path):
     if path.suffix == ".safetensors":
         return load_safetensors(path)
     try:
+        path.open("rb").close()
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from e
+    try:
         check_zip(path)
         with warnings.catch_warnings(action="ignore"):
             state = torch.load(path, map_location="cpu", weights_only=True)
         whole = state.pop("sha256") == fingerprint(state) and state["format"] == 1
+    except MemoryError as e:
+        raise UserError(f"{path} does not fit into memory") from e
     except Exception as e:      # zipfile and torch fail on damaged files in any way
         raise UserError(f"{path} is damaged or is not a checkpoint of this project") from e
     if not whole:

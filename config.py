@@ -203,8 +203,13 @@ def sync_folder(folder):
     """Makes a rename inside folder survive a power cut."""
     if os.name == "posix":  # Windows cannot open folders, and needs no such call
         fd = os.open(folder, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
+        try:
+            os.fsync(fd)
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+                raise
+        finally:
+            os.close(fd)
 
 
 def first_line(e) -> str:

@@ -12,6 +12,7 @@ import torch
 from checkpoint import build_model, load_checkpoint, load_initial, trained_on
 from config import (HERE, NAME, UserError, check_name, load_yaml, model_module, split_args,
                     typed_config, typed_value)
+from data import TokenData
 from model_gpt import choice
 from prepare import PrepareConfig, folder_name, is_offline, prepare
 from tasks import COMPRESSION, fit_head, is_task
@@ -122,12 +123,21 @@ def read_config(argv):
 
     A value comes from the command line, else from starting_point, else it is the default."""
     given = split_args(argv)
-    model = given.get("model", TrainConfig.model)
-    file = given.get("config", str(HERE / "configs" / f"{model}_tiny.yaml"))
-    yaml = load_yaml(file) if "config" in given or Path(file).exists() else {}
-    base, ckpt = starting_point(given, {"run": Path(file).stem, **yaml, "config": file})
+    base, ckpt = starting_point(given, config_file(given, TrainConfig.model))
     module = model_module(given.get("model", base.get("model", TrainConfig.model)))
-    return *run_config(module, given, base), ckpt, set(given) | set(base)
+    cfg, model_fields = run_config(module, given, base)
+    if cfg.max_flops and "max_steps" in given:
+        if "max_flops" in given:
+            raise UserError("max_flops sets max_steps: give one of the two")
+        cfg.max_flops = 0.0
+    return cfg, model_fields, ckpt, set(given) | set(base)
+
+
+def config_file(given, model):
+    """The values of the file that config= names, or else of configs/MODEL_tiny.yaml."""
+    file = given.get("config", str(HERE / "configs" / f"{given.get('model', model)}_tiny.yaml"))
+    yaml = load_yaml(file) if "config" in given or Path(file).exists() else {}
+    return {"run": Path(file).stem, **yaml, "config": file}
 
 
 def run_config(module, given, base):
@@ -171,6 +181,8 @@ def starting_point(given, yaml):
         file = yaml if "config" in given else {}
         ckpt = load_initial(asked["init_from"])
         ckpt = as_weights_of({**file, **given}.get("model", ckpt["model"]), ckpt)
+        if "config" not in given:
+            yaml = config_file(given, ckpt["model"])
         config = model_module(ckpt["model"]).Config
         free = {"block_size", "dropout", *getattr(config, "FINETUNE_OVERRIDES", ())}
         kept = {"fast"} | free & file.keys()
@@ -276,6 +288,8 @@ def open_data(cfg):
     if NAME.fullmatch(cfg.dataset) and (named / "meta.json").exists():
         return named
     folder = Path(cfg.data_dir) / folder_name(cfg.dataset, cfg.tokenizer)
+    if (folder / "meta.json").exists():
+        check_source(cfg, folder)
     if folder.exists() or int(os.environ.get("RANK", 0)) > 0:
         return folder
     keys = dict(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir)
@@ -283,6 +297,21 @@ def open_data(cfg):
         command = " ".join(f"{key}={value}" for key, value in keys.items())
         raise UserError(f"{folder} does not exist: make it with python prepare.py {command}")
     return prepare(PrepareConfig(**keys))
+
+
+def check_source(cfg, folder):
+    """UserError if the data set was made from something else, whose name gives the same folder.
+    A line tells if its file has changed since."""
+    made = TokenData(folder, "train").meta.get("dataset", cfg.dataset)
+    if made != cfg.dataset:
+        raise UserError(f"{folder} was made with dataset={made}: make another with python "
+                        f"prepare.py dataset={cfg.dataset} tokenizer={cfg.tokenizer} name=NAME, "
+                        f"and train with dataset=NAME")
+    source = Path(cfg.dataset.removeprefix("file:"))
+    newer = lambda: source.stat().st_mtime > (folder / "meta.json").stat().st_mtime
+    if cfg.dataset.startswith("file:") and source.is_file() and newer():
+        print(f"note: {source} has changed since {folder} was made: python prepare.py dataset="
+              f"{cfg.dataset} tokenizer={cfg.tokenizer} overwrite=true makes it again")
 
 
 def sized(cfg, model_fields, given, vocab_size):

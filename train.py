@@ -78,7 +78,10 @@ def setup(argv):
         batches = TextBatches(batch_folder, cfg, model_fields["block_size"])
     check_tokenizer(ckpt, batches.train, cfg.init_from or folder)
     if cfg.sample_tokens and not is_task(cfg.dataset):
-        batches.train.tokenizer.encode(cfg.sample_prompt)   # raises if it has no such character
+        try:
+            batches.train.tokenizer.encode(cfg.sample_prompt)
+        except UserError as e:      # it has no such character
+            raise UserError(f"sample_prompt: {e}") from e
     vocab_size = batches.train.vocab_size
     check_run_fits(cfg, *sized(cfg, model_fields, given, vocab_size), procs.device, procs.world)
     model = make_model(cfg, model_fields, ckpt, vocab_size, given).to(procs.device)
@@ -129,6 +132,8 @@ def claim_folder(cfg, folder):
             (folder / f"{name}.tmp").unlink(missing_ok=True)    # left by a run killed while saving
             if cfg.overwrite:
                 (folder / name).unlink(missing_ok=True)
+        for file in folder.glob("step_*.pt") if cfg.overwrite else ():
+            file.unlink()
 
 
 def describe(trainer, data_folder):
@@ -258,7 +263,9 @@ class Trainer:
                 if asked:
                     self.save("ckpt.pt")
                     return False
-            self.save_and_evaluate(final=True)
+            if self.evaluated < self.step:
+                self.save_and_evaluate(final=True)
+                self.save("ckpt.pt")        # a longer run goes on from here, with this evaluation
         return True
 
     def train_step(self, stop):
@@ -477,7 +484,7 @@ class Log:
     """log.jsonl, the progress bar, the plot, wandb and TensorBoard; on the first process only.
 
     log.jsonl has one object a line. A resumed run drops the lines after its checkpoint, which a
-    killed run may have written, and counts seconds on from the last line kept.
+    killed run may have written, and counts tokens, FLOPs and seconds on from the last line kept.
     """
 
     def __init__(self, trainer):
@@ -488,22 +495,25 @@ class Log:
         self.tokens_per_step = tokens_per_step(cfg, trainer.model)
         self.flops_per_token = trainer.model.flops_per_token()
         self.peak = peak_flops(trainer.procs.device)
-        self.flops = self.tokens_per_step * sum(map(self.flops_of_step, range(trainer.step)))
-        self.seconds = self.restart(trainer.step, trainer.evaluated)
+        last = self.restart(trainer.step, trainer.evaluated)
+        later = range(last["step"], trainer.step)
+        self.tokens = last["tokens"] + self.tokens_per_step * len(later)
+        self.flops = last["flops"] + self.tokens_per_step * sum(map(self.flops_of_step, later))
+        self.seconds = last["seconds"]
         self.start = self.plotted = time.perf_counter()
         self.bar = tqdm(total=cfg.max_steps, initial=trainer.step, unit="step", disable=None,
                         dynamic_ncols=True)
         self.start_lap()
 
     def restart(self, step, evaluated):
-        """Keep the lines up to the checkpoint; returns the seconds that they count."""
+        """Keep the lines up to the checkpoint; returns the last one."""
         rows = read_log(self.path) if step else []
         kept = [row for row in rows if row["step"] <= (evaluated if "val_ce" in row else step)]
         temporary = self.path.with_name("log.jsonl.tmp")
         with writing(self.path):
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
             os.replace(temporary, self.path)
-        return kept[-1]["seconds"] if kept else 0.0
+        return kept[-1] if kept else dict(step=0, tokens=0, flops=0.0, seconds=0.0)
 
     def start_lap(self):
         """tokens_per_second counts from here."""
@@ -511,6 +521,7 @@ class Log:
 
     def step(self, logged, write):
         """Count one training step, and write a line about it if `write`."""
+        self.tokens += self.tokens_per_step
         self.flops += self.tokens_per_step * self.flops_of_step(self.trainer.step - 1)
         self.bar.update()
         if not write:
@@ -542,7 +553,7 @@ class Log:
 
     def write(self, values):
         step, seconds = self.trainer.step, self.seconds + time.perf_counter() - self.start
-        row = {"step": step, "tokens": step * self.tokens_per_step, "flops": self.flops,
+        row = {"step": step, "tokens": self.tokens, "flops": self.flops,
                "seconds": round(seconds, 3), **values}
         with writing(self.path), open(self.path, "a") as f:
             f.write(json.dumps(row) + "\n")

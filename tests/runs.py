@@ -15,7 +15,8 @@ SIZES = {"gpt": ["tie_embeddings=true", "qk_norm=false"], "mor": ["n_layer=4", "
 
 
 def arguments(model, out_dir, data_dir, *extra):
-    return [f"model={model}", f"out_dir={out_dir}", f"data_dir={data_dir}", "run=r", *SMALL, *SIZES.get(model, []),
+    small = [key for key in SMALL if not key.startswith("max_steps") or "max_flops" not in " ".join(extra)]
+    return [f"model={model}", f"out_dir={out_dir}", f"data_dir={data_dir}", "run=r", *small, *SIZES.get(model, []),
             *extra]
 
 

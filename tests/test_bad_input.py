@@ -91,7 +91,7 @@ TRAIN = [
     (["model=relaxed", "exit_loop=3"], "exit_loop=3 must be 0 (the last) or one of the 2 loops"),
     (["model=mor", "n_layer=9"], "n_layer=9 does not fit share=middle_cycle with n_loop=3: 8 or 11 would"),
     # more than any machine has
-    (["max_flops=1000"], "is less than one step of"),
+    (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
     (["n_embd=1000000000000", "n_head=2"], "n_embd=1000000000000, vocab_size=1: no machine has memory"),
     (["model=relaxed", "n_layer=9223372036854775807"], "n_loop=2 must divide n_layer=9223372036854775807: 1, 7, "),
     (["block_size=9223372036854775807"], "block_size=9223372036854775807"),

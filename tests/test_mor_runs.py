@@ -10,6 +10,7 @@ import checkpoint
 import plot
 from run import TrainConfig
 import runs
+from config import UserError
 import sample
 import train
 
@@ -34,6 +35,9 @@ def test_a_budget_of_operations_sets_the_steps(tmp_path, data_dir):
     trainer = runs.run("gpt", tmp_path / "b", data_dir, f"max_flops={4.5 * step}")
     row = plot.read_log(trainer.folder / "log.jsonl")[-1]
     assert trainer.step == trainer.cfg.max_steps == row["step"] == 4 and row["flops"] == pytest.approx(4 * step)
+    assert runs.run("gpt", tmp_path / "b", data_dir, "resume=true").step == 6, "max_steps=6, given, wins"
+    with pytest.raises(UserError, match="max_flops=1e[+]03 is less than one step of"):
+        runs.run("gpt", tmp_path / "c", data_dir, "max_flops=1000")
 
 
 def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):

@@ -18,6 +18,7 @@ import data
 import llama
 import optim
 import plot
+import run
 import runs
 import train
 from config import UserError
@@ -225,6 +226,38 @@ def test_a_signal_saves_and_exits_0(tmp_path, data_dir, sig):
     step = checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"]
     assert f"stopped at step {step}" in out and "Traceback" not in err
     assert plot.read_log(tmp_path / "r" / "log.jsonl")[-1]["step"] == step
+
+
+def test_a_longer_run_goes_on_from_the_last_evaluation(tmp_path, data_dir):
+    """It stands in the log and best.pt stays, whatever eval_interval; tokens are counted at the size of their steps."""
+    runs.run("gpt", tmp_path, data_dir, "eval_interval=4")
+    runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=6")           # nothing to do
+    worse = runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=8", "batch_size=4", "learning_rate=50")
+    rows = plot.read_log(worse.folder / "log.jsonl")
+    assert [row["step"] for row in rows if "val_ce" in row] == [4, 6, 8]
+    assert checkpoint.load_checkpoint(worse.folder / "best.pt")["step"] == 6
+    assert rows[-1]["tokens"] == (6 * 2 + 2 * 4) * 16
+    assert rows[-1]["flops"] == pytest.approx(rows[-1]["tokens"] * worse.model.flops_per_token())
+
+
+def test_weights_bring_the_config_file_of_their_model(tmp_path, data_dir):
+    folder = runs.run("rat", tmp_path, data_dir, "max_steps=1").folder
+    cfg, fields, _, _ = run.read_config([f"init_from={folder}"])
+    assert (cfg.model, cfg.run, fields["n_embd"]) == ("rat", "rat_tiny", 16)
+
+
+def test_a_folder_of_another_text_is_refused(tmp_path, capsys):
+    """Both names give the same folder. A text that has changed since is told."""
+    one, two = (types.SimpleNamespace(dataset=f"file:{tmp_path / name}.txt", tokenizer="byte", data_dir=tmp_path / "data")
+                for name in "äö")
+    for name in "äö":
+        (tmp_path / f"{name}.txt").write_text("some text, " * 20)
+    folder = run.open_data(one)
+    assert run.open_data(one) == folder and "has changed" not in capsys.readouterr().out
+    os.utime(tmp_path / "ä.txt", (time.time() + 9,) * 2)
+    assert run.open_data(one) == folder and "has changed since" in capsys.readouterr().out
+    with pytest.raises(UserError, match="was made with dataset=.*ä.txt"):
+        run.open_data(two)
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
