@@ -54,7 +54,8 @@ from config import (UserError, asks_help, model_module, run_cli, split_args, typ
 from data import TokenData
 from limits import check_run_fits
 from optim import make_optimizers
-from run import TrainConfig, device_name, make_model, open_data, pick_device, read_config
+from run import (TrainConfig, check_tokenizer, device_name, make_model, open_data, pick_device,
+                 read_config)
 from timing import compare, fastest, ratio
 
 
@@ -247,13 +248,16 @@ def bench_mor(model, cfg, device, text=None, rounds=9):
     if text is None:
         print("requests: need trained routers, init_from=RUN")
     else:       # the engine asks for loops, so the plain model is one recursion there
-        one_loop = make(router="none", n_loop=1, share="cycle", kv="recursion")
+        one_loop = make(router="none", router_func="", n_loop=1, exit_loop=0, share="cycle",
+                        kv="recursion")
         mor_requests(model, one_loop().to(device), text, device)
-    mor = partial(make, router="expert", router_func="", kv="recursion")
+    make = partial(make, router_func="", exit_loop=0)
+    mor = partial(make, router="expert", kv="recursion")
     models = {"plain model": plain, f"{R} recursions, no router": make(router="none")}
     models |= {f"MoR, {r} recursions": mor(n_loop=r) for r in (2, 3, 4)
                if (model.cfg.n_layer - 2 * model.cfg.edge) % r == 0}
-    models[f"MoR, {R}, kv=share"] = mor(kv="share")
+    if model.cfg.share.endswith("cycle"):
+        models[f"MoR, {R}, kv=share"] = mor(kv="share")
     models[f"MoR, {R}, router=token"] = mor(router="token")
     flops = {name: m().flops_per_token() / plain().flops_per_token() for name, m in models.items()}
     goals = (0.90, 0.85) if device.type == "cpu" else (0.83, 0.77)
@@ -279,14 +283,19 @@ def bench_runs(folders, argv):
     """Runs of the same data: a training step, a token after a context of the run's own text (it
     decides how deep MoR's tokens go), and the cache. The first run is the baseline."""
     options = typed_config(RunsConfig, split_args(argv))
-    device, models, configs = pick_device(options.device), {}, {}
+    device, models, configs, data = pick_device(options.device), {}, {}, None
+    if not folders or options.rounds < 1:
+        raise UserError("bench.py runs needs folders of runs, and rounds of at least 1")
     for folder in folders:
         model, _, ckpt = load_run(folder, device)
         keys = {f.name: ckpt["config"][f.name] for f in fields(TrainConfig)}
         models[folder], configs[folder] = model, TrainConfig(**keys)
-    first = next(iter(models))
+        data = data or TokenData(open_data(configs[folder]), "val")
+        check_tokenizer(ckpt, data, folder)
     T = min(model.cfg.block_size for model in models.values())
-    rows = TokenData(open_data(configs[first]), "val").windows(np.arange(16) * T, T)
+    if data.tokens < 16 * T:
+        raise UserError(f"the validation text has {data.tokens} tokens: {16 * T} are needed")
+    rows = data.windows(np.arange(16) * T, T)
     idx, new = torch.from_numpy(rows).to(device), min(8, T - 1)
 
     def step(folder, device):
@@ -323,7 +332,8 @@ TOKENS = 8                  # that one call decodes, all at the same position
 def rat_configs(cfg, T):
     """Configs of one layer of each kind."""
     kinds = {f"RAT({cfg.chunk})": {}, f"RAT(T/{CHUNKS})": dict(chunk=max(1, T // CHUNKS)),
-             "RNN": dict(mixer="rnn"), "attention": dict(mixer="attention")}
+             "RNN": dict(mixer="rnn", reversed=False),
+             "attention": dict(mixer="attention", reversed=False)}
     sizes = dict(block_size=T, n_layer=1, vocab_size=1, swa=0)
     return {name: replace(cfg, **sizes, **kind) for name, kind in kinds.items()}
 

@@ -20,7 +20,8 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        r = (torch.linalg.vecdot(x, x) / x.size(-1) + eps).rsqrt_()[..., None]      # (..., 1)
+        with torch.autocast(x.device.type, enabled=False):      # it would round squares to 16 bits
+            r = (torch.linalg.vecdot(x, x) / x.size(-1) + eps).rsqrt_()[..., None]      # (..., 1)
         n = x * r
         ctx.save_for_backward(n, r, weight)
         return n * weight

@@ -18,6 +18,7 @@ has a thread that waits for its tokens. A client that goes away frees its slots.
 import codecs
 import itertools
 import json
+import os
 import queue
 import selectors
 import socket
@@ -103,8 +104,9 @@ class Worker(Engine):
     def submit(self, choices):
         """Busy where too many wait already."""
         with self.condition:
-            if len(self.waiting) + len(choices) > MAX_WAITING:
-                raise Busy(f"{len(self.waiting)} requests wait for a slot already: try again later")
+            waiting = sum(not choice.cancelled for choice in self.waiting)
+            if waiting + len(choices) > MAX_WAITING:
+                raise Busy(f"{waiting} requests wait for a slot already: try again later")
             self.waiting.extend(choices)
             self.condition.notify()
 
@@ -396,14 +398,15 @@ def usage(choices, options):
 
 
 def in_openais_words(tokenizer, ids, logprobs):
-    """The fields of a choice's `logprobs`. The first token of a prompt has none."""
-    text = lambda i: tokenizer.decode([i])
-    words = [text(i) for i in ids]
-    ends = [0, *itertools.accumulate(map(len, words))]
-    return {"tokens": words, "text_offset": ends[:len(ids)],
+    """The fields of a choice's `logprobs`. The first token of a prompt has none. Of tokens that are
+    the same text (parts of a character), the likeliest stands in top_logprobs."""
+    text, begun = lambda i: tokenizer.decode([i]), codecs.getincrementaldecoder("utf-8")("replace")
+    lengths = [len(begun.decode(tokenizer.decode_bytes([i]))) for i in ids]
+    best = lambda top: {text(i): x for i, x in sorted(top.items(), key=lambda item: item[1])}
+    return {"tokens": [text(i) for i in ids],
+            "text_offset": [0, *itertools.accumulate(lengths)][:len(ids)],
             "token_logprobs": [pair and pair[0] for pair in logprobs],
-            "top_logprobs": [pair and {text(i): x for i, x in pair[1].items()}
-                             for pair in logprobs]}
+            "top_logprobs": [pair and best(pair[1]) for pair in logprobs]}
 
 
 class Server(ThreadingHTTPServer):
@@ -437,4 +440,7 @@ def open_server(paths, cfg):
 def serve_http(paths, cfg):
     server = open_server(paths, cfg)
     print(f"{', '.join(server.workers)}: http://{cfg.host}:{server.server_port}", flush=True)
-    server.serve_forever()
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        os._exit(130)       # the runs' threads may be inside torch, which nothing interrupts
