@@ -42,7 +42,8 @@ TIERS = ("quick", "cpu", "gpu")
 LOG_KEYS = ("step", "tokens", "flops", "seconds")
 CURVE_POINTS = 60               # of a run's log that its result keeps, about
 AXES = {"flops": "training FLOPs", "bpb": "bits per byte of training batches", "bins": "score",
-        "three.scores.2": "tokens, recursion 2", "three.scores.3": "tokens, recursion 3"}
+        "three.scores.2": "fraction of tokens, recursion 2",
+        "three.scores.3": "fraction of tokens, recursion 3"}
 
 
 @dataclass
@@ -416,8 +417,7 @@ def draw(experiment, runs):
                 marker = "o" if len(points) < 10 else ""
                 ax.plot(*zip(*points), label=label, linewidth=1.2, marker=marker, markersize=5)
         ax.set(xlabel=titles.get(x, x), ylabel=titles.get(y, y),
-               ylim=panel.get("ylim", (None, None)),
-               **{k: panel[k] for k in ("xscale", "yscale") if k in panel})
+               **{k: panel[k] for k in ("xscale", "yscale", "ylim") if k in panel})
         ax.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8)
     fig.suptitle(experiment.title)
