@@ -29,9 +29,8 @@ A token that exits early has no keys and values in the deeper loops, which later
 Its state is kept until one of them goes there. Then fill=exact runs the state through that
 loop with the later token; fill=propagate projects keys and values from it.
 
-A model offers n_loop, embed, loop, finish, logits; relaxed also projection and propagate; mor
-also takes and cfg.share: its router decides which tokens go on, so exit and fill mean
-nothing to it.
+A model offers n_loop, cfg.share, embed, loop, finish, logits; relaxed also projection and
+propagate; mor also takes: its router decides which tokens go on, so it has no exit or fill.
 
 Shapes: N packed tokens (of several requests, one behind the other), R rows, T tokens of the
 longest row, S keys, H query heads, G key/value heads, D head size, C width, V vocabulary.
