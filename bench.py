@@ -243,15 +243,13 @@ def bench_relaxed(model, cfg, device, text=None, rounds=9):
 
 def bench_mor(model, cfg, device, text=None, rounds=9):
     """Recursions and routers. The baseline is a plain model of the same unrolled depth."""
-    make = partial(variant, model, capacity_warmup=0)
+    make = partial(variant, model, capacity_warmup=0, router_func="", exit_loop=0)
     plain, R = partial(plain_transformer, model.cfg), model.cfg.n_loop
     if text is None:
         print("requests: need trained routers, init_from=RUN")
     else:       # the engine asks for loops, so the plain model is one recursion there
-        one_loop = make(router="none", router_func="", n_loop=1, exit_loop=0, share="cycle",
-                        kv="recursion")
+        one_loop = make(router="none", n_loop=1, share="cycle", kv="recursion")
         mor_requests(model, one_loop().to(device), text, device)
-    make = partial(make, router_func="", exit_loop=0)
     mor = partial(make, router="expert", kv="recursion")
     models = {"plain model": plain, f"{R} recursions, no router": make(router="none")}
     models |= {f"MoR, {r} recursions": mor(n_loop=r) for r in (2, 3, 4)

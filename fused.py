@@ -10,6 +10,7 @@ import torch.nn.functional as F
 def rms_norm(x, weight, eps):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
     exact = x.dtype == weight.dtype and x.dtype.itemsize >= 4       # 16 bits are squared in float32
+    exact = exact and not torch.is_autocast_enabled("cpu")          # it would round the squares
     if torch.is_grad_enabled() and x.device.type == "cpu" and exact:
         return RMSNormFunction.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)     # autocast: x may be bfloat16
@@ -20,8 +21,7 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        with torch.autocast(x.device.type, enabled=False):      # it would round squares to 16 bits
-            r = (torch.linalg.vecdot(x, x) / x.size(-1) + eps).rsqrt_()[..., None]      # (..., 1)
+        r = (torch.linalg.vecdot(x, x) / x.size(-1) + eps).rsqrt_()[..., None]      # (..., 1)
         n = x * r
         ctx.save_for_backward(n, r, weight)
         return n * weight

@@ -309,7 +309,8 @@ def check_source(cfg, folder):
                         f"and train with dataset=NAME")
     source = Path(cfg.dataset.removeprefix("file:"))
     newer = lambda: source.stat().st_mtime > (folder / "meta.json").stat().st_mtime
-    if cfg.dataset.startswith("file:") and source.is_file() and newer():
+    first = int(os.environ.get("RANK", 0)) == 0
+    if first and cfg.dataset.startswith("file:") and source.is_file() and newer():
         print(f"note: {source} has changed since {folder} was made: python prepare.py dataset="
               f"{cfg.dataset} tokenizer={cfg.tokenizer} overwrite=true makes it again")
 

@@ -402,7 +402,12 @@ def in_openais_words(tokenizer, ids, logprobs):
     the same text (parts of a character), the likeliest stands in top_logprobs."""
     text, begun = lambda i: tokenizer.decode([i]), codecs.getincrementaldecoder("utf-8")("replace")
     lengths = [len(begun.decode(tokenizer.decode_bytes([i]))) for i in ids]
-    best = lambda top: {text(i): x for i, x in sorted(top.items(), key=lambda item: item[1])}
+
+    def best(top):
+        found = {}
+        for i, logprob in top.items():          # the likeliest first
+            found.setdefault(text(i), logprob)
+        return found
     return {"tokens": [text(i) for i in ids],
             "text_offset": [0, *itertools.accumulate(lengths)][:len(ids)],
             "token_logprobs": [pair and pair[0] for pair in logprobs],

@@ -8,6 +8,7 @@ import torch
 import llama
 import model_gpt
 from conftest import relative, tiny
+from fused import rms_norm
 from kernel_cases import dense_attend
 from model_gpt import Config, Model
 
@@ -63,6 +64,13 @@ def test_fast_builds_no_mask(monkeypatch):
 def test_flops_by_hand(window, keys):
     model = Model(Config(block_size=4, vocab_size=10, n_layer=1, n_head=2, n_embd=8, n_mlp=16, window=window))
     assert model.flops_per_token() == 6 * (4 * 64 + 3 * 8 * 16 + 80) + 12 * 8 * keys
+
+
+def test_rms_norm_squares_in_float32_under_autocast():
+    x, weight = torch.randn(3, 64), torch.ones(64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = rms_norm(x, weight, 1e-5)
+    assert torch.allclose(y, x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), atol=1e-6)
 
 
 # Hugging Face weights ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import runs
 import serve
 import web
 from test_serve import move
+from tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,12 @@ def test_answers_are_those_of_sampling_alone(server, model):
     echoed, = complete(server, "abc de", max_tokens=0, model=model, logprobs=1, echo=True)
     assert echoed["text"] == "abc de" and echoed["logprobs"]["token_logprobs"][0] is None
     assert echoed["logprobs"]["token_logprobs"][1:] == pytest.approx(expected[:5], abs=1e-4)
+
+
+def test_parts_of_a_character_in_logprobs():
+    """Both bytes of é alone are the same replacement character; the text has one character for them."""
+    words = web.in_openais_words(ByteTokenizer(), list("aéb".encode()), [None] + [(-1.0, {0xC3: -0.1, 0xA9: -2.0})] * 3)
+    assert words["text_offset"] == [0, 1, 1, 2] and words["top_logprobs"][1] == {"\ufffd": -0.1}
 
 
 def test_stream_stop_and_several_choices(server):
