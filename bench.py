@@ -346,7 +346,7 @@ def rat_layer(case, device, part, rows):
     u, du = torch.randn(2, *size, device=device, dtype=dtype)
     if part == "decoding":
         cache = rat.Cache(cfg, rows, T, device, dtype)
-        for buffer in cache.k + cache.v:
+        for buffer in cache.buffers():
             buffer.normal_()
         cache.lengths.fill_(T - 1)
         cache.longest = T - 1

@@ -45,6 +45,9 @@ def run_cli(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as e:
+        if e.filename and e.errno == errno.EACCES:
+            sys.stderr.write(f"error: {e.filename}: {e.strerror}\n")
+            sys.exit(2)
         if not e.filename or e.errno != errno.ENAMETOOLONG:
             raise
         longest = max(Path(e.filename).parts, key=len)  # of a path that was given

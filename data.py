@@ -35,6 +35,7 @@ class TokenData:
                             "tokenizer's")
         for file, count in zip(self.files, info["file_tokens"]):
             check_size(self.folder / file, count * self.dtype.itemsize)
+        self.stamps = [stamp(self.folder / file) for file in self.files]
 
     def n_windows(self, length) -> int:
         """The number of places where `length` tokens can start, which are all in one file."""
@@ -60,12 +61,21 @@ class TokenData:
         path = self.folder / self.files[k]
         try:
             ids = np.memmap(path, dtype=self.dtype, mode="r", shape=(int(self.counts[k]),))[where]
-        except (OSError, ValueError) as e:  # replaced while in use
+            replaced = stamp(path) != self.stamps[k]
+        except (OSError, ValueError) as e:
             raise UserError(f"cannot read {path}: {first_line(e)}") from None
+        if replaced:
+            raise UserError(f"{path} has been replaced while it was in use")
         if ids.size and ids.max() >= self.vocab_size:
             raise UserError(f"token {ids.max()} in {path.name} is out of the vocabulary "
                             f"({self.vocab_size})")
         return ids
+
+
+def stamp(path):
+    """What changes when a file is replaced or written."""
+    info = path.stat()
+    return info.st_mtime_ns, info.st_size
 
 
 def read_meta(folder) -> dict:

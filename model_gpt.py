@@ -42,7 +42,7 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields (keys of a config file) that all models have."""
-    block_size: int = 256        # tokens of a training sequence; with RoPE mostly the context limit
+    block_size: int = 256        # tokens of a training sequence; with RoPE also the longest context
     vocab_size: int = 257        # number of token ids
     n_layer: int = 4             # blocks
     n_head: int = 4              # query heads
@@ -50,6 +50,8 @@ class BaseConfig:
     n_embd: int = 128            # width of the residual stream
     dropout: float = 0.0         # on embeddings, attention, residual branches (see each file)
     fast: bool = True            # fused or parallel code; false: the equations written out
+    rope_theta: float = 10000.0  # RoPE's base
+    norm_eps: float = 1e-5       # RMSNorm's epsilon
 
     def __post_init__(self):
         """Raise ValueError, naming the key, where a value is impossible."""
@@ -88,11 +90,9 @@ class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 for gelu)
     mlp: str = choice("swiglu", "gelu")
     pos: str = choice("rope", "alibi", "none")
-    rope_theta: float = 10000.0  # RoPE's base
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before RoPE
     window: int = 0              # sliding window: how many keys a query attends to (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix
-    norm_eps: float = 1e-5       # RMSNorm's epsilon
 
     def __post_init__(self):
         super().__post_init__()
@@ -101,7 +101,7 @@ class Config(BaseConfig):
 
 
 def mlp_width(cfg):
-    """The usual hidden width: swiglu has about as many weights as gelu."""
+    """gelu: 4 C. swiglu, with a third matrix: 8/3 C, rounded up to a multiple of 32."""
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(cfg.n_embd / 12)
 
 
@@ -143,7 +143,7 @@ def alibi_slopes(n_head, device=None, dtype=torch.float32):
 
 def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
     """Added to the scores: -inf where the key is not visible, else 0 or ALiBi's bias.
-    q_pos (B or 1, T), k_pos (S,) -> (B or 1, H or 1, T, S)."""
+    q_pos (B or 1, T), k_pos (S,) or (B, 1, 1, S) -> (B or 1, H or 1, T, S)."""
     distance = q_pos[:, None, :, None] - k_pos              # (B or 1, 1, T, S)
     visible = distance >= 0
     if window:
@@ -188,7 +188,8 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections of self-attention. RoPE, mask, cache and softmax are the context's."""
+    """The projections of self-attention. Context.attend, below, does RoPE, cache, mask and
+    softmax, so that all models share them. layer: the number of the layer in the cache."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -238,11 +239,12 @@ def compute_dtype(x):
 class KVCache:
     """Keys (after RoPE) and values of the tokens so far: k[layer], v[layer] of
     (B, G, max_len + 1, D). The last slot takes the padding and is never read. A call
-    reserves slots (place), every layer writes its keys and values and reads all (append),
+    reserves slots (place), every layer writes its keys and values and reads all (write),
     and the call's end counts the tokens (advance). Under no_grad.
 
     lengths (B,): tokens of each row. longest: their maximum, on the host. ragged: rows may
-    differ; else new tokens are written as one slice, and no row needs its own mask."""
+    differ; else new tokens are written as one slice, and no row needs its own mask.
+    From place to advance: new (B,), real tokens of the call; end, keys to attend to."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         shape = batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim
@@ -253,15 +255,18 @@ class KVCache:
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.max_len, self.longest, self.ragged = max_len, 0, False
 
+    def buffers(self):
+        return self.k + self.v
+
     def nbytes(self):
         """Bytes of the keys and values of all rows at max_len."""
-        return sum(buffer[:, :, :self.max_len].nbytes for buffer in self.k + self.v)
+        return sum(buffer[:, :, :self.max_len].nbytes for buffer in self.buffers())
 
     def reset(self, rows=None):
         """Empty the given rows (indices; None: all) for new sequences. They are zeroed: a NaN
         would poison the sum over values, even under a mask."""
         rows = slice(None) if rows is None else rows
-        for buffer in self.k + self.v:
+        for buffer in self.buffers():
             buffer[rows] = 0
         self.lengths[rows] = 0
         self.longest = int(self.lengths.max())

@@ -61,7 +61,7 @@ Strategies, and Scaling Behavior" (2605.26797). It names no repository of its ow
 backbone is github.com/karpathy/nanochat.
 
 Shapes: B batch, T tokens, n positions of a pass, S keys, C width, H query heads, G key/value
-heads, D head size. In code Wve is attn.w_value, the gate of a value embedding, and Wg attn.w_gate.
+heads, D head size. In code Wve is attn.w_value (a gate), and Wg attn.w_gate.
 """
 import math
 from dataclasses import dataclass
@@ -92,8 +92,6 @@ class Config(BaseConfig):
     projections: str = choice("shared", "layerwise")    # Wk_rec, Wv_rec: one pair, or one a layer
     pattern: str = "SSSL"   # layers' windows, tiled: S short, L all; the last layer is L
     swa: int = 0            # how many earlier keys an S layer attends to (0: block_size / 2)
-    rope_theta: float = 10000.0     # RoPE's base
-    norm_eps: float = 1e-5  # RMSNorm's epsilon
 
     # options that change how a model is trained and prefilled, not what its weights mean
     RESUME_OVERRIDES = ("train_path", "subsets", "chunk", "prefill")
@@ -203,7 +201,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)  # Wve: gate of e, no value
+        self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)  # Wve: the gate of e
         if self.into_k or self.into_v:
             self.w_gate = nn.Linear(C, 2 * G, bias=False)  # Wg
 
@@ -317,9 +315,9 @@ class MemoryCache(KVCache):
 
     def advance(self, m):
         """Count the placed tokens; m (B, 1, C) is the memory after each row's last one."""
-        if self.ragged:  # a row without new tokens keeps its own
-            m = torch.where(self.new[:, None, None] > 0, m, self.memory)
-        self.memory.copy_(m)
+        if self.memory.size(1):  # else the backbone; a row without new tokens keeps its own
+            new = self.new[:, None, None] > 0
+            self.memory.copy_(torch.where(new, m, self.memory) if self.ragged else m)
         super().advance()
 
 
@@ -336,7 +334,7 @@ class Model(LanguageModel):
         V = 64 * math.ceil(cfg.vocab_size / 64)  # padded, for fast products
         self.wte = nn.Embedding(V, C)
         self.drop = nn.Dropout(cfg.dropout)
-        self.values = nn.ModuleDict({str(l): nn.Embedding(V, width) for l in range(L)})  # E_l
+        self.values = nn.ModuleList(nn.Embedding(V, width) for _ in range(L))  # E_l
         self.blocks = nn.ModuleList(Block(cfg, l) for l in range(L))
         self.alpha = nn.Parameter(torch.ones(L))
         self.beta = nn.Parameter(torch.full((L,), 0.1))
@@ -368,7 +366,7 @@ class Model(LanguageModel):
         """The Tokens idx (B, n) at positions pos (B or 1, n)."""
         D = self.cfg.head_dim
         x0 = self.drop(normed(self.wte(idx), self.cfg.norm_eps))  # (B, n, C)
-        values = [heads(table(idx), D) for table in self.values.values()]  # (B, G, n, D)
+        values = [heads(table(idx), D) for table in self.values]  # (B, G, n, D)
         tables = rope_tables(pos, D, self.cfg.rope_theta, x0.dtype)  # (B or 1, n, D)
         return Tokens(x0, values, [x[:, None] for x in tables], pos)
 
@@ -462,10 +460,10 @@ class Model(LanguageModel):
             return self.interleaved(tokens)[:2]
         return self.chain(tokens, cfg.chunk if path == "chunked" else 1), None
 
-    def predict(self, h, targets):
-        """As in all models. In interleaved training the loss also counts the first pass: aux has
-        "ce" of the recomputed positions, and "ce_first"."""
-        h, first = h
+    def predict(self, states, targets):
+        """As in all models, from hidden()'s pair. In interleaved training the loss also counts the
+        first pass: aux has "ce" of the recomputed positions, and "ce_first"."""
+        h, first = states
         logits, ce, aux = super().predict(h, targets)
         if targets is None or first is None:
             return logits, ce, aux
@@ -506,6 +504,8 @@ class Model(LanguageModel):
         local = sum(matrices.values()) - of_memory
         windows = [min(cfg.window(l) or T, T) for l in range(cfg.n_layer)]
         keys = sum((w * (w + 1) / 2 + (T - w) * w) / T for w in windows)
+        if cfg.train_path == "chunked":    # one memory for each chunk
+            of_memory *= math.ceil(T / cfg.chunk) / T
         return passes * (6.0 * local + 12.0 * cfg.n_embd * keys) + 6.0 * of_memory
 
     def param_groups(self, cfg):

@@ -74,11 +74,9 @@ class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
     mlp: str = choice("swiglu", "gelu")
     pos: str = choice("rope", "none")
-    rope_theta: float = 10000.0  # RoPE's base
     qk_norm: bool = False        # RMSNorm on each head's query and key, before RoPE
     tie_embeddings: bool = True  # the head is the embedding matrix
     paper_flops: bool = False    # max_flops counts as the paper does
-    norm_eps: float = 1e-5       # RMSNorm's epsilon
 
     CONVERTS_FROM = ("gpt",)
     RETIRED_WEIGHTS = ("warmup_step",)  # of older checkpoints
@@ -113,10 +111,10 @@ class Config(BaseConfig):
 
     def capacity(self, r, step=math.inf):
         """The fraction of all tokens that take recursion r at a training step."""
-        above = float(self.router == "none")  # 0: (R - r) / R of them, 1: all
+        extra = float(self.router == "none")  # 0: (R - r) / R of them, 1: all
         if self.router == "expert" and step < self.capacity_warmup:
-            above = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
-        return (self.n_loop - r + r * above) / self.n_loop
+            extra = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
+        return (self.n_loop - r + r * extra) / self.n_loop
 
     def room(self, r, T, step=math.inf):
         """k_r: how many of T tokens that is."""
@@ -143,6 +141,8 @@ class Router(nn.Module):
         with torch.autocast(h.device.type, enabled=False):
             return upcast(self.layers(h))
 
+
+# ---- the model: routing, and the recursions ----
 
 class Model(LanguageModel):
     runs_blocks_once = False
@@ -180,7 +180,7 @@ class Model(LanguageModel):
     @property
     def n_loop(self):
         """The most recursions of a token: in eval mode exit_loop, if set."""
-        return not self.training and self.cfg.exit_loop or self.cfg.n_loop
+        return self.cfg.n_loop if self.training else self.cfg.exit_loop or self.cfg.n_loop
 
     def expert_choice(self, h, all_tokens, causal):
         """Recursions choose: the top k or, if causal, tokens with s >= 0. h (B, T, C)
@@ -205,7 +205,7 @@ class Model(LanguageModel):
             y = self.recursion(r, h, all_tokens, chosen, k)  # 0 where not chosen
             h = h + (cfg.alpha * self.squash(s)[..., None] * y).to(h.dtype)
             active, taken = chosen, taken + chosen.long()
-        return h, taken, map(torch.stack, zip(*for_loss))  # when asked for: (R, B, T)
+        return h, taken, [torch.stack(x) for x in zip(*for_loss)]  # (R, B, T) each
 
     def expert_loss(self, s, decides, active, chosen):
         """What is added to the loss, and metrics, of (R, B, T) each."""
@@ -274,9 +274,14 @@ class Model(LanguageModel):
         cfg, cache, K = self.cfg, all_tokens.cache, self.cfg.n_stored
         fresh = r == 0 or cfg.kv != "share"
         if r == 0 or chosen is None:
-            return self.run(h, r + 1, all_tokens, cfg.edge + r * K * fresh, fresh)
+            return self.run(h, r + 1, all_tokens, cfg.edge + (r * K if fresh else 0), fresh)
         if not cfg.fast and cache is None:
-            y = self.run(h, r + 1, Masked(all_tokens, r, chosen), fresh=fresh)
+            tokens = Masked(all_tokens, r, chosen)
+            if cfg.kv == "recursion":  # to oneself too, lest a softmax is empty
+                itself = torch.eye(h.size(1), dtype=torch.bool, device=h.device)
+                visible = chosen[:, None, None] | itself  # (B, 1, T, T)
+                tokens.bias = tokens.bias.masked_fill(~visible, -math.inf)
+            y = self.run(h, r + 1, tokens, fresh=fresh)
             return y.masked_fill(~chosen[..., None], 0)
         if not torch.is_grad_enabled() and not chosen.any():
             # with gradients it runs: each parameter needs one
@@ -433,6 +438,8 @@ class Model(LanguageModel):
         return self.norm(self.run(h[None], self.cfg.n_loop + 1, context)[0])
 
 
+# ---- what the tokens of a recursion attend to ----
+
 class Attention(model_gpt.Attention):
     """Makes no keys where the context is not fresh (kv=share)."""
 
@@ -472,18 +479,13 @@ class AllTokens(Context):
 
 
 class Masked(AllTokens):
-    """Recursion r > 0 on the naive path: all run, only those of mask (B, T) have keys.
-    The others attend to themselves too, lest their softmax is empty."""
+    """The context of recursion r > 0 if all tokens run, and those of mask (B, T) count."""
 
     def __init__(self, all_tokens, r, mask):
         self.cfg, self.all_tokens, self.r, self.mask = all_tokens.cfg, all_tokens, r, mask
         self.attention, self.dropout = all_tokens.attention, all_tokens.dropout
         self.cache, self.new, self.kv = all_tokens.cache, {}, {}
         self.rope, self.bias = all_tokens.rope, all_tokens.bias
-        if self.cfg.kv == "recursion" and not self.cfg.fast and self.cache is None:
-            itself = torch.eye(mask.size(1), dtype=torch.bool, device=mask.device)
-            visible = mask[:, None, None] | itself  # (B, 1, T, T)
-            self.bias = self.bias.masked_fill(~visible, -math.inf)
 
     def keys_values(self, layer, k, v):
         cfg, first = self.cfg, self.cfg.edge + layer  # its number in recursion 0

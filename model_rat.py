@@ -6,7 +6,7 @@ state and forgets. RAT cuts the sequence into chunks of L tokens: inside a chunk
 recurrence accumulates keys and values; attention reads the chunks' final states.
 For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
-    z, g, v, q, k = W_in u     z, g, v of width C; q, k of G heads: head h uses h % G
+    z, g, v, q, k = W_in u     z, g, v of width C; q, k of G groups: head h uses h % G
     a = sigmoid(g + b_g)       forget gate of each channel, for keys and values
     k~_{c,l} = a k~_{c,l-1} + (1 - a) k_{c,l}
     v~_{c,l} = a v~_{c,l-1} + (1 - a) v_{c,l}      zero before a chunk's first token
@@ -42,8 +42,8 @@ Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416), github.com/CLAIRE-Labo/R
 Departures from its code: the fused operator; decoding works from the first token on;
 states stay in float32 (there bfloat16); norm_eps is 1e-5 by default (there 1e-6).
 
-Shapes: B batch, T new tokens, n chunks, C width, H heads, G heads of q and k (in
-attention of k and v), D head size, S keys, R slots of a layer's cache.
+Shapes: B batch, T new tokens, n chunks, C width, H heads, G groups of q and k
+(in attention key/value heads), D head size, S keys, R slots of a layer's cache.
 """
 import math
 from dataclasses import dataclass
@@ -62,15 +62,13 @@ class Config(BaseConfig):
     chunk: int = 16              # L, tokens of a chunk
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
     reversed: bool = False       # attention inside chunks, recurrence across
-    swa: int = 0                 # > 0: odd layers attend to so many tokens before
+    swa: int = 0                 # > 0: odd layers attend to so many earlier tokens, and itself
     qk_groups: int = 0           # G (0: 2, or 1 where n_head is odd)
     gate_rank: int = 0           # rank of z, g (0: full; reversed: of z, 0: head_dim)
-    pos: str = choice("chunk", "rope", "nope")  # rat's RoPE: by chunk | token | none
-    rope_theta: float = 10000.0  # RoPE's base
+    pos: str = choice("chunk", "rope", "nope")  # of rat: by chunk | token | none; swa: token
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
-    norm_eps: float = 1e-5       # RMSNorm's epsilon
     qk_norm = False              # no key: for model_gpt's Attention
 
     def __post_init__(self):
@@ -99,9 +97,9 @@ class Config(BaseConfig):
 # ---- recurrence inside chunks, attention across them ----
 
 def recurrence_naive(gate, x, state):
-    """h_t = gate_t h_{t-1} + x_t. gate, x, h (B, T, C), state h_{-1} (B, C)."""
+    """h_t = gate_t h_{t-1} + x_t. gate, x, h (B, T, C or 2 C), state h_{-1} (B, the same)."""
     states = []
-    for gate_t, x_t in zip(gate.unbind(1), x.unbind(1)):    # one backward for all
+    for gate_t, x_t in zip(gate.unbind(1), x.unbind(1)):
         state = gate_t * state + x_t
         states.append(state)
     return torch.stack(states, 1)
@@ -109,13 +107,14 @@ def recurrence_naive(gate, x, state):
 
 def read_naive(q, k_own, v_own, k_ends, v_ends, chunk_of):
     """One softmax over the final states of chunks before the query's and its own state.
-    q, k_own, v_own (B, H, T, D), k_ends, v_ends (B, H, n, D), chunk_of (B or 1, T)."""
+    q, k_own, v_own (B, H, T, D), k_ends, v_ends (B, H, n, D), chunk_of (B or 1, T)
+    -> (B, H, T, D)."""
     later = torch.arange(k_ends.size(2), device=q.device) >= chunk_of[..., None]
     s_ends = upcast(q) @ upcast(k_ends).mT    # (B, H, T, n)
     s_ends = s_ends.masked_fill(later[:, None], -math.inf)
     s_own = (upcast(q) * k_own).sum(-1, keepdim=True)    # (B, H, T, 1)
-    p = torch.cat([s_ends, s_own], -1) / math.sqrt(q.size(-1))
-    p_ends, p_own = p.softmax(-1).tensor_split([-1], -1)
+    scores = torch.cat([s_ends, s_own], -1) / math.sqrt(q.size(-1))
+    p_ends, p_own = scores.softmax(-1).tensor_split([-1], -1)
     return (p_ends @ upcast(v_ends) + p_own * v_own).to(q.dtype)
 
 
@@ -137,8 +136,8 @@ def initial_gate_bias(C, steps):
 
 
 def running_state(gate, x, layer, context, restart=None):
-    """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, (B, T, C), on from the cache; from 0 where
-    restart (B or 1, T). Padding has gate 1, so input 0."""
+    """x~_t = gate_t x~_{t-1} + (1 - gate_t) x_t, on from the cache; from 0 where restart
+    (B or 1, T). gate, x, x~ (B, T, C or 2 C). Padding has gate 1, so input 0."""
     cache = context.caches[layer]
     state = torch.zeros_like(x[:, 0]) if cache is None else cache.state
     if context.padding is not None:
@@ -177,7 +176,7 @@ class RAT(nn.Module):
             z, g = self.w_z(z), self.w_g(g)
         if cfg.fast and context.start == 0 and context.padding is None:
             return self.wo(self.fused(q, k, v, g, z, rope, cache))
-        copies = cfg.n_head // cfg.qk_groups    # head h uses number h % G
+        copies = cfg.n_head // cfg.qk_groups    # head h uses group h % G, as in the authors' code
         kv = upcast(torch.cat([k] * copies + [v], -1))    # (B, T, 2 C)
         gate = torch.sigmoid(upcast(g) + self.gate_bias)
         gate = torch.cat([gate, gate], -1)    # the same for k and v
@@ -324,9 +323,10 @@ class Cache(KVCache):
                            for layer in range(cfg.n_layer)]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.max_len, self.longest, self.ragged = max_len, 0, False
-        # what KVCache resets and measures: all but the spare slots
-        self.k = [x[:, :, :-1] for layer in self.layers for x in (layer.k, layer.v)]
-        self.v = [layer.state[:, None, None] for layer in self.layers]
+
+    def buffers(self):    # what KVCache resets and measures: all but the spare slots
+        keys_values = [x[:, :, :-1] for layer in self.layers for x in (layer.k, layer.v)]
+        return keys_values + [layer.state[:, None, None] for layer in self.layers]
 
 
 class Context:
@@ -380,7 +380,7 @@ class Context:
             k, v, k_pos = cache.extend_ring(k, v, pos, self.end, min(self.start, cache.R))
         if cfg.fast and kind == "attention" and self.start == 0:
             return attention_fast(q, k, v, None)    # causal: padding is on the right
-        if kind == "reversed":    # with gaps, a window ends where the chunk does
+        if kind == "reversed":    # moved apart, so that no window meets two
             pos, k_pos = (p + p // window * window for p in (pos, k_pos))
         if cfg.fast:
             pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))

@@ -3,10 +3,10 @@ Recursive and Relaxed Recursive Transformers: tied layers run in loops, relaxed 
 low-rank deltas.
 
 Only K of a Transformer's L layers are stored, and they run L / K times in a row (the
-Recursive Transformer). Each use of a stored matrix may add a low-rank delta of its own
-(Relaxed). The stored layers and the deltas start from a trained Transformer of L
-layers, which so becomes smaller at little loss; and as each loop ends where the head
-can read it, a token may exit early.
+Recursive Transformer). Each use of a stored matrix may add a low-rank delta (LoRA) of
+its own (Relaxed). The stored layers and the deltas start from a trained Transformer of
+L layers, which so becomes smaller at little loss; and as each loop ends where the head
+can read it, a token may exit early (serve.py decides, by the confidence after a loop).
 
     h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)     l = 0 .. L - 1   (Eq. 2)
     in it, every matrix:   y = W' x + B_u A_u x     W' tied; A_u, B_u of this use       (Eq. 3)
@@ -68,15 +68,12 @@ class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 for gelu)
     mlp: str = choice("swiglu", "gelu")
     pos: str = choice("rope", "none")
-    rope_theta: float = 10000.0  # RoPE's base
     qk_norm: bool = False        # RMSNorm on each head's query and key; weights are not tied
     tie_embeddings: bool = True  # the head is the embedding matrix
-    norm_eps: float = 1e-5       # RMSNorm's epsilon
 
     CONVERTS_FROM = ("gpt",)     # models whose weights init_from converts
     FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
-    # keys of older checkpoints and of model_gpt that are no keys here: what they must be
-    RETIRED = {"norm_init": "avg", "window": 0}
+    RETIRED = {"norm_init": "avg", "window": 0}  # keys of older checkpoints
 
     def __post_init__(self):
         super().__post_init__()
@@ -158,7 +155,8 @@ class RelaxedLinear(nn.Module):
 
 class HeadNorm(nn.Module):
     """RMSNorm of heads (B, heads, T, D) with a weight of its own for each use: no delta
-    follows that could make up for a tied one. Without qk_norm it does nothing."""
+    follows that could make up for a tied one. Without qk_norm it does nothing. use: as in
+    RelaxedLinear.forward."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -263,7 +261,7 @@ def source_layers(cfg, k):
 def tie(block, sources):
     """Set the tied weights of a block, norms included, to the mean of the sources'."""
     for name, p in block.named_parameters():
-        if sources and name in sources[0]:                      # deltas and head norms are not
+        if sources and name in sources[0]:                      # there are no deltas
             p.copy_(sum(source[name] for source in sources) / len(sources))
 
 
@@ -347,9 +345,9 @@ class Model(LanguageModel):
         logits, loss, aux = super().predict(last, targets)
         if targets is None or not earlier:
             return logits, loss, aux
-        *weights, weight = self.loop_weights()
-        loss = weight * loss
-        for b, (c, h) in enumerate(zip(weights, earlier), 1):
+        *c_earlier, c_last = self.loop_weights()
+        loss = c_last * loss
+        for b, (c, h) in enumerate(zip(c_earlier, earlier), 1):
             logits_b, ce, _ = super().predict(h, targets)
             aux[f"ce_loop{b}"] = ce.detach()
             if self.cfg.exit_loss != "kl":

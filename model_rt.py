@@ -21,8 +21,8 @@ naive      (1) to (5), position after position, layer after layer.
 tiled      The paper's Algorithm 1. Each query keeps the state (out, lse) of an online softmax, at
            first over its temporary pair. Once position i is done, with t the largest power of two
            that divides i, one attention call of queries i+1 .. i+t over keys i-t+1 .. i is merged
-           into their states. Every query meets every earlier key once, and a key is read log T
-           times. For T = 8 (the number tells after which position an entry is computed):
+           into their states. Every query meets every earlier key once, and a key is read at most
+           log2 T times. For T = 8 (the number tells after which position an entry is computed):
 
                     keys 1 2 3 4 5 6 7 8
                query 1   .                  . temporary pair
@@ -71,26 +71,25 @@ from model_gpt import (BaseConfig, KVCache, LanguageModel, RMSNorm, alibi_slopes
 class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd)
     pos: str = choice("alibi", "rope", "none")
-    rope_theta: float = 10000.0  # RoPE's base
-    norm_eps: float = 1e-5       # RMSNorm's epsilon
     qk_norm: str = choice("none", "full")   # full: RMSNorm of queries and keys over all heads
     kv_norm: bool = True         # false: persistent pairs are Wk y, Wv y (Appendix E.2)
     block: int = 1               # positions computed at once (section 9); 1: the RT
-    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: by fast
+    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: by fast; else it wins
     chunk: int = 32              # positions of a wavefront's chunk
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
 
     RESUME_OVERRIDES = ("schedule", "chunk", "cuda_graphs")
-    RETIRED = {"norm": "rms"}       # keys of old checkpoints: what they must have been
+    RETIRED = {"norm": "rms"}       # keys of older checkpoints: what they must have been
 
     def __post_init__(self):
         super().__post_init__()
         self.at_least(1, "block", "chunk")
         self.at_least(0, "n_mlp")
         self.n_mlp = self.n_mlp or 4 * self.n_embd
-        if self.head_dim > 256:
-            raise ValueError(f"n_embd / n_head = {self.head_dim}: a head is at most 256 wide")
+        if self.head_dim > kernels.HEAD_SIZES[-1]:
+            raise ValueError(f"n_embd / n_head = {self.head_dim}: a head is at most "
+                             f"{kernels.HEAD_SIZES[-1]} wide")
         if self.schedule == "wavefront" and (self.block > 1 or not self.kv_norm):
             raise ValueError("schedule=wavefront needs block=1 and kv_norm=true; tiled does not")
 
@@ -107,7 +106,8 @@ class Config(BaseConfig):
 # ---- naive: the equations ----
 
 class Layer(nn.Module):
-    """One layer. rope is None, or RoPE's tables (cos, sin), each (B or 1, 1, n, D)."""
+    """One layer: a Block in other files, but here a block is cfg.block positions. rope is None, or
+    RoPE's tables (cos, sin), each (B or 1, 1, n, D)."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -186,7 +186,7 @@ def layer_tiled(layer, x, rope, slopes, b):
     ys, ks, vs = [], [], []
     pos = torch.arange(x.size(1), device=x.device, dtype=torch.int32)
     q, k_temp, v_temp = layer.temporary(x, rope)
-    states = own_pairs(q, k_temp, v_temp, pos, slopes, b)  # [(out, lse), ...]
+    states = attend_temporary(q, k_temp, v_temp, pos, slopes, b)  # [(out, lse), ...]
     q, pos = q.split(b, 2), pos.split(b)
     for i, x_i in enumerate(x.split(b, 1), start=1):
         y_i = layer.output(x_i, states[i - 1][0])  # (3), (4)
@@ -219,8 +219,8 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
     return p[..., :1] * out + p[..., 1:] @ v, s.logsumexp(-1)
 
 
-def own_pairs(q, k, v, pos, slopes, b):
-    """Attention of each block of b positions to its own pairs: a list of (out, lse)."""
+def attend_temporary(q, k, v, pos, slopes, b):
+    """Attention of each block of b positions to its temporary pairs: a list of (out, lse)."""
     B = q.size(0)
     q, k, v = (u.unflatten(2, (-1, b)).transpose(1, 2).flatten(0, 1) for u in (q, k, v))
     out, lse = attend(q, k, v, pos[:b], pos[:b], slopes)  # (B T / b, H, b, .)
@@ -280,16 +280,19 @@ class Model(LanguageModel):
         cfg, T, b = self.cfg, x.size(1), min(self.cfg.block, x.size(1))
         if cfg.schedule_used == "wavefront":
             return rt_wavefront.run_layers(cfg, self.blocks, x)
-        if cfg.schedule_used == "tiled":
+        tiled = cfg.schedule_used == "tiled"
+        if tiled:
             x = F.pad(x, (0, 0, 0, -T % b))  # to whole blocks
         pos = torch.arange(x.size(1), device=x.device)[None]
         rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
-        if cfg.schedule_used == "naive":  # (1, H or 1, T, T)
-            bias = attention_bias(pos, pos[0], slopes=slopes, dtype=kernels.lse_dtype(x))
+        if tiled:
+            for layer in self.blocks:
+                x = layer_tiled(layer, x, rope, slopes, b)
+            return x[:, :T]
+        bias = attention_bias(pos, pos[0], slopes=slopes, dtype=kernels.lse_dtype(x))
         for layer in self.blocks:
-            naive = cfg.schedule_used == "naive"
-            x = layer(x, rope, bias) if naive else layer_tiled(layer, x, rope, slopes, b)
-        return x[:, :T]
+            x = layer(x, rope, bias)  # bias (1, H or 1, T, T)
+        return x
 
     def rope(self, pos, dtype):
         if self.cfg.pos != "rope":
@@ -322,8 +325,8 @@ class Model(LanguageModel):
         """T new tokens x (B, T, C) at pos (B or 1, T), one after the other."""
         ys, T = [], x.size(1)
         for t in range(T):
-            if T > 1:
-                pos = cache.place(1, None if n_valid is None else n_valid > t)
+            if T > 1:  # hidden() reserved slots for all; a step needs its own
+                pos = cache.place(1, None if n_valid is None else n_valid - t)
             ys.append(self.step(x[:, t:t + 1], pos, cache))
             cache.advance()
         return torch.cat(ys, 1)

@@ -39,9 +39,10 @@ def read_log(path):
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from e
     for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):
+        with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and {"step", "seconds"} <= row.keys()]
+    return [row for row in rows if isinstance(row, dict)
+            and all(type(row.get(key)) in (int, float) for key in ("step", "seconds"))]
 
 
 def draw_curves(rows, path, title):

@@ -184,7 +184,10 @@ def text_files(path, extensions) -> list:
 def walk(root, extensions, skip=()) -> list:
     """The files below root, sorted by relative path, without hidden ones and __pycache__."""
     skip, found = {"__pycache__", *skip}, []
-    for folder, folders, files in os.walk(root):
+
+    def unreadable(e):
+        raise UserError(f"cannot read {e.filename}: {e.strerror}")
+    for folder, folders, files in os.walk(root, onerror=unreadable):
         folders[:] = [f for f in folders if f not in skip and f[0] != "."]
         names = [f for f in files if f.lower().endswith(extensions) and f[0] != "."]
         found += [os.path.join(folder, f) for f in names]
@@ -428,6 +431,11 @@ def already_there(folder, cfg) -> bool:
     if not (folder / "meta.json").is_file():  # overwrite=true does not delete it either
         raise UserError(f"{folder} exists and is not a data set: choose another name=")
     if cfg.overwrite:
+        parts = re.compile(r"meta\.json|(train|val)(\.[0-9]+)?\.bin")
+        for file in folder.iterdir():
+            if not parts.fullmatch(file.name):
+                raise UserError(f"{folder} also holds {file.name!r:.60}, which is no part of a data "
+                                f"set: remove it, or choose another name=")
         return False
     try:
         meta = TokenData(folder, "train").meta

@@ -33,8 +33,8 @@ import torch
 from omegaconf import OmegaConf
 
 from checkpoint import load_checkpoint
-from config import (HERE, UserError, asks_help, help_text, run_cli, split_args, typed_config,
-                    unknown_key, writing)
+from config import (HERE, UserError, asks_help, first_line, help_text, run_cli, split_args,
+                    typed_config, unknown_key, writing)
 from plot import pyplot, read_log, save_picture
 from run import device_name, pick_device
 
@@ -88,20 +88,31 @@ class Experiment:
 
 def load_experiments():
     """{name: Experiment} of the folder experiments."""
-    found, names = {}, [f.name for f in fields(Experiment)]
+    found = {}
     for file in sorted((HERE / "experiments").glob("*.yaml")):
-        values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-        for key in values.keys() - set(names):
-            raise UserError(f"{file.name}: {unknown_key(key, names)}")
-        for key in {"title", "tier"} - values.keys():
-            raise UserError(f"{file.name}: {key} is missing")
-        found[file.stem] = e = Experiment(**values, name=file.stem)
-        for label, row in e.rows.items():
-            row = row if isinstance(row, dict) else {"keys": row or ""}
-            e.rows[label] = {"keys": "", "minutes": e.minutes, "evaluate": e.evaluate, **row}
-            for key in row.keys() - {"keys", "minutes", "evaluate", "from", *e.columns}:
-                raise UserError(f"{file.name}: {label} has an unknown key {key!r}")
+        try:
+            found[file.stem] = load_experiment(file)
+        except Exception as e:  # of YAML, or of values of another type: all about this file
+            raise UserError(f"{file.name}: {first_line(e)}") from e
     return found
+
+
+def load_experiment(file):
+    values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    names = [f.name for f in fields(Experiment) if f.name != "name"]
+    for key in values.keys() - set(names):
+        raise UserError(unknown_key(key, names))
+    for key in {"title", "tier"} - values.keys():
+        raise UserError(f"{key} is missing")
+    e = Experiment(**values, name=file.stem)
+    if e.tier not in TIERS or e.seeds < 1 or e.minutes <= 0:
+        raise UserError(f"tier must be one of {', '.join(TIERS)}, seeds and minutes positive")
+    for label, row in e.rows.items():
+        row = row if isinstance(row, dict) else {"keys": row or ""}
+        e.rows[label] = {"keys": "", "minutes": e.minutes, "evaluate": e.evaluate, **row}
+        for key in row.keys() - {"keys", "minutes", "evaluate", "from", *e.columns}:
+            raise UserError(f"{label} has an unknown key {key!r}")
+    return e
 
 
 # -------------------------------------------------------------------------------------------------
@@ -187,8 +198,9 @@ def missing(runs):
 def python(*command, one_thread=True, **options):
     """Start one of our programs."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} if one_thread else None
+    # close_fds=False: it holds the lock, too, and may outlive us
     return subprocess.Popen([sys.executable, *command], text=True, env=environment, cwd=HERE,
-                            stderr=subprocess.STDOUT, **options)
+                            stderr=subprocess.STDOUT, close_fds=False, **options)
 
 
 def start(run):
@@ -249,7 +261,8 @@ def record(run):
         return False
     # lines of training steps; a run that was stopped has logged other steps too
     every = ckpt["config"]["log_interval"]
-    steps = [row for row in log if "lr" in row and row["step"] % every == 0]
+    logged = [row for row in log if "lr" in row]
+    steps = [row for row in logged if row["step"] % every == 0] or logged
     tied = {w.data_ptr(): w.numel() for w in ckpt["weights"].values()}      # tied ones count once
     result = {"command": run.command, "evaluate": run.row["evaluate"],
               "commit": ", ".join(Path(f"{run.folder}.commit").read_text().split()),
@@ -314,10 +327,15 @@ def append(experiment, line):
     file = results_file(experiment)
     with writing(file):
         file.parent.mkdir(exist_ok=True)
-        with open(file, "a") as f:
-            seven_digits = lambda text: float(f"{float(text):.7g}")     # the file is committed
-            line = json.loads(json.dumps(line), parse_float=seven_digits)
-            f.write(json.dumps(line) + "\n")
+        seven_digits = lambda text: float(f"{float(text):.7g}")     # the file is committed
+        line = json.loads(json.dumps(line), parse_float=seven_digits)
+        size = file.stat().st_size if file.exists() else 0
+        try:
+            with open(file, "a") as f:
+                f.write(json.dumps(line) + "\n")
+        except OSError:         # no half line is left on a full disk
+            os.truncate(file, size)
+            raise
 
 
 def machine(device):
@@ -471,7 +489,8 @@ def main(argv):
         return print(help_text(ReproduceConfig))
     cfg = typed_config(ReproduceConfig, split_args([a for a in argv if "=" in a]))
     for number in (signal.SIGTERM, signal.SIGHUP):      # train_all stops its runs
-        signal.signal(number, lambda *_: sys.exit(143))
+        if signal.getsignal(number) != signal.SIG_IGN:  # of nohup
+            signal.signal(number, lambda *_: sys.exit(143))
     experiments, names = load_experiments(), [a for a in argv if "=" not in a]
     for name in names:
         if name not in (allowed := [*experiments, *TIERS, "write"]):
@@ -497,7 +516,8 @@ def main(argv):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
-            raise UserError("another reproduce.py is training here") from e
+            raise UserError("another reproduce.py, or a run of it, is training here") from e
+        os.set_inheritable(lock.fileno(), True)
     failed = train_all(todo, jobs)
     for e in chosen:
         if not only_write:

@@ -201,14 +201,15 @@ def as_weights_of(name, ckpt):
     Config.CONVERTS_FROM, with the fields that both have; make_model converts the weights."""
     if name == ckpt["model"]:
         return ckpt
-    config, old = model_module(name).Config, ckpt["model_config"]
+    config, origin = model_module(name).Config, model_module(ckpt["model"]).Config
+    old, names = ckpt["model_config"], {f.name for f in fields(config)}
     if ckpt["model"] not in getattr(config, "CONVERTS_FROM", ()):
         same_model(name, ckpt)
-    for key, value in getattr(config, "RETIRED", {}).items():
-        if old.get(key, value) != value:
-            raise UserError(f"the checkpoint's model has {key}={old[key]}, "
+    for f in fields(origin):
+        if f.name not in names and old.get(f.name, f.default) != f.default:
+            raise UserError(f"the checkpoint's model has {f.name}={old[f.name]}, "
                             f"which model={name} has not")
-    shared = {f.name: old[f.name] for f in fields(config) if f.name in old}
+    shared = {key: old[key] for key in names & old.keys()}
     return {**ckpt, "model": name, "model_config": shared, "converts": True}
 
 
@@ -302,11 +303,13 @@ def open_data(cfg):
 def check_source(cfg, folder):
     """UserError if the data set was made from something else, whose name gives the same folder.
     A line tells if its file has changed since."""
-    made = TokenData(folder, "train").meta.get("dataset", cfg.dataset)
-    if made != cfg.dataset:
-        raise UserError(f"{folder} was made with dataset={made}: make another with python "
-                        f"prepare.py dataset={cfg.dataset} tokenizer={cfg.tokenizer} name=NAME, "
-                        f"and train with dataset=NAME")
+    meta = TokenData(folder, "train").meta
+    for key, name in (("dataset", "dataset"), ("tokenizer", "tokenizer_name")):
+        asked, made = getattr(cfg, key), meta.get(name)
+        if made not in (None, asked):
+            raise UserError(f"{folder} was made with {key}={made}: make another with python "
+                            f"prepare.py dataset={cfg.dataset} tokenizer={cfg.tokenizer} "
+                            f"name=NAME, and train with dataset=NAME")
     source = Path(cfg.dataset.removeprefix("file:"))
     newer = lambda: source.stat().st_mtime > (folder / "meta.json").stat().st_mtime
     first = int(os.environ.get("RANK", 0)) == 0
@@ -381,12 +384,17 @@ def check_tokenizer(ckpt, data, what):
                         f"one of the data set ({data.tokenizer.kind}, {data.vocab_size} tokens)")
 
 
-def check_no_tokenizer(cfg, given):
-    """A task has no text. It ignores the tokenizer of a config file, but not one that the
-    command line asks for."""
-    if given.get("tokenizer", TrainConfig.tokenizer) != TrainConfig.tokenizer:
-        raise UserError(f"tokenizer={given['tokenizer']}, but dataset={cfg.dataset} is made of "
-                        f"token ids: leave out tokenizer")
+def check_asked_tokenizer(cfg, given, data):
+    """A task has no text, and a data set its own tokenizer. They ignore that of a config file, but
+    not another one that the command line asks for."""
+    asked = given.get("tokenizer")
+    if is_task(cfg.dataset) and asked not in (None, TrainConfig.tokenizer):
+        raise UserError(f"tokenizer={asked}, but dataset={cfg.dataset} is made of token ids: leave "
+                        f"out tokenizer")
+    made = None if is_task(cfg.dataset) else data.meta.get("tokenizer_name")
+    if asked and made not in (None, asked):
+        raise UserError(f"tokenizer={asked}, but {data.folder} was made with tokenizer={made}: "
+                        f"leave out tokenizer")
 
 
 def tokens_per_step(cfg, model):

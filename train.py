@@ -41,7 +41,7 @@ from data import TextBatches, bits_per_byte
 from limits import check_run_fits
 from optim import load_optimizers, lr_factor, make_optimizers, set_schedules
 from plot import draw_curves, read_log
-from run import (TrainConfig, autocast, can_compile, check_no_tokenizer, check_tokenizer,
+from run import (TrainConfig, autocast, can_compile, check_asked_tokenizer, check_tokenizer,
                  device_name, load_teacher, make_model, open_data, peak_flops, pick_device,
                  read_config, run_folder, set_budget, sized, tokens_per_step)
 from sample import sample_text
@@ -72,11 +72,11 @@ def setup(argv):
     if procs.world > 1:
         dist.barrier()                          # rank 0 has prepared the data
     if is_task(cfg.dataset):
-        check_no_tokenizer(cfg, split_args(argv))
         batches = TaskBatches(cfg, model_fields["block_size"])
     else:
         batches = TextBatches(batch_folder, cfg, model_fields["block_size"])
     check_tokenizer(ckpt, batches.train, cfg.init_from or folder)
+    check_asked_tokenizer(cfg, split_args(argv), batches.train)
     if cfg.sample_tokens and not is_task(cfg.dataset):
         try:
             batches.train.tokenizer.encode(cfg.sample_prompt)

@@ -408,12 +408,16 @@ def test_memory_does_not_grow(tmp_path):
     assert most - before < 20e6
 
 
-def test_files_damaged_while_in_use(tmp_path):
+def test_files_damaged_or_replaced_while_in_use(tmp_path):
     folder = write_set(tmp_path / "set", [4, 4])
-    data = TokenData(folder, "train")
+    before = TokenData(folder, "train")
     np.array([5, 6, 300, 8], "<u2").tofile(folder / "train.00001.bin")
+    os.utime(folder / "train.00001.bin", (5, 5))
+    data = TokenData(folder, "train")
     with pytest.raises(UserError, match=r"token 300 in train.00001.bin is out of the vocabulary"):
         data.windows([0, 1], 4)
+    with pytest.raises(UserError, match=r"train.00001.bin has been replaced while it was in use"):
+        before.windows([0, 1], 4)
     os.remove(folder / "train.bin")
     with pytest.raises(UserError, match="cannot read .*train.bin"):
         data.windows([0], 4)
@@ -485,6 +489,10 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="not a data set"):  # overwrite=true does not delete it either
         make(tmp_path, name="y", overwrite=True)
     assert tree(tmp_path / "data/y") == {"000.txt": b"years of work"}
+    (tmp_path / "data/y/meta.json").write_text("{}")
+    with pytest.raises(UserError, match="also holds '000.txt', which is no part of a data set"):
+        make(tmp_path, name="y", overwrite=True)
+    assert len(tree(tmp_path / "data/y")) == 2
     # stopped between the two renames
     rename = os.rename
     monkeypatch.setattr(os, "rename", lambda a, b: rename(a, b) if Path(a).name != "new" else sys.exit(143))

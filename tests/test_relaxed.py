@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model_relaxed
 import checkpoint
 import plot
+import run
 import runs
 import train
 from config import UserError
@@ -201,6 +202,12 @@ def test_converted_by_init_from_it_evaluates_as_the_source(world, data_dir, tmp_
     for start in (world / "gpt" / "r", tmp_path / "hf"):
         ours = evaluated("relaxed", start, "rank=1000", "n_loop=4", "share=sequence")
         assert abs(ours - evaluated("gpt", start)) < 1e-5
+
+
+@pytest.mark.parametrize("model", ["relaxed", "mor"])
+def test_a_source_with_an_option_that_the_model_has_not_is_refused(model):
+    with pytest.raises(UserError, match=f"window=16, which model={model} has not"):
+        run.as_weights_of(model, {"model": "gpt", "model_config": {"window": 16, "n_embd": 16}})
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(world, data_dir, tmp_path):

@@ -1,6 +1,8 @@
 """reproduce.py: what is missing is trained, once; tables from results; every experiment's keys are known."""
 import json
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -81,6 +83,8 @@ def plan(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text, message", [
     ("title: a", "tier is missing"), ("title: a\ntier: cpu\nrow: 5", "unknown key 'row'"),
+    ("title: [a", "trial.yaml: "), ("title: a\ntier: cpu\nrows: [a]", "trial.yaml: "),
+    ("title: a\ntier: slow", "tier must be one of quick, cpu, gpu"),
     ("title: a\ntier: cpu\nrows: {x: {minute: 5}}", "x has an unknown key 'minute'"),
     ("title: a\ntier: cpu\nrows: {x: 'init_from={y}', y: ''}", "x starts from 'y', which is no row above it")])
 def test_mistakes_in_an_experiment_are_named(text, message, plan):
@@ -98,6 +102,17 @@ def test_evaluations_and_the_step_that_it_starts_from_tell_a_run_apart(plan):
     assert not any(run.result for run in plan(trial.format(3, "{half: batches=1}")))
     whole, part = plan(trial.format(4, "{}"))
     assert whole.result and not part.result and part.folder != first[1].folder
+    written = reproduce.results_file(whole.experiment).read_text()
+    full = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(written) + 20, full[1]))
+    try:        # a full disk leaves no half line
+        with pytest.raises(UserError, match="could not write .*trial.jsonl"):
+            reproduce.append(whole.experiment, {"command": "x" * 10000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, full)
+        signal.signal(signal.SIGXFSZ, before)
+    assert reproduce.results_file(whole.experiment).read_text() == written
     with open(reproduce.results_file(whole.experiment), "a") as file:
         file.write('{"comm')
     with pytest.raises(UserError, match="trial.jsonl: line 3 is not JSON"):

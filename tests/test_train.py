@@ -258,6 +258,11 @@ def test_a_folder_of_another_text_is_refused(tmp_path, capsys):
     assert run.open_data(one) == folder and "has changed since" in capsys.readouterr().out
     with pytest.raises(UserError, match="was made with dataset=.*ä.txt"):
         run.open_data(two)
+    named = types.SimpleNamespace(dataset=folder.name, data_dir=tmp_path / "data")
+    tokens = TokenData(run.open_data(named), "train")
+    run.check_asked_tokenizer(named, {"tokenizer": "byte"}, tokens)
+    with pytest.raises(UserError, match="tokenizer=char, but .* was made with tokenizer=byte"):
+        run.check_asked_tokenizer(named, {"tokenizer": "char"}, tokens)
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
