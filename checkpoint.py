@@ -283,13 +283,14 @@ def main(argv):
             save_safetensors(path, ckpt)
         else:
             looped = {"exit_loop": cfg.exit_loop} if cfg.exit_loop else {}
+            tokenizer = load_tokenizer(ckpt["tokenizer"])
             try:
-                to_pretrained(build_model(ckpt, **looped).eval(), path)
+                to_pretrained(build_model(ckpt, **looped).eval(), path, tokenizer.eot)
             except ValueError as e:
                 raise UserError(f"export: {first_line(e)}") from e
             for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
                 (path / name).unlink(missing_ok=True)       # of what was there before
-            if not to_huggingface(load_tokenizer(ckpt["tokenizer"]), path):
+            if not to_huggingface(tokenizer, path):
                 kind = ckpt["tokenizer"]["kind"]
                 print(f"note: {path} has no tokenizer: a {kind} tokenizer is no BPE of bytes")
     print(f"{path}: {ckpt['model']}, step {ckpt['step']:,}")

@@ -44,6 +44,11 @@ def run_cli(main):
     except BrokenPipeError:  # the reader (head) has gone: nothing can be printed, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not re.search("allocate memory|out of memory", str(e)):
+            raise
+        sys.stderr.write(f"error: not enough memory: {first_line(e)}\n")
+        sys.exit(2)
     except OSError as e:
         if e.filename and e.errno == errno.EACCES:
             sys.stderr.write(f"error: {e.filename}: {e.strerror}\n")

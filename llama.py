@@ -25,10 +25,10 @@ def from_pretrained(path, **overrides):
     return model
 
 
-def to_pretrained(model, path):
+def to_pretrained(model, path, eos=None):
     """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them, with
     qk_norm its Qwen3ForCausalLM, with window its MistralForCausalLM. model: what `unrolled` takes.
-    ValueError if it has what these have not."""
+    eos: the token at which generation stops. ValueError if the model has what these have not."""
     if type(model.head) is not torch.nn.Linear:
         raise ValueError("a Llama has no such head: dataset=task:compression trains a decoder")
     model = unrolled(model)
@@ -43,7 +43,7 @@ def to_pretrained(model, path):
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
         max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, hidden_act="silu",
-        attention_bias=False, mlp_bias=False, bos_token_id=None, eos_token_id=None,
+        attention_bias=False, mlp_bias=False, bos_token_id=None, eos_token_id=eos,
         tie_word_embeddings=c.tie_embeddings, sliding_window=c.window or None,
         torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."))
     weights = {llama_name(n): p.detach().contiguous() for n, p in model.named_parameters()}
@@ -172,7 +172,7 @@ def llama_config(folder):
         raise ValueError(f"{folder / 'config.json'} lacks a field or has a wrong one: {e}") from e
     head_dim = fields["n_embd"] // fields["n_head"]
     for name, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"),
-                         ("head_dim", head_dim)):
+                         ("use_sliding_window", False), ("head_dim", head_dim)):
         value = hf.get(name, wanted)
         if value != wanted and not (name == "head_dim" and value is None):
             raise ValueError(f"{name}={value} is not supported: only {wanted} is")

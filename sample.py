@@ -28,7 +28,6 @@ from plot import pyplot, save_picture
 from run import pick_device
 from sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
 from serve import Request, check_loops, engine_for
-from tasks import COMPRESSION
 
 
 @dataclass
@@ -270,9 +269,6 @@ def main(argv):
     device = pick_device(cfg.device)
     texts = read_prompts(cfg.prompt)
     model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast)
-    if ckpt["config"]["dataset"] == COMPRESSION:
-        raise UserError(f"{path} was trained on {COMPRESSION}: it gives back what it read, there "
-                        f"is nothing to sample")
     check_loops(model, cfg, path, "exit", "fill", "show_depth", "depths")
     if cfg.depths and not hasattr(model, "recursions"):
         raise UserError(f"depths={cfg.depths} is for a model with a router (mor), {path} is not")

@@ -594,7 +594,10 @@ def parse_request(given, n, tokenizer, model, max_new_tokens):
 
 
 def check_loops(model, cfg, path, *keys):
-    """UserError where one of `keys` is given that the model cannot serve."""
+    """UserError if the model writes no text, or cannot serve one of `keys` that is given."""
+    if type(model.head) is not torch.nn.Linear:
+        raise UserError(f"{path} was trained on task:compression: it gives back what it read, and "
+                        f"writes no text")
     given = [f"{key}={getattr(cfg, key)}" for key in keys if getattr(cfg, key)]
     if given and not hasattr(model, "loop"):
         raise UserError(f"{given[0]} is for a model that loops over depth (relaxed, mor), "

@@ -104,7 +104,8 @@ class Worker(Engine):
     def submit(self, choices):
         """Busy where too many wait already."""
         with self.condition:
-            waiting = sum(not choice.cancelled for choice in self.waiting)
+            self.waiting = deque(choice for choice in self.waiting if not choice.cancelled)
+            waiting = len(self.waiting)
             if waiting + len(choices) > MAX_WAITING:
                 raise Busy(f"{waiting} requests wait for a slot already: try again later")
             self.waiting.extend(choices)
@@ -131,8 +132,11 @@ class Worker(Engine):
 
     def fill_slots(self):
         for slot in self.slots:
-            while self.waiting and slot.request is None:        # only this thread takes some away
-                choice = self.waiting.popleft()
+            while slot.request is None:
+                with self.condition:
+                    if not self.waiting:
+                        return
+                    choice = self.waiting.popleft()
                 if choice.cancelled:
                     continue
                 slot.request = choice
@@ -436,7 +440,7 @@ def open_server(paths, cfg):
         workers[worker.name] = worker
     try:
         server = Server((cfg.host, cfg.port), Handler)
-    except (OSError, OverflowError) as e:
+    except (OSError, OverflowError, TypeError) as e:
         raise UserError(f"host={cfg.host} port={cfg.port}: {first_line(e)}") from e
     server.workers = workers
     return server

@@ -173,3 +173,11 @@ def test_from_the_shell(program, tmp_path):
     p = subprocess.run([sys.executable, ROOT / f"{program}.py", "n=3"], cwd=tmp_path, capture_output=True, text=True)
     assert (p.returncode, p.stdout, p.stderr.count("\n")) == (2, "", 1) and p.stderr.startswith("error: "), p.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 5 GiB"),
+                                   PermissionError(13, "Permission denied", "locked/run")])
+def test_what_the_machine_refuses_is_one_line(error, capfd, monkeypatch):
+    def main(argv):
+        raise error
+    assert refusal(main, [], monkeypatch, capfd).startswith(("error: not enough memory: ", "error: locked/run: "))

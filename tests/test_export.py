@@ -98,7 +98,9 @@ def test_a_folder_is_the_run_at_a_fixed_depth(relaxed_run, tmp_path):
     folder, target = relaxed_run[1], tmp_path / "hf"
     checkpoint.main([str(folder), f"export={target}", "exit_loop=1"])
     theirs, ours = AutoModelForCausalLM.from_pretrained(target), checkpoint.load_run(folder, exit_loop=1)[0]
-    idx = torch.tensor([AutoTokenizer.from_pretrained(target).encode("a cat")])
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert theirs.generation_config.eos_token_id == tokenizer.eos_token_id is not None
+    idx = torch.tensor([tokenizer.encode("a cat")])
     with torch.no_grad():
         assert len(theirs.model.layers) == 1 and (theirs(idx).logits - ours(idx)[0]).abs().max() < 1e-4
 

@@ -138,7 +138,7 @@ def edit(folder, **changes):
 @pytest.mark.parametrize("changes, named", [
     (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}, rope_parameters=None), "llama3"),
     (dict(rope_parameters={"rope_type": "yarn"}), "yarn"), (dict(attention_bias=True), "attention_bias"),
-    (dict(head_dim=16), "head_dim"), (dict(model_type="bert"), "bert"), (dict(vocab_size=None), "config.json"),
+    (dict(use_sliding_window=True), "use_sliding_window"), (dict(head_dim=16), "head_dim"), (dict(model_type="bert"), "bert"), (dict(vocab_size=None), "config.json"),
     (dict(intermediate_size=64), "gate_proj"), (dict(num_hidden_layers=2), "layers.2")])
 def test_what_we_cannot_compute_is_refused_by_name(tmp_path, changes, named):
     saved_llama(tmp_path)

@@ -17,6 +17,7 @@ from tokenizer import ByteTokenizer
 import runs
 import sample
 import serve
+import tasks
 from conftest import relative
 from kernel_cases import dense_attend
 from test_relaxed import ByHand
@@ -404,3 +405,9 @@ def test_routed_answers_are_those_of_a_text_alone(name):
 def test_a_routed_run_is_served(world, capsys):
     answers, _ = served(capsys, world / "mor" / "r", world, "stop=false")
     assert len(answers) == 5 and {loop for a in answers for loop in a["exits"]} == {1, 2}
+
+
+def test_a_model_that_writes_no_text_is_refused():
+    model = tasks.fit_head(looping().float(), tasks.COMPRESSION)
+    with pytest.raises(config.UserError, match="out/r was trained on task:compression"):
+        serve.check_loops(model, serve.ServeConfig(), "out/r", "requests")
