@@ -78,7 +78,7 @@ def save_checkpoint(path, state):
     except (OSError, RuntimeError) as e:        # torch wraps a failed write in a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e).splitlines()[0]
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else first_line(e)
         kept = "; the last good checkpoint is untouched" if path.exists() else ""
         raise UserError(f"could not save {path}: {reason}{kept}") from e
 
@@ -166,8 +166,8 @@ FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict,
 
 
 def check_state(state, fields=FIELDS):
-    """ValueError or UserError if one of the fields is missing, or if the weights do not fit the
-    model that model_config describes."""
+    """Drop what is retired. ValueError or UserError if one of the fields is missing, or if the
+    weights do not fit the model that model_config describes."""
     for name in fields:
         if type(state.get(name)) is not FIELDS[name]:
             wrong = f"no {FIELDS[name].__name__}" if name in state else "missing"

@@ -124,35 +124,31 @@ def unknown_key(key, names) -> str:
 
 
 def typed_value(key, value, kind):
-    """`value` (text, or plain from a YAML file) as `kind`: int, float, bool, str or Optional of
-    these. An int is written as one (1000, 1_000; not 2.5, 1e3, true), a float is finite."""
+    """`value` (text, or plain from a YAML file) as `kind`: int, float, bool or str. An int is
+    written as one (1000, 1_000; not 2.5, 1e3, true), a float is finite."""
     if isinstance(value, str) and "${" in value:
         raise UserError(f"{key}: interpolation is not supported, got {value!r:.60}")
-    options = typing.get_args(kind) or (kind,)
-    if type(None) in options and value in (None, "null", "none", "None"):
-        return None
-    want = next(t for t in options if t is not type(None))
     try:
-        result = convert(value, want)
+        result = parse_value(value, kind)
     except (ValueError, OverflowError):
         wanted = {float: "float (finite)", bool: "bool (true or false)",
-                  str: "str (in YAML: in quotes)"}.get(want, want.__name__)
+                  str: "str (in YAML: in quotes)"}.get(kind, kind.__name__)
         raise UserError(f"{key}: expected {wanted}, got {value!r:.60}") from None
-    if want is int and abs(result) >= 2**63:
+    if kind is int and abs(result) >= 2**63:
         raise UserError(f"{key}={str(result):.60} must be less than 2^63")
     return result
 
 
-def convert(value, want):
+def parse_value(value, kind):
     text = type(value) is str
     digits = text and re.fullmatch("[+-]?[0-9]+(_[0-9]+)*", value)
-    if want is int and (type(value) is int or digits):
+    if kind is int and (type(value) is int or digits):
         return int(value)
-    if want is float and type(value) in (int, float, str) and math.isfinite(float(value)):
+    if kind is float and type(value) in (int, float, str) and math.isfinite(float(value)):
         return float(value)
-    if want is bool and str(value).lower() in ("true", "false"):
+    if kind is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
-    if want is str and text and "\0" not in value:  # no file name holds a zero byte
+    if kind is str and text and "\0" not in value:  # no file name holds a zero byte
         return value
     raise ValueError(value)
 

@@ -153,8 +153,8 @@ class Windows:
                             f"{data.split} text has {data.tokens} tokens")
 
     def val_batches(self, limit):
-        """The validation text in windows, each token predicted once (the last few may be left
-        out); with a limit, `limit` micro-batches spread evenly over it. The same every time."""
+        """The validation text in windows, each token predicted once (a few at the end of a file
+        may be left out); with a limit, so many micro-batches, spread evenly. Always the same."""
         starts = np.arange(0, self.val.n_windows(self.length), self.length - 1)
         if limit and limit * self.rows < len(starts):
             starts = starts[np.linspace(0, len(starts) - 1, limit * self.rows).astype(np.int64)]
@@ -175,7 +175,7 @@ class TextBatches(Windows):
         super().__init__(TokenData(folder, "val"), cfg.batch_size, block_size)
         self.check(self.train)
         self.seed, self.accumulation = cfg.seed, cfg.gradient_accumulation_steps
-        self.micro_batch(0, 0)                  # finds damaged files before anything is written
+        self.micro_batch(0, 0)      # an unreadable file is told before anything is written
 
     def micro_batch(self, step, index):
         """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets,

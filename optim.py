@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from config import UserError, first_line
 from sharded import replicated, sharded_like
 
-OUTSIDE = "wte.", "head.", "router", "aux_router"       # matrices that are not inside a block
+OUTSIDE = "wte.", "head.", "router", "aux_router"       # matrices outside the blocks: AdamW's
 
 
 def parameter_groups(model, cfg):
@@ -61,14 +61,13 @@ class Muon(torch.optim.Muon):
 def make_optimizers(model, cfg):
     """The optimizers of all groups. group["peak_lr"] and group["peak_decay"] are the learning rate
     and weight decay before the schedules."""
-    optimizers = []
+    groups, optimizers = parameter_groups(model, cfg), []
     for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", Muon, {})):
-        groups = [{**{k: v for k, v in g.items() if k != "kind"}, "peak_lr": g["lr"]}
-                  for g in parameter_groups(model, cfg) if g["kind"] == kind]
-        if groups:
-            optimizers.append(cls(groups, **extra))
+        mine = [group for group in groups if group["kind"] == kind]
+        if mine:
+            optimizers.append(cls(mine, **extra))
             for group in optimizers[-1].param_groups:
-                group["peak_decay"] = group["weight_decay"]
+                group["peak_lr"], group["peak_decay"] = group["lr"], group["weight_decay"]
     return optimizers
 
 

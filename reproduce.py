@@ -210,6 +210,8 @@ def start(run):
     ckpt, commits = run.folder / "ckpt.pt", Path(f"{run.folder}.commit")
     keys, how, before = run.keys, "overwrite", []
     if run.start and not ckpt.exists():
+        if not (HERE / run.start).exists():
+            raise UserError(f"{run.start} is missing: delete its folder, to train it again")
         shutil.copy(HERE / run.start, f"{ckpt}.copy")
         os.replace(f"{ckpt}.copy", ckpt)
     if ckpt.exists():
@@ -263,10 +265,10 @@ def record(run):
     every = ckpt["config"]["log_interval"]
     logged = [row for row in log if "lr" in row]
     steps = [row for row in logged if row["step"] % every == 0] or logged
-    tied = {w.data_ptr(): w.numel() for w in ckpt["weights"].values()}      # tied ones count once
+    sizes = {w.data_ptr(): w.numel() for w in ckpt["weights"].values()}     # tied ones count once
     result = {"command": run.command, "evaluate": run.row["evaluate"],
               "commit": ", ".join(Path(f"{run.folder}.commit").read_text().split()),
-              "machine": machine(ckpt["config"]["device"]), "parameters": sum(tied.values()),
+              "machine": machine(ckpt["config"]["device"]), "parameters": sum(sizes.values()),
               "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steps),
               "keys": ckpt["config"],
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},

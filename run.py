@@ -47,7 +47,7 @@ class TrainConfig:
     beta1: float = 0.9          # AdamW
     beta2: float = 0.99         # AdamW
     grad_clip: float = 1.0      # largest gradient norm (0: no clipping)
-    lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: without warm-up
+    lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: trapezoid, no warm-up
     warmup_steps: int = 100     # linear warm-up of cosine and trapezoid
     cooldown_frac: float = 0.2  # fraction of max_steps over which linear and trapezoid go down
     min_lr_frac: float = 0.1    # where every schedule ends, as a fraction of the peak
@@ -167,7 +167,7 @@ def starting_point(given, yaml):
     own_state = "true" in (str(asked[key]).lower() for key in ("resume", "eval_only"))
     if own_state and not given.get("init_from"):
         ckpt = load_checkpoint(run_folder(asked["out_dir"], asked["run"]) / "ckpt.pt")
-        same_model(given.get("model", ckpt["model"]), ckpt)
+        check_same_model(given.get("model", ckpt["model"]), ckpt)
         now = {key: yaml.get(key, False) for key in ("resume", "overwrite", "eval_only")}
         now.update(run=asked["run"], out_dir=asked["out_dir"], init_from="")
         if "config" in given and int(os.environ.get("RANK", 0)) == 0:
@@ -185,13 +185,13 @@ def starting_point(given, yaml):
             yaml = config_file(given, ckpt["model"])
         config = model_module(ckpt["model"]).Config
         free = {"block_size", "dropout", *getattr(config, "FINETUNE_OVERRIDES", ())}
-        kept = {"fast"} | free & file.keys()
-        fields_of_weights = {k: v for k, v in ckpt["model_config"].items() if k not in kept}
+        from_file = {"fast"} | (free & file.keys())
+        fields_of_weights = {k: v for k, v in ckpt["model_config"].items() if k not in from_file}
         return {**yaml, **fields_of_weights, "model": ckpt["model"]}, ckpt
     return yaml, None
 
 
-def same_model(name, ckpt):
+def check_same_model(name, ckpt):
     if name != ckpt["model"]:
         raise UserError(f"model={name}, but the checkpoint holds model={ckpt['model']}")
 
@@ -204,7 +204,7 @@ def as_weights_of(name, ckpt):
     config, origin = model_module(name).Config, model_module(ckpt["model"]).Config
     old, names = ckpt["model_config"], {f.name for f in fields(config)}
     if ckpt["model"] not in getattr(config, "CONVERTS_FROM", ()):
-        same_model(name, ckpt)
+        check_same_model(name, ckpt)
     for f in fields(origin):
         if f.name not in names and old.get(f.name, f.default) != f.default:
             raise UserError(f"the checkpoint's model has {f.name}={old[f.name]}, "
@@ -385,8 +385,8 @@ def check_tokenizer(ckpt, data, what):
 
 
 def check_asked_tokenizer(cfg, given, data):
-    """A task has no text, and a data set its own tokenizer. They ignore that of a config file, but
-    not another one that the command line asks for."""
+    """tokenizer= on the command line must be the data set's; a task has none. (That of a config
+    file is ignored.)"""
     asked = given.get("tokenizer")
     if is_task(cfg.dataset) and asked not in (None, TrainConfig.tokenizer):
         raise UserError(f"tokenizer={asked}, but dataset={cfg.dataset} is made of token ids: leave "

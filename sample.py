@@ -95,7 +95,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0,
             row.extend([i] * (i is not None))
         if any(on and h >= cache.max_len for on, h in zip(live, held)):
             again = [kept if h >= cache.max_len else h + on for h, on in zip(held, live)]
-            logits, held = prefill(model, cache, [row[-n:] for row, n in zip(rows, again)])
+            logits, held = prefill(model, cache, [row[-size:] for row, size in zip(rows, again)])
         else:
             n_valid = None if all(live) else torch.tensor(live, device=device).long()
             logits = model(ids[:, None], cache=cache, n_valid=n_valid)[0][:, -1]
@@ -175,7 +175,7 @@ def write_exits(model, tokenizer, prompts, cfg):
                         on_token=on_token)
     for r in engine.run(requests):
         add(r, r.decoder.decode(b"", final=True), end="\n")
-    for r in [] if alone else requests:
+    for r in requests if not alone else []:
         print(r.text, "-" * 80, sep="\n", flush=True)
     loops = [loop for r in requests for loop in r.exits]
     words = f"; exited after loop {loop_fractions(loops, model.n_loop)}"
@@ -244,8 +244,8 @@ def write_stream(steps, tokenizer):
     Returns how many."""
     decoder, count = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
     for (token,) in steps:
-        count += 1
         if token is not None:
+            count += 1
             print(decoder.decode(tokenizer.decode_bytes([token])), end="", flush=True)
     print(decoder.decode(b"", final=True))
     return count

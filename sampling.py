@@ -11,7 +11,7 @@ from config import UserError, split_args, typed_config
 
 @dataclass
 class Sampling:
-    """Keys that serve.py has too."""
+    """The keys of decoding."""
     max_new_tokens: int = 500       # tokens to write after a prompt
     temperature: float = 0.8        # 0: the likeliest token; 1: the model's distribution
     top_k: int = 0                  # sample among the k likeliest tokens (0: all)

@@ -275,8 +275,8 @@ class Engine:
                  clock=time.perf_counter, sleep=time.sleep, on_token=None):
         cfg, w = model.cfg, model.wte.weight
         if batching == "depth" and not cfg.share.endswith("cycle"):
-            raise UserError(f"batching=depth needs loops over the same blocks, so share=cycle, "
-                            f"not {cfg.share}")
+            raise UserError(f"batching=depth needs loops over the same blocks, so share=cycle or "
+                            f"middle_cycle, not {cfg.share}")
         self.model, self.batching, self.max_len = model, batching, max_len
         self.eot, self.vocab_size, self.on_token = eot, vocab_size, on_token
         self.routed, self.n_loop = hasattr(model, "takes"), model.n_loop
@@ -652,7 +652,7 @@ def main(argv):
         return serve_http(paths, cfg)
     if not cfg.requests or len(paths) > 1:
         raise UserError("give requests=FILE.jsonl (one JSON object a line) and one run, or "
-                        "port=NUMBER and any number of runs")
+                        "port=NUMBER and one to nine runs")
     path, = paths
     model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
     check_loops(model, cfg, path, "requests")

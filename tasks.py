@@ -289,7 +289,7 @@ class TaskData:
 
 
 class TaskBatches:
-    """Micro-batches of a task, with the interface of train.TextBatches."""
+    """Micro-batches of a task, with the interface of data.TextBatches."""
 
     def __init__(self, cfg, block_size):
         task = find_task(cfg.dataset, block_size)

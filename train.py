@@ -1,7 +1,7 @@
 """
 The trainer of every model: one process on a CPU or GPU, or many through torchrun.
 
-    python train.py                                 a small model on the embedded corpus
+    python train.py                                 a small model on Python's standard library
     python train.py config=configs/gpt_tiny.yaml n_layer=6    a config file, and keys that
                                                     replace its values
     python train.py run=long max_steps=9000 resume=true       go on from out/long/ckpt.pt
@@ -42,8 +42,8 @@ from limits import check_run_fits
 from optim import load_optimizers, lr_factor, make_optimizers, set_schedules
 from plot import draw_curves, read_log
 from run import (TrainConfig, autocast, can_compile, check_asked_tokenizer, check_tokenizer,
-                 device_name, load_teacher, make_model, open_data, peak_flops, pick_device,
-                 read_config, run_folder, set_budget, sized, tokens_per_step)
+                 config_file, device_name, load_teacher, make_model, open_data, peak_flops,
+                 pick_device, read_config, run_folder, set_budget, sized, tokens_per_step)
 from sample import sample_text
 from sharded import blocks_of, gathered, shard, whole
 from tasks import TaskBatches, count_right, is_task, show_example
@@ -53,7 +53,8 @@ from tasks import TaskBatches, count_right, is_task, show_example
 
 def print_help(argv):
     """The usage, then the trainer's keys and those of the chosen model."""
-    name = next((a.split("=", 1)[1] for a in argv if a.startswith("model=")), TrainConfig.model)
+    given = split_args([a for a in argv if "=" in a])
+    name = {**config_file(given, TrainConfig.model), **given}.get("model", TrainConfig.model)
     keys = key_lines(model_module(name).Config)
     print("\n".join([help_text(TrainConfig, __doc__), "", f"keys of model={name}:", *keys]))
 
@@ -67,14 +68,12 @@ def setup(argv):
     procs = Processes(cfg)
     # sizes that cannot fit are refused before the data is prepared, and again with its vocabulary
     check_run_fits(cfg, *sized(cfg, model_fields, given, 1), procs.device, procs.world)
-    batch_folder = open_data(cfg)
+    data_folder = open_data(cfg)
     procs.join()
-    if procs.world > 1:
-        dist.barrier()                          # rank 0 has prepared the data
     if is_task(cfg.dataset):
         batches = TaskBatches(cfg, model_fields["block_size"])
     else:
-        batches = TextBatches(batch_folder, cfg, model_fields["block_size"])
+        batches = TextBatches(data_folder, cfg, model_fields["block_size"])
     check_tokenizer(ckpt, batches.train, cfg.init_from or folder)
     check_asked_tokenizer(cfg, split_args(argv), batches.train)
     if cfg.sample_tokens and not is_task(cfg.dataset):
@@ -97,7 +96,7 @@ def setup(argv):
     if procs.master:
         if not cfg.eval_only:
             claim_folder(cfg, folder)
-        describe(trainer, batch_folder)
+        describe(trainer, data_folder)
         if ckpt is not None and "tokenizer" not in ckpt:
             print(f"note: {cfg.init_from} does not tell its tokenizer; the data's is "
                   f"{trainer.tokenizer.kind}")
@@ -167,7 +166,7 @@ class Processes:
                             "train.py; one process takes fsdp=false, and the same checkpoints")
 
     def join(self):
-        """Connect to the other processes."""
+        """Set up the GPU, and wait until all processes are here."""
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)
@@ -175,6 +174,7 @@ class Processes:
         if self.world > 1:
             dist.init_process_group("nccl" if cuda else "gloo",
                                     device_id=self.device if cuda else None)
+            dist.barrier()                      # rank 0 has prepared the data
 
     def sum(self, *values):
         """Each number summed over all processes, as floats."""
@@ -306,7 +306,7 @@ class Trainer:
     def seed_forward(self, index):
         """Dropout, and any other random number of a forward pass, depends on (seed, step,
         micro-batch) only."""
-        seed = np.random.SeedSequence([self.cfg.seed, self.step, index, 1])
+        seed = np.random.SeedSequence([self.cfg.seed, self.step, index, 1])   # 1: see tasks.py
         high, low = seed.generate_state(2, np.uint32)
         torch.manual_seed(int(high) << 32 | int(low))
 
@@ -373,8 +373,7 @@ class Trainer:
         self.model.set_step(self.step)
         batches = self.batches.val_batches(self.cfg.eval_batches)
         n, wanted = len(batches), self.cfg.exact_batches
-        spread = np.linspace(0, n - 1, wanted).astype(int) if 0 < wanted < n else range(n)
-        exact = set(map(int, spread))
+        exact = set(np.linspace(0, n - 1, wanted).astype(int) if 0 < wanted < n else range(n))
         metrics = getattr(self.model, "eval_metrics", ())
         sums = dict.fromkeys(("nats", "tokens", "rows", "right_tokens", "right_rows",
                               "estimated_nats", "estimated_tokens", "gap", *metrics), 0.0)
@@ -384,7 +383,7 @@ class Trainer:
                 for name, value in self.evaluate_batch(x, y, i in exact, metrics).items():
                     sums[name] += value
         sums = dict(zip(sums, self.procs.sum(*sums.values())))
-        result = self.figures(sums)
+        result = self.losses_of(sums)
         result |= {f"val_{name}": sums[name] / sums["tokens"] for name in metrics}
         if hasattr(self.model, "end_evaluation"):       # figures that are no mean over batches
             more = self.model.end_evaluation(self.procs.sum)
@@ -413,8 +412,8 @@ class Trainer:
             sums["right_tokens"], sums["right_rows"] = map(int, count_right(logits, y))
         return sums | {name: float(aux[name]) * tokens for name in metrics}
 
-    def figures(self, sums):
-        """What log.jsonl gets of an evaluation's sums."""
+    def losses_of(self, sums):
+        """Losses and accuracies of an evaluation's sums, named as in log.jsonl."""
         ce = sums["nats"] / sums["tokens"]
         result = {"val_ce": ce}
         if self.task:

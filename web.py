@@ -55,7 +55,6 @@ class Choice(Request):
     `events`, and (choice, None, None, None) at the end."""
     events: queue.Queue = None      # of all choices of a client's request
     index: int = 0                  # in the response
-    how: tuple = None               # as Engine.sampling
     seed: int = 0
     stops: list = ()
     top: int = None                 # logprobs, with so many alternatives (None: no logprobs)
