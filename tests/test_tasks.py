@@ -347,5 +347,5 @@ def test_weights_and_decoder_belong_together(tmp_path):
     for task, source in ("recall", "compression"), ("compression", "recall"):
         with pytest.raises(UserError, match="only task:compression has a decoder"):
             setup(task, source)
-    with pytest.raises(UserError, match="nothing to sample"):
+    with pytest.raises(UserError, match="writes no text"):
         sample.main([str(tmp_path / "compression" / "r"), "prompt=1"])
