@@ -13,7 +13,8 @@ def rms_norm(x, weight, eps):
     exact = exact and not torch.is_autocast_enabled("cpu")          # it would round the squares
     if torch.is_grad_enabled() and x.device.type == "cpu" and exact:
         return RMSNormFunction.apply(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)     # autocast: x may be bfloat16
+    # autocast: x may be bfloat16, and some versions of torch then give float32
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(x.dtype)
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -137,7 +137,7 @@ class Router(nn.Module):
     def forward(self, h, noise):
         if self.layers is None:
             return upcast(noise)
-        # in full precision: rounding could change decisions
+        # not in 16 bits: rounding could change decisions
         with torch.autocast(h.device.type, enabled=False):
             return upcast(self.layers(h))
 

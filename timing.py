@@ -23,7 +23,8 @@ def measure(candidates, device, rounds, warmup=2):
             times |= take_turns({name: candidates[name] for name in group}, device, rounds, warmup)
         except torch.cuda.OutOfMemoryError:
             times |= dict.fromkeys(group)
-        rt_wavefront.GRAPHS.clear()         # they hold memory too
+        rt_wavefront.GRAPHS.clear()         # they hold memory too, and so does what is compiled
+        torch._dynamo.reset()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return times
@@ -42,6 +43,8 @@ def take_turns(candidates, device, rounds, warmup):
 
 def clock(prepare, call, device):
     wait = getattr(torch, device.type).synchronize      # of a CPU: there is nothing to wait for
+    if device.type == "cuda":
+        wait = partial(wait, device)            # which need not be the current one
     if prepare:
         prepare()
     wait()

@@ -236,6 +236,7 @@ class Trainer:
             self.restore(ckpt)
         on = can_compile(procs.device) if cfg.compile == "auto" else cfg.compile == "true"
         if on and self.fsdp:
+            torch._dynamo.config.recompile_limit = 64   # all blocks share one function's compilations
             for block in blocks_of(model):      # the hooks around the blocks are not compiled
                 block.compile()
         self.forward = torch.compile(model) if on and not self.fsdp else model

@@ -127,7 +127,7 @@ def test_scan_is_the_loop(case, device, dtype, tolerance):
 @where(*PRECISION)
 @pytest.mark.parametrize("case", RATS, ids=str)
 def test_rat_is_the_definition(case, device, dtype, tolerance):
-    if case[0] < 16 or case[0] <= case[1]:      # dq and dk are differences of nearly equal sums
+    if case[0] < 16 or case[0] < 2 * case[1]:   # dq and dk are differences of nearly equal sums
         dtype, tolerance = (dtype, tolerance) if dtype.itemsize > 2 else PRECISION[0]
     compare_rat(kernels.rat, *rat_case(*case, dtype, device), tolerance)
 
