@@ -10,9 +10,9 @@ Every table and picture of RESULTS.md, again: runs what is missing, then writes 
 An experiment is a file experiments/NAME.yaml: rows of keys for train.py, each trained with several
 seeds, and what of them to show (see Experiment). The runs are out/NAME-*. The results are
 results/NAME.jsonl, a line for each command of train.py or bench.py (see record): one that has a
-line there is not run again, so a reproduction that was stopped goes on where it was. Only these
-commands are compared. To repeat a run after a change of the code or of configs/, delete its line
-and its folder, since a folder that is left is resumed.
+line there is not run again, so a reproduction that was stopped goes on where it was. But a run
+whose config file has other values today is missing. To repeat a run after a change of the code,
+delete its line and its folder, since a folder that is left is resumed.
 """
 import fcntl
 import hashlib
@@ -36,7 +36,7 @@ from checkpoint import load_checkpoint
 from config import (HERE, UserError, asks_help, first_line, help_text, run_cli, split_args,
                     typed_config, unknown_key, writing)
 from plot import pyplot, read_log, save_picture
-from run import device_name, pick_device
+from run import TrainConfig, config_file, device_name, pick_device
 
 TIERS = ("quick", "cpu", "gpu")
 LOG_KEYS = ("step", "tokens", "flops", "seconds")
@@ -170,10 +170,19 @@ def plan(experiment):
             folder = HERE / "out" / f"{experiment.name}-{slug}-{seed}-{digest}"
             run = Run(experiment, label, seed, row, keys, needs, start, folder)
             line = done.get(run.command)
-            if line and line.get("evaluate", {}) == row["evaluate"]:
+            if (line and line.get("evaluate", {}) == row["evaluate"]
+                    and as_configured(run, line.get("keys", {}))):
                 run.result = line
             runs[label, seed] = run
     return list(runs.values())
+
+
+def as_configured(run, config):
+    """Whether a run's whole configuration has the values that its config file has today."""
+    given = split_args(run.keys.split())
+    other = {"run", "config", *given, *["max_steps"] * ("max_flops" in given)}
+    file = config_file(given, TrainConfig.model)
+    return all(config.get(key, file[key]) == file[key] for key in file.keys() - other)
 
 
 def missing(runs):
@@ -209,6 +218,8 @@ def start(run):
     run.folder.mkdir(parents=True, exist_ok=True)
     ckpt, commits = run.folder / "ckpt.pt", Path(f"{run.folder}.commit")
     keys, how, before = run.keys, "overwrite", []
+    if ckpt.exists() and not as_configured(run, load_checkpoint(ckpt)["config"]):
+        ckpt.unlink()
     if run.start and not ckpt.exists():
         if not (HERE / run.start).exists():
             raise UserError(f"{run.start} is missing: delete its folder, to train it again")

@@ -93,13 +93,16 @@ def test_mistakes_in_an_experiment_are_named(text, message, plan):
 
 
 def test_evaluations_and_the_step_that_it_starts_from_tell_a_run_apart(plan):
-    """By its line in the results; a damaged line is named."""
+    """By its line in the results, as do the values of its config file; a damaged line is named."""
     trial = "title: a\ntier: cpu\nseeds: 1\nrows: {{whole: '', part: {{from: [whole, {}]}}}}\nevaluate: {}"
     first = plan(trial.format(3, "{}"))
     for run in first:
         reproduce.append(run.experiment, {"command": run.command})
     assert all(run.result for run in plan(trial.format(3, "{}")))
     assert not any(run.result for run in plan(trial.format(3, "{half: batches=1}")))
+    reproduce.append(first[0].experiment, {"command": first[0].command, "keys": {"n_layer": 999}})
+    assert not plan(trial.format(3, "{}"))[0].result         # another configs/gpt_tiny.yaml than today's
+    reproduce.append(first[0].experiment, {"command": first[0].command})
     whole, part = plan(trial.format(4, "{}"))
     assert whole.result and not part.result and part.folder != first[1].folder
     written = reproduce.results_file(whole.experiment).read_text()
@@ -115,7 +118,7 @@ def test_evaluations_and_the_step_that_it_starts_from_tell_a_run_apart(plan):
     assert reproduce.results_file(whole.experiment).read_text() == written
     with open(reproduce.results_file(whole.experiment), "a") as file:
         file.write('{"comm')
-    with pytest.raises(UserError, match="trial.jsonl: line 3 is not JSON"):
+    with pytest.raises(UserError, match="trial.jsonl: line 5 is not JSON"):
         plan(trial.format(4, "{}"))
 
 
