@@ -401,14 +401,15 @@ def table(experiment, runs, measured):
             row = mine[0].row
             own = {"text": row.get(title, ""), "options": f"`{row['keys']}`"}
             cells.append(own[what] if what in own else cell(results, *what.split()))
-        if results:
+        if results and any(cells[1:]):      # a source that is not evaluated has none
             lines.append("| " + " | ".join(cells) + " |")
     made = [run.result for run in runs if run.result]
     said = []
     if made:
-        many = experiment.seeds > 1
-        said = [f"{len(made)} runs, {duration(sum(run['seconds'] for run in made) / 60)} of a core",
-                f"mean ± standard deviation of {experiment.seeds} seeds" if many else "one seed"]
+        seconds = sum(run["seconds"] for run in made)
+        said = [f"{len(made)} run{'s' * (len(made) > 1)}, {duration(seconds / 60)} of a core",
+                f"mean ± standard deviation of {experiment.seeds} seeds" if experiment.seeds > 1
+                else "one seed"]
     for key, word in ("commit", "commit "), ("machine", ""):
         found = [line[key] for line in [*made, *measured] if key in line]
         if found:
