@@ -382,7 +382,7 @@ def cell(results, name, form):
     if not values:
         return ""
     text = format(statistics.fmean(values), form)
-    if len(set(values)) == 1:
+    if max(values) - min(values) <= 1e-6 * abs(max(values)):    # equal but for rounding
         return text
     return f"{text} ± {format(statistics.stdev(values), form.strip('+'))}"
 
