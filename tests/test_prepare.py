@@ -454,7 +454,9 @@ def test_a_signal_leaves_nothing_or_the_old_set(tmp_path, number, status, overwr
         make(tmp_path, dataset=write_docs(tmp_path / "docs", DOCS), name="python-byte")
     before = tree(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", SLOW, f"data_dir={tmp_path}/data", "overwrite=true"],
-                               cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                               cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               # a shell starts `pytest &` with SIGINT ignored, which the child would inherit
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     for _ in range(10):
         assert process.stdout.readline() == "read\n"
     assert any((tmp_path / "data").glob(".python-byte.*/new/*.bin"))
