@@ -185,11 +185,15 @@ class Processes:
         return total.tolist()
 
     def leave(self):
-        """Disconnect after success. Not called after an error: the other processes may never
-        arrive here, and torchrun ends them."""
+        """Disconnect after success, and end the process. Not called after an error: the other
+        processes may never arrive here, and torchrun ends them."""
         if self.world > 1:
             dist.barrier()
             dist.destroy_process_group()
+            # DTensor's caches keep an FSDP group, and gloo's threads with it: now and then,
+            # Python's shutdown aborts on them (exit status -6). All is written, so leave without
+            sys.stdout.flush()
+            os._exit(0)
 
 
 class StopRequest:

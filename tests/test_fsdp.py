@@ -14,7 +14,12 @@ OTHERS = {"rt": ["schedule=tiled"], "lrt": ["projections=layerwise"], "relaxed":
 
 
 def sharded(model, folder, data_dir, *extra):
-    p = python(*TORCHRUN, *runs.arguments(model, folder, data_dir, *OPTIONS, "fsdp=true", *extra), OMP_NUM_THREADS="1")
+    """The checkpoint and what was printed. Python's shutdown may abort on gloo's threads (see Processes.leave); here it
+    does so always."""
+    (folder.parent / "sitecustomize.py").write_text("import atexit, os\n"
+                                                    "if 'RANK' in os.environ:\n    atexit.register(os.abort)\n")
+    p = python(*TORCHRUN, *runs.arguments(model, folder, data_dir, *OPTIONS, "fsdp=true", *extra), OMP_NUM_THREADS="1",
+               PYTHONPATH=str(folder.parent))
     assert p.returncode == 0, p.stderr[-3000:]
     return checkpoint.load_checkpoint(folder / "r" / "ckpt.pt"), p.stdout
 
