@@ -633,20 +633,15 @@ def main(argv):
     if asks_help(argv):
         return print_help(argv)
     trainer = setup(argv)
-    try:
-        if trainer.cfg.eval_only:
-            result = trainer.evaluate()
+    if trainer.cfg.eval_only:
+        result = trainer.evaluate()
+        if trainer.procs.master:
+            print(in_words(result))
+    else:
+        done = trainer.run()
+        with trainer.all_weights():
             if trainer.procs.master:
-                print(in_words(result))
-        else:
-            done = trainer.run()
-            with trainer.all_weights():
-                if trainer.procs.master:
-                    finish(trainer, done)
-    finally:
-        # DDP holds the process group: dropped before it, gloo's threads end with the group;
-        # dropped after it, they may wait for Python's lock while Python waits for them
-        trainer.forward = None
+                finish(trainer, done)
     trainer.procs.leave()
 
 

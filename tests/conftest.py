@@ -47,6 +47,17 @@ def python(*arguments, **environment):
                           capture_output=True)
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def two_processes(folder, *arguments):
+    """train.py in two processes. Python's shutdown may abort on gloo's threads (see Processes.leave); here it always
+    does."""
+    (folder / "sitecustomize.py").write_text("import atexit, os\n"
+                                             "if 'RANK' in os.environ:\n    atexit.register(os.abort)\n")
+    return python(*TORCHRUN, "train.py", *arguments, PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
+
+
 @pytest.fixture(scope="session")
 def full(request):
     return request.config.getoption("--full")

@@ -5,21 +5,16 @@ import torch
 import checkpoint
 import plot
 import runs
-from conftest import MODELS, python
+from conftest import MODELS, python, two_processes
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
 OPTIONS = ["gradient_accumulation_steps=4", "optimizer=muon", "muon_learning_rate=0.02", "eval_interval=3",
            "eval_batches=3"]    # batches that two processes cannot share equally
 OTHERS = {"rt": ["schedule=tiled"], "lrt": ["projections=layerwise"], "relaxed": ["rank=4"], "mor": ["router=token"]}
 
 
 def sharded(model, folder, data_dir, *extra):
-    """The checkpoint and what was printed. Python's shutdown may abort on gloo's threads (see Processes.leave); here it
-    does so always."""
-    (folder.parent / "sitecustomize.py").write_text("import atexit, os\n"
-                                                    "if 'RANK' in os.environ:\n    atexit.register(os.abort)\n")
-    p = python(*TORCHRUN, *runs.arguments(model, folder, data_dir, *OPTIONS, "fsdp=true", *extra), OMP_NUM_THREADS="1",
-               PYTHONPATH=str(folder.parent))
+    """The checkpoint and what was printed."""
+    p = two_processes(folder.parent, *runs.arguments(model, folder, data_dir, *OPTIONS, "fsdp=true", *extra))
     assert p.returncode == 0, p.stderr[-3000:]
     return checkpoint.load_checkpoint(folder / "r" / "ckpt.pt"), p.stdout
 

@@ -164,8 +164,8 @@ def test_no_position_sees_the_future_or_another_row(name, sizes):
             y = x.clone()
             y[:, t] = (y[:, t] + 1) % 61
             after = model(y)[0]
-            assert torch.equal(before[:, :t], after[:, :t])
-            assert not torch.equal(before[:, t], after[:, t])
+            assert relative(before[:, :t], after[:, :t]) < 1e-12    # other tokens may be packed: matmuls of other sizes
+            assert relative(before[:, t], after[:, t]) > 1e-3
 
 
 @every

@@ -22,7 +22,7 @@ import run
 import runs
 import train
 from config import UserError
-from conftest import MODELS, ROOT, python
+from conftest import MODELS, ROOT, TORCHRUN, python, two_processes
 from data import TokenData
 from run import TrainConfig
 
@@ -265,19 +265,6 @@ def test_a_folder_of_another_text_is_refused(tmp_path, capsys):
         run.check_asked_tokenizer(named, {"tokenizer": "char"}, tokens)
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-COUNT_THREADS = """
-import os, config, train
-leave, tasks = train.Processes.leave, "/proc/self/task"
-def counted(procs):
-    leave(procs)
-    names = [open(f"{tasks}/{task}/comm").read() for task in os.listdir(tasks)] if os.path.exists(tasks) else []
-    print(f"threads of gloo: {sum('gloo' in name for name in names)}")
-train.Processes.leave = counted
-config.run_cli(train.main)
-"""
-
-
 @pytest.mark.parametrize("name, more", [
     pytest.param("gpt", [], id="gpt"),
     pytest.param("gpt", ["dataset=task:s3", "task_examples=0", "learning_rate=1e-2"], id="task"),
@@ -285,14 +272,12 @@ config.run_cli(train.main)
     *(pytest.param(name, ["optimizer=muon"], id=f"{name}-muon", marks=pytest.mark.full) for name in MODELS)])
 def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path, data_dir):
     """Bit for bit: the same two micro-batches, accumulated by one process or shared by two. So are the biases that the
-    loads of MoR's recursions move, and accuracies are those of all tokens. No thread of gloo outlives its group: Python
-    can hang at its end if one does."""
-    (tmp_path / "counting.py").write_text(COUNT_THREADS)
+    loads of MoR's recursions move, and accuracies are those of all tokens."""
     options = ["gradient_accumulation_steps=2", "eval_interval=3", "eval_batches=3", *more]
     one = runs.run(name, tmp_path / "one", data_dir, *options)
     argv = runs.arguments(name, tmp_path / "two", data_dir, *options)
-    p = python(*TORCHRUN, tmp_path / "counting.py", *argv, PYTHONPATH=str(ROOT))
-    assert p.returncode == 0 and p.stdout.count("threads of gloo: 0") == 2, p.stdout + p.stderr
+    p = two_processes(tmp_path, *argv)
+    assert p.returncode == 0, p.stderr[-3000:]
     two = checkpoint.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")
     assert "2 processes" in p.stdout and two["step"] == one.step
     assert checkpoint.fingerprint(two["weights"]) == checkpoint.fingerprint(one.state()["weights"])
