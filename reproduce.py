@@ -71,7 +71,7 @@ class Experiment:
       bench.py runs      speed.decode_1_ms;
       the configuration  keys.block.
 
-    bench: arguments of bench.py, in which {rows} is the folders of all runs."""
+    bench: arguments of bench.py, in which {rows} is the folders of the runs with seeds 1 to 3."""
     title: str
     tier: str                   # quick | cpu | gpu
     rows: dict = field(default_factory=dict)
@@ -302,7 +302,8 @@ def record(run):
 
 def benches(experiment, runs):
     """The experiment's calls of bench.py, {command: its line in results/NAME.jsonl, or None}."""
-    done, folders = read_results(experiment), " ".join(f"out/{run.folder.name}" for run in runs)
+    done, timed = read_results(experiment), [run for run in runs if run.seed <= 3]
+    folders = " ".join(f"out/{run.folder.name}" for run in timed)
     commands = [f"bench.py {args.replace('{rows}', folders)}" for args in experiment.bench]
     return {command: done.get(command) for command in commands}
 
