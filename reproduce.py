@@ -2,7 +2,7 @@
 Every table and picture of RESULTS.md, again: runs what is missing, then writes them.
 
     python reproduce.py                     the experiments, what is done, the time for the rest
-    python reproduce.py quick               a tier: quick (5 minutes of two cores), cpu, gpu
+    python reproduce.py quick               a tier: quick (8 minutes of two cores), cpu, gpu
     python reproduce.py rt_blocks lrt_s3    experiments by name
     python reproduce.py write               no runs: only tables and pictures (of all, or some)
     python reproduce.py help                every key with its meaning
@@ -41,7 +41,8 @@ from run import TrainConfig, config_file, device_name, pick_device
 TIERS = ("quick", "cpu", "gpu")
 LOG_KEYS = ("step", "tokens", "flops", "seconds")
 CURVE_POINTS = 60               # of a run's log that its result keeps, about
-AXES = {"flops": "training FLOPs", "bpb": "bits per byte of training batches", "bins": "score",
+AXES = {"flops": "training FLOPs", "bpb": "bits per byte of training batches",
+        "keys.block": "block size b", "bins": "score",
         "three.scores.2": "fraction of tokens, recursion 2",
         "three.scores.3": "fraction of tokens, recursion 3"}
 
@@ -60,7 +61,7 @@ class Experiment:
     """What experiments/NAME.yaml holds. A row is the keys of train.py, or a dict of
       keys               the same. {LABEL} is the folder of an earlier row's run of the same seed;
       from               [LABEL, STEP]: resume a copy of that row's step_STEP.pt (keep_interval);
-      minutes, evaluate  instead of the experiment's;
+      seeds, minutes, evaluate    instead of the experiment's;
       COLUMN             the text of that column, where it is `text`.
 
     A column is the name of a value and its format, such as `val_bpb .3f`, or `text`, or `options`:
@@ -82,7 +83,8 @@ class Experiment:
     minutes: float = 1.0        # of a run on one core, estimated
     evaluate: dict = field(default_factory=dict)    # {NAME: keys of eval.py}, after training
     bench: list = field(default_factory=list)
-    picture: list = field(default_factory=list)     # of panels: {x, y: names; xscale, ylim}
+    bench_minutes: float = 5.0  # of each of these calls, estimated
+    picture: list = field(default_factory=list)     # of panels: {x, y: names; xscale, ylim, ...}
     name: str = ""
 
 
@@ -109,8 +111,9 @@ def load_experiment(file):
         raise UserError(f"tier must be one of {', '.join(TIERS)}, seeds and minutes positive")
     for label, row in e.rows.items():
         row = row if isinstance(row, dict) else {"keys": row or ""}
-        e.rows[label] = {"keys": "", "minutes": e.minutes, "evaluate": e.evaluate, **row}
-        for key in row.keys() - {"keys", "minutes", "evaluate", "from", *e.columns}:
+        own = {"keys": "", "seeds": e.seeds, "minutes": e.minutes, "evaluate": e.evaluate}
+        e.rows[label] = {**own, **row}
+        for key in row.keys() - {*own, "from", *e.columns}:
             raise UserError(f"{label} has an unknown key {key!r}")
     return e
 
@@ -130,6 +133,7 @@ class Run:
     start: str                  # the checkpoint that it is resumed from, or nothing
     folder: Path
     result: dict = None         # its line in results/NAME.jsonl
+    began: float = 0.0          # when it was started, in seconds
 
     @property
     def command(self):
@@ -152,7 +156,7 @@ def plan(experiment):
     """All runs of an experiment, in the order of its rows."""
     done, runs = read_results(experiment), {}
     for label, row in experiment.rows.items():
-        for seed in range(1, experiment.seeds + 1):
+        for seed in range(1, row["seeds"] + 1):
             keys = f"{experiment.keys} {row['keys']} seed={seed} sample_tokens=0"
             (source, step), needs, start = row.get("from", ("", 0)), [], ""
             for other in [*re.findall("{(.*?)}", keys), *[source] * bool(source)]:
@@ -237,6 +241,7 @@ def start(run):
 def train_all(runs, jobs):
     """Train the runs, `jobs` at a time. Returns those that failed, and those that need them."""
     waiting, running, failed = list(runs), {}, []
+    taken = estimated = 0       # minutes of the runs that have ended
     try:
         while waiting or running:
             failed += [r for r in waiting if set(r.needs) & set(failed)]
@@ -246,16 +251,20 @@ def train_all(runs, jobs):
             for run in ready[:jobs - len(running)]:
                 waiting.remove(run)
                 running[start(run)] = run
+                run.began = time.monotonic()
             time.sleep(0.2)
             for process in [p for p in running if p.poll() is not None]:
                 run = running.pop(process)
                 left = [*waiting, *running.values()]
+                taken += (time.monotonic() - run.began) / 60
+                estimated += run.row["minutes"]
                 good = process.returncode == 0 and record(run)
                 if not good:
                     failed.append(run)
                 print(f"{run.experiment.name}: {run.label}, seed {run.seed}: "
                       f"{'done' if good else f'FAILED, see {run.folder}.txt'}; "
-                      f"{len(left)} left, about {minutes(left, jobs)}", flush=True)
+                      f"{len(left)} left, about "
+                      f"{duration(minutes(left) / jobs * taken / estimated)}", flush=True)
     finally:                    # they save their state, and are resumed the next time
         for process in running:
             process.terminate()
@@ -405,12 +414,12 @@ def table(experiment, runs, measured):
         if results and any(cells[1:]):      # a source that is not evaluated has none
             lines.append("| " + " | ".join(cells) + " |")
     made = [run.result for run in runs if run.result]
-    said = []
+    seeds = sorted({row["seeds"] for row in experiment.rows.values()})
+    seeds, said = " or ".join(map(str, seeds)), []
     if made:
         seconds = sum(run["seconds"] for run in made)
         said = [f"{len(made)} run{'s' * (len(made) > 1)}, {duration(seconds / 60)} of a core",
-                f"mean ± standard deviation of {experiment.seeds} seeds" if experiment.seeds > 1
-                else "one seed"]
+                "one seed" if seeds == "1" else f"mean ± standard deviation of {seeds} seeds"]
     for key, word in ("commit", "commit "), ("machine", ""):
         found = [line[key] for line in [*made, *measured] if key in line]
         if found:
@@ -450,7 +459,7 @@ def draw(experiment, runs):
                 marker = "o" if len(points) < 10 else ""
                 ax.plot(*zip(*points), label=label, linewidth=1.2, marker=marker, markersize=5)
         ax.set(xlabel=titles.get(x, x), ylabel=titles.get(y, y),
-               **{k: panel[k] for k in ("xscale", "yscale", "ylim") if k in panel})
+               **{k: v for k, v in panel.items() if k not in "xy"})
         ax.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8)
     fig.suptitle(experiment.title)
@@ -490,9 +499,14 @@ def write(experiment, runs):
 
 # -------------------------------------------------------------------------------------------------
 
-def minutes(runs, jobs=1):
-    """How long they take, as text."""
-    return duration(sum(run.row["minutes"] for run in runs) / jobs)
+def minutes(runs):
+    """How long they take on one core, as their experiments say."""
+    return sum(run.row["minutes"] for run in runs)
+
+
+def calls_left(experiment, runs):
+    """How many calls of bench.py have no line yet."""
+    return list(benches(experiment, runs).values()).count(None)
 
 
 def duration(minutes):
@@ -514,17 +528,19 @@ def main(argv):
     if not names:
         for name, runs in plans.items():
             e, rest = experiments[name], missing(runs)
-            calls = list(benches(e, runs).values())
-            print(f"{e.tier:5} {name:16} {len(runs) - len(rest):3} of {len(runs):3} runs done, "
-                  f"{minutes(rest):>10} of a core left"
-                  + f", {calls.count(None)} of {len(calls)} benchmarks left" * (None in calls)
-                  + f": {e.title}")
+            calls = calls_left(e, runs)
+            left = duration(minutes(rest) + calls * e.bench_minutes)
+            print(f"{e.tier:5} {name:17} {len(runs) - len(rest):3} of {len(runs):3} runs done, "
+                  f"{left:>10} of a core left"
+                  + f", {calls} of {len(e.bench)} benchmarks left" * bool(calls) + f": {e.title}")
         return
     only_write = "write" in names
     chosen = [e for e in experiments.values() if names == ["write"] or {e.name, e.tier} & {*names}]
     todo = [] if only_write else missing([run for e in chosen for run in plans[e.name]])
     jobs = min([cfg.jobs, *(e.jobs for e in chosen if e.jobs)])
-    print(f"{len(todo)} runs, {minutes(todo, jobs)} with {jobs} jobs", flush=True)
+    then = 0 if only_write else sum(calls_left(e, plans[e.name]) * e.bench_minutes for e in chosen)
+    print(f"{len(todo)} runs, {duration(minutes(todo) / jobs)} with {jobs} jobs"
+          + f", then {duration(then)} of benchmarks" * bool(then), flush=True)
     if todo:
         (HERE / "out").mkdir(exist_ok=True)
         lock = open(HERE / "out" / "reproduce.lock", "w")       # held until this process ends
