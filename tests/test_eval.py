@@ -1,6 +1,7 @@
 """eval.py: its loss against train.py's and cross_entropy; lm_eval's tasks, by all models and transformers' Llama."""
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -141,6 +142,12 @@ def tasks(harness, tmp_path_factory):
             f"doc_to_text: '{question}'\ndoc_to_target: '{answer}'\n{more}metric_list: [{{metric: {metric}}}]\n")
     cfg = evaluation.EvalConfig(tasks="choose,read,write", include_path=str(folder), num_fewshot=1)
     return folder, load_tasks(cfg)
+
+
+def test_without_lm_eval_one_line_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)       # an import fails as if it were not installed
+    with pytest.raises(UserError, match="^the package lm_eval is missing: pip install lm_eval$"):
+        load_tasks(evaluation.EvalConfig(tasks="piqa"))
 
 
 @pytest.mark.parametrize("name", MODELS)
