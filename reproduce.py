@@ -491,8 +491,6 @@ def write(experiment, runs):
     for file, old in found.items():
         with writing(file):
             file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old))
-    if not found:
-        print(f"\nnote: neither RESULTS.md nor README.md has a place <!-- {experiment.name} -->")
     if experiment.picture:
         draw(experiment, runs)
 

@@ -26,8 +26,9 @@ EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 1,
 
 
 @pytest.mark.parametrize("name", reproduce.load_experiments())
-def test_the_keys_of_every_experiment_are_known(name):
+def test_every_experiment_has_known_keys_and_its_place(name):
     experiment = reproduce.load_experiments()[name]
+    assert f"<!-- {name} -->" in (ROOT / "RESULTS.md").read_text() or name == "quick"
     assert experiment.tier in reproduce.TIERS and (experiment.rows or experiment.bench)
     for run in reproduce.plan(experiment):
         read_config([key for key in run.keys.split() if not key.startswith("init_from=")] + ["run=r"])
