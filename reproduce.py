@@ -115,6 +115,8 @@ def load_experiment(file):
         e.rows[label] = {**own, **row}
         for key in row.keys() - {*own, "from", *e.columns}:
             raise UserError(f"{label} has an unknown key {key!r}")
+        if e.rows[label]["seeds"] < 1:
+            raise UserError(f"{label}: seeds must be positive")
     return e
 
 
@@ -162,7 +164,7 @@ def plan(experiment):
             for other in [*re.findall("{(.*?)}", keys), *[source] * bool(source)]:
                 if (other, seed) not in runs:
                     raise UserError(f"experiments/{experiment.name}.yaml: {label} starts from "
-                                    f"{other!r}, which is no row above it")
+                                    f"{other!r}, which is no row above it with seed {seed}")
                 needs.append(runs[other, seed])
                 keys = keys.replace("{%s}" % other, f"out/{needs[-1].folder.name}")
             keys = " ".join(f"{k}={v}" for k, v in split_args(keys.split()).items())
@@ -309,10 +311,14 @@ def record(run):
     return True
 
 
+def timed(runs):
+    """Those that bench.py is given: times need no more than three seeds."""
+    return [run for run in runs if run.seed <= 3]
+
+
 def benches(experiment, runs):
     """The experiment's calls of bench.py, {command: its line in results/NAME.jsonl, or None}."""
-    done, timed = read_results(experiment), [run for run in runs if run.seed <= 3]
-    folders = " ".join(f"out/{run.folder.name}" for run in timed)
+    done, folders = read_results(experiment), " ".join(f"out/{r.folder.name}" for r in timed(runs))
     commands = [f"bench.py {args.replace('{rows}', folders)}" for args in experiment.bench]
     return {command: done.get(command) for command in commands}
 
@@ -322,7 +328,8 @@ def measure(experiment, runs):
     running. Returns those that failed, or that lack a run."""
     file, failed = HERE / "out" / f"{experiment.name}.json", []
     for command in [command for command, line in benches(experiment, runs).items() if not line]:
-        if gone := [run for run in runs if not (run.result and (run.folder / "ckpt.pt").exists())]:
+        if gone := [run for run in timed(runs)
+                    if not (run.result and (run.folder / "ckpt.pt").exists())]:
             print(f"{command[:60]} needs {gone[0].folder}")
             failed.append(command)
             continue
@@ -414,12 +421,12 @@ def table(experiment, runs, measured):
         if results and any(cells[1:]):      # a source that is not evaluated has none
             lines.append("| " + " | ".join(cells) + " |")
     made = [run.result for run in runs if run.result]
-    seeds = sorted({row["seeds"] for row in experiment.rows.values()})
-    seeds, said = " or ".join(map(str, seeds)), []
+    said, seeds = [], sorted({row["seeds"] for row in experiment.rows.values()})
     if made:
         seconds = sum(run["seconds"] for run in made)
         said = [f"{len(made)} run{'s' * (len(made) > 1)}, {duration(seconds / 60)} of a core",
-                "one seed" if seeds == "1" else f"mean ± standard deviation of {seeds} seeds"]
+                "one seed" if seeds == [1] else
+                f"mean ± standard deviation of {' or '.join(map(str, seeds))} seeds"]
     for key, word in ("commit", "commit "), ("machine", ""):
         found = [line[key] for line in [*made, *measured] if key in line]
         if found:
@@ -459,7 +466,7 @@ def draw(experiment, runs):
                 marker = "o" if len(points) < 10 else ""
                 ax.plot(*zip(*points), label=label, linewidth=1.2, marker=marker, markersize=5)
         ax.set(xlabel=titles.get(x, x), ylabel=titles.get(y, y),
-               **{k: v for k, v in panel.items() if k not in "xy"})
+               **{k: v for k, v in panel.items() if k not in ("x", "y")})
         ax.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8)
     fig.suptitle(experiment.title)

@@ -190,7 +190,7 @@ class Processes:
         if self.world > 1:
             dist.barrier()
             dist.destroy_process_group()
-            # DTensor's caches keep an FSDP group, and gloo's threads with it: now and then,
+            # DDP and DTensor's caches keep the group, and gloo's threads with it: now and then,
             # Python's shutdown aborts on them (exit status -6). All is written, so leave without
             sys.stdout.flush()
             os._exit(0)

@@ -5,7 +5,6 @@ import os
 import pickle
 import random
 import signal
-import time
 import zipfile
 
 import pytest
@@ -44,18 +43,11 @@ def finish(out, data_dir):
 
 
 def test_kill_at_random_moments(whole, tmp_path, data_dir, full):
-    """Soon after a number of saves: counted, because machines differ."""
     rng, progress = random.Random(0), set()
     for n in range(50 if full else 4):
-        out, seen = tmp_path / str(n), set()
+        out = tmp_path / str(n)
         file = out / "r" / "ckpt.pt"
-        p = child(out, data_dir)
-        while len(seen) < 2 * n % 9 and p.is_alive():
-            seen |= {file.stat().st_mtime_ns} if file.exists() else set()
-            time.sleep(0.002)
-        time.sleep(rng.uniform(0, 0.05))
-        p.kill()
-        p.join()
+        runs.kill_after(2 * n % 9, child(out, data_dir), file, rng)
         if file.exists():
             progress.add(checkpoint.load_checkpoint(file)["step"])      # whole, whenever it was killed
         assert finish(out, data_dir) == whole

@@ -87,6 +87,8 @@ def plan(tmp_path, monkeypatch):
     ("title: [a", "trial.yaml: "), ("title: a\ntier: cpu\nrows: [a]", "trial.yaml: "),
     ("title: a\ntier: slow", "tier must be one of quick, cpu, gpu"),
     ("title: a\ntier: cpu\nrows: {x: {minute: 5}}", "x has an unknown key 'minute'"),
+    ("title: a\ntier: cpu\nrows: {x: {seeds: 0}}", "x: seeds must be positive"),
+    ("title: a\ntier: cpu\nrows: {x: {seeds: 1}, y: 'init_from={x}'}", "y starts .* no row above it with seed 2"),
     ("title: a\ntier: cpu\nrows: {x: 'init_from={y}', y: ''}", "x starts from 'y', which is no row above it")])
 def test_mistakes_in_an_experiment_are_named(text, message, plan):
     with pytest.raises(UserError, match=message):
