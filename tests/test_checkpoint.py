@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import model_gpt
-import checkpoint
-import optim
+from common import checkpoint
+from common import optim
 import runs
 import train
 from conftest import python
-from config import UserError
+from common.keys import UserError
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-import config
+from common import keys
 from conftest import ROOT
 
 TOY = re.compile(r".*_tiny|task_.*|.*shakespeare.*|.*_compare")
@@ -27,8 +27,8 @@ LOSS = 2e9                  # the logits of a piece, in some copies
 
 def build(name, **changes):
     """The config's values, and its model on the meta device."""
-    values = {**config.load_yaml(ROOT / "configs" / f"{name}.yaml"), **changes}
-    module, tokenizer = config.model_module(values["model"]), values["tokenizer"]
+    values = {**keys.load_yaml(ROOT / "configs" / f"{name}.yaml"), **changes}
+    module, tokenizer = keys.model_module(values["model"]), values["tokenizer"]
     values["vocab_size"] = VOCAB.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
     fields = {f.name for f in dataclasses.fields(module.Config)}
     with torch.device("meta"):
