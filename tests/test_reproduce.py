@@ -64,7 +64,7 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     p = call()
     assert p.stdout.startswith("0 runs") and stamps == {f: f.stat().st_mtime_ns for f in stamps}
     assert written == (copy / "README.md").read_text()
-    file = copy / "results" / "trial.jsonl"         # a run that starts from weights is resumed without them
+    file = copy / "lab" / "results" / "trial.jsonl"         # a run that starts from weights is resumed without them
     file.write_text("".join(line for line in file.open() if "init_from=out/" not in line.split("commit")[0]))
     p = call()
     assert p.returncode == 0 and p.stdout.startswith("1 runs") and len(file.read_text().splitlines()) == 4
@@ -74,10 +74,10 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
 def plan(tmp_path, monkeypatch):
     """The runs of an experiment whose file holds this text."""
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
-    (tmp_path / "experiments").mkdir()
+    (tmp_path / "lab" / "experiments").mkdir(parents=True)
 
     def planned(text):
-        (tmp_path / "experiments" / "trial.yaml").write_text(text)
+        (tmp_path / "lab" / "experiments" / "trial.yaml").write_text(text)
         return reproduce.plan(reproduce.load_experiments()["trial"])
     return planned
 
