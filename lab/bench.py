@@ -141,11 +141,10 @@ def bench_gpt(model, cfg, device, text=None, rounds=10):
 
 def bench_rt(model, cfg, device, text=None, rounds=5, lengths=(128, 256, 512, 1024, 2048)):
     """RT's schedules and the plain Transformer of the same size; then the wavefront and the plain
-    one on the same number of tokens, cut into longer and longer sequences. The naive loop keeps
-    keys in one buffer in the forward pass alone, and concatenates them where gradients are needed.
-    """
-    if model.cfg.block > 1 or not model.cfg.kv_norm:
-        raise UserError("the wavefront, which is measured here, needs block=1 and kv_norm=true")
+    one on the same number of tokens, cut into longer and longer sequences."""
+    if not (model.cfg.recurrent and model.cfg.kv_norm):
+        raise UserError("the wavefront, which is measured here, needs recurrent=true and "
+                        "kv_norm=true")
     if device.type == "cuda":
         return bench_rt_layers(model.cfg, cfg, device)
     models = {s: variant(model, schedule=s) for s in ("wavefront", "naive", "tiled")}

@@ -42,7 +42,7 @@ TIERS = ("quick", "cpu", "gpu")
 LOG_KEYS = ("step", "tokens", "flops", "seconds")
 CURVE_POINTS = 60               # of a run's log that its result keeps, about
 AXES = {"flops": "training FLOPs", "bpb": "bits per byte of training batches",
-        "keys.block": "block size b", "bins": "score",
+        "bins": "score",
         "three.scores.2": "fraction of tokens, recursion 2",
         "three.scores.3": "fraction of tokens, recursion 3"}
 
@@ -70,7 +70,7 @@ class Experiment:
       the log            val_bpb, of the last evaluation; tokens, flops, of the last line;
       an evaluation      NAME.ce, of eval.py;
       bench.py runs      speed.decode_1_ms;
-      the configuration  keys.block.
+      the configuration  keys.chunk.
 
     bench: arguments of bench.py, in which {rows} is the folders of the runs with seeds 1 to 3."""
     title: str
@@ -389,7 +389,7 @@ def commit():
 # tables and pictures
 
 def look_up(result, name):
-    """The value of a dotted name, such as keys.block; None where there is none."""
+    """The value of a dotted name, such as keys.chunk; None where there is none."""
     for part in name.split("."):
         result = result.get(part) if isinstance(result, dict) else None
     return result

@@ -85,7 +85,7 @@ TRAIN = [
     (["config={w}/broken.yaml"], "broken.yaml is not valid YAML"), (["config={w}/nested.yaml"], "must hold flat"),
     (["config={w}/resume.yaml", "overwrite=true", "run=r"], "exclude each other"),
     # models
-    (["model=rt", "schedule=wavefront", "block=2"], "schedule=wavefront needs block=1"),
+    (["model=rt", "schedule=wavefront", "kv_norm=false"], "schedule=wavefront needs kv_norm=true"),
     (["model=lrt", "source=5"], "source=5 must name layers from 1 to n_layer=2"),
     (["model=rat", "reversed=true", "mixer=rnn"], "reversed=true is of mixer=rat"),
     (["model=relaxed", "exit_loop=3"], "exit_loop=3 must be 0 (the last) or one of the 2 loops"),
