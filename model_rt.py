@@ -111,16 +111,16 @@ class Layer(nn.Module):
     def forward(self, x, rope, bias):
         """x (B, T, C) -> y (B, T, C). rope: None, or RoPE's tables (cos, sin) of all positions.
         bias (1, H or 1, T, T): ALiBi."""
-        q, k_temp, v_temp = self.temporary(x, rope)             # (1), for all i at once
-        k, v = k_temp[:, :, :0], v_temp[:, :, :0]               # persistent pairs, none yet
+        q, k_temp, v_temp = self.temporary(x, rope)             # (1), of all positions
+        k, v = k_temp[:, :, :0], v_temp[:, :, :0]               # persistent pairs: none yet
         ys = []
-        for i in range(x.size(1)):
-            at = slice(i, i + 1)                                # i, and the dimension stays
-            keys = torch.cat([k, k_temp[:, :, at]], 2)          # (B, G, i + 1, D)
-            values = torch.cat([v, v_temp[:, :, at]], 2)
-            a_i = attention_naive(q[:, :, at], keys, values, bias[:, :, at, :i + 1])    # (2)
-            y_i = self.output(x[:, at], a_i)                    # (3), (4)
-            k_i, v_i = self.persistent(y_i, rope_at(rope, at))  # (5)
+        positions = zip(x.split(1, 1), *(u.split(1, 2) for u in (q, k_temp, v_temp)))
+        for i, (x_i, q_i, kt_i, vt_i) in enumerate(positions):  # x_i (B, 1, C)
+            at = slice(i, i + 1)
+            keys, values = torch.cat([k, kt_i], 2), torch.cat([v, vt_i], 2)     # (B, G, i + 1, D)
+            a_i = attention_naive(q_i, keys, values, bias[:, :, at, :i + 1])    # (2)
+            y_i = self.output(x_i, a_i)                                         # (3), (4)
+            k_i, v_i = self.persistent(y_i, rope_at(rope, at))                  # (5)
             k, v = torch.cat([k, k_i], 2), torch.cat([v, v_i], 2)
             ys.append(y_i)
         return torch.cat(ys, 1)
@@ -176,8 +176,8 @@ class LayerWithoutKVNorm(Layer):
 #                 6   4 4 4 4 5 .
 #                 7   4 4 4 4 6 6 .
 #                 8   4 4 4 4 6 6 7 .
-# This is the paper's forward pass under plain autograd. The backward pass of its section 6.4, with
-# nothing but dk and dv in the loop over positions, is what rt_wavefront.py does.
+# This is the paper's forward pass under plain autograd. The backward pass of its section 6.4, a loop
+# from the last position to the first with only what dk and dv need, is what rt_wavefront.py does.
 
 def layer_tiled(layer, x, rope, slopes):
     """The same as layer(x, ...). The state of a query is attention to the keys that it has met:
@@ -185,21 +185,19 @@ def layer_tiled(layer, x, rope, slopes):
     q, k_temp, v_temp = layer.temporary(x, rope)            # (1)
     states = temporary_states(q, k_temp, v_temp)            # [(out, lse), ...], one a position
     pos = torch.arange(x.size(1), device=x.device, dtype=torch.int32)
-    ys, ks, vs = [], [], []
-    for i in range(1, x.size(1) + 1):
-        at = slice(i - 1, i)
-        y_i = layer.output(x[:, at], states[i - 1][0])              # (3), (4)
-        k_i, v_i = layer.persistent(y_i, rope_at(rope, at))         # (5)
+    qs, ks, vs, ys = q.split(1, 2), [], [], []
+    for i, x_i in enumerate(x.split(1, 1), start=1):
+        y_i = layer.output(x_i, states[i - 1][0])                           # (3), (4)
+        k_i, v_i = layer.persistent(y_i, rope_at(rope, slice(i - 1, i)))    # (5)
         ys.append(y_i)
         ks.append(k_i)
         vs.append(v_i)
         t = i & -i                          # the largest power of two that divides i
         keys, queries = slice(i - t, i), slice(i, i + t)
         if i < x.size(1):
-            k, v = torch.cat(ks[keys], 2), torch.cat(vs[keys], 2)           # (B, G, t, D)
+            q, k, v = (torch.cat(u, 2) for u in (qs[queries], ks[keys], vs[keys]))
             out, lse = (torch.cat(u, 2) for u in zip(*states[queries]))     # (B, H, t, .)
-            tile = q[:, :, queries], k, v, pos[queries], pos[keys], slopes
-            out, lse = merge_tile(out, lse, *tile)
+            out, lse = merge_tile(out, lse, q, k, v, pos[queries], pos[keys], slopes)
             states[queries] = zip(out.split(1, 2), lse.split(1, 2))
     return torch.cat(ys, 1)
 

@@ -114,7 +114,7 @@ BUGS = {
                                  '"dkv": 3 * [(128, 128, 4, 2)]',
                                  "test_kernels.py -k compiles_for_gpus"),
     "RT: persistent pairs of the input": ("model_rt.py", "k_i, v_i = self.persistent(y_i, rope_at(rope, at))",
-                                          "k_i, v_i = self.persistent(x[:, at], rope_at(rope, at))",
+                                          "k_i, v_i = self.persistent(x_i, rope_at(rope, at))",
                                           "test_rt.py -k theorem_4_1"),
     "RT: tiles of half the side": ("model_rt.py", "t = i & -i ", "t = max(1, (i & -i) // 2) ",
                                    "test_rt.py -k every_query"),
