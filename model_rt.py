@@ -176,12 +176,12 @@ class LayerWithoutKVNorm(Layer):
 #                 6   4 4 4 4 5 .
 #                 7   4 4 4 4 6 6 .
 #                 8   4 4 4 4 6 6 7 .
-# This is the paper's forward pass under plain autograd. The backward pass of its section 6.4, a loop
-# from the last position to the first with only what dk and dv need, is what rt_wavefront.py does.
+# This is the paper's forward pass under plain autograd. The backward pass of its section 6.4, whose
+# loop from the last position to the first has only what dk and dv need, is in rt_wavefront.py.
 
 def layer_tiled(layer, x, rope, slopes):
     """The same as layer(x, ...). The state of a query is attention to the keys that it has met:
-    out (B, H, 1, D), and lse (B, H, 1), the logarithm of the sum of e^score over them."""
+    out (B, H, 1, D), and lse (B, H, 1), the logarithm of their sum of e^score."""
     q, k_temp, v_temp = layer.temporary(x, rope)            # (1)
     states = temporary_states(q, k_temp, v_temp)            # [(out, lse), ...], one a position
     pos = torch.arange(x.size(1), device=x.device, dtype=torch.int32)
