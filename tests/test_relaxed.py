@@ -295,6 +295,9 @@ class Oneself:
         self.layers.append(layer)
         return v.repeat_interleave(q.size(1) // v.size(1), 1)
 
+    def makes_keys(self, layer):
+        return True
+
     def write(self, k, v):
         self.written = k, v
 
