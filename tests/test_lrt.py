@@ -19,10 +19,10 @@ from test_models import assert_same, outputs_and_gradients, tokens
 
 # mixed: odd sizes, 10 dimensions a head, windows of 5 + 1 keys
 SETTINGS = {"default": {},
-            "mixed": dict(n_kv_head=2, pattern="SL", swa=5, n_layer=3, n_embd=40, source="1,3",
+            "mixed": dict(n_kv_head=2, pattern="SL", swa=5, n_layer=3, n_embd=40, source=1,
                           projections="layerwise"),
             "k": dict(inject="k", n_kv_head=2, pattern="L"), "v": dict(inject="v", projections="layerwise", swa=3),
-            "kv": dict(inject="kv", source="1", n_head=1), "residual": dict(inject="residual", source="1,2")}
+            "kv": dict(inject="kv", source=1, n_head=1), "residual": dict(inject="residual", source=2)}
 some = pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=[pytest.mark.full] * (kind not in ("default", "mixed"))) for kind in SETTINGS])
 both = pytest.mark.parametrize("fast", [True, False])
@@ -108,13 +108,7 @@ class ByHand:
             x = self.block(layer, at, x, u, *self.buffer[layer])
             outputs.append(x)
         self.out = self.out.index_copy(0, at, x)
-        self.m = self.m.index_copy(0, at + 1, self.memory(outputs))
-
-    def memory(self, outputs):
-        if not self.cfg.source:
-            return outputs[round(0.6 * len(outputs)) - 1]
-        chosen = torch.stack([outputs[int(layer) - 1] for layer in self.cfg.source.split(",")], -1)
-        return chosen @ self.w["source_weights"].softmax(0) if chosen.size(-1) > 1 else chosen[..., 0]
+        self.m = self.m.index_copy(0, at + 1, outputs[self.cfg.source - 1])
 
     def chunked(self, C, start=0):
         """C = 1: the exact chain. start: positions before it are there."""
@@ -200,12 +194,12 @@ def test_initial_weights():
     assert (model.alpha == 1).all() and (model.beta == 0.1).all() and (model.gamma == 0.1).all()
 
 
-def test_windows_and_sources():
+def test_windows_and_source():
     """The paper's: SSSL, half the context and the query itself, the last layer all of it; 0.6 of the depth."""
     cfg = model_lrt.Config(n_layer=10, block_size=64)
     assert [cfg.window(layer) for layer in range(10)] == [33, 33, 33, 0, 33, 33, 33, 0, 33, 0]
-    assert [model_lrt.Config(n_layer=L).sources for L in (20, 24)] == [[12], [14]]
-    for name, bad in (("source", "1,1"), ("source", "x"), ("pattern", "")):
+    assert [model_lrt.Config(n_layer=L).source for L in (20, 24, 1)] == [12, 14, 1]
+    for name, bad in (("source", 5), ("source", -1), ("pattern", "")):
         with pytest.raises(ValueError, match=f"{name}={bad} must"):
             model_lrt.Config(**{name: bad})
 
