@@ -57,8 +57,9 @@ from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, RMSNo
 class Config(BaseConfig):
     n_layer: int = 8             # unrolled layers, first and last too
     n_loop: int = 3              # R: recursions
+    fit_layers: bool = False     # round n_layer up to what n_loop needs
     share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")
-    router: str = choice("expert", "token", "none")  # who chooses
+    router: str = choice("expert", "token", "none")  # who chooses; none: all take all
     kv: str = choice("recursion", "share", "share_update")  # keys of a recursion
     router_arch: str = choice("linear", "mlp", "wide_mlp")
     router_func: str = ""        # expert: sigmoid, tanh; token: softmax, sigmoid ("": first)
@@ -100,6 +101,9 @@ class Config(BaseConfig):
             raise ValueError(f"exit_loop={self.exit_loop} is more than n_loop={R}")
         self.n_outside = 2 * self.share.startswith("middle")  # the first and the last layer
         self.n_stored, left = divmod(self.n_layer - self.n_outside, R)  # K
+        if left and self.fit_layers:
+            self.n_stored, left = self.n_stored + 1, 0
+            self.n_layer = self.n_stored * R + self.n_outside
         if self.n_stored < 1 or left:
             fits = max(1, self.n_stored) * R + self.n_outside
             raise ValueError(f"n_layer={self.n_layer} does not fit share={self.share} "
