@@ -5,11 +5,11 @@ When token t is decoded, token t-1 has passed all layers, but a Transformer's la
 to what the same layer computed for earlier tokens. LRT keeps the residual stream of token t-1
 after one upper layer, the source, as a memory m_{t-1} that every layer of token t reads:
 
-    x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)  residual injection
-    k = RoPE(RMSNorm(g_loc Wk u + g_rec Wk_rec m_{t-1}))     KV projection
+    x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)  residual injection (Eq. 5)
+    k = RoPE(RMSNorm(g_loc Wk u + g_rec Wk_rec m_{t-1}))     KV projection (Eq. 2 to 4)
     v = g_loc (Wv u + e) + g_rec Wv_rec m_{t-1}
     g_loc, g_rec = 2 sigmoid(Wg u)                           one each per KV head, 1 at the start
-    m_t = x after the source layer,  m_{-1} = 0
+    m_t = x after the source layer,  m_{-1} = 0              alpha, beta, gamma: scalars of a layer
 
                  token t-1       token t
     layer 5          o           +-> o
@@ -18,10 +18,7 @@ after one upper layer, the source, as a memory m_{t-1} that every layer of token
     layer 2          o           +-> o
     layer 1          o           +-> o
 
-Wk_rec and Wv_rec are shared by all layers: 0.3 % more parameters at the paper's size. A token is
-decoded in one ordinary forward; the cache is the KV cache plus one vector per sequence.
-
-The backbone (memory=false) is nanochat's:
+Wk_rec and Wv_rec are shared by all layers. The backbone (memory=false) is nanochat's:
 
     x0 = RMSNorm(E[idx])                      no RMSNorm has weights
     q = RoPE(RMSNorm(Wq u))
@@ -33,7 +30,7 @@ The backbone (memory=false) is nanochat's:
 m_0 -> m_1 -> ... is a chain over positions. Training has three paths:
 
     exact          the chain: T passes of one position, as in evaluation and decoding.
-    interleaved    (the default, Algorithm 1) A first pass over all positions, without memory,
+    interleaved    (the default, Algorithm 1) A first pass over all positions, with memory 0,
                    fills a buffer: keys and values of all layers, and memories. Then each of N
                    strided subsets is computed again: its positions read m_{t-1} in the buffer,
                    write their keys and values there, attend to all of it, and write their m_t.
@@ -48,17 +45,14 @@ m_0 -> m_1 -> ... is a chain over positions. Training has three paths:
     chunked        (Appendix D) Chunks of K positions, one after the other. A whole chunk reads
                    the last m of the chunk before. K = 1 is the exact chain; K = T reads no m.
 
-fast=false attends with a mask of all pairs of positions; fast=true uses fused kernels instead.
+Our choices where the paper is silent: gates read u (Eq. 3: the layer's input x); e is scaled by
+g_loc, too; a subset's positions attend to each other's new keys; Wk_rec, Wv_rec start as Wk, Wv;
+windows of block_size / 2; inject=k leaves values ungated; a subset's loss is weighted by its
+number of targets. Departures: gates learn at the head's rate (see RATES); Muon is torch's;
+dropout, on embeddings and residual branches. Left out: averaged sources (Table 1), memories
+other than m_{t-1} (Table 2), replaced keys (Table 6), other backbones (Table 8).
 
-Our choices where the paper is silent: gates read u; e is scaled by g_loc, too; inject=k leaves
-values ungated; a subset's loss is weighted by its number of targets. Departures: beta x0 stays
-beside gamma m (Eq. 5 has none); gates learn at the head's rate (see RATES); Muon is torch's;
-dropout, on embeddings and residual branches. Left out: memories other than m_{t-1} (Table 2),
-replaced keys (Table 6), other backbones (Table 8).
-
-Paper: Huang et al. 2026, "Latent Recurrent Transformer: Architecture Exploration, Training
-Strategies, and Scaling Behavior" (2605.26797). It names no repository of its own; that of the
-backbone is github.com/karpathy/nanochat.
+Paper: Huang et al. 2026 (2605.26797), without code; the backbone: github.com/karpathy/nanochat.
 
 Shapes: B batch, T tokens, n positions of a pass, S keys, C width, H query heads, G key/value
 heads, D head size. In code Wve is attn.w_value (a gate), and Wg attn.w_gate.

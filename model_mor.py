@@ -6,7 +6,7 @@ token's state h, sends easy tokens through few recursions and hard ones through 
 (router=none: all through all). share=middle_*: a first and a last layer stand outside.
 
 router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} by a
-score s = w_r . h. A_0 = A_1 = all tokens.
+score s = w_r . h, in each sequence. A_0 = A_1 = all tokens (gated and in the loss too).
     A_r = the k_r of A_{r-1} with the highest s,   k_r = max(1, floor(T (R-r+1) / R))
     h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])     (Eq. 2.1)
 
@@ -25,15 +25,15 @@ Decoding. Top k depends on later tokens, so expert choice decodes by s >= 0. The
 aux_weight BCE(s, was it chosen) teaches that to s or, with causal=aux_router, to a
 second router on detached states. In eval mode "ce" is of decoding, "ce_topk" of top k.
 
-Keys and values (Section 2.2.2). kv=recursion: tokens attend to those that take the same
-recursion. share: to all, by their keys in the first. share_update: as share, but tokens
-that take this recursion have new keys in it.
+Keys and values (Section 2.2.2). Chosen tokens keep their positions. kv=recursion: they
+attend to those that take the same recursion. share: to all, by their keys in the first.
+share_update (the authors' code): as share, but the chosen have new keys in it.
 
 fast=false runs all tokens and masks out those not chosen. fast=true, and all decoding,
 gathers the chosen ones and scatters them back. tests/test_mor.py: Routed does it by hand.
 
-Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the paper's code
-(paper: at every step, 1e-3). Attention is always tied (that code: not in expert choice).
+Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the authors' code
+(paper: at every step, 1e-3). Left out: the random router (Table 10).
 
 Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, N packed
 tokens, n chosen tokens of the fullest row. The code counts recursions from 0.
@@ -59,7 +59,7 @@ class Config(BaseConfig):
     n_loop: int = 3              # R: recursions
     fit_layers: bool = False     # round n_layer up to what n_loop needs
     share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")
-    router: str = choice("expert", "token", "none")  # who chooses; none: all take all
+    router: str = choice("expert", "token", "none")  # none: all take all, the baseline
     kv: str = choice("recursion", "share", "share_update")  # keys of a recursion
     router_arch: str = choice("linear", "mlp", "wide_mlp")
     router_func: str = ""        # expert: sigmoid, tanh; token: softmax, sigmoid ("": first)
