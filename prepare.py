@@ -48,10 +48,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from config import (UserError, asks_help, check_name, first_line, help_text, need, read_bytes,
+from common.keys import (UserError, asks_help, check_name, first_line, help_text, need, read_bytes,
                     run_cli, split_args, typed_config)
-from data import TokenData
-from tokenizer import (ByteTokenizer, CharTokenizer, bpe_size, gpt2_tokenizer, hf_tokenizer,
+from common.data import TokenData
+from common.tokenizer import (ByteTokenizer, CharTokenizer, bpe_size, gpt2_tokenizer, hf_tokenizer,
                        slices, train_bpe)
 
 TEXT_EXTENSIONS = ".txt,.text,.md,.rst,.tex,.py,.c,.h,.cc,.cpp,.hpp,.js,.ts,.java,.go,.rs,.sh"

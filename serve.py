@@ -46,12 +46,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from checkpoint import load_run
-from config import UserError, asks_help, help_text, read_bytes, run_cli
-from limits import check_text_fits
+from common.checkpoint import load_run
+from common.keys import UserError, asks_help, help_text, read_bytes, run_cli
+from common.limits import check_text_fits
 from model_gpt import apply_rope, attention_fast, attention_naive, compute_dtype, rope_tables
-from run import pick_device
-from sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
+from common.process import pick_device
+from common.sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
 
 
 # ---- keys and values of packed tokens ----
@@ -652,7 +652,7 @@ def main(argv):
         return print(help_text(ServeConfig))
     paths, cfg = read_arguments(argv, ServeConfig, most=9)
     if cfg.port:
-        from web import serve_http      # it needs the Engine
+        from lab.page import serve_http      # it needs the Engine
         return serve_http(paths, cfg)
     if not cfg.requests or len(paths) > 1:
         raise UserError("give requests=FILE.jsonl (one JSON object a line) and one run, or "

@@ -34,19 +34,19 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import save_checkpoint
-from config import (UserError, asks_help, first_line, help_text, key_lines, model_module, run_cli,
+from common.checkpoint import save_checkpoint
+from common.keys import (UserError, asks_help, first_line, help_text, key_lines, model_module, run_cli,
                     split_args, writing)
-from data import TextBatches, bits_per_byte
-from limits import check_run_fits
-from optim import load_optimizers, lr_factor, make_optimizers, set_schedules
-from plot import draw_curves, read_log
-from run import (TrainConfig, autocast, can_compile, check_asked_tokenizer, check_tokenizer,
+from common.data import TextBatches, bits_per_byte
+from common.limits import check_run_fits
+from common.optim import load_optimizers, lr_factor, make_optimizers, set_schedules
+from lab.plot import draw_curves, read_log
+from common.process import (TrainConfig, autocast, can_compile, check_asked_tokenizer, check_tokenizer,
                  config_file, device_name, load_teacher, make_model, open_data, peak_flops,
                  pick_device, read_config, run_folder, set_budget, sized, tokens_per_step)
 from sample import sample_text
-from sharded import blocks_of, gathered, shard, whole
-from tasks import TaskBatches, count_right, is_task, show_example
+from common.sharded import blocks_of, gathered, shard, whole
+from common.tasks import TaskBatches, count_right, is_task, show_example
 
 # -------------------------------------------------------------------------------------------------
 # set-up

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-import checkpoint
+from common import checkpoint
 
 SMALL = ["dataset=words", "tokenizer=byte", "block_size=16", "n_layer=2", "n_head=2", "n_embd=16", "dropout=0.1",
          "batch_size=2", "max_steps=6", "learning_rate=1e-3", "warmup_steps=2", "eval_interval=100", "eval_batches=2",

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-import bench
-import plot
-import checkpoint
-import config
-import eval as evaluation
+from lab import bench
+from lab import plot
+from common import checkpoint
+from common import keys
+from lab import eval as evaluation
 import prepare
 import runs
 import sample
@@ -148,7 +148,7 @@ def refusal(main, argv, monkeypatch, capfd):
     """The one line of an error that ends a program with status 2."""
     monkeypatch.setattr(sys, "argv", ["program", *map(str, argv)])
     with pytest.raises(SystemExit) as stop:
-        config.run_cli(main)
+        keys.run_cli(main)
     out, err = capfd.readouterr()
     assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("error: "), err
     return err

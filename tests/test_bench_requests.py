@@ -3,12 +3,12 @@ import numpy as np
 import pytest
 import torch
 
-import bench
-import bench_requests
-import config
-import plot
+from lab import bench
+from lab import bench_requests
+from common.keys import UserError
+from lab import plot
 import runs
-import timing
+from lab import timing
 from conftest import tiny
 from serve import Engine
 
@@ -88,7 +88,7 @@ def test_loss_vs_throughput_is_drawn(tmp_path, data_dir, capsys):
     paths = {name: str(tmp_path / name / "r") for name in "abcd"}
     capsys.readouterr()
     keys = [f"data_dir={data_dir}", "rounds=1", "slots=2", "requests=3", f"file={tmp_path / 'p.png'}"]
-    with pytest.raises(config.UserError, match="not trained on the same tokens"):
+    with pytest.raises(UserError, match="not trained on the same tokens"):
         bench.main(["serve", paths["a"], paths["d"], *keys])
     bench.main(["serve", *(paths[name] for name in "abc"), *keys])
     *lines, last = capsys.readouterr().out.splitlines()

@@ -9,12 +9,12 @@ import zipfile
 import pytest
 import torch
 
-import checkpoint
-import optim
+from common import checkpoint
+from common import optim
 import runs
 import train
 from conftest import python
-from config import UserError
+from common.keys import UserError
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-import config
+from common import keys
 from conftest import ROOT
 
 TOY = re.compile(r".*_tiny|task_.*|.*shakespeare.*|.*_compare")
@@ -19,7 +19,7 @@ PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l":
          "rat_200m": (206, RAT // 2, 15),
          **{f"mor_{size}m": (size, MOR, 20) for size in (135, 360, 730, 1700)}}
 NAMES = sorted({p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch(p.stem)} | PAPER.keys())
-# (its row in RESULTS.md, the file's name, keys): one file of MoR is three models
+# (its row in RESULTS.md, the file's name, changed keys): one file of MoR is three models
 RUNS = [run for name in NAMES for run in ([(f"{name}_r{r}", name, dict(n_loop=r)) for r in (2, 3, 4)]
                                           if name.startswith("mor_") else [(name, name, {})])]
 LAYERS = {135: (30, 32, 30), 360: (32, 32, 34), 730: (26, 26, 26), 1700: (24, 26, 26)}     # of MoR-2, MoR-3, MoR-4
@@ -31,8 +31,8 @@ LOSS = 2e9                  # the logits of a piece, in some copies
 
 def build(name, **changes):
     """The config's values, and its model on the meta device."""
-    values = {**config.load_yaml(ROOT / "configs" / f"{name}.yaml"), **changes}
-    module, tokenizer = config.model_module(values["model"]), values["tokenizer"]
+    values = {**keys.load_yaml(ROOT / "configs" / f"{name}.yaml"), **changes}
+    module, tokenizer = keys.model_module(values["model"]), values["tokenizer"]
     values["vocab_size"] = VOCAB.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
     fields = {f.name for f in dataclasses.fields(module.Config)}
     with torch.device("meta"):
@@ -43,10 +43,10 @@ def count(parameters):
     return sum(p.numel() for p in parameters)
 
 
-@pytest.mark.parametrize("row, name, keys", RUNS, ids=[row for row, *_ in RUNS])
-def test_size_tokens_and_memory(row, name, keys):
+@pytest.mark.parametrize("row, name, changes", RUNS, ids=[row for row, *_ in RUNS])
+def test_size_tokens_and_memory(row, name, changes):
     """The paper's, and as the row of the config in RESULTS.md, "Scaling out", says."""
-    values, model = build(name, **keys)
+    values, model = build(name, **changes)
     family, (millions, step, billions) = values["model"], PAPER[name]
     cfg, total = model.cfg, count(model.parameters())
     text = (ROOT / "configs" / f"{name}.yaml").read_text()

@@ -8,20 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import eval as evaluation
-import llama
+from lab import eval as evaluation
+from common import llama
 import runs
 import train
-from checkpoint import load_run
-from config import UserError
+from common.checkpoint import load_run
+from common.keys import UserError
 from conftest import MODELS, tiny
-from data import TextBatches
-from harness import HarnessModel, evaluate_tasks, load_tasks
-from run import TrainConfig
+from common.data import TextBatches
+from lab.harness import HarnessModel, evaluate_tasks, load_tasks
+from common.process import TrainConfig
 from sample import stream
 from test_gpt import saved_llama
 from test_prepare import EOT, smollm, write_model
-from tokenizer import hf_tokenizer, load_tokenizer
+from common.tokenizer import hf_tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -4,13 +4,13 @@ import json
 import pytest
 import torch
 
-import checkpoint
-import llama
+from common import checkpoint
+from common import llama
 import runs
 import sample
-from config import UserError, model_module
+from common.keys import UserError, model_module
 from test_prepare import llama2
-from tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, load_tokenizer, train_bpe
+from common.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, load_tokenizer, train_bpe
 
 TEXT = "def f(x):\n    return 'übung' + 10000  # <|endoftext|> 日本\n\n\n"
 SIZES = dict(block_size=32, vocab_size=61, n_head=4, n_embd=32)

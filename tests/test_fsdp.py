@@ -2,8 +2,8 @@
 import pytest
 import torch
 
-import checkpoint
-import plot
+from common import checkpoint
+from lab import plot
 import runs
 from conftest import MODELS, python, two_processes
 

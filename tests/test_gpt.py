@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-import llama
+from common import llama
 import model_gpt
 from conftest import relative, tiny
 from fused import rms_norm

@@ -280,7 +280,7 @@ def test_chunks_that_fit_one_kernel_of_rat_fit_all():
 
 def test_the_bench_runs(capsys):
     """At small sizes every line is there."""
-    import bench
+    from lab import bench
     bench.bench_attend(torch.device("cpu"), 1, (1, 2, 64, 8), 128)
     bench.bench_scan(torch.device("cpu"), 1, (1, 64, 8))
     out = capsys.readouterr().out

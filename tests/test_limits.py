@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-import limits
+from common import limits
 import runs
 import train
 from conftest import MODELS

@@ -5,14 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import bench
+from lab import bench
 import model_lrt
-import config
-import optim
-from run import TrainConfig
+from common.keys import UserError
+from common import optim
+from common.process import TrainConfig
 import runs
 import sample
-import tasks
+from common import tasks
 from conftest import relative, tiny
 from test_gpt import dense_heads, rotate
 from test_models import assert_same, outputs_and_gradients, tokens
@@ -304,5 +304,5 @@ def test_sample_prefills_either_way(data_dir, tmp_path, capsys):
         found[how], err = capsys.readouterr()
         assert ("next token: KL" in err) == (how == "compare") and found[how].startswith("abc def")
     assert found["compare"] == found["exact"]
-    with pytest.raises(config.UserError, match="prefill=exact is for a model"):
+    with pytest.raises(UserError, match="prefill=exact is for a model"):
         sample.main([str(gpt), "prefill=exact"])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import MODELS, SIZES, relative, tiny
-import optim
-from run import TrainConfig
+from common import optim
+from common.process import TrainConfig
 
 # Settings of each model that must keep the contract too, beside its defaults.
 VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_loss="both"),

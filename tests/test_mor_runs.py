@@ -4,13 +4,13 @@ import math
 import pytest
 import torch
 
-import bench
+from lab import bench
 import model_mor
-import checkpoint
-import plot
-from run import TrainConfig
+from common import checkpoint
+from lab import plot
+from common.process import TrainConfig
 import runs
-from config import UserError
+from common.keys import UserError
 import sample
 import train
 

@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import config
+from common import keys
 import prepare
-from config import UserError
+from common.keys import UserError
 from conftest import ROOT, python
-from data import TokenData
+from common.data import TokenData
 from prepare import PrepareConfig
-from tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer, slices,
+from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer, slices,
                        train_bpe)
 
 EOT = "<|endoftext|>"
@@ -436,7 +436,8 @@ def test_prepared_twice_the_bytes_are_the_same(tmp_path, tokenizer):
 
 
 SLOW = """
-import sys, time, config, prepare
+import sys, time, prepare
+from common import keys
 def slow():
     for i in range(1000):
         yield f"{i} some text " * 100_000
@@ -444,7 +445,7 @@ def slow():
         time.sleep(0.01)
 prepare.BATCH = 20
 prepare.open_source = lambda cfg: prepare.Source("slow", slow)
-config.run_cli(prepare.main)
+keys.run_cli(prepare.main)
 """
 
 
@@ -506,7 +507,7 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
 # command line ---------------------------------------------------------------------------------------------------
 
 def typed(*argv, base=None):
-    return config.typed_config(PrepareConfig, config.split_args(argv), base, free_text=("name",))
+    return keys.typed_config(PrepareConfig, keys.split_args(argv), base, free_text=("name",))
 
 
 @pytest.mark.parametrize("key, text, value", [

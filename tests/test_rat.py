@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-import bench
+from lab import bench
 import kernels
 import model_gpt
 import model_rat

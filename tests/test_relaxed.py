@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import model_relaxed
-import checkpoint
-import plot
-import run
+from common import checkpoint
+from lab import plot
+from common import process
 import runs
 import train
-from config import UserError
+from common.keys import UserError
 from conftest import relative, tiny
 from test_gpt import dense_heads, rotate, saved_llama
 from test_models import assert_cache_is_forward, tokens
@@ -207,7 +207,7 @@ def test_converted_by_init_from_it_evaluates_as_the_source(world, data_dir, tmp_
 @pytest.mark.parametrize("model", ["relaxed", "mor"])
 def test_a_source_with_an_option_that_the_model_has_not_is_refused(model):
     with pytest.raises(UserError, match=f"window=16, which model={model} has not"):
-        run.as_weights_of(model, {"model": "gpt", "model_config": {"window": 16, "n_embd": 16}})
+        process.as_weights_of(model, {"model": "gpt", "model_config": {"window": 16, "n_embd": 16}})
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(world, data_dir, tmp_path):

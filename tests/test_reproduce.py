@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-import reproduce
-from config import UserError
+from lab import reproduce
+from common.keys import UserError
 from conftest import ROOT
-from run import read_config
+from common.process import read_config
 from runs import SIZES, SMALL
 
 EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 1,
@@ -28,7 +28,7 @@ EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 1,
 @pytest.mark.parametrize("name", reproduce.load_experiments())
 def test_every_experiment_has_known_keys_and_its_place(name):
     experiment = reproduce.load_experiments()[name]
-    assert f"<!-- {name} -->" in (ROOT / "RESULTS.md").read_text() or name == "quick"
+    assert f"<!-- {name} -->" in (ROOT / "lab" / "RESULTS.md").read_text() or name == "quick"
     assert experiment.tier in reproduce.TIERS and (experiment.rows or experiment.bench)
     for run in reproduce.plan(experiment):
         read_config([key for key in run.keys.split() if not key.startswith("init_from=")] + ["run=r"])
@@ -40,13 +40,13 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     copy = tmp_path / "copy"
     left_out = shutil.ignore_patterns(".*", "out", "data", "results", "experiments", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=left_out)
-    (copy / "experiments").mkdir()
+    (copy / "lab" / "experiments").mkdir()
     (copy / "README.md").write_text("before\n<!-- trial -->\nold\n<!-- end -->\nafter\n")
 
     def call(**changes):
         trial = {**EXPERIMENT, **changes, "keys": f"{EXPERIMENT['keys']} data_dir={data_dir}"}
-        (copy / "experiments" / "trial.yaml").write_text(json.dumps(trial))
-        return subprocess.run([sys.executable, "reproduce.py", "trial"], cwd=copy, text=True, capture_output=True)
+        (copy / "lab" / "experiments" / "trial.yaml").write_text(json.dumps(trial))
+        return subprocess.run([sys.executable, "-m", "lab.reproduce", "trial"], cwd=copy, text=True, capture_output=True)
     p = call(evaluate={"half": "no_such_key=1"})
     assert p.returncode == 2 and "4 runs or benchmarks failed" in p.stderr and "Traceback" not in p.stderr
     p = call()
@@ -57,14 +57,14 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     assert [(row[0], row[2], row[3]) for row in rows] == [("first", "as it is", "6"), ("from the third step", "", "5"),
                                                           ("from its weights", "", "2")]
     assert all(float(cell) > 0 for row in rows for cell in row[4:])
-    results = [json.loads(line) for line in (copy / "results" / "trial.jsonl").read_text().splitlines()]
+    results = [json.loads(line) for line in (copy / "lab" / "results" / "trial.jsonl").read_text().splitlines()]
     assert len({line["command"] for line in results}) == len(results) == 4
     assert (copy / "assets" / "trial.png").stat().st_size > 10_000
     stamps = {f: f.stat().st_mtime_ns for f in copy.glob("out/*/ckpt.pt")}
     p = call()
     assert p.stdout.startswith("0 runs") and stamps == {f: f.stat().st_mtime_ns for f in stamps}
     assert written == (copy / "README.md").read_text()
-    file = copy / "results" / "trial.jsonl"         # a run that starts from weights is resumed without them
+    file = copy / "lab" / "results" / "trial.jsonl"         # a run that starts from weights is resumed without them
     file.write_text("".join(line for line in file.open() if "init_from=out/" not in line.split("commit")[0]))
     p = call()
     assert p.returncode == 0 and p.stdout.startswith("1 runs") and len(file.read_text().splitlines()) == 4
@@ -74,10 +74,10 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
 def plan(tmp_path, monkeypatch):
     """The runs of an experiment whose file holds this text."""
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
-    (tmp_path / "experiments").mkdir()
+    (tmp_path / "lab" / "experiments").mkdir(parents=True)
 
     def planned(text):
-        (tmp_path / "experiments" / "trial.yaml").write_text(text)
+        (tmp_path / "lab" / "experiments" / "trial.yaml").write_text(text)
         return reproduce.plan(reproduce.load_experiments()["trial"])
     return planned
 

@@ -5,11 +5,11 @@ from dataclasses import fields
 
 import pytest
 
-import checkpoint
-import plot
+from common import checkpoint
+from lab import plot
 import runs
 import sample
-from config import UserError, model_module
+from common.keys import UserError, model_module
 from conftest import MODELS
 
 NUMBERS = {int: [0, 0, 1, 2, 3, 4, 8], float: [0.0, 0.1, 0.5, 1.0]}

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-import bench
+from lab import bench
 import model_rt
 import rt_wavefront
 import runs
 from conftest import tiny
 from kernel_cases import INTERPRETED, Memory, assert_close, few
-from run import TrainConfig
+from common.process import TrainConfig
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, rms, tokens
 
 

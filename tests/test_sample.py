@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sampling
-from tokenizer import load_tokenizer
+from common import sampling
+from common.tokenizer import load_tokenizer
 import runs
 import sample
 from conftest import MODELS, SIZES, tiny

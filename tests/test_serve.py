@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 import model_mor
 import model_relaxed
-import checkpoint
-import config
-from tokenizer import ByteTokenizer
+from common import checkpoint
+from common.keys import UserError
+from common.tokenizer import ByteTokenizer
 import runs
 import sample
 import serve
-import tasks
+from common import tasks
 from conftest import relative
 from kernel_cases import dense_attend
 from test_relaxed import ByHand
@@ -183,7 +183,7 @@ def test_rules_that_name_a_loop_and_bounds_that_must_be_exceeded(exit, logits, e
 
 def test_a_rule_that_is_none_is_refused():
     for exit in ("early", "static:0", "static:4", "static:1.5", "confidence:x", "confidence:-0.1", "margin:nan"):
-        with pytest.raises(config.UserError, match="static:LOOP, confidence:P, margin:P, oracle are allowed"):
+        with pytest.raises(UserError, match="static:LOOP, confidence:P, margin:P, oracle are allowed"):
             serve.exit_rule(exit, 3)
 
 
@@ -366,7 +366,7 @@ REFUSED = [
 @pytest.mark.parametrize("program, run, options, message", REFUSED, ids=str)
 def test_what_is_refused(program, run, options, message, world):
     given = [f"requests={world}/good.jsonl"] if program is serve and "requests" not in "".join(options) else []
-    with pytest.raises(config.UserError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         program.main([str(world / run / "r"), *given, *(o.format(w=world) for o in options)])
 
 
@@ -408,5 +408,5 @@ def test_a_routed_run_is_served(world, capsys):
 
 def test_a_model_that_writes_no_text_is_refused():
     model = tasks.fit_head(looping().float(), tasks.COMPRESSION)
-    with pytest.raises(config.UserError, match="out/r was trained on task:compression"):
+    with pytest.raises(UserError, match="out/r was trained on task:compression"):
         serve.check_loops(model, serve.ServeConfig(), "out/r", "requests")

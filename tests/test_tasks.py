@@ -10,17 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import checkpoint
-import plot
+from common import checkpoint
+from lab import plot
 import runs
 import sample
-import tasks
+from common import tasks
 import train
-from config import UserError
+from common.keys import UserError
 from conftest import MODELS
-from data import TextBatches
-from run import TrainConfig
-from tokenizer import TaskTokenizer, load_tokenizer
+from common.data import TextBatches
+from common.process import TrainConfig
+from common.tokenizer import TaskTokenizer, load_tokenizer
 
 every_task = pytest.mark.parametrize("task", tasks.TASKS)
 LENGTHS = {"recall": (4, 6, 128), "noisy_recall": (4, 6, 128), "fuzzy_recall": (11, 12, 17, 128),

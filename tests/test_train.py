@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
-import data
-import llama
-import optim
-import plot
-import run
+from common import checkpoint
+from common import data
+from common import llama
+from common import optim
+from lab import plot
+from common import process
 import runs
 import train
-from config import UserError
+from common.keys import UserError
 from conftest import MODELS, ROOT, TORCHRUN, python, two_processes
-from data import TokenData
-from run import TrainConfig
+from common.data import TokenData
+from common.process import TrainConfig
 
 models = pytest.mark.parametrize("name", MODELS)
 
@@ -242,7 +242,7 @@ def test_a_longer_run_goes_on_from_the_last_evaluation(tmp_path, data_dir):
 
 def test_weights_bring_the_config_file_of_their_model(tmp_path, data_dir):
     folder = runs.run("rat", tmp_path, data_dir, "max_steps=1").folder
-    cfg, fields, _, _ = run.read_config([f"init_from={folder}"])
+    cfg, fields, _, _ = process.read_config([f"init_from={folder}"])
     assert (cfg.model, cfg.run, fields["n_embd"]) == ("rat", "rat_tiny", 16)
 
 
@@ -252,17 +252,17 @@ def test_a_folder_of_another_text_is_refused(tmp_path, capsys):
                 for name in "äö")
     for name in "äö":
         (tmp_path / f"{name}.txt").write_text("some text, " * 20)
-    folder = run.open_data(one)
-    assert run.open_data(one) == folder and "has changed" not in capsys.readouterr().out
+    folder = process.open_data(one)
+    assert process.open_data(one) == folder and "has changed" not in capsys.readouterr().out
     os.utime(tmp_path / "ä.txt", (time.time() + 9,) * 2)
-    assert run.open_data(one) == folder and "has changed since" in capsys.readouterr().out
+    assert process.open_data(one) == folder and "has changed since" in capsys.readouterr().out
     with pytest.raises(UserError, match="was made with dataset=.*ä.txt"):
-        run.open_data(two)
+        process.open_data(two)
     named = types.SimpleNamespace(dataset=folder.name, data_dir=tmp_path / "data")
-    tokens = TokenData(run.open_data(named), "train")
-    run.check_asked_tokenizer(named, {"tokenizer": "byte"}, tokens)
+    tokens = TokenData(process.open_data(named), "train")
+    process.check_asked_tokenizer(named, {"tokenizer": "byte"}, tokens)
     with pytest.raises(UserError, match="tokenizer=char, but .* was made with tokenizer=byte"):
-        run.check_asked_tokenizer(named, {"tokenizer": "char"}, tokens)
+        process.check_asked_tokenizer(named, {"tokenizer": "char"}, tokens)
 
 
 @pytest.mark.parametrize("name, more", [
@@ -290,7 +290,8 @@ def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path,
 
 
 NAN_AT_3 = """
-import config, train
+import train
+from common import keys
 def poison(trainer, index):
     if (trainer.step, trainer.procs.rank) == (3, 1):
         trainer.model.wte.weight.data.fill_(float('nan'))

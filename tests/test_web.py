@@ -12,9 +12,9 @@ import torch
 
 import runs
 import serve
-import web
+from lab import page
 from test_serve import move
-from tokenizer import ByteTokenizer
+from common.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def server(data_dir, tmp_path_factory):
         move(trainer.model, 0.3)
         trainer.save("ckpt.pt")
     cfg = serve.ServeConfig(port=0, slots=4, device="cpu", exit="static:2")     # of relaxed; all its loops
-    server = web.open_server([out / "mor", out / "relaxed"], cfg)
+    server = page.open_server([out / "mor", out / "relaxed"], cfg)
     assert server.workers["relaxed"].rule and not server.workers["mor"].rule
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -90,7 +90,7 @@ def test_answers_are_those_of_sampling_alone(server, model):
 
 def test_parts_of_a_character_in_logprobs():
     """Both bytes of é alone are the same replacement character; the text has one character for them."""
-    words = web.in_openais_words(ByteTokenizer(), list("aéb".encode()), [None] + [(-1.0, {0xC3: -0.1, 0xA9: -2.0})] * 3)
+    words = page.in_openais_words(ByteTokenizer(), list("aéb".encode()), [None] + [(-1.0, {0xC3: -0.1, 0xA9: -2.0})] * 3)
     assert words["text_offset"] == [0, 1, 1, 2] and words["top_logprobs"][1] == {"\ufffd": -0.1}
 
 

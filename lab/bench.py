@@ -1,31 +1,31 @@
 """
 Speed, measured beside a baseline in the same run: what the README's ratios come from.
 
-    python bench.py gpt               the baseline: training and decoding
-    python bench.py rt                RT's schedules beside a Transformer
-    python bench.py rat               a layer of RAT beside attention and an RNN, by length
-    python bench.py lrt               LRT's training paths beside its backbone
-    python bench.py relaxed           ranks of deltas beside an untied Transformer
-    python bench.py mor               recursions and routers beside a Transformer
-    python bench.py kernels           attend and scan (keys: device, rounds)
+    python -m lab.bench gpt               the baseline: training and decoding
+    python -m lab.bench rt                RT's schedules beside a Transformer
+    python -m lab.bench rat               a layer of RAT beside attention and an RNN, by length
+    python -m lab.bench lrt               LRT's training paths beside its backbone
+    python -m lab.bench relaxed           ranks of deltas beside an untied Transformer
+    python -m lab.bench mor               recursions and routers beside a Transformer
+    python -m lab.bench kernels           attend and scan (keys: device, rounds)
 
 With trained weights, 240 requests are answered too, by relaxed models with early exit; and runs
 can be drawn, loss vs. throughput (keys: file, slots, requests, rounds, device, data_dir):
 
-    python bench.py relaxed init_from=out/relaxed_exit
-    python bench.py mor init_from=out/mor_tiny
-    python bench.py serve out/a out/b file=pareto.png
+    python -m lab.bench relaxed init_from=out/relaxed_exit
+    python -m lab.bench mor init_from=out/mor_tiny
+    python -m lab.bench serve out/a out/b file=pareto.png
 
 Trained runs of any model beside each other, training and decoding (keys: device, rounds, json):
 
-    python bench.py runs out/gpt_tiny out/mor_tiny
+    python -m lab.bench runs out/gpt_tiny out/mor_tiny
 
 On a GPU, at the papers' sizes; those of RT's Table 2, of RAT's Tables 6, 7 and 8:
 
-    python bench.py gpt n_layer=8 n_embd=512 device=cuda
-    python bench.py rt config=configs/rt_150m_12l.yaml
-    python bench.py rat config=configs/rat_1300m.yaml
-    python bench.py lrt config=configs/lrt_20l.yaml batch_size=4
+    python -m lab.bench gpt n_layer=8 n_embd=512 device=cuda
+    python -m lab.bench rt config=configs/rt_150m_12l.yaml
+    python -m lab.bench rat config=configs/rat_1300m.yaml
+    python -m lab.bench lrt config=configs/lrt_20l.yaml batch_size=4
 
 The other keys are train.py's (python train.py help), and sizes start from
 configs/<model>_tiny.yaml as there. Every line names a candidate, its milliseconds
@@ -47,16 +47,16 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from bench_requests import bench_serve, mor_requests, relaxed_requests, served_text
-from checkpoint import load_run
-from config import (UserError, asks_help, model_module, run_cli, split_args, typed_config,
+from lab.bench_requests import bench_serve, mor_requests, relaxed_requests, served_text
+from common.checkpoint import load_run
+from common.keys import (UserError, asks_help, model_module, run_cli, split_args, typed_config,
                     writing)
-from data import TokenData
-from limits import check_run_fits
-from optim import make_optimizers
-from run import (TrainConfig, check_tokenizer, device_name, make_model, open_data, pick_device,
+from common.data import TokenData
+from common.limits import check_run_fits
+from common.optim import make_optimizers
+from common.process import (TrainConfig, check_tokenizer, device_name, make_model, open_data, pick_device,
                  read_config)
-from timing import compare, fastest, ratio
+from lab.timing import compare, fastest, ratio
 
 
 # ---- candidates: each takes a function that makes the model ----
@@ -554,7 +554,7 @@ def main(argv):
     if name in ("serve", "runs"):
         return (bench_serve if name == "serve" else bench_runs)(names[1:], keys)
     if len(names) > 1 or name not in (*BENCHES, "rat", "kernels"):
-        raise UserError("python bench.py NAME [key=value ...], NAME one of: "
+        raise UserError("python -m lab.bench NAME [key=value ...], NAME one of: "
                         + ", ".join([*BENCHES, "rat", "kernels", "serve", "runs"]))
     if name == "kernels":
         return bench_kernels(keys)

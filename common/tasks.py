@@ -85,8 +85,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from config import UserError
-from tokenizer import TaskTokenizer
+from common.keys import UserError
+from common.tokenizer import TaskTokenizer
 
 VAL_EXAMPLES = 1280
 COMPRESSION = "task:compression"

@@ -1,11 +1,11 @@
 """
 Every table and picture of RESULTS.md, again: runs what is missing, then writes them.
 
-    python reproduce.py                     the experiments, what is done, the time for the rest
-    python reproduce.py quick               a tier: quick (8 minutes of two cores), cpu, gpu
-    python reproduce.py rt_blocks lrt_s3    experiments by name
-    python reproduce.py write               no runs: only tables and pictures (of all, or some)
-    python reproduce.py help                every key with its meaning
+    python -m lab.reproduce                     the experiments, what is done, the time for the rest
+    python -m lab.reproduce quick               a tier: quick (8 minutes of two cores), cpu, gpu
+    python -m lab.reproduce rt_blocks lrt_s3    experiments by name
+    python -m lab.reproduce write               no runs: only tables and pictures (of all, or some)
+    python -m lab.reproduce help                every key with its meaning
 
 An experiment is a file experiments/NAME.yaml: rows of keys for train.py, each trained with several
 seeds, and what of them to show (see Experiment). The runs are out/NAME-*. The results are
@@ -32,11 +32,11 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from checkpoint import load_checkpoint
-from config import (HERE, UserError, asks_help, first_line, help_text, run_cli, split_args,
+from common.checkpoint import load_checkpoint
+from common.keys import (HERE, UserError, asks_help, first_line, help_text, run_cli, split_args,
                     typed_config, unknown_key, writing)
-from plot import pyplot, read_log, save_picture
-from run import TrainConfig, config_file, device_name, pick_device
+from lab.plot import pyplot, read_log, save_picture
+from common.process import TrainConfig, config_file, device_name, pick_device
 
 TIERS = ("quick", "cpu", "gpu")
 LOG_KEYS = ("step", "tokens", "flops", "seconds")
@@ -91,7 +91,7 @@ class Experiment:
 def load_experiments():
     """{name: Experiment} of the folder experiments."""
     found = {}
-    for file in sorted((HERE / "experiments").glob("*.yaml")):
+    for file in sorted((HERE / "lab" / "experiments").glob("*.yaml")):
         try:
             found[file.stem] = load_experiment(file)
         except Exception as e:  # of YAML, or of values of another type: all about this file
@@ -298,7 +298,7 @@ def record(run):
     for name, keys in run.row["evaluate"].items():
         file = run.folder / f"{name}.json"
         with open(f"{run.folder}.txt", "a") as out:
-            process = python("eval.py", run.folder, *keys.split(), f"json={file}", stdout=out)
+            process = python("-m", "lab.eval", run.folder, *keys.split(), f"json={file}", stdout=out)
         if process.wait():
             return False
         result[name] = json.loads(file.read_text())
@@ -334,7 +334,9 @@ def measure(experiment, runs):
             failed.append(command)
             continue
         extra = [f"json={file}"] if command.startswith("bench.py runs") else []
-        process = python(*command.split(), *extra, one_thread=False, stdout=subprocess.PIPE)
+        _, *arguments = command.split()      # "bench.py" is a label; the file is lab/bench.py
+        process = python("-m", "lab.bench", *arguments, *extra, one_thread=False,
+                         stdout=subprocess.PIPE)
         output = process.communicate()[0]
         if process.returncode:
             print(f"{command}: {(output.strip() or 'no output').splitlines()[-1]}")
@@ -350,7 +352,7 @@ def measure(experiment, runs):
 
 
 def results_file(experiment):
-    return HERE / "results" / f"{experiment.name}.jsonl"
+    return HERE / "lab" / "results" / f"{experiment.name}.jsonl"
 
 
 def append(experiment, line):
@@ -379,7 +381,7 @@ def commit():
         return subprocess.run(["git", "-C", HERE, *args], capture_output=True, text=True).stdout
     if shutil.which("git") is None:
         return "unknown"
-    changed = git("status", "--porcelain", "--", "*.py", "configs", "experiments")
+    changed = git("status", "--porcelain", "--", "*.py", "configs", "lab/experiments")
     return (git("rev-parse", "--short", "HEAD").strip() or "unknown") + "-changed" * bool(changed)
 
 
@@ -432,7 +434,7 @@ def table(experiment, runs, measured):
         if found:
             said.append(word + ", ".join(dict.fromkeys(", ".join(found).split(", "))))
     lines = [*lines, ""] if made else []
-    lines.append(f"`python reproduce.py {experiment.name}`: {'; '.join(said)}")
+    lines.append(f"`python -m lab.reproduce {experiment.name}`: {'; '.join(said)}")
     for line in [line for line in measured if "speed" not in line]:     # those are in the columns
         lines += ["", "```", f"$ python {line['command']}", line["output"].rstrip(), "```"]
     return "\n".join(lines)
@@ -493,7 +495,7 @@ def write(experiment, runs):
     text = table(experiment, runs, measured)
     print(f"\n{experiment.title}\n\n{text}")
     marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    found = {f: f.read_text() for f in (HERE / "RESULTS.md", HERE / "README.md")}
+    found = {f: f.read_text() for f in (HERE / "lab" / "RESULTS.md", HERE / "README.md")}
     found = {file: old for file, old in found.items() if marks.search(old)}
     for file, old in found.items():
         with writing(file):

@@ -9,8 +9,8 @@ import os
 import torch
 from torch.overrides import TorchFunctionMode
 
-from config import UserError
-from tasks import fit_head, is_task
+from common.keys import UserError
+from common.tasks import fit_head, is_task
 
 LAYER, PASS = 10_000, 1_000     # least bytes of a layer's modules, and of one layer's forward
 

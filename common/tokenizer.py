@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config import UserError, first_line, need, read_bytes
+from common.keys import UserError, first_line, need, read_bytes
 
 MAX_BPE = 1 << 18
 MAX_HF = 1 << 20  # ids of a Hugging Face vocabulary

@@ -6,7 +6,7 @@ import random
 import torch
 from tqdm import tqdm
 
-from config import UserError, first_line, need
+from common.keys import UserError, first_line, need
 from sample import stream
 
 

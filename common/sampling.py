@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from config import UserError, split_args, typed_config
+from common.keys import UserError, split_args, typed_config
 
 
 @dataclass

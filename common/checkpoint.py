@@ -1,9 +1,9 @@
 """
 Checkpoints: one file, replaced in one move, verified when read; and exports of runs.
 
-    python checkpoint.py out/gpt_tiny export=gpt.safetensors    weights, config, tokenizer:
+    python -m common.checkpoint out/gpt_tiny export=gpt.safetensors    weights, config, tokenizer:
                                         for sample.py, serve.py, eval.py, and init_from=
-    python checkpoint.py out/relaxed_tiny export=hf/relaxed     a Hugging Face folder: a Llama
+    python -m common.checkpoint out/relaxed_tiny export=hf/relaxed     a Hugging Face folder: a Llama
                                         or Qwen3, of exit_loop loops
 """
 import contextlib
@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from config import (UserError, asks_help, first_line, help_text, model_module, run_cli, split_args,
+from common.keys import (UserError, asks_help, first_line, help_text, model_module, run_cli, split_args,
                     sync_folder, typed_config, writing)
-from limits import check_fits, shapes_only
-from llama import (from_pretrained, llama_config, pretrained_folder, save_weights,
+from common.limits import check_fits, shapes_only
+from common.llama import (from_pretrained, llama_config, pretrained_folder, save_weights,
                    to_pretrained)
-from tasks import fit_head
-from tokenizer import load_tokenizer, to_huggingface
+from common.tasks import fit_head
+from common.tokenizer import load_tokenizer, to_huggingface
 
 # -------------------------------------------------------------------------------------------------
 # saving
@@ -271,7 +271,7 @@ def main(argv):
     sources = [a for a in argv if "=" not in a]
     cfg = typed_config(ExportConfig, split_args([a for a in argv if "=" in a]))
     if len(sources) != 1 or not cfg.export:
-        raise UserError("give one run and where to: python checkpoint.py out/NAME export=PATH")
+        raise UserError("give one run and where to: python -m common.checkpoint out/NAME export=PATH")
     path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")

@@ -34,11 +34,11 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import load_run
-from config import HERE, UserError, first_line
-from limits import check_text_fits
-from run import pick_device
-from sampling import check_prompts
+from common.checkpoint import load_run
+from common.keys import HERE, UserError, first_line
+from common.limits import check_text_fits
+from common.process import pick_device
+from common.sampling import check_prompts
 from serve import Engine, Request, check_loops
 
 MAX_BODY = 1 << 20          # bytes of a request
@@ -262,7 +262,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path == "/":
-            page = (HERE / "assets" / "serve.html").read_bytes()
+            page = (HERE / "lab" / "page.html").read_bytes()
             return self.respond(200, page, "text/html; charset=utf-8")
         if self.path == "/v1/models":
             data = [{"id": name, "object": "model", "owned_by": "nanorecur",

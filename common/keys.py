@@ -20,7 +20,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent.parent      # the project's root
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 

@@ -6,8 +6,8 @@ import math
 import torch
 from torch.overrides import TorchFunctionMode
 
-from config import UserError, first_line
-from sharded import replicated, sharded_like
+from common.keys import UserError, first_line
+from common.sharded import replicated, sharded_like
 
 OUTSIDE = "wte.", "head.", "router", "aux_router"       # matrices outside the blocks: AdamW's
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from config import NAME, UserError, first_line, read_bytes
-from tokenizer import load_tokenizer
+from common.keys import NAME, UserError, first_line, read_bytes
+from common.tokenizer import load_tokenizer
 
 
 class TokenData:

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import load_run
-from config import UserError, split_args, typed_config
-from data import TokenData
-from plot import draw_points, points
-from run import TrainConfig, check_tokenizer, open_data, pick_device
-from sampling import loop_fractions
+from common.checkpoint import load_run
+from common.keys import UserError, split_args, typed_config
+from common.data import TokenData
+from lab.plot import draw_points, points
+from common.process import TrainConfig, check_tokenizer, open_data, pick_device
+from common.sampling import loop_fractions
 from serve import Engine, Request
-from timing import measure, ratio, table
+from lab.timing import measure, ratio, table
 
 PROMPT, ANSWER = (4, 16), (32, 96)      # tokens of a request, at least and at most
 LONGEST = PROMPT[1] + ANSWER[1]
@@ -241,7 +241,7 @@ def bench_serve(folders, argv):
     if their sharing lets them, all others sequence-wise."""
     cfg = typed_config(ThroughputConfig, split_args(argv))
     if not folders or len(set(folders)) < len(folders):
-        raise UserError("give the folders of runs, each once: python bench.py serve out/NAME ... "
+        raise UserError("give the folders of runs, each once: python -m lab.bench serve out/NAME ... "
                         "[key=value]")
     device, candidates, notes, losses, texts = pick_device(cfg.device), {}, {}, {}, []
     for folder in folders:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import build_model, load_checkpoint, load_initial, trained_on
-from config import (HERE, NAME, UserError, check_name, load_yaml, model_module, split_args,
+from common.checkpoint import build_model, load_checkpoint, load_initial, trained_on
+from common.keys import (HERE, NAME, UserError, check_name, load_yaml, model_module, split_args,
                     typed_config, typed_value)
-from data import TokenData
+from common.data import TokenData
 from model_gpt import choice
 from prepare import PrepareConfig, folder_name, is_offline, prepare
-from tasks import COMPRESSION, fit_head, is_task
+from common.tasks import COMPRESSION, fit_head, is_task
 
 
 # ---- the keys ----

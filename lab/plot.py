@@ -1,16 +1,16 @@
 """
 One picture of several runs: a value of their logs against steps, tokens or seconds.
 
-    python plot.py out/task_s3 out/task_s3_gpt y=val_sequence_accuracy file=s3.png
-    python plot.py out/rt_tiny out/gpt_tiny y=val_bpb x=tokens title="bits per byte"
-    python plot.py help                                     every key with its meaning
+    python -m lab.plot out/task_s3 out/task_s3_gpt y=val_sequence_accuracy file=s3.png
+    python -m lab.plot out/rt_tiny out/gpt_tiny y=val_bpb x=tokens title="bits per byte"
+    python -m lab.plot help                                     every key with its meaning
 """
 import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import (UserError, asks_help, help_text, read_bytes, run_cli, split_args, typed_config,
+from common.keys import (UserError, asks_help, help_text, read_bytes, run_cli, split_args, typed_config,
                     writing)
 
 
@@ -118,7 +118,7 @@ def main(argv):
     labels = cfg.labels.split(",") if cfg.labels else [Path(f).name for f in folders]
     if not folders or len(labels) != len(folders):
         raise UserError("give the folders of runs, and as many labels or none: "
-                        "python plot.py out/NAME ... [key=value]")
+                        "python -m lab.plot out/NAME ... [key=value]")
     curves = [averaged(points(folder, cfg.x, cfg.y), cfg.smooth) for folder in folders]
     plt = pyplot()
     fig, ax = plt.subplots(figsize=(7, 4))

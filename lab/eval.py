@@ -2,12 +2,12 @@
 Evaluation of a trained model, for every model: its loss by position and by context length, and
 the tasks of lm-evaluation-harness.
 
-    python eval.py out/gpt_tiny                     all of the run's validation text
-    python eval.py out/gpt_tiny/best.pt text=notes.txt      a text file
-    python eval.py out/rt_tiny lengths=1,2,4        longer contexts than in training
-    python eval.py out/mor_tiny exit_loop=2 json=two.json   at most 2 recursions; to a file too
-    python eval.py out/gpt_tiny tasks=hellaswag,piqa        with lm_eval
-    python eval.py help                             every key with its meaning
+    python -m lab.eval out/gpt_tiny                     all of the run's validation text
+    python -m lab.eval out/gpt_tiny/best.pt text=notes.txt      a text file
+    python -m lab.eval out/rt_tiny lengths=1,2,4        longer contexts than in training
+    python -m lab.eval out/mor_tiny exit_loop=2 json=two.json   at most 2 recursions; to a file too
+    python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa        with lm_eval
+    python -m lab.eval help                             every key with its meaning
 
 Keys of train.py replace the run's values: dataset (one that was prepared with the very
 tokenizer of the run), data_dir, batch_size, device, dtype. So do keys of the model that its
@@ -38,16 +38,16 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint import checkpoint_file, load_checkpoint
-from config import (UserError, asks_help, help_text, model_module, read_text, run_cli,
+from common.checkpoint import checkpoint_file, load_checkpoint
+from common.keys import (UserError, asks_help, help_text, model_module, read_text, run_cli,
                     split_args, typed_config, unknown_key, writing)
-from data import TokenData, Windows, bits_per_byte
-from harness import evaluate_tasks, load_tasks, print_tasks
-from limits import check_run_fits
-from run import (autocast, check_tokenizer, device_name, make_model, open_data, pick_device,
+from common.data import TokenData, Windows, bits_per_byte
+from lab.harness import evaluate_tasks, load_tasks, print_tasks
+from common.limits import check_run_fits
+from common.process import (autocast, check_tokenizer, device_name, make_model, open_data, pick_device,
                  run_config, sized)
-from tasks import is_task
-from tokenizer import load_tokenizer
+from common.tasks import is_task
+from common.tokenizer import load_tokenizer
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""What the commands share: keys, checkpoints, data, optimizers."""

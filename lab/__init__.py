@@ -1,0 +1,1 @@
+"""What measures and shows. Everything else works without this folder."""
