@@ -81,4 +81,4 @@ def test_size_tokens_and_memory(row, name, changes):
     cells = [row, f"{sum(blocks) / 1e6:,.0f} M", f"{outside / 1e6:,.0f} M", f"{weights / 1e9:.1f} GB",
              f"{shard / 1e9:.1f} GB", f"{flops:.1e}", f"{flops / 0.4 / 989e12 / 86400:.1f}",
              f"{of_step / 64 / 0.4 / 989e12 * 1e3:.0f}", f"{sums / 50e9 * 1e3:.0f}", f"{cache:,.0f}"]
-    assert "| " + " | ".join(cells) + " |" in (ROOT / "RESULTS.md").read_text()
+    assert "| " + " | ".join(cells) + " |" in (ROOT / "lab" / "RESULTS.md").read_text()
