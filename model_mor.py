@@ -120,7 +120,7 @@ class Config(BaseConfig):
             extra = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
         return (self.n_loop - r + r * extra) / self.n_loop
 
-    def room(self, r, T, step=math.inf):
+    def size(self, r, T, step=math.inf):
         """k_r: how many of T tokens that is."""
         return max(1, int(T * self.capacity(r, step) + 1e-9))
 
@@ -202,8 +202,7 @@ class Model(LanguageModel):
             if r and causal:
                 chosen = active & (decides >= 0)
             elif r:
-                full = T == cfg.block_size
-                k = len(self.rooms[r]) if full else cfg.room(r, T, self.step)
+                k = self.sizes[r] if T == cfg.block_size else cfg.size(r, T, self.step)
                 top = s.masked_fill(~active, -math.inf).topk(k, 1).indices
                 chosen = torch.zeros_like(active).scatter(1, top, True)
             y = self.recursion(r, h, all_tokens, chosen, k)  # 0 where not chosen
@@ -276,9 +275,9 @@ class Model(LanguageModel):
                 cache.write(start + i, *all_tokens.new[cfg.n_outside + i])
             return torch.zeros_like(h)
         if cfg.fast or cache is not None:
-            tokens = Gathered(all_tokens, r, chosen, n)
+            tokens = Gathered(all_tokens, chosen, r, n)
         else:
-            tokens = Masked(all_tokens, r, chosen)
+            tokens = Masked(all_tokens, chosen)
         y = self.run(tokens.gather(h), self.layers_of[r], tokens, start)  # (B, n, C)
         if cache is not None and cfg.kv == "recursion":
             tokens.cache.advance()
@@ -333,13 +332,11 @@ class Model(LanguageModel):
         return self.states(idx, causal=True)[1]
 
     def set_step(self, step):
-        """For the capacity warm-up. rooms[r] is a tensor of k_r rows: a compiled graph
-        takes numbers for constants, but a size may change."""
+        """For the capacity warm-up: sizes[r] is k_r of a whole sequence."""
         cfg, self.step, self.reached = self.cfg, step, []
-        self.rooms = [torch.empty(cfg.room(r, cfg.block_size, step), 0)
-                      for r in range(cfg.n_loop)]
-        for room in self.rooms if cfg.capacity_warmup else []:
-            torch._dynamo.maybe_mark_dynamic(room, 0)
+        self.sizes = [cfg.size(r, cfg.block_size, step) for r in range(cfg.n_loop)]
+        if cfg.capacity_warmup:  # a compiled step is for any size from the second on
+            torch._dynamo.config.allow_unspec_int_on_nn_module = True
 
     def end_evaluation(self, total):
         """dead: positions never in the last recursion (Table 10: in 500 sequences)."""
@@ -467,7 +464,7 @@ class AllTokens(Context):
 class Subset(AllTokens):
     """The context of recursion r > 0, of the chosen (B, T) among all tokens."""
 
-    def __init__(self, all_tokens, r, chosen):
+    def __init__(self, all_tokens, chosen):
         self.cfg, self.all_tokens, self.chosen = all_tokens.cfg, all_tokens, chosen
         self.attention, self.dropout = all_tokens.attention, all_tokens.dropout
         self.cache, self.rope, self.bias = all_tokens.cache, all_tokens.rope, all_tokens.bias
@@ -486,8 +483,8 @@ class Subset(AllTokens):
 class Masked(Subset):
     """The naive path: all tokens run, and only those of the chosen count."""
 
-    def __init__(self, all_tokens, r, chosen):
-        super().__init__(all_tokens, r, chosen)
+    def __init__(self, all_tokens, chosen):
+        super().__init__(all_tokens, chosen)
         if self.cfg.kv == "recursion":  # to oneself too, lest a softmax is empty
             itself = torch.eye(chosen.size(1), dtype=torch.bool, device=chosen.device)
             visible = chosen[:, None, None] | itself  # (B, 1, T, T)
@@ -507,8 +504,8 @@ class Gathered(Subset):
     places (B, n): where they stand among all B T; padding reads the last one,
     and is written to a spare place behind."""
 
-    def __init__(self, all_tokens, r, chosen, n=None):
-        super().__init__(all_tokens, r, chosen)
+    def __init__(self, all_tokens, chosen, r, n=None):
+        super().__init__(all_tokens, chosen)
         (B, T), device = chosen.shape, chosen.device
         if n is None:
             compiling = torch.compiler.is_compiling()  # no shape may depend on data
@@ -564,8 +561,8 @@ class Cache(KVCache):
         super().__init__(cfg, batch_size, max_len, device, dtype, layers)
         self.later = []
         for r in range(1, R if own else 1):
-            room = cfg.room(r, max_len)
-            self.later.append(RecursionCache(cfg, batch_size, room, device, dtype, K))
+            size = cfg.size(r, max_len)
+            self.later.append(RecursionCache(cfg, batch_size, size, device, dtype, K))
             self.later[-1].most = max_len
 
     def nbytes(self):

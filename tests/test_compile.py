@@ -1,4 +1,5 @@
-"""Under torch.compile a training step of every model is one graph: no breaks, and no recompilation from step to step."""
+"""Under torch.compile a training step of every model is one graph: no breaks, and no recompilation from step to step
+(but one in MoR's warm-up, whose capacities change)."""
 import importlib
 
 import pytest
@@ -37,7 +38,7 @@ def test_a_training_step_is_one_graph(name, changes):
     if name == "rt":            # its layers are a loop over positions, kept from the compiler on purpose
         assert (graphs, len(breaks)) == (3, 1)      # before the loop, after it, the loss
     else:
-        assert (graphs, breaks) == (1, {})
+        assert (graphs, breaks) == (2 if "capacity_warmup" in changes else 1, {})
 
 
 def test_the_loss_in_pieces_is_one_graph_too():

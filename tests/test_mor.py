@@ -280,8 +280,8 @@ def test_loss_free_balance_moves_biases():
 
 @pytest.mark.parametrize("sizes", [dict(kv="share", causal="aux_router"), dict(router="token")], ids=str)
 def test_a_compiled_training_step_is_one_graph(sizes):
-    """torch.compile makes it once, without a break, whatever the capacities of a warm-up, its end included, and the
-    data are; loss and gradients are those without it."""
+    """Without a break, whatever the data are; in a warm-up of capacities a second one for all of them, its end included.
+    Loss and gradients are those without torch.compile."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     model = mor(block_size=33, share="cycle", n_layer=3, capacity_warmup=9, **sizes).train()
@@ -293,7 +293,7 @@ def test_a_compiled_training_step_is_one_graph(sizes):
         assert relative(loss, want) < 1e-10
         for a, b in zip(gradients(loss, model), gradients(want, model), strict=True):
             assert relative(a, b, 1e-8) < 1e-10
-    assert counter.frame_count == 1
+    assert counter.frame_count == (1 if model.cfg.router == "token" else 2)
 
 
 # ---- the cache ----
