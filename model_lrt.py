@@ -29,21 +29,22 @@ Wk_rec and Wv_rec are shared by all layers. The backbone (memory=false) is nanoc
 
 m_0 -> m_1 -> ... is a chain over positions. Training has three paths:
 
-    exact          the chain: T passes of one position, as in evaluation and decoding.
-    interleaved    (the default, Algorithm 1) A first pass over all positions, with memory 0,
-                   fills a buffer: keys and values of all layers, and memories. Then each of N
-                   strided subsets is computed again: its positions read m_{t-1} in the buffer,
-                   write their keys and values there, attend to all of it, and write their m_t.
-                   N = 2:
+exact: the chain, T passes of one position, as in evaluation and decoding.
 
-                       first pass   0  1  2  3  4  5    without memory
-                       subset 0     0     2     4       2 reads m_1 of the first pass
-                       subset 1        1     3     5    3 reads m_2 of subset 0
+interleaved (the default, Algorithm 1): a first pass over all positions, with memory 0, fills
+a buffer: keys and values of all layers, and memories. Then each of N strided subsets is
+computed again: its positions read m_{t-1} in the buffer, write their keys and values there,
+attend to all of it, and write their m_t.
 
-                   loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1); gradients flow through all
-                   passes and the buffer. Twice a plain step's work; N = T is the exact chain.
-    chunked        (Appendix D) Chunks of K positions, one after the other. A whole chunk reads
-                   the last m of the chunk before. K = 1 is the exact chain; K = T reads no m.
+    N = 2:   first pass   0  1  2  3  4  5    without memory
+             subset 0     0     2     4       2 reads m_1 of the first pass
+             subset 1        1     3     5    3 reads m_2 of subset 0
+
+loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1); gradients flow through all passes and the
+buffer. Twice a plain step's work; N = T is the exact chain.
+
+chunked (Appendix D): chunks of K positions, one after the other. A whole chunk reads the last
+m of the chunk before. K = 1 is the exact chain; K = T reads no m.
 
 Our choices where the paper is silent: gates read u (Eq. 3: the layer's input x); e is scaled by
 g_loc, too; a subset's positions attend to each other's new keys; Wk_rec, Wv_rec start as Wk, Wv;
@@ -80,10 +81,10 @@ class Config(BaseConfig):
     train_path: str = choice("interleaved", "chunked", "exact")
     subsets: int = 2        # N of train_path=interleaved
     chunk: int = 64         # K of train_path=chunked
-    prefill: str = choice("exact", "interleaved")       # how a prompt fills an empty cache
+    prefill: str = choice("exact", "interleaved")  # how a prompt fills an empty cache
     source: int = 0         # source layer, from 1 (0: 0.6 of the depth)
-    inject: str = choice("kv+residual", "none", "k", "v", "kv", "residual")     # what m enters
-    projections: str = choice("shared", "layerwise")    # Wk_rec, Wv_rec: one pair, or one a layer
+    inject: str = choice("kv+residual", "none", "k", "v", "kv", "residual")  # what m enters
+    projections: str = choice("shared", "layerwise")  # Wk_rec, Wv_rec: one pair, or one a layer
     pattern: str = "SSSL"   # layers' windows, tiled: S short, L all; the last layer is L
     swa: int = 0            # how many earlier keys an S layer attends to (0: block_size / 2)
 
@@ -248,14 +249,13 @@ def attend_fast(q, k, v, pos, window, newest):
 # ---- caches: write(layer, k, v, part) returns the keys and values of all positions so far ----
 
 class Buffer:
-    """Of training: gradients flow through it. Positions beyond its end are appended, others
-    replaced."""
+    """Of training: gradients flow through it. Chunks are appended, strided subsets replace."""
 
     def __init__(self, n_layer):
         self.kv = [None] * n_layer
 
     def write(self, layer, k, v, part):
-        """k, v (B, G, n, D) of the positions of a slice -> (B, G, S, D) each of 0 .. S - 1."""
+        """k, v (B, G, n, D) of a slice -> those of positions 0 .. S - 1, (B, G, S, D)."""
         old = self.kv[layer]
         if old is not None and part.step is None:
             k, v = (torch.cat([x, new], 2) for x, new in zip(old, (k, v)))
@@ -296,7 +296,7 @@ class MemoryCache(KVCache):
 # ---- the model ----
 
 class Model(LanguageModel):
-    """The Latent Recurrent Transformer, and its backbone where memory is false."""
+    """LRT, or its backbone where memory is false."""
     runs_blocks_once = False
 
     def __init__(self, cfg):
