@@ -163,6 +163,10 @@ class RaggedBatch:
         cache.count[level, slot] += n
         self.reads = level if reads is None else reads
 
+    def makes_keys(self, layer):
+        """Whether any row has keys of its own at its level."""
+        return bool((self.level == self.reads).any())
+
     @functools.cached_property
     def groups(self):
         """A RowGroup for each distinct (level read, several new tokens?, writes?)."""

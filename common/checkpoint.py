@@ -11,9 +11,10 @@ import hashlib
 import json
 import os
 import struct
+import sys
 import warnings
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -166,7 +167,7 @@ FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict,
 
 
 def check_state(state, fields=FIELDS):
-    """Drop what is retired. ValueError or UserError if one of the fields is missing, or if the
+    """Drop keys of no use. ValueError or UserError if one of the fields is missing, or if the
     weights do not fit the model that model_config describes."""
     for name in fields:
         if type(state.get(name)) is not FIELDS[name]:
@@ -178,7 +179,7 @@ def check_state(state, fields=FIELDS):
     if type(state["config"].get("dataset")) is not str:
         raise ValueError("its config names no dataset")
     module = model_module(state["model"])
-    drop_retired_keys(module.Config, state)
+    drop_unknown_keys(module.Config, state)
     cfg, weights = typed_config(module.Config, {}, state["model_config"]), state["weights"]
     if not all(type(name) is str and isinstance(w, torch.Tensor) and w.isfinite().all()
                for name, w in weights.items()):
@@ -195,16 +196,15 @@ def check_state(state, fields=FIELDS):
                              f"{wanted.get(name, 'missing')}")
 
 
-def drop_retired_keys(config, state):
-    """Remove what the model no longer has: weights (config.RETIRED_WEIGHTS) and keys. config.RETIRED
-    has each key with the only value that is still supported; ValueError if the checkpoint has
-    another."""
-    for name in getattr(config, "RETIRED_WEIGHTS", ()):
-        state["weights"].pop(name, None)
-    for key, value in getattr(config, "RETIRED", {}).items():
-        for keys in (state["config"], state["model_config"]):
-            if keys.pop(key, value) != value:
-                raise ValueError(f"its {key} is no longer supported, only {key}={value} is")
+def drop_unknown_keys(config, state):
+    """Remove keys that the model does not have (any more), and tell so."""
+    known = {f.name for f in fields(config)}
+    for key in sorted(state["model_config"].keys() - known, key=str):
+        value = state["model_config"].pop(key)
+        state["config"].pop(key, None)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"note: the checkpoint's {key!s:.60}={value!r:.60} is dropped: "
+                  f"model={state['model']} has no such key", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -77,9 +77,8 @@ def unrolled(model):
         uses = [c.block_and_use(layer) for layer in range(model.n_loop * c.n_stored)]
         layers = [(model.blocks[k], use) for k, use in uses]
     elif getattr(c, "router", "") == "none" and c.kv != "share":
-        first, *recursions, last = model.levels
-        levels = [first, *recursions[:model.n_loop], last]
-        layers = [(block, None) for level in levels for block in level]
+        recursions = sum(model.layers_of[:model.n_loop], [])
+        layers = [(block, None) for block in (*model.first, *recursions, *model.last)]
     else:
         raise ValueError(f"{type(model).__module__} computes what no Llama does: gpt, relaxed, and "
                          "mor with router=none can be written as one, if kv is not share")

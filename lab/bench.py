@@ -252,7 +252,7 @@ def bench_mor(model, cfg, device, text=None, rounds=9):
     mor = partial(make, router="expert", kv="recursion")
     models = {"plain model": plain, f"{R} recursions, no router": make(router="none")}
     models |= {f"MoR, {r} recursions": mor(n_loop=r) for r in (2, 3, 4)
-               if (model.cfg.n_layer - 2 * model.cfg.edge) % r == 0}
+               if (model.cfg.n_layer - model.cfg.n_outside) % r == 0}
     if model.cfg.share.endswith("cycle"):
         models[f"MoR, {R}, kv=share"] = mor(kv="share")
     models[f"MoR, {R}, router=token"] = mor(router="token")

@@ -196,7 +196,7 @@ def mor_requests(model, plain, text, device, slots=16, rounds=3):
     took, answers = compare_requests(candidates, work, device, rounds)
     exits = [loop for r in answers[few] for loop in r.exits]
     cfg, mean = model.cfg, statistics.mean(exits)
-    layers = (2 * cfg.edge + cfg.n_stored * mean) / cfg.n_layer         # of the plain model's
+    layers = (cfg.n_outside + cfg.n_stored * mean) / cfg.n_layer         # of the plain model's
     print(f"  recursions {loop_fractions(exits, cfg.n_loop)}: a token takes {mean:.2f}, so "
           f"{layers:.3f} of the plain model's layers")
     print_bound(few, took[few], layers, 90)

@@ -374,8 +374,7 @@ def test_what_is_refused(program, run, options, message, world):
 
 ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router", kv="share_update"), "token": dict(router="token"),
            "token, share": dict(router="token", kv="share", share="cycle", n_layer=6), "none": dict(router="none"),
-           "expert, share": dict(kv="share"), "capped": dict(exit_loop=2), "random": dict(router_arch="random"),
-           "random token": dict(router="token", router_arch="random")}
+           "expert, share": dict(kv="share"), "capped": dict(exit_loop=2)}
 
 
 @torch.no_grad()
