@@ -107,8 +107,8 @@ SAMPLE = [
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
-    (["kernels", "rounds=0"], "rounds=0 must be at least 1"), (["serve"], "give the folders of runs"),
-    (["serve", "{w}/out/r"], "is a model_gpt: requests are for relaxed and mor"),
+    (["kernels", "rounds=0"], "rounds=0 must be at least 1"), (["serve"], "NAME one of"),
+    (["serve", "{w}/out/r"], "is a model_gpt: requests are for relaxed, mor"),
     (["serve", "{w}/out/r", "file={w}/a.tune"], "must be a .png"),
 ]
 PLOT = [

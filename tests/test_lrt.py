@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lab import bench
 import model_lrt
 from common.keys import UserError
 from common import optim
@@ -291,14 +290,6 @@ def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_d
         assert abs(result["val_ce"] - ce) < 1e-5 and abs(result["val_ce_estimate"] - sum(estimate) / 5) < 1e-5
         assert abs(result["val_gap"] - (ce - less)) < 1e-5 and abs(ce - less) > 1e-4
     assert lrt(**path()).estimate(*batches[0]) is None and lrt(memory=False).estimate(*batches[0]) is None
-
-
-def test_the_bench_runs(capsys):
-    """Every line of bench.py lrt, at tiny sizes on a CPU."""
-    model = fresh(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)
-    bench.bench_lrt(model, TrainConfig(model="lrt", batch_size=2), torch.device("cpu"), rounds=1)
-    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert [lines.count(word) for word in ("training", "decoding", "prefill")] == [7, 4, 3]
 
 
 def test_sample_prefills_either_way(data_dir, tmp_path, capsys):

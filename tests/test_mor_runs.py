@@ -4,11 +4,8 @@ import math
 import pytest
 import torch
 
-from lab import bench
-import model_mor
 from common import checkpoint
 from lab import plot
-from common.process import TrainConfig
 import runs
 from common.keys import UserError
 import sample
@@ -58,15 +55,6 @@ def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):
     shown = capsys.readouterr()
     assert shown.out.count("\033[0m") == 16 and "16 tokens, recursions 1:" in shown.err       # cropped to block_size
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_bench_runs(capsys):
-    """Every line of bench.py mor but those of requests, at tiny sizes on a CPU."""
-    sizes = dict(block_size=8, vocab_size=31, n_layer=8, n_loop=3, n_head=2, n_embd=16)
-    model, cfg = model_mor.Model(model_mor.Config(**sizes)), TrainConfig(model="mor", batch_size=2)
-    bench.bench_mor(model, cfg, torch.device("cpu"), None, rounds=1)
-    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert [lines.count(word) for word in ("training", "decoding", "cache", "requests:")] == [6, 4, 1, 1]
 
 
 def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
