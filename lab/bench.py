@@ -58,15 +58,19 @@ class BenchConfig:
 
 # ---- measuring ----
 
+WARMUP = 2                  # rounds that are not counted
+nothing = lambda: None      # what most candidates prepare
+
+
 def compare(title, candidate, cases, device, rounds, *args, per=1, tokens=0, notes={}.get):
     """Time candidate(case, device, *args) of each of the cases {name: case}, and print a line each:
     the median, and the median of the rounds' ratios to the first case, which noise moves less.
 
-    A candidate is (prepare, call): prepare, if there is one, runs before each call, outside the
-    clock. On a CPU candidates take turns, so that a noisy neighbour slows all alike. On a GPU they
-    come one after the other: each has the memory for itself. per: what a call is divided by;
-    tokens: of a call, for tokens/s; notes(name): what else to say.
-    Returns {name: seconds of each round}, none where memory is short."""
+    A candidate is (prepare, call): prepare runs before each call, outside the clock. On a CPU the
+    candidates take turns, so that a noisy neighbour slows all alike. On a GPU they come one after
+    the other: each has the memory for itself. per: what a call is divided by; tokens: of a call,
+    for tokens/s; notes(name): what else to say. Returns {name: seconds of each round}, none where
+    memory is short."""
     times, base = {}, next(iter(cases))
     for group in [[name] for name in cases] if device.type == "cuda" else [list(cases)]:
         try:
@@ -87,24 +91,18 @@ def compare(title, candidate, cases, device, rounds, *args, per=1, tokens=0, not
 
 
 def take_turns(cases, candidate, device, rounds, args):
-    warmup = 0 if candidate is serving else 2
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else nothing
     calls = {name: candidate(case, device, *args) for name, case in cases.items()}
     times = {name: [] for name in cases}
-    for _ in range(warmup + rounds):
+    for _ in range(WARMUP + rounds):
         for name, (prepare, call) in calls.items():
-            times[name].append(clock(prepare, call, device))
-    return {name: t[warmup:] for name, t in times.items()}
-
-
-def clock(prepare, call, device):
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    if prepare:
-        prepare()
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start
+            prepare()
+            wait()
+            start = time.perf_counter()
+            call()
+            wait()
+            times[name].append(time.perf_counter() - start)
+    return {name: t[WARMUP:] for name, t in times.items()}
 
 
 def ratio(times, baseline):
@@ -142,7 +140,7 @@ def training(make, device, cfg, part="training step"):
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad(set_to_none=True)
-    return None, torch.no_grad()(forward) if part == "forward" else step
+    return nothing, torch.no_grad()(forward) if part == "forward" else step
 
 
 NEW = 8         # tokens that one call decodes
@@ -212,7 +210,7 @@ def candidates(name, cfg, device):
         plain = partial(build, "gpt", cfg, mlp="gelu", qk_norm=qk_norm)
         models = {"plain Transformer": plain}
         if device.type == "cuda":       # where the wavefront is a CUDA graph
-            models = {"plain, compiled": lambda: compiled(plain()), **models}
+            models = {"plain, compiled": lambda: torch.compile(plain()), **models}
         models |= {kind: make(schedule=kind) for kind in ("wavefront", "tiled", "naive")}
         return models, {"plain Transformer": plain, "RT": make()}
     if name == "lrt":
@@ -239,22 +237,19 @@ def candidates(name, cfg, device):
     return models, {"plain model": plain, "MoR": make()}
 
 
-def compiled(model):
-    model.compile()
-    return model
-
-
-def bench_model(name, model_cfg, cfg, device, trained=None, rounds=9):
+def bench_model(name, model_cfg, cfg, device, trained=None, rounds=9,
+                lengths=(128, 256, 512, 1024, 2048)):
     """Training, decoding and prefill. trained: (model, text) of a run that loops over depth."""
-    T, (models, decoders) = model_cfg.block_size, candidates(name, model_cfg, device)
+    gpu, T = device.type == "cuda", model_cfg.block_size
+    models, decoders = candidates(name, model_cfg, device)
     if trained:
         (relaxed_requests if name == "relaxed" else mor_requests)(*trained, device)
         decoders["trained"] = lambda: trained[0]
     with torch.device("meta"):
         flops = {row: make().flops_per_token() for row, make in models.items()}
     cost = lambda row: f"{flops[row] / next(iter(flops.values())):.2f} x its FLOPs"
-    for B in (8, 32, 128, 512) if name == "rt" and device.type == "cuda" else (cfg.batch_size,):
-        if name == "rt":
+    for B in (8, 32, 128, 512) if gpu and name == "rt" else (cfg.batch_size,):
+        if gpu and name == "rt":
             print(f"batch {B}: a forward takes at least {rt_floor(model_cfg, B):.2f} ms on an H200")
         for part in "forward", "forward + backward", "training step":
             compare(part, training, models, device, rounds, replace(cfg, batch_size=B), part,
@@ -265,12 +260,9 @@ def bench_model(name, model_cfg, cfg, device, trained=None, rounds=9):
     compare(f"prefill {T - 1} tokens", prefilling, decoders, device, rounds, T - 1, 1)
     for row, make in decoders.items():
         print(f"cache of a row: {make().init_cache(1, T).nbytes():,} bytes ({row})")
-
-
-def bench_rt(model_cfg, cfg, device, trained=None, lengths=(128, 256, 512, 1024, 2048), rounds=5):
-    bench_model("rt", model_cfg, cfg, device, rounds=rounds)
-    decoders = lambda T: candidates("rt", replace(model_cfg, block_size=T), device)[1]
-    by_length("forward + backward", decoders, lengths, device, rounds, cfg)
+    if name == "rt":
+        longer = lambda T: candidates("rt", replace(model_cfg, block_size=T), device)[1]
+        by_length("forward + backward", longer, lengths, device, rounds, cfg)
 
 
 def rt_floor(cfg, batch_size):
@@ -293,7 +285,7 @@ def rat_layer(cfg, dtype):
     return model.to(dtype)
 
 
-def bench_rat(model_cfg, cfg, device, trained=None, lengths=None, rows=None, rounds=3):
+def bench_rat(model_cfg, cfg, device, lengths=None, rows=None, rounds=3):
     """As the paper's Tables 6, 7 and 8: a layer of RAT beside attention and the RNN."""
     gpu, L = device.type == "cuda", model_cfg.chunk
     lengths = lengths or [2 ** n for n in (range(12, 19) if gpu else range(8, 15))]
@@ -359,7 +351,7 @@ def kernel(function, device, tensors, do=None):
         out = function(*tensors)
         if do is not None:
             torch.autograd.grad(out[0] if isinstance(out, tuple) else out, tensors, do)
-    return None, call
+    return nothing, call
 
 
 def loop_scan(g, x, chunk):
@@ -417,51 +409,42 @@ def served_text(model, ckpt, folder):
 
 
 def workload(text, requests=240):
-    """A function that gives the same requests each time: places in text and sizes are drawn once.
-    `truth` is what follows in text."""
+    """A function that gives the same requests each time: sizes and places in text are drawn once.
+    id: (number, place)."""
     rng = random.Random(0)
     sizes = [(rng.randint(*PROMPT), rng.randint(*ANSWER)) for _ in range(requests)]
-    starts = [rng.randrange(len(text) - LONGEST) for _ in sizes]
-
-    def make():
-        found = []
-        for i, (a, (n, new)) in enumerate(zip(starts, sizes)):
-            found.append(Request(text[a:a + n].tolist(), new, id=i))
-            found[-1].truth = text[a + n:a + n + new].tolist()
-        return found
-    return make
-
-
-def serving(case, device, work, answers):
-    """Answer the requests of work, all of which arrive at once. case: (model, slots, options)."""
-    model, slots, options = case
-
-    def call():
-        requests = work()
-        list(Engine(model.eval(), slots, LONGEST, **options).run(requests))
-        answers.setdefault(id(case), []).append(requests)
-    return None, call
+    places = [(i, rng.randrange(len(text) - LONGEST)) for i in range(requests)]
+    return lambda: [Request(text[a:a + n].tolist(), new, id=(i, a))
+                    for (i, a), (n, new) in zip(places, sizes)]
 
 
 def compare_requests(cases, text, device, rounds, notes={}.get):
-    """Print a line for each of the cases. Returns ratios to the first, and the answers."""
-    work, answers, wanted = workload(text), {}, {}
+    """Print a line for each of the cases {name: (model, slots, options of the Engine)}: all of the
+    requests arrive at once. Returns ratios to the first, and the answers."""
+    work, answers, wanted = workload(text), {name: [] for name in cases}, {}
+
+    def serving(name, device):
+        model, slots, options = cases[name]
+
+        def call():
+            answers[name].append(requests := work())
+            list(Engine(model.eval(), slots, LONGEST, **options).run(requests))
+        return nothing, call
 
     def said(name):
-        (model, _, options), runs = cases[name], answers[id(cases[name])]
-        found = [[r.tokens for r in requests] for requests in runs]
+        model, _, options = cases[name]
+        found = [[r.tokens for r in requests] for requests in answers[name]]
         # whatever the batching and the slots, a model answers the same
         asked = id(model), options.get("exit"), options.get("fill")
         same = all(tokens == wanted.setdefault(asked, found[0]) for tokens in found)
-        latency = statistics.median(r.latency for r in runs[0])
+        latency = statistics.median(r.latency for r in answers[name][-1])
         return (f"{notes(name) or ''} answers {'the same' if same else 'DIFFER'}, after "
                 f"{latency:.2f} s (median)").strip()
     tokens = sum(r.max_new_tokens for r in work())
-    times = compare(f"{len(work())} requests", serving, cases, device, rounds, work, answers,
+    times = compare(f"{len(work())} requests", serving, dict(zip(cases, cases)), device, rounds,
                     per=tokens, tokens=tokens, notes=said)
     first = times[next(iter(cases))]
-    return ({name: ratio(t, first) for name, t in times.items()},
-            {name: answers[id(case)][0] for name, case in cases.items()})
+    return {name: ratio(t, first) for name, t in times.items()}, answers
 
 
 def print_bound(name, took, bound, why):
@@ -469,35 +452,34 @@ def print_bound(name, took, bound, why):
     print(f"  {name}: at best {bound:.3f} x {why}; {bound / took:.0%} of that speed")
 
 
-def quality(case, work):
+def quality(model, slots, options, text):
     """As served, where the text really goes on, so only the next token is the text's: (its
     cross-entropy in nats, the likeliest token at each place)."""
-    (model, slots, options), nats, guesses = case, [], {}
+    nats, guesses = [], {}
 
     class Forced(Engine):
         def pick(self, slots, logits):
             asked = [slot.request for slot in slots]
-            true = [r.truth[len(r.tokens)] for r in asked]
+            true = [int(text[r.id[1] + len(r.prompt) + len(r.tokens)]) for r in asked]
             target = torch.tensor(true, device=logits.device)
             nats.extend(F.cross_entropy(logits, target, reduction="none").tolist())
             for request, guess in zip(asked, logits.argmax(-1).tolist()):
                 guesses.setdefault(request.id, []).append(guess)
             return true
-    list(Forced(model.eval(), slots, LONGEST, **options).run(work()[:48]))
+    list(Forced(model.eval(), slots, LONGEST, **options).run(workload(text)()[:48]))
     return statistics.mean(nats), [guess for n in sorted(guesses) for guess in guesses[n]]
 
 
 def relaxed_requests(model, text, device, slots=32, fraction=0.65, rounds=4):
     """Three batchings, without early exit and with it, at the confidence that lets about this
     fraction of the tokens exit after the first loop."""
-    found, work = [], workload(text)
-    engine = Engine(model.eval(), slots, LONGEST, "sequence")
+    found, engine = [], Engine(model.eval(), slots, LONGEST, "sequence")
 
     def watch(logits, depth):                       # a rule by which nothing exits early
         found.append(logits[(depth == 0).to(logits.device)].softmax(-1).amax(-1).cpu())
         return depth == model.n_loop - 1
     engine.rule = watch
-    list(engine.run(work()[:slots]))
+    list(engine.run(workload(text)()[:slots]))
     exit = f"confidence:{float(torch.cat(found).quantile(1 - fraction)):.8g}"
     kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
              "exact": dict(exit=exit, fill="exact")}
@@ -506,16 +488,15 @@ def relaxed_requests(model, text, device, slots=32, fraction=0.65, rounds=4):
          for kind, options in kinds.items() for batching in ("sequence", "static", "depth")},
         text, device, rounds)
     for name in "propagate, depth", "exact, depth":
-        exits = [loop for r in answers[name] for loop in r.exits]
-        print_bound(name, took[name], statistics.mean(exits) / model.n_loop,
-                    f"as {exits.count(1) / len(exits):.0%} exit after loop 1 ({exit})")
+        exits = [loop for r in answers[name][0] for loop in r.exits]
         # prompts take all loops, and their last tokens give the first ones of the answers
-        loops = [loop for r in answers[name]
+        loops = [loop for r in answers[name][0]
                  for loop in [*[model.n_loop] * len(r.prompt), *r.exits[1:]]]
-        print_bound(name, took[name], statistics.mean(loops) / model.n_loop, "with the prompts")
+        print_bound(name, took[name], statistics.mean(loops) / model.n_loop,
+                    f"as {exits.count(1) / len(exits):.0%} exit after loop 1 ({exit})")
     full = None
     for kind, options in kinds.items():
-        ce, guesses = quality((model, slots, options), work)
+        ce, guesses = quality(model, slots, options, text)
         full = full or guesses
         same = statistics.mean(a == b for a, b in zip(guesses, full, strict=True))
         print(f"quality of {kind}: cross-entropy {ce:.4f} nats a token as served, likeliest token "
@@ -537,7 +518,7 @@ def mor_requests(model, text, device, slots=16, rounds=3):
              ("MoR", model, slots, "sequence"), ("MoR", model, slots, "depth"),
              ("plain", plain, more, "sequence"), ("MoR", model, more, "depth"))},
         text, device, rounds)
-    exits = [loop for r in answers[few] for loop in r.exits]
+    exits = [loop for r in answers[few][0] for loop in r.exits]
     cfg, mean = model.cfg, statistics.mean(exits)
     outside = cfg.n_layer - cfg.n_loop * cfg.n_stored
     layers = (outside + cfg.n_stored * mean) / cfg.n_layer              # of the plain model's
@@ -579,10 +560,8 @@ def bench_serve(cfg, folders, slots=16):
 BENCH_SIZES = {"rat": ["n_embd=256"], "relaxed": ["n_embd=512", "n_head=8", "n_kv_head=2"],
                "lrt": ["n_layer=6", "n_embd=256", "block_size=512", "batch_size=8"],
                "mor": ["n_embd=256", "n_head=4", "batch_size=16"]}
+MODELS = "gpt", "rt", "lrt", "rat", "relaxed", "mor"
 OWN_KEYS = {"kernels": bench_kernels, "runs": bench_runs, "serve": bench_serve}
-MODELS = {"gpt": partial(bench_model, "gpt"), "rt": bench_rt, "lrt": partial(bench_model, "lrt"),
-          "rat": bench_rat, "relaxed": partial(bench_model, "relaxed"),
-          "mor": partial(bench_model, "mor")}
 
 
 def main(argv):
@@ -590,7 +569,7 @@ def main(argv):
         return print(help_text(BenchConfig))
     names, keys = [a for a in argv if "=" not in a] or [""], [a for a in argv if "=" in a]
     name, *folders = names
-    if name not in {**MODELS, **OWN_KEYS} or bool(folders) != (name in ("runs", "serve")):
+    if name not in (*MODELS, *OWN_KEYS) or bool(folders) != (name in ("runs", "serve")):
         raise UserError("python -m lab.bench NAME [key=value ...], NAME one of: "
                         + ", ".join([*MODELS, "kernels", "runs out/A ...", "serve out/A ..."]))
     torch.manual_seed(1337)
@@ -610,7 +589,9 @@ def main(argv):
     print(f"{name}: {model_cfg.n_layer} layers of width {model_cfg.n_embd}, batch {cfg.batch_size} "
           f"x {model_cfg.block_size} tokens; {device_name(device)}, torch {torch.__version__}; "
           f"training in {mixed}")
-    MODELS[name](model_cfg, cfg, device, trained)
+    if name == "rat":
+        return bench_rat(model_cfg, cfg, device)
+    bench_model(name, model_cfg, cfg, device, trained)
 
 
 if __name__ == "__main__":

@@ -40,18 +40,18 @@ from sample import stream
 class EvalConfig:
     lengths: str = "1"          # context lengths in units of the trained one: 1,2,4
     batches: int = 0            # batches, spread evenly over the text (0: all of it)
-    batch_size: int = 0         # sequences of the trained length in one (default: the run's)
+    batch_size: int = 1         # sequences of a batch, of the trained length (default: the run's)
     text: str = ""              # a text file in place of a data set
-    dataset: str = ""           # prepared with the run's tokenizer (default: the run's)
+    dataset: str = ""           # of the run's tokenizer (default: the run's)
     data_dir: str = ""          # where it is (default: the run's)
-    block_size: int = 0         # the longest context that the model reads (default: as trained)
+    block_size: int = 0         # the longest context that the model reads (default: the run's)
     exit_loop: int = 0          # relaxed, mor: the most loops of a token (default: the run's)
     device: str = "auto"        # auto | cpu | mps | cuda | cuda:N
     json: str = ""              # write the numbers into this file
-    tasks: str = ""             # tasks of lm_eval, with commas between, in place of a text
-    num_fewshot: int = -1       # tasks: solved examples before a question (-1: as the task says)
-    limit: int = 0              # tasks: examples of each (0: all)
-    include_path: str = ""      # tasks: a folder with their YAML files (default: lm_eval's own)
+    tasks: str = ""             # in place of a text: tasks of lm_eval, with commas between
+    num_fewshot: int = -1       # solved examples before a question (-1: as the task says)
+    limit: int = 0              # examples of each task (0: all)
+    include_path: str = ""      # folder of the tasks' YAML files (default: lm_eval's own)
 
     def __post_init__(self):
         for key, least in dict(batches=0, batch_size=1, num_fewshot=-1, limit=0).items():
@@ -236,7 +236,7 @@ class HarnessModel:
             how = normalize_gen_kwargs(options)
             kept = max(1, limit - how["max_gen_toks"], limit // 2) if limit else 0
             prompt = (self.tokenizer.encode(context) or [self.tokenizer.eot])[-kept:]
-            ids = []
+            ids, answer = [], ""
             for token, in stream(self.model, [prompt], how["max_gen_toks"],
                                  how.get("temperature", 0.0), how.get("top_k", 0),
                                  how.get("top_p", 1.0), eot=self.tokenizer.eot, seed=n,
