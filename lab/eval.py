@@ -2,17 +2,18 @@
 Evaluation of a trained model: its loss by position and by context length, and the tasks of
 lm-evaluation-harness (Gao et al.; the package lm_eval).
 
-    python -m lab.eval out/gpt_tiny                             its validation text, all of it
-    python -m lab.eval out/gpt_tiny/best.pt text=notes.txt      a text file
-    python -m lab.eval out/rt_tiny lengths=1,2,4                longer contexts than in training
-    python -m lab.eval out/mor_tiny exit_loop=2 json=two.json   at most 2 recursions; to a file too
-    python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa        tasks may run code of their own
-    python -m lab.eval help                                     every key with its meaning
+    python -m lab.eval out/gpt_tiny                       all of its validation text
+    python -m lab.eval out/gpt_tiny/best.pt text=a.txt    a text file
+    python -m lab.eval out/rt_tiny lengths=1,2,4          contexts longer than in training
+    python -m lab.eval out/mor_tiny exit_loop=2           at most 2 recursions
+    python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa  tasks may run code of their own
+    python -m lab.eval help                               every key with its meaning
 
-All losses are those of decoding: lrt computes its exact chain, mor routes without later tokens.
-The text is cut into windows of the longest of `lengths`; what does not fill one is left out.
-Each token of a window is predicted, the first from one token before it. For shorter lengths
-the same windows are cut into pieces, so all lengths predict the same tokens.
+All losses are those of decoding: lrt computes its exact chain, mor routes without
+later tokens. The text is cut into windows of the longest of `lengths`; what does not
+fill one is left out. Each token of a window is predicted, the first from one token
+before it. For shorter lengths the same windows are cut into pieces, so all lengths
+predict the same tokens.
 """
 import copy
 import json
@@ -38,20 +39,20 @@ from sample import stream
 
 @dataclass
 class EvalConfig:
-    lengths: str = "1"          # context lengths in units of the trained one: 1,2,4
-    batches: int = 0            # batches, spread evenly over the text (0: all of it)
-    batch_size: int = 1         # sequences of a batch, of the trained length (default: the run's)
-    text: str = ""              # a text file in place of a data set
-    dataset: str = ""           # of the run's tokenizer (default: the run's)
-    data_dir: str = ""          # where it is (default: the run's)
-    block_size: int = 0         # the longest context that the model reads (default: the run's)
-    exit_loop: int = 0          # relaxed, mor: the most loops of a token (default: the run's)
-    device: str = "auto"        # auto | cpu | mps | cuda | cuda:N
-    json: str = ""              # write the numbers into this file
-    tasks: str = ""             # in place of a text: tasks of lm_eval, with commas between
-    num_fewshot: int = -1       # solved examples before a question (-1: as the task says)
-    limit: int = 0              # examples of each task (0: all)
-    include_path: str = ""      # folder of the tasks' YAML files (default: lm_eval's own)
+    lengths: str = "1"       # contexts in units of the trained length: 1,2,4
+    batches: int = 0         # batches, spread evenly over the text (0: all of it)
+    batch_size: int = 1      # sequences of the trained length in one (default: the run's)
+    text: str = ""           # a text file in place of a data set
+    dataset: str = ""        # of the run's tokenizer (default: the run's)
+    data_dir: str = ""       # where it is (default: the run's)
+    block_size: int = 0      # the longest context of the model (default: the run's)
+    exit_loop: int = 0       # relaxed, mor: the most loops (default: the run's)
+    device: str = "auto"     # auto | cpu | mps | cuda | cuda:N
+    json: str = ""           # write the numbers into this file
+    tasks: str = ""          # in place of a text: tasks of lm_eval, with commas between
+    num_fewshot: int = -1    # solved examples before a question (-1: as the task says)
+    limit: int = 0           # examples of each task (0: all)
+    include_path: str = ""   # folder of the tasks' YAML files (default: lm_eval's own)
 
     def __post_init__(self):
         for key, least in dict(batches=0, batch_size=1, num_fewshot=-1, limit=0).items():
@@ -85,14 +86,14 @@ def losses(model, batches, windows, length, units):
     device = model.wte.weight.device
     sums = {k: torch.zeros(k * length, dtype=torch.float64) for k in units}
     for starts in tqdm(windows, disable=None, leave=False, unit="batch"):
-        x, y = batches.cut(batches.val, starts)                         # (B, longest)
+        x, y = batches.cut(batches.val, starts)  # (B, longest)
         for k in units:
             idx, targets = (t.view(-1, k * length) for t in (x, y))
-            logits = model(idx.to(device))[0]
-            nats = F.cross_entropy(logits.mT, targets.to(device), reduction="none")
-            sums[k] += nats.cpu().double().sum(0)
+            logits = model(idx.to(device))[0].flatten(0, 1)
+            nats = F.cross_entropy(logits, targets.flatten().to(device), reduction="none")
+            sums[k] += nats.view_as(idx).cpu().double().sum(0)
     rows = sum(map(len, windows))
-    return {k: sums[k] * k / units[-1] / rows for k in units}           # pieces of a window
+    return {k: sums[k] * k / units[-1] / rows for k in units}  # pieces of a window
 
 
 def by_position(nats):
@@ -107,28 +108,29 @@ def agreement(model, inputs):
     """How often the likeliest token after exit_loop loops is that after all loops."""
     whole = copy.copy(model)
     whole.cfg = replace(model.cfg, exit_loop=0)
-    same = [model(x)[0].argmax(-1) == whole(x)[0].argmax(-1) for x in inputs]       # (B, T) each
+    same = [model(x)[0].argmax(-1) == whole(x)[0].argmax(-1) for x in inputs]  # (B, T) each
     return float(torch.cat(same).float().mean())
 
 
 @torch.no_grad()
 def router_scores(model, inputs):
-    """Of MoR's expert choice: of the tokens that could take a recursion, the fractions whose
-    scores sigmoid(s) lie in each tenth from 0 to 1. Those of 0.5 and more take it."""
+    """Of MoR's expert choice: how the scores sigmoid(s) of the tokens that could take a
+    recursion spread over the tenths from 0 to 1. Those of 0.5 and more take it."""
     routers = model.aux_routers if model.cfg.causal == "aux_router" else model.routers
     counts, seen = torch.zeros(model.n_loop, 10), {}
     for r, router in enumerate(routers):
-        router.register_forward_hook(lambda _, x, s, r=r: seen.update({r: s[..., 0]}))  # (B, T)
+        router.register_forward_hook(lambda _, x, s, r=r: seen.update({r: s[..., 0]}))
     for x in inputs:
-        taken = model.recursions(x)                                     # (B, T)
+        taken = model.recursions(x)  # (B, T)
         for r in range(1, model.n_loop):
-            counts[r] += torch.histc(seen[r][taken >= r].float().sigmoid().cpu(), 10, 0, 1)
+            scores = seen[r][taken >= r].float().sigmoid()
+            counts[r] += torch.histc(scores.cpu(), 10, 0, 1)
     return {str(r + 1): (n / n.sum().clamp(min=1)).tolist() for r, n in enumerate(counts) if r}
 
 
 def evaluate_text(model, run, cfg, ckpt):
     """What the JSON file gets of a text."""
-    length, limit = ckpt["model_config"]["block_size"], model.context_limit     # as trained
+    length, limit = ckpt["model_config"]["block_size"], model.context_limit  # as trained
     longest = cfg.units[-1] * length
     if limit and longest > limit:
         raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
@@ -145,7 +147,7 @@ def evaluate_text(model, run, cfg, ckpt):
                          "positions": by_position(nats)}
     tokens = sum(map(len, windows)) * longest
     result = {**found[str(cfg.units[0])], "tokens": tokens, "lengths": found}
-    some = windows[::-(-len(windows) // 50)]            # 50 batches at most, from all the text
+    some = windows[::-(-len(windows) // 50)]  # 50 batches at most, from all the text
     inputs = [batches.cut(data, starts)[0].to(model.wte.weight.device) for starts in some]
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
@@ -165,7 +167,7 @@ def show(value, name=""):
     elif isinstance(value, list):
         print(f"{name:36}", *(f"{x:.3f}" for x in value))
     else:
-        print(f"{name:36} {value:12,.4f}" if isinstance(value, float) else f"{name:36} {value:12,}")
+        print(f"{name:36} {value:12{',.4f' if isinstance(value, float) else ','}}")
 
 
 # ---- the tasks of lm_eval ----
@@ -178,9 +180,9 @@ class HarnessModel:
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
 
     def encode(self, context, answer):
-        """Token ids of both sides, encoded as one text; each by itself where a token would cross
-        the join. Blanks at the context's end are the answer's, as lm_eval has it. An empty
-        context is end-of-text."""
+        """Token ids of both sides, encoded as one text; each by itself where a token would
+        cross the join. Blanks at the context's end are the answer's, as lm_eval has it. An
+        empty context is end-of-text."""
         start = context.rstrip()
         before, both = (self.tokenizer.encode(text) for text in (start, context + answer))
         if both[:len(before)] != before or len(both) == len(before):
@@ -192,27 +194,28 @@ class HarnessModel:
 
     @torch.no_grad()
     def scores(self, pairs):
-        """(context, answer) pairs of token ids -> the log-likelihood of each answer, and whether it
-        is the greedy one. Answers that differ in their last token share a forward pass."""
-        limit, rows, found = self.model.context_limit, {}, {}
+        """(context, answer) pairs of token ids -> each answer's log-likelihood, and whether
+        it is the greedy one. Answers that differ in the last token share a forward pass."""
+        limit, device = self.model.context_limit, self.model.wte.weight.device
+        rows, found = {}, {}
         for n, (context, answer) in enumerate(pairs):
             if limit and len(answer) > limit:
                 raise UserError(f"a task has an answer of {len(answer)} tokens: the model reads "
                                 f"{limit} (block_size)")
-            row = [*context, *answer[:-1]][-(limit or 0):]      # too long: without the first ones
+            # a row that is too long loses its first tokens
+            row = [*context, *answer[:-1]][-(limit or 0):]
             rows.setdefault(tuple(row), []).append(n)
         order = sorted(rows, key=len, reverse=True)
         for i in tqdm(range(0, len(order), self.batch_size), disable=None, leave=False):
             batch = order[i:i + self.batch_size]
             # padding is on the right, where no token attends to it
             idx = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, batch)], batch_first=True)
-            logits = self.model(idx.to(self.model.wte.weight.device))[0]            # (B, T, V)
-            for row, of_row in zip(batch, logits):
+            for row, logits in zip(batch, self.model(idx.to(device))[0]):
                 for n in rows[row]:
-                    ids = torch.tensor(pairs[n][1], dtype=torch.long, device=logits.device)
-                    of_answer = of_row[len(row) - len(ids):len(row)]
-                    total = of_answer.log_softmax(-1).gather(-1, ids[:, None]).sum()
-                    greedy = of_answer[:, :self.tokenizer.vocab_size].argmax(-1)
+                    ids = torch.tensor(pairs[n][1], dtype=torch.long, device=device)
+                    ours = logits[len(row) - len(ids):len(row)]  # (answer, V)
+                    total = ours.log_softmax(-1).gather(-1, ids[:, None]).sum()
+                    greedy = ours[:, :self.tokenizer.vocab_size].argmax(-1)
                     found[n] = float(total), bool((greedy == ids).all())
         return [found[n] for n in range(len(pairs))]
 
@@ -228,8 +231,8 @@ class HarnessModel:
         return totals
 
     def generate_until(self, requests):
-        """Each text up to its first stop string or end-of-text. A context that leaves no room for
-        its answer loses its first tokens, down to half of block_size."""
+        """Each text up to its first stop string or end-of-text. A context that leaves no
+        room for its answer loses its first tokens, down to half of block_size."""
         from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
         limit, answers = self.model.context_limit, []
         for n, (context, options) in enumerate(r.args for r in tqdm(requests, disable=None)):
@@ -264,7 +267,7 @@ def evaluate_tasks(model, tokenizer, cfg):
             task_manager=TaskManager(include_path=folder, include_defaults=not folder))
     except UserError:
         raise
-    except Exception as e:      # of a YAML file, a download, a task's own code: of any type
+    except Exception as e:  # of a YAML file, a download, a task's own code: of any type
         raise UserError(f"tasks={cfg.tasks}: {type(e).__name__}: {first_line(e)}") from e
     numbers = lambda values: {key: v for key, v in values.items() if isinstance(v, float)}
     return {"tasks": {name: numbers(values) for name, values in found["results"].items()}}
@@ -293,12 +296,12 @@ def main(argv):
     with autocast(run, device):
         result = (evaluate_tasks(model, load_tokenizer(ckpt["tokenizer"]), cfg) if cfg.tasks else
                   evaluate_text(model, run, cfg, ckpt))
-    print(f"{paths[0]}: model {ckpt['model']}, step {ckpt['step']}, {device_name(device)}")
+    origin = {"run": str(paths[0]), "model": ckpt["model"], "step": ckpt["step"]}
+    print(*origin.values(), device_name(device), sep=", ")
     show({name: value for name, value in result.items() if name != "positions"})
     if cfg.json:
-        result = {"run": str(paths[0]), "model": ckpt["model"], "step": ckpt["step"], **result}
         with writing(cfg.json):
-            Path(cfg.json).write_text(json.dumps(result, indent=2) + "\n")
+            Path(cfg.json).write_text(json.dumps({**origin, **result}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
