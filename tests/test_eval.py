@@ -101,11 +101,6 @@ def test_all_lengths_predict_the_same_tokens(trained, data_dir, capsys):
 
 # lm-evaluation-harness --------------------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def harness():
-    return pytest.importorskip("lm_eval", reason="lm_eval is not installed: eval.py's tasks are not tested")
-
-
 def harness_model(model, tokenizer, batch_size):
     from lm_eval.api.model import LM
     return type("RunModel", (HarnessModel, LM), {})(model, tokenizer, batch_size)
@@ -125,8 +120,9 @@ STARTS = [("hello", GREEDY), ("a much longer start " * 3, GREEDY), ("x", GREEDY)
 
 
 @pytest.fixture(scope="module")
-def tasks(harness, tmp_path_factory):
+def tasks(tmp_path_factory):
     """The keys of tasks of each kind, from local files."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: eval.py's tasks are not tested")
     folder = tmp_path_factory.mktemp("tasks")
     rows = [{"text": f"number {n} is " + "even." * (n % 3 + 1), "choices": [" even", " odd", " neither"],
              "label": n % 2, "answer": str(n)} for n in range(6)]
@@ -169,25 +165,22 @@ def test_batches_and_rows_agree(name, tasks):
 
 
 @pytest.fixture(scope="module")
-def llamas(harness, tmp_path_factory):
+def llamas(tmp_path_factory):
     """A tiny Llama with a BPE of its own: lm_eval's model of it by transformers, and ours by llama.py."""
-    import transformers
-    from lm_eval.models.huggingface import HFLM
+    transformers, huggingface = map(pytest.importorskip, ("transformers", "lm_eval.models.huggingface"))
     folder = tmp_path_factory.mktemp("llama")
     write_model(folder, smollm(280))
     theirs = saved_llama(folder, vocab_size=280, max_position_embeddings=32, eos_token_id=0, bos_token_id=None)
-    file = str(folder / "tokenizer.json")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=file, eos_token=EOT, pad_token=EOT)
-    hf = HFLM(pretrained=theirs, tokenizer=fast, batch_size=3, max_length=32)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json", eos_token=EOT, pad_token=EOT)
+    hf = huggingface.HFLM(pretrained=theirs, tokenizer=fast, batch_size=3, max_length=32)
     return hf, harness_model(llama.from_pretrained(folder).eval(), hf_tokenizer(str(folder)), 3)
 
 
 def test_the_numbers_are_those_of_lm_eval_with_transformers(llamas):
-    theirs, ours = llamas
-    encode = ours.tokenizer.encode
+    (theirs, ours), encode = llamas, llamas[1].tokenizer.encode
     assert max(len(encode(text)) for text, in TEXTS) > 32, "more than one window"
     assert max(len(encode(text)) for text, _ in STARTS) > 32 - 12, "a context that is cut"
-    for request, a, b in zip(PAIRS[:8], ask(ours, "loglikelihood", *PAIRS[:8]), ask(theirs, "loglikelihood", *PAIRS[:8])):
+    for request, a, b in zip(PAIRS[:8], *(ask(lm, "loglikelihood", *PAIRS[:8]) for lm in (ours, theirs))):
         assert a == (pytest.approx(b[0], abs=1e-4), b[1]), request
     greedy = [step[0] for step in stream(ours.model, [encode("hello")], 5, temperature=0)]
     pairs = [(encode("hello"), greedy), (encode("hello"), [*greedy[:4], 1 + greedy[4] % 200])]
@@ -197,18 +190,16 @@ def test_the_numbers_are_those_of_lm_eval_with_transformers(llamas):
 
 
 def test_any_cut_of_a_text_has_two_sides(llamas):
-    """Also inside a token or a run of blanks: the text's tokens, or each side's own. An empty context is end-of-text."""
-    eight, text = llamas[1], "\n  hello world,  the cat is indented"
-    one = harness_model(eight.model, eight.tokenizer, 1)
-    tokenizer, cuts = eight.tokenizer, [(text[:i], text[i:]) for i in range(len(text))]
-    joined = [(before, tokenizer.encode(text)[len(before):])
-              for before in (tokenizer.encode(context.rstrip()) for context, _ in cuts)]
-    assert sum(not after for _, after in joined) > 1, "lm_eval's cut leaves no answer"
+    """Also inside a token or a run of blanks. An empty context is end-of-text. Equal in batches of 1 and 8."""
+    tokenizer, text = llamas[1].tokenizer, "\n  hello world,  the cat is indented"
+    one, eight = (harness_model(llamas[1].model, tokenizer, size) for size in (1, 8))
+    cuts, lost = [(text[:i], text[i:]) for i in range(len(text))], 0
     for (context, answer), a, b in zip(cuts, *(ask(lm, "loglikelihood", *cuts) for lm in (one, eight))):
-        before, after = eight.encode(context, answer)
-        assert before == (tokenizer.encode(context.rstrip()) or [tokenizer.eot])
-        assert tokenizer.decode(after) == text[len(context.rstrip()):] and len(after)
+        start, (before, after) = context.rstrip(), one.encode(context, answer)
+        assert before == (tokenizer.encode(start) or [tokenizer.eot]) and tokenizer.decode(after) == text[len(start):]
         assert a[0] < -1 and b == (pytest.approx(a[0]), a[1]), context
+        lost += len(before) >= len(tokenizer.encode(text))
+    assert lost > 1, "lm_eval's cut leaves no answer"
 
 
 def test_what_fails_in_lm_eval_is_one_line(tasks, tmp_path, monkeypatch):
@@ -231,6 +222,5 @@ def test_tasks_from_the_command_line(tmp_path, data_dir, tasks, capsys):
     runs.run("gpt", tmp_path, data_dir, "max_steps=2")
     keys = {**tasks, "tasks": "choose,read", "limit": 2}
     found = evaluate(tmp_path / "r", *(f"{key}={value}" for key, value in keys.items()))["tasks"]
-    assert found.keys() == {"choose", "read"}
     line = f"{'tasks read bits_per_byte,none':36} {found['read']['bits_per_byte,none']:12.4f}"
-    assert line in capsys.readouterr().out
+    assert found.keys() == {"choose", "read"} and line in capsys.readouterr().out
