@@ -58,11 +58,11 @@ class BenchConfig:
 
 # ---- measuring ----
 
-WARMUP = 2                  # rounds that are not counted
 nothing = lambda: None      # what most candidates prepare
 
 
-def compare(title, candidate, cases, device, rounds, *args, per=1, tokens=0, notes={}.get):
+def compare(title, candidate, cases, device, rounds, *args, per=1, tokens=0, notes={}.get,
+            warmup=2):
     """Time candidate(case, device, *args) of each of the cases {name: case}, and print a line each:
     the median, and the median of the rounds' ratios to the first case, which noise moves less.
 
@@ -75,7 +75,7 @@ def compare(title, candidate, cases, device, rounds, *args, per=1, tokens=0, not
     for group in [[name] for name in cases] if device.type == "cuda" else [list(cases)]:
         try:
             some = {name: cases[name] for name in group}
-            times |= take_turns(some, candidate, device, rounds, args)
+            times |= take_turns(some, candidate, device, rounds, warmup, args)
         except torch.cuda.OutOfMemoryError:
             times |= {name: [] for name in group}
         rt_wavefront.GRAPHS.clear()         # they hold memory, and so does what is compiled
@@ -90,11 +90,11 @@ def compare(title, candidate, cases, device, rounds, *args, per=1, tokens=0, not
     return times
 
 
-def take_turns(cases, candidate, device, rounds, args):
+def take_turns(cases, candidate, device, rounds, warmup, args):
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else nothing
     calls = {name: candidate(case, device, *args) for name, case in cases.items()}
     times = {name: [] for name in cases}
-    for _ in range(WARMUP + rounds):
+    for _ in range(warmup + rounds):
         for name, (prepare, call) in calls.items():
             prepare()
             wait()
@@ -102,7 +102,7 @@ def take_turns(cases, candidate, device, rounds, args):
             call()
             wait()
             times[name].append(time.perf_counter() - start)
-    return {name: t[WARMUP:] for name, t in times.items()}
+    return {name: t[warmup:] for name, t in times.items()}
 
 
 def ratio(times, baseline):
@@ -226,7 +226,7 @@ def candidates(name, cfg, device):
         models = {"untied model": plain}
         models |= {f"rank {rank}": make(rank=rank, early_exit="none")
                    for rank in sorted({0, 8, 64, cfg.rank})}
-        return models, models
+        return models, dict(models)
     make, R = partial(make, capacity_warmup=0, router_func="", exit_loop=0), cfg.n_loop
     mor, inner = partial(make, router="expert", kv="recursion"), R * cfg.n_stored
     models = {"plain model": plain, f"{R} recursions, no router": make(router="none")}
@@ -358,39 +358,33 @@ def kernel(function, device, tensors, do=None):
 
 
 def loop_scan(g, x, chunk):
-    """The scan as a Python loop over positions."""
-    h, state = torch.empty_like(x), None
+    """h_t = g_t h_{t-1} + (1 - g_t) x_t, as a Python loop over positions."""
+    h, state = torch.empty_like(x), torch.zeros_like(x[:, 0])
     for t in range(x.size(1)):
-        state = x[:, t] if t % chunk == 0 else g[:, t] * state + x[:, t]
-        h[:, t] = state
+        h[:, t] = state = torch.lerp(x[:, t], state if t % chunk else 0 * state, g[:, t])
     return h
 
 
 def bench_kernels(cfg, _, sizes=None):
-    """attend beside torch's attention (SDPA): causal; every second query; keys at the ends of
-    chunks of 16, at length. scan beside a loop, on a GPU beside a copy of x. sizes: B, H, T, D."""
-    device = pick_device(cfg.device)
-    gpu, attend = device.type == "cuda", kernels.attend
-    dtype, rounds = torch.bfloat16 if gpu else torch.float32, cfg.rounds
+    """attend beside torch's attention (SDPA), also over the keys at the ends of chunks of 16 only.
+    scan beside a loop, on a GPU beside a copy of x. sizes: B, H, T, D."""
+    device, rounds, attend = pick_device(cfg.device), cfg.rounds, kernels.attend
+    gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
     print(f"{device_name(device)}, torch {torch.__version__}")
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
     for B, H, T, D in sizes or ([(4, 16, 4096, 128), (1, 16, 65536, 128)] if gpu else
                                 [(1, 8, 1024, 64), (1, 4, 8192, 64)]):
         q, k, v, do = torch.randn(4, B, T, H, D, device=device, dtype=dtype).transpose(2, 3)
         at = torch.arange(T, device=device, dtype=torch.int32)
-        half, ends = at[1::2].contiguous(), at[15::16].contiguous()
-        functions = {
-            "SDPA": sdpa, "attend": attend,
-            "every second query": lambda q, k, v: attend(q[:, :, 1::2], k, v, half, at),
-            "chunk ends": lambda q, k, v: attend(q, k[:, :, 15::16], v[:, :, 15::16], at, ends)}
-        compare(f"attend, T {T:,}", kernel, functions, device, rounds, (q, k, v))
-        compare("  and backward", kernel, {"SDPA": sdpa, "attend": attend}, device, rounds,
-                (q, k, v), do)
+        ends = lambda q, k, v: attend(q, k[:, :, 15::16], v[:, :, 15::16], at, at[15::16].clone())
+        functions = {"SDPA": sdpa, "attend": attend, "attend, chunk ends": ends}
+        for part, grad in ("forward", None), ("forward + backward", do):
+            compare(f"{part}, T {T:,}", kernel, functions, device, rounds, (q, k, v), grad)
     shape = (2, 4096, 2048) if gpu else (1, 2048, 512)
     g, x = torch.rand(2, *shape, device=device, dtype=dtype)
-    out = torch.empty_like(x)
-    copy_x = {"copy of x": lambda g, x: out.copy_(x)}
-    functions = copy_x if gpu else {"loop": partial(loop_scan, chunk=64)}
+    functions = {"copy of x": lambda g, x: x.clone()} if gpu else {
+        "loop": partial(loop_scan, chunk=64)}
     functions |= {f"scan, chunk {L}": partial(kernels.scan, chunk=L) for L in (16, 64, shape[1])}
     compare("scan", kernel, functions, device, rounds, (g, x))
 
@@ -445,7 +439,7 @@ def compare_requests(cases, text, device, rounds, notes={}.get):
                 f"{latency:.2f} s (median)").strip()
     tokens = sum(r.max_new_tokens for r in work())
     times = compare(f"{len(work())} requests", serving, dict(zip(cases, cases)), device, rounds,
-                    per=tokens, tokens=tokens, notes=said)
+                    per=tokens, tokens=tokens, notes=said, warmup=0)
     first = times[next(iter(cases))]
     return {name: ratio(t, first) for name, t in times.items()}, answers
 
