@@ -83,7 +83,7 @@ def compare(title, candidate, cases, device, rounds, *args, per=1, tokens=0, not
         torch.cuda.empty_cache()
     for name, t in times.items():
         ms, r = 1000 * statistics.median(t or [math.nan]), ratio(t, times[base])
-        line = f"{title:19} {name:29} " + (f"{ms / per:11.3f} ms" if t else "  does not fit")
+        line = f"{title:28} {name:29} " + (f"{ms / per:11.3f} ms" if t else "  does not fit")
         line += f"{1000 * tokens / ms:11,.0f} tokens/s" if t and tokens else ""
         line += f"{r:8.3f} x {base}" if r else ""
         print(f"{line} {notes(name) or ''}".rstrip(), flush=True)
