@@ -107,8 +107,8 @@ SAMPLE = [
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
-    (["kernels", "rounds=0"], "rounds=0 must be at least 1"), (["serve"], "give the folders of runs"),
-    (["serve", "{w}/out/r"], "is a model_gpt: requests are for relaxed and mor"),
+    (["kernels", "rounds=0"], "rounds=0 must be at least 1"), (["serve"], "NAME one of"),
+    (["serve", "{w}/out/r"], "is a model_gpt: requests are for relaxed, mor"),
     (["serve", "{w}/out/r", "file={w}/a.tune"], "must be a .png"),
 ]
 PLOT = [
@@ -118,10 +118,10 @@ PLOT = [
 ]
 EVAL = [
     (["{w}/out/r", "learning_rate=1"], "unknown key 'learning_rate'"),
-    (["{w}/out/r", "n_layer=3"], "n_layer=3, but the checkpoint's model has n_layer=2"),
+    (["{w}/out/r", "exit_loop=2"], "exit_loop"), (["{w}/out/r", "dataset=othertokenizer"], "with tokenizer byte"),
     (["{w}/out/r", "lengths=2,3"], "lengths=2,3: each must divide the longest"),
     (["{w}/out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
-    (["{w}/out/r", "batch_size=1000000000000"], "batch_size=1000000000000, block_size=16"),
+    (["{w}/out/r", "batch_size=0"], "batch_size=0 must be at least 1"),
     (["{w}/out/r", "json={w}/no/a.json"], "no/a.json: there is no such folder"),
     (["{w}/out/r", "dataset=task:s3"], "dataset=task:s3 is no text"),
 ]

@@ -299,11 +299,11 @@ BUGS = {
     "needles: the order of asking": ("common/tasks.py", "order = rng.permutation(pairs)", "order = np.arange(pairs)",
                                      "test_tasks.py -k strewn"),
     "eval: with dropout": ("lab/eval.py", ".to(device).eval()", ".to(device)", "test_eval.py -k of_train and gpt"),
-    "eval: a context cut at its end": ("lab/harness.py", "(context + answer)[:-1][-(limit or 0):]",
-                                       "(context + answer)[:-1][:limit]",
+    "eval: a context cut at its end": ("lab/eval.py", "[*context, *answer[:-1]][-(limit or 0):]",
+                                       "[*context, *answer[:-1]][:limit]",
                                        "test_eval.py -k rows_agree and gpt"),
-    "eval: shorter contexts on other tokens": ("lab/eval.py", "idx, targets = (t.view(-1, k * length).to(device) for t in (x, y))",
-                                               "idx, targets = (t[:, :k * length].to(device) for t in (x, y))",
+    "eval: shorter contexts on other tokens": ("lab/eval.py", "idx, targets = (t.view(-1, k * length) for t in (x, y))",
+                                               "idx, targets = (t[:, :k * length] for t in (x, y))",
                                                "test_eval.py -k same_tokens and rat"),
 }
 

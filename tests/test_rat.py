@@ -4,7 +4,6 @@ import math
 import pytest
 import torch
 
-from lab import bench
 import kernels
 import model_gpt
 import model_rat
@@ -220,14 +219,3 @@ def test_initial_gate_biases_spread_memories_over_a_chunk_or_all_that_recurs():
     for sizes, longest in (({}, 15), (dict(mixer="rnn"), 511), (dict(reversed=True, chunk=128), 3)):
         model = model_rat.Model(model_rat.Config(block_size=512, n_layer=2, n_embd=256, **sizes))
         assert 0.9 < model.blocks[0].mix.gate_bias.exp().max() / longest <= 1
-
-
-def test_the_bench_runs(capsys):
-    """Every line of bench.py rat, at tiny sizes on a CPU; where lines of logarithms cross."""
-    cfg, sizes = model_rat.Config(n_embd=16, n_head=2, chunk=4), dict(lengths=[64, 128], tokens=128, rows=2, rounds=1)
-    bench.bench_rat(cfg, torch.device("cpu"), **sizes)
-    out = capsys.readouterr().out
-    assert [out.count(words) for words in ("T     128", "T^e", "is faster than attention")] == [12, 2, 3]
-    assert "attention's is 3.88x RAT(4)'s" in out           # 128 pairs; 32 and the state
-    assert bench.crossing([1, 4, 8], [0.5, 2.0, 3.0]) == "from T = 2 on"
-    assert bench.crossing([1, 4], [0.5, 0.9]) == "at none of the longest lengths"

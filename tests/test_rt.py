@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lab import bench
 import model_rt
 import rt_wavefront
 import runs
 from conftest import tiny
 from kernel_cases import INTERPRETED, Memory, assert_close, few
-from common.process import TrainConfig
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, rms, tokens
 
 
@@ -207,19 +205,6 @@ def test_initial_weights():
             if name.endswith(("wo.weight", "w_down.weight")):
                 sigma = 1 / math.sqrt(2 * p.size(1) * (int(name.split(".")[1]) + 1))
             assert 0.97 < p.std().item() / sigma < 1.0 and p.abs().max() <= 3 * sigma, name     # the cut takes 1.3 %
-
-
-def test_the_bench_runs(capsys):
-    """Both tables of bench.py rt, at tiny sizes on a CPU, and the physical floor of the paper's layer."""
-    cpu, train = torch.device("cpu"), TrainConfig(model="rt", batch_size=2)
-    model = model_rt.Model(model_rt.Config(n_layer=2, n_embd=16, n_head=2, block_size=12))
-    bench.bench_rt(model, train, cpu, rounds=1, lengths=(8, 16))
-    bench.bench_rt_layers(model.cfg, train, cpu, (2,), 1)
-    out = capsys.readouterr().out
-    assert "T    16" in out and "grows as T^e" in out and "does not fit" not in out
-    counts = [out.count(words) for words in (" naive ", " tiled ", "x wavefront", "decoding", "tokens/s")]
-    assert counts == [4, 4, 8, 2, 10]
-    assert 2.2 < bench.rt_floor(model_rt.Config(n_embd=1024, n_head=16, block_size=512), 8) < 2.8
 
 
 def test_graphs_are_recorded_and_reused(monkeypatch):
