@@ -325,7 +325,7 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
     if runs_triton(x.device, x.dtype):
         return in_triton("scan_backward", dh, g, x, h, h0, chunk)
     g_n, x_n, h_n, dh_n = (in_chunks(y, chunk) for y in (g, x, h, dh))
-    d = recurrence(g_n, dh_n, None, reverse=True)
+    d = recurrence(g_n, dh_n.clone(), torch.zeros_like(dh_n[:, :, 0]), reverse=True)
     before = torch.cat([first_state(h0, h_n)[:, :, None], h_n[:, :, :-1]], 2)  # h_{t-1}
     dg = before.sub_(x_n).mul_(d)
     dh0 = g_n[:, 0, 0] * d[:, 0, 0]
@@ -356,35 +356,31 @@ def first_state(h0, x):
 STEPS = 64  # longer chunks are scanned in two levels
 
 
-def recurrence(g, x, state, reverse=False):
-    """h_t = g_t h_{t-1} + x_t along L of g, x (..., L, C), from state (..., C), None: zero.
-    reverse: h_t = x_t + g_{t+1} h_{t+1}."""
-    if x.size(-2) > STEPS:
+def recurrence(g, h, state, reverse=False):
+    """h_t <- h_t + g_t h_{t-1} along L of g, h (..., L, C), in place, from state (..., C).
+    reverse: h_t <- h_t + g_{t+1} h_{t+1}, from zero."""
+    if h.size(-2) > STEPS:
         if reverse:  # the g that comes first meets a zero state
-            return long_recurrence(g.flip(-2).roll(1, -2), x.flip(-2), state).flip(-2)
-        return long_recurrence(g, x, state)
-    h = torch.empty_like(x)
-    gs, xs, hs = (y.unbind(-2) for y in (g, x, h))  # L tensors (..., C) each
+            return long_recurrence(g.flip(-2).roll(1, -2), h.flip(-2), state).flip(-2)
+        return long_recurrence(g, h, state)
+    gs, hs = g.unbind(-2), h.unbind(-2)  # L tensors (..., C) each
     if reverse:
-        gs, xs, hs = gs[:1] + gs[:0:-1], xs[::-1], hs[::-1]
-    for g_t, x_t, h_t in zip(gs, xs, hs):
-        if state is None:
-            state = h_t.copy_(x_t)
-        else:
-            state = torch.addcmul(x_t, g_t, state, out=h_t)
+        gs, hs = gs[:1] + gs[:0:-1], hs[::-1]
+    for g_t, h_t in zip(gs, hs):
+        state = h_t.addcmul_(g_t, state)
     return h
 
 
-def long_recurrence(g, x, state):
+def long_recurrence(g, h, state):
     """L as chunks of about sqrt(L), scanned from zero. The states that enter the chunks are
     a recurrence too, and decay inside a chunk by the product of gates."""
-    L = x.size(-2)
+    L = h.size(-2)
     size = math.isqrt(L - 1) + 1
-    g, x = (F.pad(y, (0, 0, 0, -L % size)).unflatten(-2, (-1, size)) for y in (g, x))
-    h, decay = recurrence(g, x, None), g.cumprod(-2)            # (..., n, size, C)
-    ends = recurrence(decay[..., -1, :], h[..., -1, :], state)  # (..., n, C)
-    first = torch.zeros_like(ends[..., :1, :]) if state is None else state[..., None, :]
-    enter = torch.cat([first, ends[..., :-1, :]], -2)
+    g, h = (F.pad(y, (0, 0, 0, -L % size)).unflatten(-2, (-1, size)) for y in (g, h))
+    h = recurrence(g, h, torch.zeros_like(h[..., 0, :]))        # (..., n, size, C)
+    decay = g.cumprod(-2)
+    ends = recurrence(decay[..., -1, :], h[..., -1, :].clone(), state)  # (..., n, C)
+    enter = torch.cat([state[..., None, :], ends[..., :-1, :]], -2)
     return torch.addcmul(h, decay, enter[..., None, :]).flatten(-3, -2)[..., :L, :]
 
 

@@ -24,13 +24,9 @@ for L = 4 (e: final state of a chunk, s: own state):
     query 5                 e |     s         |
     query 10                e |             e |         s
 
-L = 1 is attention with keys and values scaled by 1 - a; L = T is a gated linear RNN.
-Baselines, in the same model:
-
-    mixer=rnn         v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~)
-    mixer=attention   softmax attention with RoPE
-    swa=1024          odd layers attend to the token and 1,024 before it (RAT-SWA)
-
+Baselines: mixer=rnn, v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~);
+mixer=attention, a Transformer; swa=1024, odd layers attend to the token and 1,024 before
+it (RAT-SWA). L = 1 is attention with keys and values scaled by 1 - a, L = T a gated RNN.
 Dropout is on embeddings and residual branches. rat and rnn ignore n_kv_head.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Its code, CLAIRE-Labo/RAT at
@@ -116,26 +112,26 @@ class RAT(nn.Module):
 
 def rat_naive(q, k, v, gate, layer, context):
     """(2) and (3) as written. q, k (B, T, G D), v, gate (B, T, C) -> y (B, T, C)."""
-    cfg, L, chunk_of = context.cfg, context.cfg.chunk, context.chunk_of[0]
-    q, k = (for_heads(x, v) for x in (q, k))                    # (B, T, C)
-    states = []
+    L, D, chunk_of = context.cfg.chunk, context.cfg.head_dim, context.chunk_of[0]
+    q, k = (for_heads(x, v) for x in (q, k))                                # (B, T, C)
+    states, zero = [], torch.zeros_like(gate[:, 0])
     for x in (k, v):
         chunks = zip(gate.split(L, 1), upcast(x).split(L, 1))
-        states.append(torch.cat([recurrence(a, x, 0 * x[:, 0]) for a, x in chunks], 1))  # (2)
-    q, own_k, own_v = (split_heads(x, cfg.head_dim) for x in (q, *states))  # (B, H, T, D)
+        states.append(torch.cat([recurrence(a, x, zero) for a, x in chunks], 1))
+    q, own_k, own_v = (split_heads(x, D) for x in (q, *states))             # (B, H, T, D)
     q, own_k = context.rotate(q, "rat"), context.rotate(own_k, "rat")
     end_k, end_v = own_k[:, :, L - 1::L], own_v[:, :, L - 1::L]             # (B, H, n, D)
     later = torch.arange(end_k.size(2), device=q.device) >= chunk_of[:, None]    # (T, n)
     s_ends = (upcast(q) @ upcast(end_k).mT).masked_fill(later, -math.inf)   # (B, H, T, n)
     s_own = (upcast(q) * own_k).sum(-1, keepdim=True)                       # (B, H, T, 1)
-    scores = torch.cat([s_ends, s_own], -1) / math.sqrt(cfg.head_dim)
+    scores = torch.cat([s_ends, s_own], -1) / math.sqrt(D)
     p_ends, p_own = scores.softmax(-1).tensor_split([-1], -1)
-    y = p_ends @ end_v + p_own * own_v                          # (3)
+    y = p_ends @ end_v + p_own * own_v                                      # (3)
     return y.transpose(1, 2).flatten(2).to(q.dtype)
 
 
 def recurrence(gate, x, h):
-    """h_t = gate_t h_{t-1} + (1 - gate_t) x_t: gate, x (B, T, C), h (B, C) -> (B, T, C)."""
+    """(2) from state h (B, C): gate, x (B, T, C) -> all states (B, T, C)."""
     states = []
     for gate_t, x_t in zip(gate.unbind(1), x.unbind(1)):
         h = gate_t * h + (1 - gate_t) * x_t
@@ -155,9 +151,7 @@ def split_heads(x, D):
 
 def initial_gate_bias(C, steps):
     """log u, u uniform in (1, steps - 1): memories of some 2 to `steps` tokens."""
-    if steps <= 2:
-        return torch.zeros(C)
-    return torch.empty(C).uniform_(1, steps - 1).log()
+    return torch.empty(C).uniform_(1, max(1, steps - 1)).log()
 
 
 # ---- the fast path ----
@@ -205,7 +199,7 @@ class RNN(nn.Module):
         if context.padding is not None:
             gate = gate.masked_fill(context.padding[..., None], 1)    # keeps the state
         cache, T = context.caches[layer], u.size(1)
-        state = 0 * v[:, 0] if cache is None else cache.state[:, 0]
+        state = torch.zeros_like(v[:, 0]) if cache is None else cache.state[:, 0]
         fast = self.fast and T > 1
         h = kernels.scan(gate, v, T, state) if fast else recurrence(gate, v, state)
         if cache is not None:
@@ -213,7 +207,7 @@ class RNN(nn.Module):
         return self.wo(torch.sigmoid(z) * h.to(z.dtype))
 
 
-# ---- decoding ----
+# ---- decoding: one path, whatever `fast` is ----
 
 def rat_step(q, k, v, gate, layer, context):
     """rat_naive for one new token of each row. Its state stands in its chunk's slot, over the
@@ -226,9 +220,8 @@ def rat_step(q, k, v, gate, layer, context):
     heads = for_heads(q, v), new[:, :1], new[:, 1:]
     q, k, v = (split_heads(x, context.cfg.head_dim) for x in heads)     # (B, H, 1, D)
     cache.write(context.rotate(k, "rat"), v, context.chunk_of, padding)
-    n = min(context.start // context.cfg.chunk + 1, cache.R)            # not the spare one
-    last_slot = None if padding is None else context.chunk_of
-    y = cache.attend_one(context.rotate(q, "rat"), n, last_slot)
+    n = context.start // context.cfg.chunk + 1
+    y = cache.attend_one(context.rotate(q, "rat"), n, context.chunk_of, padding)
     return y.transpose(1, 2).flatten(2)
 
 
@@ -240,11 +233,11 @@ def rat_prefill(q, k, v, gate, layer, context):
     own, ends, gate = [], [], context.to_grid(gate, 1)
     for i, x in enumerate((for_heads(k, v), v)):
         h = kernels.scan(gate, context.to_grid(upcast(x), 0), L, h0[:, i])
-        cache.state[:, i] = context.last_state(h, cache.state[:, i])
-        own.append(context.from_grid(h))                                # (B, T, C)
+        own_i, cache.state[:, i] = context.from_grid(h)
+        own.append(own_i)                                               # (B, T, C)
         ends.append(split_heads(h[:, L - 1::L], cfg.head_dim))          # (B, H, n, D)
     cache.write(context.rotate(ends[0], "ends"), ends[1], context.ends, ~context.finished)
-    n = min((context.start + q.size(1) - 1) // L, cache.R)              # not the spare one
+    n = min((context.start + q.size(1) - 1) // L, cache.R)
     return read_states(q, *own, cache.k[:, :, :n], cache.v[:, :, :n], context)
 
 
@@ -264,11 +257,12 @@ class LayerCache:
         for buffer, new in ((self.k, k), (self.v, v)):
             buffer[rows, :, slots] = new.transpose(1, 2).to(buffer.dtype)
 
-    def attend_one(self, q, n, last_slot=None):
-        """Attention of q (B, H, 1, D) to the first n slots, or up to last_slot (B, 1)."""
-        k, v, bias = self.k[:, :, :n].to(q.dtype), self.v[:, :, :n].to(q.dtype), None
-        if last_slot is not None:
-            slots = torch.arange(n, device=q.device)
+    def attend_one(self, q, n, last_slot, padding):
+        """Attention of q (B, H, 1, D) to the first n slots; in ragged rows (padding is given)
+        to each row's up to last_slot (B, 1)."""
+        k, v = (x[:, :, :min(n, self.R)].to(q.dtype) for x in (self.k, self.v))
+        slots, bias = torch.arange(k.size(2), device=q.device), None
+        if padding is not None:
             bias = attention_bias(last_slot, slots, dtype=q.dtype)
         return attention_fast(q, k, v, bias)
 
@@ -313,6 +307,7 @@ class Context:
         T, L, offset = x.size(1), cfg.chunk, torch.arange(x.size(1), device=x.device)
         self.cfg, self.cache = cfg, cache
         self.caches = cache.layers if cache else [None] * cfg.n_layer
+        self.rows = torch.arange(len(x), device=x.device)[:, None]
         self.start = before = 0    # tokens before; start: in the row that has most
         self.new, self.padding = T, None    # padding (B, T), or None where all rows are alike
         if cache is not None:
@@ -330,18 +325,17 @@ class Context:
         n = torch.arange(self.grid_size // L, device=x.device)
         self.ends = self.chunk_of[:, :1] + n                             # chunks, (B or 1, n)
         self.finished = (self.ends + 1) * L <= self.end
-        kinds = {cfg.kind(0), cfg.kind(1)}
-        self.rope = {kind: self.rope_tables(kind, x) for kind in kinds | {"ends"}}
+        kinds = {cfg.kind(0), cfg.kind(1), "ends"}
+        self.rope = {kind: self.rope_tables(kind, x) for kind in kinds}
 
     def rope_tables(self, kind, x):
         """cos and sin (B or 1, 1, T or n, D), or None without RoPE."""
-        cfg, pos = self.cfg, self.pos
-        if cfg.kind(0) == "rnn" and kind != "swa" or cfg.pos == "nope" and kind != "swa":
+        cfg, L = self.cfg, self.cfg.chunk
+        if kind != "swa" and (cfg.mixer == "rnn" or cfg.pos == "nope"):
             return None
+        pos = (self.ends + 1) * L - 1 if kind == "ends" else self.pos
         if kind in ("rat", "ends") and cfg.pos == "chunk":
-            pos = self.chunk_of if kind == "rat" else self.ends
-        elif kind == "ends":
-            pos = (self.ends + 1) * cfg.chunk - 1
+            pos = pos // L
         tables = rope_tables(pos, cfg.head_dim, cfg.rope_theta, x.dtype)
         return [table[:, None] for table in tables]
 
@@ -354,18 +348,13 @@ class Context:
         if self.start == 0:
             return x
         grid = x.new_full((len(x), self.grid_size, x.size(2)), fill)
-        grid[torch.arange(len(x), device=x.device)[:, None], self.at] = x
+        grid[self.rows, self.at] = x
         return grid
 
     def from_grid(self, h):
-        rows = torch.arange(len(h), device=h.device)[:, None]
-        return h if self.start == 0 else h[rows, self.at]
-
-    def last_state(self, h, old):
-        """Of each row's last new token on the grid h; where it has none, old (B, C)."""
-        last = (self.at[:, :1] + self.new - 1).clamp(min=0).squeeze(1)    # (B or 1,)
-        last = h[torch.arange(len(h), device=h.device), last]
-        return torch.where(self.new > 0, last, old)
+        """The states h after the new tokens (B, T, C), and after the last one (B, C)."""
+        last = h[self.rows, (self.at[:, :1] + self.new - 1).clamp(min=0)][:, 0]
+        return h if self.start == 0 else h[self.rows, self.at], last
 
     def attend(self, layer, q, k, v):
         """Attention to all tokens, or to a window (swa).
@@ -375,8 +364,7 @@ class Context:
         q, k = self.rotate(q, kind), self.rotate(k, kind)
         if cache and cfg.fast and T == 1:    # all of the ring is visible
             cache.write(k, v, pos % cache.R, self.padding)
-            last_slot = None if self.padding is None else pos
-            return cache.attend_one(q, min(self.start + 1, cache.R), last_slot)
+            return cache.attend_one(q, self.start + 1, pos, self.padding)
         if cache:
             window = cache.R
             k, v, k_pos = cache.extend_ring(k, v, pos, self.end, min(self.start, cache.R))
