@@ -172,9 +172,14 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor
     return out, lse
 
 
+def has_fused_softmax(x):
+    """Whether torch has attention that also returns lse for tensors like x: on a CPU."""
+    return x.device.type == "cpu"
+
+
 def softmax(q, k, v, bias):
     """out and lse of queries (B, H, M, D) over keys (B, G, N, D)."""
-    if q.device.type == "cpu":  # where torch has attention that also returns lse
+    if has_fused_softmax(q):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias)
         return out, lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)  # it gives 0
@@ -210,7 +215,7 @@ def attend_gradients(
 def softmax_backward(q, k, v, out, lse, do, dlse, bias):
     """What queries (B, H, M, D) add to dq, dk, dv of keys (B, G, N, D)."""
     G, scale = k.size(1), q.size(-1) ** -0.5
-    if q.device.type == "cpu" and dlse is None:
+    if has_fused_softmax(q) and dlse is None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
     q, k, v = expanded_heads(q, k, v)
