@@ -330,8 +330,8 @@ TOKENS = 8                  # that one call decodes, all at the same position
 def rat_configs(cfg, T):
     """Configs of one layer of each kind."""
     kinds = {f"RAT({cfg.chunk})": {}, f"RAT(T/{CHUNKS})": dict(chunk=max(1, T // CHUNKS)),
-             "RNN": dict(mixer="rnn", reversed=False),
-             "attention": dict(mixer="attention", reversed=False)}
+             "RNN": dict(mixer="rnn"),
+             "attention": dict(mixer="attention")}
     sizes = dict(block_size=T, n_layer=1, vocab_size=1, swa=0)
     return {name: replace(cfg, **sizes, **kind) for name, kind in kinds.items()}
 
@@ -504,7 +504,7 @@ def loop_scan(g, x, chunk):
     """The scan as a Python loop over positions."""
     h, state = torch.empty_like(x), None
     for t in range(x.size(1)):
-        state = x[:, t] if t % chunk == 0 else g[:, t] * state + x[:, t]
+        state = (1 - g[:, t]) * x[:, t] + (g[:, t] * state if t % chunk else 0)
         h[:, t] = state
     return h
 
