@@ -171,9 +171,10 @@ def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float6
 
 
 def compare_attend(function, tensors, arguments, incoming, tolerance):
-    """With gradients that come in through out alone, and through out and lse."""
-    names = "out lse dq dk dv"              # a single key's dq and dk through out are 0
-    compare(function, dense_attend, tensors, arguments, incoming[:1], tolerance, names, floor=0.01)
+    """With gradients that come in through out and lse, and, where other code runs then, through out alone."""
+    names = "out lse dq dk dv"
+    if tensors[0].dtype == torch.float64:   # a single key's dq and dk through out are 0
+        compare(function, dense_attend, tensors, arguments, incoming[:1], tolerance, names, floor=0.01)
     return compare(function, dense_attend, tensors, arguments, incoming, tolerance, names)
 
 

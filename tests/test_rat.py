@@ -67,7 +67,7 @@ def test_the_layer_is_its_equations(kind, fast):
 
 @paths
 def test_where_gates_are_shut(fast):
-    """Gates of exactly 0 and 1: everything stays finite, and what the output gate shuts out gets no gradient."""
+    """Gates of exactly 0 and 1, and an output gate of 0: outputs and gradients stay finite."""
     model, u = rat(fast=fast).float(), torch.randn(2, 23, 32)
     mix = model.blocks[0].mix
     with torch.no_grad():
