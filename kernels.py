@@ -239,7 +239,7 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
     keys some of them attend to (positions ascend), and the bias (B or 1, H or 1, M, N) to
     add to the scores, -inf where a key is not visible."""
     q_pos, k_pos = torch.atleast_2d(q_pos), torch.atleast_2d(k_pos)  # (B or 1, T)
-    size = 64 if q_pos.size(1) <= k_pos.size(1) else 192  # smaller ones leave out more keys
+    size = 64 if q_pos.size(1) <= k_pos.size(1) else 256  # smaller ones leave out more keys
     starts = list(range(0, q_pos.size(1), size))
     ends = [*starts[1:], q_pos.size(1)]
     low, high = q_pos[:, starts] - window, q_pos[:, [end - 1 for end in ends]]

@@ -311,17 +311,18 @@ class Context:
         self.caches = cache.layers if cache else [None] * cfg.n_layer
         self.rows = torch.arange(len(x), device=x.device)[:, None]
         self.start = before = 0  # tokens before; start: in the row that has most
-        self.new, self.padding = T, None  # padding (B, T), or None where all rows are alike
+        new, self.padding = T, None  # padding (B, T), or None where all rows are alike
         if cache is not None:
             self.start = cache.longest
             cache.place(T, n_valid)
             rows = slice(None if cache.ragged else 1)
-            before, self.new = cache.lengths[rows, None], cache.new[rows, None]
-            self.padding = offset >= self.new if cache.ragged else None
-        self.pos, self.end = before + offset[None], before + self.new  # (B or 1, T or 1)
+            before, new = cache.lengths[rows, None], cache.new[rows, None]
+            self.padding = offset >= new if cache.ragged else None
+        self.pos, self.end = before + offset[None], before + new  # (B or 1, T or 1)
         self.chunk_of, self.starts_chunk = self.pos // L, self.pos % L == 0
         # the grid: a place for each token of the first chunk before, then the new ones
         self.at = self.pos - self.chunk_of[:, :1] * L  # (B or 1, T)
+        self.last = (self.end - 1 - self.chunk_of[:, :1] * L).clamp(min=0)[:, 0]  # (B or 1,)
         missing = min(self.start, L - 1) if self.padding is not None else self.start % L
         self.grid_size = missing + T
         n = torch.arange(self.grid_size // L, device=x.device)
@@ -355,7 +356,7 @@ class Context:
 
     def from_grid(self, h):
         """The states h after the new tokens (B, T, C), and after the last one (B, C)."""
-        last = h[self.rows, (self.at[:, :1] + self.new - 1).clamp(min=0)][:, 0]
+        last = h[self.rows[:, 0], self.last]
         return h if self.start == 0 else h[self.rows, self.at], last
 
     def attend(self, layer, q, k, v):

@@ -285,7 +285,7 @@ BUGS = {
     "RAT: the state outlives its chunk": ("model_rat.py",
                                           "cache.state.masked_fill(context.starts_chunk[:, :1, None], 0)", "cache.state",
                                           "test_rat.py -k around_the_ends"),
-    "RAT: padding moves the state": ("model_rat.py", "(self.at[:, :1] + self.new - 1).clamp(min=0)", "self.at[:, -1:]",
+    "RAT: padding moves the state": ("model_rat.py", "h[self.rows[:, 0], self.last]", "h[self.rows[:, 0], self.at[:, -1]]",
                                      "test_models.py -k rows_advance and rat"),
     "RAT: a window one too wide": ("model_rat.py", "cfg.swa + 1 if kind", "cfg.swa + 2 if kind",
                                    "test_rat.py -k a_window_is"),
