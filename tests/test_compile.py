@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 SIZES = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16)
 LOOPS = dict(share="cycle", n_loop=2)
 CASES = [("gpt", {}), ("gpt", dict(pos="alibi", window=5)), ("rt", {}), ("rt", dict(recurrent=False)), ("rat", dict(chunk=4, swa=3)),
-         ("rat", dict(reversed=True)), ("lrt", dict(source=2)), ("lrt", dict(memory=False)),
+         ("lrt", dict(source=2)), ("lrt", dict(memory=False)),
          ("relaxed", dict(n_loop=2, rank=2, early_exit="weighted")),
          ("mor", dict(LOOPS, kv="share", causal="aux_router", capacity_warmup=8)),
          ("mor", dict(LOOPS, router="token", kv="share_update", balance="loss_free"))]

@@ -22,7 +22,7 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
                     dict(pos="alibi", mlp="gelu", tie_embeddings=False)],
             "rat": [dict(chunk=5, swa=7, qk_groups=4), dict(chunk=64, pos="nope", gate_rank=3),
                     dict(chunk=1, pos="rope", qk_groups=1, tie_embeddings=False), dict(mixer="rnn", mlp="swiglu"),
-                    dict(mixer="attention", n_kv_head=2, swa=7), dict(reversed=True, chunk=5)],
+                    dict(mixer="attention", n_kv_head=2, swa=7)],
             "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source=2),
                     dict(memory=False)],
             "rt": [dict(n_kv_head=2, qk_norm="full", chunk=8), dict(pos="rope", qk_norm="full"),
