@@ -52,10 +52,10 @@ from common.checkpoint import load_run
 from common.keys import (UserError, asks_help, model_module, run_cli, split_args, typed_config,
                     writing)
 from common.data import TokenData
-from common.limits import check_run_fits
+from common.config import TrainConfig, read_config
 from common.optim import make_optimizers
-from common.process import (TrainConfig, check_tokenizer, device_name, make_model, open_data, pick_device,
-                 read_config)
+from common.process import (check_run_fits, check_tokenizer, device_name, make_model, open_data,
+                            pick_device)
 from lab.timing import compare, fastest, ratio
 
 
@@ -567,7 +567,7 @@ def main(argv):
         return bench_rat(module.Config(**model_fields), device)
     if model_fields["block_size"] < 2:
         raise UserError("block_size=1: decoding needs at least 2 tokens")
-    check_run_fits(cfg, module.Model, module.Config(**model_fields), device)
+    check_run_fits(cfg, module.Config(**model_fields), device)
     model = make_model(cfg, model_fields, ckpt, model_fields["vocab_size"], ["vocab_size"])
     text = None
     if ckpt is not None and hasattr(model, "loop"):

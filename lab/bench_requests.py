@@ -18,7 +18,8 @@ from common.checkpoint import load_run
 from common.keys import UserError, split_args, typed_config
 from common.data import TokenData
 from lab.plot import draw_points, points
-from common.process import TrainConfig, check_tokenizer, open_data, pick_device
+from common.config import TrainConfig
+from common.process import check_tokenizer, open_data, pick_device
 from common.sampling import loop_fractions
 from serve import Engine, Request
 from lab.timing import measure, ratio, table

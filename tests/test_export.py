@@ -7,6 +7,7 @@ import torch
 from common import checkpoint
 from common import llama
 import runs
+import train
 import sample
 from common.keys import UserError, model_module
 from test_prepare import llama2
@@ -80,7 +81,7 @@ def test_a_safetensors_file_is_the_run(relaxed_run, data_dir, tmp_path, capsys):
     file = tmp_path / "new" / "m.safetensors"
     checkpoint.main([str(folder), f"export={file}"])
     model, tokenizer, ckpt = checkpoint.load_run(file)
-    state = trainer.state()
+    state = train.state(trainer)
     assert ckpt["step"] == 6 and tokenizer.kind == "byte"
     assert checkpoint.fingerprint(dict(model.state_dict())) == checkpoint.fingerprint(state["weights"])
     for source in (folder, file):
@@ -88,7 +89,7 @@ def test_a_safetensors_file_is_the_run(relaxed_run, data_dir, tmp_path, capsys):
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("a"))
     assert first == second
     more = runs.run("relaxed", tmp_path, data_dir, f"init_from={file}", "max_steps=1", "learning_rate=0", "rank=2")
-    assert checkpoint.fingerprint(more.state()["weights"]) == checkpoint.fingerprint(state["weights"])
+    assert checkpoint.fingerprint(train.state(more)["weights"]) == checkpoint.fingerprint(state["weights"])
     with pytest.raises(UserError, match="overwrite=true"):
         checkpoint.main([str(folder), f"export={file}"])
 
@@ -106,14 +107,13 @@ def test_a_folder_is_the_run_at_a_fixed_depth(relaxed_run, tmp_path):
 
 
 @pytest.mark.parametrize("model, keys", [("rt", []), ("gpt", ["mlp=gelu"]), ("mor", []),
-                                         ("gpt", ["dataset=task:compression"]),
                                          ("mor", ["router=none", "kv=share"])])
 def test_what_no_llama_computes_is_refused_and_harms_nothing(model, keys, data_dir, tmp_path):
     runs.run(model, tmp_path, data_dir, "max_steps=1", *keys)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "tokenizer.json").write_text("kept")
     for target in (tmp_path / "hf", tmp_path / "new" / "hf"):
-        with pytest.raises(UserError, match="can be written as|has no such head"):
+        with pytest.raises(UserError, match="can be written as"):
             checkpoint.main([str(tmp_path / "r"), f"export={target}", "overwrite=true"])
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "kept" and not (tmp_path / "new").exists()
 

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model_gpt
 import model_mor
-from common.process import TrainConfig, read_config, set_budget, tokens_per_step
+from common.config import TrainConfig, read_config
+from common.process import set_budget, tokens_per_step
 from conftest import ROOT, relative, tiny
 from test_models import assert_cache_is_forward, rms, tokens
 from test_relaxed import ByHand, Oneself

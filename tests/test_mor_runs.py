@@ -8,7 +8,7 @@ from lab import bench
 import model_mor
 from common import checkpoint
 from lab import plot
-from common.process import TrainConfig
+from common.config import TrainConfig
 import runs
 from common.keys import UserError
 import sample
@@ -47,7 +47,7 @@ def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
     (tmp_path / "branch" / "r").mkdir(parents=True)
     (tmp_path / "long" / "r" / "step_2.pt").rename(tmp_path / "branch" / "r" / "ckpt.pt")
     branch = runs.run("mor", tmp_path / "branch", data_dir, "resume=true", "max_steps=4")
-    assert checkpoint.fingerprint(branch.state()["weights"]) == checkpoint.fingerprint(short.state()["weights"])
+    assert checkpoint.fingerprint(train.state(branch)["weights"]) == checkpoint.fingerprint(train.state(short)["weights"])
 
 
 def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):
@@ -78,12 +78,12 @@ def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
     ever = torch.stack([(model.recursions(x) == 4).any(0) for x in rows])
     dead, each = 1 - ever.any(0).double().mean().item(), 1 - ever.double().mean().item()
     for _ in range(2):
-        whole = trainer.evaluate()
+        whole = train.evaluate(trainer)
         assert whole["val_dead"] == pytest.approx(dead) != pytest.approx(each)
     model.set_step(0)       # a process of two, of which only the other has a batch, adds to the sum too
     sums = []
     assert model.end_evaluation(lambda *values: sums.append(values) or values) == {"dead": 1} and len(sums[0]) == 16
     assert sum(whole[f"val_depth{d}"] for d in (1, 2, 3, 4)) == pytest.approx(1) and whole["val_depth1"] < 1
     argv = f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "eval_only=true", "exit_loop=1"
-    capped = train.setup(argv).evaluate()
+    capped = train.evaluate(train.setup(argv))
     assert capped["val_depth1"] == 1 and len({whole["val_ce"], whole["val_ce_topk"], capped["val_ce"]}) == 3

@@ -11,7 +11,7 @@ import rt_wavefront
 import runs
 from conftest import tiny
 from kernel_cases import INTERPRETED, Memory, assert_close, few
-from common.process import TrainConfig
+from common.config import TrainConfig
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, rms, tokens
 
 

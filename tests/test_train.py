@@ -19,12 +19,13 @@ from common import llama
 from common import optim
 from lab import plot
 from common import process
+import prepare
 import runs
 import train
 from common.keys import UserError
 from conftest import MODELS, ROOT, TORCHRUN, python, two_processes
 from common.data import TokenData
-from common.process import TrainConfig
+from common.config import TrainConfig, read_config
 
 models = pytest.mark.parametrize("name", MODELS)
 
@@ -41,7 +42,7 @@ def test_resume_at_every_step_is_bit_identical(name, more, tmp_path, data_dir):
     whole = runs.run(name, tmp_path / "whole", data_dir, *options)
     assert "balance=loss_free" not in more or whole.model.balance_bias.any()
     never = runs.run(name, tmp_path / "never", data_dir, *options, "eval_interval=100")
-    assert checkpoint.fingerprint(never.state()["weights"]) == checkpoint.fingerprint(whole.state()["weights"])
+    assert checkpoint.fingerprint(train.state(never)["weights"]) == checkpoint.fingerprint(train.state(whole)["weights"])
     x = torch.randint(0, whole.model.cfg.vocab_size, (1, 16))
     assert torch.equal(checkpoint.load_run(whole.folder)[0](x)[0], whole.model.eval()(x)[0])
     for k in [3] if more else range(1, 6):
@@ -72,7 +73,7 @@ def test_gradients_are_averaged_once_a_step(tmp_path, data_dir, monkeypatch):
     trainer.forward.no_sync = lambda: calls.append("no sync") or contextlib.nullcontext()
     monkeypatch.setattr(trainer.procs, "world", 2)
     monkeypatch.setattr(trainer.procs, "sum", lambda *values: list(map(float, values)))
-    trainer.train_step(types.SimpleNamespace(asked=False))
+    train.train_step(trainer, [])
     assert calls == ["no sync", "forward", "no sync", "forward", "forward"]
 
 
@@ -95,8 +96,8 @@ def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
         with torch.no_grad():               # zero-initialised projections would leave most gradients zero
             for p in trainer.model.double().parameters():
                 p.add_(0.1 * torch.randn_like(p))
-        trainer.update = lambda *_: [p.grad for p in trainer.model.parameters() if p.grad is not None]
-        return trainer.train_step(None)
+        train.forward_backward(trainer)
+        return [p.grad for p in trainer.model.parameters() if p.grad is not None]
     whole, *parts = (gradients(*split) for split in ((8, 1), (4, 2), (1, 8)))
     for part in parts:
         assert all((a - b).norm() <= 1e-13 * b.norm() for a, b in zip(part, whole, strict=True))
@@ -116,7 +117,7 @@ def test_resume_keeps_the_runs_settings_and_a_changed_key_holds(tmp_path, data_d
     assert trainer.step == 3 and trainer.cfg.init_from == ""
     assert "max_steps=6 is the run's own and stays; the file has 3" in capsys.readouterr().out
     trainer = train.setup([*argv, "weight_decay=0.05", "learning_rate=0.5", "max_steps=9"])
-    assert trainer.run() and trainer.step == 9
+    assert train.train(trainer) and trainer.step == 9
     assert {g["weight_decay"] for g in trainer.optimizers[0].param_groups} == {0.05, 0.0}
     assert {g["peak_lr"] for g in trainer.optimizers[0].param_groups} == {0.5}
 
@@ -129,7 +130,7 @@ def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
     def evaluate(trainer):
         assert checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")["step"] == trainer.step
         return {"val_ce": {2: 1.0, 4: 3.0, 6: 2.0}[trainer.step], "val_bpb": 1.0}
-    monkeypatch.setattr(train.Trainer, "evaluate", evaluate)
+    monkeypatch.setattr(train, "evaluate", evaluate)
     whole = runs.run("gpt", tmp_path / "a", data_dir, "eval_interval=2")
     runs.run("gpt", tmp_path / "b", data_dir, "eval_interval=2", stop_after=stop)
     with open(tmp_path / "b" / "r" / "log.jsonl", "a") as f:
@@ -154,7 +155,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
                  f"run={source.name}2", "overwrite=true", "batch_size=2", "sample_tokens=0", "device=cpu"]
         second = train.setup(start)
         assert second.step == 0 and second.optimizers[0].state_dict()["state"] == {}
-        assert checkpoint.fingerprint(second.state()["weights"]) == checkpoint.fingerprint(first.state()["weights"])
+        assert checkpoint.fingerprint(train.state(second)["weights"]) == checkpoint.fingerprint(train.state(first)["weights"])
         fields = train.setup([*start, f"config={tmp_path / 'long.yaml'}"]).model.cfg
         assert fields.block_size == 32 and fields.dropout == 0.25 and fields.n_embd == 16
 
@@ -186,7 +187,7 @@ def test_schedules_by_hand(schedule, factors):
 
 def test_the_log(tmp_path, data_dir):
     """The gradient's norm is logged as it was before it was clipped."""
-    trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "grad_clip=1e-3", "beta1=0", draw=True)
+    trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "grad_clip=1e-3", "beta1=0")
     rows = [json.loads(line) for line in (trainer.folder / "log.jsonl").read_text().splitlines()]
     steps = [r for r in rows if "ce" in r]
     evaluations = [r for r in rows if "val_ce" in r]
@@ -199,7 +200,25 @@ def test_the_log(tmp_path, data_dir):
     meta = trainer.batches.val
     want = evaluations[0]["val_ce"] / math.log(2) * meta.tokens / meta.bytes
     assert abs(evaluations[0]["val_bpb"] - want) < 1e-9
-    assert (trainer.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("missing", [None, "matplotlib", "lab.plot"])
+def test_the_picture_never_ends_a_run(missing, tmp_path, data_dir, monkeypatch, capsys):
+    """Drawn at the end; without what it needs, and with settings that break it, there is a note."""
+    monkeypatch.setitem(sys.modules, missing, None) if missing else None
+    train.main(runs.arguments("gpt", tmp_path, data_dir, "max_steps=1"))
+    out, picture = capsys.readouterr().out, tmp_path / "r" / "curves.png"
+    assert ("note: no curves.png" in out) == (missing is not None) == (not picture.exists())
+    assert missing or picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir):
+    """A tokenizer without the characters of the default prompt: the text's own first ones take their place."""
+    (tmp_path / "ä.txt").write_text("äöü" * 500)
+    keys = [f"dataset=file:{tmp_path / 'ä.txt'}", "tokenizer=char", f"data_dir={tmp_path}", "max_steps=1", "sample_tokens=2"]
+    assert train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys)).cfg.sample_prompt == "äö"
+    with pytest.raises(UserError, match="sample_prompt: "):
+        train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys, "sample_prompt=x", "overwrite=true"))
 
 
 # things that go wrong -------------------------------------------------------------------------------------------
@@ -208,9 +227,16 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(tmp_path, data_di
     trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2"))
     trainer.model.wte.weight.register_hook(lambda g: g * (math.nan if trainer.step == 3 else 1))
     with pytest.raises(UserError, match="grad_norm is nan at step 3: stopped before the update"):
-        trainer.run()
+        train.train(trainer)
     assert trainer.step == 3 and checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")["step"] == 2
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_an_evaluation_that_is_not_finite_stops_the_run(tmp_path, data_dir, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", lambda run: {"val_ce": math.nan})
+    with pytest.raises(UserError, match="val_ce is nan at step 6"):
+        runs.run("gpt", tmp_path, data_dir)
+    assert not (tmp_path / "r" / "best.pt").exists()
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
@@ -242,7 +268,7 @@ def test_a_longer_run_goes_on_from_the_last_evaluation(tmp_path, data_dir):
 
 def test_weights_bring_the_config_file_of_their_model(tmp_path, data_dir):
     folder = runs.run("rat", tmp_path, data_dir, "max_steps=1").folder
-    cfg, fields, _, _ = process.read_config([f"init_from={folder}"])
+    cfg, fields, _, _ = read_config([f"init_from={folder}"])
     assert (cfg.model, cfg.run, fields["n_embd"]) == ("rat", "rat_tiny", 16)
 
 
@@ -252,17 +278,17 @@ def test_a_folder_of_another_text_is_refused(tmp_path, capsys):
                 for name in "äö")
     for name in "äö":
         (tmp_path / f"{name}.txt").write_text("some text, " * 20)
+    prepare.prepare(prepare.PrepareConfig(one.dataset, one.tokenizer, one.data_dir))
     folder = process.open_data(one)
     assert process.open_data(one) == folder and "has changed" not in capsys.readouterr().out
     os.utime(tmp_path / "ä.txt", (time.time() + 9,) * 2)
     assert process.open_data(one) == folder and "has changed since" in capsys.readouterr().out
     with pytest.raises(UserError, match="was made with dataset=.*ä.txt"):
         process.open_data(two)
-    named = types.SimpleNamespace(dataset=folder.name, data_dir=tmp_path / "data")
-    tokens = TokenData(process.open_data(named), "train")
-    process.check_asked_tokenizer(named, {"tokenizer": "byte"}, tokens)
-    with pytest.raises(UserError, match="tokenizer=char, but .* was made with tokenizer=byte"):
-        process.check_asked_tokenizer(named, {"tokenizer": "char"}, tokens)
+    named = ["gpt", tmp_path, tmp_path / "data", f"dataset={folder.name}", "batch_size=1", "block_size=4"]
+    with pytest.raises(UserError, match="tokenizer=char is not the one of dataset="):
+        train.setup(runs.arguments(*named, "tokenizer=char"))
+    assert train.setup(runs.arguments(*named, "tokenizer=byte")).batches.train.folder == folder
 
 
 @pytest.mark.parametrize("name, more", [
@@ -280,7 +306,7 @@ def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path,
     assert p.returncode == 0, p.stderr[-3000:]
     two = checkpoint.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")
     assert "2 processes" in p.stdout and two["step"] == one.step
-    assert checkpoint.fingerprint(two["weights"]) == checkpoint.fingerprint(one.state()["weights"])
+    assert checkpoint.fingerprint(two["weights"]) == checkpoint.fingerprint(train.state(one)["weights"])
     assert "balance=loss_free" not in more or one.model.balance_bias.any()
     rows = [plot.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
     of_tasks = "token_accuracy", "sequence_accuracy"
@@ -291,12 +317,13 @@ def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path,
 
 NAN_AT_3 = """
 import train
-from common import keys
-def poison(trainer, index):
-    if (trainer.step, trainer.procs.rank) == (3, 1):
-        trainer.model.wte.weight.data.fill_(float('nan'))
-train.Trainer.seed_forward = poison
-config.run_cli(train.main)
+whole = train.forward_backward
+def poisoned(run):
+    if (run.step, run.procs.rank) == (3, 1):
+        run.model.wte.weight.data.fill_(float('nan'))
+    return whole(run)
+train.forward_backward = poisoned
+train.run_cli(train.main)
 """
 
 
@@ -327,6 +354,6 @@ def test_trains_compiled_on_cuda(name, tmp_path, data_dir):
     argv = [a for a in runs.arguments(name, tmp_path, data_dir, "max_steps=60", "learning_rate=1e-2", "n_embd=64")
             if not a.startswith(("device=", "compile="))]
     trainer = train.setup(argv)
-    assert trainer.procs.device.type == "cuda" and trainer.run()
+    assert trainer.procs.device.type == "cuda" and train.train(trainer)
     losses = [row["ce"] for row in plot.read_log(trainer.folder / "log.jsonl") if "ce" in row]
     assert losses[-1] < losses[0] - 1
