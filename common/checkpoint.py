@@ -141,7 +141,8 @@ def check_state(state, path, names=FIELDS):
                   f"such key", file=sys.stderr)
         cfg = typed_config(schema, {}, state["model_config"])
         # sizes of which nothing has been made yet
-        fits = (state["weights"]["wte.weight"].shape == (cfg.vocab_size, cfg.n_embd)
+        rows, width = state["weights"]["wte.weight"].shape
+        fits = (rows >= cfg.vocab_size and width == cfg.n_embd
                 and cfg.n_layer // getattr(cfg, "n_loop", 1) <= len(state["weights"]))
         finite = all(w.isfinite().all() for w in state["weights"].values())
     except (KeyError, TypeError, ValueError, AttributeError, UserError) as e:
