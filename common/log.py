@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from common.data import bits_per_byte
 from common.keys import UserError, need, read_bytes, writing
-from common.process import device_name, tokens_per_step
+from common.process import tokens_per_step
 
 
 def read_log(path):
@@ -29,11 +29,6 @@ def read_log(path):
             and all(type(row.get(key)) in (int, float) for key in ("step", "seconds"))]
 
 
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "B200": 2250e12,
-              "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "4090": 165e12,
-              "3090": 71e12}       # dense bfloat16, FLOP/s
-
-
 class Log:
     """log.jsonl, the progress bar, wandb and TensorBoard; on the first process only.
 
@@ -45,8 +40,6 @@ class Log:
         self.run, self.path = run, run.folder / "log.jsonl"
         self.sinks = open_sinks(run)
         self.tokens_per_step = tokens_per_step(run.cfg, run.model)
-        words = device_name(run.procs.device).replace("-", " ").split()
-        self.peak = next((PEAK_FLOPS[word] for word in words if word in PEAK_FLOPS), None)
         last = self.restart()
         later = range(last["step"], run.step)
         self.tokens = last["tokens"] + self.tokens_per_step * len(later)
@@ -88,9 +81,6 @@ class Log:
         values = {**logged, "tokens_per_second": round(rate, 1)}
         if not self.run.task:
             values["bpb"] = bits_per_byte(logged["ce"], self.run.batches.train)
-        if self.peak:
-            used = rate * self.run.model.flops_per_token()
-            values["mfu"] = used / (self.peak * self.run.procs.world)
         self.write(values)
         self.bar.set_postfix_str(f"ce {logged['ce']:.3f}, {rate / 1000:.1f}k tokens/s")
         self.start_lap()

@@ -1,5 +1,4 @@
 """The trainer: resuming, schedules, optimizers, logs, signals, several processes."""
-import contextlib
 import json
 import math
 import os
@@ -7,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import numpy as np
 import pytest
@@ -18,8 +16,6 @@ from common import data
 from common import llama
 from common import optim
 from lab import plot
-from common import process
-import prepare
 import runs
 import train
 from common.keys import UserError
@@ -63,18 +59,6 @@ def test_validation_reads_every_token_once(data_dir):
     assert tokens.tokens - 1 - len(seen) < 16 and torch.equal(seen, text[1:len(seen) + 1])
     limited = batches.val_batches(4)
     assert sum(map(len, limited)) == 12 and limited[-1][-1] > 0.9 * len(seen) and limited[0][0] == 0
-
-
-def test_gradients_are_averaged_once_a_step(tmp_path, data_dir, monkeypatch):
-    """Of two processes with three micro-batches each, the last one's backward pass synchronizes."""
-    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=6"))
-    model, calls = trainer.model, []
-    trainer.forward = lambda x, y: calls.append("forward") or model(x, y)
-    trainer.forward.no_sync = lambda: calls.append("no sync") or contextlib.nullcontext()
-    monkeypatch.setattr(trainer.procs, "world", 2)
-    monkeypatch.setattr(trainer.procs, "sum", lambda *values: list(map(float, values)))
-    train.train_step(trainer, [])
-    assert calls == ["no sync", "forward", "no sync", "forward", "forward"]
 
 
 @models
@@ -188,18 +172,16 @@ def test_schedules_by_hand(schedule, factors):
 def test_the_log(tmp_path, data_dir):
     """The gradient's norm is logged as it was before it was clipped."""
     trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "grad_clip=1e-3", "beta1=0")
-    rows = [json.loads(line) for line in (trainer.folder / "log.jsonl").read_text().splitlines()]
-    steps = [r for r in rows if "ce" in r]
-    evaluations = [r for r in rows if "val_ce" in r]
+    rows = plot.read_log(trainer.folder / "log.jsonl")
+    steps, evaluations = ([r for r in rows if key in r] for key in ("ce", "val_ce"))
     assert [r["step"] for r in steps] == list(range(1, 7)) and [r["step"] for r in evaluations] == [2, 4, 6]
     assert all(r["tokens"] == 32 * r["step"] for r in rows)
     assert {"ce", "bpb", "lr", "grad_norm", "tokens_per_second", "seconds"} <= steps[0].keys()
     assert rows[-1]["flops"] == pytest.approx(6 * 32 * trainer.model.flops_per_token())
     moments = [s["exp_avg"] for s in trainer.optimizers[0].state_dict()["state"].values()]
     assert abs(torch.cat([x.flatten() for x in moments]).norm() - 1e-3) < 1e-5 and steps[-1]["grad_norm"] > 0.1
-    meta = trainer.batches.val
-    want = evaluations[0]["val_ce"] / math.log(2) * meta.tokens / meta.bytes
-    assert abs(evaluations[0]["val_bpb"] - want) < 1e-9
+    val, result = trainer.batches.val, evaluations[0]
+    assert abs(result["val_bpb"] - result["val_ce"] / math.log(2) * val.tokens / val.bytes) < 1e-9
 
 
 @pytest.mark.parametrize("missing", [None, "matplotlib", "lab.plot"])
@@ -273,22 +255,23 @@ def test_weights_bring_the_config_file_of_their_model(tmp_path, data_dir):
 
 
 def test_a_folder_of_another_text_is_refused(tmp_path, capsys):
-    """Both names give the same folder. A text that has changed since is told."""
-    one, two = (types.SimpleNamespace(dataset=f"file:{tmp_path / name}.txt", tokenizer="byte", data_dir=tmp_path / "data")
-                for name in "äö")
+    """Both names give the same folder. A text that has changed since is told; a named folder has its own tokenizer."""
+    def cut(name, *more):
+        keys = [f"dataset=file:{tmp_path / name}.txt", "batch_size=1", "block_size=4", "eval_only=true", *more]
+        return train.setup(runs.arguments("gpt", tmp_path, tmp_path / "data", *keys, f"init_from={tmp_path / 'r'}"))
     for name in "äö":
         (tmp_path / f"{name}.txt").write_text("some text, " * 20)
-    prepare.prepare(prepare.PrepareConfig(one.dataset, one.tokenizer, one.data_dir))
-    folder = process.open_data(one)
-    assert process.open_data(one) == folder and "has changed" not in capsys.readouterr().out
+    keys = f"dataset=file:{tmp_path / 'ä'}.txt", "batch_size=1", "block_size=4", "max_steps=1"
+    runs.run("gpt", tmp_path, tmp_path / "data", *keys)
+    folder = cut("ä").batches.train.folder
+    assert "has changed since" not in capsys.readouterr().out
     os.utime(tmp_path / "ä.txt", (time.time() + 9,) * 2)
-    assert process.open_data(one) == folder and "has changed since" in capsys.readouterr().out
+    assert cut("ä").batches.train.folder == folder and "has changed since" in capsys.readouterr().out
     with pytest.raises(UserError, match="was made with dataset=.*ä.txt"):
-        process.open_data(two)
-    named = ["gpt", tmp_path, tmp_path / "data", f"dataset={folder.name}", "batch_size=1", "block_size=4"]
+        cut("ö")
+    assert cut("ä", f"dataset={folder.name}").batches.train.folder == folder
     with pytest.raises(UserError, match="tokenizer=char is not the one of dataset="):
-        train.setup(runs.arguments(*named, "tokenizer=char"))
-    assert train.setup(runs.arguments(*named, "tokenizer=byte")).batches.train.folder == folder
+        cut("ä", f"dataset={folder.name}", "tokenizer=char")
 
 
 @pytest.mark.parametrize("name, more", [
