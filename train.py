@@ -17,8 +17,8 @@ A run is repeatable: the batch is a pure function of (seed, step), and the rando
 forward pass one of (seed, step, micro-batch). So a resumed run, a run on another number of
 processes and a run that evaluates more often see the same tokens and end in the same weights.
 
-`step` counts completed optimizer steps, everywhere. The file goes straight down: set-up, evaluation,
-saving, the log, the training loop, main.
+`step` counts completed optimizer steps, everywhere. The file goes straight down: set-up,
+evaluation, saving, the training loop, main.
 """
 import contextlib
 import importlib.util
@@ -38,8 +38,8 @@ from common.keys import (UserError, asks_help, first_line, help_text, key_lines,
 from common.log import Log, in_words, read_log
 from common.optim import load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.process import (Processes, autocast, check_run_fits, check_tokenizer, data_folder,
-                            device_name, load_teacher, make_model, model_config, open_data,
-                            set_budget, tokens_per_step)
+                            device_name, load_teacher, make_model, open_data, set_budget,
+                            tokens_per_step)
 from common.sharded import blocks_of, gathered, shard, whole
 from common.tasks import TaskBatches, count_right, is_task, show_example
 from prepare import PrepareConfig, is_offline, prepare
@@ -77,16 +77,14 @@ def setup(argv):
     that has to be prepared."""
     cfg, model_fields, ckpt, given = read_config(argv)
     folder, typed = run_folder(cfg.out_dir, cfg.run), split_args(argv)
+    cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
     check_run(cfg, folder)
     procs = Processes(cfg)
-    fits = lambda vocab_size: check_run_fits(
-        cfg, model_config(cfg, model_fields, given, vocab_size), procs.device, procs.world)
-    fits(1)                                     # before the data is prepared
+    check_run_fits(cfg, model_fields, procs.device, procs.world)
     batches = open_batches(cfg, model_fields["block_size"], procs)
     data = batches.train
     check_tokenizer(ckpt, data, cfg.init_from or folder)
     check_typed(cfg, typed, data)
-    fits(data.vocab_size)
     model = make_model(cfg, model_fields, ckpt, data.vocab_size, given).to(procs.device)
     set_budget(cfg, model)
     teacher = load_teacher(cfg, model, data)
@@ -120,7 +118,7 @@ def open_batches(cfg, block_size, procs):
     first, by the first process while the others wait."""
     task = is_task(cfg.dataset)
     if procs.master and not task and is_offline(cfg.dataset) and not data_folder(cfg).exists():
-        prepare(PrepareConfig(cfg.dataset, cfg.tokenizer, cfg.data_dir))
+        prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
     procs.join()
     return TaskBatches(cfg, block_size) if task else TextBatches(open_data(cfg), cfg, block_size)
 

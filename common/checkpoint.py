@@ -1,10 +1,10 @@
 """
 Checkpoints: one file, replaced in one move, verified when read; and exports of runs.
 
-    python -m common.checkpoint out/gpt_tiny export=gpt.safetensors    weights, config, tokenizer:
-                                        for sample.py, serve.py, eval.py, and init_from=
-    python -m common.checkpoint out/relaxed_tiny export=hf/relaxed     a Hugging Face folder: a Llama
-                                        or Qwen3, of exit_loop loops
+    python -m common.checkpoint out/gpt_tiny export=gpt.safetensors
+        weights, config, tokenizer: for sample.py, serve.py, lab.eval, and init_from=
+    python -m common.checkpoint out/relaxed_tiny export=hf/relaxed
+        a Hugging Face folder: a Llama or Qwen3, of exit_loop loops
 """
 import contextlib
 import errno
@@ -244,7 +244,7 @@ def main(argv):
     sources = [a for a in argv if "=" not in a]
     cfg = typed_config(ExportConfig, split_args([a for a in argv if "=" in a]))
     if len(sources) != 1 or not cfg.export:
-        raise UserError("give one run and where to: python -m common.checkpoint out/NAME export=PATH")
+        raise UserError("give one run and where to: out/NAME export=PATH")
     path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")

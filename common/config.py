@@ -17,59 +17,59 @@ from common.keys import (HERE, UserError, check_name, choice, load_yaml, model_m
 @dataclass
 class TrainConfig:
     """The keys of train.py; those of a model stand in its file, with its Config."""
-    model: str = "gpt"          # which model_<name>.py
-    config: str = ""            # YAML file of keys (default: configs/<model>_tiny.yaml)
-    run: str = ""               # folder of the results (default: the config file's name)
-    out_dir: str = "out"        # where run folders are
+    model: str = "gpt"  # which model_<name>.py
+    config: str = ""  # YAML file of keys (default: configs/<model>_tiny.yaml)
+    run: str = ""  # folder of results (default: the config's name)
+    out_dir: str = "out"  # where run folders are
     # data
-    dataset: str = "python"     # as for prepare.py; a folder in data_dir; task:NAME (tasks.py)
-    tokenizer: str = "byte"     # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME
-    data_dir: str = "data"      # where prepared data sets are
-    task_examples: int = 0      # fixed training examples of a task (0: the task's own number)
-    task_next_token: bool = False  # recall tasks: train on every next token, as MAD does
-    batch_size: int = 12        # sequences in one forward pass (a micro-batch)
-    gradient_accumulation_steps: int = 1  # micro-batches of a step, over all processes
+    dataset: str = "python"  # as for prepare.py; or task:NAME
+    tokenizer: str = "byte"  # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME
+    data_dir: str = "data"  # where prepared data sets are
+    task_examples: int = 0  # fixed examples of a task (0: its own number)
+    task_next_token: bool = False  # recall tasks: train on every next token
+    batch_size: int = 12  # sequences in one forward pass (a micro-batch)
+    gradient_accumulation_steps: int = 1  # micro-batches of a step
     # optimization
-    max_steps: int = 2000       # optimizer steps
-    max_flops: float = 0.0      # sets max_steps: what training may cost in FLOPs (0: no limit)
+    max_steps: int = 2000  # optimizer steps
+    max_flops: float = 0.0  # FLOPs of training; sets max_steps (0: no limit)
     optimizer: str = choice("adamw", "muon")  # muon: for the blocks' matrices only
     learning_rate: float = 1e-3  # AdamW's peak
     muon_learning_rate: float = 0.02  # Muon's peak
     muon_momentum: float = 0.95  # Muon's momentum
-    muon_momentum_steps: int = 0  # steps over which it rises linearly from 0.85 (0: none)
-    weight_decay: float = 0.1   # on matrices and embeddings, not on vectors
+    muon_momentum_steps: int = 0  # steps of its rise from 0.85 (0: none)
+    weight_decay: float = 0.1  # on matrices and embeddings, not on vectors
     decay_schedule: str = choice("constant", "linear")  # of weight_decay; linear: down to 0
-    beta1: float = 0.9          # AdamW
-    beta2: float = 0.99         # AdamW
-    grad_clip: float = 1.0      # largest gradient norm (0: no clipping)
-    lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: trapezoid, no warm-up
-    warmup_steps: int = 100     # linear warm-up of cosine and trapezoid
-    cooldown_frac: float = 0.2  # fraction of max_steps over which linear and trapezoid go down
-    min_lr_frac: float = 0.1    # where every schedule ends, as a fraction of the peak
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.99  # AdamW
+    grad_clip: float = 1.0  # largest gradient norm (0: no clipping)
+    lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: no warm-up
+    warmup_steps: int = 100  # linear warm-up of cosine and trapezoid
+    cooldown_frac: float = 0.2  # last part of max_steps: linear, trapezoid fall
+    min_lr_frac: float = 0.1  # where all schedules end, of the peak
     # evaluation and logging
-    eval_interval: int = 250    # steps between evaluations and checkpoints
-    keep_interval: int = 0      # steps between checkpoints that are kept, step_N.pt (0: none)
-    eval_batches: int = 40      # micro-batches of validation text an evaluation reads (0: all)
-    exact_batches: int = 0      # of these, those on which lrt is evaluated exactly, slowly (0: all)
-    log_interval: int = 10      # steps between lines in log.jsonl
-    sample_prompt: str = "\n"   # what the sample at the end continues
-    sample_tokens: int = 256    # its length in tokens (0: no sample)
-    wandb: bool = False         # log to Weights & Biases too
-    tensorboard: bool = False   # log to TensorBoard too
+    eval_interval: int = 250  # steps between evaluations and checkpoints
+    keep_interval: int = 0  # steps between step_N.pt, kept (0: none)
+    eval_batches: int = 40  # micro-batches of an evaluation (0: all)
+    exact_batches: int = 0  # of these, lrt's exact, slow ones (0: all)
+    log_interval: int = 10  # steps between lines in log.jsonl
+    sample_prompt: str = "\n"  # what the sample at the end continues
+    sample_tokens: int = 256  # its length in tokens (0: no sample)
+    wandb: bool = False  # log to Weights & Biases too
+    tensorboard: bool = False  # log to TensorBoard too
     # how to run
-    seed: int = 1337            # of the weights, the batches and dropout
-    device: str = "auto"        # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda | cuda:N
-    dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 (autocast) on cuda
+    seed: int = 1337  # of the weights, the batches and dropout
+    device: str = "auto"  # auto | cpu | mps | cuda | cuda:N
+    dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 on cuda
     compile: str = choice("auto", "true", "false")  # torch.compile; auto: on cuda
-    fsdp: bool = False          # torchrun: shard weights, gradients and optimizer state (FSDP2)
-    init_from: str = ""         # weights to start from: run, checkpoint, Hugging Face folder, name
-    teacher: str = ""           # distil from this model, named as init_from names one
-    ce_weight: float = 1.0      # with a teacher: weight of the model's own loss, of early exits too
-    kd_weight: float = 1.0      # with a teacher: weight of the KL divergence from its distribution
-    kd_temperature: float = 1.0  # with a teacher: temperature of both distributions
-    resume: bool = False        # go on from the run's ckpt.pt
-    overwrite: bool = False     # let a new run replace the one in its folder
-    eval_only: bool = False     # only evaluate the run's ckpt.pt, or init_from; nothing is written
+    fsdp: bool = False  # torchrun: shard weights and optimizer (FSDP2)
+    init_from: str = ""  # start from a run or Hugging Face model
+    teacher: str = ""  # distil from this model, named as in init_from
+    ce_weight: float = 1.0  # with a teacher: weight of the own loss
+    kd_weight: float = 1.0  # with a teacher: weight of the KL divergence
+    kd_temperature: float = 1.0  # with a teacher: temperature of both
+    resume: bool = False  # go on from the run's ckpt.pt
+    overwrite: bool = False  # let a new run replace this one
+    eval_only: bool = False  # only evaluate ckpt.pt, or init_from
 
     def __post_init__(self):
         for key in fields(self):
@@ -83,8 +83,7 @@ class TrainConfig:
                     also = f" and at most {most}" * (most < math.inf)
                     raise ValueError(f"{name}={value} must be at least {least}{also}")
         if self.sample_tokens and not self.sample_prompt:
-            raise ValueError("sample_prompt is empty: give at least one character, "
-                             "or sample_tokens=0")
+            raise ValueError("sample_prompt is empty: give a character, or sample_tokens=0")
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true exclude each other")
         if self.resume and self.init_from:

@@ -43,7 +43,7 @@ def run_cli(main):
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:     # the reader (head) has gone: nothing can be printed, at exit neither
+    except BrokenPipeError:     # the reader (head) has gone: nothing can be printed, nor at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (UserError, MemoryError, RuntimeError, OSError) as e:
@@ -151,7 +151,7 @@ def typed_value(key, value, kind):
 
 
 def load_yaml(file):
-    """The flat keys of a config file. UserError where it is missing or is not `key: value` lines."""
+    """The flat keys of a config file. UserError where it is missing, or not `key: value` lines."""
     text = io.StringIO(read_text(file, f"config={file}"))
     try:
         values = OmegaConf.to_container(OmegaConf.load(text), resolve=False)

@@ -51,7 +51,7 @@ def to_pretrained(model, path, eos=None):
 
 
 def save_weights(weights, path, **fields):
-    """A safetensors file, whole or not at all, with fields in its metadata. OSError on a full disk."""
+    """A safetensors file, whole or not at all, with fields in its metadata; else OSError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
     temporary = Path(f"{path}.tmp")

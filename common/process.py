@@ -64,7 +64,7 @@ class Processes:
         if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:
             raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is "
                             f"not divisible by the {self.world} processes that share it")
-        if cfg.fsdp and self.world == 1 and not cfg.eval_only:
+        if cfg.fsdp and self.world == 1:
             raise UserError("fsdp=true needs several processes: torchrun --nproc_per_node=N "
                             "train.py; one process takes fsdp=false, and the same checkpoints")
 
@@ -101,20 +101,22 @@ class Processes:
 
 # ---- sizes that no machine has are refused in one line, before anything is allocated ----
 
-def check_run_fits(cfg, model_cfg, device, world=1):
+def check_run_fits(cfg, model_fields, device, world=1):
     """UserError where training needs more than the device has: 16 bytes a parameter (weight,
-    gradient, AdamW's moments), and a micro-batch's embeddings and logits. Counted from below, so
-    that no run is refused that would fit: of a block only Wq, Wo, and two matrices of the MLP."""
-    C, V = model_cfg.n_embd, model_cfg.vocab_size
-    block = 2 * C * C + 2 * C * getattr(model_cfg, "n_mlp", 0)
-    blocks = model_cfg.n_layer // getattr(model_cfg, "n_loop", 1)
+    gradient, AdamW's moments), a micro-batch's embeddings and logits, and the ids of a step.
+    Counted from below, so that no run is refused that would fit: of a block only Wq, Wo, and two
+    matrices of an MLP of the given width."""
+    sizes = {**vars(cfg), **model_fields}
+    C, V = sizes["n_embd"], sizes["vocab_size"]
+    block = 2 * C * (C + sizes.get("n_mlp", 0))
+    blocks = sizes["n_layer"] // sizes.get("n_loop", 1)
     parameters = V * C + blocks * max(block, 1000)      # Python's objects are not free either
-    tokens = cfg.batch_size * model_cfg.block_size
-    steps = cfg.gradient_accumulation_steps // world    # whose token ids are read at once
+    tokens = cfg.batch_size * sizes["block_size"]
+    ids = 16 * tokens * max(1, cfg.gradient_accumulation_steps // world)
     need = (4 if cfg.eval_only else 16) * parameters // (world if cfg.fsdp else 1)
-    need += tokens * (16 * steps + 4 * C) + 4 * min(tokens * V, 2**28)
-    sizes = {**vars(cfg), **vars(model_cfg)}
-    names = "n_layer", "n_embd", "vocab_size", "batch_size", "block_size"
+    need += ids + 4 * tokens * C + 4 * min(tokens * V, 2**28)
+    names = ("n_layer", "n_embd", "vocab_size", "batch_size", "block_size",
+             "gradient_accumulation_steps")
     check_fits(", ".join(f"{name}={sizes[name]}" for name in names), need, device)
 
 
@@ -182,19 +184,14 @@ def check_tokenizer(ckpt, data, what):
 
 # ---- the model ----
 
-def model_config(cfg, model_fields, given, vocab_size):
-    """The model's Config; vocab_size is the data's, unless a key gives a larger one."""
+def make_model(cfg, model_fields, ckpt, vocab_size, given):
+    """The model, initialised from the seed or with the checkpoint's weights. vocab_size is the
+    data's; a key may give a larger one. UserError if a key contradicts the weights."""
+    module = model_module(cfg.model)
     size = model_fields["vocab_size"] if "vocab_size" in given else vocab_size
     if size < vocab_size:
         raise UserError(f"vocab_size={size} is less than the data's {vocab_size} tokens")
-    return model_module(cfg.model).Config(**{**model_fields, "vocab_size": size})
-
-
-def make_model(cfg, model_fields, ckpt, vocab_size, given):
-    """The model, initialised from the seed or with the checkpoint's weights. UserError if a key
-    contradicts the weights."""
-    module = model_module(cfg.model)
-    model_cfg = model_config(cfg, model_fields, given, vocab_size)
+    model_cfg = module.Config(**{**model_fields, "vocab_size": size})
     torch.manual_seed(cfg.seed)
     if ckpt is None:
         return module.Model(model_cfg)

@@ -567,7 +567,7 @@ def main(argv):
         return bench_rat(module.Config(**model_fields), device)
     if model_fields["block_size"] < 2:
         raise UserError("block_size=1: decoding needs at least 2 tokens")
-    check_run_fits(cfg, module.Config(**model_fields), device)
+    check_run_fits(cfg, model_fields, device)
     model = make_model(cfg, model_fields, ckpt, model_fields["vocab_size"], ["vocab_size"])
     text = None
     if ckpt is not None and hasattr(model, "loop"):

@@ -45,7 +45,7 @@ from common.data import TokenData, Windows, bits_per_byte
 from lab.harness import evaluate_tasks, load_tasks, print_tasks
 from common.config import run_config
 from common.process import (autocast, check_run_fits, check_tokenizer, device_name, make_model,
-                            model_config, open_data, pick_device)
+                            open_data, pick_device)
 from common.tasks import is_task
 from common.tokenizer import load_tokenizer
 
@@ -247,7 +247,7 @@ def main(argv):
     cfg, run, model_fields, ckpt = open_run(*paths, split_args([a for a in argv if "=" in a]))
     device, tokenizer = pick_device(run.device), load_tokenizer(ckpt["tokenizer"])
     size = tokenizer.vocab_size
-    check_run_fits(run, model_config(run, model_fields, model_fields, size), device)
+    check_run_fits(run, model_fields, device)
     model = make_model(run, model_fields, ckpt, size, model_fields).to(device).eval()
     tasks = load_tasks(cfg) if cfg.tasks else {}
     with autocast(run, device):
