@@ -118,20 +118,18 @@ def test_what_no_llama_computes_is_refused_and_harms_nothing(model, keys, data_d
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "kept" and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "field", "nan", "foreign"])
-def test_damaged_exports_are_refused(damage, relaxed_run, tmp_path):
+def test_damaged_exports_are_refused(relaxed_run, tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
-    file = tmp_path / "m.safetensors"
-    checkpoint.main([str(relaxed_run[1]), f"export={file}"])
-    with safe_open(file, "pt") as f:
+    checkpoint.main([str(relaxed_run[1]), f"export={tmp_path / 'm.safetensors'}"])
+    with safe_open(tmp_path / "m.safetensors", "pt") as f:
         fields, weights = f.metadata(), {k: f.get_tensor(k) for k in f.keys()}
-    if damage == "field":
-        fields["model_config"] = json.dumps({**json.loads(fields["model_config"]), "n_embd": "x"})
-    elif damage == "nan":
-        weights["norm.weight"][0] = torch.nan
-    save_file(weights, file, metadata=None if damage == "foreign" else fields)
-    file.write_bytes(file.read_bytes()[:-7 if damage == "cut" else None])
-    with pytest.raises(UserError, match=str(file)) as e:
-        checkpoint.load_run(file)
-    assert "\n" not in str(e.value)
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "m.safetensors").read_bytes()[:-7])
+    save_file(weights, tmp_path / "foreign.safetensors")
+    wrong = json.dumps({**json.loads(fields["model_config"]), "n_embd": "x"})
+    save_file(weights, tmp_path / "field.safetensors", metadata={**fields, "model_config": wrong})
+    weights["norm.weight"][0] = torch.nan
+    save_file(weights, tmp_path / "nan.safetensors", metadata=fields)
+    for name in "cut", "foreign", "field", "nan":
+        with pytest.raises(UserError, match=f"{name}.safetensors is "):
+            checkpoint.load_run(tmp_path / f"{name}.safetensors")

@@ -139,9 +139,6 @@ def test_what_is_strewn_is_strewn_evenly():
     rows = np.array([x for x, _ in examples("noisy_recall", 128, count=400)])
     noise = (rows[:, ::2] >= 16).mean(0)  # of each pair; the last never is noise
     assert noise[-1] == 0 and abs(noise[:-1] - 0.2).max() < 0.1
-    rows = [x for x, _ in examples("selective_copying", 256, count=400)]
-    blanks = np.array([np.diff([-1] + [i for i, t in enumerate(x) if t < 14]) - 1 for x in rows])
-    assert abs(blanks.mean(0) - 223 / 16).max() < 1 and blanks.min() < 5  # before each letter
     rows = [x for x, _ in examples("needles", 128, count=2000)]
     first = [next(i for i, t in enumerate(x) if t < 16) for x in rows]
     asked = [x[112::2].index(x[i]) for x, i in zip(rows, first)]
@@ -260,38 +257,24 @@ def test_counting_by_hand():
     assert (int(tokens), int(rows)) == (2 + 0 + 2 + 2, 2)
 
 
-def fractions(right, calls):
-    """The fractions of scored targets, and of rows, that are right, over (idx, targets)."""
-    rows = [[r for r, t in zip(*row) if t != -1] for idx, y in calls for row in zip(right(idx).tolist(), y.tolist())]
-    token, sequence = np.mean(sum(rows, [])), np.mean([all(row) for row in rows])
-    assert 0 < sequence < token < 1
-    return [pytest.approx(token, abs=1e-6), pytest.approx(sequence, abs=1e-6)]
-
-
-def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path, monkeypatch):
-    """Of training's micro-batches one has few targets; of validation's the last one is shorter. The model says the
-    target where right(idx); its loss is the number of the call."""
-    original, calls = tasks.TaskBatches.micro_batch, []
-    right = lambda idx: (idx != 0) | (idx.roll(1, 1) != 0)         # noqa: E731
-
-    def masked(self, step, index):
-        x, y = original(self, step, index)
-        return x, y.masked_fill(torch.arange(16) >= (2 if index == 1 else 12), -1)
-
-    def forward(idx, targets):
-        calls.append((idx, targets))
-        said = torch.where(right(idx), targets, (targets + 1) % 6).clamp(min=0)
-        loss = trainer.model.wte.weight.sum() * 0 + len(calls)
-        return torch.nn.functional.one_hot(said, 6).float(), loss, {"ce": loss.detach()}
-    monkeypatch.setattr(tasks.TaskBatches, "micro_batch", masked)
-    trainer = train.setup(arguments("gpt", tmp_path, "s3", "gradient_accumulation_steps=3",
-                                    "batch_size=300", "eval_batches=0", "grad_clip=0"))
-    monkeypatch.setattr(trainer.model, "forward", forward)
+def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path):
+    """Micro-batches have other numbers of targets, validation's last one fewer rows: the fractions are those of all
+    rows at once."""
+    def fractions(model, x, y):
+        with torch.no_grad():
+            right = (model(x)[0].argmax(-1) == y) | (y == -1)
+        counts = int((right & (y != -1)).sum()) / int((y != -1).sum()), int(right.all(1).sum()) / len(y)
+        return [pytest.approx(n, abs=1e-6) for n in counts]
+    names = ["token_accuracy", "sequence_accuracy"]
+    trainer = train.setup(arguments("gpt", tmp_path, "recall", "gradient_accumulation_steps=5", "batch_size=300",
+                                    "dropout=0", "eval_batches=0", "block_size=6", "tie_embeddings=false"))
+    parts = [trainer.batches.micro_batch(0, i) for i in range(5)]
+    assert len({int((y != -1).sum()) for _, y in parts}) > 1
+    want = fractions(trainer.model, *map(torch.cat, zip(*parts)))
+    assert 0 < want[1].expected != want[0].expected > 0
     logged, _ = train.train_step(trainer, [])
-    assert [logged[k] for k in ("token_accuracy", "sequence_accuracy")] == fractions(right, calls)
-    assert len(calls) == 3 and logged["ce"] == pytest.approx((12 * 1 + 2 * 2 + 12 * 3) / 26)
-    calls.clear()
-    result = train.evaluate(trainer)
-    assert [result[k] for k in ("val_token_accuracy", "val_sequence_accuracy")] == fractions(right, calls)
-    assert [len(idx) for idx, _ in calls] == [300, 300, 300, 300, 80]
-    assert result["val_ce"] == pytest.approx((300 * (1 + 2 + 3 + 4) + 80 * 5) / 1280)
+    assert [logged[name] for name in names] == want
+    result, (x, y) = train.evaluate(trainer), map(torch.from_numpy, trainer.batches.val.examples)
+    assert [result[f"val_{name}"] for name in names] == fractions(trainer.model, x, y)
+    ce = torch.nn.functional.cross_entropy(trainer.model(x)[0].flatten(0, 1), y.flatten(), ignore_index=-1)
+    assert result["val_ce"] == pytest.approx(float(ce), rel=1e-5)
