@@ -48,8 +48,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common.keys import (UserError, asks_help, check_name, first_line, help_text, need, read_bytes,
-                    run_cli, split_args, typed_config)
+from common.keys import (UserError, asks_help, check_name, first_line, folder_name, help_text, need,
+                         read_bytes, run_cli, split_args, typed_config)
 from common.data import TokenData
 from common.tokenizer import (ByteTokenizer, CharTokenizer, bpe_size, gpt2_tokenizer, hf_tokenizer,
                        slices, train_bpe)
@@ -74,12 +74,6 @@ class PrepareConfig:
     shard_tokens: int = 100_000_000  # tokens a file: train.bin, then train.00001.bin, ...
     extensions: str = ""  # files read in a file: folder, as .py,.md (empty: the usual text files)
     overwrite: bool = False  # replace a data set that is already there
-
-
-def folder_name(dataset, tokenizer) -> str:
-    """file:a/b.txt, bpe:512 -> file-a-b.txt-bpe-512"""
-    name = re.sub(r"[^A-Za-z0-9._+-]", "-", f"{dataset}-{tokenizer}")
-    return check_name(name.lstrip("._+-"))
 
 
 def is_offline(dataset) -> bool:

@@ -23,9 +23,8 @@ import torch
 
 from common.checkpoint import load_run
 from common.keys import UserError, asks_help, help_text, read_text, run_cli
-from common.limits import check_text_fits
 from lab.plot import pyplot, save_picture
-from common.process import pick_device
+from common.process import check_text_fits, pick_device
 from common.sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
 from serve import Request, check_loops, engine_for
 

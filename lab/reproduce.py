@@ -33,10 +33,12 @@ import torch
 from omegaconf import OmegaConf
 
 from common.checkpoint import load_checkpoint
+from common.config import TrainConfig, config_file
 from common.keys import (HERE, UserError, asks_help, first_line, help_text, run_cli, split_args,
                     typed_config, unknown_key, writing)
-from lab.plot import pyplot, read_log, save_picture
-from common.process import TrainConfig, config_file, device_name, pick_device
+from lab.plot import pyplot, save_picture
+from common.log import read_log
+from common.process import device_name, pick_device
 
 TIERS = ("quick", "cpu", "gpu")
 LOG_KEYS = ("step", "tokens", "flops", "seconds")

@@ -58,7 +58,7 @@ TRAIN = [
     (["compile=maybe"], "compile=maybe must be one of"), (["device=tpu9"], "device=tpu9 is not on this machine"),
     (["model=nothing"], "model=nothing is unknown: "), (["run=../escape"], "run '../escape' is not allowed"),
     (["sample_prompt=", "sample_tokens=9"], "sample_prompt is empty"),
-    (["out_dir={w}/afile"], "could not write"), (["overwrite=true", "run=r", "wandb=true"], "needs the package wandb"),
+    (["out_dir={w}/afile"], "could not write"), (["overwrite=true", "run=r", "wandb=true"], "the package wandb is missing"),
     # resuming and other checkpoints
     (["run=r"], "holds a checkpoint: resume=true goes on from it"),
     (["resume=true", "init_from={w}/out/r", "run=r"], "leave out init_from"),
@@ -91,14 +91,16 @@ TRAIN = [
     (["model=mor", "n_layer=9"], "n_layer=9 does not fit share=middle_cycle with n_loop=3: 8 or 11 would"),
     # more than any machine has
     (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
-    (["n_embd=1000000000000", "n_head=2"], "n_embd=1000000000000, vocab_size=1: no machine has memory"),
+    (["n_embd=1000000000"], "n_embd=1000000000, vocab_size=257"), (["batch_size=1000000000"], "batch_size=1000000000"),
+    (["model=lrt", "n_layer=10000000"], "n_layer=10000000, n_embd=16"),
+    (["gradient_accumulation_steps=1000000000000"], "at least"),
     (["model=relaxed", "n_layer=9223372036854775807"], "n_loop=2 must divide n_layer=9223372036854775807: 1, 7, "),
     (["block_size=9223372036854775807"], "block_size=9223372036854775807"),
-    (["model=rt", "sample_tokens=1000000000000"], "sample_tokens=1000000000000: at least"),
+    (["model=rt", "sample_tokens=1000000000000"], "sample_tokens=1000000000000 must be"),
 ]
 SAMPLE = [
     ([], "give one run folder or checkpoint"), (["{w}/out/never"], "never does not exist"),
-    (["x" * 300], "is too long for the name"), (["{w}/out/r", "prompt="], "the prompt is empty"),
+    (["x" * 300], "File name too long"), (["{w}/out/r", "prompt="], "the prompt is empty"),
     (["{w}/out/r", "prompt=FILE:{w}/missing.txt"], "missing.txt cannot be read"),
     (["{w}/out/r", "prompt=FILE:{w}/latin.txt"], "latin.txt is not UTF-8"),
     (["{w}/out/r", "top_p=1.5"], "top_p=1.5 must be at least 0 and at most 1"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.keys import UserError, model_module
-from common.process import TrainConfig
+from common.config import TrainConfig
 from conftest import tiny
 from lab import bench
 from lab import plot

@@ -17,7 +17,7 @@ from common.checkpoint import load_run
 from common.keys import UserError
 from conftest import MODELS, tiny
 from common.data import TextBatches
-from common.process import TrainConfig
+from common.config import TrainConfig
 from sample import stream
 from test_gpt import saved_llama
 from test_prepare import EOT, smollm, write_model
@@ -30,7 +30,7 @@ def trained(request, tmp_path_factory, data_dir):
     out = tmp_path_factory.mktemp(request.param)
     runs.run(request.param, out, data_dir, "max_steps=1", "learning_rate=1e-2", "block_size=24")
     again = [f"out_dir={out}", "run=r", "eval_only=true", "exact_batches=0"]
-    return out / "r", lambda *keys: train.setup([*again, *keys]).evaluate()["val_ce"]
+    return out / "r", lambda *keys: train.evaluate(train.setup([*again, *keys]))["val_ce"]
 
 
 def evaluate(run, *keys):

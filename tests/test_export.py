@@ -7,6 +7,7 @@ import torch
 from common import checkpoint
 from common import llama
 import runs
+import train
 import sample
 from common.keys import UserError, model_module
 from test_prepare import llama2
@@ -80,7 +81,7 @@ def test_a_safetensors_file_is_the_run(relaxed_run, data_dir, tmp_path, capsys):
     file = tmp_path / "new" / "m.safetensors"
     checkpoint.main([str(folder), f"export={file}"])
     model, tokenizer, ckpt = checkpoint.load_run(file)
-    state = trainer.state()
+    state = train.state(trainer)
     assert ckpt["step"] == 6 and tokenizer.kind == "byte"
     assert checkpoint.fingerprint(dict(model.state_dict())) == checkpoint.fingerprint(state["weights"])
     for source in (folder, file):
@@ -88,7 +89,7 @@ def test_a_safetensors_file_is_the_run(relaxed_run, data_dir, tmp_path, capsys):
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("a"))
     assert first == second
     more = runs.run("relaxed", tmp_path, data_dir, f"init_from={file}", "max_steps=1", "learning_rate=0", "rank=2")
-    assert checkpoint.fingerprint(more.state()["weights"]) == checkpoint.fingerprint(state["weights"])
+    assert checkpoint.fingerprint(train.state(more)["weights"]) == checkpoint.fingerprint(state["weights"])
     with pytest.raises(UserError, match="overwrite=true"):
         checkpoint.main([str(folder), f"export={file}"])
 
@@ -106,32 +107,29 @@ def test_a_folder_is_the_run_at_a_fixed_depth(relaxed_run, tmp_path):
 
 
 @pytest.mark.parametrize("model, keys", [("rt", []), ("gpt", ["mlp=gelu"]), ("mor", []),
-                                         ("gpt", ["dataset=task:compression"]),
                                          ("mor", ["router=none", "kv=share"])])
 def test_what_no_llama_computes_is_refused_and_harms_nothing(model, keys, data_dir, tmp_path):
     runs.run(model, tmp_path, data_dir, "max_steps=1", *keys)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "tokenizer.json").write_text("kept")
     for target in (tmp_path / "hf", tmp_path / "new" / "hf"):
-        with pytest.raises(UserError, match="can be written as|has no such head"):
+        with pytest.raises(UserError, match="can be written as"):
             checkpoint.main([str(tmp_path / "r"), f"export={target}", "overwrite=true"])
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "kept" and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "field", "nan", "foreign"])
-def test_damaged_exports_are_refused(damage, relaxed_run, tmp_path):
+def test_damaged_exports_are_refused(relaxed_run, tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
-    file = tmp_path / "m.safetensors"
-    checkpoint.main([str(relaxed_run[1]), f"export={file}"])
-    with safe_open(file, "pt") as f:
+    checkpoint.main([str(relaxed_run[1]), f"export={tmp_path / 'm.safetensors'}"])
+    with safe_open(tmp_path / "m.safetensors", "pt") as f:
         fields, weights = f.metadata(), {k: f.get_tensor(k) for k in f.keys()}
-    if damage == "field":
-        fields["model_config"] = json.dumps({**json.loads(fields["model_config"]), "n_embd": "x"})
-    elif damage == "nan":
-        weights["norm.weight"][0] = torch.nan
-    save_file(weights, file, metadata=None if damage == "foreign" else fields)
-    file.write_bytes(file.read_bytes()[:-7 if damage == "cut" else None])
-    with pytest.raises(UserError, match=str(file)) as e:
-        checkpoint.load_run(file)
-    assert "\n" not in str(e.value)
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "m.safetensors").read_bytes()[:-7])
+    save_file(weights, tmp_path / "foreign.safetensors")
+    wrong = json.dumps({**json.loads(fields["model_config"]), "n_embd": "x"})
+    save_file(weights, tmp_path / "field.safetensors", metadata={**fields, "model_config": wrong})
+    weights["norm.weight"][0] = torch.nan
+    save_file(weights, tmp_path / "nan.safetensors", metadata=fields)
+    for name in "cut", "foreign", "field", "nan":
+        with pytest.raises(UserError, match=f"{name}.safetensors is "):
+            checkpoint.load_run(tmp_path / f"{name}.safetensors")

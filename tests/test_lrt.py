@@ -8,8 +8,9 @@ import torch.nn.functional as F
 import model_lrt
 from common.keys import UserError
 from common import optim
-from common.process import TrainConfig
+from common.config import TrainConfig
 import runs
+import train
 import sample
 from conftest import relative, tiny
 from test_gpt import dense_heads, rotate
@@ -277,7 +278,7 @@ def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_d
                            for path in ("exact", model.cfg.train_path))
     for wanted, which in ((1, [0]), (3, [0, 2, 4]), (0, range(5)), (9, range(5))):
         trainer.cfg.eval_batches, trainer.cfg.exact_batches = 5, wanted
-        result, (ce, less) = trainer.evaluate(), means(*((exact[i], estimate[i]) for i in which))
+        result, (ce, less) = train.evaluate(trainer), means(*((exact[i], estimate[i]) for i in which))
         assert abs(result["val_ce"] - ce) < 1e-5 and abs(result["val_ce_estimate"] - sum(estimate) / 5) < 1e-5
         assert abs(result["val_gap"] - (ce - less)) < 1e-5 and abs(ce - less) > 1e-4
     assert lrt(**path()).estimate(*batches[0]) is None and lrt(memory=False).estimate(*batches[0]) is None

@@ -15,7 +15,8 @@ import sample
 import train
 from common import checkpoint
 from common.keys import UserError
-from common.process import TrainConfig, read_config, set_budget, tokens_per_step
+from common.config import TrainConfig, read_config
+from common.process import set_budget, tokens_per_step
 from conftest import ROOT, relative, tiny
 from lab import bench, plot
 from test_models import assert_cache_is_forward, rms, tokens
@@ -439,7 +440,7 @@ def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
     assert model.end_evaluation(lambda *values: sums.append(values) or values) == {"dead": 1} and len(sums[0]) == 16
     assert sum(whole[f"val_depth{d}"] for d in (1, 2, 3, 4)) == pytest.approx(1) and whole["val_depth1"] < 1
     argv = f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "eval_only=true", "exit_loop=1"
-    capped = train.setup(argv).evaluate()
+    capped = train.evaluate(train.setup(argv))
     assert capped["val_depth1"] == 1 and len({whole["val_ce"], whole["val_ce_topk"], capped["val_ce"]}) == 3
 
 

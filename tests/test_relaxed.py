@@ -201,7 +201,7 @@ def test_converted_by_init_from_it_evaluates_as_the_source(world, data_dir, tmp_
     def evaluated(model, start, *more):
         argv = runs.arguments(model, tmp_path, data_dir, f"init_from={start}", "eval_only=true", *more)
         sizes = "n_layer", "n_head", "n_embd", "tie_embeddings", "qk_norm"
-        return train.setup([a for a in argv if not a.startswith(sizes)]).evaluate()["val_ce"]
+        return train.evaluate(train.setup([a for a in argv if not a.startswith(sizes)]))["val_ce"]
     for start in (world / "gpt" / "r", tmp_path / "hf"):
         ours = evaluated("relaxed", start, "rank=1000", "n_loop=4", "share=sequence")
         assert abs(ours - evaluated("gpt", start)) < 1e-5
@@ -228,9 +228,9 @@ def test_the_distance_from_the_teacher(world, data_dir, tmp_path):
     y[0, 4:] = -1
     p, q = (z[y != -1].div(2.5).softmax(-1) for z in (trainer.teacher(x)[0], logits))
     kd = 2.5 ** 2 * (p * (p / q).log()).sum(-1).mean()
-    loss, aux = trainer.distil(x, y, logits, torch.tensor(5.0), {"ce": torch.tensor(4.0)})
+    loss, aux = train.distil(trainer.teacher, trainer.cfg, x, y, logits, torch.tensor(5.0), {"ce": torch.tensor(4.0)})
     assert abs(aux["kd"] - kd) < 1e-12 and abs(loss - (0.3 * 5.0 + 0.7 * kd)) < 1e-12 and aux["ce"] == 4.0
-    assert trainer.distil(x, torch.full_like(y, -1), logits, torch.tensor(0.0), {})[0] == 0
+    assert train.distil(trainer.teacher, trainer.cfg, x, torch.full_like(y, -1), logits, torch.tensor(0.0), {})[0] == 0
 
 
 def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(world, data_dir, tmp_path):
@@ -241,7 +241,7 @@ def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(world, data_dir, t
     assert {"ce_loop1", "ce", "kd"} <= plot.read_log(whole.folder / "log.jsonl")[0].keys()
     theirs = checkpoint.load_checkpoint(world / "gpt" / "r" / "ckpt.pt")["weights"]
     assert checkpoint.fingerprint(dict(whole.teacher.state_dict())) == checkpoint.fingerprint(theirs)
-    assert not whole.teacher.training and whole.state()["weights"].keys() == whole.model.state_dict().keys()
+    assert not whole.teacher.training and train.state(whole)["weights"].keys() == whole.model.state_dict().keys()
     runs.run("relaxed", tmp_path / "stopped", *options, stop_after=4)
     resumed = runs.run("relaxed", tmp_path / "stopped", *options[:3], "resume=true")
     assert resumed.teacher is not None and runs.learned(resumed) == runs.learned(whole)

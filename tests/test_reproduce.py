@@ -11,7 +11,7 @@ import pytest
 from lab import reproduce
 from common.keys import UserError
 from conftest import ROOT
-from common.process import read_config
+from common.config import read_config
 from runs import SIZES, SMALL
 
 EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 1,
