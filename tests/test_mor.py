@@ -433,7 +433,7 @@ def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
     ever = torch.stack([(model.recursions(x) == 4).any(0) for x in rows])
     dead, each = 1 - ever.any(0).double().mean().item(), 1 - ever.double().mean().item()
     for _ in range(2):
-        whole = trainer.evaluate()
+        whole = train.evaluate(trainer)
         assert whole["val_dead"] == pytest.approx(dead) != pytest.approx(each)
     model.set_step(0)       # a process of two, of which only the other has a batch, adds to the sum too
     sums = []
