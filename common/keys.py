@@ -196,7 +196,7 @@ def read_bytes(path) -> bytes:
 def read_text(path, name) -> str:
     """The text of a file. UserError, which calls it `name`, where there is none in UTF-8."""
     try:
-        return read_bytes(path).decode()
+        return read_bytes(path).decode("utf-8-sig")  # without a byte order mark
     except OSError as e:
         raise UserError(f"{name} cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:

@@ -120,9 +120,9 @@ class FileTokens(TokenData):
         text = read_text(path, f"text={path}")
         self.folder, self.split, self.bytes = path, "whole", len(text.encode())
         self.ids = np.array(tokenizer.encode(text), dtype=np.int64)
-        self.tokens, self.counts = len(self.ids), np.array([len(self.ids)])
+        self.tokens = len(self.ids)
 
-    def read(self, k, where):
+    def read(self, where):
         return self.ids[where]
 
 
