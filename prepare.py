@@ -384,10 +384,10 @@ def already_there(folder, cfg) -> bool:
         TokenData(folder, "val")
     except UserError as e:
         raise UserError(f"{e}; overwrite=true makes it again") from None
-    for key, value in settings(cfg).items():
-        if meta.get(key) != value:
-            raise UserError(f"{folder} was made with {key}={meta.get(key)!r:.60}, not "
-                            f"{value!r:.60}: overwrite=true replaces it, name=... makes another")
+    made = [f"{k}={meta.get(k)!r:.60}" for k, v in settings(cfg).items() if meta.get(k) != v]
+    if made:
+        raise UserError(f"{folder} was made with {', '.join(made)}: overwrite=true replaces it, "
+                        "name=... makes another")
     return True
 
 

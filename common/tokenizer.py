@@ -16,7 +16,7 @@ from common.keys import UserError, first_line, need, read_text
 MAX_BPE = 1 << 18
 EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"  # where a model's files name none
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-MARK = "\U0010ffff"
+MARK = "\U0010ffff"  # a character that no token holds: it is encoded as bytes
 SLICE = 1 << 16  # characters encoded at once: tiktoken's stack overflows on 10^6 spaces
 # How GPT-4 splits text before byte pairs are merged; no merge crosses these pieces.
 PATTERN = "|".join([
@@ -28,8 +28,7 @@ PATTERN = "|".join([
     r"\s+(?!\S)",  # indentation, but for the last space, which goes with the word
     r"\s+",
 ])
-GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
-                r"|\s+(?!\S)|\s+")
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 class Tokenizer:
@@ -222,17 +221,16 @@ def hf_tokenizer(name) -> HFTokenizer:
     """The tokenizer of a model's folder or hub name."""
     try:
         folder = hub_folder(name, ["tokenizer.json", "tokenizer_config.json"])
-        data, config = json.loads(read_text(folder / "tokenizer.json", "tokenizer.json")), {}
-        if (folder / "tokenizer_config.json").exists():
-            config = json.loads(read_text(folder / "tokenizer_config.json", "its config"))
+        data = json.loads(read_text(folder / "tokenizer.json", "its tokenizer.json"))
+        config = folder / "tokenizer_config.json"
+        config = json.loads(read_text(config, "its config")) if config.exists() else {}
         words = {*data["model"]["vocab"], *(t["content"] for t in data["added_tokens"])}
-        eos = config.get("eos_token")
+        eos = config.get("eos_token") or next((t for t in EOS_TOKENS if t in words), None)
         eos = eos["content"] if isinstance(eos, dict) else eos  # as older files have it
-        found = [word for word in ([eos] if eos else EOS_TOKENS) if word in words]
-        if not found:
-            raise ValueError("no end-of-text token: name one of the vocabulary as eos_token in "
+        if eos not in words:
+            raise ValueError("no end-of-text token: name one of its vocabulary as eos_token in "
                              "tokenizer_config.json")
-        return HFTokenizer(data, found[0])
+        return HFTokenizer(data, eos)
     except Exception as e:  # of the library, which has no class of its own, or of the files
         kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         raise UserError(f"tokenizer hf:{name} cannot be used: {kind}{first_line(e)}") from None
@@ -300,5 +298,5 @@ def library_bpe(tokenizer):
     if tokenizer.kind == "bpe":
         before.insert(0, steps.Split(library.Regex(tokenizer.saved["pattern"]), "isolated"))
     found.pre_tokenizer, found.decoder = steps.Sequence(before), library.decoders.ByteLevel()
-    found.add_special_tokens(EOS_TOKENS[:1])
+    found.add_special_tokens([EOS_TOKENS[0]])
     return found
