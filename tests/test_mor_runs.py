@@ -52,11 +52,12 @@ def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
 
 def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):
     runs.run("mor", tmp_path, data_dir)
-    (tmp_path / "text.txt").write_text("def a(b):\n\treturn 1")
+    (tmp_path / "text.txt").write_text("\ufeffdef é(b):\n\treturn 1")         # a byte order mark, a character of 2 tokens
     capsys.readouterr()
     sample.main([str(tmp_path / "r"), f"prompt=FILE:{tmp_path / 'text.txt'}", f"depths={tmp_path / 'd.png'}"])
     shown = capsys.readouterr()
-    assert shown.out.count("\033[0m") == 16 and "16 tokens, recursions 1:" in shown.err       # cropped to block_size
+    assert shown.out.count("\033[0m") == 15 and "16 tokens, recursions 1:" in shown.err       # cropped to block_size
+    assert "é" in shown.out and "\ufffd" not in shown.out and "\ufeff" not in shown.out
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
 
 
