@@ -16,8 +16,10 @@ from common.keys import UserError, first_line, need, read_text
 MAX_BPE = 1 << 18
 EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"  # where a model's files name none
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-MARK = "\U0010ffff"  # a character that no token holds: it is encoded as bytes
-SLICE = 1 << 16  # characters encoded at once: tiktoken's stack overflows on 10^6 spaces
+# a character that no token holds: it is encoded as bytes
+MARK = "\U0010ffff"
+# characters encoded at once: tiktoken's stack overflows on 10^6 spaces
+SLICE = 1 << 16
 # How GPT-4 splits text before byte pairs are merged; no merge crosses these pieces.
 PATTERN = "|".join([
     r"'(?i:[sdmt]|ll|ve|re)(?!\p{L})",  # English contractions; not the start of 'data'
@@ -28,7 +30,8 @@ PATTERN = "|".join([
     r"\s+(?!\S)",  # indentation, but for the last space, which goes with the word
     r"\s+",
 ])
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+"
+                r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 
 
 class Tokenizer:
@@ -112,14 +115,15 @@ class BPETokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A Hugging Face model's: a BPE of bytes, as GPT-2's, SmolLM's and Llama 3's, or one with byte
-    fallback, as Llama 2's. Ids and text are those of the library `tokenizers`, but no text becomes
-    a special token, none is added, and a byte without a token is left out."""
+    """A Hugging Face model's: a BPE of bytes, as GPT-2's, SmolLM's and Llama 3's, or one with
+    byte fallback, as Llama 2's. Ids and text are those of the library `tokenizers`, but no text
+    becomes a special token, none is added, and a byte without a token is left out."""
 
     def __init__(self, data, eos):
         """data: what a tokenizer.json holds; eos: the text of end-of-text."""
         model = {**data["model"], "dropout": None, "unk_token": None}
-        data = {**data, "model": model, "truncation": None, "padding": None, "post_processor": None}
+        data = {**data, "model": model, "post_processor": None}  # which would add special tokens
+        data |= {"truncation": None, "padding": None}
         self.library = need("tokenizers").Tokenizer.from_str(json.dumps(data))
         self.library.add_special_tokens([eos])
         self.library.encode_special_tokens = True  # as text
@@ -130,8 +134,11 @@ class HFTokenizer(Tokenizer):
         self.mark, self.n_mark = "", 0
         if self.decode_bytes(self.encode_slice("a")) != b"a":
             self.mark, self.n_mark = MARK, len(self.encode_slice(MARK))
-        ids = self.encode(sample := "0  0\U0001d306")  # a rare character: has it tokens for bytes?
-        if not self.decode_bytes(ids).decode().strip() == self.decode(ids).strip() == sample:
+        # a rare character: are there tokens for its bytes?
+        sample = "0  0\U0001d306"
+        ids = self.encode(sample)
+        shown = self.decode_bytes(ids).decode().strip(), self.decode(ids).strip()
+        if shown != (sample, sample):
             raise ValueError("it must be a BPE of bytes or one with byte fallback")
 
     def encode_slice(self, text, first=True) -> np.ndarray:
@@ -169,7 +176,8 @@ class TaskTokenizer(Tokenizer):
 def load_tokenizer(saved) -> Tokenizer:
     """The tokenizer of a meta.json or a checkpoint. UserError if it is malformed."""
     def bpe():
-        return BPETokenizer(saved["pattern"], list(map(base64.b64decode, saved["ranks"].split())))
+        ranks = map(base64.b64decode, saved["ranks"].split())
+        return BPETokenizer(saved["pattern"], list(ranks))
     make = {"byte": ByteTokenizer, "char": lambda: CharTokenizer(saved["chars"]), "bpe": bpe,
             "hf": lambda: HFTokenizer(json.loads(saved["json"]), saved["eos"]),
             "task": lambda: TaskTokenizer(saved["vocab_size"])}
@@ -269,13 +277,13 @@ def hf_pieces(library, in_bytes) -> list:
         elif not in_bytes and re.fullmatch("<0x[0-9A-F]{2}>", word):
             pieces[i] = bytes.fromhex(word[3:5])
         else:
-            pieces[i] = (word if in_bytes else word.replace("\u2581", " ")).encode()
+            pieces[i] = word.replace("\u2581", " ").encode()
     return [b"" if i in special else pieces.get(i, b"") for i in range(max(pieces) + 1)]
 
 
 def to_huggingface(tokenizer, folder):
-    """Write tokenizer.json and tokenizer_config.json for transformers. False for the kinds that are
-    no BPE of bytes (char, and the numbers of tasks). "<|endoftext|>" is one token there."""
+    """Write tokenizer.json and tokenizer_config.json for transformers, where "<|endoftext|>" is
+    one token. False for the kinds that are no BPE of bytes (char, and the numbers of tasks)."""
     if tokenizer.kind not in ("byte", "bpe", "hf"):
         return False
     library = tokenizer.library if tokenizer.kind == "hf" else library_bpe(tokenizer)
