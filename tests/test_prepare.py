@@ -293,21 +293,20 @@ def test_documents_are_split_by_hash_and_counted(tmp_path):
 @given(sizes=st.lists(st.one_of(st.integers(1, 40), st.integers(1, 6000)), min_size=1, max_size=40),
        fraction=st.sampled_from([0.1, 0.02, 0.5, 0.9]), copies=st.integers(1, 3), seed=st.integers(0, 9))
 def test_val_has_its_fraction_of_the_bytes(sizes, fraction, copies, seed):
-    """Whatever the number and the sizes of the documents; equal ones share nothing but what both splits have."""
+    """Whatever the number and the sizes of the documents; equal ones go the same way."""
     docs = copies * ["".join(random.Random(f"{seed} {i}").choices("abcé你 ", k=n)) for i, n in enumerate(sizes)]
     docs = [(hashlib.sha256(d.encode()).digest(), len(d.encode()), d) for d in docs]
     source = Mock(limit=math.inf, __iter__=lambda _: iter(docs))
     splitter, found = prepare.Splitter(source, fraction), {"train": "", "val": ""}
-    whole = {"train": set(), "val": set()}
+    where = {}
     for doc in docs:
         parts = splitter.parts(*doc)
         assert "".join(text for _, text in parts) == doc[2] and [s for s, _ in parts] in (["train"], ["val"], ["train", "val"])
         for split, text in parts:
             found[split] += text
-            whole[split].add(doc[2] if len(parts) == 1 else "cut" + text)
-    assert not whole["train"] & whole["val"]
+        assert where.setdefault(doc[2], parts) == parts
     train, val = (len(text.encode()) for text in found.values())
-    assert abs(val - (train + val) * fraction) <= 0.1 * min(fraction, 1 - fraction) * (train + val) + 3 * copies
+    assert abs(val - (train + val) * fraction) <= 0.1 * min(fraction, 1 - fraction) * (train + val) + 5 * copies
 
 
 def test_a_document_stays_in_its_split(tmp_path):
