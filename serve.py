@@ -35,6 +35,7 @@ propagate; mor also takes: its router decides which tokens go on, so it has no e
 Shapes: N packed tokens (of several requests, one behind the other), R rows, T tokens of the
 longest row, S keys, H query heads, G key/value heads, D head size, C width, V vocabulary.
 """
+import codecs
 import functools
 import json
 import math
@@ -551,7 +552,7 @@ def read_requests(path, tokenizer, model, max_new_tokens):
     """The requests in a file, and answers for the lines that hold none: lists of Request and
     of dict. UserError if there is no such file, or it is empty."""
     try:
-        lines = read_bytes(path).split(b"\n")
+        lines = read_bytes(path).removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as e:
         raise UserError(f"requests={path} cannot be read: {e.strerror}") from e
     requests, errors = [], []
@@ -631,7 +632,7 @@ def serve(model, tokenizer, cfg):
     engine = engine_for(model, tokenizer, cfg, requests, cfg.slots, batching=cfg.batching)
     start = time.perf_counter()
     for r in engine.run(requests):
-        answer = {"id": r.id, "text": tokenizer.decode(r.tokens), "tokens": r.tokens,
+        answer = {"id": r.id, "text": "".join(tokenizer.stream(r.tokens)), "tokens": r.tokens,
                   "exits": r.exits, "latency": round(r.latency, 4)}
         print(json.dumps(answer), flush=True)
     seconds = time.perf_counter() - start

@@ -8,6 +8,7 @@ Nothing here knows a model, a data set or torch.
 import contextlib
 import difflib
 import errno
+import hashlib
 import importlib
 import inspect
 import io
@@ -183,9 +184,11 @@ def check_name(name, what="name") -> str:
 
 
 def folder_name(dataset, tokenizer) -> str:
-    """The folder of a data set: file:a/b.txt, bpe:512 -> file-a-b.txt-bpe-512"""
-    name = re.sub(r"[^A-Za-z0-9._+-]", "-", f"{dataset}-{tokenizer}")
-    return check_name(name.lstrip("._+-"))
+    """file:a/b.txt, bpe:512 -> file-a-b.txt-bpe-512; a long one ends with a hash."""
+    asked = f"{dataset}-{tokenizer}"
+    name = re.sub(r"[^A-Za-z0-9._+-]", "-", asked).lstrip("._+-")
+    short = f"{name[:80]}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}"
+    return check_name(name if len(name) <= 100 else short)
 
 
 def read_bytes(path) -> bytes:
@@ -199,7 +202,7 @@ def read_bytes(path) -> bytes:
 def read_text(path, name) -> str:
     """The text of a file. UserError, which calls it `name`, where there is none in UTF-8."""
     try:
-        return read_bytes(path).decode()
+        return read_bytes(path).decode("utf-8-sig")  # without a byte order mark
     except OSError as e:
         raise UserError(f"{name} cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:

@@ -127,11 +127,11 @@ EVAL = [
     (["{w}/out/r", "dataset=task:s3"], "dataset=task:s3 is no text"),
 ]
 PREPARE = [
-    (["dataset=file:latin.txt"], "holds no UTF-8 text"), (["dataset=file:nothing*.txt"], "no file matches it"),
-    (["dataset=file:folder"], "no file in it ends with"), (["dataset=pyton"], "the data sets are python, "),
-    (["dataset=task:recall"], "needs no preparation"), (["tokenizer=bpe:257"], "SIZE must be 258 to"),
+    (["dataset=file:latin.txt"], "0 documents of UTF-8 text, 1 others"), (["dataset=file:nothing*.txt"], "and none match it"),
+    (["dataset=file:folder"], "nor a folder with text files"), (["dataset=pyton"], "the data sets are python, "),
+    (["tokenizer=bpe:257"], "the size must be 258 to"),
     (["tokenizer=morse"], "the tokenizers are byte, "), (["tokenizer=hf:none"], "neither a folder nor a hub name"),
-    (["tokenizer=hf:folder"], "cannot read folder/tokenizer.json"), (["val_fraction=0"], "val_fraction must"),
+    (["tokenizer=hf:folder"], "its tokenizer.json cannot be read"), (["val_fraction=0"], "val_fraction must"),
     (["max_tokens=3"], "max_tokens must"), (["name=../up"], "'../up' is not allowed"),
     (["data_dir=afile"], "cannot write afile/python-byte: Not a directory"),
 ]

@@ -3,6 +3,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common import checkpoint
 from common import llama
@@ -10,10 +12,10 @@ import runs
 import train
 import sample
 from common.keys import UserError, model_module
-from test_prepare import llama2
-from common.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, load_tokenizer, train_bpe
+from test_prepare import EOT, SPECIAL, TEXTS, WORDS, llama2, phi, smollm
+from common.tokenizer import (GPT2_PATTERN, BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer,
+                              train_bpe)
 
-TEXT = "def f(x):\n    return 'übung' + 10000  # <|endoftext|> 日本\n\n\n"
 SIZES = dict(block_size=32, vocab_size=61, n_head=4, n_embd=32)
 CASES = [("gpt", dict(n_layer=2, n_kv_head=2, rope_theta=500.0)),
          ("gpt", dict(n_layer=2, qk_norm=True, tie_embeddings=False)), ("gpt", dict(n_layer=2, window=5)),
@@ -47,26 +49,33 @@ def test_transformers_computes_the_same_logits(model, keys, tmp_path):
         assert again.cfg == ours.cfg and all(map(torch.equal, again.parameters(), ours.parameters()))
 
 
-def test_tokenizers_encode_alike_in_transformers(tmp_path):
+@given(texts=st.lists(TEXTS, min_size=9, max_size=9))
+def test_the_export_encodes_as_we_do(texts, exported):
+    """transformers reads the ids that the model was trained on, for every kind of tokenizer, and so does hf:FOLDER."""
+    special = [*SPECIAL, "</s>"]                    # tokens there, characters like any other here
+    for ours, theirs, again in exported:
+        for text in ["cat ünder\n    cat  aaa aaaa aaaaa", *texts]:
+            for word in special:
+                text = text.replace(word, "")
+            ids = ours.encode(text)
+            assert theirs.encode(text) == ids == again.encode(text), (ours.kind, text)
+            assert theirs.decode(ids) == ours.decode(ids) == again.decode(ids) == text
+        assert theirs.eos_token_id == ours.eot == again.eot and len(theirs) == ours.vocab_size == again.vocab_size
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """(tokenizer, the export as transformers reads it, as we read it) of each kind; of hf: the three forms."""
     from transformers import AutoTokenizer
-    text = TEXT.replace("<|endoftext|>", "")        # one token there, thirteen characters here
-    bpe = train_bpe(281, ["the cat sat on the mat, 1234 times\n    the end"] * 3)
-    for tokenizer in (ByteTokenizer(), bpe, BPETokenizer("gpt2", r"\w+|\W+", bpe.pieces[:-1])):
-        assert checkpoint.to_huggingface(tokenizer, tmp_path)
-        theirs = AutoTokenizer.from_pretrained(tmp_path)
-        assert theirs.encode(text) == tokenizer.encode(text) and theirs.decode(tokenizer.encode(text)) == text
-        assert theirs.eos_token_id == tokenizer.eot and len(theirs) == tokenizer.vocab_size
-        saved = {"kind": "hf", "eot": tokenizer.eot, "json": (tmp_path / "tokenizer.json").read_text()}
-        again = load_tokenizer(saved)               # as hf:FOLDER reads it, and writes it again
-        assert again.encode(text) == tokenizer.encode(text)
-        assert checkpoint.to_huggingface(again, tmp_path)
-        theirs = AutoTokenizer.from_pretrained(tmp_path)
-        assert theirs.encode(text) == tokenizer.encode(text) and theirs.decode(tokenizer.encode(text)) == text
-    blanks = HFTokenizer(llama2(), 2)               # blanks as U+2581, other signs as bytes
-    assert checkpoint.to_huggingface(blanks, tmp_path)
-    ids = blanks.encode("cat ünder\n cat")
-    assert AutoTokenizer.from_pretrained(tmp_path).decode(ids) == "cat ünder\n cat"
-    assert not checkpoint.to_huggingface(CharTokenizer("ab"), tmp_path)
+    bpe = train_bpe(360, [2 * "the cat sat on the mat, 1234 times\n    the end aaaaaaa aaaab baaa", WORDS])
+    found = []
+    for ours in (ByteTokenizer(), bpe, BPETokenizer(GPT2_PATTERN, bpe.pieces[:-1]), HFTokenizer(smollm(), EOT),
+                 HFTokenizer(phi(), EOT), HFTokenizer(llama2(), "</s>")):
+        folder = tmp_path_factory.mktemp(ours.kind)
+        assert checkpoint.to_huggingface(ours, folder)
+        found.append((ours, AutoTokenizer.from_pretrained(folder), hf_tokenizer(str(folder))))
+    assert not checkpoint.to_huggingface(CharTokenizer("ab"), tmp_path_factory.mktemp("char"))
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -286,6 +286,8 @@ BAD = {
 def test_a_bad_line_is_one_error(tmp_path):
     """Of valid JSON, and short; the good lines between are answered."""
     model = looping(vocab_size=257, pos="none", block_size=8)
+    (tmp_path / "mark.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "ab"}')  # a byte order mark
+    assert [r.id for r in serve.read_requests(tmp_path / "mark.jsonl", ByteTokenizer(), model, 5)[0]] == [1]
     (tmp_path / "x.jsonl").write_bytes(b"".join(b'%s\n{"prompt": "ab", "max_new_tokens": 62}\n' % line for line in BAD))
     requests, errors = serve.read_requests(tmp_path / "x.jsonl", ByteTokenizer(), model, 5)
     assert [r.id for r in requests] == [2 * n for n in range(1, len(BAD) + 1)]
