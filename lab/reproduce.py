@@ -404,7 +404,7 @@ def write(experiment, runs):
     text += how_made(experiment, [*itertools.chain(*rows.values()), *measured])
     print(f"\n{experiment.title}\n\n{text}")
     marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    for file in LAB / "RESULTS.md", HERE / "README.md":
+    for file in LAB / "RESULTS.md", LAB / "results" / "tables.md", HERE / "README.md":
         if marks.search(old := file.read_text()):
             with writing(file):
                 file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old))
