@@ -191,10 +191,7 @@ def check_same_model(name, ckpt):
 def run_config(module, given, base):
     """(TrainConfig, the model's Config fields) from text that is given, over plain values."""
     own = {f.name for f in fields(TrainConfig)}
-    keys = *fields(TrainConfig), *fields(module.Config)
-    entries = [(f.name, f.type, field(default=f.default)) for f in keys]
-    schema = make_dataclass("RunConfig", entries)       # a TypeError for a key that both have
-    values = asdict(typed_config(schema, given, base, free_text=("sample_prompt",)))
+    values = asdict(typed_config(full_schema(module), given, base, free_text=("sample_prompt",)))
     model_fields = {k: v for k, v in values.items() if k not in own}
     try:
         cfg = TrainConfig(**{k: values[k] for k in own})
@@ -202,6 +199,13 @@ def run_config(module, given, base):
     except ValueError as e:
         raise UserError(str(e)) from e
     return cfg, model_fields
+
+
+def full_schema(module):
+    """A dataclass of all keys of a run: the trainer's and the model's."""
+    keys = *fields(TrainConfig), *fields(module.Config)
+    entries = [(f.name, f.type, field(default=f.default)) for f in keys]
+    return make_dataclass("RunConfig", entries)         # a TypeError for a key that both have
 
 
 def run_folder(out_dir, run):

@@ -8,17 +8,33 @@ One picture of several runs: a value of their logs against steps, tokens or seco
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.keys import (UserError, asks_help, help_text, run_cli, split_args, typed_config,
-                         writing)
+from common.keys import (UserError, asks_help, help_text, need, run_cli, split_args,
+                         typed_config, writing)
 from common.log import read_log
 
 
+@dataclass
+class PlotConfig:
+    y: str = "val_ce"           # what is drawn: a key of log.jsonl
+    x: str = "step"             # step | tokens | flops | seconds
+    smooth: int = 1             # points of a curve that are averaged into one
+    file: str = "out/plot.png"  # the picture
+    title: str = ""             # above it
+    labels: str = ""            # names, with commas between (default: the folders')
+
+    def __post_init__(self):
+        if self.x not in ("step", "tokens", "flops", "seconds"):
+            raise ValueError(f"x={self.x} must be one of: step, tokens, flops, seconds")
+        if self.smooth < 1:
+            raise ValueError(f"smooth={self.smooth} must be at least 1")
+
+
+# ---- drawing ----
+
 def pyplot():
     """matplotlib, imported where a picture is drawn, without a display."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    return plt
+    need("matplotlib").use("Agg")
+    return need("matplotlib.pyplot")
 
 
 def save_picture(fig, key, file, dpi):
@@ -30,49 +46,37 @@ def save_picture(fig, key, file, dpi):
             raise UserError(f"{key}={file}: {str(e).splitlines()[0]}") from e
 
 
-def draw_curves(rows, path, title):
-    plt = pyplot()
-    fig, ax = plt.subplots(figsize=(7, 4.5))
-    for key, label, style in (("ce", "training", "-"), ("val_ce", "validation", "o-")):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        if points:
-            ax.plot(*zip(*points), style, label=label, markersize=3, linewidth=1)
-            ax.legend()
-    ax.set(xlabel="step", ylabel="cross-entropy (nats per token)", title=title)
-    ax.grid(alpha=0.3)
-    fig.savefig(path, dpi=120, bbox_inches="tight")
+def draw(file, panels, title=""):
+    """Panels beside each other, each (labels and scales of its axes, [(name, its points), ...])."""
+    plt, n = pyplot(), len(panels)
+    fig, axes = plt.subplots(1, n, figsize=(7 if n == 1 else 5.5 * n, 4.5), squeeze=False)
+    for ax, (style, curves) in zip(axes[0], panels):
+        for name, curve in curves:      # a few points are marked
+            marker = "o" if len(curve) < 10 else ""
+            ax.plot(*zip(*curve), label=name, linewidth=1.2, marker=marker, markersize=5)
+        ax.set(**style)
+        ax.grid(alpha=0.3)
+    if axes[0][0].lines:
+        axes[0][0].legend(fontsize=8)
+    fig.suptitle(title)
+    save_picture(fig, "file", file, dpi=120)
     plt.close(fig)
+
+
+def draw_curves(rows, path, title):
+    """The picture of one run: the cross-entropy in training and validation, by its log's rows."""
+    curves = [(name, [(row["step"], row[key]) for row in rows if key in row])
+              for key, name in (("ce", "training"), ("val_ce", "validation"))]
+    style = dict(xlabel="step", ylabel="cross-entropy (nats per token)")
+    draw(path, [(style, [(name, curve) for name, curve in curves if curve])], title)
 
 
 def draw_points(places, xlabel, ylabel, file):
     """places: (name, x, y)."""
-    plt = pyplot()
-    fig, ax = plt.subplots(figsize=(7, 4.5))
-    for name, x, y in places:
-        ax.plot(x, y, "o")
-        ax.annotate(name, (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8)
-    ax.set(xlabel=xlabel, ylabel=ylabel)
-    ax.margins(x=0.15)
-    ax.grid(alpha=0.3)
-    save_picture(fig, "file", file, dpi=120)
-    plt.close(fig)
+    draw(file, [(dict(xlabel=xlabel, ylabel=ylabel), [(name, [(x, y)]) for name, x, y in places])])
     print(f"{file}: {ylabel} against {xlabel}, {len(places)} runs")
 
 
-@dataclass
-class PlotConfig:
-    y: str = "val_ce"           # what is drawn: a key of log.jsonl
-    x: str = "step"             # step | tokens | flops | seconds
-    smooth: int = 1             # points of a curve that are averaged into one
-    file: str = "plot.png"      # the picture
-    title: str = ""             # above it
-    labels: str = ""            # names, with commas between (default: the folders')
-
-    def __post_init__(self):
-        if self.x not in ("step", "tokens", "flops", "seconds"):
-            raise ValueError(f"x={self.x} must be one of: step, tokens, flops, seconds")
-        if self.smooth < 1:
-            raise ValueError(f"smooth={self.smooth} must be at least 1")
 
 
 def points(folder, x, y):
@@ -105,14 +109,7 @@ def main(argv):
         raise UserError("give the folders of runs, and as many labels or none: "
                         "python -m lab.plot out/NAME ... [key=value]")
     curves = [averaged(points(folder, cfg.x, cfg.y), cfg.smooth) for folder in folders]
-    plt = pyplot()
-    fig, ax = plt.subplots(figsize=(7, 4))
-    for label, curve in zip(labels, curves):
-        ax.plot(*zip(*curve), "o-", markersize=3, linewidth=1.2, label=label)
-    ax.set(xlabel=cfg.x, ylabel=cfg.y, title=cfg.title)
-    ax.legend()
-    ax.grid(alpha=0.3)
-    save_picture(fig, "file", cfg.file, dpi=120)
+    draw(cfg.file, [(dict(xlabel=cfg.x, ylabel=cfg.y), zip(labels, curves))], cfg.title)
     print(f"{cfg.file}: {cfg.y} of {', '.join(labels)}")
 
 

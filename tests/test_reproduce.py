@@ -1,5 +1,6 @@
 """reproduce.py: what is missing is trained, once; tables from results; every experiment's keys are known."""
 import json
+import re
 import resource
 import shutil
 import signal
@@ -8,12 +9,13 @@ import sys
 
 import pytest
 
-from lab import reproduce
 from common.keys import UserError
-from conftest import ROOT
 from common.config import read_config
+from conftest import ROOT
+from lab import reproduce
 from runs import SIZES, SMALL
 
+EXPERIMENTS = reproduce.load_experiments()
 EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 1,
               "keys": " ".join([*SMALL, *SIZES["gpt"], "dropout=0", "keep_interval=3"]),
               "rows": {"first": {"keys": "model=gpt", "note": "as it is"},
@@ -22,26 +24,37 @@ EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 1,
               "columns": {"options": "options", "note": "text", "steps": "step .0f", "bits": "val_bpb .3f",
                           "half": "half.ce .3f", "ms": "speed.decode_1_ms .2f"},
               "evaluate": {"half": "batches=1"}, "bench": ["runs {rows} rounds=1"],
-              "picture": [{"x": "tokens", "y": "ce"}]}
+              "picture": [{"x": "curves.tokens", "y": "curves.ce"}, {"x": "speed.decode_1_ms", "y": "val_bpb"}]}
 
 
-@pytest.mark.parametrize("name", reproduce.load_experiments())
-def test_every_experiment_has_known_keys_and_its_place(name):
-    experiment = reproduce.load_experiments()[name]
-    assert f"<!-- {name} -->" in (ROOT / "lab" / "RESULTS.md").read_text() or name == "quick"
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_has_known_keys(name):
+    experiment = EXPERIMENTS[name]
     assert experiment.tier in reproduce.TIERS and (experiment.rows or experiment.bench)
     for run in reproduce.plan(experiment):
         read_config([key for key in run.keys.split() if not key.startswith("init_from=")] + ["run=r"])
 
 
+def test_results_have_a_place_for_every_experiment_and_name_no_machine():
+    """Nothing under lab/ has an absolute path or a home folder in it."""
+    texts = [(ROOT / "lab" / name).read_text() for name in ("RESULTS.md", "results/tables.md")]
+    marks = re.findall("<!-- (.*) -->", "".join(texts))
+    assert sorted(marks[::2]) == sorted(EXPERIMENTS.keys() - {"quick"}) and {*marks[1::2]} == {"end"}
+    path = re.compile(r"(?<![\w./)\]-])(~?/[A-Za-z][\w.-]*/[\w.-]|[A-Z]:\\|~/)")
+    for file in (ROOT / "lab").rglob("*"):
+        if file.suffix in (".jsonl", ".yaml", ".md", ".txt"):
+            assert not (found := path.search(file.read_text())), f"{file}: {found[0]}"
+
+
 def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     """In a copy of the repository: a first call that fails halfway, a second one that does the rest, a third one
-    that has nothing to do."""
+    that has nothing to do, a fourth beside another caller."""
     copy = tmp_path / "copy"
     left_out = shutil.ignore_patterns(".*", "out", "data", "results", "experiments", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=left_out)
     (copy / "lab" / "experiments").mkdir()
     (copy / "README.md").write_text("before\n<!-- trial -->\nold\n<!-- end -->\nafter\n")
+    lines = copy / "lab" / "results" / "trial.jsonl"
 
     def call(**changes):
         trial = {**EXPERIMENT, **changes, "keys": f"{EXPERIMENT['keys']} data_dir={data_dir}"}
@@ -57,24 +70,33 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     assert [(row[0], row[2], row[3]) for row in rows] == [("first", "as it is", "6"), ("from the third step", "", "5"),
                                                           ("from its weights", "", "2")]
     assert all(float(cell) > 0 for row in rows for cell in row[4:])
-    results = [json.loads(line) for line in (copy / "lab" / "results" / "trial.jsonl").read_text().splitlines()]
+    results = [json.loads(line) for line in lines.read_text().splitlines()]
     assert len({line["command"] for line in results}) == len(results) == 4
+    assert all(str(copy) not in json.dumps(line) for line in results)
+    assert results[0]["keys"]["config"] == "configs/gpt_tiny.yaml" and "dropout" not in results[0]["keys"]
+    assert "training step" in lines.with_suffix(".txt").read_text()
     assert (copy / "assets" / "trial.png").stat().st_size > 10_000
     stamps = {f: f.stat().st_mtime_ns for f in copy.glob("out/*/ckpt.pt")}
     p = call()
-    assert p.stdout.startswith("0 runs") and stamps == {f: f.stat().st_mtime_ns for f in stamps}
+    assert "3 of   3 runs done" in p.stdout and stamps == {f: f.stat().st_mtime_ns for f in stamps}
     assert written == (copy / "README.md").read_text()
-    file = copy / "lab" / "results" / "trial.jsonl"         # a run that starts from weights is resumed without them
-    file.write_text("".join(line for line in file.open() if "init_from=out/" not in line.split("commit")[0]))
+    # a run that starts from weights is resumed without them
+    lines.write_text("".join(line for line in lines.open() if "init_from=out/" not in line.split("commit")[0]))
     p = call()
-    assert p.returncode == 0 and p.stdout.startswith("1 runs") and len(file.read_text().splitlines()) == 4
+    assert p.returncode == 0 and "2 of   3 runs done" in p.stdout and len(lines.read_text().splitlines()) == 4
+    with open(copy / "out" / "reproduce.lock", "w") as file:
+        reproduce.fcntl.flock(file, reproduce.fcntl.LOCK_EX)
+        assert "another reproduce.py" in call().stderr
 
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """The runs of an experiment whose file holds this text."""
+    """The runs of an experiment whose file holds this text, in an empty folder with configs/gpt_tiny.yaml."""
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    monkeypatch.setattr(reproduce, "LAB", tmp_path / "lab")
     (tmp_path / "lab" / "experiments").mkdir(parents=True)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "gpt_tiny.yaml").write_text("n_layer: 4\nlearning_rate: 0.02\nbatch_size: 12\n")
 
     def planned(text):
         (tmp_path / "lab" / "experiments" / "trial.yaml").write_text(text)
@@ -83,49 +105,48 @@ def plan(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("title: a", "tier is missing"), ("title: a\ntier: cpu\nrow: 5", "unknown key 'row'"),
-    ("title: [a", "trial.yaml: "), ("title: a\ntier: cpu\nrows: [a]", "trial.yaml: "),
-    ("title: a\ntier: slow", "tier must be one of quick, cpu, gpu"),
-    ("title: a\ntier: cpu\nrows: {x: {minute: 5}}", "x has an unknown key 'minute'"),
-    ("title: a\ntier: cpu\nrows: {x: {seeds: 0}}", "x: seeds must be positive"),
-    ("title: a\ntier: cpu\nrows: {x: {seeds: 1}, y: 'init_from={x}'}", "y starts .* no row above it with seed 2"),
-    ("title: a\ntier: cpu\nrows: {x: 'init_from={y}', y: ''}", "x starts from 'y', which is no row above it")])
+    ("title: a", "trial.yaml: .*tier"), ("title: a\ntier: cpu\nrow: 5", "trial.yaml: .*row"),
+    ("title: [a", "trial.yaml: "), ("title: a\ntier: cpu\nrows: {x: {minute: 5}}", "x has an unknown key 'minute'"),
+    ("title: a\ntier: cpu\nrows: {x: {seeds: 1}, y: 'init_from={x}'}", "y starts .* no row above it with seed 2")])
 def test_mistakes_in_an_experiment_are_named(text, message, plan):
     with pytest.raises(UserError, match=message):
         plan(text)
 
 
-def test_evaluations_and_the_step_that_it_starts_from_tell_a_run_apart(plan):
-    """By its line in the results, as do the values of its config file; a damaged line is named."""
+def test_what_tells_a_run_apart(plan, tmp_path):
+    """Its evaluations, the values of its config file, and the step that it starts from."""
     trial = "title: a\ntier: cpu\nseeds: 1\nrows: {{whole: '', part: {{from: [whole, {}]}}}}\nevaluate: {}"
     first = plan(trial.format(3, "{}"))
     for run in first:
-        reproduce.append(run.experiment, {"command": run.command})
+        reproduce.append(run.experiment, {"command": run.command, "keys": reproduce.file_keys(run)})
     assert all(run.result for run in plan(trial.format(3, "{}")))
     assert not any(run.result for run in plan(trial.format(3, "{half: batches=1}")))
-    reproduce.append(first[0].experiment, {"command": first[0].command, "keys": {"n_layer": 999}})
-    assert not plan(trial.format(3, "{}"))[0].result         # another configs/gpt_tiny.yaml than today's
-    reproduce.append(first[0].experiment, {"command": first[0].command})
     whole, part = plan(trial.format(4, "{}"))
     assert whole.result and not part.result and part.folder != first[1].folder
-    written = reproduce.results_file(whole.experiment).read_text()
+    config = tmp_path / "configs" / "gpt_tiny.yaml"
+    config.write_text("n_layer: 4\nlearning_rate: 0.02\n")          # without a key that was the default
+    assert all(run.result for run in plan(trial.format(3, "{}")))
+    config.write_text("n_layer: 5\nlearning_rate: 0.02\n")
+    assert not any(run.result for run in plan(trial.format(3, "{}")))
+
+
+def test_a_full_disk_leaves_no_half_line(plan):
+    run, *_ = plan("title: a\ntier: cpu\nrows: {whole: ''}")
+    reproduce.append(run.experiment, {"command": "x"})
+    written = reproduce.results_file(run.experiment).read_text()
     full = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(written) + 20, full[1]))
-    try:        # a full disk leaves no half line
+    try:
         with pytest.raises(UserError, match="could not write .*trial.jsonl"):
-            reproduce.append(whole.experiment, {"command": "x" * 10000})
+            reproduce.append(run.experiment, {"command": "x" * 10000})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, full)
         signal.signal(signal.SIGXFSZ, before)
-    assert reproduce.results_file(whole.experiment).read_text() == written
-    with open(reproduce.results_file(whole.experiment), "a") as file:
-        file.write('{"comm')
-    with pytest.raises(UserError, match="trial.jsonl: line 5 is not JSON"):
-        plan(trial.format(4, "{}"))
+    assert reproduce.results_file(run.experiment).read_text() == written
 
 
 def test_cells_show_mean_and_deviation_over_the_seeds():
     results = [{"a": {"b": 1.0}, "n": 3}, {"a": {"b": 2.0}, "n": 3}, {"n": 3}]
-    assert reproduce.cell(results, "a.b", ".2f") == "1.50 ± 0.71"
-    assert reproduce.cell(results, "n", ",.0f") == "3" and reproduce.cell(results, "missing", ".2f") == ""
+    assert reproduce.cell(results, "a.b .2f") == "1.50 ± 0.71"
+    assert reproduce.cell(results, "n ,.0f") == "3" and reproduce.cell(results, "missing .2f") == ""
