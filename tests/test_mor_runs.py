@@ -11,7 +11,6 @@ from lab import plot
 from common.process import TrainConfig
 import runs
 from common.keys import UserError
-import sample
 import train
 
 
@@ -48,16 +47,6 @@ def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
     (tmp_path / "long" / "r" / "step_2.pt").rename(tmp_path / "branch" / "r" / "ckpt.pt")
     branch = runs.run("mor", tmp_path / "branch", data_dir, "resume=true", "max_steps=4")
     assert checkpoint.fingerprint(branch.state()["weights"]) == checkpoint.fingerprint(short.state()["weights"])
-
-
-def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):
-    runs.run("mor", tmp_path, data_dir)
-    (tmp_path / "text.txt").write_text("def a(b):\n\treturn 1")
-    capsys.readouterr()
-    sample.main([str(tmp_path / "r"), f"prompt=FILE:{tmp_path / 'text.txt'}", f"depths={tmp_path / 'd.png'}"])
-    shown = capsys.readouterr()
-    assert shown.out.count("\033[0m") == 16 and "16 tokens, recursions 1:" in shown.err       # cropped to block_size
-    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_bench_runs(capsys):

@@ -15,13 +15,10 @@ from common import checkpoint
 from common.keys import UserError
 from common.tokenizer import ByteTokenizer
 import runs
-import sample
 import serve
-from common import tasks
 from conftest import relative
 from kernel_cases import dense_attend
 from test_relaxed import ByHand
-from test_sample import call
 
 BATCHINGS = ("static", "sequence", "depth")
 RULE = "confidence:0.09"    # with it the tokens of looping() exit after all three loops
@@ -159,7 +156,7 @@ def test_later_tokens_find_the_keys_of_those_that_left(sizes, max_len):
 def test_sampled_answers_do_not_depend_on_the_batching():
     """Each request has random numbers of its own, by its place in the queue."""
     model = looping()
-    options = dict(exit="confidence:0.1", temperature=0.7, top_k=9, top_p=0.95, repetition_penalty=1.3)
+    options = dict(exit="confidence:0.1", sampling=(0.7, 9, 0.95, 1.3))
     work = [([1, 2, 3], n, arrival) for n, arrival in ((6, 0), (3, 0), (6, 0), (4, 2), (6, 60))]
     first = answered(model, work, "depth", slots=1, **options)
     assert_answers(first, model, work, **options)
@@ -273,11 +270,11 @@ def test_packed_tokens_attend_to_their_own_sequences(R, fast):
 BAD = {
     b"{": "not a line of JSON", b"[" * 100_000: "not a line of JSON", b"{}": "the prompt is empty",
     b'{"prompt": "caf\xe9"}': "not a line of JSON in UTF-8", b'{"prompt": "\\ud800"}': "is not valid Unicode text",
-    b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens has a wrong type: True",
+    b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens: expected int, got True", b"[1]": "not a line of JSON",
     b'{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0 must be at least 1",
-    b'{"prompt": "a", "arrival": NaN}': "arrival=nan must be seconds",
+    b'{"prompt": "a", "arrival": NaN}': "arrival: expected float (finite)",
     b'{"prompt": "a", "arrival": 1%s}' % (b"0" * 400): "arrival",
-    b'{"prompt": "a", "id": 1e999}': "id has a wrong type",
+    b'{"prompt": "a", "id": 1e999}': "id must be a text or a whole number",
     b'{"prompt": "a", "temperature": 1}': "unknown key 'temperature': the keys are prompt, max_new",
     # where positions have no end, one long request would make every row as long
     b'{"prompt": "ab", "max_new_tokens": 63}': "63 after a prompt of 2 is more than 64, 8 times block_size"}
@@ -342,40 +339,41 @@ def test_requests_are_answered(options, world, capsys):
     assert re.search(summary, err)
 
 
-@pytest.mark.parametrize("run, options", [
-    ("relaxed", [f"exit={TRAINED}", "prompt=ab", "num_samples=3"]), ("relaxed", [f"exit={TRAINED}", "prompt=é€"]),
-    ("mor", ["prompt=ab", "temperature=0"])], ids=str)
-def test_show_depth_colours_what_is_written_without_it(run, options, world, capsys):
-    """In the colours of the loops, blue for the first and magenta for the last of two."""
-    argv = [str(world / run / "r"), "max_new_tokens=30", *options]
-    (out, err), (plain, _) = call(capsys, *argv, "show_depth=true"), call(capsys, *argv)
-    assert re.sub(r"\033\[\d+m", "", out) == plain and "\033" not in plain
+@pytest.mark.parametrize("run, exit", [("relaxed", TRAINED), ("mor", "")])
+def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, capsys):
+    """Blue for the first and red for the last of two; without the colours it is the text of requests=."""
+    (world / "one.jsonl").write_text('{"prompt": "\u00e9\u20ac"}')
+    argv = [str(world / run / "r"), "max_new_tokens=30", f"exit={exit}"]
+    capsys.readouterr()
+    serve.main([*argv, "prompt=\u00e9\u20ac"])
+    out, err = capsys.readouterr()
+    serve.main([*argv, f"requests={world}/one.jsonl"])
+    plain = json.loads(capsys.readouterr().out)["text"]
+    assert re.sub(r"\033\[\d+m", "", out) == "\u00e9\u20ac" + plain + "\n"
     assert set(re.findall(r"\033\[(\d+)m", out)) == {"0", "34", "31"} and "exited after loop 1: " in err
 
 
 REFUSED = [
-    (serve, "relaxed", ["exit=margin:2"], "exit=margin:2: static:LOOP, confidence:P, margin:P, oracle are allowed"),
-    (serve, "relaxed", ["requests="], "give requests=FILE"), (serve, "gpt", [], "good.jsonl is for a model that loops"),
-    (serve, "relaxed", ["requests={w}/missing.jsonl"], "missing.jsonl cannot be read: No such file"),
-    (serve, "relaxed", ["requests={w}/empty.jsonl"], "empty.jsonl is empty"),
-    (serve, "other", ["batching=depth"], "batching=depth needs loops over the same blocks"),
-    (sample, "mor", ["fill=propagate"], "the router decides"),
-    (sample, "gpt", ["show_depth=true"], "show_depth=True is for a model that loops over depth (relaxed, mor)")]
+    ("relaxed", ["exit=margin:2"], "exit=margin:2: static:LOOP, confidence:P, margin:P, oracle are allowed"),
+    ("relaxed", ["requests="], "give requests=FILE"), ("gpt", [], "is for models that loop over depth (relaxed, mor)"),
+    ("relaxed", ["requests={w}/missing.jsonl"], "missing.jsonl cannot be read: No such file"),
+    ("relaxed", ["requests={w}/empty.jsonl"], "empty.jsonl is empty"),
+    ("other", ["batching=depth"], "batching=depth needs loops over the same blocks"),
+    ("mor", ["fill=propagate"], "the router decides")]
 
 
-@pytest.mark.parametrize("program, run, options, message", REFUSED, ids=str)
-def test_what_is_refused(program, run, options, message, world):
-    given = [f"requests={world}/good.jsonl"] if program is serve and "requests" not in "".join(options) else []
+@pytest.mark.parametrize("run, options, message", REFUSED, ids=str)
+def test_what_is_refused(run, options, message, world):
+    given = [f"requests={world}/good.jsonl"] if "requests" not in "".join(options) else []
     with pytest.raises(UserError, match=re.escape(message)):
-        program.main([str(world / run / "r"), *given, *(o.format(w=world) for o in options)])
+        serve.main([str(world / run / "r"), *given, *(o.format(w=world) for o in options)])
 
 
 # ---- mor: a router decides ----
 
 ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router", kv="share_update"), "token": dict(router="token"),
            "token, share": dict(router="token", kv="share", share="cycle", n_layer=6), "none": dict(router="none"),
-           "expert, share": dict(kv="share"), "capped": dict(exit_loop=2), "random": dict(router_arch="random"),
-           "random token": dict(router="token", router_arch="random")}
+           "expert, share": dict(kv="share"), "capped": dict(exit_loop=2)}
 
 
 @torch.no_grad()
@@ -405,9 +403,3 @@ def test_routed_answers_are_those_of_a_text_alone(name):
 def test_a_routed_run_is_served(world, capsys):
     answers, _ = served(capsys, world / "mor" / "r", world, "stop=false")
     assert len(answers) == 5 and {loop for a in answers for loop in a["exits"]} == {1, 2}
-
-
-def test_a_model_that_writes_no_text_is_refused():
-    model = tasks.fit_head(looping().float(), tasks.COMPRESSION)
-    with pytest.raises(UserError, match="out/r was trained on task:compression"):
-        serve.check_loops(model, serve.ServeConfig(), "out/r", "requests")
