@@ -63,7 +63,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0,
     Sampling has a generator of its own, so it changes no other random number. vocab_size is the
     tokenizer's, if the model's is padded beyond it: ids that stand for nothing are never chosen.
     """
-    check_prompts(model, prompts)
+    check_prompts(prompts, model.cfg.vocab_size)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     rows, live = [list(p) for p in prompts], [True] * len(prompts)
@@ -179,7 +179,7 @@ def main(argv):
     texts = read_prompts(cfg.prompt)
     model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast)
     prompts = list(map(tokenizer.encode, texts))
-    check_prompts(model, prompts)
+    check_prompts(prompts, model.cfg.vocab_size)
     if cfg.prefill:
         choose_prefill(model, cfg.prefill, path)
     if cfg.prefill == "compare":

@@ -592,7 +592,7 @@ def make_request(line, name, tokenizer, model):
     if not 0 <= line.arrival < 1e9:
         raise UserError(f"arrival={line.arrival} must be seconds, 0 or more")
     prompt, longest = tokenizer.encode(line.prompt), 8 * model.cfg.block_size
-    check_prompts(model, [prompt])
+    check_prompts([prompt], model.cfg.vocab_size)
     if not limit and len(prompt) + new > longest:       # the rows of all slots would be as long
         raise UserError(f"max_new_tokens={new} after a prompt of {len(prompt)} is more than "
                         f"{longest}, 8 times block_size")
@@ -653,7 +653,7 @@ def write_coloured(model, tokenizer, cfg):
     summary."""
     cfg = replace(cfg, batching="sequence")     # of one request, for every model
     request, decoder = Request(tokenizer.encode(cfg.prompt), cfg.max_new_tokens), text_decoder()
-    check_prompts(model, [request.prompt])
+    check_prompts([request.prompt], model.cfg.vocab_size)
 
     def show(request):
         text = decoder.decode(tokenizer.decode_bytes(request.tokens[-1:]))
