@@ -62,7 +62,9 @@ class Choice(serve.Request):
     logprobs: list = field(default_factory=list)    # (token, logprob, {token: logprob})
     ended: bool = False             # by max_tokens or end-of-text
     cancelled: bool = False         # by a stop string, or as the client has gone
+    error: Exception = None
     reason: str = None              # why the text has ended
+    eot: bool = False               # with the end-of-text token
     seen: int = 0                   # tokens that are text
     text: str = ""
     told: int = 0                   # characters of it that the client has
@@ -77,7 +79,8 @@ class Choice(serve.Request):
             yield self.read(piece), self.exits[self.seen - 1:self.seen]
         if ended and not self.reason:
             rest = self.read(b"", final=True)
-            self.reason = "length" if self.seen == self.max_new_tokens else "stop"
+            self.eot = self.seen < self.max_new_tokens
+            self.reason = "stop" if self.eot else "length"
         if self.reason:
             self.cancelled = True
             yield rest, []
@@ -118,6 +121,8 @@ class Run(serve.Engine):
             while live and not await request.is_disconnected():
                 await self.next_step()
                 for choice in live:
+                    if choice.error:
+                        raise choice.error
                     for text, depths in choice.news(self.tokenizer):
                         yield choice, text, depths
                 live = [choice for choice in live if not choice.reason]
@@ -134,15 +139,15 @@ class Run(serve.Engine):
 
     @torch.inference_mode()
     def step_with_arrivals(self):
+        for slot in self.busy():
+            slot.request = None if slot.request.cancelled else slot.request
         try:
-            for slot in self.busy():
-                slot.request = None if slot.request.cancelled else slot.request
             self.admit(self.waiting, now=0)
             self.step()
-        except Exception:       # those in work are told; later ones are not harmed
-            for slot in self.slots:
+        except Exception as e:      # told to all in work; those that wait go on
+            for slot in self.busy():
+                slot.request.error = e
                 slot.request = None
-            raise
         for choice in self.done:
             choice.ended = True
         self.done = []
@@ -280,11 +285,10 @@ def result(choice, tokenizer):
     ids = choice.prompt * choice.echo
     found = {"text": tokenizer.decode(ids) + choice.text[:choice.told], "index": choice.index,
              "finish_reason": choice.reason, "depths": choice.exits[:choice.seen]}
-    # end-of-text, where it has been chosen, stands there too, as ""
-    end = len(ids) + choice.seen + (choice.ended and choice.seen < choice.max_new_tokens)
-    if choice.top is None or not end:
+    scored = choice.logprobs[:len(ids) + choice.seen + choice.eot]
+    if not scored:
         return {**found, "logprobs": None}
-    tokens, values, tops = zip(*choice.logprobs[:end])
+    tokens, values, tops = zip(*scored)
     decoder, word = text_decoder(), lambda token: as_text(tokenizer.decode_bytes([token]))
     sizes = [len(decoder.decode(tokenizer.decode_bytes([token]))) for token in tokens]
     # the likeliest comes last: it holds where several are the same text
@@ -295,7 +299,7 @@ def result(choice, tokenizer):
 
 
 def as_text(piece):
-    """A token's bytes; a part of a character as bytes:\\xc3, as OpenAI does."""
+    """A token's text: end-of-text is "", a part of a character bytes:\\xc3, as OpenAI's are."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -377,7 +381,10 @@ def main(argv):
     cfg = typed_config(PageConfig, split_args([a for a in argv if "=" in a]))
     if not paths:
         raise UserError("give one run or more: python -m lab.page out/NAME ... [key=value ...]")
-    make_server(paths, cfg).run()
+    try:
+        make_server(paths, cfg).run()
+    except SystemExit:      # uvicorn has said why it cannot listen there
+        sys.exit(2)
 
 
 if __name__ == "__main__":
