@@ -13,6 +13,7 @@ A choice has `depths` too: the loop after which each of its tokens exited, from 
 """
 import asyncio
 import codecs
+import contextlib
 import itertools
 import json
 import re
@@ -54,6 +55,7 @@ runs = {}       # {name: Run}
 class Choice(serve.Request):
     """One text to write. The run's thread appends tokens, exits and logprobs, and sets `ended`;
     the event loop, which may lag behind, turns tokens into text."""
+    wake: asyncio.Event = None      # of all choices of the answer: set when there is news
     index: int = 0                  # in the answer
     seed: int = 0
     stops: list = ()                # strings that end the text
@@ -110,16 +112,20 @@ class Run(serve.Engine):
         self.longest = model.context_limit or 8 * model.cfg.block_size
         super().__init__(model, cfg.slots, self.longest, cfg.batching, cfg.exit, cfg.fill,
                          eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size)
-        self.waiting, self.thread, self.running = deque(), ThreadPoolExecutor(1), None
+        self.waiting, self.thread, self.task = deque(), ThreadPoolExecutor(1), None
 
     async def write(self, choices, request):
         """Yields (choice, new text, depths), see Choice.news, until all choices have ended or the
         client has gone. Then their slots are free."""
-        self.waiting.extend(choices)
         live = list(choices)
+        self.waiting.extend(choices)
+        if self.task is None or self.task.done():
+            self.task = asyncio.create_task(self.work())
         try:
             while live and not await request.is_disconnected():
-                await self.next_step()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(choices[0].wake.wait(), 0.5)
+                choices[0].wake.clear()
                 for choice in live:
                     if choice.error:
                         raise choice.error
@@ -130,27 +136,31 @@ class Run(serve.Engine):
             for choice in choices:
                 choice.cancelled = True
 
-    async def next_step(self):
-        """Waits for a step of the Engine. Who comes first starts it, for all."""
-        if self.running is None or self.running.done():
-            loop = asyncio.get_running_loop()
-            self.running = loop.run_in_executor(self.thread, self.step_with_arrivals)
-        await asyncio.shield(self.running)
+    async def work(self):
+        """Step while there is something to decode, and wake those who wait for it."""
+        while self.waiting or self.busy():
+            run = asyncio.get_running_loop().run_in_executor
+            for choice in await run(self.thread, self.step_with_arrivals):
+                choice.wake.set()
 
     @torch.inference_mode()
     def step_with_arrivals(self):
+        """A step of the Engine. Returns the choices in work."""
         for slot in self.busy():
             slot.request = None if slot.request.cancelled else slot.request
         try:
             self.admit(self.waiting, now=0)
+            found = [slot.request for slot in self.busy()]
             self.step()
         except Exception as e:      # told to all in work; those that wait go on
+            found = [slot.request for slot in self.busy()]
             for slot in self.busy():
                 slot.request.error = e
                 slot.request = None
         for choice in self.done:
             choice.ended = True
-        self.done = []
+        found, self.done = found + self.done, []
+        return found
 
     def begin(self, slot):
         choice = slot.request
@@ -244,6 +254,7 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
             raise UserError("stream=true does not go with echo or logprobs")
         same = {"how": (self.temperature, 0, self.top_p, 1.0), "seed": self.seed,
                 "stops": [stops] if isinstance(stops, str) else stops, "echo": self.echo,
+                "wake": asyncio.Event(),
                 "top": None if self.logprobs is False else int(self.logprobs)}
         return [Choice(prompts[i // self.n], self.max_tokens, index=i, **same)
                 for i in range(len(prompts) * self.n)]
