@@ -20,6 +20,7 @@ import re
 import secrets
 import sys
 import time
+import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -53,39 +54,20 @@ runs = {}       # {name: Run}
 
 @dataclass(eq=False)
 class Choice(serve.Request):
-    """One text to write. The run's thread appends tokens, exits and logprobs, and sets `ended`;
-    the event loop, which may lag behind, turns tokens into text."""
-    wake: asyncio.Event = None      # of all choices of the answer: set when there is news
+    """One text to write."""
     index: int = 0                  # in the answer
     seed: int = 0
     stops: list = ()                # strings that end the text
     top: int = None                 # logprobs, with so many alternatives (None: no logprobs)
     echo: bool = False              # logprobs of the prompt too
-    logprobs: list = field(default_factory=list)    # (token, logprob, {token: logprob})
-    ended: bool = False             # by max_tokens or end-of-text
-    cancelled: bool = False         # by a stop string, or as the client has gone
-    error: Exception = None
+    events: deque = None            # of the answer: (choice, new text, [depth], reason at the end)
+    wake: asyncio.Event = None      # of the answer: there are events
+    cancelled: bool = False         # the client has gone
     reason: str = None              # why the text has ended
-    eot: bool = False               # with the end-of-text token
-    seen: int = 0                   # tokens that are text
+    logprobs: list = field(default_factory=list)    # (token, logprob, {token: logprob})
     text: str = ""
-    told: int = 0                   # characters of it that the client has
+    told: int = 0                   # characters of it that are certain
     decoder: codecs.IncrementalDecoder = field(default_factory=text_decoder)
-
-    def news(self, tokenizer):
-        """(new text, [its depth]) for each new token, and (the rest, []) at the end."""
-        ended, rest = self.ended, ""        # asked before the tokens are counted
-        while self.seen < len(self.exits) and not self.reason:
-            self.seen += 1
-            piece = tokenizer.decode_bytes(self.tokens[self.seen - 1:self.seen])
-            yield self.read(piece), self.exits[self.seen - 1:self.seen]
-        if ended and not self.reason:
-            rest = self.read(b"", final=True)
-            self.eot = self.seen < self.max_new_tokens
-            self.reason = "stop" if self.eot else "length"
-        if self.reason:
-            self.cancelled = True
-            yield rest, []
 
     def read(self, piece, final=False):
         """What a token's bytes make certain of the text. A stop string ends it; the last
@@ -111,27 +93,26 @@ class Run(serve.Engine):
         # a text may be as long as the model's context; without a limit, as 8 times block_size
         self.longest = model.context_limit or 8 * model.cfg.block_size
         super().__init__(model, cfg.slots, self.longest, cfg.batching, cfg.exit, cfg.fill,
-                         eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size)
+                         eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size,
+                         on_token=self.tell)
         self.waiting, self.thread, self.task = deque(), ThreadPoolExecutor(1), None
 
+    # in the event loop
+
     async def write(self, choices, request):
-        """Yields (choice, new text, depths), see Choice.news, until all choices have ended or the
-        client has gone. Then their slots are free."""
-        live = list(choices)
+        """Yields events, see Choice, until all choices have ended or the client has gone."""
+        left, events, wake = len(choices), choices[0].events, choices[0].wake
         self.waiting.extend(choices)
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self.work())
         try:
-            while live and not await request.is_disconnected():
+            while left and not await request.is_disconnected():
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(choices[0].wake.wait(), 0.5)
-                choices[0].wake.clear()
-                for choice in live:
-                    if choice.error:
-                        raise choice.error
-                    for text, depths in choice.news(self.tokenizer):
-                        yield choice, text, depths
-                live = [choice for choice in live if not choice.reason]
+                    await asyncio.wait_for(wake.wait(), 0.5)
+                wake.clear()
+                while events:
+                    left -= events[0][-1] is not None
+                    yield events.popleft()
         finally:
             for choice in choices:
                 choice.cancelled = True
@@ -143,23 +124,27 @@ class Run(serve.Engine):
             for choice in await run(self.thread, self.step_with_arrivals):
                 choice.wake.set()
 
+    # in the thread
+
     @torch.inference_mode()
     def step_with_arrivals(self):
-        """A step of the Engine. Returns the choices in work."""
-        for slot in self.busy():
-            slot.request = None if slot.request.cancelled else slot.request
+        """A step of the Engine. Returns the choices that have events."""
         try:
             self.admit(self.waiting, now=0)
-            found = [slot.request for slot in self.busy()]
+            found = self.done + [slot.request for slot in self.busy()]
             self.step()
-        except Exception as e:      # told to all in work; those that wait go on
-            found = [slot.request for slot in self.busy()]
+        except Exception:           # ends what is in work; what waits goes on
+            traceback.print_exc()
+            found = self.done + [slot.request for slot in self.busy()]
             for slot in self.busy():
-                slot.request.error = e
-                slot.request = None
+                slot.request.reason = "error"
+                slot.request = self.done.append(slot.request)
         for choice in self.done:
-            choice.ended = True
-        found, self.done = found + self.done, []
+            ended = "length" if len(choice.tokens) == choice.max_new_tokens else "stop"
+            rest = choice.read(b"", final=True)
+            choice.reason = choice.reason or ended
+            choice.events.append((choice, rest, [], choice.reason))
+        self.done = []
         return found
 
     def begin(self, slot):
@@ -183,6 +168,13 @@ class Run(serve.Engine):
                 found = alternatives(row.log_softmax(-1), token, top)
                 slot.request.logprobs.append(found)
         return tokens
+
+    def tell(self, choice):
+        """Called by the Engine after each token."""
+        text = choice.read(self.tokenizer.decode_bytes(choice.tokens[-1:]))
+        choice.events.append((choice, text, choice.exits[-1:], None))
+        if choice.reason or choice.cancelled:       # the Engine ends it here
+            choice.max_new_tokens = len(choice.tokens)
 
 
 def alternatives(logprobs, token, top):
@@ -254,7 +246,7 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
             raise UserError("stream=true does not go with echo or logprobs")
         same = {"how": (self.temperature, 0, self.top_p, 1.0), "seed": self.seed,
                 "stops": [stops] if isinstance(stops, str) else stops, "echo": self.echo,
-                "wake": asyncio.Event(),
+                "events": deque(), "wake": asyncio.Event(),
                 "top": None if self.logprobs is False else int(self.logprobs)}
         return [Choice(prompts[i // self.n], self.max_tokens, index=i, **same)
                 for i in range(len(prompts) * self.n)]
@@ -270,23 +262,23 @@ async def complete(asked: Completion, request: Request):
 
     def usage():
         read = sum(len(choice.prompt) for choice in choices[::asked.n])
-        new = sum(choice.seen for choice in choices)
+        new = sum(len(choice.tokens) for choice in choices)
         return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
     async def events():
         """Server-sent events: one for each token, one for each choice's end, [DONE]."""
         data = lambda value: f"data: {json.dumps(value)}\n\n"
-        async for choice, text, depths in run.write(choices, request):
+        async for choice, text, depths, reason in run.write(choices, request):
             part = {"text": text, "index": choice.index, "depths": depths, "logprobs": None}
-            part["finish_reason"] = None if depths else choice.reason
-            yield data({**answer, "choices": [part]})
+            yield data({**answer, "choices": [{**part, "finish_reason": reason}]})
         if asked.stream_options.get("include_usage"):
             yield data({**answer, "choices": [], "usage": usage()})
         yield "data: [DONE]\n\n"
     if asked.stream:
         return StreamingResponse(events(), media_type="text/event-stream")
-    async for _ in run.write(choices, request):
-        pass
+    async for *_, reason in run.write(choices, request):
+        if reason == "error":
+            raise HTTPException(500, "decoding failed; the server's log has the reason")
     return {**answer, "choices": [result(choice, run.tokenizer) for choice in choices],
             "usage": usage()}
 
@@ -295,11 +287,10 @@ def result(choice, tokenizer):
     """A choice of the answer. Its logprobs are in OpenAI's form, a list for each field."""
     ids = choice.prompt * choice.echo
     found = {"text": tokenizer.decode(ids) + choice.text[:choice.told], "index": choice.index,
-             "finish_reason": choice.reason, "depths": choice.exits[:choice.seen]}
-    scored = choice.logprobs[:len(ids) + choice.seen + choice.eot]
-    if not scored:
-        return {**found, "logprobs": None}
-    tokens, values, tops = zip(*scored)
+             "finish_reason": choice.reason, "depths": choice.exits, "logprobs": None}
+    if not choice.logprobs:
+        return found
+    tokens, values, tops = zip(*choice.logprobs)        # end-of-text too, where it was chosen
     decoder, word = text_decoder(), lambda token: as_text(tokenizer.decode_bytes([token]))
     sizes = [len(decoder.decode(tokenizer.decode_bytes([token]))) for token in tokens]
     # the likeliest comes last: it holds where several are the same text

@@ -202,8 +202,7 @@ def test_a_failure_is_told_and_does_no_harm(url, client, monkeypatch):
         patch.setattr(page.runs["mor"], "step", lambda: 1 / 0)
         answer = ask(url, {"prompt": "ab"})
         assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
-        with pytest.raises(httpx.RemoteProtocolError):
-            ask(url, {"prompt": "ab", "stream": True})
+        assert '"finish_reason": "error"' in ask(url, {"prompt": "ab", "stream": True}).text
     assert complete(client, "ab", max_tokens=3)
 
 
@@ -240,7 +239,7 @@ def test_200_clients_some_of_which_vanish(url, client):
 def test_a_vanished_client_frees_its_slot(url, client, stream, monkeypatch):
     """Four that would take the four slots for 3 seconds."""
     run, asked = page.runs["mor"], []
-    step, extend = run.step, run.waiting.extend
+    step = run.step
     monkeypatch.setattr(run, "step", lambda: (time.sleep(0.05), step()))
     write = run.write
     monkeypatch.setattr(run, "write", lambda choices, request: (asked.extend(choices), write(choices, request))[1])
