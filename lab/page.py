@@ -16,13 +16,15 @@ import codecs
 import contextlib
 import itertools
 import json
+import os
+import queue
 import re
 import secrets
 import sys
+import threading
 import time
 import traceback
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -62,6 +64,7 @@ class Choice(serve.Request):
     echo: bool = False              # logprobs of the prompt too
     events: deque = None            # of the answer: (choice, new text, [depth], reason at the end)
     wake: asyncio.Event = None      # of the answer: there are events
+    stream: bool = False            # it waits for each event, not for the end
     cancelled: bool = False         # the client has gone
     reason: str = None              # why the text has ended
     logprobs: list = field(default_factory=list)    # (token, logprob, {token: logprob})
@@ -95,17 +98,16 @@ class Run(serve.Engine):
         super().__init__(model, cfg.slots, self.longest, cfg.batching, cfg.exit, cfg.fill,
                          eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size,
                          on_token=self.tell)
-        self.waiting, self.thread, self.task = deque(), ThreadPoolExecutor(1), None
-
-    # in the event loop
+        self.inbox, self.waiting = queue.SimpleQueue(), deque()
+        threading.Thread(target=self.work, daemon=True).start()
 
     async def write(self, choices, request):
         """Yields events, see Choice, until all choices have ended or the client has gone."""
         left, events, wake = len(choices), choices[0].events, choices[0].wake
-        self.waiting.extend(choices)
-        if self.task is None or self.task.done():
-            self.task = asyncio.create_task(self.work())
+        self.event_loop = asyncio.get_running_loop()
         try:
+            for choice in choices:
+                self.inbox.put(choice)
             while left and not await request.is_disconnected():
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(wake.wait(), 0.5)
@@ -117,35 +119,32 @@ class Run(serve.Engine):
             for choice in choices:
                 choice.cancelled = True
 
-    async def work(self):
-        """Step while there is something to decode, and wake those who wait for it."""
-        while self.waiting or self.busy():
-            run = asyncio.get_running_loop().run_in_executor
-            for choice in await run(self.thread, self.step_with_arrivals):
-                choice.wake.set()
-
-    # in the thread
-
     @torch.inference_mode()
-    def step_with_arrivals(self):
-        """A step of the Engine. Returns the choices that have events."""
-        try:
-            self.admit(self.waiting, now=0)
-            found = self.done + [slot.request for slot in self.busy()]
-            self.step()
-        except Exception:           # ends what is in work; what waits goes on
-            traceback.print_exc()
-            found = self.done + [slot.request for slot in self.busy()]
-            for slot in self.busy():
-                slot.request.reason = "error"
-                slot.request = self.done.append(slot.request)
-        for choice in self.done:
-            ended = "length" if len(choice.tokens) == choice.max_new_tokens else "stop"
-            rest = choice.read(b"", final=True)
-            choice.reason = choice.reason or ended
-            choice.events.append((choice, rest, [], choice.reason))
-        self.done = []
-        return found
+    def work(self):
+        """In the thread: step while there is something to decode, and wake those who wait."""
+        while True:
+            while not self.inbox.empty() or not (self.waiting or self.busy()):
+                self.waiting.append(self.inbox.get())
+            try:
+                self.admit(self.waiting, now=0)
+                self.step()
+            except Exception:       # ends what is in work; what waits goes on
+                traceback.print_exc()
+                for slot in self.busy():
+                    slot.request.reason = "error"
+                    slot.request = self.done.append(slot.request)
+            news = [slot.request.wake for slot in self.busy() if slot.request.stream]
+            for choice in self.done:
+                self.end(choice)
+                news.append(choice.wake)
+            self.done = []
+            self.event_loop.call_soon_threadsafe(lambda all: [wake.set() for wake in all], news)
+
+    def end(self, choice):
+        ended = "length" if len(choice.tokens) == choice.max_new_tokens else "stop"
+        rest = choice.read(b"", final=True)
+        choice.reason = choice.reason or ended
+        choice.events.append((choice, rest, [], choice.reason))
 
     def begin(self, slot):
         choice = slot.request
@@ -246,7 +245,7 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
             raise UserError("stream=true does not go with echo or logprobs")
         same = {"how": (self.temperature, 0, self.top_p, 1.0), "seed": self.seed,
                 "stops": [stops] if isinstance(stops, str) else stops, "echo": self.echo,
-                "events": deque(), "wake": asyncio.Event(),
+                "events": deque(), "wake": asyncio.Event(), "stream": self.stream,
                 "top": None if self.logprobs is False else int(self.logprobs)}
         return [Choice(prompts[i // self.n], self.max_tokens, index=i, **same)
                 for i in range(len(prompts) * self.n)]
@@ -387,6 +386,8 @@ def main(argv):
         make_server(paths, cfg).run()
     except SystemExit:      # uvicorn has said why it cannot listen there
         sys.exit(2)
+    except KeyboardInterrupt:
+        os._exit(130)       # the runs' threads may be inside torch, which nothing interrupts
 
 
 if __name__ == "__main__":

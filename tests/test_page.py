@@ -1,4 +1,4 @@
-"""lab/page.py through real clients: OpenAI's completions as each request would get alone, and bad or vanished clients."""
+"""lab/page.py through real clients: completions as each request would get alone; bad and vanished clients."""
 import asyncio
 import http.client
 import json
@@ -163,15 +163,17 @@ def test_models(client, url):
 
 BAD = [(b"[" * 100_000, "parsing the body"), (b"\xff", "parsing the body"), (b"{", "JSON"), ([], "JSON object"),
        ({"prompt": ""}, "empty"), ({"prompt": [[]]}, "empty"), ({"prompt": [500]}, "vocabulary of 257"),
-       (b'{"prompt": "\\ud800"}', "not valid Unicode"), ({"prompt": "a", "max_tokens": 1000}, "64 tokens"), ({"n": "n"}, "n: Input"),
+       (b'{"prompt": "\\ud800"}', "not valid Unicode"), ({"prompt": "a", "max_tokens": 1000}, "64 tokens"),
+       ({"n": "n"}, "n: Input"), ({"n": True}, "n: Input"), ({"prompt": ["a"] * 64, "n": 3}, "more than 128"),
        ({"prompt": "a", "stop": [""]}, "stop"), ({"prompt": "a", "tools": [1]}, "tools: Extra inputs"),
-       ({"prompt": ["a"] * 64, "n": 3}, "more than 128"), (b'{"temperature": NaN}', "finite"), ({"n": True}, "n: Input"),
-       ({"prompt": "a", "echo": True, "stream": True}, "does not go with"), (b'{"\\ud800": 1}', "unicode")]
+       ({"prompt": "a", "echo": True, "stream": True}, "does not go with"), (b'{"temperature": NaN}', "finite"),
+       (b'{"\\ud800": 1}', "unicode")]
+JSON = {"Content-Type": "application/json"}
 
 
 def ask(url, body):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{url}/v1/completions", content=content, headers={"Content-Type": "application/json"}, timeout=60)
+    return httpx.post(f"{url}/v1/completions", content=content, headers=JSON, timeout=60)
 
 
 def test_bad_requests_are_told(url):
@@ -209,7 +211,7 @@ def test_a_failure_is_told_and_does_no_harm(url, client, monkeypatch):
 def vanish(url, seconds, **body):
     """A client that goes away without reading."""
     with closing(http.client.HTTPConnection(url.removeprefix("http://"))) as connection:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/completions", json.dumps(body), JSON)
         time.sleep(seconds)
 
 
