@@ -8,13 +8,10 @@ Text from a trained model, for every model: one decoding loop over forward and c
     python sample.py out/gpt_tiny num_samples=8 seed=7      eight samples in one batch
     python sample.py out/recall prompt="3 9 1"              token ids of a task (tasks.py)
     python sample.py out/lrt_tiny prompt=FILE:notes.txt prefill=compare
-    python sample.py out/relaxed_tiny exit=confidence:0.9 show_depth=true
-    python sample.py out/mor_tiny prompt=FILE:notes.txt depths=depths.png
     python sample.py help                                   every key with its meaning
 
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
 """
-import codecs
 import sys
 import time
 from dataclasses import dataclass
@@ -23,10 +20,8 @@ import torch
 
 from common.checkpoint import load_run
 from common.keys import UserError, asks_help, help_text, read_text, run_cli
-from lab.plot import pyplot, save_picture
-from common.process import check_text_fits, pick_device
-from common.sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
-from serve import Request, check_loops, engine_for
+from common.process import pick_device
+from common.sampling import Sampling, check_prompts, next_tokens, read_arguments, text_decoder
 
 
 @dataclass
@@ -34,12 +29,10 @@ class SampleConfig(Sampling):
     prompt: str = "\n"      # text, literally; FILE:PATH a file's text; LINES:PATH a prompt a line
     num_samples: int = 1    # samples of each prompt, all in one batch
     prefill: str = ""       # lrt: exact | interleaved | compare: exact, and its distance
-    show_depth: bool = False    # relaxed, mor: colour each token by the loop after which it exited
-    depths: str = ""        # mor: a picture to draw of the recursions of each token of the prompt
 
     def __post_init__(self):
         super().__post_init__()
-        self.between(num_samples=(1, None))
+        self.between(num_samples=(1, 1 << 16))
         self.one_of("prefill", "", "exact", "interleaved", "compare")
 
 
@@ -70,7 +63,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0,
     Sampling has a generator of its own, so it changes no other random number. vocab_size is the
     tokenizer's, if the model's is padded beyond it: ids that stand for nothing are never chosen.
     """
-    check_prompts(model, prompts)
+    check_prompts(prompts, model.cfg.vocab_size)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     rows, live = [list(p) for p in prompts], [True] * len(prompts)
@@ -140,90 +133,7 @@ def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
     return tokenizer.decode(ids + [i for i in new if i is not None])
 
 
-# -------------------------------------------------------------------------------------------------
-# models that loop over depth: early exit, colours and pictures of depth
-
-COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
-
-
-def coloured(text, loop, n_loop):
-    """text in the colour of a token that exited after loop `loop`, from 1, of n_loop."""
-    colour = COLOURS[(loop - 1) * (len(COLOURS) - 1) // max(1, n_loop - 1)]
-    return f"\033[{colour}m{text}\033[0m" if text else ""
-
-
-def write_exits(model, tokenizer, prompts, cfg):
-    """Continue prompts with early exit and print them: one as it comes, several when all are done.
-    Returns how many tokens came, and after which loops they exited, in words."""
-    requests = [Request(list(prompt), cfg.max_new_tokens) for prompt in prompts]
-    alone = len(requests) == 1
-    for r in requests:
-        r.decoder, r.text = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
-
-    def add(r, text, end=""):
-        r.text += text
-        if alone:
-            print(text, end=end, flush=True)
-
-    def on_token(r):
-        new = r.decoder.decode(tokenizer.decode_bytes(r.tokens[-1:]))
-        add(r, coloured(new, r.exits[-1], model.n_loop) if cfg.show_depth else new)
-    for r in requests:
-        add(r, tokenizer.decode(r.prompt))
-    engine = engine_for(model, tokenizer, cfg, requests, len(requests), batching="sequence",
-                        on_token=on_token)
-    for r in engine.run(requests):
-        add(r, r.decoder.decode(b"", final=True), end="\n")
-    for r in requests if not alone else []:
-        print(r.text, "-" * 80, sep="\n", flush=True)
-    loops = [loop for r in requests for loop in r.exits]
-    words = f"; exited after loop {loop_fractions(loops, model.n_loop)}"
-    if cfg.show_depth:
-        legend = [coloured(str(b), b, model.n_loop) for b in range(1, model.n_loop + 1)]
-        words += " " + " ".join(legend)
-    return len(loops), words
-
-
-def draw_depths(model, tokenizer, prompt, file, width=100):
-    """Print a prompt, token ids, each token in the colour of the recursions that it takes, and
-    draw the same into a picture. Returns how many take how many, in words."""
-    prompt = prompt[:model.context_limit]
-    idx = torch.tensor([prompt], device=next(model.parameters()).device)
-    loops = model.recursions(idx)[0].tolist()
-    texts = list(tokenizer.stream(prompt))      # and one more, of a character that was cut
-    print("".join(coloured(text, loop, model.n_loop) for text, loop in zip(texts, loops)))
-    pieces, column, row = [], 0, 0                                      # as draw_text takes them
-    for loop in range(1, model.n_loop + 1):                             # the legend
-        pieces.append((-2, 16 * loop - 16, f"{loop} recursion{'s' * (loop > 1)}", loop))
-    for text, loop in zip(texts, loops):
-        for piece in text.replace("\t", "    ").splitlines(keepends=True):
-            line = piece.rstrip("\n")
-            if column and column + len(line) > width:
-                column, row = 0, row + 1
-            pieces.append((row, column, line, loop))
-            column, row = (column + len(line), row) if line == piece else (0, row + 1)
-    draw_text(pieces, model.n_loop, file, width)
-    return f"{file}: {len(loops)} tokens, recursions {loop_fractions(loops, model.n_loop)}"
-
-
-def draw_text(pieces, n_loop, file, width):
-    """A picture of pieces of text, (row, column, text, recursions), on grounds that are darker the
-    more they take."""
-    plt = pyplot()
-    rows, shade = 1 + max(row for row, *_ in pieces), plt.get_cmap("YlOrRd")
-    fig, ax = plt.subplots(figsize=(width * 0.08, (rows + 2) * 0.18))
-    ax.set_position((0, 0, 1, 1))
-    for row, column, text, loop in pieces:
-        color = shade(0.6 * loop / n_loop)
-        ax.add_patch(plt.Rectangle((column, -row), len(text), 1, lw=0, color=color))
-        for n, letter in enumerate(text):                               # whatever its width
-            ax.text(column + n + 0.5, 0.5 - row, letter, family="monospace", fontsize=8,
-                    ha="center", va="center", parse_math=False)
-    ax.set(xlim=(0, width), ylim=(1 - rows, 3))
-    ax.axis("off")
-    save_picture(fig, "depths", file, dpi=110)
-    plt.close(fig)
-
+# ---- the command line ----
 
 def read_prompts(text):
     """The prompts that a prompt= argument names."""
@@ -241,7 +151,7 @@ def read_prompts(text):
 def write_stream(steps, tokenizer):
     """Print the tokens of a single row as they come; bytes of an unfinished character wait.
     Returns how many."""
-    decoder, count = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
+    decoder, count = text_decoder(), 0
     for (token,) in steps:
         if token is not None:
             count += 1
@@ -264,44 +174,33 @@ def write_batch(steps, tokenizer, prompts):
 def main(argv):
     if asks_help(argv):
         return print(help_text(SampleConfig))
-    (path,), cfg = read_arguments(argv, SampleConfig)
+    path, cfg = read_arguments(argv, SampleConfig)
     device = pick_device(cfg.device)
     texts = read_prompts(cfg.prompt)
     model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast)
-    check_loops(model, cfg, path, "exit", "fill", "show_depth", "depths")
-    if cfg.depths and not hasattr(model, "recursions"):
-        raise UserError(f"depths={cfg.depths} is for a model with a router (mor), {path} is not")
     prompts = list(map(tokenizer.encode, texts))
-    check_prompts(model, prompts)
-    longest, rows = max(map(len, prompts)), cfg.num_samples * len(prompts)
-    check_text_fits(model, rows, longest + cfg.max_new_tokens, device,
-                    f"num_samples={cfg.num_samples}, max_new_tokens={cfg.max_new_tokens}")
-    prompts = [ids for ids in prompts for _ in range(cfg.num_samples)]
-    if cfg.depths:
-        return print(draw_depths(model, tokenizer, prompts[0], cfg.depths), file=sys.stderr)
+    check_prompts(prompts, model.cfg.vocab_size)
     if cfg.prefill:
         choose_prefill(model, cfg.prefill, path)
     if cfg.prefill == "compare":
-        print(compare_prefills(model, prompts[::cfg.num_samples]), file=sys.stderr)
-    limit = model.context_limit
+        print(compare_prefills(model, prompts), file=sys.stderr)
+    limit, longest = model.context_limit, max(map(len, prompts))
     if limit and longest > limit:
         print(f"the prompt has {longest} tokens: cropped to its last {limit} (block_size)",
               file=sys.stderr)
-    start, exits = time.perf_counter(), ""
-    if cfg.exit or cfg.show_depth:
-        count, exits = write_exits(model, tokenizer, prompts, cfg)
-    else:
-        count = write(model, tokenizer, prompts, cfg)
+    start = time.perf_counter()
+    prompts = [ids for ids in prompts for _ in range(cfg.num_samples)]
+    count = write(model, tokenizer, prompts, cfg)
     seconds = time.perf_counter() - start
     print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s ({ckpt['model']}, "
-          f"step {ckpt['step']}, {device}{exits})", file=sys.stderr)
+          f"step {ckpt['step']}, {device})", file=sys.stderr)
 
 
 def write(model, tokenizer, prompts, cfg):
     """Continue prompts as one batch and print them. Returns how many tokens came."""
     eot = tokenizer.eot if cfg.stop else None
-    steps = stream(model, prompts, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p,
-                   cfg.repetition_penalty, eot, cfg.seed, tokenizer.vocab_size)
+    steps = stream(model, prompts, cfg.max_new_tokens, *cfg.how(), eot=eot, seed=cfg.seed,
+                   vocab_size=tokenizer.vocab_size)
     if len(prompts) > 1:
         return write_batch(steps, tokenizer, prompts)
     print(tokenizer.decode(prompts[0]), end="", flush=True)

@@ -3,8 +3,8 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
 
     python serve.py out/relaxed_exit requests=FILE.jsonl exit=confidence:0.9
     python serve.py out/mor_tiny requests=FILE.jsonl batching=depth slots=32
-    python serve.py out/mor_tiny port=8000                 a page, and OpenAI's API (web.py)
-    python serve.py help                                   every key with its meaning
+    python serve.py out/mor_tiny prompt="def read(self, "   one text, coloured by depth
+    python serve.py help                                    every key with its meaning
 
 A line of FILE is a JSON object, of which only the prompt is needed:
 
@@ -15,19 +15,22 @@ number), text, tokens, exits (the loop after which each token exited) and latenc
 since arrival); for any other line, one with "error".
 
 With share=cycle all loops use the same blocks, so one call may run tokens of several loops. A
-token takes loop 1, then may exit or take loop 2. What two slots do (.: wait for the other):
+token takes loop 1, then may exit or take loop 2. Two slots decode requests A, B and C (A2: loop 2
+of a token of A; .: the slot waits):
 
-    static     1 2 1 . 1 2      a batch starts when the one before has ended
-               1 . 1 2 1 .
-    sequence                    the same, but a slot whose request has ended takes the next at once
-    depth      1 2 1 1 2 1      a slot whose token exits starts its next token at once
-               1 1 2 1 1 2      (Bae et al. 2024, 2410.20672, Section 2.4)
+    static      A1 A2 A1 .  A1 A2 .     a batch starts when all of the one before have ended
+                B1 .  B1 B2 .  .  C1
+    sequence    A1 A2 A1 .  A1 A2 .     a slot whose request has ended takes the next at once
+                B1 .  B1 B2 C1 .  C1
+    depth       A1 A2 A1 A1 A2          a slot whose token exits starts its next token at once
+                B1 B1 B2 C1 C1          (Bae et al. 2024, 2410.20672, Section 2.4)
 
 Up to rounding, each answer is what its request would get alone.
 
 A token that exits early has no keys and values in the deeper loops, which later tokens need.
-Its state is kept until one of them goes there. Then fill=exact runs the state through that
-loop with the later token; fill=propagate projects keys and values from it.
+The paper leaves them to future work (it simulates the batching, with exits that an oracle
+chooses). Here the token's state is kept until a later token goes there. Then fill=exact runs the
+state through that loop with the later token; fill=propagate projects keys and values from it.
 
 A model offers n_loop, cfg.share, embed, loop, finish, logits; relaxed also projection and
 propagate; mor also takes: its router decides which tokens go on, so it has no exit or fill.
@@ -42,16 +45,17 @@ import math
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from common.checkpoint import load_run
-from common.keys import UserError, asks_help, help_text, read_bytes, run_cli
+from common.keys import UserError, asks_help, help_text, read_bytes, run_cli, typed_config
+from common.process import pick_device
+from common.sampling import (Sampling, check_prompts, loop_fractions, next_tokens, read_arguments,
+                             text_decoder)
 from model_gpt import apply_rope, attention_fast, attention_naive, compute_dtype, rope_tables
-from common.process import check_text_fits, pick_device
-from common.sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
 
 
 # ---- keys and values of packed tokens ----
@@ -112,20 +116,19 @@ class RowGroup:
         self.attention = attention_fast if fast else attention_naive
         tensor = lambda x: torch.from_numpy(x).to(cache.device)
         row, step = spread(n)
-        R, T, self.S = len(n), int(n.max()), int(entry.max()) + 1
+        T, self.S = int(n.max()), int(entry.max()) + 1
         self.tokens, self.entry = tensor(tokens), tensor(entry)         # (N',)
         self.token_slot, self.slot = tensor(slot[row]), tensor(slot)    # (N',), (R,)
         # most slots, one token each: reading all slots in place is cheaper than gathering
         # these; the other slots' results are dropped
-        self.in_place = T == 1 and 2 * R > cache.slots
-        if self.in_place:
-            row, R = slot, cache.slots
-        self.shape = R, T
-        self.cell = tensor(row), tensor(step)               # each token's in (R, T)
+        self.in_place = T == 1 and 2 * len(n) > cache.slots
+        self.shape = R, T = cache.slots if self.in_place else len(n), T
+        cell = slot[row] if self.in_place else row, step    # each token's place in (R, T)
         last = np.full((R, T), self.S)                      # padding attends to anything
-        last[row, step] = entry
+        last[cell] = entry
         visible = np.arange(self.S) <= last[..., None]      # (R, T, S)
         bias = np.where(visible, np.float32(0), np.float32(-np.inf))
+        self.cell = tensor(cell[0]), tensor(cell[1])
         self.bias = tensor(bias)[:, None].to(cache.dtype)   # (R, 1, T, S)
 
     def attend(self, layer, q, new, out):
@@ -181,14 +184,12 @@ class RaggedBatch:
     def rotated(self, x):
         return apply_rope(x, *self.rope) if self.rope else x
 
-    def pack(self, k, v):
-        """(1, G, N, D) both, k not yet rotated -> (N, 2, G, D)."""
-        return torch.stack([self.rotated(k)[0].transpose(0, 1), v[0].transpose(0, 1)], 1)
-
     def attend(self, layer, q, k, v):
         """q (1, H, N, D), k, v (1, G, N, D), or None where nothing is written -> (1, H, N, D)."""
         q = self.rotated(q)[0].transpose(0, 1)                          # (N, H, D)
-        out, new = torch.empty_like(q), None if k is None else self.pack(k, v)
+        out, new = torch.empty_like(q), None
+        if k is not None:
+            new = torch.stack([self.rotated(k)[0], v[0]]).permute(2, 0, 1, 3)   # (N, 2, G, D)
         for group in self.groups:
             group.attend(layer, q, new, out)
         return out.transpose(0, 1)[None]
@@ -258,12 +259,18 @@ class Slot:
     going: np.ndarray = None         # which of the new tokens take the next loop, indices
     taken: int = 0                   # loops that the last of them has taken
     deferred: dict = field(default_factory=dict)    # {depth: [(position, state)]}: see defer
-    early: tuple = None              # of a prompt: (depth, logits) where its last token would exit
+    exit: tuple = None               # (depth, logits) where the last token exits, once decided
     guesses: list = field(default_factory=list)     # oracle: the likeliest token after each loop
 
     def states(self):
         """Of the new tokens that take the next loop."""
         return self.h if len(self.going) == len(self.at) else self.h[self.going]
+
+
+def generator(seed, n, device):
+    """The random numbers of the n-th request, whatever its neighbours are."""
+    word = np.random.SeedSequence([seed, n]).generate_state(1, np.uint64)[0]
+    return torch.Generator(device).manual_seed(int(word >> np.uint64(1)))
 
 
 class Engine:
@@ -274,9 +281,11 @@ class Engine:
     its place in the queue. Under a rule prompts take all loops, so that their keys are complete.
     A sequence that outgrows max_len goes on from its last max_len tokens, as in sample.py."""
 
-    def __init__(self, model, slots, max_len, batching="depth", exit="", eot=None, vocab_size=None,
-                 temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=1337, fill="",
-                 clock=time.perf_counter, sleep=time.sleep, on_token=None):
+    def __init__(self, model, slots, max_len, batching="depth", exit="", fill="", eot=None,
+                 vocab_size=None, sampling=(0.0, 0, 1.0, 1.0), seed=1337, on_token=None,
+                 clock=time.perf_counter, sleep=time.sleep):
+        """sampling: temperature, top_k, top_p, repetition_penalty. on_token(request) is called
+        after each token."""
         cfg, w = model.cfg, model.wte.weight
         if batching == "depth" and not cfg.share.endswith("cycle"):
             raise UserError(f"batching=depth needs loops over the same blocks, so share=cycle or "
@@ -286,7 +295,7 @@ class Engine:
         self.routed, self.n_loop = hasattr(model, "takes"), model.n_loop
         self.fill = fill or getattr(cfg, "fill", "exact")
         self.oracle, self.rule = exit == "oracle", exit_rule(exit, self.n_loop)
-        self.sampling, self.seed = (temperature, top_k, top_p, repetition_penalty), seed
+        self.sampling, self.seed = sampling, seed
         self.clock, self.sleep, self.device = clock, sleep, w.device
         if self.fill == "propagate":    # made once: weights stay as they are
             self.projection = functools.cache(model.projection)
@@ -325,27 +334,26 @@ class Engine:
         for slot in self.slots:
             if slot.request is None and queue and queue[0].arrival <= now:
                 slot.request = queue.popleft()
-                slot.generator = self.generator(self.admitted)
-                self.admitted += 1
-                self.start(slot, list(slot.request.prompt))
+                self.begin(slot)
 
-    def generator(self, n):
-        """The random numbers of the n-th request, whatever its neighbours are."""
-        word = np.random.SeedSequence([self.seed, n]).generate_state(1, np.uint64)[0]
-        return torch.Generator(self.device).manual_seed(int(word >> np.uint64(1)))
+    def begin(self, slot):
+        """Begin with the slot's new request."""
+        slot.generator = generator(self.seed, self.admitted, self.device)
+        self.admitted += 1
+        self.prefill(slot, list(slot.request.prompt))
 
-    def start(self, slot, ids):
-        """Begin with token ids, of which as many are kept as the cache has room for."""
+    def prefill(self, slot, ids):
+        """The slot's new tokens are ids, of which as many are kept as the cache has room for."""
         self.cache.reset(slot.number)
         slot.ids, slot.at, slot.prompt = ids, range(min(len(ids), self.max_len)), True
-        slot.depth, slot.deferred, slot.early, slot.guesses = 0, {}, None, []
+        slot.depth, slot.deferred, slot.exit, slot.guesses = 0, {}, None, []
 
     def step(self):
         """depth: one loop for all requests. static, sequence: one token for each."""
         slots = self.busy()
         for slot in slots:
             if slot.at.stop > self.max_len:     # a full context
-                self.start(slot, slot.ids)
+                self.prefill(slot, slot.ids)
         while slots:                    # sequence: until the last token has exited
             slots = self.advance(slots)
             if self.batching == "depth":
@@ -403,7 +411,7 @@ class Engine:
             new = new[len(old):]
             whole = len(new) == len(slot.at)
             slot.h = new if whole else slot.h.index_copy(0, self.index(slot.going), new)
-            slot.taken += len(slot.at) - 1 in slot.going
+            slot.taken += len(slot.at) - 1 in slot.going    # the last of the new tokens
 
     def loop_context(self, slots, at):
         """Level b holds the keys of loop b. mor: those of the tokens that took it
@@ -423,29 +431,30 @@ class Engine:
     # a rule decides: relaxed
 
     def exit_by_rule(self, slots):
-        """The slots whose newest tokens exit after this loop; those are predicted from."""
+        """The slots whose newest tokens take no further loop. A token does not where it exits;
+        a prompt takes the others too, but is predicted from where its last token exits."""
         end = self.n_loop - 1
         if self.rule is None and not self.oracle:       # the others need no head
             slots = [slot for slot in slots if slot.depth == end]
         if not slots:
             return []
         logits = self.logits(self.model.finish(torch.cat([slot.h[-1:] for slot in slots]), None))
-        exits, out = [False] * len(slots), []
-        if self.oracle:
-            for slot, guess in zip(slots, logits.argmax(-1).tolist()):
-                slot.guesses.append(guess)
+        exits = [slot.depth == end for slot in slots]
         if self.rule is not None:
-            exits = self.rule(logits, torch.tensor([slot.depth for slot in slots])).tolist()
-        for n, (slot, early) in enumerate(zip(slots, exits)):
-            if slot.prompt and early and slot.early is None:
-                slot.early = slot.depth, logits[n]      # it goes on, but is predicted from this
-            if slot.depth == end or early and not slot.prompt:
-                out.append(n)
-                self.defer(slot, [(slot.at[-1], slot.h[-1:])])
-        exited = [slots[n] for n in out]
+            early = self.rule(logits, torch.tensor([slot.depth for slot in slots])).tolist()
+            exits = [a or b for a, b in zip(exits, early)]
+        for slot, row, exit in zip(slots, logits, exits):
+            if self.oracle:
+                slot.guesses.append(int(row.argmax()))
+            if exit and slot.exit is None:
+                slot.exit = slot.depth, row
+        out = [slot for slot in slots if slot.exit and (slot.depth == end or not slot.prompt)]
+        for slot in out:
+            self.defer(slot, [(slot.at[-1], slot.h[-1:])])
         if out:
-            self.emit(exited, [slot.depth for slot in exited], logits[out])
-        return exited
+            depths, rows = zip(*(slot.exit for slot in out))
+            self.emit(out, depths, torch.stack(rows))
+        return out
 
     def defer(self, slot, states):
         """Keep (position, state) pairs for the next loop, until a later token goes there."""
@@ -494,15 +503,14 @@ class Engine:
     # the answers
 
     def emit(self, slots, depths, logits):
-        """Give each slot its next token from logits (R, V), and end what is answered."""
-        for n, slot in enumerate(slots):
-            if slot.early:                      # of a prompt: where its last token would exit
-                (depths[n], logits[n]), slot.early = slot.early, None
+        """Give each slot its next token, predicted from logits (R, V) after loop depths (R,), and
+        end what is answered."""
         for slot, depth, token in zip(slots, depths, self.pick(slots, logits)):
-            request, slot.depth, slot.prompt = slot.request, 0, False
-            slot.at = range(slot.at.stop, slot.at.stop + 1)
+            request = slot.request
             if self.oracle:
-                depth, slot.guesses = slot.guesses.index(slot.guesses[-1]), []
+                depth = slot.guesses.index(slot.guesses[-1])
+            slot.depth, slot.prompt, slot.exit, slot.guesses = 0, False, None, []
+            slot.at = range(slot.at.stop, slot.at.stop + 1)
             if token != self.eot:
                 request.tokens.append(token)
                 request.exits.append(depth + 1)
@@ -532,20 +540,25 @@ class Engine:
 @dataclass
 class ServeConfig(Sampling):
     requests: str = ""              # the file of requests, one JSON object a line
+    prompt: str = ""                # or one text to continue, in colours
     batching: str = "depth"         # static | sequence | depth
     slots: int = 16                 # requests decoded at a time
-    port: int = 0                   # instead of a file: serve HTTP here
-    host: str = "127.0.0.1"         # and on this address; 0.0.0.0: from everywhere
+    exit: str = ""                  # relaxed: static:LOOP | confidence:P | margin:P | oracle
+    fill: str = ""                  # relaxed: deeper keys after an exit: exact | propagate
 
     def __post_init__(self):
         super().__post_init__()
-        self.between(slots=(1, 4096), port=(0, 65535))
+        self.between(slots=(1, 4096))
         self.one_of("batching", "static", "sequence", "depth")
+        self.one_of("fill", "", "exact", "propagate")
 
 
-# The types of JSON values that a request may hold; a bool is no number here.
-REQUEST_KEYS = {"prompt": [str], "max_new_tokens": [int], "arrival": [int, float],
-                "id": [str, int, type(None)]}
+@dataclass
+class RequestLine:
+    """What a line of the file may hold, beside its id."""
+    prompt: str = ""
+    max_new_tokens: int = 500
+    arrival: float = 0.0
 
 
 def read_requests(path, tokenizer, model, max_new_tokens):
@@ -557,69 +570,56 @@ def read_requests(path, tokenizer, model, max_new_tokens):
         raise UserError(f"requests={path} cannot be read: {e.strerror}") from e
     requests, errors = [], []
     for n, line in enumerate(lines, 1):
-        given = None
         if not line.strip():
             continue
+        name, error = n, "not a line of JSON in UTF-8"
         try:
-            given = json.loads(line.decode())
-            requests.append(parse_request(given, n, tokenizer, model, max_new_tokens))
-        except (UserError, ValueError, RecursionError) as e:
-            refused = isinstance(e, UserError)
-            message = " ".join(str(e).split()) if refused else "not a line of JSON in UTF-8"
-            name = given.get("id", n) if isinstance(given, dict) else n
-            known = type(name) in REQUEST_KEYS["id"]
-            errors.append({"id": name if known else n, "line": n, "error": message})
+            given = {"max_new_tokens": max_new_tokens, **json.loads(line.decode())}
+            name = given.pop("id", n)
+            if type(name) not in (str, int, type(None)):
+                name, error = n, "id must be a text or a whole number"
+                raise ValueError
+            line = typed_config(RequestLine, {}, given, free_text=("prompt",))
+            requests.append(make_request(line, name, tokenizer, model))
+        except (UserError, ValueError, TypeError, RecursionError) as e:
+            error = str(e) if isinstance(e, UserError) else error
+            errors.append({"id": name, "line": n, "error": error})
     if not requests and not errors:
         raise UserError(f"requests={path} is empty: one JSON object a line")
     return requests, errors
 
 
-def parse_request(given, n, tokenizer, model, max_new_tokens):
-    """The Request of line n's JSON value; UserError where it is none."""
-    if not isinstance(given, dict):
-        raise UserError("a request is a JSON object")
-    for key, value in given.items():
-        if key not in REQUEST_KEYS:
-            raise UserError(f"unknown key {key!r:.60}: the keys are {', '.join(REQUEST_KEYS)}")
-        if type(value) not in REQUEST_KEYS[key]:
-            raise UserError(f"{key} has a wrong type: {value!r:.60}")
-    count, arrival = given.get("max_new_tokens", max_new_tokens), given.get("arrival", 0.0)
-    if not 1 <= count <= 1 << 20:
-        raise UserError(f"max_new_tokens={count} must be at least 1 and at most {1 << 20}")
-    if not 0 <= arrival < 1e9:
-        raise UserError(f"arrival={arrival!r:.60} must be seconds, 0 or more")
-    prompt = tokenizer.encode(given.get("prompt", ""))
-    check_prompts(model, [prompt])
-    longest = 8 * model.cfg.block_size
-    if not model.context_limit and len(prompt) + count > longest:   # all slots would grow as long
-        raise UserError(f"max_new_tokens={count} after a prompt of {len(prompt)} is more than "
+def make_request(line, name, tokenizer, model):
+    """The Request of a RequestLine; UserError where the model cannot answer it."""
+    new, limit = line.max_new_tokens, model.context_limit
+    if not 1 <= new <= 1 << 20:
+        raise UserError(f"max_new_tokens={new} must be at least 1 and at most {1 << 20}")
+    if not 0 <= line.arrival < 1e9:
+        raise UserError(f"arrival={line.arrival} must be seconds, 0 or more")
+    prompt, longest = tokenizer.encode(line.prompt), 8 * model.cfg.block_size
+    check_prompts([prompt], model.cfg.vocab_size)
+    if not limit and len(prompt) + new > longest:       # the rows of all slots would be as long
+        raise UserError(f"max_new_tokens={new} after a prompt of {len(prompt)} is more than "
                         f"{longest}, 8 times block_size")
-    return Request(prompt, count, float(arrival), given.get("id", n))
+    return Request(prompt, new, line.arrival, name)
 
 
-def check_loops(model, cfg, path, *keys):
-    """UserError if the model cannot serve one of `keys` that is given."""
-    given = [f"{key}={getattr(cfg, key)}" for key in keys if getattr(cfg, key)]
-    if given and not hasattr(model, "loop"):
-        raise UserError(f"{given[0]} is for a model that loops over depth (relaxed, mor), "
-                        f"{path} is not")
-    if (cfg.exit or cfg.fill) and hasattr(model, "takes"):
+def check_loops(model, path, exit, fill):
+    """UserError if the model at path has no loops, or a router where exit= or fill= is given."""
+    if not hasattr(model, "loop"):
+        raise UserError(f"serve.py is for models that loop over depth (relaxed, mor), {path} does "
+                        f"not")
+    if (exit or fill) and hasattr(model, "takes"):
         raise UserError(f"exit and fill are for relaxed: of {path}, a mor, the router decides "
                         f"which tokens exit")
-    if cfg.exit:
-        exit_rule(cfg.exit, model.n_loop)
 
 
-def engine_for(model, tokenizer, cfg, requests, slots, **options):
-    """An Engine as large as the requests need. cfg: sample.py's keys or this file's."""
+def engine_for(model, tokenizer, cfg, requests, **options):
+    """An Engine as large as the requests need."""
     need = max(len(r.prompt) + r.max_new_tokens for r in requests)
-    slots = min(slots, len(requests))
-    check_text_fits(model, slots, need, model.wte.weight.device,
-                    f"slots={slots} and requests of {need} tokens")
-    same = ("exit", "fill", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
-    return Engine(model, slots, min(need, model.context_limit or need),
-                  eot=tokenizer.eot if cfg.stop else None, vocab_size=tokenizer.vocab_size,
-                  **{key: getattr(cfg, key) for key in same}, **options)
+    return Engine(model, min(cfg.slots, len(requests)), min(need, model.context_limit or need),
+                  cfg.batching, cfg.exit, cfg.fill, eot=tokenizer.eot if cfg.stop else None,
+                  vocab_size=tokenizer.vocab_size, sampling=cfg.how(), seed=cfg.seed, **options)
 
 
 def serve(model, tokenizer, cfg):
@@ -629,7 +629,7 @@ def serve(model, tokenizer, cfg):
         print(json.dumps(error), flush=True)
     if not requests:
         return f"no request in {cfg.requests}, {len(errors)} errors"
-    engine = engine_for(model, tokenizer, cfg, requests, cfg.slots, batching=cfg.batching)
+    engine = engine_for(model, tokenizer, cfg, requests)
     start = time.perf_counter()
     for r in engine.run(requests):
         answer = {"id": r.id, "text": "".join(tokenizer.stream(r.tokens)), "tokens": r.tokens,
@@ -644,20 +644,43 @@ def serve(model, tokenizer, cfg):
             f"{at(0.95)} (95 %); exited after loop {loop_fractions(exits, model.n_loop)}")
 
 
+COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
+
+
+def coloured(text, loop, n_loop):
+    """text in the colour of a token that exited after loop `loop`, from 1, of n_loop."""
+    colour = COLOURS[(loop - 1) * (len(COLOURS) - 1) // max(1, n_loop - 1)]
+    return f"\033[{colour}m{text}\033[0m" if text else ""
+
+
+def write_coloured(model, tokenizer, cfg):
+    """Continue a prompt; each token has the colour of the loop after which it exited. Returns a
+    summary."""
+    cfg = replace(cfg, batching="sequence")     # of one request, for every model
+    request, decoder = Request(tokenizer.encode(cfg.prompt), cfg.max_new_tokens), text_decoder()
+    check_prompts([request.prompt], model.cfg.vocab_size)
+
+    def show(request):
+        text = decoder.decode(tokenizer.decode_bytes(request.tokens[-1:]))
+        print(coloured(text, request.exits[-1], model.n_loop), end="", flush=True)
+    print(tokenizer.decode(request.prompt), end="", flush=True)
+    list(engine_for(model, tokenizer, cfg, [request], on_token=show).run([request]))
+    print(decoder.decode(b"", final=True))
+    legend = [coloured(str(b), b, model.n_loop) for b in range(1, model.n_loop + 1)]
+    return (f"{len(request.tokens)} tokens; exited after loop "
+            f"{loop_fractions(request.exits, model.n_loop)} {' '.join(legend)}")
+
+
 def main(argv):
     if asks_help(argv):
         return print(help_text(ServeConfig))
-    paths, cfg = read_arguments(argv, ServeConfig, most=9)
-    if cfg.port:
-        from lab.page import serve_http      # it needs the Engine
-        return serve_http(paths, cfg)
-    if not cfg.requests or len(paths) > 1:
-        raise UserError("give requests=FILE.jsonl (one JSON object a line) and one run, or "
-                        "port=NUMBER and one to nine runs")
-    path, = paths
+    path, cfg = read_arguments(argv, ServeConfig)
+    if bool(cfg.requests) == bool(cfg.prompt):
+        raise UserError("give requests=FILE.jsonl (one JSON object a line) or prompt=TEXT")
     model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
-    check_loops(model, cfg, path, "requests")
-    print(serve(model, tokenizer, cfg), file=sys.stderr)
+    check_loops(model, path, cfg.exit, cfg.fill)
+    write = serve if cfg.requests else write_coloured
+    print(write(model, tokenizer, cfg), file=sys.stderr)
 
 
 if __name__ == "__main__":

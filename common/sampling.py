@@ -1,6 +1,7 @@
 """
 How the next token is chosen: the keys that sample.py and serve.py share, and the choice itself.
 """
+import codecs
 import math
 from dataclasses import dataclass
 
@@ -10,24 +11,10 @@ from common.keys import UserError, split_args, typed_config
 
 
 @dataclass
-class Sampling:
-    """The keys of decoding."""
-    max_new_tokens: int = 500       # tokens to write after a prompt
-    temperature: float = 0.8        # 0: the likeliest token; 1: the model's distribution
-    top_k: int = 0                  # sample among the k likeliest tokens (0: all)
-    top_p: float = 1.0              # sample among the likeliest with this probability together
-    repetition_penalty: float = 1.0  # above 1 makes tokens that the text already has less likely
-    stop: bool = True               # end at the end-of-text token
-    seed: int = 1337                # of the sampling
-    exit: str = ""                  # relaxed: static:LOOP | confidence:P | margin:P | oracle
-    fill: str = ""                  # relaxed: deeper keys after an exit: exact | propagate
+class Decoding:
+    """The keys of every command that decodes, and checks of values."""
     device: str = "auto"            # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda:N
     fast: bool = True               # the model's fast path; false: its naive one, the same text
-
-    def __post_init__(self):
-        self.between(max_new_tokens=(1, None), temperature=(0, None), top_k=(0, None), top_p=(0, 1),
-                     repetition_penalty=(0.01, 100), seed=(0, 2 ** 63 - 1))
-        self.one_of("fill", "", "exact", "propagate")
 
     def between(self, **bounds):
         for name, (low, high) in bounds.items():
@@ -40,6 +27,26 @@ class Sampling:
         if getattr(self, name) not in allowed:
             words = ", ".join(filter(None, allowed))
             raise ValueError(f"{name}={getattr(self, name)} must be one of: {words}")
+
+
+@dataclass
+class Sampling(Decoding):
+    """The keys that sample.py and serve.py share."""
+    max_new_tokens: int = 500       # tokens to write after a prompt
+    temperature: float = 0.8        # 0: the likeliest token; 1: the model's distribution
+    top_k: int = 0                  # sample among the k likeliest tokens (0: all)
+    top_p: float = 1.0              # sample among the likeliest with this probability together
+    repetition_penalty: float = 1.0  # above 1 makes tokens that the text already has less likely
+    stop: bool = True               # end at the end-of-text token
+    seed: int = 1337                # of the sampling
+
+    def __post_init__(self):
+        self.between(max_new_tokens=(1, 1 << 20), temperature=(0, None), top_k=(0, None),
+                     top_p=(0, 1), repetition_penalty=(0.01, 100), seed=(0, 2 ** 63 - 1))
+
+    def how(self):
+        """The arguments of next_tokens that are the user's choice."""
+        return self.temperature, self.top_k, self.top_p, self.repetition_penalty
 
 
 def next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, generator):
@@ -64,23 +71,27 @@ def next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, gen
     return logits.softmax(-1).multinomial(1, generator=generator).squeeze(-1)
 
 
-def check_prompts(model, prompts):
-    """UserError for a prompt without tokens, or with a token that the model does not have."""
-    V = model.cfg.vocab_size
+def check_prompts(prompts, vocab_size):
+    """UserError for a prompt without tokens, or with a token beyond the vocabulary."""
     for prompt in prompts:
         if not prompt:
             raise UserError("the prompt is empty: give at least one character")
-        if not 0 <= min(prompt) <= max(prompt) < V:
-            raise UserError(f"the prompt has a token outside the model's vocabulary of {V}")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise UserError(f"the prompt has a token outside the vocabulary of {vocab_size}")
 
 
-def read_arguments(argv, config, most=1):
-    """(paths of runs, config) from `PATH key=value ...`."""
+def read_arguments(argv, config):
+    """(path of a run, config) from `PATH key=value ...`."""
     paths = [a for a in argv if "=" not in a]
-    if not 1 <= len(paths) <= most:
+    if len(paths) != 1:
         raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
     keys = split_args([a for a in argv if "=" in a])
-    return paths, typed_config(config, keys, free_text=("prompt",))
+    return paths[0], typed_config(config, keys, free_text=("prompt",))
+
+
+def text_decoder():
+    """Turns bytes of tokens into text; bytes of an unfinished character wait."""
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
 
 def loop_fractions(loops, n_loop):

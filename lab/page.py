@@ -1,453 +1,394 @@
 """
-serve.py with port=: an HTTP server with OpenAI's /v1/completions, and a page that shows depth.
+A page that shows how deep each token goes, and OpenAI's completions, for trained models that loop
+over depth (relaxed, mor).
 
-    python serve.py out/mor_tiny port=8000                     http://127.0.0.1:8000
-    python serve.py out/mor_tiny out/relaxed_exit port=8000 exit=confidence:0.5     two models on
-                                    one page; exit= and fill= are for those without a router
+    python -m lab.page out/mor_tiny port=8000           http://127.0.0.1:8000
+    python -m lab.page out/mor_tiny out/relaxed_exit exit=confidence:0.5    two runs on one page;
+                                                        exit=, fill= are for those without a router
     curl 127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
         -d '{"prompt": "def ", "max_tokens": 50, "stream": true}'
+    python -m lab.page help                             every key with its meaning
 
-Keys of a completion: model (a run's name; by default the first run), prompt (text, token ids, or a
-list of either), max_tokens, temperature, top_p, n, stop, seed, logprobs, echo, stream. A choice has
-`depths` too: the loop after which each of its tokens exited, from 1. /v1/models lists the runs.
-
-How to sample is a matter of each completion, so temperature and the like mean nothing beside port=.
-Each run has one thread, which decodes all its requests with the Engine of serve.py. Each connection
-has a thread that waits for its tokens. A client that goes away frees its slots.
+A choice has `depths` too: the loop after which each of its tokens exited, from 1.
 """
+import asyncio
 import codecs
+import contextlib
 import itertools
 import json
 import os
 import queue
-import selectors
-import socket
+import re
+import secrets
 import sys
 import threading
 import time
-import uuid
+import traceback
 from collections import deque
 from dataclasses import dataclass, field, replace
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
+import serve
 from common.checkpoint import load_run
-from common.keys import HERE, UserError, first_line
-from common.process import check_text_fits, pick_device
-from common.sampling import check_prompts
-from serve import Engine, Request, check_loops
+from common.keys import HERE, UserError, asks_help, help_text, run_cli, split_args, typed_config
+from common.process import pick_device
+from common.sampling import Decoding, check_prompts, text_decoder
+try:
+    import uvicorn
+    from fastapi import FastAPI, Request
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+    from pydantic import BaseModel, Field, model_validator
+    from starlette.exceptions import HTTPException
+except ImportError as e:
+    print(f"error: {e.name} is missing: pip install -r tests/requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
-MAX_BODY = 1 << 20          # bytes of a request
-MAX_CHOICES = 128           # prompts times n, of a request
-MAX_WAITING = 1024          # requests of all clients that wait for a slot
-IDLE = 30                   # seconds that a read from a client, or a write, may take
+MAX_BODY, MAX_CHOICES = 1 << 20, 128        # of a request: bytes, and prompts times n
+LOCAL = re.compile(r"(localhost|127[0-9.]+|\[?::1\]?)(:\d+)?")  # names of this machine alone
+runs = {}       # {name: Run}
 
 
 # ---- decoding: a thread for each run ----
 
 @dataclass(eq=False)
-class Choice(Request):
-    """One text to write. Its run's thread puts (choice, new text, token or None, its depth) into
-    `events`, and (choice, None, None, None) at the end."""
-    events: queue.Queue = None      # of all choices of a client's request
-    index: int = 0                  # in the response
+class Choice(serve.Request):
+    """One text to write."""
+    index: int = 0                  # in the answer
     seed: int = 0
-    stops: list = ()
+    stops: list = ()                # strings that end the text
     top: int = None                 # logprobs, with so many alternatives (None: no logprobs)
     echo: bool = False              # logprobs of the prompt too
+    events: deque = None            # of the answer: (choice, new text, [depth], reason at the end)
+    wake: asyncio.Event = None      # of the answer: there are events
+    stream: bool = False            # it waits for each event, not for the end
     cancelled: bool = False         # the client has gone
-    reason: str = "length"          # why it ended
-    logprobs: list = field(default_factory=list)    # (logprob, {token id: logprob}) of each token
-    decoder: codecs.IncrementalDecoder = field(
-        default_factory=partial(codecs.getincrementaldecoder("utf-8"), errors="replace"))
-    pending: str = ""               # text that may be the start of a stop string
+    reason: str = None              # why the text has ended
+    logprobs: list = field(default_factory=list)    # (token, logprob, {token: logprob})
+    text: str = ""
+    told: int = 0                   # characters of it that are certain
+    decoder: codecs.IncrementalDecoder = field(default_factory=text_decoder)
 
     def read(self, piece, final=False):
-        """The text that is known after the bytes of a new token. At a stop string, the text before
-        it; `reason` is "stop" then."""
-        text = self.pending + self.decoder.decode(piece, final)
-        found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
+        """What a token's bytes make certain of the text. A stop string ends it; the last
+        characters wait, as they may be the start of one."""
+        self.text += self.decoder.decode(piece, final)
+        waits = 0 if final else max(map(len, self.stops), default=1) - 1
+        known = len(self.text) - waits
+        found = [self.text.find(stop) for stop in self.stops if stop in self.text]
         if found:
-            self.reason, self.pending = "stop", ""
-            self.decoder.reset()
-            return text[:min(found)]
-        begins = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        known = len(text) - (0 if final else max(begins, default=0))
-        self.pending = text[known:]
-        return text[:known]
+            self.reason, known = "stop", min(found)
+        start, self.told = self.told, max(self.told, known)
+        return self.text[start:self.told]
 
 
-class Worker(Engine):
-    """The Engine of a run in a thread of its own, with the sampling of each request."""
+class Run(serve.Engine):
+    """A trained model, and the thread that decodes its choices."""
 
-    def __init__(self, path, cfg, alone):
+    def __init__(self, path, cfg, several):
         model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
-        if hasattr(model, "takes") and not alone:       # exit= and fill= are for the others
+        if several and hasattr(model, "takes"):
             cfg = replace(cfg, exit="", fill="")
-        check_loops(model, cfg, path, "batching")
-        self.name = Path(path).name if Path(path).is_dir() else Path(path).stem
+        serve.check_loops(model, path, cfg.exit, cfg.fill)
         # a text may be as long as the model's context; without a limit, as 8 times block_size
         self.longest = model.context_limit or 8 * model.cfg.block_size
-        check_text_fits(model, cfg.slots, self.longest, model.wte.weight.device,
-                        f"slots={cfg.slots} and requests of {self.longest} tokens")
-        super().__init__(model, cfg.slots, self.longest, cfg.batching, cfg.exit, fill=cfg.fill,
-                         eot=self.tokenizer.eot if cfg.stop else None,
-                         vocab_size=self.tokenizer.vocab_size, on_token=self.token)
-        self.waiting, self.condition = deque(), threading.Condition()
+        super().__init__(model, cfg.slots, self.longest, cfg.batching, cfg.exit, cfg.fill,
+                         eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size,
+                         on_token=self.tell)
+        self.inbox, self.waiting = queue.SimpleQueue(), deque()
         threading.Thread(target=self.work, daemon=True).start()
 
-    def submit(self, choices):
-        """Busy where too many wait already."""
-        with self.condition:
-            self.waiting = deque(choice for choice in self.waiting if not choice.cancelled)
-            waiting = len(self.waiting)
-            if waiting + len(choices) > MAX_WAITING:
-                raise Busy(f"{waiting} requests wait for a slot already: try again later")
-            self.waiting.extend(choices)
-            self.condition.notify()
+    async def write(self, choices, request):
+        """Yields events, see Choice, until all choices have ended or the client has gone."""
+        left, events, wake = len(choices), choices[0].events, choices[0].wake
+        self.event_loop = asyncio.get_running_loop()
+        try:
+            for choice in choices:
+                self.inbox.put(choice)
+            while left and not await request.is_disconnected():
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(wake.wait(), 0.5)
+                wake.clear()
+                while events:
+                    left -= events[0][-1] is not None
+                    yield events.popleft()
+        finally:
+            for choice in choices:
+                choice.cancelled = True
 
     @torch.inference_mode()
     def work(self):
+        """In the thread: step while there is something to decode, and wake those who wait."""
         while True:
-            with self.condition:
-                while not self.waiting and not self.busy():
-                    self.condition.wait()
+            while not self.inbox.empty() or not (self.waiting or self.busy()):
+                self.waiting.append(self.inbox.get())
             try:
-                self.fill_slots()
+                self.admit(self.waiting, now=0)
                 self.step()
-            except Exception as e:              # told to all that are in work; the others go on
-                print(f"{self.name}: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+            except Exception:       # ends what is in work; what waits goes on
+                traceback.print_exc()
                 for slot in self.busy():
                     slot.request.reason = "error"
-                    self.done.append(slot.request)
-                    slot.request = None
-            done, self.done = self.done, []
-            for choice in done:
+                    slot.request = self.done.append(slot.request)
+            news = [slot.request.wake for slot in self.busy() if slot.request.stream]
+            for choice in self.done:
                 self.end(choice)
+                news.append(choice.wake)
+            self.done = []
+            self.event_loop.call_soon_threadsafe(lambda all: [wake.set() for wake in all], news)
 
-    def fill_slots(self):
-        for slot in self.slots:
-            while slot.request is None:
-                with self.condition:
-                    if not self.waiting:
-                        return
-                    choice = self.waiting.popleft()
-                if choice.cancelled:
-                    continue
-                slot.request = choice
-                if choice.echo and choice.top is not None:
-                    choice.logprobs = self.prompt_logprobs(choice.prompt, choice.top)
-                if not choice.max_new_tokens:                   # at most one a slot and step
-                    self.done.append(choice)
-                    slot.request = None
-                    break
-                slot.generator = torch.Generator(self.device).manual_seed(choice.seed)
-                self.start(slot, list(choice.prompt))
+    def end(self, choice):
+        ended = "length" if len(choice.tokens) == choice.max_new_tokens else "stop"
+        rest = choice.read(b"", final=True)
+        choice.reason = choice.reason or ended
+        choice.events.append((choice, rest, [], choice.reason))
+
+    def begin(self, slot):
+        choice = slot.request
+        if choice.echo and choice.top is not None:
+            ids = choice.prompt
+            logits = self.model(torch.tensor([ids], device=self.device))[0][0]
+            rows = logits.log_softmax(-1)[:, :self.vocab_size]
+            choice.logprobs = [(ids[0], None, None)]        # the first token is not predicted
+            choice.logprobs += [alternatives(*x, choice.top) for x in zip(rows, ids[1:])]
+        if choice.cancelled or not choice.max_new_tokens:
+            slot.request = self.done.append(choice)
+        else:
+            slot.generator = serve.generator(choice.seed, choice.index, self.device)
+            self.prefill(slot, list(choice.prompt))
 
     def pick(self, slots, logits):
         tokens = super().pick(slots, logits)
         for slot, row, token in zip(slots, logits, tokens):
-            if slot.request.top is not None:
-                slot.request.logprobs.append(top_logprobs(row, token, slot.request.top))
+            if (top := slot.request.top) is not None:
+                found = alternatives(row.log_softmax(-1), token, top)
+                slot.request.logprobs.append(found)
         return tokens
 
-    def token(self, choice):
+    def tell(self, choice):
+        """Called by the Engine after each token."""
         text = choice.read(self.tokenizer.decode_bytes(choice.tokens[-1:]))
-        choice.events.put((choice, text, choice.tokens[-1], choice.exits[-1]))
-        if choice.cancelled or choice.reason == "stop":
-            choice.max_new_tokens = len(choice.tokens)      # so that the Engine ends it here
-
-    def end(self, choice):
-        told = len(choice.tokens) + len(choice.prompt) * choice.echo
-        del choice.logprobs[told:]                          # of end-of-text
-        if choice.reason == "length" and len(choice.tokens) < choice.max_new_tokens:
-            choice.reason = "stop"                          # end-of-text
-        choice.events.put((choice, choice.read(b"", final=True), None, None))
-        choice.events.put((choice, None, None, None))
-
-    def prompt_logprobs(self, ids, top):
-        """Of each token of a prompt but the first, as Choice.logprobs."""
-        logits = self.model(torch.tensor([ids], device=self.device))[0]
-        logits = logits[0, :, :self.vocab_size]
-        return [None] + [top_logprobs(row, token, top) for row, token in zip(logits, ids[1:])]
+        choice.events.append((choice, text, choice.exits[-1:], None))
+        if choice.reason or choice.cancelled:       # the Engine ends it here
+            choice.max_new_tokens = len(choice.tokens)
 
 
-def top_logprobs(logits, token, top):
-    logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(min(top, len(logprobs))) if top else None
-    others = dict(zip(best.indices.tolist(), best.values.tolist())) if top else {}
-    return float(logprobs[token]), others
-
-
-# ---- what a client may ask ----
-
-class Busy(UserError):
-    """Too many requests: status 429."""
-
-
-# Keys of a completion: allowed types, and bounds of numbers.
-KEYS = {"model": ([str], None), "prompt": ([str, list], None), "max_tokens": ([int], (0, 1 << 20)),
-        "temperature": ([int, float], (0, 100)), "top_p": ([int, float], (0, 1)),
-        "n": ([int], (1, MAX_CHOICES)), "stop": ([str, list], None),
-        "seed": ([int], (0, 2 ** 63 - 1)), "logprobs": ([int, bool], (0, 20)),
-        "echo": ([bool], None), "stream": ([bool], None), "stream_options": ([dict], None),
-        "user": ([str], None)}
-NEUTRAL = {"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {},
-           "suffix": ""}      # keys of OpenAI's that are allowed with these values
-
-
-def read_completion(given, workers):
-    """(Worker, prompts as lists of ids, options) of a request's JSON value; UserError names what
-    is wrong."""
-    if not isinstance(given, dict):
-        raise UserError("the body must be a JSON object")
-    given = {k: v for k, v in given.items()
-             if v is not None and not (k in NEUTRAL and NEUTRAL[k] == v)}
-    for key, value in given.items():
-        if key not in KEYS:
-            raise UserError(f"{key!r:.60} is not supported: the keys are {', '.join(KEYS)}")
-        kinds, bounds = KEYS[key]
-        if type(value) not in kinds or bounds and not bounds[0] <= value <= bounds[1]:
-            limits = f" from {bounds[0]} to {bounds[1]}" if bounds else ""
-            raise UserError(f"{key}={value!r:.60} must be "
-                            f"{' or '.join(kind.__name__ for kind in kinds)}{limits}")
-    worker = workers.get(given.get("model", next(iter(workers))))
-    if worker is None:
-        raise UserError(f"model={given['model']:.60} is unknown: {', '.join(workers)}")
-    options = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "n": 1, "stop": [],
-               "seed": time.time_ns() % 2 ** 62, "logprobs": None, "echo": False, "stream": False,
-               **given}
-    stops = [options["stop"]] if isinstance(options["stop"], str) else options["stop"]
-    if len(stops) > 16 or not all(type(s) is str and 0 < len(s) <= 200 for s in stops):
-        raise UserError("stop must be at most 16 strings of 1 to 200 characters")
-    options["stop"] = stops
-    if options["stream"] and (options["echo"] or options["logprobs"] is not None):
-        raise UserError("stream=true does not go with echo or logprobs")
-    prompts = read_prompts(options.get("prompt", ""), worker)
-    if len(prompts) * options["n"] > MAX_CHOICES:
-        raise UserError(f"{len(prompts)} prompts times n={options['n']} are more than {MAX_CHOICES}")
-    for ids in prompts:
-        if len(ids) + options["max_tokens"] > worker.longest:
-            raise UserError(f"a prompt of {len(ids)} tokens and max_tokens={options['max_tokens']} "
-                            f"are more than the {worker.longest} tokens of this model's context")
-    return worker, prompts, options
-
-
-def read_prompts(prompt, worker):
-    """Lists of token ids of a text, of ids, or of a list of these."""
-    ids = lambda x: isinstance(x, list) and x and all(type(i) is int for i in x)
-    several = prompt if isinstance(prompt, list) and not ids(prompt) else [prompt]
-    found = []
-    for one in several:
-        if not isinstance(one, str) and not ids(one):
-            raise UserError("prompt must be a text, a list of token ids, or a list of these")
-        found.append(worker.tokenizer.encode(one) if isinstance(one, str) else one)
-    if not found:
-        raise UserError("prompt is an empty list")
-    check_prompts(worker.model, found)
-    if max(map(max, found)) >= worker.tokenizer.vocab_size:     # a model may have more
-        raise UserError(f"prompt has a token that the tokenizer's {worker.tokenizer.vocab_size} "
-                        "do not include")
-    return found
+def alternatives(logprobs, token, top):
+    """(token, its logprob, {token: logprob} of the likeliest and of itself)."""
+    best, ids = logprobs.topk(min(top, len(logprobs)))
+    best = dict(zip(ids.tolist(), best.tolist()))
+    best.setdefault(token, float(logprobs[token]))
+    return token, best[token], best
 
 
 # ---- HTTP ----
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version, timeout = "HTTP/1.1", IDLE
+def refused(request, e):
+    """An error in OpenAI's shape."""
+    if isinstance(e, RequestValidationError):
+        first = e.errors()[0]
+        where = ".".join(map(str, first["loc"][1:]))
+        e = UserError(f"{where or 'body'}: {first['msg']}")
+    status = getattr(e, "status_code", 400 if isinstance(e, UserError) else 500)
+    message = str(getattr(e, "detail", e))[:300].encode(errors="replace").decode()
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error}, status, getattr(e, "headers", None))
 
-    def do_GET(self):
-        if self.path == "/":
-            page = (HERE / "lab" / "page.html").read_bytes()
-            return self.respond(200, page, "text/html; charset=utf-8")
-        if self.path == "/v1/models":
-            data = [{"id": name, "object": "model", "owned_by": "nanorecur",
-                     "n_loop": worker.n_loop} for name, worker in self.server.workers.items()]
-            return self.respond_json(200, {"object": "list", "data": data})
-        self.refuse(404, f"{self.path:.60} is not here: /, /v1/models and /v1/completions are")
 
-    def do_POST(self):
-        if self.path != "/v1/completions":
-            return self.refuse(404, f"{self.path:.60} is not here: /v1/completions is")
-        # a page of another origin cannot send this type without being asked first
-        if self.headers.get_content_type() != "application/json":
-            return self.refuse(415, "Content-Type must be application/json")
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or len(length) > 9 or int(length) > MAX_BODY:
-            return self.refuse(413, f"Content-Length must be given, at most {MAX_BODY}")
-        try:
-            body = self.rfile.read(int(length))
-            worker, prompts, options = read_completion(json.loads(body), self.server.workers)
-            choices = self.make_choices(prompts, options)
-            worker.submit(choices)
-        except Busy as e:
-            return self.refuse(429, str(e))
-        except UserError as e:
-            return self.refuse(400, str(e))
-        except (ValueError, RecursionError):
-            return self.refuse(400, "the body is not JSON in UTF-8")
-        try:
-            answer = self.stream if options["stream"] else self.answer
-            answer(worker, choices, options)
-        finally:
-            for choice in choices:
-                choice.cancelled = True         # without effect where it has ended
+ERRORS = HTTPException, RequestValidationError, UserError, Exception
+app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(ERRORS, refused))
+Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
-    def make_choices(self, prompts, options):
-        # temperature, top_k, top_p, repetition_penalty
-        how, events = (options["temperature"], 0, options["top_p"], 1.0), queue.Queue()
-        top = options["logprobs"]
-        same = dict(how=how, events=events, stops=options["stop"], echo=options["echo"],
-                    top=None if top in (None, False) else int(top))
-        return [Choice(ids, options["max_tokens"], seed=options["seed"] + i,
-                       index=p * options["n"] + i, **same)
-                for p, ids in enumerate(prompts) for i in range(options["n"])]
 
-    def events(self, choices):
-        """What the run's thread tells about the choices, until all have ended. ConnectionError
-        when the client has gone."""
-        left, looked = len(choices), time.monotonic()
-        while left:
-            if time.monotonic() - looked > 0.5:
-                self.look_for_client()
-                looked = time.monotonic()
-            try:
-                choice, text, token, depth = choices[0].events.get(timeout=0.5)
-            except queue.Empty:
-                continue
-            left -= text is None
-            yield choice, text, token, depth
+class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
+    """What a client may ask for."""
+    prompt: str | list[int] | list[str] | list[list[int]] = ""
+    model: str = ""                 # a run's name (default: the first run's)
+    max_tokens: int = Field(16, ge=0, le=1 << 20)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, ge=0, le=1)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] = []
+    seed: int = Field(default_factory=lambda: secrets.randbits(62), ge=0, lt=1 << 63)
+    logprobs: int | bool = Field(False, ge=0, le=20)        # true is 1
+    echo: bool = False
+    stream: bool = False
+    stream_options: dict = {}
+    user: str = ""
 
-    def look_for_client(self):
-        """ConnectionError if the connection is closed at its other end."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.connection, selectors.EVENT_READ)
-            if selector.select(0) and not self.connection.recv(1, socket.MSG_PEEK):
-                raise ConnectionAbortedError("the client has gone")
+    @model_validator(mode="before")
+    @classmethod
+    def without_null(cls, given):
+        """null is the default, and all that OpenAI's keys may hold that are not here."""
+        if not isinstance(given, dict):
+            raise ValueError("it must be a JSON object")
+        return {key: value for key, value in given.items() if value is not None}
 
-    def answer(self, worker, choices, options):
-        """All choices in one JSON object."""
-        texts = {choice: "" for choice in choices}
-        for choice, text, _, _ in self.events(choices):
-            texts[choice] += text or ""
-        if any(choice.reason == "error" for choice in choices):
-            return self.refuse(500, "decoding failed; the server's log has the reason")
-        results = [self.result(worker, choice, text, options) for choice, text in texts.items()]
-        self.respond_json(200, {**head(worker), "choices": results,
-                                "usage": usage(choices, options)})
+    def choices(self, run):
+        """What to write, n texts for each prompt; UserError where that cannot be."""
+        several = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if not several or isinstance(several[0], int):
+            several = [several]
+        prompts = [run.tokenizer.encode(p) if isinstance(p, str) else p for p in several]
+        check_prompts(prompts, run.vocab_size)
+        longest, stops = max(map(len, prompts)), self.stop
+        if len(prompts) * self.n > MAX_CHOICES:
+            raise UserError(f"{len(prompts)} prompts times n={self.n}: more than {MAX_CHOICES}")
+        if longest + self.max_tokens > run.longest:
+            raise UserError(f"a prompt of {longest} tokens and max_tokens={self.max_tokens}: more "
+                            f"than the {run.longest} tokens of this model's context")
+        if self.stream and (self.echo or self.logprobs is not False):
+            raise UserError("stream=true does not go with echo or logprobs")
+        same = {"how": (self.temperature, 0, self.top_p, 1.0), "seed": self.seed,
+                "stops": [stops] if isinstance(stops, str) else stops, "echo": self.echo,
+                "events": deque(), "wake": asyncio.Event(), "stream": self.stream,
+                "top": None if self.logprobs is False else int(self.logprobs)}
+        return [Choice(prompts[i // self.n], self.max_tokens, index=i, **same)
+                for i in range(len(prompts) * self.n)]
 
-    def result(self, worker, choice, text, options):
-        ids, logprobs = choice.tokens, choice.logprobs
-        if options["echo"]:
-            text, ids = worker.tokenizer.decode(choice.prompt) + text, choice.prompt + ids
-        if choice.top is not None:
-            logprobs = in_openais_words(worker.tokenizer, ids, logprobs)
-        return {"text": text, "index": choice.index, "finish_reason": choice.reason,
-                "depths": choice.exits, "logprobs": logprobs or None}
 
-    def stream(self, worker, choices, options):
+@app.post("/v1/completions")
+async def complete(asked: Completion, request: Request):
+    name = asked.model or next(iter(runs))
+    run = find(name)
+    choices = asked.choices(run)
+    answer = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion",
+              "created": int(time.time()), "model": name}
+
+    def usage():
+        read = sum(len(choice.prompt) for choice in choices[::asked.n])
+        new = sum(len(choice.tokens) for choice in choices)
+        return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+
+    async def events():
         """Server-sent events: one for each token, one for each choice's end, [DONE]."""
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.close_connection, same = True, head(worker)
-
-        def send(value):
-            self.wfile.write(f"data: {value}\n\n".encode())
-        for choice, text, token, depth in self.events(choices):
-            result = {"text": text or "", "index": choice.index, "logprobs": None,
-                      "finish_reason": choice.reason if text is None else None,
-                      "depths": [] if depth is None else [depth]}
-            send(json.dumps({**same, "choices": [result]}))
-        if options.get("stream_options", {}).get("include_usage"):
-            send(json.dumps({**same, "choices": [], "usage": usage(choices, options)}))
-        send("[DONE]")
-
-    def respond(self, status, body, kind):
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def respond_json(self, status, value):
-        self.respond(status, json.dumps(value).encode(), "application/json")
-
-    def refuse(self, status, message):
-        self.close_connection = True            # what is left of a body is not read
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        self.respond_json(status, {"error": {"message": " ".join(message.split()), "type": kind,
-                                             "code": status}})
-
-    def log_message(self, *args):
-        pass
+        data = lambda value: f"data: {json.dumps(value)}\n\n"
+        async for choice, text, depths, reason in run.write(choices, request):
+            part = {"text": text, "index": choice.index, "depths": depths, "logprobs": None}
+            yield data({**answer, "choices": [{**part, "finish_reason": reason}]})
+        if asked.stream_options.get("include_usage"):
+            yield data({**answer, "choices": [], "usage": usage()})
+        yield "data: [DONE]\n\n"
+    if asked.stream:
+        return StreamingResponse(events(), media_type="text/event-stream")
+    async for *_, reason in run.write(choices, request):
+        if reason == "error":
+            raise HTTPException(500, "decoding failed; the server's log has the reason")
+    return {**answer, "choices": [result(choice, run.tokenizer) for choice in choices],
+            "usage": usage()}
 
 
-def head(worker):
-    return {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion",
-            "created": int(time.time()), "model": worker.name}
-
-
-def usage(choices, options):
-    read = sum(len(choice.prompt) for choice in choices) // options["n"]
-    written = sum(len(choice.tokens) for choice in choices)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-
-
-def in_openais_words(tokenizer, ids, logprobs):
-    """The fields of a choice's `logprobs`. The first token of a prompt has none. Of tokens that are
-    the same text (parts of a character), the likeliest stands in top_logprobs."""
-    text, begun = lambda i: tokenizer.decode([i]), codecs.getincrementaldecoder("utf-8")("replace")
-    lengths = [len(begun.decode(tokenizer.decode_bytes([i]))) for i in ids]
-
-    def best(top):
-        found = {}
-        for i, logprob in top.items():          # the likeliest first
-            found.setdefault(text(i), logprob)
+def result(choice, tokenizer):
+    """A choice of the answer. Its logprobs are in OpenAI's form, a list for each field."""
+    ids = choice.prompt * choice.echo
+    found = {"text": tokenizer.decode(ids) + choice.text[:choice.told], "index": choice.index,
+             "finish_reason": choice.reason, "depths": choice.exits, "logprobs": None}
+    if not choice.logprobs:
         return found
-    return {"tokens": [text(i) for i in ids],
-            "text_offset": [0, *itertools.accumulate(lengths)][:len(ids)],
-            "token_logprobs": [pair and pair[0] for pair in logprobs],
-            "top_logprobs": [pair and best(pair[1]) for pair in logprobs]}
+    tokens, values, tops = zip(*choice.logprobs)        # end-of-text too, where it was chosen
+    decoder, word = text_decoder(), lambda token: as_text(tokenizer.decode_bytes([token]))
+    sizes = [len(decoder.decode(tokenizer.decode_bytes([token]))) for token in tokens]
+    # the likeliest comes last: it holds where several are the same text
+    tops = [top and {word(token): top[token] for token in reversed(top)} for top in tops]
+    return {**found, "logprobs": {"tokens": list(map(word, tokens)), "token_logprobs": values,
+                                  "text_offset": [0, *itertools.accumulate(sizes)][:-1],
+                                  "top_logprobs": tops}}
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads, request_queue_size = True, 256
-
-    def handle_error(self, request, address):
-        """A client that goes away is no error of the server."""
-        error = sys.exception()
-        if not isinstance(error, (ConnectionError, TimeoutError)):
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+def as_text(piece):
+    """A token's text: end-of-text is "", a part of a character bytes:\\xc3, as OpenAI's are."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def open_server(paths, cfg):
-    """A Server of the runs; port 0 takes a free one. UserError if it cannot listen there."""
-    if cfg.batching == "static":
-        raise UserError("port= serves with batching=depth or sequence, not static")
-    workers = {}
+def find(name):
+    if name not in runs:
+        raise HTTPException(404, f"model {name:.60} is not here: {', '.join(runs)}")
+    return runs[name]
+
+
+@app.get("/v1/models/{name}")
+async def model(name: str):
+    return {"id": name, "object": "model", "created": 0, "owned_by": "nanorecur",
+            "n_loop": find(name).n_loop}
+
+
+@app.get("/v1/models")
+async def models():
+    return {"object": "list", "data": [await model(name) for name in runs]}
+
+
+@app.api_route("/", methods=["GET", "HEAD"])
+async def page():
+    return FileResponse(HERE / "lab" / "page.html")
+
+
+def guarded(local):
+    """app, without large bodies. local: and for nobody who calls this machine by a foreign name,
+    as a page of another site could."""
+    async def answer(scope, receive, send):
+        headers, inner = Request(scope).headers, app
+        size = headers.get("content-length", "0" if scope["method"] != "POST" else MAX_BODY + 1)
+        if local and not LOCAL.fullmatch(headers.get("host", "")):
+            inner = refused(None, HTTPException(403, "the Host header names another machine"))
+        elif int(size) > MAX_BODY:
+            message = f"Content-Length must be given, at most {MAX_BODY}"
+            inner = refused(None, HTTPException(413, message))
+        await inner(scope, receive, send)
+    return answer
+
+
+# ---- the command line ----
+
+@dataclass
+class PageConfig(Decoding):
+    port: int = 8000                # 0: a free one
+    host: str = "127.0.0.1"         # the address to listen on; 0.0.0.0: from everywhere
+    batching: str = "depth"         # depth | sequence
+    slots: int = 16                 # texts decoded at a time
+    exit: str = ""                  # relaxed: static:LOOP | confidence:P | margin:P
+    fill: str = ""                  # relaxed: deeper keys after an exit: exact | propagate
+
+    def __post_init__(self):
+        self.between(port=(0, 65535), slots=(1, 4096))
+        self.one_of("batching", "depth", "sequence")
+        self.one_of("fill", "", "exact", "propagate")
+        if not self.host:
+            raise ValueError("host= is empty: 127.0.0.1 is this machine alone, 0.0.0.0 all")
+
+
+def make_server(paths, cfg):
     for path in paths:
-        worker = Worker(path, cfg, alone=len(paths) == 1)
-        if worker.name in workers:
-            raise UserError(f"two runs are named {worker.name}")
-        workers[worker.name] = worker
-    try:
-        server = Server((cfg.host, cfg.port), Handler)
-    except (OSError, OverflowError, TypeError) as e:
-        raise UserError(f"host={cfg.host} port={cfg.port}: {first_line(e)}") from e
-    server.workers = workers
-    return server
+        name = Path(path).resolve().name if Path(path).is_dir() else Path(path).stem
+        if name in runs:
+            raise UserError(f"two runs are named {name}")
+        runs[name] = Run(path, cfg, len(paths) > 1)
+    # at its end the server waits for a second, then cuts the streams that go on
+    return uvicorn.Server(uvicorn.Config(
+        guarded(LOCAL.fullmatch(cfg.host)), cfg.host, cfg.port, ws="none", lifespan="off",
+        access_log=False, limit_concurrency=1000, timeout_graceful_shutdown=1))
 
 
-def serve_http(paths, cfg):
-    server = open_server(paths, cfg)
-    print(f"{', '.join(server.workers)}: http://{cfg.host}:{server.server_port}", flush=True)
+def main(argv):
+    if asks_help(argv):
+        return print(help_text(PageConfig))
+    paths = [a for a in argv if "=" not in a]
+    cfg = typed_config(PageConfig, split_args([a for a in argv if "=" in a]))
+    if not paths:
+        raise UserError("give one run or more: python -m lab.page out/NAME ... [key=value ...]")
     try:
-        server.serve_forever()
+        make_server(paths, cfg).run()
+    except SystemExit:      # uvicorn has said why it cannot listen there
+        sys.exit(2)
     except KeyboardInterrupt:
         os._exit(130)       # the runs' threads may be inside torch, which nothing interrupts
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -104,7 +104,7 @@ SAMPLE = [
     (["{w}/out/r", "prompt=FILE:{w}/missing.txt"], "missing.txt cannot be read"),
     (["{w}/out/r", "prompt=FILE:{w}/latin.txt"], "latin.txt is not UTF-8"),
     (["{w}/out/r", "top_p=1.5"], "top_p=1.5 must be at least 0 and at most 1"),
-    (["{w}/out/r", "num_samples=100000000000"], "num_samples=100000000000, max_new_tokens=500: at least"),
+    (["{w}/out/r", "num_samples=100000000000"], "num_samples=100000000000 must be at least 1 and at most 65536"),
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),

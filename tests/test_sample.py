@@ -59,13 +59,10 @@ def test_an_ended_row_stays_ended_and_the_others_go_on(name):
 @models
 def test_seeds(name):
     model = tiny(name)
-    torch.manual_seed(5)
     state = torch.get_rng_state()
-    one = decode(model, [[1, 2]] * 3, 20, temperature=1.0, seed=1)
+    one, again, other = (decode(model, [[1, 2]] * 3, 20, temperature=1.0, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), state), "sampling draws from a generator of its own"
-    assert one == decode(model, [[1, 2]] * 3, 20, temperature=1.0, seed=1)
-    assert one != decode(model, [[1, 2]] * 3, 20, temperature=1.0, seed=2)
-    assert one[0] != one[1]
+    assert one == again != other and one[0] != one[1]
 
 
 # one token -------------------------------------------------------------------------------------------------------
@@ -122,7 +119,6 @@ def test_streams_a_sample(trained, capsys):
     out, err = call(capsys, trained, "prompt=ab", "max_new_tokens=20", "seed=3")
     assert out.startswith("ab") and len(out) > 10 and "20 tokens in" in err and "tokens/s" in err
     assert call(capsys, trained, "prompt=ab", "max_new_tokens=20", "seed=3").out == out
-    assert call(capsys, trained, "prompt=ab", "max_new_tokens=20", "seed=4").out != out
     for text in ("${oc.env:HOME}", "1e3", "true", "[a, b]", "a=b", "???", "é\n"):
         assert call(capsys, trained, f"prompt={text}", "max_new_tokens=1").out.startswith(text)
 

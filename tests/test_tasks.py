@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import checkpoint
 from lab import plot
 import runs
 import sample
