@@ -443,11 +443,11 @@ class Engine:
         if self.rule is not None:
             early = self.rule(logits, torch.tensor([slot.depth for slot in slots])).tolist()
             exits = [a or b for a, b in zip(exits, early)]
-        for slot, row, exit in zip(slots, logits, exits):
+        for n, slot in enumerate(slots):
             if self.oracle:
-                slot.guesses.append(int(row.argmax()))
-            if exit and slot.exit is None:
-                slot.exit = slot.depth, row
+                slot.guesses.append(int(logits[n].argmax()))
+            if exits[n] and slot.exit is None:
+                slot.exit = slot.depth, logits[n]
         out = [slot for slot in slots if slot.exit and (slot.depth == end or not slot.prompt)]
         for slot in out:
             self.defer(slot, [(slot.at[-1], slot.h[-1:])])

@@ -13,7 +13,6 @@ A choice has `depths` too: the loop after which each of its tokens exited, from 
 """
 import asyncio
 import codecs
-import contextlib
 import itertools
 import json
 import os
@@ -108,9 +107,12 @@ class Run(serve.Engine):
         try:
             for choice in choices:
                 self.inbox.put(choice)
-            while left and not await request.is_disconnected():
-                with contextlib.suppress(asyncio.TimeoutError):
+            while left:
+                try:
                     await asyncio.wait_for(wake.wait(), 0.5)
+                except asyncio.TimeoutError:
+                    if await request.is_disconnected():
+                        return
                 wake.clear()
                 while events:
                     left -= events[0][-1] is not None

@@ -21,9 +21,10 @@ from common.keys import UserError
 from conftest import ROOT
 from test_serve import move
 
-httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
-page = pytest.importorskip("lab.page")
+for package in ("fastapi", "uvicorn"):
+    pytest.importorskip(package)
+httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
+from lab import page
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,7 @@ def test_end_of_text_has_its_log_probability(client, end_likeliest):
 
 def test_lm_eval_scores_as_eval_does(url, end_likeliest):
     pytest.importorskip("lm_eval")
+    pytest.importorskip("tenacity", reason="lm_eval's clients need it")
     from lm_eval.models.openai_completions import LocalCompletionsAPI
     from test_eval import harness_model
     run = page.runs["mor"]
