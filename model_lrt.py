@@ -5,11 +5,11 @@ When token t is decoded, token t-1 has passed all layers, but a Transformer's la
 to what the same layer computed for earlier tokens. LRT keeps the residual stream of token t-1
 after one upper layer, the source, as a memory m_{t-1} that every layer of token t reads:
 
-    x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)  residual injection
-    k = RoPE(RMSNorm(g_loc Wk u + g_rec Wk_rec m_{t-1}))     KV projection
+    x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)  residual injection (Eq. 5)
+    k = RoPE(RMSNorm(g_loc Wk u + g_rec Wk_rec m_{t-1}))     KV projection (Eq. 2 to 4)
     v = g_loc (Wv u + e) + g_rec Wv_rec m_{t-1}
     g_loc, g_rec = 2 sigmoid(Wg u)                           one each per KV head, 1 at the start
-    m_t = x after the source layer,  m_{-1} = 0
+    m_t = x after the source layer,  m_{-1} = 0              alpha, beta, gamma: scalars of a layer
 
                  token t-1       token t
     layer 5          o           +-> o
@@ -18,10 +18,7 @@ after one upper layer, the source, as a memory m_{t-1} that every layer of token
     layer 2          o           +-> o
     layer 1          o           +-> o
 
-Wk_rec and Wv_rec are shared by all layers: 0.3 % more parameters at the paper's size. A token is
-decoded in one ordinary forward; the cache is the KV cache plus one vector per sequence.
-
-The backbone (memory=false) is nanochat's:
+Wk_rec and Wv_rec are shared by all layers. The backbone (memory=false) is nanochat's:
 
     x0 = RMSNorm(E[idx])                      no RMSNorm has weights
     q = RoPE(RMSNorm(Wq u))
@@ -32,33 +29,31 @@ The backbone (memory=false) is nanochat's:
 
 m_0 -> m_1 -> ... is a chain over positions. Training has three paths:
 
-    exact          the chain: T passes of one position, as in evaluation and decoding.
-    interleaved    (the default, Algorithm 1) A first pass over all positions, without memory,
-                   fills a buffer: keys and values of all layers, and memories. Then each of N
-                   strided subsets is computed again: its positions read m_{t-1} in the buffer,
-                   write their keys and values there, attend to all of it, and write their m_t.
-                   N = 2:
+exact: the chain, T passes of one position, as in evaluation and decoding.
 
-                       first pass   0  1  2  3  4  5    without memory
-                       subset 0     0     2     4       2 reads m_1 of the first pass
-                       subset 1        1     3     5    3 reads m_2 of subset 0
+interleaved (the default, Algorithm 1): a first pass over all positions, with memory 0, fills
+a buffer: keys and values of all layers, and memories. Then each of N strided subsets is
+computed again: its positions read m_{t-1} in the buffer, write their keys and values there,
+attend to all of it, and write their m_t.
 
-                   loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1); gradients flow through all
-                   passes and the buffer. Twice a plain step's work; N = T is the exact chain.
-    chunked        (Appendix D) Chunks of K positions, one after the other. A whole chunk reads
-                   the last m of the chunk before. K = 1 is the exact chain; K = T reads no m.
+    N = 2:   first pass   0  1  2  3  4  5    without memory
+             subset 0     0     2     4       2 reads m_1 of the first pass
+             subset 1        1     3     5    3 reads m_2 of subset 0
 
-fast=false attends with a mask of all pairs of positions; fast=true uses fused kernels instead.
+loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1); gradients flow through all passes and the
+buffer. Twice a plain step's work; N = T is the exact chain.
 
-Our choices where the paper is silent: gates read u; e is scaled by g_loc, too; inject=k leaves
-values ungated; a subset's loss is weighted by its number of targets. Departures: beta x0 stays
-beside gamma m (Eq. 5 has none); gates learn at the head's rate (see RATES); Muon is torch's;
-dropout, on embeddings and residual branches. Left out: memories other than m_{t-1} (Table 2),
-replaced keys (Table 6), other backbones (Table 8).
+chunked (Appendix D): chunks of K positions, one after the other. A whole chunk reads the last
+m of the chunk before. K = 1 is the exact chain; K = T reads no m.
 
-Paper: Huang et al. 2026, "Latent Recurrent Transformer: Architecture Exploration, Training
-Strategies, and Scaling Behavior" (2605.26797). It names no repository of its own; that of the
-backbone is github.com/karpathy/nanochat.
+Our choices where the paper is silent: gates read u (Eq. 3: the layer's input x); e is scaled by
+g_loc, too; a subset's positions attend to each other's new keys; Wk_rec, Wv_rec start as Wk, Wv;
+windows of block_size / 2; inject=k leaves values ungated; a subset's loss is weighted by its
+number of targets. Departures: gates learn at the head's rate (see RATES); Muon is torch's;
+dropout, on embeddings and residual branches. Left out: averaged sources (Table 1), memories
+other than m_{t-1} (Table 2), replaced keys (Table 6), other backbones (Table 8).
+
+Paper: Huang et al. 2026 (2605.26797), without code; the backbone: github.com/karpathy/nanochat.
 
 Shapes: B batch, T tokens, n positions of a pass, S keys, C width, H query heads, G key/value
 heads, D head size. In code Wve is attn.w_value (a gate), and Wg attn.w_gate.
@@ -82,23 +77,19 @@ SOFTCAP = 15.0              # logits are between -15 and 15
 
 @dataclass
 class Config(BaseConfig):
-    memory: bool = True     # the recurrence; false: the backbone
+    memory: bool = True     # the recurrence; false: the backbone, all else equal: the baseline
     train_path: str = choice("interleaved", "chunked", "exact")
     subsets: int = 2        # N of train_path=interleaved
     chunk: int = 64         # K of train_path=chunked
-    prefill: str = choice("exact", "interleaved")       # how a prompt fills an empty cache
-    source: str = ""        # source layer, from 1 ("": 0.6 of the depth); "2,4": a learned average
-    inject: str = choice("kv+residual", "none", "k", "v", "kv", "residual")     # what m enters
-    projections: str = choice("shared", "layerwise")    # Wk_rec, Wv_rec: one pair, or one a layer
+    prefill: str = choice("exact", "interleaved")  # how a prompt fills an empty cache
+    source: int = 0         # source layer, from 1 (0: 0.6 of the depth)
+    inject: str = choice("kv+residual", "none", "k", "v", "kv", "residual")  # what m enters
+    projections: str = choice("shared", "layerwise")  # Wk_rec, Wv_rec: one pair, or one a layer
     pattern: str = "SSSL"   # layers' windows, tiled: S short, L all; the last layer is L
     swa: int = 0            # how many earlier keys an S layer attends to (0: block_size / 2)
 
     # options that change how a model is trained and prefilled, not what its weights mean
     RESUME_OVERRIDES = ("train_path", "subsets", "chunk", "prefill")
-    # removed options, with the value that is left of each
-    RETIRED = dict(state="lag", lag=1, replace=False, value_embeddings=True, x0_mixing=True,
-                   layer_scale=False, gated_attention=False, value_residual=False,
-                   dense_residual=False, softcap=SOFTCAP)
 
     def __post_init__(self):
         super().__post_init__()
@@ -109,23 +100,15 @@ class Config(BaseConfig):
         largest = kernels.HEAD_SIZES[-1]
         if self.head_dim % 2 or self.head_dim > largest:
             raise ValueError(f"n_embd / n_head = {self.head_dim} must be even, at most {largest}")
-        in_order = sorted(set(self.sources))
-        if sorted(self.sources) != in_order or in_order[0] < 1 or in_order[-1] > self.n_layer:
-            raise ValueError(f"source={self.source} must name layers from 1 to "
-                             f"n_layer={self.n_layer}, as in 2 or 2,4")
+        self.source = self.source or max(1, round(0.6 * self.n_layer))
+        if not 1 <= self.source <= self.n_layer:
+            raise ValueError(f"source={self.source} must be from 1 to n_layer={self.n_layer}")
         self.memory = self.memory and self.inject != "none"
         self.swa = self.swa or max(1, self.block_size // 2)
 
-    @property
-    def sources(self):
-        """The source layers, from 1 to n_layer; 0 for what is no number."""
-        if not self.source:
-            return [max(1, round(0.6 * self.n_layer))]
-        return [int(s) if s.strip().isdecimal() else 0 for s in self.source.split(",")]
-
     def injects(self, name):
         """Whether the memory enters name: "k", "v" or "residual"."""
-        return self.memory and name in self.inject.replace("kv", "k+v").split("+")
+        return self.memory and name in self.inject
 
     def window(self, layer):
         """How many keys a query of this layer attends to, its own included; 0: all."""
@@ -140,13 +123,15 @@ class Tokens(NamedTuple):
     x0: torch.Tensor        # (B, n, C) normed embeddings
     values: list            # of each layer, (B, G, n, D): E_l[idx]
     rope: list              # RoPE's cos and sin, (B or 1, 1, n, D)
-    pos: torch.Tensor       # (B or 1, n) positions; None: the last n so far, in every row
+    pos: torch.Tensor       # (B or 1, n) positions
+    newest: bool            # whether they are the last positions so far in every row
+    part: slice = slice(None)   # which of a call's tokens they are
 
     def at(self, part):
-        """The tokens of a slice."""
+        """The tokens of a slice. A strided one is followed by others, so not the newest."""
         values, rope = ([x[:, :, part] for x in xs] for xs in (self.values, self.rope))
-        pos = None if self.pos is None else self.pos[:, part]
-        return Tokens(self.x0[:, part], values, rope, pos)
+        newest = self.newest and part.step is None
+        return Tokens(self.x0[:, part], values, rope, self.pos[:, part], newest, part)
 
 
 def normed(x, eps):
@@ -164,10 +149,9 @@ def gate(z):
     return (2 * torch.sigmoid(z)).transpose(1, 2)[..., None]
 
 
-def attend_naive(q, k, v, pos, window):
-    """q (B, H, n, D) at positions pos, None: the last n; k, v (B, G, S, D) at 0 .. S - 1."""
+def attend_naive(q, k, v, pos, window, newest):
+    """q (B, H, n, D) at positions pos (B or 1, n); k, v (B, G, S, D) at 0 .. S - 1."""
     k_pos = torch.arange(k.size(2), device=q.device)
-    pos = k_pos[None, -q.size(2):] if pos is None else pos  # (B or 1, n)
     wide = torch.promote_types(q.dtype, torch.float32)
     return attention_naive(q, k, v, attention_bias(pos, k_pos, window, dtype=wide))
 
@@ -206,29 +190,22 @@ class Attention(nn.Module):
             self.w_gate = nn.Linear(C, 2 * G, bias=False)  # Wg
 
     def forward(self, u, tokens, rec, cache):
-        """u (B, n, C), normed. rec: k_rec and v_rec; None: m is zero. cache: keys and values of
-        other positions; None: there are no others. -> (B, n, C)"""
+        """u (B, n, C), normed. rec: k_rec and v_rec. cache: keys and values of other positions;
+        None: there are no others. -> (B, n, C)"""
         D, eps = self.cfg.head_dim, self.cfg.norm_eps
         q, k, v = (heads(w(u), D) for w in (self.wq, self.wk, self.wv))  # (B, H or G, n, D)
         e = tokens.values[self.layer].to(v.dtype)  # (B, G, n, D)
         v = v + gate(self.w_value(u[..., :VALUE_CHANNELS])) * e
         if self.into_k or self.into_v:
-            k, v = self.add_memory(u, k, v, rec)
+            g_loc, g_rec = gate(self.w_gate(u)).chunk(2, 1)  # (B, G, n, 1)
+            k_rec, v_rec = rec
+            k = g_loc * k + g_rec * k_rec if self.into_k else k
+            v = g_loc * v + g_rec * v_rec if self.into_v else v
         q, k = (apply_rope(normed(x, eps), *tokens.rope) for x in (q, k))
         if cache is not None:
-            k, v = cache.write(self.layer, k, v)  # (B, G, S, D)
-        y = self.attend(q, k, v, tokens.pos, self.window)  # (B, H, n, D)
+            k, v = cache.write(self.layer, k, v, tokens.part)  # (B, G, S, D)
+        y = self.attend(q, k, v, tokens.pos, self.window, tokens.newest)  # (B, H, n, D)
         return self.wo(y.transpose(1, 2).flatten(2))
-
-    def add_memory(self, u, k, v, rec):
-        """g_loc k + g_rec k_rec, and the same of v, where the memory enters them."""
-        g_loc, g_rec = gate(self.w_gate(u)).chunk(2, 1)  # (B, G, n, 1)
-        k_rec, v_rec = rec or (None, None)
-        if self.into_k:
-            k = g_loc * k if k_rec is None else g_loc * k + g_rec * k_rec
-        if self.into_v:
-            v = g_loc * v if v_rec is None else g_loc * v + g_rec * v_rec
-        return k, v
 
 
 class SquaredMLP(nn.Module):
@@ -257,41 +234,36 @@ class Block(nn.Module):
 
 # ---- the fast path ----
 
-def attend_fast(q, k, v, pos, window):
+def attend_fast(q, k, v, pos, window, newest):
     """attend_naive without a mask: one new token attends to the last keys, and all positions at
     once (n = S) are causal; else the kernel compares positions, as the mask does."""
     n, S = q.size(2), k.size(2)
-    if pos is None and n == 1:  # `-window:` takes all where window is 0
+    if newest and n == 1:  # `-window:` takes all where window is 0
         return attention_fast(q, k[:, :, -window:], v[:, :, -window:], None)
-    if pos is None and n == S and not window:
+    if newest and n == S and not window:
         return attention_fast(q, k, v, None)
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
-    pos = k_pos[-n:] if pos is None else pos.squeeze(0).int()  # (n,) or (B, n)
-    return kernels.attend(q, k, v, pos, k_pos, window=window or None)[0]
+    return kernels.attend(q, k, v, pos.squeeze(0).int(), k_pos, window=window or None)[0]
 
 
-# ---- caches: write(layer, k, v) of a pass returns the keys and values of all so far ----
+# ---- caches: write(layer, k, v, part) returns the keys and values of all positions so far ----
 
 class Buffer:
-    """Of training: gradients flow through it. The first pass fills it; later ones append, or write
-    positions s, s + N, ... if subset is (s, N)."""
+    """Of training: gradients flow through it. Chunks are appended, strided subsets replace."""
 
     def __init__(self, n_layer):
-        self.k, self.v = [None] * n_layer, [None] * n_layer
-        self.subset = None
+        self.kv = [None] * n_layer
 
-    def write(self, layer, k, v):
-        """k, v (B, G, n, D) of n positions -> those of positions 0 .. S - 1, (B, G, S, D)."""
-        for buffer, new in ((self.k, k), (self.v, v)):
-            old = buffer[layer]
-            if old is None:
-                buffer[layer] = new
-            elif self.subset is None:
-                buffer[layer] = torch.cat([old, new], 2)
-            else:
-                s, N = self.subset
-                buffer[layer] = torch.slice_scatter(old, new, 2, s, None, N)
-        return self.k[layer], self.v[layer]
+    def write(self, layer, k, v, part):
+        """k, v (B, G, n, D) of a slice -> those of positions 0 .. S - 1, (B, G, S, D)."""
+        old = self.kv[layer]
+        if old is not None and part.step is None:
+            k, v = (torch.cat([x, new], 2) for x, new in zip(old, (k, v)))
+        elif old is not None:
+            k, v = (torch.slice_scatter(x, new, 2, part.start, None, part.step)
+                    for x, new in zip(old, (k, v)))
+        self.kv[layer] = k, v
+        return k, v
 
 
 class MemoryCache(KVCache):
@@ -310,7 +282,7 @@ class MemoryCache(KVCache):
         super().reset(rows)
         self.memory[slice(None) if rows is None else rows] = 0
 
-    def write(self, layer, k, v):
+    def write(self, layer, k, v, part=None):
         return [x.to(k.dtype) for x in super().write(layer, k, v)]
 
     def advance(self, m):
@@ -324,7 +296,7 @@ class MemoryCache(KVCache):
 # ---- the model ----
 
 class Model(LanguageModel):
-    """The Latent Recurrent Transformer, and its backbone where memory is false."""
+    """LRT, or its backbone where memory is false."""
     runs_blocks_once = False
 
     def __init__(self, cfg):
@@ -341,8 +313,6 @@ class Model(LanguageModel):
         self.gamma = nn.Parameter(torch.full((L,), 0.1)) if cfg.injects("residual") else None
         shared = cfg.memory and cfg.projections == "shared"
         self.rec = MemoryProjection(cfg) if shared else None
-        if cfg.memory and len(cfg.sources) > 1:
-            self.source_weights = nn.Parameter(torch.zeros(len(cfg.sources)))  # of a softmax
         self.head = nn.Linear(C, V, bias=False)
         self.init_weights()
 
@@ -362,52 +332,47 @@ class Model(LanguageModel):
             elif p.dim() == 2:
                 p.uniform_(-limit, limit)
 
-    def tokens(self, idx, pos):
+    def tokens(self, idx, pos, newest=True):
         """The Tokens idx (B, n) at positions pos (B or 1, n)."""
         D = self.cfg.head_dim
         x0 = self.drop(normed(self.wte(idx), self.cfg.norm_eps))  # (B, n, C)
         values = [heads(table(idx), D) for table in self.values]  # (B, G, n, D)
         tables = rope_tables(pos, D, self.cfg.rope_theta, x0.dtype)  # (B or 1, n, D)
-        return Tokens(x0, values, [x[:, None] for x in tables], pos)
+        return Tokens(x0, values, [x[:, None] for x in tables], pos, newest)
 
     def run(self, tokens, m, cache):
         """One pass: these tokens through all layers. m (B, n or 1, C): the memory that each reads,
-        or one for all; None: zero. -> x after the last layer and the tokens' own m, (B, n, C)"""
-        alpha, beta = self.alpha.unbind(), self.beta.unbind()
-        shared = None if self.rec is None or m is None else self.rec(m)
-        x, outputs = tokens.x0, []
+        or one for all. -> x after the last layer and the tokens' own m, (B, n, C) both"""
+        alpha, beta, x = self.alpha.unbind(), self.beta.unbind(), tokens.x0
+        rec = self.rec and self.rec(m)
         for l, block in enumerate(self.blocks):
             x = alpha[l] * x + beta[l] * tokens.x0
-            if self.gamma is not None and m is not None:
+            if self.gamma is not None:
                 x = x + self.gamma[l] * m
-            own = block.attn.rec
-            x = block(x, tokens, shared if own is None or m is None else own(m), cache)
-            outputs.append(x)
-        chosen = [outputs[l - 1] for l in self.cfg.sources]
-        if len(chosen) == 1 or not self.cfg.memory:
-            return x, chosen[0]
-        return x, sum(w * h for w, h in zip(self.source_weights.softmax(-1), chosen))
+            x = block(x, tokens, block.attn.rec(m) if block.attn.rec else rec, cache)
+            if l + 1 == self.cfg.source:
+                new_m = x
+        return x, new_m
 
     def chain(self, tokens, K):
         """Chunks of K positions, one after the other; K = 1 is the exact chain. -> x (B, T, C)"""
         buffer, parts = Buffer(self.cfg.n_layer), []
         m = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
-        tokens = tokens._replace(pos=None)  # a chunk has the last positions so far
         for start in range(0, tokens.x0.size(1), K):
             x, m = self.run(tokens.at(slice(start, start + K)), m[:, -1:], buffer)
             parts.append(x)
-        # no position reads the last m, but DDP waits for a gradient of every parameter
-        return torch.cat(parts, 1) + 0 * m[:, -1:]
+        return torch.cat(parts, 1)
 
     def interleaved(self, tokens):
         """Algorithm 1. -> x recomputed, x of the first pass, m, each (B, T, C); the buffer."""
         buffer = Buffer(self.cfg.n_layer)
         N = min(self.cfg.subsets, tokens.x0.size(1))
-        first, m = self.run(tokens._replace(pos=None), None, buffer)
+        zero = torch.zeros_like(tokens.x0[:, :1])
+        first, m = self.run(tokens._replace(newest=True), zero, buffer)
         x = first
         for s in range(N):
-            subset, buffer.subset = slice(s, None, N), (s, N)
-            previous = F.pad(m, (0, 0, 1, -1))[:, subset]  # m_{t-1} at each t
+            subset = slice(s, None, N)
+            previous = torch.cat([zero, m[:, :-1]], 1)[:, subset]  # m_{t-1} at each t
             new_x, new_m = self.run(tokens.at(subset), previous, buffer)  # (B, ceil(T / N), C)
             x = torch.slice_scatter(x, new_x, 1, s, None, N)
             m = torch.slice_scatter(m, new_m, 1, s, None, N)
@@ -418,11 +383,9 @@ class Model(LanguageModel):
         with prefill="interleaved". -> x (B, T, C)"""
         cfg, T = self.cfg, idx.size(1)
         pos = cache.place(T, n_valid)  # of all, for RoPE, and raises if they do not fit
-        tokens = self.tokens(idx, pos)
+        tokens = self.tokens(idx, pos, newest=not cache.ragged)
         if cfg.memory and prefill == "interleaved" and cache.longest == 0 and T > 1:
             return self.prefill(tokens, cache)
-        if not cache.ragged:  # they are the last of every row
-            tokens = tokens._replace(pos=None)
         n = 1 if cfg.memory else T  # tokens of a pass
         parts = []
         for t in range(0, T, n):
@@ -436,7 +399,7 @@ class Model(LanguageModel):
     def prefill(self, tokens, cache):
         """An empty cache gets keys, values and memory of the interleaved path. -> x (B, T, C)"""
         x, _, m, buffer = self.interleaved(tokens)
-        for layer, (k, v) in enumerate(zip(buffer.k, buffer.v)):
+        for layer, (k, v) in enumerate(buffer.kv):
             cache.write(layer, k, v)
         last = (cache.new - 1).clamp(min=0)  # of each row
         cache.advance(m[torch.arange(len(m), device=m.device), last][:, None])
@@ -455,7 +418,7 @@ class Model(LanguageModel):
             return self.decode(idx, self.init_cache(len(idx), T), None, "exact"), None
         tokens = self.tokens(idx, torch.arange(T, device=idx.device)[None])
         if not cfg.memory:
-            return self.run(tokens._replace(pos=None), None, None)[0], None
+            return self.run(tokens, None, None)[0], None
         if path == "interleaved":
             return self.interleaved(tokens)[:2]
         return self.chain(tokens, cfg.chunk if path == "chunked" else 1), None

@@ -6,7 +6,7 @@ token's state h, sends easy tokens through few recursions and hard ones through 
 (router=none: all through all). share=middle_*: a first and a last layer stand outside.
 
 router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} by a
-score s = w_r . h. A_0 = A_1 = all tokens.
+score s = w_r . h, in each sequence. A_0 = A_1 = all tokens (gated and in the loss too).
     A_r = the k_r of A_{r-1} with the highest s,   k_r = max(1, floor(T (R-r+1) / R))
     h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])     (Eq. 2.1)
 
@@ -25,15 +25,15 @@ Decoding. Top k depends on later tokens, so expert choice decodes by s >= 0. The
 aux_weight BCE(s, was it chosen) teaches that to s or, with causal=aux_router, to a
 second router on detached states. In eval mode "ce" is of decoding, "ce_topk" of top k.
 
-Keys and values (Section 2.2.2). kv=recursion: tokens attend to those that take the same
-recursion. share: to all, by their keys in the first. share_update: as share, but tokens
-that take this recursion have new keys in it.
+Keys and values (Section 2.2.2). Chosen tokens keep their positions. kv=recursion: they
+attend to those that take the same recursion. share: to all, by their keys in the first.
+share_update (the authors' code): as share, but the chosen have new keys in it.
 
 fast=false runs all tokens and masks out those not chosen. fast=true, and all decoding,
 gathers the chosen ones and scatters them back. tests/test_mor.py: Routed does it by hand.
 
-Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the paper's code
-(paper: at every step, 1e-3). Attention is always tied (that code: not in expert choice).
+Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the authors' code
+(paper: at every step, 1e-3). Left out: the random router (Table 10).
 
 Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, N packed
 tokens, n chosen tokens of the fullest row. The code counts recursions from 0.
@@ -42,6 +42,7 @@ Paper: Bae et al. 2025 (2507.10524); github.com/raymin0223/mixture_of_recursions
 """
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -56,10 +57,11 @@ from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, RMSNo
 class Config(BaseConfig):
     n_layer: int = 8             # unrolled layers, first and last too
     n_loop: int = 3              # R: recursions
+    fit_layers: bool = False     # round n_layer up to what n_loop needs
     share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")
-    router: str = choice("expert", "token", "none")  # who chooses
+    router: str = choice("expert", "token", "none")  # none: all take all, the baseline
     kv: str = choice("recursion", "share", "share_update")  # keys of a recursion
-    router_arch: str = choice("linear", "mlp", "wide_mlp", "random")  # random: a baseline
+    router_arch: str = choice("linear", "mlp", "wide_mlp")
     router_func: str = ""        # expert: sigmoid, tanh; token: softmax, sigmoid ("": first)
     alpha: float = 0.1           # factor of the gate, not of softmax
     causal: str = choice("aux_loss", "aux_router")  # expert: what decides in decoding
@@ -79,7 +81,6 @@ class Config(BaseConfig):
     paper_flops: bool = False    # max_flops counts as the paper does
 
     CONVERTS_FROM = ("gpt",)
-    RETIRED_WEIGHTS = ("warmup_step",)  # of older checkpoints
     RESUME_OVERRIDES = ("paper_flops",)
     FINETUNE_OVERRIDES = ("exit_loop", "aux_weight", "capacity_warmup",
                           "balance_weight", "balance_rate", "z_loss")
@@ -98,10 +99,13 @@ class Config(BaseConfig):
         self.at_least(1, "n_loop")
         if self.exit_loop > R:
             raise ValueError(f"exit_loop={self.exit_loop} is more than n_loop={R}")
-        self.edge = int(self.share.startswith("middle"))  # layers outside at each end
-        self.n_stored, left = divmod(self.n_layer - 2 * self.edge, R)  # K
+        self.n_outside = 2 * self.share.startswith("middle")  # the first and the last layer
+        self.n_stored, left = divmod(self.n_layer - self.n_outside, R)  # K
+        if left and self.fit_layers:
+            self.n_stored, left = self.n_stored + 1, 0
+            self.n_layer = self.n_stored * R + self.n_outside
         if self.n_stored < 1 or left:
-            fits = max(1, self.n_stored) * R + 2 * self.edge
+            fits = max(1, self.n_stored) * R + self.n_outside
             raise ValueError(f"n_layer={self.n_layer} does not fit share={self.share} "
                              f"with n_loop={R}: {fits} or {fits + R} would")
         if self.kv != "recursion" and self.share.endswith("sequence"):
@@ -116,33 +120,38 @@ class Config(BaseConfig):
             extra = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
         return (self.n_loop - r + r * extra) / self.n_loop
 
-    def room(self, r, T, step=math.inf):
+    def size(self, r, T, step=math.inf):
         """k_r: how many of T tokens that is."""
         return max(1, int(T * self.capacity(r, step) + 1e-9))
 
 
 class Router(nn.Module):
-    """Scores (..., n_out) of states h (..., C). random: the noise itself."""
+    """Scores (..., n_out) of states h (..., C)."""
 
     def __init__(self, cfg, n_out):
         super().__init__()
         C, linear = cfg.n_embd, lambda n, m: nn.Linear(n, m, bias=False)
-        self.layers = None
         if cfg.router_arch == "linear":
             self.layers = linear(C, n_out)
-        elif cfg.router_arch != "random":
+        else:
             hidden = 2 * C if cfg.router_arch == "mlp" else 4 * C
             self.layers = nn.Sequential(linear(C, hidden), nn.GELU(), linear(hidden, n_out))
 
-    def forward(self, h, noise):
-        if self.layers is None:
-            return upcast(noise)
+    def forward(self, h):
         # not in 16 bits: rounding could change decisions
         with torch.autocast(h.device.type, enabled=False):
             return upcast(self.layers(h))
 
 
 # ---- the model: routing, and the recursions ----
+
+class Choice(NamedTuple):
+    """What one recursion of expert choice did, (B, T) each."""
+    s: torch.Tensor
+    decides: torch.Tensor  # the scores that decide in decoding
+    active: torch.Tensor  # who competed, A_{r-1}
+    chosen: torch.Tensor  # A_r
+
 
 class Model(LanguageModel):
     runs_blocks_once = False
@@ -154,7 +163,7 @@ class Model(LanguageModel):
         routers = lambda: nn.ModuleList(Router(cfg, 1) for _ in range(R))
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.drop = nn.Dropout(cfg.dropout)
-        self.first, self.last = blocks(cfg.edge), blocks(cfg.edge)
+        self.first, self.last = blocks(cfg.n_outside // 2), blocks(cfg.n_outside // 2)
         self.blocks = blocks(K)  # shared
         self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
@@ -170,9 +179,7 @@ class Model(LanguageModel):
             self.eval_metrics = [*depths, "maxvio"]
         cycle = cfg.share.endswith("cycle")  # Table 5, of recursion r's layer i
         block = lambda r, i: self.blocks[i if cycle else (r * K + i) // R]
-        recursions = [[block(r, i) for i in range(K)] for r in range(R)]
-        # level 0: the first layer; 1 .. R: the recursions; R + 1: the last layer
-        self.levels = [[*self.first], *recursions, [*self.last]]
+        self.layers_of = [[block(r, i) for i in range(K)] for r in range(R)]
         init_weights(self, cfg.n_layer)
         self.squash = torch.tanh if cfg.router_func == "tanh" else torch.sigmoid
         self.set_step(math.inf)
@@ -184,38 +191,40 @@ class Model(LanguageModel):
 
     def expert_choice(self, h, all_tokens, causal):
         """Recursions choose: the top k or, if causal, tokens with s >= 0. h (B, T, C)
-        -> h after them, how many each token took (B, T), what expert_loss needs."""
-        cfg, T, for_loss = self.cfg, h.size(1), []
-        noise = self.noise(all_tokens.pos)
+        -> h after them, how many each token took (B, T), a Choice of each recursion."""
+        cfg, T, choices = self.cfg, h.size(1), []
         active, taken = all_tokens.real, 0  # (B, T): A_{r-1}
         for r in range(self.n_loop):
-            u = noise[..., r:r + 1]
-            s = decides = self.routers[r](h, u)[..., 0]  # (B, T)
+            s = decides = self.routers[r](h)[..., 0]  # (B, T)
             if cfg.causal == "aux_router":
-                decides = self.aux_routers[r](h.detach(), u)[..., 0]
+                decides = self.aux_routers[r](h.detach())[..., 0]
             chosen, k = active, None  # the first takes all
             if r and causal:
                 chosen = active & (decides >= 0)
             elif r:
-                full = T == cfg.block_size
-                k = len(self.rooms[r]) if full else cfg.room(r, T, self.step)
+                k = self.sizes[r] if T == cfg.block_size else cfg.size(r, T, self.step)
                 top = s.masked_fill(~active, -math.inf).topk(k, 1).indices
                 chosen = torch.zeros_like(active).scatter(1, top, True)
-            for_loss.append((s, decides, active, chosen))
             y = self.recursion(r, h, all_tokens, chosen, k)  # 0 where not chosen
             h = h + (cfg.alpha * self.squash(s)[..., None] * y).to(h.dtype)
+            choices.append(Choice(s, decides, active, chosen))
             active, taken = chosen, taken + chosen.long()
-        return h, taken, [torch.stack(x) for x in zip(*for_loss)]  # (R, B, T) each
+        return h, taken, choices
 
-    def expert_loss(self, s, decides, active, chosen):
-        """What is added to the loss, and metrics, of (R, B, T) each."""
-        n = active.sum((1, 2))  # (R,)
-        mean = lambda x: ((x * active).sum((1, 2)) / n).sum()
-        errors = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
-        bce = mean(errors)
-        right = (((decides >= 0) == chosen) & active)[1:].sum()  # as in decoding
-        metrics = {"aux": bce, "router_accuracy": right / n[1:].sum().clamp(min=1)}
-        return self.cfg.aux_weight * bce + self.cfg.z_loss * mean(s ** 2), metrics
+    def expert_loss(self, choices):
+        """What is added to the loss, and metrics."""
+        bce = z = right = decided = 0
+        for r, (s, decides, active, chosen) in enumerate(choices):
+            mean = lambda x: (x * active).sum() / active.sum()
+            bce = bce + mean(F.binary_cross_entropy_with_logits(decides, chosen.to(s),
+                                                                reduction="none"))
+            z = z + mean(s ** 2)
+            if r:  # as in decoding, where the first takes all
+                right = right + (((decides >= 0) == chosen) & active).sum()
+                decided = decided + active.sum()
+        accuracy = right / decided.clamp(min=1) if len(choices) > 1 else torch.zeros(())
+        metrics = {"aux": bce, "router_accuracy": accuracy}
+        return self.cfg.aux_weight * bce + self.cfg.z_loss * z, metrics
 
     def token_choice(self, h1, all_tokens):
         """As expert_choice, but tokens choose a depth (router=none: all take all)."""
@@ -223,17 +232,16 @@ class Model(LanguageModel):
             for r in range(self.n_loop):
                 h1 = self.recursion(r, h1, all_tokens)
             return h1, torch.full_like(all_tokens.pos, self.n_loop), None
-        scores, p, depth = self.choose_depth(h1, self.noise(all_tokens.pos))
-        x = h1
+        x, (scores, p, depth) = h1, self.choose_depth(h1)
         for r in range(self.n_loop):
             takes = (depth >= r) & all_tokens.real  # (B, T)
             y = self.recursion(r, x, all_tokens, takes)
             x = torch.where(takes[..., None], y, x)
         return self.exit(h1, x, p, depth), depth + 1, (scores, p, depth)
 
-    def choose_depth(self, h1, noise):
+    def choose_depth(self, h1):
         """h_1 (..., C) -> scores and p (..., R), depths (...)."""
-        scores = self.router(h1, noise)
+        scores = self.router(h1)
         soft = self.cfg.router_func == "softmax"
         p = scores.softmax(-1) if soft else self.cfg.alpha * scores.sigmoid()
         depth = (p + self.balance_bias).argmax(-1)
@@ -242,9 +250,9 @@ class Model(LanguageModel):
     def exit(self, h1, x, p, depth):  # h_1 + p_i x, Eq. 2.2
         return h1 + (p.gather(-1, depth[..., None]) * x).to(h1.dtype)
 
-    def token_loss(self, scores, p, depth):
+    def token_loss(self, routing):
         """As expert_loss. maxvio: (the fullest depth's tokens - the mean) / the mean."""
-        cfg, R = self.cfg, self.cfg.n_loop
+        cfg, R, (scores, p, depth) = self.cfg, self.cfg.n_loop, routing
         f = torch.stack([(depth == d).to(p.dtype).mean() for d in range(R)])
         mean = lambda p: p.flatten(0, -2).mean(0)  # (R,)
         balance = R * (f * mean(p)).sum()
@@ -254,55 +262,32 @@ class Model(LanguageModel):
         weight = cfg.balance_weight if cfg.balance == "loss" else 0.0
         return weight * balance + cfg.z_loss * z, metrics
 
-    def noise(self, pos):
-        """router_arch=random: scores (..., R) of positions (...), fixed in eval mode."""
-        cfg, R, dtype = self.cfg, self.cfg.n_loop, self.wte.weight.dtype
-        if cfg.router_arch != "random":
-            return pos.new_empty(*pos.shape, 0, dtype=dtype)
-        if self.training:
-            u = torch.rand(*pos.shape, R, dtype=dtype, device=pos.device)
-        else:
-            fixed = torch.Generator().manual_seed(0)
-            u = torch.rand(4096, R, dtype=dtype, generator=fixed).to(pos.device)[pos % 4096]
-        # expert choice: of the tokens left, all but 1 / (R + 1 - r) are >= 0
-        left = torch.arange(R + 1, 1, -1, device=pos.device)
-        return u - (1 / left if cfg.router == "expert" else 0.5)
-
     def recursion(self, r, h, all_tokens, chosen=None, n=None):
         """F_r(h) (B, T, C), 0 where not chosen (B, T). Recursion 0 takes all, as any
         with chosen=None. n: the most chosen tokens of a row, if known."""
         cfg, cache, K = self.cfg, all_tokens.cache, self.cfg.n_stored
-        fresh = r == 0 or cfg.kv != "share"
+        start = cfg.n_outside + (0 if cfg.kv == "share" else r * K)
         if r == 0 or chosen is None:
-            return self.run(h, r + 1, all_tokens, cfg.edge + (r * K if fresh else 0), fresh)
-        if not cfg.fast and cache is None:
-            tokens = Masked(all_tokens, r, chosen)
-            if cfg.kv == "recursion":  # to oneself too, lest a softmax is empty
-                itself = torch.eye(h.size(1), dtype=torch.bool, device=h.device)
-                visible = chosen[:, None, None] | itself  # (B, 1, T, T)
-                tokens.bias = tokens.bias.masked_fill(~visible, -math.inf)
-            y = self.run(h, r + 1, tokens, fresh=fresh)
-            return y.masked_fill(~chosen[..., None], 0)
+            return self.run(h, self.layers_of[r], all_tokens, start)
         if not torch.is_grad_enabled() and not chosen.any():
             # with gradients it runs: each parameter needs one
             for i in range(K if cfg.kv == "share_update" and cache is not None else 0):
-                cache.write(cfg.edge + r * K + i, *all_tokens.new[cfg.edge + i])
+                cache.write(start + i, *all_tokens.new[cfg.n_outside + i])
             return torch.zeros_like(h)
-        if n is None:
-            compiling = torch.compiler.is_compiling()  # no shape may depend on data
-            n = h.size(1) if compiling else max(1, int(chosen.sum(1).max()))
-        tokens = Chosen(all_tokens, r, chosen, n)
-        y = self.run(tokens.gather(h), r + 1, tokens, fresh=fresh)  # (B, n, C)
+        if cfg.fast or cache is not None:
+            tokens = Gathered(all_tokens, chosen, r, n)
+        else:
+            tokens = Masked(all_tokens, chosen)
+        y = self.run(tokens.gather(h), self.layers_of[r], tokens, start)  # (B, n, C)
         if cache is not None and cfg.kv == "recursion":
             tokens.cache.advance()
         return tokens.scatter(torch.zeros_like(h), y)
 
-    def run(self, h, level, context, start=0, fresh=True):
-        """The layers of a level; start: the first one's in the cache (-1: its last).
-        fresh: whether they make keys and values."""
-        context.fresh = fresh
-        for i, block in enumerate(self.levels[level]):
-            h = block(h, start + i, context)
+    def run(self, h, blocks, context, start=0):
+        """h after these layers; start: the first one's number in the cache, where the
+        first layer is 0, the last 1, and recursions follow."""
+        for layer, block in enumerate(blocks, start):
+            h = block(h, layer, context)
         return h
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
@@ -310,13 +295,13 @@ class Model(LanguageModel):
         cfg, expert = self.cfg, self.cfg.router == "expert"
         if targets is None or cache is not None or not idx.numel() or cfg.router == "none":
             return super().forward(idx, targets, cache, n_valid)
-        h, taken, for_loss = self.states(idx, causal=not self.training)
+        h, taken, routing = self.states(idx, causal=not self.training)
         logits, loss, aux = self.predict(h, targets)
         if expert and not self.training:
             self.reached.append((taken == self.n_loop).any(0))
-            h, _, for_loss = self.states(idx, causal=False)
+            h, _, routing = self.states(idx, causal=False)
             aux["ce_topk"] = self.predict(h, targets)[2]["ce"]
-        more, metrics = (self.expert_loss if expert else self.token_loss)(*for_loss)
+        more, metrics = (self.expert_loss if expert else self.token_loss)(routing)
         for d in range(1, cfg.n_loop + 1):
             metrics[f"depth{d}"] = (taken == d).float().mean()
         aux |= {name: x.detach() for name, x in metrics.items()}
@@ -327,18 +312,19 @@ class Model(LanguageModel):
         return self.states(idx, causal, cache, n_valid)[0]
 
     def states(self, idx, causal, cache=None, n_valid=None):
-        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), for_loss."""
+        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), what the loss
+        needs of the routing."""
         h = self.drop(self.wte(idx))
         all_tokens = AllTokens(self.cfg, h, cache, n_valid, self.training)
-        h = self.run(h, 0, all_tokens)
+        h = self.run(h, self.first, all_tokens)
         if self.cfg.router == "expert":
-            h, taken, for_loss = self.expert_choice(h, all_tokens, causal)
+            h, taken, routing = self.expert_choice(h, all_tokens, causal)
         else:
-            h, taken, for_loss = self.token_choice(h, all_tokens)
-        h = self.run(h, self.cfg.n_loop + 1, all_tokens, start=-1)
+            h, taken, routing = self.token_choice(h, all_tokens)
+        h = self.run(h, self.last, all_tokens, start=1)
         if cache is not None:
             cache.advance()
-        return self.norm(h), taken, for_loss
+        return self.norm(h), taken, routing
 
     @torch.no_grad()
     def recursions(self, idx):
@@ -346,13 +332,11 @@ class Model(LanguageModel):
         return self.states(idx, causal=True)[1]
 
     def set_step(self, step):
-        """For the capacity warm-up. rooms[r] is a tensor of k_r rows: a compiled graph
-        takes numbers for constants, but a size may change."""
+        """For the capacity warm-up: sizes[r] is k_r of a whole sequence."""
         cfg, self.step, self.reached = self.cfg, step, []
-        self.rooms = [torch.empty(cfg.room(r, cfg.block_size, step), 0)
-                      for r in range(cfg.n_loop)]
-        for room in self.rooms if cfg.capacity_warmup else []:
-            torch._dynamo.maybe_mark_dynamic(room, 0)
+        self.sizes = [cfg.size(r, cfg.block_size, step) for r in range(cfg.n_loop)]
+        if cfg.capacity_warmup:  # a compiled step is for any size from the second on
+            torch._dynamo.config.allow_unspec_int_on_nn_module = True
 
     def end_evaluation(self, total):
         """dead: positions never in the last recursion (Table 10: in 500 sequences)."""
@@ -378,7 +362,7 @@ class Model(LanguageModel):
         kv = 2 * C * (C if paper else cfg.n_kv_head * cfg.head_dim)  # weights of a layer
         rest = 2 * C * C + sum(p.numel() for p in self.blocks[0].mlp.parameters())
         # summed over layers: fractions of tokens, of new keys, of pairs with keys
-        tokens = fresh = pairs = 2.0 * cfg.edge
+        tokens = fresh = pairs = float(cfg.n_outside)
         for r in range(cfg.n_loop):
             c = cfg.capacity(r, step)
             n = c * cfg.n_stored
@@ -396,55 +380,51 @@ class Model(LanguageModel):
         return self.flops_per_token(self.cfg.paper_flops, step)
 
     # For serve.py: N packed tokens, each at its own recursion, depth (N,). state: their
-    # h, h_1 and noise (N, ..). context: their keys, and positions at (N,).
+    # h and h_1, (N, 2 C). context: their keys.
 
     def embed(self, idx, context):
-        h = self.run(self.drop(self.wte(idx))[None], 0, context)[0]  # (N, C)
-        return torch.cat([h, h, self.noise(context.at.to(h.device)).to(h.dtype)], -1)
+        h = self.run(self.drop(self.wte(idx))[None], self.first, context)[0]  # (N, C)
+        return torch.cat([h, h], -1)
 
-    def unpack(self, state):
-        return state.tensor_split([self.cfg.n_embd, 2 * self.cfg.n_embd], -1)
-
-    def scores(self, routers, h, depth, noise):
+    def scores(self, routers, h, depth):
         """Each token's score (N,) by the router of its recursion."""
-        s = torch.cat([router(h, noise[:, r:r + 1]) for r, router in enumerate(routers)], 1)
+        s = torch.cat([router(h) for router in routers], 1)
         return s.gather(1, depth[:, None].to(h.device))[:, 0]
 
     def takes(self, state, depth):
         """Whether each token goes on to recursion depth > 0, (N,) bool."""
-        h, h1, noise = self.unpack(state)
+        h, h1 = state.chunk(2, -1)
         if self.cfg.router == "none":
             return torch.ones_like(depth, dtype=torch.bool)
         if self.cfg.router == "token":
-            return self.choose_depth(h1, noise)[2] >= depth.to(h.device)
+            return self.choose_depth(h1)[2] >= depth.to(h.device)
         routers = self.aux_routers if self.cfg.causal == "aux_router" else self.routers
-        return self.scores(routers, h, depth, noise) >= 0
+        return self.scores(routers, h, depth) >= 0
 
     def loop(self, state, depth, context):
         """State after recursion depth (share=*sequence: the same for all)."""
-        h, h1, noise = self.unpack(state)
-        fresh = self.cfg.kv != "share" or bool((depth == 0).any())
-        y = self.run(h[None], int(depth[0]) + 1, context, fresh=fresh)[0]
+        h, h1 = state.chunk(2, -1)
+        y = self.run(h[None], self.layers_of[int(depth[0])], context)[0]
         if self.cfg.router == "expert":
-            s = self.scores(self.routers, h, depth, noise)
+            s = self.scores(self.routers, h, depth)
             y = h + (self.cfg.alpha * self.squash(s)[:, None] * y).to(h.dtype)
-        return torch.cat([y, h1, noise], -1)
+        return torch.cat([y, h1], -1)
 
     def finish(self, state, context):
         """The final states (N, C) of tokens that take no further recursion."""
-        h, h1, noise = self.unpack(state)
+        h, h1 = state.chunk(2, -1)
         if self.cfg.router == "token":
-            h = self.exit(h1, h, *self.choose_depth(h1, noise)[1:])
-        return self.norm(self.run(h[None], self.cfg.n_loop + 1, context)[0])
+            h = self.exit(h1, h, *self.choose_depth(h1)[1:])
+        return self.norm(self.run(h[None], self.last, context)[0])
 
 
 # ---- what the tokens of a recursion attend to ----
 
 class Attention(model_gpt.Attention):
-    """Makes no keys where the context is not fresh (kv=share)."""
+    """Makes no keys where they are there already (kv=share)."""
 
     def forward(self, x, layer, context):
-        if context.fresh:
+        if context.makes_keys(layer):
             return super().forward(x, layer, context)
         q = self.q_norm(self.heads(self.wq(x)))  # (B, H, T, D)
         y = context.attend(layer, q, None, None)
@@ -462,54 +442,76 @@ class AllTokens(Context):
         n_real = T if cache is None else cache.new[:, None]
         self.real = torch.arange(T, device=x.device).expand(B, T) < n_real
 
+    def makes_keys(self, layer):
+        return layer not in self.kv
+
     def attend(self, layer, q, k, v):
+        """As model_gpt's. k, v None: the layer's keys and values are there."""
         if self.rope:
             q = apply_rope(q, *self.rope)
             k = k if k is None else apply_rope(k, *self.rope)
-        kv = self.keys_values(layer, k, v)  # (B, G, S, D) each
-        return self.attention(q, *kv, self.bias, self.dropout)
+        k, v = self.kv[layer] if k is None else self.extend(layer, k, v)
+        return self.attention(q, k, v, self.bias, self.dropout)
 
-    def keys_values(self, layer, k, v):
-        """What queries attend to. k, v (B, G, T, D): of new tokens; None: as before."""
-        if k is not None:
-            self.new[layer] = self.kv[layer] = k, v
-            if self.cache is not None:
-                self.kv[layer] = [x.to(k.dtype) for x in self.cache.write(layer, k, v)]
+    def extend(self, layer, k, v):
+        """What queries attend to, (B, G, S, D), with k, v (B, G, T, D) of the new tokens."""
+        self.new[layer] = self.kv[layer] = k, v
+        if self.cache is not None:
+            self.kv[layer] = [x.to(k.dtype) for x in self.cache.write(layer, k, v)]
         return self.kv[layer]
 
 
-class Masked(AllTokens):
-    """The context of recursion r > 0 if all tokens run, and those of mask (B, T) count."""
+class Subset(AllTokens):
+    """The context of recursion r > 0, of the chosen (B, T) among all tokens."""
 
-    def __init__(self, all_tokens, r, mask):
-        self.cfg, self.all_tokens, self.r, self.mask = all_tokens.cfg, all_tokens, r, mask
+    def __init__(self, all_tokens, chosen):
+        self.cfg, self.all_tokens, self.chosen = all_tokens.cfg, all_tokens, chosen
         self.attention, self.dropout = all_tokens.attention, all_tokens.dropout
-        self.cache, self.new, self.kv = all_tokens.cache, {}, {}
-        self.rope, self.bias = all_tokens.rope, all_tokens.bias
+        self.cache, self.rope, self.bias = all_tokens.cache, all_tokens.rope, all_tokens.bias
+        self.new, self.kv = {}, all_tokens.kv if self.cfg.kv == "share" else {}
 
-    def keys_values(self, layer, k, v):
-        cfg, first = self.cfg, self.cfg.edge + layer  # its number in recursion 0
-        if cfg.kv == "share":
-            return self.all_tokens.kv[first]
-        if cfg.kv == "share_update":
-            k, v = map(self.update, self.all_tokens.new[first], (k, v))
-            layer = first + self.r * cfg.n_stored
-        return super().keys_values(layer, k, v)
-
-    def update(self, old, new):
-        return torch.where(self.mask[:, None, :, None], new, old)
+    def extend(self, layer, k, v):
+        i = (layer - self.cfg.n_outside) % self.cfg.n_stored  # its number in the recursion
+        if self.cfg.kv == "recursion":
+            return super().extend(i, k, v)  # of the recursion's own cache
+        old = self.all_tokens.new[self.cfg.n_outside + i]  # share_update
+        scattered = [self.scatter(x.transpose(1, 2), new.transpose(1, 2)).transpose(1, 2)
+                     for x, new in zip(old, (k, v))]
+        return super().extend(layer, *scattered)
 
 
-class Chosen(Masked):
-    """The fast path: the tokens of mask run alone, in order, padded to n in each row.
+class Masked(Subset):
+    """The naive path: all tokens run, and only those of the chosen count."""
+
+    def __init__(self, all_tokens, chosen):
+        super().__init__(all_tokens, chosen)
+        if self.cfg.kv == "recursion":  # to oneself too, lest a softmax is empty
+            itself = torch.eye(chosen.size(1), dtype=torch.bool, device=chosen.device)
+            visible = chosen[:, None, None] | itself  # (B, 1, T, T)
+            self.bias = self.bias.masked_fill(~visible, -math.inf)
+
+    def gather(self, x):
+        return x
+
+    def scatter(self, x, new):
+        """x (B, T, ...) with those of new (B, T, ...) that are chosen."""
+        chosen = self.chosen.view(*self.chosen.shape, *[1] * (x.dim() - 2))
+        return torch.where(chosen, new, x)
+
+
+class Gathered(Subset):
+    """The fast path: the chosen tokens run alone, in order, padded to n in each row.
     places (B, n): where they stand among all B T; padding reads the last one,
     and is written to a spare place behind."""
 
-    def __init__(self, all_tokens, r, mask, n):
-        super().__init__(all_tokens, r, mask)
-        (B, T), device = mask.shape, mask.device
+    def __init__(self, all_tokens, chosen, r, n=None):
+        super().__init__(all_tokens, chosen)
+        (B, T), device = chosen.shape, chosen.device
+        if n is None:
+            compiling = torch.compiler.is_compiling()  # no shape may depend on data
+            n = T if compiling else max(1, int(chosen.sum(1).max()))
         rows = torch.arange(B, device=device)[:, None]
-        at = torch.where(mask, torch.arange(T, device=device), T)
+        at = torch.where(chosen, torch.arange(T, device=device), T)
         at = at.topk(n, 1, largest=False).values  # (B, n): T is padding
         self.places = torch.where(at < T, T * rows + at, B * T)
         self.rope = all_tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
@@ -518,7 +520,7 @@ class Chosen(Masked):
         own_cache = self.cfg.kv == "recursion" and self.cache is not None
         if own_cache:
             self.cache = self.cache.later[r - 1]
-            pos = self.cache.place(n, mask.sum(1))
+            pos = self.cache.place(n, chosen.sum(1))
         if own_cache or self.cfg.kv != "recursion":  # else causal, being in order
             n_keys = T if self.cache is None else self.cache.end
             self.bias = make_bias(self.cfg, pos, n_keys, all_tokens.dtype)
@@ -534,9 +536,6 @@ class Chosen(Masked):
         flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])  # the spare
         flat = flat.index_copy(0, self.places.flatten(), new.flatten(0, 1))
         return flat[:-1].view(x.shape)
-
-    def update(self, old, new):
-        return self.scatter(old.transpose(1, 2), new.transpose(1, 2)).transpose(1, 2)
 
 
 class RecursionCache(KVCache):
@@ -558,12 +557,12 @@ class Cache(KVCache):
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         K, R = cfg.n_stored, cfg.exit_loop or cfg.n_loop
         own = cfg.kv == "recursion" and cfg.router != "none"
-        layers = 2 * cfg.edge + K * (1 if own or cfg.kv == "share" else R)
+        layers = cfg.n_outside + K * (1 if own or cfg.kv == "share" else R)
         super().__init__(cfg, batch_size, max_len, device, dtype, layers)
         self.later = []
         for r in range(1, R if own else 1):
-            room = cfg.room(r, max_len)
-            self.later.append(RecursionCache(cfg, batch_size, room, device, dtype, K))
+            size = cfg.size(r, max_len)
+            self.later.append(RecursionCache(cfg, batch_size, size, device, dtype, K))
             self.later[-1].most = max_len
 
     def nbytes(self):
@@ -584,12 +583,13 @@ def convert(model, weights):
     cfg, own, K = model.cfg, model.state_dict(), model.cfg.n_stored
     for name in [name for name in weights if not name.startswith("blocks.")]:
         own[name].copy_(weights[name])
-    unrolled = sum(model.levels, [])  # the block of each layer
-    inner = range(cfg.edge, cfg.n_layer - cfg.edge)
+    unrolled = [*model.first, *sum(model.layers_of, []), *model.last]  # each layer's block
+    edge = cfg.n_outside // 2
+    inner = range(edge, cfg.n_layer - edge)
     for k, block in enumerate([*model.blocks, *model.first, *model.last]):
         layers = [n for n, other in enumerate(unrolled) if other is block]
         if k < K and cfg.init != "average":
-            spaced = round(cfg.edge + k * ((len(inner) - 1) / max(1, K - 1)))
+            spaced = round(edge + k * ((len(inner) - 1) / max(1, K - 1)))
             origin = {"stepwise": [spaced], "lower": [inner[k]], "upper": [inner[k - K]]}
             layers = origin.get(cfg.init, [])
         for name, p in block.named_parameters() if layers else ():

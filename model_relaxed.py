@@ -73,7 +73,6 @@ class Config(BaseConfig):
 
     CONVERTS_FROM = ("gpt",)     # models whose weights init_from converts
     FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
-    RETIRED = {"norm_init": "avg", "window": 0}  # keys of older checkpoints
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,52 +1,39 @@
 """
 The Recurrent Transformer (RT): later positions read keys and values of a layer's own outputs.
 
-In a Transformer, position i of layer l attends to keys and values made from the output of layer
-l - 1. In an RT those of earlier positions are made from the output of layer l itself, so a single
-layer is as deep in time as the sequence is long. This costs no parameters and no cache, but a layer
-is now a loop over positions.
+In a Transformer, position i of layer l attends to keys and values made from the output of
+layer l - 1. In an RT those of earlier positions are made from the output of layer l itself,
+so a single layer is as deep in time as the sequence is long. This costs no parameters and
+no cache, but a layer is now a loop over positions.
 
-One layer, for positions i = 1 .. T with inputs x_i (n1, n2 are RMSNorms):
+One layer, for positions i = 1 .. T with inputs x_i. n1 and n2 are RMSNorms, and so is the
+QK-norm nq, nk, over all heads together (qk_norm=none: without it).
 
-    q_i = Wq n1(x_i)   k^_i = Wk n1(x_i)   v^_i = Wv n1(x_i)        (1)  temporary pair: for i alone
-    a_i = Attention(q_i; (k_j, v_j) for j < i, and (k^_i, v^_i))    (2)
-    z_i = x_i + Wo a_i                                              (3)
-    y_i = z_i + W_down gelu(W_up n2(z_i))                           (4)  the next layer's x_i
-    k_i = Wk n1(y_i)   v_i = Wv n1(y_i)                             (5)  persistent pair: for j > i
+    q_i  = nq(Wq n1(x_i))                                           (1)
+    k^_i = nk(Wk n1(x_i))   v^_i = Wv n1(x_i)    temporary pair, for position i alone
+    a_i  = Attention(q_i; (k_j, v_j) for j < i, and (k^_i, v^_i))   (2)
+    z_i  = x_i + Wo a_i                                             (3)
+    y_i  = z_i + W_down gelu(W_up n2(z_i))                          (4)  the next layer's x_i
+    k_i  = nk(Wk n1(y_i))   v_i = Wv n1(y_i)                        (5)
+                                                 persistent pair, for all positions after i
 
-Scores are q . k / sqrt(D) - m_h (i - j): ALiBi, 0 for the temporary pair. Three schedules compute
-the same numbers:
+Scores are q_i . k_j / sqrt(D) - m_h (i - j). The second term is ALiBi, with m_h = 2^(-8 h / H)
+in head h; for the temporary pair it is 0.
 
-naive      (1) to (5), position after position, layer after layer.
-tiled      The paper's Algorithm 1. Each query keeps the state (out, lse) of an online softmax, at
-           first over its temporary pair. Once position i is done, with t the largest power of two
-           that divides i, one attention call of queries i+1 .. i+t over keys i-t+1 .. i is merged
-           into their states. Every query meets every earlier key once, and a key is read at most
-           log2 T times. For T = 8 (the number tells after which position an entry is computed):
+          y_1          y_2          y_3          y_4
+           ^ \          ^ \          ^ \          ^
+           |  k_1, v_1  |  k_2, v_2  |  k_3, v_3  |
+           |   `--------+---`--------+---`--------+--   to all later positions
+           | k^_1       | k^_2       | k^_3       | k^_4
+          x_1          x_2          x_3          x_4
 
-                    keys 1 2 3 4 5 6 7 8
-               query 1   .                  . temporary pair
-                     2   1 .
-                     3   2 2 .
-                     4   2 2 3 .
-                     5   4 4 4 4 .
-                     6   4 4 4 4 5 .
-                     7   4 4 4 4 6 6 .
-                     8   4 4 4 4 6 6 7 .
+recurrent=false is the baseline: later positions attend to the temporary pairs, (5) is left
+out, and the layer is a plain Transformer's with everything else as it is.
 
-wavefront  Ours, in rt_wavefront.py: layers work at the same time, each some positions behind the
-           one below it, and the backward pass is written by hand.
-
-fast=false runs naive, fast=true the wavefront, or tiled with the two ablations that the wavefront
-has not: kv_norm=false drops n1 from (5) (Appendix E.2); with block=b (section 9) the positions of a
-block of b attend to each other's temporary pairs and to the persistent pairs of earlier blocks, so
-that b positions are computed at once. b = 1 is the RT, b = T the plain Transformer of model_gpt;
-with b > 1 the cache holds temporary pairs too. The wavefront prefills all tokens of a prompt at
-once, the other schedules one after the other. Dropout is on embeddings only.
-
-Departures: the norms are RMSNorm, as in the text (the code's configs use LayerNorm); ALiBi and
-every softmax are in float32 under bfloat16 too; RoPE, grouped heads, decoding, prefill, blocks and
-the wavefront are additions.
+Not in the paper, but in its code (commit a21b42d): the exact gelu, and the initialisation,
+which is OLMo's. Departures: the norms are RMSNorm, as in the text (the code's configs use
+LayerNorm); ALiBi and every softmax are in float32 under bfloat16 too; RoPE, grouped heads and
+decoding are additions. Dropout is on embeddings only.
 
 Paper: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding", 2026
 (arXiv:2604.21215); the authors' code: github.com/geniucos/recurrent-transformer.
@@ -62,36 +49,35 @@ import torch.nn.functional as F
 
 import kernels
 import rt_wavefront
-from model_gpt import (BaseConfig, KVCache, LanguageModel, RMSNorm, alibi_slopes, apply_rope,
-                       attention_bias, attention_fast, attention_naive, choice, compute_dtype,
-                       rope_tables)
+from model_gpt import (BaseConfig, LanguageModel, RMSNorm, alibi_slopes, apply_rope,
+                       attention_bias, attention_fast, attention_naive, choice,
+                       compute_dtype, rope_tables)
 
 
 @dataclass
 class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd)
     pos: str = choice("alibi", "rope", "none")
-    qk_norm: str = choice("none", "full")   # full: RMSNorm of queries and keys over all heads
-    kv_norm: bool = True         # false: persistent pairs are Wk y, Wv y (Appendix E.2)
-    block: int = 1               # positions computed at once (section 9); 1: the RT
-    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: by fast; else it wins
+    qk_norm: str = choice("none", "full")   # full: nq and nk, each with a weight
+    recurrent: bool = True       # false: a plain Transformer, the baseline
+    kv_norm: bool = True         # false: (5) without n1, worse (Appendix E.2)
+    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: by fast
     chunk: int = 32              # positions of a wavefront's chunk
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
 
     RESUME_OVERRIDES = ("schedule", "chunk", "cuda_graphs")
-    RETIRED = {"norm": "rms"}       # keys of older checkpoints: what they must have been
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "block", "chunk")
+        self.at_least(1, "chunk")
         self.at_least(0, "n_mlp")
         self.n_mlp = self.n_mlp or 4 * self.n_embd
         if self.head_dim > kernels.HEAD_SIZES[-1]:
             raise ValueError(f"n_embd / n_head = {self.head_dim}: a head is at most "
                              f"{kernels.HEAD_SIZES[-1]} wide")
-        if self.schedule == "wavefront" and (self.block > 1 or not self.kv_norm):
-            raise ValueError("schedule=wavefront needs block=1 and kv_norm=true; tiled does not")
+        if self.schedule == "wavefront" and not self.kv_norm:
+            raise ValueError("schedule=wavefront needs kv_norm=true; schedule=tiled does not")
 
     @property
     def schedule_used(self):
@@ -100,18 +86,17 @@ class Config(BaseConfig):
             return self.schedule
         if not self.fast:
             return "naive"
-        return "wavefront" if self.block == 1 and self.kv_norm else "tiled"
+        return "wavefront" if self.kv_norm else "tiled"
 
 
-# ---- naive: the equations ----
+# ---- the equations, position after position ----
 
 class Layer(nn.Module):
-    """One layer: a Block in other files, but here a block is cfg.block positions. rope is None, or
-    RoPE's tables (cos, sin), each (B or 1, 1, n, D)."""
+    """One layer, a Block in other files."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg = cfg
+        self.head_dim = cfg.head_dim
         C, Q, K = cfg.n_embd, cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
         self.norm1, self.norm2 = RMSNorm(C, cfg.norm_eps), RMSNorm(C, cfg.norm_eps)
         self.wq = nn.Linear(C, Q, bias=False)
@@ -123,16 +108,28 @@ class Layer(nn.Module):
         norm = RMSNorm if cfg.qk_norm == "full" else nn.Identity
         self.q_norm, self.k_norm = norm(Q, cfg.norm_eps), norm(K, cfg.norm_eps)
 
-    def heads(self, u, rope=None):
-        """(B, n, heads D) -> (B, heads, n, D), rotated."""
-        u = u.unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
-        return u if rope is None else apply_rope(u, *rope)
+    def forward(self, x, rope, bias):
+        """x (B, T, C) -> y (B, T, C). rope: None, or RoPE's tables (cos, sin) of all positions.
+        bias (1, H or 1, T, T): ALiBi."""
+        q, k_temp, v_temp = self.temporary(x, rope)             # (1), of all positions
+        k, v = k_temp[:, :, :0], v_temp[:, :, :0]               # persistent pairs: none yet
+        ys = []
+        positions = zip(x.split(1, 1), *(u.split(1, 2) for u in (q, k_temp, v_temp)))
+        for i, (x_i, q_i, kt_i, vt_i) in enumerate(positions):  # x_i (B, 1, C)
+            at = slice(i, i + 1)
+            keys, values = torch.cat([k, kt_i], 2), torch.cat([v, vt_i], 2)     # (B, G, i + 1, D)
+            a_i = attention_naive(q_i, keys, values, bias[:, :, at, :i + 1])    # (2)
+            y_i = self.output(x_i, a_i)                                         # (3), (4)
+            k_i, v_i = self.persistent(y_i, rope_at(rope, at))                  # (5)
+            k, v = torch.cat([k, k_i], 2), torch.cat([v, v_i], 2)
+            ys.append(y_i)
+        return torch.cat(ys, 1)
 
     def temporary(self, x, rope):
-        """Equation (1): q (B, H, n, D); k, v (B, G, n, D)."""
+        """Equation (1): q (B, H, n, D); k^, v^ (B, G, n, D)."""
         n = self.norm1(x)
         q = self.heads(self.q_norm(self.wq(n)), rope)
-        return q, self.heads(self.k_norm(self.wk(n)), rope), self.heads(self.wv(n))
+        return q, *self.pair(n, rope)
 
     def output(self, x, a):
         """Equations (3) and (4): x (B, n, C), a (B, H, n, D) -> y (B, n, C)."""
@@ -140,98 +137,93 @@ class Layer(nn.Module):
         return z + self.w_down(F.gelu(self.w_up(self.norm2(z))))
 
     def persistent(self, y, rope):
-        """Equation (5): k, v (B, G, n, D)."""
-        n = self.norm1(y) if self.cfg.kv_norm else y
+        """Equation (5): k, v (B, G, n, D), by the same matrices as the temporary pair."""
+        return self.pair(self.norm1(y), rope)
+
+    def pair(self, n, rope):
         return self.heads(self.k_norm(self.wk(n)), rope), self.heads(self.wv(n))
 
-    def forward(self, x, rope, bias):
-        """The naive schedule: x (B, T, C) -> y (B, T, C). bias (1, H or 1, T, T) is ALiBi, and -inf
-        on later positions. With block=b every i below is a block of b positions."""
-        b, ys = self.cfg.block, []
-        q, k_temp, v_temp = self.temporary(x, rope)
-        k_all, v_all = torch.empty_like(k_temp), torch.empty_like(v_temp)
-        k, v = k_all[:, :, :0], v_all[:, :, :0]     # persistent pairs of the positions before i
-        parts = zip(x.split(b, 1), q.split(b, 2), k_temp.split(b, 2), v_temp.split(b, 2))
-        for i, (x_i, q_i, kt_i, vt_i) in enumerate(parts):
-            here = slice(i * b, i * b + x_i.size(1))
-            keys, values = extended(k, kt_i, k_all), extended(v, vt_i, v_all)
-            a_i = attention_naive(q_i, keys, values, bias[:, :, here, :here.stop])      # (2)
-            y_i = self.output(x_i, a_i)                                                 # (3), (4)
-            k_i, v_i = self.persistent(y_i, tables_at(rope, here))                      # (5)
-            k, v = extended(k, k_i, k_all), extended(v, v_i, v_all)
-            ys.append(y_i)
-        return torch.cat(ys, 1)
+    def heads(self, u, rope=None):
+        """(B, n, heads D) -> (B, heads, n, D), rotated if rope is given."""
+        u = u.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return u if rope is None else apply_rope(u, *rope)
 
 
-def extended(past, new, buffer):
-    """past (B, G, n, D), then new. Autograd needs each result as it was, so it is a copy; without
-    autograd, past is the first n slots of buffer, and new is written to the next ones."""
-    if torch.is_grad_enabled():
-        return torch.cat([past, new], 2)
-    n, end = past.size(2), past.size(2) + new.size(2)
-    buffer[:, :, n:end] = new
-    return buffer[:, :, :end]
+def rope_at(rope, at):
+    """RoPE's tables, (1, 1, T, D) each, at the positions of a slice."""
+    return rope and [table[:, :, at] for table in rope]
 
 
-def tables_at(rope, here):
-    """RoPE's tables of the positions `here`, a slice."""
-    return rope and [table[:, :, here] for table in rope]
+class LayerWithoutKVNorm(Layer):
+    """The ablation of Appendix E.2: persistent pairs are nk(Wk y_i), Wv y_i."""
+
+    def persistent(self, y, rope):
+        return self.pair(y, rope)
 
 
 # ---- tiled: the paper's Algorithm 1 ----
 
-def layer_tiled(layer, x, rope, slopes, b):
-    """The same function as layer(x, ...): each query attends to the same pairs, only in parts that
-    an online softmax merges. Lists have one element for each position (or block of b)."""
-    ys, ks, vs = [], [], []
+# All queries of a layer are known from the start. After position i, with t the largest power of
+# two that divides i, queries i+1 .. i+t attend to keys i-t+1 .. i. Every query meets every earlier
+# key once, so the result is the same, and a key is read log2 T times at most, not T times. For
+# T = 8 (the number tells after which position an entry is computed):
+#                keys 1 2 3 4 5 6 7 8
+#           query 1   .                  . temporary pair
+#                 2   1 .
+#                 3   2 2 .
+#                 4   2 2 3 .
+#                 5   4 4 4 4 .
+#                 6   4 4 4 4 5 .
+#                 7   4 4 4 4 6 6 .
+#                 8   4 4 4 4 6 6 7 .
+# This is the paper's forward pass under plain autograd. The backward pass of its section 6.4, whose
+# loop from the last position to the first has only what dk and dv need, is in rt_wavefront.py.
+
+def layer_tiled(layer, x, rope, slopes):
+    """The same as layer(x, ...). The state of a query is attention to the keys that it has met:
+    out (B, H, 1, D), and lse (B, H, 1), the logarithm of their sum of e^score."""
+    q, k_temp, v_temp = layer.temporary(x, rope)            # (1)
+    states = temporary_states(q, k_temp, v_temp)            # [(out, lse), ...], one a position
     pos = torch.arange(x.size(1), device=x.device, dtype=torch.int32)
-    q, k_temp, v_temp = layer.temporary(x, rope)
-    states = attend_temporary(q, k_temp, v_temp, pos, slopes, b)  # [(out, lse), ...]
-    q, pos = q.split(b, 2), pos.split(b)
-    for i, x_i in enumerate(x.split(b, 1), start=1):
-        y_i = layer.output(x_i, states[i - 1][0])  # (3), (4)
-        k_i, v_i = layer.persistent(y_i, tables_at(rope, slice((i - 1) * b, i * b)))  # (5)
+    qs, ks, vs, ys = q.split(1, 2), [], [], []
+    for i, x_i in enumerate(x.split(1, 1), start=1):
+        y_i = layer.output(x_i, states[i - 1][0])                           # (3), (4)
+        k_i, v_i = layer.persistent(y_i, rope_at(rope, slice(i - 1, i)))    # (5)
         ys.append(y_i)
         ks.append(k_i)
         vs.append(v_i)
-        t = i & -i  # the largest power of two that divides i
+        t = i & -i                          # the largest power of two that divides i
         keys, queries = slice(i - t, i), slice(i, i + t)
-        if i < len(q):
-            q_t, k_t, v_t = (torch.cat(u, 2) for u in (q[queries], ks[keys], vs[keys]))
-            tile = q_t, k_t, v_t, torch.cat(pos[queries]), torch.cat(pos[keys]), slopes
-            state = (torch.cat(u, 2) for u in zip(*states[queries]))  # out and lse
-            out, lse = merge_tile(*state, *tile)
-            states[queries] = zip(out.split(b, 2), lse.split(b, 2))
+        if i < x.size(1):
+            q, k, v = (torch.cat(u, 2) for u in (qs[queries], ks[keys], vs[keys]))
+            out, lse = (torch.cat(u, 2) for u in zip(*states[queries]))     # (B, H, t, .)
+            out, lse = merge_tile(out, lse, q, k, v, pos[queries], pos[keys], slopes)
+            states[queries] = zip(out.split(1, 2), lse.split(1, 2))
     return torch.cat(ys, 1)
 
 
-def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
-    """The states (out, lse) of queries that attend to a tile, too, in which every key is earlier
-    than every query. Small tiles are written out: the operators' overhead would exceed the work."""
-    if k.size(2) > 32 or q.dtype != lse.dtype:  # in 16 bits, too: attend does not round scores
-        return kernels.merge(out, lse, *attend(q, k, v, q_pos, k_pos, slopes))
+def temporary_states(q, k, v):
+    """Of one pair, out is its value and lse its score."""
+    q, k, v = (u.to(kernels.lse_dtype(u)) for u in (q, k, v))   # float32 or better, as a sum
     k, v = (u.repeat_interleave(q.size(1) // u.size(1), 1) for u in (k, v))
-    s = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, n, keys)
+    lse = (q * k).sum(-1) / math.sqrt(q.size(-1))
+    return list(zip(v.split(1, 2), lse.split(1, 2)))
+
+
+def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
+    """The states of queries that attend to a tile of keys, all of them earlier, too."""
+    if k.size(2) > 32 or q.dtype != lse.dtype:      # attend does not round 16-bit scores
+        more, more_lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)
+        return kernels.merge(out, lse, more.to(lse.dtype), more_lse)
+    # small tiles written out: an operator's overhead is larger than the work
+    k, v = (u.repeat_interleave(q.size(1) // u.size(1), 1) for u in (k, v))
+    s = q @ k.mT / math.sqrt(q.size(-1))            # (B, H, n, keys)
     if slopes is not None:
         s = s - slopes[:, None, None] * (q_pos[:, None] - k_pos)
+    # online softmax: what a query has met is one more pair, of score lse and value out
     s = torch.cat([lse[..., None], s], -1)
     p = s.softmax(-1)
     return p[..., :1] * out + p[..., 1:] @ v, s.logsumexp(-1)
-
-
-def attend_temporary(q, k, v, pos, slopes, b):
-    """Attention of each block of b positions to its temporary pairs: a list of (out, lse)."""
-    B = q.size(0)
-    q, k, v = (u.unflatten(2, (-1, b)).transpose(1, 2).flatten(0, 1) for u in (q, k, v))
-    out, lse = attend(q, k, v, pos[:b], pos[:b], slopes)  # (B T / b, H, b, .)
-    out, lse = (u.unflatten(0, (B, -1)).unbind(1) for u in (out, lse))
-    return list(zip(out, lse))
-
-
-def attend(q, k, v, q_pos, k_pos, slopes):
-    """out (B, H, n, D) and lse (B, H, n), both in float32 or better, as a state must be."""
-    out, lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)
-    return out.to(lse.dtype), lse
 
 
 # ---- the model ----
@@ -241,13 +233,14 @@ class Model(LanguageModel):
     runs_blocks_once = False
 
     def __init__(self, cfg):
-        super().__init__(cfg, [Layer(cfg) for _ in range(cfg.n_layer)])
+        layer = Layer if cfg.kv_norm else LayerWithoutKVNorm
+        super().__init__(cfg, [layer(cfg) for _ in range(cfg.n_layer)])
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """Normal, truncated at 3 sigma. sigma = 1 / sqrt(C) for what reads the residual stream, the
-        embedding and the head; the projections into the stream shrink with depth:
+        """Normal, truncated at 3 sigma. sigma = 1 / sqrt(C) for what reads the residual stream,
+        the embedding and the head; the projections into the stream shrink with depth:
         1 / sqrt(2 fan_in (l + 1)) for layer l = 0, 1, ..."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
@@ -262,36 +255,24 @@ class Model(LanguageModel):
     def hidden(self, idx, cache=None, n_valid=None):
         """idx (B, T) -> the states after the final norm, (B, T, C)."""
         x, T = self.drop(self.wte(idx)), idx.size(1)
-        if cache is None:
-            self.check_context(T, "{} tokens are")
-            x = self.layers(x)
-        else:
-            equal_rows = not cache.ragged or cache.longest == 0  # each holds as many tokens
-            pos = cache.place(T, n_valid)  # raises if they do not all fit
-            if T > 1 and equal_rows and self.cfg.schedule_used == "wavefront":
-                x = self.prefill(x, cache)
-            else:
-                x = self.decode(x, pos, cache, n_valid)
-        return self.norm(x)
+        if cache is not None:
+            return self.norm(self.decode(x, cache, n_valid))
+        self.check_context(T, "{} tokens are")
+        if self.cfg.recurrent:
+            return self.norm(self.layers(x))
+        return self.norm(self.layers_at_once(x, torch.arange(T, device=x.device)[None]))
 
     @torch.compiler.disable  # a compiler would unroll the loop over positions
     def layers(self, x):
-        """All layers on x (B, T, C) -> (B, T, C)."""
-        cfg, T, b = self.cfg, x.size(1), min(self.cfg.block, x.size(1))
-        if cfg.schedule_used == "wavefront":
-            return rt_wavefront.run_layers(cfg, self.blocks, x)
-        tiled = cfg.schedule_used == "tiled"
-        if tiled:
-            x = F.pad(x, (0, 0, 0, -T % b))  # to whole blocks
-        pos = torch.arange(x.size(1), device=x.device)[None]
+        """All layers on x (B, T, C) -> (B, T, C), by the schedule."""
+        schedule, pos = self.cfg.schedule_used, torch.arange(x.size(1), device=x.device)[None]
+        if schedule == "wavefront":
+            return rt_wavefront.run_layers(self.cfg, self.blocks, x)
         rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
-        if tiled:
-            for layer in self.blocks:
-                x = layer_tiled(layer, x, rope, slopes, b)
-            return x[:, :T]
-        bias = attention_bias(pos, pos[0], slopes=slopes, dtype=kernels.lse_dtype(x))
+        if schedule == "naive":
+            bias = attention_bias(pos, pos[0], slopes=slopes, dtype=kernels.lse_dtype(x))
         for layer in self.blocks:
-            x = layer(x, rope, bias)  # bias (1, H or 1, T, T)
+            x = layer(x, rope, bias) if schedule == "naive" else layer_tiled(layer, x, rope, slopes)
         return x
 
     def rope(self, pos, dtype):
@@ -304,12 +285,53 @@ class Model(LanguageModel):
         alibi = self.cfg.pos == "alibi"
         return alibi_slopes(self.cfg.n_head, x.device, kernels.lse_dtype(x)) if alibi else None
 
-    # decoding
+    # a plain Transformer's pass, and decoding
 
-    def cache_type(self, cfg, *sizes):
-        """With block > 1 it holds the temporary pairs too, as layers n_layer and up: the last
-        block, unfinished, needs them."""
-        return KVCache(cfg, *sizes, cfg.n_layer * (1 if cfg.block == 1 else 2))
+    def layers_at_once(self, x, pos, cache=None):
+        """n tokens x (B, n, C) at pos (B or 1, n) through the layers as in a plain Transformer:
+        those of recurrent=false, or one token of each row in decoding. The temporary pair stands
+        in the cache until the persistent one replaces it."""
+        rope, attention = self.rope(pos, x.dtype), self.attention(x, pos, cache)
+        for l, layer in enumerate(self.blocks):
+            q, k, v = layer.temporary(x, rope)
+            if cache is not None:
+                k, v = (u.to(q.dtype) for u in cache.write(l, k, v))    # (B, G, S, D)
+            x = layer.output(x, attention(q, k, v))
+            if cache is not None and self.cfg.recurrent:
+                cache.write(l, *layer.persistent(x, rope))
+        return x
+
+    def attention(self, x, pos, cache):
+        """How tokens x at pos attend to all up to themselves, as a function of q, k, v."""
+        slopes, dtype = self.slopes(x), kernels.lse_dtype(x)
+        naive = self.cfg.schedule_used == "naive"
+        if cache is None and not naive:         # no bias of T x T
+            return lambda q, k, v: kernels.attend(q, k, v, slopes=slopes)[0]
+        k_pos = torch.arange(x.size(1) if cache is None else cache.end, device=x.device)
+        if not naive and compute_dtype(x) != dtype:     # torch's would round ALiBi
+            where = pos.int().squeeze(0), k_pos.int()
+            return lambda q, k, v: kernels.attend(q, k, v, *where, slopes)[0]
+        bias = attention_bias(pos, k_pos, slopes=slopes, dtype=dtype)
+        attend = attention_naive if naive else attention_fast
+        return lambda q, k, v: attend(q, k, v, bias)
+
+    def decode(self, x, cache, n_valid):
+        """T new tokens x (B, T, C) of each row after those of the cache: as a wavefront where
+        all rows hold equally many, else one after the other."""
+        T, rows_alike = x.size(1), not cache.ragged or cache.longest == 0
+        pos = cache.place(T, n_valid)           # raises if they do not all fit
+        if T == 1 or not self.cfg.recurrent:
+            y = self.layers_at_once(x, pos, cache)
+            cache.advance()
+            return y
+        if rows_alike and self.cfg.schedule_used == "wavefront":
+            return self.prefill(x, cache)
+        ys = []
+        for t in range(T):                      # a token needs slots of its own
+            pos = cache.place(1, None if n_valid is None else n_valid - t)
+            ys.append(self.layers_at_once(x[:, t:t + 1], pos, cache))
+            cache.advance()
+        return torch.cat(ys, 1)
 
     def prefill(self, x, cache):
         """The wavefront over T new tokens x (B, T, C), after those of the cache."""
@@ -321,47 +343,13 @@ class Model(LanguageModel):
         cache.advance()
         return y
 
-    def decode(self, x, pos, cache, n_valid):
-        """T new tokens x (B, T, C) at pos (B or 1, T), one after the other."""
-        ys, T = [], x.size(1)
-        for t in range(T):
-            if T > 1:  # hidden() reserved slots for all; a step needs its own
-                pos = cache.place(1, None if n_valid is None else n_valid - t)
-            ys.append(self.step(x[:, t:t + 1], pos, cache))
-            cache.advance()
-        return torch.cat(ys, 1)
-
-    def step(self, x, pos, cache):
-        """One token of each row, x (B, 1, C): a plain Transformer's step, and a projection more.
-        In the cache, the temporary pair stands in its slot until the persistent one replaces it."""
-        cfg, slots = self.cfg, torch.arange(cache.end, device=x.device)  # (S,)
-        rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
-        bias = attention_bias(pos, slots, slopes=slopes, dtype=kernels.lse_dtype(x))
-        if cfg.block > 1:  # which slots are of finished blocks
-            finished = (slots < pos - pos % cfg.block)[:, None, :, None]  # (B or 1, 1, S, 1)
-        for l, layer in enumerate(self.blocks):
-            q, k_temp, v_temp = layer.temporary(x, rope)
-            pairs = cache.write(l, k_temp, v_temp)  # (B, G, S, D)
-            if cfg.block > 1:  # of the unfinished block, the temporary pairs
-                own = cache.write(cfg.n_layer + l, k_temp, v_temp)
-                pairs = [torch.where(finished, *u) for u in zip(pairs, own)]
-            k, v = (u.to(q.dtype) for u in pairs)
-            if cfg.schedule_used == "naive":
-                a = attention_naive(q, k, v, bias)
-            elif bias.dtype == q.dtype:
-                a = attention_fast(q, k, v, bias)
-            else:  # torch's function would round ALiBi to bfloat16
-                a, _ = kernels.attend(q, k, v, pos.int().squeeze(0), slots.int(), slopes)
-            x = layer.output(x, a)
-            cache.write(l, *layer.persistent(x, rope))
-        return x
-
     def flops_per_token(self):
         """Floating-point operations of one token's forward and backward pass in a sequence of
         block_size: 6 a weight of each matrix product (Wk and Wv are used twice, once a pair), and
         12 C a visible key, averaged over positions. What backward recomputes is not counted."""
         cfg = self.cfg
         weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
-        weights += 2 * cfg.n_layer * cfg.n_embd * cfg.n_kv_head * cfg.head_dim  # Wk, Wv again
         weights += cfg.vocab_size * cfg.n_embd  # the head
+        if cfg.recurrent:
+            weights += 2 * cfg.n_layer * cfg.n_embd * cfg.n_kv_head * cfg.head_dim  # Wk, Wv again
         return 6.0 * weights + 12.0 * cfg.n_layer * cfg.n_embd * (cfg.block_size + 1) / 2

@@ -10,15 +10,17 @@ products are one bmm over the layers' stacked weights. Steps of three layers, fo
         layer 1     1 2 3 4
         layer 0     0 1 2 3
 
-That is T + (L - 1) C positions one after the other instead of L T. A chunk's queries attend
-to all earlier chunks in one dense call when it starts, then, position by position, to the
-chunk itself. A query attends to the same pairs as in the naive layer, in three parts (its
-temporary pair, earlier chunks, its chunk) that an online softmax merges.
+That is T + (L - 1) C positions one after the other instead of L T. A query attends to the
+same pairs as in the naive layer, in three parts that an online softmax merges: its temporary
+pair, all earlier chunks in one dense call, and its own chunk, position by position.
 
-The backward pass is written by hand and saves only each layer's input x and output y. From
-y it recomputes all pairs at once, then attention, then the MLP's u = W_up n2(z). What must
-be done position by position goes from the last to the first. p_ij are attention's weights,
-^ marks a temporary pair, J is the norm's Jacobian:
+Layers at the same time are ours. The rest is the paper's: only each layer's x and y are saved,
+and from y the backward pass recomputes all pairs at once, then attention and u = W_up n2(z)
+(section 6.1); CUDA graphs (6.2); the loop from the last position to the first has nothing
+in it but what dk and dv need, (B1) to (B7), and the rest comes in large products (6.4).
+
+p_ij are attention's weights, ^ marks a temporary pair, J is the Jacobian of n1 or n2. (Before
+Wq^T and Wk^T, dq and dk go back through RoPE and the QK-norm, too: heads_backward.)
 
     g_i   = dL/dy_i + J^T (Wk^T dk_i + Wv^T dv_i)   (B1)  dL/dy_i: from the layer above
     du_i  = gelu'(u_i) W_down^T g_i                 (B2)
@@ -28,7 +30,7 @@ be done position by position goes from the last to the first. p_ij are attention
     dk_j  = sum_{i > j} ds_ij q_i                   (B6)
     dv_j  = sum_{i > j} p_ij da_i                   (B7)
 
-Once a chunk is done, the rest comes in large products:
+Once a chunk is done:
 
     dq_i  = sum_{j < i} ds_ij k_j + ds_i^ k_i^      (B8)
     dk_i^ = ds_i^ q_i        dv_i^ = p_i^ da_i      (B9)
@@ -122,9 +124,7 @@ def stack_weights(cfg, blocks):
     for b in blocks:
         qkv = torch.cat([b.wq.weight, b.wk.weight, b.wv.weight]) * b.norm1.weight
         up = b.w_up.weight * b.norm2.weight
-        norms = qkv.new_empty(0)
-        if full:
-            norms = torch.cat([b.q_norm.weight, b.k_norm.weight])
+        norms = torch.cat([b.q_norm.weight, b.k_norm.weight]) if full else qkv.new_empty(0)
         layers.append((qkv, b.wo.weight, up, b.w_down.weight, norms[None]))
     return Weights(*map(torch.stack, zip(*layers)))
 
@@ -344,11 +344,8 @@ class Wavefront:
 
     def earlier(self, q, layer, c):
         """A layer's queries q (B, H, C, D) of chunk c over all persistent pairs before c."""
-        end = self.S + c * self.C
-        if end == 0:
-            lse = q.new_full(q.shape[:3], -math.inf, dtype=self.wide)
-            return torch.zeros_like(q), lse
-        k, v, pos = self.k[layer, :, :, :end], self.v[layer, :, :, :end], self.pos
+        end, pos = self.S + c * self.C, self.pos    # no key before the first chunk: lse is -inf
+        k, v = self.k[layer, :, :, :end], self.v[layer, :, :, :end]
         return kernels.attend(q, k, v, pos[end:end + self.C], pos[:end], self.slopes)
 
     def forward(self, x, w, past=()):

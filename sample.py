@@ -23,9 +23,8 @@ import torch
 
 from common.checkpoint import load_run
 from common.keys import UserError, asks_help, help_text, read_text, run_cli
-from common.limits import check_text_fits
 from lab.plot import pyplot, save_picture
-from common.process import pick_device
+from common.process import check_text_fits, pick_device
 from common.sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
 from serve import Request, check_loops, engine_for
 
@@ -191,7 +190,7 @@ def draw_depths(model, tokenizer, prompt, file, width=100):
     prompt = prompt[:model.context_limit]
     idx = torch.tensor([prompt], device=next(model.parameters()).device)
     loops = model.recursions(idx)[0].tolist()
-    texts = [tokenizer.decode([token]) for token in prompt]
+    texts = list(tokenizer.stream(prompt))      # and one more, of a character that was cut
     print("".join(coloured(text, loop, model.n_loop) for text, loop in zip(texts, loops)))
     pieces, column, row = [], 0, 0                                      # as draw_text takes them
     for loop in range(1, model.n_loop + 1):                             # the legend

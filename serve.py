@@ -35,6 +35,7 @@ propagate; mor also takes: its router decides which tokens go on, so it has no e
 Shapes: N packed tokens (of several requests, one behind the other), R rows, T tokens of the
 longest row, S keys, H query heads, G key/value heads, D head size, C width, V vocabulary.
 """
+import codecs
 import functools
 import json
 import math
@@ -48,9 +49,8 @@ import torch
 
 from common.checkpoint import load_run
 from common.keys import UserError, asks_help, help_text, read_bytes, run_cli
-from common.limits import check_text_fits
 from model_gpt import apply_rope, attention_fast, attention_naive, compute_dtype, rope_tables
-from common.process import pick_device
+from common.process import check_text_fits, pick_device
 from common.sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
 
 
@@ -162,6 +162,10 @@ class RaggedBatch:
         self.entry = at if by_position else counted                     # (N,)
         cache.count[level, slot] += n
         self.reads = level if reads is None else reads
+
+    def makes_keys(self, layer):
+        """Whether any row has keys of its own at its level."""
+        return bool((self.level == self.reads).any())
 
     @functools.cached_property
     def groups(self):
@@ -548,7 +552,7 @@ def read_requests(path, tokenizer, model, max_new_tokens):
     """The requests in a file, and answers for the lines that hold none: lists of Request and
     of dict. UserError if there is no such file, or it is empty."""
     try:
-        lines = read_bytes(path).split(b"\n")
+        lines = read_bytes(path).removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as e:
         raise UserError(f"requests={path} cannot be read: {e.strerror}") from e
     requests, errors = [], []
@@ -594,10 +598,7 @@ def parse_request(given, n, tokenizer, model, max_new_tokens):
 
 
 def check_loops(model, cfg, path, *keys):
-    """UserError if the model writes no text, or cannot serve one of `keys` that is given."""
-    if type(model.head) is not torch.nn.Linear:
-        raise UserError(f"{path} was trained on task:compression: it gives back what it read, and "
-                        f"writes no text")
+    """UserError if the model cannot serve one of `keys` that is given."""
     given = [f"{key}={getattr(cfg, key)}" for key in keys if getattr(cfg, key)]
     if given and not hasattr(model, "loop"):
         raise UserError(f"{given[0]} is for a model that loops over depth (relaxed, mor), "
@@ -631,7 +632,7 @@ def serve(model, tokenizer, cfg):
     engine = engine_for(model, tokenizer, cfg, requests, cfg.slots, batching=cfg.batching)
     start = time.perf_counter()
     for r in engine.run(requests):
-        answer = {"id": r.id, "text": tokenizer.decode(r.tokens), "tokens": r.tokens,
+        answer = {"id": r.id, "text": "".join(tokenizer.stream(r.tokens)), "tokens": r.tokens,
                   "exits": r.exits, "latency": round(r.latency, 4)}
         print(json.dumps(answer), flush=True)
     seconds = time.perf_counter() - start

@@ -1,30 +1,35 @@
 """
 Checkpoints: one file, replaced in one move, verified when read; and exports of runs.
 
-    python -m common.checkpoint out/gpt_tiny export=gpt.safetensors    weights, config, tokenizer:
-                                        for sample.py, serve.py, eval.py, and init_from=
-    python -m common.checkpoint out/relaxed_tiny export=hf/relaxed     a Hugging Face folder: a Llama
-                                        or Qwen3, of exit_loop loops
+    python -m common.checkpoint out/gpt_tiny export=gpt.safetensors
+        weights, config, tokenizer: for sample.py, serve.py, lab.eval, and init_from=
+    python -m common.checkpoint out/relaxed_tiny export=hf/relaxed
+        a Hugging Face folder: a Llama or Qwen3, of exit_loop loops
 """
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import struct
+import sys
 import warnings
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 
-from common.keys import (UserError, asks_help, first_line, help_text, model_module, run_cli, split_args,
-                    sync_folder, typed_config, writing)
-from common.limits import check_fits, shapes_only
-from common.llama import (from_pretrained, llama_config, pretrained_folder, save_weights,
-                   to_pretrained)
-from common.tasks import fit_head
+from common.keys import (UserError, asks_help, first_line, help_text, model_module, run_cli,
+                         split_args, typed_config, writing)
+from common.llama import from_pretrained, save_weights, to_pretrained
 from common.tokenizer import load_tokenizer, to_huggingface
+
+# what a checkpoint holds; an export has the first six of these
+FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
+          "step": int, "optimizers": list, "evaluated": int, "best_ce": float, "rng": dict}
+EXPORTED = [*FIELDS][:6]
+
 
 # -------------------------------------------------------------------------------------------------
 # saving
@@ -62,6 +67,19 @@ def fingerprint(value):
     return sha.hexdigest()
 
 
+def sync_folder(folder):
+    """Makes a rename inside folder survive a power cut."""
+    if os.name == "posix":  # Windows cannot open folders, and needs no such call
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+                raise
+        finally:
+            os.close(fd)
+
+
 def save_checkpoint(path, state):
     """Write state (tensors and plain values) so that path is complete at every moment: a
     temporary file, flushed to the disk, replaces it in one move. UserError if the disk refuses;
@@ -97,25 +115,41 @@ def load_checkpoint(path):
     if path.suffix == ".safetensors":
         return load_safetensors(path)
     try:
-        path.open("rb").close()
-    except OSError as e:
-        raise UserError(f"{path} cannot be read: {e.strerror}") from e
-    try:
         check_zip(path)
         with warnings.catch_warnings(action="ignore"):
             state = torch.load(path, map_location="cpu", weights_only=True)
         whole = state.pop("sha256") == fingerprint(state) and state["format"] == 1
-    except MemoryError as e:
-        raise UserError(f"{path} does not fit into memory") from e
+    except (OSError, MemoryError) as e:
+        raise UserError(f"{path} cannot be read: {first_line(e)}") from e
     except Exception as e:      # zipfile and torch fail on damaged files in any way
         raise UserError(f"{path} is damaged or is not a checkpoint of this project") from e
     if not whole:
         raise UserError(f"{path} is damaged: its contents do not match its checksum")
-    try:
-        check_state(state)
-    except (UserError, ValueError) as e:
-        raise UserError(f"{path} is not a checkpoint of a run: {e}") from e
+    check_state(state, path)
     return state
+
+
+def check_state(state, path, names=FIELDS):
+    """UserError if a file that is whole does not describe a run. Keys of model_config that the
+    model has no more are dropped, with a line."""
+    try:
+        wrong = [name for name in names if type(state[name]) is not FIELDS[name]]
+        schema = model_module(state["model"]).Config
+        for key in state["model_config"].keys() - {f.name for f in fields(schema)}:
+            value = state["model_config"].pop(key), state["config"].pop(key, None)
+            print(f"note: {path}: {key}={value[0]!r} is dropped: model={state['model']} has no "
+                  f"such key", file=sys.stderr)
+        cfg = typed_config(schema, {}, state["model_config"])
+        # sizes of which nothing has been made yet
+        rows, width = state["weights"]["wte.weight"].shape
+        fits = (rows >= cfg.vocab_size and width == cfg.n_embd
+                and cfg.n_layer // getattr(cfg, "n_loop", 1) <= len(state["weights"]))
+        finite = all(w.isfinite().all() for w in state["weights"].values())
+    except (KeyError, TypeError, ValueError, AttributeError, UserError) as e:
+        raise UserError(f"{path} is not a checkpoint of a run: {first_line(e)}") from e
+    if wrong or not fits or not finite:
+        raise UserError(f"{path} is not a checkpoint of a run: its "
+                        f"{wrong[0] if wrong else 'weights'} cannot be right")
 
 
 def check_zip(path):
@@ -131,16 +165,14 @@ def check_zip(path):
 
 
 # -------------------------------------------------------------------------------------------------
-# safetensors: what the method needs of a checkpoint, without the state of the training
-
-EXPORTED = "model", "config", "model_config", "tokenizer", "step"
-
+# safetensors: EXPORTED, without the state of the training
 
 def save_safetensors(path, state):
     """The weights, and the other fields as JSON in the file's metadata."""
     # safetensors refuses tensors that share memory, as a tied head does
     weights = {name: w.detach().clone() for name, w in state["weights"].items()}
-    save_weights(weights, path, **{name: json.dumps(state[name]) for name in EXPORTED})
+    others = {name: json.dumps(state[name]) for name in EXPORTED if name != "weights"}
+    save_weights(weights, path, **others)
 
 
 def load_safetensors(path):
@@ -148,63 +180,13 @@ def load_safetensors(path):
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, "pt") as file:
-            found = file.metadata() or {}
-            state = {name: json.loads(found[name]) for name in EXPORTED}
+            state = {name: json.loads(value) for name, value in (file.metadata() or {}).items()
+                     if name in EXPORTED}
             state["weights"] = {name: file.get_tensor(name) for name in file.keys()}
-        check_state(state, (*EXPORTED, "weights"))
-    except (OSError, UserError, SafetensorError, KeyError, ValueError, RecursionError) as e:
-        missing = f"it has no {e}" if isinstance(e, KeyError) else first_line(e)
-        raise UserError(f"{path} is damaged or is no export of this project: {missing}") from e
+    except (OSError, SafetensorError, ValueError, RecursionError) as e:
+        raise UserError(f"{path} is damaged: {first_line(e)}") from e
+    check_state(state, path, EXPORTED)
     return state
-
-
-# -------------------------------------------------------------------------------------------------
-# checking
-
-FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
-          "optimizers": list, "step": int, "evaluated": int, "best_ce": float, "rng": dict}
-
-
-def check_state(state, fields=FIELDS):
-    """Drop what is retired. ValueError or UserError if one of the fields is missing, or if the
-    weights do not fit the model that model_config describes."""
-    for name in fields:
-        if type(state.get(name)) is not FIELDS[name]:
-            wrong = f"no {FIELDS[name].__name__}" if name in state else "missing"
-            raise ValueError(f"its {name} is {wrong}")
-    for name in {"step", "evaluated"} & {*fields}:
-        if not 0 <= state[name] < 2 ** 53:
-            raise ValueError(f"its {name} is not a number of steps")
-    if type(state["config"].get("dataset")) is not str:
-        raise ValueError("its config names no dataset")
-    module = model_module(state["model"])
-    drop_retired_keys(module.Config, state)
-    cfg, weights = typed_config(module.Config, {}, state["model_config"]), state["weights"]
-    if not all(type(name) is str and isinstance(w, torch.Tensor) and w.isfinite().all()
-               for name, w in weights.items()):
-        raise ValueError("its weights are not named tensors of finite numbers")
-    if cfg.n_layer // getattr(cfg, "n_loop", 1) > len(weights):
-        raise ValueError(f"its weights are {len(weights)}, too few for n_layer={cfg.n_layer}")
-    model = shapes_only(module.Model, cfg, trained_on(state))
-    shape = lambda w: tuple(w.shape) if w.is_floating_point() else ("integers", *w.shape)
-    wanted = {n: shape(w) for n, w in model.state_dict().items()}
-    found = {n: shape(w) for n, w in weights.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise ValueError(f"its weight {name} is {found.get(name, 'missing')}, the model's "
-                             f"{wanted.get(name, 'missing')}")
-
-
-def drop_retired_keys(config, state):
-    """Remove what the model no longer has: weights (config.RETIRED_WEIGHTS) and keys. config.RETIRED
-    has each key with the only value that is still supported; ValueError if the checkpoint has
-    another."""
-    for name in getattr(config, "RETIRED_WEIGHTS", ()):
-        state["weights"].pop(name, None)
-    for key, value in getattr(config, "RETIRED", {}).items():
-        for keys in (state["config"], state["model_config"]):
-            if keys.pop(key, value) != value:
-                raise ValueError(f"its {key} is no longer supported, only {key}={value} is")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -215,17 +197,12 @@ def build_model(ckpt, **overrides):
     module = model_module(ckpt["model"])
     try:
         model = module.Model(module.Config(**{**ckpt["model_config"], **overrides}))
-        fit_head(model, trained_on(ckpt)).load_state_dict(ckpt["weights"])
+        model.load_state_dict(ckpt["weights"])
     except (TypeError, ValueError, RuntimeError) as e:
         reason = str(e).splitlines()[-1].strip()
         raise UserError(f"the checkpoint does not fit model_{ckpt['model']}.py: {reason}") from e
     model.set_step(ckpt["step"])
     return model
-
-
-def trained_on(ckpt):
-    """The data set of a checkpoint's run; "" for weights from elsewhere."""
-    return ckpt.get("config", {}).get("dataset", "")
 
 
 def checkpoint_file(path):
@@ -243,14 +220,10 @@ def load_initial(path, key="init_from"):
     """What init_from or teacher names, as a checkpoint: that of a run, or Hugging Face weights."""
     if checkpoint_file(path).is_file():
         return load_checkpoint(checkpoint_file(path))
-    gpt = model_module("gpt")
     try:
-        folder = pretrained_folder(path)
-        blank = shapes_only(gpt.Model, gpt.Config(**llama_config(folder)))
-        check_fits({f"{key}={path}": sum(p.nbytes for p in blank.parameters())})
-        model = from_pretrained(folder)
-    except ValueError as e:
-        raise UserError(f"{key}={path}: {e}") from e
+        model = from_pretrained(path)
+    except (ValueError, RuntimeError) as e:     # RuntimeError: no memory for its sizes
+        raise UserError(f"{key}={path}: {first_line(e)}") from e
     return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(),
             "step": 0}
 
@@ -271,7 +244,7 @@ def main(argv):
     sources = [a for a in argv if "=" not in a]
     cfg = typed_config(ExportConfig, split_args([a for a in argv if "=" in a]))
     if len(sources) != 1 or not cfg.export:
-        raise UserError("give one run and where to: python -m common.checkpoint out/NAME export=PATH")
+        raise UserError("give one run and where to: out/NAME export=PATH")
     path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.keys import NAME, UserError, first_line, read_bytes
+from common.keys import UserError, first_line, read_bytes
 from common.tokenizer import load_tokenizer
+
+FORMAT = 2  # of a data set's folder
 
 
 class TokenData:
@@ -22,52 +24,41 @@ class TokenData:
     def __init__(self, folder, split):
         """UserError if the folder is not a data set, or one that is damaged."""
         self.folder, self.split, self.meta = Path(folder), split, read_meta(folder)
-        self.vocab_size, splits = self.meta["vocab_size"], self.meta["splits"]
-        self.dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
-        if split not in splits:
-            raise UserError(f"{folder} has no split {split!r}: there are {', '.join(splits)}")
-        info = splits[split]
-        self.files, self.counts = info["files"], np.array(info["file_tokens"], dtype=np.int64)
-        self.tokens, self.bytes = info["tokens"], info["bytes"]
-        self.tokenizer = load_tokenizer(self.meta.get("tokenizer"))
-        if self.tokenizer.vocab_size != self.vocab_size:
-            raise UserError(f"{folder}/meta.json: vocab_size {self.vocab_size} is not its "
-                            "tokenizer's")
-        for file, count in zip(self.files, info["file_tokens"]):
-            check_size(self.folder / file, count * self.dtype.itemsize)
-        self.stamps = [stamp(self.folder / file) for file in self.files]
+        self.path = self.folder / f"{split}.bin"
+        try:
+            self.tokenizer = load_tokenizer(self.meta["tokenizer"])
+            self.vocab_size = self.tokenizer.vocab_size
+            self.dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[self.meta["dtype"]]
+            sizes = self.meta["splits"][split]
+            self.tokens, self.bytes = int(sizes["tokens"]), int(sizes["bytes"])
+            if min(self.tokens, self.bytes) < 1 or self.meta["vocab_size"] != self.vocab_size:
+                raise ValueError("a size is wrong")
+        except (KeyError, TypeError, ValueError, OverflowError, UserError) as e:
+            problem = f"{type(e).__name__}: {first_line(e)}"
+            raise UserError(f"{folder} is not a data set of this project: {problem}") from None
+        check_size(self.path, self.tokens * self.dtype.itemsize)
+        self.stamp = stamp(self.path)
 
     def n_windows(self, length) -> int:
-        """The number of places where `length` tokens can start, which are all in one file."""
-        return int(np.maximum(0, self.counts - length + 1).sum())
+        """The number of places where `length` tokens can start."""
+        return max(0, self.tokens - length + 1)
 
     def windows(self, starts, length) -> np.ndarray:
-        """starts (B,) in [0, n_windows(length)) -> tokens (B, length) int64. The file is mapped
-        every time: a mapping that is kept holds every page it ever touched in memory."""
-        starts = np.asarray(starts, dtype=np.int64)
-        ends = np.maximum(0, self.counts - length + 1).cumsum()  # of each file's places
-        if starts.size and not 0 <= starts.min() <= starts.max() < ends[-1]:
-            raise IndexError(f"window starts must be in [0, {ends[-1]})")
-        shard = np.searchsorted(ends, starts, side="right")  # (B,)
-        out = np.empty((len(starts), length), dtype=np.int64)
-        for k in np.unique(shard):
-            rows = shard == k
-            first = ends[k - 1] if k else 0
-            out[rows] = self.read(k, (starts[rows] - first)[:, None] + np.arange(length))
-        return out
+        """starts (B,) in [0, n_windows(length)) -> tokens (B, length) int64"""
+        return self.read(np.asarray(starts)[:, None] + np.arange(length)).astype(np.int64)
 
-    def read(self, k, where):
-        """The tokens of file k at `where` (int64, any shape)."""
-        path = self.folder / self.files[k]
+    def read(self, where):
+        """The tokens at `where` (any shape). The file is mapped every time: a mapping that is kept
+        holds every page it ever touched in memory."""
         try:
-            ids = np.memmap(path, dtype=self.dtype, mode="r", shape=(int(self.counts[k]),))[where]
-            replaced = stamp(path) != self.stamps[k]
+            ids = np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.tokens,))[where]
+            replaced = stamp(self.path) != self.stamp
         except (OSError, ValueError) as e:
-            raise UserError(f"cannot read {path}: {first_line(e)}") from None
+            raise UserError(f"cannot read {self.path}: {first_line(e)}") from None
         if replaced:
-            raise UserError(f"{path} has been replaced while it was in use")
+            raise UserError(f"{self.path} has been replaced while it was in use")
         if ids.size and ids.max() >= self.vocab_size:
-            raise UserError(f"token {ids.max()} in {path.name} is out of the vocabulary "
+            raise UserError(f"token {ids.max()} in {self.path} is out of the vocabulary "
                             f"({self.vocab_size})")
         return ids
 
@@ -79,7 +70,6 @@ def stamp(path):
 
 
 def read_meta(folder) -> dict:
-    """meta.json, with every field that is read here checked."""
     path = Path(folder) / "meta.json"
     try:
         meta = json.loads(read_bytes(path))
@@ -88,40 +78,11 @@ def read_meta(folder) -> dict:
                         "python prepare.py dataset=... tokenizer=...") from None
     except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"cannot read {path}: {first_line(e)}") from None
-    if not isinstance(meta, dict) or meta.get("format") != 1:
-        raise UserError(f"{path} is not of format 1: make the data set again with this prepare.py")
-    bad = bad_field(meta)
-    if bad:
-        raise UserError(f"{path}: {bad} is missing or wrong")
-    if meta["dtype"] == "uint16" and meta["vocab_size"] > 1 << 16:
-        raise UserError(f"{path}: a vocabulary of {meta['vocab_size']} does not fit dtype uint16")
+    found = meta.get("format") if isinstance(meta, dict) else None
+    if found != FORMAT:
+        raise UserError(f"{folder} is of format {found!r:.60}, not {FORMAT}: make the data set "
+                        "again with prepare.py")
     return meta
-
-
-def bad_field(meta):
-    """The name of the first field that is missing or wrong, or None."""
-    if meta.get("dtype") not in ("uint16", "uint32"):
-        return "dtype"
-    if type(meta.get("vocab_size")) is not int or not 0 < meta["vocab_size"] <= 1 << 32:
-        return "vocab_size"
-    if not isinstance(meta.get("splits"), dict):
-        return "splits"
-    for split, info in meta["splits"].items():
-        if not isinstance(info, dict):
-            return f"splits.{split}"
-        files, counts, n_bytes = (info.get(key) for key in ("files", "file_tokens", "bytes"))
-        if not isinstance(files, list) or not all(
-                isinstance(f, str) and NAME.fullmatch(f) for f in files):
-            return f"splits.{split}.files"
-        if not isinstance(counts, list) or not all(
-                type(n) is int and 0 < n < 1 << 60 for n in counts):
-            return f"splits.{split}.file_tokens"
-        if not len(files) == len(counts) > 0:
-            return f"the number of splits.{split}.files"
-        if info.get("tokens") != sum(counts):
-            return f"splits.{split}.tokens"
-        if type(n_bytes) is not int or not 0 < n_bytes < 1 << 63:
-            return f"splits.{split}.bytes"
 
 
 def check_size(path, expected):
@@ -153,8 +114,8 @@ class Windows:
                             f"{data.split} text has {data.tokens} tokens")
 
     def val_batches(self, limit):
-        """The validation text in windows, each token predicted once (a few at the end of a file
-        may be left out); with a limit, so many micro-batches, spread evenly. Always the same."""
+        """The validation text in windows, each token predicted once (a few at its end may be left
+        out); with a limit, so many micro-batches, spread evenly. Always the same."""
         starts = np.arange(0, self.val.n_windows(self.length), self.length - 1)
         if limit and limit * self.rows < len(starts):
             starts = starts[np.linspace(0, len(starts) - 1, limit * self.rows).astype(np.int64)]

@@ -3,10 +3,12 @@ Keys and errors: what every command line here has in common.
 
 Arguments are key=value, checked against a dataclass whose fields are the keys; the comment beside
 a field is its help text. Bad input raises UserError: one line, exit status 2, never a traceback.
+Nothing here knows a model, a data set or torch.
 """
 import contextlib
 import difflib
 import errno
+import hashlib
 import importlib
 import inspect
 import io
@@ -15,7 +17,7 @@ import os
 import re
 import sys
 import typing
-from dataclasses import fields
+from dataclasses import field, fields
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -28,36 +30,39 @@ class UserError(Exception):
     """Bad input. The message is one line that names the thing and what is allowed."""
 
 
+def choice(*allowed):
+    """A field of a dataclass of keys that is one of `allowed`; the first is the default."""
+    return field(default=allowed[0], metadata={"allowed": allowed})
+
+
 def run_cli(main):
-    """main(sys.argv[1:]); a UserError is one line on stderr and exit status 2, never a traceback."""
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal shows ? for what it cannot show
+    """main(sys.argv[1:]); bad input is one line on stderr and exit status 2, never a traceback."""
+    if hasattr(sys.stdout, "reconfigure"):      # a terminal shows ? for what it cannot show
         sys.stdout.reconfigure(errors="replace")
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
-    except UserError as e:
-        # in one piece: other processes may write too
-        sys.stderr.write(f"error: {' '.join(str(e).split())}\n")
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader (head) has gone: nothing can be printed, at exit neither
+    except BrokenPipeError:     # the reader (head) has gone: nothing can be printed, nor at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not re.search("allocate memory|out of memory", str(e)):
+    except (UserError, MemoryError, RuntimeError, OSError) as e:
+        message = in_one_line(e)
+        if message is None:
             raise
-        sys.stderr.write(f"error: not enough memory: {first_line(e)}\n")
+        sys.stderr.write(f"error: {message}\n")      # in one piece: other processes may write too
         sys.exit(2)
-    except OSError as e:
-        if e.filename and e.errno == errno.EACCES:
-            sys.stderr.write(f"error: {e.filename}: {e.strerror}\n")
-            sys.exit(2)
-        if not e.filename or e.errno != errno.ENAMETOOLONG:
-            raise
-        longest = max(Path(e.filename).parts, key=len)  # of a path that was given
-        sys.stderr.write(f"error: {longest!r:.60} is too long for the name of a file or folder\n")
-        sys.exit(2)
+
+
+def in_one_line(e):
+    """What to tell about an error that is not a bug of ours; None for a bug."""
+    if isinstance(e, UserError):
+        return " ".join(str(e).split())
+    if isinstance(e, OSError):                  # of a path that was given
+        return f"{str(e.filename):.100}: {e.strerror}" if e.filename else None
+    if isinstance(e, MemoryError) or re.search("allocate memory|out of memory", str(e)):
+        return f"not enough memory: {first_line(e)}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -75,10 +80,10 @@ def asks_help(argv) -> bool:
     return bool({"-h", "--help", "help"} & set(argv))
 
 
-def help_text(schema, usage="") -> str:
+def help_text(schema, usage=None) -> str:
     """The usage (by default the docstring of the schema's module), then its keys."""
-    usage = usage.strip() or inspect.getdoc(sys.modules[schema.__module__]) or ""
-    return "\n".join([usage, "", "keys, with their defaults:", *key_lines(schema)])
+    usage = usage or inspect.getdoc(sys.modules[schema.__module__]) or ""   # python -OO has none
+    return "\n".join([usage.strip(), "", "keys, with their defaults:", *key_lines(schema)])
 
 
 def key_lines(schema) -> list:
@@ -123,38 +128,31 @@ def unknown_key(key, names) -> str:
     return f"unknown key {key!r:.60}: {hint}"
 
 
+KINDS = {int: "int (less than 2^63)", float: "float (finite)", bool: "bool (true or false)",
+         str: "str (in YAML: in quotes)"}
+
+
 def typed_value(key, value, kind):
     """`value` (text, or plain from a YAML file) as `kind`: int, float, bool or str. An int is
     written as one (1000, 1_000; not 2.5, 1e3, true), a float is finite."""
-    if isinstance(value, str) and "${" in value:
+    text = isinstance(value, str)
+    if text and "${" in value:
         raise UserError(f"{key}: interpolation is not supported, got {value!r:.60}")
-    try:
-        result = parse_value(value, kind)
-    except (ValueError, OverflowError):
-        wanted = {float: "float (finite)", bool: "bool (true or false)",
-                  str: "str (in YAML: in quotes)"}.get(kind, kind.__name__)
-        raise UserError(f"{key}: expected {wanted}, got {value!r:.60}") from None
-    if kind is int and abs(result) >= 2**63:
-        raise UserError(f"{key}={str(result):.60} must be less than 2^63")
-    return result
-
-
-def parse_value(value, kind):
-    text = type(value) is str
-    digits = text and re.fullmatch("[+-]?[0-9]+(_[0-9]+)*", value)
-    if kind is int and (type(value) is int or digits):
-        return int(value)
-    if kind is float and type(value) in (int, float, str) and math.isfinite(float(value)):
-        return float(value)
-    if kind is bool and str(value).lower() in ("true", "false"):
-        return str(value).lower() == "true"
-    if kind is str and text and "\0" not in value:  # no file name holds a zero byte
-        return value
-    raise ValueError(value)
+    with contextlib.suppress(ValueError, OverflowError):
+        digits = text and re.fullmatch("[+-]?[0-9]+(_[0-9]+)*", value)
+        if kind is int and (type(value) is int or digits) and abs(int(value)) < 2**63:
+            return int(value)
+        if kind is float and type(value) in (int, float, str) and math.isfinite(float(value)):
+            return float(value)
+        if kind is bool and str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+        if kind is str and text and "\0" not in value:      # no file name holds a zero byte
+            return value
+    raise UserError(f"{key}: expected {KINDS[kind]}, got {value!r:.60}")
 
 
 def load_yaml(file):
-    """The flat keys of a config file. UserError where it is missing or is not `key: value` lines."""
+    """The flat keys of a config file. UserError where it is missing, or not `key: value` lines."""
     text = io.StringIO(read_text(file, f"config={file}"))
     try:
         values = OmegaConf.to_container(OmegaConf.load(text), resolve=False)
@@ -185,6 +183,14 @@ def check_name(name, what="name") -> str:
     return name
 
 
+def folder_name(dataset, tokenizer) -> str:
+    """file:a/b.txt, bpe:512 -> file-a-b.txt-bpe-512; a long one ends with a hash."""
+    asked = f"{dataset}-{tokenizer}"
+    name = re.sub(r"[^A-Za-z0-9._+-]", "-", asked).lstrip("._+-")
+    short = f"{name[:80]}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}"
+    return check_name(name if len(name) <= 100 else short)
+
+
 def read_bytes(path) -> bytes:
     """What a file holds. OSError for a pipe or a device too: reading it may never end."""
     path = Path(path)
@@ -196,24 +202,11 @@ def read_bytes(path) -> bytes:
 def read_text(path, name) -> str:
     """The text of a file. UserError, which calls it `name`, where there is none in UTF-8."""
     try:
-        return read_bytes(path).decode()
+        return read_bytes(path).decode("utf-8-sig")  # without a byte order mark
     except OSError as e:
         raise UserError(f"{name} cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:
         raise UserError(f"{name} is not UTF-8 text") from e
-
-
-def sync_folder(folder):
-    """Makes a rename inside folder survive a power cut."""
-    if os.name == "posix":  # Windows cannot open folders, and needs no such call
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        except OSError as e:
-            if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
-                raise
-        finally:
-            os.close(fd)
 
 
 def first_line(e) -> str:

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from model_gpt import Config, Model
+from common.keys import model_module
 
 
 def from_pretrained(path, **overrides):
     """A model_gpt from a Llama-family folder (config.json and safetensors) or a hub name.
     overrides replace Config fields (block_size, dropout, fast). ValueError names what the
     weights need and model_gpt has not."""
-    folder = pretrained_folder(path)
-    model = Model(Config(**{**llama_config(folder), **overrides}))
+    folder, gpt = pretrained_folder(path), model_module("gpt")
+    model = gpt.Model(gpt.Config(**{**llama_config(folder), **overrides}))
     model.load_state_dict(llama_weights(folder, model))
     return model
 
@@ -29,8 +29,6 @@ def to_pretrained(model, path, eos=None):
     """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them, with
     qk_norm its Qwen3ForCausalLM, with window its MistralForCausalLM. model: what `unrolled` takes.
     eos: the token at which generation stops. ValueError if the model has what these have not."""
-    if type(model.head) is not torch.nn.Linear:
-        raise ValueError("a Llama has no such head: dataset=task:compression trains a decoder")
     model = unrolled(model)
     c = model.cfg
     if c.pos != "rope" or c.mlp != "swiglu" or c.window and c.qk_norm:
@@ -53,7 +51,7 @@ def to_pretrained(model, path, eos=None):
 
 
 def save_weights(weights, path, **fields):
-    """A safetensors file, whole or not at all, with fields in its metadata. OSError on a full disk."""
+    """A safetensors file, whole or not at all, with fields in its metadata; else OSError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
     temporary = Path(f"{path}.tmp")
@@ -70,21 +68,20 @@ def save_weights(weights, path, **fields):
 def unrolled(model):
     """The model_gpt that computes the same: of a relaxed model up to exit_loop, with each use's
     W' + B A in a layer of its own; of a MoR without router. ValueError for other models."""
-    c = model.cfg
-    if type(model) is Model:
+    c, gpt = model.cfg, model_module("gpt")
+    if type(model) is gpt.Model:
         return model
     if hasattr(c, "block_and_use"):
         uses = [c.block_and_use(layer) for layer in range(model.n_loop * c.n_stored)]
         layers = [(model.blocks[k], use) for k, use in uses]
     elif getattr(c, "router", "") == "none" and c.kv != "share":
-        first, *recursions, last = model.levels
-        levels = [first, *recursions[:model.n_loop], last]
-        layers = [(block, None) for level in levels for block in level]
+        recursions = sum(model.layers_of[:model.n_loop], [])
+        layers = [(block, None) for block in (*model.first, *recursions, *model.last)]
     else:
         raise ValueError(f"{type(model).__module__} computes what no Llama does: gpt, relaxed, and "
                          "mor with router=none can be written as one, if kv is not share")
-    same = {f.name: getattr(c, f.name) for f in fields(Config) if hasattr(c, f.name)}
-    plain = Model(Config(**{**same, "n_layer": len(layers)})).to(model.wte.weight)
+    same = {f.name: getattr(c, f.name) for f in fields(gpt.Config) if hasattr(c, f.name)}
+    plain = gpt.Model(gpt.Config(**{**same, "n_layer": len(layers)})).to(model.wte.weight)
     for name, p in plain.named_parameters():
         p.copy_(weight_of_use(layers, name) if name.startswith("blocks.")
                 else model.get_parameter(name))

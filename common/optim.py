@@ -80,25 +80,11 @@ def load_optimizers(optimizers, states):
                     for g in optimizer.param_groups]
         try:
             optimizer.load_state_dict(sharded_like(optimizer, state))
-            check_moments(optimizer)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as e:
             raise UserError(f"resume: the optimizer's state does not fit: {type(e).__name__} "
                             f"{first_line(e)}") from e
         for group, setting in zip(optimizer.param_groups, settings):
             group.update(setting)
-
-
-def check_moments(optimizer):
-    """ValueError if the moments are not those that the optimizer makes, shaped as the parameter."""
-    muon = isinstance(optimizer, torch.optim.Muon)
-    names = {"momentum_buffer"} if muon else {"step", "exp_avg", "exp_avg_sq"}
-    for p, state in optimizer.state.items():
-        for name, x in state.items():
-            shape = () if name == "step" else p.shape
-            if x.shape != shape or not x.is_floating_point():
-                raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}")
-        if state.keys() != names:
-            raise ValueError(f"a parameter has {', '.join(map(str, state)) or 'nothing'}")
 
 
 def lr_factor(step, cfg):

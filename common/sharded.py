@@ -4,9 +4,10 @@ fsdp=true: parameters, gradients and optimizer state sharded over the processes 
 Each block is one FSDP unit. Everything else (embedding, norms, head) is one more: a tied head must
 be in the same unit as the embedding. A unit's weights are gathered from all processes when it runs,
 and again in the backward pass. Blocks that run several times (loops, recursions, LRT's passes), or
-all at the same time (RT's wavefront), are gathered once a micro-batch instead:
-model.runs_blocks_once is False. Gradients are summed and sharded after each micro-batch, or each
-process would keep them whole. Muon gathers one matrix at a time (optim.py).
+all at the same time (RT's wavefront), would be gathered, and their gradients summed, once for each
+run: a model of such blocks (runs_blocks_once is False) is one unit, gathered once a micro-batch.
+Gradients are summed and sharded after each micro-batch, or each process would keep them whole.
+Muon gathers one matrix at a time (optim.py).
 A checkpoint holds whole tensors, the same as without sharding.
 """
 import contextlib
@@ -25,22 +26,10 @@ def blocks_of(model):
 
 def shard(model, device, world):
     """Shard the model in place over `world` processes. All must hold the same weights."""
-    mesh, blocks = init_device_mesh(device.type, (world,)), blocks_of(model)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=model.runs_blocks_once)
-        if not model.runs_blocks_once:
-            # without its own hooks (torch keeps them private), a block keeps its weights until the
-            # end of the backward pass; its gradients are summed then, once for all its runs
-            state = block._get_fsdp_state()
-            state._pre_forward_hook_handle.remove()
-            state._post_forward_hook_handle.remove()
+    mesh = init_device_mesh(device.type, (world,))
+    for block in blocks_of(model) if model.runs_blocks_once else ():
+        fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-    def gather(*_):
-        for block in blocks:
-            block.unshard()
-    if not model.runs_blocks_once:      # after the model's own hook, which sets up all units
-        model.register_forward_pre_hook(gather)
 
 
 @contextlib.contextmanager
@@ -53,7 +42,7 @@ def gathered(model):
     yield
     for unit in units:
         unit.reshard()
-        unit.set_reshard_after_forward(unit is not model and model.runs_blocks_once, recurse=False)
+        unit.set_reshard_after_forward(unit is not model, recurse=False)
 
 
 def whole(tree):

@@ -27,11 +27,6 @@ Here with three letters:
     inputs   14 14  7 14  2 14 14 14  7 15 14 14 14
     targets   .  .  .  .  .  .  .  .  .  .  7  2  7
 
-compression (16, T 32). T - 1 letters (0-14) and the compress token (15). From the output at
-that token alone, a decoder (CompressionHead) predicts all letters.
-    inputs    6  0  3 14  6 15
-    targets   6  0  3 14  6  .
-
 memorization (256, T 32). Keys (0-126), each followed by the insert token (255), at which
 the key's value (127-254) is scored. A key has the same value in all examples, training and
 validation alike, drawn from the seed.
@@ -61,7 +56,7 @@ the three recall tasks on every next token, as MAD does; training accuracy then 
 
 Papers:
     Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid Architectures"
-        (MAD: the first six tasks; github.com/athms/mad-lab)
+        (MAD: the first five tasks; github.com/athms/mad-lab)
     Jelassi et al. 2024, "Repeat After Me" (copying)
     Merrill et al. 2024, "The Illusion of State in State-Space Models" (s3, s5)
     Hsieh et al. 2024, "RULER" (its multi-key, multi-query retrieval is like needles)
@@ -70,26 +65,22 @@ Departures from MAD's code:
 - a recall example ends with the whole last pair (MAD drops the last value);
 - fuzzy_recall holds as many pairs as fit, and its last pair always came before;
 - the seed also draws the blanks of selective_copying;
-- compression does not score the compress token, which is always the same;
-- compression's decoder reads the output of the model's last norm;
+- compression, which needs a decoder in the place of the model's head, is left out;
 - training draws examples with replacement, not in epochs;
 - accuracy is the mean over tokens, not over classes of tokens.
 """
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
-import torch.nn as nn
 
 from common.keys import UserError
 from common.tokenizer import TaskTokenizer
 
 VAL_EXAMPLES = 1280
-COMPRESSION = "task:compression"
 # The last word of each seed: no two kinds of draws share random numbers. 1 is the trainer's.
 # 0 cannot be one: to SeedSequence [seed, step] and [seed, step, 0] are the same.
 TRAIN, VAL, FRESH, MAP = 2, 3, 4, 5
@@ -158,11 +149,6 @@ def selective_copying(rng, T, letters=16):
     return inputs, targets
 
 
-def compression(rng, T):
-    letters = rng.integers(0, 15, T - 1)
-    return np.append(letters, 15), np.append(letters, -1)
-
-
 def memorization(rng, T, values):
     keys = rng.integers(0, 127, T // 2)
     inputs, targets = np.full((T // 2, 2), 255), np.full((T // 2, 2), -1)
@@ -223,7 +209,6 @@ TASKS = {
     "fuzzy_recall": Task(fuzzy_recall, 16, 11, next_token=True),        # 11: the longest pair twice
     "noisy_recall": Task(partial(recall, noise=0.2), 32, 4, even=True, next_token=True),
     "selective_copying": Task(selective_copying, 16, 34),
-    "compression": Task(compression, 16, 2),
     "memorization": Task(memorization, 256, 2, even=True, examples=256),
     "copying": Task(copying, 27, 2, even=True),
     "needles": Task(needles, 48, 32, examples=0),
@@ -357,45 +342,3 @@ def show_example(model, batches, width=80):
         numbers = "".join(f" {token:>{digits}}" for token in row[-fits:])
         lines.append(f"{name:11}{' ...' if len(x) > fits else '':4}{numbers}")
     return "\n".join(lines)
-
-
-# ---- compression: the decoder that takes the place of a model's head ----
-
-def sinusoids(T, C, device, dtype):
-    """Sinusoidal embeddings (Vaswani et al. 2017) of the positions 0..T-1: (T, C), sines first."""
-    half = (C + 1) // 2
-    i = torch.arange(half, device=device, dtype=dtype)
-    frequencies = torch.exp(-math.log(10000) * i / max(1, half - 1))
-    angles = torch.arange(T, device=device, dtype=dtype)[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], -1)[:, :C]
-
-
-class CompressionHead(nn.Module):
-    """Logits of all positions from the last position's output alone: an MLP reads it plus the
-    position's sinusoidal embedding. The MLP is MAD's: a LayerNorm before each product."""
-
-    def __init__(self, n_embd, vocab_size):
-        super().__init__()
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(n_embd), nn.Linear(n_embd, n_embd), nn.GELU(),
-            nn.LayerNorm(n_embd), nn.Linear(n_embd, n_embd), nn.GELU(),
-            nn.LayerNorm(n_embd), nn.Linear(n_embd, vocab_size))
-        for layer in self.mlp:
-            if isinstance(layer, nn.Linear):
-                nn.init.normal_(layer.weight, 0, 0.02)
-                nn.init.zeros_(layer.bias)
-
-    def forward(self, hidden):
-        """hidden (B, T, C) -> logits (B, T, V)."""
-        B, T, C = hidden.size()
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return self.mlp(hidden[:, -1:] + sinusoids(T, C, hidden.device, dtype))
-
-
-def fit_head(model, dataset):
-    """The model, with a decoder in place of its head where the data set is compression."""
-    if dataset == COMPRESSION:
-        if not isinstance(model.head, nn.Linear):
-            raise UserError(f"dataset={COMPRESSION} needs a model whose head is one matrix")
-        model.head = CompressionHead(model.cfg.n_embd, model.cfg.vocab_size)
-    return model

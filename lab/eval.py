@@ -1,147 +1,106 @@
 """
-Evaluation of a trained model, for every model: its loss by position and by context length, and
-the tasks of lm-evaluation-harness.
+Evaluation of a trained model: its loss by position and by context length, and the tasks of
+lm-evaluation-harness (Gao et al.; the package lm_eval).
 
-    python -m lab.eval out/gpt_tiny                     all of the run's validation text
-    python -m lab.eval out/gpt_tiny/best.pt text=notes.txt      a text file
-    python -m lab.eval out/rt_tiny lengths=1,2,4        longer contexts than in training
-    python -m lab.eval out/mor_tiny exit_loop=2 json=two.json   at most 2 recursions; to a file too
-    python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa        with lm_eval
-    python -m lab.eval help                             every key with its meaning
-
-Keys of train.py replace the run's values: dataset (one that was prepared with the very
-tokenizer of the run), data_dir, batch_size, device, dtype. So do keys of the model that its
-weights do not depend on: fast, exit_loop, block_size (the longest context that it reads).
+    python -m lab.eval out/gpt_tiny                       all of its validation text
+    python -m lab.eval out/gpt_tiny/best.pt text=a.txt    a text file
+    python -m lab.eval out/rt_tiny lengths=1,2,4          contexts longer than in training
+    python -m lab.eval out/mor_tiny exit_loop=2           at most 2 recursions
+    python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa  tasks may run code of their own
+    python -m lab.eval help                               every key with its meaning
 
 All losses are those of decoding: lrt computes its exact chain, mor routes without
-later tokens.
-
-Counted tokens: the text is cut into windows of the longest of `lengths`, none of which
-crosses from one .bin file of the data set into the next. Every token of a window is
-predicted, the first from one token before it. What does not fill a window is left out. For
-shorter lengths the same windows are cut into pieces, so that all lengths predict the same
-tokens. batches=N takes windows spread evenly over it.
-
-Tasks: a context that is too long for the model (block_size) loses its first tokens; where
-an answer is written, room for it is kept, up to half of block_size. A long document is read
-in windows of block_size. Texts begin without a token for their beginning, Llama's too. A
-task may bring code: run those you trust.
+later tokens. The text is cut into windows of the longest of `lengths`; what does not
+fill one is left out. Each token of a window is predicted, the first from one token
+before it. For shorter lengths the same windows are cut into pieces, so all lengths
+predict the same tokens.
 """
 import copy
 import json
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from common.checkpoint import checkpoint_file, load_checkpoint
-from common.keys import (UserError, asks_help, help_text, model_module, read_text, run_cli,
-                    split_args, typed_config, unknown_key, writing)
+from common.checkpoint import build_model, checkpoint_file, load_checkpoint
 from common.data import TokenData, Windows, bits_per_byte
-from lab.harness import evaluate_tasks, load_tasks, print_tasks
-from common.limits import check_run_fits
-from common.process import (autocast, check_tokenizer, device_name, make_model, open_data, pick_device,
-                 run_config, sized)
+from common.keys import (UserError, asks_help, first_line, help_text, need, read_text, run_cli,
+                         split_args, typed_config, writing)
+from common.process import autocast, check_tokenizer, device_name, open_data, pick_device
 from common.tasks import is_task
 from common.tokenizer import load_tokenizer
+from sample import stream
 
 
 @dataclass
 class EvalConfig:
-    lengths: str = "1"      # context lengths in units of the trained one: 1,2,4
-    batches: int = 0        # batches of batch_size trained lengths (0: all the text)
-    text: str = ""          # predict this file, all of it, instead of a data set
-    json: str = ""          # write the numbers into this file
-    tasks: str = ""         # evaluate on these tasks, with commas between, instead of a text
-    num_fewshot: int = -1   # solved examples before each question (-1: as the task says)
-    limit: int = 0          # examples of each task (0: all)
-    include_path: str = ""  # folder whose YAML files are the tasks (default: lm_eval's own tasks)
+    lengths: str = "1"       # contexts in units of the trained length: 1,2,4
+    batches: int = 0         # batches, spread evenly over the text (0: all of it)
+    batch_size: int = 1      # sequences of the trained length in one (default: the run's)
+    text: str = ""           # a text file in place of a data set
+    dataset: str = ""        # of the run's tokenizer (default: the run's)
+    data_dir: str = ""       # where it is (default: the run's)
+    block_size: int = 0      # the longest context of the model (default: the run's)
+    exit_loop: int = 0       # relaxed, mor: the most loops (default: the run's)
+    device: str = "auto"     # auto | cpu | mps | cuda | cuda:N
+    json: str = ""           # write the numbers into this file
+    tasks: str = ""          # in place of a text: tasks of lm_eval, with commas between
+    num_fewshot: int = -1    # solved examples before a question (-1: as the task says)
+    limit: int = 0           # examples of each task (0: all)
+    include_path: str = ""   # folder of the tasks' YAML files (default: lm_eval's own)
 
     def __post_init__(self):
-        for name, least in ("batches", 0), ("num_fewshot", -1), ("limit", 0):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.tasks:
-            unused, why = ("lengths", "batches", "text"), "with"
-        else:
-            unused, why = ("num_fewshot", "limit", "include_path"), "without"
-        for key in fields(self):
-            if key.name in unused and getattr(self, key.name) != key.default:
-                raise ValueError(f"{key.name}= is of no use {why} tasks=")
+        for key, least in dict(batches=0, batch_size=1, num_fewshot=-1, limit=0).items():
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least {least}")
         if not re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", self.lengths):
             raise ValueError(f"lengths={self.lengths:.60} must be whole numbers: 1,2,4")
-        if any(self.units()[-1] % k for k in self.units()):
+        self.units = sorted({int(k) for k in self.lengths.split(",")})
+        if any(self.units[-1] % k for k in self.units):
             raise ValueError(f"lengths={self.lengths:.60}: each must divide the longest")
         if not Path(self.json).absolute().parent.is_dir():      # told before the work
             raise ValueError(f"json={self.json}: there is no such folder")
 
-    def units(self):
-        return sorted({int(k) for k in self.lengths.split(",")})
 
+# ---- losses of a text ----
 
-# -------------------------------------------------------------------------------------------------
-# the run
-
-LOOKED_AT = 50      # batches, evenly over the text: how exits agree, and what routers score
-OF_THE_RUN = "dataset", "data_dir", "batch_size", "device", "dtype"
-
-
-def open_run(path, given):
-    """EvalConfig, the keys of the run (TrainConfig) and of its model, in place of which
-    others may be given, and the checkpoint."""
-    ckpt = load_checkpoint(checkpoint_file(path))
-    module = model_module(ckpt["model"])
-    own = [f.name for f in fields(EvalConfig)]
-    names = [*own, *OF_THE_RUN, *(f.name for f in fields(module.Config))]
-    for key in given:
-        if key not in names:
-            raise UserError(unknown_key(key, names))
-    cfg = typed_config(EvalConfig, {key: given[key] for key in own if key in given})
-    base = {**ckpt["config"], "init_from": "", "teacher": "", "resume": False, "overwrite": False,
-            "eval_only": True, "device": "auto"}
-    run, model_fields = run_config(module, {k: given[k] for k in given if k not in own}, base)
-    if is_task(run.dataset):
-        raise UserError(f"dataset={run.dataset} is no text: train.py with eval_only=true "
-                        f"tells how many of its answers are right")
-    return cfg, run, model_fields, ckpt
-
-
-# -------------------------------------------------------------------------------------------------
-# a text
-
-class FileTokens(TokenData):
-    """A text file in the place of a data set."""
-
-    def __init__(self, path, tokenizer):
-        text = read_text(path, f"text={path}")
-        self.folder, self.split, self.bytes = path, "whole", len(text.encode())
-        self.ids = np.array(tokenizer.encode(text), dtype=np.int64)
-        self.tokens, self.counts = len(self.ids), np.array([len(self.ids)])
-
-    def read(self, k, where):
-        return self.ids[where]
+def file_tokens(path, tokenizer):
+    """A text file in the place of TokenData."""
+    text = read_text(path, f"text={path}")
+    ids = np.array(tokenizer.encode(text), dtype=np.int64)
+    return SimpleNamespace(
+        folder=path, split="whole", tokens=len(ids), bytes=len(text.encode()),
+        n_windows=lambda length: max(0, len(ids) - length + 1),
+        windows=lambda starts, length: ids[np.asarray(starts)[:, None] + np.arange(length)])
 
 
 @torch.no_grad()
 def losses(model, batches, windows, length, units):
-    """Mean cross-entropy at each position, {k: (k length,) float64} for each k of units, all from
-    the same windows, which have the longest length. length: the trained length."""
-    device = next(model.parameters()).device
+    """Mean cross-entropy at each position, {k: (k length,) float64} for each k of units.
+    windows have the longest of these lengths; length: the trained one."""
+    device = model.wte.weight.device
     sums = {k: torch.zeros(k * length, dtype=torch.float64) for k in units}
-    rows = 0
     for starts in tqdm(windows, disable=None, leave=False, unit="batch"):
-        x, y = batches.cut(batches.val, starts)                         # (B, longest)
-        rows += len(x)
+        x, y = batches.cut(batches.val, starts)  # (B, longest)
         for k in units:
-            idx, targets = (t.view(-1, k * length).to(device) for t in (x, y))
-            logits = model(idx)[0].flatten(0, 1)
-            nats = F.cross_entropy(logits, targets.flatten(), reduction="none")
-            sums[k] += nats.view_as(targets).cpu().double().sum(0)
-    return {k: sums[k] * k / units[-1] / rows for k in units}           # pieces of a window
+            idx, targets = (t.view(-1, k * length) for t in (x, y))
+            logits = model(idx.to(device))[0].flatten(0, 1)
+            nats = F.cross_entropy(logits, targets.flatten().to(device), reduction="none")
+            sums[k] += nats.view_as(idx).cpu().double().sum(0)
+    rows = sum(map(len, windows))
+    return {k: sums[k] * k / units[-1] / rows for k in units}  # pieces of a window
+
+
+def by_position(nats):
+    """Means over positions 0-15, 16-31, 32-63, ...: {"0-15": nats}."""
+    n = len(nats)
+    edges = [0, *(2 ** i for i in range(4, n.bit_length()) if 2 ** i < n), n]
+    return {f"{a}-{b - 1}": float(nats[a:b].mean()) for a, b in zip(edges, edges[1:])}
 
 
 @torch.no_grad()
@@ -149,94 +108,172 @@ def agreement(model, inputs):
     """How often the likeliest token after exit_loop loops is that after all loops."""
     whole = copy.copy(model)
     whole.cfg = replace(model.cfg, exit_loop=0)
-    same = [model(x)[0].argmax(-1) == whole(x)[0].argmax(-1) for x in inputs]       # (B, T) each
+    same = [model(x)[0].argmax(-1) == whole(x)[0].argmax(-1) for x in inputs]  # (B, T) each
     return float(torch.cat(same).float().mean())
 
 
 @torch.no_grad()
-def routing(model, inputs):
-    """recursions: how many of MoR's a token takes on average. scores, of expert-choice routers: of
-    the tokens that a recursion could take, the fractions whose scores sigmoid(s) lie in each tenth
-    from 0 to 1, {recursion: [ten fractions]}. Those of 0.5 and more take it."""
-    counts, taken = torch.zeros(model.n_loop, 10), []
+def router_scores(model, inputs):
+    """Of MoR's expert choice: how the scores sigmoid(s) of the tokens that could take a
+    recursion spread over the tenths from 0 to 1. Those of 0.5 and more take it."""
+    routers = model.aux_routers if model.cfg.causal == "aux_router" else model.routers
+    counts, seen = torch.zeros(model.n_loop, 10), {}
+    for r, router in enumerate(routers):
+        router.register_forward_hook(lambda _, x, s, r=r: seen.update({r: s[..., 0]}))
     for x in inputs:
-        _, n, for_loss = model.states(x, causal=True)                       # n (B, T)
-        taken.append(n.float().flatten())
-        if model.cfg.router == "expert":
-            _, decides, active, _ = for_loss                                # (R, B, T) each
-            bins = (10 * decides.sigmoid()).long().clamp(max=9).cpu()
-            for r, count in enumerate(counts):
-                count += bins[r][active[r].cpu()].bincount(minlength=10)
-    found = {"recursions": float(torch.cat(taken).mean())}
-    if model.cfg.router == "expert":
-        found["scores"] = {str(r + 1): (count / count.sum().clamp(min=1)).tolist()
-                           for r, count in enumerate(counts) if r}
-    return found
+        taken = model.recursions(x)  # (B, T)
+        for r in range(1, model.n_loop):
+            scores = seen[r][taken >= r].float().sigmoid()
+            counts[r] += torch.histc(scores.cpu(), 10, 0, 1)
+    return {str(r + 1): (n / n.sum().clamp(min=1)).tolist() for r, n in enumerate(counts) if r}
 
 
-def by_position(nats):
-    """Means over positions 0-15, 16-31, 32-63, ...: {"0-15": nats}."""
-    edges = [0, 16]
-    while edges[-1] < len(nats):
-        edges.append(2 * edges[-1])
-    edges[-1] = len(nats)
-    return {f"{a}-{b - 1}": float(nats[a:b].mean()) for a, b in zip(edges, edges[1:])}
-
-
-def evaluate_text(model, run, ckpt, cfg):
+def evaluate_text(model, run, cfg, ckpt):
     """What the JSON file gets of a text."""
-    units, length = cfg.units(), ckpt["model_config"]["block_size"]     # as trained
-    longest, limit = units[-1] * length, model.context_limit
+    length, limit = ckpt["model_config"]["block_size"], model.context_limit  # as trained
+    longest = cfg.units[-1] * length
     if limit and longest > limit:
         raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
                         f"that this model reads (block_size={limit})")
-    run = replace(run, batch_size=max(1, run.batch_size // units[-1]))
     if cfg.text:
-        data = FileTokens(cfg.text, load_tokenizer(ckpt["tokenizer"]))
+        data = file_tokens(cfg.text, load_tokenizer(ckpt["tokenizer"]))
     else:
         check_tokenizer(ckpt, data := TokenData(open_data(run), "val"), "the model")
-    batches = Windows(data, run.batch_size, longest)
-    windows = batches.val_batches(cfg.batches)
-    results = {}
-    for k, nats in losses(model, batches, windows, length, units).items():
+    batches = Windows(data, max(1, cfg.batch_size // cfg.units[-1]), longest)
+    windows, found = batches.val_batches(cfg.batches), {}
+    for k, nats in losses(model, batches, windows, length, cfg.units).items():
         ce = float(nats.mean())
-        results[str(k)] = {"ce": ce, "bpb": bits_per_byte(ce, batches.val),
-                           "context": len(nats), "positions": by_position(nats)}
-    result = {**results[str(units[0])], "tokens": sum(map(len, windows)) * longest,
-              "lengths": results}
-    device, every = next(model.parameters()).device, -(-len(windows) // LOOKED_AT)
-    inputs = [batches.cut(batches.val, starts)[0].to(device) for starts in windows[::every]]
+        found[str(k)] = {"ce": ce, "bpb": bits_per_byte(ce, data), "context": len(nats),
+                         "positions": by_position(nats)}
+    tokens = sum(map(len, windows)) * longest
+    result = {**found[str(cfg.units[0])], "tokens": tokens, "lengths": found}
+    some = windows[::-(-len(windows) // 50)]  # 50 batches at most, from all the text
+    inputs = [batches.cut(data, starts)[0].to(model.wte.weight.device) for starts in some]
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
     if hasattr(model, "recursions"):
-        result |= routing(model, inputs)
+        taken = torch.cat([model.recursions(x).flatten() for x in inputs])
+        result["recursions"] = float(taken.float().mean())
+        if model.cfg.router == "expert":
+            result["scores"] = router_scores(model, inputs)
     return result
 
 
-def print_text(result):
-    """A table with a column for each length."""
-    def row(name, values):
-        cells = [f"{v:.4f}" if isinstance(v, float) else v for v in values]
-        print(f"{name:16}" + "".join(f"{cell:>15}" for cell in cells).rstrip())
-    lengths = result["lengths"].values()
-    print(f"{result['tokens']:,} tokens are predicted, each once\n")
-    row("context", [f"{found['context']:,} tokens" for found in lengths])
-    row("cross-entropy", [found["ce"] for found in lengths])
-    row("bits per byte", [found["bpb"] for found in lengths])
-    names = {name for found in lengths for name in found["positions"]}
-    for name in sorted(names, key=lambda name: [int(end) for end in name.split("-")]):
-        row(f"ce at {name}", [found["positions"].get(name, "") for found in lengths])
-    if "recursions" in result:
-        print(f"recursions a token: {result['recursions']:.2f}")
-    if "agreement" in result:
-        print(f"same likeliest token as after all loops: {result['agreement']:.1%} of the tokens")
-    for recursion, bins in result.get("scores", {}).items():
-        print(f"scores for recursion {recursion}, tenths from 0 to 1, % of the tokens: "
-              + " ".join(f"{100 * x:.0f}" for x in bins))
+def show(value, name=""):
+    """A line for each number of nested dictionaries."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            show(inner, f"{name} {key}".strip())
+    elif isinstance(value, list):
+        print(f"{name:36}", *(f"{x:.3f}" for x in value))
+    else:
+        print(f"{name:36} {value:12{',.4f' if isinstance(value, float) else ','}}")
 
 
-# -------------------------------------------------------------------------------------------------
-# the command line
+# ---- the tasks of lm_eval ----
+
+class HarnessModel:
+    """What lm_eval asks of a model. Its class LM is the second base, see evaluate_tasks."""
+
+    def __init__(self, model, tokenizer, batch_size):
+        super().__init__()
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+
+    def encode(self, context, answer):
+        """Token ids of both sides, encoded as one text; each by itself where a token would
+        cross the join. Blanks at the context's end are the answer's, as lm_eval has it. An
+        empty context is end-of-text."""
+        start = context.rstrip()
+        before, both = (self.tokenizer.encode(text) for text in (start, context + answer))
+        if both[:len(before)] != before or len(both) == len(before):
+            both = before + self.tokenizer.encode(context[len(start):] + answer)
+        return before or [self.tokenizer.eot], both[len(before):]
+
+    def loglikelihood(self, requests):
+        return self.scores([self.encode(*request.args) for request in requests])
+
+    @torch.no_grad()
+    def scores(self, pairs):
+        """(context, answer) pairs of token ids -> each answer's log-likelihood, and whether
+        it is the greedy one. Answers that differ in the last token share a forward pass."""
+        limit, device = self.model.context_limit, self.model.wte.weight.device
+        rows, found = {}, {}
+        for n, (context, answer) in enumerate(pairs):
+            if limit and len(answer) > limit:
+                raise UserError(f"a task has an answer of {len(answer)} tokens: the model reads "
+                                f"{limit} (block_size)")
+            # a row that is too long loses its first tokens
+            row = [*context, *answer[:-1]][-(limit or 0):]
+            rows.setdefault(tuple(row), []).append(n)
+        order = sorted(rows, key=len, reverse=True)
+        for i in tqdm(range(0, len(order), self.batch_size), disable=None, leave=False):
+            batch = order[i:i + self.batch_size]
+            # padding is on the right, where no token attends to it
+            idx = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, batch)], batch_first=True)
+            for row, logits in zip(batch, self.model(idx.to(device))[0]):
+                for n in rows[row]:
+                    ids = torch.tensor(pairs[n][1], dtype=torch.long, device=device)
+                    ours = logits[len(row) - len(ids):len(row)]  # (answer, V)
+                    total = ours.log_softmax(-1).gather(-1, ids[:, None]).sum()
+                    greedy = ours[:, :self.tokenizer.vocab_size].argmax(-1)
+                    found[n] = float(total), bool((greedy == ids).all())
+        return [found[n] for n in range(len(pairs))]
+
+    def loglikelihood_rolling(self, requests):
+        """The log-likelihood of whole documents, each token predicted once, in windows of
+        block_size. The last one takes more context, so that it is full."""
+        length, totals = self.model.cfg.block_size, []
+        for request in tqdm(requests, disable=None, leave=False):
+            ids = [self.tokenizer.eot, *self.tokenizer.encode(request.args[0])]
+            pairs = [(ids[max(0, min(i, len(ids) - length) - 1):i], ids[i:i + length])
+                     for i in range(1, len(ids), length)]
+            totals.append(sum(total for total, _ in self.scores(pairs)))
+        return totals
+
+    def generate_until(self, requests):
+        """Each text up to its first stop string or end-of-text. A context that leaves no
+        room for its answer loses its first tokens, down to half of block_size."""
+        from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+        limit, answers = self.model.context_limit, []
+        for n, (context, options) in enumerate(r.args for r in tqdm(requests, disable=None)):
+            how = normalize_gen_kwargs(options)
+            kept = max(1, limit - how["max_gen_toks"], limit // 2) if limit else 0
+            prompt = (self.tokenizer.encode(context) or [self.tokenizer.eot])[-kept:]
+            ids, answer = [], ""
+            for token, in stream(self.model, [prompt], how["max_gen_toks"],
+                                 how.get("temperature", 0.0), how.get("top_k", 0),
+                                 how.get("top_p", 1.0), eot=self.tokenizer.eot, seed=n,
+                                 vocab_size=self.tokenizer.vocab_size):
+                ids += [token] * (token is not None)
+                text = self.tokenizer.decode(ids)
+                if (answer := postprocess_generated_text(text, how["until"], None)) != text:
+                    break
+            answers.append(answer)
+        return answers
+
+
+def evaluate_tasks(model, tokenizer, cfg):
+    """What the JSON file gets of tasks."""
+    need("lm_eval")
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.api.model import LM
+        from lm_eval.tasks import TaskManager
+        lm = type("RunModel", (HarnessModel, LM), {})(model, tokenizer, cfg.batch_size)
+        folder = cfg.include_path or None
+        found = simple_evaluate(
+            lm, tasks=cfg.tasks.split(","), limit=cfg.limit or None, log_samples=False,
+            num_fewshot=None if cfg.num_fewshot < 0 else cfg.num_fewshot,
+            task_manager=TaskManager(include_path=folder, include_defaults=not folder))
+    except UserError:
+        raise
+    except Exception as e:  # of a YAML file, a download, a task's own code: of any type
+        raise UserError(f"tasks={cfg.tasks}: {type(e).__name__}: {first_line(e)}") from e
+    numbers = lambda values: {key: v for key, v in values.items() if isinstance(v, float)}
+    return {"tasks": {name: numbers(values) for name, values in found["results"].items()}}
+
+
+# ---- the command ----
 
 def main(argv):
     if asks_help(argv):
@@ -244,21 +281,27 @@ def main(argv):
     paths = [a for a in argv if "=" not in a]
     if len(paths) != 1:
         raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
-    cfg, run, model_fields, ckpt = open_run(*paths, split_args([a for a in argv if "=" in a]))
-    device, tokenizer = pick_device(run.device), load_tokenizer(ckpt["tokenizer"])
-    size = tokenizer.vocab_size
-    check_run_fits(run, *sized(run, model_fields, model_fields, size), device)
-    model = make_model(run, model_fields, ckpt, size, model_fields).to(device).eval()
-    tasks = load_tasks(cfg) if cfg.tasks else {}
+    given = split_args([a for a in argv if "=" in a])
+    ckpt = load_checkpoint(checkpoint_file(paths[0]))
+    own = {**ckpt["config"], **ckpt["model_config"]}
+    same = "batch_size", "dataset", "data_dir", "block_size", "exit_loop"
+    cfg = typed_config(EvalConfig, given, {key: own[key] for key in same if key in own})
+    if is_task(cfg.dataset):
+        raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true "
+                        f"tells how many of its answers are right")
+    changed = {key: getattr(cfg, key) for key in ("block_size", "exit_loop") if key in given}
+    device = pick_device(cfg.device)
+    model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
+    run = SimpleNamespace(**{**ckpt["config"], "dataset": cfg.dataset, "data_dir": cfg.data_dir})
     with autocast(run, device):
-        result = (evaluate_tasks(model, tokenizer, tasks, run.batch_size, cfg.limit) if tasks else
-                  evaluate_text(model, run, ckpt, cfg))
-    print(f"{paths[0]}: model {ckpt['model']}, step {ckpt['step']}, {device_name(device)}")
-    (print_tasks if tasks else print_text)(result)
+        result = (evaluate_tasks(model, load_tokenizer(ckpt["tokenizer"]), cfg) if cfg.tasks else
+                  evaluate_text(model, run, cfg, ckpt))
+    origin = {"run": str(paths[0]), "model": ckpt["model"], "step": ckpt["step"]}
+    print(*origin.values(), device_name(device), sep=", ")
+    show({name: value for name, value in result.items() if name != "positions"})
     if cfg.json:
-        result = {"run": str(paths[0]), "model": ckpt["model"], "step": ckpt["step"], **result}
         with writing(cfg.json):
-            Path(cfg.json).write_text(json.dumps(result, indent=2) + "\n")
+            Path(cfg.json).write_text(json.dumps({**origin, **result}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

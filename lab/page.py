@@ -36,8 +36,7 @@ import torch
 
 from common.checkpoint import load_run
 from common.keys import HERE, UserError, first_line
-from common.limits import check_text_fits
-from common.process import pick_device
+from common.process import check_text_fits, pick_device
 from common.sampling import check_prompts
 from serve import Engine, Request, check_loops
 

@@ -5,13 +5,12 @@ One picture of several runs: a value of their logs against steps, tokens or seco
     python -m lab.plot out/rt_tiny out/gpt_tiny y=val_bpb x=tokens title="bits per byte"
     python -m lab.plot help                                     every key with its meaning
 """
-import contextlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.keys import (UserError, asks_help, help_text, need, read_bytes, run_cli, split_args,
+from common.keys import (UserError, asks_help, help_text, need, run_cli, split_args,
                          typed_config, writing)
+from common.log import read_log
 
 
 @dataclass
@@ -78,20 +77,6 @@ def draw_points(places, xlabel, ylabel, file):
     print(f"{file}: {ylabel} against {xlabel}, {len(places)} runs")
 
 
-# ---- logs ----
-
-def read_log(path):
-    """The objects of a log.jsonl; a line cut short by a crash is left out."""
-    rows = []
-    try:
-        lines = read_bytes(path).decode(errors="replace").splitlines() if path.exists() else []
-    except OSError as e:
-        raise UserError(f"{path} cannot be read: {e.strerror}") from e
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)
-            and all(type(row.get(key)) in (int, float) for key in ("step", "seconds"))]
 
 
 def points(folder, x, y):

@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kernels_triton
-from kernels_triton import (attend_dkv_kernel, attend_dq_kernel, attend_forward_kernel, rat_ends_kernel,
-                            rat_forward_kernel, rat_gate_kernel, rat_own_kernel, scan_backward_kernel,
+from kernels import HEAD_SIZES
+from kernels_triton import (attend_dkv_kernel, attend_dq_kernel, attend_forward_kernel, scan_backward_kernel,
                             scan_forward_kernel, scan_options, tile_options)
 
 AMD = GPUTarget("hip", "gfx942", 64)
@@ -34,7 +34,7 @@ CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True),
          "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024, False)}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTERS = {**TYPES, torch.int32: "i32"}
-FLOAT32 = ("lse_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr", "bias_ptr", "k_ends_ptr", "v_ends_ptr")
+FLOAT32 = ("lse_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr")
 
 
 def source(kernel, dtype, constants, chip):
@@ -77,8 +77,8 @@ def amd_figures(text):
 
 def measure(job):
     """(registers, spilled bytes, shared bytes) of one of the jobs, or the compiler's error."""
-    chip, name, dtype, constants, launch = job
-    constants = {**constants, **{n: v for n, v in launch.items() if n.startswith("BLOCK")}}
+    chip, name, dtype, launch = job
+    constants = {n: v for n, v in launch.items() if n.startswith("BLOCK")}
     options = {n: v for n, v in launch.items() if not n.startswith("BLOCK")}
     try:
         made = triton.compile(source(getattr(kernels_triton, name), dtype, constants, chip), target=CHIPS[chip][0],
@@ -101,38 +101,29 @@ def verdict(chip, dtype, head_size, figures):
 
 
 def variants(large):
-    """All that kernels_triton.py can launch, as (kernel, dtype, constants, launch options); the kernels' other
-    parameters are run-time arguments."""
+    """All that kernels_triton.py can launch, as (kernel, dtype, launch options); the kernels' other parameters are
+    run-time arguments."""
     attends = dict(forward=attend_forward_kernel, dq=attend_dq_kernel, dkv=attend_dkv_kernel)
     for dtype in TYPES:
-        for D in kernels_triton.HEAD_SIZES:
+        for D in HEAD_SIZES:
             for name, kernel in attends.items():
-                for plain in (True, False):
-                    yield kernel, dtype, dict(PLAIN=plain), tile_options(name, D, dtype, large)
-            for name, kernel in dict(rat=rat_forward_kernel, gate=rat_gate_kernel).items():
-                yield kernel, dtype, {}, tile_options(name, D, dtype, large)
-        for name, kernel in dict(ends=rat_ends_kernel, own=rat_own_kernel).items():
-            yield kernel, dtype, {}, tile_options(name, None, dtype, large)
+                yield kernel, dtype, tile_options(name, D, dtype, large)
         for chunk in (1, 2, 4, 8, 16, 32, 64):
             for kernel in (scan_forward_kernel, scan_backward_kernel):
-                yield kernel, dtype, {}, scan_options(chunk)
+                yield kernel, dtype, scan_options(chunk)
 
 
-def is_one_of_few(chip, name, dtype, constants, launch):
+def is_one_of_few(chip, name, dtype, launch):
     """Whether the tests compile this variant."""
-    D, main = launch.get("BLOCK_D"), chip == "sm_90"
-    if dtype == torch.float16 or (dtype == torch.float32 and not main):
+    if dtype == torch.float16 or (dtype == torch.float32 and chip != "sm_90"):
         return False
     if name.startswith("scan"):
         return launch["BLOCK_T"] == 16
-    if name.startswith("rat"):
-        return dtype == torch.bfloat16 and (D in (None, 64) or (D == 128 and main))
-    sizes = (64,) if dtype == torch.float32 else (64, 128)
-    return D in sizes and (not constants["PLAIN"] or (D == 128 and main))
+    return launch["BLOCK_D"] in ((64,) if dtype == torch.float32 else (64, 128))
 
 
 def jobs(quick):
-    """(chip, kernel's name, dtype, constants, launch options) of each variant to compile."""
+    """(chip, kernel's name, dtype, launch options) of each variant to compile."""
     for chip in list(CHIPS)[:3 if quick else len(CHIPS)]:
         for kernel, *variant in variants(CHIPS[chip][2]):
             if not quick or is_one_of_few(chip, kernel.__name__, *variant):
@@ -145,8 +136,8 @@ def main(argv):
           f"{'registers':>10}{'spilled':>9}{'shared':>9}")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for job, figures in zip(todo, pool.map(measure, todo)):
-            chip, name, dtype, constants, launch = job
-            tiles = " ".join(f"{n}={v:d}" for n, v in {**constants, **launch}.items())
+            chip, name, dtype, launch = job
+            tiles = " ".join(f"{n}={v:d}" for n, v in launch.items())
             row = f"{chip:12}{name.removesuffix('_kernel'):18}{TYPES[dtype]:6}{tiles:70}"
             good = not isinstance(figures, str)
             print(row + ("{:10}{:9}{:9}".format(*figures) if good else ""), flush=True)

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 import kernels
-import kernels_triton
-from kernel_cases import (ATTENDS, INTERPRETED, RATS, SCANS, assert_close, attend_case, compare_attend, compare_rat,
-                          compare_scan, few, outputs_and_gradients, rat_case)
+from kernel_cases import (ATTENDS, INTERPRETED, SCANS, assert_close, attend_case, compare_attend, compare_scan, few,
+                          outputs_and_gradients)
 from test_kernels import (test_any_strides, test_attend_backward_over_some_of_the_keys, test_attend_is_the_definition,
-                          test_rat_is_the_definition, test_rat_where_gates_are_shut, test_scan_is_the_loop,
-                          test_states_are_float32)
+                          test_scan_is_the_loop, test_states_are_float32)
 from test_rt import test_schedules_agree_on_the_kernels
 
 assert INTERPRETED, "set TRITON_INTERPRET=1"
@@ -23,31 +21,11 @@ torch.use_deterministic_algorithms(True)        # then torch.empty gives NaN: wh
 assert torch.empty(3).isnan().all()
 
 
-@pytest.fixture(autouse=True)
-def fits(monkeypatch, request):
-    """What rat_fits said in each call: whether a chunk went to rat's own kernels."""
-    said, fits = [], kernels_triton.rat_fits
-    monkeypatch.setattr(kernels_triton, "rat_fits", lambda *a: said.append(fits(*a)) or said[-1])
-    yield said
-    if request.node.originalname == "test_rat_is_the_definition":
-        assert said == [True, True]             # forward and backward
-
-
-@pytest.mark.parametrize("dtype, tolerance", [
-    (torch.float32, 1e-5), pytest.param(torch.bfloat16, 1e-2, marks=pytest.mark.full)])
-def test_rat_with_chunks_too_long_for_its_kernels(dtype, tolerance, fits, capfd):
-    kernels.announce.cache_clear()
-    compare_rat(kernels.rat, *rat_case(45, 20, "chunk", (1, 2, 1), 16, dtype), tolerance)
-    assert fits == [False, False] and "rat: chunks of 20 tokens" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("number", few(range(6), 2))
 def test_in_16_bits(number):
     dtype = (torch.bfloat16, torch.float16)[number % 2]
     compare_attend(kernels.attend, *attend_case(number, *ATTENDS[6 * number], dtype), 1e-2)
     compare_scan(kernels.scan, *SCANS[3 * number], 1e-2, dtype)
-    long = [case for case in RATS if 16 < case[0] < 40]     # tokens; of less the gradients cancel
-    compare_rat(kernels.rat, *rat_case(*long[number % len(long)], dtype), 1e-2)
 
 
 @pytest.mark.parametrize("kind", ["plain", "shared"])

@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import signal
 import time
+from unittest import mock
 
 from common import checkpoint
 
@@ -22,28 +23,24 @@ def arguments(model, out_dir, data_dir, *extra):
             *extra]
 
 
-def run(model, out_dir, data_dir, *extra, stop_after=None, draw=False):
-    """A run in this process; stop_after=k sends it SIGTERM during step k. draw: curves.png too, which takes longer than
-    the run. Returns the trainer."""
+def run(model, out_dir, data_dir, *extra, stop_after=None):
+    """A run in this process; stop_after=k sends it SIGTERM during step k. Returns the train.Run."""
     import train
-    trainer = train.setup(arguments(model, out_dir, data_dir, *extra))
-    step = trainer.train_step
+    run, step = train.setup(arguments(model, out_dir, data_dir, *extra)), train.train_step
 
-    def counted(stop):
-        if trainer.step + 1 == stop_after:
+    def counted(run, stop):
+        if run.step + 1 == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(stop)
-    trainer.train_step = counted
-    if not draw:
-        trainer.log.plot = lambda final: None
-    done = trainer.run()
-    assert done == (stop_after is None)
-    return trainer
+        return step(run, stop)
+    with mock.patch.object(train, "train_step", counted):
+        assert train.train(run) == (stop_after is None)
+    return run
 
 
-def learned(trainer_or_state):
+def learned(run_or_state):
     """The fingerprint of what a run has learned and would go on from: weights, optimizer, step, RNG, best loss."""
-    state = trainer_or_state if isinstance(trainer_or_state, dict) else trainer_or_state.state()
+    import train
+    state = run_or_state if isinstance(run_or_state, dict) else train.state(run_or_state)
     return checkpoint.fingerprint({k: v for k, v in state.items() if k != "config"})
 
 

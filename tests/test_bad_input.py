@@ -58,7 +58,7 @@ TRAIN = [
     (["compile=maybe"], "compile=maybe must be one of"), (["device=tpu9"], "device=tpu9 is not on this machine"),
     (["model=nothing"], "model=nothing is unknown: "), (["run=../escape"], "run '../escape' is not allowed"),
     (["sample_prompt=", "sample_tokens=9"], "sample_prompt is empty"),
-    (["out_dir={w}/afile"], "could not write"), (["overwrite=true", "run=r", "wandb=true"], "needs the package wandb"),
+    (["out_dir={w}/afile"], "could not write"), (["overwrite=true", "run=r", "wandb=true"], "the package wandb is missing"),
     # resuming and other checkpoints
     (["run=r"], "holds a checkpoint: resume=true goes on from it"),
     (["resume=true", "init_from={w}/out/r", "run=r"], "leave out init_from"),
@@ -85,21 +85,22 @@ TRAIN = [
     (["config={w}/broken.yaml"], "broken.yaml is not valid YAML"), (["config={w}/nested.yaml"], "must hold flat"),
     (["config={w}/resume.yaml", "overwrite=true", "run=r"], "exclude each other"),
     # models
-    (["model=rt", "schedule=wavefront", "block=2"], "schedule=wavefront needs block=1"),
-    (["model=lrt", "source=5"], "source=5 must name layers from 1 to n_layer=2"),
-    (["model=rat", "reversed=true", "mixer=rnn"], "reversed=true is of mixer=rat"),
+    (["model=rt", "schedule=wavefront", "kv_norm=false"], "schedule=wavefront needs kv_norm=true"),
+    (["model=lrt", "source=5"], "source=5 must be from 1 to n_layer=2"),
     (["model=relaxed", "exit_loop=3"], "exit_loop=3 must be 0 (the last) or one of the 2 loops"),
     (["model=mor", "n_layer=9"], "n_layer=9 does not fit share=middle_cycle with n_loop=3: 8 or 11 would"),
     # more than any machine has
     (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
-    (["n_embd=1000000000000", "n_head=2"], "n_embd=1000000000000, vocab_size=1: no machine has memory"),
+    (["n_embd=1000000000"], "n_embd=1000000000, vocab_size=257"), (["batch_size=1000000000"], "batch_size=1000000000"),
+    (["model=lrt", "n_layer=10000000"], "n_layer=10000000, n_embd=16"),
+    (["gradient_accumulation_steps=1000000000000"], "at least"),
     (["model=relaxed", "n_layer=9223372036854775807"], "n_loop=2 must divide n_layer=9223372036854775807: 1, 7, "),
     (["block_size=9223372036854775807"], "block_size=9223372036854775807"),
-    (["model=rt", "sample_tokens=1000000000000"], "sample_tokens=1000000000000: at least"),
+    (["model=rt", "sample_tokens=1000000000000"], "sample_tokens=1000000000000 must be"),
 ]
 SAMPLE = [
     ([], "give one run folder or checkpoint"), (["{w}/out/never"], "never does not exist"),
-    (["x" * 300], "is too long for the name"), (["{w}/out/r", "prompt="], "the prompt is empty"),
+    (["x" * 300], "File name too long"), (["{w}/out/r", "prompt="], "the prompt is empty"),
     (["{w}/out/r", "prompt=FILE:{w}/missing.txt"], "missing.txt cannot be read"),
     (["{w}/out/r", "prompt=FILE:{w}/latin.txt"], "latin.txt is not UTF-8"),
     (["{w}/out/r", "top_p=1.5"], "top_p=1.5 must be at least 0 and at most 1"),
@@ -107,8 +108,8 @@ SAMPLE = [
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
-    (["kernels", "rounds=0"], "rounds=0 must be at least 1"), (["serve"], "give the folders of runs"),
-    (["serve", "{w}/out/r"], "is a model_gpt: requests are for relaxed and mor"),
+    (["kernels", "rounds=0"], "rounds=0 must be at least 1"), (["serve"], "NAME one of"),
+    (["serve", "{w}/out/r"], "is a model_gpt: requests are for relaxed, mor"),
     (["serve", "{w}/out/r", "file={w}/a.tune"], "must be a .png"),
 ]
 PLOT = [
@@ -118,19 +119,19 @@ PLOT = [
 ]
 EVAL = [
     (["{w}/out/r", "learning_rate=1"], "unknown key 'learning_rate'"),
-    (["{w}/out/r", "n_layer=3"], "n_layer=3, but the checkpoint's model has n_layer=2"),
+    (["{w}/out/r", "exit_loop=2"], "exit_loop"), (["{w}/out/r", "dataset=othertokenizer"], "with tokenizer byte"),
     (["{w}/out/r", "lengths=2,3"], "lengths=2,3: each must divide the longest"),
     (["{w}/out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
-    (["{w}/out/r", "batch_size=1000000000000"], "batch_size=1000000000000, block_size=16"),
+    (["{w}/out/r", "batch_size=0"], "batch_size=0 must be at least 1"),
     (["{w}/out/r", "json={w}/no/a.json"], "no/a.json: there is no such folder"),
     (["{w}/out/r", "dataset=task:s3"], "dataset=task:s3 is no text"),
 ]
 PREPARE = [
-    (["dataset=file:latin.txt"], "holds no UTF-8 text"), (["dataset=file:nothing*.txt"], "no file matches it"),
-    (["dataset=file:folder"], "no file in it ends with"), (["dataset=pyton"], "the data sets are python, "),
-    (["dataset=task:recall"], "needs no preparation"), (["tokenizer=bpe:257"], "SIZE must be 258 to"),
+    (["dataset=file:latin.txt"], "0 documents of UTF-8 text, 1 others"), (["dataset=file:nothing*.txt"], "and none match it"),
+    (["dataset=file:folder"], "nor a folder with text files"), (["dataset=pyton"], "the data sets are python, "),
+    (["tokenizer=bpe:257"], "the size must be 258 to"),
     (["tokenizer=morse"], "the tokenizers are byte, "), (["tokenizer=hf:none"], "neither a folder nor a hub name"),
-    (["tokenizer=hf:folder"], "cannot read folder/tokenizer.json"), (["val_fraction=0"], "val_fraction must"),
+    (["tokenizer=hf:folder"], "its tokenizer.json cannot be read"), (["val_fraction=0"], "val_fraction must"),
     (["max_tokens=3"], "max_tokens must"), (["name=../up"], "'../up' is not allowed"),
     (["data_dir=afile"], "cannot write afile/python-byte: Not a directory"),
 ]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lab import eval as evaluation
+from lab.eval import EvalConfig, HarnessModel, evaluate_tasks
 from common import llama
 import runs
 import train
@@ -16,8 +17,7 @@ from common.checkpoint import load_run
 from common.keys import UserError
 from conftest import MODELS, tiny
 from common.data import TextBatches
-from lab.harness import HarnessModel, evaluate_tasks, load_tasks
-from common.process import TrainConfig
+from common.config import TrainConfig
 from sample import stream
 from test_gpt import saved_llama
 from test_prepare import EOT, smollm, write_model
@@ -30,7 +30,7 @@ def trained(request, tmp_path_factory, data_dir):
     out = tmp_path_factory.mktemp(request.param)
     runs.run(request.param, out, data_dir, "max_steps=1", "learning_rate=1e-2", "block_size=24")
     again = [f"out_dir={out}", "run=r", "eval_only=true", "exact_batches=0"]
-    return out / "r", lambda *keys: train.setup([*again, *keys]).evaluate()["val_ce"]
+    return out / "r", lambda *keys: train.evaluate(train.setup([*again, *keys]))["val_ce"]
 
 
 def evaluate(run, *keys):
@@ -96,28 +96,23 @@ def test_all_lengths_predict_the_same_tokens(trained, data_dir, capsys):
         assert got["ce"] == pytest.approx(want.mean().item(), rel=1e-6) and got["context"] == 24 * k
         assert got["positions"]["0-15"] == pytest.approx(want[:16].mean().item(), rel=1e-6)
     assert got["positions"]["64-95"] == pytest.approx(want[64:].mean().item(), rel=1e-6)
-    assert "24 tokens      96 tokens\ncross-entropy" in capsys.readouterr().out
+    assert f"{'lengths 4 context':36} {96:12}\n" in capsys.readouterr().out
 
 
 # lm-evaluation-harness --------------------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def harness():
-    return pytest.importorskip("lm_eval", reason="lm_eval is not installed: eval.py's tasks are not tested")
-
-
 def harness_model(model, tokenizer, batch_size):
-    from lm_eval.api.model import TemplateLM
-    return type("RunModel", (HarnessModel, TemplateLM), {})(model, tokenizer, batch_size)
+    from lm_eval.api.model import LM
+    return type("RunModel", (HarnessModel, LM), {})(model, tokenizer, batch_size)
 
 
 def ask(lm, kind, *arguments):
     from lm_eval.api.instance import Instance
-    return getattr(lm, kind)([Instance(kind, {}, args, n) for n, args in enumerate(arguments)], disable_tqdm=True)
+    return getattr(lm, kind)([Instance(kind, {}, args, n) for n, args in enumerate(arguments)])
 
 
 PAIRS = [("the cat", " sat"), ("the cat", " ran"), ("a b ", "c d"), ("", "no context"), ("x" * 20 + "y" * 20, " yes"),
-         ("short", "er and a longer answer"), ("one more", "s"), ("one more", "t")]
+         ("short", "er and a longer answer"), ("one more", "s"), ("one more", "t"), (" \n ", "blank"), ("x", "")]
 TEXTS = [("a line\n",), ("".join(map(chr, range(40, 110))),), ("",), ("b" * 33,), ("z",)]
 GREEDY = {"until": ["\n", "e"], "max_gen_toks": 12, "do_sample": False}
 STARTS = [("hello", GREEDY), ("a much longer start " * 3, GREEDY), ("x", GREEDY), ("", GREEDY),
@@ -125,8 +120,9 @@ STARTS = [("hello", GREEDY), ("a much longer start " * 3, GREEDY), ("x", GREEDY)
 
 
 @pytest.fixture(scope="module")
-def tasks(harness, tmp_path_factory):
-    """lm_eval's tasks of each kind from local files."""
+def tasks(tmp_path_factory):
+    """The keys of tasks of each kind, from local files."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: eval.py's tasks are not tested")
     folder = tmp_path_factory.mktemp("tasks")
     rows = [{"text": f"number {n} is " + "even." * (n % 3 + 1), "choices": [" even", " odd", " neither"],
              "label": n % 2, "answer": str(n)} for n in range(6)]
@@ -140,14 +136,7 @@ def tasks(harness, tmp_path_factory):
             f"task: {name}\ndataset_path: json\noutput_type: {kind}\ntest_split: test\nfewshot_split: test\n"
             f"dataset_kwargs: {{data_files: {{test: {folder}/rows.jsonl}}, cache_dir: {folder}/cache}}\n"
             f"doc_to_text: '{question}'\ndoc_to_target: '{answer}'\n{more}metric_list: [{{metric: {metric}}}]\n")
-    cfg = evaluation.EvalConfig(tasks="choose,read,write", include_path=str(folder), num_fewshot=1)
-    return folder, load_tasks(cfg)
-
-
-def test_without_lm_eval_one_line_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)       # an import fails as if it were not installed
-    with pytest.raises(UserError, match="^the package lm_eval is missing: pip install lm_eval$"):
-        load_tasks(evaluation.EvalConfig(tasks="piqa"))
+    return dict(tasks="choose,read,write", include_path=str(folder), num_fewshot=1)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -156,61 +145,82 @@ def test_batches_and_rows_agree(name, tasks):
     model, tokenizer = tiny(name, vocab_size=260, block_size=32), load_tokenizer({"kind": "byte"})
     one, many = (harness_model(model, tokenizer, size) for size in (1, 8))
     for (context, answer), a, b in zip(PAIRS, *(ask(lm, "loglikelihood", *PAIRS) for lm in (one, many))):
-        ids = ([256] if not context else []) + tokenizer.encode(context + answer)
+        ids = ([256] if not context.strip() else []) + tokenizer.encode(context + answer)
         ids = ids[-(model.context_limit or 999) - 1:]
-        n = len(answer) + context.endswith(" ")             # lm_eval counts the blank to the answer
+        n = len(answer) + len(context) - len(context.rstrip())      # lm_eval counts blanks to the answer
         with torch.no_grad():
-            p = model(torch.tensor([ids[:-1]]))[0][0].log_softmax(-1)[-n:]
-        want = sum(p[i, t].item() for i, t in enumerate(ids[-n:]))
-        assert a == (pytest.approx(want), p[:, :257].argmax(-1).tolist() == ids[-n:]), (context, answer)
+            p = model(torch.tensor([ids])[:, :len(ids) - 1 or 1])[0][0].log_softmax(-1)
+        want = [p[i - 1, ids[i]].item() for i in range(len(ids) - n, len(ids))]
+        greedy = all(p[i - 1, :257].argmax() == ids[i] for i in range(len(ids) - n, len(ids)))
+        assert a == (pytest.approx(sum(want)), greedy), (context, answer)
         assert b == (pytest.approx(a[0], abs=1e-5), a[1])
     if model.context_limit:
         with pytest.raises(UserError, match=r"an answer of 33 tokens: the model reads 32 \(block_size\)"):
             ask(one, "loglikelihood", ("a", "b" * 33))
     for kind, requests in ("loglikelihood_rolling", TEXTS), ("generate_until", STARTS):
         assert ask(one, kind, *requests) == pytest.approx(ask(many, kind, *requests), abs=1e-5)
-    a, b = (evaluate_tasks(model, tokenizer, tasks[1], size)["tasks"] for size in (1, 8))
-    assert {task: {metric: pytest.approx(v) for metric, v in values.items()} for task, values in a.items()} == b
-    assert a["choose"]["acc,none"] * 6 in range(7) and a["write"]["exact_match,none"] == 0
-    assert 4 < a["read"]["bits_per_byte,none"] < 16, "untrained: about log2(260) a byte"
+    found = evaluate_tasks(model, tokenizer, EvalConfig(batch_size=8, **tasks))["tasks"]
+    assert found["choose"]["acc,none"] * 6 in range(7) and found["write"]["exact_match,none"] == 0
+    assert 4 < found["read"]["bits_per_byte,none"] < 16, "untrained: about log2(260) a byte"
 
 
 @pytest.fixture(scope="module")
-def llamas(harness, tmp_path_factory):
+def llamas(tmp_path_factory):
     """A tiny Llama with a BPE of its own: lm_eval's model of it by transformers, and ours by llama.py."""
-    import transformers
-    from lm_eval.models.huggingface import HFLM
+    transformers, huggingface = map(pytest.importorskip, ("transformers", "lm_eval.models.huggingface"))
     folder = tmp_path_factory.mktemp("llama")
     write_model(folder, smollm(280))
     theirs = saved_llama(folder, vocab_size=280, max_position_embeddings=32, eos_token_id=0, bos_token_id=None)
-    file = str(folder / "tokenizer.json")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=file, eos_token=EOT, pad_token=EOT)
-    hf = HFLM(pretrained=theirs, tokenizer=fast, batch_size=3, max_length=32)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json", eos_token=EOT, pad_token=EOT)
+    hf = huggingface.HFLM(pretrained=theirs, tokenizer=fast, batch_size=3, max_length=32)
     return hf, harness_model(llama.from_pretrained(folder).eval(), hf_tokenizer(str(folder)), 3)
 
 
 def test_the_numbers_are_those_of_lm_eval_with_transformers(llamas):
-    theirs, ours = llamas
-    assert ours.eot_token_id == theirs.eot_token_id == 0
-    assert max(len(ours.tok_encode(text)) for text, in TEXTS) > 32, "more than one window"
-    assert max(len(ours.tok_encode(text)) for text, _ in STARTS) > 32 - 12, "a context that is cut"
-    for request, a, b in zip(PAIRS, ask(ours, "loglikelihood", *PAIRS), ask(theirs, "loglikelihood", *PAIRS)):
+    (theirs, ours), encode = llamas, llamas[1].tokenizer.encode
+    assert max(len(encode(text)) for text, in TEXTS) > 32, "more than one window"
+    assert max(len(encode(text)) for text, _ in STARTS) > 32 - 12, "a context that is cut"
+    for request, a, b in zip(PAIRS[:8], *(ask(lm, "loglikelihood", *PAIRS[:8]) for lm in (ours, theirs))):
         assert a == (pytest.approx(b[0], abs=1e-4), b[1]), request
-    prompt = ours.tok_encode("hello")
-    greedy = [step[0] for step in stream(ours.model, [prompt], 5, temperature=0)]
-    pairs = [(("", ""), prompt, greedy), (("", ""), prompt, [*greedy[:4], 1 + greedy[4] % 200])]
-    found, want = (lm._loglikelihood_tokens(pairs, disable_tqdm=True) for lm in (ours, theirs))
-    assert found == [(pytest.approx(want[0][0], abs=1e-4), True), (pytest.approx(want[1][0], abs=1e-4), False)]
-    assert [is_greedy for _, is_greedy in want] == [True, False]
+    greedy = [step[0] for step in stream(ours.model, [encode("hello")], 5, temperature=0)]
+    pairs = [(encode("hello"), greedy), (encode("hello"), [*greedy[:4], 1 + greedy[4] % 200])]
+    assert [is_greedy for _, is_greedy in ours.scores(pairs)] == [True, False]
     for kind, requests in ("loglikelihood_rolling", TEXTS), ("generate_until", [s for s in STARTS if s[0]]):
         assert ask(ours, kind, *requests) == pytest.approx(ask(theirs, kind, *requests), abs=1e-4)
 
 
+def test_any_cut_of_a_text_has_two_sides(llamas):
+    """Also inside a token or a run of blanks. An empty context is end-of-text. Equal in batches of 1 and 8."""
+    tokenizer, text = llamas[1].tokenizer, "\n  hello world,  the cat is indented"
+    one, eight = (harness_model(llamas[1].model, tokenizer, size) for size in (1, 8))
+    cuts, lost = [(text[:i], text[i:]) for i in range(len(text))], 0
+    for (context, answer), a, b in zip(cuts, *(ask(lm, "loglikelihood", *cuts) for lm in (one, eight))):
+        start, (before, after) = context.rstrip(), one.encode(context, answer)
+        assert before == (tokenizer.encode(start) or [tokenizer.eot]) and tokenizer.decode(after) == text[len(start):]
+        assert a[0] < -1 and b == (pytest.approx(a[0]), a[1]), context
+        lost += len(before) >= len(tokenizer.encode(text))
+    assert lost > 1, "lm_eval's cut leaves no answer"
+
+
+def test_what_fails_in_lm_eval_is_one_line(tasks, tmp_path, monkeypatch):
+    """A missing package, an unknown task, an error of any type in a task's code."""
+    model, tokenizer = tiny("gpt", vocab_size=260), load_tokenizer({"kind": "byte"})
+    (tmp_path / "broken.py").write_text("def score(doc):\n    raise ZeroDivisionError('first\\nsecond')\n")
+    (tmp_path / "broken.yaml").write_text((tmp_path / tasks["include_path"] / "choose.yaml").read_text().replace(
+        "task: choose", "task: broken").replace("'{{text}}'", "!function broken.score"))
+    keys = dict(batch_size=2, include_path=str(tmp_path))
+    with pytest.raises(UserError, match="^tasks=broken: ZeroDivisionError: first$"):
+        evaluate_tasks(model, tokenizer, EvalConfig(tasks="broken", **keys))
+    with pytest.raises(UserError, match="^tasks=chose: .*chose"):
+        evaluate_tasks(model, tokenizer, EvalConfig(tasks="chose", **keys))
+    monkeypatch.setitem(sys.modules, "lm_eval", None)       # an import fails as if it were not installed
+    with pytest.raises(UserError, match="^the package lm_eval is missing: pip install lm_eval$"):
+        evaluate_tasks(model, tokenizer, EvalConfig(tasks="piqa", **keys))
+
+
 def test_tasks_from_the_command_line(tmp_path, data_dir, tasks, capsys):
     runs.run("gpt", tmp_path, data_dir, "max_steps=2")
-    keys = f"include_path={tasks[0]}", "limit=2", "num_fewshot=1"
-    found = evaluate(tmp_path / "r", "tasks=choose,read", *keys)["tasks"]
-    assert found.keys() == {"choose", "read"}
-    assert f"{'bits_per_byte,none':32}{found['read']['bits_per_byte,none']:12.4f}" in capsys.readouterr().out
-    with pytest.raises(UserError, match="tasks=chose: .* has no such task"):
-        evaluate(tmp_path / "r", "tasks=chose", *keys)
+    keys = {**tasks, "tasks": "choose,read", "limit": 2}
+    found = evaluate(tmp_path / "r", *(f"{key}={value}" for key, value in keys.items()))["tasks"]
+    line = f"{'tasks read bits_per_byte,none':36} {found['read']['bits_per_byte,none']:12.4f}"
+    assert found.keys() == {"choose", "read"} and line in capsys.readouterr().out

@@ -3,16 +3,19 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common import checkpoint
 from common import llama
 import runs
+import train
 import sample
 from common.keys import UserError, model_module
-from test_prepare import llama2
-from common.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, load_tokenizer, train_bpe
+from test_prepare import EOT, SPECIAL, TEXTS, WORDS, llama2, phi, smollm
+from common.tokenizer import (GPT2_PATTERN, BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer,
+                              train_bpe)
 
-TEXT = "def f(x):\n    return 'übung' + 10000  # <|endoftext|> 日本\n\n\n"
 SIZES = dict(block_size=32, vocab_size=61, n_head=4, n_embd=32)
 CASES = [("gpt", dict(n_layer=2, n_kv_head=2, rope_theta=500.0)),
          ("gpt", dict(n_layer=2, qk_norm=True, tie_embeddings=False)), ("gpt", dict(n_layer=2, window=5)),
@@ -46,26 +49,33 @@ def test_transformers_computes_the_same_logits(model, keys, tmp_path):
         assert again.cfg == ours.cfg and all(map(torch.equal, again.parameters(), ours.parameters()))
 
 
-def test_tokenizers_encode_alike_in_transformers(tmp_path):
+@given(texts=st.lists(TEXTS, min_size=9, max_size=9))
+def test_the_export_encodes_as_we_do(texts, exported):
+    """transformers reads the ids that the model was trained on, for every kind of tokenizer, and so does hf:FOLDER."""
+    special = [*SPECIAL, "</s>"]                    # tokens there, characters like any other here
+    for ours, theirs, again in exported:
+        for text in ["cat ünder\n    cat  aaa aaaa aaaaa", *texts]:
+            for word in special:
+                text = text.replace(word, "")
+            ids = ours.encode(text)
+            assert theirs.encode(text) == ids == again.encode(text), (ours.kind, text)
+            assert theirs.decode(ids) == ours.decode(ids) == again.decode(ids) == text
+        assert theirs.eos_token_id == ours.eot == again.eot and len(theirs) == ours.vocab_size == again.vocab_size
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """(tokenizer, the export as transformers reads it, as we read it) of each kind; of hf: the three forms."""
     from transformers import AutoTokenizer
-    text = TEXT.replace("<|endoftext|>", "")        # one token there, thirteen characters here
-    bpe = train_bpe(281, ["the cat sat on the mat, 1234 times\n    the end"] * 3)
-    for tokenizer in (ByteTokenizer(), bpe, BPETokenizer("gpt2", r"\w+|\W+", bpe.pieces[:-1])):
-        assert checkpoint.to_huggingface(tokenizer, tmp_path)
-        theirs = AutoTokenizer.from_pretrained(tmp_path)
-        assert theirs.encode(text) == tokenizer.encode(text) and theirs.decode(tokenizer.encode(text)) == text
-        assert theirs.eos_token_id == tokenizer.eot and len(theirs) == tokenizer.vocab_size
-        saved = {"kind": "hf", "eot": tokenizer.eot, "json": (tmp_path / "tokenizer.json").read_text()}
-        again = load_tokenizer(saved)               # as hf:FOLDER reads it, and writes it again
-        assert again.encode(text) == tokenizer.encode(text)
-        assert checkpoint.to_huggingface(again, tmp_path)
-        theirs = AutoTokenizer.from_pretrained(tmp_path)
-        assert theirs.encode(text) == tokenizer.encode(text) and theirs.decode(tokenizer.encode(text)) == text
-    blanks = HFTokenizer(llama2(), 2)               # blanks as U+2581, other signs as bytes
-    assert checkpoint.to_huggingface(blanks, tmp_path)
-    ids = blanks.encode("cat ünder\n cat")
-    assert AutoTokenizer.from_pretrained(tmp_path).decode(ids) == "cat ünder\n cat"
-    assert not checkpoint.to_huggingface(CharTokenizer("ab"), tmp_path)
+    bpe = train_bpe(360, [2 * "the cat sat on the mat, 1234 times\n    the end aaaaaaa aaaab baaa", WORDS])
+    found = []
+    for ours in (ByteTokenizer(), bpe, BPETokenizer(GPT2_PATTERN, bpe.pieces[:-1]), HFTokenizer(smollm(), EOT),
+                 HFTokenizer(phi(), EOT), HFTokenizer(llama2(), "</s>")):
+        folder = tmp_path_factory.mktemp(ours.kind)
+        assert checkpoint.to_huggingface(ours, folder)
+        found.append((ours, AutoTokenizer.from_pretrained(folder), hf_tokenizer(str(folder))))
+    assert not checkpoint.to_huggingface(CharTokenizer("ab"), tmp_path_factory.mktemp("char"))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +90,7 @@ def test_a_safetensors_file_is_the_run(relaxed_run, data_dir, tmp_path, capsys):
     file = tmp_path / "new" / "m.safetensors"
     checkpoint.main([str(folder), f"export={file}"])
     model, tokenizer, ckpt = checkpoint.load_run(file)
-    state = trainer.state()
+    state = train.state(trainer)
     assert ckpt["step"] == 6 and tokenizer.kind == "byte"
     assert checkpoint.fingerprint(dict(model.state_dict())) == checkpoint.fingerprint(state["weights"])
     for source in (folder, file):
@@ -88,7 +98,7 @@ def test_a_safetensors_file_is_the_run(relaxed_run, data_dir, tmp_path, capsys):
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("a"))
     assert first == second
     more = runs.run("relaxed", tmp_path, data_dir, f"init_from={file}", "max_steps=1", "learning_rate=0", "rank=2")
-    assert checkpoint.fingerprint(more.state()["weights"]) == checkpoint.fingerprint(state["weights"])
+    assert checkpoint.fingerprint(train.state(more)["weights"]) == checkpoint.fingerprint(state["weights"])
     with pytest.raises(UserError, match="overwrite=true"):
         checkpoint.main([str(folder), f"export={file}"])
 
@@ -106,32 +116,29 @@ def test_a_folder_is_the_run_at_a_fixed_depth(relaxed_run, tmp_path):
 
 
 @pytest.mark.parametrize("model, keys", [("rt", []), ("gpt", ["mlp=gelu"]), ("mor", []),
-                                         ("gpt", ["dataset=task:compression"]),
                                          ("mor", ["router=none", "kv=share"])])
 def test_what_no_llama_computes_is_refused_and_harms_nothing(model, keys, data_dir, tmp_path):
     runs.run(model, tmp_path, data_dir, "max_steps=1", *keys)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "tokenizer.json").write_text("kept")
     for target in (tmp_path / "hf", tmp_path / "new" / "hf"):
-        with pytest.raises(UserError, match="can be written as|has no such head"):
+        with pytest.raises(UserError, match="can be written as"):
             checkpoint.main([str(tmp_path / "r"), f"export={target}", "overwrite=true"])
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "kept" and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "field", "nan", "foreign"])
-def test_damaged_exports_are_refused(damage, relaxed_run, tmp_path):
+def test_damaged_exports_are_refused(relaxed_run, tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
-    file = tmp_path / "m.safetensors"
-    checkpoint.main([str(relaxed_run[1]), f"export={file}"])
-    with safe_open(file, "pt") as f:
+    checkpoint.main([str(relaxed_run[1]), f"export={tmp_path / 'm.safetensors'}"])
+    with safe_open(tmp_path / "m.safetensors", "pt") as f:
         fields, weights = f.metadata(), {k: f.get_tensor(k) for k in f.keys()}
-    if damage == "field":
-        fields["model_config"] = json.dumps({**json.loads(fields["model_config"]), "n_embd": "x"})
-    elif damage == "nan":
-        weights["norm.weight"][0] = torch.nan
-    save_file(weights, file, metadata=None if damage == "foreign" else fields)
-    file.write_bytes(file.read_bytes()[:-7 if damage == "cut" else None])
-    with pytest.raises(UserError, match=str(file)) as e:
-        checkpoint.load_run(file)
-    assert "\n" not in str(e.value)
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "m.safetensors").read_bytes()[:-7])
+    save_file(weights, tmp_path / "foreign.safetensors")
+    wrong = json.dumps({**json.loads(fields["model_config"]), "n_embd": "x"})
+    save_file(weights, tmp_path / "field.safetensors", metadata={**fields, "model_config": wrong})
+    weights["norm.weight"][0] = torch.nan
+    save_file(weights, tmp_path / "nan.safetensors", metadata=fields)
+    for name in "cut", "foreign", "field", "nan":
+        with pytest.raises(UserError, match=f"{name}.safetensors is "):
+            checkpoint.load_run(tmp_path / f"{name}.safetensors")

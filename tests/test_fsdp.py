@@ -5,6 +5,7 @@ import torch
 from common import checkpoint
 from lab import plot
 import runs
+import train
 from conftest import MODELS, python, two_processes
 
 OPTIONS = ["gradient_accumulation_steps=4", "optimizer=muon", "muon_learning_rate=0.02", "eval_interval=3",
@@ -45,7 +46,7 @@ def test_two_sharded_processes_are_one(model, extra, data_dir, tmp_path):
     one = runs.run(model, tmp_path / "one", data_dir, *OPTIONS, *extra)
     two, out = sharded(model, tmp_path / "two", data_dir, "sample_tokens=3", *extra)
     assert "2 processes" in out and "-" * 80 in out
-    assert_alike(two, one.state())
+    assert_alike(two, train.state(one))
     logs = [plot.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
     for key in ("ce", "grad_norm", "val_ce"):
         ours, theirs = ([row[key] for row in log if key in row] for log in logs)
@@ -54,7 +55,7 @@ def test_two_sharded_processes_are_one(model, extra, data_dir, tmp_path):
     two, _ = sharded(model, tmp_path / "one", data_dir, *on)
     one = runs.run(model, tmp_path / "two", data_dir, *OPTIONS, "fsdp=false", *on)
     assert two["step"] == 8
-    assert_alike(two, one.state(), 1e-4)
+    assert_alike(two, train.state(one), 1e-4)
 
 
 def test_one_process_is_refused(data_dir, tmp_path):

@@ -1,7 +1,6 @@
 """The operators of kernels.py against their definitions: in float64 the reference implementations,
 on a GPU and in tests/interpreted_kernels.py the Triton code."""
 import importlib.util
-import itertools
 import math
 import random
 
@@ -11,13 +10,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kernels
 from conftest import python
-from kernel_cases import (ATTENDS, LAYOUTS, PRECISION, RAT_NAMES, RATS, SCANS, assert_close, attend_case,
-                          compare_attend, compare_rat, compare_scan, dense_attend, few, moved, outputs_and_gradients,
-                          rat_case, relative_rms, where)
+from kernel_cases import (ATTENDS, LAYOUTS, PRECISION, SCANS, assert_close, attend_case, compare, compare_attend,
+                          compare_scan, dense_attend, few, moved, outputs_and_gradients, relative_rms, where)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
-# Blocks so small that short sequences have many, of every kind, merged; blocks computed as elsewhere than on a CPU.
-PATHS = {"small blocks": dict(QUERY_BLOCK=16, KEY_BLOCK=24), "written out": dict(has_fused_softmax=lambda x: False)}
 
 
 # ---- attend ----
@@ -28,11 +24,10 @@ def test_attend_is_the_definition(number, device, dtype, tolerance):
     compare_attend(kernels.attend, *attend_case(number, *ATTENDS[number], dtype, device), tolerance)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("number", range(len(ATTENDS)))
-def test_attend_on_other_paths(number, path, monkeypatch):
-    for name, value in PATHS[path].items():
-        monkeypatch.setattr(kernels, name, value)
+@pytest.mark.parametrize("number", range(0, len(ATTENDS), 3))
+def test_attend_written_out(number, monkeypatch):
+    """As on devices for which torch has no attention that returns lse."""
+    monkeypatch.setattr(kernels, "has_fused_softmax", lambda x: False)
     found = compare_attend(kernels.attend, *attend_case(number, *ATTENDS[number]), 1e-10)
     if min(ATTENDS[number][:2]) > 2:
         assert all(x.abs().max() > 0 for x in found[2:])
@@ -55,8 +50,6 @@ def test_any_strides(layout, device, dtype, tolerance):
     for kind, D in (("plain", 16), ("shared", 20)):
         tensors, arguments, (do, dlse) = attend_case(0, 20, 20, kind, None, False, (2, 2, 2), D, dtype, device)
         compare_attend(kernels.attend, [*map(layout, tensors)], arguments, (layout(do), dlse), tolerance)
-    (*tensors, bias), arguments, dout = rat_case(9, 4, "chunk", (1, 4, 2), 8, dtype, device)
-    compare_rat(kernels.rat, [*map(layout, tensors), bias], arguments, layout(dout), tolerance)
 
     def interleaved(g, x, *rest):
         both = torch.stack([g, x], -1).flatten(2)
@@ -64,19 +57,13 @@ def test_any_strides(layout, device, dtype, tolerance):
     compare_scan(interleaved, 33, 20, 16, True, tolerance, dtype, device)
 
 
-def test_blocks_are_small_and_fully_masked_ones_left_out(monkeypatch):
-    """Of 4,096 positions, also in a window of 100, the blocks hold few pairs beyond the visible ones. Only torch's
-    operator for CPUs, which makes none, gets blocks of more scores than may be held."""
-    q, at, size = torch.empty(1, 1, 4096, 1), torch.arange(4096), kernels.QUERY_BLOCK
-    blocks = lambda window: [(len(at[rows]) * len(at[keys]), bias) for rows, keys, bias in
-                             kernels.visible_blocks(q, q, None, None, None, window)]
-    assert sum(area for area, _ in blocks(100)) <= 4096 * (size + 100)
-    for fused in (True, False):
-        monkeypatch.setattr(kernels, "has_fused_softmax", lambda x: fused)
-        causal = blocks(kernels.NO_WINDOW)
-        assert sum(area for area, _ in causal) <= 4096 * (4096 + size) / 2
-        assert {bias is None for _, bias in causal} == {True, False}
-    assert max(area for area, _ in causal) <= size * kernels.KEY_BLOCK
+@pytest.mark.parametrize("Tq, window", [(4096, None), (4096, 100), (256, 100)])
+def test_blocks_are_small_and_fully_masked_ones_left_out(Tq, window):
+    """The last queries of 4,096 positions: the blocks hold few pairs beyond the visible ones."""
+    at, window = torch.arange(4096).int(), window or kernels.NO_WINDOW
+    areas = [bias.numel() for *_, bias in kernels.query_blocks(at[-Tq:], at, None, window, torch.float32)]
+    visible = sum(min(i + 1, window) for i in range(4096 - Tq, 4096))
+    assert visible <= sum(areas) <= visible + 64 * Tq and max(areas) <= 64 * 4096
 
 
 @where(*PRECISION)
@@ -101,22 +88,34 @@ def test_attend_backward_over_some_of_the_keys(device, dtype, tolerance):
 
 # ---- merge ----
 
-@pytest.mark.parametrize("poison", [0.0, math.nan])
-def test_merge_of_empty_sides(poison):
-    """a is empty, b is, both are: what an empty side holds, and what comes in where both are, is ignored."""
+def test_merge_of_empty_sides():
+    """a is empty, b is, both are: an empty side changes nothing, and gets no gradient; what comes in through an lse
+    of -inf is ignored."""
     (a, b), inf = torch.randn(2, 1, 1, 3, 8), math.inf
-    a[..., [0, 2], :] = b[..., [1, 2], :] = poison
+    a[..., [0, 2], :] = b[..., [1, 2], :] = 0
     lse_a, lse_b = torch.tensor([[-inf, 0.3, -inf], [0.7, -inf, -inf]])[:, None, None]
     sides = [x.requires_grad_() for x in (a, lse_a, b, lse_b)]
     out, lse = kernels.merge(*sides)
     assert torch.equal(out[0, 0], torch.stack([b[0, 0, 0], a[0, 0, 1], torch.zeros(8)]))
     assert torch.equal(lse, torch.maximum(lse_a, lse_b))
     incoming = torch.ones_like(out), torch.tensor([[[1, 1, math.nan]]])
-    grads = [x.view(3, -1)[:, 0] for x in torch.autograd.grad((out, lse), sides, incoming)]
-    assert torch.allclose(torch.stack(grads), torch.tensor([[0.0, 1, 0], [0, 1, 0], [1, 0, 0], [1, 0, 0]]))
+    d_a, d_lse_a, d_b, d_lse_b = (x.view(3, -1)[:, 0] for x in torch.autograd.grad((out, lse), sides, incoming))
+    assert d_a[:2].tolist() == d_lse_a[:2].tolist() == [0, 1] and d_b[:2].tolist() == d_lse_b[:2].tolist() == [1, 0]
+    assert d_lse_a[2] == d_lse_b[2] == 0
 
 
-# ---- scan and rat ----
+def test_merge_of_two_parts_is_the_whole():
+    (q, k, v), mask, incoming = attend_case(0, 20, 30, "plain", None, False, (2, 4, 4), 8)
+
+    def merged(q, k, v, *mask):
+        at, parts = torch.arange(30).int(), (slice(0, 11), slice(11, 30))
+        a, b = (kernels.attend(q, k[:, :, keys], v[:, :, keys], at[10:], at[keys]) for keys in parts)
+        return kernels.merge(*a, *b)
+    definition = lambda q, k, v, *mask: dense_attend(q, k, v, torch.arange(10, 30), torch.arange(30))
+    compare(merged, definition, (q, k, v), mask, incoming, 1e-10, "out lse dq dk dv")
+
+
+# ---- scan ----
 
 @where(*PRECISION)
 @pytest.mark.parametrize("case", few(SCANS, 11), ids=str)
@@ -124,79 +123,48 @@ def test_scan_is_the_loop(case, device, dtype, tolerance):
     compare_scan(kernels.scan, *case, tolerance, dtype, device)
 
 
-@where(*PRECISION)
-@pytest.mark.parametrize("case", RATS, ids=str)
-def test_rat_is_the_definition(case, device, dtype, tolerance):
-    if case[0] < 16 or case[0] < 2 * case[1]:   # dq and dk are differences of nearly equal sums
-        dtype, tolerance = (dtype, tolerance) if dtype.itemsize > 2 else PRECISION[0]
-    compare_rat(kernels.rat, *rat_case(*case, dtype, device), tolerance)
-
-
-@where(PRECISION[0])
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_rat_where_gates_are_shut(device, dtype, tolerance):
-    """Gates of exactly 0 and 1: everything stays finite, and what the output gate shuts out gets no gradient."""
-    tensors, arguments, dout = rat_case(20, 6, "chunk", (1, 2, 1), 16, dtype, device)
-    tensors = [x.clone() for x in tensors]
-    tensors[3][:, ::3], tensors[3][:, 1::5], tensors[4][:, :, 1] = 1000, -1000, -1000
-    found = compare_rat(kernels.rat, tensors, arguments, dout, tolerance)
-    assert (found[0][:, :, 1] == 0).all() and (found[5][:, :, 1] == 0).all()
-
-
 @where(PRECISION[1])
 def test_states_are_float32(device, dtype, tolerance):
-    """300 steps of 1e-3: on a state near 1, and of the way to 1; bfloat16 would lose them."""
-    x = torch.full((1, 300, 16), 1e-3, device=device).bfloat16()
-    x[:, 0] = 1
-    h = kernels.scan(torch.ones_like(x), x, 300)
-    assert h.dtype == torch.bfloat16 and abs(h[0, -1, 0].item() - 1.3) < 0.01
-    ones, want = torch.ones(1, 300, 1, 16, device=device).bfloat16(), 1 - 0.999 ** 300
-    _, *ends = kernels.rat(ones, ones, ones, 0 * ones, ones, torch.full((16,), math.log(999), device=device), 300)
-    assert all(x.dtype == torch.float32 and (x - want).abs().max() < 1e-4 for x in ends)
+    """300 steps of a thousandth of the way to 1: a state in bfloat16 would stop short."""
+    x, gate = torch.ones(1, 300, 16, device=device), torch.full((1, 300, 16), 0.999, device=device)
+    gate, x = gate.bfloat16().fill_(255 / 256), x.bfloat16()    # the largest of bfloat16 below 1
+    h = kernels.scan(gate, x, 300)
+    assert h.dtype == torch.bfloat16 and abs(h[0, -1, 0].item() - (1 - (255 / 256) ** 300)) < 0.004
 
 
 # ---- the operators ----
 
 def operator_calls():
     (q, k, v), mask, (do, dlse) = attend_case(0, 9, 11, "shared", 5, True, (2, 4, 2), 8, torch.float32)
-    k, v = k.nan_to_num(0), v.nan_to_num(0)
     out, lse = kernels.attend(q, k, v)
     g, x, h0 = torch.rand(2, 9, 3), torch.randn(2, 9, 3), torch.randn(2, 3)
-    tensors, arguments, dout = rat_case(9, 4, "chunk", (2, 4, 2), 8, torch.float32)
-    results = kernels.rat_torch(*tensors, *arguments)[:2]
     lead = lambda *tensors: [t.detach().clone().requires_grad_() for t in tensors]
-    plain = None, None, None, kernels.NO_WINDOW
+    plain = torch.arange(9).int(), torch.arange(11).int(), None, kernels.NO_WINDOW
     return [(kernels.attend_op, (*lead(q, k, v), *plain)), (kernels.attend_op, (*lead(q, k, v), *mask)),
-            (kernels.attend_backward_op, (q, k, v, out, lse, do, dlse, *plain)),
-            (kernels.scan_op, (*lead(g, x), 4, *lead(h0))), (kernels.scan_op, (*lead(g, x), 4, None)),
-            (kernels.scan_backward_op, (x, g, x, 4, h0)),
-            (kernels.rat_op, (*lead(*tensors), *arguments)), (kernels.rat_op, (*lead(*tensors), 9, None, None)),
-            (kernels.rat_backward_op, (*tensors, *results, dout, *arguments))]
+            (kernels.attend_gradients_op, (q, k, v, out, lse, do, dlse, *plain)),
+            (kernels.scan_op, (*lead(g, x, h0), 4)), (kernels.scan_gradients_op, (x, g, x, x, h0, 4))]
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(5))
 def test_opcheck(number):
     """Schema, registration of the gradients, shapes and strides of the outputs, dynamic shapes."""
     assert set(torch.library.opcheck(*operator_calls()[number]).values()) == {"SUCCESS"}
 
 
-def all_operators(q, k, v, g, x, bias, q_pos, k_pos, slopes, chunk):
+def all_operators(q, k, v, g, x, q_pos, k_pos, slopes, chunk):
     """A loss of every operator, for q, k, v (B, H, T, D)."""
     window = chunk + 1
     a = kernels.attend(q, k, v, slopes=slopes)
     b = kernels.attend(q, k, v, q_pos, k_pos, None, window)
     out, lse = kernels.merge(*a, *b)
-    loss = out.square().sum() + lse.square().sum() + (kernels.scan(g, x, chunk) * x).sum()
-    q, k, v = (y[:, :, :x.size(1)].transpose(1, 2) for y in (q, k, v))
-    y, k_ends, _ = kernels.rat(q, k, v, q, v, bias, chunk)
-    return loss + y.square().sum() + k_ends.sum()
+    return out.square().sum() + lse.square().sum() + (kernels.scan(g, x, chunk) * x).sum()
 
 
 def operator_inputs(T=9, device="cpu"):
     """The inputs of all_operators: leaves, and the rest."""
     torch.manual_seed(T)
     leaves = [torch.randn(2, 4, n, 8) for n in (T, T + 2, T + 2)]
-    leaves += [torch.rand(2, T, 3), torch.randn(2, T, 3), torch.randn(32)]
+    leaves += [torch.rand(2, T, 3), torch.randn(2, T, 3)]
     rest = torch.arange(T).int(), torch.arange(T + 2).int(), torch.rand(4), T - 2
     return [x.to(device).requires_grad_() for x in leaves], moved(rest, device)
 
@@ -217,25 +185,18 @@ def test_torch_compile_takes_them(device, backend):
 
 
 def test_inputs_out_and_lse_are_kept_for_backward():
-    """Nothing of the size of the scores, and not rat's states: they are scanned again."""
-    def kept(function, tensors, arguments=()):
-        found = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: found.setdefault(x.data_ptr(), x), lambda x: x):
-            function(*[x.requires_grad_() for x in tensors], *arguments)
-        return sum(x.nbytes for x in found.values())
-    assert kept(kernels.attend, torch.randn(3, 2, 4, 500, 16)) == 4 * 2 * 4 * 500 * (4 * 16 + 1)
-    tensors, arguments, _ = rat_case(64, 4, "chunk", (2, 4, 2), 8, torch.float32)
-    inputs = sum(x.nbytes for x in (*tensors, *arguments[1:]))
-    assert kept(kernels.rat, tensors, arguments) == inputs + 2 * 64 * 4 * (8 + 1) * 4
+    """And the positions; nothing of the size of the scores."""
+    found = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: found.setdefault(x.data_ptr(), x), lambda x: x):
+        kernels.attend(*torch.randn(3, 2, 4, 500, 16).requires_grad_())
+    assert sum(x.nbytes for x in found.values()) == 4 * 2 * 4 * 500 * (4 * 16 + 1) + 2 * 4 * 500
 
 
 @pytest.mark.parametrize("name, value, message", [
-    ("q", None, "q is NoneType"), ("q", torch.randn(2, 4, 6, 300), "q has head size 300"), ("window", 0, "window=0"),
-    ("q", torch.randn(2, 3, 6, 8), "k has 2 heads"), ("k", torch.randn(2, 2, 5, 7), "k has shape (2, 2, 5, 7)"),
-    ("q_pos", torch.arange(6), "q_pos is torch.int64"),
-    ("k_pos", torch.tensor([0, 2, 1, 3, 4]).int(), "k_pos must ascend")])
-def test_wrong_arguments_are_named(name, value, message, monkeypatch):
-    monkeypatch.setattr(kernels, "debug", True)
+    ("q", torch.randn(2, 4, 6, 300), "q (2, 4, 6, 300)"), ("window", 0, "window=0"),
+    ("q", torch.randn(2, 3, 6, 8), "H % G"), ("k", torch.randn(2, 2, 5, 7), "k (2, 2, 5, 7)"),
+    ("q_pos", torch.arange(6), "q_pos (6,) is torch.int64"), ("k_pos", torch.arange(6).int(), "k_pos (6,)")])
+def test_wrong_arguments_are_named(name, value, message):
     right = dict(q=torch.randn(2, 4, 6, 8), k=torch.randn(2, 2, 5, 8), v=torch.randn(2, 2, 5, 8))
     with pytest.raises(ValueError) as error:
         kernels.attend(**{**right, name: value})
@@ -266,40 +227,13 @@ def test_triton_code_compiles_for_gpus(beside):
     assert p.returncode == 0, p.stdout[-3000:] + p.stderr[-3000:]
     rows = [line.split() for line in p.stdout.splitlines()[2:-1]]
     for chip in ("sm_80", "sm_90", "gfx942"):
-        assert len({row[1] for row in rows if row[0] == chip}) == 9, "one of the kernels is missing"
+        assert len({row[1] for row in rows if row[0] == chip}) == 5, "one of the kernels is missing"
     assert all(row[-1].isdigit() and int(row[-3]) > 5 for row in rows)
 
 
-@needs_triton
-def test_chunks_that_fit_one_kernel_of_rat_fit_all():
-    from kernels_triton import tile_options
-    for block, (dtype, _), large in itertools.product(kernels.HEAD_SIZES, PRECISION, (True, False)):
-        own, rat = (tile_options(name, block, dtype, large)["BLOCK_M"] for name in ("own", "rat"))
-        assert own >= rat >= (32 if block == 256 and not large else 64)
-
-
-def test_the_bench_runs(capsys):
-    """At small sizes every line is there."""
-    from lab import bench
-    bench.bench_attend(torch.device("cpu"), 1, (1, 2, 64, 8), 128)
-    bench.bench_scan(torch.device("cpu"), 1, (1, 64, 8))
-    out = capsys.readouterr().out
-    assert out.count("SDPA ") >= 5 and out.count("(goal ") == 5 and "nan" not in out and "inf" not in out
 
 
 # ---- on a GPU, beside the tests above that run there too ----
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("chunk, heads, D", [(1, (1, 2, 1), 64), (16, (2, 4, 2), 128), (13, (1, 2, 2), 64),
-                                             (300, (1, 2, 1), 64)])
-def test_gpu_rat_at_length(chunk, heads, D):
-    """Many tiles of everything; the reference implementation in float64 on the same device."""
-    case = rat_case(4000, chunk, "chunk", heads, D, torch.bfloat16, "cuda")
-    tensors, arguments = (moved(xs, torch.float64) for xs in case[:2])
-    exact = outputs_and_gradients(kernels.rat, tensors, arguments, [case[2].double()])
-    found = outputs_and_gradients(kernels.rat, *case[:2], [case[2]])
-    assert_close(found, exact, 1e-2, RAT_NAMES)
-
 
 @pytest.mark.gpu
 def test_gpu_rows_beyond_two_billion_elements():
@@ -343,8 +277,6 @@ def calls_of_all_kernels(rng):
     g, x, h0 = (y.requires_grad_() for y in shuffled(torch.rand(3, 2, 1, T, C, dtype=dtype)))
     h = kernels.scan(g[:, 0], x[:, 0], chunk, offset(h0[:, 0, 0]) if start else None)
     torch.autograd.grad(h.sum(), (g, x))
-    (*tensors, bias), arguments, dout = rat_case(*rng.choice(RATS), dtype)
-    outputs_and_gradients(kernels.rat, [*shuffled(tensors), offset(bias)], arguments, shuffled([dout]))
 
 
 @needs_triton
@@ -353,7 +285,7 @@ def test_launches_have_the_types_that_are_compiled(monkeypatch):
     calls meet none but those that compile_kernels.py compiles."""
     import compile_kernels as check
     from triton.runtime.jit import JITFunction
-    seen, compiled = set(), [(k, d, {**c, **o}) for k, d, c, o in check.variants(True)]
+    seen, compiled = set(), list(check.variants(True))
 
     def launch(kernel, *arguments, grid, warmup, **options):
         dtype = next(x.dtype for x in arguments if isinstance(x, torch.Tensor))
@@ -372,4 +304,4 @@ def test_launches_have_the_types_that_are_compiled(monkeypatch):
     rng = random.Random(0)
     for _ in range(60):
         calls_of_all_kernels(rng)
-    assert len(seen) == 9
+    assert len(seen) == 5

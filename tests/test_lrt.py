@@ -5,24 +5,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lab import bench
 import model_lrt
 from common.keys import UserError
 from common import optim
-from common.process import TrainConfig
+from common.config import TrainConfig
 import runs
+import train
 import sample
-from common import tasks
 from conftest import relative, tiny
 from test_gpt import dense_heads, rotate
 from test_models import assert_same, outputs_and_gradients, tokens
 
 # mixed: odd sizes, 10 dimensions a head, windows of 5 + 1 keys
 SETTINGS = {"default": {},
-            "mixed": dict(n_kv_head=2, pattern="SL", swa=5, n_layer=3, n_embd=40, source="1,3",
+            "mixed": dict(n_kv_head=2, pattern="SL", swa=5, n_layer=3, n_embd=40, source=1,
                           projections="layerwise"),
             "k": dict(inject="k", n_kv_head=2, pattern="L"), "v": dict(inject="v", projections="layerwise", swa=3),
-            "kv": dict(inject="kv", source="1", n_head=1), "residual": dict(inject="residual", source="1,2")}
+            "kv": dict(inject="kv", source=1, n_head=1), "residual": dict(inject="residual", source=2)}
 some = pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=[pytest.mark.full] * (kind not in ("default", "mixed"))) for kind in SETTINGS])
 both = pytest.mark.parametrize("fast", [True, False])
@@ -108,13 +107,7 @@ class ByHand:
             x = self.block(layer, at, x, u, *self.buffer[layer])
             outputs.append(x)
         self.out = self.out.index_copy(0, at, x)
-        self.m = self.m.index_copy(0, at + 1, self.memory(outputs))
-
-    def memory(self, outputs):
-        if not self.cfg.source:
-            return outputs[round(0.6 * len(outputs)) - 1]
-        chosen = torch.stack([outputs[int(layer) - 1] for layer in self.cfg.source.split(",")], -1)
-        return chosen @ self.w["source_weights"].softmax(0) if chosen.size(-1) > 1 else chosen[..., 0]
+        self.m = self.m.index_copy(0, at + 1, outputs[self.cfg.source - 1])
 
     def chunked(self, C, start=0):
         """C = 1: the exact chain. start: positions before it are there."""
@@ -151,34 +144,34 @@ def by_hand(model, x):
 
 @pytest.mark.parametrize("kind, way", [*((kind, way) for kind in ("default", "mixed") for way in PATHS),
                                        *((kind, way) for kind in list(SETTINGS)[2:] for way in ("S=3", "C=3"))])
-def test_each_path_is_its_equations(kind, way, monkeypatch):
+@both
+def test_each_path_is_its_equations(kind, way, fast, monkeypatch):
     """Logits, loss and all gradients: were anything in the buffer detached, they would differ. The fast path builds
-    no mask."""
-    monkeypatch.delattr(model_lrt, "attention_bias")
-    model, x = lrt(kind, **PATHS[way]), tokens(2, 12)
-    assert_same(outputs_and_gradients(model, x), by_hand(model, x), all_reached=True)
+    no mask. Every parameter has a gradient, be it zero, also where one pass holds all positions: DDP waits for it."""
+    if fast:
+        monkeypatch.delattr(model_lrt, "attention_bias")
+    for T in (1, 2, 11, 19):
+        model, x = lrt(kind, fast=fast, **PATHS[way]), tokens(2, T + 1)
+        assert_same(outputs_and_gradients(model, x), by_hand(model, x), all_reached=T > 2)
+        assert not [name for name, p in model.named_parameters() if p.grad is None]
 
 
 @some
-@both
-def test_as_many_subsets_as_tokens_and_chunks_of_one_are_the_exact_chain(kind, fast):
-    model, x = lrt(kind, fast=fast), tokens(2, 11)
+def test_as_many_subsets_as_tokens_and_chunks_of_one_are_the_exact_chain(kind):
+    model, x = lrt(kind), tokens(2, 11)
     want = logits_of(model, x, "exact")
     for way in (path(subsets=11), path(subsets=50), path(chunk=1)):
-        assert relative(logits_of(lrt(kind, fast=fast, **way), x, way["train_path"]), want) < 1e-10
+        assert relative(logits_of(lrt(kind, **way), x, way["train_path"]), want) < 1e-10
     assert relative(logits_of(model, x, "interleaved"), want) > 1e-4, "these sizes tell paths apart"
 
 
-# ---- naive and fast, and what is there ----
+# ---- what is there ----
 
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_training_naive_is_fast(kind):
-    """Every parameter has a gradient, be it zero, also where one pass holds all positions: DDP waits for it."""
-    for T, sizes in [(1, path(chunk=5)), (13, path(chunk=20)), (37, path(chunk=8)), (1, path(subsets=1)), (1, path()),
-                     (2, path(subsets=8)), (37, path(subsets=2)), (37, path(subsets=8)), (19, path())]:
-        model, x = lrt(kind, **sizes), tokens(2, T + 1)
-        assert_same(outputs_and_gradients(model, x), outputs_and_gradients(lrt(kind, fast=False, **sizes), x))
-        assert not [name for name, p in model.named_parameters() if p.grad is None]
+def test_memory_false_leaves_all_else_as_it_is():
+    """The baseline has the other parameters, of the same shapes."""
+    ours, baseline = ({name: p.shape for name, p in lrt(memory=memory).named_parameters()} for memory in (True, False))
+    of_memory = {name for name in ours if name == "gamma" or name.startswith("rec.") or name.endswith("w_gate.weight")}
+    assert of_memory and baseline == {name: shape for name, shape in ours.items() if name not in of_memory}
 
 
 def fresh(**sizes):
@@ -200,12 +193,12 @@ def test_initial_weights():
     assert (model.alpha == 1).all() and (model.beta == 0.1).all() and (model.gamma == 0.1).all()
 
 
-def test_windows_and_sources():
+def test_windows_and_source():
     """The paper's: SSSL, half the context and the query itself, the last layer all of it; 0.6 of the depth."""
     cfg = model_lrt.Config(n_layer=10, block_size=64)
     assert [cfg.window(layer) for layer in range(10)] == [33, 33, 33, 0, 33, 33, 33, 0, 33, 0]
-    assert [model_lrt.Config(n_layer=L).sources for L in (20, 24)] == [[12], [14]]
-    for name, bad in (("source", "1,1"), ("source", "x"), ("pattern", "")):
+    assert [model_lrt.Config(n_layer=L).source for L in (20, 24, 1)] == [12, 14, 1]
+    for name, bad in (("source", 5), ("source", -1), ("pattern", "")):
         with pytest.raises(ValueError, match=f"{name}={bad} must"):
             model_lrt.Config(**{name: bad})
 
@@ -254,8 +247,6 @@ def test_the_papers_optimizer(kind):
             assert group["betas"] == betas and group["eps"] == 1e-10, name
         assert group["kind"] == optimizer, name
         assert abs(group["lr"] / (rate * batch) - 1) < 1e-12 and abs(group["weight_decay"] - decay) < 1e-12, name
-    decoder = tasks.fit_head(model, tasks.COMPRESSION).head
-    assert {model_lrt.kind_of(f"head.{n}", p) for n, p in decoder.named_parameters()} == {"head"}
     assert model.param_groups(muon(optimizer="adamw")) is None
 
 
@@ -287,18 +278,10 @@ def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_d
                            for path in ("exact", model.cfg.train_path))
     for wanted, which in ((1, [0]), (3, [0, 2, 4]), (0, range(5)), (9, range(5))):
         trainer.cfg.eval_batches, trainer.cfg.exact_batches = 5, wanted
-        result, (ce, less) = trainer.evaluate(), means(*((exact[i], estimate[i]) for i in which))
+        result, (ce, less) = train.evaluate(trainer), means(*((exact[i], estimate[i]) for i in which))
         assert abs(result["val_ce"] - ce) < 1e-5 and abs(result["val_ce_estimate"] - sum(estimate) / 5) < 1e-5
         assert abs(result["val_gap"] - (ce - less)) < 1e-5 and abs(ce - less) > 1e-4
     assert lrt(**path()).estimate(*batches[0]) is None and lrt(memory=False).estimate(*batches[0]) is None
-
-
-def test_the_bench_runs(capsys):
-    """Every line of bench.py lrt, at tiny sizes on a CPU."""
-    model = fresh(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)
-    bench.bench_lrt(model, TrainConfig(model="lrt", batch_size=2), torch.device("cpu"), rounds=1)
-    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert [lines.count(word) for word in ("training", "decoding", "prefill")] == [7, 4, 3]
 
 
 def test_sample_prefills_either_way(data_dir, tmp_path, capsys):

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import MODELS, SIZES, relative, tiny
 from common import optim
-from common.process import TrainConfig
+from common.config import TrainConfig
 
 # Settings of each model that must keep the contract too, beside its defaults.
 VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_loss="both"),
@@ -22,11 +22,11 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
                     dict(pos="alibi", mlp="gelu", tie_embeddings=False)],
             "rat": [dict(chunk=5, swa=7, qk_groups=4), dict(chunk=64, pos="nope", gate_rank=3),
                     dict(chunk=1, pos="rope", qk_groups=1, tie_embeddings=False), dict(mixer="rnn", mlp="swiglu"),
-                    dict(mixer="attention", n_kv_head=2, swa=7), dict(reversed=True, chunk=5)],
-            "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source="1,2"),
+                    dict(mixer="attention", n_kv_head=2, swa=7)],
+            "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source=2),
                     dict(memory=False)],
             "rt": [dict(n_kv_head=2, qk_norm="full", chunk=8), dict(pos="rope", qk_norm="full"),
-                   dict(block=3, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True)],
+                   dict(recurrent=False, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True)],
             "mor": [dict(kv="share", n_kv_head=2, qk_norm=True, causal="aux_router", router_arch="mlp"),
                     dict(router="token", kv="share_update", share="cycle", n_layer=6),
                     dict(router="token", share="middle_sequence", n_layer=6, n_loop=2, pos="none", balance="loss_free"),
@@ -288,10 +288,10 @@ def test_generate_is_greedy_decoding(name, sizes):
     assert torch.equal(model.generate(x, 30, temperature=0), want)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "mor"])
-def test_flops_are_those_of_the_products(name):
+@pytest.mark.parametrize("name, sizes", [*((name, {}) for name in MODELS if name != "mor"), ("rt", dict(recurrent=False))])
+def test_flops_are_those_of_the_products(name, sizes):
     """Of a training step by the naive path, which computes the masked half of the scores too. (MoR: test_mor.py.)"""
-    model, x = tiny(name, n_embd=64, block_size=8, fast=False).train(), tokens(1, 8)
+    model, x = tiny(name, n_embd=64, block_size=8, fast=False, **sizes).train(), tokens(1, 8)
     with FlopCounterMode(display=False) as counter:
         model(x, x)[1].backward()
     assert counter.get_total_flops() == pytest.approx(8 * model.flops_per_token(), rel=0.015)

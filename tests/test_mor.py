@@ -1,4 +1,5 @@
-"""model_mor: its routing once more token by token, what is tied, what runs and is kept, decoding, and conversion."""
+"""model_mor: its routing once more token by token, what runs and is kept, decoding, conversion, and training runs."""
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -9,12 +10,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model_gpt
 import model_mor
-from common.process import TrainConfig, read_config, set_budget, tokens_per_step
+import runs
+import sample
+import train
+from common import checkpoint
+from common.keys import UserError
+from common.config import TrainConfig, read_config
+from common.process import set_budget, tokens_per_step
 from conftest import ROOT, relative, tiny
+from lab import bench, plot
 from test_models import assert_cache_is_forward, rms, tokens
-from test_relaxed import ByHand, Oneself
+from test_relaxed import ByHand
 
-every_T = pytest.mark.parametrize("training, T", [(True, 1), (True, 13), (False, 13)])
 every_routing = pytest.mark.parametrize("router", ["expert", "token"])
 
 
@@ -166,39 +173,36 @@ ROUTED = [dict(router=name, **sizes) for name, all in (("expert", EXPERT), ("tok
           for sizes in all]
 
 
-@every_T
-@pytest.mark.parametrize("sizes", EXPERT, ids=str)
-def test_expert_choice_is_its_equations(sizes, training, T):
+@pytest.mark.parametrize("training, T", [(True, 1), (True, 13), (False, 13)])
+@pytest.mark.parametrize("sizes", ROUTED, ids=str)
+def test_routing_is_its_equations(sizes, training, T):
     """In training the best k tokens take a recursion. In eval mode scores decide token by token."""
-    assert_is_by_hand(mor(router="expert", aux_weight=0.3, **sizes).train(training), tokens(2, T + 1))
-
-
-@every_T
-@pytest.mark.parametrize("sizes", TOKEN, ids=str)
-def test_token_choice_is_its_equations(sizes, training, T):
-    model = mor(router="token", balance_weight=0.3, **sizes).train(training)
-    model.balance_bias += 0.02 * torch.randn(model.cfg.n_loop)
+    model = mor(aux_weight=0.3, balance_weight=0.3, **sizes).train(training)
+    if sizes["router"] == "token":
+        model.balance_bias += 0.02 * torch.randn(model.cfg.n_loop)
     assert_is_by_hand(model, tokens(2, T + 1))
 
 
-@pytest.mark.parametrize("sizes", NONE, ids=str)
-def test_without_a_router_all_tokens_take_all(sizes):
-    assert_is_by_hand(mor(router="none", **sizes).train(), tokens(2, 14))
+def test_router_none_leaves_all_else_as_it_is():
+    """The baseline has the other parameters, of the same shapes."""
+    routed, baseline = ({name: p.shape for name, p in mor(router=router).named_parameters()}
+                        for router in ("expert", "none"))
+    assert baseline == {name: shape for name, shape in routed.items() if not name.startswith("routers.")}
 
 
 # ---- sizes and operations ----
 
 @pytest.mark.parametrize("name, sizes, millions, billions", [
-    ("135m_r3", {}, 42, 76.2), ("360m_r3", {}, 118, 29.7), ("1700m_r3", {}, 670, 6.5), ("360m_r2", {}, 167, 27),
-    ("1700m_r3", dict(router="none", n_loop=1, share="cycle", n_layer=24), 0, 4.8),
-    ("360m_r4", dict(router="none"), 98, 19), ("360m_r3", dict(router="token"), 118, 30),
-    ("360m_r3", dict(kv="share"), 118, 31)], ids=str)
+    ("135m", {}, 42, 76.2), ("360m", {}, 118, 29.7), ("1700m", {}, 670, 6.5), ("360m", dict(n_loop=2), 167, 27),
+    ("1700m", dict(router="none", n_loop=1, share="cycle"), 0, 4.8), ("360m", dict(router="token"), 118, 30),
+    ("360m", dict(router="none", n_loop=4), 98, 19), ("360m", dict(kv="share"), 118, 31)], ids=str)
 def test_sizes_of_the_paper_and_tokens_of_its_budget(name, sizes, millions, billions):
     """Parameters outside embedding, head and routers, of Tables 3, 7 and 8. Tokens that 16.5e18 operations pay for:
     Table 7 to 0.05 billion, Table 3 in whole billions."""
-    cfg, fields, _, _ = read_config([f"config={ROOT / 'configs' / f'mor_{name}.yaml'}", "max_flops=16.5e18"])
+    keys = [f"{key}={value}" for key, value in sizes.items()]
+    cfg, fields, *_ = read_config([f"config={ROOT / 'configs' / f'mor_{name}.yaml'}", "max_flops=16.5e18", *keys])
     with torch.device("meta"):
-        model = model_mor.Model(model_mor.Config(**{**fields, "router_func": "", **sizes}))
+        model = model_mor.Model(model_mor.Config(**fields))
     rest = sum(p.numel() for part, p in model.named_parameters() if "wte" not in part and "router" not in part)
     assert not millions or abs(rest / 1e6 - millions) < (5 if millions == 670 else 0.6)
     set_budget(cfg, model)
@@ -250,8 +254,7 @@ def test_only_chosen_tokens_run_and_flops_are_theirs(sizes, monkeypatch):
 
 # ---- decoding and evaluation ----
 
-@pytest.mark.parametrize("sizes", [*ROUTED, *(dict(router_arch="random", router=name) for name in ("expert", "token"))],
-                         ids=str)
+@pytest.mark.parametrize("sizes", ROUTED, ids=str)
 def test_decoding_is_the_forward(sizes):
     model = mor(**sizes)
     for splits in ([1] * 19, [7, 1, 1, 10]):
@@ -278,8 +281,8 @@ def test_loss_free_balance_moves_biases():
 
 @pytest.mark.parametrize("sizes", [dict(kv="share", causal="aux_router"), dict(router="token")], ids=str)
 def test_a_compiled_training_step_is_one_graph(sizes):
-    """torch.compile makes it once, without a break, whatever the capacities of a warm-up, its end included, and the
-    data are; loss and gradients are those without it."""
+    """Without a break, whatever the data are; in a warm-up of capacities a second one for all of them, its end included.
+    Loss and gradients are those without torch.compile."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     model = mor(block_size=33, share="cycle", n_layer=3, capacity_warmup=9, **sizes).train()
@@ -291,17 +294,7 @@ def test_a_compiled_training_step_is_one_graph(sizes):
         assert relative(loss, want) < 1e-10
         for a, b in zip(gradients(loss, model), gradients(want, model), strict=True):
             assert relative(a, b, 1e-8) < 1e-10
-    assert counter.frame_count == 1
-
-
-@torch.no_grad()
-def test_the_random_router_takes_its_fraction():
-    """A baseline: recursion r takes (R - r) / R of all tokens, by position in eval mode, else by chance."""
-    model, x = mor(router_arch="random", pos="none", n_embd=8, n_head=1, n_mlp=8), tokens(1, 3000)
-    aux = model(x, x)[2]
-    assert all(abs(aux[f"depth{d}"] - 1 / 3) < 0.03 for d in (1, 2, 3))
-    x = x[:, :60]
-    assert torch.equal(model(x)[0], model(x)[0]) and not torch.equal(model.train()(x)[0], model(x)[0])
+    assert counter.frame_count == (1 if model.cfg.router == "token" else 2)
 
 
 # ---- the cache ----
@@ -345,25 +338,6 @@ def test_a_list_grows_where_tokens_choose_more_than_planned(router):
     assert_cache_is_forward(model, [30, 7, 19], [1] * 12 + [10, 1, 7], 1e-10)
 
 
-# ---- packed tokens, each at its own recursion ----
-
-@torch.no_grad()
-@every_routing
-def test_packed_tokens_at_mixed_recursions_are_as_if_alone(router):
-    """Of sequences of one token, so that each attends to its own key; of longer ones in test_serve.py."""
-    model, depth = mor(router=router), torch.tensor([2, 0, 1, 1, 0])
-    hand, h = Routed(model), torch.randn(5, 32, dtype=torch.float64)
-    state = torch.cat([h, h], 1)
-    got, takes = model.loop(state, depth, Oneself())[:, :32], model.takes(state, depth)
-    for n, r in enumerate(depth.tolist()):
-        s = hand.scores(h[n], "router" if router == "token" else f"routers.{r}")
-        want = hand.recursion(h[n:n + 1], r + 1, torch.tensor([0]))
-        if router == "expert":
-            want = h[n:n + 1] + 0.1 * s.sigmoid() * want
-        assert relative(got[n:n + 1], want) < 1e-10
-        assert takes[n] == (s.argmax() >= r if router == "token" else s >= 0)
-
-
 # ---- conversion and precision ----
 
 # (share, layers, recursions, init): the source's layers that each stored block is the mean of
@@ -401,3 +375,81 @@ def test_routers_keep_full_precision(sizes):
         assert out.dtype == torch.float32 and relative(out, layers(h.float())) < 1e-6
     model.bfloat16()(x)
     assert found[-1][2].dtype == torch.float32
+
+
+# ---- training runs ----
+
+def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
+    """Logged fractions: all tokens take all recursions at step 0, half do after the warm-up. Its steps cost more. A
+    resumed run counts both as if it had not been stopped."""
+    runs.run("mor", tmp_path, data_dir, "capacity_warmup=4", stop_after=4)
+    trainer = runs.run("mor", tmp_path, data_dir, "resume=true")
+    rows = [row for row in plot.read_log(trainer.folder / "log.jsonl") if "lr" in row]
+    capacities = [(1 + (1 + math.cos(math.pi * step / 4)) / 2) / 2 for step in (1, 2, 3)]
+    assert [row["depth2"] for row in rows] == [1.0, *(int(16 * capacity) / 16 for capacity in capacities), 0.5, 0.5]
+    cost = [32 * trainer.model.flops_per_token(step=step) for step in range(6)]
+    assert cost[0] > cost[2] > cost[4] == 32 * trainer.model.flops_per_token()
+    assert [row["flops"] for row in rows] == pytest.approx([sum(cost[:step]) for step in range(1, 7)])
+
+
+def test_a_budget_of_operations_sets_the_steps(tmp_path, data_dir):
+    step = 2 * 16 * runs.run("gpt", tmp_path, data_dir, "max_steps=1").model.flops_per_token()
+    trainer = runs.run("gpt", tmp_path / "b", data_dir, f"max_flops={4.5 * step}")
+    row = plot.read_log(trainer.folder / "log.jsonl")[-1]
+    assert trainer.step == trainer.cfg.max_steps == row["step"] == 4 and row["flops"] == pytest.approx(4 * step)
+    assert runs.run("gpt", tmp_path / "b", data_dir, "resume=true").step == 6, "max_steps=6, given, wins"
+    with pytest.raises(UserError, match="max_flops=1e[+]03 is less than one step of"):
+        runs.run("gpt", tmp_path / "c", data_dir, "max_flops=1000")
+
+
+def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
+    """Several budgets from one run: a plateau's checkpoint, resumed with a nearer end, is the shorter run."""
+    keys = ["lr_schedule=trapezoid", "cooldown_frac=0.5", "warmup_steps=1", "gradient_accumulation_steps=1"]
+    runs.run("mor", tmp_path / "long", data_dir, *keys, "max_steps=8", "keep_interval=2")
+    assert sorted(p.name for p in (tmp_path / "long" / "r").glob("step_*.pt")) == [f"step_{n}.pt" for n in (2, 4, 6, 8)]
+    short = runs.run("mor", tmp_path / "short", data_dir, *keys, "max_steps=4")
+    (tmp_path / "branch" / "r").mkdir(parents=True)
+    (tmp_path / "long" / "r" / "step_2.pt").rename(tmp_path / "branch" / "r" / "ckpt.pt")
+    branch = runs.run("mor", tmp_path / "branch", data_dir, "resume=true", "max_steps=4")
+    assert checkpoint.fingerprint(branch.state()["weights"]) == checkpoint.fingerprint(short.state()["weights"])
+
+
+def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):
+    runs.run("mor", tmp_path, data_dir)
+    (tmp_path / "text.txt").write_text("def a(b):\n\treturn 1")
+    capsys.readouterr()
+    sample.main([str(tmp_path / "r"), f"prompt=FILE:{tmp_path / 'text.txt'}", f"depths={tmp_path / 'd.png'}"])
+    shown = capsys.readouterr()
+    assert shown.out.count("\033[0m") == 16 and "16 tokens, recursions 1:" in shown.err       # cropped to block_size
+    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
+    """val_ce is that of the causal choice, val_ce_topk that of choosing among all. Dead positions took the last
+    recursion in no row of any batch; each evaluation starts again. The depth may be capped."""
+    trainer = runs.run("mor", tmp_path, data_dir, "eval_batches=6", "n_loop=4", "n_layer=6")
+    rows = [trainer.batches.cut(trainer.batches.val, batch)[0] for batch in trainer.batches.val_batches(6)]
+    model = trainer.model.eval()
+    ever = torch.stack([(model.recursions(x) == 4).any(0) for x in rows])
+    dead, each = 1 - ever.any(0).double().mean().item(), 1 - ever.double().mean().item()
+    for _ in range(2):
+        whole = train.evaluate(trainer)
+        assert whole["val_dead"] == pytest.approx(dead) != pytest.approx(each)
+    model.set_step(0)       # a process of two, of which only the other has a batch, adds to the sum too
+    sums = []
+    assert model.end_evaluation(lambda *values: sums.append(values) or values) == {"dead": 1} and len(sums[0]) == 16
+    assert sum(whole[f"val_depth{d}"] for d in (1, 2, 3, 4)) == pytest.approx(1) and whole["val_depth1"] < 1
+    argv = f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "eval_only=true", "exit_loop=1"
+    capped = train.evaluate(train.setup(argv))
+    assert capped["val_depth1"] == 1 and len({whole["val_ce"], whole["val_ce_topk"], capped["val_ce"]}) == 3
+
+
+@pytest.mark.parametrize("name, sizes, lines", [
+    ("mor", dict(n_layer=8, n_loop=3), {"training": 6, "decoding": 4, "cache": 1, "requests:": 1}),
+    ("lrt", dict(n_layer=1), {"training": 7, "decoding": 4, "prefill": 3})])
+def test_the_bench_runs(name, sizes, lines, capsys):
+    """Every line of lab.bench mor and lrt, but those of requests, at tiny sizes on a CPU."""
+    model, cfg = tiny(name, block_size=8, n_head=1, n_embd=8, **sizes).float(), TrainConfig(model=name, batch_size=2)
+    bench.BENCHES[name](model, cfg, torch.device("cpu"), rounds=1)
+    found = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert {word: found.count(word) for word in lines} == lines

@@ -4,14 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from lab import bench
 import model_rt
 import rt_wavefront
 import runs
 from conftest import tiny
 from kernel_cases import INTERPRETED, Memory, assert_close, few
-from common.process import TrainConfig
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, rms, tokens
 
 
@@ -22,11 +21,10 @@ def rt(schedule, **sizes):
 
 # ---- one function ----
 
-SWITCHES = [dict(pos="rope", n_mlp=7), dict(pos="none", tie_embeddings=True), dict(qk_norm="full"), dict(n_kv_head=1),
-            dict(n_kv_head=2, qk_norm="full", pos="rope")]
-BLOCKS = [dict(kv_norm=False, qk_norm="full"), dict(block=5, pos="rope", n_kv_head=2)]  # tiled
+SWITCHES = [dict(pos="none", n_mlp=7, n_kv_head=1), dict(n_kv_head=2, qk_norm="full", pos="rope", tie_embeddings=True)]
 CASES = [*((T, dict(n_layer=L), [1, 8, 64]) for T, L in ((1, 3), (2, 3), (63, 3), (100, 1))),
-         *((T, switch, [10] * (switch in SWITCHES)) for T in (4, 37) for switch in SWITCHES + BLOCKS)]
+         *((T, switch, [10]) for T in (4, 37) for switch in SWITCHES),
+         (37, dict(kv_norm=False, qk_norm="full"), [])]     # the wavefront has not this one
 
 
 @pytest.mark.parametrize("T, sizes, chunks", CASES, ids=str)
@@ -47,20 +45,21 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("sizes, forward, prompt", [
-    (dict(fast=True), "wavefront", "wavefront"), (dict(fast=True, block=2), "tiled", "token"),
-    (dict(fast=False), "naive", "token"), (dict(fast=False, schedule="wavefront"), "wavefront", "wavefront")])
+    (dict(fast=True), "wavefront", "wavefront"), (dict(fast=True, kv_norm=False), "tiled", "token"),
+    (dict(fast=False), "naive", "token"), (dict(fast=False, schedule="wavefront"), "wavefront", "wavefront"),
+    (dict(recurrent=False), "all tokens", "all tokens")])
 def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, forward, prompt):
     """fast picks, schedule overrides; a prompt goes through the wavefront too, or token by token."""
     ran, model = [], tiny("rt", **sizes)
     for owner, name, schedule in ((rt_wavefront, "run_layers", "wavefront"), (rt_wavefront, "prefill", "wavefront"),
                                   (model_rt, "layer_tiled", "tiled"), (model_rt.Layer, "forward", "naive"),
-                                  (model_rt.Model, "step", "token")):
+                                  (model_rt.Model, "layers_at_once", "token")):
         spy = lambda *a, schedule=schedule, f=getattr(owner, name): (ran.append(schedule), f(*a))[1]
         monkeypatch.setattr(owner, name, spy)
     for cache, schedule in ((None, forward), (model.init_cache(2, 20), prompt)):
         ran.clear()
         model(tokens(2, 20), cache=cache)
-        assert set(ran) == {schedule}
+        assert ran == ["token"] if schedule == "all tokens" else set(ran) == {schedule}
 
 
 def test_every_query_meets_every_earlier_key_once(monkeypatch):
@@ -78,27 +77,46 @@ def test_every_query_meets_every_earlier_key_once(monkeypatch):
         assert torch.equal(table, torch.ones(T, T).tril(-1))
 
 
-def test_the_naive_loop_copies_keys_only_for_autograd(monkeypatch):
-    """Without gradients keys are written into a buffer; with them each position appends to four lists of them."""
-    sizes, cat, model = [], torch.cat, rt("naive", n_layer=1)
-    monkeypatch.setattr(torch, "cat", lambda tensors, *a: (sizes.append(len(tensors)), cat(tensors, *a))[1])
-    with torch.no_grad():
-        model(tokens(1, 30))
-    assert sizes == [30]
-    model(tokens(1, 30))
-    assert sorted(sizes[1:]) == 4 * 30 * [2] + [30]
+# ---- its neighbours ----
+
+def plain_transformer(model, idx):
+    """The logits of a Transformer with the weights of this RT, written out; RoPE by complex numbers."""
+    (B, T), cfg = idx.shape, model.cfg
+    H, D, t = cfg.n_head, cfg.head_dim, torch.arange(T, dtype=torch.float64)
+    norm = lambda u, n: n.weight * u / (u.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    bias = torch.zeros(H, T, T).double()
+    if cfg.pos == "alibi":
+        bias = -2.0 ** (-8 * torch.arange(1, H + 1).double() / H)[:, None, None] * (t[:, None] - t)
+    bias = bias.masked_fill(t[:, None] < t, -math.inf)
+    turn = torch.exp(1j * t[:, None] * 10000 ** (-torch.arange(0, D, 2).double() / D))
+
+    def heads(u, rotate=cfg.pos == "rope"):
+        u = u.view(B, T, -1, D).transpose(1, 2)
+        if rotate:
+            u = torch.complex(*u.split(D // 2, -1)) * turn
+            u = torch.cat([u.real, u.imag], -1)
+        return u.repeat_interleave(H // u.size(1), 1)
+    x = model.wte(idx)
+    for b in model.blocks:
+        n = norm(x, b.norm1)
+        q, k = heads(norm(b.wq(n), b.q_norm)), heads(norm(b.wk(n), b.k_norm))
+        a = (q @ k.mT / math.sqrt(D) + bias).softmax(-1) @ heads(b.wv(n), False)
+        x = x + b.wo(a.transpose(1, 2).flatten(2))
+        x = x + b.w_down(F.gelu(b.w_up(norm(x, b.norm2))))
+    return model.head(norm(x, model.norm))
 
 
-@pytest.mark.parametrize("schedule", ["naive", "tiled"])
+@pytest.mark.parametrize("schedule", ["naive", "tiled", "wavefront"])
 @pytest.mark.parametrize("pos", ["alibi", "rope", "none"])
-def test_one_block_of_all_positions_is_the_plain_transformer(schedule, pos):
-    """b = T (section 9): logits, loss, every gradient, and decoding are model_gpt's."""
-    gpt, x = tiny("gpt", mlp="gelu", pos=pos, n_kv_head=2, tie_embeddings=False), tokens(2, 51)
-    model = rt(schedule, block=100, pos=pos, n_kv_head=2)
-    renamed = lambda named: {name.replace(".attn.", ".").replace(".mlp.", "."): w for name, w in named.items()}
-    model.load_state_dict(renamed(gpt.state_dict()))
-    logits, loss, grads = outputs_and_gradients(gpt, x)
-    assert_same(outputs_and_gradients(model, x), (logits, loss, renamed(grads)))
+def test_without_recurrence_it_is_the_plain_transformer(schedule, pos):
+    """Logits, loss, every gradient, and decoding of ragged rows."""
+    model, x = rt(schedule, recurrent=False, pos=pos, n_kv_head=2, qk_norm="full"), tokens(2, 51)
+    found = outputs_and_gradients(model, x)
+    model.zero_grad()
+    logits = plain_transformer(model, x[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+    loss.backward()
+    assert_same(found, (logits, loss, {n: p.grad for n, p in model.named_parameters()}), all_reached=True)
     assert_cache_is_forward(model, [37, 20], [16, 1, 1, 19], 1e-10)
 
 
@@ -126,46 +144,27 @@ def test_theorem_4_1(schedule):
 
 # ---- precision and memory ----
 
-@pytest.mark.parametrize("pos, qk_norm", [("alibi", "none"), ("none", "full")])
-def test_bfloat16_attention_is_rounded_nowhere_inside(monkeypatch, pos, qk_norm):
-    """A chunk's attention from bfloat16 q, k, v, in training forward and backward, a prefill and one that goes on,
-    against the definition's softmax in float64. Six heads: their slopes are no powers of two, and would be rounded."""
-    chunks = []
-
-    class Spied(rt_wavefront.ChunkAttention):
-        def __init__(self, run, *given):
-            super().__init__(run, *given)
-            self.given, self.found = [u.clone() for u in given], []
-            chunks.append(self)
-
-        def read(self, i):
-            self.found.append(super().read(i))
-            return self.found[-1]
-
-        def recompute(self, *pairs):
-            self.found = super().recompute(*pairs)
-            return self.found
-    monkeypatch.setattr(rt_wavefront, "ChunkAttention", Spied)
-    sizes = dict(n_head=6, n_embd=48, n_layer=2, chunk=64, block_size=200)
-    model, x = tiny("rt", pos=pos, qk_norm=qk_norm, **sizes).float(), tokens(2, 200)
+@pytest.mark.parametrize("pos", ["alibi", "none"])
+def test_bfloat16_attention_is_rounded_nowhere_inside(pos):
+    """A chunk's attention from bfloat16 q, k, v, forward and as backward recomputes it, against the definition's softmax
+    in float64. Six heads: their slopes are no powers of two, and would be rounded."""
+    cfg, generator = model_rt.Config(n_head=6, n_kv_head=3, n_embd=48, pos=pos, chunk=64), torch.Generator().manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
-        model(x, x)[1].backward()
-        with torch.no_grad():
-            cache = model.init_cache(2, 200)
-            for part in x.split(100, 1):
-                model(part, cache=cache)
-    assert cache.k[0].dtype == torch.bfloat16 and any(isinstance(c.found, tuple) for c in chunks)
-    slopes = [2 ** (-8 * h / 6) for h in range(1, 7)] if pos == "alibi" else [0.0] * 6
-    for c in chunks:
-        assert c.given[0].dtype == torch.bfloat16
-        q, out, lse = (u.double() for u in c.given)
-        forward, (C, D) = isinstance(c.found, list), q.shape[3:]
-        k, v = (u.double().reshape(q.shape) for u in (c.k, c.v.mT if forward else c.v))
-        distance = torch.arange(C)[:, None] - torch.arange(C)
-        s = q @ k.mT / math.sqrt(D) - torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance
-        p = torch.cat([lse[..., None], s.masked_fill(distance <= 0, -math.inf)], -1).softmax(-1)
-        want = p[..., :1] * out + p[..., 1:] @ v
-        a = torch.stack([u.view(*q.shape[:3], D) for u in c.found], 3) if forward else c.found[0]
+        run = rt_wavefront.Wavefront(cfg, torch.zeros(2, 64, 48))
+    q, k, v, out = (torch.randn(3, 2, heads, 64, 8, generator=generator) for heads in (6, 3, 3, 6))     # of three layers
+    q, k, v, lse = q.bfloat16(), k.bfloat16(), v.bfloat16(), 3 * out.sum(-1)
+    forward, found = rt_wavefront.ChunkAttention(run, q, out, lse), []
+    for i in range(64):
+        found.append(forward.read(i).unflatten(-1, (6, 8)))
+        forward.write(i, k[..., i, :], v[..., i, :])
+    again, _ = rt_wavefront.ChunkAttention(run, q, out, lse).recompute(k, v, torch.zeros_like(k), torch.zeros_like(v))
+    distance = torch.arange(64)[:, None] - torch.arange(64)
+    slopes = 2 ** (-8 * torch.arange(1, 7).double() / 6) if pos == "alibi" else torch.zeros(6).double()
+    k, v = (u.double().repeat_interleave(2, 2) for u in (k, v))
+    s = q.double() @ k.mT / math.sqrt(8) - slopes[:, None, None] * distance
+    p = torch.cat([lse[..., None].double(), s.masked_fill(distance <= 0, -math.inf)], -1).softmax(-1)
+    want = p[..., :1] * out + p[..., 1:] @ v
+    for a in (torch.stack(found, 3), again):
         assert a.dtype == torch.float32 and rms(a - want) < 2e-6 * rms(want)
 
 
@@ -179,15 +178,13 @@ def test_saved_for_the_backward_are_x_and_y_of_each_layer():
     assert memory.now < 8 * y.numel() * (3 + 2) * 1.05 + tables, "more is alive than x, every y, and the result's copy"
 
 
-@pytest.mark.parametrize("schedule, T, block", [("wavefront", 512, 1), ("tiled", 512, 1024)])
-def test_memory_grows_linearly_with_the_length(schedule, T, block):
+@pytest.mark.parametrize("sizes, T", [(dict(schedule="wavefront"), 512), (dict(recurrent=False), 1024)])
+def test_memory_grows_linearly_with_the_length(sizes, T):
     """Forward and backward, the sum of all tensors and the largest one: a T x T tensor would grow four times."""
     def peak(T):
-        torch.manual_seed(0)
-        model = model_rt.Model(model_rt.Config(n_layer=2, n_embd=16, n_head=2, schedule=schedule, block=block))
-        x = torch.randn(1, T, 16, requires_grad=True)
+        model, idx = model_rt.Model(model_rt.Config(n_layer=2, n_embd=16, n_head=2, vocab_size=7, **sizes)), tokens(1, T, 7)
         with Memory() as memory:
-            model.layers(x).sum().backward()
+            model.hidden(idx).sum().backward()
         return memory
     short, long = peak(T // 2), peak(T)
     assert long.largest < 2.3 * short.largest and long.peak < 2.3 * short.peak
@@ -208,19 +205,6 @@ def test_initial_weights():
             if name.endswith(("wo.weight", "w_down.weight")):
                 sigma = 1 / math.sqrt(2 * p.size(1) * (int(name.split(".")[1]) + 1))
             assert 0.97 < p.std().item() / sigma < 1.0 and p.abs().max() <= 3 * sigma, name     # the cut takes 1.3 %
-
-
-def test_the_bench_runs(capsys):
-    """Both tables of bench.py rt, at tiny sizes on a CPU, and the physical floor of the paper's layer."""
-    cpu, train = torch.device("cpu"), TrainConfig(model="rt", batch_size=2)
-    model = model_rt.Model(model_rt.Config(n_layer=2, n_embd=16, n_head=2, block_size=12))
-    bench.bench_rt(model, train, cpu, rounds=1, lengths=(8, 16))
-    bench.bench_rt_layers(model.cfg, train, cpu, (2,), 1)
-    out = capsys.readouterr().out
-    assert "T    16" in out and "grows as T^e" in out and "does not fit" not in out
-    counts = [out.count(words) for words in (" naive ", " tiled ", "x wavefront", "decoding", "tokens/s")]
-    assert counts == [4, 4, 8, 2, 10]
-    assert 2.2 < bench.rt_floor(model_rt.Config(n_embd=1024, n_head=16, block_size=512), 8) < 2.8
 
 
 def test_graphs_are_recorded_and_reused(monkeypatch):
@@ -266,7 +250,7 @@ def test_graphs_replay_the_same(dtype):
 @pytest.mark.parametrize("device, dtype, tolerance", [("cpu", torch.float32, 1e-5)] if INTERPRETED else [
     pytest.param("cuda", torch.float64, 1e-9, marks=pytest.mark.gpu),
     pytest.param("cuda", torch.float32, 1e-3, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("case", few([("tiled", dict(block=3)), *itertools.product(
+@pytest.mark.parametrize("case", few([("wavefront", dict(recurrent=False)), *itertools.product(
     ("wavefront", "tiled"), (dict(pos="rope", n_kv_head=1, qk_norm="full"), {}))], 2), ids=str)
 def test_schedules_agree_on_the_kernels(case, device, dtype, tolerance):
     """CUDA in float64: the reference implementations; float32 without tf32, and interpreted_kernels.py: Triton."""

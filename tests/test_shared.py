@@ -51,26 +51,56 @@ def test_lines_and_functions_are_short(file):
 
 def test_every_requirement_is_pinned():
     pinned = re.compile(r'[A-Za-z0-9_-]+==[0-9.]+(; sys_platform == "linux")?(\s+#.*)?$')
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        assert not line.strip() or line.startswith("#") or pinned.match(line), line
+    for file in (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"):
+        for line in file.read_text().splitlines():
+            assert line.startswith(("#", "-r ../requirements.txt")) or pinned.match(line), line
 
 
-def imports(file):
+def imports(tree):
     """The project's modules that a file imports, in functions too: {"common.keys", "model_gpt"}."""
-    modules = {".".join(f.relative_to(ROOT).with_suffix("").parts) for f in SOURCES}
-    for node in ast.walk(ast.parse(file.read_text())):
+    modules = {name_of(f) for f in SOURCES}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name in modules)
+            yield from {a.name for a in node.names} & modules
         if isinstance(node, ast.ImportFrom):
-            yield from ({node.module, *(f"{node.module}.{a.name}" for a in node.names)} & modules)
+            yield from {node.module, *(f"{node.module}.{a.name}" for a in node.names)} & modules
+
+
+def name_of(file):
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+
+
+# The two wings and the one door: what a file may import, the first pattern that fits its name.
+ARROWS = {
+    # reading: a model file can be copied into any project, with what stands here
+    "model_gpt|kernels_triton": "", "kernels": "kernels_triton", "rt_wavefront": "model_gpt|kernels",
+    "model_rt": "model_gpt|kernels|rt_wavefront", "model_.*": "model_gpt|kernels",
+    # running
+    "prepare|sample": r"common\..*", "serve": r"common\..*|sample|model_gpt",
+    "train": r"common\..*|sample|prepare|lab\.plot", r"common\..*": r"common\..*", r"lab\..*": "(?!train$).*"}
+# Work that is not done yet: each goes with the issue or the part of it that takes it away.
+KNOWN = {("kernels_triton", "kernels"), ("kernels", "model_gpt"), ("sample", "serve"), ("sample", "lab.plot"),
+         ("serve", "lab.page")}
 
 
 def test_imports_go_one_way():
-    """No circle, nothing imports train.py, and no method's file another method's."""
-    reads = {".".join(f.relative_to(ROOT).with_suffix("").parts): set(imports(f)) for f in SOURCES}
-    reads["kernels"] -= {"kernels_triton"}      # an exception: loaded where there is a GPU
-    reads["serve"] -= {"lab.page"}              # another: loaded where port= is given
-    assert [name for name in reads if "train" in reads[name]] == []
-    for name in (n for n in reads if n.startswith("model_")):
-        assert not {r for r in reads[name] if r.startswith("model_")} - {"model_gpt"}, name
+    trees = {name_of(f): ast.parse(f.read_text()) for f in SOURCES}
+    reads = {name: {r for r in imports(tree) if (name, r) not in KNOWN and r != "fused"}
+             for name, tree in trees.items() if name != "fused"}        # fused.py goes too
+    for name, modules in reads.items():
+        arrow = next(to for of, to in ARROWS.items() if re.fullmatch(of, name))
+        assert [m for m in modules if not re.fullmatch(arrow, m)] == [], name
     graphlib.TopologicalSorter(reads).prepare()         # an error that names the circle, if there is one
+    guarded = [n for block in ast.walk(trees["train"]) if isinstance(block, ast.Try) for n in block.body]
+    assert "lab.plot" in imports(ast.Module(guarded, [])), "the picture at the end of a run is optional"
+    assert [n for n in trees["train"].body if isinstance(n, ast.ImportFrom) and n.module.startswith("lab")] == []
+
+
+PRIVATE = re.compile(r"(?!self\.|cls\.)\w+(\.\w+)*\._(?!_|exit$|replace$)\w+")     # os._exit and namedtuple's are public
+KNOWN_PRIVATE = {"tokenizer.py", "kernels.py", "timing.py", "model_mor.py"}          # not mended yet
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda f: f.name)
+def test_no_private_name_of_a_library(file):
+    names = {ast.unparse(n) for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)}
+    assert file.name in KNOWN_PRIVATE or [n for n in names if PRIVATE.fullmatch(n)] == []

@@ -1,5 +1,5 @@
 """Synthetic tasks: every example against a checker written from the task's definition, what an
-example depends on, training on tasks, accuracies, and compression's decoder."""
+example depends on, training on tasks, and accuracies."""
 import itertools
 import math
 import re
@@ -17,14 +17,13 @@ import sample
 from common import tasks
 import train
 from common.keys import UserError
-from conftest import MODELS
 from common.data import TextBatches
-from common.process import TrainConfig
+from common.config import TrainConfig
 from common.tokenizer import TaskTokenizer, load_tokenizer
 
 every_task = pytest.mark.parametrize("task", tasks.TASKS)
 LENGTHS = {"recall": (4, 6, 128), "noisy_recall": (4, 6, 128), "fuzzy_recall": (11, 12, 17, 128),
-           "selective_copying": (34, 35, 256), "compression": (2, 3, 32), "memorization": (2, 32),
+           "selective_copying": (34, 35, 256), "memorization": (2, 32),
            "copying": (2, 4, 128), "needles": (32, 33, 128), "s3": (1, 2, 33), "s5": (1, 2, 33)}
 
 
@@ -71,10 +70,6 @@ def check_selective_copying(x, y):
     assert y == [-1] * (len(x) - n) + letters and 0 <= min(letters) <= max(letters) < 14
 
 
-def check_compression(x, y):
-    assert x[-1] == 15 and y == x[:-1] + [-1] and 0 <= min(y[:-1]) <= max(y[:-1]) < 15
-
-
 def check_memorization(x, y):
     keys, values = x[::2], y[1::2]
     assert x[1::2] == [255] * len(keys) and y[::2] == [-1] * len(keys)
@@ -110,7 +105,7 @@ def check_state(x, y, n):
 
 CHECKS = {"recall": check_recall, "noisy_recall": lambda x, y: check_recall(x, y, noise=True),
           "fuzzy_recall": check_fuzzy_recall, "selective_copying": check_selective_copying,
-          "compression": check_compression, "memorization": check_memorization,
+          "memorization": check_memorization,
           "copying": check_copying, "needles": check_needles,
           "s3": lambda x, y: check_state(x, y, 3), "s5": lambda x, y: check_state(x, y, 5)}
 
@@ -144,9 +139,6 @@ def test_what_is_strewn_is_strewn_evenly():
     rows = np.array([x for x, _ in examples("noisy_recall", 128, count=400)])
     noise = (rows[:, ::2] >= 16).mean(0)  # of each pair; the last never is noise
     assert noise[-1] == 0 and abs(noise[:-1] - 0.2).max() < 0.1
-    rows = [x for x, _ in examples("selective_copying", 256, count=400)]
-    blanks = np.array([np.diff([-1] + [i for i, t in enumerate(x) if t < 14]) - 1 for x in rows])
-    assert abs(blanks.mean(0) - 223 / 16).max() < 1 and blanks.min() < 5  # before each letter
     rows = [x for x, _ in examples("needles", 128, count=2000)]
     first = [next(i for i, t in enumerate(x) if t < 16) for x in rows]
     asked = [x[112::2].index(x[i]) for x, i in zip(rows, first)]
@@ -265,87 +257,24 @@ def test_counting_by_hand():
     assert (int(tokens), int(rows)) == (2 + 0 + 2 + 2, 2)
 
 
-def fractions(right, calls):
-    """The fractions of scored targets, and of rows, that are right, over (idx, targets)."""
-    rows = [[r for r, t in zip(*row) if t != -1] for idx, y in calls for row in zip(right(idx).tolist(), y.tolist())]
-    token, sequence = np.mean(sum(rows, [])), np.mean([all(row) for row in rows])
-    assert 0 < sequence < token < 1
-    return [pytest.approx(token, abs=1e-6), pytest.approx(sequence, abs=1e-6)]
-
-
-def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path, monkeypatch):
-    """Of training's micro-batches one has few targets; of validation's the last one is shorter. The model says the
-    target where right(idx); its loss is the number of the call."""
-    original, calls = tasks.TaskBatches.micro_batch, []
-    right = lambda idx: (idx != 0) | (idx.roll(1, 1) != 0)         # noqa: E731
-
-    def masked(self, step, index):
-        x, y = original(self, step, index)
-        return x, y.masked_fill(torch.arange(16) >= (2 if index == 1 else 12), -1)
-
-    def forward(idx, targets):
-        calls.append((idx, targets))
-        said = torch.where(right(idx), targets, (targets + 1) % 6).clamp(min=0)
-        loss = trainer.model.wte.weight.sum() * 0 + len(calls)
-        return torch.nn.functional.one_hot(said, 6).float(), loss, {"ce": loss.detach()}
-    monkeypatch.setattr(tasks.TaskBatches, "micro_batch", masked)
-    trainer = train.setup(arguments("gpt", tmp_path, "s3", "gradient_accumulation_steps=3",
-                                    "batch_size=300", "eval_batches=0", "grad_clip=0"))
-    monkeypatch.setattr(trainer.model, "forward", forward)
-    logged, _ = trainer.train_step(type("", (), {"asked": False}))
-    assert [logged[k] for k in ("token_accuracy", "sequence_accuracy")] == fractions(right, calls)
-    assert len(calls) == 3 and logged["ce"] == pytest.approx((12 * 1 + 2 * 2 + 12 * 3) / 26)
-    calls.clear()
-    result = trainer.evaluate()
-    assert [result[k] for k in ("val_token_accuracy", "val_sequence_accuracy")] == fractions(right, calls)
-    assert [len(idx) for idx, _ in calls] == [300, 300, 300, 300, 80]
-    assert result["val_ce"] == pytest.approx((300 * (1 + 2 + 3 + 4) + 80 * 5) / 1280)
-
-
-# compression's decoder --------------------------------------------------------------------------
-
-def test_the_decoder_reads_the_last_position_alone():
-    torch.manual_seed(0)
-    head = tasks.CompressionHead(12, 16).double()
-    hidden = torch.randn(3, 7, 12, dtype=torch.float64, requires_grad=True)
-    logits = head(hidden)
-    assert logits.shape == (3, 7, 16) and (logits[:, 0] - logits[:, 5]).abs().max() > 1e-3
-    gradient, = torch.autograd.grad(logits[0, 2].square().sum(), hidden)
-    assert (gradient[0, -1] != 0).all() and gradient[0, :-1].eq(0).all() and gradient[1:].eq(0).all()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_compression_on_every_model(name, tmp_path):
-    """The first loss is that of guessing; Muon leaves the decoder to AdamW; the decoder and the model's own embedding
-    learn; the checkpoint brings the decoder back."""
-    options = ["max_steps=3", "dropout=0", "optimizer=muon"]
-    before = train.setup(arguments(name, tmp_path / "fresh", "compression", *options)).model
-    trainer = run(name, tmp_path, "compression", *options)
-    assert abs(plot.read_log(tmp_path / "r" / "log.jsonl")[0]["ce"] - math.log(16)) < 0.1
-    (muon,) = (o for o in trainer.optimizers if isinstance(o, torch.optim.Muon))
-    taken = {id(p) for group in muon.param_groups for p in group["params"]}
-    assert taken and not taken & set(map(id, trainer.model.head.parameters()))
-    for part in ("head.", "wte"):
-        moved = [not torch.equal(p, q) for (n, p), q in zip(before.named_parameters(), trainer.model.parameters())
-                 if n.startswith(part)]
-        assert moved and all(moved)
-    model, tokenizer, _ = checkpoint.load_run(tmp_path / "r")
-    x = trainer.batches.cut(trainer.batches.val, [0, 1])[0]
-    assert torch.equal(model(x)[0], trainer.model.eval()(x)[0]) and tokenizer.vocab_size == 16
-
-
-def test_weights_and_decoder_belong_together(tmp_path):
-    """Compression needs compression's weights, other tasks do not take them."""
-    for task in ("compression", "recall"):
-        run("gpt", tmp_path / task, task, "max_steps=1", "pos=alibi", "tie_embeddings=true")
-
-    def setup(task, source, *extra):
-        return train.setup([f"init_from={tmp_path / source / 'r'}", f"out_dir={tmp_path}", "run=new",
-                            f"dataset=task:{task}", "device=cpu", "eval_batches=2", *extra])
-    longer = setup("compression", "compression", "block_size=20")
-    assert longer.model.cfg.block_size == 20 and longer.evaluate()["val_ce"] > 0
-    for task, source in ("recall", "compression"), ("compression", "recall"):
-        with pytest.raises(UserError, match="only task:compression has a decoder"):
-            setup(task, source)
-    with pytest.raises(UserError, match="writes no text"):
-        sample.main([str(tmp_path / "compression" / "r"), "prompt=1"])
+def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path):
+    """Micro-batches have other numbers of targets, validation's last one fewer rows: the fractions are those of all
+    rows at once."""
+    def fractions(model, x, y):
+        with torch.no_grad():
+            right = (model(x)[0].argmax(-1) == y) | (y == -1)
+        counts = int((right & (y != -1)).sum()) / int((y != -1).sum()), int(right.all(1).sum()) / len(y)
+        return [pytest.approx(n, abs=1e-6) for n in counts]
+    names = ["token_accuracy", "sequence_accuracy"]
+    trainer = train.setup(arguments("gpt", tmp_path, "recall", "gradient_accumulation_steps=5", "batch_size=300",
+                                    "dropout=0", "eval_batches=0", "block_size=6", "tie_embeddings=false"))
+    parts = [trainer.batches.micro_batch(0, i) for i in range(5)]
+    assert len({int((y != -1).sum()) for _, y in parts}) > 1
+    want = fractions(trainer.model, *map(torch.cat, zip(*parts)))
+    assert 0 < want[1].expected != want[0].expected > 0
+    logged, _ = train.train_step(trainer, [])
+    assert [logged[name] for name in names] == want
+    result, (x, y) = train.evaluate(trainer), map(torch.from_numpy, trainer.batches.val.examples)
+    assert [result[f"val_{name}"] for name in names] == fractions(trainer.model, x, y)
+    ce = torch.nn.functional.cross_entropy(trainer.model(x)[0].flatten(0, 1), y.flatten(), ignore_index=-1)
+    assert result["val_ce"] == pytest.approx(float(ce), rel=1e-5)

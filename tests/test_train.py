@@ -1,5 +1,4 @@
 """The trainer: resuming, schedules, optimizers, logs, signals, several processes."""
-import contextlib
 import json
 import math
 import os
@@ -7,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import numpy as np
 import pytest
@@ -18,13 +16,12 @@ from common import data
 from common import llama
 from common import optim
 from lab import plot
-from common import process
 import runs
 import train
 from common.keys import UserError
 from conftest import MODELS, ROOT, TORCHRUN, python, two_processes
 from common.data import TokenData
-from common.process import TrainConfig
+from common.config import TrainConfig, read_config
 
 models = pytest.mark.parametrize("name", MODELS)
 
@@ -41,7 +38,7 @@ def test_resume_at_every_step_is_bit_identical(name, more, tmp_path, data_dir):
     whole = runs.run(name, tmp_path / "whole", data_dir, *options)
     assert "balance=loss_free" not in more or whole.model.balance_bias.any()
     never = runs.run(name, tmp_path / "never", data_dir, *options, "eval_interval=100")
-    assert checkpoint.fingerprint(never.state()["weights"]) == checkpoint.fingerprint(whole.state()["weights"])
+    assert checkpoint.fingerprint(train.state(never)["weights"]) == checkpoint.fingerprint(train.state(whole)["weights"])
     x = torch.randint(0, whole.model.cfg.vocab_size, (1, 16))
     assert torch.equal(checkpoint.load_run(whole.folder)[0](x)[0], whole.model.eval()(x)[0])
     for k in [3] if more else range(1, 6):
@@ -64,18 +61,6 @@ def test_validation_reads_every_token_once(data_dir):
     assert sum(map(len, limited)) == 12 and limited[-1][-1] > 0.9 * len(seen) and limited[0][0] == 0
 
 
-def test_gradients_are_averaged_once_a_step(tmp_path, data_dir, monkeypatch):
-    """Of two processes with three micro-batches each, the last one's backward pass synchronizes."""
-    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=6"))
-    model, calls = trainer.model, []
-    trainer.forward = lambda x, y: calls.append("forward") or model(x, y)
-    trainer.forward.no_sync = lambda: calls.append("no sync") or contextlib.nullcontext()
-    monkeypatch.setattr(trainer.procs, "world", 2)
-    monkeypatch.setattr(trainer.procs, "sum", lambda *values: list(map(float, values)))
-    trainer.train_step(types.SimpleNamespace(asked=False))
-    assert calls == ["no sync", "forward", "no sync", "forward", "forward"]
-
-
 @models
 def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
     """The same eight sequences in one, two or eight micro-batches have the same gradients: losses count tokens, of
@@ -95,8 +80,8 @@ def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
         with torch.no_grad():               # zero-initialised projections would leave most gradients zero
             for p in trainer.model.double().parameters():
                 p.add_(0.1 * torch.randn_like(p))
-        trainer.update = lambda *_: [p.grad for p in trainer.model.parameters() if p.grad is not None]
-        return trainer.train_step(None)
+        train.forward_backward(trainer)
+        return [p.grad for p in trainer.model.parameters() if p.grad is not None]
     whole, *parts = (gradients(*split) for split in ((8, 1), (4, 2), (1, 8)))
     for part in parts:
         assert all((a - b).norm() <= 1e-13 * b.norm() for a, b in zip(part, whole, strict=True))
@@ -116,7 +101,7 @@ def test_resume_keeps_the_runs_settings_and_a_changed_key_holds(tmp_path, data_d
     assert trainer.step == 3 and trainer.cfg.init_from == ""
     assert "max_steps=6 is the run's own and stays; the file has 3" in capsys.readouterr().out
     trainer = train.setup([*argv, "weight_decay=0.05", "learning_rate=0.5", "max_steps=9"])
-    assert trainer.run() and trainer.step == 9
+    assert train.train(trainer) and trainer.step == 9
     assert {g["weight_decay"] for g in trainer.optimizers[0].param_groups} == {0.05, 0.0}
     assert {g["peak_lr"] for g in trainer.optimizers[0].param_groups} == {0.5}
 
@@ -129,7 +114,7 @@ def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
     def evaluate(trainer):
         assert checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")["step"] == trainer.step
         return {"val_ce": {2: 1.0, 4: 3.0, 6: 2.0}[trainer.step], "val_bpb": 1.0}
-    monkeypatch.setattr(train.Trainer, "evaluate", evaluate)
+    monkeypatch.setattr(train, "evaluate", evaluate)
     whole = runs.run("gpt", tmp_path / "a", data_dir, "eval_interval=2")
     runs.run("gpt", tmp_path / "b", data_dir, "eval_interval=2", stop_after=stop)
     with open(tmp_path / "b" / "r" / "log.jsonl", "a") as f:
@@ -154,7 +139,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
                  f"run={source.name}2", "overwrite=true", "batch_size=2", "sample_tokens=0", "device=cpu"]
         second = train.setup(start)
         assert second.step == 0 and second.optimizers[0].state_dict()["state"] == {}
-        assert checkpoint.fingerprint(second.state()["weights"]) == checkpoint.fingerprint(first.state()["weights"])
+        assert checkpoint.fingerprint(train.state(second)["weights"]) == checkpoint.fingerprint(train.state(first)["weights"])
         fields = train.setup([*start, f"config={tmp_path / 'long.yaml'}"]).model.cfg
         assert fields.block_size == 32 and fields.dropout == 0.25 and fields.n_embd == 16
 
@@ -186,20 +171,36 @@ def test_schedules_by_hand(schedule, factors):
 
 def test_the_log(tmp_path, data_dir):
     """The gradient's norm is logged as it was before it was clipped."""
-    trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "grad_clip=1e-3", "beta1=0", draw=True)
-    rows = [json.loads(line) for line in (trainer.folder / "log.jsonl").read_text().splitlines()]
-    steps = [r for r in rows if "ce" in r]
-    evaluations = [r for r in rows if "val_ce" in r]
+    trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "grad_clip=1e-3", "beta1=0")
+    rows = plot.read_log(trainer.folder / "log.jsonl")
+    steps, evaluations = ([r for r in rows if key in r] for key in ("ce", "val_ce"))
     assert [r["step"] for r in steps] == list(range(1, 7)) and [r["step"] for r in evaluations] == [2, 4, 6]
     assert all(r["tokens"] == 32 * r["step"] for r in rows)
     assert {"ce", "bpb", "lr", "grad_norm", "tokens_per_second", "seconds"} <= steps[0].keys()
     assert rows[-1]["flops"] == pytest.approx(6 * 32 * trainer.model.flops_per_token())
     moments = [s["exp_avg"] for s in trainer.optimizers[0].state_dict()["state"].values()]
     assert abs(torch.cat([x.flatten() for x in moments]).norm() - 1e-3) < 1e-5 and steps[-1]["grad_norm"] > 0.1
-    meta = trainer.batches.val
-    want = evaluations[0]["val_ce"] / math.log(2) * meta.tokens / meta.bytes
-    assert abs(evaluations[0]["val_bpb"] - want) < 1e-9
-    assert (trainer.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    val, result = trainer.batches.val, evaluations[0]
+    assert abs(result["val_bpb"] - result["val_ce"] / math.log(2) * val.tokens / val.bytes) < 1e-9
+
+
+@pytest.mark.parametrize("missing", [None, "matplotlib", "lab.plot"])
+def test_the_picture_never_ends_a_run(missing, tmp_path, data_dir, monkeypatch, capsys):
+    """Drawn at the end; without what it needs, and with settings that break it, there is a note."""
+    monkeypatch.setitem(sys.modules, missing, None) if missing else None
+    train.main(runs.arguments("gpt", tmp_path, data_dir, "max_steps=1"))
+    out, picture = capsys.readouterr().out, tmp_path / "r" / "curves.png"
+    assert ("note: no curves.png" in out) == (missing is not None) == (not picture.exists())
+    assert missing or picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir):
+    """A tokenizer without the characters of the default prompt: the text's own first ones take their place."""
+    (tmp_path / "ä.txt").write_text("äöü" * 500)
+    keys = [f"dataset=file:{tmp_path / 'ä.txt'}", "tokenizer=char", f"data_dir={tmp_path}", "max_steps=1", "sample_tokens=2"]
+    assert train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys)).cfg.sample_prompt == "äö"
+    with pytest.raises(UserError, match="sample_prompt: "):
+        train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys, "sample_prompt=x", "overwrite=true"))
 
 
 # things that go wrong -------------------------------------------------------------------------------------------
@@ -208,9 +209,16 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(tmp_path, data_di
     trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2"))
     trainer.model.wte.weight.register_hook(lambda g: g * (math.nan if trainer.step == 3 else 1))
     with pytest.raises(UserError, match="grad_norm is nan at step 3: stopped before the update"):
-        trainer.run()
+        train.train(trainer)
     assert trainer.step == 3 and checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")["step"] == 2
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_an_evaluation_that_is_not_finite_stops_the_run(tmp_path, data_dir, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", lambda run: {"val_ce": math.nan})
+    with pytest.raises(UserError, match="val_ce is nan at step 6"):
+        runs.run("gpt", tmp_path, data_dir)
+    assert not (tmp_path / "r" / "best.pt").exists()
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
@@ -242,27 +250,28 @@ def test_a_longer_run_goes_on_from_the_last_evaluation(tmp_path, data_dir):
 
 def test_weights_bring_the_config_file_of_their_model(tmp_path, data_dir):
     folder = runs.run("rat", tmp_path, data_dir, "max_steps=1").folder
-    cfg, fields, _, _ = process.read_config([f"init_from={folder}"])
+    cfg, fields, _, _ = read_config([f"init_from={folder}"])
     assert (cfg.model, cfg.run, fields["n_embd"]) == ("rat", "rat_tiny", 16)
 
 
 def test_a_folder_of_another_text_is_refused(tmp_path, capsys):
-    """Both names give the same folder. A text that has changed since is told."""
-    one, two = (types.SimpleNamespace(dataset=f"file:{tmp_path / name}.txt", tokenizer="byte", data_dir=tmp_path / "data")
-                for name in "äö")
+    """Both names give the same folder. A text that has changed since is told; a named folder has its own tokenizer."""
+    def cut(name, *more):
+        keys = [f"dataset=file:{tmp_path / name}.txt", "batch_size=1", "block_size=4", "eval_only=true", *more]
+        return train.setup(runs.arguments("gpt", tmp_path, tmp_path / "data", *keys, f"init_from={tmp_path / 'r'}"))
     for name in "äö":
         (tmp_path / f"{name}.txt").write_text("some text, " * 20)
-    folder = process.open_data(one)
-    assert process.open_data(one) == folder and "has changed" not in capsys.readouterr().out
+    keys = f"dataset=file:{tmp_path / 'ä'}.txt", "batch_size=1", "block_size=4", "max_steps=1"
+    runs.run("gpt", tmp_path, tmp_path / "data", *keys)
+    folder = cut("ä").batches.train.folder
+    assert "has changed since" not in capsys.readouterr().out
     os.utime(tmp_path / "ä.txt", (time.time() + 9,) * 2)
-    assert process.open_data(one) == folder and "has changed since" in capsys.readouterr().out
+    assert cut("ä").batches.train.folder == folder and "has changed since" in capsys.readouterr().out
     with pytest.raises(UserError, match="was made with dataset=.*ä.txt"):
-        process.open_data(two)
-    named = types.SimpleNamespace(dataset=folder.name, data_dir=tmp_path / "data")
-    tokens = TokenData(process.open_data(named), "train")
-    process.check_asked_tokenizer(named, {"tokenizer": "byte"}, tokens)
-    with pytest.raises(UserError, match="tokenizer=char, but .* was made with tokenizer=byte"):
-        process.check_asked_tokenizer(named, {"tokenizer": "char"}, tokens)
+        cut("ö")
+    assert cut("ä", f"dataset={folder.name}").batches.train.folder == folder
+    with pytest.raises(UserError, match="tokenizer=char is not the one of dataset="):
+        cut("ä", f"dataset={folder.name}", "tokenizer=char")
 
 
 @pytest.mark.parametrize("name, more", [
@@ -280,7 +289,7 @@ def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path,
     assert p.returncode == 0, p.stderr[-3000:]
     two = checkpoint.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")
     assert "2 processes" in p.stdout and two["step"] == one.step
-    assert checkpoint.fingerprint(two["weights"]) == checkpoint.fingerprint(one.state()["weights"])
+    assert checkpoint.fingerprint(two["weights"]) == checkpoint.fingerprint(train.state(one)["weights"])
     assert "balance=loss_free" not in more or one.model.balance_bias.any()
     rows = [plot.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
     of_tasks = "token_accuracy", "sequence_accuracy"
@@ -291,12 +300,13 @@ def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path,
 
 NAN_AT_3 = """
 import train
-from common import keys
-def poison(trainer, index):
-    if (trainer.step, trainer.procs.rank) == (3, 1):
-        trainer.model.wte.weight.data.fill_(float('nan'))
-train.Trainer.seed_forward = poison
-config.run_cli(train.main)
+whole = train.forward_backward
+def poisoned(run):
+    if (run.step, run.procs.rank) == (3, 1):
+        run.model.wte.weight.data.fill_(float('nan'))
+    return whole(run)
+train.forward_backward = poisoned
+train.run_cli(train.main)
 """
 
 
@@ -327,6 +337,6 @@ def test_trains_compiled_on_cuda(name, tmp_path, data_dir):
     argv = [a for a in runs.arguments(name, tmp_path, data_dir, "max_steps=60", "learning_rate=1e-2", "n_embd=64")
             if not a.startswith(("device=", "compile="))]
     trainer = train.setup(argv)
-    assert trainer.procs.device.type == "cuda" and trainer.run()
+    assert trainer.procs.device.type == "cuda" and train.train(trainer)
     losses = [row["ce"] for row in plot.read_log(trainer.folder / "log.jsonl") if "ce" in row]
     assert losses[-1] < losses[0] - 1

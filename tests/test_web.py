@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import runs
+import train
 import serve
 from lab import page
 from test_serve import move
@@ -24,7 +25,7 @@ def server(data_dir, tmp_path_factory):
     for model in ("mor", "relaxed"):
         trainer = runs.run(model, out, data_dir, f"run={model}", "max_steps=3", "block_size=64", "dropout=0")
         move(trainer.model, 0.3)
-        trainer.save("ckpt.pt")
+        train.save(trainer, "ckpt.pt")
     cfg = serve.ServeConfig(port=0, slots=4, device="cpu", exit="static:2")     # of relaxed; all its loops
     server = page.open_server([out / "mor", out / "relaxed"], cfg)
     assert server.workers["relaxed"].rule and not server.workers["mor"].rule
