@@ -8,8 +8,8 @@ One picture of several runs: a value of their logs against steps, tokens or seco
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.keys import (UserError, asks_help, help_text, need, run_cli, split_args,
-                         typed_config, writing)
+from common.keys import (UserError, asks_help, help_text, need, run_cli, split_args, typed_config,
+                         writing)
 from common.log import read_log
 
 
@@ -75,8 +75,6 @@ def draw_points(places, xlabel, ylabel, file):
     """places: (name, x, y)."""
     draw(file, [(dict(xlabel=xlabel, ylabel=ylabel), [(name, [(x, y)]) for name, x, y in places])])
     print(f"{file}: {ylabel} against {xlabel}, {len(places)} runs")
-
-
 
 
 def points(folder, x, y):

@@ -392,8 +392,8 @@ def smoothed(values, reach=4):
 
 
 def write(experiment, runs):
-    """Print the table, put it between the marks <!-- NAME --> and <!-- end --> of RESULTS.md and
-    README.md, and draw the picture."""
+    """Print the table, put it between the marks <!-- NAME --> and <!-- end --> of README.md and
+    of files in lab, and draw the picture."""
     measured = [line for line in benches(experiment, runs).values() if line]
     speeds = {name: v for line in measured for name, v in line.get("speed", {}).items()}
     rows = {}
@@ -405,7 +405,7 @@ def write(experiment, runs):
     text += how_made(experiment, [*itertools.chain(*rows.values()), *measured])
     print(f"\n{experiment.title}\n\n{text}")
     marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    for file in LAB / "RESULTS.md", LAB / "results" / "tables.md", HERE / "README.md":
+    for file in HERE / "README.md", *LAB.rglob("*.md"):
         if marks.search(old := file.read_text()):
             with writing(file):
                 file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old))
