@@ -69,7 +69,7 @@ class SlotCache:
     def __init__(self, slots, levels, max_len, n_kv_head, head_dim, device, dtype):
         self.slots, self.max_len, self.device, self.dtype = slots, max_len, device, dtype
         self.shape = n_kv_head, head_dim
-        self.kv = {}        # (level, layer): (slots, 2, G, room, D)
+        self.kv = {}    # (level, layer): (slots, 2, G, room, D)
         self.count = np.zeros((levels, slots), np.int64)    # bookkeeping is on the CPU
 
     def buffer(self, level, layer, need):
@@ -117,7 +117,7 @@ class RowGroup:
         tensor = lambda x: torch.from_numpy(x).to(cache.device)
         row, step = spread(n)
         T, self.S = int(n.max()), int(entry.max()) + 1
-        self.tokens, self.entry = tensor(tokens), tensor(entry)         # (N',)
+        self.tokens, self.entry = tensor(tokens), tensor(entry)    # (N',)
         self.token_slot, self.slot = tensor(slot[row]), tensor(slot)    # (N',), (R,)
         # most slots, one token each: reading all slots in place is cheaper than gathering
         # these; the other slots' results are dropped
@@ -126,7 +126,7 @@ class RowGroup:
         cell = slot[row] if self.in_place else row, step    # each token's place in (R, T)
         last = np.full((R, T), self.S)                      # padding attends to anything
         last[cell] = entry
-        visible = np.arange(self.S) <= last[..., None]      # (R, T, S)
+        visible = np.arange(self.S) <= last[..., None]    # (R, T, S)
         bias = np.where(visible, np.float32(0), np.float32(-np.inf))
         self.cell = tensor(cell[0]), tensor(cell[1])
         self.bias = tensor(bias)[:, None].to(cache.dtype)   # (R, 1, T, S)
@@ -137,8 +137,8 @@ class RowGroup:
         if self.writes and new is not None:
             kv[self.token_slot, :, :, self.entry] = new[self.tokens].to(kv.dtype)
         kv = kv[:, :, :, :self.S]
-        kv = kv if self.in_place else kv.index_select(0, self.slot)     # (R, 2, G, S, D)
-        k, v = kv.unbind(1)                                             # (R, G, S, D)
+        kv = kv if self.in_place else kv.index_select(0, self.slot)    # (R, 2, G, S, D)
+        k, v = kv.unbind(1)    # (R, G, S, D)
         (R, T), H, G, D = self.shape, q.size(1), k.size(1), q.size(2)
         padded = q.new_zeros(R, T, H, D)        # 0 where no token is
         padded[self.cell] = q[self.tokens]
@@ -158,11 +158,11 @@ class RaggedBatch:
 
     def __init__(self, cache, level, slot, n, at, rope, fast, by_position=False, reads=None):
         self.cache, self.level, self.slot, self.n, self.fast = cache, level, slot, n, fast
-        self.at = torch.from_numpy(at).to(cache.device)                 # (N,)
-        self.rope = rope and [table[self.at] for table in rope]         # (N, D) each
-        self.row, step = spread(n)                                      # (N,)
+        self.at = torch.from_numpy(at).to(cache.device)    # (N,)
+        self.rope = rope and [table[self.at] for table in rope]    # (N, D) each
+        self.row, step = spread(n)    # (N,)
         counted = cache.count[level, slot][self.row] + step
-        self.entry = at if by_position else counted                     # (N,)
+        self.entry = at if by_position else counted    # (N,)
         cache.count[level, slot] += n
         self.reads = level if reads is None else reads
 
@@ -176,7 +176,7 @@ class RaggedBatch:
         kinds, groups = list(zip(self.reads, self.n > 1, self.level == self.reads)), []
         for read, several, writes in sorted(set(kinds)):
             some = np.array([kind == (read, several, writes) for kind in kinds])    # (R,)
-            tokens = np.flatnonzero(some[self.row])     # (N',)
+            tokens = np.flatnonzero(some[self.row])    # (N',)
             groups.append(RowGroup(self.cache, int(read), self.slot[some], self.n[some], tokens,
                                    self.entry[tokens], bool(writes), self.fast))
         return groups
@@ -186,7 +186,7 @@ class RaggedBatch:
 
     def attend(self, layer, q, k, v):
         """q (1, H, N, D), k, v (1, G, N, D), or None where nothing is written -> (1, H, N, D)."""
-        q = self.rotated(q)[0].transpose(0, 1)                          # (N, H, D)
+        q = self.rotated(q)[0].transpose(0, 1)    # (N, H, D)
         out, new = torch.empty_like(q), None
         if k is not None:
             new = torch.stack([self.rotated(k)[0], v[0]]).permute(2, 0, 1, 3)   # (N, 2, G, D)
@@ -219,7 +219,7 @@ def exit_rule(text, n_loop):
         bound = int(value) if kind == "static" else float(value)
     except ValueError:
         bound = math.nan
-    top = lambda logits, k: logits.softmax(-1).topk(k).values           # (R, k)
+    top = lambda logits, k: logits.softmax(-1).topk(k).values    # (R, k)
     if kind == "static" and 1 <= bound <= n_loop:
         return lambda logits, depth: depth >= bound - 1
     if kind == "confidence" and 0 <= bound <= 1:
@@ -255,11 +255,11 @@ class Slot:
     at: range = None                 # positions of the new tokens, the last of ids
     prompt: bool = False             # the new tokens are a prompt
     depth: int = 0                   # the loop that they take next, from 0
-    h: torch.Tensor = None           # (len(at), C): their states between loops
+    h: torch.Tensor = None    # (len(at), C): their states between loops
     going: np.ndarray = None         # which of the new tokens take the next loop, indices
     taken: int = 0                   # loops that the last of them has taken
     deferred: dict = field(default_factory=dict)    # {depth: [(position, state)]}: see defer
-    exit: tuple = None               # (depth, logits) where the last token exits, once decided
+    exit: tuple = None    # (depth, logits) where the last token exits, once decided
     guesses: list = field(default_factory=list)     # oracle: the likeliest token after each loop
 
     def states(self):
@@ -403,7 +403,7 @@ class Engine:
             at.append([*(position for position, _ in old), *(slot.at[n] for n in slot.going)])
         n = [len(positions) for positions in at]
         depth = torch.tensor([slot.depth for slot in slots]).repeat_interleave(torch.tensor(n))
-        h = torch.cat(states)                                           # (N, C)
+        h = torch.cat(states)    # (N, C)
         h = self.model.loop(h, depth, self.loop_context(slots, at))
         for slot, old, positions, new in zip(slots, deferred, at, h.split(n)):
             if old:
@@ -482,8 +482,8 @@ class Engine:
         out = [slot for slot in slots if not len(slot.going)]
         if out:
             context = self.context(out, self.n_loop + 1, [slot.at for slot in out])
-            h = self.model.finish(torch.cat([slot.h for slot in out]), context)     # (N, C)
-            newest = np.cumsum([len(slot.at) for slot in out]) - 1                  # (R,)
+            h = self.model.finish(torch.cat([slot.h for slot in out]), context)    # (N, C)
+            newest = np.cumsum([len(slot.at) for slot in out]) - 1    # (R,)
             self.emit(out, [slot.taken - 1 for slot in out], self.logits(h[self.index(newest)]))
         return out
 
@@ -491,7 +491,7 @@ class Engine:
         """Keep in `going` the tokens that the router sends through the next loop."""
         n = torch.tensor([len(slot.going) for slot in slots])
         depth = torch.tensor([slot.depth + 1 for slot in slots])
-        depth = depth.repeat_interleave(n)                  # (N,)
+        depth = depth.repeat_interleave(n)    # (N,)
         h = torch.cat([slot.states() for slot in slots])    # (N, C)
         takes = self.model.takes(h, depth.clamp(max=self.n_loop - 1)).cpu() & (depth < self.n_loop)
         for slot, mask in zip(slots, takes.split(n.tolist())):
