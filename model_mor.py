@@ -336,7 +336,7 @@ class Model(LanguageModel):
         cfg, self.step, self.reached = self.cfg, step, []
         self.sizes = [cfg.size(r, cfg.block_size, step) for r in range(cfg.n_loop)]
         if cfg.capacity_warmup:  # a compiled step is for any size from the second on
-            torch._dynamo.config.allow_unspec_int_on_nn_module = True
+            torch.compiler.config.allow_unspec_int_on_nn_module = True
 
     def end_evaluation(self, total):
         """dead: positions never in the last recursion (Table 10: in 500 sequences)."""

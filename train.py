@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-import torch.compiler.config
 
 from common.checkpoint import save_checkpoint
 from common.config import TrainConfig, config_file, read_config, run_folder

@@ -93,8 +93,7 @@ def test_imports_go_one_way():
 
 
 PRIVATE = re.compile(r"(?!self\.|cls\.)\w+(\.\w+)*\._(?!_|exit$|replace$)\w+")     # os._exit and namedtuple's are public
-KNOWN_PRIVATE = {"model_mor.py",    # torch._dynamo.config: a capacity may change from step to step
-                 "kernels.py"}      # the log-sum-exp of the fused kernel for CPUs has no public name
+KNOWN_PRIVATE = {"kernels.py"}      # the log-sum-exp of the fused kernel for CPUs has no public name
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda f: f.name)
