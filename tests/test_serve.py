@@ -245,7 +245,7 @@ def test_the_cache_grows_and_forgets():
 BAD = {
     b"{": "not a line of JSON", b"[" * 100_000: "not a line of JSON", b"{}": "the prompt is empty",
     b'{"prompt": "caf\xe9"}': "not a line of JSON in UTF-8", b'{"prompt": "\\ud800"}': "is not valid Unicode text",
-    b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens: expected int, got True", b"[1]": "not a line of JSON",
+    b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens: expected int (less than 2^63), got True", b"[1]": "not a line of JSON",
     b'{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0 must be at least 1",
     b'{"prompt": "a", "arrival": NaN}': "arrival: expected float (finite)",
     b'{"prompt": "a", "arrival": 1%s}' % (b"0" * 400): "arrival",
