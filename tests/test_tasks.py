@@ -276,4 +276,4 @@ def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path):
     result, (x, y) = train.evaluate(trainer), map(torch.from_numpy, trainer.batches.val.examples)
     assert [result[f"val_{name}"] for name in names] == fractions(trainer.model, x, y)
     ce = torch.nn.functional.cross_entropy(trainer.model(x)[0].flatten(0, 1), y.flatten(), ignore_index=-1)
-    assert result["val_ce"] == pytest.approx(float(ce), rel=1e-5)
+    assert result["val_ce"] == pytest.approx(ce.item(), rel=1e-5)
