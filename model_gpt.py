@@ -68,6 +68,7 @@ class BaseConfig:
             value, allowed = getattr(self, key.name), key.metadata.get("allowed")
             if allowed and value not in allowed:
                 raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
+        self.head_dim = self.n_embd // self.n_head
         if getattr(self, "pos", None) == "rope" and self.head_dim % 2:
             raise ValueError(f"pos=rope needs an even head size: n_embd / n_head = {self.head_dim}")
 
@@ -76,10 +77,6 @@ class BaseConfig:
         for name in names:
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
 
 
 @dataclass
