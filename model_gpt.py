@@ -2,18 +2,19 @@
 The plain Transformer (decoder-only, Llama's block), the baseline of the recurrent models.
 
     h_0     = E[idx]
-    z_l     = h_l + Wo Attention(Wq n, Wk n, Wv n)            n = RMSNorm(h_l)
+    z_l     = h_l + W_o Attention(W_q n, W_k n, W_v n)        n = RMSNorm(h_l)
     h_{l+1} = z_l + W_down (silu(W_gate m) * (W_up m))        m = RMSNorm(z_l)
     logits  = W_head RMSNorm(h_L)
 
-    idx --E--> h_0 --block--> h_1 -- ... --block--> h_L --norm--> hidden --head--> logits
+    idx --E--> h_0 --block--> h_1 -- ... --block--> h_L --norm--> h --head--> logits
 
-Attention of query i:  sum_j a_ij v_j,  a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
+Attention of query i:  y_i = sum_j a_ij v_j,  a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
 Key j is visible iff j <= i and, with a sliding window w, i - j < w. q and k are those after
 QK-norm and rotary positions (RoPE). ALiBi: bias_ij = -m_h (i - j), m_h = 2^(-8 h / H).
 
-fast=false writes this out (a T x S softmax), fast=true calls torch's fused attention.
-The other model files import from this one: read it first.
+fast=false writes the softmax out, fast=true calls torch's fused attention. The other model
+files import from this one: read it first. What is needed to train comes first; the KV cache
+and generate, for decoding, stand at the end.
 
 Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value
 heads, D = C / H head size, V vocabulary.
@@ -29,9 +30,6 @@ from dataclasses import dataclass, field, fields
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
-
-from fused import apply_rope, rms_norm
 
 
 def choice(*allowed):
@@ -56,21 +54,21 @@ class BaseConfig:
     def __post_init__(self):
         """Raise ValueError, naming the key, where a value is impossible."""
         self.n_kv_head = self.n_kv_head or self.n_head
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        self.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
         for a, b in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
             if getattr(self, a) % getattr(self, b):
                 raise ValueError(f"{a}={getattr(self, a)} is not divisible by "
                                  f"{b}={getattr(self, b)}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
+        if not 0 < self.rope_theta < math.inf or not 0 < self.norm_eps < math.inf:
+            raise ValueError(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be "
+                             f"positive")
         for key in fields(self):
             value, allowed = getattr(self, key.name), key.metadata.get("allowed")
             if allowed and value not in allowed:
                 raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
-            if key.name in ("rope_theta", "norm_eps") and not 0 < value < math.inf:
-                raise ValueError(f"{key.name}={value} must be positive")
+        self.head_dim = self.n_embd // self.n_head
         if getattr(self, "pos", None) == "rope" and self.head_dim % 2:
             raise ValueError(f"pos=rope needs an even head size: n_embd / n_head = {self.head_dim}")
 
@@ -79,10 +77,6 @@ class BaseConfig:
         for name in names:
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
 
 
 @dataclass
@@ -105,7 +99,7 @@ def mlp_width(cfg):
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(cfg.n_embd / 12)
 
 
-# ---- the parts of a block ----
+# ---- norm and positions ----
 
 def upcast(x):
     """x in float32 or better, for softmax, sums and losses."""
@@ -121,19 +115,25 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        return rms_norm(x, self.weight, self.eps)
+        h = upcast(x)
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return (h * self.weight).to(x.dtype)
 
 
 def rope_tables(pos, head_dim, theta, dtype):
-    """RoPE rotates each pair (x_i, x_{i + D/2}) of a head by the angle pos theta^(-2i / D):
-        (a, b) -> (a cos - b sin, b cos + a sin)
-    -> cos and sin (..., D) at positions pos (...), in float32 or better, as apply_rope reads
-    them: each angle for both halves of a head, sin negative in the first."""
+    """cos and sin of RoPE's angles pos theta^(-2i / D): pos (...) -> two of (..., D / 2), in
+    float32 or better."""
     dtype = torch.promote_types(dtype, torch.float32)
     freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
-    angle = pos.to(dtype)[..., None] * freq     # (..., D / 2)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    angle = pos.to(dtype)[..., None] * freq                 # (..., D / 2)
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x, cos, sin):
+    """Rotate each pair (x_i, x_{i + D/2}) of x (..., T, D) by its angle:
+    (a, b) -> (a cos - b sin, b cos + a sin)."""
+    a, b = x.chunk(2, -1)                                   # (..., T, D / 2)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 def alibi_slopes(n_head, device=None, dtype=torch.float32):
@@ -154,21 +154,50 @@ def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
     return bias.masked_fill(~visible, -math.inf)
 
 
-def attention_naive(q, k, v, bias, dropout=0.0):
-    """q (B, H, T, D), k and v (B, G, S, D), bias broadcasts to (B, H, T, S) -> (B, H, T, D)."""
-    copies = q.size(1) // k.size(1)             # GQA: query heads of a key head
-    k, v = (x.repeat_interleave(copies, 1) for x in (k, v))     # (B, H, S, D)
-    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
+# ---- a block ----
+
+class Attention(nn.Module):
+    """Causal self-attention. layer: the number of the layer; context: see Context."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, C, D = cfg, cfg.n_embd, cfg.head_dim
+        self.wq = nn.Linear(C, cfg.n_head * D, bias=False)
+        self.wk = nn.Linear(C, cfg.n_kv_head * D, bias=False)
+        self.wv = nn.Linear(C, cfg.n_kv_head * D, bias=False)
+        self.wo = nn.Linear(cfg.n_head * D, C, bias=False)
+        norm = RMSNorm if cfg.qk_norm else nn.Identity      # Identity ignores its arguments
+        self.q_norm, self.k_norm = norm(D, cfg.norm_eps), norm(D, cfg.norm_eps)
+
+    def forward(self, x, layer, context):
+        D = self.cfg.head_dim
+        q = self.wq(x).unflatten(-1, (-1, D)).transpose(1, 2)       # (B, H, T, D)
+        k = self.wk(x).unflatten(-1, (-1, D)).transpose(1, 2)       # (B, G, T, D)
+        v = self.wv(x).unflatten(-1, (-1, D)).transpose(1, 2)       # (B, G, T, D)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if context.rope:
+            q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+        k, v = context.extend(layer, k, v)                          # (B, G, S, D)
+        dropout = self.cfg.dropout if self.training else 0.0
+        y = attend(q, k, v, context.bias, self.cfg.fast, dropout)   # (B, H, T, D)
+        return self.wo(y.transpose(1, 2).flatten(2))                # (B, T, C)
+
+
+def attend(q, k, v, bias, fast, dropout=0.0):
+    """softmax(q k^T / sqrt(D) + bias) v. q (B, H, T, D), k and v (B, G, S, D), bias broadcasts
+    to (B, H, T, S) -> (B, H, T, D). bias None: causal, the queries being the last T of the S
+    tokens."""
+    H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
+    if bias is None and (not fast or 1 < T < S):    # the fused kernels know T = S, and T = 1
+        bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
+    if fast:
+        causal = True if bias is None and T > 1 else False  # a bool even if T is symbolic
+        bias = None if bias is None else bias.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, enable_gqa=H != G)
+    k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))         # (B, H, S, D)
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))      # (B, H, T, S)
     probs = (upcast(scores) + bias).softmax(-1)
-    return F.dropout(probs, dropout).to(v.dtype) @ v            # (B, H, T, D)
-
-
-def attention_fast(q, k, v, bias, dropout=0.0):
-    """The same by torch's fused kernels. bias None means no mask: causal over as many keys as
-    queries, or one query that attends to every key."""
-    causal = True if bias is None and q.size(2) > 1 else False  # a bool even if T is symbolic
-    return F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal=causal,
-                                          enable_gqa=q.size(1) != k.size(1))
+    return F.dropout(probs, dropout).to(v.dtype) @ v                # (B, H, T, D)
 
 
 class MLP(nn.Module):
@@ -187,33 +216,6 @@ class MLP(nn.Module):
         return self.w_down(F.silu(self.w_gate(x)) * up if self.gated else F.gelu(up))
 
 
-class Attention(nn.Module):
-    """The projections of self-attention. Context.attend, below, does RoPE, cache, mask and
-    softmax, so that all models share them. layer: the number of the layer in the cache."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        C, D = cfg.n_embd, cfg.head_dim
-        self.head_dim = D
-        self.wq = nn.Linear(C, cfg.n_head * D, bias=False)
-        self.wk = nn.Linear(C, cfg.n_kv_head * D, bias=False)
-        self.wv = nn.Linear(C, cfg.n_kv_head * D, bias=False)
-        self.wo = nn.Linear(cfg.n_head * D, C, bias=False)
-        norm = RMSNorm if cfg.qk_norm else nn.Identity      # Identity ignores its arguments
-        self.q_norm, self.k_norm = norm(D, cfg.norm_eps), norm(D, cfg.norm_eps)
-
-    def heads(self, x):
-        """(B, T, heads D) -> (B, heads, T, D)."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def forward(self, x, layer, context):
-        q = self.q_norm(self.heads(self.wq(x)))             # (B, H, T, D)
-        k = self.k_norm(self.heads(self.wk(x)))             # (B, G, T, D)
-        v = self.heads(self.wv(x))                          # (B, G, T, D)
-        y = context.attend(layer, q, k, v)                  # (B, H, T, D)
-        return self.wo(y.transpose(1, 2).flatten(2))        # (B, T, C)
-
-
 class Block(nn.Module):
     def __init__(self, cfg, attention=Attention, mlp=MLP):
         super().__init__()
@@ -227,145 +229,49 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
-# ---- what the tokens of a call attend to ----
-
-def compute_dtype(x):
-    """The dtype of matrix products of x: autocast's where it is on, else x's own."""
-    device = x.device.type
-    mixed = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if mixed else x.dtype
-
-
-class KVCache:
-    """Keys (after RoPE) and values of the tokens so far: k[layer], v[layer] of
-    (B, G, max_len + 1, D). The last slot takes the padding and is never read. A call
-    reserves slots (place), every layer writes its keys and values and reads all (write),
-    and the call's end counts the tokens (advance). Under no_grad.
-
-    lengths (B,): tokens of each row. longest: their maximum, on the host. ragged: rows may
-    differ; else new tokens are written as one slice, and no row needs its own mask.
-    From place to advance: new (B,), real tokens of the call; end, keys to attend to."""
-
-    def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
-        shape = batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim
-        zeros = lambda: [torch.zeros(shape, device=device, dtype=dtype)
-                         for _ in range(n_layer or cfg.n_layer)]
-        with torch.inference_mode(False):           # so that calls outside may write too
-            self.k, self.v = zeros(), zeros()
-            self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.max_len, self.longest, self.ragged = max_len, 0, False
-
-    def buffers(self):
-        return self.k + self.v
-
-    def nbytes(self):
-        """Bytes of the keys and values of all rows at max_len."""
-        return sum(buffer[:, :, :self.max_len].nbytes for buffer in self.buffers())
-
-    def reset(self, rows=None):
-        """Empty the given rows (indices; None: all) for new sequences. They are zeroed: a NaN
-        would poison the sum over values, even under a mask."""
-        rows = slice(None) if rows is None else rows
-        for buffer in self.buffers():
-            buffer[rows] = 0
-        self.lengths[rows] = 0
-        self.longest = int(self.lengths.max())
-        self.ragged = self.longest > 0
-
-    def place(self, T, n_valid=None):
-        """Reserve slots for T new tokens a row, of which n_valid (B,) are real (None: all).
-        Returns their positions, (1, T) or (B, T); ValueError if a row would outgrow max_len."""
-        ragged, n_new = self.ragged or n_valid is not None, torch.full_like(self.lengths, T)
-        if n_valid is not None:
-            n_new = n_valid.to(self.lengths).clamp(0, T)
-        if self.longest + T > self.max_len:  # maybe only by padding
-            if not ragged or int((self.lengths + n_new).max()) > self.max_len:
-                raise ValueError(f"the cache is full: {self.longest} tokens cached, {T} more, "
-                                 f"max_len {self.max_len}")
-        self.ragged, self.new = ragged, n_new
-        self.end = min(self.longest + T, self.max_len)  # keys that the call may attend to
-        offset = torch.arange(T, device=self.lengths.device)
-        if not ragged:
-            return (self.longest + offset)[None]  # (1, T)
-        pos = self.lengths[:, None] + offset  # (B, T)
-        self.slots = torch.where(offset < n_new[:, None], pos, self.max_len)  # (B, T)
-        self.rows = torch.arange(len(pos), device=pos.device)[:, None]  # (B, 1)
-        return pos.clamp(max=self.max_len - 1)  # of padding: RoPE ends there
-
-    def write(self, layer, k, v):
-        """Write k, v (B, G, T, D) of the placed tokens; return all so far, (B, G, S, D)."""
-        for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            if self.ragged:  # each row has its own slots
-                buffer[self.rows, :, self.slots] = new.transpose(1, 2).to(buffer.dtype)
-            else:
-                buffer[:, :, self.longest:self.end] = new
-        return self.k[layer][:, :, :self.end], self.v[layer][:, :, :self.end]
-
-    def advance(self):
-        """Count the placed tokens, once every layer has written them."""
-        self.lengths += self.new
-        self.longest = int(self.lengths.max()) if self.ragged else self.end
-
-
-def make_bias(cfg, pos, n_keys, dtype):
-    """attention_bias of queries at pos (B or 1, T) for keys at 0 .. n_keys - 1."""
-    wide = torch.promote_types(dtype, torch.float32)
-    slopes = alibi_slopes(cfg.n_head, pos.device, wide) if cfg.pos == "alibi" else None
-    keys = torch.arange(n_keys, device=pos.device)
-    bias = attention_bias(pos, keys, getattr(cfg, "window", 0), slopes, wide)
-    return bias.to(dtype) if cfg.fast else bias     # the fused kernels want q's dtype
-
-
 class Context:
-    """What T new tokens of every row attend to, in all layers: each other, causally, and the
-    cache. Holds positions, RoPE's tables and the attention bias."""
+    """What the T new tokens of a call have in common in all layers: their positions pos
+    (B or 1, T), RoPE's cos and sin or None, the attention bias (None: causal), and where their
+    keys and values go."""
 
-    def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
-        """x (B, T, C): the new tokens' embeddings."""
-        T, dtype = x.size(1), compute_dtype(x)
-        self.cfg, self.cache, self.dtype = cfg, cache, dtype
-        self.dropout = cfg.dropout if training else 0.0
-        self.attention = attention_fast if cfg.fast else attention_naive
-        pos = torch.arange(T, device=x.device)[None] if cache is None else cache.place(T, n_valid)
-        end = T if cache is None else cache.end
-        self.pos = pos                                      # (B or 1, T)
-        if cfg.pos == "rope" and end > cfg.block_size:
-            raise ValueError(f"{end} tokens are more than block_size={cfg.block_size}")
-        self.rope = None
+    def __init__(self, cfg, x, cache=None, n_valid=None):
+        """x (B, T, C): the new tokens' embeddings. cache, n_valid: see LanguageModel.forward."""
+        self.cache, T = cache, x.size(1)
+        self.slots = cache.place(T, n_valid) if cache else None
+        self.pos = self.slots.pos if cache else torch.arange(T, device=x.device)[None]
+        S = self.slots.end if cache else T                  # keys
+        self.rope = self.bias = None
         if cfg.pos == "rope":
-            cos, sin = rope_tables(pos, cfg.head_dim, cfg.rope_theta, x.dtype)
-            self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D)
-        # no mask for one query, the causal flag for T = end, unless there is a window or ALiBi
-        plain = not getattr(cfg, "window", 0) and cfg.pos != "alibi"
-        equal_rows = cache is None or not cache.ragged
-        no_bias = cfg.fast and plain and equal_rows and T in (1, end)
-        self.bias = None if no_bias else make_bias(cfg, pos, end, dtype)
+            if S > cfg.block_size:
+                raise ValueError(f"{S} tokens are more than block_size={cfg.block_size}")
+            cos, sin = rope_tables(self.pos, cfg.head_dim, cfg.rope_theta, x.dtype)
+            self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D / 2)
+        window, ragged = getattr(cfg, "window", 0), cache and self.slots.at is not None
+        if window or cfg.pos == "alibi" or ragged:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            slopes = alibi_slopes(cfg.n_head, x.device, wide) if cfg.pos == "alibi" else None
+            k_pos = torch.arange(S, device=x.device)
+            self.bias = attention_bias(self.pos, k_pos, window, slopes, wide)
 
-    def attend(self, layer, q, k, v):
-        """q (B, H, T, D), k, v (B, G, T, D) of the new tokens -> (B, H, T, D)."""
-        if self.rope:
-            q, k = apply_rope(q, *self.rope), apply_rope(k, *self.rope)
-        if self.cache is not None:
-            k, v = (u.to(q.dtype) for u in self.cache.write(layer, k, v))  # (B, G, S, D)
-        return self.attention(q, k, v, self.bias, self.dropout)
+    def extend(self, layer, k, v):
+        """k, v (B, G, T, D) of the new tokens -> those of all tokens so far, (B, G, S, D)."""
+        return self.cache.write(layer, k, v, self.slots) if self.cache else (k, v)
 
 
 # ---- the language model ----
 
 def cross_entropy(logits, targets):
     """Mean negative log-likelihood in nats over targets that are not -1 (0 if none is)."""
-    logits, y = logits.flatten(0, 1), targets.flatten()
-    total = F.cross_entropy(logits, y, ignore_index=-1, reduction="sum")
-    return total / (y != -1).sum().clamp(min=1)
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                            reduction="sum")
+    return total / (targets != -1).sum().clamp(min=1)
 
 
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
     A model adds blocks and flops_per_token(), and may replace the rest."""
-    runs_blocks_once = True     # in a forward pass, each as a module (sharded.py)
-
-    context_type, cache_type = Context, KVCache
-    max_logits = 2 ** 28        # in training; for more, the loss is computed in pieces
+    context_type = Context
+    runs_blocks_once = True     # in a forward pass, each as a module (common/sharded.py)
 
     def __init__(self, cfg, blocks):
         super().__init__()
@@ -387,58 +293,27 @@ class LanguageModel(nn.Module):
         before idx, which is added to it, under no_grad. n_valid (B,): how many of each row's
         T tokens are real; the rest is padding on the right, whose logits mean nothing.
         Returns logits (B, T, V) in float32 or better, loss (None without targets), and aux,
-        whose "ce" is the cross-entropy in nats a token. In training, logits are None if there
-        would be more than max_logits. ValueError if idx is empty, the context would outgrow
-        context_limit, or the cache is full."""
+        whose "ce" is the cross-entropy in nats a token. ValueError if idx is empty, the
+        context would outgrow context_limit, or the cache is full."""
         if idx.numel() == 0:
             raise ValueError(f"idx {tuple(idx.shape)} holds no token")
         with contextlib.nullcontext() if cache is None else torch.no_grad():
-            return self.predict(self.hidden(idx, cache, n_valid), targets)
+            h = self.hidden(idx, cache, n_valid)
+            logits = upcast(self.head(h))                   # (B, T, V)
+            if targets is None:
+                return logits, None, {}
+            loss = cross_entropy(logits, targets)
+            return logits, loss, {"ce": loss.detach()}
 
     def hidden(self, idx, cache=None, n_valid=None):
         """idx (B, T) -> the states after the final norm, (B, T, C)."""
         x = self.drop(self.wte(idx))
-        context = self.context_type(self.cfg, x, cache, n_valid, self.training)
+        context = self.context_type(self.cfg, x, cache, n_valid)
         for layer, block in enumerate(self.blocks):
             x = block(x, layer, context)
         if cache is not None:
-            cache.advance()
+            cache.advance(context.slots)
         return self.norm(x)
-
-    def predict(self, h, targets):
-        """(logits, loss, aux) from hidden states h (B, T, C)."""
-        V = self.cfg.vocab_size
-        if targets is not None and self.training and targets.numel() * V > self.max_logits:
-            loss = self.cross_entropy_in_pieces(h, targets)
-            return None, loss, {"ce": loss.detach()}
-        logits = self.logits(h)
-        if targets is None:
-            return logits, None, {}
-        loss = cross_entropy(logits, targets)
-        return logits, loss, {"ce": loss.detach()}
-
-    def logits(self, h):
-        """(..., C) -> (..., V) in float32 or better."""
-        return upcast(self.head(h))
-
-    def cross_entropy_in_pieces(self, h, targets):
-        """The same loss from some tokens' logits at a time, which backward recomputes."""
-        def total(h, y):
-            return F.cross_entropy(self.logits(h), y, ignore_index=-1, reduction="sum")
-        n = max(1, self.max_logits // (4 * self.cfg.vocab_size))   # tokens of a piece
-        pieces = zip(h.flatten(0, 1).split(n), targets.flatten().split(n))
-        loss = sum(checkpoint(total, x, y, use_reentrant=False) for x, y in pieces)
-        return loss / (targets != -1).sum().clamp(min=1)
-
-    def init_cache(self, batch_size, max_len):
-        """An empty cache for batch_size rows of up to max_len tokens."""
-        self.check_context(max_len)
-        w = self.wte.weight
-        return self.cache_type(self.cfg, batch_size, max_len, w.device, compute_dtype(w))
-
-    def check_context(self, tokens, name="max_len={} is"):
-        if self.context_limit is not None and tokens > self.context_limit:
-            raise ValueError(f"{name.format(tokens)} more than block_size={self.cfg.block_size}")
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
@@ -459,6 +334,17 @@ class LanguageModel(nn.Module):
             new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, True)
             idx = torch.cat([idx, new], 1)
         return idx
+
+    def init_cache(self, batch_size, max_len):
+        """An empty cache for batch_size rows of up to max_len tokens."""
+        return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len))
+
+    def cache_sizes(self, batch_size, max_len):
+        """What caches are made from: sizes, device, dtype. ValueError for too long ones."""
+        if max_len > (self.context_limit or max_len):
+            raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
+        w = self.wte.weight
+        return batch_size, max_len, w.device, compute_dtype(w)
 
     def set_step(self, step):
         """Tell the training step to a model in which something depends on it."""
@@ -493,3 +379,105 @@ class Model(LanguageModel):
         T, w = cfg.block_size, min(cfg.window or cfg.block_size, cfg.block_size)
         keys = (w * (w + 1) / 2 + (T - w) * w) / T
         return 6.0 * weights + 12.0 * cfg.n_layer * cfg.n_embd * keys
+
+
+# ---- decoding: the KV cache ----
+
+@dataclass
+class Slots:
+    """Where the new tokens of a call stand in a cache (KVCache.place)."""
+    pos: torch.Tensor            # (1, T) or (B, T): their positions
+    end: int                     # how many keys they may attend to: S
+    n_new: torch.Tensor          # (B,): how many of each row are real
+    at: torch.Tensor = None      # (B, T): each one's slot; None: pos, as all rows are alike
+
+
+class KVCache:
+    """Keys (after RoPE) and values of the tokens so far: k[layer], v[layer] of
+    (B, G, max_len + 1, D). The last slot takes the padding and is never read. A call
+    reserves slots (place), every layer writes its keys and values there and reads all
+    (write), and the call's end counts the tokens (advance). Under no_grad.
+
+    lengths (B,): tokens of each row. longest: their maximum, on the host. ragged: rows may
+    differ; else new tokens are written as one slice, and no row needs its own mask."""
+
+    def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
+        shape = batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim
+        zeros = lambda: [torch.zeros(shape, device=device, dtype=dtype)
+                         for _ in range(n_layer or cfg.n_layer)]
+        with torch.inference_mode(False):           # so that calls outside may write too
+            self.k, self.v = zeros(), zeros()
+            self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.max_len, self.longest, self.ragged = max_len, 0, False
+
+    def buffers(self):
+        return self.k + self.v
+
+    def nbytes(self):
+        """Bytes of the keys and values of all rows at max_len."""
+        return sum(buffer[:, :, :self.max_len].nbytes for buffer in self.buffers())
+
+    def reset(self, rows=None):
+        """Empty the given rows (indices; None: all) for new sequences. They are zeroed: a NaN
+        would poison the sum over values, even under a mask."""
+        rows = slice(None) if rows is None else rows
+        for buffer in self.buffers():
+            buffer[rows] = 0
+        self.lengths[rows] = 0
+        self.longest = int(self.lengths.max())
+        self.ragged = self.longest > 0
+
+    def place(self, T, n_valid=None):
+        """Slots for T new tokens a row, of which n_valid (B,) are real (None: all).
+        ValueError if a row would outgrow max_len."""
+        self.ragged, n_new = self.ragged or n_valid is not None, torch.full_like(self.lengths, T)
+        if n_valid is not None:
+            n_new = n_valid.to(self.lengths).clamp(0, T)
+        if self.longest + T > self.max_len:         # maybe only by padding
+            if not self.ragged or int((self.lengths + n_new).max()) > self.max_len:
+                raise ValueError(f"the cache is full: {self.longest} tokens cached, {T} more, "
+                                 f"max_len {self.max_len}")
+        end = min(self.longest + T, self.max_len)
+        offset = torch.arange(T, device=self.lengths.device)
+        if not self.ragged:
+            return Slots((self.longest + offset)[None], end, n_new)
+        pos = self.lengths[:, None] + offset        # (B, T)
+        at = torch.where(offset < n_new[:, None], pos, self.max_len)
+        return Slots(pos.clamp(max=self.max_len - 1), end, n_new, at)   # padding: RoPE ends there
+
+    def write(self, layer, k, v, slots):
+        """Write k, v (B, G, T, D) of the new tokens; return all so far, (B, G, S, D)."""
+        row = torch.arange(len(k), device=k.device)[:, None]
+        for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
+            if slots.at is None:
+                buffer[:, :, self.longest:slots.end] = new
+            else:
+                buffer[row, :, slots.at] = new.transpose(1, 2).to(buffer.dtype)
+        return [x[layer][:, :, :slots.end].to(k.dtype) for x in (self.k, self.v)]
+
+    def advance(self, slots):
+        """Count the new tokens, once every layer has written them."""
+        self.lengths += slots.n_new
+        self.longest = slots.end if slots.at is None else int(self.lengths.max())
+
+
+def compute_dtype(x):
+    """The dtype of matrix products of x: autocast's where it is on, else x's own."""
+    device = x.device.type
+    mixed = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if mixed else x.dtype
+
+
+# until the other models call attend
+
+def attention_fast(q, k, v, bias, dropout=0.0):
+    return attend(q, k, v, bias, True, dropout)
+
+
+def attention_naive(q, k, v, bias, dropout=0.0):
+    return attend(q, k, v, bias, False, dropout)
+
+
+def make_bias(cfg, pos, n_keys, dtype):
+    keys = torch.arange(n_keys, device=pos.device)
+    return attention_bias(pos, keys, getattr(cfg, "window", 0), dtype=torch.promote_types(dtype, torch.float32))

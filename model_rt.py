@@ -49,9 +49,8 @@ import torch.nn.functional as F
 
 import kernels
 import rt_wavefront
-from model_gpt import (BaseConfig, LanguageModel, RMSNorm, alibi_slopes, apply_rope,
-                       attention_bias, attention_fast, attention_naive, choice,
-                       compute_dtype, rope_tables)
+from model_gpt import (BaseConfig, LanguageModel, RMSNorm, alibi_slopes, apply_rope, attend,
+                       attention_bias, choice, compute_dtype, rope_tables)
 
 
 @dataclass
@@ -118,7 +117,7 @@ class Layer(nn.Module):
         for i, (x_i, q_i, kt_i, vt_i) in enumerate(positions):  # x_i (B, 1, C)
             at = slice(i, i + 1)
             keys, values = torch.cat([k, kt_i], 2), torch.cat([v, vt_i], 2)     # (B, G, i + 1, D)
-            a_i = attention_naive(q_i, keys, values, bias[:, :, at, :i + 1])    # (2)
+            a_i = attend(q_i, keys, values, bias[:, :, at, :i + 1], fast=False)     # (2)
             y_i = self.output(x_i, a_i)                                         # (3), (4)
             k_i, v_i = self.persistent(y_i, rope_at(rope, at))                  # (5)
             k, v = torch.cat([k, k_i], 2), torch.cat([v, v_i], 2)
@@ -257,7 +256,8 @@ class Model(LanguageModel):
         x, T = self.drop(self.wte(idx)), idx.size(1)
         if cache is not None:
             return self.norm(self.decode(x, cache, n_valid))
-        self.check_context(T, "{} tokens are")
+        if T > (self.context_limit or T):
+            raise ValueError(f"{T} tokens are more than block_size={self.cfg.block_size}")
         if self.cfg.recurrent:
             return self.norm(self.layers(x))
         return self.norm(self.layers_at_once(x, torch.arange(T, device=x.device)[None]))
@@ -287,60 +287,59 @@ class Model(LanguageModel):
 
     # a plain Transformer's pass, and decoding
 
-    def layers_at_once(self, x, pos, cache=None):
+    def layers_at_once(self, x, pos, cache=None, slots=None):
         """n tokens x (B, n, C) at pos (B or 1, n) through the layers as in a plain Transformer:
         those of recurrent=false, or one token of each row in decoding. The temporary pair stands
         in the cache until the persistent one replaces it."""
-        rope, attention = self.rope(pos, x.dtype), self.attention(x, pos, cache)
+        rope, attention = self.rope(pos, x.dtype), self.attention(x, pos, slots)
         for l, layer in enumerate(self.blocks):
             q, k, v = layer.temporary(x, rope)
             if cache is not None:
-                k, v = (u.to(q.dtype) for u in cache.write(l, k, v))    # (B, G, S, D)
+                k, v = cache.write(l, k, v, slots)                      # (B, G, S, D)
             x = layer.output(x, attention(q, k, v))
             if cache is not None and self.cfg.recurrent:
-                cache.write(l, *layer.persistent(x, rope))
+                cache.write(l, *layer.persistent(x, rope), slots)
         return x
 
-    def attention(self, x, pos, cache):
+    def attention(self, x, pos, slots):
         """How tokens x at pos attend to all up to themselves, as a function of q, k, v."""
         slopes, dtype = self.slopes(x), kernels.lse_dtype(x)
         naive = self.cfg.schedule_used == "naive"
-        if cache is None and not naive:         # no bias of T x T
+        if slots is None and not naive:         # no bias of T x T
             return lambda q, k, v: kernels.attend(q, k, v, slopes=slopes)[0]
-        k_pos = torch.arange(x.size(1) if cache is None else cache.end, device=x.device)
+        k_pos = torch.arange(x.size(1) if slots is None else slots.end, device=x.device)
         if not naive and compute_dtype(x) != dtype:     # torch's would round ALiBi
             where = pos.int().squeeze(0), k_pos.int()
             return lambda q, k, v: kernels.attend(q, k, v, *where, slopes)[0]
         bias = attention_bias(pos, k_pos, slopes=slopes, dtype=dtype)
-        attend = attention_naive if naive else attention_fast
-        return lambda q, k, v: attend(q, k, v, bias)
+        return lambda q, k, v: attend(q, k, v, bias, fast=not naive)
 
     def decode(self, x, cache, n_valid):
         """T new tokens x (B, T, C) of each row after those of the cache: as a wavefront where
         all rows hold equally many, else one after the other."""
         T, rows_alike = x.size(1), not cache.ragged or cache.longest == 0
-        pos = cache.place(T, n_valid)           # raises if they do not all fit
+        slots = cache.place(T, n_valid)         # raises if they do not all fit
         if T == 1 or not self.cfg.recurrent:
-            y = self.layers_at_once(x, pos, cache)
-            cache.advance()
+            y = self.layers_at_once(x, slots.pos, cache, slots)
+            cache.advance(slots)
             return y
         if rows_alike and self.cfg.schedule_used == "wavefront":
-            return self.prefill(x, cache)
+            return self.prefill(x, cache, slots)
         ys = []
         for t in range(T):                      # a token needs slots of its own
-            pos = cache.place(1, None if n_valid is None else n_valid - t)
-            ys.append(self.layers_at_once(x[:, t:t + 1], pos, cache))
-            cache.advance()
+            slots = cache.place(1, None if n_valid is None else n_valid - t)
+            ys.append(self.layers_at_once(x[:, t:t + 1], slots.pos, cache, slots))
+            cache.advance(slots)
         return torch.cat(ys, 1)
 
-    def prefill(self, x, cache):
+    def prefill(self, x, cache, slots):
         """The wavefront over T new tokens x (B, T, C), after those of the cache."""
         S, dtype = cache.longest, compute_dtype(x)
         past = [(k[:, :, :S].to(dtype), v[:, :, :S].to(dtype)) for k, v in zip(cache.k, cache.v)]
         y, k, v = rt_wavefront.prefill(self.cfg, self.blocks, x, past)
         for l in range(self.cfg.n_layer):
-            cache.write(l, k[l], v[l])
-        cache.advance()
+            cache.write(l, k[l], v[l], slots)
+        cache.advance(slots)
         return y
 
     def flops_per_token(self):

@@ -87,8 +87,6 @@ def setup(argv):
     model = make_model(cfg, model_fields, ckpt, data.vocab_size, given).to(procs.device)
     set_budget(cfg, model)
     teacher = load_teacher(cfg, model, data)
-    if teacher is not None or is_task(cfg.dataset):
-        model.max_logits = math.inf             # always return logits, whatever their size
     if cfg.fsdp:
         shard(model, procs.device, procs.world)
     run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),

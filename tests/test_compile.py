@@ -41,13 +41,6 @@ def test_a_training_step_is_one_graph(name, changes):
         assert (graphs, breaks) == (2 if "capacity_warmup" in changes else 1, {})
 
 
-def test_the_loss_in_pieces_is_one_graph_too():
-    gpt = importlib.import_module("model_gpt")
-    model = gpt.Model(gpt.Config(**SIZES)).train()
-    model.max_logits = 100
-    assert graphs_and_breaks(model) == (1, {})
-
-
 def test_a_break_and_a_recompilation_are_noticed():
     gpt = importlib.import_module("model_gpt")
 

@@ -8,7 +8,6 @@ import torch
 from common import llama
 import model_gpt
 from conftest import relative, tiny
-from fused import rms_norm
 from kernel_cases import dense_attend
 from model_gpt import Config, Model
 
@@ -54,10 +53,16 @@ def test_attention_is_its_definition(sizes, fast):
 
 def test_fast_builds_no_mask(monkeypatch):
     """In a forward, a prefill, and a decoding step of rows of equal length. (Only the fused kernels do without.)"""
-    monkeypatch.delattr(model_gpt, "make_bias")
+    masks, sdpa = [], model_gpt.F.scaled_dot_product_attention
+
+    def watched(q, k, v, mask, *more, **flags):
+        masks.append(mask)
+        return sdpa(q, k, v, mask, *more, **flags)
+    monkeypatch.setattr(model_gpt.F, "scaled_dot_product_attention", watched)
     model, x = tiny("gpt", n_layer=1), torch.randint(0, 61, (2, 9))
     cache = model.init_cache(2, 12)
     model(x), model(x, cache=cache), model(x[:, :1], cache=cache)
+    assert masks == [None, None, None]
 
 
 @pytest.mark.parametrize("window, keys", [(0, 2.5), (2, 7 / 4)])
@@ -67,9 +72,9 @@ def test_flops_by_hand(window, keys):
 
 
 def test_rms_norm_squares_in_float32_under_autocast():
-    x, weight = torch.randn(3, 64), torch.ones(64, requires_grad=True)
+    x, norm = torch.randn(3, 64), model_gpt.RMSNorm(64, 1e-5)
     with torch.autocast("cpu", torch.bfloat16):
-        y = rms_norm(x, weight, 1e-5)
+        y = norm(x)
     assert torch.allclose(y, x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), atol=1e-6)
 
 

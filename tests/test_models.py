@@ -263,20 +263,6 @@ def test_ignored_targets_and_dtypes(name, sizes):
     assert model.bfloat16()(x)[0].dtype == torch.float32
 
 
-@models
-def test_the_loss_in_pieces_is_the_loss(name):
-    """Where the logits of a training call would be large, they are computed a piece of the tokens at a time."""
-    model, x = tiny(name).train(), tokens(3, 20)
-    _, want, gradients = outputs_and_gradients(model, x)
-    ce = model(x[:, :-1], x[:, 1:])[2]["ce"]
-    model.zero_grad()
-    model.max_logits = 4 * 7 * 61
-    logits, loss, aux = model(x[:, :-1], x[:, 1:])
-    loss.backward()
-    assert logits is None and abs(loss - want) < 1e-12 and abs(aux["ce"] - ce) < 1e-12
-    assert all(relative(p.grad, gradients[n], 1e-8) < 1e-10 for n, p in model.named_parameters())
-
-
 @some
 def test_generate_is_greedy_decoding(name, sizes):
     model, x = tiny(name, **{**sizes, "block_size": 24}), tokens(2, 7)

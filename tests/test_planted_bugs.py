@@ -12,11 +12,11 @@ from conftest import ROOT
 
 # file, what stands there, what the bug puts in its place, the tests that must fail
 BUGS = {
-    "mask off by one": ("model_gpt.py", "visible = distance >= 0", "visible = distance >= -1",
+    "mask off by one": ("model_gpt.py", ".triu(S - T + 1)", ".triu(S - T + 2)",
                         "test_models.py -k no_position_sees_the_future"),
     "window off by one": ("model_gpt.py", "(distance < window)", "(distance <= window)",
                           "test_gpt.py -k attention_is_its_definition"),
-    "cache not advanced": ("model_gpt.py", "self.lengths += self.new", "pass",
+    "cache not advanced": ("model_gpt.py", "self.lengths += slots.n_new", "pass",
                            "test_models.py -k cache_in_any_split"),
     "rows placed after the longest": ("model_gpt.py", "pos = self.lengths[:, None] + offset",
                                       "pos = (self.longest + offset)[None]",
@@ -28,7 +28,7 @@ BUGS = {
     "wrong by 1e-8 (a slack tolerance would pass it)": ("model_gpt.py", "/ math.sqrt(q.size(-1))  ",
                                                         "/ math.sqrt(q.size(-1)) * (1 + 1e-8)",
                                                         "test_models.py -k test_naive_is_fast"),
-    "rotary halves swapped": ("model_gpt.py", "torch.cat([-sin, sin], -1)", "torch.cat([sin, -sin], -1)",
+    "rotary halves swapped": ("model_gpt.py", "[a * cos - b * sin, b * cos + a * sin]", "[a * cos + b * sin, b * cos - a * sin]",
                               "test_gpt.py -k loads_what_transformers_saved"),
     "val: a large document is not cut": ("prepare.py", "self.part = (wanted - val) / size if val < wanted - slack else 0",
                                          "self.part = 0", "test_prepare.py -k has_its_fraction"),
