@@ -13,8 +13,8 @@ from test_gpt import rotate
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, tokens
 
 KINDS = {"rat": {}, "token": dict(pos="rope", qk_groups=1), "nope": dict(pos="nope", qk_groups=4, gate_rank=5),
-         "rnn": dict(mixer="rnn"), "attention": dict(mixer="attention"), "rat-swa": dict(swa=6),
-         "attention-swa": dict(mixer="attention", swa=6)}
+         "rnn": dict(mixer="rnn"), "attention": dict(mixer="attention"), "rat-swa": dict(swa=7),
+         "attention-swa": dict(mixer="attention", swa=7)}
 # of those that keep something else in their caches
 cached = pytest.mark.parametrize("kind", ["rat", "token", "rnn", "rat-swa", "attention-swa"])
 paths = pytest.mark.parametrize("fast", [True, False])
@@ -89,14 +89,13 @@ def test_attention_everywhere_is_the_plain_transformer(pos, theirs):
 
 @pytest.mark.parametrize("pos", ["chunk", "nope"])
 def test_a_window_is_model_gpts(pos):
-    """In odd layers. swa=6: a token attends to itself and six before it, which model_gpt calls a window of 7. It has
-    RoPE with pos=nope too."""
+    """In odd layers: with swa=7 a token attends to itself and six before it. It has RoPE with pos=nope too."""
     gpt, model = tiny("gpt", mlp="gelu", window=7), rat("attention-swa", pos=pos)
     model.blocks[1].mix.load_state_dict(gpt.blocks[1].attn.state_dict())
     u = torch.randn(2, 40, 32, dtype=torch.float64)
     want = gpt.blocks[1].attn(u, 1, model_gpt.Context(gpt.cfg, u))
     assert relative(output(model, u, 1), want.detach()) < 1e-10
-    assert [rat("rat-swa").cfg.kind(i) for i in range(4)] == ["rat", "swa", "rat", "swa"]
+    assert rat("rat-swa", n_layer=4).cfg.kinds == ["rat", "swa", "rat", "swa"]
 
 
 # ---- caches ----
@@ -105,20 +104,20 @@ def test_a_window_is_model_gpts(pos):
 def watched_slots(monkeypatch):
     """Before every call the spare ones hold NaN: a broken request may have left it there. No other is written twice by
     one call: either token could win, and differs from one device to another."""
-    init, write = model_rat.Context.__init__, model_rat.LayerCache.write
+    init, write = model_rat.Context.__init__, model_rat.Cache.write
 
     def poisoned(self, cfg, x, cache=None, *more):
-        for layer in cache.layers if cache else []:
-            layer.k[:, :, -1], layer.v[:, :, -1] = math.nan, math.nan
+        for buffer in cache.k + cache.v if cache else []:
+            buffer[:, :, -1] = math.nan
         init(self, cfg, x, cache, *more)
 
-    def checked(self, k, v, slots, spare=None):
-        for row in (slots if spare is None else slots.masked_fill(spare, self.R)).tolist():
-            used = [slot for slot in row if slot < self.R]
+    def checked(self, layer, k, v, at):
+        for row in at.tolist():
+            used = [slot for slot in row if slot < self.R[layer]]
             assert len(used) == len(set(used))
-        write(self, k, v, slots, spare)
+        write(self, layer, k, v, at)
     monkeypatch.setattr(model_rat.Context, "__init__", poisoned)
-    monkeypatch.setattr(model_rat.LayerCache, "write", checked)
+    monkeypatch.setattr(model_rat.Cache, "write", checked)
 
 
 @cached
@@ -163,8 +162,8 @@ def test_states_are_float32_under_bfloat16(monkeypatch):
                 cache = model.init_cache(2, 40)
                 for part in tokens(2, 30).split([9, 1, 20], 1):
                     model(part, cache=cache)
-            for buffers in cache.layers:
-                assert (buffers.state.dtype, buffers.k.dtype) == (torch.float32, torch.bfloat16)
+            for layer in range(2):
+                assert (cache.state[layer].dtype, cache.k[layer].dtype) == (torch.float32, torch.bfloat16)
     assert set(dtypes) == {torch.float32} and len(dtypes) >= 24
 
 
@@ -195,7 +194,8 @@ def test_the_path_that_was_asked_for_runs(kind, pieces, path, monkeypatch):
     spy = lambda name, f: lambda *a, **k: (ran.append(name), f(*a, **k))[1]
     for name in ("scan", "attend", "merge"):
         monkeypatch.setattr(kernels, name, spy(name, getattr(kernels, name)))
-    monkeypatch.setattr(model_rat, "attention_fast", spy("sdpa", model_gpt.attention_fast))
+    sdpa = lambda *a, fast: (ran.extend(["sdpa"] * fast), model_gpt.attend(*a, fast))[1]
+    monkeypatch.setattr(model_rat, "attend", sdpa)
     for fast in (True, False)[:1 if pieces[1:] else 2]:
         model = rat(kind, fast=fast)
         cache = model.init_cache(2, 40) if pieces[1:] else None
