@@ -101,37 +101,39 @@ class RAT(nn.Module):
         """u (B, T, C), normed -> (B, T, C)."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
         z, g = self.w_z(z), self.w_g(g)                     # (B, T, C)
-        gate = torch.sigmoid(upcast(g) + self.gate_bias)    # a of (1)
+        a = torch.sigmoid(upcast(g) + self.gate_bias)       # (1)
         mix = rat_decode if context.cache else rat_fast if self.cfg.fast else rat_naive
-        y = mix(q, k, v, gate, layer, context)              # (2), (3)
-        return self.wo(torch.sigmoid(z) * y)                # (4)
+        y = mix(q, k, v, a, layer, context)                 # (2), (3)
+        return self.wo(torch.sigmoid(z) * y.to(z.dtype))    # (4), but for x + ...
 
 
-def rat_naive(q, k, v, gate, layer, context):
-    """(2) and (3) as written. q, k (B, T, G D), v, gate (B, T, C) -> y (B, T, C)."""
+def rat_naive(q, k, v, a, layer, context):
+    """(2) and (3) as written. q, k (B, T, G D), v, a (B, T, C) -> y (B, T, C)."""
     cfg, L, T = context.cfg, context.cfg.chunk, q.size(1)
     copies = cfg.n_head // cfg.qk_groups
     q, k = q.repeat(1, 1, copies), k.repeat(1, 1, copies)   # (B, T, C): head h has group h % G
-    k = recurrence(gate, upcast(k), L)                      # k~                            (2)
-    v = recurrence(gate, upcast(v), L)                      # v~
+    k = recurrence(a, upcast(k), L)                         # k~                            (2)
+    v = recurrence(a, upcast(v), L)                         # v~
     q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2) for x in (upcast(q), k, v))
-    rope = context.rope["rat"]
+    rope = context.rope["rat"]                              # by the chunk's number
     q, k = apply_rope(q, *rope), apply_rope(k, *rope)       # (B, H, T, D)
-    i, j = torch.arange(T, device=q.device)[:, None], torch.arange(T, device=q.device)
-    final = (j % L == L - 1) & (j // L < i // L)            # final state of an earlier chunk
-    own = i == j
+
+    token = torch.arange(T, device=q.device)
+    query, key = token[:, None], token
+    final = (key % L == L - 1) & (key // L < query // L)    # e: ends an earlier chunk
+    own = key == query                                      # s
     bias = torch.zeros(T, T, device=q.device).masked_fill(~(final | own), -math.inf)
     y = attend(q, k, v, bias, fast=False)                   # one softmax                   (3)
-    return y.transpose(1, 2).flatten(2).to(gate.dtype)
+    return y.transpose(1, 2).flatten(2)
 
 
-def recurrence(gate, x, chunk, h=0):
-    """(2): the states after each token of gate, x (B, T, C), from h, and from zero at each
-    further chunk -> (B, T, C)."""
+def recurrence(a, x, chunk, h0=None):
+    """(2) of a, x (B, T, C), from h0 (None: zero) and from zero at each further chunk: the
+    states after each token, (B, T, C)."""
     states = []
-    for t, (a_t, x_t) in enumerate(zip(gate.unbind(1), x.unbind(1))):
-        if t and t % chunk == 0:
-            h = 0
+    for t, (a_t, x_t) in enumerate(zip(a.unbind(1), x.unbind(1))):
+        if t % chunk == 0:
+            h = h0 if t == 0 and h0 is not None else 0
         h = a_t * h + (1 - a_t) * x_t
         states.append(h)
     return torch.stack(states, 1)
@@ -144,11 +146,11 @@ def initial_gate_bias(C, steps):
 
 # ---- the fast path ----
 
-def rat_fast(q, k, v, gate, layer, context):
+def rat_fast(q, k, v, a, layer, context):
     """The same: scan is the recurrence, and (3) has two parts that read_states merges."""
     cfg, L = context.cfg, context.cfg.chunk
     k = k.repeat(1, 1, cfg.n_head // cfg.qk_groups)         # (B, T, C)
-    own_k, own_v = (kernels.scan(gate, upcast(x), L) for x in (k, v))
+    own_k, own_v = (kernels.scan(a, upcast(x), L) for x in (k, v))
     end_k, end_v = (x[:, L - 1::L].unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
                     for x in (own_k, own_v))                # (B, H, n, D)
     rope = [table[:, :, L - 1::L] for table in context.rope["rat"]]
@@ -187,14 +189,14 @@ class RNN(nn.Module):
 
     def forward(self, u, layer, context):
         z, g, v = self.w_in(u).chunk(3, -1)
-        gate, v = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v)
+        a, v, T = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v), u.size(1)
         if context.padding is not None:
-            gate = gate.masked_fill(context.padding[..., None], 1)      # keeps the state
-        h = context.cache.state[layer][:, 0] if context.cache else torch.zeros_like(v[:, 0])
-        T = u.size(1)
-        h = (kernels.scan if self.fast and T > 1 else recurrence)(gate, v, T, h)
+            a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
+        scan = kernels.scan if self.fast and T > 1 else recurrence
+        state = context.cache.state[layer] if context.cache else None   # zero
+        h = scan(a, v, T, state)
         if context.cache:
-            context.cache.state[layer][:, 0] = h[:, -1]
+            state.copy_(h[:, -1])
         return self.wo(torch.sigmoid(z) * h.to(z.dtype))
 
 
@@ -202,24 +204,22 @@ class TokenAttention(Attention):
     """model_gpt's Attention, to all tokens or, faster than there, to a window of them."""
 
     def forward(self, u, layer, context):
-        cfg, cache, T = self.cfg, context.cache, u.size(1)
+        cfg, cache, T, kind = self.cfg, context.cache, u.size(1), self.cfg.kinds[layer]
         q, k, v = (w(u).unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
                    for w in (self.wq, self.wk, self.wv))    # (B, H or G, T, D)
-        rope = context.rope[cfg.kinds[layer]]
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k = (apply_rope(x, *context.rope[kind]) for x in (q, k))
         if cache and T == 1:
             y = decode_one(q, k, v, layer, context, context.pos, cache.longest + 1)
         else:
-            window = cache.R[layer] if cache else cfg.swa or T
+            window = cache.R[layer] if cache else cfg.swa
             k, v, k_pos = cache.extend(layer, k, v, context) if cache else (k, v, context.pos)
-            if cfg.kinds[layer] == "attention" and k.size(2) == T:
-                y = attend(q, k, v, None, fast=cfg.fast)    # causal: padding is on the right
-            elif cfg.fast:                                  # blocks of keys before the window
+            if cfg.fast and kind == "swa":      # leaves out blocks of keys before the window
                 q_pos, k_pos = (p.int().squeeze(0) for p in (context.pos, k_pos))
-                y, _ = kernels.attend(q, k, v, q_pos, k_pos, window=window) # are left out
+                y, _ = kernels.attend(q, k, v, q_pos, k_pos, window=window)
             else:
-                bias = attention_bias(context.pos, k_pos[:, None, None], window)
-                y = attend(q, k, v, bias, fast=False)
+                plain = kind == "attention" and k.size(2) == T      # causal, and no more
+                bias = None if plain else attention_bias(context.pos, k_pos[:, None, None], window)
+                y = attend(q, k, v, bias, fast=cfg.fast)
         return self.wo(y.transpose(1, 2).flatten(2))        # (B, T, C)
 
 
@@ -246,27 +246,32 @@ class Context:
 
 # ---- decoding: one path, whatever `fast` is ----
 
-def rat_decode(q, k, v, gate, layer, context):
-    """(2) and (3) of tokens after cached ones. States are in float32 or better."""
+def rat_decode(q, k, v, a, layer, context):
+    """(2) and (3) of tokens after cached ones. k and v are one recurrence, in float32 or
+    better. Padding keeps the state, with gates of 1."""
+    cfg, starts = context.cfg, context.pos % context.cfg.chunk == 0     # (B or 1, T)
+    copies = cfg.n_head // cfg.qk_groups
+    a, kv = a.repeat(1, 1, 2), upcast(torch.cat([k] * copies + [v], -1))    # (B, T, 2 C)
+    if context.padding is not None:
+        starts = starts & ~context.padding
+        a = a.masked_fill(context.padding[..., None], 1)
     decode = rat_step if q.size(1) == 1 else rat_prefill
-    k = upcast(k.repeat(1, 1, context.cfg.n_head // context.cfg.qk_groups))
-    return decode(q, k, upcast(v), gate, layer, context)
+    return decode(q, kv, a, starts[..., None], layer, context)
 
 
-def rat_step(q, k, v, gate, layer, context):
+def rat_step(q, kv, a, starts, layer, context):
     """One new token a row. Its state takes its chunk's slot, over that of the token before,
-    so that it attends to all slots so far. k, v (B, 1, C)."""
-    cfg, cache, padding = context.cfg, context.cache, context.padding
-    state = cache.state[layer]                              # (B, 2, C)
-    old = state.masked_fill((context.pos % cfg.chunk == 0)[..., None], 0)
-    new = gate * old + (1 - gate) * torch.cat([k, v], 1)    # (2)
-    state.copy_(new if padding is None else state.where(padding[..., None], new))
+    so that it attends to all slots so far."""
+    cfg, cache = context.cfg, context.cache
+    state = cache.state[layer][:, None].masked_fill(starts, 0)          # (B, 1, 2 C)
+    state = a * state + (1 - a) * kv                        # (2)
+    cache.state[layer].copy_(state[:, 0])
     q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-               for x in (q, new[:, :1], new[:, 1:]))        # (B, G or H, 1, D)
-    rope = context.rope["rat"]
-    q = apply_rope(q, *rope).repeat(1, cfg.n_head // cfg.qk_groups, 1, 1)
+               for x in (q, *state.chunk(2, -1)))           # (B, G or H, 1, D)
+    q, k = (apply_rope(x, *context.rope["rat"]) for x in (q, k))
+    q = q.repeat(1, cfg.n_head // cfg.qk_groups, 1, 1)
     n = cache.longest // cfg.chunk + 1
-    y = decode_one(q, apply_rope(k, *rope), v, layer, context, context.chunk_of, n)
+    y = decode_one(q, k, v, layer, context, context.chunk_of, n)
     return y.transpose(1, 2).flatten(2)
 
 
@@ -283,49 +288,44 @@ def decode_one(q, k, v, layer, context, number, n):
     return attend(q, k, v, bias, fast=True)
 
 
-def rat_prefill(q, k, v, gate, layer, context):
-    """T new tokens a row. After cached ones, chunks start at other tokens in each row: there
-    a gate of 0 forgets, and the input is (1 - a) k already. Padding's gate of 1 remembers."""
-    cfg, cache, T = context.cfg, context.cache, q.size(1)
-    L, pos, rows = cfg.chunk, context.pos, torch.arange(len(q), device=q.device)[:, None]
-    chunk, starts = L, (pos % L == 0)[..., None]            # (B or 1, T, 1)
+def rat_prefill(q, kv, a, starts, layer, context):
+    """T new tokens a row. After cached ones each row's chunks start elsewhere: one scan of
+    all, in which a gate of 0 forgets, the input being (1 - a) kv already."""
+    cfg, cache, (B, T, _) = context.cfg, context.cache, q.shape
+    L, pos, rows = cfg.chunk, context.pos.expand(B, T), torch.arange(B, device=q.device)[:, None]
     if cache.longest:
-        k, v = (torch.where(starts, (1 - gate) * x, x) for x in (k, v))
-        chunk, gate = T, gate.masked_fill(starts, 0)
-    if context.padding is not None:
-        gate = gate.masked_fill(context.padding[..., None], 1)
-    # the new tokens that end a chunk: every L-th, from the first one on
-    ends = (L - 1 - pos[:, :1] % L) + torch.arange(0, T, L, device=q.device)    # (B or 1, n)
-    ended, ends = ends < context.slots.n_new[:, None], ends.clamp(max=T - 1)
-    last = context.slots.n_new[:, None].clamp(min=1) - 1    # (B, 1)
-    own, final = [], []
-    for i, x in enumerate((k, v)):
-        h = kernels.scan(gate, x, chunk, cache.state[layer][:, i])      # (B, T, C)
-        cache.state[layer][:, i] = h[rows, last][:, 0]
-        own.append(h)
-        final.append(h[rows, ends].unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2))
-    rope = [table[rows[:len(pos)], :, ends].transpose(1, 2) for table in context.rope["rat"]]
-    at = torch.where(ended, context.chunk_of[rows[:len(pos)], ends], cache.R[layer])
-    cache.write(layer, apply_rope(final[0], *rope), final[1], at)
-    n = min((cache.longest + T - 1) // L, cache.R[layer])
-    return read_states(q, *own, cache.k[layer][:, :, :n], cache.v[layer][:, :, :n], context)
+        kv, a = torch.where(starts, (1 - a) * kv, kv), a.masked_fill(starts, 0)
+    h = kernels.scan(a, kv, T if cache.longest else L, cache.state[layer])  # (B, T, 2 C)
+    n_new = context.slots.n_new[:, None]                    # (B, 1)
+    cache.state[layer].copy_(h[rows, n_new.clamp(min=1) - 1][:, 0])
+    # final states: those of every L-th token from the first chunk's end on
+    ends = L - 1 - pos[:, :1] % L + torch.arange(0, T, L, device=q.device)  # (B, n)
+    ended, ends = ends < n_new, ends.clamp(max=T - 1)
+    end_k, end_v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
+                    for x in h[rows, ends].chunk(2, -1))    # (B, H, n, D)
+    rope = [x.expand(B, -1, -1, -1)[rows, :, ends].transpose(1, 2) for x in context.rope["rat"]]
+    at = torch.where(ended, pos[rows, ends] // L, cache.R[layer])
+    cache.write(layer, apply_rope(end_k, *rope), end_v, at)
+    n = min((cache.longest + T - 1) // L, cache.R[layer])   # chunks before the last token's
+    end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
+    return read_states(q, *h.chunk(2, -1), end_k, end_v, context)
 
 
 class Cache(KVCache):
     """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat) or token,
     of a window a ring. Slot R is spare: it takes padding and is never read. state[layer]
-    (B, 0 to 2, C): k~ and v~ before RoPE, or the RNN's state, in float32 or better."""
+    (B, 2 C): k~ and v~ before RoPE, in float32 or better; the RNN's is (B, C)."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         H, G, chunks = cfg.n_head, cfg.n_kv_head, math.ceil(max_len / cfg.chunk)
         sizes = dict(rat=(H, chunks, 2), rnn=(0, 0, 1), attention=(G, max_len, 0),
                      swa=(G, min(cfg.swa, max_len), 0))
+        heads, self.R, states = zip(*(sizes[kind] for kind in cfg.kinds))
         zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
-        self.R = [sizes[kind][1] for kind in cfg.kinds]
         with torch.inference_mode(False):           # so that calls outside may write too
-            self.k, self.v = ([zeros(sizes[kind][0], R + 1, cfg.head_dim)
-                               for kind, R in zip(cfg.kinds, self.R)] for _ in "kv")
-            self.state = [upcast(zeros(sizes[kind][2], cfg.n_embd)) for kind in cfg.kinds]
+            self.k, self.v = ([zeros(h, R + 1, cfg.head_dim) for h, R in zip(heads, self.R)]
+                              for _ in "kv")
+            self.state = [upcast(zeros(n * cfg.n_embd)) for n in states]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.max_len, self.longest, self.ragged = max_len, 0, False
 

@@ -73,7 +73,7 @@ BUGS = {
                                                 "test_kernels.py -k attend_is_the_definition"),
     "merge: -inf minus -inf": ("kernels.py", "lse_a, lse_b = (x.clamp(min=-1e30) for x in (lse_a, lse_b))", "pass",
                                "test_kernels.py -k merge_of_empty_sides"),
-    "scan: h0 forgotten in its gradient": ("kernels.py", "    states[:, 0] = h0", "    pass",
+    "scan: h0 forgotten in its gradient": ("kernels.py", "    before[:, 0, 0] = h0", "    pass",
                                            "test_kernels.py -k scan_is_the_loop"),
     "scan: the gradient of a gate without x": ("kernels.py", "before.sub_(x_n).mul_(d)", "before.mul_(d)",
                                                "test_kernels.py -k scan_is_the_loop"),
