@@ -73,8 +73,7 @@ class Config(BaseConfig):
         if self.n_head % self.qk_groups:
             raise ValueError(f"qk_groups={self.qk_groups} must divide n_head={self.n_head}")
         # what mixes tokens in each layer: rat | rnn | attention | swa
-        self.kinds = ["swa" if self.swa and layer % 2 else self.mixer
-                      for layer in range(self.n_layer)]
+        self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
         D, largest = self.head_dim, kernels.HEAD_SIZES[-1]
         if {*self.kinds} != {"rnn"} and (D % 2 or D > largest):
             raise ValueError(f"n_embd / n_head = {D}: RoPE needs an even head size, the "
@@ -247,32 +246,53 @@ class Context:
 # ---- decoding: one path, whatever `fast` is ----
 
 def rat_decode(q, k, v, a, layer, context):
-    """(2) and (3) of tokens after cached ones. k and v are one recurrence, in float32 or
-    better. Padding keeps the state, with gates of 1."""
-    cfg, starts = context.cfg, context.pos % context.cfg.chunk == 0     # (B or 1, T)
-    copies = cfg.n_head // cfg.qk_groups
-    a, kv = a.repeat(1, 1, 2), upcast(torch.cat([k] * copies + [v], -1))    # (B, T, 2 C)
+    """(2) and (3) of tokens after cached ones, with k and v in one recurrence. Each row's
+    chunks start elsewhere: there a gate of 0 forgets, and the input is (1 - a) kv already.
+    Padding remembers, with gates of 1."""
+    cfg, cache, T = context.cfg, context.cache, q.size(1)
+    copies, state = cfg.n_head // cfg.qk_groups, cache.state[layer]     # (B, 2 C)
+    kv, a = upcast(torch.cat([k] * copies + [v], -1)), a.repeat(1, 1, 2)    # (B, T, 2 C)
+    starts = (context.pos % cfg.chunk == 0)[..., None]      # (B or 1, T, 1)
     if context.padding is not None:
-        starts = starts & ~context.padding
+        starts = starts & ~context.padding[..., None]
         a = a.masked_fill(context.padding[..., None], 1)
-    decode = rat_step if q.size(1) == 1 else rat_prefill
-    return decode(q, kv, a, starts[..., None], layer, context)
+    if cache.longest:
+        kv, a = torch.where(starts, (1 - a) * kv, kv), a.masked_fill(starts, 0)
+    scan = kernels.scan if T > 1 else recurrence
+    h = scan(a, kv, T if cache.longest else cfg.chunk, state)           # (2)
+    rows = torch.arange(len(q), device=q.device)
+    state.copy_(h[rows, context.slots.n_new.clamp(min=1) - 1])
+    read = read_one if T == 1 else read_many
+    return read(q, h, layer, context)
 
 
-def rat_step(q, kv, a, starts, layer, context):
-    """One new token a row. Its state takes its chunk's slot, over that of the token before,
-    so that it attends to all slots so far."""
-    cfg, cache = context.cfg, context.cache
-    state = cache.state[layer][:, None].masked_fill(starts, 0)          # (B, 1, 2 C)
-    state = a * state + (1 - a) * kv                        # (2)
-    cache.state[layer].copy_(state[:, 0])
+def read_one(q, h, layer, context):
+    """(3) of one token a row. Its state h (B, 1, 2 C) takes its chunk's slot, over that of
+    the token before, so that it attends to all slots so far."""
+    cfg, n = context.cfg, context.cache.longest // context.cfg.chunk + 1
     q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-               for x in (q, *state.chunk(2, -1)))           # (B, G or H, 1, D)
+               for x in (q, *h.chunk(2, -1)))               # (B, G or H, 1, D)
     q, k = (apply_rope(x, *context.rope["rat"]) for x in (q, k))
     q = q.repeat(1, cfg.n_head // cfg.qk_groups, 1, 1)
-    n = cache.longest // cfg.chunk + 1
     y = decode_one(q, k, v, layer, context, context.chunk_of, n)
     return y.transpose(1, 2).flatten(2)
+
+
+def read_many(q, h, layer, context):
+    """(3) of T tokens a row: their final states go into the cache, all are read from it."""
+    cfg, cache, (B, T, _) = context.cfg, context.cache, q.shape
+    L, pos, rows = cfg.chunk, context.pos.expand(B, T), torch.arange(B, device=q.device)[:, None]
+    # a chunk ends at every L-th token, from the first end on
+    ends = L - 1 - pos[:, :1] % L + torch.arange(0, T, L, device=q.device)  # (B, n)
+    real, ends = ends < context.slots.n_new[:, None], ends.clamp(max=T - 1)
+    end_k, end_v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
+                    for x in h[rows, ends].chunk(2, -1))    # (B, H, n, D)
+    rope = [x.expand(B, -1, -1, -1)[rows, :, ends].transpose(1, 2) for x in context.rope["rat"]]
+    at = torch.where(real, pos[rows, ends] // L, cache.R[layer])
+    cache.write(layer, apply_rope(end_k, *rope), end_v, at)
+    n = min((cache.longest + T - 1) // L, cache.R[layer])   # chunks before the last token's
+    end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
+    return read_states(q, *h.chunk(2, -1), end_k, end_v, context)
 
 
 def decode_one(q, k, v, layer, context, number, n):
@@ -286,29 +306,6 @@ def decode_one(q, k, v, layer, context, number, n):
     if context.padding is not None:
         bias = attention_bias(number, torch.arange(k.size(2), device=k.device), dtype=q.dtype)
     return attend(q, k, v, bias, fast=True)
-
-
-def rat_prefill(q, kv, a, starts, layer, context):
-    """T new tokens a row. After cached ones each row's chunks start elsewhere: one scan of
-    all, in which a gate of 0 forgets, the input being (1 - a) kv already."""
-    cfg, cache, (B, T, _) = context.cfg, context.cache, q.shape
-    L, pos, rows = cfg.chunk, context.pos.expand(B, T), torch.arange(B, device=q.device)[:, None]
-    if cache.longest:
-        kv, a = torch.where(starts, (1 - a) * kv, kv), a.masked_fill(starts, 0)
-    h = kernels.scan(a, kv, T if cache.longest else L, cache.state[layer])  # (B, T, 2 C)
-    n_new = context.slots.n_new[:, None]                    # (B, 1)
-    cache.state[layer].copy_(h[rows, n_new.clamp(min=1) - 1][:, 0])
-    # final states: those of every L-th token from the first chunk's end on
-    ends = L - 1 - pos[:, :1] % L + torch.arange(0, T, L, device=q.device)  # (B, n)
-    ended, ends = ends < n_new, ends.clamp(max=T - 1)
-    end_k, end_v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-                    for x in h[rows, ends].chunk(2, -1))    # (B, H, n, D)
-    rope = [x.expand(B, -1, -1, -1)[rows, :, ends].transpose(1, 2) for x in context.rope["rat"]]
-    at = torch.where(ended, pos[rows, ends] // L, cache.R[layer])
-    cache.write(layer, apply_rope(end_k, *rope), end_v, at)
-    n = min((cache.longest + T - 1) // L, cache.R[layer])   # chunks before the last token's
-    end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
-    return read_states(q, *h.chunk(2, -1), end_k, end_v, context)
 
 
 class Cache(KVCache):
