@@ -57,7 +57,6 @@ class Config(BaseConfig):
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
     swa: int = 0        # > 0: sliding window of odd layers, how many keys a token attends to
     qk_groups: int = 0  # G (0: 2, or 1 where n_head is odd)
-    gate_rank: int = 0  # rank of the projections of z and g (0: full)
     pos: str = choice("chunk", "rope", "nope")  # of rat: by chunk | token | none; swa: token
     n_mlp: int = 0      # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
@@ -67,7 +66,7 @@ class Config(BaseConfig):
     def __post_init__(self):
         super().__post_init__()
         self.at_least(1, "chunk")
-        self.at_least(0, "swa", "qk_groups", "gate_rank", "n_mlp")
+        self.at_least(0, "swa", "qk_groups", "n_mlp")
         self.n_mlp = self.n_mlp or mlp_width(self)
         self.qk_groups = self.qk_groups or 2 - self.n_head % 2
         if self.n_head % self.qk_groups:
@@ -83,47 +82,43 @@ class Config(BaseConfig):
 # ---- the method ----
 
 class RAT(nn.Module):
-    """Section 2.3."""
+    """Section 2.3: (1) to (4) without the residual connection."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg = cfg
-        C, GD, rank = cfg.n_embd, cfg.qk_groups * cfg.head_dim, cfg.gate_rank
-        self.widths = [rank or C, rank or C, C, GD, GD]     # of z, g, v, q, k
+        self.cfg, C, GD = cfg, cfg.n_embd, cfg.qk_groups * cfg.head_dim
+        self.widths = [C, C, C, GD, GD]     # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
-        full = lambda: nn.Linear(rank, C, bias=False) if rank else nn.Identity()
-        self.w_z, self.w_g = full(), full()
         self.gate_bias = nn.Parameter(initial_gate_bias(C, cfg.chunk))  # b_g
         self.wo = nn.Linear(C, C, bias=False)
 
     def forward(self, u, layer, context):
         """u (B, T, C), normed -> (B, T, C)."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
-        z, g = self.w_z(z), self.w_g(g)                     # (B, T, C)
+        copies = self.cfg.n_head // self.cfg.qk_groups
+        q, k = q.repeat(1, 1, copies), k.repeat(1, 1, copies)   # (B, T, C): head h, group h % G
         a = torch.sigmoid(upcast(g) + self.gate_bias)       # (1)
         mix = rat_decode if context.cache else rat_fast if self.cfg.fast else rat_naive
         y = mix(q, k, v, a, layer, context)                 # (2), (3)
-        return self.wo(torch.sigmoid(z) * y.to(z.dtype))    # (4), but for x + ...
+        y = y.transpose(1, 2).flatten(2).to(z.dtype)        # (B, T, C)
+        return self.wo(torch.sigmoid(z) * y)                # (4)
 
 
 def rat_naive(q, k, v, a, layer, context):
-    """(2) and (3) as written. q, k (B, T, G D), v, a (B, T, C) -> y (B, T, C)."""
+    """(2) and (3) as written. q, k, v, a (B, T, C) -> y (B, H, T, D)."""
     cfg, L, T = context.cfg, context.cfg.chunk, q.size(1)
-    copies = cfg.n_head // cfg.qk_groups
-    q, k = q.repeat(1, 1, copies), k.repeat(1, 1, copies)   # (B, T, C): head h has group h % G
-    k = recurrence(a, upcast(k), L)                         # k~                            (2)
-    v = recurrence(a, upcast(v), L)                         # v~
+    k = recurrence(a, upcast(k), L)     # k~ (2)
+    v = recurrence(a, upcast(v), L)     # v~
     q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2) for x in (upcast(q), k, v))
-    rope = context.rope["rat"]                              # by the chunk's number
-    q, k = apply_rope(q, *rope), apply_rope(k, *rope)       # (B, H, T, D)
+    cos, sin = context.rope["rat"]      # of the chunk's number
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
 
-    token = torch.arange(T, device=q.device)
-    query, key = token[:, None], token
+    key = torch.arange(T, device=q.device)
+    query = key[:, None]
     final = (key % L == L - 1) & (key // L < query // L)    # e: ends an earlier chunk
     own = key == query                                      # s
     bias = torch.zeros(T, T, device=q.device).masked_fill(~(final | own), -math.inf)
-    y = attend(q, k, v, bias, fast=False)                   # one softmax                   (3)
-    return y.transpose(1, 2).flatten(2)
+    return attend(q, k, v, bias, fast=False)    # one softmax (3)
 
 
 def recurrence(a, x, chunk, h0=None):
@@ -146,32 +141,26 @@ def initial_gate_bias(C, steps):
 # ---- the fast path ----
 
 def rat_fast(q, k, v, a, layer, context):
-    """The same: scan is the recurrence, and (3) has two parts that read_states merges."""
+    """The same: scan is the recurrence, and read_states has (3) in two parts."""
     cfg, L = context.cfg, context.cfg.chunk
-    k = k.repeat(1, 1, cfg.n_head // cfg.qk_groups)         # (B, T, C)
-    own_k, own_v = (kernels.scan(a, upcast(x), L) for x in (k, v))
-    end_k, end_v = (x[:, L - 1::L].unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-                    for x in (own_k, own_v))                # (B, H, n, D)
+    k, v = (kernels.scan(a, upcast(x), L) for x in (k, v))
+    q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2) for x in (q, k, v))
     rope = [table[:, :, L - 1::L] for table in context.rope["rat"]]
-    return read_states(q, own_k, own_v, apply_rope(end_k, *rope), end_v, context)
+    end_k, end_v = apply_rope(k[:, :, L - 1::L], *rope), v[:, :, L - 1::L]
+    return read_states(q, k, v, end_k, end_v, context)
 
 
-def read_states(q, own_k, own_v, end_k, end_v, context):
-    """(3) of q (B, T, G D), own states (B, T, C), final states (B, H, n, D), keys rotated
-    -> (B, T, C). The softmax over final states and the one over the own state, whose
-    log-sum-exp is its score, merge into the softmax over both."""
-    cfg, D = context.cfg, context.cfg.head_dim
+def read_states(q, k, v, end_k, end_v, context):
+    """(3) of q and its own k~, v~ (B, H, T, D), and of final states (B, H, n, D), rotated.
+    The softmax over final states and the one over the own state, whose log-sum-exp is its
+    score, merge into the softmax over both."""
     # a query and its own state have the same angle: their product needs none
-    q = q.unflatten(-1, (-1, cfg.qk_groups, D))             # (B, T, 1, G, D)
-    s_own = (upcast(q) * own_k.unflatten(-1, (-1, cfg.qk_groups, D))).sum(-1)
-    s_own = s_own.flatten(2).transpose(1, 2) / math.sqrt(D)             # (B, H, T)
-    q = apply_rope(q.flatten(2, 3).transpose(1, 2), *context.rope["rat"])   # (B, G, T, D)
-    q = q.repeat(1, cfg.n_head // cfg.qk_groups, 1, 1)      # (B, H, T, D)
-    last_chunk = (context.chunk_of - 1).int().squeeze(0)    # that is over: (T,) or (B, T)
-    y, lse = kernels.attend(q, end_k.to(q.dtype), end_v.to(q.dtype), last_chunk)
-    own_v = own_v.unflatten(-1, (-1, D)).transpose(1, 2).to(q.dtype)
-    y, _ = kernels.merge(y, lse, own_v, s_own)
-    return y.transpose(1, 2).flatten(2)
+    own_score = (upcast(q) * k).sum(-1) / math.sqrt(q.size(-1))     # (B, H, T)
+    q = apply_rope(q, *context.rope["rat"])
+    last = (context.chunk_of - 1).int().squeeze(0)  # chunk that is over: (T,) or (B, T)
+    y, lse = kernels.attend(q, end_k.to(q.dtype), end_v.to(q.dtype), last)
+    y, _ = kernels.merge(y, lse, v.to(q.dtype), own_score)
+    return y
 
 
 # ---- what it is compared with ----
@@ -249,50 +238,41 @@ def rat_decode(q, k, v, a, layer, context):
     """(2) and (3) of tokens after cached ones, with k and v in one recurrence. Each row's
     chunks start elsewhere: there a gate of 0 forgets, and the input is (1 - a) kv already.
     Padding remembers, with gates of 1."""
-    cfg, cache, T = context.cfg, context.cache, q.size(1)
-    copies, state = cfg.n_head // cfg.qk_groups, cache.state[layer]     # (B, 2 C)
-    kv, a = upcast(torch.cat([k] * copies + [v], -1)), a.repeat(1, 1, 2)    # (B, T, 2 C)
-    starts = (context.pos % cfg.chunk == 0)[..., None]      # (B or 1, T, 1)
+    cfg, cache, (B, T, _) = context.cfg, context.cache, q.shape
+    kv, a = upcast(torch.cat([k, v], -1)), a.repeat(1, 1, 2)    # (B, T, 2 C)
+    starts = (context.pos % cfg.chunk == 0)[..., None]  # (B or 1, T, 1)
     if context.padding is not None:
         starts = starts & ~context.padding[..., None]
         a = a.masked_fill(context.padding[..., None], 1)
     if cache.longest:
         kv, a = torch.where(starts, (1 - a) * kv, kv), a.masked_fill(starts, 0)
-    scan = kernels.scan if T > 1 else recurrence
-    h = scan(a, kv, T if cache.longest else cfg.chunk, state)           # (2)
-    rows = torch.arange(len(q), device=q.device)
-    state.copy_(h[rows, context.slots.n_new.clamp(min=1) - 1])
-    read = read_one if T == 1 else read_many
-    return read(q, h, layer, context)
-
-
-def read_one(q, h, layer, context):
-    """(3) of one token a row. Its state h (B, 1, 2 C) takes its chunk's slot, over that of
-    the token before, so that it attends to all slots so far."""
-    cfg, n = context.cfg, context.cache.longest // context.cfg.chunk + 1
+    scan, state = kernels.scan if T > 1 else recurrence, cache.state[layer]     # (B, 2 C)
+    h = scan(a, kv, T if cache.longest else cfg.chunk, state)   # (2)
+    last = context.slots.n_new.clamp(min=1) - 1         # (B,)
+    state.copy_(h[torch.arange(B, device=q.device), last])
     q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-               for x in (q, *h.chunk(2, -1)))               # (B, G or H, 1, D)
+               for x in (q, *h.chunk(2, -1)))           # (B, H, T, D)
+    if T > 1:
+        return read_prefill(q, k, v, layer, context)
+    # the state takes its chunk's slot, over that of the token before: all are visible
     q, k = (apply_rope(x, *context.rope["rat"]) for x in (q, k))
-    q = q.repeat(1, cfg.n_head // cfg.qk_groups, 1, 1)
-    y = decode_one(q, k, v, layer, context, context.chunk_of, n)
-    return y.transpose(1, 2).flatten(2)
+    n = cache.longest // cfg.chunk + 1
+    return decode_one(q, k, v, layer, context, context.chunk_of, n)
 
 
-def read_many(q, h, layer, context):
-    """(3) of T tokens a row: their final states go into the cache, all are read from it."""
-    cfg, cache, (B, T, _) = context.cfg, context.cache, q.shape
-    L, pos, rows = cfg.chunk, context.pos.expand(B, T), torch.arange(B, device=q.device)[:, None]
-    # a chunk ends at every L-th token, from the first end on
+def read_prefill(q, k, v, layer, context):
+    """(3) of T tokens a row: final states go into the cache, and are read from there."""
+    cache, L, (B, _, T, _) = context.cache, context.cfg.chunk, q.shape
+    pos, rows = context.pos.expand(B, T), torch.arange(B, device=q.device)[:, None]
+    # chunks end at every L-th token, from the first end on
     ends = L - 1 - pos[:, :1] % L + torch.arange(0, T, L, device=q.device)  # (B, n)
     real, ends = ends < context.slots.n_new[:, None], ends.clamp(max=T - 1)
-    end_k, end_v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-                    for x in h[rows, ends].chunk(2, -1))    # (B, H, n, D)
-    rope = [x.expand(B, -1, -1, -1)[rows, :, ends].transpose(1, 2) for x in context.rope["rat"]]
+    rope = [x.expand(B, 1, T, -1)[rows, :, ends] for x in context.rope["rat"]]
+    end_k, end_v = apply_rope(k[rows, :, ends], *rope), v[rows, :, ends]    # (B, n, H, D)
     at = torch.where(real, pos[rows, ends] // L, cache.R[layer])
-    cache.write(layer, apply_rope(end_k, *rope), end_v, at)
+    cache.write(layer, end_k.transpose(1, 2), end_v.transpose(1, 2), at)
     n = min((cache.longest + T - 1) // L, cache.R[layer])   # chunks before the last token's
-    end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
-    return read_states(q, *h.chunk(2, -1), end_k, end_v, context)
+    return read_states(q, k, v, cache.k[layer][:, :, :n], cache.v[layer][:, :, :n], context)
 
 
 def decode_one(q, k, v, layer, context, number, n):

@@ -12,7 +12,7 @@ from kernel_cases import Memory
 from test_gpt import rotate
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, tokens
 
-KINDS = {"rat": {}, "token": dict(pos="rope", qk_groups=1), "nope": dict(pos="nope", qk_groups=4, gate_rank=5),
+KINDS = {"rat": {}, "token": dict(pos="rope", qk_groups=1), "nope": dict(pos="nope", qk_groups=4),
          "rnn": dict(mixer="rnn"), "attention": dict(mixer="attention"), "rat-swa": dict(swa=7),
          "attention-swa": dict(mixer="attention", swa=7)}
 # of those that keep something else in their caches
@@ -35,10 +35,8 @@ def output(model, u, layer=0):
 
 def rat_by_hand(cfg, mix, u):
     """The layer of one sequence u (T, C), token by token and head by head."""
-    C, D, G, H, rank, L = cfg.n_embd, cfg.head_dim, cfg.qk_groups, cfg.n_head, cfg.gate_rank, cfg.chunk
-    z, g, v, q, k = (u @ mix.w_in.weight.T).split([rank or C, rank or C, C, G * D, G * D], -1)
-    if rank:
-        z, g = z @ mix.w_z.weight.T, g @ mix.w_g.weight.T
+    C, D, G, H, L = cfg.n_embd, cfg.head_dim, cfg.qk_groups, cfg.n_head, cfg.chunk
+    z, g, v, q, k = (u @ mix.w_in.weight.T).split([C, C, C, G * D, G * D], -1)
     v, gate = v.unflatten(-1, (H, D)), (g + mix.gate_bias).sigmoid().unflatten(-1, (H, D))
     q, k = (x.unflatten(-1, (G, D))[:, [h % G for h in range(H)]] for x in (q, k))      # (T, H, D)
     at = {"chunk": lambda t: t // L, "rope": lambda t: t, "nope": lambda t: 0}[cfg.pos]
