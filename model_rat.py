@@ -213,7 +213,7 @@ class TokenAttention(Attention):
 
 class Context:
     """Where the T new tokens stand: positions pos and chunks chunk_of (B or 1, T), the rows
-    that are padding, and RoPE's tables for each kind of layer."""
+    that are padding or start a chunk, and RoPE's tables for each kind of layer."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         """x (B, T, C): the new tokens' embeddings."""
@@ -221,8 +221,10 @@ class Context:
         self.slots = cache.place(x.size(1), n_valid) if cache else None
         self.pos = self.slots.pos if cache else torch.arange(x.size(1), device=x.device)[None]
         self.chunk_of = self.pos // cfg.chunk
+        self.starts = (self.pos % cfg.chunk == 0)[..., None]    # chunks, (B or 1, T, 1)
         if cache and self.slots.at is not None:     # rows may differ
-            self.padding = self.slots.at == cache.max_len               # (B, T)
+            self.padding = self.slots.at == cache.max_len       # (B, T)
+            self.starts = self.starts & ~self.padding[..., None]
         numbers = dict(chunk=self.chunk_of, rope=self.pos, nope=0 * self.pos)
         numbers = dict(rat=numbers[cfg.pos], swa=self.pos,
                        attention=numbers["nope" if cfg.pos == "nope" else "rope"])
@@ -235,57 +237,60 @@ class Context:
 # ---- decoding: one path, whatever `fast` is ----
 
 def rat_decode(q, k, v, a, layer, context):
-    """(2) and (3) of tokens after cached ones, with k and v in one recurrence. Each row's
-    chunks start elsewhere: there a gate of 0 forgets, and the input is (1 - a) kv already.
-    Padding remembers, with gates of 1."""
-    cfg, cache, (B, T, _) = context.cfg, context.cache, q.shape
-    kv, a = upcast(torch.cat([k, v], -1)), a.repeat(1, 1, 2)    # (B, T, 2 C)
-    starts = (context.pos % cfg.chunk == 0)[..., None]  # (B or 1, T, 1)
+    """(2) and (3) of tokens after cached ones, with k and v in one recurrence."""
+    a, kv = a.repeat(1, 1, 2), upcast(torch.cat([k, v], -1))    # (B, T, 2 C)
     if context.padding is not None:
-        starts = starts & ~context.padding[..., None]
-        a = a.masked_fill(context.padding[..., None], 1)
-    if cache.longest:
-        kv, a = torch.where(starts, (1 - a) * kv, kv), a.masked_fill(starts, 0)
-    scan, state = kernels.scan if T > 1 else recurrence, cache.state[layer]     # (B, 2 C)
-    h = scan(a, kv, T if cache.longest else cfg.chunk, state)   # (2)
-    last = context.slots.n_new.clamp(min=1) - 1         # (B,)
-    state.copy_(h[torch.arange(B, device=q.device), last])
+        a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
+    decode = rat_step if q.size(1) == 1 else rat_prefill
+    return decode(q, kv, a, layer, context)
+
+
+def rat_step(q, kv, a, layer, context):
+    """One new token a row. Its state takes its chunk's slot, over that of the token before,
+    so that all slots so far are visible."""
+    cfg, cache, state = context.cfg, context.cache, context.cache.state[layer]
+    h = a * state[:, None].masked_fill(context.starts, 0) + (1 - a) * kv    # (2)
+    state.copy_(h[:, 0])
     q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-               for x in (q, *h.chunk(2, -1)))           # (B, H, T, D)
-    if T > 1:
-        return read_prefill(q, k, v, layer, context)
-    # the state takes its chunk's slot, over that of the token before: all are visible
+               for x in (q, *h.chunk(2, -1)))   # (B, H, 1, D)
     q, k = (apply_rope(x, *context.rope["rat"]) for x in (q, k))
     n = cache.longest // cfg.chunk + 1
     return decode_one(q, k, v, layer, context, context.chunk_of, n)
 
 
-def read_prefill(q, k, v, layer, context):
-    """(3) of T tokens a row: final states go into the cache, and are read from there."""
-    cache, L, (B, _, T, _) = context.cache, context.cfg.chunk, q.shape
-    pos, rows = context.pos.expand(B, T), torch.arange(B, device=q.device)[:, None]
+def decode_one(q, k, v, layer, context, number, n):
+    """Write k, v (B, heads, 1, D) of one new token a row to slot `number` (B or 1, 1) of a
+    ring. q attends to the first n slots, in ragged rows to each row's own."""
+    cache, R, padding, bias = context.cache, context.cache.R[layer], context.padding, None
+    at = number % R
+    cache.write(layer, k, v, at if padding is None else at.masked_fill(padding, R))
+    k, v = (x[layer][:, :, :min(n, R)].to(q.dtype) for x in (cache.k, cache.v))
+    if padding is not None:
+        bias = attention_bias(number, torch.arange(k.size(2), device=k.device), dtype=q.dtype)
+    return attend(q, k, v, bias, fast=True)
+
+
+def rat_prefill(q, kv, a, layer, context):
+    """T new tokens a row. Final states go into the cache, and all are read from there."""
+    cfg, cache, (B, T, _) = context.cfg, context.cache, q.shape
+    L, pos, rows = cfg.chunk, context.pos.expand(B, T), torch.arange(B, device=q.device)[:, None]
+    n_new, state, chunk = context.slots.n_new[:, None], cache.state[layer], L
+    if cache.longest:   # Each row's chunks start elsewhere. There, in one scan of T tokens,
+        kv = torch.where(context.starts, (1 - a) * kv, kv)  # a gate of 0 forgets; its input
+        a, chunk = a.masked_fill(context.starts, 0), T      # is (1 - a) kv already
+    h = kernels.scan(a, kv, chunk, state)   # (2)
+    state.copy_(h[rows, n_new.clamp(min=1) - 1][:, 0])
+    q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
+               for x in (q, *h.chunk(2, -1)))   # (B, H, T, D)
     # chunks end at every L-th token, from the first end on
     ends = L - 1 - pos[:, :1] % L + torch.arange(0, T, L, device=q.device)  # (B, n)
-    real, ends = ends < context.slots.n_new[:, None], ends.clamp(max=T - 1)
+    real, ends = ends < n_new, ends.clamp(max=T - 1)
     rope = [x.expand(B, 1, T, -1)[rows, :, ends] for x in context.rope["rat"]]
     end_k, end_v = apply_rope(k[rows, :, ends], *rope), v[rows, :, ends]    # (B, n, H, D)
     at = torch.where(real, pos[rows, ends] // L, cache.R[layer])
     cache.write(layer, end_k.transpose(1, 2), end_v.transpose(1, 2), at)
     n = min((cache.longest + T - 1) // L, cache.R[layer])   # chunks before the last token's
     return read_states(q, k, v, cache.k[layer][:, :, :n], cache.v[layer][:, :, :n], context)
-
-
-def decode_one(q, k, v, layer, context, number, n):
-    """Write k, v (B, heads, 1, D) of one new token a row to slot `number` (B or 1, 1), in a
-    ring of R. q attends to the first n slots, in ragged rows to each row's own."""
-    cache, at, bias = context.cache, number % context.cache.R[layer], None
-    if context.padding is not None:
-        at = at.masked_fill(context.padding, cache.R[layer])
-    cache.write(layer, k, v, at)
-    k, v = (x[layer][:, :, :min(n, cache.R[layer])].to(q.dtype) for x in (cache.k, cache.v))
-    if context.padding is not None:
-        bias = attention_bias(number, torch.arange(k.size(2), device=k.device), dtype=q.dtype)
-    return attend(q, k, v, bias, fast=True)
 
 
 class Cache(KVCache):
