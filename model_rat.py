@@ -96,29 +96,33 @@ class RAT(nn.Module):
         """u (B, T, C), normed -> (B, T, C)."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
         copies = self.cfg.n_head // self.cfg.qk_groups
-        q, k = q.repeat(1, 1, copies), k.repeat(1, 1, copies)   # (B, T, C): head h, group h % G
-        a = torch.sigmoid(upcast(g) + self.gate_bias)       # (1)
-        mix = rat_decode if context.cache else rat_fast if self.cfg.fast else rat_naive
-        y = mix(q, k, v, a, layer, context)                 # (2), (3)
-        y = y.transpose(1, 2).flatten(2).to(z.dtype)        # (B, T, C)
-        return self.wo(torch.sigmoid(z) * y)                # (4)
+        # head h has group h % G
+        q, k = q.repeat(1, 1, copies), k.repeat(1, 1, copies)   # (B, T, C)
+        a = torch.sigmoid(upcast(g) + self.gate_bias)   # (1)
+        mix = rat_fast if self.cfg.fast else rat_naive
+        mix = rat_decode if context.cache else mix
+        y = mix(q, k, v, a, layer, context)             # (2), (3)
+        y = y.transpose(1, 2).flatten(2).to(z.dtype)    # (B, T, C)
+        return self.wo(torch.sigmoid(z) * y)            # (4)
 
 
 def rat_naive(q, k, v, a, layer, context):
     """(2) and (3) as written. q, k, v, a (B, T, C) -> y (B, H, T, D)."""
-    cfg, L, T = context.cfg, context.cfg.chunk, q.size(1)
-    k = recurrence(a, upcast(k), L)     # k~ (2)
-    v = recurrence(a, upcast(v), L)     # v~
-    q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2) for x in (upcast(q), k, v))
-    cos, sin = context.rope["rat"]      # of the chunk's number
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    D, L, T = context.cfg.head_dim, context.cfg.chunk, q.size(1)
+    state_k = recurrence(a, upcast(k), L)               # (2): k~
+    state_v = recurrence(a, upcast(v), L)               # v~
+    q, state_k, state_v = (x.unflatten(-1, (-1, D)).transpose(1, 2)
+                           for x in (upcast(q), state_k, state_v))
+    cos, sin = context.rope["rat"]                      # of the chunk's number
+    q, state_k = apply_rope(q, cos, sin), apply_rope(state_k, cos, sin)
 
     key = torch.arange(T, device=q.device)
     query = key[:, None]
     final = (key % L == L - 1) & (key // L < query // L)    # e: ends an earlier chunk
-    own = key == query                                      # s
-    bias = torch.zeros(T, T, device=q.device).masked_fill(~(final | own), -math.inf)
-    return attend(q, k, v, bias, fast=False)    # one softmax (3)
+    own = key == query                                  # s
+    bias = torch.zeros(T, T, device=q.device)
+    bias = bias.masked_fill(~(final | own), -math.inf)
+    return attend(q, state_k, state_v, bias, fast=False)    # (3)
 
 
 def recurrence(a, x, chunk, h0=None):
@@ -142,25 +146,26 @@ def initial_gate_bias(C, steps):
 
 def rat_fast(q, k, v, a, layer, context):
     """The same: scan is the recurrence, and read_states has (3) in two parts."""
-    cfg, L = context.cfg, context.cfg.chunk
-    k, v = (kernels.scan(a, upcast(x), L) for x in (k, v))
-    q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2) for x in (q, k, v))
+    D, L = context.cfg.head_dim, context.cfg.chunk
+    state_k, state_v = (kernels.scan(a, upcast(x), L) for x in (k, v))
+    q, state_k, state_v = (x.unflatten(-1, (-1, D)).transpose(1, 2)
+                           for x in (q, state_k, state_v))
+    end_k, end_v = state_k[:, :, L - 1::L], state_v[:, :, L - 1::L]     # (B, H, n, D)
     rope = [table[:, :, L - 1::L] for table in context.rope["rat"]]
-    end_k, end_v = apply_rope(k[:, :, L - 1::L], *rope), v[:, :, L - 1::L]
-    return read_states(q, k, v, end_k, end_v, context)
+    end_k = apply_rope(end_k, *rope)
+    return read_states(q, state_k, state_v, end_k, end_v, context)
 
 
-def read_states(q, k, v, end_k, end_v, context):
-    """(3) of q and its own k~, v~ (B, H, T, D), and of final states (B, H, n, D), rotated.
-    The softmax over final states and the one over the own state, whose log-sum-exp is its
-    score, merge into the softmax over both."""
+def read_states(q, own_k, own_v, end_k, end_v, context):
+    """(3) of q and its own state (B, H, T, D), before RoPE, and final states (B, H, n, D),
+    after it. The softmax over final states and the one over the own state, whose
+    log-sum-exp is its score, merge into the softmax over both."""
     # a query and its own state have the same angle: their product needs none
-    own_score = (upcast(q) * k).sum(-1) / math.sqrt(q.size(-1))     # (B, H, T)
+    own_score = (upcast(q) * own_k).sum(-1) / math.sqrt(q.size(-1))     # (B, H, T)
     q = apply_rope(q, *context.rope["rat"])
-    last = (context.chunk_of - 1).int().squeeze(0)  # chunk that is over: (T,) or (B, T)
+    last = (context.chunk_of - 1).int().squeeze(0)      # (T,) or (B, T)
     y, lse = kernels.attend(q, end_k.to(q.dtype), end_v.to(q.dtype), last)
-    y, _ = kernels.merge(y, lse, v.to(q.dtype), own_score)
-    return y
+    return kernels.merge(y, lse, own_v.to(q.dtype), own_score)[0]
 
 
 # ---- what it is compared with ----
@@ -194,7 +199,7 @@ class TokenAttention(Attention):
     def forward(self, u, layer, context):
         cfg, cache, T, kind = self.cfg, context.cache, u.size(1), self.cfg.kinds[layer]
         q, k, v = (w(u).unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-                   for w in (self.wq, self.wk, self.wv))    # (B, H or G, T, D)
+                   for w in (self.wq, self.wk, self.wv))
         q, k = (apply_rope(x, *context.rope[kind]) for x in (q, k))
         if cache and T == 1:
             y = decode_one(q, k, v, layer, context, context.pos, cache.longest + 1)
@@ -205,10 +210,11 @@ class TokenAttention(Attention):
                 q_pos, k_pos = (p.int().squeeze(0) for p in (context.pos, k_pos))
                 y, _ = kernels.attend(q, k, v, q_pos, k_pos, window=window)
             else:
-                plain = kind == "attention" and k.size(2) == T      # causal, and no more
-                bias = None if plain else attention_bias(context.pos, k_pos[:, None, None], window)
+                bias = None     # causal
+                if kind == "swa" or k.size(2) > T:
+                    bias = attention_bias(context.pos, k_pos[:, None, None], window)
                 y = attend(q, k, v, bias, fast=cfg.fast)
-        return self.wo(y.transpose(1, 2).flatten(2))        # (B, T, C)
+        return self.wo(y.transpose(1, 2).flatten(2))    # (B, T, C)
 
 
 class Context:
@@ -248,13 +254,14 @@ def rat_decode(q, k, v, a, layer, context):
 def rat_step(q, kv, a, layer, context):
     """One new token a row. Its state takes its chunk's slot, over that of the token before,
     so that all slots so far are visible."""
-    cfg, cache, state = context.cfg, context.cache, context.cache.state[layer]
-    h = a * state[:, None].masked_fill(context.starts, 0) + (1 - a) * kv    # (2)
-    state.copy_(h[:, 0])
+    cfg, cached = context.cfg, context.cache.state[layer]
+    state = cached[:, None].masked_fill(context.starts, 0)
+    state = a * state + (1 - a) * kv                # (2)
+    cached.copy_(state[:, 0])
     q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-               for x in (q, *h.chunk(2, -1)))   # (B, H, 1, D)
+               for x in (q, *state.chunk(2, -1)))   # (B, H, 1, D)
     q, k = (apply_rope(x, *context.rope["rat"]) for x in (q, k))
-    n = cache.longest // cfg.chunk + 1
+    n = context.cache.longest // cfg.chunk + 1
     return decode_one(q, k, v, layer, context, context.chunk_of, n)
 
 
@@ -272,25 +279,30 @@ def decode_one(q, k, v, layer, context, number, n):
 
 def rat_prefill(q, kv, a, layer, context):
     """T new tokens a row. Final states go into the cache, and all are read from there."""
-    cfg, cache, (B, T, _) = context.cfg, context.cache, q.shape
-    L, pos, rows = cfg.chunk, context.pos.expand(B, T), torch.arange(B, device=q.device)[:, None]
-    n_new, state, chunk = context.slots.n_new[:, None], cache.state[layer], L
-    if cache.longest:   # Each row's chunks start elsewhere. There, in one scan of T tokens,
-        kv = torch.where(context.starts, (1 - a) * kv, kv)  # a gate of 0 forgets; its input
-        a, chunk = a.masked_fill(context.starts, 0), T      # is (1 - a) kv already
-    h = kernels.scan(a, kv, chunk, state)   # (2)
-    state.copy_(h[rows, n_new.clamp(min=1) - 1][:, 0])
-    q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-               for x in (q, *h.chunk(2, -1)))   # (B, H, T, D)
+    cache, D, L, T = context.cache, context.cfg.head_dim, context.cfg.chunk, q.size(1)
+    R, rows, pos = cache.R[layer], cache.rows, context.pos.expand(len(q), T)
+    n_new, chunk = context.slots.n_new[:, None], L      # (B, 1)
+    if cache.longest:
+        # Each row's chunks start elsewhere. There, in one scan of T tokens, a gate of 0
+        # forgets, and its input is (1 - a) kv already.
+        kv = torch.where(context.starts, (1 - a) * kv, kv)
+        a, chunk = a.masked_fill(context.starts, 0), T
+    state = kernels.scan(a, kv, chunk, cache.state[layer])      # (2)
+    cache.state[layer].copy_(state[rows, n_new.clamp(min=1) - 1][:, 0])
+    q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2)
+               for x in (q, *state.chunk(2, -1)))       # (B, H, T, D)
     # chunks end at every L-th token, from the first end on
-    ends = L - 1 - pos[:, :1] % L + torch.arange(0, T, L, device=q.device)  # (B, n)
-    real, ends = ends < n_new, ends.clamp(max=T - 1)
-    rope = [x.expand(B, 1, T, -1)[rows, :, ends] for x in context.rope["rat"]]
-    end_k, end_v = apply_rope(k[rows, :, ends], *rope), v[rows, :, ends]    # (B, n, H, D)
-    at = torch.where(real, pos[rows, ends] // L, cache.R[layer])
+    ends = L - 1 - pos[:, :1] % L + torch.arange(0, T, L, device=q.device)
+    real, ends = ends < n_new, ends.clamp(max=T - 1)    # (B, n)
+    rope = [x.expand(len(q), 1, T, -1)[rows, :, ends] for x in context.rope["rat"]]
+    end_k = apply_rope(k[rows, :, ends], *rope)         # (B, n, H, D)
+    end_v = v[rows, :, ends]
+    at = torch.where(real, pos[rows, ends] // L, R)
     cache.write(layer, end_k.transpose(1, 2), end_v.transpose(1, 2), at)
-    n = min((cache.longest + T - 1) // L, cache.R[layer])   # chunks before the last token's
-    return read_states(q, k, v, cache.k[layer][:, :, :n], cache.v[layer][:, :, :n], context)
+    # chunks before the last token's
+    n = min((cache.longest + T - 1) // L, R)
+    end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
+    return read_states(q, k, v, end_k, end_v, context)
 
 
 class Cache(KVCache):
@@ -309,6 +321,7 @@ class Cache(KVCache):
                               for _ in "kv")
             self.state = [upcast(zeros(n * cfg.n_embd)) for n in states]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.rows = torch.arange(batch_size, device=device)[:, None]
         self.max_len, self.longest, self.ragged = max_len, 0, False
 
     def buffers(self):  # what KVCache resets and measures: all but the spare slots
@@ -316,17 +329,15 @@ class Cache(KVCache):
 
     def write(self, layer, k, v, at):
         """k, v (B, heads, n, D) to slots at (B or 1, n)."""
-        rows = torch.arange(len(k), device=k.device)[:, None]
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            buffer[rows, :, at] = new.transpose(1, 2).to(buffer.dtype)
+            buffer[self.rows, :, at] = new.transpose(1, 2).to(buffer.dtype)
 
     def extend(self, layer, k, v, context):
         """Write k, v (B, G, T, D) to the ring, token t to slot t % R. Returns keys, values
         (B, G, S, D) and positions (B or 1, S) of the R tokens before and of these."""
         R, pos, padding = self.R[layer], context.pos, context.padding
         old = pos[:, :1] + torch.arange(-min(self.longest, R), 0, device=k.device)
-        rows = torch.arange(len(k), device=k.device)[:, None]
-        before = [x[layer][rows, :, old % R].transpose(1, 2) for x in (self.k, self.v)]
+        before = [x[layer][self.rows, :, old % R].transpose(1, 2) for x in (self.k, self.v)]
         spare = pos < (self.lengths + context.slots.n_new)[:, None] - R     # not the last R
         if padding is not None:
             spare, pos = spare | padding, pos.masked_fill(padding, self.max_len)
