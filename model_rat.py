@@ -1,9 +1,9 @@
 """
 RAT: recurrence inside chunks, attention across them.
 
-Attention reads every past token and pays for each. A gated linear recurrence reads one
-state and forgets. RAT cuts the sequence into chunks of L tokens: inside a chunk a
-recurrence accumulates keys and values; attention reads the chunks' final states.
+Attention reads every past token and pays for each. A gated linear recurrence reads
+one state and forgets. RAT cuts the sequence into chunks of L tokens: inside a chunk
+a recurrence accumulates keys and values; attention reads the chunks' final states.
 For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
     z, g, v, q, k = W_in u                    z, g, v of width C
@@ -15,29 +15,30 @@ For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
                v~, in one softmax                                          (3)
     out      = x + W_o (sigmoid(z) * y)                                    (4)
 
-q and k have G groups: head h reads group h % G, so that W_in is about as large as
-attention's. The heads' keys differ all the same: the gate has a value for each channel.
-RoPE rotates q and k~ (after the recurrence) by the chunk's number c. What queries attend
-to for L = 4 (e: final state of a chunk, s: own state):
+To keep W_in as large as attention's, q and k have only G groups: head h reads group
+h % G. The heads' keys differ all the same, as the gate has a value a channel. RoPE
+rotates q and k~ (after the recurrence) by the chunk's number c. What queries attend
+to for L = 4 (e: final state of an earlier chunk, s: own state):
 
     token       0   1   2   3 | 4   5   6   7 | 8   9  10  11
     query 2             s     |               |
     query 5                 e |     s         |
     query 10                e |             e |         s
 
-Baselines: mixer=rnn, v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~);
-mixer=attention, a Transformer; swa=w, in odd layers a token attends to itself and the
-w - 1 before it (RAT-SWA; the paper's window of 1,024 does not count the token itself: it
-is swa=1025). L = 1 is attention with keys and values scaled by 1 - a, L = T a gated RNN.
-Dropout is on embeddings and residual branches. rat and rnn ignore n_kv_head.
+L = 1 is attention with keys and values scaled by 1 - a, L = T a gated RNN. Baselines:
+mixer=rnn, v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~);
+mixer=attention, a Transformer; swa=w, in odd layers a token attends to itself and to
+w - 1 tokens before it (RAT-SWA; the paper's window of 1,024 does not count the token
+itself, so it is swa=1025). Dropout is on embeddings and residual branches. rat and
+rnn ignore n_kv_head.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Its code, CLAIRE-Labo/RAT at
-d4a8f54, has G = 2 and b_g, of which the paper does not speak. Departures from that code:
-decoding works from the first token on; states stay in float32 (there bfloat16); norm_eps
-is 1e-5 by default (there 1e-6).
+d4a8f54, has G = 2 and b_g, of which the paper does not speak. Departures from that
+code: decoding works from the first token on; states stay in float32 (there
+bfloat16); norm_eps is 1e-5 by default (there 1e-6).
 
-Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, G groups of q and k
-(in attention key/value heads), D head size, R slots of a layer's cache.
+Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, G groups of q and
+k (in attention key/value heads), D head size, R slots of a layer's cache.
 """
 import math
 from dataclasses import dataclass

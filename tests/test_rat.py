@@ -76,20 +76,16 @@ def test_where_gates_are_shut(fast):
 
 
 @pytest.mark.parametrize("pos, theirs", [("chunk", "rope"), ("nope", "none")])
-def test_attention_everywhere_is_the_plain_transformer(pos, theirs):
+def test_attention_is_the_plain_transformers(pos, theirs):
+    """Everywhere, logits and gradients; in a window of odd layers, which has RoPE with pos=nope too."""
     sizes = dict(n_kv_head=2, tie_embeddings=False, mlp="swiglu")
     gpt, model, x = tiny("gpt", pos=theirs, **sizes), rat("attention", pos=pos, **sizes), tokens(2, 51)
     renamed = lambda named: {name.replace(".attn.", ".mix."): w for name, w in named.items()}
     model.load_state_dict(renamed(gpt.state_dict()))
     logits, loss, grads = outputs_and_gradients(gpt, x)
     assert_same(outputs_and_gradients(model, x), (logits, loss, renamed(grads)), all_reached=True)
-
-
-@pytest.mark.parametrize("pos", ["chunk", "nope"])
-def test_a_window_is_model_gpts(pos):
-    """In odd layers: with swa=7 a token attends to itself and six before it. It has RoPE with pos=nope too."""
-    gpt, model = tiny("gpt", mlp="gelu", window=7), rat("attention-swa", pos=pos)
-    model.blocks[1].mix.load_state_dict(gpt.blocks[1].attn.state_dict())
+    gpt, model = tiny("gpt", window=7, **sizes), rat("attention-swa", pos=pos, **sizes)
+    model.load_state_dict(renamed(gpt.state_dict()))
     u = torch.randn(2, 40, 32, dtype=torch.float64)
     want = gpt.blocks[1].attn(u, 1, model_gpt.Context(gpt.cfg, u))
     assert relative(output(model, u, 1), want.detach()) < 1e-10
@@ -131,7 +127,6 @@ def test_decoding_around_the_ends_of_chunks(kind, watched_slots, monkeypatch):
         assert_cache_is_forward(model, [18, 18], [first] + [1] * (18 - first), 1e-10)
     assert_cache_is_forward(model, [26, 9, 4], [3, 1, 1, 7, 8, 1, 5], 1e-10)
     assert_cache_is_forward(model, [37, 9, 20], [8, 13, 16], 1e-10)
-    assert_cache_is_forward(rat(kind, fast=False), [26, 9, 4], [3, 1, 1, 7, 8, 1, 5], 1e-10)
 
 
 @cached
@@ -219,7 +214,7 @@ def test_flops_count_what_is_read():
         assert model.flops_per_token() == 6 * weights + 12 * 32 * keys, kind
 
 
-def test_initial_gate_biases_spread_memories_over_a_chunk_or_all_that_recurs():
+def test_gate_biases_spread_memories_over_a_chunk_or_all_that_recurs():
     torch.manual_seed(0)
     u = model_rat.initial_gate_bias(10_000, 16).exp()
     assert 1 <= u.min() < 1.01 and 14.99 < u.max() <= 15 and abs(u.mean() - 8) < 0.1
