@@ -56,6 +56,7 @@ from torch import Tensor
 
 HEAD_SIZES = (16, 32, 64, 128, 256)  # of the Triton kernels; others are padded
 NO_WINDOW = 2 ** 30                  # a window that holds all positions
+FUSED_SOFTMAX = {"cpu"}              # devices for which torch has attention that returns lse
 
 
 def lse_dtype(x):
@@ -172,14 +173,9 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor
     return out, lse
 
 
-def has_fused_softmax(x):
-    """Whether torch has attention that also returns lse for tensors like x: on a CPU."""
-    return x.device.type == "cpu"
-
-
 def softmax(q, k, v, bias):
     """out and lse of queries (B, H, M, D) over keys (B, G, N, D)."""
-    if has_fused_softmax(q):
+    if q.device.type in FUSED_SOFTMAX:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias)
         return out, lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)  # it gives 0
@@ -215,7 +211,7 @@ def attend_gradients(
 def softmax_backward(q, k, v, out, lse, do, dlse, bias):
     """What queries (B, H, M, D) add to dq, dk, dv of keys (B, G, N, D)."""
     G, scale = k.size(1), q.size(-1) ** -0.5
-    if has_fused_softmax(q) and dlse is None:
+    if q.device.type in FUSED_SOFTMAX and dlse is None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
     q, k, v = expanded_heads(q, k, v)
@@ -320,7 +316,9 @@ def scan_forward(g: Tensor, x: Tensor, h0: Tensor, chunk: int) -> Tensor:
     if runs_triton(x.device, x.dtype):
         return in_triton("scan", g, x, h0, chunk)
     g_n, x_n = in_chunks(g, chunk), in_chunks(x, chunk)
-    h = recurrence(g_n, torch.addcmul(x_n, g_n, x_n, value=-1), first_state(h0, x_n))
+    state = torch.zeros_like(x_n[:, :, 0])                     # (B, n, C), before each chunk
+    state[:, 0] = h0
+    h = recurrence(g_n, torch.addcmul(x_n, g_n, x_n, value=-1), state)
     return out_of_chunks(h, x)
 
 
@@ -331,7 +329,9 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
         return in_triton("scan_backward", dh, g, x, h, h0, chunk)
     g_n, x_n, h_n, dh_n = (in_chunks(y, chunk) for y in (g, x, h, dh))
     d = recurrence(g_n, dh_n.clone(), torch.zeros_like(dh_n[:, :, 0]), reverse=True)
-    before = torch.cat([first_state(h0, h_n)[:, :, None], h_n[:, :, :-1]], 2)  # h_{t-1}
+    before = torch.zeros_like(h_n)                             # h_{t-1}
+    before[:, :, 1:] = h_n[:, :, :-1]
+    before[:, 0, 0] = h0
     dg = before.sub_(x_n).mul_(d)
     dh0 = g_n[:, 0, 0] * d[:, 0, 0]
     dx = d.addcmul_(g_n, d, value=-1)
@@ -349,13 +349,6 @@ def in_chunks(x, chunk):
 def out_of_chunks(x, like):
     """The inverse of in_chunks."""
     return x.flatten(1, 2)[:, :like.size(1)].to(like.dtype).contiguous()
-
-
-def first_state(h0, x):
-    """The states before the chunks of x (B, n, L, C): h0 (B, C), zero, zero, ... (B, n, C)."""
-    states = torch.zeros_like(x[:, :, 0])
-    states[:, 0] = h0
-    return states
 
 
 STEPS = 64  # longer chunks are scanned in two levels

@@ -20,7 +20,7 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
                         dict(n_layer=6, n_loop=3, rank=1, qk_norm=True)],
             "gpt": [dict(n_kv_head=2, qk_norm=True, window=7), dict(pos="none", window=5),
                     dict(pos="alibi", mlp="gelu", tie_embeddings=False)],
-            "rat": [dict(chunk=5, swa=7, qk_groups=4), dict(chunk=64, pos="nope", gate_rank=3),
+            "rat": [dict(chunk=5, swa=7, qk_groups=4), dict(chunk=64, pos="nope"),
                     dict(chunk=1, pos="rope", qk_groups=1, tie_embeddings=False), dict(mixer="rnn", mlp="swiglu"),
                     dict(mixer="attention", n_kv_head=2, swa=7)],
             "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source=2),
@@ -274,7 +274,8 @@ def test_generate_is_greedy_decoding(name, sizes):
     assert torch.equal(model.generate(x, 30, temperature=0), want)
 
 
-@pytest.mark.parametrize("name, sizes", [*((name, {}) for name in MODELS if name != "mor"), ("rt", dict(recurrent=False))])
+@pytest.mark.parametrize("name, sizes", [*((name, {}) for name in MODELS if name not in ("mor", "rat")),
+                                         ("rat", dict(chunk=1)), ("rt", dict(recurrent=False))])
 def test_flops_are_those_of_the_products(name, sizes):
     """Of a training step by the naive path, which computes the masked half of the scores too. (MoR: test_mor.py.)"""
     model, x = tiny(name, n_embd=64, block_size=8, fast=False, **sizes).train(), tokens(1, 8)

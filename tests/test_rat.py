@@ -12,9 +12,9 @@ from kernel_cases import Memory
 from test_gpt import rotate
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, tokens
 
-KINDS = {"rat": {}, "token": dict(pos="rope", qk_groups=1), "nope": dict(pos="nope", qk_groups=4, gate_rank=5),
-         "rnn": dict(mixer="rnn"), "attention": dict(mixer="attention"), "rat-swa": dict(swa=6),
-         "attention-swa": dict(mixer="attention", swa=6)}
+KINDS = {"rat": {}, "token": dict(pos="rope", qk_groups=1), "nope": dict(pos="nope", qk_groups=4),
+         "rnn": dict(mixer="rnn"), "attention": dict(mixer="attention"), "rat-swa": dict(swa=7),
+         "attention-swa": dict(mixer="attention", swa=7)}
 # of those that keep something else in their caches
 cached = pytest.mark.parametrize("kind", ["rat", "token", "rnn", "rat-swa", "attention-swa"])
 paths = pytest.mark.parametrize("fast", [True, False])
@@ -35,10 +35,8 @@ def output(model, u, layer=0):
 
 def rat_by_hand(cfg, mix, u):
     """The layer of one sequence u (T, C), token by token and head by head."""
-    C, D, G, H, rank, L = cfg.n_embd, cfg.head_dim, cfg.qk_groups, cfg.n_head, cfg.gate_rank, cfg.chunk
-    z, g, v, q, k = (u @ mix.w_in.weight.T).split([rank or C, rank or C, C, G * D, G * D], -1)
-    if rank:
-        z, g = z @ mix.w_z.weight.T, g @ mix.w_g.weight.T
+    C, D, G, H, L = cfg.n_embd, cfg.head_dim, cfg.qk_groups, cfg.n_head, cfg.chunk
+    z, g, v, q, k = (u @ mix.w_in.weight.T).split([C, C, C, G * D, G * D], -1)
     v, gate = v.unflatten(-1, (H, D)), (g + mix.gate_bias).sigmoid().unflatten(-1, (H, D))
     q, k = (x.unflatten(-1, (G, D))[:, [h % G for h in range(H)]] for x in (q, k))      # (T, H, D)
     at = {"chunk": lambda t: t // L, "rope": lambda t: t, "nope": lambda t: 0}[cfg.pos]
@@ -78,25 +76,20 @@ def test_where_gates_are_shut(fast):
 
 
 @pytest.mark.parametrize("pos, theirs", [("chunk", "rope"), ("nope", "none")])
-def test_attention_everywhere_is_the_plain_transformer(pos, theirs):
+def test_attention_is_the_plain_transformers(pos, theirs):
+    """Everywhere, logits and gradients; in a window of odd layers, which has RoPE with pos=nope too."""
     sizes = dict(n_kv_head=2, tie_embeddings=False, mlp="swiglu")
     gpt, model, x = tiny("gpt", pos=theirs, **sizes), rat("attention", pos=pos, **sizes), tokens(2, 51)
     renamed = lambda named: {name.replace(".attn.", ".mix."): w for name, w in named.items()}
     model.load_state_dict(renamed(gpt.state_dict()))
     logits, loss, grads = outputs_and_gradients(gpt, x)
     assert_same(outputs_and_gradients(model, x), (logits, loss, renamed(grads)), all_reached=True)
-
-
-@pytest.mark.parametrize("pos", ["chunk", "nope"])
-def test_a_window_is_model_gpts(pos):
-    """In odd layers. swa=6: a token attends to itself and six before it, which model_gpt calls a window of 7. It has
-    RoPE with pos=nope too."""
-    gpt, model = tiny("gpt", mlp="gelu", window=7), rat("attention-swa", pos=pos)
-    model.blocks[1].mix.load_state_dict(gpt.blocks[1].attn.state_dict())
+    gpt, model = tiny("gpt", window=7, **sizes), rat("attention-swa", pos=pos, **sizes)
+    model.load_state_dict(renamed(gpt.state_dict()))
     u = torch.randn(2, 40, 32, dtype=torch.float64)
     want = gpt.blocks[1].attn(u, 1, model_gpt.Context(gpt.cfg, u))
     assert relative(output(model, u, 1), want.detach()) < 1e-10
-    assert [rat("rat-swa").cfg.kind(i) for i in range(4)] == ["rat", "swa", "rat", "swa"]
+    assert rat("rat-swa", n_layer=4).cfg.kinds == ["rat", "swa", "rat", "swa"]
 
 
 # ---- caches ----
@@ -105,20 +98,20 @@ def test_a_window_is_model_gpts(pos):
 def watched_slots(monkeypatch):
     """Before every call the spare ones hold NaN: a broken request may have left it there. No other is written twice by
     one call: either token could win, and differs from one device to another."""
-    init, write = model_rat.Context.__init__, model_rat.LayerCache.write
+    init, write = model_rat.Context.__init__, model_rat.Cache.write
 
     def poisoned(self, cfg, x, cache=None, *more):
-        for layer in cache.layers if cache else []:
-            layer.k[:, :, -1], layer.v[:, :, -1] = math.nan, math.nan
+        for buffer in cache.k + cache.v if cache else []:
+            buffer[:, :, -1] = math.nan
         init(self, cfg, x, cache, *more)
 
-    def checked(self, k, v, slots, spare=None):
-        for row in (slots if spare is None else slots.masked_fill(spare, self.R)).tolist():
-            used = [slot for slot in row if slot < self.R]
+    def checked(self, layer, k, v, at):
+        for row in at.tolist():
+            used = [slot for slot in row if slot < self.R[layer]]
             assert len(used) == len(set(used))
-        write(self, k, v, slots, spare)
+        write(self, layer, k, v, at)
     monkeypatch.setattr(model_rat.Context, "__init__", poisoned)
-    monkeypatch.setattr(model_rat.LayerCache, "write", checked)
+    monkeypatch.setattr(model_rat.Cache, "write", checked)
 
 
 @cached
@@ -134,7 +127,6 @@ def test_decoding_around_the_ends_of_chunks(kind, watched_slots, monkeypatch):
         assert_cache_is_forward(model, [18, 18], [first] + [1] * (18 - first), 1e-10)
     assert_cache_is_forward(model, [26, 9, 4], [3, 1, 1, 7, 8, 1, 5], 1e-10)
     assert_cache_is_forward(model, [37, 9, 20], [8, 13, 16], 1e-10)
-    assert_cache_is_forward(rat(kind, fast=False), [26, 9, 4], [3, 1, 1, 7, 8, 1, 5], 1e-10)
 
 
 @cached
@@ -163,8 +155,8 @@ def test_states_are_float32_under_bfloat16(monkeypatch):
                 cache = model.init_cache(2, 40)
                 for part in tokens(2, 30).split([9, 1, 20], 1):
                     model(part, cache=cache)
-            for buffers in cache.layers:
-                assert (buffers.state.dtype, buffers.k.dtype) == (torch.float32, torch.bfloat16)
+            for layer in range(2):
+                assert (cache.state[layer].dtype, cache.k[layer].dtype) == (torch.float32, torch.bfloat16)
     assert set(dtypes) == {torch.float32} and len(dtypes) >= 24
 
 
@@ -195,7 +187,8 @@ def test_the_path_that_was_asked_for_runs(kind, pieces, path, monkeypatch):
     spy = lambda name, f: lambda *a, **k: (ran.append(name), f(*a, **k))[1]
     for name in ("scan", "attend", "merge"):
         monkeypatch.setattr(kernels, name, spy(name, getattr(kernels, name)))
-    monkeypatch.setattr(model_rat, "attention_fast", spy("sdpa", model_gpt.attention_fast))
+    sdpa = lambda *a, fast: (ran.extend(["sdpa"] * fast), model_gpt.attend(*a, fast))[1]
+    monkeypatch.setattr(model_rat, "attend", sdpa)
     for fast in (True, False)[:1 if pieces[1:] else 2]:
         model = rat(kind, fast=fast)
         cache = model.init_cache(2, 40) if pieces[1:] else None
@@ -221,7 +214,7 @@ def test_flops_count_what_is_read():
         assert model.flops_per_token() == 6 * weights + 12 * 32 * keys, kind
 
 
-def test_initial_gate_biases_spread_memories_over_a_chunk_or_all_that_recurs():
+def test_gate_biases_spread_memories_over_a_chunk_or_all_that_recurs():
     torch.manual_seed(0)
     u = model_rat.initial_gate_bias(10_000, 16).exp()
     assert 1 <= u.min() < 1.01 and 14.99 < u.max() <= 15 and abs(u.mean() - 8) < 0.1
