@@ -12,37 +12,36 @@ after one upper layer, the source, as the memory m_{t-1}, which all layers of to
     layer 2          o           +-> o
     layer 1          o           +-> o
 
-    k_rec = Wk_rec m_{t-1},  v_rec = Wv_rec m_{t-1}                    (2)  m_{-1} = 0
-    g_loc, g_rec = 2 sigmoid(Wg u)                                     (3)  1 each at the start
-    k = g_loc k_loc + g_rec k_rec,  v = g_loc v_loc + g_rec v_rec      (4)
-    x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)            (5)
+    x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)        (5)  m_{-1} = 0
+    k_rec = Wk_rec m_{t-1},  v_rec = Wv_rec m_{t-1}                (2)
+    g_loc, g_rec = 2 sigmoid(Wg u)                                 (3)  1 each at the start
+    k = g_loc k_loc + g_rec k_rec,  v = g_loc v_loc + g_rec v_rec  (4)
     m_t = x after the source layer
 
 alpha, beta and gamma are scalars of a layer, g_loc and g_rec of a layer and KV head. All layers
 share Wk_rec and Wv_rec. The backbone (memory=false: no m, no gates) is nanochat's:
 
     x0 = RMSNorm(E[idx])                                no RMSNorm has a weight
-    k_loc = Wk u,  v_loc = Wv u + 2 sigmoid(Wve u[:32]) E_l[idx]       a value embedding a layer
+    k_loc = Wk u,  v_loc = Wv u + 2 sigmoid(Wve u[:32]) E_l[idx]
     x <- x + Wo Attention(RoPE(RMSNorm(Wq u)), RoPE(RMSNorm(k)), v)
     x <- x + W_down relu(W_up RMSNorm(x))^2
     logits = 15 tanh(W_head RMSNorm(x) / 15)
 
 m_0 -> m_1 -> ... is a chain over positions, T passes of one each (train_path=exact). Algorithm 1
-(interleaved) trains with two passes' work. A first pass over all positions, with memory 0, fills
-a buffer. Then each of N strided subsets is computed again, from the buffer, and written back:
+(interleaved) trains with the work of two passes: the first one, over all positions with memory 0,
+fills a buffer; N strided subsets are computed again, one after the other, and written back to it:
 
     N = 2:   first pass   0  1  2  3  4  5    without memory
              subset 0     0     2     4       2 reads m_1 of the first pass
              subset 1        1     3     5    3 reads m_2 of subset 0
 
-Departures: gates read u (the paper's x); a subset's positions attend to each other's new keys
-(Algorithm 1 writes back later); a subset's loss counts as many targets as it has; dropout. Where
-the paper is silent: g_loc scales the value embedding; Wk_rec, Wv_rec start as Wk, Wv; windows are
-half a sequence, nanochat's. Left out: other sources, memories, injections, backbones (Tables 1,
-2, 6, 8). Paper: Huang et al. 2026 (2605.26797), no code; backbone: karpathy/nanochat 98eed6d.
+Departures: gates read u (the paper's x); positions of a subset attend to each other's new keys
+(Algorithm 1 writes back later); a subset's loss weighs as many targets as it has; dropout. Where
+the paper is silent: g_loc scales E_l[idx] too; Wk_rec, Wv_rec start as Wk, Wv; windows are half
+a sequence. Left out: other sources, memories, injections, backbones (Tables 1, 2, 6, 8).
 
-Shapes: B batch, T tokens, n positions of a pass, S keys, C width, H query heads, G key/value
-heads, D head size.
+Paper: Huang et al. 2026 (2605.26797), no code; backbone: github.com/karpathy/nanochat (98eed6d).
+Shapes: B batch, T tokens, n of a pass, S keys, C width, H query heads, G KV heads, D head size.
 """
 import math
 from dataclasses import dataclass
@@ -55,9 +54,6 @@ import torch.nn.functional as F
 import kernels
 from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, attention_bias,
                        choice, cross_entropy, rope_tables, upcast)
-
-VALUE_CHANNELS = 32         # how many channels of u a value embedding's gate reads
-SOFTCAP = 15.0              # logits are between -15 and 15
 
 
 @dataclass
@@ -118,7 +114,7 @@ class MemoryProjection(nn.Module):
 
     def forward(self, m):
         """m (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
-        return [w(m).unflatten(-1, (self.n_kv_head, -1)) for w in (self.wk, self.wv)]   # (2)
+        return [w(m).unflatten(-1, (self.n_kv_head, -1)) for w in (self.wk, self.wv)]  # (2)
 
 
 class Attention(nn.Module):
@@ -134,9 +130,9 @@ class Attention(nn.Module):
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)     # Wve
+        self.w_value = nn.Linear(min(32, C), G, bias=False)  # Wve
         if cfg.injects("kv"):
-            self.w_gate = nn.Linear(C, 2 * G, bias=False)                   # Wg
+            self.w_gate = nn.Linear(C, 2 * G, bias=False)  # Wg
 
     def forward(self, u, layer, context):
         H, G, eps = self.cfg.n_head, self.cfg.n_kv_head, self.cfg.norm_eps
@@ -144,8 +140,8 @@ class Attention(nn.Module):
         k = self.wk(u).unflatten(-1, (G, -1))                   # (B, n, G, D)
         v = self.wv(u).unflatten(-1, (G, -1))                   # (B, n, G, D)
         e = context.values[layer].to(v.dtype)                   # (B, n, G, D): E_l[idx]
-        v = v + 2 * torch.sigmoid(self.w_value(u[..., :VALUE_CHANNELS]))[..., None] * e
-        k, v = self.read(u, k, v, context.rec[layer])
+        v = v + 2 * torch.sigmoid(self.w_value(u[..., :32]))[..., None] * e
+        k, v = self.read(u, k, v, context.kv_rec[layer])
         q, k = apply_rope(norm(q, eps), *context.rope), apply_rope(norm(k, eps), *context.rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))        # (B, H or G, n, D)
         k, v = context.extend(layer, k, v)                      # (B, G, S, D)
@@ -153,11 +149,11 @@ class Attention(nn.Module):
         y = attention(q, k, v, context.pos, self.window, context.last)  # (B, H, n, D)
         return self.wo(y.transpose(1, 2).flatten(2))            # (B, n, C)
 
-    def read(self, u, k, v, rec):
+    def read(self, u, k, v, kv_rec):
         """k and v (B, n, G, D) with k_rec and v_rec, by gates of u (B, n, C)."""
-        g_loc, g_rec = (2 * torch.sigmoid(self.w_gate(u)))[..., None].chunk(2, 2)       # (3)
-        k_rec, v_rec = rec
-        return g_loc * k + g_rec * k_rec, g_loc * v + g_rec * v_rec                     # (4)
+        g_loc, g_rec = (2 * torch.sigmoid(self.w_gate(u)))[..., None].chunk(2, 2)  # (3)
+        k_rec, v_rec = kv_rec
+        return g_loc * k + g_rec * k_rec, g_loc * v + g_rec * v_rec  # (4)
 
 
 def attend_naive(q, k, v, pos, window, last):
@@ -188,12 +184,12 @@ class Block(nn.Module):
 
     def forward(self, x, layer, context):
         x = self.inject(x, layer, context)
-        x = x + self.drop(self.attn(norm(x, self.eps), layer, context))     # (B, n, C)
+        x = x + self.drop(self.attn(norm(x, self.eps), layer, context))  # (B, n, C)
         return x + self.drop(self.mlp(norm(x, self.eps)))
 
     def inject(self, x, layer, context):
         alpha, beta, gamma = context.scales[layer]
-        return alpha * x + beta * context.x0 + gamma * context.m            # (5)
+        return alpha * x + beta * context.x0 + gamma * context.m    # (5)
 
 
 class Tokens(NamedTuple):
@@ -211,12 +207,12 @@ class Context:
 
     def __init__(self, model, tokens, at, m, buffer, last=True):
         self.at, self.m, self.buffer, self.last = at, m, buffer, last
-        self.x0, self.pos = tokens.x0[:, at], tokens.pos[:, at]             # (B, n, C), (., n)
+        self.x0, self.pos = tokens.x0[:, at], tokens.pos[:, at]
         self.values, self.rope = ([x[:, at] for x in xs] for xs in (tokens.values, tokens.rope))
         scales = model.alpha, model.beta, model.gamma
         self.scales = list(zip(*(x.unbind() for x in scales if x is not None)))
-        shared = model.rec and model.rec(m)
-        self.rec = [b.attn.rec(m) if b.attn.rec else shared for b in model.blocks]
+        shared = model.rec and model.rec(m)         # k_rec, v_rec of each layer: one pair, or
+        self.kv_rec = [b.attn.rec(m) if b.attn.rec else shared for b in model.blocks]  # its own
 
     def extend(self, layer, k, v):
         """k, v (B, G, n, D) of this pass -> those of all positions so far, (B, G, S, D)."""
@@ -242,7 +238,7 @@ def run(model, context):
 
 def chain(model, tokens, K):
     """Chunks of K positions, one after the other; K = 1: the exact chain. -> x (B, T, C)"""
-    buffer, xs, m = {}, [], torch.zeros_like(tokens.x0[:, :1])              # m_{-1}
+    buffer, xs, m = {}, [], torch.zeros_like(tokens.x0[:, :1])     # m_{-1}
     for start in range(0, tokens.x0.size(1), K):
         at = slice(start, start + K)
         x, m = run(model, Context(model, tokens, at, m[:, -1:], buffer))
@@ -250,16 +246,17 @@ def chain(model, tokens, K):
     return torch.cat(xs, 1)
 
 
-def interleaved(model, tokens, N):
+def interleaved(model, tokens):
     """Algorithm 1. -> x of the subsets, x of the first pass, m, (B, T, C) each; the buffer."""
-    buffer, zero = {}, torch.zeros_like(tokens.x0[:, :1])                   # m_{-1}
+    buffer, zero = {}, torch.zeros_like(tokens.x0[:, :1])           # m_{-1}
+    N = min(model.cfg.subsets, tokens.x0.size(1))
     first, m = run(model, Context(model, tokens, slice(None), zero, buffer))
     x = first
     for s in range(N):
         at = slice(s, None, N)
-        previous = torch.cat([zero, m[:, :-1]], 1)[:, at]                   # m_{t-1} at each t
+        previous = torch.cat([zero, m[:, :-1]], 1)[:, at]           # m_{t-1} at each t
         context = Context(model, tokens, at, previous, buffer, last=False)
-        new_x, new_m = run(model, context)                                  # (B, ceil(T / N), C)
+        new_x, new_m = run(model, context)                          # (B, ceil(T / N), C)
         x = torch.slice_scatter(x, new_x, 1, s, None, N)
         m = torch.slice_scatter(m, new_m, 1, s, None, N)
     return x, first, m, buffer
@@ -270,7 +267,7 @@ def interleaved(model, tokens, N):
 class LocalAttention(Attention):
     """Keys and values are the local ones, without (2) to (4)."""
 
-    def read(self, u, k, v, rec):
+    def read(self, u, k, v, kv_rec):
         return k, v
 
 
@@ -317,7 +314,7 @@ class MemoryCache(KVCache):
     def advance(self, slots, m):
         """Count the new tokens; m (B, 1, C) is the memory after each row's last one."""
         if self.memory.size(1):
-            new = slots.n_new[:, None, None] > 0            # a row without new tokens keeps its own
+            new = slots.n_new[:, None, None] > 0    # a row without new tokens keeps its own
             self.memory.copy_(m if slots.at is None else torch.where(new, m, self.memory))
         super().advance(slots)
 
@@ -333,10 +330,15 @@ class CachedContext(Context):
         return self.buffer.write(layer, k, v, self.slots)
 
 
-def decode(model, tokens, cache, n_valid):
-    """The exact chain over tokens that come after those of the cache. -> x (B, T, C)"""
-    T, xs = tokens.x0.size(1), []
-    n = 1 if model.cfg.memory else T                        # tokens of a pass
+def decode(model, idx, cache, n_valid, path="exact"):
+    """Tokens idx (B, T) after those of the cache, as a chain; path="interleaved": Algorithm 1 for
+    those of an empty cache. -> x (B, T, C)"""
+    T, memory, xs = idx.size(1), model.cfg.memory, []
+    slots = cache.place(T, n_valid)             # of all, for RoPE; raises if they do not fit
+    tokens = model.tokens(idx, slots.pos)
+    if memory and path == "interleaved" and cache.longest == 0 and T > 1:
+        return prefill(model, tokens, cache, slots)
+    n = 1 if memory else T                      # tokens of a pass
     for t in range(0, T, n):
         slots = cache.place(n, None if n_valid is None else n_valid - t)
         x, m = run(model, CachedContext(model, tokens, slice(t, t + n), cache, slots))
@@ -347,8 +349,7 @@ def decode(model, tokens, cache, n_valid):
 
 def prefill(model, tokens, cache, slots):
     """An empty cache gets keys, values and memory of Algorithm 1. -> x (B, T, C)"""
-    N = min(model.cfg.subsets, tokens.x0.size(1))
-    x, _, m, buffer = interleaved(model, tokens, N)
+    x, _, m, buffer = interleaved(model, tokens)
     for layer, (k, v) in buffer.items():
         cache.write(layer, k, v, slots)
     last = (slots.n_new - 1).clamp(min=0)                   # of each row
@@ -359,11 +360,15 @@ def prefill(model, tokens, cache, slots):
 # ---- the model ----
 
 class Head(nn.Linear):
-    """15 tanh(W x / 15), for vocab_size of the rows of W: (..., C) -> (..., vocab_size)."""
+    """15 tanh(W x / 15), without the padding of W: (..., C) -> (..., vocab_size)."""
+
+    def __init__(self, cfg, V):
+        super().__init__(cfg.n_embd, V, bias=False)
+        self.vocab_size = cfg.vocab_size
 
     def forward(self, x):
         z = upcast(super().forward(x))[..., :self.vocab_size]
-        return SOFTCAP * torch.tanh(z / SOFTCAP)
+        return 15 * torch.tanh(z / 15)
 
 
 class Model(LanguageModel):
@@ -389,8 +394,7 @@ class Model(LanguageModel):
         self.gamma = nn.Parameter(torch.full((L,), 0.1)) if cfg.injects("residual") else None
         shared = cfg.injects("kv") and cfg.projections == "shared"
         self.rec = MemoryProjection(cfg) if shared else None
-        self.head = Head(C, V, bias=False)
-        self.head.vocab_size = cfg.vocab_size
+        self.head = Head(cfg, V)
         self.init_weights()
 
     @torch.no_grad()
@@ -415,7 +419,7 @@ class Model(LanguageModel):
         if T > cfg.block_size:
             raise ValueError(f"{T} tokens are more than block_size={cfg.block_size}")
         pos = torch.arange(T, device=idx.device)[None] if pos is None else pos
-        x0 = self.drop(norm(self.wte(idx), cfg.norm_eps))                       # (B, T, C)
+        x0 = self.drop(norm(self.wte(idx), cfg.norm_eps))           # (B, T, C)
         values = [table(idx).unflatten(-1, (cfg.n_kv_head, -1)) for table in self.values]
         rope = rope_tables(pos, cfg.n_embd // cfg.n_head, cfg.rope_theta, x0.dtype)
         return Tokens(x0, values, [table[:, :, None] for table in rope], pos)
@@ -423,18 +427,17 @@ class Model(LanguageModel):
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """As in all models. The loss of interleaved training (6) also counts the first pass: aux
         has "ce" of the recomputed positions, and "ce_first"."""
-        cfg, T = self.cfg, idx.size(1)
+        cfg, N = self.cfg, min(self.cfg.subsets, idx.size(1))
         if cfg.train_path != "interleaved" or not self.training or cache is not None:
             return super().forward(idx, targets, cache, n_valid)
-        N = min(cfg.subsets, T)
-        x, first, *_ = interleaved(self, self.tokens(idx), N)
-        logits = self.head(norm(x, cfg.norm_eps))                               # (B, T, V)
+        x, first, *_ = interleaved(self, self.tokens(idx))
+        logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)
         if targets is None:
             return logits, None, {}
         ce = cross_entropy(logits, targets)     # N ce = L_1 + ... + L_N
         ce_first = cross_entropy(self.head(norm(first, cfg.norm_eps)), targets)
         aux = {"ce": ce.detach(), "ce_first": ce_first.detach()}
-        return logits, (ce_first + N * ce) / (N + 1), aux                       # (6)
+        return logits, (ce_first + N * ce) / (N + 1), aux  # (6)
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
         """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C). path None: train_path in
@@ -442,26 +445,16 @@ class Model(LanguageModel):
         cfg, T = self.cfg, idx.size(1)
         path = path or (cfg.train_path if self.training else "exact")
         if cache is not None:
-            x = self.continued(idx, cache, n_valid)
+            x = decode(self, idx, cache, n_valid, cfg.prefill)
         elif cfg.memory and cfg.fast and path == "exact" and not torch.is_grad_enabled():
             # the same chain, but keys and values are written in place, not concatenated
-            x = decode(self, self.tokens(idx), self.init_cache(len(idx), T), None)
+            x = decode(self, idx, self.init_cache(len(idx), T), None)
         elif path == "interleaved":
-            x = interleaved(self, self.tokens(idx), min(cfg.subsets, T))[0]
+            x = interleaved(self, self.tokens(idx))[0]
         else:
             K = cfg.chunk if path == "chunked" else 1 if cfg.memory else T
             x = chain(self, self.tokens(idx), K)
         return norm(x, cfg.norm_eps)
-
-    def continued(self, idx, cache, n_valid):
-        """x (B, T, C) of the tokens after those of a cache; an empty one is filled as cfg.prefill
-        says."""
-        slots = cache.place(idx.size(1), n_valid)   # of all, for RoPE; raises if they do not fit
-        tokens = self.tokens(idx, slots.pos)
-        algorithm_1 = self.cfg.memory and self.cfg.prefill == "interleaved"
-        if algorithm_1 and cache.longest == 0 and idx.size(1) > 1:
-            return prefill(self, tokens, cache, slots)
-        return decode(self, tokens, cache, n_valid)
 
     @torch.no_grad()
     def estimate(self, idx, targets):
@@ -476,8 +469,7 @@ class Model(LanguageModel):
         return (self.cfg.block_size + 1) // 2 if self.cfg.memory else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):
-        sizes = self.cache_sizes(batch_size, max_len)
-        return MemoryCache(self.cfg, *sizes, self.wte.weight.dtype)
+        return MemoryCache(self.cfg, *self.cache_sizes(batch_size, max_len), self.wte.weight.dtype)
 
     def flops_per_token(self):
         """As in model_gpt; interleaved training does all but the memory's projections twice."""
