@@ -1,9 +1,9 @@
 """
 LRT, the Latent Recurrent Transformer: the previous token's upper hidden state is a memory.
 
-When token t is decoded, token t-1 has passed all layers, but a Transformer's layer attends only
-to what the same layer computed for earlier tokens. LRT keeps the residual stream of token t-1
-after one upper layer, the source, as the memory m_{t-1}, which all layers of token t read:
+A Transformer's layer attends only to what the same layer computed for earlier tokens, though the
+previous token has passed all layers. LRT keeps its residual stream after an upper layer, the
+source, as the memory m_{t-1}, which all layers of token t read:
 
                  token t-1       token t
     layer 5          o           +-> o
@@ -18,8 +18,8 @@ after one upper layer, the source, as the memory m_{t-1}, which all layers of to
     k = g_loc k_loc + g_rec k_rec,  v = g_loc v_loc + g_rec v_rec  (4)
     m_t = x after the source layer
 
-alpha, beta and gamma are scalars of a layer, g_loc and g_rec of a layer and KV head. All layers
-share Wk_rec and Wv_rec. The backbone (memory=false: no m, no gates) is nanochat's:
+(Numbers are the paper's.) alpha, beta, gamma are scalars of a layer, g_loc, g_rec of a layer and
+KV head. All layers share Wk_rec, Wv_rec. The backbone (memory=false: no m, no gates) is nanochat's:
 
     x0 = RMSNorm(E[idx])                                no RMSNorm has a weight
     k_loc = Wk u,  v_loc = Wv u + 2 sigmoid(Wve u[:32]) E_l[idx]
@@ -35,10 +35,11 @@ fills a buffer; N strided subsets are computed again, one after the other, and w
              subset 0     0     2     4       2 reads m_1 of the first pass
              subset 1        1     3     5    3 reads m_2 of subset 0
 
-Departures: gates read u (the paper's x); positions of a subset attend to each other's new keys
-(Algorithm 1 writes back later); a subset's loss weighs as many targets as it has; dropout. Where
-the paper is silent: g_loc scales E_l[idx] too; Wk_rec, Wv_rec start as Wk, Wv; windows are half
-a sequence. Left out: other sources, memories, injections, backbones (Tables 1, 2, 6, 8).
+Departures: gates read u (in (3): x); positions of a subset attend to each other's new keys
+(Algorithm 1 writes back later); a subset's loss weighs as many targets as it has; dropout. beta x0
+is Appendix A's, not in (5). Where the paper is silent: g_loc scales E_l[idx] too; Wk_rec, Wv_rec
+start as Wk, Wv; windows are half a sequence. Left out: other sources, memories, injections,
+backbones (Tables 1, 2, 6, 8).
 
 Paper: Huang et al. 2026 (2605.26797), no code; backbone: github.com/karpathy/nanochat (98eed6d).
 Shapes: B batch, T tokens, n of a pass, S keys, C width, H query heads, G KV heads, D head size.
@@ -158,7 +159,7 @@ class Attention(nn.Module):
 
 def attend_naive(q, k, v, pos, window, last):
     """q (B, H, n, D) at positions pos (B or 1, n) attend to k, v (B, G, S, D) at 0 .. S - 1.
-    last: q are the last n of the S positions, in all rows alike."""
+    last, for attend_fast: q are the last n of the S positions, in all rows alike."""
     k_pos = torch.arange(k.size(2), device=q.device)
     return attend(q, k, v, attention_bias(pos, k_pos, window), fast=False)
 
@@ -210,9 +211,9 @@ class Context:
         self.x0, self.pos = tokens.x0[:, at], tokens.pos[:, at]
         self.values, self.rope = ([x[:, at] for x in xs] for xs in (tokens.values, tokens.rope))
         scales = model.alpha, model.beta, model.gamma
-        self.scales = list(zip(*(x.unbind() for x in scales if x is not None)))
-        shared = model.rec and model.rec(m)         # k_rec, v_rec of each layer: one pair, or
-        self.kv_rec = [b.attn.rec(m) if b.attn.rec else shared for b in model.blocks]  # its own
+        self.scales = list(zip(*(x.unbind() for x in scales if x is not None)))  # of each layer
+        shared = model.rec and model.rec(m)     # k_rec, v_rec: one pair, or (layerwise) one a layer
+        self.kv_rec = [b.attn.rec(m) if b.attn.rec else shared for b in model.blocks]
 
     def extend(self, layer, k, v):
         """k, v (B, G, n, D) of this pass -> those of all positions so far, (B, G, S, D)."""

@@ -9,17 +9,18 @@ from torch.overrides import TorchFunctionMode
 from common.keys import UserError, first_line
 from common.sharded import blocks_of, replicated, sharded_like
 
-# With optimizer=muon and a model that has parameter_kinds: nanochat's groups, as the LRT paper has
-# them (Appendix A). Of each kind of AdamW's parameters: the rate, in units of the head's 0.004,
-# and beta1. The paper counts gates as scalars; at a scalar's rate of 0.5, what opens a gate, a sum
-# over all channels, would move by many units a step, so here they have the head's.
+# nanochat's groups, as the LRT paper has them (Appendix A): optimizer=muon for a model that has
+# parameter_kinds. For each kind: AdamW's rate, in units of the head's 0.004, and beta1. The paper
+# counts gates as scalars. At their rate of 0.5, what opens a gate, a sum over all channels,
+# would move by many units a step; so here gates learn at the head's rate. Muon is torch's,
+# without nanochat's additions.
 NANOCHAT = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
                 beta=(125, 0.96), scalar=(125, 0.8))
 
 
 def parameter_groups(model, cfg):
-    """The groups of parameters that have settings of their own; "kind" names a group's optimizer.
-    With optimizer=muon the matrices of the blocks go to Muon. Each parameter is in one group."""
+    """The groups of parameters with settings of their own. "kind" names a group's optimizer:
+    with optimizer=muon the matrices of the blocks go to Muon."""
     nanochat = cfg.optimizer == "muon" and hasattr(model, "parameter_kinds")
     groups = nanochat_groups(model, cfg) if nanochat else common_groups(model, cfg)
     groups = [g for g in groups if g["params"]]
@@ -37,7 +38,7 @@ def common_groups(model, cfg):
     adamw = dict(kind="adamw", lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2))
     return [dict(kind="muon", params=muon, lr=cfg.muon_learning_rate,
                  momentum=cfg.muon_momentum, weight_decay=cfg.weight_decay),
-            dict(adamw, params=[p for p in rest if p.dim() >= 2], weight_decay=cfg.weight_decay),
+            dict(adamw, params=[p for p in rest if p.dim() > 1], weight_decay=cfg.weight_decay),
             dict(adamw, params=[p for p in rest if p.dim() < 2], weight_decay=0.0)]
 
 
@@ -59,8 +60,8 @@ def nanochat_groups(model, cfg):
 
 
 def by_kind(model):
-    """{kind: parameters}: "matrix" in a block, "embedding" for matrices elsewhere, "scalar" for
-    vectors; or as the model's parameter_kinds says, {a part of the name: the kind}."""
+    """{kind: parameters}: "matrix" in a block, "embedding" for matrices elsewhere, "scalar"
+    for vectors; or what the model's parameter_kinds says, {part of the name: kind}."""
     kinds, named = {}, getattr(model, "parameter_kinds", {})
     inside = {id(p) for block in blocks_of(model) for p in block.parameters()}
     for name, p in model.named_parameters():
