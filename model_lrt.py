@@ -34,12 +34,12 @@ fills a buffer; N strided subsets are computed again, one after the other, and w
     N = 2:   first pass   0  1  2  3  4  5    without memory
              subset 0     0     2     4       2 reads m_1 of the first pass
              subset 1        1     3     5    3 reads m_2 of subset 0
+    loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)               (6)  gradients flow through all
 
-Departures: gates read u (in (3): x); positions of a subset attend to each other's new keys
-(Algorithm 1 writes back later); a subset's loss weighs as many targets as it has; dropout. beta x0
-is Appendix A's, not in (5). Where the paper is silent: g_loc scales E_l[idx] too; Wk_rec, Wv_rec
-start as Wk, Wv; windows are half a sequence. Left out: other sources, memories, injections,
-backbones (Tables 1, 2, 6, 8).
+Departures: gates read u, not x; positions of a subset attend to each other's new keys (Algorithm 1
+writes back later); a subset's loss weighs as many targets as it has; dropout. beta x0 is Appendix
+A's. Our choices: g_loc scales E_l[idx] too; Wk_rec, Wv_rec start as Wk, Wv; windows are half a
+sequence. Left out: other sources, memories, injections, backbones (Tables 1, 2, 6, 8).
 
 Paper: Huang et al. 2026 (2605.26797), no code; backbone: github.com/karpathy/nanochat (98eed6d).
 Shapes: B batch, T tokens, n of a pass, S keys, C width, H query heads, G KV heads, D head size.
@@ -68,7 +68,7 @@ class Config(BaseConfig):
     inject: str = choice("kv+residual", "kv", "residual")  # where m enters: (4), (5)
     projections: str = choice("shared", "layerwise")  # Wk_rec, Wv_rec: one pair, or one a layer
     pattern: str = "SSSL"   # layers' windows, tiled: S short, L all; the last layer is L
-    swa: int = 0            # how many keys an S layer attends to (0: block_size / 2 + 1)
+    swa: int = 0            # window of S layers, its own key counts too (0: block_size / 2 + 1)
 
     # options that change how a model is trained and prefilled, not what its weights mean
     RESUME_OVERRIDES = ("train_path", "subsets", "chunk", "prefill")
@@ -435,7 +435,7 @@ class Model(LanguageModel):
         logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)
         if targets is None:
             return logits, None, {}
-        ce = cross_entropy(logits, targets)     # N ce = L_1 + ... + L_N
+        ce = cross_entropy(logits, targets)     # N ce = L_0 + ... + L_{N-1}
         ce_first = cross_entropy(self.head(norm(first, cfg.norm_eps)), targets)
         aux = {"ce": ce.detach(), "ce_first": ce_first.detach()}
         return logits, (ce_first + N * ce) / (N + 1), aux  # (6)

@@ -24,8 +24,6 @@ SETTINGS = {"default": {},
 some = pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=[pytest.mark.full] * (kind not in ("default", "mixed"))) for kind in SETTINGS])
 both = pytest.mark.parametrize("fast", [True, False])
-
-
 PATHS = {"exact": dict(train_path="exact"), "K=3": dict(train_path="chunked", chunk=3),
          **{f"N={N}": dict(train_path="interleaved", subsets=N) for N in (1, 3, 8)}}
 
@@ -167,14 +165,10 @@ def test_memory_false_leaves_all_else_as_it_is():
     assert of_memory and baseline == {name: shape for name, shape in ours.items() if name not in of_memory}
 
 
-def fresh(**sizes):
-    torch.manual_seed(0)
-    return model_lrt.Model(model_lrt.Config(**sizes))
-
-
 def test_initial_weights():
     """nanochat's: 0 where a projection writes to the residual stream, and of a gate, which so is 1."""
-    model, limit = fresh(n_layer=2, n_embd=256, n_head=4), math.sqrt(3 / 256)
+    torch.manual_seed(0)
+    model, limit = model_lrt.Model(model_lrt.Config(n_layer=2, n_embd=256, n_head=4)), math.sqrt(3 / 256)
     for name, p in model.named_parameters():
         name = name.removesuffix(".weight")
         if name.endswith(("attn.wo", "mlp.w_down", "w_gate", "w_value")):
@@ -245,13 +239,13 @@ def test_schedules_of_the_paper():
     """Momentum 0.85 to 0.95 in 300 steps; decay to zero; rates stay, then fall."""
     cfg = muon(muon_momentum=0.95, muon_momentum_steps=300, decay_schedule="linear",
                lr_schedule="linear", cooldown_frac=0.5, min_lr_frac=0.0, max_steps=1000)
-    *others, muons = [group for o in optim.make_optimizers(fresh(n_layer=6), cfg) for group in o.param_groups]
+    *others, muons = [group for o in optim.make_optimizers(lrt(n_layer=6), cfg) for group in o.param_groups]
     for step in (0, 150, 300, 500, 750, 999):
         for group in (*others, muons):
             optim.set_schedules(group, step, cfg)
-            assert abs(group["lr"] / group["peak_lr"] - min(1, (1000 - step) / 500)) < 1e-12
-        assert abs(muons["momentum"] - (0.85 + 0.1 * min(1, step / 300))) < 1e-12
-        assert abs(muons["weight_decay"] - 0.2 * 4 * (1 - step / 1000)) < 1e-12
+            assert group["lr"] / group["peak_lr"] == pytest.approx(min(1, (1000 - step) / 500), rel=1e-12)
+        assert muons["momentum"] == pytest.approx(0.85 + 0.1 * min(1, step / 300), rel=1e-12)
+        assert muons["weight_decay"] == pytest.approx(0.2 * 4 * (1 - step / 1000), rel=1e-12)
         assert all(group["weight_decay"] == 0 and "momentum" not in group for group in others)
 
 
