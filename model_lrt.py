@@ -1,15 +1,9 @@
 """
-LRT, the Latent Recurrent Transformer: the previous token's upper hidden state is memory.
+LRT, the Latent Recurrent Transformer: the previous token's upper hidden state is a memory.
 
-When token t is decoded, token t-1 has passed all layers, but a Transformer's layer attends only
-to what the same layer computed for earlier tokens. LRT keeps the residual stream of token t-1
-after one upper layer, the source, as a memory m_{t-1} that every layer of token t reads:
-
-    x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)  residual injection (Eq. 5)
-    k = RoPE(RMSNorm(g_loc Wk u + g_rec Wk_rec m_{t-1}))     KV projection (Eq. 2 to 4)
-    v = g_loc (Wv u + e) + g_rec Wv_rec m_{t-1}
-    g_loc, g_rec = 2 sigmoid(Wg u)                           one each per KV head, 1 at the start
-    m_t = x after the source layer,  m_{-1} = 0              alpha, beta, gamma: scalars of a layer
+A Transformer's layer attends only to what the same layer computed for earlier tokens, though the
+previous token has passed all layers. LRT keeps its residual stream after an upper layer, the
+source, as the memory m_{t-1}, which all layers of token t read:
 
                  token t-1       token t
     layer 5          o           +-> o
@@ -18,45 +12,37 @@ after one upper layer, the source, as a memory m_{t-1} that every layer of token
     layer 2          o           +-> o
     layer 1          o           +-> o
 
-Wk_rec and Wv_rec are shared by all layers. The backbone (memory=false) is nanochat's:
+    x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)        (5)  m_{-1} = 0
+    k_rec = Wk_rec m_{t-1},  v_rec = Wv_rec m_{t-1}                (2)
+    g_loc, g_rec = 2 sigmoid(Wg u)                                 (3)  1 each at the start
+    k = g_loc k_loc + g_rec k_rec,  v = g_loc v_loc + g_rec v_rec  (4)
+    m_t = x after the source layer
 
-    x0 = RMSNorm(E[idx])                      no RMSNorm has weights
-    q = RoPE(RMSNorm(Wq u))
-    e = 2 sigmoid(Wve u[:32]) E_l[idx]        value embedding of layer l
-    x <- x + Wo Attention(q, k, v)            k and v as above, with g_loc = 1, g_rec = 0
+(Numbers are the paper's.) alpha, beta, gamma are scalars of a layer, g_loc, g_rec of a layer and
+KV head. All layers share Wk_rec, Wv_rec. The backbone (memory=false: no m, no gates) is nanochat's:
+
+    x0 = RMSNorm(E[idx])                                no RMSNorm has a weight
+    k_loc = Wk u,  v_loc = Wv u + 2 sigmoid(Wve u[:32]) E_l[idx]
+    x <- x + Wo Attention(RoPE(RMSNorm(Wq u)), RoPE(RMSNorm(k)), v)
     x <- x + W_down relu(W_up RMSNorm(x))^2
     logits = 15 tanh(W_head RMSNorm(x) / 15)
 
-m_0 -> m_1 -> ... is a chain over positions. Training has three paths:
-
-exact: the chain, T passes of one position, as in evaluation and decoding.
-
-interleaved (the default, Algorithm 1): a first pass over all positions, with memory 0, fills
-a buffer: keys and values of all layers, and memories. Then each of N strided subsets is
-computed again: its positions read m_{t-1} in the buffer, write their keys and values there,
-attend to all of it, and write their m_t.
+m_0 -> m_1 -> ... is a chain over positions, T passes of one each (train_path=exact). Algorithm 1
+(interleaved) trains with the work of two passes: the first one, over all positions with memory 0,
+fills a buffer; N strided subsets are computed again, one after the other, and written back to it:
 
     N = 2:   first pass   0  1  2  3  4  5    without memory
              subset 0     0     2     4       2 reads m_1 of the first pass
              subset 1        1     3     5    3 reads m_2 of subset 0
+    loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)               (6)  gradients flow through all
 
-loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1); gradients flow through all passes and the
-buffer. Twice a plain step's work; N = T is the exact chain.
+Departures: gates read u, not x; positions of a subset attend to each other's new keys (Algorithm 1
+writes back later); a subset's loss weighs as many targets as it has; dropout. beta x0 is Appendix
+A's. Our choices: g_loc scales E_l[idx] too; Wk_rec, Wv_rec start as Wk, Wv; windows are half a
+sequence. Left out: other sources, memories, injections, backbones (Tables 1, 2, 6, 8).
 
-chunked (Appendix D): chunks of K positions, one after the other. A whole chunk reads the last
-m of the chunk before. K = 1 is the exact chain; K = T reads no m.
-
-Our choices where the paper is silent: gates read u (Eq. 3: the layer's input x); e is scaled by
-g_loc, too; a subset's positions attend to each other's new keys; Wk_rec, Wv_rec start as Wk, Wv;
-windows of block_size / 2; inject=k leaves values ungated; a subset's loss is weighted by its
-number of targets. Departures: gates learn at the head's rate (see RATES); Muon is torch's;
-dropout, on embeddings and residual branches. Left out: averaged sources (Table 1), memories
-other than m_{t-1} (Table 2), replaced keys (Table 6), other backbones (Table 8).
-
-Paper: Huang et al. 2026 (2605.26797), without code; the backbone: github.com/karpathy/nanochat.
-
-Shapes: B batch, T tokens, n positions of a pass, S keys, C width, H query heads, G key/value
-heads, D head size. In code Wve is attn.w_value (a gate), and Wg attn.w_gate.
+Paper: Huang et al. 2026 (2605.26797), no code; backbone: github.com/karpathy/nanochat (98eed6d).
+Shapes: B batch, T tokens, n of a pass, S keys, C width, H query heads, G KV heads, D head size.
 """
 import math
 from dataclasses import dataclass
@@ -67,12 +53,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
-from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attention_bias,
-                       attention_fast, attention_naive, choice, compute_dtype, cross_entropy,
-                       rope_tables)
-
-VALUE_CHANNELS = 32         # how many channels of u a value embedding's gate reads
-SOFTCAP = 15.0              # logits are between -15 and 15
+from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, attention_bias,
+                       choice, cross_entropy, rope_tables, upcast)
 
 
 @dataclass
@@ -80,13 +62,13 @@ class Config(BaseConfig):
     memory: bool = True     # the recurrence; false: the backbone, all else equal: the baseline
     train_path: str = choice("interleaved", "chunked", "exact")
     subsets: int = 2        # N of train_path=interleaved
-    chunk: int = 64         # K of train_path=chunked
+    chunk: int = 64         # K of train_path=chunked: a chunk reads the last m of the one before
     prefill: str = choice("exact", "interleaved")  # how a prompt fills an empty cache
     source: int = 0         # source layer, from 1 (0: 0.6 of the depth)
-    inject: str = choice("kv+residual", "none", "k", "v", "kv", "residual")  # what m enters
+    inject: str = choice("kv+residual", "kv", "residual")  # where m enters: (4), (5)
     projections: str = choice("shared", "layerwise")  # Wk_rec, Wv_rec: one pair, or one a layer
     pattern: str = "SSSL"   # layers' windows, tiled: S short, L all; the last layer is L
-    swa: int = 0            # how many earlier keys an S layer attends to (0: block_size / 2)
+    swa: int = 0            # window of S layers, its own key counts too (0: block_size / 2 + 1)
 
     # options that change how a model is trained and prefilled, not what its weights mean
     RESUME_OVERRIDES = ("train_path", "subsets", "chunk", "prefill")
@@ -103,109 +85,83 @@ class Config(BaseConfig):
         self.source = self.source or max(1, round(0.6 * self.n_layer))
         if not 1 <= self.source <= self.n_layer:
             raise ValueError(f"source={self.source} must be from 1 to n_layer={self.n_layer}")
-        self.memory = self.memory and self.inject != "none"
-        self.swa = self.swa or max(1, self.block_size // 2)
+        self.swa = self.swa or self.block_size // 2 + 1     # nanochat's w counts earlier keys
+        if not self.memory:
+            self.train_path = "exact"   # all paths are the same
 
-    def injects(self, name):
-        """Whether the memory enters name: "k", "v" or "residual"."""
-        return self.memory and name in self.inject
+    def injects(self, where):
+        """Whether the memory enters "kv" or "residual"."""
+        return self.memory and where in self.inject
 
     def window(self, layer):
         """How many keys a query of this layer attends to, its own included; 0: all."""
         short = self.pattern[layer % len(self.pattern)] == "S" and layer < self.n_layer - 1
-        return self.swa + 1 if short and self.swa + 1 < self.block_size else 0
+        return self.swa if short and self.swa < self.block_size else 0
 
 
-# ---- the method: layers that read the memory ----
+# ---- the method: layers that read the memory, the chain, Algorithm 1 ----
 
-class Tokens(NamedTuple):
-    """Some positions of every row, and what all layers need to know of them."""
-    x0: torch.Tensor        # (B, n, C) normed embeddings
-    values: list            # of each layer, (B, G, n, D): E_l[idx]
-    rope: list              # RoPE's cos and sin, (B or 1, 1, n, D)
-    pos: torch.Tensor       # (B or 1, n) positions
-    newest: bool            # whether they are the last positions so far in every row
-    part: slice = slice(None)   # which of a call's tokens they are
-
-    def at(self, part):
-        """The tokens of a slice. A strided one is followed by others, so not the newest."""
-        values, rope = ([x[:, :, part] for x in xs] for xs in (self.values, self.rope))
-        newest = self.newest and part.step is None
-        return Tokens(self.x0[:, part], values, rope, self.pos[:, part], newest, part)
-
-
-def normed(x, eps):
+def norm(x, eps):
     """RMSNorm without a weight over the last dimension, in x's dtype."""
     return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
 
 
-def heads(x, D):
-    """(B, n, heads D) -> (B, heads, n, D)"""
-    return x.unflatten(-1, (-1, D)).transpose(1, 2)
-
-
-def gate(z):
-    """2 sigmoid(z): (B, n, heads) -> (B, heads, n, 1), to multiply what heads() gives."""
-    return (2 * torch.sigmoid(z)).transpose(1, 2)[..., None]
-
-
-def attend_naive(q, k, v, pos, window, newest):
-    """q (B, H, n, D) at positions pos (B or 1, n); k, v (B, G, S, D) at 0 .. S - 1."""
-    k_pos = torch.arange(k.size(2), device=q.device)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return attention_naive(q, k, v, attention_bias(pos, k_pos, window, dtype=wide))
-
-
 class MemoryProjection(nn.Module):
-    """Wk_rec and Wv_rec."""
-
     def __init__(self, cfg):
         super().__init__()
-        self.head_dim, width = cfg.head_dim, cfg.n_kv_head * cfg.head_dim
-        self.wk = nn.Linear(cfg.n_embd, width, bias=False) if cfg.injects("k") else None
-        self.wv = nn.Linear(cfg.n_embd, width, bias=False) if cfg.injects("v") else None
+        self.n_kv_head, width = cfg.n_kv_head, cfg.n_kv_head * cfg.head_dim
+        self.wk = nn.Linear(cfg.n_embd, width, bias=False)      # Wk_rec
+        self.wv = nn.Linear(cfg.n_embd, width, bias=False)      # Wv_rec
 
     def forward(self, m):
-        """m (B, n or 1, C) -> k_rec, v_rec (B, G, n or 1, D); None: it does not enter."""
-        return [w and heads(w(m), self.head_dim) for w in (self.wk, self.wv)]
+        """m (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
+        return [w(m).unflatten(-1, (self.n_kv_head, -1)) for w in (self.wk, self.wv)]  # (2)
 
 
 class Attention(nn.Module):
     """Causal self-attention whose keys and values also hold the memory."""
 
-    def __init__(self, cfg, layer):
+    def __init__(self, cfg, window):
         super().__init__()
+        self.cfg, self.window = cfg, window
         C, D, H, G = cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
-        self.cfg, self.layer, self.window = cfg, layer, cfg.window(layer)
-        self.attend = attend_fast if cfg.fast else attend_naive
-        self.into_k, self.into_v = cfg.injects("k"), cfg.injects("v")
-        layerwise = cfg.memory and cfg.projections == "layerwise"
+        layerwise = cfg.injects("kv") and cfg.projections == "layerwise"
         self.rec = MemoryProjection(cfg) if layerwise else None
         self.wq = nn.Linear(C, H * D, bias=False)
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(VALUE_CHANNELS, C), G, bias=False)  # Wve: the gate of e
-        if self.into_k or self.into_v:
+        self.w_value = nn.Linear(min(32, C), G, bias=False)  # Wve
+        if cfg.injects("kv"):
             self.w_gate = nn.Linear(C, 2 * G, bias=False)  # Wg
 
-    def forward(self, u, tokens, rec, cache):
-        """u (B, n, C), normed. rec: k_rec and v_rec. cache: keys and values of other positions;
-        None: there are no others. -> (B, n, C)"""
-        D, eps = self.cfg.head_dim, self.cfg.norm_eps
-        q, k, v = (heads(w(u), D) for w in (self.wq, self.wk, self.wv))  # (B, H or G, n, D)
-        e = tokens.values[self.layer].to(v.dtype)  # (B, G, n, D)
-        v = v + gate(self.w_value(u[..., :VALUE_CHANNELS])) * e
-        if self.into_k or self.into_v:
-            g_loc, g_rec = gate(self.w_gate(u)).chunk(2, 1)  # (B, G, n, 1)
-            k_rec, v_rec = rec
-            k = g_loc * k + g_rec * k_rec if self.into_k else k
-            v = g_loc * v + g_rec * v_rec if self.into_v else v
-        q, k = (apply_rope(normed(x, eps), *tokens.rope) for x in (q, k))
-        if cache is not None:
-            k, v = cache.write(self.layer, k, v, tokens.part)  # (B, G, S, D)
-        y = self.attend(q, k, v, tokens.pos, self.window, tokens.newest)  # (B, H, n, D)
-        return self.wo(y.transpose(1, 2).flatten(2))
+    def forward(self, u, layer, context):
+        H, G, eps = self.cfg.n_head, self.cfg.n_kv_head, self.cfg.norm_eps
+        q = self.wq(u).unflatten(-1, (H, -1))                   # (B, n, H, D)
+        k = self.wk(u).unflatten(-1, (G, -1))                   # (B, n, G, D)
+        v = self.wv(u).unflatten(-1, (G, -1))                   # (B, n, G, D)
+        e = context.values[layer].to(v.dtype)                   # (B, n, G, D): E_l[idx]
+        v = v + 2 * torch.sigmoid(self.w_value(u[..., :32]))[..., None] * e
+        k, v = self.read(u, k, v, context.kv_rec[layer])
+        q, k = apply_rope(norm(q, eps), *context.rope), apply_rope(norm(k, eps), *context.rope)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))        # (B, H or G, n, D)
+        k, v = context.extend(layer, k, v)                      # (B, G, S, D)
+        attention = attend_fast if self.cfg.fast else attend_naive
+        y = attention(q, k, v, context.pos, self.window, context.last)  # (B, H, n, D)
+        return self.wo(y.transpose(1, 2).flatten(2))            # (B, n, C)
+
+    def read(self, u, k, v, kv_rec):
+        """k and v (B, n, G, D) with k_rec and v_rec, by gates of u (B, n, C)."""
+        g_loc, g_rec = (2 * torch.sigmoid(self.w_gate(u)))[..., None].chunk(2, 2)  # (3)
+        k_rec, v_rec = kv_rec
+        return g_loc * k + g_rec * k_rec, g_loc * v + g_rec * v_rec  # (4)
+
+
+def attend_naive(q, k, v, pos, window, last):
+    """q (B, H, n, D) at positions pos (B or 1, n) attend to k, v (B, G, S, D) at 0 .. S - 1.
+    last, for attend_fast: q are the last n of the S positions, in all rows alike."""
+    k_pos = torch.arange(k.size(2), device=q.device)
+    return attend(q, k, v, attention_bias(pos, k_pos, window), fast=False)
 
 
 class SquaredMLP(nn.Module):
@@ -221,57 +177,131 @@ class SquaredMLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg, layer):
+    def __init__(self, cfg, window, attention=Attention):
         super().__init__()
         self.eps = cfg.norm_eps
-        self.attn, self.mlp = Attention(cfg, layer), SquaredMLP(cfg)
+        self.attn, self.mlp = attention(cfg, window), SquaredMLP(cfg)
         self.drop = nn.Dropout(cfg.dropout)
 
-    def forward(self, x, tokens, rec, cache):
-        x = x + self.drop(self.attn(normed(x, self.eps), tokens, rec, cache))
-        return x + self.drop(self.mlp(normed(x, self.eps)))
+    def forward(self, x, layer, context):
+        x = self.inject(x, layer, context)
+        x = x + self.drop(self.attn(norm(x, self.eps), layer, context))  # (B, n, C)
+        return x + self.drop(self.mlp(norm(x, self.eps)))
+
+    def inject(self, x, layer, context):
+        alpha, beta, gamma = context.scales[layer]
+        return alpha * x + beta * context.x0 + gamma * context.m    # (5)
+
+
+class Tokens(NamedTuple):
+    """What a call knows of its tokens before the first layer."""
+    x0: torch.Tensor        # (B, T, C)
+    values: list            # of each layer, (B, T, G, D): E_l[idx]
+    rope: list              # RoPE's cos and sin, (B or 1, T, 1, D / 2)
+    pos: torch.Tensor       # (B or 1, T) positions
+
+
+class Context:
+    """A pass over the positions `at`, a slice of the tokens, which read the memory m
+    (B, n or 1, C). buffer {layer: (k, v)}: keys and values of all positions so far.
+    last: these are the last positions so far, in all rows alike."""
+
+    def __init__(self, model, tokens, at, m, buffer, last=True):
+        self.at, self.m, self.buffer, self.last = at, m, buffer, last
+        self.x0, self.pos = tokens.x0[:, at], tokens.pos[:, at]
+        self.values, self.rope = ([x[:, at] for x in xs] for xs in (tokens.values, tokens.rope))
+        scales = model.alpha, model.beta, model.gamma
+        self.scales = list(zip(*(x.unbind() for x in scales if x is not None)))  # of each layer
+        shared = model.rec and model.rec(m)     # k_rec, v_rec: one pair, or (layerwise) one a layer
+        self.kv_rec = [b.attn.rec(m) if b.attn.rec else shared for b in model.blocks]
+
+    def extend(self, layer, k, v):
+        """k, v (B, G, n, D) of this pass -> those of all positions so far, (B, G, S, D)."""
+        old = self.buffer.get(layer)
+        if old and self.at.step:                # a strided subset is written back
+            k, v = (torch.slice_scatter(x, new, 2, self.at.start, None, self.at.step)
+                    for x, new in zip(old, (k, v)))
+        elif old:                               # a chunk comes after those before it
+            k, v = (torch.cat([x, new], 2) for x, new in zip(old, (k, v)))
+        self.buffer[layer] = k, v
+        return k, v
+
+
+def run(model, context):
+    """One pass through all layers -> x after the last one and the positions' own m, (B, n, C)."""
+    x = context.x0
+    for layer, block in enumerate(model.blocks):
+        x = block(x, layer, context)
+        if layer + 1 == model.cfg.source:
+            m = x
+    return x, m
+
+
+def chain(model, tokens, K):
+    """Chunks of K positions, one after the other; K = 1: the exact chain. -> x (B, T, C)"""
+    buffer, xs, m = {}, [], torch.zeros_like(tokens.x0[:, :1])     # m_{-1}
+    for start in range(0, tokens.x0.size(1), K):
+        at = slice(start, start + K)
+        x, m = run(model, Context(model, tokens, at, m[:, -1:], buffer))
+        xs.append(x)
+    return torch.cat(xs, 1)
+
+
+def interleaved(model, tokens):
+    """Algorithm 1. -> x of the subsets, x of the first pass, m, (B, T, C) each; the buffer."""
+    buffer, zero = {}, torch.zeros_like(tokens.x0[:, :1])           # m_{-1}
+    N = min(model.cfg.subsets, tokens.x0.size(1))
+    first, m = run(model, Context(model, tokens, slice(None), zero, buffer))
+    x = first
+    for s in range(N):
+        at = slice(s, None, N)
+        previous = torch.cat([zero, m[:, :-1]], 1)[:, at]           # m_{t-1} at each t
+        context = Context(model, tokens, at, previous, buffer, last=False)
+        new_x, new_m = run(model, context)                          # (B, ceil(T / N), C)
+        x = torch.slice_scatter(x, new_x, 1, s, None, N)
+        m = torch.slice_scatter(m, new_m, 1, s, None, N)
+    return x, first, m, buffer
+
+
+# ---- without a part of the memory (inject=...), and without all of it (memory=false) ----
+
+class LocalAttention(Attention):
+    """Keys and values are the local ones, without (2) to (4)."""
+
+    def read(self, u, k, v, kv_rec):
+        return k, v
+
+
+class LocalBlock(Block):
+    """The residual stream is the backbone's, without m in (5)."""
+
+    def inject(self, x, layer, context):
+        alpha, beta = context.scales[layer]
+        return alpha * x + beta * context.x0
 
 
 # ---- the fast path ----
 
-def attend_fast(q, k, v, pos, window, newest):
+def attend_fast(q, k, v, pos, window, last):
     """attend_naive without a mask: one new token attends to the last keys, and all positions at
     once (n = S) are causal; else the kernel compares positions, as the mask does."""
     n, S = q.size(2), k.size(2)
-    if newest and n == 1:  # `-window:` takes all where window is 0
-        return attention_fast(q, k[:, :, -window:], v[:, :, -window:], None)
-    if newest and n == S and not window:
-        return attention_fast(q, k, v, None)
+    if last and n == 1:         # `-window:` takes all where window is 0
+        return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
+    if last and n == S and not window:
+        return attend(q, k, v, None, fast=True)
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
     return kernels.attend(q, k, v, pos.squeeze(0).int(), k_pos, window=window or None)[0]
 
 
-# ---- caches: write(layer, k, v, part) returns the keys and values of all positions so far ----
-
-class Buffer:
-    """Of training: gradients flow through it. Chunks are appended, strided subsets replace."""
-
-    def __init__(self, n_layer):
-        self.kv = [None] * n_layer
-
-    def write(self, layer, k, v, part):
-        """k, v (B, G, n, D) of a slice -> those of positions 0 .. S - 1, (B, G, S, D)."""
-        old = self.kv[layer]
-        if old is not None and part.step is None:
-            k, v = (torch.cat([x, new], 2) for x, new in zip(old, (k, v)))
-        elif old is not None:
-            k, v = (torch.slice_scatter(x, new, 2, part.start, None, part.step)
-                    for x, new in zip(old, (k, v)))
-        self.kv[layer] = k, v
-        return k, v
-
+# ---- decoding ----
 
 class MemoryCache(KVCache):
-    """A KVCache for decoding, with the memory (B, 1, C) of each row's last token."""
+    """A KVCache with the memory (B, 1, C) of each row's last token."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, memory_dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype)
-        shape = batch_size, int(cfg.memory), cfg.n_embd  # the backbone's is empty: (B, 0, C)
+        shape = batch_size, int(cfg.memory), cfg.n_embd     # the backbone's is empty: (B, 0, C)
         with torch.inference_mode(False):
             self.memory = torch.zeros(shape, device=device, dtype=memory_dtype)
 
@@ -282,38 +312,90 @@ class MemoryCache(KVCache):
         super().reset(rows)
         self.memory[slice(None) if rows is None else rows] = 0
 
-    def write(self, layer, k, v, part=None):
-        return [x.to(k.dtype) for x in super().write(layer, k, v)]
+    def advance(self, slots, m):
+        """Count the new tokens; m (B, 1, C) is the memory after each row's last one."""
+        if self.memory.size(1):
+            new = slots.n_new[:, None, None] > 0    # a row without new tokens keeps its own
+            self.memory.copy_(m if slots.at is None else torch.where(new, m, self.memory))
+        super().advance(slots)
 
-    def advance(self, m):
-        """Count the placed tokens; m (B, 1, C) is the memory after each row's last one."""
-        if self.memory.size(1):  # else the backbone; a row without new tokens keeps its own
-            new = self.new[:, None, None] > 0
-            self.memory.copy_(torch.where(new, m, self.memory) if self.ragged else m)
-        super().advance()
+
+class CachedContext(Context):
+    """A pass whose keys and values go to slots of a cache."""
+
+    def __init__(self, model, tokens, at, cache, slots):
+        super().__init__(model, tokens, at, cache.memory, cache, last=slots.at is None)
+        self.slots = slots
+
+    def extend(self, layer, k, v):
+        return self.buffer.write(layer, k, v, self.slots)
+
+
+def decode(model, idx, cache, n_valid, path="exact"):
+    """Tokens idx (B, T) after those of the cache, as a chain; path="interleaved": Algorithm 1 for
+    those of an empty cache. -> x (B, T, C)"""
+    T, memory, xs = idx.size(1), model.cfg.memory, []
+    slots = cache.place(T, n_valid)             # of all, for RoPE; raises if they do not fit
+    tokens = model.tokens(idx, slots.pos)
+    if memory and path == "interleaved" and cache.longest == 0 and T > 1:
+        return prefill(model, tokens, cache, slots)
+    n = 1 if memory else T                      # tokens of a pass
+    for t in range(0, T, n):
+        slots = cache.place(n, None if n_valid is None else n_valid - t)
+        x, m = run(model, CachedContext(model, tokens, slice(t, t + n), cache, slots))
+        cache.advance(slots, m[:, -1:])
+        xs.append(x)
+    return torch.cat(xs, 1)
+
+
+def prefill(model, tokens, cache, slots):
+    """An empty cache gets keys, values and memory of Algorithm 1. -> x (B, T, C)"""
+    x, _, m, buffer = interleaved(model, tokens)
+    for layer, (k, v) in buffer.items():
+        cache.write(layer, k, v, slots)
+    last = (slots.n_new - 1).clamp(min=0)                   # of each row
+    cache.advance(slots, m[torch.arange(len(m), device=m.device), last][:, None])
+    return x
 
 
 # ---- the model ----
 
+class Head(nn.Linear):
+    """15 tanh(W x / 15), without the padding of W: (..., C) -> (..., vocab_size)."""
+
+    def __init__(self, cfg, V):
+        super().__init__(cfg.n_embd, V, bias=False)
+        self.vocab_size = cfg.vocab_size
+
+    def forward(self, x):
+        z = upcast(super().forward(x))[..., :self.vocab_size]
+        return 15 * torch.tanh(z / 15)
+
+
 class Model(LanguageModel):
     """LRT, or its backbone where memory is false."""
     runs_blocks_once = False
+    # optimizer=muon: what is more than a matrix, embedding or scalar (common/optim.py)
+    parameter_kinds = dict(rec="matrix", head="head", w_gate="gate", w_value="gate",
+                           alpha="alpha", beta="beta")
 
     def __init__(self, cfg):
-        nn.Module.__init__(self)     # parts of its own, in another order
+        nn.Module.__init__(self)    # nanochat's parts, not LanguageModel's
         self.cfg = cfg
         L, C, width = cfg.n_layer, cfg.n_embd, cfg.n_kv_head * cfg.head_dim
-        V = 64 * math.ceil(cfg.vocab_size / 64)  # padded, for fast products
+        V = 64 * math.ceil(cfg.vocab_size / 64)     # padded, for fast products
         self.wte = nn.Embedding(V, C)
         self.drop = nn.Dropout(cfg.dropout)
-        self.values = nn.ModuleList(nn.Embedding(V, width) for _ in range(L))  # E_l
-        self.blocks = nn.ModuleList(Block(cfg, l) for l in range(L))
+        self.values = nn.ModuleList(nn.Embedding(V, width) for _ in range(L))   # E_l
+        block = Block if cfg.injects("residual") else LocalBlock
+        attention = Attention if cfg.injects("kv") else LocalAttention
+        self.blocks = nn.ModuleList(block(cfg, cfg.window(l), attention) for l in range(L))
         self.alpha = nn.Parameter(torch.ones(L))
         self.beta = nn.Parameter(torch.full((L,), 0.1))
         self.gamma = nn.Parameter(torch.full((L,), 0.1)) if cfg.injects("residual") else None
-        shared = cfg.memory and cfg.projections == "shared"
+        shared = cfg.injects("kv") and cfg.projections == "shared"
         self.rec = MemoryProjection(cfg) if shared else None
-        self.head = nn.Linear(C, V, bias=False)
+        self.head = Head(cfg, V)
         self.init_weights()
 
     @torch.no_grad()
@@ -332,120 +414,55 @@ class Model(LanguageModel):
             elif p.dim() == 2:
                 p.uniform_(-limit, limit)
 
-    def tokens(self, idx, pos, newest=True):
-        """The Tokens idx (B, n) at positions pos (B or 1, n)."""
-        D = self.cfg.head_dim
-        x0 = self.drop(normed(self.wte(idx), self.cfg.norm_eps))  # (B, n, C)
-        values = [heads(table(idx), D) for table in self.values]  # (B, G, n, D)
-        tables = rope_tables(pos, D, self.cfg.rope_theta, x0.dtype)  # (B or 1, n, D)
-        return Tokens(x0, values, [x[:, None] for x in tables], pos, newest)
-
-    def run(self, tokens, m, cache):
-        """One pass: these tokens through all layers. m (B, n or 1, C): the memory that each reads,
-        or one for all. -> x after the last layer and the tokens' own m, (B, n, C) both"""
-        alpha, beta, x = self.alpha.unbind(), self.beta.unbind(), tokens.x0
-        rec = self.rec and self.rec(m)
-        for l, block in enumerate(self.blocks):
-            x = alpha[l] * x + beta[l] * tokens.x0
-            if self.gamma is not None:
-                x = x + self.gamma[l] * m
-            x = block(x, tokens, block.attn.rec(m) if block.attn.rec else rec, cache)
-            if l + 1 == self.cfg.source:
-                new_m = x
-        return x, new_m
-
-    def chain(self, tokens, K):
-        """Chunks of K positions, one after the other; K = 1 is the exact chain. -> x (B, T, C)"""
-        buffer, parts = Buffer(self.cfg.n_layer), []
-        m = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
-        for start in range(0, tokens.x0.size(1), K):
-            x, m = self.run(tokens.at(slice(start, start + K)), m[:, -1:], buffer)
-            parts.append(x)
-        return torch.cat(parts, 1)
-
-    def interleaved(self, tokens):
-        """Algorithm 1. -> x recomputed, x of the first pass, m, each (B, T, C); the buffer."""
-        buffer = Buffer(self.cfg.n_layer)
-        N = min(self.cfg.subsets, tokens.x0.size(1))
-        zero = torch.zeros_like(tokens.x0[:, :1])
-        first, m = self.run(tokens._replace(newest=True), zero, buffer)
-        x = first
-        for s in range(N):
-            subset = slice(s, None, N)
-            previous = torch.cat([zero, m[:, :-1]], 1)[:, subset]  # m_{t-1} at each t
-            new_x, new_m = self.run(tokens.at(subset), previous, buffer)  # (B, ceil(T / N), C)
-            x = torch.slice_scatter(x, new_x, 1, s, None, N)
-            m = torch.slice_scatter(m, new_m, 1, s, None, N)
-        return x, first, m, buffer
-
-    def decode(self, idx, cache, n_valid, prefill):
-        """New tokens idx (B, T) after those of the cache: the exact chain, but for an empty cache
-        with prefill="interleaved". -> x (B, T, C)"""
+    def tokens(self, idx, pos=None):
+        """The Tokens idx (B, T) at positions pos (B or 1, T; None: 0 .. T - 1)."""
         cfg, T = self.cfg, idx.size(1)
-        pos = cache.place(T, n_valid)  # of all, for RoPE, and raises if they do not fit
-        tokens = self.tokens(idx, pos, newest=not cache.ragged)
-        if cfg.memory and prefill == "interleaved" and cache.longest == 0 and T > 1:
-            return self.prefill(tokens, cache)
-        n = 1 if cfg.memory else T  # tokens of a pass
-        parts = []
-        for t in range(0, T, n):
-            if n < T:  # the chain reserves a slot for each token again
-                cache.place(n, None if n_valid is None else n_valid - t)
-            x, m = self.run(tokens.at(slice(t, t + n)), cache.memory, cache)
-            cache.advance(m[:, -1:])
-            parts.append(x)
-        return torch.cat(parts, 1)
+        if T > cfg.block_size:
+            raise ValueError(f"{T} tokens are more than block_size={cfg.block_size}")
+        pos = torch.arange(T, device=idx.device)[None] if pos is None else pos
+        x0 = self.drop(norm(self.wte(idx), cfg.norm_eps))           # (B, T, C)
+        values = [table(idx).unflatten(-1, (cfg.n_kv_head, -1)) for table in self.values]
+        rope = rope_tables(pos, cfg.n_embd // cfg.n_head, cfg.rope_theta, x0.dtype)
+        return Tokens(x0, values, [table[:, :, None] for table in rope], pos)
 
-    def prefill(self, tokens, cache):
-        """An empty cache gets keys, values and memory of the interleaved path. -> x (B, T, C)"""
-        x, _, m, buffer = self.interleaved(tokens)
-        for layer, (k, v) in enumerate(buffer.kv):
-            cache.write(layer, k, v)
-        last = (cache.new - 1).clamp(min=0)  # of each row
-        cache.advance(m[torch.arange(len(m), device=m.device), last][:, None])
-        return x
+    def forward(self, idx, targets=None, cache=None, n_valid=None):
+        """As in all models. The loss of interleaved training (6) also counts the first pass: aux
+        has "ce" of the recomputed positions, and "ce_first"."""
+        cfg, N = self.cfg, min(self.cfg.subsets, idx.size(1))
+        if cfg.train_path != "interleaved" or not self.training or cache is not None:
+            return super().forward(idx, targets, cache, n_valid)
+        x, first, *_ = interleaved(self, self.tokens(idx))
+        logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)
+        if targets is None:
+            return logits, None, {}
+        ce = cross_entropy(logits, targets)     # N ce = L_0 + ... + L_{N-1}
+        ce_first = cross_entropy(self.head(norm(first, cfg.norm_eps)), targets)
+        aux = {"ce": ce.detach(), "ce_first": ce_first.detach()}
+        return logits, (ce_first + N * ce) / (N + 1), aux  # (6)
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
-        """-> x after the last layer (B, T, C), and that of the interleaved path's first pass, on
-        other paths None. path None: train_path in training mode, else exact."""
+        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C). path None: train_path in
+        training mode, else exact."""
         cfg, T = self.cfg, idx.size(1)
         path = path or (cfg.train_path if self.training else "exact")
         if cache is not None:
-            return self.decode(idx, cache, n_valid, cfg.prefill), None
-        self.check_context(T, "{} tokens are")
-        if cfg.memory and cfg.fast and path == "exact" and not torch.is_grad_enabled():
+            x = decode(self, idx, cache, n_valid, cfg.prefill)
+        elif cfg.memory and cfg.fast and path == "exact" and not torch.is_grad_enabled():
             # the same chain, but keys and values are written in place, not concatenated
-            return self.decode(idx, self.init_cache(len(idx), T), None, "exact"), None
-        tokens = self.tokens(idx, torch.arange(T, device=idx.device)[None])
-        if not cfg.memory:
-            return self.run(tokens, None, None)[0], None
-        if path == "interleaved":
-            return self.interleaved(tokens)[:2]
-        return self.chain(tokens, cfg.chunk if path == "chunked" else 1), None
-
-    def predict(self, states, targets):
-        """As in all models, from hidden()'s pair. In interleaved training the loss also counts the
-        first pass: aux has "ce" of the recomputed positions, and "ce_first"."""
-        h, first = states
-        logits, ce, aux = super().predict(h, targets)
-        if targets is None or first is None:
-            return logits, ce, aux
-        ce_first = super().predict(first, targets)[1]
-        N = min(self.cfg.subsets, targets.size(1))  # N ce = L_0 + ... + L_{N-1}
-        return logits, (ce_first + N * ce) / (N + 1), {**aux, "ce_first": ce_first.detach()}
-
-    def logits(self, h):
-        """(..., C) -> (..., vocab_size): without the padding."""
-        z = super().logits(normed(h, self.cfg.norm_eps))[..., :self.cfg.vocab_size]
-        return SOFTCAP * torch.tanh(z / SOFTCAP)
+            x = decode(self, idx, self.init_cache(len(idx), T), None)
+        elif path == "interleaved":
+            x = interleaved(self, self.tokens(idx))[0]
+        else:
+            K = cfg.chunk if path == "chunked" else 1 if cfg.memory else T
+            x = chain(self, self.tokens(idx), K)
+        return norm(x, cfg.norm_eps)
 
     @torch.no_grad()
     def estimate(self, idx, targets):
         """The training path's cross-entropy, much faster than the exact one; None: it is exact."""
-        if not self.cfg.memory or self.cfg.train_path == "exact":
+        if self.cfg.train_path == "exact":
             return None
-        h, _ = self.hidden(idx, path=self.cfg.train_path)
-        return cross_entropy(self.logits(h), targets)
+        return cross_entropy(self.head(self.hidden(idx, path=self.cfg.train_path)), targets)
 
     @property
     def context_kept(self):
@@ -453,14 +470,12 @@ class Model(LanguageModel):
         return (self.cfg.block_size + 1) // 2 if self.cfg.memory else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):
-        self.check_context(max_len)
-        w = self.wte.weight
-        return MemoryCache(self.cfg, batch_size, max_len, w.device, compute_dtype(w), w.dtype)
+        return MemoryCache(self.cfg, *self.cache_sizes(batch_size, max_len), self.wte.weight.dtype)
 
     def flops_per_token(self):
         """As in model_gpt; interleaved training does all but the memory's projections twice."""
         cfg, T = self.cfg, self.cfg.block_size
-        passes = 1 + (cfg.memory and cfg.train_path == "interleaved")
+        passes = 2 if cfg.train_path == "interleaved" else 1
         matrices = {name: p.numel() for name, p in self.named_parameters()
                     if p.dim() == 2 and name.startswith(("blocks.", "rec.", "head."))}
         of_memory = sum(n for name, n in matrices.items() if "rec." in name)
@@ -470,40 +485,3 @@ class Model(LanguageModel):
         if cfg.train_path == "chunked":    # one memory for each chunk
             of_memory *= math.ceil(T / cfg.chunk) / T
         return passes * (6.0 * local + 12.0 * cfg.n_embd * keys) + 6.0 * of_memory
-
-    def param_groups(self, cfg):
-        """The paper's groups (Appendix A) where the trainer's cfg says optimizer=muon, else None.
-        Learning rates are for 2^19 tokens per step and scale with the root of their number."""
-        if cfg.optimizer != "muon":
-            return None
-        step = cfg.batch_size * cfg.gradient_accumulation_steps * self.cfg.block_size  # tokens
-        batch, width = math.sqrt(step / 2 ** 19), (self.cfg.n_embd / 768) ** -0.5
-        params = {kind: [] for kind in ("matrix", *RATES)}
-        for name, p in self.named_parameters():
-            params[kind_of(name, p)].append(p)
-        rate, scale = cfg.learning_rate * batch, dict(embedding=width, head=width)
-        adamw = [dict(kind="adamw", params=params[kind], betas=(beta1, 0.95), eps=1e-10,
-                      weight_decay=0.0, lr=rate * ratio * scale.get(kind, 1))
-                 for kind, (ratio, beta1) in RATES.items()]
-        return [*adamw, dict(kind="muon", params=params["matrix"],
-                             lr=cfg.muon_learning_rate * batch, momentum=cfg.muon_momentum,
-                             weight_decay=cfg.weight_decay * (12 / self.cfg.n_layer) ** 2)]
-
-
-# AdamW's rate of each kind of parameter, in units of the head's 0.004, and its beta1. The paper
-# counts gates as scalars; at a scalar's rate of 0.5, what opens a gate, a sum over all channels,
-# would move by many units a step, so here they have the head's.
-RATES = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
-             beta=(125, 0.96), scalar=(125, 0.8))
-
-
-def kind_of(name, p):
-    """The kind of a parameter in RATES, or "matrix"."""
-    owner = name.split(".")[0]
-    if owner in ("head", "alpha", "beta"):
-        return owner
-    if owner in ("wte", "values"):
-        return "embedding"
-    if name.endswith(("w_gate.weight", "w_value.weight")):
-        return "gate"
-    return "matrix" if p.dim() == 2 else "scalar"

@@ -7,34 +7,69 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from common.keys import UserError, first_line
-from common.sharded import replicated, sharded_like
+from common.sharded import blocks_of, replicated, sharded_like
 
-OUTSIDE = "wte.", "head.", "router", "aux_router"       # matrices outside the blocks: AdamW's
+# nanochat's groups, as the LRT paper has them (Appendix A): optimizer=muon for a model that has
+# parameter_kinds. For each kind: AdamW's rate, in units of the head's 0.004, and beta1. The paper
+# counts gates as scalars. At their rate of 0.5, what opens a gate, a sum over all channels,
+# would move by many units a step; so here gates learn at the head's rate. Muon is torch's,
+# without nanochat's additions.
+NANOCHAT = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
+                beta=(125, 0.96), scalar=(125, 0.8))
 
 
 def parameter_groups(model, cfg):
-    """The model's own param_groups(cfg), if it gives some. Else: matrices and embeddings decay,
-    vectors do not, and with optimizer=muon the matrices inside the blocks (all but wte, head and
-    routers) go to Muon. "kind" names the optimizer of a group. Each parameter is in exactly one
-    group."""
-    groups = model.param_groups(cfg) if hasattr(model, "param_groups") else None
-    if groups is None:
-        named = list(model.named_parameters())
-        muon = [p for n, p in named if cfg.optimizer == "muon"
-                and p.dim() == 2 and not n.startswith(OUTSIDE)]
-        taken = {id(p) for p in muon}
-        adamw = dict(kind="adamw", lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2))
-        matrices = [p for _, p in named if p.dim() >= 2 and id(p) not in taken]
-        vectors = [p for _, p in named if p.dim() < 2]
-        groups = [dict(kind="muon", params=muon, lr=cfg.muon_learning_rate,
-                       momentum=cfg.muon_momentum, weight_decay=cfg.weight_decay),
-                  dict(adamw, params=matrices, weight_decay=cfg.weight_decay),
-                  dict(adamw, params=vectors, weight_decay=0.0)]
+    """The groups of parameters with settings of their own. "kind" names a group's optimizer:
+    with optimizer=muon the matrices of the blocks go to Muon."""
+    nanochat = cfg.optimizer == "muon" and hasattr(model, "parameter_kinds")
+    groups = nanochat_groups(model, cfg) if nanochat else common_groups(model, cfg)
     groups = [g for g in groups if g["params"]]
     counted = sorted(id(p) for g in groups for p in g["params"])
     assert counted == sorted(id(p) for p in model.parameters()), \
         "a parameter is in no group, or in two"
     return groups
+
+
+def common_groups(model, cfg):
+    """Matrices and embeddings decay, vectors do not."""
+    kinds = by_kind(model)
+    muon = kinds.pop("matrix", []) if cfg.optimizer == "muon" else []
+    rest = [p for params in kinds.values() for p in params]
+    adamw = dict(kind="adamw", lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2))
+    return [dict(kind="muon", params=muon, lr=cfg.muon_learning_rate,
+                 momentum=cfg.muon_momentum, weight_decay=cfg.weight_decay),
+            dict(adamw, params=[p for p in rest if p.dim() > 1], weight_decay=cfg.weight_decay),
+            dict(adamw, params=[p for p in rest if p.dim() < 2], weight_decay=0.0)]
+
+
+def nanochat_groups(model, cfg):
+    """Rates are for 2^19 tokens a step and grow with the root of their number."""
+    kinds = by_kind(model)
+    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
+    batch = math.sqrt(tokens / 2 ** 19)
+    groups = [dict(kind="muon", params=kinds["matrix"], momentum=cfg.muon_momentum,
+                   lr=cfg.muon_learning_rate * batch,
+                   weight_decay=cfg.weight_decay * (12 / model.cfg.n_layer) ** 2)]
+    for kind, (ratio, beta1) in NANOCHAT.items():
+        if kind in ("embedding", "head"):
+            ratio *= (model.cfg.n_embd / 768) ** -0.5
+        groups.append(dict(kind="adamw", params=kinds.get(kind, []),
+                           lr=cfg.learning_rate * batch * ratio,
+                           betas=(beta1, 0.95), eps=1e-10, weight_decay=0.0))
+    return groups
+
+
+def by_kind(model):
+    """{kind: parameters}: "matrix" in a block, "embedding" for matrices elsewhere, "scalar"
+    for vectors; or what the model's parameter_kinds says, {part of the name: kind}."""
+    kinds, named = {}, getattr(model, "parameter_kinds", {})
+    inside = {id(p) for block in blocks_of(model) for p in block.parameters()}
+    for name, p in model.named_parameters():
+        kind = "matrix" if id(p) in inside else "embedding"
+        kind = kind if p.dim() == 2 else "scalar"
+        kind = next((named[part] for part in name.split(".") if part in named), kind)
+        kinds.setdefault(kind, []).append(p)
+    return kinds
 
 
 class NewtonSchulzInput(TorchFunctionMode):

@@ -129,7 +129,7 @@ def test_lrt_backbone(fast):
     negated (see tests/golden/README.md)."""
     arrays, config = golden("lrt_backbone_gqa")
     cfg = model_lrt.Config(block_size=64, vocab_size=96, n_layer=4, n_head=2, n_kv_head=1, n_embd=64, memory=False,
-                           swa=32, norm_eps=config["norm_eps"], fast=fast)
+                           swa=33, norm_eps=config["norm_eps"], fast=fast)
     turn = torch.cat([torch.ones(16), -torch.ones(16)]).double()
     other_way = lambda w: (w.view(-1, 32, 64) * turn[:, None]).view_as(w)
     padded = lambda w: torch.cat([w, w.new_zeros(32, w.size(1))])
