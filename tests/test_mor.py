@@ -11,14 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import model_gpt
 import model_mor
 import runs
-import sample
 import train
 from common import checkpoint
 from common.keys import UserError
 from common.config import TrainConfig, read_config
 from common.process import set_budget, tokens_per_step
 from conftest import ROOT, relative, tiny
-from lab import bench, plot
+from lab import plot
 from test_models import assert_cache_is_forward, rms, tokens
 from test_relaxed import ByHand
 
@@ -412,17 +411,7 @@ def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
     (tmp_path / "branch" / "r").mkdir(parents=True)
     (tmp_path / "long" / "r" / "step_2.pt").rename(tmp_path / "branch" / "r" / "ckpt.pt")
     branch = runs.run("mor", tmp_path / "branch", data_dir, "resume=true", "max_steps=4")
-    assert checkpoint.fingerprint(branch.state()["weights"]) == checkpoint.fingerprint(short.state()["weights"])
-
-
-def test_depths_of_a_text_are_drawn_and_printed(tmp_path, data_dir, capsys):
-    runs.run("mor", tmp_path, data_dir)
-    (tmp_path / "text.txt").write_text("def a(b):\n\treturn 1")
-    capsys.readouterr()
-    sample.main([str(tmp_path / "r"), f"prompt=FILE:{tmp_path / 'text.txt'}", f"depths={tmp_path / 'd.png'}"])
-    shown = capsys.readouterr()
-    assert shown.out.count("\033[0m") == 16 and "16 tokens, recursions 1:" in shown.err       # cropped to block_size
-    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+    assert checkpoint.fingerprint(train.state(branch)["weights"]) == checkpoint.fingerprint(train.state(short)["weights"])
 
 
 def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
@@ -443,14 +432,3 @@ def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
     argv = f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "eval_only=true", "exit_loop=1"
     capped = train.evaluate(train.setup(argv))
     assert capped["val_depth1"] == 1 and len({whole["val_ce"], whole["val_ce_topk"], capped["val_ce"]}) == 3
-
-
-@pytest.mark.parametrize("name, sizes, lines", [
-    ("mor", dict(n_layer=8, n_loop=3), {"training": 6, "decoding": 4, "cache": 1, "requests:": 1}),
-    ("lrt", dict(n_layer=1), {"training": 7, "decoding": 4, "prefill": 3})])
-def test_the_bench_runs(name, sizes, lines, capsys):
-    """Every line of lab.bench mor and lrt, but those of requests, at tiny sizes on a CPU."""
-    model, cfg = tiny(name, block_size=8, n_head=1, n_embd=8, **sizes).float(), TrainConfig(model=name, batch_size=2)
-    bench.BENCHES[name](model, cfg, torch.device("cpu"), rounds=1)
-    found = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert {word: found.count(word) for word in lines} == lines
