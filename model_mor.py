@@ -117,15 +117,15 @@ class Config(BaseConfig):
         extra = float(self.router == "none")  # 0: (R - r + 1) / R of them, 1: all
         if self.router == "expert" and step < self.capacity_warmup:
             extra = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
-        return (self.n_loop - (r - 1) * (1 - extra)) / self.n_loop
+        return (self.n_loop - (r - 1) + (r - 1) * extra) / self.n_loop
 
     def sizes(self, T, step=math.inf):
         """k_1 .. k_R: how many of T tokens that is."""
-        return [max(1, int(T * self.capacity(r, step) + 1e-9))
-                for r in range(1, self.n_loop + 1)]
+        recursions = range(1, self.n_loop + 1)
+        return [max(1, int(T * self.capacity(r, step) + 1e-9)) for r in recursions]
 
 
-# ---- the method: routers, the choice, and the loss that teaches it ----
+# ---- routers ----
 
 class Router(nn.Module):
     """Scores (..., n_out) of states h (..., C)."""
@@ -144,6 +144,8 @@ class Router(nn.Module):
         with torch.autocast(h.device.type, enabled=False):
             return upcast(self.layers(h))
 
+
+# ---- the method: which tokens take which recursion ----
 
 class Choice(NamedTuple):
     """What one recursion of expert choice did, (B, T) each."""
@@ -186,10 +188,9 @@ class Recursions(LanguageModel):
         """(what is added to the loss, the BCE in it), of the tokens that competed."""
         bce = z = 0.0
         for s, decides, active, chosen in routing:
-            mean = lambda x: (x * active).sum() / active.sum()
-            bce = bce + mean(F.binary_cross_entropy_with_logits(decides, chosen.to(s),
-                                                                reduction="none"))
-            z = z + mean(s ** 2)
+            each = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
+            bce = bce + (active * each).sum() / active.sum()
+            z = z + (active * s ** 2).sum() / active.sum()
         return self.cfg.aux_weight * bce + self.cfg.z_loss * z, bce
 
     def token_choice(self, h1, tokens, R):
@@ -227,8 +228,8 @@ class Recursions(LanguageModel):
 
     def recursion(self, r, h, context):
         """F_r: K layers in a row."""
-        cfg = self.cfg
-        for layer, block in enumerate(self.layers_of[r - 1], cfg.n_outside + (r - 1) * cfg.n_stored):
+        start = self.cfg.n_outside + (r - 1) * self.cfg.n_stored
+        for layer, block in enumerate(self.layers_of[r - 1], start):
             h = block(h, layer, context)
         return h
 
@@ -241,9 +242,9 @@ class Subset:
         self.cfg, self.tokens, self.r, self.chosen = tokens.cfg, tokens, r, chosen
         self.rope, self.bias = tokens.rope, tokens.bias
         if self.cfg.kv == "recursion":
-            # keys: the chosen, and oneself, lest a softmax is empty
-            square = torch.ones(2 * chosen.shape[1:], dtype=torch.bool, device=chosen.device)
-            visible = chosen[:, None, None] & square.tril() | square.tril() & square.triu()
+            one = torch.ones(2 * chosen.shape[1:], dtype=torch.bool, device=chosen.device)
+            # earlier chosen tokens, and itself, lest a softmax is empty
+            visible = (chosen[:, None, None] | one.triu()) & one.tril()
             self.bias = torch.where(visible, 0.0, -math.inf)  # (B, 1, T, T)
 
     def gather(self, x):
@@ -274,14 +275,10 @@ class AllTokens(Context, Subset):
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         super().__init__(cfg, x, cache, n_valid)
-        (B, T), device = x.shape[:2], x.device
-        self.cfg, self.kv, self.wide = cfg, {}, torch.promote_types(x.dtype, torch.float32)
+        (B, T), self.cfg, self.kv = x.shape[:2], cfg, {}
         n_real = self.slots.n_new[:, None] if cache else T
-        self.chosen = torch.arange(T, device=device).expand(B, T) < n_real
-        self.n_keys = self.slots.end if cache else T
-        self.subset = Gathered if cfg.fast or cache else Subset
-        if cache and cfg.kv != "share":
-            self.subset = Cached
+        self.chosen = torch.arange(T, device=x.device).expand(B, T) < n_real
+        self.subset = Cached if cache else Gathered if cfg.fast else Subset
 
     def extend(self, layer, k, v):
         self.kv[layer] = self.cache.write(layer, k, v, self.slots) if self.cache else (k, v)
@@ -310,8 +307,8 @@ class Gathered(Subset):
         self.bias = None  # recursion: causal, being in order
         if self.cfg.kv != "recursion":
             self.pos = self.gather(tokens.pos.expand(B, T))
-            k_pos = torch.arange(tokens.n_keys, device=device)
-            self.bias = attention_bias(self.pos, k_pos, dtype=tokens.wide)
+            n_keys = tokens.slots.end if tokens.cache else T
+            self.bias = attention_bias(self.pos, torch.arange(n_keys, device=device))
 
     def gather(self, x):
         x = x.flatten(0, 1)
@@ -328,7 +325,7 @@ class QueryAttention(model_gpt.Attention):
     """kv=share: later recursions make no keys and values, as extend would drop them."""
 
     def forward(self, x, layer, context):
-        if getattr(context, "r", 1) == 1:
+        if context.r == 1:
             return super().forward(x, layer, context)
         q = self.wq(x).unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
         q = self.q_norm(q)  # (B, H, n, D)
@@ -343,24 +340,25 @@ class QueryAttention(model_gpt.Attention):
 # ---- decoding ----
 
 class Cached(Gathered):
-    """Gathered tokens that write keys and values to slots of a cache."""
+    """Gathered tokens whose keys and values go to a cache, if they have any of their own."""
 
     def __init__(self, tokens, r, chosen, n=None):
         super().__init__(tokens, r, chosen, n)
-        cfg, self.cache, self.first = self.cfg, tokens.cache, 0  # its first layer there
-        n_new = chosen.sum(1)
+        cfg, n_new = self.cfg, chosen.sum(1)
         if cfg.kv == "recursion":
-            self.first = cfg.n_outside + (r - 1) * cfg.n_stored
             self.cache = tokens.cache.later[r - 2]
+            self.first = cfg.n_outside + (r - 1) * cfg.n_stored  # its first layer's number
             self.slots = self.cache.place(self.places.size(1), n_new)
             k_pos = torch.arange(self.slots.end, device=chosen.device)
-            self.bias = attention_bias(self.slots.pos, k_pos, dtype=tokens.wide)
+            self.bias = attention_bias(self.slots.pos, k_pos)
         else:
-            padding = self.places == chosen.numel()
-            at = self.pos.masked_fill(padding, self.cache.max_len)
-            self.slots = Slots(self.pos, tokens.n_keys, n_new, at)
+            self.cache, self.first = tokens.cache, 0
+            at = self.pos.masked_fill(self.places == chosen.numel(), self.cache.max_len)
+            self.slots = Slots(self.pos, tokens.slots.end, n_new, at)
 
     def extend(self, layer, k, v):
+        if self.cfg.kv == "share":
+            return super().extend(layer, k, v)
         return self.cache.write(layer - self.first, k, v, self.slots)
 
 
@@ -377,8 +375,8 @@ class RecursionCache(KVCache):
         if int((self.lengths + n_new).max()) > self.max_len:
             more = 0, 0, 0, self.most + 1 - self.max_len  # the last slot is padding's
             with torch.inference_mode(False):  # as in KVCache
-                self.k = [F.pad(x[:, :, :-1], more) for x in self.k]
-                self.v = [F.pad(x[:, :, :-1], more) for x in self.v]
+                for buffers in (self.k, self.v):
+                    buffers[:] = [F.pad(x[:, :, :-1], more) for x in buffers]
             self.max_len = self.most
         slots = super().place(n, n_new)
         self.advance(slots)
@@ -456,40 +454,33 @@ class Model(Recursions):
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """As in every model. aux also has the router's metrics, and tokens by depth."""
-        cfg, expert = self.cfg, self.cfg.router == "expert"
+        cfg, R, expert = self.cfg, self.cfg.n_loop, self.cfg.router == "expert"
         if targets is None or cache is not None or not idx.numel() or cfg.router == "none":
             return super().forward(idx, targets, cache, n_valid)
         h, taken, routing = self.states(idx, top_k=self.training)
         logits = upcast(self.head(h))
         loss = cross_entropy(logits, targets)
-        aux = {"ce": loss, **{f"depth{d}": (taken == d).float().mean()
-                              for d in range(1, cfg.n_loop + 1)}}
+        depths = {f"depth{d}": (taken == d).float().mean() for d in range(1, R + 1)}
+        aux = {"ce": loss, **depths}
         if expert and not self.training:
             self.reached.append((taken == self.n_loop).any(0))
             h, _, routing = self.states(idx, top_k=True)
             aux["ce_topk"] = cross_entropy(upcast(self.head(h)), targets)
         if expert:
             more, aux["aux"] = self.expert_loss(routing)
+            right = decided = torch.zeros_like(loss)
+            for _, decides, active, chosen in routing[1:]:  # recursion 1 takes all
+                right = right + (((decides >= 0) == chosen) & active).sum()
+                decided = decided + active.sum()
+            aux["router_accuracy"] = right / decided.clamp(min=1)
         else:
             more, aux["balance"] = self.token_loss(routing)
-        aux |= self.metrics(routing, aux)
+            p = routing[1].flatten(0, -2)  # (B T, R)
+            aux["entropy"] = torch.special.entr((p / p.sum(-1, keepdim=True)).mean(0)).sum()
+            # (the fullest depth's tokens - the mean) / the mean
+            aux["maxvio"] = R * torch.stack([aux[name] for name in depths]).max() - 1
         loss = loss + more if self.training else loss
         return logits, loss, {name: x.detach() for name, x in aux.items()}
-
-    def metrics(self, routing, aux):
-        """Of expert choice, how often the scores choose as top k does. Of token choice the
-        entropy of mean p, and maxvio: (the fullest depth's tokens - the mean) / the mean."""
-        R = self.cfg.n_loop
-        if self.cfg.router == "token":
-            p = routing[1].flatten(0, -2)  # (B T, R)
-            entropy = torch.special.entr((p / p.sum(-1, keepdim=True)).mean(0)).sum()
-            f = torch.stack([aux[f"depth{d}"] for d in range(1, R + 1)])
-            return {"maxvio": R * f.max() - 1, "entropy": entropy}
-        right = decided = torch.zeros((), device=routing[0].s.device)
-        for _, decides, active, chosen in routing[1:]:  # recursion 1 takes all
-            right = right + (((decides >= 0) == chosen) & active).sum()
-            decided = decided + active.sum()
-        return {"router_accuracy": right / decided.clamp(min=1)}
 
     def hidden(self, idx, cache=None, n_valid=None):
         top_k = self.training and cache is None
@@ -511,19 +502,16 @@ class Model(Recursions):
         elif cfg.router == "token":
             h, taken, routing = self.token_choice(h, tokens, R)
         else:
-            h, taken, routing = self.all_take_all(h, tokens, R)
+            taken, routing = tokens.chosen * R, None
+            for r in range(1, R + 1):
+                shares = r > 1 and cfg.kv == "share"
+                subset = Subset(tokens, r, tokens.chosen) if shares else tokens
+                h = self.recursion(r, h, subset)
         for block in self.last:
             h = block(h, 1, tokens)
         if cache is not None:
             cache.advance(tokens.slots)
         return self.norm(h), taken, routing
-
-    def all_take_all(self, h, tokens, R):
-        """As expert_choice, of the baseline without routers."""
-        for r in range(1, R + 1):
-            shares = r > 1 and self.cfg.kv == "share"
-            h = self.recursion(r, h, Subset(tokens, r, tokens.chosen) if shares else tokens)
-        return h, torch.full_like(tokens.chosen, R, dtype=torch.long), None
 
     @torch.no_grad()
     def recursions(self, idx):
@@ -538,7 +526,7 @@ class Model(Recursions):
         cfg, self.step, self.reached = self.cfg, step, []
         self.sizes = cfg.sizes(cfg.block_size, step)
         if cfg.capacity_warmup:  # a compiled step is for any size from the second on
-            torch._dynamo.config.allow_unspec_int_on_nn_module = True
+            torch.compiler.config.allow_unspec_int_on_nn_module = True
 
     def end_evaluation(self, total):
         """dead: positions never in the last recursion (Table 10: in 500 sequences)."""
