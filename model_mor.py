@@ -125,7 +125,7 @@ class Config(BaseConfig):
         return [max(1, int(T * self.capacity(r, step) + 1e-9)) for r in recursions]
 
 
-# ---- routers ----
+# ---- a router, and what its recursion did ----
 
 class Router(nn.Module):
     """Scores (..., n_out) of states h (..., C)."""
@@ -145,8 +145,6 @@ class Router(nn.Module):
             return upcast(self.layers(h))
 
 
-# ---- the method: which tokens take which recursion ----
-
 class Choice(NamedTuple):
     """What one recursion of expert choice did, (B, T) each."""
     s: torch.Tensor
@@ -155,27 +153,30 @@ class Choice(NamedTuple):
     chosen: torch.Tensor  # A_r
 
 
+# ---- the method: which tokens take which recursion ----
+
 class Recursions(LanguageModel):
     """The method. Model, below, has the parts: routers, blocks, first and last layers."""
 
     def expert_choice(self, h, tokens, R, k=None):
-        """Recursions choose tokens: k = [k_1, .., k_R] or, in decoding, those with s >= 0.
-        h (B, T, C) -> h after R recursions, how many each token took (B, T), a Choice of
-        each recursion. tokens: the context of all tokens."""
+        """Recursion r chooses k[r - 1] tokens of a sequence; k None, decoding: those of
+        s >= 0. h (B, T, C) -> h after R recursions, how many each token took (B, T), a
+        Choice of each recursion. tokens: the context of all tokens."""
         active, routing = tokens.chosen, []  # A_0
         for r in range(1, R + 1):
             s = decides = self.routers[r - 1](h)[..., 0]  # (B, T)
             if self.cfg.causal == "aux_router":
                 decides = self.aux_routers[r - 1](h.detach())[..., 0]
-            chosen = active  # A_1
+            chosen, n = active, None  # A_1 = A_0
             if r > 1 and k:
-                top = s.masked_fill(~active, -math.inf).topk(k[r - 1], 1).indices
+                n = k[r - 1]
+                top = s.masked_fill(~active, -math.inf).topk(n, 1).indices
                 chosen = torch.zeros_like(active).scatter(1, top, True)
             elif r > 1:
                 chosen = active & (decides >= 0)
             if not (torch.is_grad_enabled() or chosen.any()):
                 break  # no token goes on
-            subset = tokens if r == 1 else tokens.subset(tokens, r, chosen, k and k[r - 1])
+            subset = tokens if r == 1 else tokens.subset(tokens, r, chosen, n)
             x = subset.gather(h)  # h[A_r]
             gate = subset.gather(self.cfg.alpha * self.squash(s)[..., None])
             y = gate * self.recursion(r, x, subset)
@@ -185,7 +186,7 @@ class Recursions(LanguageModel):
         return h, sum(choice.chosen.long() for choice in routing), routing
 
     def expert_loss(self, routing):
-        """(what is added to the loss, the BCE in it), of the tokens that competed."""
+        """What is added to the loss, and the BCE in it: means over those that competed."""
         bce = z = 0.0
         for s, decides, active, chosen in routing:
             each = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
@@ -194,7 +195,7 @@ class Recursions(LanguageModel):
         return self.cfg.aux_weight * bce + self.cfg.z_loss * z, bce
 
     def token_choice(self, h1, tokens, R):
-        """As expert_choice, but tokens choose a depth, and what they chose by is returned."""
+        """As expert_choice, but tokens choose depths, by what is returned last."""
         scores, p, depth = self.choose_depth(h1)
         h = h1
         for r in range(1, R + 1):
@@ -217,12 +218,10 @@ class Recursions(LanguageModel):
         return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)  # (2.2)
 
     def token_loss(self, routing):
-        """(what is added to the loss, the balance loss in it)."""
+        """What is added to the loss, and the balance loss in it."""
         cfg, R, (scores, p, depth) = self.cfg, self.cfg.n_loop, routing
-        balance = 0.0
-        for i in range(1, R + 1):
-            f = (depth == i).to(p.dtype).mean()
-            balance = balance + R * f * p[..., i - 1].mean()
+        f = [(depth == i).to(p.dtype).mean() for i in range(1, R + 1)]
+        balance = R * sum(f_i * p_i.mean() for f_i, p_i in zip(f, p.unbind(-1)))
         weight = cfg.balance_weight if cfg.balance == "loss" else 0.0
         return weight * balance + cfg.z_loss * scores.logsumexp(-1).square().mean(), balance
 
@@ -235,8 +234,8 @@ class Recursions(LanguageModel):
 
 
 class Subset:
-    """The context of recursion r > 1, of the chosen (B, T) among all tokens. Written out:
-    all tokens run, and only what the chosen give counts."""
+    """The context of recursion r > 1, of the chosen (B, T) among all tokens, n of the
+    fullest row (None: not known). Written out: all run, only what the chosen give counts."""
 
     def __init__(self, tokens, r, chosen, n=None):
         self.cfg, self.tokens, self.r, self.chosen = tokens.cfg, tokens, r, chosen
@@ -348,7 +347,7 @@ class Cached(Gathered):
         if cfg.kv == "recursion":
             self.cache = tokens.cache.later[r - 2]
             self.first = cfg.n_outside + (r - 1) * cfg.n_stored  # its first layer's number
-            self.slots = self.cache.place(self.places.size(1), n_new)
+            self.slots = self.cache.place(self.places.size(1), n_new, tokens.cache.max_len)
             k_pos = torch.arange(self.slots.end, device=chosen.device)
             self.bias = attention_bias(self.slots.pos, k_pos)
         else:
@@ -363,21 +362,17 @@ class Cached(Gathered):
 
 
 class RecursionCache(KVCache):
-    """Of tokens that took recursion r > 1, in order. Grows where they are many."""
+    """Of the tokens that took one recursion, in order. Grows where they are many."""
 
-    def __init__(self, cfg, batch_size, max_len, device, dtype, r):
-        size = cfg.sizes(max_len)[r - 1]
-        super().__init__(cfg, batch_size, size, device, dtype, cfg.n_stored)
-        self.most = max_len
-
-    def place(self, n, n_new):
-        """As KVCache's; the tokens count from here on, as each call has slots of its own."""
+    def place(self, n, n_new, most):
+        """As KVCache's, with room for `most` tokens if need be. New tokens count at once, as
+        each call has slots of its own."""
         if int((self.lengths + n_new).max()) > self.max_len:
-            more = 0, 0, 0, self.most + 1 - self.max_len  # the last slot is padding's
+            more = 0, 0, 0, most + 1 - self.max_len  # the last slot is padding's
             with torch.inference_mode(False):  # as in KVCache
                 for buffers in (self.k, self.v):
                     buffers[:] = [F.pad(x[:, :, :-1], more) for x in buffers]
-            self.max_len = self.most
+            self.max_len = most
         slots = super().place(n, n_new)
         self.advance(slots)
         return slots
@@ -392,8 +387,8 @@ class Cache(KVCache):
         layers = cfg.n_outside + K * (1 if own or cfg.kv == "share" else R)
         super().__init__(cfg, batch_size, max_len, device, dtype, layers)
         if own:
-            self.later = [RecursionCache(cfg, batch_size, max_len, device, dtype, r)
-                          for r in range(2, R + 1)]
+            self.later = [RecursionCache(cfg, batch_size, size, device, dtype, K)
+                          for size in cfg.sizes(max_len)[1:R]]
         if cfg.kv == "share_update" and routed:  # the later ones of a layer of recursion 1
             self.first = {layer: range(layer + K, layers, K)
                           for layer in range(cfg.n_outside, cfg.n_outside + K)}
