@@ -287,9 +287,9 @@ class AllTokens(Context, Subset):
 # ---- the fast path ----
 
 class Gathered(Subset):
-    """The same, but the chosen run alone, in order, padded to n in each row: n <= T tokens
-    cost less, and what was dropped is not computed. places (B, n): where they stand among
-    all B T. Padding reads the last one, and is written to a spare place behind."""
+    """Equal, as what a Subset drops is just not computed: the chosen run alone, in order,
+    padded to n in each row. places (B, n): where they stand among all B T. Padding reads
+    the last of all, and is written to a spare place behind."""
 
     def __init__(self, tokens, r, chosen, n=None):
         self.cfg, self.tokens, self.r, self.chosen = tokens.cfg, tokens, r, chosen
@@ -346,19 +346,19 @@ class Cached(Gathered):
         cfg, n_new = self.cfg, chosen.sum(1)
         if cfg.kv == "recursion":
             self.cache = tokens.cache.later[r - 2]
-            self.first = cfg.n_outside + (r - 1) * cfg.n_stored  # its first layer's number
+            self.offset = cfg.n_outside + (r - 1) * cfg.n_stored  # its layers count from 0
             self.slots = self.cache.place(self.places.size(1), n_new, tokens.cache.max_len)
             k_pos = torch.arange(self.slots.end, device=chosen.device)
             self.bias = attention_bias(self.slots.pos, k_pos)
         else:
-            self.cache, self.first = tokens.cache, 0
+            self.cache, self.offset = tokens.cache, 0
             at = self.pos.masked_fill(self.places == chosen.numel(), self.cache.max_len)
             self.slots = Slots(self.pos, tokens.slots.end, n_new, at)
 
     def extend(self, layer, k, v):
         if self.cfg.kv == "share":
             return super().extend(layer, k, v)
-        return self.cache.write(layer - self.first, k, v, self.slots)
+        return self.cache.write(layer - self.offset, k, v, self.slots)
 
 
 class RecursionCache(KVCache):
@@ -383,19 +383,19 @@ class Cache(KVCache):
 
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         K, R, routed = cfg.n_stored, cfg.exit_loop or cfg.n_loop, cfg.router != "none"
-        own, self.first, self.later = cfg.kv == "recursion" and routed, {}, []
+        own, self.copies, self.later = cfg.kv == "recursion" and routed, {}, []
         layers = cfg.n_outside + K * (1 if own or cfg.kv == "share" else R)
         super().__init__(cfg, batch_size, max_len, device, dtype, layers)
         if own:
             self.later = [RecursionCache(cfg, batch_size, size, device, dtype, K)
                           for size in cfg.sizes(max_len)[1:R]]
-        if cfg.kv == "share_update" and routed:  # the later ones of a layer of recursion 1
-            self.first = {layer: range(layer + K, layers, K)
-                          for layer in range(cfg.n_outside, cfg.n_outside + K)}
+        if cfg.kv == "share_update" and routed:  # of a layer of recursion 1: the later ones
+            self.copies = {layer: range(layer + K, layers, K)
+                           for layer in range(cfg.n_outside, cfg.n_outside + K)}
 
     def write(self, layer, k, v, slots):
         """share_update: later recursions have the first's keys until they write theirs."""
-        for later in self.first.get(layer, ()):
+        for later in self.copies.get(layer, ()):
             super().write(later, k, v, slots)
         return super().write(layer, k, v, slots)
 
@@ -414,7 +414,7 @@ class Model(Recursions):
     runs_blocks_once = False
 
     def __init__(self, cfg):
-        nn.Module.__init__(self)  # its parts, in another order
+        nn.Module.__init__(self)  # LanguageModel's parts are here in another order
         self.cfg, K, R = cfg, cfg.n_stored, cfg.n_loop
         attention = QueryAttention if cfg.kv == "share" else model_gpt.Attention
         blocks = lambda n: nn.ModuleList(Block(cfg, attention) for _ in range(n))

@@ -163,7 +163,7 @@ BUGS = {
                                 "test_mor.py -k routing_is_its_equations and expert and 13"),
     "MoR: rotary by place among the chosen": ("model_mor.py", "self.gather(x[:, 0].expand(B, T, -1))[:, None]",
                                               "x[:, :, :n]", "test_mor.py -k routing_is_its_equations and expert and 13"),
-    "MoR: no keys where no token goes on": ("model_mor.py", "for later in self.first.get(layer, ()):", "for later in ():",
+    "MoR: no keys where no token goes on": ("model_mor.py", "for later in self.copies.get(layer, ()):", "for later in ():",
                                             "test_mor.py -k decoding_is_the_forward and share_update"),
     "LRT: no gradient through the buffer": ("model_lrt.py", "torch.slice_scatter(x, new, 2, part.start, None, part.step)",
                                             "torch.slice_scatter(x, new.detach(), 2, part.start, None, part.step)",
