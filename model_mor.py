@@ -164,14 +164,14 @@ class Recursions(LanguageModel):
         Choice of each recursion. tokens: the context of all tokens."""
         active, routing = tokens.chosen, []  # A_0
         for r in range(1, R + 1):
-            s = decides = self.routers[r - 1](h)[..., 0]  # (B, T)
+            s = decides = self.routers[r - 1](h)[..., 0]  # w_r . h, (B, T)
             if self.cfg.causal == "aux_router":
                 decides = self.aux_routers[r - 1](h.detach())[..., 0]
             chosen, n = active, None  # A_1 = A_0
             if r > 1 and k:
                 n = k[r - 1]
                 top = s.masked_fill(~active, -math.inf).topk(n, 1).indices
-                chosen = torch.zeros_like(active).scatter(1, top, True)
+                chosen = torch.zeros_like(active).scatter(1, top, True)  # A_r
             elif r > 1:
                 chosen = active & (decides >= 0)
             if not (torch.is_grad_enabled() or chosen.any()):
@@ -179,11 +179,11 @@ class Recursions(LanguageModel):
             subset = tokens if r == 1 else tokens.subset(tokens, r, chosen, n)
             x = subset.gather(h)  # h[A_r]
             gate = subset.gather(self.cfg.alpha * self.squash(s)[..., None])
-            y = gate * self.recursion(r, x, subset)
+            y = gate * self.recursion(r, x, subset)  # alpha sigmoid(s) F_r(h[A_r])
             h = subset.scatter(h, x + y.to(h.dtype))  # (2.1)
             routing.append(Choice(s, decides, active, chosen))
             active = chosen
-        return h, sum(choice.chosen.long() for choice in routing), routing
+        return h, sum(c.chosen.long() for c in routing), routing
 
     def expert_loss(self, routing):
         """What is added to the loss, and the BCE in it: means over those that competed."""
@@ -196,8 +196,7 @@ class Recursions(LanguageModel):
 
     def token_choice(self, h1, tokens, R):
         """As expert_choice, but tokens choose depths, by what is returned last."""
-        scores, p, depth = self.choose_depth(h1)
-        h = h1
+        h, (scores, p, depth) = h1, self.choose_depth(h1)
         for r in range(1, R + 1):
             chosen = tokens.chosen & (depth >= r)
             if not (torch.is_grad_enabled() or chosen.any()):
@@ -211,7 +210,7 @@ class Recursions(LanguageModel):
         scores = self.router(h1)
         soft = self.cfg.router_func == "softmax"
         p = scores.softmax(-1) if soft else self.cfg.alpha * scores.sigmoid()
-        depth = 1 + (p + self.balance_bias).argmax(-1)
+        depth = 1 + (p + self.balance_bias).argmax(-1)  # i
         return scores, p, depth if self.training else depth.clamp(max=self.n_loop)
 
     def exit(self, h1, h, p, depth):
@@ -241,7 +240,8 @@ class Subset:
         self.cfg, self.tokens, self.r, self.chosen = tokens.cfg, tokens, r, chosen
         self.rope, self.bias = tokens.rope, tokens.bias
         if self.cfg.kv == "recursion":
-            one = torch.ones(2 * chosen.shape[1:], dtype=torch.bool, device=chosen.device)
+            T = chosen.size(1)
+            one = torch.ones(T, T, dtype=torch.bool, device=chosen.device)
             # earlier chosen tokens, and itself, lest a softmax is empty
             visible = (chosen[:, None, None] | one.triu()) & one.tril()
             self.bias = torch.where(visible, 0.0, -math.inf)  # (B, 1, T, T)
