@@ -6,13 +6,13 @@ token's state h, sends easy tokens through few recursions and hard ones through 
 (router=none: all through all). share=middle_*: a first and a last layer stand outside.
 
 router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} by a
-score s = w_r . h, in each sequence. A_0 = A_1 = all tokens (gated and in the loss too).
+score s = w_r . h, in each sequence. A_0 = A_1 = all tokens, gated and in the loss too.
     A_r = the k_r of A_{r-1} with the highest s,   k_r = max(1, floor(T (R-r+1) / R))
-    h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])     (Eq. 2.1)
+    h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])     (2.1)
 
 router=token: each token chooses its depth i once, from its state h_1 before F_1.
     p = softmax(W h_1),   i = argmax p
-    h <- h_1 + p_i F_i(.. F_1(h_1))                     (Eq. 2.2)
+    h <- h_1 + p_i F_i(.. F_1(h_1))                     (2.2)
 The loss balance_weight R sum_i f_i mean(p_i) keeps depths in balance; f_i: the fraction
 of tokens with depth i. loss_free: a bias b in argmax(p + b) moves against f.
 
@@ -26,17 +26,15 @@ aux_weight BCE(s, was it chosen) teaches that to s or, with causal=aux_router, t
 second router on detached states. In eval mode "ce" is of decoding, "ce_topk" of top k.
 
 Keys and values (Section 2.2.2). Chosen tokens keep their positions. kv=recursion: they
-attend to those that take the same recursion. share: to all, by their keys in the first.
-share_update (the authors' code): as share, but the chosen have new keys in it.
-
-fast=false runs all tokens and masks out those not chosen. fast=true, and all decoding,
-gathers the chosen ones and scatters them back. tests/test_mor.py: Routed does it by hand.
+attend to those that take the same recursion. share: to all, by their keys in F_1.
+share_update, of the authors' code alone: as share, but the chosen have new keys.
 
 Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the authors' code
-(paper: at every step, 1e-3). Left out: the random router (Table 10).
+(paper: at every step, 1e-3). That code ties attention in expert choice from commit
+82c97f2 on; all is tied here. Weights start as model_gpt's. No random router (Table 10).
 
-Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, N packed
-tokens, n chosen tokens of the fullest row. The code counts recursions from 0.
+Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, n chosen
+tokens of the fullest row. Recursions count from 1, layers and stored blocks from 0.
 
 Paper: Bae et al. 2025 (2507.10524); github.com/raymin0223/mixture_of_recursions.
 """
@@ -49,8 +47,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model_gpt
-from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, RMSNorm,
-                       apply_rope, choice, init_weights, make_bias, mlp_width, upcast)
+from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, RMSNorm, Slots,
+                       apply_rope, attend, attention_bias, choice, cross_entropy,
+                       init_weights, mlp_width, upcast)
 
 
 @dataclass
@@ -115,15 +114,18 @@ class Config(BaseConfig):
 
     def capacity(self, r, step=math.inf):
         """The fraction of all tokens that take recursion r at a training step."""
-        extra = float(self.router == "none")  # 0: (R - r) / R of them, 1: all
+        extra = float(self.router == "none")  # 0: (R - r + 1) / R of them, 1: all
         if self.router == "expert" and step < self.capacity_warmup:
             extra = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
-        return (self.n_loop - r + r * extra) / self.n_loop
+        return (self.n_loop - (r - 1) + (r - 1) * extra) / self.n_loop
 
-    def size(self, r, T, step=math.inf):
-        """k_r: how many of T tokens that is."""
-        return max(1, int(T * self.capacity(r, step) + 1e-9))
+    def sizes(self, T, step=math.inf):
+        """k_1 .. k_R: how many of T tokens that is."""
+        recursions = range(1, self.n_loop + 1)
+        return [max(1, int(T * self.capacity(r, step) + 1e-9)) for r in recursions]
 
+
+# ---- a router, and what its recursion did ----
 
 class Router(nn.Module):
     """Scores (..., n_out) of states h (..., C)."""
@@ -143,8 +145,6 @@ class Router(nn.Module):
             return upcast(self.layers(h))
 
 
-# ---- the model: routing, and the recursions ----
-
 class Choice(NamedTuple):
     """What one recursion of expert choice did, (B, T) each."""
     s: torch.Tensor
@@ -153,13 +153,271 @@ class Choice(NamedTuple):
     chosen: torch.Tensor  # A_r
 
 
-class Model(LanguageModel):
+# ---- the method: which tokens take which recursion ----
+
+class Recursions(LanguageModel):
+    """The method. Model, below, has the parts: routers, blocks, first and last layers."""
+
+    def expert_choice(self, h, tokens, R, k=None):
+        """Recursion r chooses k[r - 1] tokens of a sequence; k None, decoding: those of
+        s >= 0. h (B, T, C) -> h after R recursions, how many each token took (B, T), a
+        Choice of each recursion. tokens: the context of all tokens."""
+        active, routing = tokens.chosen, []  # A_0
+        for r in range(1, R + 1):
+            s = decides = self.routers[r - 1](h)[..., 0]  # w_r . h, (B, T)
+            if self.cfg.causal == "aux_router":
+                decides = self.aux_routers[r - 1](h.detach())[..., 0]
+            chosen, n = active, None  # A_1 = A_0
+            if r > 1 and k:
+                n = k[r - 1]
+                top = s.masked_fill(~active, -math.inf).topk(n, 1).indices
+                chosen = torch.zeros_like(active).scatter(1, top, True)  # A_r
+            elif r > 1:
+                chosen = active & (decides >= 0)
+            if not (torch.is_grad_enabled() or chosen.any()):
+                break  # no token goes on
+            subset = tokens if r == 1 else tokens.subset(tokens, r, chosen, n)
+            x = subset.gather(h)  # h[A_r]
+            gate = subset.gather(self.cfg.alpha * self.squash(s)[..., None])
+            y = gate * self.recursion(r, x, subset)  # alpha sigmoid(s) F_r(h[A_r])
+            h = subset.scatter(h, x + y.to(h.dtype))  # (2.1)
+            routing.append(Choice(s, decides, active, chosen))
+            active = chosen
+        return h, sum(c.chosen.long() for c in routing), routing
+
+    def expert_loss(self, routing):
+        """What is added to the loss, and the BCE in it: means over those that competed."""
+        bce = z = 0.0
+        for s, decides, active, chosen in routing:
+            each = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
+            bce = bce + (active * each).sum() / active.sum()
+            z = z + (active * s ** 2).sum() / active.sum()
+        return self.cfg.aux_weight * bce + self.cfg.z_loss * z, bce
+
+    def token_choice(self, h1, tokens, R):
+        """As expert_choice, but tokens choose depths, by what is returned last."""
+        h, (scores, p, depth) = h1, self.choose_depth(h1)
+        for r in range(1, R + 1):
+            chosen = tokens.chosen & (depth >= r)
+            if not (torch.is_grad_enabled() or chosen.any()):
+                break
+            subset = tokens if r == 1 else tokens.subset(tokens, r, chosen)
+            h = subset.scatter(h, self.recursion(r, subset.gather(h), subset))
+        return self.exit(h1, h, p, depth), depth, (scores, p, depth)
+
+    def choose_depth(self, h1):
+        """h_1 (..., C) -> scores and p (..., R), depths 1 .. R (...)."""
+        scores = self.router(h1)
+        soft = self.cfg.router_func == "softmax"
+        p = scores.softmax(-1) if soft else self.cfg.alpha * scores.sigmoid()
+        depth = 1 + (p + self.balance_bias).argmax(-1)  # i
+        return scores, p, depth if self.training else depth.clamp(max=self.n_loop)
+
+    def exit(self, h1, h, p, depth):
+        return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)  # (2.2)
+
+    def token_loss(self, routing):
+        """What is added to the loss, and the balance loss in it."""
+        cfg, R, (scores, p, depth) = self.cfg, self.cfg.n_loop, routing
+        f = [(depth == i).to(p.dtype).mean() for i in range(1, R + 1)]
+        balance = R * sum(f_i * p_i.mean() for f_i, p_i in zip(f, p.unbind(-1)))
+        weight = cfg.balance_weight if cfg.balance == "loss" else 0.0
+        return weight * balance + cfg.z_loss * scores.logsumexp(-1).square().mean(), balance
+
+    def recursion(self, r, h, context):
+        """F_r: K layers in a row."""
+        start = self.cfg.n_outside + (r - 1) * self.cfg.n_stored
+        for layer, block in enumerate(self.layers_of[r - 1], start):
+            h = block(h, layer, context)
+        return h
+
+
+class Subset:
+    """The context of recursion r > 1, of the chosen (B, T) among all tokens, n of the
+    fullest row (None: not known). Written out: all run, only what the chosen give counts."""
+
+    def __init__(self, tokens, r, chosen, n=None):
+        self.cfg, self.tokens, self.r, self.chosen = tokens.cfg, tokens, r, chosen
+        self.rope, self.bias = tokens.rope, tokens.bias
+        if self.cfg.kv == "recursion":
+            T = chosen.size(1)
+            one = torch.ones(T, T, dtype=torch.bool, device=chosen.device)
+            # earlier chosen tokens, and itself, lest a softmax is empty
+            visible = (chosen[:, None, None] | one.triu()) & one.tril()
+            self.bias = torch.where(visible, 0.0, -math.inf)  # (B, 1, T, T)
+
+    def gather(self, x):
+        """x (B, T, ...) of all tokens -> (B, n, ...) of the chosen ones."""
+        return x
+
+    def scatter(self, x, new):
+        """x (B, T, ...) with new (B, n, ...) in the chosen tokens' places."""
+        chosen = self.chosen.view(*self.chosen.shape, *[1] * (x.dim() - 2))
+        return torch.where(chosen, new, x)
+
+    def extend(self, layer, k, v):
+        """The keys and values (B, G, S, D) that the chosen attend to (Section 2.2.2)."""
+        if self.cfg.kv == "recursion":
+            return k, v
+        first = self.tokens.kv[layer - (self.r - 1) * self.cfg.n_stored]  # of all, in F_1
+        if self.cfg.kv == "share":
+            return first
+        return [self.scatter(x.transpose(1, 2), new.transpose(1, 2)).transpose(1, 2)
+                for x, new in zip(first, (k, v))]  # share_update
+
+
+class AllTokens(Context, Subset):
+    """The context of all tokens: that of the first and last layers and of recursion 1.
+    chosen (B, T): which are no padding. kv[layer]: keys and values that were attended to.
+    subset: what makes the contexts of later recursions."""
+    r = 1
+
+    def __init__(self, cfg, x, cache=None, n_valid=None):
+        super().__init__(cfg, x, cache, n_valid)
+        (B, T), self.cfg, self.kv = x.shape[:2], cfg, {}
+        n_real = self.slots.n_new[:, None] if cache else T
+        self.chosen = torch.arange(T, device=x.device).expand(B, T) < n_real
+        self.subset = Cached if cache else Gathered if cfg.fast else Subset
+
+    def extend(self, layer, k, v):
+        self.kv[layer] = self.cache.write(layer, k, v, self.slots) if self.cache else (k, v)
+        return self.kv[layer]
+
+
+# ---- the fast path ----
+
+class Gathered(Subset):
+    """Equal, as what a Subset drops is just not computed: the chosen run alone, in order,
+    padded to n in each row. places (B, n): where they stand among all B T. Padding reads
+    the last of all, and is written to a spare place behind."""
+
+    def __init__(self, tokens, r, chosen, n=None):
+        self.cfg, self.tokens, self.r, self.chosen = tokens.cfg, tokens, r, chosen
+        (B, T), device = chosen.shape, chosen.device
+        if n is None:  # the most chosen tokens of a row
+            compiling = torch.compiler.is_compiling()  # no shape may depend on data
+            n = T if compiling else max(1, int(chosen.sum(1).max()))
+        rows = torch.arange(B, device=device)[:, None]
+        at = torch.where(chosen, torch.arange(T, device=device), T)
+        at = at.topk(n, 1, largest=False).values  # (B, n): T is padding
+        self.places = torch.where(at < T, T * rows + at, B * T)
+        self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
+                                     for x in tokens.rope]  # (B, 1, n, D / 2)
+        self.bias = None  # recursion: causal, being in order
+        if self.cfg.kv != "recursion":
+            self.pos = self.gather(tokens.pos.expand(B, T))
+            n_keys = tokens.slots.end if tokens.cache else T
+            self.bias = attention_bias(self.pos, torch.arange(n_keys, device=device))
+
+    def gather(self, x):
+        x = x.flatten(0, 1)
+        chosen = x.index_select(0, self.places.flatten().clamp(max=len(x) - 1))
+        return chosen.view(*self.places.shape, *x.shape[1:])
+
+    def scatter(self, x, new):
+        flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])  # the spare
+        flat = flat.index_copy(0, self.places.flatten(), new.flatten(0, 1))
+        return flat[:-1].view(x.shape)
+
+
+class QueryAttention(model_gpt.Attention):
+    """kv=share: later recursions make no keys and values, as extend would drop them."""
+
+    def forward(self, x, layer, context):
+        if context.r == 1:
+            return super().forward(x, layer, context)
+        q = self.wq(x).unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
+        q = self.q_norm(q)  # (B, H, n, D)
+        if context.rope:
+            q = apply_rope(q, *context.rope)
+        k, v = context.extend(layer, None, None)
+        dropout = self.cfg.dropout if self.training else 0.0
+        y = attend(q, k, v, context.bias, self.cfg.fast, dropout)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+# ---- decoding ----
+
+class Cached(Gathered):
+    """Gathered tokens whose keys and values go to a cache, if they have any of their own."""
+
+    def __init__(self, tokens, r, chosen, n=None):
+        super().__init__(tokens, r, chosen, n)
+        cfg, n_new = self.cfg, chosen.sum(1)
+        if cfg.kv == "recursion":
+            self.cache = tokens.cache.later[r - 2]
+            self.offset = cfg.n_outside + (r - 1) * cfg.n_stored  # its layers count from 0
+            self.slots = self.cache.place(self.places.size(1), n_new, tokens.cache.max_len)
+            k_pos = torch.arange(self.slots.end, device=chosen.device)
+            self.bias = attention_bias(self.slots.pos, k_pos)
+        else:
+            self.cache, self.offset = tokens.cache, 0
+            at = self.pos.masked_fill(self.places == chosen.numel(), self.cache.max_len)
+            self.slots = Slots(self.pos, tokens.slots.end, n_new, at)
+
+    def extend(self, layer, k, v):
+        if self.cfg.kv == "share":
+            return super().extend(layer, k, v)
+        return self.cache.write(layer - self.offset, k, v, self.slots)
+
+
+class RecursionCache(KVCache):
+    """Of the tokens that took one recursion, in order. Grows where they are many."""
+
+    def place(self, n, n_new, most):
+        """As KVCache's, with room for `most` tokens if need be. New tokens count at once, as
+        each call has slots of its own."""
+        if int((self.lengths + n_new).max()) > self.max_len:
+            more = 0, 0, 0, most + 1 - self.max_len  # the last slot is padding's
+            with torch.inference_mode(False):  # as in KVCache
+                for buffers in (self.k, self.v):
+                    buffers[:] = [F.pad(x[:, :, :-1], more) for x in buffers]
+            self.max_len = most
+        slots = super().place(n, n_new)
+        self.advance(slots)
+        return slots
+
+
+class Cache(KVCache):
+    """Of layers in which all tokens have keys. later: RecursionCaches (kv=recursion)."""
+
+    def __init__(self, cfg, batch_size, max_len, device, dtype):
+        K, R, routed = cfg.n_stored, cfg.exit_loop or cfg.n_loop, cfg.router != "none"
+        own, self.copies, self.later = cfg.kv == "recursion" and routed, {}, []
+        layers = cfg.n_outside + K * (1 if own or cfg.kv == "share" else R)
+        super().__init__(cfg, batch_size, max_len, device, dtype, layers)
+        if own:
+            self.later = [RecursionCache(cfg, batch_size, size, device, dtype, K)
+                          for size in cfg.sizes(max_len)[1:R]]
+        if cfg.kv == "share_update" and routed:  # of a layer of recursion 1: the later ones
+            self.copies = {layer: range(layer + K, layers, K)
+                           for layer in range(cfg.n_outside, cfg.n_outside + K)}
+
+    def write(self, layer, k, v, slots):
+        """share_update: later recursions have the first's keys until they write theirs."""
+        for later in self.copies.get(layer, ()):
+            super().write(later, k, v, slots)
+        return super().write(layer, k, v, slots)
+
+    def nbytes(self):
+        return super().nbytes() + sum(cache.nbytes() for cache in self.later)
+
+    def reset(self, rows=None):
+        super().reset(rows)
+        for cache in self.later:
+            cache.reset(rows)
+
+
+# ---- the model ----
+
+class Model(Recursions):
     runs_blocks_once = False
 
     def __init__(self, cfg):
-        nn.Module.__init__(self)  # its parts, in another order
+        nn.Module.__init__(self)  # LanguageModel's parts are here in another order
         self.cfg, K, R = cfg, cfg.n_stored, cfg.n_loop
-        blocks = lambda n: nn.ModuleList(Block(cfg, Attention) for _ in range(n))
+        attention = QueryAttention if cfg.kv == "share" else model_gpt.Attention
+        blocks = lambda n: nn.ModuleList(Block(cfg, attention) for _ in range(n))
         routers = lambda: nn.ModuleList(Router(cfg, 1) for _ in range(R))
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.drop = nn.Dropout(cfg.dropout)
@@ -186,155 +444,82 @@ class Model(LanguageModel):
 
     @property
     def n_loop(self):
-        """The most recursions of a token: in eval mode exit_loop, if set."""
-        return self.cfg.n_loop if self.training else self.cfg.exit_loop or self.cfg.n_loop
-
-    def expert_choice(self, h, all_tokens, causal):
-        """Recursions choose: the top k or, if causal, tokens with s >= 0. h (B, T, C)
-        -> h after them, how many each token took (B, T), a Choice of each recursion."""
-        cfg, T, choices = self.cfg, h.size(1), []
-        active, taken = all_tokens.real, 0  # (B, T): A_{r-1}
-        for r in range(self.n_loop):
-            s = decides = self.routers[r](h)[..., 0]  # (B, T)
-            if cfg.causal == "aux_router":
-                decides = self.aux_routers[r](h.detach())[..., 0]
-            chosen, k = active, None  # the first takes all
-            if r and causal:
-                chosen = active & (decides >= 0)
-            elif r:
-                k = self.sizes[r] if T == cfg.block_size else cfg.size(r, T, self.step)
-                top = s.masked_fill(~active, -math.inf).topk(k, 1).indices
-                chosen = torch.zeros_like(active).scatter(1, top, True)
-            y = self.recursion(r, h, all_tokens, chosen, k)  # 0 where not chosen
-            h = h + (cfg.alpha * self.squash(s)[..., None] * y).to(h.dtype)
-            choices.append(Choice(s, decides, active, chosen))
-            active, taken = chosen, taken + chosen.long()
-        return h, taken, choices
-
-    def expert_loss(self, choices):
-        """What is added to the loss, and metrics."""
-        bce = z = right = decided = 0
-        for r, (s, decides, active, chosen) in enumerate(choices):
-            mean = lambda x: (x * active).sum() / active.sum()
-            bce = bce + mean(F.binary_cross_entropy_with_logits(decides, chosen.to(s),
-                                                                reduction="none"))
-            z = z + mean(s ** 2)
-            if r:  # as in decoding, where the first takes all
-                right = right + (((decides >= 0) == chosen) & active).sum()
-                decided = decided + active.sum()
-        accuracy = right / decided.clamp(min=1) if len(choices) > 1 else torch.zeros(())
-        metrics = {"aux": bce, "router_accuracy": accuracy}
-        return self.cfg.aux_weight * bce + self.cfg.z_loss * z, metrics
-
-    def token_choice(self, h1, all_tokens):
-        """As expert_choice, but tokens choose a depth (router=none: all take all)."""
-        if self.cfg.router == "none":
-            for r in range(self.n_loop):
-                h1 = self.recursion(r, h1, all_tokens)
-            return h1, torch.full_like(all_tokens.pos, self.n_loop), None
-        x, (scores, p, depth) = h1, self.choose_depth(h1)
-        for r in range(self.n_loop):
-            takes = (depth >= r) & all_tokens.real  # (B, T)
-            y = self.recursion(r, x, all_tokens, takes)
-            x = torch.where(takes[..., None], y, x)
-        return self.exit(h1, x, p, depth), depth + 1, (scores, p, depth)
-
-    def choose_depth(self, h1):
-        """h_1 (..., C) -> scores and p (..., R), depths (...)."""
-        scores = self.router(h1)
-        soft = self.cfg.router_func == "softmax"
-        p = scores.softmax(-1) if soft else self.cfg.alpha * scores.sigmoid()
-        depth = (p + self.balance_bias).argmax(-1)
-        return scores, p, depth.clamp(max=self.n_loop - 1)
-
-    def exit(self, h1, x, p, depth):  # h_1 + p_i x, Eq. 2.2
-        return h1 + (p.gather(-1, depth[..., None]) * x).to(h1.dtype)
-
-    def token_loss(self, routing):
-        """As expert_loss. maxvio: (the fullest depth's tokens - the mean) / the mean."""
-        cfg, R, (scores, p, depth) = self.cfg, self.cfg.n_loop, routing
-        f = torch.stack([(depth == d).to(p.dtype).mean() for d in range(R)])
-        mean = lambda p: p.flatten(0, -2).mean(0)  # (R,)
-        balance = R * (f * mean(p)).sum()
-        entropy = torch.special.entr(mean(p / p.sum(-1, keepdim=True))).sum()
-        metrics = {"balance": balance, "maxvio": R * f.max() - 1, "entropy": entropy}
-        z = scores.logsumexp(-1).square().mean()
-        weight = cfg.balance_weight if cfg.balance == "loss" else 0.0
-        return weight * balance + cfg.z_loss * z, metrics
-
-    def recursion(self, r, h, all_tokens, chosen=None, n=None):
-        """F_r(h) (B, T, C), 0 where not chosen (B, T). Recursion 0 takes all, as any
-        with chosen=None. n: the most chosen tokens of a row, if known."""
-        cfg, cache, K = self.cfg, all_tokens.cache, self.cfg.n_stored
-        start = cfg.n_outside + (0 if cfg.kv == "share" else r * K)
-        if r == 0 or chosen is None:
-            return self.run(h, self.layers_of[r], all_tokens, start)
-        if not torch.is_grad_enabled() and not chosen.any():
-            # with gradients it runs: each parameter needs one
-            for i in range(K if cfg.kv == "share_update" and cache is not None else 0):
-                cache.write(start + i, *all_tokens.new[cfg.n_outside + i])
-            return torch.zeros_like(h)
-        if cfg.fast or cache is not None:
-            tokens = Gathered(all_tokens, chosen, r, n)
-        else:
-            tokens = Masked(all_tokens, chosen)
-        y = self.run(tokens.gather(h), self.layers_of[r], tokens, start)  # (B, n, C)
-        if cache is not None and cfg.kv == "recursion":
-            tokens.cache.advance()
-        return tokens.scatter(torch.zeros_like(h), y)
-
-    def run(self, h, blocks, context, start=0):
-        """h after these layers; start: the first one's number in the cache, where the
-        first layer is 0, the last 1, and recursions follow."""
-        for layer, block in enumerate(blocks, start):
-            h = block(h, layer, context)
-        return h
+        """In eval mode the most recursions of a token."""
+        return self.cfg.exit_loop or self.cfg.n_loop
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """As in every model. aux also has the router's metrics, and tokens by depth."""
-        cfg, expert = self.cfg, self.cfg.router == "expert"
+        cfg, R, expert = self.cfg, self.cfg.n_loop, self.cfg.router == "expert"
         if targets is None or cache is not None or not idx.numel() or cfg.router == "none":
             return super().forward(idx, targets, cache, n_valid)
-        h, taken, routing = self.states(idx, causal=not self.training)
-        logits, loss, aux = self.predict(h, targets)
+        h, taken, routing = self.states(idx, top_k=self.training)
+        logits = upcast(self.head(h))
+        loss = cross_entropy(logits, targets)
+        depths = {f"depth{d}": (taken == d).float().mean() for d in range(1, R + 1)}
+        aux = {"ce": loss, **depths}
         if expert and not self.training:
             self.reached.append((taken == self.n_loop).any(0))
-            h, _, routing = self.states(idx, causal=False)
-            aux["ce_topk"] = self.predict(h, targets)[2]["ce"]
-        more, metrics = (self.expert_loss if expert else self.token_loss)(routing)
-        for d in range(1, cfg.n_loop + 1):
-            metrics[f"depth{d}"] = (taken == d).float().mean()
-        aux |= {name: x.detach() for name, x in metrics.items()}
-        return logits, loss + more if self.training else loss, aux
+            h, _, routing = self.states(idx, top_k=True)
+            aux["ce_topk"] = cross_entropy(upcast(self.head(h)), targets)
+        if expert:
+            more, aux["aux"] = self.expert_loss(routing)
+            right = decided = torch.zeros_like(loss)
+            for _, decides, active, chosen in routing[1:]:  # recursion 1 takes all
+                right = right + (((decides >= 0) == chosen) & active).sum()
+                decided = decided + active.sum()
+            aux["router_accuracy"] = right / decided.clamp(min=1)
+        else:
+            more, aux["balance"] = self.token_loss(routing)
+            p = routing[1].flatten(0, -2)  # (B T, R)
+            aux["entropy"] = torch.special.entr((p / p.sum(-1, keepdim=True)).mean(0)).sum()
+            # (the fullest depth's tokens - the mean) / the mean
+            aux["maxvio"] = R * torch.stack([aux[name] for name in depths]).max() - 1
+        loss = loss + more if self.training else loss
+        return logits, loss, {name: x.detach() for name, x in aux.items()}
 
     def hidden(self, idx, cache=None, n_valid=None):
-        causal = not self.training or cache is not None
-        return self.states(idx, causal, cache, n_valid)[0]
+        top_k = self.training and cache is None
+        return self.states(idx, top_k, cache, n_valid)[0]
 
-    def states(self, idx, causal, cache=None, n_valid=None):
+    def states(self, idx, top_k, cache=None, n_valid=None):
         """idx (B, T) -> final states (B, T, C), recursions taken (B, T), what the loss
-        needs of the routing."""
-        h = self.drop(self.wte(idx))
-        all_tokens = AllTokens(self.cfg, h, cache, n_valid, self.training)
-        h = self.run(h, self.first, all_tokens)
-        if self.cfg.router == "expert":
-            h, taken, routing = self.expert_choice(h, all_tokens, causal)
+        needs of the routing. top_k: as in training, else as in decoding."""
+        cfg, h, k = self.cfg, self.drop(self.wte(idx)), None
+        R = cfg.n_loop if self.training else self.n_loop
+        tokens = AllTokens(cfg, h, cache, n_valid)
+        for block in self.first:
+            h = block(h, 0, tokens)
+        if cfg.router == "expert":
+            if top_k:
+                T = idx.size(1)
+                k = self.sizes if T == cfg.block_size else cfg.sizes(T, self.step)
+            h, taken, routing = self.expert_choice(h, tokens, R, k)
+        elif cfg.router == "token":
+            h, taken, routing = self.token_choice(h, tokens, R)
         else:
-            h, taken, routing = self.token_choice(h, all_tokens)
-        h = self.run(h, self.last, all_tokens, start=1)
+            taken, routing = tokens.chosen * R, None
+            for r in range(1, R + 1):
+                shares = r > 1 and cfg.kv == "share"
+                subset = Subset(tokens, r, tokens.chosen) if shares else tokens
+                h = self.recursion(r, h, subset)
+        for block in self.last:
+            h = block(h, 1, tokens)
         if cache is not None:
-            cache.advance()
+            cache.advance(tokens.slots)
         return self.norm(h), taken, routing
 
     @torch.no_grad()
     def recursions(self, idx):
         """Recursions that each token of idx takes in decoding, (B, T)."""
-        return self.states(idx, causal=True)[1]
+        return self.states(idx, top_k=False)[1]
+
+    def init_cache(self, batch_size, max_len):
+        return Cache(self.cfg, *self.cache_sizes(batch_size, max_len))
 
     def set_step(self, step):
-        """For the capacity warm-up: sizes[r] is k_r of a whole sequence."""
+        """For the capacity warm-up: sizes are k_1 .. k_R of a whole sequence."""
         cfg, self.step, self.reached = self.cfg, step, []
-        self.sizes = [cfg.size(r, cfg.block_size, step) for r in range(cfg.n_loop)]
+        self.sizes = cfg.sizes(cfg.block_size, step)
         if cfg.capacity_warmup:  # a compiled step is for any size from the second on
             torch.compiler.config.allow_unspec_int_on_nn_module = True
 
@@ -363,11 +548,11 @@ class Model(LanguageModel):
         rest = 2 * C * C + sum(p.numel() for p in self.blocks[0].mlp.parameters())
         # summed over layers: fractions of tokens, of new keys, of pairs with keys
         tokens = fresh = pairs = float(cfg.n_outside)
-        for r in range(cfg.n_loop):
+        for r in range(1, cfg.n_loop + 1):
             c = cfg.capacity(r, step)
             n = c * cfg.n_stored
             tokens += n
-            fresh += 0 if r and cfg.kv == "share" else n
+            fresh += 0 if r > 1 and cfg.kv == "share" else n
             pairs += n * (c if cfg.kv == "recursion" else 1)
         weights = tokens * rest + fresh * kv
         if paper:
@@ -378,203 +563,6 @@ class Model(LanguageModel):
 
     def budget_flops(self, step):  # of a token, as max_flops counts
         return self.flops_per_token(self.cfg.paper_flops, step)
-
-    # For serve.py: N packed tokens, each at its own recursion, depth (N,). state: their
-    # h and h_1, (N, 2 C). context: their keys.
-
-    def embed(self, idx, context):
-        h = self.run(self.drop(self.wte(idx))[None], self.first, context)[0]  # (N, C)
-        return torch.cat([h, h], -1)
-
-    def scores(self, routers, h, depth):
-        """Each token's score (N,) by the router of its recursion."""
-        s = torch.cat([router(h) for router in routers], 1)
-        return s.gather(1, depth[:, None].to(h.device))[:, 0]
-
-    def takes(self, state, depth):
-        """Whether each token goes on to recursion depth > 0, (N,) bool."""
-        h, h1 = state.chunk(2, -1)
-        if self.cfg.router == "none":
-            return torch.ones_like(depth, dtype=torch.bool)
-        if self.cfg.router == "token":
-            return self.choose_depth(h1)[2] >= depth.to(h.device)
-        routers = self.aux_routers if self.cfg.causal == "aux_router" else self.routers
-        return self.scores(routers, h, depth) >= 0
-
-    def loop(self, state, depth, context):
-        """State after recursion depth (share=*sequence: the same for all)."""
-        h, h1 = state.chunk(2, -1)
-        y = self.run(h[None], self.layers_of[int(depth[0])], context)[0]
-        if self.cfg.router == "expert":
-            s = self.scores(self.routers, h, depth)
-            y = h + (self.cfg.alpha * self.squash(s)[:, None] * y).to(h.dtype)
-        return torch.cat([y, h1], -1)
-
-    def finish(self, state, context):
-        """The final states (N, C) of tokens that take no further recursion."""
-        h, h1 = state.chunk(2, -1)
-        if self.cfg.router == "token":
-            h = self.exit(h1, h, *self.choose_depth(h1)[1:])
-        return self.norm(self.run(h[None], self.last, context)[0])
-
-
-# ---- what the tokens of a recursion attend to ----
-
-class Attention(model_gpt.Attention):
-    """Makes no keys where they are there already (kv=share)."""
-
-    def forward(self, x, layer, context):
-        if context.makes_keys(layer):
-            return super().forward(x, layer, context)
-        q = self.q_norm(self.heads(self.wq(x)))  # (B, H, T, D)
-        y = context.attend(layer, q, None, None)
-        return self.wo(y.transpose(1, 2).flatten(2))
-
-
-class AllTokens(Context):
-    """The context of layers that all tokens take. real (B, T): what is no padding. By
-    layer, for later recursions: keys and values of new tokens (new), of all (kv)."""
-
-    def __init__(self, cfg, x, cache=None, n_valid=None, training=False):
-        super().__init__(cfg, x, cache, n_valid, training)
-        B, T = x.shape[:2]
-        self.pos, self.new, self.kv = self.pos.expand(B, T), {}, {}
-        n_real = T if cache is None else cache.new[:, None]
-        self.real = torch.arange(T, device=x.device).expand(B, T) < n_real
-
-    def makes_keys(self, layer):
-        return layer not in self.kv
-
-    def attend(self, layer, q, k, v):
-        """As model_gpt's. k, v None: the layer's keys and values are there."""
-        if self.rope:
-            q = apply_rope(q, *self.rope)
-            k = k if k is None else apply_rope(k, *self.rope)
-        k, v = self.kv[layer] if k is None else self.extend(layer, k, v)
-        return self.attention(q, k, v, self.bias, self.dropout)
-
-    def extend(self, layer, k, v):
-        """What queries attend to, (B, G, S, D), with k, v (B, G, T, D) of the new tokens."""
-        self.new[layer] = self.kv[layer] = k, v
-        if self.cache is not None:
-            self.kv[layer] = [x.to(k.dtype) for x in self.cache.write(layer, k, v)]
-        return self.kv[layer]
-
-
-class Subset(AllTokens):
-    """The context of recursion r > 0, of the chosen (B, T) among all tokens."""
-
-    def __init__(self, all_tokens, chosen):
-        self.cfg, self.all_tokens, self.chosen = all_tokens.cfg, all_tokens, chosen
-        self.attention, self.dropout = all_tokens.attention, all_tokens.dropout
-        self.cache, self.rope, self.bias = all_tokens.cache, all_tokens.rope, all_tokens.bias
-        self.new, self.kv = {}, all_tokens.kv if self.cfg.kv == "share" else {}
-
-    def extend(self, layer, k, v):
-        i = (layer - self.cfg.n_outside) % self.cfg.n_stored  # its number in the recursion
-        if self.cfg.kv == "recursion":
-            return super().extend(i, k, v)  # of the recursion's own cache
-        old = self.all_tokens.new[self.cfg.n_outside + i]  # share_update
-        scattered = [self.scatter(x.transpose(1, 2), new.transpose(1, 2)).transpose(1, 2)
-                     for x, new in zip(old, (k, v))]
-        return super().extend(layer, *scattered)
-
-
-class Masked(Subset):
-    """The naive path: all tokens run, and only those of the chosen count."""
-
-    def __init__(self, all_tokens, chosen):
-        super().__init__(all_tokens, chosen)
-        if self.cfg.kv == "recursion":  # to oneself too, lest a softmax is empty
-            itself = torch.eye(chosen.size(1), dtype=torch.bool, device=chosen.device)
-            visible = chosen[:, None, None] | itself  # (B, 1, T, T)
-            self.bias = self.bias.masked_fill(~visible, -math.inf)
-
-    def gather(self, x):
-        return x
-
-    def scatter(self, x, new):
-        """x (B, T, ...) with those of new (B, T, ...) that are chosen."""
-        chosen = self.chosen.view(*self.chosen.shape, *[1] * (x.dim() - 2))
-        return torch.where(chosen, new, x)
-
-
-class Gathered(Subset):
-    """The fast path: the chosen tokens run alone, in order, padded to n in each row.
-    places (B, n): where they stand among all B T; padding reads the last one,
-    and is written to a spare place behind."""
-
-    def __init__(self, all_tokens, chosen, r, n=None):
-        super().__init__(all_tokens, chosen)
-        (B, T), device = chosen.shape, chosen.device
-        if n is None:
-            compiling = torch.compiler.is_compiling()  # no shape may depend on data
-            n = T if compiling else max(1, int(chosen.sum(1).max()))
-        rows = torch.arange(B, device=device)[:, None]
-        at = torch.where(chosen, torch.arange(T, device=device), T)
-        at = at.topk(n, 1, largest=False).values  # (B, n): T is padding
-        self.places = torch.where(at < T, T * rows + at, B * T)
-        self.rope = all_tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
-                                         for x in all_tokens.rope]  # (B, 1, n, D)
-        pos, self.bias = self.gather(all_tokens.pos), None
-        own_cache = self.cfg.kv == "recursion" and self.cache is not None
-        if own_cache:
-            self.cache = self.cache.later[r - 1]
-            pos = self.cache.place(n, chosen.sum(1))
-        if own_cache or self.cfg.kv != "recursion":  # else causal, being in order
-            n_keys = T if self.cache is None else self.cache.end
-            self.bias = make_bias(self.cfg, pos, n_keys, all_tokens.dtype)
-
-    def gather(self, x):
-        """x (B, T, ...) of all tokens -> (B, n, ...) of the chosen ones."""
-        x = x.flatten(0, 1)
-        chosen = x.index_select(0, self.places.flatten().clamp(max=len(x) - 1))
-        return chosen.view(*self.places.shape, *x.shape[1:])
-
-    def scatter(self, x, new):
-        """x (B, T, ...) with new (B, n, ...) in the chosen tokens' places."""
-        flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])  # the spare
-        flat = flat.index_copy(0, self.places.flatten(), new.flatten(0, 1))
-        return flat[:-1].view(x.shape)
-
-
-class RecursionCache(KVCache):
-    """Of tokens that took one recursion, in order. Grows where they are many."""
-
-    def place(self, n, n_new):
-        if int((self.lengths + n_new).max()) > self.max_len:
-            more = 0, 0, 0, self.most + 1 - self.max_len  # the last slot is padding's
-            with torch.inference_mode(False):  # as in KVCache
-                self.k = [F.pad(x[:, :, :-1], more) for x in self.k]
-                self.v = [F.pad(x[:, :, :-1], more) for x in self.v]
-            self.max_len = self.most
-        return super().place(n, n_new)
-
-
-class Cache(KVCache):
-    """Of layers in which all tokens have keys. later: RecursionCaches (kv=recursion)."""
-
-    def __init__(self, cfg, batch_size, max_len, device, dtype):
-        K, R = cfg.n_stored, cfg.exit_loop or cfg.n_loop
-        own = cfg.kv == "recursion" and cfg.router != "none"
-        layers = cfg.n_outside + K * (1 if own or cfg.kv == "share" else R)
-        super().__init__(cfg, batch_size, max_len, device, dtype, layers)
-        self.later = []
-        for r in range(1, R if own else 1):
-            size = cfg.size(r, max_len)
-            self.later.append(RecursionCache(cfg, batch_size, size, device, dtype, K))
-            self.later[-1].most = max_len
-
-    def nbytes(self):
-        return super().nbytes() + sum(cache.nbytes() for cache in self.later)
-
-    def reset(self, rows=None):
-        super().reset(rows)
-        for cache in self.later:
-            cache.reset(rows)
-
-
-Model.cache_type = Cache
 
 
 @torch.no_grad()

@@ -121,8 +121,9 @@ def router_scores(model, inputs):
     for r, router in enumerate(routers):
         router.register_forward_hook(lambda _, x, s, r=r: seen.update({r: s[..., 0]}))
     for x in inputs:
+        seen.clear()
         taken = model.recursions(x)  # (B, T)
-        for r in range(1, model.n_loop):
+        for r in range(1, len(seen)):  # routers after those that let no token on do not run
             scores = seen[r][taken >= r].float().sigmoid()
             counts[r] += torch.histc(scores.cpu(), 10, 0, 1)
     return {str(r + 1): (n / n.sum().clamp(min=1)).tolist() for r, n in enumerate(counts) if r}

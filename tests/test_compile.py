@@ -41,6 +41,21 @@ def test_a_training_step_is_one_graph(name, changes):
         assert (graphs, breaks) == (2 if "capacity_warmup" in changes else 1, {})
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt", "rt", "lrt", "rat", "relaxed", "mor"])
+def test_inductor_trains_it(name):
+    """torch's default backend, which compiles for a CPU too: loss and gradients are those without it."""
+    torch._dynamo.reset()
+    module = importlib.import_module(f"model_{name}")
+    model = module.Model(module.Config(**{**SIZES, "n_layer": 8 if name == "mor" else 2})).train()
+    idx, found = torch.randint(0, 11, (2, 17)), []
+    for step in (model, torch.compile(model)):
+        loss = step(idx[:, :-1], idx[:, 1:])[1]
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 1e-5 * (1e-3 + a.norm())
+
+
 def test_a_break_and_a_recompilation_are_noticed():
     gpt = importlib.import_module("model_gpt")
 

@@ -228,12 +228,13 @@ def test_only_chosen_tokens_run_and_flops_are_theirs(sizes, monkeypatch):
     """Forward and backward of the fast path, in training, half-way in a capacity warm-up. Attention, written out here
     to be counted, takes all keys that a query is given; the model counts the visible ones, the chosen tokens being
     spread evenly."""
-    given, T, C = [], 24, 32
+    given, T, C, attend = [], 24, 32, model_gpt.attend
 
-    def attention(q, k, v, bias, dropout):
+    def counted(q, k, v, bias, fast, dropout):
         given.append(q.size(2) * k.size(2))
-        return model_gpt.attention_naive(q, k, v, 0 if bias is None else bias)
-    monkeypatch.setattr(model_gpt, "attention_fast", attention)
+        return attend(q, k, v, bias, False)
+    for module in (model_gpt, model_mor):
+        monkeypatch.setattr(module, "attend", counted)
     model, x = mor(block_size=T, pos="none", **sizes).train(), tokens(1, T)
     model.set_step(4)
     with FlopCounterMode(display=False) as counter:
