@@ -152,8 +152,7 @@ def rat_fast(q, k, v, a, layer, context):
     q, state_k, state_v = (x.unflatten(-1, (-1, D)).transpose(1, 2)
                            for x in (q, state_k, state_v))
     end_k, end_v = state_k[:, :, L - 1::L], state_v[:, :, L - 1::L]     # (B, H, n, D)
-    rope = [table[:, :, L - 1::L] for table in context.rope["rat"]]
-    end_k = apply_rope(end_k, *rope)
+    end_k = apply_rope(end_k, *(table[:, :, L - 1::L] for table in context.rope["rat"]))
     return read_states(q, state_k, state_v, end_k, end_v, context)
 
 
@@ -161,10 +160,10 @@ def read_states(q, own_k, own_v, end_k, end_v, context):
     """(3) of q and its own state (B, H, T, D), before RoPE, and final states (B, H, n, D),
     after it. The softmax over final states and the one over the own state, whose
     log-sum-exp is its score, merge into the softmax over both."""
-    # a query and its own state have the same angle: their product needs none
+    # a query and its own state have the same angle: their product needs no RoPE
     own_score = (upcast(q) * own_k).sum(-1) / math.sqrt(q.size(-1))     # (B, H, T)
     q = apply_rope(q, *context.rope["rat"])
-    last = (context.chunk_of - 1).int().squeeze(0)      # (T,) or (B, T)
+    last = (context.chunk_of - 1).int().squeeze(0)      # complete chunk, (T,) or (B, T)
     y, lse = kernels.attend(q, end_k.to(q.dtype), end_v.to(q.dtype), last)
     return kernels.merge(y, lse, own_v.to(q.dtype), own_score)[0]
 
@@ -187,15 +186,15 @@ class RNN(nn.Module):
         if context.padding is not None:
             a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
         scan = kernels.scan if self.fast and T > 1 else recurrence
-        state = context.cache.state[layer] if context.cache else None   # zero
-        h = scan(a, v, T, state)
+        h = scan(a, v, T, context.cache.state[layer] if context.cache else None)
         if context.cache:
-            state.copy_(h[:, -1])
+            context.cache.state[layer].copy_(h[:, -1])
         return self.wo(torch.sigmoid(z) * h.to(z.dtype))
 
 
 class TokenAttention(Attention):
-    """model_gpt's Attention, to all tokens or, faster than there, to a window of them."""
+    """model_gpt's Attention, of all tokens or of a window, which is faster here: it leaves out
+    the blocks of keys before the window."""
 
     def forward(self, u, layer, context):
         cfg, cache, T, kind = self.cfg, context.cache, u.size(1), self.cfg.kinds[layer]
@@ -207,7 +206,7 @@ class TokenAttention(Attention):
         else:
             window = cache.R[layer] if cache else cfg.swa
             k, v, k_pos = cache.extend(layer, k, v, context) if cache else (k, v, context.pos)
-            if cfg.fast and kind == "swa":      # leaves out blocks of keys before the window
+            if cfg.fast and kind == "swa":
                 q_pos, k_pos = (p.int().squeeze(0) for p in (context.pos, k_pos))
                 y, _ = kernels.attend(q, k, v, q_pos, k_pos, window=window)
             else:
@@ -296,8 +295,7 @@ def rat_prefill(q, kv, a, layer, context):
     ends = L - 1 - pos[:, :1] % L + torch.arange(0, T, L, device=q.device)
     real, ends = ends < n_new, ends.clamp(max=T - 1)    # (B, n)
     rope = [x.expand(len(q), 1, T, -1)[rows, :, ends] for x in context.rope["rat"]]
-    end_k = apply_rope(k[rows, :, ends], *rope)         # (B, n, H, D)
-    end_v = v[rows, :, ends]
+    end_k, end_v = apply_rope(k[rows, :, ends], *rope), v[rows, :, ends]    # (B, n, H, D)
     at = torch.where(real, pos[rows, ends] // L, R)
     cache.write(layer, end_k.transpose(1, 2), end_v.transpose(1, 2), at)
     # chunks before the last token's
@@ -326,7 +324,7 @@ class Cache(KVCache):
         self.max_len, self.longest, self.ragged = max_len, 0, False
 
     def buffers(self):  # what KVCache resets and measures: all but the spare slots
-        return ([x[:, :, :-1] for x in self.k + self.v] + [x[:, None, None] for x in self.state])
+        return [x[:, :, :-1] for x in self.k + self.v] + [x[:, None, None] for x in self.state]
 
     def write(self, layer, k, v, at):
         """k, v (B, heads, n, D) to slots at (B or 1, n)."""

@@ -177,7 +177,7 @@ BUGS = {
                                         "test_lrt.py -k exact_on_some_batches"),
     "RAT: a query attends to its own chunk's end": ("model_rat.py", "last = (context.chunk_of - 1).int()",
                                                     "last = context.chunk_of.int()", "test_rat.py -k its_equations"),
-    "RAT: the state outlives its chunk": ("model_rat.py", "state[:, None].masked_fill(context.starts, 0)", "state[:, None]",
+    "RAT: the state outlives its chunk": ("model_rat.py", "cached[:, None].masked_fill(context.starts, 0)", "cached[:, None]",
                                           "test_rat.py -k around_the_ends"),
     "RAT: a ring one too small": ("model_rat.py", "swa=(G, min(cfg.swa, max_len), 0)",
                                   "swa=(G, min(cfg.swa - 1, max_len), 0)", "test_rat.py -k around_the_ends and swa"),
