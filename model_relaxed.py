@@ -1,17 +1,17 @@
 """
-Recursive and Relaxed Recursive Transformers: tied layers run in loops, relaxed by
-low-rank deltas.
+Recursive and Relaxed Recursive Transformers: tied layers in loops, relaxed by low-rank deltas.
 
-Only K of a Transformer's L layers are stored, and they run L / K times in a row (the
-Recursive Transformer). Each use of a stored matrix may add a low-rank delta (LoRA) of
-its own (Relaxed). The stored layers and the deltas start from a trained Transformer of
-L layers, which so becomes smaller at little loss; and as each loop ends where the head
-can read it, a token may exit early (serve.py decides, by the confidence after a loop).
+Only K of a Transformer's L layers are stored, and they run n_loop = L / K times in a row (the
+Recursive Transformer). Each use of a stored matrix may add a low-rank delta (LoRA) of its own
+(Relaxed). The stored layers and the deltas start from a trained Transformer of L layers, which
+so becomes smaller at little loss. Each loop ends where the head can read it, so a token may
+exit early (Section 3.7; serve.py decides).
 
-    h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)     l = 0 .. L - 1   (Eq. 2)
-    in it, every matrix:   y = W' x + B_u A_u x     W' tied; A_u, B_u of this use       (Eq. 3)
+    h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)      l = 0 .. L - 1      (2)
+    in it, every matrix:  y = W' x + B_u A_u x      W' is tied; A_u, B_u are of this use    (3)
+    they start from a trained W_l:  B_u A_u = truncated SVD of W_l - W'                     (4)
 
-    L = 4 layers in n_loop = 2 loops over K = 2 stored blocks:
+    L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
 
     idx --E--> [block 0 + deltas 0] -> [block 1 + deltas 0] -> h of loop 1 --norm, head--> exit?
                  same weights            same weights              |
@@ -19,29 +19,25 @@ can read it, a token may exit early (serve.py decides, by the confidence after a
                         |
                         +----> [block 1 + deltas 1] -> h of loop 2 --norm, head--> logits
 
-rank = 0 has no deltas. At full rank they undo the tying. Each of the L layers has keys
-and values of its own, so decoding needs no more than model_gpt's cache.
+rank = 0 has no deltas; at full rank they undo the tying. Each of the L layers has keys and
+values of its own, so decoding needs no more than model_gpt's cache.
 
-`fast=false` computes Eq. 3 as it stands. `fast=true` adds B_u A_u to W' before the
-product where that is cheaper, which is where the tokens are many. For packed tokens of
-several depths (serve.py) one product applies the A of all depths to all tokens, and a
-mask keeps each token's own. Dropout is on embeddings, attention weights and residual
-branches.
+share=sequence: a block's uses follow each other (0 0 1 1 where cycle runs 0 1 0 1); then
+k = l // n_loop, u = l mod n_loop. A loop is K layers in both.
 
-Departures. With stepwise initialisation the paper's Appendix C starts all deltas of the
-first loop at zero; here every layer follows Eq. 4, or full rank would not give the
-source back. The public code scales deltas by alpha / rank, which would undo the
-reconstruction; here they are used as they are.
+Departures. (4) has norms folded in: a source's matrix stood after a norm with other weights
+than the tied one, and the delta makes up for both (see relax). QK-norm has a weight for each
+use, at rank 0 too, as no delta follows it. With init=stepwise the paper's Appendix C starts
+the first loop's deltas at 0; here every layer follows (4), or full rank would not give the
+source back. The public code scales deltas by alpha / rank, which would undo (4); they have no
+factor here. Dropout is on embeddings, attention weights and residual branches.
 
-Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing
-with Layer-wise LoRA" (2410.20672); a re-implementation by the same group is
-github.com/raymin0223/mixture_of_recursions.
+Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with
+Layer-wise LoRA" (2410.20672). Part of it is in github.com/raymin0223/mixture_of_recursions.
 
-Shapes: B batch, T tokens, N packed tokens, C width, H query heads, G key/value heads, D
-head size, L unrolled layers, K stored blocks, r rank. depth: which loop a token takes,
-from 0.
+Shapes: B batch, T new tokens, C width, H query heads, G key/value heads, D head size, L
+unrolled layers, K stored blocks, r rank, V vocabulary. Loops count from 1; l, k, u from 0.
 """
-import math
 from dataclasses import dataclass
 
 import torch
@@ -49,23 +45,23 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model_gpt
-from model_gpt import (BaseConfig, Context, KVCache, LanguageModel, choice, init_weights,
-                       mlp_width, upcast)
+from model_gpt import (BaseConfig, Context, KVCache, LanguageModel, apply_rope, attend, choice,
+                       cross_entropy, init_weights, mlp_width, upcast)
 
 
 @dataclass
 class Config(BaseConfig):
     n_loop: int = 2              # loops over the K = n_layer / n_loop stored blocks
     rank: int = 8                # rank of every matrix's deltas (0: none)
-    share: str = choice("cycle", "sequence")    # layer l uses block l mod K | l // n_loop
-    init: str = choice("average", "stepwise", "lower", "upper", "random")   # init_from: blocks
-    lora_init: str = choice("svd", "zero")      # init_from: deltas make up for tying | are 0
-    early_exit: str = choice("none", "weighted", "aggressive")  # earlier loops have losses too
+    share: str = choice("cycle", "sequence")    # the order of the blocks, see above
+    init: str = choice("average", "stepwise", "lower", "upper", "random")  # init_from: blocks
+    lora_init: str = choice("svd", "zero")      # init_from: deltas follow (4) | are 0
+    early_exit: str = choice("none", "weighted", "aggressive")  # losses of earlier loops
     exit_weight: float = 0.1     # aggressive: weight of the earlier loops' losses
     exit_loss: str = choice("ce", "kl", "both")     # of earlier loops; kl: to the last loop
     exit_loop: int = 0           # evaluation and decoding stop after this loop (0: the last)
-    fill: str = choice("exact", "propagate")    # serve.py: how an early exit gets deeper keys
-    n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 for gelu)
+    fill: str = choice("exact", "propagate")    # serve.py: deeper keys after an early exit
+    n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
     mlp: str = choice("swiglu", "gelu")
     pos: str = choice("rope", "none")
     qk_norm: bool = False        # RMSNorm on each head's query and key; weights are not tied
@@ -85,14 +81,10 @@ class Config(BaseConfig):
             raise ValueError(f"exit_loop={self.exit_loop} must be 0 (the last) or one of the "
                              f"{self.n_loop} loops")
         self.n_mlp = self.n_mlp or mlp_width(self)
-
-    @property
-    def n_stored(self):
-        """K: blocks whose weights exist."""
-        return self.n_layer // self.n_loop
+        self.n_stored = self.n_layer // self.n_loop     # K
 
     def block_and_use(self, layer):
-        """(k, u): unrolled layer `layer` is use u, from 0, of stored block k."""
+        """(k, u): unrolled layer `layer` is use u of stored block k."""
         if self.share == "sequence":
             return divmod(layer, self.n_loop)
         return layer % self.n_stored, layer // self.n_stored
@@ -102,136 +94,130 @@ class Config(BaseConfig):
         return [layer for layer in range(self.n_layer) if self.block_and_use(layer)[0] == k]
 
 
-# ---- the method: a block that knows which use of it this is ----
+# ---- the method ----
 
 class RelaxedLinear(nn.Module):
-    """y = W' x + B_u A_u x (Eq. 3). weight (out, in) is W'; a (n_loop, r, in) stacks
-    A_u, and b (n_loop, r, out) stacks B_u^T, r = min(rank, in, out)."""
+    """weight (out, in) is W'. a (n_loop, r, in) stacks every A_u, b (n_loop, r, out) every
+    B_u^T, r = min(rank, in, out)."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
-        self.fast, self.rank = cfg.fast, min(cfg.rank, n_in, n_out)
+        self.rank = min(cfg.rank, n_in, n_out)
         self.weight = nn.Parameter(torch.empty(n_out, n_in))
         if self.rank:           # B = 0: deltas start at nothing (Hu et al. 2022)
             self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
 
-    def forward(self, x, use):
-        """x (..., in) -> (..., out). use: u; or, for packed tokens (1, N, in) of
-        several depths, (N, n_loop, 1) with a 1 at each token's u."""
-        if not self.rank:
-            return F.linear(x, self.weight)
-        if not self.fast:
-            return self.naive(x, use)
-        return self.one_use(x, use) if isinstance(use, int) else self.mixed_uses(x, use)
-
-    def naive(self, x, use):
-        if isinstance(use, int):
-            return F.linear(x, self.weight) + F.linear(x, self.a[use]) @ self.b[use]
-        return torch.stack([self.naive(x[:, n], u)                      # token by token
-                            for n, u in enumerate(use[..., 0].argmax(1).tolist())], 1)
-
-    # The fast path: the same sum. Forming W' + B A costs r in out, applying A and B to N tokens
-    # costs N r (in + out); the cheaper of the two is taken.
-
-    def one_use(self, x, u):
-        (n_out, n_in), a, b = self.weight.shape, self.a[u], self.b[u]
-        if x.numel() // n_in * (n_in + n_out) > n_in * n_out:
-            return F.linear(x, self.merged(u))
-        y, low = F.linear(x, self.weight), F.linear(x, a)               # (..., out), (..., r)
-        return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b).view(y.shape)
-
-    def merged(self, u):
-        """W' + B_u A_u, (out, in)."""
-        return torch.addmm(self.weight, self.b[u].t(), self.a[u]) if self.rank else self.weight
-
-    def mixed_uses(self, x, use):
-        x = x[0]                                                        # (N, in)
-        low = F.linear(x, self.a.flatten(0, 1))                         # (N, n_loop r): every A
-        own = low.view(len(x), -1, self.rank) * use                     # (N, n_loop, r): its own
-        return torch.addmm(F.linear(x, self.weight), own.flatten(1), self.b.flatten(0, 1))[None]
+    def forward(self, x, u):
+        """x (..., in) -> (..., out), as use u."""
+        y = F.linear(x, self.weight)                    # W' x
+        if self.rank:
+            y = y + F.linear(x, self.a[u]) @ self.b[u]  # + B_u A_u x                       (3)
+        return y
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of heads (B, heads, T, D) with a weight of its own for each use: no delta
-    follows that could make up for a tied one. Without qk_norm it does nothing. use: as in
-    RelaxedLinear.forward."""
+    """QK-norm: RMSNorm of heads (B, heads, T, D) with a weight for each use."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.eps, n = cfg.norm_eps, cfg.n_loop if cfg.qk_norm else 0
-        self.weights = nn.ParameterList(torch.ones(cfg.head_dim) for _ in range(n))
+        self.eps, weight = cfg.norm_eps, lambda: nn.Parameter(torch.ones(cfg.head_dim))
+        self.weights = nn.ParameterList(weight() for _ in range(cfg.n_loop))
 
-    def forward(self, x, use):
-        if not len(self.weights):
-            return x
-        if isinstance(use, int):
-            return self.normed(x, self.weights[use])                    # (D,)
-        return self.normed(x, use[..., 0] @ torch.stack([*self.weights]))       # (N, D)
-
-    def normed(self, x, weight):
-        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * weight.to(x.dtype)
+    def forward(self, x, u):
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weights[u].to(x.dtype)
 
 
 def relax_linears(module, cfg):
-    """Replace a module's linear layers by RelaxedLinears."""
+    """Every nn.Linear of a module becomes a RelaxedLinear."""
+    relaxed = MergedLinear if cfg.fast else RelaxedLinear
     for name, part in list(module.named_children()):
         if isinstance(part, nn.Linear):
-            setattr(module, name, RelaxedLinear(part.in_features, part.out_features, cfg))
+            setattr(module, name, relaxed(part.in_features, part.out_features, cfg))
 
 
 class Attention(model_gpt.Attention):
-    """model_gpt's Attention, but for `use`."""
+    """model_gpt's, as use u."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
         relax_linears(self, cfg)
-        self.q_norm, self.k_norm = HeadNorm(cfg), HeadNorm(cfg)
+        if cfg.qk_norm:
+            self.q_norm, self.k_norm = HeadNorm(cfg), HeadNorm(cfg)
 
-    def forward(self, x, layer, use, context):
-        q = self.q_norm(self.heads(self.wq(x, use)), use)               # (B, H, T, D)
-        k = self.k_norm(self.heads(self.wk(x, use)), use)               # (B, G, T, D)
-        v = self.heads(self.wv(x, use))                                 # (B, G, T, D)
-        y = context.attend(layer, q, k, v)                              # (B, H, T, D)
-        return self.wo(y.transpose(1, 2).flatten(2), use)               # (B, T, C)
+    def forward(self, x, layer, u, context):
+        D = self.cfg.head_dim
+        q = self.wq(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, H, T, D)
+        k = self.wk(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
+        v = self.wv(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
+        if self.cfg.qk_norm:
+            q, k = self.q_norm(q, u), self.k_norm(k, u)
+        if context.rope:
+            q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+        k, v = context.extend(layer, k, v)                          # (B, G, S, D)
+        dropout = self.cfg.dropout if self.training else 0.0
+        y = attend(q, k, v, context.bias, self.cfg.fast, dropout)   # (B, H, T, D)
+        return self.wo(y.transpose(1, 2).flatten(2), u)             # (B, T, C)
 
 
 class MLP(model_gpt.MLP):
-    """model_gpt's MLP, but for `use`."""
+    """model_gpt's, as use u."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
         relax_linears(self, cfg)
 
-    def forward(self, x, use):
-        up = self.w_up(x, use)
-        return self.w_down(F.silu(self.w_gate(x, use)) * up if self.gated else F.gelu(up), use)
+    def forward(self, x, u):
+        up = self.w_up(x, u)
+        return self.w_down(F.silu(self.w_gate(x, u)) * up if self.gated else F.gelu(up), u)
 
 
 class Block(model_gpt.Block):
-    """A stored block. Its norms and W' are tied, its deltas and head norms are not."""
+    """A stored block. Its norms and W' are tied, its deltas and QK-norms are not."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
+        self.cfg = cfg
 
-    def forward(self, x, layer, use, context):
-        x = x + self.drop(self.attn(self.norm1(x), layer, use, context))
-        return x + self.drop(self.mlp(self.norm2(x), use))
+    def forward(self, x, layer, context):
+        _, u = self.cfg.block_and_use(layer)
+        x = x + self.drop(self.attn(self.norm1(x), layer, u, context))  # (B, T, C)
+        return x + self.drop(self.mlp(self.norm2(x), u))
+
+
+def run_loops(cfg, blocks, x, context, n_loop):
+    """x (B, T, C) -> the states after loops 1 .. n_loop, a list of (B, T, C)."""
+    states = []
+    for layer in range(n_loop * cfg.n_stored):
+        k, _ = cfg.block_and_use(layer)
+        x = blocks[k](x, layer, context)                # h_{layer + 1}                     (2)
+        if (layer + 1) % cfg.n_stored == 0:
+            states.append(x)
+    return states
+
+
+# ---- the fast path ----
+
+class MergedLinear(RelaxedLinear):
+    """The same sum as (W' + B A) x where that is cheaper: forming W' + B A takes r in out
+    operations, A and B beside W' take r (in + out) for each token."""
+
+    def forward(self, x, u):
+        n_out, n_in = self.weight.shape
+        if not self.rank or x.numel() // n_in * (n_in + n_out) <= n_in * n_out:
+            return super().forward(x, u)
+        return F.linear(x, torch.addmm(self.weight, self.b[u].t(), self.a[u]))
 
 
 # ---- conversion of a trained Transformer (Sections 2.2 and 2.3) ----
 
-NORM_BEFORE = {"attn.wq": "norm1", "attn.wk": "norm1", "attn.wv": "norm1",
-               "mlp.w_gate": "norm2", "mlp.w_up": "norm2"}
-
-
 @torch.no_grad()
 def convert(model, weights):
     """Start model from `weights`, the state dict of a model_gpt of the same sizes: first
-    the tied weights, then the deltas of each use. Raises ValueError where a tied norm's
-    weight is too near zero for deltas to make up for it."""
+    the tied weights, then what each use has of its own. Raises ValueError where a tied
+    norm's weight is too near zero for deltas to make up for it."""
     cfg, own = model.cfg, model.state_dict()
-    sources = [{} for _ in range(cfg.n_layer)]                  # each layer's weights
+    sources = [{} for _ in range(cfg.n_layer)]          # each layer's weights
     for name, w in weights.items():
         if name.startswith("blocks."):
             _, layer, name = name.split(".", 2)
@@ -244,14 +230,13 @@ def convert(model, weights):
             if getattr(block, norm).weight.abs().min() < 1e-4:
                 raise ValueError(f"{norm} of stored block {k} is near zero, its deltas would be "
                                  f"huge: another init may avoid it, rank=0 and lora_init=zero do")
-        for use, layer in enumerate(cfg.tied(k)):
-            relax(cfg, block, use, sources[layer])
+        for u, layer in enumerate(cfg.tied(k)):
+            relax(cfg, block, u, sources[layer])
 
 
 def source_layers(cfg, k):
-    """The source's layers whose mean stored block k starts from (none: it stays
-    random). stepwise: K of them evenly spaced, first and last included, halves to
-    even."""
+    """The source's layers whose mean stored block k starts from (none: it stays random).
+    stepwise: K of them evenly spaced, first and last included, halves to even."""
     L, K = cfg.n_layer, cfg.n_stored
     return {"average": cfg.tied(k), "stepwise": [round(k * (L - 1) / max(1, K - 1))],
             "lower": [k], "upper": [L - K + k], "random": []}[cfg.init]
@@ -260,58 +245,55 @@ def source_layers(cfg, k):
 def tie(block, sources):
     """Set the tied weights of a block, norms included, to the mean of the sources'."""
     for name, p in block.named_parameters():
-        if sources and name in sources[0]:                      # there are no deltas
+        if sources and name in sources[0]:              # deltas are not
             p.copy_(sum(source[name] for source in sources) / len(sources))
 
 
-def relax(cfg, block, use, source):
-    """Set what is a use's own: head norms, and deltas that make up for tying the layer
-    with the weights `source`.
+NORM_BEFORE = {"attn.wq": "norm1", "attn.wk": "norm1", "attn.wv": "norm1",
+               "mlp.w_gate": "norm2", "mlp.w_up": "norm2"}
 
-    A source's matrix after a norm of weight g_l stands after the tied norm g' now, so
-    what it should be is W_l diag(g_l / g'). The best delta of rank r is the truncated
-    SVD of what is missing, U S V^T = W_l diag(g_l / g') - W':  B = U_r S_r, A = V_r^T
-    (Eq. 4)."""
+
+def relax(cfg, block, u, source):
+    """Set what use u of a block has of its own, QK-norms and deltas, so that it comes near
+    the layer with the weights `source`. A source's matrix stood after a norm of weight g_l,
+    and stands after the tied norm g' now: W_l diag(g_l / g') does the same there."""
     for name, part in block.named_modules():
-        if isinstance(part, HeadNorm) and cfg.qk_norm:
-            part.weights[use].copy_(source[f"{name}.weight"])
-        if not isinstance(part, RelaxedLinear) or not part.rank or cfg.lora_init == "zero":
-            continue
-        w = source[f"{name}.weight"]
-        target = upcast(w)                                              # (out, in)
-        if name in NORM_BEFORE:
-            norm = NORM_BEFORE[name]
-            tied = upcast(getattr(block, norm).weight)                  # g'
-            target = target * (upcast(source[f"{norm}.weight"]) / tied)
-        missing = target - upcast(part.weight)
-        # W' and g' are means of n_loop terms, each rounded by n_loop / 2 eps at most. What is not
-        # more than that is rounding: then A stays random and B zero, so that they can still learn
-        eps = max(torch.finfo(x.dtype).eps for x in (w, part.weight))
-        if missing.norm() > 2 * cfg.n_loop * eps * target.norm():
-            u, s, vh = torch.linalg.svd(missing, full_matrices=False)
-            part.b[use] = (u[:, :part.rank] * s[:part.rank]).t()
-            part.a[use] = vh[:part.rank]
+        if isinstance(part, HeadNorm):
+            part.weights[u].copy_(source[f"{name}.weight"])
+        if isinstance(part, RelaxedLinear) and part.rank and cfg.lora_init == "svd":
+            wanted = upcast(source[f"{name}.weight"])   # (out, in)
+            if name in NORM_BEFORE:
+                norm = f"{NORM_BEFORE[name]}.weight"
+                wanted = wanted * (upcast(source[norm]) / upcast(block.get_parameter(norm)))
+            missing = wanted - upcast(part.weight)      # W_l diag(g_l / g') - W'           (4)
+            # else A stays random and B zero, so that they can still learn
+            if missing.norm() > rounding(cfg, source[f"{name}.weight"], part) * wanted.norm():
+                part.a[u], part.b[u] = low_rank(missing, part.rank)
+
+
+def low_rank(delta, r):
+    """A (r, in) and B^T (r, out), of which B A is the best approximation of rank r to delta
+    (out, in)."""
+    U, S, Vh = torch.linalg.svd(delta, full_matrices=False)
+    B = U[:, :r] * S[:r]
+    return Vh[:r], B.t()
+
+
+def rounding(cfg, w, part):
+    """How large, relative to W_l, rounding alone may be: W' and g' are means of n_loop terms,
+    each rounded by n_loop / 2 eps at most."""
+    return 2 * cfg.n_loop * max(torch.finfo(x.dtype).eps for x in (w, part.weight))
 
 
 # ---- the model ----
 
-def kl_from_last(logits, last, targets):
-    """Mean KL(p_last || p) in nats over the targets that are not -1: p_last, of the
-    last loop's logits (B, T, V), is a constant."""
-    p, q = last.detach().log_softmax(-1), logits.log_softmax(-1)
-    counted = targets != -1
-    return ((p.exp() * (p - q)).sum(-1) * counted).sum() / counted.sum().clamp(min=1)
-
-
 class Model(LanguageModel):
-    """K stored blocks run n_loop times; see the hooks at its end for early exit in serve.py."""
+    """K stored blocks that run n_loop times."""
     runs_blocks_once = False
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_stored)])
         init_weights(self, cfg.n_layer)
-        if cfg.early_exit != "none" and cfg.exit_loss != "ce":
-            self.max_logits = math.inf          # KL reads all of them
 
     @property
     def n_loop(self):
@@ -319,58 +301,53 @@ class Model(LanguageModel):
         return self.cfg.exit_loop or self.cfg.n_loop
 
     def hidden(self, idx, cache=None, n_valid=None):
-        """idx (B, T) -> the states (B, T, C) after the final norm, a list: of the last
-        loop, and in training with early_exit of every loop."""
-        cfg = self.cfg
-        training = self.training and cache is None
-        x, states = self.drop(self.wte(idx)), []
-        context = Context(cfg, x, cache, n_valid, self.training)
-        for layer in range((cfg.n_loop if training else self.n_loop) * cfg.n_stored):
-            k, use = cfg.block_and_use(layer)
-            x = self.blocks[k](x, layer, use, context)
-            if (layer + 1) % cfg.n_stored == 0:                         # the end of a loop
-                states.append(x)
+        """idx (B, T) -> the states after the final norm, (B, T, C)."""
+        cfg, x = self.cfg, self.drop(self.wte(idx))
+        context = Context(cfg, x, cache, n_valid)
+        n_loop = cfg.n_loop if self.training and cache is None else self.n_loop
+        x = run_loops(cfg, self.blocks, x, context, n_loop)[-1]
         if cache is not None:
-            cache.advance()
-        if not training or cfg.early_exit == "none":
-            states = states[-1:]
-        return [self.norm(x) for x in states]
+            cache.advance(context.slots)
+        return self.norm(x)
 
-    def predict(self, states, targets):
-        """As in all models, from the last state. With early_exit the loss of training
-        is sum_b c_b loss_b over the loops (Section 3.7), and aux has "ce_loop1", ...
-        too."""
-        *earlier, last = states
-        logits, loss, aux = super().predict(last, targets)
-        if targets is None or not earlier:
-            return logits, loss, aux
+    def forward(self, idx, targets=None, cache=None, n_valid=None):
+        """As in every model. In training with early_exit the loss is sum_b c_b loss_b over
+        the loops (Section 3.7), and aux has "ce_loop1", ... too."""
+        cfg = self.cfg
+        if not self.training or cfg.early_exit == "none" or targets is None or cache is not None:
+            return super().forward(idx, targets, cache, n_valid)
+        x = self.drop(self.wte(idx))
+        states = run_loops(cfg, self.blocks, x, Context(cfg, x), cfg.n_loop)
+        *earlier, last = [upcast(self.head(self.norm(x))) for x in states]
         *c_earlier, c_last = self.loop_weights()
-        loss = c_last * loss
-        for b, (c, h) in enumerate(zip(c_earlier, earlier), 1):
-            logits_b, ce, _ = super().predict(h, targets)
-            aux[f"ce_loop{b}"] = ce.detach()
-            if self.cfg.exit_loss != "kl":
-                loss = loss + c * ce
-            if self.cfg.exit_loss != "ce":
-                loss = loss + c * kl_from_last(logits_b, logits, targets)
-        return logits, loss, aux
+        ce = cross_entropy(last, targets)
+        loss, aux = c_last * ce, {"ce": ce.detach()}
+        for b, (c, logits) in enumerate(zip(c_earlier, earlier), 1):
+            ce_b = cross_entropy(logits, targets)
+            aux[f"ce_loop{b}"] = ce_b.detach()
+            if cfg.exit_loss != "kl":
+                loss = loss + c * ce_b
+            if cfg.exit_loss != "ce":
+                loss = loss + c * kl_from_last(logits, last, targets)
+        return last, loss, aux
 
     def loop_weights(self):
-        """c_b of the loops b = 1 .. n. weighted: b / (1 + .. + n); aggressive:
-        exit_weight, the last 1."""
+        """c_b of the loops b = 1 .. n. weighted: b / (1 + .. + n); aggressive: exit_weight,
+        the last 1."""
         n = self.cfg.n_loop
         if self.cfg.early_exit == "weighted":
             return [b / (n * (n + 1) / 2) for b in range(1, n + 1)]
         return [self.cfg.exit_weight] * (n - 1) + [1.0]
 
-    def cache_type(self, *sizes):
-        """A cache for the unrolled layers."""
-        return KVCache(*sizes, self.n_loop * self.cfg.n_stored)
+    def init_cache(self, batch_size, max_len):
+        """An empty cache for the unrolled layers."""
+        n_layer = self.n_loop * self.cfg.n_stored
+        return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
 
     def flops_per_token(self):
-        """Floating-point operations of one token's forward and backward pass in a
-        sequence of block_size, counted as model_gpt does: W' in every loop, deltas as
-        two products, the head where it is read."""
+        """Floating-point operations of one token's forward and backward pass in a sequence of
+        block_size, counted as model_gpt does: W' in every loop, deltas as two products, the
+        head where it is read."""
         cfg = self.cfg
         linears = [m for m in self.blocks.modules() if isinstance(m, RelaxedLinear)]
         weights = sum(cfg.n_loop * m.weight.numel() for m in linears)
@@ -379,53 +356,10 @@ class Model(LanguageModel):
         weights += heads * cfg.vocab_size * cfg.n_embd
         return 6.0 * weights + 12.0 * cfg.n_layer * cfg.n_embd * (cfg.block_size + 1) / 2
 
-    # What serve.py calls for packed tokens (N,), each at its own depth (N,), on the CPU. Since all
-    # loops use the same blocks, they go through one call. The context knows each token's keys;
-    # `layer` counts inside a loop.
 
-    def embed(self, idx, context):
-        """idx (N,) -> states before the first loop (N, C)."""
-        return self.wte(idx)
-
-    def loop(self, h, depth, context):
-        """States h (N, C) -> states one loop further."""
-        cfg, first = self.cfg, int(depth[0])
-        alike = bool((depth == first).all())
-        if not alike and cfg.share == "sequence":
-            raise ValueError("share=sequence: tokens of several depths need share=cycle")
-        h = h[None]                                                     # (1, N, C)
-        if not alike:
-            use = F.one_hot(depth, cfg.n_loop).to(h)[..., None]         # (N, n_loop, 1)
-        for layer, (k, u) in enumerate(self.loop_layers(first)):
-            h = self.blocks[k](h, layer, u if alike else use, context)
-        return h[0]
-
-    def loop_layers(self, depth):
-        """(k, u) of the layers of a loop."""
-        K = self.cfg.n_stored
-        return [self.cfg.block_and_use(layer) for layer in range(depth * K, depth * K + K)]
-
-    def projection(self, depth):
-        """What gives a loop's keys and values of a state: the (W' + B A) diag(g) of wk and wv of
-        each layer, (2 K G D, C), and the weights of its keys' norm (K, 1, 1, D). One product and
-        one norm, as all layers read the same state."""
-        parts = [(self.blocks[k], u) for k, u in self.loop_layers(depth)]
-        weights = torch.cat([w.merged(u) * block.norm1.weight for block, u in parts
-                             for w in (block.attn.wk, block.attn.wv)])
-        norms = [block.attn.k_norm.weights[u] for block, u in parts] if self.cfg.qk_norm else []
-        return weights, torch.stack(norms)[:, None, None] if norms else None
-
-    def propagate(self, h, projection, context):
-        """Give a loop keys and values of tokens that exited before it, projected from
-        the states h (N, C) they exited with (fill=propagate)."""
-        cfg, (weights, norms) = self.cfg, projection
-        kv = F.linear(F.rms_norm(h, h.shape[-1:], eps=cfg.norm_eps), weights)
-        kv = kv.view(-1, cfg.n_stored, 2, cfg.n_kv_head, cfg.head_dim)
-        k, v = kv.permute(2, 1, 3, 0, 4)                                # (K, G, N, D) both
-        if norms is not None:
-            k = self.blocks[0].attn.k_norm.normed(k, norms)
-        context.write(k, v)
-
-    def finish(self, h, context):
-        """States after any loop -> what logits() reads."""
-        return self.norm(h)
+def kl_from_last(logits, last, targets):
+    """Mean KL(p_last || p) in nats over the targets that are not -1: p_last, of the last
+    loop's logits (B, T, V), is a constant."""
+    p, q = last.detach().log_softmax(-1), logits.log_softmax(-1)
+    counted = targets != -1
+    return ((p.exp() * (p - q)).sum(-1) * counted).sum() / counted.sum().clamp(min=1)

@@ -21,7 +21,7 @@ import torch
 from common.checkpoint import load_run
 from common.keys import UserError, asks_help, help_text, read_text, run_cli
 from common.process import pick_device
-from common.sampling import Sampling, check_prompts, next_tokens, read_arguments, text_decoder
+from common.sampling import Sampling, check_prompts, next_tokens, read_arguments
 
 
 @dataclass
@@ -151,12 +151,10 @@ def read_prompts(text):
 def write_stream(steps, tokenizer):
     """Print the tokens of a single row as they come; bytes of an unfinished character wait.
     Returns how many."""
-    decoder, count = text_decoder(), 0
-    for (token,) in steps:
-        if token is not None:
-            count += 1
-            print(decoder.decode(tokenizer.decode_bytes([token])), end="", flush=True)
-    print(decoder.decode(b"", final=True))
+    tokens = (token for (token,) in steps if token is not None)
+    for count, text in enumerate(tokenizer.stream(tokens)):     # once more than there are tokens
+        print(text, end="", flush=True)
+    print()
     return count
 
 

@@ -3,7 +3,7 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
 
     python serve.py out/relaxed_exit requests=FILE.jsonl exit=confidence:0.9
     python serve.py out/mor_tiny requests=FILE.jsonl batching=depth slots=32
-    python serve.py out/mor_tiny prompt="def read(self, "   one text, coloured by depth
+    python serve.py out/mor_tiny prompt="def read(self, "   one text, coloured by loops
     python serve.py help                                    every key with its meaning
 
 A line of FILE is a JSON object, of which only the prompt is needed:
@@ -14,29 +14,27 @@ arrival is in seconds after the start. The answer is a JSON line with the id (or
 number), text, tokens, exits (the loop after which each token exited) and latency (seconds
 since arrival); for any other line, one with "error".
 
-With share=cycle all loops use the same blocks, so one call may run tokens of several loops. A
-token takes loop 1, then may exit or take loop 2. Two slots decode requests A, B and C (A2: loop 2
-of a token of A; .: the slot waits):
+A token takes loop 1, then may exit or take loop 2. Two slots decode requests A, B and C (A2: loop
+2 of a token of A; .: the slot waits). In static and sequence, all slots take the same loop:
 
     static      A1 A2 A1 .  A1 A2 .     a batch starts when all of the one before have ended
                 B1 .  B1 B2 .  .  C1
     sequence    A1 A2 A1 .  A1 A2 .     a slot whose request has ended takes the next at once
                 B1 .  B1 B2 C1 .  C1
-    depth       A1 A2 A1 A1 A2          a slot whose token exits starts its next token at once
-                B1 B1 B2 C1 C1          (Bae et al. 2024, 2410.20672, Section 2.4)
+    depth       A1 A2 A1 A1 A2          a slot whose token exits starts its next token at once:
+                B1 B1 B2 C1 C1          with share=cycle all loops use the same blocks
 
+Depth is the paper's continuous depth-wise batching (Bae et al. 2024, 2410.20672, Section 2.4).
 Up to rounding, each answer is what its request would get alone.
 
 A token that exits early has no keys and values in the deeper loops, which later tokens need.
-The paper leaves them to future work (it simulates the batching, with exits that an oracle
-chooses). Here the token's state is kept until a later token goes there. Then fill=exact runs the
+The paper leaves them to future work: it simulates the batching, with exits that an oracle
+chooses. Here the token's state is kept until a later token goes there. Then fill=exact runs the
 state through that loop with the later token; fill=propagate projects keys and values from it.
 
-A model offers n_loop, cfg.share, embed, loop, finish, logits; relaxed also projection and
-propagate; mor also takes: its router decides which tokens go on, so it has no exit or fill.
-
-Shapes: N packed tokens (of several requests, one behind the other), R rows, T tokens of the
-longest row, S keys, H query heads, G key/value heads, D head size, C width, V vocabulary.
+Shapes: N packed tokens (of several requests, one behind the other), R rows (a slot's part of
+them), T tokens of the longest row, S keys, H query heads, G key/value heads, D head size, C
+width, V vocabulary. Loops count from 1.
 """
 import codecs
 import functools
@@ -49,27 +47,27 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 from common.checkpoint import load_run
 from common.keys import UserError, asks_help, help_text, read_bytes, run_cli, typed_config
 from common.process import pick_device
-from common.sampling import (Sampling, check_prompts, loop_fractions, next_tokens, read_arguments,
-                             text_decoder)
-from model_gpt import apply_rope, attention_fast, attention_naive, compute_dtype, rope_tables
+from common.sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
+from model_gpt import apply_rope, attend, compute_dtype, rope_tables, upcast
 
 
 # ---- keys and values of packed tokens ----
 
 class SlotCache:
-    """Keys and values of every (slot, level) pair, a sequence each. Level 0 is what stands
-    before the loops, level b loop b, the last what stands behind. kv[level, layer] grows with
-    its longest sequence, so a level that few tokens reach is small. count[level, slot]: the
-    number of tokens of a sequence."""
+    """Keys and values of every (level, slot), a sequence each. Level b is loop b; level 0 is what
+    stands before the loops, the last level what stands behind. kv[level, layer] grows with its
+    longest sequence, so a level that few tokens reach is small. count[level, slot]: tokens."""
 
     def __init__(self, slots, levels, max_len, n_kv_head, head_dim, device, dtype):
         self.slots, self.max_len, self.device, self.dtype = slots, max_len, device, dtype
         self.shape = n_kv_head, head_dim
-        self.kv = {}    # (level, layer): (slots, 2, G, room, D)
+        self.kv = {}        # (level, layer): (slots, 2, G, room, D)
         self.count = np.zeros((levels, slots), np.int64)    # bookkeeping is on the CPU
 
     def buffer(self, level, layer, need):
@@ -83,6 +81,14 @@ class SlotCache:
             longer[:, :, :, :room] = kv
             self.kv[level, layer] = kv = longer
         return kv
+
+    def reserve(self, level, slot, n):
+        """Count n[r] more tokens of slot[r] at level[r]. Returns where each stands in its
+        sequence, (N,)."""
+        row, step = spread(n)
+        entry = self.count[level, slot][row] + step
+        self.count[level, slot] += n
+        return entry
 
     def reset(self, slot):
         """Empty a slot for a new sequence. It is zeroed: a NaN poisons sums, even under a mask."""
@@ -105,109 +111,240 @@ def spread(n):
     return row, np.arange(len(row)) - (n.cumsum() - n)[row]
 
 
-class RowGroup:
-    """Rows of a RaggedBatch that attend to the same level, with one token each or with several:
-    attention takes them in one call. slot, n (R,). tokens (N',): which packed tokens are theirs.
-    entry (N',): where each stands in its sequence; it attends to the entries up to its own.
-    writes: whether the tokens have their own keys at this level."""
-
-    def __init__(self, cache, level, slot, n, tokens, entry, writes, fast):
-        self.cache, self.level, self.writes = cache, level, writes
-        self.attention = attention_fast if fast else attention_naive
-        tensor = lambda x: torch.from_numpy(x).to(cache.device)
-        row, step = spread(n)
-        T, self.S = int(n.max()), int(entry.max()) + 1
-        self.tokens, self.entry = tensor(tokens), tensor(entry)    # (N',)
-        self.token_slot, self.slot = tensor(slot[row]), tensor(slot)    # (N',), (R,)
-        # most slots, one token each: reading all slots in place is cheaper than gathering
-        # these; the other slots' results are dropped
-        self.in_place = T == 1 and 2 * len(n) > cache.slots
-        self.shape = R, T = cache.slots if self.in_place else len(n), T
-        cell = slot[row] if self.in_place else row, step    # each token's place in (R, T)
-        last = np.full((R, T), self.S)                      # padding attends to anything
-        last[cell] = entry
-        visible = np.arange(self.S) <= last[..., None]    # (R, T, S)
-        bias = np.where(visible, np.float32(0), np.float32(-np.inf))
-        self.cell = tensor(cell[0]), tensor(cell[1])
-        self.bias = tensor(bias)[:, None].to(cache.dtype)   # (R, 1, T, S)
-
-    def attend(self, layer, q, new, out):
-        """q (N, H, D), new (N, 2, G, D) -> out (N, H, D), of this group's tokens."""
-        kv = self.cache.buffer(self.level, layer, self.S)
-        if self.writes and new is not None:
-            kv[self.token_slot, :, :, self.entry] = new[self.tokens].to(kv.dtype)
-        kv = kv[:, :, :, :self.S]
-        kv = kv if self.in_place else kv.index_select(0, self.slot)    # (R, 2, G, S, D)
-        k, v = kv.unbind(1)    # (R, G, S, D)
-        (R, T), H, G, D = self.shape, q.size(1), k.size(1), q.size(2)
-        padded = q.new_zeros(R, T, H, D)        # 0 where no token is
-        padded[self.cell] = q[self.tokens]
-        if T == 1:      # the H / G query heads of a key head stand as its queries: quicker
-            y = self.attention(padded.view(R, G, H // G, D), k, v, self.bias).view(R, T, H, D)
-        else:
-            y = self.attention(padded.transpose(1, 2), k, v, self.bias).transpose(1, 2)
-        out[self.tokens] = y[self.cell]
-
-
 class RaggedBatch:
-    """The attention context of packed tokens: n[r] new ones of slot[r] at level[r], row after
-    row, at positions at (N,) of their sequences. attend means the same as model_gpt.Context's.
+    """The attention context of packed tokens: n[r] new ones of slot[r], row after row, at
+    positions pos (N,). A row attends to the keys of its slot at level reads[r], each token to the
+    entries of that sequence up to its own, entry (N,). writes[r]: whether the row's tokens have
+    keys of their own there."""
 
-    by_position: a token's entry is its position; else entries are counted. reads (R,): the level
-    whose keys a row attends to; where it is not the row's own, the row writes none."""
-
-    def __init__(self, cache, level, slot, n, at, rope, fast, by_position=False, reads=None):
-        self.cache, self.level, self.slot, self.n, self.fast = cache, level, slot, n, fast
-        self.at = torch.from_numpy(at).to(cache.device)    # (N,)
-        self.rope = rope and [table[self.at] for table in rope]    # (N, D) each
-        self.row, step = spread(n)    # (N,)
-        counted = cache.count[level, slot][self.row] + step
-        self.entry = at if by_position else counted    # (N,)
-        cache.count[level, slot] += n
-        self.reads = level if reads is None else reads
-
-    def makes_keys(self, layer):
-        """Whether any row has keys of its own at its level."""
-        return bool((self.level == self.reads).any())
-
-    @functools.cached_property
-    def groups(self):
-        """A RowGroup for each distinct (level read, several new tokens?, writes?)."""
-        kinds, groups = list(zip(self.reads, self.n > 1, self.level == self.reads)), []
-        for read, several, writes in sorted(set(kinds)):
-            some = np.array([kind == (read, several, writes) for kind in kinds])    # (R,)
-            tokens = np.flatnonzero(some[self.row])    # (N',)
-            groups.append(RowGroup(self.cache, int(read), self.slot[some], self.n[some], tokens,
-                                   self.entry[tokens], bool(writes), self.fast))
-        return groups
+    def __init__(self, cache, slot, n, pos, entry, reads, writes, rope, fast):
+        self.cache, self.slot, self.n, self.entry, self.fast = cache, slot, n, entry, fast
+        self.row, _ = spread(n)                                         # (N,)
+        at = torch.from_numpy(pos).to(cache.device)
+        self.rope = rope and [table[at][:, None] for table in rope]     # (N, 1, D / 2) each
+        self.reads, self.makes_keys, self.groups = reads, bool(writes.any()), []
+        # one call of attention takes rows that are alike in this
+        kinds = list(zip(reads, n > 1, writes))
+        for kind in sorted(set(kinds)):
+            rows = np.array([kind == other for other in kinds])         # (R,)
+            self.groups.append(RowGroup(self, rows, int(kind[0]), bool(kind[2])))
 
     def rotated(self, x):
         return apply_rope(x, *self.rope) if self.rope else x
 
     def attend(self, layer, q, k, v):
-        """q (1, H, N, D), k, v (1, G, N, D), or None where nothing is written -> (1, H, N, D)."""
-        q = self.rotated(q)[0].transpose(0, 1)    # (N, H, D)
-        out, new = torch.empty_like(q), None
-        if k is not None:
-            new = torch.stack([self.rotated(k)[0], v[0]]).permute(2, 0, 1, 3)   # (N, 2, G, D)
+        """q (N, H, D); k, v (N, G, D), or None where no row has its own -> (N, H, D)."""
+        q, out = self.rotated(q), torch.empty_like(q)
+        new = k if k is None else torch.stack([self.rotated(k), v], 1)  # (N, 2, G, D)
         for group in self.groups:
             group.attend(layer, q, new, out)
-        return out.transpose(0, 1)[None]
+        return out
 
     def write(self, k, v):
-        """Write k, v (layers, G, N, D) of tokens that are all at one level, without attending."""
-        new = torch.stack([self.rotated(k), v], 1).permute(0, 3, 1, 2, 4)   # (layers, N, 2, G, D)
+        """Write k, v (layers, N, G, D) of tokens that are all at one level, without attending."""
+        new = torch.stack([self.rotated(k), v], 2)                      # (layers, N, 2, G, D)
         slot, entry = (torch.from_numpy(x).to(k.device) for x in (self.slot[self.row], self.entry))
         for layer, rows in enumerate(new):
-            kv = self.cache.buffer(int(self.level[0]), layer, int(self.entry.max()) + 1)
+            kv = self.cache.buffer(int(self.reads[0]), layer, int(self.entry.max()) + 1)
             kv[slot, :, :, entry] = rows.to(kv.dtype)
+
+
+class RowGroup:
+    """Rows of a RaggedBatch, rows (R,) bool, that attend to the same level, with one token each
+    or with several: queries padded to (R, T) attend to (R, S) keys."""
+
+    def __init__(self, batch, rows, level, writes):
+        cache, slot, n = batch.cache, batch.slot[rows], batch.n[rows]
+        self.cache, self.level, self.writes, self.fast = cache, level, writes, batch.fast
+        tokens = np.flatnonzero(rows[batch.row])            # (N',): the packed tokens of the rows
+        entry, (row, step), T = batch.entry[tokens], spread(n), int(n.max())
+        self.S = int(entry.max()) + 1
+        # most slots, one token each: reading all slots in place is cheaper than gathering
+        # these; the other slots' results are dropped
+        self.in_place = T == 1 and 2 * len(n) > cache.slots
+        self.shape = (cache.slots if self.in_place else len(n)), T
+        place = (slot[row] if self.in_place else row), step     # of each token in (R, T)
+        last = np.full(self.shape, self.S)                  # padding attends to anything
+        last[place] = entry
+        hidden = np.arange(self.S) > last[..., None]        # (R, T, S)
+        bias = np.where(hidden, np.float32(-np.inf), np.float32(0))
+        tensor = lambda x: torch.from_numpy(x).to(cache.device)
+        self.tokens, self.entry, self.place = tensor(tokens), tensor(entry), (*map(tensor, place),)
+        self.token_slot, self.slot = tensor(slot[row]), tensor(slot)        # (N',), (R,)
+        self.bias = tensor(bias)[:, None].to(cache.dtype)   # (R, 1, T, S)
+
+    def attend(self, layer, q, new, out):
+        """q (N, H, D), new (N, 2, G, D) -> out (N, H, D), of this group's tokens."""
+        kv = self.cache.buffer(self.level, layer, self.S)
+        if self.writes:
+            kv[self.token_slot, :, :, self.entry] = new[self.tokens].to(kv.dtype)
+        kv = kv[:, :, :, :self.S]
+        kv = kv if self.in_place else kv.index_select(0, self.slot)     # (R, 2, G, S, D)
+        k, v = kv.to(q.dtype).unbind(1)                                 # (R, G, S, D)
+        (R, T), H, G, D = self.shape, q.size(1), k.size(1), q.size(2)
+        padded = q.new_zeros(R, T, H, D)        # 0 where no token is
+        padded[self.place] = q[self.tokens]
+        if T == 1:      # the H / G query heads of a key head stand as its queries: quicker
+            padded = padded.view(R, G, H // G, D)
+            y = attend(padded, k, v, self.bias, self.fast).reshape(R, T, H, D)
+        else:
+            y = attend(padded.transpose(1, 2), k, v, self.bias, self.fast).transpose(1, 2)
+        out[self.tokens] = y[self.place]
+
+
+# ---- the models: blocks on packed tokens ----
+
+def run_block(block, h, layer, context, call):
+    """model_gpt's Block on packed tokens h (N, C). call(part, x): a linear layer or a QK-norm of
+    the block, as each token's loop has it. layer: its number in a loop."""
+    attn, mlp = block.attn, block.mlp
+    n = block.norm1(h)
+    heads = lambda linear: call(linear, n).unflatten(-1, (-1, attn.cfg.head_dim))
+    q, k, v = call(attn.q_norm, heads(attn.wq)), None, None             # (N, H, D)
+    if context.makes_keys:
+        k, v = call(attn.k_norm, heads(attn.wk)), heads(attn.wv)        # (N, G, D)
+    h = h + call(attn.wo, context.attend(layer, q, k, v).flatten(1))
+    m = block.norm2(h)
+    up = call(mlp.w_up, m)
+    return h + call(mlp.w_down, F.silu(call(mlp.w_gate, m)) * up if mlp.gated else F.gelu(up))
+
+
+class RelaxedLoops:
+    """model_relaxed: states are h (N, C). A rule decides where tokens exit."""
+    routed = False
+
+    def __init__(self, model):
+        self.model, self.cfg = model, model.cfg
+        self.projection = functools.cache(self.make_projection)     # weights stay as they are
+
+    def embed(self, idx, context):
+        return self.model.wte(idx)
+
+    def layers(self, loop):
+        """(stored block, use) of each layer of a loop."""
+        K = self.cfg.n_stored
+        pairs = [self.cfg.block_and_use(layer) for layer in range((loop - 1) * K, loop * K)]
+        return [(self.model.blocks[k], u) for k, u in pairs]
+
+    def loop(self, h, loop, context):
+        """h after loop (N,): each token's own (share=sequence: the same one)."""
+        first = int(loop[0])
+        alike = bool((loop == first).all())
+        own = None if alike else F.one_hot(loop - 1, self.cfg.n_loop).to(h)[..., None]
+        for layer, (block, u) in enumerate(self.layers(first)):
+            call = functools.partial(as_use, u=u) if alike else functools.partial(each_as, own=own)
+            h = run_block(block, h, layer, context, call)
+        return h
+
+    def logits(self, h, context):
+        return upcast(self.model.head(self.model.norm(h)))
+
+    def make_projection(self, loop):
+        """What gives a loop's keys and values of a state: (W' + B A) diag(g) of wk and wv of each
+        layer, (2 K G D, C), and the weights of its keys' norms, (K, 1, 1, D). One product and one
+        norm, as all layers read the same state."""
+        full = lambda w, u: w.weight + w.b[u].t() @ w.a[u] if w.rank else w.weight
+        weights = torch.cat([full(w, u) * block.norm1.weight for block, u in self.layers(loop)
+                             for w in (block.attn.wk, block.attn.wv)])
+        if not self.cfg.qk_norm:
+            return weights, None
+        norms = [block.attn.k_norm.weights[u] for block, u in self.layers(loop)]
+        return weights, torch.stack(norms)[:, None, None]
+
+    def propagate(self, h, loop, context):
+        """Give a loop keys and values of tokens that exited before it, projected from the states h
+        they exited with."""
+        cfg, (weights, norms) = self.cfg, self.projection(loop)
+        kv = F.linear(F.rms_norm(h, h.shape[-1:], eps=cfg.norm_eps), weights)
+        kv = kv.view(-1, cfg.n_stored, 2, cfg.n_kv_head, cfg.head_dim)
+        k, v = kv.permute(2, 1, 0, 3, 4)                                # (K, N, G, D) both
+        if norms is not None:
+            k = F.rms_norm(k, k.shape[-1:], eps=cfg.norm_eps) * norms
+        context.write(k, v)
+
+
+def as_use(part, x, u):
+    """A part of a relaxed block as use u."""
+    return x if isinstance(part, nn.Identity) else part(x, u)
+
+
+def each_as(part, x, own):
+    """A part of a relaxed block, each token of x (N, ...) as its own use: own (N, n_loop, 1) has a
+    1 there. One product applies the A of all uses; the mask keeps each token's own."""
+    if isinstance(part, nn.Identity):
+        return x
+    if hasattr(part, "weights"):        # QK-norm: x (N, heads, D)
+        weight = own[..., 0] @ torch.stack([*part.weights])             # (N, D)
+        return F.rms_norm(x, x.shape[-1:], eps=part.eps) * weight[:, None]
+    y = F.linear(x, part.weight)        # W' x
+    if not part.rank:
+        return y
+    low = F.linear(x, part.a.flatten(0, 1)).view(len(x), -1, part.rank)     # (N, n_loop, r)
+    return torch.addmm(y, (low * own).flatten(1), part.b.flatten(0, 1))
+
+
+class MoRLoops:
+    """model_mor: states are h and h_1 (N, 2 C). Its router decides which tokens go on."""
+    routed = True
+
+    def __init__(self, model):
+        self.model, self.cfg = model, model.cfg
+
+    def run(self, blocks, h, context):
+        for layer, block in enumerate(blocks):
+            h = run_block(block, h, layer, context, lambda part, x: part(x))
+        return h
+
+    def embed(self, idx, context):
+        h = self.run(self.model.first, self.model.wte(idx), context)    # (N, C)
+        return torch.cat([h, h], -1)
+
+    def loop(self, state, loop, context):
+        h, h1 = state.chunk(2, -1)
+        y = self.run(self.model.layers_of[int(loop[0]) - 1], h, context)
+        if self.cfg.router == "expert":
+            gate = self.cfg.alpha * self.model.squash(self.scores(self.model.routers, h, loop))
+            y = h + (gate[:, None] * y).to(h.dtype)
+        return torch.cat([y, h1], -1)
+
+    def scores(self, routers, h, loop):
+        """Each token's score (N,) by the router of its loop."""
+        s = torch.cat([router(h) for router in routers], 1)
+        return s.gather(1, loop[:, None].to(h.device) - 1)[:, 0]
+
+    def takes(self, state, loop):
+        """Whether each token goes on to its loop > 1, (N,) bool."""
+        h, h1 = state.chunk(2, -1)
+        if self.cfg.router == "none":
+            return torch.ones_like(loop, dtype=torch.bool)
+        if self.cfg.router == "token":
+            return self.model.choose_depth(h1)[2] >= loop.to(h.device)
+        learned = self.cfg.causal == "aux_router"
+        return self.scores(self.model.aux_routers if learned else self.model.routers, h, loop) >= 0
+
+    def logits(self, state, context):
+        h, h1 = state.chunk(2, -1)
+        if self.cfg.router == "token":
+            _, p, depth = self.model.choose_depth(h1)
+            h = self.model.exit(h1, h, p, depth)
+        h = self.run(self.model.last, h, context)
+        return upcast(self.model.head(self.model.norm(h)))
+
+
+LOOPS = {"model_relaxed": RelaxedLoops, "model_mor": MoRLoops}
+
+
+def loops_of(model):
+    """The adapter of a model; None for a model without loops."""
+    adapter = LOOPS.get(type(model).__module__)
+    return adapter and adapter(model)
 
 
 # ---- when a token may exit ----
 
 def exit_rule(text, n_loop):
-    """What exit= names: a function of logits (R, V) after loop depth (R,), from 0, that tells
-    which tokens exit there, (R,) bool; None where every token takes all loops.
+    """What exit= names: a function of logits (R, V) after loop (R,) that tells which tokens exit
+    there, (R,) bool; None where every token takes all loops.
 
     confidence: the likeliest token's probability is above P; margin: it is above the second
     one's by more than P (Schuster et al. 2022). oracle, for measuring: the earliest loop whose
@@ -219,13 +356,13 @@ def exit_rule(text, n_loop):
         bound = int(value) if kind == "static" else float(value)
     except ValueError:
         bound = math.nan
-    top = lambda logits, k: logits.softmax(-1).topk(k).values    # (R, k)
+    top = lambda logits, k: logits.softmax(-1).topk(k).values           # (R, k)
     if kind == "static" and 1 <= bound <= n_loop:
-        return lambda logits, depth: depth >= bound - 1
+        return lambda logits, loop: loop >= bound
     if kind == "confidence" and 0 <= bound <= 1:
-        return lambda logits, depth: top(logits, 1)[:, 0] > bound
+        return lambda logits, loop: top(logits, 1)[:, 0] > bound
     if kind == "margin" and 0 <= bound <= 1:
-        return lambda logits, depth: -top(logits, 2).diff()[:, 0] > bound
+        return lambda logits, loop: -top(logits, 2).diff()[:, 0] > bound
     raise UserError(f"exit={text}: static:LOOP, confidence:P, margin:P, oracle are allowed, "
                     f"LOOP from 1 to {n_loop}, P from 0 to 1")
 
@@ -240,7 +377,7 @@ class Request:
     arrival: float = 0.0             # seconds after the start
     id: object = None
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
-    exits: list = field(default_factory=list)       # the loop after which each exited, from 1
+    exits: list = field(default_factory=list)       # the loop after which each exited
     latency: float = 0.0             # seconds from arrival to the last token
     how: tuple = None                # its own sampling (None: the Engine's)
 
@@ -254,17 +391,17 @@ class Slot:
     ids: list = None                 # token ids: prompt and answer
     at: range = None                 # positions of the new tokens, the last of ids
     prompt: bool = False             # the new tokens are a prompt
-    depth: int = 0                   # the loop that they take next, from 0
-    h: torch.Tensor = None    # (len(at), C): their states between loops
+    loop: int = 1                    # the loop that they take next
+    states: torch.Tensor = None      # (len(at), .) between loops
     going: np.ndarray = None         # which of the new tokens take the next loop, indices
-    taken: int = 0                   # loops that the last of them has taken
-    deferred: dict = field(default_factory=dict)    # {depth: [(position, state)]}: see defer
-    exit: tuple = None    # (depth, logits) where the last token exits, once decided
-    guesses: list = field(default_factory=list)     # oracle: the likeliest token after each loop
+    deferred: dict = field(default_factory=dict)    # {loop: [(position, state)]}: see defer
+    exit: int = 0                    # the loop after which the last of them exits, once known
+    rows: dict = field(default_factory=dict)        # {loop: its logits (V,) there}
 
-    def states(self):
-        """Of the new tokens that take the next loop."""
-        return self.h if len(self.going) == len(self.at) else self.h[self.going]
+    def begin(self, ids, at, prompt):
+        """New tokens at positions `at`, the last of ids."""
+        self.ids, self.at, self.prompt = ids, at, prompt
+        self.loop, self.exit, self.rows = 1, 0, {}
 
 
 def generator(seed, n, device):
@@ -291,18 +428,15 @@ class Engine:
             raise UserError(f"batching=depth needs loops over the same blocks, so share=cycle or "
                             f"middle_cycle, not {cfg.share}")
         self.model, self.batching, self.max_len = model, batching, max_len
+        self.loops, self.n_loop, self.device = loops_of(model), model.n_loop, w.device
         self.eot, self.vocab_size, self.on_token = eot, vocab_size, on_token
-        self.routed, self.n_loop = hasattr(model, "takes"), model.n_loop
         self.fill = fill or getattr(cfg, "fill", "exact")
         self.oracle, self.rule = exit == "oracle", exit_rule(exit, self.n_loop)
-        self.sampling, self.seed = sampling, seed
-        self.clock, self.sleep, self.device = clock, sleep, w.device
-        if self.fill == "propagate":    # made once: weights stay as they are
-            self.projection = functools.cache(model.projection)
+        self.sampling, self.seed, self.clock, self.sleep = sampling, seed, clock, sleep
         self.cache = SlotCache(slots, self.n_loop + 2, max_len, cfg.n_kv_head, cfg.head_dim,
                                w.device, compute_dtype(w))
         self.rope = None
-        if cfg.pos == "rope":           # of all positions, (max_len, D) each
+        if cfg.pos == "rope":           # of all positions, (max_len, D / 2) each
             at = torch.arange(max_len, device=w.device)
             self.rope = rope_tables(at, cfg.head_dim, cfg.rope_theta, w.dtype)
         self.slots, self.done, self.admitted = [Slot(n) for n in range(slots)], [], 0
@@ -345,8 +479,8 @@ class Engine:
     def prefill(self, slot, ids):
         """The slot's new tokens are ids, of which as many are kept as the cache has room for."""
         self.cache.reset(slot.number)
-        slot.ids, slot.at, slot.prompt = ids, range(min(len(ids), self.max_len)), True
-        slot.depth, slot.deferred, slot.exit, slot.guesses = 0, {}, None, []
+        slot.deferred = {}
+        slot.begin(ids, range(min(len(ids), self.max_len)), prompt=True)
 
     def step(self):
         """depth: one loop for all requests. static, sequence: one token for each."""
@@ -361,69 +495,64 @@ class Engine:
 
     def advance(self, slots):
         """One loop for the tokens of the slots. Returns the slots whose tokens take another."""
-        fresh = [slot for slot in slots if slot.depth == 0]
+        fresh = [slot for slot in slots if slot.loop == 1]
         if fresh:
             self.embed(fresh)
         self.loop(slots)
-        exited = set(self.exit_by_router(slots) if self.routed else self.exit_by_rule(slots))
-        stay = [slot for slot in slots if slot not in exited]
+        out = set(self.exit_by_router(slots) if self.loops.routed else self.exit_by_rule(slots))
+        stay = [slot for slot in slots if slot not in out]
         for slot in stay:
-            slot.depth += 1
+            slot.loop += 1
         return stay
 
     # the model's calls
 
-    def context(self, slots, level, at, **options):
-        """The attention context of the tokens at positions at[r] of the slots, at level[r]."""
-        number = np.array([slot.number for slot in slots])
-        n = np.array([len(x) for x in at])
-        flat = np.array([position for positions in at for position in positions])
-        return RaggedBatch(self.cache, np.zeros_like(n) + level, number, n, flat, self.rope,
-                           self.model.cfg.fast, **options)
+    def context(self, slots, level, at):
+        """The attention context of tokens at positions at[r] of the slots, at level[r]. mor:
+        kv=recursion: a token attends to those that took the same loop. share: to all, by their
+        keys of loop 1. share_update: to all, by their keys of this loop, where those that did not
+        take it have keys of loop 1."""
+        kv, end = getattr(self.model.cfg, "kv", ""), self.n_loop + 1
+        number, n = (np.array(list(x)) for x in ((s.number for s in slots), map(len, at)))
+        level = np.array(level)
+        pos = np.concatenate([np.array(x) for x in at])
+        entry = pos if kv.startswith("share") else self.cache.reserve(level, number, n)
+        reads = level if kv != "share" else np.where(level % end, 1, level)
+        return RaggedBatch(self.cache, number, n, pos, entry, reads, reads == level, self.rope,
+                           self.model.cfg.fast)
 
     def embed(self, slots):
         """Embed the new tokens; all take the first loop."""
         at = [slot.at for slot in slots]
         idx = [token for slot in slots for token in slot.ids[-len(slot.at):]]
-        context = self.context(slots, 0, at) if self.routed else None
-        h = self.model.embed(torch.tensor(idx, device=self.device), context)
-        for slot, states in zip(slots, h.split([len(positions) for positions in at])):
-            slot.h, slot.going, slot.taken = states, np.arange(len(states)), 0
+        context = self.context(slots, [0] * len(slots), at) if self.loops.routed else None
+        h = self.loops.embed(torch.tensor(idx, device=self.device), context)
+        for slot, states in zip(slots, h.split([*map(len, at)])):
+            slot.states, slot.going = states, np.arange(len(states))
 
     def loop(self, slots):
         """One loop for the slots' tokens. Keys that it lacks are seen to first: fill=propagate
         projects them; fill=exact runs the deferred tokens before the others."""
-        deferred = [slot.deferred.pop(slot.depth, []) for slot in slots]
+        deferred = [slot.deferred.pop(slot.loop, []) for slot in slots]
         if self.fill == "propagate":
             self.propagate(slots, deferred)
             deferred = [[]] * len(slots)
         states, at = [], []
         for slot, old in zip(slots, deferred):
-            states += [*(h for _, h in old), slot.states()]
+            all_go = len(slot.going) == len(slot.at)
+            states += [*(h for _, h in old), slot.states if all_go else slot.states[slot.going]]
             at.append([*(position for position, _ in old), *(slot.at[n] for n in slot.going)])
-        n = [len(positions) for positions in at]
-        depth = torch.tensor([slot.depth for slot in slots]).repeat_interleave(torch.tensor(n))
-        h = torch.cat(states)    # (N, C)
-        h = self.model.loop(h, depth, self.loop_context(slots, at))
+        n, level = [*map(len, at)], [slot.loop for slot in slots]
+        loop = torch.tensor(level).repeat_interleave(torch.tensor(n))   # (N,)
+        h = self.loops.loop(torch.cat(states), loop, self.context(slots, level, at))
         for slot, old, positions, new in zip(slots, deferred, at, h.split(n)):
-            if old:
-                self.defer(slot, zip(positions, new[:len(old)].split(1)))
-            new = new[len(old):]
-            whole = len(new) == len(slot.at)
-            slot.h = new if whole else slot.h.index_copy(0, self.index(slot.going), new)
-            slot.taken += len(slot.at) - 1 in slot.going    # the last of the new tokens
+            done, new = new[:len(old)], new[len(old):]
+            self.defer(slot, [(position, h[None]) for position, h in zip(positions, done)])
+            all_go = len(new) == len(slot.at)
+            slot.states = new if all_go else slot.states.index_copy(0, self.index(slot.going), new)
 
-    def loop_context(self, slots, at):
-        """Level b holds the keys of loop b. mor: those of the tokens that took it
-        (kv=recursion); or all read the first loop's (share); or those that take a loop have keys
-        of their own there, and the others the first loop's (share_update)."""
-        level = np.array([slot.depth + 1 for slot in slots])
-        kv = getattr(self.model.cfg, "kv", "")
-        return self.context(slots, level, at, by_position=kv.startswith("share"),
-                            reads=np.ones_like(level) if kv == "share" else None)
-
-    def logits(self, h):
-        return self.model.logits(h)[:, :self.vocab_size]
+    def logits(self, states, context=None):
+        return self.loops.logits(states, context)[:, :self.vocab_size]
 
     def index(self, x):
         return torch.from_numpy(x).to(self.device)
@@ -432,44 +561,40 @@ class Engine:
 
     def exit_by_rule(self, slots):
         """The slots whose newest tokens take no further loop. A token does not where it exits;
-        a prompt takes the others too, but is predicted from where its last token exits."""
-        end = self.n_loop - 1
+        a prompt takes the others too, but is predicted from where its last token exits, and so
+        does every token for the oracle."""
+        end = self.n_loop
         if self.rule is None and not self.oracle:       # the others need no head
-            slots = [slot for slot in slots if slot.depth == end]
+            slots = [slot for slot in slots if slot.loop == end]
         if not slots:
             return []
-        logits = self.logits(self.model.finish(torch.cat([slot.h[-1:] for slot in slots]), None))
-        exits = [slot.depth == end for slot in slots]
-        if self.rule is not None:
-            early = self.rule(logits, torch.tensor([slot.depth for slot in slots])).tolist()
-            exits = [a or b for a, b in zip(exits, early)]
-        for n, slot in enumerate(slots):
-            if self.oracle:
-                slot.guesses.append(int(logits[n].argmax()))
-            if exits[n] and slot.exit is None:
-                slot.exit = slot.depth, logits[n]
-        out = [slot for slot in slots if slot.exit and (slot.depth == end or not slot.prompt)]
+        logits = self.logits(torch.cat([slot.states[-1:] for slot in slots]))   # (R, V)
+        loop = torch.tensor([slot.loop for slot in slots])
+        exits = loop == end if self.rule is None else self.rule(logits, loop).cpu() | (loop == end)
+        for slot, row, exit in zip(slots, logits, exits.tolist()):
+            slot.rows[slot.loop] = row
+            if exit and not slot.exit:
+                slot.exit = slot.loop
+        out = [slot for slot in slots if slot.exit and (slot.loop == end or not slot.prompt)]
         for slot in out:
-            self.defer(slot, [(slot.at[-1], slot.h[-1:])])
-        if out:
-            depths, rows = zip(*(slot.exit for slot in out))
-            self.emit(out, depths, torch.stack(rows))
+            self.defer(slot, [(slot.at[-1], slot.states[-1:])])
+        self.emit(out, [slot.rows[slot.exit] for slot in out])
         return out
 
     def defer(self, slot, states):
         """Keep (position, state) pairs for the next loop, until a later token goes there."""
-        if slot.depth < self.n_loop - 1:
-            slot.deferred.setdefault(slot.depth + 1, []).extend(states)
+        if slot.loop < self.n_loop:
+            slot.deferred.setdefault(slot.loop + 1, []).extend(states)
 
     def propagate(self, slots, deferred):
         """Project keys and values from the deferred states, [(position, state)] of each slot."""
         pairs = [(slot, old) for slot, old in zip(slots, deferred) if old]
-        for depth in {slot.depth for slot, _ in pairs}:
-            some = [(slot, old) for slot, old in pairs if slot.depth == depth]
+        for loop in {slot.loop for slot, _ in pairs}:
+            some = [(slot, old) for slot, old in pairs if slot.loop == loop]
             at = [[position for position, _ in old] for _, old in some]
-            context = self.context([slot for slot, _ in some], depth + 1, at)
+            context = self.context([slot for slot, _ in some], [loop] * len(some), at)
             h = torch.cat([state for _, old in some for _, state in old])
-            self.model.propagate(h, self.projection(depth), context)
+            self.loops.propagate(h, loop, context)
             for slot, old in some:
                 self.defer(slot, old)
 
@@ -481,45 +606,48 @@ class Engine:
         self.route(slots)
         out = [slot for slot in slots if not len(slot.going)]
         if out:
-            context = self.context(out, self.n_loop + 1, [slot.at for slot in out])
-            h = self.model.finish(torch.cat([slot.h for slot in out]), context)    # (N, C)
-            newest = np.cumsum([len(slot.at) for slot in out]) - 1    # (R,)
-            self.emit(out, [slot.taken - 1 for slot in out], self.logits(h[self.index(newest)]))
+            at = [slot.at for slot in out]
+            context = self.context(out, [self.n_loop + 1] * len(out), at)
+            newest = np.cumsum([*map(len, at)]) - 1         # (R,)
+            logits = self.logits(torch.cat([slot.states for slot in out]), context)
+            self.emit(out, logits[self.index(newest)])
         return out
 
     def route(self, slots):
         """Keep in `going` the tokens that the router sends through the next loop."""
         n = torch.tensor([len(slot.going) for slot in slots])
-        depth = torch.tensor([slot.depth + 1 for slot in slots])
-        depth = depth.repeat_interleave(n)    # (N,)
-        h = torch.cat([slot.states() for slot in slots])    # (N, C)
-        takes = self.model.takes(h, depth.clamp(max=self.n_loop - 1)).cpu() & (depth < self.n_loop)
+        loop = torch.tensor([slot.loop + 1 for slot in slots]).repeat_interleave(n)     # (N,)
+        states = torch.cat([slot.states[slot.going] for slot in slots])
+        takes = self.loops.takes(states, loop.clamp(max=self.n_loop)).cpu() & (loop <= self.n_loop)
         for slot, mask in zip(slots, takes.split(n.tolist())):
             exits, slot.going = slot.going[~mask.numpy()], slot.going[mask.numpy()]
+            if len(slot.at) - 1 in exits:
+                slot.exit = slot.loop
             if self.model.cfg.kv == "share_update" and len(exits):
-                at, deeper = slot.at.start + exits, range(slot.depth + 2, self.n_loop + 1)
+                at, deeper = slot.at.start + exits, range(slot.loop + 1, self.n_loop + 1)
                 self.cache.copy(slot.number, at.tolist(), 1, deeper)
 
     # the answers
 
-    def emit(self, slots, depths, logits):
-        """Give each slot its next token, predicted from logits (R, V) after loop depths (R,), and
-        end what is answered."""
-        for slot, depth, token in zip(slots, depths, self.pick(slots, logits)):
-            request = slot.request
-            if self.oracle:
-                depth = slot.guesses.index(slot.guesses[-1])
-            slot.depth, slot.prompt, slot.exit, slot.guesses = 0, False, None, []
-            slot.at = range(slot.at.stop, slot.at.stop + 1)
+    def emit(self, slots, rows):
+        """Give each slot its next token, predicted from its row (V,), and end what is answered."""
+        for slot, token in zip(slots, self.pick(slots, torch.stack([*rows])) if slots else []):
+            request, exit = slot.request, self.oracle_exit(slot) if self.oracle else slot.exit
             if token != self.eot:
                 request.tokens.append(token)
-                request.exits.append(depth + 1)
+                request.exits.append(exit)
                 slot.ids.append(token)
                 if self.on_token is not None:
                     self.on_token(request)
+            slot.begin(slot.ids, range(slot.at.stop, slot.at.stop + 1), prompt=False)
             if token == self.eot or len(request.tokens) == request.max_new_tokens:
                 slot.request = None
                 self.done.append(request)
+
+    def oracle_exit(self, slot):
+        """The first loop whose likeliest token is the last's."""
+        guesses = [int(row.argmax()) for row in slot.rows.values()]
+        return 1 + guesses.index(guesses[-1])
 
     def pick(self, slots, logits):
         """A token for each slot, a list: the likeliest, or a sampled one."""
@@ -606,10 +734,11 @@ def make_request(line, name, tokenizer, model):
 
 def check_loops(model, path, exit, fill):
     """UserError if the model at path has no loops, or a router where exit= or fill= is given."""
-    if not hasattr(model, "loop"):
+    loops = loops_of(model)
+    if loops is None:
         raise UserError(f"serve.py is for models that loop over depth (relaxed, mor), {path} does "
                         f"not")
-    if (exit or fill) and hasattr(model, "takes"):
+    if (exit or fill) and loops.routed:
         raise UserError(f"exit and fill are for relaxed: of {path}, a mor, the router decides "
                         f"which tokens exit")
 
@@ -657,15 +786,17 @@ def write_coloured(model, tokenizer, cfg):
     """Continue a prompt; each token has the colour of the loop after which it exited. Returns a
     summary."""
     cfg = replace(cfg, batching="sequence")     # of one request, for every model
-    request, decoder = Request(tokenizer.encode(cfg.prompt), cfg.max_new_tokens), text_decoder()
+    request, new = Request(tokenizer.encode(cfg.prompt), cfg.max_new_tokens), []
+    texts = tokenizer.stream(iter(new.pop, None))   # of the tokens that show puts into new
     check_prompts([request.prompt], model.cfg.vocab_size)
 
     def show(request):
-        text = decoder.decode(tokenizer.decode_bytes(request.tokens[-1:]))
-        print(coloured(text, request.exits[-1], model.n_loop), end="", flush=True)
+        new.append(request.tokens[-1])
+        print(coloured(next(texts), request.exits[-1], model.n_loop), end="", flush=True)
     print(tokenizer.decode(request.prompt), end="", flush=True)
     list(engine_for(model, tokenizer, cfg, [request], on_token=show).run([request]))
-    print(decoder.decode(b"", final=True))
+    new.append(None)
+    print(next(texts))
     legend = [coloured(str(b), b, model.n_loop) for b in range(1, model.n_loop + 1)]
     return (f"{len(request.tokens)} tokens; exited after loop "
             f"{loop_fractions(request.exits, model.n_loop)} {' '.join(legend)}")

@@ -93,8 +93,8 @@ def weight_of_use(layers, name):
     _, layer, name = name.split(".", 2)
     block, use = layers[int(layer)]
     part = block.get_submodule(name.removesuffix(".weight"))
-    if hasattr(part, "merged"):     # a linear layer with deltas
-        return part.merged(use)
+    if getattr(part, "rank", 0):    # a linear layer with deltas
+        return torch.addmm(part.weight, part.b[use].t(), part.a[use])
     return part.weights[use] if hasattr(part, "weights") else part.weight
 
 

@@ -1,7 +1,6 @@
 """
 How the next token is chosen: the keys that sample.py and serve.py share, and the choice itself.
 """
-import codecs
 import math
 from dataclasses import dataclass
 
@@ -87,11 +86,6 @@ def read_arguments(argv, config):
         raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
     keys = split_args([a for a in argv if "=" in a])
     return paths[0], typed_config(config, keys, free_text=("prompt",))
-
-
-def text_decoder():
-    """Turns bytes of tokens into text; bytes of an unfinished character wait."""
-    return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
 
 def loop_fractions(loops, n_loop):

@@ -40,7 +40,7 @@ from common.optim import make_optimizers
 from common.process import check_tokenizer, device_name, open_data, pick_device
 from common.sampling import loop_fractions
 from lab.plot import draw_points, points
-from serve import Engine, Request
+from serve import Engine, Request, loops_of
 
 
 @dataclass
@@ -473,9 +473,9 @@ def relaxed_requests(model, text, device, slots=32, fraction=0.65, rounds=4):
     fraction of the tokens exit after the first loop."""
     found, engine = [], Engine(model.eval(), slots, LONGEST, "sequence")
 
-    def watch(logits, depth):                       # a rule by which nothing exits early
-        found.append(logits[(depth == 0).to(logits.device)].softmax(-1).amax(-1).cpu())
-        return depth == model.n_loop - 1
+    def watch(logits, loop):                        # a rule by which nothing exits early
+        found.append(logits[(loop == 1).to(logits.device)].softmax(-1).amax(-1).cpu())
+        return loop == model.n_loop
     engine.rule = watch
     list(engine.run(workload(text)()[:slots]))
     exit = f"confidence:{float(torch.cat(found).quantile(1 - fraction)):.8g}"
@@ -535,9 +535,9 @@ def bench_serve(cfg, folders, slots=16):
     device, cases, losses, text = pick_device(cfg.device), {}, {}, None
     for folder in folders:
         model, _, ckpt = load_run(folder, device)
-        if not hasattr(model, "loop"):
+        if (loops := loops_of(model)) is None:
             raise UserError(f"{folder} is a model_{ckpt['model']}: requests are for relaxed, mor")
-        routed = hasattr(model, "takes") and model.cfg.router != "none" and model.n_loop > 1
+        routed = loops.routed and model.cfg.router != "none" and model.n_loop > 1
         batching = "depth" if routed and model.cfg.share.endswith("cycle") else "sequence"
         before, text = text, served_text(model, ckpt, folder)
         if before is not None and not np.array_equal(before, text):

@@ -34,7 +34,7 @@ import serve
 from common.checkpoint import load_run
 from common.keys import HERE, UserError, asks_help, help_text, run_cli, split_args, typed_config
 from common.process import pick_device
-from common.sampling import Decoding, check_prompts, text_decoder
+from common.sampling import Decoding, check_prompts
 try:
     import uvicorn
     from fastapi import FastAPI, Request
@@ -69,7 +69,8 @@ class Choice(serve.Request):
     logprobs: list = field(default_factory=list)    # (token, logprob, {token: logprob})
     text: str = ""
     told: int = 0                   # characters of it that are certain
-    decoder: codecs.IncrementalDecoder = field(default_factory=text_decoder)
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace"))
 
     def read(self, piece, final=False):
         """What a token's bytes make certain of the text. A stop string ends it; the last
@@ -89,7 +90,7 @@ class Run(serve.Engine):
 
     def __init__(self, path, cfg, several):
         model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
-        if several and hasattr(model, "takes"):
+        if several and getattr(serve.loops_of(model), "routed", False):
             cfg = replace(cfg, exit="", fill="")
         serve.check_loops(model, path, cfg.exit, cfg.fill)
         # a text may be as long as the model's context; without a limit, as 8 times block_size
@@ -292,8 +293,8 @@ def result(choice, tokenizer):
     if not choice.logprobs:
         return found
     tokens, values, tops = zip(*choice.logprobs)        # end-of-text too, where it was chosen
-    decoder, word = text_decoder(), lambda token: as_text(tokenizer.decode_bytes([token]))
-    sizes = [len(decoder.decode(tokenizer.decode_bytes([token]))) for token in tokens]
+    word = lambda token: as_text(tokenizer.decode_bytes([token]))
+    *sizes, _ = map(len, tokenizer.stream(tokens))
     # the likeliest comes last: it holds where several are the same text
     tops = [top and {word(token): top[token] for token in reversed(top)} for top in tops]
     return {**found, "logprobs": {"tokens": list(map(word, tokens)), "token_logprobs": values,
