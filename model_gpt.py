@@ -466,18 +466,3 @@ def compute_dtype(x):
     device = x.device.type
     mixed = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if mixed else x.dtype
-
-
-# until the other models call attend
-
-def attention_fast(q, k, v, bias, dropout=0.0):
-    return attend(q, k, v, bias, True, dropout)
-
-
-def attention_naive(q, k, v, bias, dropout=0.0):
-    return attend(q, k, v, bias, False, dropout)
-
-
-def make_bias(cfg, pos, n_keys, dtype):
-    keys = torch.arange(n_keys, device=pos.device)
-    return attention_bias(pos, keys, getattr(cfg, "window", 0), dtype=torch.promote_types(dtype, torch.float32))

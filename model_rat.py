@@ -58,6 +58,7 @@ class Config(BaseConfig):
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
     swa: int = 0        # > 0: sliding window of odd layers, how many keys a token attends to
     qk_groups: int = 0  # G (0: 2, or 1 where n_head is odd)
+    gate_rank: int = 0  # rank of the projections of z and g (0: full)
     pos: str = choice("chunk", "rope", "nope")  # of rat: by chunk | token | none; swa: token
     n_mlp: int = 0      # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
@@ -67,7 +68,7 @@ class Config(BaseConfig):
     def __post_init__(self):
         super().__post_init__()
         self.at_least(1, "chunk")
-        self.at_least(0, "swa", "qk_groups", "n_mlp")
+        self.at_least(0, "swa", "qk_groups", "gate_rank", "n_mlp")
         self.n_mlp = self.n_mlp or mlp_width(self)
         self.qk_groups = self.qk_groups or 2 - self.n_head % 2
         if self.n_head % self.qk_groups:
@@ -88,14 +89,18 @@ class RAT(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg, C, GD = cfg, cfg.n_embd, cfg.qk_groups * cfg.head_dim
-        self.widths = [C, C, C, GD, GD]     # of z, g, v, q, k
+        rank = cfg.gate_rank or C
+        self.widths = [rank, rank, C, GD, GD]   # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
+        low_rank = lambda: nn.Linear(rank, C, bias=False) if cfg.gate_rank else nn.Identity()
+        self.w_z, self.w_g = low_rank(), low_rank()
         self.gate_bias = nn.Parameter(initial_gate_bias(C, cfg.chunk))  # b_g
         self.wo = nn.Linear(C, C, bias=False)
 
     def forward(self, u, layer, context):
         """u (B, T, C), normed -> (B, T, C)."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
+        z, g = self.w_z(z), self.w_g(g)         # (B, T, C)
         copies = self.cfg.n_head // self.cfg.qk_groups
         # head h has group h % G
         q, k = q.repeat(1, 1, copies), k.repeat(1, 1, copies)   # (B, T, C)
