@@ -171,7 +171,7 @@ BUGS = {
     "LRT: memory of the position itself": ("model_lrt.py", "torch.cat([zero, m[:, :-1]], 1)[:, at]", "m[:, at]",
                                            "test_lrt.py -k are_the_exact_chain"),
     "LRT: padding becomes a memory": ("model_lrt.py", "m if slots.at is None else torch.where(new, m, self.memory)",
-                                      "m", "test_models.py -k advance_as_they_like and lrt-default"),
+                                      "m", "test_lrt.py -k goes_on_exactly and default"),
     "an estimate for an exact figure": ("train.py", "        if not exact:\n",
                                         "        if True:\n",
                                         "test_lrt.py -k exact_on_some_batches"),
