@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")     # results repeat for one thread count; tests may run beside others
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,16 +60,6 @@ def two_processes(folder, *arguments):
 @pytest.fixture(scope="session")
 def full(request):
     return request.config.getoption("--full")
-
-
-@pytest.fixture(scope="session")
-def beside(full):
-    """Long checks in processes of their own. {test: its process}; result() runs it to its end."""
-    interpreter = ["-m", "pytest", "-n0", "-q", "-x", "tests/interpreted_kernels.py", *["--full"] * full]
-    compilers = ["tests/compile_kernels.py", *["ci"] * (not full)]
-    run = lambda *arguments, **environment: SimpleNamespace(result=lambda: python(*arguments, **environment))
-    return {"test_triton_code_in_the_interpreter": run(*interpreter, TRITON_INTERPRET="1"),
-            "test_triton_code_compiles_for_gpus": run(*compilers)}
 
 
 @pytest.fixture(scope="session")
