@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import runs
+import train
 from common.keys import UserError
 from conftest import ROOT
 from test_serve import move
@@ -33,7 +34,7 @@ def folders(data_dir, tmp_path_factory):
     for model in ("mor", "relaxed"):
         trainer = runs.run(model, out, data_dir, f"run={model}", "max_steps=3", "block_size=64", "dropout=0")
         move(trainer.model, 0.3)
-        trainer.save("ckpt.pt")
+        train.save(trainer, "ckpt.pt")
     return out
 
 
