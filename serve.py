@@ -122,12 +122,17 @@ class RaggedBatch:
         self.row, _ = spread(n)                                         # (N,)
         at = torch.from_numpy(pos).to(cache.device)
         self.rope = rope and [table[at][:, None] for table in rope]     # (N, 1, D / 2) each
-        self.reads, self.makes_keys, self.groups = reads, bool(writes.any()), []
-        # one call of attention takes rows that are alike in this
-        kinds = list(zip(reads, n > 1, writes))
+        self.reads, self.writes, self.makes_keys = reads, writes, bool(writes.any())
+
+    @functools.cached_property
+    def groups(self):
+        """One call of attention takes rows that are alike in this: the level that they read,
+        whether they have several tokens, and whether they write."""
+        kinds, groups = list(zip(self.reads, self.n > 1, self.writes)), []
         for kind in sorted(set(kinds)):
             rows = np.array([kind == other for other in kinds])         # (R,)
-            self.groups.append(RowGroup(self, rows, int(kind[0]), bool(kind[2])))
+            groups.append(RowGroup(self, rows, int(kind[0]), bool(kind[2])))
+        return groups
 
     def rotated(self, x):
         return apply_rope(x, *self.rope) if self.rope else x
@@ -140,13 +145,12 @@ class RaggedBatch:
             group.attend(layer, q, new, out)
         return out
 
-    def write(self, k, v):
-        """Write k, v (layers, N, G, D) of tokens that are all at one level, without attending."""
-        new = torch.stack([self.rotated(k), v], 2)                      # (layers, N, 2, G, D)
+    def write(self, layer, k, v):
+        """Write k, v (N, G, D) of tokens that are all at one level, without attending."""
+        new = torch.stack([self.rotated(k), v], 1)                      # (N, 2, G, D)
         slot, entry = (torch.from_numpy(x).to(k.device) for x in (self.slot[self.row], self.entry))
-        for layer, rows in enumerate(new):
-            kv = self.cache.buffer(int(self.reads[0]), layer, int(self.entry.max()) + 1)
-            kv[slot, :, :, entry] = rows.to(kv.dtype)
+        kv = self.cache.buffer(int(self.reads[0]), layer, int(self.entry.max()) + 1)
+        kv[slot, :, :, entry] = new.to(kv.dtype)
 
 
 class RowGroup:
@@ -197,16 +201,25 @@ class RowGroup:
 def run_block(block, h, layer, context, call):
     """model_gpt's Block on packed tokens h (N, C). call(part, x): a linear layer or a QK-norm of
     the block, as each token's loop has it. layer: its number in a loop."""
-    attn, mlp = block.attn, block.mlp
-    n = block.norm1(h)
-    heads = lambda linear: call(linear, n).unflatten(-1, (-1, attn.cfg.head_dim))
-    q, k, v = call(attn.q_norm, heads(attn.wq)), None, None             # (N, H, D)
-    if context.makes_keys:
-        k, v = call(attn.k_norm, heads(attn.wk)), heads(attn.wv)        # (N, G, D)
+    attn, mlp, n = block.attn, block.mlp, block.norm1(h)
+    q = call(attn.q_norm, heads(attn, call(attn.wq, n)))                # (N, H, D)
+    k, v = keys_values(block, n, call) if context.makes_keys else (None, None)
     h = h + call(attn.wo, context.attend(layer, q, k, v).flatten(1))
     m = block.norm2(h)
     up = call(mlp.w_up, m)
     return h + call(mlp.w_down, F.silu(call(mlp.w_gate, m)) * up if mlp.gated else F.gelu(up))
+
+
+def keys_values(block, n, call):
+    """k, v (N, G, D) of n (N, C), the normed states."""
+    attn = block.attn
+    k = call(attn.k_norm, heads(attn, call(attn.wk, n)))
+    return k, heads(attn, call(attn.wv, n))
+
+
+def heads(attn, x):
+    """(N, heads D) -> (N, heads, D)"""
+    return x.unflatten(-1, (-1, attn.cfg.head_dim))
 
 
 class RelaxedLoops:
@@ -215,7 +228,6 @@ class RelaxedLoops:
 
     def __init__(self, model):
         self.model, self.cfg = model, model.cfg
-        self.projection = functools.cache(self.make_projection)     # weights stay as they are
 
     def embed(self, idx, context):
         return self.model.wte(idx)
@@ -239,28 +251,12 @@ class RelaxedLoops:
     def logits(self, h, context):
         return upcast(self.model.head(self.model.norm(h)))
 
-    def make_projection(self, loop):
-        """What gives a loop's keys and values of a state: (W' + B A) diag(g) of wk and wv of each
-        layer, (2 K G D, C), and the weights of its keys' norms, (K, 1, 1, D). One product and one
-        norm, as all layers read the same state."""
-        full = lambda w, u: w.weight + w.b[u].t() @ w.a[u] if w.rank else w.weight
-        weights = torch.cat([full(w, u) * block.norm1.weight for block, u in self.layers(loop)
-                             for w in (block.attn.wk, block.attn.wv)])
-        if not self.cfg.qk_norm:
-            return weights, None
-        norms = [block.attn.k_norm.weights[u] for block, u in self.layers(loop)]
-        return weights, torch.stack(norms)[:, None, None]
-
     def propagate(self, h, loop, context):
         """Give a loop keys and values of tokens that exited before it, projected from the states h
         they exited with."""
-        cfg, (weights, norms) = self.cfg, self.projection(loop)
-        kv = F.linear(F.rms_norm(h, h.shape[-1:], eps=cfg.norm_eps), weights)
-        kv = kv.view(-1, cfg.n_stored, 2, cfg.n_kv_head, cfg.head_dim)
-        k, v = kv.permute(2, 1, 0, 3, 4)                                # (K, N, G, D) both
-        if norms is not None:
-            k = F.rms_norm(k, k.shape[-1:], eps=cfg.norm_eps) * norms
-        context.write(k, v)
+        for layer, (block, u) in enumerate(self.layers(loop)):
+            call = functools.partial(as_use, u=u)
+            context.write(layer, *keys_values(block, block.norm1(h), call))
 
 
 def as_use(part, x, u):
