@@ -562,7 +562,7 @@ def scan_arguments(h0, x, chunk):
 
 def scan(g, x, h0, chunk):
     """h (B, T, C)."""
-    (B, T, C), g, x = x.shape, aligned_channels(g), aligned_channels(x)
+    (_, T, C), g, x = x.shape, aligned_channels(g), aligned_channels(x)
     grid, h0, chunk, options = scan_arguments(h0, x, chunk)
     h = x.new_empty(x.shape)
     scan_forward_kernel[grid](g, x, h0, h, *strides(g, x), T, x.size(-1), chunk, **options)
@@ -571,7 +571,7 @@ def scan(g, x, h0, chunk):
 
 def scan_backward(dh, g, x, h, h0, chunk):
     """dg, dx (B, T, C) and dh0 (B, C)."""
-    (B, T, C), h = h.shape, aligned_channels(h).contiguous()
+    (_, T, C), h = h.shape, aligned_channels(h).contiguous()
     dh, g, x = aligned_channels(dh), aligned_channels(g), aligned_channels(x)
     grid, h0, chunk, options = scan_arguments(h0, h, chunk)
     dg, dx, dh0 = torch.empty_like(h), torch.empty_like(h), torch.empty_like(h0)
