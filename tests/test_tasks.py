@@ -134,16 +134,6 @@ def test_the_examples_in_the_docstring():
         CHECKS[name](*([-1 if t == "." else int(t) for t in row.split()] for row in rows))
 
 
-def test_what_is_strewn_is_strewn_evenly():
-    rows = np.array([x for x, _ in examples("noisy_recall", 128, count=400)])
-    noise = (rows[:, ::2] >= 16).mean(0)  # of each pair; the last never is noise
-    assert noise[-1] == 0 and abs(noise[:-1] - 0.2).max() < 0.1
-    rows = [x for x, _ in examples("needles", 128, count=2000)]
-    first = [next(i for i, t in enumerate(x) if t < 16) for x in rows]
-    asked = [x[112::2].index(x[i]) for x, i in zip(rows, first)]
-    assert min(first) == 0 and np.bincount(asked, minlength=8).min() > 190, "of 250, give or take 15"
-
-
 def test_memorization_has_one_map():
     """For all examples of both splits; every key has its own value; another seed, another map."""
     def mapping(seed):
@@ -247,13 +237,6 @@ def test_what_is_printed_and_logged(tmp_path, capsys):
     sample.main([str(tmp_path / "r"), "prompt=3 9 1", "max_new_tokens=20"])
     words = capsys.readouterr().out.split("-" * 80)[0].split()
     assert words[:3] == ["3", "9", "1"] and len(words) == 23 and all(0 <= int(w) < 16 for w in words)
-
-
-def test_counting_by_hand():
-    targets = torch.tensor([[1, -1, 2], [-1, -1, 0], [0, 1, 2], [2, 2, -1]])
-    said = torch.tensor([[1, 0, 2], [2, 2, 1], [0, 1, 1], [2, 2, 2]])
-    tokens, rows = tasks.count_right(torch.nn.functional.one_hot(said, 3) * 0.1, targets)
-    assert (int(tokens), int(rows)) == (2 + 0 + 2 + 2, 2)
 
 
 def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path):
