@@ -146,9 +146,8 @@ def test_what_cannot_be_encoded_or_decoded(tokenizers):
     for tokenizer in tokenizers.values():
         with pytest.raises(UserError, match="udc80"):
             tokenizer.encode("a\udc80b")
-        for i in -1, tokenizer.vocab_size:
-            with pytest.raises(UserError, match=f"token {i} is out of the vocabulary"):
-                tokenizer.decode([i])
+        with pytest.raises(UserError, match=f"token {tokenizer.vocab_size} is out of the vocabulary"):
+            tokenizer.decode([tokenizer.vocab_size])
     with pytest.raises(UserError, match="'z'"):
         CharTokenizer("abc").encode("abza")
 
@@ -343,12 +342,6 @@ def test_files_of_a_folder_and_a_glob(tmp_path):
     assert found(f"{tmp_path}/[ab].txt") == ["[ab].txt"]  # a file's own name, not a glob
 
 
-def test_names_of_folders():
-    assert prepare.folder_name("file:../a/b c.txt", "bpe:512") == "file-..-a-b-c.txt-bpe-512"
-    one, two = (prepare.folder_name("file:" + "long/" * 200 + end, "byte") for end in "ab")
-    assert one != two and len(one) < 100 and one.startswith("file-long-long")
-
-
 def test_python_corpus(tmp_path):
     folder = make(tmp_path)
     text = b"".join(bytes(i for i in ids_of(folder, s) if i < 256) for s in ("train", "val"))
@@ -458,10 +451,9 @@ def test_files_damaged_or_replaced_while_in_use(tmp_path):
 
 # nothing half done ----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("tokenizer", ["char", "bpe:400", "hf:{}/model"])
+@pytest.mark.parametrize("tokenizer", ["char", "bpe:400"])
 def test_prepared_twice_the_bytes_are_the_same(tmp_path, tokenizer):
-    write_model(tmp_path / "model", smollm())
-    keys = "dataset=" + write_docs(tmp_path / "docs", DOCS), "tokenizer=" + tokenizer.format(tmp_path), "name=x"
+    keys = "dataset=" + write_docs(tmp_path / "docs", DOCS), f"tokenizer={tokenizer}", "name=x"
     for seed in "1", "2":
         done = python("prepare.py", *keys, f"data_dir={tmp_path}/data{seed}", PYTHONHASHSEED=seed)
         assert done.returncode == 0 and done.stderr == "" and done.stdout.count("\n") == 1
