@@ -142,6 +142,9 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
         assert checkpoint.fingerprint(train.state(second)["weights"]) == checkpoint.fingerprint(train.state(first)["weights"])
         fields = train.setup([*start, f"config={tmp_path / 'long.yaml'}"]).model.cfg
         assert fields.block_size == 32 and fields.dropout == 0.25 and fields.n_embd == 16
+    folder = runs.run("rat", tmp_path / "b", data_dir, "max_steps=1").folder
+    cfg, fields, _, _ = read_config([f"init_from={folder}"])
+    assert (cfg.model, cfg.run, fields["n_embd"]) == ("rat", "rat_tiny", 16), "the config file of their model"
 
 
 def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
@@ -184,7 +187,7 @@ def test_the_log(tmp_path, data_dir):
     assert abs(result["val_bpb"] - result["val_ce"] / math.log(2) * val.tokens / val.bytes) < 1e-9
 
 
-@pytest.mark.parametrize("missing", [None, "matplotlib", "lab.plot"])
+@pytest.mark.parametrize("missing", [None, "matplotlib"])
 def test_the_picture_never_ends_a_run(missing, tmp_path, data_dir, monkeypatch, capsys):
     """Drawn at the end; without what it needs, and with settings that break it, there is a note."""
     monkeypatch.setitem(sys.modules, missing, None) if missing else None
@@ -205,30 +208,26 @@ def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir):
 
 # things that go wrong -------------------------------------------------------------------------------------------
 
-def test_a_gradient_that_is_not_finite_stops_before_the_update(tmp_path, data_dir):
+def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, monkeypatch):
     trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2"))
     trainer.model.wte.weight.register_hook(lambda g: g * (math.nan if trainer.step == 3 else 1))
     with pytest.raises(UserError, match="grad_norm is nan at step 3: stopped before the update"):
         train.train(trainer)
     assert trainer.step == 3 and checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")["step"] == 2
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-
-
-def test_an_evaluation_that_is_not_finite_stops_the_run(tmp_path, data_dir, monkeypatch):
     monkeypatch.setattr(train, "evaluate", lambda run: {"val_ce": math.nan})
-    with pytest.raises(UserError, match="val_ce is nan at step 6"):
-        runs.run("gpt", tmp_path, data_dir)
-    assert not (tmp_path / "r" / "best.pt").exists()
+    with pytest.raises(UserError, match="val_ce is nan at step 2"):
+        train.train(train.setup(runs.arguments("gpt", tmp_path / "b", data_dir, "eval_interval=2")))
+    assert not (tmp_path / "b" / "r" / "best.pt").exists()
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
-def test_a_signal_saves_and_exits_0(tmp_path, data_dir, sig):
+def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
     argv = runs.arguments("gpt", tmp_path, data_dir, "max_steps=1000000", "eval_interval=5")
     p = subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                          stderr=subprocess.PIPE)
     while not (tmp_path / "r" / "ckpt.pt").exists() and p.poll() is None:
         time.sleep(0.05)
-    p.send_signal(sig)
+    p.send_signal(signal.SIGINT)            # runs.run sends SIGTERM
     out, err = p.communicate(timeout=60)
     assert p.returncode == 0, err
     step = checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"]
@@ -246,12 +245,6 @@ def test_a_longer_run_goes_on_from_the_last_evaluation(tmp_path, data_dir):
     assert checkpoint.load_checkpoint(worse.folder / "best.pt")["step"] == 6
     assert rows[-1]["tokens"] == (6 * 2 + 2 * 4) * 16
     assert rows[-1]["flops"] == pytest.approx(rows[-1]["tokens"] * worse.model.flops_per_token())
-
-
-def test_weights_bring_the_config_file_of_their_model(tmp_path, data_dir):
-    folder = runs.run("rat", tmp_path, data_dir, "max_steps=1").folder
-    cfg, fields, _, _ = read_config([f"init_from={folder}"])
-    assert (cfg.model, cfg.run, fields["n_embd"]) == ("rat", "rat_tiny", 16)
 
 
 def test_a_folder_of_another_text_is_refused(tmp_path, capsys):
@@ -276,7 +269,7 @@ def test_a_folder_of_another_text_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("name, more", [
     pytest.param("gpt", [], id="gpt"),
-    pytest.param("gpt", ["dataset=task:s3", "task_examples=0", "learning_rate=1e-2"], id="task"),
+    pytest.param("gpt", ["dataset=task:s3", "task_examples=0", "learning_rate=1e-2"], id="task", marks=pytest.mark.full),
     pytest.param("mor", ["router=token", "balance=loss_free", "balance_rate=2e-3", "max_steps=7"], id="mor"),
     *(pytest.param(name, ["optimizer=muon"], id=f"{name}-muon", marks=pytest.mark.full) for name in MODELS)])
 def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path, data_dir):
