@@ -51,17 +51,15 @@ T = ["out_dir={w}/out", "data_dir={w}/data", "dataset=words", *runs.SMALL[1:]]
 TRAIN = [
     (["n_layr=3"], "unknown key 'n_layr': did you mean n_layer?"),
     (["run=${oc.env:HOME}"], "run: interpolation is not supported"),
-    (["n_embd=30", "n_head=4"], "n_embd=30 is not divisible by n_head=4"),
     (["block_size=1000000"], "block_size=1000000 is too long"),
     (["vocab_size=100"], "vocab_size=100 is less than the data's 257"),
     (["beta2=1"], "beta2=1.0 must be at least 0 and at most 0.99999"),
     (["compile=maybe"], "compile=maybe must be one of"), (["device=tpu9"], "device=tpu9 is not on this machine"),
     (["model=nothing"], "model=nothing is unknown: "), (["run=../escape"], "run '../escape' is not allowed"),
-    (["sample_prompt=", "sample_tokens=9"], "sample_prompt is empty"),
+    (["sample_prompt=", "sample_tokens=9"], "sample_prompt is empty"), (["fsdp=true"], "needs several processes: torchrun"),
     (["out_dir={w}/afile"], "could not write"), (["overwrite=true", "run=r", "wandb=true"], "the package wandb is missing"),
     # resuming and other checkpoints
     (["run=r"], "holds a checkpoint: resume=true goes on from it"),
-    (["resume=true", "init_from={w}/out/r", "run=r"], "leave out init_from"),
     (["resume=true", "run=never"], "ckpt.pt does not exist"),
     (["resume=true", "run=r", "block_size=8"], "block_size=8, but the checkpoint's model has block_size=16"),
     (["resume=true", "run=r", "optimizer=muon"], "another optimizer"),
@@ -73,7 +71,7 @@ TRAIN = [
     (["model=rat", "init_from=out/r"], "model=rat, but the checkpoint holds model=gpt"),
     (["teacher=out/r", "block_size=32"], "teacher=out/r takes 16 tokens, block_size=32 is more"),
     # data sets and tasks
-    (["dataset=shakespeare"], "python prepare.py dataset=shakespeare tokenizer=byte"), (["dataset=nosuch"], "nosuch"),
+    (["dataset=shakespeare"], "python prepare.py dataset=shakespeare tokenizer=byte"),
     (["dataset=file:{w}/empty.txt"], "is empty"), (["dataset=file:pipe"], "neither a file nor a folder"),
     (["dataset=pipebin"], "val.bin is not a regular file"), (["dataset=task:nothing"], "the tasks are task:recall, "),
     (["dataset=task:recall", "block_size=7"], "block_size=7 is impossible for dataset=task:recall"),
@@ -81,7 +79,7 @@ TRAIN = [
     (["dataset=task:s3", "tokenizer=char"], "leave out tokenizer"),
     (["dataset=task:s3", "task_next_token=true"], "task_next_token=true is for recall, fuzzy_recall, noisy_recall"),
     # config files
-    (["config={w}/missing.yaml"], "missing.yaml cannot be read"), (["config=pipe"], "pipe cannot be read"),
+    (["config=pipe"], "pipe cannot be read"),
     (["config={w}/broken.yaml"], "broken.yaml is not valid YAML"), (["config={w}/nested.yaml"], "must hold flat"),
     (["config={w}/resume.yaml", "overwrite=true", "run=r"], "exclude each other"),
     # models
@@ -92,7 +90,6 @@ TRAIN = [
     # more than any machine has
     (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
     (["n_embd=1000000000"], "n_embd=1000000000, vocab_size=257"), (["batch_size=1000000000"], "batch_size=1000000000"),
-    (["model=lrt", "n_layer=10000000"], "n_layer=10000000, n_embd=16"),
     (["gradient_accumulation_steps=1000000000000"], "at least"),
     (["model=relaxed", "n_layer=9223372036854775807"], "n_loop=2 must divide n_layer=9223372036854775807: 1, 7, "),
     (["block_size=9223372036854775807"], "block_size=9223372036854775807"),
@@ -130,9 +127,8 @@ PREPARE = [
     (["dataset=file:latin.txt"], "0 documents of UTF-8 text, 1 others"), (["dataset=file:nothing*.txt"], "and none match it"),
     (["dataset=file:folder"], "nor a folder with text files"), (["dataset=pyton"], "the data sets are python, "),
     (["tokenizer=bpe:257"], "the size must be 258 to"),
-    (["tokenizer=morse"], "the tokenizers are byte, "), (["tokenizer=hf:none"], "neither a folder nor a hub name"),
+    (["tokenizer=morse"], "the tokenizers are byte, "), (["name=../up"], "'../up' is not allowed"),
     (["tokenizer=hf:folder"], "its tokenizer.json cannot be read"), (["val_fraction=0"], "val_fraction must"),
-    (["max_tokens=3"], "max_tokens must"), (["name=../up"], "'../up' is not allowed"),
     (["data_dir=afile"], "cannot write afile/python-byte: Not a directory"),
 ]
 PROGRAMS = {"train": (train.main, TRAIN), "sample": (sample.main, SAMPLE), "bench": (bench.main, BENCH),
@@ -169,7 +165,7 @@ def test_one_line_and_exit_2(program, args, message, world, capfd, monkeypatch):
     assert snapshot(world) == before
 
 
-@pytest.mark.parametrize("program", ["train", "sample", "prepare"])
+@pytest.mark.parametrize("program", ["train", "prepare"])
 def test_from_the_shell(program, tmp_path):
     p = subprocess.run([sys.executable, ROOT / f"{program}.py", "n=3"], cwd=tmp_path, capture_output=True, text=True)
     assert (p.returncode, p.stdout, p.stderr.count("\n")) == (2, "", 1) and p.stderr.startswith("error: "), p.stderr

@@ -6,7 +6,7 @@ from common import checkpoint
 from lab import plot
 import runs
 import train
-from conftest import MODELS, python, two_processes
+from conftest import MODELS, two_processes
 
 OPTIONS = ["gradient_accumulation_steps=4", "optimizer=muon", "muon_learning_rate=0.02", "eval_interval=3",
            "eval_batches=3"]    # batches that two processes cannot share equally
@@ -56,9 +56,3 @@ def test_two_sharded_processes_are_one(model, extra, data_dir, tmp_path):
     one = runs.run(model, tmp_path / "two", data_dir, *OPTIONS, "fsdp=false", *on)
     assert two["step"] == 8
     assert_alike(two, train.state(one), 1e-4)
-
-
-def test_one_process_is_refused(data_dir, tmp_path):
-    p = python("train.py", *runs.arguments("gpt", tmp_path, data_dir, "fsdp=true"))
-    assert p.returncode == 2 and p.stderr.count("\n") == 1 and "torchrun" in p.stderr
-    assert not (tmp_path / "r").exists()
