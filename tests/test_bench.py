@@ -84,17 +84,6 @@ def test_trained_runs(tmp_path, data_dir, capsys):
     assert out.count(f"x {folders[0]}") == 6 and f"{found[folders[1]]['train_ms']:11.3f} ms" in out
 
 
-def test_keys_name_a_model_or_a_run(tmp_path, data_dir, monkeypatch, capsys):
-    """Keys over the bench's own sizes over the config file; a run brings its weights and its validation text."""
-    seen, run = [], str(runs.run("mor", tmp_path, data_dir, "max_steps=1").folder)
-    monkeypatch.setattr(bench, "bench_model", lambda *args: seen.append(args))
-    bench.main(["lrt", "n_layer=2"])
-    bench.main(["mor", f"init_from={run}", "device=cpu"])
-    (_, lrt, cfg, _, none), (name, mor, _, device, (model, text)) = seen
-    assert (lrt.n_layer, lrt.n_embd, cfg.batch_size, none) == (2, 256, 8, ()) and (name, device) == ("mor", CPU)
-    assert model.cfg == mor and mor.n_embd == 16 and bytes(text.tolist()) in (data_dir / "words.txt").read_bytes()
-
-
 def test_quality_is_that_of_the_text():
     """Cross-entropy and likeliest tokens where the text goes on, as one forward over it has."""
     model, work = tiny("mor", n_layer=8), bench.workload(TEXT)
