@@ -33,7 +33,6 @@ CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True),
          "gfx942>2GB": (AMD, 64 * 1024, False),                 # some tensor is that large
          "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024, False)}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-POINTERS = {**TYPES, torch.int32: "i32"}
 FLOAT32 = ("lse_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr")
 
 
