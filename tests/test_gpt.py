@@ -64,6 +64,12 @@ def test_fast_builds_no_mask(monkeypatch):
     assert masks == [None, None, None]
 
 
+@pytest.mark.parametrize("window, keys", [(0, 2.5), (2, 7 / 4)])
+def test_flops_by_hand(window, keys):
+    model = Model(Config(block_size=4, vocab_size=10, n_layer=1, n_head=2, n_embd=8, n_mlp=16, window=window))
+    assert model.flops_per_token() == 6 * (4 * 64 + 3 * 8 * 16 + 80) + 12 * 8 * keys
+
+
 def test_rms_norm_squares_in_float32_under_autocast():
     x, norm = torch.randn(3, 64), model_gpt.RMSNorm(64, 1e-5)
     with torch.autocast("cpu", torch.bfloat16):
