@@ -77,15 +77,9 @@ class Config(BaseConfig):
                              f"{kernels.HEAD_SIZES[-1]} wide")
         if self.schedule == "wavefront" and not self.kv_norm:
             raise ValueError("schedule=wavefront needs kv_norm=true; schedule=tiled does not")
-
-    @property
-    def schedule_used(self):
-        """What schedule=auto is."""
-        if self.schedule != "auto":
-            return self.schedule
-        if not self.fast:
-            return "naive"
-        return "wavefront" if self.kv_norm else "tiled"
+        fast = "wavefront" if self.kv_norm else "tiled"
+        auto = fast if self.fast else "naive"
+        self.schedule_used = auto if self.schedule == "auto" else self.schedule
 
 
 # ---- the equations, position after position ----
@@ -119,7 +113,8 @@ class Layer(nn.Module):
             keys, values = torch.cat([k, kt_i], 2), torch.cat([v, vt_i], 2)     # (B, G, i + 1, D)
             a_i = attend(q_i, keys, values, bias[:, :, at, :i + 1], fast=False)     # (2)
             y_i = self.output(x_i, a_i)                                         # (3), (4)
-            k_i, v_i = self.persistent(y_i, rope_at(rope, at))                  # (5)
+            rope_i = rope and [table[:, :, at] for table in rope]
+            k_i, v_i = self.persistent(y_i, rope_i)                             # (5)
             k, v = torch.cat([k, k_i], 2), torch.cat([v, v_i], 2)
             ys.append(y_i)
         return torch.cat(ys, 1)
@@ -146,11 +141,6 @@ class Layer(nn.Module):
         """(B, n, heads D) -> (B, heads, n, D), rotated if rope is given."""
         u = u.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return u if rope is None else apply_rope(u, *rope)
-
-
-def rope_at(rope, at):
-    """RoPE's tables, (1, 1, T, D) each, at the positions of a slice."""
-    return rope and [table[:, :, at] for table in rope]
 
 
 class LayerWithoutKVNorm(Layer):
@@ -187,7 +177,8 @@ def layer_tiled(layer, x, rope, slopes):
     qs, ks, vs, ys = q.split(1, 2), [], [], []
     for i, x_i in enumerate(x.split(1, 1), start=1):
         y_i = layer.output(x_i, states[i - 1][0])                           # (3), (4)
-        k_i, v_i = layer.persistent(y_i, rope_at(rope, slice(i - 1, i)))    # (5)
+        rope_i = rope and [table[:, :, i - 1:i] for table in rope]
+        k_i, v_i = layer.persistent(y_i, rope_i)                            # (5)
         ys.append(y_i)
         ks.append(k_i)
         vs.append(v_i)
@@ -256,7 +247,7 @@ class Model(LanguageModel):
         x, T = self.drop(self.wte(idx)), idx.size(1)
         if cache is not None:
             return self.norm(self.decode(x, cache, n_valid))
-        if T > (self.context_limit or T):
+        if self.cfg.pos == "rope" and T > self.cfg.block_size:
             raise ValueError(f"{T} tokens are more than block_size={self.cfg.block_size}")
         if self.cfg.recurrent:
             return self.norm(self.layers(x))
@@ -268,22 +259,22 @@ class Model(LanguageModel):
         schedule, pos = self.cfg.schedule_used, torch.arange(x.size(1), device=x.device)[None]
         if schedule == "wavefront":
             return rt_wavefront.run_layers(self.cfg, self.blocks, x)
-        rope, slopes = self.rope(pos, x.dtype), self.slopes(x)
+        rope, slopes = self.positions(pos, x)
         if schedule == "naive":
             bias = attention_bias(pos, pos[0], slopes=slopes, dtype=kernels.lse_dtype(x))
         for layer in self.blocks:
             x = layer(x, rope, bias) if schedule == "naive" else layer_tiled(layer, x, rope, slopes)
         return x
 
-    def rope(self, pos, dtype):
-        if self.cfg.pos != "rope":
-            return None
-        tables = rope_tables(pos, self.cfg.head_dim, self.cfg.rope_theta, dtype)
-        return [table[:, None] for table in tables]  # (B or 1, 1, n, D)
-
-    def slopes(self, x):
-        alibi = self.cfg.pos == "alibi"
-        return alibi_slopes(self.cfg.n_head, x.device, kernels.lse_dtype(x)) if alibi else None
+    def positions(self, pos, x):
+        """RoPE's tables at pos (B or 1, n), and ALiBi's slopes: None where it is not used."""
+        cfg, rope, slopes = self.cfg, None, None
+        if cfg.pos == "rope":
+            tables = rope_tables(pos, cfg.head_dim, cfg.rope_theta, x.dtype)
+            rope = [table[:, None] for table in tables]     # (B or 1, 1, n, D / 2)
+        if cfg.pos == "alibi":
+            slopes = alibi_slopes(cfg.n_head, x.device, kernels.lse_dtype(x))
+        return rope, slopes
 
     # a plain Transformer's pass, and decoding
 
@@ -291,7 +282,8 @@ class Model(LanguageModel):
         """n tokens x (B, n, C) at pos (B or 1, n) through the layers as in a plain Transformer:
         those of recurrent=false, or one token of each row in decoding. The temporary pair stands
         in the cache until the persistent one replaces it."""
-        rope, attention = self.rope(pos, x.dtype), self.attention(x, pos, slots)
+        rope, slopes = self.positions(pos, x)
+        attention = self.attention(x, pos, slots, slopes)
         for l, layer in enumerate(self.blocks):
             q, k, v = layer.temporary(x, rope)
             if cache is not None:
@@ -301,9 +293,9 @@ class Model(LanguageModel):
                 cache.write(l, *layer.persistent(x, rope), slots)
         return x
 
-    def attention(self, x, pos, slots):
+    def attention(self, x, pos, slots, slopes):
         """How tokens x at pos attend to all up to themselves, as a function of q, k, v."""
-        slopes, dtype = self.slopes(x), kernels.lse_dtype(x)
+        dtype = kernels.lse_dtype(x)
         naive = self.cfg.schedule_used == "naive"
         if slots is None and not naive:         # no bias of T x T
             return lambda q, k, v: kernels.attend(q, k, v, slopes=slopes)[0]
