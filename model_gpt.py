@@ -447,12 +447,12 @@ class KVCache:
 
     def write(self, layer, k, v, slots):
         """Write k, v (B, G, T, D) of the new tokens; return all so far, (B, G, S, D)."""
-        row = torch.arange(len(k), device=k.device)[:, None]
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             if slots.at is None:
                 buffer[:, :, self.longest:slots.end] = new
             else:
-                buffer[row, :, slots.at] = new.transpose(1, 2).to(buffer.dtype)
+                rows = torch.arange(len(k), device=k.device)[:, None]
+                buffer[rows, :, slots.at] = new.transpose(1, 2).to(buffer.dtype)
         return [x[layer][:, :, :slots.end].to(k.dtype) for x in (self.k, self.v)]
 
     def advance(self, slots):
