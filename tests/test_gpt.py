@@ -66,7 +66,8 @@ def test_fast_builds_no_mask(monkeypatch):
 
 @pytest.mark.parametrize("window, keys", [(0, 2.5), (2, 7 / 4)])
 def test_flops_by_hand(window, keys):
-    model = Model(Config(block_size=4, vocab_size=10, n_layer=1, n_head=2, n_embd=8, n_mlp=16, window=window))
+    sizes = dict(block_size=4, vocab_size=10, n_layer=1, n_head=2, n_embd=8, n_mlp=16, window=window)
+    model = model_gpt.Model(model_gpt.Config(**sizes))
     assert model.flops_per_token() == 6 * (4 * 64 + 3 * 8 * 16 + 80) + 12 * 8 * keys
 
 
