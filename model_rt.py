@@ -30,10 +30,10 @@ in head h; for the temporary pair it is 0.
 recurrent=false is the baseline: later positions attend to the temporary pairs, (5) is left
 out, and the layer is a plain Transformer's with everything else as it is.
 
-Not in the paper, but in its code (commit a21b42d): the exact gelu, and the initialisation,
-which is OLMo's. Departures: the norms are RMSNorm, as in the text (the code's configs use
-LayerNorm); ALiBi and every softmax are in float32 under bfloat16 too; RoPE, grouped heads and
-decoding are additions. Dropout is on embeddings only.
+Not in the paper, but in its code (commit a21b42d): the exact gelu, and the initialisation.
+Departures: the norms are RMSNorm, as in the text (the code's configs use LayerNorm); ALiBi and
+every softmax are in float32 under bfloat16 too; RoPE and grouped heads are additions. Dropout
+is on embeddings only.
 
 Paper: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding", 2026
 (arXiv:2604.21215); the authors' code: github.com/geniucos/recurrent-transformer.
