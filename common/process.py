@@ -120,12 +120,6 @@ def check_run_fits(cfg, model_fields, device, world=1):
     check_fits(", ".join(f"{name}={sizes[name]}" for name in names), need, device)
 
 
-def check_text_fits(model, rows, length, device, what):
-    """UserError, which names `what`, where not even the ids of `rows` sequences of `length` tokens
-    and the logits of one step fit."""
-    check_fits(what, rows * (8 * length + 4 * model.cfg.vocab_size), device)
-
-
 def check_fits(what, need, device):
     """UserError where `need` bytes are more than the device has in all."""
     if torch.device(device).type == "cuda":
