@@ -286,13 +286,26 @@ def save_and_evaluate(run):
     save(run, "ckpt.pt")
     result = evaluate(run)
     if not math.isfinite(result["val_ce"]):
-        raise UserError(f"val_ce is {result['val_ce']} at step {run.step}: stopped")
+        return without_chain(run, result)
     best = result["val_ce"] < run.best_ce
     run.evaluated, run.best_ce = run.step, min(run.best_ce, result["val_ce"])
     if best:
         save(run, "best.pt")
     if run.log:
         run.log.evaluation(result, best)
+
+
+def without_chain(run, result):
+    """Of lrt the exact chain may overflow where the training path's estimate is finite: that is
+    told and logged, and training may mend it. UserError in any other case."""
+    estimate = result.get("val_ce_estimate", math.nan)
+    if not math.isfinite(estimate):
+        raise UserError(f"val_ce is {result['val_ce']} at step {run.step}: stopped")
+    run.evaluated = run.step
+    if run.log:
+        run.log.write({"val_ce_estimate": estimate})
+        run.log.bar.write(f"step {run.step}: the exact chain is not finite (source_norm=true would "
+                          f"bound it), val ce estimate {estimate:.4f}: the run goes on")
 
 
 def save(run, name):
