@@ -27,10 +27,11 @@ and KV head. All layers share Wk_rec, Wv_rec. memory=false is the backbone, nano
     x <- x + W_down relu(W_up RMSNorm(x))^2
     logits = 15 tanh(W_head RMSNorm(x) / 15)
 
-m_0 -> m_1 -> ... is a chain over positions, T passes of one each (train_path=exact). Algorithm 1
-(interleaved) trains with the work of two passes. The first, over all positions with memory 0,
-fills a buffer of keys, values and m. N strided subsets are then computed again; in each layer
-their new keys and values replace the old ones before they attend, at the end their m do:
+m_0 -> m_1 -> ... is a chain over positions, T passes of one each (train_path=exact). (source=0
+is a control without it: m_t = x0, the previous token's embedding; one pass computes all.)
+Algorithm 1 (interleaved) trains with the work of two passes. The first, over all positions with
+memory 0, fills a buffer of keys, values and m. N strided subsets are then computed again; in each
+layer their new keys and values replace the old ones before they attend, in the end their m do:
 
     N = 2:   first pass   0  1  2  3  4  5
              subset 0     0     2     4       4 reads the first pass's m_3 and attends to
@@ -40,9 +41,10 @@ their new keys and values replace the old ones before they attend, at the end th
 
 Departures from the paper and its code: gates read u (paper: x; code: u[:32]), and AdamW trains
 them at the head's rate (paper: as scalars; code: Muon); a subset's loss weighs as many targets
-as it has (there its own mean: 0 / 0 of none); norm_eps; dropout. Our choice: Wk_rec, Wv_rec are
+as it has (there its own mean, 0 / 0 if it has none); norm_eps is 1e-5 (code: 1.2e-7); dropout.
+That code's m is RMSNorm(x) of the last layer: source, source_norm. Our choice: Wk_rec, Wv_rec are
 drawn like Wk, Wv. Left out: averages of layers or of earlier m, k or v alone, replacing k and v
-(Tables 1, 2, 6). In that code m is RMSNorm(x) of the last layer (here source, source_norm).
+(Tables 1, 2, 6), other backbones (Table 8).
 
 Paper: Huang et al. 2026 (2605.26797); code: github.com/OoDBag/Latent_recurrent_transformer
 (e0d0f6e); backbone: github.com/karpathy/nanochat (98eed6d).
@@ -68,14 +70,12 @@ class Config(BaseConfig):
     subsets: int = 2        # N of train_path=interleaved
     chunk: int = 64         # K of train_path=chunked: all of a chunk read the last m before it
     prefill: str = choice("exact", "interleaved")  # how a prompt fills an empty cache
-    source: int = -1        # after which layer, from 1, x is m (-1: 0.6 of the depth; 0: m is x0,
-                            # the token's embedding: a control in which nothing recurs)
-    source_norm: bool = None  # m is RMSNorm(x) (left out: where n_layer > 10, see below)
+    source: int = -1        # the layer, from 1, whose x is m (-1: 0.6 of the depth; 0: m is x0)
+    source_norm: bool = None  # m is RMSNorm(x) (left out: if n_layer > 10)
     inject: str = choice("kv+residual", "kv", "residual")  # where m enters: (4), (5)
     projections: str = choice("shared", "layerwise")  # Wk_rec, Wv_rec: one pair, or one a layer
     pattern: str = "SSSL"   # layers' windows, tiled: S short, L all; the last layer is L
-    swa: int = 0            # how many keys S layers attend to, the token's own included
-                            # (0: half of block_size before it, as nanochat, and its own)
+    swa: int = 0            # keys that S layers attend to, own one included (0: block_size / 2 + 1)
 
     # options that change how a model is trained and prefilled, not what its weights mean
     RESUME_OVERRIDES = ("train_path", "subsets", "chunk", "prefill")
@@ -93,12 +93,13 @@ class Config(BaseConfig):
             self.source = max(1, round(0.6 * self.n_layer))
         if not 0 <= self.source <= self.n_layer:
             raise ValueError(f"source={self.source} must be from 0 to n_layer={self.n_layer}")
-        # A pass multiplies m by about the sum of gamma up to the source, 0.1 a layer. Where that is
-        # more than 1, a raw m overflows within some hundred tokens; RMSNorm(x) is of size 1.
+        # A pass multiplies m by about the sum of gamma up to the source, 0.1 a layer. Where
+        # that is more than 1, a raw m overflows within some hundred tokens.
         if self.source_norm is None:
             self.source_norm = 0.1 * self.n_layer > 1
+        # (nanochat's half of the context does not count the token itself)
         self.swa = self.swa or self.block_size // 2 + 1
-        self.into_kv = self.memory and "kv" in self.inject              # (4)
+        self.into_kv = self.memory and "kv" in self.inject  # (4)
         self.into_residual = self.memory and "residual" in self.inject  # (5)
         self.recurrent = self.memory and self.source > 0    # m_t depends on m_{t-1}
         if not self.recurrent:
@@ -110,10 +111,10 @@ class Config(BaseConfig):
         return self.swa if short and self.swa < self.block_size else 0
 
 
-# ---- the backbone: nanochat's layers ----
+# ---- the backbone: nanochat's layers, which the method below extends ----
 
 def norm(x, eps):
-    """RMSNorm without a weight over the last dimension, in x's dtype."""
+    """RMSNorm without a weight, in x's dtype."""
     return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
 
 
@@ -194,6 +195,18 @@ class Tokens(NamedTuple):
     pos: torch.Tensor       # (B or 1, T) positions
 
 
+class MemoryProjection(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.D, width = cfg.head_dim, cfg.n_kv_head * cfg.head_dim
+        self.wk = nn.Linear(cfg.n_embd, width, bias=False)      # Wk_rec
+        self.wv = nn.Linear(cfg.n_embd, width, bias=False)      # Wv_rec
+
+    def forward(self, m):
+        """m (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
+        return [w(m).unflatten(-1, (-1, self.D)) for w in (self.wk, self.wv)]   # (2)
+
+
 class Context:
     """A pass over the positions `at`, a slice of the tokens, which read the memory m
     (B, n or 1, C). x0, e, rope, pos: theirs, of Tokens. scales: (alpha, beta[, gamma]) of each
@@ -207,7 +220,7 @@ class Context:
         scales = [x.unbind() for x in (model.alpha, model.beta, model.gamma) if x is not None]
         self.scales = list(zip(*scales))
         if model.cfg.into_kv:
-            shared = model.rec and model.rec(m)             # (2)
+            shared = model.rec and model.rec(m)     # one pair, or one a layer
             self.kv_rec = [shared or block.attn.rec(m) for block in model.blocks]
 
     def extend(self, layer, k, v):
@@ -224,31 +237,19 @@ class Context:
 
 # ---- the method: layers that read the memory, the chain, Algorithm 1 ----
 
-class MemoryProjection(nn.Module):
-    def __init__(self, cfg):
-        super().__init__()
-        self.D, width = cfg.head_dim, cfg.n_kv_head * cfg.head_dim
-        self.wk = nn.Linear(cfg.n_embd, width, bias=False)      # Wk_rec
-        self.wv = nn.Linear(cfg.n_embd, width, bias=False)      # Wv_rec
-
-    def forward(self, m):
-        """m (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
-        return [w(m).unflatten(-1, (-1, self.D)) for w in (self.wk, self.wv)]   # (2)
-
-
 class Attention(LocalAttention):
     """Keys and values also hold the memory."""
 
     def __init__(self, cfg, window):
         super().__init__(cfg, window)
-        self.w_gate = nn.Linear(cfg.n_embd, 2 * cfg.n_kv_head, bias=False)      # Wg
+        self.w_gate = nn.Linear(cfg.n_embd, 2 * cfg.n_kv_head, bias=False)  # Wg
         self.rec = MemoryProjection(cfg) if cfg.projections == "layerwise" else None
 
     def mix(self, u, k, v, layer, context):
         gates = 2 * torch.sigmoid(self.w_gate(u))               # (3)
         g_loc, g_rec = gates[..., None].chunk(2, dim=2)         # (B, n, G, 1)
         k_rec, v_rec = context.kv_rec[layer]                    # (B, n or 1, G, D)
-        return g_loc * k + g_rec * k_rec, g_loc * v + g_rec * v_rec     # (4)
+        return g_loc * k + g_rec * k_rec, g_loc * v + g_rec * v_rec  # (4)
 
 
 class Block(LocalBlock):
@@ -256,12 +257,12 @@ class Block(LocalBlock):
 
     def inject(self, x, layer, context):
         alpha, beta, gamma = context.scales[layer]
-        return alpha * x + beta * context.x0 + gamma * context.m        # (5)
+        return alpha * x + beta * context.x0 + gamma * context.m  # (5)
 
 
 def run(model, context):
     """One pass through all layers -> x after the last one and the positions' own m, (B, n, C)."""
-    cfg, x, m = model.cfg, context.x0, context.x0       # m: of source=0
+    cfg, x, m = model.cfg, context.x0, context.x0   # m: of source=0
     for layer, block in enumerate(model.blocks):
         x = block(x, layer, context)
         if layer + 1 == cfg.source:
@@ -271,7 +272,7 @@ def run(model, context):
 
 def chain(model, tokens, K):
     """Chunks of K positions, one after the other; K = 1: the exact chain. -> x (B, T, C)"""
-    buffer, xs, m = {}, [], torch.zeros_like(tokens.x0[:, :1])      # m_{-1}
+    buffer, xs, m = {}, [], torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
     for start in range(0, tokens.x0.size(1), K):
         at = slice(start, start + K)
         # all positions of a chunk read the last m before it
@@ -282,15 +283,15 @@ def chain(model, tokens, K):
 
 def interleaved(model, tokens):
     """Algorithm 1. -> x of the subsets, x of the first pass, m, (B, T, C) each; the buffer."""
-    buffer, zero = {}, torch.zeros_like(tokens.x0[:, :1])           # m_{-1}
+    buffer, zero = {}, torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
     N = min(model.cfg.subsets, tokens.x0.size(1))
     first, m = run(model, Context(model, tokens, slice(None), zero, buffer))
-    x = first                                   # of which all T positions are replaced
+    x = first       # all T positions of it are replaced
     for s in range(N):
         at = slice(s, None, N)
-        previous = torch.cat([zero, m[:, :-1]], 1)[:, at]           # m_{t-1} at each t
+        previous = torch.cat([zero, m[:, :-1]], 1)[:, at]   # m_{t-1} at each t
         context = Context(model, tokens, at, previous, buffer, tail=False)
-        new_x, new_m = run(model, context)                          # (B, ceil(T / N), C)
+        new_x, new_m = run(model, context)                  # (B, ceil(T / N), C)
         x = torch.slice_scatter(x, new_x, 1, s, None, N)
         m = torch.slice_scatter(m, new_m, 1, s, None, N)
     return x, first, m, buffer
@@ -356,7 +357,7 @@ def decode(model, idx, cache, n_valid, prefill="exact"):
     """Tokens idx (B, T) after those of the cache, as a chain; prefill="interleaved": Algorithm 1
     for those of an empty cache. -> x (B, T, C)"""
     cfg, T, xs = model.cfg, idx.size(1), []
-    slots = cache.place(T, n_valid)     # reserves nothing: for positions, and raises if full
+    slots = cache.place(T, n_valid)     # of all (nothing is reserved); raises if the cache is full
     tokens = model.embed(idx, slots.pos)
     if cfg.recurrent and prefill == "interleaved" and cache.longest == 0 and T > 1:
         x, _, m, buffer = interleaved(model, tokens)
@@ -366,10 +367,11 @@ def decode(model, idx, cache, n_valid, prefill="exact"):
         return x
     n = 1 if cfg.recurrent else T       # tokens of a pass
     for t in range(0, T, n):
-        slots = cache.place(n, None if n_valid is None else n_valid - t)
+        if n < T:
+            slots = cache.place(n, None if n_valid is None else n_valid - t)
+        # without a chain (source=0) all m_{t-1} are there already
+        m = cache.m if n == 1 else torch.cat([cache.m, tokens.x0[:, :-1]], 1)
         at = slice(t, t + n)
-        # m_{t-1} at each t: the last token's, then (source=0) the tokens' own
-        m = torch.cat([cache.m, tokens.x0[:, at][:, :-1]], 1)
         x, m = run(model, CachedContext(model, tokens, at, m, cache, slots))
         cache.advance(slots, m)
         xs.append(x)
