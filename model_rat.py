@@ -56,7 +56,7 @@ from model_gpt import (MLP, Attention, BaseConfig, KVCache, LanguageModel, RMSNo
 class Config(BaseConfig):
     chunk: int = 16     # L, tokens of a chunk
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
-    swa: int = 0        # > 0: odd layers attend to so many keys, the token's own included
+    swa: int = 0        # keys that odd layers attend to, own one included (0: as even ones)
     qk_groups: int = 0  # G (0: 2, or 1 where n_head is odd)
     gate_rank: int = 0  # rank of the projections of z and g (0: full)
     pos: str = choice("chunk", "rope", "nope")  # what RoPE counts (see Context)
@@ -144,19 +144,18 @@ def in_heads(x, cfg):
 
 
 def initial_gate_bias(C, steps):
-    """log s, s uniform in (1, steps - 1). Where g = 0, a = s / (1 + s), and a state averages
-    over some 1 / (1 - a) = 1 + s tokens: from 2 to `steps`."""
+    """log s, s uniform in (1, steps - 1). With g = 0, a = s / (1 + s): a state averages
+    over some 1 / (1 - a) = 1 + s tokens, from 2 to `steps`."""
     return torch.empty(C).uniform_(1, max(1, steps - 1)).log()
 
 
 class Context:
-    """What the T new tokens of a call have in common in all layers. (B or 1, T): pos, and
-    chunk_of, the chunk's number. starts (B or 1, T, 1), ends (B or 1, T): whether a token
-    is its chunk's first, last. padding (B, T), or None where rows are alike. rope[kind of
-    layer]: cos and sin, (B or 1, 1, T, D / 2)."""
+    """Where the T new tokens stand. (B or 1, T): pos, and chunk_of, the chunk's number.
+    starts (B or 1, T, 1), ends (B or 1, T): whether a token is its chunk's first, last.
+    padding (B, T), or None where rows are alike. rope[kind of layer]: cos and sin."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
-        """x (B, T, C): embeddings. cache, n_valid: see LanguageModel.forward."""
+        """x (B, T, C): embeddings; the rest as in LanguageModel.forward."""
         self.cfg, self.cache, self.padding = cfg, cache, None
         index = torch.arange(x.size(1), device=x.device)
         self.slots = cache.place(x.size(1), n_valid) if cache else None
@@ -172,7 +171,7 @@ class Context:
         self.rope = {}
         for kind in by.keys() & cfg.kinds:
             tables = rope_tables(count[by[kind]], cfg.head_dim, cfg.rope_theta, x.dtype)
-            self.rope[kind] = [table[:, None] for table in tables]
+            self.rope[kind] = [table[:, None] for table in tables]  # (B or 1, 1, T, D / 2)
 
 
 # ---- the fast path ----
@@ -205,14 +204,15 @@ def read_states(q, own_k, own_v, end_k, end_v, context):
 # ---- decoding: one path, whatever `fast` is ----
 
 def rat_decode(q, k, v, a, layer, context):
-    """(2) and (3) of T tokens after those of the cache, from where final states are read."""
-    cfg, cache, T, R = context.cfg, context.cache, q.size(1), context.cache.R[layer]
+    """(2) and (3) of T tokens after the cached ones. Final states are read from the cache."""
+    cfg, cache, T = context.cfg, context.cache, q.size(1)
     states = continued_states(a, [k, v], layer, context, cfg.chunk)     # (2)
     q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
-    rope = context.rope["rat"]
+    rope, R = context.rope["rat"], cache.R[layer]
     rotated = apply_rope(k_, *rope)
-    if T == 1:      # a chunk's slot has its last state so far: (3) is over all slots
-        return decode_one(apply_rope(q, *rope), rotated, v_, layer, context, cfg.chunk)
+    if T == 1:      # the own state has its chunk's slot: (3) is over all slots so far
+        q = apply_rope(q, *rope)
+        return decode_one(q, rotated, v_, layer, context, cfg.chunk)
     at = torch.where(context.ends, context.chunk_of, R)
     cache.fill(layer, rotated, v_, at)
     # chunks before the last token's
@@ -222,8 +222,8 @@ def rat_decode(q, k, v, a, layer, context):
 
 
 def continued_states(a, xs, layer, context, chunk=None):
-    """The recurrence of each of xs, (B, T, C), from the cached states on; in chunks, (2), or
-    in one (None). Those after each row's last token are cached."""
+    """The recurrence of each of xs (B, T, C) from the cached states on, in chunks, (2), or
+    without (None). Each row's last states are cached."""
     cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
     xs = [upcast(x) for x in xs]
     if context.padding is not None:
@@ -245,7 +245,7 @@ def continued_states(a, xs, layer, context, chunk=None):
 
 
 def decode_one(q, k, v, layer, context, L):
-    """One new token a row. k, v (B, heads, 1, D) go to slot pos // L, in a ring of R slots;
+    """One new token a row. k, v (B, heads, 1, D) go to slot pos // L, in a ring of R;
     q attends to the row's filled slots."""
     cache, R, padding = context.cache, context.cache.R[layer], context.padding
     index, n, bias = context.pos // L, min(cache.longest // L + 1, R), None
@@ -260,9 +260,9 @@ def decode_one(q, k, v, layer, context, L):
 
 class Cache(KVCache):
     """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat) or token
-    (attention), or a ring for the last tokens (swa). Slot R is spare: it takes padding and is
-    never read. state[layer] (B, 2, C): k~ and v~ before RoPE, in float32 or better; the RNN's
-    is (B, 1, C)."""
+    (attention), or a ring for the last tokens (swa). Slot R is spare: it takes padding
+    and is never read. state[layer]: k~ and v~ before RoPE (B, 2, C), or the RNN's
+    (B, 1, C), in float32 or better."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         H, G, chunks = cfg.n_head, cfg.n_kv_head, math.ceil(max_len / cfg.chunk)
@@ -272,7 +272,7 @@ class Cache(KVCache):
         heads, self.R, states = zip(*(sizes[kind] for kind in cfg.kinds[:n_layer]))
         zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
         slots = lambda: [zeros(h, R + 1, cfg.head_dim) for h, R in zip(heads, self.R)]
-        with torch.inference_mode(False):           # so that calls outside may write too
+        with torch.inference_mode(False):   # so that calls outside may write too
             self.k, self.v = slots(), slots()
             self.state = [upcast(zeros(n, cfg.n_embd)) for n in states]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -280,8 +280,9 @@ class Cache(KVCache):
         self.max_len, self.longest, self.ragged = max_len, 0, False
 
     def buffers(self):
-        """What KVCache resets, and measures along dimension 2: all but the spare slots."""
-        return [x[:, :, :-1] for x in self.k + self.v] + [x[:, :, None] for x in self.state]
+        """What KVCache resets and measures, along dimension 2: no spare slots."""
+        states = [x[:, :, None] for x in self.state]
+        return [x[:, :, :-1] for x in self.k + self.v] + states
 
     def fill(self, layer, k, v, at):
         """Write k, v (B, heads, n, D) to slots at (B or 1, n)."""
@@ -289,8 +290,8 @@ class Cache(KVCache):
             buffer[self.rows, :, at] = new.transpose(1, 2).to(buffer.dtype)
 
     def extend(self, layer, k, v, context):
-        """Write k, v (B, G, T, D) to the ring, token t to slot t % R. Returns keys, values
-        (B, G, S, D) and positions (B or 1, S) of the R tokens before and of these."""
+        """Write k, v (B, G, T, D) to the ring, token t to slot t % R. -> keys, values
+        (B, G, S, D), positions (B or 1, S) of the R tokens before and of these."""
         R, pos, padding = self.R[layer], context.pos, context.padding
         old = pos[:, :1] + torch.arange(-min(self.longest, R), 0, device=k.device)
         before = [x[layer][self.rows, :, old % R].transpose(1, 2)
@@ -335,17 +336,16 @@ class TokenAttention(Attention):
         q, k, v = (w(u).unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
                    for w in (self.wq, self.wk, self.wv))
         q, k = (apply_rope(x, *context.rope[kind]) for x in (q, k))
-        if cache and T == 1:
-            y = decode_one(q, k, v, layer, context, L=1)
-            return self.wo(y.transpose(1, 2).flatten(2))
         pos, k_pos, window = context.pos, context.pos, cfg.swa
-        if cache:       # R of attention is max_len: no limit
+        if cache and T > 1:     # R of attention is max_len: no limit
             k, v, k_pos = cache.extend(layer, k, v, context)
             window = cache.R[layer]
-        if kind == "attention" and k.size(2) == T:      # causal
+        if cache and T == 1:
+            y = decode_one(q, k, v, layer, context, L=1)
+        elif kind == "attention" and k.size(2) == T:      # causal
             y = attend(q, k, v, None, fast=cfg.fast)
-        elif cfg.fast:  # kernels.attend leaves out the blocks of keys before a window
-            pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))     # (T,) or (B, T)
+        elif cfg.fast:  # leaves out the blocks of keys before a window
+            pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
             y, _ = kernels.attend(q, k, v, pos, k_pos, window=window)
         else:
             bias = attention_bias(pos, k_pos[:, None, None], window)
