@@ -28,7 +28,7 @@ and KV head. All layers share Wk_rec, Wv_rec. memory=false is the backbone, nano
     logits = 15 tanh(W_head RMSNorm(x) / 15)
 
 m_0 -> m_1 -> ... is a chain over positions, T passes of one each (train_path=exact). (source=0
-is a control without it: m_t = x0, the previous token's embedding; one pass computes all.)
+is a control without it: m_t is x0, the token's embedding, and one pass computes all.)
 Algorithm 1 (interleaved) trains with the work of two passes. The first, over all positions with
 memory 0, fills a buffer of keys, values and m. N strided subsets are then computed again; in each
 layer their new keys and values replace the old ones before they attend, in the end their m do:
@@ -42,9 +42,9 @@ layer their new keys and values replace the old ones before they attend, in the 
 Departures from the paper and its code: gates read u (paper: x; code: u[:32]), and AdamW trains
 them at the head's rate (paper: as scalars; code: Muon); a subset's loss weighs as many targets
 as it has (there its own mean, 0 / 0 if it has none); norm_eps is 1e-5 (code: 1.2e-7); dropout.
-That code's m is RMSNorm(x) of the last layer: source, source_norm. Our choice: Wk_rec, Wv_rec are
-drawn like Wk, Wv. Left out: averages of layers or of earlier m, k or v alone, replacing k and v
-(Tables 1, 2, 6), other backbones (Table 8).
+That code's m is RMSNorm(x) of the last layer (source, source_norm here), and it samples without
+memory. Our choice: Wk_rec, Wv_rec are drawn like Wk, Wv. Left out: averages of layers or of
+earlier m, k or v alone, replacing k and v (Tables 1, 2, 6), other backbones (Table 8).
 
 Paper: Huang et al. 2026 (2605.26797); code: github.com/OoDBag/Latent_recurrent_transformer
 (e0d0f6e); backbone: github.com/karpathy/nanochat (98eed6d).

@@ -158,6 +158,7 @@ class Context:
         """x (B, T, C): embeddings; the rest as in LanguageModel.forward."""
         self.cfg, self.cache, self.padding = cfg, cache, None
         index = torch.arange(x.size(1), device=x.device)
+        # counts tokens; the slots of a layer are Cache's
         self.slots = cache.place(x.size(1), n_valid) if cache else None
         self.pos = self.slots.pos if cache else index[None]
         self.chunk_of, l = self.pos // cfg.chunk, self.pos % cfg.chunk

@@ -161,13 +161,6 @@ def test_as_many_subsets_as_tokens_and_chunks_of_one_are_the_exact_chain(kind):
 
 # ---- what is there ----
 
-def test_memory_false_leaves_all_else_as_it_is():
-    """The baseline has the other parameters, of the same shapes."""
-    ours, baseline = ({name: p.shape for name, p in lrt(memory=memory).named_parameters()} for memory in (True, False))
-    of_memory = {name for name in ours if name == "gamma" or name.startswith("rec.") or name.endswith("w_gate.weight")}
-    assert of_memory and baseline == {name: shape for name, shape in ours.items() if name not in of_memory}
-
-
 def test_initial_weights():
     """nanochat's: 0 where a projection writes to the residual stream, and of a gate, which so is 1."""
     torch.manual_seed(0)
