@@ -15,14 +15,14 @@ the source, as the memory m_{t-1}, which all layers of token t read:
     k_rec = Wk_rec m_{t-1},  v_rec = Wv_rec m_{t-1}                (2)
     g_loc, g_rec = 2 sigmoid(Wg u)                                 (3)  1 each at the start
     k = g_loc k_loc + g_rec k_rec,  v = g_loc v_loc + g_rec v_rec  (4)
-    m_t = x after the source layer
+    m_t = x after the source layer, or RMSNorm(x) (source_norm, in deep models)
 
 (Numbers are the paper's.) alpha, beta, gamma are scalars of a layer, g_loc, g_rec of a layer
 and KV head. All layers share Wk_rec, Wv_rec. memory=false is the backbone, nanochat's model:
 
     x0 = RMSNorm(E[idx])                                no RMSNorm has a weight
     x <- alpha x + beta x0,  u = RMSNorm(x),  k = k_loc = Wk u,  v = v_loc = Wv u
-    v <- v + 2 sigmoid(Wve u[:32]) E_l[idx]             (in LRT too, after (4))
+    v <- v + 2 sigmoid(Wve u[:32]) E_l[idx]             (in LRT too: after (4), as its code)
     x <- x + Wo Attention(RoPE(RMSNorm(Wq u)), RoPE(RMSNorm(k)), v)
     x <- x + W_down relu(W_up RMSNorm(x))^2
     logits = 15 tanh(W_head RMSNorm(x) / 15)
@@ -42,9 +42,8 @@ layer their new keys and values replace the old ones before they attend, in the 
 Departures from the paper and its code: gates read u (paper: x; code: u[:32]), and AdamW trains
 them at the head's rate (paper: as scalars; code: Muon); a subset's loss weighs as many targets
 as it has (there its own mean, 0 / 0 if it has none); norm_eps is 1e-5 (code: 1.2e-7); dropout.
-That code's m is RMSNorm(x) of the last layer (source, source_norm here), and it samples without
-memory. Our choice: Wk_rec, Wv_rec are drawn like Wk, Wv. Left out: averages of layers or of
-earlier m, k or v alone, replacing k and v (Tables 1, 2, 6), other backbones (Table 8).
+That code's m is RMSNorm(x) of the last layer, and it samples without memory. Left out: averages
+of layers or of earlier m, k or v alone, replacing k and v (Tables 1, 2, 6), Table 8's backbones.
 
 Paper: Huang et al. 2026 (2605.26797); code: github.com/OoDBag/Latent_recurrent_transformer
 (e0d0f6e); backbone: github.com/karpathy/nanochat (98eed6d).
@@ -422,7 +421,8 @@ class Model(LanguageModel):
     @torch.no_grad()
     def init_weights(self):
         """nanochat's: embedding N(0, 1), head N(0, 0.001); 0 what writes to the residual stream,
-        and gates; value embeddings and what reads the stream uniform, with std 1 / sqrt(C)."""
+        and gates; value embeddings and what reads the stream uniform, with std 1 / sqrt(C).
+        So are Wk_rec, Wv_rec, of which the paper does not speak."""
         limit = math.sqrt(3 / self.cfg.n_embd)
         zero = "wo.weight", "w_down.weight", "w_gate.weight", "w_value.weight"
         for name, p in self.named_parameters():

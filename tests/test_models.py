@@ -236,7 +236,8 @@ def test_limits_are_errors(name):
     model = tiny(name)
     cache = model.init_cache(1, 10)
     model(tokens(1, 10), cache=cache)
-    refused = {"full": [lambda: model(tokens(1, 1), cache=cache)], "holds no token": [lambda: model(tokens(1, 0))]}
+    refused = {"full": [lambda: model(tokens(1, 1), cache=cache)],
+               "holds no token": [lambda: model.train()(tokens(1, 0)), lambda: model.eval()(tokens(1, 0))]}
     if model.context_limit is not None:
         refused["block_size"] = [lambda: model(tokens(1, 101)), lambda: model.init_cache(1, 101)]
     for words, calls in refused.items():
