@@ -64,17 +64,17 @@ from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, a
 
 @dataclass
 class Config(BaseConfig):
-    memory: bool = True     # the recurrence; false: the backbone, all else equal: the baseline
+    memory: bool = True     # false: the backbone, all else equal: the baseline
     train_path: str = choice("interleaved", "chunked", "exact")
     subsets: int = 2        # N of train_path=interleaved
-    chunk: int = 64         # K of train_path=chunked: all of a chunk read the last m before it
+    chunk: int = 64         # K of train_path=chunked: a chunk reads the last m before it
     prefill: str = choice("exact", "interleaved")  # how a prompt fills an empty cache
     source: int = -1        # the layer, from 1, whose x is m (-1: 0.6 of the depth; 0: m is x0)
     source_norm: bool = None  # m is RMSNorm(x) (left out: if n_layer > 10)
     inject: str = choice("kv+residual", "kv", "residual")  # where m enters: (4), (5)
     projections: str = choice("shared", "layerwise")  # Wk_rec, Wv_rec: one pair, or one a layer
     pattern: str = "SSSL"   # layers' windows, tiled: S short, L all; the last layer is L
-    swa: int = 0            # keys that S layers attend to, own one included (0: block_size / 2 + 1)
+    swa: int = 0            # keys of S layers, own one included (0: block_size / 2 + 1)
 
     # options that change how a model is trained and prefilled, not what its weights mean
     RESUME_OVERRIDES = ("train_path", "subsets", "chunk", "prefill")
@@ -149,8 +149,8 @@ class LocalAttention(nn.Module):
 
 
 def attend_naive(q, k, v, pos, window, tail):
-    """q (B, H, n, D) at positions pos (B or 1, n) attend to k, v (B, G, S, D), which are those
-    of positions 0 .. S - 1. (tail is for attend_fast.)"""
+    """q (B, H, n, D) at positions pos (B or 1, n) attend to k, v (B, G, S, D) at 0 .. S - 1.
+    (tail is for attend_fast.)"""
     k_pos = torch.arange(k.size(2), device=q.device)
     return attend(q, k, v, attention_bias(pos, k_pos, window), fast=False)
 
@@ -207,10 +207,10 @@ class MemoryProjection(nn.Module):
 
 
 class Context:
-    """A pass over the positions `at`, a slice of the tokens, which read the memory m
-    (B, n or 1, C). x0, e, rope, pos: theirs, of Tokens. scales: (alpha, beta[, gamma]) of each
-    layer; kv_rec: (k_rec, v_rec) of each layer. buffer {layer: (k, v)}: keys and values of all
-    positions so far. tail: these are the last positions so far, in all rows alike."""
+    """A pass over the positions `at`, a slice of the tokens, which read m (B, n or 1, C).
+    x0, e, rope, pos: theirs, of Tokens. Of each layer: scales, (alpha, beta[, gamma]), and
+    kv_rec, (k_rec, v_rec). buffer {layer: (k, v)}: keys and values of all positions so far.
+    tail: `at` are the last positions so far, in all rows alike."""
 
     def __init__(self, model, tokens, at, m, buffer, tail=True):
         self.at, self.m, self.buffer, self.tail = at, m, buffer, tail
@@ -260,7 +260,7 @@ class Block(LocalBlock):
 
 
 def run(model, context):
-    """One pass through all layers -> x after the last one and the positions' own m, (B, n, C)."""
+    """One pass through all layers -> x after the last one, and the positions' m (B, n, C)."""
     cfg, x, m = model.cfg, context.x0, context.x0   # m: of source=0
     for layer, block in enumerate(model.blocks):
         x = block(x, layer, context)
@@ -299,9 +299,9 @@ def interleaved(model, tokens):
 # ---- the fast path ----
 
 def attend_fast(q, k, v, pos, window, tail):
-    """attend_naive without a mask. At the tail of the positions (not so: a subset; ragged rows of
-    a cache) one query attends to the last keys, and n = S are causal; else the kernel compares
-    positions, as the mask does."""
+    """attend_naive without a mask. At the tail (a subset is not, nor ragged rows of a cache)
+    one query attends to the last keys, and n = S queries are causal; else the kernel
+    compares positions, as the mask does."""
     n, S = q.size(2), k.size(2)
     if tail and n == 1:         # `-window:` takes all where window is 0
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
@@ -315,8 +315,8 @@ def attend_fast(q, k, v, pos, window, tail):
 # ---- decoding ----
 
 class MemoryCache(KVCache):
-    """A KVCache with m (B, 1, C), the memory of each row's last token; (B, 0, C), nothing, of the
-    backbone. It is in the residual stream's dtype, under autocast too."""
+    """A KVCache with m (B, 1, C), the memory of each row's last token, in the residual
+    stream's dtype (under autocast too). The backbone's is empty, (B, 0, C)."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, m_dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype)
@@ -332,7 +332,7 @@ class MemoryCache(KVCache):
         self.m[slice(None) if rows is None else rows] = 0
 
     def advance(self, slots, m):
-        """Count the new tokens, whose memories m (B, n, C) are; each row keeps its last one's."""
+        """Count the new tokens, of memories m (B, n, C); rows keep their last one's."""
         n_new = slots.n_new[:, None, None]
         if slots.at is not None:    # rows differ; one without new tokens keeps its own
             last = m.take_along_dim((n_new - 1).clamp(min=0), 1)    # (B, 1, C)
@@ -356,7 +356,7 @@ def decode(model, idx, cache, n_valid, prefill="exact"):
     """Tokens idx (B, T) after those of the cache, as a chain; prefill="interleaved": Algorithm 1
     for those of an empty cache. -> x (B, T, C)"""
     cfg, T, xs = model.cfg, idx.size(1), []
-    slots = cache.place(T, n_valid)     # of all (nothing is reserved); raises if the cache is full
+    slots = cache.place(T, n_valid)     # of all; nothing is reserved yet
     tokens = model.embed(idx, slots.pos)
     if cfg.recurrent and prefill == "interleaved" and cache.longest == 0 and T > 1:
         x, _, m, buffer = interleaved(model, tokens)
@@ -464,9 +464,9 @@ class Model(LanguageModel):
         return logits, (ce_first + N * ce) / (N + 1), aux  # (6)
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
-        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C). With a cache, or without a
-        recurrence, path says nothing; else, None is train_path in training, exact otherwise.
-        ("interleaved" is for estimate: in training, forward runs it.)"""
+        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C). path, where there is a
+        choice: None is train_path in training, else exact. ("interleaved" is for estimate:
+        in training, forward runs it.)"""
         cfg, T = self.cfg, idx.size(1)
         path = path or (cfg.train_path if self.training else "exact")
         if cache is not None:
@@ -489,14 +489,14 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def estimate(self, idx, targets):
-        """The training path's cross-entropy, much faster than the exact one; None: it is exact."""
+        """The training path's cross-entropy, faster than the exact; None: it is exact."""
         if self.cfg.train_path == "exact":
             return None
         return cross_entropy(self.head(self.hidden(idx, path=self.cfg.train_path)), targets)
 
     @property
     def context_kept(self):
-        """How many tokens sample.py keeps of a full context: half, as an exact prefill is slow."""
+        """Tokens that sample.py keeps of a full context: half, as an exact prefill is slow."""
         return (self.cfg.block_size + 1) // 2 if self.cfg.recurrent else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):
