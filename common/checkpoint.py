@@ -5,9 +5,13 @@ Checkpoints: one file, replaced in one move, verified when read; and exports of 
         weights, config, tokenizer: for sample.py, serve.py, lab.eval, and init_from=
     python -m common.checkpoint out/relaxed_tiny export=hf/relaxed
         a Hugging Face folder: a Llama or Qwen3, of exit_loop loops
+
+A run's folder has ckpt.pt, the last state. pending.pt is there while that state is evaluated: it
+takes ckpt.pt's place if what it computes is finite.
 """
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -20,8 +24,13 @@ from pathlib import Path
 
 import torch
 
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
+
 from common.keys import (UserError, asks_help, first_line, help_text, model_module, run_cli,
-                         split_args, typed_config, writing)
+                         split_paths, typed_config, writing)
 from common.llama import from_pretrained, save_weights, to_pretrained
 from common.tokenizer import load_tokenizer, to_huggingface
 
@@ -80,6 +89,22 @@ def sync_folder(folder):
             os.close(fd)
 
 
+@functools.cache
+def lock(folder):
+    """Keep a run's folder for this process, to its end: the kernel releases the lock then, however
+    it ends. UserError if another process has it."""
+    if fcntl is None:                           # Windows
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise UserError(f"{folder} is in use: another run of this name goes on") from None
+    except OSError:
+        pass                                    # a network file system without locks
+
+
 def save_checkpoint(path, state):
     """Write state (tensors and plain values) so that path is complete at every moment: a
     temporary file, flushed to the disk, replaces it in one move. UserError if the disk refuses;
@@ -97,7 +122,8 @@ def save_checkpoint(path, state):
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         reason = e.strerror if isinstance(e, OSError) and e.strerror else first_line(e)
-        kept = "; the last good checkpoint is untouched" if path.exists() else ""
+        there = path.with_name("ckpt.pt").exists()
+        kept = "; the last good checkpoint is untouched" if there else ""
         raise UserError(f"could not save {path}: {reason}{kept}") from e
 
 
@@ -127,6 +153,19 @@ def load_checkpoint(path):
         raise UserError(f"{path} is damaged: its contents do not match its checksum")
     check_state(state, path)
     return state
+
+
+def load_own(folder):
+    """The newest state of a run: pending.pt if the run was killed in an evaluation. "stamp" is
+    of its file, to see later whether another run has replaced it."""
+    path = newest(folder)
+    found = path.stat().st_mtime_ns if path.exists() else 0
+    return {**load_checkpoint(path), "stamp": found}
+
+
+def newest(folder):
+    pending = folder / "pending.pt"
+    return pending if pending.exists() else folder / "ckpt.pt"
 
 
 def check_state(state, path, names=FIELDS):
@@ -241,8 +280,8 @@ class ExportConfig:
 def main(argv):
     if asks_help(argv):
         return print(help_text(ExportConfig))
-    sources = [a for a in argv if "=" not in a]
-    cfg = typed_config(ExportConfig, split_args([a for a in argv if "=" in a]))
+    sources, keys = split_paths(argv)
+    cfg = typed_config(ExportConfig, keys)
     if len(sources) != 1 or not cfg.export:
         raise UserError("give one run and where to: out/NAME export=PATH")
     path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))

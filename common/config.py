@@ -5,13 +5,12 @@ A value comes from the command line, else from the checkpoint that the run goes 
 at, else from the config file, else it is the default.
 """
 import math
-import os
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
 
-from common.checkpoint import load_checkpoint, load_initial
-from common.keys import (HERE, UserError, check_name, choice, load_yaml, model_module, split_args,
-                         typed_config, typed_value)
+from common.checkpoint import load_initial, load_own
+from common.keys import (HERE, UserError, check_name, choice, load_yaml, model_module, note,
+                         plain_name, split_args, typed_config, typed_value)
 
 
 @dataclass
@@ -55,7 +54,6 @@ class TrainConfig:
     sample_prompt: str = "\n"  # what the sample at the end continues
     sample_tokens: int = 256  # its length in tokens (0: no sample)
     wandb: bool = False  # log to Weights & Biases too
-    tensorboard: bool = False  # log to TensorBoard too
     # how to run
     seed: int = 1337  # of the weights, the batches and dropout
     device: str = "auto"  # auto | cpu | mps | cuda | cuda:N
@@ -78,10 +76,9 @@ class TrainConfig:
                 raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
         for names, least, most in RANGES:
             for name in names.split():
-                value = getattr(self, name)
-                if not least <= value <= most:
+                if not least <= getattr(self, name) <= most:
                     also = f" and at most {most}" * (most < math.inf)
-                    raise ValueError(f"{name}={value} must be at least {least}{also}")
+                    raise ValueError(f"{name}={getattr(self, name)} must be at least {least}{also}")
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("sample_prompt is empty: give a character, or sample_tokens=0")
         if self.resume and self.overwrite:
@@ -89,6 +86,11 @@ class TrainConfig:
         if self.resume and self.init_from:
             raise ValueError("resume=true goes on from the run's own checkpoint: "
                              "leave out init_from")
+
+    @property
+    def folder(self):
+        """out_dir/run, where run must be a plain name, so that it cannot leave out_dir."""
+        return Path(self.out_dir) / check_name(self.run, "run")
 
 
 # the least and the largest value of each key
@@ -105,9 +107,10 @@ RANGES = (
 # ---- merging ----
 
 def read_config(argv):
-    """argv -> (TrainConfig, the model's Config fields, checkpoint or None, names of keys set)."""
+    """argv -> (TrainConfig, the model's Config fields, checkpoint or None, where keys are from).
+    The last has the keys that are set: True on the command line, False elsewhere."""
     given = split_args(argv)
-    file = config_file(given, TrainConfig.model)
+    file = config_file(given)
     asked = {**asdict(TrainConfig()), **file, **given}
     for key in ("model", "run", "out_dir", "init_from"):
         typed_value(key, asked[key], str)
@@ -118,35 +121,36 @@ def read_config(argv):
         base, ckpt = from_weights(given, file, asked["init_from"])
     else:
         base, ckpt = file, None
-    module = model_module(given.get("model", base.get("model", TrainConfig.model)))
-    cfg, model_fields = run_config(module, given, base)
+    cfg, fields = run_config(given, base)
     if cfg.max_flops and "max_steps" in given:
         if "max_flops" in given:
             raise UserError("max_flops sets max_steps: give one of the two")
         cfg.max_flops = 0.0
-    return cfg, model_fields, ckpt, set(given) | set(base)
+    return cfg, fields, ckpt, dict.fromkeys(base, False) | dict.fromkeys(given, True)
 
 
-def config_file(given, model):
+def config_file(given, model=TrainConfig.model):
     """The values of the file that config= names, or else of configs/MODEL_tiny.yaml."""
     file = given.get("config", str(HERE / "configs" / f"{given.get('model', model)}_tiny.yaml"))
     yaml = load_yaml(file) if "config" in given or Path(file).exists() else {}
-    return {"run": Path(file).stem, **yaml, "config": file}
+    return {"run": plain_name(Path(file).stem), **yaml, "config": file}
 
 
 def from_own_checkpoint(given, file, asked):
     """resume, eval_only: the keys of the run's checkpoint, and the checkpoint. A line tells where
     a file named on the command line differs from them."""
-    ckpt = load_checkpoint(run_folder(asked["out_dir"], asked["run"]) / "ckpt.pt")
+    ckpt = load_own(TrainConfig(run=asked["run"], out_dir=asked["out_dir"]).folder)
     check_same_model(given.get("model", ckpt["model"]), ckpt)
     now = {key: file.get(key, False) for key in ("resume", "overwrite", "eval_only")}
     now |= {"run": asked["run"], "out_dir": asked["out_dir"], "init_from": ""}
-    if "config" in given and int(os.environ.get("RANK", 0)) == 0:
-        settled = {"config", *now, *given}
-        for key in sorted(file.keys() & ckpt["config"].keys() - settled):
-            if file[key] != ckpt["config"][key]:
-                print(f"{key}={ckpt['config'][key]} is the run's own and stays; the file has "
-                      f"{file[key]} (a key on the command line would change it)")
+    named = file if "config" in given else {}
+    for key in sorted(named.keys() & ckpt["config"].keys() - {"config", *now, *given}):
+        if file[key] != ckpt["config"][key]:
+            note(f"{key}={ckpt['config'][key]} is the run's own and stays; the file has "
+                 f"{file[key]} (a key on the command line would change it)")
+    known = {f.name for f in fields(TrainConfig)} | ckpt["model_config"].keys()
+    for key in ckpt["config"].keys() - known:
+        note(f"{key}={ckpt['config'].pop(key)!r} is dropped: the trainer has no such key")
     return {**ckpt["config"], **now}, ckpt
 
 
@@ -188,8 +192,9 @@ def check_same_model(name, ckpt):
         raise UserError(f"model={name}, but the checkpoint holds model={ckpt['model']}")
 
 
-def run_config(module, given, base):
+def run_config(given, base):
     """(TrainConfig, the model's Config fields) from text that is given, over plain values."""
+    module = model_module(given.get("model", base.get("model", TrainConfig.model)))
     own = {f.name for f in fields(TrainConfig)}
     values = asdict(typed_config(full_schema(module), given, base, free_text=("sample_prompt",)))
     model_fields = {k: v for k, v in values.items() if k not in own}
@@ -198,6 +203,7 @@ def run_config(module, given, base):
         module.Config(**model_fields)                   # refuses impossible sizes early
     except ValueError as e:
         raise UserError(str(e)) from e
+    cfg.folder                                          # refuses a name that is none
     return cfg, model_fields
 
 
@@ -206,8 +212,3 @@ def full_schema(module):
     keys = *fields(TrainConfig), *fields(module.Config)
     entries = [(f.name, f.type, field(default=f.default)) for f in keys]
     return make_dataclass("RunConfig", entries)         # a TypeError for a key that both have
-
-
-def run_folder(out_dir, run):
-    """out_dir/run, where run must be a plain name, so that it cannot leave out_dir."""
-    return Path(out_dir) / check_name(run, "run")

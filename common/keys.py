@@ -15,6 +15,7 @@ import io
 import math
 import os
 import re
+import shlex
 import sys
 import typing
 from dataclasses import field, fields
@@ -37,8 +38,7 @@ def choice(*allowed):
 
 def run_cli(main):
     """main(sys.argv[1:]); bad input is one line on stderr and exit status 2, never a traceback."""
-    if hasattr(sys.stdout, "reconfigure"):      # a terminal shows ? for what it cannot show
-        sys.stdout.reconfigure(errors="replace")
+    open_streams()
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
@@ -55,12 +55,24 @@ def run_cli(main):
         sys.exit(2)
 
 
+def open_streams():
+    """Streams that are missing (cron and daemons close them) lead nowhere; a file that is opened
+    later does not get their numbers, so what a library prints does not end up in a checkpoint."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(free)
+    for name in ("stdout", "stderr"):
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
+    if hasattr(sys.stdout, "reconfigure"):      # a terminal shows ? for what it cannot show
+        sys.stdout.reconfigure(errors="replace")
+
+
 def in_one_line(e):
     """What to tell about an error that is not a bug of ours; None for a bug."""
     if isinstance(e, UserError):
         return " ".join(str(e).split())
-    if isinstance(e, OSError):                  # of a path that was given
-        return f"{str(e.filename):.100}: {e.strerror}" if e.filename else None
+    if isinstance(e, OSError):                  # of a path that was given, or of a full disk
+        return f"{str(e.filename):.100}: {e.strerror}" if e.filename else e.strerror
     if isinstance(e, MemoryError) or re.search("allocate memory|out of memory", str(e)):
         return f"not enough memory: {first_line(e)}"
 
@@ -68,12 +80,39 @@ def in_one_line(e):
 # ------------------------------------------------------------------------------------------------
 # keys
 
+def is_key(arg) -> bool:
+    """Whether an argument is key=value: what stands before its first = is a name (n=3), and not
+    part of a path (sweep/lr=0.1/run)."""
+    return "=" in arg and arg.partition("=")[0].isidentifier()
+
+
+def split_paths(argv):
+    """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}): the paths, and the keys with their text;
+    of a key given twice the last value holds."""
+    keys = dict(arg.split("=", 1) for arg in argv if is_key(arg))
+    return [arg for arg in argv if not is_key(arg)], keys
+
+
 def split_args(argv) -> dict:
-    """["a=1", "b=x=y"] -> {"a": "1", "b": "x=y"}; of a key given twice the last value holds."""
-    for arg in argv:
-        if arg.find("=") < 1:
-            raise UserError(f"argument {arg!r} is not of the form key=value")
-    return dict(arg.split("=", 1) for arg in argv)
+    """The keys, where there may be nothing else."""
+    others, keys = split_paths(argv)
+    if others:
+        raise UserError(f"argument {others[0]!r} is not of the form key=value")
+    return keys
+
+
+def as_command(program, *arguments):
+    """A command line to copy from the screen. A path that would be read as a key, or as a request
+    for help, begins with ./"""
+    plain = [f"./{a}" if isinstance(a, Path) and (is_key(str(a)) or asks_help([str(a)])) else a
+             for a in arguments]
+    return f"python {program} {shlex.join(map(str, plain))}"
+
+
+def note(text):
+    """Tell something, once: of several processes the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {text}", flush=True)
 
 
 def asks_help(argv) -> bool:
@@ -108,8 +147,8 @@ def field_comments(schema) -> dict:
 
 def typed_config(schema, values, base=None, free_text=()):
     """An instance of the dataclass `schema`: its defaults, then `base` (plain values of a YAML
-    file), then `values` (text of the command line). Keys in `free_text` are taken literally.
-    UserError for an unknown key or a value of the wrong type."""
+    file), then `values` (text of the command line). Keys in `free_text` name no file: they may
+    hold anything. UserError for an unknown key or a value of the wrong type."""
     kinds, typed = typing.get_type_hints(schema), {}
     for key, value in {**(base or {}), **values}.items():
         if key not in kinds:
@@ -136,8 +175,6 @@ def typed_value(key, value, kind):
     """`value` (text, or plain from a YAML file) as `kind`: int, float, bool or str. An int is
     written as one (1000, 1_000; not 2.5, 1e3, true), a float is finite."""
     text = isinstance(value, str)
-    if text and "${" in value:
-        raise UserError(f"{key}: interpolation is not supported, got {value!r:.60}")
     with contextlib.suppress(ValueError, OverflowError):
         digits = text and re.fullmatch("[+-]?[0-9]+(_[0-9]+)*", value)
         if kind is int and (type(value) is int or digits) and abs(int(value)) < 2**63:
@@ -183,12 +220,17 @@ def check_name(name, what="name") -> str:
     return name
 
 
+def plain_name(text) -> str:
+    """A name for a folder from any text: file:a/b.txt -> file-a-b.txt; a long one ends with a
+    hash."""
+    name = re.sub(r"[^A-Za-z0-9._+-]", "-", text).lstrip("._+-") or "x"
+    short = f"{name[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return name if len(name) <= 100 else short
+
+
 def folder_name(dataset, tokenizer) -> str:
-    """file:a/b.txt, bpe:512 -> file-a-b.txt-bpe-512; a long one ends with a hash."""
-    asked = f"{dataset}-{tokenizer}"
-    name = re.sub(r"[^A-Za-z0-9._+-]", "-", asked).lstrip("._+-")
-    short = f"{name[:80]}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}"
-    return check_name(name if len(name) <= 100 else short)
+    """file:a/b.txt, bpe:512 -> file-a-b.txt-bpe-512"""
+    return plain_name(f"{dataset}-{tokenizer}")
 
 
 def read_bytes(path) -> bytes:

@@ -1,5 +1,5 @@
 """
-What a run's keys stand for: its device, the memory it needs, its data and its model.
+What a run's keys stand for: its processes and their device, its data and its models.
 """
 import math
 import os
@@ -11,32 +11,52 @@ import torch
 import torch.distributed as dist
 
 from common.checkpoint import build_model, load_initial
-from common.data import TokenData
-from common.keys import NAME, UserError, folder_name, model_module
+from common.config import TrainConfig
+from common.data import TextBatches, TokenData
+from common.keys import NAME, UserError, as_command, first_line, folder_name, model_module
+from common.tasks import TaskBatches, is_task
 
 
-# ---- the device ----
+def start(cfg, fields, ckpt, named, make_data):
+    """From what read_config gives to what a process of the run needs: (Processes, batches, the
+    model on its device, the teacher or None). make_data(cfg, folder) prepares a data set that is
+    missing; nothing else is written."""
+    procs = Processes(cfg)
+    check_fits(cfg, fields, procs)
+    if procs.master and not is_task(cfg.dataset):
+        make_data(cfg, data_folder(cfg))
+    procs.join()                                # the others wait for the data
+    size = fields["block_size"]
+    batches = (TaskBatches(cfg, size) if is_task(cfg.dataset) else
+               TextBatches(open_data(cfg), cfg, size))
+    check_tokenizer(ckpt, batches.train, cfg.init_from or cfg.folder)
+    check_typed(cfg, named, batches.train)
+    model = make_model(cfg, fields, ckpt, batches.train.vocab_size, named)
+    set_budget(cfg, model)
+    teacher = load_teacher(cfg, model, batches.train)
+    return procs, batches, model.to(procs.device), teacher and teacher.to(procs.device)
+
+
+# ---- processes and their device ----
 
 def pick_device(name, world=1):
     """The torch device of a device= key; with several processes on CUDA, each takes the one of
     its LOCAL_RANK. UserError if this machine has no such device."""
-    mps_there = torch.backends.mps.is_available()
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":                          # gloo cannot use mps
-        name = ("cuda" if torch.cuda.is_available() else
-                "mps" if mps_there and world == 1 else "cpu")
-    missing = f"device={name} is not on this machine (device=auto finds one)"
+        name = "cuda" if cuda else "mps" if mps and world == 1 else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as e:
-        raise UserError(missing) from e
+    except RuntimeError:
+        device = torch.device("meta")           # which no machine has
     if world > 1 and (device.type == "mps" or device.index is not None):
         raise UserError(f"device={name} cannot be shared by {world} processes: "
                         f"device=cuda or device=cpu can")
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(mps_there)}
+        device = torch.device("cuda", number("LOCAL_RANK", 0))
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(mps)}
     if (device.index or 0) >= count.get(device.type, 0):
-        raise UserError(missing)
+        raise UserError(f"device={name} is not on this machine (device=auto finds one)")
     return device
 
 
@@ -53,14 +73,28 @@ def autocast(cfg, device):
     return torch.autocast(device.type, torch.bfloat16, enabled=mixed)
 
 
+def number(variable, default):
+    """An environment variable that torchrun, or a scheduler, sets."""
+    value = os.environ.get(variable, str(default))
+    if not value.isdecimal():
+        raise UserError(f"the environment has {variable}={value!r:.60}: torchrun sets a number")
+    return int(value)
+
+
 class Processes:
     """This process's rank and device, and how many processes there are (torchrun's variables)."""
 
     def __init__(self, cfg):
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
+        self.cfg, self.world, self.rank = cfg, number("WORLD_SIZE", 1), number("RANK", 0)
         self.master = self.rank == 0
+        names = ["RANK", "WORLD_SIZE"] + ["MASTER_ADDR", "MASTER_PORT"] * (self.world > 1)
+        missing = [name for name in names if name not in os.environ]
+        if 0 < len(missing) < len(names) or self.rank >= self.world:
+            raise UserError(f"the environment is that of RANK={self.rank} of WORLD_SIZE="
+                            f"{self.world}, without {' and '.join(missing) or 'such a rank'}: "
+                            f"start with torchrun, or unset RANK and WORLD_SIZE")
         self.device = pick_device(cfg.device, self.world)
+        self.device_name = device_name(self.device)
         if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:
             raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is "
                             f"not divisible by the {self.world} processes that share it")
@@ -75,9 +109,15 @@ class Processes:
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")
         if self.world > 1:
-            dist.init_process_group("nccl" if cuda else "gloo",
-                                    device_id=self.device if cuda else None)
-            dist.barrier()                      # rank 0 has prepared the data
+            try:
+                dist.init_process_group("nccl" if cuda else "gloo",
+                                        device_id=self.device if cuda else None)
+            except (RuntimeError, ValueError) as e:
+                raise UserError(f"the {self.world} processes do not meet: {first_line(e)}") from e
+            dist.barrier()
+
+    def autocast(self):
+        return autocast(self.cfg, self.device)
 
     def sum(self, *values):
         """Each number summed over all processes, as floats."""
@@ -99,38 +139,28 @@ class Processes:
             os._exit(0)
 
 
-# ---- sizes that no machine has are refused in one line, before anything is allocated ----
-
-def check_run_fits(cfg, model_fields, device, world=1):
-    """UserError where training needs more than the device has: 16 bytes a parameter (weight,
-    gradient, AdamW's moments), a micro-batch's embeddings and logits, and the ids of a step.
-    Counted from below, so that no run is refused that would fit: of a block only Wq, Wo, and two
-    matrices of an MLP of the given width."""
-    sizes = {**vars(cfg), **model_fields}
-    C, V = sizes["n_embd"], sizes["vocab_size"]
-    block = 2 * C * (C + sizes.get("n_mlp", 0))
-    blocks = sizes["n_layer"] // sizes.get("n_loop", 1)
-    parameters = V * C + blocks * max(block, 1000)      # Python's objects are not free either
-    tokens = cfg.batch_size * sizes["block_size"]
-    ids = 16 * tokens * max(1, cfg.gradient_accumulation_steps // world)
-    need = (4 if cfg.eval_only else 16) * parameters // (world if cfg.fsdp else 1)
-    need += ids + 4 * tokens * C + 4 * min(tokens * V, 2**28)
-    names = ("n_layer", "n_embd", "vocab_size", "batch_size", "block_size",
-             "gradient_accumulation_steps")
-    check_fits(", ".join(f"{name}={sizes[name]}" for name in names), need, device)
-
-
-def check_fits(what, need, device):
-    """UserError where `need` bytes are more than the device has in all."""
-    if torch.device(device).type == "cuda":
-        have = torch.cuda.mem_get_info(device)[1]
+def check_fits(cfg, fields, procs):
+    """UserError, before anything is allocated, where training needs more than the device has: 16
+    bytes a parameter (weight, gradient, AdamW's moments), a micro-batch's embeddings and logits,
+    the ids of a step. Counted from below: of a block only Wq, Wo, and two matrices of an MLP of
+    the given width, so that no run is refused that would fit."""
+    C, V, n_layer = fields["n_embd"], fields["vocab_size"], fields["n_layer"]
+    block = max(2 * C * (C + fields.get("n_mlp", 0)), 1000)     # Python's objects are not free
+    parameters = V * C + n_layer // fields.get("n_loop", 1) * block
+    tokens, micro_batches = cfg.batch_size * fields["block_size"], cfg.gradient_accumulation_steps
+    need = (4 if cfg.eval_only else 16) * parameters // (procs.world if cfg.fsdp else 1)
+    need += 4 * tokens * (C + V) + 16 * tokens * max(1, micro_batches // procs.world)
+    if procs.device.type == "cuda":
+        have = torch.cuda.mem_get_info(procs.device)[1]
     elif hasattr(os, "sysconf"):                        # not on Windows
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         return
     if need > have:
-        raise UserError(f"{what}: at least {need / 1e9:,.3g} GB of memory would be needed, "
-                        f"{device} has {have / 1e9:,.3g} GB")
+        raise UserError(f"n_layer={n_layer}, n_embd={C}, vocab_size={V}, "
+                        f"batch_size={cfg.batch_size}, block_size={fields['block_size']}, "
+                        f"gradient_accumulation_steps={micro_batches}: at least {need / 1e9:,.3g} "
+                        f"GB of memory would be needed, the machine has {have / 1e9:,.3g} GB")
 
 
 # ---- data ----
@@ -145,26 +175,37 @@ def data_folder(cfg):
 
 def open_data(cfg):
     """The folder of a prepared data set. UserError if there is none, or if it was made from
-    something else, whose name gives the same folder. A line tells if its file has changed since."""
+    something else, whose name gives the same folder."""
     folder = data_folder(cfg)
-    again = f"python prepare.py dataset={cfg.dataset} tokenizer={cfg.tokenizer}"
+    keys = [f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}", f"data_dir={cfg.data_dir}"]
+    again = as_command("prepare.py", *keys)
     if not folder.exists():
-        raise UserError(f"{folder} does not exist: make it with {again} data_dir={cfg.data_dir}")
+        raise UserError(f"{folder} does not exist: make it with {again}")
     if folder.name == cfg.dataset:
         return folder
     meta = TokenData(folder, "train").meta
     for key, name in (("dataset", "dataset"), ("tokenizer", "tokenizer_name")):
-        asked, made = getattr(cfg, key), meta.get(name)
-        if made not in (None, asked):
-            raise UserError(f"{folder} was made with {key}={made}: make another with {again} "
+        if meta.get(name, getattr(cfg, key)) != getattr(cfg, key):
+            raise UserError(f"{folder} was made with {key}={meta[name]}: make another with {again} "
                             f"name=NAME, and train with dataset=NAME")
-    source = Path(cfg.dataset.removeprefix("file:"))
-    changed = lambda: source.stat().st_mtime > (folder / "meta.json").stat().st_mtime
-    first = int(os.environ.get("RANK", 0)) == 0
-    if first and cfg.dataset.startswith("file:") and source.is_file() and changed():
-        print(f"note: {source} has changed since {folder} was made: {again} overwrite=true makes "
-              f"it again")
     return folder
+
+
+def check_typed(cfg, named, data):
+    """UserError where a key of the command line does not fit the data. That of a config file is
+    ignored: the tokenizer is the data's, the prompt then the first characters of the text."""
+    task = is_task(cfg.dataset)
+    made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
+    if named.get("tokenizer") and cfg.tokenizer != made:
+        raise UserError(f"tokenizer={cfg.tokenizer} is not the one of dataset={cfg.dataset}: "
+                        f"leave out tokenizer")
+    try:
+        if cfg.sample_tokens and not task:
+            data.tokenizer.encode(cfg.sample_prompt)
+    except UserError as e:
+        if named.get("sample_prompt"):
+            raise UserError(f"sample_prompt: {e}") from e
+        cfg.sample_prompt = data.tokenizer.decode(data.windows([0], 2)[0].tolist())
 
 
 def check_tokenizer(ckpt, data, what):
@@ -178,14 +219,14 @@ def check_tokenizer(ckpt, data, what):
 
 # ---- the model ----
 
-def make_model(cfg, model_fields, ckpt, vocab_size, given):
+def make_model(cfg, fields, ckpt, vocab_size, named):
     """The model, initialised from the seed or with the checkpoint's weights. vocab_size is the
     data's; a key may give a larger one. UserError if a key contradicts the weights."""
     module = model_module(cfg.model)
-    size = model_fields["vocab_size"] if "vocab_size" in given else vocab_size
+    size = fields["vocab_size"] if "vocab_size" in named else vocab_size
     if size < vocab_size:
         raise UserError(f"vocab_size={size} is less than the data's {vocab_size} tokens")
-    model_cfg = module.Config(**{**model_fields, "vocab_size": size})
+    model_cfg = module.Config(**{**fields, "vocab_size": size})
     torch.manual_seed(cfg.seed)
     if ckpt is None:
         return module.Model(model_cfg)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.keys import UserError, split_args, typed_config
+from common.keys import UserError, split_paths, typed_config
 
 
 @dataclass
@@ -52,6 +52,8 @@ def next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, gen
     """One token a row from logits (B, V): (B,) int64. seen (B, V): each row's tokens so far.
     Order: penalty (Keskar et al. 2019: positive logits divided, negative multiplied), temperature,
     top_k, top_p (Holtzman et al. 2020: the smallest set of likeliest tokens that reaches top_p)."""
+    if not logits.isfinite().all():
+        raise UserError("the model's logits are not finite: its weights, or its sizes, are broken")
     if repetition_penalty != 1:
         divided, multiplied = logits / repetition_penalty, logits * repetition_penalty
         logits = torch.where(seen, torch.where(logits > 0, divided, multiplied), logits)
@@ -81,10 +83,9 @@ def check_prompts(prompts, vocab_size):
 
 def read_arguments(argv, config):
     """(path of a run, config) from `PATH key=value ...`."""
-    paths = [a for a in argv if "=" not in a]
+    paths, keys = split_paths(argv)
     if len(paths) != 1:
         raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
-    keys = split_args([a for a in argv if "=" in a])
     return paths[0], typed_config(config, keys, free_text=("prompt",))
 
 

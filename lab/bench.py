@@ -34,8 +34,8 @@ import rt_wavefront
 from common.checkpoint import load_run
 from common.config import read_config
 from common.data import TokenData
-from common.keys import (UserError, asks_help, first_line, help_text, model_module, run_cli,
-                         split_args, typed_config, writing)
+from common.keys import (UserError, asks_help, first_line, help_text, is_key, model_module, run_cli,
+                         split_args, split_paths, typed_config, writing)
 from common.optim import make_optimizers
 from common.process import check_tokenizer, device_name, open_data, pick_device
 from common.sampling import loop_fractions
@@ -565,7 +565,7 @@ OWN_KEYS = {"kernels": bench_kernels, "runs": bench_runs, "serve": bench_serve}
 def main(argv):
     if asks_help(argv):
         return print(help_text(BenchConfig))
-    names, keys = [a for a in argv if "=" not in a] or [""], [a for a in argv if "=" in a]
+    names, keys = split_paths(argv)[0] or [""], [a for a in argv if is_key(a)]
     name, *folders = names
     if name not in (*MODELS, *OWN_KEYS) or bool(folders) != (name in ("runs", "serve")):
         raise UserError("python -m lab.bench NAME [key=value ...], NAME one of: "

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from common.checkpoint import build_model, checkpoint_file, load_checkpoint
 from common.data import TokenData, Windows, bits_per_byte
 from common.keys import (UserError, asks_help, first_line, help_text, need, read_text, run_cli,
-                         split_args, typed_config, writing)
+                         split_paths, typed_config, writing)
 from common.process import autocast, check_tokenizer, device_name, open_data, pick_device
 from common.tasks import is_task
 from common.tokenizer import load_tokenizer
@@ -279,10 +279,9 @@ def evaluate_tasks(model, tokenizer, cfg):
 def main(argv):
     if asks_help(argv):
         return print(help_text(EvalConfig))
-    paths = [a for a in argv if "=" not in a]
+    paths, given = split_paths(argv)
     if len(paths) != 1:
         raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
-    given = split_args([a for a in argv if "=" in a])
     ckpt = load_checkpoint(checkpoint_file(paths[0]))
     own = {**ckpt["config"], **ckpt["model_config"]}
     same = "batch_size", "dataset", "data_dir", "block_size", "exit_loop"

@@ -32,7 +32,7 @@ import torch
 
 import serve
 from common.checkpoint import load_run
-from common.keys import HERE, UserError, asks_help, help_text, run_cli, split_args, typed_config
+from common.keys import HERE, UserError, asks_help, help_text, run_cli, split_paths, typed_config
 from common.process import pick_device
 from common.sampling import Decoding, check_prompts
 try:
@@ -381,8 +381,8 @@ def make_server(paths, cfg):
 def main(argv):
     if asks_help(argv):
         return print(help_text(PageConfig))
-    paths = [a for a in argv if "=" not in a]
-    cfg = typed_config(PageConfig, split_args([a for a in argv if "=" in a]))
+    paths, keys = split_paths(argv)
+    cfg = typed_config(PageConfig, keys)
     if not paths:
         raise UserError("give one run or more: python -m lab.page out/NAME ... [key=value ...]")
     try:
