@@ -116,7 +116,11 @@ def test_naive_is_fast(name, sizes):
 def test_naive_is_fast_at_random_shapes(name, B, T, heads, head_dim, n_layer):
     n_head, n_kv_head = heads
     sizes = dict(n_head=n_head, n_kv_head=n_kv_head, n_embd=n_head * head_dim)
-    assert_naive_is_fast(name, sizes if "n_layer" in SIZES.get(name, {}) else dict(sizes, n_layer=n_layer), B, T)
+    try:
+        assert_naive_is_fast(name, dict(sizes, n_layer=n_layer), B, T)
+    except ValueError as e:     # some patterns of layers need more
+        assert "n_layer" in str(e)
+        assert_naive_is_fast(name, sizes, B, T)
 
 
 def assert_cache_is_forward(model, lengths, splits, tolerance):
