@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(config, items):
 
 def model_of(item):
     """The model that a test of the contract tries, or None."""
-    params = getattr(item, "callspec", None) and item.callspec.params
-    return params and next((params[key] for key in ("name", "model") if params.get(key) in MODELS), None)
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return next((v for v in values if isinstance(v, str) and v in MODELS), None)
 
 
 def python(*arguments, **environment):
@@ -70,7 +70,8 @@ def two_processes(folder, *arguments):
     does."""
     (folder / "sitecustomize.py").write_text("import atexit, os\n"
                                              "if 'RANK' in os.environ:\n    atexit.register(os.abort)\n")
-    return python(*TORCHRUN, "train.py", *arguments, PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
+    path = f"{folder}{os.pathsep}{FORKS}"
+    return python(*TORCHRUN, "train.py", *arguments, PYTHONPATH=path, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(scope="session")

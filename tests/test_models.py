@@ -293,14 +293,14 @@ def test_optimizer_groups(name):
     """Vectors do not decay, matrices do; Muon has matrices of the blocks only, by where they stand. (LRT has groups of
     its own for Muon, and a projection beside its blocks.)"""
     model = tiny(name)
-    model.step_embedding = torch.nn.Parameter(torch.zeros(3, 4))
+    model.step_embedding, model.blocks[0].embedding = torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Embedding(3, 4)
     for optimizer in ("adamw", "muon"):
         groups = optim.parameter_groups(model, TrainConfig(model=name, optimizer=optimizer))
         decay = [(p.dim() >= 2) == (g["weight_decay"] > 0) for g in groups for p in g["params"]]
         assert all(decay) or (name, optimizer) == ("lrt", "muon")
         muon = {id(p) for g in groups if g["kind"] == "muon" for p in g["params"]}
         matrices = {id(p) for n, p in model.named_parameters()
-                    if p.dim() == 2 and n.split(".")[0] in ("first", "blocks", "last", "rec")}
+                    if p.dim() == 2 and n.split(".")[0] in ("first", "blocks", "last", "rec") and "embedding" not in n}
         assert muon <= matrices and bool(muon) == (optimizer == "muon")
 
 
