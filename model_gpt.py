@@ -14,8 +14,7 @@ after QK-norm and rotary positions (RoPE). ALiBi: bias_ij = -m_h (i - j), m_h = 
 head h = 1 .. H.
 
 fast=false writes the softmax out, fast=true calls torch's fused attention. The other model
-files import from this one: read it first. What is needed to train comes first; the KV cache
-and generate, for decoding, stand at the end.
+files import from this one: read it first. The KV cache, for decoding, stands at the end.
 
 Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value
 heads, D = C / H head size, V vocabulary.
@@ -194,11 +193,10 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     to (B, H, T, S) -> (B, H, T, D). bias None: causal, the queries being the last T of the S
     tokens."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
-    fused_mask = fast and (T == S or T == 1)        # torch masks T = S itself; T = 1 sees all keys
-    if bias is None and not fused_mask:
+    if bias is None and (not fast or 1 < T < S):    # torch masks T = S; T = 1 needs no mask
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if fast:
-        causal = True if bias is None and T > 1 else False  # a bool: under torch.compile, T is not
+        causal = True if bias is None and T > 1 else False  # T > 1 of torch.compile is no bool
         bias = None if bias is None else bias.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, enable_gqa=H != G)
     k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))         # (B, H, S, D)
@@ -279,7 +277,9 @@ def cross_entropy(logits, targets):
 
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
-    A model adds blocks, calls init_weights and has flops_per_token(); it may replace the rest."""
+    A model adds blocks, calls init_weights and has flops_per_token(); it may replace the rest.
+    What stands here for other models and commands: context_type, runs_blocks_once, set_step,
+    and what speaks of rows, n_valid and n_layer in the cache."""
     context_type = Context
     runs_blocks_once = True     # each block once a forward: FSDP may gather them one by one
 
@@ -294,7 +294,8 @@ class LanguageModel(nn.Module):
 
     @property
     def context_limit(self):
-        """The most tokens of a forward or a cache: block_size with RoPE, else None."""
+        """The most tokens of a forward or a cache: block_size with RoPE, which has learned no
+        later positions, else None."""
         return self.cfg.block_size if self.cfg.has_rope else None
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
@@ -384,8 +385,11 @@ class Model(LanguageModel):
     def flops_per_token(self):
         """Floating-point operations of a token, forward and backward, at block_size: 6 for each
         weight of a matrix product (the head is one, the embedding not), and the mixers'."""
-        weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
-        return 6.0 * (weights + self.head.weight.numel()) + self.mixer_flops()
+        return 6.0 * (self.block_weights() + self.head.weight.numel()) + self.mixer_flops()
+
+    def block_weights(self):
+        """Weights of the blocks' matrix products."""
+        return sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
 
     def mixer_flops(self):
         """In each layer 12 C for each visible key (q k and a v), averaged over positions."""
@@ -401,7 +405,7 @@ class Model(LanguageModel):
 class Slots:
     """Where the T new tokens of a call stand in a cache (KVCache.place)."""
     pos: torch.Tensor            # (1, T) or (B, T): their positions
-    end: int                     # S, as many keys are read: those of the longest row
+    end: int                     # S, as many keys are read: no row has more
     n_new: torch.Tensor          # (B,): how many of each row are real
     at: torch.Tensor = None      # (B, T): each one's slot, if rows are ragged (None: pos)
 
@@ -414,13 +418,13 @@ class KVCache:
     reads all (write), and the call's end counts the tokens (advance). Under no_grad.
 
     lengths (B,): tokens of each row. longest: their maximum, on the host. ragged: rows may
-    differ in length, from the first call with n_valid until all rows are reset; else new tokens
-    are written as one slice, and no row needs its own mask. n_layer: layers with keys."""
+    differ in length, as a call had n_valid or only some rows were reset; else new tokens are
+    written as one slice, and no row needs its own mask. n_layer: layers with keys."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         shape = batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim
-        zeros = lambda: [torch.zeros(shape, device=device, dtype=dtype)
-                         for _ in range(n_layer or cfg.n_layer)]
+        n_layer = cfg.n_layer if n_layer is None else n_layer
+        zeros = lambda: [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_layer)]
         with torch.inference_mode(False):           # so that calls without it may write, too
             self.k, self.v = zeros(), zeros()
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -430,8 +434,9 @@ class KVCache:
         return self.k + self.v
 
     def nbytes(self):
-        """Bytes of the keys and values of all rows at max_len."""
-        return sum(buffer[:, :, :self.max_len].nbytes for buffer in self.buffers())
+        """Bytes of the keys and values of all rows at max_len; of states, as they are."""
+        return sum(x[:, :, :self.max_len].nbytes if x.dim() == 4 else x.nbytes
+                   for x in self.buffers())
 
     def reset(self, rows=None):
         """Empty the given rows (indices; None: all) for new sequences. They are zeroed: a NaN
@@ -450,19 +455,19 @@ class KVCache:
         if n_valid is not None:
             self.ragged = True
             n_new = n_valid.to(self.lengths).clamp(0, T)
-        total = self.longest + T
-        if total > self.max_len and self.ragged:    # the longest row may get only padding
-            total = int((self.lengths + n_new).max())
-        if total > self.max_len:
-            raise ValueError(f"the cache is full: {total} tokens are more than max_len "
-                             f"{self.max_len}")
-        end = min(self.longest + T, self.max_len)
+        end = self.longest + T
+        if end > self.max_len:
+            end, needed = self.max_len, int((self.lengths + n_new).max())   # without padding
+            if needed > self.max_len:
+                raise ValueError(f"the cache is full: {needed} tokens are more than max_len "
+                                 f"{self.max_len}")
         offset = torch.arange(T, device=self.lengths.device)
         if not self.ragged:
             return Slots((self.longest + offset)[None], end, n_new)
         pos = self.lengths[:, None] + offset        # (B, T)
         at = torch.where(offset < n_new[:, None], pos, self.max_len)
-        return Slots(pos.clamp(max=end - 1), end, n_new, at)    # padding too sees a key: no NaN
+        # padding may stand beyond all keys; the clamp lets it see one in a window: no NaN
+        return Slots(pos.clamp(max=end - 1), end, n_new, at)
 
     def write(self, layer, k, v, slots):
         """Write k, v (B, G, T, D) of the new tokens; return all so far, (B, G, S, D)."""

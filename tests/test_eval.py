@@ -41,7 +41,7 @@ def evaluate(run, *keys):
 
 def test_the_loss_is_that_of_train(trained):
     run, by_train = trained
-    for batches in (0, 3)["lrt" in str(run):]:                  # all the text where that is fast
+    for batches in (0, 3)[hasattr(load_run(run)[0], "estimate"):]:      # all the text where that is fast
         found = evaluate(run, f"batches={batches}")
         assert found["ce"] == pytest.approx(by_train(f"eval_batches={batches}"), rel=1e-6)
         assert list(found["positions"]) == ["0-15", "16-23"]
@@ -58,7 +58,7 @@ def test_exits_and_routers_are_looked_at(trained, data_dir):
         first = load_run(run, exit_loop=1)[0]
         same = (model(idx)[0].argmax(-1) == first(idx)[0].argmax(-1)).double().mean()
         assert evaluate(run, "exit_loop=1")["agreement"] == pytest.approx(float(same))
-        assert same < 1 or "relaxed" in str(run)        # whose two loops hardly differ yet
+        assert same < 1 or not hasattr(model, "routers")    # other models' loops hardly differ yet
     if hasattr(model, "routers"):
         scores = evaluate(run)["scores"]["2"]
         assert sum(scores) == pytest.approx(1) and scores != [0.1] * 10
