@@ -36,8 +36,8 @@ import torch
 from common.checkpoint import fingerprint, lock, newest, save_checkpoint
 from common.config import TrainConfig, config_file, read_config
 from common.data import bits_per_byte
-from common.keys import (UserError, as_command, asks_help, first_line, help_text, key_lines,
-                         model_module, need, note, run_cli, split_paths, writing)
+from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
+                         need, note, run_cli, split_paths, writing)
 from common.log import Log, in_words, read_log
 from common.optim import load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.process import Processes, start
@@ -359,6 +359,7 @@ def train(run):
     return True
 
 
+PATIENCE = 10       # seconds after which a second SIGTERM ends a step
 SAVING = "saving"   # in the list of stop_request: the step is over
 
 
@@ -367,21 +368,20 @@ def stop_request(world):
     """A list that is empty until SIGTERM or SIGINT asks for a stop after the current step. If that
     step is very long: a second SIGTERM 10 s later ends the process at once, a second Ctrl-C any
     time, if it is the only process. (torchrun and schedulers send several within seconds.)"""
-    asked, (read, write) = [], os.pipe()
+    asked, signals, (read, write) = [], (signal.SIGTERM, signal.SIGINT), os.pipe()
 
     def watch():        # a thread, because the main one may be inside a long operation of torch
         first = None
         while data := os.read(read, 1):
-            late = first and time.monotonic() - first > 10 and SAVING not in asked
-            if late or first and data[0] == signal.SIGINT and world == 1:
+            late = first and time.monotonic() - first > PATIENCE and SAVING not in asked
+            if data[0] in signals and (late or first and data[0] == signal.SIGINT and world == 1):
                 os._exit(128 + data[0])
-            first = first or time.monotonic()
+            first = first or (data[0] in signals and time.monotonic())
         os.close(read)
 
     threading.Thread(target=watch, daemon=True).start()
     os.set_blocking(write, False)
-    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig))
-                for sig in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig)) for sig in signals}
     wakeup = signal.set_wakeup_fd(write)        # the number of each signal goes there
     try:
         yield asked
@@ -505,8 +505,8 @@ def print_help(argv):
     """The usage, then the trainer's keys and those of the chosen model."""
     given = split_paths(argv)[1]
     name = {**config_file(given), **given}.get("model", TrainConfig.model)
-    keys = key_lines(model_module(name).Config)
-    print("\n".join([help_text(TrainConfig, __doc__), "", f"keys of model={name}:", *keys]))
+    print(help_text(TrainConfig, __doc__))
+    print("\n" + help_text(model_module(name).Config, f"keys of model={name}:"))
 
 
 def finish(run, done):
@@ -522,7 +522,7 @@ def finish(run, done):
                             cfg.sample_tokens, seed=cfg.seed))
         print("-" * 80 + "\n" + text + "\n" + "-" * 80)
     picture = ", curves.png" * draw(run)
-    more = "" if run.task else f"; more text: {as_command('sample.py', run.folder)}"
+    more = "" if run.task else f"; more text: {as_command('sample.py', path=run.folder)}"
     print(f"{run.folder}: ckpt.pt, best.pt, log.jsonl{picture}{more}")
 
 

@@ -10,8 +10,7 @@ A run's folder has ckpt.pt, the last state. pending.pt is there while that state
 takes ckpt.pt's place if what it computes is finite.
 """
 import contextlib
-import errno
-import functools
+import fcntl
 import hashlib
 import json
 import os
@@ -23,11 +22,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-
-try:
-    import fcntl
-except ImportError:
-    fcntl = None
 
 from common.keys import (UserError, asks_help, first_line, help_text, model_module, run_cli,
                          split_paths, typed_config, writing)
@@ -78,31 +72,29 @@ def fingerprint(value):
 
 def sync_folder(folder):
     """Makes a rename inside folder survive a power cut."""
-    if os.name == "posix":  # Windows cannot open folders, and needs no such call
+    with contextlib.suppress(OSError):          # some network file systems cannot
         fd = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(fd)
-        except OSError as e:
-            if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
-                raise
         finally:
             os.close(fd)
 
 
-@functools.cache
+LOCKS = {}      # {folder: its open descriptor}, of this process
+
+
 def lock(folder):
-    """Keep a run's folder for this process, to its end: the kernel releases the lock then, however
-    it ends. UserError if another process has it."""
-    if fcntl is None:                           # Windows
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise UserError(f"{folder} is in use: another run of this name goes on") from None
-    except OSError:
-        pass                                    # a network file system without locks
+    """Keep a run's folder for this process. The kernel releases the lock when it ends, however it
+    ends. UserError if another process has it."""
+    if folder not in LOCKS:
+        LOCKS[folder] = fd = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(LOCKS.pop(folder))
+            raise UserError(f"{folder} is in use: another run of this name goes on") from None
+        except OSError:
+            pass                                # a network file system without locks
 
 
 def save_checkpoint(path, state):

@@ -64,23 +64,24 @@ class TrainConfig:
     teacher: str = ""  # distil from this model, named as in init_from
     ce_weight: float = 1.0  # with a teacher: weight of the own loss
     kd_weight: float = 1.0  # with a teacher: weight of the KL divergence
-    kd_temperature: float = 1.0  # with a teacher: temperature of both
+    kd_temperature: float = 1.0  # with a teacher: temperature of both (above 0)
     resume: bool = False  # go on from the run's ckpt.pt
     overwrite: bool = False  # let a new run replace this one
     eval_only: bool = False  # only evaluate ckpt.pt, or init_from
 
     def __post_init__(self):
         for key in fields(self):
-            value, allowed = getattr(self, key.name), key.metadata.get("allowed")
+            value, allowed = getattr(self, key.name), key.metadata.get("allowed", ())
             if allowed and value not in allowed:
                 raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
-        for names, least, most in RANGES:
-            for name in names.split():
-                if not least <= getattr(self, name) <= most:
-                    also = f" and at most {most}" * (most < math.inf)
-                    raise ValueError(f"{name}={getattr(self, name)} must be at least {least}{also}")
+            low, high = int(key.name in POSITIVE), AT_MOST.get(key.name, math.inf)
+            if type(value) in (int, float) and not low <= value <= high:
+                also = f" and at most {high}" * (high < math.inf)
+                raise ValueError(f"{key.name}={value} must be at least {low}{also}")
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("sample_prompt is empty: give a character, or sample_tokens=0")
+        if self.kd_temperature == 0:
+            raise ValueError("kd_temperature=0 must be more")
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true exclude each other")
         if self.resume and self.init_from:
@@ -93,15 +94,10 @@ class TrainConfig:
         return Path(self.out_dir) / check_name(self.run, "run")
 
 
-# the least and the largest value of each key
-RANGES = (
-    ("batch_size gradient_accumulation_steps max_steps eval_interval log_interval", 1, math.inf),
-    ("task_examples warmup_steps muon_momentum_steps eval_batches exact_batches keep_interval "
-     "seed learning_rate muon_learning_rate weight_decay grad_clip max_flops "
-     "ce_weight kd_weight", 0, math.inf),
-    ("sample_tokens", 0, 2**20), ("cooldown_frac min_lr_frac", 0, 1),
-    ("beta1 beta2 muon_momentum", 0, 0.99999),
-    ("kd_temperature", 0.01, 100))
+POSITIVE = ("batch_size", "gradient_accumulation_steps", "max_steps", "eval_interval",
+            "log_interval")     # other numbers may be 0
+AT_MOST = dict(cooldown_frac=1, min_lr_frac=1, beta1=0.99999, beta2=0.99999, muon_momentum=0.99999,
+               sample_tokens=2**20)
 
 
 # ---- merging ----

@@ -18,7 +18,7 @@ import re
 import shlex
 import sys
 import typing
-from dataclasses import field, fields
+from dataclasses import field
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -56,8 +56,8 @@ def run_cli(main):
 
 
 def open_streams():
-    """Streams that are missing (cron and daemons close them) lead nowhere; a file that is opened
-    later does not get their numbers, so what a library prints does not end up in a checkpoint."""
+    """Missing streams (cron and daemons close them) lead nowhere. No file that is opened later
+    gets their numbers: what a library prints would end up in a checkpoint."""
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(free)
@@ -81,14 +81,12 @@ def in_one_line(e):
 # keys
 
 def is_key(arg) -> bool:
-    """Whether an argument is key=value: what stands before its first = is a name (n=3), and not
-    part of a path (sweep/lr=0.1/run)."""
+    """Whether an argument is a key: a name stands before its first =, not a part of a path."""
     return "=" in arg and arg.partition("=")[0].isidentifier()
 
 
 def split_paths(argv):
-    """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}): the paths, and the keys with their text;
-    of a key given twice the last value holds."""
+    """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}); of a key given twice the last holds."""
     keys = dict(arg.split("=", 1) for arg in argv if is_key(arg))
     return [arg for arg in argv if not is_key(arg)], keys
 
@@ -101,12 +99,10 @@ def split_args(argv) -> dict:
     return keys
 
 
-def as_command(program, *arguments):
-    """A command line to copy from the screen. A path that would be read as a key, or as a request
-    for help, begins with ./"""
-    plain = [f"./{a}" if isinstance(a, Path) and (is_key(str(a)) or asks_help([str(a)])) else a
-             for a in arguments]
-    return f"python {program} {shlex.join(map(str, plain))}"
+def as_command(program, *keys, path=None):
+    """A command line to copy from the screen. A path that reads like a key begins with ./"""
+    paths = [f"./{path}" if is_key(str(path)) else str(path)] if path else []
+    return f"python {program} {shlex.join([*paths, *keys])}"
 
 
 def note(text):
@@ -120,29 +116,12 @@ def asks_help(argv) -> bool:
 
 
 def help_text(schema, usage=None) -> str:
-    """The usage (by default the docstring of the schema's module), then its keys."""
+    """The usage (by default the docstring of the schema's module), then its keys as they stand in
+    the source: type, default and comment."""
     usage = usage or inspect.getdoc(sys.modules[schema.__module__]) or ""   # python -OO has none
-    return "\n".join([usage.strip(), "", "keys, with their defaults:", *key_lines(schema)])
-
-
-def key_lines(schema) -> list:
-    """A line for each key: its default, what it may be, and the comment beside it in the source."""
-    comments, lines = field_comments(schema), []
-    for f in fields(schema):
-        default = str(f.default).lower() if isinstance(f.default, bool) else repr(f.default)
-        words = [" | ".join(f.metadata.get("allowed", ())), comments.get(f.name, "")]
-        lines.append(f"  {f.name + '=' + default:34} {': '.join(w for w in words if w)}")
-    return lines
-
-
-def field_comments(schema) -> dict:
-    """{field: the comment on its line in the source}, also of the base classes."""
-    comments = {}
-    for cls in reversed(schema.__mro__):
-        with contextlib.suppress(OSError, TypeError):  # a class without source has no comments
-            source = inspect.getsource(cls)
-            comments.update(re.findall(r"^    (\w+): .*?\s# (.*)$", source, re.MULTILINE))
-    return comments
+    source = "\n".join(map(inspect.getsource, reversed(schema.__mro__[:-1])))
+    keys = dict(re.findall(r"^    (\w+)(: \w+ = .*)$", source, re.MULTILINE))
+    return "\n".join([usage.strip(), "", *(f"    {name}{rest}" for name, rest in keys.items())])
 
 
 def typed_config(schema, values, base=None, free_text=()):
@@ -221,8 +200,7 @@ def check_name(name, what="name") -> str:
 
 
 def plain_name(text) -> str:
-    """A name for a folder from any text: file:a/b.txt -> file-a-b.txt; a long one ends with a
-    hash."""
+    """A folder's name from any text: file:a/b.txt -> file-a-b.txt; a long one ends in a hash."""
     name = re.sub(r"[^A-Za-z0-9._+-]", "-", text).lstrip("._+-") or "x"
     short = f"{name[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     return name if len(name) <= 100 else short

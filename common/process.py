@@ -18,23 +18,21 @@ from common.tasks import TaskBatches, is_task
 
 
 def start(cfg, fields, ckpt, named, make_data):
-    """From what read_config gives to what a process of the run needs: (Processes, batches, the
-    model on its device, the teacher or None). make_data(cfg, folder) prepares a data set that is
-    missing; nothing else is written."""
-    procs = Processes(cfg)
+    """What read_config gives -> what a process of the run needs: (Processes, batches, the model on
+    its device, the teacher or None). make_data(cfg, folder) prepares a data set that is missing."""
+    procs, task, size = Processes(cfg), is_task(cfg.dataset), fields["block_size"]
     check_fits(cfg, fields, procs)
-    if procs.master and not is_task(cfg.dataset):
+    if procs.master and not task:
         make_data(cfg, data_folder(cfg))
     procs.join()                                # the others wait for the data
-    size = fields["block_size"]
-    batches = (TaskBatches(cfg, size) if is_task(cfg.dataset) else
-               TextBatches(open_data(cfg), cfg, size))
-    check_tokenizer(ckpt, batches.train, cfg.init_from or cfg.folder)
-    check_typed(cfg, named, batches.train)
-    model = make_model(cfg, fields, ckpt, batches.train.vocab_size, named)
+    batches = TaskBatches(cfg, size) if task else TextBatches(open_data(cfg), cfg, size)
+    data = batches.train
+    check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
+    check_typed(cfg, named, data, task)
+    model = make_model(cfg, fields, ckpt, data.vocab_size, named).to(procs.device)
     set_budget(cfg, model)
-    teacher = load_teacher(cfg, model, batches.train)
-    return procs, batches, model.to(procs.device), teacher and teacher.to(procs.device)
+    teacher = load_teacher(cfg, model, data)
+    return procs, batches, model, teacher and teacher.to(procs.device)
 
 
 # ---- processes and their device ----
@@ -42,22 +40,26 @@ def start(cfg, fields, ckpt, named, make_data):
 def pick_device(name, world=1):
     """The torch device of a device= key; with several processes on CUDA, each takes the one of
     its LOCAL_RANK. UserError if this machine has no such device."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":                          # gloo cannot use mps
-        name = "cuda" if cuda else "mps" if mps and world == 1 else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")           # which no machine has
-    if world > 1 and (device.type == "mps" or device.index is not None):
+        mps = torch.backends.mps.is_available() and world == 1
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    if world > 1 and name not in ("cpu", "cuda"):
         raise UserError(f"device={name} cannot be shared by {world} processes: "
                         f"device=cuda or device=cpu can")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", number("LOCAL_RANK", 0))
-    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(mps)}
-    if (device.index or 0) >= count.get(device.type, 0):
-        raise UserError(f"device={name} is not on this machine (device=auto finds one)")
+    try:
+        device = torch.device(f"cuda:{number('LOCAL_RANK', 0)}" if name == "cuda" else name)
+        torch.ones(1, device=device).item()     # fails if this machine has no such device
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        raise UserError(f"device={name} is not on this machine (device=auto finds one)") from e
     return device
+
+
+def number(variable, default):
+    """An environment variable that torchrun, or a scheduler, sets."""
+    value = os.environ.get(variable, str(default))
+    if not value.isdecimal():
+        raise UserError(f"the environment has {variable}={value!r:.60}: torchrun sets a number")
+    return int(value)
 
 
 def device_name(device):
@@ -73,19 +75,11 @@ def autocast(cfg, device):
     return torch.autocast(device.type, torch.bfloat16, enabled=mixed)
 
 
-def number(variable, default):
-    """An environment variable that torchrun, or a scheduler, sets."""
-    value = os.environ.get(variable, str(default))
-    if not value.isdecimal():
-        raise UserError(f"the environment has {variable}={value!r:.60}: torchrun sets a number")
-    return int(value)
-
-
 class Processes:
     """This process's rank and device, and how many processes there are (torchrun's variables)."""
 
     def __init__(self, cfg):
-        self.cfg, self.world, self.rank = cfg, number("WORLD_SIZE", 1), number("RANK", 0)
+        self.world, self.rank = number("WORLD_SIZE", 1), number("RANK", 0)
         self.master = self.rank == 0
         names = ["RANK", "WORLD_SIZE"] + ["MASTER_ADDR", "MASTER_PORT"] * (self.world > 1)
         missing = [name for name in names if name not in os.environ]
@@ -95,6 +89,7 @@ class Processes:
                             f"start with torchrun, or unset RANK and WORLD_SIZE")
         self.device = pick_device(cfg.device, self.world)
         self.device_name = device_name(self.device)
+        self.autocast = lambda: autocast(cfg, self.device)
         if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:
             raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is "
                             f"not divisible by the {self.world} processes that share it")
@@ -108,16 +103,14 @@ class Processes:
         if cuda:
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")
-        if self.world > 1:
-            try:
-                dist.init_process_group("nccl" if cuda else "gloo",
-                                        device_id=self.device if cuda else None)
-            except (RuntimeError, ValueError) as e:
-                raise UserError(f"the {self.world} processes do not meet: {first_line(e)}") from e
-            dist.barrier()
-
-    def autocast(self):
-        return autocast(self.cfg, self.device)
+        if self.world == 1:
+            return
+        try:
+            dist.init_process_group("nccl" if cuda else "gloo",
+                                    device_id=self.device if cuda else None)
+        except (RuntimeError, ValueError) as e:
+            raise UserError(f"the {self.world} processes do not meet: {first_line(e)}") from e
+        dist.barrier()
 
     def sum(self, *values):
         """Each number summed over all processes, as floats."""
@@ -140,27 +133,22 @@ class Processes:
 
 
 def check_fits(cfg, fields, procs):
-    """UserError, before anything is allocated, where training needs more than the device has: 16
-    bytes a parameter (weight, gradient, AdamW's moments), a micro-batch's embeddings and logits,
-    the ids of a step. Counted from below: of a block only Wq, Wo, and two matrices of an MLP of
-    the given width, so that no run is refused that would fit."""
-    C, V, n_layer = fields["n_embd"], fields["vocab_size"], fields["n_layer"]
+    """UserError, before anything is allocated, where training needs more than the device has.
+    Counted from below: 16 bytes a parameter (weight, gradient, AdamW's moments), of a block only
+    Wq, Wo and two matrices of an MLP; a micro-batch's embeddings and logits; a step's ids."""
+    C, V, T, n_layer = (fields[key] for key in ("n_embd", "vocab_size", "block_size", "n_layer"))
     block = max(2 * C * (C + fields.get("n_mlp", 0)), 1000)     # Python's objects are not free
     parameters = V * C + n_layer // fields.get("n_loop", 1) * block
-    tokens, micro_batches = cfg.batch_size * fields["block_size"], cfg.gradient_accumulation_steps
+    tokens, micro_batches = cfg.batch_size * T, cfg.gradient_accumulation_steps
     need = (4 if cfg.eval_only else 16) * parameters // (procs.world if cfg.fsdp else 1)
     need += 4 * tokens * (C + V) + 16 * tokens * max(1, micro_batches // procs.world)
-    if procs.device.type == "cuda":
-        have = torch.cuda.mem_get_info(procs.device)[1]
-    elif hasattr(os, "sysconf"):                        # not on Windows
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        return
+    have = (torch.cuda.mem_get_info(procs.device)[1] if procs.device.type == "cuda" else
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if need > have:
-        raise UserError(f"n_layer={n_layer}, n_embd={C}, vocab_size={V}, "
-                        f"batch_size={cfg.batch_size}, block_size={fields['block_size']}, "
-                        f"gradient_accumulation_steps={micro_batches}: at least {need / 1e9:,.3g} "
-                        f"GB of memory would be needed, the machine has {have / 1e9:,.3g} GB")
+        raise UserError(f"n_layer={n_layer}, n_embd={C}, vocab_size={V}, block_size={T}, "
+                        f"batch_size={cfg.batch_size}, gradient_accumulation_steps="
+                        f"{micro_batches}: at least {need / 1e9:,.3g} GB of memory would be "
+                        f"needed, {procs.device} has {have / 1e9:,.3g} GB")
 
 
 # ---- data ----
@@ -191,10 +179,9 @@ def open_data(cfg):
     return folder
 
 
-def check_typed(cfg, named, data):
+def check_typed(cfg, named, data, task):
     """UserError where a key of the command line does not fit the data. That of a config file is
     ignored: the tokenizer is the data's, the prompt then the first characters of the text."""
-    task = is_task(cfg.dataset)
     made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
     if named.get("tokenizer") and cfg.tokenizer != made:
         raise UserError(f"tokenizer={cfg.tokenizer} is not the one of dataset={cfg.dataset}: "
@@ -276,13 +263,14 @@ def load_teacher(cfg, model, data):
     not the data's, or if it reads shorter sequences."""
     if not cfg.teacher or cfg.eval_only:
         return None
-    name = f"teacher={cfg.teacher}"
     ckpt = load_initial(cfg.teacher, "teacher")
-    check_tokenizer(ckpt, data, name)
+    check_tokenizer(ckpt, data, f"teacher={cfg.teacher}")
     teacher = build_model(ckpt).eval().requires_grad_(False)
     size, limit = teacher.cfg.vocab_size, teacher.context_limit
     if size != model.cfg.vocab_size:
-        raise UserError(f"{name} has vocab_size={size}, the model {model.cfg.vocab_size}")
+        raise UserError(f"teacher={cfg.teacher} has vocab_size={size}, the model "
+                        f"{model.cfg.vocab_size}")
     if limit is not None and limit < model.cfg.block_size:
-        raise UserError(f"{name} takes {limit} tokens, block_size={model.cfg.block_size} is more")
+        raise UserError(f"teacher={cfg.teacher} takes {limit} tokens, block_size="
+                        f"{model.cfg.block_size} is more")
     return teacher

@@ -34,6 +34,7 @@ def run(model, out_dir, data_dir, *extra, stop_after=None):
         return step(run, stop)
     with mock.patch.object(train, "train_step", counted):
         assert train.train(run) == (stop_after is None)
+    os.close(checkpoint.LOCKS.pop(run.folder.absolute()))       # as at the end of a process
     return run
 
 
