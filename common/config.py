@@ -64,7 +64,7 @@ class TrainConfig:
     teacher: str = ""  # distil from this model, named as in init_from
     ce_weight: float = 1.0  # with a teacher: weight of the own loss
     kd_weight: float = 1.0  # with a teacher: weight of the KL divergence
-    kd_temperature: float = 1.0  # with a teacher: temperature of both (above 0)
+    kd_temperature: float = 1.0  # with a teacher: temperature of both
     resume: bool = False  # go on from the run's ckpt.pt
     overwrite: bool = False  # let a new run replace this one
     eval_only: bool = False  # only evaluate ckpt.pt, or init_from
@@ -80,7 +80,7 @@ class TrainConfig:
                 raise ValueError(f"{key.name}={value} must be at least {low}{also}")
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("sample_prompt is empty: give a character, or sample_tokens=0")
-        if self.kd_temperature == 0:
+        if not self.kd_temperature:
             raise ValueError("kd_temperature=0 must be more")
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true exclude each other")
@@ -94,10 +94,12 @@ class TrainConfig:
         return Path(self.out_dir) / check_name(self.run, "run")
 
 
-POSITIVE = ("batch_size", "gradient_accumulation_steps", "max_steps", "eval_interval",
-            "log_interval")     # other numbers may be 0
-AT_MOST = dict(cooldown_frac=1, min_lr_frac=1, beta1=0.99999, beta2=0.99999, muon_momentum=0.99999,
-               sample_tokens=2**20)
+# numbers that may not be 0, and those that have a largest value
+POSITIVE = ("batch_size", "gradient_accumulation_steps",
+            "max_steps", "eval_interval", "log_interval")
+AT_MOST = dict(
+    beta1=0.99999, beta2=0.99999, muon_momentum=0.99999,
+    cooldown_frac=1, min_lr_frac=1, sample_tokens=2**20)
 
 
 # ---- merging ----
