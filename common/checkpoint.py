@@ -14,10 +14,8 @@ import fcntl
 import hashlib
 import json
 import os
-import struct
 import sys
 import warnings
-import zipfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -37,37 +35,14 @@ EXPORTED = [*FIELDS][:6]
 # -------------------------------------------------------------------------------------------------
 # saving
 
-def fingerprint(value):
-    """SHA-256 over a nested value: of tensors the dtype, shape and bytes, of everything else the
-    type and value. TypeError for what a checkpoint may not hold."""
+def digest(f, size):
+    """The SHA-256 of the first `size` bytes of an open file."""
     sha = hashlib.sha256()
-
-    def add(x):
-        if isinstance(x, torch.Tensor):
-            x = x.detach().cpu().contiguous()
-            sha.update(f"tensor {x.dtype} {tuple(x.shape)} ".encode())
-            sha.update(x.reshape(-1).view(torch.uint8).numpy().data)
-        elif isinstance(x, dict):
-            sha.update(f"dict {len(x)} ".encode())
-            for key in sorted(x, key=repr):
-                add(key)
-                add(x[key])
-        elif isinstance(x, (list, tuple)):
-            sha.update(f"{type(x).__name__} {len(x)} ".encode())
-            for item in x:
-                add(item)
-        elif isinstance(x, (str, bytes)):
-            data = x.encode("utf-8", "surrogatepass") if isinstance(x, str) else x
-            sha.update(f"{type(x).__name__} {len(data)} ".encode() + data)
-        elif isinstance(x, float):
-            sha.update(b"float " + struct.pack("<d", x))
-        elif x is None or isinstance(x, (bool, int)):
-            sha.update(f"{type(x).__name__} {x} ".encode())
-        else:
-            raise TypeError(f"a checkpoint may not hold a {type(x).__name__}")
-
-    add(value)
-    return sha.hexdigest()
+    f.seek(0)
+    while block := f.read(min(size, 1 << 20)):
+        sha.update(block)
+        size -= len(block)
+    return sha.digest()
 
 
 def sync_folder(folder):
@@ -98,14 +73,15 @@ def lock(folder):
 
 
 def save_checkpoint(path, state):
-    """Write state (tensors and plain values) so that path is complete at every moment: a
-    temporary file, flushed to the disk, replaces it in one move. UserError if the disk refuses;
-    path is as before then."""
+    """Write state (tensors and plain values), and after it the SHA-256 of all that. path is
+    complete at every moment: a temporary file, flushed to the disk, replaces it in one move.
+    UserError if the disk refuses; path is as before then."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as f:
-            torch.save({**state, "sha256": fingerprint(state)}, f)
+        with open(temporary, "w+b") as f:
+            torch.save(state, f)
+            f.write(digest(f, f.tell()))
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -124,8 +100,7 @@ def save_checkpoint(path, state):
 
 def load_checkpoint(path):
     """The state saved at path, on the CPU. UserError if it is missing, damaged, or not one of
-    ours. Three checks: the zip's own checksums; an unpickler that runs no code; the SHA-256 over
-    all contents."""
+    ours: the SHA-256 covers every byte, and the unpickler runs no code."""
     path = Path(path)
     if not path.is_file():
         there = "is not a regular file" if path.exists() else "does not exist: no checkpoint there"
@@ -133,16 +108,16 @@ def load_checkpoint(path):
     if path.suffix == ".safetensors":
         return load_safetensors(path)
     try:
-        check_zip(path)
-        with warnings.catch_warnings(action="ignore"):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        whole = state.pop("sha256") == fingerprint(state) and state["format"] == 1
+        with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):
+            if digest(f, os.fstat(f.fileno()).st_size - 32) != f.read():
+                raise ValueError("checksum")
+            f.seek(0)
+            state = torch.load(f, map_location="cpu", weights_only=True)
     except (OSError, MemoryError) as e:
         raise UserError(f"{path} cannot be read: {first_line(e)}") from e
-    except Exception as e:      # zipfile and torch fail on damaged files in any way
-        raise UserError(f"{path} is damaged or is not a checkpoint of this project") from e
-    if not whole:
-        raise UserError(f"{path} is damaged: its contents do not match its checksum")
+    except Exception as e:      # torch fails on foreign files in any way
+        raise UserError(f"{path} is damaged or is not a checkpoint of this project: its checksum "
+                        f"or its format is wrong") from e
     check_state(state, path)
     return state
 
@@ -175,18 +150,6 @@ def check_state(state, path, names=FIELDS):
         typed_config(schema, {}, state["model_config"])
     except (KeyError, TypeError, AttributeError, UserError) as e:
         raise UserError(f"{path} is not a checkpoint of a run: {first_line(e)}") from e
-
-
-def check_zip(path):
-    """Raise if the archive's checksums fail, or if its directory claims more bytes than the file
-    has: torch would try to allocate them."""
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as z:
-        for info in z.infolist():
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
-                raise zipfile.BadZipFile(info.filename)
-        if z.testzip() is not None:
-            raise zipfile.BadZipFile("checksum")
 
 
 # -------------------------------------------------------------------------------------------------

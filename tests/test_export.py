@@ -92,13 +92,13 @@ def test_a_safetensors_file_is_the_run(relaxed_run, data_dir, tmp_path, capsys):
     model, tokenizer, ckpt = checkpoint.load_run(file)
     state = train.state(trainer)
     assert ckpt["step"] == 6 and tokenizer.kind == "byte"
-    assert checkpoint.fingerprint(dict(model.state_dict())) == checkpoint.fingerprint(state["weights"])
+    assert runs.fingerprint(dict(model.state_dict())) == runs.fingerprint(state["weights"])
     for source in (folder, file):
         sample.main([str(source), "prompt=a", "max_new_tokens=8", "device=cpu"])
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("a"))
     assert first == second
     more = runs.run("relaxed", tmp_path, data_dir, f"init_from={file}", "max_steps=1", "learning_rate=0", "rank=2")
-    assert checkpoint.fingerprint(train.state(more)["weights"]) == checkpoint.fingerprint(state["weights"])
+    assert runs.fingerprint(train.state(more)["weights"]) == runs.fingerprint(state["weights"])
     with pytest.raises(UserError, match="overwrite=true"):
         checkpoint.main([str(folder), f"export={file}"])
 

@@ -42,7 +42,7 @@ def test_resume_at_every_step_is_bit_identical(name, more, tmp_path, data_dir):
     whole = runs.run(name, tmp_path / "whole", data_dir, *options)
     assert "balance=loss_free" not in more or whole.model.balance_bias.any()
     never = runs.run(name, tmp_path / "never", data_dir, *options, "eval_interval=100")
-    assert checkpoint.fingerprint(train.state(never)["weights"]) == checkpoint.fingerprint(train.state(whole)["weights"])
+    assert runs.fingerprint(train.state(never)["weights"]) == runs.fingerprint(train.state(whole)["weights"])
     x = torch.randint(0, whole.model.cfg.vocab_size, (1, 16))
     assert torch.equal(checkpoint.load_run(whole.folder)[0](x)[0], whole.model.eval()(x)[0])
     for k in [3] if more else range(1, 6):
@@ -144,7 +144,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
                  f"run={source.name}2", "overwrite=true", "batch_size=2", "sample_tokens=0", "device=cpu"]
         second = train.setup(start)
         assert second.step == 0 and second.optimizers[0].state_dict()["state"] == {}
-        assert checkpoint.fingerprint(train.state(second)["weights"]) == checkpoint.fingerprint(train.state(first)["weights"])
+        assert runs.fingerprint(train.state(second)["weights"]) == runs.fingerprint(train.state(first)["weights"])
         fields = train.setup([*start, f"config={tmp_path / 'long.yaml'}"]).model.cfg
         assert fields.block_size == 32 and fields.dropout == 0.25 and fields.n_embd == 16
     folder = runs.run("rat", tmp_path / "b", data_dir, "max_steps=1").folder
@@ -384,7 +384,7 @@ def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path,
     assert p.returncode == 0, p.stderr[-3000:]
     two = checkpoint.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")
     assert "2 processes" in p.stdout and two["step"] == one.step
-    assert checkpoint.fingerprint(two["weights"]) == checkpoint.fingerprint(train.state(one)["weights"])
+    assert runs.fingerprint(two["weights"]) == runs.fingerprint(train.state(one)["weights"])
     assert "balance=loss_free" not in more or one.model.balance_bias.any()
     rows = [plot.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
     of_tasks = "token_accuracy", "sequence_accuracy"
