@@ -148,6 +148,8 @@ def check_state(state, path, names=FIELDS):
             print(f"note: {path}: {key}={value[0]!r} is dropped: model={state['model']} has no "
                   f"such key", file=sys.stderr)
         typed_config(schema, {}, state["model_config"])
+        if not all(w.isfinite().all() for w in state["weights"].values()):
+            raise TypeError("its weights are not finite")
     except (KeyError, TypeError, AttributeError, UserError) as e:
         raise UserError(f"{path} is not a checkpoint of a run: {first_line(e)}") from e
 

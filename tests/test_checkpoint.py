@@ -131,7 +131,8 @@ def test_whole_files_that_no_run_saves(sound, tmp_path, capsys):
         return tmp_path / "b.pt"
     for change in (*(lambda s, name=name: s.pop(name) for name in checkpoint.FIELDS),
                    *(lambda s, name=name: s.update({name: None}) for name in checkpoint.FIELDS),
-                   lambda s: s.update(model="nothing"), lambda s: s["model_config"].update(n_embd="x")):
+                   lambda s: s.update(model="nothing"), lambda s: s["model_config"].update(n_embd="x"),
+                   lambda s: s["weights"]["norm.weight"].fill_(torch.nan)):
         with pytest.raises(UserError, match="b.pt is not a checkpoint of a run: "):
             checkpoint.load_checkpoint(saved(change))
     with pytest.raises(UserError, match="does not fit model_gpt.py"):

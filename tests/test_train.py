@@ -258,9 +258,9 @@ def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, 
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     monkeypatch.setattr(train, "evaluate", lambda run: {"val_ce": 1.0 if run.step < 4 else math.nan})
     argv = runs.arguments("gpt", tmp_path / "b", data_dir, "eval_interval=2")
-    for keys in [], ["resume=true"]:            # which does not go on from the state that was evaluated
+    for more in [], ["resume=true"]:            # which does not go on from the state that was evaluated
         with pytest.raises(UserError, match="val_ce is nan at step 4: stopped, ckpt.pt is kept"):
-            train.train(trainer := train.setup([*argv, *keys]))
+            train.train(trainer := train.setup([*argv, *more]))
         assert checkpoint.load_own(trainer.folder)["step"] == 2
     trainer.model.wte.weight.data[0] = math.inf
     with pytest.raises(UserError, match="a weight is not finite"):
