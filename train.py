@@ -31,14 +31,13 @@ import torch
 
 from common.checkpoint import save_checkpoint
 from common.config import TrainConfig, config_file, read_config, run_folder
-from common.data import TextBatches, bits_per_byte
+from common.data import TextBatches, bits_per_byte, data_folder, open_data
 from common.keys import (UserError, asks_help, first_line, help_text, key_lines, model_module,
                          need, run_cli, split_args, writing)
 from common.log import Log, in_words, read_log
 from common.optim import load_optimizers, lr_factor, make_optimizers, set_schedules
-from common.process import (Processes, autocast, check_run_fits, check_tokenizer, data_folder,
-                            device_name, load_teacher, make_model, open_data, set_budget,
-                            tokens_per_step)
+from common.process import (Processes, autocast, check_run_fits, check_tokenizer, device_name,
+                            load_teacher, make_model, set_budget, tokens_per_step)
 from common.sharded import blocks_of, gathered, shard, whole
 from common.tasks import TaskBatches, count_right, is_task, show_example
 from prepare import PrepareConfig, is_offline, prepare

@@ -1,16 +1,149 @@
 """
-Reading token files, and the batches of training: each a pure function of (seed, step).
+The data of a run: the text files it is made from, the folder that its keys name, token files, and
+the batches of training, each a pure function of (seed, step).
 """
+import contextlib
+import glob
+import hashlib
 import json
 import math
+import os
+import sysconfig
 from pathlib import Path
 
 import numpy as np
 
-from common.keys import UserError, first_line, read_bytes
+from common.keys import NAME, UserError, first_line, folder_name, read_bytes
 from common.tokenizer import load_tokenizer
 
 FORMAT = 2  # of a data set's folder
+TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js",
+        ".ts", ".java", ".go", ".rs", ".sh")
+# tests are a third of the standard library, and Debian's python3 lacks them
+NO_TEXT = "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"
+
+
+# ------------------------------------------------------------------------------------------------
+# the files that a data set is made from
+
+def source_files(dataset) -> list:
+    """The files of a data set, sorted; none where it comes from the network."""
+    kind, _, path = dataset.partition(":")
+    path = os.path.expanduser(path)
+    if dataset == "python":
+        return text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT)
+    if kind == "file":
+        return text_files(path)
+    return text_files(path, ("",)) if kind == "hf" and os.path.exists(path) else []
+
+
+def text_files(path, extensions=TEXT, skip=("__pycache__",)) -> list:
+    """The files of a path, sorted: itself, a glob's, or those below a folder that are not hidden
+    and have one of the extensions."""
+    found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+    if os.path.isdir(path):
+        found = []
+        for folder, folders, names in os.walk(path, onerror=unreadable):
+            folders[:] = [f for f in folders if f not in skip and f[0] != "."]
+            names = [f for f in names if f.lower().endswith(extensions) and f[0] != "."]
+            found += [os.path.join(folder, f) for f in names]
+    found = sorted(filter(os.path.isfile, found), key=lambda f: os.path.relpath(f, path))
+    if not found:
+        raise UserError(f"{path} is neither a file nor a folder with text files, and none match "
+                        "it (hf:FOLDER reads .jsonl, .csv, .parquet)")
+    return found
+
+
+def unreadable(e):
+    raise UserError(f"cannot read {e.filename}: {e.strerror}") from None
+
+
+def source_stamp(dataset) -> str:
+    """Another one where a file of the data set was written, added, renamed or removed since."""
+    files = [(file, *stamp(Path(file))) for file in source_files(dataset)]
+    return hashlib.sha256(repr(files).encode()).hexdigest()
+
+
+def stamp(path):
+    """What changes when a file is replaced or written."""
+    info = path.stat()
+    return info.st_mtime_ns, info.st_size
+
+
+# ------------------------------------------------------------------------------------------------
+# the folder of a data set
+
+def data_folder(cfg):
+    """Where the data set of cfg is, or will be made."""
+    named = Path(cfg.data_dir) / cfg.dataset
+    if NAME.fullmatch(cfg.dataset) and (named / "meta.json").exists():
+        return named
+    return Path(cfg.data_dir) / folder_name(cfg.dataset, cfg.tokenizer)
+
+
+def open_data(cfg):
+    """The folder of a prepared data set. UserError if there is none, or if it was made from
+    something else, whose name gives the same folder. A line tells if its files have changed."""
+    folder = data_folder(cfg)
+    again = f"python prepare.py dataset={cfg.dataset} tokenizer={cfg.tokenizer}"
+    if not folder.exists():
+        raise UserError(f"{folder} does not exist: make it with {again} data_dir={cfg.data_dir}"
+                        f"{other_names(cfg, folder)}")
+    meta = read_meta(folder)
+    for key, name in (("dataset", "dataset"), ("tokenizer", "tokenizer_name")):
+        asked, made = getattr(cfg, key), meta.get(name)
+        if folder.name != cfg.dataset and made not in (None, asked):
+            raise UserError(f"{folder} was made with {key}={made}: make another with {again} "
+                            f"name=NAME, and train with dataset=NAME")
+    if os.environ.get("RANK", "0") == "0" and has_changed(meta):
+        print(f"note: {meta['dataset']} has changed since {folder} was made: prepare.py with "
+              "overwrite=true makes it again")
+    return folder
+
+
+def has_changed(meta) -> bool:
+    """Whether the user's files, that the data set was made from, are others since."""
+    if meta.get("dataset") == "python" or "source_stamp" not in meta:
+        return False
+    try:
+        return meta["source_stamp"] != source_stamp(meta["dataset"])
+    except (UserError, OSError):                # they were on another machine
+        return False
+
+
+def other_names(cfg, folder) -> str:
+    """Words that tell where else the same source and tokenizer were prepared, by name=."""
+    same, found = {"dataset": cfg.dataset, "tokenizer_name": cfg.tokenizer}, []
+    for file in sorted(Path(cfg.data_dir).glob("*/meta.json")):
+        with contextlib.suppress(UserError):            # not a data set
+            if file.parent != folder and read_meta(file.parent).items() >= same.items():
+                found.append(f"dataset={file.parent.name}")
+    return f"; {', '.join(found)} has the same source and tokenizer" if found else ""
+
+
+def data_fingerprint(cfg) -> str:
+    """A SHA-256 of what a run trains and validates on: the tokens of its data set, or the keys
+    that a task's examples depend on."""
+    if cfg.dataset.startswith("task:"):
+        parts = [cfg.dataset, cfg.seed, cfg.task_examples, cfg.task_next_token]
+    else:
+        folder = data_folder(cfg)
+        parts = [hash_of_tokens(folder, split) for split in ("train", "val")]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def hash_of_tokens(folder, split) -> str:
+    """As prepare.py noted it down; else, which takes longer, of the file."""
+    data = TokenData(folder, split)
+    noted = data.meta["splits"][split].get("sha256")
+    if noted:
+        return noted
+    with open(data.path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------
+# token files
 
 
 class TokenData:
@@ -63,12 +196,6 @@ class TokenData:
         return ids
 
 
-def stamp(path):
-    """What changes when a file is replaced or written."""
-    info = path.stat()
-    return info.st_mtime_ns, info.st_size
-
-
 def read_meta(folder) -> dict:
     path = Path(folder) / "meta.json"
     try:
@@ -100,6 +227,14 @@ def check_size(path, expected):
 # ------------------------------------------------------------------------------------------------
 # batches
 
+def in_batches(numbers, rows, limit):
+    """The numbers of windows or examples, `rows` at a time: all of them, or, with a limit, so many
+    batches that are spread evenly."""
+    if limit and limit * rows < len(numbers):
+        numbers = numbers[np.linspace(0, len(numbers) - 1, limit * rows).astype(np.int64)]
+    return [numbers[i:i + rows] for i in range(0, len(numbers), rows)]
+
+
 class Windows:
     """A text to validate on, cut into windows of block_size + 1 tokens: inputs, and the targets
     one token later. rows: windows in a batch."""
@@ -115,11 +250,9 @@ class Windows:
 
     def val_batches(self, limit):
         """The validation text in windows, each token predicted once (a few at its end may be left
-        out); with a limit, so many micro-batches, spread evenly. Always the same."""
+        out); with a limit, so many micro-batches. Always the same."""
         starts = np.arange(0, self.val.n_windows(self.length), self.length - 1)
-        if limit and limit * self.rows < len(starts):
-            starts = starts[np.linspace(0, len(starts) - 1, limit * self.rows).astype(np.int64)]
-        return [starts[i:i + self.rows] for i in range(0, len(starts), self.rows)]
+        return in_batches(starts, self.rows, limit)
 
     def cut(self, data, starts):
         import torch  # here: prepare.py, which reads data sets too, starts faster without it

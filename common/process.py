@@ -1,18 +1,16 @@
 """
-What a run's keys stand for: its device, the memory it needs, its data and its model.
+What a run's keys stand for: its device, the memory it needs, its model.
 """
 import math
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from common.checkpoint import build_model, load_initial
-from common.data import TokenData
-from common.keys import NAME, UserError, folder_name, model_module
+from common.keys import UserError, model_module
 
 
 # ---- the device ----
@@ -133,39 +131,7 @@ def check_fits(what, need, device):
                         f"{device} has {have / 1e9:,.3g} GB")
 
 
-# ---- data ----
-
-def data_folder(cfg):
-    """Where the data set of cfg is, or will be made."""
-    named = Path(cfg.data_dir) / cfg.dataset
-    if NAME.fullmatch(cfg.dataset) and (named / "meta.json").exists():
-        return named
-    return Path(cfg.data_dir) / folder_name(cfg.dataset, cfg.tokenizer)
-
-
-def open_data(cfg):
-    """The folder of a prepared data set. UserError if there is none, or if it was made from
-    something else, whose name gives the same folder. A line tells if its file has changed since."""
-    folder = data_folder(cfg)
-    again = f"python prepare.py dataset={cfg.dataset} tokenizer={cfg.tokenizer}"
-    if not folder.exists():
-        raise UserError(f"{folder} does not exist: make it with {again} data_dir={cfg.data_dir}")
-    if folder.name == cfg.dataset:
-        return folder
-    meta = TokenData(folder, "train").meta
-    for key, name in (("dataset", "dataset"), ("tokenizer", "tokenizer_name")):
-        asked, made = getattr(cfg, key), meta.get(name)
-        if made not in (None, asked):
-            raise UserError(f"{folder} was made with {key}={made}: make another with {again} "
-                            f"name=NAME, and train with dataset=NAME")
-    source = Path(cfg.dataset.removeprefix("file:"))
-    changed = lambda: source.stat().st_mtime > (folder / "meta.json").stat().st_mtime
-    first = int(os.environ.get("RANK", 0)) == 0
-    if first and cfg.dataset.startswith("file:") and source.is_file() and changed():
-        print(f"note: {source} has changed since {folder} was made: {again} overwrite=true makes "
-              f"it again")
-    return folder
-
+# ---- the tokenizer ----
 
 def check_tokenizer(ckpt, data, what):
     """Weights and data must have the same tokenizer, or else ids mean different things."""
