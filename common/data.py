@@ -59,9 +59,10 @@ def unreadable(e):
 
 
 def source_stamp(dataset) -> str:
-    """Another one where a file of the data set was written, added, renamed or removed since."""
+    """Another one where a file of the data set was written, added, renamed or removed since; ""
+    where it has none."""
     files = [(file, *stamp(Path(file))) for file in source_files(dataset)]
-    return hashlib.sha256(repr(files).encode()).hexdigest()
+    return hashlib.sha256(repr(files).encode()).hexdigest() if files else ""
 
 
 def stamp(path):
@@ -106,7 +107,7 @@ def has_changed(meta) -> bool:
     if meta.get("dataset") == "python" or "source_stamp" not in meta:
         return False
     try:
-        return meta["source_stamp"] != source_stamp(meta["dataset"])
+        return source_stamp(meta["dataset"]) not in ("", meta["source_stamp"])
     except (UserError, OSError):                # they were on another machine
         return False
 
