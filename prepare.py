@@ -27,10 +27,8 @@ Files that are not UTF-8 are skipped (and counted). A document must fit in memor
 documents may be of any length. The same source and settings give the same tokens. A run that fails
 or is stopped leaves nothing behind. common/data.py reads the files.
 """
-import glob
 import hashlib
 import json
-import logging
 import math
 import os
 import re
@@ -38,7 +36,6 @@ import signal
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,16 +44,14 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data import (FORMAT, TokenData, has_changed, other_names, read_meta, source_files,
-                         source_stamp, unreadable)
-from common.keys import (UserError, asks_help, check_name, first_line, folder_name, help_text, need,
-                         read_bytes, run_cli, split_args, typed_config)
-from common.tokenizer import (HUB_NAME, ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer,
-                              slices, train_bpe)
+from common.data import FORMAT, TokenData, has_changed, other_names, read_meta
+from common.keys import (UserError, asks_help, check_name, folder_name, help_text, run_cli,
+                         split_args, typed_config)
+from common.sources import (SHAKESPEARE, download, file_documents, hf_documents, source_files,
+                            source_stamp)
+from common.tokenizer import (ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer, slices,
+                              train_bpe)
 
-TABLES = ".json", ".csv", ".tsv", ".parquet", ".arrow"  # read as by hf:
-SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
-               "tinyshakespeare/input.txt")
 BATCH = 512  # slices of text handed to the encoding threads at once
 SAMPLE_BYTES = 200_000_000  # text that a BPE, and the splits of a stream, are taken from
 SAMPLE_DOCUMENTS = 1_000_000  # documents that the splits are taken from
@@ -69,7 +64,7 @@ class PrepareConfig:
     data_dir: str = "data"  # where the data set's folder is made
     name: str = ""  # name of that folder, if not <dataset>-<tokenizer>
     val_fraction: float = 0.1  # fraction of the text that is kept for validation
-    text_column: str = "text"  # column of a Hugging Face data set
+    text_column: str = "text"  # column of hf:, and of files of rows
     split: str = "train"  # split of a Hugging Face data set that is read
     max_tokens: int = 0  # stop at so many tokens, train and val together (0: all)
     overwrite: bool = False  # replace a data set that is already there
@@ -115,81 +110,12 @@ class Source:
                 yield hashlib.sha256(data).digest(), len(data), text
 
 
-def file_documents(file, cfg):
-    """The text of a file, or the texts of a file of rows; None for what is not UTF-8."""
-    kind = Path(file).suffix.lower()
-    try:
-        if kind == ".jsonl":
-            yield from json_lines(file, cfg.text_column)
-        elif kind in TABLES:
-            yield from hf_documents(file, cfg)
-        else:
-            yield read_bytes(file).decode("utf-8")
-    except UnicodeDecodeError:
-        yield None
-    except OSError as e:
-        unreadable(e)
-
-
-def json_lines(file, column):
-    """A text a line. Other columns may hold anything (the library wants one type in each)."""
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                if line.strip():
-                    yield text_of(json.loads(line), column)
-            except (ValueError, LookupError, TypeError, RecursionError) as e:
-                raise UserError(f"{file}, line {number}, text_column={column}: "
-                                f"{type(e).__name__}: {first_line(e)}") from None
-
-
-def text_of(row, column):
-    if not isinstance(row[column], (str, type(None))):
-        raise TypeError(f"column {column} holds {type(row[column]).__name__}, not text")
-    return row[column]
-
-
-def download(url) -> str:
-    try:
-        with urllib.request.urlopen(url, timeout=30) as reply:
-            return reply.read().decode("utf-8")
-    except Exception as e:  # of the network, HTTP or UTF-8
-        raise UserError(f"cannot download {url} ({first_line(e)}): save the text and use "
-                        "dataset=file:PATH") from None
-
-
-def hf_documents(name, cfg):
-    """The text column of a data set, row by row; None for an empty field."""
-    column = cfg.text_column
-    try:
-        for row in hf_rows(name, cfg.split).select_columns([column]):
-            yield text_of(row, column)
-    except Exception as e:  # of the library, the hub or the network
-        raise UserError(f"cannot read hf:{name}: {type(e).__name__}: {first_line(e)}") from None
-
-
-def hf_rows(name, split):
-    """Local data by its absolute path, else a data set of the hub. (Of other names the library
-    makes its own sense: `text` and `json` read any file below the working directory.)"""
-    datasets, path = need("datasets"), Path(name).expanduser().absolute()
-    for library in "huggingface_hub", "datasets":  # what fails is told below, once
-        logging.getLogger(library).setLevel(logging.CRITICAL)
-    datasets.disable_progress_bars()
-    if path.exists():
-        folder, file = (path, None) if path.is_dir() else (path.parent, glob.escape(path.name))
-        return datasets.load_dataset(str(folder), data_files=file, split=split, streaming=True)
-    name, _, config = name.partition(":")
-    if not HUB_NAME.fullmatch(name):
-        raise ValueError("it is neither a folder, a data file nor a hub name (owner/name)")
-    return datasets.load_dataset(name, config or None, split=split, streaming=True)
-
-
 # ------------------------------------------------------------------------------------------------
 # splits
 
 class Splitter:
     """Which part of a document is for validation, as the docstring of this file says. Of a long
-    stream the start is looked at: there a document larger than a hundredth of it is cut."""
+    stream the start is looked at: there a document larger than a thousandth of it is cut."""
 
     def __init__(self, source, fraction):
         self.fraction, self.edge, self.part = fraction, int(fraction * 2**64).to_bytes(8, "big"), 0
@@ -198,7 +124,7 @@ class Splitter:
             sizes[key] += size
             total, self.count = total + size, self.count + 1
             if total >= source.limit or self.count == SAMPLE_DOCUMENTS:
-                self.large = total / 100
+                self.large = total / 1000
                 return
         wanted = max(2, round(total * fraction))
         slack = min(wanted, total - wanted) / 10
@@ -288,10 +214,7 @@ def encode_source(source, splitter, tokenizer, writers):
     """One pass: every document through the tokenizer (on all cores) to the writer of its split."""
     todo = (piece for piece in splitter.slices(source) if writers[piece[0]].room)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while any(writer.room for writer in writers.values()):
-            batch = list(islice(todo, BATCH))
-            if not batch:
-                break
+        while any(w.room for w in writers.values()) and (batch := list(islice(todo, BATCH))):
             encoded = pool.map(lambda piece: tokenizer.encode_slice(*piece[1:3]), batch)
             for (split, text, _, ends), ids in zip(batch, encoded):
                 writers[split].add(ids, len(text.encode()), tokenizer)

@@ -1,74 +1,21 @@
 """
-The data of a run: the text files it is made from, the folder that its keys name, token files, and
-the batches of training, each a pure function of (seed, step).
+The data of a run: the folder that its keys name, its token files, and the batches of training,
+each a pure function of (seed, step).
 """
 import contextlib
-import glob
 import hashlib
 import json
 import math
 import os
-import sysconfig
 from pathlib import Path
 
 import numpy as np
 
 from common.keys import NAME, UserError, first_line, folder_name, read_bytes
+from common.sources import source_stamp, stamp
 from common.tokenizer import load_tokenizer
 
 FORMAT = 2  # of a data set's folder
-TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js",
-        ".ts", ".java", ".go", ".rs", ".sh")
-# tests are a third of the standard library, and Debian's python3 lacks them
-NO_TEXT = "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"
-
-
-# ------------------------------------------------------------------------------------------------
-# the files that a data set is made from
-
-def source_files(dataset) -> list:
-    """The files of a data set, sorted; none where it comes from the network."""
-    kind, _, path = dataset.partition(":")
-    path = os.path.expanduser(path)
-    if dataset == "python":
-        return text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT)
-    if kind == "file":
-        return text_files(path)
-    return text_files(path, ("",)) if kind == "hf" and os.path.exists(path) else []
-
-
-def text_files(path, extensions=TEXT, skip=("__pycache__",)) -> list:
-    """The files of a path, sorted: itself, a glob's, or those below a folder that are not hidden
-    and have one of the extensions."""
-    found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-    if os.path.isdir(path):
-        found = []
-        for folder, folders, names in os.walk(path, onerror=unreadable):
-            folders[:] = [f for f in folders if f not in skip and f[0] != "."]
-            names = [f for f in names if f.lower().endswith(extensions) and f[0] != "."]
-            found += [os.path.join(folder, f) for f in names]
-    found = sorted(filter(os.path.isfile, found), key=lambda f: os.path.relpath(f, path))
-    if not found:
-        raise UserError(f"{path} is neither a file nor a folder with text files, and none match "
-                        "it (hf:FOLDER reads .jsonl, .csv, .parquet)")
-    return found
-
-
-def unreadable(e):
-    raise UserError(f"cannot read {e.filename}: {e.strerror}") from None
-
-
-def source_stamp(dataset) -> str:
-    """Another one where a file of the data set was written, added, renamed or removed since; ""
-    where it has none."""
-    files = [(file, *stamp(Path(file))) for file in source_files(dataset)]
-    return hashlib.sha256(repr(files).encode()).hexdigest() if files else ""
-
-
-def stamp(path):
-    """What changes when a file is replaced or written."""
-    info = path.stat()
-    return info.st_mtime_ns, info.st_size
 
 
 # ------------------------------------------------------------------------------------------------
@@ -135,17 +82,15 @@ def data_fingerprint(cfg) -> str:
 
 def hash_of_tokens(folder, split) -> str:
     """As prepare.py noted it down; else, which takes longer, of the file."""
-    data = TokenData(folder, split)
-    noted = data.meta["splits"][split].get("sha256")
+    noted = read_meta(folder)["splits"][split].get("sha256")
     if noted:
         return noted
-    with open(data.path, "rb") as file:
+    with open(folder / f"{split}.bin", "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------
 # token files
-
 
 class TokenData:
     """The tokens of one split of a prepared data set, and its meta.

@@ -27,8 +27,8 @@ import prepare
 from common.keys import UserError
 from conftest import ROOT, python
 from common.config import TrainConfig
-from common.data import (NO_TEXT, TokenData, data_fingerprint, hash_of_tokens, has_changed, open_data, read_meta,
-                         text_files)
+from common.data import TokenData, data_fingerprint, hash_of_tokens, has_changed, open_data, read_meta
+from common.sources import NO_TEXT, text_files
 from prepare import PrepareConfig
 import common.tokenizer as tokenizer_module
 from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer, slices,
@@ -339,6 +339,16 @@ def test_val_has_its_fraction_of_the_bytes(sizes, fraction, copies, seed):
         assert where.setdefault(doc[2], parts) == parts
     train, val = (len(text.encode()) for text in found.values())
     assert abs(val - (train + val) * fraction) <= 0.1 * min(fraction, 1 - fraction) * (train + val) + 5 * copies
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_val_has_its_fraction_of_a_long_stream(seed):
+    """Of which the start is looked at: a few hundred documents are too few for their hashes to do it."""
+    docs = [f"{seed} {i} ".ljust(1000, "x") for i in range(400)]
+    docs = [(hashlib.sha256(d.encode()).digest(), len(d), d) for d in docs]
+    splitter = prepare.Splitter(Mock(limit=200_000, __iter__=lambda _: iter(docs)), 0.1)
+    val = [text for doc in docs for split, text in splitter.parts(*doc) if split == "val"]
+    assert 0.09 < sum(map(len, val)) / 400_000 < 0.11
 
 
 def test_a_document_stays_in_its_split(tmp_path):
