@@ -22,9 +22,7 @@ processes and a run that evaluates more often see the same tokens and end in the
 evaluation, saving, the training loop, main.
 """
 import contextlib
-import hashlib
 import importlib.util
-import json
 import math
 import os
 import signal
@@ -37,7 +35,7 @@ import torch
 
 from common.checkpoint import lock, newest, save_checkpoint
 from common.config import TrainConfig, config_file, read_config
-from common.data import bits_per_byte
+from common.data import bits_per_byte, data_fingerprint
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
                          need, note, run_cli, split_paths, writing)
 from common.log import Log, in_words, read_log
@@ -45,7 +43,7 @@ from common.optim import load_optimizers, lr_factor, make_optimizers, set_schedu
 from common.process import Processes, start
 from common.sharded import blocks_of, gathered, shard, whole
 from common.tasks import count_right, is_task, show_example
-from prepare import PrepareConfig, is_offline, prepare, text_files
+from prepare import PrepareConfig, is_offline, prepare
 from sample import sample_text
 
 # -------------------------------------------------------------------------------------------------
@@ -73,12 +71,6 @@ class Run:
     @property
     def task(self):
         return is_task(self.cfg.dataset)
-
-    @property
-    def data(self):
-        """What the data is: best losses of other data do not compare."""
-        found = [self.cfg.dataset, self.cfg.seed] if self.task else self.batches.train.meta
-        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def setup(argv):
@@ -121,19 +113,9 @@ def check_run(cfg):
 
 
 def make_data(cfg, folder):
-    """Prepare a data set that is missing, if that needs no download. A line tells if the files of
-    one that is there have changed since."""
-    keys = dict(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir)
+    """Prepare a data set that is missing, if that needs no download."""
     if is_offline(cfg.dataset) and not folder.exists():
-        prepare(PrepareConfig(**keys))
-    kind, _, path = cfg.dataset.partition(":")
-    meta = folder / "meta.json"
-    with contextlib.suppress(OSError, UserError):       # the files may be gone: the data is there
-        if kind == "file" and any(os.stat(file).st_mtime > meta.stat().st_mtime
-                                  for file in text_files(os.path.expanduser(path))):
-            again = as_command("prepare.py", *(f"{k}={v}" for k, v in keys.items()))
-            note(f"{path} has changed since {folder} was made: {again} overwrite=true makes it "
-                 f"again")
+        prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
 
 
 def prepare_forward(cfg, model, procs):
@@ -315,7 +297,8 @@ def state(run):
             "tokenizer": run.batches.train.tokenizer.to_dict(),
             "weights": whole(dict(run.model.state_dict())),
             "optimizers": [whole(o.state_dict()) for o in run.optimizers],
-            "step": run.step, "evaluated": run.evaluated, "best_ce": run.best_ce, "data": run.data,
+            "step": run.step, "evaluated": run.evaluated, "best_ce": run.best_ce,
+            "data": data_fingerprint(run.cfg),
             "rng": {"cpu": torch.get_rng_state(),
                     "cuda": torch.cuda.get_rng_state() if cuda else None}}
 
@@ -324,7 +307,7 @@ def restore(run, ckpt):
     """Go on from the state of a checkpoint; the model has its weights already."""
     load_optimizers(run.optimizers, ckpt["optimizers"])
     run.step, run.evaluated, run.best_ce = (ckpt[k] for k in ("step", "evaluated", "best_ce"))
-    if ckpt.get("data", run.data) != run.data:
+    if ckpt.get("data") != data_fingerprint(run.cfg):
         note("the data is another than the checkpoint's: the best loss is forgotten")
         run.best_ce = math.inf
     try:

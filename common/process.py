@@ -5,15 +5,14 @@ import math
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from common.checkpoint import build_model, load_initial
 from common.config import TrainConfig
-from common.data import TextBatches, TokenData
-from common.keys import NAME, UserError, as_command, first_line, folder_name, model_module
+from common.data import TextBatches, data_folder, open_data
+from common.keys import UserError, first_line, model_module
 from common.tasks import TaskBatches, is_task
 
 
@@ -151,33 +150,7 @@ def check_fits(cfg, fields, procs):
                         f"needed, {procs.device} has {have / 1e9:,.3g} GB")
 
 
-# ---- data ----
-
-def data_folder(cfg):
-    """Where the data set of cfg is, or will be made."""
-    named = Path(cfg.data_dir) / cfg.dataset
-    if NAME.fullmatch(cfg.dataset) and (named / "meta.json").exists():
-        return named
-    return Path(cfg.data_dir) / folder_name(cfg.dataset, cfg.tokenizer)
-
-
-def open_data(cfg):
-    """The folder of a prepared data set. UserError if there is none, or if it was made from
-    something else, whose name gives the same folder."""
-    folder = data_folder(cfg)
-    keys = [f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}", f"data_dir={cfg.data_dir}"]
-    again = as_command("prepare.py", *keys)
-    if not folder.exists():
-        raise UserError(f"{folder} does not exist: make it with {again}")
-    if folder.name == cfg.dataset:
-        return folder
-    meta = TokenData(folder, "train").meta
-    for key, name in (("dataset", "dataset"), ("tokenizer", "tokenizer_name")):
-        if meta.get(name, getattr(cfg, key)) != getattr(cfg, key):
-            raise UserError(f"{folder} was made with {key}={meta[name]}: make another with {again} "
-                            f"name=NAME, and train with dataset=NAME")
-    return folder
-
+# ---- what must fit the data ----
 
 def check_typed(cfg, named, data, task):
     """UserError where a key of the command line does not fit the data. That of a config file is

@@ -33,11 +33,11 @@ import kernels
 import rt_wavefront
 from common.checkpoint import load_run
 from common.config import read_config
-from common.data import TokenData
+from common.data import TokenData, open_data
 from common.keys import (UserError, asks_help, first_line, help_text, is_key, model_module, run_cli,
                          split_args, split_paths, typed_config, writing)
 from common.optim import make_optimizers
-from common.process import check_tokenizer, device_name, open_data, pick_device
+from common.process import check_tokenizer, device_name, pick_device
 from common.sampling import loop_fractions
 from lab.plot import draw_points, points
 from serve import Engine, Request, loops_of

@@ -12,7 +12,7 @@ import runs
 import train
 import sample
 from common.keys import UserError, model_module
-from test_prepare import EOT, SPECIAL, TEXTS, WORDS, llama2, phi, smollm
+from test_prepare import EOT, KINDS, SPECIAL, TEXTS, WORDS, llama2, others, phi, smollm
 from common.tokenizer import (GPT2_PATTERN, BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer,
                               train_bpe)
 
@@ -59,18 +59,20 @@ def test_the_export_encodes_as_we_do(texts, exported):
                 text = text.replace(word, "")
             ids = ours.encode(text)
             assert theirs.encode(text) == ids == again.encode(text), (ours.kind, text)
-            assert theirs.decode(ids) == ours.decode(ids) == again.decode(ids) == text
+            assert theirs.decode(ids) == ours.decode(ids) == again.decode(ids)
+            assert ours.decode(ids) == text or not getattr(ours, "gives_back", True)
         assert theirs.eos_token_id == ours.eot == again.eot and len(theirs) == ours.vocab_size == again.vocab_size
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """(tokenizer, the export as transformers reads it, as we read it) of each kind; of hf: the three forms."""
+    """(tokenizer, the export as transformers reads it, as we read it) of each kind; of hf: all its forms."""
     from transformers import AutoTokenizer
     bpe = train_bpe(360, [2 * "the cat sat on the mat, 1234 times\n    the end aaaaaaa aaaab baaa", WORDS])
     found = []
     for ours in (ByteTokenizer(), bpe, BPETokenizer(GPT2_PATTERN, bpe.pieces[:-1]), HFTokenizer(smollm(), EOT),
-                 HFTokenizer(phi(), EOT), HFTokenizer(llama2(), "</s>")):
+                 HFTokenizer(phi(), EOT), HFTokenizer(llama2(), "</s>"),
+                 *(HFTokenizer(others(kind), EOT) for kind in KINDS)):
         folder = tmp_path_factory.mktemp(ours.kind)
         assert checkpoint.to_huggingface(ours, folder)
         found.append((ours, AutoTokenizer.from_pretrained(folder), hf_tokenizer(str(folder))))
