@@ -127,7 +127,7 @@ class HFTokenizer(Tokenizer):
         pieces = hf_pieces(self.library, json.dumps(data.get("decoder")))
         super().__init__(pieces, self.library.token_to_id(eos), saved)
         # some put a blank before a text; between slices a mark takes it, which no token joins
-        self.mark, self.n_mark = "", 0
+        self.mark, self.n_mark, self.special, self.unknown = "", 0, [], 0
         n_mark, behind = len(self.encode_slice(MARK)), self.encode_slice(MARK + "a")
         blank = self.decode_bytes(self.encode("a")).startswith(b" ")
         if blank and self.decode_bytes(behind[n_mark:]) == b"a":
@@ -136,13 +136,17 @@ class HFTokenizer(Tokenizer):
         if not rare or self.eot in rare:
             raise ValueError("it must have tokens for all bytes, or an unknown token that is not "
                              "end-of-text")
+        added = self.library.get_added_tokens_decoder()
+        self.special, self.unknown = [i for i, token in added.items() if token.special], rare[-1]
         self.gives_back = self.decode(self.encode(PROBE)).strip() == PROBE
 
     def encode_slice(self, text, first=True) -> np.ndarray:
         # a batch of one: unlike the library's encode it lets the other threads run
         batch = [text if first else self.mark + text]
         encoding, = self.library.encode_batch_fast(batch, add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint32)[0 if first else self.n_mark:]
+        ids = np.array(encoding.ids, dtype=np.uint32)[0 if first else self.n_mark:]
+        ids[np.isin(ids, self.special)] = self.unknown  # </s> is also a word of T5's vocabulary
+        return ids
 
     def decode(self, ids) -> str:
         """The text that begins with these ids. (What they add to a text is stream's.)"""
