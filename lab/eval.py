@@ -7,6 +7,7 @@ lm-evaluation-harness (Gao et al.; the package lm_eval).
     python -m lab.eval out/rt_tiny lengths=1,2,4          contexts longer than in training
     python -m lab.eval out/mor_tiny exit_loop=2           at most 2 recursions
     python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa  tasks may run code of their own
+    python -m lab.eval out/rt_tiny tasks=rt               all of a paper: rt, relaxed, mor, rat
     python -m lab.eval help                               every key with its meaning
 
 All losses are those of decoding: lrt computes its exact chain, mor routes without
@@ -14,10 +15,15 @@ later tokens. The text is cut into windows of the longest of `lengths`; what doe
 fill one is left out. Each token of a window is predicted, the first from one token
 before it. For shorter lengths the same windows are cut into pieces, so all lengths
 predict the same tokens.
+
+Of tasks with choices, gold_ce is the cross-entropy of the right answer: minus its
+log-likelihood after the question, in nats. prefill=interleaved scores lrt by its training
+estimate of the memories, some 30 times cheaper than the exact chain, and not equal to it.
 """
 import copy
 import json
 import re
+import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +40,7 @@ from common.keys import (UserError, asks_help, first_line, help_text, need, read
 from common.process import autocast, check_tokenizer, device_name, open_data, pick_device
 from common.tasks import is_task
 from common.tokenizer import load_tokenizer
-from sample import stream
+from sample import choose_prefill
 
 
 @dataclass
@@ -49,7 +55,8 @@ class EvalConfig:
     exit_loop: int = 0       # relaxed, mor: the most loops (default: the run's)
     device: str = "auto"     # auto | cpu | mps | cuda | cuda:N
     json: str = ""           # write the numbers into this file
-    tasks: str = ""          # in place of a text: tasks of lm_eval, with commas between
+    tasks: str = ""          # in place of a text: tasks of lm_eval with commas between, or a set
+    prefill: str = ""        # lrt, tasks: exact | interleaved (default: the run's for a cache)
     num_fewshot: int = -1    # solved examples before a question (-1: as the task says)
     limit: int = 0           # examples of each task (0: all)
     include_path: str = ""   # folder of the tasks' YAML files (default: lm_eval's own)
@@ -58,6 +65,8 @@ class EvalConfig:
         for key, least in dict(batches=0, batch_size=1, num_fewshot=-1, limit=0).items():
             if getattr(self, key) < least:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least {least}")
+        if self.prefill not in ("", "exact", "interleaved"):
+            raise ValueError(f"prefill={self.prefill:.60} must be one of: exact, interleaved")
         if not re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", self.lengths):
             raise ValueError(f"lengths={self.lengths:.60} must be whole numbers: 1,2,4")
         self.units = sorted({int(k) for k in self.lengths.split(",")})
@@ -173,12 +182,22 @@ def show(value, name=""):
 
 # ---- the tasks of lm_eval ----
 
+# Of each paper, its tables of accuracies. MoR's MMLU is scored by continuations.
+TASK_SETS = {
+    "rt": "piqa,hellaswag,arc_easy,openbookqa,sciq,winogrande",
+    "relaxed": "lambada_openai,hellaswag,piqa,winogrande,arc_easy,arc_challenge,openbookqa",
+    "mor": "lambada_openai,hellaswag,piqa,winogrande,arc_easy,arc_challenge,mmlu_continuation",
+    "rat": "arc_challenge,arc_easy,hellaswag,lambada_openai,piqa,winogrande"}
+
+
 class HarnessModel:
     """What lm_eval asks of a model. Its class LM is the second base, see evaluate_tasks."""
 
-    def __init__(self, model, tokenizer, batch_size):
+    def __init__(self, model, tokenizer, batch_size, cached=False):
+        """cached: through a cache, as a prompt is prefilled."""
         super().__init__()
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.cached = cached
 
     def encode(self, context, answer):
         """Token ids of both sides, encoded as one text; each by itself where a token would
@@ -211,7 +230,8 @@ class HarnessModel:
             batch = order[i:i + self.batch_size]
             # padding is on the right, where no token attends to it
             idx = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, batch)], batch_first=True)
-            for row, logits in zip(batch, self.model(idx.to(device))[0]):
+            cache = self.model.init_cache(*idx.shape) if self.cached else None
+            for row, logits in zip(batch, self.model(idx.to(device), cache=cache)[0]):
                 for n in rows[row]:
                     ids = torch.tensor(pairs[n][1], dtype=torch.long, device=device)
                     ours = logits[len(row) - len(ids):len(row)]  # (answer, V)
@@ -232,25 +252,7 @@ class HarnessModel:
         return totals
 
     def generate_until(self, requests):
-        """Each text up to its first stop string or end-of-text. A context that leaves no
-        room for its answer loses its first tokens, down to half of block_size."""
-        from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-        limit, answers = self.model.context_limit, []
-        for n, (context, options) in enumerate(r.args for r in tqdm(requests, disable=None)):
-            how = normalize_gen_kwargs(options)
-            kept = max(1, limit - how["max_gen_toks"], limit // 2) if limit else 0
-            prompt = (self.tokenizer.encode(context) or [self.tokenizer.eot])[-kept:]
-            ids, answer = [], ""
-            for token, in stream(self.model, [prompt], how["max_gen_toks"],
-                                 how.get("temperature", 0.0), how.get("top_k", 0),
-                                 how.get("top_p", 1.0), eot=self.tokenizer.eot, seed=n,
-                                 vocab_size=self.tokenizer.vocab_size):
-                ids += [token] * (token is not None)
-                text = self.tokenizer.decode(ids)
-                if (answer := postprocess_generated_text(text, how["until"], None)) != text:
-                    break
-            answers.append(answer)
-        return answers
+        raise UserError("a task generates text: only answers that are given can be scored")
 
 
 def evaluate_tasks(model, tokenizer, cfg):
@@ -260,18 +262,34 @@ def evaluate_tasks(model, tokenizer, cfg):
         from lm_eval import simple_evaluate
         from lm_eval.api.model import LM
         from lm_eval.tasks import TaskManager
-        lm = type("RunModel", (HarnessModel, LM), {})(model, tokenizer, cfg.batch_size)
-        folder = cfg.include_path or None
+        kind, folder = type("RunModel", (HarnessModel, LM), {}), cfg.include_path or None
+        manager = TaskManager(include_path=folder, include_defaults=not folder)
+        loaded = manager.load(TASK_SETS.get(cfg.tasks, cfg.tasks).split(","))
+        manager.load = lambda names: loaded     # simple_evaluate loads no second time
         found = simple_evaluate(
-            lm, tasks=cfg.tasks.split(","), limit=cfg.limit or None, log_samples=False,
-            num_fewshot=None if cfg.num_fewshot < 0 else cfg.num_fewshot,
-            task_manager=TaskManager(include_path=folder, include_defaults=not folder))
+            kind(model, tokenizer, cfg.batch_size, cfg.prefill == "interleaved"), limit=cfg.limit
+            or None, tasks=list(loaded["tasks"]), task_manager=manager,
+            num_fewshot=None if cfg.num_fewshot < 0 else cfg.num_fewshot)
+        for name, samples in found["samples"].items():
+            if loaded["tasks"][name].OUTPUT_TYPE == "multiple_choice":
+                found["results"][name]["gold_ce"] = gold_ce(loaded["tasks"][name], samples)
     except UserError:
         raise
     except Exception as e:  # of a YAML file, a download, a task's own code: of any type
         raise UserError(f"tasks={cfg.tasks}: {type(e).__name__}: {first_line(e)}") from e
     numbers = lambda values: {key: v for key, v in values.items() if isinstance(v, float)}
     return {"tasks": {name: numbers(values) for name, values in found["results"].items()}}
+
+
+def gold_ce(task, samples):
+    """Mean nats of the right answers; of several right ones, the likeliest."""
+    nats = []
+    for sample in samples:
+        doc, scores = sample["doc"], [-resps[0][0] for resps in sample["resps"]]
+        gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(doc)
+        gold = task.doc_to_choice(doc).index(gold) if isinstance(gold, str) else gold
+        nats.append(min(scores[n] for n in (gold if isinstance(gold, list) else [gold])))
+    return statistics.fmean(nats)
 
 
 # ---- the command ----
@@ -293,6 +311,8 @@ def main(argv):
     changed = {key: getattr(cfg, key) for key in ("block_size", "exit_loop") if key in given}
     device = pick_device(cfg.device)
     model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
+    if cfg.prefill:
+        choose_prefill(model, cfg.prefill, paths[0])
     run = SimpleNamespace(**{**ckpt["config"], "dataset": cfg.dataset, "data_dir": cfg.data_dir})
     with autocast(run, device):
         result = (evaluate_tasks(model, load_tokenizer(ckpt["tokenizer"]), cfg) if cfg.tasks else
