@@ -332,23 +332,20 @@ def bench_kernels(cfg, _, sizes=None):
 # ---- trained runs ----
 
 def validation_text(ckpt, folder):
-    """Of a run: its data, and the first tokens."""
     data = TokenData(open_data(SimpleNamespace(**ckpt["config"])), "val")
     check_tokenizer(ckpt, data, folder)
-    return data, data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
+    return data
 
 
 def bench_runs(cfg, folders):
     """Runs of the same data: a training step, a token after a context of the run's own text (it
-    decides how deep MoR's tokens go), the cache; requests, if all loop over depth. The first run
-    is the baseline."""
+    decides how deep MoR's tokens go), the cache. The first run is the baseline."""
     device, models, configs, data = pick_device(cfg.device), {}, {}, None
     for folder in folders:
         model, _, ckpt = load_run(folder)
         models[folder] = partial(copy.deepcopy, model)
         configs[folder] = SimpleNamespace(**ckpt["config"])
-        if data is None:
-            data, text = validation_text(ckpt, folder)
+        data = data or validation_text(ckpt, folder)
         check_tokenizer(ckpt, data, folder)
     T = min(make().cfg.block_size for make in models.values())
     if data.tokens < 16 * T:
@@ -359,24 +356,15 @@ def bench_runs(cfg, folders):
     for n in 1, 16:
         found[f"decode_{n}_ms"] = compare(f"decoding batch {n}", each(
             models, decoding, device, T, n, idx[:n]), device, 4 * cfg.rounds, per=new)
-    if T >= LONGEST and all(hasattr(make(), "n_loop") for make in models.values()):
-        cases = {f: (make().to(device), SLOTS, batching(make().cfg)) for f, make in models.items()}
-        found["requests_ms"], _ = compare_requests(cases, text, device, cfg.rounds)
     result = {}
     for folder, make in models.items():
         result[folder] = {name: 1000 * statistics.median(times[folder])
-                          / (new if "decode" in name else 1) for name, times in found.items()}
+                          / (1 if name == "train_ms" else new) for name, times in found.items()}
         result[folder]["cache_bytes"] = make().init_cache(1, T).nbytes() / T
         print(f"{folder}: cache {result[folder]['cache_bytes']:,.1f} bytes a token")
     if cfg.json:
         with writing(cfg.json):
             Path(cfg.json).write_text(json.dumps(result))
-
-
-def batching(cfg):
-    """Of requests: over depth where a router decides, if the loops use the same blocks."""
-    routed = getattr(cfg, "router", "none") != "none" and cfg.share.endswith("cycle")
-    return dict(batching="depth" if routed else "sequence")
 
 
 # ---- requests to trained models that loop over depth, by serve.py's Engine ----
@@ -429,19 +417,20 @@ def mor_requests(model, text, device, rounds=3):
                   kv="recursion", exit_loop=0).to(device)
     mor_bytes, plain_bytes = (m.init_cache(1, LONGEST).nbytes() for m in (model, plain))
     more = max(SLOTS + 1, SLOTS * plain_bytes // mor_bytes)
-    times, answers = compare_requests(
-        {f"{name}, {slots} slots, {batching}": (m, slots, dict(batching=batching))
-         for name, m, slots, batching in (
-             ("plain", plain, SLOTS, "sequence"), ("MoR", model, SLOTS, "sequence"),
-             ("MoR", model, SLOTS, "depth"), ("plain", plain, more, "sequence"),
-             ("MoR", model, more, "depth"))}, text, device, rounds)
-    base, _, few, base_more, many = times.values()
-    loops = [loop for r in answers[f"MoR, {SLOTS} slots, depth"] for loop in r.exits]
-    ideal = [t * SLOTS / more for t in base]
-    for name, seconds, bound in ((f"{SLOTS} slots", few, base),
-                                 (f"{more} slots, beside as many plain ones", many, base_more),
-                                 (f"{more} slots, if more took no longer", many, ideal)):
-        print_bound(name, seconds, bound, model.cfg, loops)
+    few, many = f"{SLOTS} slots", f"{more} slots"
+    sequence, depth = dict(batching="sequence"), dict(batching="depth")
+    times, answers = compare_requests({
+        f"plain, {few}, sequence": (plain, SLOTS, sequence),
+        f"MoR, {few}, sequence": (model, SLOTS, sequence),
+        f"MoR, {few}, depth": (model, SLOTS, depth),
+        f"plain, {many}, sequence": (plain, more, sequence),
+        f"MoR, {many}, depth": (model, more, depth)}, text, device, rounds)
+    base, _, mor, base_more, mor_more = times.values()
+    loops = [loop for r in answers[f"MoR, {few}, depth"] for loop in r.exits]
+    print_bound(few, mor, base, model.cfg, loops)
+    print_bound(f"{many}, plain ones too", mor_more, base_more, model.cfg, loops)
+    no_slower = [t * SLOTS / more for t in base]
+    print_bound(f"{many}, if a step took no longer", mor_more, no_slower, model.cfg, loops)
 
 
 @torch.no_grad()
@@ -486,10 +475,11 @@ def quality(model, options, text):
 
 def bench_requests(folder, device):
     model, _, ckpt = load_run(folder, device)
-    _, text = validation_text(ckpt, folder)
-    if not LONGEST < min(len(text), model.cfg.block_size + 1):
+    data = validation_text(ckpt, folder)
+    if not LONGEST < min(data.n_windows(1), model.cfg.block_size + 1):
         raise UserError(f"{folder}: requests of {LONGEST} tokens need a larger block_size "
-                        f"({model.cfg.block_size}) or validation text ({len(text)} tokens)")
+                        f"({model.cfg.block_size}) or validation text ({data.tokens} tokens)")
+    text = data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
     print(f"{folder}; {device_name(device)}, torch {torch.__version__}")
     {"relaxed": relaxed_requests, "mor": mor_requests}[ckpt["model"]](model.eval(), text, device)
 

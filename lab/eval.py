@@ -18,7 +18,7 @@ predict the same tokens.
 
 Of tasks with choices, gold_ce is the cross-entropy of the right answer: minus its
 log-likelihood after the question, in nats. prefill=interleaved scores lrt by its training
-estimate of the memories, some 30 times cheaper than the exact chain, and not equal to it.
+estimate of the memories: some ten times as fast as the exact chain, and not equal to it.
 """
 import copy
 import json
@@ -205,7 +205,7 @@ class HarnessModel:
         empty context is end-of-text."""
         start = context.rstrip()
         before, both = (self.tokenizer.encode(text) for text in (start, context + answer))
-        if both[:len(before)] != before or len(both) == len(before):
+        if both[:len(before)] != before:
             both = before + self.tokenizer.encode(context[len(start):] + answer)
         return before or [self.tokenizer.eot], both[len(before):]
 
@@ -240,19 +240,11 @@ class HarnessModel:
                     found[n] = float(total), bool((greedy == ids).all())
         return [found[n] for n in range(len(pairs))]
 
-    def loglikelihood_rolling(self, requests):
-        """The log-likelihood of whole documents, each token predicted once, in windows of
-        block_size. The last one takes more context, so that it is full."""
-        length, totals = self.model.cfg.block_size, []
-        for request in tqdm(requests, disable=None, leave=False):
-            ids = [self.tokenizer.eot, *self.tokenizer.encode(request.args[0])]
-            pairs = [(ids[max(0, min(i, len(ids) - length) - 1):i], ids[i:i + length])
-                     for i in range(1, len(ids), length)]
-            totals.append(sum(total for total, _ in self.scores(pairs)))
-        return totals
-
     def generate_until(self, requests):
-        raise UserError("a task generates text: only answers that are given can be scored")
+        raise UserError("a task generates text, or scores whole documents (text= does that): only "
+                        "answers to a question can be scored")
+
+    loglikelihood_rolling = generate_until
 
 
 def evaluate_tasks(model, tokenizer, cfg):

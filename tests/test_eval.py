@@ -113,7 +113,7 @@ def ask(lm, kind, *arguments):
 
 PAIRS = [("the cat", " sat"), ("the cat", " ran"), ("a b ", "c d"), ("", "no context"), ("x" * 20 + "y" * 20, " yes"),
          ("short", "er and a longer answer"), ("one more", "s"), ("one more", "t"), (" \n ", "blank"), ("x", "")]
-TEXTS = [("a line\n",), ("".join(map(chr, range(40, 110))),), ("",), ("b" * 33,), ("z",)]
+
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
@@ -133,7 +133,7 @@ def tasks(tmp_path_factory):
             f"task: {name}\ndataset_path: json\noutput_type: {kind}\ntest_split: test\nfewshot_split: test\n"
             f"dataset_kwargs: {{data_files: {{test: {folder}/rows.jsonl}}, cache_dir: {folder}/cache}}\n"
             f"doc_to_text: '{question}'\ndoc_to_target: '{answer}'\n{more}metric_list: [{{metric: {metric}}}]\n")
-    return dict(tasks="choose,spell,fill,read", include_path=str(folder), num_fewshot=1)
+    return dict(tasks="choose,spell,fill", include_path=str(folder), num_fewshot=1)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -155,8 +155,6 @@ def test_batches_and_rows_agree(name):
     if model.context_limit:
         with pytest.raises(UserError, match=r"an answer of 33 tokens: the model reads 32 \(block_size\)"):
             ask(one, "loglikelihood", ("a", "b" * 33))
-    rolling = [ask(lm, "loglikelihood_rolling", *TEXTS) for lm in (one, many)]
-    assert rolling[0] == pytest.approx(rolling[1], abs=1e-5)
 
 
 def test_tasks_and_their_right_answers(tasks):
@@ -165,15 +163,15 @@ def test_tasks_and_their_right_answers(tasks):
     keys = {**tasks, "num_fewshot": 0}
     found = evaluate_tasks(model, tokenizer, EvalConfig(batch_size=8, **keys))["tasks"]
     assert found["choose"]["acc,none"] * 6 in range(7)
-    assert 4 < found["read"]["bits_per_byte,none"] < 16, "untrained: about log2(260) a byte"
     texts = [f"number {n} is " + "even." * (n % 3 + 1) for n in range(6)]
     right = [" even", " odd"] * 3
     lm = harness_model(model, tokenizer, 1)
     for name, pairs in dict(choose=zip(texts, right), spell=zip(texts, right), fill=zip(right, texts)).items():
         scores = ask(lm, "loglikelihood", *((context, " " + answer) for context, answer in pairs))
         assert found[name]["gold_ce"] == pytest.approx(-np.mean([score for score, _ in scores]), rel=1e-5), name
-    with pytest.raises(UserError, match="a task generates text"):
-        evaluate_tasks(model, tokenizer, EvalConfig(**{**keys, "tasks": "write"}))
+    for name in "read", "write":
+        with pytest.raises(UserError, match="a task generates text, or scores whole documents"):
+            evaluate_tasks(model, tokenizer, EvalConfig(**{**keys, "tasks": name}))
 
 
 def test_the_papers_tasks_are_in_lm_eval():
@@ -212,7 +210,6 @@ def llamas(tmp_path_factory):
 
 def test_the_numbers_are_those_of_lm_eval_with_transformers(llamas):
     (theirs, ours), encode = llamas, llamas[1].tokenizer.encode
-    assert max(len(encode(text)) for text, in TEXTS) > 32, "more than one window"
     for request, a, b in zip(PAIRS[:8], *(ask(lm, "loglikelihood", *PAIRS[:8]) for lm in (ours, theirs))):
         assert a == (pytest.approx(b[0], abs=1e-4), b[1]), request
     for text in "hello wor ld", " \n a cat", "the  cat sat":       # any cut, inside a token too
@@ -223,8 +220,6 @@ def test_the_numbers_are_those_of_lm_eval_with_transformers(llamas):
     greedy = [step[0] for step in stream(ours.model, [encode("hello")], 5, temperature=0)]
     pairs = [(encode("hello"), greedy), (encode("hello"), [*greedy[:4], 1 + greedy[4] % 200])]
     assert [is_greedy for _, is_greedy in ours.scores(pairs)] == [True, False]
-    rolling = [ask(lm, "loglikelihood_rolling", *TEXTS) for lm in (ours, theirs)]
-    assert rolling[0] == pytest.approx(rolling[1], abs=1e-4)
 
 
 def test_what_fails_in_lm_eval_is_one_line(tasks, tmp_path, monkeypatch):
@@ -243,7 +238,7 @@ def test_what_fails_in_lm_eval_is_one_line(tasks, tmp_path, monkeypatch):
 
 def test_tasks_from_the_command_line(tmp_path, data_dir, tasks, capsys):
     runs.run("gpt", tmp_path, data_dir, "max_steps=2")
-    keys = {**tasks, "tasks": "choose,read", "limit": 2}
+    keys = {**tasks, "tasks": "choose,spell", "limit": 2}
     found = evaluate(tmp_path / "r", *(f"{key}={value}" for key, value in keys.items()))["tasks"]
-    line = f"{'tasks read bits_per_byte,none':36} {found['read']['bits_per_byte,none']:12.4f}"
-    assert found.keys() == {"choose", "read"} and line in capsys.readouterr().out
+    line = f"{'tasks spell gold_ce':36} {found['spell']['gold_ce']:12.4f}"
+    assert found.keys() == {"choose", "spell"} and line in capsys.readouterr().out
