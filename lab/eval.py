@@ -7,18 +7,17 @@ lm-evaluation-harness (Gao et al.; the package lm_eval).
     python -m lab.eval out/rt_tiny lengths=1,2,4          contexts longer than in training
     python -m lab.eval out/mor_tiny exit_loop=2           at most 2 recursions
     python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa  tasks may run code of their own
-    python -m lab.eval out/rt_tiny tasks=rt               all of a paper: rt, relaxed, mor, rat
+    python -m lab.eval out/rt_tiny tasks=rt               a paper's: rt, relaxed, mor, rat
     python -m lab.eval help                               every key with its meaning
 
-All losses are those of decoding: lrt computes its exact chain, mor routes without
-later tokens. The text is cut into windows of the longest of `lengths`; what does not
-fill one is left out. Each token of a window is predicted, the first from one token
-before it. For shorter lengths the same windows are cut into pieces, so all lengths
-predict the same tokens.
+All losses are those of decoding: lrt computes its exact chain, mor routes without later
+tokens. The text is cut into windows of the longest of `lengths`; what does not fill one is
+left out. Each token of a window is predicted, the first from one token before it. For
+shorter lengths the same windows are cut into pieces: all lengths predict the same tokens.
 
-Of tasks with choices, gold_ce is the cross-entropy of the right answer: minus its
+gold_ce of a task with choices: the cross-entropy of the right answer, that is, minus its
 log-likelihood after the question, in nats. prefill=interleaved scores lrt by its training
-estimate of the memories: some ten times as fast as the exact chain, and not equal to it.
+estimate of the memories: about ten times as fast as the exact chain, and not equal to it.
 """
 import copy
 import json
@@ -161,11 +160,8 @@ def evaluate_text(model, run, cfg, ckpt):
     inputs = [batches.cut(data, starts)[0].to(model.wte.weight.device) for starts in some]
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
-    if hasattr(model, "recursions"):
-        taken = torch.cat([model.recursions(x).flatten() for x in inputs])
-        result["recursions"] = float(taken.float().mean())
-        if model.cfg.router == "expert":
-            result["scores"] = router_scores(model, inputs)
+    if getattr(model.cfg, "router", "") == "expert":
+        result["scores"] = router_scores(model, inputs)
     return result
 
 
@@ -254,17 +250,18 @@ def evaluate_tasks(model, tokenizer, cfg):
         from lm_eval import simple_evaluate
         from lm_eval.api.model import LM
         from lm_eval.tasks import TaskManager
-        kind, folder = type("RunModel", (HarnessModel, LM), {}), cfg.include_path or None
+        folder = cfg.include_path or None
         manager = TaskManager(include_path=folder, include_defaults=not folder)
         loaded = manager.load(TASK_SETS.get(cfg.tasks, cfg.tasks).split(","))
         manager.load = lambda names: loaded     # simple_evaluate loads no second time
-        found = simple_evaluate(
-            kind(model, tokenizer, cfg.batch_size, cfg.prefill == "interleaved"), limit=cfg.limit
-            or None, tasks=list(loaded["tasks"]), task_manager=manager,
-            num_fewshot=None if cfg.num_fewshot < 0 else cfg.num_fewshot)
-        for name, samples in found["samples"].items():
-            if loaded["tasks"][name].OUTPUT_TYPE == "multiple_choice":
-                found["results"][name]["gold_ce"] = gold_ce(loaded["tasks"][name], samples)
+        lm = type("RunModel", (HarnessModel, LM), {})(
+            model, tokenizer, cfg.batch_size, cached=cfg.prefill == "interleaved")
+        shots = None if cfg.num_fewshot < 0 else cfg.num_fewshot
+        found = simple_evaluate(lm, tasks=list(loaded["tasks"]), task_manager=manager,
+                                num_fewshot=shots, limit=cfg.limit or None)
+        for name, task in loaded["tasks"].items():
+            if task.OUTPUT_TYPE == "multiple_choice":
+                found["results"][name]["gold_ce"] = gold_ce(task, found["samples"][name])
     except UserError:
         raise
     except Exception as e:  # of a YAML file, a download, a task's own code: of any type
