@@ -273,17 +273,6 @@ def bench_rat(model_cfg, cfg, device, lengths=None, rows=None, rounds=3):
 
 # ---- kernels ----
 
-@dataclass
-class BenchConfig:
-    device: str = "auto"            # auto | cpu | cuda | cuda:N
-    rounds: int = 9                 # how often each case is timed
-    json: str = ""                  # runs: write the numbers into this file
-
-    def __post_init__(self):
-        if self.rounds < 1:
-            raise ValueError(f"rounds={self.rounds} must be at least 1")
-
-
 def kernel(function, tensors, do=None):
     """A function of tensors; with do, all gradients too."""
     tensors = [x.detach().requires_grad_(do is not None) for x in tensors]
@@ -434,14 +423,16 @@ def mor_requests(model, text, device, rounds=3):
 
 
 @torch.no_grad()
-def relaxed_requests(model, text, device, slots=32, fraction=0.5, rounds=3):
+def relaxed_requests(model, text, device, slots=32, fraction=0.65, rounds=3):
     """Without early exit and with it, by sequences and by depth, beside the untied model."""
     untied = build("relaxed", model.cfg, n_loop=1, rank=0, early_exit="none", exit_loop=0)
-    first = copy.copy(model)            # exits at the confidence of this fraction of the text
-    first.cfg, T = replace(model.cfg, exit_loop=1), model.cfg.block_size
-    idx = torch.from_numpy(text[:len(text) // T * T][:16 * T]).view(-1, T).to(device)
-    sure = first(idx)[0].softmax(-1).amax(-1)
-    exit = f"confidence:{float(sure.quantile(1 - fraction)):.8g}"
+    first = copy.copy(model)            # exits where it is surest of what all loops answer
+    first.cfg = replace(model.cfg, exit_loop=1)
+    answered = Engine(model, slots, LONGEST, "sequence").run(workload(text)[:slots])
+    logits = torch.cat([first(torch.tensor([r.prompt + r.tokens], device=device))
+                        [0][0, len(r.prompt) - 1:-1] for r in answered])        # (tokens, V)
+    sure = logits.softmax(-1).amax(-1).quantile(1 - fraction)
+    exit = f"confidence:{float(sure):.8g}"
     kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
              "exact": dict(exit=exit, fill="exact")}
     cases = {f"{kind}, {batching}": (model, slots, dict(options, batching=batching))
@@ -485,6 +476,17 @@ def bench_requests(folder, device):
 
 
 # ---- the command ----
+
+@dataclass
+class BenchConfig:
+    device: str = "auto"            # auto | cpu | cuda | cuda:N
+    rounds: int = 9                 # how often each case is timed
+    json: str = ""                  # runs: write the numbers into this file
+
+    def __post_init__(self):
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds} must be at least 1")
+
 
 # Sizes if neither a config file nor a width is given: products, not calls, shall take the time.
 BENCH_SIZES = {"rat": ["n_embd=256"], "relaxed": ["n_embd=512", "n_head=8", "n_kv_head=2"],
