@@ -54,8 +54,8 @@ class EvalConfig:
     exit_loop: int = 0       # relaxed, mor: the most loops (default: the run's)
     device: str = "auto"     # auto | cpu | mps | cuda | cuda:N
     json: str = ""           # write the numbers into this file
-    tasks: str = ""          # in place of a text: tasks of lm_eval with commas between, or a set
-    prefill: str = ""        # lrt, tasks: exact | interleaved (default: the run's for a cache)
+    tasks: str = ""          # in place of a text: of lm_eval, commas between, or a set
+    prefill: str = ""        # lrt, tasks: exact (the default) | interleaved
     num_fewshot: int = -1    # solved examples before a question (-1: as the task says)
     limit: int = 0           # examples of each task (0: all)
     include_path: str = ""   # folder of the tasks' YAML files (default: lm_eval's own)
@@ -178,12 +178,13 @@ def show(value, name=""):
 
 # ---- the tasks of lm_eval ----
 
-# Of each paper, its tables of accuracies. MoR's MMLU is scored by continuations.
+# The tasks in each paper's tables. MoR scores MMLU by continuations.
+COMMON = "hellaswag,piqa,winogrande,arc_easy"
 TASK_SETS = {
-    "rt": "piqa,hellaswag,arc_easy,openbookqa,sciq,winogrande",
-    "relaxed": "lambada_openai,hellaswag,piqa,winogrande,arc_easy,arc_challenge,openbookqa",
-    "mor": "lambada_openai,hellaswag,piqa,winogrande,arc_easy,arc_challenge,mmlu_continuation",
-    "rat": "arc_challenge,arc_easy,hellaswag,lambada_openai,piqa,winogrande"}
+    "rt": f"{COMMON},openbookqa,sciq",
+    "relaxed": f"{COMMON},arc_challenge,lambada_openai,openbookqa",
+    "mor": f"{COMMON},arc_challenge,lambada_openai,mmlu_continuation",
+    "rat": f"{COMMON},arc_challenge,lambada_openai"}
 
 
 class HarnessModel:
@@ -237,8 +238,8 @@ class HarnessModel:
         return [found[n] for n in range(len(pairs))]
 
     def generate_until(self, requests):
-        raise UserError("a task generates text, or scores whole documents (text= does that): only "
-                        "answers to a question can be scored")
+        raise UserError("a task generates text, or scores whole documents (text= does "
+                        "that): only answers to a question can be scored")
 
     loglikelihood_rolling = generate_until
 
@@ -266,8 +267,8 @@ def evaluate_tasks(model, tokenizer, cfg):
         raise
     except Exception as e:  # of a YAML file, a download, a task's own code: of any type
         raise UserError(f"tasks={cfg.tasks}: {type(e).__name__}: {first_line(e)}") from e
-    numbers = lambda values: {key: v for key, v in values.items() if isinstance(v, float)}
-    return {"tasks": {name: numbers(values) for name, values in found["results"].items()}}
+    numbers = lambda values: {k: v for k, v in values.items() if isinstance(v, float)}
+    return {"tasks": {name: numbers(row) for name, row in found["results"].items()}}
 
 
 def gold_ce(task, samples):
