@@ -298,7 +298,8 @@ def main(argv):
     if is_task(cfg.dataset):
         raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true "
                         f"tells how many of its answers are right")
-    changed = {key: getattr(cfg, key) for key in ("block_size", "exit_loop") if key in given}
+    changed = {key: getattr(cfg, key) for key in ("block_size", "exit_loop")
+               if key in given}
     device = pick_device(cfg.device)
     model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
     if cfg.prefill:
