@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import errno
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import io
 import math
@@ -166,8 +166,8 @@ def load_yaml(file):
 
 def model_module(name):
     """The module model_<name>.py; UserError with the names there are."""
-    names = sorted(p.stem.removeprefix("model_") for p in HERE.glob("model_*.py"))
-    if name not in names:
+    if not name.isidentifier() or importlib.util.find_spec(f"model_{name}") is None:
+        names = sorted(p.stem.removeprefix("model_") for p in HERE.glob("model_*.py"))
         raise UserError(f"model={name} is unknown: {', '.join(names)}")
     return importlib.import_module(f"model_{name}")
 

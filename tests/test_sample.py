@@ -8,7 +8,7 @@ from common import sampling
 from common.tokenizer import load_tokenizer
 import runs
 import sample
-from conftest import MODELS, SIZES, tiny
+from conftest import MODELS, tiny
 
 def greedy(model, row, n, eot=None):
     """n likeliest tokens after row, one forward over the last context_limit tokens for each; a model may keep fewer of
@@ -36,8 +36,7 @@ def decode(model, prompts, n, **options):
 @given(data=st.data())
 def test_random_batches_decode_as_if_alone(name, data):
     """Any lengths, past block_size too, ended by end-of-text wherever it comes."""
-    sizes = {} if name in SIZES else {"n_layer": 1}
-    model = tiny(name, block_size=12, fast=data.draw(st.booleans()), **sizes)
+    model = tiny(name, block_size=12, fast=data.draw(st.booleans()))
     prompts = data.draw(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=20), min_size=1, max_size=4))
     eot = data.draw(st.sampled_from([None] + greedy(model, prompts[0], 5)))
     n = data.draw(st.integers(1, 30))
