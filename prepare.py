@@ -25,7 +25,7 @@ SHA-256, and one that is too large for it is cut: its end goes to val. So does t
 End-of-text follows every document but a single one: the model's own with hf:, else the last id.
 Files that are not UTF-8 are skipped (and counted). A document must fit in memory; a stream of
 documents may be of any length. The same source and settings give the same tokens. A run that fails
-or is stopped leaves nothing behind. common/data.py reads the files.
+or is stopped leaves nothing behind. Files that have changed since are told here and in training.
 """
 import hashlib
 import json

@@ -21,9 +21,8 @@ three tokens, as in MAD.
     inputs   15  4  2  6  9 11  0  5  1  8  4  2  6  9
     targets   .  .  .  .  .  .  .  .  .  .  .  .  9 11
 
-selective_copying (16, T 256). Sixteen letters (0-13), with blanks (14) strewn before and
-between them; the copy token (15); sixteen blanks, at which the letters are scored in order.
-Here with three letters:
+selective_copying (16, T 256). Sixteen letters (0-13) among blanks (14); the copy token (15);
+sixteen blanks, at which the letters are scored in order. Here with three letters:
     inputs   14 14  7 14  2 14 14 14  7 15 14 14 14
     targets   .  .  .  .  .  .  .  .  .  .  7  2  7
 
@@ -233,7 +232,7 @@ class TaskData:
 
     def __init__(self, task, T, seed, split, count, next_token=False):
         self.T, self.seed, self.split, self.count = T, seed, split, count
-        self.next_token = next_token                # every next token is scored
+        self.next_token = next_token    # every next token is scored
         self.vocab_size, self.tokenizer = task.vocab_size, TaskTokenizer(task.vocab_size)
         self.make = task.make
         if task.make is memorization:
@@ -253,15 +252,11 @@ class TaskData:
     def examples(self):
         """All inputs and targets, (count, T) each; the first use makes them, in seconds."""
         rngs = (generator(self.seed, i, self.split) for i in range(self.count))
-        return self.stack(map(self.example, rngs))
+        return stack(map(self.example, rngs))
 
-    def fresh(self, step, index, rows):
-        """A micro-batch of new examples: inputs and targets, (rows, T) each."""
-        rng = generator(self.seed, step, index, FRESH)
-        return self.stack(self.example(rng) for _ in range(rows))
 
-    def stack(self, examples):
-        return tuple(torch.from_numpy(np.stack(rows)) for rows in zip(*examples))
+def stack(examples):
+    return tuple(torch.from_numpy(np.stack(rows)) for rows in zip(*examples))
 
 
 class TaskBatches:
@@ -285,7 +280,8 @@ class TaskBatches:
         """Micro-batch `index` (over all processes) of the update after `step`: inputs and
         targets, (batch_size, block_size) int64 each."""
         if not self.train.count:
-            return self.train.fresh(step, index, self.rows)
+            rng = generator(self.seed, step, index, FRESH)
+            return stack(self.train.example(rng) for _ in range(self.rows))
         drawn = generator(self.seed, step).integers(0, self.train.count, self.step_rows)
         return self.cut(self.train, drawn[index * self.rows:(index + 1) * self.rows])
 
@@ -294,8 +290,7 @@ class TaskBatches:
         return in_batches(np.arange(self.val.count), self.rows, limit)
 
     def cut(self, data, numbers):
-        inputs, targets = data.examples
-        return inputs[numbers], targets[numbers]
+        return tuple(rows[numbers] for rows in data.examples)
 
     def sizes(self):
         count = f"{self.train.count:,}" if self.train.count else "fresh"

@@ -116,9 +116,9 @@ class BPETokenizer(Tokenizer):
 
 class HFTokenizer(Tokenizer):
     """A Hugging Face model's. Ids and text are those of the library `tokenizers`, but no text
-    becomes a special token, and none is added. A BPE of bytes (GPT-2, SmolLM, Llama 3) or with byte
-    fallback (Llama 2) gives every text back. Of others (T5's Unigram, WordLevel, WordPiece) what
-    they do not know is their unknown token."""
+    becomes a special token, and none is added. A BPE of bytes (GPT-2, SmolLM, Llama 3) or with
+    byte fallback (Llama 2) gives every text back. Others (T5's Unigram, WordLevel, WordPiece)
+    have one unknown token for what they do not know."""
 
     def __init__(self, data, eos=None):
         """data: what a tokenizer.json holds; eos: the text of end-of-text."""
@@ -127,7 +127,7 @@ class HFTokenizer(Tokenizer):
         pieces = hf_pieces(self.library, json.dumps(data.get("decoder")))
         super().__init__(pieces, self.library.token_to_id(eos), saved)
         # some put a blank before a text; between slices a mark takes it, which no token joins
-        self.mark, self.n_mark = "", 0
+        self.mark, self.n_mark, self.special, self.unknown = "", 0, [], 0
         n_mark, behind = len(self.encode_slice(MARK)), self.encode_slice(MARK + "a")
         blank = self.decode_bytes(self.encode("a")).startswith(b" ")
         if blank and self.decode_bytes(behind[n_mark:]) == b"a":
@@ -136,13 +136,16 @@ class HFTokenizer(Tokenizer):
         if not rare or self.eot in rare:
             raise ValueError("it must have tokens for all bytes, or an unknown token that is not "
                              "end-of-text")
+        self.special, self.unknown = special_ids(self.library), rare[-1]
         self.gives_back = self.decode(self.encode(PROBE)).strip() == PROBE
 
     def encode_slice(self, text, first=True) -> np.ndarray:
         # a batch of one: unlike the library's encode it lets the other threads run
         batch = [text if first else self.mark + text]
         encoding, = self.library.encode_batch_fast(batch, add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint32)[0 if first else self.n_mark:]
+        ids = np.array(encoding.ids, dtype=np.uint32)[0 if first else self.n_mark:]
+        ids[np.isin(ids, self.special)] = self.unknown  # </s> is also a word of T5's vocabulary
+        return ids
 
     def decode(self, ids) -> str:
         """The text that begins with these ids. (What they add to a text is stream's.)"""
@@ -265,8 +268,7 @@ def hf_library(data, eos):
     its end-of-text, which is found where none is given."""
     model = {key: value for key, value in data["model"].items() if key != "dropout"}
     if model.get("end_of_word_suffix"):
-        raise ValueError("end_of_word_suffix is not supported: a token would end with a blank or "
-                         "not by what follows it")
+        raise ValueError("end_of_word_suffix is not supported")
     data = {**data, "model": model, "truncation": None, "padding": None,
             "post_processor": None}  # which would add special tokens
     library = need("tokenizers").Tokenizer.from_str(json.dumps(data))
@@ -279,9 +281,13 @@ def hf_library(data, eos):
     return library, names[0]
 
 
+def special_ids(library) -> list:
+    return [i for i, token in library.get_added_tokens_decoder().items() if token.special]
+
+
 def hf_pieces(library, decoder) -> list:
-    """The bytes that each id adds to a text: what it adds behind another id, but for the tokens of
-    single bytes. None for special tokens, and for ids that no token has."""
+    """The bytes that each id adds to a text: what the library shows of it behind another id, or
+    its bytes, which may be a part of a character. None for special tokens and unused ids."""
     ids, signs, pieces = range(max(library.get_vocab().values()) + 1), byte_signs(), []
     before = next((i for i in ids if library.decode([i]).strip("\ufffd ")), 0)
     texts = library.decode_batch([[before, i] for i in ids])

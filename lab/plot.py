@@ -74,12 +74,6 @@ def draw_curves(rows, path, title):
     draw(path, [(style, [(name, curve) for name, curve in curves if curve])], title)
 
 
-def draw_points(places, xlabel, ylabel, file):
-    """places: (name, x, y)."""
-    draw(file, [(dict(xlabel=xlabel, ylabel=ylabel), [(name, [(x, y)]) for name, x, y in places])])
-    print(f"{file}: {ylabel} against {xlabel}, {len(places)} runs")
-
-
 def points(folder, x, y):
     """The (x, y) of each line of a run's log that has them. UserError where there is none."""
     file = Path(folder) / "log.jsonl"

@@ -122,7 +122,7 @@ def others(kind):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     special, known = ["[UNK]", "<pad>", EOT], {"unk_token": "[UNK]"}
     library = Tokenizer(getattr(models, kind)(**{} if kind == "Unigram" else known))
-    library.pre_tokenizer = pre_tokenizers.Metaspace() if kind == "Unigram" else pre_tokenizers.Whitespace()
+    library.pre_tokenizer = pre_tokenizers.Metaspace() if kind == "Unigram" else pre_tokenizers.WhitespaceSplit()
     library.decoder = {"Unigram": decoders.Metaspace(), "WordPiece": decoders.WordPiece()}.get(kind, library.decoder)
     more = {"WordLevel": {}, "Unigram": known}.get(kind, {"vocab_size": 60})
     library.train_from_iterator([WORDS], getattr(trainers, f"{kind.title() if kind == 'BPE' else kind}Trainer")(
@@ -241,7 +241,9 @@ def test_ids_and_text_are_the_librarys(data, monkeypatch):
         monkeypatch.setattr(tokenizer_module, "slices", lambda text: slices(text, 700))
         assert tokenizer.encode(part) == (ids := library.encode(part, add_special_tokens=False).ids)
         assert tokenizer.decode(ids) == library.decode(ids)
-        assert "".join(tokenizer.stream(ids)).strip() == library.decode(ids).strip() and tokenizer.eot not in ids
+        assert "".join(tokenizer.stream(ids)).strip() == library.decode(ids).strip()
+    special = {library.token_to_id(token) for token in (*SPECIAL, "</s>")}
+    assert not special & set(tokenizer.encode(" ".join([*SPECIAL, "</s>"]))), "no text is a special token"
 
 
 BPE = {"type": "BPE", "vocab": {"a": 0, EOT: 1}, "merges": []}
