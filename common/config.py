@@ -25,9 +25,9 @@ class TrainConfig:
     tokenizer: str = "byte"  # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME
     data_dir: str = "data"  # where prepared data sets are
     task_examples: int = 0  # fixed examples of a task (0: its own number)
-    task_next_token: bool = False  # recall tasks: train on every next token
+    task_next_token: bool = False  # recall: train on every next token
     batch_size: int = 12  # sequences in one forward pass (a micro-batch)
-    gradient_accumulation_steps: int = 1  # micro-batches of a step
+    gradient_accumulation_steps: int = 1  # micro-batches a step
     # optimization
     max_steps: int = 2000  # optimizer steps
     max_flops: float = 0.0  # FLOPs of training; sets max_steps (0: no limit)
@@ -35,15 +35,15 @@ class TrainConfig:
     learning_rate: float = 1e-3  # AdamW's peak
     muon_learning_rate: float = 0.02  # Muon's peak
     muon_momentum: float = 0.95  # Muon's momentum
-    muon_momentum_steps: int = 0  # steps of its rise from 0.85 (0: none)
+    muon_momentum_steps: int = 0  # steps of its rise from 0.85
     weight_decay: float = 0.1  # on matrices and embeddings, not on vectors
-    decay_schedule: str = choice("constant", "linear")  # of weight_decay; linear: down to 0
+    decay_schedule: str = choice("constant", "linear")  # of weight_decay
     beta1: float = 0.9  # AdamW
     beta2: float = 0.99  # AdamW
     grad_clip: float = 1.0  # largest gradient norm (0: no clipping)
     lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: no warm-up
     warmup_steps: int = 100  # linear warm-up of cosine and trapezoid
-    cooldown_frac: float = 0.2  # last part of max_steps: linear, trapezoid fall
+    cooldown_frac: float = 0.2  # end of linear, trapezoid: they fall
     min_lr_frac: float = 0.1  # where all schedules end, of the peak
     # evaluation and logging
     eval_interval: int = 250  # steps between evaluations and checkpoints
@@ -85,8 +85,7 @@ class TrainConfig:
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true exclude each other")
         if self.resume and self.init_from:
-            raise ValueError("resume=true goes on from the run's own checkpoint: "
-                             "leave out init_from")
+            raise ValueError("resume=true has its own checkpoint: leave out init_from")
 
     @property
     def folder(self):
@@ -120,9 +119,9 @@ def read_config(argv):
     else:
         base, ckpt = file, None
     cfg, fields = run_config(given, base)
-    if cfg.max_flops and "max_steps" in given:
-        if "max_flops" in given:
-            raise UserError("max_flops sets max_steps: give one of the two")
+    if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
+        raise UserError("max_flops sets max_steps: give one of the two")
+    if "max_steps" in given:
         cfg.max_flops = 0.0
     return cfg, fields, ckpt, dict.fromkeys(base, False) | dict.fromkeys(given, True)
 
@@ -209,4 +208,4 @@ def full_schema(module):
     """A dataclass of all keys of a run: the trainer's and the model's."""
     keys = *fields(TrainConfig), *fields(module.Config)
     entries = [(f.name, f.type, field(default=f.default)) for f in keys]
-    return make_dataclass("RunConfig", entries)         # a TypeError for a key that both have
+    return make_dataclass("RunConfig", entries)     # a TypeError for a key that both have

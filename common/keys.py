@@ -57,7 +57,7 @@ def run_cli(main):
 
 def open_streams():
     """Missing streams (cron and daemons close them) lead nowhere. No file that is opened later
-    gets their numbers: what a library prints would end up in a checkpoint."""
+    gets their numbers: what a library prints would go into it."""
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(free)
