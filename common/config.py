@@ -1,8 +1,8 @@
 """
 The keys of training, and the one place where they are merged.
 
-A value comes from the command line, else from the checkpoint that the run goes on from or starts
-at, else from the config file, else it is the default.
+A value comes from the command line, else from the checkpoint that the run
+goes on from or starts at, else from the config file, else it is the default.
 """
 import math
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
@@ -89,7 +89,7 @@ class TrainConfig:
 
     @property
     def folder(self):
-        """out_dir/run, where run must be a plain name, so that it cannot leave out_dir."""
+        """out_dir/run. run must be a plain name: it cannot leave out_dir."""
         return Path(self.out_dir) / check_name(self.run, "run")
 
 
@@ -104,8 +104,8 @@ AT_MOST = dict(
 # ---- merging ----
 
 def read_config(argv):
-    """argv -> (TrainConfig, the model's Config fields, checkpoint or None, where keys are from).
-    The last has the keys that are set: True on the command line, False elsewhere."""
+    """argv -> (TrainConfig, the model's Config fields, checkpoint or None, named).
+    named: the keys that are set, True on the command line, False elsewhere."""
     given = split_args(argv)
     file = config_file(given)
     asked = {**asdict(TrainConfig()), **file, **given}
@@ -128,14 +128,15 @@ def read_config(argv):
 
 def config_file(given, model=TrainConfig.model):
     """The values of the file that config= names, or else of configs/MODEL_tiny.yaml."""
-    file = given.get("config", str(HERE / "configs" / f"{given.get('model', model)}_tiny.yaml"))
+    tiny = HERE / "configs" / f"{given.get('model', model)}_tiny.yaml"
+    file = given.get("config", str(tiny))
     yaml = load_yaml(file) if "config" in given or Path(file).exists() else {}
     return {"run": plain_name(Path(file).stem), **yaml, "config": file}
 
 
 def from_own_checkpoint(given, file, asked):
-    """resume, eval_only: the keys of the run's checkpoint, and the checkpoint. A line tells where
-    a file named on the command line differs from them."""
+    """resume, eval_only: the keys of the run's checkpoint, and the checkpoint.
+    A line tells where a file named on the command line differs from them."""
     ckpt = load_own(TrainConfig(run=asked["run"], out_dir=asked["out_dir"]).folder)
     check_same_model(given.get("model", ckpt["model"]), ckpt)
     now = {key: file.get(key, False) for key in ("resume", "overwrite", "eval_only")}
@@ -152,9 +153,10 @@ def from_own_checkpoint(given, file, asked):
 
 
 def from_weights(given, file, source):
-    """init_from: the file's keys with the model's fields as the weights have them, and their
-    checkpoint. From a file that was named come only fast, block_size, dropout,
-    Config.FINETUNE_OVERRIDES, and fields that the weights lack, which are converted then."""
+    """init_from: the file's keys with the model's fields as the weights have
+    them, and their checkpoint. From a file that was named come only fast,
+    block_size, dropout, Config.FINETUNE_OVERRIDES, and fields that the weights
+    lack, which are converted then."""
     named = file if "config" in given else {}
     ckpt = load_initial(source)
     ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
@@ -168,8 +170,9 @@ def from_weights(given, file, source):
 
 
 def as_weights_of(name, ckpt):
-    """A checkpoint as the start of model `name`: its own, or that of a model in its
-    Config.CONVERTS_FROM, with the fields that both have; make_model converts the weights."""
+    """A checkpoint as the start of model `name`: its own, or that of a model
+    in its Config.CONVERTS_FROM, with the fields that both have; make_model
+    converts the weights."""
     if name == ckpt["model"]:
         return ckpt
     config, origin = model_module(name).Config, model_module(ckpt["model"]).Config
@@ -193,7 +196,8 @@ def run_config(given, base):
     """(TrainConfig, the model's Config fields) from text that is given, over plain values."""
     module = model_module(given.get("model", base.get("model", TrainConfig.model)))
     own = {f.name for f in fields(TrainConfig)}
-    values = asdict(typed_config(full_schema(module), given, base, free_text=("sample_prompt",)))
+    schema = full_schema(module)
+    values = asdict(typed_config(schema, given, base, free_text=("sample_prompt",)))
     model_fields = {k: v for k, v in values.items() if k not in own}
     try:
         cfg = TrainConfig(**{k: values[k] for k in own})
