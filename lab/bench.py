@@ -535,9 +535,7 @@ def bench_serve(cfg, folders, slots=16):
     device, cases, losses, text = pick_device(cfg.device), {}, {}, None
     for folder in folders:
         model, _, ckpt = load_run(folder, device)
-        if (loops := loops_of(model)) is None:
-            raise UserError(f"{folder} is a model_{ckpt['model']}: requests are for relaxed, mor")
-        routed = loops.routed and model.cfg.router != "none" and model.n_loop > 1
+        routed = loops_of(model).routed and model.cfg.router != "none" and model.n_loop > 1
         batching = "depth" if routed and model.cfg.share.endswith("cycle") else "sequence"
         before, text = text, served_text(model, ckpt, folder)
         if before is not None and not np.array_equal(before, text):

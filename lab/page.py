@@ -56,14 +56,13 @@ runs = {}       # {name: Run}
 @dataclass(eq=False)
 class Choice(serve.Request):
     """One text to write."""
+    run: "Run" = None
+    queue: asyncio.Queue = None     # of the answer: (choice, new text, [depth], reason at the end)
+    stream: bool = False            # all of these are told, not the end alone
     index: int = 0                  # in the answer
-    seed: int = 0
     stops: list = ()                # strings that end the text
     top: int = None                 # logprobs, with so many alternatives (None: no logprobs)
     echo: bool = False              # logprobs of the prompt too
-    events: deque = None            # of the answer: (choice, new text, [depth], reason at the end)
-    wake: asyncio.Event = None      # of the answer: there are events
-    stream: bool = False            # it waits for each event, not for the end
     cancelled: bool = False         # the client has gone
     reason: str = None              # why the text has ended
     logprobs: list = field(default_factory=list)    # (token, logprob, {token: logprob})
@@ -71,6 +70,14 @@ class Choice(serve.Request):
     told: int = 0                   # characters of it that are certain
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace"))
+
+    def add(self, token, exit):
+        """A token of the answer. Returns whether it is the last."""
+        last = super().add(token, exit)
+        text = self.read(self.run.tokenizer.decode_bytes([token]))
+        if self.stream:
+            self.run.news.append((self, text, [exit], None))
+        return last or self.reason is not None or self.cancelled
 
     def read(self, piece, final=False):
         """What a token's bytes make certain of the text. A stop string ends it; the last
@@ -84,47 +91,46 @@ class Choice(serve.Request):
         start, self.told = self.told, max(self.told, known)
         return self.text[start:self.told]
 
+    def end(self):
+        rest, full = self.read(b"", final=True), len(self.tokens) == self.max_new_tokens
+        self.reason = self.reason or ("length" if full else "stop")
+        self.run.news.append((self, rest, [], self.reason))
+
 
 class Run(serve.Engine):
     """A trained model, and the thread that decodes its choices."""
 
     def __init__(self, path, cfg, several):
         model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
-        if several and getattr(serve.loops_of(model), "routed", False):
+        if several and serve.loops_of(model).routed:
             cfg = replace(cfg, exit="", fill="")
-        serve.check_loops(model, path, cfg.exit, cfg.fill)
-        # a text may be as long as the model's context; without a limit, as 8 times block_size
-        self.longest = model.context_limit or 8 * model.cfg.block_size
-        super().__init__(model, cfg.slots, self.longest, cfg.batching, cfg.exit, cfg.fill,
-                         eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size,
-                         on_token=self.tell)
-        self.inbox, self.waiting = queue.SimpleQueue(), deque()
+        super().__init__(model, cfg.slots, serve.longest_context(model), cfg.batching, cfg.exit,
+                         cfg.fill, eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size)
+        self.inbox, self.waiting, self.news = queue.SimpleQueue(), deque(), []
         threading.Thread(target=self.work, daemon=True).start()
 
     async def write(self, choices, request):
-        """Yields events, see Choice, until all choices have ended or the client has gone."""
-        left, events, wake = len(choices), choices[0].events, choices[0].wake
-        self.event_loop = asyncio.get_running_loop()
+        """Yields what is told of the choices until all have ended or the client has gone."""
+        left, self.event_loop = len(choices), asyncio.get_running_loop()
         try:
             for choice in choices:
                 self.inbox.put(choice)
             while left:
                 try:
-                    await asyncio.wait_for(wake.wait(), 0.5)
-                except asyncio.TimeoutError:
+                    async with asyncio.timeout(0.5):
+                        event = await choices[0].queue.get()
+                except TimeoutError:
                     if await request.is_disconnected():
                         return
-                wake.clear()
-                while events:
-                    left -= events[0][-1] is not None
-                    yield events.popleft()
+                    continue
+                left -= event[-1] is not None
+                yield event
         finally:
             for choice in choices:
                 choice.cancelled = True
 
-    @torch.inference_mode()
     def work(self):
-        """In the thread: step while there is something to decode, and wake those who wait."""
+        """In the thread: step while there is something to decode, and tell the news."""
         while True:
             while not self.inbox.empty() or not (self.waiting or self.busy()):
                 self.waiting.append(self.inbox.get())
@@ -135,21 +141,13 @@ class Run(serve.Engine):
                 traceback.print_exc()
                 for slot in self.busy():
                     slot.request.reason = "error"
-                    slot.request = self.done.append(slot.request)
-            news = [slot.request.wake for slot in self.busy() if slot.request.stream]
-            for choice in self.done:
-                self.end(choice)
-                news.append(choice.wake)
-            self.done = []
-            self.event_loop.call_soon_threadsafe(lambda all: [wake.set() for wake in all], news)
+                    self.end(slot)
+            if self.news:
+                self.event_loop.call_soon_threadsafe(deliver, self.news)
+                self.news = []
 
-    def end(self, choice):
-        ended = "length" if len(choice.tokens) == choice.max_new_tokens else "stop"
-        rest = choice.read(b"", final=True)
-        choice.reason = choice.reason or ended
-        choice.events.append((choice, rest, [], choice.reason))
-
-    def begin(self, slot):
+    def prefill(self, slot):
+        """Begin with a new choice: none outgrows its slot."""
         choice = slot.request
         if choice.echo and choice.top is not None:
             ids = choice.prompt
@@ -158,10 +156,13 @@ class Run(serve.Engine):
             choice.logprobs = [(ids[0], None, None)]        # the first token is not predicted
             choice.logprobs += [alternatives(*x, choice.top) for x in zip(rows, ids[1:])]
         if choice.cancelled or not choice.max_new_tokens:
-            slot.request = self.done.append(choice)
+            self.end(slot)
         else:
-            slot.generator = serve.generator(choice.seed, choice.index, self.device)
-            self.prefill(slot, list(choice.prompt))
+            super().prefill(slot)
+
+    def end(self, slot):
+        slot.request.end()
+        slot.request = None
 
     def pick(self, slots, logits):
         tokens = super().pick(slots, logits)
@@ -171,12 +172,10 @@ class Run(serve.Engine):
                 slot.request.logprobs.append(found)
         return tokens
 
-    def tell(self, choice):
-        """Called by the Engine after each token."""
-        text = choice.read(self.tokenizer.decode_bytes(choice.tokens[-1:]))
-        choice.events.append((choice, text, choice.exits[-1:], None))
-        if choice.reason or choice.cancelled:       # the Engine ends it here
-            choice.max_new_tokens = len(choice.tokens)
+
+def deliver(news):
+    for event in news:
+        event[0].queue.put_nowait(event)
 
 
 def alternatives(logprobs, token, top):
@@ -241,16 +240,17 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
         longest, stops = max(map(len, prompts)), self.stop
         if len(prompts) * self.n > MAX_CHOICES:
             raise UserError(f"{len(prompts)} prompts times n={self.n}: more than {MAX_CHOICES}")
-        if longest + self.max_tokens > run.longest:
+        if longest + self.max_tokens > run.max_len:
             raise UserError(f"a prompt of {longest} tokens and max_tokens={self.max_tokens}: more "
-                            f"than the {run.longest} tokens of this model's context")
+                            f"than the {run.max_len} tokens of this model's context")
         if self.stream and (self.echo or self.logprobs is not False):
             raise UserError("stream=true does not go with echo or logprobs")
-        same = {"how": (self.temperature, 0, self.top_p, 1.0), "seed": self.seed,
-                "stops": [stops] if isinstance(stops, str) else stops, "echo": self.echo,
-                "events": deque(), "wake": asyncio.Event(), "stream": self.stream,
+        same = {"run": run, "queue": asyncio.Queue(), "stream": self.stream, "echo": self.echo,
+                "sampling": (self.temperature, 0, self.top_p, 1.0),
+                "stops": [stops] if isinstance(stops, str) else stops,
                 "top": None if self.logprobs is False else int(self.logprobs)}
-        return [Choice(prompts[i // self.n], self.max_tokens, index=i, **same)
+        return [Choice(prompts[i // self.n], self.max_tokens, index=i, **same,
+                       generator=serve.generator(self.seed, i, run.device))
                 for i in range(len(prompts) * self.n)]
 
 
