@@ -8,11 +8,10 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
 
 A line of FILE is a JSON object, of which only the prompt is needed:
 
-    {"prompt": "def ", "max_new_tokens": 50, "arrival": 1.5, "id": "a"}
+    {"prompt": "def ", "max_new_tokens": 50, "id": "a"}
 
-arrival is in seconds after the start. The answer is a JSON line with the id (or the line's
-number), text, tokens, exits (the loop after which each token exited) and latency (seconds
-since arrival).
+The answer is a JSON line with the id (or the line's number), text, tokens, exits (the loop after
+which each token exited) and seconds (from the start to the answer).
 
 A token takes loop 1, then may exit or take loop 2. Two slots decode requests A, B and C (A2: loop
 2 of a token of A; .: the slot waits). In static and sequence, all slots take the same loop:
@@ -93,7 +92,7 @@ def write_answers(model, tokenizer, cfg):
     engine, start = make_engine(model, tokenizer, cfg, requests), time.perf_counter()
     for r in engine.run(requests):
         answer = {"id": r.id, "text": "".join(tokenizer.stream(r.tokens)), "tokens": r.tokens,
-                  "exits": r.exits, "latency": round(r.latency, 4)}
+                  "exits": r.exits, "seconds": round(r.seconds, 4)}
         print(json.dumps(answer), flush=True)
     seconds, exits = time.perf_counter() - start, [loop for r in requests for loop in r.exits]
     return (f"{len(requests)} requests, {len(exits)} tokens in {seconds:.2f} s: "
@@ -101,20 +100,21 @@ def write_answers(model, tokenizer, cfg):
             f"{loop_fractions(exits, model.n_loop)}")
 
 
-LIKELIEST = 0.0, 0, 1.0, 1.0
-
 @dataclass(eq=False)
 class Request:
     """A prompt to continue, and what has become of it."""
     prompt: list                     # token ids
     max_new_tokens: int
-    arrival: float = 0.0             # seconds after the start
     id: object = None
-    sampling: tuple = LIKELIEST      # temperature, top_k, top_p, repetition_penalty
-    generator: torch.Generator = None       # its own random numbers, if temperature > 0
+    sampling: tuple = (0.0, 0, 1.0, 1.0)            # temperature, top_k, top_p, penalty
+    generator: torch.Generator = None               # of its own, to sample
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
     exits: list = field(default_factory=list)       # the loop after which each exited
-    latency: float = 0.0             # seconds from arrival to the last token
+    seconds: float = 0.0             # from the start to the answer
+
+    @property
+    def ids(self):
+        return self.prompt + self.tokens
 
     def add(self, token, exit):
         """A token of the answer. Returns whether it is the last."""
@@ -126,19 +126,12 @@ class Request:
 @dataclass
 class RequestLine:
     """What a line of the file may hold, beside its id."""
-    prompt: str = ""
-    max_new_tokens: int = 500
-    arrival: float = 0.0
-
-    def __post_init__(self):
-        if not 1 <= self.max_new_tokens <= 1 << 20:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be from 1 to {1 << 20}")
-        if not 0 <= self.arrival < 1e9:
-            raise ValueError(f"arrival={self.arrival} must be seconds, 0 or more")
+    prompt: str
+    max_new_tokens: int
 
 
 def read_requests(model, tokenizer, cfg):
-    """The requests in a file. UserError, which names the line, where one is none."""
+    """The requests in a file. UserError names the line that holds none."""
     text, requests = read_text(cfg.requests, f"requests={cfg.requests}"), []
     for n, line in enumerate(text.split("\n"), 1):
         try:
@@ -151,17 +144,22 @@ def read_requests(model, tokenizer, cfg):
     return requests
 
 
-def read_request(text, n, model, tokenizer, cfg):
-    """The Request in line n, which has random numbers of its own."""
+def read_request(line, n, model, tokenizer, cfg):
+    """The Request in line n."""
     try:
-        keys = {"id": n, "max_new_tokens": cfg.max_new_tokens, **json.loads(text)}
+        keys = {"id": n, "prompt": "", "max_new_tokens": cfg.max_new_tokens, **json.loads(line)}
     except (ValueError, TypeError, RecursionError):
         raise UserError("not a JSON object") from None
-    name, line = keys.pop("id"), typed_config(RequestLine, {}, keys, free_text=("prompt",))
-    prompt = tokenizer.encode(line.prompt)
+    id, asked = keys.pop("id"), typed_config(RequestLine, keys, free_text=("prompt",))
+    cfg = typed_config(ServeConfig, vars(asked), vars(cfg), free_text=("prompt",))
+    return make_request(model, tokenizer, cfg, n, id)
+
+
+def make_request(model, tokenizer, cfg, n=1, id=None):
+    """The n-th Request, to continue cfg.prompt."""
+    prompt, random = tokenizer.encode(cfg.prompt), generator(cfg.seed, n, model.wte.weight.device)
     check_prompts([prompt], tokenizer.vocab_size)
-    return Request(prompt, line.max_new_tokens, line.arrival, name, cfg.how(),
-                   generator(cfg.seed, n, model.wte.weight.device))
+    return Request(prompt, cfg.max_new_tokens, id, cfg.how(), random)
 
 
 def generator(seed, n, device):
@@ -171,17 +169,8 @@ def generator(seed, n, device):
 
 
 def make_engine(model, tokenizer, cfg, requests):
-    """An Engine as large as the requests need."""
-    need = max(len(r.prompt) + r.max_new_tokens for r in requests)
-    return Engine(model, min(cfg.slots, len(requests)), min(need, longest_context(model)),
-                  cfg.batching, cfg.exit, cfg.fill, eot=tokenizer.eot if cfg.stop else None,
-                  vocab_size=tokenizer.vocab_size)
-
-
-def longest_context(model):
-    """How many tokens a slot may hold: the model's limit, or without one 8 times block_size, as
-    one long request makes all slots as long."""
-    return model.context_limit or 8 * model.cfg.block_size
+    return Engine(model, min(cfg.slots, len(requests)), None, cfg.batching, cfg.exit, cfg.fill,
+                  eot=tokenizer.eot if cfg.stop else None, vocab_size=tokenizer.vocab_size)
 
 
 COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
@@ -197,7 +186,7 @@ def write_coloured(model, tokenizer, cfg):
     """Continue a prompt; each token has the colour of the loop after which it exited. Returns a
     summary."""
     cfg = replace(cfg, batching="sequence")     # of one request, for every model
-    request = read_request(json.dumps({"prompt": cfg.prompt}), 1, model, tokenizer, cfg)
+    request = make_request(model, tokenizer, cfg)
     engine = make_engine(model, tokenizer, cfg, [request])
     print(tokenizer.decode(request.prompt), end="", flush=True)
     for n, text in enumerate(tokenizer.stream(new_tokens(engine, request))):
@@ -211,7 +200,7 @@ def write_coloured(model, tokenizer, cfg):
 
 def new_tokens(engine, request):
     """Yields the tokens of the answer as they come."""
-    engine.admit(deque([request]), now=0)
+    engine.admit(deque([request]))
     while engine.busy():
         known = len(request.tokens)
         engine.step()
@@ -248,12 +237,13 @@ class Slot:
 
 class Engine:
     """Decodes requests in `slots` slots. A router (mor) or a rule (exit=) decides where tokens
-    exit. A sequence that outgrows max_len goes on from its last max_len tokens, as in sample.py."""
+    exit. A sequence that outgrows max_len goes on from its last max_len tokens, as in sample.py.
+    max_len None: the model's limit or, as one long sequence makes all slots as long, 8 times
+    block_size."""
 
-    def __init__(self, model, slots, max_len, batching="depth", exit="", fill="", eot=None,
-                 vocab_size=None, clock=time.perf_counter, sleep=time.sleep):
-        cfg, w = model.cfg, model.wte.weight
-        self.loops = loops_of(model)
+    def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="", eot=None,
+                 vocab_size=None):
+        cfg, w, self.loops = model.cfg, model.wte.weight, loops_of(model)
         if (exit or fill) and self.loops.routed:
             raise UserError("exit and fill are for relaxed: in a mor the router decides which "
                             "tokens exit")
@@ -261,43 +251,38 @@ class Engine:
             raise UserError(f"batching=depth needs loops over the same blocks, so share=cycle or "
                             f"middle_cycle, not {cfg.share}")
         self.model, self.n_loop, self.device = model, model.n_loop, w.device
-        self.batching, self.max_len, self.eot, self.vocab_size = batching, max_len, eot, vocab_size
+        self.max_len = max_len or model.context_limit or 8 * cfg.block_size
+        self.batching, self.eot, self.vocab_size = batching, eot, vocab_size
         self.rule, self.fill = exit_rule(exit, self.n_loop), fill or getattr(cfg, "fill", "exact")
-        self.clock, self.sleep = clock, sleep
         self.slots, self.done = [Slot(n) for n in range(slots)], []
-        self.cache = SlotCache(slots, self.n_loop + 2, max_len, cfg.n_kv_head, cfg.head_dim,
+        self.cache = SlotCache(slots, self.n_loop + 2, self.max_len, cfg.n_kv_head, cfg.head_dim,
                                w.device, compute_dtype(w))
         self.rope = None
         if cfg.pos == "rope":           # of all positions, (max_len, D / 2) each
-            at = torch.arange(max_len, device=w.device)
+            at = torch.arange(self.max_len, device=w.device)
             self.rope = rope_tables(at, cfg.head_dim, cfg.rope_theta, w.dtype)
 
     def run(self, requests):
         """Yields each of the requests (a list of Request) when it is answered."""
-        queue = deque(sorted(requests, key=lambda r: r.arrival))
-        start = self.clock()
+        queue, start = deque(requests), time.perf_counter()
         while queue or self.busy():
-            now = self.clock() - start
-            if not self.busy() and queue[0].arrival > now:
-                self.sleep(queue[0].arrival - now)
-                continue
-            self.admit(queue, now)
+            self.admit(queue)
             self.step()
-            now, done, self.done = self.clock() - start, self.done, []
+            done, self.done = self.done, []
             for request in done:
-                request.latency = now - request.arrival
+                request.seconds = time.perf_counter() - start
                 yield request
 
     def busy(self):
         return [slot for slot in self.slots if slot.request is not None]
 
     @torch.inference_mode()
-    def admit(self, queue, now):
-        """Give free slots to the requests that have arrived."""
+    def admit(self, queue):
+        """Give free slots to the requests that wait in a queue."""
         if self.batching == "static" and self.busy():
             return
         for slot in self.slots:
-            if slot.request is None and queue and queue[0].arrival <= now:
+            if slot.request is None and queue:
                 slot.request = queue.popleft()
                 self.prefill(slot)
 
@@ -305,8 +290,7 @@ class Engine:
         """All tokens of the slot's request are new; of a long one, as many as it may hold."""
         self.cache.reset(slot.number)
         slot.waiting = {}
-        n = len(slot.request.prompt) + len(slot.request.tokens)
-        slot.begin(range(min(n, self.max_len)))
+        slot.begin(range(min(len(slot.request.ids), self.max_len)))
 
     @torch.inference_mode()
     def step(self):
@@ -325,8 +309,6 @@ class Engine:
         first = [slot for slot in slots if slot.loop == 1]
         if first:
             self.embed(first)
-        if self.fill == "propagate":
-            self.propagate(slots)
         exit = self.exit_by_router if self.loops.routed else self.exit_by_rule
         out = set(exit(slots, self.loop(slots)))
         stay = [slot for slot in slots if slot not in out]
@@ -337,7 +319,8 @@ class Engine:
     def embed(self, slots):
         """The new tokens of the slots, embedded, wait for loop 1."""
         at = [np.array(slot.at) for slot in slots]
-        idx = torch.tensor(sum(map(new_ids, slots), []), device=self.device)
+        ids = [id for slot in slots for id in slot.request.ids[-len(slot.at):]]
+        idx = torch.tensor(ids, device=self.device)
         context = self.context(slots, [0] * len(slots), at) if self.loops.routed else None
         h = self.loops.embed(idx, context)
         for slot, positions, states in zip(slots, at, h.split([*map(len, at)])):
@@ -365,16 +348,16 @@ class Engine:
     # a rule decides: relaxed
 
     def exit_by_rule(self, slots, after):
-        """The slots whose tokens exit here. after: (positions, states) behind the loop. What
-        exits waits too: a later token takes it along. A prompt takes all loops, so that its keys
-        are complete."""
+        """The slots whose tokens exit after this loop. after: (positions, states) of each. A token
+        that exits waits too: fill=exact takes it along with a later one. A prompt takes all
+        loops, so that its keys are complete."""
         end = self.n_loop
         for slot, (positions, states) in zip(slots, after):
             if slot.loop < end:
                 slot.wait(slot.loop + 1, positions, states)
         asked = [(slot, states[-1:]) for slot, (_, states) in zip(slots, after)
                  if slot.loop == end or self.rule and slot.at.start > 0]
-        if not asked:               # the others need no head
+        if not asked:                   # the others need no head
             return []
         slots, newest = zip(*asked)
         logits, loop = self.logits(torch.cat(newest)), torch.tensor([s.loop for s in slots])
@@ -384,28 +367,19 @@ class Engine:
         out = [slot for slot, exit in zip(slots, exits.tolist()) if exit]
         for slot in out:
             slot.exit = slot.loop
+        if self.fill == "propagate":
+            self.propagate([slot for slot in out if slot.loop < end])
         self.emit(out, logits[exits])
         return out
 
     def propagate(self, slots):
-        """fill=propagate: earlier tokens that wait get keys and values from the states that they
-        exited with, and wait with these for the next loop."""
-        old = []
-        for slot in slots:
-            positions, states = slot.take(slot.loop)
-            n = len(positions) - len(slot.at)           # of earlier tokens
-            slot.wait(slot.loop, positions[n:], states[n:])
-            if n:
-                old.append((slot, positions[:n], states[:n]))
-        if not old:
-            return
-        some, at, states = zip(*old)
-        level = [slot.loop for slot in some]
-        context, (loop, _) = self.context(some, level, at), each_token(level, at)
-        self.loops.propagate(torch.cat(states), loop, context)
-        for slot, positions, h in old:
-            if slot.loop < self.n_loop:
-                slot.wait(slot.loop + 1, positions, h)
+        """fill=propagate: tokens that have exited get keys and values in all deeper loops."""
+        waiting = [(slot, *slot.take(slot.loop + 1)) for slot in slots]
+        for loop in range(2, self.n_loop + 1):
+            if some := [token for token in waiting if token[0].loop < loop]:
+                slots, at, states = zip(*some)
+                context = self.context(slots, [loop] * len(slots), at)
+                self.loops.propagate(torch.cat(states), loop, context)
 
     # a router decides: mor
 
@@ -462,21 +436,9 @@ class Engine:
         slot.request = None
 
     def pick(self, slots, logits):
-        """A token for each slot, a list: the likeliest, or a sampled one."""
-        tokens = logits.argmax(-1).tolist()
-        for n, request in enumerate(slot.request for slot in slots):
-            if request.sampling != LIKELIEST:
-                text = request.prompt + request.tokens
-                tokens[n] = int(next_tokens(logits[n:n + 1], [text], *request.sampling,
-                                            request.generator))
-        return tokens
-
-
-def new_ids(slot):
-    """Token ids of the slot's new tokens."""
-    request = slot.request
-    return request.tokens[-1:] if slot.at.start else \
-        (request.prompt + request.tokens)[-len(slot.at):]
+        """A token for each slot, a list."""
+        return [int(next_tokens(row[None], [r.ids], *r.sampling, r.generator))
+                for row, r in zip(logits, [slot.request for slot in slots])]
 
 
 def each_token(level, at):
@@ -602,8 +564,9 @@ class RowGroup:
         hidden = np.arange(self.S) > last[..., None]                    # (R, T, S)
         self.bias = tensor(np.where(hidden, np.float32(-np.inf), np.float32(0)))[:, None]
         self.bias = self.bias.to(cache.dtype)                           # (R, 1, T, S)
-        self.tokens, self.entry, self.place = tensor(tokens), tensor(entry), (*map(tensor, (row, step)),)
         self.slot, self.token_slot = tensor(slot), tensor(slot[row])    # (R,), (N',)
+        self.tokens, self.entry = tensor(tokens), tensor(entry)         # (N',)
+        self.place = tensor(row), tensor(step)      # of each token in (R, T)
 
     def write(self, layer, new):
         """new (N', 2, G, D) goes to the cache."""
@@ -664,8 +627,8 @@ class RelaxedLoops:
         return h
 
     def propagate(self, h, loop, context):
-        """Write keys and values of loop (N,), projected from states h of earlier loops."""
-        for layer, (block, call) in enumerate(self.layers(loop, h)):
+        """Write keys and values of a loop, projected from states h (N, C) of earlier loops."""
+        for layer, (block, call) in enumerate(self.layers(torch.tensor([loop]), h)):
             context.write(layer, *keys_values(block, block.norm1(h), call))
 
     def layers(self, loop, h):

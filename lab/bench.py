@@ -435,9 +435,9 @@ def compare_requests(cases, text, device, rounds, notes={}.get):
         # whatever the batching and the slots, a model answers the same
         asked = id(model), options.get("exit"), options.get("fill")
         same = all(tokens == wanted.setdefault(asked, found[0]) for tokens in found)
-        latency = statistics.median(r.latency for r in answers[name][-1])
+        seconds = statistics.median(r.seconds for r in answers[name][-1])
         return (f"{notes(name) or ''} answers {'the same' if same else 'DIFFER'}, after "
-                f"{latency:.2f} s (median)").strip()
+                f"{seconds:.2f} s (median)").strip()
     tokens = sum(r.max_new_tokens for r in work())
     times = compare(f"{len(work())} requests", serving, dict(zip(cases, cases)), device, rounds,
                     per=tokens, tokens=tokens, notes=said, warmup=0)

@@ -104,8 +104,8 @@ class Run(serve.Engine):
         model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
         if several and serve.loops_of(model).routed:
             cfg = replace(cfg, exit="", fill="")
-        super().__init__(model, cfg.slots, serve.longest_context(model), cfg.batching, cfg.exit,
-                         cfg.fill, eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size)
+        super().__init__(model, cfg.slots, None, cfg.batching, cfg.exit, cfg.fill,
+                         eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size)
         self.inbox, self.waiting, self.news = queue.SimpleQueue(), deque(), []
         threading.Thread(target=self.work, daemon=True).start()
 
@@ -135,7 +135,7 @@ class Run(serve.Engine):
             while not self.inbox.empty() or not (self.waiting or self.busy()):
                 self.waiting.append(self.inbox.get())
             try:
-                self.admit(self.waiting, now=0)
+                self.admit(self.waiting)
                 self.step()
             except Exception:       # ends what is in work; what waits goes on
                 traceback.print_exc()
