@@ -436,9 +436,14 @@ class Engine:
         slot.request = None
 
     def pick(self, slots, logits):
-        """A token for each slot, a list."""
-        return [int(next_tokens(row[None], [r.ids], *r.sampling, r.generator))
-                for row, r in zip(logits, [slot.request for slot in slots])]
+        """A token for each slot, a list: the likeliest, which is found for all at once, or a
+        sampled one."""
+        tokens = logits.argmax(-1).tolist()
+        for n, r in enumerate(slot.request for slot in slots):
+            temperature, *_, penalty = r.sampling
+            if temperature > 0 or penalty != 1:
+                tokens[n] = int(next_tokens(logits[n:n + 1], [r.ids], *r.sampling, r.generator))
+        return tokens
 
 
 def each_token(level, at):
