@@ -211,10 +211,11 @@ def new_tokens(engine, request):
 
 @dataclass(eq=False)
 class Slot:
-    """Where one request is decoded."""
+    """Where one request is decoded. Between two levels of the model its tokens wait: positions
+    (n,) and states (n, .)."""
     number: int
     request: Request = None
-    at: range = None                 # positions of the new tokens
+    at: range = None                 # positions of the new tokens: from 0 on, they are a prefill
     loop: int = 1                    # that they take next
     exit: int = 0                    # the loop after which the last of them exited
     waiting: dict = field(default_factory=dict)     # {level: [(positions, states), ...]}
@@ -223,11 +224,11 @@ class Slot:
         self.at, self.loop, self.exit = at, 1, 0
 
     def wait(self, level, positions, states):
-        """Tokens that take this level when the slot goes there: positions (n,), states (n, .)."""
+        """These tokens take the level when the slot goes there."""
         self.waiting.setdefault(level, []).append((positions, states))
 
     def take(self, level):
-        """All that wait for this level: positions (n,), states (n, .)."""
+        """All tokens that wait for the level: positions, states."""
         pairs = self.waiting.pop(level)
         if len(pairs) == 1:
             return pairs[0]
@@ -327,7 +328,8 @@ class Engine:
             slot.wait(1, positions, states)
 
     def loop(self, slots):
-        """What waits in each slot takes its loop. Returns (positions, states) of each."""
+        """All that waits in the slots for their loops takes these. Returns (positions, states) of
+        each slot."""
         at, states = zip(*(slot.take(slot.loop) for slot in slots))
         level = [slot.loop for slot in slots]
         loop, n = each_token(level, at)
@@ -348,16 +350,16 @@ class Engine:
     # a rule decides: relaxed
 
     def exit_by_rule(self, slots, after):
-        """The slots whose tokens exit after this loop. after: (positions, states) of each. A token
-        that exits waits too: fill=exact takes it along with a later one. A prompt takes all
-        loops, so that its keys are complete."""
+        """The slots whose newest tokens exit after this loop. after: (positions, states) of each.
+        All wait for the next: with fill=exact a token that exits is taken along by a later one.
+        A prefill takes all loops, so that its keys are complete."""
         end = self.n_loop
         for slot, (positions, states) in zip(slots, after):
             if slot.loop < end:
                 slot.wait(slot.loop + 1, positions, states)
         asked = [(slot, states[-1:]) for slot, (_, states) in zip(slots, after)
                  if slot.loop == end or self.rule and slot.at.start > 0]
-        if not asked:                   # the others need no head
+        if not asked:                   # for the others no logits are needed
             return []
         slots, newest = zip(*asked)
         logits, loop = self.logits(torch.cat(newest)), torch.tensor([s.loop for s in slots])
@@ -384,17 +386,16 @@ class Engine:
     # a router decides: mor
 
     def exit_by_router(self, slots, after):
-        """The slots of which no token takes another loop. after: (positions, states) behind this
-        one. A token that exits waits for the last layer, which all of a slot take together."""
-        end = self.n_loop + 1
-        for slot, (positions, states), goes in zip(slots, after, self.route(slots, after)):
-            for level, some in (slot.loop + 1, goes), (end, ~goes):
-                if some.any():
-                    some_states = states if some.all() else states[torch.from_numpy(some)]
-                    slot.wait(level, positions[some], some_states)
+        """The slots of which no token takes another loop. after: (positions, states) of each. A
+        token that exits waits for the last layer, which all of a slot take together."""
+        routes = self.route(slots, after)
+        for slot, (positions, states), goes in zip(slots, after, routes):
             if positions[-1] == slot.at[-1] and not goes[-1]:
                 slot.exit = slot.loop
-        out = [slot for slot in slots if slot.loop + 1 not in slot.waiting.keys() - {end}]
+            for level, mask in (slot.loop + 1, goes), (self.n_loop + 1, ~goes):
+                if mask.any():
+                    slot.wait(level, positions[mask], states[torch.from_numpy(mask)])
+        out = [slot for slot, goes in zip(slots, routes) if not goes.any()]
         if out:
             self.last(out)
         return out
@@ -643,20 +644,16 @@ class RelaxedLoops:
         own = None if alike else F.one_hot(loop - 1, self.cfg.n_loop).to(h)[..., None]
         for layer in range((first - 1) * K, first * K):
             k, u = self.cfg.block_and_use(layer)
-            call = functools.partial(as_use, u=u) if alike else functools.partial(each_as, own=own)
-            yield self.model.blocks[k], call
+            yield self.model.blocks[k], functools.partial(relaxed_part, u=u, own=own)
 
 
-def as_use(part, x, u):
-    """A part of a relaxed block as use u."""
-    return x if isinstance(part, nn.Identity) else part(x, u)
-
-
-def each_as(part, x, own):
-    """A part of a relaxed block, each token of x (N, ...) as its own use: own (N, n_loop, 1) has a
-    1 there. One product applies the A of all uses; the mask keeps each token's own."""
+def relaxed_part(part, x, u, own):
+    """A part of a relaxed block on x (N, ...), as use u or, with own (N, n_loop, 1), each token as
+    the use where that is 1: one product applies the A of all uses, and own keeps each token's."""
     if isinstance(part, nn.Identity):
         return x
+    if own is None:
+        return part(x, u)
     if hasattr(part, "weights"):        # QK-norm: x (N, heads, D)
         weight = own[..., 0] @ torch.stack([*part.weights])             # (N, D)
         return F.rms_norm(x, x.shape[-1:], eps=part.eps) * weight[:, None]

@@ -56,13 +56,10 @@ runs = {}       # {name: Run}
 @dataclass(eq=False)
 class Choice(serve.Request):
     """One text to write."""
+    asked: "Completion" = None      # what it is a choice of
+    index: int = 0                  # in the answer
     run: "Run" = None
     queue: asyncio.Queue = None     # of the answer: (choice, new text, [depth], reason at the end)
-    stream: bool = False            # all of these are told, not the end alone
-    index: int = 0                  # in the answer
-    stops: list = ()                # strings that end the text
-    top: int = None                 # logprobs, with so many alternatives (None: no logprobs)
-    echo: bool = False              # logprobs of the prompt too
     cancelled: bool = False         # the client has gone
     reason: str = None              # why the text has ended
     logprobs: list = field(default_factory=list)    # (token, logprob, {token: logprob})
@@ -75,7 +72,7 @@ class Choice(serve.Request):
         """A token of the answer. Returns whether it is the last."""
         last = super().add(token, exit)
         text = self.read(self.run.tokenizer.decode_bytes([token]))
-        if self.stream:
+        if self.asked.stream:           # others are told of their end alone
             self.run.news.append((self, text, [exit], None))
         return last or self.reason is not None or self.cancelled
 
@@ -83,9 +80,10 @@ class Choice(serve.Request):
         """What a token's bytes make certain of the text. A stop string ends it; the last
         characters wait, as they may be the start of one."""
         self.text += self.decoder.decode(piece, final)
-        waits = 0 if final else max(map(len, self.stops), default=1) - 1
+        stops = self.asked.stops()
+        waits = 0 if final else max(map(len, stops), default=1) - 1
         known = len(self.text) - waits
-        found = [self.text.find(stop) for stop in self.stops if stop in self.text]
+        found = [self.text.find(stop) for stop in stops if stop in self.text]
         if found:
             self.reason, known = "stop", min(found)
         start, self.told = self.told, max(self.told, known)
@@ -148,13 +146,12 @@ class Run(serve.Engine):
 
     def prefill(self, slot):
         """Begin with a new choice: none outgrows its slot."""
-        choice = slot.request
-        if choice.echo and choice.top is not None:
-            ids = choice.prompt
+        choice, ids, top = slot.request, slot.request.prompt, slot.request.asked.logprobs
+        if choice.asked.echo and top is not None:
             logits = self.model(torch.tensor([ids], device=self.device))[0][0]
             rows = logits.log_softmax(-1)[:, :self.vocab_size]
             choice.logprobs = [(ids[0], None, None)]        # the first token is not predicted
-            choice.logprobs += [alternatives(*x, choice.top) for x in zip(rows, ids[1:])]
+            choice.logprobs += [alternatives(*x, top) for x in zip(rows, ids[1:])]
         if choice.cancelled or not choice.max_new_tokens:
             self.end(slot)
         else:
@@ -167,7 +164,7 @@ class Run(serve.Engine):
     def pick(self, slots, logits):
         tokens = super().pick(slots, logits)
         for slot, row, token in zip(slots, logits, tokens):
-            if (top := slot.request.top) is not None:
+            if (top := slot.request.asked.logprobs) is not None:
                 found = alternatives(row.log_softmax(-1), token, top)
                 slot.request.logprobs.append(found)
         return tokens
@@ -216,7 +213,7 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] = []
     seed: int = Field(default_factory=lambda: secrets.randbits(62), ge=0, lt=1 << 63)
-    logprobs: int | bool = Field(False, ge=0, le=20)        # true is 1
+    logprobs: int = Field(None, ge=0, le=20)    # with so many alternatives (None: no logprobs)
     echo: bool = False
     stream: bool = False
     stream_options: dict = {}
@@ -225,10 +222,15 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     @model_validator(mode="before")
     @classmethod
     def without_null(cls, given):
-        """null is the default, and all that OpenAI's keys may hold that are not here."""
+        """null and false are defaults, and all that OpenAI's keys may hold that are not here."""
         if not isinstance(given, dict):
             raise ValueError("it must be a JSON object")
-        return {key: value for key, value in given.items() if value is not None}
+        return {key: value for key, value in given.items()
+                if value is not None and value is not False}
+
+    def stops(self):
+        """Strings that end a text."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def choices(self, run):
         """What to write, n texts for each prompt; UserError where that cannot be."""
@@ -237,21 +239,18 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
             several = [several]
         prompts = [run.tokenizer.encode(p) if isinstance(p, str) else p for p in several]
         check_prompts(prompts, run.vocab_size)
-        longest, stops = max(map(len, prompts)), self.stop
+        longest = max(map(len, prompts))
         if len(prompts) * self.n > MAX_CHOICES:
             raise UserError(f"{len(prompts)} prompts times n={self.n}: more than {MAX_CHOICES}")
         if longest + self.max_tokens > run.max_len:
             raise UserError(f"a prompt of {longest} tokens and max_tokens={self.max_tokens}: more "
                             f"than the {run.max_len} tokens of this model's context")
-        if self.stream and (self.echo or self.logprobs is not False):
+        if self.stream and (self.echo or self.logprobs is not None):
             raise UserError("stream=true does not go with echo or logprobs")
-        same = {"run": run, "queue": asyncio.Queue(), "stream": self.stream, "echo": self.echo,
-                "sampling": (self.temperature, 0, self.top_p, 1.0),
-                "stops": [stops] if isinstance(stops, str) else stops,
-                "top": None if self.logprobs is False else int(self.logprobs)}
-        return [Choice(prompts[i // self.n], self.max_tokens, index=i, **same,
-                       generator=serve.generator(self.seed, i, run.device))
-                for i in range(len(prompts) * self.n)]
+        sampling, queue = (self.temperature, 0, self.top_p, 1.0), asyncio.Queue()
+        return [Choice(prompts[i // self.n], self.max_tokens, None, sampling,
+                       serve.generator(self.seed, i, run.device), asked=self, index=i, run=run,
+                       queue=queue) for i in range(len(prompts) * self.n)]
 
 
 @app.post("/v1/completions")
@@ -287,7 +286,7 @@ async def complete(asked: Completion, request: Request):
 
 def result(choice, tokenizer):
     """A choice of the answer. Its logprobs are in OpenAI's form, a list for each field."""
-    ids = choice.prompt * choice.echo
+    ids = choice.prompt * choice.asked.echo
     found = {"text": tokenizer.decode(ids) + choice.text[:choice.told], "index": choice.index,
              "finish_reason": choice.reason, "depths": choice.exits, "logprobs": None}
     if not choice.logprobs:

@@ -347,6 +347,11 @@ def test_routed_answers_are_those_of_a_text_alone(name):
     assert {loop for _, exits, _ in want for loop in exits} == loops
 
 
+def test_share_update_is_refused():
+    with pytest.raises(UserError, match="kv=share_update is not served"):
+        serve.Engine(looping(module=model_mor, n_layer=5, kv="share_update"), 1)
+
+
 def test_a_routed_run_is_served(world, capsys):
     answers, _ = served(capsys, world / "mor" / "r", world, "stop=false")
     assert len(answers) == 5 and {loop for a in answers for loop in a["exits"]} == {1, 2}
