@@ -288,15 +288,17 @@ def test_requests_are_answered(options, world, capsys):
 
 @pytest.mark.parametrize("run, exit", [("relaxed", TRAINED), ("mor", "")])
 def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, capsys):
-    """Blue for the first and red for the last of two; without the colours it is the text of requests=."""
-    (world / "one.jsonl").write_text('{"prompt": "\u00e9\u20ac"}')
+    """Blue for the first and red for the last of two; without the colours it is the text of requests=, whose lines have
+    random numbers of their own."""
+    (world / "one.jsonl").write_text('{"prompt": "\u00e9\u20ac"}\n' * 2)
     argv = [str(world / run / "r"), "max_new_tokens=30", f"exit={exit}"]
     capsys.readouterr()
     serve.main([*argv, "prompt=\u00e9\u20ac"])
     out, err = capsys.readouterr()
     serve.main([*argv, f"requests={world}/one.jsonl"])
-    plain = json.loads(capsys.readouterr().out)["text"]
-    assert re.sub(r"\033\[\d+m", "", out) == "\u00e9\u20ac" + plain + "\n"
+    texts = {answer["id"]: answer["text"] for answer in map(json.loads, capsys.readouterr().out.splitlines())}
+    plain = texts[1]
+    assert texts[2] != plain and re.sub(r"\033\[\d+m", "", out) == "\u00e9\u20ac" + plain + "\n"
     assert set(re.findall(r"\033\[(\d+)m", out)) == {"0", "34", "31"} and "exited after loop 1: " in err
 
 
