@@ -28,8 +28,9 @@ Up to rounding, each answer is what its request would get alone.
 
 A token that exits early has no keys and values in the deeper loops, which later tokens need.
 The paper leaves them to future work: it simulates the batching, with exits that an oracle
-chooses. Here the token's state waits until a later token goes there. Then fill=exact runs the
-state through that loop with the later token; fill=propagate projects keys and values from it.
+chooses. Here, with fill=exact the token's state waits until a later token goes there, and takes
+that loop with it; with fill=propagate keys and values are projected from the state at the exit.
+A prefill takes all loops, and so does the first new token, which is predicted from it (relaxed).
 
 Words: a request is decoded in a slot. Its new tokens are its prompt at first, then one at a time.
 A call of the model takes packed tokens: those of several slots, one behind the other; a row is one
@@ -565,14 +566,18 @@ class RowGroup:
         tensor = lambda x: torch.from_numpy(x).to(cache.device)
         (row, step), self.shape = spread(n), (len(n), int(n.max()))
         self.S = int(entry.max()) + 1
-        last = np.full(self.shape, self.S)      # the last key of each query; padding has all
-        last[row, step] = entry
-        hidden = np.arange(self.S) > last[..., None]                    # (R, T, S)
-        self.bias = tensor(np.where(hidden, np.float32(-np.inf), np.float32(0)))[:, None]
-        self.bias = self.bias.to(cache.dtype)                           # (R, 1, T, S)
+        self.last = np.full(self.shape, self.S)     # the last key of each query; padding has all
+        self.last[row, step] = entry
         self.slot, self.token_slot = tensor(slot), tensor(slot[row])    # (R,), (N',)
         self.tokens, self.entry = tensor(tokens), tensor(entry)         # (N',)
         self.place = tensor(row), tensor(step)      # of each token in (R, T)
+
+    @functools.cached_property
+    def bias(self):
+        """-inf where a query does not attend to a key. Made once for all layers."""
+        hidden = np.arange(self.S) > self.last[..., None]               # (R, T, S)
+        bias = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0)))
+        return bias[:, None].to(self.cache.device, self.cache.dtype)    # (R, 1, T, S)
 
     def write(self, layer, new):
         """new (N', 2, G, D) goes to the cache."""
