@@ -48,15 +48,17 @@ class Sampling(Decoding):
         return self.temperature, self.top_k, self.top_p, self.repetition_penalty
 
 
-def next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, generator):
-    """One token a row from logits (B, V): (B,) int64. seen (B, V): each row's tokens so far.
+def next_tokens(logits, texts, temperature, top_k, top_p, repetition_penalty, generator):
+    """One token a row from logits (B, V): (B,) int64. texts: each row's token ids so far, lists.
     Order: penalty (Keskar et al. 2019: positive logits divided, negative multiplied), temperature,
     top_k, top_p (Holtzman et al. 2020: the smallest set of likeliest tokens that reaches top_p)."""
     if not logits.isfinite().all():
         raise UserError("the model's logits are not finite: its weights, or its sizes, are broken")
     if repetition_penalty != 1:
-        divided, multiplied = logits / repetition_penalty, logits * repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, divided, multiplied), logits)
+        logits = logits.clone()
+        for row, ids in zip(logits, texts):
+            x = row[ids]
+            row[ids] = torch.where(x > 0, x / repetition_penalty, x * repetition_penalty)
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
     logits = logits / max(temperature, 1e-6)

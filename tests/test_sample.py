@@ -54,11 +54,9 @@ def test_seeds():
 
 def frequencies(p, **options):
     """How often each token is drawn when the model's probabilities are p and the text has token 0."""
-    logits = torch.tensor(p).log().expand(20000, -1)
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    seen[:, 0] = True
+    logits, texts = torch.tensor(p).log().expand(20000, -1), [[0, 0]] * 20000
     options = dict(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0) | options
-    ids = sampling.next_tokens(logits, seen, **options, generator=torch.Generator().manual_seed(0))
+    ids = sampling.next_tokens(logits, texts, **options, generator=torch.Generator().manual_seed(0))
     return (torch.bincount(ids, minlength=len(p)) / 20000).tolist()
 
 
@@ -79,9 +77,9 @@ def test_choice_of_a_token_by_hand():
 def test_repetition_penalty_by_hand():
     """Log-probabilities are negative, so a seen token's is multiplied: p becomes p^penalty before normalising."""
     assert frequencies([0.5, 0.3, 0.2], repetition_penalty=2.0) == near([0.25, 0.3, 0.2])
-    logits, seen = torch.tensor([[2.0, 1.5]]), torch.tensor([[True, False]])
-    assert sampling.next_tokens(logits, seen, 0, 0, 1.0, 2.0, None).item() == 1      # positive ones are divided
-    assert sampling.next_tokens(logits, seen, 0, 0, 1.0, 1.2, None).item() == 0
+    logits = torch.tensor([[2.0, 1.5]])
+    assert sampling.next_tokens(logits, [[0]], 0, 0, 1.0, 2.0, None).item() == 1     # positive ones are divided
+    assert sampling.next_tokens(logits, [[0]], 0, 0, 1.0, 1.2, None).item() == 0
 
 
 # the command line ------------------------------------------------------------------------------------------------
