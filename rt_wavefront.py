@@ -1,56 +1,53 @@
 """
 The wavefront: the fast schedule of the Recurrent Transformer (read model_rt.py first).
 
-Positions are cut into chunks of C. Chunk c of layer l needs chunk c of layer l - 1, which is
-its input, and chunk c - 1 of layer l, whose pairs it reads. So all chunks (l, c) with the same
-s = l + c can be computed in one step s. The steps of three layers, four chunks:
+Positions are cut into chunks of C. Chunk c of layer l needs chunk c of layer l - 1, its input,
+and chunk c - 1 of its own layer, its keys and values. So all chunks (l, c) with l + c = s run
+at the same time, in step s. The steps of three layers, four chunks:
 
            chunk   0 1 2 3
-        layer 2    2 3 4 5      a chunk needs the ones below it and to its left;
+        layer 2    2 3 4 5      a chunk needs the one below it and the one to its left;
         layer 1    1 2 3 4      step 3 is the diagonal (2, 1), (1, 2), (0, 3)
         layer 0    0 1 2 3
 
-That is T + (L - 1) C positions one after the other instead of L T, and a position's products
-are one bmm over the stacked weights of the step's layers.
+That is T + (L - 1) C positions one after the other, not L T, and a position's products are one
+bmm over the stacked weights of a step's layers. This is ours. The paper's are: x and y alone
+are saved, the rest is recomputed (section 6.1); CUDA graphs (6.2); a reverse loop over
+positions with (B1) to (B6) alone, all else in large products (6.4).
 
-Forward pass, a step, by the numbers of model_rt:
-    all positions at once      q and temporary pairs (1); attention to the temporary pair
-                               and to all earlier chunks
-    position after position    (2), which an online softmax completes with the chunk's own
-                               pairs so far; (3), (4), (5)
+Forward, a step, by the numbers of model_rt. First all positions of a chunk: q, temporary pairs
+(1), and attention to the temporary pair and all earlier chunks. Then one position after the
+other: (2), where an online softmax adds the chunk's own pairs so far, and (3), (4), (5).
 
-Backward pass, a step: first all positions at once, from x and y: pairs, q, a, u = W_up n2(z)
-and p_ij, the weights of attention. Then position after position, from the chunk's last to its
-first, with ^ for the temporary pair:
+Backward, a step. First all positions, from x and y: q and all pairs, attention's weights p_ij,
+a, and u = W_up n2(z). Then from the chunk's last position to its first:
 
     ds_ij = p_ij (da_i . v_j - delta_i) / sqrt(D)              (B1)  of later queries i > j
     dk_j  = sum_i ds_ij q_i          dv_j = sum_i p_ij da_i    (B2)
     g_j   = dL/dy_j + J_y^T (Wk^T J_k^T dk_j + Wv^T dv_j)      (B3)  dL/dy_j: from above
     du_j  = gelu'(u_j) W_down^T g_j                            (B4)
     dz_j  = g_j + J_z^T W_up^T du_j                            (B5)
-    da_j  = Wo^T dz_j                delta_j = da_j . a_j      (B6)  for earlier keys
+    da_j  = Wo^T dz_j                delta_j = da_j . a_j      (B6)
 
-Queries of later chunks are in (B2) already: each chunk, once its loop is done, adds its part
-to dk and dv of all chunks before it. Then, all positions at once:
+Later chunks are in (B2) already: each, once done, adds its part to dk and dv of all chunks
+before it. Then again all positions; ^ marks the temporary pair:
 
     dq_i  = sum_{j < i} ds_ij k_j + ds_i^ k_i^                 (B7)
     dk_i^ = ds_i^ q_i                dv_i^ = p_i^ da_i         (B8)
     dx_i  = dz_i + J_x^T (Wq^T J_q^T dq_i + Wk^T J_k^T dk_i^ + Wv^T dv_i^)    (B9)
     dW    = sum_i (gradient of W's output)_i (W's input)_i^T   (B10)
 
-J is the Jacobian of a norm at its input: n1 at x and y, n2 at z, and nq, nk (with the rotation
-of RoPE). For n = x r with r = 1 / sqrt(mean(x^2) + eps) it is
+J are Jacobians: of n1 at x and y, n2 at z, and of nq, nk (then RoPE). For n = x r with
+r = 1 / sqrt(mean(x^2) + eps)
 
     J^T d = r (d - n mean(d n))                                (B11)
 
-without the norm's weight w: that of n1 and n2 is folded into the matrix behind it; that of nq
-and nk makes d = w dq, and dw = sum_i dq_i n_i.
+A weight w behind a norm makes that w d in place of d, and dw = sum_i d_i n_i. It stands so for
+nq and nk; those of n1 and n2 are folded into the next matrix.
 
-The paper's are: to save x and y alone and recompute the rest (section 6.1), CUDA graphs (6.2),
-and a reverse loop of (B1) to (B6) alone (6.4). Ours are: layers at the same time, and chunks.
-
-Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk (the
-width is d here), M width of the MLP, H query heads, G key/value heads, R = H / G, D head size.
+Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk (not
+the width, which is d), M width of the MLP, H query heads, G key/value heads, R = H / G, D head
+size.
 """
 import math
 from typing import NamedTuple
@@ -150,10 +147,10 @@ class Wavefront:
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.wide)
-        # inside a chunk, ALiBi, and -inf unless the key is earlier: (H or 1, C, C - 1)
-        pos, keys = self.pos[None, :self.C], self.pos[:self.C - 1]
-        bias = attention_bias(pos, keys, 0, self.slopes, self.wide)[0]
-        self.bias = bias.masked_fill(pos[0, :, None] == keys, -math.inf)
+        # inside a chunk: ALiBi, and -inf unless the key is earlier, (H or 1, C, C)
+        pos = self.pos[:self.C]
+        bias = attention_bias(pos[None], pos, 0, self.slopes, self.wide)[0]
+        self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
         if cfg.pos == "rope":
             tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.wide)
             # of all layers, as states are: (L, length, 1, 1, D / 2)
@@ -180,16 +177,17 @@ class Wavefront:
     # queries, keys and values
 
     def temporary(self, x, w, rope):
-        """(1) for rows x (A, C B, d): q (A, B, H, C, D), temporary k, v (A, B, G, C, D); and
-        the parts of n1(x), nq and nk, for the backward pass."""
-        n_x = norm_parts(x, self.cfg.norm_eps)
+        """(1) for rows x (A, C B, d): q and the temporary k, v, one for each query head and in
+        float32 or better, all (A, B, H, C, D); and the parts of n1, nq and nk for backward."""
+        x_norm = norm_parts(x, self.cfg.norm_eps)
         H, G, D = self.H, self.G, self.D
-        q, k, v = product(n_x[0], w.qkv).split([H * D, G * D, G * D], -1)
-        q, q_parts = self.heads(q, w.nq, rope)
-        k, k_parts = self.heads(k, w.nk, rope)
+        q, k, v = product(x_norm[0], w.qkv).split([H * D, G * D, G * D], -1)
+        q, q_norm = self.heads(q, w.nq, rope)
+        k, k_norm = self.heads(k, w.nk, rope)
         v = v.unflatten(-1, (G, D)).unflatten(1, (-1, self.B))
-        qkv = [u.permute(0, 2, 3, 1, 4).contiguous() for u in (q, k, v)]
-        return qkv, (n_x, q_parts, k_parts)
+        q, k, v = (u.permute(0, 2, 3, 1, 4).contiguous() for u in (q, k, v))
+        k, v = (upcast(u).repeat_interleave(H // G, 2) for u in (k, v))
+        return (q, k, v), (x_norm, q_norm, k_norm)
 
     def persistent(self, n, w, rope):
         """(5) for n = n1(y) (A, n B, d): k, v (A, n, B, G, D), and the parts of nk."""
@@ -222,24 +220,18 @@ class Wavefront:
     # attention to what is there before a chunk starts
 
     def outside(self, q, k, v, pairs, step):
-        """Each query's attention to its temporary pair k, v and to all chunks before its own:
+        """Attention of a chunk's queries to their temporary pairs k, v and to all chunks before:
         out (A, B, H, C, D), and lse (A, B, H, C), the logarithm of the sum of e^score."""
-        wide_q, wide_k, out = self.widened(q, k, v)
-        lse = (wide_q * wide_k).sum(-1) * self.scale    # of one pair: out is its value
+        lse = (q * k).sum(-1) * self.scale          # of one pair; its out is its value v
         parts = []
         for l in range(step.lo, step.hi):           # in a first chunk without keys lse is -inf
             n, mask = self.earlier(l, step)
             keys, values = pairs[:, l, :, :, :n]
             parts.append(kernels.attend(q[l - step.lo], keys, values, *mask))
         more, more_lse = map(torch.cat, zip(*parts))        # (A B, H, C, .)
-        out, lse = out.view(more.shape), lse.view(more_lse.shape)
+        out, lse = v.view(more.shape), lse.view(more_lse.shape)
         out, lse = kernels.merge(out, lse, more, more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
-
-    def widened(self, q, k, v):
-        """In float32 or better, with a key head for each query head: all (A, B, H, C, D)."""
-        q, k, v = (u.to(self.wide) for u in (q, k, v))
-        return q, *(u.repeat_interleave(self.H // self.G, 2) for u in (k, v))
 
     def earlier(self, l, step):
         """How many keys come before layer l's chunk; positions and slopes for attend."""
@@ -279,12 +271,12 @@ def forward_step(run, states, pairs, w, step):
         y_i = z_i + product(F.gelu(u_i), w.down)                   # (4)
         rope_i = [table[:, i:i + 1] for table in rope]
         k_i, v_i, _ = run.persistent(norm(y_i, eps), w, rope_i)    # (5)
-        attention.write(i, k_i[:, 0], v_i[:, 0])
+        attention.write(i, k_i, v_i)
         ys.append(y_i)
     run.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
-    for buffer, new in zip(pairs, (attention.k, attention.v.mT)):
+    for buffer, new in zip(pairs, (attention.k, attention.v)):
         view = run.diagonal(buffer[..., run.S:, :], step, 3)        # (A, B, G, C, D)
-        view.copy_(new.reshape(view.shape))
+        view.copy_(new.view(view.shape))
 
 
 class ChunkForward:
@@ -299,7 +291,7 @@ class ChunkForward:
         self.q = (q.to(out.dtype) * run.scale).view(N, -1, C, D).unbind(2)  # of each position
         self.out = out.reshape(N, -1, C, D).unbind(2)
         self.lse = lse.reshape(N, -1, C, 1).unbind(2)
-        self.k, self.v = out.new_empty(N, C, D), out.new_empty(N, D, C)
+        self.k, self.v = out.new_empty(2, N, C, D)
 
     def read(self, i):
         """a_i (A, B, H D), once the pairs before i are written."""
@@ -309,14 +301,12 @@ class ChunkForward:
             s = torch.bmm(q, self.k[:, :i].mT)              # (N, R, i)
             s.view(A * B, H, i).add_(self.bias[:, i, :i])
             p = torch.cat([lse, s], -1).softmax(-1)         # outside is one more pair
-            out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[..., :i].mT)
+            out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[:, :i])
         return out.reshape(A, B, H * D)
 
     def write(self, i, k, v):
-        """The persistent pair of position i: k, v (A, B, G, D)."""
-        A, B, _, C, D = self.shape
-        self.k.view(A, B, -1, C, D)[..., i, :] = k
-        self.v.view(A, B, -1, D, C)[..., i] = v
+        """The persistent pair of position i: k, v (A, 1, B, G, D)."""
+        self.k[:, i], self.v[:, i] = k.flatten(0, 3), v.flatten(0, 3)
 
 
 # ---- the backward pass ----
@@ -398,7 +388,7 @@ class BackwardStep:
         """(B1) to (B6) from the last position to the first. Returns g, du, dz and dL/d(Wk, Wv)
         n1(y), rows of all positions; and the gradient of nk's weight."""
         run, w, HD = self.run, self.w, self.run.H * self.run.D
-        rows = *self.y_norm, self.u, *self.z_norm, *(self.persistent_norm)
+        rows = *self.y_norm, self.u, *self.z_norm, *self.persistent_norm
         rows = [u.unflatten(1, (run.C, run.B)).unbind(1) for u in rows]
         positions = list(zip(dy.unbind(1), *rows))
         done, d_nk = [], 0
@@ -436,7 +426,7 @@ class BackwardStep:
     def temporary_grads(self):
         """What temporary pairs add to dq, and their own gradients (A, B, G, C, D)."""
         a, lse, da = self.attention.a, self.attention.lse, self.attention.da
-        q, k, v = self.run.widened(*self.qkv)
+        q, k, v = self.qkv
         p = torch.exp((q * k).sum(-1) * self.run.scale - lse)[..., None]
         ds = p * (da * (v - a)).sum(-1, keepdim=True) * self.run.scale      # delta is da . a
         dk, dv = (u.unflatten(2, (self.run.G, -1)).sum(3) for u in (ds * q, p * da))
@@ -454,13 +444,13 @@ class ChunkBackward:
         self.q = (q.to(out.dtype) * run.scale).view(N, -1, D)           # (N, R C, D)
         pairs = (u.to(out.dtype).reshape(N, C, D) for u in (k, v, dk, dv))
         self.k, self.v, self.dk, self.dv = pairs
-        s = torch.bmm(self.q, self.k[:, :C - 1].mT)                     # (N, R C, C - 1)
-        s.view(A * B, H, C, C - 1).add_(run.bias)
+        s = torch.bmm(self.q, self.k.mT)                     # (N, R C, C)
+        s.view(A * B, H, C, C).add_(run.bias)
         total = torch.logaddexp(lse.reshape(N, -1), s.logsumexp(-1))    # (N, R C)
         self.p = torch.exp(s - total[..., None])                        # p_ij, 0 for j >= i
-        self.p_of_key = self.p.mT.contiguous()                          # (N, C - 1, R C)
+        self.p_of_key = self.p.mT.contiguous()                          # (N, C, R C)
         outside = torch.exp(lse.reshape(N, -1) - total)[..., None] * out.reshape(N, -1, D)
-        a = torch.baddbmm(outside, self.p, self.v[:, :C - 1])
+        a = torch.baddbmm(outside, self.p, self.v)
         self.a, self.lse = a.view(q.shape), total.view(q.shape[:4])
         self.a_rows = a.view(N, -1, C, D).unbind(2)                     # of each position
         # until a query's are written they only have to be finite: its p is 0 for later keys
@@ -470,11 +460,10 @@ class ChunkBackward:
         """dk_i, dv_i (A, B, G, D), once the queries after i have written theirs."""
         A, B, _, C, D = self.shape
         dk, dv = self.dk[:, i:i + 1], self.dv[:, i:i + 1]               # (N, 1, D)
-        if i < C - 1:
-            da, p = self.da.view(self.q.shape), self.p_of_key[:, i:i + 1]   # p (N, 1, R C)
-            ds = p * (torch.bmm(self.v[:, i:i + 1], da.mT) - self.delta[:, None])   # (B1)
-            dk = torch.baddbmm(dk, ds, self.q)      # (B2): the 1 / sqrt(D) of (B1) is in q
-            dv = torch.baddbmm(dv, p, da)
+        da, p = self.da.view(self.q.shape), self.p_of_key[:, i:i + 1]   # p (N, 1, R C)
+        ds = p * (torch.bmm(self.v[:, i:i + 1], da.mT) - self.delta[:, None])   # (B1)
+        dk = torch.baddbmm(dk, ds, self.q)          # (B2): the 1 / sqrt(D) of (B1) is in q
+        dv = torch.baddbmm(dv, p, da)
         return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
 
     def write_query_grad(self, i, da):
@@ -487,8 +476,8 @@ class ChunkBackward:
     def query_grad(self):
         """What the chunk's own keys add to dq (A, B, H, C, D) (B7)."""
         C, da = self.shape[3], self.da.view(self.q.shape)
-        ds = self.p * (torch.bmm(da, self.v[:, :C - 1].mT) - self.delta[..., None])
-        return (torch.bmm(ds, self.k[:, :C - 1]) * self.scale).view(self.shape)
+        ds = self.p * (torch.bmm(da, self.v.mT) - self.delta[..., None])
+        return (torch.bmm(ds, self.k) * self.scale).view(self.shape)
 
 
 # ---- all layers as one function ----
@@ -578,8 +567,10 @@ def replay(run, function, *inputs):
         return function(*inputs)
     key = (function.__name__, inputs[0].device, run.dtype, str(run.cfg),
            *((u.shape, u.dtype) for u in inputs))
-    graph = key in GRAPHS and (GRAPHS.pop(key) or Graph(run, function, inputs))
-    GRAPHS[key] = graph
-    if len(GRAPHS) > 8:
+    graph = GRAPHS.pop(key, None)       # None: the first call, False: the second
+    if graph is False:
+        graph = Graph(run, function, inputs)
+    GRAPHS[key] = graph or False
+    if len(GRAPHS) > 8:                 # each holds memory: the one used longest ago goes
         del GRAPHS[next(iter(GRAPHS))]
-    return (graph or function)(*inputs)
+    return graph(*inputs) if graph else function(*inputs)
