@@ -50,6 +50,7 @@ the width, which is d), M width of the MLP, H query heads, G key/value heads, R 
 size.
 """
 import math
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -119,11 +120,7 @@ def norm_backward(dn, n, r):
 
 # ---- what both passes share ----
 
-class Step(NamedTuple):
-    """In step s, layers l = lo .. hi - 1 compute their chunks c = s - l."""
-    s: int
-    lo: int
-    hi: int
+Step = namedtuple("Step", "s lo hi")    # layers l = lo .. hi - 1 compute their chunks c = s - l
 
 
 class Wavefront:
@@ -233,6 +230,24 @@ class Wavefront:
         out, lse = kernels.merge(out, lse, more, more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
 
+    def outside_backward(self, q, k, v, pairs, d_pairs, attention, step):
+        """Of outside: dq, and the temporary pairs' dk, dv, all (A, B, H, C, D). Adds to d_pairs
+        of all chunks before. attention: a ChunkBackward."""
+        a, lse, da = attention.a, attention.lse, attention.da
+        p = torch.exp((q * k).sum(-1) * self.scale - lse)[..., None]
+        ds = p * (da * (v - a)).sum(-1, keepdim=True) * self.scale      # delta is da . a
+        dq, dk, dv = ds * k, ds * q, p * da                             # (B7), (B8)
+        for l in range(step.lo, step.hi):
+            n, mask = self.earlier(l, step)
+            if n > 0:
+                # a and lse are those of the whole softmax: so p_ij and delta_i are, too
+                keys, values = pairs[:, l, :, :, :n]
+                of_l = (u[l - step.lo] for u in (a.to(self.dtype), lse, da.to(self.dtype)))
+                grads = kernels.attend_backward(q[l - step.lo], keys, values, *of_l, *mask)
+                for total, grad in zip((dq[l - step.lo], *d_pairs[:, l, :, :, :n]), grads):
+                    total += grad                                       # (B7), (B2)
+        return dq, dk, dv
+
     def earlier(self, l, step):
         """How many keys come before layer l's chunk; positions and slopes for attend."""
         n = self.S + (step.s - l) * self.C
@@ -271,7 +286,7 @@ def forward_step(run, states, pairs, w, step):
         y_i = z_i + product(F.gelu(u_i), w.down)                   # (4)
         rope_i = [table[:, i:i + 1] for table in rope]
         k_i, v_i, _ = run.persistent(norm(y_i, eps), w, rope_i)    # (5)
-        attention.write(i, k_i, v_i)
+        attention.k[:, i], attention.v[:, i] = k_i.flatten(0, 3), v_i.flatten(0, 3)
         ys.append(y_i)
     run.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
     for buffer, new in zip(pairs, (attention.k, attention.v)):
@@ -303,10 +318,6 @@ class ChunkForward:
             p = torch.cat([lse, s], -1).softmax(-1)         # outside is one more pair
             out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[:, :i])
         return out.reshape(A, B, H * D)
-
-    def write(self, i, k, v):
-        """The persistent pair of position i: k, v (A, 1, B, G, D)."""
-        self.k[:, i], self.v[:, i] = k.flatten(0, 3), v.flatten(0, 3)
 
 
 # ---- the backward pass ----
@@ -359,21 +370,22 @@ class BackwardStep:
         self.z_norm = norm_parts(x + product(self.a, w.out), eps)
         self.u = product(self.z_norm[0], w.up)
         self.y_norm = norm_parts(y, eps)
-        self.persistent_norm = ()
-        if run.cfg.qk_norm == "full":       # computed once more rather than kept for all chunks
-            self.persistent_norm = run.persistent(self.y_norm[0], w, self.rope)[2]
+        # computed a second time, after recompute_pairs, rather than kept for all chunks
+        self.persistent_norm = run.persistent(self.y_norm[0], w, self.rope)[2]
 
     def backward(self, dy):
         """dy (A, C, B, d) -> dx. Adds to grads, and to d_pairs of earlier chunks."""
         run, w, grads, HD = self.run, self.w, self.grads, self.run.H * self.run.D
         (g, du, dz, dkv), d_nk = self.reverse(dy)
         # the rest, all positions at once
-        dq = self.attention.query_grad() + self.earlier_grads()             # (B7)
-        more, dk, dv = self.temporary_grads()                               # (B7), (B8)
-        rows = [u.permute(0, 3, 1, 2, 4) for u in (dq + more, dk, dv)]      # (A, C, B, heads, D)
-        dq, d_nq = run.heads_backward(rows[0], w.nq, self.rope, self.q_norm)
-        dk, more = run.heads_backward(rows[1], w.nk, self.rope, self.k_norm)
-        dqkv = torch.cat([dq, dk, rows[2].flatten(3).flatten(1, 2)], -1).to(run.dtype)
+        pairs = self.pairs, self.d_pairs
+        dq, dk, dv = run.outside_backward(*self.qkv, *pairs, self.attention, self.step)
+        dq = dq + self.attention.query_grad()                               # (B7)
+        dk, dv = (u.unflatten(2, (run.G, -1)).sum(3) for u in (dk, dv))     # of a key's R queries
+        dq, dk, dv = (u.permute(0, 3, 1, 2, 4) for u in (dq, dk, dv))       # (A, C, B, heads, D)
+        dq, d_nq = run.heads_backward(dq, w.nq, self.rope, self.q_norm)
+        dk, more = run.heads_backward(dk, w.nk, self.rope, self.k_norm)
+        dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(run.dtype)
         for grad, d_out, into in (                                          # (B10)
                 (grads.qkv, dqkv, self.x_norm[0]), (grads.qkv[:, HD:], dkv, self.y_norm[0]),
                 (grads.out, dz, self.a), (grads.up, du, self.z_norm[0]),
@@ -406,32 +418,6 @@ class BackwardStep:
             d_nk = d_nk + more
         return [torch.stack(u[::-1], 1).flatten(1, 2) for u in zip(*done)], d_nk
 
-    def earlier_grads(self):
-        """What earlier chunks add to dq (A, B, H, C, D), and this one to their dk and dv."""
-        run, step, attention = self.run, self.step, self.attention
-        q, a, da = (u.to(run.dtype) for u in (self.qkv[0], attention.a, attention.da))
-        dq = torch.zeros_like(attention.a)
-        for l in range(step.lo, step.hi):
-            n, mask = run.earlier(l, step)
-            if n > 0:
-                k, v = self.pairs[:, l, :, :, :n]
-                # with a and lse of the whole softmax, p_ij and delta_i are its, too
-                of_l = (u[l - step.lo] for u in (a, attention.lse, da))
-                grads = kernels.attend_backward(q[l - step.lo], k, v, *of_l, *mask)
-                totals = dq[l - step.lo], *self.d_pairs[:, l, :, :, :n]
-                for total, grad in zip(totals, grads):
-                    total += grad
-        return dq
-
-    def temporary_grads(self):
-        """What temporary pairs add to dq, and their own gradients (A, B, G, C, D)."""
-        a, lse, da = self.attention.a, self.attention.lse, self.attention.da
-        q, k, v = self.qkv
-        p = torch.exp((q * k).sum(-1) * self.run.scale - lse)[..., None]
-        ds = p * (da * (v - a)).sum(-1, keepdim=True) * self.run.scale      # delta is da . a
-        dk, dv = (u.unflatten(2, (self.run.G, -1)).sum(3) for u in (ds * q, p * da))
-        return ds * k, dk, dv
-
 
 class ChunkBackward:
     """The attention of ChunkForward again, from the chunk's own pairs k, v (A, B, G, C, D) all
@@ -452,7 +438,6 @@ class ChunkBackward:
         outside = torch.exp(lse.reshape(N, -1) - total)[..., None] * out.reshape(N, -1, D)
         a = torch.baddbmm(outside, self.p, self.v)
         self.a, self.lse = a.view(q.shape), total.view(q.shape[:4])
-        self.a_rows = a.view(N, -1, C, D).unbind(2)                     # of each position
         # until a query's are written they only have to be finite: its p is 0 for later keys
         self.da, self.delta = torch.zeros_like(self.a), torch.zeros_like(total)
 
@@ -469,9 +454,9 @@ class ChunkBackward:
     def write_query_grad(self, i, da):
         """da_i (A, B, H D), and delta_i (B6)."""
         C, D = self.shape[3:]
-        da, N = da.reshape(len(self.q), -1, D), len(self.q)             # (N, R, D)
+        N, da = len(self.q), da.reshape(len(self.q), -1, D)             # (N, R, D)
         self.da.view(N, -1, C, D)[:, :, i] = da
-        self.delta.view(N, -1, C)[:, :, i] = (da * self.a_rows[i]).sum(-1)
+        self.delta.view(N, -1, C)[:, :, i] = (da * self.a.view(N, -1, C, D)[:, :, i]).sum(-1)
 
     def query_grad(self):
         """What the chunk's own keys add to dq (A, B, H, C, D) (B7)."""
