@@ -237,12 +237,13 @@ class Wavefront:
         p = torch.exp((q * k).sum(-1) * self.scale - lse)[..., None]
         ds = p * (da * (v - a)).sum(-1, keepdim=True) * self.scale      # delta is da . a
         dq, dk, dv = ds * k, ds * q, p * da                             # (B7), (B8)
+        narrow_a, narrow_da = a.to(self.dtype), da.to(self.dtype)
         for l in range(step.lo, step.hi):
             n, mask = self.earlier(l, step)
             if n > 0:
                 # a and lse are those of the whole softmax: so p_ij and delta_i are, too
                 keys, values = pairs[:, l, :, :, :n]
-                of_l = (u[l - step.lo] for u in (a.to(self.dtype), lse, da.to(self.dtype)))
+                of_l = (u[l - step.lo] for u in (narrow_a, lse, narrow_da))
                 grads = kernels.attend_backward(q[l - step.lo], keys, values, *of_l, *mask)
                 for total, grad in zip((dq[l - step.lo], *d_pairs[:, l, :, :, :n]), grads):
                     total += grad                                       # (B7), (B2)
