@@ -106,39 +106,31 @@ def norm(x, eps):
 
 
 def norm_parts(x, eps):
-    """The same as n = x r, and r (..., 1): what norm_backward needs."""
+    """The same as n = x r, and r (..., 1): the norm's parts, which backward needs."""
     x = upcast(x)
     r = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     return x * r, r
 
 
-def norm_backward(dn, n, r):
-    """J^T dn (B11)."""
-    dn = dn.to(n.dtype)
-    return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
-
-
 # ---- what both passes share ----
 
-Step = namedtuple("Step", "s lo hi")    # layers l = lo .. hi - 1 compute their chunks c = s - l
+Step = namedtuple("Step", "s lo hi")  # layers l = lo .. hi - 1 compute their chunks c = s - l
 
 
 class Wavefront:
-    """The sizes, the order and the tables of L layers over x (B, T, d), after S cached tokens.
-
-    Layer l reads states[l] and writes states[l + 1], states (L + 1, length, B, d): the B rows
-    of a position stand together, they are the rows of a product. length is T in whole chunks;
-    no real position attends to the padding."""
+    """L layers over x (B, T, d), after S cached tokens: sizes, order, tables. Layer l reads
+    states[l] and writes states[l + 1], states (L + 1, length, B, d), where the B rows of a
+    position are a product's rows. length is T in whole chunks: no position sees the padding."""
 
     def __init__(self, cfg, x, L, S=0):
         self.cfg, self.L, self.S = cfg, L, S
         self.B, self.T, self.d = x.shape
         self.H, self.G, self.D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
         self.chunks = math.ceil(self.T / cfg.chunk)
-        self.C = math.ceil(self.T / self.chunks)    # even chunks, little padding
+        self.C = math.ceil(self.T / self.chunks)  # even chunks, little padding
         self.length = self.chunks * self.C
-        self.dtype = compute_dtype(x)               # of the operands of products
-        self.wide = torch.promote_types(x.dtype, torch.float32)     # of sums and gradients
+        self.dtype = compute_dtype(x)  # of the operands of products
+        self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums and gradients
         self.scale = self.D ** -0.5
         self.pos = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
         self.slopes, self.tables = None, []
@@ -189,7 +181,7 @@ class Wavefront:
     def persistent(self, n, w, rope):
         """(5) for n = n1(y) (A, n B, d): k, v (A, n, B, G, D), and the parts of nk."""
         first = self.H * self.D
-        k, v = product(n, w.qkv[:, first:]).chunk(2, -1)     # (A, n B, G D) each
+        k, v = product(n, w.qkv[:, first:]).chunk(2, -1)  # (A, n B, G D) each
         k, k_parts = self.heads(k, w.nk, rope)
         return k, v.view(v.size(0), -1, self.B, self.G, self.D), k_parts
 
@@ -203,51 +195,21 @@ class Wavefront:
         u = rows.view(rows.size(0), -1, self.B, rows.size(-1) // self.D, self.D)
         return apply_rope(u, *rope) if rope else u, parts
 
-    def heads_backward(self, du, weight, rope, parts):
-        """J_q^T or J_k^T of du (A, n, B, heads, D): the gradients of the rows and of the
-        norm's weight."""
-        if rope:
-            du = apply_rope(du, rope[0], -rope[1])      # rotated back
-        du = du.flatten(3).flatten(1, 2)                # (A, n B, heads D)
-        if not parts:
-            return du, 0
-        d_weight = (du * parts[0]).sum(1, keepdim=True)
-        return norm_backward(du * weight, *parts), d_weight
-
     # attention to what is there before a chunk starts
 
     def outside(self, q, k, v, pairs, step):
         """Attention of a chunk's queries to their temporary pairs k, v and to all chunks before:
         out (A, B, H, C, D), and lse (A, B, H, C), the logarithm of the sum of e^score."""
-        lse = (q * k).sum(-1) * self.scale          # of one pair; its out is its value v
+        lse = (q * k).sum(-1) * self.scale  # of one pair; its out is its value v
         parts = []
-        for l in range(step.lo, step.hi):           # in a first chunk without keys lse is -inf
+        for l in range(step.lo, step.hi):  # in a first chunk without keys lse is -inf
             n, mask = self.earlier(l, step)
             keys, values = pairs[:, l, :, :, :n]
             parts.append(kernels.attend(q[l - step.lo], keys, values, *mask))
-        more, more_lse = map(torch.cat, zip(*parts))        # (A B, H, C, .)
+        more, more_lse = map(torch.cat, zip(*parts))  # (A B, H, C, .)
         out, lse = v.view(more.shape), lse.view(more_lse.shape)
         out, lse = kernels.merge(out, lse, more, more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
-
-    def outside_backward(self, q, k, v, pairs, d_pairs, attention, step):
-        """Of outside: dq, and the temporary pairs' dk, dv, all (A, B, H, C, D). Adds to d_pairs
-        of all chunks before. attention: a ChunkBackward."""
-        a, lse, da = attention.a, attention.lse, attention.da
-        p = torch.exp((q * k).sum(-1) * self.scale - lse)[..., None]
-        ds = p * (da * (v - a)).sum(-1, keepdim=True) * self.scale      # delta is da . a
-        dq, dk, dv = ds * k, ds * q, p * da                             # (B7), (B8)
-        narrow_a, narrow_da = a.to(self.dtype), da.to(self.dtype)
-        for l in range(step.lo, step.hi):
-            n, mask = self.earlier(l, step)
-            if n > 0:
-                # a and lse are those of the whole softmax: so p_ij and delta_i are, too
-                keys, values = pairs[:, l, :, :, :n]
-                of_l = (u[l - step.lo] for u in (narrow_a, lse, narrow_da))
-                grads = kernels.attend_backward(q[l - step.lo], keys, values, *of_l, *mask)
-                for total, grad in zip((dq[l - step.lo], *d_pairs[:, l, :, :, :n]), grads):
-                    total += grad                                       # (B7), (B2)
-        return dq, dk, dv
 
     def earlier(self, l, step):
         """How many keys come before layer l's chunk; positions and slopes for attend."""
@@ -263,7 +225,7 @@ def forward(run, x, w, past=()):
     w = w.to(run.dtype)
     states = x.new_empty(run.L + 1, run.length, run.B, run.d)
     states[0, :run.T] = x.transpose(0, 1)
-    states[0, run.T:] = x[:, -1]        # padding: any finite numbers
+    states[0, run.T:] = x[:, -1]  # padding: any finite numbers
     shape = 2, run.L, run.B, run.G, run.S + run.length, run.D
     pairs = x.new_empty(shape, dtype=run.dtype)
     for l, (k, v) in enumerate(past):
@@ -277,16 +239,16 @@ def forward_step(run, states, pairs, w, step):
     """Each active layer's chunk: the equations of model_rt, by their numbers."""
     eps, rope = run.cfg.norm_eps, [run.diagonal(u, step, 1) for u in run.tables]
     x = run.diagonal(states[:-1], step, 1)                          # (A, C, B, d)
-    qkv, _ = run.temporary(x.flatten(1, 2), w, rope)               # (1)
+    qkv, _ = run.temporary(x.flatten(1, 2), w, rope)                # (1)
     attention = ChunkForward(run, qkv[0], *run.outside(*qkv, pairs, step))
     ys = []
     for i, x_i in enumerate(x.unbind(1)):                           # (A, B, d)
         a_i = attention.read(i)                                     # (2)
-        z_i = x_i + product(a_i, w.out)                            # (3)
+        z_i = x_i + product(a_i, w.out)                             # (3)
         u_i = product(norm(z_i, eps), w.up)
-        y_i = z_i + product(F.gelu(u_i), w.down)                   # (4)
+        y_i = z_i + product(F.gelu(u_i), w.down)                    # (4)
         rope_i = [table[:, i:i + 1] for table in rope]
-        k_i, v_i, _ = run.persistent(norm(y_i, eps), w, rope_i)    # (5)
+        k_i, v_i, _ = run.persistent(norm(y_i, eps), w, rope_i)     # (5)
         attention.k[:, i], attention.v[:, i] = k_i.flatten(0, 3), v_i.flatten(0, 3)
         ys.append(y_i)
     run.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
@@ -297,9 +259,8 @@ def forward_step(run, states, pairs, w, step):
 
 class ChunkForward:
     """Attention of a chunk's queries q (A, B, H, C, D), completed position by position with
-    the chunk's own pairs. out, lse: what they attend to outside, as from outside().
-
-    N = A B G: the R query heads of a key head stand together."""
+    the chunk's own pairs k, v. out, lse: attention outside it. N = A B G: the R query heads of
+    a key head stand together."""
 
     def __init__(self, run, q, out, lse):
         A, B, H, C, D = self.shape = q.shape
@@ -312,23 +273,41 @@ class ChunkForward:
     def read(self, i):
         """a_i (A, B, H D), once the pairs before i are written."""
         A, B, H, C, D = self.shape
-        q, out, lse = self.q[i], self.out[i], self.lse[i]   # (N, R, D), (N, R, D), (N, R, 1)
+        q, out, lse = self.q[i], self.out[i], self.lse[i]  # (N, R, D), (N, R, D), (N, R, 1)
         if i > 0:
-            s = torch.bmm(q, self.k[:, :i].mT)              # (N, R, i)
+            s = torch.bmm(q, self.k[:, :i].mT)  # (N, R, i)
             s.view(A * B, H, i).add_(self.bias[:, i, :i])
-            p = torch.cat([lse, s], -1).softmax(-1)         # outside is one more pair
+            p = torch.cat([lse, s], -1).softmax(-1)  # outside is one more pair
             out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[:, :i])
         return out.reshape(A, B, H * D)
 
 
 # ---- the backward pass ----
 
+def norm_backward(dn, n, r):
+    """J^T dn (B11)."""
+    dn = dn.to(n.dtype)
+    return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
+
+
+def heads_backward(du, weight, rope, parts):
+    """J_q^T or J_k^T of du (A, n, B, heads, D), what Wavefront.heads did: the gradients of the
+    rows and of the norm's weight."""
+    if rope:
+        du = apply_rope(du, rope[0], -rope[1])  # rotated back
+    du = du.flatten(3).flatten(1, 2)  # (A, n B, heads D)
+    if not parts:
+        return du, 0
+    d_weight = (du * parts[0]).sum(1, keepdim=True)
+    return norm_backward(du * weight, *parts), d_weight
+
+
 def backward(run, states, dy, w):
     """dL/dx (B, T, d) and the gradients of w, from forward's states and dy (B, T, d)."""
     w = w.to(run.dtype)
     pairs = recompute_pairs(run, states, w)
-    d_pairs = torch.zeros_like(pairs, dtype=run.wide)       # what later chunks have added
-    d_states = torch.zeros_like(states, dtype=run.wide)     # of y: what comes from above
+    d_pairs = torch.zeros_like(pairs, dtype=run.wide)  # what later chunks have added
+    d_states = torch.zeros_like(states, dtype=run.wide)  # of y: what comes from above
     d_states[-1, :run.T] = dy.transpose(0, 1)
     grads = Weights(*(torch.zeros_like(u, dtype=run.wide) for u in w))
     for step in reversed(run.steps()):
@@ -346,15 +325,14 @@ def recompute_pairs(run, states, w):
     for l in range(run.L):
         n = norm(states[l + 1:l + 2].flatten(1, 2), run.cfg.norm_eps)
         rope = [table[l:l + 1] for table in run.tables]
-        k, v, _ = run.persistent(n, w.of_layers(l, l + 1), rope)   # (1, length, B, G, D)
+        k, v, _ = run.persistent(n, w.of_layers(l, l + 1), rope)  # (1, length, B, G, D)
         pairs[0, l], pairs[1, l] = k[0].permute(1, 2, 0, 3), v[0].permute(1, 2, 0, 3)
     return pairs
 
 
 class BackwardStep:
     """A step of the backward pass: each active layer's chunk. x_norm, y_norm and z_norm are the
-    parts (n, r) of n1(x), n1(y) and n2(z), q_norm and k_norm those of nq and nk at x, and
-    persistent_norm those of nk at y. All are rows (A, C B, .)."""
+    parts n, r of n1(x), n1(y) and n2(z); q_norm, k_norm and persistent_norm of nq and nk."""
 
     def __init__(self, run, step, states, pairs, d_pairs, w, grads):
         """Forward again, all positions at once."""
@@ -379,22 +357,21 @@ class BackwardStep:
         run, w, grads, HD = self.run, self.w, self.grads, self.run.H * self.run.D
         (g, du, dz, dkv), d_nk = self.reverse(dy)
         # the rest, all positions at once
-        pairs = self.pairs, self.d_pairs
-        dq, dk, dv = run.outside_backward(*self.qkv, *pairs, self.attention, self.step)
-        dq = dq + self.attention.query_grad()                               # (B7)
-        dk, dv = (u.unflatten(2, (run.G, -1)).sum(3) for u in (dk, dv))     # of a key's R queries
-        dq, dk, dv = (u.permute(0, 3, 1, 2, 4) for u in (dq, dk, dv))       # (A, C, B, heads, D)
-        dq, d_nq = run.heads_backward(dq, w.nq, self.rope, self.q_norm)
-        dk, more = run.heads_backward(dk, w.nk, self.rope, self.k_norm)
+        dq, dk, dv = self.outside_backward()  # (B7), (B8)
+        dq = dq + self.attention.query_grad()  # (B7)
+        dk, dv = (u.unflatten(2, (run.G, -1)).sum(3) for u in (dk, dv))  # of a key's R queries
+        dq, dk, dv = (u.permute(0, 3, 1, 2, 4) for u in (dq, dk, dv))  # (A, C, B, heads, D)
+        dq, d_nq = heads_backward(dq, w.nq, self.rope, self.q_norm)
+        dk, more = heads_backward(dk, w.nk, self.rope, self.k_norm)
         dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(run.dtype)
-        for grad, d_out, into in (                                          # (B10)
+        for grad, d_out, into in (  # (B10)
                 (grads.qkv, dqkv, self.x_norm[0]), (grads.qkv[:, HD:], dkv, self.y_norm[0]),
                 (grads.out, dz, self.a), (grads.up, du, self.z_norm[0]),
                 (grads.down, g, F.gelu(self.u))):
             grad += product(d_out.mT.to(run.dtype), into.mT.to(run.dtype))
         grads.nq.add_(d_nq)
         grads.nk.add_(d_nk + more)
-        dx = dz + norm_backward(product(dqkv, w.qkv.mT), *self.x_norm)         # (B9)
+        dx = dz + norm_backward(product(dqkv, w.qkv.mT), *self.x_norm)  # (B9)
         return dx.unflatten(1, (run.C, run.B))
 
     def reverse(self, dy):
@@ -409,15 +386,34 @@ class BackwardStep:
             dy_i, n_y, r_y, u, n_z, r_z, *parts = positions[i]              # (A, B, .) each
             dk, dv = self.attention.kv_grad(i)                              # (B1), (B2)
             rope_i = [table[:, i:i + 1] for table in self.rope]
-            dk, more = run.heads_backward(dk[:, None], w.nk, rope_i, parts)
+            dk, more = heads_backward(dk[:, None], w.nk, rope_i, parts)
             dkv = torch.cat([dk, dv.flatten(2)], -1).to(run.dtype)          # (A, B, 2 G D)
-            g = dy_i + norm_backward(product(dkv, w.qkv[:, HD:].mT), n_y, r_y)     # (B3)
-            du = torch.ops.aten.gelu_backward(product(g, w.down.mT), u)        # (B4)
-            dz = g + norm_backward(product(du, w.up.mT), n_z, r_z)             # (B5)
-            self.attention.write_query_grad(i, product(dz, w.out.mT))          # (B6)
+            g = dy_i + norm_backward(product(dkv, w.qkv[:, HD:].mT), n_y, r_y)  # (B3)
+            du = torch.ops.aten.gelu_backward(product(g, w.down.mT), u)     # (B4)
+            dz = g + norm_backward(product(du, w.up.mT), n_z, r_z)          # (B5)
+            self.attention.write_query_grad(i, product(dz, w.out.mT))       # (B6)
             done.append((g, du, dz, dkv))
             d_nk = d_nk + more
         return [torch.stack(u[::-1], 1).flatten(1, 2) for u in zip(*done)], d_nk
+
+    def outside_backward(self):
+        """Of Wavefront.outside: dq, and the temporary pairs' dk, dv, all (A, B, H, C, D). Adds
+        to d_pairs of all chunks before."""
+        run, step, (q, k, v) = self.run, self.step, self.qkv
+        a, lse, da = self.attention.a, self.attention.lse, self.attention.da
+        p = torch.exp((q * k).sum(-1) * run.scale - lse)[..., None]
+        ds = p * (da * (v - a)).sum(-1, keepdim=True) * run.scale  # (B1), delta is da . a
+        dq, dk, dv = ds * k, ds * q, p * da  # (B7), (B8)
+        a, da = a.to(run.dtype), da.to(run.dtype)
+        for l in range(step.lo, step.hi):
+            n, mask = run.earlier(l, step)
+            if n > 0:  # a and lse are the whole softmax's, so p_ij and delta_i are, too
+                keys, values = self.pairs[:, l, :, :, :n]
+                q_l, a_l, lse_l, da_l, dq_l = (u[l - step.lo] for u in (q, a, lse, da, dq))
+                grads = kernels.attend_backward(q_l, keys, values, a_l, lse_l, da_l, *mask)
+                for total, grad in zip((dq_l, *self.d_pairs[:, l, :, :, :n]), grads):
+                    total += grad  # (B7), (B2)
+        return dq, dk, dv
 
 
 class ChunkBackward:
@@ -428,14 +424,14 @@ class ChunkBackward:
     def __init__(self, run, q, out, lse, k, v, dk, dv):
         A, B, H, C, D = self.shape = q.shape
         self.scale, N = run.scale, A * B * run.G
-        self.q = (q.to(out.dtype) * run.scale).view(N, -1, D)           # (N, R C, D)
+        self.q = (q.to(out.dtype) * run.scale).view(N, -1, D)  # (N, R C, D)
         pairs = (u.to(out.dtype).reshape(N, C, D) for u in (k, v, dk, dv))
         self.k, self.v, self.dk, self.dv = pairs
-        s = torch.bmm(self.q, self.k.mT)                     # (N, R C, C)
+        s = torch.bmm(self.q, self.k.mT)  # (N, R C, C)
         s.view(A * B, H, C, C).add_(run.bias)
-        total = torch.logaddexp(lse.reshape(N, -1), s.logsumexp(-1))    # (N, R C)
-        self.p = torch.exp(s - total[..., None])                        # p_ij, 0 for j >= i
-        self.p_of_key = self.p.mT.contiguous()                          # (N, C, R C)
+        total = torch.logaddexp(lse.reshape(N, -1), s.logsumexp(-1))  # (N, R C)
+        self.p = torch.exp(s - total[..., None])  # p_ij, 0 for j >= i
+        self.p_of_key = self.p.mT.contiguous()  # (N, C, R C)
         outside = torch.exp(lse.reshape(N, -1) - total)[..., None] * out.reshape(N, -1, D)
         a = torch.baddbmm(outside, self.p, self.v)
         self.a, self.lse = a.view(q.shape), total.view(q.shape[:4])
@@ -445,17 +441,17 @@ class ChunkBackward:
     def kv_grad(self, i):
         """dk_i, dv_i (A, B, G, D), once the queries after i have written theirs."""
         A, B, _, C, D = self.shape
-        dk, dv = self.dk[:, i:i + 1], self.dv[:, i:i + 1]               # (N, 1, D)
-        da, p = self.da.view(self.q.shape), self.p_of_key[:, i:i + 1]   # p (N, 1, R C)
-        ds = p * (torch.bmm(self.v[:, i:i + 1], da.mT) - self.delta[:, None])   # (B1)
-        dk = torch.baddbmm(dk, ds, self.q)          # (B2): the 1 / sqrt(D) of (B1) is in q
+        dk, dv = self.dk[:, i:i + 1], self.dv[:, i:i + 1]  # (N, 1, D)
+        da, p = self.da.view(self.q.shape), self.p_of_key[:, i:i + 1]  # p (N, 1, R C)
+        ds = p * (torch.bmm(self.v[:, i:i + 1], da.mT) - self.delta[:, None])  # (B1)
+        dk = torch.baddbmm(dk, ds, self.q)  # (B2): the 1 / sqrt(D) of (B1) is in q
         dv = torch.baddbmm(dv, p, da)
         return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
 
     def write_query_grad(self, i, da):
         """da_i (A, B, H D), and delta_i (B6)."""
         C, D = self.shape[3:]
-        N, da = len(self.q), da.reshape(len(self.q), -1, D)             # (N, R, D)
+        N, da = len(self.q), da.reshape(len(self.q), -1, D)  # (N, R, D)
         self.da.view(N, -1, C, D)[:, :, i] = da
         self.delta.view(N, -1, C)[:, :, i] = (da * self.a.view(N, -1, C, D)[:, :, i]).sum(-1)
 
@@ -475,13 +471,12 @@ def run_layers(cfg, blocks, x):
 
 def prefill(cfg, blocks, x, past):
     """The same after S cached tokens, of which past has each layer's k, v (B, G, S, D).
-    Returns y (B, T, d), and the new persistent pairs k, v (L, B, G, T, D). No gradients, and
-    no CUDA graph: the next prompt is of another length."""
+    Returns y (B, T, d), and the new persistent pairs k, v (L, B, G, T, D). No gradients; no
+    CUDA graph, as the next prompt has another length."""
     run = Wavefront(cfg, x, len(blocks), S=past[0][0].size(2))
     with torch.autocast(x.device.type, enabled=False):
         states, pairs = forward(run, x, stack_weights(cfg, blocks), past)
-    k, v = pairs[..., run.S:run.S + run.T, :]
-    return states[-1, :run.T].transpose(0, 1), k, v
+    return states[-1, :run.T].transpose(0, 1), *pairs[..., run.S:run.S + run.T, :]
 
 
 class Layers(torch.autograd.Function):
@@ -553,10 +548,10 @@ def replay(run, function, *inputs):
         return function(*inputs)
     key = (function.__name__, inputs[0].device, run.dtype, str(run.cfg),
            *((u.shape, u.dtype) for u in inputs))
-    graph = GRAPHS.pop(key, None)       # None: the first call, False: the second
+    graph = GRAPHS.pop(key, None)  # None: the first call, False: the second
     if graph is False:
         graph = Graph(run, function, inputs)
     GRAPHS[key] = graph or False
-    if len(GRAPHS) > 8:                 # each holds memory: the one used longest ago goes
+    if len(GRAPHS) > 8:  # each holds memory: the one used longest ago goes
         del GRAPHS[next(iter(GRAPHS))]
     return graph(*inputs) if graph else function(*inputs)
