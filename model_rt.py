@@ -327,23 +327,25 @@ class Model(LanguageModel):
     # decoding
 
     def decode(self, x, cache, n_valid):
-        """T new tokens x (B, T, C) of each row after those of the cache."""
-        cfg, T = self.cfg, x.size(1)
-        # before place, which sets ragged. Padding on the right of a first prompt harms no token
-        rows_alike = not cache.ragged or cache.longest == 0
-        slots = cache.place(T, n_valid)         # raises if they do not all fit
-        if T > 1 and rows_alike and cfg.recurrent and cfg.schedule_used == "wavefront":
-            return self.prefill(x, cache, slots)
-        ys = []
-        for x_t in x.split(1 if cfg.recurrent else T, 1):
-            context = Context(cfg, x_t, cache, n_valid)
-            ys.append(self.run_blocks(x_t, context))
-            cache.advance(context.slots)
-            n_valid = None if n_valid is None else n_valid - 1      # 0 or less: only padding
-        return torch.cat(ys, 1)
+        """T new tokens x (B, T, C) of each row after those of the cache -> (B, T, C)."""
+        if x.size(1) > 1 and self.cfg.recurrent:
+            return self.prefill(x, cache, n_valid)
+        context = Context(self.cfg, x, cache, n_valid)
+        x = self.run_blocks(x, context)
+        cache.advance(context.slots)
+        return x
 
-    def prefill(self, x, cache, slots):
-        """The wavefront over T new tokens x (B, T, C), after those of the cache."""
+    def prefill(self, x, cache, n_valid):
+        """Several tokens of recurrent layers: as a wavefront where all rows hold equally many,
+        else one after the other."""
+        # asked before place, which sets ragged; in an empty cache, padding comes behind the rows
+        rows_alike = not cache.ragged or cache.longest == 0
+        slots = cache.place(x.size(1), n_valid)     # raises if they do not all fit
+        if not rows_alike or self.cfg.schedule_used != "wavefront":
+            ys = []
+            for t, x_t in enumerate(x.split(1, 1)):     # n_valid - t <= 0: padding
+                ys.append(self.decode(x_t, cache, None if n_valid is None else n_valid - t))
+            return torch.cat(ys, 1)
         S, dtype = cache.longest, compute_dtype(x)
         past = [(k[:, :, :S].to(dtype), v[:, :, :S].to(dtype)) for k, v in zip(cache.k, cache.v)]
         y, k, v = rt_wavefront.prefill(self.cfg, self.blocks, x, past)
