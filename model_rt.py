@@ -244,8 +244,8 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
 # ---- the model ----
 
 class Context(model_gpt.Context):
-    """As in model_gpt, but fast training has no bias of T x T, and ALiBi is never in 16 bits:
-    there bias is None, and kernels.attend masks by positions."""
+    """As in model_gpt. Where a bias would be T x T (fast training) or 16 bits wide (decoding),
+    it is None, and kernels.attend masks by positions."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         T = S = x.size(1)

@@ -45,9 +45,8 @@ r = 1 / sqrt(mean(x^2) + eps)
 A weight w behind a norm makes that w d in place of d, and dw = sum_i d_i n_i. It stands so for
 nq and nk; those of n1 and n2 are folded into the next matrix.
 
-Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk (not
-the width, which is d), M width of the MLP, H query heads, G key/value heads, R = H / G, D head
-size.
+Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk,
+d width, M width of the MLP, H query heads, G key/value heads, R = H / G, D head size.
 """
 import math
 from collections import namedtuple
