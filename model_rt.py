@@ -320,6 +320,7 @@ class Model(LanguageModel):
         return x
 
     def run_blocks(self, x, context):
+        """The same where no layer is a loop: recurrent=false, or one token of each row."""
         for layer, block in enumerate(self.blocks):
             x = block(x, layer, context)
         return x

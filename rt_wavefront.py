@@ -22,25 +22,25 @@ other: (2), where an online softmax adds the chunk's own pairs so far, and (3), 
 Backward, a step. First all positions, from x and y: q and all pairs, attention's weights p_ij,
 a, and u = W_up n2(z). Then from the chunk's last position to its first:
 
-    ds_ij = p_ij (da_i . v_j - delta_i) / sqrt(D)              (B1)  of later queries i > j
-    dk_j  = sum_i ds_ij q_i          dv_j = sum_i p_ij da_i    (B2)
-    g_j   = dL/dy_j + J_y^T (Wk^T J_k^T dk_j + Wv^T dv_j)      (B3)  dL/dy_j: from above
-    du_j  = gelu'(u_j) W_down^T g_j                            (B4)
-    dz_j  = g_j + J_z^T W_up^T du_j                            (B5)
-    da_j  = Wo^T dz_j                delta_j = da_j . a_j      (B6)
+    ds_ij = p_ij (da_i . v_j - delta_i) / sqrt(D)          (B1)  of later queries i > j
+    dk_j  = sum_i ds_ij q_i          dv_j = sum_i p_ij da_i (B2)
+    g_j   = dL/dy_j + J_y^T (Wk^T J_k^T dk_j + Wv^T dv_j)  (B3)  dL/dy_j: from above
+    du_j  = gelu'(u_j) W_down^T g_j                        (B4)
+    dz_j  = g_j + J_z^T W_up^T du_j                        (B5)
+    da_j  = Wo^T dz_j                delta_j = da_j . a_j  (B6)
 
 Later chunks are in (B2) already: each, once done, adds its part to dk and dv of all chunks
 before it. Then again all positions; ^ marks the temporary pair:
 
-    dq_i  = sum_{j < i} ds_ij k_j + ds_i^ k_i^                 (B7)
-    dk_i^ = ds_i^ q_i                dv_i^ = p_i^ da_i         (B8)
-    dx_i  = dz_i + J_x^T (Wq^T J_q^T dq_i + Wk^T J_k^T dk_i^ + Wv^T dv_i^)    (B9)
-    dW    = sum_i (gradient of W's output)_i (W's input)_i^T   (B10)
+    dq_i  = sum_{j < i} ds_ij k_j + ds_i^ k_i^             (B7)
+    dk_i^ = ds_i^ q_i                dv_i^ = p_i^ da_i     (B8)
+    dx_i  = dz_i + J_x^T (Wq^T J_q^T dq_i + Wk^T J_k^T dk_i^ + Wv^T dv_i^)  (B9)
+    dW    = sum_i (gradient of W's output)_i (W's input)_i^T (B10)
 
 J are Jacobians: of n1 at x and y, n2 at z, and of nq, nk (then RoPE). For n = x r with
 r = 1 / sqrt(mean(x^2) + eps)
 
-    J^T d = r (d - n mean(d n))                                (B11)
+    J^T d = r (d - n mean(d n))                            (B11)
 
 A weight w behind a norm makes that w d in place of d, and dw = sum_i d_i n_i. It stands so for
 nq and nk; those of n1 and n2 are folded into the next matrix.
@@ -237,22 +237,22 @@ def forward(run, x, w, past=()):
 def forward_step(run, states, pairs, w, step):
     """Each active layer's chunk: the equations of model_rt, by their numbers."""
     eps, rope = run.cfg.norm_eps, [run.diagonal(u, step, 1) for u in run.tables]
-    x = run.diagonal(states[:-1], step, 1)                          # (A, C, B, d)
-    qkv, _ = run.temporary(x.flatten(1, 2), w, rope)                # (1)
+    x = run.diagonal(states[:-1], step, 1)                       # (A, C, B, d)
+    qkv, _ = run.temporary(x.flatten(1, 2), w, rope)             # (1)
     attention = ChunkForward(run, qkv[0], *run.outside(*qkv, pairs, step))
     ys = []
-    for i, x_i in enumerate(x.unbind(1)):                           # (A, B, d)
-        a_i = attention.read(i)                                     # (2)
-        z_i = x_i + product(a_i, w.out)                             # (3)
+    for i, x_i in enumerate(x.unbind(1)):                        # (A, B, d)
+        a_i = attention.read(i)                                  # (2)
+        z_i = x_i + product(a_i, w.out)                          # (3)
         u_i = product(norm(z_i, eps), w.up)
-        y_i = z_i + product(F.gelu(u_i), w.down)                    # (4)
+        y_i = z_i + product(F.gelu(u_i), w.down)                 # (4)
         rope_i = [table[:, i:i + 1] for table in rope]
-        k_i, v_i, _ = run.persistent(norm(y_i, eps), w, rope_i)     # (5)
+        k_i, v_i, _ = run.persistent(norm(y_i, eps), w, rope_i)  # (5)
         attention.k[:, i], attention.v[:, i] = k_i.flatten(0, 3), v_i.flatten(0, 3)
         ys.append(y_i)
     run.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
     for buffer, new in zip(pairs, (attention.k, attention.v)):
-        view = run.diagonal(buffer[..., run.S:, :], step, 3)        # (A, B, G, C, D)
+        view = run.diagonal(buffer[..., run.S:, :], step, 3)     # (A, B, G, C, D)
         view.copy_(new.view(view.shape))
 
 
@@ -382,15 +382,15 @@ class BackwardStep:
         positions = list(zip(dy.unbind(1), *rows))
         done, d_nk = [], 0
         for i in reversed(range(run.C)):
-            dy_i, n_y, r_y, u, n_z, r_z, *parts = positions[i]              # (A, B, .) each
-            dk, dv = self.attention.kv_grad(i)                              # (B1), (B2)
+            dy_i, n_y, r_y, u, n_z, r_z, *parts = positions[i]  # (A, B, .) each
+            dk, dv = self.attention.kv_grad(i)  # (B1), (B2)
             rope_i = [table[:, i:i + 1] for table in self.rope]
             dk, more = heads_backward(dk[:, None], w.nk, rope_i, parts)
-            dkv = torch.cat([dk, dv.flatten(2)], -1).to(run.dtype)          # (A, B, 2 G D)
+            dkv = torch.cat([dk, dv.flatten(2)], -1).to(run.dtype)  # (A, B, 2 G D)
             g = dy_i + norm_backward(product(dkv, w.qkv[:, HD:].mT), n_y, r_y)  # (B3)
-            du = torch.ops.aten.gelu_backward(product(g, w.down.mT), u)     # (B4)
-            dz = g + norm_backward(product(du, w.up.mT), n_z, r_z)          # (B5)
-            self.attention.write_query_grad(i, product(dz, w.out.mT))       # (B6)
+            du = torch.ops.aten.gelu_backward(product(g, w.down.mT), u)  # (B4)
+            dz = g + norm_backward(product(du, w.up.mT), n_z, r_z)  # (B5)
+            self.attention.write_query_grad(i, product(dz, w.out.mT))  # (B6)
             done.append((g, du, dz, dkv))
             d_nk = d_nk + more
         return [torch.stack(u[::-1], 1).flatten(1, 2) for u in zip(*done)], d_nk
