@@ -8,7 +8,7 @@ import model_gpt
 
 @dataclass
 class Config(model_gpt.Config):
-    n_loop: int = 2     # loops; n_layer counts unrolled layers, n_layer / n_loop are stored
+    n_loop: int = 2     # n_layer counts unrolled layers; n_layer / n_loop are stored
 
     def __post_init__(self):
         super().__post_init__()
@@ -17,18 +17,18 @@ class Config(model_gpt.Config):
 
 
 class Model(model_gpt.Model):
-    runs_blocks_once = False
+    runs_blocks_once = False    # for FSDP
 
     def __init__(self, cfg):
-        stored = cfg.n_layer // cfg.n_loop
-        model_gpt.LanguageModel.__init__(self, cfg, [model_gpt.Block(cfg) for _ in range(stored)])
+        super().__init__(cfg)
+        self.blocks = self.blocks[:cfg.n_layer // cfg.n_loop]
         self.loop = nn.Embedding(cfg.n_loop, cfg.n_embd)
-        model_gpt.init_weights(self, cfg.n_layer)
+        nn.init.normal_(self.loop.weight, std=0.02)
 
     def hidden(self, idx, cache=None, n_valid=None):
         x = self.drop(self.wte(idx))
         context = self.context_type(self.cfg, x, cache, n_valid)
-        for layer in range(self.cfg.n_layer):       # the cache has a place for each
+        for layer in range(self.cfg.n_layer):       # each has its own keys and values
             loop, k = divmod(layer, len(self.blocks))
             x = x + self.loop.weight[loop] if k == 0 else x
             x = self.blocks[k](x, layer, context)
