@@ -266,6 +266,7 @@ class Cache(KVCache):
     (B, 1, C), in float32 or better."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
+        super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)
         H, G, chunks = cfg.n_head, cfg.n_kv_head, math.ceil(max_len / cfg.chunk)
         # of each kind: heads, slots, states
         sizes = dict(rat=(H, chunks, 2), rnn=(0, 0, 1), attention=(G, max_len, 0),
@@ -276,14 +277,10 @@ class Cache(KVCache):
         with torch.inference_mode(False):   # so that calls outside may write too
             self.k, self.v = slots(), slots()
             self.state = [upcast(zeros(n, cfg.n_embd)) for n in states]
-            self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.rows = torch.arange(batch_size, device=device)[:, None]
-        self.max_len, self.longest, self.ragged = max_len, 0, False
 
-    def buffers(self):
-        """What KVCache resets and measures, along dimension 2: no spare slots."""
-        states = [x[:, :, None] for x in self.state]
-        return [x[:, :, :-1] for x in self.k + self.v] + states
+    def buffers(self):  # what KVCache resets and measures: no spare slots
+        return [x[:, :, :-1] for x in self.k + self.v] + self.state
 
     def fill(self, layer, k, v, at):
         """Write k, v (B, heads, n, D) to slots at (B or 1, n)."""
@@ -383,12 +380,14 @@ class Model(LanguageModel):
         return Cache(self.cfg, *self.cache_sizes(batch_size, max_len))
 
     def flops_per_token(self):
-        """As in model_gpt; none for recurrences."""
-        cfg, T, L = self.cfg, self.cfg.block_size, self.cfg.chunk
+        """As in model_gpt."""
         weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
-        weights += cfg.vocab_size * cfg.n_embd
-        visible = dict(     # keys of token t
-            rat=lambda t: t // L + 1, rnn=lambda t: 0, attention=lambda t: t + 1,
-            swa=lambda t: min(t + 1, cfg.swa))
+        return 6.0 * (weights + self.head.weight.numel()) + self.mixer_flops()
+
+    def mixer_flops(self):
+        """12 C for each key of token t, averaged over t; none for recurrences."""
+        cfg, T, L = self.cfg, self.cfg.block_size, self.cfg.chunk
+        visible = dict(rat=lambda t: t // L + 1, rnn=lambda t: 0,
+                       attention=lambda t: t + 1, swa=lambda t: min(t + 1, cfg.swa))
         keys = sum(visible[kind](t) for kind in cfg.kinds for t in range(T)) / T
-        return 6.0 * weights + 12.0 * cfg.n_embd * keys
+        return 12.0 * cfg.n_embd * keys
