@@ -85,9 +85,9 @@ class Config(BaseConfig):
         self.at_least(0, "swa")
         if not self.pattern or set(self.pattern) - {"S", "L"}:
             raise ValueError(f"pattern={self.pattern} must be made of S and L")
-        largest = kernels.HEAD_SIZES[-1]
-        if self.head_dim % 2 or self.head_dim > largest:
-            raise ValueError(f"n_embd / n_head = {self.head_dim} must be even, at most {largest}")
+        if self.head_dim > kernels.HEAD_SIZES[-1]:
+            raise ValueError(f"n_embd / n_head = {self.head_dim} must be at most "
+                             f"{kernels.HEAD_SIZES[-1]}")
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
         if not 0 <= self.source <= self.n_layer:
@@ -324,12 +324,8 @@ class MemoryCache(KVCache):
         with torch.inference_mode(False):           # as KVCache
             self.m = torch.zeros(shape, device=device, dtype=m_dtype)
 
-    def nbytes(self):
-        return super().nbytes() + self.m.nbytes
-
-    def reset(self, rows=None):
-        super().reset(rows)
-        self.m[slice(None) if rows is None else rows] = 0
+    def buffers(self):  # what KVCache resets and measures
+        return super().buffers() + [self.m]
 
     def advance(self, slots, m):
         """Count the new tokens, of memories m (B, n, C); rows keep their last one's."""
@@ -421,8 +417,7 @@ class Model(LanguageModel):
     @torch.no_grad()
     def init_weights(self):
         """nanochat's: embedding N(0, 1), head N(0, 0.001); 0 what writes to the residual stream,
-        and gates; value embeddings and what reads the stream uniform, with std 1 / sqrt(C).
-        So are Wk_rec, Wv_rec, of which the paper does not speak."""
+        and gates; the rest uniform with std 1 / sqrt(C), Wk_rec and Wv_rec by our choice."""
         limit = math.sqrt(3 / self.cfg.n_embd)
         zero = "wo.weight", "w_down.weight", "w_gate.weight", "w_value.weight"
         for name, p in self.named_parameters():
@@ -504,14 +499,22 @@ class Model(LanguageModel):
 
     def flops_per_token(self):
         """As in model_gpt; interleaved training does all but the memory's projections twice."""
+        passes = 2 if self.cfg.train_path == "interleaved" else 1
+        local = self.block_weights() + self.head.weight.numel()
+        return passes * (6.0 * local + self.mixer_flops()) + 6.0 * self.memory_weights()
+
+    def block_weights(self):
+        return sum(p.numel() for name, p in self.blocks.named_parameters()
+                   if p.dim() == 2 and ".rec." not in name)
+
+    def memory_weights(self):
+        """Of the memory's projections; in chunked training they run once a chunk."""
         cfg, T = self.cfg, self.cfg.block_size
-        passes = 2 if cfg.train_path == "interleaved" else 1
-        matrices = {name: p.numel() for name, p in self.named_parameters()
-                    if p.dim() == 2 and name.startswith(("blocks.", "rec.", "head."))}
-        of_memory = sum(n for name, n in matrices.items() if "rec." in name)
-        local = sum(matrices.values()) - of_memory
+        weights = sum(p.numel() for name, p in self.named_parameters() if "rec." in name)
+        return weights * (math.ceil(T / cfg.chunk) / T if cfg.train_path == "chunked" else 1)
+
+    def mixer_flops(self):
+        cfg, T = self.cfg, self.cfg.block_size
         windows = [min(cfg.window(l) or T, T) for l in range(cfg.n_layer)]
         keys = sum((w * (w + 1) / 2 + (T - w) * w) / T for w in windows)
-        if cfg.train_path == "chunked":    # one memory for each chunk
-            of_memory *= math.ceil(T / cfg.chunk) / T
-        return passes * (6.0 * local + 12.0 * cfg.n_embd * keys) + 6.0 * of_memory
+        return 12.0 * cfg.n_embd * keys
