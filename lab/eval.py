@@ -33,11 +33,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from common.checkpoint import build_model, checkpoint_file, load_checkpoint
-from common.data import TokenData, Windows, bits_per_byte, open_data
+from common.data import TokenData, Windows, bits_per_byte, is_task, open_data
 from common.keys import (UserError, asks_help, first_line, help_text, need, read_text, run_cli,
                          split_paths, typed_config, writing)
 from common.process import autocast, check_tokenizer, device_name, pick_device
-from common.tasks import is_task
 from common.tokenizer import load_tokenizer
 from sample import choose_prefill
 

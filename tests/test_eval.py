@@ -17,7 +17,7 @@ from common.checkpoint import load_run
 from common.keys import UserError
 from conftest import MODELS, tiny
 from common.data import TextBatches
-from common.config import TrainConfig
+from common.process import TrainConfig
 from sample import stream
 from test_gpt import saved_llama
 from test_prepare import EOT, smollm, write_model

@@ -13,7 +13,7 @@ import model_mor
 import runs
 import train
 from common.keys import UserError
-from common.config import TrainConfig, read_config
+from common.process import TrainConfig, read_config
 from common.process import set_budget, tokens_per_step
 from conftest import ROOT, relative, tiny
 from lab import plot

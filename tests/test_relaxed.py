@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model_relaxed
 from common import checkpoint
 from lab import plot
-from common import config
+from common import process
 import runs
 import train
 from common.keys import UserError
@@ -209,7 +209,7 @@ def test_converted_by_init_from_it_evaluates_as_the_source(world, data_dir, tmp_
 @pytest.mark.parametrize("model", ["relaxed", "mor"])
 def test_a_source_with_an_option_that_the_model_has_not_is_refused(model):
     with pytest.raises(UserError, match=f"window=16, which model={model} has not"):
-        config.as_weights_of(model, {"model": "gpt", "model_config": {"window": 16, "n_embd": 16}})
+        process.as_weights_of(model, {"model": "gpt", "model_config": {"window": 16, "n_embd": 16}})
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(world, data_dir, tmp_path):
