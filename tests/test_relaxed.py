@@ -34,7 +34,7 @@ class ByHand:
     """A model's unrolled layers for one sequence, its states h (n, C): each matrix is W' + B A, formed and applied."""
 
     def __init__(self, model):
-        self.cfg, self.w = model.cfg, dict(model.named_parameters())
+        self.cfg, self.w = model.cfg, dict(model.named_parameters(remove_duplicate=False))
         self.edge = int(self.cfg.share.startswith("middle"))
         self.K = (self.cfg.n_layer - 2 * self.edge) // self.cfg.n_loop
 
