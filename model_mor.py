@@ -55,7 +55,7 @@ from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, Slots
 class Config(BaseConfig):
     n_layer: int = 8             # unrolled layers, first and last too
     n_loop: int = 3              # R: recursions
-    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")  # Table 5
+    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")
     router: str = choice("expert", "token", "none")  # none: all take all, the baseline
     kv: str = choice("recursion", "share", "share_update")  # keys of a recursion
     router_arch: str = choice("linear", "mlp", "wide_mlp")
@@ -106,17 +106,17 @@ class Config(BaseConfig):
         self.n_mlp = self.n_mlp or mlp_width(self)
 
     def capacity(self, r, step=math.inf):
-        """The fraction of all tokens that take recursion r at a training step (in token
-        choice, if depths are in balance)."""
-        R, extra = self.n_loop, float(self.router == "none")  # 1: all of them, 0: no more
+        """The fraction of all tokens that take recursion r at a training step (token
+        choice: if depths are in balance)."""
+        R, extra = self.n_loop, float(self.router == "none")  # 1: all of them
         if self.router == "expert" and step < self.capacity_warmup:
             extra = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
         return (R - r + 1 + (r - 1) * extra) / R
 
     def sizes(self, T, step=math.inf):
         """k_1 .. k_R: how many of T tokens that is; 1e-9 is for rounding."""
-        recursions = range(1, self.n_loop + 1)
-        return [max(1, int(T * self.capacity(r, step) + 1e-9)) for r in recursions]
+        return [max(1, int(T * self.capacity(r, step) + 1e-9))
+                for r in range(1, self.n_loop + 1)]
 
 
 # ---- routers, and what they decided ----
@@ -149,43 +149,16 @@ class Choice(NamedTuple):
 
 # ---- what a recursion works on: all tokens, or the chosen ones ----
 
-class AllTokens(Context):
-    """The context of all tokens: that of the first and last layers and of recursion 1.
-    chosen (B, T): which are no padding. kv[layer]: the keys and values attended to."""
-
-    def __init__(self, cfg, x, cache=None, n_valid=None):
-        super().__init__(cfg, x, cache, n_valid)
-        (B, T), self.cfg, self.kv = x.shape[:2], cfg, {}
-        self.decoding = cache is not None
-        n_real = self.slots.n_new[:, None] if self.decoding else T
-        self.chosen = torch.arange(T, device=x.device).expand(B, T) < n_real
-
-    def extend(self, layer, k, v):
-        self.kv[layer] = super().extend(layer, k, v)
-        return self.kv[layer]
-
-    def gather(self, x):
-        return x
-
-    def scatter(self, x, new):
-        return new
-
-    def subset(self, r, chosen, n=None):
-        """The context of recursion r: itself, or see Subset."""
-        kind = Cached if self.decoding else Gathered if self.cfg.fast else Subset
-        return self if r == 1 else kind(self, r, chosen, n)
-
-
 class Subset:
-    """The context of recursion r > 1, for the chosen (B, T) among all tokens, n of the
-    fullest row (None: not known). Written out: all run, only what the chosen give counts."""
+    """The context of recursion r > 1: of the chosen (B, T) among all tokens (AllTokens),
+    n of the fullest row (None: not known). Written out: all run, the chosen count."""
 
-    def __init__(self, tokens, r, chosen, n=None):
-        self.cfg, self.tokens, self.r, self.chosen = tokens.cfg, tokens, r, chosen
+    def __init__(self, cfg, tokens, r, chosen, n=None):
+        self.cfg, self.tokens, self.r, self.chosen = cfg, tokens, r, chosen
         self.rope, self.bias = tokens.rope, tokens.bias
-        if self.cfg.kv == "recursion":
-            ones = chosen.new_ones(chosen.size(1), chosen.size(1))
-            causal, itself = ones.tril(), ones.tril().triu()  # itself: no softmax is empty
+        if cfg.kv == "recursion":
+            causal = chosen.new_ones(chosen.size(1), chosen.size(1)).tril()
+            itself = causal.triu()  # lest a softmax is empty
             visible = causal & chosen[:, None, None] | itself
             self.bias = torch.where(visible, 0.0, -math.inf)  # (B, 1, T, T)
 
@@ -202,26 +175,45 @@ class Subset:
         """The keys and values (B, G, S, D) that the chosen attend to (Section 2.2.2)."""
         if self.cfg.kv == "recursion":
             return k, v
-        first = self.tokens.kv[layer - (self.r - 1) * self.cfg.n_stored]  # of all, in F_1
-        if self.cfg.kv == "share":  # k and v are not used; torch.compile does not make them
+        first = self.tokens.kv[layer - (self.r - 1) * self.cfg.n_stored]  # F_1's
+        if self.cfg.kv == "share":  # torch.compile drops what made k and v
             return first
         return [self.scatter(x.transpose(1, 2), new.transpose(1, 2)).transpose(1, 2)
                 for x, new in zip(first, (k, v))]  # share_update
+
+
+class AllTokens(Context):
+    """The context of all tokens: that of the first and last layers and of recursion 1.
+    chosen (B, T): which are no padding. kv[layer]: the keys and values attended to."""
+    gather, scatter = Subset.gather, Subset.scatter
+
+    def __init__(self, cfg, x, cache=None, n_valid=None):
+        super().__init__(cfg, x, cache, n_valid)
+        (B, T), self.kv, self.decoding = x.shape[:2], {}, cache is not None
+        self.subset_type = Cached if self.decoding else Gathered if cfg.fast else Subset
+        n_real = self.slots.n_new[:, None] if self.decoding else T
+        self.chosen = torch.arange(T, device=x.device).expand(B, T) < n_real
+
+    def extend(self, layer, k, v):
+        if self.decoding:
+            k, v = self.cache.write(layer, k, v, self.slots)
+        self.kv[layer] = k, v
+        return k, v
 
 
 # ---- the method: which tokens take which recursion ----
 
 class Recursions(LanguageModel):
     """The method. Model, below, adds the parts: routers (and aux_routers), or router and
-    balance_bias; gate; layers_of; n_loop."""
+    balance_bias; gate; layers_of."""
 
-    def expert_choice(self, h, tokens, k=None):
-        """h (B, T, C) -> h after the recursions, a Choice of each. Recursion r takes the
-        best k[r - 1] tokens of a sequence; k None, decoding: those of s >= 0."""
-        active, routing = tokens.chosen, []  # A_0
-        for r in range(1, self.n_loop + 1):
+    def expert_choice(self, h, tokens, R, k=None):
+        """h (B, T, C) -> h after R recursions, a Choice of each. Recursion r takes the best
+        k[r - 1] tokens of a sequence; k None, decoding: those of s >= 0."""
+        cfg, active, routing = self.cfg, tokens.chosen, []  # A_0
+        for r in range(1, R + 1):
             s = decides = self.routers[r - 1](h)[..., 0]  # w_r . h, (B, T)
-            if self.cfg.causal == "aux_router":
+            if cfg.causal == "aux_router":
                 decides = self.aux_routers[r - 1](h.detach())[..., 0]
             if r == 1:
                 chosen = active  # A_1
@@ -232,8 +224,11 @@ class Recursions(LanguageModel):
                 chosen = active & (decides >= 0)
             if tokens.decoding and not chosen.any():
                 break  # no token goes on
-            subset = tokens.subset(r, chosen, k and k[r - 1])
-            x, gate = subset.gather(h), subset.gather(self.gate(s)[..., None])  # h[A_r]
+            subset = tokens
+            if r > 1:
+                subset = tokens.subset_type(cfg, tokens, r, chosen, k and k[r - 1])
+            x = subset.gather(h)  # h[A_r]
+            gate = subset.gather(self.gate(s)[..., None])
             y = gate * self.recursion(r, x, subset)  # alpha sigmoid(s) F_r(h[A_r])
             h = subset.scatter(h, x + y.to(h.dtype))  # (2.1)
             routing.append(Choice(s, decides, active, chosen))
@@ -249,14 +244,16 @@ class Recursions(LanguageModel):
             z = z + (active * s ** 2).sum() / active.sum()  # of one score, logsumexp(s) = s
         return self.cfg.aux_weight * bce + self.cfg.z_loss * z, bce
 
-    def token_choice(self, h1, tokens):
+    def token_choice(self, h1, tokens, R):
         """h_1 (B, T, C) -> h after each token's recursions, and (scores, p, depths)."""
         h, (scores, p, depth) = h1, self.choose_depth(h1)
-        for r in range(1, self.n_loop + 1):
+        for r in range(1, R + 1):
             chosen = tokens.chosen & (depth >= r)
             if tokens.decoding and not chosen.any():
                 break  # no token goes on
-            subset = tokens.subset(r, chosen)
+            subset = tokens
+            if r > 1:
+                subset = tokens.subset_type(self.cfg, tokens, r, chosen)
             h = subset.scatter(h, self.recursion(r, subset.gather(h), subset))
         return self.exit(h1, h, p, depth), (scores, p, depth)
 
@@ -265,7 +262,7 @@ class Recursions(LanguageModel):
         scores = self.router(h1)
         p = self.gate(scores)
         depth = 1 + (p + self.balance_bias).argmax(-1)  # i
-        return scores, p, depth.clamp(max=self.n_loop)
+        return scores, p, depth if self.training else depth.clamp(max=self.n_loop)
 
     def exit(self, h1, h, p, depth):
         return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)  # (2.2)
@@ -276,10 +273,11 @@ class Recursions(LanguageModel):
         f = [(depth == i).to(p.dtype).mean() for i in range(1, R + 1)]
         balance = R * sum(f_i * p_i.mean() for f_i, p_i in zip(f, p.unbind(-1)))
         weight = cfg.balance_weight if cfg.balance == "loss" else 0.0
-        return weight * balance + cfg.z_loss * scores.logsumexp(-1).square().mean(), balance
+        z = scores.logsumexp(-1).square().mean()
+        return weight * balance + cfg.z_loss * z, balance
 
     def recursion(self, r, h, context):
-        """F_r. Layers are numbered as unrolled: 0 is the first layer or F_1's, -1 the last."""
+        """F_r. Layers have the numbers of unrolled ones, the last layer has -1."""
         start = self.cfg.n_edge + (r - 1) * self.cfg.n_stored
         for layer, block in enumerate(self.layers_of[r - 1], start):
             h = block(h, layer, context)
@@ -294,8 +292,8 @@ class Gathered(Subset):
     B T; B T is padding's, a spare place behind, and it reads the last of all.
     Under torch.compile n = T where it is not known, so that token choice saves nothing."""
 
-    def __init__(self, tokens, r, chosen, n=None):
-        self.cfg, self.tokens, self.r, self.chosen = tokens.cfg, tokens, r, chosen
+    def __init__(self, cfg, tokens, r, chosen, n=None):
+        self.cfg, self.tokens, self.r, self.chosen = cfg, tokens, r, chosen
         (B, T), device = chosen.shape, chosen.device
         if n is None and torch.compiler.is_compiling():
             n = T  # no shape may depend on data
@@ -331,15 +329,16 @@ class Cached(Gathered):
     with kv=recursion to the recursion's own cache, in which they follow each other without
     gaps; with share_update to their positions in the cache of all tokens."""
 
-    def __init__(self, tokens, r, chosen, n=None):
-        super().__init__(tokens, r, chosen, n)
+    def __init__(self, cfg, tokens, r, chosen, n=None):
+        super().__init__(cfg, tokens, r, chosen, n)
         n_new, self.cache, self.offset = chosen.sum(1), tokens.cache, 0
         if self.cfg.kv == "recursion":
             self.cache = tokens.cache.later[r - 2]
             self.offset = self.cfg.n_edge + (r - 1) * self.cfg.n_stored  # its layer 0
             self.slots = self.cache.place(self.places.size(1), n_new, tokens.cache.max_len)
-            k_pos = torch.arange(self.slots.end, device=chosen.device)  # places in it, which
-            self.bias = attention_bias(self.slots.pos, k_pos)  # are in order of positions
+            # a token's place in that cache is as good as its position: the order is the same
+            k_pos = torch.arange(self.slots.end, device=chosen.device)
+            self.bias = attention_bias(self.slots.pos, k_pos)
         else:
             padding = self.places == chosen.numel()
             at = self.pos.masked_fill(padding, self.cache.max_len)
@@ -422,10 +421,13 @@ class Model(Recursions):
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
             self.eval_metrics = [*depths, "maxvio"]
-        # blocks of each recursion (Table 5). cycle: 0 1 | 0 1 | 0 1, sequence: 0 0 | 0 1 | 1 1
+        # Table 5. cycle: 0 1 | 0 1 | 0 1, sequence: 0 0 | 0 1 | 1 1
         cycle = cfg.share.endswith("cycle")
         block = lambda r, i: self.blocks[i if cycle else ((r - 1) * K + i) // R]
         self.layers_of = [[block(r, i) for i in range(K)] for r in range(1, R + 1)]
+        self.gate = {"softmax": lambda s: s.softmax(-1),
+                     "sigmoid": lambda s: cfg.alpha * s.sigmoid(),
+                     "tanh": lambda s: cfg.alpha * s.tanh()}[cfg.router_func]
         init_weights(self, cfg.n_layer)
         self.set_step(math.inf)
 
@@ -433,16 +435,10 @@ class Model(Recursions):
         """A block; of a fork, any module that is called as block(h, layer, context)."""
         return Block(cfg)
 
-    def gate(self, s):
-        """alpha sigmoid(s) in expert choice, softmax(s) in token choice, or others."""
-        if self.cfg.router_func == "softmax":
-            return s.softmax(-1)
-        return self.cfg.alpha * (s.tanh() if self.cfg.router_func == "tanh" else s.sigmoid())
-
     @property
     def n_loop(self):
-        """The most recursions of a token: in training all, else up to exit_loop."""
-        return self.cfg.n_loop if self.training else self.cfg.exit_loop or self.cfg.n_loop
+        """The most recursions of a token in evaluation and decoding."""
+        return self.cfg.exit_loop or self.cfg.n_loop
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """As in every model. aux also has the router's metrics, and tokens by depth."""
@@ -455,7 +451,7 @@ class Model(Recursions):
         aux = {"ce": ce}
         aux |= {f"depth{d}": (taken == d).float().mean() for d in range(1, cfg.n_loop + 1)}
         if cfg.router == "expert" and not self.training:
-            h, _, routing = self.states(idx, top_k=True)  # what BCE and accuracy compare with
+            h, _, routing = self.states(idx, top_k=True)  # the labels of the BCE
             aux["ce_topk"] = cross_entropy(upcast(self.head(h)), targets)
         if cfg.router == "expert":
             more, aux["aux"] = self.expert_loss(routing)
@@ -489,21 +485,22 @@ class Model(Recursions):
         """idx (B, T) -> final states (B, T, C), recursions taken (B, T), what the router
         did. top_k: expert choice as in training, else as in decoding."""
         cfg, h, T = self.cfg, self.drop(self.wte(idx)), idx.size(1)
+        R = cfg.n_loop if self.training else self.n_loop  # as many recursions run
         tokens = self.context_type(cfg, h, cache, n_valid)
         for block in self.first:
             h = block(h, 0, tokens)
         if cfg.router == "expert":
             k = self.k if T == cfg.block_size else cfg.sizes(T, self.step)
-            h, routing = self.expert_choice(h, tokens, k if top_k else None)
+            h, routing = self.expert_choice(h, tokens, R, k if top_k else None)
             taken = sum(each.chosen.long() for each in routing)
         elif cfg.router == "token":
-            h, routing = self.token_choice(h, tokens)
+            h, routing = self.token_choice(h, tokens, R)
             taken = routing[-1]  # depths
         else:
-            taken, routing = tokens.chosen * self.n_loop, None
-            for r in range(1, self.n_loop + 1):
+            taken, routing = tokens.chosen * R, None
+            for r in range(1, R + 1):
                 shares = r > 1 and cfg.kv == "share"  # the keys of F_1, as a Subset does
-                context = Subset(tokens, r, tokens.chosen) if shares else tokens
+                context = Subset(cfg, tokens, r, tokens.chosen) if shares else tokens
                 h = self.recursion(r, h, context)
         for block in self.last:
             h = block(h, -1, tokens)
@@ -545,13 +542,14 @@ class Model(Recursions):
         return flops
 
     def layer_flops(self, r, fraction):
-        """Of a layer of recursion r that this fraction of tokens takes, per token of all."""
+        """Of a layer of recursion r that this fraction of tokens takes."""
         block, cfg = self.blocks[0], self.cfg
         weights = sum(p.numel() for p in block.parameters() if p.dim() == 2)
         if r > 1 and cfg.kv == "share":
             weights -= block.attn.wk.weight.numel() + block.attn.wv.weight.numel()
-        n = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)  # tokens with keys
-        return fraction * (6.0 * weights + 12.0 * cfg.n_embd * (n + 1) / 2)  # half is visible
+        keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
+        visible = (keys + 1) / 2
+        return fraction * (6.0 * weights + 12.0 * cfg.n_embd * visible)
 
     def budget_flops(self, step):
         """Of a token, as max_flops counts."""
@@ -560,18 +558,18 @@ class Model(Recursions):
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start from the weights of a model_gpt of the same sizes: its first and last layer, and
-    the stored blocks as init says (Table 9), each the mean of some layers in between."""
+    """Start from the weights of a model_gpt of the same sizes: its first and last layer,
+    and each stored block as the mean of some layers in between (init, Table 9)."""
     cfg, target, K = model.cfg, model.state_dict(), model.cfg.n_stored
     for name in [name for name in weights if not name.startswith("blocks.")]:
         target[name].copy_(weights[name])
     inner = range(cfg.n_edge, cfg.n_layer - cfg.n_edge)
     tied = list(zip(inner, sum(model.layers_of, [])))  # (layer, its block)
     spaced = [round(inner[0] + k * (len(inner) - 1) / max(1, K - 1)) for k in range(K)]
-    origins = {"average": [[n for n, other in tied if other is block] for block in model.blocks],
-               "stepwise": [[n] for n in spaced],
-               "lower": [[n] for n in inner[:K]], "upper": [[n] for n in inner[-K:]],
-               "random": [[inner[n]] for n in torch.randperm(len(inner))[:K]]}[cfg.init]
+    average = [[n for n, other in tied if other is block] for block in model.blocks]
+    random = [inner[n] for n in torch.randperm(len(inner))[:K]]
+    one = {"stepwise": spaced, "lower": inner[:K], "upper": inner[-K:], "random": random}
+    origins = average if cfg.init == "average" else [[n] for n in one[cfg.init]]
     edges = [[0], [cfg.n_layer - 1]][:2 * cfg.n_edge]
     for block, layers in zip([*model.blocks, *model.first, *model.last], origins + edges):
         for name, p in block.named_parameters():

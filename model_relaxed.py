@@ -167,13 +167,15 @@ class Block(model_gpt.Block):
         return x + self.drop(self.mlp(self.norm2(x), u))
 
 
-def run_loop(cfg, blocks, h, loop, context):
-    """h (B, T, C) -> the states after loop `loop`: K unrolled layers."""
-    K = cfg.n_stored
-    for layer in range((loop - 1) * K, loop * K):
+def run_loops(cfg, blocks, h, context, n_loop):
+    """h_0 (B, T, C) -> the states after loops 1 .. n_loop, a list of (B, T, C)."""
+    ends = []
+    for layer in range(n_loop * cfg.n_stored):
         k, _ = cfg.block_and_use(layer)
         h = blocks[k](h, layer, context)                # h_{layer + 1}                     (2)
-    return h
+        if (layer + 1) % cfg.n_stored == 0:
+            ends.append(h)
+    return ends
 
 
 # ---- the parts of a block, and the fast path ----
@@ -309,16 +311,16 @@ class Model(LanguageModel):
 
     @property
     def n_loop(self):
-        """The loops that run: in training all, else up to exit_loop."""
-        return self.cfg.n_loop if self.training else self.cfg.exit_loop or self.cfg.n_loop
+        """How many loops run in evaluation and decoding."""
+        return self.cfg.exit_loop or self.cfg.n_loop
 
     def loops(self, idx, cache=None, n_valid=None):
         """idx (B, T) -> the states after each loop, a list of (B, T, C)."""
-        h, states = self.drop(self.wte(idx)), []
+        h = self.drop(self.wte(idx))
         context = self.context_type(self.cfg, h, cache, n_valid)
-        for loop in range(1, self.n_loop + 1):
-            h = run_loop(self.cfg, self.blocks, h, loop, context)
-            states.append(h)
+        all_run = self.training and cache is None
+        n_loop = self.cfg.n_loop if all_run else self.n_loop
+        states = run_loops(self.cfg, self.blocks, h, context, n_loop)
         if cache is not None:
             cache.advance(context.slots)
         return states
