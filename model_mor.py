@@ -191,6 +191,8 @@ class AllTokens(Context):
         super().__init__(cfg, x, cache, n_valid)
         (B, T), self.kv, self.decoding = x.shape[:2], {}, cache is not None
         self.subset_type = Cached if self.decoding else Gathered if cfg.fast else Subset
+        if cfg.router == "none":  # all again, with new keys or those of F_1
+            self.subset_type = Subset if cfg.kv == "share" else None
         n_real = self.slots.n_new[:, None] if self.decoding else T
         self.chosen = torch.arange(T, device=x.device).expand(B, T) < n_real
 
@@ -224,13 +226,8 @@ class Recursions(LanguageModel):
                 chosen = active & (decides >= 0)
             if tokens.decoding and not chosen.any():
                 break  # no token goes on
-            subset = tokens
-            if r > 1:
-                subset = tokens.subset_type(cfg, tokens, r, chosen, k and k[r - 1])
-            x = subset.gather(h)  # h[A_r]
-            gate = subset.gather(self.gate(s)[..., None])
-            y = gate * self.recursion(r, x, subset)  # alpha sigmoid(s) F_r(h[A_r])
-            h = subset.scatter(h, x + y.to(h.dtype))  # (2.1)
+            gate = self.gate(s)[..., None]  # alpha sigmoid(s)
+            h = self.recursion(r, h, tokens, chosen, gate, k and k[r - 1])  # (2.1)
             routing.append(Choice(s, decides, active, chosen))
             active = chosen
         return h, routing
@@ -251,10 +248,7 @@ class Recursions(LanguageModel):
             chosen = tokens.chosen & (depth >= r)
             if tokens.decoding and not chosen.any():
                 break  # no token goes on
-            subset = tokens
-            if r > 1:
-                subset = tokens.subset_type(self.cfg, tokens, r, chosen)
-            h = subset.scatter(h, self.recursion(r, subset.gather(h), subset))
+            h = self.recursion(r, h, tokens, chosen)
         return self.exit(h1, h, p, depth), (scores, p, depth)
 
     def choose_depth(self, h1):
@@ -276,12 +270,19 @@ class Recursions(LanguageModel):
         z = scores.logsumexp(-1).square().mean()
         return weight * balance + cfg.z_loss * z, balance
 
-    def recursion(self, r, h, context):
-        """F_r. Layers have the numbers of unrolled ones, the last layer has -1."""
+    def recursion(self, r, h, tokens, chosen, gate=None, n=None):
+        """h (B, T, C) with F_r(h) or, with a gate (B, T, 1), h + gate F_r(h), of the chosen.
+        Layers have the numbers of unrolled ones, the last layer has -1."""
+        subset = tokens
+        if r > 1 and tokens.subset_type:
+            subset = tokens.subset_type(self.cfg, tokens, r, chosen, n)
+        x = y = subset.gather(h)  # h[A_r]
         start = self.cfg.n_edge + (r - 1) * self.cfg.n_stored
         for layer, block in enumerate(self.layers_of[r - 1], start):
-            h = block(h, layer, context)
-        return h
+            y = block(y, layer, subset)  # F_r(h[A_r])
+        if gate is not None:
+            y = x + (subset.gather(gate) * y).to(h.dtype)
+        return subset.scatter(h, y)
 
 
 # ---- the fast path ----
@@ -295,10 +296,8 @@ class Gathered(Subset):
     def __init__(self, cfg, tokens, r, chosen, n=None):
         self.cfg, self.tokens, self.r, self.chosen = cfg, tokens, r, chosen
         (B, T), device = chosen.shape, chosen.device
-        if n is None and torch.compiler.is_compiling():
-            n = T  # no shape may depend on data
-        elif n is None:
-            n = max(1, int(chosen.sum(1).max()))
+        if n is None:  # under torch.compile no shape may depend on data
+            n = T if torch.compiler.is_compiling() else max(1, int(chosen.sum(1).max()))
         rows = torch.arange(B, device=device)[:, None]
         at = torch.where(chosen, torch.arange(T, device=device), T)
         at = at.topk(n, 1, largest=False).values  # (B, n), ascending; T is padding
@@ -336,7 +335,7 @@ class Cached(Gathered):
             self.cache = tokens.cache.later[r - 2]
             self.offset = self.cfg.n_edge + (r - 1) * self.cfg.n_stored  # its layer 0
             self.slots = self.cache.place(self.places.size(1), n_new, tokens.cache.max_len)
-            # a token's place in that cache is as good as its position: the order is the same
+            # its order is that of the positions, so places in it do for a causal mask
             k_pos = torch.arange(self.slots.end, device=chosen.device)
             self.bias = attention_bias(self.slots.pos, k_pos)
         else:
@@ -406,7 +405,7 @@ class Model(Recursions):
     runs_blocks_once = False
 
     def __init__(self, cfg):
-        blocks = lambda n: nn.ModuleList(self.make_block(cfg) for _ in range(n))
+        blocks = lambda n: nn.ModuleList(self.make_block(cfg, i) for i in range(n))
         routers = lambda: nn.ModuleList(Router(cfg, 1) for _ in range(R))
         K, R = cfg.n_stored, cfg.n_loop
         super().__init__(cfg, blocks(K))  # the shared ones
@@ -431,8 +430,9 @@ class Model(Recursions):
         init_weights(self, cfg.n_layer)
         self.set_step(math.inf)
 
-    def make_block(self, cfg):
-        """A block; of a fork, any module that is called as block(h, layer, context)."""
+    def make_block(self, cfg, number):
+        """A block; of a fork, any module that is called as block(h, layer, context). number:
+        among the shared ones, or the first or last ones, from 0."""
         return Block(cfg)
 
     @property
@@ -466,7 +466,7 @@ class Model(Recursions):
         """How often the decoding rule decides as top k did, in recursions that choose."""
         right = decided = torch.zeros_like(routing[0].s[0, 0])
         for _, decides, active, chosen in routing[1:]:
-            right = right + (((decides >= 0) == chosen) & active).sum()
+            right = right + (active & ((decides >= 0) == chosen)).sum()
             decided = decided + active.sum()
         return {"router_accuracy": right / decided.clamp(min=1)}
 
@@ -499,9 +499,7 @@ class Model(Recursions):
         else:
             taken, routing = tokens.chosen * R, None
             for r in range(1, R + 1):
-                shares = r > 1 and cfg.kv == "share"  # the keys of F_1, as a Subset does
-                context = Subset(cfg, tokens, r, tokens.chosen) if shares else tokens
-                h = self.recursion(r, h, context)
+                h = self.recursion(r, h, tokens, tokens.chosen)
         for block in self.last:
             h = block(h, -1, tokens)
         if cache is not None:
@@ -551,18 +549,16 @@ class Model(Recursions):
         visible = (keys + 1) / 2
         return fraction * (6.0 * weights + 12.0 * cfg.n_embd * visible)
 
-    def budget_flops(self, step):
-        """Of a token, as max_flops counts."""
-        return self.flops_per_token(step)
-
 
 @torch.no_grad()
 def convert(model, weights):
     """Start from the weights of a model_gpt of the same sizes: its first and last layer,
-    and each stored block as the mean of some layers in between (init, Table 9)."""
+    and each stored block as the mean of some layers in between (init, Table 9). If it has
+    other than n_layer layers, so many of them, evenly spaced, are taken for it."""
     cfg, target, K = model.cfg, model.state_dict(), model.cfg.n_stored
     for name in [name for name in weights if not name.startswith("blocks.")]:
         target[name].copy_(weights[name])
+    n_source = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
     inner = range(cfg.n_edge, cfg.n_layer - cfg.n_edge)
     tied = list(zip(inner, sum(model.layers_of, [])))  # (layer, its block)
     spaced = [round(inner[0] + k * (len(inner) - 1) / max(1, K - 1)) for k in range(K)]
@@ -572,5 +568,6 @@ def convert(model, weights):
     origins = average if cfg.init == "average" else [[n] for n in one[cfg.init]]
     edges = [[0], [cfg.n_layer - 1]][:2 * cfg.n_edge]
     for block, layers in zip([*model.blocks, *model.first, *model.last], origins + edges):
+        layers = [round(n * (n_source - 1) / max(1, cfg.n_layer - 1)) for n in layers]
         for name, p in block.named_parameters():
             p.copy_(sum(weights[f"blocks.{n}.{name}"] for n in layers) / len(layers))

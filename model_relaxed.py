@@ -221,16 +221,18 @@ def replace_parts(module, cfg):
 @torch.no_grad()
 def convert(model, weights):
     """Start model from `weights`, the state dict of a model_gpt of the same sizes: first what
-    is tied, then what each use has of its own. Raises ValueError where a tied norm's weight is
-    too near zero for deltas to make up for it."""
-    cfg, target = model.cfg, model.state_dict()
-    sources = [{} for _ in range(cfg.n_layer)]          # each layer's weights
+    is tied, then what each use has of its own. If it has other than n_layer layers, so many of
+    them, evenly spaced, are its layers. Raises ValueError where a tied norm's weight is too
+    near zero for deltas to make up for it."""
+    cfg, target, layers = model.cfg, model.state_dict(), {}
     for name, w in weights.items():
         if name.startswith("blocks."):
             _, layer, part = name.split(".", 2)
-            sources[int(layer)][part] = w
+            layers.setdefault(int(layer), {})[part] = w
         else:
             target[name].copy_(w)
+    step = (len(layers) - 1) / max(1, cfg.n_layer - 1)
+    sources = [layers[round(step * layer)] for layer in range(cfg.n_layer)]
     for k, block in enumerate(model.blocks):
         set_tied(block, [sources[layer] for layer in source_layers(cfg, k)])
         if cfg.rank and cfg.lora_init == "svd":
@@ -302,11 +304,11 @@ class Model(LanguageModel):
     runs_blocks_once = False
 
     def __init__(self, cfg):
-        super().__init__(cfg, [self.make_block(cfg) for _ in range(cfg.n_stored)])
+        super().__init__(cfg, [self.make_block(cfg, k) for k in range(cfg.n_stored)])
         init_weights(self, cfg.n_layer)
 
-    def make_block(self, cfg):
-        """A stored block; of a fork, any module that is called as block(h, layer, context)."""
+    def make_block(self, cfg, k):
+        """Stored block k; of a fork, any module that is called as block(h, layer, context)."""
         return Block(cfg)
 
     @property

@@ -182,13 +182,6 @@ def test_routing_is_its_equations(sizes, training, T):
     assert_is_by_hand(model, tokens(2, T + 1))
 
 
-def test_router_none_leaves_all_else_as_it_is():
-    """The baseline has the other parameters, of the same shapes."""
-    routed, baseline = ({name: p.shape for name, p in mor(router=router).named_parameters()}
-                        for router in ("expert", "none"))
-    assert baseline == {name: shape for name, shape in routed.items() if not name.startswith("routers.")}
-
-
 # ---- sizes and operations ----
 
 @pytest.mark.parametrize("name, sizes, millions", [
@@ -362,6 +355,15 @@ def test_where_stored_blocks_come_from(share, n_layer, n_loop, init):
     for block, layers in zip([*model.blocks, *model.first, *model.last], origins, strict=True):
         for name, p in block.named_parameters():
             assert relative(p, torch.stack([w[f"blocks.{n}.{name}"] for n in layers]).mean(0)) < 1e-14, name
+
+
+def test_a_source_of_other_numbers_of_layers_is_taken_evenly():
+    """Of 15 layers 0, 2, .. 14 are the 8: the first, the lowest two, the last."""
+    gpt = tiny("gpt", n_layer=15)
+    model = tiny("mor", n_layer=8, init="lower")
+    model_mor.convert(model, gpt.state_dict())
+    for block, n in zip([*model.first, *model.blocks, *model.last], (0, 2, 4, 14), strict=True):
+        assert all(torch.equal(p, gpt.get_parameter(f"blocks.{n}.{name}")) for name, p in block.named_parameters())
 
 
 def test_random_blocks_are_layers_of_the_source():
