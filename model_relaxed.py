@@ -60,16 +60,15 @@ class Config(BaseConfig):
     pos: str = choice("rope", "none")
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key
     tie_embeddings: bool = True  # the head is the embedding matrix
-    # what init_from= makes of a trained model_gpt: the stored blocks, and the deltas
-    init: str = choice("average", "stepwise", "lower", "upper", "random")   # see source_layers
-    lora_init: str = choice("svd", "zero")      # as (4), or B = 0
-    # the losses of the earlier loops in training: their weights (see loop_weights), their kind
-    early_exit: str = choice("none", "weighted", "aggressive")
-    exit_weight: float = 0.1     # aggressive: the weight
-    exit_loss: str = choice("ce", "kl", "both")     # cross-entropy, KL from the last loop
-    # evaluation and decoding
+    # conversion of a trained model_gpt
+    init: str = choice("average", "stepwise", "lower", "upper", "random")   # stored blocks
+    lora_init: str = choice("svd", "zero")      # deltas start as (4), or at 0
+    # early exit: in training; in evaluation and decoding; in serve.py
+    early_exit: str = choice("none", "weighted", "aggressive")  # losses of earlier loops
+    exit_weight: float = 0.1     # aggressive: their weight
+    exit_loss: str = choice("ce", "kl", "both")     # which they are; kl: to the last loop
     exit_loop: int = 0           # stop after this loop (0: the last)
-    fill: str = choice("exact", "propagate")    # serve.py: deeper keys of tokens that exited
+    fill: str = choice("exact", "propagate")    # deeper keys of tokens that exited
 
     CONVERTS_FROM = ("gpt",)     # models whose weights init_from= converts
     FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")

@@ -224,7 +224,8 @@ def test_converted_by_init_from_it_evaluates_as_the_source(world, data_dir, tmp_
     for start in (world / "gpt" / "r", tmp_path / "hf"):
         ours = evaluated("relaxed", start, "rank=1000", "n_loop=4", "share=sequence")
         assert abs(ours - evaluated("gpt", start)) < 1e-5
-    other = runs.run("relaxed", tmp_path, data_dir, "n_layer=6", "n_loop=3", f"init_from={start}", "max_steps=1")
+    other = runs.run("relaxed", tmp_path, data_dir, "n_layer=6", "n_loop=3", "max_steps=1",
+                     f"init_from={world / 'gpt' / 'r'}")
     assert len(other.model.blocks) == 2
 
 
