@@ -335,7 +335,7 @@ class Cached(Gathered):
             self.cache = tokens.cache.later[r - 2]
             self.offset = self.cfg.n_edge + (r - 1) * self.cfg.n_stored  # its layer 0
             self.slots = self.cache.place(self.places.size(1), n_new, tokens.cache.max_len)
-            # its order is that of the positions, so places in it do for a causal mask
+            # in order of positions, so places do for a causal mask
             k_pos = torch.arange(self.slots.end, device=chosen.device)
             self.bias = attention_bias(self.slots.pos, k_pos)
         else:
@@ -431,8 +431,8 @@ class Model(Recursions):
         self.set_step(math.inf)
 
     def make_block(self, cfg, number):
-        """A block; of a fork, any module that is called as block(h, layer, context). number:
-        among the shared ones, or the first or last ones, from 0."""
+        """The shared block (or first, or last one) of this number, from 0; of a fork, any
+        module that is called as block(h, layer, context)."""
         return Block(cfg)
 
     @property
@@ -441,7 +441,7 @@ class Model(Recursions):
         return self.cfg.exit_loop or self.cfg.n_loop
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model. aux also has the router's metrics, and tokens by depth."""
+        """As in every model. aux also has tokens by depth, and the router's metrics."""
         cfg = self.cfg
         if targets is None or cache is not None or not idx.numel() or cfg.router == "none":
             return super().forward(idx, targets, cache, n_valid)
@@ -518,7 +518,7 @@ class Model(Recursions):
         """For the capacity warm-up: k_1 .. k_R of a whole sequence at this step."""
         self.step, self.k = step, self.cfg.sizes(self.cfg.block_size, step)
         if self.cfg.capacity_warmup:
-            # torch.compile then takes ints of a module as symbols, not one graph for each
+            # torch.compile: ints of a module are symbols, not a graph each
             torch.compiler.config.allow_unspec_int_on_nn_module = True
 
     @torch.no_grad()
@@ -553,8 +553,8 @@ class Model(Recursions):
 @torch.no_grad()
 def convert(model, weights):
     """Start from the weights of a model_gpt of the same sizes: its first and last layer,
-    and each stored block as the mean of some layers in between (init, Table 9). If it has
-    other than n_layer layers, so many of them, evenly spaced, are taken for it."""
+    and each stored block as the mean of some layers in between (init, Table 9). Of other
+    than n_layer layers so many are taken, evenly spaced."""
     cfg, target, K = model.cfg, model.state_dict(), model.cfg.n_stored
     for name in [name for name in weights if not name.startswith("blocks.")]:
         target[name].copy_(weights[name])

@@ -220,9 +220,9 @@ def replace_parts(module, cfg):
 @torch.no_grad()
 def convert(model, weights):
     """Start model from `weights`, the state dict of a model_gpt of the same sizes: first what
-    is tied, then what each use has of its own. If it has other than n_layer layers, so many of
-    them, evenly spaced, are its layers. Raises ValueError where a tied norm's weight is too
-    near zero for deltas to make up for it."""
+    is tied, then what each use has of its own. Of other than n_layer layers so many are taken,
+    evenly spaced. Raises ValueError where a tied norm's weight is too near zero for deltas to
+    make up for it."""
     cfg, target, layers = model.cfg, model.state_dict(), {}
     for name, w in weights.items():
         if name.startswith("blocks."):
