@@ -1,20 +1,20 @@
 """
 The plain Transformer (decoder-only, Llama's block), the baseline of the recurrent models.
 
-    h_0     = E[idx]
-    z_l     = h_l + W_o Attention(W_q n, W_k n, W_v n)        n = RMSNorm(h_l)
-    h_{l+1} = z_l + W_down (silu(W_gate m) * (W_up m))        m = RMSNorm(z_l)
-    logits  = W_head RMSNorm(h_L)
+    x_0     = E[idx]
+    z_l     = x_l + W_o Attention(W_q u, W_k u, W_v u)        u = RMSNorm(x_l)
+    x_{l+1} = z_l + W_down (silu(W_gate w) * (W_up w))        w = RMSNorm(z_l)
+    logits  = W_head RMSNorm(x_L)
 
-    idx --E--> h_0 --block--> h_1 -- ... --block--> h_L --norm--> h --head--> logits
+    idx --E--> x_0 --block--> x_1 -- ... --block--> x_L --norm, head--> logits
 
 Attention of query i:  y_i = sum_j a_ij v_j,  a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
-Key j is visible iff j <= i and, with a sliding window w, i - j < w. q and k are those after
-QK-norm and rotary positions (RoPE). ALiBi: bias_ij = -m_h (i - j), m_h = 2^(-8 h / H).
+Key j is visible iff j <= i and, with a sliding window of w keys, i - j < w. q and k are those
+after QK-norm and rotary positions (RoPE). ALiBi: bias_ij = -m_h (i - j), m_h = 2^(-8 h / H) in
+head h = 1 .. H.
 
 fast=false writes the softmax out, fast=true calls torch's fused attention. The other model
-files import from this one: read it first. What is needed to train comes first; the KV cache
-and generate, for decoding, stand at the end.
+files import from this one: read it first. The KV cache, for decoding, stands at the end.
 
 Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value
 heads, D = C / H head size, V vocabulary.
@@ -69,8 +69,13 @@ class BaseConfig:
             if allowed and value not in allowed:
                 raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
         self.head_dim = self.n_embd // self.n_head
-        if getattr(self, "pos", None) == "rope" and self.head_dim % 2:
-            raise ValueError(f"pos=rope needs an even head size: n_embd / n_head = {self.head_dim}")
+        if self.has_rope and self.head_dim % 2:
+            raise ValueError(f"RoPE needs an even head size: n_embd / n_head = {self.head_dim}")
+
+    @property
+    def has_rope(self):
+        """Whether positions are RoPE's: a model without the key pos (LRT) has nothing else."""
+        return getattr(self, "pos", "rope") == "rope"
 
     def at_least(self, least, *names):
         """Raise ValueError where a named key is less than `least`."""
@@ -96,7 +101,7 @@ class Config(BaseConfig):
 
 def mlp_width(cfg):
     """gelu: 4 C. swiglu, with a third matrix: 8/3 C, rounded up to a multiple of 32."""
-    return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(cfg.n_embd / 12)
+    return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
 
 
 # ---- norm and positions ----
@@ -115,9 +120,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        h = upcast(x)
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
-        return (h * self.weight).to(x.dtype)
+        wide = upcast(x)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
 
 
 def rope_tables(pos, head_dim, theta, dtype):
@@ -143,7 +148,7 @@ def alibi_slopes(n_head, device=None, dtype=torch.float32):
 
 def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
     """Added to the scores: -inf where the key is not visible, else 0 or ALiBi's bias.
-    q_pos (B or 1, T), k_pos (S,) or (B, 1, 1, S) -> (B or 1, H or 1, T, S)."""
+    q_pos (B or 1, T), k_pos (S,) or, each row's own, (B, 1, 1, S) -> (B or 1, H or 1, T, S)."""
     distance = q_pos[:, None, :, None] - k_pos              # (B or 1, 1, T, S)
     visible = distance >= 0
     if window:
@@ -188,10 +193,10 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     to (B, H, T, S) -> (B, H, T, D). bias None: causal, the queries being the last T of the S
     tokens."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
-    if bias is None and (not fast or 1 < T < S):    # the fused kernels know T = S, and T = 1
+    if bias is None and (not fast or 1 < T < S):    # torch masks T = S; T = 1 needs no mask
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if fast:
-        causal = True if bias is None and T > 1 else False  # a bool even if T is symbolic
+        causal = True if bias is None and T > 1 else False  # T > 1 of torch.compile is no bool
         bias = None if bias is None else bias.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, enable_gqa=H != G)
     k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))         # (B, H, S, D)
@@ -232,25 +237,28 @@ class Block(nn.Module):
 class Context:
     """What the T new tokens of a call have in common in all layers: their positions pos
     (B or 1, T), RoPE's cos and sin or None, the attention bias (None: causal), and where their
-    keys and values go."""
+    keys and values go. In training there is no cache: positions 0 .. T - 1, as many keys."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
-        """x (B, T, C): the new tokens' embeddings. cache, n_valid: see LanguageModel.forward."""
-        self.cache, T = cache, x.size(1)
-        self.slots = cache.place(T, n_valid) if cache else None
-        self.pos = self.slots.pos if cache else torch.arange(T, device=x.device)[None]
-        S = self.slots.end if cache else T                  # keys
+        """x (B, T, C): the new tokens' embeddings, for their size and type. cache, n_valid: see
+        LanguageModel.forward."""
+        T = S = x.size(1)
+        self.cache, self.slots, ragged = cache, None, False
+        self.pos = torch.arange(T, device=x.device)[None]
+        if cache is not None:       # decoding, see the end of this file
+            self.slots = cache.place(T, n_valid)
+            self.pos, S, ragged = self.slots.pos, self.slots.end, cache.ragged
         self.rope = self.bias = None
         if cfg.pos == "rope":
             if S > cfg.block_size:
                 raise ValueError(f"{S} tokens are more than block_size={cfg.block_size}")
             cos, sin = rope_tables(self.pos, cfg.head_dim, cfg.rope_theta, x.dtype)
             self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D / 2)
-        window, ragged = getattr(cfg, "window", 0), cache and self.slots.at is not None
+        window = getattr(cfg, "window", 0)                  # relaxed and mor have none
         if window or cfg.pos == "alibi" or ragged:
             wide = torch.promote_types(x.dtype, torch.float32)
             slopes = alibi_slopes(cfg.n_head, x.device, wide) if cfg.pos == "alibi" else None
-            k_pos = torch.arange(S, device=x.device)
+            k_pos = torch.arange(S, device=x.device)        # slot p of a cache is position p
             self.bias = attention_bias(self.pos, k_pos, window, slopes, wide)
 
     def extend(self, layer, k, v):
@@ -269,9 +277,11 @@ def cross_entropy(logits, targets):
 
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
-    A model adds blocks and flops_per_token(), and may replace the rest."""
+    A model adds blocks, calls init_weights and has flops_per_token(); it may replace the rest.
+    What stands here for other models and commands: context_type, runs_blocks_once, set_step,
+    and what speaks of rows, n_valid and n_layer in the cache."""
     context_type = Context
-    runs_blocks_once = True     # in a forward pass, each as a module (common/sharded.py)
+    runs_blocks_once = True     # each block once a forward: FSDP may gather them one by one
 
     def __init__(self, cfg, blocks):
         super().__init__()
@@ -280,21 +290,22 @@ class LanguageModel(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(blocks)
         self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)   # init_weights may tie it
 
     @property
     def context_limit(self):
-        """The most tokens of a forward or a cache: block_size with RoPE, else None."""
-        return self.cfg.block_size if getattr(self.cfg, "pos", "rope") == "rope" else None
+        """The most tokens of a forward or a cache: block_size with RoPE, which has learned no
+        later positions, else None."""
+        return self.cfg.block_size if self.cfg.has_rope else None
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Predict the token after each position.
-        idx (B, T) int64. targets (B, T), -1: not counted. cache, from init_cache: the tokens
-        before idx, which is added to it, under no_grad. n_valid (B,): how many of each row's
-        T tokens are real; the rest is padding on the right, whose logits mean nothing.
-        Returns logits (B, T, V) in float32 or better, loss (None without targets), and aux,
-        whose "ce" is the cross-entropy in nats a token. ValueError if idx is empty, the
-        context would outgrow context_limit, or the cache is full."""
+        idx (B, T) int64. targets (B, T), -1: not counted. cache, from init_cache, holds the
+        tokens before idx, and then also idx; with a cache all runs under no_grad. n_valid (B,):
+        how many of each row's T tokens are real; the rest is padding on the right, whose logits
+        mean nothing. Returns logits (B, T, V) in float32 or better, loss (None without targets),
+        and aux: with targets, "ce" is the cross-entropy in nats a token. ValueError if idx is
+        empty, the context would outgrow context_limit, or the cache is full."""
         if idx.numel() == 0:
             raise ValueError(f"idx {tuple(idx.shape)} holds no token")
         with contextlib.nullcontext() if cache is None else torch.no_grad():
@@ -318,10 +329,10 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """Continue idx (B, T): (B, T + max_new_tokens). temperature 0: the likeliest token.
-        A full context is cropped to its last context_limit tokens. Call eval() first.
-        (sample.py has the complete sampler.)"""
-        limit = self.context_limit or idx.size(1) + max_new_tokens
-        cache = self.init_cache(idx.size(0), min(limit, idx.size(1) + max_new_tokens))
+        A full context is cropped to its last context_limit tokens; from then on each token
+        runs the whole context again. Call eval() first. (sample.py has the complete sampler.)"""
+        total = idx.size(1) + max_new_tokens
+        cache = self.init_cache(idx.size(0), min(total, self.context_limit or total))
         new = idx
         for _ in range(max_new_tokens):
             if cache.longest + new.size(1) > cache.max_len:
@@ -340,8 +351,9 @@ class LanguageModel(nn.Module):
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len))
 
     def cache_sizes(self, batch_size, max_len):
-        """What caches are made from: sizes, device, dtype. ValueError for too long ones."""
-        if max_len > (self.context_limit or max_len):
+        """The arguments of every model's cache behind cfg: sizes, device, dtype. ValueError if
+        max_len is more than context_limit."""
+        if self.context_limit and max_len > self.context_limit:
             raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
         w = self.wte.weight
         return batch_size, max_len, w.device, compute_dtype(w)
@@ -353,7 +365,8 @@ class LanguageModel(nn.Module):
 @torch.no_grad()
 def init_weights(model, n_layer=None):
     """GPT-2's: N(0, 0.02); with n_layer, both projections into the residual stream smaller by
-    1 / sqrt(2 n_layer), so that its variance does not grow with depth. Norms stay 1."""
+    1 / sqrt(2 n_layer), so that its variance does not grow with depth. Norms stay 1. With
+    tie_embeddings the head becomes the embedding matrix."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))
@@ -370,42 +383,49 @@ class Model(LanguageModel):
         init_weights(self, cfg.n_layer)
 
     def flops_per_token(self):
-        """Floating-point operations of a token, forward and backward, at block_size:
-        6 for each weight of a matrix product (the head is one, the embedding not), and in
-        each layer 12 C for each visible key (q k and a v), averaged over positions."""
-        cfg = self.cfg
-        weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
-        weights += cfg.vocab_size * cfg.n_embd
-        T, w = cfg.block_size, min(cfg.window or cfg.block_size, cfg.block_size)
+        """Floating-point operations of a token, forward and backward, at block_size: 6 for each
+        weight of a matrix product (the head is one, the embedding not), and the mixers'."""
+        return 6.0 * (self.block_weights() + self.head.weight.numel()) + self.mixer_flops()
+
+    def block_weights(self):
+        """Weights of the blocks' matrix products."""
+        return sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
+
+    def mixer_flops(self):
+        """In each layer 12 C for each visible key (q k and a v), averaged over positions."""
+        cfg, T = self.cfg, self.cfg.block_size
+        w = min(cfg.window or T, T)
         keys = (w * (w + 1) / 2 + (T - w) * w) / T
-        return 6.0 * weights + 12.0 * cfg.n_layer * cfg.n_embd * keys
+        return 12.0 * cfg.n_layer * cfg.n_embd * keys
 
 
 # ---- decoding: the KV cache ----
 
 @dataclass
 class Slots:
-    """Where the new tokens of a call stand in a cache (KVCache.place)."""
+    """Where the T new tokens of a call stand in a cache (KVCache.place)."""
     pos: torch.Tensor            # (1, T) or (B, T): their positions
-    end: int                     # how many keys they may attend to: S
+    end: int                     # S, as many keys are read: no row has more
     n_new: torch.Tensor          # (B,): how many of each row are real
-    at: torch.Tensor = None      # (B, T): each one's slot; None: pos, as all rows are alike
+    at: torch.Tensor = None      # (B, T): each one's slot, if rows are ragged (None: pos)
 
 
 class KVCache:
     """Keys (after RoPE) and values of the tokens so far: k[layer], v[layer] of
-    (B, G, max_len + 1, D). The last slot takes the padding and is never read. A call
-    reserves slots (place), every layer writes its keys and values there and reads all
-    (write), and the call's end counts the tokens (advance). Under no_grad.
+    (B, G, max_len + 1, D). Slot p of a row holds its token at position p, so the causal mask
+    also hides the slots that a shorter row has not filled; slot max_len takes the padding and is
+    never read. A call chooses slots (place), every layer writes its keys and values there and
+    reads all (write), and the call's end counts the tokens (advance). Under no_grad.
 
     lengths (B,): tokens of each row. longest: their maximum, on the host. ragged: rows may
-    differ; else new tokens are written as one slice, and no row needs its own mask."""
+    differ in length, as a call had n_valid or only some rows were reset; else new tokens are
+    written as one slice, and no row needs its own mask. n_layer: layers with keys."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         shape = batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim
-        zeros = lambda: [torch.zeros(shape, device=device, dtype=dtype)
-                         for _ in range(n_layer or cfg.n_layer)]
-        with torch.inference_mode(False):           # so that calls outside may write too
+        n_layer = cfg.n_layer if n_layer is None else n_layer
+        zeros = lambda: [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_layer)]
+        with torch.inference_mode(False):           # so that calls without it may write, too
             self.k, self.v = zeros(), zeros()
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.max_len, self.longest, self.ragged = max_len, 0, False
@@ -414,8 +434,9 @@ class KVCache:
         return self.k + self.v
 
     def nbytes(self):
-        """Bytes of the keys and values of all rows at max_len."""
-        return sum(buffer[:, :, :self.max_len].nbytes for buffer in self.buffers())
+        """Bytes of the keys and values of all rows at max_len; of states, as they are."""
+        return sum(x[:, :, :self.max_len].nbytes if x.dim() == 4 else x.nbytes
+                   for x in self.buffers())
 
     def reset(self, rows=None):
         """Empty the given rows (indices; None: all) for new sequences. They are zeroed: a NaN
@@ -430,20 +451,23 @@ class KVCache:
     def place(self, T, n_valid=None):
         """Slots for T new tokens a row, of which n_valid (B,) are real (None: all).
         ValueError if a row would outgrow max_len."""
-        self.ragged, n_new = self.ragged or n_valid is not None, torch.full_like(self.lengths, T)
+        n_new = torch.full_like(self.lengths, T)
         if n_valid is not None:
+            self.ragged = True
             n_new = n_valid.to(self.lengths).clamp(0, T)
-        if self.longest + T > self.max_len:         # maybe only by padding
-            if not self.ragged or int((self.lengths + n_new).max()) > self.max_len:
-                raise ValueError(f"the cache is full: {self.longest} tokens cached, {T} more, "
-                                 f"max_len {self.max_len}")
-        end = min(self.longest + T, self.max_len)
+        end = self.longest + T
+        if end > self.max_len:
+            end, needed = self.max_len, int((self.lengths + n_new).max())   # without padding
+            if needed > self.max_len:
+                raise ValueError(f"the cache is full: {needed} tokens are more than max_len "
+                                 f"{self.max_len}")
         offset = torch.arange(T, device=self.lengths.device)
         if not self.ragged:
             return Slots((self.longest + offset)[None], end, n_new)
         pos = self.lengths[:, None] + offset        # (B, T)
         at = torch.where(offset < n_new[:, None], pos, self.max_len)
-        return Slots(pos.clamp(max=self.max_len - 1), end, n_new, at)   # padding: RoPE ends there
+        # padding may stand beyond all keys; the clamp lets it see one in a window: no NaN
+        return Slots(pos.clamp(max=end - 1), end, n_new, at)
 
     def write(self, layer, k, v, slots):
         """Write k, v (B, G, T, D) of the new tokens; return all so far, (B, G, S, D)."""
@@ -452,7 +476,8 @@ class KVCache:
                 buffer[:, :, self.longest:slots.end] = new
             else:
                 rows = torch.arange(len(k), device=k.device)[:, None]
-                buffer[rows, :, slots.at] = new.transpose(1, 2).to(buffer.dtype)
+                new = new.transpose(1, 2).to(buffer.dtype)
+                buffer[rows, :, slots.at] = new     # (B, T, G, D), as torch indexes it
         return [x[layer][:, :, :slots.end].to(k.dtype) for x in (self.k, self.v)]
 
     def advance(self, slots):
@@ -464,5 +489,5 @@ class KVCache:
 def compute_dtype(x):
     """The dtype of matrix products of x: autocast's where it is on, else x's own."""
     device = x.device.type
-    mixed = device != "meta" and torch.is_autocast_enabled(device)
+    mixed = device != "meta" and torch.is_autocast_enabled(device)     # meta has no autocast
     return torch.get_autocast_dtype(device) if mixed else x.dtype

@@ -362,11 +362,15 @@ class Model(LanguageModel):
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
 
     def flops_per_token(self):
-        """Counted as model_gpt does, W' in every loop, deltas as two products of their own."""
+        """As in model_gpt; with early_exit the head is read after every loop."""
         heads = self.cfg.n_loop if self.cfg.early_exit != "none" else 1
-        weights = sum(self.cfg.n_loop * p.numel() if p.dim() == 2 else p.numel()
-                      for p in self.blocks.parameters() if p.dim() > 1)
-        return 6.0 * (weights + heads * self.head.weight.numel()) + self.mixer_flops()
+        weights = self.block_weights() + heads * self.head.weight.numel()
+        return 6.0 * weights + self.mixer_flops()
+
+    def block_weights(self):
+        """W' counts in every loop, deltas as two products of their own."""
+        return sum(self.cfg.n_loop * p.numel() if p.dim() == 2 else p.numel()
+                   for p in self.blocks.parameters() if p.dim() > 1)
 
     def mixer_flops(self):
         """What the mixers of all layers take beside their weights: 12 C for a visible key."""

@@ -10,6 +10,7 @@ Text -> token files: one folder data/<name>/ with train.bin, val.bin and meta.js
 
 dataset    python            *.py of the interpreter's standard library, without its tests
            file:PATH         a text file, a glob, or the text and code below a folder
+                             (of .jsonl, .csv, .parquet files the text_column)
            shakespeare       tinyshakespeare (a download of 1 MB)
            hf:NAME[:config]  a data set of the Hugging Face hub (streamed), or a folder of one
 tokenizer  byte              256 byte values; vocabulary 257
@@ -23,22 +24,18 @@ Where val would miss val_fraction of the bytes by a tenth, it takes documents in
 SHA-256, and one that is too large for it is cut: its end goes to val. So does that of a single one.
 End-of-text follows every document but a single one: the model's own with hf:, else the last id.
 Files that are not UTF-8 are skipped (and counted). A document must fit in memory; a stream of
-documents may be of any length. The same source and settings give the same bytes. A run that fails
-or is stopped leaves nothing behind. data.py reads the files.
+documents may be of any length. The same source and settings give the same tokens. A run that fails
+or is stopped leaves nothing behind. Files that have changed since are told here and in training.
 """
-import glob
 import hashlib
 import json
-import logging
 import math
 import os
 import re
 import signal
 import sys
-import sysconfig
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,19 +43,15 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from common.data import FORMAT, TokenData
-from common.keys import (UserError, asks_help, check_name, first_line, folder_name, help_text, need,
-                         read_bytes, run_cli, split_args, typed_config)
-from common.tokenizer import (HUB_NAME, ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer,
-                              slices, train_bpe)
+from common.data import FORMAT, TokenData, has_changed, other_names, read_meta
+from common.keys import (UserError, asks_help, check_name, folder_name, help_text, run_cli,
+                         split_args, typed_config)
+from common.sources import (SHAKESPEARE, download, file_documents, hf_documents, source_files,
+                            source_stamp)
+from common.tokenizer import (ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer, slices,
+                              train_bpe)
 
-TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js",
-        ".ts", ".java", ".go", ".rs", ".sh")
-NO_TEXT = "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"
-SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
-               "tinyshakespeare/input.txt")
 BATCH = 512  # slices of text handed to the encoding threads at once
 SAMPLE_BYTES = 200_000_000  # text that a BPE, and the splits of a stream, are taken from
 SAMPLE_DOCUMENTS = 1_000_000  # documents that the splits are taken from
@@ -71,7 +64,7 @@ class PrepareConfig:
     data_dir: str = "data"  # where the data set's folder is made
     name: str = ""  # name of that folder, if not <dataset>-<tokenizer>
     val_fraction: float = 0.1  # fraction of the text that is kept for validation
-    text_column: str = "text"  # column of a Hugging Face data set
+    text_column: str = "text"  # column of hf:, and of files of rows
     split: str = "train"  # split of a Hugging Face data set that is read
     max_tokens: int = 0  # stop at so many tokens, train and val together (0: all)
     overwrite: bool = False  # replace a data set that is already there
@@ -93,13 +86,9 @@ class Source:
         self.limit = math.inf  # bytes that are looked at before the splits are made
         if kind == "hf" and rest:
             self.read, self.limit = lambda: hf_documents(rest, cfg), SAMPLE_BYTES
-        elif kind == "file" and rest:
-            files = text_files(os.path.expanduser(rest))
-            self.read = lambda: map(read_utf8, files)
-        elif cfg.dataset == "python":
-            # without tests: they are a third of the library, and Debian's python3 lacks them
-            library = text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT)
-            self.read = lambda: map(read_utf8, library)
+        elif cfg.dataset == "python" or kind == "file" and rest:
+            files = source_files(cfg.dataset)
+            self.read = lambda: (t for file in files for t in file_documents(file, cfg))
         elif cfg.dataset == "shakespeare":
             text = download(SHAKESPEARE)
             self.read = lambda: [text]
@@ -109,79 +98,16 @@ class Source:
 
     def __iter__(self):
         """Yields (SHA-256, number of bytes, text) of each document that is not empty."""
-        self.skipped, self.digest = 0, hashlib.sha256()
+        self.skipped = 0
         for text in self.read():  # None: not a text
-            self.skipped += text is None
-            text = (text or "").removeprefix("\ufeff")  # a byte order mark
-            if text:
-                data = text.encode()
-                key = hashlib.sha256(data).digest()
-                self.digest.update(key)
-                yield key, len(data), text
-
-
-def text_files(path, extensions=TEXT, skip=("__pycache__",)) -> list:
-    """The files of a path, sorted: itself, a glob's, or those below a folder that are not hidden
-    and have one of the extensions."""
-    found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-    if os.path.isdir(path):
-        found = []
-        for folder, folders, names in os.walk(path, onerror=unreadable):
-            folders[:] = [f for f in folders if f not in skip and f[0] != "."]
-            names = [f for f in names if f.lower().endswith(extensions) and f[0] != "."]
-            found += [os.path.join(folder, f) for f in names]
-    found = sorted(filter(os.path.isfile, found), key=lambda f: os.path.relpath(f, path))
-    if not found:
-        raise UserError(f"{path} is neither a file nor a folder with text files, and none match it")
-    return found
-
-
-def read_utf8(path):
-    """The text of a file, line ends as they are; None if it is not UTF-8."""
-    try:
-        return read_bytes(path).decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-    except OSError as e:
-        unreadable(e)
-
-
-def unreadable(e):
-    raise UserError(f"cannot read {e.filename}: {e.strerror}") from None
-
-
-def download(url) -> str:
-    try:
-        with urllib.request.urlopen(url, timeout=30) as reply:
-            return reply.read().decode("utf-8")
-    except Exception as e:  # of the network, HTTP or UTF-8
-        raise UserError(f"cannot download {url} ({first_line(e)}): save the text and use "
-                        "dataset=file:PATH") from None
-
-
-def hf_documents(name, cfg):
-    """The text column of a data set, row by row; None for an empty field."""
-    column = cfg.text_column
-    try:
-        for row in hf_rows(name, cfg.split).select_columns([column]):
-            if not isinstance(row[column], (str, type(None))):
-                raise TypeError(f"column {column} holds {type(row[column]).__name__}, not text")
-            yield row[column]
-    except Exception as e:  # of the library, the hub or the network
-        raise UserError(f"cannot read hf:{name}: {type(e).__name__}: {first_line(e)}") from None
-
-
-def hf_rows(name, split):
-    datasets, folder = need("datasets"), Path(name).expanduser().absolute()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without its retries
-    datasets.disable_progress_bars()
-    if any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
-        rows = datasets.load_from_disk(str(folder))  # of save_to_disk
-        return rows[split] if isinstance(rows, dict) else rows
-    name, _, config = (str(folder), "", "") if folder.is_dir() else name.partition(":")
-    if not folder.is_dir() and not HUB_NAME.fullmatch(name):  # `text` would read any file here
-        raise ValueError("it is neither a folder nor a hub name (owner/name)")
-    return datasets.load_dataset(name, config or None, split=split, streaming=True)
+            text = text and text.removeprefix("\ufeff")  # a byte order mark
+            try:
+                data = text and text.encode()
+            except UnicodeEncodeError:  # half of a surrogate pair, as JSON can write it
+                data = None
+            self.skipped += data is None
+            if data:
+                yield hashlib.sha256(data).digest(), len(data), text
 
 
 # ------------------------------------------------------------------------------------------------
@@ -189,7 +115,7 @@ def hf_rows(name, split):
 
 class Splitter:
     """Which part of a document is for validation, as the docstring of this file says. Of a long
-    stream the start is looked at: there a document larger than a hundredth of it is cut."""
+    stream the start is looked at: there a document larger than a thousandth of it is cut."""
 
     def __init__(self, source, fraction):
         self.fraction, self.edge, self.part = fraction, int(fraction * 2**64).to_bytes(8, "big"), 0
@@ -198,7 +124,7 @@ class Splitter:
             sizes[key] += size
             total, self.count = total + size, self.count + 1
             if total >= source.limit or self.count == SAMPLE_DOCUMENTS:
-                self.large = total / 100
+                self.large = total / 1000
                 return
         wanted = max(2, round(total * fraction))
         slack = min(wanted, total - wanted) / 10
@@ -229,10 +155,9 @@ class Splitter:
         """Yields (split, slice of a text, whether it is its first, whether end-of-text follows)."""
         for document in source:
             for split, text in self.parts(*document):
-                left = len(text)
-                for part in slices(text):
-                    first, left = left == len(text), left - len(part)
-                    yield split, part, first, self.count > 1 and left == 0
+                *others, last = slices(text)
+                for n, part in enumerate([*others, last]):
+                    yield split, part, n == 0, self.count > 1 and n == len(others)
 
 
 def build_tokenizer(cfg, source, splitter):
@@ -266,56 +191,55 @@ class SplitWriter:
 
     def __init__(self, file, dtype, room):
         """room: the number of tokens that the split may take"""
-        self.file, self.dtype, self.room = file, dtype, room
-        self.tokens = self.bytes = 0
+        self.file, self.dtype, self.room = file, np.dtype(dtype).newbyteorder("<"), room
+        self.tokens, self.bytes, self.sha256 = 0, 0, hashlib.sha256()
 
     def add(self, ids, n_bytes, tokenizer):
         """ids: array of the tokens of n_bytes of text; those beyond the room left are dropped."""
         if len(ids) > self.room:
             ids = ids[: self.room]
             n_bytes = len(tokenizer.decode_bytes(ids))
+        written = ids.astype(self.dtype).tobytes()
+        self.file.write(written)
+        self.sha256.update(written)
         self.room -= len(ids)
         self.tokens += len(ids)
         self.bytes += n_bytes
-        self.file.write(ids.astype(self.dtype).tobytes())
+
+    def sizes(self):
+        return {"tokens": self.tokens, "bytes": self.bytes, "sha256": self.sha256.hexdigest()}
 
 
 def encode_source(source, splitter, tokenizer, writers):
     """One pass: every document through the tokenizer (on all cores) to the writer of its split."""
     todo = (piece for piece in splitter.slices(source) if writers[piece[0]].room)
-    bar = tqdm(unit=" tokens", unit_scale=True, disable=None)  # silent if stderr is no terminal
-    with ThreadPoolExecutor(os.cpu_count()) as pool, bar:
-        while any(writer.room for writer in writers.values()):
-            batch = list(islice(todo, BATCH))
-            if not batch:
-                break
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        while any(w.room for w in writers.values()) and (batch := list(islice(todo, BATCH))):
             encoded = pool.map(lambda piece: tokenizer.encode_slice(*piece[1:3]), batch)
             for (split, text, _, ends), ids in zip(batch, encoded):
                 writers[split].add(ids, len(text.encode()), tokenizer)
                 writers[split].add(np.array([tokenizer.eot])[:ends], 0, tokenizer)
-                bar.update(len(ids))
 
 
 def write_dataset(folder, cfg) -> dict:
     """Writes the token files and meta.json into `folder`. Returns the meta."""
-    source = Source(cfg)
+    source, made_of = Source(cfg), source_stamp(cfg.dataset)
     splitter = Splitter(source, cfg.val_fraction)
     tokenizer = build_tokenizer(cfg, source, splitter)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    room, little = cfg.max_tokens or 1 << 62, np.dtype(dtype).newbyteorder("<")
+    room = cfg.max_tokens or 1 << 62
     val_room = max(2, round(room * cfg.val_fraction))
     folder.mkdir()
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        writers = {"train": SplitWriter(train, little, room - val_room),
-                   "val": SplitWriter(val, little, val_room)}
+        writers = {"train": SplitWriter(train, dtype, room - val_room),
+                   "val": SplitWriter(val, dtype, val_room)}
         encode_source(source, splitter, tokenizer, writers)
-    sizes = {split: {"tokens": w.tokens, "bytes": w.bytes} for split, w in writers.items()}
     if min(writer.tokens for writer in writers.values()) < 2:
         raise UserError(f"{cfg.dataset} is empty or too short: {splitter.count} documents of UTF-8 "
                         f"text, {source.skipped} others, a split would hold fewer than 2 tokens")
     meta = {"format": FORMAT, **settings(cfg), "vocab_size": tokenizer.vocab_size, "dtype": dtype,
-            "eot": tokenizer.eot, "splits": sizes, "skipped": source.skipped,
-            "source_sha256": source.digest.hexdigest(),
+            "eot": tokenizer.eot, "splits": {name: w.sizes() for name, w in writers.items()},
+            "skipped": source.skipped, "source_stamp": made_of,
             "python_version": sys.version.split()[0], "tokenizer": tokenizer.to_dict()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
@@ -339,14 +263,16 @@ def prepare(cfg) -> Path:
     folder = Path(cfg.data_dir) / name
     try:
         if already_there(folder, cfg):
-            print(f"{folder}: already there (overwrite=true makes it again)")
+            changed = "its files have changed: " * has_changed(read_meta(folder))
+            print(f"{folder}: already there ({changed}overwrite=true makes it again)")
             return folder
         meta = make_folder(folder, cfg)
     except OSError as e:
         raise UserError(f"cannot write {folder}: {e.strerror or e}") from None
     sizes = [f"{s['tokens']:,} tokens ({s['bytes']:,} bytes)" for s in meta["splits"].values()]
     print(f"{folder}: train {sizes[0]}, val {sizes[1]}, vocabulary {meta['vocab_size']:,}, "
-          f"{meta['skipped']} documents skipped, {time.monotonic() - start:.1f} s")
+          f"{meta['skipped']} documents skipped, {time.monotonic() - start:.1f} s"
+          + (f"; train.py takes it as dataset={name}" if cfg.name else other_names(cfg, folder)))
     return folder
 
 

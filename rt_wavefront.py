@@ -1,58 +1,467 @@
 """
 The wavefront: the fast schedule of the Recurrent Transformer (read model_rt.py first).
 
-Positions are cut into chunks of C. Layer l can compute chunk c as soon as layer l - 1 has
-done so. Step s of the wavefront computes all pairs (l, c = s - l) together: a position's
-products are one bmm over the layers' stacked weights. Steps of three layers, four chunks:
+Positions are cut into chunks of C. Chunk c of layer l needs chunk c of layer l - 1, its input,
+and chunk c - 1 of its own layer, its keys and values. So all chunks (l, c) with l + c = s run
+at the same time, in step s. The steps of three layers, four chunks:
 
-              chunk 0 1 2 3
-        layer 2     2 3 4 5         step 3 is a diagonal: (2, 1), (1, 2) and (0, 3)
-        layer 1     1 2 3 4
-        layer 0     0 1 2 3
+           chunk   0 1 2 3
+        layer 2    2 3 4 5      a chunk needs the one below it and the one to its left;
+        layer 1    1 2 3 4      step 3 is the diagonal (2, 1), (1, 2), (0, 3)
+        layer 0    0 1 2 3
 
-That is T + (L - 1) C positions one after the other instead of L T. A query attends to the
-same pairs as in the naive layer, in three parts that an online softmax merges: its temporary
-pair, all earlier chunks in one dense call, and its own chunk, position by position.
+That is T + (L - 1) C positions one after the other, not L T, and a position's products are one
+bmm over the stacked weights of a step's layers. This is ours. The paper's are: x and y alone
+are saved, the rest is recomputed (section 6.1); CUDA graphs (6.2); a reverse loop over
+positions with (B1) to (B6) alone, all else in large products (6.4).
 
-Layers at the same time are ours. The rest is the paper's: only each layer's x and y are saved,
-and from y the backward pass recomputes all pairs at once, then attention and u = W_up n2(z)
-(section 6.1); CUDA graphs (6.2); the loop from the last position to the first has nothing
-in it but what dk and dv need, (B1) to (B7), and the rest comes in large products (6.4).
+Forward, a step, by the numbers of model_rt. First all positions of a chunk: q, temporary pairs
+(1), and attention to the temporary pair and all earlier chunks. Then one position after the
+other: (2), where an online softmax adds the chunk's own pairs so far, and (3), (4), (5).
 
-p_ij are attention's weights, ^ marks a temporary pair, J is the Jacobian of n1 or n2. (Before
-Wq^T and Wk^T, dq and dk go back through RoPE and the QK-norm, too: heads_backward.)
+Backward, a step. First all positions, from x and y: q and all pairs, attention's weights p_ij,
+a, and u = W_up n2(z). Then from the chunk's last position to its first:
 
-    g_i   = dL/dy_i + J^T (Wk^T dk_i + Wv^T dv_i)   (B1)  dL/dy_i: from the layer above
-    du_i  = gelu'(u_i) W_down^T g_i                 (B2)
-    dz_i  = g_i + J^T W_up^T du_i                   (B3)
-    da_i  = Wo^T dz_i        delta_i = da_i . a_i   (B4)
-    ds_ij = p_ij (da_i . v_j - delta_i) / sqrt(D)   (B5)
-    dk_j  = sum_{i > j} ds_ij q_i                   (B6)
-    dv_j  = sum_{i > j} p_ij da_i                   (B7)
+    ds_ij = p_ij (da_i . v_j - delta_i) / sqrt(D)          (B1)  of later queries i > j
+    dk_j  = sum_i ds_ij q_i          dv_j = sum_i p_ij da_i (B2)
+    g_j   = dL/dy_j + J_y^T (Wk^T J_k^T dk_j + Wv^T dv_j)  (B3)  dL/dy_j: from above
+    du_j  = gelu'(u_j) W_down^T g_j                        (B4)
+    dz_j  = g_j + J_z^T W_up^T du_j                        (B5)
+    da_j  = Wo^T dz_j                delta_j = da_j . a_j  (B6)
 
-Once a chunk is done:
+Later chunks are in (B2) already: each, once done, adds its part to dk and dv of all chunks
+before it. Then again all positions; ^ marks the temporary pair:
 
-    dq_i  = sum_{j < i} ds_ij k_j + ds_i^ k_i^      (B8)
-    dk_i^ = ds_i^ q_i        dv_i^ = p_i^ da_i      (B9)
-    dx_i  = dz_i + J^T (Wq^T dq_i + Wk^T dk_i^ + Wv^T dv_i^)  (B10)
-    dW    = sum_i (gradient of W's output)_i (W's input)_i^T  (B11)
-    J^T d = r (d - n mean(d n))  for RMSNorm n = x r  (B12)
+    dq_i  = sum_{j < i} ds_ij k_j + ds_i^ k_i^             (B7)
+    dk_i^ = ds_i^ q_i                dv_i^ = p_i^ da_i     (B8)
+    dx_i  = dz_i + J_x^T (Wq^T J_q^T dq_i + Wk^T J_k^T dk_i^ + Wv^T dv_i^)  (B9)
+    dW    = sum_i (gradient of W's output)_i (W's input)_i^T (B10)
 
-p comes from q, k and lse, the logarithm of the softmax's sum. Nothing is T x T.
+J are Jacobians: of n1 at x and y, n2 at z, and of nq, nk (then RoPE). For n = x r with
+r = 1 / sqrt(mean(x^2) + eps)
 
-Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk
-(not the width, as in the other files), d width, m MLP width, H query heads, G key/value
-heads, R = H / G, D head size.
+    J^T d = r (d - n mean(d n))                            (B11)
+
+A weight w behind a norm makes that w d in place of d, and dw = sum_i d_i n_i. It stands so for
+nq and nk; those of n1 and n2 are folded into the next matrix.
+
+Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk,
+d width, M width of the MLP, H query heads, G key/value heads, R = H / G, D head size.
 """
 import math
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import kernels
-from model_gpt import alibi_slopes, apply_rope, attention_bias, compute_dtype, rope_tables
+from model_gpt import (alibi_slopes, apply_rope, attention_bias, compute_dtype, rope_tables,
+                       upcast)
 
+
+# ---- weights and norms ----
+
+class Weights(NamedTuple):
+    """The layers' matrices, stacked."""
+    qkv: torch.Tensor       # (L, (H + 2 G) D, d), times the weight of n1
+    out: torch.Tensor       # (L, d, H D)
+    up: torch.Tensor        # (L, M, d), times the weight of n2
+    down: torch.Tensor      # (L, d, M)
+    nq: torch.Tensor        # (L, 1, H D), the weight of nq; (L, 1, 0) without QK-norm
+    nk: torch.Tensor        # (L, 1, G D), that of nk
+
+    def of_layers(self, lo, hi):
+        return Weights(*(u[lo:hi] for u in self))
+
+    def to(self, dtype):
+        """The matrices as operands of products. nq and nk multiply in float32: they stay."""
+        *matrices, nq, nk = self
+        return Weights(*(u.to(dtype) for u in matrices), nq, nk)
+
+
+def stack_weights(cfg, blocks):
+    """Differentiable: gradients flow back to each layer's own parameters."""
+    layers = []
+    for b in blocks:
+        qkv = torch.cat([b.wq.weight, b.wk.weight, b.wv.weight]) * b.norm1.weight
+        up = b.w_up.weight * b.norm2.weight
+        nq = nk = qkv.new_empty(0)
+        if cfg.qk_norm == "full":
+            nq, nk = b.q_norm.weight, b.k_norm.weight
+        layers.append((qkv, b.wo.weight, up, b.w_down.weight, nq[None], nk[None]))
+    return Weights(*map(torch.stack, zip(*layers)))
+
+
+def product(x, w):
+    """W x of rows x (A, n, in), w (A, out, in). In w's dtype, which is that of the operands."""
+    return torch.bmm(x.to(w.dtype), w.mT)
+
+
+def norm(x, eps):
+    """RMSNorm without a weight, in float32 or better."""
+    x = upcast(x)
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
+
+
+def norm_parts(x, eps):
+    """The same as n = x r, and r (..., 1): the norm's parts, which backward needs."""
+    x = upcast(x)
+    r = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * r, r
+
+
+# ---- what both passes share ----
+
+Step = namedtuple("Step", "s lo hi")  # layers l = lo .. hi - 1 compute their chunks c = s - l
+
+
+class Wavefront:
+    """L layers over x (B, T, d), after S cached tokens: sizes, order, tables. Layer l reads
+    states[l] and writes states[l + 1], states (L + 1, length, B, d), where the B rows of a
+    position are a product's rows. length is T in whole chunks: no position sees the padding."""
+
+    def __init__(self, cfg, x, L, S=0):
+        self.cfg, self.L, self.S = cfg, L, S
+        self.B, self.T, self.d = x.shape
+        self.H, self.G, self.D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        self.chunks = math.ceil(self.T / cfg.chunk)
+        self.C = math.ceil(self.T / self.chunks)  # even chunks, little padding
+        self.length = self.chunks * self.C
+        self.dtype = compute_dtype(x)  # of the operands of products
+        self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums and gradients
+        self.scale = self.D ** -0.5
+        self.pos = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
+        self.slopes, self.tables = None, []
+        if cfg.pos == "alibi":
+            self.slopes = alibi_slopes(self.H, x.device, self.wide)
+        # inside a chunk: ALiBi, and -inf unless the key is earlier, (H or 1, C, C)
+        pos = self.pos[:self.C]
+        bias = attention_bias(pos[None], pos, 0, self.slopes, self.wide)[0]
+        self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
+        if cfg.pos == "rope":
+            tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.wide)
+            # of all layers, as states are: (L, length, 1, 1, D / 2)
+            self.tables = [u[:, None, None].repeat(L, 1, 1, 1, 1) for u in tables]
+
+    def steps(self):
+        last = self.chunks - 1
+        return [Step(s, max(0, s - last), min(self.L, s + 1)) for s in range(last + self.L)]
+
+    def diagonal(self, buffer, step, dim):
+        """A step's chunks, (A, ...), in a buffer of all layers with positions in dimension dim.
+        A view, as the way from each chunk to the next is the same: a layer up, a chunk back.
+
+            layer 1   . . # .
+            layer 0   . . . #       dimension 0 walks from # to #, dimension dim inside one
+        """
+        s, lo, hi = step
+        shape, stride = list(buffer.shape), list(buffer.stride())
+        first = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[dim]
+        stride[0] -= self.C * stride[dim]
+        shape[0], shape[dim] = hi - lo, self.C
+        return buffer.as_strided(shape, stride, first)
+
+    # queries, keys and values
+
+    def temporary(self, x, w, rope):
+        """(1) for rows x (A, C B, d): q and the temporary k, v, one for each query head and in
+        float32 or better, all (A, B, H, C, D); and the parts of n1, nq and nk for backward."""
+        x_norm = norm_parts(x, self.cfg.norm_eps)
+        H, G, D = self.H, self.G, self.D
+        q, k, v = product(x_norm[0], w.qkv).split([H * D, G * D, G * D], -1)
+        q, q_norm = self.heads(q, w.nq, rope)
+        k, k_norm = self.heads(k, w.nk, rope)
+        v = v.unflatten(-1, (G, D)).unflatten(1, (-1, self.B))
+        q, k, v = (u.permute(0, 2, 3, 1, 4).contiguous() for u in (q, k, v))
+        k, v = (upcast(u).repeat_interleave(H // G, 2) for u in (k, v))
+        return (q, k, v), (x_norm, q_norm, k_norm)
+
+    def persistent(self, n, w, rope):
+        """(5) for n = n1(y) (A, n B, d): k, v (A, n, B, G, D), and the parts of nk."""
+        first = self.H * self.D
+        k, v = product(n, w.qkv[:, first:]).chunk(2, -1)  # (A, n B, G D) each
+        k, k_parts = self.heads(k, w.nk, rope)
+        return k, v.view(v.size(0), -1, self.B, self.G, self.D), k_parts
+
+    def heads(self, rows, weight, rope):
+        """Projected rows (A, n B, heads D) -> (A, n, B, heads, D), normed by nq or nk and
+        rotated; and the norm's parts, none without QK-norm."""
+        parts = ()
+        if self.cfg.qk_norm == "full":
+            parts = norm_parts(rows, self.cfg.norm_eps)
+            rows = (parts[0] * weight).to(rows.dtype)
+        u = rows.view(rows.size(0), -1, self.B, rows.size(-1) // self.D, self.D)
+        return apply_rope(u, *rope) if rope else u, parts
+
+    # attention to what is there before a chunk starts
+
+    def outside(self, q, k, v, pairs, step):
+        """Attention of a chunk's queries to their temporary pairs k, v and to all chunks before:
+        out (A, B, H, C, D), and lse (A, B, H, C), the logarithm of the sum of e^score."""
+        lse = (q * k).sum(-1) * self.scale  # of one pair; its out is its value v
+        parts = []
+        for l in range(step.lo, step.hi):  # in a first chunk without keys lse is -inf
+            n, mask = self.earlier(l, step)
+            keys, values = pairs[:, l, :, :, :n]
+            parts.append(kernels.attend(q[l - step.lo], keys, values, *mask))
+        more, more_lse = map(torch.cat, zip(*parts))  # (A B, H, C, .)
+        out, lse = v.view(more.shape), lse.view(more_lse.shape)
+        out, lse = kernels.merge(out, lse, more, more_lse)
+        return out.reshape(q.shape), lse.reshape(q.shape[:4])
+
+    def earlier(self, l, step):
+        """How many keys come before layer l's chunk; positions and slopes for attend."""
+        n = self.S + (step.s - l) * self.C
+        return n, (self.pos[n:n + self.C], self.pos[:n], self.slopes)
+
+
+# ---- the forward pass ----
+
+def forward(run, x, w, past=()):
+    """All layers on x (B, T, d): states (L + 1, length, B, d), and the persistent pairs, cached
+    ones first: k and v in one tensor (2, L, B, G, S + length, D)."""
+    w = w.to(run.dtype)
+    states = x.new_empty(run.L + 1, run.length, run.B, run.d)
+    states[0, :run.T] = x.transpose(0, 1)
+    states[0, run.T:] = x[:, -1]  # padding: any finite numbers
+    shape = 2, run.L, run.B, run.G, run.S + run.length, run.D
+    pairs = x.new_empty(shape, dtype=run.dtype)
+    for l, (k, v) in enumerate(past):
+        pairs[0, l, :, :, :run.S], pairs[1, l, :, :, :run.S] = k, v
+    for step in run.steps():
+        forward_step(run, states, pairs, w.of_layers(step.lo, step.hi), step)
+    return states, pairs
+
+
+def forward_step(run, states, pairs, w, step):
+    """Each active layer's chunk: the equations of model_rt, by their numbers."""
+    eps, rope = run.cfg.norm_eps, [run.diagonal(u, step, 1) for u in run.tables]
+    x = run.diagonal(states[:-1], step, 1)                       # (A, C, B, d)
+    qkv, _ = run.temporary(x.flatten(1, 2), w, rope)             # (1)
+    attention = ChunkForward(run, qkv[0], *run.outside(*qkv, pairs, step))
+    ys = []
+    for i, x_i in enumerate(x.unbind(1)):                        # (A, B, d)
+        a_i = attention.read(i)                                  # (2)
+        z_i = x_i + product(a_i, w.out)                          # (3)
+        u_i = product(norm(z_i, eps), w.up)
+        y_i = z_i + product(F.gelu(u_i), w.down)                 # (4)
+        rope_i = [table[:, i:i + 1] for table in rope]
+        k_i, v_i, _ = run.persistent(norm(y_i, eps), w, rope_i)  # (5)
+        attention.k[:, i], attention.v[:, i] = k_i.flatten(0, 3), v_i.flatten(0, 3)
+        ys.append(y_i)
+    run.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
+    for buffer, new in zip(pairs, (attention.k, attention.v)):
+        view = run.diagonal(buffer[..., run.S:, :], step, 3)     # (A, B, G, C, D)
+        view.copy_(new.view(view.shape))
+
+
+class ChunkForward:
+    """Attention of a chunk's queries q (A, B, H, C, D), completed position by position with
+    the chunk's own pairs k, v. out, lse: attention outside it. N = A B G: the R query heads of
+    a key head stand together."""
+
+    def __init__(self, run, q, out, lse):
+        A, B, H, C, D = self.shape = q.shape
+        self.bias, N = run.bias, A * B * run.G
+        self.q = (q.to(out.dtype) * run.scale).view(N, -1, C, D).unbind(2)  # of each position
+        self.out = out.reshape(N, -1, C, D).unbind(2)
+        self.lse = lse.reshape(N, -1, C, 1).unbind(2)
+        self.k, self.v = out.new_empty(2, N, C, D)
+
+    def read(self, i):
+        """a_i (A, B, H D), once the pairs before i are written."""
+        A, B, H, C, D = self.shape
+        q, out, lse = self.q[i], self.out[i], self.lse[i]  # (N, R, D), (N, R, D), (N, R, 1)
+        if i > 0:
+            s = torch.bmm(q, self.k[:, :i].mT)  # (N, R, i)
+            s.view(A * B, H, i).add_(self.bias[:, i, :i])
+            p = torch.cat([lse, s], -1).softmax(-1)  # outside is one more pair
+            out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[:, :i])
+        return out.reshape(A, B, H * D)
+
+
+# ---- the backward pass ----
+
+def norm_backward(dn, n, r):
+    """J^T dn (B11)."""
+    dn = dn.to(n.dtype)
+    return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
+
+
+def heads_backward(du, weight, rope, parts):
+    """J_q^T or J_k^T of du (A, n, B, heads, D), what Wavefront.heads did: the gradients of the
+    rows and of the norm's weight."""
+    if rope:
+        du = apply_rope(du, rope[0], -rope[1])  # rotated back
+    du = du.flatten(3).flatten(1, 2)  # (A, n B, heads D)
+    if not parts:
+        return du, 0
+    d_weight = (du * parts[0]).sum(1, keepdim=True)
+    return norm_backward(du * weight, *parts), d_weight
+
+
+def backward(run, states, dy, w):
+    """dL/dx (B, T, d) and the gradients of w, from forward's states and dy (B, T, d)."""
+    w = w.to(run.dtype)
+    pairs = recompute_pairs(run, states, w)
+    d_pairs = torch.zeros_like(pairs, dtype=run.wide)  # what later chunks have added
+    d_states = torch.zeros_like(states, dtype=run.wide)  # of y: what comes from above
+    d_states[-1, :run.T] = dy.transpose(0, 1)
+    grads = Weights(*(torch.zeros_like(u, dtype=run.wide) for u in w))
+    for step in reversed(run.steps()):
+        active = [u.of_layers(step.lo, step.hi) for u in (w, grads)]
+        chunk = BackwardStep(run, step, states, pairs, d_pairs, *active)
+        dx = chunk.backward(run.diagonal(d_states[1:], step, 1))
+        run.diagonal(d_states[:-1], step, 1).copy_(dx)
+    return d_states[0, :run.T].transpose(0, 1), grads
+
+
+def recompute_pairs(run, states, w):
+    """All persistent pairs, from y: (2, L, B, G, length, D)."""
+    shape = 2, run.L, run.B, run.G, run.length, run.D
+    pairs = states.new_empty(shape, dtype=run.dtype)
+    for l in range(run.L):
+        n = norm(states[l + 1:l + 2].flatten(1, 2), run.cfg.norm_eps)
+        rope = [table[l:l + 1] for table in run.tables]
+        k, v, _ = run.persistent(n, w.of_layers(l, l + 1), rope)  # (1, length, B, G, D)
+        pairs[0, l], pairs[1, l] = k[0].permute(1, 2, 0, 3), v[0].permute(1, 2, 0, 3)
+    return pairs
+
+
+class BackwardStep:
+    """A step of the backward pass: each active layer's chunk. x_norm, y_norm and z_norm are the
+    parts n, r of n1(x), n1(y) and n2(z); q_norm, k_norm and persistent_norm of nq and nk."""
+
+    def __init__(self, run, step, states, pairs, d_pairs, w, grads):
+        """Forward again, all positions at once."""
+        self.run, self.step, self.w, self.grads = run, step, w, grads
+        self.pairs, self.d_pairs, eps = pairs, d_pairs, run.cfg.norm_eps
+        self.rope = [run.diagonal(u, step, 1) for u in run.tables]
+        x, y = (run.diagonal(u, step, 1).flatten(1, 2) for u in (states[:-1], states[1:]))
+        self.qkv, norms = run.temporary(x, w, self.rope)
+        self.x_norm, self.q_norm, self.k_norm = norms
+        outside = run.outside(*self.qkv, pairs, step)
+        own = [run.diagonal(u, step, 3) for u in (*pairs, *d_pairs)]
+        self.attention = ChunkBackward(run, self.qkv[0], *outside, *own)
+        self.a = self.attention.a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)
+        self.z_norm = norm_parts(x + product(self.a, w.out), eps)
+        self.u = product(self.z_norm[0], w.up)
+        self.y_norm = norm_parts(y, eps)
+        # computed a second time, after recompute_pairs, rather than kept for all chunks
+        self.persistent_norm = run.persistent(self.y_norm[0], w, self.rope)[2]
+
+    def backward(self, dy):
+        """dy (A, C, B, d) -> dx. Adds to grads, and to d_pairs of earlier chunks."""
+        run, w, grads, HD = self.run, self.w, self.grads, self.run.H * self.run.D
+        (g, du, dz, dkv), d_nk = self.reverse(dy)
+        # the rest, all positions at once
+        dq, dk, dv = self.outside_backward()  # (B7), (B8)
+        dq = dq + self.attention.query_grad()  # (B7)
+        dk, dv = (u.unflatten(2, (run.G, -1)).sum(3) for u in (dk, dv))  # of a key's R queries
+        dq, dk, dv = (u.permute(0, 3, 1, 2, 4) for u in (dq, dk, dv))  # (A, C, B, heads, D)
+        dq, d_nq = heads_backward(dq, w.nq, self.rope, self.q_norm)
+        dk, more = heads_backward(dk, w.nk, self.rope, self.k_norm)
+        dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(run.dtype)
+        for grad, d_out, into in (  # (B10)
+                (grads.qkv, dqkv, self.x_norm[0]), (grads.qkv[:, HD:], dkv, self.y_norm[0]),
+                (grads.out, dz, self.a), (grads.up, du, self.z_norm[0]),
+                (grads.down, g, F.gelu(self.u))):
+            grad += product(d_out.mT.to(run.dtype), into.mT.to(run.dtype))
+        grads.nq.add_(d_nq)
+        grads.nk.add_(d_nk + more)
+        dx = dz + norm_backward(product(dqkv, w.qkv.mT), *self.x_norm)  # (B9)
+        return dx.unflatten(1, (run.C, run.B))
+
+    def reverse(self, dy):
+        """(B1) to (B6) from the last position to the first. Returns g, du, dz and dL/d(Wk, Wv)
+        n1(y), rows of all positions; and the gradient of nk's weight."""
+        run, w, HD = self.run, self.w, self.run.H * self.run.D
+        rows = *self.y_norm, self.u, *self.z_norm, *self.persistent_norm
+        rows = [u.unflatten(1, (run.C, run.B)).unbind(1) for u in rows]
+        positions = list(zip(dy.unbind(1), *rows))
+        done, d_nk = [], 0
+        for i in reversed(range(run.C)):
+            dy_i, n_y, r_y, u, n_z, r_z, *parts = positions[i]  # (A, B, .) each
+            dk, dv = self.attention.kv_grad(i)  # (B1), (B2)
+            rope_i = [table[:, i:i + 1] for table in self.rope]
+            dk, more = heads_backward(dk[:, None], w.nk, rope_i, parts)
+            dkv = torch.cat([dk, dv.flatten(2)], -1).to(run.dtype)  # (A, B, 2 G D)
+            g = dy_i + norm_backward(product(dkv, w.qkv[:, HD:].mT), n_y, r_y)  # (B3)
+            du = torch.ops.aten.gelu_backward(product(g, w.down.mT), u)  # (B4)
+            dz = g + norm_backward(product(du, w.up.mT), n_z, r_z)  # (B5)
+            self.attention.write_query_grad(i, product(dz, w.out.mT))  # (B6)
+            done.append((g, du, dz, dkv))
+            d_nk = d_nk + more
+        return [torch.stack(u[::-1], 1).flatten(1, 2) for u in zip(*done)], d_nk
+
+    def outside_backward(self):
+        """Of Wavefront.outside: dq, and the temporary pairs' dk, dv, all (A, B, H, C, D). Adds
+        to d_pairs of all chunks before."""
+        run, step, (q, k, v) = self.run, self.step, self.qkv
+        a, lse, da = self.attention.a, self.attention.lse, self.attention.da
+        p = torch.exp((q * k).sum(-1) * run.scale - lse)[..., None]
+        ds = p * (da * (v - a)).sum(-1, keepdim=True) * run.scale  # (B1), delta is da . a
+        dq, dk, dv = ds * k, ds * q, p * da  # (B7), (B8)
+        a, da = a.to(run.dtype), da.to(run.dtype)
+        for l in range(step.lo, step.hi):
+            n, mask = run.earlier(l, step)
+            if n > 0:  # a and lse are the whole softmax's, so p_ij and delta_i are, too
+                keys, values = self.pairs[:, l, :, :, :n]
+                q_l, a_l, lse_l, da_l, dq_l = (u[l - step.lo] for u in (q, a, lse, da, dq))
+                grads = kernels.attend_backward(q_l, keys, values, a_l, lse_l, da_l, *mask)
+                for total, grad in zip((dq_l, *self.d_pairs[:, l, :, :, :n]), grads):
+                    total += grad  # (B7), (B2)
+        return dq, dk, dv
+
+
+class ChunkBackward:
+    """The attention of ChunkForward again, from the chunk's own pairs k, v (A, B, G, C, D) all
+    positions at once: a (A, B, H, C, D) and the complete lse (A, B, H, C). Then its gradients,
+    from dk, dv (A, B, G, C, D), the part of later chunks, position by position."""
+
+    def __init__(self, run, q, out, lse, k, v, dk, dv):
+        A, B, H, C, D = self.shape = q.shape
+        self.scale, N = run.scale, A * B * run.G
+        self.q = (q.to(out.dtype) * run.scale).view(N, -1, D)  # (N, R C, D)
+        pairs = (u.to(out.dtype).reshape(N, C, D) for u in (k, v, dk, dv))
+        self.k, self.v, self.dk, self.dv = pairs
+        s = torch.bmm(self.q, self.k.mT)  # (N, R C, C)
+        s.view(A * B, H, C, C).add_(run.bias)
+        total = torch.logaddexp(lse.reshape(N, -1), s.logsumexp(-1))  # (N, R C)
+        self.p = torch.exp(s - total[..., None])  # p_ij, 0 for j >= i
+        self.p_of_key = self.p.mT.contiguous()  # (N, C, R C)
+        outside = torch.exp(lse.reshape(N, -1) - total)[..., None] * out.reshape(N, -1, D)
+        a = torch.baddbmm(outside, self.p, self.v)
+        self.a, self.lse = a.view(q.shape), total.view(q.shape[:4])
+        # until a query's are written they only have to be finite: its p is 0 for later keys
+        self.da, self.delta = torch.zeros_like(self.a), torch.zeros_like(total)
+
+    def kv_grad(self, i):
+        """dk_i, dv_i (A, B, G, D), once the queries after i have written theirs."""
+        A, B, _, C, D = self.shape
+        dk, dv = self.dk[:, i:i + 1], self.dv[:, i:i + 1]  # (N, 1, D)
+        da, p = self.da.view(self.q.shape), self.p_of_key[:, i:i + 1]  # p (N, 1, R C)
+        ds = p * (torch.bmm(self.v[:, i:i + 1], da.mT) - self.delta[:, None])  # (B1)
+        dk = torch.baddbmm(dk, ds, self.q)  # (B2): the 1 / sqrt(D) of (B1) is in q
+        dv = torch.baddbmm(dv, p, da)
+        return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
+
+    def write_query_grad(self, i, da):
+        """da_i (A, B, H D), and delta_i (B6)."""
+        C, D = self.shape[3:]
+        N, da = len(self.q), da.reshape(len(self.q), -1, D)  # (N, R, D)
+        self.da.view(N, -1, C, D)[:, :, i] = da
+        self.delta.view(N, -1, C)[:, :, i] = (da * self.a.view(N, -1, C, D)[:, :, i]).sum(-1)
+
+    def query_grad(self):
+        """What the chunk's own keys add to dq (A, B, H, C, D) (B7)."""
+        C, da = self.shape[3], self.da.view(self.q.shape)
+        ds = self.p * (torch.bmm(da, self.v.mT) - self.delta[..., None])
+        return (torch.bmm(ds, self.k) * self.scale).view(self.shape)
+
+
+# ---- all layers as one function ----
 
 def run_layers(cfg, blocks, x):
     """The layers `blocks` on x (B, T, d) -> (B, T, d), differentiable."""
@@ -61,12 +470,12 @@ def run_layers(cfg, blocks, x):
 
 def prefill(cfg, blocks, x, past):
     """The same after S cached tokens, of which past has each layer's k, v (B, G, S, D).
-    Returns y (B, T, d), and the new persistent pairs k, v (L, B, G, T, D). No gradients."""
-    run = Wavefront(cfg, x, S=past[0][0].size(2))
+    Returns y (B, T, d), and the new persistent pairs k, v (L, B, G, T, D). No gradients; no
+    CUDA graph, as the next prompt has another length."""
+    run = Wavefront(cfg, x, len(blocks), S=past[0][0].size(2))
     with torch.autocast(x.device.type, enabled=False):
-        states = run.forward(x, stack_weights(cfg, blocks), past)
-    k, v = (u[..., run.S:run.S + run.T, :] for u in (run.k, run.v))
-    return states[-1, :run.T].transpose(0, 1), k, v
+        states, pairs = forward(run, x, stack_weights(cfg, blocks), past)
+    return states[-1, :run.T].transpose(0, 1), *pairs[..., run.S:run.S + run.T, :]
 
 
 class Layers(torch.autograd.Function):
@@ -74,12 +483,10 @@ class Layers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, cfg, x, *weights):
-        ctx.run = run = Wavefront(cfg, x)
+        ctx.run = run = Wavefront(cfg, x, len(weights[0]))
 
         def layers_forward(x, *weights):
-            states = run.forward(x, Weights(*weights))
-            run.k = run.v = None  # backward recomputes them from y
-            return [states]
+            return [forward(run, x, Weights(*weights))[0]]  # backward makes the pairs again
         with torch.autocast(x.device.type, enabled=False):
             states, = replay(run, layers_forward, x, *weights)
         ctx.save_for_backward(states, *weights)
@@ -91,396 +498,12 @@ class Layers(torch.autograd.Function):
         run, (states, *weights) = ctx.run, ctx.saved_tensors
 
         def layers_backward(states, dy, *weights):
-            dx, grads = run.backward(states, dy, Weights(*weights))
-            run.k = run.v = run.dk = run.dv = None
+            dx, grads = backward(run, states, dy, Weights(*weights))
             return [dx, *grads]
         with torch.autocast(dy.device.type, enabled=False):
             dx, *grads = replay(run, layers_backward, states, dy, *weights)
         grads = (g.to(w.dtype) for g, w in zip(grads, weights))
         return None, dx.to(states.dtype), *grads
-
-
-# ---- weights, norms ----
-
-class Weights(NamedTuple):
-    """The layers' matrices, stacked. Norms' weights are folded into the next matrix."""
-    qkv: torch.Tensor       # (L, (H + 2 G) D, d)
-    out: torch.Tensor       # (L, d, H D)
-    up: torch.Tensor        # (L, m, d)
-    down: torch.Tensor      # (L, d, m)
-    qk_norm: torch.Tensor   # (L, 1, (H + G) D), or (L, 1, 0) without QK-norm
-
-    def of_layers(self, lo, hi):
-        return Weights(*(w[lo:hi] for w in self))
-
-    def matrices(self, function):
-        """function of each matrix; the QK-norm's weights multiply in float32 and stay."""
-        return Weights(*map(function, self[:4]), self.qk_norm)
-
-
-def stack_weights(cfg, blocks):
-    """Differentiable: gradients flow back to each layer's own parameters."""
-    full, layers = cfg.qk_norm == "full", []
-    for b in blocks:
-        qkv = torch.cat([b.wq.weight, b.wk.weight, b.wv.weight]) * b.norm1.weight
-        up = b.w_up.weight * b.norm2.weight
-        norms = torch.cat([b.q_norm.weight, b.k_norm.weight]) if full else qkv.new_empty(0)
-        layers.append((qkv, b.wo.weight, up, b.w_down.weight, norms[None]))
-    return Weights(*map(torch.stack, zip(*layers)))
-
-
-def product(x, w):
-    """x (A, n, in) w (A, in, out), in w's dtype, which is that of the operands."""
-    return torch.bmm(x.to(w.dtype), w)
-
-
-def norm_backward(dn, n, r):
-    """J^T dn, equation (B12)."""
-    dn = dn.to(n.dtype)
-    return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
-
-
-# ---- attention inside a chunk ----
-
-class ChunkAttention:
-    """Attention inside a chunk, to its own persistent pairs, position by position.
-
-    q (A, B, H, C, D). out (like q), lse (A, B, H, C): each query's online softmax over all
-    else that it attends to. In float32 or better. N = A B G: the R query heads of a key
-    head stand together."""
-
-    def __init__(self, run, q, out, lse):
-        A, B, H, C, D = self.shape = q.shape
-        self.run, self.N = run, A * B * run.G
-        self.q = (q.to(out.dtype) * run.scale).view(self.N, -1, C, D)  # (N, R, C, D), scaled
-        self.out, self.lse = out.reshape(self.q.shape), lse.reshape(self.N, -1, C, 1)
-        self.rows = [u.unbind(2) for u in (self.q, self.out, self.lse)]  # of each position
-        self.k, self.v = out.new_zeros(self.N, C, D), out.new_zeros(self.N, D, C)
-
-    def read(self, i):
-        """a_i (A, B, H D), once the pairs before i are written."""
-        A, B, H, C, D = self.shape
-        q, out, lse = (u[i] for u in self.rows)  # (N, R, D), (N, R, 1)
-        if i > 0:
-            n = min(max(i, 15), C - 1)  # torch's softmax is slow for rows of less than 16
-            s = torch.bmm(q, self.k[:, :n].mT)  # (N, R, n)
-            s.view(A * B, H, n).add_(self.run.bias[:, i, :n])  # -inf from i on
-            p = torch.cat([lse, s], -1).softmax(-1)
-            out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[..., :n].mT)
-        return out.reshape(A, B, H * D)
-
-    def write(self, i, k, v):
-        """The persistent pair of position i: k, v (A, B, G, D)."""
-        A, B, _, C, D = self.shape
-        self.k.view(A, B, -1, C, D)[..., i, :] = k
-        self.v.view(A, B, -1, D, C)[..., i] = v
-
-    # backward
-
-    def recompute(self, k, v, dk, dv):
-        """All positions at once, from k, v (A, B, G, C, D): a like q, and the complete lse
-        (A, B, H, C). dk, dv: what later chunks add to the gradients."""
-        A, B, H, C, D = self.shape
-        pairs = (u.to(self.q.dtype).reshape(self.N, C, D) for u in (k, v, dk, dv))
-        self.k, self.v, self.dk, self.dv = pairs
-        self.q, lse = self.q.flatten(1, 2), self.lse.flatten(1)  # (N, R C, D), (N, R C)
-        s = torch.bmm(self.q, self.k[:, :C - 1].mT)  # (N, R C, C - 1)
-        s.view(A * B, H, C, C - 1).add_(self.run.bias)
-        total = torch.logaddexp(lse, s.logsumexp(-1))
-        self.p = torch.exp(s - total[..., None])  # p_ij, 0 for j >= i
-        outside = torch.exp(lse - total)[..., None] * self.out.flatten(1, 2)
-        self.a = torch.baddbmm(outside, self.p, self.v[:, :C - 1])  # (N, R C, D)
-        self.p_of_key = self.p.mT.contiguous()  # (N, C - 1, R C)
-        self.da = torch.zeros_like(self.a)
-        self.delta = self.a.new_zeros(self.N, 1, self.a.size(1))
-        self.rows = self.a.view(self.N, -1, C, D).unbind(2)
-        return self.a.view(self.shape), total.view(self.shape[:4])
-
-    def kv_grad(self, i):
-        """dk_i, dv_i (A, B, G, D). Queries after i have written theirs; the other da are 0."""
-        A, B, _, C, D = self.shape
-        dk, dv = self.dk[:, i:i + 1], self.dv[:, i:i + 1]  # (N, 1, D)
-        if i < C - 1:
-            p = self.p_of_key[:, i:i + 1]  # (N, 1, R C)
-            ds = p * (torch.bmm(self.v[:, i:i + 1], self.da.mT) - self.delta)  # (B5)
-            dk = torch.baddbmm(dk, ds, self.q)  # (B6), 1 / sqrt(D) is in q
-            dv = torch.baddbmm(dv, p, self.da)  # (B7)
-        return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
-
-    def write_query_grad(self, i, da):
-        """da_i (A, B, H D) from (B4)."""
-        C, D = self.shape[3:]
-        da = da.reshape(self.N, -1, D)  # (N, R, D)
-        self.da.view(self.N, -1, C, D)[:, :, i] = da
-        self.delta.view(self.N, -1, C)[:, :, i] = (da * self.rows[i]).sum(-1)
-
-    def query_grad(self):
-        """This chunk's keys' part of (B8), and all da, both (A, B, H, C, D)."""
-        C = self.shape[3]
-        ds = self.p * (torch.bmm(self.da, self.v[:, :C - 1].mT) - self.delta.mT)  # (B5)
-        dq = torch.bmm(ds, self.k[:, :C - 1]) * self.run.scale
-        return dq.view(self.shape), self.da.view(self.shape)
-
-
-# ---- the wavefront ----
-
-class Wavefront:
-    """One pass of all layers over x (B, T, d), after S cached tokens.
-
-    Layer l reads states[l] and writes states[l + 1], states (L + 1, T, B, d). T is padded to
-    whole chunks; no real position attends to the padding."""
-
-    def __init__(self, cfg, x, S=0):
-        self.cfg, self.S = cfg, S
-        self.B, self.T, self.d = x.shape
-        self.L, self.H = cfg.n_layer, cfg.n_head
-        self.G, self.D = cfg.n_kv_head, cfg.head_dim
-        self.chunks = math.ceil(self.T / cfg.chunk)
-        self.C = math.ceil(self.T / self.chunks)  # even chunks, little padding
-        self.length = self.chunks * self.C
-        self.dtype = compute_dtype(x)  # of matrix products' operands
-        self.wide = torch.promote_types(x.dtype, torch.float32)
-        self.scale = self.D ** -0.5
-        self.pos = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
-        self.slopes, self.tables = None, []
-        if cfg.pos == "alibi":
-            self.slopes = alibi_slopes(self.H, x.device, self.wide)
-        # inside a chunk, ALiBi, and -inf unless the key is earlier: (H or 1, C, C - 1)
-        pos, keys = self.pos[None, :self.C], self.pos[:self.C - 1]
-        bias = attention_bias(pos, keys, 0, self.slopes, self.wide)[0]
-        self.bias = bias.masked_fill(pos[0, :, None] == keys, -math.inf)
-        if cfg.pos == "rope":
-            tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.wide)
-            self.tables = [u[None, :, None, None] for u in tables]  # (1, length, 1, 1, D)
-
-    def steps(self):
-        """(s, lo, hi): in step s, layers l = lo .. hi - 1 compute their chunks c = s - l."""
-        return [(s, max(0, s - self.chunks + 1), min(self.L, s + 1))
-                for s in range(self.chunks + self.L - 1)]
-
-    def diagonal(self, buffer, step, dim):
-        """A step's chunks in a buffer of all layers with positions in dimension dim. A view:
-        chunks (l, c) and (l + 1, c - 1) are always the same distance apart in memory."""
-        s, lo, hi = step
-        shape, stride = list(buffer.shape), list(buffer.stride())
-        start = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[dim]
-        stride[0] -= self.C * stride[dim]
-        shape[0], shape[dim] = hi - lo, self.C
-        return buffer.as_strided(shape, stride, start)
-
-    def rope(self, step):
-        """RoPE's tables of a step's chunks, (A, C, 1, 1, D) each; none without RoPE."""
-        s, lo, hi = step
-        chunks = [slice((s - l) * self.C, (s - l + 1) * self.C) for l in range(lo, hi)]
-        return [torch.cat([u[:, c] for c in chunks]) for u in self.tables]
-
-    def norm(self, x):
-        """RMSNorm without a weight, in float32 or better."""
-        return F.rms_norm(x.to(self.wide), x.shape[-1:], eps=self.cfg.norm_eps)
-
-    def norm_parts(self, x):
-        """The same as n = x r, and r (..., 1), which backward needs."""
-        x = x.to(self.wide)
-        r = (x.square().mean(-1, keepdim=True) + self.cfg.norm_eps).rsqrt()
-        return x * r, r
-
-    def heads(self, u, rope, norm_weight):
-        """Projected rows (A, n B, heads D) -> (A, n, B, heads, D), normed and rotated; and
-        what the norm's backward needs."""
-        saved = self.norm_parts(u) if self.cfg.qk_norm == "full" else None
-        if saved:
-            u = (saved[0] * norm_weight).to(u.dtype)
-        u = u.view(u.size(0), -1, self.B, u.size(-1) // self.D, self.D)
-        return apply_rope(u, *rope) if rope else u, saved
-
-    def heads_backward(self, du, rope, norm_weight, saved):
-        """du (A, n, B, heads, D) -> the gradients of the rows and of the norm's weight."""
-        if rope:
-            du = apply_rope(du, rope[0], -rope[1])  # rotated back
-        du = du.flatten(3).flatten(1, 2)  # (A, n B, heads D)
-        if saved is None:
-            return du, 0
-        d_weight = (du * saved[0]).sum(1, keepdim=True)
-        return norm_backward(du * norm_weight, *saved), d_weight
-
-    def inputs(self, x, w, rope):
-        """Equation (1) of model_rt for rows x (A, C B, d): q (A, B, H, C, D), temporary k, v
-        (A, B, G, C, D); and for the backward pass the parts of n1(x) and of the QK-norm."""
-        n, r = self.norm_parts(x)
-        H, G, D = self.H, self.G, self.D
-        q, k, v = product(n, w.qkv).split([H * D, G * D, G * D], -1)
-        q, q_saved = self.heads(q, rope, w.qk_norm[..., :H * D])
-        k, k_saved = self.heads(k, rope, w.qk_norm[..., H * D:])
-        v = v.unflatten(-1, (G, D)).unflatten(1, (-1, self.B))
-        q, k, v = (u.permute(0, 2, 3, 1, 4).contiguous() for u in (q, k, v))
-        return (q, k, v), (n, r, q_saved, k_saved)
-
-    def persistent(self, n, w, rope):
-        """Equation (5) for n = n1(y) (A, n B, d): k, v (A, n, B, G, D); k-norm's parts."""
-        H, G, D = self.H, self.G, self.D
-        k, v = product(n, w.qkv[..., H * D:]).split(G * D, -1)  # w.qkv (A, d, out)
-        k, saved = self.heads(k, rope, w.qk_norm[..., H * D:])
-        return k, v.view(v.size(0), -1, self.B, G, D), saved
-
-    # what a chunk's queries attend to before it starts
-
-    def outside_attention(self, qkv, step):
-        """Each query's online softmax over its temporary pair and all chunks before its own:
-        out (A, B, H, C, D), lse (A, B, H, C)."""
-        s, lo, hi = step
-        q, k, out = self.temporary(*qkv)
-        lse = (q * k).sum(-1) * self.scale  # a softmax over one pair: out is its value
-        if self.S + s - lo > 0:
-            parts = [self.earlier(qkv[0][l - lo], l, s - l) for l in range(lo, hi)]
-            more, more_lse = (torch.cat(u) for u in zip(*parts))  # (A B, H, C, .)
-            own = out.view(more.shape), lse.view(more_lse.shape)
-            out, lse = kernels.merge(*own, more.to(self.wide), more_lse)
-        return out.reshape(q.shape), lse.reshape(q.shape[:4])
-
-    def temporary(self, q, k, v):
-        """q and the temporary pairs, one for each query head, all (A, B, H, C, D)."""
-        q, k, v = (u.to(self.wide) for u in (q, k, v))
-        return q, *(u.repeat_interleave(self.H // self.G, 2) for u in (k, v))
-
-    def earlier(self, q, layer, c):
-        """A layer's queries q (B, H, C, D) of chunk c over all persistent pairs before c."""
-        end, pos = self.S + c * self.C, self.pos    # no key before the first chunk: lse is -inf
-        k, v = self.k[layer, :, :, :end], self.v[layer, :, :, :end]
-        return kernels.attend(q, k, v, pos[end:end + self.C], pos[:end], self.slopes)
-
-    def forward(self, x, w, past=()):
-        """All layers on x (B, T, d): states (L + 1, length, B, d). Leaves the persistent pairs,
-        cached ones first, in self.k and self.v (L, B, G, S + length, D)."""
-        w = w.matrices(lambda u: u.mT.contiguous().to(self.dtype))  # (in, out)
-        states = x.new_empty(self.L + 1, self.length, self.B, self.d)
-        states[0, :self.T] = x.transpose(0, 1)
-        states[0, self.T:] = x[:, -1]  # padding: any finite numbers
-        shape = 2, self.L, self.B, self.G, self.S + self.length, self.D
-        self.k, self.v = x.new_empty(shape, dtype=self.dtype)
-        for l, (k, v) in enumerate(past):
-            self.k[l, :, :, :self.S], self.v[l, :, :, :self.S] = k, v
-        for step in self.steps():
-            self.forward_step(states, w.of_layers(*step[1:]), step)
-        return states
-
-    def forward_step(self, states, w, step):
-        """Each active layer's chunk: the equations of model_rt, by their numbers."""
-        x, rope = self.diagonal(states[:-1], step, 1), self.rope(step)
-        qkv, _ = self.inputs(x.flatten(1, 2), w, rope)              # (1)
-        attention = ChunkAttention(self, qkv[0], *self.outside_attention(qkv, step))
-        y = []
-        for i, x_i in enumerate(x.unbind(1)):                       # (A, B, d)
-            a = attention.read(i)                                   # (2)
-            z = x_i + product(a, w.out)                             # (3)
-            u = product(self.norm(z), w.up)
-            y.append(z + product(F.gelu(u), w.down))                # (4)
-            here = [table[:, i:i + 1] for table in rope]
-            k, v, _ = self.persistent(self.norm(y[i]), w, here)     # (5)
-            attention.write(i, k[:, 0], v[:, 0])
-        self.diagonal(states[1:], step, 1).copy_(torch.stack(y, 1))
-        for buffer, new in ((self.k, attention.k), (self.v, attention.v.mT)):
-            view = self.diagonal(buffer[..., self.S:, :], step, 3)
-            view.copy_(new.reshape(view.shape))
-
-    def backward(self, states, dy, w):
-        """dL/dx (B, T, d) and the gradients of w, from forward's states and dy (B, T, d)."""
-        w = w.matrices(lambda u: u.to(self.dtype))  # (out, in): backward
-        wt = w.matrices(lambda u: u.mT.contiguous())  # (in, out): recomputation
-        self.recompute_pairs(states, wt)
-        grads = Weights(*(torch.zeros_like(u, dtype=self.wide) for u in w))
-        d_states = torch.zeros_like(states, dtype=self.wide)
-        d_states[-1, :self.T] = dy.transpose(0, 1)
-        for step in reversed(self.steps()):
-            dy = self.diagonal(d_states[1:], step, 1)
-            active = [u.of_layers(*step[1:]) for u in (w, wt, grads)]
-            dx = self.backward_step(states, dy, *active, step)
-            self.diagonal(d_states[:-1], step, 1).copy_(dx)
-        return d_states[0, :self.T].transpose(0, 1), grads
-
-    def recompute_pairs(self, states, wt):
-        """All persistent pairs, from y."""
-        shape = 2, self.L, self.B, self.G, self.length, self.D
-        self.k, self.v = states.new_empty(shape, dtype=self.dtype)
-        self.dk, self.dv = states.new_zeros(shape, dtype=self.wide)
-        for l in range(self.L):
-            n = self.norm(states[l + 1:l + 2].flatten(1, 2))
-            k, v, _ = self.persistent(n, wt.of_layers(l, l + 1), self.tables)
-            self.k[l], self.v[l] = k[0].permute(1, 2, 0, 3), v[0].permute(1, 2, 0, 3)
-
-    def backward_step(self, states, dy, w, wt, grads, step):
-        """Each active layer's chunk: dy (A, C, B, d) -> dx. Adds to grads, dk and dv."""
-        rope, HD = self.rope(step), self.H * self.D
-        x, y = (self.diagonal(u, step, 1).flatten(1, 2) for u in (states[:-1], states[1:]))
-        # forward again, all positions at once
-        qkv, (n1, r1, q_saved, k_saved) = self.inputs(x, wt, rope)
-        attention = ChunkAttention(self, qkv[0], *self.outside_attention(qkv, step))
-        pairs = (self.diagonal(u, step, 3) for u in (self.k, self.v, self.dk, self.dv))
-        a, lse = attention.recompute(*pairs)
-        a_rows = a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)  # (A, C B, H D)
-        n2, r2 = self.norm_parts(x + product(a_rows, wt.out))
-        u = product(n2, wt.up)
-        m, rm = self.norm_parts(y)
-        saved = self.persistent(m, wt, rope)[2] if self.cfg.qk_norm == "full" else None
-        # position after position
-        chunk = [dy, *(v.unflatten(1, (self.C, self.B)) for v in (m, rm, u, n2, r2))]
-        (g, du, dz, dkv), dk_norm = self.reverse(attention, w, chunk, saved, rope)
-        # the rest, all positions at once
-        dq, da = attention.query_grad()
-        dk, dv = self.outside_attention_backward(qkv, a, lse, da, dq, step)
-        dq, dk, dv = (v.permute(0, 3, 1, 2, 4) for v in (dq, dk, dv))  # (A, C, B, heads, D)
-        dq, dq_norm = self.heads_backward(dq, rope, w.qk_norm[..., :HD], q_saved)
-        dk, more = self.heads_backward(dk, rope, w.qk_norm[..., HD:], k_saved)
-        dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(self.dtype)
-        for grad, d_out, into in (
-                (grads.qkv, dqkv, n1), (grads.qkv[:, HD:], dkv, m),
-                (grads.out, dz, a_rows), (grads.up, du, n2), (grads.down, g, F.gelu(u))):
-            grad += product(d_out.mT.to(self.dtype), into.to(self.dtype))  # (B11)
-        grads.qk_norm[..., :HD] += dq_norm
-        grads.qk_norm[..., HD:] += dk_norm + more
-        dx = dz + norm_backward(product(dqkv, w.qkv), n1, r1)  # (B10)
-        return dx.unflatten(1, (self.C, self.B))
-
-    def reverse(self, attention, w, chunk, saved, rope):
-        """(B1) to (B7). chunk: dL/dy, n1(y) and its r, u, n2(z) and its r, (A, C, B, .) each.
-        Returns g, du, dz, the gradient of (Wk, Wv) n1(y), and that of the k-norm's weight."""
-        HD = self.H * self.D
-        w_kv, k_norm = w.qkv[:, HD:], w.qk_norm[..., HD:]
-        dk_norm, done = 0, []
-        positions = list(zip(*(v.unbind(1) for v in chunk)))
-        for i in reversed(range(self.C)):
-            dy, m, rm, u, n2, r2 = positions[i]
-            dk, dv = attention.kv_grad(i)                               # (B5) to (B7)
-            here = [table[:, i:i + 1] for table in rope]
-            parts = saved and [v.unflatten(1, (self.C, self.B))[:, i] for v in saved]
-            dk, more = self.heads_backward(dk[:, None], here, k_norm, parts)
-            dkv = torch.cat([dk, dv.flatten(2)], -1).to(self.dtype)     # (A, B, 2 G D)
-            g = dy + norm_backward(product(dkv, w_kv), m, rm)           # (B1)
-            du = torch.ops.aten.gelu_backward(product(g, w.down), u)    # (B2)
-            dz = g + norm_backward(product(du, w.up), n2, r2)           # (B3)
-            attention.write_query_grad(i, product(dz, w.out))           # (B4)
-            done.append((g, du, dz, dkv))
-            dk_norm = dk_norm + more
-        return [torch.stack(v[::-1], 1).flatten(1, 2) for v in zip(*done)], dk_norm
-
-    def outside_attention_backward(self, qkv, a, lse, da, dq, step):
-        """Of outside_attention: adds to dq, and to dk and dv of earlier chunks; returns the
-        temporary pairs' gradients (A, B, G, C, D)."""
-        s, lo, hi = step
-        pairs = self.k, self.v, self.dk, self.dv
-        for l in range(lo, hi):
-            start, end = (s - l) * self.C, (s - l + 1) * self.C
-            if start > 0:
-                k, v, dk, dv = (u[l, :, :, :start] for u in pairs)
-                q, a_l, da_l = (u[l - lo].to(self.dtype) for u in (qkv[0], a, da))
-                mask = self.pos[start:end], self.pos[:start], self.slopes
-                parts = kernels.attend_backward(q, k, v, a_l, lse[l - lo], da_l, *mask)
-                for total, part in zip((dq[l - lo], dk, dv), parts):
-                    total += part
-        q, k, v = self.temporary(*qkv)
-        p = torch.exp((q * k).sum(-1, keepdim=True) * self.scale - lse[..., None])
-        ds = p * (da * (v - a)).sum(-1, keepdim=True) * self.scale  # (B5)
-        dq += ds * k  # (B8)
-        return [u.unflatten(2, (self.G, -1)).sum(3) for u in (ds * q, p * da)]  # (B9)
 
 
 # ---- CUDA graphs ----
@@ -524,8 +547,10 @@ def replay(run, function, *inputs):
         return function(*inputs)
     key = (function.__name__, inputs[0].device, run.dtype, str(run.cfg),
            *((u.shape, u.dtype) for u in inputs))
-    graph = key in GRAPHS and (GRAPHS.pop(key) or Graph(run, function, inputs))
-    GRAPHS[key] = graph
-    if len(GRAPHS) > 8:
+    graph = GRAPHS.pop(key, None)  # None: the first call, False: the second
+    if graph is False:
+        graph = Graph(run, function, inputs)
+    GRAPHS[key] = graph or False
+    if len(GRAPHS) > 8:  # each holds memory: the one used longest ago goes
         del GRAPHS[next(iter(GRAPHS))]
-    return (graph or function)(*inputs)
+    return graph(*inputs) if graph else function(*inputs)

@@ -71,13 +71,9 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0,
     cache = model.init_cache(len(rows), min(need, model.context_limit or need))
     kept = min(getattr(model, "context_kept", cache.max_len), cache.max_len)
     logits, held = prefill(model, cache, rows)
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    for b, row in enumerate(rows):
-        seen[b, row] = True
     for n in range(max_new_tokens):
-        ids = next_tokens(logits[:, :vocab_size], seen[:, :vocab_size], temperature, top_k, top_p,
+        ids = next_tokens(logits[:, :vocab_size], rows, temperature, top_k, top_p,
                           repetition_penalty, generator)
-        seen[torch.arange(len(rows), device=device), ids] = True
         new = [i if on and i != eot else None for i, on in zip(ids.tolist(), live)]
         live = [i is not None for i in new]
         yield new
@@ -177,7 +173,7 @@ def main(argv):
     texts = read_prompts(cfg.prompt)
     model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast)
     prompts = list(map(tokenizer.encode, texts))
-    check_prompts(prompts, model.cfg.vocab_size)
+    check_prompts(prompts, tokenizer.vocab_size)
     if cfg.prefill:
         choose_prefill(model, cfg.prefill, path)
     if cfg.prefill == "compare":

@@ -9,9 +9,10 @@ The trainer of every model: one process on a CPU or GPU, or many through torchru
                                                     on any number of nodes; fsdp=true shards
     python train.py help                            every key with its meaning
 
-All keys live in one flat namespace: those of TrainConfig (common/config.py, with a comment each)
-and those of the chosen model's Config. out/<run>/ receives ckpt.pt (the last state), best.pt (the
-best validation loss), log.jsonl and curves.png.
+All keys live in one flat namespace: those of TrainConfig (the top of common/config.py, with a
+comment each; the merging of file, checkpoint and command line stands below) and those of the
+chosen model's Config. out/<run>/ receives ckpt.pt (the last state), best.pt (the best validation
+loss), log.jsonl and curves.png.
 
 A run is repeatable: the batch is a pure function of (seed, step), and the random numbers of a
 forward pass one of (seed, step, micro-batch). So a resumed run, a run on another number of
@@ -23,24 +24,25 @@ evaluation, saving, the training loop, main.
 import contextlib
 import importlib.util
 import math
+import os
 import signal
+import threading
+import time
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
-from common.checkpoint import save_checkpoint
-from common.config import TrainConfig, config_file, read_config, run_folder
-from common.data import TextBatches, bits_per_byte
-from common.keys import (UserError, asks_help, first_line, help_text, key_lines, model_module,
-                         need, run_cli, split_args, writing)
+from common.checkpoint import lock, newest, save_checkpoint
+from common.config import TrainConfig, config_file, read_config
+from common.data import bits_per_byte, data_fingerprint
+from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
+                         need, note, run_cli, split_paths, writing)
 from common.log import Log, in_words, read_log
 from common.optim import load_optimizers, lr_factor, make_optimizers, set_schedules
-from common.process import (Processes, autocast, check_run_fits, check_tokenizer, data_folder,
-                            device_name, load_teacher, make_model, open_data, set_budget,
-                            tokens_per_step)
+from common.process import Processes, start
 from common.sharded import blocks_of, gathered, shard, whole
-from common.tasks import TaskBatches, count_right, is_task, show_example
+from common.tasks import count_right, is_task, show_example
 from prepare import PrepareConfig, is_offline, prepare
 from sample import sample_text
 
@@ -64,7 +66,7 @@ class Run:
 
     @property
     def folder(self):
-        return run_folder(self.cfg.out_dir, self.cfg.run)
+        return self.cfg.folder
 
     @property
     def task(self):
@@ -74,67 +76,46 @@ class Run:
 def setup(argv):
     """Arguments -> a Run. Everything is checked before anything is written, except a data set
     that has to be prepared."""
-    cfg, model_fields, ckpt, given = read_config(argv)
-    folder, typed = run_folder(cfg.out_dir, cfg.run), split_args(argv)
+    cfg, model_fields, ckpt, named = read_config(argv)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
-    check_run(cfg, folder)
-    procs = Processes(cfg)
-    check_run_fits(cfg, model_fields, procs.device, procs.world)
-    batches = open_batches(cfg, model_fields["block_size"], procs)
-    data = batches.train
-    check_tokenizer(ckpt, data, cfg.init_from or folder)
-    check_typed(cfg, typed, data)
-    model = make_model(cfg, model_fields, ckpt, data.vocab_size, given).to(procs.device)
-    set_budget(cfg, model)
-    teacher = load_teacher(cfg, model, data)
+    check_run(cfg)
+    procs, batches, model, teacher = start(cfg, model_fields, ckpt, named, make_data)
     if cfg.fsdp:
         shard(model, procs.device, procs.world)
     run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),
-              make_optimizers(model, cfg), teacher and teacher.to(procs.device))
+              make_optimizers(model, cfg), teacher)
     if cfg.resume:
         restore(run, ckpt)
     elif cfg.eval_only and ckpt is not None:
         run.step = ckpt["step"]                 # for models in which something depends on it
-    start(run, ckpt)
+    if procs.sum(run.step)[0] != procs.world * run.step:
+        raise UserError(f"resume: the processes read different checkpoints; {run.folder} must be "
+                        f"the same on every node")
+    if procs.master:
+        if not cfg.eval_only:
+            claim_folder(run, ckpt)
+        describe(run)
+        if not cfg.eval_only:
+            run.log = Log(run)
+    if ckpt is not None and "tokenizer" not in ckpt:
+        note(f"{cfg.init_from} does not tell its tokenizer; the data's is "
+             f"{batches.train.tokenizer.kind}")
     return run
 
 
-def check_run(cfg, folder):
+def check_run(cfg):
     """UserError if the run would replace another one, or needs a package that is missing."""
-    allowed = cfg.resume or cfg.overwrite or cfg.eval_only
-    if (folder / "ckpt.pt").exists() and not allowed:
-        raise UserError(f"{folder} holds a checkpoint: resume=true goes on from it, "
+    if (cfg.folder / "ckpt.pt").exists() and not (cfg.resume or cfg.overwrite or cfg.eval_only):
+        raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "
                         f"overwrite=true replaces it, run=NAME starts another run")
-    for package in ("wandb", "tensorboard"):
-        if getattr(cfg, package):
-            need(package)
+    if cfg.wandb:
+        need("wandb")
 
 
-def open_batches(cfg, block_size, procs):
-    """The batches of a task or a data set. One that is missing and needs no download is prepared
-    first, by the first process while the others wait."""
-    task = is_task(cfg.dataset)
-    if procs.master and not task and is_offline(cfg.dataset) and not data_folder(cfg).exists():
+def make_data(cfg, folder):
+    """Prepare a data set that is missing, if that needs no download."""
+    if is_offline(cfg.dataset) and not folder.exists():
         prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
-    procs.join()
-    return TaskBatches(cfg, block_size) if task else TextBatches(open_data(cfg), cfg, block_size)
-
-
-def check_typed(cfg, typed, data):
-    """UserError where a key of the command line does not fit the data. That of a config file is
-    ignored: the tokenizer is the data's, the prompt then the first characters of the text."""
-    task, asked = is_task(cfg.dataset), typed.get("tokenizer")
-    made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", asked)
-    if asked not in (None, made):
-        raise UserError(f"tokenizer={asked} is not the one of dataset={cfg.dataset}: leave out "
-                        f"tokenizer")
-    try:
-        if cfg.sample_tokens and not task:
-            data.tokenizer.encode(cfg.sample_prompt)
-    except UserError as e:
-        if "sample_prompt" in typed:
-            raise UserError(f"sample_prompt: {e}") from e
-        cfg.sample_prompt = data.tokenizer.decode(data.windows([0], 2)[0].tolist())
 
 
 def prepare_forward(cfg, model, procs):
@@ -151,26 +132,9 @@ def prepare_forward(cfg, model, procs):
     return torch.nn.parallel.DistributedDataParallel(forward) if procs.world > 1 else forward
 
 
-def start(run, ckpt):
-    """The end of the set-up, after all checks: claim the folder, tell what will be done."""
-    cfg, procs = run.cfg, run.procs
-    if procs.sum(run.step)[0] != procs.world * run.step:
-        raise UserError(f"resume: the processes read different checkpoints; {run.folder} must be "
-                        f"the same on every node")
-    if not procs.master:
-        return
-    if not cfg.eval_only:
-        claim_folder(cfg, run.folder)
-    describe(run)
-    if ckpt is not None and "tokenizer" not in ckpt:
-        print(f"note: {cfg.init_from} does not tell its tokenizer; the data's is "
-              f"{run.batches.train.tokenizer.kind}")
-    if not cfg.eval_only:
-        run.log = Log(run)
-
-
-def claim_folder(cfg, folder):
-    """Make the run's folder, or clean it."""
+def claim_folder(run, ckpt):
+    """Make the run's folder, or clean it. From here to its end no other run can have it."""
+    cfg, folder = run.cfg, run.folder
     with writing(folder):
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
@@ -180,25 +144,30 @@ def claim_folder(cfg, folder):
                 with contextlib.suppress(OSError):
                     path.rmdir()
             raise
-        for name in ("ckpt.pt", "best.pt", "log.jsonl", "curves.png"):
+        lock(folder.absolute())
+        check_run(cfg)                          # again: another run may have ended meanwhile
+        if cfg.resume and newest(folder).stat().st_mtime_ns != ckpt["stamp"]:
+            raise UserError(f"{folder}: another run has replaced the checkpoint meanwhile")
+        for name in ("ckpt.pt", "best.pt", "log.jsonl", "curves.png", "pending.pt"):
             (folder / f"{name}.tmp").unlink(missing_ok=True)    # left by a run killed while saving
-            if cfg.overwrite:
+            if cfg.overwrite or (name == "pending.pt" and not cfg.resume):
                 (folder / name).unlink(missing_ok=True)
-        for file in folder.glob("step_*.pt") if cfg.overwrite else ():
+        for file in folder.glob("step_*.pt*") if cfg.overwrite else ():
             file.unlink()
 
 
 def describe(run):
     """Print the model, the data, and what the run will do."""
     cfg, model, procs = run.cfg, run.model, run.procs
+    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
     size = sum(p.numel() for p in model.parameters())
     path = getattr(model.cfg, "path", "fast" if model.cfg.fast else "naive")
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, "
           f"{model.flops_per_token():.3g} FLOPs a token, {path} path\n"
           f"{cfg.dataset if run.task else run.batches.train.folder}: {run.batches.sizes()}")
     if not cfg.eval_only:
-        print(f"{cfg.max_steps:,} steps of {tokens_per_step(cfg, model):,} tokens on "
-              f"{device_name(procs.device)}, {procs.world} process{'es' * (procs.world > 1)}"
+        print(f"{cfg.max_steps:,} steps of {tokens:,} tokens on {procs.device_name}, "
+              f"{procs.world} process{'es' * (procs.world > 1)}"
               + f"; going on from step {run.step}" * (run.step > 0), flush=True)
 
 
@@ -226,7 +195,7 @@ def evaluate(run):
     with all_weights(run):
         for i in range(procs.rank, n, procs.world):
             x, y = (to_device(z, run) for z in run.batches.cut(run.batches.val, batches[i]))
-            with autocast(cfg, procs.device):
+            with procs.autocast():
                 add_batch(sums, model, x, y, i in exact, run.task, metrics)
     sums = dict(zip(sums, procs.sum(*sums.values())))
     result = {f"val_{name}": sums[name] / sums["tokens"] for name in ("ce", *metrics)}
@@ -278,13 +247,20 @@ def to_device(x, run):
 # saving
 
 def save_and_evaluate(run):
-    """Save ckpt.pt, evaluate, and save best.pt if it is the best. The state is on the disk before
-    the evaluation runs: a run that is stopped in between evaluates again, with the same result,
-    when it is resumed."""
-    save(run, "ckpt.pt")
+    """Save the state, evaluate, and save best.pt if it is the best. The state is on the disk
+    before the evaluation runs, as pending.pt: a run that is stopped in between evaluates again,
+    with the same result, when it is resumed. It replaces ckpt.pt if the evaluation is finite."""
+    pending = run.folder / "pending.pt"
+    save(run, pending.name)
     result = evaluate(run)
-    if not math.isfinite(result["val_ce"]):
-        raise UserError(f"val_ce is {result['val_ce']} at step {run.step}: stopped")
+    finite = math.isfinite(result["val_ce"])
+    if run.procs.master:
+        if finite:
+            os.replace(pending, run.folder / "ckpt.pt")
+        else:
+            pending.unlink()
+    if not finite:
+        raise UserError(f"val_ce is {result['val_ce']} at step {run.step}: stopped, {kept(run)}")
     best = result["val_ce"] < run.best_ce
     run.evaluated, run.best_ce = run.step, min(run.best_ce, result["val_ce"])
     if best:
@@ -294,22 +270,33 @@ def save_and_evaluate(run):
 
 
 def save(run, name):
+    """Save the state. UserError if a weight is not finite: the last good checkpoint stays."""
     saved = state(run)                          # of sharded weights: all processes take part
+    if not all(w is None or w.isfinite().all() for w in saved["weights"].values()):
+        raise UserError(f"a weight is not finite at step {run.step}: stopped, {kept(run)}")
     if run.procs.master:
         save_checkpoint(run.folder / name, saved)
+        if name == "ckpt.pt":
+            (run.folder / "pending.pt").unlink(missing_ok=True)     # it is older
+
+
+def kept(run):
+    saved = (run.folder / "ckpt.pt").exists()
+    return "ckpt.pt is kept" if saved else "no checkpoint was saved yet"
 
 
 def state(run):
     """All that a resumed run needs, as tensors and plain values. (The trainer draws no random
     number that depends on the RNG's state; a model may.)"""
     cuda = run.procs.device.type == "cuda"
-    return {"format": 1, "model": run.cfg.model,
+    return {"model": run.cfg.model,
             "config": {**asdict(run.cfg), **asdict(run.model.cfg)},
             "model_config": asdict(run.model.cfg),
             "tokenizer": run.batches.train.tokenizer.to_dict(),
             "weights": whole(dict(run.model.state_dict())),
             "optimizers": [whole(o.state_dict()) for o in run.optimizers],
             "step": run.step, "evaluated": run.evaluated, "best_ce": run.best_ce,
+            "data": data_fingerprint(run.cfg),
             "rng": {"cpu": torch.get_rng_state(),
                     "cuda": torch.cuda.get_rng_state() if cuda else None}}
 
@@ -318,6 +305,9 @@ def restore(run, ckpt):
     """Go on from the state of a checkpoint; the model has its weights already."""
     load_optimizers(run.optimizers, ckpt["optimizers"])
     run.step, run.evaluated, run.best_ce = (ckpt[k] for k in ("step", "evaluated", "best_ce"))
+    if ckpt.get("data") != data_fingerprint(run.cfg):
+        note("the data is another than the checkpoint's: the best loss is forgotten")
+        run.best_ce = math.inf
     try:
         torch.set_rng_state(ckpt["rng"]["cpu"])
         if ckpt["rng"]["cuda"] is not None and run.procs.device.type == "cuda":
@@ -343,6 +333,7 @@ def train(run):
             if run.log:
                 run.log.step(logged, write=run.step % cfg.log_interval == 0 or asked)
             if asked:
+                stop.append(SAVING)
                 save(run, "ckpt.pt")
                 return False
         if run.evaluated < run.step:
@@ -351,22 +342,36 @@ def train(run):
     return True
 
 
+PATIENCE = 10       # seconds after which a second SIGTERM ends a step
+SAVING = "saving"   # in the list of stop_request: the step is over
+
+
 @contextlib.contextmanager
 def stop_request(world):
-    """A list that is empty until SIGTERM or SIGINT asks for a stop after the current step. A second
-    Ctrl-C stops a single process at once; a second SIGTERM does not (torchrun and schedulers send
-    several)."""
-    asked = []
+    """A list that is empty until SIGTERM or SIGINT asks for a stop after the current step. If that
+    step is very long: a second SIGTERM 10 s later ends the process at once, a second Ctrl-C any
+    time, if it is the only process. (torchrun and schedulers send several within seconds.)"""
+    asked, signals, (read, write) = [], (signal.SIGTERM, signal.SIGINT), os.pipe()
 
-    def ask(sig, frame):
-        if asked and sig == signal.SIGINT and world == 1:
-            raise KeyboardInterrupt
-        asked.append(sig)
-    previous = {sig: signal.signal(sig, ask) for sig in (signal.SIGTERM, signal.SIGINT)}
+    def watch():        # a thread, because the main one may be inside a long operation of torch
+        first = None
+        while data := os.read(read, 1):
+            late = first and time.monotonic() - first > PATIENCE and SAVING not in asked
+            if data[0] in signals and (late or first and data[0] == signal.SIGINT and world == 1):
+                os._exit(128 + data[0])
+            first = first or (data[0] in signals and time.monotonic())
+        os.close(read)
+
+    threading.Thread(target=watch, daemon=True).start()
+    os.set_blocking(write, False)
+    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig)) for sig in signals}
+    wakeup = signal.set_wakeup_fd(write)        # the number of each signal goes there
     try:
         yield asked
     finally:
-        for sig, handler in previous.items():
+        signal.set_wakeup_fd(wakeup)
+        os.close(write)                         # ends the thread
+        for sig, handler in handlers.items():
             signal.signal(sig, handler)
 
 
@@ -407,7 +412,7 @@ def forward_backward(run):
         # DDP sums gradients once a step; FSDP after each micro-batch, to keep them sharded
         last = procs.world == 1 or cfg.fsdp or index == indices[-1]
         with contextlib.nullcontext() if last else run.forward.no_sync():
-            with autocast(cfg, procs.device):
+            with procs.autocast():
                 x, y = to_device(x, run), to_device(y, run)
                 logits, loss, aux = run.forward(x, y)
                 if run.teacher is not None:
@@ -455,10 +460,8 @@ def check_step(run, logged, stop):
     logged = dict(zip(logged, values), grad_norm=float(norm))
     for key in ("ce", "grad_norm"):
         if not math.isfinite(logged[key]):
-            saved = (run.folder / "ckpt.pt").exists()
-            kept = "ckpt.pt is kept" if saved else "no checkpoint was saved yet"
             raise UserError(f"{key} is {logged[key]} at step {run.step}: stopped before the "
-                            f"update, {kept}")
+                            f"update, {kept(run)}")
     return logged, asked > 0
 
 
@@ -483,10 +486,10 @@ def main(argv):
 
 def print_help(argv):
     """The usage, then the trainer's keys and those of the chosen model."""
-    given = split_args([a for a in argv if "=" in a])
-    name = {**config_file(given, TrainConfig.model), **given}.get("model", TrainConfig.model)
-    keys = key_lines(model_module(name).Config)
-    print("\n".join([help_text(TrainConfig, __doc__), "", f"keys of model={name}:", *keys]))
+    given = split_paths(argv)[1]
+    name = {**config_file(given), **given}.get("model", TrainConfig.model)
+    print(help_text(TrainConfig, __doc__))
+    print("\n" + help_text(model_module(name).Config, f"keys of model={name}:"))
 
 
 def finish(run, done):
@@ -502,7 +505,7 @@ def finish(run, done):
                             cfg.sample_tokens, seed=cfg.seed))
         print("-" * 80 + "\n" + text + "\n" + "-" * 80)
     picture = ", curves.png" * draw(run)
-    more = "" if run.task else f"; more text: python sample.py {run.folder}"
+    more = "" if run.task else f"; more text: {as_command('sample.py', path=run.folder)}"
     print(f"{run.folder}: ckpt.pt, best.pt, log.jsonl{picture}{more}")
 
 

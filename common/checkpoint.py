@@ -5,23 +5,24 @@ Checkpoints: one file, replaced in one move, verified when read; and exports of 
         weights, config, tokenizer: for sample.py, serve.py, lab.eval, and init_from=
     python -m common.checkpoint out/relaxed_tiny export=hf/relaxed
         a Hugging Face folder: a Llama or Qwen3, of exit_loop loops
+
+A run's folder has ckpt.pt, the last state. pending.pt is there while that state is evaluated: it
+takes ckpt.pt's place if what it computes is finite.
 """
 import contextlib
-import errno
+import fcntl
 import hashlib
 import json
 import os
-import struct
 import sys
 import warnings
-import zipfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 
 from common.keys import (UserError, asks_help, first_line, help_text, model_module, run_cli,
-                         split_args, typed_config, writing)
+                         split_paths, typed_config, writing)
 from common.llama import from_pretrained, save_weights, to_pretrained
 from common.tokenizer import load_tokenizer, to_huggingface
 
@@ -34,61 +35,53 @@ EXPORTED = [*FIELDS][:6]
 # -------------------------------------------------------------------------------------------------
 # saving
 
-def fingerprint(value):
-    """SHA-256 over a nested value: of tensors the dtype, shape and bytes, of everything else the
-    type and value. TypeError for what a checkpoint may not hold."""
+def digest(f, size):
+    """The SHA-256 of the first `size` bytes of an open file."""
     sha = hashlib.sha256()
-
-    def add(x):
-        if isinstance(x, torch.Tensor):
-            x = x.detach().cpu().contiguous()
-            sha.update(f"tensor {x.dtype} {tuple(x.shape)} ".encode())
-            sha.update(x.reshape(-1).view(torch.uint8).numpy().data)
-        elif isinstance(x, dict):
-            sha.update(f"dict {len(x)} ".encode())
-            for key in sorted(x, key=repr):
-                add(key)
-                add(x[key])
-        elif isinstance(x, (list, tuple)):
-            sha.update(f"{type(x).__name__} {len(x)} ".encode())
-            for item in x:
-                add(item)
-        elif isinstance(x, (str, bytes)):
-            data = x.encode("utf-8", "surrogatepass") if isinstance(x, str) else x
-            sha.update(f"{type(x).__name__} {len(data)} ".encode() + data)
-        elif isinstance(x, float):
-            sha.update(b"float " + struct.pack("<d", x))
-        elif x is None or isinstance(x, (bool, int)):
-            sha.update(f"{type(x).__name__} {x} ".encode())
-        else:
-            raise TypeError(f"a checkpoint may not hold a {type(x).__name__}")
-
-    add(value)
-    return sha.hexdigest()
+    f.seek(0)
+    while block := f.read(min(size, 1 << 20)):
+        sha.update(block)
+        size -= len(block)
+    return sha.digest()
 
 
 def sync_folder(folder):
     """Makes a rename inside folder survive a power cut."""
-    if os.name == "posix":  # Windows cannot open folders, and needs no such call
+    with contextlib.suppress(OSError):          # some network file systems cannot
         fd = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(fd)
-        except OSError as e:
-            if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
-                raise
         finally:
             os.close(fd)
 
 
+LOCKS = {}      # {folder: its open descriptor}, of this process
+
+
+def lock(folder):
+    """Keep a run's folder for this process. The kernel releases the lock when it ends, however it
+    ends. UserError if another process has it."""
+    if folder not in LOCKS:
+        LOCKS[folder] = fd = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(LOCKS.pop(folder))
+            raise UserError(f"{folder} is in use: another run of this name goes on") from None
+        except OSError:
+            pass                                # a network file system without locks
+
+
 def save_checkpoint(path, state):
-    """Write state (tensors and plain values) so that path is complete at every moment: a
-    temporary file, flushed to the disk, replaces it in one move. UserError if the disk refuses;
-    path is as before then."""
+    """Write state (tensors and plain values), and after it the SHA-256 of all that. path is
+    complete at every moment: a temporary file, flushed to the disk, replaces it in one move.
+    UserError if the disk refuses; path is as before then."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as f:
-            torch.save({**state, "sha256": fingerprint(state)}, f)
+        with open(temporary, "w+b") as f:
+            torch.save(state, f)
+            f.write(digest(f, f.tell()))
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -97,7 +90,8 @@ def save_checkpoint(path, state):
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         reason = e.strerror if isinstance(e, OSError) and e.strerror else first_line(e)
-        kept = "; the last good checkpoint is untouched" if path.exists() else ""
+        there = path.with_name("ckpt.pt").exists()
+        kept = "; the last good checkpoint is untouched" if there else ""
         raise UserError(f"could not save {path}: {reason}{kept}") from e
 
 
@@ -106,8 +100,7 @@ def save_checkpoint(path, state):
 
 def load_checkpoint(path):
     """The state saved at path, on the CPU. UserError if it is missing, damaged, or not one of
-    ours. Three checks: the zip's own checksums; an unpickler that runs no code; the SHA-256 over
-    all contents."""
+    ours: the SHA-256 covers every byte, and the unpickler runs no code."""
     path = Path(path)
     if not path.is_file():
         there = "is not a regular file" if path.exists() else "does not exist: no checkpoint there"
@@ -115,53 +108,50 @@ def load_checkpoint(path):
     if path.suffix == ".safetensors":
         return load_safetensors(path)
     try:
-        check_zip(path)
-        with warnings.catch_warnings(action="ignore"):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        whole = state.pop("sha256") == fingerprint(state) and state["format"] == 1
+        with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):
+            if digest(f, os.fstat(f.fileno()).st_size - 32) != f.read():
+                raise ValueError("checksum")
+            f.seek(0)
+            state = torch.load(f, map_location="cpu", weights_only=True)
     except (OSError, MemoryError) as e:
         raise UserError(f"{path} cannot be read: {first_line(e)}") from e
-    except Exception as e:      # zipfile and torch fail on damaged files in any way
-        raise UserError(f"{path} is damaged or is not a checkpoint of this project") from e
-    if not whole:
-        raise UserError(f"{path} is damaged: its contents do not match its checksum")
+    except Exception as e:      # torch fails on foreign files in any way
+        raise UserError(f"{path} is damaged or is not a checkpoint of this project: its checksum "
+                        f"or its format is wrong") from e
     check_state(state, path)
     return state
+
+
+def load_own(folder):
+    """The newest state of a run: pending.pt if the run was killed in an evaluation. "stamp" is
+    of its file, to see later whether another run has replaced it."""
+    path = newest(folder)
+    found = path.stat().st_mtime_ns if path.exists() else 0
+    return {**load_checkpoint(path), "stamp": found}
+
+
+def newest(folder):
+    pending = folder / "pending.pt"
+    return pending if pending.exists() else folder / "ckpt.pt"
 
 
 def check_state(state, path, names=FIELDS):
     """UserError if a file that is whole does not describe a run. Keys of model_config that the
     model has no more are dropped, with a line."""
     try:
-        wrong = [name for name in names if type(state[name]) is not FIELDS[name]]
+        for name in names:
+            if type(state[name]) is not FIELDS[name]:
+                raise TypeError(f"its {name} cannot be right")
         schema = model_module(state["model"]).Config
         for key in state["model_config"].keys() - {f.name for f in fields(schema)}:
             value = state["model_config"].pop(key), state["config"].pop(key, None)
             print(f"note: {path}: {key}={value[0]!r} is dropped: model={state['model']} has no "
                   f"such key", file=sys.stderr)
-        cfg = typed_config(schema, {}, state["model_config"])
-        # sizes of which nothing has been made yet
-        rows, width = state["weights"]["wte.weight"].shape
-        fits = (rows >= cfg.vocab_size and width == cfg.n_embd
-                and cfg.n_layer // getattr(cfg, "n_loop", 1) <= len(state["weights"]))
-        finite = all(w.isfinite().all() for w in state["weights"].values())
-    except (KeyError, TypeError, ValueError, AttributeError, UserError) as e:
+        typed_config(schema, {}, state["model_config"])
+        if not all(w.isfinite().all() for w in state["weights"].values()):
+            raise TypeError("its weights are not finite")
+    except (KeyError, TypeError, AttributeError, UserError) as e:
         raise UserError(f"{path} is not a checkpoint of a run: {first_line(e)}") from e
-    if wrong or not fits or not finite:
-        raise UserError(f"{path} is not a checkpoint of a run: its "
-                        f"{wrong[0] if wrong else 'weights'} cannot be right")
-
-
-def check_zip(path):
-    """Raise if the archive's checksums fail, or if its directory claims more bytes than the file
-    has: torch would try to allocate them."""
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as z:
-        for info in z.infolist():
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
-                raise zipfile.BadZipFile(info.filename)
-        if z.testzip() is not None:
-            raise zipfile.BadZipFile("checksum")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -231,6 +221,18 @@ def load_initial(path, key="init_from"):
 # -------------------------------------------------------------------------------------------------
 # the command line
 
+def export_folder(path, ckpt, looped):
+    tokenizer = load_tokenizer(ckpt["tokenizer"])
+    try:
+        to_pretrained(build_model(ckpt, **looped).eval(), path, tokenizer.eot)
+    except ValueError as e:
+        raise UserError(f"export: {first_line(e)}") from e
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
+        (path / name).unlink(missing_ok=True)       # of what was there before
+    if not to_huggingface(tokenizer, path):
+        print(f"note: {path} has no tokenizer: a {tokenizer.kind} tokenizer is no BPE of bytes")
+
+
 @dataclass
 class ExportConfig:
     export: str = ""            # where to: NAME.safetensors, or a folder for Hugging Face's format
@@ -241,31 +243,22 @@ class ExportConfig:
 def main(argv):
     if asks_help(argv):
         return print(help_text(ExportConfig))
-    sources = [a for a in argv if "=" not in a]
-    cfg = typed_config(ExportConfig, split_args([a for a in argv if "=" in a]))
+    sources, keys = split_paths(argv)
+    cfg = typed_config(ExportConfig, keys)
     if len(sources) != 1 or not cfg.export:
         raise UserError("give one run and where to: out/NAME export=PATH")
     path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))
+    one_file = path.suffix == ".safetensors"
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")
-    if path.suffix == ".safetensors" and cfg.exit_loop:
+    if one_file and cfg.exit_loop:
         raise UserError("exit_loop= is for a folder: a .safetensors file has the whole model")
     with writing(path):
-        if path.suffix == ".safetensors":
+        if one_file:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_safetensors(path, ckpt)
         else:
-            looped = {"exit_loop": cfg.exit_loop} if cfg.exit_loop else {}
-            tokenizer = load_tokenizer(ckpt["tokenizer"])
-            try:
-                to_pretrained(build_model(ckpt, **looped).eval(), path, tokenizer.eot)
-            except ValueError as e:
-                raise UserError(f"export: {first_line(e)}") from e
-            for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
-                (path / name).unlink(missing_ok=True)       # of what was there before
-            if not to_huggingface(tokenizer, path):
-                kind = ckpt["tokenizer"]["kind"]
-                print(f"note: {path} has no tokenizer: a {kind} tokenizer is no BPE of bytes")
+            export_folder(path, ckpt, {"exit_loop": cfg.exit_loop} if cfg.exit_loop else {})
     print(f"{path}: {ckpt['model']}, step {ckpt['step']:,}")
 
 

@@ -1,17 +1,95 @@
 """
-Reading token files, and the batches of training: each a pure function of (seed, step).
+The data of a run: the folder that its keys name, its token files, and the batches of training,
+each a pure function of (seed, step).
 """
+import contextlib
+import hashlib
 import json
 import math
 from pathlib import Path
 
 import numpy as np
 
-from common.keys import UserError, first_line, read_bytes
+from common.keys import NAME, UserError, as_command, first_line, folder_name, note, read_bytes
+from common.sources import source_stamp, stamp
 from common.tokenizer import load_tokenizer
 
 FORMAT = 2  # of a data set's folder
 
+
+# ------------------------------------------------------------------------------------------------
+# the folder of a data set
+
+def data_folder(cfg):
+    """Where the data set of cfg is, or will be made."""
+    named = Path(cfg.data_dir) / cfg.dataset
+    if NAME.fullmatch(cfg.dataset) and (named / "meta.json").exists():
+        return named
+    return Path(cfg.data_dir) / folder_name(cfg.dataset, cfg.tokenizer)
+
+
+def open_data(cfg):
+    """The folder of a prepared data set. UserError if there is none, or if it was made from
+    something else, whose name gives the same folder. A line tells if its files have changed."""
+    folder = data_folder(cfg)
+    again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
+                       f"data_dir={cfg.data_dir}")
+    if not folder.exists():
+        raise UserError(f"{folder} does not exist: make it with {again}{other_names(cfg, folder)}")
+    meta = read_meta(folder)
+    for key, name in (("dataset", "dataset"), ("tokenizer", "tokenizer_name")):
+        asked, made = getattr(cfg, key), meta.get(name)
+        if folder.name != cfg.dataset and made not in (None, asked):
+            raise UserError(f"{folder} was made with {key}={made}: make another with {again} "
+                            f"name=NAME, and train with dataset=NAME")
+    if has_changed(meta):
+        note(f"{meta['dataset']} has changed since {folder} was made: prepare.py with "
+             f"overwrite=true makes it again")
+    return folder
+
+
+def has_changed(meta) -> bool:
+    """Whether the user's files, that the data set was made from, are others since."""
+    if meta.get("dataset") == "python" or "source_stamp" not in meta:
+        return False
+    try:
+        return source_stamp(meta["dataset"]) not in ("", meta["source_stamp"])
+    except (UserError, OSError):                # they were on another machine
+        return False
+
+
+def other_names(cfg, folder) -> str:
+    """Words that tell where else the same source and tokenizer were prepared, by name=."""
+    same, found = {"dataset": cfg.dataset, "tokenizer_name": cfg.tokenizer}, []
+    for file in sorted(Path(cfg.data_dir).glob("*/meta.json")):
+        with contextlib.suppress(UserError):            # not a data set
+            if file.parent != folder and read_meta(file.parent).items() >= same.items():
+                found.append(f"dataset={file.parent.name}")
+    return f"; {', '.join(found)} has the same source and tokenizer" if found else ""
+
+
+def data_fingerprint(cfg) -> str:
+    """A SHA-256 of what a run trains and validates on: the tokens of its data set, or the keys
+    that a task's examples depend on."""
+    if cfg.dataset.startswith("task:"):
+        parts = [cfg.dataset, cfg.seed, cfg.task_examples, cfg.task_next_token]
+    else:
+        folder = data_folder(cfg)
+        parts = [hash_of_tokens(folder, split) for split in ("train", "val")]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def hash_of_tokens(folder, split) -> str:
+    """As prepare.py noted it down; else, which takes longer, of the file."""
+    noted = read_meta(folder)["splits"][split].get("sha256")
+    if noted:
+        return noted
+    with open(folder / f"{split}.bin", "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------
+# token files
 
 class TokenData:
     """The tokens of one split of a prepared data set, and its meta.
@@ -63,12 +141,6 @@ class TokenData:
         return ids
 
 
-def stamp(path):
-    """What changes when a file is replaced or written."""
-    info = path.stat()
-    return info.st_mtime_ns, info.st_size
-
-
 def read_meta(folder) -> dict:
     path = Path(folder) / "meta.json"
     try:
@@ -100,6 +172,14 @@ def check_size(path, expected):
 # ------------------------------------------------------------------------------------------------
 # batches
 
+def in_batches(numbers, rows, limit):
+    """The numbers of windows or examples, `rows` at a time: all of them, or, with a limit, so many
+    batches that are spread evenly."""
+    if limit and limit * rows < len(numbers):
+        numbers = numbers[np.linspace(0, len(numbers) - 1, limit * rows).astype(np.int64)]
+    return [numbers[i:i + rows] for i in range(0, len(numbers), rows)]
+
+
 class Windows:
     """A text to validate on, cut into windows of block_size + 1 tokens: inputs, and the targets
     one token later. rows: windows in a batch."""
@@ -115,11 +195,9 @@ class Windows:
 
     def val_batches(self, limit):
         """The validation text in windows, each token predicted once (a few at its end may be left
-        out); with a limit, so many micro-batches, spread evenly. Always the same."""
+        out); with a limit, so many micro-batches. Always the same."""
         starts = np.arange(0, self.val.n_windows(self.length), self.length - 1)
-        if limit and limit * self.rows < len(starts):
-            starts = starts[np.linspace(0, len(starts) - 1, limit * self.rows).astype(np.int64)]
-        return [starts[i:i + self.rows] for i in range(0, len(starts), self.rows)]
+        return in_batches(starts, self.rows, limit)
 
     def cut(self, data, starts):
         import torch  # here: prepare.py, which reads data sets too, starts faster without it

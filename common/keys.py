@@ -9,15 +9,16 @@ import contextlib
 import difflib
 import errno
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import io
 import math
 import os
 import re
+import shlex
 import sys
 import typing
-from dataclasses import field, fields
+from dataclasses import field
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -37,8 +38,7 @@ def choice(*allowed):
 
 def run_cli(main):
     """main(sys.argv[1:]); bad input is one line on stderr and exit status 2, never a traceback."""
-    if hasattr(sys.stdout, "reconfigure"):      # a terminal shows ? for what it cannot show
-        sys.stdout.reconfigure(errors="replace")
+    open_streams()
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
@@ -55,12 +55,24 @@ def run_cli(main):
         sys.exit(2)
 
 
+def open_streams():
+    """Missing streams (cron and daemons close them) lead nowhere. No file that is opened later
+    gets their numbers: what a library prints would go into it."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(free)
+    for name in ("stdout", "stderr"):
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
+    if hasattr(sys.stdout, "reconfigure"):      # a terminal shows ? for what it cannot show
+        sys.stdout.reconfigure(errors="replace")
+
+
 def in_one_line(e):
     """What to tell about an error that is not a bug of ours; None for a bug."""
     if isinstance(e, UserError):
         return " ".join(str(e).split())
-    if isinstance(e, OSError):                  # of a path that was given
-        return f"{str(e.filename):.100}: {e.strerror}" if e.filename else None
+    if isinstance(e, OSError):                  # of a path that was given, or of a full disk
+        return f"{str(e.filename):.100}: {e.strerror}" if e.filename else e.strerror
     if isinstance(e, MemoryError) or re.search("allocate memory|out of memory", str(e)):
         return f"not enough memory: {first_line(e)}"
 
@@ -68,12 +80,35 @@ def in_one_line(e):
 # ------------------------------------------------------------------------------------------------
 # keys
 
+def is_key(arg) -> bool:
+    """Whether an argument is a key: a name stands before its first =, not a part of a path."""
+    return "=" in arg and arg.partition("=")[0].isidentifier()
+
+
+def split_paths(argv):
+    """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}); of a key given twice the last holds."""
+    keys = dict(arg.split("=", 1) for arg in argv if is_key(arg))
+    return [arg for arg in argv if not is_key(arg)], keys
+
+
 def split_args(argv) -> dict:
-    """["a=1", "b=x=y"] -> {"a": "1", "b": "x=y"}; of a key given twice the last value holds."""
-    for arg in argv:
-        if arg.find("=") < 1:
-            raise UserError(f"argument {arg!r} is not of the form key=value")
-    return dict(arg.split("=", 1) for arg in argv)
+    """The keys, where there may be nothing else."""
+    others, keys = split_paths(argv)
+    if others:
+        raise UserError(f"argument {others[0]!r} is not of the form key=value")
+    return keys
+
+
+def as_command(program, *keys, path=None):
+    """A command line to copy from the screen. A path that reads like a key begins with ./"""
+    paths = [f"./{path}" if is_key(str(path)) else str(path)] if path else []
+    return f"python {program} {shlex.join([*paths, *keys])}"
+
+
+def note(text):
+    """Tell something, once: of several processes the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {text}", flush=True)
 
 
 def asks_help(argv) -> bool:
@@ -81,35 +116,18 @@ def asks_help(argv) -> bool:
 
 
 def help_text(schema, usage=None) -> str:
-    """The usage (by default the docstring of the schema's module), then its keys."""
+    """The usage (by default the docstring of the schema's module), then its keys as they stand in
+    the source: type, default and comment."""
     usage = usage or inspect.getdoc(sys.modules[schema.__module__]) or ""   # python -OO has none
-    return "\n".join([usage.strip(), "", "keys, with their defaults:", *key_lines(schema)])
-
-
-def key_lines(schema) -> list:
-    """A line for each key: its default, what it may be, and the comment beside it in the source."""
-    comments, lines = field_comments(schema), []
-    for f in fields(schema):
-        default = str(f.default).lower() if isinstance(f.default, bool) else repr(f.default)
-        words = [" | ".join(f.metadata.get("allowed", ())), comments.get(f.name, "")]
-        lines.append(f"  {f.name + '=' + default:34} {': '.join(w for w in words if w)}")
-    return lines
-
-
-def field_comments(schema) -> dict:
-    """{field: the comment on its line in the source}, also of the base classes."""
-    comments = {}
-    for cls in reversed(schema.__mro__):
-        with contextlib.suppress(OSError, TypeError):  # a class without source has no comments
-            source = inspect.getsource(cls)
-            comments.update(re.findall(r"^    (\w+): .*?\s# (.*)$", source, re.MULTILINE))
-    return comments
+    source = "\n".join(map(inspect.getsource, reversed(schema.__mro__[:-1])))
+    keys = dict(re.findall(r"^    (\w+)(: \w+ = .*)$", source, re.MULTILINE))
+    return "\n".join([usage.strip(), "", *(f"    {name}{rest}" for name, rest in keys.items())])
 
 
 def typed_config(schema, values, base=None, free_text=()):
     """An instance of the dataclass `schema`: its defaults, then `base` (plain values of a YAML
-    file), then `values` (text of the command line). Keys in `free_text` are taken literally.
-    UserError for an unknown key or a value of the wrong type."""
+    file), then `values` (text of the command line). Keys in `free_text` name no file: they may
+    hold anything. UserError for an unknown key or a value of the wrong type."""
     kinds, typed = typing.get_type_hints(schema), {}
     for key, value in {**(base or {}), **values}.items():
         if key not in kinds:
@@ -136,8 +154,6 @@ def typed_value(key, value, kind):
     """`value` (text, or plain from a YAML file) as `kind`: int, float, bool or str. An int is
     written as one (1000, 1_000; not 2.5, 1e3, true), a float is finite."""
     text = isinstance(value, str)
-    if text and "${" in value:
-        raise UserError(f"{key}: interpolation is not supported, got {value!r:.60}")
     with contextlib.suppress(ValueError, OverflowError):
         digits = text and re.fullmatch("[+-]?[0-9]+(_[0-9]+)*", value)
         if kind is int and (type(value) is int or digits) and abs(int(value)) < 2**63:
@@ -166,8 +182,8 @@ def load_yaml(file):
 
 def model_module(name):
     """The module model_<name>.py; UserError with the names there are."""
-    names = sorted(p.stem.removeprefix("model_") for p in HERE.glob("model_*.py"))
-    if name not in names:
+    if not name.isidentifier() or importlib.util.find_spec(f"model_{name}") is None:
+        names = sorted(p.stem.removeprefix("model_") for p in HERE.glob("model_*.py"))
         raise UserError(f"model={name} is unknown: {', '.join(names)}")
     return importlib.import_module(f"model_{name}")
 
@@ -183,12 +199,16 @@ def check_name(name, what="name") -> str:
     return name
 
 
+def plain_name(text) -> str:
+    """A folder's name from any text: file:a/b.txt -> file-a-b.txt; a long one ends in a hash."""
+    name = re.sub(r"[^A-Za-z0-9._+-]", "-", text).lstrip("._+-") or "x"
+    short = f"{name[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return name if len(name) <= 100 else short
+
+
 def folder_name(dataset, tokenizer) -> str:
-    """file:a/b.txt, bpe:512 -> file-a-b.txt-bpe-512; a long one ends with a hash."""
-    asked = f"{dataset}-{tokenizer}"
-    name = re.sub(r"[^A-Za-z0-9._+-]", "-", asked).lstrip("._+-")
-    short = f"{name[:80]}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}"
-    return check_name(name if len(name) <= 100 else short)
+    """file:a/b.txt, bpe:512 -> file-a-b.txt-bpe-512"""
+    return plain_name(f"{dataset}-{tokenizer}")
 
 
 def read_bytes(path) -> bytes:

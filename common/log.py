@@ -30,7 +30,7 @@ def read_log(path):
 
 
 class Log:
-    """log.jsonl, the progress bar, wandb and TensorBoard; on the first process only.
+    """log.jsonl, the progress bar and wandb; on the first process only.
 
     log.jsonl has one object a line. A resumed run drops the lines after its checkpoint, which a
     killed run may have written, and counts tokens, FLOPs and seconds on from the last line kept.
@@ -38,7 +38,9 @@ class Log:
 
     def __init__(self, run):
         self.run, self.path = run, run.folder / "log.jsonl"
-        self.sinks = open_sinks(run)
+        keys = {**asdict(run.cfg), **asdict(run.model.cfg)}
+        self.wandb = run.cfg.wandb and need("wandb").init(
+            project="nanorecur", name=run.cfg.run, dir=run.folder, config=keys)
         self.tokens_per_step = tokens_per_step(run.cfg, run.model)
         last = self.restart()
         later = range(last["step"], run.step)
@@ -46,7 +48,7 @@ class Log:
         self.flops = last["flops"] + self.tokens_per_step * sum(map(self.flops_of_step, later))
         self.start = time.perf_counter() - last["seconds"]
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
-                        dynamic_ncols=True)
+                        dynamic_ncols=True, file=sys.stderr)
         self.start_lap()
 
     def restart(self):
@@ -96,23 +98,8 @@ class Log:
                "seconds": round(time.perf_counter() - self.start, 3), **values}
         with writing(self.path), open(self.path, "a") as f:
             f.write(json.dumps(row) + "\n")
-        for sink in self.sinks:
-            sink(self.run.step, values)
-
-
-def open_sinks(run):
-    """What else receives every line of the log: functions of (step, values)."""
-    sinks = []
-    if run.cfg.wandb:
-        keys = {**asdict(run.cfg), **asdict(run.model.cfg)}
-        log = need("wandb").init(project="nanorecur", name=run.cfg.run, dir=run.folder, config=keys)
-        sinks.append(lambda step, values: log.log(values, step=step))
-    if run.cfg.tensorboard:
-        writer = need("torch.utils.tensorboard").SummaryWriter(run.folder)
-        sinks.append(lambda step, values: [
-            *(writer.add_scalar(key, value, step) for key, value in values.items()),
-            writer.flush()])
-    return sinks
+        if self.wandb:
+            self.wandb.log(values, step=self.run.step)
 
 
 def in_words(result):

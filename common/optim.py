@@ -60,10 +60,13 @@ def nanochat_groups(model, cfg):
 
 
 def by_kind(model):
-    """{kind: parameters}: "matrix" in a block, "embedding" for matrices elsewhere, "scalar"
-    for vectors; or what the model's parameter_kinds says, {part of the name: kind}."""
+    """{kind: parameters}: "matrix" in a block, "embedding" for its embeddings and for matrices
+    elsewhere, "scalar" for vectors; or what the model's parameter_kinds says, {part of the
+    name: kind}."""
     kinds, named = {}, getattr(model, "parameter_kinds", {})
-    inside = {id(p) for block in blocks_of(model) for p in block.parameters()}
+    modules = [m for block in blocks_of(model) for m in block.modules()]
+    inside = {id(p) for m in modules if not isinstance(m, torch.nn.Embedding)
+              for p in m.parameters(recurse=False)}
     for name, p in model.named_parameters():
         kind = "matrix" if id(p) in inside else "embedding"
         kind = kind if p.dim() == 2 else "scalar"

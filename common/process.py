@@ -1,43 +1,64 @@
 """
-What a run's keys stand for: its device, the memory it needs, its data and its model.
+What a run's keys stand for: its processes and their device, its data and its models.
 """
 import math
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from common.checkpoint import build_model, load_initial
-from common.data import TokenData
-from common.keys import NAME, UserError, folder_name, model_module
+from common.config import TrainConfig
+from common.data import TextBatches, data_folder, open_data
+from common.keys import UserError, first_line, model_module
+from common.tasks import TaskBatches, is_task
 
 
-# ---- the device ----
+def start(cfg, fields, ckpt, named, make_data):
+    """What read_config gives -> what a process of the run needs: (Processes, batches, the model on
+    its device, the teacher or None). make_data(cfg, folder) prepares a data set that is missing."""
+    procs, task, size = Processes(cfg), is_task(cfg.dataset), fields["block_size"]
+    check_fits(cfg, fields, procs)
+    if procs.master and not task:
+        make_data(cfg, data_folder(cfg))
+    procs.join()                                # the others wait for the data
+    batches = TaskBatches(cfg, size) if task else TextBatches(open_data(cfg), cfg, size)
+    data = batches.train
+    check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
+    check_typed(cfg, named, data, task)
+    model = make_model(cfg, fields, ckpt, data.vocab_size, named).to(procs.device)
+    set_budget(cfg, model)
+    teacher = load_teacher(cfg, model, data)
+    return procs, batches, model, teacher and teacher.to(procs.device)
+
+
+# ---- processes and their device ----
 
 def pick_device(name, world=1):
     """The torch device of a device= key; with several processes on CUDA, each takes the one of
     its LOCAL_RANK. UserError if this machine has no such device."""
-    mps_there = torch.backends.mps.is_available()
     if name == "auto":                          # gloo cannot use mps
-        name = ("cuda" if torch.cuda.is_available() else
-                "mps" if mps_there and world == 1 else "cpu")
-    missing = f"device={name} is not on this machine (device=auto finds one)"
-    try:
-        device = torch.device(name)
-    except RuntimeError as e:
-        raise UserError(missing) from e
-    if world > 1 and (device.type == "mps" or device.index is not None):
+        mps = torch.backends.mps.is_available() and world == 1
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    if world > 1 and name not in ("cpu", "cuda"):
         raise UserError(f"device={name} cannot be shared by {world} processes: "
                         f"device=cuda or device=cpu can")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(mps_there)}
-    if (device.index or 0) >= count.get(device.type, 0):
-        raise UserError(missing)
+    try:
+        device = torch.device(f"cuda:{number('LOCAL_RANK', 0)}" if name == "cuda" else name)
+        torch.ones(1, device=device).item()     # fails if this machine has no such device
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        raise UserError(f"device={name} is not on this machine (device=auto finds one)") from e
     return device
+
+
+def number(variable, default):
+    """An environment variable that torchrun, or a scheduler, sets."""
+    value = os.environ.get(variable, str(default))
+    if not value.isdecimal():
+        raise UserError(f"the environment has {variable}={value!r:.60}: torchrun sets a number")
+    return int(value)
 
 
 def device_name(device):
@@ -57,10 +78,17 @@ class Processes:
     """This process's rank and device, and how many processes there are (torchrun's variables)."""
 
     def __init__(self, cfg):
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
+        self.world, self.rank = number("WORLD_SIZE", 1), number("RANK", 0)
         self.master = self.rank == 0
+        names = ["RANK", "WORLD_SIZE"] + ["MASTER_ADDR", "MASTER_PORT"] * (self.world > 1)
+        missing = [name for name in names if name not in os.environ]
+        if 0 < len(missing) < len(names) or self.rank >= self.world:
+            raise UserError(f"the environment is that of RANK={self.rank} of WORLD_SIZE="
+                            f"{self.world}, without {' and '.join(missing) or 'such a rank'}: "
+                            f"start with torchrun, or unset RANK and WORLD_SIZE")
         self.device = pick_device(cfg.device, self.world)
+        self.device_name = device_name(self.device)
+        self.autocast = lambda: autocast(cfg, self.device)
         if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:
             raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is "
                             f"not divisible by the {self.world} processes that share it")
@@ -74,10 +102,14 @@ class Processes:
         if cuda:
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")
-        if self.world > 1:
+        if self.world == 1:
+            return
+        try:
             dist.init_process_group("nccl" if cuda else "gloo",
                                     device_id=self.device if cuda else None)
-            dist.barrier()                      # rank 0 has prepared the data
+        except (RuntimeError, ValueError) as e:
+            raise UserError(f"the {self.world} processes do not meet: {first_line(e)}") from e
+        dist.barrier()
 
     def sum(self, *values):
         """Each number summed over all processes, as floats."""
@@ -99,72 +131,41 @@ class Processes:
             os._exit(0)
 
 
-# ---- sizes that no machine has are refused in one line, before anything is allocated ----
-
-def check_run_fits(cfg, model_fields, device, world=1):
-    """UserError where training needs more than the device has: 16 bytes a parameter (weight,
-    gradient, AdamW's moments), a micro-batch's embeddings and logits, and the ids of a step.
-    Counted from below, so that no run is refused that would fit: of a block only Wq, Wo, and two
-    matrices of an MLP of the given width."""
-    sizes = {**vars(cfg), **model_fields}
-    C, V = sizes["n_embd"], sizes["vocab_size"]
-    block = 2 * C * (C + sizes.get("n_mlp", 0))
-    blocks = sizes["n_layer"] // sizes.get("n_loop", 1)
-    parameters = V * C + blocks * max(block, 1000)      # Python's objects are not free either
-    tokens = cfg.batch_size * sizes["block_size"]
-    ids = 16 * tokens * max(1, cfg.gradient_accumulation_steps // world)
-    need = (4 if cfg.eval_only else 16) * parameters // (world if cfg.fsdp else 1)
-    need += ids + 4 * tokens * C + 4 * min(tokens * V, 2**28)
-    names = ("n_layer", "n_embd", "vocab_size", "batch_size", "block_size",
-             "gradient_accumulation_steps")
-    check_fits(", ".join(f"{name}={sizes[name]}" for name in names), need, device)
-
-
-def check_fits(what, need, device):
-    """UserError where `need` bytes are more than the device has in all."""
-    if torch.device(device).type == "cuda":
-        have = torch.cuda.mem_get_info(device)[1]
-    elif hasattr(os, "sysconf"):                        # not on Windows
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        return
+def check_fits(cfg, fields, procs):
+    """UserError, before anything is allocated, where training needs more than the device has.
+    Counted from below: 16 bytes a parameter (weight, gradient, AdamW's moments), of a block only
+    Wq, Wo and two matrices of an MLP; a micro-batch's embeddings and logits; a step's ids."""
+    C, V, T, n_layer = (fields[key] for key in ("n_embd", "vocab_size", "block_size", "n_layer"))
+    block = max(2 * C * (C + fields.get("n_mlp", 0)), 1000)     # Python's objects are not free
+    parameters = V * C + n_layer // fields.get("n_loop", 1) * block
+    tokens, micro_batches = cfg.batch_size * T, cfg.gradient_accumulation_steps
+    need = (4 if cfg.eval_only else 16) * parameters // (procs.world if cfg.fsdp else 1)
+    need += 4 * tokens * (C + V) + 16 * tokens * max(1, micro_batches // procs.world)
+    have = (torch.cuda.mem_get_info(procs.device)[1] if procs.device.type == "cuda" else
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if need > have:
-        raise UserError(f"{what}: at least {need / 1e9:,.3g} GB of memory would be needed, "
-                        f"{device} has {have / 1e9:,.3g} GB")
+        raise UserError(f"n_layer={n_layer}, n_embd={C}, vocab_size={V}, block_size={T}, "
+                        f"batch_size={cfg.batch_size}, gradient_accumulation_steps="
+                        f"{micro_batches}: at least {need / 1e9:,.3g} GB of memory would be "
+                        f"needed, {procs.device} has {have / 1e9:,.3g} GB")
 
 
-# ---- data ----
+# ---- what must fit the data ----
 
-def data_folder(cfg):
-    """Where the data set of cfg is, or will be made."""
-    named = Path(cfg.data_dir) / cfg.dataset
-    if NAME.fullmatch(cfg.dataset) and (named / "meta.json").exists():
-        return named
-    return Path(cfg.data_dir) / folder_name(cfg.dataset, cfg.tokenizer)
-
-
-def open_data(cfg):
-    """The folder of a prepared data set. UserError if there is none, or if it was made from
-    something else, whose name gives the same folder. A line tells if its file has changed since."""
-    folder = data_folder(cfg)
-    again = f"python prepare.py dataset={cfg.dataset} tokenizer={cfg.tokenizer}"
-    if not folder.exists():
-        raise UserError(f"{folder} does not exist: make it with {again} data_dir={cfg.data_dir}")
-    if folder.name == cfg.dataset:
-        return folder
-    meta = TokenData(folder, "train").meta
-    for key, name in (("dataset", "dataset"), ("tokenizer", "tokenizer_name")):
-        asked, made = getattr(cfg, key), meta.get(name)
-        if made not in (None, asked):
-            raise UserError(f"{folder} was made with {key}={made}: make another with {again} "
-                            f"name=NAME, and train with dataset=NAME")
-    source = Path(cfg.dataset.removeprefix("file:"))
-    changed = lambda: source.stat().st_mtime > (folder / "meta.json").stat().st_mtime
-    first = int(os.environ.get("RANK", 0)) == 0
-    if first and cfg.dataset.startswith("file:") and source.is_file() and changed():
-        print(f"note: {source} has changed since {folder} was made: {again} overwrite=true makes "
-              f"it again")
-    return folder
+def check_typed(cfg, named, data, task):
+    """UserError where a key of the command line does not fit the data. That of a config file is
+    ignored: the tokenizer is the data's, the prompt then the first characters of the text."""
+    made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
+    if named.get("tokenizer") and cfg.tokenizer != made:
+        raise UserError(f"tokenizer={cfg.tokenizer} is not the one of dataset={cfg.dataset}: "
+                        f"leave out tokenizer")
+    try:
+        if cfg.sample_tokens and not task:
+            data.tokenizer.encode(cfg.sample_prompt)
+    except UserError as e:
+        if named.get("sample_prompt"):
+            raise UserError(f"sample_prompt: {e}") from e
+        cfg.sample_prompt = data.tokenizer.decode(data.windows([0], 2)[0].tolist())
 
 
 def check_tokenizer(ckpt, data, what):
@@ -178,14 +179,14 @@ def check_tokenizer(ckpt, data, what):
 
 # ---- the model ----
 
-def make_model(cfg, model_fields, ckpt, vocab_size, given):
+def make_model(cfg, fields, ckpt, vocab_size, named):
     """The model, initialised from the seed or with the checkpoint's weights. vocab_size is the
     data's; a key may give a larger one. UserError if a key contradicts the weights."""
     module = model_module(cfg.model)
-    size = model_fields["vocab_size"] if "vocab_size" in given else vocab_size
+    size = fields["vocab_size"] if "vocab_size" in named else vocab_size
     if size < vocab_size:
         raise UserError(f"vocab_size={size} is less than the data's {vocab_size} tokens")
-    model_cfg = module.Config(**{**model_fields, "vocab_size": size})
+    model_cfg = module.Config(**{**fields, "vocab_size": size})
     torch.manual_seed(cfg.seed)
     if ckpt is None:
         return module.Model(model_cfg)
@@ -237,13 +238,14 @@ def load_teacher(cfg, model, data):
     not the data's, or if it reads shorter sequences."""
     if not cfg.teacher or cfg.eval_only:
         return None
-    name = f"teacher={cfg.teacher}"
     ckpt = load_initial(cfg.teacher, "teacher")
-    check_tokenizer(ckpt, data, name)
+    check_tokenizer(ckpt, data, f"teacher={cfg.teacher}")
     teacher = build_model(ckpt).eval().requires_grad_(False)
     size, limit = teacher.cfg.vocab_size, teacher.context_limit
     if size != model.cfg.vocab_size:
-        raise UserError(f"{name} has vocab_size={size}, the model {model.cfg.vocab_size}")
+        raise UserError(f"teacher={cfg.teacher} has vocab_size={size}, the model "
+                        f"{model.cfg.vocab_size}")
     if limit is not None and limit < model.cfg.block_size:
-        raise UserError(f"{name} takes {limit} tokens, block_size={model.cfg.block_size} is more")
+        raise UserError(f"teacher={cfg.teacher} takes {limit} tokens, block_size="
+                        f"{model.cfg.block_size} is more")
     return teacher

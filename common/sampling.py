@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.keys import UserError, split_args, typed_config
+from common.keys import UserError, split_paths, typed_config
 
 
 @dataclass
@@ -48,13 +48,17 @@ class Sampling(Decoding):
         return self.temperature, self.top_k, self.top_p, self.repetition_penalty
 
 
-def next_tokens(logits, seen, temperature, top_k, top_p, repetition_penalty, generator):
-    """One token a row from logits (B, V): (B,) int64. seen (B, V): each row's tokens so far.
+def next_tokens(logits, texts, temperature, top_k, top_p, repetition_penalty, generator):
+    """One token a row from logits (B, V): (B,) int64. texts: each row's token ids so far, lists.
     Order: penalty (Keskar et al. 2019: positive logits divided, negative multiplied), temperature,
     top_k, top_p (Holtzman et al. 2020: the smallest set of likeliest tokens that reaches top_p)."""
+    if not logits.isfinite().all():
+        raise UserError("the model's logits are not finite: its weights, or its sizes, are broken")
     if repetition_penalty != 1:
-        divided, multiplied = logits / repetition_penalty, logits * repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, divided, multiplied), logits)
+        logits = logits.clone()
+        for row, ids in zip(logits, texts):
+            x = row[ids]
+            row[ids] = torch.where(x > 0, x / repetition_penalty, x * repetition_penalty)
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
     logits = logits / max(temperature, 1e-6)
@@ -81,10 +85,9 @@ def check_prompts(prompts, vocab_size):
 
 def read_arguments(argv, config):
     """(path of a run, config) from `PATH key=value ...`."""
-    paths = [a for a in argv if "=" not in a]
+    paths, keys = split_paths(argv)
     if len(paths) != 1:
         raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
-    keys = split_args([a for a in argv if "=" in a])
     return paths[0], typed_config(config, keys, free_text=("prompt",))
 
 

@@ -21,9 +21,8 @@ three tokens, as in MAD.
     inputs   15  4  2  6  9 11  0  5  1  8  4  2  6  9
     targets   .  .  .  .  .  .  .  .  .  .  .  .  9 11
 
-selective_copying (16, T 256). Sixteen letters (0-13), with blanks (14) strewn before and
-between them; the copy token (15); sixteen blanks, at which the letters are scored in order.
-Here with three letters:
+selective_copying (16, T 256). Sixteen letters (0-13) among blanks (14); the copy token (15);
+sixteen blanks, at which the letters are scored in order. Here with three letters:
     inputs   14 14  7 14  2 14 14 14  7 15 14 14 14
     targets   .  .  .  .  .  .  .  .  .  .  7  2  7
 
@@ -54,20 +53,15 @@ All else is drawn uniformly. Training has 12,800 fixed examples (memorization 25
 s3 and s5 draw new ones at every step), validation 1,280 others. task_next_token=true trains
 the three recall tasks on every next token, as MAD does; training accuracy then counts all.
 
-Papers:
-    Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid Architectures"
-        (MAD: the first five tasks; github.com/athms/mad-lab)
-    Jelassi et al. 2024, "Repeat After Me" (copying)
-    Merrill et al. 2024, "The Illusion of State in State-Space Models" (s3, s5)
-    Hsieh et al. 2024, "RULER" (its multi-key, multi-query retrieval is like needles)
-
-Departures from MAD's code:
-- a recall example ends with the whole last pair (MAD drops the last value);
-- fuzzy_recall holds as many pairs as fit, and its last pair always came before;
-- the seed also draws the blanks of selective_copying;
-- compression, which needs a decoder in the place of the model's head, is left out;
-- training draws examples with replacement, not in epochs;
-- accuracy is the mean over tokens, not over classes of tokens.
+The first five are MAD's (Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid
+Architectures", github.com/athms/mad-lab), copying is from "Repeat After Me" (Jelassi et al.
+2024), s3 and s5 from "The Illusion of State in State-Space Models" (Merrill et al. 2024);
+needles is like RULER's multi-key, multi-query retrieval (Hsieh et al. 2024).
+Departures from MAD's code: a recall example ends with the whole last pair (MAD drops the last
+value); fuzzy_recall holds as many pairs as fit, and its last pair always came before; the seed
+also draws the blanks of selective_copying; compression, which needs a decoder in the place of
+the model's head, is left out; training draws examples with replacement, not in epochs;
+accuracy is the mean over tokens, not over classes of tokens.
 """
 import itertools
 from collections.abc import Callable
@@ -77,12 +71,13 @@ from functools import cache, cached_property, partial
 import numpy as np
 import torch
 
+from common.data import in_batches
 from common.keys import UserError
 from common.tokenizer import TaskTokenizer
 
 VAL_EXAMPLES = 1280
-# The last word of each seed: no two kinds of draws share random numbers. 1 is the trainer's.
-# 0 cannot be one: to SeedSequence [seed, step] and [seed, step, 0] are the same.
+# The last word of each seed: no two kinds of draws share random numbers. (0 cannot be one: to
+# SeedSequence [seed, step] and [seed, step, 0] are the same.)
 TRAIN, VAL, FRESH, MAP = 2, 3, 4, 5
 
 
@@ -154,11 +149,6 @@ def memorization(rng, T, values):
     inputs, targets = np.full((T // 2, 2), 255), np.full((T // 2, 2), -1)
     inputs[:, 0], targets[:, 1] = keys, values[keys]
     return inputs.ravel(), targets.ravel()
-
-
-def memorized_values(seed):
-    """The value of each of the 127 keys of memorization, all different: (127,)."""
-    return 127 + generator(seed, 0, MAP).permutation(128)[:127]
 
 
 def copying(rng, T):
@@ -242,11 +232,12 @@ class TaskData:
 
     def __init__(self, task, T, seed, split, count, next_token=False):
         self.T, self.seed, self.split, self.count = T, seed, split, count
-        self.next_token = next_token                # every next token is scored
+        self.next_token = next_token    # every next token is scored
         self.vocab_size, self.tokenizer = task.vocab_size, TaskTokenizer(task.vocab_size)
         self.make = task.make
         if task.make is memorization:
-            self.make = partial(memorization, values=memorized_values(seed))
+            values = 127 + generator(seed, 0, MAP).permutation(128)[:127]   # all different
+            self.make = partial(memorization, values=values)
         if task.make is fuzzy_recall and split == VAL:
             self.make = partial(fuzzy_recall, key_sizes=(3,))
 
@@ -261,16 +252,11 @@ class TaskData:
     def examples(self):
         """All inputs and targets, (count, T) each; the first use makes them, in seconds."""
         rngs = (generator(self.seed, i, self.split) for i in range(self.count))
-        return self.stack(map(self.example, rngs))
+        return stack(map(self.example, rngs))
 
-    def fresh(self, step, index, rows):
-        """A micro-batch of new examples: inputs and targets, (rows, T) each."""
-        rng = generator(self.seed, step, index, FRESH)
-        return self.stack(self.example(rng) for _ in range(rows))
 
-    def stack(self, examples):
-        inputs, targets = zip(*examples)
-        return np.stack(inputs), np.stack(targets)
+def stack(examples):
+    return tuple(torch.from_numpy(np.stack(rows)) for rows in zip(*examples))
 
 
 class TaskBatches:
@@ -294,29 +280,21 @@ class TaskBatches:
         """Micro-batch `index` (over all processes) of the update after `step`: inputs and
         targets, (batch_size, block_size) int64 each."""
         if not self.train.count:
-            return tensors(*self.train.fresh(step, index, self.rows))
+            rng = generator(self.seed, step, index, FRESH)
+            return stack(self.train.example(rng) for _ in range(self.rows))
         drawn = generator(self.seed, step).integers(0, self.train.count, self.step_rows)
         return self.cut(self.train, drawn[index * self.rows:(index + 1) * self.rows])
 
     def val_batches(self, limit):
-        """Numbers of validation examples, an array for each micro-batch: all of them, or `limit`
-        micro-batches spread evenly over them."""
-        numbers = np.arange(self.val.count)
-        if limit and limit * self.rows < len(numbers):
-            numbers = np.linspace(0, len(numbers) - 1, limit * self.rows).astype(np.int64)
-        return [numbers[i:i + self.rows] for i in range(0, len(numbers), self.rows)]
+        """Numbers of validation examples, an array for each micro-batch."""
+        return in_batches(np.arange(self.val.count), self.rows, limit)
 
     def cut(self, data, numbers):
-        inputs, targets = data.examples
-        return tensors(inputs[numbers], targets[numbers])
+        return tuple(rows[numbers] for rows in data.examples)
 
     def sizes(self):
         count = f"{self.train.count:,}" if self.train.count else "fresh"
         return f"{count} examples to train on, {self.val.count:,} to validate"
-
-
-def tensors(*arrays):
-    return tuple(torch.from_numpy(array) for array in arrays)
 
 
 def count_right(logits, targets):

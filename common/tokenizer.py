@@ -16,8 +16,8 @@ from common.keys import UserError, first_line, need, read_text
 MAX_BPE = 1 << 18
 EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"  # where a model's files name none
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# a character that no token holds: it is encoded as bytes
-MARK = "\U0010ffff"
+MARK = "\U0010ffff"  # a character that no token holds
+PROBE = "0  0 a b\U0001d306"  # with one that only tokens of bytes spell
 # characters encoded at once: tiktoken's stack overflows on 10^6 spaces
 SLICE = 1 << 16
 # How GPT-4 splits text before byte pairs are merged; no merge crosses these pieces.
@@ -115,37 +115,37 @@ class BPETokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A Hugging Face model's: a BPE of bytes, as GPT-2's, SmolLM's and Llama 3's, or one with
-    byte fallback, as Llama 2's. Ids and text are those of the library `tokenizers`, but no text
-    becomes a special token, none is added, and a byte without a token is left out."""
+    """A Hugging Face model's. Ids and text are those of the library `tokenizers`, but no text
+    becomes a special token, and none is added. A BPE of bytes (GPT-2, SmolLM, Llama 3) or with
+    byte fallback (Llama 2) gives every text back. Others (T5's Unigram, WordLevel, WordPiece)
+    have one unknown token for what they do not know."""
 
-    def __init__(self, data, eos):
+    def __init__(self, data, eos=None):
         """data: what a tokenizer.json holds; eos: the text of end-of-text."""
-        model = {**data["model"], "dropout": None, "unk_token": None}
-        data = {**data, "model": model, "post_processor": None}  # which would add special tokens
-        data |= {"truncation": None, "padding": None}
-        self.library = need("tokenizers").Tokenizer.from_str(json.dumps(data))
-        self.library.add_special_tokens([eos])
-        self.library.encode_special_tokens = True  # as text
-        pieces = hf_pieces(self.library, "ByteLevel" in json.dumps(data.get("decoder")))
+        self.library, eos = hf_library(data, eos)
         saved = {"kind": "hf", "eos": eos, "json": self.library.to_str()}
+        pieces = hf_pieces(self.library, json.dumps(data.get("decoder")))
         super().__init__(pieces, self.library.token_to_id(eos), saved)
         # some put a blank before a text; between slices a mark takes it, which no token joins
-        self.mark, self.n_mark = "", 0
-        if self.decode_bytes(self.encode_slice("a")) != b"a":
-            self.mark, self.n_mark = MARK, len(self.encode_slice(MARK))
-        # a rare character: are there tokens for its bytes?
-        sample = "0  0\U0001d306"
-        ids = self.encode(sample)
-        shown = self.decode_bytes(ids).decode().strip(), self.decode(ids).strip()
-        if shown != (sample, sample):
-            raise ValueError("it must be a BPE of bytes or one with byte fallback")
+        self.mark, self.n_mark, self.special, self.unknown = "", 0, [], 0
+        n_mark, behind = len(self.encode_slice(MARK)), self.encode_slice(MARK + "a")
+        blank = self.decode_bytes(self.encode("a")).startswith(b" ")
+        if blank and self.decode_bytes(behind[n_mark:]) == b"a":
+            self.mark, self.n_mark = MARK, n_mark
+        rare = self.encode(PROBE[-1])
+        if not rare or self.eot in rare:
+            raise ValueError("it must have tokens for all bytes, or an unknown token that is not "
+                             "end-of-text")
+        self.special, self.unknown = special_ids(self.library), rare[-1]
+        self.gives_back = self.decode(self.encode(PROBE)).strip() == PROBE
 
     def encode_slice(self, text, first=True) -> np.ndarray:
         # a batch of one: unlike the library's encode it lets the other threads run
         batch = [text if first else self.mark + text]
         encoding, = self.library.encode_batch_fast(batch, add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint32)[0 if first else self.n_mark:]
+        ids = np.array(encoding.ids, dtype=np.uint32)[0 if first else self.n_mark:]
+        ids[np.isin(ids, self.special)] = self.unknown  # </s> is also a word of T5's vocabulary
+        return ids
 
     def decode(self, ids) -> str:
         """The text that begins with these ids. (What they add to a text is stream's.)"""
@@ -175,10 +175,9 @@ class TaskTokenizer(Tokenizer):
 
 def load_tokenizer(saved) -> Tokenizer:
     """The tokenizer of a meta.json or a checkpoint. UserError if it is malformed."""
-    def bpe():
-        ranks = map(base64.b64decode, saved["ranks"].split())
-        return BPETokenizer(saved["pattern"], list(ranks))
-    make = {"byte": ByteTokenizer, "char": lambda: CharTokenizer(saved["chars"]), "bpe": bpe,
+    ranks = lambda: [base64.b64decode(rank) for rank in saved["ranks"].split()]
+    make = {"byte": ByteTokenizer, "char": lambda: CharTokenizer(saved["chars"]),
+            "bpe": lambda: BPETokenizer(saved["pattern"], ranks()),
             "hf": lambda: HFTokenizer(json.loads(saved["json"]), saved["eos"]),
             "task": lambda: TaskTokenizer(saved["vocab_size"])}
     try:
@@ -186,8 +185,7 @@ def load_tokenizer(saved) -> Tokenizer:
     except UserError:  # of a missing package
         raise
     except Exception as e:  # the libraries have no classes of their own
-        problem = f"{type(e).__name__}: {first_line(e)}"
-        raise UserError(f"malformed tokenizer: {problem}") from None
+        raise UserError(f"malformed tokenizer: {type(e).__name__}: {first_line(e)}") from None
 
 
 def slices(text, size=SLICE):
@@ -232,16 +230,14 @@ def hf_tokenizer(name) -> HFTokenizer:
         data = json.loads(read_text(folder / "tokenizer.json", "its tokenizer.json"))
         config = folder / "tokenizer_config.json"
         config = json.loads(read_text(config, "its config")) if config.exists() else {}
-        words = {*data["model"]["vocab"], *(t["content"] for t in data["added_tokens"])}
-        eos = config.get("eos_token") or next((t for t in EOS_TOKENS if t in words), None)
-        eos = eos["content"] if isinstance(eos, dict) else eos  # as older files have it
-        if eos not in words:
-            raise ValueError("no end-of-text token: name one of its vocabulary as eos_token in "
-                             "tokenizer_config.json")
-        return HFTokenizer(data, eos)
+        eos = config.get("eos_token")
+        found = HFTokenizer(data, eos["content"] if isinstance(eos, dict) else eos)  # older files
     except Exception as e:  # of the library, which has no class of its own, or of the files
         kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         raise UserError(f"tokenizer hf:{name} cannot be used: {kind}{first_line(e)}") from None
+    if not found.gives_back:
+        print(f"note: hf:{name} does not give every text back: its bits per byte compare with none")
+    return found
 
 
 def hub_folder(name, files) -> Path:
@@ -267,18 +263,46 @@ def byte_signs() -> dict:
     return {**{chr(i): i for i in printing}, **{chr(256 + n): i for n, i in enumerate(others)}}
 
 
-def hf_pieces(library, in_bytes) -> list:
-    """The bytes of each id; none for special tokens, and for ids that no token has."""
-    special = {i for i, token in library.get_added_tokens_decoder().items() if token.special}
-    signs, pieces = byte_signs(), {}
-    for word, i in library.get_vocab().items():
-        if in_bytes and signs.keys() >= set(word):  # a word with another sign is plain text
-            pieces[i] = bytes(signs[c] for c in word)
-        elif not in_bytes and re.fullmatch("<0x[0-9A-F]{2}>", word):
-            pieces[i] = bytes.fromhex(word[3:5])
+def hf_library(data, eos):
+    """A tokenizer.json as the library reads it, without what depends on more than the text, and
+    its end-of-text, which is found where none is given."""
+    model = {key: value for key, value in data["model"].items() if key != "dropout"}
+    if model.get("end_of_word_suffix"):
+        raise ValueError("end_of_word_suffix is not supported")
+    data = {**data, "model": model, "truncation": None, "padding": None,
+            "post_processor": None}  # which would add special tokens
+    library = need("tokenizers").Tokenizer.from_str(json.dumps(data))
+    names = [eos] if eos else [t for t in EOS_TOKENS if library.token_to_id(t) is not None]
+    if not names or library.token_to_id(names[0]) is None:
+        raise ValueError("no end-of-text token: name one of its vocabulary as eos_token in "
+                         "tokenizer_config.json")
+    library.add_special_tokens(names[:1])
+    library.encode_special_tokens = True  # as text
+    return library, names[0]
+
+
+def special_ids(library) -> list:
+    return [i for i, token in library.get_added_tokens_decoder().items() if token.special]
+
+
+def hf_pieces(library, decoder) -> list:
+    """The bytes that each id adds to a text: what the library shows of it behind another id, or
+    its bytes, which may be a part of a character. None for special tokens and unused ids."""
+    ids, signs, pieces = range(max(library.get_vocab().values()) + 1), byte_signs(), []
+    before = next((i for i in ids if library.decode([i]).strip("\ufffd ")), 0)
+    texts = library.decode_batch([[before, i] for i in ids])
+    start = library.decode([before])
+    for i, text in zip(ids, texts):
+        word = library.id_to_token(i)
+        if text == start:
+            pieces.append(b"")
+        elif "ByteLevel" in decoder and signs.keys() >= set(word):
+            pieces.append(bytes(signs[c] for c in word))
+        elif "ByteFallback" in decoder and re.fullmatch("<0x[0-9A-F]{2}>", word):
+            pieces.append(bytes.fromhex(word[3:5]))
         else:
-            pieces[i] = word.replace("\u2581", " ").encode()
-    return [b"" if i in special else pieces.get(i, b"") for i in range(max(pieces) + 1)]
+            pieces.append(text[len(start):].encode())
+    return pieces
 
 
 def to_huggingface(tokenizer, folder):

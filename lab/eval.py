@@ -7,17 +7,22 @@ lm-evaluation-harness (Gao et al.; the package lm_eval).
     python -m lab.eval out/rt_tiny lengths=1,2,4          contexts longer than in training
     python -m lab.eval out/mor_tiny exit_loop=2           at most 2 recursions
     python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa  tasks may run code of their own
+    python -m lab.eval out/rt_tiny tasks=rt               a paper's: rt, relaxed, mor, rat
     python -m lab.eval help                               every key with its meaning
 
-All losses are those of decoding: lrt computes its exact chain, mor routes without
-later tokens. The text is cut into windows of the longest of `lengths`; what does not
-fill one is left out. Each token of a window is predicted, the first from one token
-before it. For shorter lengths the same windows are cut into pieces, so all lengths
-predict the same tokens.
+All losses are those of decoding: lrt computes its exact chain, mor routes without later
+tokens. The text is cut into windows of the longest of `lengths`; what does not fill one is
+left out. Each token of a window is predicted, the first from one token before it. For
+shorter lengths the same windows are cut into pieces: all lengths predict the same tokens.
+
+gold_ce of a task with choices: the cross-entropy of the right answer, that is, minus its
+log-likelihood after the question, in nats. prefill=interleaved scores lrt by its training
+estimate of the memories: about ten times as fast as the exact chain, and not equal to it.
 """
 import copy
 import json
 import re
+import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,13 +33,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from common.checkpoint import build_model, checkpoint_file, load_checkpoint
-from common.data import TokenData, Windows, bits_per_byte
+from common.data import TokenData, Windows, bits_per_byte, open_data
 from common.keys import (UserError, asks_help, first_line, help_text, need, read_text, run_cli,
-                         split_args, typed_config, writing)
-from common.process import autocast, check_tokenizer, device_name, open_data, pick_device
+                         split_paths, typed_config, writing)
+from common.process import autocast, check_tokenizer, device_name, pick_device
 from common.tasks import is_task
 from common.tokenizer import load_tokenizer
-from sample import stream
+from sample import choose_prefill
 
 
 @dataclass
@@ -49,7 +54,8 @@ class EvalConfig:
     exit_loop: int = 0       # relaxed, mor: the most loops (default: the run's)
     device: str = "auto"     # auto | cpu | mps | cuda | cuda:N
     json: str = ""           # write the numbers into this file
-    tasks: str = ""          # in place of a text: tasks of lm_eval, with commas between
+    tasks: str = ""          # in place of a text: of lm_eval, commas between, or a set
+    prefill: str = ""        # lrt, tasks: exact (the default) | interleaved
     num_fewshot: int = -1    # solved examples before a question (-1: as the task says)
     limit: int = 0           # examples of each task (0: all)
     include_path: str = ""   # folder of the tasks' YAML files (default: lm_eval's own)
@@ -58,6 +64,8 @@ class EvalConfig:
         for key, least in dict(batches=0, batch_size=1, num_fewshot=-1, limit=0).items():
             if getattr(self, key) < least:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least {least}")
+        if self.prefill not in ("", "exact", "interleaved"):
+            raise ValueError(f"prefill={self.prefill:.60} must be one of: exact, interleaved")
         if not re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", self.lengths):
             raise ValueError(f"lengths={self.lengths:.60} must be whole numbers: 1,2,4")
         self.units = sorted({int(k) for k in self.lengths.split(",")})
@@ -152,13 +160,11 @@ def evaluate_text(model, run, cfg, ckpt):
     inputs = [batches.cut(data, starts)[0].to(model.wte.weight.device) for starts in some]
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
-    if hasattr(model, "recursions"):
+    if getattr(model.cfg, "router", "") == "expert":
         taken = torch.cat([model.recursions(x) for x in inputs])  # (rows, T)
-        result["recursions"] = float(taken.float().mean())
-        if model.cfg.router == "expert":
-            # positions that take the last recursion in no row (Table 10: of 500)
-            result["dead"] = float((taken < model.n_loop).all(0).float().mean())
-            result["scores"] = router_scores(model, inputs)
+        # positions that take the last recursion in no row (Table 10: of 500)
+        result["dead"] = float((taken < model.n_loop).all(0).float().mean())
+        result["scores"] = router_scores(model, inputs)
     return result
 
 
@@ -175,12 +181,23 @@ def show(value, name=""):
 
 # ---- the tasks of lm_eval ----
 
+# The tasks in each paper's tables. MoR scores MMLU by continuations.
+COMMON = "hellaswag,piqa,winogrande,arc_easy"
+TASK_SETS = {
+    "rt": f"{COMMON},openbookqa,sciq",
+    "relaxed": f"{COMMON},arc_challenge,lambada_openai,openbookqa",
+    "mor": f"{COMMON},arc_challenge,lambada_openai,mmlu_continuation",
+    "rat": f"{COMMON},arc_challenge,lambada_openai"}
+
+
 class HarnessModel:
     """What lm_eval asks of a model. Its class LM is the second base, see evaluate_tasks."""
 
-    def __init__(self, model, tokenizer, batch_size):
+    def __init__(self, model, tokenizer, batch_size, cached=False):
+        """cached: through a cache, as a prompt is prefilled."""
         super().__init__()
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.cached = cached
 
     def encode(self, context, answer):
         """Token ids of both sides, encoded as one text; each by itself where a token would
@@ -188,7 +205,7 @@ class HarnessModel:
         empty context is end-of-text."""
         start = context.rstrip()
         before, both = (self.tokenizer.encode(text) for text in (start, context + answer))
-        if both[:len(before)] != before or len(both) == len(before):
+        if both[:len(before)] != before:
             both = before + self.tokenizer.encode(context[len(start):] + answer)
         return before or [self.tokenizer.eot], both[len(before):]
 
@@ -213,7 +230,8 @@ class HarnessModel:
             batch = order[i:i + self.batch_size]
             # padding is on the right, where no token attends to it
             idx = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, batch)], batch_first=True)
-            for row, logits in zip(batch, self.model(idx.to(device))[0]):
+            cache = self.model.init_cache(*idx.shape) if self.cached else None
+            for row, logits in zip(batch, self.model(idx.to(device), cache=cache)[0]):
                 for n in rows[row]:
                     ids = torch.tensor(pairs[n][1], dtype=torch.long, device=device)
                     ours = logits[len(row) - len(ids):len(row)]  # (answer, V)
@@ -222,37 +240,11 @@ class HarnessModel:
                     found[n] = float(total), bool((greedy == ids).all())
         return [found[n] for n in range(len(pairs))]
 
-    def loglikelihood_rolling(self, requests):
-        """The log-likelihood of whole documents, each token predicted once, in windows of
-        block_size. The last one takes more context, so that it is full."""
-        length, totals = self.model.cfg.block_size, []
-        for request in tqdm(requests, disable=None, leave=False):
-            ids = [self.tokenizer.eot, *self.tokenizer.encode(request.args[0])]
-            pairs = [(ids[max(0, min(i, len(ids) - length) - 1):i], ids[i:i + length])
-                     for i in range(1, len(ids), length)]
-            totals.append(sum(total for total, _ in self.scores(pairs)))
-        return totals
-
     def generate_until(self, requests):
-        """Each text up to its first stop string or end-of-text. A context that leaves no
-        room for its answer loses its first tokens, down to half of block_size."""
-        from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-        limit, answers = self.model.context_limit, []
-        for n, (context, options) in enumerate(r.args for r in tqdm(requests, disable=None)):
-            how = normalize_gen_kwargs(options)
-            kept = max(1, limit - how["max_gen_toks"], limit // 2) if limit else 0
-            prompt = (self.tokenizer.encode(context) or [self.tokenizer.eot])[-kept:]
-            ids, answer = [], ""
-            for token, in stream(self.model, [prompt], how["max_gen_toks"],
-                                 how.get("temperature", 0.0), how.get("top_k", 0),
-                                 how.get("top_p", 1.0), eot=self.tokenizer.eot, seed=n,
-                                 vocab_size=self.tokenizer.vocab_size):
-                ids += [token] * (token is not None)
-                text = self.tokenizer.decode(ids)
-                if (answer := postprocess_generated_text(text, how["until"], None)) != text:
-                    break
-            answers.append(answer)
-        return answers
+        raise UserError("a task generates text, or scores whole documents (text= does "
+                        "that): only answers to a question can be scored")
+
+    loglikelihood_rolling = generate_until
 
 
 def evaluate_tasks(model, tokenizer, cfg):
@@ -262,18 +254,35 @@ def evaluate_tasks(model, tokenizer, cfg):
         from lm_eval import simple_evaluate
         from lm_eval.api.model import LM
         from lm_eval.tasks import TaskManager
-        lm = type("RunModel", (HarnessModel, LM), {})(model, tokenizer, cfg.batch_size)
         folder = cfg.include_path or None
-        found = simple_evaluate(
-            lm, tasks=cfg.tasks.split(","), limit=cfg.limit or None, log_samples=False,
-            num_fewshot=None if cfg.num_fewshot < 0 else cfg.num_fewshot,
-            task_manager=TaskManager(include_path=folder, include_defaults=not folder))
+        manager = TaskManager(include_path=folder, include_defaults=not folder)
+        loaded = manager.load(TASK_SETS.get(cfg.tasks, cfg.tasks).split(","))
+        manager.load = lambda names: loaded     # simple_evaluate loads no second time
+        lm = type("RunModel", (HarnessModel, LM), {})(
+            model, tokenizer, cfg.batch_size, cached=cfg.prefill == "interleaved")
+        shots = None if cfg.num_fewshot < 0 else cfg.num_fewshot
+        found = simple_evaluate(lm, tasks=list(loaded["tasks"]), task_manager=manager,
+                                num_fewshot=shots, limit=cfg.limit or None)
+        for name, task in loaded["tasks"].items():
+            if task.OUTPUT_TYPE == "multiple_choice":
+                found["results"][name]["gold_ce"] = gold_ce(task, found["samples"][name])
     except UserError:
         raise
     except Exception as e:  # of a YAML file, a download, a task's own code: of any type
         raise UserError(f"tasks={cfg.tasks}: {type(e).__name__}: {first_line(e)}") from e
-    numbers = lambda values: {key: v for key, v in values.items() if isinstance(v, float)}
-    return {"tasks": {name: numbers(values) for name, values in found["results"].items()}}
+    numbers = lambda values: {k: v for k, v in values.items() if isinstance(v, float)}
+    return {"tasks": {name: numbers(row) for name, row in found["results"].items()}}
+
+
+def gold_ce(task, samples):
+    """Mean nats of the right answers; of several right ones, the likeliest."""
+    nats = []
+    for sample in samples:
+        doc, scores = sample["doc"], [-resps[0][0] for resps in sample["resps"]]
+        gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(doc)
+        gold = task.doc_to_choice(doc).index(gold) if isinstance(gold, str) else gold
+        nats.append(min(scores[n] for n in (gold if isinstance(gold, list) else [gold])))
+    return statistics.fmean(nats)
 
 
 # ---- the command ----
@@ -281,10 +290,9 @@ def evaluate_tasks(model, tokenizer, cfg):
 def main(argv):
     if asks_help(argv):
         return print(help_text(EvalConfig))
-    paths = [a for a in argv if "=" not in a]
+    paths, given = split_paths(argv)
     if len(paths) != 1:
         raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
-    given = split_args([a for a in argv if "=" in a])
     ckpt = load_checkpoint(checkpoint_file(paths[0]))
     own = {**ckpt["config"], **ckpt["model_config"]}
     same = "batch_size", "dataset", "data_dir", "block_size", "exit_loop"
@@ -292,9 +300,12 @@ def main(argv):
     if is_task(cfg.dataset):
         raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true "
                         f"tells how many of its answers are right")
-    changed = {key: getattr(cfg, key) for key in ("block_size", "exit_loop") if key in given}
+    changed = {key: getattr(cfg, key) for key in ("block_size", "exit_loop")
+               if key in given}
     device = pick_device(cfg.device)
     model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
+    if cfg.prefill:
+        choose_prefill(model, cfg.prefill, paths[0])
     run = SimpleNamespace(**{**ckpt["config"], "dataset": cfg.dataset, "data_dir": cfg.data_dir})
     with autocast(run, device):
         result = (evaluate_tasks(model, load_tokenizer(ckpt["tokenizer"]), cfg) if cfg.tasks else

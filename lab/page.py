@@ -32,7 +32,7 @@ import torch
 
 import serve
 from common.checkpoint import load_run
-from common.keys import HERE, UserError, asks_help, help_text, run_cli, split_args, typed_config
+from common.keys import HERE, UserError, asks_help, help_text, run_cli, split_paths, typed_config
 from common.process import pick_device
 from common.sampling import Decoding, check_prompts
 try:
@@ -56,14 +56,10 @@ runs = {}       # {name: Run}
 @dataclass(eq=False)
 class Choice(serve.Request):
     """One text to write."""
+    asked: "Completion" = None      # what it is a choice of
     index: int = 0                  # in the answer
-    seed: int = 0
-    stops: list = ()                # strings that end the text
-    top: int = None                 # logprobs, with so many alternatives (None: no logprobs)
-    echo: bool = False              # logprobs of the prompt too
-    events: deque = None            # of the answer: (choice, new text, [depth], reason at the end)
-    wake: asyncio.Event = None      # of the answer: there are events
-    stream: bool = False            # it waits for each event, not for the end
+    run: "Run" = None
+    queue: asyncio.Queue = None     # of the answer: (choice, new text, [depth], reason at the end)
     cancelled: bool = False         # the client has gone
     reason: str = None              # why the text has ended
     logprobs: list = field(default_factory=list)    # (token, logprob, {token: logprob})
@@ -72,17 +68,31 @@ class Choice(serve.Request):
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace"))
 
+    def add(self, token, exit):
+        """A token of the answer. Returns whether it is the last."""
+        last = super().add(token, exit)
+        text = self.read(self.run.tokenizer.decode_bytes([token]))
+        if self.asked.stream:           # others are told of their end alone
+            self.run.news.append((self, text, [exit], None))
+        return last or self.reason is not None or self.cancelled
+
     def read(self, piece, final=False):
         """What a token's bytes make certain of the text. A stop string ends it; the last
         characters wait, as they may be the start of one."""
         self.text += self.decoder.decode(piece, final)
-        waits = 0 if final else max(map(len, self.stops), default=1) - 1
+        stops = self.asked.stops()
+        waits = 0 if final else max(map(len, stops), default=1) - 1
         known = len(self.text) - waits
-        found = [self.text.find(stop) for stop in self.stops if stop in self.text]
+        found = [self.text.find(stop) for stop in stops if stop in self.text]
         if found:
             self.reason, known = "stop", min(found)
         start, self.told = self.told, max(self.told, known)
         return self.text[start:self.told]
+
+    def end(self):
+        rest, full = self.read(b"", final=True), len(self.tokens) == self.max_new_tokens
+        self.reason = self.reason or ("length" if full else "stop")
+        self.run.news.append((self, rest, [], self.reason))
 
 
 class Run(serve.Engine):
@@ -90,93 +100,79 @@ class Run(serve.Engine):
 
     def __init__(self, path, cfg, several):
         model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
-        if several and getattr(serve.loops_of(model), "routed", False):
+        if several and serve.loops_of(model).routed:
             cfg = replace(cfg, exit="", fill="")
-        serve.check_loops(model, path, cfg.exit, cfg.fill)
-        # a text may be as long as the model's context; without a limit, as 8 times block_size
-        self.longest = model.context_limit or 8 * model.cfg.block_size
-        super().__init__(model, cfg.slots, self.longest, cfg.batching, cfg.exit, cfg.fill,
-                         eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size,
-                         on_token=self.tell)
-        self.inbox, self.waiting = queue.SimpleQueue(), deque()
+        super().__init__(model, cfg.slots, None, cfg.batching, cfg.exit, cfg.fill,
+                         eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size)
+        self.inbox, self.waiting, self.news = queue.SimpleQueue(), deque(), []
         threading.Thread(target=self.work, daemon=True).start()
 
     async def write(self, choices, request):
-        """Yields events, see Choice, until all choices have ended or the client has gone."""
-        left, events, wake = len(choices), choices[0].events, choices[0].wake
-        self.event_loop = asyncio.get_running_loop()
+        """Yields what is told of the choices until all have ended or the client has gone."""
+        left, self.event_loop = len(choices), asyncio.get_running_loop()
         try:
             for choice in choices:
                 self.inbox.put(choice)
             while left:
                 try:
-                    await asyncio.wait_for(wake.wait(), 0.5)
-                except asyncio.TimeoutError:
+                    async with asyncio.timeout(0.5):
+                        event = await choices[0].queue.get()
+                except TimeoutError:
                     if await request.is_disconnected():
                         return
-                wake.clear()
-                while events:
-                    left -= events[0][-1] is not None
-                    yield events.popleft()
+                    continue
+                left -= event[-1] is not None
+                yield event
         finally:
             for choice in choices:
                 choice.cancelled = True
 
-    @torch.inference_mode()
     def work(self):
-        """In the thread: step while there is something to decode, and wake those who wait."""
+        """In the thread: step while there is something to decode, and tell the news."""
         while True:
             while not self.inbox.empty() or not (self.waiting or self.busy()):
                 self.waiting.append(self.inbox.get())
             try:
-                self.admit(self.waiting, now=0)
+                self.admit(self.waiting)
                 self.step()
             except Exception:       # ends what is in work; what waits goes on
                 traceback.print_exc()
                 for slot in self.busy():
                     slot.request.reason = "error"
-                    slot.request = self.done.append(slot.request)
-            news = [slot.request.wake for slot in self.busy() if slot.request.stream]
-            for choice in self.done:
-                self.end(choice)
-                news.append(choice.wake)
-            self.done = []
-            self.event_loop.call_soon_threadsafe(lambda all: [wake.set() for wake in all], news)
+                    self.end(slot)
+            if self.news:
+                self.event_loop.call_soon_threadsafe(deliver, self.news)
+                self.news = []
 
-    def end(self, choice):
-        ended = "length" if len(choice.tokens) == choice.max_new_tokens else "stop"
-        rest = choice.read(b"", final=True)
-        choice.reason = choice.reason or ended
-        choice.events.append((choice, rest, [], choice.reason))
-
-    def begin(self, slot):
-        choice = slot.request
-        if choice.echo and choice.top is not None:
-            ids = choice.prompt
+    def prefill(self, slot):
+        """Begin with a new choice: none outgrows its slot."""
+        choice, ids, top = slot.request, slot.request.prompt, slot.request.asked.logprobs
+        if choice.asked.echo and top is not None:
             logits = self.model(torch.tensor([ids], device=self.device))[0][0]
             rows = logits.log_softmax(-1)[:, :self.vocab_size]
             choice.logprobs = [(ids[0], None, None)]        # the first token is not predicted
-            choice.logprobs += [alternatives(*x, choice.top) for x in zip(rows, ids[1:])]
+            choice.logprobs += [alternatives(*x, top) for x in zip(rows, ids[1:])]
         if choice.cancelled or not choice.max_new_tokens:
-            slot.request = self.done.append(choice)
+            self.end(slot)
         else:
-            slot.generator = serve.generator(choice.seed, choice.index, self.device)
-            self.prefill(slot, list(choice.prompt))
+            super().prefill(slot)
+
+    def end(self, slot):
+        slot.request.end()
+        slot.request = None
 
     def pick(self, slots, logits):
         tokens = super().pick(slots, logits)
         for slot, row, token in zip(slots, logits, tokens):
-            if (top := slot.request.top) is not None:
+            if (top := slot.request.asked.logprobs) is not None:
                 found = alternatives(row.log_softmax(-1), token, top)
                 slot.request.logprobs.append(found)
         return tokens
 
-    def tell(self, choice):
-        """Called by the Engine after each token."""
-        text = choice.read(self.tokenizer.decode_bytes(choice.tokens[-1:]))
-        choice.events.append((choice, text, choice.exits[-1:], None))
-        if choice.reason or choice.cancelled:       # the Engine ends it here
-            choice.max_new_tokens = len(choice.tokens)
+
+def deliver(news):
+    for event in news:
+        event[0].queue.put_nowait(event)
 
 
 def alternatives(logprobs, token, top):
@@ -217,7 +213,7 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] = []
     seed: int = Field(default_factory=lambda: secrets.randbits(62), ge=0, lt=1 << 63)
-    logprobs: int | bool = Field(False, ge=0, le=20)        # true is 1
+    logprobs: int = Field(None, ge=0, le=20)    # with so many alternatives (None: no logprobs)
     echo: bool = False
     stream: bool = False
     stream_options: dict = {}
@@ -226,10 +222,15 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     @model_validator(mode="before")
     @classmethod
     def without_null(cls, given):
-        """null is the default, and all that OpenAI's keys may hold that are not here."""
+        """null and false are defaults, and all that OpenAI's keys may hold that are not here."""
         if not isinstance(given, dict):
             raise ValueError("it must be a JSON object")
-        return {key: value for key, value in given.items() if value is not None}
+        return {key: value for key, value in given.items()
+                if value is not None and value is not False}
+
+    def stops(self):
+        """Strings that end a text."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def choices(self, run):
         """What to write, n texts for each prompt; UserError where that cannot be."""
@@ -238,20 +239,18 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
             several = [several]
         prompts = [run.tokenizer.encode(p) if isinstance(p, str) else p for p in several]
         check_prompts(prompts, run.vocab_size)
-        longest, stops = max(map(len, prompts)), self.stop
+        longest = max(map(len, prompts))
         if len(prompts) * self.n > MAX_CHOICES:
             raise UserError(f"{len(prompts)} prompts times n={self.n}: more than {MAX_CHOICES}")
-        if longest + self.max_tokens > run.longest:
+        if longest + self.max_tokens > run.max_len:
             raise UserError(f"a prompt of {longest} tokens and max_tokens={self.max_tokens}: more "
-                            f"than the {run.longest} tokens of this model's context")
-        if self.stream and (self.echo or self.logprobs is not False):
+                            f"than the {run.max_len} tokens of this model's context")
+        if self.stream and (self.echo or self.logprobs is not None):
             raise UserError("stream=true does not go with echo or logprobs")
-        same = {"how": (self.temperature, 0, self.top_p, 1.0), "seed": self.seed,
-                "stops": [stops] if isinstance(stops, str) else stops, "echo": self.echo,
-                "events": deque(), "wake": asyncio.Event(), "stream": self.stream,
-                "top": None if self.logprobs is False else int(self.logprobs)}
-        return [Choice(prompts[i // self.n], self.max_tokens, index=i, **same)
-                for i in range(len(prompts) * self.n)]
+        sampling, queue = (self.temperature, 0, self.top_p, 1.0), asyncio.Queue()
+        return [Choice(prompts[i // self.n], self.max_tokens, None, sampling,
+                       serve.generator(self.seed, i, run.device), asked=self, index=i, run=run,
+                       queue=queue) for i in range(len(prompts) * self.n)]
 
 
 @app.post("/v1/completions")
@@ -287,7 +286,7 @@ async def complete(asked: Completion, request: Request):
 
 def result(choice, tokenizer):
     """A choice of the answer. Its logprobs are in OpenAI's form, a list for each field."""
-    ids = choice.prompt * choice.echo
+    ids = choice.prompt * choice.asked.echo
     found = {"text": tokenizer.decode(ids) + choice.text[:choice.told], "index": choice.index,
              "finish_reason": choice.reason, "depths": choice.exits, "logprobs": None}
     if not choice.logprobs:
@@ -381,8 +380,8 @@ def make_server(paths, cfg):
 def main(argv):
     if asks_help(argv):
         return print(help_text(PageConfig))
-    paths = [a for a in argv if "=" not in a]
-    cfg = typed_config(PageConfig, split_args([a for a in argv if "=" in a]))
+    paths, keys = split_paths(argv)
+    cfg = typed_config(PageConfig, keys)
     if not paths:
         raise UserError("give one run or more: python -m lab.page out/NAME ... [key=value ...]")
     try:

@@ -5,10 +5,11 @@ One picture of several runs: a value of their logs against steps, tokens or seco
     python -m lab.plot out/rt_tiny out/gpt_tiny y=val_bpb x=tokens title="bits per byte"
     python -m lab.plot help                                     every key with its meaning
 """
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.keys import (UserError, asks_help, help_text, need, run_cli, split_args, typed_config,
+from common.keys import (UserError, asks_help, help_text, need, run_cli, split_paths, typed_config,
                          writing)
 from common.log import read_log
 
@@ -32,8 +33,10 @@ class PlotConfig:
 # ---- drawing ----
 
 def pyplot():
-    """matplotlib, imported where a picture is drawn, without a display."""
+    """matplotlib, imported where a picture is drawn, without a display. Text is plain, $ too."""
+    os.environ["MPLBACKEND"] = "agg"        # a notebook's, which may not be there, ends the import
     need("matplotlib").use("Agg")
+    need("matplotlib").rcParams["text.parse_math"] = False
     return need("matplotlib.pyplot")
 
 
@@ -56,8 +59,8 @@ def draw(file, panels, title=""):
             ax.plot(*zip(*curve), label=name, linewidth=1.2, marker=marker, markersize=5)
         ax.set(**style)
         ax.grid(alpha=0.3)
-    if axes[0][0].lines:
-        axes[0][0].legend(fontsize=8)
+    if lines := axes[0][0].lines:       # given to legend, a name may begin with _
+        axes[0][0].legend(lines, [line.get_label() for line in lines], fontsize=8)
     fig.suptitle(title)
     save_picture(fig, "file", file, dpi=120)
     plt.close(fig)
@@ -69,12 +72,6 @@ def draw_curves(rows, path, title):
               for key, name in (("ce", "training"), ("val_ce", "validation"))]
     style = dict(xlabel="step", ylabel="cross-entropy (nats per token)")
     draw(path, [(style, [(name, curve) for name, curve in curves if curve])], title)
-
-
-def draw_points(places, xlabel, ylabel, file):
-    """places: (name, x, y)."""
-    draw(file, [(dict(xlabel=xlabel, ylabel=ylabel), [(name, [(x, y)]) for name, x, y in places])])
-    print(f"{file}: {ylabel} against {xlabel}, {len(places)} runs")
 
 
 def points(folder, x, y):
@@ -99,8 +96,7 @@ def averaged(curve, n):
 def main(argv):
     if asks_help(argv):
         return print(help_text(PlotConfig))
-    folders = [a for a in argv if "=" not in a]
-    keys = split_args([a for a in argv if "=" in a])
+    folders, keys = split_paths(argv)
     cfg = typed_config(PlotConfig, keys, free_text=("title", "labels"))
     labels = cfg.labels.split(",") if cfg.labels else [Path(f).name for f in folders]
     if not folders or len(labels) != len(folders):

@@ -17,11 +17,13 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import time
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -40,6 +42,7 @@ TIERS = "quick", "cpu", "gpu"
 JOBS = 2                        # runs at the same time, each on one thread (gpu: one run)
 BENCH_MINUTES = 5               # a call of bench.py, about
 CURVE_POINTS = 60               # of a run's log that its result keeps, about
+APPENDING = threading.Lock()    # one line at a time goes into a file of results
 
 
 @dataclass(eq=False)
@@ -69,8 +72,8 @@ class Experiment:
         own = {"keys": "", "seeds": self.seeds, "minutes": self.minutes, "evaluate": self.evaluate}
         for label, row in self.rows.items():
             row = self.rows[label] = own | (row if isinstance(row, dict) else {"keys": row})
-            for key in row.keys() - {*own, "from", *self.columns}:
-                raise ValueError(f"{label} has an unknown key {key!r}")
+            if unknown := row.keys() - {*own, "from", *self.columns}:
+                raise ValueError(f"{label} has an unknown key {min(unknown)!r}")
 
 
 def load_experiments():
@@ -85,8 +88,7 @@ def load_experiments():
     return found
 
 
-# -------------------------------------------------------------------------------------------------
-# what there is to do
+# ---- what there is to do ----
 
 @dataclass(eq=False)
 class Run:
@@ -150,15 +152,15 @@ def file_keys(run):
 
 
 def missing(runs):
-    """The runs without a result, each after those it starts from whose folders are gone."""
-    def with_needs(run):
-        gone = [r for r in run.needs if not (r.result and (r.folder / "ckpt.pt").exists())]
-        return [*(found for need in gone for found in with_needs(need)), run]
-    return list(dict.fromkeys(r for run in runs if not run.result for r in with_needs(run)))
+    """The runs without a result, and those that they start from whose folders are gone."""
+    wanted = set()
+    for run in reversed(runs):
+        if run in wanted or not run.result:
+            wanted |= {run, *(r for r in run.needs if not (r.folder / "ckpt.pt").exists())}
+    return [run for run in runs if run in wanted]
 
 
-# -------------------------------------------------------------------------------------------------
-# runs
+# ---- runs ----
 
 def python(*command, **options):
     """Start one of our programs."""
@@ -170,18 +172,17 @@ def python(*command, **options):
 def start(run):
     """Train, or go on with a run that was stopped. What it prints goes to FOLDER.txt."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    ckpt, keys = run.folder / "ckpt.pt", run.keys
+    ckpt, keys, how = run.folder / "ckpt.pt", run.keys, "overwrite"
     if ckpt.exists():           # of a config file that has changed since: from the beginning
-        config = load_checkpoint(ckpt)["config"]
-        if any(config.get(key) != value for key, value in file_keys(run).items() if key != "config"):
+        config = {**load_checkpoint(ckpt)["config"], "config": file_keys(run)["config"]}
+        if file_keys(run).items() - config.items():
             ckpt.unlink()
     if run.start and not ckpt.exists():
         if not (HERE / run.start).exists():
             raise UserError(f"{run.start} is missing: delete its folder, to train it again")
         os.link(HERE / run.start, ckpt)
-    how = "resume" if ckpt.exists() else "overwrite"
-    if how == "resume":
-        keys = re.sub(r"init_from=\S+", "", keys)
+    if ckpt.exists():
+        keys, how = re.sub(r"init_from=\S+", "", keys), "resume"
     with open(f"{run.folder}.txt", "w") as out:
         return python("train.py", *keys.split(), f"run={run.name}", f"{how}=true", stdout=out,
                       env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -189,29 +190,26 @@ def start(run):
 
 def train_all(runs, jobs):
     """Train the runs, `jobs` at a time. Returns those that failed, and those that need them."""
-    waiting, running, failed = list(runs), {}, []
-    try:
-        while True:
-            undone = {*waiting, *running.values(), *failed}
-            ready = [run for run in waiting if not undone & {*run.needs}]
-            for run in ready[:jobs - len(running)]:
-                waiting.remove(run)
-                running[start(run)] = run
-            if not running:
-                return failed + waiting
-            time.sleep(0.2)
-            for process in [p for p in running if p.poll() is not None]:
-                run = running.pop(process)
-                good = process.returncode == 0 and record(run)
-                failed += [] if good else [run]
-                print(f"{run.experiment.name}: {run.label}, seed {run.seed}: "
-                      f"{'done' if good else f'FAILED, see {run.folder}.txt'}; "
-                      f"{len(waiting) + len(running)} left", flush=True)
-    finally:                    # they save their state, and are resumed the next time
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.wait()
+    processes, tasks = [], {}
+
+    def train(run):
+        # what it needs stands before it, so has begun
+        good = all([tasks[other].result() for other in run.needs if other in tasks])
+        if good:
+            processes.append(process := start(run))
+            good = process.wait() == 0 and record(run)
+        print(f"{run.experiment.name}: {run.label}, seed {run.seed}: "
+              + ("done" if good else f"FAILED, see {run.folder}.txt"), flush=True)
+        return good
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for run in runs:
+                tasks[run] = pool.submit(train, run)
+            return [run for run, task in tasks.items() if not task.result()]
+        finally:                # when stopped: runs save their state, and are resumed next time
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()
 
 
 def record(run):
@@ -236,10 +234,8 @@ def record(run):
         values = json.loads(file.read_text())
         values.pop("run", None)         # a folder
         result |= {"evaluate": run.row["evaluate"], name: values}
-    # a run that was stopped has logged other steps too
-    even = [row for row in steps if row["step"] % ckpt["config"]["log_interval"] == 0]
-    points = even[::-max(1, round(len(even) / CURVE_POINTS))][::-1]         # the last one too
     if names := re.findall(r"curves\.(\w+)", str(run.experiment.picture)):
+        points = steps[::-max(1, round(len(steps) / CURVE_POINTS))][::-1]       # the last one too
         result["curves"] = {name: [row[name] for row in points] for name in names}
     append(run.experiment, result)
     run.result = result
@@ -260,7 +256,7 @@ def measure(experiment, runs):
     running; results/NAME.txt has what they print. Returns those that failed."""
     file, failed = OUT / f"{experiment.name}.json", []
     for command in [command for command, line in benches(experiment, runs).items() if not line]:
-        name, *arguments = command.split()[1:]      # bench.py is a label; the file is lab/bench.py
+        _, name, *arguments = command.split()       # bench.py is a label; the file is lab/bench.py
         numbers = [f"json={file}"] * (name == "runs")
         process = python("-m", "lab.bench", name, *arguments, *numbers, stdout=subprocess.PIPE)
         output = process.communicate()[0]
@@ -278,8 +274,7 @@ def measure(experiment, runs):
     return failed
 
 
-# -------------------------------------------------------------------------------------------------
-# results
+# ---- results ----
 
 def results_file(experiment):
     return LAB / "results" / f"{experiment.name}.jsonl"
@@ -297,7 +292,7 @@ def append(experiment, line):
     file = results_file(experiment)
     seven_digits = lambda text: float(f"{float(text):.7g}")     # the file is committed
     line = json.loads(json.dumps(line), parse_float=seven_digits)
-    with writing(file):
+    with APPENDING, writing(file):
         file.parent.mkdir(exist_ok=True)
         new = file.with_suffix(".new")
         new.write_text((file.read_text() if file.exists() else "") + json.dumps(line) + "\n")
@@ -308,18 +303,16 @@ def made_by():
     """The commit of the code, and the machine."""
     def git(*args):
         return subprocess.run(["git", "-C", HERE, *args], capture_output=True, text=True).stdout
-    try:
+    commit = "unknown"
+    if shutil.which("git") and (head := git("rev-parse", "--short", "HEAD").strip()):
         changed = git("status", "--porcelain", "--", "*.py", "configs", "lab/experiments")
-        commit = git("rev-parse", "--short", "HEAD").strip() + "-changed" * bool(changed)
-    except FileNotFoundError:
-        commit = ""
+        commit = head + "-changed" * bool(changed)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"commit": commit or "unknown",
+    return {"commit": commit,
             "machine": f"{where}, torch {torch.__version__}, Python {platform.python_version()}"}
 
 
-# -------------------------------------------------------------------------------------------------
-# tables and pictures
+# ---- tables and pictures ----
 
 def look_up(result, name):
     """The value of a dotted name, such as half.bpb; None where there is none."""
@@ -414,7 +407,7 @@ def write(experiment, runs):
         draw(HERE / "assets" / f"{experiment.name}.png", panels, experiment.title)
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- the command ----
 
 def duration(minutes):
     return f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.0f} minutes"
@@ -433,7 +426,7 @@ def show(experiment, runs):
 def main(argv):
     if asks_help(argv):
         return print(__doc__)
-    experiments, names = load_experiments(), {*argv}
+    experiments, names, failed = load_experiments(), {*argv}, []
     for name in names:
         if name not in (allowed := [*experiments, *TIERS, "write"]):
             raise UserError(unknown_key(name, allowed))
@@ -441,15 +434,8 @@ def main(argv):
         if signal.getsignal(number) != signal.SIG_IGN:  # of nohup
             signal.signal(number, lambda *_: sys.exit(143))
     chosen = [e for e in experiments.values() if names <= {"write"} or {e.name, e.tier} & names]
-    trains, failed = names and "write" not in names, []
-    if trains:                  # a lock that this process and its runs hold until they end
-        OUT.mkdir(exist_ok=True)
-        file = open(OUT / "reproduce.lock", "w")
-        os.set_inheritable(file.fileno(), True)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            raise UserError("another reproduce.py, or a run of it, is training here") from e
+    if trains := names and "write" not in names:
+        lock = hold_lock()
     plans = {e: plan(e) for e in chosen}
     for e, runs in plans.items() if "write" not in names else ():
         show(e, runs)
@@ -457,10 +443,23 @@ def main(argv):
         jobs = 1 if "gpu" in {e.tier for e in chosen} else JOBS
         failed = train_all(missing([run for runs in plans.values() for run in runs]), jobs)
         failed += [command for e, runs in plans.items() for command in measure(e, runs)]
+        lock.close()
     for e, runs in plans.items() if names else ():
         write(e, runs)
     if failed:
         raise UserError(f"{len(failed)} runs or benchmarks failed; the same command tries again")
+
+
+def hold_lock():
+    """A file that this process and its runs keep locked until they end."""
+    OUT.mkdir(exist_ok=True)
+    file = open(OUT / "reproduce.lock", "w")
+    os.set_inheritable(file.fileno(), True)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        raise UserError("another reproduce.py, or a run of it, is training here") from e
+    return file
 
 
 if __name__ == "__main__":

@@ -15,10 +15,13 @@ import pytest
 import torch
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-MODELS = sorted(p.stem.removeprefix("model_") for p in ROOT.glob("model_*.py"))
+FORKS = ROOT / "tests" / "forks"      # models as a user would add them
+sys.path.append(str(FORKS))
+MODELS = [p.stem.removeprefix("model_") for folder in (ROOT, FORKS) for p in sorted(folder.glob("model_*.py"))]
 
 
 def pytest_addoption(parser):
+    parser.addoption("--model", help="only the contract of model_MODEL.py")
     parser.addoption("--full", action="store_true", help="also what is marked `full`; more random examples and kills")
 
 
@@ -30,6 +33,13 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    only = config.getoption("--model")
+    if only:
+        if only not in MODELS:
+            raise pytest.UsageError(f"--model={only}: there is no model_{only}.py; {', '.join(MODELS)}")
+        kept = [item for item in items if model_of(item) == only]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -37,6 +47,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(2400))      # 50 kills, or all variants of the kernels
         elif item.get_closest_marker("full"):
             item.add_marker(pytest.mark.skip(reason="a repetition: --full runs it"))
+
+
+def model_of(item):
+    """The model that a test of the contract tries, or None."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return next((v for v in values if isinstance(v, str) and v in MODELS), None)
 
 
 def python(*arguments, **environment):
@@ -54,7 +70,8 @@ def two_processes(folder, *arguments):
     does."""
     (folder / "sitecustomize.py").write_text("import atexit, os\n"
                                              "if 'RANK' in os.environ:\n    atexit.register(os.abort)\n")
-    return python(*TORCHRUN, "train.py", *arguments, PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
+    path = f"{folder}{os.pathsep}{FORKS}"
+    return python(*TORCHRUN, "train.py", *arguments, PYTHONPATH=path, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(scope="session")

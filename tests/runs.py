@@ -34,14 +34,26 @@ def run(model, out_dir, data_dir, *extra, stop_after=None):
         return step(run, stop)
     with mock.patch.object(train, "train_step", counted):
         assert train.train(run) == (stop_after is None)
+    os.close(checkpoint.LOCKS.pop(run.folder.absolute()))       # as at the end of a process
     return run
+
+
+def fingerprint(x):
+    """A nested value with each tensor as its dtype, shape and bytes: equal if every bit is."""
+    if isinstance(x, dict):
+        return {key: fingerprint(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [fingerprint(value) for value in x]
+    if hasattr(x, "detach"):
+        return x.dtype, x.shape, x.detach().contiguous().flatten().numpy().tobytes()
+    return x
 
 
 def learned(run_or_state):
     """The fingerprint of what a run has learned and would go on from: weights, optimizer, step, RNG, best loss."""
     import train
     state = run_or_state if isinstance(run_or_state, dict) else train.state(run_or_state)
-    return checkpoint.fingerprint({k: v for k, v in state.items() if k != "config"})
+    return fingerprint({k: v for k, v in state.items() if k != "config"})
 
 
 def main_in_child(argv, die_at=None):

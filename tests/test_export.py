@@ -12,7 +12,7 @@ import runs
 import train
 import sample
 from common.keys import UserError, model_module
-from test_prepare import EOT, SPECIAL, TEXTS, WORDS, llama2, phi, smollm
+from test_prepare import EOT, KINDS, SPECIAL, TEXTS, WORDS, llama2, others, phi, smollm
 from common.tokenizer import (GPT2_PATTERN, BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer,
                               train_bpe)
 
@@ -59,18 +59,21 @@ def test_the_export_encodes_as_we_do(texts, exported):
                 text = text.replace(word, "")
             ids = ours.encode(text)
             assert theirs.encode(text) == ids == again.encode(text), (ours.kind, text)
-            assert theirs.decode(ids) == ours.decode(ids) == again.decode(ids) == text
+            shown = theirs.decode(ids, skip_special_tokens=True)
+            assert shown == ours.decode(ids) == again.decode(ids)
+            assert shown == text or not getattr(ours, "gives_back", True)
         assert theirs.eos_token_id == ours.eot == again.eot and len(theirs) == ours.vocab_size == again.vocab_size
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """(tokenizer, the export as transformers reads it, as we read it) of each kind; of hf: the three forms."""
+    """(tokenizer, the export as transformers reads it, as we read it) of each kind; of hf: all its forms."""
     from transformers import AutoTokenizer
     bpe = train_bpe(360, [2 * "the cat sat on the mat, 1234 times\n    the end aaaaaaa aaaab baaa", WORDS])
     found = []
     for ours in (ByteTokenizer(), bpe, BPETokenizer(GPT2_PATTERN, bpe.pieces[:-1]), HFTokenizer(smollm(), EOT),
-                 HFTokenizer(phi(), EOT), HFTokenizer(llama2(), "</s>")):
+                 HFTokenizer(phi(), EOT), HFTokenizer(llama2(), "</s>"),
+                 *(HFTokenizer(others(kind), EOT) for kind in KINDS)):
         folder = tmp_path_factory.mktemp(ours.kind)
         assert checkpoint.to_huggingface(ours, folder)
         found.append((ours, AutoTokenizer.from_pretrained(folder), hf_tokenizer(str(folder))))
@@ -92,13 +95,13 @@ def test_a_safetensors_file_is_the_run(relaxed_run, data_dir, tmp_path, capsys):
     model, tokenizer, ckpt = checkpoint.load_run(file)
     state = train.state(trainer)
     assert ckpt["step"] == 6 and tokenizer.kind == "byte"
-    assert checkpoint.fingerprint(dict(model.state_dict())) == checkpoint.fingerprint(state["weights"])
+    assert runs.fingerprint(dict(model.state_dict())) == runs.fingerprint(state["weights"])
     for source in (folder, file):
         sample.main([str(source), "prompt=a", "max_new_tokens=8", "device=cpu"])
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("a"))
     assert first == second
     more = runs.run("relaxed", tmp_path, data_dir, f"init_from={file}", "max_steps=1", "learning_rate=0", "rank=2")
-    assert checkpoint.fingerprint(train.state(more)["weights"]) == checkpoint.fingerprint(state["weights"])
+    assert runs.fingerprint(train.state(more)["weights"]) == runs.fingerprint(state["weights"])
     with pytest.raises(UserError, match="overwrite=true"):
         checkpoint.main([str(folder), f"export={file}"])
 

@@ -12,7 +12,6 @@ import model_gpt
 import model_mor
 import runs
 import train
-from common import checkpoint
 from common.keys import UserError
 from common.config import TrainConfig, read_config
 from common.process import set_budget
@@ -427,7 +426,7 @@ def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
     (tmp_path / "branch" / "r").mkdir(parents=True)
     (tmp_path / "long" / "r" / "step_2.pt").rename(tmp_path / "branch" / "r" / "ckpt.pt")
     branch = runs.run("mor", tmp_path / "branch", data_dir, "resume=true", "max_steps=4")
-    assert checkpoint.fingerprint(train.state(branch)["weights"]) == checkpoint.fingerprint(train.state(short)["weights"])
+    assert runs.fingerprint(train.state(branch)["weights"]) == runs.fingerprint(train.state(short)["weights"])
 
 
 def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):

@@ -1,5 +1,6 @@
 """prepare.py, tokenizer.py, data.py and keys.py: tokenizers, sources, splits, files, what stops and failures leave behind,
 and the types of keys."""
+import functools
 import hashlib
 import json
 import math
@@ -25,7 +26,9 @@ from common import keys
 import prepare
 from common.keys import UserError
 from conftest import ROOT, python
-from common.data import TokenData
+from common.config import TrainConfig
+from common.data import TokenData, data_fingerprint, hash_of_tokens, has_changed, open_data, read_meta
+from common.sources import NO_TEXT, text_files
 from prepare import PrepareConfig
 import common.tokenizer as tokenizer_module
 from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer, slices,
@@ -111,6 +114,23 @@ def phi():
     data["added_tokens"] += [{"id": 340 + n, "content": content, "normalized": n < 3, **flags}
                              for n, content in enumerate(["    ", "   ", "\t\t", "<think>"])]
     return data
+
+
+@functools.cache  # the library trains another one every time
+def others(kind):
+    """The tokenizer.json of a model that cannot spell every text: WordLevel, WordPiece, Unigram as T5's, or a BPE."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    special, known = ["[UNK]", "<pad>", EOT], {"unk_token": "[UNK]"}
+    library = Tokenizer(getattr(models, kind)(**{} if kind == "Unigram" else known))
+    library.pre_tokenizer = pre_tokenizers.Metaspace() if kind == "Unigram" else pre_tokenizers.WhitespaceSplit()
+    library.decoder = {"Unigram": decoders.Metaspace(), "WordPiece": decoders.WordPiece()}.get(kind, library.decoder)
+    more = {"WordLevel": {}, "Unigram": known}.get(kind, {"vocab_size": 60})
+    library.train_from_iterator([WORDS], getattr(trainers, f"{kind.title() if kind == 'BPE' else kind}Trainer")(
+        special_tokens=special, show_progress=False, **more))
+    return json.loads(library.to_str())
+
+
+KINDS = "BPE", "Unigram", "WordLevel", "WordPiece"
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +229,10 @@ METASPACES = [{**METASPACE, "prepend_scheme": "first", "split": False}, {**METAS
 
 
 @pytest.mark.parametrize("data", [smollm, phi, llama2, *(
-    lambda step=step: llama2(normalizer=None, pre_tokenizer=step) for step in METASPACES)])
+    lambda step=step: llama2(normalizer=None, pre_tokenizer=step) for step in METASPACES),
+    *(lambda kind=kind: others(kind) for kind in KINDS)])
 def test_ids_and_text_are_the_librarys(data, monkeypatch):
-    """Of a text of several slices too."""
+    """Of a text of several slices too; also where unknown words have one token, and what is shown is the text."""
     from tokenizers import Tokenizer
     library, text = Tokenizer.from_str(json.dumps(data())), "cat cat 2024     naïve 你好\r\n\t's  x cat <think>\t\ty"
     tokenizer = HFTokenizer({**data(), "truncation": {"max_length": 9, "strategy": "LongestFirst", "stride": 0,
@@ -220,6 +241,9 @@ def test_ids_and_text_are_the_librarys(data, monkeypatch):
         monkeypatch.setattr(tokenizer_module, "slices", lambda text: slices(text, 700))
         assert tokenizer.encode(part) == (ids := library.encode(part, add_special_tokens=False).ids)
         assert tokenizer.decode(ids) == library.decode(ids)
+        assert "".join(tokenizer.stream(ids)).strip() == library.decode(ids).strip()
+    special = {library.token_to_id(token) for token in (*SPECIAL, "</s>")}
+    assert not special & set(tokenizer.encode(" ".join([*SPECIAL, "</s>"]))), "no text is a special token"
 
 
 BPE = {"type": "BPE", "vocab": {"a": 0, EOT: 1}, "merges": []}
@@ -227,13 +251,24 @@ BPE = {"type": "BPE", "vocab": {"a": 0, EOT: 1}, "merges": []}
 
 @pytest.mark.parametrize("parts, message", [
     ({"model": {"type": "WordPiece", "vocab": {EOT: 0}}}, "cannot be used"),
-    ({"pre_tokenizer": {"type": "Whitespace"}}, "it must be a BPE of bytes"),
-    ({"model": {**BPE, "end_of_word_suffix": "</w>"}}, "it must be a BPE of bytes"),
-    ({"added_tokens": [], "model": {**BPE, "vocab": {"a": 0}}}, "no end-of-text token"),
-    ({"model": None}, "cannot be used")])
+    ({"model": BPE}, "tokens for all bytes, or an unknown token"), ({"model": None}, "cannot be used"),
+    ({"model": {**BPE, "unk_token": EOT}}, "tokens for all bytes, or an unknown token that is not"),
+    ({"model": {**BPE, "end_of_word_suffix": "</w>"}}, "end_of_word_suffix is not supported"),
+    ({"model": {"type": "WordLevel", "vocab": {"a": 0, EOT: 1}, "unk_token": "none"}}, r"Missing \[UNK\]"),
+    ({"model": {"type": "Unigram", "vocab": [["a", 0.0], [EOT, 0.0]], "unk_id": None}}, "`unk_id` is missing"),
+    ({"added_tokens": [], "model": {**BPE, "vocab": {"a": 0}}}, "no end-of-text token")])
 def test_refused_models(tmp_path, parts, message):
     with pytest.raises(UserError, match=message):
         hf_tokenizer(write_model(tmp_path, {**smollm(260), **parts}))
+
+
+def test_texts_that_do_not_come_back_are_told(tmp_path, capsys):
+    for data, told in (others("WordLevel"), True), (smollm(), False):
+        model = write_model(tmp_path / "model", data)
+        folder = make(tmp_path, dataset=write_docs(tmp_path / "docs", DOCS), tokenizer=f"hf:{model}", name=f"set{told}",
+                      max_tokens=1000)
+        assert ("does not give every text back" in capsys.readouterr().out) == told
+        assert [TokenData(folder, split).tokens for split in ("train", "val")] == [900, 100]
 
 
 def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch):
@@ -308,6 +343,16 @@ def test_val_has_its_fraction_of_the_bytes(sizes, fraction, copies, seed):
     assert abs(val - (train + val) * fraction) <= 0.1 * min(fraction, 1 - fraction) * (train + val) + 5 * copies
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_val_has_its_fraction_of_a_long_stream(seed):
+    """Of which the start is looked at: a few hundred documents are too few for their hashes to do it."""
+    docs = [f"{seed} {i} ".ljust(1000, "x") for i in range(400)]
+    docs = [(hashlib.sha256(d.encode()).digest(), len(d), d) for d in docs]
+    splitter = prepare.Splitter(Mock(limit=200_000, __iter__=lambda _: iter(docs)), 0.1)
+    val = [text for doc in docs for split, text in splitter.parts(*doc) if split == "val"]
+    assert 0.09 < sum(map(len, val)) / 400_000 < 0.11
+
+
 def test_a_document_stays_in_its_split(tmp_path):
     """When others come, and whether all documents can be looked at or only the first."""
     docs = [f"document {i} {WORDS[:50]}" for i in range(2000)]
@@ -335,7 +380,7 @@ def test_files_of_a_folder_and_a_glob(tmp_path):
         (tmp_path / name).write_text(name)
 
     def found(path, *more):
-        return [os.path.relpath(p, tmp_path) for p in prepare.text_files(path, *more)]
+        return [os.path.relpath(p, tmp_path) for p in text_files(path, *more)]
     assert found(str(tmp_path)) == ["U.TXT", "[ab].txt", "a-b.txt", "a/z.md", "b.txt", "c.py"]
     assert found(str(tmp_path), (".py", ".md")) == ["a/z.md", "c.py"]
     assert found(f"{tmp_path}/*b.txt") == ["a-b.txt", "b.txt"]
@@ -346,22 +391,100 @@ def test_python_corpus(tmp_path):
     folder = make(tmp_path)
     text = b"".join(bytes(i for i in ids_of(folder, s) if i < 256) for s in ("train", "val"))
     assert folder.name == "python-byte" and Path(json.__file__).read_bytes() in text
-    files = [Path(f) for f in prepare.text_files(sysconfig.get_path("stdlib"), (".py",), prepare.NO_TEXT)]
-    assert not {part for f in files for part in f.parts[-3:]} & set(prepare.NO_TEXT) and len(files) > 300
+    files = [Path(f) for f in text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT)]
+    assert not {part for f in files for part in f.parts[-3:]} & set(NO_TEXT) and len(files) > 300
 
 
-def test_hugging_face_data_sets(tmp_path):
+ROWS = [f"row {i} " * 5 for i in range(30)]
+
+
+def test_local_data_sets(tmp_path, monkeypatch):
+    """A folder, also one named like a builder of the library, and single files of rows, by hf: or by file:."""
     datasets = pytest.importorskip("datasets")
-    rows = [f"row {i} " * 5 for i in range(30)]
-    single = datasets.Dataset.from_dict({"text": [*rows, None, ""], "n": range(32)})
-    datasets.DatasetDict({"train": single, "extra": single}).save_to_disk(str(tmp_path / "dict"))
-    folder = make(tmp_path, dataset=f"hf:{tmp_path}/dict", split="extra", name="dict")
-    assert sorted(docs_of(folder)) == sorted(rows) and TokenData(folder, "val").meta["skipped"] == 1
-    with pytest.raises(UserError, match=f"^cannot read hf:{tmp_path}/dict: .*column n holds int"):
-        make(tmp_path, dataset=f"hf:{tmp_path}/dict", text_column="n")
-    for builder in "text", "text:/etc/hostname", "json":  # they would read any file here
-        with pytest.raises(UserError, match="neither a folder nor a hub name"):
+    monkeypatch.chdir(tmp_path)
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_dict({"text": [*ROWS, None, ""], "n": range(32)})
+    for file in "json/train.parquet", "json/test.parquet", "[a].parquet":
+        rows.to_parquet(file)
+    rows.to_csv("rows.csv")
+    for n, dataset in enumerate(["hf:json", "hf:[a].parquet", "file:[a].parquet", "file:rows.csv"]):
+        folder = make(tmp_path, dataset=dataset, split="test" if n == 0 else "train", name=str(n))
+        assert sorted(docs_of(folder)) == sorted(ROWS) and TokenData(folder, "val").meta["skipped"] > 0
+        with pytest.raises(UserError, match="cannot read hf:.*column n holds int"):
+            make(tmp_path, dataset=dataset, text_column="n")
+    for builder in "text", "text:rows.csv", "csv":  # they would read any file here
+        with pytest.raises(UserError, match="nor a hub name"):
             make(tmp_path, dataset=f"hf:{builder}")
+
+
+def test_json_lines(tmp_path):
+    """Their text column; a byte order mark of the file, other columns of any type and empty lines change nothing."""
+    rows = [{"text": row, "n": [n] if n % 2 else n, "title": f"\ufeff{n} {row}"} for n, row in enumerate(ROWS)]
+    lines = "\n\n".join(map(json.dumps, [*rows, {"text": None, "title": ""}, {"text": "\ud800", "title": ""}]))
+    (tmp_path / "a.jsonl").write_text("\ufeff" + lines, encoding="utf-8")
+    folder = make(tmp_path, dataset=f"file:{tmp_path}/*.jsonl", name="x")
+    assert sorted(docs_of(folder)) == sorted(ROWS) and read_meta(folder)["skipped"] == 2
+    folder = make(tmp_path, dataset=f"file:{tmp_path}/a.jsonl", text_column="title", name="y")
+    assert sorted(docs_of(folder)) == sorted(f"{n} {row}" for n, row in enumerate(ROWS))
+    for bad, message in ("", "text_column=body: KeyError"), ('\n{"body"', "line 64, .*JSONDecodeError"), ("\n[]", "TypeError"):
+        (tmp_path / "a.jsonl").write_text(lines.replace("text", "body") + bad if bad else lines)
+        with pytest.raises(UserError, match=message):
+            make(tmp_path, dataset=f"file:{tmp_path}/a.jsonl", text_column="body")
+
+
+@pytest.mark.parametrize("form", ["file:{}/docs", "file:{}/docs/*.txt", "file:{}/docs/003.txt", "hf:{}/docs"])
+def test_files_that_changed_since_are_told(form, tmp_path, capsys):
+    """Written, added, renamed or removed ones; as are those of a set that has a name of its own."""
+    write_docs(docs := tmp_path / "docs", DOCS[:9])
+    cfg = PrepareConfig(dataset=form.format(tmp_path), tokenizer="byte", data_dir=str(tmp_path / "data"), name="own")
+    prepare.prepare(cfg)
+    named = replace(cfg, dataset="own")
+    old = docs / "003.txt"
+    changes = [lambda: old.write_text("another text"), lambda: os.utime(old, (5, 5))]
+    if form[-4:] != ".txt" or "*" in form:
+        changes += [lambda: (docs / "new.txt").write_text("new"), lambda: old.rename(docs / "004b.txt"),
+                    lambda: (docs / "000.txt").unlink()]
+    for change in changes:
+        assert open_data(named).name == "own" and "has changed" not in capsys.readouterr().out
+        change()
+        assert open_data(named).name == "own" and "has changed since" in capsys.readouterr().out
+        prepare.prepare(cfg)
+        assert "its files have changed" in capsys.readouterr().out
+        prepare.prepare(replace(cfg, overwrite=True))
+        capsys.readouterr()
+    shutil.rmtree(docs)  # as on another machine
+    assert not has_changed(read_meta(tmp_path / "data/own"))
+
+
+def test_the_fingerprint_of_a_runs_data(tmp_path):
+    """Of the tokens, wherever they came from and whether meta.json has it; of a task, of what its examples depend on."""
+    def cfg(**keys):
+        return TrainConfig(data_dir=str(tmp_path / "data"), **keys)
+    for name in "a", "b":
+        make(tmp_path, dataset=write_docs(tmp_path / name, DOCS), name=name)
+    write_docs(tmp_path / "c", [DOCS[0] + "!", *DOCS[1:]])
+    make(tmp_path, dataset=f"file:{tmp_path}/c", name="c")
+    a, b, c = (data_fingerprint(cfg(dataset=name)) for name in "abc")
+    assert a == b != c and len(a) == 64
+    meta = read_meta(folder := tmp_path / "data/a")
+    for split in "train", "val":
+        assert hash_of_tokens(folder, split) == hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest()
+        del meta["splits"][split]["sha256"]
+    (folder / "meta.json").write_text(json.dumps(meta))  # an older one
+    assert data_fingerprint(cfg(dataset="a")) == a
+    tasks = [cfg(dataset=f"task:{name}", seed=seed) for name, seed in (("s3", 1), ("s3", 1), ("s3", 2), ("s5", 1))]
+    one, same, *other = map(data_fingerprint, tasks)
+    assert one == same and len({one, a, *other}) == 4
+
+
+def test_a_set_with_its_own_name_is_found(tmp_path, capsys):
+    keys = {"dataset": write_docs(tmp_path / "docs", DOCS), "tokenizer": "char"}
+    make(tmp_path, **keys, name="own2")
+    assert "dataset=own2" in capsys.readouterr().out
+    with pytest.raises(UserError, match="does not exist: make it with .*; dataset=own2 has the same source"):
+        open_data(TrainConfig(data_dir=str(tmp_path / "data"), **keys))
+    make(tmp_path, **keys)
+    assert "dataset=own2" in capsys.readouterr().out
 
 
 def test_a_stream_of_the_hub_is_left_early(tmp_path, monkeypatch):

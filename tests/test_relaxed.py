@@ -262,7 +262,7 @@ def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(world, data_dir, t
     whole = runs.run("relaxed", tmp_path / "whole", *options)
     assert {"ce_loop1", "ce", "kd"} <= plot.read_log(whole.folder / "log.jsonl")[0].keys()
     theirs = checkpoint.load_checkpoint(world / "gpt" / "r" / "ckpt.pt")["weights"]
-    assert checkpoint.fingerprint(dict(whole.teacher.state_dict())) == checkpoint.fingerprint(theirs)
+    assert runs.fingerprint(dict(whole.teacher.state_dict())) == runs.fingerprint(theirs)
     assert not whole.teacher.training and train.state(whole)["weights"].keys() == whole.model.state_dict().keys()
     runs.run("relaxed", tmp_path / "stopped", *options, stop_after=4)
     resumed = runs.run("relaxed", tmp_path / "stopped", *options[:3], "resume=true")

@@ -52,8 +52,8 @@ def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, forward, promp
     """fast picks, schedule overrides; a prompt goes through the wavefront too, or token by token."""
     ran, model = [], tiny("rt", **sizes)
     for owner, name, schedule in ((rt_wavefront, "run_layers", "wavefront"), (rt_wavefront, "prefill", "wavefront"),
-                                  (model_rt, "layer_tiled", "tiled"), (model_rt.Layer, "forward", "naive"),
-                                  (model_rt.Model, "layers_at_once", "token")):
+                                  (model_rt, "tiled", "tiled"), (model_rt.Layer, "naive", "naive"),
+                                  (model_rt.Model, "run_blocks", "token")):
         spy = lambda *a, schedule=schedule, f=getattr(owner, name): (ran.append(schedule), f(*a))[1]
         monkeypatch.setattr(owner, name, spy)
     for cache, schedule in ((None, forward), (model.init_cache(2, 20), prompt)):
@@ -133,7 +133,7 @@ def test_theorem_4_1(schedule):
     with torch.no_grad():
         block.wq.weight.zero_(), block.w_down.weight.zero_()
     A, x = (block.wo.weight @ block.wv.weight).detach(), torch.randn(T, d, dtype=torch.float64)
-    J = torch.autograd.functional.jacobian(lambda x: model.layers(x[None])[0], x).transpose(1, 2)   # (t, s, d, d)
+    J = torch.autograd.functional.jacobian(lambda x: model.recurrent_layers(x[None])[0], x).transpose(1, 2)   # (t, s, d, d)
     for t in range(1, T + 1):
         for s in range(1, t + 1):
             want = A / t + (I if s == t else 0)
@@ -150,14 +150,14 @@ def test_bfloat16_attention_is_rounded_nowhere_inside(pos):
     in float64. Six heads: their slopes are no powers of two, and would be rounded."""
     cfg, generator = model_rt.Config(n_head=6, n_kv_head=3, n_embd=48, pos=pos, chunk=64), torch.Generator().manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
-        run = rt_wavefront.Wavefront(cfg, torch.zeros(2, 64, 48))
+        run = rt_wavefront.Wavefront(cfg, torch.zeros(2, 64, 48), 3)
     q, k, v, out = (torch.randn(3, 2, heads, 64, 8, generator=generator) for heads in (6, 3, 3, 6))     # of three layers
     q, k, v, lse = q.bfloat16(), k.bfloat16(), v.bfloat16(), 3 * out.sum(-1)
-    forward, found = rt_wavefront.ChunkAttention(run, q, out, lse), []
+    forward, found = rt_wavefront.ChunkForward(run, q, out, lse), []
     for i in range(64):
         found.append(forward.read(i).unflatten(-1, (6, 8)))
-        forward.write(i, k[..., i, :], v[..., i, :])
-    again, _ = rt_wavefront.ChunkAttention(run, q, out, lse).recompute(k, v, torch.zeros_like(k), torch.zeros_like(v))
+        forward.k[:, i], forward.v[:, i] = (u[..., i, :].flatten(0, 2) for u in (k, v))
+    again = rt_wavefront.ChunkBackward(run, q, out, lse, k, v, torch.zeros_like(k), torch.zeros_like(v)).a
     distance = torch.arange(64)[:, None] - torch.arange(64)
     slopes = 2 ** (-8 * torch.arange(1, 7).double() / 6) if pos == "alibi" else torch.zeros(6).double()
     k, v = (u.double().repeat_interleave(2, 2) for u in (k, v))

@@ -8,7 +8,7 @@ from common import sampling
 from common.tokenizer import load_tokenizer
 import runs
 import sample
-from conftest import MODELS, SIZES, tiny
+from conftest import MODELS, tiny
 
 def greedy(model, row, n, eot=None):
     """n likeliest tokens after row, one forward over the last context_limit tokens for each; a model may keep fewer of
@@ -36,8 +36,7 @@ def decode(model, prompts, n, **options):
 @given(data=st.data())
 def test_random_batches_decode_as_if_alone(name, data):
     """Any lengths, past block_size too, ended by end-of-text wherever it comes."""
-    sizes = {} if name in SIZES else {"n_layer": 1}
-    model = tiny(name, block_size=12, fast=data.draw(st.booleans()), **sizes)
+    model = tiny(name, block_size=12, fast=data.draw(st.booleans()))
     prompts = data.draw(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=20), min_size=1, max_size=4))
     eot = data.draw(st.sampled_from([None] + greedy(model, prompts[0], 5)))
     n = data.draw(st.integers(1, 30))
@@ -55,11 +54,9 @@ def test_seeds():
 
 def frequencies(p, **options):
     """How often each token is drawn when the model's probabilities are p and the text has token 0."""
-    logits = torch.tensor(p).log().expand(20000, -1)
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    seen[:, 0] = True
+    logits, texts = torch.tensor(p).log().expand(20000, -1), [[0, 0]] * 20000
     options = dict(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0) | options
-    ids = sampling.next_tokens(logits, seen, **options, generator=torch.Generator().manual_seed(0))
+    ids = sampling.next_tokens(logits, texts, **options, generator=torch.Generator().manual_seed(0))
     return (torch.bincount(ids, minlength=len(p)) / 20000).tolist()
 
 
@@ -80,9 +77,9 @@ def test_choice_of_a_token_by_hand():
 def test_repetition_penalty_by_hand():
     """Log-probabilities are negative, so a seen token's is multiplied: p becomes p^penalty before normalising."""
     assert frequencies([0.5, 0.3, 0.2], repetition_penalty=2.0) == near([0.25, 0.3, 0.2])
-    logits, seen = torch.tensor([[2.0, 1.5]]), torch.tensor([[True, False]])
-    assert sampling.next_tokens(logits, seen, 0, 0, 1.0, 2.0, None).item() == 1      # positive ones are divided
-    assert sampling.next_tokens(logits, seen, 0, 0, 1.0, 1.2, None).item() == 0
+    logits = torch.tensor([[2.0, 1.5]])
+    assert sampling.next_tokens(logits, [[0]], 0, 0, 1.0, 2.0, None).item() == 1     # positive ones are divided
+    assert sampling.next_tokens(logits, [[0]], 0, 0, 1.0, 1.2, None).item() == 0
 
 
 # the command line ------------------------------------------------------------------------------------------------

@@ -39,24 +39,22 @@ def looping(seed=0, module=model_relaxed, scale=0.15, **sizes):
 
 
 def engine_of(model, batching, slots=3, max_len=40, **options):
-    """An Engine, and its calls of loops.loop, (tokens of the longest row, depths) each: their number and what was slept
-    are its time."""
-    calls, slept = [], []
-    engine = serve.Engine(model, slots, max_len, batching, clock=lambda: len(calls) + sum(slept), sleep=slept.append,
-                          **options)
+    """An Engine, and its calls of loops.loop, (tokens of the longest row, loops) each."""
+    calls, engine = [], serve.Engine(model, slots, max_len, batching, **options)
     run = engine.loops.loop
 
     def noted(h, loop, context):
-        calls.append((context.n.max(), set(loop.tolist())))
+        calls.append((max(group.shape[1] for group in context.groups), set(loop.tolist())))
         return run(h, loop, context)
     engine.loops.loop = noted
     return engine, calls
 
 
-def answered(model, work, batching, **options):
-    """[(tokens, exits, logits)] of work, a list of (prompt, max_new_tokens, arrival); logits (V,) chose each token, and
+def answered(model, work, batching, sampling=(0.0, 0, 1.0, 1.0), seed=0, **options):
+    """[(tokens, exits, logits)] of work, a list of (prompt, max_new_tokens); logits (V,) chose each token, and
     end-of-text too."""
-    requests = [serve.Request(list(prompt), n, arrival) for prompt, n, arrival in work]
+    requests = [serve.Request(list(prompt), n, i, sampling, serve.generator(seed, i, "cpu"))
+                for i, (prompt, n) in enumerate(work)]
     engine, _ = engine_of(model, batching, **options)
     pick = engine.pick
 
@@ -79,21 +77,22 @@ def assert_answers(want, model, work, batchings=BATCHINGS, **options):
 
 
 def work_of(model, n=5, most=10):
-    """n requests at time 0: prompts of 1 to 9 tokens, 2 to `most` new ones."""
+    """n requests: prompts of 1 to 9 tokens, 2 to `most` new ones."""
     draw = lambda low, high, size=(): torch.randint(low, high, size, generator=generator).tolist()
     generator = torch.Generator().manual_seed(0)
-    return [(draw(0, model.cfg.vocab_size, (draw(1, 10),)), draw(2, most + 1), 0.0) for _ in range(n)]
+    return [(draw(0, model.cfg.vocab_size, (draw(1, 10),)), draw(2, most + 1)) for _ in range(n)]
 
 
 # ---- one request at a time, without the engine ----
 
 def one(model, prompt, n, exit, max_len, vocab=None):
-    """[(token, exit, logits)]: no cache, the loops over the whole text for each token. With fill=propagate a token that
-    left keeps the state that it left with, from which the deeper layers' keys and values are projected."""
+    """[(token, exit, logits)]: no cache, the loops over the whole text for each token. A prefill takes all loops. With
+    fill=propagate a token that left keeps the state that it left with, from which deeper keys and values are projected."""
     hand, cfg, text, out = ByHand(model), model.cfg, list(prompt), []
     rule = serve.exit_rule(exit, model.n_loop) or (lambda logits, loop: False)
     loops = [cfg.n_loop] * len(prompt)      # that each token goes through; a prefill takes all
     while len(out) < n:
+        prefill = not out or len(text) > max_len
         if len(text) > max_len:
             text, loops = text[-max_len:], [cfg.n_loop] * max_len
         h, at = hand.w["wte.weight"][text], torch.arange(len(text))
@@ -102,7 +101,7 @@ def one(model, prompt, n, exit, max_len, vocab=None):
             on = torch.tensor(loops)[:, None] > layer // hand.K
             h = torch.where(on, hand.layer(h, layer, at, *hand.keys_values(h, layer, at)), h)
             logits = hand.logits(h[-1])[:vocab]
-            if not inside and (loop == model.n_loop or rule(logits[None], torch.tensor([loop]))):
+            if not inside and (loop == model.n_loop or not prefill and rule(logits[None], torch.tensor([loop]))):
                 break
         out.append((int(logits.argmax()), loop, logits))
         text.append(out[-1][0])
@@ -114,7 +113,7 @@ def one(model, prompt, n, exit, max_len, vocab=None):
 def alone(model, work, exit="", max_len=40, eot=None, vocab=None):
     """What serve should return."""
     answers = []
-    for prompt, n, _ in work:
+    for prompt, n in work:
         tokens, exits, logits = map(list, zip(*one(model, prompt, n, exit, max_len, vocab)))
         end = tokens.index(eot) if eot in tokens else n
         answers.append((tokens[:end], exits[:end], logits[:end + 1]))
@@ -123,15 +122,15 @@ def alone(model, work, exit="", max_len=40, eot=None, vocab=None):
 
 @given(seed=st.integers(0, 2 ** 40))
 def test_random_requests_are_answered_as_if_alone(seed):
-    """Any model, rule, lengths and arrivals; rows that overflow; an end of text that comes."""
+    """Any model, rule and lengths; rows that overflow; an end of text that comes."""
     rng = random.Random(seed)
     pick = lambda *values: rng.choice(values)
     loops, sure, apart = pick(3, 3, 2, 1), f"confidence:{rng.uniform(0.08, 0.13)}", f"margin:{rng.uniform(0.005, 0.04)}"
     model = looping(seed, n_loop=loops, n_layer=loops * pick(1, 2), rank=pick(0, 2), fill=pick("exact", "propagate"),
                     n_kv_head=pick(1, 2), pos=pick("rope", "rope", "none"), qk_norm=pick(True, False),
                     fast=pick(True, False))
-    work = [([rng.randrange(31) for _ in range(rng.randint(1, 9))], rng.randint(1, 10),
-             pick(0.0, 0.0, 0.0, 1.0, 4.5, 7.0, 60.0)) for _ in range(rng.randint(1, 6))]
+    work = [([rng.randrange(31) for _ in range(rng.randint(1, 9))], rng.randint(1, 10))
+            for _ in range(rng.randint(1, 6))]
     exit = pick(sure, sure, sure, apart, apart, apart, "", "static:1", "confidence:0", "margin:0", "margin:1")
     options = dict(max_len=pick(40, 40, 12, 5), vocab=pick(None, 25))
     want = alone(model, work, exit, **options)
@@ -155,10 +154,10 @@ def test_later_tokens_find_the_keys_of_those_that_left(sizes, max_len):
 
 
 def test_sampled_answers_do_not_depend_on_the_batching():
-    """Each request has random numbers of its own, by its place in the queue."""
+    """Each request has random numbers of its own."""
     model = looping()
     options = dict(exit="confidence:0.1", sampling=(0.7, 9, 0.95, 1.3))
-    work = [([1, 2, 3], n, arrival) for n, arrival in ((6, 0), (3, 0), (6, 0), (4, 2), (6, 60))]
+    work = [([1, 2, 3], n) for n in (6, 3, 6, 4, 6)]
     first = answered(model, work, "depth", slots=1, **options)
     assert_answers(first, model, work, **options)
     said = [tokens for tokens, *_ in first]
@@ -175,26 +174,11 @@ def test_sampled_answers_do_not_depend_on_the_batching():
     *((exit, [0.0, 0.0], None) for exit in ("early", "static:0", "static:4", "static:1.5", "margin:nan"))])
 def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, logits, exits):
     if exits is None:
-        with pytest.raises(UserError, match="static:LOOP, confidence:P, margin:P, oracle are allowed"):
+        with pytest.raises(UserError, match="static:LOOP, confidence:P, margin:P are allowed"):
             serve.exit_rule(exit, 3)
     else:
         leaves = serve.exit_rule(exit, 3)(torch.tensor([logits] * 3, dtype=torch.float64), torch.arange(1, 4))
         assert {loop for loop, leave in enumerate(leaves, 1) if leave} == exits
-
-
-def test_the_oracle_counts_and_changes_nothing():
-    """No token differs from those without early exit; it exits after the first loop that would have chosen it."""
-    model = looping(3)
-    work, hand = work_of(model), ByHand(model)
-    plain = [tokens for tokens, *_ in alone(model, work)]
-    for batching in BATCHINGS:
-        got = answered(model, work, batching, exit="oracle")
-        assert [tokens for tokens, *_ in got] == plain
-        for (prompt, *_), (tokens, exits, _) in zip(work, got):
-            guesses = [logits.argmax(-1) for logits in hand.loops([*prompt, *tokens])]
-            rows = torch.stack(guesses)[:, len(prompt) - 1:-1].T.tolist()
-            assert exits == [row.index(row[-1]) + 1 for row in rows]
-    assert len({b for _, exits, _ in got for b in exits}) > 1
 
 
 # ---- scheduling ----
@@ -204,28 +188,20 @@ def test_when_requests_are_admitted_and_which_depths_share_a_call(batching):
     """static: when the batch before has ended. sequence, depth: as soon as a row is free. Rows at different loops stand
     in one call of depth batching, and of no other."""
     model, joined, idle = looping(), [], []
-    arrivals = 0, 0, 0, 0, 0, 3, 3, 9, 20, 20, 21, 200
-    requests = [serve.Request(prompt, n, at) for (prompt, n, _), at in zip(work_of(model, 12), arrivals)]
+    requests = [serve.Request(prompt, n) for prompt, n in work_of(model, 12)]
     engine, calls = engine_of(model, batching, exit=RULE)
     admit = engine.admit
 
-    def noted(queue, now):
+    def noted(queue):
         before, waiting = len(engine.busy()), len(queue)
-        admit(queue, now)
+        admit(queue)
         joined.append(before and len(queue) < waiting)
-        idle.append(bool(queue) and queue[0].arrival <= now and len(engine.busy()) < len(engine.slots))
+        idle.append(bool(queue) and len(engine.busy()) < len(engine.slots))
     engine.admit = noted
     assert len(list(engine.run(requests))) == 12
     assert (any(joined), any(idle)) == ((False, True) if batching == "static" else (True, False))
     depths = [depth for tokens, depth in calls if tokens == 1]
     assert any(len(depth) > 1 for depth in depths) == (batching == "depth") and set.union(*depths) == {1, 2, 3}
-
-
-def test_latency_is_from_arrival_to_the_last_token():
-    """In calls of loops.loop: three for a prompt and its token, three for each further one."""
-    first, second, late = (serve.Request([1, 2], n, arrival) for n, arrival in ((3, 0.0), (2, 4.0), (2, 100.5)))
-    list(engine_of(looping(), "sequence", slots=1)[0].run([first, late, second]))
-    assert (first.latency, second.latency, late.latency) == (9, 9 - 4 + 6, 6)
 
 
 # ---- memory ----
@@ -245,29 +221,21 @@ def test_the_cache_grows_and_forgets():
 # ---- requests and command lines ----
 
 BAD = {
-    b"{": "not a line of JSON", b"[" * 100_000: "not a line of JSON", b"{}": "the prompt is empty",
-    b'{"prompt": "caf\xe9"}': "not a line of JSON in UTF-8", b'{"prompt": "\\ud800"}': "is not valid Unicode text",
-    b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens: expected int", b"[1]": "not a line of JSON",
+    b"{": "not a JSON object", b"[" * 100_000: "not a JSON object", b"[1]": "not a JSON object",
+    b"{}": "the prompt is empty", b'{"prompt": "\\ud800"}': "is not valid Unicode text",
+    b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens: expected int",
     b'{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0 must be at least 1",
-    b'{"prompt": "a", "arrival": NaN}': "arrival: expected float (finite)",
-    b'{"prompt": "a", "arrival": 1%s}' % (b"0" * 400): "arrival",
-    b'{"prompt": "a", "id": 1e999}': "id must be a text or a whole number",
-    b'{"prompt": "a", "temperature": 1}': "unknown key 'temperature': the keys are prompt, max_new",
-    # where positions have no end, one long request would make every row as long
-    b'{"prompt": "ab", "max_new_tokens": 63}': "63 after a prompt of 2 is more than 64, 8 times block_size"}
+    b'{"prompt": "a", "max_new_tokens": 1%s}' % (b"0" * 400): "max_new_tokens: expected int",
+    b'{"prompt": "a", "temperature": 1}': "unknown key 'temperature': the keys are prompt, max_new"}
 
 
-def test_a_bad_line_is_one_error(tmp_path):
-    """Of valid JSON, and short; the good lines between are answered."""
-    model = looping(vocab_size=257, pos="none", block_size=8)
-    (tmp_path / "mark.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "ab"}')  # a byte order mark
-    assert [r.id for r in serve.read_requests(tmp_path / "mark.jsonl", ByteTokenizer(), model, 5)[0]] == [1]
-    (tmp_path / "x.jsonl").write_bytes(b"".join(b'%s\n{"prompt": "ab", "max_new_tokens": 62}\n' % line for line in BAD))
-    requests, errors = serve.read_requests(tmp_path / "x.jsonl", ByteTokenizer(), model, 5)
-    assert [r.id for r in requests] == [2 * n for n in range(1, len(BAD) + 1)]
-    for n, (error, message) in enumerate(zip(errors, BAD.values(), strict=True)):
-        assert error["line"] == 2 * n + 1 and message in error["error"]
-        assert len(json.dumps(error, allow_nan=False)) < 500
+@pytest.mark.parametrize("line", BAD, ids=lambda line: str(line[:40]))
+def test_a_bad_line_is_named(line, tmp_path):
+    """In one short line, before anything is computed."""
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "ab"}\n\n%s\n{"prompt": "ab"}' % line)   # a byte order mark
+    with pytest.raises(UserError) as e:
+        serve.read_requests(looping(vocab_size=257), ByteTokenizer(), serve.ServeConfig(requests=str(tmp_path / "x.jsonl")))
+    assert "x.jsonl, line 3: " in str(e.value) and BAD[line] in str(e.value) and len(str(e.value)) < 500
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +255,7 @@ def world(tmp_path_factory, data_dir):
 
 TRAINED = "confidence:0.06"        # after which some tokens of the trained model leave early
 GOOD = ['{"prompt": "ab"}', '{"prompt": "Cd e", "max_new_tokens": 25, "id": "x"}', "",
-        '{"prompt": "f", "arrival": 0.01, "id": 7}', '{"prompt": "hij", "id": "x", "max_new_tokens": 25}\r',
+        '{"prompt": "f", "id": 7}', '{"prompt": "hij", "id": "x", "max_new_tokens": 25}\r',
         '{"prompt": "ab ab ab ab ab ab ab ab ab ab ab ab ab", "id": null}']
 
 
@@ -303,8 +271,9 @@ def served(capsys, folder, world, *options):
 def test_requests_are_answered(options, world, capsys):
     """A line of JSON each; an id may come twice, and without one it is the line's number."""
     model, tokenizer, _ = checkpoint.load_run(world / "relaxed" / "r")
-    requests, _ = serve.read_requests(world / "good.jsonl", tokenizer, model.double(), 8)
-    work, want = [(r.prompt, r.max_new_tokens, 0) for r in requests], {}
+    cfg = serve.ServeConfig(requests=str(world / "good.jsonl"), max_new_tokens=8)
+    requests = serve.read_requests(model.double(), tokenizer, cfg)
+    work, want = [(r.prompt, r.max_new_tokens) for r in requests], {}
     for model.cfg.fill in ("exact", "propagate"):
         want[model.cfg.fill] = sorted((str(r.id), tokenizer.decode(tokens), tokens, exits) for r, (tokens, exits, _) in
                                       zip(requests, alone(model, work, TRAINED, 32, tokenizer.eot)))
@@ -312,28 +281,30 @@ def test_requests_are_answered(options, world, capsys):
     answers, err = served(capsys, world / "relaxed" / "r", world, f"exit={TRAINED}", *options)
     got = sorted((str(a["id"]), a["text"], a["tokens"], a["exits"]) for a in answers)
     assert got == want["propagate" if "fill=propagate" in options else "exact"]
-    assert [id for id, *_ in got] == ["1", "7", "None", "x", "x"] and all(a["latency"] >= 0 for a in answers)
-    summary = r"5 requests, 0 errors, \d+ tokens in [\d.]+ s: [\d.]+ tokens/s;.* exited after loop 1: \d+%, 2: \d+%"
+    assert [id for id, *_ in got] == ["1", "7", "None", "x", "x"] and all(a["seconds"] > 0 for a in answers)
+    summary = r"5 requests, \d+ tokens in [\d.]+ s: [\d.]+ tokens/s; exited after loop 1: \d+%, 2: \d+%"
     assert re.search(summary, err)
 
 
 @pytest.mark.parametrize("run, exit", [("relaxed", TRAINED), ("mor", "")])
 def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, capsys):
-    """Blue for the first and red for the last of two; without the colours it is the text of requests=."""
-    (world / "one.jsonl").write_text('{"prompt": "\u00e9\u20ac"}')
+    """Blue for the first and red for the last of two; without the colours it is the text of requests=, whose lines have
+    random numbers of their own."""
+    (world / "one.jsonl").write_text('{"prompt": "\u00e9\u20ac"}\n' * 2)
     argv = [str(world / run / "r"), "max_new_tokens=30", f"exit={exit}"]
     capsys.readouterr()
     serve.main([*argv, "prompt=\u00e9\u20ac"])
     out, err = capsys.readouterr()
     serve.main([*argv, f"requests={world}/one.jsonl"])
-    plain = json.loads(capsys.readouterr().out)["text"]
-    assert re.sub(r"\033\[\d+m", "", out) == "\u00e9\u20ac" + plain + "\n"
+    texts = {answer["id"]: answer["text"] for answer in map(json.loads, capsys.readouterr().out.splitlines())}
+    plain = texts[1]
+    assert texts[2] != plain and re.sub(r"\033\[\d+m", "", out) == "\u00e9\u20ac" + plain + "\n"
     assert set(re.findall(r"\033\[(\d+)m", out)) == {"0", "34", "31"} and "exited after loop 1: " in err
 
 
 REFUSED = [
-    ("relaxed", ["exit=margin:2"], "exit=margin:2: static:LOOP, confidence:P, margin:P, oracle are allowed"),
-    ("relaxed", ["requests="], "give requests=FILE"), ("gpt", [], "is for models that loop over depth (relaxed, mor)"),
+    ("relaxed", ["exit=margin:2"], "exit=margin:2: static:LOOP, confidence:P, margin:P are allowed"),
+    ("relaxed", ["requests="], "give requests=FILE"), ("gpt", [], "models that loop over depth are served (relaxed, mor), not a model_gpt"),
     ("relaxed", ["requests={w}/missing.jsonl"], "missing.jsonl cannot be read: No such file"),
     ("relaxed", ["requests={w}/empty.jsonl"], "empty.jsonl is empty"),
     ("other", ["batching=depth"], "batching=depth needs loops over the same blocks"),
@@ -349,7 +320,7 @@ def test_what_is_refused(run, options, message, world):
 
 # ---- mor: a router decides ----
 
-ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router", kv="share_update"), "token": dict(router="token"),
+ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router"), "token": dict(router="token"),
            "token, share": dict(router="token", kv="share", share="cycle", n_layer=6), "none": dict(router="none"),
            "expert, share": dict(kv="share"), "capped": dict(exit_loop=2)}
 
@@ -370,12 +341,17 @@ def routed_alone(model, prompt, n, max_len):
 def test_routed_answers_are_those_of_a_text_alone(name):
     """Texts longer than the cache too."""
     model = looping(module=model_mor, scale=0.2, **{"n_layer": 5, "n_kv_head": 1, **ROUTERS[name]})
-    work = [(prompt, n, at) for (prompt, n, _), at in zip(work_of(model), (0, 0, 2, 2, 30))]
+    work = work_of(model)
     for max_len in (8, 40):
-        want = [routed_alone(model, prompt, n, max_len) for prompt, n, _ in work]
+        want = [routed_alone(model, prompt, n, max_len) for prompt, n in work]
         assert_answers(want, model, work, max_len=max_len)
     loops = {"none": {3}, "capped": {1, 2}}.get(name, {1, 2, 3})
     assert {loop for _, exits, _ in want for loop in exits} == loops
+
+
+def test_share_update_is_refused():
+    with pytest.raises(UserError, match="kv=share_update is not served"):
+        serve.Engine(looping(module=model_mor, n_layer=5, kv="share_update"), 1)
 
 
 def test_a_routed_run_is_served(world, capsys):

@@ -256,7 +256,7 @@ def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path):
     assert 0 < want[1].expected != want[0].expected > 0
     logged, _ = train.train_step(trainer, [])
     assert [logged[name] for name in names] == want
-    result, (x, y) = train.evaluate(trainer), map(torch.from_numpy, trainer.batches.val.examples)
+    result, (x, y) = train.evaluate(trainer), trainer.batches.val.examples
     assert [result[f"val_{name}"] for name in names] == fractions(trainer.model, x, y)
     ce = torch.nn.functional.cross_entropy(trainer.model(x)[0].flatten(0, 1), y.flatten(), ignore_index=-1)
     assert result["val_ce"] == pytest.approx(ce.item(), rel=1e-5)

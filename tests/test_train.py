@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from common import checkpoint
+from common import keys
 from common import data
 from common import llama
 from common import optim
 from lab import plot
+import prepare
 import runs
+import sample
 import train
 from common.keys import UserError
 from conftest import MODELS, ROOT, TORCHRUN, python, two_processes
@@ -38,7 +42,7 @@ def test_resume_at_every_step_is_bit_identical(name, more, tmp_path, data_dir):
     whole = runs.run(name, tmp_path / "whole", data_dir, *options)
     assert "balance=loss_free" not in more or whole.model.balance_bias.any()
     never = runs.run(name, tmp_path / "never", data_dir, *options, "eval_interval=100")
-    assert checkpoint.fingerprint(train.state(never)["weights"]) == checkpoint.fingerprint(train.state(whole)["weights"])
+    assert runs.fingerprint(train.state(never)["weights"]) == runs.fingerprint(train.state(whole)["weights"])
     x = torch.randint(0, whole.model.cfg.vocab_size, (1, 16))
     assert torch.equal(checkpoint.load_run(whole.folder)[0](x)[0], whole.model.eval()(x)[0])
     for k in [3] if more else range(1, 6):
@@ -64,7 +68,7 @@ def test_validation_reads_every_token_once(data_dir):
 @models
 def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
     """The same eight sequences in one, two or eight micro-batches have the same gradients: losses count tokens, of
-    which each sequence has another number. (MoR's losses of routing are means over sequences: all have as many.) In
+    which each sequence has another number. (Losses of routing are means over sequences: there, all have as many.) In
     float64: a recurrent model amplifies float32's rounding, which differs with the batch."""
     def gradients(rows, accumulation):
         trainer = train.setup(runs.arguments(name, tmp_path / str(rows), data_dir, f"batch_size={rows}", "dropout=0.0",
@@ -74,7 +78,8 @@ def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
         def masked(step, index):
             x, y = cut(step, index)
             row = torch.arange(len(x))[:, None] + index * len(x)
-            return x, y.masked_fill((torch.arange(16) > 2 * row) & (name != "mor"), -1)
+            as_many = hasattr(trainer.model, "routers")
+            return x, y if as_many else y.masked_fill(torch.arange(16) > 2 * row, -1)
         trainer.batches.micro_batch = masked
         torch.manual_seed(0)
         with torch.no_grad():               # zero-initialised projections would leave most gradients zero
@@ -110,9 +115,9 @@ def test_resume_keeps_the_runs_settings_and_a_changed_key_holds(tmp_path, data_d
 def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
     """Stopped just where an evaluation was due, a run makes up for it when resumed: the same best, one line each, of
     steps too, where a killed run got further than its checkpoint. A worse checkpoint does not replace the best. The
-    state is saved before the evaluation."""
+    state is on the disk before the evaluation."""
     def evaluate(trainer):
-        assert checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")["step"] == trainer.step
+        assert checkpoint.load_own(trainer.folder)["step"] == trainer.step
         return {"val_ce": {2: 1.0, 4: 3.0, 6: 2.0}[trainer.step], "val_bpb": 1.0}
     monkeypatch.setattr(train, "evaluate", evaluate)
     whole = runs.run("gpt", tmp_path / "a", data_dir, "eval_interval=2")
@@ -139,7 +144,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
                  f"run={source.name}2", "overwrite=true", "batch_size=2", "sample_tokens=0", "device=cpu"]
         second = train.setup(start)
         assert second.step == 0 and second.optimizers[0].state_dict()["state"] == {}
-        assert checkpoint.fingerprint(train.state(second)["weights"]) == checkpoint.fingerprint(train.state(first)["weights"])
+        assert runs.fingerprint(train.state(second)["weights"]) == runs.fingerprint(train.state(first)["weights"])
         fields = train.setup([*start, f"config={tmp_path / 'long.yaml'}"]).model.cfg
         assert fields.block_size == 32 and fields.dropout == 0.25 and fields.n_embd == 16
     folder = runs.run("rat", tmp_path / "b", data_dir, "max_steps=1").folder
@@ -187,14 +192,50 @@ def test_the_log(tmp_path, data_dir):
     assert abs(result["val_bpb"] - result["val_ce"] / math.log(2) * val.tokens / val.bytes) < 1e-9
 
 
-@pytest.mark.parametrize("missing", [None, "matplotlib"])
-def test_the_picture_never_ends_a_run(missing, tmp_path, data_dir, monkeypatch, capsys):
-    """Drawn at the end; without what it needs, and with settings that break it, there is a note."""
-    monkeypatch.setitem(sys.modules, missing, None) if missing else None
+def test_the_picture_never_ends_a_run(tmp_path, data_dir, monkeypatch, capsys):
+    """Without what it needs, there is a note."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     train.main(runs.arguments("gpt", tmp_path, data_dir, "max_steps=1"))
-    out, picture = capsys.readouterr().out, tmp_path / "r" / "curves.png"
-    assert ("note: no curves.png" in out) == (missing is not None) == (not picture.exists())
-    assert missing or picture.read_bytes()[:4] == b"\x89PNG"
+    assert "note: no curves.png" in capsys.readouterr().out and not (tmp_path / "r" / "curves.png").exists()
+
+
+def test_without_streams_and_with_a_notebooks_settings(tmp_path, data_dir):
+    """As cron and daemons start programs; their numbers do not go to the run's files. The picture is drawn."""
+    argv = runs.arguments("gpt", tmp_path, data_dir, "max_steps=1", "sample_tokens=5")
+    p = subprocess.run(["sh", "-c", 'exec "$0" -OO train.py "$@" <&- >&- 2>&-', sys.executable, *argv], cwd=ROOT,
+                       env={**os.environ, "MPLBACKEND": "module://nowhere", "TQDM_FILE": "x"})
+    assert p.returncode == 0 and (tmp_path / "r" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 1
+
+
+@pytest.mark.parametrize("environment", ["RANK=1", "WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2", "RANK=x WORLD_SIZE=2",
+                                         "RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1",
+                                         "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x"])
+def test_a_half_set_distributed_environment(environment, tmp_path, data_dir, monkeypatch):
+    for word in environment.split():
+        monkeypatch.setenv(*word.split("="))
+    with pytest.raises(UserError, match="start with torchrun|torchrun sets a number|do not meet"):
+        train.setup(runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=2"))
+
+
+def test_names_from_paths_and_titles(tmp_path, data_dir, capsys):
+    """Text is plain text: of paths with = or $, of a config file's name, in pictures."""
+    file, out = tmp_path / "_läng $1.yaml", tmp_path / "lr=0.1 $"
+    file.write_text("model: gpt\n")
+    argv = [a for a in runs.arguments("gpt", out, data_dir, "max_steps=1", f"config={file}") if a != "run=r"]
+    train.main(argv)
+    command = shlex.split(capsys.readouterr().out.rsplit("more text: ")[1])
+    assert command[:2] == ["python", "sample.py"] and keys.split_paths(command[2:]) == ([str(out / "l-ng--1")], {})
+    sample.main([*command[2:], "max_new_tokens=2"])
+    plot.main([command[2], "labels=_$\\bad$", "title=a$\\b$", f"file={tmp_path / 'a.png'}", "y=ce"])
+    assert shlex.split(keys.as_command("sample.py", path="a=1/r"))[2] == "./a=1/r"
+    assert len(keys.plain_name("_ä" * 300)) < 100 and keys.plain_name("-") == "x"
+
+
+def test_help(capsys):
+    train.main(["help", "model=rt"])
+    out = capsys.readouterr().out
+    assert out.startswith("The trainer of every model") and "# which model_<name>.py" in out and "schedule: str" in out
 
 
 def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir):
@@ -215,24 +256,85 @@ def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, 
         train.train(trainer)
     assert trainer.step == 3 and checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")["step"] == 2
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-    monkeypatch.setattr(train, "evaluate", lambda run: {"val_ce": math.nan})
-    with pytest.raises(UserError, match="val_ce is nan at step 2"):
-        train.train(train.setup(runs.arguments("gpt", tmp_path / "b", data_dir, "eval_interval=2")))
-    assert not (tmp_path / "b" / "r" / "best.pt").exists()
+    monkeypatch.setattr(train, "evaluate", lambda run: {"val_ce": 1.0 if run.step < 4 else math.nan})
+    argv = runs.arguments("gpt", tmp_path / "b", data_dir, "eval_interval=2")
+    for more in [], ["resume=true"]:            # which does not go on from the state that was evaluated
+        with pytest.raises(UserError, match="val_ce is nan at step 4: stopped, ckpt.pt is kept"):
+            train.train(trainer := train.setup([*argv, *more]))
+        assert checkpoint.load_own(trainer.folder)["step"] == 2
+    trainer.model.wte.weight.data[0] = math.inf
+    with pytest.raises(UserError, match="a weight is not finite"):
+        train.save(trainer, "ckpt.pt")
+    with pytest.raises(UserError, match="logits are not finite"):
+        sample.sample_text(trainer.model, trainer.batches.train.tokenizer, "a", 3)
+    assert checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")["step"] == 2
 
 
 def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
+    """Until then, no other run can have the folder."""
     argv = runs.arguments("gpt", tmp_path, data_dir, "max_steps=1000000", "eval_interval=5")
     p = subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                          stderr=subprocess.PIPE)
     while not (tmp_path / "r" / "ckpt.pt").exists() and p.poll() is None:
         time.sleep(0.05)
+    for key in "resume=true", "overwrite=true":
+        with pytest.raises(UserError, match="is in use: another run of this name goes on"):
+            train.setup([*argv, key])
     p.send_signal(signal.SIGINT)            # runs.run sends SIGTERM
     out, err = p.communicate(timeout=60)
     assert p.returncode == 0, err
     step = checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"]
     assert f"stopped at step {step}" in out and "Traceback" not in err
     assert plot.read_log(tmp_path / "r" / "log.jsonl")[-1]["step"] == step
+
+
+LONG_STEP = """
+import time, train
+train.PATIENCE, train.check_step = 0.5, lambda run, logged, stop: print("step", flush=True) or time.sleep(600)
+train.run_cli(train.main)
+"""
+
+
+def test_a_second_signal_ends_a_very_long_step(tmp_path, data_dir):
+    """But not one that comes at once: schedulers send several. The last checkpoint is untouched."""
+    ckpt = runs.run("gpt", tmp_path, data_dir, "max_steps=2").folder / "ckpt.pt"
+    before = ckpt.read_bytes()
+    p = subprocess.Popen([sys.executable, "-c", LONG_STEP, *runs.arguments("gpt", tmp_path, data_dir, "resume=true")],
+                         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while p.stdout.readline() != "step\n":
+        assert p.poll() is None, p.stderr.read()
+    for seconds in (0.1, 0.1, 0.6):
+        assert p.poll() is None
+        p.send_signal(signal.SIGTERM)
+        time.sleep(seconds)
+    p.send_signal(signal.SIGTERM)
+    assert p.wait(20) == 128 + signal.SIGTERM and ckpt.read_bytes() == before
+
+
+def test_two_runs_of_one_name(tmp_path, data_dir):
+    """Started together, one is refused; the second to claim the folder does not undo what the first has saved."""
+    keys = runs.arguments("gpt", tmp_path, data_dir)
+    late = train.claim_folder
+    def claim(run, ckpt):
+        monkey.undo()
+        runs.run("gpt", tmp_path, data_dir, *["resume=true"] * run.cfg.resume, f"max_steps={7 + run.cfg.resume}")
+        late(run, ckpt)
+    for more, message in ([], "holds a checkpoint"), (["resume=true"], "has replaced the checkpoint"):
+        with pytest.MonkeyPatch.context() as monkey, pytest.raises(UserError, match=message):
+            monkey.setattr(train, "claim_folder", claim)
+            train.setup([*keys, *more])
+
+
+def test_other_data_on_resume(tmp_path, capsys):
+    """Told, and the best loss of the other text is forgotten."""
+    (tmp_path / "t.txt").write_text("some text, " * 200)
+    keys = [f"dataset=file:{tmp_path / 't.txt'}", f"data_dir={tmp_path}"]
+    first = runs.run("gpt", tmp_path, tmp_path, *keys, "max_steps=2")
+    argv = runs.arguments("gpt", tmp_path, tmp_path, *keys, "resume=true")
+    assert train.setup(argv).best_ce == first.best_ce < math.inf and "note: " not in capsys.readouterr().out
+    (tmp_path / "t.txt").write_text("other text, " * 200)
+    prepare.prepare(prepare.PrepareConfig(keys[0][8:], "byte", str(tmp_path), overwrite=True))
+    assert train.setup(argv).best_ce == math.inf and "the best loss is forgotten" in capsys.readouterr().out
 
 
 def test_a_longer_run_goes_on_from_the_last_evaluation(tmp_path, data_dir):
@@ -282,7 +384,7 @@ def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path,
     assert p.returncode == 0, p.stderr[-3000:]
     two = checkpoint.load_checkpoint(tmp_path / "two" / "r" / "ckpt.pt")
     assert "2 processes" in p.stdout and two["step"] == one.step
-    assert checkpoint.fingerprint(two["weights"]) == checkpoint.fingerprint(train.state(one)["weights"])
+    assert runs.fingerprint(two["weights"]) == runs.fingerprint(train.state(one)["weights"])
     assert "balance=loss_free" not in more or one.model.balance_bias.any()
     rows = [plot.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
     of_tasks = "token_accuracy", "sequence_accuracy"
