@@ -205,8 +205,6 @@ def evaluate(run):
     if sums["estimate_tokens"]:
         result["val_ce_estimate"] = sums["estimate"] / sums["estimate_tokens"]
         result["val_gap"] = sums["gap"] / sums["tokens"]
-    if hasattr(model, "end_evaluation"):        # figures that are no mean over batches
-        result |= {f"val_{name}": v for name, v in model.end_evaluation(procs.sum).items()}
     return result
 
 

@@ -405,6 +405,8 @@ def make_model(cfg, fields, ckpt, vocab_size, named):
     free = {"fast", "dropout", *getattr(module.Config, "RESUME_OVERRIDES", ())}
     if not cfg.resume:
         free |= {"block_size", *getattr(module.Config, "FINETUNE_OVERRIDES", ())}
+    if ckpt.get("converts"):
+        free |= {"n_layer"}
     new = asdict(model_cfg)
     for key, old in ckpt["model_config"].items():
         if key not in free and new.get(key) != old:
@@ -425,12 +427,12 @@ def tokens_per_step(cfg, model):
 
 
 def set_budget(cfg, model):
-    """max_steps from max_flops; UserError where that is less than one step. A model whose
-    first steps cost more has budget_flops(step), of one token."""
+    """max_steps from max_flops; UserError where that is less than one step. In MoR's capacity
+    warm-up steps cost more."""
     if not cfg.max_flops:
         return
-    of_token = getattr(model, "budget_flops", lambda step: model.flops_per_token())
-    cost = lambda step: tokens_per_step(cfg, model) * of_token(step)
+    at = lambda step: {"step": step} if hasattr(model.cfg, "capacity_warmup") else {}
+    cost = lambda step: tokens_per_step(cfg, model) * model.flops_per_token(**at(step))
     steps, left, later = 0, cfg.max_flops, cost(math.inf)
     while left >= cost(steps) > later:
         left -= cost(steps)

@@ -160,6 +160,9 @@ def evaluate_text(model, run, cfg, ckpt):
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
     if getattr(model.cfg, "router", "") == "expert":
+        taken = torch.cat([model.recursions(x) for x in inputs])  # (rows, T)
+        # positions that take the last recursion in no row (Table 10: of 500)
+        result["dead"] = float((taken < model.n_loop).all(0).float().mean())
         result["scores"] = router_scores(model, inputs)
     return result
 
