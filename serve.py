@@ -691,7 +691,7 @@ class MoRLoops:
         h, h1 = state.chunk(2, -1)
         y = self.run(self.model.layers_of[int(loop[0]) - 1], h, context)
         if self.cfg.router == "expert":
-            gate = self.cfg.alpha * self.model.squash(self.scores(self.model.routers, h, loop))
+            gate = self.model.gate(self.scores(self.model.routers, h, loop))
             y = h + (gate[:, None] * y).to(h.dtype)
         return torch.cat([y, h1], -1)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import model_lrt
 from common.keys import UserError
 from common import optim
-from common.config import TrainConfig
+from common.process import TrainConfig
 import runs
 import train
 import sample

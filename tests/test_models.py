@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import MODELS, SIZES, relative, tiny
 from common import optim
-from common.config import TrainConfig
+from common.process import TrainConfig
 
 # Settings of each model that must keep the contract too, beside its defaults.
 VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_loss="both"),
