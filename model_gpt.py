@@ -17,7 +17,7 @@ fast=false writes the softmax out, fast=true calls torch's fused attention. The 
 files import from this one: read it first. The KV cache, for decoding, stands at the end.
 
 Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value
-heads, D = C / H head size, V vocabulary.
+heads, D head size (C / H unless head_dim is given), V vocabulary.
 
 Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Shazeer 2020
 (SwiGLU, 2002.05202); Zhang, Sennrich 2019 (RMSNorm, 1910.07467); Ainslie et al. 2023 (GQA,
@@ -46,6 +46,7 @@ class BaseConfig:
     n_head: int = 4              # query heads
     n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head (0: n_head)
     n_embd: int = 128            # width of the residual stream
+    head_dim: int = 0            # width of a head (0: n_embd / n_head)
     dropout: float = 0.0         # on embeddings, attention, residual branches (see each file)
     fast: bool = True            # fused or parallel code; false: the equations written out
     rope_theta: float = 10000.0  # RoPE's base
@@ -55,7 +56,9 @@ class BaseConfig:
         """Raise ValueError, naming the key, where a value is impossible."""
         self.n_kv_head = self.n_kv_head or self.n_head
         self.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
-        for a, b in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
+        self.at_least(0, "head_dim")
+        width = [] if self.head_dim else [("n_embd", "n_head")]
+        for a, b in width + [("n_head", "n_kv_head")]:
             if getattr(self, a) % getattr(self, b):
                 raise ValueError(f"{a}={getattr(self, a)} is not divisible by "
                                  f"{b}={getattr(self, b)}")
@@ -68,9 +71,9 @@ class BaseConfig:
             value, allowed = getattr(self, key.name), key.metadata.get("allowed")
             if allowed and value not in allowed:
                 raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
-        self.head_dim = self.n_embd // self.n_head
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.has_rope and self.head_dim % 2:
-            raise ValueError(f"RoPE needs an even head size: n_embd / n_head = {self.head_dim}")
+            raise ValueError(f"RoPE needs an even head size: head_dim={self.head_dim}")
 
     @property
     def has_rope(self):
@@ -392,11 +395,11 @@ class Model(LanguageModel):
         init_weights(self, cfg.n_layer)
 
     def mixer_flops(self):
-        """In each layer 12 C for each visible key (q k and a v), averaged over positions."""
+        """In each layer 12 H D for each visible key (q k and a v), averaged over positions."""
         cfg, T = self.cfg, self.cfg.block_size
         w = min(cfg.window or T, T)
         keys = (w * (w + 1) / 2 + (T - w) * w) / T
-        return 12.0 * cfg.n_layer * cfg.n_embd * keys
+        return 12.0 * cfg.n_layer * cfg.n_head * cfg.head_dim * keys
 
 
 # ---- decoding: the KV cache ----

@@ -86,7 +86,7 @@ class Config(BaseConfig):
         if not self.pattern or set(self.pattern) - {"S", "L"}:
             raise ValueError(f"pattern={self.pattern} must be made of S and L")
         if self.head_dim > kernels.HEAD_SIZES[-1]:
-            raise ValueError(f"n_embd / n_head = {self.head_dim} must be at most "
+            raise ValueError(f"head_dim={self.head_dim} must be at most "
                              f"{kernels.HEAD_SIZES[-1]}")
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
@@ -517,4 +517,4 @@ class Model(LanguageModel):
         cfg, T = self.cfg, self.cfg.block_size
         windows = [min(cfg.window(l) or T, T) for l in range(cfg.n_layer)]
         keys = sum((w * (w + 1) / 2 + (T - w) * w) / T for w in windows)
-        return 12.0 * cfg.n_embd * keys
+        return 12.0 * cfg.n_head * cfg.head_dim * keys

@@ -547,7 +547,7 @@ class Model(Recursions):
             weights -= block.attn.wk.weight.numel() + block.attn.wv.weight.numel()
         keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
         visible = (keys + 1) / 2
-        return fraction * (6.0 * weights + 12.0 * cfg.n_embd * visible)
+        return fraction * (6.0 * weights + 12.0 * cfg.n_head * cfg.head_dim * visible)
 
 
 @torch.no_grad()

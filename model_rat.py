@@ -6,7 +6,7 @@ one state and forgets. RAT cuts the sequence into chunks of L tokens: inside a c
 a recurrence accumulates keys and values; attention reads the chunks' final states.
 For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
-    z, g, v, q, k = W_in u              z, g, v of width C
+    z, g, v, q, k = W_in u              z, g, v of width W
     a = sigmoid(g + b_g)                a forget gate a channel     (1)
     k~_{c,l} = a k~_{c,l-1} + (1 - a) k_{c,l}
     v~_{c,l} = a v~_{c,l-1} + (1 - a) v_{c,l}   0 before a chunk    (2)
@@ -38,7 +38,8 @@ matrices decay. There norms and b_g do: in the paper's run decay alone would mul
 b_g by e^-1.9, which shortens the gates' memories.
 
 Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, G groups of q and
-k (in attention key/value heads), D head size, R slots of a layer's cache.
+k (in attention key/value heads), D head size, W = H D (C unless head_dim is given), R
+slots of a layer's cache.
 """
 import math
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Config(BaseConfig):
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
         D, largest = self.head_dim, kernels.HEAD_SIZES[-1]
         if {*self.kinds} != {"rnn"} and (D % 2 or D > largest):
-            raise ValueError(f"n_embd / n_head = {D}: RoPE needs an even head size, the "
+            raise ValueError(f"head_dim={D}: RoPE needs an even head size, the "
                              f"kernels at most {largest}")
 
 
@@ -88,19 +89,19 @@ class RAT(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, C, GD = cfg, cfg.n_embd, cfg.qk_groups * cfg.head_dim
-        rank = cfg.gate_rank or C
-        self.widths = [rank, rank, C, GD, GD]   # of z, g, v, q, k
+        self.cfg, C, W = cfg, cfg.n_embd, cfg.n_head * cfg.head_dim
+        rank, GD = cfg.gate_rank or W, cfg.qk_groups * cfg.head_dim
+        self.widths = [rank, rank, W, GD, GD]   # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
-        low_rank = lambda: nn.Linear(rank, C, bias=False) if cfg.gate_rank else nn.Identity()
+        low_rank = lambda: nn.Linear(rank, W, bias=False) if cfg.gate_rank else nn.Identity()
         self.w_z, self.w_g = low_rank(), low_rank()
-        self.gate_bias = nn.Parameter(initial_gate_bias(C, cfg.chunk))  # b_g
-        self.wo = nn.Linear(C, C, bias=False)
+        self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.chunk))  # b_g
+        self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
         """u (B, T, C), normed; context: see Context -> (B, T, C)."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
-        z, g = self.w_z(z), self.w_g(g)     # all (B, T, C) from here on
+        z, g = self.w_z(z), self.w_g(g)     # all (B, T, W) from here on
         copies = self.cfg.n_head // self.cfg.qk_groups
         # head h has group h % G
         q, k = (torch.cat([x] * copies, -1) for x in (q, k))
@@ -112,7 +113,7 @@ class RAT(nn.Module):
 
 
 def rat_naive(q, k, v, a, layer, context):
-    """(2) and (3) as written. q, k, v, a (B, T, C) -> y (B, H, T, D)."""
+    """(2) and (3) as written. q, k, v, a (B, T, W) -> y (B, H, T, D)."""
     cfg, L, T = context.cfg, context.cfg.chunk, q.size(1)
     states = (recurrence(a, upcast(x), L) for x in (k, v))      # (2)
     q, k_, v_ = (in_heads(x, cfg) for x in (upcast(q), *states))    # k_: k~
@@ -127,7 +128,7 @@ def rat_naive(q, k, v, a, layer, context):
 
 
 def recurrence(a, x, chunk):
-    """(2) of a, x (B, T, C): the states after each token, (B, T, C)."""
+    """(2) of a, x (B, T, W): the states after each token, (B, T, W)."""
     states = []
     for t, (a_t, x_t) in enumerate(zip(a.unbind(1), x.unbind(1))):
         h = 0 if t % chunk == 0 else h
@@ -139,14 +140,14 @@ def recurrence(a, x, chunk):
 # ---- what it is made of ----
 
 def in_heads(x, cfg):
-    """(B, T, C) -> (B, H, T, D)."""
+    """(B, T, W) -> (B, H, T, D)."""
     return x.unflatten(-1, (cfg.n_head, cfg.head_dim)).transpose(1, 2)
 
 
-def initial_gate_bias(C, steps):
+def initial_gate_bias(W, steps):
     """log s, s uniform in (1, steps - 1). With g = 0, a = s / (1 + s): a state averages
     over some 1 / (1 - a) = 1 + s tokens, from 2 to `steps`."""
-    return torch.empty(C).uniform_(1, max(1, steps - 1)).log()
+    return torch.empty(W).uniform_(1, max(1, steps - 1)).log()
 
 
 class Context:
@@ -223,7 +224,7 @@ def rat_decode(q, k, v, a, layer, context):
 
 
 def continued_states(a, xs, layer, context, chunk=None):
-    """The recurrence of each of xs (B, T, C) from the cached states on, in chunks, (2), or
+    """The recurrence of each of xs (B, T, W) from the cached states on, in chunks, (2), or
     without (None). Each row's last states are cached."""
     cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
     xs = [upcast(x) for x in xs]
@@ -262,8 +263,8 @@ def decode_one(q, k, v, layer, context, L):
 class Cache(KVCache):
     """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat) or token
     (attention), or a ring for the last tokens (swa). Slot R is spare: it takes padding
-    and is never read. state[layer]: k~ and v~ before RoPE (B, 2, C), or the RNN's
-    (B, 1, C), in float32 or better."""
+    and is never read. state[layer]: k~ and v~ before RoPE (B, 2, W), or the RNN's
+    (B, 1, W), in float32 or better."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)
@@ -276,7 +277,7 @@ class Cache(KVCache):
         slots = lambda: [zeros(h, R + 1, cfg.head_dim) for h, R in zip(heads, self.R)]
         with torch.inference_mode(False):   # so that calls outside may write too
             self.k, self.v = slots(), slots()
-            self.state = [upcast(zeros(n, cfg.n_embd)) for n in states]
+            self.state = [upcast(zeros(n, cfg.n_head * cfg.head_dim)) for n in states]
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
     def buffers(self):  # what KVCache resets and measures: no spare slots
@@ -311,10 +312,10 @@ class RNN(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.fast = cfg.fast
-        self.w_in = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)   # z, g, v
-        self.gate_bias = nn.Parameter(initial_gate_bias(cfg.n_embd, cfg.block_size))
-        self.wo = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+        self.fast, C, W = cfg.fast, cfg.n_embd, cfg.n_head * cfg.head_dim
+        self.w_in = nn.Linear(C, 3 * W, bias=False)     # z, g, v
+        self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.block_size))
+        self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
         z, g, v = self.w_in(u).chunk(3, -1)
@@ -385,9 +386,9 @@ class Model(LanguageModel):
         return 6.0 * (weights + self.head.weight.numel()) + self.mixer_flops()
 
     def mixer_flops(self):
-        """12 C for each key of token t, averaged over t; none for recurrences."""
+        """12 W for each key of token t, averaged over t; none for recurrences."""
         cfg, T, L = self.cfg, self.cfg.block_size, self.cfg.chunk
         visible = dict(rat=lambda t: t // L + 1, rnn=lambda t: 0,
                        attention=lambda t: t + 1, swa=lambda t: min(t + 1, cfg.swa))
         keys = sum(visible[kind](t) for kind in cfg.kinds for t in range(T)) / T
-        return 12.0 * cfg.n_embd * keys
+        return 12.0 * cfg.n_head * cfg.head_dim * keys

@@ -373,8 +373,9 @@ class Model(LanguageModel):
                    for p in self.blocks.parameters() if p.dim() > 1)
 
     def mixer_flops(self):
-        """What the mixers of all layers take beside their weights: 12 C for a visible key."""
-        return 12.0 * self.cfg.n_layer * self.cfg.n_embd * (self.cfg.block_size + 1) / 2
+        """What the mixers of all layers take beside their weights: 12 H D for a visible key."""
+        cfg = self.cfg
+        return 12.0 * cfg.n_layer * cfg.n_head * cfg.head_dim * (cfg.block_size + 1) / 2
 
 
 def kl_from_last(logits, last, targets):

@@ -74,7 +74,7 @@ class Config(BaseConfig):
         self.at_least(0, "n_mlp")
         self.n_mlp = self.n_mlp or 4 * self.n_embd
         if self.head_dim > kernels.HEAD_SIZES[-1]:
-            raise ValueError(f"n_embd / n_head = {self.head_dim}: a head is at most "
+            raise ValueError(f"head_dim={self.head_dim}: a head is at most "
                              f"{kernels.HEAD_SIZES[-1]} wide")
         if self.schedule == "wavefront" and not self.kv_norm:
             raise ValueError("schedule=wavefront needs kv_norm=true; schedule=tiled does not")
@@ -356,10 +356,10 @@ class Model(LanguageModel):
         return y
 
     def mixer_flops(self):
-        """In each layer 12 C for each visible key, averaged over positions, and Wk and Wv a
+        """In each layer 12 H D for each visible key, averaged over positions, and Wk and Wv a
         second time for the persistent pair. (What backward recomputes is not counted.)"""
         cfg = self.cfg
-        flops = 12.0 * cfg.n_embd * (cfg.block_size + 1) / 2
+        flops = 12.0 * cfg.n_head * cfg.head_dim * (cfg.block_size + 1) / 2
         if cfg.recurrent:
             flops += 6.0 * 2 * cfg.n_embd * cfg.n_kv_head * cfg.head_dim
         return cfg.n_layer * flops

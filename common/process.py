@@ -348,7 +348,8 @@ def check_fits(cfg, fields, procs):
     Counted from below: 16 bytes a parameter (weight, gradient, AdamW's moments), of a block only
     Wq, Wo and two matrices of an MLP; a micro-batch's embeddings and logits; a step's ids."""
     C, V, T, n_layer = (fields[key] for key in ("n_embd", "vocab_size", "block_size", "n_layer"))
-    block = max(2 * C * (C + fields.get("n_mlp", 0)), 1000)     # Python's objects are not free
+    heads = fields["n_head"] * fields["head_dim"] or C
+    block = max(2 * C * (heads + fields.get("n_mlp", 0)), 1000)    # Python's objects are not free
     parameters = V * C + n_layer // fields.get("n_loop", 1) * block
     tokens, micro_batches = cfg.batch_size * T, cfg.gradient_accumulation_steps
     need = (4 if cfg.eval_only else 16) * parameters // (procs.world if cfg.fsdp else 1)
