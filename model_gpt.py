@@ -57,8 +57,7 @@ class BaseConfig:
         self.n_kv_head = self.n_kv_head or self.n_head
         self.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
         self.at_least(0, "head_dim")
-        width = [] if self.head_dim else [("n_embd", "n_head")]
-        for a, b in width + [("n_head", "n_kv_head")]:
+        for a, b in [("n_embd", "n_head")] * (not self.head_dim) + [("n_head", "n_kv_head")]:
             if getattr(self, a) % getattr(self, b):
                 raise ValueError(f"{a}={getattr(self, a)} is not divisible by "
                                  f"{b}={getattr(self, b)}")
@@ -90,11 +89,12 @@ class BaseConfig:
 @dataclass
 class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 for gelu)
-    mlp: str = choice("swiglu", "gelu")
+    mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "alibi", "none")
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before RoPE
     window: int = 0              # sliding window: how many keys a query attends to (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix
+    scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,7 +103,7 @@ class Config(BaseConfig):
 
 
 def mlp_width(cfg):
-    """gelu: 4 C. swiglu, with a third matrix: 8/3 C, rounded up to a multiple of 32."""
+    """gelu: 4 C. With a third matrix: 8/3 C, rounded up to a multiple of 32."""
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
 
 
@@ -209,11 +209,13 @@ def attend(q, k, v, bias, fast, dropout=0.0):
 
 
 class MLP(nn.Module):
-    """swiglu: W_down (silu(W_gate x) * W_up x). gelu: W_down gelu(W_up x), exact."""
+    """swiglu: W_down (silu(W_gate x) * W_up x). geglu: with gelu for silu, in its tanh form.
+    gelu: W_down gelu(W_up x), exact."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.gated = cfg.mlp == "swiglu"
+        acts = {"swiglu": nn.SiLU(), "geglu": nn.GELU("tanh"), "gelu": nn.GELU()}
+        self.act, self.gated = acts[cfg.mlp], cfg.mlp != "gelu"
         if self.gated:
             self.w_gate = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
         self.w_up = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
@@ -221,7 +223,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         up = self.w_up(x)
-        return self.w_down(F.silu(self.w_gate(x)) * up if self.gated else F.gelu(up))
+        return self.w_down(self.act(self.w_gate(x)) * up if self.gated else self.act(up))
 
 
 class Block(nn.Module):
@@ -290,6 +292,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        if getattr(cfg, "scale_embeddings", False):     # what the call gives, not a tied head
+            self.wte.register_forward_hook(lambda wte, idx, x: x * math.sqrt(cfg.n_embd))
         self.drop = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(blocks)
         self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)

@@ -71,10 +71,11 @@ class Config(BaseConfig):
     exit_loop: int = 0           # in eval mode the most recursions (0: n_loop)
     init: str = choice("average", "stepwise", "lower", "upper", "random")  # see convert
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
-    mlp: str = choice("swiglu", "gelu")
+    mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")
     qk_norm: bool = False        # RMSNorm on each head's query and key, before RoPE
     tie_embeddings: bool = True  # the head is the embedding matrix
+    scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
     CONVERTS_FROM = ("gpt",)
     FINETUNE_OVERRIDES = ("exit_loop", "aux_weight", "capacity_warmup",

@@ -56,10 +56,11 @@ class Config(BaseConfig):
     rank: int = 8                # rank of every matrix's deltas (0: none)
     share: str = choice("cycle", "sequence")    # the order of the blocks, see above
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
-    mlp: str = choice("swiglu", "gelu")
+    mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key
     tie_embeddings: bool = True  # the head is the embedding matrix
+    scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
     # conversion of a trained model_gpt
     init: str = choice("average", "stepwise", "lower", "upper", "random")   # stored blocks
     lora_init: str = choice("svd", "zero")      # deltas start as (4), or at 0
@@ -150,7 +151,7 @@ class MLP(model_gpt.MLP):
 
     def forward(self, x, u):
         up = self.w_up(x, u)
-        return self.w_down(F.silu(self.w_gate(x, u)) * up if self.gated else F.gelu(up), u)
+        return self.w_down(self.act(self.w_gate(x, u)) * up if self.gated else self.act(up), u)
 
 
 class Block(model_gpt.Block):

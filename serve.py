@@ -605,8 +605,8 @@ def run_block(block, h, layer, context, call):
     k, v = keys_values(block, n, call)
     h = h + call(attn.wo, context.attend(layer, q, k, v).flatten(1))
     m = block.norm2(h)
-    up = call(mlp.w_up, m)
-    return h + call(mlp.w_down, F.silu(call(mlp.w_gate, m)) * up if mlp.gated else F.gelu(up))
+    act, up = mlp.act, call(mlp.w_up, m)
+    return h + call(mlp.w_down, act(call(mlp.w_gate, m)) * up if mlp.gated else act(up))
 
 
 def keys_values(block, n, call):
