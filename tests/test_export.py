@@ -12,7 +12,9 @@ import runs
 import train
 import sample
 from common.keys import UserError, model_module
+from conftest import ROOT
 from test_prepare import EOT, KINDS, SPECIAL, TEXTS, WORDS, llama2, others, phi, smollm
+from test_gpt import cast, saved_llama, stored
 from common.tokenizer import (GPT2_PATTERN, BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer,
                               train_bpe)
 
@@ -121,6 +123,31 @@ def test_a_folder_is_the_run_at_a_fixed_depth(relaxed_run, tmp_path):
     idx = torch.tensor([tokenizer.encode("a cat")])
     with torch.no_grad():
         assert len(theirs.model.layers) == 1 and (theirs(idx).logits - ours(idx)[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("sizes, dtype, model, keys", [
+    (dict(kind="Llama", head_dim=16), torch.float32, "mor", ["router=none", "n_loop=2", "share=middle_cycle"]),
+    (dict(kind="Mistral", sliding_window=None, head_dim=16), torch.bfloat16, "relaxed", ["n_loop=2", "rank=3"]),
+    (dict(kind="Qwen3", head_dim=16, shard="40KB"), torch.float32, "relaxed", ["n_loop=2", "rank=3"]),
+    (dict(kind="Gemma", head_dim=16, tie_word_embeddings=True), torch.bfloat16, "relaxed", ["n_loop=2", "rank=3"]),
+    (dict(kind="Gemma", head_dim=16, shard="40KB"), torch.float32, "mor", ["router=none", "n_loop=2"])])
+def test_from_a_folder_to_a_folder(sizes, dtype, model, keys, data_dir, tmp_path):
+    """Converted by the recipe, trained, exported: transformers computes the trained model's logits."""
+    from transformers import AutoModelForCausalLM
+    saved_llama(tmp_path / "source", vocab_size=257, num_hidden_layers=4, **sizes)
+    if dtype == torch.bfloat16:
+        stored(tmp_path / "source", cast(dtype))
+    recipe = [f"config={ROOT / 'configs' / f'{model}_uptrain.yaml'}", f"init_from={tmp_path / 'source'}", *keys]
+    small = ["dataset=words", "block_size=16", "batch_size=2", "gradient_accumulation_steps=1", "max_steps=20",
+             "eval_interval=20", "eval_batches=1", "warmup_steps=2", "sample_tokens=0", "device=cpu", "run=r"]
+    train.main([*recipe, *small, f"out_dir={tmp_path}", f"data_dir={data_dir}"])
+    checkpoint.main([str(tmp_path / "r"), f"export={tmp_path / 'hf'}"])
+    ours, _, ckpt = checkpoint.load_run(tmp_path / "r")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert type(theirs).__name__ == f"{sizes['kind']}ForCausalLM" and ckpt["step"] == 20
+    idx = torch.randint(0, 257, (2, 16))
+    with torch.no_grad():
+        assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("model, keys", [("rt", []), ("gpt", ["mlp=gelu"]), ("gpt", ["mlp=geglu"]), ("mor", []),
