@@ -19,7 +19,7 @@ import train
 from conftest import relative
 from test_relaxed import ByHand
 
-BATCHINGS = ("static", "sequence", "depth")
+BATCHINGS = ("sequence", "depth")
 RULE = "confidence:0.09"    # with it the tokens of looping() exit after all three loops
 
 
@@ -39,14 +39,14 @@ def looping(seed=0, module=model_relaxed, scale=0.15, **sizes):
 
 
 def engine_of(model, batching, slots=3, max_len=40, **options):
-    """An Engine, and its calls of loops.loop, (tokens of the longest row, loops) each."""
+    """An Engine, and its calls of run_loop, (tokens of the longest row, loops) each."""
     calls, engine = [], serve.Engine(model, slots, max_len, batching, **options)
-    run = engine.loops.loop
+    run = engine.adapter.run_loop
 
-    def noted(h, loop, context):
-        calls.append((max(group.shape[1] for group in context.groups), set(loop.tolist())))
-        return run(h, loop, context)
-    engine.loops.loop = noted
+    def noted(h, context):
+        calls.append((max(context.n), set(context.loop.tolist())))
+        return run(h, context)
+    engine.adapter.run_loop = noted
     return engine, calls
 
 
@@ -125,13 +125,13 @@ def test_random_requests_are_answered_as_if_alone(seed):
     """Any model, rule and lengths; rows that overflow; an end of text that comes."""
     rng = random.Random(seed)
     pick = lambda *values: rng.choice(values)
-    loops, sure, apart = pick(3, 3, 2, 1), f"confidence:{rng.uniform(0.08, 0.13)}", f"margin:{rng.uniform(0.005, 0.04)}"
+    loops, sure = pick(3, 3, 2, 1), f"confidence:{rng.uniform(0.08, 0.13)}"
     model = looping(seed, n_loop=loops, n_layer=loops * pick(1, 2), rank=pick(0, 2), fill=pick("exact", "propagate"),
                     n_kv_head=pick(1, 2), pos=pick("rope", "rope", "none"), qk_norm=pick(True, False),
                     fast=pick(True, False))
     work = [([rng.randrange(31) for _ in range(rng.randint(1, 9))], rng.randint(1, 10))
             for _ in range(rng.randint(1, 6))]
-    exit = pick(sure, sure, sure, apart, apart, apart, "", "static:1", "confidence:0", "margin:0", "margin:1")
+    exit = pick(sure, sure, sure, "", "static:1", "confidence:0")
     options = dict(max_len=pick(40, 40, 12, 5), vocab=pick(None, 25))
     want = alone(model, work, exit, **options)
     options["eot"] = pick(None, *sorted({token for tokens, *_ in want for token in tokens}))
@@ -149,7 +149,7 @@ def test_later_tokens_find_the_keys_of_those_that_left(sizes, max_len):
     want = alone(model, work, RULE, max_len)
     deeper = [b > a for _, exits, _ in want for a, b in zip(exits, exits[1:])]
     assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {*range(1, model.n_loop + 1)}
-    batchings = BATCHINGS if model.cfg.share == "cycle" else BATCHINGS[:2]
+    batchings = BATCHINGS if model.cfg.share == "cycle" else ["sequence"]
     assert_answers(want, model, work, batchings, max_len=max_len, exit=RULE)
 
 
@@ -170,11 +170,10 @@ def test_sampled_answers_do_not_depend_on_the_batching():
 @pytest.mark.parametrize("exit, logits, exits", [
     ("static:1", [0.0, 0.0], {1, 2, 3}), ("static:3", [0.0, 0.0], {3}),
     ("confidence:0.5", [0.0, 0.0], set()), ("confidence:0.5", [1e-6, 0.0], {1, 2, 3}),
-    ("margin:0", [2.0, 2.0], set()), ("margin:0.46", [1.0, 0.0], {1, 2, 3}), ("margin:0.47", [1.0, 0.0], set()),
-    *((exit, [0.0, 0.0], None) for exit in ("early", "static:0", "static:4", "static:1.5", "margin:nan"))])
+    *((exit, [0.0, 0.0], None) for exit in ("early", "static:0", "static:4", "static:1.5", "confidence:nan"))])
 def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, logits, exits):
     if exits is None:
-        with pytest.raises(UserError, match="static:LOOP, confidence:P, margin:P are allowed"):
+        with pytest.raises(UserError, match="static:LOOP, confidence:P are allowed"):
             serve.exit_rule(exit, 3)
     else:
         leaves = serve.exit_rule(exit, 3)(torch.tensor([logits] * 3, dtype=torch.float64), torch.arange(1, 4))
@@ -185,8 +184,7 @@ def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, logits, exits)
 
 @pytest.mark.parametrize("batching", BATCHINGS)
 def test_when_requests_are_admitted_and_which_depths_share_a_call(batching):
-    """static: when the batch before has ended. sequence, depth: as soon as a row is free. Rows at different loops stand
-    in one call of depth batching, and of no other."""
+    """As soon as a slot is free. Rows at different loops stand in one call of depth batching, and of no other."""
     model, joined, idle = looping(), [], []
     requests = [serve.Request(prompt, n) for prompt, n in work_of(model, 12)]
     engine, calls = engine_of(model, batching, exit=RULE)
@@ -198,8 +196,7 @@ def test_when_requests_are_admitted_and_which_depths_share_a_call(batching):
         joined.append(before and len(queue) < waiting)
         idle.append(bool(queue) and len(engine.busy()) < len(engine.slots))
     engine.admit = noted
-    assert len(list(engine.run(requests))) == 12
-    assert (any(joined), any(idle)) == ((False, True) if batching == "static" else (True, False))
+    assert len(list(engine.run(requests))) == 12 and any(joined) and not any(idle)
     depths = [depth for tokens, depth in calls if tokens == 1]
     assert any(len(depth) > 1 for depth in depths) == (batching == "depth") and set.union(*depths) == {1, 2, 3}
 
@@ -267,7 +264,7 @@ def served(capsys, folder, world, *options):
     return [json.loads(line) for line in out.splitlines()], err
 
 
-@pytest.mark.parametrize("options", [["batching=static"], ["fast=false", "slots=2"], ["fill=propagate"]], ids=str)
+@pytest.mark.parametrize("options", [["batching=sequence"], ["fast=false", "slots=2"], ["fill=propagate"]], ids=str)
 def test_requests_are_answered(options, world, capsys):
     """A line of JSON each; an id may come twice, and without one it is the line's number."""
     model, tokenizer, _ = checkpoint.load_run(world / "relaxed" / "r")
@@ -303,7 +300,7 @@ def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, cap
 
 
 REFUSED = [
-    ("relaxed", ["exit=margin:2"], "exit=margin:2: static:LOOP, confidence:P, margin:P are allowed"),
+    ("relaxed", ["exit=confidence:2"], "exit=confidence:2: static:LOOP, confidence:P are allowed"),
     ("relaxed", ["requests="], "give requests=FILE"), ("gpt", [], "models that loop over depth are served (relaxed, mor), not a model_gpt"),
     ("relaxed", ["requests={w}/missing.jsonl"], "missing.jsonl cannot be read: No such file"),
     ("relaxed", ["requests={w}/empty.jsonl"], "empty.jsonl is empty"),
@@ -321,8 +318,8 @@ def test_what_is_refused(run, options, message, world):
 # ---- mor: a router decides ----
 
 ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router"), "token": dict(router="token"),
-           "token, share": dict(router="token", kv="share", share="cycle", n_layer=6), "none": dict(router="none"),
-           "expert, share": dict(kv="share"), "capped": dict(exit_loop=2)}
+           "token, cycle": dict(router="token", share="cycle", n_layer=6), "none": dict(router="none"),
+           "capped": dict(exit_loop=2)}
 
 
 @torch.no_grad()
@@ -349,9 +346,10 @@ def test_routed_answers_are_those_of_a_text_alone(name):
     assert {loop for _, exits, _ in want for loop in exits} == loops
 
 
-def test_share_update_is_refused():
-    with pytest.raises(UserError, match="kv=share_update is not served"):
-        serve.Engine(looping(module=model_mor, n_layer=5, kv="share_update"), 1)
+@pytest.mark.parametrize("kv", ["share", "share_update"])
+def test_shared_keys_are_refused(kv):
+    with pytest.raises(UserError, match=f"kv={kv} is not served"):
+        serve.Engine(looping(module=model_mor, n_layer=5, kv=kv), 1)
 
 
 def test_a_routed_run_is_served(world, capsys):
