@@ -181,8 +181,7 @@ def make_engine(model, tokenizer, cfg, requests):
                   eot=tokenizer.eot if cfg.stop else None, vocab_size=tokenizer.vocab_size)
 
 
-# of the terminal: blue, cyan, green, yellow, magenta, red
-COLOURS = (34, 36, 32, 33, 35, 31)
+COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
 
 
 def coloured(text, loop, n_loop):
@@ -243,13 +242,14 @@ class Slot:
         self.waiting.setdefault(level, []).append((positions, states))
 
     def take(self, level):
-        """All tokens that wait for the level: positions, states. They are in order of
-        position, but for level n_loop + 1: there tokens come from all loops."""
+        """All tokens that wait for the level, in order: positions, states."""
         pairs = self.waiting.pop(level)
         if len(pairs) == 1:
             return pairs[0]
         positions, states = zip(*pairs)
-        return np.concatenate(positions), torch.cat(states)
+        positions = np.concatenate(positions)
+        order = positions.argsort()     # mor's last layer takes those that any loop let go
+        return positions[order], torch.cat(states)[torch.from_numpy(order)]
 
 
 class Engine:
@@ -269,7 +269,7 @@ class Engine:
                             f"middle_cycle, not {cfg.share}")
         self.model, self.n_loop, self.device = model, model.n_loop, w.device
         self.batching, self.eot, self.vocab_size = batching, eot, vocab_size
-        self.rule, self.fill = exit_rule(exit, self.n_loop), fill or self.adapter.fill
+        self.rule, self.fill = exit_rule(exit, self.n_loop), fill or getattr(cfg, "fill", "")
         self.slots, self.done = [Slot(n) for n in range(slots)], []
         self.max_len = max_len or model.context_limit or 8 * cfg.block_size
         self.cache = SlotCache(slots, self.n_loop + 2, self.max_len, cfg.n_kv_head, cfg.head_dim,
@@ -345,14 +345,12 @@ class Engine:
             slot.wait(1, positions, states)
 
     def append(self, slots, level, at):
-        """Tokens at positions at[r] of the slots get the next entries of the sequences at
-        level (one, or each row's), where their keys will stand. Returns their attention context.
-        To be called once for each token and level."""
+        """Tokens at positions at[r] of slots[r] get the next entries of the sequences at level
+        (one, or each row's): once for each token and level. Returns their attention context."""
         number = np.array([slot.number for slot in slots])      # (R,)
         n = np.array([len(positions) for positions in at])      # (R,)
         level = np.broadcast_to(level, len(n))                  # (R,)
-        entry = self.cache.append(level, number, n)             # (N,)
-        return RaggedBatch(self.cache, level, number, n, np.concatenate(at), entry, self.rope,
+        return RaggedBatch(self.cache, level, number, n, np.concatenate(at), self.rope,
                            self.model.cfg.fast)
 
     # After a loop, what is to become of its tokens: states h (N, .), of slots[r] at positions
@@ -364,7 +362,7 @@ class Engine:
         leaving, logits = self.ask_rule(slots, [rows[-1:] for rows in states])
         exited = []
         for slot, *tokens in zip(slots, at, states):
-            if slot in leaving and self.fill == "propagate":
+            if self.fill == "propagate" and slot in leaving:
                 exited.append((slot, *tokens))
             elif slot.loop < self.n_loop:
                 # exact: a token that exits waits too, and a later one takes it along
@@ -418,16 +416,12 @@ class Engine:
         return leaving
 
     def run_last(self, slots):
-        """The last layer takes all that the slots feed, in order of position; the newest token
-        of each predicts the next."""
-        at, h = [], []
-        for slot in slots:
-            positions, states = slot.take(self.n_loop + 1)
-            order = positions.argsort()
-            at.append(positions[order])
-            h.append(states[torch.from_numpy(order)])
-        h = self.adapter.run_last(torch.cat(h), self.append(slots, self.n_loop + 1, at))
-        newest = np.cumsum([*map(len, at)]) - 1                 # (R,)
+        """The last layer takes all that the slots feed; the newest token of each predicts the
+        next."""
+        at, states = zip(*(slot.take(self.n_loop + 1) for slot in slots))
+        context = self.append(slots, self.n_loop + 1, at)
+        h = self.adapter.run_last(torch.cat(states), context)
+        newest = np.cumsum(context.n) - 1                       # (R,)
         self.emit(slots, self.logits(h[torch.from_numpy(newest)]))
 
     # the answers
@@ -473,10 +467,10 @@ def exit_rule(exit, n_loop):
         return None
     kind, _, value = exit.partition(":")
     try:
-        bound = int(value) if kind == "static" else float(value)
+        bound = float(value)
     except ValueError:
-        bound = math.nan                # no comparison with it is true
-    if kind == "static" and 1 <= bound <= n_loop:
+        bound = math.nan                # which no condition takes
+    if kind == "static" and bound in range(1, n_loop + 1):
         return lambda logits, loop: loop >= bound
     if kind == "confidence" and 0 <= bound <= 1:
         return lambda logits, loop: logits.softmax(-1).amax(-1) > bound
@@ -509,14 +503,6 @@ class SlotCache:
             self.kv[level, layer] = kv = longer
         return kv
 
-    def append(self, level, number, n):
-        """n[r] more tokens of slot number[r] at level[r]. Returns their entries in its sequence,
-        (N,)."""
-        row, step = spread(n)
-        entry = self.count[level, number][row] + step
-        self.count[level, number] += n
-        return entry
-
     def reset(self, number):
         """Empty a slot for a new sequence. It is zeroed: a NaN poisons sums, even under a mask."""
         for kv in self.kv.values():
@@ -532,20 +518,22 @@ def spread(n):
 
 
 class RaggedBatch:
-    """The attention context of packed tokens: n[r] of slot number[r] at level[r], row after row,
-    at positions pos (N,). Each attends to the sequence of its level and slot up to its own entry
-    there, entry (N,)."""
+    """The attention context of packed tokens: n[r] more of slot number[r] at level[r], row after
+    row, at positions pos (N,). Each attends to its level's and slot's sequence up to itself."""
 
-    def __init__(self, cache, level, number, n, pos, entry, rope, fast):
+    def __init__(self, cache, level, number, n, pos, rope, fast):
         self.n, at = n.tolist(), torch.from_numpy(pos).to(cache.device)
         self.loop = torch.from_numpy(level.repeat(n))                   # (N,)
         self.rope = rope and [table[at][:, None] for table in rope]     # (N, 1, D / 2) each
+        row, step = spread(n)
+        entry = cache.count[level, number][row] + step      # (N,): where each stands there
+        cache.count[level, number] += n
         # one call of attention takes the rows of a level; those of one token have a call of
         # their own, as a prefill would pad them to its length
         kinds, self.groups = [*zip(level, n > 1)], []
         for kind in sorted(set(kinds)):
             rows = np.array([kind == other for other in kinds])         # (R,)
-            packed = np.flatnonzero(rows.repeat(n))                     # (N',)
+            packed = np.flatnonzero(rows[row])                          # (N',)
             group = RowGroup(cache, kind[0], number[rows], n[rows], packed, entry[packed], fast)
             self.groups.append(group)
 
@@ -611,7 +599,8 @@ def run_block(block, h, layer, context, call):
     dropout: a change there is to be made here too. call(part, x): a linear layer or a QK-norm of
     the block, as each token's loop has it. layer: its number in a loop."""
     attn, mlp, n = block.attn, block.mlp, block.norm1(h)
-    q = call(attn.q_norm, heads(attn, call(attn.wq, n)))                # (N, H, D)
+    q = call(attn.wq, n).unflatten(-1, (-1, attn.cfg.head_dim))         # (N, H, D)
+    q = call(attn.q_norm, q)
     k, v = keys_values(block, n, call)
     h = h + call(attn.wo, context.attend(layer, q, k, v).flatten(1))
     m = block.norm2(h)
@@ -621,14 +610,9 @@ def run_block(block, h, layer, context, call):
 
 def keys_values(block, n, call):
     """k, v (N, G, D) of n (N, C), the normed states."""
-    attn = block.attn
-    k = call(attn.k_norm, heads(attn, call(attn.wk, n)))
-    return k, heads(attn, call(attn.wv, n))
-
-
-def heads(attn, x):
-    """(N, heads D) -> (N, heads, D)"""
-    return x.unflatten(-1, (-1, attn.cfg.head_dim))
+    attn, D = block.attn, block.attn.cfg.head_dim
+    k, v = (call(part, n).unflatten(-1, (-1, D)) for part in (attn.wk, attn.wv))
+    return call(attn.k_norm, k), v
 
 
 class LoopAdapter:
@@ -644,7 +628,6 @@ class LoopAdapter:
         run_last(states, context)   -> (N, C), which the head can read
     """
     routed = False          # whether a router decides
-    fill = ""               # where a rule does: fill of the config
 
     def __init__(self, model):
         self.model, self.cfg = model, model.cfg
@@ -652,10 +635,6 @@ class LoopAdapter:
 
 class RelaxedAdapter(LoopAdapter):
     """States are h (N, C)."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.fill = self.cfg.fill
 
     def embed(self, idx, context):
         return self.model.wte(idx)
