@@ -249,7 +249,7 @@ class Slot:
         positions, states = zip(*pairs)
         positions = np.concatenate(positions)
         order = positions.argsort()     # mor's last layer takes those that any loop let go
-        return positions[order], torch.cat(states)[torch.from_numpy(order)]
+        return positions[order], torch.cat(states)[torch.from_numpy(order)]   # (n,), (n, .)
 
 
 class Engine:
@@ -327,7 +327,7 @@ class Engine:
             self.embed(first)
         at, states = zip(*(slot.take(slot.loop) for slot in slots))
         context = self.append(slots, [slot.loop for slot in slots], at)
-        h = self.adapter.run_loop(torch.cat(states), context)
+        h = self.adapter.run_loop(torch.cat(states), context)   # (N, .)
         leave = self.leave_by_router if self.adapter.routed else self.leave_by_rule
         left = set(leave(slots, at, h, context))
         stay = [slot for slot in slots if slot not in left]
@@ -338,9 +338,9 @@ class Engine:
     def embed(self, slots):
         """The fed tokens of the slots, which are their newest, wait for loop 1."""
         at = [np.array(slot.fed) for slot in slots]
-        ids = [id for slot in slots for id in slot.request.ids[-len(slot.fed):]]
+        ids = [id for slot in slots for id in slot.request.ids[-len(slot.fed):]]  # (N,)
         context = self.append(slots, 0, at) if self.adapter.routed else None
-        h = self.adapter.embed(torch.tensor(ids, device=self.device), context)
+        h = self.adapter.embed(torch.tensor(ids, device=self.device), context)  # (N, .)
         for slot, positions, states in zip(slots, at, h.split([*map(len, at)])):
             slot.wait(1, positions, states)
 
@@ -358,7 +358,7 @@ class Engine:
 
     def leave_by_rule(self, slots, at, h, context):
         """relaxed: the newest tokens exit by a rule, or after the last loop."""
-        states = h.split(context.n)
+        states = h.split(context.n)                             # of each slot
         leaving, logits = self.ask_rule(slots, [rows[-1:] for rows in states])
         exited = []
         for slot, *tokens in zip(slots, at, states):
@@ -368,7 +368,7 @@ class Engine:
                 # exact: a token that exits waits too, and a later one takes it along
                 slot.wait(slot.loop + 1, *tokens)
         self.propagate(exited)
-        self.emit(leaving, logits)
+        self.emit(leaving, logits)          # who leaves goes on with another token
         return leaving
 
     def ask_rule(self, slots, newest):
@@ -378,7 +378,7 @@ class Engine:
                  if slot.loop == self.n_loop or self.rule and not slot.prefills]
         if not asked:                   # the others need no logits
             return [], None
-        slots, newest = zip(*asked)
+        slots, newest = zip(*asked)         # from here on those that are asked
         logits, loop = self.logits(torch.cat(newest)), torch.tensor([s.loop for s in slots])
         exits = loop == self.n_loop     # (R,)
         if self.rule:
@@ -394,7 +394,7 @@ class Engine:
         for loop in range(2, self.n_loop + 1):
             lacking = [tokens for tokens in exited if tokens[0].loop < loop]
             if lacking:
-                slots, at, states = zip(*lacking)
+                slots, at, states = zip(*lacking)       # a row each
                 self.adapter.propagate(torch.cat(states), self.append(slots, loop, at))
 
     def leave_by_router(self, slots, at, h, context):
@@ -420,7 +420,7 @@ class Engine:
         next."""
         at, states = zip(*(slot.take(self.n_loop + 1) for slot in slots))
         context = self.append(slots, self.n_loop + 1, at)
-        h = self.adapter.run_last(torch.cat(states), context)
+        h = self.adapter.run_last(torch.cat(states), context)   # (N, C)
         newest = np.cumsum(context.n) - 1                       # (R,)
         self.emit(slots, self.logits(h[torch.from_numpy(newest)]))
 
@@ -525,9 +525,9 @@ class RaggedBatch:
         self.n, at = n.tolist(), torch.from_numpy(pos).to(cache.device)
         self.loop = torch.from_numpy(level.repeat(n))                   # (N,)
         self.rope = rope and [table[at][:, None] for table in rope]     # (N, 1, D / 2) each
-        row, step = spread(n)
+        row, step = spread(n)                                   # (N,) both
         entry = cache.count[level, number][row] + step      # (N,): where each stands there
-        cache.count[level, number] += n
+        cache.count[level, number] += n                         # a call counts once
         # one call of attention takes the rows of a level; those of one token have a call of
         # their own, as a prefill would pad them to its length
         kinds, self.groups = [*zip(level, n > 1)], []
@@ -562,7 +562,7 @@ class RowGroup:
         self.cache, self.level, self.fast = cache, int(level), fast
         tensor = lambda x: torch.from_numpy(x).to(cache.device)
         (row, step), self.padded = spread(n), (len(n), int(n.max()))
-        self.S = int(entry.max()) + 1
+        self.S = int(entry.max()) + 1           # keys that are read
         # the last key of each query, (R, T); padding attends to all
         self.last_key = np.full(self.padded, self.S)
         self.last_key[row, step] = entry
@@ -601,10 +601,10 @@ def run_block(block, h, layer, context, call):
     attn, mlp, n = block.attn, block.mlp, block.norm1(h)
     q = call(attn.wq, n).unflatten(-1, (-1, attn.cfg.head_dim))         # (N, H, D)
     q = call(attn.q_norm, q)
-    k, v = keys_values(block, n, call)
-    h = h + call(attn.wo, context.attend(layer, q, k, v).flatten(1))
-    m = block.norm2(h)
-    up = call(mlp.w_up, m)
+    k, v = keys_values(block, n, call)                                  # (N, G, D) both
+    h = h + call(attn.wo, context.attend(layer, q, k, v).flatten(1))    # (N, C)
+    m = block.norm2(h)                                                  # (N, C)
+    up = call(mlp.w_up, m)                                              # (N, n_mlp)
     return h + call(mlp.w_down, F.silu(call(mlp.w_gate, m)) * up if mlp.gated else F.gelu(up))
 
 
@@ -695,9 +695,9 @@ class MoRAdapter(LoopAdapter):
         return torch.cat([h, h], -1)
 
     def run_loop(self, states, context):
-        (h, h1), loop = states.chunk(2, -1), context.loop
+        (h, h1), loop = states.chunk(2, -1), context.loop       # (N, C) both; (N,)
         # where loops differ, they have the same layers
-        y = self.run_blocks(self.model.layers_of[int(loop[0]) - 1], h, context)
+        y = self.run_blocks(self.model.layers_of[int(loop[0]) - 1], h, context)  # (N, C)
         if self.cfg.router == "expert":
             gate = self.cfg.alpha * self.model.squash(self.scores(self.model.routers, h, loop))
             y = h + (gate[:, None] * y).to(h.dtype)                     # (2.1)
@@ -719,7 +719,7 @@ class MoRAdapter(LoopAdapter):
         return (s >= 0) & (loop <= self.model.n_loop)
 
     def run_last(self, states, context):
-        h, h1 = states.chunk(2, -1)
+        h, h1 = states.chunk(2, -1)                             # (N, C) both
         if self.cfg.router == "token":
             _, p, depth = self.model.choose_depth(h1)
             h = self.model.exit(h1, h, p, depth)                        # (2.2)
