@@ -353,8 +353,8 @@ class Engine:
         return RaggedBatch(self.cache, level, number, n, np.concatenate(at), self.rope,
                            self.model.cfg.fast)
 
-    # After a loop, what is to become of its tokens: states h (N, .), of slots[r] at positions
-    # at[r]? Both ways return the slots that leave the loops, with their next tokens.
+    # After a loop: its tokens, of states h (N, .) at positions at[r] of slots[r], wait for the
+    # level that they take next. Slots that leave the loops get their next token; returns them.
 
     def leave_by_rule(self, slots, at, h, context):
         """relaxed: the newest tokens exit by a rule, or after the last loop."""
@@ -518,8 +518,9 @@ def spread(n):
 
 
 class RaggedBatch:
-    """The attention context of packed tokens: n[r] more of slot number[r] at level[r], row after
-    row, at positions pos (N,). Each attends to its level's and slot's sequence up to itself."""
+    """The attention context of packed tokens, which it appends to the sequences of the cache: n[r]
+    more of slot number[r] at level[r], row after row, at positions pos (N,). Each attends to its
+    sequence up to itself."""
 
     def __init__(self, cache, level, number, n, pos, rope, fast):
         self.n, at = n.tolist(), torch.from_numpy(pos).to(cache.device)
@@ -622,9 +623,9 @@ class LoopAdapter:
         embed(idx, context)         idx (N,) -> states (N, .) before loop 1
         run_loop(states, context)   -> states after the loop
     where a rule decides, on states (N, C) that the head can read:
-        propagate(states, context)  writes keys and values of a loop, which nobody takes
+        propagate(states, context)  writes keys and values of a loop that they do not take
     where a router decides, and outer layers are levels 0 and n_loop + 1:
-        goes_on(states, loop)       -> (N,) bool: takes each token its loop `loop`, from 2 on?
+        goes_on(states, loop)       -> (N,) bool: which tokens take loop (N,), from 2 on
         run_last(states, context)   -> (N, C), which the head can read
     """
     routed = False          # whether a router decides
