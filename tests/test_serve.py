@@ -38,24 +38,12 @@ def looping(seed=0, module=model_relaxed, scale=0.15, **sizes):
     return move(module.Model(module.Config(**{**small, **sizes})).double().eval(), scale)
 
 
-def engine_of(model, batching, slots=3, max_len=40, **options):
-    """An Engine, and its calls of run_loop, (tokens of the longest row, loops) each."""
-    calls, engine = [], serve.Engine(model, slots, max_len, batching, **options)
-    run = engine.adapter.run_loop
-
-    def noted(h, context):
-        calls.append((max(context.n), set(context.loop.tolist())))
-        return run(h, context)
-    engine.adapter.run_loop = noted
-    return engine, calls
-
-
-def answered(model, work, batching, sampling=(0.0, 0, 1.0, 1.0), seed=0, **options):
-    """[(tokens, exits, logits)] of work, a list of (prompt, max_new_tokens); logits (V,) chose each token, and
-    end-of-text too."""
+def answered(model, work, batching, sampling=(0.0, 0, 1.0, 1.0), seed=0, slots=3, max_len=40, **options):
+    """[(tokens, exits, logits)] of work, a list of (prompt, max_new_tokens); logits (V,) chose each
+    token, and end-of-text too."""
     requests = [serve.Request(list(prompt), n, i, sampling, serve.generator(seed, i, "cpu"))
                 for i, (prompt, n) in enumerate(work)]
-    engine, _ = engine_of(model, batching, **options)
+    engine = serve.Engine(model, slots, max_len, batching, **options)
     pick = engine.pick
 
     def noted(slots, logits):
@@ -185,17 +173,21 @@ def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, logits, exits)
 @pytest.mark.parametrize("batching", BATCHINGS)
 def test_when_requests_are_admitted_and_which_depths_share_a_call(batching):
     """As soon as a slot is free. Rows at different loops stand in one call of depth batching, and of no other."""
-    model, idle = looping(), []
+    model, idle, depths = looping(), [], []
     requests = [serve.Request(prompt, n) for prompt, n in work_of(model, 12)]
-    engine, calls = engine_of(model, batching, exit=RULE)
-    admit = engine.admit
+    engine = serve.Engine(model, 3, 40, batching, exit=RULE)
+    admit, run_loop = engine.admit, engine.adapter.run_loop
 
     def noted(queue):
         admit(queue)
         idle.append(bool(queue) and len(engine.busy()) < len(engine.slots))
-    engine.admit = noted
+
+    def noted_loop(h, context):
+        if max(context.n) == 1:
+            depths.append(set(context.loop.tolist()))
+        return run_loop(h, context)
+    engine.admit, engine.adapter.run_loop = noted, noted_loop
     assert len(list(engine.run(requests))) == 12 and not any(idle)
-    depths = [depth for tokens, depth in calls if tokens == 1]
     assert any(len(depth) > 1 for depth in depths) == (batching == "depth") and set.union(*depths) == {1, 2, 3}
 
 
@@ -347,8 +339,3 @@ def test_routed_answers_are_those_of_a_text_alone(name):
 def test_shared_keys_are_refused(kv):
     with pytest.raises(UserError, match=f"kv={kv} is not served"):
         serve.Engine(looping(module=model_mor, n_layer=5, kv=kv), 1)
-
-
-def test_a_routed_run_is_served(world, capsys):
-    answers, _ = served(capsys, world / "mor" / "r", world, "stop=false")
-    assert len(answers) == 5 and {loop for a in answers for loop in a["exits"]} == {1, 2}
