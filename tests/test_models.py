@@ -25,6 +25,7 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
                     dict(mixer="attention", n_kv_head=2, swa=7)],
             "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source=2, source_norm=True),
                     dict(source=0), dict(memory=False)],
+            "rat_loops": [dict(chunk=5, n_layer=4, swa=7), dict(chunk=3, n_layer=6, share="sequence", exit_loop=1)],
             "rt": [dict(n_kv_head=2, qk_norm="full", chunk=8), dict(pos="rope", qk_norm="full"),
                    dict(recurrent=False, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True)],
             "mor": [dict(kv="share", n_kv_head=2, qk_norm=True, causal="aux_router", router_arch="mlp"),
