@@ -277,7 +277,7 @@ def cross_entropy(logits, targets):
 
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
-    A model adds blocks, calls init_weights and has flops_per_token(); it may replace the rest.
+    A model adds blocks, calls init_weights and has mixer_flops(); it may replace the rest.
     What stands here for other models and commands: context_type, runs_blocks_once, set_step,
     and what speaks of rows, n_valid and n_layer in the cache."""
     context_type = Context
@@ -358,6 +358,15 @@ class LanguageModel(nn.Module):
         w = self.wte.weight
         return batch_size, max_len, w.device, compute_dtype(w)
 
+    def flops_per_token(self):
+        """Floating-point operations of a token, forward and backward, at block_size: 6 for each
+        weight of a matrix product (the head is one, the embedding not), and the mixers'."""
+        return 6.0 * (self.block_weights() + self.head.weight.numel()) + self.mixer_flops()
+
+    def block_weights(self):
+        """Weights of the blocks' matrix products."""
+        return sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
+
     def set_step(self, step):
         """Tell the training step to a model in which something depends on it."""
 
@@ -381,15 +390,6 @@ class Model(LanguageModel):
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_layer)])
         init_weights(self, cfg.n_layer)
-
-    def flops_per_token(self):
-        """Floating-point operations of a token, forward and backward, at block_size: 6 for each
-        weight of a matrix product (the head is one, the embedding not), and the mixers'."""
-        return 6.0 * (self.block_weights() + self.head.weight.numel()) + self.mixer_flops()
-
-    def block_weights(self):
-        """Weights of the blocks' matrix products."""
-        return sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
 
     def mixer_flops(self):
         """In each layer 12 C for each visible key (q k and a v), averaged over positions."""

@@ -1,42 +1,43 @@
 """
 Recursive and Relaxed Recursive Transformers: tied layers in loops, relaxed by low-rank deltas.
 
-Only K of a Transformer's L layers are stored, and they run n_loop = L / K times in a row (the
-Recursive Transformer). Each use of a stored matrix may add a low-rank delta (LoRA) of its own
-(Relaxed). The stored layers and the deltas start from a trained Transformer of L layers, which
-so becomes smaller at little loss. Each loop ends where the head can read it, so a token may
-exit early (Section 3.7; serve.py decides).
+Only K of a Transformer's L layers are stored, and they run n_loop = L / K times in a row
+(the Recursive Transformer). Each use of a stored matrix may add a low-rank delta (LoRA) of
+its own (Relaxed). Both start from a trained Transformer of L layers and are then trained
+further: so it becomes smaller at little loss.
 
     h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)      l = 0 .. L - 1      (2)
-    in it, every matrix:  y = W' x + B_u A_u x      W' is tied; A_u, B_u are of this use    (3)
+    in it, every matrix:  y = W' x + B_u A_u x      W' is tied; A_u, B_u are of use u       (3)
     they start from a trained W_l:  B_u A_u = truncated SVD of W_l - W'                     (4)
 
-    L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
+L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
 
-    idx --E--> [block 0 + deltas 0] -> [block 1 + deltas 0] -> h of loop 1 --norm, head--> exit?
-                 same weights            same weights              |
-               [block 0 + deltas 1] <- - - - - - - - - - - - - - - +
-                        |
-                        +----> [block 1 + deltas 1] -> h of loop 2 --norm, head--> logits
+    loop 1   h_0 -> [block 0, use 0] -> [block 1, use 0] -> h_2 --norm, head--> exit?
+                      same W', norms      same W', norms
+    loop 2   h_2 -> [block 0, use 1] -> [block 1, use 1] -> h_4 --norm, head--> logits
 
-rank = 0 has no deltas; at full rank they undo the tying. Each of the L layers has keys and
-values of its own, so decoding needs no more than model_gpt's cache.
+rank = 0 has no deltas; at full rank they undo the tying. Each of the L layers has its own
+keys and values, so the cache is that of a Transformer of L layers.
 
-share=sequence: a block's uses follow each other (0 0 1 1 where cycle runs 0 1 0 1); then
-k = l // n_loop, u = l mod n_loop. A loop is K layers in both.
+share=sequence: a block's uses follow each other, k = l // n_loop, u = l mod n_loop. A loop
+is K layers all the same: 6 layers in 2 loops run blocks 0 0 1 | 1 2 2 (cycle: 012 | 012).
 
-Departures. (4) has norms folded in: a source's matrix stood after a norm with other weights
-than the tied one, and the delta makes up for both (see relax). QK-norm has a weight for each
-use, at rank 0 too, as no delta follows it. With init=stepwise the paper's Appendix C starts
-the first loop's deltas at 0; here every layer follows (4), or full rank would not give the
-source back. The public code scales deltas by alpha / rank, which would undo (4); they have no
-factor here. Dropout is on embeddings, attention weights and residual branches.
+Early exit (Section 3.7). A loop ends where the head can read it. In training, early_exit=
+adds the losses of the earlier loops. In evaluation and decoding, exit_loop= stops all tokens
+after one loop; in serve.py each token exits where its own prediction is sure.
+
+Departures. (4) folds in the norms, whose weights are tied too (see set_use). QK-norm, which
+the paper's models have not, has a weight for each use if rank > 0. With init=stepwise the
+paper's Appendix C starts the first loop's deltas at 0; here every layer follows (4), or full
+rank would not give the source back. The public code scales deltas by alpha / rank, which
+would undo (4); they have no factor here. Dropout is on embeddings, attention weights and
+residual branches.
 
 Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with
 Layer-wise LoRA" (2410.20672). Part of it is in github.com/raymin0223/mixture_of_recursions.
 
-Shapes: B batch, T new tokens, C width, H query heads, G key/value heads, D head size, L
-unrolled layers, K stored blocks, r rank, V vocabulary. Loops count from 1; l, k, u from 0.
+Shapes: B batch, T new tokens, S keys, C width, H query heads, G key/value heads, D head size,
+V vocabulary, r rank. Loops count from 1; l, k, u from 0.
 """
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model_gpt
-from model_gpt import (BaseConfig, Context, KVCache, LanguageModel, apply_rope, attend, choice,
+from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, choice,
                        cross_entropy, init_weights, mlp_width, upcast)
 
 
@@ -54,20 +55,22 @@ class Config(BaseConfig):
     n_loop: int = 2              # loops over the K = n_layer / n_loop stored blocks
     rank: int = 8                # rank of every matrix's deltas (0: none)
     share: str = choice("cycle", "sequence")    # the order of the blocks, see above
-    init: str = choice("average", "stepwise", "lower", "upper", "random")  # init_from: blocks
-    lora_init: str = choice("svd", "zero")      # init_from: deltas follow (4) | are 0
-    early_exit: str = choice("none", "weighted", "aggressive")  # losses of earlier loops
-    exit_weight: float = 0.1     # aggressive: weight of the earlier loops' losses
-    exit_loss: str = choice("ce", "kl", "both")     # of earlier loops; kl: to the last loop
-    exit_loop: int = 0           # evaluation and decoding stop after this loop (0: the last)
-    fill: str = choice("exact", "propagate")    # serve.py: deeper keys after an early exit
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
     mlp: str = choice("swiglu", "gelu")
     pos: str = choice("rope", "none")
-    qk_norm: bool = False        # RMSNorm on each head's query and key; weights are not tied
+    qk_norm: bool = False        # RMSNorm with a weight on each head's query and key
     tie_embeddings: bool = True  # the head is the embedding matrix
+    # conversion of a trained model_gpt
+    init: str = choice("average", "stepwise", "lower", "upper", "random")   # stored blocks
+    lora_init: str = choice("svd", "zero")      # deltas start as (4), or at 0
+    # early exit: in training; in evaluation and decoding; in serve.py
+    early_exit: str = choice("none", "weighted", "aggressive")  # losses of earlier loops
+    exit_weight: float = 0.1     # aggressive: their weight
+    exit_loss: str = choice("ce", "kl", "both")     # which they are; kl: to the last loop
+    exit_loop: int = 0           # stop after this loop (0: the last)
+    fill: str = choice("exact", "propagate")    # deeper keys of tokens that exited
 
-    CONVERTS_FROM = ("gpt",)     # models whose weights init_from converts
+    CONVERTS_FROM = ("gpt",)     # models whose weights init_from= converts
     FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
 
     def __post_init__(self):
@@ -89,7 +92,7 @@ class Config(BaseConfig):
             return divmod(layer, self.n_loop)
         return layer % self.n_stored, layer // self.n_stored
 
-    def tied(self, k):
+    def layers_of(self, k):
         """The unrolled layers of stored block k, by use."""
         return [layer for layer in range(self.n_layer) if self.block_and_use(layer)[0] == k]
 
@@ -97,14 +100,14 @@ class Config(BaseConfig):
 # ---- the method ----
 
 class RelaxedLinear(nn.Module):
-    """weight (out, in) is W'. a (n_loop, r, in) stacks every A_u, b (n_loop, r, out) every
-    B_u^T, r = min(rank, in, out)."""
+    """weight (out, in) is W'. a (n_loop, r, in) stacks every use's A_u, b (n_loop, r, out)
+    every use's B_u^T, r = min(rank, in, out)."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
         self.rank = min(cfg.rank, n_in, n_out)
-        self.weight = nn.Parameter(torch.empty(n_out, n_in))
-        if self.rank:           # B = 0: deltas start at nothing (Hu et al. 2022)
+        self.weight = nn.Parameter(torch.empty(n_out, n_in))    # init_weights fills matrices,
+        if self.rank:               # not a and b: B = 0, no delta at first (Hu et al. 2022)
             self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
 
@@ -116,34 +119,12 @@ class RelaxedLinear(nn.Module):
         return y
 
 
-class HeadNorm(nn.Module):
-    """QK-norm: RMSNorm of heads (B, heads, T, D) with a weight for each use."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.eps, weight = cfg.norm_eps, lambda: nn.Parameter(torch.ones(cfg.head_dim))
-        self.weights = nn.ParameterList(weight() for _ in range(cfg.n_loop))
-
-    def forward(self, x, u):
-        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weights[u].to(x.dtype)
-
-
-def relax_linears(module, cfg):
-    """Every nn.Linear of a module becomes a RelaxedLinear."""
-    relaxed = MergedLinear if cfg.fast else RelaxedLinear
-    for name, part in list(module.named_children()):
-        if isinstance(part, nn.Linear):
-            setattr(module, name, relaxed(part.in_features, part.out_features, cfg))
-
-
 class Attention(model_gpt.Attention):
-    """model_gpt's, as use u."""
+    """model_gpt's, of which every part is called as use u."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        relax_linears(self, cfg)
-        if cfg.qk_norm:
-            self.q_norm, self.k_norm = HeadNorm(cfg), HeadNorm(cfg)
+        replace_parts(self, cfg)
 
     def forward(self, x, layer, u, context):
         D = self.cfg.head_dim
@@ -161,11 +142,11 @@ class Attention(model_gpt.Attention):
 
 
 class MLP(model_gpt.MLP):
-    """model_gpt's, as use u."""
+    """model_gpt's, of which every part is called as use u."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        relax_linears(self, cfg)
+        replace_parts(self, cfg)
 
     def forward(self, x, u):
         up = self.w_up(x, u)
@@ -173,7 +154,7 @@ class MLP(model_gpt.MLP):
 
 
 class Block(model_gpt.Block):
-    """A stored block. Its norms and W' are tied, its deltas and QK-norms are not."""
+    """A stored block. Called as one of its unrolled layers, it has that use's deltas."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -185,67 +166,93 @@ class Block(model_gpt.Block):
         return x + self.drop(self.mlp(self.norm2(x), u))
 
 
-def run_loops(cfg, blocks, x, context, n_loop):
-    """x (B, T, C) -> the states after loops 1 .. n_loop, a list of (B, T, C)."""
-    states = []
+def run_loops(cfg, blocks, h, context, n_loop):
+    """h_0 (B, T, C) -> the states after loops 1 .. n_loop, a list of (B, T, C)."""
+    ends = []
     for layer in range(n_loop * cfg.n_stored):
         k, _ = cfg.block_and_use(layer)
-        x = blocks[k](x, layer, context)                # h_{layer + 1}                     (2)
+        h = blocks[k](h, layer, context)                # h_{layer + 1}                     (2)
         if (layer + 1) % cfg.n_stored == 0:
-            states.append(x)
-    return states
+            ends.append(h)
+    return ends
 
 
-# ---- the fast path ----
+# ---- the parts of a block, and the fast path ----
+
+class HeadNorm(nn.Module):
+    """QK-norm: RMSNorm of heads (B, heads, T, D). weights[u] is use u's; at rank 0 all are
+    the same parameter, as a Recursive Transformer ties everything."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.eps, self.tied = cfg.norm_eps, cfg.rank == 0
+        ones = [nn.Parameter(torch.ones(cfg.head_dim)) for _ in range(cfg.n_loop)]
+        self.weights = nn.ParameterList(ones[:1] * cfg.n_loop if self.tied else ones)
+
+    def forward(self, x, u):
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weights[u].to(x.dtype)
+
 
 class MergedLinear(RelaxedLinear):
-    """The same sum as (W' + B A) x where that is cheaper: forming W' + B A takes r in out
-    operations, A and B beside W' take r (in + out) for each token."""
+    """Equal, as W' x + B A x = (W' + B A) x. Forming W' + B A takes r in out multiplications,
+    applying A and B takes r (in + out) for each token: the first is cheaper for many tokens."""
 
     def forward(self, x, u):
         n_out, n_in = self.weight.shape
-        if not self.rank or x.numel() // n_in * (n_in + n_out) <= n_in * n_out:
+        n_tokens = x.numel() // n_in
+        if not self.rank or n_tokens * (n_in + n_out) <= n_in * n_out:
             return super().forward(x, u)
         return F.linear(x, torch.addmm(self.weight, self.b[u].t(), self.a[u]))
+
+
+def replace_parts(module, cfg):
+    """Replace each nn.Linear and QK-norm of a module by one that has uses."""
+    linear = MergedLinear if cfg.fast else RelaxedLinear
+    for name, part in list(module.named_children()):
+        if isinstance(part, nn.Linear):
+            setattr(module, name, linear(part.in_features, part.out_features, cfg))
+        elif isinstance(part, model_gpt.RMSNorm):
+            setattr(module, name, HeadNorm(cfg))
 
 
 # ---- conversion of a trained Transformer (Sections 2.2 and 2.3) ----
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start model from `weights`, the state dict of a model_gpt of the same sizes: first
-    the tied weights, then what each use has of its own. Raises ValueError where a tied
-    norm's weight is too near zero for deltas to make up for it."""
-    cfg, own = model.cfg, model.state_dict()
-    sources = [{} for _ in range(cfg.n_layer)]          # each layer's weights
+    """Start model from `weights`, the state dict of a model_gpt of the same sizes: first what
+    is tied, then what each use has of its own. Of other than n_layer layers so many are taken,
+    evenly spaced. Raises ValueError where a tied norm's weight is too near zero for deltas to
+    make up for it."""
+    cfg, target, layers = model.cfg, model.state_dict(), {}
     for name, w in weights.items():
         if name.startswith("blocks."):
-            _, layer, name = name.split(".", 2)
-            sources[int(layer)][name] = w
+            _, layer, part = name.split(".", 2)
+            layers.setdefault(int(layer), {})[part] = w
         else:
-            own[name].copy_(w)
+            target[name].copy_(w)
+    step = (len(layers) - 1) / max(1, cfg.n_layer - 1)
+    sources = [layers[round(step * layer)] for layer in range(cfg.n_layer)]
     for k, block in enumerate(model.blocks):
-        tie(block, [sources[layer] for layer in source_layers(cfg, k)])
-        for norm in ("norm1", "norm2") if cfg.rank and cfg.lora_init == "svd" else ():
-            if getattr(block, norm).weight.abs().min() < 1e-4:
-                raise ValueError(f"{norm} of stored block {k} is near zero, its deltas would be "
-                                 f"huge: another init may avoid it, rank=0 and lora_init=zero do")
-        for u, layer in enumerate(cfg.tied(k)):
-            relax(cfg, block, u, sources[layer])
+        set_tied(block, [sources[layer] for layer in source_layers(cfg, k)])
+        if cfg.rank and cfg.lora_init == "svd":
+            check_norms(block, k)
+        for u, layer in enumerate(cfg.layers_of(k)):
+            set_use(cfg, block, u, sources[layer])
 
 
 def source_layers(cfg, k):
     """The source's layers whose mean stored block k starts from (none: it stays random).
-    stepwise: K of them evenly spaced, first and last included, halves to even."""
+    stepwise: K of them evenly spaced from the first to the last, halves to even."""
     L, K = cfg.n_layer, cfg.n_stored
-    return {"average": cfg.tied(k), "stepwise": [round(k * (L - 1) / max(1, K - 1))],
+    return {"average": cfg.layers_of(k), "stepwise": [round(k * (L - 1) / max(1, K - 1))],
             "lower": [k], "upper": [L - K + k], "random": []}[cfg.init]
 
 
-def tie(block, sources):
-    """Set the tied weights of a block, norms included, to the mean of the sources'."""
+def set_tied(block, sources):
+    """Set what all uses of a block share, W' and norms, to the mean of the sources'."""
     for name, p in block.named_parameters():
-        if sources and name in sources[0]:              # deltas are not
+        name = name.replace("norm.weights.0", "norm.weight")    # a HeadNorm's
+        if sources and name in sources[0]:                      # a and b are in no source
             p.copy_(sum(source[name] for source in sources) / len(sources))
 
 
@@ -253,21 +260,24 @@ NORM_BEFORE = {"attn.wq": "norm1", "attn.wk": "norm1", "attn.wv": "norm1",
                "mlp.w_gate": "norm2", "mlp.w_up": "norm2"}
 
 
-def relax(cfg, block, u, source):
+def set_use(cfg, block, u, source):
     """Set what use u of a block has of its own, QK-norms and deltas, so that it comes near
-    the layer with the weights `source`. A source's matrix stood after a norm of weight g_l,
-    and stands after the tied norm g' now: W_l diag(g_l / g') does the same there."""
+    the layer with the weights `source`. There W_l stood after a norm of weight g_l, here after
+    the tied norm g': of a normalized n, W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n)."""
     for name, part in block.named_modules():
-        if isinstance(part, HeadNorm):
+        if isinstance(part, HeadNorm) and not part.tied:
             part.weights[u].copy_(source[f"{name}.weight"])
         if isinstance(part, RelaxedLinear) and part.rank and cfg.lora_init == "svd":
-            wanted = upcast(source[f"{name}.weight"])   # (out, in)
+            w_l = source[f"{name}.weight"]              # (out, in)
+            wanted = upcast(w_l)
             if name in NORM_BEFORE:
                 norm = f"{NORM_BEFORE[name]}.weight"
                 wanted = wanted * (upcast(source[norm]) / upcast(block.get_parameter(norm)))
             missing = wanted - upcast(part.weight)      # W_l diag(g_l / g') - W'           (4)
-            # else A stays random and B zero, so that they can still learn
-            if missing.norm() > rounding(cfg, source[f"{name}.weight"], part) * wanted.norm():
+            # As much may be the rounding of W' and g', means of up to n_loop terms. Its SVD
+            # would be noise: then A stays random and B zero, and both can learn.
+            eps = max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
+            if missing.norm() > 2 * cfg.n_loop * eps * wanted.norm():
                 part.a[u], part.b[u] = low_rank(missing, part.rank)
 
 
@@ -279,10 +289,11 @@ def low_rank(delta, r):
     return Vh[:r], B.t()
 
 
-def rounding(cfg, w, part):
-    """How large, relative to W_l, rounding alone may be: W' and g' are means of n_loop terms,
-    each rounded by n_loop / 2 eps at most."""
-    return 2 * cfg.n_loop * max(torch.finfo(x.dtype).eps for x in (w, part.weight))
+def check_norms(block, k):
+    for name in ("norm1", "norm2"):
+        if getattr(block, name).weight.abs().min() < 1e-4:
+            raise ValueError(f"{name} of stored block {k} is near zero, its deltas would be "
+                             f"huge: another init may avoid it, rank=0 and lora_init=zero do")
 
 
 # ---- the model ----
@@ -292,42 +303,48 @@ class Model(LanguageModel):
     runs_blocks_once = False
 
     def __init__(self, cfg):
-        super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_stored)])
+        super().__init__(cfg, [self.make_block(cfg, k) for k in range(cfg.n_stored)])
         init_weights(self, cfg.n_layer)
+
+    def make_block(self, cfg, k):
+        """Stored block k; of a fork, any module that is called as block(h, layer, context)."""
+        return Block(cfg)
 
     @property
     def n_loop(self):
-        """Loops that a token takes in evaluation and decoding."""
+        """How many loops run in evaluation and decoding."""
         return self.cfg.exit_loop or self.cfg.n_loop
 
-    def hidden(self, idx, cache=None, n_valid=None):
-        """idx (B, T) -> the states after the final norm, (B, T, C)."""
-        cfg, x = self.cfg, self.drop(self.wte(idx))
-        context = Context(cfg, x, cache, n_valid)
-        n_loop = cfg.n_loop if self.training and cache is None else self.n_loop
-        x = run_loops(cfg, self.blocks, x, context, n_loop)[-1]
+    def loops(self, idx, cache=None, n_valid=None):
+        """idx (B, T) -> the states after each loop, a list of (B, T, C)."""
+        h = self.drop(self.wte(idx))
+        context = self.context_type(self.cfg, h, cache, n_valid)
+        all_run = self.training and cache is None
+        n_loop = self.cfg.n_loop if all_run else self.n_loop
+        states = run_loops(self.cfg, self.blocks, h, context, n_loop)
         if cache is not None:
             cache.advance(context.slots)
-        return self.norm(x)
+        return states
+
+    def hidden(self, idx, cache=None, n_valid=None):
+        return self.norm(self.loops(idx, cache, n_valid)[-1])
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """As in every model. In training with early_exit the loss is sum_b c_b loss_b over
         the loops (Section 3.7), and aux has "ce_loop1", ... too."""
-        cfg = self.cfg
-        if not self.training or cfg.early_exit == "none" or targets is None or cache is not None:
+        exits = self.training and self.cfg.early_exit != "none"
+        if not exits or targets is None or cache is not None or not idx.numel():
             return super().forward(idx, targets, cache, n_valid)
-        x = self.drop(self.wte(idx))
-        states = run_loops(cfg, self.blocks, x, Context(cfg, x), cfg.n_loop)
-        *earlier, last = [upcast(self.head(self.norm(x))) for x in states]
+        *earlier, last = [upcast(self.head(self.norm(h))) for h in self.loops(idx)]
         *c_earlier, c_last = self.loop_weights()
         ce = cross_entropy(last, targets)
         loss, aux = c_last * ce, {"ce": ce.detach()}
         for b, (c, logits) in enumerate(zip(c_earlier, earlier), 1):
             ce_b = cross_entropy(logits, targets)
             aux[f"ce_loop{b}"] = ce_b.detach()
-            if cfg.exit_loss != "kl":
+            if self.cfg.exit_loss != "kl":
                 loss = loss + c * ce_b
-            if cfg.exit_loss != "ce":
+            if self.cfg.exit_loss != "ce":
                 loss = loss + c * kl_from_last(logits, last, targets)
         return last, loss, aux
 
@@ -340,26 +357,30 @@ class Model(LanguageModel):
         return [self.cfg.exit_weight] * (n - 1) + [1.0]
 
     def init_cache(self, batch_size, max_len):
-        """An empty cache for the unrolled layers."""
+        """An empty cache for the unrolled layers up to exit_loop."""
         n_layer = self.n_loop * self.cfg.n_stored
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
 
     def flops_per_token(self):
-        """Floating-point operations of one token's forward and backward pass in a sequence of
-        block_size, counted as model_gpt does: W' in every loop, deltas as two products, the
-        head where it is read."""
-        cfg = self.cfg
-        linears = [m for m in self.blocks.modules() if isinstance(m, RelaxedLinear)]
-        weights = sum(cfg.n_loop * m.weight.numel() for m in linears)
-        weights += sum(m.a.numel() + m.b.numel() for m in linears if m.rank)    # of all loops
-        heads = cfg.n_loop if cfg.early_exit != "none" else 1
-        weights += heads * cfg.vocab_size * cfg.n_embd
-        return 6.0 * weights + 12.0 * cfg.n_layer * cfg.n_embd * (cfg.block_size + 1) / 2
+        """As in model_gpt; with early_exit the head is read after every loop."""
+        heads = self.cfg.n_loop if self.cfg.early_exit != "none" else 1
+        weights = self.block_weights() + heads * self.head.weight.numel()
+        return 6.0 * weights + self.mixer_flops()
+
+    def block_weights(self):
+        """W' counts in every loop, deltas as two products of their own."""
+        return sum(self.cfg.n_loop * p.numel() if p.dim() == 2 else p.numel()
+                   for p in self.blocks.parameters() if p.dim() > 1)
+
+    def mixer_flops(self):
+        """What the mixers of all layers take beside their weights: 12 C for a visible key."""
+        return 12.0 * self.cfg.n_layer * self.cfg.n_embd * (self.cfg.block_size + 1) / 2
 
 
 def kl_from_last(logits, last, targets):
     """Mean KL(p_last || p) in nats over the targets that are not -1: p_last, of the last
     loop's logits (B, T, V), is a constant."""
-    p, q = last.detach().log_softmax(-1), logits.log_softmax(-1)
+    log_p_last, log_p = last.detach().log_softmax(-1), logits.log_softmax(-1)
     counted = targets != -1
-    return ((p.exp() * (p - q)).sum(-1) * counted).sum() / counted.sum().clamp(min=1)
+    kl = (log_p_last.exp() * (log_p_last - log_p)).sum(-1)      # (B, T)
+    return (kl * counted).sum() / counted.sum().clamp(min=1)

@@ -355,11 +355,9 @@ class Model(LanguageModel):
         cache.advance(slots)
         return y
 
-    flops_per_token = model_gpt.Model.flops_per_token   # what backward recomputes is not counted
-
     def mixer_flops(self):
         """In each layer 12 C for each visible key, averaged over positions, and Wk and Wv a
-        second time for the persistent pair."""
+        second time for the persistent pair. (What backward recomputes is not counted.)"""
         cfg = self.cfg
         flops = 12.0 * cfg.n_embd * (cfg.block_size + 1) / 2
         if cfg.recurrent:

@@ -456,7 +456,7 @@ class ChunkBackward:
 
     def query_grad(self):
         """What the chunk's own keys add to dq (A, B, H, C, D) (B7)."""
-        C, da = self.shape[3], self.da.view(self.q.shape)
+        da = self.da.view(self.q.shape)
         ds = self.p * (torch.bmm(da, self.v.mT) - self.delta[..., None])
         return (torch.bmm(ds, self.k) * self.scale).view(self.shape)
 

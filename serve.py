@@ -700,7 +700,7 @@ class MoRAdapter(LoopAdapter):
         # where loops differ, they have the same layers
         y = self.run_blocks(self.model.layers_of[int(loop[0]) - 1], h, context)  # (N, C)
         if self.cfg.router == "expert":
-            gate = self.cfg.alpha * self.model.squash(self.scores(self.model.routers, h, loop))
+            gate = self.model.gate(self.scores(self.model.routers, h, loop))
             y = h + (gate[:, None] * y).to(h.dtype)                     # (2.1)
         return torch.cat([y, h1], -1)
 

@@ -6,6 +6,7 @@ Both sides store matrices as (out, in), and RoPE rotates the same pairs.
 So a weight only changes its name.
 """
 import json
+import math
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -20,8 +21,10 @@ def from_pretrained(path, **overrides):
     overrides replace Config fields (block_size, dropout, fast). ValueError names what the
     weights need and model_gpt has not."""
     folder, gpt = pretrained_folder(path), model_module("gpt")
-    model = gpt.Model(gpt.Config(**{**llama_config(folder), **overrides}))
-    model.load_state_dict(llama_weights(folder, model))
+    fields, found = llama_config(folder), stored_weights(folder)
+    fields["tie_embeddings"] = fields["tie_embeddings"] and tied(found)
+    model = gpt.Model(gpt.Config(**{**fields, **overrides}))
+    model.load_state_dict(llama_weights(folder, found, model))
     return model
 
 
@@ -135,78 +138,127 @@ def read_json(file):
     if not file.is_file():                  # reading a pipe would wait for ever
         raise ValueError(f"{file} is missing or is not a regular file")
     try:
-        value = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        value = json.loads(file.read_text("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"{file} cannot be read or is not JSON") from e
     if not isinstance(value, dict):
         raise ValueError(f"{file} is not a JSON object")
     return value
 
 
+# what transformers takes where a config.json lacks a field
+DEFAULTS = {"llama": {}, "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+            "qwen3": {"num_key_value_heads": 32, "head_dim": 128}}
+# fields that change what transformers computes, and the one value that model_gpt computes too
+ONLY = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "is_causal": True,
+        "use_sliding_window": False, "per_layer_config": None, "fusion_config": None,
+        "quantization_config": None, "transformers_weights": None}
+
+
 def llama_config(folder):
-    """The Config fields that a folder's config.json asks for. What model_gpt cannot compute
-    (biases, scaled RoPE, another activation or head size) is refused by name."""
+    """The Config fields that a folder's config.json asks for, as transformers reads it. What
+    model_gpt cannot compute (biases, scaled RoPE, another head size) is refused by name."""
     hf = read_json(folder / "config.json")
     family = hf.get("model_type")
-    if family not in ("llama", "mistral", "qwen3"):
-        raise ValueError(f"model_type {family} is not supported: llama, mistral, qwen3 are")
-    try:
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise ValueError(f"rope scaling '{kind}' is not supported: only unscaled RoPE is")
-        # Llama ignores the field
-        window = hf.get("sliding_window", 4096) if family == "mistral" else 0
-        fields = dict(
-            block_size=int(hf["max_position_embeddings"]), vocab_size=int(hf["vocab_size"]),
-            n_layer=int(hf["num_hidden_layers"]), n_head=int(hf["num_attention_heads"]),
-            n_kv_head=int(hf.get("num_key_value_heads") or hf["num_attention_heads"]),
-            n_embd=int(hf["hidden_size"]), n_mlp=int(hf["intermediate_size"]),
-            norm_eps=float(hf["rms_norm_eps"]), window=int(window or 0),
-            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
-            tie_embeddings=bool(hf.get("tie_word_embeddings", False)), qk_norm=family == "qwen3")
-    except (KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{folder / 'config.json'} lacks a field or has a wrong one: {e}") from e
-    head_dim = fields["n_embd"] // fields["n_head"]
-    for name, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"),
-                         ("use_sliding_window", False), ("head_dim", head_dim)):
-        value = hf.get(name, wanted)
-        if value != wanted and not (name == "head_dim" and value is None):
-            raise ValueError(f"{name}={value} is not supported: only {wanted} is")
-    return fields
+    if family not in [*DEFAULTS]:
+        raise ValueError(f"model_type {family!r:.60} is not supported: {', '.join(DEFAULTS)} are")
+    hf = {**DEFAULTS[family], **hf}
+    width, n_head = field(hf, "hidden_size"), field(hf, "num_attention_heads")
+    for name, value in {"num_key_value_heads": n_head, "head_dim": width // n_head,
+                        "tie_word_embeddings": False}.items():
+        hf[name] = value if hf.get(name) is None else hf[name]
+    refuse_others(folder, hf, {**ONLY, "head_dim": width // n_head})
+    # Llama ignores the field
+    windowed = family == "mistral" and hf["sliding_window"] is not None
+    return dict(
+        block_size=field(hf, "max_position_embeddings"), vocab_size=field(hf, "vocab_size"),
+        n_layer=field(hf, "num_hidden_layers"), n_head=n_head, n_embd=width,
+        n_kv_head=field(hf, "num_key_value_heads"), n_mlp=field(hf, "intermediate_size"),
+        norm_eps=field(hf, "rms_norm_eps", float), qk_norm=family == "qwen3",
+        window=field(hf, "sliding_window") if windowed else 0,
+        rope_theta=rope_theta(hf), tie_embeddings=field(hf, "tie_word_embeddings", bool))
 
 
-def llama_weights(folder, model):
-    """The model's state dict from one safetensors file, or those that the index names.
-    ValueError names a weight that is missing, left over or of another shape."""
+def field(hf, name, kind=int):
+    """A positive number, or true or false, of a config.json."""
+    value = hf.get(name)
+    right = type(value) is kind or kind is float and type(value) is int
+    if not right or kind is not bool and not 0 < value < math.inf:
+        raise ValueError(f"config.json lacks {name} or has a wrong one: {value!r:.60}")
+    return kind(value)
+
+
+def refuse_others(folder, hf, only):
+    """ValueError where transformers would compute what model_gpt does not."""
+    for name, wanted in only.items():
+        if hf.get(name, wanted) != wanted:
+            raise ValueError(f"{name}={hf[name]!r:.60} is not supported: only {wanted} is")
+    if hf.get("layer_types") and set(hf["layer_types"]) != {"full_attention"}:
+        raise ValueError("layer_types is not supported: only full_attention is")
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder / 'adapter_config.json'} is not supported: no adapter is")
+
+
+def rope_theta(hf):
+    """RoPE's base. Of two fields with RoPE's parameters transformers takes the older one."""
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError("RoPE's parameters of each layer type are not supported: only one set is")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"rope scaling {kind!r:.60} is not supported: only unscaled RoPE is")
+    return field({"rope_theta": 10000.0, **hf, **rope}, "rope_theta", float)
+
+
+def stored_weights(folder):
+    """{name: tensor} of model.safetensors or else of the files that the index names, as
+    transformers chooses. ValueError names a file that cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     index = folder / "model.safetensors.index.json"
     names = {"": "model.safetensors"}
-    if index.exists():
+    if index.exists() and not (folder / names[""]).exists():
         names = read_json(index).get("weight_map")
-    found = {}
-    for file in set(names.values()) if isinstance(names, dict) else [None]:
+    files, found = names.values() if isinstance(names, dict) else [None], {}
+    for file in files:
         if not isinstance(file, str) or not file or Path(file).name != file:
-            raise ValueError(f"{index} must name files of its folder, not {file!r}")
+            raise ValueError(f"{index} must name files of its folder, not {file!r:.60}")
+    for file in sorted(set(files)):
         if not (folder / file).is_file():
             raise ValueError(f"{folder / file} is missing or is not a regular file")
         try:
             found.update(load_file(folder / file))
         except (OSError, SafetensorError) as e:
             raise ValueError(f"{folder / file} cannot be read or is damaged") from e
+    return {name: w for name, w in found.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def tied(found):
+    """Whether the head is the embedding, where a config says so. As in transformers it is not if
+    both are stored and differ, and one of them stands for the other."""
+    names = llama_name("wte.weight"), llama_name("head.weight")
+    first, second = (found.get(name) for name in names)
+    if first is not None and second is not None and not torch.equal(first, second):
+        return False
+    for name, other in zip(names, reversed(names)):
+        if other in found:
+            found.setdefault(name, found[other])
+    return True
+
+
+def llama_weights(folder, found, model):
+    """The model's state dict. ValueError names a weight that is missing, left over, of another
+    shape or not of finite numbers."""
     weights = {}
     for name, p in model.state_dict().items():
         source = llama_name(name)
-        if name == "head.weight" and model.cfg.tie_embeddings:
-            found.pop(source, None)     # some files store the tied head again
-            source = llama_name("wte.weight")
-        if source not in found or found[source].shape != p.shape:
-            shape = tuple(found[source].shape) if source in found else "missing"
+        w = weights[name] = found.get(source)
+        if w is None or w.shape != p.shape:
+            shape = "missing" if w is None else tuple(w.shape)
             raise ValueError(f"{folder}: {source} is {shape}, not {tuple(p.shape)}")
-        weights[name] = found[source]
-    found = {name for name in found if not name.endswith("rotary_emb.inv_freq")}
-    extra = found - {llama_name(name) for name in weights}
+        if not w.is_floating_point() or not w.float().isfinite().all():
+            raise ValueError(f"{folder}: {source} is not of finite floating-point numbers")
+    extra = found.keys() - {llama_name(name) for name in weights}
     if extra:
         raise ValueError(f"{folder}: {min(extra)} has no place in this model")
     return weights

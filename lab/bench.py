@@ -32,12 +32,11 @@ import torch.nn.functional as F
 import kernels
 import rt_wavefront
 from common.checkpoint import load_run
-from common.config import read_config
 from common.data import TokenData, open_data
 from common.keys import (UserError, asks_help, help_text, is_key, model_module, run_cli,
                          split_args, split_paths, typed_config, writing)
 from common.optim import make_optimizers
-from common.process import check_tokenizer, device_name, pick_device
+from common.process import check_tokenizer, device_name, pick_device, read_config
 from common.sampling import loop_fractions
 from serve import Engine, Request
 

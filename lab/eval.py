@@ -33,11 +33,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from common.checkpoint import build_model, checkpoint_file, load_checkpoint
-from common.data import TokenData, Windows, bits_per_byte, open_data
+from common.data import TokenData, Windows, bits_per_byte, is_task, open_data
 from common.keys import (UserError, asks_help, first_line, help_text, need, read_text, run_cli,
                          split_paths, typed_config, writing)
 from common.process import autocast, check_tokenizer, device_name, pick_device
-from common.tasks import is_task
 from common.tokenizer import load_tokenizer
 from sample import choose_prefill
 
@@ -161,6 +160,9 @@ def evaluate_text(model, run, cfg, ckpt):
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
     if getattr(model.cfg, "router", "") == "expert":
+        taken = torch.cat([model.recursions(x) for x in inputs])  # (rows, T)
+        # positions that take the last recursion in no row (Table 10: of 500)
+        result["dead"] = float((taken < model.n_loop).all(0).float().mean())
         result["scores"] = router_scores(model, inputs)
     return result
 

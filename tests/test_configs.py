@@ -20,9 +20,12 @@ PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l":
          **{f"mor_{size}m": (size, MOR, 20) for size in (135, 360, 730, 1700)}}
 NAMES = sorted({p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch(p.stem)} | PAPER.keys())
 # (its row in RESULTS.md, the file's name, changed keys): one file of MoR is three models
-RUNS = [run for name in NAMES for run in ([(f"{name}_r{r}", name, dict(n_loop=r)) for r in (2, 3, 4)]
-                                          if name.startswith("mor_") else [(name, name, {})])]
-LAYERS = {135: (30, 32, 30), 360: (32, 32, 34), 730: (26, 26, 26), 1700: (24, 26, 26)}     # of MoR-2, MoR-3, MoR-4
+# MoR's: layers of the plain model, MoR-2, MoR-3, MoR-4; billions of tokens of the smallest budget
+LAYERS = {135: (30, 30, 32, 30), 360: (32, 32, 32, 34), 730: (26, 26, 26, 26), 1700: (24, 24, 26, 26)}
+SMALLEST = {135: 9.2, 360: 3.6, 730: 1.8, 1700: 0.8}
+RUNS = [run for name in NAMES for run in (
+    [(f"{name}_r{r}", name, dict(n_loop=r, n_layer=LAYERS[PAPER[name][0]][r - 1])) for r in (2, 3, 4)]
+    if name.startswith("mor_") else [(name, name, {})])]
 # Bytes of activations a token, layer and channel, at most: the peak of forward and backward pass under bfloat16
 # autocast on a CPU (two heads, 1,024 tokens) without weights and gradients; rt with the copies of CUDA graphs.
 ACTIVATIONS = {"rt": 60, "lrt": 120, "mor": 45, "rat": 40}
@@ -54,10 +57,11 @@ def test_size_tokens_and_memory(row, name, changes):
     if family == "rt":
         size = count(p for p in model.blocks.parameters() if p.dim() == 2)
     elif family == "mor":
-        assert cfg.n_layer == LAYERS[millions][cfg.n_loop - 2]
         stated = f"n_loop={cfg.n_loop} {cfg.n_stored} in {cfg.n_layer}"
         assert stated in text.replace("\n# ", " ").replace(" unrolled layers", "")
-        size = count(build(name, router="none", n_loop=1, share="cycle")[1].parameters())
+        assert values["warmup_steps"] == round(0.05 * SMALLEST[millions] * 1e9 / step)
+        plain = dict(router="none", n_loop=1, share="cycle", n_layer=LAYERS[millions][0])
+        size = count(build(name, **plain)[1].parameters())
     assert abs(size / 1e6 - millions) < 0.03 * millions
     tokens, accumulation = values["batch_size"] * cfg.block_size, values["gradient_accumulation_steps"]
     assert tokens * accumulation == step and accumulation % 8 == 0

@@ -1,5 +1,6 @@
 """model_gpt.py against independent computations: attention from its definition, transformers' Llama."""
 import json
+import math
 import os
 
 import pytest
@@ -114,16 +115,97 @@ def test_loads_what_transformers_saved(tmp_path, sizes, changes):
     assert (ours.head.weight is ours.wte.weight) == theirs.config.tie_word_embeddings
 
 
-def test_older_weights_load_the_same(tmp_path):
-    """bfloat16, with the tied head stored once more and rotary tables beside it."""
+def stored(folder, change):
+    """Change the stored weights, a dict, in place."""
     from safetensors.torch import load_file, save_file
-    saved_llama(tmp_path, tie_word_embeddings=True)
-    weights = {n: w.bfloat16() for n, w in load_file(tmp_path / "model.safetensors").items()}
-    weights["lm_head.weight"] = embedding = weights["model.embed_tokens.weight"].clone()
-    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file(weights, tmp_path / "model.safetensors")
-    ours = llama.from_pretrained(tmp_path)
-    assert ours.head.weight is ours.wte.weight and torch.equal(ours.wte.weight, embedding.float())
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file({n: w.clone() for n, w in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def cast(dtype):
+    return lambda weights: weights.update({n: w.to(dtype) for n, w in weights.items()})
+
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TIED = dict(tie_word_embeddings=True)
+YARN = {"rope_type": "yarn", "rope_theta": 1234.0, "factor": 4.0}
+# (what transformers saves, how config.json is changed, how the weights are, the reason if we refuse)
+VARIATIONS = {
+    "scaling wins": ({}, dict(rope_scaling=YARN), None, "'yarn'"),
+    "linear, old name": ({}, dict(rope_scaling={"type": "linear", "factor": 2.0}), None, "'linear'"),
+    "dynamic": ({}, dict(rope_scaling={"type": "dynamic", "factor": 2.0}, rope_parameters=None), None, "'dynamic'"),
+    "unscaled wins": ({}, dict(rope_parameters=YARN, rope_scaling={"type": "default"}, rope_theta=77.0), None, None),
+    "empty scaling": ({}, dict(rope_scaling={}, rope_theta=77.0), None, None),
+    "no theta": ({}, dict(rope_parameters=None), None, None),
+    "theta of two places": ({}, dict(rope_theta=77.0), None, None),
+    "partial rotation": ({}, dict(partial_rotary_factor=0.5), None, None),
+    "of each layer type": ({}, dict(rope_parameters={"full_attention": YARN}), None, "each layer type"),
+    "tied, another head": ({}, TIED, None, None),
+    "tied, the same head": ({}, TIED, lambda w: w.update({HEAD: w[EMBED]}), None),
+    "tied, head alone": ({}, TIED, lambda w: w.pop(EMBED), None),
+    "tied, rotary tables": (TIED, {}, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+                            None),
+    "not tied, no head": ({}, {}, lambda w: w.pop(HEAD), "lm_head.weight is missing"),
+    "float16": ({}, dict(dtype="float16"), cast(torch.float16), None),
+    "bfloat16": ({}, dict(torch_dtype="bfloat16"), cast(torch.bfloat16), None),
+    "float64": ({}, {}, cast(torch.float64), None),
+    "integers": ({}, {}, cast(torch.int8), "floating-point"),
+    "not finite": ({}, {}, lambda w: w[HEAD].fill_(math.nan), "finite"),
+    "mistral's window": (dict(kind="Mistral", sliding_window=7), {}, None, None),
+    "mistral without": (dict(kind="Mistral", sliding_window=None), {}, None, None),
+    "mistral, window 0": (dict(kind="Mistral"), dict(sliding_window=0), None, "sliding_window"),
+    "mistral's default heads": (dict(kind="Mistral", num_attention_heads=8, num_key_value_heads=8, head_dim=6),
+                                dict(num_key_value_heads="gone"), None, None),
+    "qwen3": (dict(kind="Qwen3"), {}, None, None),
+    "qwen3's default head size": (dict(kind="Qwen3"), dict(head_dim="gone"), None, "head_dim=128"),
+    "layer types": (dict(kind="Qwen3"), dict(layer_types=["sliding_attention"] * 3), None, "layer_types"),
+    "head size": (dict(head_dim=16), {}, None, "head_dim=16"),
+    "gelu": (dict(hidden_act="gelu"), {}, None, "hidden_act"),
+    "biases": (dict(attention_bias=True), {}, None, "attention_bias"), "biases of the MLP": (dict(mlp_bias=True), {}, None, "mlp_bias"),
+    "not causal": ({}, dict(is_causal=False), None, "is_causal"),
+    "layers of their own": ({}, dict(per_layer_config={"0": {"intermediate_size": 80}}), None, "per_layer_config"),
+    "quantized": ({}, dict(quantization_config={"quant_method": "fp8"}), None, "quantization_config"),
+    "another file": ({}, dict(transformers_weights="b.safetensors"), None, "transformers_weights"),
+    "a fraction of layers": ({}, dict(num_hidden_layers=2.5), None, "num_hidden_layers"),
+}
+
+
+@pytest.mark.parametrize("sizes, changes, weights, refused", VARIATIONS.values(), ids=VARIATIONS)
+def test_folders_are_read_as_transformers_reads_them(tmp_path, sizes, changes, weights, refused):
+    saved_llama(tmp_path, **sizes)
+    edit(tmp_path, **changes)
+    if weights:
+        stored(tmp_path, weights)
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            llama.from_pretrained(tmp_path)
+    else:
+        assert_same_logits(tmp_path)
+
+
+def assert_same_logits(folder):
+    theirs = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours, x = llama.from_pretrained(folder).eval(), torch.randint(0, 97, (2, 30))
+    with torch.no_grad():
+        want = theirs.eval()(x).logits
+        assert (ours(x)[0] - want).abs().max() < 1e-5 * want.abs().max()
+    tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
+    assert tied == (ours.head.weight is ours.wte.weight)
+
+
+def test_of_one_file_and_an_index_transformers_takes_the_file(tmp_path):
+    """And of two shards with the same weight the later one."""
+    from safetensors.torch import load_file, save_file
+    saved_llama(tmp_path, shard="40KB")
+    assert_same_logits(tmp_path)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    weights = {name: w for file in shards for name, w in load_file(file).items()}
+    save_file({"model.norm.weight": torch.full((48,), 2.0), **load_file(shards[0])}, shards[0], {"format": "pt"})
+    assert_same_logits(tmp_path)
+    save_file({name: 2 * w for name, w in weights.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_same_logits(tmp_path)
+    assert torch.equal(llama.from_pretrained(tmp_path).wte.weight, 2 * weights[EMBED])
 
 
 def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
@@ -136,14 +218,16 @@ def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
 
 
 def edit(folder, **changes):
+    """Change fields of config.json; "gone" takes one out."""
     config = {**json.loads((folder / "config.json").read_text()), **changes}
+    config = {name: value for name, value in config.items() if value != "gone"}
     (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("changes, named", [
-    (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}, rope_parameters=None), "llama3"),
-    (dict(rope_parameters={"rope_type": "yarn"}), "yarn"), (dict(attention_bias=True), "attention_bias"),
-    (dict(use_sliding_window=True), "use_sliding_window"), (dict(head_dim=16), "head_dim"), (dict(model_type="bert"), "bert"), (dict(vocab_size=None), "config.json"),
+    (dict(use_sliding_window=True), "use_sliding_window"), (dict(model_type="bert"), "bert"),
+    (dict(model_type=["llama"]), "model_type"), (dict(vocab_size=None), "config.json"),
+    (dict(rope_theta="1e4", rope_parameters=None), "rope_theta"), (dict(tie_word_embeddings="false"), "tie_word"),
     (dict(intermediate_size=64), "gate_proj"), (dict(num_hidden_layers=2), "layers.2")])
 def test_what_we_cannot_compute_is_refused_by_name(tmp_path, changes, named):
     saved_llama(tmp_path)
