@@ -42,8 +42,9 @@ def to_pretrained(model, path, eos=None):
         hidden_size=c.n_embd, intermediate_size=c.n_mlp, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
         max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, hidden_act=ACTS[c.mlp],
-        attention_bias=False, mlp_bias=False, bos_token_id=None, eos_token_id=eos,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        hidden_act=ACTS[c.mlp], attention_bias=False, mlp_bias=False, bos_token_id=None,
+        eos_token_id=eos,
         tie_word_embeddings=c.tie_embeddings, sliding_window=c.window or None,
         torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."))
     weights = {llama_name(n): p.detach().contiguous() for n, p in model.named_parameters()}

@@ -27,6 +27,8 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
             "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source=2, source_norm=True,
                          head_dim=12),
                     dict(source=0), dict(memory=False)],
+            "rat_loops": [dict(chunk=5, n_layer=4, swa=7, head_dim=12),
+                          dict(chunk=3, n_layer=6, share="sequence", exit_loop=1)],
             "rt": [dict(n_kv_head=2, qk_norm="full", chunk=8, head_dim=6), dict(pos="rope", qk_norm="full"),
                    dict(recurrent=False, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True, head_dim=12)],
             "mor": [dict(kv="share", n_kv_head=2, qk_norm=True, causal="aux_router", router_arch="mlp",
