@@ -17,7 +17,7 @@ fast=false writes the softmax out, fast=true calls torch's fused attention. The 
 files import from this one: read it first. The KV cache, for decoding, stands at the end.
 
 Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value
-heads, D head size (C / H unless head_dim is given), V vocabulary.
+heads, D head size (C / H if not given), V vocabulary.
 
 Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Shazeer 2020
 (SwiGLU, 2002.05202); Zhang, Sennrich 2019 (RMSNorm, 1910.07467); Ainslie et al. 2023 (GQA,
@@ -57,7 +57,8 @@ class BaseConfig:
         self.n_kv_head = self.n_kv_head or self.n_head
         self.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
         self.at_least(0, "head_dim")
-        for a, b in [("n_embd", "n_head")] * (not self.head_dim) + [("n_head", "n_kv_head")]:
+        width = [] if self.head_dim else [("n_embd", "n_head")]
+        for a, b in width + [("n_head", "n_kv_head")]:
             if getattr(self, a) % getattr(self, b):
                 raise ValueError(f"{a}={getattr(self, a)} is not divisible by "
                                  f"{b}={getattr(self, b)}")
@@ -223,7 +224,8 @@ class MLP(nn.Module):
 
     def forward(self, x):
         up = self.w_up(x)
-        return self.w_down(self.act(self.w_gate(x)) * up if self.gated else self.act(up))
+        hidden = self.act(self.w_gate(x)) * up if self.gated else self.act(up)
+        return self.w_down(hidden)
 
 
 class Block(nn.Module):
@@ -292,7 +294,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        if getattr(cfg, "scale_embeddings", False):     # what the call gives, not a tied head
+        if getattr(cfg, "scale_embeddings", False):     # not in a tied head
             self.wte.register_forward_hook(lambda wte, idx, x: x * math.sqrt(cfg.n_embd))
         self.drop = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(blocks)
@@ -403,7 +405,8 @@ class Model(LanguageModel):
         cfg, T = self.cfg, self.cfg.block_size
         w = min(cfg.window or T, T)
         keys = (w * (w + 1) / 2 + (T - w) * w) / T
-        return 12.0 * cfg.n_layer * cfg.n_head * cfg.head_dim * keys
+        width = cfg.n_head * cfg.head_dim
+        return 12.0 * cfg.n_layer * width * keys
 
 
 # ---- decoding: the KV cache ----

@@ -547,8 +547,8 @@ class Model(Recursions):
         if r > 1 and cfg.kv == "share":
             weights -= block.attn.wk.weight.numel() + block.attn.wv.weight.numel()
         keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
-        visible = (keys + 1) / 2
-        return fraction * (6.0 * weights + 12.0 * cfg.n_head * cfg.head_dim * visible)
+        visible, width = (keys + 1) / 2, cfg.n_head * cfg.head_dim
+        return fraction * (6.0 * weights + 12.0 * width * visible)
 
 
 @torch.no_grad()

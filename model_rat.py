@@ -38,8 +38,8 @@ matrices decay. There norms and b_g do: in the paper's run decay alone would mul
 b_g by e^-1.9, which shortens the gates' memories.
 
 Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, G groups of q and
-k (in attention key/value heads), D head size, W = H D (C unless head_dim is given), R
-slots of a layer's cache.
+k (in attention key/value heads), D head size, W = H D (C if
+head_dim is not given), R slots of a layer's cache.
 """
 import math
 from dataclasses import dataclass

@@ -151,7 +151,8 @@ class MLP(model_gpt.MLP):
 
     def forward(self, x, u):
         up = self.w_up(x, u)
-        return self.w_down(self.act(self.w_gate(x, u)) * up if self.gated else self.act(up), u)
+        hidden = self.act(self.w_gate(x, u)) * up if self.gated else self.act(up)
+        return self.w_down(hidden, u)
 
 
 class Block(model_gpt.Block):
