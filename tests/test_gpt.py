@@ -67,9 +67,9 @@ def test_fast_builds_no_mask(monkeypatch):
 
 @pytest.mark.parametrize("window, keys", [(0, 2.5), (2, 7 / 4)])
 def test_flops_by_hand(window, keys):
-    sizes = dict(block_size=4, vocab_size=10, n_layer=1, n_head=2, n_embd=8, n_mlp=16, window=window)
+    sizes = dict(block_size=4, vocab_size=10, n_layer=1, n_head=2, n_embd=8, head_dim=6, n_mlp=16, window=window)
     model = model_gpt.Model(model_gpt.Config(**sizes))
-    assert model.flops_per_token() == 6 * (4 * 64 + 3 * 8 * 16 + 80) + 12 * 8 * keys
+    assert model.flops_per_token() == 6 * (4 * 8 * 12 + 3 * 8 * 16 + 80) + 12 * 12 * keys
 
 
 def test_rms_norm_squares_in_float32_under_autocast():
