@@ -138,6 +138,8 @@ def test_from_a_folder_to_a_folder(sizes, dtype, model, keys, data_dir, tmp_path
     if dtype == torch.bfloat16:
         stored(tmp_path / "source", cast(dtype))
     recipe = [f"config={ROOT / 'configs' / f'{model}_uptrain.yaml'}", f"init_from={tmp_path / 'source'}", *keys]
+    if model == "relaxed":
+        recipe.append(f"teacher={tmp_path / 'source'}")
     small = ["dataset=words", "block_size=16", "batch_size=2", "gradient_accumulation_steps=1", "max_steps=20",
              "eval_interval=20", "eval_batches=1", "warmup_steps=2", "sample_tokens=0", "device=cpu", "run=r"]
     train.main([*recipe, *small, f"out_dir={tmp_path}", f"data_dir={data_dir}"])
