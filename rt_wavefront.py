@@ -340,14 +340,13 @@ class BackwardStep:
         self.pairs, self.d_pairs, eps = pairs, d_pairs, run.cfg.norm_eps
         self.rope = [run.diagonal(u, step, 1) for u in run.tables]
         x, y = (run.diagonal(u, step, 1).flatten(1, 2) for u in (states[:-1], states[1:]))
-        self.qkv, norms = run.temporary(x, w, self.rope)
-        self.x_norm, self.q_norm, self.k_norm = norms
+        self.qkv, (self.x_norm, self.q_norm, self.k_norm) = run.temporary(x, w, self.rope)
         outside = run.outside(*self.qkv, pairs, step)
         own = [run.diagonal(u, step, 3) for u in (*pairs, *d_pairs)]
         self.attention = ChunkBackward(run, self.qkv[0], *outside, *own)
         self.a = self.attention.a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)
         self.z_norm = norm_parts(x + product(self.a, w.out), eps)
-        self.u = product(self.z_norm[0], w.up)
+        self.u = product(self.z_norm.n, w.up)
         self.y_norm = norm_parts(y, eps)
         self.persistent_norm = ()
         if run.cfg.qk_norm == "full":  # a product again: recompute_pairs keeps no parts
