@@ -115,7 +115,8 @@ class Block(nn.Module):
             alibi = context.bias[:, :, i:i + 1, :i + 1]         # 0 for the temporary pair
             a_i = attend(q_i, keys, values, alibi, fast=False)                  # (2)
             y_i = self.output(x_i, a_i)                                         # (3), (4)
-            k_i, v_i = self.persistent(y_i, context.rope_at(i))                 # (5)
+            rope_i = context.rope and [table[:, :, i:i + 1] for table in context.rope]
+            k_i, v_i = self.persistent(y_i, rope_i)                             # (5)
             k, v = torch.cat([k, k_i], 2), torch.cat([v, v_i], 2)
             ys.append(y_i)
         return torch.cat(ys, 1)
@@ -200,7 +201,8 @@ def tiled(block, x, context):
     pos = context.k_pos                                     # of keys, and of queries
     for i, x_i in enumerate(x.split(1, 1), start=1):        # as in the picture, from 1
         y_i = block.output(x_i, outs[i - 1])                            # (3), (4)
-        k_i, v_i = block.persistent(y_i, context.rope_at(i - 1))        # (5)
+        rope_i = context.rope and [table[:, :, i - 1:i] for table in context.rope]
+        k_i, v_i = block.persistent(y_i, rope_i)                        # (5)
         ys.append(y_i)
         ks.append(k_i)
         vs.append(v_i)
@@ -253,10 +255,6 @@ class Context(model_gpt.Context):
             self.slopes = alibi_slopes(cfg.n_head, x.device, wide)
         if not self.fast or (cache is not None and compute_dtype(x) == wide):
             self.bias = attention_bias(self.pos, self.k_pos, 0, self.slopes, wide)
-
-    def rope_at(self, i):
-        """RoPE's tables for token i alone."""
-        return self.rope and [table[:, :, i:i + 1] for table in self.rope]
 
     def attention(self, q, k, v):
         """Of the new tokens to all up to themselves."""
