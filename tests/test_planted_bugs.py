@@ -64,7 +64,7 @@ BUGS = {
         "k_i, v_i = self.persistent(y_i, rope_i)",
         "k_i, v_i = self.persistent(x_i, rope_i)", "test_rt.py -k theorem_4_1"),
     "RT: decoding keeps the temporary pair": ("model_rt.py",
-        "context.extend(layer, *self.persistent(y, context.rope))", "pass",
+        "context.cache.write(layer, *self.persistent(y, context.rope), context.slots)", "pass",
         "test_models.py -k cache_in_any_split and rt-default and not lrt"),
     "Relaxed: norms not folded": ("model_relaxed.py", "        if name in NORM_BEFORE:\n",
         "        if False:\n", "test_relaxed.py -k source_comes_back"),
