@@ -98,7 +98,7 @@ def write_answers(model, tokenizer, cfg):
     seconds, exits = time.perf_counter() - start, [loop for r in requests for loop in r.exits]
     return (f"{len(requests)} requests, {len(exits)} tokens in {seconds:.2f} s: "
             f"{len(exits) / seconds:.1f} tokens/s; exited after loop "
-            f"{loop_fractions(exits, model.n_loop)}")
+            f"{loop_fractions(exits, model.loops_to_run)}")
 
 
 @dataclass(eq=False)
@@ -192,11 +192,11 @@ def write_coloured(model, tokenizer, cfg):
     print(tokenizer.decode(request.prompt), end="", flush=True)
     for n, text in enumerate(tokenizer.stream(new_tokens(engine, request))):
         loop, *_ = [*request.exits[n:], 1]      # once more than there are tokens
-        print(coloured(text, loop, model.n_loop), end="", flush=True)
+        print(coloured(text, loop, model.loops_to_run), end="", flush=True)
     print()
-    legend = [coloured(str(b), b, model.n_loop) for b in range(1, model.n_loop + 1)]
+    legend = [coloured(str(b), b, model.loops_to_run) for b in range(1, model.loops_to_run + 1)]
     return (f"{len(request.tokens)} tokens; exited after loop "
-            f"{loop_fractions(request.exits, model.n_loop)} {' '.join(legend)}")
+            f"{loop_fractions(request.exits, model.loops_to_run)} {' '.join(legend)}")
 
 
 def new_tokens(engine, request):
@@ -252,7 +252,7 @@ class Engine:
         if batching == "depth" and not cfg.share.endswith("cycle"):
             raise UserError(f"batching=depth needs loops over the same blocks, so share=cycle or "
                             f"middle_cycle, not {cfg.share}")
-        self.model, self.n_loop, self.device = model, model.n_loop, w.device
+        self.model, self.n_loop, self.device = model, model.loops_to_run, w.device
         self.max_len = max_len or model.context_limit or 8 * cfg.block_size
         self.batching, self.eot, self.vocab_size = batching, eot, vocab_size
         self.rule, self.fill = exit_rule(exit, self.n_loop), fill or getattr(cfg, "fill", "exact")
