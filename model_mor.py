@@ -152,7 +152,7 @@ class Choice(NamedTuple):
 # ---- what a recursion works on: all tokens, or the chosen ones ----
 
 # A block is called with the number of an unrolled layer. Recursion r has the layers
-# (r-1) K .. r K - 1; with K = 2: F_1 0 1, F_2 2 3, F_3 4 5. So layer % K is the same layer
+# (r-1) K .. r K - 1, with K = 2: F_1 0 1, F_2 2 3, F_3 4 5; so layer % K is the same layer
 # of F_1. The first and the last layer outside are -2 and -1: the last two of a cache.
 
 class Subset:
@@ -373,7 +373,7 @@ class OwnCache(Gathered):
 
 
 class UpdatedCache(Gathered):
-    """kv=share_update: they replace F_1's, at their positions in this layer of the cache."""
+    """kv=share_update: new keys of the chosen replace F_1's in the same slots of the cache."""
 
     def __init__(self, tokens, r, chosen, n=None):
         super().__init__(tokens, r, chosen, n)

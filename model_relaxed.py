@@ -9,7 +9,7 @@ further: so it becomes smaller at little loss.
     h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)      l = 0 .. L - 1      (2)
     in it, every matrix:  y = W' x + B_u A_u x      W' is tied; A_u, B_u are of use u       (3)
     they start from a trained W_l:  B_u A_u = truncated SVD of W_l - W'                     (4)
-    (W_l here already with what its norm's weight lacks, see set_deltas)
+    (the norm before W_l is folded into it, see set_deltas)
 
 L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
 
@@ -26,8 +26,8 @@ the order 0 0 1 | 1 2 2 (share=cycle: 0 1 2 | 0 1 2).
 
 Early exit (Section 3.7). After each loop the head can predict. In training, early_exit= adds
 the losses of the earlier loops. In evaluation and decoding, exit_loop= stops all tokens after
-that loop. In serve.py each token exits where its own prediction is sure; as later tokens need
-its keys in the deeper loops too, they are filled in there (fill=).
+that loop. In serve.py each token exits where its own prediction is sure. Later tokens attend
+to its keys in the deeper loops too, which are missing; fill= says how they are made up there.
 
 Departures. The norms' weights are tied too, which (4) makes up for. QK-norm, which the
 paper's models have not, has a weight for each use if rank > 0. With init=stepwise the paper's
@@ -55,8 +55,7 @@ from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, c
 
 @dataclass
 class Config(BaseConfig):
-    n_loop: int = 2              # loops over the K = n_layer / n_loop stored blocks, so also
-                                 # how many uses each block has
+    n_loop: int = 2              # loops over K = n_layer / n_loop stored blocks; uses of each
     rank: int = 8                # rank of every matrix's deltas (0: none)
     share: str = choice("cycle", "sequence")    # the order of the blocks, see above
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
@@ -72,7 +71,7 @@ class Config(BaseConfig):
     exit_weight: float = 0.1     # aggressive: their weight
     exit_loss: str = choice("ce", "kl", "both")     # which losses; kl: to the last loop
     exit_loop: int = 0           # stop after this loop (0: the last)
-    fill: str = choice("exact", "propagate")    # serve.py only: see there
+    fill: str = choice("exact", "propagate")    # serve.py: deeper keys of tokens that exited
 
     CONVERTS_FROM = ("gpt",)     # models whose weights init_from= converts
     FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
@@ -187,9 +186,9 @@ def run_loops(cfg, blocks, h, context, n_loop):
 # ---- parts that have uses ----
 
 class HeadNorm(nn.Module):
-    """QK-norm: RMSNorm of heads (B, heads, T, D). weights[u] is use u's, as RoPE stands between
-    it and the next product: no delta could make up for a tied weight. At rank 0 all are the
-    same parameter, as a Recursive Transformer ties everything."""
+    """QK-norm: RMSNorm of heads (B, heads, T, D). weights[u] is use u's, as no delta
+    could make up for a tied one: what W gives is normalized first. At rank 0 all are the same
+    parameter, as a Recursive Transformer ties everything."""
 
     def __init__(self, cfg):
         super().__init__()
