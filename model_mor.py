@@ -199,23 +199,20 @@ class AllTokens(Context):
         (B, T), self.cfg, self.kv = x.shape[:2], cfg, {}
         n_real = self.slots.n_new[:, None] if cache else T
         self.chosen = torch.arange(T, device=x.device).expand(B, T) < n_real
+        # the context of later recursions (None: this one)
+        kinds = {"recursion": OwnCache, "share": Gathered, "share_update": UpdatedCache}
+        if cfg.router == "none":  # all tokens again, with the keys of F_1 or new ones
+            self.subset_type = Subset if cfg.kv == "share" else None
+        elif cache:  # decoding gathers, fast or not
+            self.subset_type = kinds[cfg.kv]
+        else:
+            self.subset_type = Gathered if cfg.fast else Subset
 
     def extend(self, layer, k, v):
-        self.kv[layer] = super().extend(layer, k, v)
-        return self.kv[layer]
-
-    def subset(self, r, chosen, n=None):
-        """The context of recursion r, for the chosen."""
-        cfg = self.cfg
-        if r == 1 or cfg.router == "none" and cfg.kv != "share":
-            return self  # all tokens, with new keys
-        if cfg.router == "none":
-            kind = Subset  # all tokens, with the keys of F_1
-        elif self.cache:  # decoding always gathers
-            kind = {"recursion": OwnCache, "share": Gathered, "share_update": UpdatedCache}[cfg.kv]
-        else:
-            kind = Gathered if cfg.fast else Subset
-        return kind(self, r, chosen, n)
+        if self.cache:
+            k, v = self.cache.write(layer, k, v, self.slots)
+        self.kv[layer] = k, v
+        return k, v
 
 
 # ---- the method: which tokens take which recursion ----
@@ -288,7 +285,9 @@ class Recursions(LanguageModel):
 
     def recursion(self, r, h, tokens, chosen, gate=None, n=None):
         """h (B, T, C) with F_r(h) or, with a gate (B, T, 1), h + gate F_r(h), of the chosen."""
-        subset = tokens.subset(r, chosen, n)
+        subset = tokens
+        if r > 1 and tokens.subset_type:
+            subset = tokens.subset_type(tokens, r, chosen, n)
         x = y = subset.gather(h)  # h[A_r]
         for layer, block in enumerate(self.layers_of[r - 1], (r - 1) * self.cfg.n_stored):
             y = block(y, layer, subset)  # F_r(h[A_r])
@@ -451,12 +450,12 @@ class Model(Recursions):
         routers = lambda: nn.ModuleList(Router(cfg, 1) for _ in range(R))
         super().__init__(cfg, blocks(K))  # the shared ones
         self.first, self.last = blocks(cfg.n_outside // 2), blocks(cfg.n_outside // 2)
-        # eval_metrics: what an evaluation reports beside ce
         depths = [f"depth{d}" for d in range(1, R + 1)]
         if cfg.router == "expert":
             self.routers = routers()
             if cfg.causal == "aux_router":
                 self.aux_routers = routers()
+            # what an evaluation reports beside ce
             self.eval_metrics = ["ce_topk", "router_accuracy", *depths]
         elif cfg.router == "token":
             self.router = Router(cfg, R)
