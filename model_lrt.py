@@ -28,8 +28,8 @@ a layer and KV head. All layers share Wk_rec, Wv_rec. memory=false is the backbo
     x <- x + W_down relu(W_up RMSNorm(x))^2
     logits = 15 tanh(W_head RMSNorm(x) / 15)
 
-m_0 -> m_1 -> ... is a chain over positions, T passes of one each (train_path=exact). (source=0
-is a control without it: m_t is x0, the token's embedding, and one pass computes all.)
+m_0 -> m_1 -> ... is a chain over positions, T passes of one each (train_path=exact); source=0
+is a control without it, in one pass: m_t is x0, the token's embedding.
 Algorithm 1 (interleaved) trains with the work of two passes. The first, over all positions with
 memory 0, fills a buffer of keys, values and m. Then N strided subsets are computed again, one by
 one: in each layer a subset writes its keys and values over the old ones before it attends, after
@@ -44,10 +44,10 @@ Departures from the paper or its code:
     gates read u (paper: x; code: u[:32])
     AdamW trains gates at the head's rate (paper: as scalars; code: Muon)
     a subset's loss weighs as many targets as it has (code: its own mean, 0 / 0 if it has none)
-    m is x after layer 0.6 n_layer (code: RMSNorm(x) after the last), also in sampling (code: none)
+    m is x after layer 0.6 n_layer (code: RMSNorm(x) after the last); sampling reads it (code: not)
     norm_eps is 1e-5 (code: 1.2e-7); dropout
-Left out: averages of layers or of earlier m, k or v alone, replacing k and v (Tables 1, 2, 6),
-Table 8's backbones.
+Left out (Tables 1, 2, 6, 8): averages of layers or of earlier m, k or v alone, replacing k and v,
+other backbones.
 
 Paper: Huang et al. 2026 (2605.26797); code: github.com/OoDBag/Latent_recurrent_transformer
 (e0d0f6e); backbone: github.com/karpathy/nanochat (98eed6d).
@@ -148,8 +148,9 @@ def interleaved(model, tokens):
     for s in range(N):
         at = slice(s, None, N)
         previous = torch.cat([zero, m[:, :-1]], 1)[:, at]   # m_{t-1} at each t
-        new_x, new_m = run(model, Subset(model, tokens, at, previous, buffer))
-        x = torch.slice_scatter(x, new_x, 1, s, None, N)    # new_x (B, ceil(T / N), C)
+        context = Context(model, tokens, at, previous, buffer, subset=True)
+        new_x, new_m = run(model, context)                  # (B, ceil(T / N), C)
+        x = torch.slice_scatter(x, new_x, 1, s, None, N)
         m = torch.slice_scatter(m, new_m, 1, s, None, N)
     return x, first, m, buffer
 
@@ -165,17 +166,17 @@ class Tokens(NamedTuple):
 
 
 class Context:
-    """A pass over the positions `at`, a slice of all tokens:
+    """A pass over the positions `at`, a slice of all tokens; subset: of Algorithm 1.
     x0, e, rope, pos       as in Tokens, but of these n positions
     previous               m_{t-1}, which they read, (B, n or 1, C)
     kv_rec                 of each layer: k_rec, v_rec, (B, n or 1, G, D)
     alpha, beta, gamma     of each layer
     buffer {layer: (k, v)} keys and values of all positions so far
     tail                   whether these are the last n positions so far, in all rows"""
-    tail = True
 
-    def __init__(self, model, tokens, at, previous, buffer):
+    def __init__(self, model, tokens, at, previous, buffer, subset=False):
         self.at, self.previous, self.buffer = at, previous, buffer
+        self.subset, self.tail = subset, not subset
         self.x0, self.pos = tokens.x0[:, at], tokens.pos[:, at]
         self.e, self.rope = ([x[:, at] for x in xs] for xs in (tokens.e, tokens.rope))
         self.alpha, self.beta = model.alpha.unbind(), model.beta.unbind()
@@ -187,21 +188,13 @@ class Context:
             self.kv_rec = [block.attn.rec(previous) for block in model.blocks]
 
     def extend(self, layer, k, v):
-        """k, v (B, G, n, D) of this pass -> those of all positions so far, (B, G, S, D).
-        Here they come after what the buffer has: nothing, or the chunks before."""
-        if layer in self.buffer:
-            k, v = (torch.cat([x, new], 2) for x, new in zip(self.buffer[layer], (k, v)))
-        self.buffer[layer] = k, v
-        return k, v
-
-
-class Subset(Context):
-    """A pass of Algorithm 1 over s, s + N, ...: its keys and values replace the old ones."""
-    tail = False
-
-    def extend(self, layer, k, v):
-        k, v = (torch.slice_scatter(x, new, 2, self.at.start, None, self.at.step)
-                for x, new in zip(self.buffer[layer], (k, v)))
+        """k, v (B, G, n, D) of this pass -> those of all positions so far, (B, G, S, D)."""
+        old = self.buffer.get(layer)    # nothing: the first pass or chunk
+        if self.subset:     # replaces its positions'
+            k, v = (torch.slice_scatter(x, new, 2, self.at.start, None, self.at.step)
+                    for x, new in zip(old, (k, v)))
+        elif old:           # a chunk comes after those before it
+            k, v = (torch.cat([x, new], 2) for x, new in zip(old, (k, v)))
         self.buffer[layer] = k, v
         return k, v
 
@@ -312,8 +305,8 @@ class Block(BackboneBlock):
     """The residual stream gets the memory."""
 
     def add_inputs(self, x, layer, context):
-        x = super().add_inputs(x, layer, context)
-        return x + context.gamma[layer] * context.previous      # (5)
+        alpha, beta, gamma = context.alpha[layer], context.beta[layer], context.gamma[layer]
+        return alpha * x + beta * context.x0 + gamma * context.previous     # (5)
 
 
 # ---- the fast path ----
@@ -339,7 +332,7 @@ class MemoryCache(KVCache):
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, m_dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype)
-        with torch.inference_mode(False):           # as KVCache
+        with torch.inference_mode(False):   # as KVCache
             self.m = torch.zeros(batch_size, 1, cfg.n_embd, device=device, dtype=m_dtype)
 
     def buffers(self):  # what KVCache resets and measures
@@ -360,7 +353,7 @@ class CachedContext(Context):
 
     def __init__(self, model, tokens, at, previous, cache, slots):
         super().__init__(model, tokens, at, previous, buffer=None)
-        self.cache, self.slots, self.tail = cache, slots, slots.at is None
+        self.cache, self.slots, self.tail = cache, slots, slots.at is None  # not ragged
 
     def extend(self, layer, k, v):
         return self.cache.write(layer, k, v, self.slots)
@@ -383,9 +376,8 @@ def decode(model, idx, cache, n_valid, prefill):
     for t in range(0, T, n):
         if n < T:
             slots = cache.place(n, None if n_valid is None else n_valid - t)
-        previous = cache.m
-        if n > 1:       # source=0: m is x0 (memory=false: nothing reads it)
-            previous = torch.cat([cache.m, tokens.x0[:, :-1]], 1)
+        # n = T: m is x0, of source=0 (memory=false: nothing reads it)
+        previous = cache.m if n == 1 else torch.cat([cache.m, tokens.x0[:, :-1]], 1)
         context = CachedContext(model, tokens, slice(t, t + n), previous, cache, slots)
         x, m = run(model, context)
         cache.advance(slots, m)
@@ -480,11 +472,9 @@ class Model(LanguageModel):
         return logits, (ce_first + N * ce) / (N + 1), aux  # (6)
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
-        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C), computed
-        with a cache:      by decode, as prefill says
-        not recurrent:     in one pass
-        in training:       by train_path (forward itself runs interleaved, for its two losses)
-        in evaluation:     exactly, or by `path`, for estimate"""
+        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C). By decode with a cache; in one
+        pass if not recurrent; in training by train_path (forward itself runs interleaved, for its
+        two losses); in evaluation exactly, or by `path`, for estimate."""
         cfg, T = self.cfg, idx.size(1)
         path = path or (cfg.train_path if self.training else "exact")
         if cache is not None:

@@ -124,7 +124,7 @@ def rat_naive(q, k, v, a, layer, context):
     own = key == query                                      # s
     bias = torch.zeros(T, T, device=q.device)
     bias = bias.masked_fill(~(final | own), -math.inf)
-    return attend(q, rotated, v_, bias, fast=False)              # (3)
+    return attend(q, rotated, v_, bias, fast=False)         # (3)
 
 
 def recurrence(a, x, L):
@@ -161,7 +161,7 @@ class Context:
         """x (B, T, C): embeddings; the rest as in LanguageModel.forward."""
         self.cfg, self.cache, self.padding = cfg, cache, None
         index = torch.arange(x.size(1), device=x.device)
-        # Read here: pos, and n_new, each row's number of tokens that are not padding.
+        # read here: pos; n_new, each row's tokens without padding
         self.slots = cache.place(x.size(1), n_valid) if cache else None
         self.pos = self.slots.pos if cache else index[None]
         self.chunk_of, l = self.pos // cfg.chunk, self.pos % cfg.chunk
@@ -199,7 +199,7 @@ def read_states(q, own_k, own_v, end_k, end_v, context):
     own_score = (upcast(q) * own_k).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
     end_k, end_v, own_v = (x.to(q.dtype) for x in (end_k, end_v, own_v))
-    # Keys stand at 0 .. n - 1, their chunks' numbers: a query sees those before its own.
+    # a key's position is its chunk's number; those before a query's chunk are visible
     before = (context.chunk_of - 1).int().squeeze(0)    # (T,) or (B, T)
     y, lse = kernels.attend(q, end_k, end_v, q_pos=before)
     return kernels.merge(y, lse, own_v, own_score)[0]
@@ -248,7 +248,7 @@ def rat_decode(q, k, v, a, layer, context):
         return decode_one(q, rotated, v_, layer, context, cfg.chunk)
     # Of several tokens of a chunk, the last one's state goes to the slot.
     cache.fill(layer, rotated, v_, torch.where(context.ends, context.chunk_of, R))
-    # the chunks before the last token's (padding may stand after the last slot)
+    # chunks before the last token's (min: padding may go on past the last slot)
     n = min((cache.longest + T - 1) // cfg.chunk, R)
     end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
     return read_states(q, k_, v_, end_k, end_v, context)    # (3)
@@ -277,15 +277,15 @@ def scan_on(a, x, h, context, L):
     T = x.size(1)
     if L is None or not context.cache.longest:  # no chunks, or they start at 0, L, 2 L, ...
         return kernels.scan(a, x, L or T, h)
-    # They start anywhere. There scan computes 0 h + (1 - 0) x with (1 - a) x for x.
+    # They start anywhere: there scan has 0 h + (1 - 0) x, with (1 - a) x for x.
     starts = context.starts[..., None]
     x = torch.where(starts, (1 - a) * x, x)
     return kernels.scan(a.masked_fill(starts, 0), x, T, h)
 
 
 def decode_one(q, k, v, layer, context, tokens_per_slot):
-    """One new token a row. k, v (B, heads, 1, D) take the token's slot; q attends to its
-    row's slots so far. (Slots form a ring, which only swa's goes round.)"""
+    """One new token a row. k, v (B, heads, 1, D) go to its slot; q attends to its row's
+    slots so far. (Only a window, swa, has fewer slots than tokens or chunks: a ring.)"""
     cache, R = context.cache, context.cache.R[layer]
     index = context.pos // tokens_per_slot
     n = min(cache.longest // tokens_per_slot + 1, R)
@@ -331,9 +331,8 @@ class TokenAttention(Attention):
         if cache and T == 1:
             y = decode_one(q, k, v, layer, context, tokens_per_slot=1)
             return self.wo(y.transpose(1, 2).flatten(2))
-        pos = k_pos = context.pos
-        window = cfg.swa    # of swa: without a cache attention does not come to use it
-        if cache:           # attention's R is max_len: a window that hides nothing
+        pos, k_pos, window = context.pos, context.pos, cfg.swa
+        if cache:       # attention's window is R = max_len, no limit
             k, v, pos, k_pos = with_cached(k, v, layer, context)
             window = cache.R[layer]
         if kind == "attention" and k.size(2) == T:  # no tokens before: causal
@@ -348,21 +347,21 @@ class TokenAttention(Attention):
 
 
 def with_cached(k, v, layer, context):
-    """The ring's keys and values and then the new k, v (B, G, T, D), which are cached.
-    -> k, v (B, G, S, D), positions of the T queries (B or 1, T), of the S keys."""
+    """Cache the new k, v (B, G, T, D). -> k, v (B, G, S, D) of the cached tokens and
+    these, positions of the T queries (B or 1, T) and of the S keys (B or 1, S)."""
     cache, R, pos = context.cache, context.cache.R[layer], context.pos
-    # token t stands in slot t % R; a row with less than R tokens has negative t, too
+    # token t stands in slot t % R (t < 0: no such token)
     t = pos[:, :1] + torch.arange(-min(cache.longest, R), 0, device=k.device)
     cached = [x[layer][cache.rows, :, t % R].transpose(1, 2) for x in (cache.k, cache.v)]
     # all but a row's last R tokens go to the bin: no slot is written twice
     unkept = pos < (cache.lengths + context.slots.n_new)[:, None] - R
     if context.padding is not None:
         unkept = unkept | context.padding
-        # padding stands after all tokens, which so attend to none; it attends to itself
+        # after all tokens: visible to padding alone, which so sees a key (no NaN)
         pos = pos.masked_fill(context.padding, cache.max_len)
     cache.fill(layer, k, v, torch.where(unkept, R, pos % R))
     k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(cached, (k, v)))
-    t = t.masked_fill(t < 0, -R)    # no such token: before every window
+    t = t.masked_fill(t < 0, -R)    # before every window
     return k, v, pos, torch.cat([t, pos], 1)
 
 
