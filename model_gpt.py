@@ -246,9 +246,9 @@ class Context:
     (B or 1, T), RoPE's cos and sin or None, the attention bias (None: causal), and where their
     keys and values go. In training there is no cache: positions 0 .. T - 1, as many keys."""
 
-    def __init__(self, cfg, x, cache=None, n_valid=None):
+    def __init__(self, cfg, x, cache=None, n_valid=None, has_bias=True):
         """x (B, T, C): the new tokens' embeddings, for their size and type. cache, n_valid: see
-        LanguageModel.forward."""
+        LanguageModel.forward. has_bias=False: a subclass masks by other means."""
         T = S = x.size(1)
         self.cache, self.slots, ragged = cache, None, False
         self.pos = torch.arange(T, device=x.device)[None]
@@ -262,7 +262,7 @@ class Context:
             cos, sin = rope_tables(self.pos, cfg.head_dim, cfg.rope_theta, x.dtype)
             self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D / 2)
         window = getattr(cfg, "window", 0)                  # relaxed and mor have none
-        if window or cfg.pos == "alibi" or ragged:
+        if has_bias and (window or cfg.pos == "alibi" or ragged):
             wide = torch.promote_types(x.dtype, torch.float32)
             slopes = alibi_slopes(cfg.n_head, x.device, wide) if cfg.pos == "alibi" else None
             k_pos = torch.arange(S, device=x.device)        # slot p of a cache is position p

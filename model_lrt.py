@@ -6,6 +6,7 @@ the previous token has passed all layers. LRT keeps its residual stream after an
 the source, as the memory m_{t-1}, which all layers of token t read:
 
                  token t-1       token t
+    layer 5          o           +-> o
     layer 4          o           +-> o
     layer 3          o -- m -----+-> o        source: 0.6 of the depth
     layer 2          o           +-> o
@@ -17,8 +18,8 @@ the source, as the memory m_{t-1}, which all layers of token t read:
     k = g_loc k_loc + g_rec k_rec,  v = g_loc v_loc + g_rec v_rec  (4)
     m_t = x after the source layer, or RMSNorm(x) (source_norm, in deep models)
 
-(Numbers are the paper's.) alpha, beta, gamma are scalars of a layer, g_loc, g_rec of a layer
-and KV head. All layers share Wk_rec, Wv_rec. memory=false is the backbone, nanochat's model:
+(Equation numbers are the paper's.) alpha, beta, gamma are scalars of a layer, g_loc, g_rec of
+a layer and KV head. All layers share Wk_rec, Wv_rec. memory=false is the backbone, nanochat's:
 
     x0 = RMSNorm(E[idx])                                no RMSNorm has a weight
     x <- alpha x + beta x0,  u = RMSNorm(x),  k = k_loc = Wk u,  v = v_loc = Wv u
@@ -27,23 +28,26 @@ and KV head. All layers share Wk_rec, Wv_rec. memory=false is the backbone, nano
     x <- x + W_down relu(W_up RMSNorm(x))^2
     logits = 15 tanh(W_head RMSNorm(x) / 15)
 
-m_0 -> m_1 -> ... is a chain over positions, T passes of one each (train_path=exact). (source=0
-is a control without it: m_t is x0, the token's embedding, and one pass computes all.)
+m_0 -> m_1 -> ... is a chain over positions, T passes of one each (train_path=exact); source=0
+is a control without it, in one pass: m_t is x0, the token's embedding.
 Algorithm 1 (interleaved) trains with the work of two passes. The first, over all positions with
-memory 0, fills a buffer of keys, values and m. N strided subsets are then computed again; in each
-layer their new keys and values replace the old ones before they attend, in the end their m do:
+memory 0, fills a buffer of keys, values and m. Then N strided subsets are computed again, one by
+one: in each layer a subset writes its keys and values over the old ones before it attends, after
+the last layer its m. Each is one link nearer to the chain; N = T is the chain. N = 2:
 
-    N = 2:   first pass   0  1  2  3  4  5
-             subset 0     0     2     4       4 reads the first pass's m_3 and attends to
-                                              its 1 3 and to 0 2 4 of subset 0
-             subset 1        1     3     5    3 reads m_2 and attends to 0 2, of subset 0, 1 3
-    loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)               (6)  gradients flow through all
+    first pass  0 1 2 3 4 5
+    subset 0    0   2   4     4 reads m_3 and attends to 1 3 of the first pass, 0 2 4 of subset 0
+    subset 1      1   3   5   3 reads m_2 and attends to 0 2 of subset 0, 1 3 of subset 1
+    loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)      (6)  gradients flow through all
 
-Departures from the paper and its code: gates read u (paper: x; code: u[:32]), and AdamW trains
-them at the head's rate (paper: as scalars; code: Muon); a subset's loss weighs as many targets
-as it has (there its own mean, 0 / 0 if it has none); norm_eps is 1e-5 (code: 1.2e-7); dropout.
-That code's m is RMSNorm(x) of the last layer, and it samples without memory. Left out: averages
-of layers or of earlier m, k or v alone, replacing k and v (Tables 1, 2, 6), Table 8's backbones.
+Departures from the paper or its code:
+    gates read u (paper: x; code: u[:32])
+    AdamW trains gates at the head's rate (paper: as scalars; code: Muon)
+    a subset's loss weighs as many targets as it has (code: its own mean, 0 / 0 if it has none)
+    m is x after layer 0.6 n_layer (code: RMSNorm(x) after the last); sampling reads it (code: not)
+    norm_eps is 1e-5 (code: 1.2e-7); dropout
+Left out (Tables 1, 2, 6, 8): averages of layers or of earlier m, k or v alone, replacing k and v,
+other backbones.
 
 Paper: Huang et al. 2026 (2605.26797); code: github.com/OoDBag/Latent_recurrent_transformer
 (e0d0f6e); backbone: github.com/karpathy/nanochat (98eed6d).
@@ -92,8 +96,9 @@ class Config(BaseConfig):
             self.source = max(1, round(0.6 * self.n_layer))
         if not 0 <= self.source <= self.n_layer:
             raise ValueError(f"source={self.source} must be from 0 to n_layer={self.n_layer}")
-        # A pass multiplies m by about the sum of gamma up to the source, 0.1 a layer. Where
-        # that is more than 1, a raw m overflows within some hundred tokens.
+        # At the start a token multiplies a raw m by the sum of gamma up to the source, 0.1 a
+        # layer; above 1 it overflows within some hundred tokens. The default counts all layers:
+        # it depends neither on source, whose largest is n_layer, nor on inject (kv: no gamma).
         if self.source_norm is None:
             self.source_norm = 0.1 * self.n_layer > 1
         # (nanochat's half of the context does not count the token itself)
@@ -110,14 +115,98 @@ class Config(BaseConfig):
         return self.swa if short and self.swa < self.block_size else 0
 
 
-# ---- the backbone: nanochat's layers, which the method below extends ----
+# ---- the method: passes, the chain, Algorithm 1 (the layers follow below) ----
+
+def run(model, context):
+    """One pass through all layers -> x after the last one, and the positions' m (B, n, C)."""
+    cfg, x, m = model.cfg, context.x0, context.x0   # m: of source=0
+    for layer, block in enumerate(model.blocks):
+        x = block(x, layer, context)
+        if layer + 1 == cfg.source:
+            m = norm(x, cfg.norm_eps) if cfg.source_norm else x
+    return x, m
+
+
+def chain(model, tokens, K):
+    """Chunks of K positions, one after the other; K = 1: the exact chain. -> x (B, T, C)"""
+    buffer, xs, previous = {}, [], torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
+    for start in range(0, tokens.x0.size(1), K):
+        # all positions of a chunk read the last m before it
+        context = Context(model, tokens, slice(start, start + K), previous, buffer)
+        x, m = run(model, context)
+        previous = m[:, -1:]
+        xs.append(x)
+    return torch.cat(xs, 1)
+
+
+def interleaved(model, tokens):
+    """Algorithm 1. -> x of the subsets, x of the first pass, m, (B, T, C) each; the buffer."""
+    buffer, zero = {}, torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
+    N = min(model.cfg.subsets, tokens.x0.size(1))
+    first, m = run(model, Context(model, tokens, slice(None), zero, buffer))
+    x = first       # all T positions of it are replaced
+    for s in range(N):
+        at = slice(s, None, N)
+        previous = torch.cat([zero, m[:, :-1]], 1)[:, at]   # m_{t-1} at each t
+        context = Context(model, tokens, at, previous, buffer, subset=True)
+        new_x, new_m = run(model, context)                  # (B, ceil(T / N), C)
+        x = torch.slice_scatter(x, new_x, 1, s, None, N)
+        m = torch.slice_scatter(m, new_m, 1, s, None, N)
+    return x, first, m, buffer
+
+
+# ---- what a pass over some of the positions knows ----
+
+class Tokens(NamedTuple):
+    """What a call knows of all its tokens before the first layer."""
+    x0: torch.Tensor        # (B, T, C)
+    e: list                 # of each layer, (B, T, G, D): E_l[idx]
+    rope: list              # RoPE's cos and sin, (B or 1, T, 1, D / 2)
+    pos: torch.Tensor       # (B or 1, T) positions
+
+
+class Context:
+    """A pass over the positions `at`, a slice of all tokens; subset: of Algorithm 1.
+    x0, e, rope, pos       as in Tokens, but of these n positions
+    previous               m_{t-1}, which they read, (B, n or 1, C)
+    kv_rec                 of each layer: k_rec, v_rec, (B, n or 1, G, D)
+    alpha, beta, gamma     of each layer
+    buffer {layer: (k, v)} keys and values of all positions so far
+    tail                   whether these are the last n positions so far, in all rows"""
+
+    def __init__(self, model, tokens, at, previous, buffer, subset=False):
+        self.at, self.previous, self.buffer = at, previous, buffer
+        self.subset, self.tail = subset, not subset
+        self.x0, self.pos = tokens.x0[:, at], tokens.pos[:, at]
+        self.e, self.rope = ([x[:, at] for x in xs] for xs in (tokens.e, tokens.rope))
+        self.alpha, self.beta = model.alpha.unbind(), model.beta.unbind()
+        if model.cfg.into_residual:
+            self.gamma = model.gamma.unbind()
+        if model.rec:               # one pair for all layers
+            self.kv_rec = [model.rec(previous)] * model.cfg.n_layer
+        elif model.cfg.into_kv:     # one a layer
+            self.kv_rec = [block.attn.rec(previous) for block in model.blocks]
+
+    def extend(self, layer, k, v):
+        """k, v (B, G, n, D) of this pass -> those of all positions so far, (B, G, S, D)."""
+        old = self.buffer.get(layer)    # nothing: the first pass or chunk
+        if self.subset:     # replaces its positions'
+            k, v = (torch.slice_scatter(x, new, 2, self.at.start, None, self.at.step)
+                    for x, new in zip(old, (k, v)))
+        elif old:           # a chunk comes after those before it
+            k, v = (torch.cat([x, new], 2) for x, new in zip(old, (k, v)))
+        self.buffer[layer] = k, v
+        return k, v
+
+
+# ---- the backbone's layers: nanochat's ----
 
 def norm(x, eps):
     """RMSNorm without a weight, in x's dtype."""
     return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
 
 
-class LocalAttention(nn.Module):
+class BackboneAttention(nn.Module):
     """Causal self-attention with value embeddings."""
 
     def __init__(self, cfg, window):
@@ -167,7 +256,7 @@ class SquaredMLP(nn.Module):
         return self.w_down(F.relu(self.w_up(x)).square())
 
 
-class LocalBlock(nn.Module):
+class BackboneBlock(nn.Module):
     def __init__(self, cfg, attention):
         super().__init__()
         self.eps = cfg.norm_eps
@@ -175,24 +264,15 @@ class LocalBlock(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x, layer, context):
-        x = self.inject(x, layer, context)
+        x = self.add_inputs(x, layer, context)
         x = x + self.drop(self.attn(norm(x, self.eps), layer, context))  # (B, n, C)
         return x + self.drop(self.mlp(norm(x, self.eps)))
 
-    def inject(self, x, layer, context):
-        alpha, beta = context.scales[layer]
-        return alpha * x + beta * context.x0
+    def add_inputs(self, x, layer, context):
+        return context.alpha[layer] * x + context.beta[layer] * context.x0
 
 
-# ---- what a pass over some of the positions knows ----
-
-class Tokens(NamedTuple):
-    """What a call knows of all its tokens before the first layer."""
-    x0: torch.Tensor        # (B, T, C)
-    e: list                 # of each layer, (B, T, G, D): E_l[idx]
-    rope: list              # RoPE's cos and sin, (B or 1, T, 1, D / 2)
-    pos: torch.Tensor       # (B or 1, T) positions
-
+# ---- LRT's layers: they read the memory ----
 
 class MemoryProjection(nn.Module):
     def __init__(self, cfg):
@@ -201,42 +281,12 @@ class MemoryProjection(nn.Module):
         self.wk = nn.Linear(cfg.n_embd, width, bias=False)      # Wk_rec
         self.wv = nn.Linear(cfg.n_embd, width, bias=False)      # Wv_rec
 
-    def forward(self, m):
-        """m (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
-        return [w(m).unflatten(-1, (-1, self.D)) for w in (self.wk, self.wv)]   # (2)
+    def forward(self, previous):
+        """m_{t-1} (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
+        return [w(previous).unflatten(-1, (-1, self.D)) for w in (self.wk, self.wv)]   # (2)
 
 
-class Context:
-    """A pass over the positions `at`, a slice of the tokens, which read m (B, n or 1, C).
-    x0, e, rope, pos: theirs, of Tokens. Of each layer: scales, (alpha, beta[, gamma]), and
-    kv_rec, (k_rec, v_rec). buffer {layer: (k, v)}: keys and values of all positions so far.
-    tail: `at` are the last positions so far, in all rows alike."""
-
-    def __init__(self, model, tokens, at, m, buffer, tail=True):
-        self.at, self.m, self.buffer, self.tail = at, m, buffer, tail
-        self.x0, self.pos = tokens.x0[:, at], tokens.pos[:, at]
-        self.e, self.rope = ([x[:, at] for x in xs] for xs in (tokens.e, tokens.rope))
-        scales = [x.unbind() for x in (model.alpha, model.beta, model.gamma) if x is not None]
-        self.scales = list(zip(*scales))
-        if model.cfg.into_kv:
-            shared = model.rec and model.rec(m)     # one pair, or one a layer
-            self.kv_rec = [shared or block.attn.rec(m) for block in model.blocks]
-
-    def extend(self, layer, k, v):
-        """k, v (B, G, n, D) of this pass -> those of all positions so far, (B, G, S, D)."""
-        old, N = self.buffer.get(layer), self.at.step
-        if old and N:       # a strided subset is written back
-            k, v = (torch.slice_scatter(x, new, 2, self.at.start, None, N)
-                    for x, new in zip(old, (k, v)))
-        elif old:           # a chunk comes after those before it
-            k, v = (torch.cat([x, new], 2) for x, new in zip(old, (k, v)))
-        self.buffer[layer] = k, v
-        return k, v
-
-
-# ---- the method: layers that read the memory, the chain, Algorithm 1 ----
-
-class Attention(LocalAttention):
+class Attention(BackboneAttention):
     """Keys and values also hold the memory."""
 
     def __init__(self, cfg, window):
@@ -251,78 +301,39 @@ class Attention(LocalAttention):
         return g_loc * k + g_rec * k_rec, g_loc * v + g_rec * v_rec  # (4)
 
 
-class Block(LocalBlock):
+class Block(BackboneBlock):
     """The residual stream gets the memory."""
 
-    def inject(self, x, layer, context):
-        alpha, beta, gamma = context.scales[layer]
-        return alpha * x + beta * context.x0 + gamma * context.m  # (5)
-
-
-def run(model, context):
-    """One pass through all layers -> x after the last one, and the positions' m (B, n, C)."""
-    cfg, x, m = model.cfg, context.x0, context.x0   # m: of source=0
-    for layer, block in enumerate(model.blocks):
-        x = block(x, layer, context)
-        if layer + 1 == cfg.source:
-            m = norm(x, cfg.norm_eps) if cfg.source_norm else x
-    return x, m
-
-
-def chain(model, tokens, K):
-    """Chunks of K positions, one after the other; K = 1: the exact chain. -> x (B, T, C)"""
-    buffer, xs, m = {}, [], torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
-    for start in range(0, tokens.x0.size(1), K):
-        at = slice(start, start + K)
-        # all positions of a chunk read the last m before it
-        x, m = run(model, Context(model, tokens, at, m[:, -1:], buffer))
-        xs.append(x)
-    return torch.cat(xs, 1)
-
-
-def interleaved(model, tokens):
-    """Algorithm 1. -> x of the subsets, x of the first pass, m, (B, T, C) each; the buffer."""
-    buffer, zero = {}, torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
-    N = min(model.cfg.subsets, tokens.x0.size(1))
-    first, m = run(model, Context(model, tokens, slice(None), zero, buffer))
-    x = first       # all T positions of it are replaced
-    for s in range(N):
-        at = slice(s, None, N)
-        previous = torch.cat([zero, m[:, :-1]], 1)[:, at]   # m_{t-1} at each t
-        context = Context(model, tokens, at, previous, buffer, tail=False)
-        new_x, new_m = run(model, context)                  # (B, ceil(T / N), C)
-        x = torch.slice_scatter(x, new_x, 1, s, None, N)
-        m = torch.slice_scatter(m, new_m, 1, s, None, N)
-    return x, first, m, buffer
+    def add_inputs(self, x, layer, context):
+        alpha, beta, gamma = context.alpha[layer], context.beta[layer], context.gamma[layer]
+        return alpha * x + beta * context.x0 + gamma * context.previous     # (5)
 
 
 # ---- the fast path ----
 
 def attend_fast(q, k, v, pos, window, tail):
-    """attend_naive without a mask. At the tail (a subset is not, nor ragged rows of a cache)
-    one query attends to the last keys, and n = S queries are causal; else the kernel
-    compares positions, as the mask does."""
+    """attend_naive without a mask. tail: the queries are the last n of the S keys in all rows,
+    which subsets and ragged rows of a cache are not."""
     n, S = q.size(2), k.size(2)
-    if tail and n == 1:         # `-window:` takes all where window is 0
+    if tail and n == 1:         # the last keys; `-window:` takes all where window is 0
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
-    if tail and n == S and not window:
+    if tail and n == S and not window:      # causal
         return attend(q, k, v, None, fast=True)
+    # the kernel compares positions, as the mask does
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
-    out, lse = kernels.attend(q, k, v, pos.squeeze(0).int(), k_pos, window=window or None)
-    return out
+    return kernels.attend(q, k, v, pos.squeeze(0).int(), k_pos, window=window or None)[0]
 
 
 # ---- decoding ----
 
 class MemoryCache(KVCache):
     """A KVCache with m (B, 1, C), the memory of each row's last token, in the residual
-    stream's dtype (under autocast too). The backbone's is empty, (B, 0, C)."""
+    stream's dtype (under autocast too). (memory=false: nothing reads it.)"""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, m_dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype)
-        shape = batch_size, int(cfg.memory), cfg.n_embd
-        with torch.inference_mode(False):           # as KVCache
-            self.m = torch.zeros(shape, device=device, dtype=m_dtype)
+        with torch.inference_mode(False):   # as KVCache
+            self.m = torch.zeros(batch_size, 1, cfg.n_embd, device=device, dtype=m_dtype)
 
     def buffers(self):  # what KVCache resets and measures
         return super().buffers() + [self.m]
@@ -333,26 +344,27 @@ class MemoryCache(KVCache):
         if slots.at is not None:    # rows differ; one without new tokens keeps its own
             last = m.take_along_dim((n_new - 1).clamp(min=0), 1)    # (B, 1, C)
             m = torch.where(n_new > 0, last, self.m)
-        self.m.copy_(m[:, -1:])     # nothing is copied to (B, 0, C)
+        self.m.copy_(m[:, -1:])
         super().advance(slots)
 
 
 class CachedContext(Context):
     """A pass whose keys and values go to slots of a cache."""
 
-    def __init__(self, model, tokens, at, m, cache, slots):
-        super().__init__(model, tokens, at, m, buffer=None, tail=slots.at is None)
-        self.cache, self.slots = cache, slots
+    def __init__(self, model, tokens, at, previous, cache, slots):
+        super().__init__(model, tokens, at, previous, buffer=None)
+        self.cache, self.slots, self.tail = cache, slots, slots.at is None  # not ragged
 
     def extend(self, layer, k, v):
         return self.cache.write(layer, k, v, self.slots)
 
 
-def decode(model, idx, cache, n_valid, prefill="exact"):
+def decode(model, idx, cache, n_valid, prefill):
     """Tokens idx (B, T) after those of the cache, as a chain; prefill="interleaved": Algorithm 1
     for those of an empty cache. -> x (B, T, C)"""
     cfg, T, xs = model.cfg, idx.size(1), []
-    slots = cache.place(T, n_valid)     # of all; nothing is reserved yet
+    # of all T, for positions and Algorithm 1; the chain places each token again
+    slots = cache.place(T, n_valid)
     tokens = model.embed(idx, slots.pos)
     if cfg.recurrent and prefill == "interleaved" and cache.longest == 0 and T > 1:
         x, _, m, buffer = interleaved(model, tokens)
@@ -364,10 +376,10 @@ def decode(model, idx, cache, n_valid, prefill="exact"):
     for t in range(0, T, n):
         if n < T:
             slots = cache.place(n, None if n_valid is None else n_valid - t)
-        # without a chain (source=0) all m_{t-1} are there already
-        m = cache.m if n == 1 else torch.cat([cache.m, tokens.x0[:, :-1]], 1)
-        at = slice(t, t + n)
-        x, m = run(model, CachedContext(model, tokens, at, m, cache, slots))
+        # n = T: m is x0, of source=0 (memory=false: nothing reads it)
+        previous = cache.m if n == 1 else torch.cat([cache.m, tokens.x0[:, :-1]], 1)
+        context = CachedContext(model, tokens, slice(t, t + n), previous, cache, slots)
+        x, m = run(model, context)
         cache.advance(slots, m)
         xs.append(x)
     return torch.cat(xs, 1)
@@ -390,8 +402,9 @@ class Head(nn.Linear):
 class Model(LanguageModel):
     """LRT, or its backbone where memory is false."""
     runs_blocks_once = False
-    # optimizer=muon (common/optim.py): kinds that place and shape do not tell. rec is a matrix
-    # outside of the blocks, gates are no matrices for Muon, alpha and beta no scalars as gamma is.
+    # optimizer=muon (common/optim.py) tells a parameter's kind by its place and shape: matrix in a
+    # block, embedding, scalar. Here what it cannot tell: rec stands outside of the blocks, the
+    # head is no embedding, gates are matrices for AdamW, alpha and beta have rates of their own.
     parameter_kinds = dict(rec="matrix", head="head", w_gate="gate", w_value="gate",
                            alpha="alpha", beta="beta")
 
@@ -403,8 +416,8 @@ class Model(LanguageModel):
         self.wte = nn.Embedding(V, C)
         self.drop = nn.Dropout(cfg.dropout)
         self.values = nn.ModuleList(nn.Embedding(V, width) for _ in range(L))   # E_l
-        block = Block if cfg.into_residual else LocalBlock
-        attention = Attention if cfg.into_kv else LocalAttention
+        block = Block if cfg.into_residual else BackboneBlock
+        attention = Attention if cfg.into_kv else BackboneAttention
         self.blocks = nn.ModuleList(block(cfg, attention(cfg, cfg.window(l))) for l in range(L))
         self.alpha = nn.Parameter(torch.ones(L))
         self.beta = nn.Parameter(torch.full((L,), 0.1))
@@ -446,7 +459,7 @@ class Model(LanguageModel):
         has "ce" of the recomputed positions, and "ce_first"."""
         cfg, N = self.cfg, min(self.cfg.subsets, idx.size(1))
         algorithm1 = self.training and cfg.train_path == "interleaved" and cache is None
-        if not algorithm1 or idx.numel() == 0:      # which is refused there
+        if not algorithm1 or idx.numel() == 0:      # super() refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)
         x, first, *_ = interleaved(self, self.embed(idx))
         logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)
@@ -459,25 +472,26 @@ class Model(LanguageModel):
         return logits, (ce_first + N * ce) / (N + 1), aux  # (6)
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
-        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C). path, where there is a
-        choice: None is train_path in training, else exact. ("interleaved" is for estimate:
-        in training, forward runs it.)"""
+        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C). By decode with a cache; in one
+        pass if not recurrent; in training by train_path (forward itself runs interleaved, for its
+        two losses); in evaluation exactly, or by `path`, for estimate."""
         cfg, T = self.cfg, idx.size(1)
         path = path or (cfg.train_path if self.training else "exact")
         if cache is not None:
             x = decode(self, idx, cache, n_valid, cfg.prefill)
-        elif not cfg.recurrent:         # all positions know what they read
+        elif not cfg.recurrent:
             tokens = self.embed(idx)
             zero = torch.zeros_like(tokens.x0[:, :1])
-            m = torch.cat([zero, tokens.x0[:, :-1]], 1)             # of source=0
-            x, _ = run(self, Context(self, tokens, slice(None), m, {}))
+            # source=0: m is x0 (memory=false: nothing reads it)
+            previous = torch.cat([zero, tokens.x0[:, :-1]], 1)
+            x, _ = run(self, Context(self, tokens, slice(None), previous, {}))
         elif path == "interleaved":
             x = interleaved(self, self.embed(idx))[0]
         elif path == "chunked":
             x = chain(self, self.embed(idx), cfg.chunk)
         elif cfg.fast and not torch.is_grad_enabled():
             # the chain, but keys and values are written in place, not concatenated
-            x = decode(self, idx, self.init_cache(len(idx), T), None)
+            x = decode(self, idx, self.init_cache(len(idx), T), None, prefill="exact")
         else:
             x = chain(self, self.embed(idx), 1)
         return norm(x, cfg.norm_eps)
@@ -498,10 +512,11 @@ class Model(LanguageModel):
         return MemoryCache(self.cfg, *self.cache_sizes(batch_size, max_len), self.wte.weight.dtype)
 
     def flops_per_token(self):
-        """As in model_gpt; interleaved training does all but the memory's projections twice."""
+        """As in model_gpt; interleaved training does all twice but the memory's projections (the
+        first pass projects one zero)."""
         passes = 2 if self.cfg.train_path == "interleaved" else 1
-        local = self.block_weights() + self.head.weight.numel()
-        return passes * (6.0 * local + self.mixer_flops()) + 6.0 * self.memory_weights()
+        backbone = self.block_weights() + self.head.weight.numel()
+        return passes * (6.0 * backbone + self.mixer_flops()) + 6.0 * self.memory_weights()
 
     def block_weights(self):
         return sum(p.numel() for name, p in self.blocks.named_parameters()

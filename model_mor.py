@@ -1,9 +1,9 @@
 """
 Mixture-of-Recursions (MoR): tied layers in loops; each token takes as many as it needs.
 
-R = n_loop recursions F_1 .. F_R, of K layers each with their residual streams, share K
-blocks. A router, linear in a token's state h, sends easy tokens through few recursions and
-hard ones through many. share=middle_*: a first and a last layer stand outside, for all.
+R = n_loop recursions F_1 .. F_R share K blocks; each is K layers, residual streams included:
+F_r(h) = h + .... A router, linear in a token's state h, sends easy tokens through few and hard
+ones through many. share=middle_*: a first and a last layer stand outside, for all tokens.
 
 router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} by a
 score s = w_r . h, in each sequence. A_0 = A_1 = all tokens.
@@ -14,7 +14,8 @@ router=token: each token chooses its depth i once, from its state h_1 before F_1
     p = softmax(W h_1),   i = argmax p
     h <- h_1 + p_i F_i(.. F_1(h_1))                     (2.2)
 The loss balance_weight R sum_i f_i mean(p_i) keeps depths in balance; f_i: the fraction
-of tokens with depth i. loss_free: a bias b in argmax(p + b) moves against f.
+of tokens with depth i. loss_free: a bias b in argmax(p + b) moves against f. With
+router_func=sigmoid p is alpha sigmoid(W h_1), here and in the loss.
 
     first -> F_1 (all) -> F_2 (2/3) -> F_3 (1/3) -> last
       a         a            a            a           a
@@ -47,8 +48,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, Slots,
-                       attention_bias, choice, cross_entropy, init_weights, mlp_width, upcast)
+from model_gpt import (Attention, BaseConfig, Block, Context, KVCache, LanguageModel, Slots,
+                       apply_rope, attend, attention_bias, choice, cross_entropy, init_weights,
+                       mlp_width, upcast)
 
 
 @dataclass
@@ -95,10 +97,10 @@ class Config(BaseConfig):
         self.at_least(1, "n_loop")
         if self.exit_loop > R:
             raise ValueError(f"exit_loop={self.exit_loop} is more than n_loop={R}")
-        self.n_edge = int(self.share.startswith("middle"))  # first layers, and last ones
-        self.n_stored, left = divmod(self.n_layer - 2 * self.n_edge, R)  # K
+        self.n_outside = 2 if self.share.startswith("middle") else 0  # first and last layer
+        self.n_stored, left = divmod(self.n_layer - self.n_outside, R)  # K
         if self.n_stored < 1 or left:
-            fits = max(1, self.n_stored) * R + 2 * self.n_edge
+            fits = max(1, self.n_stored) * R + self.n_outside
             raise ValueError(f"n_layer={self.n_layer} does not fit share={self.share} "
                              f"with n_loop={R}: {fits} or {fits + R} would")
         if self.kv != "recursion" and self.share.endswith("sequence"):
@@ -109,10 +111,10 @@ class Config(BaseConfig):
     def capacity(self, r, step=math.inf):
         """The fraction of all tokens that take recursion r at a training step (token
         choice: if depths are in balance)."""
-        R, extra = self.n_loop, float(self.router == "none")  # 1: all of them
+        R, kept = self.n_loop, float(self.router == "none")  # kept of those that would drop
         if self.router == "expert" and step < self.capacity_warmup:
-            extra = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
-        return (R - r + 1 + (r - 1) * extra) / R
+            kept = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
+        return (R - r + 1 + (r - 1) * kept) / R
 
     def sizes(self, T, step=math.inf):
         """k_1 .. k_R: how many of T tokens that is; 1e-9 is for rounding."""
@@ -150,17 +152,22 @@ class Choice(NamedTuple):
 
 # ---- what a recursion works on: all tokens, or the chosen ones ----
 
-class Subset:
-    """The context of recursion r > 1: of the chosen (B, T) among all tokens (AllTokens),
-    n of the fullest row (None: not known). Written out: all run, the chosen count."""
+# A block is called with the number of an unrolled layer. Recursion r has the layers
+# (r-1) K .. r K - 1, with K = 2: F_1 0 1, F_2 2 3, F_3 4 5; so layer % K is the same layer
+# of F_1. The first and the last layer outside are -2 and -1: the last two of a cache.
 
-    def __init__(self, cfg, tokens, r, chosen, n=None):
-        self.cfg, self.tokens, self.r, self.chosen = cfg, tokens, r, chosen
+class Subset:
+    """The context of a recursion r > 1, for the chosen (B, T) of all tokens. This slow path
+    runs all tokens and keeps the results of the chosen. n is for Gathered: how many tokens
+    the fullest row has (None: not known)."""
+
+    def __init__(self, tokens, r, chosen, n=None):
+        self.cfg, self.tokens, self.chosen = tokens.cfg, tokens, chosen
         self.rope, self.bias = tokens.rope, tokens.bias
-        if cfg.kv == "recursion":
-            causal = chosen.new_ones(chosen.size(1), chosen.size(1)).tril()
-            itself = causal.triu()  # lest a softmax is empty
-            visible = causal & chosen[:, None, None] | itself
+        if self.cfg.kv == "recursion":
+            every = chosen.new_ones(chosen.size(1), chosen.size(1))
+            itself = every.tril().triu()  # lest a softmax is empty
+            visible = every.tril() & chosen[:, None, None] | itself
             self.bias = torch.where(visible, 0.0, -math.inf)  # (B, 1, T, T)
 
     def gather(self, x):
@@ -168,7 +175,7 @@ class Subset:
         return x
 
     def scatter(self, x, new):
-        """x (B, T, ...) with new (B, n, ...) in the chosen tokens' places."""
+        """x (B, T, ...) with new (B, n, ...) for the chosen tokens."""
         chosen = self.chosen.view(*self.chosen.shape, *[1] * (x.dim() - 2))
         return torch.where(chosen, new, x)
 
@@ -176,8 +183,8 @@ class Subset:
         """The keys and values (B, G, S, D) that the chosen attend to (Section 2.2.2)."""
         if self.cfg.kv == "recursion":
             return k, v
-        first = self.tokens.kv[layer - (self.r - 1) * self.cfg.n_stored]  # F_1's
-        if self.cfg.kv == "share":  # torch.compile drops what made k and v
+        first = self.tokens.kv[layer % self.cfg.n_stored]  # F_1's
+        if self.cfg.kv == "share":
             return first
         return [self.scatter(x.transpose(1, 2), new.transpose(1, 2)).transpose(1, 2)
                 for x, new in zip(first, (k, v))]  # share_update
@@ -190,15 +197,20 @@ class AllTokens(Context):
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         super().__init__(cfg, x, cache, n_valid)
-        (B, T), self.kv, self.decoding = x.shape[:2], {}, cache is not None
-        self.subset_type = Cached if self.decoding else Gathered if cfg.fast else Subset
-        if cfg.router == "none":  # all again, with new keys or those of F_1
-            self.subset_type = Subset if cfg.kv == "share" else None
-        n_real = self.slots.n_new[:, None] if self.decoding else T
+        (B, T), self.cfg, self.kv = x.shape[:2], cfg, {}
+        n_real = self.slots.n_new[:, None] if cache else T
         self.chosen = torch.arange(T, device=x.device).expand(B, T) < n_real
+        # the context of later recursions (None: this one)
+        kinds = {"recursion": OwnCache, "share": Gathered, "share_update": UpdatedCache}
+        if cfg.router == "none":  # all tokens again, with the keys of F_1 or new ones
+            self.subset_type = Subset if cfg.kv == "share" else None
+        elif cache:  # decoding gathers, fast or not
+            self.subset_type = kinds[cfg.kv]
+        else:
+            self.subset_type = Gathered if cfg.fast else Subset
 
     def extend(self, layer, k, v):
-        if self.decoding:
+        if self.cache:
             k, v = self.cache.write(layer, k, v, self.slots)
         self.kv[layer] = k, v
         return k, v
@@ -211,8 +223,8 @@ class Recursions(LanguageModel):
     balance_bias; gate; layers_of."""
 
     def expert_choice(self, h, tokens, R, k=None):
-        """h (B, T, C) -> h after R recursions, a Choice of each. Recursion r takes the best
-        k[r - 1] tokens of a sequence; k None, decoding: those of s >= 0."""
+        """h (B, T, C) -> h after R recursions, and a Choice of each. Recursion r takes the
+        k_r = k[r - 1] best tokens of a sequence or, without k, those that decide >= 0."""
         cfg, active, routing = self.cfg, tokens.chosen, []  # A_0
         for r in range(1, R + 1):
             s = decides = self.routers[r - 1](h)[..., 0]  # w_r . h, (B, T)
@@ -225,16 +237,17 @@ class Recursions(LanguageModel):
                 chosen = torch.zeros_like(active).scatter(1, top, True)  # A_r
             else:
                 chosen = active & (decides >= 0)
-            if tokens.decoding and not chosen.any():
+            if tokens.cache and not chosen.any():
                 break  # no token goes on
             gate = self.gate(s)[..., None]  # alpha sigmoid(s)
-            h = self.recursion(r, h, tokens, chosen, gate, k and k[r - 1])  # (2.1)
+            h = self.recursion(r, h, tokens, chosen, gate, k[r - 1] if k else None)  # (2.1)
             routing.append(Choice(s, decides, active, chosen))
             active = chosen
         return h, routing
 
     def expert_loss(self, routing):
-        """What is added to the loss, and the BCE in it: means over those that competed."""
+        """What is added to the loss, and the BCE in it: sums over the recursions (the first,
+        which takes all, too) of means over the tokens that competed."""
         bce = z = 0.0
         for s, decides, active, chosen in routing:
             each = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
@@ -247,7 +260,7 @@ class Recursions(LanguageModel):
         h, (scores, p, depth) = h1, self.choose_depth(h1)
         for r in range(1, R + 1):
             chosen = tokens.chosen & (depth >= r)
-            if tokens.decoding and not chosen.any():
+            if tokens.cache and not chosen.any():
                 break  # no token goes on
             h = self.recursion(r, h, tokens, chosen)
         return self.exit(h1, h, p, depth), (scores, p, depth)
@@ -257,7 +270,7 @@ class Recursions(LanguageModel):
         scores = self.router(h1)
         p = self.gate(scores)
         depth = 1 + (p + self.balance_bias).argmax(-1)  # i
-        return scores, p, depth if self.training else depth.clamp(max=self.n_loop)
+        return scores, p, depth if self.training else depth.clamp(max=self.loops_to_run)
 
     def exit(self, h1, h, p, depth):
         return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)  # (2.2)
@@ -272,14 +285,12 @@ class Recursions(LanguageModel):
         return weight * balance + cfg.z_loss * z, balance
 
     def recursion(self, r, h, tokens, chosen, gate=None, n=None):
-        """h (B, T, C) with F_r(h) or, with a gate (B, T, 1), h + gate F_r(h), of the chosen.
-        Layers have the numbers of unrolled ones, the last layer has -1."""
+        """h (B, T, C) with F_r(h) or, with a gate (B, T, 1), h + gate F_r(h), of the chosen."""
         subset = tokens
         if r > 1 and tokens.subset_type:
-            subset = tokens.subset_type(self.cfg, tokens, r, chosen, n)
+            subset = tokens.subset_type(tokens, r, chosen, n)
         x = y = subset.gather(h)  # h[A_r]
-        start = self.cfg.n_edge + (r - 1) * self.cfg.n_stored
-        for layer, block in enumerate(self.layers_of[r - 1], start):
+        for layer, block in enumerate(self.layers_of[r - 1], (r - 1) * self.cfg.n_stored):
             y = block(y, layer, subset)  # F_r(h[A_r])
         if gate is not None:
             y = x + (subset.gather(gate) * y).to(h.dtype)
@@ -289,73 +300,98 @@ class Recursions(LanguageModel):
 # ---- the fast path ----
 
 class Gathered(Subset):
-    """Equal, as what a Subset drops is just not computed: the chosen run alone, in order,
-    n in each row, shorter rows padded behind. places (B, n): where each stands among all
-    B T; B T is padding's, a spare place behind, and it reads the last of all.
-    Under torch.compile n = T where it is not known, so that token choice saves nothing."""
+    """The chosen run alone, packed to the left; the rest of a row is padding. Equal, as
+    Subset drops what is not computed here. Two rows, x the chosen, n = 3 of the fullest:
 
-    def __init__(self, cfg, tokens, r, chosen, n=None):
-        self.cfg, self.tokens, self.r, self.chosen = cfg, tokens, r, chosen
+        tokens  0 1 2 3    chosen  . x . x    index  1 3 8
+                4 5 6 7            x x x .           4 5 6
+
+    index (B, n) counts all B T = 8 tokens, and 8 is padding: gather reads some token for it,
+    scatter writes it to a spare row that is cut off. Under torch.compile n = T where it is
+    not known, so that token choice saves nothing."""
+
+    def __init__(self, tokens, r, chosen, n=None):
+        self.cfg, self.tokens = tokens.cfg, tokens
         (B, T), device = chosen.shape, chosen.device
         if n is None:  # under torch.compile no shape may depend on data
             n = T if torch.compiler.is_compiling() else max(1, int(chosen.sum(1).max()))
-        rows = torch.arange(B, device=device)[:, None]
-        at = torch.where(chosen, torch.arange(T, device=device), T)
-        at = at.topk(n, 1, largest=False).values  # (B, n), ascending; T is padding
-        self.places = torch.where(at < T, T * rows + at, B * T)
+        column = torch.where(chosen, torch.arange(T, device=device), T)
+        column = column.topk(n, 1, largest=False).values  # (B, n), ascending; T is padding
+        row = torch.arange(B, device=device)[:, None]
+        self.index = torch.where(column < T, T * row + column, B * T)
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                      for x in tokens.rope]  # (B, 1, n, D / 2)
         self.bias = None  # kv=recursion: causal, which hides the padding behind, too
         if self.cfg.kv != "recursion":
             self.pos = self.gather(tokens.pos.expand(B, T))
-            n_keys = tokens.slots.end if tokens.decoding else T
+            n_keys = tokens.slots.end if tokens.cache else T
             self.bias = attention_bias(self.pos, torch.arange(n_keys, device=device))
 
     def gather(self, x):
         x = x.flatten(0, 1)
-        chosen = x.index_select(0, self.places.flatten().clamp(max=len(x) - 1))
-        return chosen.view(*self.places.shape, *x.shape[1:])
+        chosen = x.index_select(0, self.index.flatten().clamp(max=len(x) - 1))
+        return chosen.view(*self.index.shape, *x.shape[1:])
 
     def scatter(self, x, new):
-        flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])  # the spare place
-        flat = flat.index_copy(0, self.places.flatten(), new.flatten(0, 1))
+        flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])  # the spare row
+        flat = flat.index_copy(0, self.index.flatten(), new.flatten(0, 1))
         return flat[:-1].view(x.shape)
 
 
-# ---- decoding ----
+class QueryAttention(Attention):
+    """kv=share: after recursion 1 no keys and values are made, as extend drops them."""
 
-class Cached(Gathered):
-    """Gathered tokens whose keys and values go to a cache, if they have any of their own:
-    with kv=recursion to the recursion's own cache, in which they follow each other without
-    gaps; with share_update to their positions in the cache of all tokens."""
+    def forward(self, x, layer, context):
+        if not isinstance(context, Subset):
+            return super().forward(x, layer, context)
+        q = self.wq(x).unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
+        q = self.q_norm(q)  # (B, H, n, D)
+        if context.rope:
+            q = apply_rope(q, *context.rope)
+        k, v = context.extend(layer, None, None)  # F_1's
+        dropout = self.cfg.dropout if self.training else 0.0
+        y = attend(q, k, v, context.bias, self.cfg.fast, dropout)
+        return self.wo(y.transpose(1, 2).flatten(2))  # (B, n, C)
 
-    def __init__(self, cfg, tokens, r, chosen, n=None):
-        super().__init__(cfg, tokens, r, chosen, n)
-        n_new, self.cache, self.offset = chosen.sum(1), tokens.cache, 0
-        if self.cfg.kv == "recursion":
-            self.cache = tokens.cache.later[r - 2]
-            self.offset = self.cfg.n_edge + (r - 1) * self.cfg.n_stored  # its layer 0
-            self.slots = self.cache.place(self.places.size(1), n_new, tokens.cache.max_len)
-            # in order of positions, so places do for a causal mask
-            k_pos = torch.arange(self.slots.end, device=chosen.device)
-            self.bias = attention_bias(self.slots.pos, k_pos)
-        else:
-            padding = self.places == chosen.numel()
-            at = self.pos.masked_fill(padding, self.cache.max_len)
-            self.slots = Slots(self.pos, tokens.slots.end, n_new, at)
+
+# ---- decoding (with kv=share the chosen have no keys to be cached: Gathered does) ----
+
+class OwnCache(Gathered):
+    """kv=recursion: the keys and values of the chosen go to a cache of the recursion, slot
+    after slot without gaps."""
+
+    def __init__(self, tokens, r, chosen, n=None):
+        super().__init__(tokens, r, chosen, n)
+        self.cache = tokens.cache.later[r - 2]
+        self.slots = self.cache.place(self.index.size(1), chosen.sum(1), tokens.cache.max_len)
+        # slots are in order of positions, so the causal mask compares slots
+        slots = torch.arange(self.slots.end, device=chosen.device)
+        self.bias = attention_bias(self.slots.pos, slots)
 
     def extend(self, layer, k, v):
-        if self.cfg.kv == "share":
-            return super().extend(layer, k, v)
-        return self.cache.write(layer - self.offset, k, v, self.slots)
+        return self.cache.write(layer % self.cfg.n_stored, k, v, self.slots)
+
+
+class UpdatedCache(Gathered):
+    """kv=share_update: new keys of the chosen replace F_1's in the same slots of the cache."""
+
+    def __init__(self, tokens, r, chosen, n=None):
+        super().__init__(tokens, r, chosen, n)
+        padding = self.index == chosen.numel()
+        slot = self.pos.masked_fill(padding, tokens.cache.max_len)
+        self.slots = Slots(self.pos, tokens.slots.end, chosen.sum(1), slot)
+
+    def extend(self, layer, k, v):
+        return self.tokens.cache.write(layer, k, v, self.slots)
 
 
 class RecursionCache(KVCache):
-    """Of the tokens that took one recursion, in order. Grows where they are many."""
+    """Of the tokens that took one recursion, in order. At first it has room for as many as
+    are expected to; it grows where they are more."""
 
     def place(self, n, n_new, most):
-        """As KVCache's, with room for `most` tokens if need be. Counts the new tokens at
-        once: write goes by slots.at, which rows of unlike lengths always have."""
+        """As KVCache's, with room for `most` tokens if need be. Advances here, before write,
+        as nothing else does: write uses only slots.at and slots.end of ragged rows."""
         if int((self.lengths + n_new).max()) > self.max_len:
             more = 0, 0, 0, most + 1 - self.max_len  # the last slot is padding's
             with torch.inference_mode(False):  # as in KVCache
@@ -368,14 +404,18 @@ class RecursionCache(KVCache):
 
 
 class Cache(KVCache):
-    """Of the layers in which all tokens have keys, the last layer's behind; of recursions
-    1 .. n_loop. later: a RecursionCache for each later recursion (kv=recursion)."""
+    """k[layer], v[layer] of the layers outside and of these recursions:
+
+        kv=recursion       F_1, of all tokens; later[r - 2]: a RecursionCache for each F_r, r > 1
+        kv=share           F_1, which all recursions read
+        kv=share_update    F_1 .. F_R, of all tokens (also kv=recursion without a router)
+    """
 
     def __init__(self, cfg, n_loop, batch_size, max_len, device, dtype):
         self.cfg, routed = cfg, cfg.router != "none"
         own = routed and cfg.kv == "recursion"
         recursions = 1 if own or cfg.kv == "share" else n_loop
-        n_layer = 2 * cfg.n_edge + cfg.n_stored * recursions
+        n_layer = cfg.n_stored * recursions + cfg.n_outside
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer)
         sizes = cfg.sizes(max_len)[1:n_loop] if own else []
         self.later = [RecursionCache(cfg, batch_size, size, device, dtype, cfg.n_stored)
@@ -384,9 +424,9 @@ class Cache(KVCache):
 
     def write(self, layer, k, v, slots):
         """share_update: later recursions have F_1's keys until they write their own."""
-        K, edge = self.cfg.n_stored, self.cfg.n_edge
-        if self.updates and edge <= layer < edge + K:
-            for later in range(layer + K, len(self.k) - edge, K):
+        K = self.cfg.n_stored
+        if self.updates and 0 <= layer < K:
+            for later in range(layer + K, len(self.k) - self.cfg.n_outside, K):
                 super().write(later, k, v, slots)
         return super().write(layer, k, v, slots)
 
@@ -406,16 +446,17 @@ class Model(Recursions):
     runs_blocks_once = False
 
     def __init__(self, cfg):
+        K, R = cfg.n_stored, cfg.n_loop
         blocks = lambda n: nn.ModuleList(self.make_block(cfg, i) for i in range(n))
         routers = lambda: nn.ModuleList(Router(cfg, 1) for _ in range(R))
-        K, R = cfg.n_stored, cfg.n_loop
         super().__init__(cfg, blocks(K))  # the shared ones
-        self.first, self.last = blocks(cfg.n_edge), blocks(cfg.n_edge)
+        self.first, self.last = blocks(cfg.n_outside // 2), blocks(cfg.n_outside // 2)
         depths = [f"depth{d}" for d in range(1, R + 1)]
-        if cfg.router == "expert":  # eval_metrics: of an evaluation, beside ce
+        if cfg.router == "expert":
             self.routers = routers()
             if cfg.causal == "aux_router":
                 self.aux_routers = routers()
+            # what an evaluation reports beside ce
             self.eval_metrics = ["ce_topk", "router_accuracy", *depths]
         elif cfg.router == "token":
             self.router = Router(cfg, R)
@@ -434,33 +475,34 @@ class Model(Recursions):
     def make_block(self, cfg, number):
         """The shared block (or first, or last one) of this number, from 0; of a fork, any
         module that is called as block(h, layer, context)."""
-        return Block(cfg)
+        return Block(cfg, QueryAttention if cfg.fast and cfg.kv == "share" else Attention)
 
     @property
-    def n_loop(self):
+    def loops_to_run(self):
         """The most recursions of a token in evaluation and decoding."""
         return self.cfg.exit_loop or self.cfg.n_loop
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """As in every model. aux also has tokens by depth, and the router's metrics."""
         cfg = self.cfg
-        if targets is None or cache is not None or not idx.numel() or cfg.router == "none":
+        if targets is None or cache is not None or idx.numel() == 0 or cfg.router == "none":
             return super().forward(idx, targets, cache, n_valid)
-        h, taken, routing = self.states(idx, top_k=self.training)
+        h, depth, routing = self.states(idx, top_k=self.training)
         logits = upcast(self.head(h))
         ce = cross_entropy(logits, targets)
         aux = {"ce": ce}
-        aux |= {f"depth{d}": (taken == d).float().mean() for d in range(1, cfg.n_loop + 1)}
+        aux |= {f"depth{d}": (depth == d).float().mean() for d in range(1, cfg.n_loop + 1)}
         if cfg.router == "expert" and not self.training:
-            h, _, routing = self.states(idx, top_k=True)  # the labels of the BCE
-            aux["ce_topk"] = cross_entropy(upcast(self.head(h)), targets)
+            # top k's choices are the labels of the BCE
+            h_top, _, routing = self.states(idx, top_k=True)
+            aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
         if cfg.router == "expert":
-            more, aux["aux"] = self.expert_loss(routing)
+            added, aux["aux"] = self.expert_loss(routing)
             aux |= self.expert_metrics(routing)
         else:
-            more, aux["balance"] = self.token_loss(*routing)
+            added, aux["balance"] = self.token_loss(*routing)
             aux |= self.token_metrics(*routing)
-        loss = ce + more if self.training else ce
+        loss = ce + added if self.training else ce
         return logits, loss, {name: x.detach() for name, x in aux.items()}
 
     def expert_metrics(self, routing):
@@ -483,29 +525,30 @@ class Model(Recursions):
         return self.states(idx, top_k, cache, n_valid)[0]
 
     def states(self, idx, top_k, cache=None, n_valid=None):
-        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), what the router
-        did. top_k: expert choice as in training, else as in decoding."""
+        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the router
+        did, for its loss. top_k: expert choice as in training, else as in decoding."""
         cfg, h, T = self.cfg, self.drop(self.wte(idx)), idx.size(1)
-        R = cfg.n_loop if self.training else self.n_loop  # as many recursions run
+        R = cfg.n_loop if self.training else self.loops_to_run
         tokens = self.context_type(cfg, h, cache, n_valid)
         for block in self.first:
-            h = block(h, 0, tokens)
+            h = block(h, -2, tokens)
         if cfg.router == "expert":
+            # self.k is cfg.sizes(T, self.step), as set_step has told torch.compile of it
             k = self.k if T == cfg.block_size else cfg.sizes(T, self.step)
             h, routing = self.expert_choice(h, tokens, R, k if top_k else None)
-            taken = sum(each.chosen.long() for each in routing)
+            depth = sum(each.chosen.long() for each in routing)
         elif cfg.router == "token":
             h, routing = self.token_choice(h, tokens, R)
-            taken = routing[-1]  # depths
+            _, _, depth = routing
         else:
-            taken, routing = tokens.chosen * R, None
+            depth, routing = tokens.chosen * R, None
             for r in range(1, R + 1):
                 h = self.recursion(r, h, tokens, tokens.chosen)
         for block in self.last:
             h = block(h, -1, tokens)
         if cache is not None:
             cache.advance(tokens.slots)
-        return self.norm(h), taken, routing
+        return self.norm(h), depth, routing
 
     @torch.no_grad()
     def recursions(self, idx):
@@ -513,13 +556,13 @@ class Model(Recursions):
         return self.states(idx, top_k=False)[1]
 
     def init_cache(self, batch_size, max_len):
-        return Cache(self.cfg, self.n_loop, *self.cache_sizes(batch_size, max_len))
+        return Cache(self.cfg, self.loops_to_run, *self.cache_sizes(batch_size, max_len))
 
     def set_step(self, step):
         """For the capacity warm-up: k_1 .. k_R of a whole sequence at this step."""
         self.step, self.k = step, self.cfg.sizes(self.cfg.block_size, step)
         if self.cfg.capacity_warmup:
-            # torch.compile: ints of a module are symbols, not a graph each
+            # for torch.compile self.k's ints are symbols: one graph, not one for each value
             torch.compiler.config.allow_unspec_int_on_nn_module = True
 
     @torch.no_grad()
@@ -528,14 +571,14 @@ class Model(Recursions):
         cfg, R = self.cfg, self.cfg.n_loop
         if cfg.router == "token" and cfg.balance == "loss_free":
             f = torch.tensor([logged[f"depth{d}"] for d in range(1, R + 1)])
-            excess = (f - 1 / R).round(decimals=6)  # less is rounding
+            excess = (f - 1 / R).round(decimals=6)  # 0 if only rounding differs
             self.balance_bias -= cfg.balance_rate * excess.sign().to(self.balance_bias)
 
     def flops_per_token(self, step=math.inf):
         """As in model_gpt; a layer's count for the fraction of tokens that take it."""
         weights = self.head.weight.numel()
         weights += sum(p.numel() for name, p in self.named_parameters() if "router" in name)
-        flops = 6.0 * weights + 2 * self.cfg.n_edge * self.layer_flops(1, 1.0)
+        flops = 6.0 * weights + self.cfg.n_outside * self.layer_flops(1, 1.0)
         for r in range(1, self.cfg.n_loop + 1):
             flops += self.cfg.n_stored * self.layer_flops(r, self.cfg.capacity(r, step))
         return flops
@@ -553,22 +596,24 @@ class Model(Recursions):
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start from the weights of a model_gpt of the same sizes: its first and last layer,
-    and each stored block as the mean of some layers in between (init, Table 9). Of other
-    than n_layer layers so many are taken, evenly spaced."""
+    """Start from the weights of a model_gpt of the same sizes: its first and last layer, and
+    for each stored block one of the layers between or, with init=average, the mean of those
+    that it stands for (Table 9). If the source has another depth, n_layer of its layers are
+    taken, evenly spaced."""
     cfg, target, K = model.cfg, model.state_dict(), model.cfg.n_stored
     for name in [name for name in weights if not name.startswith("blocks.")]:
         target[name].copy_(weights[name])
-    n_source = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
-    inner = range(cfg.n_edge, cfg.n_layer - cfg.n_edge)
-    tied = list(zip(inner, sum(model.layers_of, [])))  # (layer, its block)
+    inner = range(cfg.n_layer)[cfg.n_outside // 2:cfg.n_layer - cfg.n_outside // 2]
+    block_of = list(zip(inner, sum(model.layers_of, [])))  # of each inner layer
+    uses = [[layer for layer, other in block_of if other is block] for block in model.blocks]
     spaced = [round(inner[0] + k * (len(inner) - 1) / max(1, K - 1)) for k in range(K)]
-    average = [[n for n, other in tied if other is block] for block in model.blocks]
-    random = [inner[n] for n in torch.randperm(len(inner))[:K]]
+    random = [inner[i] for i in torch.randperm(len(inner))[:K]]
     one = {"stepwise": spaced, "lower": inner[:K], "upper": inner[-K:], "random": random}
-    origins = average if cfg.init == "average" else [[n] for n in one[cfg.init]]
-    edges = [[0], [cfg.n_layer - 1]][:2 * cfg.n_edge]
-    for block, layers in zip([*model.blocks, *model.first, *model.last], origins + edges):
-        layers = [round(n * (n_source - 1) / max(1, cfg.n_layer - 1)) for n in layers]
+    layers = uses if cfg.init == "average" else [[layer] for layer in one[cfg.init]]
+    if cfg.n_outside:
+        layers += [[0], [cfg.n_layer - 1]]
+    depth = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    source = lambda layer: round(layer * (depth - 1) / max(1, cfg.n_layer - 1))
+    for block, its in zip([*model.blocks, *model.first, *model.last], layers):
         for name, p in block.named_parameters():
-            p.copy_(sum(weights[f"blocks.{n}.{name}"] for n in layers) / len(layers))
+            p.copy_(sum(weights[f"blocks.{source(layer)}.{name}"] for layer in its) / len(its))

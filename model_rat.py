@@ -33,9 +33,9 @@ embeddings and residual branches. rat and rnn ignore n_kv_head.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Only in its code (CLAIRE-Labo/
 RAT, d4a8f54): b_g, G = 2, h % G. Departures from it: decoding works from the first
-token on; states are float32 (there bfloat16); norm_eps is 1e-5 (there 1e-6); only
-matrices decay. There norms and b_g do: in the paper's run decay alone would multiply
-b_g by e^-1.9, which shortens the gates' memories.
+token on; states are float32 (there bfloat16); norm_eps is 1e-5 (there 1e-6). Weight
+decay is on matrices only; there norms and b_g decay too, over the paper's run by a
+factor of e^-1.9, which shortens the gates' memories.
 
 Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, G groups of q and
 k (in attention key/value heads), D head size, W = H D (C if
@@ -93,18 +93,19 @@ class RAT(nn.Module):
         rank, GD = cfg.gate_rank or W, cfg.qk_groups * cfg.head_dim
         self.widths = [rank, rank, W, GD, GD]   # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
-        low_rank = lambda: nn.Linear(rank, W, bias=False) if cfg.gate_rank else nn.Identity()
-        self.w_z, self.w_g = low_rank(), low_rank()
+        # the second factor of a low-rank projection
+        second = lambda: nn.Linear(rank, W, bias=False) if cfg.gate_rank else nn.Identity()
+        self.w_z, self.w_g = second(), second()
         self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.chunk))  # b_g
         self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
         """u (B, T, C), normed; context: see Context -> (B, T, C)."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
-        z, g = self.w_z(z), self.w_g(g)     # all (B, T, W) from here on
+        z, g = self.w_z(z), self.w_g(g)
         copies = self.cfg.n_head // self.cfg.qk_groups
         # head h has group h % G
-        q, k = (torch.cat([x] * copies, -1) for x in (q, k))
+        q, k = (torch.cat([x] * copies, -1) for x in (q, k))    # all (B, T, W) now
         a = torch.sigmoid(upcast(g) + self.gate_bias)   # (1)
         mix = rat_decode if context.cache else rat_fast if self.cfg.fast else rat_naive
         y = mix(q, k, v, a, layer, context)     # (2), (3)
@@ -117,21 +118,21 @@ def rat_naive(q, k, v, a, layer, context):
     cfg, L, T = context.cfg, context.cfg.chunk, q.size(1)
     states = (recurrence(a, upcast(x), L) for x in (k, v))      # (2)
     q, k_, v_ = (in_heads(x, cfg) for x in (upcast(q), *states))    # k_: k~
-    q, k_ = (apply_rope(x, *context.rope["rat"]) for x in (q, k_))
+    q, rotated = (apply_rope(x, *context.rope["rat"]) for x in (q, k_))
     key = torch.arange(T, device=q.device)
     query = key[:, None]
     final = (key % L == L - 1) & (key // L < query // L)    # e
     own = key == query                                      # s
     bias = torch.zeros(T, T, device=q.device)
     bias = bias.masked_fill(~(final | own), -math.inf)
-    return attend(q, k_, v_, bias, fast=False)              # (3)
+    return attend(q, rotated, v_, bias, fast=False)         # (3)
 
 
-def recurrence(a, x, chunk):
+def recurrence(a, x, L):
     """(2) of a, x (B, T, W): the states after each token, (B, T, W)."""
     states = []
     for t, (a_t, x_t) in enumerate(zip(a.unbind(1), x.unbind(1))):
-        h = 0 if t % chunk == 0 else h
+        h = 0 if t % L == 0 else h
         h = a_t * h + (1 - a_t) * x_t
         states.append(h)
     return torch.stack(states, 1)
@@ -151,29 +152,31 @@ def initial_gate_bias(W, steps):
 
 
 class Context:
-    """Where the T new tokens stand. (B or 1, T): pos, and chunk_of, the chunk's number.
-    starts (B or 1, T, 1), ends (B or 1, T): whether a token is its chunk's first, last.
-    padding (B, T), or None where rows are alike. rope[kind of layer]: cos and sin."""
+    """Where the T new tokens of a call stand:
+    pos, chunk_of (B or 1, T): a token's position, its chunk's number
+    starts, ends (B or 1, T): whether it is its chunk's first, last
+    padding (B, T): whether it is padding; None where all rows are alike
+    rope {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         """x (B, T, C): embeddings; the rest as in LanguageModel.forward."""
         self.cfg, self.cache, self.padding = cfg, cache, None
         index = torch.arange(x.size(1), device=x.device)
-        # counts tokens; the slots of a layer are Cache's
+        # read here: pos; n_new, each row's tokens without padding
         self.slots = cache.place(x.size(1), n_valid) if cache else None
         self.pos = self.slots.pos if cache else index[None]
         self.chunk_of, l = self.pos // cfg.chunk, self.pos % cfg.chunk
-        if cache and cache.ragged:
+        if cache and cache.ragged:      # as place has just found
             self.padding = index >= self.slots.n_new[:, None]
             l = l.masked_fill(self.padding, -1)     # neither first nor last
-        self.starts, self.ends = (l == 0)[..., None], l == cfg.chunk - 1
+        self.starts, self.ends = l == 0, l == cfg.chunk - 1
         count = dict(chunk=self.chunk_of, rope=self.pos, nope=0 * self.pos)
         # pos= is rat's; attention counts tokens if anything, swa always
         by = dict(rat=cfg.pos, attention="nope" if cfg.pos == "nope" else "rope", swa="rope")
         self.rope = {}
         for kind in by.keys() & cfg.kinds:
             tables = rope_tables(count[by[kind]], cfg.head_dim, cfg.rope_theta, x.dtype)
-            self.rope[kind] = [table[:, None] for table in tables]  # (B or 1, 1, T, D / 2)
+            self.rope[kind] = [table[:, None] for table in tables]
 
 
 # ---- the fast path ----
@@ -183,9 +186,9 @@ def rat_fast(q, k, v, a, layer, context):
     cfg, L = context.cfg, context.cfg.chunk
     states = (kernels.scan(a, upcast(x), L) for x in (k, v))    # (2)
     q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
-    end_k, end_v, *rope = (x[:, :, L - 1::L]    # (B, H or 1, n, D or D / 2)
-                           for x in (k_, v_, *context.rope["rat"]))
-    end_k = apply_rope(end_k, *rope)
+    # of the last tokens of the n = T // L complete chunks
+    end_k, end_v, cos, sin = (x[:, :, L - 1::L] for x in (k_, v_, *context.rope["rat"]))
+    end_k = apply_rope(end_k, cos, sin)     # (B, H, n, D)
     return read_states(q, k_, v_, end_k, end_v, context)        # (3)
 
 
@@ -197,74 +200,19 @@ def read_states(q, own_k, own_v, end_k, end_v, context):
     own_score = (upcast(q) * own_k).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
     end_k, end_v, own_v = (x.to(q.dtype) for x in (end_k, end_v, own_v))
-    # which chunks a query attends to: 0 .. chunk_of - 1
-    last = (context.chunk_of - 1).int().squeeze(0)      # (T,) or (B, T)
-    y, lse = kernels.attend(q, end_k, end_v, q_pos=last)
+    # a key's position is its chunk's number; those before a query's chunk are visible
+    before = (context.chunk_of - 1).int().squeeze(0)    # (T,) or (B, T)
+    y, lse = kernels.attend(q, end_k, end_v, q_pos=before)
     return kernels.merge(y, lse, own_v, own_score)[0]
 
 
 # ---- decoding: one path, whatever `fast` is ----
 
-def rat_decode(q, k, v, a, layer, context):
-    """(2) and (3) of T tokens after the cached ones. Final states are read from the cache."""
-    cfg, cache, T = context.cfg, context.cache, q.size(1)
-    states = continued_states(a, [k, v], layer, context, cfg.chunk)     # (2)
-    q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
-    rope, R = context.rope["rat"], cache.R[layer]
-    rotated = apply_rope(k_, *rope)
-    if T == 1:      # the own state has its chunk's slot: (3) is over all slots so far
-        q = apply_rope(q, *rope)
-        return decode_one(q, rotated, v_, layer, context, cfg.chunk)
-    at = torch.where(context.ends, context.chunk_of, R)
-    cache.fill(layer, rotated, v_, at)
-    # chunks before the last token's
-    n = min((cache.longest + T - 1) // cfg.chunk, R)
-    end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
-    return read_states(q, k_, v_, end_k, end_v, context)    # (3)
-
-
-def continued_states(a, xs, layer, context, chunk=None):
-    """The recurrence of each of xs (B, T, W) from the cached states on, in chunks, (2), or
-    without (None). Each row's last states are cached."""
-    cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
-    xs = [upcast(x) for x in xs]
-    if context.padding is not None:
-        a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
-    if T == 1:
-        old = cached.masked_fill(context.starts, 0) if chunk else cached
-        cached.copy_(a * old + (1 - a) * torch.cat(xs, 1))
-        return cached.split(1, 1)
-    if chunk and cache.longest:
-        # Chunks start anywhere: one scan of T tokens, in which gates of 0 forget.
-        # It would multiply a start's input by 1 - 0, so 1 - a comes before.
-        xs = [torch.where(context.starts, (1 - a) * x, x) for x in xs]
-        a, chunk = a.masked_fill(context.starts, 0), None
-    states = [kernels.scan(a, x, chunk or T, h) for x, h in zip(xs, cached.unbind(1))]
-    # (token 0 of a row without new tokens is padding, which kept the state)
-    last = (context.slots.n_new[:, None] - 1).clamp(min=0)  # (B, 1)
-    cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
-    return states
-
-
-def decode_one(q, k, v, layer, context, L):
-    """One new token a row. k, v (B, heads, 1, D) go to slot pos // L, in a ring of R;
-    q attends to the row's filled slots."""
-    cache, R, padding = context.cache, context.cache.R[layer], context.padding
-    index, n, bias = context.pos // L, min(cache.longest // L + 1, R), None
-    at = index % R
-    if padding is not None:     # filled: slots up to index, all once index >= R
-        at = at.masked_fill(padding, R)
-        bias = attention_bias(index, torch.arange(n, device=q.device))
-    cache.fill(layer, k, v, at)
-    k, v = (x[layer][:, :, :n].to(q.dtype) for x in (cache.k, cache.v))
-    return attend(q, k, v, bias, fast=True)
-
-
 class Cache(KVCache):
     """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat) or token
-    (attention), or a ring for the last tokens (swa). Slot R is spare: it takes padding
-    and is never read. state[layer]: k~ and v~ before RoPE (B, 2, W), or the RNN's
-    (B, 1, W), in float32 or better."""
+    (attention), or a ring for the last tokens (swa). Slot R is a bin: it takes what no
+    other slot keeps, and is never read. state[layer]: k~ and v~ before RoPE (B, 2, W), or
+    the RNN's (B, 1, W), in float32 or better."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)
@@ -275,34 +223,80 @@ class Cache(KVCache):
         heads, self.R, states = zip(*(sizes[kind] for kind in cfg.kinds[:n_layer]))
         zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
         slots = lambda: [zeros(h, R + 1, cfg.head_dim) for h, R in zip(heads, self.R)]
-        with torch.inference_mode(False):   # so that calls outside may write too
+        with torch.inference_mode(False):   # so that calls without it may write, too
             self.k, self.v = slots(), slots()
             self.state = [upcast(zeros(n, cfg.n_head * cfg.head_dim)) for n in states]
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
-    def buffers(self):  # what KVCache resets and measures: no spare slots
+    def buffers(self):  # what KVCache resets and measures: no bins
         return [x[:, :, :-1] for x in self.k + self.v] + self.state
 
     def fill(self, layer, k, v, at):
         """Write k, v (B, heads, n, D) to slots at (B or 1, n)."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
+            # (B, n, heads, D), as torch indexes it
             buffer[self.rows, :, at] = new.transpose(1, 2).to(buffer.dtype)
 
-    def extend(self, layer, k, v, context):
-        """Write k, v (B, G, T, D) to the ring, token t to slot t % R. -> keys, values
-        (B, G, S, D), positions (B or 1, S) of the R tokens before and of these."""
-        R, pos, padding = self.R[layer], context.pos, context.padding
-        old = pos[:, :1] + torch.arange(-min(self.longest, R), 0, device=k.device)
-        before = [x[layer][self.rows, :, old % R].transpose(1, 2)
-                  for x in (self.k, self.v)]
-        # only the last R are kept: of two tokens in one slot either could win
-        spare = pos < (self.lengths + context.slots.n_new)[:, None] - R
-        if padding is not None:     # is in the future
-            spare, pos = spare | padding, pos.masked_fill(padding, self.max_len)
-        self.fill(layer, k, v, torch.where(spare, R, pos % R))
-        k, v = (torch.cat([a.to(b.dtype), b], 2) for a, b in zip(before, (k, v)))
-        old = old.masked_fill(old < 0, -R)      # no such token: before the window
-        return k, v, torch.cat([old, pos], 1)
+
+def rat_decode(q, k, v, a, layer, context):
+    """(2) and (3) of T tokens after the cached ones. Final states are read from the cache."""
+    cfg, cache, T = context.cfg, context.cache, q.size(1)
+    states = continued_states(a, [k, v], layer, context, cfg.chunk)     # (2)
+    q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
+    rotated, R = apply_rope(k_, *context.rope["rat"]), cache.R[layer]
+    if T == 1:      # the own state takes its chunk's slot: (3) is over all slots so far
+        q = apply_rope(q, *context.rope["rat"])
+        return decode_one(q, rotated, v_, layer, context, cfg.chunk)
+    # Of several tokens of a chunk, the last one's state goes to the slot.
+    cache.fill(layer, rotated, v_, torch.where(context.ends, context.chunk_of, R))
+    # chunks before the last token's (min: padding may go on past the last slot)
+    n = min((cache.longest + T - 1) // cfg.chunk, R)
+    end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
+    return read_states(q, k_, v_, end_k, end_v, context)    # (3)
+
+
+def continued_states(a, xs, layer, context, L=None):
+    """The recurrence of each of xs (B, T, W) from the cached states on, in chunks, (2), or
+    without (None). Each row's last states are cached."""
+    cache, cached = context.cache, context.cache.state[layer]
+    xs = [upcast(x) for x in xs]
+    if context.padding is not None:
+        a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
+    if a.size(1) == 1:
+        old = cached.masked_fill(context.starts[..., None], 0) if L else cached
+        cached.copy_(a * old + (1 - a) * torch.cat(xs, 1))
+        return cached.split(1, 1)
+    states = [scan_on(a, x, h, context, L) for x, h in zip(xs, cached.unbind(1))]
+    # (token 0 of a row without new tokens is padding, which kept the state)
+    last = (context.slots.n_new[:, None] - 1).clamp(min=0)  # (B, 1)
+    cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
+    return states
+
+
+def scan_on(a, x, h, context, L):
+    """The states of x (B, T, W) after state h (B, W)."""
+    T = x.size(1)
+    if L is None or not context.cache.longest:  # no chunks, or they start at 0, L, 2 L, ...
+        return kernels.scan(a, x, L or T, h)
+    # They start anywhere: there scan has 0 h + (1 - 0) x, with (1 - a) x for x.
+    starts = context.starts[..., None]
+    x = torch.where(starts, (1 - a) * x, x)
+    return kernels.scan(a.masked_fill(starts, 0), x, T, h)
+
+
+def decode_one(q, k, v, layer, context, tokens_per_slot):
+    """One new token a row. k, v (B, heads, 1, D) go to its slot; q attends to its row's
+    slots so far. (Only a window, swa, has fewer slots than tokens or chunks: a ring.)"""
+    cache, R = context.cache, context.cache.R[layer]
+    index = context.pos // tokens_per_slot
+    n = min(cache.longest // tokens_per_slot + 1, R)
+    at, bias = index % R, None
+    if context.padding is not None:     # rows differ: a row has slots 0 .. index, or all R
+        at = at.masked_fill(context.padding, R)
+        bias = attention_bias(index, torch.arange(n, device=q.device))
+    cache.fill(layer, k, v, at)
+    k, v = (x[layer][:, :, :n].to(q.dtype) for x in (cache.k, cache.v))
+    return attend(q, k, v, bias, fast=True)
 
 
 # ---- what it is compared with ----
@@ -335,13 +329,14 @@ class TokenAttention(Attention):
         q, k, v = (w(u).unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
                    for w in (self.wq, self.wk, self.wv))
         q, k = (apply_rope(x, *context.rope[kind]) for x in (q, k))
-        pos, k_pos, window = context.pos, context.pos, cfg.swa
-        if cache and T > 1:     # R of attention is max_len: no limit
-            k, v, k_pos = cache.extend(layer, k, v, context)
-            window = cache.R[layer]
         if cache and T == 1:
-            y = decode_one(q, k, v, layer, context, L=1)
-        elif kind == "attention" and k.size(2) == T:      # causal
+            y = decode_one(q, k, v, layer, context, tokens_per_slot=1)
+            return self.wo(y.transpose(1, 2).flatten(2))
+        pos, k_pos, window = context.pos, context.pos, cfg.swa
+        if cache:       # attention's window is R = max_len, no limit
+            k, v, pos, k_pos = with_cached(k, v, layer, context)
+            window = cache.R[layer]
+        if kind == "attention" and k.size(2) == T:  # no tokens before: causal
             y = attend(q, k, v, None, fast=cfg.fast)
         elif cfg.fast:  # leaves out the blocks of keys before a window
             pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
@@ -350,6 +345,25 @@ class TokenAttention(Attention):
             bias = attention_bias(pos, k_pos[:, None, None], window)
             y = attend(q, k, v, bias, fast=False)
         return self.wo(y.transpose(1, 2).flatten(2))    # (B, T, C)
+
+
+def with_cached(k, v, layer, context):
+    """Cache the new k, v (B, G, T, D). -> k, v (B, G, S, D) of the cached tokens and
+    these, positions of the T queries (B or 1, T) and of the S keys (B or 1, S)."""
+    cache, R, pos = context.cache, context.cache.R[layer], context.pos
+    # token t stands in slot t % R (t < 0: no such token)
+    t = pos[:, :1] + torch.arange(-min(cache.longest, R), 0, device=k.device)
+    cached = [x[layer][cache.rows, :, t % R].transpose(1, 2) for x in (cache.k, cache.v)]
+    # all but a row's last R tokens go to the bin: no slot is written twice
+    unkept = pos < (cache.lengths + context.slots.n_new)[:, None] - R
+    if context.padding is not None:
+        unkept = unkept | context.padding
+        # after all tokens: visible to padding alone, which so sees a key (no NaN)
+        pos = pos.masked_fill(context.padding, cache.max_len)
+    cache.fill(layer, k, v, torch.where(unkept, R, pos % R))
+    k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(cached, (k, v)))
+    t = t.masked_fill(t < 0, -R)    # before every window
+    return k, v, pos, torch.cat([t, pos], 1)
 
 
 # ---- the model ----
@@ -371,7 +385,7 @@ class Block(nn.Module):
 class Model(LanguageModel):
     """The language model, with any of the mixers."""
     context_type = Context
-    context_limit = None    # also with pos=rope
+    context_limit = None    # past block_size too: rat's chunks and swa's windows go on
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg, layer) for layer in range(cfg.n_layer)])
@@ -379,11 +393,6 @@ class Model(LanguageModel):
 
     def init_cache(self, batch_size, max_len):
         return Cache(self.cfg, *self.cache_sizes(batch_size, max_len))
-
-    def flops_per_token(self):
-        """As in model_gpt."""
-        weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
-        return 6.0 * (weights + self.head.weight.numel()) + self.mixer_flops()
 
     def mixer_flops(self):
         """12 W for each key of token t, averaged over t; none for recurrences."""

@@ -9,6 +9,7 @@ further: so it becomes smaller at little loss.
     h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)      l = 0 .. L - 1      (2)
     in it, every matrix:  y = W' x + B_u A_u x      W' is tied; A_u, B_u are of use u       (3)
     they start from a trained W_l:  B_u A_u = truncated SVD of W_l - W'                     (4)
+    (the norm before W_l is folded into it, see set_deltas)
 
 L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
 
@@ -19,17 +20,19 @@ L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
 rank = 0 has no deltas; at full rank they undo the tying. Each of the L layers has its own
 keys and values, so the cache is that of a Transformer of L layers.
 
-share=sequence: a block's uses follow each other, k = l // n_loop, u = l mod n_loop. A loop
-is K layers all the same: 6 layers in 2 loops run blocks 0 0 1 | 1 2 2 (cycle: 012 | 012).
+share=sequence: a block's uses follow each other, k = l // n_loop, u = l mod n_loop. A loop is
+still K layers, but no longer one use of each block: with 6 layers in 2 loops, blocks run in
+the order 0 0 1 | 1 2 2 (share=cycle: 0 1 2 | 0 1 2).
 
-Early exit (Section 3.7). A loop ends where the head can read it. In training, early_exit=
-adds the losses of the earlier loops. In evaluation and decoding, exit_loop= stops all tokens
-after one loop; in serve.py each token exits where its own prediction is sure.
+Early exit (Section 3.7). After each loop the head can predict. In training, early_exit= adds
+the losses of the earlier loops. In evaluation and decoding, exit_loop= stops all tokens after
+that loop. In serve.py each token exits where its own prediction is sure. Later tokens attend
+to its keys in the deeper loops too, which are missing; fill= says how they are made up there.
 
-Departures. (4) folds in the norms, whose weights are tied too (see set_use). QK-norm, which
-the paper's models have not, has a weight for each use if rank > 0. With init=stepwise the
-paper's Appendix C starts the first loop's deltas at 0; here every layer follows (4), or full
-rank would not give the source back. The public code scales deltas by alpha / rank, which
+Departures. The norms' weights are tied too, which (4) makes up for. QK-norm, which the
+paper's models have not, has a weight for each use if rank > 0. With init=stepwise the paper's
+Appendix C starts the first loop's deltas at 0; here every layer follows (4), or full rank
+would not give the trained model back. The public code scales deltas by alpha / rank, which
 would undo (4); they have no factor here. Dropout is on embeddings, attention weights and
 residual branches.
 
@@ -52,7 +55,7 @@ from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, c
 
 @dataclass
 class Config(BaseConfig):
-    n_loop: int = 2              # loops over the K = n_layer / n_loop stored blocks
+    n_loop: int = 2              # loops over K = n_layer / n_loop stored blocks; uses of each
     rank: int = 8                # rank of every matrix's deltas (0: none)
     share: str = choice("cycle", "sequence")    # the order of the blocks, see above
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
@@ -67,9 +70,9 @@ class Config(BaseConfig):
     # early exit: in training; in evaluation and decoding; in serve.py
     early_exit: str = choice("none", "weighted", "aggressive")  # losses of earlier loops
     exit_weight: float = 0.1     # aggressive: their weight
-    exit_loss: str = choice("ce", "kl", "both")     # which they are; kl: to the last loop
+    exit_loss: str = choice("ce", "kl", "both")     # which losses; kl: to the last loop
     exit_loop: int = 0           # stop after this loop (0: the last)
-    fill: str = choice("exact", "propagate")    # deeper keys of tokens that exited
+    fill: str = choice("exact", "propagate")    # serve.py: deeper keys of tokens that exited
 
     CONVERTS_FROM = ("gpt",)     # models whose weights init_from= converts
     FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
@@ -77,7 +80,8 @@ class Config(BaseConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.n_loop < 1 or self.n_layer % self.n_loop:
-            fit = [b for b in range(1, min(self.n_layer, 1000) + 1) if self.n_layer % b == 0]
+            most = min(self.n_layer, 1000)      # n_layer may be a typing error
+            fit = [n for n in range(1, most + 1) if self.n_layer % n == 0]
             raise ValueError(f"n_loop={self.n_loop} must divide n_layer={self.n_layer}: "
                              f"{', '.join(map(str, fit))}")
         self.at_least(0, "rank", "exit_weight", "n_mlp")
@@ -107,8 +111,9 @@ class RelaxedLinear(nn.Module):
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
         self.rank = min(cfg.rank, n_in, n_out)
-        self.weight = nn.Parameter(torch.empty(n_out, n_in))    # init_weights fills matrices,
-        if self.rank:               # not a and b: B = 0, no delta at first (Hu et al. 2022)
+        # init_weights fills what has 2 dimensions: weight, not a and b. B = 0: no delta at first
+        self.weight = nn.Parameter(torch.empty(n_out, n_in))
+        if self.rank:
             self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
 
@@ -121,18 +126,18 @@ class RelaxedLinear(nn.Module):
 
 
 class Attention(model_gpt.Attention):
-    """model_gpt's, of which every part is called as use u."""
+    """model_gpt's, with RelaxedLinear for nn.Linear: every part is called as use u."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        replace_parts(self, cfg)
+        add_uses(self, cfg)
 
     def forward(self, x, layer, u, context):
         D = self.cfg.head_dim
         q = self.wq(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, H, T, D)
         k = self.wk(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
         v = self.wv(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
-        if self.cfg.qk_norm:
+        if self.cfg.qk_norm:                                        # HeadNorms
             q, k = self.q_norm(q, u), self.k_norm(k, u)
         if context.rope:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
@@ -143,11 +148,11 @@ class Attention(model_gpt.Attention):
 
 
 class MLP(model_gpt.MLP):
-    """model_gpt's, of which every part is called as use u."""
+    """model_gpt's, changed in the same way."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        replace_parts(self, cfg)
+        add_uses(self, cfg)
 
     def forward(self, x, u):
         up = self.w_up(x, u)
@@ -156,7 +161,8 @@ class MLP(model_gpt.MLP):
 
 
 class Block(model_gpt.Block):
-    """A stored block. Called as one of its unrolled layers, it has that use's deltas."""
+    """A stored block. It is called like model_gpt's, with the number of an unrolled layer, and
+    finds out itself which of its uses that is."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -170,20 +176,21 @@ class Block(model_gpt.Block):
 
 def run_loops(cfg, blocks, h, context, n_loop):
     """h_0 (B, T, C) -> the states after loops 1 .. n_loop, a list of (B, T, C)."""
-    ends = []
+    states = []
     for layer in range(n_loop * cfg.n_stored):
         k, _ = cfg.block_and_use(layer)
         h = blocks[k](h, layer, context)                # h_{layer + 1}                     (2)
         if (layer + 1) % cfg.n_stored == 0:
-            ends.append(h)
-    return ends
+            states.append(h)
+    return states
 
 
-# ---- the parts of a block, and the fast path ----
+# ---- parts that have uses ----
 
 class HeadNorm(nn.Module):
-    """QK-norm: RMSNorm of heads (B, heads, T, D). weights[u] is use u's; at rank 0 all are
-    the same parameter, as a Recursive Transformer ties everything."""
+    """QK-norm: RMSNorm of heads (B, heads, T, D). weights[u] is use u's, as no delta
+    could make up for a tied one: what W gives is normalized first. At rank 0 all are the same
+    parameter, as a Recursive Transformer ties everything."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -191,12 +198,12 @@ class HeadNorm(nn.Module):
         ones = [nn.Parameter(torch.ones(cfg.head_dim)) for _ in range(cfg.n_loop)]
         self.weights = nn.ParameterList(ones[:1] * cfg.n_loop if self.tied else ones)
 
-    def forward(self, x, u):
+    def forward(self, x, u):    # torch's is faster; in 16 bits it rounds once more than model_gpt's
         return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weights[u].to(x.dtype)
 
 
 class MergedLinear(RelaxedLinear):
-    """Equal, as W' x + B A x = (W' + B A) x. Forming W' + B A takes r in out multiplications,
+    """The fast path: W' x + B A x = (W' + B A) x. Forming W' + B A takes r in out products,
     applying A and B takes r (in + out) for each token: the first is cheaper for many tokens."""
 
     def forward(self, x, u):
@@ -207,8 +214,8 @@ class MergedLinear(RelaxedLinear):
         return F.linear(x, torch.addmm(self.weight, self.b[u].t(), self.a[u]))
 
 
-def replace_parts(module, cfg):
-    """Replace each nn.Linear and QK-norm of a module by one that has uses."""
+def add_uses(module, cfg):
+    """Replace each nn.Linear and QK-norm of a module by one that is called as part(x, u)."""
     linear = MergedLinear if cfg.fast else RelaxedLinear
     for name, part in list(module.named_children()):
         if isinstance(part, nn.Linear):
@@ -222,65 +229,75 @@ def replace_parts(module, cfg):
 @torch.no_grad()
 def convert(model, weights):
     """Start model from `weights`, the state dict of a model_gpt of the same sizes: first what
-    is tied, then what each use has of its own. Of other than n_layer layers so many are taken,
-    evenly spaced. Raises ValueError where a tied norm's weight is too near zero for deltas to
-    make up for it."""
+    is tied, then what each use has of its own. If it has another depth, n_layer of its layers
+    are taken, evenly spaced."""
     cfg, target, layers = model.cfg, model.state_dict(), {}
     for name, w in weights.items():
         if name.startswith("blocks."):
-            _, layer, part = name.split(".", 2)
-            layers.setdefault(int(layer), {})[part] = w
+            _, number, part = name.split(".", 2)
+            layers.setdefault(int(number), {})[part] = w
         else:
             target[name].copy_(w)
     step = (len(layers) - 1) / max(1, cfg.n_layer - 1)
     sources = [layers[round(step * layer)] for layer in range(cfg.n_layer)]
+    svd = cfg.rank > 0 and cfg.lora_init == "svd"
     for k, block in enumerate(model.blocks):
-        set_tied(block, [sources[layer] for layer in source_layers(cfg, k)])
-        if cfg.rank and cfg.lora_init == "svd":
+        set_tied(block, [sources[layer] for layer in layers_for_tied(cfg, k)])
+        if svd:
             check_norms(block, k)
         for u, layer in enumerate(cfg.layers_of(k)):
-            set_use(cfg, block, u, sources[layer])
+            set_head_norms(block, u, sources[layer])
+            if svd:
+                set_deltas(block, u, sources[layer])
 
 
-def source_layers(cfg, k):
-    """The source's layers whose mean stored block k starts from (none: it stays random).
-    stepwise: K of them evenly spaced from the first to the last, halves to even."""
+def layers_for_tied(cfg, k):
+    """The unrolled layers whose sources' mean stored block k starts from. stepwise: evenly
+    spaced from the first to the last, halves to even. random: none, so that W' stays random
+    (a baseline); deltas still follow (4)."""
     L, K = cfg.n_layer, cfg.n_stored
     return {"average": cfg.layers_of(k), "stepwise": [round(k * (L - 1) / max(1, K - 1))],
             "lower": [k], "upper": [L - K + k], "random": []}[cfg.init]
 
 
 def set_tied(block, sources):
-    """Set what all uses of a block share, W' and norms, to the mean of the sources'."""
+    """Set W' and norms to the mean of the sources, each the weights of one layer by name. Of
+    QK-norms that is weights.0: the only one at rank 0, else set_head_norms replaces it."""
     for name, p in block.named_parameters():
-        name = name.replace("norm.weights.0", "norm.weight")    # a HeadNorm's
+        name = name.replace("norm.weights.0", "norm.weight")
         if sources and name in sources[0]:                      # a and b are in no source
             p.copy_(sum(source[name] for source in sources) / len(sources))
+
+
+def set_head_norms(block, u, source):
+    for name, part in block.named_modules():
+        if isinstance(part, HeadNorm) and not part.tied:
+            part.weights[u].copy_(source[f"{name}.weight"])
 
 
 NORM_BEFORE = {"attn.wq": "norm1", "attn.wk": "norm1", "attn.wv": "norm1",
                "mlp.w_gate": "norm2", "mlp.w_up": "norm2"}
 
 
-def set_use(cfg, block, u, source):
-    """Set what use u of a block has of its own, QK-norms and deltas, so that it comes near
-    the layer with the weights `source`. There W_l stood after a norm of weight g_l, here after
-    the tied norm g': of a normalized n, W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n)."""
+def set_deltas(block, u, source):
+    """Set the deltas of use u, so that it comes near the layer `source`. There W_l stood after
+    a norm of weight g_l, here after the tied norm g': of a normalized n,
+    W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n)."""
     for name, part in block.named_modules():
-        if isinstance(part, HeadNorm) and not part.tied:
-            part.weights[u].copy_(source[f"{name}.weight"])
-        if isinstance(part, RelaxedLinear) and part.rank and cfg.lora_init == "svd":
-            w_l = source[f"{name}.weight"]              # (out, in)
-            wanted = upcast(w_l)
-            if name in NORM_BEFORE:
-                norm = f"{NORM_BEFORE[name]}.weight"
-                wanted = wanted * (upcast(source[norm]) / upcast(block.get_parameter(norm)))
-            missing = wanted - upcast(part.weight)      # W_l diag(g_l / g') - W'           (4)
-            # As much may be the rounding of W' and g', means of up to n_loop terms. Its SVD
-            # would be noise: then A stays random and B zero, and both can learn.
-            eps = max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
-            if missing.norm() > 2 * cfg.n_loop * eps * wanted.norm():
-                part.a[u], part.b[u] = low_rank(missing, part.rank)
+        if not isinstance(part, RelaxedLinear):
+            continue
+        w_l = source[f"{name}.weight"]                  # (out, in)
+        wanted = upcast(w_l)
+        if name in NORM_BEFORE:
+            norm = f"{NORM_BEFORE[name]}.weight"
+            wanted = wanted * (upcast(source[norm]) / upcast(block.get_parameter(norm)))
+        missing = wanted - upcast(part.weight)          # W_l diag(g_l / g') - W'               (4)
+        # A layer equal to W' (init=lower, use 0) misses rounding errors alone. Their SVD would
+        # be noise: A stays random and B zero, so that both can learn.
+        eps = max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
+        rounding = 2 * len(part.a) * eps * wanted.norm()    # W', g': means of up to n_loop terms
+        if missing.norm() > rounding:
+            part.a[u], part.b[u] = low_rank(missing, part.rank)
 
 
 def low_rank(delta, r):
@@ -292,8 +309,9 @@ def low_rank(delta, r):
 
 
 def check_norms(block, k):
+    """set_deltas divides by the weights of tied norms: a mean of them may vanish."""
     for name in ("norm1", "norm2"):
-        if getattr(block, name).weight.abs().min() < 1e-4:
+        if getattr(block, name).weight.abs().min() < 1e-4:    # deltas of 10^4
             raise ValueError(f"{name} of stored block {k} is near zero, its deltas would be "
                              f"huge: another init may avoid it, rank=0 and lora_init=zero do")
 
@@ -309,11 +327,12 @@ class Model(LanguageModel):
         init_weights(self, cfg.n_layer)
 
     def make_block(self, cfg, k):
-        """Stored block k; of a fork, any module that is called as block(h, layer, context)."""
+        """Stored block k. A fork may return any module that is called as block(h, layer,
+        context), if it does without convert."""
         return Block(cfg)
 
     @property
-    def n_loop(self):
+    def loops_to_run(self):
         """How many loops run in evaluation and decoding."""
         return self.cfg.exit_loop or self.cfg.n_loop
 
@@ -321,8 +340,8 @@ class Model(LanguageModel):
         """idx (B, T) -> the states after each loop, a list of (B, T, C)."""
         h = self.drop(self.wte(idx))
         context = self.context_type(self.cfg, h, cache, n_valid)
-        all_run = self.training and cache is None
-        n_loop = self.cfg.n_loop if all_run else self.n_loop
+        trains = self.training and cache is None    # exit_loop is for evaluation and decoding
+        n_loop = self.cfg.n_loop if trains else self.loops_to_run
         states = run_loops(self.cfg, self.blocks, h, context, n_loop)
         if cache is not None:
             cache.advance(context.slots)
@@ -332,35 +351,35 @@ class Model(LanguageModel):
         return self.norm(self.loops(idx, cache, n_valid)[-1])
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model. In training with early_exit the loss is sum_b c_b loss_b over
-        the loops (Section 3.7), and aux has "ce_loop1", ... too."""
+        """As in every model. In training with early_exit the loss is sum_i c_i loss_i over the
+        loops i = 1 .. n (Section 3.7). loss_i = CE_i, KL(p_n || p_i) or both; loss_n = CE_n.
+        aux has "ce_loop1", ... too."""
         exits = self.training and self.cfg.early_exit != "none"
-        if not exits or targets is None or cache is not None or not idx.numel():
+        if not exits or targets is None or cache is not None or idx.numel() == 0:
             return super().forward(idx, targets, cache, n_valid)
         *earlier, last = [upcast(self.head(self.norm(h))) for h in self.loops(idx)]
         *c_earlier, c_last = self.loop_weights()
         ce = cross_entropy(last, targets)
         loss, aux = c_last * ce, {"ce": ce.detach()}
-        for b, (c, logits) in enumerate(zip(c_earlier, earlier), 1):
-            ce_b = cross_entropy(logits, targets)
-            aux[f"ce_loop{b}"] = ce_b.detach()
+        for i, (c, logits) in enumerate(zip(c_earlier, earlier), 1):
+            ce_i = cross_entropy(logits, targets)
+            aux[f"ce_loop{i}"] = ce_i.detach()
             if self.cfg.exit_loss != "kl":
-                loss = loss + c * ce_b
+                loss = loss + c * ce_i
             if self.cfg.exit_loss != "ce":
                 loss = loss + c * kl_from_last(logits, last, targets)
         return last, loss, aux
 
     def loop_weights(self):
-        """c_b of the loops b = 1 .. n. weighted: b / (1 + .. + n); aggressive: exit_weight,
-        the last 1."""
+        """c_1 .. c_n. weighted: c_i = i / (1 + .. + n); aggressive: exit_weight, the last 1."""
         n = self.cfg.n_loop
         if self.cfg.early_exit == "weighted":
-            return [b / (n * (n + 1) / 2) for b in range(1, n + 1)]
+            return [i / (n * (n + 1) / 2) for i in range(1, n + 1)]
         return [self.cfg.exit_weight] * (n - 1) + [1.0]
 
     def init_cache(self, batch_size, max_len):
         """An empty cache for the unrolled layers up to exit_loop."""
-        n_layer = self.n_loop * self.cfg.n_stored
+        n_layer = self.loops_to_run * self.cfg.n_stored
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
 
     def flops_per_token(self):
@@ -370,7 +389,7 @@ class Model(LanguageModel):
         return 6.0 * weights + self.mixer_flops()
 
     def block_weights(self):
-        """W' counts in every loop, deltas as two products of their own."""
+        """W' (2 dimensions) counts in every loop; a and b (3) hold each loop's own."""
         return sum(self.cfg.n_loop * p.numel() if p.dim() == 2 else p.numel()
                    for p in self.blocks.parameters() if p.dim() > 1)
 

@@ -101,7 +101,7 @@ def write_answers(model, tokenizer, cfg):
     seconds = time.perf_counter() - start
     return (f"{len(requests)} requests, {len(exits)} tokens in {seconds:.2f} s: "
             f"{len(exits) / seconds:.1f} tokens/s; exited after loop "
-            f"{loop_fractions(exits, model.n_loop)}")
+            f"{loop_fractions(exits, model.loops_to_run)}")
 
 
 @dataclass(eq=False)
@@ -200,11 +200,11 @@ def write_coloured(model, tokenizer, cfg):
     for n, text in enumerate(tokenizer.stream(answer_tokens(engine, request))):
         # the stream's last piece, an unfinished character, belongs to no token
         loop = request.exits[n] if n < len(request.exits) else 1
-        print(coloured(text, loop, model.n_loop), end="", flush=True)
+        print(coloured(text, loop, model.loops_to_run), end="", flush=True)
     print()
-    legend = [coloured(str(b), b, model.n_loop) for b in range(1, model.n_loop + 1)]
+    legend = [coloured(str(b), b, model.loops_to_run) for b in range(1, model.loops_to_run + 1)]
     return (f"{len(request.tokens)} tokens; exited after loop "
-            f"{loop_fractions(request.exits, model.n_loop)} {' '.join(legend)}")
+            f"{loop_fractions(request.exits, model.loops_to_run)} {' '.join(legend)}")
 
 
 def answer_tokens(engine, request):
@@ -267,7 +267,7 @@ class Engine:
         if batching == "depth" and not cfg.share.endswith("cycle"):
             raise UserError(f"batching=depth needs loops over the same blocks, so share=cycle or "
                             f"middle_cycle, not {cfg.share}")
-        self.model, self.n_loop, self.device = model, model.n_loop, w.device
+        self.model, self.n_loop, self.device = model, model.loops_to_run, w.device
         self.batching, self.eot, self.vocab_size = batching, eot, vocab_size
         self.rule, self.fill = exit_rule(exit, self.n_loop), fill or getattr(cfg, "fill", "")
         self.slots, self.done = [Slot(n) for n in range(slots)], []
@@ -712,12 +712,12 @@ class MoRAdapter(LoopAdapter):
     def goes_on(self, states, loop):
         (h, h1), loop = states.chunk(2, -1), loop.to(states.device)
         if self.cfg.router == "none":
-            return loop <= self.model.n_loop
+            return loop <= self.model.loops_to_run
         if self.cfg.router == "token":
             return loop <= self.model.choose_depth(h1)[2]
         routers = self.model.aux_routers if self.cfg.causal == "aux_router" else self.model.routers
-        s = self.scores(routers, h, loop.clamp(max=self.model.n_loop))
-        return (s >= 0) & (loop <= self.model.n_loop)
+        s = self.scores(routers, h, loop.clamp(max=self.model.loops_to_run))
+        return (s >= 0) & (loop <= self.model.loops_to_run)
 
     def run_last(self, states, context):
         h, h1 = states.chunk(2, -1)                             # (N, C) both

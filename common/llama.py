@@ -93,10 +93,10 @@ def unrolled(model):
     if type(model) is gpt.Model:
         return model
     if hasattr(c, "block_and_use"):
-        uses = [c.block_and_use(layer) for layer in range(model.n_loop * c.n_stored)]
+        uses = [c.block_and_use(layer) for layer in range(model.loops_to_run * c.n_stored)]
         layers = [(model.blocks[k], use) for k, use in uses]
     elif getattr(c, "router", "") == "none" and c.kv != "share":
-        recursions = sum(model.layers_of[:model.n_loop], [])
+        recursions = sum(model.layers_of[:model.loops_to_run], [])
         layers = [(block, None) for block in (*model.first, *recursions, *model.last)]
     else:
         raise ValueError(f"{type(model).__module__} computes what no Llama does: gpt, relaxed, and "

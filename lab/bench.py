@@ -441,7 +441,7 @@ def relaxed_requests(model, text, device, slots=32, fraction=0.65, rounds=3):
     for kind in "propagate", "exact":
         # prompts take all loops, and their last tokens give the first ones of the answers
         loops = [loop for r in answers[f"{kind}, depth"]
-                 for loop in [*[model.n_loop] * len(r.prompt), *r.exits[1:]]]
+                 for loop in [*[model.loops_to_run] * len(r.prompt), *r.exits[1:]]]
         print_bound(f"{kind}, {exit}", times[f"{kind}, depth"], times["all loops, sequence"],
                     model.cfg, loops)
     for kind, options in kinds.items():

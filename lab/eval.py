@@ -124,7 +124,7 @@ def router_scores(model, inputs):
     """Of MoR's expert choice: how the scores sigmoid(s) of the tokens that could take a
     recursion spread over the tenths from 0 to 1. Those of 0.5 and more take it."""
     routers = model.aux_routers if model.cfg.causal == "aux_router" else model.routers
-    counts, seen = torch.zeros(model.n_loop, 10), {}
+    counts, seen = torch.zeros(model.loops_to_run, 10), {}
     for r, router in enumerate(routers):
         router.register_forward_hook(lambda _, x, s, r=r: seen.update({r: s[..., 0]}))
     for x in inputs:
@@ -162,7 +162,7 @@ def evaluate_text(model, run, cfg, ckpt):
     if getattr(model.cfg, "router", "") == "expert":
         taken = torch.cat([model.recursions(x) for x in inputs])  # (rows, T)
         # positions that take the last recursion in no row (Table 10: of 500)
-        result["dead"] = float((taken < model.n_loop).all(0).float().mean())
+        result["dead"] = float((taken < model.loops_to_run).all(0).float().mean())
         result["scores"] = router_scores(model, inputs)
     return result
 

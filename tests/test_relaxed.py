@@ -169,7 +169,7 @@ def test_where_nothing_is_left_but_rounding_b_is_zero_and_a_can_learn(dtype):
     ("stepwise", 18, 2, [0, 2, 4, 6, 8, 11, 13, 15, 17]), ("lower", 6, 3, [0, 1]), ("upper", 6, 3, [4, 5])])
 def test_which_layers_the_stored_ones_start_from(init, L, n_loop, layers):
     cfg = model_relaxed.Config(n_layer=L, n_loop=n_loop, init=init)
-    assert [layer for k in range(cfg.n_stored) for layer in model_relaxed.source_layers(cfg, k)] == layers
+    assert [layer for k in range(cfg.n_stored) for layer in model_relaxed.layers_for_tied(cfg, k)] == layers
 
 
 def test_at_rank_0_qk_norms_are_tied_too():

@@ -77,7 +77,7 @@ def one(model, prompt, n, exit, max_len, vocab=None):
     """[(token, exit, logits)]: no cache, the loops over the whole text for each token. A prefill takes all loops. With
     fill=propagate a token that left keeps the state that it left with, from which deeper keys and values are projected."""
     hand, cfg, text, out = ByHand(model), model.cfg, list(prompt), []
-    rule = serve.exit_rule(exit, model.n_loop) or (lambda logits, loop: False)
+    rule = serve.exit_rule(exit, model.loops_to_run) or (lambda logits, loop: False)
     loops = [cfg.n_loop] * len(prompt)      # that each token goes through; a prefill takes all
     while len(out) < n:
         prefill = not out or len(text) > max_len
@@ -89,7 +89,7 @@ def one(model, prompt, n, exit, max_len, vocab=None):
             on = torch.tensor(loops)[:, None] > layer // hand.K
             h = torch.where(on, hand.layer(h, layer, at, *hand.keys_values(h, layer, at)), h)
             logits = hand.logits(h[-1])[:vocab]
-            if not inside and (loop == model.n_loop or not prefill and rule(logits[None], torch.tensor([loop]))):
+            if not inside and (loop == model.loops_to_run or not prefill and rule(logits[None], torch.tensor([loop]))):
                 break
         out.append((int(logits.argmax()), loop, logits))
         text.append(out[-1][0])
@@ -136,7 +136,7 @@ def test_later_tokens_find_the_keys_of_those_that_left(sizes, max_len):
     work = work_of(model, 12, most=20)
     want = alone(model, work, RULE, max_len)
     deeper = [b > a for _, exits, _ in want for a, b in zip(exits, exits[1:])]
-    assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {*range(1, model.n_loop + 1)}
+    assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {*range(1, model.loops_to_run + 1)}
     batchings = BATCHINGS if model.cfg.share == "cycle" else ["sequence"]
     assert_answers(want, model, work, batchings, max_len=max_len, exit=RULE)
 

@@ -24,5 +24,5 @@ class Model(model_relaxed.Model):
         return model_rat.Block(cfg, k)
 
     def init_cache(self, batch_size, max_len):
-        n_layer = self.n_loop * self.cfg.n_stored
+        n_layer = self.loops_to_run * self.cfg.n_stored
         return model_rat.Cache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
