@@ -76,7 +76,7 @@ def test_answers_are_those_of_sampling_alone(client, model):
     assert "abc de" + choice.text == tokenizer.decode(ids)
     expected = [float(logprobs[i, ids[i + 1]]) for i in range(25)]
     assert choice.logprobs.token_logprobs == pytest.approx(expected[5:], abs=1e-4)
-    assert {*choice.depths} <= {*range(1, ours.n_loop + 1)} and choice.finish_reason == "length"
+    assert {*choice.depths} <= {*range(1, ours.loops_to_run + 1)} and choice.finish_reason == "length"
     echoed, = complete(client, "abc de", max_tokens=0, model=model, logprobs=1, echo=True)
     assert echoed.text == "abc de" and echoed.logprobs.token_logprobs[0] is None
     assert echoed.logprobs.token_logprobs[1:] == pytest.approx(expected[:5], abs=1e-4)
