@@ -355,7 +355,9 @@ class Model(LanguageModel):
         cache.advance(slots)
         return y
 
-    flops_per_token = model_gpt.Model.flops_per_token   # what backward recomputes is not counted
+    # what backward recomputes is not counted
+    flops_per_token, block_weights = (model_gpt.Model.flops_per_token,
+                                      model_gpt.Model.block_weights)
 
     def mixer_flops(self):
         """In each layer 12 C for each visible key, averaged over positions, and Wk and Wv a
