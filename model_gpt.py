@@ -17,7 +17,7 @@ fast=false writes the softmax out, fast=true calls torch's fused attention. The 
 files import from this one: read it first. The KV cache, for decoding, stands at the end.
 
 Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value
-heads, D = C / H head size, V vocabulary.
+heads, D head size (C / H if not given), V vocabulary.
 
 Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Shazeer 2020
 (SwiGLU, 2002.05202); Zhang, Sennrich 2019 (RMSNorm, 1910.07467); Ainslie et al. 2023 (GQA,
@@ -46,6 +46,7 @@ class BaseConfig:
     n_head: int = 4              # query heads
     n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head (0: n_head)
     n_embd: int = 128            # width of the residual stream
+    head_dim: int = 0            # width of a head (0: n_embd / n_head)
     dropout: float = 0.0         # on embeddings, attention, residual branches (see each file)
     fast: bool = True            # fused or parallel code; false: the equations written out
     rope_theta: float = 10000.0  # RoPE's base
@@ -55,7 +56,9 @@ class BaseConfig:
         """Raise ValueError, naming the key, where a value is impossible."""
         self.n_kv_head = self.n_kv_head or self.n_head
         self.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
-        for a, b in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
+        self.at_least(0, "head_dim")
+        width = [] if self.head_dim else [("n_embd", "n_head")]
+        for a, b in width + [("n_head", "n_kv_head")]:
             if getattr(self, a) % getattr(self, b):
                 raise ValueError(f"{a}={getattr(self, a)} is not divisible by "
                                  f"{b}={getattr(self, b)}")
@@ -68,9 +71,9 @@ class BaseConfig:
             value, allowed = getattr(self, key.name), key.metadata.get("allowed")
             if allowed and value not in allowed:
                 raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
-        self.head_dim = self.n_embd // self.n_head
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.has_rope and self.head_dim % 2:
-            raise ValueError(f"RoPE needs an even head size: n_embd / n_head = {self.head_dim}")
+            raise ValueError(f"RoPE needs an even head size: head_dim={self.head_dim}")
 
     @property
     def has_rope(self):
@@ -87,11 +90,12 @@ class BaseConfig:
 @dataclass
 class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 for gelu)
-    mlp: str = choice("swiglu", "gelu")
+    mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "alibi", "none")
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before RoPE
     window: int = 0              # sliding window: how many keys a query attends to (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix
+    scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
     def __post_init__(self):
         super().__post_init__()
@@ -100,7 +104,7 @@ class Config(BaseConfig):
 
 
 def mlp_width(cfg):
-    """gelu: 4 C. swiglu, with a third matrix: 8/3 C, rounded up to a multiple of 32."""
+    """gelu: 4 C. With a third matrix: 8/3 C, rounded up to a multiple of 32."""
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
 
 
@@ -206,11 +210,13 @@ def attend(q, k, v, bias, fast, dropout=0.0):
 
 
 class MLP(nn.Module):
-    """swiglu: W_down (silu(W_gate x) * W_up x). gelu: W_down gelu(W_up x), exact."""
+    """swiglu: W_down (silu(W_gate x) * W_up x). geglu: with gelu for silu, in its tanh form.
+    gelu: W_down gelu(W_up x), exact."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.gated = cfg.mlp == "swiglu"
+        acts = {"swiglu": nn.SiLU(), "geglu": nn.GELU("tanh"), "gelu": nn.GELU()}
+        self.act, self.gated = acts[cfg.mlp], cfg.mlp != "gelu"
         if self.gated:
             self.w_gate = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
         self.w_up = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
@@ -218,7 +224,8 @@ class MLP(nn.Module):
 
     def forward(self, x):
         up = self.w_up(x)
-        return self.w_down(F.silu(self.w_gate(x)) * up if self.gated else F.gelu(up))
+        hidden = self.act(self.w_gate(x)) * up if self.gated else self.act(up)
+        return self.w_down(hidden)
 
 
 class Block(nn.Module):
@@ -239,9 +246,9 @@ class Context:
     (B or 1, T), RoPE's cos and sin or None, the attention bias (None: causal), and where their
     keys and values go. In training there is no cache: positions 0 .. T - 1, as many keys."""
 
-    def __init__(self, cfg, x, cache=None, n_valid=None):
+    def __init__(self, cfg, x, cache=None, n_valid=None, has_bias=True):
         """x (B, T, C): the new tokens' embeddings, for their size and type. cache, n_valid: see
-        LanguageModel.forward."""
+        LanguageModel.forward. has_bias=False: a subclass masks by other means."""
         T = S = x.size(1)
         self.cache, self.slots, ragged = cache, None, False
         self.pos = torch.arange(T, device=x.device)[None]
@@ -255,7 +262,7 @@ class Context:
             cos, sin = rope_tables(self.pos, cfg.head_dim, cfg.rope_theta, x.dtype)
             self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D / 2)
         window = getattr(cfg, "window", 0)                  # relaxed and mor have none
-        if window or cfg.pos == "alibi" or ragged:
+        if has_bias and (window or cfg.pos == "alibi" or ragged):
             wide = torch.promote_types(x.dtype, torch.float32)
             slopes = alibi_slopes(cfg.n_head, x.device, wide) if cfg.pos == "alibi" else None
             k_pos = torch.arange(S, device=x.device)        # slot p of a cache is position p
@@ -277,7 +284,7 @@ def cross_entropy(logits, targets):
 
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
-    A model adds blocks, calls init_weights and has flops_per_token(); it may replace the rest.
+    A model adds blocks, calls init_weights and has mixer_flops(); it may replace the rest.
     What stands here for other models and commands: context_type, runs_blocks_once, set_step,
     and what speaks of rows, n_valid and n_layer in the cache."""
     context_type = Context
@@ -287,6 +294,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        if getattr(cfg, "scale_embeddings", False):     # not in a tied head
+            self.wte.register_forward_hook(lambda wte, idx, x: x * math.sqrt(cfg.n_embd))
         self.drop = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(blocks)
         self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
@@ -358,6 +367,15 @@ class LanguageModel(nn.Module):
         w = self.wte.weight
         return batch_size, max_len, w.device, compute_dtype(w)
 
+    def flops_per_token(self):
+        """Floating-point operations of a token, forward and backward, at block_size: 6 for each
+        weight of a matrix product (the head is one, the embedding not), and the mixers'."""
+        return 6.0 * (self.block_weights() + self.head.weight.numel()) + self.mixer_flops()
+
+    def block_weights(self):
+        """Weights of the blocks' matrix products."""
+        return sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
+
     def set_step(self, step):
         """Tell the training step to a model in which something depends on it."""
 
@@ -382,21 +400,13 @@ class Model(LanguageModel):
         super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_layer)])
         init_weights(self, cfg.n_layer)
 
-    def flops_per_token(self):
-        """Floating-point operations of a token, forward and backward, at block_size: 6 for each
-        weight of a matrix product (the head is one, the embedding not), and the mixers'."""
-        return 6.0 * (self.block_weights() + self.head.weight.numel()) + self.mixer_flops()
-
-    def block_weights(self):
-        """Weights of the blocks' matrix products."""
-        return sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
-
     def mixer_flops(self):
-        """In each layer 12 C for each visible key (q k and a v), averaged over positions."""
+        """In each layer 12 H D for each visible key (q k and a v), averaged over positions."""
         cfg, T = self.cfg, self.cfg.block_size
         w = min(cfg.window or T, T)
         keys = (w * (w + 1) / 2 + (T - w) * w) / T
-        return 12.0 * cfg.n_layer * cfg.n_embd * keys
+        width = cfg.n_head * cfg.head_dim
+        return 12.0 * cfg.n_layer * width * keys
 
 
 # ---- decoding: the KV cache ----

@@ -6,19 +6,19 @@ one state and forgets. RAT cuts the sequence into chunks of L tokens: inside a c
 a recurrence accumulates keys and values; attention reads the chunks' final states.
 For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
-    z, g, v, q, k = W_in u                    z, g, v of width C
-    a = sigmoid(g + b_g)                      a forget gate a channel      (1)
+    z, g, v, q, k = W_in u              z, g, v of width W
+    a = sigmoid(g + b_g)                a forget gate a channel     (1)
     k~_{c,l} = a k~_{c,l-1} + (1 - a) k_{c,l}
-    v~_{c,l} = a v~_{c,l-1} + (1 - a) v_{c,l}     zero before a chunk      (2)
-    y_{c,l}  = attention of q to k~_{0,L-1}, ..., k~_{c-1,L-1}, the final
-               states of earlier chunks, and its own k~_{c,l}, with their
-               v~, in one softmax                                          (3)
-    out      = x + W_o (sigmoid(z) * y)                                    (4)
+    v~_{c,l} = a v~_{c,l-1} + (1 - a) v_{c,l}   0 before a chunk    (2)
+    y_{c,l}  = attention of q to k~_{0,L-1}, ..., k~_{c-1,L-1},
+               the final states of earlier chunks, and to its own
+               k~_{c,l}, with their v~, in one softmax              (3)
+    out      = x + W_o (sigmoid(z) * y)                             (4)
 
-To keep W_in as large as attention's, q and k have only G groups: head h reads group
-h % G. The heads' keys differ all the same, as the gate has a value a channel. RoPE
-rotates q and k~ (after the recurrence) by the chunk's number c. What queries attend
-to for L = 4 (e: final state of an earlier chunk, s: own state):
+To keep W_in small, q and k have G groups: head h reads group h % G. Heads of a group
+share query and k; their states k~ differ, as each channel has its gate. RoPE rotates
+q and k~ (after the recurrence) by the chunk's number c. What queries attend to for
+L = 4 (e: final state of an earlier chunk, s: own state):
 
     token       0   1   2   3 | 4   5   6   7 | 8   9  10  11
     query 2             s     |               |
@@ -27,18 +27,19 @@ to for L = 4 (e: final state of an earlier chunk, s: own state):
 
 L = 1 is attention with keys and values scaled by 1 - a, L = T a gated RNN. Baselines:
 mixer=rnn, v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~);
-mixer=attention, a Transformer; swa=w, in odd layers a token attends to itself and to
-w - 1 tokens before it (RAT-SWA; the paper's window of 1,024 does not count the token
-itself, so it is swa=1025). Dropout is on embeddings and residual branches. rat and
-rnn ignore n_kv_head.
+mixer=attention, a Transformer. swa=w: in odd layers a token attends to w keys, its
+own included (RAT-SWA; the paper's 1,024 does not count it: swa=1025). Dropout is on
+embeddings and residual branches. rat and rnn ignore n_kv_head.
 
-Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Its code, CLAIRE-Labo/RAT at
-d4a8f54, has G = 2 and b_g, of which the paper does not speak. Departures from that
-code: decoding works from the first token on; states stay in float32 (there
-bfloat16); norm_eps is 1e-5 by default (there 1e-6).
+Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Only in its code (CLAIRE-Labo/
+RAT, d4a8f54): b_g, G = 2, h % G. Departures from it: decoding works from the first
+token on; states are float32 (there bfloat16); norm_eps is 1e-5 (there 1e-6). Weight
+decay is on matrices only; there norms and b_g decay too, over the paper's run by a
+factor of e^-1.9, which shortens the gates' memories.
 
 Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, G groups of q and
-k (in attention key/value heads), D head size, R slots of a layer's cache.
+k (in attention key/value heads), D head size, W = H D (C if
+head_dim is not given), R slots of a layer's cache.
 """
 import math
 from dataclasses import dataclass
@@ -56,14 +57,14 @@ from model_gpt import (MLP, Attention, BaseConfig, KVCache, LanguageModel, RMSNo
 class Config(BaseConfig):
     chunk: int = 16     # L, tokens of a chunk
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
-    swa: int = 0        # > 0: sliding window of odd layers, how many keys a token attends to
+    swa: int = 0        # keys that odd layers attend to, own one included (0: as even ones)
     qk_groups: int = 0  # G (0: 2, or 1 where n_head is odd)
     gate_rank: int = 0  # rank of the projections of z and g (0: full)
-    pos: str = choice("chunk", "rope", "nope")  # of rat: by chunk | token | none; swa: token
+    pos: str = choice("chunk", "rope", "nope")  # what RoPE counts (see Context)
     n_mlp: int = 0      # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
-    qk_norm = False     # no key: for model_gpt's Attention
+    qk_norm = False     # no key, but model_gpt's Attention asks
 
     def __post_init__(self):
         super().__post_init__()
@@ -73,11 +74,11 @@ class Config(BaseConfig):
         self.qk_groups = self.qk_groups or 2 - self.n_head % 2
         if self.n_head % self.qk_groups:
             raise ValueError(f"qk_groups={self.qk_groups} must divide n_head={self.n_head}")
-        # what mixes tokens in each layer: rat | rnn | attention | swa
+        # of each layer: rat | rnn | attention | swa
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
         D, largest = self.head_dim, kernels.HEAD_SIZES[-1]
         if {*self.kinds} != {"rnn"} and (D % 2 or D > largest):
-            raise ValueError(f"n_embd / n_head = {D}: RoPE needs an even head size, the "
+            raise ValueError(f"head_dim={D}: RoPE needs an even head size, the "
                              f"kernels at most {largest}")
 
 
@@ -88,89 +89,214 @@ class RAT(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, C, GD = cfg, cfg.n_embd, cfg.qk_groups * cfg.head_dim
-        rank = cfg.gate_rank or C
-        self.widths = [rank, rank, C, GD, GD]   # of z, g, v, q, k
+        self.cfg, C, W = cfg, cfg.n_embd, cfg.n_head * cfg.head_dim
+        rank, GD = cfg.gate_rank or W, cfg.qk_groups * cfg.head_dim
+        self.widths = [rank, rank, W, GD, GD]   # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
-        low_rank = lambda: nn.Linear(rank, C, bias=False) if cfg.gate_rank else nn.Identity()
-        self.w_z, self.w_g = low_rank(), low_rank()
-        self.gate_bias = nn.Parameter(initial_gate_bias(C, cfg.chunk))  # b_g
-        self.wo = nn.Linear(C, C, bias=False)
+        # the second factor of a low-rank projection
+        second = lambda: nn.Linear(rank, W, bias=False) if cfg.gate_rank else nn.Identity()
+        self.w_z, self.w_g = second(), second()
+        self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.chunk))  # b_g
+        self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
-        """u (B, T, C), normed -> (B, T, C)."""
+        """u (B, T, C), normed; context: see Context -> (B, T, C)."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
-        z, g = self.w_z(z), self.w_g(g)         # (B, T, C)
+        z, g = self.w_z(z), self.w_g(g)
         copies = self.cfg.n_head // self.cfg.qk_groups
         # head h has group h % G
-        q, k = q.repeat(1, 1, copies), k.repeat(1, 1, copies)   # (B, T, C)
+        q, k = (torch.cat([x] * copies, -1) for x in (q, k))    # all (B, T, W) now
         a = torch.sigmoid(upcast(g) + self.gate_bias)   # (1)
-        mix = rat_fast if self.cfg.fast else rat_naive
-        mix = rat_decode if context.cache else mix
-        y = mix(q, k, v, a, layer, context)             # (2), (3)
-        y = y.transpose(1, 2).flatten(2).to(z.dtype)    # (B, T, C)
-        return self.wo(torch.sigmoid(z) * y)            # (4)
+        mix = rat_decode if context.cache else rat_fast if self.cfg.fast else rat_naive
+        y = mix(q, k, v, a, layer, context)     # (2), (3)
+        y = y.transpose(1, 2).flatten(2).to(z.dtype)
+        return self.wo(torch.sigmoid(z) * y)    # (4)
 
 
 def rat_naive(q, k, v, a, layer, context):
-    """(2) and (3) as written. q, k, v, a (B, T, C) -> y (B, H, T, D)."""
-    D, L, T = context.cfg.head_dim, context.cfg.chunk, q.size(1)
-    state_k = recurrence(a, upcast(k), L)               # (2): k~
-    state_v = recurrence(a, upcast(v), L)               # v~
-    q, state_k, state_v = (x.unflatten(-1, (-1, D)).transpose(1, 2)
-                           for x in (upcast(q), state_k, state_v))
-    cos, sin = context.rope["rat"]                      # of the chunk's number
-    q, state_k = apply_rope(q, cos, sin), apply_rope(state_k, cos, sin)
-
+    """(2) and (3) as written. q, k, v, a (B, T, W) -> y (B, H, T, D)."""
+    cfg, L, T = context.cfg, context.cfg.chunk, q.size(1)
+    states = (recurrence(a, upcast(x), L) for x in (k, v))      # (2)
+    q, k_, v_ = (in_heads(x, cfg) for x in (upcast(q), *states))    # k_: k~
+    q, rotated = (apply_rope(x, *context.rope["rat"]) for x in (q, k_))
     key = torch.arange(T, device=q.device)
     query = key[:, None]
-    final = (key % L == L - 1) & (key // L < query // L)    # e: ends an earlier chunk
-    own = key == query                                  # s
+    final = (key % L == L - 1) & (key // L < query // L)    # e
+    own = key == query                                      # s
     bias = torch.zeros(T, T, device=q.device)
     bias = bias.masked_fill(~(final | own), -math.inf)
-    return attend(q, state_k, state_v, bias, fast=False)    # (3)
+    return attend(q, rotated, v_, bias, fast=False)         # (3)
 
 
-def recurrence(a, x, chunk, h0=None):
-    """(2) of a, x (B, T, C), from h0 (None: zero) and from zero at each further chunk: the
-    states after each token, (B, T, C)."""
+def recurrence(a, x, L):
+    """(2) of a, x (B, T, W): the states after each token, (B, T, W)."""
     states = []
     for t, (a_t, x_t) in enumerate(zip(a.unbind(1), x.unbind(1))):
-        if t % chunk == 0:
-            h = h0 if t == 0 and h0 is not None else 0
+        h = 0 if t % L == 0 else h
         h = a_t * h + (1 - a_t) * x_t
         states.append(h)
     return torch.stack(states, 1)
 
 
-def initial_gate_bias(C, steps):
-    """log u, u uniform in (1, steps - 1): memories of some 2 to `steps` tokens."""
-    return torch.empty(C).uniform_(1, max(1, steps - 1)).log()
+# ---- what it is made of ----
+
+def in_heads(x, cfg):
+    """(B, T, W) -> (B, H, T, D)."""
+    return x.unflatten(-1, (cfg.n_head, cfg.head_dim)).transpose(1, 2)
+
+
+def initial_gate_bias(W, steps):
+    """log s, s uniform in (1, steps - 1). With g = 0, a = s / (1 + s): a state averages
+    over some 1 / (1 - a) = 1 + s tokens, from 2 to `steps`."""
+    return torch.empty(W).uniform_(1, max(1, steps - 1)).log()
+
+
+class Context:
+    """Where the T new tokens of a call stand:
+    pos, chunk_of (B or 1, T): a token's position, its chunk's number
+    starts, ends (B or 1, T): whether it is its chunk's first, last
+    padding (B, T): whether it is padding; None where all rows are alike
+    rope {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
+
+    def __init__(self, cfg, x, cache=None, n_valid=None):
+        """x (B, T, C): embeddings; the rest as in LanguageModel.forward."""
+        self.cfg, self.cache, self.padding = cfg, cache, None
+        index = torch.arange(x.size(1), device=x.device)
+        # read here: pos; n_new, each row's tokens without padding
+        self.slots = cache.place(x.size(1), n_valid) if cache else None
+        self.pos = self.slots.pos if cache else index[None]
+        self.chunk_of, l = self.pos // cfg.chunk, self.pos % cfg.chunk
+        if cache and cache.ragged:      # as place has just found
+            self.padding = index >= self.slots.n_new[:, None]
+            l = l.masked_fill(self.padding, -1)     # neither first nor last
+        self.starts, self.ends = l == 0, l == cfg.chunk - 1
+        count = dict(chunk=self.chunk_of, rope=self.pos, nope=0 * self.pos)
+        # pos= is rat's; attention counts tokens if anything, swa always
+        by = dict(rat=cfg.pos, attention="nope" if cfg.pos == "nope" else "rope", swa="rope")
+        self.rope = {}
+        for kind in by.keys() & cfg.kinds:
+            tables = rope_tables(count[by[kind]], cfg.head_dim, cfg.rope_theta, x.dtype)
+            self.rope[kind] = [table[:, None] for table in tables]
 
 
 # ---- the fast path ----
 
 def rat_fast(q, k, v, a, layer, context):
-    """The same: scan is the recurrence, and read_states has (3) in two parts."""
-    D, L = context.cfg.head_dim, context.cfg.chunk
-    state_k, state_v = (kernels.scan(a, upcast(x), L) for x in (k, v))
-    q, state_k, state_v = (x.unflatten(-1, (-1, D)).transpose(1, 2)
-                           for x in (q, state_k, state_v))
-    end_k, end_v = state_k[:, :, L - 1::L], state_v[:, :, L - 1::L]     # (B, H, n, D)
-    end_k = apply_rope(end_k, *(table[:, :, L - 1::L] for table in context.rope["rat"]))
-    return read_states(q, state_k, state_v, end_k, end_v, context)
+    """rat_naive, with scan as the recurrence and (3) in two parts."""
+    cfg, L = context.cfg, context.cfg.chunk
+    states = (kernels.scan(a, upcast(x), L) for x in (k, v))    # (2)
+    q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
+    # of the last tokens of the n = T // L complete chunks
+    end_k, end_v, cos, sin = (x[:, :, L - 1::L] for x in (k_, v_, *context.rope["rat"]))
+    end_k = apply_rope(end_k, cos, sin)     # (B, H, n, D)
+    return read_states(q, k_, v_, end_k, end_v, context)        # (3)
 
 
 def read_states(q, own_k, own_v, end_k, end_v, context):
-    """(3) of q and its own state (B, H, T, D), before RoPE, and final states (B, H, n, D),
-    after it. The softmax over final states and the one over the own state, whose
-    log-sum-exp is its score, merge into the softmax over both."""
-    # a query and its own state have the same angle: their product needs no RoPE
-    own_score = (upcast(q) * own_k).sum(-1) / math.sqrt(q.size(-1))     # (B, H, T)
+    """(3) of q and its own state (B, H, T, D), before RoPE, and final states of chunks
+    0 .. n - 1 (B, H, n, D), after it. The softmax over final states and the one over the
+    own state, whose log-sum-exp is its score, merge into the softmax over both."""
+    # a query and its own state have the same angle: no RoPE is needed
+    own_score = (upcast(q) * own_k).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
-    last = (context.chunk_of - 1).int().squeeze(0)      # complete chunk, (T,) or (B, T)
-    y, lse = kernels.attend(q, end_k.to(q.dtype), end_v.to(q.dtype), last)
-    return kernels.merge(y, lse, own_v.to(q.dtype), own_score)[0]
+    end_k, end_v, own_v = (x.to(q.dtype) for x in (end_k, end_v, own_v))
+    # a key's position is its chunk's number; those before a query's chunk are visible
+    before = (context.chunk_of - 1).int().squeeze(0)    # (T,) or (B, T)
+    y, lse = kernels.attend(q, end_k, end_v, q_pos=before)
+    return kernels.merge(y, lse, own_v, own_score)[0]
+
+
+# ---- decoding: one path, whatever `fast` is ----
+
+class Cache(KVCache):
+    """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat) or token
+    (attention), or a ring for the last tokens (swa). Slot R is a bin: it takes what no
+    other slot keeps, and is never read. state[layer]: k~ and v~ before RoPE (B, 2, W), or
+    the RNN's (B, 1, W), in float32 or better."""
+
+    def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
+        super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)
+        H, G, chunks = cfg.n_head, cfg.n_kv_head, math.ceil(max_len / cfg.chunk)
+        # of each kind: heads, slots, states
+        sizes = dict(rat=(H, chunks, 2), rnn=(0, 0, 1), attention=(G, max_len, 0),
+                     swa=(G, min(cfg.swa, max_len), 0))
+        heads, self.R, states = zip(*(sizes[kind] for kind in cfg.kinds[:n_layer]))
+        zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
+        slots = lambda: [zeros(h, R + 1, cfg.head_dim) for h, R in zip(heads, self.R)]
+        with torch.inference_mode(False):   # so that calls without it may write, too
+            self.k, self.v = slots(), slots()
+            self.state = [upcast(zeros(n, cfg.n_head * cfg.head_dim)) for n in states]
+        self.rows = torch.arange(batch_size, device=device)[:, None]
+
+    def buffers(self):  # what KVCache resets and measures: no bins
+        return [x[:, :, :-1] for x in self.k + self.v] + self.state
+
+    def fill(self, layer, k, v, at):
+        """Write k, v (B, heads, n, D) to slots at (B or 1, n)."""
+        for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
+            # (B, n, heads, D), as torch indexes it
+            buffer[self.rows, :, at] = new.transpose(1, 2).to(buffer.dtype)
+
+
+def rat_decode(q, k, v, a, layer, context):
+    """(2) and (3) of T tokens after the cached ones. Final states are read from the cache."""
+    cfg, cache, T = context.cfg, context.cache, q.size(1)
+    states = continued_states(a, [k, v], layer, context, cfg.chunk)     # (2)
+    q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
+    rotated, R = apply_rope(k_, *context.rope["rat"]), cache.R[layer]
+    if T == 1:      # the own state takes its chunk's slot: (3) is over all slots so far
+        q = apply_rope(q, *context.rope["rat"])
+        return decode_one(q, rotated, v_, layer, context, cfg.chunk)
+    # Of several tokens of a chunk, the last one's state goes to the slot.
+    cache.fill(layer, rotated, v_, torch.where(context.ends, context.chunk_of, R))
+    # chunks before the last token's (min: padding may go on past the last slot)
+    n = min((cache.longest + T - 1) // cfg.chunk, R)
+    end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
+    return read_states(q, k_, v_, end_k, end_v, context)    # (3)
+
+
+def continued_states(a, xs, layer, context, L=None):
+    """The recurrence of each of xs (B, T, W) from the cached states on, in chunks, (2), or
+    without (None). Each row's last states are cached."""
+    cache, cached = context.cache, context.cache.state[layer]
+    xs = [upcast(x) for x in xs]
+    if context.padding is not None:
+        a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
+    if a.size(1) == 1:
+        old = cached.masked_fill(context.starts[..., None], 0) if L else cached
+        cached.copy_(a * old + (1 - a) * torch.cat(xs, 1))
+        return cached.split(1, 1)
+    states = [scan_on(a, x, h, context, L) for x, h in zip(xs, cached.unbind(1))]
+    # (token 0 of a row without new tokens is padding, which kept the state)
+    last = (context.slots.n_new[:, None] - 1).clamp(min=0)  # (B, 1)
+    cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
+    return states
+
+
+def scan_on(a, x, h, context, L):
+    """The states of x (B, T, W) after state h (B, W)."""
+    T = x.size(1)
+    if L is None or not context.cache.longest:  # no chunks, or they start at 0, L, 2 L, ...
+        return kernels.scan(a, x, L or T, h)
+    # They start anywhere: there scan has 0 h + (1 - 0) x, with (1 - a) x for x.
+    starts = context.starts[..., None]
+    x = torch.where(starts, (1 - a) * x, x)
+    return kernels.scan(a.masked_fill(starts, 0), x, T, h)
+
+
+def decode_one(q, k, v, layer, context, tokens_per_slot):
+    """One new token a row. k, v (B, heads, 1, D) go to its slot; q attends to its row's
+    slots so far. (Only a window, swa, has fewer slots than tokens or chunks: a ring.)"""
+    cache, R = context.cache, context.cache.R[layer]
+    index = context.pos // tokens_per_slot
+    n = min(cache.longest // tokens_per_slot + 1, R)
+    at, bias = index % R, None
+    if context.padding is not None:     # rows differ: a row has slots 0 .. index, or all R
+        at = at.masked_fill(context.padding, R)
+        bias = attention_bias(index, torch.arange(n, device=q.device))
+    cache.fill(layer, k, v, at)
+    k, v = (x[layer][:, :, :n].to(q.dtype) for x in (cache.k, cache.v))
+    return attend(q, k, v, bias, fast=True)
 
 
 # ---- what it is compared with ----
@@ -180,26 +306,23 @@ class RNN(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.fast = cfg.fast
-        self.w_in = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)   # z, g, v
-        self.gate_bias = nn.Parameter(initial_gate_bias(cfg.n_embd, cfg.block_size))
-        self.wo = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+        self.fast, C, W = cfg.fast, cfg.n_embd, cfg.n_head * cfg.head_dim
+        self.w_in = nn.Linear(C, 3 * W, bias=False)     # z, g, v
+        self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.block_size))
+        self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
         z, g, v = self.w_in(u).chunk(3, -1)
-        a, v, T = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v), u.size(1)
-        if context.padding is not None:
-            a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
-        scan = kernels.scan if self.fast and T > 1 else recurrence
-        h = scan(a, v, T, context.cache.state[layer] if context.cache else None)
+        a, T = torch.sigmoid(upcast(g) + self.gate_bias), u.size(1)
         if context.cache:
-            context.cache.state[layer].copy_(h[:, -1])
+            h, = continued_states(a, [v], layer, context)
+        else:
+            h = (kernels.scan if self.fast else recurrence)(a, upcast(v), T)
         return self.wo(torch.sigmoid(z) * h.to(z.dtype))
 
 
 class TokenAttention(Attention):
-    """model_gpt's Attention, of all tokens or of a window, which is faster here: it leaves out
-    the blocks of keys before the window."""
+    """model_gpt's Attention, to all tokens or in a window (swa)."""
 
     def forward(self, u, layer, context):
         cfg, cache, T, kind = self.cfg, context.cache, u.size(1), self.cfg.kinds[layer]
@@ -207,148 +330,40 @@ class TokenAttention(Attention):
                    for w in (self.wq, self.wk, self.wv))
         q, k = (apply_rope(x, *context.rope[kind]) for x in (q, k))
         if cache and T == 1:
-            y = decode_one(q, k, v, layer, context, context.pos, cache.longest + 1)
+            y = decode_one(q, k, v, layer, context, tokens_per_slot=1)
+            return self.wo(y.transpose(1, 2).flatten(2))
+        pos, k_pos, window = context.pos, context.pos, cfg.swa
+        if cache:       # attention's window is R = max_len, no limit
+            k, v, pos, k_pos = with_cached(k, v, layer, context)
+            window = cache.R[layer]
+        if kind == "attention" and k.size(2) == T:  # no tokens before: causal
+            y = attend(q, k, v, None, fast=cfg.fast)
+        elif cfg.fast:  # leaves out the blocks of keys before a window
+            pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
+            y, _ = kernels.attend(q, k, v, pos, k_pos, window=window)
         else:
-            window = cache.R[layer] if cache else cfg.swa
-            k, v, k_pos = cache.extend(layer, k, v, context) if cache else (k, v, context.pos)
-            if cfg.fast and kind == "swa":
-                q_pos, k_pos = (p.int().squeeze(0) for p in (context.pos, k_pos))
-                y, _ = kernels.attend(q, k, v, q_pos, k_pos, window=window)
-            else:
-                bias = None     # causal
-                if kind == "swa" or k.size(2) > T:
-                    bias = attention_bias(context.pos, k_pos[:, None, None], window)
-                y = attend(q, k, v, bias, fast=cfg.fast)
+            bias = attention_bias(pos, k_pos[:, None, None], window)
+            y = attend(q, k, v, bias, fast=False)
         return self.wo(y.transpose(1, 2).flatten(2))    # (B, T, C)
 
 
-class Context:
-    """Where the T new tokens stand: positions pos and chunks chunk_of (B or 1, T), the rows
-    that are padding or start a chunk, and RoPE's tables for each kind of layer."""
-
-    def __init__(self, cfg, x, cache=None, n_valid=None):
-        """x (B, T, C): the new tokens' embeddings."""
-        self.cfg, self.cache, self.padding = cfg, cache, None
-        self.slots = cache.place(x.size(1), n_valid) if cache else None
-        self.pos = self.slots.pos if cache else torch.arange(x.size(1), device=x.device)[None]
-        self.chunk_of = self.pos // cfg.chunk
-        self.starts = (self.pos % cfg.chunk == 0)[..., None]    # chunks, (B or 1, T, 1)
-        if cache and self.slots.at is not None:     # rows may differ
-            self.padding = self.slots.at == cache.max_len       # (B, T)
-            self.starts = self.starts & ~self.padding[..., None]
-        numbers = dict(chunk=self.chunk_of, rope=self.pos, nope=0 * self.pos)
-        numbers = dict(rat=numbers[cfg.pos], swa=self.pos,
-                       attention=numbers["nope" if cfg.pos == "nope" else "rope"])
-        self.rope = {}              # {kind: cos and sin (B or 1, 1, T, D / 2)}
-        for kind in numbers.keys() & cfg.kinds:
-            tables = rope_tables(numbers[kind], cfg.head_dim, cfg.rope_theta, x.dtype)
-            self.rope[kind] = [table[:, None] for table in tables]
-
-
-# ---- decoding: one path, whatever `fast` is ----
-
-def rat_decode(q, k, v, a, layer, context):
-    """(2) and (3) of tokens after cached ones, with k and v in one recurrence."""
-    a, kv = a.repeat(1, 1, 2), upcast(torch.cat([k, v], -1))    # (B, T, 2 C)
+def with_cached(k, v, layer, context):
+    """Cache the new k, v (B, G, T, D). -> k, v (B, G, S, D) of the cached tokens and
+    these, positions of the T queries (B or 1, T) and of the S keys (B or 1, S)."""
+    cache, R, pos = context.cache, context.cache.R[layer], context.pos
+    # token t stands in slot t % R (t < 0: no such token)
+    t = pos[:, :1] + torch.arange(-min(cache.longest, R), 0, device=k.device)
+    cached = [x[layer][cache.rows, :, t % R].transpose(1, 2) for x in (cache.k, cache.v)]
+    # all but a row's last R tokens go to the bin: no slot is written twice
+    unkept = pos < (cache.lengths + context.slots.n_new)[:, None] - R
     if context.padding is not None:
-        a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
-    decode = rat_step if q.size(1) == 1 else rat_prefill
-    return decode(q, kv, a, layer, context)
-
-
-def rat_step(q, kv, a, layer, context):
-    """One new token a row. Its state takes its chunk's slot, over that of the token before,
-    so that all slots so far are visible."""
-    cfg, cached = context.cfg, context.cache.state[layer]
-    state = cached[:, None].masked_fill(context.starts, 0)
-    state = a * state + (1 - a) * kv                # (2)
-    cached.copy_(state[:, 0])
-    q, k, v = (x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-               for x in (q, *state.chunk(2, -1)))   # (B, H, 1, D)
-    q, k = (apply_rope(x, *context.rope["rat"]) for x in (q, k))
-    n = context.cache.longest // cfg.chunk + 1
-    return decode_one(q, k, v, layer, context, context.chunk_of, n)
-
-
-def decode_one(q, k, v, layer, context, number, n):
-    """Write k, v (B, heads, 1, D) of one new token a row to slot `number` (B or 1, 1) of a
-    ring. q attends to the first n slots, in ragged rows to each row's own."""
-    cache, R, padding, bias = context.cache, context.cache.R[layer], context.padding, None
-    at = number % R
-    cache.write(layer, k, v, at if padding is None else at.masked_fill(padding, R))
-    k, v = (x[layer][:, :, :min(n, R)].to(q.dtype) for x in (cache.k, cache.v))
-    if padding is not None:
-        bias = attention_bias(number, torch.arange(k.size(2), device=k.device), dtype=q.dtype)
-    return attend(q, k, v, bias, fast=True)
-
-
-def rat_prefill(q, kv, a, layer, context):
-    """T new tokens a row. Final states go into the cache, and all are read from there."""
-    cache, D, L, T = context.cache, context.cfg.head_dim, context.cfg.chunk, q.size(1)
-    R, rows, pos = cache.R[layer], cache.rows, context.pos.expand(len(q), T)
-    n_new, chunk = context.slots.n_new[:, None], L      # (B, 1)
-    if cache.longest:
-        # Each row's chunks start elsewhere. There, in one scan of T tokens, a gate of 0
-        # forgets, and its input is (1 - a) kv already.
-        kv = torch.where(context.starts, (1 - a) * kv, kv)
-        a, chunk = a.masked_fill(context.starts, 0), T
-    state = kernels.scan(a, kv, chunk, cache.state[layer])      # (2)
-    cache.state[layer].copy_(state[rows, n_new.clamp(min=1) - 1][:, 0])
-    q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2)
-               for x in (q, *state.chunk(2, -1)))       # (B, H, T, D)
-    # chunks end at every L-th token, from the first end on
-    ends = L - 1 - pos[:, :1] % L + torch.arange(0, T, L, device=q.device)
-    real, ends = ends < n_new, ends.clamp(max=T - 1)    # (B, n)
-    rope = [x.expand(len(q), 1, T, -1)[rows, :, ends] for x in context.rope["rat"]]
-    end_k, end_v = apply_rope(k[rows, :, ends], *rope), v[rows, :, ends]    # (B, n, H, D)
-    at = torch.where(real, pos[rows, ends] // L, R)
-    cache.write(layer, end_k.transpose(1, 2), end_v.transpose(1, 2), at)
-    # chunks before the last token's
-    n = min((cache.longest + T - 1) // L, R)
-    end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
-    return read_states(q, k, v, end_k, end_v, context)
-
-
-class Cache(KVCache):
-    """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat) or token,
-    of a window a ring. Slot R is spare: it takes padding and is never read. state[layer]
-    (B, 2 C): k~ and v~ before RoPE, in float32 or better; the RNN's is (B, C)."""
-
-    def __init__(self, cfg, batch_size, max_len, device, dtype):
-        H, G, chunks = cfg.n_head, cfg.n_kv_head, math.ceil(max_len / cfg.chunk)
-        sizes = dict(rat=(H, chunks, 2), rnn=(0, 0, 1), attention=(G, max_len, 0),
-                     swa=(G, min(cfg.swa, max_len), 0))
-        heads, self.R, states = zip(*(sizes[kind] for kind in cfg.kinds))
-        zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
-        with torch.inference_mode(False):           # so that calls outside may write too
-            self.k, self.v = ([zeros(h, R + 1, cfg.head_dim) for h, R in zip(heads, self.R)]
-                              for _ in "kv")
-            self.state = [upcast(zeros(n * cfg.n_embd)) for n in states]
-            self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.rows = torch.arange(batch_size, device=device)[:, None]
-        self.max_len, self.longest, self.ragged = max_len, 0, False
-
-    def buffers(self):  # what KVCache resets and measures: all but the spare slots
-        return [x[:, :, :-1] for x in self.k + self.v] + [x[:, None, None] for x in self.state]
-
-    def write(self, layer, k, v, at):
-        """k, v (B, heads, n, D) to slots at (B or 1, n)."""
-        for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            buffer[self.rows, :, at] = new.transpose(1, 2).to(buffer.dtype)
-
-    def extend(self, layer, k, v, context):
-        """Write k, v (B, G, T, D) to the ring, token t to slot t % R. Returns keys, values
-        (B, G, S, D) and positions (B or 1, S) of the R tokens before and of these."""
-        R, pos, padding = self.R[layer], context.pos, context.padding
-        old = pos[:, :1] + torch.arange(-min(self.longest, R), 0, device=k.device)
-        before = [x[layer][self.rows, :, old % R].transpose(1, 2) for x in (self.k, self.v)]
-        spare = pos < (self.lengths + context.slots.n_new)[:, None] - R     # not the last R
-        if padding is not None:
-            spare, pos = spare | padding, pos.masked_fill(padding, self.max_len)
-        self.write(layer, k, v, torch.where(spare, R, pos % R))
-        k, v = (torch.cat([a.to(b.dtype), b], 2) for a, b in zip(before, (k, v)))
-        old = old.masked_fill(old < 0, -R)          # no such token: outside the window
-        return k, v, torch.cat([old, pos], 1)
+        unkept = unkept | context.padding
+        # after all tokens: visible to padding alone, which so sees a key (no NaN)
+        pos = pos.masked_fill(context.padding, cache.max_len)
+    cache.fill(layer, k, v, torch.where(unkept, R, pos % R))
+    k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(cached, (k, v)))
+    t = t.masked_fill(t < 0, -R)    # before every window
+    return k, v, pos, torch.cat([t, pos], 1)
 
 
 # ---- the model ----
@@ -370,7 +385,7 @@ class Block(nn.Module):
 class Model(LanguageModel):
     """The language model, with any of the mixers."""
     context_type = Context
-    context_limit = None    # also with pos=rope
+    context_limit = None    # past block_size too: rat's chunks and swa's windows go on
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg, layer) for layer in range(cfg.n_layer)])
@@ -379,13 +394,10 @@ class Model(LanguageModel):
     def init_cache(self, batch_size, max_len):
         return Cache(self.cfg, *self.cache_sizes(batch_size, max_len))
 
-    def flops_per_token(self):
-        """As in model_gpt; none for recurrences."""
+    def mixer_flops(self):
+        """12 W for each key of token t, averaged over t; none for recurrences."""
         cfg, T, L = self.cfg, self.cfg.block_size, self.cfg.chunk
-        weights = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
-        weights += cfg.vocab_size * cfg.n_embd
-        visible = dict(     # keys of token t
-            rat=lambda t: t // L + 1, rnn=lambda t: 0, attention=lambda t: t + 1,
-            swa=lambda t: min(t + 1, cfg.swa))
+        visible = dict(rat=lambda t: t // L + 1, rnn=lambda t: 0,
+                       attention=lambda t: t + 1, swa=lambda t: min(t + 1, cfg.swa))
         keys = sum(visible[kind](t) for kind in cfg.kinds for t in range(T)) / T
-        return 6.0 * weights + 12.0 * cfg.n_embd * keys
+        return 12.0 * cfg.n_head * cfg.head_dim * keys

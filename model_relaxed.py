@@ -1,42 +1,46 @@
 """
 Recursive and Relaxed Recursive Transformers: tied layers in loops, relaxed by low-rank deltas.
 
-Only K of a Transformer's L layers are stored, and they run n_loop = L / K times in a row (the
-Recursive Transformer). Each use of a stored matrix may add a low-rank delta (LoRA) of its own
-(Relaxed). The stored layers and the deltas start from a trained Transformer of L layers, which
-so becomes smaller at little loss. Each loop ends where the head can read it, so a token may
-exit early (Section 3.7; serve.py decides).
+Only K of a Transformer's L layers are stored, and they run n_loop = L / K times in a row
+(the Recursive Transformer). Each use of a stored matrix may add a low-rank delta (LoRA) of
+its own (Relaxed). Both start from a trained Transformer of L layers and are then trained
+further: so it becomes smaller at little loss.
 
     h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)      l = 0 .. L - 1      (2)
-    in it, every matrix:  y = W' x + B_u A_u x      W' is tied; A_u, B_u are of this use    (3)
+    in it, every matrix:  y = W' x + B_u A_u x      W' is tied; A_u, B_u are of use u       (3)
     they start from a trained W_l:  B_u A_u = truncated SVD of W_l - W'                     (4)
+    (the norm before W_l is folded into it, see set_deltas)
 
-    L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
+L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
 
-    idx --E--> [block 0 + deltas 0] -> [block 1 + deltas 0] -> h of loop 1 --norm, head--> exit?
-                 same weights            same weights              |
-               [block 0 + deltas 1] <- - - - - - - - - - - - - - - +
-                        |
-                        +----> [block 1 + deltas 1] -> h of loop 2 --norm, head--> logits
+    loop 1   h_0 -> [block 0, use 0] -> [block 1, use 0] -> h_2 --norm, head--> exit?
+                      same W', norms      same W', norms
+    loop 2   h_2 -> [block 0, use 1] -> [block 1, use 1] -> h_4 --norm, head--> logits
 
-rank = 0 has no deltas; at full rank they undo the tying. Each of the L layers has keys and
-values of its own, so decoding needs no more than model_gpt's cache.
+rank = 0 has no deltas; at full rank they undo the tying. Each of the L layers has its own
+keys and values, so the cache is that of a Transformer of L layers.
 
-share=sequence: a block's uses follow each other (0 0 1 1 where cycle runs 0 1 0 1); then
-k = l // n_loop, u = l mod n_loop. A loop is K layers in both.
+share=sequence: a block's uses follow each other, k = l // n_loop, u = l mod n_loop. A loop is
+still K layers, but no longer one use of each block: with 6 layers in 2 loops, blocks run in
+the order 0 0 1 | 1 2 2 (share=cycle: 0 1 2 | 0 1 2).
 
-Departures. (4) has norms folded in: a source's matrix stood after a norm with other weights
-than the tied one, and the delta makes up for both (see relax). QK-norm has a weight for each
-use, at rank 0 too, as no delta follows it. With init=stepwise the paper's Appendix C starts
-the first loop's deltas at 0; here every layer follows (4), or full rank would not give the
-source back. The public code scales deltas by alpha / rank, which would undo (4); they have no
-factor here. Dropout is on embeddings, attention weights and residual branches.
+Early exit (Section 3.7). After each loop the head can predict. In training, early_exit= adds
+the losses of the earlier loops. In evaluation and decoding, exit_loop= stops all tokens after
+that loop. In serve.py each token exits where its own prediction is sure. Later tokens attend
+to its keys in the deeper loops too, which are missing; fill= says how they are made up there.
+
+Departures. The norms' weights are tied too, which (4) makes up for. QK-norm, which the
+paper's models have not, has a weight for each use if rank > 0. With init=stepwise the paper's
+Appendix C starts the first loop's deltas at 0; here every layer follows (4), or full rank
+would not give the trained model back. The public code scales deltas by alpha / rank, which
+would undo (4); they have no factor here. Dropout is on embeddings, attention weights and
+residual branches.
 
 Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with
 Layer-wise LoRA" (2410.20672). Part of it is in github.com/raymin0223/mixture_of_recursions.
 
-Shapes: B batch, T new tokens, C width, H query heads, G key/value heads, D head size, L
-unrolled layers, K stored blocks, r rank, V vocabulary. Loops count from 1; l, k, u from 0.
+Shapes: B batch, T new tokens, S keys, C width, H query heads, G key/value heads, D head size,
+V vocabulary, r rank. Loops count from 1; l, k, u from 0.
 """
 from dataclasses import dataclass
 
@@ -45,35 +49,39 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model_gpt
-from model_gpt import (BaseConfig, Context, KVCache, LanguageModel, apply_rope, attend, choice,
+from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, choice,
                        cross_entropy, init_weights, mlp_width, upcast)
 
 
 @dataclass
 class Config(BaseConfig):
-    n_loop: int = 2              # loops over the K = n_layer / n_loop stored blocks
+    n_loop: int = 2              # loops over K = n_layer / n_loop stored blocks; uses of each
     rank: int = 8                # rank of every matrix's deltas (0: none)
     share: str = choice("cycle", "sequence")    # the order of the blocks, see above
-    init: str = choice("average", "stepwise", "lower", "upper", "random")  # init_from: blocks
-    lora_init: str = choice("svd", "zero")      # init_from: deltas follow (4) | are 0
-    early_exit: str = choice("none", "weighted", "aggressive")  # losses of earlier loops
-    exit_weight: float = 0.1     # aggressive: weight of the earlier loops' losses
-    exit_loss: str = choice("ce", "kl", "both")     # of earlier loops; kl: to the last loop
-    exit_loop: int = 0           # evaluation and decoding stop after this loop (0: the last)
-    fill: str = choice("exact", "propagate")    # serve.py: deeper keys after an early exit
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
-    mlp: str = choice("swiglu", "gelu")
+    mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")
-    qk_norm: bool = False        # RMSNorm on each head's query and key; weights are not tied
+    qk_norm: bool = False        # RMSNorm with a weight on each head's query and key
     tie_embeddings: bool = True  # the head is the embedding matrix
+    scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
+    # conversion of a trained model_gpt
+    init: str = choice("average", "stepwise", "lower", "upper", "random")   # stored blocks
+    lora_init: str = choice("svd", "zero")      # deltas start as (4), or at 0
+    # early exit: in training; in evaluation and decoding; in serve.py
+    early_exit: str = choice("none", "weighted", "aggressive")  # losses of earlier loops
+    exit_weight: float = 0.1     # aggressive: their weight
+    exit_loss: str = choice("ce", "kl", "both")     # which losses; kl: to the last loop
+    exit_loop: int = 0           # stop after this loop (0: the last)
+    fill: str = choice("exact", "propagate")    # serve.py: deeper keys of tokens that exited
 
-    CONVERTS_FROM = ("gpt",)     # models whose weights init_from converts
+    CONVERTS_FROM = ("gpt",)     # models whose weights init_from= converts
     FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
 
     def __post_init__(self):
         super().__post_init__()
         if self.n_loop < 1 or self.n_layer % self.n_loop:
-            fit = [b for b in range(1, min(self.n_layer, 1000) + 1) if self.n_layer % b == 0]
+            most = min(self.n_layer, 1000)      # n_layer may be a typing error
+            fit = [n for n in range(1, most + 1) if self.n_layer % n == 0]
             raise ValueError(f"n_loop={self.n_loop} must divide n_layer={self.n_layer}: "
                              f"{', '.join(map(str, fit))}")
         self.at_least(0, "rank", "exit_weight", "n_mlp")
@@ -89,7 +97,7 @@ class Config(BaseConfig):
             return divmod(layer, self.n_loop)
         return layer % self.n_stored, layer // self.n_stored
 
-    def tied(self, k):
+    def layers_of(self, k):
         """The unrolled layers of stored block k, by use."""
         return [layer for layer in range(self.n_layer) if self.block_and_use(layer)[0] == k]
 
@@ -97,14 +105,15 @@ class Config(BaseConfig):
 # ---- the method ----
 
 class RelaxedLinear(nn.Module):
-    """weight (out, in) is W'. a (n_loop, r, in) stacks every A_u, b (n_loop, r, out) every
-    B_u^T, r = min(rank, in, out)."""
+    """weight (out, in) is W'. a (n_loop, r, in) stacks every use's A_u, b (n_loop, r, out)
+    every use's B_u^T, r = min(rank, in, out)."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
         self.rank = min(cfg.rank, n_in, n_out)
+        # init_weights fills what has 2 dimensions: weight, not a and b. B = 0: no delta at first
         self.weight = nn.Parameter(torch.empty(n_out, n_in))
-        if self.rank:           # B = 0: deltas start at nothing (Hu et al. 2022)
+        if self.rank:
             self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
 
@@ -116,41 +125,19 @@ class RelaxedLinear(nn.Module):
         return y
 
 
-class HeadNorm(nn.Module):
-    """QK-norm: RMSNorm of heads (B, heads, T, D) with a weight for each use."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.eps, weight = cfg.norm_eps, lambda: nn.Parameter(torch.ones(cfg.head_dim))
-        self.weights = nn.ParameterList(weight() for _ in range(cfg.n_loop))
-
-    def forward(self, x, u):
-        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weights[u].to(x.dtype)
-
-
-def relax_linears(module, cfg):
-    """Every nn.Linear of a module becomes a RelaxedLinear."""
-    relaxed = MergedLinear if cfg.fast else RelaxedLinear
-    for name, part in list(module.named_children()):
-        if isinstance(part, nn.Linear):
-            setattr(module, name, relaxed(part.in_features, part.out_features, cfg))
-
-
 class Attention(model_gpt.Attention):
-    """model_gpt's, as use u."""
+    """model_gpt's, with RelaxedLinear for nn.Linear: every part is called as use u."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        relax_linears(self, cfg)
-        if cfg.qk_norm:
-            self.q_norm, self.k_norm = HeadNorm(cfg), HeadNorm(cfg)
+        add_uses(self, cfg)
 
     def forward(self, x, layer, u, context):
         D = self.cfg.head_dim
         q = self.wq(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, H, T, D)
         k = self.wk(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
         v = self.wv(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
-        if self.cfg.qk_norm:
+        if self.cfg.qk_norm:                                        # HeadNorms
             q, k = self.q_norm(q, u), self.k_norm(k, u)
         if context.rope:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
@@ -161,19 +148,21 @@ class Attention(model_gpt.Attention):
 
 
 class MLP(model_gpt.MLP):
-    """model_gpt's, as use u."""
+    """model_gpt's, changed in the same way."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        relax_linears(self, cfg)
+        add_uses(self, cfg)
 
     def forward(self, x, u):
         up = self.w_up(x, u)
-        return self.w_down(F.silu(self.w_gate(x, u)) * up if self.gated else F.gelu(up), u)
+        hidden = self.act(self.w_gate(x, u)) * up if self.gated else self.act(up)
+        return self.w_down(hidden, u)
 
 
 class Block(model_gpt.Block):
-    """A stored block. Its norms and W' are tied, its deltas and QK-norms are not."""
+    """A stored block. It is called like model_gpt's, with the number of an unrolled layer, and
+    finds out itself which of its uses that is."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -185,90 +174,130 @@ class Block(model_gpt.Block):
         return x + self.drop(self.mlp(self.norm2(x), u))
 
 
-def run_loops(cfg, blocks, x, context, n_loop):
-    """x (B, T, C) -> the states after loops 1 .. n_loop, a list of (B, T, C)."""
+def run_loops(cfg, blocks, h, context, n_loop):
+    """h_0 (B, T, C) -> the states after loops 1 .. n_loop, a list of (B, T, C)."""
     states = []
     for layer in range(n_loop * cfg.n_stored):
         k, _ = cfg.block_and_use(layer)
-        x = blocks[k](x, layer, context)                # h_{layer + 1}                     (2)
+        h = blocks[k](h, layer, context)                # h_{layer + 1}                     (2)
         if (layer + 1) % cfg.n_stored == 0:
-            states.append(x)
+            states.append(h)
     return states
 
 
-# ---- the fast path ----
+# ---- parts that have uses ----
+
+class HeadNorm(nn.Module):
+    """QK-norm: RMSNorm of heads (B, heads, T, D). weights[u] is use u's, as no delta
+    could make up for a tied one: what W gives is normalized first. At rank 0 all are the same
+    parameter, as a Recursive Transformer ties everything."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.eps, self.tied = cfg.norm_eps, cfg.rank == 0
+        ones = [nn.Parameter(torch.ones(cfg.head_dim)) for _ in range(cfg.n_loop)]
+        self.weights = nn.ParameterList(ones[:1] * cfg.n_loop if self.tied else ones)
+
+    def forward(self, x, u):    # torch's is faster; in 16 bits it rounds once more than model_gpt's
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weights[u].to(x.dtype)
+
 
 class MergedLinear(RelaxedLinear):
-    """The same sum as (W' + B A) x where that is cheaper: forming W' + B A takes r in out
-    operations, A and B beside W' take r (in + out) for each token."""
+    """The fast path: W' x + B A x = (W' + B A) x. Forming W' + B A takes r in out products,
+    applying A and B takes r (in + out) for each token: the first is cheaper for many tokens."""
 
     def forward(self, x, u):
         n_out, n_in = self.weight.shape
-        if not self.rank or x.numel() // n_in * (n_in + n_out) <= n_in * n_out:
+        n_tokens = x.numel() // n_in
+        if not self.rank or n_tokens * (n_in + n_out) <= n_in * n_out:
             return super().forward(x, u)
         return F.linear(x, torch.addmm(self.weight, self.b[u].t(), self.a[u]))
+
+
+def add_uses(module, cfg):
+    """Replace each nn.Linear and QK-norm of a module by one that is called as part(x, u)."""
+    linear = MergedLinear if cfg.fast else RelaxedLinear
+    for name, part in list(module.named_children()):
+        if isinstance(part, nn.Linear):
+            setattr(module, name, linear(part.in_features, part.out_features, cfg))
+        elif isinstance(part, model_gpt.RMSNorm):
+            setattr(module, name, HeadNorm(cfg))
 
 
 # ---- conversion of a trained Transformer (Sections 2.2 and 2.3) ----
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start model from `weights`, the state dict of a model_gpt of the same sizes: first
-    the tied weights, then what each use has of its own. Raises ValueError where a tied
-    norm's weight is too near zero for deltas to make up for it."""
-    cfg, own = model.cfg, model.state_dict()
-    sources = [{} for _ in range(cfg.n_layer)]          # each layer's weights
+    """Start model from `weights`, the state dict of a model_gpt of the same sizes: first what
+    is tied, then what each use has of its own. If it has another depth, n_layer of its layers
+    are taken, evenly spaced."""
+    cfg, target, layers = model.cfg, model.state_dict(), {}
     for name, w in weights.items():
         if name.startswith("blocks."):
-            _, layer, name = name.split(".", 2)
-            sources[int(layer)][name] = w
+            _, number, part = name.split(".", 2)
+            layers.setdefault(int(number), {})[part] = w
         else:
-            own[name].copy_(w)
+            target[name].copy_(w)
+    step = (len(layers) - 1) / max(1, cfg.n_layer - 1)
+    sources = [layers[round(step * layer)] for layer in range(cfg.n_layer)]
+    svd = cfg.rank > 0 and cfg.lora_init == "svd"
     for k, block in enumerate(model.blocks):
-        tie(block, [sources[layer] for layer in source_layers(cfg, k)])
-        for norm in ("norm1", "norm2") if cfg.rank and cfg.lora_init == "svd" else ():
-            if getattr(block, norm).weight.abs().min() < 1e-4:
-                raise ValueError(f"{norm} of stored block {k} is near zero, its deltas would be "
-                                 f"huge: another init may avoid it, rank=0 and lora_init=zero do")
-        for u, layer in enumerate(cfg.tied(k)):
-            relax(cfg, block, u, sources[layer])
+        set_tied(block, [sources[layer] for layer in layers_for_tied(cfg, k)])
+        if svd:
+            check_norms(block, k)
+        for u, layer in enumerate(cfg.layers_of(k)):
+            set_head_norms(block, u, sources[layer])
+            if svd:
+                set_deltas(block, u, sources[layer])
 
 
-def source_layers(cfg, k):
-    """The source's layers whose mean stored block k starts from (none: it stays random).
-    stepwise: K of them evenly spaced, first and last included, halves to even."""
+def layers_for_tied(cfg, k):
+    """The unrolled layers whose sources' mean stored block k starts from. stepwise: evenly
+    spaced from the first to the last, halves to even. random: none, so that W' stays random
+    (a baseline); deltas still follow (4)."""
     L, K = cfg.n_layer, cfg.n_stored
-    return {"average": cfg.tied(k), "stepwise": [round(k * (L - 1) / max(1, K - 1))],
+    return {"average": cfg.layers_of(k), "stepwise": [round(k * (L - 1) / max(1, K - 1))],
             "lower": [k], "upper": [L - K + k], "random": []}[cfg.init]
 
 
-def tie(block, sources):
-    """Set the tied weights of a block, norms included, to the mean of the sources'."""
+def set_tied(block, sources):
+    """Set W' and norms to the mean of the sources, each the weights of one layer by name. Of
+    QK-norms that is weights.0: the only one at rank 0, else set_head_norms replaces it."""
     for name, p in block.named_parameters():
-        if sources and name in sources[0]:              # deltas are not
+        name = name.replace("norm.weights.0", "norm.weight")
+        if sources and name in sources[0]:                      # a and b are in no source
             p.copy_(sum(source[name] for source in sources) / len(sources))
+
+
+def set_head_norms(block, u, source):
+    for name, part in block.named_modules():
+        if isinstance(part, HeadNorm) and not part.tied:
+            part.weights[u].copy_(source[f"{name}.weight"])
 
 
 NORM_BEFORE = {"attn.wq": "norm1", "attn.wk": "norm1", "attn.wv": "norm1",
                "mlp.w_gate": "norm2", "mlp.w_up": "norm2"}
 
 
-def relax(cfg, block, u, source):
-    """Set what use u of a block has of its own, QK-norms and deltas, so that it comes near
-    the layer with the weights `source`. A source's matrix stood after a norm of weight g_l,
-    and stands after the tied norm g' now: W_l diag(g_l / g') does the same there."""
+def set_deltas(block, u, source):
+    """Set the deltas of use u, so that it comes near the layer `source`. There W_l stood after
+    a norm of weight g_l, here after the tied norm g': of a normalized n,
+    W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n)."""
     for name, part in block.named_modules():
-        if isinstance(part, HeadNorm):
-            part.weights[u].copy_(source[f"{name}.weight"])
-        if isinstance(part, RelaxedLinear) and part.rank and cfg.lora_init == "svd":
-            wanted = upcast(source[f"{name}.weight"])   # (out, in)
-            if name in NORM_BEFORE:
-                norm = f"{NORM_BEFORE[name]}.weight"
-                wanted = wanted * (upcast(source[norm]) / upcast(block.get_parameter(norm)))
-            missing = wanted - upcast(part.weight)      # W_l diag(g_l / g') - W'           (4)
-            # else A stays random and B zero, so that they can still learn
-            if missing.norm() > rounding(cfg, source[f"{name}.weight"], part) * wanted.norm():
-                part.a[u], part.b[u] = low_rank(missing, part.rank)
+        if not isinstance(part, RelaxedLinear):
+            continue
+        w_l = source[f"{name}.weight"]                  # (out, in)
+        wanted = upcast(w_l)
+        if name in NORM_BEFORE:
+            norm = f"{NORM_BEFORE[name]}.weight"
+            wanted = wanted * (upcast(source[norm]) / upcast(block.get_parameter(norm)))
+        missing = wanted - upcast(part.weight)          # W_l diag(g_l / g') - W'               (4)
+        # A layer equal to W' (init=lower, use 0) misses rounding errors alone. Their SVD would
+        # be noise: A stays random and B zero, so that both can learn.
+        eps = max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
+        rounding = 2 * len(part.a) * eps * wanted.norm()    # W', g': means of up to n_loop terms
+        if missing.norm() > rounding:
+            part.a[u], part.b[u] = low_rank(missing, part.rank)
 
 
 def low_rank(delta, r):
@@ -279,10 +308,12 @@ def low_rank(delta, r):
     return Vh[:r], B.t()
 
 
-def rounding(cfg, w, part):
-    """How large, relative to W_l, rounding alone may be: W' and g' are means of n_loop terms,
-    each rounded by n_loop / 2 eps at most."""
-    return 2 * cfg.n_loop * max(torch.finfo(x.dtype).eps for x in (w, part.weight))
+def check_norms(block, k):
+    """set_deltas divides by the weights of tied norms: a mean of them may vanish."""
+    for name in ("norm1", "norm2"):
+        if getattr(block, name).weight.abs().min() < 1e-4:    # deltas of 10^4
+            raise ValueError(f"{name} of stored block {k} is near zero, its deltas would be "
+                             f"huge: another init may avoid it, rank=0 and lora_init=zero do")
 
 
 # ---- the model ----
@@ -292,74 +323,86 @@ class Model(LanguageModel):
     runs_blocks_once = False
 
     def __init__(self, cfg):
-        super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_stored)])
+        super().__init__(cfg, [self.make_block(cfg, k) for k in range(cfg.n_stored)])
         init_weights(self, cfg.n_layer)
 
+    def make_block(self, cfg, k):
+        """Stored block k. A fork may return any module that is called as block(h, layer,
+        context), if it does without convert."""
+        return Block(cfg)
+
     @property
-    def n_loop(self):
-        """Loops that a token takes in evaluation and decoding."""
+    def loops_to_run(self):
+        """How many loops run in evaluation and decoding."""
         return self.cfg.exit_loop or self.cfg.n_loop
 
-    def hidden(self, idx, cache=None, n_valid=None):
-        """idx (B, T) -> the states after the final norm, (B, T, C)."""
-        cfg, x = self.cfg, self.drop(self.wte(idx))
-        context = Context(cfg, x, cache, n_valid)
-        n_loop = cfg.n_loop if self.training and cache is None else self.n_loop
-        x = run_loops(cfg, self.blocks, x, context, n_loop)[-1]
+    def loops(self, idx, cache=None, n_valid=None):
+        """idx (B, T) -> the states after each loop, a list of (B, T, C)."""
+        h = self.drop(self.wte(idx))
+        context = self.context_type(self.cfg, h, cache, n_valid)
+        trains = self.training and cache is None    # exit_loop is for evaluation and decoding
+        n_loop = self.cfg.n_loop if trains else self.loops_to_run
+        states = run_loops(self.cfg, self.blocks, h, context, n_loop)
         if cache is not None:
             cache.advance(context.slots)
-        return self.norm(x)
+        return states
+
+    def hidden(self, idx, cache=None, n_valid=None):
+        return self.norm(self.loops(idx, cache, n_valid)[-1])
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model. In training with early_exit the loss is sum_b c_b loss_b over
-        the loops (Section 3.7), and aux has "ce_loop1", ... too."""
-        cfg = self.cfg
-        if not self.training or cfg.early_exit == "none" or targets is None or cache is not None:
+        """As in every model. In training with early_exit the loss is sum_i c_i loss_i over the
+        loops i = 1 .. n (Section 3.7). loss_i = CE_i, KL(p_n || p_i) or both; loss_n = CE_n.
+        aux has "ce_loop1", ... too."""
+        exits = self.training and self.cfg.early_exit != "none"
+        if not exits or targets is None or cache is not None or idx.numel() == 0:
             return super().forward(idx, targets, cache, n_valid)
-        x = self.drop(self.wte(idx))
-        states = run_loops(cfg, self.blocks, x, Context(cfg, x), cfg.n_loop)
-        *earlier, last = [upcast(self.head(self.norm(x))) for x in states]
+        *earlier, last = [upcast(self.head(self.norm(h))) for h in self.loops(idx)]
         *c_earlier, c_last = self.loop_weights()
         ce = cross_entropy(last, targets)
         loss, aux = c_last * ce, {"ce": ce.detach()}
-        for b, (c, logits) in enumerate(zip(c_earlier, earlier), 1):
-            ce_b = cross_entropy(logits, targets)
-            aux[f"ce_loop{b}"] = ce_b.detach()
-            if cfg.exit_loss != "kl":
-                loss = loss + c * ce_b
-            if cfg.exit_loss != "ce":
+        for i, (c, logits) in enumerate(zip(c_earlier, earlier), 1):
+            ce_i = cross_entropy(logits, targets)
+            aux[f"ce_loop{i}"] = ce_i.detach()
+            if self.cfg.exit_loss != "kl":
+                loss = loss + c * ce_i
+            if self.cfg.exit_loss != "ce":
                 loss = loss + c * kl_from_last(logits, last, targets)
         return last, loss, aux
 
     def loop_weights(self):
-        """c_b of the loops b = 1 .. n. weighted: b / (1 + .. + n); aggressive: exit_weight,
-        the last 1."""
+        """c_1 .. c_n. weighted: c_i = i / (1 + .. + n); aggressive: exit_weight, the last 1."""
         n = self.cfg.n_loop
         if self.cfg.early_exit == "weighted":
-            return [b / (n * (n + 1) / 2) for b in range(1, n + 1)]
+            return [i / (n * (n + 1) / 2) for i in range(1, n + 1)]
         return [self.cfg.exit_weight] * (n - 1) + [1.0]
 
     def init_cache(self, batch_size, max_len):
-        """An empty cache for the unrolled layers."""
-        n_layer = self.n_loop * self.cfg.n_stored
+        """An empty cache for the unrolled layers up to exit_loop."""
+        n_layer = self.loops_to_run * self.cfg.n_stored
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
 
     def flops_per_token(self):
-        """Floating-point operations of one token's forward and backward pass in a sequence of
-        block_size, counted as model_gpt does: W' in every loop, deltas as two products, the
-        head where it is read."""
+        """As in model_gpt; with early_exit the head is read after every loop."""
+        heads = self.cfg.n_loop if self.cfg.early_exit != "none" else 1
+        weights = self.block_weights() + heads * self.head.weight.numel()
+        return 6.0 * weights + self.mixer_flops()
+
+    def block_weights(self):
+        """W' (2 dimensions) counts in every loop; a and b (3) hold each loop's own."""
+        return sum(self.cfg.n_loop * p.numel() if p.dim() == 2 else p.numel()
+                   for p in self.blocks.parameters() if p.dim() > 1)
+
+    def mixer_flops(self):
+        """What the mixers of all layers take beside their weights: 12 H D for a visible key."""
         cfg = self.cfg
-        linears = [m for m in self.blocks.modules() if isinstance(m, RelaxedLinear)]
-        weights = sum(cfg.n_loop * m.weight.numel() for m in linears)
-        weights += sum(m.a.numel() + m.b.numel() for m in linears if m.rank)    # of all loops
-        heads = cfg.n_loop if cfg.early_exit != "none" else 1
-        weights += heads * cfg.vocab_size * cfg.n_embd
-        return 6.0 * weights + 12.0 * cfg.n_layer * cfg.n_embd * (cfg.block_size + 1) / 2
+        return 12.0 * cfg.n_layer * cfg.n_head * cfg.head_dim * (cfg.block_size + 1) / 2
 
 
 def kl_from_last(logits, last, targets):
     """Mean KL(p_last || p) in nats over the targets that are not -1: p_last, of the last
     loop's logits (B, T, V), is a constant."""
-    p, q = last.detach().log_softmax(-1), logits.log_softmax(-1)
+    log_p_last, log_p = last.detach().log_softmax(-1), logits.log_softmax(-1)
     counted = targets != -1
-    return ((p.exp() * (p - q)).sum(-1) * counted).sum() / counted.sum().clamp(min=1)
+    kl = (log_p_last.exp() * (log_p_last - log_p)).sum(-1)      # (B, T)
+    return (kl * counted).sum() / counted.sum().clamp(min=1)

@@ -6,8 +6,8 @@ layer l - 1. In an RT those of earlier positions are made from the output of lay
 so a single layer is as deep in time as the sequence is long. This costs no parameters and
 no cache, but a layer is now a loop over positions.
 
-One layer, for positions i = 1 .. T with inputs x_i. n1 and n2 are RMSNorms. So is the QK-norm
-nq, nk, over all heads together (with qk_norm=full, as in the paper; left out by default).
+One layer, for positions i = 1 .. T with inputs x_i. n1 and n2 are RMSNorms. nq and nk, left out
+by default, are RMSNorms of all heads' channels together (qk_norm=full, as in the paper).
 
     q_i  = nq(Wq n1(x_i))                                           (1)
     k^_i = nk(Wk n1(x_i))   v^_i = Wv n1(x_i)    temporary pair, for position i alone
@@ -51,7 +51,7 @@ import kernels
 import model_gpt
 import rt_wavefront
 from model_gpt import (BaseConfig, LanguageModel, RMSNorm, alibi_slopes, apply_rope, attend,
-                       attention_bias, choice, compute_dtype, rope_tables)
+                       attention_bias, choice, compute_dtype, upcast)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Config(BaseConfig):
     qk_norm: str = choice("none", "full")   # full: nq and nk, each with a weight
     recurrent: bool = True       # false: a plain Transformer, the baseline
     kv_norm: bool = True         # false: (5) without n1, worse (Appendix E.2)
-    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # see "schedules" below
+    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # see "schedules"; auto: by fast
     chunk: int = 32              # positions of a wavefront's chunk
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
@@ -74,8 +74,9 @@ class Config(BaseConfig):
         self.at_least(0, "n_mlp")
         self.n_mlp = self.n_mlp or 4 * self.n_embd
         if self.head_dim > kernels.HEAD_SIZES[-1]:
-            raise ValueError(f"n_embd / n_head = {self.head_dim}: a head is at most "
+            raise ValueError(f"head_dim={self.head_dim}: a head is at most "
                              f"{kernels.HEAD_SIZES[-1]} wide")
+        # a wavefront folds n1's weight into Wk and Wv: both pairs must be of normed rows
         if self.schedule == "wavefront" and not self.kv_norm:
             raise ValueError("schedule=wavefront needs kv_norm=true; schedule=tiled does not")
         self.schedule_used = self.schedule
@@ -86,8 +87,8 @@ class Config(BaseConfig):
 
 # ---- the equations, position after position ----
 
-class Layer(nn.Module):
-    """One layer, a Block in other files."""
+class Block(nn.Module):
+    """One layer."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -110,12 +111,11 @@ class Layer(nn.Module):
         ys = []
         positions = zip(x.split(1, 1), *(u.split(1, 2) for u in (q, k_temp, v_temp)))
         for i, (x_i, q_i, kt_i, vt_i) in enumerate(positions):  # x_i (B, 1, C)
-            at = slice(i, i + 1)
             keys, values = torch.cat([k, kt_i], 2), torch.cat([v, vt_i], 2)     # (B, G, i + 1, D)
-            alibi = context.bias[:, :, at, :i + 1]              # 0 for the temporary pair
+            alibi = context.bias[:, :, i:i + 1, :i + 1]         # 0 for the temporary pair
             a_i = attend(q_i, keys, values, alibi, fast=False)                  # (2)
             y_i = self.output(x_i, a_i)                                         # (3), (4)
-            rope_i = context.rope and [table[:, :, at] for table in context.rope]
+            rope_i = context.rope and [table[:, :, i:i + 1] for table in context.rope]
             k_i, v_i = self.persistent(y_i, rope_i)                             # (5)
             k, v = torch.cat([k, k_i], 2), torch.cat([v, v_i], 2)
             ys.append(y_i)
@@ -129,7 +129,7 @@ class Layer(nn.Module):
 
     def output(self, x, a):
         """Equations (3) and (4): x (B, T, C), a (B, H, T, D) -> y (B, T, C)."""
-        z = x + self.wo(a.transpose(1, 2).flatten(2).to(x.dtype))
+        z = x + self.wo(a.transpose(1, 2).flatten(2).to(x.dtype))   # tiled's a is float32
         return z + self.w_down(F.gelu(self.w_up(self.norm2(z))))
 
     def persistent(self, y, rope):
@@ -144,10 +144,8 @@ class Layer(nn.Module):
         u = u.unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
         return u if rope is None else apply_rope(u, *rope)
 
-    # which of three loops
-
     def forward(self, x, layer, context):
-        """x (B, T, C) -> y (B, T, C). With a cache, T is 1 where layers are recurrent."""
+        """x (B, T, C) -> y (B, T, C). What runs when: see Model.hidden."""
         if context.cache is not None or not self.cfg.recurrent:
             return self.at_once(x, layer, context)
         if self.cfg.schedule_used == "naive":
@@ -155,17 +153,17 @@ class Layer(nn.Module):
         return tiled(self, x, context)
 
     def at_once(self, x, layer, context):
-        """As in a plain Transformer. A token attends to itself by the temporary pair, which
-        stands in the cache until the persistent one replaces it."""
+        """Where no position waits for another: without recurrence, or one token after a cache."""
         q, k, v = self.temporary(x, context.rope)                       # (1)
         k, v = context.extend(layer, k, v)                              # (B, G, S, D)
         y = self.output(x, context.attention(q, k, v))                  # (2) to (4)
         if context.cache is not None and self.cfg.recurrent:
-            context.extend(layer, *self.persistent(y, context.rope))    # (5)
+            # the persistent pair overwrites the temporary one: the same slots until advance
+            context.cache.write(layer, *self.persistent(y, context.rope), context.slots)    # (5)
         return y
 
 
-class LayerWithoutKVNorm(Layer):
+class BlockWithoutKVNorm(Block):
     """The ablation of Appendix E.2: persistent pairs are nk(Wk y_i), Wv y_i."""
 
     def persistent(self, y, rope):
@@ -174,9 +172,10 @@ class LayerWithoutKVNorm(Layer):
 
 # ---- schedules: naive, tiled, wavefront; the same results in other orders ----
 
-# naive (fast=false) is the loop above. wavefront (fast=true) computes chunks of all layers at the
-# same time. It has these equations once more, with a backward pass by hand: change both, or
-# train with schedule=tiled.
+# naive is the loop above, auto's choice with fast=false. wavefront is auto's with fast=true: while
+# a layer computes a chunk of positions, the next one computes the chunk before. It is our own
+# schedule, in rt_wavefront.py, which has these equations once more, with a backward pass by hand:
+# change both files, or train with schedule=tiled.
 #
 # tiled is the paper's Algorithm 1. All queries of a layer are known from the start. After
 # position i, with t the largest power of two that divides i, queries i+1 .. i+t attend to keys
@@ -191,46 +190,44 @@ class LayerWithoutKVNorm(Layer):
 #                 6   4 4 4 4 5 .
 #                 7   4 4 4 4 6 6 .
 #                 8   4 4 4 4 6 6 7 .
-# Its gradients are autograd's; the paper's own backward pass (6.4) is in rt_wavefront.py.
+# Its gradients are autograd's; the backward pass of the paper's section 6.4 is in rt_wavefront.py.
 
-def tiled(layer, x, context):
-    """The same as layer.naive(x, context). The state of a query is attention to the keys that
-    it has met: out (B, H, 1, D), and lse (B, H, 1), the logarithm of their sum of e^score."""
-    q, k_temp, v_temp = layer.temporary(x, context.rope)    # (1)
-    states = temporary_states(q, k_temp, v_temp)            # [(out, lse), ...], one a position
-    pos, slopes = context.k_pos, context.slopes
+def tiled(block, x, context):
+    """The same as block.naive(x, context). A query's out (B, H, 1, D) is attention to the keys
+    it has met so far, lse (B, H, 1) the logarithm of their sum of e^score."""
+    q, k, v = block.temporary(x, context.rope)              # (1)
+    outs, lses = (list(u.split(1, 2)) for u in first_states(q, k, v))
     qs, ks, vs, ys = q.split(1, 2), [], [], []
-    for i, x_i in enumerate(x.split(1, 1), start=1):    # slices from 0, and cut at T
-        y_i = layer.output(x_i, states[i - 1][0])                           # (3), (4)
+    pos = context.k_pos                                     # of keys, and of queries
+    for i, x_i in enumerate(x.split(1, 1), start=1):        # as in the picture, from 1
+        y_i = block.output(x_i, outs[i - 1])                            # (3), (4)
         rope_i = context.rope and [table[:, :, i - 1:i] for table in context.rope]
-        k_i, v_i = layer.persistent(y_i, rope_i)                            # (5)
+        k_i, v_i = block.persistent(y_i, rope_i)                        # (5)
         ys.append(y_i)
         ks.append(k_i)
         vs.append(v_i)
         t = i & -i                          # the largest power of two that divides i
-        keys, queries = slice(i - t, i), slice(i, i + t)
-        if i < x.size(1):
-            q, k, v = (torch.cat(u, 2) for u in (qs[queries], ks[keys], vs[keys]))
-            out, lse = (torch.cat(u, 2) for u in zip(*states[queries]))     # (B, H, t, .)
-            out, lse = merge_tile(out, lse, q, k, v, pos[queries], pos[keys], slopes)
-            states[queries] = zip(out.split(1, 2), lse.split(1, 2))
+        old, new = slice(i - t, i), slice(i, i + t)     # keys i-t+1 .. i, queries i+1 .. i+t
+        if i < x.size(1):                   # (2); torch cuts `new` at T
+            out, lse, q = (torch.cat(u[new], 2) for u in (outs, lses, qs))
+            k, v = (torch.cat(u[old], 2) for u in (ks, vs))
+            out, lse = merge_tile(out, lse, q, k, v, pos[new], pos[old], context.slopes)
+            outs[new], lses[new] = out.split(1, 2), lse.split(1, 2)
     return torch.cat(ys, 1)
 
 
-def temporary_states(q, k, v):
-    """Of one pair, out is its value and lse its score."""
-    q, k, v = (u.to(kernels.lse_dtype(u)) for u in (q, k, v))   # float32 or better, as a sum
-    k, v = (u.repeat_interleave(q.size(1) // u.size(1), 1) for u in (k, v))
-    lse = (q * k).sum(-1) / math.sqrt(q.size(-1))
-    return list(zip(v.split(1, 2), lse.split(1, 2)))
+def first_states(q, k, v):
+    """out and lse where each query has met its temporary pair alone: the value, and the score."""
+    q, k, v = (upcast(u).repeat_interleave(q.size(1) // u.size(1), 1) for u in (q, k, v))
+    return v, (q * k).sum(-1) / math.sqrt(q.size(-1))
 
 
 def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
-    """The states of queries that attend to a tile of keys, all of them earlier, too."""
-    if k.size(2) > 32 or q.dtype != lse.dtype:
+    """out (B, H, n, D) and lse (B, H, n) after n queries also attend to a tile of earlier keys."""
+    rounded = q.dtype != lse.dtype          # a product would round 16-bit scores
+    if rounded or k.size(2) > 32:           # up to 32 keys the kernel costs more than the work
         more, more_lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)
-        return kernels.merge(out, lse, more.to(lse.dtype), more_lse)
-    # up to 32 keys the kernel costs more than the work; a product would round 16-bit scores
+        return kernels.merge(out, lse, more, more_lse)
     k, v = (u.repeat_interleave(q.size(1) // u.size(1), 1) for u in (k, v))
     s = q @ k.mT / math.sqrt(q.size(-1))            # (B, H, n, keys)
     if slopes is not None:
@@ -244,43 +241,37 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
 # ---- the model ----
 
 class Context(model_gpt.Context):
-    """As in model_gpt. Where a bias would be T x T (fast training) or 16 bits wide (decoding),
-    it is None, and kernels.attend masks by positions."""
+    """model_gpt's, but the bias is only for naive and for decoding in float32: it is T x T, and
+    torch would round it to 16 bits. Where it is None, kernels.attend masks by positions."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
-        T = S = x.size(1)
-        self.cache, self.naive = cache, cfg.schedule_used == "naive"
-        self.pos = torch.arange(T, device=x.device)[None]
+        super().__init__(cfg, x, cache, n_valid, has_bias=False)
+        self.fast, self.slopes = cfg.schedule_used != "naive", None
+        S, wide = x.size(1), torch.promote_types(x.dtype, torch.float32)
         if cache is not None:
-            self.slots = cache.place(T, n_valid)
-            self.pos, S = self.slots.pos, self.slots.end
-        self.k_pos = torch.arange(S, device=x.device, dtype=torch.int32)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        self.rope = self.slopes = self.bias = None
-        if cfg.pos == "rope":
-            if S > cfg.block_size:
-                raise ValueError(f"{S} tokens are more than block_size={cfg.block_size}")
-            cos, sin = rope_tables(self.pos, cfg.head_dim, cfg.rope_theta, x.dtype)
-            self.rope = cos[:, None], sin[:, None]              # (B or 1, 1, T, D / 2)
+            S = self.slots.end
+        self.k_pos = torch.arange(S, device=x.device, dtype=torch.int32)    # the kernels' type
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(cfg.n_head, x.device, wide)
-        if self.naive or cache is not None and compute_dtype(x) == wide:
+        if not self.fast or (cache is not None and compute_dtype(x) == wide):
             self.bias = attention_bias(self.pos, self.k_pos, 0, self.slopes, wide)
 
     def attention(self, q, k, v):
         """Of the new tokens to all up to themselves."""
         if self.bias is not None:
-            return attend(q, k, v, self.bias, fast=not self.naive)
-        return kernels.attend(q, k, v, self.pos.int().squeeze(0), self.k_pos, self.slopes)[0]
+            return attend(q, k, v, self.bias, self.fast)
+        pos = self.pos.int().squeeze(0)     # (T,) for all rows, or (B, T)
+        return kernels.attend(q, k, v, pos, self.k_pos, self.slopes)[0]     # without lse
 
 
 class Model(LanguageModel):
     """The Recurrent Transformer language model."""
-    runs_blocks_once = False    # the wavefront reads all blocks' matrices at the same time
+    context_type = Context
+    runs_blocks_once = False    # for FSDP: a wavefront reads all blocks at the same time
 
     def __init__(self, cfg):
-        layer = Layer if cfg.kv_norm else LayerWithoutKVNorm
-        super().__init__(cfg, [layer(cfg) for _ in range(cfg.n_layer)])
+        block = Block if cfg.kv_norm else BlockWithoutKVNorm
+        super().__init__(cfg, [block(cfg) for _ in range(cfg.n_layer)])
         self.init_weights()
 
     @torch.no_grad()
@@ -299,71 +290,62 @@ class Model(LanguageModel):
             self.head.weight = self.wte.weight
 
     def hidden(self, idx, cache=None, n_valid=None):
-        """idx (B, T) -> the states after the final norm, (B, T, C)."""
+        """idx (B, T) -> the states after the final norm, (B, T, C). What runs:
+        recurrent=false, or one token after a cache: Block.at_once;
+        no cache: by cfg.schedule_used rt_wavefront.run_layers, tiled or Block.naive;
+        several tokens after a cache: rt_wavefront.prefill, or Block.at_once token by token."""
         x = self.drop(self.wte(idx))
-        if cache is not None:
-            x = self.decode(x, cache, n_valid)
-        elif self.cfg.recurrent:
-            x = self.recurrent_layers(x)
+        if not self.cfg.recurrent or (cache is not None and idx.size(1) == 1):
+            x = self.run_blocks(x, cache, n_valid)
+        elif cache is None:
+            x = self.run_recurrent(x)
         else:
-            x = self.run_blocks(x, Context(self.cfg, x))
+            x = self.prefill(x, cache, n_valid)
         return self.norm(x)
 
-    @torch.compiler.disable  # a compiler would unroll the loop over positions
-    def recurrent_layers(self, x):
-        """All layers on x (B, T, C) -> (B, T, C), by the schedule."""
-        context = Context(self.cfg, x)
-        if self.cfg.schedule_used == "wavefront":
-            return rt_wavefront.run_layers(self.cfg, self.blocks, x)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, layer, context)
-        return x
-
-    def run_blocks(self, x, context):
-        """The same where no layer is a loop: recurrent=false, or one token of each row."""
-        for layer, block in enumerate(self.blocks):
-            x = block(x, layer, context)
-        return x
-
-    # decoding
-
-    def decode(self, x, cache, n_valid):
-        """T new tokens x (B, T, C) of each row after those of the cache -> (B, T, C)."""
-        if x.size(1) > 1 and self.cfg.recurrent:
-            return self.prefill(x, cache, n_valid)
+    def run_blocks(self, x, cache=None, n_valid=None):
+        """Block after block on x (B, T, C) -> (B, T, C)."""
         context = Context(self.cfg, x, cache, n_valid)
-        x = self.run_blocks(x, context)
-        cache.advance(context.slots)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, layer, context)
+        if cache is not None:
+            cache.advance(context.slots)
         return x
+
+    @torch.compiler.disable  # a compiler would unroll the loop over positions
+    def run_recurrent(self, x):
+        """All layers on x (B, T, C) -> (B, T, C), by the schedule."""
+        if self.cfg.schedule_used != "wavefront":
+            return self.run_blocks(x)
+        Context(self.cfg, x)                # raises where x is longer than RoPE has learned
+        return rt_wavefront.run_layers(self.cfg, self.blocks, x)
 
     def prefill(self, x, cache, n_valid):
-        """Several tokens of recurrent layers: as a wavefront where all rows hold equally many,
-        else one after the other."""
-        # asked before place, which sets ragged; in an empty cache, padding comes behind the rows
-        rows_alike = not cache.ragged or cache.longest == 0
+        """T tokens x (B, T, C) after a cache -> (B, T, C). A wavefront needs rows of equal length
+        in the cache; new rows may differ, as no token sees the padding behind it."""
+        equal = not cache.ragged                    # place may change it
         slots = cache.place(x.size(1), n_valid)     # raises if they do not all fit
-        if not rows_alike or self.cfg.schedule_used != "wavefront":
-            ys = []
-            for t, x_t in enumerate(x.split(1, 1)):     # n_valid - t <= 0: padding
-                ys.append(self.decode(x_t, cache, None if n_valid is None else n_valid - t))
-            return torch.cat(ys, 1)
+        if equal and self.cfg.schedule_used == "wavefront":
+            return self.prefill_wavefront(x, cache, slots)
+        ys = []
+        for t, x_t in enumerate(x.split(1, 1)):     # n_valid - t <= 0: padding
+            ys.append(self.run_blocks(x_t, cache, None if n_valid is None else n_valid - t))
+        return torch.cat(ys, 1)
+
+    def prefill_wavefront(self, x, cache, slots):
         S, dtype = cache.longest, compute_dtype(x)
         past = [(k[:, :, :S].to(dtype), v[:, :, :S].to(dtype)) for k, v in zip(cache.k, cache.v)]
-        y, k, v = rt_wavefront.prefill(self.cfg, self.blocks, x, past)
-        for l in range(self.cfg.n_layer):
-            cache.write(l, k[l], v[l], slots)
+        y, ks, vs = rt_wavefront.prefill(self.cfg, self.blocks, x, past)
+        for layer, (k, v) in enumerate(zip(ks, vs)):
+            cache.write(layer, k, v, slots)
         cache.advance(slots)
         return y
 
-    # what backward recomputes is not counted
-    flops_per_token, block_weights = (model_gpt.Model.flops_per_token,
-                                      model_gpt.Model.block_weights)
-
     def mixer_flops(self):
-        """In each layer 12 C for each visible key, averaged over positions, and Wk and Wv a
-        second time for the persistent pair."""
+        """In each layer 12 H D for each visible key, averaged over positions, and Wk and Wv a
+        second time for the persistent pair. (What backward recomputes is not counted.)"""
         cfg = self.cfg
-        flops = 12.0 * cfg.n_embd * (cfg.block_size + 1) / 2
+        flops = 12.0 * cfg.n_head * cfg.head_dim * (cfg.block_size + 1) / 2
         if cfg.recurrent:
             flops += 6.0 * 2 * cfg.n_embd * cfg.n_kv_head * cfg.head_dim
         return cfg.n_layer * flops

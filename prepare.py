@@ -44,11 +44,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data import FORMAT, TokenData, has_changed, other_names, read_meta
+from common.data import (FORMAT, SHAKESPEARE, TokenData, download, file_documents, has_changed,
+                         hf_documents, other_names, read_meta, source_files, source_stamp)
 from common.keys import (UserError, asks_help, check_name, folder_name, help_text, run_cli,
                          split_args, typed_config)
-from common.sources import (SHAKESPEARE, download, file_documents, hf_documents, source_files,
-                            source_stamp)
 from common.tokenizer import (ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer, slices,
                               train_bpe)
 

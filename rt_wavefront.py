@@ -11,39 +11,39 @@ at the same time, in step s. The steps of three layers, four chunks:
         layer 0    0 1 2 3
 
 That is T + (L - 1) C positions one after the other, not L T, and a position's products are one
-bmm over the stacked weights of a step's layers. This is ours. The paper's are: x and y alone
-are saved, the rest is recomputed (section 6.1); CUDA graphs (6.2); a reverse loop over
-positions with (B1) to (B6) alone, all else in large products (6.4).
+bmm over the stacked weights of a step's layers. This is ours. The paper's are: to save x and y
+alone (section 6.1); CUDA graphs (6.2); a reverse loop of (B1) to (B6) alone (6.4).
 
 Forward, a step, by the numbers of model_rt. First all positions of a chunk: q, temporary pairs
 (1), and attention to the temporary pair and all earlier chunks. Then one position after the
 other: (2), where an online softmax adds the chunk's own pairs so far, and (3), (4), (5).
 
-Backward, a step. First all positions, from x and y: q and all pairs, attention's weights p_ij,
-a, and u = W_up n2(z). Then from the chunk's last position to its first:
+Backward, before the first step: all persistent pairs again, from y. Then a step, first all its
+positions, from x and y: q, temporary pairs, the weights p_ij of attention, a, u = W_up n2(z).
+Then from the chunk's last position to its first (M.T is M transposed):
 
-    ds_ij = p_ij (da_i . v_j - delta_i) / sqrt(D)          (B1)  of later queries i > j
-    dk_j  = sum_i ds_ij q_i          dv_j = sum_i p_ij da_i (B2)
-    g_j   = dL/dy_j + J_y^T (Wk^T J_k^T dk_j + Wv^T dv_j)  (B3)  dL/dy_j: from above
-    du_j  = gelu'(u_j) W_down^T g_j                        (B4)
-    dz_j  = g_j + J_z^T W_up^T du_j                        (B5)
-    da_j  = Wo^T dz_j                delta_j = da_j . a_j  (B6)
+    ds_ij = p_ij (da_i . v_j - delta_i)                    (B1)  of later queries i > j
+    dk_j  = sum_i ds_ij q_i / sqrt(D)    dv_j = sum_i p_ij da_i  (B2)
+    g_j   = dL/dy_j + J_y.T (Wk.T J_k.T dk_j + Wv.T dv_j)  (B3)  dL/dy_j: from above
+    du_j  = gelu'(u_j) W_down.T g_j                        (B4)
+    dz_j  = g_j + J_z.T W_up.T du_j                        (B5)
+    da_j  = Wo.T dz_j    delta_j = da_j . a_j              (B6)
 
 Later chunks are in (B2) already: each, once done, adds its part to dk and dv of all chunks
-before it. Then again all positions; ^ marks the temporary pair:
+before it. Then again all positions. ^ marks the temporary pair, ds^_i is (B1) with its p and v:
 
-    dq_i  = sum_{j < i} ds_ij k_j + ds_i^ k_i^             (B7)
-    dk_i^ = ds_i^ q_i                dv_i^ = p_i^ da_i     (B8)
-    dx_i  = dz_i + J_x^T (Wq^T J_q^T dq_i + Wk^T J_k^T dk_i^ + Wv^T dv_i^)  (B9)
-    dW    = sum_i (gradient of W's output)_i (W's input)_i^T (B10)
+    dq_i  = (sum_{j < i} ds_ij k_j + ds^_i k^_i) / sqrt(D)   (B7)
+    dk^_i = ds^_i q_i / sqrt(D)    dv^_i = p^_i da_i         (B8)
+    dx_i  = dz_i + J_x.T (Wq.T J_q.T dq_i + Wk.T J_k^.T dk^_i + Wv.T dv^_i)   (B9)
+    dW    = sum_i (gradient of W's output)_i (W's input)_i.T   (B10)
 
-J are Jacobians: of n1 at x and y, n2 at z, and of nq, nk (then RoPE). For n = x r with
-r = 1 / sqrt(mean(x^2) + eps)
+J are Jacobians: J_x, J_y of n1 at x and y, J_z of n2 at z; J_q, J_k, J_k^ of nq and nk (then
+RoPE) at q, k, k^. For a norm n = x r without a weight, r = 1 / sqrt(mean(x^2) + eps),
 
-    J^T d = r (d - n mean(d n))                            (B11)
+    J.T d = r (d - n mean(d n))                              (B11)
 
-A weight w behind a norm makes that w d in place of d, and dw = sum_i d_i n_i. It stands so for
-nq and nk; those of n1 and n2 are folded into the next matrix.
+With a weight, y = w n: w d replaces d, and dw = sum_i d_i n_i. Only nq and nk have one here;
+those of n1 and n2 are folded into the next matrix.
 
 Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk,
 d width, M width of the MLP, H query heads, G key/value heads, R = H / G, D head size.
@@ -62,6 +62,9 @@ from model_gpt import (alibi_slopes, apply_rope, attention_bias, compute_dtype, 
 
 # ---- weights and norms ----
 
+NormParts = namedtuple("NormParts", "n r")  # of a norm n = x r, for (B11)
+
+
 class Weights(NamedTuple):
     """The layers' matrices, stacked."""
     qkv: torch.Tensor       # (L, (H + 2 G) D, d), times the weight of n1
@@ -75,7 +78,7 @@ class Weights(NamedTuple):
         return Weights(*(u[lo:hi] for u in self))
 
     def to(self, dtype):
-        """The matrices as operands of products. nq and nk multiply in float32: they stay."""
+        """The matrices in dtype. nq and nk multiply in float32: they stay."""
         *matrices, nq, nk = self
         return Weights(*(u.to(dtype) for u in matrices), nq, nk)
 
@@ -94,7 +97,7 @@ def stack_weights(cfg, blocks):
 
 
 def product(x, w):
-    """W x of rows x (A, n, in), w (A, out, in). In w's dtype, which is that of the operands."""
+    """W x of rows x (A, n, in), w (A, out, in), in w's dtype. product(d, w.mT) is W.T d."""
     return torch.bmm(x.to(w.dtype), w.mT)
 
 
@@ -105,10 +108,10 @@ def norm(x, eps):
 
 
 def norm_parts(x, eps):
-    """The same as n = x r, and r (..., 1): the norm's parts, which backward needs."""
+    """The same n = x r, and r (..., 1)."""
     x = upcast(x)
     r = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return x * r, r
+    return NormParts(x * r, r)
 
 
 # ---- what both passes share ----
@@ -128,7 +131,7 @@ class Wavefront:
         self.chunks = math.ceil(self.T / cfg.chunk)
         self.C = math.ceil(self.T / self.chunks)  # even chunks, little padding
         self.length = self.chunks * self.C
-        self.dtype = compute_dtype(x)  # of the operands of products
+        self.dtype = compute_dtype(x)  # of products' operands: autocast's, where it is on
         self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums and gradients
         self.scale = self.D ** -0.5
         self.pos = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
@@ -141,7 +144,7 @@ class Wavefront:
         self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
         if cfg.pos == "rope":
             tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.wide)
-            # of all layers, as states are: (L, length, 1, 1, D / 2)
+            # (L, length, 1, 1, D / 2); no expand: diagonal needs a stride from layer to layer
             self.tables = [u[:, None, None].repeat(L, 1, 1, 1, 1) for u in tables]
 
     def steps(self):
@@ -149,12 +152,8 @@ class Wavefront:
         return [Step(s, max(0, s - last), min(self.L, s + 1)) for s in range(last + self.L)]
 
     def diagonal(self, buffer, step, dim):
-        """A step's chunks, (A, ...), in a buffer of all layers with positions in dimension dim.
-        A view, as the way from each chunk to the next is the same: a layer up, a chunk back.
-
-            layer 1   . . # .
-            layer 0   . . . #       dimension 0 walks from # to #, dimension dim inside one
-        """
+        """A step's chunks, (A, ...), in a buffer of layers with positions in dimension dim.
+        A view: the stride from each chunk to the next is the same, a layer up, a chunk back."""
         s, lo, hi = step
         shape, stride = list(buffer.shape), list(buffer.stride())
         first = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[dim]
@@ -169,7 +168,7 @@ class Wavefront:
         float32 or better, all (A, B, H, C, D); and the parts of n1, nq and nk for backward."""
         x_norm = norm_parts(x, self.cfg.norm_eps)
         H, G, D = self.H, self.G, self.D
-        q, k, v = product(x_norm[0], w.qkv).split([H * D, G * D, G * D], -1)
+        q, k, v = product(x_norm.n, w.qkv).split([H * D, G * D, G * D], -1)
         q, q_norm = self.heads(q, w.nq, rope)
         k, k_norm = self.heads(k, w.nk, rope)
         v = v.unflatten(-1, (G, D)).unflatten(1, (-1, self.B))
@@ -181,8 +180,8 @@ class Wavefront:
         """(5) for n = n1(y) (A, n B, d): k, v (A, n, B, G, D), and the parts of nk."""
         first = self.H * self.D
         k, v = product(n, w.qkv[:, first:]).chunk(2, -1)  # (A, n B, G D) each
-        k, k_parts = self.heads(k, w.nk, rope)
-        return k, v.view(v.size(0), -1, self.B, self.G, self.D), k_parts
+        k, k_norm = self.heads(k, w.nk, rope)
+        return k, v.view(v.size(0), -1, self.B, self.G, self.D), k_norm
 
     def heads(self, rows, weight, rope):
         """Projected rows (A, n B, heads D) -> (A, n, B, heads, D), normed by nq or nk and
@@ -190,7 +189,7 @@ class Wavefront:
         parts = ()
         if self.cfg.qk_norm == "full":
             parts = norm_parts(rows, self.cfg.norm_eps)
-            rows = (parts[0] * weight).to(rows.dtype)
+            rows = (parts.n * weight).to(rows.dtype)
         u = rows.view(rows.size(0), -1, self.B, rows.size(-1) // self.D, self.D)
         return apply_rope(u, *rope) if rope else u, parts
 
@@ -199,13 +198,14 @@ class Wavefront:
     def outside(self, q, k, v, pairs, step):
         """Attention of a chunk's queries to their temporary pairs k, v and to all chunks before:
         out (A, B, H, C, D), and lse (A, B, H, C), the logarithm of the sum of e^score."""
-        lse = (q * k).sum(-1) * self.scale  # of one pair; its out is its value v
-        parts = []
-        for l in range(step.lo, step.hi):  # in a first chunk without keys lse is -inf
+        lse = (q * k).sum(-1) * self.scale  # of the temporary pair; its out is its value v
+        earlier = []
+        for q_l, l in zip(q, range(step.lo, step.hi)):  # each layer has another number of keys
             n, mask = self.earlier(l, step)
             keys, values = pairs[:, l, :, :, :n]
-            parts.append(kernels.attend(q[l - step.lo], keys, values, *mask))
-        more, more_lse = map(torch.cat, zip(*parts))  # (A B, H, C, .)
+            earlier.append(kernels.attend(q_l, keys, values, *mask))
+        # (A B, H, C, .); in a first chunk, without keys, more is 0 and more_lse -inf
+        more, more_lse = map(torch.cat, zip(*earlier))
         out, lse = v.view(more.shape), lse.view(more_lse.shape)
         out, lse = kernels.merge(out, lse, more, more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
@@ -225,8 +225,8 @@ def forward(run, x, w, past=()):
     states = x.new_empty(run.L + 1, run.length, run.B, run.d)
     states[0, :run.T] = x.transpose(0, 1)
     states[0, run.T:] = x[:, -1]  # padding: any finite numbers
-    shape = 2, run.L, run.B, run.G, run.S + run.length, run.D
-    pairs = x.new_empty(shape, dtype=run.dtype)
+    size = run.S + run.length
+    pairs = x.new_empty(2, run.L, run.B, run.G, size, run.D, dtype=run.dtype)
     for l, (k, v) in enumerate(past):
         pairs[0, l, :, :, :run.S], pairs[1, l, :, :, :run.S] = k, v
     for step in run.steps():
@@ -238,11 +238,12 @@ def forward_step(run, states, pairs, w, step):
     """Each active layer's chunk: the equations of model_rt, by their numbers."""
     eps, rope = run.cfg.norm_eps, [run.diagonal(u, step, 1) for u in run.tables]
     x = run.diagonal(states[:-1], step, 1)                       # (A, C, B, d)
-    qkv, _ = run.temporary(x.flatten(1, 2), w, rope)             # (1)
-    attention = ChunkForward(run, qkv[0], *run.outside(*qkv, pairs, step))
+    (q, k, v), _ = run.temporary(x.flatten(1, 2), w, rope)       # (1)
+    out, lse = run.outside(q, k, v, pairs, step)                 # (2) but for the chunk's pairs
+    attention = ChunkForward(run, q, out, lse)
     ys = []
     for i, x_i in enumerate(x.unbind(1)):                        # (A, B, d)
-        a_i = attention.read(i)                                  # (2)
+        a_i = attention.read(i)                                  # (2), complete
         z_i = x_i + product(a_i, w.out)                          # (3)
         u_i = product(norm(z_i, eps), w.up)
         y_i = z_i + product(F.gelu(u_i), w.down)                 # (4)
@@ -264,7 +265,8 @@ class ChunkForward:
     def __init__(self, run, q, out, lse):
         A, B, H, C, D = self.shape = q.shape
         self.bias, N = run.bias, A * B * run.G
-        self.q = (q.to(out.dtype) * run.scale).view(N, -1, C, D).unbind(2)  # of each position
+        q_scaled = q.to(out.dtype) * run.scale
+        self.q_scaled = q_scaled.view(N, -1, C, D).unbind(2)  # of each position, as the next two
         self.out = out.reshape(N, -1, C, D).unbind(2)
         self.lse = lse.reshape(N, -1, C, 1).unbind(2)
         self.k, self.v = out.new_empty(2, N, C, D)
@@ -272,9 +274,9 @@ class ChunkForward:
     def read(self, i):
         """a_i (A, B, H D), once the pairs before i are written."""
         A, B, H, C, D = self.shape
-        q, out, lse = self.q[i], self.out[i], self.lse[i]  # (N, R, D), (N, R, D), (N, R, 1)
+        out, lse = self.out[i], self.lse[i]  # (N, R, D), (N, R, 1)
         if i > 0:
-            s = torch.bmm(q, self.k[:, :i].mT)  # (N, R, i)
+            s = torch.bmm(self.q_scaled[i], self.k[:, :i].mT)  # (N, R, i)
             s.view(A * B, H, i).add_(self.bias[:, i, :i])
             p = torch.cat([lse, s], -1).softmax(-1)  # outside is one more pair
             out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[:, :i])
@@ -284,21 +286,21 @@ class ChunkForward:
 # ---- the backward pass ----
 
 def norm_backward(dn, n, r):
-    """J^T dn (B11)."""
+    """J.T dn (B11)."""
     dn = dn.to(n.dtype)
     return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
 
 
-def heads_backward(du, weight, rope, parts):
-    """J_q^T or J_k^T of du (A, n, B, heads, D), what Wavefront.heads did: the gradients of the
-    rows and of the norm's weight."""
+def heads_backward(d, weight, rope, parts):
+    """J_q.T or J_k.T of d (A, n, B, heads, D), the gradient of what Wavefront.heads returned:
+    the gradients of its rows and of the norm's weight."""
     if rope:
-        du = apply_rope(du, rope[0], -rope[1])  # rotated back
-    du = du.flatten(3).flatten(1, 2)  # (A, n B, heads D)
+        d = apply_rope(d, rope[0], -rope[1])  # rotated back
+    d = d.flatten(3).flatten(1, 2)  # (A, n B, heads D)
     if not parts:
-        return du, 0
-    d_weight = (du * parts[0]).sum(1, keepdim=True)
-    return norm_backward(du * weight, *parts), d_weight
+        return d, 0
+    d_weight = (d * parts[0]).sum(1, keepdim=True)
+    return norm_backward(d * weight, *parts), d_weight
 
 
 def backward(run, states, dy, w):
@@ -307,20 +309,19 @@ def backward(run, states, dy, w):
     pairs = recompute_pairs(run, states, w)
     d_pairs = torch.zeros_like(pairs, dtype=run.wide)  # what later chunks have added
     d_states = torch.zeros_like(states, dtype=run.wide)  # of y: what comes from above
-    d_states[-1, :run.T] = dy.transpose(0, 1)
+    d_states[-1, :run.T] = dy.transpose(0, 1)  # 0 in the padding, which so adds nothing
     grads = Weights(*(torch.zeros_like(u, dtype=run.wide) for u in w))
     for step in reversed(run.steps()):
         active = [u.of_layers(step.lo, step.hi) for u in (w, grads)]
-        chunk = BackwardStep(run, step, states, pairs, d_pairs, *active)
-        dx = chunk.backward(run.diagonal(d_states[1:], step, 1))
+        chunks = BackwardStep(run, step, states, pairs, d_pairs, *active)
+        dx = chunks.backward(run.diagonal(d_states[1:], step, 1))
         run.diagonal(d_states[:-1], step, 1).copy_(dx)
     return d_states[0, :run.T].transpose(0, 1), grads
 
 
 def recompute_pairs(run, states, w):
     """All persistent pairs, from y: (2, L, B, G, length, D)."""
-    shape = 2, run.L, run.B, run.G, run.length, run.D
-    pairs = states.new_empty(shape, dtype=run.dtype)
+    pairs = states.new_empty(2, run.L, run.B, run.G, run.length, run.D, dtype=run.dtype)
     for l in range(run.L):
         n = norm(states[l + 1:l + 2].flatten(1, 2), run.cfg.norm_eps)
         rope = [table[l:l + 1] for table in run.tables]
@@ -339,23 +340,23 @@ class BackwardStep:
         self.pairs, self.d_pairs, eps = pairs, d_pairs, run.cfg.norm_eps
         self.rope = [run.diagonal(u, step, 1) for u in run.tables]
         x, y = (run.diagonal(u, step, 1).flatten(1, 2) for u in (states[:-1], states[1:]))
-        self.qkv, norms = run.temporary(x, w, self.rope)
-        self.x_norm, self.q_norm, self.k_norm = norms
+        self.qkv, (self.x_norm, self.q_norm, self.k_norm) = run.temporary(x, w, self.rope)
         outside = run.outside(*self.qkv, pairs, step)
         own = [run.diagonal(u, step, 3) for u in (*pairs, *d_pairs)]
         self.attention = ChunkBackward(run, self.qkv[0], *outside, *own)
         self.a = self.attention.a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)
         self.z_norm = norm_parts(x + product(self.a, w.out), eps)
-        self.u = product(self.z_norm[0], w.up)
+        self.u = product(self.z_norm.n, w.up)
         self.y_norm = norm_parts(y, eps)
-        # computed a second time, after recompute_pairs, rather than kept for all chunks
-        self.persistent_norm = run.persistent(self.y_norm[0], w, self.rope)[2]
+        self.persistent_norm = ()
+        if run.cfg.qk_norm == "full":  # a product again: recompute_pairs keeps no parts
+            self.persistent_norm = run.persistent(self.y_norm.n, w, self.rope)[2]
 
     def backward(self, dy):
         """dy (A, C, B, d) -> dx. Adds to grads, and to d_pairs of earlier chunks."""
         run, w, grads, HD = self.run, self.w, self.grads, self.run.H * self.run.D
         (g, du, dz, dkv), d_nk = self.reverse(dy)
-        # the rest, all positions at once
+        # the rest needs every da, which reverse has written
         dq, dk, dv = self.outside_backward()  # (B7), (B8)
         dq = dq + self.attention.query_grad()  # (B7)
         dk, dv = (u.unflatten(2, (run.G, -1)).sum(3) for u in (dk, dv))  # of a key's R queries
@@ -363,33 +364,33 @@ class BackwardStep:
         dq, d_nq = heads_backward(dq, w.nq, self.rope, self.q_norm)
         dk, more = heads_backward(dk, w.nk, self.rope, self.k_norm)
         dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(run.dtype)
-        for grad, d_out, into in (  # (B10)
-                (grads.qkv, dqkv, self.x_norm[0]), (grads.qkv[:, HD:], dkv, self.y_norm[0]),
-                (grads.out, dz, self.a), (grads.up, du, self.z_norm[0]),
+        for grad, d_out, x in (  # (B10)
+                (grads.qkv, dqkv, self.x_norm.n), (grads.qkv[:, HD:], dkv, self.y_norm.n),
+                (grads.out, dz, self.a), (grads.up, du, self.z_norm.n),
                 (grads.down, g, F.gelu(self.u))):
-            grad += product(d_out.mT.to(run.dtype), into.mT.to(run.dtype))
+            grad += torch.bmm(d_out.mT.to(run.dtype), x.to(run.dtype))
         grads.nq.add_(d_nq)
         grads.nk.add_(d_nk + more)
         dx = dz + norm_backward(product(dqkv, w.qkv.mT), *self.x_norm)  # (B9)
         return dx.unflatten(1, (run.C, run.B))
 
     def reverse(self, dy):
-        """(B1) to (B6) from the last position to the first. Returns g, du, dz and dL/d(Wk, Wv)
-        n1(y), rows of all positions; and the gradient of nk's weight."""
+        """(B1) to (B6) from the last position to the first. Returns all positions' g, du, dz and
+        dkv, the gradient of the products Wk n1(y), Wv n1(y); and that of nk's weight."""
         run, w, HD = self.run, self.w, self.run.H * self.run.D
-        rows = *self.y_norm, self.u, *self.z_norm, *self.persistent_norm
-        rows = [u.unflatten(1, (run.C, run.B)).unbind(1) for u in rows]
-        positions = list(zip(dy.unbind(1), *rows))
+        split = lambda rows: rows.unflatten(1, (run.C, run.B)).unbind(1)  # to C of (A, B, .)
+        (n_y, r_y), (n_z, r_z) = map(split, self.y_norm), map(split, self.z_norm)
+        k_norm = list(zip(*map(split, self.persistent_norm))) or [()] * run.C
+        us, dys = split(self.u), dy.unbind(1)
         done, d_nk = [], 0
         for i in reversed(range(run.C)):
-            dy_i, n_y, r_y, u, n_z, r_z, *parts = positions[i]  # (A, B, .) each
             dk, dv = self.attention.kv_grad(i)  # (B1), (B2)
             rope_i = [table[:, i:i + 1] for table in self.rope]
-            dk, more = heads_backward(dk[:, None], w.nk, rope_i, parts)
+            dk, more = heads_backward(dk[:, None], w.nk, rope_i, k_norm[i])
             dkv = torch.cat([dk, dv.flatten(2)], -1).to(run.dtype)  # (A, B, 2 G D)
-            g = dy_i + norm_backward(product(dkv, w.qkv[:, HD:].mT), n_y, r_y)  # (B3)
-            du = torch.ops.aten.gelu_backward(product(g, w.down.mT), u)  # (B4)
-            dz = g + norm_backward(product(du, w.up.mT), n_z, r_z)  # (B5)
+            g = dys[i] + norm_backward(product(dkv, w.qkv[:, HD:].mT), n_y[i], r_y[i])  # (B3)
+            du = torch.ops.aten.gelu_backward(product(g, w.down.mT), us[i])  # (B4)
+            dz = g + norm_backward(product(du, w.up.mT), n_z[i], r_z[i])  # (B5)
             self.attention.write_query_grad(i, product(dz, w.out.mT))  # (B6)
             done.append((g, du, dz, dkv))
             d_nk = d_nk + more
@@ -401,8 +402,8 @@ class BackwardStep:
         run, step, (q, k, v) = self.run, self.step, self.qkv
         a, lse, da = self.attention.a, self.attention.lse, self.attention.da
         p = torch.exp((q * k).sum(-1) * run.scale - lse)[..., None]
-        ds = p * (da * (v - a)).sum(-1, keepdim=True) * run.scale  # (B1), delta is da . a
-        dq, dk, dv = ds * k, ds * q, p * da  # (B7), (B8)
+        ds = p * (da * (v - a)).sum(-1, keepdim=True)  # (B1), delta is da . a
+        dq, dk, dv = ds * k * run.scale, ds * q * run.scale, p * da  # (B7), (B8)
         a, da = a.to(run.dtype), da.to(run.dtype)
         for l in range(step.lo, step.hi):
             n, mask = run.earlier(l, step)
@@ -423,10 +424,10 @@ class ChunkBackward:
     def __init__(self, run, q, out, lse, k, v, dk, dv):
         A, B, H, C, D = self.shape = q.shape
         self.scale, N = run.scale, A * B * run.G
-        self.q = (q.to(out.dtype) * run.scale).view(N, -1, D)  # (N, R C, D)
+        self.q_scaled = (q.to(out.dtype) * run.scale).view(N, -1, D)  # (N, R C, D)
         pairs = (u.to(out.dtype).reshape(N, C, D) for u in (k, v, dk, dv))
         self.k, self.v, self.dk, self.dv = pairs
-        s = torch.bmm(self.q, self.k.mT)  # (N, R C, C)
+        s = torch.bmm(self.q_scaled, self.k.mT)  # (N, R C, C)
         s.view(A * B, H, C, C).add_(run.bias)
         total = torch.logaddexp(lse.reshape(N, -1), s.logsumexp(-1))  # (N, R C)
         self.p = torch.exp(s - total[..., None])  # p_ij, 0 for j >= i
@@ -440,23 +441,22 @@ class ChunkBackward:
     def kv_grad(self, i):
         """dk_i, dv_i (A, B, G, D), once the queries after i have written theirs."""
         A, B, _, C, D = self.shape
-        dk, dv = self.dk[:, i:i + 1], self.dv[:, i:i + 1]  # (N, 1, D)
-        da, p = self.da.view(self.q.shape), self.p_of_key[:, i:i + 1]  # p (N, 1, R C)
+        da, p = self.da.view(self.q_scaled.shape), self.p_of_key[:, i:i + 1]  # p (N, 1, R C)
         ds = p * (torch.bmm(self.v[:, i:i + 1], da.mT) - self.delta[:, None])  # (B1)
-        dk = torch.baddbmm(dk, ds, self.q)  # (B2): the 1 / sqrt(D) of (B1) is in q
-        dv = torch.baddbmm(dv, p, da)
+        dk = torch.baddbmm(self.dk[:, i:i + 1], ds, self.q_scaled)  # (B2): (N, 1, D)
+        dv = torch.baddbmm(self.dv[:, i:i + 1], p, da)
         return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
 
     def write_query_grad(self, i, da):
         """da_i (A, B, H D), and delta_i (B6)."""
-        C, D = self.shape[3:]
-        N, da = len(self.q), da.reshape(len(self.q), -1, D)  # (N, R, D)
-        self.da.view(N, -1, C, D)[:, :, i] = da
-        self.delta.view(N, -1, C)[:, :, i] = (da * self.a.view(N, -1, C, D)[:, :, i]).sum(-1)
+        A, B, H, C, D = self.shape
+        da = da.reshape(A, B, H, D)
+        self.da[:, :, :, i] = da
+        self.delta.view(A, B, H, C)[..., i] = (da * self.a[:, :, :, i]).sum(-1)
 
     def query_grad(self):
         """What the chunk's own keys add to dq (A, B, H, C, D) (B7)."""
-        C, da = self.shape[3], self.da.view(self.q.shape)
+        da = self.da.view(self.q_scaled.shape)
         ds = self.p * (torch.bmm(da, self.v.mT) - self.delta[..., None])
         return (torch.bmm(ds, self.k) * self.scale).view(self.shape)
 
@@ -537,7 +537,7 @@ class Graph:
 
 def recordable(x, dtype):
     return (x.is_cuda and not torch.cuda.is_current_stream_capturing()
-            and kernels.runs_triton(x.device, dtype))  # else attend reads positions on the host
+            and kernels.runs_triton(x.device, dtype))  # plain attend asks the host for positions
 
 
 def replay(run, function, *inputs):
@@ -545,6 +545,7 @@ def replay(run, function, *inputs):
     a position is some twenty small kernels, which take longer to launch than to run."""
     if not (run.cfg.cuda_graphs and recordable(inputs[0], run.dtype)):
         return function(*inputs)
+    # all that the recorded function reads, beside its inputs, must follow from the key
     key = (function.__name__, inputs[0].device, run.dtype, str(run.cfg),
            *((u.shape, u.dtype) for u in inputs))
     graph = GRAPHS.pop(key, None)  # None: the first call, False: the second

@@ -9,7 +9,7 @@ The trainer of every model: one process on a CPU or GPU, or many through torchru
                                                     on any number of nodes; fsdp=true shards
     python train.py help                            every key with its meaning
 
-All keys live in one flat namespace: those of TrainConfig (the top of common/config.py, with a
+All keys live in one flat namespace: those of TrainConfig (the top of common/process.py, with a
 comment each; the merging of file, checkpoint and command line stands below) and those of the
 chosen model's Config. out/<run>/ receives ckpt.pt (the last state), best.pt (the best validation
 loss), log.jsonl and curves.png.
@@ -33,16 +33,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from common.checkpoint import lock, newest, save_checkpoint
-from common.config import TrainConfig, config_file, read_config
-from common.data import bits_per_byte, data_fingerprint
+from common.checkpoint import Log, in_words, lock, newest, read_log, save_checkpoint
+from common.data import bits_per_byte, count_right, data_fingerprint, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
                          need, note, run_cli, split_paths, writing)
-from common.log import Log, in_words, read_log
-from common.optim import load_optimizers, lr_factor, make_optimizers, set_schedules
-from common.process import Processes, start
-from common.sharded import blocks_of, gathered, shard, whole
-from common.tasks import count_right, is_task, show_example
+from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
+from common.process import (Processes, TrainConfig, config_file, read_config, start,
+                            tokens_per_step)
 from prepare import PrepareConfig, is_offline, prepare
 from sample import sample_text
 
@@ -81,7 +78,8 @@ def setup(argv):
     check_run(cfg)
     procs, batches, model, teacher = start(cfg, model_fields, ckpt, named, make_data)
     if cfg.fsdp:
-        shard(model, procs.device, procs.world)
+        from common.sharded import shard
+        shard(model, blocks_of(model), procs.device, procs.world)
     run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),
               make_optimizers(model, cfg), teacher)
     if cfg.resume:
@@ -96,7 +94,7 @@ def setup(argv):
             claim_folder(run, ckpt)
         describe(run)
         if not cfg.eval_only:
-            run.log = Log(run)
+            run.log = Log(run, tokens_per_step(cfg, model))
     if ckpt is not None and "tokenizer" not in ckpt:
         note(f"{cfg.init_from} does not tell its tokenizer; the data's is "
              f"{batches.train.tokenizer.kind}")
@@ -207,8 +205,6 @@ def evaluate(run):
     if sums["estimate_tokens"]:
         result["val_ce_estimate"] = sums["estimate"] / sums["estimate_tokens"]
         result["val_gap"] = sums["gap"] / sums["tokens"]
-    if hasattr(model, "end_evaluation"):        # figures that are no mean over batches
-        result |= {f"val_{name}": v for name, v in model.end_evaluation(procs.sum).items()}
     return result
 
 
@@ -236,7 +232,10 @@ def add_batch(sums, model, x, y, exact, task, metrics):
 
 def all_weights(run):
     """Inside, this process runs the model without the others."""
-    return gathered(run.model) if run.cfg.fsdp else contextlib.nullcontext()
+    if not run.cfg.fsdp:
+        return contextlib.nullcontext()
+    from common.sharded import gathered
+    return gathered(run.model)
 
 
 def to_device(x, run):
@@ -255,20 +254,33 @@ def save_and_evaluate(run):
     pending = run.folder / "pending.pt"
     save(run, pending.name)
     result = evaluate(run)
-    finite = math.isfinite(result["val_ce"])
+    ce, estimate = result["val_ce"], result.get("val_ce_estimate", math.nan)
+    finite = math.isfinite(ce) or math.isfinite(estimate)
     if run.procs.master:
         if finite:
             os.replace(pending, run.folder / "ckpt.pt")
         else:
             pending.unlink()
     if not finite:
-        raise UserError(f"val_ce is {result['val_ce']} at step {run.step}: stopped, {kept(run)}")
+        raise UserError(f"val_ce is {ce} at step {run.step}: stopped, {kept(run)}")
+    if not math.isfinite(ce):
+        return without_chain(run, estimate)
     best = result["val_ce"] < run.best_ce
     run.evaluated, run.best_ce = run.step, min(run.best_ce, result["val_ce"])
     if best:
         save(run, "best.pt")
     if run.log:
         run.log.evaluation(result, best)
+
+
+def without_chain(run, estimate):
+    """Of lrt the exact chain may overflow where the training path's estimate is finite: that is
+    told and logged, and the run goes on, as training may mend it."""
+    run.evaluated = run.step
+    if run.log:
+        run.log.write({"val_ce_estimate": estimate})
+        run.log.bar.write(f"step {run.step}: the exact chain is not finite (source_norm=true would "
+                          f"bound it), val ce estimate {estimate:.4f}")
 
 
 def save(run, name):
@@ -287,6 +299,14 @@ def kept(run):
     return "ckpt.pt is kept" if saved else "no checkpoint was saved yet"
 
 
+def whole(run, tree):
+    """Lists and dicts of tensors, those that are sharded gathered."""
+    if not run.cfg.fsdp:
+        return tree
+    from common.sharded import whole
+    return whole(tree)
+
+
 def state(run):
     """All that a resumed run needs, as tensors and plain values. (The trainer draws no random
     number that depends on the RNG's state; a model may.)"""
@@ -295,8 +315,8 @@ def state(run):
             "config": {**asdict(run.cfg), **asdict(run.model.cfg)},
             "model_config": asdict(run.model.cfg),
             "tokenizer": run.batches.train.tokenizer.to_dict(),
-            "weights": whole(dict(run.model.state_dict())),
-            "optimizers": [whole(o.state_dict()) for o in run.optimizers],
+            "weights": whole(run, dict(run.model.state_dict())),
+            "optimizers": [whole(run, o.state_dict()) for o in run.optimizers],
             "step": run.step, "evaluated": run.evaluated, "best_ce": run.best_ce,
             "data": data_fingerprint(run.cfg),
             "rng": {"cpu": torch.get_rng_state(),
@@ -504,13 +524,20 @@ def finish(run, done):
         print(f"stopped at step {run.step}; go on with resume=true")
         return
     if cfg.sample_tokens:
-        text = (show_example(run.model, run.batches) if run.task else
-                sample_text(run.model, run.batches.train.tokenizer, cfg.sample_prompt,
-                            cfg.sample_tokens, seed=cfg.seed))
-        print("-" * 80 + "\n" + text + "\n" + "-" * 80)
+        print("-" * 80 + "\n" + example(run) + "\n" + "-" * 80)
     picture = ", curves.png" * draw(run)
     more = "" if run.task else f"; more text: {as_command('sample.py', path=run.folder)}"
-    print(f"{run.folder}: ckpt.pt, best.pt, log.jsonl{picture}{more}")
+    best = ", best.pt" * (run.folder / "best.pt").exists()
+    print(f"{run.folder}: ckpt.pt{best}, log.jsonl{picture}{more}")
+
+
+def example(run):
+    """What the model writes, or answers."""
+    if run.task:
+        from common.tasks import show_example
+        return show_example(run.model, run.batches)
+    return sample_text(run.model, run.batches.train.tokenizer, run.cfg.sample_prompt,
+                       run.cfg.sample_tokens, seed=run.cfg.seed)
 
 
 def draw(run):

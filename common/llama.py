@@ -1,9 +1,10 @@
 """
-Llama-family weights: Hugging Face folders (SmolLM, TinyLlama, Llama 2, 3) <-> model_gpt.
+Llama-family weights: Hugging Face folders (SmolLM, TinyLlama, Llama 2, 3, Mistral, Qwen3,
+Gemma 1) <-> model_gpt.
 Models whose loops unroll to a model_gpt are written too.
 
 Both sides store matrices as (out, in), and RoPE rotates the same pairs.
-So a weight only changes its name.
+So a weight only changes its name. But Gemma's norms multiply by 1 + w: they are stored as w.
 """
 import json
 import math
@@ -23,34 +24,51 @@ def from_pretrained(path, **overrides):
     folder, gpt = pretrained_folder(path), model_module("gpt")
     fields, found = llama_config(folder), stored_weights(folder)
     fields["tie_embeddings"] = fields["tie_embeddings"] and tied(found)
+    if fields["scale_embeddings"]:      # Gemma
+        found |= {name: 1 + w.double() for name, w in found.items() if "norm" in name}
     model = gpt.Model(gpt.Config(**{**fields, **overrides}))
     model.load_state_dict(llama_weights(folder, found, model))
     return model
 
 
 def to_pretrained(model, path, eos=None):
-    """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them, with
-    qk_norm its Qwen3ForCausalLM, with window its MistralForCausalLM. model: what `unrolled` takes.
-    eos: the token at which generation stops. ValueError if the model has what these have not."""
+    """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them, or the
+    model of another family. model: what `unrolled` takes. eos: the token at which generation
+    stops. ValueError if the model has what these have not."""
     model = unrolled(model)
-    c = model.cfg
-    if c.pos != "rope" or c.mlp != "swiglu" or c.window and c.qk_norm:
-        raise ValueError("only pos=rope, mlp=swiglu, and not both window and qk_norm, can be "
-                         "written as a Llama, Qwen3 or Mistral")
-    family = "Qwen3" if c.qk_norm else "Mistral" if c.window else "Llama"
+    c, family = model.cfg, family_of(model.cfg)
     config = dict(
         architectures=[f"{family}ForCausalLM"], model_type=family.lower(), vocab_size=c.vocab_size,
         hidden_size=c.n_embd, intermediate_size=c.n_mlp, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
         max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, hidden_act="silu",
-        attention_bias=False, mlp_bias=False, bos_token_id=None, eos_token_id=eos,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        hidden_act=ACTS[c.mlp], attention_bias=False, mlp_bias=False, bos_token_id=None,
+        eos_token_id=eos,
         tie_word_embeddings=c.tie_embeddings, sliding_window=c.window or None,
         torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."))
     weights = {llama_name(n): p.detach().contiguous() for n, p in model.named_parameters()}
+    if family == "Gemma":
+        weights |= {name: w - 1 for name, w in weights.items() if "norm" in name}
     Path(path).mkdir(parents=True, exist_ok=True)
     save_weights(weights, Path(path) / "model.safetensors")
     (Path(path) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+ACTS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
+
+
+def family_of(c):
+    """The family that computes the same as model_gpt with Config c; ValueError if none does."""
+    has = {"Qwen3": c.qk_norm, "Mistral": c.window > 0,
+           "Gemma": c.mlp == "geglu" or c.scale_embeddings}
+    families = [name for name, own in has.items() if own] or ["Llama"]
+    gemma = c.mlp == "geglu" and c.scale_embeddings
+    if c.pos != "rope" or c.mlp == "gelu" or len(families) > 1 or has["Gemma"] != gemma:
+        raise ValueError("only pos=rope with mlp=swiglu and one of qk_norm and window, or with "
+                         "mlp=geglu and scale_embeddings, can be written as a Llama, Qwen3, "
+                         "Mistral or Gemma")
+    return families[0]
 
 
 def save_weights(weights, path, **fields):
@@ -75,10 +93,10 @@ def unrolled(model):
     if type(model) is gpt.Model:
         return model
     if hasattr(c, "block_and_use"):
-        uses = [c.block_and_use(layer) for layer in range(model.n_loop * c.n_stored)]
+        uses = [c.block_and_use(layer) for layer in range(model.loops_to_run * c.n_stored)]
         layers = [(model.blocks[k], use) for k, use in uses]
     elif getattr(c, "router", "") == "none" and c.kv != "share":
-        recursions = sum(model.layers_of[:model.n_loop], [])
+        recursions = sum(model.layers_of[:model.loops_to_run], [])
         layers = [(block, None) for block in (*model.first, *recursions, *model.last)]
     else:
         raise ValueError(f"{type(model).__module__} computes what no Llama does: gpt, relaxed, and "
@@ -148,18 +166,24 @@ def read_json(file):
 
 # what transformers takes where a config.json lacks a field
 DEFAULTS = {"llama": {}, "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-            "qwen3": {"num_key_value_heads": 32, "head_dim": 128}}
+            "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+            "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True,
+                      "hidden_act": "gelu_pytorch_tanh"}}
 # fields that change what transformers computes, and the one value that model_gpt computes too
-ONLY = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "is_causal": True,
+ONLY = {"attention_bias": False, "mlp_bias": False, "is_causal": True,
         "use_sliding_window": False, "per_layer_config": None, "fusion_config": None,
-        "quantization_config": None, "transformers_weights": None}
+        "quantization_config": None, "transformers_weights": None,
+        "use_bidirectional_attention": None}
 
 
 def llama_config(folder):
     """The Config fields that a folder's config.json asks for, as transformers reads it. What
-    model_gpt cannot compute (biases, scaled RoPE, another head size) is refused by name."""
+    model_gpt cannot compute (biases, scaled RoPE) is refused by name."""
     hf = read_json(folder / "config.json")
     family = hf.get("model_type")
+    if family == "gpt_neox":
+        raise ValueError("model_type gpt_neox (Pythia) is not supported: its LayerNorms, biases, "
+                         "parallel residuals and partial RoPE are not in model_gpt")
     if family not in [*DEFAULTS]:
         raise ValueError(f"model_type {family!r:.60} is not supported: {', '.join(DEFAULTS)} are")
     hf = {**DEFAULTS[family], **hf}
@@ -167,12 +191,17 @@ def llama_config(folder):
     for name, value in {"num_key_value_heads": n_head, "head_dim": width // n_head,
                         "tie_word_embeddings": False}.items():
         hf[name] = value if hf.get(name) is None else hf[name]
-    refuse_others(folder, hf, {**ONLY, "head_dim": width // n_head})
+    gemma = family == "gemma"
+    if gemma and hf["hidden_act"] == "gelu":    # the released folders', which means its tanh form
+        hf["hidden_act"] = ACTS["geglu"]
+    mlp = "geglu" if gemma else "swiglu"
+    refuse_others(folder, hf, {**ONLY, "hidden_act": ACTS[mlp]})
     # Llama ignores the field
     windowed = family == "mistral" and hf["sliding_window"] is not None
     return dict(
         block_size=field(hf, "max_position_embeddings"), vocab_size=field(hf, "vocab_size"),
         n_layer=field(hf, "num_hidden_layers"), n_head=n_head, n_embd=width,
+        head_dim=field(hf, "head_dim"), mlp=mlp, scale_embeddings=gemma,
         n_kv_head=field(hf, "num_key_value_heads"), n_mlp=field(hf, "intermediate_size"),
         norm_eps=field(hf, "rms_norm_eps", float), qk_norm=family == "qwen3",
         window=field(hf, "sliding_window") if windowed else 0,
@@ -191,7 +220,7 @@ def field(hf, name, kind=int):
 def refuse_others(folder, hf, only):
     """ValueError where transformers would compute what model_gpt does not."""
     for name, wanted in only.items():
-        if hf.get(name, wanted) != wanted:
+        if (hf.get(name, wanted) or None) != (wanted or None):      # null is as false
             raise ValueError(f"{name}={hf[name]!r:.60} is not supported: only {wanted} is")
     if hf.get("layer_types") and set(hf["layer_types"]) != {"full_attention"}:
         raise ValueError("layer_types is not supported: only full_attention is")

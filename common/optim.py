@@ -4,10 +4,10 @@ Optimizers and their schedules: AdamW, and Muon for the matrices of the blocks.
 import math
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from common.keys import UserError, first_line
-from common.sharded import blocks_of, replicated, sharded_like
 
 # nanochat's groups, as the LRT paper has them (Appendix A): optimizer=muon for a model that has
 # parameter_kinds. For each kind: AdamW's rate, in units of the head's 0.004, and beta1. The paper
@@ -16,6 +16,11 @@ from common.sharded import blocks_of, replicated, sharded_like
 # without nanochat's additions.
 NANOCHAT = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
                 beta=(125, 0.96), scalar=(125, 0.8))
+
+
+def blocks_of(model):
+    lists = [getattr(model, name, ()) for name in ("first", "blocks", "last")]     # mor has all
+    return [block for blocks in lists for block in blocks]
 
 
 def parameter_groups(model, cfg):
@@ -75,6 +80,13 @@ def by_kind(model):
     return kinds
 
 
+def replicated(x):
+    """A sharded tensor gathered on every process, as a DTensor; others as they are."""
+    if not isinstance(x, DTensor):
+        return x
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+
+
 class NewtonSchulzInput(TorchFunctionMode):
     """Inside, .bfloat16(), with which torch's iteration begins, gathers a sharded matrix, and on a
     CPU it is a float32 copy."""
@@ -117,12 +129,20 @@ def load_optimizers(optimizers, states):
         settings = [{k: v for k, v in g.items() if k not in ("params", "lr")}
                     for g in optimizer.param_groups]
         try:
-            optimizer.load_state_dict(sharded_like(optimizer, state))
+            optimizer.load_state_dict(as_sharded(optimizer, state))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as e:
             raise UserError(f"resume: the optimizer's state does not fit: {type(e).__name__} "
                             f"{first_line(e)}") from e
         for group, setting in zip(optimizer.param_groups, settings):
             group.update(setting)
+
+
+def as_sharded(optimizer, state):
+    """The state of whole tensors, sharded where the parameters are."""
+    if not isinstance(optimizer.param_groups[0]["params"][0], DTensor):
+        return state
+    from common.sharded import sharded_like
+    return sharded_like(optimizer, state)
 
 
 def lr_factor(step, cfg):

@@ -16,18 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def blocks_of(model):
-    lists = [getattr(model, name, ()) for name in ("first", "blocks", "last")]     # mor has all
-    return [block for blocks in lists for block in blocks]
-
-
-def shard(model, device, world):
-    """Shard the model in place over `world` processes. All must hold the same weights."""
+def shard(model, blocks, device, world):
+    """Shard the model, whose blocks these are, in place over `world` processes. All must hold the
+    same weights."""
     mesh = init_device_mesh(device.type, (world,))
-    for block in blocks_of(model) if model.runs_blocks_once else ():
+    for block in blocks if model.runs_blocks_once else ():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
@@ -56,13 +52,6 @@ def whole(tree):
         return tree
     tensor = tree.full_tensor()
     return tensor.cpu() if dist.get_rank() == 0 else None
-
-
-def replicated(x):
-    """A sharded tensor gathered on every process, as a DTensor; others as they are."""
-    if not isinstance(x, DTensor):
-        return x
-    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
 def sharded_like(optimizer, state):

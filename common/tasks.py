@@ -210,10 +210,6 @@ TASKS = {
 # ---- batches ----
 # An example depends on (seed, split, its number) or (seed, step, micro-batch) alone.
 
-def is_task(dataset):
-    return dataset.startswith("task:")
-
-
 def find_task(dataset, T):
     """The Task of dataset=task:NAME. UserError if name or length is impossible."""
     name = dataset.removeprefix("task:")
@@ -295,14 +291,6 @@ class TaskBatches:
     def sizes(self):
         count = f"{self.train.count:,}" if self.train.count else "fresh"
         return f"{count} examples to train on, {self.val.count:,} to validate"
-
-
-def count_right(logits, targets):
-    """How many scored targets (not -1) are the likeliest token, and in how many rows all
-    are: two scalar tensors. logits (B, T, V), targets (B, T)."""
-    targets = targets.to(logits.device)
-    masked, right = targets == -1, logits.argmax(-1) == targets
-    return right.sum(), (right | masked).all(1).sum()
 
 
 @torch.no_grad()

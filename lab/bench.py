@@ -32,12 +32,11 @@ import torch.nn.functional as F
 import kernels
 import rt_wavefront
 from common.checkpoint import load_run
-from common.config import read_config
 from common.data import TokenData, open_data
 from common.keys import (UserError, asks_help, help_text, is_key, model_module, run_cli,
                          split_args, split_paths, typed_config, writing)
 from common.optim import make_optimizers
-from common.process import check_tokenizer, device_name, pick_device
+from common.process import check_tokenizer, device_name, pick_device, read_config
 from common.sampling import loop_fractions
 from serve import Engine, Request
 
@@ -442,7 +441,7 @@ def relaxed_requests(model, text, device, slots=32, fraction=0.65, rounds=3):
     for kind in "propagate", "exact":
         # prompts take all loops, and their last tokens give the first ones of the answers
         loops = [loop for r in answers[f"{kind}, depth"]
-                 for loop in [*[model.n_loop] * len(r.prompt), *r.exits[1:]]]
+                 for loop in [*[model.loops_to_run] * len(r.prompt), *r.exits[1:]]]
         print_bound(f"{kind}, {exit}", times[f"{kind}, depth"], times["all loops, sequence"],
                     model.cfg, loops)
     for kind, options in kinds.items():

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from common.checkpoint import build_model, checkpoint_file, load_checkpoint
-from common.data import TokenData, Windows, bits_per_byte, open_data
+from common.data import TokenData, Windows, bits_per_byte, is_task, open_data
 from common.keys import (UserError, asks_help, first_line, help_text, need, read_text, run_cli,
                          split_paths, typed_config, writing)
 from common.process import autocast, check_tokenizer, device_name, pick_device
@@ -127,7 +127,7 @@ def router_scores(model, inputs):
     """Of MoR's expert choice: how the scores sigmoid(s) of the tokens that could take a
     recursion spread over the tenths from 0 to 1. Those of 0.5 and more take it."""
     routers = model.aux_routers if model.cfg.causal == "aux_router" else model.routers
-    counts, seen = torch.zeros(model.n_loop, 10), {}
+    counts, seen = torch.zeros(model.loops_to_run, 10), {}
     for r, router in enumerate(routers):
         router.register_forward_hook(lambda _, x, s, r=r: seen.update({r: s[..., 0]}))
     for x in inputs:
@@ -163,6 +163,9 @@ def evaluate_text(model, run, cfg, ckpt):
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
     if getattr(model.cfg, "router", "") == "expert":
+        taken = torch.cat([model.recursions(x) for x in inputs])  # (rows, T)
+        # positions that take the last recursion in no row (Table 10: of 500)
+        result["dead"] = float((taken < model.loops_to_run).all(0).float().mean())
         result["scores"] = router_scores(model, inputs)
     return result
 

@@ -68,12 +68,12 @@ class Choice(serve.Request):
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace"))
 
-    def add(self, token, exit):
+    def add(self, token, exit_after):
         """A token of the answer. Returns whether it is the last."""
-        last = super().add(token, exit)
+        last = super().add(token, exit_after)
         text = self.read(self.run.tokenizer.decode_bytes([token]))
         if self.asked.stream:           # others are told of their end alone
-            self.run.news.append((self, text, [exit], None))
+            self.run.news.append((self, text, [exit_after], None))
         return last or self.reason is not None or self.cancelled
 
     def read(self, piece, final=False):
@@ -100,7 +100,7 @@ class Run(serve.Engine):
 
     def __init__(self, path, cfg, several):
         model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
-        if several and serve.loops_of(model).routed:
+        if several and serve.adapter_of(model).routed:
             cfg = replace(cfg, exit="", fill="")
         super().__init__(model, cfg.slots, None, cfg.batching, cfg.exit, cfg.fill,
                          eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size)
@@ -354,7 +354,7 @@ class PageConfig(Decoding):
     host: str = "127.0.0.1"         # the address to listen on; 0.0.0.0: from everywhere
     batching: str = "depth"         # depth | sequence
     slots: int = 16                 # texts decoded at a time
-    exit: str = ""                  # relaxed: static:LOOP | confidence:P | margin:P
+    exit: str = ""                  # relaxed: static:LOOP | confidence:P
     fill: str = ""                  # relaxed: deeper keys after an exit: exact | propagate
 
     def __post_init__(self):

@@ -9,9 +9,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.checkpoint import read_log
 from common.keys import (UserError, asks_help, help_text, need, run_cli, split_paths, typed_config,
                          writing)
-from common.log import read_log
 
 
 @dataclass

@@ -30,11 +30,10 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from common.checkpoint import load_checkpoint
-from common.config import full_schema
+from common.checkpoint import load_checkpoint, read_log
 from common.keys import (HERE, UserError, asks_help, first_line, load_yaml, model_module, run_cli,
                          split_args, unknown_key, writing)
-from common.log import read_log
+from common.process import full_schema
 from lab.plot import draw
 
 LAB, OUT = HERE / "lab", HERE / "out"

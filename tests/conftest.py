@@ -96,7 +96,7 @@ def data_dir(tmp_path_factory):
 
 
 # Small sizes for the models that the common ones below do not fit (a number of layers that a pattern divides, say).
-SIZES = {"relaxed": dict(n_layer=4), "mor": dict(n_layer=5)}
+SIZES = {"relaxed": dict(n_layer=4), "mor": dict(n_layer=5), "rat_loops": dict(chunk=1)}
 
 
 def tiny(name, **sizes):

@@ -83,7 +83,7 @@ TRAIN = [
     (["config={w}/resume.yaml", "overwrite=true", "run=r"], "exclude each other"),
     # models
     (["model=rt", "schedule=wavefront", "kv_norm=false"], "schedule=wavefront needs kv_norm=true"),
-    (["model=lrt", "source=5"], "source=5 must be from 1 to n_layer=2"),
+    (["model=lrt", "source=5"], "source=5 must be from 0 to n_layer=2"),
     (["model=relaxed", "exit_loop=3"], "exit_loop=3 must be 0 (the last) or one of the 2 loops"),
     (["model=mor", "n_layer=9"], "n_layer=9 does not fit share=middle_cycle with n_loop=3: 8 or 11 would"),
     # more than any machine has

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.keys import model_module
-from common.config import TrainConfig
+from common.process import TrainConfig
 from conftest import tiny
 from lab import bench
 import runs

@@ -8,7 +8,7 @@ import torch
 from common import keys
 from conftest import ROOT
 
-TOY = re.compile(r".*_tiny|task_.*|.*shakespeare.*|.*_compare")
+TOY = re.compile(r".*_tiny|task_.*|.*shakespeare.*|.*_compare|.*_uptrain")
 VOCAB = {"gpt2": 50257, "hf:HuggingFaceTB/SmolLM-135M": 49152}
 # the papers': millions of parameters (rt: of the matrices of the blocks; mor: of the plain model beside it),
 # tokens of a step, billions of tokens of a run
@@ -20,9 +20,12 @@ PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l":
          **{f"mor_{size}m": (size, MOR, 20) for size in (135, 360, 730, 1700)}}
 NAMES = sorted({p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch(p.stem)} | PAPER.keys())
 # (its row in RESULTS.md, the file's name, changed keys): one file of MoR is three models
-RUNS = [run for name in NAMES for run in ([(f"{name}_r{r}", name, dict(n_loop=r)) for r in (2, 3, 4)]
-                                          if name.startswith("mor_") else [(name, name, {})])]
-LAYERS = {135: (30, 32, 30), 360: (32, 32, 34), 730: (26, 26, 26), 1700: (24, 26, 26)}     # of MoR-2, MoR-3, MoR-4
+# MoR's: layers of the plain model, MoR-2, MoR-3, MoR-4; billions of tokens of the smallest budget
+LAYERS = {135: (30, 30, 32, 30), 360: (32, 32, 32, 34), 730: (26, 26, 26, 26), 1700: (24, 24, 26, 26)}
+SMALLEST = {135: 9.2, 360: 3.6, 730: 1.8, 1700: 0.8}
+RUNS = [run for name in NAMES for run in (
+    [(f"{name}_r{r}", name, dict(n_loop=r, n_layer=LAYERS[PAPER[name][0]][r - 1])) for r in (2, 3, 4)]
+    if name.startswith("mor_") else [(name, name, {})])]
 # Bytes of activations a token, layer and channel, at most: the peak of forward and backward pass under bfloat16
 # autocast on a CPU (two heads, 1,024 tokens) without weights and gradients; rt with the copies of CUDA graphs.
 ACTIVATIONS = {"rt": 60, "lrt": 120, "mor": 45, "rat": 40}
@@ -54,10 +57,11 @@ def test_size_tokens_and_memory(row, name, changes):
     if family == "rt":
         size = count(p for p in model.blocks.parameters() if p.dim() == 2)
     elif family == "mor":
-        assert cfg.n_layer == LAYERS[millions][cfg.n_loop - 2]
         stated = f"n_loop={cfg.n_loop} {cfg.n_stored} in {cfg.n_layer}"
         assert stated in text.replace("\n# ", " ").replace(" unrolled layers", "")
-        size = count(build(name, router="none", n_loop=1, share="cycle")[1].parameters())
+        assert values["warmup_steps"] == round(0.05 * SMALLEST[millions] * 1e9 / step)
+        plain = dict(router="none", n_loop=1, share="cycle", n_layer=LAYERS[millions][0])
+        size = count(build(name, **plain)[1].parameters())
     assert abs(size / 1e6 - millions) < 0.03 * millions
     tokens, accumulation = values["batch_size"] * cfg.block_size, values["gradient_accumulation_steps"]
     assert tokens * accumulation == step and accumulation % 8 == 0
@@ -82,3 +86,31 @@ def test_size_tokens_and_memory(row, name, changes):
              f"{shard / 1e9:.1f} GB", f"{flops:.1e}", f"{flops / 0.4 / 989e12 / 86400:.1f}",
              f"{of_step / 64 / 0.4 / 989e12 * 1e3:.0f}", f"{sums / 50e9 * 1e3:.0f}", f"{cache:,.0f}"]
     assert "| " + " | ".join(cells) + " |" in (ROOT / "lab" / "RESULTS.md").read_text()
+
+
+GEMMA_2B = dict(vocab_size=256000, n_layer=18, n_head=8, n_kv_head=1, n_embd=2048, head_dim=256, n_mlp=16384,
+                mlp="geglu", scale_embeddings=True)
+TINYLLAMA = dict(vocab_size=32000, n_layer=22, n_head=32, n_kv_head=4, n_embd=2048, n_mlp=5632, tie_embeddings=False)
+SMOLLM = dict(vocab_size=49152, n_layer=32, n_head=15, n_kv_head=5, n_embd=960, n_mlp=2560)
+
+
+@pytest.mark.parametrize("name, source, changes, source_millions, millions, billions", [
+    ("relaxed_uptrain", GEMMA_2B, {}, 1980, 1600, 60), ("relaxed_uptrain", GEMMA_2B, dict(rank=0), 1980, 990, 60),
+    ("relaxed_uptrain", TINYLLAMA, dict(rank=256), 970, 690, 60), ("mor_uptrain", SMOLLM, {}, 315, 118, 5),
+    ("mor_uptrain", SMOLLM, dict(n_loop=2), 315, 167, 5)])
+def test_uptraining(name, source, changes, source_millions, millions, billions):
+    """The papers' sizes without embeddings, tokens, and the memory that the file states."""
+    text = (ROOT / "configs" / f"{name}.yaml").read_text()
+    values = {**keys.load_yaml(ROOT / "configs" / f"{name}.yaml"), **source, **changes}
+    modules = keys.model_module("gpt"), keys.model_module(values["model"])
+    with torch.device("meta"):
+        before, model = (module.Model(module.Config(**{f.name: values[f.name] for f in dataclasses.fields(module.Config)
+                                                       if f.name in values})) for module in modules)
+    embeddings = (1 if model.cfg.tie_embeddings else 2) * model.wte.weight.numel()
+    for size, stated in ((count(before.parameters()), source_millions), (count(model.parameters()), millions)):
+        assert abs((size - embeddings) / 1e6 - stated) < 0.01 * stated
+    step = values["batch_size"] * values["gradient_accumulation_steps"] * values["block_size"]
+    assert step == 2 ** 21 and abs(step * values["max_steps"] / 1e9 - billions) < 0.001 * billions
+    gigabytes = 16 * count(model.parameters()) / 1e9
+    if changes.get("rank") != 0 and "n_loop" not in changes:
+        assert f" {gigabytes:.{int(gigabytes < 10)}f} GB" in text.replace("\n# ", " ")

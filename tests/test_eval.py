@@ -17,7 +17,7 @@ from common.checkpoint import load_run
 from common.keys import UserError
 from conftest import MODELS, tiny
 from common.data import TextBatches
-from common.config import TrainConfig
+from common.process import TrainConfig
 from sample import stream
 from test_gpt import saved_llama
 from test_prepare import EOT, smollm, write_model
@@ -60,9 +60,12 @@ def test_exits_and_routers_are_looked_at(trained, data_dir):
         assert evaluate(run, "exit_loop=1")["agreement"] == pytest.approx(float(same))
         assert same < 1 or not hasattr(model, "routers")    # other models' loops hardly differ yet
     if hasattr(model, "routers"):
-        scores = evaluate(run)["scores"]["2"]
+        found, taken = evaluate(run), model.recursions(idx)
+        scores = found["scores"]["2"]
         assert sum(scores) == pytest.approx(1) and scores != [0.1] * 10
-        assert sum(scores[5:]) == pytest.approx(float((model.recursions(idx) >= 2).double().mean()))
+        assert sum(scores[5:]) == pytest.approx(float((taken >= 2).double().mean()))
+        never = [not (taken[:, t] == model.cfg.n_loop).any() for t in range(24)]
+        assert found["dead"] == pytest.approx(sum(never) / 24)
 
 
 def test_a_text_file_is_predicted_whole(trained, tmp_path):

@@ -123,30 +123,53 @@ def test_mor(router, fast):
     check_gradients(model, arrays, names, 2e-5)
 
 
+IN_LRT = {"W_q": "attn.wq", "W_k": "attn.wk", "W_v": "attn.wv", "W_o": "attn.wo", "W_ve": "attn.w_value",
+          "W_g": "attn.w_gate", "W_k_rec": "attn.rec.wk", "W_v_rec": "attn.rec.wv", "W_1": "mlp.w_up", "W_2": "mlp.w_down"}
+
+
+def lrt(name, **keys):
+    """(arrays, model, names, rows) of a file. nanochat's rotary positions turn the other way: the second half of each
+    head's rows of W_q, W_k and W_k_rec is negated (see tests/golden/README.md)."""
+    arrays, config = golden(name)
+    turn = torch.cat([torch.ones(16), -torch.ones(16)]).double()[:, None]
+    arrays |= {k: (w.view(-1, 32, 64) * turn).view_as(w) for k, w in arrays.items() if k.endswith(("_q", "_k", "_k_rec"))}
+    cfg = model_lrt.Config(block_size=arrays["idx"].size(1), vocab_size=96, n_layer=4, n_head=2, n_embd=64,
+                           norm_eps=config["norm_eps"], **keys)
+    names = {"wte": "wte.weight", "lm_head": "head.weight", "alpha": "alpha", "beta": "beta", "gamma": "gamma"}
+    names |= {f"L{l}_ve": f"values.{l}.weight" for l in range(4)}
+    names |= {f"L{l}_{k}": f"blocks.{l}.{own}.weight" for l in range(4) for k, own in IN_LRT.items()}
+    names = {k: own for k, own in names.items() if k in arrays}
+    rows = {k: (..., slice(32)) if k.endswith("W_g") else slice(96) for k in names         # no padded vocabulary, and
+            if k.endswith(("wte", "lm_head", "_ve", "W_g")) and not k.endswith("W_ve")}    # gates of 32 channels
+    model = load(model_lrt.Model(cfg), arrays, names, rows)
+    assert {*names.values()} == dict(model.named_parameters()).keys()
+    return arrays, model, names, rows
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_lrt_backbone(fast):
-    """nanochat's model. Its rotary positions turn the other way: the second half of each head's rows of Wq and Wk is
-    negated (see tests/golden/README.md)."""
-    arrays, config = golden("lrt_backbone_gqa")
-    cfg = model_lrt.Config(block_size=64, vocab_size=96, n_layer=4, n_head=2, n_kv_head=1, n_embd=64, memory=False,
-                           swa=33, norm_eps=config["norm_eps"], fast=fast)
-    turn = torch.cat([torch.ones(16), -torch.ones(16)]).double()
-    other_way = lambda w: (w.view(-1, 32, 64) * turn[:, None]).view_as(w)
-    padded = lambda w: torch.cat([w, w.new_zeros(32, w.size(1))])
-    weights = {"wte.weight": padded(arrays["wte"]), "head.weight": padded(arrays["lm_head"]),
-               "alpha": arrays["alpha"], "beta": arrays["beta"]}
-    names = {"attn.wq": "W_q", "attn.wk": "W_k", "attn.wv": "W_v", "attn.wo": "W_o", "attn.w_value": "W_ve",
-             "mlp.w_up": "W_1", "mlp.w_down": "W_2"}
-    for l in range(4):
-        weights[f"values.{l}.weight"] = padded(arrays[f"L{l}_ve"])
-        for own, name in names.items():
-            w = arrays[f"L{l}_{name}"]
-            weights[f"blocks.{l}.{own}.weight"] = other_way(w) if name in ("W_q", "W_k") else w
-    model = load(model_lrt.Model(cfg), weights)
-    assert weights.keys() == dict(model.named_parameters()).keys()
+    arrays, model, *_ = lrt("lrt_backbone_gqa", n_kv_head=1, memory=False, swa=33, fast=fast)
     for training in (True, False):
         logits, loss, _ = model.train(training)(arrays["idx"], arrays["targets"])
         assert (logits - arrays["logits"]).abs().max() < 5e-5 and abs(loss - arrays["loss"]) < 1e-5
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_lrt(fast):
+    """Algorithm 1 with its two losses and all gradients; the exact chain, with and without a cache."""
+    arrays, model, names, rows = lrt("lrt_official_mha", swa=25, source=4, source_norm=True, projections="layerwise", fast=fast)
+    idx, targets = arrays["idx"], arrays["targets"]
+    logits, loss, aux = model.train()(idx, targets)
+    for a, b in ((logits, "logits_refined"), (loss, "loss"), (aux["ce"], "loss_merged"), (aux["ce_first"], "loss_first")):
+        assert error(a, arrays[b]) < 3e-6, b
+    loss.backward()
+    check_gradients(model, arrays, names, 1e-5, rows)
+    with torch.no_grad():
+        cache = model.eval().init_cache(2, 48)
+        chains = [model(idx, targets)[0], torch.cat([model(x, cache=cache)[0] for x in idx.split([20, 1, 27], 1)], 1)]
+    logits, loss, _ = model(idx, targets)       # with gradients: no cache inside
+    assert all(error(x, arrays["logits_seq"]) < 3e-6 for x in (logits, *chains))
+    assert error(loss, arrays["loss_seq"]) < 3e-6
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -67,9 +67,9 @@ def test_fast_builds_no_mask(monkeypatch):
 
 @pytest.mark.parametrize("window, keys", [(0, 2.5), (2, 7 / 4)])
 def test_flops_by_hand(window, keys):
-    sizes = dict(block_size=4, vocab_size=10, n_layer=1, n_head=2, n_embd=8, n_mlp=16, window=window)
+    sizes = dict(block_size=4, vocab_size=10, n_layer=1, n_head=2, n_embd=8, head_dim=6, n_mlp=16, window=window)
     model = model_gpt.Model(model_gpt.Config(**sizes))
-    assert model.flops_per_token() == 6 * (4 * 64 + 3 * 8 * 16 + 80) + 12 * 8 * keys
+    assert model.flops_per_token() == 6 * (4 * 8 * 12 + 3 * 8 * 16 + 80) + 12 * 12 * keys
 
 
 def test_rms_norm_squares_in_float32_under_autocast():
@@ -157,10 +157,18 @@ VARIATIONS = {
     "mistral, window 0": (dict(kind="Mistral"), dict(sliding_window=0), None, "sliding_window"),
     "mistral's default heads": (dict(kind="Mistral", num_attention_heads=8, num_key_value_heads=8, head_dim=6),
                                 dict(num_key_value_heads="gone"), None, None),
-    "qwen3": (dict(kind="Qwen3"), {}, None, None),
-    "qwen3's default head size": (dict(kind="Qwen3"), dict(head_dim="gone"), None, "head_dim=128"),
+    "qwen3": (dict(kind="Qwen3", head_dim=16), {}, None, None),
+    "qwen3's default head size": (dict(kind="Qwen3", head_dim=128), dict(head_dim="gone"), None, None),
+    "gemma": (dict(kind="Gemma", head_dim=16), {}, None, None),
+    "gemma, as released": (dict(kind="Gemma", **TIED), dict(hidden_act="gelu", tie_word_embeddings="gone"), None, None),
+    "gemma's default head size": (dict(kind="Gemma", head_dim=256, num_attention_heads=1, num_key_value_heads=1),
+                                  dict(head_dim="gone"), cast(torch.bfloat16), None),
+    "gemma with silu": (dict(kind="Gemma"), dict(hidden_act="silu"), None, "hidden_act"),
+    "gemma, both directions": (dict(kind="Gemma"), dict(use_bidirectional_attention=True), None, "bidirectional"),
+    "gemma, one direction": (dict(kind="Gemma"), dict(use_bidirectional_attention=False), None, None),
     "layer types": (dict(kind="Qwen3"), dict(layer_types=["sliding_attention"] * 3), None, "layer_types"),
-    "head size": (dict(head_dim=16), {}, None, "head_dim=16"),
+    "head size": (dict(head_dim=16), {}, None, None), "odd": (dict(head_dim=16), dict(head_dim=15), None, "head_dim=15"),
+    "gemma in shards": (dict(kind="Gemma", shard="40KB"), {}, None, None),
     "gelu": (dict(hidden_act="gelu"), {}, None, "hidden_act"),
     "biases": (dict(attention_bias=True), {}, None, "attention_bias"), "biases of the MLP": (dict(mlp_bias=True), {}, None, "mlp_bias"),
     "not causal": ({}, dict(is_causal=False), None, "is_causal"),
@@ -226,6 +234,7 @@ def edit(folder, **changes):
 
 @pytest.mark.parametrize("changes, named", [
     (dict(use_sliding_window=True), "use_sliding_window"), (dict(model_type="bert"), "bert"),
+    (dict(model_type="gpt_neox"), "Pythia"),
     (dict(model_type=["llama"]), "model_type"), (dict(vocab_size=None), "config.json"),
     (dict(rope_theta="1e4", rope_parameters=None), "rope_theta"), (dict(tie_word_embeddings="false"), "tie_word"),
     (dict(intermediate_size=64), "gate_proj"), (dict(num_hidden_layers=2), "layers.2")])

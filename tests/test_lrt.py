@@ -1,4 +1,5 @@
 """model_lrt: its equations once more, what its paths compute, prefill, the paper's optimizer, and evaluation."""
+import json
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 import model_lrt
 from common.keys import UserError
 from common import optim
-from common.config import TrainConfig
+from common.process import TrainConfig
 import runs
 import train
 import sample
@@ -18,11 +19,12 @@ from test_models import assert_same, outputs_and_gradients, tokens
 
 # mixed: odd sizes, 10 dimensions a head
 SETTINGS = {"default": {},
-            "mixed": dict(n_kv_head=2, pattern="SL", swa=6, n_layer=3, n_embd=40, source=1,
+            "mixed": dict(n_kv_head=2, pattern="SL", swa=6, n_layer=3, n_embd=40, source=1, source_norm=True,
                           projections="layerwise"),
-            "kv": dict(inject="kv", source=1, n_head=1), "residual": dict(inject="residual", source=2, pattern="L")}
-some = pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=[pytest.mark.full] * (kind not in ("default", "mixed"))) for kind in SETTINGS])
+            "kv": dict(inject="kv", source=1, n_head=1), "residual": dict(inject="residual", source=2, pattern="L"),
+            "embedding": dict(source=0, n_kv_head=2)}
+some = pytest.mark.parametrize("kind", [        # of those in which paths differ
+    pytest.param(kind, marks=[pytest.mark.full] * (n > 1)) for n, kind in enumerate(list(SETTINGS)[:4])])
 both = pytest.mark.parametrize("fast", [True, False])
 PATHS = {"exact": dict(train_path="exact"), "K=3": dict(train_path="chunked", chunk=3),
          **{f"N={N}": dict(train_path="interleaved", subsets=N) for N in (1, 3, 8)}}
@@ -69,12 +71,12 @@ class ByHand:
         rec = f"blocks.{layer}.attn.rec." if self.cfg.projections == "layerwise" else "rec."
         k, v = (self.heads(self.times(u, layer, f"attn.{name}")) for name in ("wk", "wv"))
         e = self.heads(self.w[f"values.{layer}.weight"][self.idx[at]])
-        v = v + 2 * torch.sigmoid(self.times(u[:, :32], layer, "attn.w_value"))[..., None] * e
+        g_e = 2 * torch.sigmoid(self.times(u[:, :32], layer, "attn.w_value"))[..., None] * e
         if self.cfg.inject != "residual":
             local, of_memory = (2 * torch.sigmoid(self.times(u, layer, "attn.w_gate"))[..., None]).chunk(2, 1)
             k, v = (local * x + of_memory * self.heads(m @ self.w[rec + name].T)
                     for x, name in ((k, "wk.weight"), (v, "wv.weight")))
-        return rotate(unit(k), at, 10000.0), v
+        return rotate(unit(k), at, 10000.0), v + g_e
 
     def block(self, layer, at, x, u, k, v):
         cfg = self.cfg
@@ -87,7 +89,7 @@ class ByHand:
     def run(self, at, memory):
         """One pass over positions at (n,) that read memory (n, C): in each layer they write keys and values, then
         attend to all of the buffer; in the end they write outputs and memories."""
-        x, outputs = self.x0[at], []
+        x, outputs = self.x0[at], [self.x0[at]]
         for layer in range(self.cfg.n_layer):
             x = self.w["alpha"][layer] * x + self.w["beta"][layer] * self.x0[at]
             if "residual" in self.cfg.inject:
@@ -98,7 +100,8 @@ class ByHand:
             x = self.block(layer, at, x, u, *self.buffer[layer])
             outputs.append(x)
         self.out = self.out.index_copy(0, at, x)
-        self.m = self.m.index_copy(0, at + 1, outputs[self.cfg.source - 1])
+        m = outputs[self.cfg.source]
+        self.m = self.m.index_copy(0, at + 1, unit(m) if self.cfg.source_norm else m)
 
     def chunked(self, K, start=0):
         """K = 1: the exact chain. start: positions before it are there."""
@@ -158,13 +161,6 @@ def test_as_many_subsets_as_tokens_and_chunks_of_one_are_the_exact_chain(kind):
 
 # ---- what is there ----
 
-def test_memory_false_leaves_all_else_as_it_is():
-    """The baseline has the other parameters, of the same shapes."""
-    ours, baseline = ({name: p.shape for name, p in lrt(memory=memory).named_parameters()} for memory in (True, False))
-    of_memory = {name for name in ours if name == "gamma" or name.startswith("rec.") or name.endswith("w_gate.weight")}
-    assert of_memory and baseline == {name: shape for name, shape in ours.items() if name not in of_memory}
-
-
 def test_initial_weights():
     """nanochat's: 0 where a projection writes to the residual stream, and of a gate, which so is 1."""
     torch.manual_seed(0)
@@ -185,8 +181,21 @@ def test_windows_and_source():
     cfg = model_lrt.Config(n_layer=10, block_size=64)
     assert [cfg.window(layer) for layer in range(10)] == [33, 33, 33, 0, 33, 33, 33, 0, 33, 0]
     assert [model_lrt.Config(n_layer=L).source for L in (20, 24, 1)] == [12, 14, 1]
+    assert [model_lrt.Config(n_layer=L).source_norm for L in (10, 11, 20)] == [False, True, True]
     with pytest.raises(ValueError, match="pattern=SX must"):
         model_lrt.Config(pattern="SX")
+
+
+@pytest.mark.parametrize("chosen, T, sizes", [({}, 64, (0.9, 1.1)), (dict(source_norm=False), 64, (1e5, 1e6)),
+                                              pytest.param({}, 512, (0.9, 1.1), marks=pytest.mark.full)], ids=str)
+@torch.no_grad()
+def test_the_chain_of_a_deep_model_is_finite(chosen, T, sizes):
+    """With the config's choice. The raw memory grows by a fifth a token, already at the start."""
+    torch.manual_seed(0)
+    model = model_lrt.Model(model_lrt.Config(block_size=512, vocab_size=61, n_layer=20, n_head=2, n_embd=64, **chosen))
+    cache = model.eval().init_cache(1, 512)
+    assert model(tokens(1, T), cache=cache)[0].isfinite().all()
+    assert sizes[0] < cache.m.square().mean().sqrt() < sizes[1]
 
 
 @some
@@ -267,6 +276,24 @@ def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_d
         assert abs(result["val_ce"] - ce) < 1e-5 and abs(result["val_ce_estimate"] - sum(estimate) / 5) < 1e-5
         assert abs(result["val_gap"] - (ce - less)) < 1e-5 and abs(ce - less) > 1e-4
     assert lrt(train_path="exact").estimate(*batches[0]) is None and lrt(memory=False).estimate(*batches[0]) is None
+
+
+def test_a_chain_that_is_not_finite_is_told_and_the_run_goes_on(data_dir, tmp_path, capsys):
+    """The estimate is logged; best.pt stays what it was."""
+    trainer = runs.run("lrt", tmp_path, data_dir, "max_steps=2", "eval_batches=1")
+    best, rows = trainer.best_ce, len(trainer.log.path.read_text().splitlines())
+    with torch.no_grad():
+        trainer.model.gamma.fill_(1e5)
+    capsys.readouterr()
+    trainer.step = 3
+    train.save_and_evaluate(trainer)
+    line, = capsys.readouterr().out.splitlines()
+    assert line.startswith("step 3: the exact chain is not finite") and trainer.best_ce == best
+    *_, row = map(json.loads, trainer.log.path.read_text().splitlines()[rows:])
+    assert row["step"] == trainer.evaluated == 3 and math.isfinite(row["val_ce_estimate"]) and "val_ce" not in row
+    trainer.model.cfg.train_path = "exact"      # then nothing is left that is finite
+    with pytest.raises(UserError, match="val_ce is nan at step 3: stopped"):
+        train.save_and_evaluate(trainer)
 
 
 def test_sample_prefills_either_way(data_dir, tmp_path, capsys):

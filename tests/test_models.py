@@ -11,23 +11,27 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import MODELS, SIZES, relative, tiny
 from common import optim
-from common.config import TrainConfig
+from common.process import TrainConfig
 
 # Settings of each model that must keep the contract too, beside its defaults.
 VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_loss="both"),
-                        dict(rank=0, mlp="gelu", early_exit="weighted"),
+                        dict(rank=0, mlp="gelu", early_exit="weighted", head_dim=6),
                         dict(n_loop=4, rank=100, share="sequence", pos="none", tie_embeddings=False),
                         dict(n_layer=6, n_loop=3, rank=1, qk_norm=True)],
-            "gpt": [dict(n_kv_head=2, qk_norm=True, window=7), dict(pos="none", window=5),
-                    dict(pos="alibi", mlp="gelu", tie_embeddings=False)],
-            "rat": [dict(chunk=5, swa=7, qk_groups=4), dict(chunk=64, pos="nope", gate_rank=3),
-                    dict(chunk=1, pos="rope", qk_groups=1, tie_embeddings=False), dict(mixer="rnn", mlp="swiglu"),
-                    dict(mixer="attention", n_kv_head=2, swa=7)],
-            "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source=2),
-                    dict(memory=False)],
-            "rt": [dict(n_kv_head=2, qk_norm="full", chunk=8), dict(pos="rope", qk_norm="full"),
-                   dict(recurrent=False, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True)],
-            "mor": [dict(kv="share", n_kv_head=2, qk_norm=True, causal="aux_router", router_arch="mlp"),
+            "gpt": [dict(n_kv_head=2, qk_norm=True, window=7), dict(pos="none", window=5, head_dim=12),
+                    dict(pos="alibi", mlp="gelu", tie_embeddings=False),
+                    dict(mlp="geglu", scale_embeddings=True)],
+            "rat": [dict(chunk=5, n_layer=4, swa=7, qk_groups=4), dict(chunk=64, pos="nope", gate_rank=3, head_dim=6),
+                    dict(chunk=1, pos="rope", qk_groups=1, tie_embeddings=False), dict(mixer="rnn", mlp="swiglu", head_dim=12),
+                    dict(mixer="attention", n_kv_head=2, swa=7, head_dim=6)],
+            "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source=2, source_norm=True,
+                         head_dim=12),
+                    dict(source=0), dict(memory=False)],
+            "rat_loops": [dict(chunk=5, n_layer=4, swa=7), dict(chunk=3, n_layer=6, share="sequence", exit_loop=1)],
+            "rt": [dict(n_kv_head=2, qk_norm="full", chunk=8, head_dim=6), dict(pos="rope", qk_norm="full"),
+                   dict(recurrent=False, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True, head_dim=12)],
+            "mor": [dict(kv="share", n_kv_head=2, qk_norm=True, causal="aux_router", router_arch="mlp",
+                         head_dim=12),
                     dict(router="token", kv="share_update", share="cycle", n_layer=6),
                     dict(router="token", share="middle_sequence", n_layer=6, n_loop=2, pos="none", balance="loss_free"),
                     dict(n_layer=6, n_loop=2, kv="share_update", router_func="tanh", tie_embeddings=False, mlp="gelu"),
@@ -115,7 +119,7 @@ def test_naive_is_fast(name, sizes):
        head_dim=st.sampled_from([2, 6, 8]), n_layer=st.integers(1, 3))
 def test_naive_is_fast_at_random_shapes(name, B, T, heads, head_dim, n_layer):
     n_head, n_kv_head = heads
-    sizes = dict(n_head=n_head, n_kv_head=n_kv_head, n_embd=n_head * head_dim)
+    sizes = dict(n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim, n_embd=16)
     try:
         assert_naive_is_fast(name, dict(sizes, n_layer=n_layer), B, T)
     except ValueError as e:     # some patterns of layers need more
@@ -240,7 +244,8 @@ def test_limits_are_errors(name):
     model = tiny(name)
     cache = model.init_cache(1, 10)
     model(tokens(1, 10), cache=cache)
-    refused = {"full": [lambda: model(tokens(1, 1), cache=cache)], "holds no token": [lambda: model(tokens(1, 0))]}
+    refused = {"full": [lambda: model(tokens(1, 1), cache=cache)],
+               "holds no token": [lambda: model.train()(tokens(1, 0)), lambda: model.eval()(tokens(1, 0))]}
     if model.context_limit is not None:
         refused["block_size"] = [lambda: model(tokens(1, 101)), lambda: model.init_cache(1, 101)]
     for words, calls in refused.items():
@@ -279,7 +284,7 @@ def test_generate_is_greedy_decoding(name, sizes):
 
 
 @pytest.mark.parametrize("name, sizes", [*((name, {}) for name in MODELS if name not in ("mor", "rat")),
-                                         ("rat", dict(chunk=1)), ("rt", dict(recurrent=False))])
+                                         ("rat", dict(chunk=1)), ("rt", dict(recurrent=False)), ("lrt", dict(source=0))])
 def test_flops_are_those_of_the_products(name, sizes):
     """Of a training step by the naive path, which computes the masked half of the scores too. (MoR: test_mor.py.)"""
     model, x = tiny(name, n_embd=64, block_size=8, fast=False, **sizes).train(), tokens(1, 8)

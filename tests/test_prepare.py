@@ -26,9 +26,9 @@ from common import keys
 import prepare
 from common.keys import UserError
 from conftest import ROOT, python
-from common.config import TrainConfig
+from common.process import TrainConfig
 from common.data import TokenData, data_fingerprint, hash_of_tokens, has_changed, open_data, read_meta
-from common.sources import NO_TEXT, text_files
+from common.data import NO_TEXT, text_files
 from prepare import PrepareConfig
 import common.tokenizer as tokenizer_module
 from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer, slices,

@@ -98,7 +98,7 @@ def test_attention_is_the_plain_transformers(pos, theirs):
 def watched_slots(monkeypatch):
     """Before every call the spare ones hold NaN: a broken request may have left it there. No other is written twice by
     one call: either token could win, and differs from one device to another."""
-    init, write = model_rat.Context.__init__, model_rat.Cache.write
+    init, fill = model_rat.Context.__init__, model_rat.Cache.fill
 
     def poisoned(self, cfg, x, cache=None, *more):
         for buffer in cache.k + cache.v if cache else []:
@@ -109,9 +109,9 @@ def watched_slots(monkeypatch):
         for row in at.tolist():
             used = [slot for slot in row if slot < self.R[layer]]
             assert len(used) == len(set(used))
-        write(self, layer, k, v, at)
+        fill(self, layer, k, v, at)
     monkeypatch.setattr(model_rat.Context, "__init__", poisoned)
-    monkeypatch.setattr(model_rat.Cache, "write", checked)
+    monkeypatch.setattr(model_rat.Cache, "fill", checked)
 
 
 @cached

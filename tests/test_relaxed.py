@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model_relaxed
 from common import checkpoint
 from lab import plot
-from common import config
+from common import process
 import runs
 import train
 from common.keys import UserError
@@ -34,7 +34,7 @@ class ByHand:
     """A model's unrolled layers for one sequence, its states h (n, C): each matrix is W' + B A, formed and applied."""
 
     def __init__(self, model):
-        self.cfg, self.w = model.cfg, dict(model.named_parameters())
+        self.cfg, self.w = model.cfg, dict(model.named_parameters(remove_duplicate=False))
         self.edge = int(self.cfg.share.startswith("middle"))
         self.K = (self.cfg.n_layer - 2 * self.edge) // self.cfg.n_loop
 
@@ -138,10 +138,11 @@ def linears(model):
 
 @pytest.mark.parametrize("init", ["average", "stepwise", "lower", "upper", "random"])
 def test_at_full_rank_the_source_comes_back(init):
-    for sizes in ({}, dict(pos="none", mlp="gelu", tie_embeddings=False, n_kv_head=2), dict(qk_norm=True, n_kv_head=1)):
+    for sizes in ({}, dict(pos="none", mlp="gelu", tie_embeddings=False, n_kv_head=2), dict(qk_norm=True, n_kv_head=1),
+                  dict(n_kv_head=1, head_dim=6, mlp="geglu", scale_embeddings=True)):     # Gemma
         gpt, x = tiny("gpt", n_layer=6, **sizes), tokens(2, 30)
         for share, n_loop in itertools.product(SHARES, (1, 2, 3)):
-            assert relative(converted(gpt, init=init, share=share, n_loop=n_loop)(x)[0], gpt(x)[0]) < 1e-8
+            assert relative(converted(gpt, init=init, share=share, n_loop=n_loop)(x)[0], gpt(x)[0]) < 1e-10
 
 
 def test_deltas_are_the_best_of_their_rank():
@@ -168,7 +169,27 @@ def test_where_nothing_is_left_but_rounding_b_is_zero_and_a_can_learn(dtype):
     ("stepwise", 18, 2, [0, 2, 4, 6, 8, 11, 13, 15, 17]), ("lower", 6, 3, [0, 1]), ("upper", 6, 3, [4, 5])])
 def test_which_layers_the_stored_ones_start_from(init, L, n_loop, layers):
     cfg = model_relaxed.Config(n_layer=L, n_loop=n_loop, init=init)
-    assert [layer for k in range(cfg.n_stored) for layer in model_relaxed.source_layers(cfg, k)] == layers
+    assert [layer for k in range(cfg.n_stored) for layer in model_relaxed.layers_for_tied(cfg, k)] == layers
+
+
+def test_at_rank_0_qk_norms_are_tied_too():
+    """Each is the mean of its layers', like everything else of a Recursive Transformer."""
+    gpt = tiny("gpt", n_layer=6, qk_norm=True)
+    model = converted(gpt, rank=0, n_loop=3)
+    for k, block in enumerate(model.blocks):
+        mean = sum(gpt.blocks[layer].attn.q_norm.weight for layer in (k, k + 2, k + 4)) / 3
+        assert len({id(w) for w in block.attn.q_norm.weights}) == 1 and len(block.attn.q_norm.weights) == 3
+        assert relative(block.attn.q_norm.weights[2], mean) < 1e-14
+
+
+@pytest.mark.parametrize("layers, taken", [(3, [0, 0, 1, 1, 2, 2]), (11, [0, 2, 4, 6, 8, 10])])
+def test_a_source_of_other_numbers_of_layers_is_taken_evenly(layers, taken):
+    source, same, x = tiny("gpt", n_layer=layers), tiny("gpt", n_layer=6), tokens(2, 20)
+    for block, layer in zip(same.blocks, taken):
+        block.load_state_dict(source.blocks[layer].state_dict())
+    rest = {k: v for k, v in source.state_dict().items() if not k.startswith("blocks.")}
+    same.load_state_dict(rest, strict=False)
+    assert relative(converted(source, n_layer=6, n_loop=3)(x)[0], same(x)[0]) < 1e-8
 
 
 def test_a_norm_near_zero_is_refused_by_name():
@@ -204,12 +225,15 @@ def test_converted_by_init_from_it_evaluates_as_the_source(world, data_dir, tmp_
     for start in (world / "gpt" / "r", tmp_path / "hf"):
         ours = evaluated("relaxed", start, "rank=1000", "n_loop=4", "share=sequence")
         assert abs(ours - evaluated("gpt", start)) < 1e-5
+    other = runs.run("relaxed", tmp_path, data_dir, "n_layer=6", "n_loop=3", "max_steps=1",
+                     f"init_from={world / 'gpt' / 'r'}")
+    assert len(other.model.blocks) == 2
 
 
 @pytest.mark.parametrize("model", ["relaxed", "mor"])
 def test_a_source_with_an_option_that_the_model_has_not_is_refused(model):
     with pytest.raises(UserError, match=f"window=16, which model={model} has not"):
-        config.as_weights_of(model, {"model": "gpt", "model_config": {"window": 16, "n_embd": 16}})
+        process.as_weights_of(model, {"model": "gpt", "model_config": {"window": 16, "n_embd": 16}})
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(world, data_dir, tmp_path):

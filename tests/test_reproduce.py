@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from common.keys import UserError
-from common.config import read_config
+from common.process import read_config
 from conftest import ROOT
 from lab import reproduce
 from runs import SIZES, SMALL

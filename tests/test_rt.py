@@ -47,19 +47,19 @@ def test_gradcheck():
 @pytest.mark.parametrize("sizes, forward, prompt", [
     (dict(fast=True), "wavefront", "wavefront"), (dict(fast=True, kv_norm=False), "tiled", "token"),
     (dict(fast=False), "naive", "token"), (dict(fast=False, schedule="wavefront"), "wavefront", "wavefront"),
-    (dict(recurrent=False), "all tokens", "all tokens")])
+    (dict(recurrent=False), "at_once", "at_once")])
 def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, forward, prompt):
     """fast picks, schedule overrides; a prompt goes through the wavefront too, or token by token."""
     ran, model = [], tiny("rt", **sizes)
-    for owner, name, schedule in ((rt_wavefront, "run_layers", "wavefront"), (rt_wavefront, "prefill", "wavefront"),
-                                  (model_rt, "tiled", "tiled"), (model_rt.Layer, "naive", "naive"),
-                                  (model_rt.Model, "run_blocks", "token")):
-        spy = lambda *a, schedule=schedule, f=getattr(owner, name): (ran.append(schedule), f(*a))[1]
-        monkeypatch.setattr(owner, name, spy)
-    for cache, schedule in ((None, forward), (model.init_cache(2, 20), prompt)):
+    L, block = model.cfg.n_layer, model_rt.Block
+    for owner, name in ((rt_wavefront, "run_layers"), (rt_wavefront, "prefill"), (model_rt, "tiled"), (block, "naive"),
+                        (block, "at_once")):
+        monkeypatch.setattr(owner, name, lambda *a, name=name, f=getattr(owner, name): (ran.append(name), f(*a))[1])
+    calls = dict(wavefront=1, tiled=L, naive=L, at_once=L, token=20 * L)
+    for cache, schedule, wavefront in ((None, forward, "run_layers"), (model.init_cache(2, 20), prompt, "prefill")):
         ran.clear()
         model(tokens(2, 20), cache=cache)
-        assert ran == ["token"] if schedule == "all tokens" else set(ran) == {schedule}
+        assert ran == [dict(wavefront=wavefront, token="at_once").get(schedule, schedule)] * calls[schedule]
 
 
 def test_every_query_meets_every_earlier_key_once(monkeypatch):
@@ -84,30 +84,25 @@ def plain_transformer(model, idx):
     (B, T), cfg = idx.shape, model.cfg
     H, D, t = cfg.n_head, cfg.head_dim, torch.arange(T, dtype=torch.float64)
     norm = lambda u, n: n.weight * u / (u.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    bias = torch.zeros(H, T, T).double()
-    if cfg.pos == "alibi":
-        bias = -2.0 ** (-8 * torch.arange(1, H + 1).double() / H)[:, None, None] * (t[:, None] - t)
-    bias = bias.masked_fill(t[:, None] < t, -math.inf)
-    turn = torch.exp(1j * t[:, None] * 10000 ** (-torch.arange(0, D, 2).double() / D))
+    slopes = (cfg.pos == "alibi") * 2.0 ** (-8 * torch.arange(1, H + 1).double() / H)
+    bias = (-slopes[:, None, None] * (t[:, None] - t)).masked_fill(t[:, None] < t, -math.inf)
+    turn = torch.exp((cfg.pos == "rope") * 1j * t[:, None] * 10000 ** (-torch.arange(0, D, 2).double() / D))
 
-    def heads(u, rotate=cfg.pos == "rope"):
+    def heads(u, turn):
         u = u.view(B, T, -1, D).transpose(1, 2)
-        if rotate:
-            u = torch.complex(*u.split(D // 2, -1)) * turn
-            u = torch.cat([u.real, u.imag], -1)
-        return u.repeat_interleave(H // u.size(1), 1)
+        u = torch.complex(*u.split(D // 2, -1)) * turn
+        return torch.cat([u.real, u.imag], -1).repeat_interleave(H // u.size(1), 1)
     x = model.wte(idx)
     for b in model.blocks:
         n = norm(x, b.norm1)
-        q, k = heads(norm(b.wq(n), b.q_norm)), heads(norm(b.wk(n), b.k_norm))
-        a = (q @ k.mT / math.sqrt(D) + bias).softmax(-1) @ heads(b.wv(n), False)
+        q, k = heads(norm(b.wq(n), b.q_norm), turn), heads(norm(b.wk(n), b.k_norm), turn)
+        a = (q @ k.mT / math.sqrt(D) + bias).softmax(-1) @ heads(b.wv(n), 1)
         x = x + b.wo(a.transpose(1, 2).flatten(2))
         x = x + b.w_down(F.gelu(b.w_up(norm(x, b.norm2))))
     return model.head(norm(x, model.norm))
 
 
-@pytest.mark.parametrize("schedule", ["naive", "tiled", "wavefront"])
-@pytest.mark.parametrize("pos", ["alibi", "rope", "none"])
+@pytest.mark.parametrize("schedule, pos", itertools.product(["naive", "tiled", "wavefront"], ["alibi", "rope", "none"]))
 def test_without_recurrence_it_is_the_plain_transformer(schedule, pos):
     """Logits, loss, every gradient, and decoding of ragged rows."""
     model, x = rt(schedule, recurrent=False, pos=pos, n_kv_head=2, qk_norm="full"), tokens(2, 51)
@@ -122,32 +117,28 @@ def test_without_recurrence_it_is_the_plain_transformer(schedule, pos):
 
 @pytest.mark.parametrize("schedule", ["naive", "tiled"])
 def test_theorem_4_1(schedule):
-    """Uniform attention, no norms, no MLP: dy_t/dx_s = (A/t) prod_{j=s}^{t-1} (I + A/j) for s < t; a plain Transformer
-    has A/t alone."""
+    """Uniform attention, no norms, no MLP: dy_t/dx_s = (A/t) prod_{j=s}^{t-1} (I + A/j) for s < t, not A/t alone."""
     T, d = 7, 5
-    torch.manual_seed(0)
-    cfg = model_rt.Config(n_embd=d, n_head=1, n_layer=1, pos="none", schedule=schedule, vocab_size=5)
-    model = model_rt.Model(cfg).double()
+    model = rt(schedule, n_embd=d, n_head=1, n_layer=1, pos="none")
     block, I = model.blocks[0], torch.eye(d).double()
     block.norm1 = block.norm2 = torch.nn.Identity()
     with torch.no_grad():
         block.wq.weight.zero_(), block.w_down.weight.zero_()
     A, x = (block.wo.weight @ block.wv.weight).detach(), torch.randn(T, d, dtype=torch.float64)
-    J = torch.autograd.functional.jacobian(lambda x: model.recurrent_layers(x[None])[0], x).transpose(1, 2)   # (t, s, d, d)
-    for t in range(1, T + 1):
-        for s in range(1, t + 1):
-            want = A / t + (I if s == t else 0)
-            for j in range(s, t):
-                want = want @ (I + A / j)
-            assert torch.allclose(J[t - 1, s - 1], want, rtol=0, atol=1e-12)
+    J = torch.autograd.functional.jacobian(lambda x: model.run_recurrent(x[None])[0], x).transpose(1, 2)   # (t, s, d, d)
+    for s, t in itertools.combinations_with_replacement(range(1, T + 1), 2):
+        want = A / t + (I if s == t else 0)
+        for j in range(s, t):
+            want = want @ (I + A / j)
+        assert torch.allclose(J[t - 1, s - 1], want, rtol=0, atol=1e-12)
 
 
 # ---- precision and memory ----
 
 @pytest.mark.parametrize("pos", ["alibi", "none"])
 def test_bfloat16_attention_is_rounded_nowhere_inside(pos):
-    """A chunk's attention from bfloat16 q, k, v, forward and as backward recomputes it, against the definition's softmax
-    in float64. Six heads: their slopes are no powers of two, and would be rounded."""
+    """A chunk's attention, forward and as backward recomputes it, against a softmax in float64. Six heads: their slopes
+    are no powers of two, and would be rounded."""
     cfg, generator = model_rt.Config(n_head=6, n_kv_head=3, n_embd=48, pos=pos, chunk=64), torch.Generator().manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
         run = rt_wavefront.Wavefront(cfg, torch.zeros(2, 64, 48), 3)
@@ -159,7 +150,7 @@ def test_bfloat16_attention_is_rounded_nowhere_inside(pos):
         forward.k[:, i], forward.v[:, i] = (u[..., i, :].flatten(0, 2) for u in (k, v))
     again = rt_wavefront.ChunkBackward(run, q, out, lse, k, v, torch.zeros_like(k), torch.zeros_like(v)).a
     distance = torch.arange(64)[:, None] - torch.arange(64)
-    slopes = 2 ** (-8 * torch.arange(1, 7).double() / 6) if pos == "alibi" else torch.zeros(6).double()
+    slopes = (pos == "alibi") * 2 ** (-8 * torch.arange(1, 7).double() / 6)
     k, v = (u.double().repeat_interleave(2, 2) for u in (k, v))
     s = q.double() @ k.mT / math.sqrt(8) - slopes[:, None, None] * distance
     p = torch.cat([lse[..., None].double(), s.masked_fill(distance <= 0, -math.inf)], -1).softmax(-1)
@@ -197,7 +188,7 @@ def test_a_run_may_change_its_schedule(data_dir, tmp_path):
 
 
 def test_initial_weights():
-    """Spread as the paper's: 1/sqrt(d), cut off at 3 sigma; into the residual stream less, and less the deeper."""
+    """The paper's: 1/sqrt(d), cut off at 3 sigma; into the residual stream less, and less the deeper."""
     torch.manual_seed(0)
     for name, p in model_rt.Model(model_rt.Config(n_layer=3, n_embd=256, n_head=4)).named_parameters():
         if p.dim() == 2:
@@ -208,16 +199,14 @@ def test_initial_weights():
 
 
 def test_graphs_are_recorded_and_reused(monkeypatch):
-    """The second call of a shape records, later ones replay with new inputs; here the function itself stands for its
-    graph. Only the last few graphs are kept."""
-    monkeypatch.setattr(rt_wavefront, "recordable", lambda x, dtype: True)
-    monkeypatch.setattr(rt_wavefront, "Graph", lambda run, function, inputs: function)
-    monkeypatch.setattr(rt_wavefront, "GRAPHS", {})
+    """The second call of a shape records, later ones replay with new inputs; a function stands for its own graph."""
+    graphs = {}
+    for name, fake in (("recordable", lambda *a: True), ("Graph", lambda run, function, inputs: function), ("GRAPHS", graphs)):
+        monkeypatch.setattr(rt_wavefront, name, fake)
     plain, graphed = (rt("wavefront", cuda_graphs=on).train() for on in (False, True))
     for seed, T in ((1, 20), (2, 20), (3, 33), (4, 20), (5, 33)):
         x = tokens(2, T + 1, seed=seed)
         assert_same(outputs_and_gradients(graphed, x), outputs_and_gradients(plain, x))
-    graphs = rt_wavefront.GRAPHS
     assert len(graphs) == 4 and all(graphs.values())
     for T in range(1, 12):
         graphed(tokens(2, T))
@@ -229,11 +218,9 @@ def test_graphs_are_recorded_and_reused(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_replay_the_same(dtype):
-    """Recorded and replayed as CUDA graphs, and run kernel by kernel: the same bits, in every micro-batch, also where
-    another shape came between and all free memory was overwritten."""
+    """As CUDA graphs, and kernel by kernel: the same, also where another shape came between and free memory was lost."""
     def results(graphs):
-        model = tiny("rt", cuda_graphs=graphs).float().cuda().train()
-        found = []
+        model, found = tiny("rt", cuda_graphs=graphs).float().cuda().train(), []
         for seed, T in ((1, 50), (2, 50), (3, 33), (4, 50)):
             with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
                 found.append(outputs_and_gradients(model, tokens(2, T + 1, seed=seed).cuda()))
@@ -256,9 +243,8 @@ def test_schedules_agree_on_the_kernels(case, device, dtype, tolerance):
     """CUDA in float64: the reference implementations; float32 without tf32, and interpreted_kernels.py: Triton."""
     schedule, sizes = case
     small, T = (dict(n_embd=16, n_head=2, chunk=4), 10) if INTERPRETED else ({}, 71)
-    x = tokens(2, T).to(device)
     (want, _, grads), (found, _, more) = (
-        outputs_and_gradients(rt(name, **small, **sizes).to(device, kind), x)
+        outputs_and_gradients(rt(name, **small, **sizes).to(device, kind), tokens(2, T).to(device))
         for name, kind in (("naive", torch.float64 if INTERPRETED else dtype), (schedule, dtype)))
     floor = 1e-3 * max(rms(g) for g in grads.values())
     assert_close([found, *more.values()], [want, *grads.values()], tolerance, " ".join(["logits", *grads]), floor)

@@ -19,7 +19,7 @@ import train
 from conftest import relative
 from test_relaxed import ByHand
 
-BATCHINGS = ("static", "sequence", "depth")
+BATCHINGS = ("sequence", "depth")
 RULE = "confidence:0.09"    # with it the tokens of looping() exit after all three loops
 
 
@@ -38,24 +38,12 @@ def looping(seed=0, module=model_relaxed, scale=0.15, **sizes):
     return move(module.Model(module.Config(**{**small, **sizes})).double().eval(), scale)
 
 
-def engine_of(model, batching, slots=3, max_len=40, **options):
-    """An Engine, and its calls of loops.loop, (tokens of the longest row, loops) each."""
-    calls, engine = [], serve.Engine(model, slots, max_len, batching, **options)
-    run = engine.loops.loop
-
-    def noted(h, loop, context):
-        calls.append((max(group.shape[1] for group in context.groups), set(loop.tolist())))
-        return run(h, loop, context)
-    engine.loops.loop = noted
-    return engine, calls
-
-
-def answered(model, work, batching, sampling=(0.0, 0, 1.0, 1.0), seed=0, **options):
-    """[(tokens, exits, logits)] of work, a list of (prompt, max_new_tokens); logits (V,) chose each token, and
-    end-of-text too."""
+def answered(model, work, batching, sampling=(0.0, 0, 1.0, 1.0), seed=0, slots=3, max_len=40, **options):
+    """[(tokens, exits, logits)] of work, a list of (prompt, max_new_tokens); logits (V,) chose each
+    token, and end-of-text too."""
     requests = [serve.Request(list(prompt), n, i, sampling, serve.generator(seed, i, "cpu"))
                 for i, (prompt, n) in enumerate(work)]
-    engine, _ = engine_of(model, batching, **options)
+    engine = serve.Engine(model, slots, max_len, batching, **options)
     pick = engine.pick
 
     def noted(slots, logits):
@@ -89,7 +77,7 @@ def one(model, prompt, n, exit, max_len, vocab=None):
     """[(token, exit, logits)]: no cache, the loops over the whole text for each token. A prefill takes all loops. With
     fill=propagate a token that left keeps the state that it left with, from which deeper keys and values are projected."""
     hand, cfg, text, out = ByHand(model), model.cfg, list(prompt), []
-    rule = serve.exit_rule(exit, model.n_loop) or (lambda logits, loop: False)
+    rule = serve.exit_rule(exit, model.loops_to_run) or (lambda logits, loop: False)
     loops = [cfg.n_loop] * len(prompt)      # that each token goes through; a prefill takes all
     while len(out) < n:
         prefill = not out or len(text) > max_len
@@ -101,7 +89,7 @@ def one(model, prompt, n, exit, max_len, vocab=None):
             on = torch.tensor(loops)[:, None] > layer // hand.K
             h = torch.where(on, hand.layer(h, layer, at, *hand.keys_values(h, layer, at)), h)
             logits = hand.logits(h[-1])[:vocab]
-            if not inside and (loop == model.n_loop or not prefill and rule(logits[None], torch.tensor([loop]))):
+            if not inside and (loop == model.loops_to_run or not prefill and rule(logits[None], torch.tensor([loop]))):
                 break
         out.append((int(logits.argmax()), loop, logits))
         text.append(out[-1][0])
@@ -125,13 +113,13 @@ def test_random_requests_are_answered_as_if_alone(seed):
     """Any model, rule and lengths; rows that overflow; an end of text that comes."""
     rng = random.Random(seed)
     pick = lambda *values: rng.choice(values)
-    loops, sure, apart = pick(3, 3, 2, 1), f"confidence:{rng.uniform(0.08, 0.13)}", f"margin:{rng.uniform(0.005, 0.04)}"
+    loops, sure = pick(3, 3, 2, 1), f"confidence:{rng.uniform(0.08, 0.13)}"
     model = looping(seed, n_loop=loops, n_layer=loops * pick(1, 2), rank=pick(0, 2), fill=pick("exact", "propagate"),
                     n_kv_head=pick(1, 2), pos=pick("rope", "rope", "none"), qk_norm=pick(True, False),
                     fast=pick(True, False))
     work = [([rng.randrange(31) for _ in range(rng.randint(1, 9))], rng.randint(1, 10))
             for _ in range(rng.randint(1, 6))]
-    exit = pick(sure, sure, sure, apart, apart, apart, "", "static:1", "confidence:0", "margin:0", "margin:1")
+    exit = pick(sure, sure, sure, "", "static:1", "confidence:0")
     options = dict(max_len=pick(40, 40, 12, 5), vocab=pick(None, 25))
     want = alone(model, work, exit, **options)
     options["eot"] = pick(None, *sorted({token for tokens, *_ in want for token in tokens}))
@@ -148,8 +136,8 @@ def test_later_tokens_find_the_keys_of_those_that_left(sizes, max_len):
     work = work_of(model, 12, most=20)
     want = alone(model, work, RULE, max_len)
     deeper = [b > a for _, exits, _ in want for a, b in zip(exits, exits[1:])]
-    assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {*range(1, model.n_loop + 1)}
-    batchings = BATCHINGS if model.cfg.share == "cycle" else BATCHINGS[:2]
+    assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {*range(1, model.loops_to_run + 1)}
+    batchings = BATCHINGS if model.cfg.share == "cycle" else ["sequence"]
     assert_answers(want, model, work, batchings, max_len=max_len, exit=RULE)
 
 
@@ -170,11 +158,10 @@ def test_sampled_answers_do_not_depend_on_the_batching():
 @pytest.mark.parametrize("exit, logits, exits", [
     ("static:1", [0.0, 0.0], {1, 2, 3}), ("static:3", [0.0, 0.0], {3}),
     ("confidence:0.5", [0.0, 0.0], set()), ("confidence:0.5", [1e-6, 0.0], {1, 2, 3}),
-    ("margin:0", [2.0, 2.0], set()), ("margin:0.46", [1.0, 0.0], {1, 2, 3}), ("margin:0.47", [1.0, 0.0], set()),
-    *((exit, [0.0, 0.0], None) for exit in ("early", "static:0", "static:4", "static:1.5", "margin:nan"))])
+    *((exit, [0.0, 0.0], None) for exit in ("early", "static:0", "static:4", "static:1.5", "confidence:nan", "confidence:2"))])
 def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, logits, exits):
     if exits is None:
-        with pytest.raises(UserError, match="static:LOOP, confidence:P, margin:P are allowed"):
+        with pytest.raises(UserError, match="static:LOOP, confidence:P are allowed"):
             serve.exit_rule(exit, 3)
     else:
         leaves = serve.exit_rule(exit, 3)(torch.tensor([logits] * 3, dtype=torch.float64), torch.arange(1, 4))
@@ -185,22 +172,22 @@ def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, logits, exits)
 
 @pytest.mark.parametrize("batching", BATCHINGS)
 def test_when_requests_are_admitted_and_which_depths_share_a_call(batching):
-    """static: when the batch before has ended. sequence, depth: as soon as a row is free. Rows at different loops stand
-    in one call of depth batching, and of no other."""
-    model, joined, idle = looping(), [], []
+    """As soon as a slot is free. Rows at different loops stand in one call of depth batching, and of no other."""
+    model, idle, depths = looping(), [], []
     requests = [serve.Request(prompt, n) for prompt, n in work_of(model, 12)]
-    engine, calls = engine_of(model, batching, exit=RULE)
-    admit = engine.admit
+    engine = serve.Engine(model, 3, 40, batching, exit=RULE)
+    admit, run_loop = engine.admit, engine.adapter.run_loop
 
     def noted(queue):
-        before, waiting = len(engine.busy()), len(queue)
         admit(queue)
-        joined.append(before and len(queue) < waiting)
         idle.append(bool(queue) and len(engine.busy()) < len(engine.slots))
-    engine.admit = noted
-    assert len(list(engine.run(requests))) == 12
-    assert (any(joined), any(idle)) == ((False, True) if batching == "static" else (True, False))
-    depths = [depth for tokens, depth in calls if tokens == 1]
+
+    def noted_loop(h, context):
+        if max(context.n) == 1:
+            depths.append(set(context.loop.tolist()))
+        return run_loop(h, context)
+    engine.admit, engine.adapter.run_loop = noted, noted_loop
+    assert len(list(engine.run(requests))) == 12 and not any(idle)
     assert any(len(depth) > 1 for depth in depths) == (batching == "depth") and set.union(*depths) == {1, 2, 3}
 
 
@@ -267,7 +254,7 @@ def served(capsys, folder, world, *options):
     return [json.loads(line) for line in out.splitlines()], err
 
 
-@pytest.mark.parametrize("options", [["batching=static"], ["fast=false", "slots=2"], ["fill=propagate"]], ids=str)
+@pytest.mark.parametrize("options", [["batching=sequence"], ["fast=false", "slots=2"], ["fill=propagate"]], ids=str)
 def test_requests_are_answered(options, world, capsys):
     """A line of JSON each; an id may come twice, and without one it is the line's number."""
     model, tokenizer, _ = checkpoint.load_run(world / "relaxed" / "r")
@@ -303,7 +290,6 @@ def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, cap
 
 
 REFUSED = [
-    ("relaxed", ["exit=margin:2"], "exit=margin:2: static:LOOP, confidence:P, margin:P are allowed"),
     ("relaxed", ["requests="], "give requests=FILE"), ("gpt", [], "models that loop over depth are served (relaxed, mor), not a model_gpt"),
     ("relaxed", ["requests={w}/missing.jsonl"], "missing.jsonl cannot be read: No such file"),
     ("relaxed", ["requests={w}/empty.jsonl"], "empty.jsonl is empty"),
@@ -321,8 +307,8 @@ def test_what_is_refused(run, options, message, world):
 # ---- mor: a router decides ----
 
 ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router"), "token": dict(router="token"),
-           "token, share": dict(router="token", kv="share", share="cycle", n_layer=6), "none": dict(router="none"),
-           "expert, share": dict(kv="share"), "capped": dict(exit_loop=2)}
+           "token, cycle": dict(router="token", share="cycle", n_layer=6), "none": dict(router="none"),
+           "capped": dict(exit_loop=2)}
 
 
 @torch.no_grad()
@@ -349,11 +335,7 @@ def test_routed_answers_are_those_of_a_text_alone(name):
     assert {loop for _, exits, _ in want for loop in exits} == loops
 
 
-def test_share_update_is_refused():
-    with pytest.raises(UserError, match="kv=share_update is not served"):
-        serve.Engine(looping(module=model_mor, n_layer=5, kv="share_update"), 1)
-
-
-def test_a_routed_run_is_served(world, capsys):
-    answers, _ = served(capsys, world / "mor" / "r", world, "stop=false")
-    assert len(answers) == 5 and {loop for a in answers for loop in a["exits"]} == {1, 2}
+@pytest.mark.parametrize("kv", ["share", "share_update"])
+def test_shared_keys_are_refused(kv):
+    with pytest.raises(UserError, match=f"kv={kv} is not served"):
+        serve.Engine(looping(module=model_mor, n_layer=5, kv=kv), 1)

@@ -2,10 +2,12 @@
 import ast
 import graphlib
 import re
+import shutil
 
 import pytest
 
-from conftest import ROOT
+import runs
+from conftest import ROOT, python
 
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("lab/*.py")])
 FORBIDDEN = {"eval", "exec", "compile", "__import__"}
@@ -100,3 +102,22 @@ KNOWN_PRIVATE = {"kernels.py"}      # the log-sum-exp of the fused kernel for CP
 def test_no_private_name_of_a_library(file):
     names = {ast.unparse(n) for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)}
     assert file.name in KNOWN_PRIVATE or [n for n in names if PRIVATE.fullmatch(n)] == []
+
+
+# What a release of one method needs, here RAT's: README.md lists the same files.
+COMMON = "__init__", "keys", "process", "checkpoint", "data", "tokenizer", "optim", "sampling"
+ALONE = ["model_gpt.py", "model_rat.py", "kernels.py", "train.py", "sample.py", "prepare.py",
+         *(f"common/{name}.py" for name in COMMON)]
+
+
+def test_one_method_alone(tmp_path, data_dir):
+    """Its files, as they are, train and sample."""
+    for name in ALONE:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    small = runs.arguments("rat", tmp_path / "out", data_dir, "max_steps=2", "sample_tokens=5")
+    for name, *keys in ("train.py", *small), ("sample.py", tmp_path / "out" / "r", "max_new_tokens=5"):
+        done = python(tmp_path / name, *keys)
+        assert done.returncode == 0, done.stderr
+    listed = (ROOT / "README.md").read_text().split("One method alone")[1].split("\n\n")[0]
+    assert [name for name in ALONE if name.removeprefix("common/").removesuffix(".py") not in listed] == []

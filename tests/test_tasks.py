@@ -17,7 +17,7 @@ from common import tasks
 import train
 from common.keys import UserError
 from common.data import TextBatches
-from common.config import TrainConfig
+from common.process import TrainConfig
 from common.tokenizer import TaskTokenizer, load_tokenizer
 
 every_task = pytest.mark.parametrize("task", tasks.TASKS)

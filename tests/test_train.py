@@ -26,7 +26,7 @@ import train
 from common.keys import UserError
 from conftest import MODELS, ROOT, TORCHRUN, python, two_processes
 from common.data import TokenData
-from common.config import TrainConfig, read_config
+from common.process import TrainConfig, read_config
 
 models = pytest.mark.parametrize("name", MODELS)
 

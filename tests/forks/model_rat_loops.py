@@ -1,0 +1,28 @@
+"""RAT's layers in Relaxed's loops: the blocks are tied, without deltas of their own."""
+from dataclasses import dataclass
+
+import model_rat
+import model_relaxed
+
+
+@dataclass
+class Config(model_rat.Config, model_relaxed.Config):
+    CONVERTS_FROM = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.swa and self.n_stored % 2:      # a block has a window in all loops, or in none
+            raise ValueError(f"n_layer={self.n_layer} in n_loop={self.n_loop} loops: with swa, "
+                             f"n_layer / n_loop must be even")
+
+
+class Model(model_relaxed.Model):
+    context_type, context_limit = model_rat.Context, None
+    mixer_flops = model_rat.Model.mixer_flops
+
+    def make_block(self, cfg, k):
+        return model_rat.Block(cfg, k)
+
+    def init_cache(self, batch_size, max_len):
+        n_layer = self.loops_to_run * self.cfg.n_stored
+        return model_rat.Cache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
