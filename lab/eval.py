@@ -38,7 +38,6 @@ from common.keys import (UserError, asks_help, first_line, help_text, need, read
                          split_paths, typed_config, writing)
 from common.process import autocast, check_tokenizer, device_name, pick_device
 from common.sampling import check_finite
-from common.tasks import is_task
 from common.tokenizer import load_tokenizer
 from sample import choose_prefill
 
