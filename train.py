@@ -496,6 +496,8 @@ def main(argv):
     run = setup(argv)
     if run.cfg.eval_only:
         result = evaluate(run)
+        if not math.isfinite(result["val_ce"]):
+            raise UserError(f"val_ce is {result['val_ce']}: the weights are broken")
         if run.procs.master:
             print(in_words(result))
     else:

@@ -48,12 +48,16 @@ class Sampling(Decoding):
         return self.temperature, self.top_k, self.top_p, self.repetition_penalty
 
 
+def check_finite(logits):
+    if not logits.isfinite().all():
+        raise UserError("the model's logits are not finite: its weights, or its sizes, are broken")
+
+
 def next_tokens(logits, texts, temperature, top_k, top_p, repetition_penalty, generator):
     """One token a row from logits (B, V): (B,) int64. texts: each row's token ids so far, lists.
     Order: penalty (Keskar et al. 2019: positive logits divided, negative multiplied), temperature,
     top_k, top_p (Holtzman et al. 2020: the smallest set of likeliest tokens that reaches top_p)."""
-    if not logits.isfinite().all():
-        raise UserError("the model's logits are not finite: its weights, or its sizes, are broken")
+    check_finite(logits)
     if repetition_penalty != 1:
         logits = logits.clone()
         for row, ids in zip(logits, texts):

@@ -37,6 +37,7 @@ from common.data import TokenData, Windows, bits_per_byte, is_task, open_data
 from common.keys import (UserError, asks_help, first_line, help_text, need, read_text, run_cli,
                          split_paths, typed_config, writing)
 from common.process import autocast, check_tokenizer, device_name, pick_device
+from common.sampling import check_finite
 from common.tokenizer import load_tokenizer
 from sample import choose_prefill
 
@@ -97,6 +98,7 @@ def losses(model, batches, windows, length, units):
         for k in units:
             idx, targets = (t.view(-1, k * length) for t in (x, y))
             logits = model(idx.to(device))[0].flatten(0, 1)
+            check_finite(logits)
             nats = F.cross_entropy(logits, targets.flatten().to(device), reduction="none")
             sums[k] += nats.view_as(idx).cpu().double().sum(0)
     rows = sum(map(len, windows))
@@ -230,7 +232,9 @@ class HarnessModel:
             # padding is on the right, where no token attends to it
             idx = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, batch)], batch_first=True)
             cache = self.model.init_cache(*idx.shape) if self.cached else None
-            for row, logits in zip(batch, self.model(idx.to(device), cache=cache)[0]):
+            found_logits = self.model(idx.to(device), cache=cache)[0]
+            check_finite(found_logits)
+            for row, logits in zip(batch, found_logits):
                 for n in rows[row]:
                     ids = torch.tensor(pairs[n][1], dtype=torch.long, device=device)
                     ours = logits[len(row) - len(ids):len(row)]  # (answer, V)

@@ -424,7 +424,7 @@ def show(experiment, runs):
 
 def main(argv):
     if asks_help(argv):
-        return print(__doc__)
+        return print(__doc__ or f"NAME one of: {', '.join(load_experiments())}")    # python -OO
     experiments, names, failed = load_experiments(), {*argv}, []
     for name in names:
         if name not in (allowed := [*experiments, *TIERS, "write"]):

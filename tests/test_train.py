@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from common import checkpoint
+from lab import eval as evaluation
 from common import keys
 from common import data
 from common import llama
@@ -268,6 +269,15 @@ def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, 
     with pytest.raises(UserError, match="logits are not finite"):
         sample.sample_text(trainer.model, trainer.batches.train.tokenizer, "a", 3)
     assert checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")["step"] == 2
+    saved = checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")
+    for name in ("mlp.w_gate", "mlp.w_up"):     # their product is infinite
+        saved["weights"][f"blocks.0.{name}.weight"] *= 1e30
+    checkpoint.save_checkpoint(trainer.folder / "ckpt.pt", saved)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="val_ce is nan"):
+        train.main([*argv, "eval_only=true"])
+    with pytest.raises(UserError, match="logits are not finite"):
+        evaluation.main([str(trainer.folder)])
 
 
 def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
