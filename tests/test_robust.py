@@ -37,7 +37,7 @@ def test_random_configurations_run_or_are_refused(seed, data_dir, tmp_path):
     """Refused: in one line, and nothing is written. The first that is not: three steps, an evaluation, one more step
     after resuming, and decoding."""
     rng, model = random.Random(seed), MODELS[seed % len(MODELS)]
-    for keys in (drawn(rng, model) for _ in range(20)):
+    for keys in (drawn(rng, model) for _ in range(200)):
         try:
             trainer = runs.run(model, tmp_path / "out", data_dir, *keys, "max_steps=3")
             break
