@@ -282,6 +282,13 @@ def cross_entropy(logits, targets):
     return total / (targets != -1).sum().clamp(min=1)
 
 
+class ScaledEmbedding(nn.Embedding):
+    """Rows times sqrt(C), as in Gemma. A tied head reads the rows as they are."""
+
+    def forward(self, idx):
+        return super().forward(idx) * math.sqrt(self.embedding_dim)
+
+
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
     A model adds blocks, calls init_weights and has mixer_flops(); it may replace the rest.
@@ -293,9 +300,9 @@ class LanguageModel(nn.Module):
     def __init__(self, cfg, blocks):
         super().__init__()
         self.cfg = cfg
-        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        if getattr(cfg, "scale_embeddings", False):     # not in a tied head
-            self.wte.register_forward_hook(lambda wte, idx, x: x * math.sqrt(cfg.n_embd))
+        scaled = getattr(cfg, "scale_embeddings", False)
+        embedding = ScaledEmbedding if scaled else nn.Embedding
+        self.wte = embedding(cfg.vocab_size, cfg.n_embd)
         self.drop = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(blocks)
         self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
@@ -402,11 +409,14 @@ class Model(LanguageModel):
 
     def mixer_flops(self):
         """In each layer 12 H D for each visible key (q k and a v), averaged over positions."""
-        cfg, T = self.cfg, self.cfg.block_size
-        w = min(cfg.window or T, T)
-        keys = (w * (w + 1) / 2 + (T - w) * w) / T
-        width = cfg.n_head * cfg.head_dim
-        return 12.0 * cfg.n_layer * width * keys
+        cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
+        return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size, cfg.window)
+
+
+def visible_keys(T, window=0):
+    """How many keys a query of T tokens attends to, averaged over positions."""
+    w = min(window or T, T)
+    return (w * (w + 1) / 2 + (T - w) * w) / T
 
 
 # ---- decoding: the KV cache ----
@@ -476,7 +486,7 @@ class KVCache:
             return Slots((self.longest + offset)[None], end, n_new)
         pos = self.lengths[:, None] + offset        # (B, T)
         at = torch.where(offset < n_new[:, None], pos, self.max_len)
-        # padding may stand beyond all keys; the clamp lets it see one in a window: no NaN
+        # padding may stand beyond all keys; the clamp leaves it one in a window: no NaN
         return Slots(pos.clamp(max=end - 1), end, n_new, at)
 
     def write(self, layer, k, v, slots):

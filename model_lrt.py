@@ -63,7 +63,7 @@ import torch.nn.functional as F
 
 import kernels
 from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, attention_bias,
-                       choice, cross_entropy, rope_tables, upcast)
+                       choice, cross_entropy, rope_tables, upcast, visible_keys)
 
 
 @dataclass
@@ -529,7 +529,6 @@ class Model(LanguageModel):
         return weights * (math.ceil(T / cfg.chunk) / T if cfg.train_path == "chunked" else 1)
 
     def mixer_flops(self):
-        cfg, T = self.cfg, self.cfg.block_size
-        windows = [min(cfg.window(l) or T, T) for l in range(cfg.n_layer)]
-        keys = sum((w * (w + 1) / 2 + (T - w) * w) / T for w in windows)
+        cfg = self.cfg
+        keys = sum(visible_keys(cfg.block_size, cfg.window(l)) for l in range(cfg.n_layer))
         return 12.0 * cfg.n_head * cfg.head_dim * keys

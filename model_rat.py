@@ -358,7 +358,7 @@ def with_cached(k, v, layer, context):
     unkept = pos < (cache.lengths + context.slots.n_new)[:, None] - R
     if context.padding is not None:
         unkept = unkept | context.padding
-        # after all tokens: visible to padding alone, which so sees a key (no NaN)
+        # after all tokens: visible to padding alone, which so has a key (no NaN)
         pos = pos.masked_fill(context.padding, cache.max_len)
     cache.fill(layer, k, v, torch.where(unkept, R, pos % R))
     k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(cached, (k, v)))

@@ -322,7 +322,7 @@ class Model(LanguageModel):
 
     def prefill(self, x, cache, n_valid):
         """T tokens x (B, T, C) after a cache -> (B, T, C). A wavefront needs rows of equal length
-        in the cache; new rows may differ, as no token sees the padding behind it."""
+        in the cache; new rows may differ, as no token attends to the padding behind it."""
         equal = not cache.ragged                    # place may change it
         slots = cache.place(x.size(1), n_valid)     # raises if they do not all fit
         if equal and self.cfg.schedule_used == "wavefront":

@@ -122,7 +122,7 @@ Step = namedtuple("Step", "s lo hi")  # layers l = lo .. hi - 1 compute their ch
 class Wavefront:
     """L layers over x (B, T, d), after S cached tokens: sizes, order, tables. Layer l reads
     states[l] and writes states[l + 1], states (L + 1, length, B, d), where the B rows of a
-    position are a product's rows. length is T in whole chunks: no position sees the padding."""
+    position are a product's rows. length is T in whole chunks: the padding is behind all tokens."""
 
     def __init__(self, cfg, x, L, S=0):
         self.cfg, self.L, self.S = cfg, L, S

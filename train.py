@@ -22,6 +22,7 @@ processes and a run that evaluates more often see the same tokens and end in the
 evaluation, saving, the training loop, main.
 """
 import contextlib
+import functools
 import importlib.util
 import math
 import os
@@ -68,6 +69,11 @@ class Run:
     @property
     def task(self):
         return is_task(self.cfg.dataset)
+
+    @functools.cached_property
+    def data(self):
+        """The fingerprint of the data. Once a run: it may have to read all tokens."""
+        return data_fingerprint(self.cfg)
 
 
 def setup(argv):
@@ -157,7 +163,7 @@ def claim_folder(run, ckpt):
 def describe(run):
     """Print the model, the data, and what the run will do."""
     cfg, model, procs = run.cfg, run.model, run.procs
-    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
+    tokens = tokens_per_step(cfg, model)
     size = sum(p.numel() for p in model.parameters())
     path = getattr(model.cfg, "path", "fast" if model.cfg.fast else "naive")
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, "
@@ -265,8 +271,8 @@ def save_and_evaluate(run):
         raise UserError(f"val_ce is {ce} at step {run.step}: stopped, {kept(run)}")
     if not math.isfinite(ce):
         return without_chain(run, estimate)
-    best = result["val_ce"] < run.best_ce
-    run.evaluated, run.best_ce = run.step, min(run.best_ce, result["val_ce"])
+    best = ce < run.best_ce
+    run.evaluated, run.best_ce = run.step, min(run.best_ce, ce)
     if best:
         save(run, "best.pt")
     if run.log:
@@ -299,26 +305,21 @@ def kept(run):
     return "ckpt.pt is kept" if saved else "no checkpoint was saved yet"
 
 
-def whole(run, tree):
-    """Lists and dicts of tensors, those that are sharded gathered."""
-    if not run.cfg.fsdp:
-        return tree
-    from common.sharded import whole
-    return whole(tree)
-
-
 def state(run):
     """All that a resumed run needs, as tensors and plain values. (The trainer draws no random
     number that depends on the RNG's state; a model may.)"""
     cuda = run.procs.device.type == "cuda"
+    weights, optimizers = dict(run.model.state_dict()), [o.state_dict() for o in run.optimizers]
+    if run.cfg.fsdp:
+        from common.sharded import whole
+        weights, optimizers = whole(weights), whole(optimizers)
     return {"model": run.cfg.model,
             "config": {**asdict(run.cfg), **asdict(run.model.cfg)},
             "model_config": asdict(run.model.cfg),
             "tokenizer": run.batches.train.tokenizer.to_dict(),
-            "weights": whole(run, dict(run.model.state_dict())),
-            "optimizers": [whole(run, o.state_dict()) for o in run.optimizers],
+            "weights": weights, "optimizers": optimizers,
             "step": run.step, "evaluated": run.evaluated, "best_ce": run.best_ce,
-            "data": data_fingerprint(run.cfg),
+            "data": run.data,
             "rng": {"cpu": torch.get_rng_state(),
                     "cuda": torch.cuda.get_rng_state() if cuda else None}}
 
@@ -327,7 +328,7 @@ def restore(run, ckpt):
     """Go on from the state of a checkpoint; the model has its weights already."""
     load_optimizers(run.optimizers, ckpt["optimizers"])
     run.step, run.evaluated, run.best_ce = (ckpt[k] for k in ("step", "evaluated", "best_ce"))
-    if ckpt.get("data") != data_fingerprint(run.cfg):
+    if ckpt.get("data") != run.data:
         note("the data is another than the checkpoint's: the best loss is forgotten")
         run.best_ce = math.inf
     try:

@@ -5,7 +5,7 @@ log; and exports.
     python -m common.checkpoint out/gpt_tiny export=gpt.safetensors
         weights, config, tokenizer: for sample.py, serve.py, lab.eval, and init_from=
     python -m common.checkpoint out/relaxed_tiny export=hf/relaxed
-        a Hugging Face folder: a Llama or Qwen3, of exit_loop loops
+        a Hugging Face folder: a Llama, Mistral, Qwen3 or Gemma, of exit_loop loops
 
 A run's folder has ckpt.pt, the last state. pending.pt is there while that state is evaluated: it
 takes ckpt.pt's place if what it computes is finite.
@@ -147,9 +147,10 @@ def check_state(state, path, names=FIELDS):
                 raise TypeError(f"its {name} cannot be right")
         schema = model_module(state["model"]).Config
         for key in state["model_config"].keys() - {f.name for f in fields(schema)}:
-            value = state["model_config"].pop(key), state["config"].pop(key, None)
-            print(f"note: {path}: {key}={value[0]!r} is dropped: model={state['model']} has no "
-                  f"such key", file=sys.stderr)
+            value = state["model_config"].pop(key)
+            state["config"].pop(key, None)
+            print(f"note: {path}: {key}={value!r} is dropped: model={state['model']} has no such "
+                  f"key", file=sys.stderr)
         typed_config(schema, {}, state["model_config"])
         if not all(w.isfinite().all() for w in state["weights"].values()):
             raise TypeError("its weights are not finite")

@@ -122,20 +122,23 @@ def agreement(model, inputs):
 
 
 @torch.no_grad()
-def router_scores(model, inputs):
-    """Of MoR's expert choice: how the scores sigmoid(s) of the tokens that could take a
-    recursion spread over the tenths from 0 to 1. Those of 0.5 and more take it."""
+def expert_choices(model, inputs):
+    """Of MoR's expert choice. scores: how sigmoid(s) of the tokens that could take a recursion
+    spreads over the tenths from 0 to 1 (those of 0.5 and more take it). dead: the fraction of
+    positions that take the last recursion in no sequence (Table 10: of 500)."""
     routers = model.aux_routers if model.cfg.causal == "aux_router" else model.routers
-    counts, seen = torch.zeros(model.loops_to_run, 10), {}
+    counts, seen, depths = torch.zeros(model.loops_to_run, 10), {}, []
     for r, router in enumerate(routers):
         router.register_forward_hook(lambda _, x, s, r=r: seen.update({r: s[..., 0]}))
     for x in inputs:
         seen.clear()
-        taken = model.recursions(x)  # (B, T)
+        depths.append(taken := model.recursions(x))  # (B, T)
         for r in range(1, len(seen)):  # routers after those that let no token on do not run
             scores = seen[r][taken >= r].float().sigmoid()
             counts[r] += torch.histc(scores.cpu(), 10, 0, 1)
-    return {str(r + 1): (n / n.sum().clamp(min=1)).tolist() for r, n in enumerate(counts) if r}
+    dead = (torch.cat(depths) < model.loops_to_run).all(0).float().mean()
+    spread = [(n / n.sum().clamp(min=1)).tolist() for n in counts]
+    return {"dead": float(dead), "scores": {str(r + 1): n for r, n in enumerate(spread) if r}}
 
 
 def evaluate_text(model, run, cfg, ckpt):
@@ -162,10 +165,7 @@ def evaluate_text(model, run, cfg, ckpt):
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
     if getattr(model.cfg, "router", "") == "expert":
-        taken = torch.cat([model.recursions(x) for x in inputs])  # (rows, T)
-        # positions that take the last recursion in no row (Table 10: of 500)
-        result["dead"] = float((taken < model.loops_to_run).all(0).float().mean())
-        result["scores"] = router_scores(model, inputs)
+        result |= expert_choices(model, inputs)
     return result
 
 
