@@ -76,7 +76,6 @@ TRAIN = [
     (["dataset=task:recall", "block_size=7"], "block_size=7 is impossible for dataset=task:recall"),
     (["dataset=task:recall", "task_examples=1_000_000_000"], "too many to hold in memory"),
     (["dataset=task:s3", "tokenizer=char"], "leave out tokenizer"),
-    (["dataset=task:s3", "task_next_token=true"], "task_next_token=true is for recall, fuzzy_recall, noisy_recall"),
     # config files
     (["config=pipe"], "pipe cannot be read"),
     (["config={w}/broken.yaml"], "broken.yaml is not valid YAML"), (["config={w}/nested.yaml"], "must hold flat"),
