@@ -77,14 +77,12 @@ def other_names(cfg) -> str:
     return f"; {', '.join(found)} has the same source and tokenizer" if found else ""
 
 
-def data_fingerprint(cfg) -> str:
+def data_fingerprint(cfg, batches) -> str:
     """A SHA-256 of what a run trains and validates on: the tokens of its data set, or the keys
     that a task's examples depend on."""
-    if is_task(cfg.dataset):
-        parts = [cfg.dataset, cfg.seed, cfg.task_examples]
-    else:
-        splits = read_meta(data_folder(cfg))["splits"]
-        parts = [splits[split]["sha256"] for split in ("train", "val")]
+    parts = [cfg.dataset, cfg.seed, cfg.task_examples]
+    if not is_task(cfg.dataset):
+        parts = [batches.train.sha256, batches.val.sha256]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

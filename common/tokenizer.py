@@ -120,22 +120,17 @@ class HFTokenizer(Tokenizer):
 
     def __init__(self, data, eos=None):
         """data: what a tokenizer.json holds; eos: the text of end-of-text."""
-        self.library = library = hf_library(data)
-        vocab = library.get_vocab()
-        eos = eos or next((t for t in EOS_TOKENS if t in vocab), None)
-        if eos not in vocab:
-            raise ValueError("no end-of-text token: name one of its vocabulary as eos_token in "
-                             "tokenizer_config.json")
-        library.add_special_tokens([eos])
-        added = library.get_added_tokens_decoder().values()
-        special = [token.content for token in added if token.special]
-        saved = {"kind": "hf", "eos": eos, "json": library.to_str()}
-        super().__init__(hf_pieces(data, vocab, special), vocab[eos], saved)
+        self.library, eos = hf_library(data, eos)
+        added = self.library.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        pieces = hf_pieces(self.library.get_vocab(), special, str(data.get("decoder")))
+        saved = {"kind": "hf", "eos": eos, "json": self.library.to_str()}
+        super().__init__(pieces, self.library.token_to_id(eos), saved)
         # some put a blank before a text: between slices, before a mark that no token joins
         self.mark, self.n_mark = "", 0
         if self.decode_bytes(self.encode("a")).startswith(b" "):
             self.n_mark, self.mark = len(self.encode(MARK)), MARK
-        ids = self.encode(text := PROBE + " ".join(special))
+        ids = self.encode(text := PROBE + " ".join(sorted(special)))
         if {self.decode(ids).strip(), self.decode_bytes(ids).decode().strip()} != {text}:
             raise ValueError("not every text comes back, as from a BPE with tokens for all bytes")
 
@@ -262,22 +257,29 @@ def byte_signs() -> dict:
     return {**{chr(i): i for i in printing}, **{chr(256 + n): i for n, i in enumerate(others)}}
 
 
-def hf_library(data):
-    """A tokenizer.json as the library reads it: without what depends on more than the text, and
-    without what adds special tokens, or makes them from text."""
+def hf_library(data, eos):
+    """A tokenizer.json as the library reads it, without what depends on more than the text, and
+    without what adds special tokens or makes them from text. And its end-of-text, which is found
+    where none is given."""
     model = {key: value for key, value in data["model"].items() if key != "dropout"}
     data = {**data, "model": model, "truncation": None, "padding": None, "post_processor": None}
     library = need("tokenizers").Tokenizer.from_str(json.dumps(data))
+    vocab = library.get_vocab()
+    eos = eos or next((token for token in EOS_TOKENS if token in vocab), None)
+    if eos not in vocab:
+        raise ValueError("no end-of-text token: name one of its vocabulary as eos_token in "
+                         "tokenizer_config.json")
+    library.add_special_tokens([eos])
     library.encode_special_tokens = True
-    return library
+    return library, eos
 
 
-def hf_pieces(data, vocab, special) -> list:
+def hf_pieces(vocab, special, decoder) -> list:
     """The bytes that each id adds to a text. None for special tokens and unused ids."""
-    byte_level = "ByteLevel" in str(data.get("decoder"))
     pieces = [b""] * (max(vocab.values()) + 1)
     for word, i in vocab.items():
-        pieces[i] = b"" if word in special else word_bytes(word, byte_level)
+        if word not in special:
+            pieces[i] = word_bytes(word, "ByteLevel" in decoder)
     return pieces
 
 
