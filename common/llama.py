@@ -39,16 +39,18 @@ def to_pretrained(model, path, eos=None):
     model = unrolled(model)
     c, family = model.cfg, family_of(model.cfg)
     config = dict(
-        architectures=[f"{family}ForCausalLM"], model_type=family.lower(), vocab_size=c.vocab_size,
-        hidden_size=c.n_embd, intermediate_size=c.n_mlp, num_hidden_layers=c.n_layer,
-        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
+        architectures=[f"{family}ForCausalLM"], model_type=family.lower(),
+        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_mlp,
+        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
+        num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
         max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        hidden_act=ACTS[c.mlp], attention_bias=False, mlp_bias=False, bos_token_id=None,
-        eos_token_id=eos,
+        hidden_act=ACTS[c.mlp], attention_bias=False, mlp_bias=False,
+        bos_token_id=None, eos_token_id=eos,
         tie_word_embeddings=c.tie_embeddings, sliding_window=c.window or None,
         torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."))
-    weights = {llama_name(n): p.detach().contiguous() for n, p in model.named_parameters()}
+    named = model.named_parameters()
+    weights = {llama_name(name): p.detach().contiguous() for name, p in named}
     if family == "Gemma":
         weights |= {name: w - 1 for name, w in weights.items() if "norm" in name}
     Path(path).mkdir(parents=True, exist_ok=True)
@@ -67,8 +69,7 @@ def family_of(c):
     gemma = c.mlp == "geglu" and c.scale_embeddings
     if c.pos != "rope" or c.mlp == "gelu" or len(families) > 1 or has["Gemma"] != gemma:
         raise ValueError("only pos=rope with mlp=swiglu and one of qk_norm and window, or with "
-                         "mlp=geglu and scale_embeddings, can be written as a Llama, Qwen3, "
-                         "Mistral or Gemma")
+                         "mlp=geglu and scale_embeddings, can be written as a Llama folder")
     return families[0]
 
 
@@ -154,11 +155,10 @@ def llama_config(folder):
     model_gpt cannot compute (biases, scaled RoPE) is refused by name."""
     hf = read_json(folder / "config.json")
     family = hf.get("model_type")
-    if family == "gpt_neox":
-        raise ValueError("model_type gpt_neox (Pythia) is not supported: its LayerNorms, biases, "
-                         "parallel residuals and partial RoPE are not in model_gpt")
     if family not in [*DEFAULTS]:
-        raise ValueError(f"model_type {family!r:.60} is not supported: {', '.join(DEFAULTS)} are")
+        pythia = " (Pythia has LayerNorms, biases, parallel residuals)" * (family == "gpt_neox")
+        raise ValueError(f"model_type {family!r:.60} is not supported{pythia}: "
+                         f"{', '.join(DEFAULTS)} are")
     hf = {**DEFAULTS[family], **hf}
     width, n_head = field(hf, "hidden_size"), field(hf, "num_attention_heads")
     for name, value in {"num_key_value_heads": n_head, "head_dim": width // n_head,
