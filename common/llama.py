@@ -222,7 +222,7 @@ def stored_weights(folder):
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict):
             raise ValueError(f"{index} has no weight_map")
-        files = sorted(map(str, set(names.values())))
+        files = sorted(set(map(str, names.values())))
     for file in files:
         if not (folder / file).is_file():
             raise ValueError(f"{folder / file} is missing or is not a regular file")

@@ -252,3 +252,11 @@ def test_damaged_folders_are_refused(tmp_path, file, named):
     os.truncate(tmp_path / file, 100)
     with pytest.raises((ValueError, UserError), match=named):
         llama.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("index, named", [("{}", "no weight_map"), ('{"weight_map": {"a": [3]}}', r"\[3\] is missing")])
+def test_a_broken_index_is_refused(tmp_path, index, named):
+    saved_llama(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=named):
+        llama.from_pretrained(tmp_path)
