@@ -124,7 +124,7 @@ PREPARE = [
     (["dataset=file:folder"], "nor a folder with text files"), (["dataset=pyton"], "the data sets are python, "),
     (["tokenizer=bpe:257"], "the size must be 258 to"),
     (["tokenizer=morse"], "the tokenizers are byte, "), (["name=../up"], "'../up' is not allowed"),
-    (["tokenizer=hf:folder"], "its tokenizer.json cannot be read"), (["val_fraction=0"], "val_fraction must"),
+    (["tokenizer=hf:folder"], "folder/tokenizer.json cannot be read"), (["val_fraction=0"], "val_fraction must"),
     (["data_dir=afile"], "cannot write afile/python-byte: Not a directory"),
 ]
 PROGRAMS = {"train": (train.main, TRAIN), "sample": (sample.main, SAMPLE), "bench": (bench.main, BENCH),
