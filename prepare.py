@@ -17,7 +17,7 @@ tokenizer  byte              256 byte values; vocabulary 257
            char              the distinct characters of the text
            bpe:SIZE          byte-pair encoding, trained on the train split; SIZE tokens in all
            gpt2              GPT-2's (downloaded once, or read from TIKTOKEN_CACHE_DIR)
-           hf:PATH_OR_NAME   a Hugging Face model's: a folder with tokenizer.json, or a hub name
+           hf:PATH_OR_NAME   a Hugging Face model's BPE: a folder with tokenizer.json, or a hub name
 
 A document goes to the split that its SHA-256 gives, so it stays there when others come or go.
 Where val would miss val_fraction of the bytes by a tenth, it takes documents in the order of their
