@@ -72,8 +72,8 @@ class Run:
 
     @functools.cached_property
     def data(self):
-        """The fingerprint of the data. Once a run: it may have to read all tokens."""
-        return data_fingerprint(self.cfg)
+        """The fingerprint of the data."""
+        return data_fingerprint(self.cfg, self.batches)
 
 
 def setup(argv):
