@@ -244,18 +244,8 @@ class Slot:
     waiting: dict = field(default_factory=lambda: defaultdict(list))
     left: list = field(default_factory=list)    # fed tokens that have left the loops
 
-    @property
-    def prefills(self):
-        return self.fed.start == 0
-
     def feed(self, positions):
         self.fed, self.loop, self.left = positions, 1, []
-
-    def take(self):
-        """The tokens that wait for the slot's loop, which they take now."""
-        for token in self.waiting[self.loop]:
-            token.loop = self.loop
-        return self.waiting.pop(self.loop)
 
 
 class Engine:
@@ -324,7 +314,9 @@ class Engine:
         """One loop for the tokens that wait for it. A slot whose newest token exits gets the next
         token of its answer, and feeds it from loop 1 on. Returns the slots that stay."""
         self.embed([slot for slot in slots if slot.loop == 1])
-        tokens = [token for slot in slots for token in slot.take()]
+        tokens = [token for slot in slots for token in slot.waiting.pop(slot.loop)]
+        for token in tokens:
+            token.loop = token.slot.loop
         if self.fill == "propagate":
             self.run_layers(self.adapter.project, [token for token in tokens if token.frozen])
         self.run_layers(self.adapter.run_loop, [token for token in tokens if not token.frozen])
@@ -337,7 +329,8 @@ class Engine:
         exiting, logits = self.exiting(slots)
         for slot in exiting:
             slot.newest.frozen = self.fill == "propagate"
-        self.emit(exiting, logits)
+        if exiting:
+            self.emit(exiting, logits)
         stay = [slot for slot in slots if slot not in exiting]
         for slot in stay:
             slot.loop += 1
@@ -366,13 +359,12 @@ class Engine:
 
     def exiting(self, slots):
         """The slots whose newest tokens exit after this loop, and these tokens' logits (R, V)."""
-        # no token of theirs goes on: then mor's last layer takes all that left the loops
         asked = through = [slot for slot in slots if slot.loop + 1 not in slot.waiting]
-        if self.adapter.routed:
+        if self.adapter.routed:     # mor's last layer takes all that a slot feeds together
             left = [token for slot in through for token in slot.left]
-            self.run_layers(self.adapter.run_last, left, loop=1)    # which all tokens take
-        if self.rule:       # a prefill takes all loops, so that its keys are complete
-            asked = [slot for slot in slots if slot in through or not slot.prefills]
+            self.run_layers(self.adapter.run_last, left, loop=1)
+        if self.rule:       # which does not see a prefill: its keys shall be complete
+            asked = [slot for slot in slots if slot in through or slot.fed.start > 0]
         if not asked:       # the others need no logits
             return [], None
         logits = self.logits(torch.stack([slot.newest.h for slot in asked]))
@@ -389,8 +381,6 @@ class Engine:
 
     def emit(self, slots, logits):
         """Each slot gets the next token of its answer and feeds it, or the answer ends."""
-        if not slots:
-            return
         for slot, token in zip(slots, self.pick(slots, logits)):
             ends = token == self.eot
             if not ends:
@@ -510,22 +500,16 @@ class SlotContext:
 # ---- the models ----
 
 class LoopAdapter:
-    """What the engine asks of a model. x (R, T, C): states; context: a SlotContext. Where loops of
-    rows differ, with batching=depth, they have the same blocks.
-
-        run_loop(x, context)        -> states after the loop of each row
-        goes_on(tokens)             -> for each whether it takes the next loop, if there is one
-    where a rule decides which tokens exit:
-        project(x, context)         writes keys and values of a loop, which x does not take; -> x
-    where a router decides:
-        run_first(x, context), run_last(x, context)     the layers outside the loops
-    """
-    routed = False          # whether a router decides
+    """What the engine asks of a model. The layers are functions of states x (R, T, C) and a
+    SlotContext: run_loop, the loop of each row (those that differ have the same blocks);
+    project, which only writes a loop's keys and values; run_first and run_last, outside."""
+    routed = False          # whether a router decides which tokens exit, and layers stand outside
 
     def __init__(self, model):
         self.model, self.cfg = model, model.cfg
 
     def goes_on(self, tokens):
+        """For each token, whether it takes the next loop, if there is one."""
         return [True] * len(tokens)
 
 

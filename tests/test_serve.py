@@ -173,10 +173,10 @@ def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, logits, exits)
 # ---- scheduling ----
 
 @pytest.mark.parametrize("batching", BATCHINGS)
-def test_when_requests_are_admitted_and_which_depths_share_a_call(batching):
-    """As soon as a slot is free. Rows at different loops stand in one call of depth batching, and of no other."""
-    model, idle, depths = looping(), [], []
-    requests = [serve.Request(prompt, n) for prompt, n in work_of(model, 12)]
+def test_when_requests_are_admitted_and_what_shares_a_call(batching):
+    """As soon as a slot is free. Rows are tokens, in depth batching also of different loops; a long prompt is one row."""
+    model, idle, depths, sizes = looping(), [], [], set()
+    requests = [serve.Request(prompt, n) for prompt, n in [*work_of(model, 12), ([1] * 20, 3)]]
     engine = serve.Engine(model, 3, 40, batching, exit=RULE)
     admit, run_loop = engine.admit, engine.adapter.run_loop
 
@@ -186,10 +186,12 @@ def test_when_requests_are_admitted_and_which_depths_share_a_call(batching):
 
     def noted_loop(x, context):
         depths.append(set(context.loop.tolist()))
+        sizes.add(x.shape[:2])
         return run_loop(x, context)
     engine.admit, engine.adapter.run_loop = noted, noted_loop
-    assert len(list(engine.run(requests))) == 12 and not any(idle)
+    assert len(list(engine.run(requests))) == 13 and not any(idle)
     assert any(len(depth) > 1 for depth in depths) == (batching == "depth") and set.union(*depths) == {1, 2, 3}
+    assert {size for size in sizes if size[1] > 1} == {(1, 20)}
 
 
 # ---- memory ----
