@@ -33,8 +33,11 @@ that loop, too, with fill=propagate only its keys and values are projected from 
 Words. A request is decoded in a slot. What a slot feeds to the model is its prompt at first (a
 prefill), then one token of the answer at a time. In relaxed a rule decides where a fed token
 exits (exit=), but a prefill takes all loops; in mor a router decides, of a prefill's tokens too.
-Between two calls of the model each token waits for its next loop, until its slot goes there.
-The models' blocks run unchanged, with rows of the batch that are tokens of any slot.
+Between two calls of the model a token waits for its next loop, until its slot goes there.
+
+The models' attention and MLP run as they are: a row of their batch is a token of some slot. What
+they cannot know stands here: where its keys are (SlotContext) and, in relaxed, that rows differ
+in their loop (mixed_block).
 
 Shapes: N tokens of a call are R rows of T tokens (T = 1, or R = 1), S keys, G key/value heads,
 D head size, C width, V vocabulary, r rank. Loops count from 1.
@@ -268,7 +271,7 @@ class Engine:
         self.rule, self.fill = exit_rule(exit, self.n_loop), fill or getattr(cfg, "fill", "")
         self.slots, self.done = [Slot(n) for n in range(slots)], []
         self.max_len = max_len or model.context_limit or 8 * cfg.block_size
-        self.cache = SlotCache(model, slots, self.max_len)
+        self.cache = SlotCache(model, slots)
 
     def run(self, requests):
         """Yields each of the requests (a list of Request) when it is answered."""
@@ -294,7 +297,8 @@ class Engine:
 
     def prefill(self, slot):
         """Feed all tokens of the slot's request or, of a long one, the last max_len."""
-        self.cache.reset(slot.number)
+        longest = len(slot.request.prompt) + slot.request.max_new_tokens
+        self.cache.reset(slot.number, min(longest, self.max_len))
         slot.waiting.clear()
         slot.feed(range(min(len(slot.request.ids), self.max_len)))
 
@@ -359,11 +363,12 @@ class Engine:
 
     def exiting(self, slots):
         """The slots whose newest tokens exit after this loop, and these tokens' logits (R, V)."""
+        # slots that are through have no token that waits for the next loop
         asked = through = [slot for slot in slots if slot.loop + 1 not in slot.waiting]
-        if self.adapter.routed:     # mor's last layer takes all that a slot feeds together
+        if self.adapter.routed:     # the last layer takes all that a slot feeds together
             left = [token for slot in through for token in slot.left]
             self.run_layers(self.adapter.run_last, left, loop=1)
-        if self.rule:       # which does not see a prefill: its keys shall be complete
+        if self.rule:       # not for a prefill, which takes all loops
             asked = [slot for slot in slots if slot in through or slot.fed.start > 0]
         if not asked:       # the others need no logits
             return [], None
@@ -449,17 +454,21 @@ class SlotCache:
     """Keys and values. A sequence is a slot in a loop; its entry p is the token at position p, if
     that took the loop. Layers -2 and -1 are mor's first and last, outside the loops."""
 
-    def __init__(self, model, slots, max_len):
+    def __init__(self, model, slots):
         cfg, n_loop, w = model.cfg, model.loops_to_run, model.wte.weight
         self.cfg, self.slots, self.dtype = cfg, slots, compute_dtype(w)
         zeros = functools.partial(torch.zeros, device=w.device, dtype=self.dtype)
-        outside, shape = getattr(cfg, "n_outside", 0), (2, cfg.n_kv_head, max_len, cfg.head_dim)
+        outside, shape = getattr(cfg, "n_outside", 0), (2, cfg.n_kv_head, 0, cfg.head_dim)
         self.kv = {layer: zeros(slots * (n_loop if layer >= 0 else 1), *shape)
-                   for layer in range(-outside, cfg.n_stored)}  # (sequences, 2, G, max_len, D)
-        self.taken = zeros(slots * n_loop, max_len, dtype=torch.bool)
+                   for layer in range(-outside, cfg.n_stored)}      # (sequences, 2, G, room, D)
+        self.taken = zeros(slots * n_loop, 0, dtype=torch.bool)     # (sequences, room)
 
-    def reset(self, slot):
-        """Empty a slot. It is zeroed: a NaN would poison sums, even under a mask."""
+    def reset(self, slot, need):
+        """Empty a slot, for `need` tokens. It is zeroed: a NaN poisons sums, even under a mask."""
+        more = need - self.taken.size(1)
+        if more > 0:
+            self.taken = F.pad(self.taken, (0, more))
+            self.kv = {layer: F.pad(kv, (0, 0, 0, more)) for layer, kv in self.kv.items()}
         for sequences in (self.taken, *self.kv.values()):
             sequences[slot::self.slots] = 0
 
@@ -500,10 +509,14 @@ class SlotContext:
 # ---- the models ----
 
 class LoopAdapter:
-    """What the engine asks of a model. The layers are functions of states x (R, T, C) and a
-    SlotContext: run_loop, the loop of each row (those that differ have the same blocks);
-    project, which only writes a loop's keys and values; run_first and run_last, outside."""
-    routed = False          # whether a router decides which tokens exit, and layers stand outside
+    """What the engine asks of a model: layers as functions of states x (R, T, C) and their
+    SlotContext, which return the next states.
+
+        run_loop                the loop of each row; those that differ have the same blocks
+        project                 relaxed: writes keys and values of that loop, returns x
+        run_first, run_last     mor: the layers outside the loops
+    """
+    routed = False      # whether a router decides which tokens exit
 
     def __init__(self, model):
         self.model, self.cfg = model, model.cfg
@@ -514,6 +527,7 @@ class LoopAdapter:
 
 
 class RelaxedAdapter(LoopAdapter):
+    """All tokens take all loops: with fill=exact later, if they have exited."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -575,6 +589,7 @@ def mixed_norm(part, x, u):
 
 
 class MoRAdapter(LoopAdapter):
+    """Blocks are called with -2 and -1 as the numbers of the first and the last layer."""
     routed = True
 
     def __init__(self, model):

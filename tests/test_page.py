@@ -265,7 +265,7 @@ def test_a_stream_that_is_cut_is_an_error(folders):
                               env={**os.environ, "PYTHONPATH": str(ROOT)})
     url = next(found[0] for line in server.stderr if (found := re.findall(r"http://[^ ]+", line)))
     with httpx.stream("POST", f"{url}/v1/completions", timeout=60,
-                      json={"model": "mor", "prompt": "ab", "max_tokens": 60, "stream": True}) as answer:
+                      json={"prompt": "ab", "max_tokens": 60, "temperature": 0, "stream": True}) as answer:
         assert answer.headers["transfer-encoding"] == "chunked"
         lines = answer.iter_lines()
         assert json.loads(next(lines).removeprefix("data: "))["model"] == "mor"
@@ -277,7 +277,7 @@ def test_a_stream_that_is_cut_is_an_error(folders):
 
 @pytest.mark.parametrize("argv, message", [([], "give one run or more"), (["{mor}", "host="], "host= is empty"),
                                            (["{mor}", "{mor}"], "two runs are named mor"),
-                                           (["{mor}", "batching=never"], "must be one of: depth, sequence")], ids=str)
+                                           (["{mor}", "batching=never"], "must be one of: sequence, depth")], ids=str)
 def test_what_is_refused(argv, message, folders, monkeypatch):
     monkeypatch.setattr(page, "runs", {})
     with pytest.raises(UserError, match=message):

@@ -196,13 +196,16 @@ def test_when_requests_are_admitted_and_what_shares_a_call(batching):
 
 # ---- memory ----
 
-def test_a_slot_forgets():
+def test_the_cache_grows_and_a_slot_forgets():
     """All that it has in any loop, even NaN; other slots keep theirs."""
-    cache = serve.SlotCache(looping(module=model_mor, n_layer=5), 3, 10)
-    for buffer in cache.taken, *cache.kv.values():
-        buffer[:] = True if buffer.dtype == torch.bool else torch.nan
-    cache.reset(2)
-    assert {layer: len(kv) for layer, kv in cache.kv.items()} == {-2: 3, -1: 3, 0: 9}
+    cache = serve.SlotCache(looping(module=model_mor, n_layer=5), 3)
+    cache.reset(0, 4)
+    cache.taken[:] = True
+    for kv in cache.kv.values():
+        kv[:] = torch.nan
+    cache.reset(2, 6)
+    cache.reset(2, 5)
+    assert {layer: (len(kv), kv.size(3)) for layer, kv in cache.kv.items()} == {-2: (3, 6), -1: (3, 6), 0: (9, 6)}
     for buffer in cache.taken, *cache.kv.values():
         assert [n for n, sequence in enumerate(buffer) if (sequence == 0).all()] == [2, 5, 8][:len(buffer) // 3]
 
