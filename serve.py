@@ -553,11 +553,11 @@ class RelaxedAdapter(LoopAdapter):
 
     def layers(self, x, loop):
         """(block, u) of each layer in the loops (R,) of the rows."""
-        first, K, n_loop = int(loop[0]), self.cfg.n_stored, self.cfg.n_loop
-        if (loop == first).all():
-            uses = [self.cfg.block_and_use(layer) for layer in range((first - 1) * K, first * K)]
+        cfg, first, K = self.cfg, int(loop[0]), self.cfg.n_stored
+        if not cfg.rank or (loop == first).all():       # rank 0: all uses are the same
+            uses = [cfg.block_and_use(layer) for layer in range((first - 1) * K, first * K)]
             return [(self.model.blocks[k], u) for k, u in uses]
-        u = F.one_hot(loop - 1, n_loop)[:, None].to(x)                  # (R, 1, n_loop)
+        u = F.one_hot(loop - 1, cfg.n_loop)[:, None].to(x)              # (R, 1, n_loop)
         return [(block, u) for block in self.mixed]
 
 
@@ -575,11 +575,8 @@ def mixed_block(block):
 
 def mixed_linear(part, x, u):
     """x (R, 1, in) -> (R, 1, out). One product applies the A of all uses, u keeps each row's."""
-    y = F.linear(x, part.weight)        # W' x
-    if not part.rank:
-        return y
     low = F.linear(x, part.a.flatten(0, 1)).unflatten(-1, (-1, part.rank))      # (R, 1, n_loop, r)
-    return y + (low * u[..., None]).flatten(2) @ part.b.flatten(0, 1)
+    return F.linear(x, part.weight) + (low * u[..., None]).flatten(2) @ part.b.flatten(0, 1)
 
 
 def mixed_norm(part, x, u):

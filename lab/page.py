@@ -258,8 +258,8 @@ async def complete(asked: Completion, request: Request):
 
 def result(choice, tokenizer):
     """A choice of the answer. Its logprobs are in OpenAI's form, a list for each field."""
-    ids = choice.prompt * choice.asked.echo
-    found = {"text": tokenizer.decode(ids + choice.tokens), "index": choice.index,
+    text = tokenizer.decode(choice.prompt) * choice.asked.echo
+    found = {"text": text + "".join(tokenizer.stream(choice.tokens)), "index": choice.index,
              "finish_reason": choice.reason, "depths": choice.exits, "logprobs": None}
     if not choice.logprobs:
         return found

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import model_gpt
 import model_mor
 import model_relaxed
 from common import checkpoint
@@ -157,17 +158,17 @@ def test_sampled_answers_do_not_depend_on_the_batching():
 
 # ---- rules ----
 
-@pytest.mark.parametrize("exit, logits, exits", [
-    ("static:1", [0.0, 0.0], {1, 2, 3}), ("static:3", [0.0, 0.0], {3}),
-    ("confidence:0.5", [0.0, 0.0], set()), ("confidence:0.5", [1e-6, 0.0], {1, 2, 3}),
-    *((exit, [0.0, 0.0], None) for exit in ("early", "static:0", "static:4", "static:1.5", "confidence:nan", "confidence:2"))])
-def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, logits, exits):
-    if exits is None:
-        with pytest.raises(UserError, match="static:LOOP, confidence:P are allowed"):
-            serve.exit_rule(exit, 3)
-    else:
-        leaves = serve.exit_rule(exit, 3)(torch.tensor([logits] * 3, dtype=torch.float64), torch.arange(1, 4))
-        assert {loop for loop, leave in enumerate(leaves, 1) if leave} == exits
+@pytest.mark.parametrize("exit, exits", [("static:1", {1, 2, 3}), ("static:3", {3}), ("confidence:0.5", set()),
+                                         ("confidence:0.499", {1, 2, 3})])
+def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, exits):
+    leaves = serve.exit_rule(exit, 3)(torch.zeros(3, 2), torch.arange(1, 4))
+    assert {loop for loop, leave in enumerate(leaves, 1) if leave} == exits
+
+
+@pytest.mark.parametrize("exit", ["early", "static:0", "static:4", "static:1.5", "confidence:nan", "confidence:2"])
+def test_rules_that_are_refused(exit):
+    with pytest.raises(UserError, match="static:LOOP, confidence:P are allowed"):
+        serve.exit_rule(exit, 3)
 
 
 # ---- scheduling ----
@@ -232,13 +233,11 @@ def test_a_bad_line_is_named(line, tmp_path):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, data_dir):
-    """Folders of trained runs: relaxed with early exit, one that shares in sequence, gpt, mor."""
+    """Folders of trained runs: relaxed with early exit, mor; files of requests."""
     root = tmp_path_factory.mktemp("engine")
     trainer = runs.run("relaxed", root / "relaxed", data_dir, "n_layer=4", "early_exit=aggressive", "block_size=32")
     move(trainer.model, 0.3)        # so few steps teach all loops to guess the same
     train.save(trainer, "ckpt.pt")
-    runs.run("relaxed", root / "other", data_dir, "n_layer=4", "share=sequence")
-    runs.run("gpt", root / "gpt", data_dir)
     runs.run("mor", root / "mor", data_dir)
     (root / "good.jsonl").write_text("\n".join(GOOD))
     (root / "empty.jsonl").write_text("\n \n")
@@ -294,19 +293,23 @@ def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, cap
     assert set(re.findall(r"\033\[(\d+)m", out)) == {"0", "34", "31"} and "exited after loop 1: " in err
 
 
-REFUSED = [
-    ("relaxed", ["requests="], "give requests=FILE"), ("gpt", [], "models that loop over depth are served (relaxed, mor), not a model_gpt"),
-    ("relaxed", ["requests={w}/missing.jsonl"], "missing.jsonl cannot be read: No such file"),
-    ("relaxed", ["requests={w}/empty.jsonl"], "empty.jsonl is empty"),
-    ("other", ["batching=depth"], "batching=depth needs loops over the same blocks"),
-    ("mor", ["fill=propagate"], "the router decides")]
+@pytest.mark.parametrize("options, message", [
+    ("requests=", "give requests=FILE"), ("requests={w}/missing.jsonl", "missing.jsonl cannot be read: No such file"),
+    ("requests={w}/empty.jsonl", "empty.jsonl is empty"), ("requests={w}/good.jsonl exit=never", "exit=never: static:LOOP")])
+def test_what_is_refused(options, message, world):
+    with pytest.raises(UserError, match=message):
+        serve.main([str(world / "relaxed" / "r"), *options.format(w=world).split()])
 
 
-@pytest.mark.parametrize("run, options, message", REFUSED, ids=str)
-def test_what_is_refused(run, options, message, world):
-    given = [f"requests={world}/good.jsonl"] if "requests" not in "".join(options) else []
-    with pytest.raises(UserError, match=re.escape(message)):
-        serve.main([str(world / run / "r"), *given, *(o.format(w=world) for o in options)])
+@pytest.mark.parametrize("model, options, message", [
+    (lambda: looping(share="sequence"), {}, "batching=depth needs loops over the same blocks"),
+    (lambda: looping(module=model_mor, n_layer=5), dict(fill="propagate"), "the router decides"),
+    (lambda: looping(module=model_mor, n_layer=5, kv="share"), {}, "kv=share is not served"),
+    (lambda: looping(module=model_mor, n_layer=5, kv="share_update"), {}, "kv=share_update is not served"),
+    (lambda: model_gpt.Model(model_gpt.Config()), {}, "only models that loop over depth are served .*, not a model_gpt")])
+def test_models_that_are_refused(model, options, message):
+    with pytest.raises(UserError, match=message):
+        serve.Engine(model(), 1, **options)
 
 
 # ---- mor: a router decides ----
@@ -339,9 +342,3 @@ def test_routed_answers_are_those_of_a_text_alone(name, monkeypatch):
         assert_answers(want, model, work, max_len=max_len)
     loops = {"none": {3}, "capped": {1, 2}}.get(name, {1, 2, 3})
     assert {loop for _, exits, _ in want for loop in exits} == loops
-
-
-@pytest.mark.parametrize("kv", ["share", "share_update"])
-def test_shared_keys_are_refused(kv):
-    with pytest.raises(UserError, match=f"kv={kv} is not served"):
-        serve.Engine(looping(module=model_mor, n_layer=5, kv=kv), 1)
