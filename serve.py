@@ -452,7 +452,8 @@ def calls(tokens):
 
 class SlotCache:
     """Keys and values. A sequence is a slot in a loop; its entry p is the token at position p, if
-    that took the loop. Layers -2 and -1 are mor's first and last, outside the loops."""
+    that took the loop (model_mor's own cache has no such gaps, so it is smaller). Layers -2 and -1
+    are mor's first and last, outside the loops."""
 
     def __init__(self, model, slots):
         cfg, n_loop, w = model.cfg, model.loops_to_run, model.wte.weight
