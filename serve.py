@@ -27,55 +27,67 @@ Up to rounding, each answer is what its request would get alone.
 
 A token that exits early has no keys and values in the deeper loops, which later tokens need.
 The paper leaves them to future work: it simulates the batching, with exits that an oracle
-chooses. Here, with fill=exact the token's state waits until a later token goes there, and takes
-that loop with it; with fill=propagate keys and values are projected from the state at the exit.
+chooses. Here the token's state waits until a later token goes there: with fill=exact it takes
+that loop, too, with fill=propagate only its keys and values are projected from the state.
 
 Words. A request is decoded in a slot. What a slot feeds to the model is its prompt at first (a
 prefill), then one token of the answer at a time. In relaxed a rule decides where a fed token
 exits (exit=), but a prefill takes all loops; in mor a router decides, of a prefill's tokens too.
-A call of the model takes packed tokens: those of several slots, one behind the other; a row is
-one slot's part of them. Loops count from 1; in mor, level 0 is the first layer, before them, and
-level n_loop + 1 the last layer, behind them.
+Between two calls of the model a token waits for its next loop, until its slot goes there.
 
-Shapes: N packed tokens, R rows, T tokens of the longest row, S keys, H query heads, G key/value
-heads, D head size, C width, V vocabulary.
+The models' attention and MLP run as they are: a row of their batch is a token of some slot. What
+they cannot know stands here: where its keys are (SlotContext) and, in relaxed, that rows differ
+in their loop (mixed_block).
+
+Shapes: N tokens of a call are R rows of T tokens (T = 1, or R = 1), S keys, G key/value heads,
+D head size, C width, V vocabulary, r rank. Loops count from 1.
 """
+import copy
 import functools
+import itertools
 import json
 import math
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from common.checkpoint import load_run
 from common.keys import UserError, asks_help, help_text, read_text, run_cli, typed_config
 from common.process import pick_device
-from common.sampling import Sampling, check_prompts, loop_fractions, next_tokens, read_arguments
-from model_gpt import apply_rope, attend, compute_dtype, rope_tables, upcast
+from common.sampling import (Decoding, Sampling, check_prompts, loop_fractions, next_tokens,
+                             read_arguments)
+from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
 
 
 # ---- requests in, answers out ----
 
 @dataclass
-class ServeConfig(Sampling):
-    requests: str = ""              # the file of requests, one JSON object a line
-    prompt: str = ""                # or one text to continue, in colours
+class EngineKeys(Decoding):
+    """The keys that serve.py and lab.page share."""
     batching: str = "depth"         # sequence | depth
     slots: int = 16                 # requests decoded at a time
     exit: str = ""                  # relaxed: static:LOOP | confidence:P
     fill: str = ""                  # relaxed: deeper keys after an exit: exact | propagate
 
     def __post_init__(self):
-        super().__post_init__()
         self.between(slots=(1, 4096))
         self.one_of("batching", "sequence", "depth")
         self.one_of("fill", "", "exact", "propagate")
+
+
+@dataclass
+class ServeConfig(Sampling, EngineKeys):
+    requests: str = ""              # the file of requests, one JSON object a line
+    prompt: str = ""                # or one text to continue, in colours
+
+    def __post_init__(self):
+        Sampling.__post_init__(self)
+        EngineKeys.__post_init__(self)
 
 
 def main(argv):
@@ -85,23 +97,20 @@ def main(argv):
     if bool(cfg.requests) == bool(cfg.prompt):
         raise UserError("give requests=FILE.jsonl (one JSON object a line) or prompt=TEXT")
     model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
-    write = write_answers if cfg.requests else write_coloured
-    print(write(model, tokenizer, cfg), file=sys.stderr)
-
-
-def write_answers(model, tokenizer, cfg):
-    """Answer the requests of a file, a JSON line each. Returns a summary."""
-    requests, exits = read_requests(model, tokenizer, cfg), []
-    engine, start = make_engine(model, tokenizer, cfg, requests), time.perf_counter()
-    for r in engine.run(requests):
-        text, seconds = "".join(tokenizer.stream(r.tokens)), round(r.seconds, 4)
-        print(json.dumps({"id": r.id, "text": text, "tokens": r.tokens, "exits": r.exits,
-                          "seconds": seconds}), flush=True)
-        exits += r.exits
+    if cfg.requests:
+        requests, write = read_requests(model, tokenizer, cfg), write_answers
+    else:       # one request has nobody to wait for, and sequence takes share=sequence too
+        cfg = replace(cfg, batching="sequence")
+        requests, write = [make_request(model, tokenizer, cfg, asked=cfg)], write_coloured
+    engine = Engine(model, min(cfg.slots, len(requests)), None, cfg.batching, cfg.exit, cfg.fill,
+                    eot=tokenizer.eot if cfg.stop else None, vocab_size=tokenizer.vocab_size)
+    start = time.perf_counter()
+    write(engine, requests, tokenizer)
     seconds = time.perf_counter() - start
-    return (f"{len(requests)} requests, {len(exits)} tokens in {seconds:.2f} s: "
-            f"{len(exits) / seconds:.1f} tokens/s; exited after loop "
-            f"{loop_fractions(exits, model.loops_to_run)}")
+    exits = [loop for request in requests for loop in request.exits]
+    print(f"{len(requests)} requests, {len(exits)} tokens in {seconds:.2f} s: "
+          f"{len(exits) / seconds:.1f} tokens/s; exited after loop "
+          f"{loop_fractions(exits, engine.n_loop)}", file=sys.stderr)
 
 
 @dataclass(eq=False)
@@ -176,35 +185,32 @@ def generator(seed, n, device):
     return torch.Generator(device).manual_seed(int(word >> np.uint64(1)))
 
 
-def make_engine(model, tokenizer, cfg, requests):
-    return Engine(model, min(cfg.slots, len(requests)), None, cfg.batching, cfg.exit, cfg.fill,
-                  eot=tokenizer.eot if cfg.stop else None, vocab_size=tokenizer.vocab_size)
+def write_answers(engine, requests, tokenizer):
+    """A JSON line for each request when it is answered."""
+    for r in engine.run(requests):
+        text, seconds = "".join(tokenizer.stream(r.tokens)), round(r.seconds, 4)
+        print(json.dumps({"id": r.id, "text": text, "tokens": r.tokens, "exits": r.exits,
+                          "seconds": seconds}), flush=True)
 
 
 COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
 
 
-def coloured(text, loop, n_loop):
-    """text in the colour of a token that was predicted from loop `loop` of n_loop."""
-    colour = COLOURS[(loop - 1) * (len(COLOURS) - 1) // max(1, n_loop - 1)]
-    return f"\033[{colour}m{text}\033[0m" if text else ""
+def write_coloured(engine, requests, tokenizer):
+    """The prompt, and each token when it comes, in the colour of the loop that predicted it."""
+    def coloured(text, loop):
+        colour = COLOURS[(loop - 1) * (len(COLOURS) - 1) // max(1, engine.n_loop - 1)]
+        return f"\033[{colour}m{text}\033[0m" if text else ""
 
-
-def write_coloured(model, tokenizer, cfg):
-    """Continue a prompt, each token in the colour of its loop. Returns a summary."""
-    # one request has nobody to wait for, and sequence takes share=sequence too
-    cfg = replace(cfg, batching="sequence")
-    request = make_request(model, tokenizer, cfg, asked=cfg)
-    engine = make_engine(model, tokenizer, cfg, [request])
+    [request] = requests
     print(tokenizer.decode(request.prompt), end="", flush=True)
     for n, text in enumerate(tokenizer.stream(answer_tokens(engine, request))):
         # the stream's last piece, an unfinished character, belongs to no token
         loop = request.exits[n] if n < len(request.exits) else 1
-        print(coloured(text, loop, model.loops_to_run), end="", flush=True)
+        print(coloured(text, loop), end="", flush=True)
     print()
-    legend = [coloured(str(b), b, model.loops_to_run) for b in range(1, model.loops_to_run + 1)]
-    return (f"{len(request.tokens)} tokens; exited after loop "
-            f"{loop_fractions(request.exits, model.loops_to_run)} {' '.join(legend)}")
+    legend = [coloured(f"loop {loop}", loop) for loop in range(1, engine.n_loop + 1)]
+    print(*legend, file=sys.stderr)
 
 
 def answer_tokens(engine, request):
@@ -219,37 +225,30 @@ def answer_tokens(engine, request):
 # ---- the engine: who goes next ----
 
 @dataclass(eq=False)
+class Token:
+    """A token that a slot feeds to the model."""
+    slot: "Slot"
+    pos: int
+    h: torch.Tensor                 # its state (C,)
+    h1: torch.Tensor = None         # mor: its state before loop 1
+    loop: int = 1                   # that it takes, or has taken last
+    frozen: bool = False            # fill=propagate: it has exited, h stays as it is
+
+
+@dataclass(eq=False)
 class Slot:
     """Where one request is decoded."""
     number: int
     request: Request = None
-    fed: range = None                # positions of the tokens that are fed now
-    loop: int = 1                    # that they take next
-    exit_after: int = 0              # the loop after which the newest of them exited
-    # {level: [(positions (n,), states (n, .)), ..]}: where tokens stand between two calls
-    # of the model; with fill=exact those that have exited stay here
-    waiting: dict = field(default_factory=dict)
-
-    @property
-    def prefills(self):
-        return self.fed.start == 0
+    fed: range = None               # positions of the tokens that are fed now
+    newest: Token = None            # the last of them
+    loop: int = 1                   # that they take next
+    # {loop: tokens that take it when the slot goes there}; with fill=exact exited ones, too
+    waiting: dict = field(default_factory=lambda: defaultdict(list))
+    left: list = field(default_factory=list)    # fed tokens that have left the loops
 
     def feed(self, positions):
-        self.fed, self.loop = positions, 1
-
-    def wait(self, level, positions, states):
-        """These tokens take the level when the slot goes there."""
-        self.waiting.setdefault(level, []).append((positions, states))
-
-    def take(self, level):
-        """All tokens that wait for the level, in order: positions, states."""
-        pairs = self.waiting.pop(level)
-        if len(pairs) == 1:
-            return pairs[0]
-        positions, states = zip(*pairs)
-        positions = np.concatenate(positions)
-        order = positions.argsort()     # mor's last layer takes those that any loop let go
-        return positions[order], torch.cat(states)[torch.from_numpy(order)]   # (n,), (n, .)
+        self.fed, self.loop, self.left = positions, 1, []
 
 
 class Engine:
@@ -260,24 +259,19 @@ class Engine:
 
     def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="", eot=None,
                  vocab_size=None):
-        cfg, w, self.adapter = model.cfg, model.wte.weight, adapter_of(model)
+        cfg, self.adapter = model.cfg, adapter_of(model)
         if (exit or fill) and self.adapter.routed:
             raise UserError("exit and fill are for relaxed: in a mor the router decides which "
                             "tokens exit")
         if batching == "depth" and not cfg.share.endswith("cycle"):
             raise UserError(f"batching=depth needs loops over the same blocks, so share=cycle or "
                             f"middle_cycle, not {cfg.share}")
-        self.model, self.n_loop, self.device = model, model.loops_to_run, w.device
+        self.model, self.n_loop, self.device = model, model.loops_to_run, model.wte.weight.device
         self.batching, self.eot, self.vocab_size = batching, eot, vocab_size
         self.rule, self.fill = exit_rule(exit, self.n_loop), fill or getattr(cfg, "fill", "")
         self.slots, self.done = [Slot(n) for n in range(slots)], []
         self.max_len = max_len or model.context_limit or 8 * cfg.block_size
-        self.cache = SlotCache(slots, self.n_loop + 2, self.max_len, cfg.n_kv_head, cfg.head_dim,
-                               w.device, compute_dtype(w))
-        self.rope = None
-        if cfg.pos == "rope":           # of all positions, (max_len, D / 2) each
-            pos = torch.arange(self.max_len, device=w.device)
-            self.rope = rope_tables(pos, cfg.head_dim, cfg.rope_theta, w.dtype)
+        self.cache = SlotCache(model, slots)
 
     def run(self, requests):
         """Yields each of the requests (a list of Request) when it is answered."""
@@ -303,8 +297,9 @@ class Engine:
 
     def prefill(self, slot):
         """Feed all tokens of the slot's request or, of a long one, the last max_len."""
-        self.cache.reset(slot.number)
-        slot.waiting = {}
+        longest = len(slot.request.prompt) + slot.request.max_new_tokens
+        self.cache.reset(slot.number, min(longest, self.max_len))
+        slot.waiting.clear()
         slot.feed(range(min(len(slot.request.ids), self.max_len)))
 
     @torch.inference_mode()
@@ -320,109 +315,68 @@ class Engine:
                 return
 
     def advance(self, slots):
-        """One loop for what the slots feed. A slot that leaves the loops has its next token
-        then, and feeds it from loop 1 on. Returns the slots that stay."""
-        first = [slot for slot in slots if slot.loop == 1]
-        if first:
-            self.embed(first)
-        at, states = zip(*(slot.take(slot.loop) for slot in slots))
-        context = self.append(slots, [slot.loop for slot in slots], at)
-        h = self.adapter.run_loop(torch.cat(states), context)   # (N, .)
-        leave = self.leave_by_router if self.adapter.routed else self.leave_by_rule
-        left = set(leave(slots, at, h, context))
-        stay = [slot for slot in slots if slot not in left]
+        """One loop for the tokens that wait for it. A slot whose newest token exits gets the next
+        token of its answer, and feeds it from loop 1 on. Returns the slots that stay."""
+        self.embed([slot for slot in slots if slot.loop == 1])
+        tokens = [token for slot in slots for token in slot.waiting.pop(slot.loop)]
+        for token in tokens:
+            token.loop = token.slot.loop
+        if self.fill == "propagate":
+            self.run_layers(self.adapter.project, [token for token in tokens if token.frozen])
+        self.run_layers(self.adapter.run_loop, [token for token in tokens if not token.frozen])
+        for token, goes_on in zip(tokens, self.adapter.goes_on(tokens)):
+            slot = token.slot
+            if goes_on and slot.loop < self.n_loop:
+                slot.waiting[slot.loop + 1].append(token)
+            else:
+                slot.left.append(token)
+        exiting, logits = self.exiting(slots)
+        for slot in exiting:
+            slot.newest.frozen = self.fill == "propagate"
+        if exiting:
+            self.emit(exiting, logits)
+        stay = [slot for slot in slots if slot not in exiting]
         for slot in stay:
             slot.loop += 1
         return stay
 
     def embed(self, slots):
         """The fed tokens of the slots, which are their newest, wait for loop 1."""
-        at = [np.array(slot.fed) for slot in slots]
-        ids = [id for slot in slots for id in slot.request.ids[-len(slot.fed):]]  # (N,)
-        context = self.append(slots, 0, at) if self.adapter.routed else None
-        h = self.adapter.embed(torch.tensor(ids, device=self.device), context)  # (N, .)
-        for slot, positions, states in zip(slots, at, h.split([*map(len, at)])):
-            slot.wait(1, positions, states)
+        ids = [id for slot in slots for id in slot.request.ids[-len(slot.fed):]]
+        places = [(slot, pos) for slot in slots for pos in slot.fed]
+        h = self.model.wte(torch.tensor(ids, dtype=torch.long, device=self.device))     # (N, C)
+        tokens = [Token(*place, state) for place, state in zip(places, h)]
+        if self.adapter.routed:
+            self.run_layers(self.adapter.run_first, tokens)
+        for token in tokens:
+            token.h1, token.slot.newest = token.h, token
+            token.slot.waiting[1].append(token)
 
-    def append(self, slots, level, at):
-        """Tokens at positions at[r] of slots[r] get the next entries of the sequences at level
-        (one, or each row's): once for each token and level. Returns their attention context."""
-        number = np.array([slot.number for slot in slots])      # (R,)
-        n = np.array([len(positions) for positions in at])      # (R,)
-        level = np.broadcast_to(level, len(n))                  # (R,)
-        return RaggedBatch(self.cache, level, number, n, np.concatenate(at), self.rope,
-                           self.model.cfg.fast)
+    def run_layers(self, layers, tokens, loop=None):
+        """layers: a function of the tokens' states x (R, T, C) and their context, which returns
+        the next states. loop: where their keys and values belong (None: each token's)."""
+        for T, call in calls(tokens):
+            x = torch.stack([token.h for token in call]).unflatten(0, (-1, T))      # (R, T, C)
+            x = layers(x, SlotContext(self.cache, call, T, loop))
+            for token, h in zip(call, x.flatten(0, 1)):
+                token.h = h
 
-    # After a loop: its tokens, of states h (N, .) at positions at[r] of slots[r], wait for the
-    # level that they take next. Slots that leave the loops get their next token; returns them.
-
-    def leave_by_rule(self, slots, at, h, context):
-        """relaxed: the newest tokens exit by a rule, or after the last loop."""
-        states = h.split(context.n)                             # of each slot
-        leaving, logits = self.ask_rule(slots, [rows[-1:] for rows in states])
-        exited = []
-        for slot, *tokens in zip(slots, at, states):
-            if self.fill == "propagate" and slot in leaving:
-                exited.append((slot, *tokens))
-            elif slot.loop < self.n_loop:
-                # exact: a token that exits waits too, and a later one takes it along
-                slot.wait(slot.loop + 1, *tokens)
-        self.propagate(exited)
-        self.emit(leaving, logits)          # who leaves goes on with another token
-        return leaving
-
-    def ask_rule(self, slots, newest):
-        """The slots whose newest tokens, of states newest[r] (1, C), exit after this loop, and
-        their logits (R, V). A prefill takes all loops, so that its keys are complete."""
-        asked = [(slot, h) for slot, h in zip(slots, newest)
-                 if slot.loop == self.n_loop or self.rule and not slot.prefills]
-        if not asked:                   # the others need no logits
+    def exiting(self, slots):
+        """The slots whose newest tokens exit after this loop, and these tokens' logits (R, V)."""
+        # slots that are through have no token that waits for the next loop
+        asked = through = [slot for slot in slots if slot.loop + 1 not in slot.waiting]
+        if self.adapter.routed:     # the last layer takes all that a slot feeds together
+            left = [token for slot in through for token in slot.left]
+            self.run_layers(self.adapter.run_last, left, loop=1)
+        if self.rule:       # not for a prefill, which takes all loops
+            asked = [slot for slot in slots if slot in through or slot.fed.start > 0]
+        if not asked:       # the others need no logits
             return [], None
-        slots, newest = zip(*asked)         # from here on those that are asked
-        logits, loop = self.logits(torch.cat(newest)), torch.tensor([s.loop for s in slots])
-        exits = loop == self.n_loop     # (R,)
+        logits = self.logits(torch.stack([slot.newest.h for slot in asked]))
+        exits = torch.tensor([slot in through for slot in asked])       # (R,)
         if self.rule:
-            exits |= self.rule(logits, loop).cpu()
-        leaving = [slot for slot, out in zip(slots, exits.tolist()) if out]
-        for slot in leaving:
-            slot.exit_after = slot.loop
-        return leaving, logits[exits]
-
-    def propagate(self, exited):
-        """The exited tokens, (slot, positions, states) each, get keys and values in all deeper
-        loops."""
-        for loop in range(2, self.n_loop + 1):
-            lacking = [tokens for tokens in exited if tokens[0].loop < loop]
-            if lacking:
-                slots, at, states = zip(*lacking)       # a row each
-                self.adapter.propagate(torch.cat(states), self.append(slots, loop, at))
-
-    def leave_by_router(self, slots, at, h, context):
-        """mor: a token that exits waits for the last layer, which takes all that a slot feeds
-        together, when none of them takes another loop."""
-        goes_on, leaving = self.adapter.goes_on(h, context.loop + 1).cpu(), []
-        for slot, positions, states, on in zip(slots, at, h.split(context.n),
-                                               goes_on.split(context.n)):
-            # in a prefill the newest token may exit before others do
-            if positions[-1] == slot.fed[-1] and not on[-1]:
-                slot.exit_after = slot.loop
-            for level, mask in (slot.loop + 1, on), (self.n_loop + 1, ~on):
-                if mask.any():
-                    slot.wait(level, positions[mask.numpy()], states[mask])
-            if not on.any():
-                leaving.append(slot)
-        if leaving:
-            self.run_last(leaving)
-        return leaving
-
-    def run_last(self, slots):
-        """The last layer takes all that the slots feed; the newest token of each predicts the
-        next."""
-        at, states = zip(*(slot.take(self.n_loop + 1) for slot in slots))
-        context = self.append(slots, self.n_loop + 1, at)
-        h = self.adapter.run_last(torch.cat(states), context)   # (N, C)
-        newest = np.cumsum(context.n) - 1                       # (R,)
-        self.emit(slots, self.logits(h[torch.from_numpy(newest)]))
+            exits |= self.rule(logits, torch.tensor([slot.loop for slot in asked])).cpu()
+        return [slot for slot, out in zip(asked, exits.tolist()) if out], logits[exits]
 
     # the answers
 
@@ -432,12 +386,10 @@ class Engine:
 
     def emit(self, slots, logits):
         """Each slot gets the next token of its answer and feeds it, or the answer ends."""
-        if not slots:
-            return
         for slot, token in zip(slots, self.pick(slots, logits)):
             ends = token == self.eot
             if not ends:
-                ends = slot.request.add(token, slot.exit_after)
+                ends = slot.request.add(token, slot.newest.loop)
             if ends:
                 self.end(slot)
             else:
@@ -478,207 +430,164 @@ def exit_rule(exit, n_loop):
                     f"P from 0 to 1")
 
 
-# ---- attention of packed tokens ----
+# ---- attention ----
+
+MANY = 16       # tokens
+
+
+def calls(tokens):
+    """Yields (T, tokens) of each call of the model, whose states are R rows of T tokens. All slots
+    share one call, in which each token is a row, T = 1. There each has a copy of its slot's keys,
+    so a slot with many tokens (a long prompt) has a call of its own, R = 1."""
+    few = []
+    for _, its in itertools.groupby(tokens, lambda token: token.slot):
+        its = list(its)
+        if len(its) > MANY:
+            yield len(its), its
+        else:
+            few += its
+    if few:
+        yield 1, few
+
 
 class SlotCache:
-    """Keys and values of every (level, slot), a sequence each. kv[level, layer] grows with its
-    longest sequence, so a level that few tokens reach is small."""
+    """Keys and values. A sequence is a slot in a loop; its entry p is the token at position p, if
+    that took the loop (model_mor's own cache has no such gaps, so it is smaller). Layers -2 and -1
+    are mor's first and last, outside the loops."""
 
-    def __init__(self, slots, levels, max_len, n_kv_head, head_dim, device, dtype):
-        self.slots, self.max_len, self.device, self.dtype = slots, max_len, device, dtype
-        self.n_kv_head, self.head_dim = n_kv_head, head_dim
-        self.kv = {}        # (level, layer): (slots, 2, G, room, D)
-        self.count = np.zeros((levels, slots), np.int64)    # tokens there
+    def __init__(self, model, slots):
+        cfg, n_loop, w = model.cfg, model.loops_to_run, model.wte.weight
+        self.cfg, self.slots, self.dtype = cfg, slots, compute_dtype(w)
+        zeros = functools.partial(torch.zeros, device=w.device, dtype=self.dtype)
+        outside, shape = getattr(cfg, "n_outside", 0), (2, cfg.n_kv_head, 0, cfg.head_dim)
+        self.kv = {layer: zeros(slots * (n_loop if layer >= 0 else 1), *shape)
+                   for layer in range(-outside, cfg.n_stored)}      # (sequences, 2, G, room, D)
+        self.taken = zeros(slots * n_loop, 0, dtype=torch.bool)     # (sequences, room)
 
-    def buffer(self, level, layer, need):
-        """kv[level, layer] with room for at least `need` tokens."""
-        heads = self.slots, 2, self.n_kv_head
-        kv = self.kv.get((level, layer), torch.empty(*heads, 0, self.head_dim))
-        room = kv.size(3)
-        if need > room:     # make it twice as long
-            more = min(self.max_len, max(need, 2 * room, 32))
-            longer = torch.zeros(*heads, more, self.head_dim, device=self.device,
-                                 dtype=self.dtype)
-            longer[:, :, :, :room] = kv
-            self.kv[level, layer] = kv = longer
-        return kv
-
-    def reset(self, number):
-        """Empty a slot for a new sequence. It is zeroed: a NaN poisons sums, even under a mask."""
-        for kv in self.kv.values():
-            kv[number] = 0
-        self.count[:, number] = 0
+    def reset(self, slot, need):
+        """Empty a slot, for `need` tokens. It is zeroed: a NaN poisons sums, even under a mask."""
+        more = need - self.taken.size(1)
+        if more > 0:
+            self.taken = F.pad(self.taken, (0, more))
+            self.kv = {layer: F.pad(kv, (0, 0, 0, more)) for layer, kv in self.kv.items()}
+        for sequences in (self.taken, *self.kv.values()):
+            sequences[slot::self.slots] = 0
 
 
-def spread(n):
-    """Row and number in the row of each packed token, (N,) both, of n (R,) tokens a row.
-    [3, 1, 2] -> [0 0 0 1 2 2], [0 1 2 0 0 1]."""
-    row = np.arange(len(n)).repeat(n)
-    return row, np.arange(len(row)) - (n.cumsum() - n)[row]
+class SlotContext:
+    """The context of a call, as model_gpt's Context: each token attends to the tokens of its slot
+    that have taken the same loop, up to itself."""
 
+    def __init__(self, cache, tokens, T, loop=None):
+        """tokens: R T of them. loop: where their keys and values belong (None: each token's)."""
+        self.tokens, self.kv, cfg, device = tokens, cache.kv, cache.cfg, cache.taken.device
+        tensor = functools.partial(torch.tensor, device=device)
+        self.loop = tensor([loop or token.loop for token in tokens[::T]])       # (R,)
+        slot = tensor([token.slot.number for token in tokens[::T]])             # (R,)
+        self.sequence = (self.loop - 1) * cache.slots + slot                    # (R,)
+        self.pos = tensor([token.pos for token in tokens]).view(-1, T)          # (R, T)
+        self.S = max(token.pos for token in tokens) + 1
+        cache.taken[self.sequence[:, None], self.pos] = True
+        visible = torch.arange(self.S, device=device) <= self.pos[..., None]    # (R, T, S)
+        visible = visible & cache.taken[self.sequence, None, :self.S]
+        self.bias = torch.where(visible, 0.0, -math.inf)[:, None]               # (R, 1, T, S)
+        self.rope = None
+        if cfg.pos == "rope":           # (R, 1, T, D / 2) each
+            tables = rope_tables(self.pos, cfg.head_dim, cfg.rope_theta, cache.dtype)
+            self.rope = [table[:, None] for table in tables]
 
-class RaggedBatch:
-    """The attention context of packed tokens, which it appends to the sequences of the cache: n[r]
-    more of slot number[r] at level[r], row after row, at positions pos (N,). Each attends to its
-    sequence up to itself."""
-
-    def __init__(self, cache, level, number, n, pos, rope, fast):
-        self.n, at = n.tolist(), torch.from_numpy(pos).to(cache.device)
-        self.loop = torch.from_numpy(level.repeat(n))                   # (N,)
-        self.rope = rope and [table[at][:, None] for table in rope]     # (N, 1, D / 2) each
-        row, step = spread(n)                                   # (N,) both
-        entry = cache.count[level, number][row] + step      # (N,): where each stands there
-        cache.count[level, number] += n                         # a call counts once
-        # one call of attention takes the rows of a level; those of one token have a call of
-        # their own, as a prefill would pad them to its length
-        kinds, self.groups = [*zip(level, n > 1)], []
-        for kind in sorted(set(kinds)):
-            rows = np.array([kind == other for other in kinds])         # (R,)
-            packed = np.flatnonzero(rows[row])                          # (N',)
-            group = RowGroup(cache, kind[0], number[rows], n[rows], packed, entry[packed], fast)
-            self.groups.append(group)
-
-    def attend(self, layer, q, k, v):
-        """q (N, H, D); k, v (N, G, D) -> (N, H, D)."""
-        q, out = self.rotated(q), torch.empty_like(q)
+    def extend(self, layer, k, v):
+        """k, v (R, G, T, D) of the tokens -> (R, G, S, D), those of all so far."""
         self.write(layer, k, v)
-        for group in self.groups:
-            out[group.packed] = group.attend(layer, q[group.packed])
-        return out
+        kv = self.kv[layer][:, :, :, :self.S].index_select(0, self.sequence)
+        return kv.to(k.dtype).unbind(1)
 
     def write(self, layer, k, v):
-        kv = torch.stack([self.rotated(k), v], 1)                       # (N, 2, G, D)
-        for group in self.groups:
-            group.write(layer, kv[group.packed])
-
-    def rotated(self, x):
-        return apply_rope(x, *self.rope) if self.rope else x
+        kv, new = self.kv[layer], torch.stack([k, v], 1).permute(0, 3, 1, 2, 4)
+        kv[self.sequence[:, None], :, :, self.pos] = new.to(kv.dtype)           # (R, T, 2, G, D)
 
 
-class RowGroup:
-    """Rows of a RaggedBatch at one level: n[r] tokens of slot number[r]. Their queries, padded to
-    (R, T), attend to (R, S) keys. packed (N',): their numbers among all packed tokens."""
-
-    def __init__(self, cache, level, number, n, packed, entry, fast):
-        self.cache, self.level, self.fast = cache, int(level), fast
-        tensor = lambda x: torch.from_numpy(x).to(cache.device)
-        (row, step), self.padded = spread(n), (len(n), int(n.max()))
-        self.S = int(entry.max()) + 1           # keys that are read
-        # the last key of each query, (R, T); padding attends to all
-        self.last_key = np.full(self.padded, self.S)
-        self.last_key[row, step] = entry
-        self.slot, self.token_slot = tensor(number), tensor(number[row])    # (R,), (N',)
-        self.packed, self.entry = tensor(packed), tensor(entry)         # (N',)
-        self.place = tensor(row), tensor(step)      # of each token in (R, T)
-
-    @functools.cached_property
-    def bias(self):
-        """-inf where a query does not attend to a key. Made once for all layers."""
-        hidden = np.arange(self.S) > self.last_key[..., None]           # (R, T, S)
-        bias = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0)))
-        return bias[:, None].to(self.cache.device, self.cache.dtype)    # (R, 1, T, S)
-
-    def write(self, layer, new):
-        """new (N', 2, G, D) goes to the cache."""
-        kv = self.cache.buffer(self.level, layer, self.S)
-        kv[self.token_slot, :, :, self.entry] = new.to(kv.dtype)
-
-    def attend(self, layer, q):
-        """q (N', H, D) -> (N', H, D)"""
-        kv = self.cache.buffer(self.level, layer, self.S)[:, :, :, :self.S]
-        k, v = kv.index_select(0, self.slot).to(q.dtype).unbind(1)      # (R, G, S, D)
-        rows = q.new_zeros(*self.padded, *q.shape[1:])                  # (R, T, H, D)
-        rows[self.place] = q
-        y = attend(rows.transpose(1, 2), k, v, self.bias, self.fast)    # (R, H, T, D)
-        return y.transpose(1, 2)[self.place]
-
-
-# ---- the models: blocks on packed tokens ----
-
-def run_block(block, h, layer, context, call):
-    """model_gpt's Block, Attention and MLP once more, for packed tokens h (N, C) and without
-    dropout: a change there is to be made here too. call(part, x): a linear layer or a QK-norm of
-    the block, as each token's loop has it. layer: its number in a loop."""
-    attn, mlp, n = block.attn, block.mlp, block.norm1(h)
-    q = call(attn.wq, n).unflatten(-1, (-1, attn.cfg.head_dim))         # (N, H, D)
-    q = call(attn.q_norm, q)
-    k, v = keys_values(block, n, call)                                  # (N, G, D) both
-    h = h + call(attn.wo, context.attend(layer, q, k, v).flatten(1))    # (N, C)
-    m = block.norm2(h)                                                  # (N, C)
-    act, up = mlp.act, call(mlp.w_up, m)                                # (N, n_mlp)
-    return h + call(mlp.w_down, act(call(mlp.w_gate, m)) * up if mlp.gated else act(up))
-
-
-def keys_values(block, n, call):
-    """k, v (N, G, D) of n (N, C), the normed states."""
-    attn, D = block.attn, block.attn.cfg.head_dim
-    k, v = (call(part, n).unflatten(-1, (-1, D)) for part in (attn.wk, attn.wv))
-    return call(attn.k_norm, k), v
-
+# ---- the models ----
 
 class LoopAdapter:
-    """What the engine asks of a model. context is the RaggedBatch of a call, context.loop (N,)
-    the loop of each token. Loops differ only with batching=depth, where all have the same blocks.
+    """What the engine asks of a model: layers as functions of states x (R, T, C) and their
+    SlotContext, which return the next states.
 
-        embed(idx, context)         idx (N,) -> states (N, .) before loop 1
-        run_loop(states, context)   -> states after the loop
-    where a rule decides, on states (N, C) that the head can read:
-        propagate(states, context)  writes keys and values of a loop that they do not take
-    where a router decides, and outer layers are levels 0 and n_loop + 1:
-        goes_on(states, loop)       -> (N,) bool: which tokens take loop (N,), from 2 on
-        run_last(states, context)   -> (N, C), which the head can read
+        run_loop                the loop of each row; those that differ have the same blocks
+        project                 relaxed: writes keys and values of that loop, returns x
+        run_first, run_last     mor: the layers outside the loops
     """
-    routed = False          # whether a router decides
+    routed = False      # whether a router decides which tokens exit
 
     def __init__(self, model):
         self.model, self.cfg = model, model.cfg
 
+    def goes_on(self, tokens):
+        """For each token, whether it takes the next loop, if there is one."""
+        return [True] * len(tokens)
+
 
 class RelaxedAdapter(LoopAdapter):
-    """States are h (N, C)."""
+    """All tokens take all loops: with fill=exact later, if they have exited."""
 
-    def embed(self, idx, context):
-        return self.model.wte(idx)
+    def __init__(self, model):
+        super().__init__(model)
+        self.mixed = [mixed_block(block) for block in model.blocks]
 
-    def run_loop(self, h, context):
-        for layer, (block, call) in enumerate(self.layers(h, context.loop)):
-            h = run_block(block, h, layer, context, call)
-        return h
-
-    def propagate(self, h, context):
-        for layer, (block, call) in enumerate(self.layers(h, context.loop)):
-            context.write(layer, *keys_values(block, block.norm1(h), call))
-
-    def layers(self, h, loop):
-        """(stored block, call) of each layer of loop (N,), see run_block."""
-        first, K, own = int(loop[0]), self.cfg.n_stored, None
-        if not (loop == first).all():
-            # share=cycle: blocks k are those of every loop, and own stands for u
-            own = F.one_hot(loop - 1, self.cfg.n_loop).to(h)[..., None]     # (N, n_loop, 1)
-        for layer in range((first - 1) * K, first * K):
-            k, u = self.cfg.block_and_use(layer)
-            yield self.model.blocks[k], functools.partial(relaxed_part, u=u, own=own)
-
-
-def relaxed_part(part, x, u, own):
-    """A part of a relaxed block on x (N, ...), as use u or, with own (N, n_loop, 1), each token as
-    the use where that is 1: one product applies the A of all uses, and own keeps each token's."""
-    if isinstance(part, nn.Identity):   # no QK-norm
+    def run_loop(self, x, context):
+        for layer, (block, u) in enumerate(self.layers(x, context.loop)):
+            x = x + block.attn(block.norm1(x), layer, u, context)
+            x = x + block.mlp(block.norm2(x), u)
         return x
-    if own is None:
-        return part(x, u)
-    if hasattr(part, "weights"):        # model_relaxed's HeadNorm: x (N, heads, D)
-        weight = own[..., 0] @ torch.stack([*part.weights])             # (N, D)
-        return F.rms_norm(x, x.shape[-1:], eps=part.eps) * weight[:, None]
-    y = F.linear(x, part.weight)        # W' x
-    if not part.rank:
-        return y
-    low = F.linear(x, part.a.flatten(0, 1)).view(len(x), -1, part.rank)     # (N, n_loop, r)
-    return torch.addmm(y, (low * own).flatten(1), part.b.flatten(0, 1))
+
+    def project(self, x, context):
+        for layer, (block, u) in enumerate(self.layers(x, context.loop)):
+            n, attn, D = block.norm1(x), block.attn, self.cfg.head_dim
+            k = attn.wk(n, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (R, G, T, D)
+            v = attn.wv(n, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (R, G, T, D)
+            if self.cfg.qk_norm:
+                k = attn.k_norm(k, u)
+            if context.rope:
+                k = apply_rope(k, *context.rope)
+            context.write(layer, k, v)
+        return x
+
+    def layers(self, x, loop):
+        """(block, u) of each layer in the loops (R,) of the rows."""
+        cfg, first, K = self.cfg, int(loop[0]), self.cfg.n_stored
+        if not cfg.rank or (loop == first).all():       # rank 0: all uses are the same
+            uses = [cfg.block_and_use(layer) for layer in range((first - 1) * K, first * K)]
+            return [(self.model.blocks[k], u) for k, u in uses]
+        u = F.one_hot(loop - 1, cfg.n_loop)[:, None].to(x)              # (R, 1, n_loop)
+        return [(block, u) for block in self.mixed]
+
+
+def mixed_block(block):
+    """A copy of a relaxed block, with the same weights, that takes for u (R, 1, n_loop): each row
+    has a 1 at its use."""
+    block = copy.deepcopy(block, {id(p): p for p in block.parameters()})
+    for part in block.modules():
+        if hasattr(part, "rank"):       # model_relaxed's RelaxedLinear
+            part.forward = functools.partial(mixed_linear, part)
+        elif hasattr(part, "weights"):  # its HeadNorm
+            part.forward = functools.partial(mixed_norm, part)
+    return block
+
+
+def mixed_linear(part, x, u):
+    """x (R, 1, in) -> (R, 1, out). One product applies the A of all uses, u keeps each row's."""
+    low = F.linear(x, part.a.flatten(0, 1)).unflatten(-1, (-1, part.rank))      # (R, 1, n_loop, r)
+    return F.linear(x, part.weight) + (low * u[..., None]).flatten(2) @ part.b.flatten(0, 1)
+
+
+def mixed_norm(part, x, u):
+    """QK-norm of x (R, heads, 1, D)."""
+    weight = u @ torch.stack([*part.weights])                           # (R, 1, D)
+    return F.rms_norm(x, x.shape[-1:], eps=part.eps) * weight[:, None]
 
 
 class MoRAdapter(LoopAdapter):
-    """States are h and h_1 beside it (N, 2 C): router=token decides by h_1, and so does (2.2)."""
+    """Blocks are called with -2 and -1 as the numbers of the first and the last layer."""
     routed = True
 
     def __init__(self, model):
@@ -686,45 +595,45 @@ class MoRAdapter(LoopAdapter):
         if self.cfg.kv != "recursion":
             raise UserError(f"kv={self.cfg.kv} is not served: sample.py decodes it")
 
-    def run_blocks(self, blocks, h, context):
-        for layer, block in enumerate(blocks):
-            h = run_block(block, h, layer, context, lambda part, x: part(x))
-        return h
+    def run_first(self, x, context):
+        for block in self.model.first:
+            x = block(x, -2, context)
+        return x
 
-    def embed(self, idx, context):
-        h = self.run_blocks(self.model.first, self.model.wte(idx), context)     # (N, C)
-        return torch.cat([h, h], -1)
+    def run_loop(self, x, context):
+        y, model = x, self.model
+        for layer, block in enumerate(model.layers_of[int(context.loop[0]) - 1]):
+            y = block(y, layer, context)
+        if self.cfg.router != "expert":
+            return y
+        gate = model.gate(self.scores(model.routers, x, context.loop))  # (R, T, 1)
+        return x + (gate * y).to(x.dtype)                               # (2.1)
 
-    def run_loop(self, states, context):
-        (h, h1), loop = states.chunk(2, -1), context.loop       # (N, C) both; (N,)
-        # where loops differ, they have the same layers
-        y = self.run_blocks(self.model.layers_of[int(loop[0]) - 1], h, context)  # (N, C)
-        if self.cfg.router == "expert":
-            gate = self.model.gate(self.scores(self.model.routers, h, loop))
-            y = h + (gate[:, None] * y).to(h.dtype)                     # (2.1)
-        return torch.cat([y, h1], -1)
+    def scores(self, routers, x, loop):
+        """x (R, T, C) -> (R, T, 1), by the routers of the rows' loops (R,)."""
+        s = torch.cat([router(x) for router in routers], -1)            # (R, T, n_loop)
+        return s.take_along_dim(loop[:, None, None] - 1, -1)
 
-    def scores(self, routers, h, loop):
-        """Each token's score (N,) by the router of its loop."""
-        s = torch.cat([router(h) for router in routers], 1)             # (N, n_loop)
-        return s.gather(1, loop[:, None].to(h.device) - 1)[:, 0]
+    def goes_on(self, tokens):
+        model, cfg = self.model, self.cfg
+        if cfg.router == "none":
+            return super().goes_on(tokens)
+        if cfg.router == "token":
+            _, _, depth = model.choose_depth(torch.stack([token.h1 for token in tokens]))
+            return [token.loop < d for token, d in zip(tokens, depth.tolist())]
+        x = torch.stack([token.h for token in tokens])[:, None]         # (N, 1, C)
+        loop = torch.tensor([min(token.loop + 1, cfg.n_loop) for token in tokens], device=x.device)
+        routers = model.aux_routers if cfg.causal == "aux_router" else model.routers
+        return (self.scores(routers, x, loop) >= 0).flatten().tolist()
 
-    def goes_on(self, states, loop):
-        (h, h1), loop = states.chunk(2, -1), loop.to(states.device)
-        if self.cfg.router == "none":
-            return loop <= self.model.loops_to_run
+    def run_last(self, x, context):
         if self.cfg.router == "token":
-            return loop <= self.model.choose_depth(h1)[2]
-        routers = self.model.aux_routers if self.cfg.causal == "aux_router" else self.model.routers
-        s = self.scores(routers, h, loop.clamp(max=self.model.loops_to_run))
-        return (s >= 0) & (loop <= self.model.loops_to_run)
-
-    def run_last(self, states, context):
-        h, h1 = states.chunk(2, -1)                             # (N, C) both
-        if self.cfg.router == "token":
+            h1 = torch.stack([token.h1 for token in context.tokens]).view_as(x)
             _, p, depth = self.model.choose_depth(h1)
-            h = self.model.exit(h1, h, p, depth)                        # (2.2)
-        return self.run_blocks(self.model.last, h, context)
+            x = self.model.exit(h1, x, p, depth)                        # (2.2)
+        for block in self.model.last:
+            x = block(x, -1, context)
+        return x
 
 
 ADAPTERS = {"model_relaxed": RelaxedAdapter, "model_mor": MoRAdapter}

@@ -26,7 +26,6 @@ import traceback
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
 
@@ -34,7 +33,7 @@ import serve
 from common.checkpoint import load_run
 from common.keys import HERE, UserError, asks_help, help_text, run_cli, split_paths, typed_config
 from common.process import pick_device
-from common.sampling import Decoding, check_prompts
+from common.sampling import check_prompts
 try:
     import uvicorn
     from fastapi import FastAPI, Request
@@ -63,36 +62,21 @@ class Choice(serve.Request):
     cancelled: bool = False         # the client has gone
     reason: str = None              # why the text has ended
     logprobs: list = field(default_factory=list)    # (token, logprob, {token: logprob})
-    text: str = ""
-    told: int = 0                   # characters of it that are certain
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace"))
 
     def add(self, token, exit_after):
         """A token of the answer. Returns whether it is the last."""
         last = super().add(token, exit_after)
-        text = self.read(self.run.tokenizer.decode_bytes([token]))
         if self.asked.stream:           # others are told of their end alone
+            text = self.decoder.decode(self.run.tokenizer.decode_bytes([token]))
             self.run.news.append((self, text, [exit_after], None))
-        return last or self.reason is not None or self.cancelled
-
-    def read(self, piece, final=False):
-        """What a token's bytes make certain of the text. A stop string ends it; the last
-        characters wait, as they may be the start of one."""
-        self.text += self.decoder.decode(piece, final)
-        stops = self.asked.stops()
-        waits = 0 if final else max(map(len, stops), default=1) - 1
-        known = len(self.text) - waits
-        found = [self.text.find(stop) for stop in stops if stop in self.text]
-        if found:
-            self.reason, known = "stop", min(found)
-        start, self.told = self.told, max(self.told, known)
-        return self.text[start:self.told]
+        return last or self.cancelled
 
     def end(self):
-        rest, full = self.read(b"", final=True), len(self.tokens) == self.max_new_tokens
+        full = len(self.tokens) == self.max_new_tokens
         self.reason = self.reason or ("length" if full else "stop")
-        self.run.news.append((self, rest, [], self.reason))
+        self.run.news.append((self, self.decoder.decode(b"", final=True), [], self.reason))
 
 
 class Run(serve.Engine):
@@ -200,7 +184,6 @@ def refused(request, e):
 
 ERRORS = HTTPException, RequestValidationError, UserError, Exception
 app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(ERRORS, refused))
-Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
@@ -211,13 +194,10 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] = []
     seed: int = Field(default_factory=lambda: secrets.randbits(62), ge=0, lt=1 << 63)
     logprobs: int = Field(None, ge=0, le=20)    # with so many alternatives (None: no logprobs)
     echo: bool = False
     stream: bool = False
-    stream_options: dict = {}
-    user: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -227,10 +207,6 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
             raise ValueError("it must be a JSON object")
         return {key: value for key, value in given.items()
                 if value is not None and value is not False}
-
-    def stops(self):
-        """Strings that end a text."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def choices(self, run):
         """What to write, n texts for each prompt; UserError where that cannot be."""
@@ -261,33 +237,29 @@ async def complete(asked: Completion, request: Request):
     answer = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion",
               "created": int(time.time()), "model": name}
 
-    def usage():
-        read = sum(len(choice.prompt) for choice in choices[::asked.n])
-        new = sum(len(choice.tokens) for choice in choices)
-        return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
-
     async def events():
         """Server-sent events: one for each token, one for each choice's end, [DONE]."""
         data = lambda value: f"data: {json.dumps(value)}\n\n"
         async for choice, text, depths, reason in run.write(choices, request):
             part = {"text": text, "index": choice.index, "depths": depths, "logprobs": None}
             yield data({**answer, "choices": [{**part, "finish_reason": reason}]})
-        if asked.stream_options.get("include_usage"):
-            yield data({**answer, "choices": [], "usage": usage()})
         yield "data: [DONE]\n\n"
     if asked.stream:
         return StreamingResponse(events(), media_type="text/event-stream")
     async for *_, reason in run.write(choices, request):
         if reason == "error":
             raise HTTPException(500, "decoding failed; the server's log has the reason")
+    read = sum(len(choice.prompt) for choice in choices[::asked.n])
+    new = sum(len(choice.tokens) for choice in choices)
+    usage = {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
     return {**answer, "choices": [result(choice, run.tokenizer) for choice in choices],
-            "usage": usage()}
+            "usage": usage}
 
 
 def result(choice, tokenizer):
     """A choice of the answer. Its logprobs are in OpenAI's form, a list for each field."""
-    ids = choice.prompt * choice.asked.echo
-    found = {"text": tokenizer.decode(ids) + choice.text[:choice.told], "index": choice.index,
+    text = tokenizer.decode(choice.prompt) * choice.asked.echo
+    found = {"text": text + "".join(tokenizer.stream(choice.tokens)), "index": choice.index,
              "finish_reason": choice.reason, "depths": choice.exits, "logprobs": None}
     if not choice.logprobs:
         return found
@@ -349,18 +321,13 @@ def guarded(local):
 # ---- the command line ----
 
 @dataclass
-class PageConfig(Decoding):
+class PageConfig(serve.EngineKeys):
     port: int = 8000                # 0: a free one
     host: str = "127.0.0.1"         # the address to listen on; 0.0.0.0: from everywhere
-    batching: str = "depth"         # depth | sequence
-    slots: int = 16                 # texts decoded at a time
-    exit: str = ""                  # relaxed: static:LOOP | confidence:P
-    fill: str = ""                  # relaxed: deeper keys after an exit: exact | propagate
 
     def __post_init__(self):
-        self.between(port=(0, 65535), slots=(1, 4096))
-        self.one_of("batching", "depth", "sequence")
-        self.one_of("fill", "", "exact", "propagate")
+        super().__post_init__()
+        self.between(port=(0, 65535))
         if not self.host:
             raise ValueError("host= is empty: 127.0.0.1 is this machine alone, 0.0.0.0 all")
 
