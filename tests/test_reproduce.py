@@ -24,7 +24,7 @@ EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 1,
                        "a control": "model=control config=configs/gpt_tiny.yaml max_steps=1"},
               "columns": {"options": "options", "note": "text", "steps": "step .0f", "bits": "val_bpb .3f",
                           "half": "half.ce .3f", "ms": "speed.decode_1_ms .2f"},
-              "evaluate": {"half": "batches=1"}, "bench": ["runs {rows} rounds=1"],
+              "evaluate": {"half": "batches=1"}, "bench": ["runs {rows}"],
               "picture": [{"x": "curves.tokens", "y": "curves.ce"}, {"x": "speed.decode_1_ms", "y": "val_bpb"}]}
 
 
