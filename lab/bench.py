@@ -269,15 +269,15 @@ def rat_layer(cfg, dtype, **changes):
     return model.to(dtype)
 
 
-def bench_rat(model_cfg, cfg, device, lengths=None, rows=None):
+def bench_rat(model_cfg, cfg, device, lengths=None):
     """As the paper's Tables 6, 7 and 8: a layer of RAT beside attention and the RNN. As many
-    tokens, cut into longer and longer sequences; decoding: a token of `rows` sequences."""
-    gpu, L = device.type == "cuda", model_cfg.chunk
+    tokens, cut into longer and longer sequences; decoding: a token of 8 (GPU: 64) sequences."""
+    gpu = device.type == "cuda"
     lengths = lengths or [2 ** n for n in (range(12, 19) if gpu else range(8, 15))]
-    rows, dtype = rows or (64 if gpu else 8), torch.bfloat16 if gpu else torch.float32
+    rows, dtype = (64, torch.bfloat16) if gpu else (8, torch.float32)
+    kinds = {"attention": dict(mixer="attention"), f"RAT({model_cfg.chunk})": {},
+             "RNN": dict(mixer="rnn")}
     for T in lengths:
-        kinds = {"attention": dict(mixer="attention"), f"RAT({L})": {},
-                 "RAT(T/64)": dict(chunk=max(1, T // 64)), "RNN": dict(mixer="rnn")}
         layer = lambda keys: rat_layer(model_cfg, dtype, block_size=T, **keys)
         batch = replace(cfg, batch_size=max(1, lengths[-1] // T))
         compare(f"forward + backward, T {T:,}", kinds, lambda keys: training(
@@ -293,31 +293,26 @@ def bench_rat(model_cfg, cfg, device, lengths=None, rows=None):
 
 def bench_throughput(model_cfg, cfg, device, new=64):
     """Tokens/s of whole models, decoding the last tokens of block_size. The sequences are doubled
-    up to batch_size, or until their caches would take most of the memory that is free."""
+    up to batch_size, or until their caches would take half of the memory that there is."""
     T, L, highest = model_cfg.block_size, model_cfg.chunk, {}
-    kinds = {"attention": dict(mixer="attention", swa=0), f"RAT({L})": dict(swa=0),
-             f"RAT({L})-SWA": dict(swa=model_cfg.swa or 1024)}
+    memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
+              os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    kinds = {"attention": dict(mixer="attention", swa=0), f"RAT({L})": dict(swa=0)}
+    kinds |= {f"RAT({L})-SWA": {}} if model_cfg.swa else {}
     for name, keys in kinds.items():
-        model, rows, highest[name] = build(model_cfg, "rat", **keys), 1, 0
-        row = model.to(device).init_cache(1, T).nbytes()
-        while rows <= cfg.batch_size and rows * row < 0.7 * free_bytes(device):
+        model, rows, highest[name] = build(model_cfg, "rat", **keys).to(device), 1, 0
+        nbytes = model.init_cache(1, T).nbytes()
+        while rows <= cfg.batch_size and rows * nbytes <= memory / 2:
             case = decoding(model, device, T, rows, new=new)
             seconds, = take_turns({name: case}, device, 1)[name]
+            case = None                 # its cache goes before the next one comes
             speed = rows * min(new, T - 1) / seconds
             highest[name] = max(highest[name], speed)
             print(f"{name:13} {rows:6,} sequences of {T:,} {speed:11,.0f} tokens/s "
-                  f"{rows * row:16,} bytes of cache", flush=True)
-            case, rows = None, 2 * rows
+                  f"{rows * nbytes:16,} bytes of cache", flush=True)
+            rows = 2 * rows
     for name, speed in highest.items():
         print(f"highest: {speed:,.0f} tokens/s, {speed / highest['attention']:.2f} x ({name})")
-
-
-def free_bytes(device):
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 # ---- kernels ----
@@ -333,12 +328,10 @@ def kernel(function, tensors, do=None):
     return nothing, call
 
 
-def bench_kernels(cfg, _, sizes=None):
+def bench_kernels(device, sizes=None):
     """attend beside torch's attention (SDPA), scan beside a copy of x. sizes: B, H, T, D."""
-    device = pick_device(cfg.device)
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    print(f"{device_name(device)}, torch {torch.__version__}")
     functions = {"SDPA": partial(F.scaled_dot_product_attention, is_causal=True),
                  "attend": lambda q, k, v: kernels.attend(q, k, v)[0]}
     for B, H, T, D in sizes or ([(4, 16, 4096, 128), (1, 16, 65536, 128)] if gpu else
@@ -362,10 +355,10 @@ def validation_text(ckpt, folder):
     return data
 
 
-def bench_runs(cfg, folders):
+def bench_runs(device, folders, json_file=""):
     """Runs of the same data: a training step, a token after a context of the run's own text (it
     decides how deep MoR's tokens go), the cache. The first run is the baseline."""
-    device, models, configs, data = pick_device(cfg.device), {}, {}, None
+    models, configs, data = {}, {}, None
     for folder in folders:
         models[folder], _, ckpt = load_run(folder)
         configs[folder] = SimpleNamespace(**ckpt["config"])
@@ -376,8 +369,7 @@ def bench_runs(cfg, folders):
         raise UserError(f"the validation text has {data.tokens} tokens: {16 * T} are needed")
     idx, new = torch.from_numpy(data.windows(np.arange(16) * T, T)).to(device), min(NEW, T - 1)
     step = lambda folder: training(copy.deepcopy(models[folder]), device, configs[folder])
-    names = {folder: folder for folder in folders}
-    found = {"train_ms": compare("training step", names, step, device)}
+    found = {"train_ms": compare("training step", {f: f for f in folders}, step, device)}
     for n in 1, 16:
         found[f"decode_{n}_ms"] = compare(f"decoding batch {n}", models, lambda model: decoding(
             model, device, T, n, idx[:n]), device, rounds=36, per=new)
@@ -387,9 +379,9 @@ def bench_runs(cfg, folders):
                           / (1 if name == "train_ms" else new) for name, times in found.items()}
         result[folder]["cache_bytes"] = model.init_cache(1, T).nbytes() / T
         print(f"{folder}: cache {result[folder]['cache_bytes']:,.1f} bytes a token")
-    if cfg.json:
-        with writing(cfg.json):
-            Path(cfg.json).write_text(json.dumps(result))
+    if json_file:
+        with writing(json_file):
+            Path(json_file).write_text(json.dumps(result))
 
 
 # ---- requests to trained models that loop over depth, by serve.py's Engine ----
@@ -450,15 +442,14 @@ def mor_requests(model, text, device):
     print_bound(f"{slots} slots", mor_more, base_more, model.cfg, loops)
 
 
-@torch.no_grad()
-def relaxed_requests(model, text, device, slots=32, fraction=0.65):
+def relaxed_requests(model, text, device, slots=32):
     """Without early exit and with it, by sequences and by depth, beside the untied model."""
     untied = build(model.cfg, "relaxed", n_loop=1, rank=0, early_exit="none", exit_loop=0)
-    exit = confident_exit(model, answer(text, model, slots, batching="sequence")[:slots], fraction)
+    exit = early_exit(model, text, device)
     kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
              "exact": dict(exit=exit, fill="exact")}
-    cases = {f"{kind}, {batching}": partial(answer, text, model, slots, batching=batching, **options)
-             for kind, options in kinds.items() for batching in ("sequence", "depth")}
+    cases = {f"{kind}, {batching}": partial(answer, text, model, slots, batching=batching, **how)
+             for kind, how in kinds.items() for batching in ("sequence", "depth")}
     cases["untied, sequence"] = partial(answer, text, untied.to(device), slots,
                                         batching="sequence")
     times = compare_requests(cases, text, device)
@@ -466,36 +457,25 @@ def relaxed_requests(model, text, device, slots=32, fraction=0.65):
         # prompts take all loops, and their last tokens give the first ones of the answers
         loops = [loop for r in cases[f"{kind}, depth"]()
                  for loop in [*[model.loops_to_run] * len(r.prompt), *r.exits[1:]]]
-        print_bound(f"{kind}, {exit}", times[f"{kind}, depth"], times["all loops, sequence"],
-                    model.cfg, loops)
-    for kind, options in kinds.items():
-        print(f"  {kind}: {quality(model, options, text):.4f} nats a token as served")
+        print_bound(kind, times[f"{kind}, depth"], times["all loops, sequence"], model.cfg, loops)
 
 
-def confident_exit(model, answered, fraction):
-    """The rule by which this fraction of tokens, where the first loop is surest of what all loops
-    have answered, exit after it."""
-    first, device = copy.copy(model), model.wte.weight.device
+@torch.no_grad()
+def early_exit(model, text, device, fraction=0.65):
+    """The rule by which this fraction of a text's tokens, where the first loop is surest, exits
+    after it. Prints what that costs, with the keys of all loops (fill=exact)."""
+    first = copy.copy(model)
     first.cfg = replace(model.cfg, exit_loop=1)
-    logits = torch.cat([first(torch.tensor([r.ids], device=device))[0][0, len(r.prompt) - 1:-1]
-                        for r in answered])                                     # (tokens, V)
-    sure = logits.softmax(-1).amax(-1).quantile(1 - fraction)
-    return f"confidence:{float(sure):.8g}"
-
-
-def quality(model, options, text):
-    """Cross-entropy in nats as served, where the text really goes on: each next token is its."""
-    nats = []
-
-    class Forced(Engine):
-        def pick(self, slots, logits):
-            asked = [slot.request for slot in slots]
-            true = [int(text[r.id + len(r.prompt) + len(r.tokens)]) for r in asked]
-            target = torch.tensor(true, device=logits.device)
-            nats.extend(F.cross_entropy(logits, target, reduction="none").tolist())
-            return true
-    list(Forced(model.eval(), SLOTS, LONGEST, **options).run(workload(text)[:48]))
-    return statistics.mean(nats)
+    n = min(len(text) - 1, 32 * LONGEST) // LONGEST * LONGEST
+    idx, targets = (torch.from_numpy(text[at:][:n]).to(device) for at in (0, 1))
+    early, late = (m(idx.view(-1, LONGEST))[0].flatten(0, 1) for m in (first, model))  # (n, V)
+    sure = early.softmax(-1).amax(-1)
+    least = sure.quantile(1 - fraction)
+    served = torch.where(sure[:, None] >= least, early, late)
+    without, with_exits = (float(F.cross_entropy(logits, targets)) for logits in (late, served))
+    print(f"exit=confidence:{least:.8g}: {with_exits:.4f} nats a token, without exits "
+          f"{without:.4f}")
+    return f"confidence:{least:.8g}"
 
 
 def bench_requests(folder, device):
@@ -505,7 +485,6 @@ def bench_requests(folder, device):
         raise UserError(f"{folder}: requests of {LONGEST} tokens need a larger block_size "
                         f"({model.cfg.block_size}) or validation text ({data.tokens} tokens)")
     text = data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
-    print(f"{folder}; {device_name(device)}, torch {torch.__version__}")
     {"relaxed": relaxed_requests, "mor": mor_requests}[ckpt["model"]](model.eval(), text, device)
 
 
@@ -517,32 +496,36 @@ class BenchConfig:
     json: str = ""                  # runs: write the numbers into this file
 
 
-MODELS = "gpt", "rt", "lrt", "rat", "relaxed", "mor", "throughput"
-OWN_KEYS = {"kernels": bench_kernels, "runs": bench_runs}
+NAMES = "gpt", "rt", "lrt", "rat", "relaxed", "mor", "throughput", "kernels", "runs"
 
 
 def main(argv):
     if asks_help(argv):
         return print(help_text(BenchConfig))
-    names, keys = split_paths(argv)[0] or [""], [a for a in argv if is_key(a)]
-    name, *folders = names
-    if name not in (*MODELS, *OWN_KEYS) or bool(folders) != (name == "runs"):
+    (name, *folders), keys = split_paths(argv)[0] or [""], [a for a in argv if is_key(a)]
+    if name not in NAMES or bool(folders) != (name == "runs"):
         raise UserError("python -m lab.bench NAME [key=value ...], NAME one of: "
-                        + ", ".join([*MODELS, "kernels", "runs out/A ..."]))
+                        + ", ".join(NAMES) + " out/A ...")
     torch.manual_seed(1337)
-    if name in OWN_KEYS:
-        return OWN_KEYS[name](typed_config(BenchConfig, split_args(keys)), folders)
-    model = {"throughput": "rat"}.get(name, name)
-    cfg, model_fields, ckpt, _ = read_config([f"model={model}", *keys])
-    device, model_cfg = pick_device(cfg.device), model_module(model).Config(**model_fields)
-    if model_cfg.block_size < 2:
-        raise UserError("block_size=1: decoding needs at least 2 tokens")
+    if name in ("kernels", "runs"):
+        cfg = typed_config(BenchConfig, split_args(keys))
+    else:
+        model = "rat" if name == "throughput" else name
+        cfg, model_fields, ckpt, _ = read_config([f"model={model}", *keys])
+        model_cfg = model_module(model).Config(**model_fields)
+        if model_cfg.block_size < 2:
+            raise UserError("block_size=1: decoding needs at least 2 tokens")
+    device = pick_device(cfg.device)
+    print(f"{device_name(device)}, torch {torch.__version__}"
+          + "; training in bfloat16 (autocast)" * (device.type == "cuda"))
+    if name == "kernels":
+        return bench_kernels(device)
+    if name == "runs":
+        return bench_runs(device, folders, cfg.json)
     if ckpt is not None and name in ("relaxed", "mor"):
         return bench_requests(cfg.init_from, device)
-    mixed = "bfloat16 (autocast)" if device.type == "cuda" else "float32"
-    print(f"{name}: {model_cfg.n_layer} layers of width {model_cfg.n_embd}, batch {cfg.batch_size} "
-          f"x {model_cfg.block_size} tokens; {device_name(device)}, torch {torch.__version__}; "
-          f"training in {mixed}")
+    print(f"{model_cfg.n_layer} layers of width {model_cfg.n_embd}, batch {cfg.batch_size} x "
+          f"{model_cfg.block_size} tokens")
     bench = {"rat": bench_rat, "throughput": bench_throughput}.get(name, partial(bench_model, name))
     bench(model_cfg, cfg, device)
 
