@@ -141,13 +141,15 @@ def peak_now(device):
 
 # ---- what a model does ----
 
-def build(cfg, model, compiled=False, **changes):
-    """An untrained model_<model>, with the keys of cfg that it has and these changes."""
-    module = model_module(model)
+def build(cfg, name, keys=""):
+    """An untrained model_<name>, or that of model= in keys, with these keys and those of cfg that
+    it has. compile=true: by torch.compile."""
+    given = {"model": name, "compile": "false", **split_args(keys.split())}
+    module, compiled = model_module(given.pop("model")), given.pop("compile") == "true"
     names = {f.name for f in fields(module.Config)}
     same = {key: value for key, value in asdict(cfg).items() if key in names}
-    made = module.Model(typed_config(module.Config, {}, {**same, **changes}))
-    return torch.compile(made) if compiled else made
+    model = module.Model(typed_config(module.Config, given, same))
+    return torch.compile(model) if compiled else model
 
 
 def training(model, device, cfg, part="training step"):
@@ -202,68 +204,67 @@ def prefilling(model, device, T, rows):
 
 # ---- models ----
 
-def candidates(name, cfg, device):
-    """{row: the keys of its model} in training, and in decoding. The baseline comes first."""
-    plain = dict(model="gpt")
-    if name == "gpt":
-        models = {"fast": {}, "naive": dict(fast=False)}
-        return models, models
-    if name == "rt":
-        plain |= dict(mlp="gelu", qk_norm=cfg.qk_norm == "full")
-        models = {"plain Transformer": plain}
-        if device.type == "cuda":       # where the wavefront is a CUDA graph
-            models = {"plain, compiled": dict(plain, compiled=True), **models}
-        models |= {kind: dict(schedule=kind) for kind in ("wavefront", "tiled", "naive")}
-        return models, {"plain Transformer": plain, "RT": {}}
-    if name == "lrt":
-        backbone, inter = dict(memory=False), dict(memory=True, train_path="interleaved")
-        models = {"backbone": backbone}
-        models |= {f"interleaved, S = {S}": dict(inter, subsets=S) for S in (2, 4, 8)}
-        models["interleaved, layerwise"] = dict(inter, projections="layerwise")
-        models |= {f"chunked, C = {C}": dict(memory=True, train_path="chunked", chunk=C)
-                   for C in (64, 256)}
-        return models, {"backbone": backbone, "exact": dict(memory=True, prefill="exact"),
-                        "interleaved": dict(memory=True, prefill="interleaved")}
-    if name == "relaxed":
-        models = {"untied model": plain}
-        models |= {f"rank {rank}": dict(rank=rank, early_exit="none")
-                   for rank in sorted({0, 8, 64, cfg.rank})}
-        return models, models
-    # MoR. At once with its capacities of the end, and with all recursions
-    mor, R = dict(capacity_warmup=0, router_func="", exit_loop=0), cfg.n_loop
-    expert, inner = dict(mor, router="expert", kv="recursion"), R * cfg.n_stored
-    models = {"plain model": plain, f"{R} recursions, no router": dict(mor, router="none")}
-    models |= {f"MoR, {r} recursions": dict(expert, n_loop=r)
-               for r in (2, 3, 4) if inner % r == 0}
-    if cfg.share.endswith("cycle"):
-        models[f"MoR, {R}, kv=share"] = dict(expert, kv="share")
-    models[f"MoR, {R}, router=token"] = dict(expert, router="token")
-    return models, {"plain model": plain, "MoR": mor}
+# {model: {row: keys}}, the baseline first
+TRAINED = {
+    "gpt": {"fast": "fast=true", "naive": "fast=false"},
+    "rt": {
+        "plain Transformer": "model=gpt mlp=gelu qk_norm=false",
+        "plain, compiled": "model=gpt mlp=gelu qk_norm=false compile=true",     # on a GPU
+        "wavefront": "schedule=wavefront",      # on a GPU a CUDA graph
+        "tiled": "schedule=tiled",
+        "naive": "schedule=naive"},
+    "lrt": {
+        "backbone": "memory=false",
+        "interleaved, S = 2": "train_path=interleaved subsets=2",
+        "interleaved, S = 4": "train_path=interleaved subsets=4",
+        "interleaved, S = 8": "train_path=interleaved subsets=8",
+        "interleaved, layerwise": "train_path=interleaved projections=layerwise",
+        "chunked, C = 64": "train_path=chunked chunk=64",
+        "chunked, C = 256": "train_path=chunked chunk=256"},
+    "relaxed": {
+        "untied model": "model=gpt",
+        "rank 0": "rank=0",
+        "rank 8": "rank=8",
+        "rank 64": "rank=64"},
+    "mor": {
+        "plain model": "model=gpt",
+        "no router": "router=none",
+        "2 recursions": "n_loop=2 capacity_warmup=0",
+        "3 recursions": "n_loop=3 capacity_warmup=0",
+        "kv=share": "kv=share capacity_warmup=0",
+        "router=token": "router=token"}}
+DECODED = {
+    "rt": {"plain Transformer": "model=gpt mlp=gelu qk_norm=false", "RT": ""},
+    "lrt": {"backbone": "memory=false", "exact": "prefill=exact",
+            "interleaved": "prefill=interleaved"},
+    "mor": {"plain model": "model=gpt", "MoR": ""}}
 
 
 def bench_model(name, model_cfg, cfg, device):
     """Training, decoding and prefill."""
-    T, (models, decoders) = model_cfg.block_size, candidates(name, model_cfg, device)
-    make = lambda keys: build(model_cfg, **{"model": name, **keys})
+    T, make = model_cfg.block_size, partial(build, model_cfg, name)
+    trained = {row: keys for row, keys in TRAINED[name].items()
+               if "compile" not in keys or device.type == "cuda"}
+    decoded = DECODED.get(name, trained)
     for part in "forward", "forward + backward", "training step":
-        compare(part, models, lambda keys: training(make(keys), device, cfg, part), device)
+        compare(part, trained, lambda keys: training(make(keys), device, cfg, part), device)
     for rows in 1, 16:
-        compare(f"decoding batch {rows}", decoders,
+        compare(f"decoding batch {rows}", decoded,
                 lambda keys: decoding(make(keys), device, T, rows), device, rounds=27,
                 per=min(NEW, T - 1))
-    compare(f"prefill {T - 1} tokens", decoders,
+    compare(f"prefill {T - 1} tokens", decoded,
             lambda keys: prefilling(make(keys), device, T - 1, 1), device)
     with torch.device("meta"):
-        flops = {row: make(keys).flops_per_token() for row, keys in models.items()}
+        flops = {row: make(keys).flops_per_token() for row, keys in trained.items()}
     for row, number in flops.items():
         print(f"training FLOPs a token: {number / next(iter(flops.values())):.2f} x ({row})")
-    for row, keys in decoders.items():
+    for row, keys in decoded.items():
         print(f"cache of a row: {make(keys).init_cache(1, T).nbytes():,} bytes ({row})")
 
 
-def rat_layer(cfg, dtype, **changes):
+def rat_layer(cfg, dtype, keys):
     """A model of one layer, of which only the mixer with its projections is left."""
-    model = build(cfg, "rat", n_layer=1, vocab_size=64, swa=0, **changes)
+    model = build(cfg, "rat", f"n_layer=1 vocab_size=64 swa=0 {keys}")
     block = model.blocks[0]
     model.norm = block.norm1 = block.norm2 = block.mlp = torch.nn.Identity()
     return model.to(dtype)
@@ -275,10 +276,9 @@ def bench_rat(model_cfg, cfg, device, lengths=None):
     gpu = device.type == "cuda"
     lengths = lengths or [2 ** n for n in (range(12, 19) if gpu else range(8, 15))]
     rows, dtype = (64, torch.bfloat16) if gpu else (8, torch.float32)
-    kinds = {"attention": dict(mixer="attention"), f"RAT({model_cfg.chunk})": {},
-             "RNN": dict(mixer="rnn")}
+    kinds = {"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "", "RNN": "mixer=rnn"}
     for T in lengths:
-        layer = lambda keys: rat_layer(model_cfg, dtype, block_size=T, **keys)
+        layer = lambda keys: rat_layer(model_cfg, dtype, f"block_size={T} {keys}")
         batch = replace(cfg, batch_size=max(1, lengths[-1] // T))
         compare(f"forward + backward, T {T:,}", kinds, lambda keys: training(
             layer(keys), device, batch, "forward + backward"), device, rounds=3)
@@ -297,10 +297,10 @@ def bench_throughput(model_cfg, cfg, device, new=64):
     T, L, highest = model_cfg.block_size, model_cfg.chunk, {}
     memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    kinds = {"attention": dict(mixer="attention", swa=0), f"RAT({L})": dict(swa=0)}
-    kinds |= {f"RAT({L})-SWA": {}} if model_cfg.swa else {}
+    kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0"}
+    kinds |= {f"RAT({L})-SWA": ""} if model_cfg.swa else {}
     for name, keys in kinds.items():
-        model, rows, highest[name] = build(model_cfg, "rat", **keys).to(device), 1, 0
+        model, rows, highest[name] = build(model_cfg, "rat", keys).to(device), 1, 0
         nbytes = model.init_cache(1, T).nbytes()
         while rows <= cfg.batch_size and rows * nbytes <= memory / 2:
             case = decoding(model, device, T, rows, new=new)
@@ -427,8 +427,8 @@ def print_bound(name, seconds, bound, cfg, loops):
 def mor_requests(model, text, device):
     """MoR beside the plain model with as many slots, and with as many as fit into its cache."""
     # the engine asks for loops, so the plain model is one recursion
-    plain = build(model.cfg, "mor", router="none", router_func="", n_loop=1, share="cycle",
-                  kv="recursion", exit_loop=0).to(device)
+    plain = build(model.cfg, "mor", "router=none router_func= n_loop=1 share=cycle kv=recursion "
+                  "exit_loop=0").to(device)
     mor_bytes, plain_bytes = (m.init_cache(1, LONGEST).nbytes() for m in (model, plain))
     cases = {}
     for slots in SLOTS, max(SLOTS + 1, SLOTS * plain_bytes // mor_bytes):
@@ -444,7 +444,7 @@ def mor_requests(model, text, device):
 
 def relaxed_requests(model, text, device, slots=32):
     """Without early exit and with it, by sequences and by depth, beside the untied model."""
-    untied = build(model.cfg, "relaxed", n_loop=1, rank=0, early_exit="none", exit_loop=0)
+    untied = build(model.cfg, "relaxed", "n_loop=1 rank=0 early_exit=none exit_loop=0")
     exit = early_exit(model, text, device)
     kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
              "exact": dict(exit=exit, fill="exact")}
