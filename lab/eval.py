@@ -139,7 +139,7 @@ def router_scores(model, inputs):
     return {str(r + 1): spread[r].tolist() for r in range(1, model.loops_to_run)}
 
 
-def evaluate_text(model, run, cfg, ckpt):
+def evaluate_text(model, tokenizer, run, cfg, ckpt):
     """What the JSON file gets of a text."""
     length, limit = ckpt["model_config"]["block_size"], model.context_limit  # as trained
     longest = cfg.units[-1] * length
@@ -147,7 +147,7 @@ def evaluate_text(model, run, cfg, ckpt):
         raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
                         f"that this model reads (block_size={limit})")
     if cfg.text:
-        data = file_tokens(cfg.text, load_tokenizer(ckpt["tokenizer"]))
+        data = file_tokens(cfg.text, tokenizer)
     else:
         check_tokenizer(ckpt, data := TokenData(open_data(run), "val"), "the model")
     batches = Windows(data, max(1, cfg.batch_size // cfg.units[-1]), longest)
@@ -290,16 +290,19 @@ def main(argv):
     if is_task(cfg.dataset):
         raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true "
                         f"tells how many of its answers are right")
-    changed = {key: getattr(cfg, key) for key in ("block_size", "exit_loop")
-               if key in given}
+    changed = {key: getattr(cfg, key) for key in ("block_size", "exit_loop") if key in given}
     device = pick_device(cfg.device)
     model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
     if cfg.prefill:
         choose_prefill(model, cfg.prefill, paths[0])
-    run = SimpleNamespace(**{**ckpt["config"], "dataset": cfg.dataset, "data_dir": cfg.data_dir})
+    data = dict(dataset=cfg.dataset, data_dir=cfg.data_dir)
+    run = SimpleNamespace(**{**ckpt["config"], **data})
+    tokenizer = load_tokenizer(ckpt["tokenizer"])
     with autocast(run, device):
-        result = (evaluate_tasks(model, load_tokenizer(ckpt["tokenizer"]), cfg) if cfg.tasks else
-                  evaluate_text(model, run, cfg, ckpt))
+        if cfg.tasks:
+            result = evaluate_tasks(model, tokenizer, cfg)
+        else:
+            result = evaluate_text(model, tokenizer, run, cfg, ckpt)
     origin = {"run": str(paths[0]), "model": ckpt["model"], "step": ckpt["step"]}
     print(*origin.values(), device_name(device), sep=", ")
     print(json.dumps(result, indent=2))
