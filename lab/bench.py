@@ -62,13 +62,14 @@ def compare(title, cases, setup, device, rounds=9, per=1, warmup=2, memory=True)
             calls = {name: setup(cases[name]) for name in names}
             times |= take_turns(calls, device, rounds, warmup)
             calls = None
-            peaks |= {name: peak_memory(setup, cases[name], device) for name in names if memory}
+            if memory and (device.type == "cuda" or RESET_PEAK.exists()):
+                peaks |= {name: peak_memory(setup, cases[name], device) for name in names}
         except torch.cuda.OutOfMemoryError:
             times |= {name: [] for name in names}
     for name, t in times.items():
         line = f"{title:28} {name:29} "
         line += f"{1000 * statistics.median(t) / per:11.3f} ms" if t else "  does not fit"
-        line += f"{peaks[name] / 2 ** 20:10,.0f} MiB" if peaks.get(name) and t else ""
+        line += f"{peaks[name] / 2 ** 20:10,.0f} MiB" if t and name in peaks else ""
         line += f"{ratio(t, times[base]):8.3f} x {base}" if t and times[base] else ""
         print(line, flush=True)
     return times
@@ -99,6 +100,7 @@ nothing = lambda: None      # what most cases prepare
 def free_memory(device):
     rt_wavefront.GRAPHS.clear()         # they hold memory, and so does what is compiled
     torch.compiler.reset()
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -110,8 +112,6 @@ def peak_memory(setup, case, device):
     """The most bytes that a case holds during a call: weights, an optimizer's state or a cache,
     and what the call needs besides. On a CPU: resident memory, beyond what there was before the
     case (nothing is told where the system is not Linux)."""
-    if device.type != "cuda" and not RESET_PEAK.exists():
-        return None
     before = peak_from_here(device)
     prepare, call = setup(case)
     for _ in range(2):                  # the first step makes the optimizer's state
@@ -123,7 +123,6 @@ def peak_memory(setup, case, device):
 
 def peak_from_here(device):
     """Forget the peak so far, and return the bytes in use. What is free does not count."""
-    gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
