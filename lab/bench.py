@@ -1,23 +1,27 @@
 """
-Speed, measured beside a baseline in the same run: where the README's ratios come from.
+Speed and memory, measured beside a baseline in the same run: where the README's ratios come from.
 
     python -m lab.bench gpt             one of gpt, rt, lrt, relaxed, mor: training and decoding
     python -m lab.bench rat             a layer of RAT beside attention and an RNN, by length
+    python -m lab.bench throughput      RAT beside attention: tokens/s by the number of sequences
     python -m lab.bench kernels         attend and scan
     python -m lab.bench runs out/gpt_tiny out/mor_tiny  trained runs, training and decoding
     python -m lab.bench mor init_from=out/mor_tiny      requests to a trained mor, or relaxed
 
-A model's keys are train.py's; sizes start from configs/<model>_tiny.yaml as there. Those of the
-papers are in lab/experiments/gpu_speed.yaml. Every line names a case, its milliseconds (the
-median over rounds), on a GPU the most memory that it took (on a CPU none is told), and how many
-times as long as the baseline it takes: less than 1 is faster.
+A model's keys are train.py's; sizes start from configs/<model>_tiny.yaml as there. Those of our
+tables are in lab/experiments/speed.yaml, those of the papers in gpu_speed.yaml. Every line names a
+case, its milliseconds (the median over rounds), the most memory that it holds during a call (see
+peak_memory), and how many times as long as the baseline it takes: less than 1 is faster.
 
 kernels and runs have keys of their own:
 """
 import copy
+import ctypes
+import gc
 import json
-import math
+import os
 import random
+import re
 import statistics
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -43,82 +47,113 @@ from serve import Engine, Request
 
 # ---- measuring ----
 
-def compare(title, cases, device, rounds, per=1, tokens=0, notes={}.get, warmup=2):
-    """Time the cases {name: setup} and print a line for each: the median, and the median of the
-    rounds' ratios to the first case, which noise moves less. setup() returns two functions:
-    prepare runs before each call, outside the clock.
+def compare(title, cases, setup, device, rounds=9, per=1, warmup=2, memory=True):
+    """Time the cases {name: case} and print a line for each: the median, its most memory, and the
+    median of the rounds' ratios to the first case, which noise moves less. setup(case) returns
+    two functions: prepare runs before each call, outside the clock.
 
     On a CPU the cases take turns, so that a noisy neighbour slows all alike. On a GPU they come
-    one after the other: each has the memory for itself. per: what a call is divided by; tokens:
-    of a call, for tokens/s; notes(name): what else to say. Returns {name: seconds of each round},
-    none where memory is short."""
-    gpu, times, peaks, base = device.type == "cuda", {}, {}, next(iter(cases))
-    for names in [[name] for name in cases] if gpu else [list(cases)]:
-        free_memory(device)
+    one after the other: each has the memory for itself. per: what a call is divided by. Returns
+    {name: seconds of each round}, none where memory is short."""
+    times, peaks, base = {}, {}, next(iter(cases))
+    for names in [[name] for name in cases] if device.type == "cuda" else [list(cases)]:
         try:
-            times |= take_turns({name: cases[name]() for name in names}, device, warmup + rounds)
+            free_memory(device)
+            calls = {name: setup(cases[name]) for name in names}
+            times |= take_turns(calls, device, rounds, warmup)
+            calls = None
+            if memory and (device.type == "cuda" or RESET_PEAK.exists()):
+                peaks |= {name: peak_memory(setup, cases[name], device) for name in names}
         except torch.cuda.OutOfMemoryError:
             times |= {name: [] for name in names}
-        if gpu:
-            peaks[names[0]] = torch.cuda.max_memory_allocated(device)
-    times = {name: seconds[warmup:] for name, seconds in times.items()}
     for name, t in times.items():
-        ms, r = 1000 * statistics.median(t or [math.nan]), ratio(t, times[base])
-        line = f"{title:28} {name:29} " + (f"{ms / per:11.3f} ms" if t else "  does not fit")
-        line += f"{1000 * tokens / ms:11,.0f} tokens/s" if t and tokens else ""
-        line += f"{peaks[name] / 2 ** 20:10,.0f} MiB" if gpu and t else ""
-        line += f"{r:8.3f} x {base}" if r else ""
-        print(f"{line} {notes(name) or ''}".rstrip(), flush=True)
+        line = f"{title:28} {name:29} "
+        line += f"{1000 * statistics.median(t) / per:11.3f} ms" if t else "  does not fit"
+        line += f"{peaks[name] / 2 ** 20:10,.0f} MiB" if t and name in peaks else ""
+        line += f"{ratio(t, times[base]):8.3f} x {base}" if t and times[base] else ""
+        print(line, flush=True)
     return times
 
 
-def take_turns(cases, device, rounds):
+def take_turns(calls, device, rounds, warmup=0):
+    """Seconds of {name: (prepare, call)}, a list each."""
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else nothing
-    times = {name: [] for name in cases}
-    for _ in range(rounds):
-        for name, (prepare, call) in cases.items():
+    times = {name: [] for name in calls}
+    for _ in range(warmup + rounds):
+        for name, (prepare, call) in calls.items():
             prepare()
             wait()
             start = time.perf_counter()
             call()
             wait()
             times[name].append(time.perf_counter() - start)
-    return times
-
-
-def free_memory(device):
-    rt_wavefront.GRAPHS.clear()         # they hold memory, and so does what is compiled
-    torch.compiler.reset()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    return {name: seconds[warmup:] for name, seconds in times.items()}
 
 
 def ratio(times, baseline):
-    return statistics.median(a / b for a, b in zip(times, baseline)) if times and baseline else None
+    return statistics.median(a / b for a, b in zip(times, baseline))
 
 
 nothing = lambda: None      # what most cases prepare
 
 
-def each(models, setup, *args):
-    """{name: make} -> {name: setup}, where setup is one of those below."""
-    return {name: partial(setup, make, *args) for name, make in models.items()}
+def free_memory(device):
+    rt_wavefront.GRAPHS.clear()         # they hold memory, and so does what is compiled
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
-# ---- what a model does: make() gives the model ----
+RESET_PEAK = Path("/proc/self/clear_refs")      # of Linux
 
-def build(name, cfg, **changes):
-    """An untrained model_<name>, with the keys of cfg that it has and these changes."""
-    module = model_module(name)
+
+def peak_memory(setup, case, device):
+    """The most bytes that a case holds during a call: weights, an optimizer's state or a cache,
+    and what the call needs besides. On a CPU: resident memory, beyond what there was before the
+    case (nothing is told where the system is not Linux)."""
+    before = peak_from_here(device)
+    prepare, call = setup(case)
+    for _ in range(2):                  # the first step makes the optimizer's state
+        prepare()
+        peak_from_here(device)
+        call()
+    return peak_now(device) - before
+
+
+def peak_from_here(device):
+    """Forget the peak so far, and return the bytes in use. What is free does not count."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        ctypes.CDLL(None).malloc_trim(0)
+        RESET_PEAK.write_text("5")
+    return peak_now(device)
+
+
+def peak_now(device):
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
+
+
+# ---- what a model does ----
+
+def build(cfg, name, keys=""):
+    """An untrained model_<name>, or that of model= in keys, with these keys and those of cfg that
+    it has. compile=true: by torch.compile."""
+    given = {"model": name, "compile": "false", **split_args(keys.split())}
+    module, compiled = model_module(given.pop("model")), given.pop("compile") == "true"
     names = {f.name for f in fields(module.Config)}
     same = {key: value for key, value in asdict(cfg).items() if key in names}
-    return module.Model(typed_config(module.Config, {}, {**same, **changes}))
+    model = module.Model(typed_config(module.Config, given, same))
+    return torch.compile(model) if compiled else model
 
 
-def training(make, device, cfg, part="training step"):
+def training(model, device, cfg, part="training step"):
     """On a fixed random batch: "forward", "forward + backward", or the optimizer's step too."""
-    model, mixed = make().to(device).train(), device.type == "cuda"
+    model, mixed = model.to(device).train(), device.type == "cuda"
     size = cfg.batch_size, model.cfg.block_size + 1
     idx = torch.randint(0, model.cfg.vocab_size, size, device=device)
     optimizers = make_optimizers(model, cfg) if part == "training step" else []
@@ -140,10 +175,10 @@ def training(make, device, cfg, part="training step"):
 NEW = 8         # tokens that one call decodes
 
 
-def decoding(make, device, T, rows, idx=None, new=NEW):
+def decoding(model, device, T, rows, idx=None, new=NEW):
     """The last `new` of T tokens of each row (idx, or random ones), one after the other. The cache
     is filled outside the clock."""
-    model, start = make().to(device).eval(), max(1, T - new)
+    model, start = model.to(device).eval(), max(1, T - new)
     if idx is None:
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
     cache = model.init_cache(rows, T)
@@ -151,7 +186,7 @@ def decoding(make, device, T, rows, idx=None, new=NEW):
     @torch.inference_mode()
     def prefill():
         cache.reset()
-        for ids in idx[:, :start].split(max(1, 2 ** 18 // rows), 1):    # as memory allows
+        for ids in idx[:, :start].split(max(1, 2 ** 16 // rows), 1):    # as memory allows
             model(ids, cache=cache)
 
     @torch.inference_mode()
@@ -161,119 +196,128 @@ def decoding(make, device, T, rows, idx=None, new=NEW):
     return prefill, decode
 
 
-def prefilling(make, device, T, rows):
-    prefill, _ = decoding(make, device, T + 1, rows, new=1)
+def prefilling(model, device, T, rows):
+    prefill, _ = decoding(model, device, T + 1, rows, new=1)
     return nothing, prefill
-
-
-def by_length(part, models, lengths, device, rounds, cfg, rows=0):
-    """As many tokens, cut into longer and longer sequences; decoding: a token of `rows` sequences.
-    models(T): {name: make}. e: a sequence's time grows as T^e."""
-    found = {}
-    for T in lengths:
-        B = rows or max(1, lengths[-1] // T)
-        setup, *args = {"decoding": (decoding, T, B), "prefill": (prefilling, T, B)}.get(
-            part, (training, replace(cfg, batch_size=B), part))
-        found[T] = compare(f"{part}, T {T:,}", each(models(T), setup, device, *args), device,
-                           rounds, per=NEW if rows else 1)
-    first, last = found[lengths[0]], found[lengths[-1]]
-    for name in first if len(lengths) > 1 and not rows else ():
-        if r := ratio(last[name], first[name]):
-            e = 1 + math.log(r) / math.log(lengths[-1] / lengths[0])
-            print(f"  {name}: a sequence's time grows as T^{e:.2f}")
 
 
 # ---- models ----
 
-def candidates(name, cfg, device):
-    """{row: function that makes a model} in training, and in decoding. The baseline comes first."""
-    make = partial(partial, build, name, cfg)
-    if name == "gpt":
-        models = {"fast": make(), "naive": make(fast=False)}
-        return models, models
-    if name == "rt":
-        plain = partial(build, "gpt", cfg, mlp="gelu", qk_norm=cfg.qk_norm == "full")
-        models = {"plain Transformer": plain}
-        if device.type == "cuda":       # where the wavefront is a CUDA graph
-            models = {"plain, compiled": lambda: torch.compile(plain()), **models}
-        models |= {kind: make(schedule=kind) for kind in ("wavefront", "tiled", "naive")}
-        return models, {"plain Transformer": plain, "RT": make()}
-    if name == "lrt":
-        make = partial(make, memory=True, train_path="interleaved")
-        models = {"backbone": make(memory=False)}
-        models |= {f"interleaved, S = {S}": make(subsets=S) for S in (2, 4, 8)}
-        models["interleaved, layerwise"] = make(projections="layerwise")
-        models |= {f"chunked, C = {C}": make(train_path="chunked", chunk=C) for C in (64, 256)}
-        return models, {"backbone": make(memory=False), "exact": make(prefill="exact"),
-                        "interleaved": make(prefill="interleaved")}
-    plain = partial(build, "gpt", cfg)
-    if name == "relaxed":
-        models = {"untied model": plain}
-        models |= {f"rank {rank}": make(rank=rank, early_exit="none")
-                   for rank in sorted({0, 8, 64, cfg.rank})}
-        return models, models
-    make, R = partial(make, capacity_warmup=0, router_func="", exit_loop=0), cfg.n_loop
-    mor, inner = partial(make, router="expert", kv="recursion"), R * cfg.n_stored
-    models = {"plain model": plain, f"{R} recursions, no router": make(router="none")}
-    models |= {f"MoR, {r} recursions": mor(n_loop=r) for r in (2, 3, 4) if inner % r == 0}
-    if cfg.share.endswith("cycle"):
-        models[f"MoR, {R}, kv=share"] = mor(kv="share")
-    models[f"MoR, {R}, router=token"] = mor(router="token")
-    return models, {"plain model": plain, "MoR": make()}
+# {model: {row: keys}}, the baseline first
+TRAINED = {
+    "gpt": {"fast": "fast=true", "naive": "fast=false"},
+    "rt": {
+        "plain Transformer": "model=gpt mlp=gelu qk_norm=false",
+        "plain, compiled": "model=gpt mlp=gelu qk_norm=false compile=true",     # on a GPU
+        "wavefront": "schedule=wavefront",      # on a GPU a CUDA graph
+        "tiled": "schedule=tiled",
+        "naive": "schedule=naive"},
+    "lrt": {
+        "backbone": "memory=false",
+        "interleaved, S = 2": "train_path=interleaved subsets=2",
+        "interleaved, S = 4": "train_path=interleaved subsets=4",
+        "interleaved, S = 8": "train_path=interleaved subsets=8",
+        "interleaved, layerwise": "train_path=interleaved projections=layerwise",
+        "chunked, C = 64": "train_path=chunked chunk=64",
+        "chunked, C = 256": "train_path=chunked chunk=256"},
+    "relaxed": {
+        "untied model": "model=gpt",
+        "rank 0": "rank=0",
+        "rank 8": "rank=8",
+        "rank 64": "rank=64"},
+    "mor": {
+        "plain model": "model=gpt",
+        "no router": "router=none",
+        "2 recursions": "n_loop=2 capacity_warmup=0",
+        "3 recursions": "n_loop=3 capacity_warmup=0",
+        "kv=share": "kv=share capacity_warmup=0",
+        "router=token": "router=token"}}
+DECODED = {
+    "rt": {"plain Transformer": "model=gpt mlp=gelu qk_norm=false", "RT": ""},
+    "lrt": {"backbone": "memory=false", "exact": "prefill=exact",
+            "interleaved": "prefill=interleaved"},
+    "mor": {"plain model": "model=gpt", "MoR": ""}}
 
 
-def bench_model(name, model_cfg, cfg, device, rounds=9, lengths=(128, 256, 512, 1024, 2048)):
-    """Training, decoding and prefill; of RT by length, too."""
-    T = model_cfg.block_size
-    models, decoders = candidates(name, model_cfg, device)
-    with torch.device("meta"):
-        flops = {row: make().flops_per_token() for row, make in models.items()}
-    cost = lambda row: f"{flops[row] / next(iter(flops.values())):.2f} x its FLOPs"
+def bench_model(name, model_cfg, cfg, device):
+    """Training, decoding and prefill."""
+    T, make = model_cfg.block_size, partial(build, model_cfg, name)
+    trained = {row: keys for row, keys in TRAINED[name].items()
+               if "compile" not in keys or device.type == "cuda"}
+    decoded = DECODED.get(name, trained)
     for part in "forward", "forward + backward", "training step":
-        compare(part, each(models, training, device, cfg, part), device, rounds,
-                tokens=cfg.batch_size * T, notes=cost)
+        compare(part, trained, lambda keys: training(make(keys), device, cfg, part), device)
     for rows in 1, 16:
-        compare(f"decoding batch {rows}", each(decoders, decoding, device, T, rows), device,
-                3 * rounds, per=min(NEW, T - 1))
-    compare(f"prefill {T - 1} tokens", each(decoders, prefilling, device, T - 1, 1), device, rounds)
-    for row, make in decoders.items():
-        print(f"cache of a row: {make().init_cache(1, T).nbytes():,} bytes ({row})")
-    if name == "rt":
-        longer = lambda T: candidates("rt", replace(model_cfg, block_size=T), device)[1]
-        by_length("forward + backward", longer, lengths, device, rounds, cfg)
+        compare(f"decoding batch {rows}", decoded,
+                lambda keys: decoding(make(keys), device, T, rows), device, rounds=27,
+                per=min(NEW, T - 1))
+    compare(f"prefill {T - 1} tokens", decoded,
+            lambda keys: prefilling(make(keys), device, T - 1, 1), device)
+    with torch.device("meta"):
+        flops = {row: make(keys).flops_per_token() for row, keys in trained.items()}
+    for row, number in flops.items():
+        print(f"training FLOPs a token: {number / next(iter(flops.values())):.2f} x ({row})")
+    for row, keys in decoded.items():
+        print(f"cache of a row: {make(keys).init_cache(1, T).nbytes():,} bytes ({row})")
 
 
-def rat_layer(cfg, dtype):
+def rat_layer(cfg, dtype, keys):
     """A model of one layer, of which only the mixer with its projections is left."""
-    model = build("rat", cfg, n_layer=1, vocab_size=64, swa=0)
+    model = build(cfg, "rat", f"n_layer=1 vocab_size=64 swa=0 {keys}")
     block = model.blocks[0]
     model.norm = block.norm1 = block.norm2 = block.mlp = torch.nn.Identity()
     return model.to(dtype)
 
 
-def bench_rat(model_cfg, cfg, device, lengths=None, rows=None, rounds=3):
-    """As the paper's Tables 6, 7 and 8: a layer of RAT beside attention and the RNN."""
-    gpu, L = device.type == "cuda", model_cfg.chunk
+def bench_rat(model_cfg, cfg, device, lengths=None):
+    """As the paper's Tables 6, 7 and 8: a layer of RAT beside attention and the RNN. As many
+    tokens, cut into longer and longer sequences; decoding: a token of 8 (GPU: 64) sequences."""
+    gpu = device.type == "cuda"
     lengths = lengths or [2 ** n for n in (range(12, 19) if gpu else range(8, 15))]
-    rows, dtype = rows or (64 if gpu else 8), torch.bfloat16 if gpu else torch.float32
+    rows, dtype = (64, torch.bfloat16) if gpu else (8, torch.float32)
+    kinds = {"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "", "RNN": "mixer=rnn"}
+    for T in lengths:
+        layer = lambda keys: rat_layer(model_cfg, dtype, f"block_size={T} {keys}")
+        batch = replace(cfg, batch_size=max(1, lengths[-1] // T))
+        compare(f"forward + backward, T {T:,}", kinds, lambda keys: training(
+            layer(keys), device, batch, "forward + backward"), device, rounds=3)
+        compare(f"prefill, T {T:,}", kinds, lambda keys: prefilling(
+            layer(keys), device, T, batch.batch_size), device, rounds=3)
+        compare(f"decoding, T {T:,}", kinds, lambda keys: decoding(
+            layer(keys), device, T, rows), device, rounds=3, per=NEW)
+        for name, keys in kinds.items():
+            cache = layer(keys).init_cache(1, T)
+            print(f"cache, T {T:,}: {cache.nbytes() / T:.1f} bytes a token ({name})")
 
-    def models(T):
-        kinds = {f"RAT({L})": {}, "RAT(T/64)": dict(chunk=max(1, T // 64)),
-                 "RNN": dict(mixer="rnn"), "attention": dict(mixer="attention")}
-        return {name: partial(rat_layer, replace(model_cfg, block_size=T, **kind), dtype)
-                for name, kind in kinds.items()}
-    for part in "forward + backward", "prefill":
-        by_length(part, models, lengths, device, rounds, cfg)
-    by_length("decoding", models, lengths, device, rounds, cfg, rows)
-    for name, make in models(lengths[-1]).items():
-        cache = make().init_cache(1, lengths[-1])
-        print(f"cache: {cache.nbytes() / lengths[-1]:.1f} bytes a token ({name})")
+
+def bench_throughput(model_cfg, cfg, device, new=64):
+    """Tokens/s of whole models, decoding the last tokens of block_size. The sequences are doubled
+    up to batch_size, or until their caches would take half of the memory that there is."""
+    T, L, highest = model_cfg.block_size, model_cfg.chunk, {}
+    memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
+              os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0"}
+    kinds |= {f"RAT({L})-SWA": ""} if model_cfg.swa else {}
+    for name, keys in kinds.items():
+        model, rows, highest[name] = build(model_cfg, "rat", keys).to(device), 1, 0
+        nbytes = model.init_cache(1, T).nbytes()
+        while rows <= cfg.batch_size and rows * nbytes <= memory / 2:
+            case = decoding(model, device, T, rows, new=new)
+            seconds, = take_turns({name: case}, device, 1)[name]
+            case = None                 # its cache goes before the next one comes
+            speed = rows * min(new, T - 1) / seconds
+            highest[name] = max(highest[name], speed)
+            print(f"{name:13} {rows:6,} sequences of {T:,} {speed:11,.0f} tokens/s "
+                  f"{rows * nbytes:16,} bytes of cache", flush=True)
+            rows = 2 * rows
+    for name, speed in highest.items():
+        print(f"highest: {speed:,.0f} tokens/s, {speed / highest['attention']:.2f} x ({name})")
 
 
 # ---- kernels ----
 
 def kernel(function, tensors, do=None):
-    """A function of tensors; with do, all gradients too."""
+    """A function of tensors; with do, its output's gradient, all of theirs too."""
     tensors = [x.detach().requires_grad_(do is not None) for x in tensors]
 
     def call():
@@ -283,38 +327,23 @@ def kernel(function, tensors, do=None):
     return nothing, call
 
 
-def loop_scan(g, x, chunk):
-    """h_t = g_t h_{t-1} + (1 - g_t) x_t, as a Python loop over positions."""
-    h, state = torch.empty_like(x), torch.zeros_like(x[:, 0])
-    for t in range(x.size(1)):
-        h[:, t] = state = torch.lerp(x[:, t], state if t % chunk else 0 * state, g[:, t])
-    return h
-
-
-def bench_kernels(cfg, _, sizes=None):
-    """attend beside torch's attention (SDPA), also over the keys at the ends of chunks of 16 only.
-    scan beside a loop, on a GPU beside a copy of x. sizes: B, H, T, D."""
-    device, attend = pick_device(cfg.device), kernels.attend
+def bench_kernels(device, sizes=None):
+    """attend beside torch's attention (SDPA), scan beside a copy of x. sizes: B, H, T, D."""
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    print(f"{device_name(device)}, torch {torch.__version__}")
+    functions = {"SDPA": partial(F.scaled_dot_product_attention, is_causal=True),
+                 "attend": lambda q, k, v: kernels.attend(q, k, v)[0]}
     for B, H, T, D in sizes or ([(4, 16, 4096, 128), (1, 16, 65536, 128)] if gpu else
                                 [(1, 8, 1024, 64), (1, 4, 8192, 64)]):
         q, k, v, do = torch.randn(4, B, T, H, D, device=device, dtype=dtype).transpose(2, 3)
-        at, end = torch.arange(T, device=device, dtype=torch.int32), slice(15, None, 16)
-        ends = at[end].clone()
-        functions = {"SDPA": partial(F.scaled_dot_product_attention, is_causal=True),
-                     "attend": lambda q, k, v: attend(q, k, v)[0], "attend, chunk ends":
-                     lambda q, k, v: attend(q, k[:, :, end], v[:, :, end], at, ends)[0]}
         for part, grad in ("forward", None), ("forward + backward", do):
-            compare(f"{part}, T {T:,}", each(functions, kernel, (q, k, v), grad), device,
-                    cfg.rounds)
-    shape = (2, 4096, 2048) if gpu else (1, 2048, 512)
-    g, x = torch.rand(2, *shape, device=device, dtype=dtype)
-    functions = {"copy of x": lambda g, x: x.clone()} if gpu else {
-        "loop": partial(loop_scan, chunk=64)}
-    functions |= {f"scan, chunk {L}": partial(kernels.scan, chunk=L) for L in (16, 64, shape[1])}
-    compare("scan", each(functions, kernel, (g, x)), device, cfg.rounds)
+            compare(f"{part}, T {T:,}", functions,
+                    lambda function: kernel(function, (q, k, v), grad), device)
+    B, T, C = (2, 4096, 2048) if gpu else (1, 2048, 512)
+    g, x = torch.rand(2, B, T, C, device=device, dtype=dtype)
+    functions = {"copy of x": lambda g, x: x.clone()}
+    functions |= {f"scan, chunk {L}": partial(kernels.scan, chunk=L) for L in (16, 64, T)}
+    compare("scan", functions, lambda function: kernel(function, (g, x)), device)
 
 
 # ---- trained runs ----
@@ -325,34 +354,33 @@ def validation_text(ckpt, folder):
     return data
 
 
-def bench_runs(cfg, folders):
+def bench_runs(device, folders, json_file=""):
     """Runs of the same data: a training step, a token after a context of the run's own text (it
     decides how deep MoR's tokens go), the cache. The first run is the baseline."""
-    device, models, configs, data = pick_device(cfg.device), {}, {}, None
+    models, configs, data = {}, {}, None
     for folder in folders:
-        model, _, ckpt = load_run(folder)
-        models[folder] = partial(copy.deepcopy, model)
+        models[folder], _, ckpt = load_run(folder)
         configs[folder] = SimpleNamespace(**ckpt["config"])
         data = data or validation_text(ckpt, folder)
         check_tokenizer(ckpt, data, folder)
-    T = min(make().cfg.block_size for make in models.values())
+    T = min(model.cfg.block_size for model in models.values())
     if data.tokens < 16 * T:
         raise UserError(f"the validation text has {data.tokens} tokens: {16 * T} are needed")
     idx, new = torch.from_numpy(data.windows(np.arange(16) * T, T)).to(device), min(NEW, T - 1)
-    steps = {f: partial(training, make, device, configs[f]) for f, make in models.items()}
-    found = {"train_ms": compare("training step", steps, device, cfg.rounds)}
+    step = lambda folder: training(copy.deepcopy(models[folder]), device, configs[folder])
+    found = {"train_ms": compare("training step", {f: f for f in folders}, step, device)}
     for n in 1, 16:
-        found[f"decode_{n}_ms"] = compare(f"decoding batch {n}", each(
-            models, decoding, device, T, n, idx[:n]), device, 4 * cfg.rounds, per=new)
+        found[f"decode_{n}_ms"] = compare(f"decoding batch {n}", models, lambda model: decoding(
+            model, device, T, n, idx[:n]), device, rounds=36, per=new)
     result = {}
-    for folder, make in models.items():
+    for folder, model in models.items():
         result[folder] = {name: 1000 * statistics.median(times[folder])
                           / (1 if name == "train_ms" else new) for name, times in found.items()}
-        result[folder]["cache_bytes"] = make().init_cache(1, T).nbytes() / T
+        result[folder]["cache_bytes"] = model.init_cache(1, T).nbytes() / T
         print(f"{folder}: cache {result[folder]['cache_bytes']:,.1f} bytes a token")
-    if cfg.json:
-        with writing(cfg.json):
-            Path(cfg.json).write_text(json.dumps(result))
+    if json_file:
+        with writing(json_file):
+            Path(json_file).write_text(json.dumps(result))
 
 
 # ---- requests to trained models that loop over depth, by serve.py's Engine ----
@@ -371,21 +399,18 @@ def workload(text):
     return requests
 
 
-def compare_requests(cases, text, device, rounds):
-    """Print a line for each of the cases {name: (model, slots, options of the Engine)}: all of the
-    requests arrive at once. Returns seconds as compare does, and {name: the answered requests}."""
-    answers, tokens = {}, sum(r.max_new_tokens for r in workload(text))
+def answer(text, model, slots, **options):
+    """The workload, answered by an Engine to which all of it comes at once."""
+    requests = workload(text)
+    list(Engine(model.eval(), slots, LONGEST, **options).run(requests))
+    return requests
 
-    def serving(name):
-        model, slots, options = cases[name]
 
-        def call():
-            answers[name] = workload(text)
-            list(Engine(model.eval(), slots, LONGEST, **options).run(answers[name]))
-        return nothing, call
-    setups = {name: partial(serving, name) for name in cases}
-    return compare(f"{REQUESTS} requests", setups, device, rounds, per=tokens, tokens=tokens,
-                   warmup=0), answers
+def compare_requests(cases, text, device):
+    """compare of {name: a call of answer}, milliseconds a token."""
+    tokens = sum(r.max_new_tokens for r in workload(text))
+    return compare(f"{REQUESTS} requests", cases, lambda call: (nothing, call), device, rounds=3,
+                   per=tokens, warmup=0, memory=False)
 
 
 def print_bound(name, seconds, bound, cfg, loops):
@@ -398,69 +423,58 @@ def print_bound(name, seconds, bound, cfg, loops):
           f"layers; {layers * ratio(bound, seconds):.0%} of that speed")
 
 
-def mor_requests(model, text, device, rounds=3):
+def mor_requests(model, text, device):
     """MoR beside the plain model with as many slots, and with as many as fit into its cache."""
     # the engine asks for loops, so the plain model is one recursion
-    plain = build("mor", model.cfg, router="none", router_func="", n_loop=1, share="cycle",
-                  kv="recursion", exit_loop=0).to(device)
+    plain = build(model.cfg, "mor", "router=none router_func= n_loop=1 share=cycle kv=recursion "
+                  "exit_loop=0").to(device)
     mor_bytes, plain_bytes = (m.init_cache(1, LONGEST).nbytes() for m in (model, plain))
-    more = max(SLOTS + 1, SLOTS * plain_bytes // mor_bytes)
-    few, many = f"{SLOTS} slots", f"{more} slots"
-    sequence, depth = dict(batching="sequence"), dict(batching="depth")
-    times, answers = compare_requests({
-        f"plain, {few}, sequence": (plain, SLOTS, sequence),
-        f"MoR, {few}, sequence": (model, SLOTS, sequence),
-        f"MoR, {few}, depth": (model, SLOTS, depth),
-        f"plain, {many}, sequence": (plain, more, sequence),
-        f"MoR, {many}, depth": (model, more, depth)}, text, device, rounds)
-    base, _, mor, base_more, mor_more = times.values()
-    loops = [loop for r in answers[f"MoR, {few}, depth"] for loop in r.exits]
-    print_bound(few, mor, base, model.cfg, loops)
-    print_bound(f"{many}, plain ones too", mor_more, base_more, model.cfg, loops)
-    no_slower = [t * SLOTS / more for t in base]
-    print_bound(f"{many}, if a step took no longer", mor_more, no_slower, model.cfg, loops)
+    cases = {}
+    for slots in SLOTS, max(SLOTS + 1, SLOTS * plain_bytes // mor_bytes):
+        for name, served, batching in [("plain", plain, "sequence"), ("MoR", model, "sequence"),
+                                       ("MoR", model, "depth")]:
+            cases[f"{name}, {slots} slots, {batching}"] = partial(
+                answer, text, served, slots, batching=batching)
+    base, _, mor, base_more, _, mor_more = compare_requests(cases, text, device).values()
+    loops = [loop for r in answer(text, model, SLOTS, batching="depth") for loop in r.exits]
+    print_bound(f"{SLOTS} slots", mor, base, model.cfg, loops)
+    print_bound(f"{slots} slots", mor_more, base_more, model.cfg, loops)
+
+
+def relaxed_requests(model, text, device, slots=32):
+    """Without early exit and with it, by sequences and by depth, beside the untied model."""
+    untied = build(model.cfg, "relaxed", "n_loop=1 rank=0 early_exit=none exit_loop=0")
+    exit = early_exit(model, text, device)
+    kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
+             "exact": dict(exit=exit, fill="exact")}
+    cases = {f"{kind}, {batching}": partial(answer, text, model, slots, batching=batching, **how)
+             for kind, how in kinds.items() for batching in ("sequence", "depth")}
+    cases["untied, sequence"] = partial(answer, text, untied.to(device), slots,
+                                        batching="sequence")
+    times = compare_requests(cases, text, device)
+    for kind in "propagate", "exact":
+        # prompts take all loops, and their last tokens give the first ones of the answers
+        loops = [loop for r in cases[f"{kind}, depth"]()
+                 for loop in [*[model.loops_to_run] * len(r.prompt), *r.exits[1:]]]
+        print_bound(kind, times[f"{kind}, depth"], times["all loops, sequence"], model.cfg, loops)
 
 
 @torch.no_grad()
-def relaxed_requests(model, text, device, slots=32, fraction=0.65, rounds=3):
-    """Without early exit and with it, by sequences and by depth, beside the untied model."""
-    untied = build("relaxed", model.cfg, n_loop=1, rank=0, early_exit="none", exit_loop=0)
-    first = copy.copy(model)            # exits where it is surest of what all loops answer
+def early_exit(model, text, device, fraction=0.65):
+    """The rule by which this fraction of a text's tokens, where the first loop is surest, exits
+    after it. Prints what that costs, with the keys of all loops (fill=exact)."""
+    first = copy.copy(model)
     first.cfg = replace(model.cfg, exit_loop=1)
-    answered = Engine(model, slots, LONGEST, "sequence").run(workload(text)[:slots])
-    logits = torch.cat([first(torch.tensor([r.prompt + r.tokens], device=device))
-                        [0][0, len(r.prompt) - 1:-1] for r in answered])        # (tokens, V)
-    sure = logits.softmax(-1).amax(-1).quantile(1 - fraction)
-    exit = f"confidence:{float(sure):.8g}"
-    kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
-             "exact": dict(exit=exit, fill="exact")}
-    cases = {f"{kind}, {batching}": (model, slots, dict(options, batching=batching))
-             for kind, options in kinds.items() for batching in ("sequence", "depth")}
-    cases["untied, sequence"] = untied.to(device), slots, dict(batching="sequence")
-    times, answers = compare_requests(cases, text, device, rounds)
-    for kind in "propagate", "exact":
-        # prompts take all loops, and their last tokens give the first ones of the answers
-        loops = [loop for r in answers[f"{kind}, depth"]
-                 for loop in [*[model.loops_to_run] * len(r.prompt), *r.exits[1:]]]
-        print_bound(f"{kind}, {exit}", times[f"{kind}, depth"], times["all loops, sequence"],
-                    model.cfg, loops)
-    for kind, options in kinds.items():
-        print(f"  {kind}: {quality(model, options, text):.4f} nats a token as served")
-
-
-def quality(model, options, text):
-    """Cross-entropy in nats as served, where the text really goes on: each next token is its."""
-    nats = []
-
-    class Forced(Engine):
-        def pick(self, slots, logits):
-            asked = [slot.request for slot in slots]
-            true = [int(text[r.id + len(r.prompt) + len(r.tokens)]) for r in asked]
-            target = torch.tensor(true, device=logits.device)
-            nats.extend(F.cross_entropy(logits, target, reduction="none").tolist())
-            return true
-    list(Forced(model.eval(), SLOTS, LONGEST, **options).run(workload(text)[:48]))
-    return statistics.mean(nats)
+    n = min(len(text) - 1, 32 * LONGEST) // LONGEST * LONGEST
+    idx, targets = (torch.from_numpy(text[at:][:n]).to(device) for at in (0, 1))
+    early, late = (m(idx.view(-1, LONGEST))[0].flatten(0, 1) for m in (first, model))  # (n, V)
+    sure = early.softmax(-1).amax(-1)
+    least = sure.quantile(1 - fraction)
+    served = torch.where(sure[:, None] >= least, early, late)
+    without, with_exits = (float(F.cross_entropy(logits, targets)) for logits in (late, served))
+    print(f"exit=confidence:{least:.8g}: {with_exits:.4f} nats a token, without exits "
+          f"{without:.4f}")
+    return f"confidence:{least:.8g}"
 
 
 def bench_requests(folder, device):
@@ -470,7 +484,6 @@ def bench_requests(folder, device):
         raise UserError(f"{folder}: requests of {LONGEST} tokens need a larger block_size "
                         f"({model.cfg.block_size}) or validation text ({data.tokens} tokens)")
     text = data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
-    print(f"{folder}; {device_name(device)}, torch {torch.__version__}")
     {"relaxed": relaxed_requests, "mor": mor_requests}[ckpt["model"]](model.eval(), text, device)
 
 
@@ -479,48 +492,41 @@ def bench_requests(folder, device):
 @dataclass
 class BenchConfig:
     device: str = "auto"            # auto | cpu | cuda | cuda:N
-    rounds: int = 9                 # how often each case is timed
     json: str = ""                  # runs: write the numbers into this file
 
-    def __post_init__(self):
-        if self.rounds < 1:
-            raise ValueError(f"rounds={self.rounds} must be at least 1")
 
-
-# Sizes if neither a config file nor a width is given: products, not calls, shall take the time.
-BENCH_SIZES = {"rat": ["n_embd=256"], "relaxed": ["n_embd=512", "n_head=8", "n_kv_head=2"],
-               "lrt": ["n_layer=6", "n_embd=256", "block_size=512", "batch_size=8"],
-               "mor": ["n_embd=256", "n_head=4", "batch_size=16"]}
-MODELS = "gpt", "rt", "lrt", "rat", "relaxed", "mor"
-OWN_KEYS = {"kernels": bench_kernels, "runs": bench_runs}
+NAMES = "gpt", "rt", "lrt", "rat", "relaxed", "mor", "throughput", "kernels", "runs"
 
 
 def main(argv):
     if asks_help(argv):
         return print(help_text(BenchConfig))
-    names, keys = split_paths(argv)[0] or [""], [a for a in argv if is_key(a)]
-    name, *folders = names
-    if name not in (*MODELS, *OWN_KEYS) or bool(folders) != (name == "runs"):
+    (name, *folders), keys = split_paths(argv)[0] or [""], [a for a in argv if is_key(a)]
+    if name not in NAMES or bool(folders) != (name == "runs"):
         raise UserError("python -m lab.bench NAME [key=value ...], NAME one of: "
-                        + ", ".join([*MODELS, "kernels", "runs out/A ..."]))
+                        + ", ".join(NAMES) + " out/A ...")
     torch.manual_seed(1337)
-    if name in OWN_KEYS:
-        return OWN_KEYS[name](typed_config(BenchConfig, split_args(keys)), folders)
-    if not {"config", "n_embd", "init_from"} & split_args(keys).keys():
-        keys = BENCH_SIZES.get(name, []) + keys
-    cfg, model_fields, ckpt, _ = read_config([f"model={name}", *keys])
-    device, model_cfg = pick_device(cfg.device), model_module(name).Config(**model_fields)
-    if model_cfg.block_size < 2:
-        raise UserError("block_size=1: decoding needs at least 2 tokens")
+    if name in ("kernels", "runs"):
+        cfg = typed_config(BenchConfig, split_args(keys))
+    else:
+        model = "rat" if name == "throughput" else name
+        cfg, model_fields, ckpt, _ = read_config([f"model={model}", *keys])
+        model_cfg = model_module(model).Config(**model_fields)
+        if model_cfg.block_size < 2:
+            raise UserError("block_size=1: decoding needs at least 2 tokens")
+    device = pick_device(cfg.device)
+    print(f"{device_name(device)}, torch {torch.__version__}"
+          + "; training in bfloat16 (autocast)" * (device.type == "cuda"))
+    if name == "kernels":
+        return bench_kernels(device)
+    if name == "runs":
+        return bench_runs(device, folders, cfg.json)
     if ckpt is not None and name in ("relaxed", "mor"):
         return bench_requests(cfg.init_from, device)
-    mixed = "bfloat16 (autocast)" if device.type == "cuda" else "float32"
-    print(f"{name}: {model_cfg.n_layer} layers of width {model_cfg.n_embd}, batch {cfg.batch_size} "
-          f"x {model_cfg.block_size} tokens; {device_name(device)}, torch {torch.__version__}; "
-          f"training in {mixed}")
-    if name == "rat":
-        return bench_rat(model_cfg, cfg, device)
-    bench_model(name, model_cfg, cfg, device)
+    print(f"{model_cfg.n_layer} layers of width {model_cfg.n_embd}, batch {cfg.batch_size} x "
+          f"{model_cfg.block_size} tokens")
+    bench = {"rat": bench_rat, "throughput": bench_throughput}.get(name, partial(bench_model, name))
+    bench(model_cfg, cfg, device)
 
 
 if __name__ == "__main__":

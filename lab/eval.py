@@ -122,26 +122,24 @@ def agreement(model, inputs):
 
 
 @torch.no_grad()
-def expert_choices(model, inputs):
-    """Of MoR's expert choice. scores: how sigmoid(s) of the tokens that could take a recursion
-    spreads over the tenths from 0 to 1 (those of 0.5 and more take it). dead: the fraction of
-    positions that take the last recursion in no sequence (Table 10: of 500)."""
+def router_scores(model, inputs):
+    """Of MoR's expert choice: how sigmoid(s) of the tokens that could take a recursion spreads
+    over the tenths from 0 to 1 (those of 0.5 and more take it), {recursion: fractions}."""
     routers = model.aux_routers if model.cfg.causal == "aux_router" else model.routers
-    counts, seen, depths = torch.zeros(model.loops_to_run, 10), {}, []
+    counts, seen = torch.zeros(model.loops_to_run, 10), {}
     for r, router in enumerate(routers):
         router.register_forward_hook(lambda _, x, s, r=r: seen.update({r: s[..., 0]}))
     for x in inputs:
         seen.clear()
-        depths.append(taken := model.recursions(x))  # (B, T)
+        taken = model.recursions(x)  # (B, T)
         for r in range(1, len(seen)):  # routers after those that let no token on do not run
             scores = seen[r][taken >= r].float().sigmoid()
             counts[r] += torch.histc(scores.cpu(), 10, 0, 1)
-    dead = (torch.cat(depths) < model.loops_to_run).all(0).float().mean()
-    spread = [(n / n.sum().clamp(min=1)).tolist() for n in counts]
-    return {"dead": float(dead), "scores": {str(r + 1): n for r, n in enumerate(spread) if r}}
+    spread = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    return {str(r + 1): spread[r].tolist() for r in range(1, model.loops_to_run)}
 
 
-def evaluate_text(model, run, cfg, ckpt):
+def evaluate_text(model, tokenizer, run, cfg, ckpt):
     """What the JSON file gets of a text."""
     length, limit = ckpt["model_config"]["block_size"], model.context_limit  # as trained
     longest = cfg.units[-1] * length
@@ -149,7 +147,7 @@ def evaluate_text(model, run, cfg, ckpt):
         raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
                         f"that this model reads (block_size={limit})")
     if cfg.text:
-        data = file_tokens(cfg.text, load_tokenizer(ckpt["tokenizer"]))
+        data = file_tokens(cfg.text, tokenizer)
     else:
         check_tokenizer(ckpt, data := TokenData(open_data(run), "val"), "the model")
     batches = Windows(data, max(1, cfg.batch_size // cfg.units[-1]), longest)
@@ -165,19 +163,8 @@ def evaluate_text(model, run, cfg, ckpt):
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
     if getattr(model.cfg, "router", "") == "expert":
-        result |= expert_choices(model, inputs)
+        result["scores"] = router_scores(model, inputs)
     return result
-
-
-def show(value, name=""):
-    """A line for each number of nested dictionaries."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            show(inner, f"{name} {key}".strip())
-    elif isinstance(value, list):
-        print(f"{name:36}", *(f"{x:.3f}" for x in value))
-    else:
-        print(f"{name:36} {value:12{',.4f' if isinstance(value, float) else ','}}")
 
 
 # ---- the tasks of lm_eval ----
@@ -303,19 +290,22 @@ def main(argv):
     if is_task(cfg.dataset):
         raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true "
                         f"tells how many of its answers are right")
-    changed = {key: getattr(cfg, key) for key in ("block_size", "exit_loop")
-               if key in given}
+    changed = {key: getattr(cfg, key) for key in ("block_size", "exit_loop") if key in given}
     device = pick_device(cfg.device)
     model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
     if cfg.prefill:
         choose_prefill(model, cfg.prefill, paths[0])
-    run = SimpleNamespace(**{**ckpt["config"], "dataset": cfg.dataset, "data_dir": cfg.data_dir})
+    data = dict(dataset=cfg.dataset, data_dir=cfg.data_dir)
+    run = SimpleNamespace(**{**ckpt["config"], **data})
+    tokenizer = load_tokenizer(ckpt["tokenizer"])
     with autocast(run, device):
-        result = (evaluate_tasks(model, load_tokenizer(ckpt["tokenizer"]), cfg) if cfg.tasks else
-                  evaluate_text(model, run, cfg, ckpt))
+        if cfg.tasks:
+            result = evaluate_tasks(model, tokenizer, cfg)
+        else:
+            result = evaluate_text(model, tokenizer, run, cfg, ckpt)
     origin = {"run": str(paths[0]), "model": ckpt["model"], "step": ckpt["step"]}
     print(*origin.values(), device_name(device), sep=", ")
-    show({name: value for name, value in result.items() if name != "positions"})
+    print(json.dumps(result, indent=2))
     if cfg.json:
         with writing(cfg.json):
             Path(cfg.json).write_text(json.dumps({**origin, **result}, indent=2) + "\n")

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoint import read_log
-from common.keys import (UserError, asks_help, help_text, need, run_cli, split_paths, typed_config,
-                         writing)
+from common.keys import (UserError, asks_help, first_line, help_text, need, run_cli, split_paths,
+                         typed_config, writing)
 
 
 @dataclass
 class PlotConfig:
     y: str = "val_ce"           # what is drawn: a key of log.jsonl
     x: str = "step"             # step | tokens | flops | seconds
-    smooth: int = 1             # points of a curve that are averaged into one
     file: str = "out/plot.png"  # the picture
     title: str = ""             # above it
     labels: str = ""            # names, with commas between (default: the folders')
@@ -26,8 +25,6 @@ class PlotConfig:
     def __post_init__(self):
         if self.x not in ("step", "tokens", "flops", "seconds"):
             raise ValueError(f"x={self.x} must be one of: step, tokens, flops, seconds")
-        if self.smooth < 1:
-            raise ValueError(f"smooth={self.smooth} must be at least 1")
 
 
 # ---- drawing ----
@@ -38,15 +35,6 @@ def pyplot():
     need("matplotlib").use("Agg")
     need("matplotlib").rcParams["text.parse_math"] = False
     return need("matplotlib.pyplot")
-
-
-def save_picture(fig, key, file, dpi):
-    """Write a matplotlib figure to file, which `key` names on the command line."""
-    with writing(file):
-        try:
-            fig.savefig(file, dpi=dpi, bbox_inches="tight")
-        except ValueError as e:         # an ending that is no picture
-            raise UserError(f"{key}={file}: {str(e).splitlines()[0]}") from e
 
 
 def draw(file, panels, title=""):
@@ -62,7 +50,11 @@ def draw(file, panels, title=""):
     if lines := axes[0][0].lines:       # given to legend, a name may begin with _
         axes[0][0].legend(lines, [line.get_label() for line in lines], fontsize=8)
     fig.suptitle(title)
-    save_picture(fig, "file", file, dpi=120)
+    with writing(file):
+        try:
+            fig.savefig(file, dpi=120, bbox_inches="tight")
+        except ValueError as e:         # an ending that is no picture
+            raise UserError(f"file={file}: {first_line(e)}") from e
     plt.close(fig)
 
 
@@ -87,12 +79,6 @@ def points(folder, x, y):
     return found
 
 
-def averaged(curve, n):
-    """Each n points in a row as one: the last x, the mean y."""
-    groups = [curve[i:i + n] for i in range(0, len(curve), n)]
-    return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
-
-
 def main(argv):
     if asks_help(argv):
         return print(help_text(PlotConfig))
@@ -102,7 +88,7 @@ def main(argv):
     if not folders or len(labels) != len(folders):
         raise UserError("give the folders of runs, and as many labels or none: "
                         "python -m lab.plot out/NAME ... [key=value]")
-    curves = [averaged(points(folder, cfg.x, cfg.y), cfg.smooth) for folder in folders]
+    curves = [points(folder, cfg.x, cfg.y) for folder in folders]
     draw(cfg.file, [(dict(xlabel=cfg.x, ylabel=cfg.y), zip(labels, curves))], cfg.title)
     print(f"{cfg.file}: {cfg.y} of {', '.join(labels)}")
 

@@ -10,7 +10,6 @@ The runs of experiments/NAME.yaml are out/NAME-*. results/NAME.jsonl has a line 
 that is done: it is not run again, unless its config file has other values today. So a reproduction
 that was stopped goes on where it was. To repeat a run, delete its line and its folder.
 """
-import fcntl
 import hashlib
 import itertools
 import json
@@ -30,25 +29,28 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from common.checkpoint import load_checkpoint, read_log
+from common.checkpoint import load_checkpoint, lock, read_log
 from common.keys import (HERE, UserError, asks_help, first_line, load_yaml, model_module, run_cli,
                          split_args, unknown_key, writing)
 from common.process import full_schema
 from lab.plot import draw
 
 LAB, OUT = HERE / "lab", HERE / "out"
+MODELS = str(LAB / "experiments")       # a control may be a model file there, model_NAME.py
 TIERS = "quick", "cpu", "gpu"
 JOBS = 2                        # runs at the same time, each on one thread (gpu: one run)
 BENCH_MINUTES = 5               # a call of bench.py, about
 CURVE_POINTS = 60               # of a run's log that its result keeps, about
 APPENDING = threading.Lock()    # one line at a time goes into a file of results
 
+sys.path.append(MODELS)
+
 
 @dataclass(eq=False)
 class Experiment:
     """experiments/NAME.yaml. A row is the keys of train.py, or a dict of
-      keys       the same. {LABEL} is the folder of an earlier row's run of the same seed;
-      from       [LABEL, STEP]: go on from that row's step_STEP.pt (keep_interval);
+      keys       the same. {LABEL} is the folder of an earlier row's run of the same seed. One key
+                 is our own: from={LABEL}/step_N.pt goes on from that checkpoint (keep_interval);
       seeds, minutes, evaluate    instead of the experiment's;
       COLUMN     the text of that column, where it is `text`.
     A column is `text`, `options` (the row's keys), or the name of a value and its format, such as
@@ -71,7 +73,7 @@ class Experiment:
         own = {"keys": "", "seeds": self.seeds, "minutes": self.minutes, "evaluate": self.evaluate}
         for label, row in self.rows.items():
             row = self.rows[label] = own | (row if isinstance(row, dict) else {"keys": row})
-            if unknown := row.keys() - {*own, "from", *self.columns}:
+            if unknown := row.keys() - {*own, *self.columns}:
                 raise ValueError(f"{label} has an unknown key {min(unknown)!r}")
 
 
@@ -124,17 +126,16 @@ def plan(experiment):
 
 def make_run(experiment, label, row, seed, earlier):
     """earlier: {(label, seed): Run} of the rows above."""
-    keys = f"{experiment.keys} {row['keys']} seed={seed} sample_tokens=0"
-    *source, step = row.get("from", [0])
-    needs = []
-    for other in [*re.findall("{(.*?)}", keys), *source]:
+    keys, needs = f"{experiment.keys} {row['keys']} seed={seed} sample_tokens=0", []
+    for other in re.findall("{(.*?)}", keys):
         if (other, seed) not in earlier:
             raise UserError(f"{experiment.name}.yaml: {label} starts from {other!r}, which is no "
                             f"row above it with seed {seed}")
         needs.append(earlier[other, seed])
         keys = keys.replace("{%s}" % other, f"out/{needs[-1].name}")
-    keys = " ".join(f"{key}={value}" for key, value in split_args(keys.split()).items())
-    start = f"out/{needs[-1].name}/step_{step}.pt" if source else ""
+    given = split_args(keys.split())
+    start = given.pop("from", "")
+    keys = " ".join(f"{key}={value}" for key, value in given.items())
     return Run(experiment, label, row, seed, keys, start, needs)
 
 
@@ -161,11 +162,12 @@ def missing(runs):
 
 # ---- runs ----
 
-def python(*command, **options):
+def python(*command, stdout, **environment):
     """Start one of our programs."""
-    # close_fds=False: it holds the lock, too, and may outlive us
-    return subprocess.Popen([sys.executable, *command], text=True, cwd=HERE, close_fds=False,
-                            stderr=subprocess.STDOUT, **options)
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), MODELS]))
+    return subprocess.Popen([sys.executable, *command], text=True, cwd=HERE, stdout=stdout,
+                            stderr=subprocess.STDOUT,
+                            env={**os.environ, "PYTHONPATH": path, **environment})
 
 
 def start(run):
@@ -177,14 +179,12 @@ def start(run):
         if file_keys(run).items() - config.items():
             ckpt.unlink()
     if run.start and not ckpt.exists():
-        if not (HERE / run.start).exists():
-            raise UserError(f"{run.start} is missing: delete its folder, to train it again")
         os.link(HERE / run.start, ckpt)
     if ckpt.exists():
         keys, how = re.sub(r"init_from=\S+", "", keys), "resume"
     with open(f"{run.folder}.txt", "w") as out:
         return python("train.py", *keys.split(), f"run={run.name}", f"{how}=true", stdout=out,
-                      env={**os.environ, "OMP_NUM_THREADS": "1"})
+                      OMP_NUM_THREADS="1")
 
 
 def train_all(runs, jobs):
@@ -429,36 +429,27 @@ def main(argv):
     for name in names:
         if name not in (allowed := [*experiments, *TIERS, "write"]):
             raise UserError(unknown_key(name, allowed))
-    for number in (signal.SIGTERM, signal.SIGHUP):      # train_all stops its runs
-        if signal.getsignal(number) != signal.SIG_IGN:  # of nohup
-            signal.signal(number, lambda *_: sys.exit(143))
     chosen = [e for e in experiments.values() if names <= {"write"} or {e.name, e.tier} & names]
-    if trains := names and "write" not in names:
-        lock = hold_lock()
     plans = {e: plan(e) for e in chosen}
-    for e, runs in plans.items() if "write" not in names else ():
-        show(e, runs)
-    if trains:
-        jobs = 1 if "gpu" in {e.tier for e in chosen} else JOBS
-        failed = train_all(missing([run for runs in plans.values() for run in runs]), jobs)
-        failed += [command for e, runs in plans.items() for command in measure(e, runs)]
-        lock.close()
-    for e, runs in plans.items() if names else ():
-        write(e, runs)
+    if "write" not in names:
+        for e, runs in plans.items():
+            show(e, runs)
+        failed = reproduce(plans) if names else []
+    if names:
+        for e, runs in plans.items():
+            write(e, runs)
     if failed:
         raise UserError(f"{len(failed)} runs or benchmarks failed; the same command tries again")
 
 
-def hold_lock():
-    """A file that this process and its runs keep locked until they end."""
+def reproduce(plans):
+    """Do what is missing of {experiment: its runs}. Returns what failed."""
     OUT.mkdir(exist_ok=True)
-    file = open(OUT / "reproduce.lock", "w")
-    os.set_inheritable(file.fileno(), True)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        raise UserError("another reproduce.py, or a run of it, is training here") from e
-    return file
+    lock(OUT)                   # of two of us at a time, the second ends here
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # train_all stops its runs
+    jobs = 1 if "gpu" in {experiment.tier for experiment in plans} else JOBS
+    failed = train_all(missing([run for runs in plans.values() for run in runs]), jobs)
+    return failed + [command for e, runs in plans.items() for command in measure(e, runs)]
 
 
 if __name__ == "__main__":

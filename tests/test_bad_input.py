@@ -103,7 +103,7 @@ SAMPLE = [
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
-    (["kernels", "rounds=0"], "rounds=0 must be at least 1"), (["runs"], "NAME one of"),
+    (["kernels", "rounds=9"], "unknown key 'rounds'"), (["runs"], "NAME one of"),
 ]
 PLOT = [
     (["{w}/out/never"], "log.jsonl does not exist"), (["{w}/out/r", "y=nothing"], "has no nothing: it has"),

@@ -64,8 +64,6 @@ def test_exits_and_routers_are_looked_at(trained, data_dir):
         scores = found["scores"]["2"]
         assert sum(scores) == pytest.approx(1) and scores != [0.1] * 10
         assert sum(scores[5:]) == pytest.approx(float((taken >= 2).double().mean()))
-        never = [not (taken[:, t] == model.cfg.n_loop).any() for t in range(24)]
-        assert found["dead"] == pytest.approx(sum(never) / 24)
 
 
 def test_a_text_file_is_predicted_whole(trained, tmp_path):
@@ -96,7 +94,8 @@ def test_all_lengths_predict_the_same_tokens(trained, data_dir, capsys):
         got = found["lengths"][str(k)]
         assert got["ce"] == pytest.approx(want.mean().item(), rel=1e-6) and got["context"] == 24 * k
     assert got["positions"]["64-95"] == pytest.approx(want[64:].mean().item(), rel=1e-6)
-    assert f"{'lengths 4 context':36} {96:12}\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert json.loads(said[said.index("{"):])["lengths"]["4"]["context"] == 96
 
 
 # lm-evaluation-harness
@@ -240,5 +239,4 @@ def test_tasks_from_the_command_line(tmp_path, data_dir, tasks, capsys):
     runs.run("gpt", tmp_path, data_dir, "max_steps=2")
     keys = {**tasks, "tasks": "choose,spell", "limit": 2, "num_fewshot": 1}
     found = evaluate(tmp_path / "r", *(f"{key}={value}" for key, value in keys.items()))["tasks"]
-    line = f"{'tasks spell gold_ce':36} {found['spell']['gold_ce']:12.4f}"
-    assert found.keys() == {"choose", "spell"} and line in capsys.readouterr().out
+    assert found.keys() == {"choose", "spell"} and f'"gold_ce": {found["spell"]["gold_ce"]}' in capsys.readouterr().out

@@ -1,5 +1,7 @@
 """reproduce.py: what is missing is trained, once; tables from results; every experiment's keys are known."""
+import fcntl
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,13 +17,14 @@ from runs import SIZES, SMALL
 
 EXPERIMENTS = reproduce.load_experiments()
 EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 1,
-              "keys": " ".join([*SMALL, *SIZES["gpt"], "dropout=0", "keep_interval=3"]),
-              "rows": {"first": {"keys": "model=gpt", "note": "as it is"},
-                       "from the third step": {"keys": "model=gpt max_steps=5", "from": ["first", 3]},
-                       "from its weights": "model=gpt init_from={first} max_steps=2"},
+              "keys": " ".join(["model=control config=configs/gpt_tiny.yaml", *SMALL, *SIZES["gpt"], "dropout=0",
+                                "keep_interval=3"]),
+              "rows": {"first": {"keys": "", "note": "as it is"},
+                       "from the third step": "max_steps=5 from={first}/step_3.pt",
+                       "from its weights": "init_from={first} max_steps=2"},
               "columns": {"options": "options", "note": "text", "steps": "step .0f", "bits": "val_bpb .3f",
                           "half": "half.ce .3f", "ms": "speed.decode_1_ms .2f"},
-              "evaluate": {"half": "batches=1"}, "bench": ["runs {rows} rounds=1"],
+              "evaluate": {"half": "batches=1"}, "bench": ["runs {rows}"],
               "picture": [{"x": "curves.tokens", "y": "curves.ce"}, {"x": "speed.decode_1_ms", "y": "val_bpb"}]}
 
 
@@ -45,12 +48,14 @@ def test_results_have_a_place_for_every_experiment_and_name_no_machine():
 
 
 def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
-    """In a copy of the repository: a first call that fails halfway, a second one that does the rest, a third one
-    that has nothing to do, a fourth after one result is lost, a fifth beside another caller."""
+    """In a copy of the repository, of a model whose file stands with the experiments: a first call that fails halfway,
+    a second one that does the rest, a third one that has nothing to do, a fourth after one result is lost, a fifth
+    beside another caller."""
     copy = tmp_path / "copy"
     left_out = shutil.ignore_patterns(".*", "out", "data", "results", "experiments", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=left_out)
     (copy / "lab" / "experiments").mkdir()
+    (copy / "lab" / "experiments" / "model_control.py").write_text("from model_gpt import Config, Model\n")
     (copy / "README.md").write_text("before\n<!-- trial -->\nold\n<!-- end -->\nafter\n")
     lines = copy / "lab" / "results" / "trial.jsonl"
 
@@ -81,9 +86,10 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     lines.write_text("".join(line for line in lines.open() if "init_from=out/" not in line.split("commit")[0]))
     p = call()
     assert p.returncode == 0 and "2 of   3 runs done" in p.stdout and len(lines.read_text().splitlines()) == 4
-    with open(copy / "out" / "reproduce.lock", "w") as file:
-        reproduce.fcntl.flock(file, reproduce.fcntl.LOCK_EX)
-        assert "another reproduce.py" in call().stderr
+    other = os.open(copy / "out", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert "out is in use" in call().stderr
+    os.close(other)
 
 
 @pytest.fixture
@@ -112,7 +118,7 @@ def test_mistakes_in_an_experiment_are_named(text, message, plan):
 
 def test_what_tells_a_run_apart(plan, tmp_path):
     """Its evaluations, the values of its config file, and the step that it starts from."""
-    trial = "title: a\ntier: cpu\nseeds: 1\nrows: {{whole: '', part: {{from: [whole, {}]}}}}\nevaluate: {}"
+    trial = "title: a\ntier: cpu\nseeds: 1\nrows: {{whole: '', part: 'from={{whole}}/step_{}.pt'}}\nevaluate: {}"
     first = plan(trial.format(3, "{}"))
     for run in first:
         reproduce.append(run.experiment, {"command": run.command, "keys": reproduce.file_keys(run)})
