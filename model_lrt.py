@@ -23,13 +23,12 @@ a layer and KV head. All layers share Wk_rec, Wv_rec. memory=false is the backbo
 
     x0 = RMSNorm(E[idx])                                no RMSNorm has a weight
     x <- alpha x + beta x0,  u = RMSNorm(x),  k = k_loc = Wk u,  v = v_loc = Wv u
-    v <- v + 2 sigmoid(Wve u[:32]) E_l[idx]             (in LRT too: after (4), as its code)
+    v <- v + 2 sigmoid(Wve u[:32]) VE_l[idx]            (in LRT too: after (4), as its code)
     x <- x + Wo Attention(RoPE(RMSNorm(Wq u)), RoPE(RMSNorm(k)), v)
     x <- x + W_down relu(W_up RMSNorm(x))^2
     logits = 15 tanh(W_head RMSNorm(x) / 15)
 
-m_0 -> m_1 -> ... is a chain over positions, T passes of one each (train_path=exact); source=0
-is a control without it, in one pass: m_t is x0, the token's embedding.
+m_0 -> m_1 -> ... is a chain over positions: T passes of one each (train_path=exact).
 Algorithm 1 (interleaved) trains with the work of two passes. The first, over all positions with
 memory 0, fills a buffer of keys, values and m. Then N strided subsets are computed again, one by
 one: in each layer a subset writes its keys and values over the old ones before it attends, after
@@ -46,8 +45,7 @@ Departures from the paper or its code:
     a subset's loss weighs as many targets as it has (code: its own mean, 0 / 0 if it has none)
     m is x after layer 0.6 n_layer (code: RMSNorm(x) after the last); sampling reads it (code: not)
     norm_eps is 1e-5 (code: 1.2e-7); dropout
-Left out (Tables 1, 2, 6, 8): averages of layers or of earlier m, k or v alone, replacing k and v,
-other backbones.
+Left out (Tables 1, 2, 6, 8): averages of m, k or v alone, replacing k and v, other backbones.
 
 Paper: Huang et al. 2026 (2605.26797); code: github.com/OoDBag/Latent_recurrent_transformer
 (e0d0f6e); backbone: github.com/karpathy/nanochat (98eed6d).
@@ -73,7 +71,7 @@ class Config(BaseConfig):
     subsets: int = 2        # N of train_path=interleaved
     chunk: int = 64         # K of train_path=chunked: a chunk reads the last m before it
     prefill: str = choice("exact", "interleaved")  # how a prompt fills an empty cache
-    source: int = -1        # the layer, from 1, whose x is m (-1: 0.6 of the depth; 0: m is x0)
+    source: int = -1        # m is x after this layer, from 1 (-1: 0.6 of the depth; 0: m is x0)
     source_norm: bool = None  # m is RMSNorm(x) (left out: if n_layer > 10)
     inject: str = choice("kv+residual", "kv", "residual")  # where m enters: (4), (5)
     projections: str = choice("shared", "layerwise")  # Wk_rec, Wv_rec: one pair, or one a layer
@@ -115,7 +113,31 @@ class Config(BaseConfig):
         return self.swa if short and self.swa < self.block_size else 0
 
 
-# ---- the method: passes, the chain, Algorithm 1 (the layers follow below) ----
+# ---- the method: a layer reads m; the chain; Algorithm 1 (the layers themselves follow) ----
+
+class MemoryProjection(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.D, width = cfg.head_dim, cfg.n_kv_head * cfg.head_dim
+        self.wk = nn.Linear(cfg.n_embd, width, bias=False)      # Wk_rec
+        self.wv = nn.Linear(cfg.n_embd, width, bias=False)      # Wv_rec
+
+    def forward(self, previous):
+        """m_{t-1} (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
+        return [w(previous).unflatten(-1, (-1, self.D)) for w in (self.wk, self.wv)]   # (2)
+
+
+def add_memory(x, layer, context):
+    """What enters a layer: x (B, n, C) of a pass's positions with x0 and m_{t-1}."""
+    alpha, beta, gamma = context.alpha[layer], context.beta[layer], context.gamma[layer]
+    return alpha * x + beta * context.x0 + gamma * context.previous             # (5)
+
+
+def mix_memory(k_loc, v_loc, wg_u, k_rec, v_rec):
+    """A layer's keys and values, (B, n, G, D) each, from its own and the memory's. wg_u: Wg u."""
+    g_loc, g_rec = (2 * torch.sigmoid(wg_u)[..., None]).chunk(2, dim=2)         # (3), (B, n, G, 1)
+    return g_loc * k_loc + g_rec * k_rec, g_loc * v_loc + g_rec * v_rec         # (4)
+
 
 def run(model, context):
     """One pass through all layers -> x after the last one, and the positions' m (B, n, C)."""
@@ -131,9 +153,8 @@ def chain(model, tokens, K):
     """Chunks of K positions, one after the other; K = 1: the exact chain. -> x (B, T, C)"""
     buffer, xs, previous = {}, [], torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
     for start in range(0, tokens.x0.size(1), K):
-        # all positions of a chunk read the last m before it
-        context = Context(model, tokens, slice(start, start + K), previous, buffer)
-        x, m = run(model, context)
+        at = slice(start, start + K)    # all of them read the last m before
+        x, m = run(model, Context(model, tokens, at, previous, buffer))
         previous = m[:, -1:]
         xs.append(x)
     return torch.cat(xs, 1)
@@ -141,18 +162,16 @@ def chain(model, tokens, K):
 
 def interleaved(model, tokens):
     """Algorithm 1. -> x of the subsets, x of the first pass, m, (B, T, C) each; the buffer."""
-    buffer, zero = {}, torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
-    N = min(model.cfg.subsets, tokens.x0.size(1))
+    N, T, buffer = model.cfg.subsets, tokens.x0.size(1), {}
+    zero = torch.zeros_like(tokens.x0[:, :1])               # m_{-1}
     first, m = run(model, Context(model, tokens, slice(None), zero, buffer))
-    x = first       # all T positions of it are replaced
-    for s in range(N):
-        at = slice(s, None, N)
-        previous = torch.cat([zero, m[:, :-1]], 1)[:, at]   # m_{t-1} at each t
-        context = Context(model, tokens, at, previous, buffer, subset=True)
-        new_x, new_m = run(model, context)                  # (B, ceil(T / N), C)
-        x = torch.slice_scatter(x, new_x, 1, s, None, N)
-        m = torch.slice_scatter(m, new_m, 1, s, None, N)
-    return x, first, m, buffer
+    x, m = first, torch.cat([zero, m], 1)                   # m[:, t] is m_{t-1}: what t reads
+    for s in range(min(N, T)):
+        at = slice(s, T, N)
+        new_x, new_m = run(model, Context(model, tokens, at, m[:, at], buffer, subset=True))
+        x = torch.slice_scatter(x, new_x, 1, s, T, N)       # in the end all T are replaced
+        m = torch.slice_scatter(m, new_m, 1, s + 1, T + 1, N)
+    return x, first, m[:, 1:], buffer
 
 
 # ---- what a pass over some of the positions knows ----
@@ -160,14 +179,14 @@ def interleaved(model, tokens):
 class Tokens(NamedTuple):
     """What a call knows of all its tokens before the first layer."""
     x0: torch.Tensor        # (B, T, C)
-    e: list                 # of each layer, (B, T, G, D): E_l[idx]
+    ve: list                # of each layer: value embeddings VE_l[idx], (B, T, G, D)
     rope: list              # RoPE's cos and sin, (B or 1, T, 1, D / 2)
     pos: torch.Tensor       # (B or 1, T) positions
 
 
 class Context:
     """A pass over the positions `at`, a slice of all tokens; subset: of Algorithm 1.
-    x0, e, rope, pos       as in Tokens, but of these n positions
+    x0, ve, rope, pos      as in Tokens, but of these n positions
     previous               m_{t-1}, which they read, (B, n or 1, C)
     kv_rec                 of each layer: k_rec, v_rec, (B, n or 1, G, D)
     alpha, beta, gamma     of each layer
@@ -175,16 +194,19 @@ class Context:
     tail                   whether these are the last n positions so far, in all rows"""
 
     def __init__(self, model, tokens, at, previous, buffer, subset=False):
-        self.at, self.previous, self.buffer = at, previous, buffer
+        cfg, self.at, self.buffer = model.cfg, at, buffer
         self.subset, self.tail = subset, not subset
         self.x0, self.pos = tokens.x0[:, at], tokens.pos[:, at]
-        self.e, self.rope = ([x[:, at] for x in xs] for xs in (tokens.e, tokens.rope))
+        self.ve, self.rope = ([x[:, at] for x in xs] for xs in (tokens.ve, tokens.rope))
+        if cfg.memory and cfg.source == 0:      # m_t is x0; given is that before the first one
+            previous = torch.cat([previous, self.x0[:, :-1]], 1)
+        self.previous = previous
         self.alpha, self.beta = model.alpha.unbind(), model.beta.unbind()
-        if model.cfg.into_residual:
+        if cfg.into_residual:
             self.gamma = model.gamma.unbind()
-        if model.rec:               # one pair for all layers
-            self.kv_rec = [model.rec(previous)] * model.cfg.n_layer
-        elif model.cfg.into_kv:     # one a layer
+        if model.rec:           # one pair for all layers
+            self.kv_rec = [model.rec(previous)] * cfg.n_layer
+        elif cfg.into_kv:       # one a layer
             self.kv_rec = [block.attn.rec(previous) for block in model.blocks]
 
     def extend(self, layer, k, v):
@@ -199,42 +221,43 @@ class Context:
         return k, v
 
 
-# ---- the backbone's layers: nanochat's ----
+# ---- the layers: nanochat's, with the memory where `inject` has it ----
 
 def norm(x, eps):
     """RMSNorm without a weight, in x's dtype."""
     return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
 
 
-class BackboneAttention(nn.Module):
+class Attention(nn.Module):
     """Causal self-attention with value embeddings."""
 
-    def __init__(self, cfg, window):
+    def __init__(self, cfg, layer):
         super().__init__()
-        self.cfg, self.window = cfg, window
+        self.cfg, self.window = cfg, cfg.window(layer)
         C, D, H, G = cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
         self.wq = nn.Linear(C, H * D, bias=False)
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
         self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve
+        self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None      # Wg
+        layerwise = cfg.into_kv and cfg.projections == "layerwise"
+        self.rec = MemoryProjection(cfg) if layerwise else None
 
     def forward(self, u, layer, context):
         """u (B, n, C), normed, of the positions of a pass. context: see Context."""
         D, eps = self.cfg.head_dim, self.cfg.norm_eps
         q, k, v = (w(u).unflatten(-1, (-1, D)) for w in (self.wq, self.wk, self.wv))
-        k, v = self.mix(u, k, v, layer, context)                # (B, n, G, D)
+        if self.w_gate:
+            k, v = mix_memory(k, v, self.w_gate(u), *context.kv_rec[layer])     # (B, n, G, D)
         g_ve = 2 * torch.sigmoid(self.w_value(u[..., :32]))     # (B, n, G)
-        v = v + g_ve[..., None] * context.e[layer].to(v.dtype)
+        v = v + g_ve[..., None] * context.ve[layer].to(v.dtype)
         q, k = (apply_rope(norm(x, eps), *context.rope) for x in (q, k))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))        # (B, H or G, n, D)
         k, v = context.extend(layer, k, v)                      # (B, G, S, D)
         attention = attend_fast if self.cfg.fast else attend_naive
         y = attention(q, k, v, context.pos, self.window, context.tail)
         return self.wo(y.transpose(1, 2).flatten(2))            # (B, n, C)
-
-    def mix(self, u, k, v, layer, context):
-        return k, v
 
 
 def attend_naive(q, k, v, pos, window, tail):
@@ -256,57 +279,21 @@ class SquaredMLP(nn.Module):
         return self.w_down(F.relu(self.w_up(x)).square())
 
 
-class BackboneBlock(nn.Module):
-    def __init__(self, cfg, attention):
+class Block(nn.Module):
+    def __init__(self, cfg, layer):
         super().__init__()
-        self.eps = cfg.norm_eps
-        self.attn, self.mlp = attention, SquaredMLP(cfg)
+        self.cfg = cfg
+        self.attn, self.mlp = Attention(cfg, layer), SquaredMLP(cfg)
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x, layer, context):
-        x = self.add_inputs(x, layer, context)
-        x = x + self.drop(self.attn(norm(x, self.eps), layer, context))  # (B, n, C)
-        return x + self.drop(self.mlp(norm(x, self.eps)))
-
-    def add_inputs(self, x, layer, context):
-        return context.alpha[layer] * x + context.beta[layer] * context.x0
-
-
-# ---- LRT's layers: they read the memory ----
-
-class MemoryProjection(nn.Module):
-    def __init__(self, cfg):
-        super().__init__()
-        self.D, width = cfg.head_dim, cfg.n_kv_head * cfg.head_dim
-        self.wk = nn.Linear(cfg.n_embd, width, bias=False)      # Wk_rec
-        self.wv = nn.Linear(cfg.n_embd, width, bias=False)      # Wv_rec
-
-    def forward(self, previous):
-        """m_{t-1} (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
-        return [w(previous).unflatten(-1, (-1, self.D)) for w in (self.wk, self.wv)]   # (2)
-
-
-class Attention(BackboneAttention):
-    """Keys and values also hold the memory."""
-
-    def __init__(self, cfg, window):
-        super().__init__(cfg, window)
-        self.w_gate = nn.Linear(cfg.n_embd, 2 * cfg.n_kv_head, bias=False)  # Wg
-        self.rec = MemoryProjection(cfg) if cfg.projections == "layerwise" else None
-
-    def mix(self, u, k, v, layer, context):
-        gates = 2 * torch.sigmoid(self.w_gate(u))               # (3)
-        g_loc, g_rec = gates[..., None].chunk(2, dim=2)         # (B, n, G, 1)
-        k_rec, v_rec = context.kv_rec[layer]                    # (B, n or 1, G, D)
-        return g_loc * k + g_rec * k_rec, g_loc * v + g_rec * v_rec  # (4)
-
-
-class Block(BackboneBlock):
-    """The residual stream gets the memory."""
-
-    def add_inputs(self, x, layer, context):
-        alpha, beta, gamma = context.alpha[layer], context.beta[layer], context.gamma[layer]
-        return alpha * x + beta * context.x0 + gamma * context.previous     # (5)
+        eps = self.cfg.norm_eps
+        if self.cfg.into_residual:
+            x = add_memory(x, layer, context)
+        else:
+            x = context.alpha[layer] * x + context.beta[layer] * context.x0
+        x = x + self.drop(self.attn(norm(x, eps), layer, context))      # (B, n, C)
+        return x + self.drop(self.mlp(norm(x, eps)))
 
 
 # ---- the fast path ----
@@ -328,7 +315,7 @@ def attend_fast(q, k, v, pos, window, tail):
 
 class MemoryCache(KVCache):
     """A KVCache with m (B, 1, C), the memory of each row's last token, in the residual
-    stream's dtype (under autocast too). (memory=false: nothing reads it.)"""
+    stream's dtype (under autocast too)."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, m_dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype)
@@ -338,20 +325,20 @@ class MemoryCache(KVCache):
     def buffers(self):  # what KVCache resets and measures
         return super().buffers() + [self.m]
 
-    def advance(self, slots, m):
-        """Count the new tokens, of memories m (B, n, C); rows keep their last one's."""
+    def keep(self, m, slots):
+        """Of the new tokens' memories m (B, n, C) each row's last one."""
         n_new = slots.n_new[:, None, None]
         if slots.at is not None:    # rows differ; one without new tokens keeps its own
             last = m.take_along_dim((n_new - 1).clamp(min=0), 1)    # (B, 1, C)
             m = torch.where(n_new > 0, last, self.m)
         self.m.copy_(m[:, -1:])
-        super().advance(slots)
 
 
 class CachedContext(Context):
     """A pass whose keys and values go to slots of a cache."""
 
-    def __init__(self, model, tokens, at, previous, cache, slots):
+    def __init__(self, model, tokens, at, cache, slots):
+        previous = cache.m if model.cfg.memory else None
         super().__init__(model, tokens, at, previous, buffer=None)
         self.cache, self.slots, self.tail = cache, slots, slots.at is None  # not ragged
 
@@ -370,17 +357,17 @@ def decode(model, idx, cache, n_valid, prefill):
         x, _, m, buffer = interleaved(model, tokens)
         for layer, (k, v) in buffer.items():
             cache.write(layer, k, v, slots)
-        cache.advance(slots, m)
+        cache.keep(m, slots)
+        cache.advance(slots)
         return x
     n = 1 if cfg.recurrent else T       # tokens of a pass
     for t in range(0, T, n):
         if n < T:
             slots = cache.place(n, None if n_valid is None else n_valid - t)
-        # n = T: m is x0, of source=0 (memory=false: nothing reads it)
-        previous = cache.m if n == 1 else torch.cat([cache.m, tokens.x0[:, :-1]], 1)
-        context = CachedContext(model, tokens, slice(t, t + n), previous, cache, slots)
-        x, m = run(model, context)
-        cache.advance(slots, m)
+        x, m = run(model, CachedContext(model, tokens, slice(t, t + n), cache, slots))
+        if cfg.memory:
+            cache.keep(m, slots)
+        cache.advance(slots)
         xs.append(x)
     return torch.cat(xs, 1)
 
@@ -411,14 +398,12 @@ class Model(LanguageModel):
     def __init__(self, cfg):
         nn.Module.__init__(self)    # nanochat's parts, not LanguageModel's
         self.cfg = cfg
-        L, C, width = cfg.n_layer, cfg.n_embd, cfg.n_kv_head * cfg.head_dim
+        L, C, G, D = cfg.n_layer, cfg.n_embd, cfg.n_kv_head, cfg.head_dim
         V = 64 * math.ceil(cfg.vocab_size / 64)     # padded, for fast products
         self.wte = nn.Embedding(V, C)
         self.drop = nn.Dropout(cfg.dropout)
-        self.values = nn.ModuleList(nn.Embedding(V, width) for _ in range(L))   # E_l
-        block = Block if cfg.into_residual else BackboneBlock
-        attention = Attention if cfg.into_kv else BackboneAttention
-        self.blocks = nn.ModuleList(block(cfg, attention(cfg, cfg.window(l))) for l in range(L))
+        self.values = nn.ModuleList(nn.Embedding(V, G * D) for _ in range(L))   # VE_l
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(L))
         self.alpha = nn.Parameter(torch.ones(L))
         self.beta = nn.Parameter(torch.full((L,), 0.1))
         self.gamma = nn.Parameter(torch.full((L,), 0.1)) if cfg.into_residual else None
@@ -450,14 +435,14 @@ class Model(LanguageModel):
             raise ValueError(f"{T} tokens are more than block_size={cfg.block_size}")
         pos = torch.arange(T, device=idx.device)[None] if pos is None else pos
         x0 = self.drop(norm(self.wte(idx), cfg.norm_eps))           # (B, T, C)
-        e = [table(idx).unflatten(-1, (cfg.n_kv_head, -1)) for table in self.values]
+        ve = [table(idx).unflatten(-1, (cfg.n_kv_head, -1)) for table in self.values]
         rope = rope_tables(pos, cfg.head_dim, cfg.rope_theta, x0.dtype)
-        return Tokens(x0, e, [table[:, :, None] for table in rope], pos)
+        return Tokens(x0, ve, [table[:, :, None] for table in rope], pos)
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """As in all models. The loss of interleaved training (6) also counts the first pass: aux
         has "ce" of the recomputed positions, and "ce_first"."""
-        cfg, N = self.cfg, min(self.cfg.subsets, idx.size(1))
+        cfg, N = self.cfg, self.cfg.subsets
         algorithm1 = self.training and cfg.train_path == "interleaved" and cache is None
         if not algorithm1 or idx.numel() == 0:      # super() refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)
@@ -472,19 +457,15 @@ class Model(LanguageModel):
         return logits, (ce_first + N * ce) / (N + 1), aux  # (6)
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
-        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C). By decode with a cache; in one
-        pass if not recurrent; in training by train_path (forward itself runs interleaved, for its
-        two losses); in evaluation exactly, or by `path`, for estimate."""
+        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C): in training by train_path
+        (forward itself runs interleaved, for its two losses), in evaluation exactly, or by `path`,
+        for estimate."""
         cfg, T = self.cfg, idx.size(1)
         path = path or (cfg.train_path if self.training else "exact")
         if cache is not None:
             x = decode(self, idx, cache, n_valid, cfg.prefill)
-        elif not cfg.recurrent:
-            tokens = self.embed(idx)
-            zero = torch.zeros_like(tokens.x0[:, :1])
-            # source=0: m is x0 (memory=false: nothing reads it)
-            previous = torch.cat([zero, tokens.x0[:, :-1]], 1)
-            x, _ = run(self, Context(self, tokens, slice(None), previous, {}))
+        elif not cfg.recurrent:     # one pass
+            x = chain(self, self.embed(idx), T)
         elif path == "interleaved":
             x = interleaved(self, self.embed(idx))[0]
         elif path == "chunked":
@@ -509,6 +490,8 @@ class Model(LanguageModel):
         return (self.cfg.block_size + 1) // 2 if self.cfg.recurrent else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):
+        if not self.cfg.memory:
+            return super().init_cache(batch_size, max_len)
         return MemoryCache(self.cfg, *self.cache_sizes(batch_size, max_len), self.wte.weight.dtype)
 
     def flops_per_token(self):
