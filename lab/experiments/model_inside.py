@@ -10,11 +10,10 @@ from model_lrt import Config
 
 class Attention(model_lrt.Attention):
 
-    def mix(self, u, k, v, layer, context):
-        k, v = super().mix(u, k, v, layer, context)
-        g_loc = 2 * torch.sigmoid(self.w_gate(u)).chunk(2, -1)[0]           # (B, n, G)
-        g_ve = 2 * torch.sigmoid(self.w_value(u[..., :32]))                 # added once more later
-        return k, v + ((g_loc - 1) * g_ve)[..., None] * context.e[layer]
+    def forward(self, u, layer, context):
+        g_loc = 2 * torch.sigmoid(self.w_gate(u)).chunk(2, -1)[0]       # (B, n, G)
+        context.ve[layer] = g_loc[..., None] * context.ve[layer]        # of this pass
+        return super().forward(u, layer, context)
 
 
 class Model(model_lrt.Model):

@@ -35,10 +35,10 @@ def before(x):
 
 class Block(model_lrt.Block):
 
-    def add_inputs(self, x, layer, context):
+    def forward(self, x, layer, context):
         context.previous = before(x)
         context.kv_rec[layer] = context.rec(context.previous)
-        return super().add_inputs(x, layer, context)
+        return super().forward(x, layer, context)
 
 
 class Model(model_lrt.Model):
@@ -47,15 +47,15 @@ class Model(model_lrt.Model):
     def __init__(self, cfg):
         super().__init__(cfg)
         self.mix = nn.Parameter(torch.zeros(())) if cfg.shift == "output" else 0.0
-        if cfg.shift == "layer":
-            self.blocks = nn.ModuleList(Block(cfg, block.attn) for block in self.blocks)
+        for block in self.blocks if cfg.shift == "layer" else ():
+            block.__class__ = Block     # the same weights as model_lrt's of this seed
         if not cfg.values:
             for table in self.values:
                 table.weight.requires_grad_(False).zero_()
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
         tokens = self.embed(idx)
-        context = model_lrt.Context(self, tokens, slice(None), torch.zeros_like(tokens.x0), {})
+        context = model_lrt.Context(self, tokens, slice(None), torch.zeros_like(tokens.x0[:, :1]), {})
         context.rec = self.rec
         x, _ = model_lrt.run(self, context)
         return model_lrt.norm(x + self.mix * before(x), self.cfg.norm_eps)
