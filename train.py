@@ -22,7 +22,6 @@ processes and a run that evaluates more often see the same tokens and end in the
 evaluation, saving, the training loop, main.
 """
 import contextlib
-import importlib.util
 import math
 import os
 import signal
@@ -80,8 +79,8 @@ def setup(argv):
     check_run(cfg)
     procs = Processes(cfg)
     check_fits(cfg, model_fields, procs.world, procs.device)
-    if procs.master:
-        make_data(cfg)
+    if procs.master and is_offline(cfg.dataset) and not data_folder(cfg).exists():
+        prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
     procs.join()                                # the others wait for the data
     batches = open_batches(cfg, model_fields, given)
     data = batches.train
@@ -119,17 +118,10 @@ def check_run(cfg):
         need("wandb")
 
 
-def make_data(cfg):
-    """Prepare a data set that is missing, if that needs no download."""
-    if is_offline(cfg.dataset) and not data_folder(cfg).exists():
-        prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
-
-
 def prepare_forward(cfg, model, procs):
     """The model as training calls it: compiled where compile= says so, and data parallel."""
-    compiled, device = cfg.compile == "true", procs.device
-    if cfg.compile == "auto" and device.type == "cuda" and importlib.util.find_spec("triton"):
-        compiled = torch.cuda.get_device_capability(device) >= (7, 0)   # what triton supports
+    auto = cfg.compile == "auto" and procs.device.type == "cuda"
+    compiled = auto or cfg.compile == "true"
     if cfg.fsdp:
         torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
         for block in blocks_of(model) if compiled else ():
@@ -174,14 +166,12 @@ def describe(run):
 
 @torch.no_grad()
 def evaluate(run):
-    """The validation text's mean cross-entropy in nats a token, and bits per byte; of a task, the
-    fractions of scored tokens and of rows that are right. Draws no random number and changes no
-    weight.
+    """The mean cross-entropy of the validation data in nats a token, and bits per byte; of a task,
+    the fractions of scored tokens and of rows that are right.
 
     The model computes its decoding function (eval mode). If it can estimate that by its training
-    path, it does so on all batches, and computes the exact figures, by which best.pt is chosen, on
-    exact_batches of them. val_gap: the exact cross-entropy minus the estimate, on the batches that
-    have both."""
+    path, it does so on all batches, and computes the exact figures on exact_batches of them.
+    val_gap: the exact cross-entropy minus the estimate, on the batches that have both."""
     model, procs, cfg = run.model.eval(), run.procs, run.cfg
     model.set_step(run.step)
     batches = run.batches.val_batches(cfg.eval_batches)
@@ -216,7 +206,7 @@ def figures(run, x, y, exact):
     for name in ("ce", *getattr(model, "eval_metrics", ())):
         yield name, float(aux[name]) * tokens, tokens
     if estimate is not None:
-        yield "gap", (float(aux["ce"]) * tokens - float(estimate) * tokens), tokens
+        yield "gap", float(aux["ce"]) * tokens - float(estimate) * tokens, tokens
     if run.task:
         right_tokens, right_rows = count_right(logits, y)
         yield "token_accuracy", int(right_tokens), tokens
@@ -240,6 +230,9 @@ def to_device(x, run):
 # -------------------------------------------------------------------------------------------------
 # saving
 
+KEPT = "what was saved is kept"
+
+
 def save_and_evaluate(run):
     """Save the state, evaluate, and save best.pt if it is the best. The state is on the disk
     before the evaluation runs, as pending.pt: a run that is stopped in between evaluates again,
@@ -253,7 +246,7 @@ def save_and_evaluate(run):
     if not {"val_ce", "val_ce_estimate"} & result.keys():
         if run.procs.master:
             pending.unlink()
-        raise UserError(f"val_ce is {ce} at step {run.step}: stopped, {kept(run)}")
+        raise UserError(f"val_ce is {ce} at step {run.step}: stopped, {KEPT}")
     if run.procs.master:
         os.replace(pending, run.folder / "ckpt.pt")
     best = ce < run.best_ce
@@ -268,16 +261,11 @@ def save(run, name):
     """Save the state. UserError if a weight is not finite: the last good checkpoint stays."""
     saved = state(run)                          # of sharded weights: all processes take part
     if not all(w is None or w.isfinite().all() for w in saved["weights"].values()):
-        raise UserError(f"a weight is not finite at step {run.step}: stopped, {kept(run)}")
+        raise UserError(f"a weight is not finite at step {run.step}: stopped, {KEPT}")
     if run.procs.master:
         save_checkpoint(run.folder / name, saved)
         if name == "ckpt.pt":
             (run.folder / "pending.pt").unlink(missing_ok=True)     # it is older
-
-
-def kept(run):
-    saved = (run.folder / "ckpt.pt").exists()
-    return "ckpt.pt is kept" if saved else "no checkpoint was saved yet"
 
 
 def state(run):
@@ -371,10 +359,7 @@ def train_step(run, stop):
         optimizer.zero_grad(set_to_none=True)
     if hasattr(run.model, "end_step"):
         run.model.end_step(logged)
-    factor = lr_factor(run.step, run.cfg)
-    logged["lr"] = run.cfg.learning_rate * factor
-    if run.cfg.optimizer == "muon":
-        logged["muon_lr"] = run.cfg.muon_learning_rate * factor
+    logged["lr"] = run.cfg.learning_rate * lr_factor(run.step, run.cfg)
     run.tokens += tokens_per_step(run.cfg, run.model)
     run.flops += flops_of_step(run.cfg, run.model, run.step)
     run.step += 1
@@ -400,8 +385,7 @@ def forward_backward(run):
                 x, y = to_device(x, run), to_device(y, run)
                 logits, loss, aux = run.forward(x, y)
                 if run.teacher is not None:
-                    aux = {**aux, "kd": distance(run.teacher, x, y, logits)}
-                    loss = loss + aux["kd"]
+                    loss, aux = distil(run.teacher, x, y, logits, loss, aux)
             # a mean over tokens; DDP and FSDP average over processes, so `world` undoes that
             (loss * (count / total * procs.world)).backward()
         values = {key: value.detach() * (count / total) for key, value in aux.items()}
@@ -422,14 +406,15 @@ def seed_forward(seed, step, index):
     torch.manual_seed(int(high) << 32 | int(low))
 
 
-def distance(teacher, x, y, logits):
-    """Distillation: the KL divergence from the teacher's distribution, averaged over the targets
-    that count."""
+def distil(teacher, x, y, logits, loss, aux):
+    """Add to the loss the KL divergence from the teacher's distribution, averaged over the targets
+    that count (Hinton et al. 2015)."""
     counted = y != -1
     with torch.no_grad():
         p = teacher(x)[0].log_softmax(-1)                       # (B, T, V)
     kl = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)       # (B, T)
-    return (kl * counted).sum() / counted.sum().clamp(min=1)
+    kd = (kl * counted).sum() / counted.sum().clamp(min=1)
+    return loss + kd, {**aux, "kd": kd}
 
 
 def check_step(run, logged, stop):
@@ -444,7 +429,7 @@ def check_step(run, logged, stop):
     for key in ("ce", "grad_norm"):
         if not math.isfinite(logged[key]):
             raise UserError(f"{key} is {logged[key]} at step {run.step}: stopped before the "
-                            f"update, {kept(run)}")
+                            f"update, {KEPT}")
     return logged, asked > 0
 
 

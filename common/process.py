@@ -117,20 +117,19 @@ def read_config(argv):
     command line as text). Of the fields, vocab_size is missing where nothing sets it: it is the
     data's then."""
     given = split_args(argv)
-    file = config_file(given)
-    start, ckpt, kept = read_start(given, file), None, {}
+    base, ckpt = config_file(given), None
+    named = base if "config" in given else {}
+    start = read_start(given, base)
     if start.own:
         if start.resume and start.folder.exists() and first_process():
             lock(start.folder)                  # from here on no other run may replace it
         ckpt = load_checkpoint(newest(start.folder))
-        kept = keys_of_run(ckpt, given, file)
+        base = keys_of_run(ckpt, start, given, named)
     elif start.init_from:
-        named = {**file, **given} if "config" in given else given   # what the user wrote
         ckpt = load_initial(start.init_from)
-        ckpt = as_weights_of(named.get("model", ckpt["model"]), ckpt)
-        file = config_file({"model": ckpt["model"], **given})
-        kept = keys_of_weights(ckpt, named)
-    cfg, model_fields = run_config(given, {**file, **kept})
+        ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
+        base = config_file({"model": ckpt["model"], **given}) | keys_of_weights(ckpt, named)
+    cfg, model_fields = run_config(given, base)
     if ckpt is not None:
         check_weights(ckpt, model_fields, cfg.resume)
     return cfg, model_fields, ckpt, given
@@ -150,24 +149,24 @@ def read_start(given, file):
                         {key: file[key] for key in own if key in file})
 
 
-def keys_of_run(ckpt, given, file):
-    """What a run keeps of its checkpoint: all keys but Start's. A line tells where a file that is
-    named on the command line differs."""
+def keys_of_run(ckpt, start, given, named):
+    """A run keeps all keys of its checkpoint but Start's. A line tells where the file that the
+    command line names differs."""
     check_same_model(given.get("model", ckpt["model"]), ckpt)
-    start, known = ({f.name for f in fields(schema)} for schema in (Start, TrainConfig))
-    kept = {key: value for key, value in ckpt["config"].items() if key not in start}
-    for key in kept.keys() - known - ckpt["model_config"].keys():
-        note(f"{key}={kept.pop(key)!r} is dropped: the trainer has no such key")
-    for key in sorted(file.keys() & kept.keys() - given.keys() if "config" in given else ()):
-        if file[key] != kept[key]:
-            note(f"{key}={kept[key]} is the run's own and stays; the file has {file[key]} (a key "
+    known = {f.name for f in fields(TrainConfig)} | ckpt["model_config"].keys()
+    for key in ckpt["config"].keys() - known:
+        note(f"{key}={ckpt['config'].pop(key)!r} is dropped: the trainer has no such key")
+    kept = {**ckpt["config"], **vars(start)}
+    for key in sorted(named.keys() & kept.keys() - vars(start).keys() - given.keys()):
+        if named[key] != kept[key]:
+            note(f"{key}={kept[key]} is the run's own and stays; the file has {named[key]} (a key "
                  f"on the command line would change it)")
     return kept
 
 
 def keys_of_weights(ckpt, named):
-    """What a run keeps of the weights that it starts from: the model, and its fields but for those
-    that may change and that the user has named."""
+    """A run keeps the model of the weights that it starts from, and its fields, but for those that
+    may change and that the file sets which the command line names."""
     changed = free_fields(ckpt, resume=False) & named.keys()
     kept = {key: value for key, value in ckpt["model_config"].items() if key not in changed}
     return {**kept, "model": ckpt["model"]}

@@ -63,7 +63,7 @@ TRAIN = [
     (["resume=true", "run=r", "block_size=8"], "block_size=8, but the checkpoint's model has block_size=16"),
     (["resume=true", "run=r", "optimizer=muon"], "another optimizer"),
     (["dataset=othertokenizer", "resume=true", "run=r"], "was trained with tokenizer byte"),
-    (["resume=true", "run=badrng"], "the checkpoint's rng is wrong"),
+    (["resume=true", "run=badrng"], "the checkpoint does not fit"),
     (["resume=true", "run=pipe"], "ckpt.pt is not a regular file"),
     (["init_from={w}/latin.txt"], "is damaged or is not"), (["init_from={w}/folder"], "config.json is missing"),
     (["init_from={w}/nowhere"], "neither a folder nor a hub name"),
