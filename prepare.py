@@ -44,6 +44,8 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
+
 from common.data import (FORMAT, SHAKESPEARE, TokenData, download, file_documents, has_changed,
                          hf_documents, other_names, read_meta, source_files, source_stamp)
 from common.keys import (UserError, asks_help, check_name, folder_name, help_text, run_cli,

@@ -11,11 +11,14 @@ Text from a trained model, for every model: one decoding loop over forward and c
 
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
 """
+import os
 import sys
 import time
 from dataclasses import dataclass
 
 import torch
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
 
 from common.checkpoint import load_run
 from common.keys import UserError, asks_help, choice, help_text, read_text, run_cli

@@ -43,6 +43,7 @@ heads, D head size, C width, V vocabulary.
 import functools
 import json
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -52,6 +53,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
 
 from common.checkpoint import load_run
 from common.keys import UserError, asks_help, help_text, read_text, run_cli, typed_config

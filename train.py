@@ -18,17 +18,19 @@ A run is repeatable: the batch is a pure function of (seed, step), and the rando
 forward pass one of (seed, step, micro-batch). So a resumed run, a run on another number of
 processes and a run that evaluates more often see the same tokens and end in the same weights.
 
-`step` counts completed optimizer steps, everywhere. The file goes straight down: set-up,
-evaluation, saving, the training loop, main.
+`step` counts completed optimizer steps, everywhere.
 """
 import contextlib
 import math
 import os
 import signal
+import sys
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
 
 from common.checkpoint import Log, in_words, lock, newest, read_log, save_checkpoint
 from common.data import bits_per_byte, count_right, data_folder, data_fingerprint, is_task
@@ -72,8 +74,7 @@ class Run:
 
 
 def setup(argv):
-    """Arguments -> a Run. Everything is checked before anything is written, except a data set
-    that has to be prepared."""
+    """Arguments -> a Run. All is checked before anything but a data set is written."""
     cfg, model_fields, ckpt, given = read_config(argv)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
     check_run(cfg)
@@ -309,8 +310,7 @@ def restore(run, ckpt):
 # the training loop
 
 def train(run):
-    """Train to max_steps. Returns True when done, False when a signal stopped the run (the state
-    is saved)."""
+    """Train to max_steps. Returns whether it is done: a signal stops the run, its state saved."""
     cfg = run.cfg
     with stop_request() as stop:
         while run.step < cfg.max_steps:
@@ -399,8 +399,7 @@ def forward_backward(run):
 
 
 def seed_forward(seed, step, index):
-    """Dropout, and any other random number of a forward pass, depends on (seed, step, micro-batch)
-    only."""
+    """The random numbers of a forward pass depend on (seed, step, micro-batch) only."""
     words = np.random.SeedSequence([seed, step, index, 1])      # 1: see tasks.py
     high, low = words.generate_state(2, np.uint32)
     torch.manual_seed(int(high) << 32 | int(low))

@@ -119,9 +119,7 @@ def make_optimizers(model, cfg):
 
 def load_optimizers(optimizers, states):
     """Restore the optimizers' moments, but not their settings: keys may change on resume."""
-    ours, theirs = ([[group["params"] for group in state["param_groups"]] for state in all_states]
-                    for all_states in ([o.state_dict() for o in optimizers], states))
-    if ours != theirs:
+    if len(optimizers) != len(states):
         raise UserError("resume: the checkpoint was made with another optimizer")
     for optimizer, state in zip(optimizers, states):
         state = {**state, "param_groups": optimizer.state_dict()["param_groups"]}

@@ -183,10 +183,11 @@ def free_fields(ckpt, resume):
 
 def check_weights(ckpt, model_fields, resume):
     """UserError if a key contradicts the weights."""
-    for key in ckpt["model_config"].keys() - free_fields(ckpt, resume):
-        new, old = model_fields[key], ckpt["model_config"][key]
-        if new != old:
-            raise UserError(f"{key}={new}, but the checkpoint's model has {key}={old}")
+    free = free_fields(ckpt, resume)
+    for key, old in ckpt["model_config"].items():
+        if key not in free and model_fields[key] != old:
+            raise UserError(f"{key}={model_fields[key]}, but the checkpoint's model has "
+                            f"{key}={old}")
 
 
 def check_same_model(name, ckpt):
