@@ -124,9 +124,10 @@ def read_prompts(text):
     return prompts
 
 
-def write_stream(steps, tokenizer):
-    """Print the tokens of a single row as they come; bytes of an unfinished character wait.
-    Returns how many."""
+def write_stream(steps, tokenizer, prompts):
+    """Print a prompt and its new tokens as they come; bytes of an unfinished character wait.
+    Returns how many tokens came."""
+    print(tokenizer.decode(prompts[0]), end="", flush=True)
     tokens = (token for (token,) in steps if token is not None)
     for count, text in enumerate(tokenizer.stream(tokens)):     # once more than there are tokens
         print(text, end="", flush=True)
@@ -162,21 +163,14 @@ def main(argv):
               file=sys.stderr)
     start = time.perf_counter()
     prompts = [ids for ids in prompts for _ in range(cfg.num_samples)]
-    count = write(model, tokenizer, prompts, cfg)
+    steps = stream(model, prompts, cfg.max_new_tokens, *cfg.how(),
+                   eot=tokenizer.eot if cfg.stop else None, seed=cfg.seed,
+                   vocab_size=tokenizer.vocab_size)
+    write = write_batch if len(prompts) > 1 else write_stream
+    count = write(steps, tokenizer, prompts)
     seconds = time.perf_counter() - start
     print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s ({ckpt['model']}, "
           f"step {ckpt['step']}, {device})", file=sys.stderr)
-
-
-def write(model, tokenizer, prompts, cfg):
-    """Continue prompts as one batch and print them. Returns how many tokens came."""
-    eot = tokenizer.eot if cfg.stop else None
-    steps = stream(model, prompts, cfg.max_new_tokens, *cfg.how(), eot=eot, seed=cfg.seed,
-                   vocab_size=tokenizer.vocab_size)
-    if len(prompts) > 1:
-        return write_batch(steps, tokenizer, prompts)
-    print(tokenizer.decode(prompts[0]), end="", flush=True)
-    return write_stream(steps, tokenizer)
 
 
 if __name__ == "__main__":
