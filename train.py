@@ -37,9 +37,9 @@ from common.data import bits_per_byte, count_right, data_folder, data_fingerprin
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
                          need, note, run_cli, split_paths, writing)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
-from common.process import (Processes, TrainConfig, check_fits, check_tokenizer, config_file,
-                            flops_of_step, load_teacher, make_model, open_batches, read_config,
-                            set_budget, tokens_per_step)
+from common.process import (Processes, TrainConfig, check_fits, check_given, check_tokenizer,
+                            config_file, flops_of_step, load_teacher, make_model, open_batches,
+                            read_config, set_budget, tokens_per_step)
 from prepare import PrepareConfig, is_offline, prepare
 from sample import sample_text
 
@@ -83,10 +83,11 @@ def setup(argv):
     if procs.master and is_offline(cfg.dataset) and not data_folder(cfg).exists():
         prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
     procs.join()                                # the others wait for the data
-    batches = open_batches(cfg, model_fields, given)
+    batches = open_batches(cfg, model_fields["block_size"])
     data = batches.train
     if ckpt is not None:
         check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
+    check_given(cfg, given, data)
     model = make_model(cfg, model_fields, ckpt, data.vocab_size).to(procs.device)
     set_budget(cfg, model)
     teacher = load_teacher(cfg, model, data)
@@ -150,15 +151,14 @@ def claim_folder(run):
 def describe(run):
     """Print the model, the data, and what the run will do."""
     cfg, model, procs = run.cfg, run.model, run.procs
-    tokens = tokens_per_step(cfg, model)
     size = sum(p.numel() for p in model.parameters())
     path = getattr(model.cfg, "path", "fast" if model.cfg.fast else "naive")
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, "
           f"{model.flops_per_token():.3g} FLOPs a token, {path} path\n"
           f"{cfg.dataset if run.task else run.batches.train.folder}: {run.batches.sizes()}")
     if not cfg.eval_only:
-        print(f"{cfg.max_steps:,} steps of {tokens:,} tokens on {procs.device_name}, "
-              f"{procs.world} process{'es' * (procs.world > 1)}"
+        print(f"{cfg.max_steps:,} steps of {tokens_per_step(cfg, model):,} tokens on "
+              f"{procs.device_name}, {procs.world} process{'es' * (procs.world > 1)}"
               + f"; going on from step {run.step}" * (run.step > 0), flush=True)
 
 

@@ -358,26 +358,23 @@ def check_fits(cfg, fields, world, device):
 
 # ---- the data ----
 
-def open_batches(cfg, fields, given):
-    """The batches of a run. UserError where a key of the command line does not fit its data. That
-    of a config file is ignored: the tokenizer is the data's, the prompt then the first characters
-    of the text."""
+def open_batches(cfg, block_size):
     if is_task(cfg.dataset):
         from common.tasks import TaskBatches
-        batches, made = TaskBatches(cfg, fields["block_size"]), TrainConfig.tokenizer
-    else:
-        batches = TextBatches(open_data(cfg), cfg, fields["block_size"])
-        made = batches.train.meta.get("tokenizer_name", cfg.tokenizer)
-        check_prompt(cfg, given, batches.train)
+        return TaskBatches(cfg, block_size)
+    return TextBatches(open_data(cfg), cfg, block_size)
+
+
+def check_given(cfg, given, data):
+    """UserError where a key of the command line does not fit the data. That of a config file is
+    ignored: the tokenizer is the data's, the prompt then the first characters of the text."""
+    task = is_task(cfg.dataset)
+    made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
     if given.get("tokenizer", made) != made:
         raise UserError(f"tokenizer={cfg.tokenizer} is not the one of dataset={cfg.dataset}: "
                         f"leave out tokenizer")
-    return batches
-
-
-def check_prompt(cfg, given, data):
     try:
-        if cfg.sample_tokens:
+        if cfg.sample_tokens and not task:
             data.tokenizer.encode(cfg.sample_prompt)
     except UserError as e:
         if "sample_prompt" in given:
