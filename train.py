@@ -298,7 +298,7 @@ def restore(run, ckpt):
         note("the data is another than the checkpoint's: the best loss is forgotten")
         run.best_ce = math.inf
     try:
-        load_optimizers(run.optimizers, ckpt["optimizers"])
+        load_optimizers(run.optimizers, ckpt["optimizers"], run.step, run.cfg)
         torch.set_rng_state(ckpt["rng"]["cpu"])
         if ckpt["rng"]["cuda"] is not None and run.procs.device.type == "cuda":
             torch.cuda.set_rng_state(ckpt["rng"]["cuda"])

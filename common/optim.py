@@ -117,8 +117,9 @@ def make_optimizers(model, cfg):
     return optimizers
 
 
-def load_optimizers(optimizers, states):
-    """Restore the optimizers' moments, but not their settings: keys may change on resume."""
+def load_optimizers(optimizers, states, step, cfg):
+    """Restore the optimizers' moments after `step` steps, but not their settings: keys may change
+    on resume. What schedules set is as in the last step."""
     if len(optimizers) != len(states):
         raise UserError("resume: the checkpoint was made with another optimizer")
     for optimizer, state in zip(optimizers, states):
@@ -127,6 +128,8 @@ def load_optimizers(optimizers, states):
             from common.sharded import sharded_like
             state = sharded_like(optimizer, state)
         optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:
+            set_schedules(group, step - 1, cfg)
 
 
 def lr_factor(step, cfg):
