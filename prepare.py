@@ -10,14 +10,14 @@ Text -> token files: one folder data/<name>/ with train.bin, val.bin and meta.js
 
 dataset    python            *.py of the interpreter's standard library, without its tests
            file:PATH         a text file, a glob, or the text and code below a folder
-                             (of .jsonl, .csv, .parquet files the text_column)
+                             (of .jsonl files the text_column)
            shakespeare       tinyshakespeare (a download of 1 MB)
            hf:NAME[:config]  a data set of the Hugging Face hub (streamed), or a folder of one
 tokenizer  byte              256 byte values; vocabulary 257
            char              the distinct characters of the text
            bpe:SIZE          byte-pair encoding, trained on the train split; SIZE tokens in all
            gpt2              GPT-2's (downloaded once, or read from TIKTOKEN_CACHE_DIR)
-           hf:PATH_OR_NAME   a Hugging Face model's: a folder with tokenizer.json, or a hub name
+           hf:PATH_OR_NAME   a Hugging Face model's BPE: a folder with tokenizer.json, or a hub name
 
 A document goes to the split that its SHA-256 gives, so it stays there when others come or go.
 Where val would miss val_fraction of the bytes by a tenth, it takes documents in the order of their
@@ -46,8 +46,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
 
-from common.data import (FORMAT, SHAKESPEARE, TokenData, download, file_documents, has_changed,
-                         hf_documents, other_names, read_meta, source_files, source_stamp)
+from common.data import FORMAT, TokenData, documents, has_changed, read_meta, source_stamp
 from common.keys import (UserError, asks_help, check_name, folder_name, help_text, run_cli,
                          split_args, typed_config)
 from common.tokenizer import (ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer, slices,
@@ -65,7 +64,7 @@ class PrepareConfig:
     data_dir: str = "data"  # where the data set's folder is made
     name: str = ""  # name of that folder, if not <dataset>-<tokenizer>
     val_fraction: float = 0.1  # fraction of the text that is kept for validation
-    text_column: str = "text"  # column of hf:, and of files of rows
+    text_column: str = "text"  # column of hf:, and of .jsonl files
     split: str = "train"  # split of a Hugging Face data set that is read
     max_tokens: int = 0  # stop at so many tokens, train and val together (0: all)
     overwrite: bool = False  # replace a data set that is already there
@@ -83,24 +82,14 @@ class Source:
     """Documents in a fixed order. Every iteration is a new pass and counts from zero."""
 
     def __init__(self, cfg):
-        kind, _, rest = cfg.dataset.partition(":")
-        self.limit = math.inf  # bytes that are looked at before the splits are made
-        if kind == "hf" and rest:
-            self.read, self.limit = lambda: hf_documents(rest, cfg), SAMPLE_BYTES
-        elif cfg.dataset == "python" or kind == "file" and rest:
-            files = source_files(cfg.dataset)
-            self.read = lambda: (t for file in files for t in file_documents(file, cfg))
-        elif cfg.dataset == "shakespeare":
-            text = download(SHAKESPEARE)
-            self.read = lambda: [text]
-        else:
-            raise UserError(f"unknown dataset {cfg.dataset!r:.60}: the data sets are python, "
-                            "file:PATH, shakespeare, hf:NAME[:config]")
+        self.cfg = cfg
+        # bytes that are looked at before the splits are made
+        self.limit = SAMPLE_BYTES if cfg.dataset.startswith("hf:") else math.inf
 
     def __iter__(self):
         """Yields (SHA-256, number of bytes, text) of each document that is not empty."""
         self.skipped = 0
-        for text in self.read():  # None: not a text
+        for text in documents(self.cfg):  # None: not a text
             text = text and text.removeprefix("\ufeff")  # a byte order mark
             try:
                 data = text and text.encode()
@@ -240,8 +229,7 @@ def write_dataset(folder, cfg) -> dict:
                         f"text, {source.skipped} others, a split would hold fewer than 2 tokens")
     meta = {"format": FORMAT, **settings(cfg), "vocab_size": tokenizer.vocab_size, "dtype": dtype,
             "eot": tokenizer.eot, "splits": {name: w.sizes() for name, w in writers.items()},
-            "skipped": source.skipped, "source_stamp": made_of,
-            "python_version": sys.version.split()[0], "tokenizer": tokenizer.to_dict()}
+            "skipped": source.skipped, "source_stamp": made_of, "tokenizer": tokenizer.to_dict()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
 
@@ -273,7 +261,7 @@ def prepare(cfg) -> Path:
     sizes = [f"{s['tokens']:,} tokens ({s['bytes']:,} bytes)" for s in meta["splits"].values()]
     print(f"{folder}: train {sizes[0]}, val {sizes[1]}, vocabulary {meta['vocab_size']:,}, "
           f"{meta['skipped']} documents skipped, {time.monotonic() - start:.1f} s"
-          + (f"; train.py takes it as dataset={name}" if cfg.name else other_names(cfg, folder)))
+          + f"; train.py takes it as dataset={name}" * bool(cfg.name))
     return folder
 
 

@@ -94,7 +94,7 @@ def setup(argv):
     if cfg.fsdp:
         from common.sharded import shard
         shard(model, blocks_of(model), procs.device, procs.world)
-    run = Run(cfg, procs, batches, data_fingerprint(cfg), model,
+    run = Run(cfg, procs, batches, data_fingerprint(cfg, batches), model,
               prepare_forward(cfg, model, procs), make_optimizers(model, cfg), teacher)
     if cfg.resume:
         restore(run, ckpt)

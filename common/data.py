@@ -11,12 +11,13 @@ import math
 import os
 import sysconfig
 import urllib.request
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from common.keys import (NAME, UserError, as_command, first_line, folder_name, need, note,
-                         read_bytes)
+                         read_bytes, read_json)
 from common.tokenizer import HUB_NAME, load_tokenizer
 
 FORMAT = 2  # of a data set's folder
@@ -44,7 +45,7 @@ def open_data(cfg):
     again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                        f"data_dir={cfg.data_dir}")
     if not folder.exists():
-        raise UserError(f"{folder} does not exist: make it with {again}{other_names(cfg, folder)}")
+        raise UserError(f"{folder} does not exist: make it with {again}{other_names(cfg)}")
     meta = read_meta(folder)
     for key, name in (("dataset", "dataset"), ("tokenizer", "tokenizer_name")):
         asked, made = getattr(cfg, key), meta.get(name)
@@ -59,42 +60,30 @@ def open_data(cfg):
 
 def has_changed(meta) -> bool:
     """Whether the user's files, that the data set was made from, are others since."""
-    if meta.get("dataset") == "python" or "source_stamp" not in meta:
-        return False
+    made = meta.get("source_stamp")
     try:
-        return source_stamp(meta["dataset"]) not in ("", meta["source_stamp"])
+        return bool(made) and source_stamp(meta["dataset"]) not in ("", made)
     except (UserError, OSError):                # they were on another machine
         return False
 
 
-def other_names(cfg, folder) -> str:
-    """Words that tell where else the same source and tokenizer were prepared, by name=."""
+def other_names(cfg) -> str:
+    """Words that tell where the same source and tokenizer were prepared, by name=."""
     same, found = {"dataset": cfg.dataset, "tokenizer_name": cfg.tokenizer}, []
     for file in sorted(Path(cfg.data_dir).glob("*/meta.json")):
         with contextlib.suppress(UserError):            # not a data set
-            if file.parent != folder and read_meta(file.parent).items() >= same.items():
+            if read_meta(file.parent).items() >= same.items():
                 found.append(f"dataset={file.parent.name}")
     return f"; {', '.join(found)} has the same source and tokenizer" if found else ""
 
 
-def data_fingerprint(cfg) -> str:
+def data_fingerprint(cfg, batches) -> str:
     """A SHA-256 of what a run trains and validates on: the tokens of its data set, or the keys
     that a task's examples depend on."""
-    if is_task(cfg.dataset):
-        parts = [cfg.dataset, cfg.seed, cfg.task_examples, cfg.task_next_token]
-    else:
-        folder = data_folder(cfg)
-        parts = [hash_of_tokens(folder, split) for split in ("train", "val")]
+    parts = [cfg.dataset, cfg.seed, cfg.task_examples]
+    if not is_task(cfg.dataset):
+        parts = [batches.train.sha256, batches.val.sha256]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def hash_of_tokens(folder, split) -> str:
-    """As prepare.py noted it down; else, which takes longer, of the file."""
-    noted = read_meta(folder)["splits"][split].get("sha256")
-    if noted:
-        return noted
-    with open(folder / f"{split}.bin", "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -118,64 +107,45 @@ class TokenData:
             self.dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[self.meta["dtype"]]
             sizes = self.meta["splits"][split]
             self.tokens, self.bytes = int(sizes["tokens"]), int(sizes["bytes"])
+            self.sha256 = sizes["sha256"]
             if min(self.tokens, self.bytes) < 1 or self.meta["vocab_size"] != self.vocab_size:
                 raise ValueError("a size is wrong")
         except (KeyError, TypeError, ValueError, OverflowError, UserError) as e:
             problem = f"{type(e).__name__}: {first_line(e)}"
             raise UserError(f"{folder} is not a data set of this project: {problem}") from None
-        check_size(self.path, self.tokens * self.dtype.itemsize)
-        self.stamp = stamp(self.path)
+        if not self.path.is_file():
+            raise UserError(f"{self.path} is missing or is not a regular file")
+        # stays open: a data set that is made anew meanwhile is another file
+        self.file, wanted = open(self.path, "rb"), self.tokens * self.dtype.itemsize
+        size = os.fstat(self.file.fileno()).st_size
+        if size != wanted:
+            raise UserError(f"{self.path} is damaged: {size} bytes, {wanted} expected")
 
     def n_windows(self, length) -> int:
         """The number of places where `length` tokens can start."""
         return max(0, self.tokens - length + 1)
 
     def windows(self, starts, length) -> np.ndarray:
-        """starts (B,) in [0, n_windows(length)) -> tokens (B, length) int64"""
-        return self.read(np.asarray(starts)[:, None] + np.arange(length)).astype(np.int64)
-
-    def read(self, where):
-        """The tokens at `where` (any shape). The file is mapped every time: a mapping that is kept
-        holds every page it ever touched in memory."""
-        try:
-            ids = np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.tokens,))[where]
-            replaced = stamp(self.path) != self.stamp
-        except (OSError, ValueError) as e:
-            raise UserError(f"cannot read {self.path}: {first_line(e)}") from None
-        if replaced:
-            raise UserError(f"{self.path} has been replaced while it was in use")
+        """starts (B,) in [0, n_windows(length)) -> tokens (B, length) int64. The file is mapped
+        every time: a mapping that is kept holds every page it ever touched in memory."""
+        tokens = np.memmap(self.file, dtype=self.dtype, mode="r", shape=(self.tokens,))
+        ids = tokens[np.asarray(starts)[:, None] + np.arange(length)]
         if ids.size and ids.max() >= self.vocab_size:
             raise UserError(f"token {ids.max()} in {self.path} is out of the vocabulary "
                             f"({self.vocab_size})")
-        return ids
+        return ids.astype(np.int64)
 
 
 def read_meta(folder) -> dict:
     path = Path(folder) / "meta.json"
-    try:
-        meta = json.loads(read_bytes(path))
-    except FileNotFoundError:
+    if not path.exists():
         raise UserError(f"{folder} has no meta.json: not a data set; make it with "
-                        "python prepare.py dataset=... tokenizer=...") from None
-    except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"cannot read {path}: {first_line(e)}") from None
-    found = meta.get("format") if isinstance(meta, dict) else None
-    if found != FORMAT:
-        raise UserError(f"{folder} is of format {found!r:.60}, not {FORMAT}: make the data set "
-                        "again with prepare.py")
+                        "python prepare.py dataset=... tokenizer=...")
+    meta = read_json(path)
+    if meta.get("format") != FORMAT:
+        raise UserError(f"{folder} is of format {meta.get('format')!r:.60}, not {FORMAT}: make "
+                        "the data set again with prepare.py")
     return meta
-
-
-def check_size(path, expected):
-    try:
-        size = path.stat().st_size
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}") from None
-    if not path.is_file():
-        raise UserError(f"{path} is not a regular file")
-    if size != expected:
-        state = "truncated" if size < expected else "too long"
-        raise UserError(f"{path} is {state}: {size} bytes, {expected} expected")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -257,9 +227,24 @@ TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp"
         ".ts", ".java", ".go", ".rs", ".sh")
 # tests are a third of the standard library, and Debian's python3 lacks them
 NO_TEXT = "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"
-TABLES = ".json", ".csv", ".tsv", ".parquet", ".arrow"  # read as by hf:
+TABLES = ".json", ".csv", ".tsv", ".parquet", ".arrow"  # which hf: reads
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                "tinyshakespeare/input.txt")
+
+
+def documents(cfg):
+    """The texts of a data set, in a fixed order; None for what is no text."""
+    kind, _, rest = cfg.dataset.partition(":")
+    if cfg.dataset == "python" or kind == "file" and rest:
+        for file in source_files(cfg.dataset):
+            yield from file_documents(file, cfg.text_column)
+    elif kind == "hf" and rest:
+        yield from hf_documents(rest, cfg)
+    elif cfg.dataset == "shakespeare":
+        yield download(SHAKESPEARE)
+    else:
+        raise UserError(f"unknown dataset {cfg.dataset!r:.60}: the data sets are python, "
+                        "file:PATH, shakespeare, hf:NAME[:config]")
 
 
 def source_files(dataset) -> list:
@@ -271,6 +256,14 @@ def source_files(dataset) -> list:
     if kind == "file":
         return text_files(path)
     return text_files(path, ("",)) if kind == "hf" and os.path.exists(path) else []
+
+
+def source_stamp(dataset) -> str:
+    """Another one where a file of the user's data set was written, added, renamed or removed
+    since; "" where it has none."""
+    files = source_files(dataset) if dataset != "python" else []
+    stats = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files]
+    return hashlib.sha256(repr(stats).encode()).hexdigest() if files else ""
 
 
 def text_files(path, extensions=TEXT, skip=("__pycache__",)) -> list:
@@ -294,27 +287,14 @@ def unreadable(e):
     raise UserError(f"cannot read {e.filename}: {e.strerror}") from None
 
 
-def source_stamp(dataset) -> str:
-    """Another one where a file of the data set was written, added, renamed or removed since; ""
-    where it has none."""
-    files = [(file, *stamp(Path(file))) for file in source_files(dataset)]
-    return hashlib.sha256(repr(files).encode()).hexdigest() if files else ""
-
-
-def stamp(path):
-    """What changes when a file is replaced or written."""
-    info = path.stat()
-    return info.st_mtime_ns, info.st_size
-
-
-def file_documents(file, cfg):
-    """The text of a file, or the texts of a file of rows; None for what is not UTF-8."""
+def file_documents(file, column):
+    """The text of a file, or the texts of JSON lines; None for what is not UTF-8."""
     kind = Path(file).suffix.lower()
+    if kind in TABLES:
+        raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such files")
     try:
         if kind == ".jsonl":
-            yield from json_lines(file, cfg.text_column)
-        elif kind in TABLES:
-            yield from hf_documents(file, cfg)
+            yield from json_lines(file, column)
         else:
             yield read_bytes(file).decode("utf-8")
     except UnicodeDecodeError:
@@ -341,6 +321,7 @@ def text_of(row, column):
     return row[column]
 
 
+@cache
 def download(url) -> str:
     try:
         with urllib.request.urlopen(url, timeout=30) as reply:
@@ -369,6 +350,8 @@ def hf_rows(name, split):
     datasets.disable_progress_bars()
     if path.exists():
         folder, file = (path, None) if path.is_dir() else (path.parent, glob.escape(path.name))
+        if glob.has_magic(str(folder)):
+            raise ValueError(f"the library takes the name of {folder} as a pattern: rename it")
         return datasets.load_dataset(str(folder), data_files=file, split=split, streaming=True)
     name, _, config = name.partition(":")
     if not HUB_NAME.fullmatch(name):

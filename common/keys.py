@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import inspect
 import io
+import json
 import math
 import os
 import re
@@ -253,6 +254,17 @@ def read_text(path, name) -> str:
         raise UserError(f"{name} cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:
         raise UserError(f"{name} is not UTF-8 text") from e
+
+
+def read_json(file) -> dict:
+    """The object in a JSON file. UserError where there is none."""
+    try:
+        value = json.loads(read_text(file, file))
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{file} is not JSON: {first_line(e)}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file} is not a JSON object")
+    return value
 
 
 def first_line(e) -> str:

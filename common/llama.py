@@ -1,7 +1,6 @@
 """
 Llama-family weights: Hugging Face folders (SmolLM, TinyLlama, Llama 2, 3, Mistral, Qwen3,
-Gemma 1) <-> model_gpt.
-Models whose loops unroll to a model_gpt are written too.
+Gemma 1) <-> model_gpt. Models whose loops unroll to a model_gpt are written too.
 
 Both sides store matrices as (out, in), and RoPE rotates the same pairs.
 So a weight only changes its name. But Gemma's norms multiply by 1 + w: they are stored as w.
@@ -14,14 +13,16 @@ from pathlib import Path
 
 import torch
 
-from common.keys import model_module
+from common.keys import UserError, model_module, read_json
+from common.tokenizer import hub_folder
 
 
 def from_pretrained(path, **overrides):
     """A model_gpt from a Llama-family folder (config.json and safetensors) or a hub name.
-    overrides replace Config fields (block_size, dropout, fast). ValueError names what the
-    weights need and model_gpt has not."""
-    folder, gpt = pretrained_folder(path), model_module("gpt")
+    overrides replace Config fields (block_size, dropout, fast). ValueError or UserError names
+    what the weights need and model_gpt has not."""
+    gpt, files = model_module("gpt"), ["config.json", "model*.safetensors", "*.index.json"]
+    folder = hub_folder(path, files)
     fields, found = llama_config(folder), stored_weights(folder)
     fields["tie_embeddings"] = fields["tie_embeddings"] and tied(found)
     if fields["scale_embeddings"]:      # Gemma
@@ -38,16 +39,18 @@ def to_pretrained(model, path, eos=None):
     model = unrolled(model)
     c, family = model.cfg, family_of(model.cfg)
     config = dict(
-        architectures=[f"{family}ForCausalLM"], model_type=family.lower(), vocab_size=c.vocab_size,
-        hidden_size=c.n_embd, intermediate_size=c.n_mlp, num_hidden_layers=c.n_layer,
-        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
+        architectures=[f"{family}ForCausalLM"], model_type=family.lower(),
+        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_mlp,
+        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
+        num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
         max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        hidden_act=ACTS[c.mlp], attention_bias=False, mlp_bias=False, bos_token_id=None,
-        eos_token_id=eos,
+        hidden_act=ACTS[c.mlp], attention_bias=False, mlp_bias=False,
+        bos_token_id=None, eos_token_id=eos,
         tie_word_embeddings=c.tie_embeddings, sliding_window=c.window or None,
         torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."))
-    weights = {llama_name(n): p.detach().contiguous() for n, p in model.named_parameters()}
+    named = model.named_parameters()
+    weights = {llama_name(name): p.detach().contiguous() for name, p in named}
     if family == "Gemma":
         weights |= {name: w - 1 for name, w in weights.items() if "norm" in name}
     Path(path).mkdir(parents=True, exist_ok=True)
@@ -66,8 +69,7 @@ def family_of(c):
     gemma = c.mlp == "geglu" and c.scale_embeddings
     if c.pos != "rope" or c.mlp == "gelu" or len(families) > 1 or has["Gemma"] != gemma:
         raise ValueError("only pos=rope with mlp=swiglu and one of qk_norm and window, or with "
-                         "mlp=geglu and scale_embeddings, can be written as a Llama, Qwen3, "
-                         "Mistral or Gemma")
+                         "mlp=geglu and scale_embeddings, can be written as a Llama folder")
     return families[0]
 
 
@@ -136,34 +138,6 @@ def llama_name(name):
     return f"model.layers.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
 
 
-def pretrained_folder(path):
-    """The folder itself, or the local copy of a hub name (owner/name), downloaded if need be."""
-    if Path(path).is_dir():
-        return Path(path)
-    if Path(path).exists() or str(path).count("/") != 1 or str(path).startswith((".", "/")):
-        raise ValueError(f"{path} is neither a folder nor a hub name (owner/name)")
-    from huggingface_hub import snapshot_download
-    wanted = ["config.json", "model*.safetensors", "*.index.json"]
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=wanted))
-    except Exception as e:      # of a dozen kinds: no network, no such name, no permission
-        raise ValueError(f"{path} is not a folder here and could not be downloaded "
-                         f"({type(e).__name__})") from e
-
-
-def read_json(file):
-    """The object in a JSON file, ValueError naming the file where there is none."""
-    if not file.is_file():                  # reading a pipe would wait for ever
-        raise ValueError(f"{file} is missing or is not a regular file")
-    try:
-        value = json.loads(file.read_text("utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ValueError(f"{file} cannot be read or is not JSON") from e
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} is not a JSON object")
-    return value
-
-
 # what transformers takes where a config.json lacks a field
 DEFAULTS = {"llama": {}, "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
             "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
@@ -181,11 +155,10 @@ def llama_config(folder):
     model_gpt cannot compute (biases, scaled RoPE) is refused by name."""
     hf = read_json(folder / "config.json")
     family = hf.get("model_type")
-    if family == "gpt_neox":
-        raise ValueError("model_type gpt_neox (Pythia) is not supported: its LayerNorms, biases, "
-                         "parallel residuals and partial RoPE are not in model_gpt")
     if family not in [*DEFAULTS]:
-        raise ValueError(f"model_type {family!r:.60} is not supported: {', '.join(DEFAULTS)} are")
+        pythia = " (Pythia has LayerNorms, biases, parallel residuals)" * (family == "gpt_neox")
+        raise ValueError(f"model_type {family!r:.60} is not supported{pythia}: "
+                         f"{', '.join(DEFAULTS)} are")
     hf = {**DEFAULTS[family], **hf}
     width, n_head = field(hf, "hidden_size"), field(hf, "num_attention_heads")
     for name, value in {"num_key_value_heads": n_head, "head_dim": width // n_head,
@@ -244,15 +217,13 @@ def stored_weights(folder):
     transformers chooses. ValueError names a file that cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
-    index = folder / "model.safetensors.index.json"
-    names = {"": "model.safetensors"}
-    if index.exists() and not (folder / names[""]).exists():
+    index, files, found = folder / "model.safetensors.index.json", ["model.safetensors"], {}
+    if index.exists() and not (folder / files[0]).exists():
         names = read_json(index).get("weight_map")
-    files, found = names.values() if isinstance(names, dict) else [None], {}
+        if not isinstance(names, dict):
+            raise ValueError(f"{index} has no weight_map")
+        files = sorted(set(map(str, names.values())))
     for file in files:
-        if not isinstance(file, str) or not file or Path(file).name != file:
-            raise ValueError(f"{index} must name files of its folder, not {file!r:.60}")
-    for file in sorted(set(files)):
         if not (folder / file).is_file():
             raise ValueError(f"{folder / file} is missing or is not a regular file")
         try:

@@ -58,7 +58,6 @@ class TrainConfig(Start):
     tokenizer: str = "byte"  # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME
     data_dir: str = "data"  # where prepared data sets are
     task_examples: int = 0  # fixed examples of a task (0: its own number)
-    task_next_token: bool = False  # recall: train on every next token
     batch_size: int = 12  # sequences in one forward pass (a micro-batch)
     gradient_accumulation_steps: int = 1  # micro-batches a step
     # optimization

@@ -50,8 +50,7 @@ Transformer gets at most 31 of 36 rows of s3 wholly right.)
     targets   1  3  1  4
 
 All else is drawn uniformly. Training has 12,800 fixed examples (memorization 256; needles,
-s3 and s5 draw new ones at every step), validation 1,280 others. task_next_token=true trains
-the three recall tasks on every next token, as MAD does; training accuracy then counts all.
+s3 and s5 draw new ones at every step), validation 1,280 others.
 
 The first five are MAD's (Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid
 Architectures", github.com/athms/mad-lab), copying is from "Repeat After Me" (Jelassi et al.
@@ -60,8 +59,9 @@ needles is like RULER's multi-key, multi-query retrieval (Hsieh et al. 2024).
 Departures from MAD's code: a recall example ends with the whole last pair (MAD drops the last
 value); fuzzy_recall holds as many pairs as fit, and its last pair always came before; the seed
 also draws the blanks of selective_copying; compression, which needs a decoder in the place of
-the model's head, is left out; training draws examples with replacement, not in epochs;
-accuracy is the mean over tokens, not over classes of tokens.
+the model's head, is left out; training scores what validation scores (MAD trains the recall
+tasks on every next token) and draws examples with replacement, not in epochs; accuracy is the
+mean over tokens, not over classes of tokens.
 """
 import itertools
 from collections.abc import Callable
@@ -191,13 +191,12 @@ class Task:
     shortest: int               # least T
     even: bool = False          # whether T must be even
     examples: int = 12_800      # fixed ones to train on (0: fresh ones at every step)
-    next_token: bool = False    # whether MAD trains on every next token
 
 
 TASKS = {
-    "recall": Task(recall, 16, 4, even=True, next_token=True),
-    "fuzzy_recall": Task(fuzzy_recall, 16, 11, next_token=True),        # 11: the longest pair twice
-    "noisy_recall": Task(partial(recall, noise=0.2), 32, 4, even=True, next_token=True),
+    "recall": Task(recall, 16, 4, even=True),
+    "fuzzy_recall": Task(fuzzy_recall, 16, 11),      # 11: the longest pair twice
+    "noisy_recall": Task(partial(recall, noise=0.2), 32, 4, even=True),
     "selective_copying": Task(selective_copying, 16, 34),
     "memorization": Task(memorization, 256, 2, even=True, examples=256),
     "copying": Task(copying, 27, 2, even=True),
@@ -226,23 +225,16 @@ def find_task(dataset, T):
 class TaskData:
     """The examples of one split of a task."""
 
-    def __init__(self, task, T, seed, split, count, next_token=False):
-        self.T, self.seed, self.split, self.count = T, seed, split, count
-        self.next_token = next_token    # every next token is scored
+    def __init__(self, task, T, seed, split, count):
+        self.seed, self.split, self.count = seed, split, count
         self.vocab_size, self.tokenizer = task.vocab_size, TaskTokenizer(task.vocab_size)
-        self.make = task.make
-        if task.make is memorization:
+        make = task.make
+        if make is memorization:
             values = 127 + generator(seed, 0, MAP).permutation(128)[:127]   # all different
-            self.make = partial(memorization, values=values)
-        if task.make is fuzzy_recall and split == VAL:
-            self.make = partial(fuzzy_recall, key_sizes=(3,))
-
-    def example(self, rng):
-        """inputs and targets, each (T,)."""
-        inputs, targets = self.make(rng, self.T)
-        if self.next_token:
-            targets = np.append(inputs[1:], targets[-1])
-        return inputs, targets
+            make = partial(memorization, values=values)
+        if make is fuzzy_recall and split == VAL:
+            make = partial(fuzzy_recall, key_sizes=(3,))
+        self.example = partial(make, T=T)
 
     @cached_property
     def examples(self):
@@ -264,12 +256,9 @@ class TaskBatches:
         if max(count, VAL_EXAMPLES) * block_size > 1 << 27:
             raise UserError(f"task_examples={count} of block_size={block_size} are too many to "
                             f"hold in memory")
-        if cfg.task_next_token and not task.next_token:
-            names = ", ".join(n for n, t in TASKS.items() if t.next_token)
-            raise UserError(f"task_next_token=true is for {names}, not for dataset={cfg.dataset}")
         self.seed, self.rows = cfg.seed, cfg.batch_size
         self.step_rows = cfg.batch_size * cfg.gradient_accumulation_steps
-        self.train = TaskData(task, block_size, cfg.seed, TRAIN, count, cfg.task_next_token)
+        self.train = TaskData(task, block_size, cfg.seed, TRAIN, count)
         self.val = TaskData(task, block_size, cfg.seed, VAL, VAL_EXAMPLES)
 
     def micro_batch(self, step, index):
@@ -299,12 +288,11 @@ def show_example(model, batches, width=80):
     `width` characters, of a long one the end. A dot is a position that is not scored."""
     x, y = batches.cut(batches.val, np.array([0]))
     logits = model.eval()(x.to(next(model.parameters()).device))[0]
-    x, y, said = x[0].tolist(), y[0].tolist(), logits[0].argmax(-1).tolist()
-    rows = {"inputs": x, "targets": [t if t != -1 else "." for t in y],
-            "predictions": [p if t != -1 else "." for p, t in zip(said, y)]}
+    dots = y[0].numpy() == -1
+    rows = {"inputs": x[0].numpy(), "targets": np.where(dots, ".", y[0].numpy()),
+            "predictions": np.where(dots, ".", logits[0].argmax(-1).cpu().numpy())}
     digits = len(str(logits.size(-1) - 1))
-    fits, lines = (width - 15) // (digits + 1), []
+    fits, lines = (width - 12) // (digits + 1), []
     for name, row in rows.items():
-        numbers = "".join(f" {token:>{digits}}" for token in row[-fits:])
-        lines.append(f"{name:11}{' ...' if len(x) > fits else '':4}{numbers}")
+        lines.append(f"{name:11} " + " ".join(f"{token:>{digits}}" for token in row[-fits:]))
     return "\n".join(lines)

@@ -7,11 +7,12 @@ import codecs
 import json
 import logging
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from common.keys import UserError, first_line, need, read_text
+from common.keys import UserError, first_line, need, read_json
 
 MAX_BPE = 1 << 18
 EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"  # where a model's files name none
@@ -102,8 +103,6 @@ class BPETokenizer(Tokenizer):
     def __init__(self, pattern, ranks):
         """ranks: the bytes of each token, in the order of the merges and so of the ids."""
         ids = {piece: i for i, piece in enumerate(ranks)}
-        if len(ids) != len(ranks) or not {bytes([i]) for i in range(256)} <= ids.keys():
-            raise ValueError("ranks repeat, or a single byte is missing")
         text = " ".join(base64.b64encode(piece).decode() for piece in ranks)
         saved = {"kind": "bpe", "pattern": pattern, "ranks": text}
         super().__init__([*ranks, b""], len(ranks), saved)
@@ -115,37 +114,31 @@ class BPETokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A Hugging Face model's. Ids and text are those of the library `tokenizers`, but no text
-    becomes a special token, and none is added. A BPE of bytes (GPT-2, SmolLM, Llama 3) or with
-    byte fallback (Llama 2) gives every text back. Others (T5's Unigram, WordLevel, WordPiece)
-    have one unknown token for what they do not know."""
+    """A Hugging Face model's that gives every text back: a BPE of bytes (GPT-2, SmolLM, Llama 3)
+    or one with byte fallback (Llama 2). Ids and text are those of the library `tokenizers`, but no
+    text becomes a special token, and none is added."""
 
     def __init__(self, data, eos=None):
         """data: what a tokenizer.json holds; eos: the text of end-of-text."""
         self.library, eos = hf_library(data, eos)
+        added = self.library.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        pieces = hf_pieces(self.library.get_vocab(), special, str(data.get("decoder")))
         saved = {"kind": "hf", "eos": eos, "json": self.library.to_str()}
-        pieces = hf_pieces(self.library, json.dumps(data.get("decoder")))
         super().__init__(pieces, self.library.token_to_id(eos), saved)
-        # some put a blank before a text; between slices a mark takes it, which no token joins
-        self.mark, self.n_mark, self.special, self.unknown = "", 0, [], 0
-        n_mark, behind = len(self.encode_slice(MARK)), self.encode_slice(MARK + "a")
-        blank = self.decode_bytes(self.encode("a")).startswith(b" ")
-        if blank and self.decode_bytes(behind[n_mark:]) == b"a":
-            self.mark, self.n_mark = MARK, n_mark
-        rare = self.encode(PROBE[-1])
-        if not rare or self.eot in rare:
-            raise ValueError("it must have tokens for all bytes, or an unknown token that is not "
-                             "end-of-text")
-        self.special, self.unknown = special_ids(self.library), rare[-1]
-        self.gives_back = self.decode(self.encode(PROBE)).strip() == PROBE
+        # some put a blank before a text: between slices, before a mark that no token joins
+        self.mark, self.n_mark = "", 0
+        if self.decode_bytes(self.encode("a")).startswith(b" "):
+            self.n_mark, self.mark = len(self.encode(MARK)), MARK
+        ids = self.encode(text := PROBE + " ".join(sorted(special)))
+        if {self.decode(ids).strip(), self.decode_bytes(ids).decode().strip()} != {text}:
+            raise ValueError("not every text comes back, as from a BPE with tokens for all bytes")
 
     def encode_slice(self, text, first=True) -> np.ndarray:
         # a batch of one: unlike the library's encode it lets the other threads run
         batch = [text if first else self.mark + text]
         encoding, = self.library.encode_batch_fast(batch, add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=np.uint32)[0 if first else self.n_mark:]
-        ids[np.isin(ids, self.special)] = self.unknown  # </s> is also a word of T5's vocabulary
-        return ids
+        return np.array(encoding.ids, dtype=np.uint32)[0 if first else self.n_mark:]
 
     def decode(self, ids) -> str:
         """The text that begins with these ids. (What they add to a text is stream's.)"""
@@ -162,12 +155,11 @@ class TaskTokenizer(Tokenizer):
         super().__init__(pieces, None, {"kind": "task", "vocab_size": vocab_size})
 
     def encode(self, text) -> list:
-        words = text.split()
-        bad = [w for w in words if not re.fullmatch("[0-9]{1,7}", w) or int(w) >= self.vocab_size]
-        if bad or not words:
+        ids, words = {str(i): i for i in range(self.vocab_size)}, text.split()
+        if not words or not set(words) <= ids.keys():
             raise UserError(f"a task's tokens are numbers from 0 to {self.vocab_size - 1} with "
-                            f"blanks between them, got {bad[0] if bad else text!r:.60}")
-        return [int(w) for w in words]
+                            f"blanks between them, got {text!r:.60}")
+        return [ids[word] for word in words]
 
     def decode(self, ids) -> str:
         return super().decode(ids).removeprefix(" ")
@@ -227,34 +219,36 @@ def hf_tokenizer(name) -> HFTokenizer:
     """The tokenizer of a model's folder or hub name."""
     try:
         folder = hub_folder(name, ["tokenizer.json", "tokenizer_config.json"])
-        data = json.loads(read_text(folder / "tokenizer.json", "its tokenizer.json"))
         config = folder / "tokenizer_config.json"
-        config = json.loads(read_text(config, "its config")) if config.exists() else {}
-        eos = config.get("eos_token")
-        found = HFTokenizer(data, eos["content"] if isinstance(eos, dict) else eos)  # older files
+        eos = read_json(config).get("eos_token") if config.exists() else None
+        eos = eos["content"] if isinstance(eos, dict) else eos  # older files
+        return HFTokenizer(read_json(folder / "tokenizer.json"), eos)
     except Exception as e:  # of the library, which has no class of its own, or of the files
         kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         raise UserError(f"tokenizer hf:{name} cannot be used: {kind}{first_line(e)}") from None
-    if not found.gives_back:
-        print(f"note: hf:{name} does not give every text back: its bits per byte compare with none")
-    return found
 
 
 def hub_folder(name, files) -> Path:
     """The folder that is named, or a local copy of the files that the hub has under that name."""
-    if Path(name).expanduser().exists():
-        return Path(name).expanduser()
-    if not HUB_NAME.fullmatch(name):
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not HUB_NAME.fullmatch(str(name)):
         raise UserError(f"{name} is neither a folder nor a hub name (owner/name)")
     hub = need("huggingface_hub")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without its retries
     hub.utils.disable_progress_bars()
-    return Path(hub.snapshot_download(name, allow_patterns=files))
+    try:
+        return Path(hub.snapshot_download(str(name), allow_patterns=files))
+    except Exception as e:  # of a dozen kinds: no network, no such name, no permission
+        raise UserError(f"{name} is not a folder here and could not be downloaded: "
+                        f"{type(e).__name__}: {first_line(e)}") from None
 
 
 # ------------------------------------------------------------------------------------------------
 # words of Hugging Face vocabularies
 
+@cache
 def byte_signs() -> dict:
     """{sign: byte} in a vocabulary of bytes. GPT-2 writes the bytes that print as they are, the
     others as U+0100 and on."""
@@ -265,44 +259,38 @@ def byte_signs() -> dict:
 
 def hf_library(data, eos):
     """A tokenizer.json as the library reads it, without what depends on more than the text, and
-    its end-of-text, which is found where none is given."""
+    without what adds special tokens or makes them from text. And its end-of-text, which is found
+    where none is given."""
     model = {key: value for key, value in data["model"].items() if key != "dropout"}
-    if model.get("end_of_word_suffix"):
-        raise ValueError("end_of_word_suffix is not supported")
-    data = {**data, "model": model, "truncation": None, "padding": None,
-            "post_processor": None}  # which would add special tokens
+    data = {**data, "model": model, "truncation": None, "padding": None, "post_processor": None}
     library = need("tokenizers").Tokenizer.from_str(json.dumps(data))
-    names = [eos] if eos else [t for t in EOS_TOKENS if library.token_to_id(t) is not None]
-    if not names or library.token_to_id(names[0]) is None:
+    vocab = library.get_vocab()
+    eos = eos or next((token for token in EOS_TOKENS if token in vocab), None)
+    if eos not in vocab:
         raise ValueError("no end-of-text token: name one of its vocabulary as eos_token in "
                          "tokenizer_config.json")
-    library.add_special_tokens(names[:1])
-    library.encode_special_tokens = True  # as text
-    return library, names[0]
+    library.add_special_tokens([eos])
+    library.encode_special_tokens = True
+    return library, eos
 
 
-def special_ids(library) -> list:
-    return [i for i, token in library.get_added_tokens_decoder().items() if token.special]
-
-
-def hf_pieces(library, decoder) -> list:
-    """The bytes that each id adds to a text: what the library shows of it behind another id, or
-    its bytes, which may be a part of a character. None for special tokens and unused ids."""
-    ids, signs, pieces = range(max(library.get_vocab().values()) + 1), byte_signs(), []
-    before = next((i for i in ids if library.decode([i]).strip("\ufffd ")), 0)
-    texts = library.decode_batch([[before, i] for i in ids])
-    start = library.decode([before])
-    for i, text in zip(ids, texts):
-        word = library.id_to_token(i)
-        if text == start:
-            pieces.append(b"")
-        elif "ByteLevel" in decoder and signs.keys() >= set(word):
-            pieces.append(bytes(signs[c] for c in word))
-        elif "ByteFallback" in decoder and re.fullmatch("<0x[0-9A-F]{2}>", word):
-            pieces.append(bytes.fromhex(word[3:5]))
-        else:
-            pieces.append(text[len(start):].encode())
+def hf_pieces(vocab, special, decoder) -> list:
+    """The bytes that each id adds to a text. None for special tokens and unused ids."""
+    pieces = [b""] * (max(vocab.values()) + 1)
+    for word, i in vocab.items():
+        if word not in special:
+            pieces[i] = word_bytes(word, "ByteLevel" in decoder)
     return pieces
+
+
+def word_bytes(word, byte_level) -> bytes:
+    """What a word adds to a text; it may be a part of a character."""
+    signs = byte_signs()
+    if byte_level:  # only added tokens have other signs
+        return bytes(map(signs.get, word)) if signs.keys() >= set(word) else word.encode()
+    if re.fullmatch("<0x[0-9A-F]{2}>", word):
+        return bytes.fromhex(word[3:5])
+    return word.replace("▁", " ").encode()
 
 
 def to_huggingface(tokenizer, folder):

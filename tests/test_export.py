@@ -13,7 +13,7 @@ import train
 import sample
 from common.keys import UserError, model_module
 from conftest import ROOT
-from test_prepare import EOT, KINDS, SPECIAL, TEXTS, WORDS, llama2, others, phi, smollm
+from test_prepare import EOT, SPECIAL, TEXTS, WORDS, llama2, phi, smollm
 from test_gpt import cast, saved_llama, stored
 from common.tokenizer import (GPT2_PATTERN, BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer,
                               train_bpe)
@@ -67,8 +67,7 @@ def test_the_export_encodes_as_we_do(texts, exported):
             ids = ours.encode(text)
             assert theirs.encode(text) == ids == again.encode(text), (ours.kind, text)
             shown = theirs.decode(ids, skip_special_tokens=True)
-            assert shown == ours.decode(ids) == again.decode(ids)
-            assert shown == text or not getattr(ours, "gives_back", True)
+            assert shown == ours.decode(ids) == again.decode(ids) == text
         assert theirs.eos_token_id == ours.eot == again.eot and len(theirs) == ours.vocab_size == again.vocab_size
 
 
@@ -79,8 +78,7 @@ def exported(tmp_path_factory):
     bpe = train_bpe(360, [2 * "the cat sat on the mat, 1234 times\n    the end aaaaaaa aaaab baaa", WORDS])
     found = []
     for ours in (ByteTokenizer(), bpe, BPETokenizer(GPT2_PATTERN, bpe.pieces[:-1]), HFTokenizer(smollm(), EOT),
-                 HFTokenizer(phi(), EOT), HFTokenizer(llama2(), "</s>"),
-                 *(HFTokenizer(others(kind), EOT) for kind in KINDS)):
+                 HFTokenizer(phi(), EOT), HFTokenizer(llama2(), "</s>")):
         folder = tmp_path_factory.mktemp(ours.kind)
         assert checkpoint.to_huggingface(ours, folder)
         found.append((ours, AutoTokenizer.from_pretrained(folder), hf_tokenizer(str(folder))))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from common import llama
+from common.keys import UserError
 import model_gpt
 from conftest import relative, tiny
 from kernel_cases import dense_attend
@@ -221,7 +222,7 @@ def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
     saved_llama(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: {"owner/name": str(tmp_path)}[name])
     assert llama.from_pretrained("owner/name").cfg.n_layer == 3
-    with pytest.raises(ValueError, match="owner/other is not a folder here and could not be downloaded"):
+    with pytest.raises(UserError, match="owner/other is not a folder here and could not be downloaded"):
         llama.from_pretrained("owner/other")
 
 
@@ -249,5 +250,13 @@ def test_what_we_cannot_compute_is_refused_by_name(tmp_path, changes, named):
 def test_damaged_folders_are_refused(tmp_path, file, named):
     saved_llama(tmp_path)
     os.truncate(tmp_path / file, 100)
+    with pytest.raises((ValueError, UserError), match=named):
+        llama.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("index, named", [("{}", "no weight_map"), ('{"weight_map": {"a": [3]}}', r"\[3\] is missing")])
+def test_a_broken_index_is_refused(tmp_path, index, named):
+    saved_llama(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match=named):
         llama.from_pretrained(tmp_path)

@@ -1,0 +1,25 @@
+"""
+LRT with the value embedding scaled by g_loc too, v = g_loc (v_loc + g_ve e) + g_rec v_rec: one
+reading of the paper, which is silent here. Its code, and model_lrt.py, add g_ve e after (4).
+"""
+import torch
+
+import model_lrt
+from model_lrt import Config
+
+
+class Attention(model_lrt.Attention):
+
+    def mix(self, u, k, v, layer, context):
+        k, v = super().mix(u, k, v, layer, context)
+        g_loc = 2 * torch.sigmoid(self.w_gate(u)).chunk(2, -1)[0]           # (B, n, G)
+        g_ve = 2 * torch.sigmoid(self.w_value(u[..., :32]))                 # added once more later
+        return k, v + ((g_loc - 1) * g_ve)[..., None] * context.e[layer]
+
+
+class Model(model_lrt.Model):
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        for block in self.blocks:       # the same weights as model_lrt's of this seed
+            block.attn.__class__ = Attention
