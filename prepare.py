@@ -44,6 +44,8 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
+
 from common.data import FORMAT, TokenData, documents, has_changed, read_meta, source_stamp
 from common.keys import (UserError, asks_help, check_name, folder_name, help_text, run_cli,
                          split_args, typed_config)

@@ -7,19 +7,21 @@ Text from a trained model, for every model: one decoding loop over forward and c
     python sample.py out/gpt_tiny prompt=LINES:prompts.txt  a prompt a line, all in one batch
     python sample.py out/gpt_tiny num_samples=8 seed=7      eight samples in one batch
     python sample.py out/recall prompt="3 9 1"              token ids of a task (tasks.py)
-    python sample.py out/lrt_tiny prompt=FILE:notes.txt prefill=compare
     python sample.py help                                   every key with its meaning
 
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
 """
+import os
 import sys
 import time
 from dataclasses import dataclass
 
 import torch
 
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
+
 from common.checkpoint import load_run
-from common.keys import UserError, asks_help, help_text, read_text, run_cli
+from common.keys import UserError, asks_help, choice, help_text, read_text, run_cli
 from common.process import pick_device
 from common.sampling import Sampling, check_prompts, next_tokens, read_arguments
 
@@ -28,12 +30,11 @@ from common.sampling import Sampling, check_prompts, next_tokens, read_arguments
 class SampleConfig(Sampling):
     prompt: str = "\n"      # text, literally; FILE:PATH a file's text; LINES:PATH a prompt a line
     num_samples: int = 1    # samples of each prompt, all in one batch
-    prefill: str = ""       # lrt: exact | interleaved | compare: exact, and its distance
+    prefill: str = choice("", "exact", "interleaved")   # of lrt (default: the run's own)
 
     def __post_init__(self):
         super().__post_init__()
         self.between(num_samples=(1, 1 << 16))
-        self.one_of("prefill", "", "exact", "interleaved", "compare")
 
 
 def prefill(model, cache, rows):
@@ -95,28 +96,7 @@ def choose_prefill(model, how, path):
     if not hasattr(model.cfg, "prefill") or not model.cfg.memory:
         raise UserError(f"prefill={how} is for a model that prefills in more than one way (lrt "
                         f"with memory), {path} is not")
-    model.cfg.prefill = "exact" if how == "compare" else how
-
-
-@torch.no_grad()
-def compare_prefills(model, prompts):
-    """A line that tells seconds of both prefills, the second time each, and how far the
-    distributions of the next token are apart. prompts: the tokens of each."""
-    kept, seconds, found = model.cfg.prefill, {}, {}
-    size = min(model.context_limit, max(map(len, prompts)))
-    for how in ("exact", "interleaved"):
-        model.cfg.prefill = how
-        cache = model.init_cache(len(prompts), size)
-        for _ in range(2):
-            start = time.perf_counter()
-            found[how] = prefill(model, cache, prompts)[0].cpu().double().log_softmax(-1)
-            seconds[how] = time.perf_counter() - start
-    model.cfg.prefill = kept
-    a, b = found.values()
-    same = int((a.argmax(-1) == b.argmax(-1)).sum())
-    kl = (a.exp() * (a - b)).sum(-1).mean()
-    return (f"prefill: exact {seconds['exact']:.3f} s, interleaved {seconds['interleaved']:.3f} s; "
-            f"next token: KL {kl:.2g} nats, the likeliest is the same in {same} of {len(a)} rows")
+    model.cfg.prefill = how
 
 
 def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
@@ -144,9 +124,10 @@ def read_prompts(text):
     return prompts
 
 
-def write_stream(steps, tokenizer):
-    """Print the tokens of a single row as they come; bytes of an unfinished character wait.
-    Returns how many."""
+def write_stream(steps, tokenizer, prompts):
+    """Print a prompt and its new tokens as they come; bytes of an unfinished character wait.
+    Returns how many tokens came."""
+    print(tokenizer.decode(prompts[0]), end="", flush=True)
     tokens = (token for (token,) in steps if token is not None)
     for count, text in enumerate(tokenizer.stream(tokens)):     # once more than there are tokens
         print(text, end="", flush=True)
@@ -176,29 +157,20 @@ def main(argv):
     check_prompts(prompts, tokenizer.vocab_size)
     if cfg.prefill:
         choose_prefill(model, cfg.prefill, path)
-    if cfg.prefill == "compare":
-        print(compare_prefills(model, prompts), file=sys.stderr)
     limit, longest = model.context_limit, max(map(len, prompts))
     if limit and longest > limit:
         print(f"the prompt has {longest} tokens: cropped to its last {limit} (block_size)",
               file=sys.stderr)
     start = time.perf_counter()
     prompts = [ids for ids in prompts for _ in range(cfg.num_samples)]
-    count = write(model, tokenizer, prompts, cfg)
+    steps = stream(model, prompts, cfg.max_new_tokens, *cfg.how(),
+                   eot=tokenizer.eot if cfg.stop else None, seed=cfg.seed,
+                   vocab_size=tokenizer.vocab_size)
+    write = write_batch if len(prompts) > 1 else write_stream
+    count = write(steps, tokenizer, prompts)
     seconds = time.perf_counter() - start
     print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s ({ckpt['model']}, "
           f"step {ckpt['step']}, {device})", file=sys.stderr)
-
-
-def write(model, tokenizer, prompts, cfg):
-    """Continue prompts as one batch and print them. Returns how many tokens came."""
-    eot = tokenizer.eot if cfg.stop else None
-    steps = stream(model, prompts, cfg.max_new_tokens, *cfg.how(), eot=eot, seed=cfg.seed,
-                   vocab_size=tokenizer.vocab_size)
-    if len(prompts) > 1:
-        return write_batch(steps, tokenizer, prompts)
-    print(tokenizer.decode(prompts[0]), end="", flush=True)
-    return write_stream(steps, tokenizer)
 
 
 if __name__ == "__main__":

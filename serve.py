@@ -47,6 +47,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import sys
 import time
 from collections import defaultdict, deque
@@ -55,6 +56,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
 
 from common.checkpoint import load_run
 from common.keys import UserError, asks_help, help_text, read_text, run_cli, typed_config

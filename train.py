@@ -18,29 +18,28 @@ A run is repeatable: the batch is a pure function of (seed, step), and the rando
 forward pass one of (seed, step, micro-batch). So a resumed run, a run on another number of
 processes and a run that evaluates more often see the same tokens and end in the same weights.
 
-`step` counts completed optimizer steps, everywhere. The file goes straight down: set-up,
-evaluation, saving, the training loop, main.
+`step` counts completed optimizer steps, everywhere.
 """
 import contextlib
-import functools
-import importlib.util
 import math
 import os
 import signal
-import threading
-import time
+import sys
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
+
 from common.checkpoint import Log, in_words, lock, newest, read_log, save_checkpoint
-from common.data import bits_per_byte, count_right, data_fingerprint, is_task
+from common.data import bits_per_byte, count_right, data_folder, data_fingerprint, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
                          need, note, run_cli, split_paths, writing)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
-from common.process import (Processes, TrainConfig, config_file, read_config, start,
-                            tokens_per_step)
+from common.process import (Processes, TrainConfig, check_fits, check_given, check_tokenizer,
+                            config_file, flops_of_step, load_teacher, make_model, open_batches,
+                            read_config, set_budget, tokens_per_step)
 from prepare import PrepareConfig, is_offline, prepare
 from sample import sample_text
 
@@ -53,12 +52,15 @@ class Run:
     cfg: TrainConfig
     procs: Processes
     batches: object         # TextBatches or TaskBatches
+    data: str               # their fingerprint
     model: torch.nn.Module
     forward: object         # the model as training calls it: compiled, data parallel
     optimizers: list
     teacher: object = None  # a model to distil from
     log: object = None      # Log, on the first process
     step: int = 0           # completed optimizer steps
+    tokens: int = 0         # trained on, over all processes
+    flops: float = 0.0      # floating-point operations of these steps
     evaluated: int = 0      # the step of the last evaluation
     best_ce: float = math.inf
 
@@ -70,24 +72,30 @@ class Run:
     def task(self):
         return is_task(self.cfg.dataset)
 
-    @functools.cached_property
-    def data(self):
-        """The fingerprint of the data."""
-        return data_fingerprint(self.cfg, self.batches)
-
 
 def setup(argv):
-    """Arguments -> a Run. Everything is checked before anything is written, except a data set
-    that has to be prepared."""
-    cfg, model_fields, ckpt, named = read_config(argv)
+    """Arguments -> a Run. All is checked before anything but a data set is written."""
+    cfg, model_fields, ckpt, given = read_config(argv)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
     check_run(cfg)
-    procs, batches, model, teacher = start(cfg, model_fields, ckpt, named, make_data)
+    procs = Processes(cfg)
+    check_fits(cfg, model_fields, procs.world, procs.device)
+    if procs.master and is_offline(cfg.dataset) and not data_folder(cfg).exists():
+        prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
+    procs.join()                                # the others wait for the data
+    batches = open_batches(cfg, model_fields["block_size"])
+    data = batches.train
+    if ckpt is not None:
+        check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
+    check_given(cfg, given, data)
+    model = make_model(cfg, model_fields, ckpt, data.vocab_size).to(procs.device)
+    set_budget(cfg, model)
+    teacher = load_teacher(cfg, model, data)
     if cfg.fsdp:
         from common.sharded import shard
         shard(model, blocks_of(model), procs.device, procs.world)
-    run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),
-              make_optimizers(model, cfg), teacher)
+    run = Run(cfg, procs, batches, data_fingerprint(cfg, batches), model,
+              prepare_forward(cfg, model, procs), make_optimizers(model, cfg), teacher)
     if cfg.resume:
         restore(run, ckpt)
     elif cfg.eval_only and ckpt is not None:
@@ -95,38 +103,27 @@ def setup(argv):
     if procs.sum(run.step)[0] != procs.world * run.step:
         raise UserError(f"resume: the processes read different checkpoints; {run.folder} must be "
                         f"the same on every node")
+    if procs.master and not cfg.eval_only:
+        claim_folder(run)
+        run.log = Log(run)
     if procs.master:
-        if not cfg.eval_only:
-            claim_folder(run, ckpt)
         describe(run)
-        if not cfg.eval_only:
-            run.log = Log(run, tokens_per_step(cfg, model))
-    if ckpt is not None and "tokenizer" not in ckpt:
-        note(f"{cfg.init_from} does not tell its tokenizer; the data's is "
-             f"{batches.train.tokenizer.kind}")
     return run
 
 
 def check_run(cfg):
     """UserError if the run would replace another one, or needs a package that is missing."""
-    if (cfg.folder / "ckpt.pt").exists() and not (cfg.resume or cfg.overwrite or cfg.eval_only):
+    if newest(cfg.folder).exists() and not (cfg.resume or cfg.overwrite or cfg.eval_only):
         raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "
                         f"overwrite=true replaces it, run=NAME starts another run")
     if cfg.wandb:
         need("wandb")
 
 
-def make_data(cfg, folder):
-    """Prepare a data set that is missing, if that needs no download."""
-    if is_offline(cfg.dataset) and not folder.exists():
-        prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
-
-
 def prepare_forward(cfg, model, procs):
     """The model as training calls it: compiled where compile= says so, and data parallel."""
-    compiled, device = cfg.compile == "true", procs.device
-    if cfg.compile == "auto" and device.type == "cuda" and importlib.util.find_spec("triton"):
-        compiled = torch.cuda.get_device_capability(device) >= (7, 0)   # what triton supports
+    auto = cfg.compile == "auto" and procs.device.type == "cuda"
+    compiled = auto or cfg.compile == "true"
     if cfg.fsdp:
         torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
         for block in blocks_of(model) if compiled else ():
@@ -136,42 +133,32 @@ def prepare_forward(cfg, model, procs):
     return torch.nn.parallel.DistributedDataParallel(forward) if procs.world > 1 else forward
 
 
-def claim_folder(run, ckpt):
+def claim_folder(run):
     """Make the run's folder, or clean it. From here to its end no other run can have it."""
     cfg, folder = run.cfg, run.folder
     with writing(folder):
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            for path in missing:                # remove those that were made before the error
-                with contextlib.suppress(OSError):
-                    path.rmdir()
-            raise
-        lock(folder.absolute())
+        folder.mkdir(parents=True, exist_ok=True)
+        lock(folder)
         check_run(cfg)                          # again: another run may have ended meanwhile
-        if cfg.resume and newest(folder).stat().st_mtime_ns != ckpt["stamp"]:
-            raise UserError(f"{folder}: another run has replaced the checkpoint meanwhile")
-        for name in ("ckpt.pt", "best.pt", "log.jsonl", "curves.png", "pending.pt"):
-            (folder / f"{name}.tmp").unlink(missing_ok=True)    # left by a run killed while saving
-            if cfg.overwrite or (name == "pending.pt" and not cfg.resume):
-                (folder / name).unlink(missing_ok=True)
-        for file in folder.glob("step_*.pt*") if cfg.overwrite else ():
-            file.unlink()
+        old = [*folder.glob("*.tmp")]           # of a run that was killed while saving
+        if cfg.overwrite:
+            old += [folder / name for name in ("ckpt.pt", "pending.pt", "best.pt", "curves.png")]
+            old += folder.glob("step_*.pt")
+        for file in old:
+            file.unlink(missing_ok=True)
 
 
 def describe(run):
     """Print the model, the data, and what the run will do."""
     cfg, model, procs = run.cfg, run.model, run.procs
-    tokens = tokens_per_step(cfg, model)
     size = sum(p.numel() for p in model.parameters())
     path = getattr(model.cfg, "path", "fast" if model.cfg.fast else "naive")
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, "
           f"{model.flops_per_token():.3g} FLOPs a token, {path} path\n"
           f"{cfg.dataset if run.task else run.batches.train.folder}: {run.batches.sizes()}")
     if not cfg.eval_only:
-        print(f"{cfg.max_steps:,} steps of {tokens:,} tokens on {procs.device_name}, "
-              f"{procs.world} process{'es' * (procs.world > 1)}"
+        print(f"{cfg.max_steps:,} steps of {tokens_per_step(cfg, model):,} tokens on "
+              f"{procs.device_name}, {procs.world} process{'es' * (procs.world > 1)}"
               + f"; going on from step {run.step}" * (run.step > 0), flush=True)
 
 
@@ -180,60 +167,51 @@ def describe(run):
 
 @torch.no_grad()
 def evaluate(run):
-    """The validation text's mean cross-entropy in nats a token, and bits per byte; of a task, the
-    fractions of scored tokens and of rows that are right. Draws no random number and changes no
-    weight.
+    """The mean cross-entropy of the validation data in nats a token, and bits per byte; of a task,
+    the fractions of scored tokens and of rows that are right.
 
     The model computes its decoding function (eval mode). If it can estimate that by its training
-    path, it does so on all batches, and computes the exact figures, by which best.pt is chosen, on
-    exact_batches of them. val_gap: the exact cross-entropy minus the estimate, on the batches that
-    have both."""
+    path, it does so on all batches, and computes the exact figures on exact_batches of them.
+    val_gap: the exact cross-entropy minus the estimate, on the batches that have both."""
     model, procs, cfg = run.model.eval(), run.procs, run.cfg
     model.set_step(run.step)
     batches = run.batches.val_batches(cfg.eval_batches)
     n, wanted = len(batches), cfg.exact_batches
     exact = set(np.linspace(0, n - 1, wanted).astype(int) if 0 < wanted < n else range(n))
-    metrics = getattr(model, "eval_metrics", ())
-    sums = dict.fromkeys(("ce", "tokens", "rows", "right_tokens", "right_rows", "estimate",
-                          "estimate_tokens", "gap", *metrics), 0.0)
+    names = ["ce", *getattr(model, "eval_metrics", ())]
+    names += ["token_accuracy", "sequence_accuracy", "ce_estimate", "gap"]
+    totals, counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     with all_weights(run):
         for i in range(procs.rank, n, procs.world):
             x, y = (to_device(z, run) for z in run.batches.cut(run.batches.val, batches[i]))
             with procs.autocast():
-                add_batch(sums, model, x, y, i in exact, run.task, metrics)
-    sums = dict(zip(sums, procs.sum(*sums.values())))
-    result = {f"val_{name}": sums[name] / sums["tokens"] for name in ("ce", *metrics)}
-    if run.task:
-        result["val_token_accuracy"] = sums["right_tokens"] / sums["tokens"]
-        result["val_sequence_accuracy"] = sums["right_rows"] / sums["rows"]
-    else:
-        result["val_bpb"] = bits_per_byte(result["val_ce"], run.batches.val)
-    if sums["estimate_tokens"]:
-        result["val_ce_estimate"] = sums["estimate"] / sums["estimate_tokens"]
-        result["val_gap"] = sums["gap"] / sums["tokens"]
-    return result
+                for name, total, count in figures(run, x, y, i in exact):
+                    totals[name] += total
+                    counts[name] += count
+    summed = zip(names, procs.sum(*totals.values()), procs.sum(*counts.values()))
+    means = {f"val_{name}": total / count for name, total, count in summed if count}
+    if not run.task:
+        means["val_bpb"] = bits_per_byte(means["val_ce"], run.batches.val)
+    return means
 
 
-def add_batch(sums, model, x, y, exact, task, metrics):
-    """Add a batch's figures, each times the number of tokens of which it is a mean."""
-    tokens = int((y != -1).sum())
+def figures(run, x, y, exact):
+    """(name, sum, of how many) of a batch."""
+    model, tokens = run.model, int((y != -1).sum())
     estimate = model.estimate(x, y) if hasattr(model, "estimate") else None
     if estimate is not None:
-        sums["estimate"] += float(estimate) * tokens
-        sums["estimate_tokens"] += tokens
+        yield "ce_estimate", float(estimate) * tokens, tokens
         if not exact:
             return
     logits, _, aux = model(x, y)
-    for name in ("ce", *metrics):
-        sums[name] += float(aux[name]) * tokens
-    sums["tokens"] += tokens
-    sums["rows"] += len(y)
+    for name in ("ce", *getattr(model, "eval_metrics", ())):
+        yield name, float(aux[name]) * tokens, tokens
     if estimate is not None:
-        sums["gap"] += float(aux["ce"]) * tokens - float(estimate) * tokens
-    if task:
+        yield "gap", float(aux["ce"]) * tokens - float(estimate) * tokens, tokens
+    if run.task:
         right_tokens, right_rows = count_right(logits, y)
-        sums["right_tokens"] += int(right_tokens)
-        sums["right_rows"] += int(right_rows)
+        yield "token_accuracy", int(right_tokens), tokens
+        yield "sequence_accuracy", int(right_rows), len(y)
 
 
 def all_weights(run):
@@ -253,6 +231,9 @@ def to_device(x, run):
 # -------------------------------------------------------------------------------------------------
 # saving
 
+KEPT = "what was saved is kept"
+
+
 def save_and_evaluate(run):
     """Save the state, evaluate, and save best.pt if it is the best. The state is on the disk
     before the evaluation runs, as pending.pt: a run that is stopped in between evaluates again,
@@ -260,17 +241,15 @@ def save_and_evaluate(run):
     pending = run.folder / "pending.pt"
     save(run, pending.name)
     result = evaluate(run)
-    ce, estimate = result["val_ce"], result.get("val_ce_estimate", math.nan)
-    finite = math.isfinite(ce) or math.isfinite(estimate)
-    if run.procs.master:
-        if finite:
-            os.replace(pending, run.folder / "ckpt.pt")
-        else:
+    ce = result["val_ce"]
+    # of lrt the exact chain may overflow where the estimate is finite: training may mend that
+    result = {name: value for name, value in result.items() if math.isfinite(value)}
+    if not {"val_ce", "val_ce_estimate"} & result.keys():
+        if run.procs.master:
             pending.unlink()
-    if not finite:
-        raise UserError(f"val_ce is {ce} at step {run.step}: stopped, {kept(run)}")
-    if not math.isfinite(ce):
-        return without_chain(run, estimate)
+        raise UserError(f"val_ce is {ce} at step {run.step}: stopped, {KEPT}")
+    if run.procs.master:
+        os.replace(pending, run.folder / "ckpt.pt")
     best = ce < run.best_ce
     run.evaluated, run.best_ce = run.step, min(run.best_ce, ce)
     if best:
@@ -279,30 +258,15 @@ def save_and_evaluate(run):
         run.log.evaluation(result, best)
 
 
-def without_chain(run, estimate):
-    """Of lrt the exact chain may overflow where the training path's estimate is finite: that is
-    told and logged, and the run goes on, as training may mend it."""
-    run.evaluated = run.step
-    if run.log:
-        run.log.write({"val_ce_estimate": estimate})
-        run.log.bar.write(f"step {run.step}: the exact chain is not finite (source_norm=true would "
-                          f"bound it), val ce estimate {estimate:.4f}")
-
-
 def save(run, name):
     """Save the state. UserError if a weight is not finite: the last good checkpoint stays."""
     saved = state(run)                          # of sharded weights: all processes take part
     if not all(w is None or w.isfinite().all() for w in saved["weights"].values()):
-        raise UserError(f"a weight is not finite at step {run.step}: stopped, {kept(run)}")
+        raise UserError(f"a weight is not finite at step {run.step}: stopped, {KEPT}")
     if run.procs.master:
         save_checkpoint(run.folder / name, saved)
         if name == "ckpt.pt":
             (run.folder / "pending.pt").unlink(missing_ok=True)     # it is older
-
-
-def kept(run):
-    saved = (run.folder / "ckpt.pt").exists()
-    return "ckpt.pt is kept" if saved else "no checkpoint was saved yet"
 
 
 def state(run):
@@ -318,35 +282,37 @@ def state(run):
             "model_config": asdict(run.model.cfg),
             "tokenizer": run.batches.train.tokenizer.to_dict(),
             "weights": weights, "optimizers": optimizers,
-            "step": run.step, "evaluated": run.evaluated, "best_ce": run.best_ce,
-            "data": run.data,
+            "step": run.step, "tokens": run.tokens, "flops": run.flops,
+            "evaluated": run.evaluated, "best_ce": run.best_ce, "data": run.data,
             "rng": {"cpu": torch.get_rng_state(),
                     "cuda": torch.cuda.get_rng_state() if cuda else None}}
 
 
 def restore(run, ckpt):
     """Go on from the state of a checkpoint; the model has its weights already."""
-    load_optimizers(run.optimizers, ckpt["optimizers"])
     run.step, run.evaluated, run.best_ce = (ckpt[k] for k in ("step", "evaluated", "best_ce"))
+    # the checkpoints of earlier versions do not tell
+    run.tokens = ckpt.get("tokens", run.step * tokens_per_step(run.cfg, run.model))
+    run.flops = ckpt.get("flops", run.tokens * run.model.flops_per_token())
     if ckpt.get("data") != run.data:
         note("the data is another than the checkpoint's: the best loss is forgotten")
         run.best_ce = math.inf
     try:
+        load_optimizers(run.optimizers, ckpt["optimizers"], run.step, run.cfg)
         torch.set_rng_state(ckpt["rng"]["cpu"])
         if ckpt["rng"]["cuda"] is not None and run.procs.device.type == "cuda":
             torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
-    except (KeyError, TypeError, AttributeError, RuntimeError) as e:
-        raise UserError(f"resume: the checkpoint's rng is wrong: {first_line(e)}") from e
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as e:
+        raise UserError(f"resume: the checkpoint does not fit: {first_line(e)}") from e
 
 
 # -------------------------------------------------------------------------------------------------
 # the training loop
 
 def train(run):
-    """Train to max_steps. Returns True when done, False when a signal stopped the run (the state
-    is saved)."""
+    """Train to max_steps. Returns whether it is done: a signal stops the run, its state saved."""
     cfg = run.cfg
-    with stop_request(run.procs.world) as stop:
+    with stop_request() as stop:
         while run.step < cfg.max_steps:
             if run.evaluated < run.step and run.step % cfg.eval_interval == 0:
                 save_and_evaluate(run)
@@ -356,7 +322,6 @@ def train(run):
             if run.log:
                 run.log.step(logged, write=run.step % cfg.log_interval == 0 or asked)
             if asked:
-                stop.append(SAVING)
                 save(run, "ckpt.pt")
                 return False
         if run.evaluated < run.step:
@@ -365,35 +330,17 @@ def train(run):
     return True
 
 
-PATIENCE = 10       # seconds after which a second SIGTERM ends a step
-SAVING = "saving"   # in the list of stop_request: the step is over
-
-
 @contextlib.contextmanager
-def stop_request(world):
-    """A list that is empty until SIGTERM or SIGINT asks for a stop after the current step. If that
-    step is very long: a second SIGTERM 10 s later ends the process at once, a second Ctrl-C any
-    time, if it is the only process. (torchrun and schedulers send several within seconds.)"""
-    asked, signals, (read, write) = [], (signal.SIGTERM, signal.SIGINT), os.pipe()
-
-    def watch():        # a thread, because the main one may be inside a long operation of torch
-        first = None
-        while data := os.read(read, 1):
-            late = first and time.monotonic() - first > PATIENCE and SAVING not in asked
-            if data[0] in signals and (late or first and data[0] == signal.SIGINT and world == 1):
-                os._exit(128 + data[0])
-            first = first or (data[0] in signals and time.monotonic())
-        os.close(read)
-
-    threading.Thread(target=watch, daemon=True).start()
-    os.set_blocking(write, False)
-    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig)) for sig in signals}
-    wakeup = signal.set_wakeup_fd(write)        # the number of each signal goes there
+def stop_request():
+    """A list that is empty until SIGTERM or SIGINT asks for a stop after the current step. More of
+    them change nothing: timeout, torchrun and schedulers send several, and the state is to be
+    saved. SIGKILL ends a step at once."""
+    asked = []
+    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig))
+                for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield asked
     finally:
-        signal.set_wakeup_fd(wakeup)
-        os.close(write)                         # ends the thread
         for sig, handler in handlers.items():
             signal.signal(sig, handler)
 
@@ -412,10 +359,9 @@ def train_step(run, stop):
         optimizer.zero_grad(set_to_none=True)
     if hasattr(run.model, "end_step"):
         run.model.end_step(logged)
-    factor = lr_factor(run.step, run.cfg)
-    logged["lr"] = run.cfg.learning_rate * factor
-    if run.cfg.optimizer == "muon":
-        logged["muon_lr"] = run.cfg.muon_learning_rate * factor
+    logged["lr"] = run.cfg.learning_rate * lr_factor(run.step, run.cfg)
+    run.tokens += tokens_per_step(run.cfg, run.model)
+    run.flops += flops_of_step(run.cfg, run.model, run.step)
     run.step += 1
     return logged, asked
 
@@ -439,7 +385,7 @@ def forward_backward(run):
                 x, y = to_device(x, run), to_device(y, run)
                 logits, loss, aux = run.forward(x, y)
                 if run.teacher is not None:
-                    loss, aux = distil(run.teacher, cfg, x, y, logits, loss, aux)
+                    loss, aux = distil(run.teacher, x, y, logits, loss, aux)
             # a mean over tokens; DDP and FSDP average over processes, so `world` undoes that
             (loss * (count / total * procs.world)).backward()
         values = {key: value.detach() * (count / total) for key, value in aux.items()}
@@ -453,23 +399,21 @@ def forward_backward(run):
 
 
 def seed_forward(seed, step, index):
-    """Dropout, and any other random number of a forward pass, depends on (seed, step, micro-batch)
-    only."""
+    """The random numbers of a forward pass depend on (seed, step, micro-batch) only."""
     words = np.random.SeedSequence([seed, step, index, 1])      # 1: see tasks.py
     high, low = words.generate_state(2, np.uint32)
     torch.manual_seed(int(high) << 32 | int(low))
 
 
-def distil(teacher, cfg, x, y, logits, loss, aux):
-    """Add the distillation loss (Hinton et al. 2015): ce_weight * loss + kd_weight * kd. kd is the
-    KL divergence from the teacher's distribution, both at kd_temperature t, averaged over the
-    targets that count, times t^2, so that t does not change the gradient's size."""
-    t, counted = cfg.kd_temperature, y != -1
+def distil(teacher, x, y, logits, loss, aux):
+    """Add to the loss the KL divergence from the teacher's distribution, averaged over the targets
+    that count (Hinton et al. 2015)."""
+    counted = y != -1
     with torch.no_grad():
-        p = (teacher(x)[0] / t).log_softmax(-1)                     # (B, T, V)
-    kl = (p.exp() * (p - (logits / t).log_softmax(-1))).sum(-1)     # (B, T)
-    kd = t ** 2 * (kl * counted).sum() / counted.sum().clamp(min=1)
-    return cfg.ce_weight * loss + cfg.kd_weight * kd, {**aux, "kd": kd.detach()}
+        p = teacher(x)[0].log_softmax(-1)                       # (B, T, V)
+    kl = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)       # (B, T)
+    kd = (kl * counted).sum() / counted.sum().clamp(min=1)
+    return loss + kd, {**aux, "kd": kd}
 
 
 def check_step(run, logged, stop):
@@ -484,7 +428,7 @@ def check_step(run, logged, stop):
     for key in ("ce", "grad_norm"):
         if not math.isfinite(logged[key]):
             raise UserError(f"{key} is {logged[key]} at step {run.step}: stopped before the "
-                            f"update, {kept(run)}")
+                            f"update, {KEPT}")
     return logged, asked > 0
 
 

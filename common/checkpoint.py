@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from common.data import bits_per_byte
 from common.keys import (UserError, asks_help, first_line, help_text, model_module, need,
-                         read_bytes, run_cli, split_paths, typed_config, writing)
+                         read_text, run_cli, split_paths, typed_config, writing)
 from common.tokenizer import load_tokenizer, to_huggingface
 
 # what a checkpoint holds; an export has the first six of these
@@ -64,15 +64,17 @@ LOCKS = {}      # {folder: its open descriptor}, of this process
 def lock(folder):
     """Keep a run's folder for this process. The kernel releases the lock when it ends, however it
     ends. UserError if another process has it."""
-    if folder not in LOCKS:
-        LOCKS[folder] = fd = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(LOCKS.pop(folder))
-            raise UserError(f"{folder} is in use: another run of this name goes on") from None
-        except OSError:
-            pass                                # a network file system without locks
+    folder = folder.absolute()
+    if folder in LOCKS:
+        return
+    LOCKS[folder] = fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(LOCKS.pop(folder))
+        raise UserError(f"{folder} is in use: another run of this name goes on") from None
+    except OSError:
+        pass                                    # a network file system without locks
 
 
 def save_checkpoint(path, state):
@@ -92,10 +94,8 @@ def save_checkpoint(path, state):
     except (OSError, RuntimeError) as e:        # torch wraps a failed write in a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else first_line(e)
-        there = path.with_name("ckpt.pt").exists()
-        kept = "; the last good checkpoint is untouched" if there else ""
-        raise UserError(f"could not save {path}: {reason}{kept}") from e
+        reason = getattr(e, "strerror", None) or first_line(e)
+        raise UserError(f"could not save {path}: {reason}; what was there is untouched") from e
 
 
 # -------------------------------------------------------------------------------------------------
@@ -125,15 +125,8 @@ def load_checkpoint(path):
     return state
 
 
-def load_own(folder):
-    """The newest state of a run: pending.pt if the run was killed in an evaluation. "stamp" is
-    of its file, to see later whether another run has replaced it."""
-    path = newest(folder)
-    found = path.stat().st_mtime_ns if path.exists() else 0
-    return {**load_checkpoint(path), "stamp": found}
-
-
 def newest(folder):
+    """The last state of a run: pending.pt if it was killed in an evaluation."""
     pending = folder / "pending.pt"
     return pending if pending.exists() else folder / "ckpt.pt"
 
@@ -229,12 +222,8 @@ def load_initial(path, key="init_from"):
 
 def read_log(path):
     """The objects of a log.jsonl; a line cut short by a crash is left out."""
-    try:
-        lines = read_bytes(path).decode(errors="replace").splitlines() if path.exists() else []
-    except OSError as e:
-        raise UserError(f"{path} cannot be read: {e.strerror}") from e
     rows = []
-    for line in lines:
+    for line in read_text(path, path).splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)
@@ -242,29 +231,21 @@ def read_log(path):
 
 
 class Log:
-    """log.jsonl, the progress bar and wandb; on the first process only.
+    """log.jsonl, the progress bar and wandb; on the first process only. A resumed run drops the
+    lines after its checkpoint, which a killed run may have written."""
 
-    log.jsonl has one object a line. A resumed run drops the lines after its checkpoint, which a
-    killed run may have written, and counts tokens, FLOPs and seconds on from the last line kept.
-    """
-
-    def __init__(self, run, tokens_per_step):
+    def __init__(self, run):
         self.run, self.path = run, run.folder / "log.jsonl"
         keys = {**asdict(run.cfg), **asdict(run.model.cfg)}
         self.wandb = run.cfg.wandb and need("wandb").init(
             project="nanorecur", name=run.cfg.run, dir=run.folder, config=keys)
-        self.tokens_per_step = tokens_per_step
-        last = self.restart()
-        later = range(last["step"], run.step)
-        self.tokens = last["tokens"] + self.tokens_per_step * len(later)
-        self.flops = last["flops"] + self.tokens_per_step * sum(map(self.flops_of_step, later))
-        self.start = time.perf_counter() - last["seconds"]
+        self.start = time.perf_counter() - self.restart()
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
                         dynamic_ncols=True, file=sys.stderr)
         self.start_lap()
 
     def restart(self):
-        """Keep the lines up to the checkpoint; returns the last one."""
+        """Keep the lines up to the checkpoint. Returns the seconds until the last one."""
         rows = read_log(self.path) if self.run.step else []
         kept = [row for row in rows
                 if row["step"] <= (self.run.evaluated if "val_ce" in row else self.run.step)]
@@ -272,26 +253,18 @@ class Log:
         with writing(self.path):
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
             os.replace(temporary, self.path)
-        return kept[-1] if kept else dict(step=0, tokens=0, flops=0.0, seconds=0.0)
+        return kept[-1]["seconds"] if kept else 0.0
 
     def start_lap(self):
         """tokens_per_second counts from here: evaluations are not training time."""
-        self.lap, self.lap_step = time.perf_counter(), self.run.step
-
-    def flops_of_step(self, step):
-        """FLOPs a token of the update after `step`: more in MoR's capacity warm-up."""
-        warming = step < getattr(self.run.model.cfg, "capacity_warmup", 0)
-        return self.run.model.flops_per_token(**{"step": step} if warming else {})
+        self.lap, self.lap_tokens = time.perf_counter(), self.run.tokens
 
     def step(self, logged, write):
-        """Count one training step, and write a line about it if `write`."""
-        self.tokens += self.tokens_per_step
-        self.flops += self.tokens_per_step * self.flops_of_step(self.run.step - 1)
+        """One training step is done; a line about it if `write`."""
         self.bar.update()
         if not write:
             return
-        seconds = time.perf_counter() - self.lap
-        rate = (self.run.step - self.lap_step) * self.tokens_per_step / seconds
+        rate = (self.run.tokens - self.lap_tokens) / (time.perf_counter() - self.lap)
         values = {**logged, "tokens_per_second": round(rate, 1)}
         if not self.run.task:
             values["bpb"] = bits_per_byte(logged["ce"], self.run.batches.train)
@@ -306,7 +279,7 @@ class Log:
         self.start_lap()
 
     def write(self, values):
-        row = {"step": self.run.step, "tokens": self.tokens, "flops": self.flops,
+        row = {"step": self.run.step, "tokens": self.run.tokens, "flops": self.run.flops,
                "seconds": round(time.perf_counter() - self.start, 3), **values}
         with writing(self.path), open(self.path, "a") as f:
             f.write(json.dumps(row) + "\n")
@@ -316,7 +289,8 @@ class Log:
 
 def in_words(result):
     """The line that is printed about an evaluation."""
-    words = [f"val ce {result['val_ce']:.4f} nats per token"]
+    finite = "val_ce" in result
+    words = [f"val ce {result['val_ce']:.4f} nats per token" if finite else "val ce not finite"]
     if "val_bpb" in result:
         words.append(f"{result['val_bpb']:.4f} bits per byte")
     return ", ".join(words + [f"{name.removeprefix('val_').replace('_', ' ')} {value:.3f}"

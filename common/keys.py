@@ -19,7 +19,7 @@ import re
 import shlex
 import sys
 import typing
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -106,9 +106,14 @@ def as_command(program, *keys, path=None):
     return f"python {program} {shlex.join([*paths, *keys])}"
 
 
+def first_process() -> bool:
+    """Whether this is the first of torchrun's processes, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def note(text):
-    """Tell something, once: of several processes the first does."""
-    if os.environ.get("RANK", "0") == "0":
+    """Tell something, once."""
+    if first_process():
         print(f"note: {text}", flush=True)
 
 
@@ -125,16 +130,37 @@ def help_text(schema, usage=None) -> str:
     return "\n".join([usage.strip(), "", *(f"    {name}{rest}" for name, rest in keys.items())])
 
 
+class Keys:
+    """What dataclasses of keys share: checks that raise a ValueError."""
+
+    def between(self, **bounds):
+        """name=(low, high), both allowed; high is None where there is none."""
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            most = f" and at most {high}" if high is not None else ""
+            if not low <= value <= (math.inf if high is None else high):
+                raise ValueError(f"{name}={value} must be at least {low}{most}")
+
+    def one_of(self, name, *allowed):
+        if getattr(self, name) not in allowed:
+            words = ", ".join(filter(None, allowed))
+            raise ValueError(f"{name}={getattr(self, name)} must be one of: {words}")
+
+
 def typed_config(schema, values, base=None, free_text=()):
     """An instance of the dataclass `schema`: its defaults, then `base` (plain values of a YAML
     file), then `values` (text of the command line). Keys in `free_text` name no file: they may
-    hold anything. UserError for an unknown key or a value of the wrong type."""
+    hold anything. UserError for an unknown key, a value of the wrong type or none of choice()."""
     kinds, typed = typing.get_type_hints(schema), {}
+    allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
     for key, value in {**(base or {}), **values}.items():
         if key not in kinds:
             raise UserError(unknown_key(str(key), kinds))
         literal = key in free_text and isinstance(value, str)
         typed[key] = value if literal else typed_value(key, value, kinds[key])
+        if typed[key] not in allowed.get(key, [typed[key]]):
+            words = ", ".join(filter(None, allowed[key]))
+            raise UserError(f"{key}={value} must be one of: {words}")
     try:
         return schema(**typed)
     except ValueError as e:  # of the schema's own checks

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
-from common.keys import UserError, first_line
+from common.keys import UserError
 
 # nanochat's groups, as the LRT paper has them (Appendix A): optimizer=muon for a model that has
 # parameter_kinds. For each kind: AdamW's rate, in units of the head's 0.004, and beta1. The paper
@@ -16,6 +16,7 @@ from common.keys import UserError, first_line
 # without nanochat's additions.
 NANOCHAT = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
                 beta=(125, 0.96), scalar=(125, 0.8))
+MOMENTUM = 0.95     # of Muon
 
 
 def blocks_of(model):
@@ -42,7 +43,7 @@ def common_groups(model, cfg):
     rest = [p for params in kinds.values() for p in params]
     adamw = dict(kind="adamw", lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2))
     return [dict(kind="muon", params=muon, lr=cfg.muon_learning_rate,
-                 momentum=cfg.muon_momentum, weight_decay=cfg.weight_decay),
+                 momentum=MOMENTUM, weight_decay=cfg.weight_decay),
             dict(adamw, params=[p for p in rest if p.dim() > 1], weight_decay=cfg.weight_decay),
             dict(adamw, params=[p for p in rest if p.dim() < 2], weight_decay=0.0)]
 
@@ -52,7 +53,7 @@ def nanochat_groups(model, cfg):
     kinds = by_kind(model)
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
     batch = math.sqrt(tokens / 2 ** 19)
-    groups = [dict(kind="muon", params=kinds["matrix"], momentum=cfg.muon_momentum,
+    groups = [dict(kind="muon", params=kinds["matrix"], momentum=MOMENTUM,
                    lr=cfg.muon_learning_rate * batch,
                    weight_decay=cfg.weight_decay * (12 / model.cfg.n_layer) ** 2)]
     for kind, (ratio, beta1) in NANOCHAT.items():
@@ -80,13 +81,6 @@ def by_kind(model):
     return kinds
 
 
-def replicated(x):
-    """A sharded tensor gathered on every process, as a DTensor; others as they are."""
-    if not isinstance(x, DTensor):
-        return x
-    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
-
-
 class NewtonSchulzInput(TorchFunctionMode):
     """Inside, .bfloat16(), with which torch's iteration begins, gathers a sharded matrix, and on a
     CPU it is a float32 copy."""
@@ -94,7 +88,9 @@ class NewtonSchulzInput(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not torch.Tensor.bfloat16:
             return func(*args, **(kwargs or {}))
-        x = replicated(args[0])
+        x = args[0]
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
         return x.to(torch.float32 if x.device.type == "cpu" else torch.bfloat16, copy=True)
 
 
@@ -121,28 +117,19 @@ def make_optimizers(model, cfg):
     return optimizers
 
 
-def load_optimizers(optimizers, states):
-    """Restore the optimizers' moments, but not their settings: keys may change on resume."""
+def load_optimizers(optimizers, states, step, cfg):
+    """Restore the optimizers' moments after `step` steps, but not their settings: keys may change
+    on resume. What schedules set is as in the last step."""
     if len(optimizers) != len(states):
         raise UserError("resume: the checkpoint was made with another optimizer")
     for optimizer, state in zip(optimizers, states):
-        settings = [{k: v for k, v in g.items() if k not in ("params", "lr")}
-                    for g in optimizer.param_groups]
-        try:
-            optimizer.load_state_dict(as_sharded(optimizer, state))
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as e:
-            raise UserError(f"resume: the optimizer's state does not fit: {type(e).__name__} "
-                            f"{first_line(e)}") from e
-        for group, setting in zip(optimizer.param_groups, settings):
-            group.update(setting)
-
-
-def as_sharded(optimizer, state):
-    """The state of whole tensors, sharded where the parameters are."""
-    if not isinstance(optimizer.param_groups[0]["params"][0], DTensor):
-        return state
-    from common.sharded import sharded_like
-    return sharded_like(optimizer, state)
+        state = {**state, "param_groups": optimizer.state_dict()["param_groups"]}
+        if isinstance(optimizer.param_groups[0]["params"][0], DTensor):
+            from common.sharded import sharded_like
+            state = sharded_like(optimizer, state)
+        optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:
+            set_schedules(group, step - 1, cfg)
 
 
 def lr_factor(step, cfg):
@@ -165,4 +152,4 @@ def set_schedules(group, step, cfg):
         group["weight_decay"] = group["peak_decay"] * (1 - step / cfg.max_steps)
     if "momentum" in group and cfg.muon_momentum_steps:
         rise = min(1.0, step / cfg.muon_momentum_steps)
-        group["momentum"] = 0.85 + rise * (cfg.muon_momentum - 0.85)
+        group["momentum"] = 0.85 + rise * (MOMENTUM - 0.85)

@@ -5,6 +5,7 @@ processes and their device, its data and its models.
 A value comes from the command line, else from the checkpoint that the run goes on from or starts
 at, else from the config file, else it is the default.
 """
+import functools
 import math
 import os
 import sys
@@ -14,19 +15,44 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.checkpoint import build_model, load_initial, load_own
-from common.data import TextBatches, data_folder, is_task, open_data
-from common.keys import (HERE, UserError, check_name, choice, first_line, load_yaml,
-                         model_module, note, plain_name, split_args, typed_config, typed_value)
+from common.checkpoint import build_model, load_checkpoint, load_initial, lock, newest
+from common.data import TextBatches, is_task, open_data
+from common.keys import (HERE, Keys, UserError, check_name, choice, first_line, first_process,
+                         load_yaml, model_module, note, plain_name, split_args, typed_config)
 
 
 @dataclass
-class TrainConfig:
+class Start(Keys):
+    """Keys that are of one call of train.py: no checkpoint sets them."""
+    run: str = ""  # folder of results (default: the config's name)
+    out_dir: str = "out"  # where run folders are
+    init_from: str = ""  # start from a run or Hugging Face model
+    resume: bool = False  # go on from the run's ckpt.pt, whatever init_from
+    overwrite: bool = False  # let a new run replace this one
+    eval_only: bool = False  # only evaluate ckpt.pt, or init_from
+
+    def __post_init__(self):
+        if self.resume and self.overwrite:
+            raise ValueError("resume=true and overwrite=true exclude each other")
+        if self.resume:
+            self.init_from = ""
+
+    @property
+    def folder(self):
+        """out_dir/run. run must be a plain name: it cannot leave out_dir."""
+        return Path(self.out_dir) / check_name(self.run, "run")
+
+    @property
+    def own(self):
+        """Whether it begins with the run's own checkpoint."""
+        return self.resume or self.eval_only and not self.init_from
+
+
+@dataclass
+class TrainConfig(Start):
     """The keys of train.py; those of a model stand in its file, with its Config."""
     model: str = "gpt"  # which model_<name>.py
     config: str = ""  # YAML file of keys (default: configs/<model>_tiny.yaml)
-    run: str = ""  # folder of results (default: the config's name)
-    out_dir: str = "out"  # where run folders are
     # data
     dataset: str = "python"  # as for prepare.py; or task:NAME
     tokenizer: str = "byte"  # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME
@@ -40,7 +66,6 @@ class TrainConfig:
     optimizer: str = choice("adamw", "muon")  # muon: for the blocks' matrices only
     learning_rate: float = 1e-3  # AdamW's peak
     muon_learning_rate: float = 0.02  # Muon's peak
-    muon_momentum: float = 0.95  # Muon's momentum
     muon_momentum_steps: int = 0  # steps of its rise from 0.85
     weight_decay: float = 0.1  # on matrices and embeddings, not on vectors
     decay_schedule: str = choice("constant", "linear")  # of weight_decay
@@ -66,125 +91,117 @@ class TrainConfig:
     dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 on cuda
     compile: str = choice("auto", "true", "false")  # torch.compile; auto: on cuda
     fsdp: bool = False  # torchrun: shard weights and optimizer (FSDP2)
-    init_from: str = ""  # start from a run or Hugging Face model
     teacher: str = ""  # distil from this model, named as in init_from
-    ce_weight: float = 1.0  # with a teacher: weight of the own loss
-    kd_weight: float = 1.0  # with a teacher: weight of the KL divergence
-    kd_temperature: float = 1.0  # with a teacher: temperature of both
-    resume: bool = False  # go on from the run's ckpt.pt
-    overwrite: bool = False  # let a new run replace this one
-    eval_only: bool = False  # only evaluate ckpt.pt, or init_from
 
     def __post_init__(self):
-        for key in fields(self):
-            value, allowed = getattr(self, key.name), key.metadata.get("allowed", ())
-            if allowed and value not in allowed:
-                raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
-            low, high = int(key.name in POSITIVE), AT_MOST.get(key.name, math.inf)
-            if type(value) in (int, float) and not low <= value <= high:
-                also = f" and at most {high}" * (high < math.inf)
-                raise ValueError(f"{key.name}={value} must be at least {low}{also}")
+        super().__post_init__()
+        numbers = [key.name for key in fields(self) if key.type in (int, float)]
+        self.between(**{**dict.fromkeys(numbers, (0, None)), **BOUNDS})
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("sample_prompt is empty: give a character, or sample_tokens=0")
-        if not self.kd_temperature:
-            raise ValueError("kd_temperature=0 must be more")
-        if self.resume and self.overwrite:
-            raise ValueError("resume=true and overwrite=true exclude each other")
-        if self.resume and self.init_from:
-            raise ValueError("resume=true has its own checkpoint: leave out init_from")
-
-    @property
-    def folder(self):
-        """out_dir/run. run must be a plain name: it cannot leave out_dir."""
-        return Path(self.out_dir) / check_name(self.run, "run")
 
 
-# numbers that may not be 0, and those that have a largest value
-POSITIVE = ("batch_size", "gradient_accumulation_steps",
-            "max_steps", "eval_interval", "log_interval")
-AT_MOST = dict(
-    beta1=0.99999, beta2=0.99999, muon_momentum=0.99999,
-    cooldown_frac=1, min_lr_frac=1, sample_tokens=2**20)
+# of the keys whose smallest value is not 0, or that have a largest
+BOUNDS = {**dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_steps",
+                           "eval_interval", "log_interval"), (1, None)),
+          **dict.fromkeys(("beta1", "beta2"), (0, 0.99999)),
+          **dict.fromkeys(("cooldown_frac", "min_lr_frac"), (0, 1)),
+          "sample_tokens": (0, 2 ** 20)}
 
 
-# ---- merging ----
+# ---- merging: defaults < config file < checkpoint < command line ----
 
 def read_config(argv):
-    """argv -> (TrainConfig, the model's Config fields, checkpoint or None, named).
-    named: the keys that are set, True on the command line, False elsewhere."""
+    """argv -> (TrainConfig, the model's Config fields, checkpoint or None, given: the keys of the
+    command line as text). Of the fields, vocab_size is missing where nothing sets it: it is the
+    data's then."""
     given = split_args(argv)
-    file = config_file(given)
-    asked = {**asdict(TrainConfig()), **file, **given}
-    for key in ("model", "run", "out_dir", "init_from"):
-        typed_value(key, asked[key], str)
-    own_state = "true" in (str(asked[key]).lower() for key in ("resume", "eval_only"))
-    if own_state and not given.get("init_from"):
-        base, ckpt = from_own_checkpoint(given, file, asked)
-    elif asked["init_from"]:
-        base, ckpt = from_weights(given, file, asked["init_from"])
-    else:
-        base, ckpt = file, None
-    cfg, fields = run_config(given, base)
-    if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
-        raise UserError("max_flops sets max_steps: give one of the two")
-    if "max_steps" in given:
-        cfg.max_flops = 0.0
-    return cfg, fields, ckpt, dict.fromkeys(base, False) | dict.fromkeys(given, True)
+    base, ckpt = config_file(given), None
+    named = base if "config" in given else {}
+    start = read_start(given, base)
+    if start.own:
+        if start.resume and start.folder.exists() and first_process():
+            lock(start.folder)                  # from here on no other run may replace it
+        ckpt = load_checkpoint(newest(start.folder))
+        base = keys_of_run(ckpt, start, given, named)
+    elif start.init_from:
+        ckpt = load_initial(start.init_from)
+        ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
+        base = config_file({"model": ckpt["model"], **given}) | keys_of_weights(ckpt, named)
+    cfg, model_fields = run_config(given, base)
+    if ckpt is not None:
+        check_weights(ckpt, model_fields, cfg.resume)
+    return cfg, model_fields, ckpt, given
 
 
-def config_file(given, model=TrainConfig.model):
+def config_file(given):
     """The values of the file that config= names, or else of configs/MODEL_tiny.yaml."""
-    tiny = HERE / "configs" / f"{given.get('model', model)}_tiny.yaml"
+    tiny = HERE / "configs" / f"{given.get('model', TrainConfig.model)}_tiny.yaml"
     file = given.get("config", str(tiny))
-    yaml = load_yaml(file) if "config" in given or Path(file).exists() else {}
+    yaml = load_yaml(file) if "config" in given or tiny.exists() else {}
     return {"run": plain_name(Path(file).stem), **yaml, "config": file}
 
 
-def from_own_checkpoint(given, file, asked):
-    """resume, eval_only: the keys of the run's checkpoint, and the checkpoint.
-    A line tells where a file named on the command line differs from them."""
-    ckpt = load_own(TrainConfig(run=asked["run"], out_dir=asked["out_dir"]).folder)
+def read_start(given, file):
+    own = [f.name for f in fields(Start)]
+    return typed_config(Start, {key: given[key] for key in own if key in given},
+                        {key: file[key] for key in own if key in file})
+
+
+def keys_of_run(ckpt, start, given, named):
+    """A run keeps all keys of its checkpoint but Start's. A line tells where the file that the
+    command line names differs."""
     check_same_model(given.get("model", ckpt["model"]), ckpt)
-    now = {key: file.get(key, False) for key in ("resume", "overwrite", "eval_only")}
-    now |= {"run": asked["run"], "out_dir": asked["out_dir"], "init_from": ""}
-    named = file if "config" in given else {}
-    for key in sorted(named.keys() & ckpt["config"].keys() - {"config", *now, *given}):
-        if file[key] != ckpt["config"][key]:
-            note(f"{key}={ckpt['config'][key]} is the run's own and stays; the file has "
-                 f"{file[key]} (a key on the command line would change it)")
     known = {f.name for f in fields(TrainConfig)} | ckpt["model_config"].keys()
     for key in ckpt["config"].keys() - known:
         note(f"{key}={ckpt['config'].pop(key)!r} is dropped: the trainer has no such key")
-    return {**ckpt["config"], **now}, ckpt
+    kept = {**ckpt["config"], **vars(start)}
+    for key in sorted(named.keys() & kept.keys() - vars(start).keys() - given.keys()):
+        if named[key] != kept[key]:
+            note(f"{key}={kept[key]} is the run's own and stays; the file has {named[key]} (a key "
+                 f"on the command line would change it)")
+    return kept
 
 
-def from_weights(given, file, source):
-    """init_from: the file's keys with the model's fields as the weights have
-    them, and their checkpoint. From a file that was named come only fast,
-    block_size, dropout, Config.FINETUNE_OVERRIDES, and fields that the weights
-    lack, which are converted then."""
-    named = file if "config" in given else {}
-    ckpt = load_initial(source)
-    ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
-    if not named:
-        file = config_file(given, ckpt["model"])
+def keys_of_weights(ckpt, named):
+    """A run keeps the model of the weights that it starts from, and its fields, but for those that
+    may change and that the file sets which the command line names."""
+    changed = free_fields(ckpt, resume=False) & named.keys()
+    kept = {key: value for key, value in ckpt["model_config"].items() if key not in changed}
+    return {**kept, "model": ckpt["model"]}
+
+
+def free_fields(ckpt, resume):
+    """The fields of a model that its weights do not fix."""
     config = model_module(ckpt["model"]).Config
-    free = {"block_size", "dropout", *getattr(config, "FINETUNE_OVERRIDES", ())}
-    from_file = {"fast"} | (free & named.keys())
-    fields_of_weights = {k: v for k, v in ckpt["model_config"].items() if k not in from_file}
-    return {**file, **fields_of_weights, "model": ckpt["model"]}, ckpt
+    free = {"fast", "dropout", *getattr(config, "RESUME_OVERRIDES", ())}
+    if not resume:
+        free |= {"block_size", *getattr(config, "FINETUNE_OVERRIDES", ())}
+    return free | {"n_layer"} if "converts" in ckpt else free
+
+
+def check_weights(ckpt, model_fields, resume):
+    """UserError if a key contradicts the weights."""
+    free = free_fields(ckpt, resume)
+    for key, old in ckpt["model_config"].items():
+        if key not in free and model_fields[key] != old:
+            raise UserError(f"{key}={model_fields[key]}, but the checkpoint's model has "
+                            f"{key}={old}")
+
+
+def check_same_model(name, ckpt):
+    if name != ckpt["model"]:
+        raise UserError(f"model={name}, but the checkpoint holds model={ckpt['model']}")
 
 
 def as_weights_of(name, ckpt):
-    """A checkpoint as the start of model `name`: its own, or that of a model
-    in its Config.CONVERTS_FROM, with the fields that both have; make_model
-    converts the weights."""
-    if name == ckpt["model"]:
-        return ckpt
+    """A checkpoint as the start of model `name`: its own, or that of a model in its
+    Config.CONVERTS_FROM, with the fields that both have; make_model converts the weights."""
     config, origin = model_module(name).Config, model_module(ckpt["model"]).Config
-    old, names = ckpt["model_config"], {f.name for f in fields(config)}
-    if ckpt["model"] not in getattr(config, "CONVERTS_FROM", ()):
+    if ckpt["model"] not in getattr(config, "CONVERTS_FROM", ()) or name == ckpt["model"]:
         check_same_model(name, ckpt)
+        return ckpt
+    old, names = ckpt["model_config"], {f.name for f in fields(config)}
     for f in fields(origin):
         if f.name not in names and old.get(f.name, f.default) != f.default:
             raise UserError(f"the checkpoint's model has {f.name}={old[f.name]}, "
@@ -193,56 +210,31 @@ def as_weights_of(name, ckpt):
     return {**ckpt, "model": name, "model_config": shared, "converts": True}
 
 
-def check_same_model(name, ckpt):
-    if name != ckpt["model"]:
-        raise UserError(f"model={name}, but the checkpoint holds model={ckpt['model']}")
-
-
 def run_config(given, base):
     """(TrainConfig, the model's Config fields) from text that is given, over plain values."""
     module = model_module(given.get("model", base.get("model", TrainConfig.model)))
     own = {f.name for f in fields(TrainConfig)}
-    schema = full_schema(module)
-    values = asdict(typed_config(schema, given, base, free_text=("sample_prompt",)))
-    model_fields = {k: v for k, v in values.items() if k not in own}
+    values = vars(typed_config(full_schema(module), given, base, free_text=("sample_prompt",)))
     try:
-        cfg = TrainConfig(**{k: values[k] for k in own})
-        module.Config(**model_fields)                   # refuses impossible sizes early
+        cfg = TrainConfig(**{key: values[key] for key in own})
+        model_cfg = module.Config(**{key: values[key] for key in values.keys() - own})
     except ValueError as e:
         raise UserError(str(e)) from e
-    cfg.folder                                          # refuses a name that is none
+    if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
+        raise UserError("max_flops sets max_steps: give one of the two")
+    if "max_steps" in given:
+        cfg.max_flops = 0.0
+    model_fields = asdict(model_cfg)
+    if "vocab_size" not in {**base, **given}:
+        del model_fields["vocab_size"]
     return cfg, model_fields
 
 
 def full_schema(module):
     """A dataclass of all keys of a run: the trainer's and the model's."""
     keys = *fields(TrainConfig), *fields(module.Config)
-    entries = [(f.name, f.type, field(default=f.default)) for f in keys]
+    entries = [(f.name, f.type, field(default=f.default, metadata=f.metadata)) for f in keys]
     return make_dataclass("RunConfig", entries)     # a TypeError for a key that both have
-
-
-# ---- what a run needs ----
-
-def start(cfg, fields, ckpt, named, make_data):
-    """What read_config gives -> what a process of the run needs: (Processes, batches, the model on
-    its device, the teacher or None). make_data(cfg, folder) prepares a data set that is missing."""
-    procs, task, size = Processes(cfg), is_task(cfg.dataset), fields["block_size"]
-    check_fits(cfg, fields, procs)
-    if procs.master and not task:
-        make_data(cfg, data_folder(cfg))
-    procs.join()                                # the others wait for the data
-    if task:
-        from common.tasks import TaskBatches
-        batches = TaskBatches(cfg, size)
-    else:
-        batches = TextBatches(open_data(cfg), cfg, size)
-    data = batches.train
-    check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
-    check_typed(cfg, named, data, task)
-    model = make_model(cfg, fields, ckpt, data.vocab_size, named).to(procs.device)
-    set_budget(cfg, model)
-    teacher = load_teacher(cfg, model, data)
-    return procs, batches, model, teacher and teacher.to(procs.device)
 
 
 # ---- processes and their device ----
@@ -342,40 +334,49 @@ class Processes:
             os._exit(0)
 
 
-def check_fits(cfg, fields, procs):
+def check_fits(cfg, fields, world, device):
     """UserError, before anything is allocated, where training needs more than the device has.
     Counted from below: 16 bytes a parameter (weight, gradient, AdamW's moments), of a block only
     Wq, Wo and two matrices of an MLP; a micro-batch's embeddings and logits; a step's ids."""
-    C, V, T, n_layer = (fields[key] for key in ("n_embd", "vocab_size", "block_size", "n_layer"))
-    heads = fields["n_head"] * fields["head_dim"] or C
-    block = max(2 * C * (heads + fields.get("n_mlp", 0)), 1000)    # Python's objects are not free
-    parameters = V * C + n_layer // fields.get("n_loop", 1) * block
-    tokens, micro_batches = cfg.batch_size * T, cfg.gradient_accumulation_steps
-    need = (4 if cfg.eval_only else 16) * parameters // (procs.world if cfg.fsdp else 1)
-    need += 4 * tokens * (C + V) + 16 * tokens * max(1, micro_batches // procs.world)
-    have = (torch.cuda.mem_get_info(procs.device)[1] if procs.device.type == "cuda" else
+    sizes = {key: fields[key] for key in ("n_layer", "n_embd", "vocab_size", "block_size")
+             if key in fields}
+    sizes |= {key: getattr(cfg, key) for key in ("batch_size", "gradient_accumulation_steps")}
+    C, V, tokens = sizes["n_embd"], sizes.get("vocab_size", 0), cfg.batch_size * sizes["block_size"]
+    block = 2 * C * (fields["n_head"] * fields["head_dim"] + fields.get("n_mlp", 0))
+    # Python's objects are not free
+    parameters = V * C + fields["n_layer"] // fields.get("n_loop", 1) * max(block, 1000)
+    need = (4 if cfg.eval_only or cfg.fsdp else 16) * parameters + 4 * tokens * (C + V)
+    need += 16 * tokens * cfg.gradient_accumulation_steps // world
+    have = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
             os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if need > have:
-        raise UserError(f"n_layer={n_layer}, n_embd={C}, vocab_size={V}, block_size={T}, "
-                        f"batch_size={cfg.batch_size}, gradient_accumulation_steps="
-                        f"{micro_batches}: at least {need / 1e9:,.3g} GB of memory would be "
-                        f"needed, {procs.device} has {have / 1e9:,.3g} GB")
+        words = ", ".join(f"{key}={value}" for key, value in sizes.items())
+        raise UserError(f"{words}: at least {need / 1e9:,.3g} GB of memory would be needed, "
+                        f"{device} has {have / 1e9:,.3g} GB")
 
 
-# ---- what must fit the data ----
+# ---- the data ----
 
-def check_typed(cfg, named, data, task):
+def open_batches(cfg, block_size):
+    if is_task(cfg.dataset):
+        from common.tasks import TaskBatches
+        return TaskBatches(cfg, block_size)
+    return TextBatches(open_data(cfg), cfg, block_size)
+
+
+def check_given(cfg, given, data):
     """UserError where a key of the command line does not fit the data. That of a config file is
     ignored: the tokenizer is the data's, the prompt then the first characters of the text."""
+    task = is_task(cfg.dataset)
     made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
-    if named.get("tokenizer") and cfg.tokenizer != made:
+    if given.get("tokenizer", made) != made:
         raise UserError(f"tokenizer={cfg.tokenizer} is not the one of dataset={cfg.dataset}: "
                         f"leave out tokenizer")
     try:
         if cfg.sample_tokens and not task:
             data.tokenizer.encode(cfg.sample_prompt)
     except UserError as e:
-        if named.get("sample_prompt"):
+        if "sample_prompt" in given:
             raise UserError(f"sample_prompt: {e}") from e
         cfg.sample_prompt = data.tokenizer.decode(data.windows([0], 2)[0].tolist())
 
@@ -383,7 +384,9 @@ def check_typed(cfg, named, data, task):
 def check_tokenizer(ckpt, data, what):
     """Weights and data must have the same tokenizer, or else ids mean different things."""
     ours = data.tokenizer.to_dict()
-    theirs = (ckpt or {}).get("tokenizer", ours)
+    theirs = ckpt.get("tokenizer", ours)
+    if "tokenizer" not in ckpt:
+        note(f"{what} does not tell its tokenizer; the data's is {data.tokenizer.kind}")
     if theirs != ours:
         raise UserError(f"{what} was trained with tokenizer {theirs.get('kind')}, which is not the "
                         f"one of the data set ({data.tokenizer.kind}, {data.vocab_size} tokens)")
@@ -391,31 +394,21 @@ def check_tokenizer(ckpt, data, what):
 
 # ---- the model ----
 
-def make_model(cfg, fields, ckpt, vocab_size, named):
+def make_model(cfg, fields, ckpt, vocab_size):
     """The model, initialised from the seed or with the checkpoint's weights. vocab_size is the
-    data's; a key may give a larger one. UserError if a key contradicts the weights."""
+    data's; a key may give a larger one."""
     module = model_module(cfg.model)
-    size = fields["vocab_size"] if "vocab_size" in named else vocab_size
-    if size < vocab_size:
-        raise UserError(f"vocab_size={size} is less than the data's {vocab_size} tokens")
-    model_cfg = module.Config(**{**fields, "vocab_size": size})
+    fields = {"vocab_size": vocab_size, **fields}
+    if fields["vocab_size"] < vocab_size:
+        raise UserError(f"vocab_size={fields['vocab_size']} is less than the data's {vocab_size} "
+                        f"tokens")
     torch.manual_seed(cfg.seed)
-    if ckpt is None:
-        return module.Model(model_cfg)
-    free = {"fast", "dropout", *getattr(module.Config, "RESUME_OVERRIDES", ())}
-    if not cfg.resume:
-        free |= {"block_size", *getattr(module.Config, "FINETUNE_OVERRIDES", ())}
-    if ckpt.get("converts"):
-        free |= {"n_layer"}
-    new = asdict(model_cfg)
-    for key, old in ckpt["model_config"].items():
-        if key not in free and new.get(key) != old:
-            raise UserError(f"{key}={new.get(key)}, but the checkpoint's model has {key}={old}")
-    if not ckpt.get("converts"):
-        return build_model({**ckpt, "model_config": new})
-    model = module.Model(model_cfg)
+    if ckpt is not None and "converts" not in ckpt:
+        return build_model(ckpt, **fields)
+    model = module.Model(module.Config(**fields))
     try:
-        module.convert(model, ckpt["weights"])
+        if ckpt is not None:
+            module.convert(model, ckpt["weights"])
     except ValueError as e:
         raise UserError(f"init_from={cfg.init_from}: {e}") from e
     return model
@@ -426,19 +419,25 @@ def tokens_per_step(cfg, model):
     return cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
 
 
+def flops_of_step(cfg, model, step):
+    """Floating-point operations of the update after `step`: more in MoR's capacity warm-up."""
+    warming = step < getattr(model.cfg, "capacity_warmup", 0)
+    of_token = model.flops_per_token(step) if warming else model.flops_per_token()
+    return tokens_per_step(cfg, model) * of_token
+
+
 def set_budget(cfg, model):
-    """max_steps from max_flops; UserError where that is less than one step. In MoR's capacity
-    warm-up steps cost more."""
+    """max_steps from max_flops; UserError where that is less than one step."""
     if not cfg.max_flops:
         return
-    at = lambda step: {"step": step} if hasattr(model.cfg, "capacity_warmup") else {}
-    cost = lambda step: tokens_per_step(cfg, model) * model.flops_per_token(**at(step))
-    steps, left, later = 0, cfg.max_flops, cost(math.inf)
-    while left >= cost(steps) > later:
+    cost = functools.partial(flops_of_step, cfg, model)
+    warmup = getattr(model.cfg, "capacity_warmup", 0)
+    steps, left = 0, cfg.max_flops
+    while steps < warmup and left >= cost(steps):
         left -= cost(steps)
         steps += 1
-    if cost(steps) == later:
-        steps += int(left / later)
+    if steps == warmup:
+        steps += int(left / cost(warmup))
     if steps == 0:
         raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost(0):.3g} "
                         f"floating-point operations")
@@ -460,4 +459,4 @@ def load_teacher(cfg, model, data):
     if limit is not None and limit < model.cfg.block_size:
         raise UserError(f"teacher={cfg.teacher} takes {limit} tokens, block_size="
                         f"{model.cfg.block_size} is more")
-    return teacher
+    return teacher.to(next(model.parameters()).device)

@@ -1,31 +1,18 @@
 """
 How the next token is chosen: the keys that sample.py and serve.py share, and the choice itself.
 """
-import math
 from dataclasses import dataclass
 
 import torch
 
-from common.keys import UserError, split_paths, typed_config
+from common.keys import Keys, UserError, split_paths, typed_config
 
 
 @dataclass
-class Decoding:
-    """The keys of every command that decodes, and checks of values."""
+class Decoding(Keys):
+    """The keys of every command that decodes."""
     device: str = "auto"            # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda:N
     fast: bool = True               # the model's fast path; false: its naive one, the same text
-
-    def between(self, **bounds):
-        for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            most = f" and at most {high}" if high is not None else ""
-            if not low <= value <= (math.inf if high is None else high):
-                raise ValueError(f"{name}={value} must be at least {low}{most}")
-
-    def one_of(self, name, *allowed):
-        if getattr(self, name) not in allowed:
-            words = ", ".join(filter(None, allowed))
-            raise ValueError(f"{name}={getattr(self, name)} must be one of: {words}")
 
 
 @dataclass

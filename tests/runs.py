@@ -24,13 +24,15 @@ def arguments(model, out_dir, data_dir, *extra):
 
 
 def run(model, out_dir, data_dir, *extra, stop_after=None):
-    """A run in this process; stop_after=k sends it SIGTERM during step k. Returns the train.Run."""
+    """A run in this process; stop_after=k sends it SIGTERM during step k, twice, as timeout does. Returns the
+    train.Run."""
     import train
     run, step = train.setup(arguments(model, out_dir, data_dir, *extra)), train.train_step
 
     def counted(run, stop):
         if run.step + 1 == stop_after:
-            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
         return step(run, stop)
     with mock.patch.object(train, "train_step", counted):
         assert train.train(run) == (stop_after is None)

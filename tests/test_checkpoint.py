@@ -32,7 +32,7 @@ def child(out, data_dir, *more, die_at=None):
 
 def finish(out, data_dir):
     """Resume (or start) until the run is done; the fingerprint it ends with."""
-    p = child(out, data_dir, *["resume=true"] * (out / "r" / "ckpt.pt").exists())
+    p = child(out, data_dir, *["resume=true"] * checkpoint.newest(out / "r").exists())
     p.join()
     assert p.exitcode == 0
     assert not list(out.rglob("*.tmp"))

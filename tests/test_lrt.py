@@ -246,7 +246,7 @@ def test_the_papers_optimizer(kind):
 
 def test_schedules_of_the_paper():
     """Momentum 0.85 to 0.95 in 300 steps; decay to zero; rates stay, then fall."""
-    cfg = muon(muon_momentum=0.95, muon_momentum_steps=300, decay_schedule="linear",
+    cfg = muon(muon_momentum_steps=300, decay_schedule="linear",
                lr_schedule="linear", cooldown_frac=0.5, min_lr_frac=0.0, max_steps=1000)
     *others, muons = [group for o in optim.make_optimizers(lrt(n_layer=6), cfg) for group in o.param_groups]
     for step in (0, 150, 300, 500, 750, 999):
@@ -288,7 +288,7 @@ def test_a_chain_that_is_not_finite_is_told_and_the_run_goes_on(data_dir, tmp_pa
     trainer.step = 3
     train.save_and_evaluate(trainer)
     line, = capsys.readouterr().out.splitlines()
-    assert line.startswith("step 3: the exact chain is not finite") and trainer.best_ce == best
+    assert line.startswith("step 3: val ce not finite, ce estimate ") and trainer.best_ce == best
     *_, row = map(json.loads, trainer.log.path.read_text().splitlines()[rows:])
     assert row["step"] == trainer.evaluated == 3 and math.isfinite(row["val_ce_estimate"]) and "val_ce" not in row
     trainer.model.cfg.train_path = "exact"      # then nothing is left that is finite
@@ -297,13 +297,10 @@ def test_a_chain_that_is_not_finite_is_told_and_the_run_goes_on(data_dir, tmp_pa
 
 
 def test_sample_prefills_either_way(data_dir, tmp_path, capsys):
-    """prefill=compare tells how far the interleaved prefill is off, and samples from the exact."""
     run, gpt = (runs.run(name, tmp_path / name, data_dir).folder for name in ("lrt", "gpt"))
-    found, _ = {}, capsys.readouterr()
-    for how in ("exact", "interleaved", "compare"):
+    for how in ("exact", "interleaved"):
+        capsys.readouterr()
         sample.main([str(run), "prompt=abc def", f"prefill={how}", "temperature=0", "max_new_tokens=12", "stop=false"])
-        found[how], err = capsys.readouterr()
-        assert ("next token: KL" in err) == (how == "compare") and found[how].startswith("abc def")
-    assert found["compare"] == found["exact"]
+        assert capsys.readouterr().out.startswith("abc def")
     with pytest.raises(UserError, match="prefill=exact is for a model"):
         sample.main([str(gpt), "prefill=exact"])

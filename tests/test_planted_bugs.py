@@ -52,7 +52,7 @@ BUGS = {
         "test_train.py -k one_large_batch and gpt"),
     "dropout not reseeded": ("train.py", "        seed_forward(cfg.seed, run.step, index)\n", "",
         "test_train.py -k two_processes"),
-    "old settings on resume": ("common/optim.py", "group.update(setting)", "pass",
+    "old settings on resume": ("common/optim.py", '"param_groups": optimizer.state_dict()["param_groups"]', "",
         "test_train.py -k changed_key_holds"),
     "FSDP: a block's gradients summed after one of its runs": ("common/sharded.py",
         "if model.runs_blocks_once else ()", "if True else ()", "test_fsdp.py -k lrt"),

@@ -133,5 +133,5 @@ def test_padding_of_the_vocabulary_is_never_sampled(tmp_path, data_dir, capsys):
 def test_a_character_in_pieces_is_printed_whole(capsys):
     tokenizer = load_tokenizer({"kind": "byte"})
     ids = list("aé€\U0001f600".encode()) + [0xC3]      # the last character never comes to its end
-    assert sample.write_stream(([i] for i in ids), tokenizer) == 11
+    assert sample.write_stream(([i] for i in ids), tokenizer, [[]]) == 11
     assert capsys.readouterr().out == "aé€\U0001f600�\n"
