@@ -50,7 +50,7 @@ import torch.nn as nn
 import kernels
 from model_gpt import (MLP, Attention, BaseConfig, KVCache, LanguageModel, RMSNorm, apply_rope,
                        attend, attention_bias, choice, init_weights, mlp_width, rope_tables,
-                       upcast)
+                       upcast, visible_keys)
 
 
 @dataclass
@@ -64,7 +64,8 @@ class Config(BaseConfig):
     n_mlp: int = 0      # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
-    qk_norm = False     # no key, but model_gpt's Attention asks
+    qk_norm = False     # not keys: model_gpt's Attention asks for it,
+    has_rope = True     # and BaseConfig, for even head sizes
 
     def __post_init__(self):
         super().__post_init__()
@@ -76,10 +77,8 @@ class Config(BaseConfig):
             raise ValueError(f"qk_groups={self.qk_groups} must divide n_head={self.n_head}")
         # of each layer: rat | rnn | attention | swa
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
-        D, largest = self.head_dim, kernels.HEAD_SIZES[-1]
-        if {*self.kinds} != {"rnn"} and (D % 2 or D > largest):
-            raise ValueError(f"head_dim={D}: RoPE needs an even head size, the "
-                             f"kernels at most {largest}")
+        if self.head_dim > kernels.HEAD_SIZES[-1]:
+            raise ValueError(f"head_dim={self.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
 
 
 # ---- the method ----
@@ -154,7 +153,6 @@ def initial_gate_bias(W, steps):
 class Context:
     """Where the T new tokens of a call stand:
     pos, chunk_of (B or 1, T): a token's position, its chunk's number
-    starts, ends (B or 1, T): whether it is its chunk's first, last
     padding (B, T): whether it is padding; None where all rows are alike
     rope {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
 
@@ -162,14 +160,14 @@ class Context:
         """x (B, T, C): embeddings; the rest as in LanguageModel.forward."""
         self.cfg, self.cache, self.padding = cfg, cache, None
         index = torch.arange(x.size(1), device=x.device)
-        # read here: pos; n_new, each row's tokens without padding
-        self.slots = cache.place(x.size(1), n_valid) if cache else None
-        self.pos = self.slots.pos if cache else index[None]
-        self.chunk_of, l = self.pos // cfg.chunk, self.pos % cfg.chunk
-        if cache and cache.ragged:      # as place has just found
-            self.padding = index >= self.slots.n_new[:, None]
-            l = l.masked_fill(self.padding, -1)     # neither first nor last
-        self.starts, self.ends = l == 0, l == cfg.chunk - 1
+        self.pos = index[None]
+        if cache:
+            # read here: pos; n_new, each row's tokens without padding
+            self.slots = cache.place(x.size(1), n_valid)
+            self.pos = self.slots.pos
+            if cache.ragged:    # as place has just found
+                self.padding = index >= self.slots.n_new[:, None]
+        self.chunk_of = self.pos // cfg.chunk
         count = dict(chunk=self.chunk_of, rope=self.pos, nope=0 * self.pos)
         # pos= is rat's; attention counts tokens if anything, swa always
         by = dict(rat=cfg.pos, attention="nope" if cfg.pos == "nope" else "rope", swa="rope")
@@ -240,48 +238,46 @@ class Cache(KVCache):
 
 def rat_decode(q, k, v, a, layer, context):
     """(2) and (3) of T tokens after the cached ones. Final states are read from the cache."""
-    cfg, cache, T = context.cfg, context.cache, q.size(1)
-    states = continued_states(a, [k, v], layer, context, cfg.chunk)     # (2)
+    cfg, cache, L, T = context.cfg, context.cache, context.cfg.chunk, q.size(1)
+    states = continued_states(a, [k, v], layer, context, L)     # (2)
     q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
     rotated, R = apply_rope(k_, *context.rope["rat"]), cache.R[layer]
     if T == 1:      # the own state takes its chunk's slot: (3) is over all slots so far
         q = apply_rope(q, *context.rope["rat"])
-        return decode_one(q, rotated, v_, layer, context, cfg.chunk)
+        return decode_one(q, rotated, v_, layer, context, L)
     # Of several tokens of a chunk, the last one's state goes to the slot.
-    cache.fill(layer, rotated, v_, torch.where(context.ends, context.chunk_of, R))
+    final = context.pos % L == L - 1
+    if context.padding is not None:
+        final = final & ~context.padding
+    cache.fill(layer, rotated, v_, torch.where(final, context.chunk_of, R))
     # chunks before the last token's (min: padding may go on past the last slot)
-    n = min((cache.longest + T - 1) // cfg.chunk, R)
+    n = min((cache.longest + T - 1) // L, R)
     end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
-    return read_states(q, k_, v_, end_k, end_v, context)    # (3)
+    return read_states(q, k_, v_, end_k, end_v, context)        # (3)
 
 
-def continued_states(a, xs, layer, context, L=None):
-    """The recurrence of each of xs (B, T, W) from the cached states on, in chunks, (2), or
-    without (None). Each row's last states are cached."""
-    cache, cached = context.cache, context.cache.state[layer]
-    xs = [upcast(x) for x in xs]
+def continued_states(a, xs, layer, context, L):
+    """(2) of each of xs (B, T, W), from the cached states on. Each row's last states are
+    cached."""
+    cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
+    xs, starts = [upcast(x) for x in xs], (context.pos % L == 0)[..., None]
     if context.padding is not None:
         a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
-    if a.size(1) == 1:
-        old = cached.masked_fill(context.starts[..., None], 0) if L else cached
+    if T == 1:
+        old = cached.masked_fill(starts, 0)
         cached.copy_(a * old + (1 - a) * torch.cat(xs, 1))
         return cached.split(1, 1)
-    states = [scan_on(a, x, h, context, L) for x, h in zip(xs, cached.unbind(1))]
+    size = min(L, T)    # in an empty cache chunks start at tokens 0, L, 2 L, ...
+    if cache.longest:
+        # else anywhere, and scan gets all T tokens as one chunk. Where one starts, (2) is
+        # (1 - a) x. That is scan's g h + (1 - g) y for g = 0 and y = (1 - a) x.
+        size, xs = T, [torch.where(starts, (1 - a) * x, x) for x in xs]
+        a = a.masked_fill(starts, 0)
+    states = [kernels.scan(a, x, size, h) for x, h in zip(xs, cached.unbind(1))]
     # (token 0 of a row without new tokens is padding, which kept the state)
     last = (context.slots.n_new[:, None] - 1).clamp(min=0)  # (B, 1)
     cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
     return states
-
-
-def scan_on(a, x, h, context, L):
-    """The states of x (B, T, W) after state h (B, W)."""
-    T = x.size(1)
-    if L is None or not context.cache.longest:  # no chunks, or they start at 0, L, 2 L, ...
-        return kernels.scan(a, x, L or T, h)
-    # They start anywhere: there scan has 0 h + (1 - 0) x, with (1 - a) x for x.
-    starts = context.starts[..., None]
-    x = torch.where(starts, (1 - a) * x, x)
-    return kernels.scan(a.masked_fill(starts, 0), x, T, h)
 
 
 def decode_one(q, k, v, layer, context, tokens_per_slot):
@@ -315,7 +311,7 @@ class RNN(nn.Module):
         z, g, v = self.w_in(u).chunk(3, -1)
         a, T = torch.sigmoid(upcast(g) + self.gate_bias), u.size(1)
         if context.cache:
-            h, = continued_states(a, [v], layer, context)
+            h, = continued_states(a, [v], layer, context, L=context.cache.max_len)
         else:
             h = (kernels.scan if self.fast else recurrence)(a, upcast(v), T)
         return self.wo(torch.sigmoid(z) * h.to(z.dtype))
@@ -354,13 +350,12 @@ def with_cached(k, v, layer, context):
     # token t stands in slot t % R (t < 0: no such token)
     t = pos[:, :1] + torch.arange(-min(cache.longest, R), 0, device=k.device)
     cached = [x[layer][cache.rows, :, t % R].transpose(1, 2) for x in (cache.k, cache.v)]
-    # all but a row's last R tokens go to the bin: no slot is written twice
-    unkept = pos < (cache.lengths + context.slots.n_new)[:, None] - R
     if context.padding is not None:
-        unkept = unkept | context.padding
         # after all tokens: visible to padding alone, which so has a key (no NaN)
         pos = pos.masked_fill(context.padding, cache.max_len)
-    cache.fill(layer, k, v, torch.where(unkept, R, pos % R))
+    end = (cache.lengths + context.slots.n_new)[:, None]
+    kept = (end - R <= pos) & (pos < end)   # a row's last R tokens, a slot for each
+    cache.fill(layer, k, v, torch.where(kept, pos % R, R))
     k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(cached, (k, v)))
     t = t.masked_fill(t < 0, -R)    # before every window
     return k, v, pos, torch.cat([t, pos], 1)
@@ -396,8 +391,8 @@ class Model(LanguageModel):
 
     def mixer_flops(self):
         """12 W for each key of token t, averaged over t; none for recurrences."""
-        cfg, T, L = self.cfg, self.cfg.block_size, self.cfg.chunk
-        visible = dict(rat=lambda t: t // L + 1, rnn=lambda t: 0,
-                       attention=lambda t: t + 1, swa=lambda t: min(t + 1, cfg.swa))
-        keys = sum(visible[kind](t) for kind in cfg.kinds for t in range(T)) / T
-        return 12.0 * cfg.n_head * cfg.head_dim * keys
+        cfg, T = self.cfg, self.cfg.block_size
+        states = sum(t // cfg.chunk + 1 for t in range(T)) / T
+        keys = dict(rat=states, rnn=0, attention=visible_keys(T), swa=visible_keys(T, cfg.swa))
+        width = cfg.n_head * cfg.head_dim
+        return 12.0 * width * sum(keys[kind] for kind in cfg.kinds)
