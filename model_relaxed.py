@@ -79,10 +79,7 @@ class Config(BaseConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.n_loop < 1 or self.n_layer % self.n_loop:
-            most = min(self.n_layer, 1000)      # n_layer may be a typing error
-            fit = [n for n in range(1, most + 1) if self.n_layer % n == 0]
-            raise ValueError(f"n_loop={self.n_loop} must divide n_layer={self.n_layer}: "
-                             f"{', '.join(map(str, fit))}")
+            raise ValueError(f"n_loop={self.n_loop} must divide n_layer={self.n_layer}")
         self.at_least(0, "rank", "exit_weight", "n_mlp")
         if not 0 <= self.exit_loop <= self.n_loop:
             raise ValueError(f"exit_loop={self.exit_loop} must be 0 (the last) or one of the "
