@@ -101,7 +101,8 @@ class RAT(nn.Module):
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
         z, g = self.w_z(z), self.w_g(g)
         copies = self.cfg.n_head // self.cfg.qk_groups
-        q, k = (x.repeat(1, 1, copies) for x in (q, k))     # head h has group h % G
+        # head h has group h % G
+        q, k = (torch.cat([x] * copies, -1) for x in (q, k))
         k, v = upcast(k), upcast(v)     # the states' type
         a = torch.sigmoid(upcast(g) + self.gate_bias)       # (1)
         mix = rat_fast if self.cfg.fast else rat_naive
@@ -153,6 +154,7 @@ def initial_gate_bias(W, steps):
 class Context:
     """Where the T new tokens of a call stand:
     pos, chunk_of (B or 1, T): a token's position, its chunk's number
+    starts (B or 1, T): whether it is its chunk's first
     padding (B, T): whether it is padding; None where all rows are alike
     rope {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
 
@@ -166,7 +168,7 @@ class Context:
             self.pos = self.slots.pos
             if cache.ragged:    # as place has just found
                 self.padding = index >= self.slots.n_new[:, None]
-        self.chunk_of = self.pos // cfg.chunk
+        self.chunk_of, self.starts = self.pos // cfg.chunk, self.pos % cfg.chunk == 0
         # what RoPE counts in a layer; in attention never chunks, in swa always tokens
         tokens = 0 * self.pos if cfg.pos == "nope" else self.pos
         chunks = self.chunk_of if cfg.pos == "chunk" else tokens
@@ -240,7 +242,7 @@ class Cache(KVCache):
 def rat_decode(q, k, v, a, layer, context):
     """(2) and (3) of T tokens after the cached ones."""
     cfg, cache, L, T = context.cfg, context.cache, context.cfg.chunk, q.size(1)
-    states = continued_states(a, [k, v], layer, context, L)     # (2)
+    states = continued_states(a, [k, v], layer, context, L, context.starts)     # (2)
     q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
     rotated, R = apply_rope(k_, *context.rope["rat"]), cache.R[layer]
     if T == 1:
@@ -256,20 +258,22 @@ def rat_decode(q, k, v, a, layer, context):
     return read_states(q, k_, v_, end_k, end_v, context)    # (3)
 
 
-def continued_states(a, xs, layer, context, L):
-    """(2) of each of xs (B, T, W) from the cached states on, which become the last ones."""
+def continued_states(a, xs, layer, context, L, starts):
+    """(2) of each of xs (B, T, W) from the cached states on, which become the last ones.
+    starts (B or 1, T): where the state starts from zero; in an empty cache at 0, L, 2 L, .."""
     cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
     if context.padding is not None:
         a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
+    starts = starts[..., None]
+    if T == 1:
+        old = cached.masked_fill(starts, 0)
+        cached.copy_(a * old + (1 - a) * torch.cat(xs, 1))
+        return cached.split(1, 1)
     if cache.longest:
-        # Chunks start anywhere, not at tokens 0, L, 2 L, ..: scan gets all as one chunk.
+        # Chunks start anywhere: scan gets all tokens as one chunk.
         # Where one starts, (2) is (1 - a) x, scan's g h + (1 - g) y for g = 0, y = (1 - a) x.
-        starts = (context.pos % L == 0)[..., None]
         xs = [torch.where(starts, (1 - a) * x, x) for x in xs]
         a, L = a.masked_fill(starts, 0), T
-    if T == 1:      # scan's step with less overhead
-        cached.copy_(a * cached + (1 - a) * torch.cat(xs, 1))
-        return cached.split(1, 1)
     states = [kernels.scan(a, x, L, h) for x, h in zip(xs, cached.unbind(1))]
     # (token 0 of a row without new tokens is padding, which kept the state)
     last = (context.slots.n_new[:, None] - 1).clamp(min=0)  # (B, 1)
@@ -305,11 +309,11 @@ class RNN(nn.Module):
 
     def forward(self, u, layer, context):
         z, g, v = self.w_in(u).chunk(3, -1)
-        a, v = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v)
+        a, v, T = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v), u.size(1)
         if context.cache:
-            h, = continued_states(a, [v], layer, context, L=context.cache.max_len)
+            h, = continued_states(a, [v], layer, context, T, starts=context.pos == 0)
         else:
-            h = (kernels.scan if self.fast else recurrence)(a, v, u.size(1))
+            h = (kernels.scan if self.fast else recurrence)(a, v, T)
         return self.wo(torch.sigmoid(z) * h.to(z.dtype))
 
 
