@@ -1,10 +1,10 @@
 """
 RAT: recurrence inside chunks, attention across them.
 
-Attention reads every past token and pays for each. A gated linear recurrence reads
-one state and forgets. RAT cuts the sequence into chunks of L tokens: inside a chunk
-a recurrence accumulates keys and values; attention reads the chunks' final states.
-For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
+Attention pays for every past token. A gated linear recurrence reads one state and
+forgets. RAT cuts the sequence into chunks of L tokens: a recurrence sums up keys
+and values inside a chunk, attention reads the chunks' final states. For token
+t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
     z, g, v, q, k = W_in u              z, g, v of width W
     a = sigmoid(g + b_g)                a forget gate a channel     (1)
@@ -15,10 +15,10 @@ For token t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
                k~_{c,l}, with their v~, in one softmax              (3)
     out      = x + W_o (sigmoid(z) * y)                             (4)
 
-To keep W_in small, q and k have G groups: head h reads group h % G. Heads of a group
-share query and k; their states k~ differ, as each channel has its gate. RoPE rotates
-q and k~ (after the recurrence) by the chunk's number c. What queries attend to for
-L = 4 (e: final state of an earlier chunk, s: own state):
+q and k have only G groups, so that W_in is small: head h reads group h % G. Heads of
+a group share query and k; their states k~ differ, as each channel has its gate. RoPE
+rotates q and k~, after the recurrence, by the chunk's number c. What queries attend
+to for L = 4 (e: final state of an earlier chunk, s: own state):
 
     token       0   1   2   3 | 4   5   6   7 | 8   9  10  11
     query 2             s     |               |
@@ -28,18 +28,16 @@ L = 4 (e: final state of an earlier chunk, s: own state):
 L = 1 is attention with keys and values scaled by 1 - a, L = T a gated RNN. Baselines:
 mixer=rnn, v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~);
 mixer=attention, a Transformer. swa=w: in odd layers a token attends to w keys, its
-own included (RAT-SWA; the paper's 1,024 does not count it: swa=1025). Dropout is on
-embeddings and residual branches. rat and rnn ignore n_kv_head.
+own included (RAT-SWA; the paper's 1,024 does not count it: swa=1025).
+Dropout is on embeddings and residual branches.
 
-Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Only in its code (CLAIRE-Labo/
-RAT, d4a8f54): b_g, G = 2, h % G. Departures from it: decoding works from the first
-token on; states are float32 (there bfloat16); norm_eps is 1e-5 (there 1e-6). Weight
-decay is on matrices only; there norms and b_g decay too, over the paper's run by a
-factor of e^-1.9, which shortens the gates' memories.
+Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Only in its code
+(CLAIRE-Labo/RAT, d4a8f54): b_g, G = 2, h % G. Departures from it: decoding works from
+the first token on; states are float32, not bfloat16; norm_eps is 1e-5, not 1e-6;
+norms and b_g do not decay (there b_g does, so that gates forget faster).
 
-Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, G groups of q and
-k (in attention key/value heads), D head size, W = H D (C if
-head_dim is not given), R slots of a layer's cache.
+Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, D head size,
+W = H D, G groups (attention: key/value heads), R slots of a layer's cache.
 """
 import math
 from dataclasses import dataclass
@@ -50,7 +48,7 @@ import torch.nn as nn
 import kernels
 from model_gpt import (MLP, Attention, BaseConfig, KVCache, LanguageModel, RMSNorm, apply_rope,
                        attend, attention_bias, choice, init_weights, mlp_width, rope_tables,
-                       upcast)
+                       upcast, visible_keys)
 
 
 @dataclass
@@ -64,7 +62,8 @@ class Config(BaseConfig):
     n_mlp: int = 0      # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
-    qk_norm = False     # no key, but model_gpt's Attention asks
+    qk_norm = False     # not keys: model_gpt's Attention asks for it,
+    has_rope = True     # and BaseConfig, for even head sizes
 
     def __post_init__(self):
         super().__post_init__()
@@ -76,10 +75,8 @@ class Config(BaseConfig):
             raise ValueError(f"qk_groups={self.qk_groups} must divide n_head={self.n_head}")
         # of each layer: rat | rnn | attention | swa
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
-        D, largest = self.head_dim, kernels.HEAD_SIZES[-1]
-        if {*self.kinds} != {"rnn"} and (D % 2 or D > largest):
-            raise ValueError(f"head_dim={D}: RoPE needs an even head size, the "
-                             f"kernels at most {largest}")
+        if self.head_dim > kernels.HEAD_SIZES[-1]:
+            raise ValueError(f"head_dim={self.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
 
 
 # ---- the method ----
@@ -105,18 +102,21 @@ class RAT(nn.Module):
         z, g = self.w_z(z), self.w_g(g)
         copies = self.cfg.n_head // self.cfg.qk_groups
         # head h has group h % G
-        q, k = (torch.cat([x] * copies, -1) for x in (q, k))    # all (B, T, W) now
-        a = torch.sigmoid(upcast(g) + self.gate_bias)   # (1)
-        mix = rat_decode if context.cache else rat_fast if self.cfg.fast else rat_naive
-        y = mix(q, k, v, a, layer, context)     # (2), (3)
+        q, k = (torch.cat([x] * copies, -1) for x in (q, k))
+        k, v = upcast(k), upcast(v)     # the states' type
+        a = torch.sigmoid(upcast(g) + self.gate_bias)       # (1)
+        mix = rat_fast if self.cfg.fast else rat_naive
+        if context.cache:
+            mix = rat_decode
+        y = mix(q, k, v, a, layer, context)                 # (2), (3)
         y = y.transpose(1, 2).flatten(2).to(z.dtype)
-        return self.wo(torch.sigmoid(z) * y)    # (4)
+        return self.wo(torch.sigmoid(z) * y)                # (4)
 
 
 def rat_naive(q, k, v, a, layer, context):
     """(2) and (3) as written. q, k, v, a (B, T, W) -> y (B, H, T, D)."""
     cfg, L, T = context.cfg, context.cfg.chunk, q.size(1)
-    states = (recurrence(a, upcast(x), L) for x in (k, v))      # (2)
+    states = (recurrence(a, x, L) for x in (k, v))          # (2)
     q, k_, v_ = (in_heads(x, cfg) for x in (upcast(q), *states))    # k_: k~
     q, rotated = (apply_rope(x, *context.rope["rat"]) for x in (q, k_))
     key = torch.arange(T, device=q.device)
@@ -141,8 +141,8 @@ def recurrence(a, x, L):
 # ---- what it is made of ----
 
 def in_heads(x, cfg):
-    """(B, T, W) -> (B, H, T, D)."""
-    return x.unflatten(-1, (cfg.n_head, cfg.head_dim)).transpose(1, 2)
+    """(B, T, heads * D) -> (B, heads, T, D)."""
+    return x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
 
 
 def initial_gate_bias(W, steps):
@@ -154,7 +154,7 @@ def initial_gate_bias(W, steps):
 class Context:
     """Where the T new tokens of a call stand:
     pos, chunk_of (B or 1, T): a token's position, its chunk's number
-    starts, ends (B or 1, T): whether it is its chunk's first, last
+    starts (B or 1, T): whether it is its chunk's first
     padding (B, T): whether it is padding; None where all rows are alike
     rope {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
 
@@ -162,20 +162,20 @@ class Context:
         """x (B, T, C): embeddings; the rest as in LanguageModel.forward."""
         self.cfg, self.cache, self.padding = cfg, cache, None
         index = torch.arange(x.size(1), device=x.device)
-        # read here: pos; n_new, each row's tokens without padding
-        self.slots = cache.place(x.size(1), n_valid) if cache else None
-        self.pos = self.slots.pos if cache else index[None]
-        self.chunk_of, l = self.pos // cfg.chunk, self.pos % cfg.chunk
-        if cache and cache.ragged:      # as place has just found
-            self.padding = index >= self.slots.n_new[:, None]
-            l = l.masked_fill(self.padding, -1)     # neither first nor last
-        self.starts, self.ends = l == 0, l == cfg.chunk - 1
-        count = dict(chunk=self.chunk_of, rope=self.pos, nope=0 * self.pos)
-        # pos= is rat's; attention counts tokens if anything, swa always
-        by = dict(rat=cfg.pos, attention="nope" if cfg.pos == "nope" else "rope", swa="rope")
+        self.pos = index[None]
+        if cache:       # of slots only pos and n_new, a row's tokens without padding, are read
+            self.slots = cache.place(x.size(1), n_valid)
+            self.pos = self.slots.pos
+            if cache.ragged:    # as place has just found
+                self.padding = index >= self.slots.n_new[:, None]
+        self.chunk_of, self.starts = self.pos // cfg.chunk, self.pos % cfg.chunk == 0
+        # what RoPE counts in a layer; in attention never chunks, in swa always tokens
+        tokens = 0 * self.pos if cfg.pos == "nope" else self.pos
+        chunks = self.chunk_of if cfg.pos == "chunk" else tokens
+        count = dict(rat=chunks, attention=tokens, swa=self.pos)
         self.rope = {}
-        for kind in by.keys() & cfg.kinds:
-            tables = rope_tables(count[by[kind]], cfg.head_dim, cfg.rope_theta, x.dtype)
+        for kind in count.keys() & cfg.kinds:
+            tables = rope_tables(count[kind], cfg.head_dim, cfg.rope_theta, x.dtype)
             self.rope[kind] = [table[:, None] for table in tables]
 
 
@@ -184,18 +184,18 @@ class Context:
 def rat_fast(q, k, v, a, layer, context):
     """rat_naive, with scan as the recurrence and (3) in two parts."""
     cfg, L = context.cfg, context.cfg.chunk
-    states = (kernels.scan(a, upcast(x), L) for x in (k, v))    # (2)
+    states = (kernels.scan(a, x, L) for x in (k, v))        # (2)
     q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
     # of the last tokens of the n = T // L complete chunks
     end_k, end_v, cos, sin = (x[:, :, L - 1::L] for x in (k_, v_, *context.rope["rat"]))
     end_k = apply_rope(end_k, cos, sin)     # (B, H, n, D)
-    return read_states(q, k_, v_, end_k, end_v, context)        # (3)
+    return read_states(q, k_, v_, end_k, end_v, context)    # (3)
 
 
 def read_states(q, own_k, own_v, end_k, end_v, context):
     """(3) of q and its own state (B, H, T, D), before RoPE, and final states of chunks
-    0 .. n - 1 (B, H, n, D), after it. The softmax over final states and the one over the
-    own state, whose log-sum-exp is its score, merge into the softmax over both."""
+    0 .. n - 1 (B, H, n, D), after it. The softmax over these and the one over the own
+    state, whose log-sum-exp is its score, merge into the softmax over both."""
     # a query and its own state have the same angle: no RoPE is needed
     own_score = (upcast(q) * own_k).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
@@ -210,9 +210,8 @@ def read_states(q, own_k, own_v, end_k, end_v, context):
 
 class Cache(KVCache):
     """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat) or token
-    (attention), or a ring for the last tokens (swa). Slot R is a bin: it takes what no
-    other slot keeps, and is never read. state[layer]: k~ and v~ before RoPE (B, 2, W), or
-    the RNN's (B, 1, W), in float32 or better."""
+    (attention), or a ring for the last tokens (swa). Slot R is a bin, never read.
+    state[layer]: k~ and v~ before RoPE (B, 2, W), or the RNN's (B, 1, W), upcast."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)
@@ -231,70 +230,67 @@ class Cache(KVCache):
     def buffers(self):  # what KVCache resets and measures: no bins
         return [x[:, :, :-1] for x in self.k + self.v] + self.state
 
-    def fill(self, layer, k, v, at):
-        """Write k, v (B, heads, n, D) to slots at (B or 1, n)."""
+    def fill(self, layer, k, v, at, padding):
+        """Write k, v (B, heads, T, D) to slots at (B or 1, T), those of padding to the bin."""
+        if padding is not None:
+            at = at.masked_fill(padding, self.R[layer])
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            # (B, n, heads, D), as torch indexes it
+            # (B, T, heads, D), as torch indexes it
             buffer[self.rows, :, at] = new.transpose(1, 2).to(buffer.dtype)
 
 
 def rat_decode(q, k, v, a, layer, context):
-    """(2) and (3) of T tokens after the cached ones. Final states are read from the cache."""
-    cfg, cache, T = context.cfg, context.cache, q.size(1)
-    states = continued_states(a, [k, v], layer, context, cfg.chunk)     # (2)
+    """(2) and (3) of T tokens after the cached ones."""
+    cfg, cache, L, T = context.cfg, context.cache, context.cfg.chunk, q.size(1)
+    states = continued_states(a, [k, v], layer, context, L, context.starts)     # (2)
     q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
     rotated, R = apply_rope(k_, *context.rope["rat"]), cache.R[layer]
-    if T == 1:      # the own state takes its chunk's slot: (3) is over all slots so far
+    if T == 1:
+        # the own state takes its chunk's slot: (3) is over all slots so far
         q = apply_rope(q, *context.rope["rat"])
-        return decode_one(q, rotated, v_, layer, context, cfg.chunk)
-    # Of several tokens of a chunk, the last one's state goes to the slot.
-    cache.fill(layer, rotated, v_, torch.where(context.ends, context.chunk_of, R))
+        return decode_one(q, rotated, v_, layer, context, L)
+    # of several tokens of a chunk, the last one's state goes to the slot
+    at = torch.where(context.pos % L == L - 1, context.chunk_of, R)
+    cache.fill(layer, rotated, v_, at, context.padding)
     # chunks before the last token's (min: padding may go on past the last slot)
-    n = min((cache.longest + T - 1) // cfg.chunk, R)
+    n = min((cache.longest + T - 1) // L, R)
     end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
     return read_states(q, k_, v_, end_k, end_v, context)    # (3)
 
 
-def continued_states(a, xs, layer, context, L=None):
-    """The recurrence of each of xs (B, T, W) from the cached states on, in chunks, (2), or
-    without (None). Each row's last states are cached."""
-    cache, cached = context.cache, context.cache.state[layer]
-    xs = [upcast(x) for x in xs]
+def continued_states(a, xs, layer, context, L, starts):
+    """(2) of each of xs (B, T, W) from the cached states on, which become the last ones.
+    starts (B or 1, T): where the state starts from zero; in an empty cache at 0, L, 2 L, .."""
+    cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
     if context.padding is not None:
         a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
-    if a.size(1) == 1:
-        old = cached.masked_fill(context.starts[..., None], 0) if L else cached
+    starts = starts[..., None]
+    if T == 1:
+        old = cached.masked_fill(starts, 0)
         cached.copy_(a * old + (1 - a) * torch.cat(xs, 1))
         return cached.split(1, 1)
-    states = [scan_on(a, x, h, context, L) for x, h in zip(xs, cached.unbind(1))]
+    if cache.longest:
+        # Chunks start anywhere: scan gets all tokens as one chunk.
+        # Where one starts, (2) is (1 - a) x, scan's g h + (1 - g) y for g = 0, y = (1 - a) x.
+        xs = [torch.where(starts, (1 - a) * x, x) for x in xs]
+        a, L = a.masked_fill(starts, 0), T
+    states = [kernels.scan(a, x, L, h) for x, h in zip(xs, cached.unbind(1))]
     # (token 0 of a row without new tokens is padding, which kept the state)
     last = (context.slots.n_new[:, None] - 1).clamp(min=0)  # (B, 1)
     cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
     return states
 
 
-def scan_on(a, x, h, context, L):
-    """The states of x (B, T, W) after state h (B, W)."""
-    T = x.size(1)
-    if L is None or not context.cache.longest:  # no chunks, or they start at 0, L, 2 L, ...
-        return kernels.scan(a, x, L or T, h)
-    # They start anywhere: there scan has 0 h + (1 - 0) x, with (1 - a) x for x.
-    starts = context.starts[..., None]
-    x = torch.where(starts, (1 - a) * x, x)
-    return kernels.scan(a.masked_fill(starts, 0), x, T, h)
-
-
 def decode_one(q, k, v, layer, context, tokens_per_slot):
     """One new token a row. k, v (B, heads, 1, D) go to its slot; q attends to its row's
-    slots so far. (Only a window, swa, has fewer slots than tokens or chunks: a ring.)"""
+    slots so far. (Only swa may have fewer slots than tokens: a ring.)"""
     cache, R = context.cache, context.cache.R[layer]
     index = context.pos // tokens_per_slot
     n = min(cache.longest // tokens_per_slot + 1, R)
-    at, bias = index % R, None
+    bias = None
     if context.padding is not None:     # rows differ: a row has slots 0 .. index, or all R
-        at = at.masked_fill(context.padding, R)
         bias = attention_bias(index, torch.arange(n, device=q.device))
-    cache.fill(layer, k, v, at)
+    cache.fill(layer, k, v, index % R, context.padding)
     k, v = (x[layer][:, :, :n].to(q.dtype) for x in (cache.k, cache.v))
     return attend(q, k, v, bias, fast=True)
 
@@ -313,11 +309,11 @@ class RNN(nn.Module):
 
     def forward(self, u, layer, context):
         z, g, v = self.w_in(u).chunk(3, -1)
-        a, T = torch.sigmoid(upcast(g) + self.gate_bias), u.size(1)
+        a, v, T = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v), u.size(1)
         if context.cache:
-            h, = continued_states(a, [v], layer, context)
+            h, = continued_states(a, [v], layer, context, T, starts=context.pos == 0)
         else:
-            h = (kernels.scan if self.fast else recurrence)(a, upcast(v), T)
+            h = (kernels.scan if self.fast else recurrence)(a, v, T)
         return self.wo(torch.sigmoid(z) * h.to(z.dtype))
 
 
@@ -325,26 +321,29 @@ class TokenAttention(Attention):
     """model_gpt's Attention, to all tokens or in a window (swa)."""
 
     def forward(self, u, layer, context):
-        cfg, cache, T, kind = self.cfg, context.cache, u.size(1), self.cfg.kinds[layer]
-        q, k, v = (w(u).unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
-                   for w in (self.wq, self.wk, self.wv))
-        q, k = (apply_rope(x, *context.rope[kind]) for x in (q, k))
-        if cache and T == 1:
-            y = decode_one(q, k, v, layer, context, tokens_per_slot=1)
-            return self.wo(y.transpose(1, 2).flatten(2))
-        pos, k_pos, window = context.pos, context.pos, cfg.swa
-        if cache:       # attention's window is R = max_len, no limit
-            k, v, pos, k_pos = with_cached(k, v, layer, context)
-            window = cache.R[layer]
-        if kind == "attention" and k.size(2) == T:  # no tokens before: causal
-            y = attend(q, k, v, None, fast=cfg.fast)
-        elif cfg.fast:  # leaves out the blocks of keys before a window
-            pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
-            y, _ = kernels.attend(q, k, v, pos, k_pos, window=window)
-        else:
-            bias = attention_bias(pos, k_pos[:, None, None], window)
-            y = attend(q, k, v, bias, fast=False)
+        q, k, v = (in_heads(w(u), self.cfg) for w in (self.wq, self.wk, self.wv))
+        q, k = (apply_rope(x, *context.rope[self.cfg.kinds[layer]]) for x in (q, k))
+        y = attend_tokens(q, k, v, layer, context)
         return self.wo(y.transpose(1, 2).flatten(2))    # (B, T, C)
+
+
+def attend_tokens(q, k, v, layer, context):
+    """q (B, H, T, D), k, v (B, G, T, D) -> y (B, H, T, D)."""
+    cfg, cache, T = context.cfg, context.cache, q.size(2)
+    if cache and T == 1:
+        return decode_one(q, k, v, layer, context, tokens_per_slot=1)
+    pos, k_pos, window = context.pos, context.pos, cfg.swa
+    if cache:       # attention's window is R = max_len, no limit
+        k, v, pos, k_pos = with_cached(k, v, layer, context)
+        window = cache.R[layer]
+    # causal, where no tokens are before these
+    if cfg.kinds[layer] == "attention" and k.size(2) == T:
+        return attend(q, k, v, None, fast=cfg.fast)
+    if not cfg.fast and not cache:
+        return attend(q, k, v, attention_bias(pos, k_pos[0], window), fast=False)
+    # the kernel leaves out the blocks of keys before a window
+    pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
+    return kernels.attend(q, k, v, pos, k_pos, window=window)[0]
 
 
 def with_cached(k, v, layer, context):
@@ -355,13 +354,13 @@ def with_cached(k, v, layer, context):
     t = pos[:, :1] + torch.arange(-min(cache.longest, R), 0, device=k.device)
     cached = [x[layer][cache.rows, :, t % R].transpose(1, 2) for x in (cache.k, cache.v)]
     # all but a row's last R tokens go to the bin: no slot is written twice
-    unkept = pos < (cache.lengths + context.slots.n_new)[:, None] - R
+    end = (cache.lengths + context.slots.n_new)[:, None]
+    at = torch.where(pos >= end - R, pos % R, R)
+    cache.fill(layer, k, v, at, context.padding)
     if context.padding is not None:
-        unkept = unkept | context.padding
         # after all tokens: visible to padding alone, which so has a key (no NaN)
         pos = pos.masked_fill(context.padding, cache.max_len)
-    cache.fill(layer, k, v, torch.where(unkept, R, pos % R))
-    k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(cached, (k, v)))
+    k, v = (torch.cat([old.to(k.dtype), new], 2) for old, new in zip(cached, (k, v)))
     t = t.masked_fill(t < 0, -R)    # before every window
     return k, v, pos, torch.cat([t, pos], 1)
 
@@ -373,8 +372,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.norm2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        mixers = dict(rat=RAT, rnn=RNN, attention=TokenAttention, swa=TokenAttention)
-        self.mix = mixers[cfg.kinds[layer]](cfg)
+        mixer = dict(rat=RAT, rnn=RNN).get(cfg.kinds[layer], TokenAttention)
+        self.mix = mixer(cfg)
         self.mlp, self.drop = MLP(cfg), nn.Dropout(cfg.dropout)
 
     def forward(self, x, layer, context):
@@ -383,7 +382,6 @@ class Block(nn.Module):
 
 
 class Model(LanguageModel):
-    """The language model, with any of the mixers."""
     context_type = Context
     context_limit = None    # past block_size too: rat's chunks and swa's windows go on
 
@@ -396,8 +394,8 @@ class Model(LanguageModel):
 
     def mixer_flops(self):
         """12 W for each key of token t, averaged over t; none for recurrences."""
-        cfg, T, L = self.cfg, self.cfg.block_size, self.cfg.chunk
-        visible = dict(rat=lambda t: t // L + 1, rnn=lambda t: 0,
-                       attention=lambda t: t + 1, swa=lambda t: min(t + 1, cfg.swa))
-        keys = sum(visible[kind](t) for kind in cfg.kinds for t in range(T)) / T
-        return 12.0 * cfg.n_head * cfg.head_dim * keys
+        cfg, T = self.cfg, self.cfg.block_size
+        keys = dict(rnn=0, attention=visible_keys(T), swa=visible_keys(T, cfg.swa))
+        keys["rat"] = sum(t // cfg.chunk + 1 for t in range(T)) / T
+        width = cfg.n_head * cfg.head_dim
+        return 12.0 * width * sum(keys[kind] for kind in cfg.kinds)

@@ -26,8 +26,8 @@ the order 0 0 1 | 1 2 2 (share=cycle: 0 1 2 | 0 1 2).
 
 Early exit (Section 3.7). After each loop the head can predict. In training, early_exit= adds
 the losses of the earlier loops. In evaluation and decoding, exit_loop= stops all tokens after
-that loop. In serve.py each token exits where its own prediction is sure. Later tokens attend
-to its keys in the deeper loops too, which are missing; fill= says how they are made up there.
+that loop. In serve.py each token exits where its own prediction is sure; later tokens attend
+to its keys in the deeper loops too, which are missing: there it says how they are made up.
 
 Departures. The norms' weights are tied too, which (4) makes up for. QK-norm, which the
 paper's models have not, has a weight for each use if rank > 0. With init=stepwise the paper's
@@ -50,7 +50,7 @@ import torch.nn.functional as F
 
 import model_gpt
 from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, choice,
-                       cross_entropy, init_weights, mlp_width, upcast)
+                       cross_entropy, init_weights, mlp_width, upcast, visible_keys)
 
 
 @dataclass
@@ -67,23 +67,19 @@ class Config(BaseConfig):
     # conversion of a trained model_gpt
     init: str = choice("average", "stepwise", "lower", "upper", "random")   # stored blocks
     lora_init: str = choice("svd", "zero")      # deltas start as (4), or at 0
-    # early exit: in training; in evaluation and decoding; in serve.py
+    # early exit: in training; in evaluation and decoding
     early_exit: str = choice("none", "weighted", "aggressive")  # losses of earlier loops
     exit_weight: float = 0.1     # aggressive: their weight
     exit_loss: str = choice("ce", "kl", "both")     # which losses; kl: to the last loop
     exit_loop: int = 0           # stop after this loop (0: the last)
-    fill: str = choice("exact", "propagate")    # serve.py: deeper keys of tokens that exited
 
     CONVERTS_FROM = ("gpt",)     # models whose weights init_from= converts
-    FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "fill")
+    FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop")
 
     def __post_init__(self):
         super().__post_init__()
         if self.n_loop < 1 or self.n_layer % self.n_loop:
-            most = min(self.n_layer, 1000)      # n_layer may be a typing error
-            fit = [n for n in range(1, most + 1) if self.n_layer % n == 0]
-            raise ValueError(f"n_loop={self.n_loop} must divide n_layer={self.n_layer}: "
-                             f"{', '.join(map(str, fit))}")
+            raise ValueError(f"n_loop={self.n_loop} must divide n_layer={self.n_layer}")
         self.at_least(0, "rank", "exit_weight", "n_mlp")
         if not 0 <= self.exit_loop <= self.n_loop:
             raise ValueError(f"exit_loop={self.exit_loop} must be 0 (the last) or one of the "
@@ -105,8 +101,8 @@ class Config(BaseConfig):
 # ---- the method ----
 
 class RelaxedLinear(nn.Module):
-    """weight (out, in) is W'. a (n_loop, r, in) stacks every use's A_u, b (n_loop, r, out)
-    every use's B_u^T, r = min(rank, in, out)."""
+    """weight (out, in) is W', a[u] (r, in) is A_u, and b[u] (r, out) is B_u transposed, as a
+    product with x on the left needs it. r = min(rank, in, out)."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
@@ -395,8 +391,8 @@ class Model(LanguageModel):
 
     def mixer_flops(self):
         """What the mixers of all layers take beside their weights: 12 H D for a visible key."""
-        cfg = self.cfg
-        return 12.0 * cfg.n_layer * cfg.n_head * cfg.head_dim * (cfg.block_size + 1) / 2
+        cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
+        return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size)
 
 
 def kl_from_last(logits, last, targets):

@@ -89,7 +89,7 @@ TRAIN = [
     (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
     (["n_embd=1000000000"], "n_embd=1000000000, block_size=16"), (["batch_size=1000000000"], "batch_size=1000000000"),
     (["gradient_accumulation_steps=1000000000000"], "at least"),
-    (["model=relaxed", "n_layer=9223372036854775807"], "n_loop=2 must divide n_layer=9223372036854775807: 1, 7, "),
+    (["model=relaxed", "n_layer=9223372036854775807"], "n_loop=2 must divide n_layer=9223372036854775807"),
     (["block_size=9223372036854775807"], "block_size=9223372036854775807"),
     (["model=rt", "sample_tokens=1000000000000"], "sample_tokens=1000000000000 must be"),
 ]

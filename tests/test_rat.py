@@ -105,11 +105,11 @@ def watched_slots(monkeypatch):
             buffer[:, :, -1] = math.nan
         init(self, cfg, x, cache, *more)
 
-    def checked(self, layer, k, v, at):
-        for row in at.tolist():
-            used = [slot for slot in row if slot < self.R[layer]]
-            assert len(used) == len(set(used))
-        fill(self, layer, k, v, at)
+    def checked(self, layer, k, v, at, padding):
+        for row in at if padding is None else at.masked_fill(padding, self.R[layer]):
+            used = row[row < self.R[layer]]
+            assert len(used) == len(used.unique())
+        fill(self, layer, k, v, at, padding)
     monkeypatch.setattr(model_rat.Context, "__init__", poisoned)
     monkeypatch.setattr(model_rat.Cache, "fill", checked)
 

@@ -258,7 +258,7 @@ def test_the_distance_from_the_teacher(world, data_dir, tmp_path):
 def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(world, data_dir, tmp_path):
     """So resuming loads it again: bit-identical. It teaches a second stage, early exit."""
     options = [data_dir, "n_layer=4", "rank=4", f"init_from={world / 'relaxed' / 'r'}", "early_exit=aggressive",
-               "exit_loss=kl", "fill=propagate", f"teacher={world / 'gpt' / 'r'}"]
+               "exit_loss=kl", f"teacher={world / 'gpt' / 'r'}"]
     whole = runs.run("relaxed", tmp_path / "whole", *options)
     assert {"ce_loop1", "ce", "kd"} <= plot.read_log(whole.folder / "log.jsonl")[0].keys()
     theirs = checkpoint.load_checkpoint(world / "gpt" / "r" / "ckpt.pt")["weights"]

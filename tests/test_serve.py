@@ -32,11 +32,13 @@ def move(model, scale):
     return model
 
 
-def looping(seed=0, module=model_relaxed, scale=0.15, **sizes):
-    """A small float64 model."""
+def looping(seed=0, module=model_relaxed, scale=0.15, fill="exact", **sizes):
+    """A small float64 model. cfg.fill is what Engine and one() read where fill= is not given."""
     torch.manual_seed(seed)
     small = dict(block_size=64, vocab_size=31, n_loop=3, n_head=2, n_embd=16, n_layer=6)
-    return move(module.Model(module.Config(**{**small, **sizes})).double().eval(), scale)
+    cfg = module.Config(**{**small, **sizes})
+    cfg.fill = fill
+    return move(module.Model(cfg).double().eval(), scale)
 
 
 def answered(model, work, batching, sampling=(0.0, 0, 1.0, 1.0), seed=0, slots=3, max_len=40, **options):
