@@ -271,7 +271,7 @@ class Engine:
                             f"middle_cycle, not {cfg.share}")
         self.model, self.n_loop, self.device = model, model.loops_to_run, model.wte.weight.device
         self.batching, self.eot, self.vocab_size = batching, eot, vocab_size
-        self.rule, self.fill = exit_rule(exit, self.n_loop), fill or getattr(cfg, "fill", "")
+        self.rule, self.fill = exit_rule(exit, self.n_loop), fill
         self.slots, self.done = [Slot(n) for n in range(slots)], []
         self.max_len = max_len or model.context_limit or 8 * cfg.block_size
         self.cache = SlotCache(model, slots)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common.keys import UserError, model_module, read_json
+from common.keys import model_module, read_json
 from common.tokenizer import hub_folder
 
 

@@ -6,7 +6,6 @@ A value comes from the command line, else from the checkpoint that the run goes 
 at, else from the config file, else it is the default.
 """
 import functools
-import math
 import os
 import sys
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
