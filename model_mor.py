@@ -29,11 +29,11 @@ second router on detached states. In eval mode "ce" is of decoding, "ce_topk" of
 
 Keys and values (Section 2.2.2). Chosen tokens keep their positions. kv=recursion: they
 attend to those that take the same recursion. share: to all, by their keys in F_1.
-share_update, of the authors' code alone: as share, but the chosen have new keys.
 
 Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the authors' code
 (paper: at every step, 1e-3). Before commit 82c97f2 that code did not tie attention in
-expert choice; all is tied here. Weights start as model_gpt's. No random router (Table 10).
+expert choice; all is tied here. Weights start as model_gpt's. Left out: random routers (Table 10), and shared
+keys in which the chosen's are replaced by new ones (Table 12).
 
 Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, n chosen
 tokens of the fullest row. Recursions count from 1, layers and stored blocks from 0.
@@ -48,7 +48,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model_gpt import (Attention, BaseConfig, Block, Context, KVCache, LanguageModel, Slots,
+from model_gpt import (Attention, BaseConfig, Block, Context, KVCache, LanguageModel,
                        apply_rope, attend, attention_bias, choice, cross_entropy, init_weights,
                        mlp_width, upcast)
 
@@ -59,7 +59,7 @@ class Config(BaseConfig):
     n_loop: int = 3              # R: recursions
     share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")
     router: str = choice("expert", "token", "none")  # none: all take all, the baseline
-    kv: str = choice("recursion", "share", "share_update")  # keys of a recursion
+    kv: str = choice("recursion", "share")  # keys of a recursion
     router_arch: str = choice("linear", "mlp", "wide_mlp")
     router_func: str = ""        # expert: sigmoid, tanh; token: softmax, sigmoid ("": first)
     alpha: float = 0.1           # factor of the gate, not of softmax
@@ -183,11 +183,7 @@ class Subset:
         """The keys and values (B, G, S, D) that the chosen attend to (Section 2.2.2)."""
         if self.cfg.kv == "recursion":
             return k, v
-        first = self.tokens.kv[layer % self.cfg.n_stored]  # F_1's
-        if self.cfg.kv == "share":
-            return first
-        return [self.scatter(x.transpose(1, 2), new.transpose(1, 2)).transpose(1, 2)
-                for x, new in zip(first, (k, v))]  # share_update
+        return self.tokens.kv[layer % self.cfg.n_stored]  # share: F_1's
 
 
 class AllTokens(Context):
@@ -201,11 +197,10 @@ class AllTokens(Context):
         n_real = self.slots.n_new[:, None] if cache else T
         self.chosen = torch.arange(T, device=x.device).expand(B, T) < n_real
         # the context of later recursions (None: this one)
-        kinds = {"recursion": OwnCache, "share": Gathered, "share_update": UpdatedCache}
         if cfg.router == "none":  # all tokens again, with the keys of F_1 or new ones
             self.subset_type = Subset if cfg.kv == "share" else None
         elif cache:  # decoding gathers, fast or not
-            self.subset_type = kinds[cfg.kv]
+            self.subset_type = OwnCache if cfg.kv == "recursion" else Gathered
         else:
             self.subset_type = Gathered if cfg.fast else Subset
 
@@ -372,19 +367,6 @@ class OwnCache(Gathered):
         return self.cache.write(layer % self.cfg.n_stored, k, v, self.slots)
 
 
-class UpdatedCache(Gathered):
-    """kv=share_update: new keys of the chosen replace F_1's in the same slots of the cache."""
-
-    def __init__(self, tokens, r, chosen, n=None):
-        super().__init__(tokens, r, chosen, n)
-        padding = self.index == chosen.numel()
-        slot = self.pos.masked_fill(padding, tokens.cache.max_len)
-        self.slots = Slots(self.pos, tokens.slots.end, chosen.sum(1), slot)
-
-    def extend(self, layer, k, v):
-        return self.tokens.cache.write(layer, k, v, self.slots)
-
-
 class RecursionCache(KVCache):
     """Of the tokens that took one recursion, in order. At first it has room for as many as
     are expected to; it grows where they are more."""
@@ -408,27 +390,17 @@ class Cache(KVCache):
 
         kv=recursion       F_1, of all tokens; later[r - 2]: a RecursionCache for each F_r, r > 1
         kv=share           F_1, which all recursions read
-        kv=share_update    F_1 .. F_R, of all tokens (also kv=recursion without a router)
+        router=none        F_1 .. F_R, of all tokens, if kv=recursion
     """
 
     def __init__(self, cfg, n_loop, batch_size, max_len, device, dtype):
-        self.cfg, routed = cfg, cfg.router != "none"
-        own = routed and cfg.kv == "recursion"
+        own = cfg.router != "none" and cfg.kv == "recursion"
         recursions = 1 if own or cfg.kv == "share" else n_loop
         n_layer = cfg.n_stored * recursions + cfg.n_outside
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer)
         sizes = cfg.sizes(max_len)[1:n_loop] if own else []
         self.later = [RecursionCache(cfg, batch_size, size, device, dtype, cfg.n_stored)
                       for size in sizes]
-        self.updates = routed and cfg.kv == "share_update"
-
-    def write(self, layer, k, v, slots):
-        """share_update: later recursions have F_1's keys until they write their own."""
-        K = self.cfg.n_stored
-        if self.updates and 0 <= layer < K:
-            for later in range(layer + K, len(self.k) - self.cfg.n_outside, K):
-                super().write(later, k, v, slots)
-        return super().write(layer, k, v, slots)
 
     def nbytes(self):
         return super().nbytes() + sum(cache.nbytes() for cache in self.later)

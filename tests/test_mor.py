@@ -47,9 +47,7 @@ class Routed(ByHand):
             if r == 1:
                 self.first.append(kv)
             elif r > 1 and self.cfg.kv != "recursion":
-                own = at if self.cfg.kv == "share_update" else at[:0]
-                kv = [old.index_copy(0, own, new[:len(own)]) for old, new in zip(self.first[i], kv)]
-                seen = None
+                kv, seen = self.first[i], None
             x = self.layer(x, layer, at, *kv, seen)
         return x
 
@@ -156,16 +154,16 @@ def assert_is_by_hand(model, x):
                 assert x.size(1) <= 12 or rms(b) > floor, f"{name}: nothing is compared"
 
 
-EXPERT = [dict(), dict(kv="share", router_func="tanh", alpha=1.0), dict(kv="share_update", n_kv_head=2, qk_norm=True),
+EXPERT = [dict(), dict(kv="share", router_func="tanh", alpha=1.0), dict(n_kv_head=2, qk_norm=True),
           dict(causal="aux_router", router_arch="mlp", kv="share"), dict(share="sequence", router_arch="mlp"),
-          dict(router_arch="wide_mlp", mlp="gelu", n_loop=2, n_layer=6, z_loss=0.02, kv="share_update", pos="none"),
-          dict(share="cycle", kv="share_update", causal="aux_router", router_func="tanh", tie_embeddings=False),
+          dict(router_arch="wide_mlp", mlp="gelu", n_loop=2, n_layer=6, z_loss=0.02, kv="share", pos="none"),
+          dict(share="cycle", kv="share", causal="aux_router", router_func="tanh", tie_embeddings=False),
           dict(share="middle_sequence", n_layer=8, causal="aux_router", n_kv_head=1), dict(n_loop=1, n_layer=3),
           dict(exit_loop=2)]
 TOKEN = [dict(), dict(kv="share", z_loss=0.02, router_func="sigmoid"), dict(share="sequence", balance="loss_free"),
          dict(share="middle_sequence", n_layer=8, router_arch="wide_mlp", router_func="sigmoid", alpha=1.0),
-         dict(kv="share_update", share="cycle", n_loop=2, balance="none", n_kv_head=2, qk_norm=True), dict(exit_loop=2)]
-NONE = [dict(kv="share", n_layer=8), dict(share="sequence"), dict(kv="share_update", share="cycle", n_loop=2)]
+         dict(kv="share", share="cycle", n_loop=2, balance="none", n_kv_head=2, qk_norm=True), dict(exit_loop=2)]
+NONE = [dict(kv="share", n_layer=8), dict(share="sequence"), dict(share="cycle", n_loop=2)]
 ROUTED = [dict(router=name, **sizes) for name, all in (("expert", EXPERT), ("token", TOKEN), ("none", NONE))
           for sizes in all]
 
@@ -209,7 +207,7 @@ def test_a_budget_pays_for_the_warm_up_too():
 
 @pytest.mark.parametrize("sizes", [
     dict(n_kv_head=2, tie_embeddings=False), dict(kv="share", causal="aux_router", capacity_warmup=8),
-    dict(kv="share_update", router_arch="mlp"), dict(router="none", kv="share")], ids=str)
+    dict(router_arch="mlp"), dict(router="none", kv="share")], ids=str)
 def test_only_chosen_tokens_run_and_flops_are_theirs(sizes, monkeypatch):
     """Forward and backward of the fast path, in training, half-way in a capacity warm-up. Attention, written out here
     to be counted, takes all keys that a query is given; the model counts the visible ones, the chosen tokens being
