@@ -1,9 +1,9 @@
 """
 Mixture-of-Recursions (MoR): tied layers in loops; each token takes as many as it needs.
 
-R = n_loop recursions F_1 .. F_R share K blocks; each is K layers, residual streams included:
-F_r(h) = h + .... A router, linear in a token's state h, sends easy tokens through few and hard
-ones through many. share=middle_*: a first and a last layer stand outside, for all tokens.
+R = n_loop recursions F_1 .. F_R share K blocks; each is K layers, residuals included:
+F_r(h) = h + .... A router, linear in a token's state h, sends easy tokens through few
+and hard ones through many. A first and a last layer stand outside, for all tokens.
 
 router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} by a
 score s = w_r . h, in each sequence. A_0 = A_1 = all tokens.
@@ -13,9 +13,8 @@ score s = w_r . h, in each sequence. A_0 = A_1 = all tokens.
 router=token: each token chooses its depth i once, from its state h_1 before F_1.
     p = softmax(W h_1),   i = argmax p
     h <- h_1 + p_i F_i(.. F_1(h_1))                     (2.2)
-The loss balance_weight R sum_i f_i mean(p_i) keeps depths in balance; f_i: the fraction
-of tokens with depth i. loss_free: a bias b in argmax(p + b) moves against f. With
-router_func=sigmoid p is alpha sigmoid(W h_1), here and in the loss.
+The loss balance_weight R sum_i f_i mean(p_i), f_i the fraction of tokens with depth i,
+keeps depths in balance. loss_free: a bias b in argmax(p + b) moves against f.
 
     first -> F_1 (all) -> F_2 (2/3) -> F_3 (1/3) -> last
       a         a            a            a           a
@@ -27,13 +26,13 @@ Decoding. Top k depends on later tokens, so expert choice decodes by s >= 0. The
 aux_weight BCE(s, was it chosen) teaches that to s or, with causal=aux_router, to a
 second router on detached states. In eval mode "ce" is of decoding, "ce_topk" of top k.
 
-Keys and values (Section 2.2.2). Chosen tokens keep their positions. kv=recursion: they
-attend to those that take the same recursion. share: to all, by their keys in F_1.
-share_update, of the authors' code alone: as share, but the chosen have new keys.
+Keys and values (Section 2.2.2). kv=recursion: chosen tokens attend to those that take
+the same recursion. kv=share: to all tokens, by their keys in F_1.
 
 Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the authors' code
-(paper: at every step, 1e-3). Before commit 82c97f2 that code did not tie attention in
-expert choice; all is tied here. Weights start as model_gpt's. No random router (Table 10).
+(paper: at every step, 1e-3). Attention is tied, too (in that code's expert choice since
+commit 82c97f2). Weights start as model_gpt's. kv=share makes keys that nobody reads, 1 %
+of a step. Left out: random routers (Table 10), shared keys with updates (Table 12).
 
 Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, n chosen
 tokens of the fullest row. Recursions count from 1, layers and stored blocks from 0.
@@ -42,27 +41,25 @@ Paper: Bae et al. 2025 (2507.10524); github.com/raymin0223/mixture_of_recursions
 """
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model_gpt import (Attention, BaseConfig, Block, Context, KVCache, LanguageModel, Slots,
-                       apply_rope, attend, attention_bias, choice, cross_entropy, init_weights,
-                       mlp_width, upcast)
+from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, attention_bias,
+                       choice, cross_entropy, init_weights, mlp_width, upcast)
 
 
 @dataclass
 class Config(BaseConfig):
     n_layer: int = 8             # unrolled layers, first and last too
     n_loop: int = 3              # R: recursions
-    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")
+    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")  # Table 5
     router: str = choice("expert", "token", "none")  # none: all take all, the baseline
-    kv: str = choice("recursion", "share", "share_update")  # keys of a recursion
+    kv: str = choice("recursion", "share")  # keys: its own, F_1's
     router_arch: str = choice("linear", "mlp", "wide_mlp")
     router_func: str = ""        # expert: sigmoid, tanh; token: softmax, sigmoid ("": first)
-    alpha: float = 0.1           # factor of the gate, not of softmax
+    alpha: float = 0.1           # factor of sigmoid and tanh
     causal: str = choice("aux_loss", "aux_router")  # expert: what decides in decoding
     aux_weight: float = 0.001    # expert: weight of learning that
     capacity_warmup: int = 0     # expert: steps in which capacities fall (0: none)
@@ -103,14 +100,13 @@ class Config(BaseConfig):
             fits = max(1, self.n_stored) * R + self.n_outside
             raise ValueError(f"n_layer={self.n_layer} does not fit share={self.share} "
                              f"with n_loop={R}: {fits} or {fits + R} would")
-        if self.kv != "recursion" and self.share.endswith("sequence"):
-            raise ValueError(f"kv={self.kv} needs recursions over the same layers: "
-                             f"share=cycle or middle_cycle, not {self.share}")
+        if self.kv == "share" and self.share.endswith("sequence"):
+            raise ValueError("kv=share needs the same layers in all recursions: share=cycle "
+                             f"or middle_cycle, not {self.share}")
         self.n_mlp = self.n_mlp or mlp_width(self)
 
     def capacity(self, r, step=math.inf):
-        """The fraction of all tokens that take recursion r at a training step (token
-        choice: if depths are in balance)."""
+        """The fraction of all tokens that take recursion r (token choice: in balance)."""
         R, kept = self.n_loop, float(self.router == "none")  # kept of those that would drop
         if self.router == "expert" and step < self.capacity_warmup:
             kept = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
@@ -122,7 +118,112 @@ class Config(BaseConfig):
                 for r in range(1, self.n_loop + 1)]
 
 
-# ---- routers, and what they decided ----
+# ---- the method: which tokens take which recursion ----
+
+class MixtureOfRecursions(LanguageModel):
+    """The method. Model, below, has the parts: routers (and aux_routers), or router and
+    balance_bias; gate; layers_of."""
+
+    def expert_choice(self, h, tokens, k):
+        """h (B, T, C) -> h after recursions 1, 2, .., and what expert_loss takes. k: [k_1, ..]
+        or, in decoding, [None, ..]."""
+        active, decisions = tokens.chosen, []  # A_0
+        for r, k_r in enumerate(k, 1):
+            s = decides = self.routers[r - 1](h)[..., 0]  # w_r . h, (B, T)
+            if self.cfg.causal == "aux_router":
+                decides = self.aux_routers[r - 1](h.detach())[..., 0]
+            if r == 1:
+                chosen = active  # A_1
+            elif k_r is None:
+                chosen = active & (decides >= 0)
+            else:
+                top = s.masked_fill(~active, -math.inf).topk(k_r, 1).indices
+                chosen = torch.zeros_like(active).scatter(1, top, True)  # A_r
+            h = self.recursion(r, h, tokens, chosen, s, k_r)  # (2.1)
+            decisions.append((s, decides, active, chosen))
+            active = chosen
+        return h, [torch.stack(x) for x in zip(*decisions)]  # (R, B, T) each
+
+    def expert_loss(self, s, decides, active, chosen):
+        """What is added to the loss, and the BCE in it: means over the tokens that competed
+        (active), summed over the recursions, the first, which takes all, too. decides: the
+        scores that decide in decoding."""
+        mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))  # (R,)
+        bce = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
+        bce, z = mean(bce).sum(), mean(s ** 2).sum()  # of one score, logsumexp(s) = s
+        return self.cfg.aux_weight * bce + self.cfg.z_loss * z, bce
+
+    def token_choice(self, h1, tokens, R):
+        """h_1 (B, T, C) -> h after at most R recursions, and what token_loss takes."""
+        h, (scores, p, depth) = h1, self.choose_depth(h1)
+        for r in range(1, R + 1):
+            h = self.recursion(r, h, tokens, tokens.chosen & (depth >= r))
+        return self.exit(h1, h, p, depth), (scores, p, depth)
+
+    def choose_depth(self, h1):
+        """h_1 (..., C) -> scores and p (..., R), depths 1 .. R (...)."""
+        scores = self.router(h1)
+        p = self.gate(scores)
+        depth = 1 + (p + self.balance_bias).argmax(-1)  # i
+        return scores, p, depth if self.training else depth.clamp(max=self.loops_to_run)
+
+    def exit(self, h1, h, p, depth):
+        return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)  # (2.2)
+
+    def token_loss(self, scores, p, depth):
+        """What is added to the loss, and the balance loss in it."""
+        cfg, R = self.cfg, self.cfg.n_loop
+        f = F.one_hot(depth - 1, R).to(p).mean((0, 1))  # (R,)
+        balance = R * (f * p.mean((0, 1))).sum()
+        weight = cfg.balance_weight if cfg.balance == "loss" else 0.0
+        z = scores.logsumexp(-1).square().mean()
+        return weight * balance + cfg.z_loss * z, balance
+
+    def recursion(self, r, h, tokens, chosen, s=None, k_r=None):
+        """h (B, T, C) -> h with F_r(h) or, given scores s (B, T), h + gate(s) F_r(h) for the
+        chosen tokens (B, T). k_r: at most so many of a sequence (None: not known)."""
+        if tokens.cache and not chosen.any():
+            return h  # in decoding, no token goes on
+        subset = tokens
+        if r > 1 and tokens.subset_type:
+            subset = tokens.subset_type(tokens, r, chosen, k_r)
+        x = y = subset.gather(h)  # h[A_r]
+        for layer, block in enumerate(self.layers_of[r - 1], (r - 1) * self.cfg.n_stored):
+            y = block(y, layer, subset)  # F_r(h[A_r])
+        if s is not None:
+            y = x + (self.gate(subset.gather(s))[..., None] * y).to(h.dtype)
+        return subset.scatter(h, y)
+
+
+class Subset:
+    """The context of a recursion r > 1. Here all tokens run, and results of the chosen (B, T)
+    are kept. Gathered, the fast path, runs the chosen alone."""
+
+    def __init__(self, tokens, r, chosen, k_r):
+        self.cfg, self.tokens, self.chosen = tokens.cfg, tokens, chosen
+        self.rope, self.bias = tokens.rope, tokens.bias
+        if self.cfg.kv == "recursion":
+            distance = tokens.pos[:, :, None] - tokens.pos[:, None]  # (1, T, T)
+            itself = distance == 0  # lest a softmax is empty
+            visible = (distance > 0) & chosen[:, None] | itself
+            self.bias = torch.where(visible, 0.0, -math.inf)[:, None]  # (B, 1, T, T)
+
+    def gather(self, x):
+        """x (B, T, ...) of all tokens -> (B, n, ...) of those that run."""
+        return x
+
+    def scatter(self, x, new):
+        """x (B, T, ...) with new (B, n, ...) for the chosen tokens."""
+        return torch.where(self.chosen[..., None], new, x)
+
+    def extend(self, layer, k, v):
+        """The keys and values (B, G, S, D) that the chosen attend to (Section 2.2.2)."""
+        if self.cfg.kv == "recursion":
+            return k, v
+        return self.tokens.kv[layer % self.cfg.n_stored]  # share: F_1's
+
+
+# ---- the parts: routers, and all tokens ----
 
 class Router(nn.Module):
     """Scores (..., n_out) of states h (..., C)."""
@@ -142,57 +243,13 @@ class Router(nn.Module):
             return upcast(self.layers(h))
 
 
-class Choice(NamedTuple):
-    """What one recursion of expert choice did, (B, T) each."""
-    s: torch.Tensor
-    decides: torch.Tensor  # the scores that decide in decoding
-    active: torch.Tensor  # who competed, A_{r-1}
-    chosen: torch.Tensor  # A_r
-
-
-# ---- what a recursion works on: all tokens, or the chosen ones ----
-
-# A block is called with the number of an unrolled layer. Recursion r has the layers
-# (r-1) K .. r K - 1, with K = 2: F_1 0 1, F_2 2 3, F_3 4 5; so layer % K is the same layer
-# of F_1. The first and the last layer outside are -2 and -1: the last two of a cache.
-
-class Subset:
-    """The context of a recursion r > 1, for the chosen (B, T) of all tokens. This slow path
-    runs all tokens and keeps the results of the chosen. n is for Gathered: how many tokens
-    the fullest row has (None: not known)."""
-
-    def __init__(self, tokens, r, chosen, n=None):
-        self.cfg, self.tokens, self.chosen = tokens.cfg, tokens, chosen
-        self.rope, self.bias = tokens.rope, tokens.bias
-        if self.cfg.kv == "recursion":
-            every = chosen.new_ones(chosen.size(1), chosen.size(1))
-            itself = every.tril().triu()  # lest a softmax is empty
-            visible = every.tril() & chosen[:, None, None] | itself
-            self.bias = torch.where(visible, 0.0, -math.inf)  # (B, 1, T, T)
-
-    def gather(self, x):
-        """x (B, T, ...) of all tokens -> (B, n, ...) of the chosen ones."""
-        return x
-
-    def scatter(self, x, new):
-        """x (B, T, ...) with new (B, n, ...) for the chosen tokens."""
-        chosen = self.chosen.view(*self.chosen.shape, *[1] * (x.dim() - 2))
-        return torch.where(chosen, new, x)
-
-    def extend(self, layer, k, v):
-        """The keys and values (B, G, S, D) that the chosen attend to (Section 2.2.2)."""
-        if self.cfg.kv == "recursion":
-            return k, v
-        first = self.tokens.kv[layer % self.cfg.n_stored]  # F_1's
-        if self.cfg.kv == "share":
-            return first
-        return [self.scatter(x.transpose(1, 2), new.transpose(1, 2)).transpose(1, 2)
-                for x, new in zip(first, (k, v))]  # share_update
-
-
 class AllTokens(Context):
-    """The context of all tokens: that of the first and last layers and of recursion 1.
-    chosen (B, T): which are no padding. kv[layer]: the keys and values attended to."""
+    """The context of the layers outside and of recursion 1. chosen (B, T): which tokens are no
+    padding. kv[layer]: the keys and values attended to.
+
+    A block is called with the number of an unrolled layer. Recursion r has (r-1) K .. r K - 1,
+    with K = 2: F_1 0 1, F_2 2 3, F_3 4 5; so layer % K is the same layer of F_1. The layers
+    outside are -2 and -1: the last two of a cache."""
     gather, scatter = Subset.gather, Subset.scatter
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
@@ -201,100 +258,18 @@ class AllTokens(Context):
         n_real = self.slots.n_new[:, None] if cache else T
         self.chosen = torch.arange(T, device=x.device).expand(B, T) < n_real
         # the context of later recursions (None: this one)
-        kinds = {"recursion": OwnCache, "share": Gathered, "share_update": UpdatedCache}
-        if cfg.router == "none":  # all tokens again, with the keys of F_1 or new ones
+        if cfg.router == "none":
             self.subset_type = Subset if cfg.kv == "share" else None
-        elif cache:  # decoding gathers, fast or not
-            self.subset_type = kinds[cfg.kv]
-        else:
-            self.subset_type = Gathered if cfg.fast else Subset
+        elif cache and cfg.kv == "recursion":
+            self.subset_type = OwnCache
+        else:  # decoding gathers, fast or not
+            self.subset_type = Gathered if cfg.fast or cache else Subset
 
     def extend(self, layer, k, v):
         if self.cache:
             k, v = self.cache.write(layer, k, v, self.slots)
         self.kv[layer] = k, v
         return k, v
-
-
-# ---- the method: which tokens take which recursion ----
-
-class Recursions(LanguageModel):
-    """The method. Model, below, adds the parts: routers (and aux_routers), or router and
-    balance_bias; gate; layers_of."""
-
-    def expert_choice(self, h, tokens, R, k=None):
-        """h (B, T, C) -> h after R recursions, and a Choice of each. Recursion r takes the
-        k_r = k[r - 1] best tokens of a sequence or, without k, those that decide >= 0."""
-        cfg, active, routing = self.cfg, tokens.chosen, []  # A_0
-        for r in range(1, R + 1):
-            s = decides = self.routers[r - 1](h)[..., 0]  # w_r . h, (B, T)
-            if cfg.causal == "aux_router":
-                decides = self.aux_routers[r - 1](h.detach())[..., 0]
-            if r == 1:
-                chosen = active  # A_1
-            elif k:
-                top = s.masked_fill(~active, -math.inf).topk(k[r - 1], 1).indices
-                chosen = torch.zeros_like(active).scatter(1, top, True)  # A_r
-            else:
-                chosen = active & (decides >= 0)
-            if tokens.cache and not chosen.any():
-                break  # no token goes on
-            gate = self.gate(s)[..., None]  # alpha sigmoid(s)
-            h = self.recursion(r, h, tokens, chosen, gate, k[r - 1] if k else None)  # (2.1)
-            routing.append(Choice(s, decides, active, chosen))
-            active = chosen
-        return h, routing
-
-    def expert_loss(self, routing):
-        """What is added to the loss, and the BCE in it: sums over the recursions (the first,
-        which takes all, too) of means over the tokens that competed."""
-        bce = z = 0.0
-        for s, decides, active, chosen in routing:
-            each = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
-            bce = bce + (active * each).sum() / active.sum()
-            z = z + (active * s ** 2).sum() / active.sum()  # of one score, logsumexp(s) = s
-        return self.cfg.aux_weight * bce + self.cfg.z_loss * z, bce
-
-    def token_choice(self, h1, tokens, R):
-        """h_1 (B, T, C) -> h after each token's recursions, and (scores, p, depths)."""
-        h, (scores, p, depth) = h1, self.choose_depth(h1)
-        for r in range(1, R + 1):
-            chosen = tokens.chosen & (depth >= r)
-            if tokens.cache and not chosen.any():
-                break  # no token goes on
-            h = self.recursion(r, h, tokens, chosen)
-        return self.exit(h1, h, p, depth), (scores, p, depth)
-
-    def choose_depth(self, h1):
-        """h_1 (..., C) -> scores and p (..., R), depths 1 .. R (...)."""
-        scores = self.router(h1)
-        p = self.gate(scores)
-        depth = 1 + (p + self.balance_bias).argmax(-1)  # i
-        return scores, p, depth if self.training else depth.clamp(max=self.loops_to_run)
-
-    def exit(self, h1, h, p, depth):
-        return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)  # (2.2)
-
-    def token_loss(self, scores, p, depth):
-        """What is added to the loss, and the balance loss in it."""
-        cfg, R = self.cfg, self.cfg.n_loop
-        f = [(depth == i).to(p.dtype).mean() for i in range(1, R + 1)]
-        balance = R * sum(f_i * p_i.mean() for f_i, p_i in zip(f, p.unbind(-1)))
-        weight = cfg.balance_weight if cfg.balance == "loss" else 0.0
-        z = scores.logsumexp(-1).square().mean()
-        return weight * balance + cfg.z_loss * z, balance
-
-    def recursion(self, r, h, tokens, chosen, gate=None, n=None):
-        """h (B, T, C) with F_r(h) or, with a gate (B, T, 1), h + gate F_r(h), of the chosen."""
-        subset = tokens
-        if r > 1 and tokens.subset_type:
-            subset = tokens.subset_type(tokens, r, chosen, n)
-        x = y = subset.gather(h)  # h[A_r]
-        for layer, block in enumerate(self.layers_of[r - 1], (r - 1) * self.cfg.n_stored):
-            y = block(y, layer, subset)  # F_r(h[A_r])
-        if gate is not None:
-            y = x + (subset.gather(gate) * y).to(h.dtype)
-        return subset.scatter(h, y)
 
 
 # ---- the fast path ----
@@ -307,13 +282,13 @@ class Gathered(Subset):
                 4 5 6 7            x x x .           4 5 6
 
     index (B, n) counts all B T = 8 tokens, and 8 is padding: gather reads some token for it,
-    scatter writes it to a spare row that is cut off. Under torch.compile n = T where it is
-    not known, so that token choice saves nothing."""
+    scatter writes it to a spare row that is cut off."""
 
-    def __init__(self, tokens, r, chosen, n=None):
-        self.cfg, self.tokens = tokens.cfg, tokens
+    def __init__(self, tokens, r, chosen, k_r):
+        self.cfg, self.tokens, n = tokens.cfg, tokens, k_r
         (B, T), device = chosen.shape, chosen.device
-        if n is None:  # under torch.compile no shape may depend on data
+        if n is None:
+            # compiled, no shape may depend on data, and token choice saves nothing
             n = T if torch.compiler.is_compiling() else max(1, int(chosen.sum(1).max()))
         column = torch.where(chosen, torch.arange(T, device=device), T)
         column = column.topk(n, 1, largest=False).values  # (B, n), ascending; T is padding
@@ -322,10 +297,10 @@ class Gathered(Subset):
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                      for x in tokens.rope]  # (B, 1, n, D / 2)
         self.bias = None  # kv=recursion: causal, which hides the padding behind, too
-        if self.cfg.kv != "recursion":
-            self.pos = self.gather(tokens.pos.expand(B, T))
+        if self.cfg.kv == "share":
             n_keys = tokens.slots.end if tokens.cache else T
-            self.bias = attention_bias(self.pos, torch.arange(n_keys, device=device))
+            pos = self.gather(tokens.pos.expand(B, T))
+            self.bias = attention_bias(pos, torch.arange(n_keys, device=device))
 
     def gather(self, x):
         x = x.flatten(0, 1)
@@ -338,30 +313,14 @@ class Gathered(Subset):
         return flat[:-1].view(x.shape)
 
 
-class QueryAttention(Attention):
-    """kv=share: after recursion 1 no keys and values are made, as extend drops them."""
-
-    def forward(self, x, layer, context):
-        if not isinstance(context, Subset):
-            return super().forward(x, layer, context)
-        q = self.wq(x).unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
-        q = self.q_norm(q)  # (B, H, n, D)
-        if context.rope:
-            q = apply_rope(q, *context.rope)
-        k, v = context.extend(layer, None, None)  # F_1's
-        dropout = self.cfg.dropout if self.training else 0.0
-        y = attend(q, k, v, context.bias, self.cfg.fast, dropout)
-        return self.wo(y.transpose(1, 2).flatten(2))  # (B, n, C)
-
-
-# ---- decoding (with kv=share the chosen have no keys to be cached: Gathered does) ----
+# ---- decoding (with kv=share Gathered does: F_1's keys are cached) ----
 
 class OwnCache(Gathered):
-    """kv=recursion: the keys and values of the chosen go to a cache of the recursion, slot
-    after slot without gaps."""
+    """kv=recursion: keys and values of the chosen go to the recursion's own cache, slot after
+    slot without gaps."""
 
-    def __init__(self, tokens, r, chosen, n=None):
-        super().__init__(tokens, r, chosen, n)
+    def __init__(self, tokens, r, chosen, k_r):
+        super().__init__(tokens, r, chosen, k_r)
         self.cache = tokens.cache.later[r - 2]
         self.slots = self.cache.place(self.index.size(1), chosen.sum(1), tokens.cache.max_len)
         # slots are in order of positions, so the causal mask compares slots
@@ -372,26 +331,13 @@ class OwnCache(Gathered):
         return self.cache.write(layer % self.cfg.n_stored, k, v, self.slots)
 
 
-class UpdatedCache(Gathered):
-    """kv=share_update: new keys of the chosen replace F_1's in the same slots of the cache."""
-
-    def __init__(self, tokens, r, chosen, n=None):
-        super().__init__(tokens, r, chosen, n)
-        padding = self.index == chosen.numel()
-        slot = self.pos.masked_fill(padding, tokens.cache.max_len)
-        self.slots = Slots(self.pos, tokens.slots.end, chosen.sum(1), slot)
-
-    def extend(self, layer, k, v):
-        return self.tokens.cache.write(layer, k, v, self.slots)
-
-
 class RecursionCache(KVCache):
-    """Of the tokens that took one recursion, in order. At first it has room for as many as
-    are expected to; it grows where they are more."""
+    """Of the tokens that took one recursion, in order. It grows where they are more than
+    expected."""
 
     def place(self, n, n_new, most):
-        """As KVCache's, with room for `most` tokens if need be. Advances here, before write,
-        as nothing else does: write uses only slots.at and slots.end of ragged rows."""
+        """As KVCache's, with room for `most` tokens if need be. Counts the new ones at once:
+        write reads slots.at and slots.end alone."""
         if int((self.lengths + n_new).max()) > self.max_len:
             more = 0, 0, 0, most + 1 - self.max_len  # the last slot is padding's
             with torch.inference_mode(False):  # as in KVCache
@@ -404,31 +350,17 @@ class RecursionCache(KVCache):
 
 
 class Cache(KVCache):
-    """k[layer], v[layer] of the layers outside and of these recursions:
-
-        kv=recursion       F_1, of all tokens; later[r - 2]: a RecursionCache for each F_r, r > 1
-        kv=share           F_1, which all recursions read
-        kv=share_update    F_1 .. F_R, of all tokens (also kv=recursion without a router)
-    """
+    """Of all tokens in F_1 and the layers outside. With kv=recursion also: router=none F_2 ..
+    F_R, else later[r - 2], a RecursionCache for each F_r."""
 
     def __init__(self, cfg, n_loop, batch_size, max_len, device, dtype):
-        self.cfg, routed = cfg, cfg.router != "none"
-        own = routed and cfg.kv == "recursion"
+        own = cfg.router != "none" and cfg.kv == "recursion"
         recursions = 1 if own or cfg.kv == "share" else n_loop
         n_layer = cfg.n_stored * recursions + cfg.n_outside
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer)
         sizes = cfg.sizes(max_len)[1:n_loop] if own else []
         self.later = [RecursionCache(cfg, batch_size, size, device, dtype, cfg.n_stored)
                       for size in sizes]
-        self.updates = routed and cfg.kv == "share_update"
-
-    def write(self, layer, k, v, slots):
-        """share_update: later recursions have F_1's keys until they write their own."""
-        K = self.cfg.n_stored
-        if self.updates and 0 <= layer < K:
-            for later in range(layer + K, len(self.k) - self.cfg.n_outside, K):
-                super().write(later, k, v, slots)
-        return super().write(layer, k, v, slots)
 
     def nbytes(self):
         return super().nbytes() + sum(cache.nbytes() for cache in self.later)
@@ -441,7 +373,7 @@ class Cache(KVCache):
 
 # ---- the model ----
 
-class Model(Recursions):
+class Model(MixtureOfRecursions):
     context_type = AllTokens
     runs_blocks_once = False
 
@@ -456,8 +388,7 @@ class Model(Recursions):
             self.routers = routers()
             if cfg.causal == "aux_router":
                 self.aux_routers = routers()
-            # what an evaluation reports beside ce
-            self.eval_metrics = ["ce_topk", "router_accuracy", *depths]
+            self.eval_metrics = ["ce_topk", "router_accuracy", *depths]  # beside ce
         elif cfg.router == "token":
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
@@ -473,9 +404,9 @@ class Model(Recursions):
         self.set_step(math.inf)
 
     def make_block(self, cfg, number):
-        """The shared block (or first, or last one) of this number, from 0; of a fork, any
+        """The shared (or first, or last) block of this number, from 0. A fork may return any
         module that is called as block(h, layer, context)."""
-        return Block(cfg, QueryAttention if cfg.fast and cfg.kv == "share" else Attention)
+        return Block(cfg)
 
     @property
     def loops_to_run(self):
@@ -487,68 +418,67 @@ class Model(Recursions):
         cfg = self.cfg
         if targets is None or cache is not None or idx.numel() == 0 or cfg.router == "none":
             return super().forward(idx, targets, cache, n_valid)
-        h, depth, routing = self.states(idx, top_k=self.training)
+        h, depth, decisions = self.states(idx, top_k=self.training)
         logits = upcast(self.head(h))
         ce = cross_entropy(logits, targets)
         aux = {"ce": ce}
-        aux |= {f"depth{d}": (depth == d).float().mean() for d in range(1, cfg.n_loop + 1)}
         if cfg.router == "expert" and not self.training:
             # top k's choices are the labels of the BCE
-            h_top, _, routing = self.states(idx, top_k=True)
+            h_top, _, decisions = self.states(idx, top_k=True)
             aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
         if cfg.router == "expert":
-            added, aux["aux"] = self.expert_loss(routing)
-            aux |= self.expert_metrics(routing)
+            added, aux["aux"] = self.expert_loss(*decisions)
         else:
-            added, aux["balance"] = self.token_loss(*routing)
-            aux |= self.token_metrics(*routing)
+            added, aux["balance"] = self.token_loss(*decisions)
+        aux |= self.metrics(depth, decisions)
         loss = ce + added if self.training else ce
         return logits, loss, {name: x.detach() for name, x in aux.items()}
 
-    def expert_metrics(self, routing):
-        """How often the decoding rule decides as top k did, in recursions that choose."""
-        right = decided = torch.zeros_like(routing[0].s[0, 0])
-        for _, decides, active, chosen in routing[1:]:
-            right = right + (active & ((decides >= 0) == chosen)).sum()
-            decided = decided + active.sum()
-        return {"router_accuracy": right / decided.clamp(min=1)}
-
-    def token_metrics(self, scores, p, depth):
-        """maxvio: (the fullest depth's tokens - the mean) / the mean (Table 11)."""
-        R, p = self.cfg.n_loop, p.flatten(0, -2)  # (B T, R)
+    def metrics(self, depth, decisions):
+        """What is logged beside losses: fractions of tokens by depth, Tables 10 and 11."""
+        R = self.cfg.n_loop
         f = [(depth == d).float().mean() for d in range(1, R + 1)]
-        entropy = torch.special.entr((p / p.sum(-1, keepdim=True)).mean(0)).sum()
-        return {"entropy": entropy, "maxvio": R * torch.stack(f).max() - 1}
+        logged = {f"depth{d}": fraction for d, fraction in enumerate(f, 1)}
+        if self.cfg.router == "expert":
+            # where recursions choose: does decoding decide as top k did?
+            _, decides, active, chosen = (x[1:] for x in decisions)
+            right = active & ((decides >= 0) == chosen)
+            logged["router_accuracy"] = right.sum() / active.sum().clamp(min=1)
+        else:
+            _, p, _ = decisions
+            p = (p / p.sum(-1, keepdim=True)).mean((0, 1))  # (R,)
+            logged["entropy"] = torch.special.entr(p).sum()
+            # (the fullest depth's tokens - the mean) / the mean
+            logged["maxvio"] = R * torch.stack(f).max() - 1
+        return logged
 
     def hidden(self, idx, cache=None, n_valid=None):
-        top_k = self.training and cache is None
-        return self.states(idx, top_k, cache, n_valid)[0]
+        return self.states(idx, self.training and cache is None, cache, n_valid)[0]
 
     def states(self, idx, top_k, cache=None, n_valid=None):
         """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the router
-        did, for its loss. top_k: expert choice as in training, else as in decoding."""
+        decided, for its loss. top_k: expert choice as in training, else as in decoding."""
         cfg, h, T = self.cfg, self.drop(self.wte(idx)), idx.size(1)
         R = cfg.n_loop if self.training else self.loops_to_run
         tokens = self.context_type(cfg, h, cache, n_valid)
         for block in self.first:
             h = block(h, -2, tokens)
         if cfg.router == "expert":
-            # self.k is cfg.sizes(T, self.step), as set_step has told torch.compile of it
-            k = self.k if T == cfg.block_size else cfg.sizes(T, self.step)
-            h, routing = self.expert_choice(h, tokens, R, k if top_k else None)
-            depth = sum(each.chosen.long() for each in routing)
+            k = self.sizes if T == cfg.block_size else cfg.sizes(T, self.step)  # see set_step
+            h, decisions = self.expert_choice(h, tokens, k[:R] if top_k else [None] * R)
+            depth = decisions[-1].sum(0)
         elif cfg.router == "token":
-            h, routing = self.token_choice(h, tokens, R)
-            _, _, depth = routing
+            h, decisions = self.token_choice(h, tokens, R)
+            depth = decisions[-1]
         else:
-            depth, routing = tokens.chosen * R, None
+            depth, decisions = tokens.chosen * R, None
             for r in range(1, R + 1):
                 h = self.recursion(r, h, tokens, tokens.chosen)
         for block in self.last:
             h = block(h, -1, tokens)
         if cache is not None:
             cache.advance(tokens.slots)
-        return self.norm(h), depth, routing
+        return self.norm(h), depth, decisions
 
     @torch.no_grad()
     def recursions(self, idx):
@@ -559,61 +489,64 @@ class Model(Recursions):
         return Cache(self.cfg, self.loops_to_run, *self.cache_sizes(batch_size, max_len))
 
     def set_step(self, step):
-        """For the capacity warm-up: k_1 .. k_R of a whole sequence at this step."""
-        self.step, self.k = step, self.cfg.sizes(self.cfg.block_size, step)
+        """For the capacity warm-up: k_1 .. k_R of a whole block at this step. torch.compile
+        takes them for symbols, and so compiles no graph for each value."""
+        self.step, self.sizes = step, self.cfg.sizes(self.cfg.block_size, step)
         if self.cfg.capacity_warmup:
-            # for torch.compile self.k's ints are symbols: one graph, not one for each value
             torch.compiler.config.allow_unspec_int_on_nn_module = True
 
     @torch.no_grad()
     def end_step(self, logged):
         """loss_free moves biases against f, which is logged over all processes."""
-        cfg, R = self.cfg, self.cfg.n_loop
+        cfg = self.cfg
         if cfg.router == "token" and cfg.balance == "loss_free":
-            f = torch.tensor([logged[f"depth{d}"] for d in range(1, R + 1)])
-            excess = (f - 1 / R).round(decimals=6)  # 0 if only rounding differs
+            f = torch.tensor([logged[f"depth{d}"] for d in range(1, cfg.n_loop + 1)])
+            excess = (f - 1 / cfg.n_loop).round(decimals=6)  # 0 if only rounding differs
             self.balance_bias -= cfg.balance_rate * excess.sign().to(self.balance_bias)
 
     def flops_per_token(self, step=math.inf):
         """As in model_gpt; a layer's count for the fraction of tokens that take it."""
-        weights = self.head.weight.numel()
-        weights += sum(p.numel() for name, p in self.named_parameters() if "router" in name)
-        flops = 6.0 * weights + self.cfg.n_outside * self.layer_flops(1, 1.0)
-        for r in range(1, self.cfg.n_loop + 1):
-            flops += self.cfg.n_stored * self.layer_flops(r, self.cfg.capacity(r, step))
+        cfg, routers = self.cfg, [p for n, p in self.named_parameters() if "router" in n]
+        flops = 6.0 * sum(p.numel() for p in [self.head.weight, *routers])
+        flops += cfg.n_outside * self.layer_flops(1, 1.0)
+        for r in range(1, cfg.n_loop + 1):
+            flops += cfg.n_stored * self.layer_flops(r, cfg.capacity(r, step))
         return flops
 
     def layer_flops(self, r, fraction):
         """Of a layer of recursion r that this fraction of tokens takes."""
-        block, cfg = self.blocks[0], self.cfg
-        weights = sum(p.numel() for p in block.parameters() if p.dim() == 2)
-        if r > 1 and cfg.kv == "share":
-            weights -= block.attn.wk.weight.numel() + block.attn.wv.weight.numel()
+        attn, cfg = self.blocks[0].attn, self.cfg
+        weights = self.block_weights() / cfg.n_stored
+        if r > 1 and cfg.kv == "share":  # keys that nobody reads: no backward pass
+            weights -= 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
         keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
-        visible, width = (keys + 1) / 2, cfg.n_head * cfg.head_dim
-        return fraction * (6.0 * weights + 12.0 * width * visible)
+        width = cfg.n_head * cfg.head_dim
+        return fraction * (6.0 * weights + 12.0 * width * (keys + 1) / 2)
 
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start from the weights of a model_gpt of the same sizes: its first and last layer, and
-    for each stored block one of the layers between or, with init=average, the mean of those
-    that it stands for (Table 9). If the source has another depth, n_layer of its layers are
-    taken, evenly spaced."""
-    cfg, target, K = model.cfg, model.state_dict(), model.cfg.n_stored
-    for name in [name for name in weights if not name.startswith("blocks.")]:
-        target[name].copy_(weights[name])
-    inner = range(cfg.n_layer)[cfg.n_outside // 2:cfg.n_layer - cfg.n_outside // 2]
-    block_of = list(zip(inner, sum(model.layers_of, [])))  # of each inner layer
-    uses = [[layer for layer, other in block_of if other is block] for block in model.blocks]
-    spaced = [round(inner[0] + k * (len(inner) - 1) / max(1, K - 1)) for k in range(K)]
-    random = [inner[i] for i in torch.randperm(len(inner))[:K]]
-    one = {"stepwise": spaced, "lower": inner[:K], "upper": inner[-K:], "random": random}
-    layers = uses if cfg.init == "average" else [[layer] for layer in one[cfg.init]]
-    if cfg.n_outside:
-        layers += [[0], [cfg.n_layer - 1]]
-    depth = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    """Start from the weights of a model_gpt of the same sizes. If it has another depth,
+    n_layer of its layers are taken, evenly spaced."""
+    cfg, layers = model.cfg, layers_for_shared(model) + [[0], [model.cfg.n_layer - 1]]
+    rest = {name: w for name, w in weights.items() if not name.startswith("blocks.")}
+    model.load_state_dict(rest, strict=False)
+    depth = len({name.split(".")[1] for name in weights.keys() - rest.keys()})
     source = lambda layer: round(layer * (depth - 1) / max(1, cfg.n_layer - 1))
     for block, its in zip([*model.blocks, *model.first, *model.last], layers):
         for name, p in block.named_parameters():
             p.copy_(sum(weights[f"blocks.{source(layer)}.{name}"] for layer in its) / len(its))
+
+
+def layers_for_shared(model):
+    """The unrolled layers whose mean each shared block starts from (Table 9)."""
+    cfg, K, outside = model.cfg, model.cfg.n_stored, model.cfg.n_outside // 2
+    inner = range(outside, cfg.n_layer - outside)
+    if cfg.init == "average":  # those that it stands for
+        uses = list(zip(inner, sum(model.layers_of, [])))
+        return [[layer for layer, used in uses if used is block] for block in model.blocks]
+    gap = (len(inner) - 1) / max(1, K - 1)
+    one = {"stepwise": [round(inner[0] + k * gap) for k in range(K)],
+           "lower": inner[:K], "upper": inner[-K:],
+           "random": [inner[i] for i in torch.randperm(len(inner))[:K]]}
+    return [[layer] for layer in one[cfg.init]]

@@ -12,7 +12,7 @@ CASES = [("gpt", {}), ("gpt", dict(pos="alibi", window=5)), ("rt", {}), ("rt", d
          ("lrt", dict(source=2)), ("lrt", dict(memory=False)),
          ("relaxed", dict(n_loop=2, rank=2, early_exit="weighted")),
          ("mor", dict(LOOPS, kv="share", causal="aux_router", capacity_warmup=8)),
-         ("mor", dict(LOOPS, router="token", kv="share_update", balance="loss_free"))]
+         ("mor", dict(LOOPS, router="token", kv="share", balance="loss_free"))]
 MORE = [("rat", dict(chunk=4)), ("rat", dict(mixer="rnn")), ("rat", dict(mixer="attention")),
         ("relaxed", dict(n_loop=2, rank=2)), ("mor", dict(LOOPS, router="none")), ("mor", LOOPS),
         ("mor", dict(LOOPS, router="token"))]

@@ -32,9 +32,9 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
                    dict(recurrent=False, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True, head_dim=12)],
             "mor": [dict(kv="share", n_kv_head=2, qk_norm=True, causal="aux_router", router_arch="mlp",
                          head_dim=12),
-                    dict(router="token", kv="share_update", share="cycle", n_layer=6),
+                    dict(router="token", kv="share", share="cycle", n_layer=6),
                     dict(router="token", share="middle_sequence", n_layer=6, n_loop=2, pos="none", balance="loss_free"),
-                    dict(n_layer=6, n_loop=2, kv="share_update", router_func="tanh", tie_embeddings=False, mlp="gelu"),
+                    dict(n_layer=6, n_loop=2, router_func="tanh", tie_embeddings=False, mlp="gelu"),
                     dict(router="none", n_layer=6, share="sequence")]}
 
 
