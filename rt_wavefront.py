@@ -120,12 +120,12 @@ Step = namedtuple("Step", "s lo hi")  # layers l = lo .. hi - 1 compute their ch
 
 
 class Wavefront:
-    """L layers over x (B, T, d), after S cached tokens: sizes, order, tables. Layer l reads
-    states[l] and writes states[l + 1], states (L + 1, length, B, d), where the B rows of a
-    position are a product's rows. length is T in whole chunks: the padding is behind all tokens."""
+    """L layers over x (B, T, d): sizes, order, tables. Layer l reads states[l] and writes
+    states[l + 1], states (L + 1, length, B, d), where the B rows of a position are a product's
+    rows. length is T in whole chunks: the padding is behind all tokens."""
 
-    def __init__(self, cfg, x, L, S=0):
-        self.cfg, self.L, self.S = cfg, L, S
+    def __init__(self, cfg, x, L):
+        self.cfg, self.L = cfg, L
         self.B, self.T, self.d = x.shape
         self.H, self.G, self.D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
         self.chunks = math.ceil(self.T / cfg.chunk)
@@ -134,7 +134,7 @@ class Wavefront:
         self.dtype = compute_dtype(x)  # of products' operands: autocast's, where it is on
         self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums and gradients
         self.scale = self.D ** -0.5
-        self.pos = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
+        self.pos = torch.arange(self.length, device=x.device, dtype=torch.int32)
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.wide)
@@ -143,7 +143,9 @@ class Wavefront:
         bias = attention_bias(pos[None], pos, 0, self.slopes, self.wide)[0]
         self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
         if cfg.pos == "rope":
-            tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.wide)
+            if self.T > cfg.block_size:
+                raise ValueError(f"{self.T} tokens are more than block_size={cfg.block_size}")
+            tables = rope_tables(self.pos, self.D, cfg.rope_theta, self.wide)
             # (L, length, 1, 1, D / 2); no expand: diagonal needs a stride from layer to layer
             self.tables = [u[:, None, None].repeat(L, 1, 1, 1, 1) for u in tables]
 
@@ -212,23 +214,20 @@ class Wavefront:
 
     def earlier(self, l, step):
         """How many keys come before layer l's chunk; positions and slopes for attend."""
-        n = self.S + (step.s - l) * self.C
+        n = (step.s - l) * self.C
         return n, (self.pos[n:n + self.C], self.pos[:n], self.slopes)
 
 
 # ---- the forward pass ----
 
-def forward(run, x, w, past=()):
-    """All layers on x (B, T, d): states (L + 1, length, B, d), and the persistent pairs, cached
-    ones first: k and v in one tensor (2, L, B, G, S + length, D)."""
+def forward(run, x, w):
+    """All layers on x (B, T, d): states (L + 1, length, B, d), and the persistent pairs, k and v
+    in one tensor (2, L, B, G, length, D)."""
     w = w.to(run.dtype)
     states = x.new_empty(run.L + 1, run.length, run.B, run.d)
     states[0, :run.T] = x.transpose(0, 1)
     states[0, run.T:] = x[:, -1]  # padding: any finite numbers
-    size = run.S + run.length
-    pairs = x.new_empty(2, run.L, run.B, run.G, size, run.D, dtype=run.dtype)
-    for l, (k, v) in enumerate(past):
-        pairs[0, l, :, :, :run.S], pairs[1, l, :, :, :run.S] = k, v
+    pairs = x.new_empty(2, run.L, run.B, run.G, run.length, run.D, dtype=run.dtype)
     for step in run.steps():
         forward_step(run, states, pairs, w.of_layers(step.lo, step.hi), step)
     return states, pairs
@@ -253,7 +252,7 @@ def forward_step(run, states, pairs, w, step):
         ys.append(y_i)
     run.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
     for buffer, new in zip(pairs, (attention.k, attention.v)):
-        view = run.diagonal(buffer[..., run.S:, :], step, 3)     # (A, B, G, C, D)
+        view = run.diagonal(buffer, step, 3)     # (A, B, G, C, D)
         view.copy_(new.view(view.shape))
 
 
@@ -463,19 +462,19 @@ class ChunkBackward:
 
 # ---- all layers as one function ----
 
+@torch.compiler.disable  # it would unroll the loop over positions
 def run_layers(cfg, blocks, x):
     """The layers `blocks` on x (B, T, d) -> (B, T, d), differentiable."""
     return Layers.apply(cfg, x, *stack_weights(cfg, blocks))
 
 
-def prefill(cfg, blocks, x, past):
-    """The same after S cached tokens, of which past has each layer's k, v (B, G, S, D).
-    Returns y (B, T, d), and the new persistent pairs k, v (L, B, G, T, D). No gradients; no
-    CUDA graph, as the next prompt has another length."""
-    run = Wavefront(cfg, x, len(blocks), S=past[0][0].size(2))
+def prefill(cfg, blocks, x):
+    """The same, and the persistent pairs k, v (L, B, G, T, D). No gradients; no CUDA graph, as
+    the next prompt has another length."""
+    run = Wavefront(cfg, x, len(blocks))
     with torch.autocast(x.device.type, enabled=False):
-        states, pairs = forward(run, x, stack_weights(cfg, blocks), past)
-    return states[-1, :run.T].transpose(0, 1), *pairs[..., run.S:run.S + run.T, :]
+        states, pairs = forward(run, x, stack_weights(cfg, blocks))
+    return states[-1, :run.T].transpose(0, 1), *pairs[..., :run.T, :]
 
 
 class Layers(torch.autograd.Function):
