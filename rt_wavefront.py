@@ -1,9 +1,9 @@
 """
-The wavefront: the fast schedule of the Recurrent Transformer (read model_rt.py first).
+The wavefront, RT's fast schedule (read model_rt.py first).
 
 Positions are cut into chunks of C. Chunk c of layer l needs chunk c of layer l - 1, its input,
-and chunk c - 1 of its own layer, its keys and values. So all (l, c) with l + c = s run at the
-same time, in step s. The steps of three layers, four chunks:
+and chunk c - 1 of its own layer, its keys and values. So all (l, c) with l + c = s run at once,
+in step s. The steps of three layers, four chunks:
 
            chunk   0 1 2 3
         layer 2    2 3 4 5      a chunk needs the one below it and the one to its left;
@@ -14,12 +14,12 @@ That is T + (L - 1) C positions one after the other, not L T, and a product is o
 layers of a step. This is ours. The paper's are: to save x and y alone (section 6.1); CUDA graphs
 (6.2); a reverse loop of (B1) to (B6) alone (6.4).
 
-Forward, a step, by model_rt's numbers. All positions of a chunk at once: (1), and attention to
-the temporary pair and all earlier chunks. Then one position after the other: (2), where an
-online softmax adds the chunk's own pairs so far, and (3), (4), (5).
+A forward step, by model_rt's numbers. All positions of a chunk at once: (1), and attention to
+the temporary pair and all earlier chunks. Then position by position: (2), where an online
+softmax adds the chunk's own pairs so far, and (3), (4), (5).
 
-Backward. First all persistent pairs again, from y. Then a step; all positions of a chunk at
-once: (1), the weights p_ij of attention, a, and u = W_up n2(z). From the chunk's last position
+Before the backward steps: all persistent pairs again, from y. A step, all positions at once:
+(1), the weights p_ij of attention, a, and u = W_up n2(z). Then from the chunk's last position
 to its first (M.T is M transposed):
 
     ds_ij = p_ij (da_i . v_j - delta_i)                    (B1)  of later queries i > j
@@ -29,7 +29,7 @@ to its first (M.T is M transposed):
     dz_j  = g_j + J_z.T W_up.T du_j                        (B5)
     da_j  = Wo.T dz_j    delta_j = da_j . a_j              (B6)
 
-In (B2), later chunks have added their part already. Then all positions at once; ^ marks the
+In (B2), later chunks have added their part before. Then all positions at once; ^ marks the
 temporary pair, ds^_i is (B1) with its p and v:
 
     dq_i  = (sum_{j < i} ds_ij k_j + ds^_i k^_i) / sqrt(D)   (B7)
@@ -65,13 +65,13 @@ NormParts = namedtuple("NormParts", "n r")  # of a norm n = x r, for (B11)
 
 
 class Weights(NamedTuple):
-    """The layers' matrices, stacked."""
+    """The layers' weights, stacked."""
     qkv: torch.Tensor       # (L, (H + 2 G) D, d), times the weight of n1
     out: torch.Tensor       # (L, d, H D)
     up: torch.Tensor        # (L, M, d), times the weight of n2
     down: torch.Tensor      # (L, d, M)
-    nq: torch.Tensor        # (L, 1, H D), the weight of nq; (L, 1, 0) without QK-norm
-    nk: torch.Tensor        # (L, 1, G D), that of nk
+    nq: torch.Tensor        # (L, 1, H D); (L, 1, 0) without QK-norm
+    nk: torch.Tensor        # (L, 1, G D)
 
     def of_layers(self, lo, hi):
         return Weights(*(weight[lo:hi] for weight in self))
@@ -109,7 +109,7 @@ def norm_parts(x, eps):
 
 # ---- what both passes share ----
 
-Step = namedtuple("Step", "s lo hi")  # layers l = lo .. hi - 1 compute their chunks c = s - l
+Step = namedtuple("Step", "s lo hi")  # chunk s - l of layers l = lo .. hi - 1
 
 
 class Wavefront:
@@ -125,14 +125,15 @@ class Wavefront:
         self.length = chunks * self.C
         self.steps = [Step(s, lo=max(0, s + 1 - chunks), hi=min(L, s + 1))
                       for s in range(chunks + L - 1)]
-        self.dtype = compute_dtype(x)  # of products' operands: autocast's, where it is on
-        self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums and gradients
+        self.kv = slice(self.H * self.D, None)  # Wk and Wv in the rows of qkv
+        self.dtype = compute_dtype(x)  # of products: autocast's, where it is on
+        self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums
         self.scale = self.D ** -0.5
         self.pos = torch.arange(self.length, device=x.device, dtype=torch.int32)
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.wide)
-        # inside a chunk: ALiBi, and -inf unless the key is earlier, (H or 1, C, C)
+        # in a chunk, (H or 1, C, C): ALiBi, and -inf unless the key is earlier
         pos = self.pos[:self.C]
         bias = attention_bias(pos[None], pos, 0, self.slopes, self.wide)[0]
         self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
@@ -140,12 +141,12 @@ class Wavefront:
             if self.T > cfg.block_size:
                 raise ValueError(f"{self.T} tokens are more than block_size={cfg.block_size}")
             tables = rope_tables(self.pos, self.D, cfg.rope_theta, self.wide)
-            # (L, length, 1, 1, D / 2); no expand: diagonal needs a stride from layer to layer
+            # (L, length, 1, 1, D / 2); no expand: diagonal needs a stride
             self.tables = [table[:, None, None].repeat(L, 1, 1, 1, 1) for table in tables]
 
     def diagonal(self, buffer, step, dim):
-        """A step's chunks, (A, ...), of a buffer of layers with positions in dimension dim.
-        A view: from each chunk to the next it is a layer up, a chunk back."""
+        """A step's chunks, (A, ...), in a buffer (L, ...) with positions in dimension dim.
+        A view: from one to the next it is a layer up, a chunk back."""
         s, lo, hi = step
         shape, stride = list(buffer.shape), list(buffer.stride())
         first = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[dim]
@@ -154,8 +155,8 @@ class Wavefront:
         return buffer.as_strided(shape, stride, first)
 
     def temporary(self, x, w, rope):
-        """(1) for rows x (A, C B, d): q and the temporary k, v, all (A, B, H, C, D), these in
-        float32 or better; and the parts of n1, nq and nk for backward."""
+        """(1) for rows x (A, C B, d): q and the temporary k, v (A, B, H, C, D); and the parts
+        of n1, nq and nk for backward."""
         x_norm = norm_parts(x, self.cfg.norm_eps)
         H, G, D = self.H, self.G, self.D
         q, k, v = product(x_norm.n, w.qkv).split([H * D, G * D, G * D], -1)
@@ -168,14 +169,13 @@ class Wavefront:
 
     def persistent(self, n, w, rope):
         """(5) for n = n1(y) (A, n B, d): k, v (A, n, B, G, D), and the parts of nk."""
-        first = self.H * self.D
-        k, v = product(n, w.qkv[:, first:]).chunk(2, -1)  # (A, n B, G D) each
+        k, v = product(n, w.qkv[:, self.kv]).chunk(2, -1)  # (A, n B, G D) each
         k, k_norm = self.heads(k, w.nk, rope)
         return k, v.view(v.size(0), -1, self.B, self.G, self.D), k_norm
 
     def heads(self, rows, weight, rope):
-        """Rows (A, n B, heads D) -> (A, n, B, heads, D), normed by nq or nk and rotated; and
-        the norm's parts, none without QK-norm."""
+        """Rows (A, n B, heads D) -> (A, n, B, heads, D) after nq or nk and RoPE; and the
+        norm's parts, none without QK-norm."""
         parts = ()
         if self.cfg.qk_norm == "full":
             parts = norm_parts(rows, self.cfg.norm_eps)
@@ -184,22 +184,22 @@ class Wavefront:
         return apply_rope(rows, *rope) if rope else rows, parts
 
     def outside(self, q, k, v, pairs, step):
-        """Attention of a chunk's queries to what is there before it starts, their temporary pairs
-        k, v and all earlier chunks: out (A, B, H, C, D), and lse (A, B, H, C), log sum e^score."""
+        """Attention of a chunk's queries to their temporary pairs k, v and all earlier chunks:
+        out (A, B, H, C, D), and lse (A, B, H, C), the logarithm of the sum of e^score."""
         lse = (q * k).sum(-1) * self.scale  # of the temporary pair, whose out is v
         earlier = []
-        for q_l, l in zip(q, range(step.lo, step.hi)):  # each layer has another number of keys
+        for q_l, l in zip(q, range(step.lo, step.hi)):
             n, mask = self.earlier(l, step)
             keys, values = pairs[:, l, :, :, :n]
             earlier.append(kernels.attend(q_l, keys, values, *mask))
-        # (A B, H, C, .); in a first chunk, without keys, more is 0 and more_lse -inf
+        # (A B, H, C, .); in a first chunk more is 0 and more_lse -inf
         more, more_lse = map(torch.cat, zip(*earlier))
         out, lse = v.view(more.shape), lse.view(more_lse.shape)
         out, lse = kernels.merge(out, lse, more, more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
 
     def earlier(self, l, step):
-        """How many keys come before layer l's chunk; positions and slopes for attend."""
+        """How many keys come before layer l's chunk; what masks them in attend."""
         n = (step.s - l) * self.C
         return n, (self.pos[n:n + self.C], self.pos[:n], self.slopes)
 
@@ -207,7 +207,7 @@ class Wavefront:
 # ---- the forward pass ----
 
 def forward(wave, x, *weights):
-    """All layers on x (B, T, d): states (L + 1, length, B, d), in a list as replay wants it."""
+    """All layers on x (B, T, d): [states (L + 1, length, B, d)]."""
     w = Weights(*weights).to(wave.dtype)
     states = x.new_empty(wave.L + 1, wave.length, wave.B, wave.d)
     states[0, :wave.T] = x.transpose(0, 1)
@@ -224,7 +224,7 @@ def forward_step(wave, states, pairs, w, step):
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     x = wave.diagonal(states[:-1], step, 1)                      # (A, C, B, d)
     (q, k, v), _ = wave.temporary(x.flatten(1, 2), w, rope)      # (1)
-    out, lse = wave.outside(q, k, v, pairs, step)                # (2) but for the chunk's pairs
+    out, lse = wave.outside(q, k, v, pairs, step)                # (2) outside the chunk
     attention = ChunkForward(wave, q, out, lse)
     ys = []
     for i, x_i in enumerate(x.unbind(1)):                        # (A, B, d)
@@ -244,8 +244,8 @@ def forward_step(wave, states, pairs, w, step):
 
 
 class ChunkForward:
-    """Attention of a chunk's queries q (A, B, H, C, D), completed position by position with
-    the chunk's own pairs k, v. out, lse: attention outside it. N = A B G."""
+    """Attention of a chunk's queries q (A, B, H, C, D), position by position: out and lse
+    from outside it, completed with its own pairs k, v. N = A B G."""
 
     def __init__(self, wave, q, out, lse):
         A, B, H, C, D = self.shape = q.shape
@@ -277,8 +277,8 @@ def norm_backward(dn, n, r):
 
 
 def heads_backward(d, weight, d_weight, rope, parts):
-    """J_q.T or J_k.T of d (A, n, B, heads, D), the gradient of what Wavefront.heads returned:
-    that of its rows. Adds that of the norm's weight to d_weight."""
+    """Wavefront.heads' backward, J_q.T or J_k.T of d (A, n, B, heads, D): the gradient of the
+    rows. Adds to d_weight, that of the norm's weight."""
     if rope:
         d = apply_rope(d, rope[0], -rope[1])  # rotated back
     d = d.flatten(3).flatten(1, 2)  # (A, n B, heads D)
@@ -290,12 +290,12 @@ def heads_backward(d, weight, d_weight, rope, parts):
 
 
 def backward(wave, states, dy, *weights):
-    """dL/dx (B, T, d) and the gradients of the weights, from forward's states and dy (B, T, d)."""
+    """[dL/dx (B, T, d), *gradients of the weights], from dy (B, T, d)."""
     w = Weights(*weights).to(wave.dtype)
     pairs = persistent_pairs(wave, states, w)
     d_pairs = torch.zeros_like(pairs, dtype=wave.wide)  # what later chunks have added
-    d_states = torch.zeros_like(states, dtype=wave.wide)  # of y: what comes from above
-    d_states[-1, :wave.T] = dy.transpose(0, 1)  # 0 in the padding, which so adds nothing
+    d_states = torch.zeros_like(states, dtype=wave.wide)  # what comes from above
+    d_states[-1, :wave.T] = dy.transpose(0, 1)  # padding has 0 and adds nothing
     grads = Weights(*(torch.zeros_like(weight, dtype=wave.wide) for weight in w))
     for step in reversed(wave.steps):
         active = [each.of_layers(step.lo, step.hi) for each in (w, grads)]
@@ -313,8 +313,8 @@ def persistent_pairs(wave, states, w):
 
 
 class BackwardStep:
-    """A step of the backward pass: each active layer's chunk. Parts of norms: x_norm of n1(x),
-    y_norm of n1(y), z_norm of n2(z); q_norm of nq, k_norm and persistent_norm of nk."""
+    """Each active layer's chunk. Parts of norms: x_norm of n1(x), y_norm of n1(y), z_norm of
+    n2(z), q_norm of nq, k_norm and persistent_norm of nk."""
 
     def __init__(self, wave, step, states, pairs, d_pairs, w, grads):
         """Forward again, all positions at once."""
@@ -336,18 +336,19 @@ class BackwardStep:
 
     def backward(self, dy):
         """dy (A, C, B, d) -> dx. Adds to grads, and to d_pairs of earlier chunks."""
-        wave, w, grads, HD = self.wave, self.w, self.grads, self.wave.H * self.wave.D
+        wave, w, grads = self.wave, self.w, self.grads
         g, du, dz, dkv = self.reverse(dy)
         # the rest needs every da, which reverse has written
         dq, dk, dv = self.outside_backward()  # (B7), (B8)
         dq = dq + self.attention.query_grad()  # (B7)
-        dk, dv = (d.unflatten(2, (wave.G, -1)).sum(3) for d in (dk, dv))  # of a key's R queries
+        dk, dv = (d.unflatten(2, (wave.G, -1)).sum(3) for d in (dk, dv))  # of R queries
         dq, dk, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, dk, dv))  # (A, C, B, heads, D)
         dq = heads_backward(dq, w.nq, grads.nq, self.rope, self.q_norm)
         dk = heads_backward(dk, w.nk, grads.nk, self.rope, self.k_norm)
         dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(wave.dtype)
         for grad, d_out, x in (  # (B10)
-                (grads.qkv, dqkv, self.x_norm.n), (grads.qkv[:, HD:], dkv, self.y_norm.n),
+                (grads.qkv, dqkv, self.x_norm.n),
+                (grads.qkv[:, wave.kv], dkv, self.y_norm.n),
                 (grads.out, dz, self.a), (grads.up, du, self.z_norm.n),
                 (grads.down, g, F.gelu(self.u))):
             grad += torch.bmm(d_out.mT.to(wave.dtype), x.to(wave.dtype))
@@ -355,8 +356,8 @@ class BackwardStep:
         return dx.unflatten(1, (wave.C, wave.B))
 
     def reverse(self, dy):
-        """(B1) to (B6): all positions' g, du, dz and dkv, that of Wk n1(y) and Wv n1(y)."""
-        wave, w, HD = self.wave, self.w, self.wave.H * self.wave.D
+        """(B1) to (B6): all g, du, dz and dkv, the gradient of Wk n1(y), Wv n1(y)."""
+        wave, w = self.wave, self.w
         split = lambda rows: rows.unflatten(1, (wave.C, wave.B)).unbind(1)  # C of (A, B, .)
         norms = self.y_norm, self.z_norm, self.persistent_norm
         y_norm, z_norm, k_norm = (list(zip(*map(split, norm))) for norm in norms)
@@ -367,7 +368,7 @@ class BackwardStep:
             k_norm_i = k_norm[i] if k_norm else ()
             dk = heads_backward(dk[:, None], w.nk, self.grads.nk, rope_i, k_norm_i)
             dkv = torch.cat([dk, dv.flatten(2)], -1).to(wave.dtype)  # (A, B, 2 G D)
-            g = dys[i] + norm_backward(product(dkv, w.qkv[:, HD:].mT), *y_norm[i])  # (B3)
+            g = dys[i] + norm_backward(product(dkv, w.qkv[:, wave.kv].mT), *y_norm[i])  # (B3)
             du = torch.ops.aten.gelu_backward(product(g, w.down.mT), us[i])  # (B4)
             dz = g + norm_backward(product(du, w.up.mT), *z_norm[i])  # (B5)
             self.attention.write_query_grad(i, product(dz, w.out.mT))  # (B6)
@@ -375,8 +376,8 @@ class BackwardStep:
         return [torch.stack(d[::-1], 1).flatten(1, 2) for d in zip(*done)]
 
     def outside_backward(self):
-        """Of Wavefront.outside: dq, and the temporary pairs' dk, dv, all (A, B, H, C, D). Adds
-        to d_pairs of earlier chunks."""
+        """Wavefront.outside's: dq, and the temporary pairs' dk, dv (A, B, H, C, D). Adds to
+        d_pairs of earlier chunks."""
         wave, step, (q, k, v) = self.wave, self.step, self.qkv
         a, lse, da = self.attention.a, self.attention.lse, self.attention.da
         p = torch.exp((q * k).sum(-1) * wave.scale - lse)[..., None]
@@ -385,7 +386,7 @@ class BackwardStep:
         a, da = a.to(wave.dtype), da.to(wave.dtype)
         for l in range(step.lo, step.hi):
             n, mask = wave.earlier(l, step)
-            if n > 0:  # a and lse are the whole softmax's, so p_ij and delta_i are, too
+            if n > 0:  # a and lse are the whole softmax's, so p and delta are
                 keys, values = self.pairs[:, l, :, :, :n]
                 q_l, a_l, lse_l, da_l, dq_l = (x[l - step.lo] for x in (q, a, lse, da, dq))
                 grads = kernels.attend_backward(q_l, keys, values, a_l, lse_l, da_l, *mask)
@@ -396,8 +397,8 @@ class BackwardStep:
 
 class ChunkBackward:
     """ChunkForward again, all positions at once: a (A, B, H, C, D), the complete lse
-    (A, B, H, C). Then its gradients, position by position. k, v (A, B, G, C, D): the chunk's own
-    pairs; dk, dv: what later chunks have added to their gradients."""
+    (A, B, H, C). Then gradients, position by position. k, v (A, B, G, C, D): the chunk's own
+    pairs; dk, dv: what later chunks have added."""
 
     def __init__(self, wave, q, out, lse, k, v, dk, dv):
         A, B, H, C, D = self.shape = q.shape
@@ -413,11 +414,11 @@ class ChunkBackward:
         outside = torch.exp(lse.reshape(N, -1) - total)[..., None] * out.reshape(N, -1, D)
         a = torch.baddbmm(outside, self.p, self.v)
         self.a, self.lse = a.view(q.shape), total.view(q.shape[:4])
-        # until a query's are written they only have to be finite: its p is 0 for later keys
+        # finite until a query's are written: its p is 0 for later keys
         self.da, self.delta = torch.zeros_like(self.a), torch.zeros_like(total)
 
     def kv_grad(self, i):
-        """dk_i, dv_i (A, B, G, D), once the queries after i have written theirs."""
+        """dk_i, dv_i (A, B, G, D), once later queries have written da."""
         A, B, _, C, D = self.shape
         da, p = self.da.view(self.q_scaled.shape), self.p_of_key[:, i:i + 1]  # p (N, 1, R C)
         ds = p * (torch.bmm(self.v[:, i:i + 1], da.mT) - self.delta[:, None])  # (B1)
@@ -427,10 +428,9 @@ class ChunkBackward:
 
     def write_query_grad(self, i, da):
         """da_i (A, B, H D), and delta_i (B6)."""
-        A, B, H, C, D = self.shape
-        da = da.reshape(A, B, H, D)
-        self.da[:, :, :, i] = da
-        self.delta.view(A, B, H, C)[..., i] = (da * self.a[:, :, :, i]).sum(-1)
+        a = self.a[:, :, :, i]  # (A, B, H, D)
+        self.da[:, :, :, i] = da.view(a.shape)
+        self.delta.view(self.shape[:4])[..., i] = (da.view(a.shape) * a).sum(-1)
 
     def query_grad(self):
         """What the chunk's own keys add to dq (A, B, H, C, D) (B7)."""
@@ -448,8 +448,8 @@ def run_layers(cfg, blocks, x):
 
 
 def prefill(cfg, blocks, x):
-    """The same, and the persistent pairs k, v (L, B, G, T, D) for a cache. No gradients; no
-    CUDA graph, as the next prompt has another length."""
+    """The same, and the persistent k, v (L, B, G, T, D) for a cache. No gradients, and no CUDA
+    graph: the next prompt has another length."""
     wave = Wavefront(cfg, x, len(blocks))
     with torch.autocast(x.device.type, enabled=False):
         w = stack_weights(cfg, blocks).to(wave.dtype)
@@ -477,7 +477,7 @@ class Layers(torch.autograd.Function):
 
 # ---- CUDA graphs ----
 
-SEEN, GRAPHS = set(), {}  # what ran, on which shapes; and, if it ran twice, -> its Graph
+SEEN, GRAPHS = set(), {}  # keys of replay that ran; of those that ran twice -> Graph
 
 
 class Graph:
@@ -492,7 +492,7 @@ class Graph:
             with torch.cuda.stream(side):
                 function(wave, *self.inputs)  # compiles kernels
             torch.cuda.current_stream().wait_stream(side)
-            # thread_local: during a backward pass other threads may go on calling CUDA
+            # thread_local: other threads may go on calling CUDA
             with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(),
                                   capture_error_mode="thread_local"):
                 self.outputs = function(wave, *self.inputs)
@@ -506,12 +506,12 @@ class Graph:
 
 def recordable(x, dtype):
     return (x.is_cuda and not torch.cuda.is_current_stream_capturing()
-            and kernels.runs_triton(x.device, dtype))  # plain attend asks the host for positions
+            and kernels.runs_triton(x.device, dtype))  # plain attend asks the host
 
 
 def replay(wave, function, *inputs):
-    """function(wave, *inputs), without autocast. On CUDA, a second call with the same shapes is
-    recorded as a graph: a position is some twenty kernels, slower to launch than to run."""
+    """function(wave, *inputs). On CUDA, a second call with the same shapes is recorded as a
+    graph: a position is some twenty kernels, slower to launch than to run."""
     with torch.autocast(inputs[0].device.type, enabled=False):
         if not (wave.cfg.cuda_graphs and recordable(inputs[0], wave.dtype)):
             return function(wave, *inputs)
