@@ -28,12 +28,12 @@ head h; for the temporary pair it is 0.
           x_1          x_2          x_3          x_4
 
 recurrent=false is the baseline: later positions attend to the temporary pairs, without (5).
-The layer is then a plain Transformer's, with everything else as it is.
+All else is the same, and the layer a plain Transformer's.
 
-In the paper's code (commit a21b42d), not in its text: the exact gelu, the initialisation.
-Departures: RMSNorm, as in the text (the code's configs use LayerNorm); ALiBi and softmax are in
-float32 under bfloat16 too. Added: grouped heads, and RoPE, which turns q_i and both keys of i
-by i, behind the QK-norm. Dropout is on embeddings only.
+From the paper's code (commit a21b42d): the exact gelu, the initialisation. Departures:
+RMSNorm, as in the text (the code's configs use LayerNorm); ALiBi and softmax in float32 under
+bfloat16, too. Added: grouped heads, and RoPE, which turns q_i and both keys of i by i, after
+the QK-norm. Dropout is on embeddings only.
 
 Paper: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding", 2026
 (arXiv:2604.21215); the authors' code: github.com/geniucos/recurrent-transformer.
@@ -66,7 +66,7 @@ class Config(BaseConfig):
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
 
-    # a run may be resumed with other values of these: they do not change the function
+    # a run may be resumed with other values of these
     RESUME_OVERRIDES = ("schedule", "chunk", "cuda_graphs")
 
     def __post_init__(self):
@@ -105,20 +105,21 @@ class Block(nn.Module):
         norm = RMSNorm if cfg.qk_norm == "full" else nn.Identity
         self.q_norm, self.k_norm = norm(Q, cfg.norm_eps), norm(K, cfg.norm_eps)
 
-    @torch.compiler.disable     # it would unroll the loop
+    @torch.compiler.disable  # it would unroll the loop
     def one_by_one(self, x, context):
         """x (B, T, C) -> y (B, T, C), position after position."""
-        q, k_temp, v_temp = self.temporary(x, context.rope)     # (1), of all positions
-        k, v = k_temp[:, :, :0], v_temp[:, :, :0]               # persistent pairs: none yet
+        q, k_temp, v_temp = self.temporary(x, context.rope)  # (1), of all positions
+        k, v = k_temp[:, :, :0], v_temp[:, :, :0]  # persistent pairs: none yet
         ys = []
-        positions = zip(x.split(1, 1), q.split(1, 2), k_temp.split(1, 2), v_temp.split(1, 2))
-        for i, (x_i, q_i, kt_i, vt_i) in enumerate(positions):  # x_i (B, 1, C)
-            keys, values = torch.cat([k, kt_i], 2), torch.cat([v, vt_i], 2)     # (B, G, i + 1, D)
-            alibi = context.bias[:, :, i:i + 1, :i + 1]         # 0 for the temporary pair
-            a_i = attend(q_i, keys, values, alibi, fast=False)                  # (2)
-            y_i = self.output(x_i, a_i)                                         # (3), (4)
-            rope_i = [table[:, :, i:i + 1] for table in context.rope]
-            k_i, v_i = self.persistent(y_i, rope_i)                             # (5)
+        for i, x_i in enumerate(x.split(1, 1)):  # (B, 1, C)
+            now = slice(i, i + 1)
+            keys = torch.cat([k, k_temp[:, :, now]], 2)  # (B, G, i + 1, D)
+            values = torch.cat([v, v_temp[:, :, now]], 2)
+            alibi = context.bias[:, :, now, :i + 1]  # 0 for the temporary pair
+            a_i = attend(q[:, :, now], keys, values, alibi, fast=False)   # (2)
+            y_i = self.output(x_i, a_i)                                   # (3), (4)
+            rope_i = [table[:, :, now] for table in context.rope]
+            k_i, v_i = self.persistent(y_i, rope_i)                       # (5)
             k, v = torch.cat([k, k_i], 2), torch.cat([v, v_i], 2)
             ys.append(y_i)
         return torch.cat(ys, 1)
@@ -131,16 +132,16 @@ class Block(nn.Module):
 
     def output(self, x, a):
         """Equations (3) and (4): x (B, T, C), a (B, H, T, D) -> y (B, T, C)."""
-        z = x + self.wo(a.transpose(1, 2).flatten(2).to(x.dtype))   # tiled's a is float32
+        z = x + self.wo(a.transpose(1, 2).flatten(2).to(x.dtype))  # tiled's a is float32
         return z + self.w_down(F.gelu(self.w_up(self.norm2(z))))
 
     def persistent(self, y, rope):
-        """Equation (5): k, v (B, G, T, D), by the same matrices as the temporary pair."""
+        """Equation (5): k, v (B, G, T, D)."""
         n = self.norm1(y)
         return self.heads(self.k_norm(self.wk(n)), rope), self.heads(self.wv(n))
 
     def heads(self, x, rope=()):
-        """(B, T, heads D) -> (B, heads, T, D), rotated if rope, a cos and a sin, is given."""
+        """(B, T, heads D) -> (B, heads, T, D), rotated by rope, cos and sin or nothing."""
         x = x.unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
         return apply_rope(x, *rope) if rope else x
 
@@ -153,14 +154,13 @@ class Block(nn.Module):
         return tiled(self, x, context)
 
     def at_once(self, x, layer, context):
-        """All positions at once, as none waits for another: without recurrence, or where x is
-        one token after a cache."""
-        q, k, v = self.temporary(x, context.rope)                       # (1)
-        k, v = context.extend(layer, k, v)                              # (B, G, S, D)
-        y = self.output(x, context.attention(q, k, v))                  # (2) to (4)
+        """Where no position waits for another: without recurrence, or one token after a cache."""
+        q, k, v = self.temporary(x, context.rope)  # (1)
+        k, v = context.extend(layer, k, v)  # (B, G, S, D)
+        y = self.output(x, context.attention(q, k, v))  # (2) to (4)
         if context.cache is not None and self.cfg.recurrent:
-            # the persistent pair overwrites the temporary one: the same slots until advance
-            context.cache.write(layer, *self.persistent(y, context.rope), context.slots)    # (5)
+            # (5) overwrites the temporary pair: the slots are the same until advance
+            context.cache.write(layer, *self.persistent(y, context.rope), context.slots)
         return y
 
 
@@ -175,9 +175,9 @@ class BlockWithoutKVNorm(Block):
 
 # naive is the loop above, auto's choice with fast=false.
 #
-# wavefront is auto's choice with fast=true, our own: while a layer computes a chunk of positions,
-# the next layer computes the chunk before. rt_wavefront.py has the equations once more, and a
-# backward pass by hand: change both files, or train with schedule=tiled.
+# wavefront is auto's choice with fast=true, and our own: while a layer computes a chunk of
+# positions, the next layer computes the chunk before. rt_wavefront.py has the equations again,
+# with a backward pass by hand: change both files, or train with schedule=tiled.
 #
 # tiled is the paper's Algorithm 1. All queries of a layer are known from the start. After n
 # positions, with t the largest power of two that divides n, queries n+1 .. n+t attend to keys
@@ -192,27 +192,27 @@ class BlockWithoutKVNorm(Block):
 #                 6   4 4 4 4 5 .
 #                 7   4 4 4 4 6 6 .
 #                 8   4 4 4 4 6 6 7 .
-# Its gradients are autograd's; the backward pass of the paper's section 6.4 is in rt_wavefront.py.
+# Its gradients are autograd's; the paper's backward pass (6.4) is in rt_wavefront.py.
 
 @torch.compiler.disable
 def tiled(block, x, context):
-    """The same as block.one_by_one. A query's out (B, H, 1, D) is attention to the keys that
-    it has met so far, its lse (B, H, 1) the logarithm of their sum of e^score."""
-    q, k, v = block.temporary(x, context.rope)              # (1)
+    """The same as block.one_by_one. out (B, H, 1, D) of a query is attention to the keys that
+    it has met so far, lse (B, H, 1) the logarithm of their sum of e^score."""
+    q, k, v = block.temporary(x, context.rope)  # (1)
     outs, lses = (list(parts.split(1, 2)) for parts in first_states(q, k, v))
     qs, ks, vs, ys = q.split(1, 2), [], [], []
-    pos = context.k_pos                                     # of keys, and of queries
+    pos = context.k_pos  # of keys, and of queries
     for i, x_i in enumerate(x.split(1, 1)):
-        y_i = block.output(x_i, outs[i])                                # (3), (4)
+        y_i = block.output(x_i, outs[i])  # (3), (4)
         rope_i = [table[:, :, i:i + 1] for table in context.rope]
-        k_i, v_i = block.persistent(y_i, rope_i)                        # (5)
+        k_i, v_i = block.persistent(y_i, rope_i)  # (5)
         ys.append(y_i)
         ks.append(k_i)
         vs.append(v_i)
-        n = i + 1                           # positions are done
-        t = n & -n                          # the largest power of two that divides n
-        old, new = slice(n - t, n), slice(n, n + t)     # the keys and, cut at T, the queries
-        if n < x.size(1):                                               # (2)
+        n = i + 1  # positions are done
+        t = n & -n  # the largest power of two that divides n
+        old, new = slice(n - t, n), slice(n, n + t)  # keys and, cut at T, queries
+        if n < x.size(1):  # (2)
             out, lse, q = (torch.cat(parts[new], 2) for parts in (outs, lses, qs))
             k, v = (torch.cat(parts[old], 2) for parts in (ks, vs))
             out, lse = merge_tile(out, lse, q, k, v, pos[new], pos[old], context.slopes)
@@ -221,20 +221,20 @@ def tiled(block, x, context):
 
 
 def first_states(q, k, v):
-    """out and lse where each query has met its temporary pair alone: the value, and the score."""
+    """out and lse of queries that have met their temporary pair alone: its value and score."""
     q, k, v = (upcast(x).repeat_interleave(q.size(1) // x.size(1), 1) for x in (q, k, v))
     return v, (q * k).sum(-1) / math.sqrt(q.size(-1))
 
 
 def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
-    """out (B, H, n, D) and lse (B, H, n) after n queries also attend to a tile of earlier keys."""
-    rounded = q.dtype != lse.dtype          # a product would round 16-bit scores
-    if rounded or k.size(2) > 32:           # up to 32 keys the kernel costs more than the work
-        # kernels.attend gives out and lse over these keys, kernels.merge those over both sets
+    """out (B, H, n, D) and lse (B, H, n) after n queries also meet a tile of earlier keys."""
+    rounded = q.dtype != lse.dtype  # a product would round 16-bit scores
+    if rounded or k.size(2) > 32:  # for fewer keys the kernel costs more than the work
+        # attend: out and lse over these keys alone; merge: over both sets
         more, more_lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)
         return kernels.merge(out, lse, more, more_lse)
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    s = q @ k.mT / math.sqrt(q.size(-1))            # (B, H, n, keys)
+    s = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, n, keys)
     if slopes is not None:
         s = s - slopes[:, None, None] * (q_pos[:, None] - k_pos)
     # online softmax: what a query has met is one more pair, of score lse and value out
@@ -246,29 +246,30 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
 # ---- the model ----
 
 class Context(model_gpt.Context):
-    """model_gpt's, but for attention by positions. A bias is T x T, and torch would round it to
-    16 bits: it is only for naive, and for decoding in float32, where it is fastest."""
+    """model_gpt's, but a bias is only for naive and for decoding in float32: it is T x T, and
+    torch would round it to 16 bits. kernels.attend masks by positions."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         self.written_out = cfg.schedule_used == "naive"
         decoding = cache is not None and compute_dtype(x) == upcast(x).dtype
         super().__init__(cfg, x, cache, n_valid, has_bias=self.written_out or decoding)
         self.rope = self.rope or ()
-        self.k_pos = self.k_pos.int()       # the kernels' type
+        self.k_pos = self.k_pos.int()  # the kernels' type
 
     def attention(self, q, k, v):
         """Of the new tokens to all up to themselves."""
         if self.bias is not None:
             return attend(q, k, v, self.bias, not self.written_out)
-        # by positions: query i attends to key j where k_pos_j <= pos_i
-        pos = self.pos.int().squeeze(0)     # (T,) for all rows, or (B, T)
-        return kernels.attend(q, k, v, pos, self.k_pos, self.slopes)[0]     # without lse
+        # query i attends to key j where k_pos_j <= pos_i
+        pos = self.pos.int().squeeze(0)  # (T,) for all rows, or (B, T)
+        out, _ = kernels.attend(q, k, v, pos, self.k_pos, self.slopes)
+        return out
 
 
 class Model(LanguageModel):
     """The Recurrent Transformer language model."""
     context_type = Context
-    runs_blocks_once = False    # for FSDP: a wavefront reads all blocks at the same time
+    runs_blocks_once = False  # for FSDP: a wavefront reads all blocks at once
 
     def __init__(self, cfg):
         block = Block if cfg.kv_norm else BlockWithoutKVNorm
@@ -277,9 +278,8 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """Normal, truncated at 3 sigma. sigma = 1 / sqrt(C) for what reads the residual stream,
-        the embedding and the head; the projections into the stream shrink with depth:
-        1 / sqrt(2 fan_in (l + 1)) for layer l = 0, 1, ..."""
+        """Normal, truncated at 3 sigma. sigma = 1 / sqrt(C), but for the projections into the
+        residual stream 1 / sqrt(2 fan_in (l + 1)) in layer l = 0, 1, ..."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 std = 1 / math.sqrt(self.cfg.n_embd)
@@ -300,17 +300,18 @@ class Model(LanguageModel):
             return self.norm(rt_wavefront.run_layers(self.cfg, self.blocks, x))
         if self.cfg.recurrent and cache is not None and idx.size(1) > 1:
             return self.prefill(idx, cache, n_valid)
-        return super().hidden(idx, cache, n_valid)      # block after block
+        return super().hidden(idx, cache, n_valid)  # block after block
 
     def prefill(self, idx, cache, n_valid):
-        """As hidden, for T > 1 tokens after a cache: an empty one is filled by a wavefront. Rows
-        may differ in n_valid, as no token attends to the padding behind it."""
+        """hidden of T > 1 tokens after a cache: by a wavefront if it is empty, else token by
+        token. Rows may differ in n_valid: no token attends to the padding behind it."""
         empty = cache.longest == 0
-        slots = cache.place(idx.size(1), n_valid)       # raises if they do not all fit
+        slots = cache.place(idx.size(1), n_valid)  # raises if they do not all fit
         if not empty or self.cfg.schedule_used != "wavefront":
-            one = lambda t: None if n_valid is None else n_valid - t    # <= 0: padding
-            return torch.cat([self.hidden(idx[:, t:t + 1], cache, one(t))
-                              for t in range(idx.size(1))], 1)
+            hs = []
+            for t, idx_t in enumerate(idx.split(1, 1)):  # n_valid - t <= 0: padding
+                hs.append(self.hidden(idx_t, cache, None if n_valid is None else n_valid - t))
+            return torch.cat(hs, 1)
         x = self.drop(self.wte(idx))
         y, ks, vs = rt_wavefront.prefill(self.cfg, self.blocks, x)
         for layer, (k, v) in enumerate(zip(ks, vs)):
@@ -319,8 +320,8 @@ class Model(LanguageModel):
         return self.norm(y)
 
     def mixer_flops(self):
-        """In each layer 12 H D for each visible key, averaged over positions, and Wk and Wv a
-        second time for the persistent pair. What backward recomputes is not counted."""
+        """In each layer 12 H D for each visible key, averaged over positions, and Wk and Wv
+        once more for the persistent pair. What backward recomputes is not counted."""
         cfg = self.cfg
         flops = 12.0 * cfg.n_head * cfg.head_dim * (cfg.block_size + 1) / 2
         if cfg.recurrent:
