@@ -2,10 +2,10 @@
 import functools
 import itertools
 import math
+import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import model_rt
 import rt_wavefront
@@ -80,39 +80,16 @@ def test_every_query_meets_every_earlier_key_once(monkeypatch):
 
 # ---- its neighbours ----
 
-def plain_transformer(model, idx):
-    """The logits of a Transformer with the weights of this RT, written out; RoPE by complex numbers."""
-    (B, T), cfg = idx.shape, model.cfg
-    H, D, t = cfg.n_head, cfg.head_dim, torch.arange(T, dtype=torch.float64)
-    norm = lambda u, n: n.weight * u / (u.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    slopes = (cfg.pos == "alibi") * 2.0 ** (-8 * torch.arange(1, H + 1).double() / H)
-    bias = (-slopes[:, None, None] * (t[:, None] - t)).masked_fill(t[:, None] < t, -math.inf)
-    turn = torch.exp((cfg.pos == "rope") * 1j * t[:, None] * 10000 ** (-torch.arange(0, D, 2).double() / D))
-
-    def heads(u, turn):
-        u = u.view(B, T, -1, D).transpose(1, 2)
-        u = torch.complex(*u.split(D // 2, -1)) * turn
-        return torch.cat([u.real, u.imag], -1).repeat_interleave(H // u.size(1), 1)
-    x = model.wte(idx)
-    for b in model.blocks:
-        n = norm(x, b.norm1)
-        q, k = heads(norm(b.wq(n), b.q_norm), turn), heads(norm(b.wk(n), b.k_norm), turn)
-        a = (q @ k.mT / math.sqrt(D) + bias).softmax(-1) @ heads(b.wv(n), 1)
-        x = x + b.wo(a.transpose(1, 2).flatten(2))
-        x = x + b.w_down(F.gelu(b.w_up(norm(x, b.norm2))))
-    return model.head(norm(x, model.norm))
-
-
 @pytest.mark.parametrize("schedule, pos", itertools.product(["naive", "tiled", "wavefront"], ["alibi", "rope", "none"]))
-def test_without_recurrence_it_is_the_plain_transformer(schedule, pos):
+def test_without_recurrence_it_is_model_gpt(schedule, pos):
     """Logits, loss, every gradient, and decoding of ragged rows."""
-    model, x = rt(schedule, recurrent=False, pos=pos, n_kv_head=2, qk_norm="full"), tokens(2, 51)
-    found = outputs_and_gradients(model, x)
-    model.zero_grad()
-    logits = plain_transformer(model, x[:, :-1])
-    loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
-    loss.backward()
-    assert_same(found, (logits, loss, {n: p.grad for n, p in model.named_parameters()}), all_reached=True)
+    model, x = rt(schedule, recurrent=False, pos=pos, n_kv_head=2), tokens(2, 51)
+    plain = tiny("gpt", pos=pos, n_kv_head=2, mlp="gelu", tie_embeddings=False)
+    part = lambda n: re.sub(r"\.(w_\w+)\.", r".mlp.\1.", re.sub(r"\.(w[qkvo])\.", r".attn.\1.", n))
+    plain.load_state_dict({part(n): w for n, w in model.state_dict().items()})
+    logits, loss, grads = outputs_and_gradients(plain, x)
+    want = logits, loss, {n: grads[part(n)] for n, _ in model.named_parameters()}
+    assert_same(outputs_and_gradients(model, x), want, all_reached=True)
     assert_cache_is_forward(model, [37, 20], [16, 1, 1, 19], 1e-10)
 
 
