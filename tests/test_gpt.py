@@ -21,6 +21,12 @@ def rotate(x, pos, theta):
     return torch.cat([z.real, z.imag], -1)
 
 
+def dense_heads(q, k, v, *positions, **more):
+    """Attention of q (T, heads, D) to k and v (S, key heads, D), the whole score matrix written out: (T, heads, D)."""
+    out, _ = dense_attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), *positions, **more)
+    return out[0].transpose(0, 1)
+
+
 def attention_by_hand(model, x):
     """One block's attention for x (T, C), from the definition."""
     cfg, a, T = model.cfg, model.blocks[0].attn, len(x)
@@ -31,9 +37,7 @@ def attention_by_hand(model, x):
     if cfg.pos == "rope":
         q, k = (rotate(y, torch.arange(T), cfg.rope_theta) for y in (q, k))
     slopes = 2 ** (-8 * torch.arange(1, cfg.n_head + 1).double() / cfg.n_head) if cfg.pos == "alibi" else None
-    q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))      # (1, heads, T, D)
-    out, _ = dense_attend(q, k, v, slopes=slopes, window=cfg.window or None)
-    return a.wo(out[0].transpose(0, 1).flatten(1))
+    return a.wo(dense_heads(q, k, v, slopes=slopes, window=cfg.window or None).flatten(1))
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(n_kv_head=2, rope_theta=500.0), dict(pos="alibi"), dict(pos="none"),
@@ -91,6 +95,7 @@ def saved_llama(path, kind="Llama", shard="5GB", **sizes):
             p.add_(0.2 * torch.randn_like(p))
     model.save_pretrained(path, max_shard_size=shard)
     assert (len(list(path.glob("*.safetensors"))) > 1) == (shard == "40KB")
+    return model
 
 
 def test_a_loaded_models_keys(tmp_path):
