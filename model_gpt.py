@@ -2,8 +2,8 @@
 The plain Transformer (decoder-only, Llama's block), the baseline of the recurrent models.
 
     x_0     = E[idx]
-    z_l     = x_l + W_o Attention(W_q u, W_k u, W_v u)        u = RMSNorm(x_l)
-    x_{l+1} = z_l + W_down (silu(W_gate w) * (W_up w))        w = RMSNorm(z_l)
+    z_l     = x_l + W_o Attention(W_q n, W_k n, W_v n)        n  = RMSNorm(x_l)
+    x_{l+1} = z_l + W_down (silu(W_gate n') * (W_up n'))      n' = RMSNorm(z_l)
     logits  = W_head RMSNorm(x_L)
 
 Attention of query i:  y_i = sum_j a_ij v_j,  a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
@@ -329,7 +329,7 @@ class LanguageModel(nn.Module):
         for layer, block in enumerate(self.blocks):
             x = block(x, layer, context)
         if cache is not None:
-            cache.advance(context.slots)
+            cache.advance(context.slots)    # all layers have written
         return self.norm(x)
 
     @torch.no_grad()

@@ -356,7 +356,7 @@ class BackwardStep:
         return dx.unflatten(1, (wave.C, wave.B))
 
     def reverse(self, dy):
-        """(B1) to (B6): all g, du, dz and dkv, the gradient of Wk n1(y), Wv n1(y)."""
+        """(B1) to (B6): all g, du, dz and dkv, of the products Wk n1(y), Wv n1(y)."""
         wave, w = self.wave, self.w
         split = lambda rows: rows.unflatten(1, (wave.C, wave.B)).unbind(1)  # C of (A, B, .)
         norms = self.y_norm, self.z_norm, self.persistent_norm
@@ -450,7 +450,7 @@ def run_layers(cfg, blocks, x):
 def prefill(cfg, blocks, x):
     """The same, and the persistent k, v (L, B, G, T, D) for a cache. No gradients, and no CUDA
     graph: the next prompt has another length."""
-    wave = Wavefront(cfg, x, len(blocks))
+    wave = Wavefront(cfg, x, len(blocks))  # has autocast's dtype
     with torch.autocast(x.device.type, enabled=False):
         w = stack_weights(cfg, blocks).to(wave.dtype)
         states, = forward(wave, x, *w)
@@ -506,7 +506,7 @@ class Graph:
 
 def recordable(x, dtype):
     return (x.is_cuda and not torch.cuda.is_current_stream_capturing()
-            and kernels.runs_triton(x.device, dtype))  # plain attend asks the host
+            and kernels.runs_triton(x.device, dtype))  # the plain one waits for the host
 
 
 def replay(wave, function, *inputs):
