@@ -151,7 +151,7 @@ def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
     visible = distance >= 0
     if window:
         visible = visible & (distance < window)
-    bias = torch.zeros((), device=k_pos.device, dtype=dtype)    # broadcast by masked_fill
+    bias = torch.zeros((), device=k_pos.device, dtype=dtype)  # broadcast by masked_fill
     if slopes is not None:
         bias = -slopes.to(dtype)[:, None, None] * distance
     return bias.masked_fill(~visible, -math.inf)
@@ -195,7 +195,7 @@ def attend(q, k, v, bias, fast, dropout=0.0):
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if fast:
         causal = True if bias is None and T > 1 else False  # T > 1 of torch.compile is no bool
-        bias = None if bias is None else bias.to(q.dtype)   # as torch wants it
+        bias = None if bias is None else bias.to(q.dtype)  # as torch wants it
         return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, enable_gqa=H != G)
     k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))         # (B, H, S, D)
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))      # (B, H, T, S)
@@ -248,7 +248,7 @@ class Context:
         if cache is not None:       # decoding, see the end of this file
             self.slots = cache.place(T, n_valid)
             self.pos, S, ragged = self.slots.pos, self.slots.end, cache.ragged
-        self.k_pos = torch.arange(S, device=x.device)       # slot p of a cache is position p
+        self.k_pos = torch.arange(S, device=x.device)  # slot p of a cache is position p
         self.rope = self.bias = self.slopes = None
         wide = torch.promote_types(x.dtype, torch.float32)
         if cfg.pos == "rope":
@@ -287,7 +287,7 @@ class ScaledEmbedding(nn.Embedding):
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
     A model adds blocks, calls init_weights and has mixer_flops(); it may replace the rest."""
-    context_type = Context      # other models have their own
+    context_type = Context  # others have their own
     runs_blocks_once = True     # each block once a forward: FSDP may gather them one by one
 
     def __init__(self, cfg, blocks):
@@ -329,7 +329,7 @@ class LanguageModel(nn.Module):
         for layer, block in enumerate(self.blocks):
             x = block(x, layer, context)
         if cache is not None:
-            cache.advance(context.slots)    # all layers have written
+            cache.advance(context.slots)  # all layers have written
         return self.norm(x)
 
     @torch.no_grad()

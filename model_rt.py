@@ -308,10 +308,11 @@ class Model(LanguageModel):
         empty = cache.longest == 0
         slots = cache.place(idx.size(1), n_valid)  # raises if they do not all fit
         if not empty or self.cfg.schedule_used != "wavefront":
-            hs = []
+            states = []
             for t, idx_t in enumerate(idx.split(1, 1)):  # n_valid - t <= 0: padding
-                hs.append(self.hidden(idx_t, cache, None if n_valid is None else n_valid - t))
-            return torch.cat(hs, 1)
+                left = None if n_valid is None else n_valid - t
+                states.append(self.hidden(idx_t, cache, left))
+            return torch.cat(states, 1)
         x = self.drop(self.wte(idx))
         y, ks, vs = rt_wavefront.prefill(self.cfg, self.blocks, x)
         for layer, (k, v) in enumerate(zip(ks, vs)):

@@ -293,7 +293,7 @@ def backward(wave, states, dy, *weights):
     """[dL/dx (B, T, d), *gradients of the weights], from dy (B, T, d)."""
     w = Weights(*weights).to(wave.dtype)
     pairs = persistent_pairs(wave, states, w)
-    d_pairs = torch.zeros_like(pairs, dtype=wave.wide)  # what later chunks have added
+    d_pairs = torch.zeros_like(pairs, dtype=wave.wide)  # what later chunks add
     d_states = torch.zeros_like(states, dtype=wave.wide)  # what comes from above
     d_states[-1, :wave.T] = dy.transpose(0, 1)  # padding has 0 and adds nothing
     grads = Weights(*(torch.zeros_like(weight, dtype=wave.wide) for weight in w))
@@ -506,7 +506,7 @@ class Graph:
 
 def recordable(x, dtype):
     return (x.is_cuda and not torch.cuda.is_current_stream_capturing()
-            and kernels.runs_triton(x.device, dtype))  # the plain one waits for the host
+            and kernels.runs_triton(x.device, dtype))  # plain attend waits for the host
 
 
 def replay(wave, function, *inputs):
