@@ -2,11 +2,9 @@
 The plain Transformer (decoder-only, Llama's block), the baseline of the recurrent models.
 
     x_0     = E[idx]
-    z_l     = x_l + W_o Attention(W_q u, W_k u, W_v u)        u = RMSNorm(x_l)
-    x_{l+1} = z_l + W_down (silu(W_gate w) * (W_up w))        w = RMSNorm(z_l)
+    z_l     = x_l + W_o Attention(W_q n, W_k n, W_v n)        n  = RMSNorm(x_l)
+    x_{l+1} = z_l + W_down (silu(W_gate n') * (W_up n'))      n' = RMSNorm(z_l)
     logits  = W_head RMSNorm(x_L)
-
-    idx --E--> x_0 --block--> x_1 -- ... --block--> x_L --norm, head--> logits
 
 Attention of query i:  y_i = sum_j a_ij v_j,  a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
 Key j is visible iff j <= i and, with a sliding window of w keys, i - j < w. q and k are those
@@ -14,7 +12,7 @@ after QK-norm and rotary positions (RoPE). ALiBi: bias_ij = -m_h (i - j), m_h = 
 head h = 1 .. H.
 
 fast=false writes the softmax out, fast=true calls torch's fused attention. The other model
-files import from this one: read it first. The KV cache, for decoding, stands at the end.
+files import from this one. The KV cache, for decoding, stands at the end.
 
 Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value
 heads, D head size (C / H if not given), V vocabulary.
@@ -23,7 +21,6 @@ Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Sha
 (SwiGLU, 2002.05202); Zhang, Sennrich 2019 (RMSNorm, 1910.07467); Ainslie et al. 2023 (GQA,
 2305.13245); Press et al. 2022 (ALiBi, 2108.12409); Touvron et al. 2023 (Llama, 2302.13971).
 """
-import contextlib
 import math
 from dataclasses import dataclass, field, fields
 
@@ -39,7 +36,7 @@ def choice(*allowed):
 
 @dataclass
 class BaseConfig:
-    """The fields (keys of a config file) that all models have."""
+    """The fields, keys of a config file, that all models have."""
     block_size: int = 256        # tokens of a training sequence; with RoPE also the longest context
     vocab_size: int = 257        # number of token ids
     n_layer: int = 4             # blocks
@@ -52,39 +49,38 @@ class BaseConfig:
     rope_theta: float = 10000.0  # RoPE's base
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
+    # no fields here: a model that offers a choice has a field of that name
+    pos, window, scale_embeddings = "rope", 0, False
+
     def __post_init__(self):
-        """Raise ValueError, naming the key, where a value is impossible."""
+        """Raise ValueError, naming the field, where a value is impossible."""
         self.n_kv_head = self.n_kv_head or self.n_head
         self.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
         self.at_least(0, "head_dim")
-        width = [] if self.head_dim else [("n_embd", "n_head")]
-        for a, b in width + [("n_head", "n_kv_head")]:
-            if getattr(self, a) % getattr(self, b):
-                raise ValueError(f"{a}={getattr(self, a)} is not divisible by "
-                                 f"{b}={getattr(self, b)}")
+        self.divides("n_kv_head", "n_head")
+        if not self.head_dim:
+            self.divides("n_head", "n_embd")
+            self.head_dim = self.n_embd // self.n_head
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
-        if not 0 < self.rope_theta < math.inf or not 0 < self.norm_eps < math.inf:
-            raise ValueError(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be "
-                             f"positive")
+        for name in ("rope_theta", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
         for key in fields(self):
             value, allowed = getattr(self, key.name), key.metadata.get("allowed")
             if allowed and value not in allowed:
                 raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if self.has_rope and self.head_dim % 2:
+        if self.pos == "rope" and self.head_dim % 2:
             raise ValueError(f"RoPE needs an even head size: head_dim={self.head_dim}")
 
-    @property
-    def has_rope(self):
-        """Whether positions are RoPE's: a model without the key pos (LRT) has nothing else."""
-        return getattr(self, "pos", "rope") == "rope"
-
     def at_least(self, least, *names):
-        """Raise ValueError where a named key is less than `least`."""
         for name in names:
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+
+    def divides(self, a, b):
+        if getattr(self, b) % getattr(self, a):
+            raise ValueError(f"{b}={getattr(self, b)} is not divisible by {a}={getattr(self, a)}")
 
 
 @dataclass
@@ -130,8 +126,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(pos, head_dim, theta, dtype):
-    """cos and sin of RoPE's angles pos theta^(-2i / D): pos (...) -> two of (..., D / 2), in
-    float32 or better."""
+    """cos and sin of RoPE's angles pos theta^(-2i / D): pos (...) -> (..., D / 2) each."""
     dtype = torch.promote_types(dtype, torch.float32)
     freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
     angle = pos.to(dtype)[..., None] * freq                 # (..., D / 2)
@@ -139,8 +134,7 @@ def rope_tables(pos, head_dim, theta, dtype):
 
 
 def apply_rope(x, cos, sin):
-    """Rotate each pair (x_i, x_{i + D/2}) of x (..., T, D) by its angle:
-    (a, b) -> (a cos - b sin, b cos + a sin)."""
+    """Rotate each pair (x_i, x_{i + D/2}) of x (..., T, D) by its angle."""
     a, b = x.chunk(2, -1)                                   # (..., T, D / 2)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
@@ -157,7 +151,7 @@ def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
     visible = distance >= 0
     if window:
         visible = visible & (distance < window)
-    bias = torch.zeros((), device=k_pos.device, dtype=dtype)
+    bias = torch.zeros((), device=k_pos.device, dtype=dtype)  # broadcast by masked_fill
     if slopes is not None:
         bias = -slopes.to(dtype)[:, None, None] * distance
     return bias.masked_fill(~visible, -math.inf)
@@ -166,7 +160,7 @@ def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
 # ---- a block ----
 
 class Attention(nn.Module):
-    """Causal self-attention. layer: the number of the layer; context: see Context."""
+    """Causal self-attention. layer: its number in the context's cache; context: see Context."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -201,7 +195,7 @@ def attend(q, k, v, bias, fast, dropout=0.0):
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if fast:
         causal = True if bias is None and T > 1 else False  # T > 1 of torch.compile is no bool
-        bias = None if bias is None else bias.to(q.dtype)
+        bias = None if bias is None else bias.to(q.dtype)  # as torch wants it
         return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, enable_gqa=H != G)
     k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))         # (B, H, S, D)
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))      # (B, H, T, S)
@@ -243,30 +237,31 @@ class Block(nn.Module):
 
 class Context:
     """What the T new tokens of a call have in common in all layers: their positions pos
-    (B or 1, T), RoPE's cos and sin or None, the attention bias (None: causal), and where their
-    keys and values go. In training there is no cache: positions 0 .. T - 1, as many keys."""
+    (B or 1, T), those of all keys k_pos (S,), RoPE's cos and sin or None, the attention bias
+    (None: causal), and where their keys and values go. In training there is no cache.
+    x (B, T, C): their embeddings, for size and type. has_bias None: where it is needed."""
 
-    def __init__(self, cfg, x, cache=None, n_valid=None, has_bias=True):
-        """x (B, T, C): the new tokens' embeddings, for their size and type. cache, n_valid: see
-        LanguageModel.forward. has_bias=False: a subclass masks by other means."""
+    def __init__(self, cfg, x, cache=None, n_valid=None, has_bias=None):
         T = S = x.size(1)
         self.cache, self.slots, ragged = cache, None, False
         self.pos = torch.arange(T, device=x.device)[None]
         if cache is not None:       # decoding, see the end of this file
             self.slots = cache.place(T, n_valid)
             self.pos, S, ragged = self.slots.pos, self.slots.end, cache.ragged
-        self.rope = self.bias = None
+        self.k_pos = torch.arange(S, device=x.device)  # slot p of a cache is position p
+        self.rope = self.bias = self.slopes = None
+        wide = torch.promote_types(x.dtype, torch.float32)
         if cfg.pos == "rope":
             if S > cfg.block_size:
                 raise ValueError(f"{S} tokens are more than block_size={cfg.block_size}")
             cos, sin = rope_tables(self.pos, cfg.head_dim, cfg.rope_theta, x.dtype)
             self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D / 2)
-        window = getattr(cfg, "window", 0)                  # relaxed and mor have none
-        if has_bias and (window or cfg.pos == "alibi" or ragged):
-            wide = torch.promote_types(x.dtype, torch.float32)
-            slopes = alibi_slopes(cfg.n_head, x.device, wide) if cfg.pos == "alibi" else None
-            k_pos = torch.arange(S, device=x.device)        # slot p of a cache is position p
-            self.bias = attention_bias(self.pos, k_pos, window, slopes, wide)
+        if cfg.pos == "alibi":
+            self.slopes = alibi_slopes(cfg.n_head, x.device, wide)
+        if has_bias is None:
+            has_bias = cfg.window or cfg.pos == "alibi" or ragged
+        if has_bias:
+            self.bias = attention_bias(self.pos, self.k_pos, cfg.window, self.slopes, wide)
 
     def extend(self, layer, k, v):
         """k, v (B, G, T, D) of the new tokens -> those of all tokens so far, (B, G, S, D)."""
@@ -291,17 +286,14 @@ class ScaledEmbedding(nn.Embedding):
 
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
-    A model adds blocks, calls init_weights and has mixer_flops(); it may replace the rest.
-    What stands here for other models and commands: context_type, runs_blocks_once, set_step,
-    and what speaks of rows, n_valid and n_layer in the cache."""
-    context_type = Context
+    A model adds blocks, calls init_weights and has mixer_flops(); it may replace the rest."""
+    context_type = Context  # others have their own
     runs_blocks_once = True     # each block once a forward: FSDP may gather them one by one
 
     def __init__(self, cfg, blocks):
         super().__init__()
         self.cfg = cfg
-        scaled = getattr(cfg, "scale_embeddings", False)
-        embedding = ScaledEmbedding if scaled else nn.Embedding
+        embedding = ScaledEmbedding if cfg.scale_embeddings else nn.Embedding
         self.wte = embedding(cfg.vocab_size, cfg.n_embd)
         self.drop = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(blocks)
@@ -310,21 +302,19 @@ class LanguageModel(nn.Module):
 
     @property
     def context_limit(self):
-        """The most tokens of a forward or a cache: block_size with RoPE, which has learned no
-        later positions, else None."""
-        return self.cfg.block_size if self.cfg.has_rope else None
+        """The most tokens of a call or a cache, or None: RoPE has learned no later positions."""
+        return self.cfg.block_size if self.cfg.pos == "rope" else None
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Predict the token after each position.
-        idx (B, T) int64. targets (B, T), -1: not counted. cache, from init_cache, holds the
-        tokens before idx, and then also idx; with a cache all runs under no_grad. n_valid (B,):
-        how many of each row's T tokens are real; the rest is padding on the right, whose logits
-        mean nothing. Returns logits (B, T, V) in float32 or better, loss (None without targets),
-        and aux: with targets, "ce" is the cross-entropy in nats a token. ValueError if idx is
-        empty, the context would outgrow context_limit, or the cache is full."""
+        idx (B, T) int64; targets (B, T), -1: not counted. cache, from init_cache, holds the
+        tokens before idx and then idx, too; all runs under no_grad. n_valid (B,), with a
+        cache: how many of each row's T tokens are real. The rest is padding on the right, whose
+        logits mean nothing. Returns logits (B, T, V) in float32 or better, loss (None without
+        targets) and aux: with targets, "ce" is the cross-entropy in nats a token."""
         if idx.numel() == 0:
             raise ValueError(f"idx {tuple(idx.shape)} holds no token")
-        with contextlib.nullcontext() if cache is None else torch.no_grad():
+        with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             h = self.hidden(idx, cache, n_valid)
             logits = upcast(self.head(h))                   # (B, T, V)
             if targets is None:
@@ -339,14 +329,14 @@ class LanguageModel(nn.Module):
         for layer, block in enumerate(self.blocks):
             x = block(x, layer, context)
         if cache is not None:
-            cache.advance(context.slots)
+            cache.advance(context.slots)  # all layers have written
         return self.norm(x)
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+    def generate(self, idx, max_new_tokens, temperature=1.0):
         """Continue idx (B, T): (B, T + max_new_tokens). temperature 0: the likeliest token.
-        A full context is cropped to its last context_limit tokens; from then on each token
-        runs the whole context again. Call eval() first. (sample.py has the complete sampler.)"""
+        A full context is cropped to its last context_limit tokens, and runs again for every
+        token, as its positions change. Call eval() first. sample.py has the whole sampler."""
         total = idx.size(1) + max_new_tokens
         cache = self.init_cache(idx.size(0), min(total, self.context_limit or total))
         new = idx
@@ -355,9 +345,6 @@ class LanguageModel(nn.Module):
                 cache.reset()
                 new = idx[:, -cache.max_len:]
             logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
-            if top_k:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
             new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, True)
             idx = torch.cat([idx, new], 1)
         return idx
@@ -367,16 +354,14 @@ class LanguageModel(nn.Module):
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len))
 
     def cache_sizes(self, batch_size, max_len):
-        """The arguments of every model's cache behind cfg: sizes, device, dtype. ValueError if
-        max_len is more than context_limit."""
+        """What every model's cache takes after cfg: sizes, device, dtype."""
         if self.context_limit and max_len > self.context_limit:
             raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
-        w = self.wte.weight
-        return batch_size, max_len, w.device, compute_dtype(w)
+        return batch_size, max_len, self.wte.weight.device, compute_dtype(self.wte.weight)
 
     def flops_per_token(self):
         """Floating-point operations of a token, forward and backward, at block_size: 6 for each
-        weight of a matrix product (the head is one, the embedding not), and the mixers'."""
+        weight of a matrix product (the head is one, the embedding not), and attention's."""
         return 6.0 * (self.block_weights() + self.head.weight.numel()) + self.mixer_flops()
 
     def block_weights(self):
@@ -437,16 +422,15 @@ class KVCache:
     never read. A call chooses slots (place), every layer writes its keys and values there and
     reads all (write), and the call's end counts the tokens (advance). Under no_grad.
 
-    lengths (B,): tokens of each row. longest: their maximum, on the host. ragged: rows may
-    differ in length, as a call had n_valid or only some rows were reset; else new tokens are
-    written as one slice, and no row needs its own mask. n_layer: layers with keys."""
+    lengths (B,): tokens of each row; longest: their maximum, on the host. ragged: rows may
+    differ (a call had n_valid, or some were reset), so that each needs its own slots and mask."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         shape = batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim
         n_layer = cfg.n_layer if n_layer is None else n_layer
-        zeros = lambda: [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_layer)]
         with torch.inference_mode(False):           # so that calls without it may write, too
-            self.k, self.v = zeros(), zeros()
+            self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_layer)]
+            self.v = [torch.zeros_like(k) for k in self.k]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.max_len, self.longest, self.ragged = max_len, 0, False
 
@@ -454,7 +438,7 @@ class KVCache:
         return self.k + self.v
 
     def nbytes(self):
-        """Bytes of the keys and values of all rows at max_len; of states, as they are."""
+        """Bytes of the keys and values of all rows at max_len, and of states."""
         return sum(x[:, :, :self.max_len].nbytes if x.dim() == 4 else x.nbytes
                    for x in self.buffers())
 
@@ -469,8 +453,7 @@ class KVCache:
         self.ragged = self.longest > 0
 
     def place(self, T, n_valid=None):
-        """Slots for T new tokens a row, of which n_valid (B,) are real (None: all).
-        ValueError if a row would outgrow max_len."""
+        """Slots for T new tokens a row, of which n_valid (B,) are real (None: all)."""
         n_new = torch.full_like(self.lengths, T)
         if n_valid is not None:
             self.ragged = True
@@ -479,8 +462,7 @@ class KVCache:
         if end > self.max_len:
             end, needed = self.max_len, int((self.lengths + n_new).max())   # without padding
             if needed > self.max_len:
-                raise ValueError(f"the cache is full: {needed} tokens are more than max_len "
-                                 f"{self.max_len}")
+                raise ValueError(f"the cache is full: {needed} tokens, max_len={self.max_len}")
         offset = torch.arange(T, device=self.lengths.device)
         if not self.ragged:
             return Slots((self.longest + offset)[None], end, n_new)

@@ -95,25 +95,22 @@ def saved_llama(path, kind="Llama", shard="5GB", **sizes):
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))
     model.save_pretrained(path, max_shard_size=shard)
+    assert (len(list(path.glob("*.safetensors"))) > 1) == (shard == "40KB")
     return model
 
 
-@pytest.mark.parametrize("sizes, changes", [
-    (dict(), dict()), (dict(tie_word_embeddings=True, num_key_value_heads=6, shard="40KB"), dict()),
-    (dict(), dict(rope_parameters=None, rope_theta=1234.0, rope_scaling=None, head_dim=None)),      # before 2025
-    (dict(), dict(sliding_window=8, use_sliding_window=False)),                                     # Llama ignores it
-    (dict(kind="Mistral", sliding_window=7), dict())])
-def test_loads_what_transformers_saved(tmp_path, sizes, changes):
-    theirs = saved_llama(tmp_path, **sizes)
-    edit(tmp_path, **changes)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == ("shard" in sizes)
-    ours, x = llama.from_pretrained(tmp_path, block_size=32, dropout=0.1), torch.randint(0, 97, (2, 30))
-    with torch.no_grad():
-        want = theirs(x).logits
-        assert (ours.eval()(x)[0] - want).abs().max() < 1e-5 * want.abs().max()
-    assert ours.cfg.rope_theta == 1234.0 and ours.cfg.n_kv_head == theirs.config.num_key_value_heads
-    assert ours.cfg.block_size == 32 and ours.cfg.dropout == 0.1 and ours.cfg.window == 7 * ("kind" in sizes)
-    assert (ours.head.weight is ours.wte.weight) == theirs.config.tie_word_embeddings
+def test_a_loaded_models_keys(tmp_path):
+    """Those of config.json, and given ones."""
+    saved_llama(tmp_path, kind="Mistral", sliding_window=7)
+    cfg = llama.from_pretrained(tmp_path, block_size=32, dropout=0.1).cfg
+    assert (cfg.rope_theta, cfg.n_kv_head, cfg.window, cfg.block_size, cfg.dropout) == (1234.0, 2, 7, 32, 0.1)
+
+
+def edit(folder, **changes):
+    """Change fields of config.json; "gone" takes one out."""
+    config = {**json.loads((folder / "config.json").read_text()), **changes}
+    config = {name: value for name, value in config.items() if value != "gone"}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def stored(folder, change):
@@ -133,6 +130,10 @@ TIED = dict(tie_word_embeddings=True)
 YARN = {"rope_type": "yarn", "rope_theta": 1234.0, "factor": 4.0}
 # (what transformers saves, how config.json is changed, how the weights are, the reason if we refuse)
 VARIATIONS = {
+    "as saved": ({}, {}, None, None),
+    "tied, in shards": (dict(num_key_value_heads=6, shard="40KB", **TIED), {}, None, None),
+    "before 2025": ({}, dict(rope_parameters=None, rope_theta=1234.0, rope_scaling=None, head_dim=None), None, None),
+    "a window that Llama ignores": ({}, dict(sliding_window=8, use_sliding_window=False), None, None),
     "scaling wins": ({}, dict(rope_scaling=YARN), None, "'yarn'"),
     "linear, old name": ({}, dict(rope_scaling={"type": "linear", "factor": 2.0}), None, "'linear'"),
     "dynamic": ({}, dict(rope_scaling={"type": "dynamic", "factor": 2.0}, rope_parameters=None), None, "'dynamic'"),
@@ -176,6 +177,15 @@ VARIATIONS = {
     "layers of their own": ({}, dict(per_layer_config={"0": {"intermediate_size": 80}}), None, "per_layer_config"),
     "quantized": ({}, dict(quantization_config={"quant_method": "fp8"}), None, "quantization_config"),
     "another file": ({}, dict(transformers_weights="b.safetensors"), None, "transformers_weights"),
+    "a window in some layers": ({}, dict(use_sliding_window=True), None, "use_sliding_window"),
+    "another family": ({}, dict(model_type="bert"), None, "bert"),
+    "gpt_neox": ({}, dict(model_type="gpt_neox"), None, "Pythia"),
+    "two families": ({}, dict(model_type=["llama"]), None, "model_type"),
+    "no vocabulary": ({}, dict(vocab_size=None), None, "config.json"),
+    "theta as text": ({}, dict(rope_theta="1e4", rope_parameters=None), None, "rope_theta"),
+    "tied as text": ({}, dict(tie_word_embeddings="false"), None, "tie_word"),
+    "another width": ({}, dict(intermediate_size=64), None, "gate_proj"),
+    "fewer layers": ({}, dict(num_hidden_layers=2), None, "layers.2"),
     "a fraction of layers": ({}, dict(num_hidden_layers=2.5), None, "num_hidden_layers"),
 }
 
@@ -224,26 +234,6 @@ def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
     assert llama.from_pretrained("owner/name").cfg.n_layer == 3
     with pytest.raises(UserError, match="owner/other is not a folder here and could not be downloaded"):
         llama.from_pretrained("owner/other")
-
-
-def edit(folder, **changes):
-    """Change fields of config.json; "gone" takes one out."""
-    config = {**json.loads((folder / "config.json").read_text()), **changes}
-    config = {name: value for name, value in config.items() if value != "gone"}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize("changes, named", [
-    (dict(use_sliding_window=True), "use_sliding_window"), (dict(model_type="bert"), "bert"),
-    (dict(model_type="gpt_neox"), "Pythia"),
-    (dict(model_type=["llama"]), "model_type"), (dict(vocab_size=None), "config.json"),
-    (dict(rope_theta="1e4", rope_parameters=None), "rope_theta"), (dict(tie_word_embeddings="false"), "tie_word"),
-    (dict(intermediate_size=64), "gate_proj"), (dict(num_hidden_layers=2), "layers.2")])
-def test_what_we_cannot_compute_is_refused_by_name(tmp_path, changes, named):
-    saved_llama(tmp_path)
-    edit(tmp_path, **changes)
-    with pytest.raises(ValueError, match=named):
-        llama.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("file, named", [("model.safetensors", "damaged"), ("config.json", "JSON")])

@@ -1,10 +1,11 @@
 """model_rt and rt_wavefront: the schedules are one function; its neighbours; precision, memory and CUDA graphs."""
+import functools
 import itertools
 import math
+import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import model_rt
 import rt_wavefront
@@ -52,14 +53,14 @@ def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, forward, promp
     """fast picks, schedule overrides; a prompt goes through the wavefront too, or token by token."""
     ran, model = [], tiny("rt", **sizes)
     L, block = model.cfg.n_layer, model_rt.Block
-    for owner, name in ((rt_wavefront, "run_layers"), (rt_wavefront, "prefill"), (model_rt, "tiled"), (block, "naive"),
+    for owner, name in ((rt_wavefront, "run_layers"), (rt_wavefront, "prefill"), (model_rt, "tiled"), (block, "one_by_one"),
                         (block, "at_once")):
         monkeypatch.setattr(owner, name, lambda *a, name=name, f=getattr(owner, name): (ran.append(name), f(*a))[1])
     calls = dict(wavefront=1, tiled=L, naive=L, at_once=L, token=20 * L)
     for cache, schedule, wavefront in ((None, forward, "run_layers"), (model.init_cache(2, 20), prompt, "prefill")):
         ran.clear()
         model(tokens(2, 20), cache=cache)
-        assert ran == [dict(wavefront=wavefront, token="at_once").get(schedule, schedule)] * calls[schedule]
+        assert ran == [dict(wavefront=wavefront, token="at_once", naive="one_by_one").get(schedule, schedule)] * calls[schedule]
 
 
 def test_every_query_meets_every_earlier_key_once(monkeypatch):
@@ -79,39 +80,16 @@ def test_every_query_meets_every_earlier_key_once(monkeypatch):
 
 # ---- its neighbours ----
 
-def plain_transformer(model, idx):
-    """The logits of a Transformer with the weights of this RT, written out; RoPE by complex numbers."""
-    (B, T), cfg = idx.shape, model.cfg
-    H, D, t = cfg.n_head, cfg.head_dim, torch.arange(T, dtype=torch.float64)
-    norm = lambda u, n: n.weight * u / (u.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    slopes = (cfg.pos == "alibi") * 2.0 ** (-8 * torch.arange(1, H + 1).double() / H)
-    bias = (-slopes[:, None, None] * (t[:, None] - t)).masked_fill(t[:, None] < t, -math.inf)
-    turn = torch.exp((cfg.pos == "rope") * 1j * t[:, None] * 10000 ** (-torch.arange(0, D, 2).double() / D))
-
-    def heads(u, turn):
-        u = u.view(B, T, -1, D).transpose(1, 2)
-        u = torch.complex(*u.split(D // 2, -1)) * turn
-        return torch.cat([u.real, u.imag], -1).repeat_interleave(H // u.size(1), 1)
-    x = model.wte(idx)
-    for b in model.blocks:
-        n = norm(x, b.norm1)
-        q, k = heads(norm(b.wq(n), b.q_norm), turn), heads(norm(b.wk(n), b.k_norm), turn)
-        a = (q @ k.mT / math.sqrt(D) + bias).softmax(-1) @ heads(b.wv(n), 1)
-        x = x + b.wo(a.transpose(1, 2).flatten(2))
-        x = x + b.w_down(F.gelu(b.w_up(norm(x, b.norm2))))
-    return model.head(norm(x, model.norm))
-
-
 @pytest.mark.parametrize("schedule, pos", itertools.product(["naive", "tiled", "wavefront"], ["alibi", "rope", "none"]))
-def test_without_recurrence_it_is_the_plain_transformer(schedule, pos):
+def test_without_recurrence_it_is_model_gpt(schedule, pos):
     """Logits, loss, every gradient, and decoding of ragged rows."""
-    model, x = rt(schedule, recurrent=False, pos=pos, n_kv_head=2, qk_norm="full"), tokens(2, 51)
-    found = outputs_and_gradients(model, x)
-    model.zero_grad()
-    logits = plain_transformer(model, x[:, :-1])
-    loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
-    loss.backward()
-    assert_same(found, (logits, loss, {n: p.grad for n, p in model.named_parameters()}), all_reached=True)
+    model, x = rt(schedule, recurrent=False, pos=pos, n_kv_head=2), tokens(2, 51)
+    plain = tiny("gpt", pos=pos, n_kv_head=2, mlp="gelu", tie_embeddings=False)
+    part = lambda n: re.sub(r"\.(w_\w+)\.", r".mlp.\1.", re.sub(r"\.(w[qkvo])\.", r".attn.\1.", n))
+    plain.load_state_dict({part(n): w for n, w in model.state_dict().items()})
+    logits, loss, grads = outputs_and_gradients(plain, x)
+    want = logits, loss, {n: grads[part(n)] for n, _ in model.named_parameters()}
+    assert_same(outputs_and_gradients(model, x), want, all_reached=True)
     assert_cache_is_forward(model, [37, 20], [16, 1, 1, 19], 1e-10)
 
 
@@ -125,7 +103,8 @@ def test_theorem_4_1(schedule):
     with torch.no_grad():
         block.wq.weight.zero_(), block.w_down.weight.zero_()
     A, x = (block.wo.weight @ block.wv.weight).detach(), torch.randn(T, d, dtype=torch.float64)
-    J = torch.autograd.functional.jacobian(lambda x: model.run_recurrent(x[None])[0], x).transpose(1, 2)   # (t, s, d, d)
+    layer = lambda x: block(x[None], 0, model_rt.Context(model.cfg, x[None]))[0]
+    J = torch.autograd.functional.jacobian(layer, x).transpose(1, 2)      # (t, s, d, d)
     for s, t in itertools.combinations_with_replacement(range(1, T + 1), 2):
         want = A / t + (I if s == t else 0)
         for j in range(s, t):
@@ -201,16 +180,19 @@ def test_initial_weights():
 def test_graphs_are_recorded_and_reused(monkeypatch):
     """The second call of a shape records, later ones replay with new inputs; a function stands for its own graph."""
     graphs = {}
-    for name, fake in (("recordable", lambda *a: True), ("Graph", lambda run, function, inputs: function), ("GRAPHS", graphs)):
+    for name, fake in (("recordable", lambda *a: True), ("Graph", lambda wave, function, inputs: functools.partial(function, wave)),
+                       ("GRAPHS", graphs), ("SEEN", set())):
         monkeypatch.setattr(rt_wavefront, name, fake)
     plain, graphed = (rt("wavefront", cuda_graphs=on).train() for on in (False, True))
     for seed, T in ((1, 20), (2, 20), (3, 33), (4, 20), (5, 33)):
         x = tokens(2, T + 1, seed=seed)
         assert_same(outputs_and_gradients(graphed, x), outputs_and_gradients(plain, x))
-    assert len(graphs) == 4 and all(graphs.values())
-    for T in range(1, 12):
-        graphed(tokens(2, T))
-    assert len(graphs) == 8 and not any(graphs.values()), "the first call of a shape is not recorded"
+    assert len(graphs) == 4
+    for _ in "seen", "recorded":
+        assert len(graphs) == 4
+        for T in range(1, 12):
+            graphed(tokens(2, T))
+    assert len(graphs) == 8, "the oldest go"
 
 
 # ---- on a GPU, and in interpreted_kernels.py ----
@@ -227,9 +209,9 @@ def test_graphs_replay_the_same(dtype):
             torch.cuda.empty_cache()
             torch.full((1 << 28,), math.nan, device="cuda")
         return found
-    rt_wavefront.GRAPHS.clear()
+    rt_wavefront.GRAPHS.clear(), rt_wavefront.SEEN.clear()
     plain, replayed = results(False), results(True)
-    assert sum(g is not False for g in rt_wavefront.GRAPHS.values()) == 2
+    assert len(rt_wavefront.GRAPHS) == 2
     for a, b in zip(plain, replayed):
         assert torch.equal(a[0], b[0]) and all(rms(a[2][n] - b[2][n]) <= 1e-6 * rms(a[2][n]) for n in a[2])
 
