@@ -307,7 +307,6 @@ def test_what_is_refused(options, message, world):
     (lambda: looping(share="sequence"), {}, "batching=depth needs loops over the same blocks"),
     (lambda: looping(module=model_mor, n_layer=5), dict(fill="propagate"), "the router decides"),
     (lambda: looping(module=model_mor, n_layer=5, kv="share"), {}, "kv=share is not served"),
-    (lambda: looping(module=model_mor, n_layer=5, kv="share_update"), {}, "kv=share_update is not served"),
     (lambda: model_gpt.Model(model_gpt.Config()), {}, "only models that loop over depth are served .*, not a model_gpt")])
 def test_models_that_are_refused(model, options, message):
     with pytest.raises(UserError, match=message):
