@@ -11,42 +11,36 @@ the source, as the memory m_{t-1}, which all layers of token t read:
     layer 3          o -- m -----+-> o        source: 0.6 of the depth
     layer 2          o           +-> o
     layer 1          o           +-> o
-
-    x <- alpha x + beta x0 + gamma m_{t-1},  u = RMSNorm(x)        (5)  m_{-1} = 0
-    k_rec = Wk_rec m_{t-1},  v_rec = Wv_rec m_{t-1}                (2)
-    g_loc, g_rec = 2 sigmoid(Wg u)                                 (3)  1 each at the start
-    k = g_loc k_loc + g_rec k_rec,  v = g_loc v_loc + g_rec v_rec  (4)
-    m_t = x after the source layer, or RMSNorm(x) (source_norm, in deep models)
-
-(Equation numbers are the paper's.) alpha, beta, gamma are scalars of a layer, g_loc, g_rec of
-a layer and KV head. All layers share Wk_rec, Wv_rec. memory=false is the backbone, nanochat's:
-
-    x0 = RMSNorm(E[idx])                                no RMSNorm has a weight
-    x <- alpha x + beta x0,  u = RMSNorm(x),  k = k_loc = Wk u,  v = v_loc = Wv u
-    v <- v + 2 sigmoid(Wve u[:32]) VE_l[idx]            (in LRT too: after (4), as its code)
+A layer, line by line; * is the memory's. The rest is nanochat's backbone (memory=false):
+    x <- alpha x + beta x0                           x0 = RMSNorm(E[idx]) enters layer 1
+  * x <- x + gamma m_{t-1}                           (5)  m_{-1} = 0
+    u = RMSNorm(x),  k = Wk u,  v = Wv u
+  * k_rec = Wk_rec m_{t-1},  v_rec = Wv_rec m_{t-1}  (2)  one Wk_rec, Wv_rec for all layers
+  * g_loc, g_rec = 2 sigmoid(Wg u)                   (3)  two gates a KV head, 1 at the start
+  * k <- g_loc k + g_rec k_rec,  v likewise          (4)
+    v <- v + 2 sigmoid(Wve u[:32]) VE_l[idx]
     x <- x + Wo Attention(RoPE(RMSNorm(Wq u)), RoPE(RMSNorm(k)), v)
     x <- x + W_down relu(W_up RMSNorm(x))^2
-    logits = 15 tanh(W_head RMSNorm(x) / 15)
 
-m_0 -> m_1 -> ... is a chain over positions: T passes of one each (train_path=exact).
-Algorithm 1 (interleaved) trains with the work of two passes. The first, over all positions with
-memory 0, fills a buffer of keys, values and m. Then N strided subsets are computed again, one by
-one: in each layer a subset writes its keys and values over the old ones before it attends, after
-the last layer its m. Each is one link nearer to the chain; N = T is the chain. N = 2:
+m_t is x after the source layer, or its RMSNorm (source_norm: in deep models; code: RMSNorm after
+the last layer). logits = 15 tanh(W_head RMSNorm(x) / 15). No RMSNorm has a weight. alpha, beta,
+gamma are scalars of a layer and start at 1, 0.1, 0.1. Equation numbers are the paper's.
+
+m_0 -> m_1 -> ... is a chain over positions: T passes of one each. Evaluation and decoding run it
+(code: samples without m); training can (train_path=exact), slowly. Algorithm 1 (interleaved) does
+two passes' work. The first, over all positions with memory 0, fills a buffer of keys, values, m.
+Then N strided subsets run again, one by one: in each layer a subset replaces its keys and values,
+then attends; after the last layer it replaces its m. N = 2:
 
     first pass  0 1 2 3 4 5
     subset 0    0   2   4     4 reads m_3 and attends to 1 3 of the first pass, 0 2 4 of subset 0
     subset 1      1   3   5   3 reads m_2 and attends to 0 2 of subset 0, 1 3 of subset 1
     loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)      (6)  gradients flow through all
 
-Departures from the paper or its code:
-    gates read u (paper: x; code: u[:32])
-    AdamW trains gates at the head's rate (paper: as scalars; code: Muon)
-    a subset's loss weighs as many targets as it has (code: its own mean, 0 / 0 if it has none)
-    m is x after layer 0.6 n_layer (code: RMSNorm(x) after the last); sampling reads it (code: not)
-    norm_eps is 1e-5 (code: 1.2e-7); dropout
-Left out (Tables 1, 2, 6, 8): averages of m, k or v alone, replacing k and v, other backbones.
-
+A token of subset s has s + 1 links of the chain behind it: N = T is the chain. chunked
+(Appendix D) is a chain of chunks: its K positions read the last m before the chunk.
+Left out (Tables 1, 2, 6, 8): means of several m, memory for k or v alone, other backbones.
+Departures are said at their lines; norm_eps is 1e-5 (code: 1.2e-7), dropout is ours.
 Paper: Huang et al. 2026 (2605.26797); code: github.com/OoDBag/Latent_recurrent_transformer
 (e0d0f6e); backbone: github.com/karpathy/nanochat (98eed6d).
 Shapes: B batch, T tokens, n of a pass, S keys, C width, H query heads, G KV heads, D head size.
@@ -69,7 +63,7 @@ class Config(BaseConfig):
     memory: bool = True     # false: the backbone, all else equal: the baseline
     train_path: str = choice("interleaved", "chunked", "exact")
     subsets: int = 2        # N of train_path=interleaved
-    chunk: int = 64         # K of train_path=chunked: a chunk reads the last m before it
+    chunk: int = 64         # K of train_path=chunked
     prefill: str = choice("exact", "interleaved")  # how a prompt fills an empty cache
     source: int = -1        # m is x after this layer, from 1 (-1: 0.6 of the depth; 0: m is x0)
     source_norm: bool = None  # m is RMSNorm(x) (left out: if n_layer > 10)
@@ -88,15 +82,13 @@ class Config(BaseConfig):
         if not self.pattern or set(self.pattern) - {"S", "L"}:
             raise ValueError(f"pattern={self.pattern} must be made of S and L")
         if self.head_dim > kernels.HEAD_SIZES[-1]:
-            raise ValueError(f"head_dim={self.head_dim} must be at most "
-                             f"{kernels.HEAD_SIZES[-1]}")
+            raise ValueError(f"head_dim={self.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
         if not 0 <= self.source <= self.n_layer:
             raise ValueError(f"source={self.source} must be from 0 to n_layer={self.n_layer}")
-        # At the start a token multiplies a raw m by the sum of gamma up to the source, 0.1 a
-        # layer; above 1 it overflows within some hundred tokens. The default counts all layers:
-        # it depends neither on source, whose largest is n_layer, nor on inject (kv: no gamma).
+        # At the start blocks add nothing: m_t = (1 + 0.1 source) x0_t + 0.1 source m_{t-1}, which
+        # overflows in some hundred tokens if 0.1 source > 1. The default takes the largest source.
         if self.source_norm is None:
             self.source_norm = 0.1 * self.n_layer > 1
         # (nanochat's half of the context does not count the token itself)
@@ -105,7 +97,7 @@ class Config(BaseConfig):
         self.into_residual = self.memory and "residual" in self.inject  # (5)
         self.recurrent = self.memory and self.source > 0    # m_t depends on m_{t-1}
         if not self.recurrent:
-            self.train_path = "exact"   # all paths are the same
+            self.train_path = "exact"   # one pass is exact
 
     def window(self, layer):
         """How many keys a query of this layer attends to, its own included; 0: all."""
@@ -113,7 +105,8 @@ class Config(BaseConfig):
         return self.swa if short and self.swa < self.block_size else 0
 
 
-# ---- the method: a layer reads m; the chain; Algorithm 1 (the layers themselves follow) ----
+# ---- the method: m enters keys and values; a pass; the chain; Algorithm 1 ----
+# A pass's Context (below) holds what layers read. Their keys and values go to its `buffer`.
 
 class MemoryProjection(nn.Module):
     def __init__(self, cfg):
@@ -127,23 +120,17 @@ class MemoryProjection(nn.Module):
         return [w(previous).unflatten(-1, (-1, self.D)) for w in (self.wk, self.wv)]   # (2)
 
 
-def add_memory(x, layer, context):
-    """What enters a layer: x (B, n, C) of a pass's positions with x0 and m_{t-1}."""
-    alpha, beta, gamma = context.alpha[layer], context.beta[layer], context.gamma[layer]
-    return alpha * x + beta * context.x0 + gamma * context.previous             # (5)
-
-
-def mix_memory(k_loc, v_loc, wg_u, k_rec, v_rec):
-    """A layer's keys and values, (B, n, G, D) each, from its own and the memory's. wg_u: Wg u."""
-    g_loc, g_rec = (2 * torch.sigmoid(wg_u)[..., None]).chunk(2, dim=2)         # (3), (B, n, G, 1)
-    return g_loc * k_loc + g_rec * k_rec, g_loc * v_loc + g_rec * v_rec         # (4)
+def mix_memory(k, v, wg_u, k_rec, v_rec):
+    """A layer's keys and values (B, n, G, D) with the memory's. wg_u: Wg u (B, n, 2 G)."""
+    g_loc, g_rec = (2 * torch.sigmoid(wg_u)[..., None]).chunk(2, dim=2)  # (3), (B, n, G, 1)
+    return g_loc * k + g_rec * k_rec, g_loc * v + g_rec * v_rec  # (4)
 
 
 def run(model, context):
-    """One pass through all layers -> x after the last one, and the positions' m (B, n, C)."""
-    cfg, x, m = model.cfg, context.x0, context.x0   # m: of source=0
+    """One pass -> x after the last layer, and the positions' own m_t (B, n, C)."""
+    cfg, x, m = model.cfg, context.x0, context.x0   # m stays that if source=0
     for layer, block in enumerate(model.blocks):
-        x = block(x, layer, context)
+        x = block(x, layer, context)    # (5) first
         if layer + 1 == cfg.source:
             m = norm(x, cfg.norm_eps) if cfg.source_norm else x
     return x, m
@@ -153,69 +140,74 @@ def chain(model, tokens, K):
     """Chunks of K positions, one after the other; K = 1: the exact chain. -> x (B, T, C)"""
     buffer, xs, previous = {}, [], torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
     for start in range(0, tokens.x0.size(1), K):
-        at = slice(start, start + K)    # all of them read the last m before
-        x, m = run(model, Context(model, tokens, at, previous, buffer))
-        previous = m[:, -1:]
+        chunk = tokens.at(slice(start, start + K))
+        x, m = run(model, Context(model, chunk, previous, buffer))
         xs.append(x)
+        previous = m[:, -1:]        # which all positions of the next chunk read
     return torch.cat(xs, 1)
+
+
+def shifted(m, before):
+    """m_t of consecutive tokens (B, n, C) -> m_{t-1}; before (B, 1, C): of the token before."""
+    return torch.cat([before, m[:, :-1]], 1)
 
 
 def interleaved(model, tokens):
     """Algorithm 1. -> x of the subsets, x of the first pass, m, (B, T, C) each; the buffer."""
     N, T, buffer = model.cfg.subsets, tokens.x0.size(1), {}
-    zero = torch.zeros_like(tokens.x0[:, :1])               # m_{-1}
-    first, m = run(model, Context(model, tokens, slice(None), zero, buffer))
-    x, m = first, torch.cat([zero, m], 1)                   # m[:, t] is m_{t-1}: what t reads
+    zero = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
+    first, m = run(model, Context(model, tokens, zero, buffer))
+    x = first   # in the end all T are replaced
     for s in range(min(N, T)):
-        at = slice(s, T, N)
-        new_x, new_m = run(model, Context(model, tokens, at, m[:, at], buffer, subset=True))
-        x = torch.slice_scatter(x, new_x, 1, s, T, N)       # in the end all T are replaced
-        m = torch.slice_scatter(m, new_m, 1, s + 1, T + 1, N)
-    return x, first, m[:, 1:], buffer
+        subset = slice(s, T, N)
+        previous = shifted(m, zero)[:, subset]
+        new_x, new_m = run(model, Context(model, tokens.at(subset), previous, buffer, subset))
+        x = torch.slice_scatter(x, new_x, 1, s, T, N)
+        m = torch.slice_scatter(m, new_m, 1, s, T, N)
+    return x, first, m, buffer
 
 
-# ---- what a pass over some of the positions knows ----
+# ---- what a pass knows ----
 
 class Tokens(NamedTuple):
-    """What a call knows of all its tokens before the first layer."""
+    """What is known of tokens before the first layer."""
     x0: torch.Tensor        # (B, T, C)
     ve: list                # of each layer: value embeddings VE_l[idx], (B, T, G, D)
     rope: list              # RoPE's cos and sin, (B or 1, T, 1, D / 2)
     pos: torch.Tensor       # (B or 1, T) positions
 
+    def at(self, part):
+        """Those of a slice of the T."""
+        ve, rope = ([x[:, part] for x in xs] for xs in (self.ve, self.rope))
+        return Tokens(self.x0[:, part], ve, rope, self.pos[:, part])
+
 
 class Context:
-    """A pass over the positions `at`, a slice of all tokens; subset: of Algorithm 1.
-    x0, ve, rope, pos      as in Tokens, but of these n positions
-    previous               m_{t-1}, which they read, (B, n or 1, C)
-    kv_rec                 of each layer: k_rec, v_rec, (B, n or 1, G, D)
+    """What the layers of a pass over n positions read:
+    x0, ve, rope, pos      the positions' Tokens
+    previous               their m_{t-1}, (B, n or 1, C)
+    kv_rec                 k_rec, v_rec, (B, n or 1, G, D), if all layers have the same
     alpha, beta, gamma     of each layer
     buffer {layer: (k, v)} keys and values of all positions so far
+    subset                 of Algorithm 1: the slice of all positions that these are
     tail                   whether these are the last n positions so far, in all rows"""
 
-    def __init__(self, model, tokens, at, previous, buffer, subset=False):
-        cfg, self.at, self.buffer = model.cfg, at, buffer
-        self.subset, self.tail = subset, not subset
-        self.x0, self.pos = tokens.x0[:, at], tokens.pos[:, at]
-        self.ve, self.rope = ([x[:, at] for x in xs] for xs in (tokens.ve, tokens.rope))
-        if cfg.memory and cfg.source == 0:      # m_t is x0; given is that before the first one
-            previous = torch.cat([previous, self.x0[:, :-1]], 1)
-        self.previous = previous
+    def __init__(self, model, tokens, previous, buffer, subset=None):
+        self.x0, self.ve, self.rope, self.pos = tokens
+        self.previous, self.buffer, self.subset = previous, buffer, subset
+        self.tail = subset is None
+        # (unbind has one backward pass for all layers)
         self.alpha, self.beta = model.alpha.unbind(), model.beta.unbind()
-        if cfg.into_residual:
-            self.gamma = model.gamma.unbind()
-        if model.rec:           # one pair for all layers
-            self.kv_rec = [model.rec(previous)] * cfg.n_layer
-        elif cfg.into_kv:       # one a layer
-            self.kv_rec = [block.attn.rec(previous) for block in model.blocks]
+        self.gamma = model.gamma.unbind() if model.cfg.into_residual else None
+        self.kv_rec = model.rec(previous) if model.rec else None
 
     def extend(self, layer, k, v):
         """k, v (B, G, n, D) of this pass -> those of all positions so far, (B, G, S, D)."""
         old = self.buffer.get(layer)    # nothing: the first pass or chunk
-        if self.subset:     # replaces its positions'
-            k, v = (torch.slice_scatter(x, new, 2, self.at.start, None, self.at.step)
-                    for x, new in zip(old, (k, v)))
-        elif old:           # a chunk comes after those before it
+        if self.subset is not None:     # replaces its positions'
+            at = self.subset.start, self.subset.stop, self.subset.step
+            k, v = (torch.slice_scatter(x, new, 2, *at) for x, new in zip(old, (k, v)))
+        elif old:                       # a chunk comes after those before it
             k, v = (torch.cat([x, new], 2) for x, new in zip(old, (k, v)))
         self.buffer[layer] = k, v
         return k, v
@@ -224,7 +216,7 @@ class Context:
 # ---- the layers: nanochat's, with the memory where `inject` has it ----
 
 def norm(x, eps):
-    """RMSNorm without a weight, in x's dtype."""
+    """RMSNorm without a weight, in x's dtype (autocast would widen it)."""
     return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
 
 
@@ -239,32 +231,29 @@ class Attention(nn.Module):
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve
-        self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None      # Wg
+        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, a gate
+        self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None  # Wg
         layerwise = cfg.into_kv and cfg.projections == "layerwise"
-        self.rec = MemoryProjection(cfg) if layerwise else None
+        self.rec = MemoryProjection(cfg) if layerwise else None     # None: the model's
 
     def forward(self, u, layer, context):
         """u (B, n, C), normed, of the positions of a pass. context: see Context."""
         D, eps = self.cfg.head_dim, self.cfg.norm_eps
         q, k, v = (w(u).unflatten(-1, (-1, D)) for w in (self.wq, self.wk, self.wv))
-        if self.w_gate:
-            k, v = mix_memory(k, v, self.w_gate(u), *context.kv_rec[layer])     # (B, n, G, D)
+        if self.w_gate:         # (gates read u; paper: x; code: u[:32])
+            k_rec, v_rec = self.rec(context.previous) if self.rec else context.kv_rec
+            k, v = mix_memory(k, v, self.w_gate(u), k_rec, v_rec)  # (B, n, G, D)
         g_ve = 2 * torch.sigmoid(self.w_value(u[..., :32]))     # (B, n, G)
-        v = v + g_ve[..., None] * context.ve[layer].to(v.dtype)
+        v = v + g_ve[..., None] * context.ve[layer].to(v.dtype)  # after (4): code's
         q, k = (apply_rope(norm(x, eps), *context.rope) for x in (q, k))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))        # (B, H or G, n, D)
         k, v = context.extend(layer, k, v)                      # (B, G, S, D)
-        attention = attend_fast if self.cfg.fast else attend_naive
-        y = attention(q, k, v, context.pos, self.window, context.tail)
+        if self.cfg.fast:
+            y = attend_fast(q, k, v, context, self.window)
+        else:
+            k_pos = torch.arange(k.size(2), device=k.device)
+            y = attend(q, k, v, attention_bias(context.pos, k_pos, self.window), fast=False)
         return self.wo(y.transpose(1, 2).flatten(2))            # (B, n, C)
-
-
-def attend_naive(q, k, v, pos, window, tail):
-    """q (B, H, n, D) at positions pos (B or 1, n) attend to k, v (B, G, S, D) at 0 .. S - 1.
-    (tail is for attend_fast.)"""
-    k_pos = torch.arange(k.size(2), device=q.device)
-    return attend(q, k, v, attention_bias(pos, k_pos, window), fast=False)
 
 
 class SquaredMLP(nn.Module):
@@ -288,34 +277,32 @@ class Block(nn.Module):
 
     def forward(self, x, layer, context):
         eps = self.cfg.norm_eps
-        if self.cfg.into_residual:
-            x = add_memory(x, layer, context)
-        else:
-            x = context.alpha[layer] * x + context.beta[layer] * context.x0
-        x = x + self.drop(self.attn(norm(x, eps), layer, context))      # (B, n, C)
+        x = context.alpha[layer] * x + context.beta[layer] * context.x0
+        if context.gamma:
+            x = x + context.gamma[layer] * context.previous  # (5)
+        x = x + self.drop(self.attn(norm(x, eps), layer, context))  # (B, n, C)
         return x + self.drop(self.mlp(norm(x, eps)))
 
 
 # ---- the fast path ----
 
-def attend_fast(q, k, v, pos, window, tail):
-    """attend_naive without a mask. tail: the queries are the last n of the S keys in all rows,
-    which subsets and ragged rows of a cache are not."""
+def attend_fast(q, k, v, context, window):
+    """What Attention's naive branch computes, without a mask."""
     n, S = q.size(2), k.size(2)
-    if tail and n == 1:         # the last keys; `-window:` takes all where window is 0
+    if context.tail and n == 1:     # the last keys; `-window:` takes all where window is 0
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
-    if tail and n == S and not window:      # causal
+    if context.tail and n == S and not window:      # causal
         return attend(q, k, v, None, fast=True)
-    # the kernel compares positions, as the mask does
+    # subsets, chunks, windows, ragged rows: the kernel compares positions, as the mask does
+    q_pos = context.pos.squeeze(0).int()  # (B, n), or (n,) of all rows
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
-    return kernels.attend(q, k, v, pos.squeeze(0).int(), k_pos, window=window or None)[0]
+    return kernels.attend(q, k, v, q_pos, k_pos, window=window or None)[0]  # (y, lse)
 
 
 # ---- decoding ----
 
 class MemoryCache(KVCache):
-    """A KVCache with m (B, 1, C), the memory of each row's last token, in the residual
-    stream's dtype (under autocast too)."""
+    """A KVCache with m (B, 1, C), of each row's last token, in the residual stream's dtype."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, m_dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype)
@@ -337,39 +324,50 @@ class MemoryCache(KVCache):
 class CachedContext(Context):
     """A pass whose keys and values go to slots of a cache."""
 
-    def __init__(self, model, tokens, at, cache, slots):
-        previous = cache.m if model.cfg.memory else None
-        super().__init__(model, tokens, at, previous, buffer=None)
-        self.cache, self.slots, self.tail = cache, slots, slots.at is None  # not ragged
+    def __init__(self, model, tokens, previous, cache, slots):
+        super().__init__(model, tokens, previous, buffer=None)
+        self.cache, self.slots = cache, slots
+        self.tail = slots.at is None    # else rows are ragged
 
     def extend(self, layer, k, v):
         return self.cache.write(layer, k, v, self.slots)
 
 
 def decode(model, idx, cache, n_valid, prefill):
-    """Tokens idx (B, T) after those of the cache, as a chain; prefill="interleaved": Algorithm 1
-    for those of an empty cache. -> x (B, T, C)"""
-    cfg, T, xs = model.cfg, idx.size(1), []
-    # of all T, for positions and Algorithm 1; the chain places each token again
-    slots = cache.place(T, n_valid)
-    tokens = model.embed(idx, slots.pos)
-    if cfg.recurrent and prefill == "interleaved" and cache.longest == 0 and T > 1:
-        x, _, m, buffer = interleaved(model, tokens)
-        for layer, (k, v) in buffer.items():
-            cache.write(layer, k, v, slots)
-        cache.keep(m, slots)
-        cache.advance(slots)
-        return x
-    n = 1 if cfg.recurrent else T       # tokens of a pass
-    for t in range(0, T, n):
-        if n < T:
-            slots = cache.place(n, None if n_valid is None else n_valid - t)
-        x, m = run(model, CachedContext(model, tokens, slice(t, t + n), cache, slots))
-        if cfg.memory:
-            cache.keep(m, slots)
-        cache.advance(slots)
-        xs.append(x)
+    """Tokens idx (B, T) after those of the cache, exactly; prefill="interleaved": by Algorithm 1
+    into an empty cache. -> x (B, T, C)"""
+    T = idx.size(1)
+    if T == 1 or not model.cfg.recurrent:
+        return decode_pass(model, idx, cache, n_valid)
+    if prefill == "interleaved" and cache.longest == 0:
+        return prefill_interleaved(model, idx, cache, n_valid)
+    cache.place(T, n_valid)     # raises if they are too many, before any is written
+    xs = [decode_pass(model, idx[:, t:t + 1], cache, None if n_valid is None else n_valid - t)
+          for t in range(T)]
     return torch.cat(xs, 1)
+
+
+def decode_pass(model, idx, cache, n_valid):
+    """All of idx in one pass: one token a row; more, if m_t does not depend on m_{t-1}."""
+    slots = cache.place(idx.size(1), n_valid)
+    tokens = model.embed(idx, slots.pos)
+    # the first reads cache.m; there are more only where m_t is x0_t (source=0), or no m
+    previous = shifted(tokens.x0, cache.m) if model.cfg.memory else None
+    x, m = run(model, CachedContext(model, tokens, previous, cache, slots))
+    if model.cfg.memory:
+        cache.keep(m, slots)
+    cache.advance(slots)
+    return x
+
+
+def prefill_interleaved(model, idx, cache, n_valid):
+    slots = cache.place(idx.size(1), n_valid)
+    x, _, m, buffer = interleaved(model, model.embed(idx, slots.pos))
+    for layer, (k, v) in buffer.items():
+        cache.write(layer, k, v, slots)
+    cache.keep(m, slots)
+    cache.advance(slots)
+    return x
 
 
 # ---- the model ----
@@ -388,10 +386,10 @@ class Head(nn.Linear):
 
 class Model(LanguageModel):
     """LRT, or its backbone where memory is false."""
-    runs_blocks_once = False
+    runs_blocks_once = False    # so FSDP gathers all of them at once
     # optimizer=muon (common/optim.py) tells a parameter's kind by its place and shape: matrix in a
-    # block, embedding, scalar. Here what it cannot tell: rec stands outside of the blocks, the
-    # head is no embedding, gates are matrices for AdamW, alpha and beta have rates of their own.
+    # block, embedding, scalar. Here what it cannot tell: rec is outside of the blocks, the head no
+    # embedding; AdamW trains gates (code: Muon); alpha and beta have rates of their own.
     parameter_kinds = dict(rec="matrix", head="head", w_gate="gate", w_value="gate",
                            alpha="alpha", beta="beta")
 
@@ -399,7 +397,7 @@ class Model(LanguageModel):
         nn.Module.__init__(self)    # nanochat's parts, not LanguageModel's
         self.cfg = cfg
         L, C, G, D = cfg.n_layer, cfg.n_embd, cfg.n_kv_head, cfg.head_dim
-        V = 64 * math.ceil(cfg.vocab_size / 64)     # padded, for fast products
+        V = 64 * math.ceil(cfg.vocab_size / 64)     # padded, for the head's product
         self.wte = nn.Embedding(V, C)
         self.drop = nn.Dropout(cfg.dropout)
         self.values = nn.ModuleList(nn.Embedding(V, G * D) for _ in range(L))   # VE_l
@@ -450,29 +448,30 @@ class Model(LanguageModel):
         logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)
         if targets is None:
             return logits, None, {}
-        # N ce stands for L_0 + ... + L_{N-1}, each weighted by its targets
+        # N ce = L_0 + ... + L_{N-1}, if subsets have equally many targets (code: their means' sum)
         ce = cross_entropy(logits, targets)
         ce_first = cross_entropy(self.head(norm(first, cfg.norm_eps)), targets)
         aux = {"ce": ce.detach(), "ce_first": ce_first.detach()}
         return logits, (ce_first + N * ce) / (N + 1), aux  # (6)
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
-        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C): in training by train_path
-        (forward itself runs interleaved, for its two losses), in evaluation exactly, or by `path`,
-        for estimate."""
-        cfg, T = self.cfg, idx.size(1)
+        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C): exact in evaluation, by
+        train_path in training (interleaved in forward, for its two losses), or by `path`."""
+        cfg = self.cfg
         path = path or (cfg.train_path if self.training else "exact")
         if cache is not None:
             x = decode(self, idx, cache, n_valid, cfg.prefill)
-        elif not cfg.recurrent:     # one pass
-            x = chain(self, self.embed(idx), T)
         elif path == "interleaved":
-            x = interleaved(self, self.embed(idx))[0]
+            x, *_ = interleaved(self, self.embed(idx))
         elif path == "chunked":
             x = chain(self, self.embed(idx), cfg.chunk)
+        elif not cfg.recurrent:     # one pass: m_t is x0_t (source=0), or none
+            tokens = self.embed(idx)
+            zero = torch.zeros_like(tokens.x0[:, :1])
+            x, _ = run(self, Context(self, tokens, shifted(tokens.x0, zero), {}))
         elif cfg.fast and not torch.is_grad_enabled():
             # the chain, but keys and values are written in place, not concatenated
-            x = decode(self, idx, self.init_cache(len(idx), T), None, prefill="exact")
+            x = decode(self, idx, self.init_cache(*idx.shape), None, prefill="exact")
         else:
             x = chain(self, self.embed(idx), 1)
         return norm(x, cfg.norm_eps)

@@ -216,6 +216,15 @@ def test_interleaved_prefill_goes_on_exactly(kind, fast, N, lengths):
         assert relative(prompts[:1], model(x[:1, :11])[0]) > 1e-4
 
 
+@torch.no_grad()
+def test_padding_is_finite_beyond_the_longest_row():
+    """A row with one new token beside an empty one with 20: the padding's windows end where the keys do."""
+    model, x = lrt("mixed", fast=False).eval(), tokens(2, 20)
+    cache = model.init_cache(2, 50)
+    model(x, cache=cache, n_valid=torch.tensor([20, 0]))
+    assert model(x, cache=cache, n_valid=torch.tensor([1, 20]))[0].isfinite().all()
+
+
 # ---- the paper's optimizer ----
 
 def muon(**keys):

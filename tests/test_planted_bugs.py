@@ -75,7 +75,7 @@ BUGS = {
     "MoR: all tokens compete": ("model_mor.py", "s.masked_fill(~active, -math.inf)", "s",
         "test_mor.py -k routing_is_its_equations and expert and 13"),
     "LRT: memory of the position itself": ("model_lrt.py",
-        "m[:, at], buffer", "m[:, 1:][:, at], buffer",
+        "previous = shifted(m, zero)[:, subset]", "previous = m[:, subset]",
         "test_lrt.py -k are_the_exact_chain"),
     "RAT: the state outlives its chunk": ("model_rat.py",
         "cached.masked_fill(starts, 0)", "cached",

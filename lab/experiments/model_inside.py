@@ -12,7 +12,8 @@ class Attention(model_lrt.Attention):
 
     def forward(self, u, layer, context):
         g_loc = 2 * torch.sigmoid(self.w_gate(u)).chunk(2, -1)[0]       # (B, n, G)
-        context.ve[layer] = g_loc[..., None] * context.ve[layer]        # of this pass
+        scaled = g_loc[..., None] * context.ve[layer]
+        context.ve = [*context.ve[:layer], scaled, *context.ve[layer + 1:]]     # of this pass
         return super().forward(u, layer, context)
 
 

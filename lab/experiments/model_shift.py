@@ -37,7 +37,7 @@ class Block(model_lrt.Block):
 
     def forward(self, x, layer, context):
         context.previous = before(x)
-        context.kv_rec[layer] = context.rec(context.previous)
+        context.kv_rec = context.rec(context.previous)
         return super().forward(x, layer, context)
 
 
@@ -55,7 +55,7 @@ class Model(model_lrt.Model):
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
         tokens = self.embed(idx)
-        context = model_lrt.Context(self, tokens, slice(None), torch.zeros_like(tokens.x0[:, :1]), {})
+        context = model_lrt.Context(self, tokens, torch.zeros_like(tokens.x0[:, :1]), {})
         context.rec = self.rec
         x, _ = model_lrt.run(self, context)
         return model_lrt.norm(x + self.mix * before(x), self.cfg.norm_eps)
