@@ -40,7 +40,7 @@ then attends; after the last layer it replaces its m. N = 2:
 A token of subset s has s + 1 links of the chain behind it: N = T is the chain. chunked
 (Appendix D) is a chain of chunks: its K positions read the last m before the chunk.
 Left out (Tables 1, 2, 6, 8): means of several m, memory for k or v alone, other backbones.
-Departures are said at their lines; norm_eps is 1e-5 (code: 1.2e-7), dropout is ours.
+Departures are said at their lines. Ours: dropout, on x0 and branches; norm_eps (code: 1.2e-7).
 Paper: Huang et al. 2026 (2605.26797); code: github.com/OoDBag/Latent_recurrent_transformer
 (e0d0f6e); backbone: github.com/karpathy/nanochat (98eed6d).
 Shapes: B batch, T tokens, n of a pass, S keys, C width, H query heads, G KV heads, D head size.
@@ -72,7 +72,7 @@ class Config(BaseConfig):
     pattern: str = "SSSL"   # layers' windows, tiled: S short, L all; the last layer is L
     swa: int = 0            # keys of S layers, own one included (0: block_size / 2 + 1)
 
-    # options that change how a model is trained and prefilled, not what its weights mean
+    # keys that change how a model is trained and prefilled, not what its weights mean
     RESUME_OVERRIDES = ("train_path", "subsets", "chunk", "prefill")
 
     def __post_init__(self):
@@ -81,7 +81,7 @@ class Config(BaseConfig):
         self.at_least(0, "swa")
         if not self.pattern or set(self.pattern) - {"S", "L"}:
             raise ValueError(f"pattern={self.pattern} must be made of S and L")
-        if self.head_dim > kernels.HEAD_SIZES[-1]:
+        if self.head_dim > kernels.HEAD_SIZES[-1]:  # fast=true may come later
             raise ValueError(f"head_dim={self.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
@@ -130,7 +130,7 @@ def run(model, context):
     """One pass -> x after the last layer, and the positions' own m_t (B, n, C)."""
     cfg, x, m = model.cfg, context.x0, context.x0   # m stays that if source=0
     for layer, block in enumerate(model.blocks):
-        x = block(x, layer, context)    # (5) first
+        x = block(x, layer, context)    # reads m_{t-1}
         if layer + 1 == cfg.source:
             m = norm(x, cfg.norm_eps) if cfg.source_norm else x
     return x, m
@@ -157,7 +157,7 @@ def interleaved(model, tokens):
     N, T, buffer = model.cfg.subsets, tokens.x0.size(1), {}
     zero = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
     first, m = run(model, Context(model, tokens, zero, buffer))
-    x = first   # in the end all T are replaced
+    x = first   # all T are replaced
     for s in range(min(N, T)):
         subset = slice(s, T, N)
         previous = shifted(m, zero)[:, subset]
@@ -186,7 +186,7 @@ class Context:
     """What the layers of a pass over n positions read:
     x0, ve, rope, pos      the positions' Tokens
     previous               their m_{t-1}, (B, n or 1, C)
-    kv_rec                 k_rec, v_rec, (B, n or 1, G, D), if all layers have the same
+    kv_rec                 of projections=shared: k_rec, v_rec, (B, n or 1, G, D)
     alpha, beta, gamma     of each layer
     buffer {layer: (k, v)} keys and values of all positions so far
     subset                 of Algorithm 1: the slice of all positions that these are
@@ -196,7 +196,7 @@ class Context:
         self.x0, self.ve, self.rope, self.pos = tokens
         self.previous, self.buffer, self.subset = previous, buffer, subset
         self.tail = subset is None
-        # (unbind has one backward pass for all layers)
+        # unbind: one backward pass for all layers
         self.alpha, self.beta = model.alpha.unbind(), model.beta.unbind()
         self.gamma = model.gamma.unbind() if model.cfg.into_residual else None
         self.kv_rec = model.rec(previous) if model.rec else None
@@ -234,7 +234,7 @@ class Attention(nn.Module):
         self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, a gate
         self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None  # Wg
         layerwise = cfg.into_kv and cfg.projections == "layerwise"
-        self.rec = MemoryProjection(cfg) if layerwise else None     # None: the model's
+        self.rec = MemoryProjection(cfg) if layerwise else None     # None: model.rec
 
     def forward(self, u, layer, context):
         """u (B, n, C), normed, of the positions of a pass. context: see Context."""
