@@ -6,9 +6,9 @@ n_loop = L / K times (the Recursive Transformer). Each use of a stored matrix ma
 low-rank delta (LoRA) of its own (Relaxed). Both start from a trained Transformer and are
 then trained further: so it becomes smaller at little loss.
 
-    h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)      l = 0 .. L - 1      (2)
-    in it, every matrix:  y = W' x + B_u A_u x      W' is tied; A_u, B_u are of use u       (3)
-    they start from a trained W_l:  B_u A_u = truncated SVD of W_l diag(g_l / g') - W'      (4)
+    h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)    l = 0 .. L - 1    (2)
+    in it, every matrix:  y = W' x + B_u A_u x    W' is tied; A_u, B_u are of use u     (3)
+    they start from a trained W_l:  B_u A_u = truncated SVD of W_l diag(g_l / g') - W'  (4)
     g_l, g': weights of the norms before W_l and W' (W_o and W_down have none)
 
 L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
@@ -18,24 +18,23 @@ L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
     loop 2   h_2 -> [block 0, use 1] -> [block 1, use 1] -> h_4 --norm, head--> logits
 
 Tied: the same in all uses of a block. rank = 0 has no deltas; at full rank they undo the
-tying. Each of the L layers has its own keys and values, so the cache is that of a Transformer
-of L layers. Dropout is on embeddings, attention weights and residual branches.
+tying. Each unrolled layer l has its own keys and values, so the cache is that of L layers.
+Dropout is on embeddings, attention weights and residual branches.
 
 share=sequence: a block's uses follow each other, k = l // n_loop, u = l mod n_loop. A loop is
-still K layers, but no longer the same use of every block: with 6 layers in 2 loops, blocks
-run in the order 0 0 1 | 1 2 2 (share=cycle: 0 1 2 | 0 1 2).
+still K layers, but u counts uses of a block, not loops: 6 layers in 2 loops are the blocks
+0 0 1 | 1 2 2 (share=cycle: 0 1 2 | 0 1 2).
 
-Early exit (Section 3.7). After each loop the head can predict. In training, early_exit= adds
-the losses of the earlier loops. In evaluation and decoding, exit_loop= stops all tokens after
-that loop. In serve.py each token exits where its own prediction is sure. Then it has no keys
-in the deeper loops, which later tokens need; serve.py says how it supplies them.
+Early exit (Section 3.7). The head can predict after each loop. In training, early_exit= adds
+the losses of earlier loops. In evaluation and decoding, exit_loop= is the last loop of all
+tokens. In serve.py each token exits where its own prediction is sure. Then it has no keys in
+deeper loops, which later tokens need; serve.py says how it supplies them.
 
 Departures. As norms are tied, (4) has a ratio that the paper's has not. QK-norm, which the
-paper's models have not, has a weight for each use if rank > 0; ALiBi and windows, which they
-have not either, are left out. With init=stepwise block k does not start from layer k, but
-Appendix C starts the first loop's deltas at 0; here they follow (4), or full rank would not
-give the trained model back. The public code scales deltas by alpha / rank, which would break
-(4); they have no factor here.
+paper's models have not, has a weight for each use if rank > 0. With init=stepwise block k
+does not start from layer k, but the paper (Appendix C) starts the first loop's deltas at 0.
+Here they follow (4), or full rank would not give the trained model back. The public code
+scales deltas by alpha / rank, which would break (4): they have no factor here.
 
 Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with
 Layer-wise LoRA" (2410.20672). Part of it is in github.com/raymin0223/mixture_of_recursions.
@@ -56,12 +55,12 @@ from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, c
 
 @dataclass
 class Config(BaseConfig):
-    n_loop: int = 2              # loops; each of the K = n_layer / n_loop blocks has as many uses
+    n_loop: int = 2              # loops, and uses of each stored block
     rank: int = 8                # rank of every matrix's deltas (0: none)
     share: str = choice("cycle", "sequence")    # the order of the blocks, see above
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
     mlp: str = choice("swiglu", "gelu", "geglu")
-    pos: str = choice("rope", "none")
+    pos: str = choice("rope", "none")   # no ALiBi or window: as in the paper
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
@@ -103,14 +102,14 @@ class Config(BaseConfig):
 # ---- the method ----
 
 class RelaxedLinear(nn.Module):
-    """weight (out, in) is W', a[u] (r, in) is A_u, b[u] (r, out) is B_u transposed: so serve.py
-    can stack the rows of all uses. r = min(rank, in, out)."""
+    """weight (out, in) is W', a[u] (r, in) is A_u, b[u] (r, out) is B_u transposed, so that
+    serve.py can stack the rows of all uses. r = min(rank, in, out)."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
         self.rank = min(cfg.rank, n_in, n_out)
         self.weight = nn.Parameter(torch.empty(n_out, n_in))    # filled by init_weights
-        if self.rank:       # 3 dimensions: init_weights leaves them. B = 0: no delta at first
+        if self.rank:       # 3 dimensions: init_weights leaves them. B = 0: no delta yet
             self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
 
@@ -124,7 +123,7 @@ class RelaxedLinear(nn.Module):
 
 def add_uses(module, cfg):
     """Replace each nn.Linear and QK-norm of a module by one that is called as part(x, u)."""
-    linear = MergedLinear if cfg.fast else RelaxedLinear    # equal; it and HeadNorm: below
+    linear = MergedLinear if cfg.fast else RelaxedLinear    # it and HeadNorm: below
     for name, part in list(module.named_children()):
         if isinstance(part, nn.Linear):
             setattr(module, name, linear(part.in_features, part.out_features, cfg))
@@ -168,8 +167,8 @@ class MLP(model_gpt.MLP):
 
 
 class Block(model_gpt.Block):
-    """A stored block. Like every model's it is called with the number of the unrolled layer, so
-    that run_loops takes those, too; it finds out itself which of its uses that is."""
+    """A stored block. Like every model's it is called with an unrolled layer, so that
+    run_loops takes those, too; it looks up itself which use that is."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -186,7 +185,7 @@ def run_loops(cfg, blocks, h, context, last_loop):
     states = []
     for layer in range(last_loop * cfg.n_stored):
         k, _ = cfg.block_and_use(layer)
-        h = blocks[k](h, layer, context)        # h_{layer + 1}          (2)
+        h = blocks[k](h, layer, context)    # h_{layer + 1}    (2)
         if (layer + 1) % cfg.n_stored == 0:
             states.append(h)
     return states
@@ -195,9 +194,8 @@ def run_loops(cfg, blocks, h, context, last_loop):
 # ---- QK-norm, and the fast path ----
 
 class HeadNorm(nn.Module):
-    """QK-norm: RMSNorm of heads (B, heads, T, D), with weights[u] in use u: they multiply W x
-    after it is normalized, which no delta of W could do. At rank 0 all are one parameter, as a
-    Recursive Transformer ties everything."""
+    """QK-norm: RMSNorm of heads (B, heads, T, D). weights[u], of use u, multiplies W x after it
+    is normalized, which no delta of W could do. At rank 0 they are tied like all else."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -210,8 +208,8 @@ class HeadNorm(nn.Module):
 
 
 class MergedLinear(RelaxedLinear):
-    """The fast path: W' x + B A x = (W' + B A) x. Forming B A costs r * in * out products,
-    applying A and B r * (in + out) for each token: with many tokens it is formed."""
+    """The fast path: W' x + B A x = (W' + B A) x. To form B A costs r * in * out products,
+    to apply A and B r * (in + out) a token: with many tokens it is formed."""
 
     def forward(self, x, u):
         n_out, n_in = self.weight.shape
@@ -225,8 +223,7 @@ class MergedLinear(RelaxedLinear):
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start model from `weights`, the state dict of a model_gpt that may have another depth.
-    In each block first comes what is tied, then what each use has of its own."""
+    """Start model from `weights`, the state dict of a model_gpt of any depth."""
     cfg, sources = model.cfg, source_layers(weights, model.cfg.n_layer)
     for name, w in weights.items():
         if not name.startswith("blocks."):
@@ -245,8 +242,8 @@ def convert(model, weights):
 
 
 def source_layers(weights, n_layer):
-    """For each unrolled layer its source, a trained layer's {name: weight}. They are evenly
-    spaced if there are more; some are repeated if there are fewer."""
+    """The source of each unrolled layer: a trained layer's {name: weight}. They are evenly
+    spaced, or repeated if there are too few."""
     trained = {}
     for name, w in weights.items():
         if name.startswith("blocks."):
@@ -257,13 +254,14 @@ def source_layers(weights, n_layer):
 
 
 def layers_for_tied(cfg, k):
-    """The unrolled layers whose sources are averaged to W' and norms of stored block k. As the
-    paper has share=cycle alone, only average follows share."""
+    """The layers whose sources are averaged to W' and norms of stored block k. Only average
+    depends on share (the paper has cycle alone)."""
     L, K = cfg.n_layer, cfg.n_stored
-    return {"average": cfg.layers_of(k),                        # all uses of the block
-            "stepwise": [round(k * (L - 1) / max(1, K - 1))],   # evenly spaced, first to last
-            "lower": [k], "upper": [L - K + k],                 # the first K; the last K
-            "random": []}[cfg.init]                             # W' stays random, a baseline
+    return {"average": cfg.layers_of(k),        # all uses of the block
+            "stepwise": [round(k * (L - 1) / max(1, K - 1))],   # K layers, first to last
+            "lower": [k],                       # the first K
+            "upper": [L - K + k],               # the last K
+            "random": []}[cfg.init]             # none: W' stays random, as a baseline
 
 
 def set_head_norms(block, u, source):
@@ -273,7 +271,8 @@ def set_head_norms(block, u, source):
 
 
 def set_deltas(block, u, source):
-    """Set the deltas of use u by (4), so that it comes near its source."""
+    """Set the deltas of use u by (4), so that it comes near its source. Where only rounding is
+    missing, its SVD would be noise: A stays random and B zero, so that both can learn."""
     for name, part in block.named_modules():
         if isinstance(part, RelaxedLinear):
             wanted = folded(block, source, name)
@@ -283,9 +282,8 @@ def set_deltas(block, u, source):
 
 
 def rounding(part, w_l):
-    """The relative rounding error of W' and g', each a mean of up to n_use weights. If a block's
-    sources are equal, as some of a shallower model are, nothing else is missing. Its SVD would
-    be noise, so A stays random and B zero: both can learn."""
+    """The relative rounding error of W' and g', each a mean of up to n_use weights. No more
+    is missing where these are equal, as the repeated layers of a shallower model."""
     n_use = part.a.size(0)
     return 2 * n_use * max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
 
@@ -301,7 +299,7 @@ def folded(block, source, name):
 
 
 def low_rank(delta, r):
-    """A (r, in), B transposed (r, out): B A is the best of rank r to approximate delta."""
+    """A (r, in), B transposed (r, out): B A is the best approximation of rank r to delta."""
     U, S, Vh = torch.linalg.svd(delta, full_matrices=False)
     B = U[:, :r] * S[:r]
     return Vh[:r], B.t()
@@ -326,7 +324,7 @@ class Model(LanguageModel):
         init_weights(self, cfg.n_layer)
 
     def make_block(self, cfg, k):
-        """Stored block k. A subclass may return any model's, which convert does not know."""
+        """Stored block k; in a subclass any model's (convert knows this one alone)."""
         return Block(cfg)
 
     @property
@@ -349,8 +347,8 @@ class Model(LanguageModel):
         return self.norm(self.loop_states(idx, cache, n_valid)[-1])
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model. In training with early_exit the loss is sum_i c_i loss_i over the
-        loops i = 1 .. n (Section 3.7). loss_i = CE_i, KL(p_n || p_i) or both; loss_n = CE_n.
+        """As in every model. In training with early_exit the loss is sum_i c_i loss_i over
+        loops i = 1 .. n (Section 3.7): loss_i = CE_i, KL(p_n || p_i) or both, loss_n = CE_n.
         aux has "ce_loop1", ... too."""
         exits = self.training and self.cfg.early_exit != "none" and cache is None
         if not exits or targets is None or idx.numel() == 0:    # super refuses an empty idx
@@ -392,13 +390,13 @@ class Model(LanguageModel):
                    for p in self.blocks.parameters() if p.dim() > 1)
 
     def mixer_flops(self):
-        """What the mixers of all layers take beside their weights: 12 H D for a visible key."""
+        """As in model_gpt: in each unrolled layer 12 H D for each visible key."""
         cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
         return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size)
 
 
 def kl_from_last(logits, last, targets):
-    """Mean KL(p_last || p) in nats over the targets that are not -1: p_last, of the last
+    """Mean KL(p_last || p) in nats over the targets that are not -1. p_last, of the last
     loop's logits (B, T, V), is a constant."""
     log_p_last, log_p = last.detach().log_softmax(-1), logits.log_softmax(-1)
     counted = targets != -1
