@@ -166,7 +166,7 @@ class Context:
         if cache:       # of slots only pos and n_new, a row's tokens without padding, are read
             self.slots = cache.place(x.size(1), n_valid)
             self.pos = self.slots.pos
-            if cache.ragged:    # as place has just found
+            if self.slots.at is not None:   # rows differ
                 self.padding = index >= self.slots.n_new[:, None]
         self.chunk_of, self.starts = self.pos // cfg.chunk, self.pos % cfg.chunk == 0
         # what RoPE counts in a layer; in attention never chunks, in swa always tokens
