@@ -27,13 +27,12 @@ Up to rounding, each answer is what its request would get alone.
 
 A token that exits early has no keys and values in the deeper loops, which later tokens need.
 The paper leaves them to future work: it simulates the batching, with exits that an oracle
-chooses. Here the token's state waits until a later token goes there: with fill=exact it takes
-that loop, too, with fill=propagate only its keys and values are projected from the state.
+chooses. Here the token waits until a later one goes there: with fill=exact it takes that loop,
+too, with fill=propagate its state is frozen, and only keys and values are projected from it.
 
 Words. A request is decoded in a slot. What a slot feeds to the model is its prompt at first (a
 prefill), then one token of the answer at a time. In relaxed a rule decides where a fed token
 exits (exit=), but a prefill takes all loops; in mor a router decides, of a prefill's tokens too.
-Between two calls of the model a token waits for its next loop, until its slot goes there.
 
 The models' attention and MLP run as they are: a row of their batch is a token of some slot. What
 they cannot know stands here: where its keys are (SlotContext) and, in relaxed, that rows differ
@@ -60,8 +59,7 @@ import torch.nn.functional as F
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
 
 from common.checkpoint import load_run
-from common.keys import (UserError, asks_help, choice, help_text, read_text, run_cli,
-                         typed_config)
+from common.keys import UserError, asks_help, choice, help_text, read_text, run_cli, typed_config
 from common.process import pick_device
 from common.sampling import (Decoding, Sampling, check_prompts, loop_fractions, next_tokens,
                              read_arguments)
@@ -78,18 +76,11 @@ class EngineKeys(Decoding):
     exit: str = ""                  # relaxed: static:LOOP | confidence:P
     fill: str = choice("exact", "propagate")    # relaxed: deeper keys of a token that has exited
 
-    def __post_init__(self):
-        self.between(slots=(1, 4096))
-
 
 @dataclass
 class ServeConfig(Sampling, EngineKeys):
     requests: str = ""              # the file of requests, one JSON object a line
     prompt: str = ""                # or one text to continue, in colours
-
-    def __post_init__(self):
-        Sampling.__post_init__(self)
-        EngineKeys.__post_init__(self)
 
 
 def main(argv):
@@ -196,15 +187,15 @@ def write_answers(engine, requests, tokenizer):
                           "seconds": seconds}), flush=True)
 
 
-COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
+COLOURS = (34, 31, 32, 35, 36, 33)      # of the terminal: blue, red, green, magenta, cyan, yellow
+
+
+def coloured(text, loop):
+    return f"\033[{COLOURS[(loop - 1) % len(COLOURS)]}m{text}\033[0m" if text else ""
 
 
 def write_coloured(engine, requests, tokenizer):
     """The prompt, and each token when it comes, in the colour of the loop that predicted it."""
-    def coloured(text, loop):
-        colour = COLOURS[(loop - 1) * (len(COLOURS) - 1) // max(1, engine.n_loop - 1)]
-        return f"\033[{colour}m{text}\033[0m" if text else ""
-
     [request] = requests
     print(tokenizer.decode(request.prompt), end="", flush=True)
     for n, text in enumerate(tokenizer.stream(answer_tokens(engine, request))):
@@ -244,23 +235,24 @@ class Slot:
     """Where one request is decoded."""
     number: int
     request: Request = None
-    fed: list = None                # tokens: a prefill, or the newest alone
+    fed: list = None                # tokens: a prefill, or one
+    newest: Token = None            # the last of them
     loop: int = 1                   # that they take next
-    # {loop: tokens that take it when the slot goes there}; with fill=exact exited ones, too
+    # {loop: tokens that take it when the slot goes there next}, in relaxed exited ones, too
     waiting: dict = field(default_factory=lambda: defaultdict(list))
 
     def feed(self, ids, start):
         """Tokens at positions start, start + 1, .. begin with loop 1."""
         self.fed = [Token(self, pos, id) for pos, id in enumerate(ids, start)]
-        self.loop, self.waiting[1] = 1, self.fed
+        self.newest, self.loop, self.waiting[1] = self.fed[-1], 1, self.fed
 
-    @property
-    def newest(self):
-        return self.fed[-1]
-
-    @property
-    def prefills(self):
-        return self.fed[0].pos == 0
+    def take(self):
+        """The tokens that take the slot's next loop now."""
+        tokens = self.waiting.pop(self.loop)
+        self.loop += 1
+        for token in tokens:
+            token.loop += 1
+        return tokens
 
 
 class Engine:
@@ -272,6 +264,8 @@ class Engine:
     def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="exact",
                  eot=None, vocab_size=None):
         cfg, self.adapter = model.cfg, adapter_of(model)
+        if not 1 <= slots <= 4096:
+            raise UserError(f"slots={slots} must be at least 1 and at most 4096")
         if (exit or fill != "exact") and self.adapter.routed:
             raise UserError("exit and fill are for relaxed: in a mor the router decides which "
                             "tokens exit")
@@ -316,34 +310,21 @@ class Engine:
 
     @torch.inference_mode()
     def step(self):
-        """depth: one loop for all slots. sequence: one token for each."""
-        slots = self.busy()
-        for slot in slots:
-            if slot.newest.pos == self.max_len:     # a full context
-                self.prefill(slot)
-        while slots:                    # sequence: until the last token has exited
-            slots = self.advance(slots)
-            if self.batching == "depth":
-                return
-
-    def advance(self, slots):
         """One loop for the tokens that wait for it. A slot whose newest token exits gets the next
-        token of its answer, and feeds it from loop 1 on. Returns the other slots."""
-        tokens = [token for slot in slots for token in slot.waiting.pop(slot.loop)]
-        for token in tokens:
-            token.loop += 1
+        token of its answer, and feeds it from loop 1 on."""
+        slots = self.busy()
+        if self.batching == "sequence":     # slots in loop 1 wait for those that are deeper
+            deepest = max((slot.loop for slot in slots), default=1)
+            slots = [slot for slot in slots if slot.loop == deepest]
+        tokens = [token for slot in slots for token in slot.take()]
         self.embed([token for token in tokens if token.loop == 1])
         self.run_loop(tokens)
         self.route(tokens)
-        through = [slot for slot in slots if slot.loop + 1 not in slot.waiting]
+        through = [slot for slot in slots if slot.loop not in slot.waiting]
         self.leave_loops(through)
         exiting, logits = self.exiting(slots, through)
         if exiting:
             self.emit(exiting, logits)
-        staying = [slot for slot in slots if slot not in exiting]
-        for slot in staying:
-            slot.loop += 1
-        return staying
 
     def embed(self, tokens):
         ids = torch.tensor([token.id for token in tokens], dtype=torch.long, device=self.device)
@@ -361,14 +342,14 @@ class Engine:
         self.run_layers(self.adapter.run_loop, [token for token in tokens if not token.frozen])
 
     def route(self, tokens):
-        """Those that need another loop wait for it."""
+        """Those that need another loop wait for it; in relaxed also one that exits now."""
         deeper = [token for token in tokens if token.loop < self.n_loop]
         needed = self.adapter.need_next_loop(deeper) if deeper else []
         for token in itertools.compress(deeper, needed):
             token.slot.waiting[token.loop + 1].append(token)
 
     def leave_loops(self, slots):
-        """The layers after the loops take all that a slot feeds together."""
+        """What follows the loops takes all that a slot feeds together."""
         if self.adapter.routed:
             tokens = [token for slot in slots for token in slot.fed]
             self.run_layers(self.adapter.after_loops, tokens, loop=1)
@@ -383,23 +364,18 @@ class Engine:
                 token.h = h
 
     def exiting(self, slots, through):
-        """The slots whose newest tokens exit after this loop, and these tokens' logits (R, V). All
-        slots that are through do; a rule chooses others, but no prefill."""
-        asked = [slot for slot in slots
-                 if slot in through or self.rule and not slot.prefills]
+        """The slots whose newest tokens exit after this loop, and these tokens' logits (R, V).
+        Those that are through do; of the others, but no prefill, those that a rule chooses."""
+        asked = [slot for slot in slots if slot in through or self.rule and slot.fed[0].pos > 0]
         if not asked:
             return [], None
-        logits = self.logits(torch.stack([slot.newest.h for slot in asked]))
+        h = self.model.norm(torch.stack([slot.newest.h for slot in asked]))         # (R, C)
+        logits = upcast(self.model.head(h))[:, :self.vocab_size]
         if not self.rule:
             return asked, logits
-        exits = self.rule(logits, torch.tensor([slot.loop for slot in asked], device=self.device))
+        loops = [slot.newest.loop for slot in asked]
+        exits = self.rule(logits, torch.tensor(loops, device=self.device))
         return list(itertools.compress(asked, exits.tolist())), logits[exits]
-
-    # the answers
-
-    def logits(self, h):
-        """h (R, C), states of newest tokens -> (R, V)."""
-        return upcast(self.model.head(self.model.norm(h)))[:, :self.vocab_size]
 
     def emit(self, slots, logits):
         """Each slot gets the next token of its answer and feeds it, or the answer ends."""
@@ -410,8 +386,10 @@ class Engine:
                 ends = slot.request.add(token, slot.newest.loop)
             if ends:
                 self.end(slot)
-            else:
+            elif slot.newest.pos + 1 < self.max_len:
                 slot.feed([token], slot.newest.pos + 1)
+            else:                   # a full context
+                self.prefill(slot)
 
     def end(self, slot):
         self.done.append(slot.request)
@@ -482,9 +460,6 @@ class SlotCache:
                    for layer in range(-outside, cfg.n_stored)}      # (lanes, 2, G, room, D)
         self.taken = zeros(slots * n_loop, 0, dtype=torch.bool)     # (lanes, room)
 
-    def lane(self, loop, slot):
-        return (loop - 1) * self.slots + slot
-
     def reset(self, slot, need):
         """Empty a slot, for `need` tokens. It is zeroed: a NaN poisons sums, even under a mask."""
         more = need - self.taken.size(1)
@@ -505,7 +480,7 @@ class SlotContext:
         tensor = functools.partial(torch.tensor, device=device)
         self.loop = tensor([loop or token.loop for token in tokens[::T]])       # (R,)
         slot = tensor([token.slot.number for token in tokens[::T]])             # (R,)
-        self.lane = cache.lane(self.loop, slot)                                 # (R,)
+        self.lane = (self.loop - 1) * cache.slots + slot                        # (R,)
         self.pos = tensor([token.pos for token in tokens]).view(-1, T)          # (R, T)
         self.S = max(token.pos for token in tokens) + 1
         cache.taken[self.lane[:, None], self.pos] = True
@@ -534,10 +509,10 @@ class LoopAdapter:
     """What the engine asks of a model: layers as functions of states x (R, T, C) and their
     SlotContext, which return the next states.
 
-        run_loop        the loop of each row; rows may differ in it where loops have the same blocks
+        run_loop        the loop of each row; loops that differ have the same blocks
         project         relaxed: writes keys and values of that loop, returns x
-        before_loops    mor: the layer before
-        after_loops     and what follows
+        before_loops    mor: the first layer
+        after_loops     mor: the gate of token choice, the last layer
     """
     routed = False      # whether a router decides which tokens exit
 
@@ -545,8 +520,8 @@ class LoopAdapter:
         self.model, self.cfg = model, model.cfg
 
     def need_next_loop(self, tokens):
-        """For each token, whether it takes another loop. Here all do: one that has exited, too,
-        when a later one needs its keys."""
+        """For each token, whether it takes another loop. In relaxed all do: with fill=exact those
+        that have exited, too, and frozen ones for their keys and values."""
         return [True] * len(tokens)
 
 
@@ -657,15 +632,13 @@ class MoRAdapter(LoopAdapter):
         return s.take_along_dim(loop[:, None, None] - 1, -1)
 
 
-ADAPTERS = {"model_relaxed": RelaxedAdapter, "model_mor": MoRAdapter}
-
-
 def adapter_of(model):
     """The adapter of a model; UserError if it has no loops."""
-    name = type(model).__module__
-    if name not in ADAPTERS:
+    name, adapters = type(model).__module__, {"model_relaxed": RelaxedAdapter,
+                                              "model_mor": MoRAdapter}
+    if name not in adapters:
         raise UserError(f"only models that loop over depth are served (relaxed, mor), not a {name}")
-    return ADAPTERS[name](model)
+    return adapters[name](model)
 
 
 if __name__ == "__main__":

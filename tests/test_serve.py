@@ -295,7 +295,8 @@ def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, cap
 
 @pytest.mark.parametrize("options, message", [
     ("requests=", "give requests=FILE"), ("requests={w}/missing.jsonl", "missing.jsonl cannot be read: No such file"),
-    ("requests={w}/empty.jsonl", "empty.jsonl is empty"), ("requests={w}/good.jsonl exit=never", "exit=never: static:LOOP")])
+    ("requests={w}/empty.jsonl", "empty.jsonl is empty"), ("requests={w}/good.jsonl exit=never", "exit=never: static:LOOP"),
+    ("requests={w}/good.jsonl slots=0", "slots=0 must be at least 1"), ("prompt=a fill=never", "must be one of: exact, prop")])
 def test_what_is_refused(options, message, world):
     with pytest.raises(UserError, match=message):
         serve.main([str(world / "relaxed" / "r"), *options.format(w=world).split()])
