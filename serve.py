@@ -176,7 +176,7 @@ def make_request(model, tokenizer, cfg, text, max_new_tokens, n=1, id=None):
 def generator(seed, n, device):
     """The random numbers of the n-th request, whatever its neighbours are."""
     [word] = np.random.SeedSequence([seed, n]).generate_state(1, np.uint64).tolist()
-    return torch.Generator(device).manual_seed(word >> 1)
+    return torch.Generator(device).manual_seed(word >> 1)       # a seed has 63 bits
 
 
 def write_answers(engine, requests, tokenizer):
@@ -352,7 +352,7 @@ class Engine:
         """What follows the loops takes all that a slot feeds together."""
         if self.adapter.routed:
             tokens = [token for slot in slots for token in slot.fed]
-            self.run_layers(self.adapter.after_loops, tokens, loop=1)
+            self.run_layers(self.adapter.after_loops, tokens, loop=1)   # see SlotCache
 
     def run_layers(self, layers, tokens, loop=None):
         """layers: a function of the tokens' states x (R, T, C) and their context, which returns
@@ -374,8 +374,8 @@ class Engine:
         if not self.rule:
             return asked, logits
         loops = [slot.newest.loop for slot in asked]
-        exits = self.rule(logits, torch.tensor(loops, device=self.device))
-        return list(itertools.compress(asked, exits.tolist())), logits[exits]
+        chosen = self.rule(logits, torch.tensor(loops, device=self.device))         # (R,)
+        return list(itertools.compress(asked, chosen.tolist())), logits[chosen]
 
     def emit(self, slots, logits):
         """Each slot gets the next token of its answer and feeds it, or the answer ends."""
