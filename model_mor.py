@@ -6,10 +6,10 @@ token's state h, sends easy tokens through few recursions and hard ones through 
 first and a last layer stand outside, for all tokens.
 
 router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} by a
-score s = w_r . h, in each sequence. A_0 is all tokens and, as k_1 = T, so is A_1.
+score s = w_r . h, in each sequence. A_0 is all tokens and, as k_1 = T, A_1 too.
     A_r = the k_r of A_{r-1} with the highest s,   k_r = max(1, floor(T (R-r+1) / R))
     h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])     (2.1)
-F_r(h) contains h already, by the residuals of its layers: here h counts twice.
+F_r has residual connections, F_r(h) = h + .., so that h counts twice here.
 
 router=token: each token chooses its depth i once, from its state h_1 before F_1.
     p = softmax(W h_1),   i = argmax p
@@ -23,18 +23,18 @@ keeps depths in balance. loss_free: a bias b in argmax(p + b) moves against f.
       c         c            .            .           c
 R = 3: token c takes one recursion, b two and a three.
 
-Decoding. Top k depends on later tokens, so expert choice decodes by s >= 0 (from r = 2
-on). The loss aux_weight BCE(s, was it chosen) teaches that to s or, with
-causal=aux_router, to a second router on detached states; r = 1 has its own, as in the
-authors' code. In eval mode "ce" is of decoding, "ce_topk" of top k.
+Decoding. Top k depends on later tokens, so expert choice decodes by s >= 0, from r = 2 on.
+The loss aux_weight BCE(s, was it chosen), for r = 1 too as in the authors' code, teaches
+that to s or, with causal=aux_router, to a second router on detached states. In eval mode
+"ce" is of decoding, "ce_topk" of top k.
 
 Keys and values (Section 2.2.2). kv=recursion: chosen tokens attend to those that take
 the same recursion. kv=share: to all tokens, by their keys in F_1.
 
 Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the authors' code
-(paper: at every step, 1e-3). Attention is tied, as in the paper (in that code's expert
-choice only since commit 82c97f2). Weights start as model_gpt's. kv=share makes keys in
-F_2 .. F_R that nobody reads, 1 % of a step. Left out: random routers (Table 10), shared keys with updates (Table 12).
+(paper: at every step, 1e-3). Attention is tied, as in the paper (and in that code since
+commit 82c97f2). Weights start as model_gpt's. With kv=share, F_2 .. F_R make keys that
+nobody reads, 1 % of a step. Left out: random routers, shared keys with updates.
 
 Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, n chosen
 tokens of the fullest row. Recursions count from 1, layers and stored blocks from 0.
@@ -102,7 +102,10 @@ class Config(BaseConfig):
             fits = max(1, self.n_stored) * R + self.n_outside
             raise ValueError(f"n_layer={self.n_layer} does not fit share={self.share} "
                              f"with n_loop={R}: {fits} or {fits + R} would")
-        if self.kv == "share" and self.share.endswith("sequence"):
+        # the stored block of each inner layer: 0 1 | 0 1 | 0 1, sequence: 0 0 | 0 1 | 1 1
+        cycle = self.share.endswith("cycle")
+        self.order = [i % self.n_stored if cycle else i // R for i in range(R * self.n_stored)]
+        if self.kv == "share" and not cycle:
             raise ValueError("kv=share needs the same layers in all recursions: share=cycle "
                              f"or middle_cycle, not {self.share}")
         self.n_mlp = self.n_mlp or mlp_width(self)
@@ -126,10 +129,8 @@ class Config(BaseConfig):
 
 class MixtureOfRecursions(LanguageModel):
     """The method. Model, below, makes its parts: routers (and aux_routers), or router and
-    balance_bias; gate; layers_of.
-
-    tokens is the context of the call. tokens.chosen (B, T) is A_0, and tokens.subset gives
-    the context of a recursion."""
+    balance_bias; gate; layers_of. tokens is the context of a call: tokens.chosen (B, T) is
+    A_0, tokens.subset gives the context of a recursion."""
 
     def expert_choice(self, h, tokens, R, k=None):
         """h (B, T, C) -> h after recursions 1 .. R, and what expert_loss takes. k: [k_1, ..];
@@ -208,8 +209,7 @@ class Subset:
         self.rope, self.bias = tokens.rope, tokens.bias
         if self.cfg.kv == "recursion":
             distance = tokens.pos[:, :, None] - tokens.pos[:, None]  # (1, T, T)
-            itself = distance == 0  # lest a softmax is empty
-            visible = (distance > 0) & chosen[:, None] | itself
+            visible = (distance > 0) & chosen[:, None] | (distance == 0)  # 0: no empty softmax
             self.bias = torch.where(visible, 0.0, -math.inf)[:, None]  # (B, 1, T, T)
 
     def extend(self, layer, k, v):
@@ -241,11 +241,10 @@ class Router(nn.Module):
 
 class AllTokens(Context):
     """The context of the layers outside and of recursion 1. chosen (B, T): all tokens but
-    padding. shared_kv[layer]: the keys and values attended to, for kv=share.
+    padding. shared_kv[layer]: the keys and values that kv=share reads.
 
-    A block is called with the number of an unrolled layer. Recursion r has (r-1) K .. r K - 1,
-    with K = 2: F_1 0 1, F_2 2 3, F_3 4 5; so layer % K is the same layer of F_1. The layers
-    outside are -2 and -1: the last two of a cache."""
+    A block is called with the number of an unrolled layer, with K = 2: F_1 0 1, F_2 2 3,
+    F_3 4 5; so layer % K is the same layer of F_1. Outside are -2 and -1: a cache's last two."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         super().__init__(cfg, x, cache, n_valid)
@@ -266,7 +265,7 @@ class AllTokens(Context):
         if r == 1 or cfg.router == "none" and cfg.kv == "recursion":
             return self  # all tokens, with keys of their own
         if cfg.router == "none" or not (cfg.fast or self.cache):
-            return Subset(self, chosen)
+            return Subset(self, chosen)  # decoding gathers, fast or not
         if self.cache and not chosen.any():
             return None
         if self.cache and cfg.kv == "recursion":
@@ -289,10 +288,8 @@ class Gathered(Subset):
     def __init__(self, tokens, chosen, n=None):
         self.cfg, self.tokens = tokens.cfg, tokens
         (B, T), device = chosen.shape, chosen.device
-        if n is None and torch.compiler.is_compiling():
-            n = T  # no size may depend on data: compiled, token choice computes all
-        elif n is None:
-            n = int(chosen.sum(1).max())
+        if n is None:  # compiled, no size may depend on data: token choice then computes all
+            n = T if torch.compiler.is_compiling() else max(1, int(chosen.sum(1).max()))
         column = torch.where(chosen, torch.arange(T, device=device), T)
         column = column.topk(n, 1, largest=False).values  # (B, n), ascending; T is padding
         row = torch.arange(B, device=device)[:, None]
@@ -302,9 +299,8 @@ class Gathered(Subset):
                                      for x in tokens.rope]  # (B, 1, n, D / 2)
         self.bias = None  # causal: padding stands right of all chosen, so it is hidden, too
         if self.cfg.kv == "share":
-            n_keys = tokens.slots.end if tokens.cache else T
             pos = self.gather(tokens.pos.expand(B, T))
-            self.bias = attention_bias(pos, torch.arange(n_keys, device=device))
+            self.bias = attention_bias(pos, tokens.k_pos)
 
     def gather(self, x):
         """x (B, T, ...) -> (B, n, ...)."""
@@ -350,15 +346,13 @@ def grow(cache, max_len):
 
 
 class Cache(KVCache):
-    """Of all tokens, in the layers outside and F_1 or, with router=none, all recursions.
-    later[r - 2]: of those in F_r, with room for as many as expected. kv=share: F_1's keys do."""
+    """Of all tokens: in the layers outside, in F_1 and, with router=none, in later recursions.
+    Else later[r - 2] is of the tokens in F_r, at first with room for as many as expected."""
 
     def __init__(self, cfg, n_run, batch_size, max_len, device, dtype):
-        n_whole, later = 1, []  # recursions of all tokens, sizes of the others
-        if cfg.kv == "recursion" and cfg.router == "none":
-            n_whole = n_run
-        elif cfg.kv == "recursion":
-            later = cfg.sizes(max_len)[1:n_run]
+        own = cfg.kv == "recursion"  # keys of their own in F_2 .. F_{n_run}
+        n_whole = n_run if own and cfg.router == "none" else 1
+        later = cfg.sizes(max_len)[1:n_run] if own and cfg.router != "none" else []
         n_layer = cfg.n_stored * n_whole + cfg.n_outside
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer)
         self.later = [KVCache(cfg, batch_size, size, device, dtype, cfg.n_stored)
@@ -395,10 +389,8 @@ class Model(MixtureOfRecursions):
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
             self.eval_metrics = [*depths, "maxvio"]
-        # Table 5. cycle: 0 1 | 0 1 | 0 1, sequence: 0 0 | 0 1 | 1 1
-        cycle = cfg.share.endswith("cycle")
-        block = lambda r, i: self.blocks[i if cycle else ((r - 1) * K + i) // R]
-        self.layers_of = [[block(r, i) for i in range(K)] for r in range(1, R + 1)]
+        layers = [self.blocks[k] for k in cfg.order]
+        self.layers_of = [layers[i:i + K] for i in range(0, K * R, K)]  # by recursion
         self.gate = {"softmax": lambda s: s.softmax(-1),
                      "sigmoid": lambda s: cfg.alpha * s.sigmoid(),
                      "tanh": lambda s: cfg.alpha * s.tanh()}[cfg.router_func]
@@ -406,8 +398,7 @@ class Model(MixtureOfRecursions):
         self.set_step(math.inf)
 
     def make_block(self, cfg, number):
-        """The shared (or first, or last) block of this number, from 0. A fork may return any
-        module that is called as block(h, layer, context)."""
+        """Shared (or first, last) block 0 ..; a fork's is called as block(h, layer, context)."""
         return Block(cfg)
 
     @property
@@ -423,14 +414,15 @@ class Model(MixtureOfRecursions):
         h, depth, decisions = self.states(idx, top_k=self.training)
         logits = upcast(self.head(h))
         ce = cross_entropy(logits, targets)
-        aux = {"ce": ce}
-        for d in range(1, cfg.n_loop + 1):
-            aux[f"depth{d}"] = (depth == d).float().mean()
+        f = torch.stack([(depth == d).float().mean() for d in range(1, cfg.n_loop + 1)])
+        aux = {"ce": ce, **{f"depth{d}": fraction for d, fraction in enumerate(f, 1)}}
         if cfg.router == "token":
             added, aux["balance"] = self.token_loss(*decisions)
-            aux |= self.balance_metrics(*decisions)
+            aux["maxvio"] = cfg.n_loop * f.max() - 1  # (the most - the mean) / the mean
+            p = F.normalize(decisions[1], 1, -1).mean((0, 1))  # sigmoids add up to 1, too
+            aux["entropy"] = torch.special.entr(p).sum()
         else:
-            if not self.training:  # what was decided above has no labels: top k gives them
+            if not self.training:  # what was decided above has no labels: top k's choices
                 h_top, _, decisions = self.states(idx, top_k=True)
                 aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
             added, aux["aux"] = self.expert_loss(*decisions)
@@ -439,16 +431,9 @@ class Model(MixtureOfRecursions):
         return logits, loss, {name: x.detach() for name, x in aux.items()}
 
     def router_accuracy(self, s, decides, active, chosen):
-        """How often decoding would decide as top k did, in the recursions that choose."""
+        """How often top k's choice is what decoding would decide, in recursions that choose."""
         right = active & ((decides >= 0) == chosen)
         return right[1:].sum() / active[1:].sum().clamp(min=1)
-
-    def balance_metrics(self, scores, p, depth):
-        """Of Table 11: maxvio is (the fullest depth's tokens - the mean) / the mean."""
-        R = self.cfg.n_loop
-        p = (p / p.sum(-1, keepdim=True)).mean((0, 1))  # (R,)
-        f = F.one_hot(depth - 1, R).float().mean((0, 1))
-        return {"entropy": torch.special.entr(p).sum(), "maxvio": R * f.max() - 1}
 
     def hidden(self, idx, cache=None, n_valid=None):
         return self.states(idx, self.training and cache is None, cache, n_valid)[0]
@@ -481,18 +466,11 @@ class Model(MixtureOfRecursions):
         return self.norm(h), depth, decisions
 
     def recursion(self, r, h, context, s=None):
-        """The fast path: only the chosen run. The context may be None: nobody."""
-        if context is None:
-            return h
-        if not isinstance(context, Gathered):
-            return super().recursion(r, h, context, s)
-        s = None if s is None else context.gather(s)
-        return context.scatter(h, super().recursion(r, context.gather(h), context, s))
-
-    @torch.no_grad()
-    def recursions(self, idx):
-        """Recursions that each token of idx takes in decoding, (B, T)."""
-        return self.states(idx, top_k=False)[1]
+        """The fast path: Gathered tokens run alone. No context: nobody does."""
+        if isinstance(context, Gathered):
+            x, s = context.gather(h), s if s is None else context.gather(s)
+            return context.scatter(h, super().recursion(r, x, context, s))
+        return super().recursion(r, h, context, s) if context else h
 
     def init_cache(self, batch_size, max_len):
         return Cache(self.cfg, self.loops_to_run, *self.cache_sizes(batch_size, max_len))
@@ -529,33 +507,32 @@ class Model(MixtureOfRecursions):
         if r > 1 and cfg.kv == "share":  # keys that nobody reads: no backward pass
             weights -= 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
         keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
-        width = cfg.n_head * cfg.head_dim
-        return fraction * (6.0 * weights + 12.0 * width * (keys + 1) / 2)
+        return fraction * (6.0 * weights + 12.0 * cfg.n_head * cfg.head_dim * (keys + 1) / 2)
 
 
 @torch.no_grad()
 def convert(model, weights):
     """Start from the weights of a model_gpt of the same sizes. If it has another depth,
     n_layer of its layers are taken, evenly spaced."""
-    cfg, layers = model.cfg, layers_for_shared(model)
-    if cfg.n_outside:
-        layers += [[0], [cfg.n_layer - 1]]  # first and last
+    cfg = model.cfg
+    layers = layers_for_shared(cfg) + [[0], [cfg.n_layer - 1]]  # those of first and last
     rest = {name: w for name, w in weights.items() if not name.startswith("blocks.")}
     model.load_state_dict(rest, strict=False)
     n_source = len({name.split(".")[1] for name in weights.keys() - rest.keys()})
     source = lambda layer: round(layer * (n_source - 1) / max(1, cfg.n_layer - 1))
+    # zip drops the last two layers if no block stands outside
     for block, its in zip([*model.blocks, *model.first, *model.last], layers):
         for name, p in block.named_parameters():
             p.copy_(sum(weights[f"blocks.{source(layer)}.{name}"] for layer in its) / len(its))
 
 
-def layers_for_shared(model):
+def layers_for_shared(cfg):
     """The unrolled layers whose mean each shared block starts from (Table 9)."""
-    cfg, K, outside = model.cfg, model.cfg.n_stored, model.cfg.n_outside // 2
+    K, outside = cfg.n_stored, cfg.n_outside // 2
     inner = range(outside, cfg.n_layer - outside)
     if cfg.init == "average":  # those that it stands for
-        uses = list(zip(inner, sum(model.layers_of, [])))
-        return [[layer for layer, used in uses if used is block] for block in model.blocks]
+        return [[layer for layer, k in zip(inner, cfg.order) if k == shared]
+                for shared in range(K)]
     gap = (len(inner) - 1) / max(1, K - 1)
     one = {"stepwise": [round(inner[0] + k * gap) for k in range(K)],
            "lower": inner[:K], "upper": inner[-K:],
