@@ -96,15 +96,15 @@ class Config(BaseConfig):
         self.at_least(1, "n_loop")
         if self.exit_loop > R:
             raise ValueError(f"exit_loop={self.exit_loop} is more than n_loop={R}")
-        self.n_outside = 2 if self.share.startswith("middle") else 0  # first and last layer
+        self.n_outside = 2 if self.share.startswith("middle") else 0  # first, last
         self.n_stored, left = divmod(self.n_layer - self.n_outside, R)  # K
         if self.n_stored < 1 or left:
             fits = max(1, self.n_stored) * R + self.n_outside
             raise ValueError(f"n_layer={self.n_layer} does not fit share={self.share} "
                              f"with n_loop={R}: {fits} or {fits + R} would")
-        # the stored block of each inner layer: 0 1 | 0 1 | 0 1, sequence: 0 0 | 0 1 | 1 1
-        cycle = self.share.endswith("cycle")
-        self.order = [i % self.n_stored if cycle else i // R for i in range(R * self.n_stored)]
+        # the inner layers' stored blocks: 0 1 | 0 1 | 0 1, sequence: 0 0 | 0 1 | 1 1
+        K, cycle = self.n_stored, self.share.endswith("cycle")
+        self.order = [i % K if cycle else i // R for i in range(R * K)]
         if self.kv == "share" and not cycle:
             raise ValueError("kv=share needs the same layers in all recursions: share=cycle "
                              f"or middle_cycle, not {self.share}")
@@ -129,12 +129,12 @@ class Config(BaseConfig):
 
 class MixtureOfRecursions(LanguageModel):
     """The method. Model, below, makes its parts: routers (and aux_routers), or router and
-    balance_bias; gate; layers_of. tokens is the context of a call: tokens.chosen (B, T) is
+    balance_bias; gate; layers_of. tokens: the context of a call. tokens.chosen (B, T) is
     A_0, tokens.subset gives the context of a recursion."""
 
     def expert_choice(self, h, tokens, R, k=None):
-        """h (B, T, C) -> h after recursions 1 .. R, and what expert_loss takes. k: [k_1, ..];
-        None: no top k, as in decoding."""
+        """h (B, T, C) -> h after R recursions, and what expert_loss takes. k: k_1 .. k_R
+        (None: choose as in decoding)."""
         active, decisions = tokens.chosen, []  # A_0
         for r in range(1, R + 1):
             s = decides = self.routers[r - 1](h)[..., 0]  # w_r . h, (B, T)
@@ -147,15 +147,15 @@ class MixtureOfRecursions(LanguageModel):
                 top = s.masked_fill(~active, -math.inf).topk(k_r, 1).indices
                 chosen = torch.zeros_like(active).scatter(1, top, True)  # A_r
             else:
-                chosen = active & (decides >= 0)
+                chosen = active & (decides >= 0)  # decoding
             h = self.recursion(r, h, tokens.subset(r, chosen, k_r), s)
             decisions.append((s, decides, active, chosen))
             active = chosen
         return h, [torch.stack(x) for x in zip(*decisions)]  # (R, B, T) each
 
     def expert_loss(self, s, decides, active, chosen):
-        """What is added to the loss, and the BCE in it: means over the tokens that competed
-        (active), summed over the recursions. decides: the scores that decide in decoding."""
+        """What is added to the loss, and its BCE: means over the tokens that competed
+        (active), summed over recursions. decides: the scores that decide in decoding."""
         mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))  # (R,)
         bce = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
         bce, z = mean(bce).sum(), mean(s ** 2).sum()  # of one score, logsumexp(s) = s
@@ -190,8 +190,8 @@ class MixtureOfRecursions(LanguageModel):
         return weight * balance + cfg.z_loss * z, balance
 
     def recursion(self, r, h, context, s=None):
-        """h (B, T, C) -> h in which the tokens of the context have become F_r(h) or, given
-        scores s (B, T), h + gate(s) F_r(h)."""
+        """h (B, T, C) -> h in which the chosen tokens have become F_r(h) or, given scores
+        s (B, T), h + gate(s) F_r(h)."""
         new = h
         for layer, block in enumerate(self.layers_of[r - 1], (r - 1) * self.cfg.n_stored):
             new = block(new, layer, context)  # F_r(h)
@@ -201,15 +201,14 @@ class MixtureOfRecursions(LanguageModel):
 
 
 class Subset:
-    """The context of a recursion r > 1: all tokens run, and the results of the chosen (B, T)
-    are kept."""
+    """The context of F_2 ..: all tokens run, results of the chosen (B, T) are kept."""
 
     def __init__(self, tokens, chosen):
         self.cfg, self.tokens, self.chosen = tokens.cfg, tokens, chosen
         self.rope, self.bias = tokens.rope, tokens.bias
         if self.cfg.kv == "recursion":
             distance = tokens.pos[:, :, None] - tokens.pos[:, None]  # (1, T, T)
-            visible = (distance > 0) & chosen[:, None] | (distance == 0)  # 0: no empty softmax
+            visible = (distance > 0) & chosen[:, None] | (distance == 0)  # or itself
             self.bias = torch.where(visible, 0.0, -math.inf)[:, None]  # (B, 1, T, T)
 
     def extend(self, layer, k, v):
@@ -240,11 +239,11 @@ class Router(nn.Module):
 
 
 class AllTokens(Context):
-    """The context of the layers outside and of recursion 1. chosen (B, T): all tokens but
-    padding. shared_kv[layer]: the keys and values that kv=share reads.
+    """The context of F_1 and the layers outside. chosen (B, T): all tokens but padding.
+    shared_kv[layer]: the keys and values that kv=share reads.
 
-    A block is called with the number of an unrolled layer, with K = 2: F_1 0 1, F_2 2 3,
-    F_3 4 5; so layer % K is the same layer of F_1. Outside are -2 and -1: a cache's last two."""
+    A block is called with an unrolled layer's number, for K = 2: F_1 0 1, F_2 2 3, F_3 4 5;
+    so layer % K is the same in F_1. Outside are -2 and -1: a cache's last two."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         super().__init__(cfg, x, cache, n_valid)
@@ -259,8 +258,8 @@ class AllTokens(Context):
         return k, v
 
     def subset(self, r, chosen, n=None):
-        """The context of recursion r for the chosen tokens (B, T), n of the fullest row (None:
-        not known). None: in decoding, nobody goes on."""
+        """The context of recursion r for the chosen tokens (B, T), n in the fullest row if
+        that is known. Returns None if nobody goes on in decoding."""
         cfg = self.cfg
         if r == 1 or cfg.router == "none" and cfg.kv == "recursion":
             return self  # all tokens, with keys of their own
@@ -276,28 +275,28 @@ class AllTokens(Context):
 # ---- the fast path ----
 
 class Gathered(Subset):
-    """The chosen run alone, packed to the left; the rest of a row is padding. The result is
-    that of Subset, which drops what is not computed here. Two rows, x the chosen, n = 3:
+    """The chosen run alone, packed to the left; the rest of a row is padding. Subset drops
+    what is not computed here. Two rows, x the chosen, n = 3:
 
         tokens  0 1 2 3    chosen  . x . x    index  1 3 8
                 4 5 6 7            x x x .           4 5 6
 
-    index (B, n) counts all B T = 8 tokens, and 8 is padding: gather reads some token for it,
+    index (B, n) counts all B T = 8 tokens. 8 is padding: gather reads some token for it,
     scatter writes it to a spare row that is cut off."""
 
     def __init__(self, tokens, chosen, n=None):
         self.cfg, self.tokens = tokens.cfg, tokens
         (B, T), device = chosen.shape, chosen.device
-        if n is None:  # compiled, no size may depend on data: token choice then computes all
+        if n is None:  # compiled, no size may depend on data: all are computed
             n = T if torch.compiler.is_compiling() else max(1, int(chosen.sum(1).max()))
         column = torch.where(chosen, torch.arange(T, device=device), T)
-        column = column.topk(n, 1, largest=False).values  # (B, n), ascending; T is padding
+        column = column.topk(n, 1, largest=False).values  # (B, n), ascending; T: padding
         row = torch.arange(B, device=device)[:, None]
         self.chosen = column < T
         self.index = torch.where(self.chosen, T * row + column, B * T)
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                      for x in tokens.rope]  # (B, 1, n, D / 2)
-        self.bias = None  # causal: padding stands right of all chosen, so it is hidden, too
+        self.bias = None  # causal: padding, to the right of all chosen, is hidden too
         if self.cfg.kv == "share":
             pos = self.gather(tokens.pos.expand(B, T))
             self.bias = attention_bias(pos, tokens.k_pos)
@@ -318,8 +317,8 @@ class Gathered(Subset):
 # ---- decoding (with kv=share Gathered does: F_1's keys are cached) ----
 
 class OwnCache(Gathered):
-    """kv=recursion: keys and values of the chosen go to the recursion's own cache, slot after
-    slot without gaps."""
+    """kv=recursion: keys and values of the chosen go to the recursion's own cache, slot
+    after slot without gaps."""
 
     def __init__(self, tokens, chosen, cache):
         super().__init__(tokens, chosen)
@@ -346,8 +345,8 @@ def grow(cache, max_len):
 
 
 class Cache(KVCache):
-    """Of all tokens: in the layers outside, in F_1 and, with router=none, in later recursions.
-    Else later[r - 2] is of the tokens in F_r, at first with room for as many as expected."""
+    """Of all tokens in F_1 and outside and, with router=none, in F_2 ... Else later[r - 2] is
+    of those in F_r, with room for as many as expected."""
 
     def __init__(self, cfg, n_run, batch_size, max_len, device, dtype):
         own = cfg.kv == "recursion"  # keys of their own in F_2 .. F_{n_run}
@@ -398,7 +397,7 @@ class Model(MixtureOfRecursions):
         self.set_step(math.inf)
 
     def make_block(self, cfg, number):
-        """Shared (or first, last) block 0 ..; a fork's is called as block(h, layer, context)."""
+        """A shared, first or last block, called as block(h, layer, context)."""
         return Block(cfg)
 
     @property
@@ -422,7 +421,7 @@ class Model(MixtureOfRecursions):
             p = F.normalize(decisions[1], 1, -1).mean((0, 1))  # sigmoids add up to 1, too
             aux["entropy"] = torch.special.entr(p).sum()
         else:
-            if not self.training:  # what was decided above has no labels: top k's choices
+            if not self.training:  # top k's choices are the labels
                 h_top, _, decisions = self.states(idx, top_k=True)
                 aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
             added, aux["aux"] = self.expert_loss(*decisions)
@@ -431,7 +430,7 @@ class Model(MixtureOfRecursions):
         return logits, loss, {name: x.detach() for name, x in aux.items()}
 
     def router_accuracy(self, s, decides, active, chosen):
-        """How often top k's choice is what decoding would decide, in recursions that choose."""
+        """How often decoding would decide as top k did, where recursions choose."""
         right = active & ((decides >= 0) == chosen)
         return right[1:].sum() / active[1:].sum().clamp(min=1)
 
@@ -439,8 +438,8 @@ class Model(MixtureOfRecursions):
         return self.states(idx, self.training and cache is None, cache, n_valid)[0]
 
     def states(self, idx, top_k, cache=None, n_valid=None):
-        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the router
-        decided, for its loss. top_k: expert choice as in training, else as in decoding."""
+        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the loss of
+        the router takes. top_k: expert choice as in training, else as in decoding."""
         cfg, h, T = self.cfg, self.drop(self.wte(idx)), idx.size(1)
         R = cfg.n_loop if self.training else self.loops_to_run
         tokens = self.context_type(cfg, h, cache, n_valid)
@@ -448,7 +447,7 @@ class Model(MixtureOfRecursions):
             h = block(h, -2, tokens)
         if cfg.router == "expert":
             k = None
-            if top_k:  # for torch.compile those of a whole block are kept, see set_step
+            if top_k:  # block_k: for torch.compile
                 k = self.block_k if T == cfg.block_size else cfg.sizes(T, self.step)
             h, decisions = self.expert_choice(h, tokens, R, k)
             depth = decisions[-1].sum(0)
