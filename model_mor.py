@@ -9,7 +9,7 @@ router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} 
 score s = w_r . h, in each sequence. A_0 is all tokens and, as k_1 = T, A_1 too.
     A_r = the k_r of A_{r-1} with the highest s,   k_r = max(1, floor(T (R-r+1) / R))
     h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])     (2.1)
-F_r has residual connections, F_r(h) = h + .., so that h counts twice here.
+F_r has residuals, F_r(h) = h + .., so that h counts twice.
 
 router=token: each token chooses its depth i once, from its state h_1 before F_1.
     p = softmax(W h_1),   i = argmax p
@@ -208,7 +208,8 @@ class Subset:
         self.rope, self.bias = tokens.rope, tokens.bias
         if self.cfg.kv == "recursion":
             distance = tokens.pos[:, :, None] - tokens.pos[:, None]  # (1, T, T)
-            visible = (distance > 0) & chosen[:, None] | (distance == 0)  # or itself
+            visible = (distance > 0) & chosen[:, None]
+            visible = visible | (distance == 0)  # itself: no empty softmax
             self.bias = torch.where(visible, 0.0, -math.inf)[:, None]  # (B, 1, T, T)
 
     def extend(self, layer, k, v):
@@ -243,7 +244,7 @@ class AllTokens(Context):
     shared_kv[layer]: the keys and values that kv=share reads.
 
     A block is called with an unrolled layer's number, for K = 2: F_1 0 1, F_2 2 3, F_3 4 5;
-    so layer % K is the same in F_1. Outside are -2 and -1: a cache's last two."""
+    layer % K is the same one in F_1. Outside are -2 and -1: a cache's last two."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         super().__init__(cfg, x, cache, n_valid)
@@ -292,7 +293,7 @@ class Gathered(Subset):
         column = torch.where(chosen, torch.arange(T, device=device), T)
         column = column.topk(n, 1, largest=False).values  # (B, n), ascending; T: padding
         row = torch.arange(B, device=device)[:, None]
-        self.chosen = column < T
+        self.chosen = column < T  # (B, n)
         self.index = torch.where(self.chosen, T * row + column, B * T)
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                      for x in tokens.rope]  # (B, 1, n, D / 2)
@@ -345,11 +346,11 @@ def grow(cache, max_len):
 
 
 class Cache(KVCache):
-    """Of all tokens in F_1 and outside and, with router=none, in F_2 ... Else later[r - 2] is
-    of those in F_r, with room for as many as expected."""
+    """Of all tokens: outside, in F_1 and, with router=none, in later recursions, too.
+    later[r - 2]: of the tokens in F_r, with room for as many as expected."""
 
     def __init__(self, cfg, n_run, batch_size, max_len, device, dtype):
-        own = cfg.kv == "recursion"  # keys of their own in F_2 .. F_{n_run}
+        own = cfg.kv == "recursion"  # F_2 .. F_{n_run} have keys of their own
         n_whole = n_run if own and cfg.router == "none" else 1
         later = cfg.sizes(max_len)[1:n_run] if own and cfg.router != "none" else []
         n_layer = cfg.n_stored * n_whole + cfg.n_outside
@@ -418,7 +419,7 @@ class Model(MixtureOfRecursions):
         if cfg.router == "token":
             added, aux["balance"] = self.token_loss(*decisions)
             aux["maxvio"] = cfg.n_loop * f.max() - 1  # (the most - the mean) / the mean
-            p = F.normalize(decisions[1], 1, -1).mean((0, 1))  # sigmoids add up to 1, too
+            p = F.normalize(decisions[1], 1, -1).mean((0, 1))  # sigmoids sum to 1
             aux["entropy"] = torch.special.entr(p).sum()
         else:
             if not self.training:  # top k's choices are the labels
@@ -446,10 +447,9 @@ class Model(MixtureOfRecursions):
         for block in self.first:
             h = block(h, -2, tokens)
         if cfg.router == "expert":
-            k = None
-            if top_k:  # block_k: for torch.compile
-                k = self.block_k if T == cfg.block_size else cfg.sizes(T, self.step)
-            h, decisions = self.expert_choice(h, tokens, R, k)
+            # block_k: for torch.compile, see set_step
+            k = self.block_k if T == cfg.block_size else cfg.sizes(T, self.step)
+            h, decisions = self.expert_choice(h, tokens, R, k if top_k else None)
             depth = decisions[-1].sum(0)
         elif cfg.router == "token":
             h, decisions = self.token_choice(h, tokens, R)
@@ -465,18 +465,18 @@ class Model(MixtureOfRecursions):
         return self.norm(h), depth, decisions
 
     def recursion(self, r, h, context, s=None):
-        """The fast path: Gathered tokens run alone. No context: nobody does."""
+        """The fast path: Gathered tokens run alone. No context: nobody goes on."""
         if isinstance(context, Gathered):
             x, s = context.gather(h), s if s is None else context.gather(s)
             return context.scatter(h, super().recursion(r, x, context, s))
-        return super().recursion(r, h, context, s) if context else h
+        return h if context is None else super().recursion(r, h, context, s)
 
     def init_cache(self, batch_size, max_len):
         return Cache(self.cfg, self.loops_to_run, *self.cache_sizes(batch_size, max_len))
 
     def set_step(self, step):
         """For the capacity warm-up: k_1 .. k_R of a whole block at this step. torch.compile
-        takes them for symbols, and so compiles no graph for each value."""
+        takes them for symbols: no graph for each value."""
         self.step, self.block_k = step, self.cfg.sizes(self.cfg.block_size, step)
         if self.cfg.capacity_warmup:
             torch.compiler.config.allow_unspec_int_on_nn_module = True
@@ -511,15 +511,15 @@ class Model(MixtureOfRecursions):
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start from the weights of a model_gpt of the same sizes. If it has another depth,
-    n_layer of its layers are taken, evenly spaced."""
+    """Start from a model_gpt of the same sizes. If it has another depth, n_layer of its
+    layers are taken, evenly spaced."""
     cfg = model.cfg
-    layers = layers_for_shared(cfg) + [[0], [cfg.n_layer - 1]]  # those of first and last
+    layers = layers_for_shared(cfg) + [[0], [cfg.n_layer - 1]]
     rest = {name: w for name, w in weights.items() if not name.startswith("blocks.")}
     model.load_state_dict(rest, strict=False)
     n_source = len({name.split(".")[1] for name in weights.keys() - rest.keys()})
     source = lambda layer: round(layer * (n_source - 1) / max(1, cfg.n_layer - 1))
-    # zip drops the last two layers if no block stands outside
+    # without a first and a last block, zip drops their layers
     for block, its in zip([*model.blocks, *model.first, *model.last], layers):
         for name, p in block.named_parameters():
             p.copy_(sum(weights[f"blocks.{source(layer)}.{name}"] for layer in its) / len(its))
