@@ -418,7 +418,7 @@ class Model(MixtureOfRecursions):
         aux = {"ce": ce, **{f"depth{d}": fraction for d, fraction in enumerate(f, 1)}}
         if cfg.router == "token":
             added, aux["balance"] = self.token_loss(*decisions)
-            aux["maxvio"] = cfg.n_loop * f.max() - 1  # (the most - the mean) / the mean
+            aux["maxvio"] = cfg.n_loop * f.max() - 1  # (most - mean) / mean
             p = F.normalize(decisions[1], 1, -1).mean((0, 1))  # sigmoids sum to 1
             aux["entropy"] = torch.special.entr(p).sum()
         else:
