@@ -326,7 +326,7 @@ def routed_alone(model, prompt, n, max_len):
     for _ in range(n):
         idx = torch.tensor([text[-max_len:]])
         logits = model(idx)[0][0, -1]
-        out.append((int(logits.argmax()), int(model.recursions(idx)[0, -1]), logits))
+        out.append((int(logits.argmax()), int(model.states(idx, top_k=False)[1][0, -1]), logits))
         text.append(out[-1][0])
     return tuple(map(list, zip(*out)))
 
