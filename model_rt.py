@@ -115,7 +115,7 @@ class Block(nn.Module):
             now = slice(i, i + 1)
             keys = torch.cat([k, k_temp[:, :, now]], 2)  # (B, G, i + 1, D)
             values = torch.cat([v, v_temp[:, :, now]], 2)
-            bias = context.bias[:, :, now, :i + 1]  # ALiBi, or 0
+            bias = context.bias[:, :, now, :i + 1]  # ALiBi or 0: no key is later
             a_i = attend(q[:, :, now], keys, values, bias, fast=False)    # (2)
             y_i = self.output(x_i, a_i)                                   # (3), (4)
             rope_i = [table[:, :, now] for table in context.rope]
@@ -267,7 +267,7 @@ class Context(model_gpt.Context):
         naive:                  written out, with a bias;
         decoding in float32:    torch's attention, with a bias: the fastest for one query;
         all else:               kernels.attend, which masks by positions. In training a bias
-                                would be T x T, in bfloat16 torch would round it."""
+                                would be T x T; in bfloat16 torch would round it."""
         if self.bias is not None:
             return attend(q, k, v, self.bias, fast=not self.naive)
         pos = self.pos.int().squeeze(0)  # (T,) for all rows, or (B, T)

@@ -2,11 +2,10 @@
 The wavefront, RT's fast schedule (read model_rt.py first).
 
 Positions are cut into chunks of C. Chunk c of layer l needs chunk c of layer l - 1, its input,
-and chunk c - 1 of its own layer, its keys and values. So all (l, c) with l + c = s run at once,
-in step s. The steps of three layers, four chunks:
+and chunk c - 1 of its own layer, its keys and values. So all with l + c = s run in step s:
 
            chunk   0 1 2 3
-        layer 2    2 3 4 5      a chunk needs the one below it and the one to its left;
+        layer 2    2 3 4 5      a chunk needs the ones below and to its left;
         layer 1    1 2 3 4      step 3 is the diagonal (2, 1), (1, 2), (0, 3)
         layer 0    0 1 2 3
 
@@ -16,11 +15,11 @@ reverse loop of (B1) to (B6) alone (6.4).
 
 A forward step, by model_rt's numbers: for all positions of a chunk (1), and attention to the
 temporary pair and all earlier chunks; then, position by position, (2) with the chunk's own
-pairs so far, as in an online softmax, and (3) to (5).
+pairs so far, as an online softmax, and (3) to (5).
 
-Backward, first of all: the persistent pairs again, from y. A step, for all positions: (1), the
-weights p_ij of attention, a, and u = W_up n2(z). Then from the chunk's last position j to its
-first, when later queries i have their da_i and delta_i (M.T is M transposed):
+Backward: the persistent pairs again, from y. Then a step, for all positions: (1), the weights
+p_ij of attention, a, and u = W_up n2(z). Then from the chunk's last position j to its first,
+when later queries i have their da_i and delta_i (M.T is M transposed):
 
     ds_ij = p_ij (da_i . v_j - delta_i)                    (B1)
     dk_j  = sum_{i > j} ds_ij q_i / sqrt(D)    dv_j = sum_{i > j} p_ij da_i  (B2)
@@ -29,8 +28,8 @@ first, when later queries i have their da_i and delta_i (M.T is M transposed):
     dz_j  = g_j + J_z.T W_up.T du_j                        (B5)
     da_j  = Wo.T dz_j    delta_j = da_j . a_j              (B6)
 
-Later chunks have left their part of (B2) in d_pairs. Then for all positions; ^ marks the
-temporary pair, ds^_i is (B1) with its p and v:
+Later chunks have left their part of (B2) in d_pairs. Then for all positions (^: of the
+temporary pair; ds^_i: (B1) with its p and v):
 
     dq_i  = (sum_{j < i} ds_ij k_j + ds^_i k^_i) / sqrt(D)   (B7)
     dk^_i = ds^_i q_i / sqrt(D)    dv^_i = p^_i da_i         (B8)
@@ -59,11 +58,10 @@ import torch.nn.functional as F
 import kernels
 from model_gpt import alibi_slopes, apply_rope, attention_bias, compute_dtype, rope_tables, upcast
 
-
 # ---- weights and norms ----
 
 NormParts = namedtuple("NormParts", "n r")  # of a norm n = x r, for (B11)
-Step = namedtuple("Step", "s lo hi")  # chunk s - l of layers l = lo .. hi - 1
+Step = namedtuple("Step", "s lo hi")  # chunk s - l of layers lo <= l < hi
 
 
 class Weights(NamedTuple):
@@ -79,7 +77,7 @@ class Weights(NamedTuple):
         return Weights(*(weight[lo:hi] for weight in self))
 
     def to(self, dtype):
-        """The matrices in dtype. nq and nk multiply in float32: they stay."""
+        """The matrices in dtype. nq and nk multiply in float32."""
         *matrices, nq, nk = self
         return Weights(*(matrix.to(dtype) for matrix in matrices), nq, nk)
 
@@ -98,7 +96,7 @@ def stack_weights(cfg, blocks):
 
 
 def product(x, w):
-    """W x of rows x (A, n, in), w (A, out, in), in w's dtype. product(d, w.mT) is W.T d."""
+    """W x of rows x (A, n, in), w (A, out, in), in w's dtype; product(d, w.mT): W.T d."""
     return torch.bmm(x.to(w.dtype), w.mT)
 
 
@@ -112,9 +110,9 @@ def norm_parts(x, eps):
 # ---- what both passes share ----
 
 class Wavefront:
-    """L layers over x (B, T, d), after S cached tokens. Layer l reads states[l], and writes
-    states[l + 1] and pairs[:, l], k and v: states (L + 1, length, B, d), pairs
-    (2, L, B, G, S + length, D). length is T in whole chunks: padding is behind all tokens."""
+    """L layers over x (B, T, d), after S cached tokens. Layer l reads states[l], writes
+    states[l + 1] and pairs[:, l], k and v. states is (L + 1, length, B, d), pairs
+    (2, L, B, G, S + length, D). length: T in whole chunks, padding behind all tokens."""
 
     def __init__(self, cfg, x, L, S=0):
         self.cfg, self.L, self.S = cfg, L, S
@@ -175,8 +173,8 @@ class Wavefront:
 
     def heads(self, rows, weight, rope):
         """Rows (A, P B, heads D) -> (A, P, B, heads, D) after nq or nk and RoPE; and the
-        norm's parts, () without QK-norm."""
-        parts = ()
+        norm's parts."""
+        parts = ()  # without QK-norm
         if self.cfg.qk_norm == "full":
             parts = norm_parts(rows, self.cfg.norm_eps)
             rows = (parts.n * weight).to(rows.dtype)
@@ -199,7 +197,7 @@ class Wavefront:
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
 
     def start(self, l, step):
-        """Where layer l's chunk starts, S or later; what attend needs for ALiBi."""
+        """Where layer l's chunk starts; what attend needs for ALiBi."""
         start = self.S + (step.s - l) * self.C
         return start, (self.pos[start:start + self.C], self.pos[:start], self.slopes)
 
@@ -230,7 +228,7 @@ def forward_step(wave, states, pairs, w, step):
     ys = []
     for i, x_i in enumerate(x.unbind(1)):                        # (A, B, d)
         a_i = attention.read(i)                                  # (2), complete
-        z_i = x_i + product(a_i, w.wo)                          # (3)
+        z_i = x_i + product(a_i, w.wo)                           # (3)
         u_i = product(F.rms_norm(z_i, [wave.d], eps=eps), w.up)
         y_i = z_i + product(F.gelu(u_i), w.down)                 # (4)
         rope_i = [table[:, i:i + 1] for table in rope]
@@ -278,8 +276,8 @@ def norm_backward(dn, n, r):
 
 
 def heads_backward(d, weight, d_weight, rope, parts):
-    """Wavefront.heads' backward, J_q.T or J_k.T of d (A, P, B, heads, D): the gradient of the
-    rows. Adds to d_weight, that of the norm's weight."""
+    """J_q.T or J_k.T of d (A, P, B, heads, D), what Wavefront.heads gave: the gradient of its
+    rows. Adds to d_weight."""
     if rope:
         d = apply_rope(d, rope[0], -rope[1])  # rotated back
     d = d.flatten(3).flatten(1, 2)  # (A, P B, heads D)
@@ -327,7 +325,7 @@ class BackwardStep:
         self.a_rows = self.attention.a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)
         self.z_norm = norm_parts(x + product(self.a_rows, w.wo), eps)
         self.u = product(self.z_norm.n, w.up)
-        # () without QK-norm, else (5) once more: pairs has no parts
+        # (5) once more: pairs has no parts. () without QK-norm
         self.k_norm = self.q_norm and wave.persistent(self.y_norm.n, w, self.rope)[2]
 
     def run(self, dy):
@@ -346,8 +344,8 @@ class BackwardStep:
 
     def reverse(self, dy):
         """(B1) to (B6): all g, du, dz and dkv, of the products Wk n1(y), Wv n1(y)."""
-        wave, w, norms = self.wave, self.w, (self.y_norm, self.z_norm, self.k_norm)
-        done = []
+        wave, w, done = self.wave, self.w, []
+        norms = self.y_norm, self.z_norm, self.k_norm
         for i in reversed(range(wave.C)):
             rows = slice(i * wave.B, (i + 1) * wave.B)  # of position i
             y_norm, z_norm, k_norm = ([x[:, rows] for x in parts] for parts in norms)
@@ -355,8 +353,10 @@ class BackwardStep:
             dk, dv = self.attention.kv_grad(i)  # (B1), (B2)
             dk = heads_backward(dk[:, None], w.nk, self.grads.nk, rope_i, k_norm)
             dkv = torch.cat([dk, dv.flatten(2)], -1).to(wave.dtype)  # (A, B, 2 G D)
-            g = dy[:, i] + norm_backward(product(dkv, w.qkv[:, wave.kv].mT), *y_norm)  # (B3)
-            du = torch.ops.aten.gelu_backward(product(g, w.down.mT), self.u[:, rows])  # (B4)
+            dn = product(dkv, w.qkv[:, wave.kv].mT)
+            g = dy[:, i] + norm_backward(dn, *y_norm)  # (B3)
+            d = product(g, w.down.mT)
+            du = torch.ops.aten.gelu_backward(d, self.u[:, rows])  # (B4)
             dz = g + norm_backward(product(du, w.up.mT), *z_norm)  # (B5)
             self.attention.write_query_grad(i, product(dz, w.wo.mT))  # (B6)
             done.append((g, du, dz, dkv))
@@ -364,14 +364,13 @@ class BackwardStep:
 
     def inputs_backward(self):
         """The gradient of W_qkv n1(x), rows (A, C B, (H + 2 G) D)."""
-        w, grads, rope = self.w, self.grads, self.rope
-        dq, *d_temp = self.outside_backward()
+        dq, *d_pair = self.outside_backward()
         dq = dq + self.attention.query_grad()  # (B7)
         # R queries share a pair
-        d_temp = (d.unflatten(2, (self.wave.G, -1)).sum(3) for d in d_temp)
-        dq, dk, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))
-        dq = heads_backward(dq, w.nq, grads.nq, rope, self.q_norm)
-        dk = heads_backward(dk, w.nk, grads.nk, rope, self.k_temp_norm)
+        d_pair = (d.unflatten(2, (self.wave.G, -1)).sum(3) for d in d_pair)
+        dq, dk, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_pair))
+        dq = heads_backward(dq, self.w.nq, self.grads.nq, self.rope, self.q_norm)
+        dk = heads_backward(dk, self.w.nk, self.grads.nk, self.rope, self.k_temp_norm)
         dv = dv.flatten(3).flatten(1, 2)
         return torch.cat([dq, dk, dv], -1).to(self.wave.dtype)
 
@@ -383,27 +382,26 @@ class BackwardStep:
         ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), delta is da . a
         dq, dk, dv = ds * k_temp * wave.scale, ds * q * wave.scale, p * da  # (B7), (B8)
         a, da = a.to(wave.dtype), da.to(wave.dtype)
-        for l in range(step.lo, min(step.hi, step.s)):  # layer s has no earlier keys
+        for j, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has none
             start, alibi = wave.start(l, step)
             keys, values = self.pairs[:, l, :, :, :start]
-            q_l, a_l, lse_l, da_l = (each[l - step.lo] for each in (q, a, lse, da))
-            # of these keys only, but a and lse, so delta and p, are the whole softmax's
-            new = kernels.attend_backward(q_l, keys, values, a_l, lse_l, da_l, *alibi)
-            dq[l - step.lo] += new[0]  # (B7)
+            # a and lse, so delta and p, are those of the softmax over all keys
+            new = kernels.attend_backward(q[j], keys, values, a[j], lse[j], da[j], *alibi)
+            dq[j] += new[0]  # (B7)
             self.d_pairs[0, l, :, :, :start] += new[1]  # (B2)
             self.d_pairs[1, l, :, :, :start] += new[2]
         return dq, dk, dv
 
 
 class ChunkBackward:
-    """ChunkForward again, all positions at once: a (A, B, H, C, D), the complete lse
-    (A, B, H, C). Then gradients, position by position. k, v (A, B, G, C, D): the chunk's own
-    pairs; dk, dv: what later chunks have added."""
+    """ChunkForward for all positions: a (A, B, H, C, D), the whole lse. Then
+    gradients, position by position. k, v (A, B, G, C, D) are the chunk's own pairs, dk, dv
+    what later chunks have added."""
 
     def __init__(self, wave, q, out, lse, k, v, dk, dv):
         A, B, H, C, D = self.shape = q.shape
         self.scale, N = wave.scale, A * B * wave.G
-        # (N, R C, D): the r-th query of position i is row r C + i
+        # (N, R C, D), the r-th query of position i in row r C + i
         self.q_scaled = (q.to(out.dtype) * wave.scale).view(N, -1, D)
         own = (x.to(out.dtype).reshape(N, C, D) for x in (k, v, dk, dv))
         self.k, self.v, self.dk, self.dv = own
@@ -420,7 +418,7 @@ class ChunkBackward:
     def kv_grad(self, i):
         """dk_i, dv_i (A, B, G, D), once later queries have written da; others have p = 0."""
         A, B, _, C, D = self.shape
-        da, p = self.da.view(self.q_scaled.shape), self.p_of_key[:, i:i + 1]  # p (N, 1, R C)
+        da, p = self.da.view(self.q_scaled.shape), self.p_of_key[:, i:i + 1]
         ds = p * (torch.bmm(self.v[:, i:i + 1], da.mT) - self.delta[:, None])  # (B1)
         dk = torch.baddbmm(self.dk[:, i:i + 1], ds, self.q_scaled)  # (B2): (N, 1, D)
         dv = torch.baddbmm(self.dv[:, i:i + 1], p, da)
@@ -486,7 +484,7 @@ class Graph:
     """function(wave, *inputs) -> list of tensors, as a CUDA graph."""
 
     def __init__(self, wave, function, inputs):
-        self.wave = wave  # the graph reads its tables: they must live as long
+        self.wave = wave  # has the tables that the graph reads
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(inputs[0].device):
             self.inputs = [x.clone() for x in inputs]
             side, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -507,9 +505,8 @@ class Graph:
 
 
 def recordable(x, dtype):
-    # without Triton attend reads positions on the host, which no graph can hold
     return (x.is_cuda and not torch.cuda.is_current_stream_capturing()
-            and kernels.runs_triton(x.device, dtype))
+            and kernels.runs_triton(x.device, dtype))  # else attend copies to the host
 
 
 def replay(wave, function, *inputs):
