@@ -68,6 +68,7 @@ TRAIN = [
     (["init_from={w}/latin.txt"], "is damaged or is not"), (["init_from={w}/folder"], "config.json cannot be read"),
     (["init_from={w}/nowhere"], "neither a folder nor a hub name"),
     (["model=rat", "init_from=out/r"], "model=rat, but the checkpoint holds model=gpt"),
+    (["dataset=othertokenizer", "tokenizer=char", "teacher=out/r"], "was trained with tokenizer byte, which is not"),
     (["teacher=out/r", "block_size=32"], "teacher=out/r takes 16 tokens, block_size=32 is more"),
     # data sets and tasks
     (["dataset=shakespeare"], "python prepare.py dataset=shakespeare tokenizer=byte"),
@@ -98,6 +99,7 @@ SAMPLE = [
     (["x" * 300], "File name too long"), (["{w}/out/r", "prompt="], "the prompt is empty"),
     (["{w}/out/r", "prompt=FILE:{w}/missing.txt"], "missing.txt cannot be read"),
     (["{w}/out/r", "prompt=FILE:{w}/latin.txt"], "latin.txt is not UTF-8"),
+    (["{w}/out/r", "prefill=exact"], "prefill=exact is for a model"),
     (["{w}/out/r", "top_p=1.5"], "top_p=1.5 must be at least 0 and at most 1"),
     (["{w}/out/r", "num_samples=100000000000"], "num_samples=100000000000 must be at least 1 and at most 65536"),
 ]
