@@ -225,14 +225,12 @@ def test_ids_and_text_are_the_librarys(data, monkeypatch):
 
 
 BPE = {"type": "BPE", "vocab": {"a": 0, EOT: 1}, "merges": []}
-WORDS_ONLY = {"type": "WordLevel", "vocab": {"a": 0, EOT: 1}, "unk_token": "a"}
 
 
 @pytest.mark.parametrize("parts, message", [
     ({"model": {"type": "WordPiece", "vocab": {EOT: 0}}}, "cannot be used"), ({"model": None}, "cannot be used"),
     *(({"model": model}, "not every text comes back") for model in (
-        BPE, {**BPE, "unk_token": "a"}, {**BPE, "end_of_word_suffix": "</w>"}, WORDS_ONLY,
-        {**WORDS_ONLY, "type": "WordPiece", "continuing_subword_prefix": "##", "max_input_chars_per_word": 9},
+        BPE, {**BPE, "unk_token": "a"}, {**BPE, "end_of_word_suffix": "</w>"},
         {"type": "Unigram", "vocab": [["a", 0.0], [EOT, 0.0]], "unk_id": 0})),
     ({"added_tokens": [], "model": {**BPE, "vocab": {"a": 0}}}, "no end-of-text token")])
 def test_refused_models(tmp_path, parts, message):
@@ -439,14 +437,6 @@ def test_the_fingerprint_of_a_runs_data(tmp_path):
     assert len({a, fingerprint("task:s3"), fingerprint("task:s3", 1), fingerprint("task:s3", 2), fingerprint("task:s5")}) == 4
 
 
-def test_a_set_with_its_own_name_is_found(tmp_path, capsys):
-    keys = {"dataset": write_docs(tmp_path / "docs", DOCS), "tokenizer": "char"}
-    make(tmp_path, **keys, name="own2")
-    assert "dataset=own2" in capsys.readouterr().out
-    with pytest.raises(UserError, match="does not exist: make it with .*; dataset=own2 has the same source"):
-        open_data(TrainConfig(data_dir=str(tmp_path / "data"), **keys))
-
-
 def test_a_stream_of_the_hub_is_left_early(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
 
@@ -589,6 +579,8 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
     folder = make(tmp_path, **keys)
     inode, before = os.stat(folder).st_ino, tree(folder)
     assert make(tmp_path, **keys) == folder and os.stat(folder).st_ino == inode
+    with pytest.raises(UserError, match="dataset=x has the same source"):
+        open_data(TrainConfig(data_dir=str(tmp_path / "data"), dataset=keys["dataset"], tokenizer="byte"))
     for key, value in {"val_fraction": 0.2, "tokenizer": "char", "dataset": "python"}.items():
         with pytest.raises(UserError, match=f"{key}.*overwrite=true"):
             make(tmp_path, **{**keys, key: value})
