@@ -18,7 +18,7 @@ BUGS = {
         "/ math.sqrt(q.size(-1))  ", "/ math.sqrt(q.size(-1)) * (1 + 1e-8)",
         "test_models.py -k test_naive_is_fast"),
     "seed and step added": ("common/data.py", "SeedSequence([self.seed, step])",
-        "SeedSequence([self.seed + step])", "test_tasks.py -k are_not_added and words"),
+        "SeedSequence([self.seed + step])", "test_tasks.py -k pure_function and words"),
     "NaN trains on": ("train.py", "if not math.isfinite(logged[key]):",
         "if logged[key] == math.inf:", "test_train.py -k is_not_finite"),
     "contents not verified": ("common/checkpoint.py", '- 32) != f.read():',
