@@ -26,8 +26,7 @@ import prepare
 from common.keys import UserError
 from conftest import ROOT, python
 from common.process import TrainConfig
-from common.data import (NO_TEXT, TextBatches, TokenData, data_fingerprint, has_changed, open_data, read_meta,
-                         text_files)
+from common.data import NO_TEXT, TokenData, has_changed, open_data, read_meta, text_files
 from prepare import PrepareConfig
 import common.tokenizer as tokenizer_module
 from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer,
@@ -425,18 +424,6 @@ def test_files_that_changed_since_are_told(form, tmp_path, capsys):
     assert not has_changed(read_meta(tmp_path / "data/own"))
 
 
-def test_the_fingerprint_of_a_runs_data(tmp_path):
-    """Of the tokens, wherever they came from; of a task, of what its examples depend on."""
-    def fingerprint(dataset, seed=1):
-        cfg = TrainConfig(data_dir=str(tmp_path / "data"), dataset=dataset, seed=seed)
-        return data_fingerprint(cfg, None if dataset[:5] == "task:" else TextBatches(open_data(cfg), cfg, 8))
-    for name, docs in {"a": DOCS, "b": DOCS, "c": [DOCS[0] + "!", *DOCS[1:]]}.items():
-        make(tmp_path, dataset=write_docs(tmp_path / name, docs), name=name)
-    a, b, c = map(fingerprint, "abc")
-    assert a == b != c and len(a) == 64
-    assert len({a, fingerprint("task:s3"), fingerprint("task:s3", 1), fingerprint("task:s3", 2), fingerprint("task:s5")}) == 4
-
-
 def test_a_stream_of_the_hub_is_left_early(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
 
@@ -610,16 +597,6 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
 
 def typed(*argv, base=None):
     return keys.typed_config(PrepareConfig, keys.split_args(argv), base, free_text=("name",))
-
-
-@pytest.mark.parametrize("key, text, value", [
-    ("max_tokens", "-3", -3), ("max_tokens", "1_000", 1000), ("val_fraction", "2", 2.0), ("overwrite", "True", True),
-    ("dataset", "1e3", "1e3"), ("dataset", "a=b", "a=b"), ("name", "${x} ??? {a: [", "${x} ??? {a: [")])
-def test_typed_values(key, text, value):
-    cfg = typed(f"{key}=0", f"{key}={text}")  # the last one holds
-    assert type(getattr(cfg, key)) is type(value) and cfg == replace(PrepareConfig(), **{key: value})
-    base = {"max_tokens": 7, "val_fraction": 1, "name": "${p}"}  # of a file
-    assert typed("max_tokens=9", base=base) == PrepareConfig(max_tokens=9, val_fraction=1.0, name="${p}")
 
 
 @pytest.mark.parametrize("given, message", [
