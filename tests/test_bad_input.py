@@ -7,16 +7,13 @@ import sys
 
 import pytest
 
-from lab import bench
-from lab import plot
-from common import checkpoint
-from common import keys
-from lab import eval as evaluation
+from common import checkpoint, keys
+from lab import bench, eval as evaluation, plot
 import prepare
 import runs
 import sample
 import train
-from conftest import ROOT
+from conftest import ROOT, snapshot
 
 # text files of the world, by name
 FILES = {"broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3", "resume.yaml": "resume: true", "empty.txt": "",
@@ -133,10 +130,6 @@ PROGRAMS = {"train": (train.main, TRAIN), "sample": (sample.main, SAMPLE), "benc
             "plot": (plot.main, PLOT), "eval": (evaluation.main, EVAL), "prepare": (prepare.main, PREPARE)}
 CASES = [(program, T + args if program == "train" else args, message)
          for program, (_, cases) in PROGRAMS.items() for args, message in cases]
-
-
-def snapshot(root):
-    return {p: (p.stat().st_mtime_ns, p.read_bytes()) if p.is_file() else None for p in root.rglob("*")}
 
 
 def refusal(main, argv, monkeypatch, capfd):
