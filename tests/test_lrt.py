@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 import model_lrt
-from common.keys import UserError
 from common import optim
+from common.keys import UserError
 from common.process import TrainConfig
 import runs
+import sample
 import train
 from conftest import relative, tiny
 from test_gpt import dense_heads, rotate
@@ -190,7 +191,8 @@ def test_the_chain_of_a_deep_model_is_finite(chosen, T, sizes):
 @pytest.mark.parametrize("N, lengths", [(2, [11, 11]), (3, [11, 1, 6, 0])])
 def test_interleaved_prefill_goes_on_exactly(kind, fast, N, lengths):
     """N subsets over each prompt, then the chain from what they left: the equations' logits. An empty one is exact."""
-    model = tiny("lrt", **SETTINGS[kind], prefill="interleaved", subsets=N, fast=fast)
+    model = tiny("lrt", **SETTINGS[kind], subsets=N, fast=fast)
+    sample.choose_prefill(model, "interleaved", "run")
     x, cache, ragged = tokens(len(lengths), 16), model.init_cache(len(lengths), 20), min(lengths) < 11
     with torch.no_grad():
         prompts = model(x[:, :11], cache=cache, n_valid=torch.tensor(lengths) if ragged else None)[0]

@@ -134,10 +134,3 @@ def test_cells_show_mean_and_deviation_over_the_seeds():
     results = [{"a": {"b": 1.0}, "n": 3}, {"a": {"b": 2.0}, "n": 3}, {"n": 3}]
     assert reproduce.cell(results, "a.b .2f") == "1.50 ± 0.71"
     assert reproduce.cell(results, "n ,.0f") == "3" and reproduce.cell(results, "missing .2f") == ""
-
-
-def test_help_without_docstrings(monkeypatch, capsys):
-    """As python -OO has it."""
-    monkeypatch.setattr(reproduce, "__doc__", None)
-    reproduce.main(["help"])
-    assert "speed" in capsys.readouterr().out
