@@ -1,5 +1,7 @@
 """reproduce.py: what is missing is trained, once; tables from results; every experiment's keys are known."""
+import dataclasses
 import fcntl
+import importlib
 import json
 import os
 import re
@@ -8,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from common.keys import UserError
 from common.process import read_config
@@ -134,3 +137,31 @@ def test_cells_show_mean_and_deviation_over_the_seeds():
     results = [{"a": {"b": 1.0}, "n": 3}, {"a": {"b": 2.0}, "n": 3}, {"n": 3}]
     assert reproduce.cell(results, "a.b .2f") == "1.50 ± 0.71"
     assert reproduce.cell(results, "n ,.0f") == "3" and reproduce.cell(results, "missing .2f") == ""
+
+
+@pytest.mark.parametrize("name, keys, off, is_base", [
+    ("smear", {}, lambda m: [block.a.data.fill_(99.0) for block in m.blocks], "model_rt"),   # s = 1: keys as they are
+    ("shift", dict(shift="output"), lambda m: m.mix.data.zero_(), "model_lrt"),
+    ("shift", dict(shift="layer"), lambda m: [m.gamma.data.zero_(), m.rec.wk.weight.data.zero_(),
+                                              m.rec.wv.weight.data.zero_()], "model_lrt"),
+    ("inside", {}, lambda m: [block.attn.w_gate.weight.data.zero_() for block in m.blocks], "model_lrt")])  # g_loc = 1
+def test_a_control_is_its_model_but_for_one_thing(name, keys, off, is_base):
+    """Without that thing a model of lab/experiments computes what the model does that it is a control of; with it, other
+    values, which depend on no later token."""
+    control, base = (importlib.import_module(name) for name in (f"model_{name}", is_base))
+    cfg = control.Config(block_size=9, vocab_size=11, n_layer=2, n_head=2, n_embd=8, **keys)
+    model = control.Model(cfg).double().eval()
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p) * 0.5)
+    same = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(base.Config)}
+    plain = base.Model(base.Config(**same)).double().eval()
+    idx = torch.randint(11, (2, 9))
+    plain.load_state_dict(model.state_dict(), strict=False)
+    logits, other = model(idx)[0], plain(idx)[0]
+    changed = idx.clone()
+    changed[:, -1] += 1
+    assert (logits - other).abs().max() > 1e-3
+    assert (model(changed % 11)[0] - logits)[:, :-1].abs().max() < 1e-12
+    off(model)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    assert (model(idx)[0] - plain(idx)[0]).abs().max() < 1e-10

@@ -24,10 +24,10 @@ class Block(model_rt.Block):
         super().__init__(cfg)
         self.a = nn.Parameter(torch.zeros(cfg.n_kv_head))
 
-    def pair(self, u, rope):
-        k, v = super().pair(u, rope)                            # (B, G, T, D) both
+    def temporary(self, x, rope):
+        q, k, v = super().temporary(x, rope)                    # k, v (B, G, T, D)
         s = torch.sigmoid(self.a)[:, None, None]
-        return s * k + (1 - s) * F.pad(k[:, :, :-1], (0, 0, 1, 0)), v
+        return q, s * k + (1 - s) * F.pad(k[:, :, :-1], (0, 0, 1, 0)), v
 
 
 class Model(model_rt.Model):
