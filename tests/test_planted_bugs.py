@@ -76,7 +76,7 @@ BUGS = {
         "test_mor.py -k routing_is_its_equations and expert and 13"),
     "LRT: memory of the position itself": ("model_lrt.py",
         "m[:, at], buffer", "m[:, 1:][:, at], buffer",
-        "test_lrt.py -k are_the_exact_chain"),
+        "test_lrt.py -k each_path_is_its_equations"),
     "RAT: the state outlives its chunk": ("model_rat.py",
         "cached.masked_fill(starts, 0)", "cached",
         "test_rat.py -k around_the_ends"),
