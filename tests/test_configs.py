@@ -35,8 +35,9 @@ LOSS = 2e9                  # the logits of a piece, in some copies
 def build(name, **changes):
     """The config's values, and its model on the meta device."""
     values = {**keys.load_yaml(ROOT / "configs" / f"{name}.yaml"), **changes}
-    module, tokenizer = keys.model_module(values["model"]), values["tokenizer"]
-    values["vocab_size"] = VOCAB.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
+    module, tokenizer = keys.model_module(values["model"]), values.get("tokenizer")
+    if "vocab_size" not in values:
+        values["vocab_size"] = VOCAB.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
     fields = {f.name for f in dataclasses.fields(module.Config)}
     with torch.device("meta"):
         return values, module.Model(module.Config(**{k: v for k, v in values.items() if k in fields}))
@@ -101,11 +102,8 @@ SMOLLM = dict(vocab_size=49152, n_layer=32, n_head=15, n_kv_head=5, n_embd=960, 
 def test_uptraining(name, source, changes, source_millions, millions, billions):
     """The papers' sizes without embeddings, tokens, and the memory that the file states."""
     text = (ROOT / "configs" / f"{name}.yaml").read_text()
-    values = {**keys.load_yaml(ROOT / "configs" / f"{name}.yaml"), **source, **changes}
-    modules = keys.model_module("gpt"), keys.model_module(values["model"])
-    with torch.device("meta"):
-        before, model = (module.Model(module.Config(**{f.name: values[f.name] for f in dataclasses.fields(module.Config)
-                                                       if f.name in values})) for module in modules)
+    values, model = build(name, **source, **changes)
+    _, before = build(name, **source, **changes, model="gpt")
     embeddings = (1 if model.cfg.tie_embeddings else 2) * model.wte.weight.numel()
     for size, stated in ((count(before.parameters()), source_millions), (count(model.parameters()), millions)):
         assert abs((size - embeddings) / 1e6 - stated) < 0.01 * stated
