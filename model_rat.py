@@ -27,9 +27,8 @@ to for L = 4 (f: final state of an earlier chunk, o: own state):
 
 L = 1 is attention with keys and values scaled by 1 - a, L = T a gated RNN. Baselines:
 mixer=rnn, v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~);
-mixer=attention, a Transformer. swa=w: in odd layers a token attends to w keys, its
-own included (RAT-SWA; the paper's 1,024 are those before its own: swa=1025).
-Dropout is on embeddings and residual branches.
+mixer=attention, a Transformer. swa=w (RAT-SWA): in odd layers a token attends to w
+keys, one its own (not in the paper's 1,024). Dropout is as in nanoGPT, but not in attention.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Only in its code
 (CLAIRE-Labo/RAT, d4a8f54): b_g, G = 2, h % G. Departures from it: decoding needs no
@@ -38,7 +37,6 @@ norms and b_g do not decay (there b_g does, so that gates forget faster).
 
 Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, D head size,
 W = H D, G groups (attention: key/value heads), R slots of a layer's cache.
-Names: k_state, v_state are k~, v~; own_ and final_ those of a token and of chunks.
 """
 import math
 from dataclasses import dataclass
@@ -74,9 +72,9 @@ class Config(BaseConfig):
         self.divides("qk_groups", "n_head")
         # of each layer: rat | rnn | attention | swa
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
-        D, largest = self.head_dim, kernels.HEAD_SIZES[-1]
-        if D % 2 or D > largest:    # RoPE's condition, and that of kernels.attend
-            raise ValueError(f"head_dim={D} must be even and at most {largest}")
+        largest = kernels.HEAD_SIZES[-1]
+        if self.head_dim % 2 or self.head_dim > largest:
+            raise ValueError(f"head_dim={self.head_dim} must be even and at most {largest}")
 
 
 # ---- the method ----
@@ -200,8 +198,8 @@ def read_states(q, own_k, own_v, final_k, final_v, context):
     own_score = (upcast(q) * own_k).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
     final_k, final_v, own_v = (x.to(q.dtype) for x in (final_k, final_v, own_v))
-    # keys have positions 0 .. n - 1, their chunks' numbers, and a query its chunk's - 1:
-    # it attends to earlier chunks. In chunk 0 to none: y = 0, lse = -inf, no weight.
+    # a key's position is its chunk's number, n keys have 0 .. n - 1; those before a
+    # query's chunk are visible. In chunk 0 none is: y = 0 and lse = -inf, no weight.
     before = (context.chunk_of - 1).int().squeeze(0)    # (T,) or (B, T)
     y, lse = kernels.attend(q, final_k, final_v, q_pos=before)
     return kernels.merge(y, lse, own_v, own_score)[0]
@@ -237,8 +235,8 @@ class Cache(KVCache):
         if padding is not None:
             at = at.masked_fill(padding, self.R[layer])
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            # (B, T, heads, D), as torch indexes it
-            buffer[self.rows, :, at] = new.transpose(1, 2).to(buffer.dtype)
+            new = new.transpose(1, 2)   # (B, T, heads, D), as torch indexes it
+            buffer[self.rows, :, at] = new.to(buffer.dtype)
 
 
 def rat_decode(q, k, v, a, layer, context):
@@ -246,23 +244,20 @@ def rat_decode(q, k, v, a, layer, context):
     cfg, cache, L, T = context.cfg, context.cache, context.cfg.chunk, q.size(1)
     k_state, v_state = continued_states(a, [k, v], layer, context, L)   # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
-    rotated, R = apply_rope(k_state, *context.rope["rat"]), cache.R[layer]
+    rotated = apply_rope(k_state, *context.rope["rat"])
     if T == 1:
         # the own state takes its chunk's slot: (3) is over all slots so far
         q = apply_rope(q, *context.rope["rat"])
         return decode_one(q, rotated, v_state, layer, context, L)
     # only final states take slots: no query here reads another one from there
-    at = torch.where(context.pos % L == L - 1, context.chunk_of, R)
+    at = torch.where(context.pos % L == L - 1, context.chunk_of, cache.R[layer])
     cache.fill(layer, rotated, v_state, at, context.padding)
-    # chunks before the last token's (min: padding may go on past the last slot)
-    n = min((cache.longest + T - 1) // L, R)
-    final_k, final_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
+    final_k, final_v = cache.k[layer][:, :, :-1], cache.v[layer][:, :, :-1]
     return read_states(q, k_state, v_state, final_k, final_v, context)  # (3)
 
 
 def continued_states(a, xs, layer, context, L):
-    """(2) in chunks of L, of each of xs (B, T, W), from the cached states on. They become
-    the last ones."""
+    """(2) of each of xs (B, T, W), from the cached states on, which become the last."""
     cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
     starts = context.pos[..., None] % L == 0    # where a state starts from zero
     gate = a.masked_fill(starts, 0)             # (2) is gate h + (1 - a) x
