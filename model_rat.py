@@ -28,7 +28,8 @@ to for L = 4 (f: final state of an earlier chunk, o: own state):
 L = 1 is attention with keys and values scaled by 1 - a, L = T a gated RNN. Baselines:
 mixer=rnn, v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~);
 mixer=attention, a Transformer. swa=w (RAT-SWA): in odd layers a token attends to w
-keys, one its own (not in the paper's 1,024). Dropout is as in nanoGPT, but not in attention.
+keys, its own included (the paper's 1,024 are without it).
+Dropout is on embeddings and residual branches.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Only in its code
 (CLAIRE-Labo/RAT, d4a8f54): b_g, G = 2, h % G. Departures from it: decoding needs no
@@ -54,9 +55,8 @@ from model_gpt import (MLP, Attention, BaseConfig, KVCache, LanguageModel, RMSNo
 class Config(BaseConfig):
     chunk: int = 16     # L, tokens of a chunk
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
-    swa: int = 0        # keys that odd layers attend to, own one included (0: as even ones)
+    swa: int = 0        # window of odd layers, own key included (0: like even layers)
     qk_groups: int = 0  # G (0: 2, or 1 where n_head is odd)
-    gate_rank: int = 0  # rank of RAT's projections of z and g (0: full)
     pos: str = choice("chunk", "rope", "nope")  # what RoPE counts (see Context)
     n_mlp: int = 0      # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
@@ -66,7 +66,7 @@ class Config(BaseConfig):
     def __post_init__(self):
         super().__post_init__()
         self.at_least(1, "chunk")
-        self.at_least(0, "swa", "qk_groups", "gate_rank", "n_mlp")
+        self.at_least(0, "swa", "qk_groups", "n_mlp")
         self.n_mlp = self.n_mlp or mlp_width(self)
         self.qk_groups = self.qk_groups or 2 - self.n_head % 2
         self.divides("qk_groups", "n_head")
@@ -85,19 +85,15 @@ class RAT(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg, C, W = cfg, cfg.n_embd, cfg.n_head * cfg.head_dim
-        rank, GD = cfg.gate_rank or W, cfg.qk_groups * cfg.head_dim
-        self.widths = [rank, rank, W, GD, GD]   # of z, g, v, q, k
+        shared = cfg.qk_groups * cfg.head_dim
+        self.widths = [W, W, W, shared, shared]     # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
-        # with gate_rank, w_in and w_z (w_g) are the two factors of z's (g's) projection
-        factor = lambda: nn.Linear(rank, W, bias=False) if cfg.gate_rank else nn.Identity()
-        self.w_z, self.w_g = factor(), factor()
         self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.chunk))  # b_g
         self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
         """u (B, T, C), normed; context: see Context -> (B, T, C)."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
-        z, g = self.w_z(z), self.w_g(g)
         copies = self.cfg.n_head // self.cfg.qk_groups
         q, k = (torch.cat([x] * copies, -1) for x in (q, k))    # head h has group h % G
         k, v = upcast(k), upcast(v)     # the states' type
@@ -142,24 +138,23 @@ def in_heads(x, cfg):
 
 
 def initial_gate_bias(W, steps):
-    """log s, s uniform in (1, steps - 1). With g = 0, a = s / (1 + s): a state averages
-    over some 1 / (1 - a) = 1 + s tokens, from 2 to `steps`."""
+    """log s, s uniform in (1, steps - 1). With g = 0, a = s / (1 + s): a state is over some
+    1 / (1 - a) = 1 + s tokens, from 2 to `steps`."""
     return torch.empty(W).uniform_(1, max(1, steps - 1)).log()
 
 
 class Context:
-    """Where the T new tokens of a call stand:
+    """Where the T new tokens of a call, of embeddings x (B, T, C), stand:
     pos, chunk_of (B or 1, T): a token's position, its chunk's number
     padding (B, T): whether it is padding; None where all rows are alike
     rope {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
-        """x (B, T, C): embeddings; the rest as in LanguageModel.forward."""
         self.cfg, self.cache, self.padding = cfg, cache, None
         index = torch.arange(x.size(1), device=x.device)    # of a token in this call
         self.pos = index[None]
         if cache:
-            self.slots = cache.place(x.size(1), n_valid)    # (of these only n_new is read)
+            self.slots = cache.place(x.size(1), n_valid)
             self.pos = cache.longest + index[None]
             if cache.ragged:    # as place has just found
                 self.pos = cache.lengths[:, None] + index
@@ -183,8 +178,7 @@ def rat_fast(q, k, v, a, context):
     cfg, L = context.cfg, context.cfg.chunk
     k_state, v_state = kernels.scan(a, k, L), kernels.scan(a, v, L)     # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
-    # of the last tokens of the n = T // L complete chunks
-    final = lambda x: x[:, :, L - 1::L]
+    final = lambda x: x[:, :, L - 1::L]     # of the n = T // L complete chunks
     final_k, final_v, cos, sin = map(final, (k_state, v_state, *context.rope["rat"]))
     final_k = apply_rope(final_k, cos, sin)     # (B, H, n, D)
     return read_states(q, k_state, v_state, final_k, final_v, context)  # (3)
@@ -214,8 +208,8 @@ class Cache(KVCache):
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)  # lengths alone
-        H, G, D, chunks = cfg.n_head, cfg.n_kv_head, cfg.head_dim, math.ceil(max_len / cfg.chunk)
-        sizes = dict(rat=(H, chunks, 2), rnn=(0, 0, 1), attention=(G, max_len, 0),
+        H, G, D, n = cfg.n_head, cfg.n_kv_head, cfg.head_dim, math.ceil(max_len / cfg.chunk)
+        sizes = dict(rat=(H, n, 2), rnn=(0, 0, 1), attention=(G, max_len, 0),
                      swa=(G, min(cfg.swa, max_len), 0))
         zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
         self.R, self.state = [], []
@@ -231,7 +225,7 @@ class Cache(KVCache):
         return [x[:, :, :-1] for x in self.k + self.v] + self.state
 
     def fill(self, layer, k, v, at, padding):
-        """Write k, v (B, heads, T, D) to slots at (B or 1, T), those of padding to the bin."""
+        """Write k, v (B, heads, T, D) to slots at (B or 1, T), of padding to the bin."""
         if padding is not None:
             at = at.masked_fill(padding, self.R[layer])
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
@@ -245,11 +239,10 @@ def rat_decode(q, k, v, a, layer, context):
     k_state, v_state = continued_states(a, [k, v], layer, context, L)   # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
     rotated = apply_rope(k_state, *context.rope["rat"])
-    if T == 1:
-        # the own state takes its chunk's slot: (3) is over all slots so far
+    if T == 1:      # the own state takes its chunk's slot: (3) is over all slots so far
         q = apply_rope(q, *context.rope["rat"])
         return decode_one(q, rotated, v_state, layer, context, L)
-    # only final states take slots: no query here reads another one from there
+    # only final states go to slots: no query here reads others there
     at = torch.where(context.pos % L == L - 1, context.chunk_of, cache.R[layer])
     cache.fill(layer, rotated, v_state, at, context.padding)
     final_k, final_v = cache.k[layer][:, :, :-1], cache.v[layer][:, :, :-1]
@@ -257,7 +250,7 @@ def rat_decode(q, k, v, a, layer, context):
 
 
 def continued_states(a, xs, layer, context, L):
-    """(2) of each of xs (B, T, W), from the cached states on, which become the last."""
+    """(2) of xs, (B, T, W) each, from the cached states on, which become the last."""
     cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
     starts = context.pos[..., None] % L == 0    # where a state starts from zero
     gate = a.masked_fill(starts, 0)             # (2) is gate h + (1 - a) x
@@ -273,21 +266,20 @@ def continued_states(a, xs, layer, context, L):
         states = [kernels.scan(gate, x, T, h) for x, h in zip(xs, cached.unbind(1))]
     else:
         states = [kernels.scan(a, x, L) for x in xs]
-    # (-1, in a row without new tokens, is padding, which kept the state)
-    last = context.slots.n_new[:, None] - 1
+    last = context.slots.n_new[:, None] - 1     # (-1: padding, which kept the state)
     cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
     return states
 
 
 def decode_one(q, k, v, layer, context, L):
-    """One new token a row. Its k, v (B, heads, 1, D) go to its slot; q attends to its row's
+    """One new token a row. k, v (B, heads, 1, D) go to its slot; q attends to its row's
     slots so far. A slot is for L tokens (attention: 1); swa's R slots are a ring."""
     cache, R, number = context.cache, context.cache.R[layer], context.pos // L
     cache.fill(layer, k, v, number % R, context.padding)
     n = min(cache.longest // L + 1, R)
     k, v = (x[layer][:, :, :n].to(q.dtype) for x in (cache.k, cache.v))
     bias = None
-    if context.padding is not None:     # rows differ: slots 0 .. number, in a full ring all
+    if context.padding is not None:     # rows differ: slots 0 .. number, or all R
         bias = attention_bias(number, torch.arange(n, device=q.device))
     return attend(q, k, v, bias, fast=True)
 
@@ -349,11 +341,13 @@ def token_decode(q, k, v, layer, context):
 def attend_cached(q, k, v, layer, context):
     """Each token attends to R: in swa its window, in attention all (R = max_len)."""
     cache, R, pos = context.cache, context.cache.R[layer], context.pos
-    # the R positions before these (below 0: no tokens)
-    old = pos[:, :1] + torch.arange(-min(cache.longest, R), 0, device=k.device)
-    slots = [x[layer][cache.rows, :, old % R].transpose(1, 2) for x in (cache.k, cache.v)]
-    k, v = (torch.cat([x.to(k.dtype), new], 2) for x, new in zip(slots, (k, v)))
-    k_pos = torch.cat([old.masked_fill(old < 0, -R), pos], 1)   # -R: before every window
+    n = min(cache.longest, R)   # so many cached tokens stand before these
+    k_pos = pos[:, :1] + torch.arange(-n, k.size(2), device=k.device)
+    slots = k_pos[:, :n] % R
+    old = [x[layer][cache.rows, :, slots].transpose(1, 2) for x in (cache.k, cache.v)]
+    k, v = (torch.cat([x.to(k.dtype), new], 2) for x, new in zip(old, (k, v)))
+    # a shorter row has no tokens below 0; -R is before every window
+    k_pos = k_pos.masked_fill(k_pos < 0, -R)
     q_pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
     return kernels.attend(q, k, v, q_pos, k_pos, window=R)[0]
 
@@ -375,7 +369,7 @@ class Block(nn.Module):
 
 class Model(LanguageModel):
     context_type = Context
-    context_limit = None    # past block_size too: rat's chunks and swa's windows go on
+    context_limit = None    # chunks and windows go on past block_size
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg, layer) for layer in range(cfg.n_layer)])
