@@ -28,8 +28,7 @@ to for L = 4 (f: final state of an earlier chunk, o: own state):
 L = 1 is attention with keys and values scaled by 1 - a, L = T a gated RNN. Baselines:
 mixer=rnn, v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~);
 mixer=attention, a Transformer. swa=w (RAT-SWA): in odd layers a token attends to w
-keys, its own included (the paper's 1,024 are without it).
-Dropout is on embeddings and residual branches.
+keys, its own included (not in the paper's 1,024). Dropout: embeddings, both branches.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Only in its code
 (CLAIRE-Labo/RAT, d4a8f54): b_g, G = 2, h % G. Departures from it: decoding needs no
@@ -55,13 +54,13 @@ from model_gpt import (MLP, Attention, BaseConfig, KVCache, LanguageModel, RMSNo
 class Config(BaseConfig):
     chunk: int = 16     # L, tokens of a chunk
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
-    swa: int = 0        # window of odd layers, own key included (0: like even layers)
+    swa: int = 0        # window of odd layers, own key included (0: as even ones)
     qk_groups: int = 0  # G (0: 2, or 1 where n_head is odd)
     pos: str = choice("chunk", "rope", "nope")  # what RoPE counts (see Context)
     n_mlp: int = 0      # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
-    qk_norm = False     # no setting: model_gpt's Attention asks for it
+    qk_norm = False     # model_gpt's Attention asks for it
 
     def __post_init__(self):
         super().__post_init__()
@@ -72,9 +71,9 @@ class Config(BaseConfig):
         self.divides("qk_groups", "n_head")
         # of each layer: rat | rnn | attention | swa
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
-        largest = kernels.HEAD_SIZES[-1]
-        if self.head_dim % 2 or self.head_dim > largest:
-            raise ValueError(f"head_dim={self.head_dim} must be even and at most {largest}")
+        D, limit = self.head_dim, kernels.HEAD_SIZES[-1]
+        if D % 2 or D > limit:
+            raise ValueError(f"head_dim={D} must be even and at most {limit}")
 
 
 # ---- the method ----
@@ -151,7 +150,7 @@ class Context:
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         self.cfg, self.cache, self.padding = cfg, cache, None
-        index = torch.arange(x.size(1), device=x.device)    # of a token in this call
+        index = torch.arange(x.size(1), device=x.device)    # in this call
         self.pos = index[None]
         if cache:
             self.slots = cache.place(x.size(1), n_valid)
@@ -160,10 +159,10 @@ class Context:
                 self.pos = cache.lengths[:, None] + index
                 self.padding = index >= self.slots.n_new[:, None]
         self.chunk_of = self.pos // cfg.chunk
-        # what RoPE counts in a layer
-        token, nothing = self.pos, 0 * self.pos     # nothing: angle 0, no rotation
+        token, none = self.pos, 0 * self.pos    # none: angle 0, no rotation
+        # what RoPE counts in rat and in attention; in swa always tokens
         rat, attention = dict(chunk=(self.chunk_of, token), rope=(token, token),
-                              nope=(nothing, nothing))[cfg.pos]
+                              nope=(none, none))[cfg.pos]
         count = dict(rat=rat, attention=attention, swa=token)
         self.rope = {}
         for kind in count.keys() & cfg.kinds:
@@ -176,24 +175,24 @@ class Context:
 def rat_fast(q, k, v, a, context):
     """rat_naive, with scan as the recurrence and (3) in two parts."""
     cfg, L = context.cfg, context.cfg.chunk
-    k_state, v_state = kernels.scan(a, k, L), kernels.scan(a, v, L)     # (2)
-    q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
+    own_k, own_v = kernels.scan(a, k, L), kernels.scan(a, v, L)     # (2)
+    q, own_k, own_v = (in_heads(x, cfg) for x in (q, own_k, own_v))
     final = lambda x: x[:, :, L - 1::L]     # of the n = T // L complete chunks
-    final_k, final_v, cos, sin = map(final, (k_state, v_state, *context.rope["rat"]))
+    final_k, final_v, cos, sin = map(final, (own_k, own_v, *context.rope["rat"]))
     final_k = apply_rope(final_k, cos, sin)     # (B, H, n, D)
-    return read_states(q, k_state, v_state, final_k, final_v, context)  # (3)
+    return read_states(q, own_k, own_v, final_k, final_v, context)  # (3)
 
 
 def read_states(q, own_k, own_v, final_k, final_v, context):
-    """(3) of q and its own state (B, H, T, D), before RoPE, and final states of chunks
-    0 .. n - 1 (B, H, n, D), after it. The softmax over these and the one over the own
-    state, whose log-sum-exp is its score, merge into the softmax over both."""
+    """(3) of q, own states (B, H, T, D), both before RoPE, and the final states of chunks
+    0 .. n - 1 (B, H, n, D), after it. The softmax over these and that over the own state,
+    whose log-sum-exp is its score, merge into one."""
     # a query and its own state have the same angle: no RoPE is needed
     own_score = (upcast(q) * own_k).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
     final_k, final_v, own_v = (x.to(q.dtype) for x in (final_k, final_v, own_v))
-    # a key's position is its chunk's number, n keys have 0 .. n - 1; those before a
-    # query's chunk are visible. In chunk 0 none is: y = 0 and lse = -inf, no weight.
+    # keys have positions 0 .. n - 1, as chunks; those before a query's chunk are visible:
+    # in chunk 0 none, which gives y = 0 and lse = -inf, no weight
     before = (context.chunk_of - 1).int().squeeze(0)    # (T,) or (B, T)
     y, lse = kernels.attend(q, final_k, final_v, q_pos=before)
     return kernels.merge(y, lse, own_v, own_score)[0]
@@ -204,15 +203,16 @@ def read_states(q, own_k, own_v, final_k, final_v, context):
 class Cache(KVCache):
     """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat) or token
     (attention), or a ring for the last tokens (swa). Slot R is a bin, never read.
-    state[layer]: k~ and v~ before RoPE (B, 2, W), or the RNN's (B, 1, W), upcast."""
+    state[layer]: k~ and v~ before RoPE (B, 2, W), or the RNN's (B, 1, W), upcast.
+    n_layer: how many layers (None: all)."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)  # lengths alone
-        H, G, D, n = cfg.n_head, cfg.n_kv_head, cfg.head_dim, math.ceil(max_len / cfg.chunk)
-        sizes = dict(rat=(H, n, 2), rnn=(0, 0, 1), attention=(G, max_len, 0),
-                     swa=(G, min(cfg.swa, max_len), 0))
+        H, G, D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        sizes = dict(rat=(H, math.ceil(max_len / cfg.chunk), 2), rnn=(0, 0, 1),
+                     attention=(G, max_len, 0), swa=(G, min(cfg.swa, max_len), 0))
         zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
-        self.R, self.state = [], []
+        self.state, self.R = [], []
         with torch.inference_mode(False):   # so that calls without it may write, too
             for heads, R, states in (sizes[kind] for kind in cfg.kinds[:n_layer]):
                 self.k.append(zeros(heads, R + 1, D))
@@ -225,7 +225,7 @@ class Cache(KVCache):
         return [x[:, :, :-1] for x in self.k + self.v] + self.state
 
     def fill(self, layer, k, v, at, padding):
-        """Write k, v (B, heads, T, D) to slots at (B or 1, T), of padding to the bin."""
+        """k, v (B, heads, T, D) go to slots at (B or 1, T), padding's to the bin."""
         if padding is not None:
             at = at.masked_fill(padding, self.R[layer])
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
@@ -236,21 +236,21 @@ class Cache(KVCache):
 def rat_decode(q, k, v, a, layer, context):
     """(2) and (3) of T tokens after the cached ones."""
     cfg, cache, L, T = context.cfg, context.cache, context.cfg.chunk, q.size(1)
-    k_state, v_state = continued_states(a, [k, v], layer, context, L)   # (2)
-    q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
-    rotated = apply_rope(k_state, *context.rope["rat"])
+    own_k, own_v = continued_states(a, [k, v], layer, context, L)   # (2)
+    q, own_k, own_v = (in_heads(x, cfg) for x in (q, own_k, own_v))
+    rotated = apply_rope(own_k, *context.rope["rat"])
     if T == 1:      # the own state takes its chunk's slot: (3) is over all slots so far
         q = apply_rope(q, *context.rope["rat"])
-        return decode_one(q, rotated, v_state, layer, context, L)
-    # only final states go to slots: no query here reads others there
+        return decode_one(q, rotated, own_v, layer, context, L)
+    # final states alone: no query here reads another's
     at = torch.where(context.pos % L == L - 1, context.chunk_of, cache.R[layer])
-    cache.fill(layer, rotated, v_state, at, context.padding)
+    cache.fill(layer, rotated, own_v, at, context.padding)
     final_k, final_v = cache.k[layer][:, :, :-1], cache.v[layer][:, :, :-1]
-    return read_states(q, k_state, v_state, final_k, final_v, context)  # (3)
+    return read_states(q, own_k, own_v, final_k, final_v, context)  # (3)
 
 
 def continued_states(a, xs, layer, context, L):
-    """(2) of xs, (B, T, W) each, from the cached states on, which become the last."""
+    """(2) of xs, (B, T, W) each, after the cached states; the last ones are cached."""
     cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
     starts = context.pos[..., None] % L == 0    # where a state starts from zero
     gate = a.masked_fill(starts, 0)             # (2) is gate h + (1 - a) x
@@ -266,7 +266,7 @@ def continued_states(a, xs, layer, context, L):
         states = [kernels.scan(gate, x, T, h) for x, h in zip(xs, cached.unbind(1))]
     else:
         states = [kernels.scan(a, x, L) for x in xs]
-    last = context.slots.n_new[:, None] - 1     # (-1: padding, which kept the state)
+    last = context.slots.n_new[:, None] - 1     # -1: padding, it kept the state
     cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
     return states
 
@@ -327,12 +327,12 @@ def attend_tokens(q, k, v, layer, context):
 
 
 def token_decode(q, k, v, layer, context):
-    """The same after cached tokens; k, v are cached, too. Token t has slot t % R."""
+    """The same after cached tokens; k, v are cached: token t in slot t % R."""
     cache, R, pos = context.cache, context.cache.R[layer], context.pos
     if q.size(2) == 1:
         return decode_one(q, k, v, layer, context, L=1)
     y = (attend_cached if cache.longest else attend_tokens)(q, k, v, layer, context)
-    # all but a row's last R tokens go to the bin: no slot is written twice
+    # a row's last R tokens alone: no slot is written twice
     end = (cache.lengths + context.slots.n_new)[:, None]
     cache.fill(layer, k, v, torch.where(pos >= end - R, pos % R, R), context.padding)
     return y
@@ -341,13 +341,12 @@ def token_decode(q, k, v, layer, context):
 def attend_cached(q, k, v, layer, context):
     """Each token attends to R: in swa its window, in attention all (R = max_len)."""
     cache, R, pos = context.cache, context.cache.R[layer], context.pos
-    n = min(cache.longest, R)   # so many cached tokens stand before these
+    n = min(cache.longest, R)   # cached tokens to read
     k_pos = pos[:, :1] + torch.arange(-n, k.size(2), device=k.device)
     slots = k_pos[:, :n] % R
     old = [x[layer][cache.rows, :, slots].transpose(1, 2) for x in (cache.k, cache.v)]
     k, v = (torch.cat([x.to(k.dtype), new], 2) for x, new in zip(old, (k, v)))
-    # a shorter row has no tokens below 0; -R is before every window
-    k_pos = k_pos.masked_fill(k_pos < 0, -R)
+    k_pos = k_pos.masked_fill(k_pos < 0, -R)    # no tokens: before every window
     q_pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
     return kernels.attend(q, k, v, q_pos, k_pos, window=R)[0]
 
