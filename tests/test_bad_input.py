@@ -88,6 +88,7 @@ TRAIN = [
     (["n_embd=1000000000"], "n_embd=1000000000, block_size=16"), (["batch_size=1000000000"], "batch_size=1000000000"),
     (["gradient_accumulation_steps=1000000000000"], "at least"),
     (["model=relaxed", "n_layer=9223372036854775807"], "n_loop=2 must divide n_layer=9223372036854775807"),
+    (["model=rat", "n_embd=15", "n_head=3"], "head_dim=5 must be even and at most 256"),
     (["block_size=9223372036854775807"], "block_size=9223372036854775807"),
     (["model=rt", "sample_tokens=1000000000000"], "sample_tokens=1000000000000 must be"),
 ]

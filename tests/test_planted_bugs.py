@@ -78,7 +78,7 @@ BUGS = {
         "m[:, at], buffer", "m[:, 1:][:, at], buffer",
         "test_lrt.py -k each_path_is_its_equations"),
     "RAT: the state outlives its chunk": ("model_rat.py",
-        "cached.masked_fill(starts, 0)", "cached",
+        "a.masked_fill(starts, 0)", "a",
         "test_rat.py -k around_the_ends"),
     "eval: shorter contexts on other tokens": ("lab/eval.py",
         "idx, targets = (t.view(-1, k * length) for t in (x, y))",
