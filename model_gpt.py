@@ -23,6 +23,7 @@ Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Sha
 """
 import math
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -37,7 +38,7 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields, keys of a config file, that all models have."""
-    block_size: int = 256        # tokens of a training sequence; with RoPE also the longest context
+    block_size: int = 256        # tokens of a training sequence; RoPE: the most in a cache
     vocab_size: int = 257        # number of token ids
     n_layer: int = 4             # blocks
     n_head: int = 4              # query heads
@@ -49,7 +50,7 @@ class BaseConfig:
     rope_theta: float = 10000.0  # RoPE's base
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
-    # no fields here: a model that offers a choice has a field of that name
+    # not fields, as not annotated: what holds in a model without these keys
     pos, window, scale_embeddings = "rope", 0, False
 
     def __post_init__(self):
@@ -104,11 +105,18 @@ def mlp_width(cfg):
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
 
 
-# ---- norm and positions ----
+# ---- types, norm, positions ----
 
 def upcast(x):
     """x in float32 or better, for softmax, sums and losses."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def compute_dtype(x):
+    """The dtype of matrix products of x: autocast's where it is on, else x's own."""
+    device = x.device.type
+    mixed = device != "meta" and torch.is_autocast_enabled(device)     # meta has no autocast
+    return torch.get_autocast_dtype(device) if mixed else x.dtype
 
 
 class RMSNorm(nn.Module):
@@ -146,12 +154,12 @@ def alibi_slopes(n_head, device=None, dtype=torch.float32):
 
 def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
     """Added to the scores: -inf where the key is not visible, else 0 or ALiBi's bias.
-    q_pos (B or 1, T), k_pos (S,) or, each row's own, (B, 1, 1, S) -> (B or 1, H or 1, T, S)."""
+    q_pos (B or 1, T), k_pos (S,) -> (B or 1, H or 1, T, S)."""
     distance = q_pos[:, None, :, None] - k_pos              # (B or 1, 1, T, S)
     visible = distance >= 0
     if window:
         visible = visible & (distance < window)
-    bias = torch.zeros((), device=k_pos.device, dtype=dtype)  # broadcast by masked_fill
+    bias = torch.zeros_like(distance, dtype=dtype)
     if slopes is not None:
         bias = -slopes.to(dtype)[:, None, None] * distance
     return bias.masked_fill(~visible, -math.inf)
@@ -160,7 +168,7 @@ def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
 # ---- a block ----
 
 class Attention(nn.Module):
-    """Causal self-attention. layer: its number in the context's cache; context: see Context."""
+    """Causal self-attention. layer: its number in the cache; context: see Context."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -169,8 +177,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(C, cfg.n_kv_head * D, bias=False)
         self.wv = nn.Linear(C, cfg.n_kv_head * D, bias=False)
         self.wo = nn.Linear(cfg.n_head * D, C, bias=False)
-        norm = RMSNorm if cfg.qk_norm else nn.Identity      # Identity ignores its arguments
-        self.q_norm, self.k_norm = norm(D, cfg.norm_eps), norm(D, cfg.norm_eps)
+        norm_type = RMSNorm if cfg.qk_norm else nn.Identity     # Identity ignores its arguments
+        self.q_norm, self.k_norm = norm_type(D, cfg.norm_eps), norm_type(D, cfg.norm_eps)
 
     def forward(self, x, layer, context):
         D = self.cfg.head_dim
@@ -188,15 +196,17 @@ class Attention(nn.Module):
 
 def attend(q, k, v, bias, fast, dropout=0.0):
     """softmax(q k^T / sqrt(D) + bias) v. q (B, H, T, D), k and v (B, G, S, D), bias broadcasts
-    to (B, H, T, S) -> (B, H, T, D). bias None: causal, the queries being the last T of the S
-    tokens."""
+    to (B, H, T, S) -> (B, H, T, D). bias None: causal; the queries are the last T of S tokens."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
-    if bias is None and (not fast or 1 < T < S):    # torch masks T = S; T = 1 needs no mask
+    fused = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=dropout, enable_gqa=H != G)
+    if fast and bias is None and T == 1:
+        return fused(None)                      # the last token attends to all keys
+    if fast and bias is None and T == S:
+        return fused(None, is_causal=True)      # torch's mask is right only for T = S
+    if bias is None:
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if fast:
-        causal = True if bias is None and T > 1 else False  # T > 1 of torch.compile is no bool
-        bias = None if bias is None else bias.to(q.dtype)  # as torch wants it
-        return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, enable_gqa=H != G)
+        return fused(bias.to(q.dtype))          # as torch demands
     k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))         # (B, H, S, D)
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))      # (B, H, T, S)
     probs = (upcast(scores) + bias).softmax(-1)
@@ -218,8 +228,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         up = self.w_up(x)
-        hidden = self.act(self.w_gate(x)) * up if self.gated else self.act(up)
-        return self.w_down(hidden)
+        return self.w_down(self.act(self.w_gate(x)) * up if self.gated else self.act(up))
 
 
 class Block(nn.Module):
@@ -236,36 +245,35 @@ class Block(nn.Module):
 
 
 class Context:
-    """What the T new tokens of a call have in common in all layers: their positions pos
-    (B or 1, T), those of all keys k_pos (S,), RoPE's cos and sin or None, the attention bias
-    (None: causal), and where their keys and values go. In training there is no cache.
-    x (B, T, C): their embeddings, for size and type. has_bias None: where it is needed."""
+    """What all layers share in a call: the T new tokens' positions pos (B or 1, T), those of all
+    keys k_pos (S,), RoPE's cos and sin or None, ALiBi's slopes or None, the attention bias or
+    None (causal), and where new keys and values go. Without a cache, as in training, S = T."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, has_bias=None):
-        T = S = x.size(1)
-        self.cache, self.slots, ragged = cache, None, False
-        self.pos = torch.arange(T, device=x.device)[None]
+        """x (B, T, C): embeddings. has_bias None: where attend's causal mask is not enough."""
+        S, ragged = x.size(1), False
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        self.pos, self.cache = torch.arange(S, device=x.device)[None], cache
         if cache is not None:       # decoding, see the end of this file
-            self.slots = cache.place(T, n_valid)
-            self.pos, S, ragged = self.slots.pos, self.slots.end, cache.ragged
-        self.k_pos = torch.arange(S, device=x.device)  # slot p of a cache is position p
-        self.rope = self.bias = self.slopes = None
-        wide = torch.promote_types(x.dtype, torch.float32)
+            self.slots = cache.place(x.size(1), n_valid)
+            self.pos, S, ragged = self.slots.pos, self.slots.end, self.slots.at is not None
+        self.k_pos = torch.arange(S, device=x.device)  # slot p is position p
+        self.rope = self.slopes = self.bias = None
         if cfg.pos == "rope":
             if S > cfg.block_size:
                 raise ValueError(f"{S} tokens are more than block_size={cfg.block_size}")
-            cos, sin = rope_tables(self.pos, cfg.head_dim, cfg.rope_theta, x.dtype)
+            cos, sin = rope_tables(self.pos, cfg.head_dim, cfg.rope_theta, dtype)
             self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D / 2)
         if cfg.pos == "alibi":
-            self.slopes = alibi_slopes(cfg.n_head, x.device, wide)
+            self.slopes = alibi_slopes(cfg.n_head, x.device, dtype)
         if has_bias is None:
             has_bias = cfg.window or cfg.pos == "alibi" or ragged
         if has_bias:
-            self.bias = attention_bias(self.pos, self.k_pos, cfg.window, self.slopes, wide)
+            self.bias = attention_bias(self.pos, self.k_pos, cfg.window, self.slopes, dtype)
 
     def extend(self, layer, k, v):
         """k, v (B, G, T, D) of the new tokens -> those of all tokens so far, (B, G, S, D)."""
-        return self.cache.write(layer, k, v, self.slots) if self.cache else (k, v)
+        return (k, v) if self.cache is None else self.cache.write(layer, k, v, self.slots)
 
 
 # ---- the language model ----
@@ -288,7 +296,7 @@ class LanguageModel(nn.Module):
     """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
     A model adds blocks, calls init_weights and has mixer_flops(); it may replace the rest."""
     context_type = Context  # others have their own
-    runs_blocks_once = True     # each block once a forward: FSDP may gather them one by one
+    runs_blocks_once = True     # so FSDP may gather one at a time
 
     def __init__(self, cfg, blocks):
         super().__init__()
@@ -302,7 +310,7 @@ class LanguageModel(nn.Module):
 
     @property
     def context_limit(self):
-        """The most tokens of a call or a cache, or None: RoPE has learned no later positions."""
+        """The most tokens of a call or a cache: as many as RoPE has learned. None: no limit."""
         return self.cfg.block_size if self.cfg.pos == "rope" else None
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
@@ -311,7 +319,7 @@ class LanguageModel(nn.Module):
         tokens before idx and then idx, too; all runs under no_grad. n_valid (B,), with a
         cache: how many of each row's T tokens are real. The rest is padding on the right, whose
         logits mean nothing. Returns logits (B, T, V) in float32 or better, loss (None without
-        targets) and aux: with targets, "ce" is the cross-entropy in nats a token."""
+        targets) and aux: with targets "ce", the cross-entropy (a model's loss may add to it)."""
         if idx.numel() == 0:
             raise ValueError(f"idx {tuple(idx.shape)} holds no token")
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
@@ -333,18 +341,20 @@ class LanguageModel(nn.Module):
         return self.norm(x)
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0):
-        """Continue idx (B, T): (B, T + max_new_tokens). temperature 0: the likeliest token.
-        A full context is cropped to its last context_limit tokens, and runs again for every
-        token, as its positions change. Call eval() first. sample.py has the whole sampler."""
-        total = idx.size(1) + max_new_tokens
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Continue idx (B, T): (B, T + max_new_tokens). temperature 0: the likeliest token;
+        top_k: one of the k likeliest. Once the cache is full, the last context_limit tokens run
+        again for each token, as positions change. Call eval() first."""
+        new, total = idx, idx.size(1) + max_new_tokens
         cache = self.init_cache(idx.size(0), min(total, self.context_limit or total))
-        new = idx
         for _ in range(max_new_tokens):
             if cache.longest + new.size(1) > cache.max_len:
                 cache.reset()
                 new = idx[:, -cache.max_len:]
             logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
+            if top_k is not None:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
             new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, True)
             idx = torch.cat([idx, new], 1)
         return idx
@@ -354,14 +364,14 @@ class LanguageModel(nn.Module):
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len))
 
     def cache_sizes(self, batch_size, max_len):
-        """What every model's cache takes after cfg: sizes, device, dtype."""
+        """What every model's cache takes after cfg: sizes (checked), device, dtype."""
         if self.context_limit and max_len > self.context_limit:
             raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
         return batch_size, max_len, self.wte.weight.device, compute_dtype(self.wte.weight)
 
     def flops_per_token(self):
-        """Floating-point operations of a token, forward and backward, at block_size: 6 for each
-        weight of a matrix product (the head is one, the embedding not), and attention's."""
+        """FLOPs of a token, forward and backward, at block_size: attention's, and 6 for each
+        weight of a matrix product (the head is one, the embedding not)."""
         return 6.0 * (self.block_weights() + self.head.weight.numel()) + self.mixer_flops()
 
     def block_weights(self):
@@ -393,58 +403,46 @@ class Model(LanguageModel):
         init_weights(self, cfg.n_layer)
 
     def mixer_flops(self):
-        """In each layer 12 H D for each visible key (q k and a v), averaged over positions."""
+        """A visible key takes 12 H D a layer: 2 in q k, 2 in a v, twice as many backward."""
         cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
         return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size, cfg.window)
 
 
 def visible_keys(T, window=0):
-    """How many keys a query of T tokens attends to, averaged over positions."""
+    """How many keys a query attends to in a sequence of T tokens, averaged over positions."""
     w = min(window or T, T)
     return (w * (w + 1) / 2 + (T - w) * w) / T
 
 
 # ---- decoding: the KV cache ----
 
-@dataclass
-class Slots:
-    """Where the T new tokens of a call stand in a cache (KVCache.place)."""
-    pos: torch.Tensor            # (1, T) or (B, T): their positions
-    end: int                     # S, as many keys are read: no row has more
-    n_new: torch.Tensor          # (B,): how many of each row are real
-    at: torch.Tensor = None      # (B, T): each one's slot, if rows are ragged (None: pos)
-
-
 class KVCache:
-    """Keys (after RoPE) and values of the tokens so far: k[layer], v[layer] of
+    """Keys (after RoPE) and values of all tokens, with a window too: k[layer], v[layer] of
     (B, G, max_len + 1, D). Slot p of a row holds its token at position p, so the causal mask
-    also hides the slots that a shorter row has not filled; slot max_len takes the padding and is
-    never read. A call chooses slots (place), every layer writes its keys and values there and
-    reads all (write), and the call's end counts the tokens (advance). Under no_grad.
+    also hides what a shorter row has not filled; slot max_len takes padding, and is never read.
+    A call chooses slots (place), each layer writes there and reads all (write), and the end
+    counts the tokens (advance). Under no_grad.
 
-    lengths (B,): tokens of each row; longest: their maximum, on the host. ragged: rows may
-    differ (a call had n_valid, or some were reset), so that each needs its own slots and mask."""
+    lengths (B,): tokens of each row; longest: their maximum, on the host. ragged: lengths may
+    differ (a call had n_valid, or some rows were reset)."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         shape = batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim
         n_layer = cfg.n_layer if n_layer is None else n_layer
-        with torch.inference_mode(False):           # so that calls without it may write, too
+        with torch.inference_mode(False):           # else only inference mode could write
             self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_layer)]
             self.v = [torch.zeros_like(k) for k in self.k]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.max_len, self.longest, self.ragged = max_len, 0, False
 
     def buffers(self):
-        return self.k + self.v
+        return [x[:, :, :self.max_len] for x in self.k + self.v]    # without padding's slot
 
     def nbytes(self):
-        """Bytes of the keys and values of all rows at max_len, and of states."""
-        return sum(x[:, :, :self.max_len].nbytes if x.dim() == 4 else x.nbytes
-                   for x in self.buffers())
+        return sum(x.nbytes for x in self.buffers())
 
     def reset(self, rows=None):
-        """Empty the given rows (indices; None: all) for new sequences. They are zeroed: a NaN
-        would poison the sum over values, even under a mask."""
+        """Empty rows (indices; None: all). Zeroed: 0 times NaN is NaN, under a mask too."""
         rows = slice(None) if rows is None else rows
         for buffer in self.buffers():
             buffer[rows] = 0
@@ -456,40 +454,42 @@ class KVCache:
         """Slots for T new tokens a row, of which n_valid (B,) are real (None: all)."""
         n_new = torch.full_like(self.lengths, T)
         if n_valid is not None:
-            self.ragged = True
             n_new = n_valid.to(self.lengths).clamp(0, T)
-        end = self.longest + T
-        if end > self.max_len:
-            end, needed = self.max_len, int((self.lengths + n_new).max())   # without padding
+        if self.longest + T > self.max_len:     # without padding it may fit
+            needed = int((self.lengths + n_new).max())
             if needed > self.max_len:
                 raise ValueError(f"the cache is full: {needed} tokens, max_len={self.max_len}")
+        end = min(self.longest + T, self.max_len)
         offset = torch.arange(T, device=self.lengths.device)
-        if not self.ragged:
+        if n_valid is None and not self.ragged:
             return Slots((self.longest + offset)[None], end, n_new)
         pos = self.lengths[:, None] + offset        # (B, T)
         at = torch.where(offset < n_new[:, None], pos, self.max_len)
-        # padding may stand beyond all keys; the clamp leaves it one in a window: no NaN
+        # clamped, so that padding, too, has keys in a window: its logits stay finite
         return Slots(pos.clamp(max=end - 1), end, n_new, at)
 
     def write(self, layer, k, v, slots):
         """Write k, v (B, G, T, D) of the new tokens; return all so far, (B, G, S, D)."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             if slots.at is None:
-                buffer[:, :, self.longest:slots.end] = new
+                buffer[:, :, slots.end - new.size(2):slots.end] = new
             else:
                 rows = torch.arange(len(k), device=k.device)[:, None]
                 new = new.transpose(1, 2).to(buffer.dtype)
-                buffer[rows, :, slots.at] = new     # (B, T, G, D), as torch indexes it
+                buffer[rows, :, slots.at] = new      # (B, T, G, D), as torch has it
         return [x[layer][:, :, :slots.end].to(k.dtype) for x in (self.k, self.v)]
 
     def advance(self, slots):
         """Count the new tokens, once every layer has written them."""
         self.lengths += slots.n_new
-        self.longest = slots.end if slots.at is None else int(self.lengths.max())
+        self.ragged = slots.at is not None
+        self.longest = int(self.lengths.max()) if self.ragged else slots.end
 
 
-def compute_dtype(x):
-    """The dtype of matrix products of x: autocast's where it is on, else x's own."""
-    device = x.device.type
-    mixed = device != "meta" and torch.is_autocast_enabled(device)     # meta has no autocast
-    return torch.get_autocast_dtype(device) if mixed else x.dtype
+@dataclass
+class Slots:
+    """Where the T new tokens of a call stand in a KVCache."""
+    pos: torch.Tensor            # (1, T) or (B, T): their positions
+    end: int                     # S: slots 0 .. S - 1 are read, some may be empty
+    n_new: torch.Tensor          # (B,): how many of each row are real
+    at: torch.Tensor = None      # (B, T): their slots, padding's max_len (None: rows alike, pos)

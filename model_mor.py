@@ -1,14 +1,15 @@
 """
 Mixture-of-Recursions (MoR): tied layers in loops; each token takes as many as it needs.
 
-R = n_loop recursions F_1 .. F_R share K blocks; each is K layers, residuals included:
-F_r(h) = h + .... A router, linear in a token's state h, sends easy tokens through few
-and hard ones through many. A first and a last layer stand outside, for all tokens.
+R = n_loop recursions F_1 .. F_R share K blocks; each is K layers. A router, linear in a
+token's state h, sends easy tokens through few recursions and hard ones through many. A
+first and a last layer stand outside, for all tokens.
 
 router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} by a
-score s = w_r . h, in each sequence. A_0 = A_1 = all tokens.
+score s = w_r . h, in each sequence. A_0 is all tokens and, as k_1 = T, A_1 too.
     A_r = the k_r of A_{r-1} with the highest s,   k_r = max(1, floor(T (R-r+1) / R))
     h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])     (2.1)
+F_r has residuals, F_r(h) = h + .., so that h counts twice.
 
 router=token: each token chooses its depth i once, from its state h_1 before F_1.
     p = softmax(W h_1),   i = argmax p
@@ -22,17 +23,18 @@ keeps depths in balance. loss_free: a bias b in argmax(p + b) moves against f.
       c         c            .            .           c
 R = 3: token c takes one recursion, b two and a three.
 
-Decoding. Top k depends on later tokens, so expert choice decodes by s >= 0. The loss
-aux_weight BCE(s, was it chosen) teaches that to s or, with causal=aux_router, to a
-second router on detached states. In eval mode "ce" is of decoding, "ce_topk" of top k.
+Decoding. Top k depends on later tokens, so expert choice decodes by s >= 0, from r = 2 on.
+The loss aux_weight BCE(s, was it chosen), for r = 1 too as in the authors' code, teaches
+that to s or, with causal=aux_router, to a second router on detached states. In eval mode
+"ce" is of decoding, "ce_topk" of top k.
 
 Keys and values (Section 2.2.2). kv=recursion: chosen tokens attend to those that take
 the same recursion. kv=share: to all tokens, by their keys in F_1.
 
 Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the authors' code
-(paper: at every step, 1e-3). Attention is tied, too (in that code's expert choice since
-commit 82c97f2). Weights start as model_gpt's. kv=share makes keys that nobody reads, 1 %
-of a step. Left out: random routers (Table 10), shared keys with updates (Table 12).
+(paper: at every step, 1e-3). Attention is tied, as in the paper (and in that code since
+commit 82c97f2). Weights start as model_gpt's. With kv=share, F_2 .. F_R make keys that
+nobody reads, 1 % of a step. Left out: random routers, shared keys with updates.
 
 Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, n chosen
 tokens of the fullest row. Recursions count from 1, layers and stored blocks from 0.
@@ -94,23 +96,28 @@ class Config(BaseConfig):
         self.at_least(1, "n_loop")
         if self.exit_loop > R:
             raise ValueError(f"exit_loop={self.exit_loop} is more than n_loop={R}")
-        self.n_outside = 2 if self.share.startswith("middle") else 0  # first and last layer
+        self.n_outside = 2 if self.share.startswith("middle") else 0  # first, last
         self.n_stored, left = divmod(self.n_layer - self.n_outside, R)  # K
         if self.n_stored < 1 or left:
             fits = max(1, self.n_stored) * R + self.n_outside
             raise ValueError(f"n_layer={self.n_layer} does not fit share={self.share} "
                              f"with n_loop={R}: {fits} or {fits + R} would")
-        if self.kv == "share" and self.share.endswith("sequence"):
+        # the inner layers' stored blocks: 0 1 | 0 1 | 0 1, sequence: 0 0 | 0 1 | 1 1
+        K, cycle = self.n_stored, self.share.endswith("cycle")
+        self.order = [i % K if cycle else i // R for i in range(R * K)]
+        if self.kv == "share" and not cycle:
             raise ValueError("kv=share needs the same layers in all recursions: share=cycle "
                              f"or middle_cycle, not {self.share}")
         self.n_mlp = self.n_mlp or mlp_width(self)
 
     def capacity(self, r, step=math.inf):
         """The fraction of all tokens that take recursion r (token choice: in balance)."""
-        R, kept = self.n_loop, float(self.router == "none")  # kept of those that would drop
-        if self.router == "expert" and step < self.capacity_warmup:
-            kept = 0.5 * (1 + math.cos(math.pi * step / self.capacity_warmup))
-        return (R - r + 1 + (r - 1) * kept) / R
+        R = self.n_loop
+        capacity = 1.0 if self.router == "none" else (R - r + 1) / R
+        if self.router == "expert" and step < self.capacity_warmup:  # a cosine from 1
+            cosine = math.cos(math.pi * step / self.capacity_warmup)
+            capacity += (1 + cosine) / 2 * (1 - capacity)
+        return capacity
 
     def sizes(self, T, step=math.inf):
         """k_1 .. k_R: how many of T tokens that is; 1e-9 is for rounding."""
@@ -121,33 +128,34 @@ class Config(BaseConfig):
 # ---- the method: which tokens take which recursion ----
 
 class MixtureOfRecursions(LanguageModel):
-    """The method. Model, below, has the parts: routers (and aux_routers), or router and
-    balance_bias; gate; layers_of."""
+    """The method. Model, below, makes its parts: routers (and aux_routers), or router and
+    balance_bias; gate; layers_of. tokens: the context of a call. tokens.chosen (B, T) is
+    A_0, tokens.subset gives the context of a recursion."""
 
-    def expert_choice(self, h, tokens, k):
-        """h (B, T, C) -> h after recursions 1, 2, .., and what expert_loss takes. k: [k_1, ..]
-        or, in decoding, [None, ..]."""
+    def expert_choice(self, h, tokens, R, k=None):
+        """h (B, T, C) -> h after R recursions, and what expert_loss takes. k: k_1 .. k_R
+        (None: choose as in decoding)."""
         active, decisions = tokens.chosen, []  # A_0
-        for r, k_r in enumerate(k, 1):
+        for r in range(1, R + 1):
             s = decides = self.routers[r - 1](h)[..., 0]  # w_r . h, (B, T)
             if self.cfg.causal == "aux_router":
                 decides = self.aux_routers[r - 1](h.detach())[..., 0]
+            k_r = k[r - 1] if k else None
             if r == 1:
                 chosen = active  # A_1
-            elif k_r is None:
-                chosen = active & (decides >= 0)
-            else:
+            elif k:
                 top = s.masked_fill(~active, -math.inf).topk(k_r, 1).indices
                 chosen = torch.zeros_like(active).scatter(1, top, True)  # A_r
-            h = self.recursion(r, h, tokens, chosen, s, k_r)  # (2.1)
+            else:
+                chosen = active & (decides >= 0)  # decoding
+            h = self.recursion(r, h, tokens.subset(r, chosen, k_r), s)
             decisions.append((s, decides, active, chosen))
             active = chosen
         return h, [torch.stack(x) for x in zip(*decisions)]  # (R, B, T) each
 
     def expert_loss(self, s, decides, active, chosen):
-        """What is added to the loss, and the BCE in it: means over the tokens that competed
-        (active), summed over the recursions, the first, which takes all, too. decides: the
-        scores that decide in decoding."""
+        """What is added to the loss, and its BCE: means over the tokens that competed
+        (active), summed over recursions. decides: the scores that decide in decoding."""
         mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))  # (R,)
         bce = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
         bce, z = mean(bce).sum(), mean(s ** 2).sum()  # of one score, logsumexp(s) = s
@@ -157,7 +165,7 @@ class MixtureOfRecursions(LanguageModel):
         """h_1 (B, T, C) -> h after at most R recursions, and what token_loss takes."""
         h, (scores, p, depth) = h1, self.choose_depth(h1)
         for r in range(1, R + 1):
-            h = self.recursion(r, h, tokens, tokens.chosen & (depth >= r))
+            h = self.recursion(r, h, tokens.subset(r, tokens.chosen & (depth >= r)))
         return self.exit(h1, h, p, depth), (scores, p, depth)
 
     def choose_depth(self, h1):
@@ -165,7 +173,9 @@ class MixtureOfRecursions(LanguageModel):
         scores = self.router(h1)
         p = self.gate(scores)
         depth = 1 + (p + self.balance_bias).argmax(-1)  # i
-        return scores, p, depth if self.training else depth.clamp(max=self.loops_to_run)
+        if not self.training:
+            depth = depth.clamp(max=self.loops_to_run)
+        return scores, p, depth
 
     def exit(self, h1, h, p, depth):
         return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)  # (2.2)
@@ -179,48 +189,34 @@ class MixtureOfRecursions(LanguageModel):
         z = scores.logsumexp(-1).square().mean()
         return weight * balance + cfg.z_loss * z, balance
 
-    def recursion(self, r, h, tokens, chosen, s=None, k_r=None):
-        """h (B, T, C) -> h with F_r(h) or, given scores s (B, T), h + gate(s) F_r(h) for the
-        chosen tokens (B, T). k_r: at most so many of a sequence (None: not known)."""
-        if tokens.cache and not chosen.any():
-            return h  # in decoding, no token goes on
-        subset = tokens
-        if r > 1 and tokens.subset_type:
-            subset = tokens.subset_type(tokens, r, chosen, k_r)
-        x = y = subset.gather(h)  # h[A_r]
+    def recursion(self, r, h, context, s=None):
+        """h (B, T, C) -> h in which the chosen tokens have become F_r(h) or, given scores
+        s (B, T), h + gate(s) F_r(h)."""
+        new = h
         for layer, block in enumerate(self.layers_of[r - 1], (r - 1) * self.cfg.n_stored):
-            y = block(y, layer, subset)  # F_r(h[A_r])
+            new = block(new, layer, context)  # F_r(h)
         if s is not None:
-            y = x + (self.gate(subset.gather(s))[..., None] * y).to(h.dtype)
-        return subset.scatter(h, y)
+            new = h + (self.gate(s)[..., None] * new).to(h.dtype)  # (2.1)
+        return torch.where(context.chosen[..., None], new, h)
 
 
 class Subset:
-    """The context of a recursion r > 1. Here all tokens run, and results of the chosen (B, T)
-    are kept. Gathered, the fast path, runs the chosen alone."""
+    """The context of F_2 ..: all tokens run, results of the chosen (B, T) are kept."""
 
-    def __init__(self, tokens, r, chosen, k_r):
+    def __init__(self, tokens, chosen):
         self.cfg, self.tokens, self.chosen = tokens.cfg, tokens, chosen
         self.rope, self.bias = tokens.rope, tokens.bias
         if self.cfg.kv == "recursion":
             distance = tokens.pos[:, :, None] - tokens.pos[:, None]  # (1, T, T)
-            itself = distance == 0  # lest a softmax is empty
-            visible = (distance > 0) & chosen[:, None] | itself
+            visible = (distance > 0) & chosen[:, None]
+            visible = visible | (distance == 0)  # itself: no empty softmax
             self.bias = torch.where(visible, 0.0, -math.inf)[:, None]  # (B, 1, T, T)
-
-    def gather(self, x):
-        """x (B, T, ...) of all tokens -> (B, n, ...) of those that run."""
-        return x
-
-    def scatter(self, x, new):
-        """x (B, T, ...) with new (B, n, ...) for the chosen tokens."""
-        return torch.where(self.chosen[..., None], new, x)
 
     def extend(self, layer, k, v):
         """The keys and values (B, G, S, D) that the chosen attend to (Section 2.2.2)."""
         if self.cfg.kv == "recursion":
             return k, v
-        return self.tokens.kv[layer % self.cfg.n_stored]  # share: F_1's
+        return self.tokens.shared_kv[layer % self.cfg.n_stored]  # F_1's
 
 
 # ---- the parts: routers, and all tokens ----
@@ -244,70 +240,76 @@ class Router(nn.Module):
 
 
 class AllTokens(Context):
-    """The context of the layers outside and of recursion 1. chosen (B, T): which tokens are no
-    padding. kv[layer]: the keys and values attended to.
+    """The context of F_1 and the layers outside. chosen (B, T): all tokens but padding.
+    shared_kv[layer]: the keys and values that kv=share reads.
 
-    A block is called with the number of an unrolled layer. Recursion r has (r-1) K .. r K - 1,
-    with K = 2: F_1 0 1, F_2 2 3, F_3 4 5; so layer % K is the same layer of F_1. The layers
-    outside are -2 and -1: the last two of a cache."""
-    gather, scatter = Subset.gather, Subset.scatter
+    A block is called with an unrolled layer's number, for K = 2: F_1 0 1, F_2 2 3, F_3 4 5;
+    layer % K is the same one in F_1. Outside are -2 and -1: a cache's last two."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         super().__init__(cfg, x, cache, n_valid)
-        (B, T), self.cfg, self.kv = x.shape[:2], cfg, {}
+        (B, T), self.cfg, self.shared_kv = x.shape[:2], cfg, {}
         n_real = self.slots.n_new[:, None] if cache else T
         self.chosen = torch.arange(T, device=x.device).expand(B, T) < n_real
-        # the context of later recursions (None: this one)
-        if cfg.router == "none":
-            self.subset_type = Subset if cfg.kv == "share" else None
-        elif cache and cfg.kv == "recursion":
-            self.subset_type = OwnCache
-        else:  # decoding gathers, fast or not
-            self.subset_type = Gathered if cfg.fast or cache else Subset
 
     def extend(self, layer, k, v):
         if self.cache:
             k, v = self.cache.write(layer, k, v, self.slots)
-        self.kv[layer] = k, v
+        self.shared_kv[layer] = k, v
         return k, v
+
+    def subset(self, r, chosen, n=None):
+        """The context of recursion r for the chosen tokens (B, T), n in the fullest row if
+        that is known. Returns None if nobody goes on in decoding."""
+        cfg = self.cfg
+        if r == 1 or cfg.router == "none" and cfg.kv == "recursion":
+            return self  # all tokens, with keys of their own
+        if cfg.router == "none" or not (cfg.fast or self.cache):
+            return Subset(self, chosen)  # decoding gathers, fast or not
+        if self.cache and not chosen.any():
+            return None
+        if self.cache and cfg.kv == "recursion":
+            return OwnCache(self, chosen, self.cache.later[r - 2])
+        return Gathered(self, chosen, n)
 
 
 # ---- the fast path ----
 
 class Gathered(Subset):
-    """The chosen run alone, packed to the left; the rest of a row is padding. Equal, as
-    Subset drops what is not computed here. Two rows, x the chosen, n = 3 of the fullest:
+    """The chosen run alone, packed to the left; the rest of a row is padding. Subset drops
+    what is not computed here. Two rows, x the chosen, n = 3:
 
         tokens  0 1 2 3    chosen  . x . x    index  1 3 8
                 4 5 6 7            x x x .           4 5 6
 
-    index (B, n) counts all B T = 8 tokens, and 8 is padding: gather reads some token for it,
+    index (B, n) counts all B T = 8 tokens. 8 is padding: gather reads some token for it,
     scatter writes it to a spare row that is cut off."""
 
-    def __init__(self, tokens, r, chosen, k_r):
-        self.cfg, self.tokens, n = tokens.cfg, tokens, k_r
+    def __init__(self, tokens, chosen, n=None):
+        self.cfg, self.tokens = tokens.cfg, tokens
         (B, T), device = chosen.shape, chosen.device
-        if n is None:
-            # compiled, no shape may depend on data, and token choice saves nothing
+        if n is None:  # compiled, no size may depend on data: all are computed
             n = T if torch.compiler.is_compiling() else max(1, int(chosen.sum(1).max()))
         column = torch.where(chosen, torch.arange(T, device=device), T)
-        column = column.topk(n, 1, largest=False).values  # (B, n), ascending; T is padding
+        column = column.topk(n, 1, largest=False).values  # (B, n), ascending; T: padding
         row = torch.arange(B, device=device)[:, None]
-        self.index = torch.where(column < T, T * row + column, B * T)
+        self.chosen = column < T  # (B, n)
+        self.index = torch.where(self.chosen, T * row + column, B * T)
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                      for x in tokens.rope]  # (B, 1, n, D / 2)
-        self.bias = None  # kv=recursion: causal, which hides the padding behind, too
+        self.bias = None  # causal: padding, to the right of all chosen, is hidden too
         if self.cfg.kv == "share":
-            n_keys = tokens.slots.end if tokens.cache else T
             pos = self.gather(tokens.pos.expand(B, T))
-            self.bias = attention_bias(pos, torch.arange(n_keys, device=device))
+            self.bias = attention_bias(pos, tokens.k_pos)
 
     def gather(self, x):
+        """x (B, T, ...) -> (B, n, ...)."""
         x = x.flatten(0, 1)
         chosen = x.index_select(0, self.index.flatten().clamp(max=len(x) - 1))
         return chosen.view(*self.index.shape, *x.shape[1:])
 
     def scatter(self, x, new):
+        """x (B, T, ...) with new (B, n, ...) for the chosen."""
         flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])  # the spare row
         flat = flat.index_copy(0, self.index.flatten(), new.flatten(0, 1))
         return flat[:-1].view(x.shape)
@@ -316,13 +318,16 @@ class Gathered(Subset):
 # ---- decoding (with kv=share Gathered does: F_1's keys are cached) ----
 
 class OwnCache(Gathered):
-    """kv=recursion: keys and values of the chosen go to the recursion's own cache, slot after
-    slot without gaps."""
+    """kv=recursion: keys and values of the chosen go to the recursion's own cache, slot
+    after slot without gaps."""
 
-    def __init__(self, tokens, r, chosen, k_r):
-        super().__init__(tokens, r, chosen, k_r)
-        self.cache = tokens.cache.later[r - 2]
-        self.slots = self.cache.place(self.index.size(1), chosen.sum(1), tokens.cache.max_len)
+    def __init__(self, tokens, chosen, cache):
+        super().__init__(tokens, chosen)
+        self.cache, n_new = cache, chosen.sum(1)
+        if int((cache.lengths + n_new).max()) > cache.max_len:
+            grow(cache, tokens.cache.max_len)
+        self.slots = cache.place(self.index.size(1), n_new)
+        cache.advance(self.slots)  # at once: given n_new, write goes by slots.at alone
         # slots are in order of positions, so the causal mask compares slots
         slots = torch.arange(self.slots.end, device=chosen.device)
         self.bias = attention_bias(self.slots.pos, slots)
@@ -331,36 +336,27 @@ class OwnCache(Gathered):
         return self.cache.write(layer % self.cfg.n_stored, k, v, self.slots)
 
 
-class RecursionCache(KVCache):
-    """Of the tokens that took one recursion, in order. It grows where they are more than
-    expected."""
-
-    def place(self, n, n_new, most):
-        """As KVCache's, with room for `most` tokens if need be. Counts the new ones at once:
-        write reads slots.at and slots.end alone."""
-        if int((self.lengths + n_new).max()) > self.max_len:
-            more = 0, 0, 0, most + 1 - self.max_len  # the last slot is padding's
-            with torch.inference_mode(False):  # as in KVCache
-                for buffers in (self.k, self.v):
-                    buffers[:] = [F.pad(x[:, :, :-1], more) for x in buffers]
-            self.max_len = most
-        slots = super().place(n, n_new)
-        self.advance(slots)
-        return slots
+def grow(cache, max_len):
+    """Make room in a KVCache for max_len tokens a row."""
+    more = 0, 0, 0, max_len + 1 - cache.max_len  # the last slot is padding's
+    with torch.inference_mode(False):  # as in KVCache
+        for buffers in (cache.k, cache.v):
+            buffers[:] = [F.pad(x[:, :, :-1], more) for x in buffers]
+    cache.max_len = max_len
 
 
 class Cache(KVCache):
-    """Of all tokens in F_1 and the layers outside. With kv=recursion also: router=none F_2 ..
-    F_R, else later[r - 2], a RecursionCache for each F_r."""
+    """Of all tokens: outside, in F_1 and, with router=none, in later recursions, too.
+    later[r - 2]: of the tokens in F_r, with room for as many as expected."""
 
-    def __init__(self, cfg, n_loop, batch_size, max_len, device, dtype):
-        own = cfg.router != "none" and cfg.kv == "recursion"
-        recursions = 1 if own or cfg.kv == "share" else n_loop
-        n_layer = cfg.n_stored * recursions + cfg.n_outside
+    def __init__(self, cfg, n_run, batch_size, max_len, device, dtype):
+        own = cfg.kv == "recursion"  # F_2 .. F_{n_run} have keys of their own
+        n_whole = n_run if own and cfg.router == "none" else 1
+        later = cfg.sizes(max_len)[1:n_run] if own and cfg.router != "none" else []
+        n_layer = cfg.n_stored * n_whole + cfg.n_outside
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer)
-        sizes = cfg.sizes(max_len)[1:n_loop] if own else []
-        self.later = [RecursionCache(cfg, batch_size, size, device, dtype, cfg.n_stored)
-                      for size in sizes]
+        self.later = [KVCache(cfg, batch_size, size, device, dtype, cfg.n_stored)
+                      for size in later]
 
     def nbytes(self):
         return super().nbytes() + sum(cache.nbytes() for cache in self.later)
@@ -393,10 +389,8 @@ class Model(MixtureOfRecursions):
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
             self.eval_metrics = [*depths, "maxvio"]
-        # Table 5. cycle: 0 1 | 0 1 | 0 1, sequence: 0 0 | 0 1 | 1 1
-        cycle = cfg.share.endswith("cycle")
-        block = lambda r, i: self.blocks[i if cycle else ((r - 1) * K + i) // R]
-        self.layers_of = [[block(r, i) for i in range(K)] for r in range(1, R + 1)]
+        layers = [self.blocks[k] for k in cfg.order]
+        self.layers_of = [layers[i:i + K] for i in range(0, K * R, K)]  # by recursion
         self.gate = {"softmax": lambda s: s.softmax(-1),
                      "sigmoid": lambda s: cfg.alpha * s.sigmoid(),
                      "tanh": lambda s: cfg.alpha * s.tanh()}[cfg.router_func]
@@ -404,8 +398,7 @@ class Model(MixtureOfRecursions):
         self.set_step(math.inf)
 
     def make_block(self, cfg, number):
-        """The shared (or first, or last) block of this number, from 0. A fork may return any
-        module that is called as block(h, layer, context)."""
+        """A shared, first or last block, called as block(h, layer, context)."""
         return Block(cfg)
 
     @property
@@ -421,51 +414,42 @@ class Model(MixtureOfRecursions):
         h, depth, decisions = self.states(idx, top_k=self.training)
         logits = upcast(self.head(h))
         ce = cross_entropy(logits, targets)
-        aux = {"ce": ce}
-        if cfg.router == "expert" and not self.training:
-            # top k's choices are the labels of the BCE
-            h_top, _, decisions = self.states(idx, top_k=True)
-            aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
-        if cfg.router == "expert":
-            added, aux["aux"] = self.expert_loss(*decisions)
-        else:
+        f = torch.stack([(depth == d).float().mean() for d in range(1, cfg.n_loop + 1)])
+        aux = {"ce": ce, **{f"depth{d}": fraction for d, fraction in enumerate(f, 1)}}
+        if cfg.router == "token":
             added, aux["balance"] = self.token_loss(*decisions)
-        aux |= self.metrics(depth, decisions)
+            aux["maxvio"] = cfg.n_loop * f.max() - 1  # (most - mean) / mean
+            p = F.normalize(decisions[1], 1, -1).mean((0, 1))  # sigmoids sum to 1
+            aux["entropy"] = torch.special.entr(p).sum()
+        else:
+            if not self.training:  # top k's choices are the labels
+                h_top, _, decisions = self.states(idx, top_k=True)
+                aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
+            added, aux["aux"] = self.expert_loss(*decisions)
+            aux["router_accuracy"] = self.router_accuracy(*decisions)
         loss = ce + added if self.training else ce
         return logits, loss, {name: x.detach() for name, x in aux.items()}
 
-    def metrics(self, depth, decisions):
-        """What is logged beside losses: fractions of tokens by depth, Tables 10 and 11."""
-        R = self.cfg.n_loop
-        f = [(depth == d).float().mean() for d in range(1, R + 1)]
-        logged = {f"depth{d}": fraction for d, fraction in enumerate(f, 1)}
-        if self.cfg.router == "expert":
-            # where recursions choose: does decoding decide as top k did?
-            _, decides, active, chosen = (x[1:] for x in decisions)
-            right = active & ((decides >= 0) == chosen)
-            logged["router_accuracy"] = right.sum() / active.sum().clamp(min=1)
-        else:
-            _, p, _ = decisions
-            p = (p / p.sum(-1, keepdim=True)).mean((0, 1))  # (R,)
-            logged["entropy"] = torch.special.entr(p).sum()
-            # (the fullest depth's tokens - the mean) / the mean
-            logged["maxvio"] = R * torch.stack(f).max() - 1
-        return logged
+    def router_accuracy(self, s, decides, active, chosen):
+        """How often decoding would decide as top k did, where recursions choose."""
+        right = active & ((decides >= 0) == chosen)
+        return right[1:].sum() / active[1:].sum().clamp(min=1)
 
     def hidden(self, idx, cache=None, n_valid=None):
         return self.states(idx, self.training and cache is None, cache, n_valid)[0]
 
     def states(self, idx, top_k, cache=None, n_valid=None):
-        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the router
-        decided, for its loss. top_k: expert choice as in training, else as in decoding."""
+        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the loss of
+        the router takes. top_k: expert choice as in training, else as in decoding."""
         cfg, h, T = self.cfg, self.drop(self.wte(idx)), idx.size(1)
         R = cfg.n_loop if self.training else self.loops_to_run
         tokens = self.context_type(cfg, h, cache, n_valid)
         for block in self.first:
             h = block(h, -2, tokens)
         if cfg.router == "expert":
-            k = self.sizes if T == cfg.block_size else cfg.sizes(T, self.step)  # see set_step
-            h, decisions = self.expert_choice(h, tokens, k[:R] if top_k else [None] * R)
+            # block_k: for torch.compile, see set_step
+            k = self.block_k if T == cfg.block_size else cfg.sizes(T, self.step)
+            h, decisions = self.expert_choice(h, tokens, R, k if top_k else None)
             depth = decisions[-1].sum(0)
         elif cfg.router == "token":
             h, decisions = self.token_choice(h, tokens, R)
@@ -473,25 +457,27 @@ class Model(MixtureOfRecursions):
         else:
             depth, decisions = tokens.chosen * R, None
             for r in range(1, R + 1):
-                h = self.recursion(r, h, tokens, tokens.chosen)
+                h = self.recursion(r, h, tokens.subset(r, tokens.chosen))
         for block in self.last:
             h = block(h, -1, tokens)
         if cache is not None:
             cache.advance(tokens.slots)
         return self.norm(h), depth, decisions
 
-    @torch.no_grad()
-    def recursions(self, idx):
-        """Recursions that each token of idx takes in decoding, (B, T)."""
-        return self.states(idx, top_k=False)[1]
+    def recursion(self, r, h, context, s=None):
+        """The fast path: Gathered tokens run alone. No context: nobody goes on."""
+        if isinstance(context, Gathered):
+            x, s = context.gather(h), s if s is None else context.gather(s)
+            return context.scatter(h, super().recursion(r, x, context, s))
+        return h if context is None else super().recursion(r, h, context, s)
 
     def init_cache(self, batch_size, max_len):
         return Cache(self.cfg, self.loops_to_run, *self.cache_sizes(batch_size, max_len))
 
     def set_step(self, step):
         """For the capacity warm-up: k_1 .. k_R of a whole block at this step. torch.compile
-        takes them for symbols, and so compiles no graph for each value."""
-        self.step, self.sizes = step, self.cfg.sizes(self.cfg.block_size, step)
+        takes them for symbols: no graph for each value."""
+        self.step, self.block_k = step, self.cfg.sizes(self.cfg.block_size, step)
         if self.cfg.capacity_warmup:
             torch.compiler.config.allow_unspec_int_on_nn_module = True
 
@@ -520,31 +506,32 @@ class Model(MixtureOfRecursions):
         if r > 1 and cfg.kv == "share":  # keys that nobody reads: no backward pass
             weights -= 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
         keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
-        width = cfg.n_head * cfg.head_dim
-        return fraction * (6.0 * weights + 12.0 * width * (keys + 1) / 2)
+        return fraction * (6.0 * weights + 12.0 * cfg.n_head * cfg.head_dim * (keys + 1) / 2)
 
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start from the weights of a model_gpt of the same sizes. If it has another depth,
-    n_layer of its layers are taken, evenly spaced."""
-    cfg, layers = model.cfg, layers_for_shared(model) + [[0], [model.cfg.n_layer - 1]]
+    """Start from a model_gpt of the same sizes. If it has another depth, n_layer of its
+    layers are taken, evenly spaced."""
+    cfg = model.cfg
+    layers = layers_for_shared(cfg) + [[0], [cfg.n_layer - 1]]
     rest = {name: w for name, w in weights.items() if not name.startswith("blocks.")}
     model.load_state_dict(rest, strict=False)
-    depth = len({name.split(".")[1] for name in weights.keys() - rest.keys()})
-    source = lambda layer: round(layer * (depth - 1) / max(1, cfg.n_layer - 1))
+    n_source = len({name.split(".")[1] for name in weights.keys() - rest.keys()})
+    source = lambda layer: round(layer * (n_source - 1) / max(1, cfg.n_layer - 1))
+    # without a first and a last block, zip drops their layers
     for block, its in zip([*model.blocks, *model.first, *model.last], layers):
         for name, p in block.named_parameters():
             p.copy_(sum(weights[f"blocks.{source(layer)}.{name}"] for layer in its) / len(its))
 
 
-def layers_for_shared(model):
+def layers_for_shared(cfg):
     """The unrolled layers whose mean each shared block starts from (Table 9)."""
-    cfg, K, outside = model.cfg, model.cfg.n_stored, model.cfg.n_outside // 2
+    K, outside = cfg.n_stored, cfg.n_outside // 2
     inner = range(outside, cfg.n_layer - outside)
     if cfg.init == "average":  # those that it stands for
-        uses = list(zip(inner, sum(model.layers_of, [])))
-        return [[layer for layer, used in uses if used is block] for block in model.blocks]
+        return [[layer for layer, k in zip(inner, cfg.order) if k == shared]
+                for shared in range(K)]
     gap = (len(inner) - 1) / max(1, K - 1)
     one = {"stepwise": [round(inner[0] + k * gap) for k in range(K)],
            "lower": inner[:K], "upper": inner[-K:],

@@ -18,22 +18,21 @@ t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 q and k have only G groups, so that W_in is small: head h reads group h % G. Heads of
 a group share query and k; their states k~ differ, as each channel has its gate. RoPE
 rotates q and k~, after the recurrence, by the chunk's number c. What queries attend
-to for L = 4 (e: final state of an earlier chunk, s: own state):
+to for L = 4 (f: final state of an earlier chunk, o: own state):
 
     token       0   1   2   3 | 4   5   6   7 | 8   9  10  11
-    query 2             s     |               |
-    query 5                 e |     s         |
-    query 10                e |             e |         s
+    query 2             o     |               |
+    query 5                 f |     o         |
+    query 10                f |             f |         o
 
 L = 1 is attention with keys and values scaled by 1 - a, L = T a gated RNN. Baselines:
 mixer=rnn, v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~);
-mixer=attention, a Transformer. swa=w: in odd layers a token attends to w keys, its
-own included (RAT-SWA; the paper's 1,024 does not count it: swa=1025).
-Dropout is on embeddings and residual branches.
+mixer=attention, a Transformer. swa=w (RAT-SWA): in odd layers a token attends to w
+keys, its own included (not in the paper's 1,024). Dropout: embeddings, both branches.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Only in its code
-(CLAIRE-Labo/RAT, d4a8f54): b_g, G = 2, h % G. Departures from it: decoding works from
-the first token on; states are float32, not bfloat16; norm_eps is 1e-5, not 1e-6;
+(CLAIRE-Labo/RAT, d4a8f54): b_g, G = 2, h % G. Departures from it: decoding needs no
+full first chunk; states are float32, not bfloat16; norm_eps is 1e-5, not 1e-6;
 norms and b_g do not decay (there b_g does, so that gates forget faster).
 
 Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, D head size,
@@ -55,28 +54,26 @@ from model_gpt import (MLP, Attention, BaseConfig, KVCache, LanguageModel, RMSNo
 class Config(BaseConfig):
     chunk: int = 16     # L, tokens of a chunk
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
-    swa: int = 0        # keys that odd layers attend to, own one included (0: as even ones)
+    swa: int = 0        # window of odd layers, own key included (0: as even ones)
     qk_groups: int = 0  # G (0: 2, or 1 where n_head is odd)
-    gate_rank: int = 0  # rank of the projections of z and g (0: full)
     pos: str = choice("chunk", "rope", "nope")  # what RoPE counts (see Context)
     n_mlp: int = 0      # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
-    qk_norm = False     # not keys: model_gpt's Attention asks for it,
-    has_rope = True     # and BaseConfig, for even head sizes
+    qk_norm = False     # model_gpt's Attention asks for it
 
     def __post_init__(self):
         super().__post_init__()
         self.at_least(1, "chunk")
-        self.at_least(0, "swa", "qk_groups", "gate_rank", "n_mlp")
+        self.at_least(0, "swa", "qk_groups", "n_mlp")
         self.n_mlp = self.n_mlp or mlp_width(self)
         self.qk_groups = self.qk_groups or 2 - self.n_head % 2
-        if self.n_head % self.qk_groups:
-            raise ValueError(f"qk_groups={self.qk_groups} must divide n_head={self.n_head}")
+        self.divides("qk_groups", "n_head")
         # of each layer: rat | rnn | attention | swa
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
-        if self.head_dim > kernels.HEAD_SIZES[-1]:
-            raise ValueError(f"head_dim={self.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
+        D, limit = self.head_dim, kernels.HEAD_SIZES[-1]
+        if D % 2 or D > limit:
+            raise ValueError(f"head_dim={D} must be even and at most {limit}")
 
 
 # ---- the method ----
@@ -87,45 +84,39 @@ class RAT(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg, C, W = cfg, cfg.n_embd, cfg.n_head * cfg.head_dim
-        rank, GD = cfg.gate_rank or W, cfg.qk_groups * cfg.head_dim
-        self.widths = [rank, rank, W, GD, GD]   # of z, g, v, q, k
+        shared = cfg.qk_groups * cfg.head_dim
+        self.widths = [W, W, W, shared, shared]     # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
-        # the second factor of a low-rank projection
-        second = lambda: nn.Linear(rank, W, bias=False) if cfg.gate_rank else nn.Identity()
-        self.w_z, self.w_g = second(), second()
         self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.chunk))  # b_g
         self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
         """u (B, T, C), normed; context: see Context -> (B, T, C)."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
-        z, g = self.w_z(z), self.w_g(g)
         copies = self.cfg.n_head // self.cfg.qk_groups
-        # head h has group h % G
-        q, k = (torch.cat([x] * copies, -1) for x in (q, k))
+        q, k = (torch.cat([x] * copies, -1) for x in (q, k))    # head h has group h % G
         k, v = upcast(k), upcast(v)     # the states' type
         a = torch.sigmoid(upcast(g) + self.gate_bias)       # (1)
-        mix = rat_fast if self.cfg.fast else rat_naive
-        if context.cache:
-            mix = rat_decode
-        y = mix(q, k, v, a, layer, context)                 # (2), (3)
-        y = y.transpose(1, 2).flatten(2).to(z.dtype)
+        if context.cache:                                   # (2), (3)
+            y = rat_decode(q, k, v, a, layer, context)
+        else:
+            y = (rat_fast if self.cfg.fast else rat_naive)(q, k, v, a, context)
+        y = y.transpose(1, 2).flatten(2).to(z.dtype)        # (B, T, W)
         return self.wo(torch.sigmoid(z) * y)                # (4)
 
 
-def rat_naive(q, k, v, a, layer, context):
+def rat_naive(q, k, v, a, context):
     """(2) and (3) as written. q, k, v, a (B, T, W) -> y (B, H, T, D)."""
     cfg, L, T = context.cfg, context.cfg.chunk, q.size(1)
-    states = (recurrence(a, x, L) for x in (k, v))          # (2)
-    q, k_, v_ = (in_heads(x, cfg) for x in (upcast(q), *states))    # k_: k~
-    q, rotated = (apply_rope(x, *context.rope["rat"]) for x in (q, k_))
+    k_state, v_state = recurrence(a, k, L), recurrence(a, v, L)     # (2)
+    q, k_state, v_state = (in_heads(x, cfg) for x in (upcast(q), k_state, v_state))
+    q, rotated = (apply_rope(x, *context.rope["rat"]) for x in (q, k_state))
     key = torch.arange(T, device=q.device)
     query = key[:, None]
-    final = (key % L == L - 1) & (key // L < query // L)    # e
-    own = key == query                                      # s
-    bias = torch.zeros(T, T, device=q.device)
-    bias = bias.masked_fill(~(final | own), -math.inf)
-    return attend(q, rotated, v_, bias, fast=False)         # (3)
+    final = (key % L == L - 1) & (key // L < query // L)    # f
+    own = key == query                                      # o
+    bias = torch.where(final | own, 0.0, -math.inf)         # (T, T)
+    return attend(q, rotated, v_state, bias, fast=False)    # (3)
 
 
 def recurrence(a, x, L):
@@ -146,33 +137,33 @@ def in_heads(x, cfg):
 
 
 def initial_gate_bias(W, steps):
-    """log s, s uniform in (1, steps - 1). With g = 0, a = s / (1 + s): a state averages
-    over some 1 / (1 - a) = 1 + s tokens, from 2 to `steps`."""
+    """log s, s uniform in (1, steps - 1). With g = 0, a = s / (1 + s): a state is over some
+    1 / (1 - a) = 1 + s tokens, from 2 to `steps`."""
     return torch.empty(W).uniform_(1, max(1, steps - 1)).log()
 
 
 class Context:
-    """Where the T new tokens of a call stand:
+    """Where the T new tokens of a call, of embeddings x (B, T, C), stand:
     pos, chunk_of (B or 1, T): a token's position, its chunk's number
-    starts (B or 1, T): whether it is its chunk's first
     padding (B, T): whether it is padding; None where all rows are alike
     rope {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
-        """x (B, T, C): embeddings; the rest as in LanguageModel.forward."""
         self.cfg, self.cache, self.padding = cfg, cache, None
-        index = torch.arange(x.size(1), device=x.device)
+        index = torch.arange(x.size(1), device=x.device)    # in this call
         self.pos = index[None]
-        if cache:       # of slots only pos and n_new, a row's tokens without padding, are read
+        if cache:
             self.slots = cache.place(x.size(1), n_valid)
-            self.pos = self.slots.pos
-            if cache.ragged:    # as place has just found
+            self.pos = cache.longest + index[None]
+            if self.slots.at is not None:   # rows differ
+                self.pos = cache.lengths[:, None] + index
                 self.padding = index >= self.slots.n_new[:, None]
-        self.chunk_of, self.starts = self.pos // cfg.chunk, self.pos % cfg.chunk == 0
-        # what RoPE counts in a layer; in attention never chunks, in swa always tokens
-        tokens = 0 * self.pos if cfg.pos == "nope" else self.pos
-        chunks = self.chunk_of if cfg.pos == "chunk" else tokens
-        count = dict(rat=chunks, attention=tokens, swa=self.pos)
+        self.chunk_of = self.pos // cfg.chunk
+        token, none = self.pos, 0 * self.pos    # none: angle 0, no rotation
+        # what RoPE counts in rat and in attention; in swa always tokens
+        rat, attention = dict(chunk=(self.chunk_of, token), rope=(token, token),
+                              nope=(none, none))[cfg.pos]
+        count = dict(rat=rat, attention=attention, swa=token)
         self.rope = {}
         for kind in count.keys() & cfg.kinds:
             tables = rope_tables(count[kind], cfg.head_dim, cfg.rope_theta, x.dtype)
@@ -181,117 +172,115 @@ class Context:
 
 # ---- the fast path ----
 
-def rat_fast(q, k, v, a, layer, context):
+def rat_fast(q, k, v, a, context):
     """rat_naive, with scan as the recurrence and (3) in two parts."""
     cfg, L = context.cfg, context.cfg.chunk
-    states = (kernels.scan(a, x, L) for x in (k, v))        # (2)
-    q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
-    # of the last tokens of the n = T // L complete chunks
-    end_k, end_v, cos, sin = (x[:, :, L - 1::L] for x in (k_, v_, *context.rope["rat"]))
-    end_k = apply_rope(end_k, cos, sin)     # (B, H, n, D)
-    return read_states(q, k_, v_, end_k, end_v, context)    # (3)
+    own_k, own_v = kernels.scan(a, k, L), kernels.scan(a, v, L)     # (2)
+    q, own_k, own_v = (in_heads(x, cfg) for x in (q, own_k, own_v))
+    final = lambda x: x[:, :, L - 1::L]     # of the n = T // L complete chunks
+    final_k, final_v, cos, sin = map(final, (own_k, own_v, *context.rope["rat"]))
+    final_k = apply_rope(final_k, cos, sin)     # (B, H, n, D)
+    return read_states(q, own_k, own_v, final_k, final_v, context)  # (3)
 
 
-def read_states(q, own_k, own_v, end_k, end_v, context):
-    """(3) of q and its own state (B, H, T, D), before RoPE, and final states of chunks
-    0 .. n - 1 (B, H, n, D), after it. The softmax over these and the one over the own
-    state, whose log-sum-exp is its score, merge into the softmax over both."""
+def read_states(q, own_k, own_v, final_k, final_v, context):
+    """(3) of q, own states (B, H, T, D), both before RoPE, and the final states of chunks
+    0 .. n - 1 (B, H, n, D), after it. The softmax over these and that over the own state,
+    whose log-sum-exp is its score, merge into one."""
     # a query and its own state have the same angle: no RoPE is needed
     own_score = (upcast(q) * own_k).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
-    end_k, end_v, own_v = (x.to(q.dtype) for x in (end_k, end_v, own_v))
-    # a key's position is its chunk's number; those before a query's chunk are visible
+    final_k, final_v, own_v = (x.to(q.dtype) for x in (final_k, final_v, own_v))
+    # keys have positions 0 .. n - 1, as chunks; those before a query's chunk are visible:
+    # in chunk 0 none, which gives y = 0 and lse = -inf, no weight
     before = (context.chunk_of - 1).int().squeeze(0)    # (T,) or (B, T)
-    y, lse = kernels.attend(q, end_k, end_v, q_pos=before)
+    y, lse = kernels.attend(q, final_k, final_v, q_pos=before)
     return kernels.merge(y, lse, own_v, own_score)[0]
 
 
-# ---- decoding: one path, whatever `fast` is ----
+# ---- decoding ----
 
 class Cache(KVCache):
     """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat) or token
     (attention), or a ring for the last tokens (swa). Slot R is a bin, never read.
-    state[layer]: k~ and v~ before RoPE (B, 2, W), or the RNN's (B, 1, W), upcast."""
+    state[layer]: k~ and v~ before RoPE (B, 2, W), or the RNN's (B, 1, W), upcast.
+    n_layer: how many layers (None: all)."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
-        super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)
-        H, G, chunks = cfg.n_head, cfg.n_kv_head, math.ceil(max_len / cfg.chunk)
-        # of each kind: heads, slots, states
-        sizes = dict(rat=(H, chunks, 2), rnn=(0, 0, 1), attention=(G, max_len, 0),
-                     swa=(G, min(cfg.swa, max_len), 0))
-        heads, self.R, states = zip(*(sizes[kind] for kind in cfg.kinds[:n_layer]))
+        super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)  # lengths alone
+        H, G, D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        sizes = dict(rat=(H, math.ceil(max_len / cfg.chunk), 2), rnn=(0, 0, 1),
+                     attention=(G, max_len, 0), swa=(G, min(cfg.swa, max_len), 0))
         zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
-        slots = lambda: [zeros(h, R + 1, cfg.head_dim) for h, R in zip(heads, self.R)]
+        self.state, self.R = [], []
         with torch.inference_mode(False):   # so that calls without it may write, too
-            self.k, self.v = slots(), slots()
-            self.state = [upcast(zeros(n, cfg.n_head * cfg.head_dim)) for n in states]
+            for heads, R, states in (sizes[kind] for kind in cfg.kinds[:n_layer]):
+                self.k.append(zeros(heads, R + 1, D))
+                self.v.append(zeros(heads, R + 1, D))
+                self.state.append(upcast(zeros(states, H * D)))
+                self.R.append(R)
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
     def buffers(self):  # what KVCache resets and measures: no bins
         return [x[:, :, :-1] for x in self.k + self.v] + self.state
 
     def fill(self, layer, k, v, at, padding):
-        """Write k, v (B, heads, T, D) to slots at (B or 1, T), those of padding to the bin."""
+        """k, v (B, heads, T, D) go to slots at (B or 1, T), padding's to the bin."""
         if padding is not None:
             at = at.masked_fill(padding, self.R[layer])
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            # (B, T, heads, D), as torch indexes it
-            buffer[self.rows, :, at] = new.transpose(1, 2).to(buffer.dtype)
+            new = new.transpose(1, 2)   # (B, T, heads, D), as torch indexes it
+            buffer[self.rows, :, at] = new.to(buffer.dtype)
 
 
 def rat_decode(q, k, v, a, layer, context):
     """(2) and (3) of T tokens after the cached ones."""
     cfg, cache, L, T = context.cfg, context.cache, context.cfg.chunk, q.size(1)
-    states = continued_states(a, [k, v], layer, context, L, context.starts)     # (2)
-    q, k_, v_ = (in_heads(x, cfg) for x in (q, *states))
-    rotated, R = apply_rope(k_, *context.rope["rat"]), cache.R[layer]
-    if T == 1:
-        # the own state takes its chunk's slot: (3) is over all slots so far
+    own_k, own_v = continued_states(a, [k, v], layer, context, L)   # (2)
+    q, own_k, own_v = (in_heads(x, cfg) for x in (q, own_k, own_v))
+    rotated = apply_rope(own_k, *context.rope["rat"])
+    if T == 1:      # the own state takes its chunk's slot: (3) is over all slots so far
         q = apply_rope(q, *context.rope["rat"])
-        return decode_one(q, rotated, v_, layer, context, L)
-    # of several tokens of a chunk, the last one's state goes to the slot
-    at = torch.where(context.pos % L == L - 1, context.chunk_of, R)
-    cache.fill(layer, rotated, v_, at, context.padding)
-    # chunks before the last token's (min: padding may go on past the last slot)
-    n = min((cache.longest + T - 1) // L, R)
-    end_k, end_v = cache.k[layer][:, :, :n], cache.v[layer][:, :, :n]
-    return read_states(q, k_, v_, end_k, end_v, context)    # (3)
+        return decode_one(q, rotated, own_v, layer, context, L)
+    # final states alone: no query here reads another's
+    at = torch.where(context.pos % L == L - 1, context.chunk_of, cache.R[layer])
+    cache.fill(layer, rotated, own_v, at, context.padding)
+    final_k, final_v = cache.k[layer][:, :, :-1], cache.v[layer][:, :, :-1]
+    return read_states(q, own_k, own_v, final_k, final_v, context)  # (3)
 
 
-def continued_states(a, xs, layer, context, L, starts):
-    """(2) of each of xs (B, T, W) from the cached states on, which become the last ones.
-    starts (B or 1, T): where the state starts from zero; in an empty cache at 0, L, 2 L, .."""
+def continued_states(a, xs, layer, context, L):
+    """(2) of xs, (B, T, W) each, after the cached states; the last ones are cached."""
     cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
-    if context.padding is not None:
-        a = a.masked_fill(context.padding[..., None], 1)    # keeps the state
-    starts = starts[..., None]
+    starts = context.pos[..., None] % L == 0    # where a state starts from zero
+    gate = a.masked_fill(starts, 0)             # (2) is gate h + (1 - a) x
+    if context.padding is not None:             # keeps the state
+        a, gate = (x.masked_fill(context.padding[..., None], 1) for x in (a, gate))
     if T == 1:
-        old = cached.masked_fill(starts, 0)
-        cached.copy_(a * old + (1 - a) * torch.cat(xs, 1))
+        cached.copy_(gate * cached + (1 - a) * torch.cat(xs, 1))
         return cached.split(1, 1)
     if cache.longest:
-        # Chunks start anywhere: scan gets all tokens as one chunk.
-        # Where one starts, (2) is (1 - a) x, scan's g h + (1 - g) y for g = 0, y = (1 - a) x.
+        # Chunks start anywhere: scan takes all T tokens as one. It computes
+        # gate h + (1 - gate) x, which for gate 0 is (2) if x is (1 - a) x already.
         xs = [torch.where(starts, (1 - a) * x, x) for x in xs]
-        a, L = a.masked_fill(starts, 0), T
-    states = [kernels.scan(a, x, L, h) for x, h in zip(xs, cached.unbind(1))]
-    # (token 0 of a row without new tokens is padding, which kept the state)
-    last = (context.slots.n_new[:, None] - 1).clamp(min=0)  # (B, 1)
+        states = [kernels.scan(gate, x, T, h) for x, h in zip(xs, cached.unbind(1))]
+    else:
+        states = [kernels.scan(a, x, L) for x in xs]
+    last = context.slots.n_new[:, None] - 1     # -1: padding, it kept the state
     cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
     return states
 
 
-def decode_one(q, k, v, layer, context, tokens_per_slot):
+def decode_one(q, k, v, layer, context, L):
     """One new token a row. k, v (B, heads, 1, D) go to its slot; q attends to its row's
-    slots so far. (Only swa may have fewer slots than tokens: a ring.)"""
-    cache, R = context.cache, context.cache.R[layer]
-    index = context.pos // tokens_per_slot
-    n = min(cache.longest // tokens_per_slot + 1, R)
-    bias = None
-    if context.padding is not None:     # rows differ: a row has slots 0 .. index, or all R
-        bias = attention_bias(index, torch.arange(n, device=q.device))
-    cache.fill(layer, k, v, index % R, context.padding)
+    slots so far. A slot is for L tokens (attention: 1); swa's R slots are a ring."""
+    cache, R, number = context.cache, context.cache.R[layer], context.pos // L
+    cache.fill(layer, k, v, number % R, context.padding)
+    n = min(cache.longest // L + 1, R)
     k, v = (x[layer][:, :, :n].to(q.dtype) for x in (cache.k, cache.v))
+    bias = None
+    if context.padding is not None:     # rows differ: slots 0 .. number, or all R
+        bias = attention_bias(number, torch.arange(n, device=q.device))
     return attend(q, k, v, bias, fast=True)
 
 
@@ -309,11 +298,11 @@ class RNN(nn.Module):
 
     def forward(self, u, layer, context):
         z, g, v = self.w_in(u).chunk(3, -1)
-        a, v, T = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v), u.size(1)
-        if context.cache:
-            h, = continued_states(a, [v], layer, context, T, starts=context.pos == 0)
+        a, v = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v)
+        if context.cache:       # one chunk, as long as the cache
+            h, = continued_states(a, [v], layer, context, context.cache.max_len)
         else:
-            h = (kernels.scan if self.fast else recurrence)(a, v, T)
+            h = (kernels.scan if self.fast else recurrence)(a, v, v.size(1))
         return self.wo(torch.sigmoid(z) * h.to(z.dtype))
 
 
@@ -323,46 +312,43 @@ class TokenAttention(Attention):
     def forward(self, u, layer, context):
         q, k, v = (in_heads(w(u), self.cfg) for w in (self.wq, self.wk, self.wv))
         q, k = (apply_rope(x, *context.rope[self.cfg.kinds[layer]]) for x in (q, k))
-        y = attend_tokens(q, k, v, layer, context)
+        y = (token_decode if context.cache else attend_tokens)(q, k, v, layer, context)
         return self.wo(y.transpose(1, 2).flatten(2))    # (B, T, C)
 
 
 def attend_tokens(q, k, v, layer, context):
-    """q (B, H, T, D), k, v (B, G, T, D) -> y (B, H, T, D)."""
-    cfg, cache, T = context.cfg, context.cache, q.size(2)
-    if cache and T == 1:
-        return decode_one(q, k, v, layer, context, tokens_per_slot=1)
-    pos, k_pos, window = context.pos, context.pos, cfg.swa
-    if cache:       # attention's window is R = max_len, no limit
-        k, v, pos, k_pos = with_cached(k, v, layer, context)
-        window = cache.R[layer]
-    # causal, where no tokens are before these
-    if cfg.kinds[layer] == "attention" and k.size(2) == T:
-        return attend(q, k, v, None, fast=cfg.fast)
-    if not cfg.fast and not cache:
-        return attend(q, k, v, attention_bias(pos, k_pos[0], window), fast=False)
-    # the kernel leaves out the blocks of keys before a window
-    pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
-    return kernels.attend(q, k, v, pos, k_pos, window=window)[0]
+    """q (B, H, T, D), k, v (B, G, T, D), no tokens before them -> y (B, H, T, D)."""
+    cfg, bias = context.cfg, None       # None: causal
+    if cfg.kinds[layer] == "swa":
+        if cfg.fast:
+            return kernels.attend(q, k, v, window=cfg.swa)[0]
+        bias = attention_bias(context.pos, context.pos[0], cfg.swa)
+    return attend(q, k, v, bias, fast=cfg.fast)
 
 
-def with_cached(k, v, layer, context):
-    """Cache the new k, v (B, G, T, D). -> k, v (B, G, S, D) of the cached tokens and
-    these, positions of the T queries (B or 1, T) and of the S keys (B or 1, S)."""
+def token_decode(q, k, v, layer, context):
+    """The same after cached tokens; k, v are cached: token t in slot t % R."""
     cache, R, pos = context.cache, context.cache.R[layer], context.pos
-    # token t stands in slot t % R (t < 0: no such token)
-    t = pos[:, :1] + torch.arange(-min(cache.longest, R), 0, device=k.device)
-    cached = [x[layer][cache.rows, :, t % R].transpose(1, 2) for x in (cache.k, cache.v)]
-    # all but a row's last R tokens go to the bin: no slot is written twice
+    if q.size(2) == 1:
+        return decode_one(q, k, v, layer, context, L=1)
+    y = (attend_cached if cache.longest else attend_tokens)(q, k, v, layer, context)
+    # a row's last R tokens alone: no slot is written twice
     end = (cache.lengths + context.slots.n_new)[:, None]
-    at = torch.where(pos >= end - R, pos % R, R)
-    cache.fill(layer, k, v, at, context.padding)
-    if context.padding is not None:
-        # after all tokens: visible to padding alone, which so has a key (no NaN)
-        pos = pos.masked_fill(context.padding, cache.max_len)
-    k, v = (torch.cat([old.to(k.dtype), new], 2) for old, new in zip(cached, (k, v)))
-    t = t.masked_fill(t < 0, -R)    # before every window
-    return k, v, pos, torch.cat([t, pos], 1)
+    cache.fill(layer, k, v, torch.where(pos >= end - R, pos % R, R), context.padding)
+    return y
+
+
+def attend_cached(q, k, v, layer, context):
+    """Each token attends to R: in swa its window, in attention all (R = max_len)."""
+    cache, R, pos = context.cache, context.cache.R[layer], context.pos
+    n = min(cache.longest, R)   # cached tokens to read
+    k_pos = pos[:, :1] + torch.arange(-n, k.size(2), device=k.device)
+    slots = k_pos[:, :n] % R
+    old = [x[layer][cache.rows, :, slots].transpose(1, 2) for x in (cache.k, cache.v)]
+    k, v = (torch.cat([x.to(k.dtype), new], 2) for x, new in zip(old, (k, v)))
+    k_pos = k_pos.masked_fill(k_pos < 0, -R)    # no tokens: before every window
+    q_pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
+    return kernels.attend(q, k, v, q_pos, k_pos, window=R)[0]
 
 
 # ---- the model ----
@@ -372,8 +358,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.norm2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        mixer = dict(rat=RAT, rnn=RNN).get(cfg.kinds[layer], TokenAttention)
-        self.mix = mixer(cfg)
+        self.mix = dict(rat=RAT, rnn=RNN).get(cfg.kinds[layer], TokenAttention)(cfg)
         self.mlp, self.drop = MLP(cfg), nn.Dropout(cfg.dropout)
 
     def forward(self, x, layer, context):
@@ -383,7 +368,7 @@ class Block(nn.Module):
 
 class Model(LanguageModel):
     context_type = Context
-    context_limit = None    # past block_size too: rat's chunks and swa's windows go on
+    context_limit = None    # chunks and windows go on past block_size
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg, layer) for layer in range(cfg.n_layer)])
@@ -397,5 +382,4 @@ class Model(LanguageModel):
         cfg, T = self.cfg, self.cfg.block_size
         keys = dict(rnn=0, attention=visible_keys(T), swa=visible_keys(T, cfg.swa))
         keys["rat"] = sum(t // cfg.chunk + 1 for t in range(T)) / T
-        width = cfg.n_head * cfg.head_dim
-        return 12.0 * width * sum(keys[kind] for kind in cfg.kinds)
+        return 12.0 * cfg.n_head * cfg.head_dim * sum(keys[kind] for kind in cfg.kinds)

@@ -1,15 +1,15 @@
 """
 Recursive and Relaxed Recursive Transformers: tied layers in loops, relaxed by low-rank deltas.
 
-Only K of a Transformer's L layers are stored, and they run n_loop = L / K times in a row
-(the Recursive Transformer). Each use of a stored matrix may add a low-rank delta (LoRA) of
-its own (Relaxed). Both start from a trained Transformer of L layers and are then trained
-further: so it becomes smaller at little loss.
+Only K of a Transformer's L layers are stored, and these K, one after the other, run
+n_loop = L / K times (the Recursive Transformer). Each use of a stored matrix may add a
+low-rank delta (LoRA) of its own (Relaxed). Both start from a trained Transformer and are
+then trained further: so it becomes smaller at little loss.
 
-    h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)      l = 0 .. L - 1      (2)
-    in it, every matrix:  y = W' x + B_u A_u x      W' is tied; A_u, B_u are of use u       (3)
-    they start from a trained W_l:  B_u A_u = truncated SVD of W_l - W'                     (4)
-    (the norm before W_l is folded into it, see set_deltas)
+    h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)    l = 0 .. L - 1    (2)
+    in it, every matrix:  y = W' x + B_u A_u x    W' is tied; A_u, B_u are of use u     (3)
+    they start from a trained W_l:  B_u A_u = truncated SVD of W_l diag(g_l / g') - W'  (4)
+    g_l, g': weights of the norms before W_l and W' (W_o and W_down have none)
 
 L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
 
@@ -17,24 +17,24 @@ L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
                       same W', norms      same W', norms
     loop 2   h_2 -> [block 0, use 1] -> [block 1, use 1] -> h_4 --norm, head--> logits
 
-rank = 0 has no deltas; at full rank they undo the tying. Each of the L layers has its own
-keys and values, so the cache is that of a Transformer of L layers.
+Tied: the same in all uses of a block. rank = 0 has no deltas; at full rank they undo the
+tying. Each unrolled layer l has its own keys and values, so the cache is that of L layers.
+Dropout is on embeddings, attention weights and residual branches.
 
 share=sequence: a block's uses follow each other, k = l // n_loop, u = l mod n_loop. A loop is
-still K layers, but no longer one use of each block: with 6 layers in 2 loops, blocks run in
-the order 0 0 1 | 1 2 2 (share=cycle: 0 1 2 | 0 1 2).
+still K layers, but u counts uses of a block, not loops: 6 layers in 2 loops are the blocks
+0 0 1 | 1 2 2 (share=cycle: 0 1 2 | 0 1 2).
 
-Early exit (Section 3.7). After each loop the head can predict. In training, early_exit= adds
-the losses of the earlier loops. In evaluation and decoding, exit_loop= stops all tokens after
-that loop. In serve.py each token exits where its own prediction is sure; later tokens attend
-to its keys in the deeper loops too, which are missing: there it says how they are made up.
+Early exit (Section 3.7). The head can predict after each loop. In training, early_exit= adds
+the losses of earlier loops. In evaluation and decoding, exit_loop= is the last loop of all
+tokens. In serve.py each token exits where its own prediction is sure. Then it has no keys in
+deeper loops, which later tokens need; serve.py says how it supplies them.
 
-Departures. The norms' weights are tied too, which (4) makes up for. QK-norm, which the
-paper's models have not, has a weight for each use if rank > 0. With init=stepwise the paper's
-Appendix C starts the first loop's deltas at 0; here every layer follows (4), or full rank
-would not give the trained model back. The public code scales deltas by alpha / rank, which
-would undo (4); they have no factor here. Dropout is on embeddings, attention weights and
-residual branches.
+Departures. As norms are tied, (4) has a ratio that the paper's has not. QK-norm, which the
+paper's models have not, has a weight for each use if rank > 0. With init=stepwise block k
+does not start from layer k, but the paper (Appendix C) starts the first loop's deltas at 0.
+Here they follow (4), or full rank would not give the trained model back. The public code
+scales deltas by alpha / rank, which would break (4): they have no factor here.
 
 Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with
 Layer-wise LoRA" (2410.20672). Part of it is in github.com/raymin0223/mixture_of_recursions.
@@ -55,12 +55,12 @@ from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, c
 
 @dataclass
 class Config(BaseConfig):
-    n_loop: int = 2              # loops over K = n_layer / n_loop stored blocks; uses of each
+    n_loop: int = 2              # loops, and uses of each stored block
     rank: int = 8                # rank of every matrix's deltas (0: none)
     share: str = choice("cycle", "sequence")    # the order of the blocks, see above
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
     mlp: str = choice("swiglu", "gelu", "geglu")
-    pos: str = choice("rope", "none")
+    pos: str = choice("rope", "none")   # no ALiBi or window: as in the paper
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
@@ -73,7 +73,8 @@ class Config(BaseConfig):
     exit_loss: str = choice("ce", "kl", "both")     # which losses; kl: to the last loop
     exit_loop: int = 0           # stop after this loop (0: the last)
 
-    CONVERTS_FROM = ("gpt",)     # models whose weights init_from= converts
+    # for train.py's init_from=: models that convert takes; keys that may change then
+    CONVERTS_FROM = ("gpt",)
     FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop")
 
     def __post_init__(self):
@@ -101,15 +102,14 @@ class Config(BaseConfig):
 # ---- the method ----
 
 class RelaxedLinear(nn.Module):
-    """weight (out, in) is W', a[u] (r, in) is A_u, and b[u] (r, out) is B_u transposed, as a
-    product with x on the left needs it. r = min(rank, in, out)."""
+    """weight (out, in) is W', a[u] (r, in) is A_u, b[u] (r, out) is B_u transposed, so that
+    serve.py can stack the rows of all uses. r = min(rank, in, out)."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
         self.rank = min(cfg.rank, n_in, n_out)
-        # init_weights fills what has 2 dimensions: weight, not a and b. B = 0: no delta at first
-        self.weight = nn.Parameter(torch.empty(n_out, n_in))
-        if self.rank:
+        self.weight = nn.Parameter(torch.empty(n_out, n_in))    # filled by init_weights
+        if self.rank:       # 3 dimensions: init_weights leaves them. B = 0: no delta yet
             self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
 
@@ -117,12 +117,22 @@ class RelaxedLinear(nn.Module):
         """x (..., in) -> (..., out), as use u."""
         y = F.linear(x, self.weight)                    # W' x
         if self.rank:
-            y = y + F.linear(x, self.a[u]) @ self.b[u]  # + B_u A_u x                       (3)
+            y = y + F.linear(x, self.a[u]) @ self.b[u]  # + B_u A_u x    (3)
         return y
 
 
+def add_uses(module, cfg):
+    """Replace each nn.Linear and QK-norm of a module by one that is called as part(x, u)."""
+    linear = MergedLinear if cfg.fast else RelaxedLinear    # it and HeadNorm: below
+    for name, part in list(module.named_children()):
+        if isinstance(part, nn.Linear):
+            setattr(module, name, linear(part.in_features, part.out_features, cfg))
+        elif isinstance(part, model_gpt.RMSNorm):
+            setattr(module, name, HeadNorm(cfg))
+
+
 class Attention(model_gpt.Attention):
-    """model_gpt's, with RelaxedLinear for nn.Linear: every part is called as use u."""
+    """model_gpt's, but every part is called as use u."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -133,7 +143,7 @@ class Attention(model_gpt.Attention):
         q = self.wq(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, H, T, D)
         k = self.wk(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
         v = self.wv(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
-        if self.cfg.qk_norm:                                        # HeadNorms
+        if self.cfg.qk_norm:        # else nn.Identity, which takes no u
             q, k = self.q_norm(q, u), self.k_norm(k, u)
         if context.rope:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
@@ -157,8 +167,8 @@ class MLP(model_gpt.MLP):
 
 
 class Block(model_gpt.Block):
-    """A stored block. It is called like model_gpt's, with the number of an unrolled layer, and
-    finds out itself which of its uses that is."""
+    """A stored block. Like every model's it is called with an unrolled layer, so that
+    run_loops takes those, too; it looks up itself which use that is."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -170,142 +180,133 @@ class Block(model_gpt.Block):
         return x + self.drop(self.mlp(self.norm2(x), u))
 
 
-def run_loops(cfg, blocks, h, context, n_loop):
-    """h_0 (B, T, C) -> the states after loops 1 .. n_loop, a list of (B, T, C)."""
+def run_loops(cfg, blocks, h, context, last_loop):
+    """h_0 (B, T, C) -> the states after loops 1 .. last_loop, a list of (B, T, C)."""
     states = []
-    for layer in range(n_loop * cfg.n_stored):
+    for layer in range(last_loop * cfg.n_stored):
         k, _ = cfg.block_and_use(layer)
-        h = blocks[k](h, layer, context)                # h_{layer + 1}                     (2)
+        h = blocks[k](h, layer, context)    # h_{layer + 1}    (2)
         if (layer + 1) % cfg.n_stored == 0:
             states.append(h)
     return states
 
 
-# ---- parts that have uses ----
+# ---- QK-norm, and the fast path ----
 
 class HeadNorm(nn.Module):
-    """QK-norm: RMSNorm of heads (B, heads, T, D). weights[u] is use u's, as no delta
-    could make up for a tied one: what W gives is normalized first. At rank 0 all are the same
-    parameter, as a Recursive Transformer ties everything."""
+    """QK-norm: RMSNorm of heads (B, heads, T, D). weights[u], of use u, multiplies W x after it
+    is normalized, which no delta of W could do. At rank 0 they are tied like all else."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.eps, self.tied = cfg.norm_eps, cfg.rank == 0
+        self.eps = cfg.norm_eps
         ones = [nn.Parameter(torch.ones(cfg.head_dim)) for _ in range(cfg.n_loop)]
-        self.weights = nn.ParameterList(ones[:1] * cfg.n_loop if self.tied else ones)
+        self.weights = nn.ParameterList(ones if cfg.rank else ones[:1] * cfg.n_loop)
 
-    def forward(self, x, u):    # torch's is faster; in 16 bits it rounds once more than model_gpt's
+    def forward(self, x, u):    # faster than model_gpt's; in 16 bits it rounds once more
         return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weights[u].to(x.dtype)
 
 
 class MergedLinear(RelaxedLinear):
-    """The fast path: W' x + B A x = (W' + B A) x. Forming W' + B A takes r in out products,
-    applying A and B takes r (in + out) for each token: the first is cheaper for many tokens."""
+    """The fast path: W' x + B A x = (W' + B A) x. To form B A costs r * in * out products,
+    to apply A and B r * (in + out) a token: with many tokens it is formed."""
 
     def forward(self, x, u):
         n_out, n_in = self.weight.shape
         n_tokens = x.numel() // n_in
-        if not self.rank or n_tokens * (n_in + n_out) <= n_in * n_out:
+        if not self.rank or n_tokens * (n_in + n_out) <= n_in * n_out:  # r cancels
             return super().forward(x, u)
         return F.linear(x, torch.addmm(self.weight, self.b[u].t(), self.a[u]))
-
-
-def add_uses(module, cfg):
-    """Replace each nn.Linear and QK-norm of a module by one that is called as part(x, u)."""
-    linear = MergedLinear if cfg.fast else RelaxedLinear
-    for name, part in list(module.named_children()):
-        if isinstance(part, nn.Linear):
-            setattr(module, name, linear(part.in_features, part.out_features, cfg))
-        elif isinstance(part, model_gpt.RMSNorm):
-            setattr(module, name, HeadNorm(cfg))
 
 
 # ---- conversion of a trained Transformer (Sections 2.2 and 2.3) ----
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start model from `weights`, the state dict of a model_gpt of the same sizes: first what
-    is tied, then what each use has of its own. If it has another depth, n_layer of its layers
-    are taken, evenly spaced."""
-    cfg, target, layers = model.cfg, model.state_dict(), {}
+    """Start model from `weights`, the state dict of a model_gpt of any depth."""
+    cfg, sources = model.cfg, source_layers(weights, model.cfg.n_layer)
     for name, w in weights.items():
-        if name.startswith("blocks."):
-            _, number, part = name.split(".", 2)
-            layers.setdefault(int(number), {})[part] = w
-        else:
-            target[name].copy_(w)
-    step = (len(layers) - 1) / max(1, cfg.n_layer - 1)
-    sources = [layers[round(step * layer)] for layer in range(cfg.n_layer)]
+        if not name.startswith("blocks."):
+            model.get_parameter(name).copy_(w)
     svd = cfg.rank > 0 and cfg.lora_init == "svd"
     for k, block in enumerate(model.blocks):
-        set_tied(block, [sources[layer] for layer in layers_for_tied(cfg, k)])
+        start = [sources[layer] for layer in layers_for_tied(cfg, k)]   # init=random: none
+        tied = {name: sum(s[name] for s in start) / len(start) for name in sources[0] if start}
+        block.load_state_dict(tied, strict=False)   # W' and norms, no QK-norms
         if svd:
             check_norms(block, k)
         for u, layer in enumerate(cfg.layers_of(k)):
-            set_head_norms(block, u, sources[layer])
+            set_head_norms(block, u, sources[layer] if cfg.rank else tied)
             if svd:
                 set_deltas(block, u, sources[layer])
 
 
+def source_layers(weights, n_layer):
+    """The source of each unrolled layer: a trained layer's {name: weight}. They are evenly
+    spaced, or repeated if there are too few."""
+    trained = {}
+    for name, w in weights.items():
+        if name.startswith("blocks."):
+            _, number, part = name.split(".", 2)
+            trained.setdefault(int(number), {})[part] = w
+    step = (len(trained) - 1) / max(1, n_layer - 1)
+    return [trained[round(step * layer)] for layer in range(n_layer)]
+
+
 def layers_for_tied(cfg, k):
-    """The unrolled layers whose sources' mean stored block k starts from. stepwise: evenly
-    spaced from the first to the last, halves to even. random: none, so that W' stays random
-    (a baseline); deltas still follow (4)."""
+    """The layers whose sources are averaged to W' and norms of stored block k. Only average
+    depends on share (the paper has cycle alone)."""
     L, K = cfg.n_layer, cfg.n_stored
-    return {"average": cfg.layers_of(k), "stepwise": [round(k * (L - 1) / max(1, K - 1))],
-            "lower": [k], "upper": [L - K + k], "random": []}[cfg.init]
-
-
-def set_tied(block, sources):
-    """Set W' and norms to the mean of the sources, each the weights of one layer by name. Of
-    QK-norms that is weights.0: the only one at rank 0, else set_head_norms replaces it."""
-    for name, p in block.named_parameters():
-        name = name.replace("norm.weights.0", "norm.weight")
-        if sources and name in sources[0]:                      # a and b are in no source
-            p.copy_(sum(source[name] for source in sources) / len(sources))
+    return {"average": cfg.layers_of(k),        # all uses of the block
+            "stepwise": [round(k * (L - 1) / max(1, K - 1))],   # K layers, first to last
+            "lower": [k],                       # the first K
+            "upper": [L - K + k],               # the last K
+            "random": []}[cfg.init]             # none: W' stays random, as a baseline
 
 
 def set_head_norms(block, u, source):
     for name, part in block.named_modules():
-        if isinstance(part, HeadNorm) and not part.tied:
+        if isinstance(part, HeadNorm) and f"{name}.weight" in source:   # tied may be empty
             part.weights[u].copy_(source[f"{name}.weight"])
 
 
-NORM_BEFORE = {"attn.wq": "norm1", "attn.wk": "norm1", "attn.wv": "norm1",
-               "mlp.w_gate": "norm2", "mlp.w_up": "norm2"}
-
-
 def set_deltas(block, u, source):
-    """Set the deltas of use u, so that it comes near the layer `source`. There W_l stood after
-    a norm of weight g_l, here after the tied norm g': of a normalized n,
-    W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n)."""
+    """Set the deltas of use u by (4), so that it comes near its source. Where only rounding is
+    missing, its SVD would be noise: A stays random and B zero, so that both can learn."""
     for name, part in block.named_modules():
-        if not isinstance(part, RelaxedLinear):
-            continue
-        w_l = source[f"{name}.weight"]                  # (out, in)
-        wanted = upcast(w_l)
-        if name in NORM_BEFORE:
-            norm = f"{NORM_BEFORE[name]}.weight"
-            wanted = wanted * (upcast(source[norm]) / upcast(block.get_parameter(norm)))
-        missing = wanted - upcast(part.weight)          # W_l diag(g_l / g') - W'               (4)
-        # A layer equal to W' (init=lower, use 0) misses rounding errors alone. Their SVD would
-        # be noise: A stays random and B zero, so that both can learn.
-        eps = max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
-        rounding = 2 * len(part.a) * eps * wanted.norm()    # W', g': means of up to n_loop terms
-        if missing.norm() > rounding:
-            part.a[u], part.b[u] = low_rank(missing, part.rank)
+        if isinstance(part, RelaxedLinear):
+            wanted = folded(block, source, name)
+            missing = wanted - upcast(part.weight)      # B_u A_u at full rank
+            if missing.norm() > rounding(part, source[f"{name}.weight"]) * wanted.norm():
+                part.a[u], part.b[u] = low_rank(missing, part.rank)
+
+
+def rounding(part, w_l):
+    """The relative rounding error of W' and g', each a mean of up to n_use weights. No more
+    is missing where these are equal, as the repeated layers of a shallower model."""
+    n_use = part.a.size(0)
+    return 2 * n_use * max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
+
+
+def folded(block, source, name):
+    """W_l diag(g_l / g') (out, in), which does here what W_l did in its layer: of a normalized
+    n,  W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n)."""
+    w = upcast(source[f"{name}.weight"])
+    if name not in ("attn.wo", "mlp.w_down"):       # which have no norm before them
+        norm = "norm1.weight" if name.startswith("attn") else "norm2.weight"
+        w = w * (upcast(source[norm]) / upcast(block.get_parameter(norm)))
+    return w
 
 
 def low_rank(delta, r):
-    """A (r, in) and B^T (r, out), of which B A is the best approximation of rank r to delta
-    (out, in)."""
+    """A (r, in), B transposed (r, out): B A is the best approximation of rank r to delta."""
     U, S, Vh = torch.linalg.svd(delta, full_matrices=False)
     B = U[:, :r] * S[:r]
     return Vh[:r], B.t()
 
 
 def check_norms(block, k):
-    """set_deltas divides by the weights of tied norms: a mean of them may vanish."""
+    """folded divides by the weights of tied norms: a mean of them may vanish."""
     for name in ("norm1", "norm2"):
         if getattr(block, name).weight.abs().min() < 1e-4:    # deltas of 10^4
             raise ValueError(f"{name} of stored block {k} is near zero, its deltas would be "
@@ -316,15 +317,14 @@ def check_norms(block, k):
 
 class Model(LanguageModel):
     """K stored blocks that run n_loop times."""
-    runs_blocks_once = False
+    runs_blocks_once = False    # for FSDP
 
     def __init__(self, cfg):
         super().__init__(cfg, [self.make_block(cfg, k) for k in range(cfg.n_stored)])
         init_weights(self, cfg.n_layer)
 
     def make_block(self, cfg, k):
-        """Stored block k. A fork may return any module that is called as block(h, layer,
-        context), if it does without convert."""
+        """Stored block k; in a subclass any model's (convert knows this one alone)."""
         return Block(cfg)
 
     @property
@@ -332,28 +332,28 @@ class Model(LanguageModel):
         """How many loops run in evaluation and decoding."""
         return self.cfg.exit_loop or self.cfg.n_loop
 
-    def loops(self, idx, cache=None, n_valid=None):
+    def loop_states(self, idx, cache=None, n_valid=None):
         """idx (B, T) -> the states after each loop, a list of (B, T, C)."""
         h = self.drop(self.wte(idx))
         context = self.context_type(self.cfg, h, cache, n_valid)
-        trains = self.training and cache is None    # exit_loop is for evaluation and decoding
-        n_loop = self.cfg.n_loop if trains else self.loops_to_run
-        states = run_loops(self.cfg, self.blocks, h, context, n_loop)
+        trains = self.training and cache is None
+        last_loop = self.cfg.n_loop if trains else self.loops_to_run
+        states = run_loops(self.cfg, self.blocks, h, context, last_loop)
         if cache is not None:
             cache.advance(context.slots)
         return states
 
     def hidden(self, idx, cache=None, n_valid=None):
-        return self.norm(self.loops(idx, cache, n_valid)[-1])
+        return self.norm(self.loop_states(idx, cache, n_valid)[-1])
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model. In training with early_exit the loss is sum_i c_i loss_i over the
-        loops i = 1 .. n (Section 3.7). loss_i = CE_i, KL(p_n || p_i) or both; loss_n = CE_n.
+        """As in every model. In training with early_exit the loss is sum_i c_i loss_i over
+        loops i = 1 .. n (Section 3.7): loss_i = CE_i, KL(p_n || p_i) or both, loss_n = CE_n.
         aux has "ce_loop1", ... too."""
-        exits = self.training and self.cfg.early_exit != "none"
-        if not exits or targets is None or cache is not None or idx.numel() == 0:
+        exits = self.training and self.cfg.early_exit != "none" and cache is None
+        if not exits or targets is None or idx.numel() == 0:    # super refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)
-        *earlier, last = [upcast(self.head(self.norm(h))) for h in self.loops(idx)]
+        *earlier, last = [upcast(self.head(self.norm(h))) for h in self.loop_states(idx)]
         *c_earlier, c_last = self.loop_weights()
         ce = cross_entropy(last, targets)
         loss, aux = c_last * ce, {"ce": ce.detach()}
@@ -379,24 +379,24 @@ class Model(LanguageModel):
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
 
     def flops_per_token(self):
-        """As in model_gpt; with early_exit the head is read after every loop."""
+        """As in model_gpt; with early_exit the head is applied after every loop."""
         heads = self.cfg.n_loop if self.cfg.early_exit != "none" else 1
         weights = self.block_weights() + heads * self.head.weight.numel()
         return 6.0 * weights + self.mixer_flops()
 
     def block_weights(self):
-        """W' (2 dimensions) counts in every loop; a and b (3) hold each loop's own."""
+        """W' (2 dimensions) counts once for each use; a and b (3) hold each use's own."""
         return sum(self.cfg.n_loop * p.numel() if p.dim() == 2 else p.numel()
                    for p in self.blocks.parameters() if p.dim() > 1)
 
     def mixer_flops(self):
-        """What the mixers of all layers take beside their weights: 12 H D for a visible key."""
+        """As in model_gpt: in each unrolled layer 12 H D for each visible key."""
         cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
         return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size)
 
 
 def kl_from_last(logits, last, targets):
-    """Mean KL(p_last || p) in nats over the targets that are not -1: p_last, of the last
+    """Mean KL(p_last || p) in nats over the targets that are not -1. p_last, of the last
     loop's logits (B, T, V), is a constant."""
     log_p_last, log_p = last.detach().log_softmax(-1), logits.log_softmax(-1)
     counted = targets != -1

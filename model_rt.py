@@ -30,10 +30,10 @@ head h; for the temporary pair it is 0.
 recurrent=false is the baseline: later positions attend to the temporary pairs, without (5).
 All else is the same, and the layer a plain Transformer's.
 
-From the paper's code (commit a21b42d): the exact gelu, the initialisation. Departures:
-RMSNorm, as in the text (the code's configs use LayerNorm); ALiBi and softmax in float32 under
-bfloat16, too. Added: grouped heads, and RoPE, which turns q_i and both keys of i by i, after
-the QK-norm. Dropout is on embeddings only.
+Where the paper's text is silent, its code (commit a21b42d) is followed: the exact gelu, the
+initialisation. RMSNorm is the text's (the code's configs have LayerNorm). Departures: no
+QK-norm by default; ALiBi and softmax in float32 under bfloat16, too; dropout on embeddings
+only. Added: grouped heads; RoPE, which turns q_i and both keys of i by i, after the QK-norm.
 
 Paper: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding", 2026
 (arXiv:2604.21215); the authors' code: github.com/geniucos/recurrent-transformer.
@@ -60,7 +60,7 @@ class Config(BaseConfig):
     pos: str = choice("alibi", "rope", "none")
     qk_norm: str = choice("none", "full")   # full: nq and nk, each with a weight
     recurrent: bool = True       # false: a plain Transformer, the baseline
-    kv_norm: bool = True         # false: (5) without n1, worse (Appendix E.2)
+    kv_norm: bool = True         # false: (5) without n1, nk stays; worse (Appendix E.2)
     schedule: str = choice("auto", "naive", "tiled", "wavefront")   # see "schedules"
     chunk: int = 32              # positions of a wavefront's chunk
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
@@ -77,7 +77,7 @@ class Config(BaseConfig):
         if self.head_dim > kernels.HEAD_SIZES[-1]:
             raise ValueError(f"head_dim={self.head_dim}: a head is at most "
                              f"{kernels.HEAD_SIZES[-1]} wide")
-        # a wavefront folds n1's weight into Wk and Wv, for both pairs
+        # rt_wavefront.py has n1 in (5), also in its backward pass
         if self.schedule == "wavefront" and not self.kv_norm:
             raise ValueError("schedule=wavefront needs kv_norm=true; schedule=tiled does not")
         self.schedule_used = self.schedule
@@ -106,7 +106,7 @@ class Block(nn.Module):
         self.q_norm, self.k_norm = norm(Q, cfg.norm_eps), norm(K, cfg.norm_eps)
 
     @torch.compiler.disable  # it would unroll the loop
-    def one_by_one(self, x, context):
+    def naive(self, x, context):
         """x (B, T, C) -> y (B, T, C), position after position."""
         q, k_temp, v_temp = self.temporary(x, context.rope)  # (1), of all positions
         k, v = k_temp[:, :, :0], v_temp[:, :, :0]  # persistent pairs: none yet
@@ -115,8 +115,8 @@ class Block(nn.Module):
             now = slice(i, i + 1)
             keys = torch.cat([k, k_temp[:, :, now]], 2)  # (B, G, i + 1, D)
             values = torch.cat([v, v_temp[:, :, now]], 2)
-            alibi = context.bias[:, :, now, :i + 1]  # 0 for the temporary pair
-            a_i = attend(q[:, :, now], keys, values, alibi, fast=False)   # (2)
+            bias = context.bias[:, :, now, :i + 1]  # ALiBi or 0: no key is later
+            a_i = attend(q[:, :, now], keys, values, bias, fast=False)    # (2)
             y_i = self.output(x_i, a_i)                                   # (3), (4)
             rope_i = [table[:, :, now] for table in context.rope]
             k_i, v_i = self.persistent(y_i, rope_i)                       # (5)
@@ -132,7 +132,7 @@ class Block(nn.Module):
 
     def output(self, x, a):
         """Equations (3) and (4): x (B, T, C), a (B, H, T, D) -> y (B, T, C)."""
-        z = x + self.wo(a.transpose(1, 2).flatten(2).to(x.dtype))  # tiled's a is float32
+        z = x + self.wo(a.transpose(1, 2).flatten(2))
         return z + self.w_down(F.gelu(self.w_up(self.norm2(z))))
 
     def persistent(self, y, rope):
@@ -146,15 +146,15 @@ class Block(nn.Module):
         return apply_rope(x, *rope) if rope else x
 
     def forward(self, x, layer, context):
-        """x (B, T, C) -> y (B, T, C). What runs when: see Model.hidden."""
+        """x (B, T, C) -> y (B, T, C). With a cache and recurrence T is 1, see Model.hidden."""
         if context.cache is not None or not self.cfg.recurrent:
             return self.at_once(x, layer, context)
         if self.cfg.schedule_used == "naive":
-            return self.one_by_one(x, context)
-        return tiled(self, x, context)
+            return self.naive(x, context)
+        return tiled(self, x, context)  # no single layer can be a wavefront
 
     def at_once(self, x, layer, context):
-        """Where no position waits for another: without recurrence, or one token after a cache."""
+        """Where no position waits for another: without recurrence, or one token with a cache."""
         q, k, v = self.temporary(x, context.rope)  # (1)
         k, v = context.extend(layer, k, v)  # (B, G, S, D)
         y = self.output(x, context.attention(q, k, v))  # (2) to (4)
@@ -171,13 +171,18 @@ class BlockWithoutKVNorm(Block):
         return self.heads(self.k_norm(self.wk(y)), rope), self.heads(self.wv(y))
 
 
-# ---- schedules: naive, tiled, wavefront; the same results in other orders ----
+# ---- schedules: naive, wavefront, tiled; the same results in other orders ----
 
 # naive is the loop above, auto's choice with fast=false.
 #
 # wavefront is auto's choice with fast=true, and our own: while a layer computes a chunk of
-# positions, the next layer computes the chunk before. rt_wavefront.py has the equations again,
-# with a backward pass by hand: change both files, or train with schedule=tiled.
+# positions, the next layer computes the chunk before. All of a chunk's queries attend to the
+# chunks before it in one call; only then its positions go one by one, among themselves.
+#               time 1  2  3  4
+#            layer 2    c1 c2 c3
+#            layer 1 c1 c2 c3
+# rt_wavefront.py has the equations again, with a backward pass by hand: change both files, or
+# train with schedule=tiled. It needs kv_norm=true; without, auto is tiled.
 #
 # tiled is the paper's Algorithm 1. All queries of a layer are known from the start. After n
 # positions, with t the largest power of two that divides n, queries n+1 .. n+t attend to keys
@@ -192,18 +197,19 @@ class BlockWithoutKVNorm(Block):
 #                 6   4 4 4 4 5 .
 #                 7   4 4 4 4 6 6 .
 #                 8   4 4 4 4 6 6 7 .
-# Its gradients are autograd's; the paper's backward pass (6.4) is in rt_wavefront.py.
+# Its gradients are autograd's; the paper's backward pass (section 6.4) is in rt_wavefront.py.
 
-@torch.compiler.disable
+@torch.compiler.disable  # it would unroll the loop
 def tiled(block, x, context):
-    """The same as block.one_by_one. out (B, H, 1, D) of a query is attention to the keys that
-    it has met so far, lse (B, H, 1) the logarithm of their sum of e^score."""
-    q, k, v = block.temporary(x, context.rope)  # (1)
-    outs, lses = (list(parts.split(1, 2)) for parts in first_states(q, k, v))
-    qs, ks, vs, ys = q.split(1, 2), [], [], []
+    """The same as block.naive. out (B, H, 1, D) of a query is attention to the keys that it
+    has met so far, lse (B, H, 1) the logarithm of their sum of e^score."""
+    q, k_temp, v_temp = block.temporary(x, context.rope)  # (1)
+    out, lse = met_temporary(q, k_temp, v_temp)
+    qs, outs, lses = q.split(1, 2), list(out.split(1, 2)), list(lse.split(1, 2))
+    ks, vs, ys = [], [], []
     pos = context.k_pos  # of keys, and of queries
     for i, x_i in enumerate(x.split(1, 1)):
-        y_i = block.output(x_i, outs[i])  # (3), (4)
+        y_i = block.output(x_i, outs[i].to(x.dtype))  # (3), (4)
         rope_i = [table[:, :, i:i + 1] for table in context.rope]
         k_i, v_i = block.persistent(y_i, rope_i)  # (5)
         ys.append(y_i)
@@ -211,30 +217,31 @@ def tiled(block, x, context):
         vs.append(v_i)
         n = i + 1  # positions are done
         t = n & -n  # the largest power of two that divides n
-        old, new = slice(n - t, n), slice(n, n + t)  # keys and, cut at T, queries
+        keys = slice(n - t, n)
+        queries = slice(n, n + t)  # the lists end at T, and so do their slices
         if n < x.size(1):  # (2)
-            out, lse, q = (torch.cat(parts[new], 2) for parts in (outs, lses, qs))
-            k, v = (torch.cat(parts[old], 2) for parts in (ks, vs))
-            out, lse = merge_tile(out, lse, q, k, v, pos[new], pos[old], context.slopes)
-            outs[new], lses[new] = out.split(1, 2), lse.split(1, 2)
+            q, out, lse = (torch.cat(each[queries], 2) for each in (qs, outs, lses))
+            k, v = torch.cat(ks[keys], 2), torch.cat(vs[keys], 2)
+            out, lse = merge_tile(out, lse, q, k, v, pos[queries], pos[keys], context.slopes)
+            outs[queries], lses[queries] = out.split(1, 2), lse.split(1, 2)
     return torch.cat(ys, 1)
 
 
-def first_states(q, k, v):
+def met_temporary(q, k, v):
     """out and lse of queries that have met their temporary pair alone: its value and score."""
     q, k, v = (upcast(x).repeat_interleave(q.size(1) // x.size(1), 1) for x in (q, k, v))
     return v, (q * k).sum(-1) / math.sqrt(q.size(-1))
 
 
 def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
-    """out (B, H, n, D) and lse (B, H, n) after n queries also meet a tile of earlier keys."""
-    rounded = q.dtype != lse.dtype  # a product would round 16-bit scores
-    if rounded or k.size(2) > 32:  # for fewer keys the kernel costs more than the work
-        # attend: out and lse over these keys alone; merge: over both sets
-        more, more_lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)
+    """out (B, H, t, D) and lse (B, H, t) after t queries also meet a tile of earlier keys."""
+    # bfloat16 always takes the kernel, as q @ k would round the scores; float32 only for tiles
+    # over 32 keys, as the call costs more than the work in a smaller one
+    if q.dtype != lse.dtype or k.size(2) > 32:
+        more, more_lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)  # over the tile alone
         return kernels.merge(out, lse, more, more_lse)
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    s = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, n, keys)
+    s = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, t, keys)
     if slopes is not None:
         s = s - slopes[:, None, None] * (q_pos[:, None] - k_pos)
     # online softmax: what a query has met is one more pair, of score lse and value out
@@ -246,21 +253,23 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
 # ---- the model ----
 
 class Context(model_gpt.Context):
-    """model_gpt's, but a bias is only for naive and for decoding in float32: it is T x T, and
-    torch would round it to 16 bits. kernels.attend masks by positions."""
+    """model_gpt's, but it has a bias in two cases only, see attention."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
-        self.written_out = cfg.schedule_used == "naive"
-        decoding = cache is not None and compute_dtype(x) == upcast(x).dtype
-        super().__init__(cfg, x, cache, n_valid, has_bias=self.written_out or decoding)
-        self.rope = self.rope or ()
+        self.naive = cfg.schedule_used == "naive"
+        decodes_in_float32 = cache is not None and compute_dtype(x) == upcast(x).dtype
+        super().__init__(cfg, x, cache, n_valid, has_bias=self.naive or decodes_in_float32)
+        self.rope = self.rope or ()  # an empty tuple unpacks to nothing
         self.k_pos = self.k_pos.int()  # the kernels' type
 
     def attention(self, q, k, v):
-        """Of the new tokens to all up to themselves."""
+        """Of the new tokens to all up to themselves.
+        naive:                  written out, with a bias;
+        decoding in float32:    torch's attention, with a bias: the fastest for one query;
+        all else:               kernels.attend, which masks by positions. In training a bias
+                                would be T x T; in bfloat16 torch would round it."""
         if self.bias is not None:
-            return attend(q, k, v, self.bias, not self.written_out)
-        # query i attends to key j where k_pos_j <= pos_i
+            return attend(q, k, v, self.bias, fast=not self.naive)
         pos = self.pos.int().squeeze(0)  # (T,) for all rows, or (B, T)
         out, _ = kernels.attend(q, k, v, pos, self.k_pos, self.slopes)
         return out
@@ -292,33 +301,39 @@ class Model(LanguageModel):
 
     def hidden(self, idx, cache=None, n_valid=None):
         """idx (B, T) -> the states after the final norm, (B, T, C). What runs:
-        recurrent=false, or one token after a cache: Block.at_once;
-        no cache, by schedule: Block.one_by_one, tiled, or all layers by rt_wavefront;
-        several tokens after a cache: prefill."""
-        if self.cfg.recurrent and cache is None and self.cfg.schedule_used == "wavefront":
-            x = self.drop(self.wte(idx))
-            return self.norm(rt_wavefront.run_layers(self.cfg, self.blocks, x))
-        if self.cfg.recurrent and cache is not None and idx.size(1) > 1:
+        recurrent=false, or one token with a cache: Block.at_once;
+        several tokens with a cache: prefill;
+        no cache, by schedule: Block.naive, tiled, or all layers by rt_wavefront."""
+        cfg = self.cfg
+        if cfg.recurrent and cache is not None and idx.size(1) > 1:
             return self.prefill(idx, cache, n_valid)
+        if cfg.recurrent and cache is None and cfg.schedule_used == "wavefront":
+            x = self.drop(self.wte(idx))
+            return self.norm(rt_wavefront.run_layers(cfg, self.blocks, x))
         return super().hidden(idx, cache, n_valid)  # block after block
 
     def prefill(self, idx, cache, n_valid):
-        """hidden of T > 1 tokens after a cache: by a wavefront if it is empty, else token by
-        token. Rows may differ in n_valid: no token attends to the padding behind it."""
-        empty = cache.longest == 0
+        """hidden of several tokens with a cache. With schedule=wavefront and a cache of equal
+        rows by a wavefront: new rows may differ (n_valid), as no token attends to the padding
+        behind it. Else token by token, which is slow."""
+        ragged = cache.ragged  # n_valid sets it
         slots = cache.place(idx.size(1), n_valid)  # raises if they do not all fit
-        if not empty or self.cfg.schedule_used != "wavefront":
-            states = []
-            for t, idx_t in enumerate(idx.split(1, 1)):  # n_valid - t <= 0: padding
-                left = None if n_valid is None else n_valid - t
-                states.append(self.hidden(idx_t, cache, left))
-            return torch.cat(states, 1)
+        if ragged or self.cfg.schedule_used != "wavefront":
+            return self.token_by_token(idx, cache, n_valid)
         x = self.drop(self.wte(idx))
-        y, ks, vs = rt_wavefront.prefill(self.cfg, self.blocks, x)
+        past = [buffer[:, :, :cache.longest] for buffer in cache.buffers()]
+        y, ks, vs = rt_wavefront.prefill(self.cfg, self.blocks, x, past)
         for layer, (k, v) in enumerate(zip(ks, vs)):
             cache.write(layer, k, v, slots)
         cache.advance(slots)
         return self.norm(y)
+
+    def token_by_token(self, idx, cache, n_valid):
+        states = []
+        for i, idx_i in enumerate(idx.split(1, 1)):
+            left = None if n_valid is None else n_valid - i  # 0 or less: padding
+            states.append(super().hidden(idx_i, cache, left))
+        return torch.cat(states, 1)
 
     def mixer_flops(self):
         """In each layer 12 H D for each visible key, averaged over positions, and Wk and Wv

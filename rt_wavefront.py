@@ -2,35 +2,34 @@
 The wavefront, RT's fast schedule (read model_rt.py first).
 
 Positions are cut into chunks of C. Chunk c of layer l needs chunk c of layer l - 1, its input,
-and chunk c - 1 of its own layer, its keys and values. So all (l, c) with l + c = s run at once,
-in step s. The steps of three layers, four chunks:
+and chunk c - 1 of its own layer, its keys and values. So all with l + c = s run in step s:
 
            chunk   0 1 2 3
-        layer 2    2 3 4 5      a chunk needs the one below it and the one to its left;
+        layer 2    2 3 4 5      a chunk needs the ones below and to its left;
         layer 1    1 2 3 4      step 3 is the diagonal (2, 1), (1, 2), (0, 3)
         layer 0    0 1 2 3
 
-That is T + (L - 1) C positions one after the other, not L T, and a product is one bmm over all
-layers of a step. This is ours. The paper's are: to save x and y alone (section 6.1); CUDA graphs
-(6.2); a reverse loop of (B1) to (B6) alone (6.4).
+That is T + (L - 1) C positions one after the other, not L T, with one bmm for all layers of a
+step. This is ours. The paper's are: to save x and y alone (section 6.1); CUDA graphs (6.2); a
+reverse loop of (B1) to (B6) alone (6.4).
 
-A forward step, by model_rt's numbers. All positions of a chunk at once: (1), and attention to
-the temporary pair and all earlier chunks. Then position by position: (2), where an online
-softmax adds the chunk's own pairs so far, and (3), (4), (5).
+A forward step, by model_rt's numbers: for all positions of a chunk (1), and attention to the
+temporary pair and all earlier chunks; then, position by position, (2) with the chunk's own
+pairs so far, as an online softmax, and (3) to (5).
 
-Before the backward steps: all persistent pairs again, from y. A step, all positions at once:
-(1), the weights p_ij of attention, a, and u = W_up n2(z). Then from the chunk's last position
-to its first (M.T is M transposed):
+Backward: the persistent pairs again, from y. Then a step, for all positions: (1), the weights
+p_ij of attention, a, and u = W_up n2(z). Then from the chunk's last position j to its first,
+when later queries i have their da_i and delta_i (M.T is M transposed):
 
-    ds_ij = p_ij (da_i . v_j - delta_i)                    (B1)  of later queries i > j
-    dk_j  = sum_i ds_ij q_i / sqrt(D)    dv_j = sum_i p_ij da_i  (B2)
+    ds_ij = p_ij (da_i . v_j - delta_i)                    (B1)
+    dk_j  = sum_{i > j} ds_ij q_i / sqrt(D)    dv_j = sum_{i > j} p_ij da_i  (B2)
     g_j   = dL/dy_j + J_y.T (Wk.T J_k.T dk_j + Wv.T dv_j)  (B3)  dL/dy_j: from above
     du_j  = gelu'(u_j) W_down.T g_j                        (B4)
     dz_j  = g_j + J_z.T W_up.T du_j                        (B5)
     da_j  = Wo.T dz_j    delta_j = da_j . a_j              (B6)
 
-In (B2), later chunks have added their part before. Then all positions at once; ^ marks the
-temporary pair, ds^_i is (B1) with its p and v:
+Later chunks have left their part of (B2) in d_pairs. Then for all positions (^: of the
+temporary pair; ds^_i: (B1) with its p and v):
 
     dq_i  = (sum_{j < i} ds_ij k_j + ds^_i k^_i) / sqrt(D)   (B7)
     dk^_i = ds^_i q_i / sqrt(D)    dv^_i = p^_i da_i         (B8)
@@ -40,13 +39,14 @@ temporary pair, ds^_i is (B1) with its p and v:
 J are Jacobians: J_x, J_y of n1 at x and y, J_z of n2 at z; J_q, J_k, J_k^ of nq and nk (then
 RoPE) at q, k, k^. For a norm n = x r without a weight, r = 1 / sqrt(mean(x^2) + eps),
 
-    J.T d = r (d - n mean(d n))                              (B11)
+    J.T dn = r (dn - n mean(dn n))                           (B11)
 
-With a weight, y = w n: w d replaces d, and dw = sum_i d_i n_i. Only nq and nk have one here;
-those of n1 and n2 are folded into the next matrix.
+A weight w of nq or nk: with the gradient d of w n, dn = w d and dw = sum_i d_i n_i. The
+weights of n1 and n2 are folded into the next matrix.
 
-Shapes: B batch, T positions, L layers, A active layers of a step, C positions of a chunk,
-d width, M width of the MLP, H query heads, G key/value heads, R = H / G, D head size.
+Shapes: B batch, S cached tokens, T new ones, C of a chunk, P of any number, L layers, A active
+in a step, d width, M the MLP's, H query heads, G key/value heads, R = H / G, D head size,
+N = A B G.
 """
 import math
 from collections import namedtuple
@@ -58,16 +58,16 @@ import torch.nn.functional as F
 import kernels
 from model_gpt import alibi_slopes, apply_rope, attention_bias, compute_dtype, rope_tables, upcast
 
-
 # ---- weights and norms ----
 
 NormParts = namedtuple("NormParts", "n r")  # of a norm n = x r, for (B11)
+Step = namedtuple("Step", "s lo hi")  # chunk s - l of layers lo <= l < hi
 
 
 class Weights(NamedTuple):
     """The layers' weights, stacked."""
     qkv: torch.Tensor       # (L, (H + 2 G) D, d), times the weight of n1
-    out: torch.Tensor       # (L, d, H D)
+    wo: torch.Tensor        # (L, d, H D)
     up: torch.Tensor        # (L, M, d), times the weight of n2
     down: torch.Tensor      # (L, d, M)
     nq: torch.Tensor        # (L, 1, H D); (L, 1, 0) without QK-norm
@@ -77,7 +77,7 @@ class Weights(NamedTuple):
         return Weights(*(weight[lo:hi] for weight in self))
 
     def to(self, dtype):
-        """The matrices in dtype. nq and nk multiply in float32: they stay."""
+        """The matrices in dtype. nq and nk multiply in float32."""
         *matrices, nq, nk = self
         return Weights(*(matrix.to(dtype) for matrix in matrices), nq, nk)
 
@@ -96,7 +96,7 @@ def stack_weights(cfg, blocks):
 
 
 def product(x, w):
-    """W x of rows x (A, n, in), w (A, out, in), in w's dtype. product(d, w.mT) is W.T d."""
+    """W x of rows x (A, n, in), w (A, out, in), in w's dtype; product(d, w.mT): W.T d."""
     return torch.bmm(x.to(w.dtype), w.mT)
 
 
@@ -109,15 +109,13 @@ def norm_parts(x, eps):
 
 # ---- what both passes share ----
 
-Step = namedtuple("Step", "s lo hi")  # chunk s - l of layers l = lo .. hi - 1
-
-
 class Wavefront:
-    """L layers over x (B, T, d). Layer l reads states[l] and writes states[l + 1] of states
-    (L + 1, length, B, d). length is T in whole chunks: the padding is behind all tokens."""
+    """L layers over x (B, T, d), after S cached tokens. Layer l reads states[l], writes
+    states[l + 1] and pairs[:, l], k and v. states is (L + 1, length, B, d), pairs
+    (2, L, B, G, S + length, D). length: T in whole chunks, padding behind all tokens."""
 
-    def __init__(self, cfg, x, L):
-        self.cfg, self.L = cfg, L
+    def __init__(self, cfg, x, L, S=0):
+        self.cfg, self.L, self.S = cfg, L, S
         self.B, self.T, self.d = x.shape
         self.H, self.G, self.D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
         chunks = math.ceil(self.T / cfg.chunk)
@@ -129,7 +127,7 @@ class Wavefront:
         self.dtype = compute_dtype(x)  # of products: autocast's, where it is on
         self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums
         self.scale = self.D ** -0.5
-        self.pos = torch.arange(self.length, device=x.device, dtype=torch.int32)
+        self.pos = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.wide)
@@ -140,13 +138,13 @@ class Wavefront:
         if cfg.pos == "rope":
             if self.T > cfg.block_size:
                 raise ValueError(f"{self.T} tokens are more than block_size={cfg.block_size}")
-            tables = rope_tables(self.pos, self.D, cfg.rope_theta, self.wide)
+            tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.wide)
             # (L, length, 1, 1, D / 2); no expand: diagonal needs a stride
             self.tables = [table[:, None, None].repeat(L, 1, 1, 1, 1) for table in tables]
 
     def diagonal(self, buffer, step, dim):
-        """A step's chunks, (A, ...), in a buffer (L, ...) with positions in dimension dim.
-        A view: from one to the next it is a layer up, a chunk back."""
+        """A step's chunks, (A, ...), of a buffer (L, ...) with positions in dimension dim: a
+        view, as from one to the next it is a layer up, a chunk back."""
         s, lo, hi = step
         shape, stride = list(buffer.shape), list(buffer.stride())
         first = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[dim]
@@ -155,8 +153,8 @@ class Wavefront:
         return buffer.as_strided(shape, stride, first)
 
     def temporary(self, x, w, rope):
-        """(1) for rows x (A, C B, d): q and the temporary k, v (A, B, H, C, D); and the parts
-        of n1, nq and nk for backward."""
+        """(1) for rows x (A, C B, d): q, k^ and v^ (A, B, H, C, D), the pairs repeated for
+        each query head; and the parts of n1, nq and nk for backward."""
         x_norm = norm_parts(x, self.cfg.norm_eps)
         H, G, D = self.H, self.G, self.D
         q, k, v = product(x_norm.n, w.qkv).split([H * D, G * D, G * D], -1)
@@ -167,52 +165,53 @@ class Wavefront:
         k, v = (upcast(rows).repeat_interleave(H // G, 2) for rows in (k, v))
         return (q, k, v), (x_norm, q_norm, k_norm)
 
-    def persistent(self, n, w, rope):
-        """(5) for n = n1(y) (A, n B, d): k, v (A, n, B, G, D), and the parts of nk."""
-        k, v = product(n, w.qkv[:, self.kv]).chunk(2, -1)  # (A, n B, G D) each
+    def persistent(self, y_n, w, rope):
+        """(5) for y_n = n1(y) (A, P B, d): k, v (A, P, B, G, D), and the parts of nk."""
+        k, v = product(y_n, w.qkv[:, self.kv]).chunk(2, -1)  # (A, P B, G D) each
         k, k_norm = self.heads(k, w.nk, rope)
         return k, v.view(v.size(0), -1, self.B, self.G, self.D), k_norm
 
     def heads(self, rows, weight, rope):
-        """Rows (A, n B, heads D) -> (A, n, B, heads, D) after nq or nk and RoPE; and the
-        norm's parts, none without QK-norm."""
-        parts = ()
+        """Rows (A, P B, heads D) -> (A, P, B, heads, D) after nq or nk and RoPE; and the
+        norm's parts."""
+        parts = ()  # without QK-norm
         if self.cfg.qk_norm == "full":
             parts = norm_parts(rows, self.cfg.norm_eps)
             rows = (parts.n * weight).to(rows.dtype)
         rows = rows.view(rows.size(0), -1, self.B, rows.size(-1) // self.D, self.D)
         return apply_rope(rows, *rope) if rope else rows, parts
 
-    def outside(self, q, k, v, pairs, step):
-        """Attention of a chunk's queries to their temporary pairs k, v and all earlier chunks:
+    def outside(self, q, k_temp, v_temp, pairs, step):
+        """Attention of a chunk's queries to their temporary pairs and all earlier chunks:
         out (A, B, H, C, D), and lse (A, B, H, C), the logarithm of the sum of e^score."""
-        lse = (q * k).sum(-1) * self.scale  # of the temporary pair, whose out is v
-        earlier = []
+        lse = (q * k_temp).sum(-1) * self.scale  # of the temporary pair: out is v^
+        parts = []
         for q_l, l in zip(q, range(step.lo, step.hi)):
-            n, mask = self.earlier(l, step)
-            keys, values = pairs[:, l, :, :, :n]
-            earlier.append(kernels.attend(q_l, keys, values, *mask))
-        # (A B, H, C, .); in a first chunk more is 0 and more_lse -inf
-        more, more_lse = map(torch.cat, zip(*earlier))
-        out, lse = v.view(more.shape), lse.view(more_lse.shape)
+            start, alibi = self.start(l, step)
+            keys, values = pairs[:, l, :, :, :start]  # all visible
+            parts.append(kernels.attend(q_l, keys, values, *alibi))
+        # (A B, H, C, .); without any keys more is 0 and more_lse -inf
+        more, more_lse = map(torch.cat, zip(*parts))
+        out, lse = v_temp.view(more.shape), lse.view(more_lse.shape)
         out, lse = kernels.merge(out, lse, more, more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
 
-    def earlier(self, l, step):
-        """How many keys come before layer l's chunk; what masks them in attend."""
-        n = (step.s - l) * self.C
-        return n, (self.pos[n:n + self.C], self.pos[:n], self.slopes)
+    def start(self, l, step):
+        """Where layer l's chunk starts; what attend needs for ALiBi."""
+        start = self.S + (step.s - l) * self.C
+        return start, (self.pos[start:start + self.C], self.pos[:start], self.slopes)
 
 
 # ---- the forward pass ----
 
-def forward(wave, x, *weights):
-    """All layers on x (B, T, d): [states (L + 1, length, B, d)]."""
+def forward_pass(wave, x, *weights, pairs=None):
+    """All layers on x (B, T, d): [states], a list for replay. pairs: the first S given."""
     w = Weights(*weights).to(wave.dtype)
+    if pairs is None:
+        pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
     states = x.new_empty(wave.L + 1, wave.length, wave.B, wave.d)
     states[0, :wave.T] = x.transpose(0, 1)
     states[0, wave.T:] = x[:, -1]  # padding: any finite numbers
-    pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
     for step in wave.steps:
         forward_step(wave, states, pairs, w.of_layers(step.lo, step.hi), step)
     return [states]
@@ -229,29 +228,29 @@ def forward_step(wave, states, pairs, w, step):
     ys = []
     for i, x_i in enumerate(x.unbind(1)):                        # (A, B, d)
         a_i = attention.read(i)                                  # (2), complete
-        z_i = x_i + product(a_i, w.out)                          # (3)
+        z_i = x_i + product(a_i, w.wo)                           # (3)
         u_i = product(F.rms_norm(z_i, [wave.d], eps=eps), w.up)
         y_i = z_i + product(F.gelu(u_i), w.down)                 # (4)
         rope_i = [table[:, i:i + 1] for table in rope]
-        n_i = F.rms_norm(y_i, [wave.d], eps=eps)
-        k_i, v_i, _ = wave.persistent(n_i, w, rope_i)            # (5)
+        y_n = F.rms_norm(y_i, [wave.d], eps=eps)
+        k_i, v_i, _ = wave.persistent(y_n, w, rope_i)            # (5)
         attention.k[:, i], attention.v[:, i] = k_i.flatten(0, 3), v_i.flatten(0, 3)
         ys.append(y_i)
     wave.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
     for buffer, new in zip(pairs, (attention.k, attention.v)):
-        view = wave.diagonal(buffer, step, 3)                    # (A, B, G, C, D)
+        view = wave.diagonal(buffer[..., wave.S:, :], step, 3)   # (A, B, G, C, D)
         view.copy_(new.view(view.shape))
 
 
 class ChunkForward:
     """Attention of a chunk's queries q (A, B, H, C, D), position by position: out and lse
-    from outside it, completed with its own pairs k, v. N = A B G."""
+    from outside it, completed with its own pairs k, v (N, C, D)."""
 
     def __init__(self, wave, q, out, lse):
         A, B, H, C, D = self.shape = q.shape
         self.bias, N = wave.bias, A * B * wave.G
-        q_scaled = q.to(out.dtype) * wave.scale
-        self.q_scaled = q_scaled.view(N, -1, C, D).unbind(2)  # C of (N, R, D)
+        # C of (N, R, D): queries that share a key are rows of one product
+        self.q_scaled = (q.to(out.dtype) * wave.scale).view(N, -1, C, D).unbind(2)
         self.out = out.reshape(N, -1, C, D).unbind(2)
         self.lse = lse.reshape(N, -1, C, 1).unbind(2)
         self.k, self.v = out.new_empty(2, N, C, D)
@@ -277,11 +276,11 @@ def norm_backward(dn, n, r):
 
 
 def heads_backward(d, weight, d_weight, rope, parts):
-    """Wavefront.heads' backward, J_q.T or J_k.T of d (A, n, B, heads, D): the gradient of the
-    rows. Adds to d_weight, that of the norm's weight."""
+    """J_q.T or J_k.T of d (A, P, B, heads, D), what Wavefront.heads gave: the gradient of its
+    rows. Adds to d_weight."""
     if rope:
         d = apply_rope(d, rope[0], -rope[1])  # rotated back
-    d = d.flatten(3).flatten(1, 2)  # (A, n B, heads D)
+    d = d.flatten(3).flatten(1, 2)  # (A, P B, heads D)
     if not parts:
         return d
     n, r = parts
@@ -289,32 +288,27 @@ def heads_backward(d, weight, d_weight, rope, parts):
     return norm_backward(d * weight, n, r)
 
 
-def backward(wave, states, dy, *weights):
+def backward_pass(wave, states, dy, *weights):
     """[dL/dx (B, T, d), *gradients of the weights], from dy (B, T, d)."""
     w = Weights(*weights).to(wave.dtype)
-    pairs = persistent_pairs(wave, states, w)
+    y_n = F.rms_norm(states[1:].flatten(1, 2), [wave.d], eps=wave.cfg.norm_eps)
+    k, v, _ = wave.persistent(y_n, w, wave.tables)  # (L, length, B, G, D)
+    pairs = torch.stack([k, v]).permute(0, 1, 3, 4, 2, 5).contiguous()
     d_pairs = torch.zeros_like(pairs, dtype=wave.wide)  # what later chunks add
     d_states = torch.zeros_like(states, dtype=wave.wide)  # what comes from above
     d_states[-1, :wave.T] = dy.transpose(0, 1)  # padding has 0 and adds nothing
     grads = Weights(*(torch.zeros_like(weight, dtype=wave.wide) for weight in w))
     for step in reversed(wave.steps):
         active = [each.of_layers(step.lo, step.hi) for each in (w, grads)]
-        chunks = BackwardStep(wave, step, states, pairs, d_pairs, *active)
-        dx = chunks.backward(wave.diagonal(d_states[1:], step, 1))
+        backward_step = BackwardStep(wave, step, states, pairs, d_pairs, *active)
+        dx = backward_step.run(wave.diagonal(d_states[1:], step, 1))
         wave.diagonal(d_states[:-1], step, 1).copy_(dx)
     return [d_states[0, :wave.T].transpose(0, 1), *grads]
 
 
-def persistent_pairs(wave, states, w):
-    """All persistent pairs, from y: k and v, (2, L, B, G, length, D)."""
-    n = F.rms_norm(states[1:].flatten(1, 2), [wave.d], eps=wave.cfg.norm_eps)
-    k, v, _ = wave.persistent(n, w, wave.tables)  # (L, length, B, G, D)
-    return torch.stack([k, v]).permute(0, 1, 3, 4, 2, 5).contiguous()
-
-
 class BackwardStep:
-    """Each active layer's chunk. Parts of norms: x_norm of n1(x), y_norm of n1(y), z_norm of
-    n2(z), q_norm of nq, k_norm and persistent_norm of nk."""
+    """Each active layer's chunk. Parts of norms: x_norm, y_norm of n1, z_norm of n2; q_norm
+    of nq; k_norm of nk at the persistent key, k_temp_norm at the temporary one."""
 
     def __init__(self, wave, step, states, pairs, d_pairs, w, grads):
         """Forward again, all positions at once."""
@@ -323,33 +317,26 @@ class BackwardStep:
         self.rope = [wave.diagonal(table, step, 1) for table in wave.tables]
         x, y = wave.diagonal(states[:-1], step, 1), wave.diagonal(states[1:], step, 1)
         x, self.y_norm = x.flatten(1, 2), norm_parts(y.flatten(1, 2), eps)
-        self.qkv, (self.x_norm, self.q_norm, self.k_norm) = wave.temporary(x, w, self.rope)
-        outside = wave.outside(*self.qkv, pairs, step)
-        own = [wave.diagonal(buffer, step, 3) for buffer in (*pairs, *d_pairs)]
-        self.attention = ChunkBackward(wave, self.qkv[0], *outside, *own)
-        self.a = self.attention.a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)
-        self.z_norm = norm_parts(x + product(self.a, w.out), eps)
+        self.inputs, norms = wave.temporary(x, w, self.rope)  # q, k^ and v^
+        self.x_norm, self.q_norm, self.k_temp_norm = norms
+        outside = wave.outside(*self.inputs, pairs, step)
+        k, v, dk, dv = (wave.diagonal(buffer, step, 3) for buffer in (*pairs, *d_pairs))
+        self.attention = ChunkBackward(wave, self.inputs[0], *outside, k, v, dk, dv)
+        self.a_rows = self.attention.a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)
+        self.z_norm = norm_parts(x + product(self.a_rows, w.wo), eps)
         self.u = product(self.z_norm.n, w.up)
-        self.persistent_norm = ()
-        if wave.cfg.qk_norm == "full":  # once more: persistent_pairs keeps no parts
-            self.persistent_norm = wave.persistent(self.y_norm.n, w, self.rope)[2]
+        # (5) once more: pairs has no parts. () without QK-norm
+        self.k_norm = self.q_norm and wave.persistent(self.y_norm.n, w, self.rope)[2]
 
-    def backward(self, dy):
+    def run(self, dy):
         """dy (A, C, B, d) -> dx. Adds to grads, and to d_pairs of earlier chunks."""
         wave, w, grads = self.wave, self.w, self.grads
         g, du, dz, dkv = self.reverse(dy)
-        # the rest needs every da, which reverse has written
-        dq, dk, dv = self.outside_backward()  # (B7), (B8)
-        dq = dq + self.attention.query_grad()  # (B7)
-        dk, dv = (d.unflatten(2, (wave.G, -1)).sum(3) for d in (dk, dv))  # of R queries
-        dq, dk, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, dk, dv))  # (A, C, B, heads, D)
-        dq = heads_backward(dq, w.nq, grads.nq, self.rope, self.q_norm)
-        dk = heads_backward(dk, w.nk, grads.nk, self.rope, self.k_norm)
-        dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(wave.dtype)
+        dqkv = self.inputs_backward()  # needs every da, which reverse has written
         for grad, d_out, x in (  # (B10)
                 (grads.qkv, dqkv, self.x_norm.n),
                 (grads.qkv[:, wave.kv], dkv, self.y_norm.n),
-                (grads.out, dz, self.a), (grads.up, du, self.z_norm.n),
+                (grads.wo, dz, self.a_rows), (grads.up, du, self.z_norm.n),
                 (grads.down, g, F.gelu(self.u))):
             grad += torch.bmm(d_out.mT.to(wave.dtype), x.to(wave.dtype))
         dx = dz + norm_backward(product(dqkv, w.qkv.mT), *self.x_norm)  # (B9)
@@ -357,53 +344,65 @@ class BackwardStep:
 
     def reverse(self, dy):
         """(B1) to (B6): all g, du, dz and dkv, of the products Wk n1(y), Wv n1(y)."""
-        wave, w = self.wave, self.w
-        split = lambda rows: rows.unflatten(1, (wave.C, wave.B)).unbind(1)  # C of (A, B, .)
-        norms = self.y_norm, self.z_norm, self.persistent_norm
-        y_norm, z_norm, k_norm = (list(zip(*map(split, norm))) for norm in norms)
-        us, dys, done = split(self.u), dy.unbind(1), []
+        wave, w, done = self.wave, self.w, []
+        norms = self.y_norm, self.z_norm, self.k_norm
         for i in reversed(range(wave.C)):
-            dk, dv = self.attention.kv_grad(i)  # (B1), (B2)
+            rows = slice(i * wave.B, (i + 1) * wave.B)  # of position i
+            y_norm, z_norm, k_norm = ([x[:, rows] for x in parts] for parts in norms)
             rope_i = [table[:, i:i + 1] for table in self.rope]
-            k_norm_i = k_norm[i] if k_norm else ()
-            dk = heads_backward(dk[:, None], w.nk, self.grads.nk, rope_i, k_norm_i)
+            dk, dv = self.attention.kv_grad(i)  # (B1), (B2)
+            dk = heads_backward(dk[:, None], w.nk, self.grads.nk, rope_i, k_norm)
             dkv = torch.cat([dk, dv.flatten(2)], -1).to(wave.dtype)  # (A, B, 2 G D)
-            g = dys[i] + norm_backward(product(dkv, w.qkv[:, wave.kv].mT), *y_norm[i])  # (B3)
-            du = torch.ops.aten.gelu_backward(product(g, w.down.mT), us[i])  # (B4)
-            dz = g + norm_backward(product(du, w.up.mT), *z_norm[i])  # (B5)
-            self.attention.write_query_grad(i, product(dz, w.out.mT))  # (B6)
+            dn = product(dkv, w.qkv[:, wave.kv].mT)
+            g = dy[:, i] + norm_backward(dn, *y_norm)  # (B3)
+            d = product(g, w.down.mT)
+            du = torch.ops.aten.gelu_backward(d, self.u[:, rows])  # (B4)
+            dz = g + norm_backward(product(du, w.up.mT), *z_norm)  # (B5)
+            self.attention.write_query_grad(i, product(dz, w.wo.mT))  # (B6)
             done.append((g, du, dz, dkv))
         return [torch.stack(d[::-1], 1).flatten(1, 2) for d in zip(*done)]
 
+    def inputs_backward(self):
+        """The gradient of W_qkv n1(x), rows (A, C B, (H + 2 G) D)."""
+        dq, *d_pair = self.outside_backward()
+        dq = dq + self.attention.query_grad()  # (B7)
+        # R queries share a pair
+        d_pair = (d.unflatten(2, (self.wave.G, -1)).sum(3) for d in d_pair)
+        dq, dk, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_pair))
+        dq = heads_backward(dq, self.w.nq, self.grads.nq, self.rope, self.q_norm)
+        dk = heads_backward(dk, self.w.nk, self.grads.nk, self.rope, self.k_temp_norm)
+        dv = dv.flatten(3).flatten(1, 2)
+        return torch.cat([dq, dk, dv], -1).to(self.wave.dtype)
+
     def outside_backward(self):
-        """Wavefront.outside's: dq, and the temporary pairs' dk, dv (A, B, H, C, D). Adds to
-        d_pairs of earlier chunks."""
-        wave, step, (q, k, v) = self.wave, self.step, self.qkv
+        """Wavefront.outside's: dq, dk^, dv^ (A, B, H, C, D). Adds to d_pairs."""
+        wave, step, (q, k_temp, v_temp) = self.wave, self.step, self.inputs
         a, lse, da = self.attention.a, self.attention.lse, self.attention.da
-        p = torch.exp((q * k).sum(-1) * wave.scale - lse)[..., None]
-        ds = p * (da * (v - a)).sum(-1, keepdim=True)  # (B1), delta is da . a
-        dq, dk, dv = ds * k * wave.scale, ds * q * wave.scale, p * da  # (B7), (B8)
+        p = torch.exp((q * k_temp).sum(-1) * wave.scale - lse)[..., None]
+        ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), delta is da . a
+        dq, dk, dv = ds * k_temp * wave.scale, ds * q * wave.scale, p * da  # (B7), (B8)
         a, da = a.to(wave.dtype), da.to(wave.dtype)
-        for l in range(step.lo, step.hi):
-            n, mask = wave.earlier(l, step)
-            if n > 0:  # a and lse are the whole softmax's, so p and delta are
-                keys, values = self.pairs[:, l, :, :, :n]
-                q_l, a_l, lse_l, da_l, dq_l = (x[l - step.lo] for x in (q, a, lse, da, dq))
-                grads = kernels.attend_backward(q_l, keys, values, a_l, lse_l, da_l, *mask)
-                for total, grad in zip((dq_l, *self.d_pairs[:, l, :, :, :n]), grads):
-                    total += grad  # (B7), (B2)
+        for j, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has none
+            start, alibi = wave.start(l, step)
+            keys, values = self.pairs[:, l, :, :, :start]
+            # a and lse, so delta and p, are those of the softmax over all keys
+            new = kernels.attend_backward(q[j], keys, values, a[j], lse[j], da[j], *alibi)
+            dq[j] += new[0]  # (B7)
+            self.d_pairs[0, l, :, :, :start] += new[1]  # (B2)
+            self.d_pairs[1, l, :, :, :start] += new[2]
         return dq, dk, dv
 
 
 class ChunkBackward:
-    """ChunkForward again, all positions at once: a (A, B, H, C, D), the complete lse
-    (A, B, H, C). Then gradients, position by position. k, v (A, B, G, C, D): the chunk's own
-    pairs; dk, dv: what later chunks have added."""
+    """ChunkForward for all positions: a (A, B, H, C, D), the whole lse. Then
+    gradients, position by position. k, v (A, B, G, C, D) are the chunk's own pairs, dk, dv
+    what later chunks have added."""
 
     def __init__(self, wave, q, out, lse, k, v, dk, dv):
         A, B, H, C, D = self.shape = q.shape
         self.scale, N = wave.scale, A * B * wave.G
-        self.q_scaled = (q.to(out.dtype) * wave.scale).view(N, -1, D)  # (N, R C, D)
+        # (N, R C, D), the r-th query of position i in row r C + i
+        self.q_scaled = (q.to(out.dtype) * wave.scale).view(N, -1, D)
         own = (x.to(out.dtype).reshape(N, C, D) for x in (k, v, dk, dv))
         self.k, self.v, self.dk, self.dv = own
         s = torch.bmm(self.q_scaled, self.k.mT)  # (N, R C, C)
@@ -414,13 +413,12 @@ class ChunkBackward:
         outside = torch.exp(lse.reshape(N, -1) - total)[..., None] * out.reshape(N, -1, D)
         a = torch.baddbmm(outside, self.p, self.v)
         self.a, self.lse = a.view(q.shape), total.view(q.shape[:4])
-        # finite until a query's are written: its p is 0 for later keys
         self.da, self.delta = torch.zeros_like(self.a), torch.zeros_like(total)
 
     def kv_grad(self, i):
-        """dk_i, dv_i (A, B, G, D), once later queries have written da."""
+        """dk_i, dv_i (A, B, G, D), once later queries have written da; others have p = 0."""
         A, B, _, C, D = self.shape
-        da, p = self.da.view(self.q_scaled.shape), self.p_of_key[:, i:i + 1]  # p (N, 1, R C)
+        da, p = self.da.view(self.q_scaled.shape), self.p_of_key[:, i:i + 1]
         ds = p * (torch.bmm(self.v[:, i:i + 1], da.mT) - self.delta[:, None])  # (B1)
         dk = torch.baddbmm(self.dk[:, i:i + 1], ds, self.q_scaled)  # (B2): (N, 1, D)
         dv = torch.baddbmm(self.dv[:, i:i + 1], p, da)
@@ -447,14 +445,16 @@ def run_layers(cfg, blocks, x):
     return Layers.apply(cfg, x, *stack_weights(cfg, blocks))
 
 
-def prefill(cfg, blocks, x):
-    """The same, and the persistent k, v (L, B, G, T, D) for a cache. No gradients, and no CUDA
-    graph: the next prompt has another length."""
-    wave = Wavefront(cfg, x, len(blocks))  # has autocast's dtype
+def prefill(cfg, blocks, x, past):
+    """The same after S cached tokens, past their k (B, G, S, D) of each layer, then v; and the
+    new k, v (L, B, G, T, D). No gradients; no CUDA graph, as lengths differ."""
+    S = past[0].size(2)
+    wave = Wavefront(cfg, x, len(blocks), S)  # has autocast's dtype
     with torch.autocast(x.device.type, enabled=False):
-        w = stack_weights(cfg, blocks).to(wave.dtype)
-        states, = forward(wave, x, *w)
-        k, v = persistent_pairs(wave, states, w)[..., :wave.T, :]
+        pairs = torch.stack(past).to(wave.dtype).unflatten(0, (2, -1))
+        pairs = F.pad(pairs, (0, 0, 0, wave.length))  # room for the new
+        states, = forward_pass(wave, x, *stack_weights(cfg, blocks), pairs=pairs)
+    k, v = pairs[..., S:S + wave.T, :]
     return states[-1, :wave.T].transpose(0, 1), k, v
 
 
@@ -462,7 +462,7 @@ class Layers(torch.autograd.Function):
     @staticmethod
     def forward(ctx, cfg, x, *weights):
         ctx.wave = Wavefront(cfg, x, len(weights[0]))
-        states, = replay(ctx.wave, forward, x, *weights)
+        states, = replay(ctx.wave, forward_pass, x, *weights)
         ctx.save_for_backward(states, *weights)
         return states[-1, :ctx.wave.T].transpose(0, 1).contiguous()
 
@@ -470,7 +470,7 @@ class Layers(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         states, *weights = ctx.saved_tensors
-        dx, *grads = replay(ctx.wave, backward, states, dy, *weights)
+        dx, *grads = replay(ctx.wave, backward_pass, states, dy, *weights)
         grads = (grad.to(weight.dtype) for grad, weight in zip(grads, weights))
         return None, dx.to(states.dtype), *grads
 
@@ -484,7 +484,7 @@ class Graph:
     """function(wave, *inputs) -> list of tensors, as a CUDA graph."""
 
     def __init__(self, wave, function, inputs):
-        self.wave = wave  # the graph reads its tables: they must live as long
+        self.wave = wave  # has the tables that the graph reads
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(inputs[0].device):
             self.inputs = [x.clone() for x in inputs]
             side, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -506,7 +506,7 @@ class Graph:
 
 def recordable(x, dtype):
     return (x.is_cuda and not torch.cuda.is_current_stream_capturing()
-            and kernels.runs_triton(x.device, dtype))  # plain attend waits for the host
+            and kernels.runs_triton(x.device, dtype))  # else attend copies to the host
 
 
 def replay(wave, function, *inputs):
@@ -515,7 +515,7 @@ def replay(wave, function, *inputs):
     with torch.autocast(inputs[0].device.type, enabled=False):
         if not (wave.cfg.cuda_graphs and recordable(inputs[0], wave.dtype)):
             return function(wave, *inputs)
-        # a graph has the first call's wave in it: it must follow from the key
+        # a graph keeps its first call's wave, which cfg, dtype and shapes determine
         key = (function, inputs[0].device, wave.dtype, str(wave.cfg),
                *((x.shape, x.dtype) for x in inputs))
         if key not in SEEN:

@@ -14,8 +14,8 @@ The answer is a JSON line with the id (or the line's number), text, tokens, exit
 which each token was predicted) and seconds (from the start to the answer).
 
 A token takes loop 1, then may exit or take loop 2 (model_mor says recursion). Two slots are
-decoding requests A and B; C comes next. A column is a call of the model, A2: loop 2 of a token
-of A, .: the slot waits.
+decoding requests A and B; C comes next. A column is a step in time, A2: loop 2 of a token of A,
+.: the slot waits.
 
     sequence    A1 A2 A1 .  A1 A2       all slots take the same loop of one token each, and a
                 B1 .  B1 B2 C1 C2       slot whose token has exited waits for the others
@@ -27,20 +27,19 @@ Up to rounding, each answer is what its request would get alone.
 
 A token that exits early has no keys and values in the deeper loops, which later tokens need.
 The paper leaves them to future work: it simulates the batching, with exits that an oracle
-chooses. Here the token's state waits until a later token goes there: with fill=exact it takes
-that loop, too, with fill=propagate only its keys and values are projected from the state.
+chooses. Here the token waits until a later one goes there: with fill=exact it takes that loop,
+too, with fill=propagate its state is frozen, and only keys and values are projected from it.
 
 Words. A request is decoded in a slot. What a slot feeds to the model is its prompt at first (a
 prefill), then one token of the answer at a time. In relaxed a rule decides where a fed token
 exits (exit=), but a prefill takes all loops; in mor a router decides, of a prefill's tokens too.
-Between two calls of the model a token waits for its next loop, until its slot goes there.
 
 The models' attention and MLP run as they are: a row of their batch is a token of some slot. What
 they cannot know stands here: where its keys are (SlotContext) and, in relaxed, that rows differ
 in their loop (mixed_block).
 
 Shapes: N tokens of a call are R rows of T tokens (T = 1, or R = 1), S keys, G key/value heads,
-D head size, C width, V vocabulary, r rank. Loops count from 1.
+D head size, C width, V vocabulary, r rank. Loops count from 1, the layers of a loop from 0.
 """
 import copy
 import functools
@@ -60,7 +59,7 @@ import torch.nn.functional as F
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
 
 from common.checkpoint import load_run
-from common.keys import UserError, asks_help, help_text, read_text, run_cli, typed_config
+from common.keys import UserError, asks_help, choice, help_text, read_text, run_cli, typed_config
 from common.process import pick_device
 from common.sampling import (Decoding, Sampling, check_prompts, loop_fractions, next_tokens,
                              read_arguments)
@@ -72,25 +71,16 @@ from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
 @dataclass
 class EngineKeys(Decoding):
     """The keys that serve.py and lab.page share."""
-    batching: str = "depth"         # sequence | depth
+    batching: str = choice("depth", "sequence")
     slots: int = 16                 # requests decoded at a time
     exit: str = ""                  # relaxed: static:LOOP | confidence:P
-    fill: str = ""                  # relaxed: deeper keys after an exit: exact | propagate
-
-    def __post_init__(self):
-        self.between(slots=(1, 4096))
-        self.one_of("batching", "sequence", "depth")
-        self.one_of("fill", "", "exact", "propagate")
+    fill: str = choice("exact", "propagate")    # relaxed: deeper keys of a token that has exited
 
 
 @dataclass
 class ServeConfig(Sampling, EngineKeys):
     requests: str = ""              # the file of requests, one JSON object a line
     prompt: str = ""                # or one text to continue, in colours
-
-    def __post_init__(self):
-        Sampling.__post_init__(self)
-        EngineKeys.__post_init__(self)
 
 
 def main(argv):
@@ -102,9 +92,10 @@ def main(argv):
     model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
     if cfg.requests:
         requests, write = read_requests(model, tokenizer, cfg), write_answers
-    else:       # one request has nobody to wait for, and sequence takes share=sequence too
+    else:       # one request has nobody to wait for, and batching=sequence takes every share
         cfg = replace(cfg, batching="sequence")
-        requests, write = [make_request(model, tokenizer, cfg, asked=cfg)], write_coloured
+        request = make_request(model, tokenizer, cfg, cfg.prompt, cfg.max_new_tokens)
+        requests, write = [request], write_coloured
     engine = Engine(model, min(cfg.slots, len(requests)), None, cfg.batching, cfg.exit, cfg.fill,
                     eot=tokenizer.eot if cfg.stop else None, vocab_size=tokenizer.vocab_size)
     start = time.perf_counter()
@@ -167,25 +158,25 @@ def read_request(line, n, model, tokenizer, cfg):
     """The Request in line n."""
     keys = {"id": n, "prompt": "", "max_new_tokens": cfg.max_new_tokens}
     try:
-        keys |= {**json.loads(line)}
+        keys |= {**json.loads(line)}        # a TypeError for a list
     except (ValueError, TypeError, RecursionError):
         raise UserError("not a JSON object") from None
     id = keys.pop("id")
-    asked = typed_config(RequestLine, keys, free_text=("prompt",))
-    return make_request(model, tokenizer, cfg, asked, n, id)
+    given = typed_config(RequestLine, keys, free_text=("prompt",))
+    return make_request(model, tokenizer, cfg, given.prompt, given.max_new_tokens, n, id)
 
 
-def make_request(model, tokenizer, cfg, asked, n=1, id=None):
-    """The n-th Request, for asked.max_new_tokens tokens after asked.prompt."""
-    prompt, random = tokenizer.encode(asked.prompt), generator(cfg.seed, n, model.wte.weight.device)
+def make_request(model, tokenizer, cfg, text, max_new_tokens, n=1, id=None):
+    """The n-th Request: text is to be continued."""
+    prompt, random = tokenizer.encode(text), generator(cfg.seed, n, model.wte.weight.device)
     check_prompts([prompt], tokenizer.vocab_size)
-    return Request(prompt, asked.max_new_tokens, id, cfg.how(), random)
+    return Request(prompt, max_new_tokens, id, cfg.how(), random)
 
 
 def generator(seed, n, device):
     """The random numbers of the n-th request, whatever its neighbours are."""
-    word = np.random.SeedSequence([seed, n]).generate_state(1, np.uint64)[0]
-    return torch.Generator(device).manual_seed(int(word >> np.uint64(1)))
+    [word] = np.random.SeedSequence([seed, n]).generate_state(1, np.uint64).tolist()
+    return torch.Generator(device).manual_seed(word >> 1)       # a seed has 63 bits
 
 
 def write_answers(engine, requests, tokenizer):
@@ -196,15 +187,15 @@ def write_answers(engine, requests, tokenizer):
                           "seconds": seconds}), flush=True)
 
 
-COLOURS = (34, 36, 32, 33, 35, 31)      # of the terminal: blue, cyan, green, yellow, magenta, red
+COLOURS = (34, 31, 32, 35, 36, 33)      # of the terminal: blue, red, green, magenta, cyan, yellow
+
+
+def coloured(text, loop):
+    return f"\033[{COLOURS[(loop - 1) % len(COLOURS)]}m{text}\033[0m" if text else ""
 
 
 def write_coloured(engine, requests, tokenizer):
     """The prompt, and each token when it comes, in the colour of the loop that predicted it."""
-    def coloured(text, loop):
-        colour = COLOURS[(loop - 1) * (len(COLOURS) - 1) // max(1, engine.n_loop - 1)]
-        return f"\033[{colour}m{text}\033[0m" if text else ""
-
     [request] = requests
     print(tokenizer.decode(request.prompt), end="", flush=True)
     for n, text in enumerate(tokenizer.stream(answer_tokens(engine, request))):
@@ -231,10 +222,11 @@ def answer_tokens(engine, request):
 class Token:
     """A token that a slot feeds to the model."""
     slot: "Slot"
-    pos: int
-    h: torch.Tensor                 # its state (C,)
+    pos: int                        # in the cache
+    id: int
+    h: torch.Tensor = None          # its state (C,)
     h1: torch.Tensor = None         # mor: its state before loop 1
-    loop: int = 1                   # that it takes, or has taken last
+    loop: int = 0                   # that it has taken last
     frozen: bool = False            # fill=propagate: it has exited, h stays as it is
 
 
@@ -243,27 +235,38 @@ class Slot:
     """Where one request is decoded."""
     number: int
     request: Request = None
-    fed: range = None               # positions of the tokens that are fed now
+    fed: list = None                # tokens: a prefill, or one
     newest: Token = None            # the last of them
     loop: int = 1                   # that they take next
-    # {loop: tokens that take it when the slot goes there}; with fill=exact exited ones, too
+    # {loop: tokens that take it when the slot goes there next}, in relaxed exited ones, too
     waiting: dict = field(default_factory=lambda: defaultdict(list))
-    left: list = field(default_factory=list)    # fed tokens that have left the loops
 
-    def feed(self, positions):
-        self.fed, self.loop, self.left = positions, 1, []
+    def feed(self, ids, start):
+        """Tokens at positions start, start + 1, .. begin with loop 1."""
+        self.fed = [Token(self, pos, id) for pos, id in enumerate(ids, start)]
+        self.newest, self.loop, self.waiting[1] = self.fed[-1], 1, self.fed
+
+    def take(self):
+        """The tokens that take the slot's next loop now."""
+        tokens = self.waiting.pop(self.loop)
+        self.loop += 1
+        for token in tokens:
+            token.loop += 1
+        return tokens
 
 
 class Engine:
     """Decodes requests in `slots` slots, each of max_len tokens. max_len None: the model's limit
-    or, without one, 8 times block_size. A sequence that outgrows max_len goes on from its last
+    or, without one, 8 times block_size. A text that outgrows max_len goes on from its last
     max_len tokens, as in sample.py: each of these steps is a prefill, slow and without early
     exits."""
 
-    def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="", eot=None,
-                 vocab_size=None):
+    def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="exact",
+                 eot=None, vocab_size=None):
         cfg, self.adapter = model.cfg, adapter_of(model)
-        if (exit or fill) and self.adapter.routed:
+        if not 1 <= slots <= 4096:
+            raise UserError(f"slots={slots} must be at least 1 and at most 4096")
+        if (exit or fill != "exact") and self.adapter.routed:
             raise UserError("exit and fill are for relaxed: in a mor the router decides which "
                             "tokens exit")
         if batching == "depth" and not cfg.share.endswith("cycle"):
@@ -303,100 +306,90 @@ class Engine:
         longest = len(slot.request.prompt) + slot.request.max_new_tokens
         self.cache.reset(slot.number, min(longest, self.max_len))
         slot.waiting.clear()
-        slot.feed(range(min(len(slot.request.ids), self.max_len)))
+        slot.feed(slot.request.ids[-self.max_len:], 0)
 
     @torch.inference_mode()
     def step(self):
-        """depth: one loop for all slots. sequence: one token for each."""
-        slots = self.busy()
-        for slot in slots:
-            if slot.fed.stop > self.max_len:    # a full context
-                self.prefill(slot)
-        while slots:                    # sequence: until the last token has exited
-            slots = self.advance(slots)
-            if self.batching == "depth":
-                return
-
-    def advance(self, slots):
         """One loop for the tokens that wait for it. A slot whose newest token exits gets the next
-        token of its answer, and feeds it from loop 1 on. Returns the slots that stay."""
-        self.embed([slot for slot in slots if slot.loop == 1])
-        tokens = [token for slot in slots for token in slot.waiting.pop(slot.loop)]
-        for token in tokens:
-            token.loop = token.slot.loop
-        if self.fill == "propagate":
-            self.run_layers(self.adapter.project, [token for token in tokens if token.frozen])
-        self.run_layers(self.adapter.run_loop, [token for token in tokens if not token.frozen])
-        for token, goes_on in zip(tokens, self.adapter.goes_on(tokens)):
-            slot = token.slot
-            if goes_on and slot.loop < self.n_loop:
-                slot.waiting[slot.loop + 1].append(token)
-            else:
-                slot.left.append(token)
-        exiting, logits = self.exiting(slots)
-        for slot in exiting:
-            slot.newest.frozen = self.fill == "propagate"
+        token of its answer, and feeds it from loop 1 on."""
+        slots = self.busy()
+        if self.batching == "sequence":     # slots in loop 1 wait for those that are deeper
+            deepest = max((slot.loop for slot in slots), default=1)
+            slots = [slot for slot in slots if slot.loop == deepest]
+        tokens = [token for slot in slots for token in slot.take()]
+        self.embed([token for token in tokens if token.loop == 1])
+        self.run_loop(tokens)
+        self.route(tokens)
+        through = [slot for slot in slots if slot.loop not in slot.waiting]
+        self.leave_loops(through)
+        exiting, logits = self.exiting(slots, through)
         if exiting:
             self.emit(exiting, logits)
-        stay = [slot for slot in slots if slot not in exiting]
-        for slot in stay:
-            slot.loop += 1
-        return stay
 
-    def embed(self, slots):
-        """The fed tokens of the slots, which are their newest, wait for loop 1."""
-        ids = [id for slot in slots for id in slot.request.ids[-len(slot.fed):]]
-        places = [(slot, pos) for slot in slots for pos in slot.fed]
-        h = self.model.wte(torch.tensor(ids, dtype=torch.long, device=self.device))     # (N, C)
-        tokens = [Token(*place, state) for place, state in zip(places, h)]
+    def embed(self, tokens):
+        ids = torch.tensor([token.id for token in tokens], dtype=torch.long, device=self.device)
+        for token, h in zip(tokens, self.model.wte(ids)):
+            token.h = h
         if self.adapter.routed:
-            self.run_layers(self.adapter.run_first, tokens)
+            self.run_layers(self.adapter.before_loops, tokens)
         for token in tokens:
-            token.h1, token.slot.newest = token.h, token
-            token.slot.waiting[1].append(token)
+            token.h1 = token.h
+
+    def run_loop(self, tokens):
+        frozen = [token for token in tokens if token.frozen]
+        if frozen:      # first, as the others attend to their keys
+            self.run_layers(self.adapter.project, frozen)
+        self.run_layers(self.adapter.run_loop, [token for token in tokens if not token.frozen])
+
+    def route(self, tokens):
+        """Those that need another loop wait for it; in relaxed also one that exits now."""
+        deeper = [token for token in tokens if token.loop < self.n_loop]
+        needed = self.adapter.need_next_loop(deeper) if deeper else []
+        for token in itertools.compress(deeper, needed):
+            token.slot.waiting[token.loop + 1].append(token)
+
+    def leave_loops(self, slots):
+        """What follows the loops takes all that a slot feeds together."""
+        if self.adapter.routed:
+            tokens = [token for slot in slots for token in slot.fed]
+            self.run_layers(self.adapter.after_loops, tokens, loop=1)   # see SlotCache
 
     def run_layers(self, layers, tokens, loop=None):
         """layers: a function of the tokens' states x (R, T, C) and their context, which returns
-        the next states. loop: where their keys and values belong (None: each token's)."""
+        the next states. loop: whose keys they attend to (None: those of each token's own)."""
         for T, call in calls(tokens):
             x = torch.stack([token.h for token in call]).unflatten(0, (-1, T))      # (R, T, C)
             x = layers(x, SlotContext(self.cache, call, T, loop))
             for token, h in zip(call, x.flatten(0, 1)):
                 token.h = h
 
-    def exiting(self, slots):
-        """The slots whose newest tokens exit after this loop, and these tokens' logits (R, V)."""
-        # slots that are through have no token that waits for the next loop
-        asked = through = [slot for slot in slots if slot.loop + 1 not in slot.waiting]
-        if self.adapter.routed:     # the last layer takes all that a slot feeds together
-            left = [token for slot in through for token in slot.left]
-            self.run_layers(self.adapter.run_last, left, loop=1)
-        if self.rule:       # not for a prefill, which takes all loops
-            asked = [slot for slot in slots if slot in through or slot.fed.start > 0]
-        if not asked:       # the others need no logits
+    def exiting(self, slots, through):
+        """The slots whose newest tokens exit after this loop, and these tokens' logits (R, V).
+        Those that are through do; of the others, but no prefill, those that a rule chooses."""
+        asked = [slot for slot in slots if slot in through or self.rule and slot.fed[0].pos > 0]
+        if not asked:
             return [], None
-        logits = self.logits(torch.stack([slot.newest.h for slot in asked]))
-        exits = torch.tensor([slot in through for slot in asked])       # (R,)
-        if self.rule:
-            exits |= self.rule(logits, torch.tensor([slot.loop for slot in asked])).cpu()
-        return [slot for slot, out in zip(asked, exits.tolist()) if out], logits[exits]
-
-    # the answers
-
-    def logits(self, h):
-        """h (R, C), states of newest tokens -> (R, V)."""
-        return upcast(self.model.head(self.model.norm(h)))[:, :self.vocab_size]
+        h = self.model.norm(torch.stack([slot.newest.h for slot in asked]))         # (R, C)
+        logits = upcast(self.model.head(h))[:, :self.vocab_size]
+        if not self.rule:
+            return asked, logits
+        loops = [slot.newest.loop for slot in asked]
+        chosen = self.rule(logits, torch.tensor(loops, device=self.device))         # (R,)
+        return list(itertools.compress(asked, chosen.tolist())), logits[chosen]
 
     def emit(self, slots, logits):
         """Each slot gets the next token of its answer and feeds it, or the answer ends."""
         for slot, token in zip(slots, self.pick(slots, logits)):
+            slot.newest.frozen = self.fill == "propagate"
             ends = token == self.eot
             if not ends:
                 ends = slot.request.add(token, slot.newest.loop)
             if ends:
                 self.end(slot)
-            else:
-                slot.feed(range(slot.fed.stop, slot.fed.stop + 1))
+            elif slot.newest.pos + 1 < self.max_len:
+                slot.feed([token], slot.newest.pos + 1)
+            else:                   # a full context
+                self.prefill(slot)
 
     def end(self, slot):
         self.done.append(slot.request)
@@ -416,8 +409,8 @@ class Engine:
 
 def exit_rule(exit, n_loop):
     """What exit= names: a function of logits (R, V) after loop (R,) that tells which tokens exit
-    there, (R,) bool; None where every token takes all loops. static: after this loop; confidence:
-    where the likeliest token's probability is above P (Schuster et al. 2022)."""
+    there, (R,) bool, all after the last loop; None without a rule. static: after this loop;
+    confidence: where the likeliest token's probability is above P (Schuster et al. 2022)."""
     if not exit:
         return None
     kind, _, value = exit.partition(":")
@@ -428,7 +421,7 @@ def exit_rule(exit, n_loop):
     if kind == "static" and bound in range(1, n_loop + 1):
         return lambda logits, loop: loop >= bound
     if kind == "confidence" and 0 <= bound <= 1:
-        return lambda logits, loop: logits.softmax(-1).amax(-1) > bound
+        return lambda logits, loop: (logits.softmax(-1).amax(-1) > bound) | (loop == n_loop)
     raise UserError(f"exit={exit}: static:LOOP, confidence:P are allowed, LOOP from 1 to {n_loop}, "
                     f"P from 0 to 1")
 
@@ -454,9 +447,9 @@ def calls(tokens):
 
 
 class SlotCache:
-    """Keys and values. A sequence is a slot in a loop; its entry p is the token at position p, if
-    that took the loop (model_mor's own cache has no such gaps, so it is smaller). Layers -2 and -1
-    are mor's first and last, outside the loops."""
+    """Keys and values. A slot has a lane for each loop; its entry p is the token at position p, if
+    that took the loop (model_mor's own cache has no such gaps, so it is smaller). mor's first and
+    last layer, -2 and -1, count to loop 1, as all tokens take both."""
 
     def __init__(self, model, slots):
         cfg, n_loop, w = model.cfg, model.loops_to_run, model.wte.weight
@@ -464,8 +457,8 @@ class SlotCache:
         zeros = functools.partial(torch.zeros, device=w.device, dtype=self.dtype)
         outside, shape = getattr(cfg, "n_outside", 0), (2, cfg.n_kv_head, 0, cfg.head_dim)
         self.kv = {layer: zeros(slots * (n_loop if layer >= 0 else 1), *shape)
-                   for layer in range(-outside, cfg.n_stored)}      # (sequences, 2, G, room, D)
-        self.taken = zeros(slots * n_loop, 0, dtype=torch.bool)     # (sequences, room)
+                   for layer in range(-outside, cfg.n_stored)}      # (lanes, 2, G, room, D)
+        self.taken = zeros(slots * n_loop, 0, dtype=torch.bool)     # (lanes, room)
 
     def reset(self, slot, need):
         """Empty a slot, for `need` tokens. It is zeroed: a NaN poisons sums, even under a mask."""
@@ -473,26 +466,26 @@ class SlotCache:
         if more > 0:
             self.taken = F.pad(self.taken, (0, more))
             self.kv = {layer: F.pad(kv, (0, 0, 0, more)) for layer, kv in self.kv.items()}
-        for sequences in (self.taken, *self.kv.values()):
-            sequences[slot::self.slots] = 0
+        for lanes in (self.taken, *self.kv.values()):
+            lanes[slot::self.slots] = 0
 
 
 class SlotContext:
     """The context of a call, as model_gpt's Context: each token attends to the tokens of its slot
-    that have taken the same loop, up to itself."""
+    that have taken the same loop, up to itself. relaxed and mor have neither ALiBi nor a window."""
 
     def __init__(self, cache, tokens, T, loop=None):
-        """tokens: R T of them. loop: where their keys and values belong (None: each token's)."""
+        """tokens: R T of them. loop: whose keys they attend to (None: each those of its own)."""
         self.tokens, self.kv, cfg, device = tokens, cache.kv, cache.cfg, cache.taken.device
         tensor = functools.partial(torch.tensor, device=device)
         self.loop = tensor([loop or token.loop for token in tokens[::T]])       # (R,)
         slot = tensor([token.slot.number for token in tokens[::T]])             # (R,)
-        self.sequence = (self.loop - 1) * cache.slots + slot                    # (R,)
+        self.lane = (self.loop - 1) * cache.slots + slot                        # (R,)
         self.pos = tensor([token.pos for token in tokens]).view(-1, T)          # (R, T)
         self.S = max(token.pos for token in tokens) + 1
-        cache.taken[self.sequence[:, None], self.pos] = True
+        cache.taken[self.lane[:, None], self.pos] = True
         visible = torch.arange(self.S, device=device) <= self.pos[..., None]    # (R, T, S)
-        visible = visible & cache.taken[self.sequence, None, :self.S]
+        visible = visible & cache.taken[self.lane, None, :self.S]
         self.bias = torch.where(visible, 0.0, -math.inf)[:, None]               # (R, 1, T, S)
         self.rope = None
         if cfg.pos == "rope":           # (R, 1, T, D / 2) each
@@ -502,12 +495,12 @@ class SlotContext:
     def extend(self, layer, k, v):
         """k, v (R, G, T, D) of the tokens -> (R, G, S, D), those of all so far."""
         self.write(layer, k, v)
-        kv = self.kv[layer][:, :, :, :self.S].index_select(0, self.sequence)
+        kv = self.kv[layer][:, :, :, :self.S].index_select(0, self.lane)
         return kv.to(k.dtype).unbind(1)
 
     def write(self, layer, k, v):
         kv, new = self.kv[layer], torch.stack([k, v], 1).permute(0, 3, 1, 2, 4)
-        kv[self.sequence[:, None], :, :, self.pos] = new.to(kv.dtype)           # (R, T, 2, G, D)
+        kv[self.lane[:, None], :, :, self.pos] = new.to(kv.dtype)           # (R, T, 2, G, D)
 
 
 # ---- the models ----
@@ -516,30 +509,30 @@ class LoopAdapter:
     """What the engine asks of a model: layers as functions of states x (R, T, C) and their
     SlotContext, which return the next states.
 
-        run_loop                the loop of each row; those that differ have the same blocks
-        project                 relaxed: writes keys and values of that loop, returns x
-        run_first, run_last     mor: the layers outside the loops
+        run_loop        the loop of each row; loops that differ have the same blocks
+        project         relaxed: writes keys and values of that loop, returns x
+        before_loops    mor: the first layer
+        after_loops     mor: the gate of token choice, the last layer
     """
     routed = False      # whether a router decides which tokens exit
 
     def __init__(self, model):
         self.model, self.cfg = model, model.cfg
 
-    def goes_on(self, tokens):
-        """For each token, whether it takes the next loop, if there is one."""
+    def need_next_loop(self, tokens):
+        """For each token, whether it takes another loop. In relaxed all do: with fill=exact those
+        that have exited, too, and frozen ones for their keys and values."""
         return [True] * len(tokens)
 
 
 class RelaxedAdapter(LoopAdapter):
-    """All tokens take all loops: with fill=exact later, if they have exited."""
-
     def __init__(self, model):
         super().__init__(model)
         self.mixed = [mixed_block(block) for block in model.blocks]
 
     def run_loop(self, x, context):
         for layer, (block, u) in enumerate(self.layers(x, context.loop)):
-            x = x + block.attn(block.norm1(x), layer, u, context)
+            x = x + block.attn(block.norm1(x), layer, u, context)   # as Block, which chooses u
             x = x + block.mlp(block.norm2(x), u)
         return x
 
@@ -556,18 +549,19 @@ class RelaxedAdapter(LoopAdapter):
         return x
 
     def layers(self, x, loop):
-        """(block, u) of each layer in the loops (R,) of the rows."""
-        cfg, first, K = self.cfg, int(loop[0]), self.cfg.n_stored
-        if not cfg.rank or (loop == first).all():       # rank 0: all uses are the same
-            uses = [cfg.block_and_use(layer) for layer in range((first - 1) * K, first * K)]
-            return [(self.model.blocks[k], u) for k, u in uses]
-        u = F.one_hot(loop - 1, cfg.n_loop)[:, None].to(x)              # (R, 1, n_loop)
-        return [(block, u) for block in self.mixed]
+        """(block, u) of each layer, for rows in loops (R,). u: their use of the block, as in
+        model_relaxed; where they differ (R, 1, n_loop), a 1 at each row's."""
+        first, K = int(loop[0]), self.cfg.n_stored
+        if self.cfg.rank and (loop != first).any():
+            u = F.one_hot(loop - 1, self.cfg.n_loop)[:, None].to(x)
+            return [(block, u) for block in self.mixed]
+        unrolled = range((first - 1) * K, first * K)    # rank 0: all uses are the same
+        uses = [self.cfg.block_and_use(layer) for layer in unrolled]
+        return [(self.model.blocks[k], u) for k, u in uses]
 
 
 def mixed_block(block):
-    """A copy of a relaxed block, with the same weights, that takes for u (R, 1, n_loop): each row
-    has a 1 at its use."""
+    """A copy of a relaxed block, with the same weights, that takes u (R, 1, n_loop)."""
     block = copy.deepcopy(block, {id(p): p for p in block.parameters()})
     for part in block.modules():
         if hasattr(part, "rank"):       # model_relaxed's RelaxedLinear
@@ -590,7 +584,6 @@ def mixed_norm(part, x, u):
 
 
 class MoRAdapter(LoopAdapter):
-    """Blocks are called with -2 and -1 as the numbers of the first and the last layer."""
     routed = True
 
     def __init__(self, model):
@@ -598,56 +591,54 @@ class MoRAdapter(LoopAdapter):
         if self.cfg.kv != "recursion":
             raise UserError(f"kv={self.cfg.kv} is not served: sample.py decodes it")
 
-    def run_first(self, x, context):
+    def before_loops(self, x, context):
         for block in self.model.first:
             x = block(x, -2, context)
         return x
 
     def run_loop(self, x, context):
-        y, model = x, self.model
-        for layer, block in enumerate(model.layers_of[int(context.loop[0]) - 1]):
+        y, any_loop = x, int(context.loop[0])       # those that differ have the same blocks
+        for layer, block in enumerate(self.model.layers_of[any_loop - 1]):
             y = block(y, layer, context)
         if self.cfg.router != "expert":
             return y
-        gate = model.gate(self.scores(model.routers, x, context.loop))  # (R, T, 1)
-        return x + (gate * y).to(x.dtype)                               # (2.1)
+        gate = self.model.gate(self.scores(self.model.routers, x, context.loop))    # (R, T, 1)
+        return x + (gate * y).to(x.dtype)           # model_mor's (2.1)
 
-    def scores(self, routers, x, loop):
-        """x (R, T, C) -> (R, T, 1), by the routers of the rows' loops (R,)."""
-        s = torch.cat([router(x) for router in routers], -1)            # (R, T, n_loop)
-        return s.take_along_dim(loop[:, None, None] - 1, -1)
-
-    def goes_on(self, tokens):
-        model, cfg = self.model, self.cfg
-        if cfg.router == "none":
-            return super().goes_on(tokens)
-        if cfg.router == "token":
-            _, _, depth = model.choose_depth(torch.stack([token.h1 for token in tokens]))
-            return [token.loop < d for token, d in zip(tokens, depth.tolist())]
-        x = torch.stack([token.h for token in tokens])[:, None]         # (N, 1, C)
-        loop = torch.tensor([min(token.loop + 1, cfg.n_loop) for token in tokens], device=x.device)
-        routers = model.aux_routers if cfg.causal == "aux_router" else model.routers
-        return (self.scores(routers, x, loop) >= 0).flatten().tolist()
-
-    def run_last(self, x, context):
+    def after_loops(self, x, context):
         if self.cfg.router == "token":
             h1 = torch.stack([token.h1 for token in context.tokens]).view_as(x)
             _, p, depth = self.model.choose_depth(h1)
-            x = self.model.exit(h1, x, p, depth)                        # (2.2)
+            x = self.model.exit(h1, x, p, depth)    # model_mor's (2.2)
         for block in self.model.last:
             x = block(x, -1, context)
         return x
 
+    def need_next_loop(self, tokens):
+        model, cfg = self.model, self.cfg
+        if cfg.router == "none":
+            return super().need_next_loop(tokens)
+        if cfg.router == "token":
+            _, _, depth = model.choose_depth(torch.stack([token.h1 for token in tokens]))
+            return [token.loop < d for token, d in zip(tokens, depth.tolist())]
+        routers = model.aux_routers if cfg.causal == "aux_router" else model.routers
+        x = torch.stack([token.h for token in tokens])[:, None]                 # (N, 1, C)
+        next_loop = torch.tensor([token.loop + 1 for token in tokens], device=x.device)
+        return (self.scores(routers, x, next_loop) >= 0).flatten().tolist()
 
-ADAPTERS = {"model_relaxed": RelaxedAdapter, "model_mor": MoRAdapter}
+    def scores(self, routers, x, loop):
+        """x (R, T, C) -> (R, T, 1), by the routers of loops (R,)."""
+        s = torch.cat([router(x) for router in routers], -1)                    # (R, T, n_loop)
+        return s.take_along_dim(loop[:, None, None] - 1, -1)
 
 
 def adapter_of(model):
     """The adapter of a model; UserError if it has no loops."""
-    name = type(model).__module__
-    if name not in ADAPTERS:
+    name, adapters = type(model).__module__, {"model_relaxed": RelaxedAdapter,
+                                              "model_mor": MoRAdapter}
+    if name not in adapters:
         raise UserError(f"only models that loop over depth are served (relaxed, mor), not a {name}")
-    return ADAPTERS[name](model)
+    return adapters[name](model)
 
 
 if __name__ == "__main__":

@@ -141,11 +141,6 @@ class Keys:
             if not low <= value <= (math.inf if high is None else high):
                 raise ValueError(f"{name}={value} must be at least {low}{most}")
 
-    def one_of(self, name, *allowed):
-        if getattr(self, name) not in allowed:
-            words = ", ".join(filter(None, allowed))
-            raise ValueError(f"{name}={getattr(self, name)} must be one of: {words}")
-
 
 def typed_config(schema, values, base=None, free_text=()):
     """An instance of the dataclass `schema`: its defaults, then `base` (plain values of a YAML

@@ -131,7 +131,7 @@ def router_scores(model, inputs):
         router.register_forward_hook(lambda _, x, s, r=r: seen.update({r: s[..., 0]}))
     for x in inputs:
         seen.clear()
-        taken = model.recursions(x)  # (B, T)
+        _, taken, _ = model.states(x, top_k=False)  # (B, T)
         for r in range(1, len(seen)):  # routers after those that let no token on do not run
             scores = seen[r][taken >= r].float().sigmoid()
             counts[r] += torch.histc(scores.cpu(), 10, 0, 1)

@@ -13,6 +13,7 @@ A choice has `depths` too: the loop after which each of its tokens exited, from 
 """
 import asyncio
 import codecs
+import contextlib
 import itertools
 import json
 import os
@@ -58,25 +59,26 @@ class Choice(serve.Request):
     asked: "Completion" = None      # what it is a choice of
     index: int = 0                  # in the answer
     run: "Run" = None
-    queue: asyncio.Queue = None     # of the answer: (choice, new text, [depth], reason at the end)
+    queue: asyncio.Queue = None     # of the answer: (choice, [token], [depth], reason at the end)
     cancelled: bool = False         # the client has gone
     reason: str = None              # why the text has ended
     logprobs: list = field(default_factory=list)    # (token, logprob, {token: logprob})
-    decoder: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace"))
 
     def add(self, token, exit_after):
         """A token of the answer. Returns whether it is the last."""
-        last = super().add(token, exit_after)
         if self.asked.stream:           # others are told of their end alone
-            text = self.decoder.decode(self.run.tokenizer.decode_bytes([token]))
-            self.run.news.append((self, text, [exit_after], None))
-        return last or self.cancelled
+            self.tell([token], [exit_after])
+        return super().add(token, exit_after) or self.cancelled
 
     def end(self):
         full = len(self.tokens) == self.max_new_tokens
         self.reason = self.reason or ("length" if full else "stop")
-        self.run.news.append((self, self.decoder.decode(b"", final=True), [], self.reason))
+        self.tell([], [])
+
+    def tell(self, tokens, depths):
+        """Put what is new into the queue, which belongs to another thread."""
+        event = self, tokens, depths, self.reason
+        self.run.event_loop.call_soon_threadsafe(self.queue.put_nowait, event)
 
 
 class Run(serve.Engine):
@@ -85,10 +87,10 @@ class Run(serve.Engine):
     def __init__(self, path, cfg, several):
         model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
         if several and serve.adapter_of(model).routed:
-            cfg = replace(cfg, exit="", fill="")
+            cfg = replace(cfg, exit="", fill="exact")
         super().__init__(model, cfg.slots, None, cfg.batching, cfg.exit, cfg.fill,
                          eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size)
-        self.inbox, self.waiting, self.news = queue.SimpleQueue(), deque(), []
+        self.inbox, self.waiting = queue.SimpleQueue(), deque()
         threading.Thread(target=self.work, daemon=True).start()
 
     async def write(self, choices, request):
@@ -97,22 +99,18 @@ class Run(serve.Engine):
         try:
             for choice in choices:
                 self.inbox.put(choice)
-            while left:
-                try:
+            while left and not await request.is_disconnected():
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.5):
                         event = await choices[0].queue.get()
-                except TimeoutError:
-                    if await request.is_disconnected():
-                        return
-                    continue
-                left -= event[-1] is not None
-                yield event
+                    left -= event[-1] is not None
+                    yield event
         finally:
             for choice in choices:
                 choice.cancelled = True
 
     def work(self):
-        """In the thread: step while there is something to decode, and tell the news."""
+        """In the thread: step while there is something to decode."""
         while True:
             while not self.inbox.empty() or not (self.waiting or self.busy()):
                 self.waiting.append(self.inbox.get())
@@ -124,9 +122,6 @@ class Run(serve.Engine):
                 for slot in self.busy():
                     slot.request.reason = "error"
                     self.end(slot)
-            if self.news:
-                self.event_loop.call_soon_threadsafe(deliver, self.news)
-                self.news = []
 
     def prefill(self, slot):
         """Begin with a new choice: none outgrows its slot."""
@@ -149,14 +144,8 @@ class Run(serve.Engine):
         tokens = super().pick(slots, logits)
         for slot, row, token in zip(slots, logits, tokens):
             if (top := slot.request.asked.logprobs) is not None:
-                found = alternatives(row.log_softmax(-1), token, top)
-                slot.request.logprobs.append(found)
+                slot.request.logprobs.append(alternatives(row.log_softmax(-1), token, top))
         return tokens
-
-
-def deliver(news):
-    for event in news:
-        event[0].queue.put_nowait(event)
 
 
 def alternatives(logprobs, token, top):
@@ -239,10 +228,13 @@ async def complete(asked: Completion, request: Request):
 
     async def events():
         """Server-sent events: one for each token, one for each choice's end, [DONE]."""
-        data = lambda value: f"data: {json.dumps(value)}\n\n"
-        async for choice, text, depths, reason in run.write(choices, request):
-            part = {"text": text, "index": choice.index, "depths": depths, "logprobs": None}
-            yield data({**answer, "choices": [{**part, "finish_reason": reason}]})
+        decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in choices]
+        async for choice, tokens, depths, reason in run.write(choices, request):
+            new = run.tokenizer.decode_bytes(tokens)
+            text = decoders[choice.index].decode(new, final=reason is not None)
+            part = {"text": text, "index": choice.index, "depths": depths, "logprobs": None,
+                    "finish_reason": reason}
+            yield f"data: {json.dumps({**answer, 'choices': [part]})}\n\n"
         yield "data: [DONE]\n\n"
     if asked.stream:
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -251,9 +243,8 @@ async def complete(asked: Completion, request: Request):
             raise HTTPException(500, "decoding failed; the server's log has the reason")
     read = sum(len(choice.prompt) for choice in choices[::asked.n])
     new = sum(len(choice.tokens) for choice in choices)
-    usage = {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
     return {**answer, "choices": [result(choice, run.tokenizer) for choice in choices],
-            "usage": usage}
+            "usage": {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}}
 
 
 def result(choice, tokenizer):
@@ -326,7 +317,6 @@ class PageConfig(serve.EngineKeys):
     host: str = "127.0.0.1"         # the address to listen on; 0.0.0.0: from everywhere
 
     def __post_init__(self):
-        super().__post_init__()
         self.between(port=(0, 65535))
         if not self.host:
             raise ValueError("host= is empty: 127.0.0.1 is this machine alone, 0.0.0.0 all")

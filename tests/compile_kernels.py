@@ -75,28 +75,24 @@ def amd_figures(text):
 
 
 def measure(job):
-    """(registers, spilled bytes, shared bytes) of one of the jobs, or the compiler's error."""
+    """(registers, spilled bytes, shared bytes) of one of the jobs, and what is wrong with it, or an empty string."""
     chip, name, dtype, launch = job
+    target, memory, _ = CHIPS[chip]
     constants = {n: v for n, v in launch.items() if n.startswith("BLOCK")}
     options = {n: v for n, v in launch.items() if not n.startswith("BLOCK")}
     try:
-        made = triton.compile(source(getattr(kernels_triton, name), dtype, constants, chip), target=CHIPS[chip][0],
+        made = triton.compile(source(getattr(kernels_triton, name), dtype, constants, chip), target=target,
                               options=options)
-        figures = nvidia_figures(made.asm["ptx"]) if "ptx" in made.asm else amd_figures(made.asm["amdgcn"])
+        registers, spilled = nvidia_figures(made.asm["ptx"]) if "ptx" in made.asm else amd_figures(made.asm["amdgcn"])
     except Exception as e:                      # whatever the compiler raises is the finding
-        return " ".join(f"{type(e).__name__}: {e}".split())[:300]
-    return *figures, made.metadata.shared
-
-
-def verdict(chip, dtype, head_size, figures):
-    """What is wrong with a variant, or an empty string."""
-    if isinstance(figures, str):
-        return figures
-    _, spilled, shared = figures
-    allowed = 0 if chip == "sm_90" and dtype != torch.float32 and head_size <= 128 else 1024
-    if shared > CHIPS[chip][1]:
-        return f"{shared} bytes of shared memory, the chip has {CHIPS[chip][1]}"
-    return f"{spilled} bytes spilled, allowed are {allowed}" if spilled > allowed else ""
+        return (0, 0, 0), " ".join(f"{type(e).__name__}: {e}".split())[:300]
+    shared, wrong = made.metadata.shared, ""
+    allowed = 0 if chip == "sm_90" and dtype != torch.float32 and launch.get("BLOCK_D", 0) <= 128 else 1024
+    if spilled > allowed:
+        wrong = f"{spilled} bytes spilled, allowed are {allowed}"
+    if shared > memory:
+        wrong = f"{shared} bytes of shared memory, the chip has {memory}"
+    return (registers, spilled, shared), wrong
 
 
 def variants(large):
@@ -134,13 +130,10 @@ def main(argv):
     print(f"triton {triton.__version__}\n{'chip':12}{'kernel':18}{'type':6}{'tiles, warps, stages':70}"
           f"{'registers':>10}{'spilled':>9}{'shared':>9}")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for job, figures in zip(todo, pool.map(measure, todo)):
-            chip, name, dtype, launch = job
+        for (chip, name, dtype, launch), (figures, bad) in zip(todo, pool.map(measure, todo)):
             tiles = " ".join(f"{n}={v:d}" for n, v in launch.items())
             row = f"{chip:12}{name.removesuffix('_kernel'):18}{TYPES[dtype]:6}{tiles:70}"
-            good = not isinstance(figures, str)
-            print(row + ("{:10}{:9}{:9}".format(*figures) if good else ""), flush=True)
-            bad = verdict(chip, dtype, launch.get("BLOCK_D", 0), figures)
+            print(row + "{:10}{:9}{:9}".format(*figures), flush=True)
             wrong += [f"{' '.join(row.split())}: {bad}"] if bad else []
     print(f"{len(todo)} compiled, {len(wrong)} wrong", *wrong, sep="\n")
     return 1 if wrong else 0

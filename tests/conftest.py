@@ -62,6 +62,11 @@ def python(*arguments, **environment):
                           capture_output=True)
 
 
+def snapshot(folder):
+    """Each path below folder with its time and bytes; None for what is not a file."""
+    return {p: (p.stat().st_mtime_ns, p.read_bytes()) if p.is_file() else None for p in folder.rglob("*")}
+
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 

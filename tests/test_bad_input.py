@@ -7,16 +7,13 @@ import sys
 
 import pytest
 
-from lab import bench
-from lab import plot
-from common import checkpoint
-from common import keys
-from lab import eval as evaluation
+from common import checkpoint, keys
+from lab import bench, eval as evaluation, plot
 import prepare
 import runs
 import sample
 import train
-from conftest import ROOT
+from conftest import ROOT, snapshot
 
 # text files of the world, by name
 FILES = {"broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3", "resume.yaml": "resume: true", "empty.txt": "",
@@ -68,6 +65,7 @@ TRAIN = [
     (["init_from={w}/latin.txt"], "is damaged or is not"), (["init_from={w}/folder"], "config.json cannot be read"),
     (["init_from={w}/nowhere"], "neither a folder nor a hub name"),
     (["model=rat", "init_from=out/r"], "model=rat, but the checkpoint holds model=gpt"),
+    (["dataset=othertokenizer", "tokenizer=char", "teacher=out/r"], "was trained with tokenizer byte, which is not"),
     (["teacher=out/r", "block_size=32"], "teacher=out/r takes 16 tokens, block_size=32 is more"),
     # data sets and tasks
     (["dataset=shakespeare"], "python prepare.py dataset=shakespeare tokenizer=byte"),
@@ -90,6 +88,7 @@ TRAIN = [
     (["n_embd=1000000000"], "n_embd=1000000000, block_size=16"), (["batch_size=1000000000"], "batch_size=1000000000"),
     (["gradient_accumulation_steps=1000000000000"], "at least"),
     (["model=relaxed", "n_layer=9223372036854775807"], "n_loop=2 must divide n_layer=9223372036854775807"),
+    (["model=rat", "n_embd=15", "n_head=3"], "head_dim=5 must be even and at most 256"),
     (["block_size=9223372036854775807"], "block_size=9223372036854775807"),
     (["model=rt", "sample_tokens=1000000000000"], "sample_tokens=1000000000000 must be"),
 ]
@@ -98,6 +97,7 @@ SAMPLE = [
     (["x" * 300], "File name too long"), (["{w}/out/r", "prompt="], "the prompt is empty"),
     (["{w}/out/r", "prompt=FILE:{w}/missing.txt"], "missing.txt cannot be read"),
     (["{w}/out/r", "prompt=FILE:{w}/latin.txt"], "latin.txt is not UTF-8"),
+    (["{w}/out/r", "prefill=exact"], "prefill=exact is for a model"),
     (["{w}/out/r", "top_p=1.5"], "top_p=1.5 must be at least 0 and at most 1"),
     (["{w}/out/r", "num_samples=100000000000"], "num_samples=100000000000 must be at least 1 and at most 65536"),
 ]
@@ -131,10 +131,6 @@ PROGRAMS = {"train": (train.main, TRAIN), "sample": (sample.main, SAMPLE), "benc
             "plot": (plot.main, PLOT), "eval": (evaluation.main, EVAL), "prepare": (prepare.main, PREPARE)}
 CASES = [(program, T + args if program == "train" else args, message)
          for program, (_, cases) in PROGRAMS.items() for args, message in cases]
-
-
-def snapshot(root):
-    return {p: (p.stat().st_mtime_ns, p.read_bytes()) if p.is_file() else None for p in root.rglob("*")}
 
 
 def refusal(main, argv, monkeypatch, capfd):

@@ -13,9 +13,7 @@ CASES = [("gpt", {}), ("gpt", dict(pos="alibi", window=5)), ("rt", {}), ("rt", d
          ("relaxed", dict(n_loop=2, rank=2, early_exit="weighted")),
          ("mor", dict(LOOPS, kv="share", causal="aux_router", capacity_warmup=8)),
          ("mor", dict(LOOPS, router="token", kv="share", balance="loss_free"))]
-MORE = [("rat", dict(chunk=4)), ("rat", dict(mixer="rnn")), ("rat", dict(mixer="attention")),
-        ("relaxed", dict(n_loop=2, rank=2)), ("mor", dict(LOOPS, router="none")), ("mor", LOOPS),
-        ("mor", dict(LOOPS, router="token"))]
+MORE = [("rat", dict(mixer="rnn")), ("rat", dict(mixer="attention")), ("mor", dict(LOOPS, router="none"))]
 
 
 def graphs_and_breaks(model, steps=3):
@@ -35,9 +33,9 @@ def graphs_and_breaks(model, steps=3):
 def test_a_training_step_is_one_graph(name, changes):
     module = importlib.import_module(f"model_{name}")
     graphs, breaks = graphs_and_breaks(module.Model(module.Config(**SIZES, **changes)).train())
-    if (name, changes) == ("rt", {}):   # its layers are a loop over positions, kept from the compiler on purpose
-        assert (graphs, len(breaks)) == (3, 1)      # before the loop, after it, the loss
-    else:
+    if (name, changes) == ("rt", {}):   # its layers are a loop over positions, kept from the compiler on purpose:
+        assert (graphs, len(breaks)) == (3, 1)      # before the loop, after it, the loss. So breaks are noticed,
+    else:                                           # and by MoR's warm-up recompilations are
         assert (graphs, breaks) == (2 if "capacity_warmup" in changes else 1, {})
 
 
@@ -54,17 +52,3 @@ def test_inductor_trains_it(name):
         found.append([loss, *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)])
     for a, b in zip(*found, strict=True):
         assert (a - b).norm() <= 1e-5 * (1e-3 + a.norm())
-
-
-def test_a_break_and_a_recompilation_are_noticed():
-    gpt = importlib.import_module("model_gpt")
-
-    class Broken(gpt.Model):
-        def set_step(self, step):
-            self.at = step
-
-        def hidden(self, *arguments):
-            h = super().hidden(*arguments)
-            return h * (2 if float(h.detach().sum()) == 0 else 1) + self.at
-    graphs, breaks = graphs_and_breaks(Broken(gpt.Config(**SIZES)).train())
-    assert graphs > 1 and breaks

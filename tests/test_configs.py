@@ -19,7 +19,7 @@ PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l":
          "rat_200m": (206, RAT // 2, 15),
          **{f"mor_{size}m": (size, MOR, 20) for size in (135, 360, 730, 1700)}}
 NAMES = sorted({p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch(p.stem)} | PAPER.keys())
-# (its row in RESULTS.md, the file's name, changed keys): one file of MoR is three models
+# (its row in results/tables.md, the file's name, changed keys): one file of MoR is three models
 # MoR's: layers of the plain model, MoR-2, MoR-3, MoR-4; billions of tokens of the smallest budget
 LAYERS = {135: (30, 30, 32, 30), 360: (32, 32, 32, 34), 730: (26, 26, 26, 26), 1700: (24, 24, 26, 26)}
 SMALLEST = {135: 9.2, 360: 3.6, 730: 1.8, 1700: 0.8}
@@ -35,8 +35,9 @@ LOSS = 2e9                  # the logits of a piece, in some copies
 def build(name, **changes):
     """The config's values, and its model on the meta device."""
     values = {**keys.load_yaml(ROOT / "configs" / f"{name}.yaml"), **changes}
-    module, tokenizer = keys.model_module(values["model"]), values["tokenizer"]
-    values["vocab_size"] = VOCAB.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
+    module, tokenizer = keys.model_module(values["model"]), values.get("tokenizer")
+    if "vocab_size" not in values:
+        values["vocab_size"] = VOCAB.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
     fields = {f.name for f in dataclasses.fields(module.Config)}
     with torch.device("meta"):
         return values, module.Model(module.Config(**{k: v for k, v in values.items() if k in fields}))
@@ -48,7 +49,7 @@ def count(parameters):
 
 @pytest.mark.parametrize("row, name, changes", RUNS, ids=[row for row, *_ in RUNS])
 def test_size_tokens_and_memory(row, name, changes):
-    """The paper's, and as the row of the config in RESULTS.md, "Scaling out", says."""
+    """The paper's, and as the row of the config in results/tables.md, "Scaling out", says."""
     values, model = build(name, **changes)
     family, (millions, step, billions) = values["model"], PAPER[name]
     cfg, total = model.cfg, count(model.parameters())
@@ -85,7 +86,7 @@ def test_size_tokens_and_memory(row, name, changes):
     cells = [row, f"{sum(blocks) / 1e6:,.0f} M", f"{outside / 1e6:,.0f} M", f"{weights / 1e9:.1f} GB",
              f"{shard / 1e9:.1f} GB", f"{flops:.1e}", f"{flops / 0.4 / 989e12 / 86400:.1f}",
              f"{of_step / 64 / 0.4 / 989e12 * 1e3:.0f}", f"{sums / 50e9 * 1e3:.0f}", f"{cache:,.0f}"]
-    assert "| " + " | ".join(cells) + " |" in (ROOT / "lab" / "RESULTS.md").read_text()
+    assert "| " + " | ".join(cells) + " |" in (ROOT / "lab" / "results" / "tables.md").read_text()
 
 
 GEMMA_2B = dict(vocab_size=256000, n_layer=18, n_head=8, n_kv_head=1, n_embd=2048, head_dim=256, n_mlp=16384,
@@ -101,11 +102,8 @@ SMOLLM = dict(vocab_size=49152, n_layer=32, n_head=15, n_kv_head=5, n_embd=960, 
 def test_uptraining(name, source, changes, source_millions, millions, billions):
     """The papers' sizes without embeddings, tokens, and the memory that the file states."""
     text = (ROOT / "configs" / f"{name}.yaml").read_text()
-    values = {**keys.load_yaml(ROOT / "configs" / f"{name}.yaml"), **source, **changes}
-    modules = keys.model_module("gpt"), keys.model_module(values["model"])
-    with torch.device("meta"):
-        before, model = (module.Model(module.Config(**{f.name: values[f.name] for f in dataclasses.fields(module.Config)
-                                                       if f.name in values})) for module in modules)
+    values, model = build(name, **source, **changes)
+    _, before = build(name, **source, **changes, model="gpt")
     embeddings = (1 if model.cfg.tie_embeddings else 2) * model.wte.weight.numel()
     for size, stated in ((count(before.parameters()), source_millions), (count(model.parameters()), millions)):
         assert abs((size - embeddings) / 1e6 - stated) < 0.01 * stated

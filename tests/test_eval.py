@@ -60,7 +60,7 @@ def test_exits_and_routers_are_looked_at(trained, data_dir):
         assert evaluate(run, "exit_loop=1")["agreement"] == pytest.approx(float(same))
         assert same < 1 or not hasattr(model, "routers")    # other models' loops hardly differ yet
     if hasattr(model, "routers"):
-        found, taken = evaluate(run), model.recursions(idx)
+        found, taken = evaluate(run), model.states(idx, top_k=False)[1]
         scores = found["scores"]["2"]
         assert sum(scores) == pytest.approx(1) and scores != [0.1] * 10
         assert sum(scores[5:]) == pytest.approx(float((taken >= 2).double().mean()))

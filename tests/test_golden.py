@@ -12,7 +12,7 @@ import model_mor
 import model_rat
 import model_relaxed
 import model_rt
-from conftest import ROOT
+from conftest import ROOT, relative
 
 BLOCK = {"W_q": "attn.wq.weight", "W_k": "attn.wk.weight", "W_v": "attn.wv.weight", "W_o": "attn.wo.weight",
          "W_gate": "mlp.w_gate.weight", "W_up": "mlp.w_up.weight", "W_down": "mlp.w_down.weight",
@@ -25,12 +25,6 @@ def golden(name):
         arrays = {key: torch.from_numpy(f[key]) for key in f.files if key != "config"}
         config = json.loads(str(f["config"]))
     return {k: x.double() if x.is_floating_point() else x for k, x in arrays.items()}, config
-
-
-def error(a, b):
-    """The largest difference, relative to the largest number of b."""
-    a, b = a.detach(), b.detach()
-    return float((a - b).abs().max() / b.abs().max())
 
 
 def load(model, arrays, names=None, rows={}):
@@ -50,7 +44,7 @@ def check_gradients(model, arrays, names, tolerance, rows={}):
     own = dict(model.named_parameters())
     for name, parameter in names.items():
         grad = own[parameter].grad[rows.get(name, ...)]
-        assert error(grad, arrays["d_" + name].view_as(grad)) < tolerance, name
+        assert relative(grad, arrays["d_" + name].view_as(grad)) < tolerance, name
 
 
 def check_layers(model, arrays, names, y, values, gradients, rows={}):
@@ -61,7 +55,7 @@ def check_layers(model, arrays, names, y, values, gradients, rows={}):
     model.norm = nn.Identity()
     idx = torch.arange(model.cfg.vocab_size).view(2, -1)
     h = model.hidden(idx, None, None)
-    assert error(h, arrays[y]) < values
+    assert relative(h, arrays[y]) < values
     (h * arrays["r"]).sum().backward()
     check_gradients(model, arrays, names, gradients, rows)
     return idx
@@ -97,7 +91,7 @@ def test_rat(fast):
         with torch.no_grad():
             pieces = idx.split([prompt] + [1] * (16 - prompt), 1)
             out = torch.cat([model.hidden(piece, cache, None) for piece in pieces], 1)
-        assert error(out, arrays[f"step_P{prompt}"]) < 3e-6
+        assert relative(out, arrays[f"step_P{prompt}"]) < 3e-6
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -118,7 +112,7 @@ def test_mor(router, fast):
     logits, loss, aux = model(arrays["ids"], targets)
     ours, theirs = ("aux", "aux_bce") if router == "expert" else ("balance", "balancing_loss")
     for a, b in ((logits, "logits"), (loss, "total_loss"), (aux["ce"], "lm_loss"), (aux[ours], theirs)):
-        assert error(a, arrays[b]) < 5e-6
+        assert relative(a, arrays[b]) < 5e-6
     loss.backward()
     check_gradients(model, arrays, names, 2e-5)
 
@@ -161,15 +155,15 @@ def test_lrt(fast):
     idx, targets = arrays["idx"], arrays["targets"]
     logits, loss, aux = model.train()(idx, targets)
     for a, b in ((logits, "logits_refined"), (loss, "loss"), (aux["ce"], "loss_merged"), (aux["ce_first"], "loss_first")):
-        assert error(a, arrays[b]) < 3e-6, b
+        assert relative(a, arrays[b]) < 3e-6, b
     loss.backward()
     check_gradients(model, arrays, names, 1e-5, rows)
     with torch.no_grad():
         cache = model.eval().init_cache(2, 48)
         chains = [model(idx, targets)[0], torch.cat([model(x, cache=cache)[0] for x in idx.split([20, 1, 27], 1)], 1)]
     logits, loss, _ = model(idx, targets)       # with gradients: no cache inside
-    assert all(error(x, arrays["logits_seq"]) < 3e-6 for x in (logits, *chains))
-    assert error(loss, arrays["loss_seq"]) < 3e-6
+    assert all(relative(x, arrays["logits_seq"]) < 3e-6 for x in (logits, *chains))
+    assert relative(loss, arrays["loss_seq"]) < 3e-6
 
 
 @pytest.mark.parametrize("fast", [True, False])

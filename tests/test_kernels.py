@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kernels
 from conftest import python
-from kernel_cases import (ATTENDS, LAYOUTS, PRECISION, SCANS, assert_close, attend_case, compare, compare_attend,
+from kernel_cases import (ATTENDS, LAYOUTS, PRECISION, SCANS, assert_close, attend_case, compare_attend,
                           compare_scan, dense_attend, few, moved, outputs_and_gradients, relative_rms, where)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
@@ -100,17 +100,6 @@ def test_merge_of_empty_sides():
     d_a, d_lse_a, d_b, d_lse_b = (x.view(3, -1)[:, 0] for x in torch.autograd.grad((out, lse), sides, incoming))
     assert d_a[:2].tolist() == d_lse_a[:2].tolist() == [0, 1] and d_b[:2].tolist() == d_lse_b[:2].tolist() == [1, 0]
     assert d_lse_a[2] == d_lse_b[2] == 0
-
-
-def test_merge_of_two_parts_is_the_whole():
-    (q, k, v), mask, incoming = attend_case(0, 20, 30, "plain", None, False, (2, 4, 4), 8)
-
-    def merged(q, k, v, *mask):
-        at, parts = torch.arange(30).int(), (slice(0, 11), slice(11, 30))
-        a, b = (kernels.attend(q, k[:, :, keys], v[:, :, keys], at[10:], at[keys]) for keys in parts)
-        return kernels.merge(*a, *b)
-    definition = lambda q, k, v, *mask: dense_attend(q, k, v, torch.arange(10, 30), torch.arange(30))
-    compare(merged, definition, (q, k, v), mask, incoming, 1e-10, "out lse dq dk dv")
 
 
 # ---- scan ----

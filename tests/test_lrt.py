@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import model_lrt
-from common.keys import UserError
 from common import optim
+from common.keys import UserError
 from common.process import TrainConfig
 import runs
-import train
 import sample
+import train
 from conftest import relative, tiny
 from test_gpt import dense_heads, rotate
 from test_models import assert_same, outputs_and_gradients, tokens
@@ -34,10 +34,6 @@ PATHS = {"exact": dict(train_path="exact"), "K=3": dict(train_path="chunked", ch
 def lrt(kind="default", **sizes):
     """The tiny float64 model of conftest of this kind, in training mode. All paths have the same weights."""
     return tiny("lrt", **{**SETTINGS[kind], **sizes}).train()
-
-
-def logits_of(model, x, path):
-    return model.head(model.hidden(x, path=path))
 
 
 def nats(logits, targets):
@@ -145,14 +141,6 @@ def test_each_path_is_its_equations(kind, way, fast, monkeypatch):
         assert not [name for name, p in model.named_parameters() if p.grad is None]
 
 
-@some
-def test_as_many_subsets_as_tokens_are_the_exact_chain(kind):
-    x = tokens(2, 11)
-    exact, *paths = logits_of(lrt(kind), x, "exact"), *(lrt(kind, subsets=N)(x)[0] for N in (11, 50, 2))
-    gaps = [relative(logits, exact) for logits in paths]
-    assert gaps[0] < 1e-10 and gaps[1] < 1e-10 and gaps[2] > 1e-4
-
-
 # ---- what is there ----
 
 def test_initial_weights():
@@ -203,7 +191,8 @@ def test_the_chain_of_a_deep_model_is_finite(chosen, T, sizes):
 @pytest.mark.parametrize("N, lengths", [(2, [11, 11]), (3, [11, 1, 6, 0])])
 def test_interleaved_prefill_goes_on_exactly(kind, fast, N, lengths):
     """N subsets over each prompt, then the chain from what they left: the equations' logits. An empty one is exact."""
-    model = tiny("lrt", **SETTINGS[kind], prefill="interleaved", subsets=N, fast=fast)
+    model = tiny("lrt", **SETTINGS[kind], subsets=N, fast=fast)
+    sample.choose_prefill(model, "interleaved", "run")
     x, cache, ragged = tokens(len(lengths), 16), model.init_cache(len(lengths), 20), min(lengths) < 11
     with torch.no_grad():
         prompts = model(x[:, :11], cache=cache, n_valid=torch.tensor(lengths) if ragged else None)[0]
@@ -277,7 +266,7 @@ def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_d
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
         batches = [trainer.batches.cut(trainer.batches.val, start) for start in trainer.batches.val_batches(5)]
-        exact, estimate = ([nats(logits_of(model, x, path), y).item() for x, y in batches]
+        exact, estimate = ([nats(model.head(model.hidden(x, path=path)), y).item() for x, y in batches]
                            for path in ("exact", model.cfg.train_path))
     for wanted, which in ((1, [0]), (3, [0, 2, 4]), (0, range(5)), (9, range(5))):
         trainer.cfg.eval_batches, trainer.cfg.exact_batches = 5, wanted
@@ -303,13 +292,3 @@ def test_a_chain_that_is_not_finite_is_told_and_the_run_goes_on(data_dir, tmp_pa
     trainer.model.cfg.train_path = "exact"      # then nothing is left that is finite
     with pytest.raises(UserError, match="val_ce is nan at step 3: stopped"):
         train.save_and_evaluate(trainer)
-
-
-def test_sample_prefills_either_way(data_dir, tmp_path, capsys):
-    run, gpt = (runs.run(name, tmp_path / name, data_dir).folder for name in ("lrt", "gpt"))
-    for how in ("exact", "interleaved"):
-        capsys.readouterr()
-        sample.main([str(run), "prompt=abc def", f"prefill={how}", "temperature=0", "max_new_tokens=12", "stop=false"])
-        assert capsys.readouterr().out.startswith("abc def")
-    with pytest.raises(UserError, match="prefill=exact is for a model"):
-        sample.main([str(gpt), "prefill=exact"])

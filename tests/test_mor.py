@@ -294,7 +294,7 @@ def test_the_cache_has_keys_of_those_that_took_a_recursion(router):
         by.forward(x[row])
         first, *later = by.log["active"]
         assert first == list(range(33)) and 33 > len(later[0]) > len(later[1]) > 0
-        assert model.recursions(x)[row].tolist() == [1 + (t in later[0]) + (t in later[1]) for t in range(33)]
+        assert model.states(x, top_k=False)[1][row].tolist() == [1 + (t in later[0]) + (t in later[1]) for t in range(33)]
         for c, n in zip(cache.later, map(len, later)):
             assert c.lengths[row] == n and (c.k[0][row, :, :n] != 0).all() and (c.k[0][row, :, n:-1] == 0).all()
     cache.reset([1])

@@ -277,7 +277,7 @@ def test_a_stream_that_is_cut_is_an_error(folders):
 
 @pytest.mark.parametrize("argv, message", [([], "give one run or more"), (["{mor}", "host="], "host= is empty"),
                                            (["{mor}", "{mor}"], "two runs are named mor"),
-                                           (["{mor}", "batching=never"], "must be one of: sequence, depth")], ids=str)
+                                           (["{mor}", "batching=never"], "must be one of: depth, sequence")], ids=str)
 def test_what_is_refused(argv, message, folders, monkeypatch):
     monkeypatch.setattr(page, "runs", {})
     with pytest.raises(UserError, match=message):

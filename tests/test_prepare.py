@@ -26,8 +26,7 @@ import prepare
 from common.keys import UserError
 from conftest import ROOT, python
 from common.process import TrainConfig
-from common.data import (NO_TEXT, TextBatches, TokenData, data_fingerprint, has_changed, open_data, read_meta,
-                         text_files)
+from common.data import NO_TEXT, TokenData, has_changed, open_data, read_meta, text_files
 from prepare import PrepareConfig
 import common.tokenizer as tokenizer_module
 from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer,
@@ -225,14 +224,12 @@ def test_ids_and_text_are_the_librarys(data, monkeypatch):
 
 
 BPE = {"type": "BPE", "vocab": {"a": 0, EOT: 1}, "merges": []}
-WORDS_ONLY = {"type": "WordLevel", "vocab": {"a": 0, EOT: 1}, "unk_token": "a"}
 
 
 @pytest.mark.parametrize("parts, message", [
     ({"model": {"type": "WordPiece", "vocab": {EOT: 0}}}, "cannot be used"), ({"model": None}, "cannot be used"),
     *(({"model": model}, "not every text comes back") for model in (
-        BPE, {**BPE, "unk_token": "a"}, {**BPE, "end_of_word_suffix": "</w>"}, WORDS_ONLY,
-        {**WORDS_ONLY, "type": "WordPiece", "continuing_subword_prefix": "##", "max_input_chars_per_word": 9},
+        BPE, {**BPE, "unk_token": "a"}, {**BPE, "end_of_word_suffix": "</w>"},
         {"type": "Unigram", "vocab": [["a", 0.0], [EOT, 0.0]], "unk_id": 0})),
     ({"added_tokens": [], "model": {**BPE, "vocab": {"a": 0}}}, "no end-of-text token")])
 def test_refused_models(tmp_path, parts, message):
@@ -427,26 +424,6 @@ def test_files_that_changed_since_are_told(form, tmp_path, capsys):
     assert not has_changed(read_meta(tmp_path / "data/own"))
 
 
-def test_the_fingerprint_of_a_runs_data(tmp_path):
-    """Of the tokens, wherever they came from; of a task, of what its examples depend on."""
-    def fingerprint(dataset, seed=1):
-        cfg = TrainConfig(data_dir=str(tmp_path / "data"), dataset=dataset, seed=seed)
-        return data_fingerprint(cfg, None if dataset[:5] == "task:" else TextBatches(open_data(cfg), cfg, 8))
-    for name, docs in {"a": DOCS, "b": DOCS, "c": [DOCS[0] + "!", *DOCS[1:]]}.items():
-        make(tmp_path, dataset=write_docs(tmp_path / name, docs), name=name)
-    a, b, c = map(fingerprint, "abc")
-    assert a == b != c and len(a) == 64
-    assert len({a, fingerprint("task:s3"), fingerprint("task:s3", 1), fingerprint("task:s3", 2), fingerprint("task:s5")}) == 4
-
-
-def test_a_set_with_its_own_name_is_found(tmp_path, capsys):
-    keys = {"dataset": write_docs(tmp_path / "docs", DOCS), "tokenizer": "char"}
-    make(tmp_path, **keys, name="own2")
-    assert "dataset=own2" in capsys.readouterr().out
-    with pytest.raises(UserError, match="does not exist: make it with .*; dataset=own2 has the same source"):
-        open_data(TrainConfig(data_dir=str(tmp_path / "data"), **keys))
-
-
 def test_a_stream_of_the_hub_is_left_early(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
 
@@ -589,6 +566,8 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
     folder = make(tmp_path, **keys)
     inode, before = os.stat(folder).st_ino, tree(folder)
     assert make(tmp_path, **keys) == folder and os.stat(folder).st_ino == inode
+    with pytest.raises(UserError, match="dataset=x has the same source"):
+        open_data(TrainConfig(data_dir=str(tmp_path / "data"), dataset=keys["dataset"], tokenizer="byte"))
     for key, value in {"val_fraction": 0.2, "tokenizer": "char", "dataset": "python"}.items():
         with pytest.raises(UserError, match=f"{key}.*overwrite=true"):
             make(tmp_path, **{**keys, key: value})
@@ -618,16 +597,6 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
 
 def typed(*argv, base=None):
     return keys.typed_config(PrepareConfig, keys.split_args(argv), base, free_text=("name",))
-
-
-@pytest.mark.parametrize("key, text, value", [
-    ("max_tokens", "-3", -3), ("max_tokens", "1_000", 1000), ("val_fraction", "2", 2.0), ("overwrite", "True", True),
-    ("dataset", "1e3", "1e3"), ("dataset", "a=b", "a=b"), ("name", "${x} ??? {a: [", "${x} ??? {a: [")])
-def test_typed_values(key, text, value):
-    cfg = typed(f"{key}=0", f"{key}={text}")  # the last one holds
-    assert type(getattr(cfg, key)) is type(value) and cfg == replace(PrepareConfig(), **{key: value})
-    base = {"max_tokens": 7, "val_fraction": 1, "name": "${p}"}  # of a file
-    assert typed("max_tokens=9", base=base) == PrepareConfig(max_tokens=9, val_fraction=1.0, name="${p}")
 
 
 @pytest.mark.parametrize("given, message", [

@@ -139,13 +139,6 @@ def test_cells_show_mean_and_deviation_over_the_seeds():
     assert reproduce.cell(results, "n ,.0f") == "3" and reproduce.cell(results, "missing .2f") == ""
 
 
-def test_help_without_docstrings(monkeypatch, capsys):
-    """As python -OO has it."""
-    monkeypatch.setattr(reproduce, "__doc__", None)
-    reproduce.main(["help"])
-    assert "speed" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name, keys, off, is_base", [
     ("smear", {}, lambda m: [block.a.data.fill_(99.0) for block in m.blocks], "model_rt"),   # s = 1: keys as they are
     ("shift", dict(shift="output"), lambda m: m.mix.data.zero_(), "model_lrt"),

@@ -50,17 +50,18 @@ def test_gradcheck():
     (dict(fast=False), "naive", "token"), (dict(fast=False, schedule="wavefront"), "wavefront", "wavefront"),
     (dict(recurrent=False), "at_once", "at_once")])
 def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, forward, prompt):
-    """fast picks, schedule overrides; a prompt goes through the wavefront too, or token by token."""
+    """fast picks, schedule overrides; a prompt, whole or in pieces, goes through the wavefront too, or token by token."""
     ran, model = [], tiny("rt", **sizes)
     L, block = model.cfg.n_layer, model_rt.Block
-    for owner, name in ((rt_wavefront, "run_layers"), (rt_wavefront, "prefill"), (model_rt, "tiled"), (block, "one_by_one"),
+    for owner, name in ((rt_wavefront, "run_layers"), (rt_wavefront, "prefill"), (model_rt, "tiled"), (block, "naive"),
                         (block, "at_once")):
         monkeypatch.setattr(owner, name, lambda *a, name=name, f=getattr(owner, name): (ran.append(name), f(*a))[1])
     calls = dict(wavefront=1, tiled=L, naive=L, at_once=L, token=20 * L)
-    for cache, schedule, wavefront in ((None, forward, "run_layers"), (model.init_cache(2, 20), prompt, "prefill")):
+    cache = model.init_cache(2, 40)
+    for cache, schedule, wavefront in ((None, forward, "run_layers"), (cache, prompt, "prefill"), (cache, prompt, "prefill")):
         ran.clear()
         model(tokens(2, 20), cache=cache)
-        assert ran == [dict(wavefront=wavefront, token="at_once", naive="one_by_one").get(schedule, schedule)] * calls[schedule]
+        assert ran == [dict(wavefront=wavefront, token="at_once").get(schedule, schedule)] * calls[schedule]
 
 
 def test_every_query_meets_every_earlier_key_once(monkeypatch):

@@ -32,13 +32,11 @@ def move(model, scale):
     return model
 
 
-def looping(seed=0, module=model_relaxed, scale=0.15, fill="exact", **sizes):
-    """A small float64 model. cfg.fill is what Engine and one() read where fill= is not given."""
+def looping(seed=0, module=model_relaxed, scale=0.15, **sizes):
+    """A small float64 model."""
     torch.manual_seed(seed)
     small = dict(block_size=64, vocab_size=31, n_loop=3, n_head=2, n_embd=16, n_layer=6)
-    cfg = module.Config(**{**small, **sizes})
-    cfg.fill = fill
-    return move(module.Model(cfg).double().eval(), scale)
+    return move(module.Model(module.Config(**{**small, **sizes})).double().eval(), scale)
 
 
 def answered(model, work, batching, sampling=(0.0, 0, 1.0, 1.0), seed=0, slots=3, max_len=40, **options):
@@ -76,7 +74,7 @@ def work_of(model, n=5, most=10):
 
 # ---- one request at a time, without the engine ----
 
-def one(model, prompt, n, exit, max_len, vocab=None):
+def one(model, prompt, n, exit, max_len, fill, vocab):
     """[(token, exit, logits)]: no cache, the loops over the whole text for each token. A prefill takes all loops. With
     fill=propagate a token that left keeps the state that it left with, from which deeper keys and values are projected."""
     hand, cfg, text, out = ByHand(model), model.cfg, list(prompt), []
@@ -96,16 +94,16 @@ def one(model, prompt, n, exit, max_len, vocab=None):
                 break
         out.append((int(logits.argmax()), loop, logits))
         text.append(out[-1][0])
-        loops = loops[:-1] + [loop, cfg.n_loop] if cfg.fill == "propagate" and out[1:] else loops + [cfg.n_loop]
+        loops = loops[:-1] + [loop, cfg.n_loop] if fill == "propagate" and out[1:] else loops + [cfg.n_loop]
     return out
 
 
 @torch.no_grad()
-def alone(model, work, exit="", max_len=40, eot=None, vocab=None):
+def alone(model, work, exit="", max_len=40, fill="exact", eot=None, vocab=None):
     """What serve should return."""
     answers = []
     for prompt, n in work:
-        tokens, exits, logits = map(list, zip(*one(model, prompt, n, exit, max_len, vocab)))
+        tokens, exits, logits = map(list, zip(*one(model, prompt, n, exit, max_len, fill, vocab)))
         end = tokens.index(eot) if eot in tokens else n
         answers.append((tokens[:end], exits[:end], logits[:end + 1]))
     return answers
@@ -117,13 +115,13 @@ def test_random_requests_are_answered_as_if_alone(seed):
     rng = random.Random(seed)
     pick = lambda *values: rng.choice(values)
     loops, sure = pick(3, 3, 2, 1), f"confidence:{rng.uniform(0.08, 0.13)}"
-    model = looping(seed, n_loop=loops, n_layer=loops * pick(1, 2), rank=pick(0, 2), fill=pick("exact", "propagate"),
-                    n_kv_head=pick(1, 2), pos=pick("rope", "rope", "none"), qk_norm=pick(True, False),
+    model = looping(seed, n_loop=loops, n_layer=loops * pick(1, 2), rank=pick(0, 2), n_kv_head=pick(1, 2),
+                    pos=pick("rope", "rope", "none"), qk_norm=pick(True, False),
                     fast=pick(True, False))
     work = [([rng.randrange(31) for _ in range(rng.randint(1, 9))], rng.randint(1, 10))
             for _ in range(rng.randint(1, 6))]
     exit = pick(sure, sure, sure, "", "static:1", "confidence:0")
-    options = dict(max_len=pick(40, 40, 12, 5), vocab=pick(None, 25))
+    options = dict(max_len=pick(40, 40, 12, 5), fill=pick("exact", "propagate"), vocab=pick(None, 25))
     want = alone(model, work, exit, **options)
     options["eot"] = pick(None, *sorted({token for tokens, *_ in want for token in tokens}))
     want, vocab = alone(model, work, exit, **options), options.pop("vocab")
@@ -132,18 +130,18 @@ def test_random_requests_are_answered_as_if_alone(seed):
         assert_answers(want, model, work, exit=exit, slots=rng.randint(1, 4), vocab_size=vocab, **options)
 
 
-@pytest.mark.parametrize("sizes", [dict(fill="exact"), dict(fill="propagate"), dict(fill="exact", share="sequence"),
-                                   dict(fill="propagate", exit_loop=2)], ids=str)
+@pytest.mark.parametrize("fill, sizes", [("exact", {}), ("propagate", {}), ("exact", dict(share="sequence")),
+                                         ("propagate", dict(exit_loop=2))], ids=str)
 @pytest.mark.parametrize("max_len", [40, 8])
-def test_later_tokens_find_the_keys_of_those_that_left(sizes, max_len):
+def test_later_tokens_find_the_keys_of_those_that_left(fill, sizes, max_len):
     """Of a text longer than the cache they are those of the last max_len tokens, prefilled by all loops."""
     model = looping(block_size=max_len, **sizes)
     work = work_of(model, 12, most=20)
-    want = alone(model, work, RULE, max_len)
+    want = alone(model, work, RULE, max_len, fill)
     deeper = [b > a for _, exits, _ in want for a, b in zip(exits, exits[1:])]
     assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {*range(1, model.loops_to_run + 1)}
     batchings = BATCHINGS if model.cfg.share == "cycle" else ["sequence"]
-    assert_answers(want, model, work, batchings, max_len=max_len, exit=RULE)
+    assert_answers(want, model, work, batchings, max_len=max_len, exit=RULE, fill=fill)
 
 
 def test_sampled_answers_do_not_depend_on_the_batching():
@@ -160,7 +158,7 @@ def test_sampled_answers_do_not_depend_on_the_batching():
 
 # ---- rules ----
 
-@pytest.mark.parametrize("exit, exits", [("static:1", {1, 2, 3}), ("static:3", {3}), ("confidence:0.5", set()),
+@pytest.mark.parametrize("exit, exits", [("static:1", {1, 2, 3}), ("static:3", {3}), ("confidence:0.5", {3}),
                                          ("confidence:0.499", {1, 2, 3})])
 def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, exits):
     leaves = serve.exit_rule(exit, 3)(torch.zeros(3, 2), torch.arange(1, 4))
@@ -267,9 +265,9 @@ def test_requests_are_answered(options, world, capsys):
     cfg = serve.ServeConfig(requests=str(world / "good.jsonl"), max_new_tokens=8)
     requests = serve.read_requests(model.double(), tokenizer, cfg)
     work, want = [(r.prompt, r.max_new_tokens) for r in requests], {}
-    for model.cfg.fill in ("exact", "propagate"):
-        want[model.cfg.fill] = sorted((str(r.id), tokenizer.decode(tokens), tokens, exits) for r, (tokens, exits, _) in
-                                      zip(requests, alone(model, work, TRAINED, 32, tokenizer.eot)))
+    for fill in "exact", "propagate":
+        answers = zip(requests, alone(model, work, TRAINED, 32, fill, tokenizer.eot))
+        want[fill] = sorted((str(r.id), tokenizer.decode(tokens), tokens, exits) for r, (tokens, exits, _) in answers)
     assert want["exact"] != want["propagate"]
     answers, err = served(capsys, world / "relaxed" / "r", world, f"exit={TRAINED}", *options)
     got = sorted((str(a["id"]), a["text"], a["tokens"], a["exits"]) for a in answers)
@@ -297,7 +295,8 @@ def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, cap
 
 @pytest.mark.parametrize("options, message", [
     ("requests=", "give requests=FILE"), ("requests={w}/missing.jsonl", "missing.jsonl cannot be read: No such file"),
-    ("requests={w}/empty.jsonl", "empty.jsonl is empty"), ("requests={w}/good.jsonl exit=never", "exit=never: static:LOOP")])
+    ("requests={w}/empty.jsonl", "empty.jsonl is empty"), ("requests={w}/good.jsonl exit=never", "exit=never: static:LOOP"),
+    ("requests={w}/good.jsonl slots=0", "slots=0 must be at least 1"), ("prompt=a fill=never", "must be one of: exact, prop")])
 def test_what_is_refused(options, message, world):
     with pytest.raises(UserError, match=message):
         serve.main([str(world / "relaxed" / "r"), *options.format(w=world).split()])
@@ -327,7 +326,7 @@ def routed_alone(model, prompt, n, max_len):
     for _ in range(n):
         idx = torch.tensor([text[-max_len:]])
         logits = model(idx)[0][0, -1]
-        out.append((int(logits.argmax()), int(model.recursions(idx)[0, -1]), logits))
+        out.append((int(logits.argmax()), int(model.states(idx, top_k=False)[1][0, -1]), logits))
         text.append(out[-1][0])
     return tuple(map(list, zip(*out)))
 

@@ -10,6 +10,7 @@ import runs
 from conftest import ROOT, python
 
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("lab/*.py")])
+every_source = pytest.mark.parametrize("file", SOURCES, ids=lambda f: f.name)
 FORBIDDEN = {"eval", "exec", "compile", "__import__"}
 
 
@@ -28,7 +29,7 @@ def dangers(tree):
             yield from (a.name for a in node.names if a.name in ("pickle", "dill", "marshal", "subprocess"))
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda f: f.name)
+@every_source
 def test_nothing_executes_what_it_loads(file):
     starts_programs = ("subprocess",) if file.name == "reproduce.py" else ()     # train.py and its like, with keys
     assert [d for d in dangers(ast.parse(file.read_text())) if d.split(".")[0] not in starts_programs] == []
@@ -98,7 +99,7 @@ PRIVATE = re.compile(r"(?!self\.|cls\.)\w+(\.\w+)*\._(?!_|exit$|replace$)\w+")  
 KNOWN_PRIVATE = {"kernels.py"}      # the log-sum-exp of the fused kernel for CPUs has no public name
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda f: f.name)
+@every_source
 def test_no_private_name_of_a_library(file):
     names = {ast.unparse(n) for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)}
     assert file.name in KNOWN_PRIVATE or [n for n in names if PRIVATE.fullmatch(n)] == []

@@ -12,20 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from common import checkpoint
-from lab import eval as evaluation
-from common import keys
-from common import data
-from common import llama
-from common import optim
-from common import process
-from lab import plot
+from common import checkpoint, data, keys, llama, optim, process
+from lab import eval as evaluation, plot
 import prepare
 import runs
 import sample
 import train
 from common.keys import UserError
-from conftest import MODELS, ROOT, TORCHRUN, python, two_processes
+from conftest import MODELS, ROOT, TORCHRUN, python, snapshot, two_processes
 from common.data import TokenData
 from common.process import TrainConfig, read_config
 
@@ -158,13 +152,12 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     """It says what the run's own evaluation said, of the same step, also at another length."""
     runs.run("gpt", tmp_path, data_dir, "pos=alibi")
     result = plot.read_log(tmp_path / "r" / "log.jsonl")[-1]["val_ce"]
-    files = lambda: {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()}
-    before, argv = files(), [f"out_dir={tmp_path}", "run=r", "eval_only=true", f"data_dir={data_dir}"]
+    before, argv = snapshot(tmp_path), [f"out_dir={tmp_path}", "run=r", "eval_only=true", f"data_dir={data_dir}"]
     capsys.readouterr()
     train.main(argv)
     train.main([*argv, "block_size=64"])
     out = capsys.readouterr().out
-    assert files() == before and f"val ce {result:.4f}" in out and out.count("val ce") == 2
+    assert snapshot(tmp_path) == before and f"val ce {result:.4f}" in out and out.count("val ce") == 2
     assert train.setup(argv).step == 6
 
 
@@ -192,13 +185,6 @@ def test_the_log(tmp_path, data_dir):
     assert abs(torch.cat([x.flatten() for x in moments]).norm() - 1e-3) < 1e-5 and steps[-1]["grad_norm"] > 0.1
     val, result = trainer.batches.val, evaluations[0]
     assert abs(result["val_bpb"] - result["val_ce"] / math.log(2) * val.tokens / val.bytes) < 1e-9
-
-
-def test_the_picture_never_ends_a_run(tmp_path, data_dir, monkeypatch, capsys):
-    """Without what it needs, there is a note."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    train.main(runs.arguments("gpt", tmp_path, data_dir, "max_steps=1"))
-    assert "note: no curves.png" in capsys.readouterr().out and not (tmp_path / "r" / "curves.png").exists()
 
 
 def test_without_streams_and_with_a_notebooks_settings(tmp_path, data_dir):
