@@ -55,8 +55,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HEAD_SIZES = (16, 32, 64, 128, 256)  # of the Triton kernels; others are padded
-NO_WINDOW = 2 ** 30                  # a window that holds all positions
-FUSED_SOFTMAX = {"cpu"}              # devices for which torch has attention that returns lse
+NO_WINDOW = 2 ** 30  # a window that holds all positions
+FUSED_SOFTMAX = {"cpu"}  # devices for which torch has attention that returns lse
 
 
 def lse_dtype(x):
@@ -98,7 +98,7 @@ def runs_triton(device, dtype):
 
 def in_triton(name, x, *more):
     """kernels_triton.<name>(x, *more)."""
-    import kernels_triton          # not before a GPU needs it
+    import kernels_triton  # not before a GPU needs it
     with torch.cuda.device_of(x):  # Triton launches on the current device
         return getattr(kernels_triton, name)(x, *more)
 
@@ -180,10 +180,10 @@ def softmax(q, k, v, bias):
             q, k, v, 0.0, False, attn_mask=bias)
         return out, lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)  # it gives 0
     q, k, v = expanded_heads(q, k, v)
-    s = q @ k.mT / math.sqrt(q.size(-1)) + bias           # (B, H, M, N)
-    lse = s.logsumexp(-1)                                 # (B, H, M)
+    s = q @ k.mT / math.sqrt(q.size(-1)) + bias  # (B, H, M, N)
+    lse = s.logsumexp(-1)  # (B, H, M)
     finite = lse.masked_fill(lse == -math.inf, 0)
-    return torch.exp(s - finite[..., None]) @ v, lse      # (B, H, M, D)
+    return torch.exp(s - finite[..., None]) @ v, lse  # (B, H, M, D)
 
 
 def attend_gradients(
@@ -217,9 +217,9 @@ def softmax_backward(q, k, v, out, lse, do, dlse, bias):
     q, k, v = expanded_heads(q, k, v)
     do, out = do.to(q.dtype), out.to(q.dtype)
     delta = (do * out).sum(-1) - (0 if dlse is None else dlse)  # (B, H, M)
-    p = torch.exp((q * scale) @ k.mT + bias - lse[..., None])   # (B, H, M, N)
-    ds = p * (do @ v.mT - delta[..., None])                     # (B, H, M, N)
-    dk, dv = ds.mT @ (q * scale), p.mT @ do                     # of each query head
+    p = torch.exp((q * scale) @ k.mT + bias - lse[..., None])  # (B, H, M, N)
+    ds = p * (do @ v.mT - delta[..., None])  # (B, H, M, N)
+    dk, dv = ds.mT @ (q * scale), p.mT @ do  # of each query head
     return ds @ k * scale, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
 
 
@@ -243,7 +243,7 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
     rows = max(len(q_pos), len(k_pos))
     limits = torch.stack([low, high], 1).flatten(1).expand(rows, -1).contiguous()
     counts = torch.searchsorted(k_pos.expand(rows, -1).contiguous(), limits, right=True)
-    first, last = counts.unflatten(1, (2, -1)).unbind(1)             # (B or 1, blocks)
+    first, last = counts.unflatten(1, (2, -1)).unbind(1)  # (B or 1, blocks)
     spans = zip(starts, ends, first.amin(0).tolist(), last.amax(0).tolist())
     for start, end, first, last in spans:
         if first < last:
@@ -287,9 +287,9 @@ def merge(out_a, lse_a, out_b, lse_b):
     give 0 and -inf."""
     empty = (lse_a == -math.inf) & (lse_b == -math.inf)
     lse_a, lse_b = (x.clamp(min=-1e30) for x in (lse_a, lse_b))  # -inf - (-inf) is NaN
-    weight = torch.sigmoid(lse_b - lse_a)                        # e^{lse_b - lse}
+    weight = torch.sigmoid(lse_b - lse_a)  # e^{lse_b - lse}
     a, b = (x.to(weight.dtype) for x in (out_a, out_b))
-    out = torch.lerp(a, b, weight[..., None])                    # (1 - weight) a + weight b
+    out = torch.lerp(a, b, weight[..., None])  # (1 - weight) a + weight b
     lse = torch.logaddexp(lse_a, lse_b).masked_fill(empty, -math.inf)
     return out.to(out_a.dtype), lse
 
@@ -316,7 +316,7 @@ def scan_forward(g: Tensor, x: Tensor, h0: Tensor, chunk: int) -> Tensor:
     if runs_triton(x.device, x.dtype):
         return in_triton("scan", g, x, h0, chunk)
     g_n, x_n = in_chunks(g, chunk), in_chunks(x, chunk)
-    state = torch.zeros_like(x_n[:, :, 0])                     # (B, n, C), before each chunk
+    state = torch.zeros_like(x_n[:, :, 0])  # (B, n, C), before each chunk
     state[:, 0] = h0
     h = recurrence(g_n, torch.addcmul(x_n, g_n, x_n, value=-1), state)
     return out_of_chunks(h, x)
@@ -329,7 +329,7 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
         return in_triton("scan_backward", dh, g, x, h, h0, chunk)
     g_n, x_n, h_n, dh_n = (in_chunks(y, chunk) for y in (g, x, h, dh))
     d = recurrence(g_n, dh_n.clone(), torch.zeros_like(dh_n[:, :, 0]), reverse=True)
-    before = torch.zeros_like(h_n)                             # h_{t-1}
+    before = torch.zeros_like(h_n)  # h_{t-1}
     before[:, :, 1:] = h_n[:, :, :-1]
     before[:, 0, 0] = h0
     dg = before.sub_(x_n).mul_(d)
@@ -375,7 +375,7 @@ def long_recurrence(g, h, state):
     L = h.size(-2)
     size = math.isqrt(L - 1) + 1
     g, h = (F.pad(y, (0, 0, 0, -L % size)).unflatten(-2, (-1, size)) for y in (g, h))
-    h = recurrence(g, h, torch.zeros_like(h[..., 0, :]))        # (..., n, size, C)
+    h = recurrence(g, h, torch.zeros_like(h[..., 0, :]))  # (..., n, size, C)
     decay = g.cumprod(-2)
     ends = recurrence(decay[..., -1, :], h[..., -1, :].clone(), state)  # (..., n, C)
     enter = torch.cat([state[..., None, :], ends[..., :-1, :]], -2)
