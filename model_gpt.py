@@ -352,7 +352,7 @@ class LanguageModel(nn.Module):
                 cache.reset()
                 new = idx[:, -cache.max_len:]
             logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
-            if top_k is not None:
+            if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
             new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, True)

@@ -316,7 +316,7 @@ class Model(LanguageModel):
         """hidden of several tokens with a cache. With schedule=wavefront and a cache of equal
         rows by a wavefront: new rows may differ (n_valid), as no token attends to the padding
         behind it. Else token by token, which is slow."""
-        ragged = cache.ragged  # n_valid sets it
+        ragged = cache.ragged  # by an earlier call's n_valid
         slots = cache.place(idx.size(1), n_valid)  # raises if they do not all fit
         if ragged or self.cfg.schedule_used != "wavefront":
             return self.token_by_token(idx, cache, n_valid)

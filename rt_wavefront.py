@@ -294,6 +294,7 @@ def backward_pass(wave, states, dy, *weights):
     y_n = F.rms_norm(states[1:].flatten(1, 2), [wave.d], eps=wave.cfg.norm_eps)
     k, v, _ = wave.persistent(y_n, w, wave.tables)  # (L, length, B, G, D)
     pairs = torch.stack([k, v]).permute(0, 1, 3, 4, 2, 5).contiguous()
+    del y_n, k, v  # as large as the states
     d_pairs = torch.zeros_like(pairs, dtype=wave.wide)  # what later chunks add
     d_states = torch.zeros_like(states, dtype=wave.wide)  # what comes from above
     d_states[-1, :wave.T] = dy.transpose(0, 1)  # padding has 0 and adds nothing
@@ -522,7 +523,8 @@ def replay(wave, function, *inputs):
             SEEN.add(key)
             return function(wave, *inputs)
         if key not in GRAPHS:
-            if len(GRAPHS) == 8:  # each holds memory: the oldest goes
+            if len(GRAPHS) == 8:  # each holds memory: one goes
                 del GRAPHS[next(iter(GRAPHS))]
             GRAPHS[key] = Graph(wave, function, inputs)
+        GRAPHS[key] = GRAPHS.pop(key)  # last used last
         return GRAPHS[key](*inputs)

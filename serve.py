@@ -464,8 +464,8 @@ class SlotCache:
         """Empty a slot, for `need` tokens. It is zeroed: a NaN poisons sums, even under a mask."""
         more = need - self.taken.size(1)
         if more > 0:
-            self.taken = F.pad(self.taken, (0, more))
             self.kv = {layer: F.pad(kv, (0, 0, 0, more)) for layer, kv in self.kv.items()}
+            self.taken = F.pad(self.taken, (0, more))       # last: memory may have been short
         for lanes in (self.taken, *self.kv.values()):
             lanes[slot::self.slots] = 0
 

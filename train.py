@@ -21,6 +21,7 @@ processes and a run that evaluates more often see the same tokens and end in the
 `step` counts completed optimizer steps, everywhere.
 """
 import contextlib
+import importlib.util
 import math
 import os
 import signal
@@ -122,8 +123,9 @@ def check_run(cfg):
 
 def prepare_forward(cfg, model, procs):
     """The model as training calls it: compiled where compile= says so, and data parallel."""
-    auto = cfg.compile == "auto" and procs.device.type == "cuda"
-    compiled = auto or cfg.compile == "true"
+    compiled = cfg.compile == "true"
+    if cfg.compile == "auto" and procs.device.type == "cuda" and importlib.util.find_spec("triton"):
+        compiled = torch.cuda.get_device_capability(procs.device) >= (7, 0)   # what triton supports
     if cfg.fsdp:
         torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
         for block in blocks_of(model) if compiled else ():
@@ -137,7 +139,14 @@ def claim_folder(run):
     """Make the run's folder, or clean it. From here to its end no other run can have it."""
     cfg, folder = run.cfg, run.folder
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            for path in missing:                # those that were made before the error
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            raise
         lock(folder)
         check_run(cfg)                          # again: another run may have ended meanwhile
         old = [*folder.glob("*.tmp")]           # of a run that was killed while saving

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from common.data import bits_per_byte
 from common.keys import (UserError, asks_help, first_line, help_text, model_module, need,
-                         read_text, run_cli, split_paths, typed_config, writing)
+                         read_bytes, run_cli, split_paths, typed_config, writing)
 from common.tokenizer import load_tokenizer, to_huggingface
 
 # what a checkpoint holds; an export has the first six of these
@@ -223,7 +223,8 @@ def load_initial(path, key="init_from"):
 def read_log(path):
     """The objects of a log.jsonl; a line cut short by a crash is left out."""
     rows = []
-    for line in read_text(path, path).splitlines() if path.exists() else ():
+    text = read_bytes(path).decode(errors="replace") if path.exists() else ""
+    for line in text.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)

@@ -120,6 +120,7 @@ class TokenData:
         size = os.fstat(self.file.fileno()).st_size
         if size != wanted:
             raise UserError(f"{self.path} is damaged: {size} bytes, {wanted} expected")
+        self.written = os.fstat(self.file.fileno()).st_mtime_ns
 
     def n_windows(self, length) -> int:
         """The number of places where `length` tokens can start."""
@@ -128,6 +129,8 @@ class TokenData:
     def windows(self, starts, length) -> np.ndarray:
         """starts (B,) in [0, n_windows(length)) -> tokens (B, length) int64. The file is mapped
         every time: a mapping that is kept holds every page it ever touched in memory."""
+        if os.fstat(self.file.fileno()).st_mtime_ns != self.written:
+            raise UserError(f"{self.path} has been written to while it was in use")
         tokens = np.memmap(self.file, dtype=self.dtype, mode="r", shape=(self.tokens,))
         ids = tokens[np.asarray(starts)[:, None] + np.arange(length)]
         if ids.size and ids.max() >= self.vocab_size:

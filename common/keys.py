@@ -204,6 +204,7 @@ def load_yaml(file):
 
 def model_module(name):
     """The module model_<name>.py; UserError with the names there are."""
+    name = typed_value("model", name, str)
     if not name.isidentifier() or importlib.util.find_spec(f"model_{name}") is None:
         names = sorted(p.stem.removeprefix("model_") for p in HERE.glob("model_*.py"))
         raise UserError(f"model={name} is unknown: {', '.join(names)}")

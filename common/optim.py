@@ -123,7 +123,10 @@ def load_optimizers(optimizers, states, step, cfg):
     if len(optimizers) != len(states):
         raise UserError("resume: the checkpoint was made with another optimizer")
     for optimizer, state in zip(optimizers, states):
-        state = {**state, "param_groups": optimizer.state_dict()["param_groups"]}
+        now = optimizer.state_dict()["param_groups"]
+        if [len(g["params"]) for g in now] != [len(g["params"]) for g in state["param_groups"]]:
+            raise UserError("resume: the checkpoint has other groups of parameters")
+        state = {**state, "param_groups": now}
         if isinstance(optimizer.param_groups[0]["params"][0], DTensor):
             from common.sharded import sharded_like
             state = sharded_like(optimizer, state)

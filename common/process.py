@@ -143,8 +143,11 @@ def config_file(given):
 
 def read_start(given, file):
     own = [f.name for f in fields(Start)]
-    return typed_config(Start, {key: given[key] for key in own if key in given},
-                        {key: file[key] for key in own if key in file})
+    start = typed_config(Start, {key: given[key] for key in own if key in given},
+                         {key: file[key] for key in own if key in file})
+    if start.eval_only and "init_from" not in given:
+        start.init_from = ""                    # the file's began the run
+    return start
 
 
 def keys_of_run(ckpt, start, given, named):
@@ -165,7 +168,7 @@ def keys_of_run(ckpt, start, given, named):
 def keys_of_weights(ckpt, named):
     """A run keeps the model of the weights that it starts from, and its fields, but for those that
     may change and that the file sets which the command line names."""
-    changed = free_fields(ckpt, resume=False) & named.keys()
+    changed = {"fast"} | free_fields(ckpt, resume=False) & named.keys()
     kept = {key: value for key, value in ckpt["model_config"].items() if key not in changed}
     return {**kept, "model": ckpt["model"]}
 

@@ -103,6 +103,8 @@ class BPETokenizer(Tokenizer):
     def __init__(self, pattern, ranks):
         """ranks: the bytes of each token, in the order of the merges and so of the ids."""
         ids = {piece: i for i, piece in enumerate(ranks)}
+        if len(ids) != len(ranks) or not {bytes([i]) for i in range(256)} <= ids.keys():
+            raise ValueError("ranks repeat, or a byte is missing")  # tiktoken would panic
         text = " ".join(base64.b64encode(piece).decode() for piece in ranks)
         saved = {"kind": "bpe", "pattern": pattern, "ranks": text}
         super().__init__([*ranks, b""], len(ranks), saved)

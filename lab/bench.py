@@ -57,12 +57,14 @@ def compare(title, cases, setup, device, rounds=9, per=1, warmup=2, memory=True)
     {name: seconds of each round}, none where memory is short."""
     times, peaks, base = {}, {}, next(iter(cases))
     for names in [[name] for name in cases] if device.type == "cuda" else [list(cases)]:
+        calls = None
         try:
             free_memory(device)
             calls = {name: setup(cases[name]) for name in names}
             times |= take_turns(calls, device, rounds, warmup)
             calls = None
             if memory and (device.type == "cuda" or RESET_PEAK.exists()):
+                free_memory(device)
                 peaks |= {name: peak_memory(setup, cases[name], device) for name in names}
         except torch.cuda.OutOfMemoryError:
             times |= {name: [] for name in names}
@@ -99,6 +101,7 @@ nothing = lambda: None      # what most cases prepare
 
 def free_memory(device):
     rt_wavefront.GRAPHS.clear()         # they hold memory, and so does what is compiled
+    rt_wavefront.SEEN.clear()
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
@@ -227,11 +230,11 @@ TRAINED = {
         "rank 64": "rank=64"},
     "mor": {
         "plain model": "model=gpt",
-        "no router": "router=none",
-        "2 recursions": "n_loop=2 capacity_warmup=0",
-        "3 recursions": "n_loop=3 capacity_warmup=0",
-        "kv=share": "kv=share capacity_warmup=0",
-        "router=token": "router=token"}}
+        "no router": "router=none router_func=",
+        "2 recursions": "n_loop=2 capacity_warmup=0 router=expert router_func=",
+        "3 recursions": "n_loop=3 capacity_warmup=0 router=expert router_func=",
+        "kv=share": "kv=share capacity_warmup=0 router=expert router_func=",
+        "router=token": "router=token router_func= z_loss=-1"}}
 DECODED = {
     "rt": {"plain Transformer": "model=gpt mlp=gelu qk_norm=false", "RT": ""},
     "lrt": {"backbone": "memory=false", "exact": "prefill=exact",
@@ -371,7 +374,7 @@ def bench_runs(device, folders, json_file=""):
     found = {"train_ms": compare("training step", {f: f for f in folders}, step, device)}
     for n in 1, 16:
         found[f"decode_{n}_ms"] = compare(f"decoding batch {n}", models, lambda model: decoding(
-            model, device, T, n, idx[:n]), device, rounds=36, per=new)
+            copy.deepcopy(model), device, T, n, idx[:n]), device, rounds=36, per=new)
     result = {}
     for folder, model in models.items():
         result[folder] = {name: 1000 * statistics.median(times[folder])

@@ -132,7 +132,7 @@ def router_scores(model, inputs):
     for x in inputs:
         seen.clear()
         _, taken, _ = model.states(x, top_k=False)  # (B, T)
-        for r in range(1, len(seen)):  # routers after those that let no token on do not run
+        for r in range(1, len(seen)):
             scores = seen[r][taken >= r].float().sigmoid()
             counts[r] += torch.histc(scores.cpu(), 10, 0, 1)
     spread = counts / counts.sum(1, keepdim=True).clamp(min=1)

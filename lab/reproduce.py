@@ -446,7 +446,9 @@ def reproduce(plans):
     """Do what is missing of {experiment: its runs}. Returns what failed."""
     OUT.mkdir(exist_ok=True)
     lock(OUT)                   # of two of us at a time, the second ends here
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # train_all stops its runs
+    for number in (signal.SIGTERM, signal.SIGHUP):      # train_all stops its runs
+        if signal.getsignal(number) != signal.SIG_IGN:  # of nohup
+            signal.signal(number, lambda *_: sys.exit(143))
     jobs = 1 if "gpu" in {experiment.tier for experiment in plans} else JOBS
     failed = train_all(missing([run for runs in plans.values() for run in runs]), jobs)
     return failed + [command for e, runs in plans.items() for command in measure(e, runs)]

@@ -16,7 +16,7 @@ import train
 from conftest import ROOT, snapshot
 
 # text files of the world, by name
-FILES = {"broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3", "resume.yaml": "resume: true", "empty.txt": "",
+FILES = {"broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3", "resume.yaml": "resume: true", "number.yaml": "model: 5", "empty.txt": "",
          "afile": "not a folder"}
 
 
@@ -78,6 +78,7 @@ TRAIN = [
     (["config=pipe"], "pipe cannot be read"),
     (["config={w}/broken.yaml"], "broken.yaml is not valid YAML"), (["config={w}/nested.yaml"], "must hold flat"),
     (["config={w}/resume.yaml", "overwrite=true", "run=r"], "exclude each other"),
+    (["config={w}/number.yaml"], "model: expected str"),
     # models
     (["model=rt", "schedule=wavefront", "kv_norm=false"], "schedule=wavefront needs kv_norm=true"),
     (["model=lrt", "source=5"], "source=5 must be from 0 to n_layer=2"),

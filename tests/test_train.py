@@ -152,9 +152,10 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     """It says what the run's own evaluation said, of the same step, also at another length."""
     runs.run("gpt", tmp_path, data_dir, "pos=alibi")
     result = plot.read_log(tmp_path / "r" / "log.jsonl")[-1]["val_ce"]
+    (tmp_path / "a.yaml").write_text("init_from: what_the_run_began_with")
     before, argv = snapshot(tmp_path), [f"out_dir={tmp_path}", "run=r", "eval_only=true", f"data_dir={data_dir}"]
     capsys.readouterr()
-    train.main(argv)
+    train.main([*argv, f"config={tmp_path}/a.yaml"])
     train.main([*argv, "block_size=64"])
     out = capsys.readouterr().out
     assert snapshot(tmp_path) == before and f"val ce {result:.4f}" in out and out.count("val ce") == 2
