@@ -16,8 +16,8 @@ import train
 from conftest import ROOT, snapshot
 
 # text files of the world, by name
-FILES = {"broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3", "resume.yaml": "resume: true", "number.yaml": "model: 5", "empty.txt": "",
-         "afile": "not a folder"}
+FILES = {"broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3", "resume.yaml": "resume: true",
+         "number.yaml": "model: 5", "empty.txt": "", "afile": "not a folder"}
 
 
 @pytest.fixture(scope="module")
