@@ -52,7 +52,7 @@ BUGS = {
         "test_train.py -k one_large_batch and gpt"),
     "dropout not reseeded": ("train.py", "        seed_forward(cfg.seed, run.step, index)\n", "",
         "test_train.py -k two_processes"),
-    "old settings on resume": ("common/optim.py", '"param_groups": optimizer.state_dict()["param_groups"]', "",
+    "old settings on resume": ("common/optim.py", '"param_groups": now', "",
         "test_train.py -k changed_key_holds"),
     "FSDP: a wavefront's blocks gathered one by one": ("common/sharded.py",
         "if model.runs_blocks_once else ()", "if True else ()", "test_fsdp.py -k are_one and rt and not lrt"),
