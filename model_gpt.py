@@ -386,7 +386,7 @@ class LanguageModel(nn.Module):
 def init_weights(model, n_layer=None):
     """GPT-2's: N(0, 0.02); with n_layer, projections into the residual stream smaller by
     1 / sqrt(2 n_layer), so that its variance does not grow with depth. Norms stay 1. With
-    tie_embeddings the head is the embedding. What starts otherwise is set afterwards."""
+    tie_embeddings the head is the embedding. Set other starts afterwards."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))
