@@ -436,12 +436,12 @@ def calls(tokens):
     share one call, in which each token is a row, T = 1. There each has a copy of its slot's keys,
     so a slot with many tokens (a long prompt) has a call of its own, R = 1."""
     few = []
-    for _, its in itertools.groupby(tokens, lambda token: token.slot):
-        its = list(its)
-        if len(its) > MANY:
-            yield len(its), its
+    for _, group in itertools.groupby(tokens, lambda token: token.slot):
+        of_slot = list(group)
+        if len(of_slot) > MANY:
+            yield len(of_slot), of_slot
         else:
-            few += its
+            few += of_slot
     if few:
         yield 1, few
 

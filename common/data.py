@@ -117,10 +117,10 @@ class TokenData:
             raise UserError(f"{self.path} is missing or is not a regular file")
         # stays open: a data set that is made anew meanwhile is another file
         self.file, wanted = open(self.path, "rb"), self.tokens * self.dtype.itemsize
-        size = os.fstat(self.file.fileno()).st_size
-        if size != wanted:
-            raise UserError(f"{self.path} is damaged: {size} bytes, {wanted} expected")
-        self.written = os.fstat(self.file.fileno()).st_mtime_ns
+        info = os.fstat(self.file.fileno())
+        if info.st_size != wanted:
+            raise UserError(f"{self.path} is damaged: {info.st_size} bytes, {wanted} expected")
+        self.written = info.st_mtime_ns
 
     def n_windows(self, length) -> int:
         """The number of places where `length` tokens can start."""

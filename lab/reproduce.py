@@ -173,17 +173,16 @@ def python(*command, stdout, **environment):
 def start(run):
     """Train, or go on with a run that was stopped. What it prints goes to FOLDER.txt."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    ckpt, keys, how = run.folder / "ckpt.pt", run.keys, "overwrite"
+    ckpt = run.folder / "ckpt.pt"
     if ckpt.exists():           # of a config file that has changed since: from the beginning
         config = {**load_checkpoint(ckpt)["config"], "config": file_keys(run)["config"]}
         if file_keys(run).items() - config.items():
             ckpt.unlink()
     if run.start and not ckpt.exists():
         os.link(HERE / run.start, ckpt)
-    if ckpt.exists():
-        keys, how = re.sub(r"init_from=\S+", "", keys), "resume"
+    how = "resume" if ckpt.exists() else "overwrite"
     with open(f"{run.folder}.txt", "w") as out:
-        return python("train.py", *keys.split(), f"run={run.name}", f"{how}=true", stdout=out,
+        return python("train.py", *run.keys.split(), f"run={run.name}", f"{how}=true", stdout=out,
                       OMP_NUM_THREADS="1")
 
 
