@@ -2,8 +2,11 @@
 import importlib
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")     # results repeat for one thread count; tests may run beside others
@@ -58,8 +61,17 @@ def model_of(item):
 def python(*arguments, **environment):
     """Run python in the repository; TRITON_INTERPRET only where given."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment}, text=True,
-                          capture_output=True)
+    p = subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment}, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = p.communicate(timeout=200)
+    except subprocess.TimeoutExpired:       # one run of torchrun in a thousand or so: tell where it hangs, and try again
+        subprocess.run(["pkill", "-ABRT", "-P", str(p.pid)])
+        time.sleep(2)
+        p.send_signal(signal.SIGABRT)
+        warnings.warn(f"{' '.join(map(str, arguments))} hung:\n{p.communicate()[1][-3000:]}")
+        return python(*arguments, **environment)
+    return subprocess.CompletedProcess(p.args, p.returncode, out, err)
 
 
 def snapshot(folder):
@@ -76,7 +88,7 @@ def two_processes(folder, *arguments):
     (folder / "sitecustomize.py").write_text("import atexit, os\n"
                                              "if 'RANK' in os.environ:\n    atexit.register(os.abort)\n")
     path = f"{folder}{os.pathsep}{FORKS}"
-    return python(*TORCHRUN, "train.py", *arguments, PYTHONPATH=path, OMP_NUM_THREADS="1")
+    return python(*TORCHRUN, "train.py", *arguments, PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
 
 
 @pytest.fixture(scope="session")
