@@ -113,7 +113,8 @@ TIED = dict(tie_word_embeddings=True)
 YARN = {"rope_type": "yarn", "rope_theta": 1234.0, "factor": 4.0}
 OTHERS = dict(attention_bias=True, mlp_bias=True, is_causal=False, use_sliding_window=True, per_layer_config={"0": {}},
               quantization_config={"quant_method": "fp8"}, transformers_weights="b", use_bidirectional_attention=True,
-              model_type=["llama"], vocab_size=None, tie_word_embeddings="false", num_hidden_layers=2.5, head_dim=15)
+              model_type=["llama"], vocab_size=None, tie_word_embeddings="false", num_hidden_layers=2.5, head_dim=15,
+              hidden_act="gelu", layer_types=["sliding_attention"] * 3)
 # (what transformers saves, how config.json is changed, how the weights are, the reason if we refuse)
 VARIATIONS = {
     "as saved": ({}, {}, None, None),
@@ -149,11 +150,8 @@ VARIATIONS = {
                                   dict(head_dim="gone"), cast(torch.bfloat16), None),
     "gemma with silu": (dict(kind="Gemma"), dict(hidden_act="silu"), None, "hidden_act"),
     "gemma, one direction": (dict(kind="Gemma"), dict(use_bidirectional_attention=False), None, None),
-    "layer types": (dict(kind="Qwen3"), dict(layer_types=["sliding_attention"] * 3), None, "layer_types"),
     "head size": (dict(head_dim=16), {}, None, None),
-    "gelu": (dict(hidden_act="gelu"), {}, None, "hidden_act"),
     **{name: ({}, {name: value}, None, name) for name, value in OTHERS.items()},
-    "another family": ({}, dict(model_type="bert"), None, "bert"),
     "gpt_neox": ({}, dict(model_type="gpt_neox"), None, "Pythia"),
     "theta as text": ({}, dict(rope_theta="1e4", rope_parameters=None), None, "rope_theta"),
     "another width": ({}, dict(intermediate_size=64), None, "gate_proj"),
