@@ -53,7 +53,7 @@ class Choice(serve.Request):
 
 class Run(serve.Engine):
     """A trained model, and the thread that decodes. The requests that wait for their choices take
-    turns: each has the thread take a step for all."""
+    turns: each has the thread take a few steps for all."""
 
     def __init__(self, path, cfg, several):
         model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
@@ -64,13 +64,14 @@ class Run(serve.Engine):
         self.waiting, self.thread = deque(), ThreadPoolExecutor(1)
 
     def advance(self):
-        """A step, in the thread. An error ends the choices in work; those that wait go on."""
+        """In the thread. An error ends the choices in work; those that wait go on."""
         try:
-            self.admit(self.waiting)
-            for slot in self.busy():
-                if slot.request.reason or not slot.request.max_new_tokens:
-                    self.end(slot)
-            self.step()
+            for _ in range(4):      # steps a turn: to change hands takes time, too
+                self.admit(self.waiting)
+                for slot in self.busy():
+                    if slot.request.reason or not slot.request.max_new_tokens:
+                        self.end(slot)
+                self.step()
         except Exception as e:
             for slot in self.busy():
                 slot.request.reason = e
@@ -203,7 +204,7 @@ async def complete(request: Request):
 
 def find(name):
     if name not in runs:
-        raise HTTPException(404, f"model {name} is not here: {', '.join(runs)}")
+        raise HTTPException(404, f"model {name:.60} is not here: {', '.join(runs)}")
     return runs[name]
 
 
