@@ -116,8 +116,8 @@ def read_config(argv):
         ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
         # the model is that of the weights, but for what the named file may change
         free = {key: named[key] for key in free_fields(ckpt) & named.keys()}
-        base = config_file({"model": ckpt["model"], **given}) | ckpt["model_config"] | free
-        base["model"] = ckpt["model"]
+        file = config_file({"model": ckpt["model"], **given})
+        base = {**file, **ckpt["model_config"], **free, "model": ckpt["model"]}
     cfg, model_fields = run_config(given, base)
     if ckpt is not None:
         check_weights(ckpt, model_fields, cfg.resume)
@@ -300,24 +300,25 @@ class Processes:
             os._exit(0)
 
 
+SIZES = ("n_layer", "n_embd", "vocab_size", "block_size", "batch_size",
+         "gradient_accumulation_steps")
+
+
 def check_fits(cfg, fields, world, device):
     """UserError, before anything is allocated, where training needs more than the device has.
     Counted from below: 16 bytes a parameter (weight, gradient, AdamW's moments), of a block only
     Wq, Wo and two matrices of an MLP; a micro-batch's embeddings and logits; a step's ids."""
-    values = {**vars(cfg), "vocab_size": 0, **fields}
-    sizes = {name: values[name] for name in (
-        "n_layer", "n_embd", "vocab_size", "block_size", "batch_size",
-        "gradient_accumulation_steps")}
-    L, C, V, T, B, steps = sizes.values()
-    block = 2 * C * (fields["n_head"] * fields["head_dim"] + fields.get("n_mlp", 0))
-    # a block is 1,000 weights at least: Python's objects are not free
-    parameters = V * C + L // fields.get("n_loop", 1) * max(block, 1000)
-    need = (4 if cfg.eval_only or cfg.fsdp else 16) * parameters
-    need += 4 * B * T * (C + V) + 16 * B * T * steps // world
+    keys = {"vocab_size": 0, "n_mlp": 0, "n_loop": 1, **vars(cfg), **fields}
+    width, tokens = keys["n_embd"] + keys["vocab_size"], cfg.batch_size * keys["block_size"]
+    block = 2 * keys["n_embd"] * (keys["n_head"] * keys["head_dim"] + keys["n_mlp"])
+    blocks = keys["n_layer"] // keys["n_loop"] * max(block, 1000)   # Python's objects take space
+    parameters = keys["n_embd"] * keys["vocab_size"] + blocks
+    need = (4 if cfg.eval_only or cfg.fsdp else 16) * parameters + 4 * tokens * width
+    need += 16 * tokens * cfg.gradient_accumulation_steps // world
     have = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
             os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if need > have:
-        words = ", ".join(f"{name}={size}" for name, size in sizes.items() if size)
+        words = ", ".join(f"{name}={keys[name]}" for name in SIZES if keys[name])
         raise UserError(f"{words}: at least {need / 1e9:,.3g} GB of memory would be needed, "
                         f"{device} has {have / 1e9:,.3g} GB")
 
