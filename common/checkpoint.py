@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import math
 import os
 import sys
 import time
@@ -272,13 +271,13 @@ class Log:
 
 def in_words(result):
     """The line that is printed about an evaluation."""
-    words = {name: f"{name.removeprefix('val_').replace('_', ' ')} {value:.3f}"
-             for name, value in {"val_ce": math.nan, **result}.items()}
-    if "val_ce" in result:
-        words["val_ce"] = f"val ce {result['val_ce']:.4f} nats per token"
+    ce = f"{result['val_ce']:.4f} nats per token" if "val_ce" in result else "not finite"
+    words = [f"val ce {ce}"]
     if "val_bpb" in result:
-        words["val_bpb"] = f"{result['val_bpb']:.4f} bits per byte"
-    return ", ".join(words.values())
+        words.append(f"{result['val_bpb']:.4f} bits per byte")
+    return ", ".join(words + [f"{name.removeprefix('val_').replace('_', ' ')} {value:.3f}"
+                              for name, value in result.items()
+                              if name not in ("val_ce", "val_bpb")])
 
 
 # ---- the command line ----
