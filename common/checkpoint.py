@@ -6,9 +6,6 @@ log; and exports.
         weights, config, tokenizer: for sample.py, serve.py, lab.eval, and init_from=
     python -m common.checkpoint out/relaxed_tiny export=hf/relaxed
         a Hugging Face folder: a Llama, Mistral, Qwen3 or Gemma, of exit_loop loops
-
-A run's folder has ckpt.pt, the last state. pending.pt is there while that state is evaluated: it
-takes ckpt.pt's place if what it computes is finite.
 """
 import contextlib
 import fcntl
@@ -122,7 +119,7 @@ def load_checkpoint(path):
 
 
 def newest(folder):
-    """The last state of a run: pending.pt if it was killed in an evaluation."""
+    """The last state of a run: ckpt.pt, or pending.pt if it was killed in an evaluation."""
     pending = folder / "pending.pt"
     return pending if pending.exists() else folder / "ckpt.pt"
 
@@ -154,7 +151,6 @@ def save_safetensors(path, state):
 
 
 def load_safetensors(path):
-    """The same as a checkpoint, but for the state of the training."""
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, "pt") as file:

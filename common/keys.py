@@ -3,7 +3,6 @@ Keys and errors: what every command line here has in common.
 
 Arguments are key=value, checked against a dataclass whose fields are the keys; the comment beside
 a field is its help text. Bad input raises UserError: one line, exit status 2, never a traceback.
-Nothing here knows a model, a data set or torch.
 """
 import contextlib
 import difflib
@@ -71,7 +70,8 @@ def in_one_line(e):
     if isinstance(e, UserError):
         return " ".join(str(e).split())
     if isinstance(e, OSError):                  # of a path that was given, or of a full disk
-        return f"{str(e.filename):.100}: {e.strerror}" if e.filename else e.strerror
+        reason = e.strerror or first_line(e)
+        return f"{str(e.filename):.100}: {reason}" if e.filename else reason
     if isinstance(e, MemoryError) or re.search("allocate memory|out of memory", str(e)):
         return f"not enough memory: {first_line(e)}"
     raise e
