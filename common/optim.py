@@ -30,7 +30,8 @@ def parameter_groups(model, cfg):
     learning rate and weight decay before the schedules."""
     nanochat = cfg.optimizer == "muon" and hasattr(model, "parameter_kinds")
     groups = nanochat_groups(model, cfg) if nanochat else common_groups(model, cfg)
-    groups = [dict(g, peak_lr=g["lr"], peak_decay=g["weight_decay"]) for g in groups if g["params"]]
+    groups = [dict(g, peak_lr=g["lr"], peak_decay=g["weight_decay"])
+              for g in groups if g["params"]]
     counted = sorted(id(p) for g in groups for p in g["params"])
     assert counted == sorted(id(p) for p in model.parameters()), \
         "a parameter is in no group, or in two"
@@ -106,9 +107,11 @@ class Muon(torch.optim.Muon):
 
 def make_optimizers(model, cfg):
     """The optimizers of all groups."""
-    groups = parameter_groups(model, cfg)
-    adamw, muon = ([g for g in groups if g["kind"] == kind] for kind in ("adamw", "muon"))
-    return ([torch.optim.AdamW(adamw, fused=True)] if adamw else []) + ([Muon(muon)] if muon else [])
+    groups, optimizers = parameter_groups(model, cfg), []
+    for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", Muon, {})):
+        if mine := [group for group in groups if group["kind"] == kind]:
+            optimizers.append(cls(mine, **extra))
+    return optimizers
 
 
 def load_optimizers(optimizers, states, step, cfg):

@@ -116,8 +116,8 @@ def read_config(argv):
         ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
         # the model is that of the weights, but for what the named file may change
         free = {key: named[key] for key in free_fields(ckpt) & named.keys()}
-        file = config_file({"model": ckpt["model"], **given})
-        base = {**file, **ckpt["model_config"], **free, "model": ckpt["model"]}
+        base = {**config_file({"model": ckpt["model"], **given}), "model": ckpt["model"],
+                **ckpt["model_config"], "fast": True, **free}
     cfg, model_fields = run_config(given, base)
     if ckpt is not None:
         check_weights(ckpt, model_fields, cfg.resume)
@@ -410,8 +410,8 @@ def load_teacher(cfg, model, data):
     check_tokenizer(ckpt, data, f"teacher={cfg.teacher}")
     teacher = build_model(ckpt).eval().requires_grad_(False)
     size, limit = teacher.cfg.vocab_size, teacher.context_limit or math.inf
-    if size != model.cfg.vocab_size or limit < model.cfg.block_size:
-        raise UserError(f"teacher={cfg.teacher} has vocab_size={size} and takes {limit} tokens, the "
-                        f"model has vocab_size={model.cfg.vocab_size} and takes "
-                        f"{model.cfg.block_size}")
+    V, T = model.cfg.vocab_size, model.cfg.block_size
+    if size != V or limit < T:
+        raise UserError(f"teacher={cfg.teacher} has vocab_size={size} and takes {limit} tokens, "
+                        f"the model has vocab_size={V} and block_size={T}")
     return teacher.to(next(model.parameters()).device)

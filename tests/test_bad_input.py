@@ -141,11 +141,12 @@ def test_one_line_and_exit_2(program, args, message, world, capfd, monkeypatch):
     assert snapshot(world) == before
 
 
-@pytest.mark.parametrize("program", ["prepare", "sample", "serve"])
-def test_from_the_shell(program, tmp_path):
-    """From any folder, without the script's on the path. (train.py: in test_train.py.)"""
-    p = subprocess.run([sys.executable, ROOT / f"{program}.py", "n=3"], cwd=tmp_path, capture_output=True, text=True,
-                       env={**os.environ, "PYTHONSAFEPATH": "1"})
+@pytest.mark.parametrize("program, key", [("train", "init_from=owner/name"), ("prepare", "n=3"), ("sample", "n=3"),
+                                          ("serve", "n=3")])
+def test_from_the_shell(program, key, tmp_path):
+    """From any folder, without the script's on the path, with no library loaded before."""
+    p = subprocess.run([sys.executable, ROOT / f"{program}.py", key], cwd=tmp_path, capture_output=True, text=True,
+                       env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"})
     assert (p.returncode, p.stdout, p.stderr.count("\n")) == (2, "", 1) and p.stderr.startswith("error: "), p.stderr
     assert list(tmp_path.iterdir()) == []
 
