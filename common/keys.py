@@ -169,7 +169,7 @@ def known(values, keys, what) -> dict:
     """The values of keys that there are; a line tells each that is dropped."""
     for key in sorted(values.keys() - keys):
         note(f"{what}: {key}={values[key]!r} is dropped: there is no such key", sys.stderr)
-    return {key: values[key] for key in values.keys() & keys}
+    return {key: value for key, value in values.items() if key in keys}
 
 
 def unknown_key(key, names) -> str:
