@@ -460,8 +460,7 @@ def finish(run, done):
     cfg = run.cfg
     run.log.bar.close()
     if not done:
-        print(f"stopped at step {run.step}; go on with resume=true")
-        return
+        return print(f"stopped at step {run.step}; go on with resume=true")
     if cfg.sample_tokens:
         print("-" * 80 + "\n" + example(run) + "\n" + "-" * 80)
     picture = ", curves.png" * draw(run)
