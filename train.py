@@ -1,24 +1,20 @@
 """
 The trainer of every model: one process on a CPU or GPU, or many through torchrun.
 
-    python train.py                                 a small model on Python's standard library
-    python train.py config=configs/gpt_tiny.yaml n_layer=6    a config file, and keys that
-                                                    replace its values
-    python train.py run=long max_steps=9000 resume=true       go on from out/long/ckpt.pt
-    torchrun --nproc_per_node=8 train.py gradient_accumulation_steps=8 ...    data parallel,
-                                                    on any number of nodes; fsdp=true shards
-    python train.py help                            every key with its meaning
+    python train.py                                     a small model on Python's standard library
+    python train.py config=FILE.yaml n_layer=6          a config file, and a key in place of its
+    python train.py run=long max_steps=9000 resume=true     go on from out/long/ckpt.pt
+    torchrun --nproc_per_node=8 train.py gradient_accumulation_steps=8      data parallel, on any
+                                                        number of nodes; fsdp=true shards
+    python train.py help                                every key with its meaning
 
-All keys live in one flat namespace: those of TrainConfig (the top of common/process.py, with a
-comment each; the merging of file, checkpoint and command line stands below) and those of the
-chosen model's Config. out/<run>/ receives ckpt.pt (the last state), best.pt (the best validation
-loss), log.jsonl and curves.png.
+Keys are those of TrainConfig (common/process.py, where file, checkpoint and command line are
+merged) and of the chosen model's Config. out/<run>/ receives ckpt.pt (the last state), best.pt
+(the best validation loss), log.jsonl and curves.png. `step` counts completed optimizer steps.
 
 A run is repeatable: the batch is a pure function of (seed, step), and the random numbers of a
 forward pass one of (seed, step, micro-batch). So a resumed run, a run on another number of
 processes and a run that evaluates more often see the same tokens and end in the same weights.
-
-`step` counts completed optimizer steps, everywhere.
 """
 import contextlib
 import importlib.util
@@ -36,16 +32,15 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEP
 from common.checkpoint import Log, in_words, lock, newest, read_log, save_checkpoint
 from common.data import bits_per_byte, count_right, data_folder, data_fingerprint, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
-                         need, note, run_cli, split_paths, writing)
+                         note, run_cli, split_paths, writing)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.process import (Processes, TrainConfig, check_fits, check_given, check_tokenizer,
-                            config_file, flops_of_step, load_teacher, make_model, open_batches,
-                            read_config, set_budget, tokens_per_step)
+                            config_file, device_name, flops_of_step, load_teacher, make_model,
+                            open_batches, read_config, set_budget, tokens_per_step)
 from prepare import PrepareConfig, is_offline, prepare
 from sample import sample_text
 
-# -------------------------------------------------------------------------------------------------
-# set-up
+# ---- set-up ----
 
 @dataclass
 class Run:
@@ -81,9 +76,10 @@ def setup(argv):
     check_run(cfg)
     procs = Processes(cfg)
     check_fits(cfg, model_fields, procs.world, procs.device)
+    procs.join()
     if procs.master and is_offline(cfg.dataset) and not data_folder(cfg).exists():
         prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
-    procs.join()                                # the others wait for the data
+    procs.sum(0)                                # the others wait for the data
     batches = open_batches(cfg, model_fields["block_size"])
     data = batches.train
     if ckpt is not None:
@@ -91,12 +87,12 @@ def setup(argv):
     check_given(cfg, given, data)
     model = make_model(cfg, model_fields, ckpt, data.vocab_size).to(procs.device)
     set_budget(cfg, model)
-    teacher = load_teacher(cfg, model, data)
     if cfg.fsdp:
         from common.sharded import shard
         shard(model, blocks_of(model), procs.device, procs.world)
     run = Run(cfg, procs, batches, data_fingerprint(cfg, batches), model,
-              prepare_forward(cfg, model, procs), make_optimizers(model, cfg), teacher)
+              prepare_forward(cfg, model, procs), make_optimizers(model, cfg),
+              load_teacher(cfg, model, data))
     if cfg.resume:
         restore(run, ckpt)
     elif cfg.eval_only and ckpt is not None:
@@ -113,12 +109,10 @@ def setup(argv):
 
 
 def check_run(cfg):
-    """UserError if the run would replace another one, or needs a package that is missing."""
+    """UserError if the run would replace another one."""
     if newest(cfg.folder).exists() and not (cfg.resume or cfg.overwrite or cfg.eval_only):
         raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "
                         f"overwrite=true replaces it, run=NAME starts another run")
-    if cfg.wandb:
-        need("wandb")
 
 
 def prepare_forward(cfg, model, procs):
@@ -128,7 +122,7 @@ def prepare_forward(cfg, model, procs):
         compiled = torch.cuda.get_device_capability(procs.device) >= (7, 0)   # what triton supports
     if cfg.fsdp:
         torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
-        for block in blocks_of(model) if compiled else ():
+        for block in blocks_of(model) * compiled:
             block.compile()                     # the hooks around the blocks are not compiled
         return model
     forward = torch.compile(model) if compiled else model
@@ -149,30 +143,27 @@ def claim_folder(run):
             raise
         lock(folder)
         check_run(cfg)                          # again: another run may have ended meanwhile
-        old = [*folder.glob("*.tmp")]           # of a run that was killed while saving
-        if cfg.overwrite:
-            old += [folder / name for name in ("ckpt.pt", "pending.pt", "best.pt", "curves.png")]
-            old += folder.glob("step_*.pt")
-        for file in old:
-            file.unlink(missing_ok=True)
+        old = ["ckpt.pt", "pending.pt", "best.pt", "step_*.pt", "curves.png"] * cfg.overwrite
+        for pattern in ("*.tmp", *old):         # *.tmp: of a run that was killed while saving
+            for file in folder.glob(pattern):
+                file.unlink()
 
 
 def describe(run):
     """Print the model, the data, and what the run will do."""
     cfg, model, procs = run.cfg, run.model, run.procs
     size = sum(p.numel() for p in model.parameters())
-    path = getattr(model.cfg, "path", "fast" if model.cfg.fast else "naive")
+    path = "fast" if model.cfg.fast else "naive"
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, "
           f"{model.flops_per_token():.3g} FLOPs a token, {path} path\n"
           f"{cfg.dataset if run.task else run.batches.train.folder}: {run.batches.sizes()}")
     if not cfg.eval_only:
         print(f"{cfg.max_steps:,} steps of {tokens_per_step(cfg, model):,} tokens on "
-              f"{procs.device_name}, {procs.world} process{'es' * (procs.world > 1)}"
+              f"{device_name(procs.device)}, {procs.world} process{'es' * (procs.world > 1)}"
               + f"; going on from step {run.step}" * (run.step > 0), flush=True)
 
 
-# -------------------------------------------------------------------------------------------------
-# evaluation
+# ---- evaluation ----
 
 @torch.no_grad()
 def evaluate(run):
@@ -182,10 +173,10 @@ def evaluate(run):
     The model computes its decoding function (eval mode). If it can estimate that by its training
     path, it does so on all batches, and computes the exact figures on exact_batches of them.
     val_gap: the exact cross-entropy minus the estimate, on the batches that have both."""
-    model, procs, cfg = run.model.eval(), run.procs, run.cfg
+    model, procs = run.model.eval(), run.procs
     model.set_step(run.step)
-    batches = run.batches.val_batches(cfg.eval_batches)
-    n, wanted = len(batches), cfg.exact_batches
+    batches = run.batches.val_batches(run.cfg.eval_batches)
+    n, wanted = len(batches), run.cfg.exact_batches
     exact = set(np.linspace(0, n - 1, wanted).astype(int) if 0 < wanted < n else range(n))
     names = ["ce", *getattr(model, "eval_metrics", ())]
     names += ["token_accuracy", "sequence_accuracy", "ce_estimate", "gap"]
@@ -232,15 +223,15 @@ def all_weights(run):
 
 
 def to_device(x, run):
-    if run.procs.device.type == "cuda":
+    if run.procs.device.type == "cuda":         # the copy does not wait for earlier kernels
         return x.pin_memory().to(run.procs.device, non_blocking=True)
     return x.to(run.procs.device)
 
 
-# -------------------------------------------------------------------------------------------------
-# saving
+# ---- saving ----
 
 KEPT = "what was saved is kept"
+COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
 
 
 def save_and_evaluate(run):
@@ -287,23 +278,19 @@ def state(run):
         from common.sharded import whole
         weights, optimizers = whole(weights), whole(optimizers)
     return {"model": run.cfg.model,
-            "config": {**asdict(run.cfg), **asdict(run.model.cfg)},
-            "model_config": asdict(run.model.cfg),
+            "config": asdict(run.cfg), "model_config": asdict(run.model.cfg),
             "tokenizer": run.batches.train.tokenizer.to_dict(),
             "weights": weights, "optimizers": optimizers,
-            "step": run.step, "tokens": run.tokens, "flops": run.flops,
-            "evaluated": run.evaluated, "best_ce": run.best_ce, "data": run.data,
+            **{name: getattr(run, name) for name in COUNTED}, "data": run.data,
             "rng": {"cpu": torch.get_rng_state(),
                     "cuda": torch.cuda.get_rng_state() if cuda else None}}
 
 
 def restore(run, ckpt):
     """Go on from the state of a checkpoint; the model has its weights already."""
-    run.step, run.evaluated, run.best_ce = (ckpt[k] for k in ("step", "evaluated", "best_ce"))
-    # the checkpoints of earlier versions do not tell
-    run.tokens = ckpt.get("tokens", run.step * tokens_per_step(run.cfg, run.model))
-    run.flops = ckpt.get("flops", run.tokens * run.model.flops_per_token())
-    if ckpt.get("data") != run.data:
+    for name in COUNTED:
+        setattr(run, name, ckpt[name])
+    if ckpt["data"] != run.data:
         note("the data is another than the checkpoint's: the best loss is forgotten")
         run.best_ce = math.inf
     try:
@@ -315,8 +302,7 @@ def restore(run, ckpt):
         raise UserError(f"resume: the checkpoint does not fit: {first_line(e)}") from e
 
 
-# -------------------------------------------------------------------------------------------------
-# the training loop
+# ---- the training loop ----
 
 def train(run):
     """Train to max_steps. Returns whether it is done: a signal stops the run, its state saved."""
@@ -441,8 +427,7 @@ def check_step(run, logged, stop):
     return logged, asked > 0
 
 
-# -------------------------------------------------------------------------------------------------
-# the command line
+# ---- the command line ----
 
 def main(argv):
     if asks_help(argv):
@@ -475,8 +460,7 @@ def finish(run, done):
     cfg = run.cfg
     run.log.bar.close()
     if not done:
-        print(f"stopped at step {run.step}; go on with resume=true")
-        return
+        return print(f"stopped at step {run.step}; go on with resume=true")
     if cfg.sample_tokens:
         print("-" * 80 + "\n" + example(run) + "\n" + "-" * 80)
     picture = ", curves.png" * draw(run)

@@ -6,9 +6,6 @@ log; and exports.
         weights, config, tokenizer: for sample.py, serve.py, lab.eval, and init_from=
     python -m common.checkpoint out/relaxed_tiny export=hf/relaxed
         a Hugging Face folder: a Llama, Mistral, Qwen3 or Gemma, of exit_loop loops
-
-A run's folder has ckpt.pt, the last state. pending.pt is there while that state is evaluated: it
-takes ckpt.pt's place if what it computes is finite.
 """
 import contextlib
 import fcntl
@@ -18,25 +15,25 @@ import os
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from common.data import bits_per_byte
-from common.keys import (UserError, asks_help, first_line, help_text, model_module, need,
-                         read_bytes, run_cli, split_paths, typed_config, writing)
+from common.keys import (UserError, asks_help, first_line, help_text, known, model_module, names,
+                         note, read_bytes, run_cli, split_paths, typed_config, writing)
 from common.tokenizer import load_tokenizer, to_huggingface
 
 # what a checkpoint holds; an export has the first six of these
 FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
-          "step": int, "optimizers": list, "evaluated": int, "best_ce": float, "rng": dict}
+          "step": int, "tokens": int, "flops": float, "optimizers": list, "evaluated": int,
+          "best_ce": float, "data": str, "rng": dict}
 EXPORTED = [*FIELDS][:6]
 
 
-# -------------------------------------------------------------------------------------------------
-# saving
+# ---- saving ----
 
 def digest(f, size):
     """The SHA-256 of the first `size` bytes of an open file."""
@@ -50,12 +47,10 @@ def digest(f, size):
 
 def sync_folder(folder):
     """Makes a rename inside folder survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):          # some network file systems cannot
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        os.fsync(fd)
+    os.close(fd)
 
 
 LOCKS = {}      # {folder: its open descriptor}, of this process
@@ -98,16 +93,14 @@ def save_checkpoint(path, state):
         raise UserError(f"could not save {path}: {reason}; what was there is untouched") from e
 
 
-# -------------------------------------------------------------------------------------------------
-# loading
+# ---- loading ----
 
 def load_checkpoint(path):
     """The state saved at path, on the CPU. UserError if it is missing, damaged, or not one of
     ours: the SHA-256 covers every byte, and the unpickler runs no code."""
     path = Path(path)
     if not path.is_file():
-        there = "is not a regular file" if path.exists() else "does not exist: no checkpoint there"
-        raise UserError(f"{path} {there}")
+        raise UserError(f"{path} does not exist, or is not a regular file: no checkpoint there")
     if path.suffix == ".safetensors":
         return load_safetensors(path)
     try:
@@ -116,8 +109,8 @@ def load_checkpoint(path):
                 raise ValueError("checksum")
             f.seek(0)
             state = torch.load(f, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError) as e:
-        raise UserError(f"{path} cannot be read: {first_line(e)}") from e
+    except (OSError, MemoryError):
+        raise
     except Exception as e:      # torch fails on foreign files in any way
         raise UserError(f"{path} is damaged or is not a checkpoint of this project: its checksum "
                         f"or its format is wrong") from e
@@ -126,45 +119,38 @@ def load_checkpoint(path):
 
 
 def newest(folder):
-    """The last state of a run: pending.pt if it was killed in an evaluation."""
+    """The last state of a run: ckpt.pt, or pending.pt if it was killed in an evaluation."""
     pending = folder / "pending.pt"
     return pending if pending.exists() else folder / "ckpt.pt"
 
 
-def check_state(state, path, names=FIELDS):
+def check_state(state, path, parts=FIELDS):
     """UserError if a file that is whole does not describe a run. Keys of model_config that the
     model has no more are dropped, with a line."""
     try:
-        for name in names:
+        for name in parts:
             if type(state[name]) is not FIELDS[name]:
                 raise TypeError(f"its {name} cannot be right")
         schema = model_module(state["model"]).Config
-        for key in state["model_config"].keys() - {f.name for f in fields(schema)}:
-            value = state["model_config"].pop(key)
-            state["config"].pop(key, None)
-            print(f"note: {path}: {key}={value!r} is dropped: model={state['model']} has no such "
-                  f"key", file=sys.stderr)
+        state["model_config"] = known(state["model_config"], names(schema), path)
         typed_config(schema, {}, state["model_config"])
-        if not all(w.isfinite().all() for w in state["weights"].values()):
-            raise TypeError("its weights are not finite")
     except (KeyError, TypeError, AttributeError, UserError) as e:
         raise UserError(f"{path} is not a checkpoint of a run: {first_line(e)}") from e
 
 
-# -------------------------------------------------------------------------------------------------
-# safetensors: EXPORTED, without the state of the training
+# ---- safetensors: EXPORTED, without the state of the training ----
 
 def save_safetensors(path, state):
     """The weights, and the other fields as JSON in the file's metadata."""
     from common.llama import save_weights
     # safetensors refuses tensors that share memory, as a tied head does
-    weights = {name: w.detach().clone() for name, w in state["weights"].items()}
+    weights = {name: w.clone() for name, w in state["weights"].items()}
     others = {name: json.dumps(state[name]) for name in EXPORTED if name != "weights"}
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_weights(weights, path, **others)
 
 
 def load_safetensors(path):
-    """The same as a checkpoint, but for the state of the training."""
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, "pt") as file:
@@ -177,15 +163,17 @@ def load_safetensors(path):
     return state
 
 
-# -------------------------------------------------------------------------------------------------
-# models
+# ---- models ----
 
 def build_model(ckpt, **overrides):
     """The model of a checkpoint with its weights, on the CPU; overrides replace Config fields."""
     module = model_module(ckpt["model"])
     try:
         model = module.Model(module.Config(**{**ckpt["model_config"], **overrides}))
-        model.load_state_dict(ckpt["weights"])
+        if "converts" in ckpt:                  # from another model's
+            module.convert(model, ckpt["weights"])
+        else:
+            model.load_state_dict(ckpt["weights"])
     except (TypeError, ValueError, RuntimeError) as e:
         reason = str(e).splitlines()[-1].strip()
         raise UserError(f"the checkpoint does not fit model_{ckpt['model']}.py: {reason}") from e
@@ -217,8 +205,7 @@ def load_initial(path, key="init_from"):
             "step": 0}
 
 
-# -------------------------------------------------------------------------------------------------
-# log.jsonl, one object a line: written while training, read for pictures and tables
+# ---- log.jsonl, one object a line: written while training, read for pictures and tables ----
 
 def read_log(path):
     """The objects of a log.jsonl; a line cut short by a crash is left out."""
@@ -232,29 +219,22 @@ def read_log(path):
 
 
 class Log:
-    """log.jsonl, the progress bar and wandb; on the first process only. A resumed run drops the
-    lines after its checkpoint, which a killed run may have written."""
+    """log.jsonl and the progress bar; on the first process only. A resumed run drops the lines
+    after its checkpoint, which a killed run may have written."""
 
     def __init__(self, run):
         self.run, self.path = run, run.folder / "log.jsonl"
-        keys = {**asdict(run.cfg), **asdict(run.model.cfg)}
-        self.wandb = run.cfg.wandb and need("wandb").init(
-            project="nanorecur", name=run.cfg.run, dir=run.folder, config=keys)
-        self.start = time.perf_counter() - self.restart()
+        rows = read_log(self.path) if run.step else []
+        rows = [row for row in rows
+                if row["step"] <= (run.evaluated if "val_ce" in row else run.step)]
+        temporary = self.path.with_name("log.jsonl.tmp")
+        with writing(self.path):
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            os.replace(temporary, self.path)
+        self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
                         dynamic_ncols=True, file=sys.stderr)
         self.start_lap()
-
-    def restart(self):
-        """Keep the lines up to the checkpoint. Returns the seconds until the last one."""
-        rows = read_log(self.path) if self.run.step else []
-        kept = [row for row in rows
-                if row["step"] <= (self.run.evaluated if "val_ce" in row else self.run.step)]
-        temporary = self.path.with_name("log.jsonl.tmp")
-        with writing(self.path):
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            os.replace(temporary, self.path)
-        return kept[-1]["seconds"] if kept else 0.0
 
     def start_lap(self):
         """tokens_per_second counts from here: evaluations are not training time."""
@@ -271,27 +251,24 @@ class Log:
             values["bpb"] = bits_per_byte(logged["ce"], self.run.batches.train)
         self.write(values)
         self.bar.set_postfix_str(f"ce {logged['ce']:.3f}, {rate / 1000:.1f}k tokens/s")
-        self.start_lap()
 
     def evaluation(self, result, best):
         self.write(result)
         with self.bar.external_write_mode(file=sys.stdout):
             print(f"step {self.run.step}: {in_words(result)}{' (best)' * best}", flush=True)
-        self.start_lap()
 
     def write(self, values):
         row = {"step": self.run.step, "tokens": self.run.tokens, "flops": self.run.flops,
                "seconds": round(time.perf_counter() - self.start, 3), **values}
         with writing(self.path), open(self.path, "a") as f:
             f.write(json.dumps(row) + "\n")
-        if self.wandb:
-            self.wandb.log(values, step=self.run.step)
+        self.start_lap()
 
 
 def in_words(result):
     """The line that is printed about an evaluation."""
-    finite = "val_ce" in result
-    words = [f"val ce {result['val_ce']:.4f} nats per token" if finite else "val ce not finite"]
+    ce = f"{result['val_ce']:.4f} nats per token" if "val_ce" in result else "not finite"
+    words = [f"val ce {ce}"]
     if "val_bpb" in result:
         words.append(f"{result['val_bpb']:.4f} bits per byte")
     return ", ".join(words + [f"{name.removeprefix('val_').replace('_', ' ')} {value:.3f}"
@@ -299,26 +276,12 @@ def in_words(result):
                               if name not in ("val_ce", "val_bpb")])
 
 
-# -------------------------------------------------------------------------------------------------
-# the command line
-
-def export_folder(path, ckpt, looped):
-    from common.llama import to_pretrained
-    tokenizer = load_tokenizer(ckpt["tokenizer"])
-    try:
-        to_pretrained(build_model(ckpt, **looped).eval(), path, tokenizer.eot)
-    except ValueError as e:
-        raise UserError(f"export: {first_line(e)}") from e
-    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
-        (path / name).unlink(missing_ok=True)       # of what was there before
-    if not to_huggingface(tokenizer, path):
-        print(f"note: {path} has no tokenizer: a {tokenizer.kind} tokenizer is no BPE of bytes")
-
+# ---- the command line ----
 
 @dataclass
 class ExportConfig:
     export: str = ""            # where to: NAME.safetensors, or a folder for Hugging Face's format
-    exit_loop: int = 0          # relaxed and mor, to a folder: how many loops (0: all)
+    exit_loop: int = 0          # of relaxed and mor: how many loops (0: all)
     overwrite: bool = False     # replace what is there
 
 
@@ -330,18 +293,29 @@ def main(argv):
     if len(sources) != 1 or not cfg.export:
         raise UserError("give one run and where to: out/NAME export=PATH")
     path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))
-    one_file = path.suffix == ".safetensors"
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")
-    if one_file and cfg.exit_loop:
-        raise UserError("exit_loop= is for a folder: a .safetensors file has the whole model")
+    if cfg.exit_loop:
+        ckpt["model_config"]["exit_loop"] = cfg.exit_loop
+    model = build_model(ckpt).eval()
     with writing(path):
-        if one_file:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
             save_safetensors(path, ckpt)
         else:
-            export_folder(path, ckpt, {"exit_loop": cfg.exit_loop} if cfg.exit_loop else {})
+            export_folder(path, model, load_tokenizer(ckpt["tokenizer"]))
     print(f"{path}: {ckpt['model']}, step {ckpt['step']:,}")
+
+
+def export_folder(path, model, tokenizer):
+    from common.llama import to_pretrained
+    try:
+        to_pretrained(model, path, tokenizer.eot)
+    except ValueError as e:
+        raise UserError(f"export: {first_line(e)}") from e
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
+        (path / name).unlink(missing_ok=True)       # of what was there before
+    if not to_huggingface(tokenizer, path):
+        note(f"{path} has no tokenizer: a {tokenizer.kind} tokenizer is no BPE of bytes")
 
 
 if __name__ == "__main__":

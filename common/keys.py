@@ -3,7 +3,6 @@ Keys and errors: what every command line here has in common.
 
 Arguments are key=value, checked against a dataclass whose fields are the keys; the comment beside
 a field is its help text. Bad input raises UserError: one line, exit status 2, never a traceback.
-Nothing here knows a model, a data set or torch.
 """
 import contextlib
 import difflib
@@ -49,10 +48,8 @@ def run_cli(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (UserError, MemoryError, RuntimeError, OSError) as e:
-        message = in_one_line(e)
-        if message is None:
-            raise
-        sys.stderr.write(f"error: {message}\n")      # in one piece: other processes may write too
+        # in one piece: other processes may write too
+        sys.stderr.write(f"error: {in_one_line(e)}\n")
         sys.exit(2)
 
 
@@ -69,17 +66,18 @@ def open_streams():
 
 
 def in_one_line(e):
-    """What to tell about an error that is not a bug of ours; None for a bug."""
+    """What to tell about an error that is not a bug of ours. A bug has its traceback."""
     if isinstance(e, UserError):
         return " ".join(str(e).split())
     if isinstance(e, OSError):                  # of a path that was given, or of a full disk
-        return f"{str(e.filename):.100}: {e.strerror}" if e.filename else e.strerror
+        reason = e.strerror or first_line(e)
+        return f"{str(e.filename):.100}: {reason}" if e.filename else reason
     if isinstance(e, MemoryError) or re.search("allocate memory|out of memory", str(e)):
         return f"not enough memory: {first_line(e)}"
+    raise e
 
 
-# ------------------------------------------------------------------------------------------------
-# keys
+# ---- keys ----
 
 def is_key(arg) -> bool:
     """Whether an argument is a key: a name stands before its first =, not a part of a path."""
@@ -111,10 +109,10 @@ def first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def note(text):
+def note(text, file=None):
     """Tell something, once."""
     if first_process():
-        print(f"note: {text}", flush=True)
+        print(f"note: {text}", file=file, flush=True)
 
 
 def asks_help(argv) -> bool:
@@ -160,6 +158,18 @@ def typed_config(schema, values, base=None, free_text=()):
         return schema(**typed)
     except ValueError as e:  # of the schema's own checks
         raise UserError(first_line(e)) from None
+
+
+def names(schema) -> set:
+    """The keys of a dataclass."""
+    return {f.name for f in fields(schema)}
+
+
+def known(values, keys, what) -> dict:
+    """The values of keys that there are; a line tells each that is dropped."""
+    for key in sorted(values.keys() - keys):
+        note(f"{what}: {key}={values[key]!r} is dropped: there is no such key", sys.stderr)
+    return {key: value for key, value in values.items() if key in keys}
 
 
 def unknown_key(key, names) -> str:
@@ -211,8 +221,7 @@ def model_module(name):
     return importlib.import_module(f"model_{name}")
 
 
-# ------------------------------------------------------------------------------------------------
-# files and names
+# ---- files and names ----
 
 def check_name(name, what="name") -> str:
     """The name of a data set or run. It cannot leave its folder: no separator, no leading dot."""

@@ -26,10 +26,12 @@ def blocks_of(model):
 
 def parameter_groups(model, cfg):
     """The groups of parameters with settings of their own. "kind" names a group's optimizer:
-    with optimizer=muon the matrices of the blocks go to Muon."""
+    with optimizer=muon the matrices of the blocks go to Muon. "peak_lr" and "peak_decay" are the
+    learning rate and weight decay before the schedules."""
     nanochat = cfg.optimizer == "muon" and hasattr(model, "parameter_kinds")
     groups = nanochat_groups(model, cfg) if nanochat else common_groups(model, cfg)
-    groups = [g for g in groups if g["params"]]
+    groups = [dict(g, peak_lr=g["lr"], peak_decay=g["weight_decay"])
+              for g in groups if g["params"]]
     counted = sorted(id(p) for g in groups for p in g["params"])
     assert counted == sorted(id(p) for p in model.parameters()), \
         "a parameter is in no group, or in two"
@@ -74,8 +76,7 @@ def by_kind(model):
     inside = {id(p) for m in modules if not isinstance(m, torch.nn.Embedding)
               for p in m.parameters(recurse=False)}
     for name, p in model.named_parameters():
-        kind = "matrix" if id(p) in inside else "embedding"
-        kind = kind if p.dim() == 2 else "scalar"
+        kind = "scalar" if p.dim() != 2 else "matrix" if id(p) in inside else "embedding"
         kind = next((named[part] for part in name.split(".") if part in named), kind)
         kinds.setdefault(kind, []).append(p)
     return kinds
@@ -105,27 +106,24 @@ class Muon(torch.optim.Muon):
 
 
 def make_optimizers(model, cfg):
-    """The optimizers of all groups. group["peak_lr"] and group["peak_decay"] are the learning rate
-    and weight decay before the schedules."""
+    """The optimizers of all groups."""
     groups, optimizers = parameter_groups(model, cfg), []
     for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", Muon, {})):
-        mine = [group for group in groups if group["kind"] == kind]
-        if mine:
+        if mine := [group for group in groups if group["kind"] == kind]:
             optimizers.append(cls(mine, **extra))
-            for group in optimizers[-1].param_groups:
-                group["peak_lr"], group["peak_decay"] = group["lr"], group["weight_decay"]
     return optimizers
 
 
 def load_optimizers(optimizers, states, step, cfg):
     """Restore the optimizers' moments after `step` steps, but not their settings: keys may change
     on resume. What schedules set is as in the last step."""
-    if len(optimizers) != len(states):
-        raise UserError("resume: the checkpoint was made with another optimizer")
-    for optimizer, state in zip(optimizers, states):
-        now = optimizer.state_dict()["param_groups"]
-        if [len(g["params"]) for g in now] != [len(g["params"]) for g in state["param_groups"]]:
-            raise UserError("resume: the checkpoint has other groups of parameters")
+    settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
+    saved = [state["param_groups"] for state in states]
+    ours, theirs = ([[len(g["params"]) for g in groups] for groups in x] for x in (settings, saved))
+    if ours != theirs:
+        raise UserError("resume: the checkpoint was made with another optimizer, or has other "
+                        "groups of parameters")
+    for optimizer, state, now in zip(optimizers, states, settings):
         state = {**state, "param_groups": now}
         if isinstance(optimizer.param_groups[0]["params"][0], DTensor):
             from common.sharded import sharded_like

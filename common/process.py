@@ -1,11 +1,8 @@
 """
 The keys of training, the one place where they are merged, and what they stand for: a run's
 processes and their device, its data and its models.
-
-A value comes from the command line, else from the checkpoint that the run goes on from or starts
-at, else from the config file, else it is the default.
 """
-import functools
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
@@ -17,39 +14,23 @@ import torch.distributed as dist
 from common.checkpoint import build_model, load_checkpoint, load_initial, lock, newest
 from common.data import TextBatches, is_task, open_data
 from common.keys import (HERE, Keys, UserError, check_name, choice, first_line, first_process,
-                         load_yaml, model_module, note, plain_name, split_args, typed_config)
+                         known, load_yaml, model_module, names, note, plain_name, split_args,
+                         typed_config)
+
+
+# keys that are of one call of train.py: no checkpoint sets them
+START = {"run", "out_dir", "init_from", "resume", "overwrite", "eval_only"}
 
 
 @dataclass
-class Start(Keys):
-    """Keys that are of one call of train.py: no checkpoint sets them."""
+class TrainConfig(Keys):
+    """The keys of train.py; those of a model stand in its file, with its Config."""
     run: str = ""  # folder of results (default: the config's name)
     out_dir: str = "out"  # where run folders are
     init_from: str = ""  # start from a run or Hugging Face model
     resume: bool = False  # go on from the run's ckpt.pt, whatever init_from
     overwrite: bool = False  # let a new run replace this one
     eval_only: bool = False  # only evaluate ckpt.pt, or init_from
-
-    def __post_init__(self):
-        if self.resume and self.overwrite:
-            raise ValueError("resume=true and overwrite=true exclude each other")
-        if self.resume:
-            self.init_from = ""
-
-    @property
-    def folder(self):
-        """out_dir/run. run must be a plain name: it cannot leave out_dir."""
-        return Path(self.out_dir) / check_name(self.run, "run")
-
-    @property
-    def own(self):
-        """Whether it begins with the run's own checkpoint."""
-        return self.resume or self.eval_only and not self.init_from
-
-
-@dataclass
-class TrainConfig(Start):
-    """The keys of train.py; those of a model stand in its file, with its Config."""
     model: str = "gpt"  # which model_<name>.py
     config: str = ""  # YAML file of keys (default: configs/<model>_tiny.yaml)
     # data
@@ -83,7 +64,6 @@ class TrainConfig(Start):
     log_interval: int = 10  # steps between lines in log.jsonl
     sample_prompt: str = "\n"  # what the sample at the end continues
     sample_tokens: int = 256  # its length in tokens (0: no sample)
-    wandb: bool = False  # log to Weights & Biases too
     # how to run
     seed: int = 1337  # of the weights, the batches and dropout
     device: str = "auto"  # auto | cpu | mps | cuda | cuda:N
@@ -93,11 +73,17 @@ class TrainConfig(Start):
     teacher: str = ""  # distil from this model, named as in init_from
 
     def __post_init__(self):
-        super().__post_init__()
-        numbers = [key.name for key in fields(self) if key.type in (int, float)]
-        self.between(**{**dict.fromkeys(numbers, (0, None)), **BOUNDS})
+        numbers = {key.name: (0, None) for key in fields(self) if key.type in (int, float)}
+        self.between(**{**numbers, **BOUNDS})
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("sample_prompt is empty: give a character, or sample_tokens=0")
+        if self.resume and self.overwrite:
+            raise ValueError("resume=true and overwrite=true exclude each other")
+
+    @property
+    def folder(self):
+        """out_dir/run. run must be a plain name: it cannot leave out_dir."""
+        return Path(self.out_dir) / check_name(self.run, "run")
 
 
 # of the keys whose smallest value is not 0, or that have a largest
@@ -108,7 +94,7 @@ BOUNDS = {**dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_ste
           "sample_tokens": (0, 2 ** 20)}
 
 
-# ---- merging: defaults < config file < checkpoint < command line ----
+# ---- merging: defaults < config file < checkpoint that the run goes on from < command line ----
 
 def read_config(argv):
     """argv -> (TrainConfig, the model's Config fields, checkpoint or None, given: the keys of the
@@ -117,16 +103,21 @@ def read_config(argv):
     given = split_args(argv)
     base, ckpt = config_file(given), None
     named = base if "config" in given else {}
-    start = read_start(given, base)
-    if start.own:
+    values = {**base, **given}
+    start = typed_config(TrainConfig, {key: values[key] for key in START & values.keys()})
+    if start.resume or start.eval_only and not given.get("init_from"):
+        given["init_from"] = ""                 # what the run began with matters no more
         if start.resume and start.folder.exists() and first_process():
             lock(start.folder)                  # from here on no other run may replace it
         ckpt = load_checkpoint(newest(start.folder))
-        base = keys_of_run(ckpt, start, given, named)
+        base = keys_of_run(ckpt, start, named, given)
     elif start.init_from:
         ckpt = load_initial(start.init_from)
         ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
-        base = config_file({"model": ckpt["model"], **given}) | keys_of_weights(ckpt, named)
+        # the model is that of the weights, but for what the named file may change
+        free = {key: named[key] for key in free_fields(ckpt) & named.keys()}
+        base = {**config_file({"model": ckpt["model"], **given}), "model": ckpt["model"],
+                **ckpt["model_config"], "fast": True, **free}
     cfg, model_fields = run_config(given, base)
     if ckpt is not None:
         check_weights(ckpt, model_fields, cfg.resume)
@@ -141,39 +132,41 @@ def config_file(given):
     return {"run": plain_name(Path(file).stem), **yaml, "config": file}
 
 
-def read_start(given, file):
-    own = [f.name for f in fields(Start)]
-    start = typed_config(Start, {key: given[key] for key in own if key in given},
-                         {key: file[key] for key in own if key in file})
-    if start.eval_only and "init_from" not in given:
-        start.init_from = ""                    # the file's began the run
-    return start
-
-
-def keys_of_run(ckpt, start, given, named):
-    """A run keeps all keys of its checkpoint but Start's. A line tells where the file that the
-    command line names differs."""
+def keys_of_run(ckpt, start, named, given):
+    """A run keeps its keys, but for START. A line tells where the file that the command line names
+    differs."""
     check_same_model(given.get("model", ckpt["model"]), ckpt)
-    known = {f.name for f in fields(TrainConfig)} | ckpt["model_config"].keys()
-    for key in ckpt["config"].keys() - known:
-        note(f"{key}={ckpt['config'].pop(key)!r} is dropped: the trainer has no such key")
-    kept = {**ckpt["config"], **vars(start)}
-    for key in sorted(named.keys() & kept.keys() - vars(start).keys() - given.keys()):
+    keys = names(full_schema(model_module(ckpt["model"])))
+    kept = known({**ckpt["config"], **ckpt["model_config"]}, keys, start.folder)
+    for key in sorted(named.keys() & kept.keys() - START - given.keys()):
         if named[key] != kept[key]:
             note(f"{key}={kept[key]} is the run's own and stays; the file has {named[key]} (a key "
                  f"on the command line would change it)")
-    return kept
+    return {**kept, **{key: getattr(start, key) for key in START}}
 
 
-def keys_of_weights(ckpt, named):
-    """A run keeps the model of the weights that it starts from, and its fields, but for those that
-    may change and that the file sets which the command line names."""
-    changed = {"fast"} | free_fields(ckpt, resume=False) & named.keys()
-    kept = {key: value for key, value in ckpt["model_config"].items() if key not in changed}
-    return {**kept, "model": ckpt["model"]}
+def check_same_model(name, ckpt):
+    if name != ckpt["model"]:
+        raise UserError(f"model={name}, but the checkpoint holds model={ckpt['model']}")
 
 
-def free_fields(ckpt, resume):
+def as_weights_of(name, ckpt):
+    """A checkpoint as the start of model `name`: its own, or that of a model in its
+    Config.CONVERTS_FROM, with the fields that both have; build_model converts the weights."""
+    config, origin = model_module(name).Config, model_module(ckpt["model"]).Config
+    if ckpt["model"] not in getattr(config, "CONVERTS_FROM", ()) or name == ckpt["model"]:
+        check_same_model(name, ckpt)
+        return ckpt
+    old = ckpt["model_config"]
+    for f in fields(origin):
+        if f.name not in names(config) and old.get(f.name, f.default) != f.default:
+            raise UserError(f"the checkpoint's model has {f.name}={old[f.name]}, "
+                            f"which model={name} has not")
+    shared = {key: old[key] for key in names(config) & old.keys()}
+    return {**ckpt, "model": name, "model_config": shared, "converts": True}
+
+
+def free_fields(ckpt, resume=False):
     """The fields of a model that its weights do not fix."""
     config = model_module(ckpt["model"]).Config
     free = {"fast", "dropout", *getattr(config, "RESUME_OVERRIDES", ())}
@@ -191,42 +184,19 @@ def check_weights(ckpt, model_fields, resume):
                             f"{key}={old}")
 
 
-def check_same_model(name, ckpt):
-    if name != ckpt["model"]:
-        raise UserError(f"model={name}, but the checkpoint holds model={ckpt['model']}")
-
-
-def as_weights_of(name, ckpt):
-    """A checkpoint as the start of model `name`: its own, or that of a model in its
-    Config.CONVERTS_FROM, with the fields that both have; make_model converts the weights."""
-    config, origin = model_module(name).Config, model_module(ckpt["model"]).Config
-    if ckpt["model"] not in getattr(config, "CONVERTS_FROM", ()) or name == ckpt["model"]:
-        check_same_model(name, ckpt)
-        return ckpt
-    old, names = ckpt["model_config"], {f.name for f in fields(config)}
-    for f in fields(origin):
-        if f.name not in names and old.get(f.name, f.default) != f.default:
-            raise UserError(f"the checkpoint's model has {f.name}={old[f.name]}, "
-                            f"which model={name} has not")
-    shared = {key: old[key] for key in names & old.keys()}
-    return {**ckpt, "model": name, "model_config": shared, "converts": True}
-
-
 def run_config(given, base):
     """(TrainConfig, the model's Config fields) from text that is given, over plain values."""
     module = model_module(given.get("model", base.get("model", TrainConfig.model)))
-    own = {f.name for f in fields(TrainConfig)}
     values = vars(typed_config(full_schema(module), given, base, free_text=("sample_prompt",)))
     try:
-        cfg = TrainConfig(**{key: values[key] for key in own})
-        model_cfg = module.Config(**{key: values[key] for key in values.keys() - own})
+        cfg = TrainConfig(**{key: values.pop(key) for key in names(TrainConfig)})
+        model_fields = asdict(module.Config(**values))
     except ValueError as e:
         raise UserError(str(e)) from e
     if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
         raise UserError("max_flops sets max_steps: give one of the two")
     if "max_steps" in given:
         cfg.max_flops = 0.0
-    model_fields = asdict(model_cfg)
     if "vocab_size" not in {**base, **given}:
         del model_fields["vocab_size"]
     return cfg, model_fields
@@ -285,14 +255,10 @@ class Processes:
     def __init__(self, cfg):
         self.world, self.rank = number("WORLD_SIZE", 1), number("RANK", 0)
         self.master = self.rank == 0
-        names = ["RANK", "WORLD_SIZE"] + ["MASTER_ADDR", "MASTER_PORT"] * (self.world > 1)
-        missing = [name for name in names if name not in os.environ]
-        if 0 < len(missing) < len(names) or self.rank >= self.world:
-            raise UserError(f"the environment is that of RANK={self.rank} of WORLD_SIZE="
-                            f"{self.world}, without {' and '.join(missing) or 'such a rank'}: "
+        if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ) or self.rank >= self.world:
+            raise UserError(f"the environment is that of process {self.rank} of {self.world}: "
                             f"start with torchrun, or unset RANK and WORLD_SIZE")
         self.device = pick_device(cfg.device, self.world)
-        self.device_name = device_name(self.device)
         self.autocast = lambda: autocast(cfg, self.device)
         if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:
             raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is "
@@ -302,19 +268,17 @@ class Processes:
                             "train.py; one process takes fsdp=false, and the same checkpoints")
 
     def join(self):
-        """Set up the GPU, and wait until all processes are here."""
+        """Set up the GPU, and meet the other processes."""
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")
-        if self.world == 1:
-            return
         try:
-            dist.init_process_group("nccl" if cuda else "gloo",
-                                    device_id=self.device if cuda else None)
+            if self.world > 1:
+                dist.init_process_group("nccl" if cuda else "gloo",
+                                        device_id=self.device if cuda else None)
         except (RuntimeError, ValueError) as e:
             raise UserError(f"the {self.world} processes do not meet: {first_line(e)}") from e
-        dist.barrier()
 
     def sum(self, *values):
         """Each number summed over all processes, as floats."""
@@ -336,23 +300,25 @@ class Processes:
             os._exit(0)
 
 
+SIZES = ("n_layer", "n_embd", "vocab_size", "block_size", "batch_size",
+         "gradient_accumulation_steps")
+
+
 def check_fits(cfg, fields, world, device):
     """UserError, before anything is allocated, where training needs more than the device has.
     Counted from below: 16 bytes a parameter (weight, gradient, AdamW's moments), of a block only
     Wq, Wo and two matrices of an MLP; a micro-batch's embeddings and logits; a step's ids."""
-    sizes = {key: fields[key] for key in ("n_layer", "n_embd", "vocab_size", "block_size")
-             if key in fields}
-    sizes |= {key: getattr(cfg, key) for key in ("batch_size", "gradient_accumulation_steps")}
-    C, V, tokens = sizes["n_embd"], sizes.get("vocab_size", 0), cfg.batch_size * sizes["block_size"]
-    block = 2 * C * (fields["n_head"] * fields["head_dim"] + fields.get("n_mlp", 0))
-    # Python's objects are not free
-    parameters = V * C + fields["n_layer"] // fields.get("n_loop", 1) * max(block, 1000)
-    need = (4 if cfg.eval_only or cfg.fsdp else 16) * parameters + 4 * tokens * (C + V)
+    keys = {"vocab_size": 0, "n_mlp": 0, "n_loop": 1, **vars(cfg), **fields}
+    width, tokens = keys["n_embd"] + keys["vocab_size"], cfg.batch_size * keys["block_size"]
+    block = 2 * keys["n_embd"] * (keys["n_head"] * keys["head_dim"] + keys["n_mlp"])
+    blocks = keys["n_layer"] // keys["n_loop"] * max(block, 1000)   # Python's objects take space
+    parameters = keys["n_embd"] * keys["vocab_size"] + blocks
+    need = (4 if cfg.eval_only or cfg.fsdp else 16) * parameters + 4 * tokens * width
     need += 16 * tokens * cfg.gradient_accumulation_steps // world
     have = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
             os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if need > have:
-        words = ", ".join(f"{key}={value}" for key, value in sizes.items())
+        words = ", ".join(f"{name}={keys[name]}" for name in SIZES if keys[name])
         raise UserError(f"{words}: at least {need / 1e9:,.3g} GB of memory would be needed, "
                         f"{device} has {have / 1e9:,.3g} GB")
 
@@ -399,21 +365,15 @@ def check_tokenizer(ckpt, data, what):
 def make_model(cfg, fields, ckpt, vocab_size):
     """The model, initialised from the seed or with the checkpoint's weights. vocab_size is the
     data's; a key may give a larger one."""
-    module = model_module(cfg.model)
     fields = {"vocab_size": vocab_size, **fields}
     if fields["vocab_size"] < vocab_size:
         raise UserError(f"vocab_size={fields['vocab_size']} is less than the data's {vocab_size} "
                         f"tokens")
     torch.manual_seed(cfg.seed)
-    if ckpt is not None and "converts" not in ckpt:
+    if ckpt is not None:
         return build_model(ckpt, **fields)
-    model = module.Model(module.Config(**fields))
-    try:
-        if ckpt is not None:
-            module.convert(model, ckpt["weights"])
-    except ValueError as e:
-        raise UserError(f"init_from={cfg.init_from}: {e}") from e
-    return model
+    module = model_module(cfg.model)
+    return module.Model(module.Config(**fields))
 
 
 def tokens_per_step(cfg, model):
@@ -430,20 +390,15 @@ def flops_of_step(cfg, model, step):
 
 def set_budget(cfg, model):
     """max_steps from max_flops; UserError where that is less than one step."""
-    if not cfg.max_flops:
-        return
-    cost = functools.partial(flops_of_step, cfg, model)
-    warmup = getattr(model.cfg, "capacity_warmup", 0)
     steps, left = 0, cfg.max_flops
-    while steps < warmup and left >= cost(steps):
-        left -= cost(steps)
-        steps += 1
-    if steps == warmup:
-        steps += int(left / cost(warmup))
-    if steps == 0:
-        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost(0):.3g} "
+    while left >= (cost := flops_of_step(cfg, model, steps)):
+        # in the warm-up each step has its own cost
+        n = 1 if steps < getattr(model.cfg, "capacity_warmup", 0) else int(left / cost)
+        steps, left = steps + n, left - n * cost
+    if cfg.max_flops and not steps:
+        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost:.3g} "
                         f"floating-point operations")
-    cfg.max_steps = steps
+    cfg.max_steps = steps or cfg.max_steps
 
 
 def load_teacher(cfg, model, data):
@@ -454,11 +409,9 @@ def load_teacher(cfg, model, data):
     ckpt = load_initial(cfg.teacher, "teacher")
     check_tokenizer(ckpt, data, f"teacher={cfg.teacher}")
     teacher = build_model(ckpt).eval().requires_grad_(False)
-    size, limit = teacher.cfg.vocab_size, teacher.context_limit
-    if size != model.cfg.vocab_size:
-        raise UserError(f"teacher={cfg.teacher} has vocab_size={size}, the model "
-                        f"{model.cfg.vocab_size}")
-    if limit is not None and limit < model.cfg.block_size:
-        raise UserError(f"teacher={cfg.teacher} takes {limit} tokens, block_size="
-                        f"{model.cfg.block_size} is more")
+    size, limit = teacher.cfg.vocab_size, teacher.context_limit or math.inf
+    V, T = model.cfg.vocab_size, model.cfg.block_size
+    if size != V or limit < T:
+        raise UserError(f"teacher={cfg.teacher} has vocab_size={size} and takes {limit} tokens, "
+                        f"the model has vocab_size={V} and block_size={T}")
     return teacher.to(next(model.parameters()).device)

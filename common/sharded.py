@@ -7,7 +7,6 @@ and again in the backward pass. Blocks that run several times (loops, recursions
 all at the same time (RT's wavefront), would be gathered, and their gradients summed, once for each
 run: a model of such blocks (runs_blocks_once is False) is one unit, gathered once a micro-batch.
 Gradients are summed and sharded after each micro-batch, or each process would keep them whole.
-Muon gathers one matrix at a time (optim.py).
 A checkpoint holds whole tensors, the same as without sharding.
 """
 import contextlib
@@ -58,11 +57,7 @@ def sharded_like(optimizer, state):
     """The state_dict of an optimizer over whole tensors, as one of this optimizer's: its moments
     sharded like the parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def split(x, p):
-        if isinstance(p, DTensor) and isinstance(x, torch.Tensor) and x.shape == p.shape:
-            return distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
-        return x
-    moments = {i: {name: split(x, parameters[i]) for name, x in values.items()}
-               for i, values in state["state"].items()}
+    moments = {i: {name: distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
+                   if x.shape == p.shape else x for name, x in state["state"][i].items()}
+               for i, p in enumerate(parameters) if i in state["state"]}
     return {**state, "state": moments}

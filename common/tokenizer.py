@@ -239,7 +239,7 @@ def hub_folder(name, files) -> Path:
         raise UserError(f"{name} is neither a folder nor a hub name (owner/name)")
     hub = need("huggingface_hub")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without its retries
-    hub.utils.disable_progress_bars()
+    need("huggingface_hub.utils").disable_progress_bars()
     try:
         return Path(hub.snapshot_download(str(name), allow_patterns=files))
     except Exception as e:  # of a dozen kinds: no network, no such name, no permission

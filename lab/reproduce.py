@@ -175,7 +175,8 @@ def start(run):
     run.folder.mkdir(parents=True, exist_ok=True)
     ckpt = run.folder / "ckpt.pt"
     if ckpt.exists():           # of a config file that has changed since: from the beginning
-        config = {**load_checkpoint(ckpt)["config"], "config": file_keys(run)["config"]}
+        state = load_checkpoint(ckpt)
+        config = state["config"] | state["model_config"] | {"config": file_keys(run)["config"]}
         if file_keys(run).items() - config.items():
             ckpt.unlink()
     if run.start and not ckpt.exists():

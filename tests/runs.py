@@ -68,16 +68,14 @@ def main_in_child(argv, die_at=None):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
     if die_at:
-        name, n = die_at[0].rstrip("!"), die_at[1]
+        name, calls = die_at[0].rstrip("!"), []
         place = {"save": checkpoint.torch, "sync_folder": checkpoint}.get(name, os)
-        original, calls = getattr(place, name), []
+        original = getattr(place, name)
 
         def deadly(*args, **kwargs):
             calls.append(1)
-            if len(calls) == n and not die_at[0].endswith("!"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = original(*args, **kwargs)
-            if len(calls) == n:
+            result = original(*args, **kwargs) if len(calls) < die_at[1] or die_at[0].endswith("!") else None
+            if len(calls) == die_at[1]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
         setattr(place, name, deadly)

@@ -156,8 +156,6 @@ def test_damaged_exports_are_refused(relaxed_run, tmp_path):
     save_file(weights, tmp_path / "foreign.safetensors")
     wrong = json.dumps({**json.loads(fields["model_config"]), "n_embd": "x"})
     save_file(weights, tmp_path / "field.safetensors", metadata={**fields, "model_config": wrong})
-    weights["norm.weight"][0] = torch.nan
-    save_file(weights, tmp_path / "nan.safetensors", metadata=fields)
-    for name in "cut", "foreign", "field", "nan":
+    for name in "cut", "foreign", "field":
         with pytest.raises(UserError, match=f"{name}.safetensors is "):
             checkpoint.load_run(tmp_path / f"{name}.safetensors")
