@@ -4,7 +4,7 @@ Speed and memory, measured beside a baseline in the same run: where the README's
     python -m lab.bench gpt             one of gpt, rt, lrt, relaxed, mor: training and decoding
     python -m lab.bench rat             a layer of RAT beside attention and an RNN, by length
     python -m lab.bench throughput      RAT beside attention: tokens/s by the number of sequences
-    python -m lab.bench kernels         attend and scan
+    python -m lab.bench kernels         attend beside torch's attention
     python -m lab.bench runs out/gpt_tiny out/mor_tiny  trained runs, training and decoding
     python -m lab.bench mor init_from=out/mor_tiny      requests to a trained mor, or relaxed
 
@@ -61,9 +61,8 @@ def compare(title, cases, setup, device, rounds=9, per=1):
             calls = {name: setup(cases[name]) for name in names}
             times |= {name: t[2:] for name, t in take_turns(calls, device, 2 + rounds).items()}
             calls = None
-            for name in names:
-                free_memory(device)
-                peaks[name] = peak_memory(setup, cases[name], device)
+            free_memory(device)
+            peaks |= {name: peak_memory(setup, cases[name], device) for name in names}
         except torch.cuda.OutOfMemoryError:
             print(f"{title:28} {names[0]:29}   does not fit")
     return tell(title, times, peaks, per)
@@ -146,12 +145,12 @@ def peak(device, forget=False):
 
 def build(cfg, name, keys=""):
     """An untrained model_<name>, or that of model= in keys, with these keys and those of cfg that
-    it has. compile=true: by torch.compile."""
-    given = {"model": name, "compile": "false", **split_args(keys.split())}
-    module, compiled = model_module(given.pop("model")), given.pop("compile") == "true"
-    same = {k: v for k, v in asdict(cfg).items() if k in {f.name for f in fields(module.Config)}}
-    model = module.Model(typed_config(module.Config, given, same))
-    return torch.compile(model) if compiled else model
+    it has."""
+    given = {"model": name, **split_args(keys.split())}
+    module = model_module(given.pop("model"))
+    names = {f.name for f in fields(module.Config)}
+    same = {key: value for key, value in asdict(cfg).items() if key in names}
+    return module.Model(typed_config(module.Config, given, same))
 
 
 def training(model, device, cfg, optimize=True):
@@ -177,11 +176,12 @@ NEW = 8         # tokens that one call decodes
 
 
 def decoding(model, device, T, rows, idx=None, new=NEW):
-    """The last `new` of T tokens of each row (idx, or random ones), one after the other. The cache
-    is filled outside the clock."""
+    """The last `new` of T tokens of each row (of idx, or random ones), one after the other. The
+    cache is filled outside the clock."""
     model, start = model.to(device).eval(), max(1, T - new)
     if idx is None:
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
+    idx = idx[:rows]
     cache = model.init_cache(rows, T)
 
     @torch.inference_mode()
@@ -200,27 +200,22 @@ def decoding(model, device, T, rows, idx=None, new=NEW):
 # ---- models ----
 
 # {model: {row: keys}}, the baseline first
-TRAINED = {
+ROWS = {
     "gpt": {"fast": "fast=true", "naive": "fast=false"},
     "rt": {
         "plain Transformer": "model=gpt mlp=gelu qk_norm=false",
-        "plain, compiled": "model=gpt mlp=gelu qk_norm=false compile=true",     # on a GPU
         "wavefront": "schedule=wavefront",      # on a GPU a CUDA graph
         "tiled": "schedule=tiled",
         "naive": "schedule=naive"},
     "lrt": {
         "backbone": "memory=false",
-        "interleaved, S = 2": "train_path=interleaved subsets=2",
-        "interleaved, S = 4": "train_path=interleaved subsets=4",
-        "interleaved, S = 8": "train_path=interleaved subsets=8",
-        "interleaved, layerwise": "train_path=interleaved projections=layerwise",
-        "chunked, C = 64": "train_path=chunked chunk=64",
-        "chunked, C = 256": "train_path=chunked chunk=256"},
-    "relaxed": {
-        "untied model": "model=gpt",
-        "rank 0": "rank=0",
-        "rank 8": "rank=8",
-        "rank 64": "rank=64"},
+        "interleaved, S = 2": "train_path=interleaved subsets=2 prefill=interleaved",
+        "interleaved, S = 4": "train_path=interleaved subsets=4 prefill=interleaved",
+        "interleaved, S = 8": "train_path=interleaved subsets=8 prefill=interleaved",
+        "layerwise projections": "train_path=interleaved projections=layerwise prefill=exact",
+        "chunked 64, prefill exact": "train_path=chunked chunk=64 prefill=exact",
+        "chunked 256, prefill exact": "train_path=chunked chunk=256 prefill=exact"},
+    "relaxed": {"untied model": "model=gpt", "rank 0": "rank=0", "rank 8": "rank=8"},
     "mor": {
         "plain model": "model=gpt",
         "no router": "router=none router_func=",
@@ -228,23 +223,16 @@ TRAINED = {
         "3 recursions": "n_loop=3 capacity_warmup=0 router=expert router_func=",
         "kv=share": "kv=share capacity_warmup=0 router=expert router_func=",
         "router=token": "router=token router_func= z_loss=-1"}}
-DECODED = {
-    "rt": {"plain Transformer": "model=gpt mlp=gelu qk_norm=false", "RT": ""},
-    "lrt": {"backbone": "memory=false", "exact": "prefill=exact",
-            "interleaved": "prefill=interleaved"},
-    "mor": {"plain model": "model=gpt", "MoR": ""}}
 
 
 def bench_model(name, model_cfg, cfg, device):
-    make = partial(build, model_cfg, name)
-    trained = {row: keys for row, keys in TRAINED[name].items()
-               if "compile" not in keys or device.type == "cuda"}
+    rows, make = ROWS[name], partial(build, model_cfg, name)
     for part in "forward + backward", "training step":
-        compare(part, trained, lambda keys: training(
+        compare(part, rows, lambda keys: training(
             make(keys), device, cfg, part == "training step"), device)
-    bench_decoding(make, DECODED.get(name, trained), model_cfg.block_size, device)
+    bench_decoding(make, rows, model_cfg.block_size, device)
     with torch.device("meta"):
-        flops = {row: make(keys).flops_per_token() for row, keys in trained.items()}
+        flops = {row: make(keys).flops_per_token() for row, keys in rows.items()}
     for row, number in flops.items():
         print(f"training FLOPs a token: {number / next(iter(flops.values())):.2f} x ({row})")
 
@@ -315,26 +303,17 @@ def bench_throughput(model_cfg, cfg, device, new=64):
 # ---- kernels ----
 
 def bench_kernels(device, sizes=None):
-    """attend beside torch's attention (SDPA), scan beside a copy of x: forward and backward.
-    sizes: B, H, T, D."""
+    """attend beside torch's attention (SDPA), forward and backward. sizes: B, H, T, D."""
     gpu = device.type == "cuda"
-    make = partial(torch.randn, device=device, dtype=torch.bfloat16 if gpu else torch.float32)
     functions = {"SDPA": partial(F.scaled_dot_product_attention, is_causal=True),
                  "attend": lambda q, k, v: kernels.attend(q, k, v)[0]}
     for B, H, T, D in sizes or ([(4, 16, 4096, 128), (1, 16, 65536, 128)] if gpu else
                                 [(1, 8, 1024, 64), (1, 4, 8192, 64)]):
-        tensors = make(4, B, T, H, D).transpose(2, 3).unbind()
-        compare(f"attention, T {T:,}", functions, partial(kernel, tensors), device)
-    B, T, C = (2, 4096, 2048) if gpu else (1, 2048, 512)
-    functions = {"copy of x": lambda x, g: x.clone()}
-    functions |= {f"scan, chunk {L}": lambda x, g, L=L: kernels.scan(g, x, L) for L in (16, 64, T)}
-    compare("scan", functions, partial(kernel, make(3, B, T, C).sigmoid().unbind()), device)
-
-
-def kernel(tensors, function):
-    """Of a function of all tensors but the last, which is its output's gradient."""
-    *inputs, do = [x.detach().requires_grad_() for x in tensors]
-    return nothing, lambda: torch.autograd.grad(function(*inputs), inputs, do, allow_unused=True)
+        dtype = torch.bfloat16 if gpu else torch.float32
+        x = torch.randn(4, B, T, H, D, device=device, dtype=dtype).transpose(2, 3)
+        *qkv, do = x.requires_grad_().unbind()
+        compare(f"attention, T {T:,}", functions, lambda attention: (
+            nothing, lambda: torch.autograd.grad(attention(*qkv), qkv, do)), device)
 
 
 # ---- trained runs ----

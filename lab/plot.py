@@ -10,21 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoint import read_log
-from common.keys import (UserError, asks_help, first_line, help_text, need, run_cli, split_paths,
-                         typed_config, writing)
+from common.keys import (UserError, asks_help, choice, first_line, help_text, need, run_cli,
+                         split_paths, typed_config, writing)
 
 
 @dataclass
 class PlotConfig:
     y: str = "val_ce"           # what is drawn: a key of log.jsonl
-    x: str = "step"             # step | tokens | flops | seconds
+    x: str = choice("step", "tokens", "flops", "seconds")
     file: str = "out/plot.png"  # the picture
     title: str = ""             # above it
-    labels: str = ""            # names, with commas between (default: the folders')
-
-    def __post_init__(self):
-        if self.x not in ("step", "tokens", "flops", "seconds"):
-            raise ValueError(f"x={self.x} must be one of: step, tokens, flops, seconds")
 
 
 # ---- drawing ----
@@ -83,14 +78,12 @@ def main(argv):
     if asks_help(argv):
         return print(help_text(PlotConfig))
     folders, keys = split_paths(argv)
-    cfg = typed_config(PlotConfig, keys, free_text=("title", "labels"))
-    labels = cfg.labels.split(",") if cfg.labels else [Path(f).name for f in folders]
-    if not folders or len(labels) != len(folders):
-        raise UserError("give the folders of runs, and as many labels or none: "
-                        "python -m lab.plot out/NAME ... [key=value]")
-    curves = [points(folder, cfg.x, cfg.y) for folder in folders]
-    draw(cfg.file, [(dict(xlabel=cfg.x, ylabel=cfg.y), zip(labels, curves))], cfg.title)
-    print(f"{cfg.file}: {cfg.y} of {', '.join(labels)}")
+    cfg = typed_config(PlotConfig, keys, free_text=("title",))
+    if not folders:
+        raise UserError("give folders of runs: python -m lab.plot out/NAME ... [key=value]")
+    curves = [(Path(folder).resolve().name, points(folder, cfg.x, cfg.y)) for folder in folders]
+    draw(cfg.file, [(dict(xlabel=cfg.x, ylabel=cfg.y), curves)], cfg.title)
+    print(f"{cfg.file}: {cfg.y} of {', '.join(folders)}")
 
 
 if __name__ == "__main__":

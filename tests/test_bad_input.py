@@ -108,7 +108,7 @@ BENCH = [
 ]
 PLOT = [
     (["{w}/out/never"], "log.jsonl does not exist"), (["{w}/out/r", "y=nothing"], "has no nothing: it has"),
-    (["{w}/out/r", "labels=a,b"], "as many labels"), (["{w}/out/r", "file={w}/a.tune"], "a.tune"),
+    (["{w}/out/r", "file={w}/a.tune"], "a.tune"),
     (["{w}/out/r", "file={w}/folder/no/a.png"], "could not write"),
 ]
 EVAL = [
@@ -117,7 +117,6 @@ EVAL = [
     (["{w}/out/r", "lengths=2,3"], "lengths=2,3: each must divide the longest"),
     (["{w}/out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
     (["{w}/out/r", "batch_size=0"], "batch_size=0 must be at least 1"),
-    (["{w}/out/r", "json={w}/no/a.json"], "no/a.json: there is no such folder"),
     (["{w}/out/r", "dataset=task:s3"], "dataset=task:s3 is no text"),
 ]
 PREPARE = [

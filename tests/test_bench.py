@@ -44,7 +44,7 @@ def test_every_line_of_a_model(name, keys, more, lines, capsys):
 def test_every_line_of_kernels(capsys):
     bench.bench_kernels(CPU, [(1, 2, 64, 8)])
     out = capsys.readouterr().out
-    assert [out.count(word) for word in ("x SDPA", "x copy")] == [2, 4] and "nan" not in out
+    assert out.count("x SDPA") == 2 and "nan" not in out
 
 
 def test_cases_take_turns(capsys):
@@ -125,7 +125,7 @@ def test_early_exit(capsys):
 
 @pytest.mark.parametrize("name, cases, bounds", [("relaxed", 7, 3), ("mor", 3, 1)])
 def test_requests(name, cases, bounds, capsys):
-    model = tiny(name, n_layer=8, n_loop=2)
+    model = tiny(name, block_size=19, n_layer=8, n_loop=2)
     bench.bench_requests(name, model, TEXT, CPU)
     out = capsys.readouterr().out
     assert out.count("6 requests") == cases and out.count("% of that speed") == bounds

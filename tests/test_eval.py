@@ -1,6 +1,7 @@
 """eval.py: its loss against train.py's and cross_entropy; lm_eval's tasks, by all models and transformers' Llama."""
+import contextlib
+import io
 import json
-import math
 import sys
 
 import numpy as np
@@ -34,9 +35,9 @@ def trained(request, tmp_path_factory, data_dir):
 
 
 def evaluate(run, *keys):
-    file = run / "eval.json"
-    evaluation.main([str(run), f"json={file}", *keys])
-    return json.loads(file.read_text())
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        evaluation.main([str(run), *keys])
+    return json.loads(out.getvalue())
 
 
 def test_the_loss_is_that_of_train(trained):
@@ -66,25 +67,14 @@ def test_exits_and_routers_are_looked_at(trained, data_dir):
         assert sum(scores[5:]) == pytest.approx(float((taken >= 2).double().mean()))
 
 
-def test_a_text_file_is_predicted_whole(trained, tmp_path):
-    run, _ = trained
-    (tmp_path / "notes.txt").write_text(text := "words é and more words, " * 9)
-    ids, model = torch.tensor(list(text.encode())), load_run(run)[0].requires_grad_(False)
-    n = (len(ids) - 1) // 24
-    nats = F.cross_entropy(model(ids[:24 * n].view(n, 24))[0].flatten(0, 1), ids[1:24 * n + 1])
-    found = evaluate(run, f"text={tmp_path}/notes.txt")
-    assert found["ce"] == pytest.approx(float(nats), rel=1e-5) and found["tokens"] == 24 * n
-    assert found["bpb"] == pytest.approx(found["ce"] / math.log(2))
-
-
-def test_all_lengths_predict_the_same_tokens(trained, data_dir, capsys):
+def test_all_lengths_predict_the_same_tokens(trained, data_dir):
     run, _ = trained
     text, longer = np.fromfile(data_dir / "words" / "val.bin", dtype="<u2"), {}
     if load_run(run)[0].context_limit:
         longer = {"block_size": 96}
         with pytest.raises(UserError, match=r"lengths=1,4: 96 tokens are more than the 24 that .* \(block_size=24\)"):
             evaluate(run, "lengths=1,4")
-    found = evaluate(run, "lengths=1,4", *(f"{key}={value}" for key, value in longer.items()))
+    found = evaluate(run, "lengths=1,4", "batch_size=64", *(f"{key}={value}" for key, value in longer.items()))
     model, windows = load_run(run, **longer)[0], (len(text) - 1) // 96
     assert found["tokens"] == windows * 96
     for k in (1, 4):
@@ -94,8 +84,6 @@ def test_all_lengths_predict_the_same_tokens(trained, data_dir, capsys):
         got = found["lengths"][str(k)]
         assert got["ce"] == pytest.approx(want.mean().item(), rel=1e-6) and got["context"] == 24 * k
     assert got["positions"]["64-95"] == pytest.approx(want[64:].mean().item(), rel=1e-6)
-    said = capsys.readouterr().out
-    assert json.loads(said[said.index("{"):])["lengths"]["4"]["context"] == 96
 
 
 # lm-evaluation-harness
@@ -235,8 +223,8 @@ def test_what_fails_in_lm_eval_is_one_line(tasks, tmp_path, monkeypatch):
         evaluate_tasks(model, tokenizer, EvalConfig(tasks="piqa", **keys))
 
 
-def test_tasks_from_the_command_line(tmp_path, data_dir, tasks, capsys):
+def test_tasks_from_the_command_line(tmp_path, data_dir, tasks):
     runs.run("gpt", tmp_path, data_dir, "max_steps=2")
     keys = {**tasks, "tasks": "choose,spell", "limit": 2, "num_fewshot": 1}
     found = evaluate(tmp_path / "r", *(f"{key}={value}" for key, value in keys.items()))["tasks"]
-    assert found.keys() == {"choose", "spell"} and f'"gold_ce": {found["spell"]["gold_ce"]}' in capsys.readouterr().out
+    assert found.keys() == {"choose", "spell"} and found["spell"]["gold_ce"] > 0
