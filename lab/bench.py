@@ -47,6 +47,9 @@ from serve import Engine, Request
 
 # ---- measuring ----
 
+WARM_UP = 2     # rounds that do not count
+
+
 def compare(title, cases, setup, device, rounds=9, per=1):
     """Time the cases {name: case}. setup(case) returns two functions: prepare runs before each
     call, outside the clock. Returns {name: milliseconds}, divided by per.
@@ -59,10 +62,12 @@ def compare(title, cases, setup, device, rounds=9, per=1):
         try:
             free_memory(device)
             calls = {name: setup(cases[name]) for name in names}
-            times |= {name: t[2:] for name, t in take_turns(calls, device, 2 + rounds).items()}
+            turns = take_turns(calls, device, WARM_UP + rounds)
+            times |= {name: seconds[WARM_UP:] for name, seconds in turns.items()}
             calls = None
-            free_memory(device)
-            peaks |= {name: peak_memory(setup, cases[name], device) for name in names}
+            if device.type == "cuda" or RESET_PEAK.exists():
+                free_memory(device)
+                peaks |= {name: peak_memory(setup, cases[name], device) for name in names}
         except torch.cuda.OutOfMemoryError:
             print(f"{title:28} {names[0]:29}   does not fit")
     return tell(title, times, peaks, per)
@@ -87,7 +92,7 @@ def tell(title, times, peaks, per=1):
     """A line for each case: its milliseconds, its most memory, and its ratio to the first case."""
     found = {name: 1000 * median(t) / per for name, t in times.items()}
     for name, t in times.items():
-        memory = f"{peaks[name] / 2 ** 20:10,.0f} MiB" if peaks.get(name) else ""
+        memory = f"{peaks[name] / 2 ** 20:10,.0f} MiB" if name in peaks else ""
         print(f"{title:28} {name:29} {found[name]:11.3f} ms{memory}"
               f"{ratio(t, times[next(iter(times))]):8.3f} x {next(iter(times))}", flush=True)
     return found
@@ -132,8 +137,6 @@ def peak(device, forget=False):
         if forget:
             torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.max_memory_allocated(device)
-    if not RESET_PEAK.exists():
-        return 0
     if forget:
         ctypes.CDLL(None).malloc_trim(0)
         RESET_PEAK.write_text("5")
@@ -339,7 +342,7 @@ def bench_runs(folders, device):
     cases = {folder: folder for folder in folders}
     found = {"train_ms": compare("training step", cases, step, device)}
     found |= bench_decoding(load, cases, T, device, idx=torch.from_numpy(idx).to(device))
-    print(json.dumps({f: {name: found[name][f] for name in found} for f in folders}))
+    print(json.dumps({f: {name: found[name].get(f) for name in found} for f in folders}))
 
 
 # ---- requests to trained models that loop over depth, by serve.py's Engine ----
@@ -428,16 +431,17 @@ class BenchConfig:
     device: str = "auto"            # auto | cpu | cuda | cuda:N
 
 
-NAMES = "gpt", "rt", "lrt", "rat", "relaxed", "mor", "throughput", "kernels", "runs"
+BENCHES = {"rat": bench_rat, "throughput": bench_throughput,
+           **{name: partial(bench_model, name) for name in ROWS}}
 
 
 def main(argv):
     if asks_help(argv):
         return print(help_text(BenchConfig))
     (name, *folders), keys = split_paths(argv)[0] or [""], [a for a in argv if is_key(a)]
-    if name not in NAMES or bool(folders) != (name == "runs"):
+    if name not in (*BENCHES, "kernels", "runs") or bool(folders) != (name == "runs"):
         raise UserError("python -m lab.bench NAME [key=value ...], NAME one of: "
-                        + ", ".join(NAMES) + " out/A ...")
+                        + ", ".join(BENCHES) + ", kernels, runs out/A ...")
     torch.manual_seed(1337)
     if name in ("kernels", "runs"):
         device = pick_device(typed_config(BenchConfig, split_args(keys)).device)
@@ -456,8 +460,7 @@ def main(argv):
         text = data.windows([0], min(data.tokens, 100_000))[0]
         model = make_model(cfg, model_fields, ckpt, ckpt["model_config"]["vocab_size"])
         return bench_requests(name, model.to(device).eval(), text, device)
-    bench = {"rat": bench_rat, "throughput": bench_throughput}.get(name, partial(bench_model, name))
-    bench(model_cfg, cfg, device)
+    BENCHES[name](model_cfg, cfg, device)
 
 
 if __name__ == "__main__":

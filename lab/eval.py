@@ -118,7 +118,7 @@ def router_scores(model, inputs):
 
 
 def evaluate_text(model, run, cfg, ckpt):
-    """What the JSON file gets of a text."""
+    """What the JSON object gets of a text."""
     length, limit = ckpt["model_config"]["block_size"], model.context_limit  # as trained
     longest = cfg.units[-1] * length
     if limit and longest > limit:
@@ -180,7 +180,7 @@ class HarnessModel:
         """(context, answer) pairs of token ids -> each answer's log-likelihood, and whether
         it is the greedy one."""
         limit, device = self.model.context_limit, self.model.wte.weight.device
-        longest = max(len(answer) for _, answer in pairs)
+        longest = max((len(answer) for _, answer in pairs), default=0)
         if limit and longest > limit:
             raise UserError(f"a task has an answer of {longest} tokens: the model reads {limit} "
                             f"(block_size)")
@@ -211,7 +211,7 @@ class HarnessModel:
 
 
 def evaluate_tasks(model, tokenizer, cfg):
-    """What the JSON file gets of tasks."""
+    """What the JSON object gets of tasks."""
     need("lm_eval")
     try:
         from lm_eval import simple_evaluate

@@ -25,26 +25,26 @@ class PlotConfig:
 # ---- drawing ----
 
 def pyplot():
-    """matplotlib, imported where a picture is drawn, without a display. Text is plain, $ too."""
+    """matplotlib, imported where a picture is drawn, without a display."""
     os.environ["MPLBACKEND"] = "agg"        # a notebook's, which may not be there, ends the import
     need("matplotlib").use("Agg")
-    need("matplotlib").rcParams["text.parse_math"] = False
     return need("matplotlib.pyplot")
 
 
 def draw(file, panels, title=""):
     """Panels beside each other, each (labels and scales of its axes, [(name, its points), ...])."""
     plt, n = pyplot(), len(panels)
+    plain = lambda text: text.replace("$", r"\$")       # no formula
     fig, axes = plt.subplots(1, n, figsize=(7 if n == 1 else 5.5 * n, 4.5), squeeze=False)
     for ax, (style, curves) in zip(axes[0], panels):
         for name, curve in curves:      # a few points are marked
             marker = "o" if len(curve) < 10 else ""
-            ax.plot(*zip(*curve), label=name, linewidth=1.2, marker=marker, markersize=5)
+            ax.plot(*zip(*curve), label=plain(name), linewidth=1.2, marker=marker, markersize=5)
         ax.set(**style)
         ax.grid(alpha=0.3)
     if lines := axes[0][0].lines:       # given to legend, a name may begin with _
         axes[0][0].legend(lines, [line.get_label() for line in lines], fontsize=8)
-    fig.suptitle(title)
+    fig.suptitle(plain(title))
     with writing(file):
         try:
             fig.savefig(file, dpi=120, bbox_inches="tight")
