@@ -355,6 +355,8 @@ SLOTS = {"relaxed": 32, "mor": 16}
 def bench_requests(name, model, text, device):
     """All requests come to an Engine at once. Batched over depth, also how much is reached of the
     speed that a model could have whose tokens took so many loops."""
+    if model.context_limit and model.context_limit < LONGEST:
+        raise UserError(f"requests of {LONGEST} tokens need block_size={LONGEST} or more")
     cases, answered = {"relaxed": relaxed_cases, "mor": mor_cases}[name](model, text, device), {}
 
     def answer(case):

@@ -105,6 +105,7 @@ SAMPLE = [
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
     (["kernels", "rounds=9"], "unknown key 'rounds'"), (["runs"], "NAME one of"),
+    (["relaxed", "init_from={w}/out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 PLOT = [
     (["{w}/out/never"], "log.jsonl does not exist"), (["{w}/out/r", "y=nothing"], "has no nothing: it has"),
