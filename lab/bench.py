@@ -240,16 +240,17 @@ def bench_model(name, model_cfg, cfg, device):
         print(f"training FLOPs a token: {number / next(iter(flops.values())):.2f} x ({row})")
 
 
-def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=9, idx=None):
+def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=(36, 9), idx=None):
     """Of the models make(case): the last of T tokens (of idx, or random ones), a prefill of
-    `prompts` rows of all others, and the cache of a row. Returns {name: {case: number}}."""
+    `prompts` rows of all others, and the cache of a row. rounds: of decoding, of prefill.
+    Returns {name: {case: number}}."""
     found = {}
     for rows in batches:
         setup = lambda case: decoding(make(case), device, T, rows, idx)
         found[f"decode_{rows}_ms"] = compare(f"decoding batch {rows}, T {T:,}", cases, setup,
-                                             device, 4 * rounds, min(NEW, T - 1))
+                                             device, rounds[0], min(NEW, T - 1))
     prefill = lambda case: (nothing, decoding(make(case), device, T, prompts, new=1)[0])
-    compare(f"prefill, T {T:,}", cases, prefill, device, rounds)
+    compare(f"prefill, T {T:,}", cases, prefill, device, rounds[1])
     found["cache_bytes"] = {row: make(case).init_cache(1, T).nbytes() / T
                             for row, case in cases.items()}
     for row, number in found["cache_bytes"].items():
@@ -277,7 +278,7 @@ def bench_rat(model_cfg, cfg, device, lengths=None):
         batch = replace(cfg, batch_size=max(1, lengths[-1] // T))
         compare(f"forward + backward, T {T:,}", kinds, lambda keys: training(
             make(keys), device, batch, optimize=False), device, rounds=3)
-        bench_decoding(make, kinds, T, device, [rows], batch.batch_size, rounds=3)
+        bench_decoding(make, kinds, T, device, [rows], batch.batch_size, (3, 3))
 
 
 def bench_throughput(model_cfg, cfg, device, new=64):
