@@ -43,7 +43,6 @@ CURVE_POINTS = 60               # of a run's log that its result keeps, about
 APPENDING = threading.Lock()    # one line at a time goes into a file of results
 
 sys.path.append(MODELS)
-os.environ["PYTHONPATH"] = os.pathsep.join([MODELS, os.environ.get("PYTHONPATH", "")]).strip(":")
 
 
 @dataclass(eq=False)
@@ -163,8 +162,10 @@ def missing(runs):
 
 def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
     """Start one of our programs."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), MODELS]))
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
     return subprocess.Popen([sys.executable, *command], text=True, cwd=HERE, stdout=stdout,
-                            stderr=stderr, env={**os.environ, **environment})
+                            stderr=stderr, env=environment)
 
 
 def start(run):
@@ -221,9 +222,9 @@ def record(run):
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
               **{k: log[-1][k] for k in ("step", "tokens", "flops", "seconds")}}
     for name, keys in run.row["evaluate"].items():
-        with open(f"{run.folder}.txt", "a") as log:
+        with open(f"{run.folder}.txt", "a") as messages:
             process = python("-m", "lab.eval", f"out/{run.name}", *keys.split(),
-                             stdout=subprocess.PIPE, stderr=log)
+                             stdout=subprocess.PIPE, stderr=messages)
             output = process.communicate()[0]
         if process.returncode:
             return False
@@ -237,28 +238,28 @@ def record(run):
 
 
 def benches(experiment, runs):
-    """The experiment's calls of lab.bench, {label: its line in results/NAME.jsonl, or None}.
+    """The experiment's calls of lab.bench, {command: its line in results/NAME.jsonl, or None}.
     Times need no more than three seeds."""
     folders = " ".join(f"out/{run.name}" for run in runs if run.seed <= 3)
     lines = read_results(experiment)
-    labels = [f"bench.py {args.replace('{rows}', folders)}" for args in experiment.bench]
-    return {label: lines.get(label) for label in labels}
+    commands = [f"bench.py {args.replace('{rows}', folders)}" for args in experiment.bench]
+    return {command: lines.get(command) for command in commands}
 
 
 def measure(experiment, runs):
     """Make the calls of lab.bench that have no line yet, one after the other, with nothing else
     running; results/NAME.txt has what they print. Returns those that failed."""
     failed = []
-    for label in [label for label, line in benches(experiment, runs).items() if not line]:
-        arguments = label.split()[1:]
+    for command in [command for command, line in benches(experiment, runs).items() if not line]:
+        arguments = command.split()[1:]
         process = python("-m", "lab.bench", *arguments, stdout=subprocess.PIPE)
         output = process.communicate()[0]
         last = (output.strip() or "no output").splitlines()[-1]
         if process.returncode:
-            print(f"{label}: {last}")
-            failed.append(label)
+            print(f"{command}: {last}")
+            failed.append(command)
             continue
-        line = {"command": label, **made_by()}
+        line = {"command": command, **made_by()}
         if arguments[0] == "runs":
             line["speed"] = {Path(f).name: v for f, v in json.loads(last).items()}
         append(experiment, line)
