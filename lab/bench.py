@@ -4,7 +4,7 @@ Speed and memory, measured beside a baseline in the same run: where the README's
     python -m lab.bench gpt             one of gpt, rt, lrt, relaxed, mor: training and decoding
     python -m lab.bench rat             a layer of RAT beside attention and an RNN, by length
     python -m lab.bench throughput      RAT beside attention: tokens/s by the number of sequences
-    python -m lab.bench kernels         attend and scan
+    python -m lab.bench kernels         attend beside torch's attention
     python -m lab.bench runs out/gpt_tiny out/mor_tiny  trained runs, training and decoding
     python -m lab.bench mor init_from=out/mor_tiny      requests to a trained mor, or relaxed
 
@@ -13,7 +13,7 @@ tables are in lab/experiments/speed.yaml, those of the papers in gpu_speed.yaml.
 case, its milliseconds (the median over rounds), the most memory that it holds during a call (see
 peak_memory), and how many times as long as the baseline it takes: less than 1 is faster.
 
-kernels and runs have keys of their own:
+kernels and runs have one key:
 """
 import copy
 import ctypes
@@ -22,11 +22,11 @@ import json
 import os
 import random
 import re
-import statistics
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean, median
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,50 +38,46 @@ import rt_wavefront
 from common.checkpoint import load_run
 from common.data import TokenData, open_data
 from common.keys import (UserError, asks_help, help_text, is_key, model_module, run_cli,
-                         split_args, split_paths, typed_config, writing)
+                         split_args, split_paths, typed_config)
 from common.optim import make_optimizers
-from common.process import check_tokenizer, device_name, pick_device, read_config
+from common.process import check_tokenizer, device_name, make_model, pick_device, read_config
 from common.sampling import loop_fractions
 from serve import Engine, Request
 
 
 # ---- measuring ----
 
-def compare(title, cases, setup, device, rounds=9, per=1, warmup=2, memory=True):
-    """Time the cases {name: case} and print a line for each: the median, its most memory, and the
-    median of the rounds' ratios to the first case, which noise moves less. setup(case) returns
-    two functions: prepare runs before each call, outside the clock.
+WARM_UP = 2     # rounds that do not count
+
+
+def compare(title, cases, setup, device, rounds=9, per=1):
+    """Time the cases {name: case}. setup(case) returns two functions: prepare runs before each
+    call, outside the clock. Returns {name: milliseconds}, divided by per.
 
     On a CPU the cases take turns, so that a noisy neighbour slows all alike. On a GPU they come
-    one after the other: each has the memory for itself. per: what a call is divided by. Returns
-    {name: seconds of each round}, none where memory is short."""
-    times, peaks, base = {}, {}, next(iter(cases))
+    one after the other: each has the memory for itself, and a line says where it is short."""
+    times, peaks = {}, {}
     for names in [[name] for name in cases] if device.type == "cuda" else [list(cases)]:
         calls = None
         try:
             free_memory(device)
             calls = {name: setup(cases[name]) for name in names}
-            times |= take_turns(calls, device, rounds, warmup)
+            turns = take_turns(calls, device, WARM_UP + rounds)
+            times |= {name: seconds[WARM_UP:] for name, seconds in turns.items()}
             calls = None
-            if memory and (device.type == "cuda" or RESET_PEAK.exists()):
+            if device.type == "cuda" or RESET_PEAK.exists():
                 free_memory(device)
                 peaks |= {name: peak_memory(setup, cases[name], device) for name in names}
         except torch.cuda.OutOfMemoryError:
-            times |= {name: [] for name in names}
-    for name, t in times.items():
-        line = f"{title:28} {name:29} "
-        line += f"{1000 * statistics.median(t) / per:11.3f} ms" if t else "  does not fit"
-        line += f"{peaks[name] / 2 ** 20:10,.0f} MiB" if t and name in peaks else ""
-        line += f"{ratio(t, times[base]):8.3f} x {base}" if t and times[base] else ""
-        print(line, flush=True)
-    return times
+            print(f"{title:28} {names[0]:29}   does not fit")
+    return tell(title, times, peaks, per)
 
 
-def take_turns(calls, device, rounds, warmup=0):
+def take_turns(calls, device, rounds):
     """Seconds of {name: (prepare, call)}, a list each."""
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else nothing
     times = {name: [] for name in calls}
-    for _ in range(warmup + rounds):
+    for _ in range(rounds):
         for name, (prepare, call) in calls.items():
             prepare()
             wait()
@@ -89,11 +85,22 @@ def take_turns(calls, device, rounds, warmup=0):
             call()
             wait()
             times[name].append(time.perf_counter() - start)
-    return {name: seconds[warmup:] for name, seconds in times.items()}
+    return times
+
+
+def tell(title, times, peaks, per=1):
+    """A line for each case: its milliseconds, its most memory, and its ratio to the first case."""
+    found = {name: 1000 * median(t) / per for name, t in times.items()}
+    for name, t in times.items():
+        memory = f"{peaks[name] / 2 ** 20:10,.0f} MiB" if name in peaks else ""
+        print(f"{title:28} {name:29} {found[name]:11.3f} ms{memory}"
+              f"{ratio(t, times[next(iter(times))]):8.3f} x {next(iter(times))}", flush=True)
+    return found
 
 
 def ratio(times, baseline):
-    return statistics.median(a / b for a, b in zip(times, baseline))
+    """The median of the rounds' ratios, which noise moves less than that of two medians."""
+    return median(a / b for a, b in zip(times, baseline))
 
 
 nothing = lambda: None      # what most cases prepare
@@ -108,35 +115,31 @@ def free_memory(device):
         torch.cuda.empty_cache()
 
 
-RESET_PEAK = Path("/proc/self/clear_refs")      # of Linux
-
-
 def peak_memory(setup, case, device):
     """The most bytes that a case holds during a call: weights, an optimizer's state or a cache,
     and what the call needs besides. On a CPU: resident memory, beyond what there was before the
     case (nothing is told where the system is not Linux)."""
-    before = peak_from_here(device)
+    before = peak(device, forget=True)
     prepare, call = setup(case)
     for _ in range(2):                  # the first step makes the optimizer's state
         prepare()
-        peak_from_here(device)
+        peak(device, forget=True)
         call()
-    return peak_now(device) - before
+    return peak(device) - before
 
 
-def peak_from_here(device):
-    """Forget the peak so far, and return the bytes in use. What is free does not count."""
+RESET_PEAK = Path("/proc/self/clear_refs")      # of Linux
+
+
+def peak(device, forget=False):
+    """The most bytes in use so far. forget: only those in use now; what is free does not count."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
+        if forget:
+            torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device)
+    if forget:
         ctypes.CDLL(None).malloc_trim(0)
         RESET_PEAK.write_text("5")
-    return peak_now(device)
-
-
-def peak_now(device):
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 
@@ -145,45 +148,43 @@ def peak_now(device):
 
 def build(cfg, name, keys=""):
     """An untrained model_<name>, or that of model= in keys, with these keys and those of cfg that
-    it has. compile=true: by torch.compile."""
-    given = {"model": name, "compile": "false", **split_args(keys.split())}
-    module, compiled = model_module(given.pop("model")), given.pop("compile") == "true"
+    it has."""
+    given = {"model": name, **split_args(keys.split())}
+    module = model_module(given.pop("model"))
     names = {f.name for f in fields(module.Config)}
     same = {key: value for key, value in asdict(cfg).items() if key in names}
-    model = module.Model(typed_config(module.Config, given, same))
-    return torch.compile(model) if compiled else model
+    return module.Model(typed_config(module.Config, given, same))
 
 
-def training(model, device, cfg, part="training step"):
-    """On a fixed random batch: "forward", "forward + backward", or the optimizer's step too."""
-    model, mixed = model.to(device).train(), device.type == "cuda"
+def training(model, device, cfg, optimize=True):
+    """Forward and backward on a fixed random batch; with optimize the optimizer's step too."""
+    model = model.to(device).train()
     size = cfg.batch_size, model.cfg.block_size + 1
     idx = torch.randint(0, model.cfg.vocab_size, size, device=device)
-    optimizers = make_optimizers(model, cfg) if part == "training step" else []
-
-    def forward(*targets):
-        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            return model(idx[:, :-1], *targets)[1]
+    optimizers = make_optimizers(model, cfg) if optimize else []
 
     def step():
-        forward(idx[:, 1:]).backward()
-        if optimizers:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(idx[:, :-1], idx[:, 1:])[1]
+        loss.backward()
+        if optimize:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad(set_to_none=True)
-    return nothing, torch.no_grad()(forward) if part == "forward" else step
+    return nothing, step
 
 
 NEW = 8         # tokens that one call decodes
 
 
 def decoding(model, device, T, rows, idx=None, new=NEW):
-    """The last `new` of T tokens of each row (idx, or random ones), one after the other. The cache
-    is filled outside the clock."""
+    """The last `new` of T tokens of each row (of idx, or random ones), one after the other. The
+    cache is filled outside the clock."""
     model, start = model.to(device).eval(), max(1, T - new)
     if idx is None:
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
+    idx = idx[:rows]
     cache = model.init_cache(rows, T)
 
     @torch.inference_mode()
@@ -199,35 +200,25 @@ def decoding(model, device, T, rows, idx=None, new=NEW):
     return prefill, decode
 
 
-def prefilling(model, device, T, rows):
-    prefill, _ = decoding(model, device, T + 1, rows, new=1)
-    return nothing, prefill
-
-
 # ---- models ----
 
 # {model: {row: keys}}, the baseline first
-TRAINED = {
+ROWS = {
     "gpt": {"fast": "fast=true", "naive": "fast=false"},
     "rt": {
         "plain Transformer": "model=gpt mlp=gelu qk_norm=false",
-        "plain, compiled": "model=gpt mlp=gelu qk_norm=false compile=true",     # on a GPU
         "wavefront": "schedule=wavefront",      # on a GPU a CUDA graph
         "tiled": "schedule=tiled",
         "naive": "schedule=naive"},
     "lrt": {
         "backbone": "memory=false",
-        "interleaved, S = 2": "train_path=interleaved subsets=2",
-        "interleaved, S = 4": "train_path=interleaved subsets=4",
-        "interleaved, S = 8": "train_path=interleaved subsets=8",
-        "interleaved, layerwise": "train_path=interleaved projections=layerwise",
-        "chunked, C = 64": "train_path=chunked chunk=64",
-        "chunked, C = 256": "train_path=chunked chunk=256"},
-    "relaxed": {
-        "untied model": "model=gpt",
-        "rank 0": "rank=0",
-        "rank 8": "rank=8",
-        "rank 64": "rank=64"},
+        "interleaved, S = 2": "train_path=interleaved subsets=2 prefill=interleaved",
+        "interleaved, S = 4": "train_path=interleaved subsets=4 prefill=interleaved",
+        "interleaved, S = 8": "train_path=interleaved subsets=8 prefill=interleaved",
+        "layerwise projections": "train_path=interleaved projections=layerwise prefill=exact",
+        "chunked 64, prefill exact": "train_path=chunked chunk=64 prefill=exact",
+        "chunked 256, prefill exact": "train_path=chunked chunk=256 prefill=exact"},
+    "relaxed": {"untied model": "model=gpt", "rank 0": "rank=0", "rank 8": "rank=8"},
     "mor": {
         "plain model": "model=gpt",
         "no router": "router=none router_func=",
@@ -235,33 +226,36 @@ TRAINED = {
         "3 recursions": "n_loop=3 capacity_warmup=0 router=expert router_func=",
         "kv=share": "kv=share capacity_warmup=0 router=expert router_func=",
         "router=token": "router=token router_func= z_loss=-1"}}
-DECODED = {
-    "rt": {"plain Transformer": "model=gpt mlp=gelu qk_norm=false", "RT": ""},
-    "lrt": {"backbone": "memory=false", "exact": "prefill=exact",
-            "interleaved": "prefill=interleaved"},
-    "mor": {"plain model": "model=gpt", "MoR": ""}}
 
 
 def bench_model(name, model_cfg, cfg, device):
-    """Training, decoding and prefill."""
-    T, make = model_cfg.block_size, partial(build, model_cfg, name)
-    trained = {row: keys for row, keys in TRAINED[name].items()
-               if "compile" not in keys or device.type == "cuda"}
-    decoded = DECODED.get(name, trained)
-    for part in "forward", "forward + backward", "training step":
-        compare(part, trained, lambda keys: training(make(keys), device, cfg, part), device)
-    for rows in 1, 16:
-        compare(f"decoding batch {rows}", decoded,
-                lambda keys: decoding(make(keys), device, T, rows), device, rounds=27,
-                per=min(NEW, T - 1))
-    compare(f"prefill {T - 1} tokens", decoded,
-            lambda keys: prefilling(make(keys), device, T - 1, 1), device)
+    rows, make = ROWS[name], partial(build, model_cfg, name)
+    for part in "forward + backward", "training step":
+        compare(part, rows, lambda keys: training(
+            make(keys), device, cfg, part == "training step"), device)
+    bench_decoding(make, rows, model_cfg.block_size, device)
     with torch.device("meta"):
-        flops = {row: make(keys).flops_per_token() for row, keys in trained.items()}
+        flops = {row: make(keys).flops_per_token() for row, keys in rows.items()}
     for row, number in flops.items():
         print(f"training FLOPs a token: {number / next(iter(flops.values())):.2f} x ({row})")
-    for row, keys in decoded.items():
-        print(f"cache of a row: {make(keys).init_cache(1, T).nbytes():,} bytes ({row})")
+
+
+def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=(36, 9), idx=None):
+    """Of the models make(case): the last of T tokens (of idx, or random ones), a prefill of
+    `prompts` rows of all others, and the cache of a row. rounds: of decoding, of prefill.
+    Returns {name: {case: number}}."""
+    found = {}
+    for rows in batches:
+        setup = lambda case: decoding(make(case), device, T, rows, idx)
+        found[f"decode_{rows}_ms"] = compare(f"decoding batch {rows}, T {T:,}", cases, setup,
+                                             device, rounds[0], min(NEW, T - 1))
+    prefill = lambda case: (nothing, decoding(make(case), device, T, prompts, new=1)[0])
+    compare(f"prefill, T {T:,}", cases, prefill, device, rounds[1])
+    found["cache_bytes"] = {row: make(case).init_cache(1, T).nbytes() / T
+                            for row, case in cases.items()}
+    for row, number in found["cache_bytes"].items():
+        print(f"cache, T {T:,}: {number:,.1f} bytes a token ({row})")
+    return found
 
 
 def rat_layer(cfg, dtype, keys):
@@ -280,17 +274,11 @@ def bench_rat(model_cfg, cfg, device, lengths=None):
     rows, dtype = (64, torch.bfloat16) if gpu else (8, torch.float32)
     kinds = {"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "", "RNN": "mixer=rnn"}
     for T in lengths:
-        layer = lambda keys: rat_layer(model_cfg, dtype, f"block_size={T} {keys}")
+        make = lambda keys: rat_layer(model_cfg, dtype, f"block_size={T} {keys}")
         batch = replace(cfg, batch_size=max(1, lengths[-1] // T))
         compare(f"forward + backward, T {T:,}", kinds, lambda keys: training(
-            layer(keys), device, batch, "forward + backward"), device, rounds=3)
-        compare(f"prefill, T {T:,}", kinds, lambda keys: prefilling(
-            layer(keys), device, T, batch.batch_size), device, rounds=3)
-        compare(f"decoding, T {T:,}", kinds, lambda keys: decoding(
-            layer(keys), device, T, rows), device, rounds=3, per=NEW)
-        for name, keys in kinds.items():
-            cache = layer(keys).init_cache(1, T)
-            print(f"cache, T {T:,}: {cache.nbytes() / T:.1f} bytes a token ({name})")
+            make(keys), device, batch, optimize=False), device, rounds=3)
+        bench_decoding(make, kinds, T, device, [rows], batch.batch_size, (3, 3))
 
 
 def bench_throughput(model_cfg, cfg, device, new=64):
@@ -299,9 +287,8 @@ def bench_throughput(model_cfg, cfg, device, new=64):
     T, L, highest = model_cfg.block_size, model_cfg.chunk, {}
     memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0"}
-    kinds |= {f"RAT({L})-SWA": ""} if model_cfg.swa else {}
-    for name, keys in kinds.items():
+    for name, keys in {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0",
+                       f"RAT({L})-SWA": ""}.items():
         model, rows, highest[name] = build(model_cfg, "rat", keys).to(device), 1, 0
         nbytes = model.init_cache(1, T).nbytes()
         while rows <= cfg.batch_size and rows * nbytes <= memory / 2:
@@ -319,77 +306,75 @@ def bench_throughput(model_cfg, cfg, device, new=64):
 
 # ---- kernels ----
 
-def kernel(function, tensors, do=None):
-    """A function of tensors; with do, its output's gradient, all of theirs too."""
-    tensors = [x.detach().requires_grad_(do is not None) for x in tensors]
-
-    def call():
-        out = function(*tensors)
-        if do is not None:
-            torch.autograd.grad(out, tensors, do)
-    return nothing, call
-
-
 def bench_kernels(device, sizes=None):
-    """attend beside torch's attention (SDPA), scan beside a copy of x. sizes: B, H, T, D."""
+    """attend beside torch's attention (SDPA), forward and backward. sizes: B, H, T, D."""
     gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if gpu else torch.float32
     functions = {"SDPA": partial(F.scaled_dot_product_attention, is_causal=True),
                  "attend": lambda q, k, v: kernels.attend(q, k, v)[0]}
     for B, H, T, D in sizes or ([(4, 16, 4096, 128), (1, 16, 65536, 128)] if gpu else
                                 [(1, 8, 1024, 64), (1, 4, 8192, 64)]):
-        q, k, v, do = torch.randn(4, B, T, H, D, device=device, dtype=dtype).transpose(2, 3)
-        for part, grad in ("forward", None), ("forward + backward", do):
-            compare(f"{part}, T {T:,}", functions,
-                    lambda function: kernel(function, (q, k, v), grad), device)
-    B, T, C = (2, 4096, 2048) if gpu else (1, 2048, 512)
-    g, x = torch.rand(2, B, T, C, device=device, dtype=dtype)
-    functions = {"copy of x": lambda g, x: x.clone()}
-    functions |= {f"scan, chunk {L}": partial(kernels.scan, chunk=L) for L in (16, 64, T)}
-    compare("scan", functions, lambda function: kernel(function, (g, x)), device)
+        dtype = torch.bfloat16 if gpu else torch.float32
+        x = torch.randn(4, B, T, H, D, device=device, dtype=dtype).transpose(2, 3)
+        *qkv, do = x.requires_grad_().unbind()
+        compare(f"attention, T {T:,}", functions, lambda attention: (
+            nothing, lambda: torch.autograd.grad(attention(*qkv), qkv, do)), device)
 
 
 # ---- trained runs ----
 
-def validation_text(ckpt, folder):
-    data = TokenData(open_data(SimpleNamespace(**ckpt["config"])), "val")
-    check_tokenizer(ckpt, data, folder)
+def validation_text(ckpts):
+    """Of the first of {folder: checkpoint}. All must have its tokenizer."""
+    config = next(iter(ckpts.values()))["config"]
+    data = TokenData(open_data(SimpleNamespace(**config)), "val")
+    for folder, ckpt in ckpts.items():
+        check_tokenizer(ckpt, data, folder)
     return data
 
 
-def bench_runs(device, folders, json_file=""):
-    """Runs of the same data: a training step, a token after a context of the run's own text (it
-    decides how deep MoR's tokens go), the cache. The first run is the baseline."""
-    models, configs, data = {}, {}, None
-    for folder in folders:
-        models[folder], _, ckpt = load_run(folder)
-        configs[folder] = SimpleNamespace(**ckpt["config"])
-        data = data or validation_text(ckpt, folder)
-        check_tokenizer(ckpt, data, folder)
-    T = min(model.cfg.block_size for model in models.values())
-    if data.tokens < 16 * T:
-        raise UserError(f"the validation text has {data.tokens} tokens: {16 * T} are needed")
-    idx, new = torch.from_numpy(data.windows(np.arange(16) * T, T)).to(device), min(NEW, T - 1)
-    step = lambda folder: training(copy.deepcopy(models[folder]), device, configs[folder])
-    found = {"train_ms": compare("training step", {f: f for f in folders}, step, device)}
-    for n in 1, 16:
-        found[f"decode_{n}_ms"] = compare(f"decoding batch {n}", models, lambda model: decoding(
-            copy.deepcopy(model), device, T, n, idx[:n]), device, rounds=36, per=new)
-    result = {}
-    for folder, model in models.items():
-        result[folder] = {name: 1000 * statistics.median(times[folder])
-                          / (1 if name == "train_ms" else new) for name, times in found.items()}
-        result[folder]["cache_bytes"] = model.init_cache(1, T).nbytes() / T
-        print(f"{folder}: cache {result[folder]['cache_bytes']:,.1f} bytes a token")
-    if json_file:
-        with writing(json_file):
-            Path(json_file).write_text(json.dumps(result))
+def bench_runs(folders, device):
+    """Runs of the same data: a training step, a token after a context of the data's own text (it
+    decides how deep MoR's tokens go), the cache. The first run is the baseline. The last line of
+    the output is for reproduce.py."""
+    ckpts = {folder: load_run(folder)[2] for folder in folders}
+    data, load = validation_text(ckpts), lambda folder: load_run(folder, device)[0]
+    T = min(ckpt["model_config"]["block_size"] for ckpt in ckpts.values())
+    idx = data.windows(np.linspace(0, data.tokens - T, 16).astype(int), T)
+    step = lambda f: training(load(f), device, SimpleNamespace(**ckpts[f]["config"]))
+    cases = {folder: folder for folder in folders}
+    found = {"train_ms": compare("training step", cases, step, device)}
+    found |= bench_decoding(load, cases, T, device, idx=torch.from_numpy(idx).to(device))
+    print(json.dumps({f: {name: found[name].get(f) for name in found} for f in folders}))
 
 
 # ---- requests to trained models that loop over depth, by serve.py's Engine ----
 
 PROMPT, ANSWER = (4, 16), (32, 96)      # tokens of a request, at least and at most
-LONGEST, REQUESTS, SLOTS = PROMPT[1] + ANSWER[1], 240, 16
+LONGEST, REQUESTS = PROMPT[1] + ANSWER[1], 240
+SLOTS = {"relaxed": 32, "mor": 16}
+
+
+def bench_requests(name, model, text, device):
+    """All requests come to an Engine at once. Batched over depth, also how much is reached of the
+    speed that a model could have whose tokens took so many loops."""
+    if model.context_limit and model.context_limit < LONGEST:
+        raise UserError(f"requests of {LONGEST} tokens need block_size={LONGEST} or more")
+    cases, answered = {"relaxed": relaxed_cases, "mor": mor_cases}[name](model, text, device), {}
+
+    def answer(case):
+        served, options = cases[case]
+        answered[case] = workload(text)
+        list(Engine(served, SLOTS[name], **options).run(answered[case]))
+    times = take_turns({case: (nothing, partial(answer, case)) for case in cases}, device, 3)
+    base, tokens = next(iter(cases)), sum(request.max_new_tokens for request in workload(text))
+    tell(f"{REQUESTS} requests, {SLOTS[name]} slots", times, {}, tokens)
+    for case in [case for case in cases if case.endswith("depth")]:
+        loops = [loop for request in answered[case] for loop in request.exits]
+        if name == "relaxed":       # prompts take all loops; their last tokens give first exits
+            loops += [model.loops_to_run for r in answered[case] for _ in r.prompt[1:]]
+        outside = getattr(model.cfg, "n_outside", 0) / model.cfg.n_layer
+        layers = outside + (1 - outside) * mean(loops) / model.cfg.n_loop
+        print(f"  {case}: tokens by loops {loop_fractions(loops, model.cfg.n_loop)}: {layers:.3f} "
+              f"of the layers; {layers * ratio(times[base], times[case]):.0%} of that speed")
 
 
 def workload(text):
@@ -397,69 +382,30 @@ def workload(text):
     rng, requests = random.Random(0), []
     for _ in range(REQUESTS):
         size, new = rng.randint(*PROMPT), rng.randint(*ANSWER)
-        at = rng.randrange(len(text) - LONGEST)
+        at = rng.randrange(max(1, len(text) - LONGEST))
         requests.append(Request(text[at:at + size].tolist(), new, id=at))
     return requests
 
 
-def answer(text, model, slots, **options):
-    """The workload, answered by an Engine to which all of it comes at once."""
-    requests = workload(text)
-    list(Engine(model.eval(), slots, LONGEST, **options).run(requests))
-    return requests
-
-
-def compare_requests(cases, text, device):
-    """compare of {name: a call of answer}, milliseconds a token."""
-    tokens = sum(r.max_new_tokens for r in workload(text))
-    return compare(f"{REQUESTS} requests", cases, lambda call: (nothing, call), device, rounds=3,
-                   per=tokens, warmup=0, memory=False)
-
-
-def print_bound(name, seconds, bound, cfg, loops):
-    """How much is reached of the speed that a model could have whose tokens took so many loops,
-    by its layers. bound: the seconds of all layers."""
-    outside = getattr(cfg, "n_outside", 0)
-    looped = (cfg.n_layer - outside) * statistics.mean(loops) / cfg.n_loop
-    layers = (outside + looped) / cfg.n_layer
-    print(f"  {name}: tokens by loops {loop_fractions(loops, cfg.n_loop)}: {layers:.3f} of the "
-          f"layers; {layers * ratio(bound, seconds):.0%} of that speed")
-
-
-def mor_requests(model, text, device):
-    """MoR beside the plain model with as many slots, and with as many as fit into its cache."""
-    # the engine asks for loops, so the plain model is one recursion
+def mor_cases(model, text, device):
+    """{name: (a model, options of the Engine)}. The plain model is one recursion."""
     plain = build(model.cfg, "mor", "router=none router_func= n_loop=1 share=cycle kv=recursion "
-                  "exit_loop=0").to(device)
-    mor_bytes, plain_bytes = (m.init_cache(1, LONGEST).nbytes() for m in (model, plain))
-    cases = {}
-    for slots in SLOTS, max(SLOTS + 1, SLOTS * plain_bytes // mor_bytes):
-        for name, served, batching in [("plain", plain, "sequence"), ("MoR", model, "sequence"),
-                                       ("MoR", model, "depth")]:
-            cases[f"{name}, {slots} slots, {batching}"] = partial(
-                answer, text, served, slots, batching=batching)
-    base, _, mor, base_more, _, mor_more = compare_requests(cases, text, device).values()
-    loops = [loop for r in answer(text, model, SLOTS, batching="depth") for loop in r.exits]
-    print_bound(f"{SLOTS} slots", mor, base, model.cfg, loops)
-    print_bound(f"{slots} slots", mor_more, base_more, model.cfg, loops)
+                  "exit_loop=0").to(device).eval()
+    return {"plain, sequence": (plain, dict(batching="sequence")),
+            "MoR, sequence": (model, dict(batching="sequence")),
+            "MoR, depth": (model, dict(batching="depth"))}
 
 
-def relaxed_requests(model, text, device, slots=32):
-    """Without early exit and with it, by sequences and by depth, beside the untied model."""
+def relaxed_cases(model, text, device):
+    """Without early exit and with it, by sequences and by depth, and the untied model."""
     untied = build(model.cfg, "relaxed", "n_loop=1 rank=0 early_exit=none exit_loop=0")
     exit = early_exit(model, text, device)
     kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
              "exact": dict(exit=exit, fill="exact")}
-    cases = {f"{kind}, {batching}": partial(answer, text, model, slots, batching=batching, **how)
+    cases = {f"{kind}, {batching}": (model, dict(batching=batching, **how))
              for kind, how in kinds.items() for batching in ("sequence", "depth")}
-    cases["untied, sequence"] = partial(answer, text, untied.to(device), slots,
-                                        batching="sequence")
-    times = compare_requests(cases, text, device)
-    for kind in "propagate", "exact":
-        # prompts take all loops, and their last tokens give the first ones of the answers
-        loops = [loop for r in cases[f"{kind}, depth"]()
-                 for loop in [*[model.loops_to_run] * len(r.prompt), *r.exits[1:]]]
-        print_bound(kind, times[f"{kind}, depth"], times["all loops, sequence"], model.cfg, loops)
+    cases["untied, sequence"] = untied.to(device).eval(), dict(batching="sequence")
+    return cases
 
 
 @torch.no_grad()
@@ -468,9 +414,10 @@ def early_exit(model, text, device, fraction=0.65):
     after it. Prints what that costs, with the keys of all loops (fill=exact)."""
     first = copy.copy(model)
     first.cfg = replace(model.cfg, exit_loop=1)
-    n = min(len(text) - 1, 32 * LONGEST) // LONGEST * LONGEST
+    T = model.cfg.block_size
+    n = min(len(text) - 1, 4096) // T * T
     idx, targets = (torch.from_numpy(text[at:][:n]).to(device) for at in (0, 1))
-    early, late = (m(idx.view(-1, LONGEST))[0].flatten(0, 1) for m in (first, model))  # (n, V)
+    early, late = (m(idx.view(-1, T))[0].flatten(0, 1) for m in (first, model))     # (n, V)
     sure = early.softmax(-1).amax(-1)
     least = sure.quantile(1 - fraction)
     served = torch.where(sure[:, None] >= least, early, late)
@@ -480,56 +427,43 @@ def early_exit(model, text, device, fraction=0.65):
     return f"confidence:{least:.8g}"
 
 
-def bench_requests(folder, device):
-    model, _, ckpt = load_run(folder, device)
-    data = validation_text(ckpt, folder)
-    if not LONGEST < min(data.n_windows(1), model.cfg.block_size + 1):
-        raise UserError(f"{folder}: requests of {LONGEST} tokens need a larger block_size "
-                        f"({model.cfg.block_size}) or validation text ({data.tokens} tokens)")
-    text = data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
-    {"relaxed": relaxed_requests, "mor": mor_requests}[ckpt["model"]](model.eval(), text, device)
-
-
 # ---- the command ----
 
 @dataclass
 class BenchConfig:
     device: str = "auto"            # auto | cpu | cuda | cuda:N
-    json: str = ""                  # runs: write the numbers into this file
 
 
-NAMES = "gpt", "rt", "lrt", "rat", "relaxed", "mor", "throughput", "kernels", "runs"
+BENCHES = {"rat": bench_rat, "throughput": bench_throughput,
+           **{name: partial(bench_model, name) for name in ROWS}}
 
 
 def main(argv):
     if asks_help(argv):
         return print(help_text(BenchConfig))
     (name, *folders), keys = split_paths(argv)[0] or [""], [a for a in argv if is_key(a)]
-    if name not in NAMES or bool(folders) != (name == "runs"):
+    if name not in (*BENCHES, "kernels", "runs") or bool(folders) != (name == "runs"):
         raise UserError("python -m lab.bench NAME [key=value ...], NAME one of: "
-                        + ", ".join(NAMES) + " out/A ...")
+                        + ", ".join(BENCHES) + ", kernels, runs out/A ...")
     torch.manual_seed(1337)
     if name in ("kernels", "runs"):
-        cfg = typed_config(BenchConfig, split_args(keys))
-    else:
-        model = "rat" if name == "throughput" else name
-        cfg, model_fields, ckpt, _ = read_config([f"model={model}", *keys])
-        model_cfg = model_module(model).Config(**model_fields)
-        if model_cfg.block_size < 2:
-            raise UserError("block_size=1: decoding needs at least 2 tokens")
-    device = pick_device(cfg.device)
-    print(f"{device_name(device)}, torch {torch.__version__}"
-          + "; training in bfloat16 (autocast)" * (device.type == "cuda"))
-    if name == "kernels":
-        return bench_kernels(device)
-    if name == "runs":
-        return bench_runs(device, folders, cfg.json)
+        device = pick_device(typed_config(BenchConfig, split_args(keys)).device)
+        print(device_name(device), torch.__version__, sep=", torch ")
+        return bench_runs(folders, device) if folders else bench_kernels(device)
+    model = "rat" if name == "throughput" else name
+    cfg, model_fields, ckpt, _ = read_config([f"model={model}", *keys])
+    model_cfg, device = model_module(model).Config(**model_fields), pick_device(cfg.device)
+    if model_cfg.block_size < 2:
+        raise UserError("block_size=1: decoding needs at least 2 tokens")
+    print(f"{device_name(device)}, torch {torch.__version__}, {model_cfg.n_layer} layers of width "
+          f"{model_cfg.n_embd}, batch {cfg.batch_size} x {model_cfg.block_size} tokens"
+          + ", training in bfloat16 (autocast)" * (device.type == "cuda"))
     if ckpt is not None and name in ("relaxed", "mor"):
-        return bench_requests(cfg.init_from, device)
-    print(f"{model_cfg.n_layer} layers of width {model_cfg.n_embd}, batch {cfg.batch_size} x "
-          f"{model_cfg.block_size} tokens")
-    bench = {"rat": bench_rat, "throughput": bench_throughput}.get(name, partial(bench_model, name))
-    bench(model_cfg, cfg, device)
+        data = validation_text({cfg.init_from: {"config": asdict(cfg), **ckpt}})
+        text = data.windows([0], min(data.tokens, 100_000))[0]
+        model = make_model(cfg, model_fields, ckpt, ckpt["model_config"]["vocab_size"])
+        return bench_requests(name, model.to(device).eval(), text, device)
+    BENCHES[name](model_cfg, cfg, device)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,19 @@
 Evaluation of a trained model: its loss by position and by context length, and the tasks of
 lm-evaluation-harness (Gao et al.; the package lm_eval).
 
-    python -m lab.eval out/gpt_tiny                       all of its validation text
-    python -m lab.eval out/gpt_tiny/best.pt text=a.txt    a text file
+    python -m lab.eval out/gpt_tiny/best.pt               all of its validation text
     python -m lab.eval out/rt_tiny lengths=1,2,4          contexts longer than in training
     python -m lab.eval out/mor_tiny exit_loop=2           at most 2 recursions
     python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa  tasks may run code of their own
     python -m lab.eval out/rt_tiny tasks=rt               a paper's: rt, relaxed, mor, rat
     python -m lab.eval help                               every key with its meaning
 
+It prints one JSON object (what it works on goes to stderr).
+
 All losses are those of decoding: lrt computes its exact chain, mor routes without later
 tokens. The text is cut into windows of the longest of `lengths`; what does not fill one is
-left out. Each token of a window is predicted, the first from one token before it. For
-shorter lengths the same windows are cut into pieces: all lengths predict the same tokens.
+left out. For shorter lengths the same windows are cut into pieces, so all lengths predict the
+same tokens.
 
 gold_ce of a task with choices: the cross-entropy of the right answer, that is, minus its
 log-likelihood after the question, in nats. prefill=interleaved scores lrt by its training
@@ -22,20 +23,19 @@ estimate of the memories: about ten times as fast as the exact chain, and not eq
 import copy
 import json
 import re
-import statistics
+import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
 from common.checkpoint import build_model, checkpoint_file, load_checkpoint
 from common.data import TokenData, Windows, bits_per_byte, is_task, open_data
-from common.keys import (UserError, asks_help, first_line, help_text, need, read_text, run_cli,
-                         split_paths, typed_config, writing)
+from common.keys import (Keys, UserError, asks_help, choice, first_line, help_text, need, run_cli,
+                         split_paths, typed_config)
 from common.process import autocast, check_tokenizer, device_name, pick_device
 from common.sampling import check_finite
 from common.tokenizer import load_tokenizer
@@ -43,49 +43,32 @@ from sample import choose_prefill
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(Keys):
     lengths: str = "1"       # contexts in units of the trained length: 1,2,4
     batches: int = 0         # batches, spread evenly over the text (0: all of it)
     batch_size: int = 1      # sequences of the trained length in one (default: the run's)
-    text: str = ""           # a text file in place of a data set
     dataset: str = ""        # of the run's tokenizer (default: the run's)
     data_dir: str = ""       # where it is (default: the run's)
     block_size: int = 0      # the longest context of the model (default: the run's)
     exit_loop: int = 0       # relaxed, mor: the most loops (default: the run's)
     device: str = "auto"     # auto | cpu | mps | cuda | cuda:N
-    json: str = ""           # write the numbers into this file
     tasks: str = ""          # in place of a text: of lm_eval, commas between, or a set
-    prefill: str = ""        # lrt, tasks: exact (the default) | interleaved
+    prefill: str = choice("", "exact", "interleaved")   # lrt, tasks (default: exact)
     num_fewshot: int = -1    # solved examples before a question (-1: as the task says)
     limit: int = 0           # examples of each task (0: all)
     include_path: str = ""   # folder of the tasks' YAML files (default: lm_eval's own)
 
     def __post_init__(self):
-        for key, least in dict(batches=0, batch_size=1, num_fewshot=-1, limit=0).items():
-            if getattr(self, key) < least:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least {least}")
-        if self.prefill not in ("", "exact", "interleaved"):
-            raise ValueError(f"prefill={self.prefill:.60} must be one of: exact, interleaved")
+        self.between(batches=(0, None), batch_size=(1, None), num_fewshot=(-1, None),
+                     limit=(0, None))
         if not re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", self.lengths):
             raise ValueError(f"lengths={self.lengths:.60} must be whole numbers: 1,2,4")
         self.units = sorted({int(k) for k in self.lengths.split(",")})
         if any(self.units[-1] % k for k in self.units):
             raise ValueError(f"lengths={self.lengths:.60}: each must divide the longest")
-        if not Path(self.json).absolute().parent.is_dir():      # told before the work
-            raise ValueError(f"json={self.json}: there is no such folder")
 
 
 # ---- losses of a text ----
-
-def file_tokens(path, tokenizer):
-    """A text file in the place of TokenData."""
-    text = read_text(path, f"text={path}")
-    ids = np.array(tokenizer.encode(text), dtype=np.int64)
-    return SimpleNamespace(
-        folder=path, split="whole", tokens=len(ids), bytes=len(text.encode()),
-        n_windows=lambda length: max(0, len(ids) - length + 1),
-        windows=lambda starts, length: ids[np.asarray(starts)[:, None] + np.arange(length)])
-
 
 @torch.no_grad()
 def losses(model, batches, windows, length, units):
@@ -125,31 +108,23 @@ def agreement(model, inputs):
 def router_scores(model, inputs):
     """Of MoR's expert choice: how sigmoid(s) of the tokens that could take a recursion spreads
     over the tenths from 0 to 1 (those of 0.5 and more take it), {recursion: fractions}."""
-    routers = model.aux_routers if model.cfg.causal == "aux_router" else model.routers
-    counts, seen = torch.zeros(model.loops_to_run, 10), {}
-    for r, router in enumerate(routers):
-        router.register_forward_hook(lambda _, x, s, r=r: seen.update({r: s[..., 0]}))
-    for x in inputs:
-        seen.clear()
-        _, taken, _ = model.states(x, top_k=False)  # (B, T)
-        for r in range(1, len(seen)):
-            scores = seen[r][taken >= r].float().sigmoid()
-            counts[r] += torch.histc(scores.cpu(), 10, 0, 1)
-    spread = counts / counts.sum(1, keepdim=True).clamp(min=1)
-    return {str(r + 1): spread[r].tolist() for r in range(1, model.loops_to_run)}
+    found = [model.states(x, top_k=False)[2] for x in inputs]
+    spread = {}
+    for r in range(1, model.loops_to_run):
+        scores = [decides[r][active[r]] for _, decides, active, _ in found]
+        counts = torch.histc(torch.cat(scores).float().sigmoid().cpu(), 10, 0, 1)
+        spread[str(r + 1)] = (counts / counts.sum().clamp(min=1)).tolist()
+    return spread
 
 
-def evaluate_text(model, tokenizer, run, cfg, ckpt):
-    """What the JSON file gets of a text."""
+def evaluate_text(model, run, cfg, ckpt):
+    """What the JSON object gets of a text."""
     length, limit = ckpt["model_config"]["block_size"], model.context_limit  # as trained
     longest = cfg.units[-1] * length
     if limit and longest > limit:
         raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
                         f"that this model reads (block_size={limit})")
-    if cfg.text:
-        data = file_tokens(cfg.text, tokenizer)
-    else:
-        check_tokenizer(ckpt, data := TokenData(open_data(run), "val"), "the model")
+    check_tokenizer(ckpt, data := TokenData(open_data(run), "val"), "the model")
     batches = Windows(data, max(1, cfg.batch_size // cfg.units[-1]), longest)
     windows, found = batches.val_batches(cfg.batches), {}
     for k, nats in losses(model, batches, windows, length, cfg.units).items():
@@ -203,42 +178,40 @@ class HarnessModel:
     @torch.no_grad()
     def scores(self, pairs):
         """(context, answer) pairs of token ids -> each answer's log-likelihood, and whether
-        it is the greedy one. Answers that differ in the last token share a forward pass."""
+        it is the greedy one."""
         limit, device = self.model.context_limit, self.model.wte.weight.device
-        rows, found = {}, {}
-        for n, (context, answer) in enumerate(pairs):
-            if limit and len(answer) > limit:
-                raise UserError(f"a task has an answer of {len(answer)} tokens: the model reads "
-                                f"{limit} (block_size)")
-            # a row that is too long loses its first tokens
-            row = [*context, *answer[:-1]][-(limit or 0):]
-            rows.setdefault(tuple(row), []).append(n)
-        order = sorted(rows, key=len, reverse=True)
+        longest = max((len(answer) for _, answer in pairs), default=0)
+        if limit and longest > limit:
+            raise UserError(f"a task has an answer of {longest} tokens: the model reads {limit} "
+                            f"(block_size)")
+        # a row that is too long loses its first tokens
+        rows = [[*context, *answer[:-1]][-(limit or 0):] for context, answer in pairs]
+        order, found = sorted(range(len(rows)), key=lambda n: -len(rows[n])), {}
         for i in tqdm(range(0, len(order), self.batch_size), disable=None, leave=False):
             batch = order[i:i + self.batch_size]
             # padding is on the right, where no token attends to it
-            idx = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, batch)], batch_first=True)
+            idx = torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor(rows[n]) for n in batch], batch_first=True).to(device)
             cache = self.model.init_cache(*idx.shape) if self.cached else None
-            found_logits = self.model(idx.to(device), cache=cache)[0]
+            found_logits = self.model(idx, cache=cache)[0]
             check_finite(found_logits)
-            for row, logits in zip(batch, found_logits):
-                for n in rows[row]:
-                    ids = torch.tensor(pairs[n][1], dtype=torch.long, device=device)
-                    ours = logits[len(row) - len(ids):len(row)]  # (answer, V)
-                    total = ours.log_softmax(-1).gather(-1, ids[:, None]).sum()
-                    greedy = ours[:, :self.tokenizer.vocab_size].argmax(-1)
-                    found[n] = float(total), bool((greedy == ids).all())
+            for n, logits in zip(batch, found_logits):
+                ids = torch.tensor(pairs[n][1], dtype=torch.long, device=device)
+                ours = logits[len(rows[n]) - len(ids):len(rows[n])]  # (answer, V)
+                total = ours.log_softmax(-1).gather(-1, ids[:, None]).sum()
+                greedy = ours[:, :self.tokenizer.vocab_size].argmax(-1)
+                found[n] = float(total), bool((greedy == ids).all())
         return [found[n] for n in range(len(pairs))]
 
     def generate_until(self, requests):
-        raise UserError("a task generates text, or scores whole documents (text= does "
-                        "that): only answers to a question can be scored")
+        raise UserError("a task generates text, or scores whole documents: only answers to a "
+                        "question can be scored")
 
     loglikelihood_rolling = generate_until
 
 
 def evaluate_tasks(model, tokenizer, cfg):
-    """What the JSON file gets of tasks."""
+    """What the JSON object gets of tasks."""
     need("lm_eval")
     try:
         from lm_eval import simple_evaluate
@@ -272,7 +245,7 @@ def gold_ce(task, samples):
         gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(doc)
         gold = task.doc_to_choice(doc).index(gold) if isinstance(gold, str) else gold
         nats.append(min(scores[n] for n in (gold if isinstance(gold, list) else [gold])))
-    return statistics.fmean(nats)
+    return fmean(nats)
 
 
 # ---- the command ----
@@ -295,20 +268,13 @@ def main(argv):
     model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
     if cfg.prefill:
         choose_prefill(model, cfg.prefill, paths[0])
-    data = dict(dataset=cfg.dataset, data_dir=cfg.data_dir)
-    run = SimpleNamespace(**{**ckpt["config"], **data})
+    run = SimpleNamespace(**{**own, "dataset": cfg.dataset, "data_dir": cfg.data_dir})
     tokenizer = load_tokenizer(ckpt["tokenizer"])
     with autocast(run, device):
-        if cfg.tasks:
-            result = evaluate_tasks(model, tokenizer, cfg)
-        else:
-            result = evaluate_text(model, tokenizer, run, cfg, ckpt)
-    origin = {"run": str(paths[0]), "model": ckpt["model"], "step": ckpt["step"]}
-    print(*origin.values(), device_name(device), sep=", ")
-    print(json.dumps(result, indent=2))
-    if cfg.json:
-        with writing(cfg.json):
-            Path(cfg.json).write_text(json.dumps({**origin, **result}, indent=2) + "\n")
+        result = (evaluate_tasks(model, tokenizer, cfg) if cfg.tasks else
+                  evaluate_text(model, run, cfg, ckpt))
+    print(paths[0], device_name(device), sep=", ", file=sys.stderr)
+    print(json.dumps({"model": ckpt["model"], "step": ckpt["step"], **result}, indent=2))
 
 
 if __name__ == "__main__":

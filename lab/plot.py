@@ -10,46 +10,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoint import read_log
-from common.keys import (UserError, asks_help, first_line, help_text, need, run_cli, split_paths,
-                         typed_config, writing)
+from common.keys import (UserError, asks_help, choice, first_line, help_text, need, run_cli,
+                         split_paths, typed_config, writing)
 
 
 @dataclass
 class PlotConfig:
     y: str = "val_ce"           # what is drawn: a key of log.jsonl
-    x: str = "step"             # step | tokens | flops | seconds
+    x: str = choice("step", "tokens", "flops", "seconds")
     file: str = "out/plot.png"  # the picture
     title: str = ""             # above it
-    labels: str = ""            # names, with commas between (default: the folders')
-
-    def __post_init__(self):
-        if self.x not in ("step", "tokens", "flops", "seconds"):
-            raise ValueError(f"x={self.x} must be one of: step, tokens, flops, seconds")
 
 
 # ---- drawing ----
 
 def pyplot():
-    """matplotlib, imported where a picture is drawn, without a display. Text is plain, $ too."""
+    """matplotlib, imported where a picture is drawn, without a display."""
     os.environ["MPLBACKEND"] = "agg"        # a notebook's, which may not be there, ends the import
     need("matplotlib").use("Agg")
-    need("matplotlib").rcParams["text.parse_math"] = False
     return need("matplotlib.pyplot")
 
 
 def draw(file, panels, title=""):
     """Panels beside each other, each (labels and scales of its axes, [(name, its points), ...])."""
     plt, n = pyplot(), len(panels)
+    plain = lambda text: text.replace("$", r"\$")       # no formula
     fig, axes = plt.subplots(1, n, figsize=(7 if n == 1 else 5.5 * n, 4.5), squeeze=False)
     for ax, (style, curves) in zip(axes[0], panels):
         for name, curve in curves:      # a few points are marked
             marker = "o" if len(curve) < 10 else ""
-            ax.plot(*zip(*curve), label=name, linewidth=1.2, marker=marker, markersize=5)
+            ax.plot(*zip(*curve), label=plain(name), linewidth=1.2, marker=marker, markersize=5)
         ax.set(**style)
         ax.grid(alpha=0.3)
     if lines := axes[0][0].lines:       # given to legend, a name may begin with _
         axes[0][0].legend(lines, [line.get_label() for line in lines], fontsize=8)
-    fig.suptitle(title)
+    fig.suptitle(plain(title))
     with writing(file):
         try:
             fig.savefig(file, dpi=120, bbox_inches="tight")
@@ -83,14 +78,12 @@ def main(argv):
     if asks_help(argv):
         return print(help_text(PlotConfig))
     folders, keys = split_paths(argv)
-    cfg = typed_config(PlotConfig, keys, free_text=("title", "labels"))
-    labels = cfg.labels.split(",") if cfg.labels else [Path(f).name for f in folders]
-    if not folders or len(labels) != len(folders):
-        raise UserError("give the folders of runs, and as many labels or none: "
-                        "python -m lab.plot out/NAME ... [key=value]")
-    curves = [points(folder, cfg.x, cfg.y) for folder in folders]
-    draw(cfg.file, [(dict(xlabel=cfg.x, ylabel=cfg.y), zip(labels, curves))], cfg.title)
-    print(f"{cfg.file}: {cfg.y} of {', '.join(labels)}")
+    cfg = typed_config(PlotConfig, keys, free_text=("title",))
+    if not folders:
+        raise UserError("give folders of runs: python -m lab.plot out/NAME ... [key=value]")
+    curves = [(Path(folder).resolve().name, points(folder, cfg.x, cfg.y)) for folder in folders]
+    draw(cfg.file, [(dict(xlabel=cfg.x, ylabel=cfg.y), curves)], cfg.title)
+    print(f"{cfg.file}: {cfg.y} of {', '.join(folders)}")
 
 
 if __name__ == "__main__":

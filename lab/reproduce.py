@@ -11,20 +11,19 @@ that is done: it is not run again, unless its config file has other values today
 that was stopped goes on where it was. To repeat a run, delete its line and its folder.
 """
 import hashlib
-import itertools
 import json
 import os
 import platform
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean, median, stdev
 
 import torch
 from omegaconf import OmegaConf
@@ -48,11 +47,11 @@ sys.path.append(MODELS)
 
 @dataclass(eq=False)
 class Experiment:
-    """experiments/NAME.yaml. A row is the keys of train.py, or a dict of
-      keys       the same. {LABEL} is the folder of an earlier row's run of the same seed. One key
-                 is our own: from={LABEL}/step_N.pt goes on from that checkpoint (keep_interval);
-      seeds, minutes, evaluate    instead of the experiment's;
-      COLUMN     the text of that column, where it is `text`.
+    """experiments/NAME.yaml. A row is the keys of train.py, or a dict of these `keys`, of seeds,
+    minutes and evaluate in place of the experiment's, and of COLUMN: its text in a column that is
+    `text`. In keys, {LABEL} is the folder of an earlier row's run of the same seed, and
+    from={LABEL}/step_N.pt, our own key, goes on from that checkpoint (keep_interval).
+
     A column is `text`, `options` (the row's keys), or the name of a value and its format, such as
     `val_bpb .3f`. Values: of the log's last line and last evaluation (flops, val_bpb), of lab.eval
     (NAME.bpb), of `bench.py runs` (speed.train_ms). The axes of a picture are such names too, or
@@ -98,15 +97,17 @@ class Run:
     label: str
     row: dict
     seed: int
-    keys: str                   # of train.py, without run
+    keys: dict                  # of train.py, without run
     start: str                  # the checkpoint that it goes on from, or nothing
     needs: list                 # the runs whose folders the keys name
     result: dict = None         # its line in results/NAME.jsonl
 
     def __post_init__(self):
-        self.command = f"train.py {self.keys}" + f" from {self.start}" * bool(self.start)
+        self.arguments = [f"{key}={value}" for key, value in self.keys.items()]
+        keys = " ".join(self.arguments)
+        self.command = f"train.py {keys}" + f" from {self.start}" * bool(self.start)
         # the folder's name tells the keys apart: a changed row does not go on from the old run
-        digest = hashlib.sha256((self.keys + self.start).encode()).hexdigest()[:6]
+        digest = hashlib.sha256((keys + self.start).encode()).hexdigest()[:6]
         slug = re.sub("[^a-z0-9]+", "_", self.label.lower()).strip("_")
         self.name = f"{self.experiment.name}-{slug}-{self.seed}-{digest}"
         self.folder = OUT / self.name
@@ -134,21 +135,18 @@ def make_run(experiment, label, row, seed, earlier):
         needs.append(earlier[other, seed])
         keys = keys.replace("{%s}" % other, f"out/{needs[-1].name}")
     given = split_args(keys.split())
-    start = given.pop("from", "")
-    keys = " ".join(f"{key}={value}" for key, value in given.items())
-    return Run(experiment, label, row, seed, keys, start, needs)
+    return Run(experiment, label, row, seed, given, given.pop("from", ""), needs)
 
 
 def file_keys(run):
     """What a run has from its config file: keys that the command does not give, where they are
     not the defaults."""
-    given = split_args(run.keys.split())
-    file = given.get("config", f"configs/{given.get('model', 'gpt')}_tiny.yaml")
-    values = {"model": "gpt", **load_yaml(HERE / file)}
-    default = asdict(full_schema(model_module(given.get("model", values["model"])))())
-    hidden = {*given, "max_steps"} if "max_flops" in given else {*given}
+    file = run.keys.get("config", f"configs/{run.keys.get('model', 'gpt')}_tiny.yaml")
+    values = {"model": "gpt", **load_yaml(HERE / file), **run.keys}
+    default = asdict(full_schema(model_module(values["model"]))())
+    given = {*run.keys, "max_steps"} if "max_flops" in run.keys else {*run.keys}
     return {"config": file, **{key: value for key, value in values.items()
-                               if key not in hidden and value != default.get(key)}}
+                               if key not in given and value != default.get(key)}}
 
 
 def missing(runs):
@@ -162,12 +160,12 @@ def missing(runs):
 
 # ---- runs ----
 
-def python(*command, stdout, **environment):
+def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
     """Start one of our programs."""
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), MODELS]))
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
     return subprocess.Popen([sys.executable, *command], text=True, cwd=HERE, stdout=stdout,
-                            stderr=subprocess.STDOUT,
-                            env={**os.environ, "PYTHONPATH": path, **environment})
+                            stderr=stderr, env=environment)
 
 
 def start(run):
@@ -175,15 +173,15 @@ def start(run):
     run.folder.mkdir(parents=True, exist_ok=True)
     ckpt = run.folder / "ckpt.pt"
     if ckpt.exists():           # of a config file that has changed since: from the beginning
-        state = load_checkpoint(ckpt)
-        config = state["config"] | state["model_config"] | {"config": file_keys(run)["config"]}
-        if file_keys(run).items() - config.items():
+        old = load_checkpoint(ckpt)
+        old = {**old["config"], **old["model_config"]}
+        if any(old.get(key) != value for key, value in file_keys(run).items() if key != "config"):
             ckpt.unlink()
     if run.start and not ckpt.exists():
         os.link(HERE / run.start, ckpt)
     how = "resume" if ckpt.exists() else "overwrite"
     with open(f"{run.folder}.txt", "w") as out:
-        return python("train.py", *run.keys.split(), f"run={run.name}", f"{how}=true", stdout=out,
+        return python("train.py", *run.arguments, f"run={run.name}", f"{how}=true", stdout=out,
                       OMP_NUM_THREADS="1")
 
 
@@ -221,18 +219,17 @@ def record(run):
     steps = [row for row in log if "lr" in row]         # the others are evaluations
     result = {"command": run.command, **made_by(), "keys": file_keys(run),
               "parameters": sum(sizes.values()),
-              "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steps),
+              "tokens_per_second": median(row["tokens_per_second"] for row in steps),
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
               **{k: log[-1][k] for k in ("step", "tokens", "flops", "seconds")}}
     for name, keys in run.row["evaluate"].items():
-        file = run.folder / f"{name}.json"
-        with open(f"{run.folder}.txt", "a") as out:
-            if python("-m", "lab.eval", f"out/{run.name}", *keys.split(), f"json={file}",
-                      stdout=out).wait():
-                return False
-        values = json.loads(file.read_text())
-        values.pop("run", None)         # a folder
-        result |= {"evaluate": run.row["evaluate"], name: values}
+        with open(f"{run.folder}.txt", "a") as messages:
+            process = python("-m", "lab.eval", f"out/{run.name}", *keys.split(),
+                             stdout=subprocess.PIPE, stderr=messages)
+            output = process.communicate()[0]
+        if process.returncode:
+            return False
+        result |= {"evaluate": run.row["evaluate"], name: json.loads(output)}
     if names := re.findall(r"curves\.(\w+)", str(run.experiment.picture)):
         points = steps[::-max(1, round(len(steps) / CURVE_POINTS))][::-1]       # the last one too
         result["curves"] = {name: [row[name] for row in points] for name in names}
@@ -242,7 +239,7 @@ def record(run):
 
 
 def benches(experiment, runs):
-    """The experiment's calls of bench.py, {command: its line in results/NAME.jsonl, or None}.
+    """The experiment's calls of lab.bench, {command: its line in results/NAME.jsonl, or None}.
     Times need no more than three seeds."""
     folders = " ".join(f"out/{run.name}" for run in runs if run.seed <= 3)
     lines = read_results(experiment)
@@ -251,24 +248,24 @@ def benches(experiment, runs):
 
 
 def measure(experiment, runs):
-    """Make the calls of bench.py that have no line yet, one after the other, with nothing else
+    """Make the calls of lab.bench that have no line yet, one after the other, with nothing else
     running; results/NAME.txt has what they print. Returns those that failed."""
-    file, failed = OUT / f"{experiment.name}.json", []
+    failed = []
     for command in [command for command, line in benches(experiment, runs).items() if not line]:
-        _, name, *arguments = command.split()       # bench.py is a label; the file is lab/bench.py
-        numbers = [f"json={file}"] * (name == "runs")
-        process = python("-m", "lab.bench", name, *arguments, *numbers, stdout=subprocess.PIPE)
+        arguments = command.split()[1:]
+        process = python("-m", "lab.bench", *arguments, stdout=subprocess.PIPE)
         output = process.communicate()[0]
+        last = (output.strip() or "no output").splitlines()[-1]
         if process.returncode:
-            print(f"{command}: {(output.strip() or 'no output').splitlines()[-1]}")
+            print(f"{command}: {last}")
             failed.append(command)
             continue
         line = {"command": command, **made_by()}
-        if numbers:
-            line["speed"] = {Path(f).name: v for f, v in json.loads(file.read_text()).items()}
+        if arguments[0] == "runs":
+            line["speed"] = {Path(f).name: v for f, v in json.loads(last).items()}
         append(experiment, line)
         with open(results_file(experiment).with_suffix(".txt"), "a") as text:
-            text.write(f"$ python -m lab.bench {' '.join([name, *arguments])}\n"
+            text.write(f"$ python -m lab.bench {' '.join(arguments)}\n"
                        f"# commit {line['commit']}; {line['machine']}\n{output}\n")
     return failed
 
@@ -282,7 +279,7 @@ def results_file(experiment):
 def read_results(experiment):
     """{command: the last line that has it} of results/NAME.jsonl."""
     file = results_file(experiment)
-    lines = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+    lines = map(json.loads, file.read_text().splitlines() if file.exists() else [])
     return {line["command"]: line for line in lines}
 
 
@@ -300,14 +297,12 @@ def append(experiment, line):
 
 def made_by():
     """The commit of the code, and the machine."""
-    def git(*args):
-        return subprocess.run(["git", "-C", HERE, *args], capture_output=True, text=True).stdout
-    commit = "unknown"
-    if shutil.which("git") and (head := git("rev-parse", "--short", "HEAD").strip()):
-        changed = git("status", "--porcelain", "--", "*.py", "configs", "lab/experiments")
-        commit = head + "-changed" * bool(changed)
+    git = lambda *command: shutil.which("git") and subprocess.run(
+        ["git", *command], cwd=HERE, capture_output=True, text=True).stdout.strip()
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    changed = git("status", "--porcelain", "--", "*.py", "configs", "lab/experiments")
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"commit": commit,
+    return {"commit": commit + "-changed" * bool(changed),
             "machine": f"{where}, torch {torch.__version__}, Python {platform.python_version()}"}
 
 
@@ -326,10 +321,10 @@ def cell(results, what):
     values = [v for v in (look_up(r, name) for r in results) if v is not None]
     if not values:
         return ""
-    text = format(statistics.fmean(values), form)
+    text = format(fmean(values), form)
     if max(values) - min(values) <= 1e-6 * abs(max(values)):    # equal but for rounding
         return text
-    return f"{text} ± {format(statistics.stdev(values), form.strip('+'))}"
+    return f"{text} ± {format(stdev(values), form.strip('+'))}"
 
 
 def table(experiment, rows):
@@ -373,14 +368,14 @@ def panel_of(rows, x, y, **style):
         else:
             pairs = [([a], [b]) for a, b in pairs if None not in (a, b)]
         if pairs:
-            means = [[statistics.fmean(v) for v in zip(*lists)] for lists in zip(*pairs)]
+            means = [[fmean(v) for v in zip(*lists)] for lists in zip(*pairs)]
             curves.append((label, list(zip(*means))))
     return {"xlabel": x, "ylabel": y, **style}, curves
 
 
 def smoothed(values, reach=4):
     """The loss of a batch is noisy: each value's mean with its neighbours."""
-    return [statistics.fmean(values[max(0, i - reach):i + reach + 1]) for i in range(len(values))]
+    return [fmean(values[max(0, i - reach):i + reach + 1]) for i in range(len(values))]
 
 
 def write(experiment, runs):
@@ -394,7 +389,7 @@ def write(experiment, runs):
     if not rows and not measured:
         return
     text = table(experiment, rows) if rows else ""
-    text += how_made(experiment, [*itertools.chain(*rows.values()), *measured])
+    text += how_made(experiment, sum(rows.values(), []) + measured)
     print(f"\n{experiment.title}\n\n{text}")
     marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
     for file in HERE / "README.md", *LAB.rglob("*.md"):
@@ -429,8 +424,8 @@ def main(argv):
     for name in names:
         if name not in (allowed := [*experiments, *TIERS, "write"]):
             raise UserError(unknown_key(name, allowed))
-    chosen = [e for e in experiments.values() if names <= {"write"} or {e.name, e.tier} & names]
-    plans = {e: plan(e) for e in chosen}
+    plans = {e: plan(e) for e in experiments.values()
+             if names <= {"write"} or {e.name, e.tier} & names}
     if "write" not in names:
         for e, runs in plans.items():
             show(e, runs)
@@ -446,9 +441,7 @@ def reproduce(plans):
     """Do what is missing of {experiment: its runs}. Returns what failed."""
     OUT.mkdir(exist_ok=True)
     lock(OUT)                   # of two of us at a time, the second ends here
-    for number in (signal.SIGTERM, signal.SIGHUP):      # train_all stops its runs
-        if signal.getsignal(number) != signal.SIG_IGN:  # of nohup
-            signal.signal(number, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # train_all stops its runs
     jobs = 1 if "gpu" in {experiment.tier for experiment in plans} else JOBS
     failed = train_all(missing([run for runs in plans.values() for run in runs]), jobs)
     return failed + [command for e, runs in plans.items() for command in measure(e, runs)]

@@ -94,16 +94,18 @@ SAMPLE = [
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
-    (["kernels", "rounds=9"], "unknown key 'rounds'"),
+    (["kernels", "rounds=9"], "unknown key 'rounds'"), (["runs"], "NAME one of"),
+    (["relaxed", "init_from={w}/out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 PLOT = [
     (["{w}/out/never"], "log.jsonl does not exist"), (["{w}/out/r", "y=nothing"], "has no nothing: it has"),
-    (["{w}/out/r", "labels=a,b"], "as many labels"), (["{w}/out/r", "file={w}/a.tune"], "a.tune"),
+    (["{w}/out/r", "file={w}/a.tune"], "a.tune"),
+    (["{w}/out/r", "file={w}/folder/no/a.png"], "could not write"),
 ]
 EVAL = [
     (["{w}/out/r", "exit_loop=2"], "exit_loop"), (["{w}/out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
     (["{w}/out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
-    (["{w}/out/r", "json={w}/no/a.json"], "no/a.json: there is no such folder"),
+    (["{w}/out/r", "batch_size=0"], "batch_size=0 must be at least 1"),
     (["{w}/out/r", "dataset=task:s3"], "dataset=task:s3 is no text"),
 ]
 PREPARE = [

@@ -14,27 +14,25 @@ from lab import bench
 import runs
 from serve import Engine
 
-CPU, TEXT = torch.device("cpu"), np.arange(60) * 7 % 61
-
-
-TAKE_TURNS = bench.take_turns
+CPU, TEXT, TAKE_TURNS = torch.device("cpu"), np.arange(60) * 7 % 61, bench.take_turns
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
     """One round without a warm-up; six short requests instead of 240 long ones."""
-    monkeypatch.setattr(bench, "take_turns", lambda calls, device, rounds, warmup=0: TAKE_TURNS(calls, device, 1))
-    for name, value in dict(PROMPT=(1, 3), ANSWER=(2, 5), LONGEST=8, REQUESTS=6, SLOTS=3).items():
+    monkeypatch.setattr(bench, "take_turns", lambda calls, device, rounds: TAKE_TURNS(calls, device, 1))
+    monkeypatch.setattr(bench.gc, "collect", int)       # slow among all that pytest holds
+    for name, value in dict(WARM_UP=0, PROMPT=(1, 3), ANSWER=(2, 5), LONGEST=8, REQUESTS=6).items():
         monkeypatch.setattr(bench, name, value)
 
 
 @pytest.mark.parametrize("name, keys, more, lines", [
-    ("gpt", dict(), {}, {"training step": 2, "decoding batch": 4, "prefill 15 tokens": 2, "cache of a row": 2}),
-    ("rt", dict(n_layer=2), {}, {"forward + backward": 4, " naive ": 3, "wavefront": 4, "decoding": 4, " MiB ": 18}),
-    ("lrt", dict(n_layer=1, n_head=1), {}, {"training step": 7, "prefill 15 tokens": 3, "cache of a row": 3}),
+    ("gpt", dict(), {}, {"training step": 2, "decoding batch": 4, "prefill, T 16": 2, "cache, T 16": 2}),
+    ("rt", dict(block_size=8), {}, {"forward + backward": 4, " naive ": 5, "decoding": 8, " MiB ": 20}),
+    ("lrt", dict(n_layer=1, n_head=1), {}, {"training step": 7, "prefill, T 16": 7, "cache, T 16": 7}),
     ("rat", dict(chunk=4), dict(lengths=[64, 128]), {"T 128": 12, "token (RAT(4))": 2, " MiB ": 18}),
-    ("relaxed", dict(n_layer=4, n_loop=2), {}, {"training step": 4, "decoding batch 16": 4, "1.00 x (": 2}),
-    ("mor", dict(n_layer=8), {}, {"training step": 6, "decoding": 4, "1.00 x (": 2, "cache of a row": 2})])
+    ("relaxed", dict(n_layer=4, n_loop=2), {}, {"training step": 3, "decoding batch 16": 3, "1.00 x (": 2}),
+    ("mor", dict(n_layer=8), {}, {"training step": 6, "decoding": 12, "1.00 x (": 2, "cache, T 16": 6})])
 def test_every_line_of_a_model(name, keys, more, lines, capsys):
     cfg = model_module(name).Config(**{**dict(block_size=16, vocab_size=31, n_head=2, n_embd=16, n_layer=2), **keys})
     call = bench.bench_rat if name == "rat" else partial(bench.bench_model, name)
@@ -47,19 +45,20 @@ def test_every_line_of_a_model(name, keys, more, lines, capsys):
 def test_every_line_of_kernels(capsys):
     bench.bench_kernels(CPU, [(1, 2, 64, 8)])
     out = capsys.readouterr().out
-    assert [out.count(word) for word in ("x SDPA", "backward", "x copy")] == [4, 2, 4] and "nan" not in out
+    assert out.count("x SDPA") == 2 and "nan" not in out
 
 
 def test_cases_take_turns(capsys, monkeypatch):
-    """Two rounds warm up; prepare runs before each call; a ratio is the median of the rounds'."""
-    monkeypatch.setattr(bench, "take_turns", TAKE_TURNS)
+    """Rounds that warm up do not count; prepare runs before each call; a ratio is the median of the rounds'."""
+    monkeypatch.setattr(bench, "take_turns", lambda *how: {name: [9.0, *t] for name, t in TAKE_TURNS(*how).items()})
+    monkeypatch.setattr(bench, "WARM_UP", 1)
     calls = []
     note = lambda word: lambda: calls.append(word)
     setup = lambda case: (note("prepare") if case == "a" else bench.nothing, note(case))
-    times = bench.compare("title", {"first": "a", "second": "b"}, setup, CPU, 3, memory=False)
-    assert calls == ["prepare", "a", "b"] * 5 and [len(t) for t in times.values()] == [3, 3]
-    assert bench.ratio([2.0, 9.0, 8.0], [1.0, 3.0, 1.0]) == 3.0
-    assert f"{bench.ratio(*reversed(times.values())):8.3f} x first" in capsys.readouterr().out
+    assert max(bench.compare("title", {"first": "a", "second": "b"}, setup, CPU, 3).values()) < 1000
+    assert calls[:9] == ["prepare", "a", "b"] * 3
+    assert bench.tell("title", {"a": [1.0, 3.0, 1.0], "b": [2.0, 9.0, 8.0]}, {}, per=2) == {"a": 500.0, "b": 4000.0}
+    assert "3.000 x a" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not bench.RESET_PEAK.exists(), reason="memory of a CPU is told by Linux")
@@ -100,36 +99,38 @@ def test_what_decoding_runs():
 
 
 def test_trained_runs(tmp_path, data_dir, capsys):
-    """Numbers for reproduce.py; requests to one of the runs."""
+    """Numbers for reproduce.py; requests to one of the runs, and to one that is converted."""
     folders = [str(runs.run(name, tmp_path / name, data_dir, "max_steps=1").folder) for name in ("gpt", "mor")]
     capsys.readouterr()
-    bench.main(["runs", *folders, f"json={tmp_path / 'a.json'}"])
-    found, out = json.loads((tmp_path / "a.json").read_text()), capsys.readouterr().out
+    bench.main(["runs", *folders])
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])
     assert [found[f].keys() for f in folders] == [{"train_ms", "decode_1_ms", "decode_16_ms", "cache_bytes"}] * 2
-    assert out.count(f"x {folders[0]}") == 6 and f"{found[folders[1]]['train_ms']:11.3f} ms" in out
+    assert out.count(f"x {folders[0]}") == 8 and f"{found[folders[1]]['train_ms']:11.3f} ms" in out
     bench.main(["mor", f"init_from={folders[1]}", "device=cpu"])
-    assert capsys.readouterr().out.count("6 requests") == 6
+    bench.main(["relaxed", f"init_from={folders[0]}", "device=cpu"])
+    assert capsys.readouterr().out.count("6 requests") == 3 + 7
 
 
 def test_early_exit(capsys):
     """The rule lets 0.65 of a text's tokens go after the first loop; the loss is theirs, and the others' of all loops."""
-    model, idx = tiny("relaxed", block_size=20, n_layer=4, n_loop=2, rank=2), torch.from_numpy(TEXT[:57])
-    bench.relaxed_requests(model, TEXT, CPU)
+    model, idx = tiny("relaxed", block_size=19, n_layer=4, n_loop=2, rank=2), torch.from_numpy(TEXT[:58])
+    bench.early_exit(model, TEXT, CPU)
     out = capsys.readouterr().out
-    assert out.count("6 requests") == 7 and out.count("% of that speed") == 2
     least, nats, _ = map(float, re.search("confidence:(.*): (.*) nats a token, without exits (.*)", out).groups())
-    late = model(idx[:-1].view(7, 8))[0].flatten(0, 1).log_softmax(-1)
+    late = model(idx[:-1].view(3, 19))[0].flatten(0, 1).log_softmax(-1)
     model.cfg.exit_loop = 1
-    early = model(idx[:-1].view(7, 8))[0].flatten(0, 1).log_softmax(-1)
+    early = model(idx[:-1].view(3, 19))[0].flatten(0, 1).log_softmax(-1)
     exits = early.exp().amax(-1) > least - 1e-6
     losses = -torch.where(exits[:, None], early, late).gather(1, idx[1:, None]).detach()
-    assert int(exits.sum()) in (36, 37) and nats == pytest.approx(float(losses.mean()), abs=1e-3)
+    assert int(exits.sum()) in (36, 37, 38) and nats == pytest.approx(float(losses.mean()), abs=1e-3)
 
 
-def test_recursions(capsys):
-    model = tiny("mor", n_layer=8)
-    bench.mor_requests(model, TEXT, CPU)
+@pytest.mark.parametrize("name, cases, bounds", [("relaxed", 7, 3), ("mor", 3, 1)])
+def test_requests(name, cases, bounds, capsys):
+    model = tiny(name, block_size=19, n_layer=8, n_loop=2)
+    bench.bench_requests(name, model, TEXT, CPU)
     out = capsys.readouterr().out
-    assert out.count("6 requests") == 6 and out.count("% of that speed") == 2
-    mean = np.mean([loop for r in Engine(model, 3, 8).run(bench.workload(TEXT)) for loop in r.exits])
-    assert out.count(f"{(2 + 2 * mean) / 8:.3f} of the layers") == 2
+    assert out.count("6 requests") == cases and out.count("% of that speed") == bounds
+    mean = np.mean([loop for r in Engine(model, 3).run(bench.workload(TEXT)) for loop in r.exits])
+    assert name == "relaxed" or f"{(2 + 6 * mean / 2) / 8:.3f} of the layers" in out

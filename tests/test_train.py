@@ -209,7 +209,7 @@ def test_names_from_paths_and_titles(tmp_path, data_dir, capsys):
     command = shlex.split(capsys.readouterr().out.rsplit("more text: ")[1])
     assert command[:2] == ["python", "sample.py"] and keys.split_paths(command[2:]) == ([str(out / "l-ng--1")], {})
     sample.main([*command[2:], "max_new_tokens=2"])
-    plot.main([command[2], "labels=_$\\bad$", "title=a$\\b$", f"file={tmp_path / 'a.png'}", "y=ce"])
+    plot.main([command[2], "title=a$\\b$", f"file={tmp_path / 'a.png'}", "y=ce"])
     assert shlex.split(keys.as_command("sample.py", path="a=1/r"))[2] == "./a=1/r"
     assert len(keys.plain_name("_ä" * 300)) < 100 and keys.plain_name("-") == "x"
 
