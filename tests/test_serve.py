@@ -39,12 +39,12 @@ def looping(seed=0, module=model_relaxed, scale=0.15, **sizes):
     return move(module.Model(module.Config(**{**small, **sizes})).double().eval(), scale)
 
 
-def answered(model, work, batching, sampling=(0.0, 0, 1.0, 1.0), seed=0, slots=3, max_len=40, **options):
+def answered(model, work, batching, sampling=(0.0, 0, 1.0, 1.0), seed=0, slots=3, **options):
     """[(tokens, exits, logits)] of work, a list of (prompt, max_new_tokens); logits (V,) chose each
     token, and end-of-text too."""
     requests = [serve.Request(list(prompt), n, i, sampling, serve.generator(seed, i, "cpu"))
                 for i, (prompt, n) in enumerate(work)]
-    engine = serve.Engine(model, slots, max_len, batching, **options)
+    engine = serve.Engine(model, slots, None, batching, **options)
     pick = engine.pick
 
     def noted(slots, logits):
@@ -56,9 +56,9 @@ def answered(model, work, batching, sampling=(0.0, 0, 1.0, 1.0), seed=0, slots=3
     return [(r.tokens, r.exits, r.logits) for r in requests]
 
 
-def assert_answers(want, model, work, batchings=BATCHINGS, **options):
+def assert_answers(want, model, work, **options):
     """The same tokens and exits, and the same logits to 1e-9: a wrong key may change no token."""
-    for batching in batchings:
+    for batching in BATCHINGS:
         got = answered(model, work, batching, **options)
         assert [answer[:2] for answer in got] == [answer[:2] for answer in want]
         for (*_, ours), (*_, theirs) in zip(got, want):
@@ -74,36 +74,35 @@ def work_of(model, n=5, most=10):
 
 # ---- one request at a time, without the engine ----
 
-def one(model, prompt, n, exit, max_len, fill, vocab):
+def one(model, prompt, n, exit, fill, vocab):
     """[(token, exit, logits)]: no cache, the loops over the whole text for each token. A prefill takes all loops. With
     fill=propagate a token that left keeps the state that it left with, from which deeper keys and values are projected."""
     hand, cfg, text, out = ByHand(model), model.cfg, list(prompt), []
     rule = serve.exit_rule(exit, model.loops_to_run) or (lambda logits, loop: False)
-    loops = [cfg.n_loop] * len(prompt)      # that each token goes through; a prefill takes all
+    loops = [cfg.n_loop] * len(prompt)      # that each token goes through
     while len(out) < n:
-        prefill = not out or len(text) > max_len
-        if len(text) > max_len:
-            text, loops = text[-max_len:], [cfg.n_loop] * max_len
         h, at = hand.w["wte.weight"][text], torch.arange(len(text))
         for layer in range(cfg.n_layer):
             loop, inside = divmod(layer + 1, hand.K)
             on = torch.tensor(loops)[:, None] > layer // hand.K
             h = torch.where(on, hand.layer(h, layer, at, *hand.keys_values(h, layer, at)), h)
             logits = hand.logits(h[-1])[:vocab]
-            if not inside and (loop == model.loops_to_run or not prefill and rule(logits[None], torch.tensor([loop]))):
+            if not inside and (loop == model.loops_to_run or out and rule(logits[None], torch.tensor([loop]))):
                 break
+        if fill == "propagate" and out:
+            loops[-1] = loop
         out.append((int(logits.argmax()), loop, logits))
         text.append(out[-1][0])
-        loops = loops[:-1] + [loop, cfg.n_loop] if fill == "propagate" and out[1:] else loops + [cfg.n_loop]
+        loops.append(cfg.n_loop)
     return out
 
 
 @torch.no_grad()
-def alone(model, work, exit="", max_len=40, fill="exact", eot=None, vocab=None):
+def alone(model, work, exit="", fill="exact", eot=None, vocab=None):
     """What serve should return."""
     answers = []
     for prompt, n in work:
-        tokens, exits, logits = map(list, zip(*one(model, prompt, n, exit, max_len, fill, vocab)))
+        tokens, exits, logits = map(list, zip(*one(model, prompt, n, exit, fill, vocab)))
         end = tokens.index(eot) if eot in tokens else n
         answers.append((tokens[:end], exits[:end], logits[:end + 1]))
     return answers
@@ -111,7 +110,7 @@ def alone(model, work, exit="", max_len=40, fill="exact", eot=None, vocab=None):
 
 @given(seed=st.integers(0, 2 ** 40))
 def test_random_requests_are_answered_as_if_alone(seed):
-    """Any model, rule and lengths; rows that overflow; an end of text that comes."""
+    """Any model, rule and lengths; an end of text that comes."""
     rng = random.Random(seed)
     pick = lambda *values: rng.choice(values)
     loops, sure = pick(3, 3, 2, 1), f"confidence:{rng.uniform(0.08, 0.13)}"
@@ -121,7 +120,7 @@ def test_random_requests_are_answered_as_if_alone(seed):
     work = [([rng.randrange(31) for _ in range(rng.randint(1, 9))], rng.randint(1, 10))
             for _ in range(rng.randint(1, 6))]
     exit = pick(sure, sure, sure, "", "static:1", "confidence:0")
-    options = dict(max_len=pick(40, 40, 12, 5), fill=pick("exact", "propagate"), vocab=pick(None, 25))
+    options = dict(fill=pick("exact", "propagate"), vocab=pick(None, 25))
     want = alone(model, work, exit, **options)
     options["eot"] = pick(None, *sorted({token for tokens, *_ in want for token in tokens}))
     want, vocab = alone(model, work, exit, **options), options.pop("vocab")
@@ -130,18 +129,14 @@ def test_random_requests_are_answered_as_if_alone(seed):
         assert_answers(want, model, work, exit=exit, slots=rng.randint(1, 4), vocab_size=vocab, **options)
 
 
-@pytest.mark.parametrize("fill, sizes", [("exact", {}), ("propagate", {}), ("exact", dict(share="sequence")),
-                                         ("propagate", dict(exit_loop=2))], ids=str)
-@pytest.mark.parametrize("max_len", [40, 8])
-def test_later_tokens_find_the_keys_of_those_that_left(fill, sizes, max_len):
-    """Of a text longer than the cache they are those of the last max_len tokens, prefilled by all loops."""
-    model = looping(block_size=max_len, **sizes)
+@pytest.mark.parametrize("fill, sizes", [("exact", {}), ("propagate", {}), ("propagate", dict(exit_loop=2))], ids=str)
+def test_later_tokens_find_the_keys_of_those_that_left(fill, sizes):
+    model = looping(**sizes)
     work = work_of(model, 12, most=20)
-    want = alone(model, work, RULE, max_len, fill)
+    want = alone(model, work, RULE, fill)
     deeper = [b > a for _, exits, _ in want for a, b in zip(exits, exits[1:])]
     assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {*range(1, model.loops_to_run + 1)}
-    batchings = BATCHINGS if model.cfg.share == "cycle" else ["sequence"]
-    assert_answers(want, model, work, batchings, max_len=max_len, exit=RULE, fill=fill)
+    assert_answers(want, model, work, exit=RULE, fill=fill)
 
 
 def test_sampled_answers_do_not_depend_on_the_batching():
@@ -178,7 +173,7 @@ def test_when_requests_are_admitted_and_what_shares_a_call(batching):
     """As soon as a slot is free. Rows are tokens, in depth batching also of different loops; a long prompt is one row."""
     model, idle, depths, sizes = looping(), [], [], set()
     requests = [serve.Request(prompt, n) for prompt, n in [*work_of(model, 12), ([1] * 20, 3)]]
-    engine = serve.Engine(model, 3, 40, batching, exit=RULE)
+    engine = serve.Engine(model, 3, None, batching, exit=RULE)
     admit, run_loop = engine.admit, engine.adapter.run_loop
 
     def noted(queue):
@@ -195,20 +190,16 @@ def test_when_requests_are_admitted_and_what_shares_a_call(batching):
     assert {size for size in sizes if size[1] > 1} == {(1, 20)}
 
 
-# ---- memory ----
-
-def test_the_cache_grows_and_a_slot_forgets():
+def test_a_slot_forgets():
     """All that it has in any loop, even NaN; other slots keep theirs."""
-    cache = serve.SlotCache(looping(module=model_mor, n_layer=5), 3)
-    cache.reset(0, 4)
-    cache.taken[:] = True
-    for kv in cache.kv.values():
-        kv[:] = torch.nan
-    cache.reset(2, 6)
-    cache.reset(2, 5)
-    assert {layer: (len(kv), kv.size(3)) for layer, kv in cache.kv.items()} == {-2: (3, 6), -1: (3, 6), 0: (9, 6)}
-    for buffer in cache.taken, *cache.kv.values():
-        assert [n for n, sequence in enumerate(buffer) if (sequence == 0).all()] == [2, 5, 8][:len(buffer) // 3]
+    engine = serve.Engine(looping(module=model_mor, n_layer=5), 3, 6)
+    for lanes in (engine.taken, *engine.kv):
+        lanes[:] = True
+    engine.slots[2].request = serve.Request([1], 1)
+    engine.prefill(engine.slots[2])
+    assert [len(lanes) for lanes in engine.kv] == [9, 3, 3], "the first and last layer have no loops"
+    for lanes in (engine.taken, *engine.kv):
+        assert [n for n, lane in enumerate(lanes) if not lane.any()] == [2, 5, 8][:len(lanes) // 3]
 
 
 # ---- requests and command lines ----
@@ -219,7 +210,8 @@ BAD = {
     b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens: expected int",
     b'{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0 must be at least 1",
     b'{"prompt": "a", "max_new_tokens": 1%s}' % (b"0" * 400): "max_new_tokens: expected int",
-    b'{"prompt": "a", "temperature": 1}': "unknown key 'temperature': the keys are prompt, max_new"}
+    b'{"prompt": "a", "temperature": 1}': "unknown key 'temperature': the keys are prompt, max_new",
+    b'{"prompt": "%s"}' % (b"a" * 64): "64 tokens leave no room for an answer: block_size=64"}
 
 
 @pytest.mark.parametrize("line", BAD, ids=lambda line: str(line[:40]))
@@ -247,7 +239,7 @@ def world(tmp_path_factory, data_dir):
 TRAINED = "confidence:0.06"        # after which some tokens of the trained model leave early
 GOOD = ['{"prompt": "ab"}', '{"prompt": "Cd e", "max_new_tokens": 25, "id": "x"}', "",
         '{"prompt": "f", "id": 7}', '{"prompt": "hij", "id": "x", "max_new_tokens": 25}\r',
-        '{"prompt": "ab ab ab ab ab ab ab ab ab ab ab ab ab", "id": null}']
+        '{"prompt": "ab ab ab ab ab ab ab ab abc", "id": null}']      # fills its context of 32
 
 
 def served(capsys, folder, world, *options):
@@ -265,8 +257,9 @@ def test_requests_are_answered(options, world, capsys):
     cfg = serve.ServeConfig(requests=str(world / "good.jsonl"), max_new_tokens=8)
     requests = serve.read_requests(model.double(), tokenizer, cfg)
     work, want = [(r.prompt, r.max_new_tokens) for r in requests], {}
+    assert [n for _, n in work] == [8, 25, 8, 25, 5], "as many as the context holds"
     for fill in "exact", "propagate":
-        answers = zip(requests, alone(model, work, TRAINED, 32, fill, tokenizer.eot))
+        answers = zip(requests, alone(model, work, TRAINED, fill, tokenizer.eot))
         want[fill] = sorted((str(r.id), tokenizer.decode(tokens), tokens, exits) for r, (tokens, exits, _) in answers)
     assert want["exact"] != want["propagate"]
     answers, err = served(capsys, world / "relaxed" / "r", world, f"exit={TRAINED}", *options)
@@ -303,7 +296,7 @@ def test_what_is_refused(options, message, world):
 
 
 @pytest.mark.parametrize("model, options, message", [
-    (lambda: looping(share="sequence"), {}, "batching=depth needs loops over the same blocks"),
+    (lambda: looping(share="sequence"), {}, "share=sequence is not served"),
     (lambda: looping(module=model_mor, n_layer=5), dict(fill="propagate"), "the router decides"),
     (lambda: looping(module=model_mor, n_layer=5, kv="share"), {}, "kv=share is not served"),
     (lambda: model_gpt.Model(model_gpt.Config()), {}, "only models that loop over depth are served .*, not a model_gpt")])
@@ -320,11 +313,11 @@ ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router"), "token": d
 
 
 @torch.no_grad()
-def routed_alone(model, prompt, n, max_len):
+def routed_alone(model, prompt, n):
     """(tokens, recursions that each was predicted after, logits): no cache, a forward of the whole text for each."""
     text, out = list(prompt), []
     for _ in range(n):
-        idx = torch.tensor([text[-max_len:]])
+        idx = torch.tensor([text])
         logits = model(idx)[0][0, -1]
         out.append((int(logits.argmax()), int(model.states(idx, top_k=False)[1][0, -1]), logits))
         text.append(out[-1][0])
@@ -333,12 +326,11 @@ def routed_alone(model, prompt, n, max_len):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routed_answers_are_those_of_a_text_alone(name, monkeypatch):
-    """Texts longer than the cache too."""
     model = looping(module=model_mor, scale=0.2, **{"n_layer": 5, "n_kv_head": 1, **ROUTERS[name]})
     work = work_of(model)
-    for max_len, many in (8, 3), (40, 16):
+    want = [routed_alone(model, prompt, n) for prompt, n in work]
+    for many in 3, 16:
         monkeypatch.setattr(serve, "MANY", many)
-        want = [routed_alone(model, prompt, n, max_len) for prompt, n in work]
-        assert_answers(want, model, work, max_len=max_len)
+        assert_answers(want, model, work)
     loops = {"none": {3}, "capped": {1, 2}}.get(name, {1, 2, 3})
     assert {loop for _, exits, _ in want for loop in exits} == loops
