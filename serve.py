@@ -9,7 +9,7 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
 A line of FILE is {"prompt": "def ", "max_new_tokens": 50, "id": "a"}; the prompt is enough. The
 answer is a JSON line with the id (or the line's number), text, tokens, exits (the loop from which
 each token was predicted) and seconds (from the start to the answer). It ends at the latest where
-the context (block_size) is full; sample.py goes on.
+prompt and answer have filled the context (block_size); sample.py goes on.
 
 A token takes loop 1, then may exit or take loop 2 (model_mor says recursion). Two slots are
 decoding requests A and B; C comes next. A column is a step, A2: loop 2 of a token of A.
@@ -88,8 +88,10 @@ def main(argv):
     engine = Engine(model, min(cfg.slots, len(requests)), longest, cfg.batching, cfg.exit,
                     cfg.fill, tokenizer.eot if cfg.stop else None, tokenizer.vocab_size)
     start = time.perf_counter()
-    (write_answers if cfg.requests else write_coloured)(engine, requests, tokenizer)
-    seconds = time.perf_counter() - start
+    for r in engine.run(requests):
+        seconds = time.perf_counter() - start
+        answer = as_json(r, tokenizer, seconds) if cfg.requests else in_colours(r, tokenizer)
+        print(answer, flush=True)
     exits = [loop for request in requests for loop in request.exits]
     print(f"{len(requests)} requests, {len(exits)} tokens in {seconds:.2f} s: "
           f"{len(exits) / seconds:.1f} tokens/s; exited after loop "
@@ -106,7 +108,6 @@ class Request:
     generator: torch.Generator = None               # of its own, to sample
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
     exits: list = field(default_factory=list)       # the loop that predicted each of them
-    seconds: float = 0.0            # from the start to the answer
 
     def add(self, token, exit_after):
         """A token of the answer. Returns whether it is the last."""
@@ -156,22 +157,17 @@ def generator(seed, n, device):
     return torch.Generator(device).manual_seed(word >> 1)       # a seed has 63 bits
 
 
-def write_answers(engine, requests, tokenizer):
-    """A JSON line for each request when it is answered."""
-    for r in engine.run(requests):
-        text, seconds = "".join(tokenizer.stream(r.tokens)), round(r.seconds, 4)
-        print(json.dumps({"id": r.id, "text": text, "tokens": r.tokens, "exits": r.exits,
-                          "seconds": seconds}), flush=True)
+def as_json(r, tokenizer, seconds):
+    return json.dumps({"id": r.id, "text": "".join(tokenizer.stream(r.tokens)),
+                       "tokens": r.tokens, "exits": r.exits, "seconds": round(seconds, 4)})
 
 
-def write_coloured(engine, requests, tokenizer):
+def in_colours(r, tokenizer):
     """The text, each new token in the colour of the loop that predicted it."""
-    colours = 34, 31, 32, 35, 36, 33    # of the terminal: blue, red, green, magenta, cyan, yellow
-    painted = lambda text, loop: f"\033[{colours[(loop - 1) % 6]}m{text}\033[0m"
-    for r in engine.run(requests):
-        pieces = zip(tokenizer.stream(r.tokens), [*r.exits, 1])     # the last belongs to no token
-        print(tokenizer.decode(r.prompt), *itertools.starmap(painted, pieces), sep="")
-    print(*(painted(f"loop {n + 1}", n + 1) for n in range(engine.n_loop)), file=sys.stderr)
+    pieces = zip(tokenizer.stream(r.tokens), [*r.exits, 1])     # the last belongs to no token
+    # of a terminal: blue, magenta, cyan, red, green, yellow
+    new = [f"\033[{31 + (loop + 2) % 6}m{text}\033[0m" for text, loop in pieces]
+    return tokenizer.decode(r.prompt) + "".join(new)
 
 
 # ---- the engine: who goes next ----
@@ -181,9 +177,8 @@ class Token:
     """A token that a slot feeds to the model."""
     slot: "Slot"
     pos: int
-    id: int
+    h: torch.Tensor                 # its state (C,)
     loop: int = 0                   # that it has taken last
-    h: torch.Tensor = None          # its state (C,)
     h1: torch.Tensor = None         # mor: its state before loop 1
     frozen: bool = False            # fill=propagate: it has exited, h stays as it is
 
@@ -198,18 +193,16 @@ class Slot:
     # {loop: tokens that take it when the slot goes there next}, in relaxed exited ones, too
     waiting: dict = field(default_factory=lambda: defaultdict(list))
 
-    def feed(self, ids, start):
-        """Tokens at positions start, start + 1, .. begin with loop 1."""
-        self.fed = [Token(self, pos, id) for pos, id in enumerate(ids, start)]
+    def feed(self, x, start):
+        """Embeddings x (T, C) of tokens at positions start, start + 1, .. take loop 1 next."""
+        self.fed = [Token(self, pos, h) for pos, h in enumerate(x, start)]
         self.loop, self.waiting[1] = 1, self.fed
-
-
-MANY = 16       # tokens of a slot that have a call of their own, see run_layers
 
 
 class Engine:
     """Decodes requests in `slots` slots. Prompt and answer together have up to max_len tokens
     (None: the model's limit or, without one, 8 times block_size)."""
+    MANY = 16       # more tokens of a slot have a call of their own, see run_layers
 
     def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="exact",
                  eot=None, vocab_size=None):
@@ -217,37 +210,35 @@ class Engine:
         if not 1 <= slots <= 4096:
             raise UserError(f"slots={slots} must be at least 1 and at most 4096")
         if (exit or fill != "exact") and self.adapter.routed:
-            raise UserError("exit and fill are for relaxed: in a mor the router decides which "
-                            "tokens exit")
+            raise UserError("exit and fill are for relaxed: in a mor the router decides")
         self.batching, self.eot, self.vocab_size = batching, eot, vocab_size
         self.rule, self.propagate = exit_rule(exit, self.n_loop), fill == "propagate"
         self.slots, self.answered = [Slot(n) for n in range(slots)], deque()
         self.max_len = max_len or model.context_limit or 8 * model.cfg.block_size
         self.device = model.wte.weight.device
-        self.make_cache()
+        self.make_cache(model.cfg, compute_dtype(model.wte.weight))
 
-    def make_cache(self):
+    def make_cache(self, cfg, dtype):
         """Keys and values of (lanes, 2, G, max_len, D) a layer. A slot has a lane for each loop:
         entry p is its token at position p, if that took the loop (model_mor's own cache has no
-        such gaps, so it is smaller). mor's first and last layer, -2 and -1, have loop 1's, as all
-        tokens take both."""
-        cfg, w, slots = self.model.cfg, self.model.wte.weight, len(self.slots)
-        zeros = partial(torch.zeros, dtype=compute_dtype(w), device=w.device)
+        such gaps, so it is smaller). mor's first and last layer, -2 and -1, count to loop 1, as
+        all tokens take both."""
+        zeros, n = partial(torch.zeros, device=self.device, dtype=dtype), len(self.slots)
         shape = 2, cfg.n_kv_head, self.max_len, cfg.head_dim
-        self.kv = [zeros(slots * self.n_loop, *shape) for _ in range(cfg.n_stored)]
-        self.kv += [zeros(slots, *shape) for _ in range(getattr(cfg, "n_outside", 0))]
-        self.taken = zeros(slots * self.n_loop, self.max_len, dtype=torch.bool)
+        self.kv = [zeros(n * self.n_loop, *shape) for _ in range(cfg.n_stored)]
+        self.kv += [zeros(n, *shape) for _ in range(getattr(cfg, "n_outside", 0))]
+        self.taken = zeros(n * self.n_loop, self.max_len, dtype=torch.bool)     # whether it did
+        pos = torch.arange(self.max_len, device=self.device)
+        self.rope = cfg.pos == "rope" and rope_tables(pos, cfg.head_dim, cfg.rope_theta, dtype)
 
     def run(self, requests):
         """Yields each of the requests (a list of Request) when it is answered."""
-        queue, start = deque(requests), time.perf_counter()
+        queue = deque(requests)
         while queue or self.busy():
             self.admit(queue)
             self.step()
             while self.answered:
-                request = self.answered.popleft()
-                request.seconds = time.perf_counter() - start
-                yield request
+                yield self.answered.popleft()
 
     def busy(self):
         return [slot for slot in self.slots if slot.request is not None]
@@ -265,7 +256,10 @@ class Engine:
         for lanes in (self.taken, *self.kv):
             lanes[slot.number::len(self.slots)] = 0
         slot.waiting.clear()
-        slot.feed(slot.request.prompt, 0)
+        slot.feed(self.embed(slot.request.prompt), 0)
+
+    def embed(self, ids):
+        return self.model.wte(torch.tensor(ids, dtype=torch.long, device=self.device))
 
     @torch.inference_mode()
     def step(self):
@@ -277,32 +271,26 @@ class Engine:
         tokens = [token for slot in slots for token in slot.waiting.pop(slot.loop)]
         for x in slots + tokens:
             x.loop += 1
-        self.embed([token for token in tokens if token.loop == 1])
-        # frozen ones first, as the others attend to their keys
-        self.run_layers(adapter.project, [token for token in tokens if token.frozen])
-        self.run_layers(adapter.run_loop, [token for token in tokens if not token.frozen])
-        # who needs another loop waits for it; in relaxed also a token that exits now
+        new = [token for token in tokens if token.loop == 1]
+        self.run_layers(adapter.before_loops, new)
+        for frozen in True, False:      # frozen ones first: the others attend to their keys
+            same = [token for token in tokens if token.frozen == frozen]
+            self.run_layers(adapter.run_loop, same)
         deeper = [token for token in tokens if token.loop < self.n_loop]
-        for token in adapter.chosen(deeper):
+        for token in adapter.go_on(deeper):
             token.slot.waiting[token.loop + 1].append(token)
         through = [slot for slot in slots if slot.loop not in slot.waiting]
         fed = [token for slot in through for token in slot.fed]
         self.run_layers(adapter.after_loops, fed, loop=1)
         self.predict(slots, through)
 
-    def embed(self, tokens):
-        ids = torch.tensor([token.id for token in tokens], dtype=torch.long, device=self.device)
-        for token, h in zip(tokens, self.model.wte(ids)):
-            token.h = h
-        self.run_layers(self.adapter.before_loops, tokens)
-
     def run_layers(self, layers, tokens, loop=None):
         """layers: a method of the adapter, or None. loop: see SlotContext. All slots share a call,
         in which each token is a row, T = 1. There each has a copy of its slot's keys, so a slot
         with many tokens (a long prompt) has a call of its own, R = 1."""
         slots = [list(its) for _, its in itertools.groupby(tokens, lambda token: token.slot)]
-        calls = [(len(its), its) for its in slots if len(its) > MANY]
-        calls.append((1, [token for its in slots if len(its) <= MANY for token in its]))
+        calls = [(len(its), its) for its in slots if len(its) > self.MANY]
+        calls.append((1, [token for its in slots if len(its) <= self.MANY for token in its]))
         for T, call in calls:
             if layers and call:
                 x = torch.stack([token.h for token in call]).unflatten(0, (-1, T))  # (R, T, C)
@@ -319,16 +307,17 @@ class Engine:
         h = self.model.norm(torch.stack([slot.fed[-1].h for slot in asked]))        # (R, C)
         logits = upcast(self.model.head(h))[:, :self.vocab_size]
         if self.rule:
-            loop = torch.tensor([slot.fed[-1].loop for slot in asked], device=self.device)
-            exits = self.rule(logits, loop)                                         # (R,)
-            asked, logits = list(itertools.compress(asked, exits.tolist())), logits[exits]
-        for slot, token in zip(asked, self.pick(asked, logits)):
+            p = logits.softmax(-1).amax(-1).tolist()        # of the likeliest tokens
+            exits = [self.rule(slot.fed[-1].loop, x) for slot, x in zip(asked, p)]
+            asked, logits = list(itertools.compress(asked, exits)), logits[exits]
+        ids = self.pick(asked, logits)
+        for slot, id, x in zip(asked, ids, self.embed(ids).split(1)):
             last = slot.fed[-1]
             last.frozen = self.propagate
-            if token == self.eot or slot.request.add(token, last.loop):
+            if id == self.eot or slot.request.add(id, last.loop):
                 self.end(slot)
             else:
-                slot.feed([token], last.pos + 1)
+                slot.feed(x, last.pos + 1)
 
     def pick(self, slots, logits):
         """A token for each slot: the likeliest, for all at once, or a sampled one."""
@@ -345,19 +334,16 @@ class Engine:
 
 
 def exit_rule(exit, n_loop):
-    """What exit= names: a function of logits (R, V) after loop (R,) that tells which tokens exit
-    there, (R,) bool, all after the last loop; None without a rule. static: after this loop;
-    confidence: where the likeliest token's probability is above P (Schuster et al. 2022)."""
+    """What exit= names: whether a token exits after a loop, of whose prediction the likeliest
+    token has probability p (Schuster et al. 2022). None without a rule."""
     kind, _, bound = exit.partition(":")
-    with contextlib.suppress(ValueError):   # of float
+    with contextlib.suppress(ValueError):       # of float
         if kind == "static" and float(bound) in range(1, n_loop + 1):
-            return lambda logits, loop: loop >= float(bound)
+            return lambda loop, p: loop >= float(bound)
         if kind == "confidence" and 0 <= float(bound) <= 1:
-            sure = lambda logits: logits.softmax(-1).amax(-1) > float(bound)
-            return lambda logits, loop: sure(logits) | (loop == n_loop)
+            return lambda loop, p: p > float(bound) or loop == n_loop
     if exit:
-        raise UserError(f"exit={exit}: static:LOOP, confidence:P are allowed, LOOP from 1 to "
-                        f"{n_loop}, P from 0 to 1")
+        raise UserError(f"exit={exit}: static:LOOP (1 to {n_loop}), confidence:P (0 to 1) are allowed")
 
 
 # ---- attention ----
@@ -368,11 +354,11 @@ class SlotContext:
 
     def __init__(self, engine, tokens, T, loop=None):
         """tokens: R T of them. loop: whose keys they attend to (None: each those of its own)."""
-        self.tokens, self.kv, cfg = tokens, engine.kv, engine.model.cfg
-        tensor, loops = partial(torch.tensor, device=engine.device), []
-        slot = tensor([token.slot.number for token in tokens[::T]])             # (R,)
+        self.tokens, self.kv = tokens, engine.kv
+        tensor = partial(torch.tensor, device=engine.device)
         self.loop = tensor([loop or token.loop for token in tokens[::T]])       # (R,)
-        self.lane = (self.loop - 1) * len(engine.slots) + slot                  # (R,)
+        self.lane = tensor([token.slot.number for token in tokens[::T]])        # (R,)
+        self.lane += (self.loop - 1) * len(engine.slots)
         self.pos = tensor([token.pos for token in tokens]).view(-1, T)          # (R, T)
         self.S = max(token.pos for token in tokens) + 1
         engine.taken[self.lane[:, None], self.pos] = True
@@ -380,10 +366,7 @@ class SlotContext:
         visible = visible & engine.taken[self.lane, None, :self.S]              # (R, T, S)
         self.bias = torch.where(visible, 0.0, -math.inf)[:, None]               # (R, 1, T, S)
         self.chosen = torch.ones_like(self.pos, dtype=torch.bool)               # by mor's router
-        self.rope = None
-        if cfg.pos == "rope":           # (R, 1, T, D / 2) each
-            tables = rope_tables(self.pos, cfg.head_dim, cfg.rope_theta, self.kv[0].dtype)
-            self.rope = [table[:, None] for table in tables]
+        self.rope = engine.rope and [x[self.pos][:, None] for x in engine.rope]
 
     def extend(self, layer, k, v):
         """k, v (R, G, T, D) of the tokens -> (R, G, S, D), those of all so far."""
@@ -398,16 +381,16 @@ class SlotContext:
 
 # ---- the models: what the engine asks of them ----
 #
-# chosen(tokens): those that take another loop; routed: whether a router chooses them. The others,
+# go_on(tokens): those that take another loop; routed: whether a router chooses them. The others,
 # of states x (R, T, C) and their SlotContext, give the next states. Rows may differ in their loop.
 
 class RelaxedAdapter:
     routed, before_loops, after_loops = False, None, None
-    chosen = list       # all: with fill=exact those that have exited, too, else for their keys
+    go_on = list        # all, also those that have exited, for later tokens
 
     def __init__(self, model):
         self.model, self.cfg, relaxed = model, model.cfg, model_module("relaxed")
-        # the blocks, with the same weights, for u of different uses
+        # a copy of the blocks, with the same weights, for rows in different loops
         self.mixed = copy.deepcopy(model.blocks, {id(p): p for p in model.parameters()})
         for part in self.mixed.modules():
             if isinstance(part, relaxed.RelaxedLinear):
@@ -416,29 +399,25 @@ class RelaxedAdapter:
                 part.forward = partial(mixed_norm, part)
 
     def run_loop(self, x, context):
-        blocks, u = self.blocks_and_use(x, context.loop)
-        for layer, block in enumerate(blocks):
-            x = x + block.attn(block.norm1(x), layer, u, context)   # as Block, which chooses u
-            x = x + block.mlp(block.norm2(x), u)
-        return x
-
-    def project(self, x, context):
-        """Of frozen tokens: keys and values of that loop alone."""
+        """As model_relaxed's Block, but the use u is chosen here."""
         blocks, u = self.blocks_and_use(x, context.loop)
         for layer, block in enumerate(blocks):
             n, attn = block.norm1(x), block.attn
+            if not context.tokens[0].frozen:
+                x = x + attn(n, layer, u, context)
+                x = x + block.mlp(block.norm2(x), u)
+                continue
             k, v = (w(n, u).unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
                     for w in (attn.wk, attn.wv))                    # (R, G, T, D) each
             if self.cfg.qk_norm:
                 k = attn.k_norm(k, u)
-            if context.rope:
-                k = apply_rope(k, *context.rope)
+            k = apply_rope(k, *context.rope) if context.rope else k
             context.write(layer, k, v)
         return x
 
     def blocks_and_use(self, x, loop):
-        """For rows in loops (R,). The use u is as in model_relaxed; where rows differ it is
-        (R, 1, n_loop), a 1 at each row's. At rank 0 all uses are the same."""
+        """For rows in loops (R,). u is as in model_relaxed or, where rows differ, (R, 1, n_loop),
+        a 1 at each row's. At rank 0 all uses are the same."""
         if self.cfg.rank == 0 or (loop == loop[0]).all():
             return self.model.blocks, int(loop[0]) - 1
         return self.mixed, F.one_hot(loop - 1, self.cfg.n_loop)[:, None].to(x)
@@ -457,7 +436,7 @@ def mixed_norm(part, x, u):
 
 
 class MoRAdapter:
-    routed, project = True, None
+    routed = True
 
     def __init__(self, model):
         self.model, self.cfg = model, model.cfg
@@ -486,7 +465,7 @@ class MoRAdapter:
             x = block(x, -1, context)
         return x
 
-    def chosen(self, tokens):
+    def go_on(self, tokens):
         model, cfg = self.model, self.cfg
         if cfg.router == "none" or not tokens:
             return tokens
