@@ -3,13 +3,12 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
 
     python serve.py out/relaxed_exit requests=FILE.jsonl exit=confidence:0.9
     python serve.py out/mor_tiny requests=FILE.jsonl batching=sequence slots=32
-    python serve.py out/mor_tiny prompt="def read(self, "   one text, coloured by loops
+    python serve.py out/mor_tiny prompt="def read(self, "   tokens by loop 1 blue, 2 magenta, 3 cyan
     python serve.py help                                    every key with its meaning
 
 A line of FILE is {"prompt": "def ", "max_new_tokens": 50, "id": "a"}; the prompt is enough. The
-answer is a JSON line with the id (or the line's number), text, tokens, exits (the loop from which
-each token was predicted) and seconds (from the start to the answer). It ends at the latest where
-prompt and answer have filled the context (block_size); sample.py goes on.
+answer is a JSON line: the id (or the line's number), text, tokens, exits (the loop that predicted
+each) and seconds (since the start). It ends where the context is full; sample.py goes on.
 
 A token takes loop 1, then may exit or take loop 2 (model_mor says recursion). Two slots are
 decoding requests A and B; C comes next. A column is a step, A2: loop 2 of a token of A.
@@ -23,11 +22,11 @@ Depth is the paper's continuous depth-wise batching (Bae et al. 2024, 2410.20672
 Up to rounding, each answer is what its request would get alone.
 
 A slot first feeds its prompt to the model (a prefill), then one token of the answer at a time. In
-relaxed a rule (exit=) chooses where such a token exits, a prefill takes all loops; in mor a router
-decides for all. A token that exits has no keys and values in deeper loops, which later tokens
-need. The paper leaves them to future work: it simulates the batching, with exits that an oracle
-chooses. Here the token waits until a later one goes there: with fill=exact it takes that loop,
-too, with fill=propagate its state is frozen, and only keys and values are projected from it.
+relaxed a rule (exit=) chooses where such a token exits, and a prefill takes all loops; in mor a
+router decides for all. A token that exits has no keys and values in deeper loops, which later
+tokens need. The paper leaves them to future work: it simulates the batching, with exits that an
+oracle chooses. Here the token waits until a later one goes there: with fill=exact it takes that
+loop, too, with fill=propagate its state is frozen, and only keys and values are made from it.
 
 Shapes: N tokens of a call are R rows of T tokens (T = 1, or R = 1), S keys, G key/value heads,
 D head size, C width, V vocabulary, r rank. Loops count from 1, the layers of a loop from 0.
@@ -163,9 +162,7 @@ def as_json(r, tokenizer, seconds):
 
 
 def in_colours(r, tokenizer):
-    """The text, each new token in the colour of the loop that predicted it."""
     pieces = zip(tokenizer.stream(r.tokens), [*r.exits, 1])     # the last belongs to no token
-    # of a terminal: blue, magenta, cyan, red, green, yellow
     new = [f"\033[{31 + (loop + 2) % 6}m{text}\033[0m" for text, loop in pieces]
     return tokenizer.decode(r.prompt) + "".join(new)
 
@@ -271,13 +268,11 @@ class Engine:
         tokens = [token for slot in slots for token in slot.waiting.pop(slot.loop)]
         for x in slots + tokens:
             x.loop += 1
-        new = [token for token in tokens if token.loop == 1]
-        self.run_layers(adapter.before_loops, new)
+        self.run_layers(adapter.before_loops, [token for token in tokens if token.loop == 1])
         for frozen in True, False:      # frozen ones first: the others attend to their keys
             same = [token for token in tokens if token.frozen == frozen]
             self.run_layers(adapter.run_loop, same)
-        deeper = [token for token in tokens if token.loop < self.n_loop]
-        for token in adapter.go_on(deeper):
+        for token in adapter.go_on([token for token in tokens if token.loop < self.n_loop]):
             token.slot.waiting[token.loop + 1].append(token)
         through = [slot for slot in slots if slot.loop not in slot.waiting]
         fed = [token for slot in through for token in slot.fed]
@@ -343,17 +338,15 @@ def exit_rule(exit, n_loop):
         if kind == "confidence" and 0 <= float(bound) <= 1:
             return lambda loop, p: p > float(bound) or loop == n_loop
     if exit:
-        raise UserError(f"exit={exit}: static:LOOP (1 to {n_loop}), confidence:P (0 to 1) are allowed")
+        raise UserError(f"exit={exit}: static:1 to static:{n_loop}, confidence:P (0 to 1) allowed")
 
-
-# ---- attention ----
 
 class SlotContext:
-    """The context of a call, as model_gpt's Context: each token attends to the tokens of its slot
-    that have taken the same loop, up to itself. relaxed and mor have neither ALiBi nor a window."""
+    """The context of a call of R T tokens, as model_gpt's Context: each attends to the tokens of
+    its slot that have taken the same loop (loop: or that one), up to itself. relaxed and mor have
+    neither ALiBi nor a window."""
 
     def __init__(self, engine, tokens, T, loop=None):
-        """tokens: R T of them. loop: whose keys they attend to (None: each those of its own)."""
         self.tokens, self.kv = tokens, engine.kv
         tensor = partial(torch.tensor, device=engine.device)
         self.loop = tensor([loop or token.loop for token in tokens[::T]])       # (R,)
@@ -403,7 +396,7 @@ class RelaxedAdapter:
         blocks, u = self.blocks_and_use(x, context.loop)
         for layer, block in enumerate(blocks):
             n, attn = block.norm1(x), block.attn
-            if not context.tokens[0].frozen:
+            if not context.tokens[0].frozen:        # then no token of this call is
                 x = x + attn(n, layer, u, context)
                 x = x + block.mlp(block.norm2(x), u)
                 continue
@@ -451,9 +444,8 @@ class MoRAdapter:
         return x
 
     def run_loop(self, x, context):
-        s = None
-        if self.cfg.router == "expert":
-            s = self.scores(self.model.routers, x, context.loop)
+        expert = self.cfg.router == "expert"
+        s = self.scores(self.model.routers, x, context.loop) if expert else None
         return self.model.recursion(1, x, context, s)   # all recursions have the same blocks
 
     def after_loops(self, x, context):
