@@ -21,7 +21,7 @@ from conftest import relative
 from test_relaxed import ByHand
 
 BATCHINGS = ("sequence", "depth")
-RULE = "confidence:0.09"    # with it the tokens of looping() exit after all three loops
+RULE, TRAINED = "confidence:0.09", "confidence:0.06"    # by which tokens of looping(), of the trained model exit after all loops
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def answered(model, work, batching, sampling=(0.0, 0, 1.0, 1.0), seed=0, slots=3
             slot.request.logits = [*getattr(slot.request, "logits", []), row.clone()]
         return pick(slots, logits)
     engine.pick = noted
-    assert sorted(map(id, engine.run(requests))) == sorted(map(id, requests)), "each is answered once"
+    list(engine.run(requests))
     return [(r.tokens, r.exits, r.logits) for r in requests]
 
 
@@ -74,38 +74,35 @@ def work_of(model, n=5, most=10):
 
 # ---- one request at a time, without the engine ----
 
-def one(model, prompt, n, exit, fill, vocab):
-    """[(token, exit, logits)]: no cache, the loops over the whole text for each token. A prefill takes all loops. With
+def one(model, prompt, n, exit="", fill="exact", eot=None, vocab=None):
+    """(tokens, exits, logits): no cache, the loops over the whole text for each token. A prefill takes all loops. With
     fill=propagate a token that left keeps the state that it left with, from which deeper keys and values are projected."""
-    hand, cfg, text, out = ByHand(model), model.cfg, list(prompt), []
+    hand, cfg, text, exits, rows = ByHand(model), model.cfg, list(prompt), [], []
     rule = serve.exit_rule(exit, model.loops_to_run) or (lambda loop, p: False)
     loops = [cfg.n_loop] * len(prompt)      # that each token goes through
-    while len(out) < n:
+    while True:
         h, at = hand.w["wte.weight"][text], torch.arange(len(text))
         for layer in range(cfg.n_layer):
             loop, inside = divmod(layer + 1, hand.K)
             on = torch.tensor(loops)[:, None] > layer // hand.K
             h = torch.where(on, hand.layer(h, layer, at, *hand.keys_values(h, layer, at)), h)
             logits = hand.logits(h[-1])[:vocab]
-            if not inside and (loop == model.loops_to_run or out and rule(loop, float(logits.softmax(-1).max()))):
+            if not inside and (loop == model.loops_to_run or exits and rule(loop, float(logits.softmax(-1).max()))):
                 break
-        if fill == "propagate" and out:
-            loops[-1] = loop
-        out.append((int(logits.argmax()), loop, logits))
-        text.append(out[-1][0])
-        loops.append(cfg.n_loop)
-    return out
+        rows.append(logits)
+        if int(logits.argmax()) == eot:
+            return text[len(prompt):], exits, rows
+        loops = loops[:-1] + [loop if fill == "propagate" and exits else cfg.n_loop, cfg.n_loop]
+        exits.append(loop)
+        text.append(int(logits.argmax()))
+        if len(exits) == n:
+            return text[len(prompt):], exits, rows
 
 
 @torch.no_grad()
-def alone(model, work, exit="", fill="exact", eot=None, vocab=None):
+def alone(model, work, *options):
     """What serve should return."""
-    answers = []
-    for prompt, n in work:
-        tokens, exits, logits = map(list, zip(*one(model, prompt, n, exit, fill, vocab)))
-        end = tokens.index(eot) if eot in tokens else n
-        answers.append((tokens[:end], exits[:end], logits[:end + 1]))
-    return answers
+    return [one(model, prompt, n, *options) for prompt, n in work]
 
 
 @given(seed=st.integers(0, 2 ** 40))
@@ -115,18 +112,16 @@ def test_random_requests_are_answered_as_if_alone(seed):
     pick = lambda *values: rng.choice(values)
     loops, sure = pick(3, 3, 2, 1), f"confidence:{rng.uniform(0.08, 0.13)}"
     model = looping(seed, n_loop=loops, n_layer=loops * pick(1, 2), rank=pick(0, 2), n_kv_head=pick(1, 2),
-                    pos=pick("rope", "rope", "none"), qk_norm=pick(True, False),
-                    fast=pick(True, False))
+                    pos=pick("rope", "rope", "none"), qk_norm=pick(True, False), fast=pick(True, False))
     work = [([rng.randrange(31) for _ in range(rng.randint(1, 9))], rng.randint(1, 10))
             for _ in range(rng.randint(1, 6))]
-    exit = pick(sure, sure, sure, "", "static:1", "confidence:0")
-    options = dict(fill=pick("exact", "propagate"), vocab=pick(None, 25))
-    want = alone(model, work, exit, **options)
-    options["eot"] = pick(None, *sorted({token for tokens, *_ in want for token in tokens}))
-    want, vocab = alone(model, work, exit, **options), options.pop("vocab")
+    exit, fill, vocab = pick(sure, sure, sure, "", "static:1", "confidence:0"), pick("exact", "propagate"), pick(None, 25)
+    said = {token for tokens, *_ in alone(model, work, exit, fill, None, vocab) for token in tokens}
+    eot = pick(None, *sorted(said))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve.Engine, "MANY", pick(1, 4, 16))     # of a slot with more the tokens have a call of their own
-        assert_answers(want, model, work, exit=exit, slots=rng.randint(1, 4), vocab_size=vocab, **options)
+        assert_answers(alone(model, work, exit, fill, eot, vocab), model, work, exit=exit, fill=fill, eot=eot,
+                       vocab_size=vocab, slots=rng.randint(1, 4))
 
 
 @pytest.mark.parametrize("fill, sizes", [("exact", {}), ("propagate", {}), ("propagate", dict(exit_loop=2))], ids=str)
@@ -151,18 +146,10 @@ def test_sampled_answers_do_not_depend_on_the_batching():
     assert said != [tokens for tokens, *_ in answered(model, work, "depth", seed=7, **options)]
 
 
-# ---- rules ----
-
 @pytest.mark.parametrize("exit, exits", [("static:1", {1, 2, 3}), ("static:3", {3}), ("confidence:0.5", {3}),
                                          ("confidence:0.499", {1, 2, 3})])
 def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, exits):
     assert {loop for loop in (1, 2, 3) if serve.exit_rule(exit, 3)(loop, 0.5)} == exits
-
-
-@pytest.mark.parametrize("exit", ["early", "static:0", "static:4", "static:1.5", "confidence:nan", "confidence:2"])
-def test_rules_that_are_refused(exit):
-    with pytest.raises(UserError, match="static:1 to static:3, confidence:P"):
-        serve.exit_rule(exit, 3)
 
 
 # ---- scheduling ----
@@ -184,9 +171,10 @@ def test_when_requests_are_admitted_and_what_shares_a_call(batching):
         sizes.add(x.shape[:2])
         return run_loop(x, context)
     engine.admit, engine.adapter.run_loop = noted, noted_loop
-    assert len(list(engine.run(requests))) == 13 and not any(idle)
+    answers = list(engine.run(requests))
+    assert set(answers) == set(requests) and len(answers) == 13, "each is answered once"
     assert any(len(depth) > 1 for depth in depths) == (batching == "depth") and set.union(*depths) == {1, 2, 3}
-    assert {size for size in sizes if size[1] > 1} == {(1, 20)}
+    assert {size for size in sizes if size[1] > 1} == {(1, 20)} and not any(idle)
 
 
 def test_a_slot_forgets():
@@ -216,10 +204,11 @@ BAD = {
 @pytest.mark.parametrize("line", BAD, ids=lambda line: str(line[:40]))
 def test_a_bad_line_is_named(line, tmp_path):
     """In one short line, before anything is computed."""
-    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "ab"}\n\n%s\n{"prompt": "ab"}' % line)   # a byte order mark
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "ab"}\n\n%s\n{"prompt": "ab"}' % line)   # a byte order mark
     with pytest.raises(UserError) as e:
-        serve.read_requests(looping(vocab_size=257), ByteTokenizer(), serve.ServeConfig(requests=str(tmp_path / "x.jsonl")))
-    assert "x.jsonl, line 3: " in str(e.value) and BAD[line] in str(e.value) and len(str(e.value)) < 500
+        serve.read_requests(looping(vocab_size=257), ByteTokenizer(), serve.ServeConfig(requests=str(file)))
+    assert f"{file}, line 3: " in str(e.value) and BAD[line] in str(e.value) and len(str(e.value)) < 500
 
 
 @pytest.fixture(scope="module")
@@ -235,53 +224,45 @@ def world(tmp_path_factory, data_dir):
     return root
 
 
-TRAINED = "confidence:0.06"        # after which some tokens of the trained model leave early
 GOOD = ['{"prompt": "ab"}', '{"prompt": "Cd e", "max_new_tokens": 25, "id": "x"}', "",
         '{"prompt": "f", "id": 7}', '{"prompt": "hij", "id": "x", "max_new_tokens": 25}\r',
         '{"prompt": "ab ab ab ab ab ab ab ab abc", "id": null}']      # fills its context of 32
 
 
-def served(capsys, folder, world, *options):
-    """What serve.py writes for the good requests: answers, stderr."""
-    capsys.readouterr()
-    serve.main([str(folder), f"requests={world}/good.jsonl", "max_new_tokens=8", "temperature=0", *options])
-    out, err = capsys.readouterr()
-    return [json.loads(line) for line in out.splitlines()], err
-
-
 @pytest.mark.parametrize("options", [["batching=sequence"], ["fast=false", "slots=2"], ["fill=propagate"]], ids=str)
 def test_requests_are_answered(options, world, capsys):
     """A line of JSON each; an id may come twice, and without one it is the line's number."""
-    model, tokenizer, _ = checkpoint.load_run(world / "relaxed" / "r")
-    cfg = serve.ServeConfig(requests=str(world / "good.jsonl"), max_new_tokens=8)
-    requests = serve.read_requests(model.double(), tokenizer, cfg)
-    work, want = [(r.prompt, r.max_new_tokens) for r in requests], {}
+    folder, good = str(world / "relaxed" / "r"), str(world / "good.jsonl")
+    model, tokenizer, _ = checkpoint.load_run(folder)
+    requests = serve.read_requests(model.double(), tokenizer, serve.ServeConfig(requests=good, max_new_tokens=8))
+    work = [(r.prompt, r.max_new_tokens) for r in requests]
     assert [n for _, n in work] == [8, 25, 8, 25, 5], "as many as the context holds"
-    for fill in "exact", "propagate":
-        answers = zip(requests, alone(model, work, TRAINED, fill, tokenizer.eot))
-        want[fill] = sorted((str(r.id), tokenizer.decode(tokens), tokens, exits) for r, (tokens, exits, _) in answers)
-    assert want["exact"] != want["propagate"]
-    answers, err = served(capsys, world / "relaxed" / "r", world, f"exit={TRAINED}", *options)
-    got = sorted((str(a["id"]), a["text"], a["tokens"], a["exits"]) for a in answers)
-    assert got == want["propagate" if "fill=propagate" in options else "exact"]
-    assert [id for id, *_ in got] == ["1", "7", "None", "x", "x"] and all(a["seconds"] > 0 for a in answers)
+    exact, propagate = (alone(model, work, TRAINED, fill, tokenizer.eot) for fill in ("exact", "propagate"))
+    assert [answer[:2] for answer in exact] != [answer[:2] for answer in propagate]
+    capsys.readouterr()
+    serve.main([folder, f"requests={good}", "max_new_tokens=8", "temperature=0", f"exit={TRAINED}", *options])
+    out, err = capsys.readouterr()
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert sorted((str(a["id"]), a["text"], a["tokens"], a["exits"]) for a in answers) == sorted(
+        (str(r.id), tokenizer.decode(tokens), tokens, exits)
+        for r, (tokens, exits, _) in zip(requests, propagate if "fill=propagate" in options else exact))
+    assert [r.id for r in requests] == [1, "x", 7, "x", None] and all(a["seconds"] > 0 for a in answers)
     summary = r"5 requests, \d+ tokens in [\d.]+ s: [\d.]+ tokens/s; exited after loop 1: \d+%, 2: \d+%"
     assert re.search(summary, err)
 
 
 @pytest.mark.parametrize("run, exit", [("relaxed", TRAINED), ("mor", "")])
 def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, capsys):
-    """Blue for the first and magenta for the last of two; without the colours it is the text of requests=, whose lines have
-    random numbers of their own."""
+    """Blue for the first and magenta for the last of two. The text is that of requests=, where each line has random
+    numbers of its own."""
     (world / "one.jsonl").write_text('{"prompt": "\u00e9\u20ac"}\n' * 2)
     argv = [str(world / run / "r"), "max_new_tokens=30", f"exit={exit}"]
-    capsys.readouterr()
+    serve.main([*argv, f"requests={world}/one.jsonl"])
+    answers = map(json.loads, capsys.readouterr().out.splitlines()[-2:])
+    (_, text), (_, other) = sorted((answer["id"], answer["text"]) for answer in answers)
     serve.main([*argv, "prompt=\u00e9\u20ac"])
     out, err = capsys.readouterr()
-    serve.main([*argv, f"requests={world}/one.jsonl"])
-    texts = {answer["id"]: answer["text"] for answer in map(json.loads, capsys.readouterr().out.splitlines())}
-    plain = texts[1]
-    assert texts[2] != plain and re.sub(r"\033\[\d+m", "", out) == "\u00e9\u20ac" + plain + "\n"
+    assert re.sub(r"\033\[\d+m", "", out) == f"\u00e9\u20ac{text}\n" and text != other
     assert set(re.findall(r"\033\[(\d+)m", out)) == {"0", "34", "35"} and "exited after loop 1: " in err
 
 
@@ -298,8 +279,10 @@ def test_what_is_refused(options, message, world):
     (lambda: looping(share="sequence"), {}, "share=sequence is not served"),
     (lambda: looping(module=model_mor, n_layer=5), dict(fill="propagate"), "the router decides"),
     (lambda: looping(module=model_mor, n_layer=5, kv="share"), {}, "kv=share is not served"),
+    *((looping, dict(exit=exit), "static:1 to static:3, confidence:P")
+      for exit in ("early", "static:0", "static:4", "static:1.5", "confidence:nan", "confidence:2")),
     (lambda: model_gpt.Model(model_gpt.Config()), {}, "only models that loop over depth are served .*, not a model_gpt")])
-def test_models_that_are_refused(model, options, message):
+def test_what_an_engine_refuses(model, options, message):
     with pytest.raises(UserError, match=message):
         serve.Engine(model(), 1, **options)
 
