@@ -373,9 +373,8 @@ class SlotContext:
 
 
 # ---- the models: what the engine asks of them ----
-#
-# go_on(tokens): those that take another loop; routed: whether a router chooses them. The others,
-# of states x (R, T, C) and their SlotContext, give the next states. Rows may differ in their loop.
+# routed: whether a router decides which tokens exit; go_on(tokens): those that take another loop.
+# The others: states x (R, T, C) and their SlotContext -> the next states. Rows differ in their loop.
 
 class RelaxedAdapter:
     routed, before_loops, after_loops = False, None, None
