@@ -199,7 +199,7 @@ class Slot:
 class Engine:
     """Decodes requests in `slots` slots. Prompt and answer together have up to max_len tokens
     (None: the model's limit or, without one, 8 times block_size)."""
-    MANY = 16       # more tokens of a slot have a call of their own, see run_layers
+    MANY = 16       # see run_layers; 1 takes 14 % longer where prompts have 4 to 16 tokens
 
     def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="exact",
                  eot=None, vocab_size=None):
@@ -262,7 +262,7 @@ class Engine:
     def step(self):
         """One loop of all slots or, in sequence batching, of the deepest."""
         slots, adapter = self.busy(), self.adapter
-        if self.batching == "sequence":
+        if self.batching == "sequence":     # one that is back at loop 1 waits for these
             deepest = max((slot.loop for slot in slots), default=1)
             slots = [slot for slot in slots if slot.loop == deepest]
         tokens = [token for slot in slots for token in slot.waiting.pop(slot.loop)]
@@ -282,7 +282,7 @@ class Engine:
     def run_layers(self, layers, tokens, loop=None):
         """layers: a method of the adapter, or None. loop: see SlotContext. All slots share a call,
         in which each token is a row, T = 1. There each has a copy of its slot's keys, so a slot
-        with many tokens (a long prompt) has a call of its own, R = 1."""
+        with more than MANY tokens (a long prompt) has a call of its own, R = 1."""
         slots = [list(its) for _, its in itertools.groupby(tokens, lambda token: token.slot)]
         calls = [(len(its), its) for its in slots if len(its) > self.MANY]
         calls.append((1, [token for its in slots if len(its) <= self.MANY for token in its]))
@@ -374,7 +374,7 @@ class SlotContext:
 
 # ---- the models: what the engine asks of them ----
 # routed: whether a router decides which tokens exit; go_on(tokens): those that take another loop.
-# The others: states x (R, T, C) and their SlotContext -> the next states. Rows differ in their loop.
+# The others: states x (R, T, C) and their SlotContext -> the next states. Rows may differ in loop.
 
 class RelaxedAdapter:
     routed, before_loops, after_loops = False, None, None
