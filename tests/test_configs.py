@@ -23,6 +23,7 @@ NAMES = sorted({p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch
 # MoR's: layers of the plain model, MoR-2, MoR-3, MoR-4; billions of tokens of the smallest budget
 LAYERS = {135: (30, 30, 32, 30), 360: (32, 32, 32, 34), 730: (26, 26, 26, 26), 1700: (24, 24, 26, 26)}
 SMALLEST = {135: 9.2, 360: 3.6, 730: 1.8, 1700: 0.8}
+MOR_3 = {135: 42, 360: 118, 730: 252, 1700: 670}     # millions of parameters with three recursions
 RUNS = [run for name in NAMES for run in (
     [(f"{name}_r{r}", name, dict(n_loop=r, n_layer=LAYERS[PAPER[name][0]][r - 1])) for r in (2, 3, 4)]
     if name.startswith("mor_") else [(name, name, {})])]
@@ -58,6 +59,9 @@ def test_size_tokens_and_memory(row, name, changes):
     if family == "rt":
         size = count(p for p in model.blocks.parameters() if p.dim() == 2)
     elif family == "mor":
+        if cfg.n_loop == 3:     # Tables 3, 7 and 8, without embedding and routers
+            stored = count(p for n, p in model.named_parameters() if "wte" not in n and "router" not in n)
+            assert abs(stored / 1e6 - MOR_3[millions]) < 0.008 * MOR_3[millions]
         stated = f"n_loop={cfg.n_loop} {cfg.n_stored} in {cfg.n_layer}"
         assert stated in text.replace("\n# ", " ").replace(" unrolled layers", "")
         assert values["warmup_steps"] == round(0.05 * SMALLEST[millions] * 1e9 / step)

@@ -110,8 +110,6 @@ def test_the_model_is_its_equations(sizes, share):
         assert_gradients(model, got[1], F.cross_entropy(want, x[0, 1:]))
 
 
-# ---- conversion ----
-
 def converted(gpt, **sizes):
     """A model of the source's sizes that starts from it."""
     same = {k: v for k, v in asdict(gpt.cfg).items() if k in model_relaxed.Config.__dataclass_fields__}
@@ -182,8 +180,6 @@ def test_a_norm_near_zero_is_refused_by_name():
     assert relative(model(x)[0], plain(x)[0]) < 1e-12 and all(part.a.all() for part in linears(model))
 
 
-# ---- init_from and teacher, through train.py ----
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, data_dir):
     """Folders of finished runs: gpt with 4 layers, and relaxed converted from it."""
@@ -204,9 +200,6 @@ def test_converted_by_init_from_it_evaluates_as_the_source(world, data_dir, tmp_
     for start in (world / "gpt" / "r", tmp_path / "hf"):
         ours = evaluated("relaxed", start, "rank=1000", "n_loop=4", "share=sequence")
         assert abs(ours - evaluated("gpt", start)) < 1e-5
-    other = runs.run("relaxed", tmp_path, data_dir, "n_layer=6", "n_loop=3", "max_steps=1",
-                     f"init_from={world / 'gpt' / 'r'}")
-    assert len(other.model.blocks) == 2
 
 
 @pytest.mark.parametrize("model", ["relaxed", "mor"])
@@ -242,8 +235,6 @@ def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(world, data_dir, t
     assert resumed.teacher is not None and runs.learned(resumed) == runs.learned(whole)
 
 
-# ---- early exit ----
-
 @pytest.mark.parametrize("early_exit, exit_loss, weights", [
     ("weighted", "ce", (1 / 6, 2 / 6, 3 / 6)), ("aggressive", "kl", (0.1, 1)), ("aggressive", "both", (0.1, 0.1, 1))])
 def test_the_loss_of_every_loop_counts_and_the_last_does_not_learn_from_the_earlier(early_exit, exit_loss, weights):
@@ -274,8 +265,6 @@ def test_exit_loop(b):
     assert_cache_is_forward(model, [20], [14, 1, 1, 4], 1e-10)
     assert len(model.init_cache(1, 20).k) == 2 * b
 
-
-# ---- which code runs ----
 
 def test_deltas_are_merged_where_tokens_are_many(monkeypatch):
     """As many as make it cheaper: of a matrix (out, in), more than out in / (out + in). Each of the 42 is W' there."""

@@ -66,8 +66,6 @@ def test_without_recurrence_it_is_model_gpt(schedule, pos):
     assert_cache_is_forward(model, [37, 20], [16, 1, 1, 19], 1e-10)
 
 
-# ---- precision and memory ----
-
 @pytest.mark.parametrize("pos", ["alibi", "none"])
 def test_bfloat16_attention_is_rounded_nowhere_inside(pos):
     """A chunk's attention, forward and as backward recomputes it, against a softmax in float64. Six heads: their slopes
@@ -135,27 +133,6 @@ def test_graphs_are_recorded_and_reused(monkeypatch):
         for T in range(1, 12):
             graphed(tokens(2, T))
     assert len(graphs) == 8, "the oldest go"
-
-
-# ---- on a GPU, and in interpreted_kernels.py ----
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_replay_the_same(dtype):
-    """As CUDA graphs, and kernel by kernel: the same, also where another shape came between and free memory was lost."""
-    def results(graphs):
-        model, found = tiny("rt", cuda_graphs=graphs).float().cuda().train(), []
-        for seed, T in ((1, 50), (2, 50), (3, 33), (4, 50)):
-            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
-                found.append(outputs_and_gradients(model, tokens(2, T + 1, seed=seed).cuda()))
-            torch.cuda.empty_cache()
-            torch.full((1 << 28,), math.nan, device="cuda")
-        return found
-    rt_wavefront.GRAPHS.clear(), rt_wavefront.SEEN.clear()
-    plain, replayed = results(False), results(True)
-    assert len(rt_wavefront.GRAPHS) == 2
-    for a, b in zip(plain, replayed):
-        assert torch.equal(a[0], b[0]) and all(rms(a[2][n] - b[2][n]) <= 1e-6 * rms(a[2][n]) for n in a[2])
 
 
 @pytest.mark.parametrize("device, dtype, tolerance", [("cpu", torch.float32, 1e-5)] if INTERPRETED else [
