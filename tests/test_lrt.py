@@ -24,8 +24,6 @@ SETTINGS = {"default": {},
                           projections="layerwise"),
             "kv": dict(inject="kv", source=1, n_head=1), "residual": dict(inject="residual", source=2, pattern="L"),
             "embedding": dict(source=0, n_kv_head=2)}
-some = pytest.mark.parametrize("kind", [        # of those in which paths differ
-    pytest.param(kind, marks=[pytest.mark.full] * (n > 1)) for n, kind in enumerate(list(SETTINGS)[:4])])
 both = pytest.mark.parametrize("fast", [True, False])
 PATHS = {"exact": dict(train_path="exact"), "K=3": dict(train_path="chunked", chunk=3),
          **{f"N={N}": dict(train_path="interleaved", subsets=N) for N in (1, 3, 8)}}
@@ -36,18 +34,14 @@ def lrt(kind="default", **sizes):
     return tiny("lrt", **{**SETTINGS[kind], **sizes}).train()
 
 
-def nats(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-# ---- the equations, once more ----
-
+nats = lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 unit = lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-5)
 
 
 class ByHand:
-    """One sequence idx (T,). buffer: each layer's newest keys and values (T, G, D); m (T + 1, C): the newest memories,
-    m[t] being m_{t-1}; out and first (T, C): the last layer's outputs, with and without memory."""
+    """The equations once more, of one sequence idx (T,). buffer: each layer's newest keys and values (T, G, D);
+    m (T + 1, C): the newest memories, m[t] being m_{t-1}; out and first (T, C): the last layer's outputs, with and
+    without memory."""
 
     def __init__(self, model, idx):
         self.cfg, self.w, self.idx = model.cfg, dict(model.named_parameters()), idx
@@ -175,7 +169,7 @@ def test_the_chain_of_a_deep_model_is_finite(chosen, T, sizes):
     assert sizes[0] < cache.m.square().mean().sqrt() < sizes[1]
 
 
-@some
+@pytest.mark.parametrize("kind", ["default", "mixed", pytest.param("residual", marks=pytest.mark.full)])
 @both
 @pytest.mark.parametrize("N, lengths", [(2, [11, 11]), (3, [11, 1, 6, 0])])
 def test_interleaved_prefill_goes_on_exactly(kind, fast, N, lengths):

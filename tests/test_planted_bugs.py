@@ -85,9 +85,7 @@ BUGS = {
         "idx, targets = (t[:, :k * length] for t in (x, y))",
         "test_eval.py -k same_tokens and rat"),
 }
-
-
-FEW = 12        # so many, the first, are planted in every run, all of them with --full
+FEW = 8        # so many, the first, are planted in every run, all of them with --full
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.full] * (n >= FEW)) for n, bug in enumerate(BUGS)])

@@ -78,7 +78,7 @@ def test_attention_is_the_plain_transformers(pos, theirs):
 def test_what_a_gpu_needs_in_decoding(kind, monkeypatch):
     """Positions given to attend ascend. No slot is written twice by one call: either token could win."""
     def checked(q, k, v, *pos, attend=kernels.attend, **more):
-        assert all((p.diff(dim=-1) >= 0).all() for p in (*pos, *more.values()))
+        assert all((p.diff(dim=-1) >= 0).all() for p in (*pos, more.get("q_pos", torch.zeros(1))))
         return attend(q, k, v, *pos, **more)
 
     def fill(self, layer, k, v, at, padding, fill=model_rat.Cache.fill):
@@ -118,7 +118,8 @@ def test_the_path_that_was_asked_for_runs(kind, pieces, path, monkeypatch):
     """The operators of the last piece, on the fast path; none on the naive one without a cache."""
     ran = []
     for name in ("scan", "attend", "merge"):
-        monkeypatch.setattr(kernels, name, lambda *a, name=name, f=getattr(kernels, name), **k: (ran.append(name), f(*a, **k))[1])
+        spy = lambda *a, name=name, f=getattr(kernels, name), **k: (ran.append(name), f(*a, **k))[1]
+        monkeypatch.setattr(kernels, name, spy)
     sdpa = lambda *a, fast: (ran.extend(["sdpa"] * fast), model_gpt.attend(*a, fast))[1]
     monkeypatch.setattr(model_rat, "attend", sdpa)
     for fast in (True, False)[:1 if pieces[1:] else 2]:
@@ -140,8 +141,7 @@ def test_flops_count_what_is_read():
 
 def test_gate_biases_spread_memories_over_a_chunk_or_all_that_recurs():
     torch.manual_seed(0)
-    u = model_rat.initial_gate_bias(10_000, 16).exp()
-    assert 1 <= u.min() < 1.01 and 14.99 < u.max() <= 15 and abs(u.mean() - 8) < 0.1
     for sizes, longest in (({}, 15), (dict(mixer="rnn"), 511)):
-        model = model_rat.Model(model_rat.Config(block_size=512, n_layer=2, n_embd=256, **sizes))
-        assert 0.9 < model.blocks[0].mix.gate_bias.exp().max() / longest <= 1
+        model = model_rat.Model(model_rat.Config(block_size=512, n_layer=1, n_embd=2048, n_head=32, **sizes))
+        u = model.blocks[0].mix.gate_bias.exp() / longest
+        assert 1 / longest <= u.min() < 0.08 and 0.99 < u.max() <= 1 and abs(u.mean() - 0.52) < 0.04

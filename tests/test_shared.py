@@ -77,9 +77,6 @@ def test_imports_go_one_way():
         arrow = next(to for of, to in ARROWS.items() if re.fullmatch(of, name))
         assert [m for m in modules if not re.fullmatch(arrow, m)] == [], name
     graphlib.TopologicalSorter(reads).prepare()         # an error that names the circle, if there is one
-    guarded = [n for block in ast.walk(trees["train"]) if isinstance(block, ast.Try) for n in block.body]
-    assert "lab.plot" in imports(ast.Module(guarded, [])), "the picture at the end of a run is optional"
-    assert [n for n in trees["train"].body if isinstance(n, ast.ImportFrom) and n.module.startswith("lab")] == []
 
 
 # What a release of one method needs, here RAT's: README.md lists the same files.
@@ -89,7 +86,7 @@ ALONE = ["model_gpt.py", "model_rat.py", "kernels.py", "train.py", "sample.py", 
 
 
 def test_one_method_alone(tmp_path, data_dir):
-    """Its files, as they are, train and sample."""
+    """Its files, as they are, train and sample: the picture at a run's end, lab's, is optional."""
     for name in ALONE:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
