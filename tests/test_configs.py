@@ -60,7 +60,7 @@ def test_size_tokens_and_memory(row, name, changes):
     elif family == "mor":
         if cfg.n_loop == 3:     # Tables 3, 7 and 8, without embedding and routers
             stored = count(p for n, p in model.named_parameters() if "wte" not in n and "router" not in n)
-            assert abs(stored / 1e6 - MOR_3[millions]) < 0.008 * MOR_3[millions]
+            assert abs(stored / 1e6 - MOR_3[millions]) < (5 if millions == 1700 else 0.6)
         assert values["warmup_steps"] == round(0.05 * SMALLEST[millions] * 1e9 / step)
         plain = dict(router="none", n_loop=1, share="cycle", n_layer=LAYERS[millions][0])
         size = count(build(name, **plain)[1].parameters())
