@@ -209,9 +209,8 @@ def forward_pass(wave, x, *weights, pairs=None):
     w = Weights(*weights).to(wave.dtype)
     if pairs is None:
         pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
-    states = x.new_empty(wave.L + 1, wave.length, wave.B, wave.d)
+    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.d)  # padding: any numbers
     states[0, :wave.T] = x.transpose(0, 1)
-    states[0, wave.T:] = x[:, -1]  # padding: any finite numbers
     for step in wave.steps:
         forward_step(wave, states, pairs, w.of_layers(step.lo, step.hi), step)
     return [states]
@@ -259,11 +258,10 @@ class ChunkForward:
         """a_i (A, B, H D), once the pairs before i are written."""
         A, B, H, C, D = self.shape
         out, lse = self.out[i], self.lse[i]  # (N, R, D), (N, R, 1)
-        if i > 0:
-            s = torch.bmm(self.q_scaled[i], self.k[:, :i].mT)  # (N, R, i)
-            s.view(A * B, H, i).add_(self.bias[:, i, :i])
-            p = torch.cat([lse, s], -1).softmax(-1)  # outside is one more pair
-            out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[:, :i])
+        s = torch.bmm(self.q_scaled[i], self.k[:, :i].mT)  # (N, R, i)
+        s.view(A * B, H, i).add_(self.bias[:, i, :i])
+        p = torch.cat([lse, s], -1).softmax(-1)  # outside is one more pair
+        out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[:, :i])
         return out.reshape(A, B, H * D)
 
 

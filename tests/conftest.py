@@ -29,9 +29,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """10 random examples a property, 200 with --full; the same ones every time."""
+    """10 random examples a property, 200 with --full; the same ones every time, not made smaller, which takes long."""
     examples = 200 if config.getoption("--full") else 10
-    hypothesis.settings.register_profile("here", max_examples=examples, derandomize=True, deadline=None, database=None)
+    hypothesis.settings.register_profile("here", max_examples=examples, derandomize=True, deadline=None, database=None,
+                                         phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
     hypothesis.settings.load_profile("here")
 
 

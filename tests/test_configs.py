@@ -23,6 +23,7 @@ NAMES = sorted({p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch
 # MoR's: layers of the plain model, MoR-2, MoR-3, MoR-4; billions of tokens of the smallest budget
 LAYERS = {135: (30, 30, 32, 30), 360: (32, 32, 32, 34), 730: (26, 26, 26, 26), 1700: (24, 24, 26, 26)}
 SMALLEST = {135: 9.2, 360: 3.6, 730: 1.8, 1700: 0.8}
+MOR_3 = {135: 42, 360: 118, 730: 252, 1700: 670}     # millions of parameters with three recursions
 RUNS = [run for name in NAMES for run in (
     [(f"{name}_r{r}", name, dict(n_loop=r, n_layer=LAYERS[PAPER[name][0]][r - 1])) for r in (2, 3, 4)]
     if name.startswith("mor_") else [(name, name, {})])]
@@ -53,13 +54,13 @@ def test_size_tokens_and_memory(row, name, changes):
     values, model = build(name, **changes)
     family, (millions, step, billions) = values["model"], PAPER[name]
     cfg, total = model.cfg, count(model.parameters())
-    text = (ROOT / "configs" / f"{name}.yaml").read_text()
     size = total
     if family == "rt":
         size = count(p for p in model.blocks.parameters() if p.dim() == 2)
     elif family == "mor":
-        stated = f"n_loop={cfg.n_loop} {cfg.n_stored} in {cfg.n_layer}"
-        assert stated in text.replace("\n# ", " ").replace(" unrolled layers", "")
+        if cfg.n_loop == 3:     # Tables 3, 7 and 8, without embedding and routers
+            stored = count(p for n, p in model.named_parameters() if "wte" not in n and "router" not in n)
+            assert abs(stored / 1e6 - MOR_3[millions]) < (5 if millions == 1700 else 0.6)
         assert values["warmup_steps"] == round(0.05 * SMALLEST[millions] * 1e9 / step)
         plain = dict(router="none", n_loop=1, share="cycle", n_layer=LAYERS[millions][0])
         size = count(build(name, **plain)[1].parameters())
@@ -71,9 +72,6 @@ def test_size_tokens_and_memory(row, name, changes):
     weights = 16 * total            # with gradients and Adam's two moments; Muon has one
     activations = ACTIVATIONS[family] * tokens * cfg.n_layer * cfg.n_embd
     assert weights + activations + LOSS < 80e9
-    if family == "rt":
-        stated = re.search(r"Memory of a GPU: (\d+) GB of weights, gradients and moments, (\d+) GB", text)
-        assert [round(weights / 1e9), round(activations / 1e9)] == [int(gb) for gb in stated.groups()]
 
     blocks = [count(block.parameters()) for part in ("first", "blocks", "last") for block in getattr(model, part, ())]
     outside = total - sum(blocks)
@@ -100,8 +98,7 @@ SMOLLM = dict(vocab_size=49152, n_layer=32, n_head=15, n_kv_head=5, n_embd=960, 
     ("relaxed_uptrain", TINYLLAMA, dict(rank=256), 970, 690, 60), ("mor_uptrain", SMOLLM, {}, 315, 118, 5),
     ("mor_uptrain", SMOLLM, dict(n_loop=2), 315, 167, 5)])
 def test_uptraining(name, source, changes, source_millions, millions, billions):
-    """The papers' sizes without embeddings, tokens, and the memory that the file states."""
-    text = (ROOT / "configs" / f"{name}.yaml").read_text()
+    """The papers' sizes without embeddings, and tokens."""
     values, model = build(name, **source, **changes)
     _, before = build(name, **source, **changes, model="gpt")
     embeddings = (1 if model.cfg.tie_embeddings else 2) * model.wte.weight.numel()
@@ -109,6 +106,3 @@ def test_uptraining(name, source, changes, source_millions, millions, billions):
         assert abs((size - embeddings) / 1e6 - stated) < 0.01 * stated
     step = values["batch_size"] * values["gradient_accumulation_steps"] * values["block_size"]
     assert step == 2 ** 21 and abs(step * values["max_steps"] / 1e9 - billions) < 0.001 * billions
-    gigabytes = 16 * count(model.parameters()) / 1e9
-    if changes.get("rank") != 0 and "n_loop" not in changes:
-        assert f" {gigabytes:.{int(gigabytes < 10)}f} GB" in text.replace("\n# ", " ")

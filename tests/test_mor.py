@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import model_gpt
@@ -13,13 +12,11 @@ import model_mor
 import runs
 import train
 from common.keys import UserError
-from common.process import TrainConfig, read_config, set_budget
-from conftest import ROOT, relative, tiny
+from common.process import TrainConfig, set_budget
+from conftest import relative, tiny
 from lab import plot
 from test_models import assert_cache_is_forward, rms, tokens
 from test_relaxed import ByHand
-
-every_routing = pytest.mark.parametrize("router", ["expert", "token"])
 
 
 def mor(**sizes):
@@ -27,11 +24,9 @@ def mor(**sizes):
     return tiny("mor", **{"n_layer": 5 if sizes.get("share", "middle").startswith("middle") else 6, **sizes})
 
 
-# ---- the equations, once more, of one sequence and the tokens that take part ----
-
 class Routed(ByHand):
-    """States x (n, C) are those of the tokens at positions at (n,), in order; other tokens do not exist. top_k: expert
-    choice takes the best k, as in training."""
+    """The equations once more, of one sequence. States x (n, C) are those of the tokens at positions at (n,), in order;
+    other tokens do not exist. top_k: expert choice takes the best k, as in training."""
 
     def __init__(self, model, top_k=False):
         super().__init__(model)
@@ -128,13 +123,9 @@ def by_hand(model, x, top_k):
     return logits, loss, log
 
 
-def gradients(loss, model, **more):
-    """An error where a parameter has none: processes that train together wait for each one's."""
-    return torch.autograd.grad(loss, list(model.parameters()), **more)
-
-
 def assert_is_by_hand(model, x):
-    """Logits, loss, what is logged, and in training all gradients (of several tokens none is zero), fast and naive."""
+    """Logits, loss, what is logged, and in training all gradients, fast and naive. Each parameter has one: DDP waits."""
+    gradients = lambda loss, model, **more: torch.autograd.grad(loss, list(model.parameters()), **more)
     with torch.set_grad_enabled(model.training):
         want = by_hand(model, x, top_k=model.training)
     want_gradients = gradients(want[1], model, materialize_grads=True) if model.training else []
@@ -177,22 +168,7 @@ def test_routing_is_its_equations(sizes, training, T):
     assert_is_by_hand(model, tokens(2, T + 1))
 
 
-# ---- sizes and operations ----
-
-@pytest.mark.parametrize("name, sizes, millions", [
-    ("135m", {}, 42), ("360m", {}, 118), ("730m", {}, 252), ("1700m", {}, 670), ("360m", dict(n_loop=2), 167),
-    ("360m", dict(n_loop=4, n_layer=34, router="none"), 98)], ids=str)
-def test_sizes_of_the_paper(name, sizes, millions):
-    """Parameters outside embedding, head and routers, of Tables 3, 7 and 8."""
-    keys = [f"{key}={value}" for key, value in sizes.items()]
-    fields = read_config([f"config={ROOT / 'configs' / f'mor_{name}.yaml'}", *keys])[1]
-    with torch.device("meta"):
-        model = model_mor.Model(model_mor.Config(**fields))
-    rest = sum(p.numel() for part, p in model.named_parameters() if "wte" not in part and "router" not in part)
-    assert abs(rest / 1e6 - millions) < (5 if millions == 670 else 0.6)
-
-
-def test_a_budget_pays_for_the_warm_up_too():
+def test_a_budget_of_operations_pays_for_the_warm_up_too():
     """The steps are those that it reaches, whether it ends within the warm-up or after it."""
     model, cfg = mor(capacity_warmup=40), TrainConfig(batch_size=2, gradient_accumulation_steps=3)
     cost = [600 * model.flops_per_token(step) for step in range(100)]
@@ -202,6 +178,9 @@ def test_a_budget_pays_for_the_warm_up_too():
             cfg.max_flops = sum(cost[:steps]) * factor
             set_budget(cfg, model)
             assert cfg.max_steps == reached
+    cfg.max_flops = 1000
+    with pytest.raises(UserError, match="max_flops=1e[+]03 is less than one step of"):
+        set_budget(cfg, model)
 
 
 @pytest.mark.parametrize("sizes", [
@@ -234,26 +213,6 @@ def test_only_chosen_tokens_run_and_flops_are_theirs(sizes, monkeypatch):
     assert found == pytest.approx(T * model.flops_per_token(step=4), rel=1e-12)
 
 
-# ---- decoding and evaluation ----
-
-@pytest.mark.parametrize("sizes", ROUTED, ids=str)
-def test_decoding_is_the_forward(sizes):
-    model = mor(**sizes)
-    for splits in ([1] * 19, [7, 1, 1, 10]):
-        assert_cache_is_forward(model, [19, 1, 12], splits, 1e-10)
-
-
-def test_decoding_does_not_depend_on_the_warm_up():
-    model, x = mor(capacity_warmup=9), tokens(2, 33)
-    logits = []
-    for step in (0, 9):
-        model.set_step(step)
-        logits.append(model(x)[0])
-    assert torch.equal(*logits) and not torch.equal(model.train()(x)[0], logits[0])
-
-
-# ---- learning to route ----
-
 def test_loss_free_balance_moves_biases():
     """Against the fractions of tokens; equal ones move nothing, however they were rounded."""
     model = mor(router="token", balance="loss_free", balance_rate=0.01)
@@ -261,48 +220,7 @@ def test_loss_free_balance_moves_biases():
     assert torch.equal(model.balance_bias, torch.tensor([-0.01, 0.01, 0.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("sizes", [dict(kv="share", causal="aux_router"), dict(router="token")], ids=str)
-def test_a_compiled_training_step_is_one_graph(sizes):
-    """Without a break, whatever the data are; in a warm-up of capacities a second one for all of them, its end included.
-    Loss and gradients are those without torch.compile."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    model = mor(block_size=33, share="cycle", n_layer=3, capacity_warmup=9, **sizes).train()
-    step = torch.compile(model, backend=counter, fullgraph=True)
-    for n in (0, 1, 4, 11):
-        x = tokens(2, 34, seed=n)
-        model.set_step(n)
-        loss, want = step(x[:, :-1], x[:, 1:])[1], model(x[:, :-1], x[:, 1:])[1]
-        assert relative(loss, want) < 1e-10
-        for a, b in zip(gradients(loss, model), gradients(want, model), strict=True):
-            assert relative(a, b, 1e-8) < 1e-10
-    assert counter.frame_count == (1 if model.cfg.router == "token" else 2)
-
-
-# ---- the cache ----
-
-@every_routing
-def test_the_cache_has_keys_of_those_that_took_a_recursion(router):
-    """As the equations choose them; reset empties these rows alone. There is no room for what no token may take."""
-    model, x = mor(router=router), tokens(2, 33)
-    cache = model.init_cache(2, 33)
-    assert len(cache.later) == 2 and len(mor(router=router, exit_loop=2).init_cache(2, 33).later) == 1
-    for t in x.split([10, 1, 22], 1):
-        model(t, cache=cache)
-    for row in range(2):
-        by = Routed(model)
-        by.forward(x[row])
-        first, *later = by.log["active"]
-        assert first == list(range(33)) and 33 > len(later[0]) > len(later[1]) > 0
-        assert model.states(x, top_k=False)[1][row].tolist() == [1 + (t in later[0]) + (t in later[1]) for t in range(33)]
-        for c, n in zip(cache.later, map(len, later)):
-            assert c.lengths[row] == n and (c.k[0][row, :, :n] != 0).all() and (c.k[0][row, :, n:-1] == 0).all()
-    cache.reset([1])
-    for c in cache.later:
-        assert c.lengths[0] > 0 and c.lengths[1] == 0 and not any(x[1].any() for x in c.buffers())
-
-
-@every_routing
+@pytest.mark.parametrize("router", ["expert", "token"])
 def test_a_list_grows_where_tokens_choose_more_than_planned(router):
     """Routers that send every token through all recursions: the states' first number is large."""
     model, x = mor(router=router), tokens(3, 30)
@@ -316,11 +234,10 @@ def test_a_list_grows_where_tokens_choose_more_than_planned(router):
         cache = model.init_cache(3, 30)
         before = cache.nbytes()
         model(x, cache=cache)
-    assert abs(cache.nbytes() / before - 5 / (2 + 3 * 4 / 6)) < 1e-12
+    assert abs(cache.nbytes() / before - 5 / (2 + 3 * 4 / 6)) < 1e-12 and len(cache.later) == 2
+    assert len(mor(router=router, exit_loop=2).init_cache(2, 33).later) == 1
     assert_cache_is_forward(model, [30, 7, 19], [1] * 12 + [10, 1, 7], 1e-10)
 
-
-# ---- conversion and precision ----
 
 # (share, layers, recursions, init, the source's layers): those that each stored block is the mean of
 ORIGINS = {("middle_cycle", 8, 3, "average", 8): [[1, 3, 5], [2, 4, 6]], ("middle_cycle", 8, 3, "upper", 8): [[5], [6]],
@@ -330,37 +247,19 @@ ORIGINS = {("middle_cycle", 8, 3, "average", 8): [[1, 3, 5], [2, 4, 6]], ("middl
            ("cycle", 3, 3, "stepwise", 3): [[0]]}
 
 
-def converted(share, n_layer, n_loop, init, depth, seed=0):
-    """The blocks of a model that starts from a model_gpt of `depth` layers, and its weights."""
-    gpt = tiny("gpt", n_layer=depth, n_kv_head=2, qk_norm=True, tie_embeddings=False)
-    same = {k: v for k, v in asdict(gpt.cfg).items() if k in model_mor.Config.__dataclass_fields__}
-    torch.manual_seed(seed)
-    model = model_mor.Model(model_mor.Config(**{**same, "n_layer": n_layer}, share=share, n_loop=n_loop, init=init)).double()
-    model_mor.convert(model, w := gpt.state_dict())
-    assert all(torch.equal(model.state_dict()[name], p) for name, p in w.items() if not name.startswith("blocks."))
-    return model, w
-
-
 @pytest.mark.parametrize("share, n_layer, n_loop, init, depth", ORIGINS)
 def test_where_stored_blocks_come_from(share, n_layer, n_loop, init, depth):
     """If the source has another depth, from layers that are evenly spaced: of 15 the 8 are 0, 2, .. 14."""
-    model, w = converted(share, n_layer, n_loop, init, depth)
+    gpt = tiny("gpt", n_layer=depth, n_kv_head=2, qk_norm=True, tie_embeddings=False)
+    same = {k: v for k, v in asdict(gpt.cfg).items() if k in model_mor.Config.__dataclass_fields__}
+    model = model_mor.Model(model_mor.Config(**{**same, "n_layer": n_layer}, share=share, n_loop=n_loop, init=init)).double()
+    model_mor.convert(model, w := gpt.state_dict())
+    assert all(torch.equal(model.state_dict()[name], p) for name, p in w.items() if not name.startswith("blocks."))
     ends = [*[[0]] * len(model.first), *[[depth - 1]] * len(model.last)]
     for block, layers in zip([*model.blocks, *model.first, *model.last],
                              [*ORIGINS[share, n_layer, n_loop, init, depth], *ends], strict=True):
         for name, p in block.named_parameters():
             assert relative(p, torch.stack([w[f"blocks.{n}.{name}"] for n in layers]).mean(0)) < 1e-14, name
-
-
-def test_random_blocks_are_layers_of_the_source():
-    """As in the authors' code for Table 9's Rand: none twice, and another seed takes others."""
-    found = set()
-    for seed in range(5):
-        model, w = converted("middle_cycle", 14, 4, "random", 14, seed)
-        found.add(tuple(next(n for n in range(1, 13) if all(torch.equal(p, w[f"blocks.{n}.{name}"])
-                                                            for name, p in block.named_parameters()))
-                        for block in model.blocks))
-    assert len(found) > 1 and all(len(set(layers)) == 3 for layers in found)
 
 
 @pytest.mark.parametrize("sizes", [dict(causal="aux_router", router_arch="mlp"), dict(router="token")], ids=str)
@@ -379,28 +278,16 @@ def test_routers_keep_full_precision(sizes):
     assert found[-1][2].dtype == torch.float32
 
 
-# ---- training runs ----
-
 def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
     """Logged fractions: all tokens take all recursions at step 0, half do after the warm-up. A resumed run counts them
-    and the cost of steps as if it had not been stopped."""
-    runs.run("mor", tmp_path, data_dir, "capacity_warmup=4", stop_after=4)
+    and the cost of steps as if it had not been stopped. Its max_steps=6, given, wins over the budget."""
+    runs.run("mor", tmp_path, data_dir, "capacity_warmup=4", "max_flops=1e8", stop_after=4)
     trainer = runs.run("mor", tmp_path, data_dir, "resume=true")
     rows = [row for row in plot.read_log(trainer.folder / "log.jsonl") if "lr" in row]
     capacities = [(1 + (1 + math.cos(math.pi * step / 4)) / 2) / 2 for step in (1, 2, 3)]
     assert [row["depth2"] for row in rows] == [1.0, *(int(16 * capacity) / 16 for capacity in capacities), 0.5, 0.5]
     cost = [32 * trainer.model.flops_per_token(step=step) for step in range(6)]
     assert [row["flops"] for row in rows] == pytest.approx([sum(cost[:step]) for step in range(1, 7)])
-
-
-def test_a_budget_of_operations_sets_the_steps(tmp_path, data_dir):
-    step = 2 * 16 * runs.run("gpt", tmp_path, data_dir, "max_steps=1").model.flops_per_token()
-    trainer = runs.run("gpt", tmp_path / "b", data_dir, f"max_flops={4.5 * step}")
-    row = plot.read_log(trainer.folder / "log.jsonl")[-1]
-    assert trainer.step == trainer.cfg.max_steps == row["step"] == 4 and row["flops"] == pytest.approx(4 * step)
-    assert runs.run("gpt", tmp_path / "b", data_dir, "resume=true").step == 6, "max_steps=6, given, wins"
-    with pytest.raises(UserError, match="max_flops=1e[+]03 is less than one step of"):
-        runs.run("gpt", tmp_path / "c", data_dir, "max_flops=1000")
 
 
 def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
@@ -413,13 +300,3 @@ def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
     (tmp_path / "long" / "r" / "step_2.pt").rename(tmp_path / "branch" / "r" / "ckpt.pt")
     branch = runs.run("mor", tmp_path / "branch", data_dir, "resume=true", "max_steps=4")
     assert runs.fingerprint(train.state(branch)["weights"]) == runs.fingerprint(train.state(short)["weights"])
-
-
-def test_evaluation_tells_what_decoding_does(tmp_path, data_dir):
-    """val_ce is that of the causal choice, val_ce_topk that of choosing among all. The depth may be capped."""
-    trainer = runs.run("mor", tmp_path, data_dir, "eval_batches=6", "n_loop=4", "n_layer=6")
-    whole = train.evaluate(trainer)
-    assert sum(whole[f"val_depth{d}"] for d in (1, 2, 3, 4)) == pytest.approx(1) and whole["val_depth1"] < 1
-    argv = f"out_dir={tmp_path}", f"data_dir={data_dir}", "run=r", "eval_only=true", "exit_loop=1"
-    capped = train.evaluate(train.setup(argv))
-    assert capped["val_depth1"] == 1 and len({whole["val_ce"], whole["val_ce_topk"], capped["val_ce"]}) == 3

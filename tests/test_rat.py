@@ -8,16 +8,12 @@ import kernels
 import model_gpt
 import model_rat
 from conftest import relative, tiny
-from kernel_cases import Memory
 from test_gpt import rotate
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, tokens
 
 KINDS = {"rat": {}, "token": dict(pos="rope", qk_groups=1), "nope": dict(pos="nope", qk_groups=4),
          "rnn": dict(mixer="rnn"), "attention": dict(mixer="attention"), "rat-swa": dict(swa=7),
          "attention-swa": dict(mixer="attention", swa=7)}
-# of those that keep something else in their caches
-cached = pytest.mark.parametrize("kind", ["rat", "token", "rnn", "rat-swa", "attention-swa"])
-paths = pytest.mark.parametrize("fast", [True, False])
 
 
 def rat(kind="rat", **sizes):
@@ -30,8 +26,6 @@ def output(model, u, layer=0):
     """Of the layer's mixer on u (B, T, C)."""
     return model.blocks[layer].mix(u, layer, model_rat.Context(model.cfg, u))
 
-
-# ---- the equations once more ----
 
 def rat_by_hand(cfg, mix, u):
     """The layer of one sequence u (T, C), token by token and head by head."""
@@ -54,25 +48,12 @@ def rat_by_hand(cfg, mix, u):
     return (torch.sigmoid(z) * torch.stack(ys)) @ mix.wo.weight.T
 
 
-@paths
+@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("kind", ["rat", "token", "nope"])
 def test_the_layer_is_its_equations(kind, fast):
     for chunk in (1, 4, 23, 50):
         model, u = rat(kind, chunk=chunk, fast=fast), torch.randn(2, 23, 32, dtype=torch.float64)
         assert relative(output(model, u)[1], rat_by_hand(model.cfg, model.blocks[0].mix, u[1]).detach()) < 1e-10
-
-
-@paths
-def test_where_gates_are_shut(fast):
-    """Gates of exactly 0 and 1, and an output gate of 0: outputs and gradients stay finite."""
-    model, u = rat(fast=fast).float(), torch.randn(2, 23, 32)
-    mix = model.blocks[0].mix
-    with torch.no_grad():
-        mix.gate_bias[::3], mix.gate_bias[1::3] = 1000, -1000
-        mix.w_in.weight[:8] = -1000 * torch.sign(u[0, 0])         # z of head 0 at the first token
-    y = mix(u, 0, model_rat.Context(model.cfg, u))
-    y.square().sum().backward()
-    assert y.isfinite().all() and all(p.grad.isfinite().all() for p in mix.parameters())
 
 
 @pytest.mark.parametrize("pos, theirs", [("chunk", "rope"), ("nope", "none")])
@@ -92,15 +73,12 @@ def test_attention_is_the_plain_transformers(pos, theirs):
     assert rat("rat-swa", n_layer=4).cfg.kinds == ["rat", "swa", "rat", "swa"]
 
 
-# ---- caches ----
-
-@cached
-def test_decoding_around_the_ends_of_chunks(kind, monkeypatch):
-    """Prompts around multiples of L = 4, past block_size, ragged rows, then single tokens. Positions given to
-    attend ascend. No slot is written twice by one call: either token could win, which differs from one device to
-    another."""
+# of those that keep something else in their caches
+@pytest.mark.parametrize("kind", ["rat", "token", "rnn", "rat-swa", "attention-swa"])
+def test_what_a_gpu_needs_in_decoding(kind, monkeypatch):
+    """Positions given to attend ascend. No slot is written twice by one call: either token could win."""
     def checked(q, k, v, *pos, attend=kernels.attend, **more):
-        assert all((p.diff(dim=-1) >= 0).all() for p in pos)
+        assert all((p.diff(dim=-1) >= 0).all() for p in (*pos, more.get("q_pos", torch.zeros(1))))
         return attend(q, k, v, *pos, **more)
 
     def fill(self, layer, k, v, at, padding, fill=model_rat.Cache.fill):
@@ -111,10 +89,8 @@ def test_decoding_around_the_ends_of_chunks(kind, monkeypatch):
     monkeypatch.setattr(kernels, "attend", checked)
     monkeypatch.setattr(model_rat.Cache, "fill", fill)
     model = rat(kind, block_size=16)
-    for first in (1, 3, 4, 5, 8):
-        assert_cache_is_forward(model, [18, 18], [first] + [1] * (18 - first), 1e-10)
-    assert_cache_is_forward(model, [26, 9, 4], [3, 1, 1, 7, 8, 1, 5], 1e-10)
-    assert_cache_is_forward(model, [37, 9, 20], [8, 13, 16], 1e-10)
+    assert_cache_is_forward(model, [18, 18], [3, 1, 1, 1, 8, 4], 1e-10)
+    assert_cache_is_forward(model, [37, 9, 4], [3, 1, 1, 7, 8, 1, 16], 1e-10)
 
 
 def test_states_are_float32_under_bfloat16(monkeypatch):
@@ -135,33 +111,15 @@ def test_states_are_float32_under_bfloat16(monkeypatch):
     assert set(dtypes) == {torch.float32} and len(dtypes) >= 24
 
 
-@cached
-def test_decoding_does_not_wait_for_the_device(kind):
-    """A token a row, in equal and in ragged rows: nothing in the layers asks for values."""
-    model, x = rat(kind), tokens(2, 20)
-    for n_valid in (None, torch.tensor([9, 4])):
-        cache, h = model.init_cache(2, 20), torch.randn(2, 1, 32, dtype=torch.float64)
-        with torch.no_grad():
-            model(x[:, :9], cache=cache, n_valid=n_valid)
-            context = model_rat.Context(model.cfg, h, cache)
-            with Memory() as ran:
-                for layer, block in enumerate(model.blocks):
-                    h = block(h, layer, context)
-        assert not ran.names & {"nonzero", "_local_scalar_dense", "item", "masked_select"}
-
-
-# ---- which code runs, and what it costs ----
-
 @pytest.mark.parametrize("kind, pieces, path", [
-    ("rat", [20], ["scan", "attend", "merge"]), ("rat", [7, 9], ["scan", "attend", "merge"]),
-    ("rat", [7, 1], ["sdpa"]), ("rnn", [20], ["scan"]), ("rat-swa", [20], ["scan", "attend", "merge"]),
-    ("attention", [20], ["sdpa"])])
+    ("rat", [20], ["scan", "attend", "merge"]), ("rat", [7, 9], ["scan", "attend", "merge"]), ("rat", [7, 1], ["sdpa"]),
+    ("rnn", [20], ["scan"]), ("attention", [20], ["sdpa"])])
 def test_the_path_that_was_asked_for_runs(kind, pieces, path, monkeypatch):
     """The operators of the last piece, on the fast path; none on the naive one without a cache."""
     ran = []
-    spy = lambda name, f: lambda *a, **k: (ran.append(name), f(*a, **k))[1]
     for name in ("scan", "attend", "merge"):
-        monkeypatch.setattr(kernels, name, spy(name, getattr(kernels, name)))
+        spy = lambda *a, name=name, f=getattr(kernels, name), **k: (ran.append(name), f(*a, **k))[1]
+        monkeypatch.setattr(kernels, name, spy)
     sdpa = lambda *a, fast: (ran.extend(["sdpa"] * fast), model_gpt.attend(*a, fast))[1]
     monkeypatch.setattr(model_rat, "attend", sdpa)
     for fast in (True, False)[:1 if pieces[1:] else 2]:
@@ -171,14 +129,6 @@ def test_the_path_that_was_asked_for_runs(kind, pieces, path, monkeypatch):
             ran.clear()
             model(tokens(2, piece), cache=cache)
         assert list(dict.fromkeys(ran)) == path * fast
-
-
-@pytest.mark.parametrize("kind", ["rat", "rnn", "rat-swa"])
-def test_no_tensor_grows_with_the_square_of_the_length(kind):
-    model, x = rat(kind, chunk=16, n_embd=8, n_head=1), tokens(1, 4097)
-    with Memory() as memory:
-        model(x[:, :-1], x[:, 1:])[1].backward()
-    assert 8 * 4096 * 61 <= memory.largest <= 2 * 8 * 4096 * 61, "the logits, or 256 rows of scores"
 
 
 def test_flops_count_what_is_read():
@@ -191,8 +141,7 @@ def test_flops_count_what_is_read():
 
 def test_gate_biases_spread_memories_over_a_chunk_or_all_that_recurs():
     torch.manual_seed(0)
-    u = model_rat.initial_gate_bias(10_000, 16).exp()
-    assert 1 <= u.min() < 1.01 and 14.99 < u.max() <= 15 and abs(u.mean() - 8) < 0.1
     for sizes, longest in (({}, 15), (dict(mixer="rnn"), 511)):
-        model = model_rat.Model(model_rat.Config(block_size=512, n_layer=2, n_embd=256, **sizes))
-        assert 0.9 < model.blocks[0].mix.gate_bias.exp().max() / longest <= 1
+        model = model_rat.Model(model_rat.Config(block_size=512, n_layer=1, n_embd=2048, n_head=32, **sizes))
+        u = model.blocks[0].mix.gate_bias.exp() / longest
+        assert 1 / longest <= u.min() < 0.08 and 0.99 < u.max() <= 1 and abs(u.mean() - 0.52) < 0.04

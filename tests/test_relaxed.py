@@ -25,8 +25,6 @@ def relaxed(**sizes):
     return tiny("relaxed", **{"n_layer": 6, "rank": 3, **sizes})
 
 
-# ---- the equations, once more ----
-
 class ByHand:
     """A model's unrolled layers for one sequence, its states h (n, C): each matrix is W' + B A, formed and applied."""
 
@@ -93,9 +91,8 @@ class ByHand:
 
 
 def assert_gradients(model, loss, want):
-    parameters = list(model.parameters())
-    grads = zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(want, parameters))
-    assert all(relative(a, b, 1e-8) < 1e-10 for a, b in grads)
+    grads = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, want))
+    assert all(relative(a, b, 1e-8) < 1e-10 for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -109,8 +106,6 @@ def test_the_model_is_its_equations(sizes, share):
         assert relative(got[0][0], want) < 1e-10
         assert_gradients(model, got[1], F.cross_entropy(want, x[0, 1:]))
 
-
-# ---- conversion ----
 
 def converted(gpt, **sizes):
     """A model of the source's sizes that starts from it."""
@@ -126,20 +121,12 @@ def linears(model):
 
 @pytest.mark.parametrize("init", ["average", "stepwise", "lower", "upper", "random"])
 def test_at_full_rank_the_source_comes_back(init):
-    for sizes in ({}, dict(pos="none", mlp="gelu", tie_embeddings=False, n_kv_head=2), dict(qk_norm=True, n_kv_head=1),
-                  dict(n_kv_head=1, head_dim=6, mlp="geglu", scale_embeddings=True)):     # Gemma
+    for share, n_loop, sizes in (
+            ("cycle", 3, {}), ("sequence", 2, dict(pos="none", mlp="gelu", tie_embeddings=False, n_kv_head=2)),
+            ("sequence", 3, dict(qk_norm=True, n_kv_head=1)), ("cycle", 2, dict(qk_norm=True)),
+            ("cycle", 1, dict(n_kv_head=1, head_dim=6, mlp="geglu", scale_embeddings=True))):     # Gemma
         gpt, x = tiny("gpt", n_layer=6, **sizes), tokens(2, 30)
-        for share, n_loop in itertools.product(SHARES, (1, 2, 3)):
-            assert relative(converted(gpt, init=init, share=share, n_loop=n_loop)(x)[0], gpt(x)[0]) < 1e-10
-
-
-def test_deltas_are_the_best_of_their_rank():
-    """Their error is that of the singular values left out (Eckart and Young)."""
-    whole, model = (converted(tiny("gpt", n_layer=6, n_kv_head=2), n_loop=3, rank=rank) for rank in (FULL, 5))
-    for full, part in zip(linears(whole), linears(model), strict=True):
-        for want, delta in zip(full.b.mT @ full.a, part.b.mT @ part.a, strict=True):
-            s = torch.linalg.svdvals(want)
-            assert abs((want - delta).norm() - s[5:].norm()) < 1e-10 * s[0]
+        assert relative(converted(gpt, init=init, share=share, n_loop=n_loop)(x)[0], gpt(x)[0]) < 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -153,11 +140,10 @@ def test_where_nothing_is_left_but_rounding_b_is_zero_and_a_can_learn(dtype):
     assert all(not part.b.any() and 0.01 < part.a.std() < 0.03 for part in linears(model))
 
 
-@pytest.mark.parametrize("init, L, n_loop, layers", [
-    ("stepwise", 18, 2, [0, 2, 4, 6, 8, 11, 13, 15, 17]), ("lower", 6, 3, [0, 1]), ("upper", 6, 3, [4, 5])])
-def test_which_layers_the_stored_ones_start_from(init, L, n_loop, layers):
-    cfg = model_relaxed.Config(n_layer=L, n_loop=n_loop, init=init)
-    assert [layer for k in range(cfg.n_stored) for layer in model_relaxed.layers_for_tied(cfg, k)] == layers
+def test_which_layers_the_stored_ones_start_from():
+    for init, L, n_loop, layers in (("stepwise", 18, 2, [0, 2, 4, 6, 8, 11, 13, 15, 17]), ("upper", 6, 3, [4, 5])):
+        cfg = model_relaxed.Config(n_layer=L, n_loop=n_loop, init=init)
+        assert [layer for k in range(cfg.n_stored) for layer in model_relaxed.layers_for_tied(cfg, k)] == layers
 
 
 def test_at_rank_0_qk_norms_are_tied_too():
@@ -175,8 +161,7 @@ def test_a_source_of_other_numbers_of_layers_is_taken_evenly(layers, taken):
     source, same, x = tiny("gpt", n_layer=layers), tiny("gpt", n_layer=6), tokens(2, 20)
     for block, layer in zip(same.blocks, taken):
         block.load_state_dict(source.blocks[layer].state_dict())
-    rest = {k: v for k, v in source.state_dict().items() if not k.startswith("blocks.")}
-    same.load_state_dict(rest, strict=False)
+    same.load_state_dict({k: v for k, v in source.state_dict().items() if not k.startswith("blocks.")}, strict=False)
     assert relative(converted(source, n_layer=6, n_loop=3)(x)[0], same(x)[0]) < 1e-8
 
 
@@ -190,8 +175,6 @@ def test_a_norm_near_zero_is_refused_by_name():
     model, plain = converted(gpt, lora_init="zero", rank=4), converted(gpt, rank=0)
     assert relative(model(x)[0], plain(x)[0]) < 1e-12 and all(part.a.all() for part in linears(model))
 
-
-# ---- init_from and teacher, through train.py ----
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, data_dir):
@@ -213,9 +196,6 @@ def test_converted_by_init_from_it_evaluates_as_the_source(world, data_dir, tmp_
     for start in (world / "gpt" / "r", tmp_path / "hf"):
         ours = evaluated("relaxed", start, "rank=1000", "n_loop=4", "share=sequence")
         assert abs(ours - evaluated("gpt", start)) < 1e-5
-    other = runs.run("relaxed", tmp_path, data_dir, "n_layer=6", "n_loop=3", "max_steps=1",
-                     f"init_from={world / 'gpt' / 'r'}")
-    assert len(other.model.blocks) == 2
 
 
 @pytest.mark.parametrize("model", ["relaxed", "mor"])
@@ -224,17 +204,15 @@ def test_a_source_with_an_option_that_the_model_has_not_is_refused(model):
         process.as_weights_of(model, {"model": "gpt", "model_config": {"window": 16, "n_embd": 16}})
 
 
-def test_the_distance_from_the_teacher(world, data_dir, tmp_path):
+def test_the_distance_from_the_teacher():
     """The mean over counted targets of sum_v p log(p / q), added to the loss."""
-    trainer = train.setup(runs.arguments("relaxed", tmp_path, data_dir, "n_layer=4", f"teacher={world / 'gpt' / 'r'}"))
-    trainer.teacher.double()
-    x, y, logits = tokens(2, 9, 257), tokens(2, 9, 257, seed=2), torch.randn(2, 9, 257, dtype=torch.float64)
+    teacher, x, y, logits = tiny("gpt"), tokens(2, 9), tokens(2, 9, seed=2), torch.randn(2, 9, 61, dtype=torch.float64)
     y[0, 4:] = -1
-    p, q = (z[y != -1].softmax(-1) for z in (trainer.teacher(x)[0], logits))
+    p, q = (z[y != -1].softmax(-1) for z in (teacher(x)[0], logits))
     kd = (p * (p / q).log()).sum(-1).mean()
-    loss, aux = train.distil(trainer.teacher, x, y, logits, torch.tensor(5.0), {"ce": torch.tensor(4.0)})
+    loss, aux = train.distil(teacher, x, y, logits, torch.tensor(5.0), {"ce": torch.tensor(4.0)})
     assert abs(aux["kd"] - kd) < 1e-12 and abs(loss - (5 + kd)) < 1e-12 and aux["ce"] == 4
-    assert train.distil(trainer.teacher, x, torch.full_like(y, -1), logits, torch.tensor(0.0), {})[0] == 0
+    assert train.distil(teacher, x, torch.full_like(y, -1), logits, torch.tensor(0.0), {})[0] == 0
 
 
 def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(world, data_dir, tmp_path):
@@ -250,8 +228,6 @@ def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(world, data_dir, t
     resumed = runs.run("relaxed", tmp_path / "stopped", *options[:3], "resume=true")
     assert resumed.teacher is not None and runs.learned(resumed) == runs.learned(whole)
 
-
-# ---- early exit ----
 
 @pytest.mark.parametrize("early_exit, exit_loss, weights", [
     ("weighted", "ce", (1 / 6, 2 / 6, 3 / 6)), ("aggressive", "kl", (0.1, 1)), ("aggressive", "both", (0.1, 0.1, 1))])
@@ -283,8 +259,6 @@ def test_exit_loop(b):
     assert_cache_is_forward(model, [20], [14, 1, 1, 4], 1e-10)
     assert len(model.init_cache(1, 20).k) == 2 * b
 
-
-# ---- which code runs ----
 
 def test_deltas_are_merged_where_tokens_are_many(monkeypatch):
     """As many as make it cheaper: of a matrix (out, in), more than out in / (out + in). Each of the 42 is W' there."""

@@ -20,8 +20,6 @@ def rt(schedule, **sizes):
     return tiny("rt", schedule=schedule, **sizes)
 
 
-# ---- one function ----
-
 SWITCHES = [dict(pos="none", n_mlp=7, n_kv_head=1), dict(n_kv_head=2, qk_norm="full", pos="rope", tie_embeddings=True)]
 CASES = [*((T, dict(n_layer=L), [1, 8, 64]) for T, L in ((1, 3), (2, 3), (63, 3), (100, 1))),
          *((T, switch, [10]) for T in (4, 37) for switch in SWITCHES),
@@ -34,15 +32,6 @@ def test_naive_is_tiled_is_wavefront(T, sizes, chunks):
     want = outputs_and_gradients(rt("naive", **sizes), x)
     for schedule, chunk in [("tiled", 1), *(("wavefront", chunk) for chunk in chunks)]:
         assert_same(outputs_and_gradients(rt(schedule, chunk=chunk, **sizes), x), want)
-
-
-def test_gradcheck():
-    """The wavefront's hand-written backward against finite differences, in x and every stacked weight."""
-    model = rt("wavefront", n_layer=2, n_embd=4, n_head=2, n_kv_head=1, n_mlp=5, qk_norm="full", chunk=2)
-    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
-    weights = [w.detach().requires_grad_() for w in rt_wavefront.stack_weights(model.cfg, model.blocks)]
-    layers = lambda x, *w: rt_wavefront.Layers.apply(model.cfg, x, *w)
-    assert torch.autograd.gradcheck(layers, (x, *weights), fast_mode=True)
 
 
 @pytest.mark.parametrize("sizes, forward, prompt", [
@@ -64,23 +53,6 @@ def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, forward, promp
         assert ran == [dict(wavefront=wavefront, token="at_once").get(schedule, schedule)] * calls[schedule]
 
 
-def test_every_query_meets_every_earlier_key_once(monkeypatch):
-    """Algorithm 1, counted in the code that runs."""
-    met, merge_tile = [], model_rt.merge_tile
-    monkeypatch.setattr(model_rt, "merge_tile", lambda *a: (met.append(a[5:7]), merge_tile(*a))[1])
-    model = rt("tiled", n_layer=1, n_embd=2, n_head=1)
-    for T in [*range(1, 20), 64, 65, 100]:
-        met.clear()
-        with torch.no_grad():
-            model(tokens(1, T))
-        table = torch.zeros(T, T)
-        for queries, keys in met:
-            table[queries.long()[:, None], keys.long()] += 1
-        assert torch.equal(table, torch.ones(T, T).tril(-1))
-
-
-# ---- its neighbours ----
-
 @pytest.mark.parametrize("schedule, pos", itertools.product(["naive", "tiled", "wavefront"], ["alibi", "rope", "none"]))
 def test_without_recurrence_it_is_model_gpt(schedule, pos):
     """Logits, loss, every gradient, and decoding of ragged rows."""
@@ -93,27 +65,6 @@ def test_without_recurrence_it_is_model_gpt(schedule, pos):
     assert_same(outputs_and_gradients(model, x), want, all_reached=True)
     assert_cache_is_forward(model, [37, 20], [16, 1, 1, 19], 1e-10)
 
-
-@pytest.mark.parametrize("schedule", ["naive", "tiled"])
-def test_theorem_4_1(schedule):
-    """Uniform attention, no norms, no MLP: dy_t/dx_s = (A/t) prod_{j=s}^{t-1} (I + A/j) for s < t, not A/t alone."""
-    T, d = 7, 5
-    model = rt(schedule, n_embd=d, n_head=1, n_layer=1, pos="none")
-    block, I = model.blocks[0], torch.eye(d).double()
-    block.norm1 = block.norm2 = torch.nn.Identity()
-    with torch.no_grad():
-        block.wq.weight.zero_(), block.w_down.weight.zero_()
-    A, x = (block.wo.weight @ block.wv.weight).detach(), torch.randn(T, d, dtype=torch.float64)
-    layer = lambda x: block(x[None], 0, model_rt.Context(model.cfg, x[None]))[0]
-    J = torch.autograd.functional.jacobian(layer, x).transpose(1, 2)      # (t, s, d, d)
-    for s, t in itertools.combinations_with_replacement(range(1, T + 1), 2):
-        want = A / t + (I if s == t else 0)
-        for j in range(s, t):
-            want = want @ (I + A / j)
-        assert torch.allclose(J[t - 1, s - 1], want, rtol=0, atol=1e-12)
-
-
-# ---- precision and memory ----
 
 @pytest.mark.parametrize("pos", ["alibi", "none"])
 def test_bfloat16_attention_is_rounded_nowhere_inside(pos):
@@ -149,18 +100,6 @@ def test_saved_for_the_backward_are_x_and_y_of_each_layer():
     assert memory.now < 8 * y.numel() * (3 + 2) * 1.05 + tables, "more is alive than x, every y, and the result's copy"
 
 
-@pytest.mark.parametrize("sizes, T", [(dict(schedule="wavefront"), 512), (dict(recurrent=False), 1024)])
-def test_memory_grows_linearly_with_the_length(sizes, T):
-    """Forward and backward, the sum of all tensors and the largest one: a T x T tensor would grow four times."""
-    def peak(T):
-        model, idx = model_rt.Model(model_rt.Config(n_layer=2, n_embd=16, n_head=2, vocab_size=7, **sizes)), tokens(1, T, 7)
-        with Memory() as memory:
-            model.hidden(idx).sum().backward()
-        return memory
-    short, long = peak(T // 2), peak(T)
-    assert long.largest < 2.3 * short.largest and long.peak < 2.3 * short.peak
-
-
 def test_a_run_may_change_its_schedule(data_dir, tmp_path):
     runs.run("rt", tmp_path, data_dir, "max_steps=2")
     resumed = runs.run("rt", tmp_path, data_dir, "resume=true", "max_steps=3", "schedule=tiled")
@@ -194,27 +133,6 @@ def test_graphs_are_recorded_and_reused(monkeypatch):
         for T in range(1, 12):
             graphed(tokens(2, T))
     assert len(graphs) == 8, "the oldest go"
-
-
-# ---- on a GPU, and in interpreted_kernels.py ----
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_replay_the_same(dtype):
-    """As CUDA graphs, and kernel by kernel: the same, also where another shape came between and free memory was lost."""
-    def results(graphs):
-        model, found = tiny("rt", cuda_graphs=graphs).float().cuda().train(), []
-        for seed, T in ((1, 50), (2, 50), (3, 33), (4, 50)):
-            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
-                found.append(outputs_and_gradients(model, tokens(2, T + 1, seed=seed).cuda()))
-            torch.cuda.empty_cache()
-            torch.full((1 << 28,), math.nan, device="cuda")
-        return found
-    rt_wavefront.GRAPHS.clear(), rt_wavefront.SEEN.clear()
-    plain, replayed = results(False), results(True)
-    assert len(rt_wavefront.GRAPHS) == 2
-    for a, b in zip(plain, replayed):
-        assert torch.equal(a[0], b[0]) and all(rms(a[2][n] - b[2][n]) <= 1e-6 * rms(a[2][n]) for n in a[2])
 
 
 @pytest.mark.parametrize("device, dtype, tolerance", [("cpu", torch.float32, 1e-5)] if INTERPRETED else [

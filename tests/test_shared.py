@@ -35,12 +35,6 @@ def test_nothing_executes_what_it_loads(file):
     assert [d for d in dangers(ast.parse(file.read_text())) if d.split(".")[0] not in starts_programs] == []
 
 
-def test_the_scan_finds_what_it_looks_for():
-    bad = "import pickle\npickle.load(f)\ntorch.load(f)\neval(x)\nload_dataset(n, trust_remote_code=True)\n"
-    assert len(list(dangers(ast.parse(bad)))) == 5
-    assert list(dangers(ast.parse("torch.load(f, weights_only=True)\nmodel.eval()"))) == []
-
-
 @pytest.mark.parametrize("file", [*SOURCES, *sorted(ROOT.glob("configs/*.yaml"))], ids=lambda f: f.name)
 def test_lines_and_functions_are_short(file):
     """No line beyond 120 columns, no function beyond 60 lines; every module opens with what it is."""
@@ -50,13 +44,6 @@ def test_lines_and_functions_are_short(file):
         tree = ast.parse(text)
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
         assert ast.get_docstring(tree) and [n.name for n in functions if n.end_lineno - n.lineno >= 60] == []
-
-
-def test_every_requirement_is_pinned():
-    pinned = re.compile(r'[A-Za-z0-9_-]+==[0-9.]+(; sys_platform == "linux")?(\s+#.*)?$')
-    for file in (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"):
-        for line in file.read_text().splitlines():
-            assert line.startswith(("#", "-r ../requirements.txt")) or pinned.match(line), line
 
 
 def imports(tree):
@@ -90,19 +77,6 @@ def test_imports_go_one_way():
         arrow = next(to for of, to in ARROWS.items() if re.fullmatch(of, name))
         assert [m for m in modules if not re.fullmatch(arrow, m)] == [], name
     graphlib.TopologicalSorter(reads).prepare()         # an error that names the circle, if there is one
-    guarded = [n for block in ast.walk(trees["train"]) if isinstance(block, ast.Try) for n in block.body]
-    assert "lab.plot" in imports(ast.Module(guarded, [])), "the picture at the end of a run is optional"
-    assert [n for n in trees["train"].body if isinstance(n, ast.ImportFrom) and n.module.startswith("lab")] == []
-
-
-PRIVATE = re.compile(r"(?!self\.|cls\.)\w+(\.\w+)*\._(?!_|exit$|replace$)\w+")     # os._exit and namedtuple's are public
-KNOWN_PRIVATE = {"kernels.py"}      # the log-sum-exp of the fused kernel for CPUs has no public name
-
-
-@every_source
-def test_no_private_name_of_a_library(file):
-    names = {ast.unparse(n) for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)}
-    assert file.name in KNOWN_PRIVATE or [n for n in names if PRIVATE.fullmatch(n)] == []
 
 
 # What a release of one method needs, here RAT's: README.md lists the same files.
@@ -112,7 +86,7 @@ ALONE = ["model_gpt.py", "model_rat.py", "kernels.py", "train.py", "sample.py", 
 
 
 def test_one_method_alone(tmp_path, data_dir):
-    """Its files, as they are, train and sample."""
+    """Its files, as they are, train and sample: the picture at a run's end, lab's, is optional."""
     for name in ALONE:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

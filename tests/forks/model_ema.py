@@ -12,15 +12,8 @@ from model_gpt import upcast
 
 
 @dataclass
-class Config(model_gpt.BaseConfig):
-    n_mlp: int = 0
-    mlp: str = model_gpt.choice("swiglu", "gelu")
-    pos: str = model_gpt.choice("none")     # the recurrence knows the order
-    tie_embeddings: bool = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.n_mlp = self.n_mlp or model_gpt.mlp_width(self)
+class Config(model_gpt.Config):
+    pos: str = model_gpt.choice("none")     # the recurrence knows the order; there is no query, key or window
 
 
 class EMA(nn.Module):
@@ -31,11 +24,12 @@ class EMA(nn.Module):
         self.gate = nn.Parameter(torch.linspace(0, 4, C))
 
     def forward(self, x, layer, context):
-        v, g = upcast(self.wv(x)), upcast(self.gate.sigmoid())      # (B, T, C), (C,)
-        g = context.gates(g.expand_as(v))
+        v, state = upcast(self.wv(x)), context.states[layer]        # (B, T, C), (B, C)
+        g = upcast(self.gate.sigmoid()).expand_as(v).masked_fill(context.padding, 1)    # 1 keeps the state
         average = kernels.scan if self.fast else naive_average
-        h = average(g, v, v.size(1), context.start(layer, v))
-        context.keep(layer, h)
+        h = average(g, v, v.size(1), state.clone())
+        if context.cached:
+            state.copy_(h[:, -1])
         return self.wo((F.silu(self.wz(x)) * h).to(x.dtype))
 
 
@@ -48,35 +42,26 @@ def naive_average(g, v, chunk, h):
 
 
 class Context:
+    """padding (B, T, 1) or (T, 1); states of each layer, which a cache keeps."""
+
     def __init__(self, cfg, x, cache=None, n_valid=None):
-        self.cache, self.padding = cache, None
-        if cache is not None:
-            self.slots = cache.place(x.size(1), n_valid)
-            self.padding = torch.arange(x.size(1), device=x.device) >= self.slots.n_new[:, None]    # (B, T)
-
-    def gates(self, g):
-        """A gate of 1 keeps the state over padding."""
-        return g if self.padding is None else g.masked_fill(self.padding[..., None], 1)
-
-    def start(self, layer, v):
-        return torch.zeros_like(v[:, 0]) if self.cache is None else self.cache.state[layer].clone()
-
-    def keep(self, layer, h):
-        if self.cache is not None:
-            self.cache.state[layer].copy_(h[:, -1])
+        (B, T, C), self.cached = x.shape, cache is not None
+        self.states, n_new = upcast(x.new_zeros(cfg.n_layer, B, C)), T
+        if self.cached:
+            self.slots, self.states = cache.place(T, n_valid), cache.states
+            n_new = self.slots.n_new[:, None, None]
+        self.padding = torch.arange(T, device=x.device)[:, None] >= n_new
 
 
 class Cache(model_gpt.KVCache):
-    """The averages, state[layer] (B, C), in float32 or better."""
-
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)
         with torch.inference_mode(False):
-            self.state = [upcast(torch.zeros(batch_size, cfg.n_embd, device=device, dtype=dtype))
-                          for _ in range(cfg.n_layer)]
+            self.states = [upcast(torch.zeros(batch_size, cfg.n_embd, device=device, dtype=dtype))
+                           for _ in range(cfg.n_layer)]
 
     def buffers(self):
-        return self.state
+        return self.states
 
 
 class Model(model_gpt.Model):
