@@ -126,7 +126,7 @@ PREPARE = [
     (["tokenizer=bpe:257"], "the size must be 258 to"),
     (["tokenizer=morse"], "the tokenizers are byte, "), (["name=../up"], "'../up' is not allowed"),
     (["tokenizer=hf:folder"], "folder/tokenizer.json cannot be read"), (["val_fraction=0"], "val_fraction must"),
-    (["data_dir=afile"], "cannot write afile/python-byte: Not a directory"),
+    (["data_dir=afile"], "cannot make afile/python-byte: [Errno 20] Not a directory"),
 ]
 PROGRAMS = {"train": (train.main, TRAIN), "sample": (sample.main, SAMPLE), "bench": (bench.main, BENCH),
             "plot": (plot.main, PLOT), "eval": (evaluation.main, EVAL), "prepare": (prepare.main, PREPARE)}
