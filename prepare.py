@@ -16,7 +16,7 @@ dataset    python            *.py of the interpreter's standard library, without
 tokenizer  byte              256 byte values; vocabulary 257
            char              the distinct characters of the text
            bpe:SIZE          byte-pair encoding, trained on the train split; SIZE tokens in all
-           gpt2              GPT-2's (downloaded once, or read from TIKTOKEN_CACHE_DIR)
+           gpt2              the same as hf:openai-community/gpt2
            hf:PATH_OR_NAME   a Hugging Face model's BPE: a folder with tokenizer.json, or a hub name
 
 A document goes to the split that its SHA-256 gives, so it stays there when others come or go.
@@ -49,7 +49,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEP
 from common.data import FORMAT, TokenData, documents, has_changed, read_meta, source_stamp
 from common.keys import (UserError, asks_help, check_name, folder_name, help_text, run_cli,
                          split_args, typed_config)
-from common.tokenizer import (ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer, slices,
+from common.tokenizer import (ByteTokenizer, CharTokenizer, hf_tokenizer, slices,
                               train_bpe)
 
 BATCH = 512  # slices of text handed to the encoding threads at once
@@ -75,8 +75,7 @@ def is_offline(dataset) -> bool:
     return dataset == "python" or dataset.startswith("file:")
 
 
-# ------------------------------------------------------------------------------------------------
-# documents
+# ---- documents ----
 
 class Corpus:
     """Documents in a fixed order, and which part of each is for validation, as the docstring of
@@ -154,17 +153,14 @@ def build_tokenizer(cfg, corpus):
     kind, _, rest = cfg.tokenizer.partition(":")
     if kind == "byte":
         return ByteTokenizer()
-    if kind == "gpt2":
-        return gpt2_tokenizer()
-    if kind == "hf":
-        return hf_tokenizer(rest)
+    if kind in ("gpt2", "hf"):
+        return hf_tokenizer(rest or "openai-community/gpt2")
     if kind == "bpe":
         return train_bpe(int(rest), corpus.sample(["train"], SAMPLE_BYTES))
     return CharTokenizer(set().union(*corpus.sample(["train", "val"], corpus.limit)))
 
 
-# ------------------------------------------------------------------------------------------------
-# writing
+# ---- writing ----
 
 def encode(corpus, tokenizer, dtype, files, room) -> Counter:
     """One pass: every document through the tokenizer (on all cores) to the file of its split, of
@@ -222,8 +218,7 @@ def settings(cfg) -> dict:
     return {"tokenizer_name": cfg.tokenizer, **{key: getattr(cfg, key) for key in keys}}
 
 
-# ------------------------------------------------------------------------------------------------
-# all or nothing
+# ---- all or nothing ----
 
 def prepare(cfg) -> Path:
     """Makes the data set and returns its folder; a complete one of the same settings is left as

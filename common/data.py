@@ -22,8 +22,7 @@ from common.tokenizer import HUB_NAME, load_tokenizer
 FORMAT = 2  # of a data set's folder
 
 
-# ------------------------------------------------------------------------------------------------
-# the folder of a data set
+# ---- the folder of a data set ----
 
 def is_task(dataset):
     return dataset.startswith("task:")
@@ -65,8 +64,7 @@ def data_fingerprint(cfg, batches) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------
-# token files
+# ---- token files ----
 
 class TokenData:
     """The tokens of one split of a prepared data set, and its meta.
@@ -123,8 +121,7 @@ def read_meta(folder) -> dict:
     return meta
 
 
-# ------------------------------------------------------------------------------------------------
-# batches
+# ---- batches ----
 
 def in_batches(numbers, rows, limit):
     """The numbers of windows or examples, `rows` at a time: all of them, or, with a limit, so many
@@ -195,8 +192,7 @@ def bits_per_byte(ce, data):
     return ce / math.log(2) * data.tokens / data.bytes
 
 
-# ------------------------------------------------------------------------------------------------
-# where documents come from: text files, rows of a table, the Hugging Face hub
+# ---- where documents come from: text files, rows of a table, the Hugging Face hub ----
 
 TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js",
         ".ts", ".java", ".go", ".rs", ".sh")

@@ -38,16 +38,12 @@ def to_pretrained(model, path, eos=None):
     stops. ValueError if the model has what these have not."""
     model = unrolled(model)
     c, family = model.cfg, family_of(model.cfg)
-    config = dict(
+    config = {theirs: getattr(c, ours) for theirs, ours in FIELDS.items()}
+    config |= dict(
         architectures=[f"{family}ForCausalLM"], model_type=family.lower(),
-        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_mlp,
-        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
-        num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
-        max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
         hidden_act=ACTS[c.mlp], attention_bias=False, mlp_bias=False,
-        bos_token_id=None, eos_token_id=eos,
-        tie_word_embeddings=c.tie_embeddings, sliding_window=c.window or None,
+        bos_token_id=None, eos_token_id=eos, sliding_window=c.window or None,
         torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."))
     named = model.named_parameters()
     weights = {llama_name(name): p.detach().contiguous() for name, p in named}
@@ -58,6 +54,12 @@ def to_pretrained(model, path, eos=None):
     (Path(path) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+# of config.json and of model_gpt's Config
+FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd", "intermediate_size": "n_mlp",
+          "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+          "num_key_value_heads": "n_kv_head", "head_dim": "head_dim",
+          "max_position_embeddings": "block_size", "rms_norm_eps": "norm_eps",
+          "rope_theta": "rope_theta", "tie_word_embeddings": "tie_embeddings"}
 ACTS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 
 
@@ -159,30 +161,26 @@ def llama_config(folder):
         pythia = " (Pythia has LayerNorms, biases, parallel residuals)" * (family == "gpt_neox")
         raise ValueError(f"model_type {family!r:.60} is not supported{pythia}: "
                          f"{', '.join(DEFAULTS)} are")
-    hf = {**DEFAULTS[family], **hf}
-    width, n_head = field(hf, "hidden_size"), field(hf, "num_attention_heads")
-    for name, value in {"num_key_value_heads": n_head, "head_dim": width // n_head,
-                        "tie_word_embeddings": False}.items():
-        hf[name] = value if hf.get(name) is None else hf[name]
+    hf = {**DEFAULTS[family], **hf, "rope_theta": rope_theta(hf)}
     gemma = family == "gemma"
     if gemma and hf["hidden_act"] == "gelu":    # the released folders', which means its tanh form
         hf["hidden_act"] = ACTS["geglu"]
     mlp = "geglu" if gemma else "swiglu"
     refuse_others(folder, hf, {**ONLY, "hidden_act": ACTS[mlp]})
+    n_head = field(hf, "num_attention_heads")
+    for name, value in {"num_key_value_heads": n_head, "tie_word_embeddings": False,
+                        "head_dim": field(hf, "hidden_size") // n_head}.items():
+        hf[name] = value if hf.get(name) is None else hf[name]
     # Llama ignores the field
     windowed = family == "mistral" and hf["sliding_window"] is not None
-    return dict(
-        block_size=field(hf, "max_position_embeddings"), vocab_size=field(hf, "vocab_size"),
-        n_layer=field(hf, "num_hidden_layers"), n_head=n_head, n_embd=width,
-        head_dim=field(hf, "head_dim"), mlp=mlp, scale_embeddings=gemma,
-        n_kv_head=field(hf, "num_key_value_heads"), n_mlp=field(hf, "intermediate_size"),
-        norm_eps=field(hf, "rms_norm_eps", float), qk_norm=family == "qwen3",
-        window=field(hf, "sliding_window") if windowed else 0,
-        rope_theta=rope_theta(hf), tie_embeddings=field(hf, "tie_word_embeddings", bool))
+    return {**{ours: field(hf, theirs) for theirs, ours in FIELDS.items()},
+            "mlp": mlp, "scale_embeddings": gemma, "qk_norm": family == "qwen3",
+            "window": field(hf, "sliding_window") if windowed else 0}
 
 
-def field(hf, name, kind=int):
+def field(hf, name):
     """A positive number, or true or false, of a config.json."""
+    kind = {"rms_norm_eps": float, "rope_theta": float, "tie_word_embeddings": bool}.get(name, int)
     value = hf.get(name)
     right = type(value) is kind or kind is float and type(value) is int
     if not right or kind is not bool and not 0 < value < math.inf:
@@ -209,7 +207,7 @@ def rope_theta(hf):
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(f"rope scaling {kind!r:.60} is not supported: only unscaled RoPE is")
-    return field({"rope_theta": 10000.0, **hf, **rope}, "rope_theta", float)
+    return {"rope_theta": 10000.0, **hf, **rope}["rope_theta"]
 
 
 def stored_weights(folder):
@@ -236,29 +234,24 @@ def stored_weights(folder):
 def tied(found):
     """Whether the head is the embedding, where a config says so. As in transformers it is not if
     both are stored and differ, and one of them stands for the other."""
-    names = llama_name("wte.weight"), llama_name("head.weight")
-    first, second = (found.get(name) for name in names)
-    if first is not None and second is not None and not torch.equal(first, second):
+    pair = llama_name("wte.weight"), llama_name("head.weight")
+    stored = [found[name] for name in pair if name in found]
+    if len(stored) == 2 and not torch.equal(*stored):
         return False
-    for name, other in zip(names, reversed(names)):
-        if other in found:
-            found.setdefault(name, found[other])
+    found.update(dict.fromkeys(pair, *stored[:1]))
     return True
 
 
 def llama_weights(folder, found, model):
     """The model's state dict. ValueError names a weight that is missing, left over, of another
     shape or not of finite numbers."""
-    weights = {}
-    for name, p in model.state_dict().items():
-        source = llama_name(name)
-        w = weights[name] = found.get(source)
-        if w is None or w.shape != p.shape:
-            shape = "missing" if w is None else tuple(w.shape)
-            raise ValueError(f"{folder}: {source} is {shape}, not {tuple(p.shape)}")
+    state = {llama_name(name): p for name, p in model.state_dict().items()}
+    for name in {**state, **found}:
+        w, p = found.get(name), state.get(name)
+        if w is None or p is None or w.shape != p.shape:
+            has = "missing" if w is None else tuple(w.shape)
+            asked = "in this model" if p is None else tuple(p.shape)
+            raise ValueError(f"{folder}: {name} is {has}, not {asked}")
         if not w.is_floating_point() or not w.float().isfinite().all():
-            raise ValueError(f"{folder}: {source} is not of finite floating-point numbers")
-    extra = found.keys() - {llama_name(name) for name in weights}
-    if extra:
-        raise ValueError(f"{folder}: {min(extra)} has no place in this model")
-    return weights
+            raise ValueError(f"{folder}: {name} is not of finite floating-point numbers")
+    return {name: found[llama_name(name)] for name in model.state_dict()}

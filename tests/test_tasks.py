@@ -123,7 +123,7 @@ def test_examples_are_what_the_task_says(task, split):
 
 def test_the_examples_in_the_docstring():
     shown = re.findall(r"    inputs ([ \d]+)\n    targets ([ .\d]+)\n", tasks.__doc__)
-    for name, rows in zip([name for name in CHECKS if name != "s5"], shown, strict=True):
+    for name, rows in zip([name for name in CHECKS if name not in ("noisy_recall", "s5")], shown, strict=True):
         CHECKS[name](*([-1 if t == "." else int(t) for t in row.split()] for row in rows))
 
 
