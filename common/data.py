@@ -70,7 +70,7 @@ class TokenData:
     """The tokens of one split of a prepared data set, and its meta.
 
         data = TokenData("data/python-byte", "train")
-        starts = rng.integers(data.n_windows(257), size=8)
+        starts = rng.integers(data.tokens - 256, size=8)
         x = data.windows(starts, 257)  # (8, 257) int64
     """
 
@@ -91,20 +91,13 @@ class TokenData:
             raise UserError(f"{self.path} is missing or is not a regular file")
         # stays open: a data set that is made anew meanwhile is another file
         self.file, wanted = open(self.path, "rb"), self.tokens * self.dtype.itemsize
-        info = os.fstat(self.file.fileno())
-        if info.st_size != wanted:
-            raise UserError(f"{self.path} is damaged: {info.st_size} bytes, {wanted} expected")
-        self.written = info.st_mtime_ns
-
-    def n_windows(self, length) -> int:
-        """The number of places where `length` tokens can start."""
-        return max(0, self.tokens - length + 1)
+        size = os.fstat(self.file.fileno()).st_size
+        if size != wanted:
+            raise UserError(f"{self.path} is damaged: {size} bytes, {wanted} expected")
 
     def windows(self, starts, length) -> np.ndarray:
-        """starts (B,) in [0, n_windows(length)) -> tokens (B, length) int64. The file is mapped
-        every time: a mapping that is kept holds every page it ever touched in memory."""
-        if os.fstat(self.file.fileno()).st_mtime_ns != self.written:
-            raise UserError(f"{self.path} has been written to while it was in use")
+        """starts (B,), each in [0, tokens - length], -> tokens (B, length) int64. The file is
+        mapped every time: a mapping that is kept holds every page it ever touched in memory."""
         tokens = np.memmap(self.file, dtype=self.dtype, mode="r", shape=(self.tokens,))
         ids = tokens[np.asarray(starts)[:, None] + np.arange(length)]
         if ids.size and ids.max() >= self.vocab_size:
@@ -137,18 +130,19 @@ class Windows:
 
     def __init__(self, val, rows, block_size):
         self.val, self.rows, self.length = val, rows, block_size + 1
-        self.check(val)
+        self.starts = np.arange(0, self.n_windows(val), block_size)
 
-    def check(self, data):
-        if data.n_windows(self.length) < 1:
+    def n_windows(self, data) -> int:
+        """The number of places where a window can start. UserError if there is none."""
+        if data.tokens < self.length:
             raise UserError(f"block_size={self.length - 1} is too long for {data.folder}: its "
                             f"{data.split} text has {data.tokens} tokens")
+        return data.tokens - self.length + 1
 
     def val_batches(self, limit):
         """The validation text in windows, each token predicted once (a few at its end may be left
         out); with a limit, so many micro-batches. Always the same."""
-        starts = np.arange(0, self.val.n_windows(self.length), self.length - 1)
-        return in_batches(starts, self.rows, limit)
+        return in_batches(self.starts, self.rows, limit)
 
     def cut(self, data, starts):
         import torch  # here: prepare.py, which reads data sets too, starts faster without it
@@ -163,16 +157,14 @@ class TextBatches(Windows):
     def __init__(self, folder, cfg, block_size):
         self.train = TokenData(folder, "train")
         super().__init__(TokenData(folder, "val"), cfg.batch_size, block_size)
-        self.check(self.train)
         self.seed, self.accumulation = cfg.seed, cfg.gradient_accumulation_steps
-        self.micro_batch(0, 0)      # an unreadable file is told before anything is written
+        self.micro_batch(0, 0)      # what is wrong is told before anything is written
 
     def micro_batch(self, step, index):
         """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets,
         each (batch_size, block_size) int64."""
         rng = np.random.default_rng(np.random.SeedSequence([self.seed, step]))
-        n_windows = self.train.n_windows(self.length)
-        starts = rng.integers(0, n_windows, self.rows * self.accumulation)
+        starts = rng.integers(0, self.n_windows(self.train), self.rows * self.accumulation)
         return self.cut(self.train, starts[index * self.rows:(index + 1) * self.rows])
 
     def sizes(self):

@@ -483,10 +483,10 @@ def early_exit(model, text, device, fraction=0.65):
 def bench_requests(folder, device):
     model, _, ckpt = load_run(folder, device)
     data = validation_text(ckpt, folder)
-    if not LONGEST < min(data.n_windows(1), model.cfg.block_size + 1):
+    if not LONGEST < min(data.tokens, model.cfg.block_size + 1):
         raise UserError(f"{folder}: requests of {LONGEST} tokens need a larger block_size "
                         f"({model.cfg.block_size}) or validation text ({data.tokens} tokens)")
-    text = data.windows(np.array([0]), min(data.n_windows(1), 100_000))[0]
+    text = data.windows(np.array([0]), min(data.tokens, 100_000))[0]
     {"relaxed": relaxed_requests, "mor": mor_requests}[ckpt["model"]](model.eval(), text, device)
 
 

@@ -83,7 +83,6 @@ def file_tokens(path, tokenizer):
     ids = np.array(tokenizer.encode(text), dtype=np.int64)
     return SimpleNamespace(
         folder=path, split="whole", tokens=len(ids), bytes=len(text.encode()),
-        n_windows=lambda length: max(0, len(ids) - length + 1),
         windows=lambda starts, length: ids[np.asarray(starts)[:, None] + np.arange(length)])
 
 
