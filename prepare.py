@@ -2,7 +2,6 @@
 Text -> token files: one folder data/<name>/ with train.bin, val.bin and meta.json.
 
     python prepare.py                                # the standard library's source, as bytes
-    python prepare.py dataset=python tokenizer=bpe:4096
     python prepare.py dataset=file:book.txt tokenizer=char
     python prepare.py 'dataset=file:notes/*.md' tokenizer=bpe:2048 name=notes
     python prepare.py dataset=hf:HuggingFaceFW/fineweb-edu:sample-10BT tokenizer=gpt2 \
@@ -22,10 +21,9 @@ tokenizer  byte              256 byte values; vocabulary 257
 A document goes to the split that its SHA-256 gives, so it stays there when others come or go.
 Where val would miss val_fraction of the bytes by a tenth, it takes documents in the order of their
 SHA-256, and one that is too large for it is cut: its end goes to val. So does that of a single one.
-End-of-text follows every document but a single one: the model's own with hf:, else the last id.
-Files that are not UTF-8 are skipped (and counted). A document must fit in memory; a stream may be
-of any length. The same source and settings give the same tokens. A run that fails or is stopped
-leaves nothing behind. Files that have changed since are told here and in training.
+End-of-text follows every document but a single one. Files that are not UTF-8 are skipped (and
+counted). A document must fit in memory, a stream need not. The same source and settings give the
+same tokens. What fails or is stopped leaves nothing behind.
 """
 import hashlib
 import json
@@ -35,7 +33,6 @@ import re
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -78,9 +75,9 @@ def is_offline(dataset) -> bool:
 # ---- documents ----
 
 class Corpus:
-    """Documents in a fixed order, and which part of each is for validation, as the docstring of
-    this file says. texts(): their texts, in a new pass. Of more than `limit` bytes the start is
-    looked at: there a document larger than a thousandth of it is cut."""
+    """Documents in a fixed order, and how they are split. texts(): their texts, in a new pass. Of
+    more than `limit` bytes only the start is looked at: a document larger than a thousandth of it
+    is cut."""
 
     def __init__(self, texts, fraction, limit=math.inf):
         self.texts, self.fraction, self.limit = texts, fraction, limit
@@ -223,7 +220,6 @@ def settings(cfg) -> dict:
 def prepare(cfg) -> Path:
     """Makes the data set and returns its folder; a complete one of the same settings is left as
     it is. UserError for bad input, no network or no space."""
-    start = time.monotonic()
     check_settings(cfg)
     name = check_name(cfg.name) if cfg.name else folder_name(cfg.dataset, cfg.tokenizer)
     folder = Path(cfg.data_dir) / name
@@ -237,7 +233,7 @@ def prepare(cfg) -> Path:
         raise UserError(f"cannot make {folder}: {e}") from None
     made = [f"{s['tokens']:,} tokens ({s['bytes']:,} bytes)" for s in meta["splits"].values()]
     print(f"{folder}: train {made[0]}, val {made[1]}, vocabulary {meta['vocab_size']:,}, "
-          f"{meta['skipped']} documents skipped, {time.monotonic() - start:.1f} s"
+          f"{meta['skipped']} documents skipped"
           + f"; train.py takes it as dataset={name}" * bool(cfg.name))
     return folder
 

@@ -116,14 +116,6 @@ def read_meta(folder) -> dict:
 
 # ---- batches ----
 
-def in_batches(numbers, rows, limit):
-    """The numbers of windows or examples, `rows` at a time: all of them, or, with a limit, so many
-    batches that are spread evenly."""
-    if limit and limit * rows < len(numbers):
-        numbers = numbers[np.linspace(0, len(numbers) - 1, limit * rows).astype(np.int64)]
-    return [numbers[i:i + rows] for i in range(0, len(numbers), rows)]
-
-
 class Windows:
     """A text to validate on, cut into windows of block_size + 1 tokens: inputs, and the targets
     one token later. rows: windows in a batch."""
@@ -142,7 +134,10 @@ class Windows:
     def val_batches(self, limit):
         """The validation text in windows, each token predicted once (a few at its end may be left
         out); with a limit, so many micro-batches. Always the same."""
-        return in_batches(self.starts, self.rows, limit)
+        starts, count = self.starts, limit * self.rows
+        if 0 < count < len(starts):     # spread evenly
+            starts = starts[np.linspace(0, len(starts) - 1, count).astype(np.int64)]
+        return [starts[i:i + self.rows] for i in range(0, len(starts), self.rows)]
 
     def cut(self, data, starts):
         import torch  # here: prepare.py, which reads data sets too, starts faster without it

@@ -64,7 +64,7 @@ from functools import cache, cached_property, partial
 import numpy as np
 import torch
 
-from common.data import in_batches
+from common.data import TextBatches
 from common.keys import UserError
 from common.tokenizer import TaskTokenizer
 
@@ -238,8 +238,8 @@ def stack(examples):
     return tuple(torch.from_numpy(np.stack(rows)) for rows in zip(*examples))
 
 
-class TaskBatches:
-    """Micro-batches of a task, with the interface of data.TextBatches."""
+class TaskBatches(TextBatches):
+    """Micro-batches of a task: as those of a text, with examples in the place of windows."""
 
     def __init__(self, cfg, block_size):
         task = find_task(cfg.dataset, block_size)
@@ -248,22 +248,19 @@ class TaskBatches:
             raise UserError(f"task_examples={count} of block_size={block_size} are too many to "
                             f"hold in memory")
         self.seed, self.rows = cfg.seed, cfg.batch_size
-        self.step_rows = cfg.batch_size * cfg.gradient_accumulation_steps
+        self.accumulation = cfg.gradient_accumulation_steps
         self.train = TaskData(task, block_size, cfg.seed, TRAIN, count)
         self.val = TaskData(task, block_size, cfg.seed, VAL, VAL_EXAMPLES)
+        self.starts = np.arange(VAL_EXAMPLES)
+
+    def n_windows(self, data):
+        return data.count
 
     def micro_batch(self, step, index):
-        """Micro-batch `index` (over all processes) of the update after `step`: inputs and
-        targets, (batch_size, block_size) int64 each."""
-        if not self.train.count:
-            rng = generator(self.seed, step, index, FRESH)
-            return stack(self.train.example(rng) for _ in range(self.rows))
-        drawn = generator(self.seed, step).integers(0, self.train.count, self.step_rows)
-        return self.cut(self.train, drawn[index * self.rows:(index + 1) * self.rows])
-
-    def val_batches(self, limit):
-        """Numbers of validation examples, an array for each micro-batch."""
-        return in_batches(np.arange(self.val.count), self.rows, limit)
+        if self.train.count:
+            return super().micro_batch(step, index)
+        rng = generator(self.seed, step, index, FRESH)
+        return stack(self.train.example(rng) for _ in range(self.rows))
 
     def cut(self, data, numbers):
         return tuple(rows[numbers] for rows in data.examples)
