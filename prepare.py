@@ -46,8 +46,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEP
 from common.data import FORMAT, TokenData, documents, has_changed, read_meta, source_stamp
 from common.keys import (UserError, asks_help, check_name, folder_name, help_text, run_cli,
                          split_args, typed_config)
-from common.tokenizer import (ByteTokenizer, CharTokenizer, hf_tokenizer, slices,
-                              train_bpe)
+from common.tokenizer import ByteTokenizer, CharTokenizer, hf_tokenizer, slices, train_bpe
 
 BATCH = 512  # slices of text handed to the encoding threads at once
 SAMPLE_BYTES = 200_000_000  # text that a BPE, and the splits of a stream, are taken from

@@ -67,12 +67,7 @@ def data_fingerprint(cfg, batches) -> str:
 # ---- token files ----
 
 class TokenData:
-    """The tokens of one split of a prepared data set, and its meta.
-
-        data = TokenData("data/python-byte", "train")
-        starts = rng.integers(data.tokens - 256, size=8)
-        x = data.windows(starts, 257)  # (8, 257) int64
-    """
+    """The tokens of one split of a prepared data set, and its meta."""
 
     def __init__(self, folder, split):
         """UserError if the folder is not a data set, or one that is damaged."""

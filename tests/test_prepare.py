@@ -119,8 +119,6 @@ def tokenizers():
                for data, eos in ((smollm, EOT), (llama2, "</s>"), (phi, EOT))}}
 
 
-# tokenizers -----------------------------------------------------------------------------------------------------
-
 PARTS = [*SPECIAL, "</s>", "<0x0A>", "  \n\n ", "你好", "\U0001f600", "\r\n", "e\u0301", "'d's", 5 * " ", "<think>"]
 TEXTS = st.lists(st.one_of(st.text(), st.sampled_from(PARTS)), max_size=8).map("".join)
 
@@ -249,8 +247,6 @@ def test_no_network(tmp_path, function, keys, message, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# sources and splits ---------------------------------------------------------------------------------------------
-
 def test_one_document_is_split_in_order(tmp_path):
     text = "".join(f"line {i} é你\n" for i in range(100))
     folder = make(tmp_path, dataset=write_docs(tmp_path / "docs", ["\ufeff" + text]), val_fraction=0.25)
@@ -325,21 +321,17 @@ def test_max_tokens_is_exact(tmp_path, tokenizer):
             assert data.bytes == len(data.tokenizer.decode_bytes(ids))
 
 
-def test_files_of_a_folder_and_a_glob(tmp_path):
+def test_files_of_a_folder_a_glob_and_python(tmp_path):
     for name in ("b.txt", "a/z.md", "a-b.txt", "c.py", ".hidden.txt", ".git/x.txt", "d.bin", "U.TXT", "[ab].txt",
                  "__pycache__/p.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
 
-    def found(path, *more):
-        return [os.path.relpath(p, tmp_path) for p in text_files(path, *more)]
+    found = lambda *a: [os.path.relpath(p, tmp_path) for p in text_files(*a)]  # noqa
     assert found(str(tmp_path)) == ["U.TXT", "[ab].txt", "a-b.txt", "a/z.md", "b.txt", "c.py"]
     assert found(str(tmp_path), (".py", ".md")) == ["a/z.md", "c.py"]
     assert found(f"{tmp_path}/*b.txt") == ["a-b.txt", "b.txt"]
     assert found(f"{tmp_path}/[ab].txt") == ["[ab].txt"]  # a file's own name, not a glob
-
-
-def test_python_corpus():
     files = [Path(f) for f in source_files("python")]
     assert Path(json.__file__) in files and len(files) > 300
     assert not {part for f in files for part in f.parts[-3:]} & set(NO_TEXT)
@@ -476,8 +468,6 @@ def test_files_damaged_or_replaced_while_in_use(tmp_path):
             TokenData(folder, "train")
 
 
-# nothing half done ----------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("tokenizer", ["char", pytest.param("bpe:400", marks=pytest.mark.full)])
 def test_prepared_twice_the_bytes_are_the_same(tmp_path, tokenizer):
     keys = "dataset=" + write_docs(tmp_path / "docs", DOCS), f"tokenizer={tokenizer}", "name=x"
@@ -559,8 +549,6 @@ def test_what_is_no_data_set_is_not_replaced(tmp_path):
         assert len(tree(tmp_path / "data/y")) == n
         (tmp_path / "data/y/meta.json").write_text("{}")
 
-
-# command line ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("given, message", [
     ("max_tokens=1e3", "max_tokens: expected int"), ("max_tokens=" + "9" * 5000, "max_tokens: expected int"),
