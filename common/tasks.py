@@ -271,15 +271,13 @@ class TaskBatches(TextBatches):
 
 
 @torch.no_grad()
-def show_example(model, batches, width=80):
-    """The first validation example with the model's predictions: three aligned lines of at most
-    `width` characters, of a long one the end. A dot is a position that is not scored."""
-    x, y = batches.cut(batches.val, np.array([0]))
+def show_example(model, batches, last=16):
+    """The end of the first validation example with the model's predictions: three aligned lines. A
+    dot is a position that is not scored."""
+    x, y = batches.cut(batches.val, [0])
     logits = model.eval()(x.to(next(model.parameters()).device))[0]
-    predictions = torch.where(y[0] < 0, y[0], logits[0].argmax(-1).cpu())
-    digits, lines = len(str(logits.size(-1) - 1)), []
-    fits = (width - 12) // (digits + 1)
-    for name, row in {"inputs": x[0], "targets": y[0], "predictions": predictions}.items():
-        words = [f"{'.' if token < 0 else token:>{digits}}" for token in row[-fits:].tolist()]
-        lines.append(f"{name:11} {' '.join(words)}")
+    predictions, lines = torch.where(y < 0, y, logits.argmax(-1).cpu()), []
+    for name, rows in {"inputs": x, "targets": y, "predictions": predictions}.items():
+        words = [f"{'.' if token < 0 else token:>4}" for token in rows[0, -last:].tolist()]
+        lines.append(f"{name:11}{''.join(words)}")
     return "\n".join(lines)
