@@ -159,8 +159,8 @@ def build_tokenizer(cfg, corpus):
 # ---- writing ----
 
 def encode(corpus, tokenizer, dtype, files, room) -> Counter:
-    """One pass: every document through the tokenizer (on all cores) to the file of its split, of
-    which room[split] is the number of tokens that it may take. Returns the bytes of text in each."""
+    """One pass: every document through the tokenizer (on all cores) to the file of its split, at
+    most room[split] tokens. Returns the bytes of text in each."""
     n_bytes = Counter()
     todo = (piece for piece in corpus.slices() if room[piece[0]])
     with ThreadPoolExecutor(os.cpu_count()) as pool:

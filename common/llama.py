@@ -21,8 +21,8 @@ def from_pretrained(path, **overrides):
     """A model_gpt from a Llama-family folder (config.json and safetensors) or a hub name.
     overrides replace Config fields (block_size, dropout, fast). ValueError or UserError names
     what the weights need and model_gpt has not."""
-    gpt, files = model_module("gpt"), ["config.json", "model*.safetensors", "*.index.json"]
-    folder = hub_folder(path, files)
+    gpt = model_module("gpt")
+    folder = hub_folder(path, ["config.json", "model*.safetensors", "*.index.json"])
     fields, found = llama_config(folder), stored_weights(folder)
     fields["tie_embeddings"] = fields["tie_embeddings"] and tied(found)
     if fields["scale_embeddings"]:      # Gemma
@@ -33,9 +33,8 @@ def from_pretrained(path, **overrides):
 
 
 def to_pretrained(model, path, eos=None):
-    """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them, or the
-    model of another family. model: what `unrolled` takes. eos: the token at which generation
-    stops. ValueError if the model has what these have not."""
+    """Write config.json and model.safetensors as transformers reads them. model: what `unrolled`
+    takes. eos: the token at which generation stops. ValueError if no family has what it has."""
     model = unrolled(model)
     c, family = model.cfg, family_of(model.cfg)
     config = {theirs: getattr(c, ours) for theirs, ours in FIELDS.items()}
@@ -45,8 +44,8 @@ def to_pretrained(model, path, eos=None):
         hidden_act=ACTS[c.mlp], attention_bias=False, mlp_bias=False,
         bos_token_id=None, eos_token_id=eos, sliding_window=c.window or None,
         torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."))
-    named = model.named_parameters()
-    weights = {llama_name(name): p.detach().contiguous() for name, p in named}
+    weights = {llama_name(name): p.detach().contiguous()
+               for name, p in model.named_parameters()}
     if family == "Gemma":
         weights |= {name: w - 1 for name, w in weights.items() if "norm" in name}
     Path(path).mkdir(parents=True, exist_ok=True)
@@ -55,11 +54,12 @@ def to_pretrained(model, path, eos=None):
 
 
 # of config.json and of model_gpt's Config
-FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd", "intermediate_size": "n_mlp",
-          "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
-          "num_key_value_heads": "n_kv_head", "head_dim": "head_dim",
-          "max_position_embeddings": "block_size", "rms_norm_eps": "norm_eps",
-          "rope_theta": "rope_theta", "tie_word_embeddings": "tie_embeddings"}
+FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd",
+          "intermediate_size": "n_mlp", "num_hidden_layers": "n_layer",
+          "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head",
+          "head_dim": "head_dim", "max_position_embeddings": "block_size",
+          "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta",
+          "tie_word_embeddings": "tie_embeddings"}
 ACTS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 
 
@@ -154,12 +154,12 @@ ONLY = {"attention_bias": False, "mlp_bias": False, "is_causal": True,
 
 def llama_config(folder):
     """The Config fields that a folder's config.json asks for, as transformers reads it. What
-    model_gpt cannot compute (biases, scaled RoPE) is refused by name."""
+    model_gpt cannot compute is refused by name."""
     hf = read_json(folder / "config.json")
     family = hf.get("model_type")
     if family not in [*DEFAULTS]:
-        pythia = " (Pythia has LayerNorms, biases, parallel residuals)" * (family == "gpt_neox")
-        raise ValueError(f"model_type {family!r:.60} is not supported{pythia}: "
+        why = " (Pythia has LayerNorms and biases)" * (family == "gpt_neox")
+        raise ValueError(f"model_type {family!r:.60} is not supported{why}: "
                          f"{', '.join(DEFAULTS)} are")
     hf = {**DEFAULTS[family], **hf, "rope_theta": rope_theta(hf)}
     gemma = family == "gemma"
@@ -174,8 +174,8 @@ def llama_config(folder):
     # Llama ignores the field
     windowed = family == "mistral" and hf["sliding_window"] is not None
     return {**{ours: field(hf, theirs) for theirs, ours in FIELDS.items()},
-            "mlp": mlp, "scale_embeddings": gemma, "qk_norm": family == "qwen3",
-            "window": field(hf, "sliding_window") if windowed else 0}
+            "window": field(hf, "sliding_window") if windowed else 0,
+            "qk_norm": family == "qwen3", "mlp": mlp, "scale_embeddings": gemma}
 
 
 def field(hf, name):
@@ -196,7 +196,7 @@ def refuse_others(folder, hf, only):
     if hf.get("layer_types") and set(hf["layer_types"]) != {"full_attention"}:
         raise ValueError("layer_types is not supported: only full_attention is")
     if (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder / 'adapter_config.json'} is not supported: no adapter is")
+        raise ValueError("adapter_config.json is not supported: no adapter is")
 
 
 def rope_theta(hf):

@@ -149,7 +149,8 @@ def test_what_cannot_be_encoded_or_decoded(tokenizers):
 
 
 @pytest.mark.parametrize("kind, changes", [
-    ("byte", {"kind": ["byte"]}), ("bpe", {"pattern": "("}), ("bpe", {"ranks": "YQ== YQ=="}), ("smollm", {"eos": 340}), ("smollm", {"json": "[" * 100_000})])
+    ("byte", {"kind": ["byte"]}), ("bpe", {"pattern": "("}), ("bpe", {"ranks": "YQ== YQ=="}),
+    ("smollm", {"eos": 340}), ("smollm", {"json": "[" * 100_000})])
 def test_malformed_tokenizers(kind, changes, tokenizers):
     with pytest.raises(UserError, match="malformed"):
         load_tokenizer({**tokenizers[kind].to_dict(), **changes})
@@ -237,7 +238,7 @@ def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch):
     ("huggingface_hub.snapshot_download", {"tokenizer": "gpt2"}, "hf:openai-community/gpt2 cannot be used"),
     ("urllib.request.urlopen", {"dataset": "shakespeare"}, "use dataset=file:PATH"),
     ("datasets.load_dataset", {"dataset": "hf:a/b"}, "cannot read hf:a/b: ConnectionError: no route$"),
-    ("huggingface_hub.snapshot_download", {"tokenizer": "hf:a/b"}, "hf:a/b cannot be used: .*downloaded: ConnectionError: no route$")])
+    ("huggingface_hub.snapshot_download", {"tokenizer": "hf:a/b"}, "hf:a/b cannot be used: .*: .*: no route$")])
 def test_no_network(tmp_path, function, keys, message, monkeypatch):
     monkeypatch.setattr(function, Mock(side_effect=ConnectionError("no route\nto host")))
     with pytest.raises(UserError, match=message):
@@ -279,7 +280,7 @@ def test_val_has_its_fraction_of_the_bytes(sizes, fraction, copies, seed):
     corpus, found, where = prepare.Corpus(lambda: docs, fraction), {"train": "", "val": ""}, {}
     for doc in corpus:
         parts = corpus.parts(*doc)
-        assert "".join(text for _, text in parts) == doc[2] and [s for s, _ in parts] in (["train"], ["val"], ["train", "val"])
+        assert "".join(text for _, text in parts) == doc[2] and [s for s, _ in parts] in (["train"], ["val"], [*found])
         for split, text in parts:
             found[split] += text
         assert where.setdefault(doc[2], parts) == parts
@@ -349,7 +350,7 @@ def test_local_data_sets(tmp_path, monkeypatch):
     for n, dataset in enumerate(["hf:json", "hf:[a].parquet", "hf:rows.csv"]):
         folder = make(tmp_path, dataset=dataset, split="test" if n == 0 else "train", name=str(n))
         assert sorted(docs_of(folder)) == sorted(ROWS) and TokenData(folder, "val").meta["skipped"] > 0
-    for dataset, message in {"hf:text": "nor a hub name", "hf:text:rows.csv": "nor a hub name",  # would read any file here
+    for dataset, message in {"hf:text": "nor a hub name", "hf:text:rows.csv": "nor a hub name",  # would read more
                              "hf:": "unknown dataset", "hf:d[1]": "rename it", "hf:json": "column n holds int",
                              "file:rows.csv": "is a table: dataset=hf:PATH"}.items():
         with pytest.raises(UserError, match=message):
@@ -365,7 +366,7 @@ def test_json_lines(tmp_path):
     assert sorted(docs_of(folder)) == sorted(ROWS) and read_meta(folder)["skipped"] == 2
     folder = make(tmp_path, dataset=f"file:{tmp_path}/a.jsonl", text_column="title", name="y")
     assert sorted(docs_of(folder)) == sorted(f"{n} {row}" for n, row in enumerate(ROWS))
-    for bad, message in ("", "text_column=body: KeyError"), ('\n{"body"', "line 64, .*JSONDecodeError"), ("\n[]", "TypeError"):
+    for bad, message in ("", "text_column=body: KeyError"), ('\n{"body"', "line 64, .*JSOND"), ("\n[]", "TypeError"):
         (tmp_path / "a.jsonl").write_text(lines.replace("text", "body") + bad if bad else lines)
         with pytest.raises(UserError, match=message):
             make(tmp_path, dataset=f"file:{tmp_path}/a.jsonl", text_column="body")
@@ -460,7 +461,7 @@ def test_files_damaged_or_replaced_while_in_use(tmp_path):
         TokenData(folder, "train").windows([0], 4)
     shutil.rmtree(tmp_path / "old")
     assert before.windows([0], 4).tolist() == [[0, 1, 2, 3]]
-    for damage, message in ((lambda file: os.truncate(file, 4), "is damaged: 4 bytes, 8 expected"), (os.remove, "is missing")):
+    for damage, message in (lambda file: os.truncate(file, 4), "is damaged: 4 bytes, 8"), (os.remove, "is missing"):
         damage(folder / "train.bin")
         with pytest.raises(UserError, match=f"train.bin {message}"):
             TokenData(folder, "train")
