@@ -3,7 +3,7 @@ Llama-family weights: Hugging Face folders (SmolLM, TinyLlama, Llama 2, 3, Mistr
 Gemma 1) <-> model_gpt. Models whose loops unroll to a model_gpt are written too.
 
 Both sides store matrices as (out, in), and RoPE rotates the same pairs.
-So a weight only changes its name. But Gemma's norms multiply by 1 + w: they are stored as w.
+A weight only changes its name. But Gemma's norms multiply by 1 + w: they are stored as w.
 """
 import json
 import math
@@ -203,7 +203,7 @@ def rope_theta(hf):
     """RoPE's base. Of two fields with RoPE's parameters transformers takes the older one."""
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError("RoPE's parameters of each layer type are not supported: only one set is")
+        raise ValueError("RoPE of each layer type is not supported: only one for all is")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(f"rope scaling {kind!r:.60} is not supported: only unscaled RoPE is")
