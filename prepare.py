@@ -95,16 +95,16 @@ class Corpus:
             self.fill(sorted(sizes.items()), wanted, slack)
 
     def __iter__(self):
-        """Yields (SHA-256, number of bytes, text) of each document that is not empty. Counts the
-        others, and what is no text: half of a surrogate pair, say, as JSON can write it."""
+        """Yields (SHA-256, number of bytes, text) of each document that is not empty, and counts
+        what is no text: a number, or half of a surrogate pair, as JSON can write it."""
         self.skipped = 0
         for text in self.texts():
-            text = text and text.removeprefix("\ufeff")  # a byte order mark
             try:
-                data = text and text.encode()
-            except UnicodeEncodeError:
-                data = None
-            self.skipped += data is None
+                text = text.removeprefix("\ufeff")  # a byte order mark
+                data = text.encode()
+            except (AttributeError, TypeError, UnicodeEncodeError):
+                self.skipped += 1
+                continue
             if data:
                 yield hashlib.sha256(data).digest(), len(data), text
 

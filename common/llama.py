@@ -203,7 +203,7 @@ def rope_theta(hf):
     """RoPE's base. Of two fields with RoPE's parameters transformers takes the older one."""
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError("RoPE of each layer type is not supported: only one for all is")
+        raise ValueError("RoPE of each layer type is not supported: one for all is")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(f"rope scaling {kind!r:.60} is not supported: only unscaled RoPE is")

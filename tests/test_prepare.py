@@ -351,7 +351,7 @@ def test_local_data_sets(tmp_path, monkeypatch):
         folder = make(tmp_path, dataset=dataset, split="test" if n == 0 else "train", name=str(n))
         assert sorted(docs_of(folder)) == sorted(ROWS) and TokenData(folder, "val").meta["skipped"] > 0
     for dataset, message in {"hf:text": "nor a hub name", "hf:text:rows.csv": "nor a hub name",  # would read more
-                             "hf:": "unknown dataset", "hf:d[1]": "rename it", "hf:json": "column n holds int",
+                             "hf:": "unknown dataset", "hf:d[1]": "rename it", "hf:rows.csv": "0 documents of UTF-8 text, 32 others",
                              "file:rows.csv": "is a table: dataset=hf:PATH"}.items():
         with pytest.raises(UserError, match=message):
             make(tmp_path, dataset=dataset, text_column="n")
