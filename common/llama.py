@@ -221,13 +221,13 @@ def stored_weights(folder):
         if not isinstance(names, dict):
             raise ValueError(f"{index} has no weight_map")
         files = sorted(set(map(str, names.values())))
-    for file in files:
-        if not (folder / file).is_file():
-            raise ValueError(f"{folder / file} is missing or is not a regular file")
+    for file in map(folder.joinpath, files):
         try:
-            found.update(load_file(folder / file))
+            if not file.is_file():      # of a pipe there may be no end
+                raise OSError
+            found.update(load_file(file))
         except (OSError, SafetensorError) as e:
-            raise ValueError(f"{folder / file} cannot be read or is damaged") from e
+            raise ValueError(f"{file} is missing or damaged") from e
     return {name: w for name, w in found.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
