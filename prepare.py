@@ -2,7 +2,6 @@
 Text -> token files: one folder data/<name>/ with train.bin, val.bin and meta.json.
 
     python prepare.py                                # the standard library's source, as bytes
-    python prepare.py dataset=python tokenizer=bpe:4096
     python prepare.py dataset=file:book.txt tokenizer=char
     python prepare.py 'dataset=file:notes/*.md' tokenizer=bpe:2048 name=notes
     python prepare.py dataset=hf:HuggingFaceFW/fineweb-edu:sample-10BT tokenizer=gpt2 \
@@ -22,10 +21,9 @@ tokenizer  byte              256 byte values; vocabulary 257
 A document goes to the split that its SHA-256 gives, so it stays there when others come or go.
 Where val would miss val_fraction of the bytes by a tenth, it takes documents in the order of their
 SHA-256, and one that is too large for it is cut: its end goes to val. So does that of a single one.
-End-of-text follows every document but a single one: the model's own with hf:, else the last id.
-Files that are not UTF-8 are skipped (and counted). A document must fit in memory; a stream of
-documents may be of any length. The same source and settings give the same tokens. A run that fails
-or is stopped leaves nothing behind. Files that have changed since are told here and in training.
+End-of-text follows every document but a single one. Files that are not UTF-8 are skipped (and
+counted). A document must fit in memory, a stream need not. The same source and settings give the
+same tokens. What fails or is stopped leaves nothing behind.
 """
 import hashlib
 import json
@@ -35,7 +33,6 @@ import re
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,45 +72,21 @@ def is_offline(dataset) -> bool:
     return dataset == "python" or dataset.startswith("file:")
 
 
-# ------------------------------------------------------------------------------------------------
-# documents
+# ---- documents ----
 
-class Source:
-    """Documents in a fixed order. Every iteration is a new pass and counts from zero."""
+class Corpus:
+    """Documents in a fixed order, and how they are split. texts(): their texts, in a new pass. Of
+    more than `limit` bytes only the start is looked at: a document larger than a thousandth of it
+    is cut."""
 
-    def __init__(self, cfg):
-        self.cfg = cfg
-        # bytes that are looked at before the splits are made
-        self.limit = SAMPLE_BYTES if cfg.dataset.startswith("hf:") else math.inf
-
-    def __iter__(self):
-        """Yields (SHA-256, number of bytes, text) of each document that is not empty."""
-        self.skipped = 0
-        for text in documents(self.cfg):  # None: not a text
-            text = text and text.removeprefix("\ufeff")  # a byte order mark
-            try:
-                data = text and text.encode()
-            except UnicodeEncodeError:  # half of a surrogate pair, as JSON can write it
-                data = None
-            self.skipped += data is None
-            if data:
-                yield hashlib.sha256(data).digest(), len(data), text
-
-
-# ------------------------------------------------------------------------------------------------
-# splits
-
-class Splitter:
-    """Which part of a document is for validation, as the docstring of this file says. Of a long
-    stream the start is looked at: there a document larger than a thousandth of it is cut."""
-
-    def __init__(self, source, fraction):
-        self.fraction, self.edge, self.part = fraction, int(fraction * 2**64).to_bytes(8, "big"), 0
-        self.large, self.count, total, sizes = math.inf, 0, 0, Counter()
-        for key, size, _ in source:
+    def __init__(self, texts, fraction, limit=math.inf):
+        self.texts, self.fraction, self.limit = texts, fraction, limit
+        self.edge, self.part, self.large = int(fraction * 2**64).to_bytes(8, "big"), 0, math.inf
+        self.count, total, sizes = 0, 0, Counter()
+        for key, size, _ in self:
             sizes[key] += size
             total, self.count = total + size, self.count + 1
-            if total >= source.limit or self.count == SAMPLE_DOCUMENTS:
+            if total >= limit or self.count == SAMPLE_DOCUMENTS:
                 self.large = total / 1000
                 return
         wanted = max(2, round(total * fraction))
@@ -121,6 +94,20 @@ class Splitter:
         by_hash = sum(size for key, size in sizes.items() if key < self.edge)
         if abs(by_hash - wanted) > slack:
             self.fill(sorted(sizes.items()), wanted, slack)
+
+    def __iter__(self):
+        """Yields (SHA-256, number of bytes, text) of each document that is not empty, and counts
+        what is no text: a number, or half of a surrogate pair, as JSON can write it."""
+        self.skipped = 0
+        for text in self.texts():
+            try:
+                text = text.removeprefix("\ufeff")  # a byte order mark
+                data = text.encode()
+            except (AttributeError, TypeError, UnicodeEncodeError):
+                self.skipped += 1
+                continue
+            if data:
+                yield hashlib.sha256(data).digest(), len(data), text
 
     def fill(self, sizes, wanted, slack):
         """Puts the edge where val has the bytes that are wanted. The document there is cut if val
@@ -141,16 +128,25 @@ class Splitter:
         head = text if cut == size else text.encode()[:cut].decode(errors="ignore")
         return [(split, t) for split, t in (("train", head), ("val", text[len(head):])) if t]
 
-    def slices(self, source):
+    def slices(self):
         """Yields (split, slice of a text, whether it is its first, whether end-of-text follows)."""
-        for document in source:
+        for document in self:
             for split, text in self.parts(*document):
                 *others, last = slices(text)
                 for n, part in enumerate([*others, last]):
                     yield split, part, n == 0, self.count > 1 and n == len(others)
 
+    def sample(self, splits, limit):
+        """Yields the text of the splits in slices, about `limit` bytes in all."""
+        for split, text, *_ in self.slices():
+            if split in splits:
+                yield text
+                limit -= len(text.encode())
+                if limit <= 0:
+                    return
 
-def build_tokenizer(cfg, source, splitter):
+
+def build_tokenizer(cfg, corpus):
     kind, _, rest = cfg.tokenizer.partition(":")
     if kind == "byte":
         return ByteTokenizer()
@@ -159,79 +155,60 @@ def build_tokenizer(cfg, source, splitter):
     if kind == "hf":
         return hf_tokenizer(rest)
     if kind == "bpe":
-        return train_bpe(int(rest), sample(source, splitter, ("train",), SAMPLE_BYTES))
-    return CharTokenizer(set().union(*sample(source, splitter, ("train", "val"), source.limit)))
+        return train_bpe(int(rest), corpus.sample(["train"], SAMPLE_BYTES))
+    return CharTokenizer(set().union(*corpus.sample(["train", "val"], corpus.limit)))
 
 
-def sample(source, splitter, splits, limit):
-    """Yields the text of the splits in slices, about `limit` bytes in all."""
-    for split, text, *_ in splitter.slices(source):
-        if split in splits:
-            yield text
-            limit -= len(text.encode())
-            if limit <= 0:
-                return
+# ---- writing ----
 
-
-# ------------------------------------------------------------------------------------------------
-# writing
-
-class SplitWriter:
-    """Appends the tokens of one split to its file, in constant memory."""
-
-    def __init__(self, file, dtype, room):
-        """room: the number of tokens that the split may take"""
-        self.file, self.dtype, self.room = file, np.dtype(dtype).newbyteorder("<"), room
-        self.tokens, self.bytes, self.sha256 = 0, 0, hashlib.sha256()
-
-    def add(self, ids, n_bytes, tokenizer):
-        """ids: array of the tokens of n_bytes of text; those beyond the room left are dropped."""
-        if len(ids) > self.room:
-            ids = ids[: self.room]
-            n_bytes = len(tokenizer.decode_bytes(ids))
-        written = ids.astype(self.dtype).tobytes()
-        self.file.write(written)
-        self.sha256.update(written)
-        self.room -= len(ids)
-        self.tokens += len(ids)
-        self.bytes += n_bytes
-
-    def sizes(self):
-        return {"tokens": self.tokens, "bytes": self.bytes, "sha256": self.sha256.hexdigest()}
-
-
-def encode_source(source, splitter, tokenizer, writers):
-    """One pass: every document through the tokenizer (on all cores) to the writer of its split."""
-    todo = (piece for piece in splitter.slices(source) if writers[piece[0]].room)
+def encode(corpus, tokenizer, dtype, files, room) -> Counter:
+    """One pass: every document through the tokenizer (on all cores) to the file of its split, at
+    most room[split] tokens. Returns the bytes of text in each."""
+    n_bytes = Counter()
+    todo = (piece for piece in corpus.slices() if room[piece[0]])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while any(w.room for w in writers.values()) and (batch := list(islice(todo, BATCH))):
+        while any(room.values()) and (batch := list(islice(todo, BATCH))):
             encoded = pool.map(lambda piece: tokenizer.encode_slice(*piece[1:3]), batch)
             for (split, text, _, ends), ids in zip(batch, encoded):
-                writers[split].add(ids, len(text.encode()), tokenizer)
-                writers[split].add(np.array([tokenizer.eot])[:ends], 0, tokenizer)
+                ids = np.append(ids, np.array([tokenizer.eot][:ends], dtype=np.int64))
+                fits = ids[:room[split]]
+                whole = len(fits) == len(ids)
+                n_bytes[split] += len(text.encode() if whole else tokenizer.decode_bytes(fits))
+                files[split].write(fits.astype(dtype).tobytes())
+                room[split] -= len(fits)
+    return n_bytes
 
 
 def write_dataset(folder, cfg) -> dict:
     """Writes the token files and meta.json into `folder`. Returns the meta."""
-    source, made_of = Source(cfg), source_stamp(cfg.dataset)
-    splitter = Splitter(source, cfg.val_fraction)
-    tokenizer = build_tokenizer(cfg, source, splitter)
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    room = cfg.max_tokens or 1 << 62
-    val_room = max(2, round(room * cfg.val_fraction))
+    made_of = source_stamp(cfg.dataset)
+    limit = SAMPLE_BYTES if cfg.dataset.startswith("hf:") else math.inf
+    corpus = Corpus(lambda: documents(cfg), cfg.val_fraction, limit)
+    tokenizer = build_tokenizer(cfg, corpus)
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    most = cfg.max_tokens or 1 << 62
+    of_val = max(2, round(most * cfg.val_fraction))
+    room = {"train": most - of_val, "val": of_val}
     folder.mkdir()
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        writers = {"train": SplitWriter(train, dtype, room - val_room),
-                   "val": SplitWriter(val, dtype, val_room)}
-        encode_source(source, splitter, tokenizer, writers)
-    if min(writer.tokens for writer in writers.values()) < 2:
-        raise UserError(f"{cfg.dataset} is empty or too short: {splitter.count} documents of UTF-8 "
-                        f"text, {source.skipped} others, a split would hold fewer than 2 tokens")
-    meta = {"format": FORMAT, **settings(cfg), "vocab_size": tokenizer.vocab_size, "dtype": dtype,
-            "eot": tokenizer.eot, "splits": {name: w.sizes() for name, w in writers.items()},
-            "skipped": source.skipped, "source_stamp": made_of, "tokenizer": tokenizer.to_dict()}
+        n_bytes = encode(corpus, tokenizer, dtype, {"train": train, "val": val}, dict(room))
+    splits = {split: sizes(folder / f"{split}.bin", dtype, n_bytes[split]) for split in room}
+    if min(of["tokens"] for of in splits.values()) < 2:
+        raise UserError(f"{cfg.dataset} is empty or too short: {corpus.count} documents of UTF-8 "
+                        f"text, {corpus.skipped} others, a split would hold fewer than 2 tokens")
+    meta = {"format": FORMAT, **settings(cfg), "vocab_size": tokenizer.vocab_size,
+            "dtype": dtype.name, "eot": tokenizer.eot, "splits": splits, "skipped": corpus.skipped,
+            "source_stamp": made_of, "tokenizer": tokenizer.to_dict()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
+
+
+def sizes(path, dtype, n_bytes) -> dict:
+    """What meta.json tells of a token file."""
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    tokens = path.stat().st_size // dtype.itemsize
+    return {"tokens": tokens, "bytes": n_bytes, "sha256": sha256}
 
 
 def settings(cfg) -> dict:
@@ -240,13 +217,11 @@ def settings(cfg) -> dict:
     return {"tokenizer_name": cfg.tokenizer, **{key: getattr(cfg, key) for key in keys}}
 
 
-# ------------------------------------------------------------------------------------------------
-# all or nothing
+# ---- all or nothing ----
 
 def prepare(cfg) -> Path:
     """Makes the data set and returns its folder; a complete one of the same settings is left as
     it is. UserError for bad input, no network or no space."""
-    start = time.monotonic()
     check_settings(cfg)
     name = check_name(cfg.name) if cfg.name else folder_name(cfg.dataset, cfg.tokenizer)
     folder = Path(cfg.data_dir) / name
@@ -257,10 +232,10 @@ def prepare(cfg) -> Path:
             return folder
         meta = make_folder(folder, cfg)
     except OSError as e:
-        raise UserError(f"cannot write {folder}: {e.strerror or e}") from None
-    sizes = [f"{s['tokens']:,} tokens ({s['bytes']:,} bytes)" for s in meta["splits"].values()]
-    print(f"{folder}: train {sizes[0]}, val {sizes[1]}, vocabulary {meta['vocab_size']:,}, "
-          f"{meta['skipped']} documents skipped, {time.monotonic() - start:.1f} s"
+        raise UserError(f"cannot make {folder}: {e}") from None
+    made = [f"{s['tokens']:,} tokens ({s['bytes']:,} bytes)" for s in meta["splits"].values()]
+    print(f"{folder}: train {made[0]}, val {made[1]}, vocabulary {meta['vocab_size']:,}, "
+          f"{meta['skipped']} documents skipped"
           + f"; train.py takes it as dataset={name}" * bool(cfg.name))
     return folder
 
@@ -279,9 +254,8 @@ def already_there(folder, cfg) -> bool:
     """Whether this very data set exists. UserError if something else has its place."""
     if not folder.exists():
         return False
-    names = {file.name for file in folder.iterdir()} if folder.is_dir() else {folder.name}
-    others = {name for name in names if not re.fullmatch(r"meta\.json|.*\.bin", name)}
-    if others or "meta.json" not in names:  # overwrite=true would delete it
+    names = set(os.listdir(folder))     # overwrite=true would delete them
+    if not {"meta.json"} <= names <= {"meta.json", "train.bin", "val.bin"}:
         raise UserError(f"{folder} is not a data set, or holds other files too: remove it, or "
                         "choose another name=")
     if cfg.overwrite:

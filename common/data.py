@@ -2,7 +2,6 @@
 The data of a run: the folder that its keys name, its token files, and the batches of training,
 each a pure function of (seed, step).
 """
-import contextlib
 import glob
 import hashlib
 import json
@@ -17,14 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from common.keys import (NAME, UserError, as_command, first_line, folder_name, need, note,
-                         read_bytes, read_json)
+                         read_json)
 from common.tokenizer import HUB_NAME, load_tokenizer
 
 FORMAT = 2  # of a data set's folder
 
 
-# ------------------------------------------------------------------------------------------------
-# the folder of a data set
+# ---- the folder of a data set ----
 
 def is_task(dataset):
     return dataset.startswith("task:")
@@ -45,57 +43,31 @@ def open_data(cfg):
     again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                        f"data_dir={cfg.data_dir}")
     if not folder.exists():
-        raise UserError(f"{folder} does not exist: make it with {again}{other_names(cfg)}")
+        raise UserError(f"{folder} does not exist: make it with {again}; what was made with "
+                        "name=NAME is dataset=NAME")
     meta = read_meta(folder)
-    for key, name in (("dataset", "dataset"), ("tokenizer", "tokenizer_name")):
-        asked, made = getattr(cfg, key), meta.get(name)
-        if folder.name != cfg.dataset and made not in (None, asked):
-            raise UserError(f"{folder} was made with {key}={made}: make another with {again} "
-                            f"name=NAME, and train with dataset=NAME")
+    made = meta.get("dataset"), meta.get("tokenizer_name")
+    if folder.name != cfg.dataset and made != (cfg.dataset, cfg.tokenizer):
+        raise UserError(f"{folder} was made with dataset={made[0]} tokenizer={made[1]}: make "
+                        f"another with {again} name=NAME, and train with dataset=NAME")
     if has_changed(meta):
         note(f"{meta['dataset']} has changed since {folder} was made: prepare.py with "
              f"overwrite=true makes it again")
     return folder
 
 
-def has_changed(meta) -> bool:
-    """Whether the user's files, that the data set was made from, are others since."""
-    made = meta.get("source_stamp")
-    try:
-        return bool(made) and source_stamp(meta["dataset"]) not in ("", made)
-    except (UserError, OSError):                # they were on another machine
-        return False
-
-
-def other_names(cfg) -> str:
-    """Words that tell where the same source and tokenizer were prepared, by name=."""
-    same, found = {"dataset": cfg.dataset, "tokenizer_name": cfg.tokenizer}, []
-    for file in sorted(Path(cfg.data_dir).glob("*/meta.json")):
-        with contextlib.suppress(UserError):            # not a data set
-            if read_meta(file.parent).items() >= same.items():
-                found.append(f"dataset={file.parent.name}")
-    return f"; {', '.join(found)} has the same source and tokenizer" if found else ""
-
-
 def data_fingerprint(cfg, batches) -> str:
     """A SHA-256 of what a run trains and validates on: the tokens of its data set, or the keys
     that a task's examples depend on."""
-    parts = [cfg.dataset, cfg.seed, cfg.task_examples]
-    if not is_task(cfg.dataset):
-        parts = [batches.train.sha256, batches.val.sha256]
+    parts = ([cfg.dataset, cfg.seed, cfg.task_examples] if is_task(cfg.dataset)
+             else [batches.train.sha256, batches.val.sha256])
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------
-# token files
+# ---- token files ----
 
 class TokenData:
-    """The tokens of one split of a prepared data set, and its meta.
-
-        data = TokenData("data/python-byte", "train")
-        starts = rng.integers(data.n_windows(257), size=8)
-        x = data.windows(starts, 257)  # (8, 257) int64
-    """
+    """The tokens of one split of a prepared data set, and its meta."""
 
     def __init__(self, folder, split):
         """UserError if the folder is not a data set, or one that is damaged."""
@@ -103,13 +75,10 @@ class TokenData:
         self.path = self.folder / f"{split}.bin"
         try:
             self.tokenizer = load_tokenizer(self.meta["tokenizer"])
-            self.vocab_size = self.tokenizer.vocab_size
             self.dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[self.meta["dtype"]]
             sizes = self.meta["splits"][split]
             self.tokens, self.bytes = int(sizes["tokens"]), int(sizes["bytes"])
-            self.sha256 = sizes["sha256"]
-            if min(self.tokens, self.bytes) < 1 or self.meta["vocab_size"] != self.vocab_size:
-                raise ValueError("a size is wrong")
+            self.vocab_size, self.sha256 = self.tokenizer.vocab_size, sizes["sha256"]
         except (KeyError, TypeError, ValueError, OverflowError, UserError) as e:
             problem = f"{type(e).__name__}: {first_line(e)}"
             raise UserError(f"{folder} is not a data set of this project: {problem}") from None
@@ -117,20 +86,13 @@ class TokenData:
             raise UserError(f"{self.path} is missing or is not a regular file")
         # stays open: a data set that is made anew meanwhile is another file
         self.file, wanted = open(self.path, "rb"), self.tokens * self.dtype.itemsize
-        info = os.fstat(self.file.fileno())
-        if info.st_size != wanted:
-            raise UserError(f"{self.path} is damaged: {info.st_size} bytes, {wanted} expected")
-        self.written = info.st_mtime_ns
-
-    def n_windows(self, length) -> int:
-        """The number of places where `length` tokens can start."""
-        return max(0, self.tokens - length + 1)
+        size = os.fstat(self.file.fileno()).st_size
+        if size != wanted:
+            raise UserError(f"{self.path} is damaged: {size} bytes, {wanted} expected")
 
     def windows(self, starts, length) -> np.ndarray:
-        """starts (B,) in [0, n_windows(length)) -> tokens (B, length) int64. The file is mapped
-        every time: a mapping that is kept holds every page it ever touched in memory."""
-        if os.fstat(self.file.fileno()).st_mtime_ns != self.written:
-            raise UserError(f"{self.path} has been written to while it was in use")
+        """starts (B,), each in [0, tokens - length], -> tokens (B, length) int64. The file is
+        mapped every time: a mapping that is kept holds every page it ever touched in memory."""
         tokens = np.memmap(self.file, dtype=self.dtype, mode="r", shape=(self.tokens,))
         ids = tokens[np.asarray(starts)[:, None] + np.arange(length)]
         if ids.size and ids.max() >= self.vocab_size:
@@ -140,27 +102,14 @@ class TokenData:
 
 
 def read_meta(folder) -> dict:
-    path = Path(folder) / "meta.json"
-    if not path.exists():
-        raise UserError(f"{folder} has no meta.json: not a data set; make it with "
-                        "python prepare.py dataset=... tokenizer=...")
-    meta = read_json(path)
+    meta = read_json(Path(folder) / "meta.json")
     if meta.get("format") != FORMAT:
         raise UserError(f"{folder} is of format {meta.get('format')!r:.60}, not {FORMAT}: make "
                         "the data set again with prepare.py")
     return meta
 
 
-# ------------------------------------------------------------------------------------------------
-# batches
-
-def in_batches(numbers, rows, limit):
-    """The numbers of windows or examples, `rows` at a time: all of them, or, with a limit, so many
-    batches that are spread evenly."""
-    if limit and limit * rows < len(numbers):
-        numbers = numbers[np.linspace(0, len(numbers) - 1, limit * rows).astype(np.int64)]
-    return [numbers[i:i + rows] for i in range(0, len(numbers), rows)]
-
+# ---- batches ----
 
 class Windows:
     """A text to validate on, cut into windows of block_size + 1 tokens: inputs, and the targets
@@ -168,18 +117,22 @@ class Windows:
 
     def __init__(self, val, rows, block_size):
         self.val, self.rows, self.length = val, rows, block_size + 1
-        self.check(val)
+        self.starts = np.arange(0, self.n_windows(val), block_size)
 
-    def check(self, data):
-        if data.n_windows(self.length) < 1:
+    def n_windows(self, data) -> int:
+        """The number of places where a window can start. UserError if there is none."""
+        if data.tokens < self.length:
             raise UserError(f"block_size={self.length - 1} is too long for {data.folder}: its "
                             f"{data.split} text has {data.tokens} tokens")
+        return data.tokens - self.length + 1
 
     def val_batches(self, limit):
         """The validation text in windows, each token predicted once (a few at its end may be left
         out); with a limit, so many micro-batches. Always the same."""
-        starts = np.arange(0, self.val.n_windows(self.length), self.length - 1)
-        return in_batches(starts, self.rows, limit)
+        starts, count = self.starts, limit * self.rows
+        if 0 < count < len(starts):     # spread evenly
+            starts = starts[np.linspace(0, len(starts) - 1, count).astype(np.int64)]
+        return [starts[i:i + self.rows] for i in range(0, len(starts), self.rows)]
 
     def cut(self, data, starts):
         import torch  # here: prepare.py, which reads data sets too, starts faster without it
@@ -194,16 +147,14 @@ class TextBatches(Windows):
     def __init__(self, folder, cfg, block_size):
         self.train = TokenData(folder, "train")
         super().__init__(TokenData(folder, "val"), cfg.batch_size, block_size)
-        self.check(self.train)
         self.seed, self.accumulation = cfg.seed, cfg.gradient_accumulation_steps
-        self.micro_batch(0, 0)      # an unreadable file is told before anything is written
+        self.micro_batch(0, 0)      # what is wrong is told before anything is written
 
     def micro_batch(self, step, index):
         """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets,
         each (batch_size, block_size) int64."""
         rng = np.random.default_rng(np.random.SeedSequence([self.seed, step]))
-        n_windows = self.train.n_windows(self.length)
-        starts = rng.integers(0, n_windows, self.rows * self.accumulation)
+        starts = rng.integers(0, self.n_windows(self.train), self.rows * self.accumulation)
         return self.cut(self.train, starts[index * self.rows:(index + 1) * self.rows])
 
     def sizes(self):
@@ -223,8 +174,7 @@ def bits_per_byte(ce, data):
     return ce / math.log(2) * data.tokens / data.bytes
 
 
-# ------------------------------------------------------------------------------------------------
-# where documents come from: text files, rows of a table, the Hugging Face hub
+# ---- where documents come from: text files, rows of a table, the Hugging Face hub ----
 
 TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js",
         ".ts", ".java", ".go", ".rs", ".sh")
@@ -236,13 +186,13 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
 
 
 def documents(cfg):
-    """The texts of a data set, in a fixed order; None for what is no text."""
+    """The texts of a data set, in a fixed order. A column may hold other things too."""
     kind, _, rest = cfg.dataset.partition(":")
-    if cfg.dataset == "python" or kind == "file" and rest:
+    if cfg.dataset == "python" or kind == "file":
         for file in source_files(cfg.dataset):
-            yield from file_documents(file, cfg.text_column)
+            yield from file_texts(file, cfg.text_column)
     elif kind == "hf" and rest:
-        yield from hf_documents(rest, cfg)
+        yield from hf_texts(rest, cfg)
     elif cfg.dataset == "shakespeare":
         yield download(SHAKESPEARE)
     else:
@@ -261,21 +211,13 @@ def source_files(dataset) -> list:
     return text_files(path, ("",)) if kind == "hf" and os.path.exists(path) else []
 
 
-def source_stamp(dataset) -> str:
-    """Another one where a file of the user's data set was written, added, renamed or removed
-    since; "" where it has none."""
-    files = source_files(dataset) if dataset != "python" else []
-    stats = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files]
-    return hashlib.sha256(repr(stats).encode()).hexdigest() if files else ""
-
-
 def text_files(path, extensions=TEXT, skip=("__pycache__",)) -> list:
     """The files of a path, sorted: itself, a glob's, or those below a folder that are not hidden
     and have one of the extensions."""
     found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
     if os.path.isdir(path):
         found = []
-        for folder, folders, names in os.walk(path, onerror=unreadable):
+        for folder, folders, names in os.walk(path, onerror=fail):
             folders[:] = [f for f in folders if f not in skip and f[0] != "."]
             names = [f for f in names if f.lower().endswith(extensions) and f[0] != "."]
             found += [os.path.join(folder, f) for f in names]
@@ -286,42 +228,44 @@ def text_files(path, extensions=TEXT, skip=("__pycache__",)) -> list:
     return found
 
 
-def unreadable(e):
-    raise UserError(f"cannot read {e.filename}: {e.strerror}") from None
+def fail(error):
+    raise error     # os.walk would go on
 
 
-def file_documents(file, column):
-    """The text of a file, or the texts of JSON lines; None for what is not UTF-8."""
+def source_stamp(dataset) -> str:
+    """Another one where a file of the user's data set was written, added, renamed or removed
+    since; "" where it has none, or none on this machine."""
+    try:
+        files = source_files(dataset) if dataset != "python" else []
+        stats = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files]
+    except (UserError, OSError):
+        return ""
+    return hashlib.sha256(repr(stats).encode()).hexdigest() if files else ""
+
+
+def has_changed(meta) -> bool:
+    """Whether the user's files, that the data set was made from, are others since."""
+    made = meta.get("source_stamp")
+    return bool(made) and source_stamp(meta["dataset"]) not in ("", made)
+
+
+def file_texts(file, column):
+    """The text of a file, or that of each of its JSON lines. Bytes that are not UTF-8 are lone
+    surrogates in it."""
     kind = Path(file).suffix.lower()
     if kind in TABLES:
         raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such files")
-    try:
-        if kind == ".jsonl":
-            yield from json_lines(file, column)
-        else:
-            yield read_bytes(file).decode("utf-8")
-    except UnicodeDecodeError:
-        yield None
-    except OSError as e:
-        unreadable(e)
-
-
-def json_lines(file, column):
-    """A text a line. Other columns may hold anything (the library wants one type in each)."""
+    if kind != ".jsonl":
+        yield Path(file).read_bytes().decode(errors="surrogateescape")
+        return
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 if line.strip():
-                    yield text_of(json.loads(line), column)
+                    yield json.loads(line)[column]
             except (ValueError, LookupError, TypeError, RecursionError) as e:
                 raise UserError(f"{file}, line {number}, text_column={column}: "
                                 f"{type(e).__name__}: {first_line(e)}") from None
-
-
-def text_of(row, column):
-    if not isinstance(row[column], (str, type(None))):
-        raise TypeError(f"column {column} holds {type(row[column]).__name__}, not text")
-    return row[column]
 
 
 @cache
@@ -334,12 +278,11 @@ def download(url) -> str:
                         "dataset=file:PATH") from None
 
 
-def hf_documents(name, cfg):
-    """The text column of a data set, row by row; None for an empty field."""
-    column = cfg.text_column
+def hf_texts(name, cfg):
+    """The text column of a data set, row by row."""
     try:
-        for row in hf_rows(name, cfg.split).select_columns([column]):
-            yield text_of(row, column)
+        for row in hf_rows(name, cfg.split).select_columns([cfg.text_column]):
+            yield row[cfg.text_column]
     except Exception as e:  # of the library, the hub or the network
         raise UserError(f"cannot read hf:{name}: {type(e).__name__}: {first_line(e)}") from None
 

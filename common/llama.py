@@ -3,7 +3,7 @@ Llama-family weights: Hugging Face folders (SmolLM, TinyLlama, Llama 2, 3, Mistr
 Gemma 1) <-> model_gpt. Models whose loops unroll to a model_gpt are written too.
 
 Both sides store matrices as (out, in), and RoPE rotates the same pairs.
-So a weight only changes its name. But Gemma's norms multiply by 1 + w: they are stored as w.
+A weight only changes its name. But Gemma's norms multiply by 1 + w: they are stored as w.
 """
 import json
 import math
@@ -21,8 +21,8 @@ def from_pretrained(path, **overrides):
     """A model_gpt from a Llama-family folder (config.json and safetensors) or a hub name.
     overrides replace Config fields (block_size, dropout, fast). ValueError or UserError names
     what the weights need and model_gpt has not."""
-    gpt, files = model_module("gpt"), ["config.json", "model*.safetensors", "*.index.json"]
-    folder = hub_folder(path, files)
+    gpt = model_module("gpt")
+    folder = hub_folder(path, ["config.json", "model*.safetensors", "*.index.json"])
     fields, found = llama_config(folder), stored_weights(folder)
     fields["tie_embeddings"] = fields["tie_embeddings"] and tied(found)
     if fields["scale_embeddings"]:      # Gemma
@@ -33,24 +33,19 @@ def from_pretrained(path, **overrides):
 
 
 def to_pretrained(model, path, eos=None):
-    """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them, or the
-    model of another family. model: what `unrolled` takes. eos: the token at which generation
-    stops. ValueError if the model has what these have not."""
+    """Write config.json and model.safetensors as transformers reads them. model: what `unrolled`
+    takes. eos: the token at which generation stops. ValueError if no family has what it has."""
     model = unrolled(model)
     c, family = model.cfg, family_of(model.cfg)
-    config = dict(
+    config = {theirs: getattr(c, ours) for theirs, ours in FIELDS.items()}
+    config |= dict(
         architectures=[f"{family}ForCausalLM"], model_type=family.lower(),
-        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_mlp,
-        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
-        num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
-        max_position_embeddings=c.block_size, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
         hidden_act=ACTS[c.mlp], attention_bias=False, mlp_bias=False,
-        bos_token_id=None, eos_token_id=eos,
-        tie_word_embeddings=c.tie_embeddings, sliding_window=c.window or None,
+        bos_token_id=None, eos_token_id=eos, sliding_window=c.window or None,
         torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."))
-    named = model.named_parameters()
-    weights = {llama_name(name): p.detach().contiguous() for name, p in named}
+    weights = {llama_name(name): p.detach().contiguous()
+               for name, p in model.named_parameters()}
     if family == "Gemma":
         weights |= {name: w - 1 for name, w in weights.items() if "norm" in name}
     Path(path).mkdir(parents=True, exist_ok=True)
@@ -58,6 +53,13 @@ def to_pretrained(model, path, eos=None):
     (Path(path) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+# of config.json and of model_gpt's Config
+FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd",
+          "intermediate_size": "n_mlp", "num_hidden_layers": "n_layer",
+          "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head",
+          "head_dim": "head_dim", "max_position_embeddings": "block_size",
+          "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta",
+          "tie_word_embeddings": "tie_embeddings"}
 ACTS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 
 
@@ -152,37 +154,33 @@ ONLY = {"attention_bias": False, "mlp_bias": False, "is_causal": True,
 
 def llama_config(folder):
     """The Config fields that a folder's config.json asks for, as transformers reads it. What
-    model_gpt cannot compute (biases, scaled RoPE) is refused by name."""
+    model_gpt cannot compute is refused by name."""
     hf = read_json(folder / "config.json")
     family = hf.get("model_type")
     if family not in [*DEFAULTS]:
-        pythia = " (Pythia has LayerNorms, biases, parallel residuals)" * (family == "gpt_neox")
-        raise ValueError(f"model_type {family!r:.60} is not supported{pythia}: "
+        why = " (Pythia has LayerNorms and biases)" * (family == "gpt_neox")
+        raise ValueError(f"model_type {family!r:.60} is not supported{why}: "
                          f"{', '.join(DEFAULTS)} are")
-    hf = {**DEFAULTS[family], **hf}
-    width, n_head = field(hf, "hidden_size"), field(hf, "num_attention_heads")
-    for name, value in {"num_key_value_heads": n_head, "head_dim": width // n_head,
-                        "tie_word_embeddings": False}.items():
-        hf[name] = value if hf.get(name) is None else hf[name]
+    hf = {**DEFAULTS[family], **hf, "rope_theta": rope_theta(hf)}
     gemma = family == "gemma"
     if gemma and hf["hidden_act"] == "gelu":    # the released folders', which means its tanh form
         hf["hidden_act"] = ACTS["geglu"]
     mlp = "geglu" if gemma else "swiglu"
     refuse_others(folder, hf, {**ONLY, "hidden_act": ACTS[mlp]})
+    n_head = field(hf, "num_attention_heads")
+    for name, value in {"num_key_value_heads": n_head, "tie_word_embeddings": False,
+                        "head_dim": field(hf, "hidden_size") // n_head}.items():
+        hf[name] = value if hf.get(name) is None else hf[name]
     # Llama ignores the field
     windowed = family == "mistral" and hf["sliding_window"] is not None
-    return dict(
-        block_size=field(hf, "max_position_embeddings"), vocab_size=field(hf, "vocab_size"),
-        n_layer=field(hf, "num_hidden_layers"), n_head=n_head, n_embd=width,
-        head_dim=field(hf, "head_dim"), mlp=mlp, scale_embeddings=gemma,
-        n_kv_head=field(hf, "num_key_value_heads"), n_mlp=field(hf, "intermediate_size"),
-        norm_eps=field(hf, "rms_norm_eps", float), qk_norm=family == "qwen3",
-        window=field(hf, "sliding_window") if windowed else 0,
-        rope_theta=rope_theta(hf), tie_embeddings=field(hf, "tie_word_embeddings", bool))
+    return {**{ours: field(hf, theirs) for theirs, ours in FIELDS.items()},
+            "window": field(hf, "sliding_window") if windowed else 0,
+            "qk_norm": family == "qwen3", "mlp": mlp, "scale_embeddings": gemma}
 
 
-def field(hf, name, kind=int):
+def field(hf, name):
     """A positive number, or true or false, of a config.json."""
+    kind = {"rms_norm_eps": float, "rope_theta": float, "tie_word_embeddings": bool}.get(name, int)
     value = hf.get(name)
     right = type(value) is kind or kind is float and type(value) is int
     if not right or kind is not bool and not 0 < value < math.inf:
@@ -198,18 +196,18 @@ def refuse_others(folder, hf, only):
     if hf.get("layer_types") and set(hf["layer_types"]) != {"full_attention"}:
         raise ValueError("layer_types is not supported: only full_attention is")
     if (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder / 'adapter_config.json'} is not supported: no adapter is")
+        raise ValueError("adapter_config.json is not supported: no adapter is")
 
 
 def rope_theta(hf):
     """RoPE's base. Of two fields with RoPE's parameters transformers takes the older one."""
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError("RoPE's parameters of each layer type are not supported: only one set is")
+        raise ValueError("RoPE of each layer type is not supported: one for all is")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(f"rope scaling {kind!r:.60} is not supported: only unscaled RoPE is")
-    return field({"rope_theta": 10000.0, **hf, **rope}, "rope_theta", float)
+    return {"rope_theta": 10000.0, **hf, **rope}["rope_theta"]
 
 
 def stored_weights(folder):
@@ -223,42 +221,37 @@ def stored_weights(folder):
         if not isinstance(names, dict):
             raise ValueError(f"{index} has no weight_map")
         files = sorted(set(map(str, names.values())))
-    for file in files:
-        if not (folder / file).is_file():
-            raise ValueError(f"{folder / file} is missing or is not a regular file")
+    for file in map(folder.joinpath, files):
         try:
-            found.update(load_file(folder / file))
+            if not file.is_file():      # of a pipe there may be no end
+                raise OSError
+            found.update(load_file(file))
         except (OSError, SafetensorError) as e:
-            raise ValueError(f"{folder / file} cannot be read or is damaged") from e
+            raise ValueError(f"{file} is missing or damaged") from e
     return {name: w for name, w in found.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def tied(found):
     """Whether the head is the embedding, where a config says so. As in transformers it is not if
     both are stored and differ, and one of them stands for the other."""
-    names = llama_name("wte.weight"), llama_name("head.weight")
-    first, second = (found.get(name) for name in names)
-    if first is not None and second is not None and not torch.equal(first, second):
+    pair = llama_name("wte.weight"), llama_name("head.weight")
+    stored = [found[name] for name in pair if name in found]
+    if len(stored) == 2 and not torch.equal(*stored):
         return False
-    for name, other in zip(names, reversed(names)):
-        if other in found:
-            found.setdefault(name, found[other])
+    found.update(dict.fromkeys(pair, *stored[:1]))
     return True
 
 
 def llama_weights(folder, found, model):
     """The model's state dict. ValueError names a weight that is missing, left over, of another
     shape or not of finite numbers."""
-    weights = {}
-    for name, p in model.state_dict().items():
-        source = llama_name(name)
-        w = weights[name] = found.get(source)
-        if w is None or w.shape != p.shape:
-            shape = "missing" if w is None else tuple(w.shape)
-            raise ValueError(f"{folder}: {source} is {shape}, not {tuple(p.shape)}")
+    state = {llama_name(name): p for name, p in model.state_dict().items()}
+    for name in {**state, **found}:
+        w, p = found.get(name), state.get(name)
+        if w is None or p is None or w.shape != p.shape:
+            has = "missing" if w is None else tuple(w.shape)
+            asked = "in this model" if p is None else tuple(p.shape)
+            raise ValueError(f"{folder}: {name} is {has}, not {asked}")
         if not w.is_floating_point() or not w.float().isfinite().all():
-            raise ValueError(f"{folder}: {source} is not of finite floating-point numbers")
-    extra = found.keys() - {llama_name(name) for name in weights}
-    if extra:
-        raise ValueError(f"{folder}: {min(extra)} has no place in this model")
-    return weights
+            raise ValueError(f"{folder}: {name} is not of finite floating-point numbers")
+    return {name: found[llama_name(name)] for name in model.state_dict()}

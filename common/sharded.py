@@ -11,7 +11,6 @@ A checkpoint holds whole tensors, the same as without sharding.
 """
 import contextlib
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard

@@ -4,20 +4,16 @@ Synthetic tasks as data sets, made while training: what a sequence model can do,
     python train.py dataset=task:recall block_size=128 run=recall
 
 Inputs stand above targets: target t is the answer after tokens 0..t. A dot is a position that
-is not scored. T is the length (block_size). In parentheses: vocabulary size and a usual T.
+is not scored. In parentheses: vocabulary size and a usual length T (block_size).
 
 recall (16, T 128). Pairs of a key (0-7) and a value (8-15). Within an example a key always
 has the same value. The value is scored if its key came before, as the last key always did.
+noisy_recall (32, T 128): a pair is two noise tokens (16-31) with probability 0.2.
     inputs    3  9  0 14  3  9  5  9  0 14
     targets   .  .  .  .  9  .  .  . 14  .
 
-noisy_recall (32, T 128). The same, but a pair is two noise tokens (16-31) with probability 0.2.
-    inputs    3  9 17 30  0 14  3  9 25 25  0 14
-    targets   .  .  .  .  .  .  9  .  .  . 14  .
-
 fuzzy_recall (16, T 128). A key is a motif of one to three distinct tokens of 0-6, a value
-one of 7-14. 15 pads on the left. The last pair came before. In validation all keys have
-three tokens, as in MAD.
+one of 7-14. 15 pads on the left. In validation all keys have three tokens, as in MAD.
     inputs   15  4  2  6  9 11  0  5  1  8  4  2  6  9
     targets   .  .  .  .  .  .  .  .  .  .  .  .  9 11
 
@@ -26,9 +22,8 @@ sixteen blanks, at which the letters are scored in order. Here with three letter
     inputs   14 14  7 14  2 14 14 14  7 15 14 14 14
     targets   .  .  .  .  .  .  .  .  .  .  7  2  7
 
-memorization (256, T 32). Keys (0-126), each followed by the insert token (255), at which
-the key's value (127-254) is scored. A key has the same value in all examples, training and
-validation alike, drawn from the seed.
+memorization (256, T 32). Keys (0-126), each followed by the insert token (255), at which its
+value (127-254) is scored: the same in all examples, drawn from the seed.
     inputs  101 255   3 255 101 255
     targets   . 140   . 222   . 140
 
@@ -37,8 +32,7 @@ copying (27). T / 2 letters (0-25), the copy token (26), and the letters again.
     targets   .  .  .  4 19  0
 
 needles (48, T 128). Eight pairs of a key (0-15, all different) and a value (16-31) are strewn
-over filler (32-47). Then all keys follow in another order, each with its value, which is
-scored. Here with two pairs:
+over filler (32-47). Then all keys follow in another order, each with its value. Here with two:
     inputs   40  3 17 33 33 11 30 45 11 30  3 17
     targets   .  .  .  .  .  .  .  . 30  . 17  .
 
@@ -56,12 +50,11 @@ The first five are MAD's (Poli et al. 2024, "Mechanistic Design and Scaling of H
 Architectures", github.com/athms/mad-lab), copying is from "Repeat After Me" (Jelassi et al.
 2024), s3 and s5 from "The Illusion of State in State-Space Models" (Merrill et al. 2024);
 needles is like RULER's multi-key, multi-query retrieval (Hsieh et al. 2024).
-Departures from MAD's code: a recall example ends with the whole last pair (MAD drops the last
-value); fuzzy_recall holds as many pairs as fit, and its last pair always came before; the seed
-also draws the blanks of selective_copying; compression, which needs a decoder in the place of
-the model's head, is left out; training scores what validation scores (MAD trains the recall
-tasks on every next token) and draws examples with replacement, not in epochs; accuracy is the
-mean over tokens, not over classes of tokens.
+Departures from MAD's code: the last pair of a recall example came before and is whole (MAD drops
+its value); fuzzy_recall holds as many pairs as fit; the seed also draws the blanks of
+selective_copying; no compression, whose decoder is not the model's head; training scores what
+validation scores (MAD: every next token of the recall tasks) and draws examples with replacement,
+not in epochs; accuracy is the mean over tokens, not over classes of tokens.
 """
 import itertools
 from collections.abc import Callable
@@ -71,7 +64,7 @@ from functools import cache, cached_property, partial
 import numpy as np
 import torch
 
-from common.data import in_batches
+from common.data import TextBatches
 from common.keys import UserError
 from common.tokenizer import TaskTokenizer
 
@@ -211,11 +204,10 @@ TASKS = {
 
 def find_task(dataset, T):
     """The Task of dataset=task:NAME. UserError if name or length is impossible."""
-    name = dataset.removeprefix("task:")
-    if name not in TASKS:
-        known = ", ".join(f"task:{n}" for n in TASKS)
+    task = TASKS.get(dataset.removeprefix("task:"))
+    if task is None:
+        known = ", ".join(f"task:{name}" for name in TASKS)
         raise UserError(f"dataset={dataset} is unknown: the tasks are {known}")
-    task = TASKS[name]
     if T < task.shortest or task.even and T % 2:
         raise UserError(f"block_size={T} is impossible for dataset={dataset}: it must be "
                         f"{'an even number, ' * task.even}{task.shortest} or more")
@@ -228,13 +220,12 @@ class TaskData:
     def __init__(self, task, T, seed, split, count):
         self.seed, self.split, self.count = seed, split, count
         self.vocab_size, self.tokenizer = task.vocab_size, TaskTokenizer(task.vocab_size)
-        make = task.make
-        if make is memorization:
+        self.example = partial(task.make, T=T)
+        if task.make is memorization:
             values = 127 + generator(seed, 0, MAP).permutation(128)[:127]   # all different
-            make = partial(memorization, values=values)
-        if make is fuzzy_recall and split == VAL:
-            make = partial(fuzzy_recall, key_sizes=(3,))
-        self.example = partial(make, T=T)
+            self.example = partial(memorization, T=T, values=values)
+        if task.make is fuzzy_recall and split == VAL:
+            self.example = partial(fuzzy_recall, T=T, key_sizes=(3,))
 
     @cached_property
     def examples(self):
@@ -247,8 +238,8 @@ def stack(examples):
     return tuple(torch.from_numpy(np.stack(rows)) for rows in zip(*examples))
 
 
-class TaskBatches:
-    """Micro-batches of a task, with the interface of data.TextBatches."""
+class TaskBatches(TextBatches):
+    """Micro-batches of a task: as those of a text, with examples in the place of windows."""
 
     def __init__(self, cfg, block_size):
         task = find_task(cfg.dataset, block_size)
@@ -257,22 +248,19 @@ class TaskBatches:
             raise UserError(f"task_examples={count} of block_size={block_size} are too many to "
                             f"hold in memory")
         self.seed, self.rows = cfg.seed, cfg.batch_size
-        self.step_rows = cfg.batch_size * cfg.gradient_accumulation_steps
+        self.accumulation = cfg.gradient_accumulation_steps
         self.train = TaskData(task, block_size, cfg.seed, TRAIN, count)
         self.val = TaskData(task, block_size, cfg.seed, VAL, VAL_EXAMPLES)
+        self.starts = np.arange(VAL_EXAMPLES)
+
+    def n_windows(self, data):
+        return data.count
 
     def micro_batch(self, step, index):
-        """Micro-batch `index` (over all processes) of the update after `step`: inputs and
-        targets, (batch_size, block_size) int64 each."""
-        if not self.train.count:
-            rng = generator(self.seed, step, index, FRESH)
-            return stack(self.train.example(rng) for _ in range(self.rows))
-        drawn = generator(self.seed, step).integers(0, self.train.count, self.step_rows)
-        return self.cut(self.train, drawn[index * self.rows:(index + 1) * self.rows])
-
-    def val_batches(self, limit):
-        """Numbers of validation examples, an array for each micro-batch."""
-        return in_batches(np.arange(self.val.count), self.rows, limit)
+        if self.train.count:
+            return super().micro_batch(step, index)
+        rng = generator(self.seed, step, index, FRESH)
+        return stack(self.train.example(rng) for _ in range(self.rows))
 
     def cut(self, data, numbers):
         return tuple(rows[numbers] for rows in data.examples)
@@ -283,16 +271,13 @@ class TaskBatches:
 
 
 @torch.no_grad()
-def show_example(model, batches, width=80):
-    """The first validation example with the model's predictions: three aligned lines of at most
-    `width` characters, of a long one the end. A dot is a position that is not scored."""
-    x, y = batches.cut(batches.val, np.array([0]))
+def show_example(model, batches, last=16):
+    """The end of the first validation example with the model's predictions: three aligned lines. A
+    dot is a position that is not scored."""
+    x, y = batches.cut(batches.val, [0])
     logits = model.eval()(x.to(next(model.parameters()).device))[0]
-    dots = y[0].numpy() == -1
-    rows = {"inputs": x[0].numpy(), "targets": np.where(dots, ".", y[0].numpy()),
-            "predictions": np.where(dots, ".", logits[0].argmax(-1).cpu().numpy())}
-    digits = len(str(logits.size(-1) - 1))
-    fits, lines = (width - 12) // (digits + 1), []
-    for name, row in rows.items():
-        lines.append(f"{name:11} " + " ".join(f"{token:>{digits}}" for token in row[-fits:]))
+    predictions, lines = torch.where(y < 0, y, logits.argmax(-1).cpu()), []
+    for name, rows in {"inputs": x, "targets": y, "predictions": predictions}.items():
+        words = [f"{'.' if token < 0 else token:>4}" for token in rows[0, -last:].tolist()]
+        lines.append(f"{name:11}{''.join(words)}")
     return "\n".join(lines)

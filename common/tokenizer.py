@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.keys import UserError, first_line, need, read_json
+from common.keys import UserError, first_line, need, read_json, read_text
 
 MAX_BPE = 1 << 18
 EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"  # where a model's files name none
@@ -38,13 +38,14 @@ GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+"
 class Tokenizer:
     """No text is encoded as end-of-text: "<|endoftext|>" is thirteen characters like any other."""
 
-    def __init__(self, pieces, eot, saved):
-        """pieces: the bytes of each id; eot: the id of end-of-text; saved: what makes it again."""
-        self.pieces, self.eot, self.saved = pieces, eot, saved
-        self.kind, self.vocab_size = saved["kind"], len(pieces)
+    def __init__(self, pieces, eot, kind, **made_of):
+        """pieces: the bytes of each id; eot: the id of end-of-text; kind, made_of: the class and
+        its arguments."""
+        self.pieces, self.vocab_size, self.eot = pieces, len(pieces), eot
+        self.kind, self.made_of = kind, made_of
 
     def to_dict(self) -> dict:
-        return dict(self.saved)
+        return {"kind": self.kind, **self.made_of}
 
     def encode(self, text) -> list:
         """Text -> ids. UserError for a lone surrogate, or a character unknown to char."""
@@ -76,7 +77,7 @@ class Tokenizer:
 
 class ByteTokenizer(Tokenizer):
     def __init__(self):
-        super().__init__([*(bytes([i]) for i in range(256)), b""], 256, {"kind": "byte"})
+        super().__init__([*(bytes([i]) for i in range(256)), b""], 256, "byte")
 
     def encode_slice(self, text, first=True) -> np.ndarray:
         return np.frombuffer(text.encode(), dtype=np.uint8)
@@ -85,29 +86,23 @@ class ByteTokenizer(Tokenizer):
 class CharTokenizer(Tokenizer):
     def __init__(self, chars):
         chars = "".join(sorted(set(chars)))
-        saved = {"kind": "char", "chars": chars}
-        super().__init__([*map(str.encode, chars), b""], len(chars), saved)
-        self.codes = np.frombuffer(chars.encode("utf-32-le"), "<u4")
+        super().__init__([*map(str.encode, chars), b""], len(chars), "char", chars=chars)
+        self.ids = {char: i for i, char in enumerate(chars)}
 
     def encode_slice(self, text, first=True) -> np.ndarray:
-        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        ids = np.searchsorted(self.codes, codes).clip(max=len(self.codes) - 1)
-        unknown = codes[self.codes[ids] != codes]
-        if unknown.size:
-            raise UserError(f"character {chr(unknown[0])!r} is not in the char tokenizer's "
-                            "vocabulary")
-        return ids
+        for char in set(text) - self.ids.keys():
+            raise UserError(f"character {char!r} is not in the char tokenizer's vocabulary")
+        return np.array([self.ids[char] for char in text], dtype=np.uint32)
 
 
 class BPETokenizer(Tokenizer):
     def __init__(self, pattern, ranks):
-        """ranks: the bytes of each token, in the order of the merges and so of the ids."""
-        ids = {piece: i for i, piece in enumerate(ranks)}
-        if len(ids) != len(ranks) or not {bytes([i]) for i in range(256)} <= ids.keys():
+        """ranks: each token in base64, in the order of the merges and so of the ids."""
+        pieces = [base64.b64decode(piece) for piece in ranks.split()]
+        ids = {piece: i for i, piece in enumerate(pieces)}
+        if len(ids) != len(pieces) or not {bytes([i]) for i in range(256)} <= ids.keys():
             raise ValueError("ranks repeat, or a byte is missing")  # tiktoken would panic
-        text = " ".join(base64.b64encode(piece).decode() for piece in ranks)
-        saved = {"kind": "bpe", "pattern": pattern, "ranks": text}
-        super().__init__([*ranks, b""], len(ranks), saved)
+        super().__init__([*pieces, b""], len(pieces), "bpe", pattern=pattern, ranks=ranks)
         self.bpe = need("tiktoken").Encoding(
             "nanorecur", pat_str=pattern, mergeable_ranks=ids, special_tokens={})
 
@@ -120,14 +115,13 @@ class HFTokenizer(Tokenizer):
     or one with byte fallback (Llama 2). Ids and text are those of the library `tokenizers`, but no
     text becomes a special token, and none is added."""
 
-    def __init__(self, data, eos=None):
-        """data: what a tokenizer.json holds; eos: the text of end-of-text."""
-        self.library, eos = hf_library(data, eos)
+    def __init__(self, json, eos=None):
+        """json: the text of a tokenizer.json; eos: that of end-of-text."""
+        self.library, eos = hf_library(json, eos)
         added = self.library.get_added_tokens_decoder().values()
         special = {token.content for token in added if token.special}
-        pieces = hf_pieces(self.library.get_vocab(), special, str(data.get("decoder")))
-        saved = {"kind": "hf", "eos": eos, "json": self.library.to_str()}
-        super().__init__(pieces, self.library.token_to_id(eos), saved)
+        super().__init__(hf_pieces(self.library, special), self.library.token_to_id(eos), "hf",
+                         eos=eos, json=self.library.to_str())
         # some put a blank before a text: between slices, before a mark that no token joins
         self.mark, self.n_mark = "", 0
         if self.decode_bytes(self.encode("a")).startswith(b" "):
@@ -154,7 +148,7 @@ class TaskTokenizer(Tokenizer):
 
     def __init__(self, vocab_size):
         pieces = [f" {i}".encode() for i in range(vocab_size)]
-        super().__init__(pieces, None, {"kind": "task", "vocab_size": vocab_size})
+        super().__init__(pieces, None, "task", vocab_size=vocab_size)
 
     def encode(self, text) -> list:
         ids, words = {str(i): i for i in range(self.vocab_size)}, text.split()
@@ -167,15 +161,15 @@ class TaskTokenizer(Tokenizer):
         return super().decode(ids).removeprefix(" ")
 
 
+KINDS = {"byte": ByteTokenizer, "char": CharTokenizer, "bpe": BPETokenizer, "hf": HFTokenizer,
+         "task": TaskTokenizer}
+
+
 def load_tokenizer(saved) -> Tokenizer:
     """The tokenizer of a meta.json or a checkpoint. UserError if it is malformed."""
-    ranks = lambda: [base64.b64decode(rank) for rank in saved["ranks"].split()]
-    make = {"byte": ByteTokenizer, "char": lambda: CharTokenizer(saved["chars"]),
-            "bpe": lambda: BPETokenizer(saved["pattern"], ranks()),
-            "hf": lambda: HFTokenizer(json.loads(saved["json"]), saved["eos"]),
-            "task": lambda: TaskTokenizer(saved["vocab_size"])}
     try:
-        return make[saved["kind"]]()
+        made_of = {name: value for name, value in saved.items() if name != "kind"}
+        return KINDS[saved["kind"]](**made_of)
     except UserError:  # of a missing package
         raise
     except Exception as e:  # the libraries have no classes of their own
@@ -185,14 +179,13 @@ def load_tokenizer(saved) -> Tokenizer:
 def slices(text, size=SLICE):
     """Cuts a text into slices of at most `size` characters, which are encoded one by one. A cut
     before a space that follows a non-space changes no token, as no token of a BPE holds the two.
-    Where there is no such place the cut is made anyway: a long word would cost quadratic time."""
+    Where there is no such place the cut is made anyway."""
     most = rf"(?s:.{{1,{size}}})"
     pattern = rf"{most}\Z|{most}(?<=\S)(?= )|{most}"
     return (match[0] for match in re.finditer(pattern, text))
 
 
-# ------------------------------------------------------------------------------------------------
-# making them
+# ---- making them ----
 
 def train_bpe(size, texts) -> BPETokenizer:
     if not 257 < size <= MAX_BPE:  # 256 bytes, merges, end-of-text
@@ -203,18 +196,22 @@ def train_bpe(size, texts) -> BPETokenizer:
     if len(ranks) < size - 1:
         raise UserError(f"tokenizer bpe:{size}: the text has merges for bpe:{len(ranks) + 1} "
                         "only; take a smaller size, or more text")
-    return BPETokenizer(PATTERN, [bytes(piece) for piece, _ in ranks])
+    return BPETokenizer(PATTERN, in_base64(bytes(piece) for piece, _ in ranks))
 
 
 def gpt2_tokenizer() -> BPETokenizer:
-    tiktoken = need("tiktoken")
+    """By tiktoken, which takes a fraction of the time of hf:openai-community/gpt2."""
     try:
-        gpt2 = tiktoken.get_encoding("gpt2")
+        gpt2 = need("tiktoken").get_encoding("gpt2")
     except Exception as e:  # whatever its download raises
         raise UserError("tokenizer gpt2 needs a network once, or its files in "
                         f"TIKTOKEN_CACHE_DIR: {first_line(e)}") from None
-    ranks = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
-    return BPETokenizer(GPT2_PATTERN, ranks)
+    ranks = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
+    return BPETokenizer(GPT2_PATTERN, in_base64(ranks))
+
+
+def in_base64(pieces) -> str:
+    return " ".join(base64.b64encode(piece).decode() for piece in pieces)
 
 
 def hf_tokenizer(name) -> HFTokenizer:
@@ -224,7 +221,8 @@ def hf_tokenizer(name) -> HFTokenizer:
         config = folder / "tokenizer_config.json"
         eos = read_json(config).get("eos_token") if config.exists() else None
         eos = eos["content"] if isinstance(eos, dict) else eos  # older files
-        return HFTokenizer(read_json(folder / "tokenizer.json"), eos)
+        file = folder / "tokenizer.json"
+        return HFTokenizer(read_text(file, file), eos)
     except Exception as e:  # of the library, which has no class of its own, or of the files
         kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         raise UserError(f"tokenizer hf:{name} cannot be used: {kind}{first_line(e)}") from None
@@ -247,8 +245,7 @@ def hub_folder(name, files) -> Path:
                         f"{type(e).__name__}: {first_line(e)}") from None
 
 
-# ------------------------------------------------------------------------------------------------
-# words of Hugging Face vocabularies
+# ---- words of Hugging Face vocabularies ----
 
 @cache
 def byte_signs() -> dict:
@@ -259,12 +256,12 @@ def byte_signs() -> dict:
     return {**{chr(i): i for i in printing}, **{chr(256 + n): i for n, i in enumerate(others)}}
 
 
-def hf_library(data, eos):
+def hf_library(text, eos):
     """A tokenizer.json as the library reads it, without what depends on more than the text, and
     without what adds special tokens or makes them from text. And its end-of-text, which is found
     where none is given."""
-    model = {key: value for key, value in data["model"].items() if key != "dropout"}
-    data = {**data, "model": model, "truncation": None, "padding": None, "post_processor": None}
+    data = {**json.loads(text), "truncation": None, "padding": None, "post_processor": None}
+    data["model"].pop("dropout", None)
     library = need("tokenizers").Tokenizer.from_str(json.dumps(data))
     vocab = library.get_vocab()
     eos = eos or next((token for token in EOS_TOKENS if token in vocab), None)
@@ -276,23 +273,22 @@ def hf_library(data, eos):
     return library, eos
 
 
-def hf_pieces(vocab, special, decoder) -> list:
-    """The bytes that each id adds to a text. None for special tokens and unused ids."""
-    pieces = [b""] * (max(vocab.values()) + 1)
+def hf_pieces(library, special) -> list:
+    """The bytes that each id adds to a text, maybe a part of a character. None for special tokens
+    and unused ids."""
+    vocab, of_bytes = library.get_vocab(), "ByteLevel" in str(library.decoder)
+    pieces, signs = [b""] * (max(vocab.values()) + 1), byte_signs()
     for word, i in vocab.items():
-        if word not in special:
-            pieces[i] = word_bytes(word, "ByteLevel" in decoder)
+        if word in special:
+            continue
+        if of_bytes:    # only added tokens have other signs
+            known = signs.keys() >= set(word)
+            pieces[i] = bytes(map(signs.get, word)) if known else word.encode()
+        elif re.fullmatch("<0x[0-9A-F]{2}>", word):
+            pieces[i] = bytes.fromhex(word[3:5])
+        else:
+            pieces[i] = word.replace("▁", " ").encode()
     return pieces
-
-
-def word_bytes(word, byte_level) -> bytes:
-    """What a word adds to a text; it may be a part of a character."""
-    signs = byte_signs()
-    if byte_level:  # only added tokens have other signs
-        return bytes(map(signs.get, word)) if signs.keys() >= set(word) else word.encode()
-    if re.fullmatch("<0x[0-9A-F]{2}>", word):
-        return bytes.fromhex(word[3:5])
-    return word.replace("▁", " ").encode()
 
 
 def to_huggingface(tokenizer, folder):
@@ -318,7 +314,7 @@ def library_bpe(tokenizer):
     found, steps = library.Tokenizer(library.models.BPE(vocab, merges)), library.pre_tokenizers
     before = [steps.ByteLevel(add_prefix_space=False, use_regex=False)]
     if tokenizer.kind == "bpe":
-        before.insert(0, steps.Split(library.Regex(tokenizer.saved["pattern"]), "isolated"))
+        before.insert(0, steps.Split(library.Regex(tokenizer.made_of["pattern"]), "isolated"))
     found.pre_tokenizer, found.decoder = steps.Sequence(before), library.decoders.ByteLevel()
     found.add_special_tokens([EOS_TOKENS[0]])
     return found

@@ -113,7 +113,7 @@ PREPARE = [
     (["dataset=pyton"], "the data sets are python, "), (["tokenizer=bpe:257"], "the size must be 258 to"),
     (["tokenizer=morse"], "the tokenizers are byte, "), (["val_fraction=0"], "val_fraction must"),
     (["tokenizer=hf:folder"], "folder/tokenizer.json cannot be read"),
-    (["data_dir=afile"], "cannot write afile/python-byte: Not a directory"),
+    (["data_dir=afile"], "cannot make afile/python-byte: [Errno 20] Not a directory"),
 ]
 PROGRAMS = {"train": (train.main, TRAIN), "sample": (sample.main, SAMPLE), "bench": (bench.main, BENCH),
             "plot": (plot.main, PLOT), "eval": (evaluation.main, EVAL), "prepare": (prepare.main, PREPARE)}

@@ -14,8 +14,7 @@ from common.keys import UserError, model_module
 from conftest import ROOT
 from test_prepare import EOT, SPECIAL, TEXTS, WORDS, llama2, phi, smollm
 from test_gpt import cast, saved_llama, stored
-from common.tokenizer import (GPT2_PATTERN, BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer,
-                              train_bpe)
+from common.tokenizer import ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, train_bpe
 
 SIZES = dict(block_size=32, vocab_size=61, n_head=4, n_embd=32)
 GEMMA = dict(mlp="geglu", scale_embeddings=True, head_dim=6)
@@ -75,8 +74,8 @@ def exported(tmp_path_factory):
     from transformers import AutoTokenizer
     bpe = train_bpe(360, [2 * "the cat sat on the mat, 1234 times\n    the end aaaaaaa aaaab baaa", WORDS])
     found = []
-    for ours in (ByteTokenizer(), bpe, BPETokenizer(GPT2_PATTERN, bpe.pieces[:-1]), HFTokenizer(smollm(), EOT),
-                 HFTokenizer(phi(), EOT), HFTokenizer(llama2(), "</s>")):
+    for ours in (ByteTokenizer(), bpe, *(HFTokenizer(json.dumps(data), eos) for data, eos in (
+            (smollm(), EOT), (phi(), EOT), (llama2(), "</s>")))):
         folder = tmp_path_factory.mktemp(ours.kind)
         assert checkpoint.to_huggingface(ours, folder)
         found.append((ours, AutoTokenizer.from_pretrained(folder), hf_tokenizer(str(folder))))

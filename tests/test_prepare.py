@@ -1,6 +1,5 @@
 """prepare.py, tokenizer.py, data.py and keys.py: tokenizers, sources, splits, files, what stops and failures leave
 behind, and the types of keys."""
-import hashlib
 import json
 import math
 import os
@@ -10,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import time
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,7 +23,7 @@ import prepare
 from common.keys import UserError
 from conftest import ROOT, python
 from common.process import TrainConfig
-from common.data import NO_TEXT, TokenData, has_changed, open_data, read_meta, text_files
+from common.data import NO_TEXT, TokenData, has_changed, open_data, read_meta, source_files, text_files
 from prepare import PrepareConfig
 import common.tokenizer as tokenizer_module
 from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer,
@@ -117,11 +114,9 @@ def phi():
 @pytest.fixture(scope="module")
 def tokenizers():
     return {"byte": ByteTokenizer(), "bpe": train_bpe(300, iter([WORDS + "\n        indented" * 100])),
-            "smollm": HFTokenizer(smollm(), EOT), "llama2": HFTokenizer(llama2(), "</s>"),
-            "phi": HFTokenizer(phi(), EOT)}
+            **{data.__name__: HFTokenizer(json.dumps(data()), eos)
+               for data, eos in ((smollm, EOT), (llama2, "</s>"), (phi, EOT))}}
 
-
-# tokenizers -----------------------------------------------------------------------------------------------------
 
 PARTS = [*SPECIAL, "</s>", "<0x0A>", "  \n\n ", "你好", "\U0001f600", "\r\n", "e\u0301", "'d's", 5 * " ", "<think>"]
 TEXTS = st.lists(st.one_of(st.text(), st.sampled_from(PARTS)), max_size=8).map("".join)
@@ -154,18 +149,18 @@ def test_what_cannot_be_encoded_or_decoded(tokenizers):
 
 
 @pytest.mark.parametrize("kind, changes", [
-    ("byte", {"kind": ["byte"]}), ("bpe", {"pattern": "("}), ("bpe", {"ranks": "YQ== YQ=="}), ("smollm", {"eos": 340}), ("smollm", {"json": "[" * 100_000})])
+    ("byte", {"kind": ["byte"]}), ("bpe", {"pattern": "("}), ("bpe", {"ranks": "YQ== YQ=="}),
+    ("smollm", {"eos": 340}), ("smollm", {"json": "[" * 100_000})])
 def test_malformed_tokenizers(kind, changes, tokenizers):
     with pytest.raises(UserError, match="malformed"):
         load_tokenizer({**tokenizers[kind].to_dict(), **changes})
 
 
-@pytest.mark.parametrize("unit", [" ", "a", "a b", "\u0301"])
-def test_a_very_large_document_is_encoded_quickly(tokenizers, unit):
-    text, start = (unit * 300_000)[:300_000], time.monotonic()
+def test_a_very_large_document_is_encoded(tokenizers):
+    """In slices: tiktoken's stack overflows on so many spaces."""
+    text = " " * 1_000_000
     for name in "bpe", "smollm", "llama2":
         assert tokenizers[name].decode(tokenizers[name].encode(text)) == text
-    assert time.monotonic() - start < 8
     train_bpe(258, slices(text + WORDS))
 
 
@@ -214,8 +209,8 @@ def test_ids_and_text_are_the_librarys(data, monkeypatch):
     """Of a text of several slices too."""
     from tokenizers import Tokenizer
     library, text = Tokenizer.from_str(json.dumps(data())), "cat cat 2024     naïve 你好\r\n\t's  x cat <think>\t\ty"
-    tokenizer = HFTokenizer({**data(), "truncation": {"max_length": 9, "strategy": "LongestFirst", "stride": 0,
-                                                      "direction": "Right"}}, library.id_to_token(2))
+    truncation = {"max_length": 9, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    tokenizer = HFTokenizer(json.dumps({**data(), "truncation": truncation}), library.id_to_token(2))
     for part in text, " " + text, 100 * text:
         monkeypatch.setattr(tokenizer_module, "slices", lambda text: slices(text, 700))
         assert tokenizer.encode(part) == (ids := library.encode(part, add_special_tokens=False).ids)
@@ -254,15 +249,13 @@ def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch):
     ("tiktoken.get_encoding", {"tokenizer": "gpt2"}, "gpt2 needs a network once"),
     ("urllib.request.urlopen", {"dataset": "shakespeare"}, "use dataset=file:PATH"),
     ("datasets.load_dataset", {"dataset": "hf:a/b"}, "cannot read hf:a/b: ConnectionError: no route$"),
-    ("huggingface_hub.snapshot_download", {"tokenizer": "hf:a/b"}, "hf:a/b cannot be used: .*downloaded: ConnectionError: no route$")])
+    ("huggingface_hub.snapshot_download", {"tokenizer": "hf:a/b"}, "hf:a/b cannot be used: .*: .*: no route$")])
 def test_no_network(tmp_path, function, keys, message, monkeypatch):
     monkeypatch.setattr(function, Mock(side_effect=ConnectionError("no route\nto host")))
     with pytest.raises(UserError, match=message):
         make(tmp_path, **keys)
     assert list(tmp_path.iterdir()) == []
 
-
-# sources and splits ---------------------------------------------------------------------------------------------
 
 def test_one_document_is_split_in_order(tmp_path):
     text = "".join(f"line {i} é你\n" for i in range(100))
@@ -271,24 +264,23 @@ def test_one_document_is_split_in_order(tmp_path):
     assert (train + val).decode() == text and 0 <= len(val) - round(len(text.encode()) / 4) < 3 and val.decode()
     with pytest.raises(UserError, match="too short"):
         make(tmp_path, dataset=write_docs(tmp_path / "short", ["abc"]))
-    assert os.listdir(tmp_path / "data") == [folder.name]
     assert docs_of(make(tmp_path, dataset=write_docs(tmp_path / "short", ["abcd"]))) == ["ab", "cd"]
 
 
-def test_documents_are_split_by_hash_and_counted(tmp_path):
+def test_documents_are_split_whole_and_counted(tmp_path):
     docs = [*DOCS, "a\r\nb\rc\n", WORDS * 20]  # line ends are kept; a document of two slices
     dataset = write_docs(tmp_path / "docs", [*docs, b"\xff\xfe", b"caf\xe9", b""])
     folder = make(tmp_path, dataset=dataset, val_fraction=0.3, tokenizer="bpe:290")
-    train, val = docs_of(folder, "train"), docs_of(folder, "val")
-    assert train.pop() + val.pop() == docs.pop()  # it is too large for val
-    assert [d for d in docs if d in train] == train and [d for d in docs if d in val] == val  # in order
-    assert sorted(train + val) == sorted(docs) and len(val) > 4
-    train, val = docs_of(folder, "train"), docs_of(folder, "val")
-    for split, wanted in ("train", train), ("val", val):
-        data, ids = TokenData(folder, split), ids_of(folder, split)
-        assert data.bytes == sum(len(doc.encode()) for doc in wanted) and ids[-1] == 289
-        assert data.tokens == len(ids) and ids.count(289) == len(wanted)
+    found = {}
+    for split in "train", "val":
+        found[split], data, ids = docs_of(folder, split), TokenData(folder, split), ids_of(folder, split)
+        assert data.bytes == sum(len(doc.encode()) for doc in found[split]) and ids[-1] == 289
+        assert data.tokens == len(ids) and ids.count(289) == len(found[split])
     assert (data.vocab_size, data.meta["eot"], data.meta["skipped"]) == (290, 289, 2)
+    assert found["train"].pop() + found["val"].pop() == docs.pop()  # it is too large for val
+    for split in found.values():
+        assert [d for d in docs if d in split] == split and len(split) > 4  # in order
+    assert sorted(sum(found.values(), [])) == sorted(docs)
 
 
 @given(sizes=st.lists(st.one_of(st.integers(1, 40), st.integers(1, 6000)), min_size=1, max_size=40),
@@ -296,13 +288,10 @@ def test_documents_are_split_by_hash_and_counted(tmp_path):
 def test_val_has_its_fraction_of_the_bytes(sizes, fraction, copies, seed):
     """Whatever the number and the sizes of the documents; equal ones go the same way."""
     docs = copies * ["".join(random.Random(f"{seed} {i}").choices("abcé你 ", k=n)) for i, n in enumerate(sizes)]
-    docs = [(hashlib.sha256(d.encode()).digest(), len(d.encode()), d) for d in docs]
-    source = Mock(limit=math.inf, __iter__=lambda _: iter(docs))
-    splitter, found = prepare.Splitter(source, fraction), {"train": "", "val": ""}
-    where = {}
-    for doc in docs:
-        parts = splitter.parts(*doc)
-        assert "".join(text for _, text in parts) == doc[2] and [s for s, _ in parts] in (["train"], ["val"], ["train", "val"])
+    corpus, found, where = prepare.Corpus(lambda: docs, fraction), {"train": "", "val": ""}, {}
+    for doc in corpus:
+        parts = corpus.parts(*doc)
+        assert "".join(text for _, text in parts) == doc[2] and [s for s, _ in parts] in (["train"], ["val"], [*found])
         for split, text in parts:
             found[split] += text
         assert where.setdefault(doc[2], parts) == parts
@@ -310,21 +299,23 @@ def test_val_has_its_fraction_of_the_bytes(sizes, fraction, copies, seed):
     assert abs(val - (train + val) * fraction) <= 0.1 * min(fraction, 1 - fraction) * (train + val) + 5 * copies
 
 
+def val_of(docs, **limit):
+    corpus = prepare.Corpus(lambda: docs, 0.1, **limit)
+    return [text for doc in corpus for split, text in corpus.parts(*doc) if split == "val"]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_val_has_its_fraction_of_a_long_stream(seed):
     """Of which the start is looked at: a few hundred documents are too few for their hashes to do it."""
     docs = [f"{seed} {i} ".ljust(1000, "x") for i in range(400)]
-    docs = [(hashlib.sha256(d.encode()).digest(), len(d), d) for d in docs]
-    splitter = prepare.Splitter(Mock(limit=200_000, __iter__=lambda _: iter(docs)), 0.1)
-    val = [text for doc in docs for split, text in splitter.parts(*doc) if split == "val"]
-    assert 0.09 < sum(map(len, val)) / 400_000 < 0.11
+    assert 0.09 < sum(map(len, val_of(docs, limit=200_000))) / 400_000 < 0.11
 
 
-def test_a_document_stays_in_its_split(tmp_path):
+@pytest.mark.parametrize("limit", [math.inf, 100_000])
+def test_a_document_stays_in_its_split(limit):
     """When others come, and whether all documents can be looked at or only the first."""
     docs = [f"document {i} {WORDS[:50]}" for i in range(2000)]
-    some = set(docs_of(make(tmp_path, dataset=write_docs(tmp_path / "some", docs[:1500])), "val"))
-    more = set(docs_of(make(tmp_path, dataset=write_docs(tmp_path / "more", docs)), "val"))
+    some, more = set(val_of(docs[:1500])), set(val_of(docs, limit=limit))
     assert some == more & set(docs[:1500]) and 0.09 < len(more) / 2000 < 0.11
 
 
@@ -340,26 +331,20 @@ def test_max_tokens_is_exact(tmp_path, tokenizer):
             assert data.bytes == len(data.tokenizer.decode_bytes(ids))
 
 
-def test_files_of_a_folder_and_a_glob(tmp_path):
+def test_files_of_a_folder_a_glob_and_python(tmp_path):
     for name in ("b.txt", "a/z.md", "a-b.txt", "c.py", ".hidden.txt", ".git/x.txt", "d.bin", "U.TXT", "[ab].txt",
                  "__pycache__/p.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
 
-    def found(path, *more):
-        return [os.path.relpath(p, tmp_path) for p in text_files(path, *more)]
+    found = lambda *a: [os.path.relpath(p, tmp_path) for p in text_files(*a)]  # noqa
     assert found(str(tmp_path)) == ["U.TXT", "[ab].txt", "a-b.txt", "a/z.md", "b.txt", "c.py"]
     assert found(str(tmp_path), (".py", ".md")) == ["a/z.md", "c.py"]
     assert found(f"{tmp_path}/*b.txt") == ["a-b.txt", "b.txt"]
     assert found(f"{tmp_path}/[ab].txt") == ["[ab].txt"]  # a file's own name, not a glob
-
-
-def test_python_corpus(tmp_path):
-    folder = make(tmp_path)
-    text = b"".join(bytes(i for i in ids_of(folder, s) if i < 256) for s in ("train", "val"))
-    assert folder.name == "python-byte" and Path(json.__file__).read_bytes() in text
-    files = [Path(f) for f in text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT)]
-    assert not {part for f in files for part in f.parts[-3:]} & set(NO_TEXT) and len(files) > 300
+    files = [Path(f) for f in source_files("python")]
+    assert Path(json.__file__) in files and len(files) > 300
+    assert not {part for f in files for part in f.parts[-3:]} & set(NO_TEXT)
 
 
 ROWS = [f"row {i} " * 5 for i in range(30)]
@@ -369,7 +354,6 @@ def test_local_data_sets(tmp_path, monkeypatch):
     """A folder, also one named like a builder of the library, and single files of rows."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
-    datasets.disable_progress_bars()
     rows = datasets.Dataset.from_dict({"text": [*ROWS, None, ""], "n": range(32)})
     for file in "json/train.parquet", "json/test.parquet", "[a].parquet", "d[1]/a.parquet":
         rows.to_parquet(file)
@@ -377,12 +361,11 @@ def test_local_data_sets(tmp_path, monkeypatch):
     for n, dataset in enumerate(["hf:json", "hf:[a].parquet", "hf:rows.csv"]):
         folder = make(tmp_path, dataset=dataset, split="test" if n == 0 else "train", name=str(n))
         assert sorted(docs_of(folder)) == sorted(ROWS) and TokenData(folder, "val").meta["skipped"] > 0
-        with pytest.raises(UserError, match="cannot read hf:.*column n holds int"):
-            make(tmp_path, dataset=dataset, text_column="n")
-    for dataset, message in {"hf:text": "nor a hub name", "hf:text:rows.csv": "nor a hub name",  # would read any file here
-                             "hf:d[1]": "rename it", "file:rows.csv": "is a table: dataset=hf:PATH"}.items():
+    for dataset, message in {"hf:text": "nor a hub name", "hf:text:rows.csv": "nor a hub name",  # would read more
+                             "hf:": "unknown dataset", "hf:d[1]": "rename it", "hf:rows.csv": "0 documents of UTF-8 text, 32 others",
+                             "file:rows.csv": "is a table: dataset=hf:PATH"}.items():
         with pytest.raises(UserError, match=message):
-            make(tmp_path, dataset=dataset)
+            make(tmp_path, dataset=dataset, text_column="n")
 
 
 def test_json_lines(tmp_path):
@@ -394,7 +377,7 @@ def test_json_lines(tmp_path):
     assert sorted(docs_of(folder)) == sorted(ROWS) and read_meta(folder)["skipped"] == 2
     folder = make(tmp_path, dataset=f"file:{tmp_path}/a.jsonl", text_column="title", name="y")
     assert sorted(docs_of(folder)) == sorted(f"{n} {row}" for n, row in enumerate(ROWS))
-    for bad, message in ("", "text_column=body: KeyError"), ('\n{"body"', "line 64, .*JSONDecodeError"), ("\n[]", "TypeError"):
+    for bad, message in ("", "text_column=body: KeyError"), ('\n{"body"', "line 64, .*JSOND"), ("\n[]", "TypeError"):
         (tmp_path / "a.jsonl").write_text(lines.replace("text", "body") + bad if bad else lines)
         with pytest.raises(UserError, match=message):
             make(tmp_path, dataset=f"file:{tmp_path}/a.jsonl", text_column="body")
@@ -405,21 +388,18 @@ def test_files_that_changed_since_are_told(form, tmp_path, capsys):
     """Written, added, renamed or removed ones; as are those of a set that has a name of its own."""
     write_docs(docs := tmp_path / "docs", DOCS[:9])
     cfg = PrepareConfig(dataset=form.format(tmp_path), tokenizer="byte", data_dir=str(tmp_path / "data"), name="own")
-    prepare.prepare(cfg)
-    named = replace(cfg, dataset="own")
     old = docs / "003.txt"
-    changes = [lambda: old.write_text("another text"), lambda: os.utime(old, (5, 5))]
-    if form[-4:] != ".txt" or "*" in form:
-        changes += [lambda: (docs / "new.txt").write_text("new"), lambda: old.rename(docs / "004b.txt"),
-                    lambda: (docs / "000.txt").unlink()]
-    for change in changes:
-        assert open_data(named).name == "own" and "has changed" not in capsys.readouterr().out
-        change()
-        assert open_data(named).name == "own" and "has changed since" in capsys.readouterr().out
-        prepare.prepare(cfg)
-        assert "its files have changed" in capsys.readouterr().out
+    changes = [lambda: old.write_text("another text"), lambda: os.utime(old, (5, 5)), (docs / "000.txt").unlink,
+               lambda: (docs / "new.txt").write_text("new"), lambda: old.rename(docs / "004b.txt")]
+    for change in changes[:2] if form.endswith("003.txt") else changes[-1:] if form.startswith("hf") else changes:
         prepare.prepare(replace(cfg, overwrite=True))
-        capsys.readouterr()
+        open_data(replace(cfg, dataset="own"))
+        assert "has changed" not in capsys.readouterr().out
+        change()
+        open_data(replace(cfg, dataset="own"))
+        prepare.prepare(cfg)
+        out = capsys.readouterr().out
+        assert "has changed since" in out and "its files have changed" in out
     shutil.rmtree(docs)  # as on another machine
     assert not has_changed(read_meta(tmp_path / "data/own"))
 
@@ -445,6 +425,7 @@ def test_a_large_vocabulary_is_uint32(tmp_path):
     data = TokenData(make(tmp_path, dataset=write_docs(tmp_path / "docs", [text]), tokenizer="char"), "val")
     assert data.meta["dtype"] == "uint32" and data.vocab_size == 70_001
     assert data.windows([0], data.tokens).tolist() == [list(range(63_000, 70_000))]
+    assert data.windows([9, 6990, 0], 10).tolist() == [list(range(63_000 + i, 63_010 + i)) for i in (9, 6990, 0)]
 
 
 def write_set(folder, count=30, info=(), **changes):
@@ -457,19 +438,10 @@ def write_set(folder, count=30, info=(), **changes):
     return folder
 
 
-@given(count=st.integers(1, 60), length=st.integers(1, 45))
-def test_windows(tmp_path_factory, count, length):
-    data = TokenData(write_set(tmp_path_factory.mktemp("set"), count), "train")
-    assert data.n_windows(length) == max(0, count - length + 1)
-    order = np.random.default_rng(0).permutation(data.n_windows(length))
-    windows = data.windows(order, length)
-    assert windows.dtype == np.int64 and windows.tolist() == [list(range(i, i + length)) for i in order]
-
-
 @pytest.mark.parametrize("changes, message", [
     ({"format": 1}, "format 1, not 2: make the data set again"), ({"dtype": "int16"}, "int16"),
-    ({"vocab_size": 258}, "a size is wrong"), ({"splits": {}}, "train"), ({"splits": [3]}, "TypeError"),
-    ({"info": {"tokens": -30}}, "a size is wrong"), ({"info": {"bytes": math.inf}}, "OverflowError"),
+    ({"splits": {}}, "train"), ({"splits": [3]}, "TypeError"),
+    ({"info": {"bytes": math.inf}}, "OverflowError"),
     ({"tokenizer": 3}, "malformed tokenizer")])
 def test_wrong_meta(tmp_path, changes, message):
     with pytest.raises(UserError, match=f"{tmp_path}/set is (not a data set of this project|of ).*{message}"):
@@ -486,33 +458,27 @@ def test_memory_does_not_grow(tmp_path):
     resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # noqa
     before, most = resident(), 0
     for _ in range(2000):
-        data.windows(rng.integers(data.n_windows(257), size=8), 257)
+        data.windows(rng.integers(n - 256, size=8), 257)
         most = max(most, resident())
     assert most - before < 20e6
 
 
 def test_files_damaged_or_replaced_while_in_use(tmp_path):
     """A run that reads a data set goes on with it when another takes its place."""
-    folder = write_set(tmp_path / "set", 4)
-    before = TokenData(folder, "train")
+    before = TokenData(folder := write_set(tmp_path / "set", 4), "train")
     os.rename(folder, tmp_path / "old")
-    write_set(folder, 4)
-    np.array([5, 6, 300, 8], "<u2").tofile(folder / "train.bin")
+    np.array([5, 6, 300, 8], "<u2").tofile(write_set(folder, 4) / "train.bin")
     with pytest.raises(UserError, match=r"token 300 in .*train.bin is out of the vocabulary"):
         TokenData(folder, "train").windows([0], 4)
     shutil.rmtree(tmp_path / "old")
     assert before.windows([0], 4).tolist() == [[0, 1, 2, 3]]
-    os.truncate(folder / "train.bin", 4)
-    with pytest.raises(UserError, match="train.bin is damaged: 4 bytes, 8 expected"):
-        TokenData(folder, "train")
-    os.remove(folder / "train.bin")
-    with pytest.raises(UserError, match="train.bin is missing"):
-        TokenData(folder, "train")
+    for damage, message in (lambda file: os.truncate(file, 4), "is damaged: 4 bytes, 8"), (os.remove, "is missing"):
+        damage(folder / "train.bin")
+        with pytest.raises(UserError, match=f"train.bin {message}"):
+            TokenData(folder, "train")
 
 
-# nothing half done ----------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("tokenizer", ["char", "bpe:400"])
+@pytest.mark.parametrize("tokenizer", ["char", pytest.param("bpe:400", marks=pytest.mark.full)])
 def test_prepared_twice_the_bytes_are_the_same(tmp_path, tokenizer):
     keys = "dataset=" + write_docs(tmp_path / "docs", DOCS), f"tokenizer={tokenizer}", "name=x"
     for seed in "1", "2":
@@ -558,7 +524,7 @@ def test_a_full_disk_leaves_nothing(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "prepare.py", "dataset=python"], cwd=tmp_path, preexec_fn=limit,
                           text=True, capture_output=True)
     assert (done.returncode, done.stdout) == (2, "") and list(tmp_path.iterdir()) == []
-    assert done.stderr == "error: cannot write data/python-byte: File too large\n"
+    assert done.stderr == "error: cannot make data/python-byte: [Errno 27] File too large\n"
 
 
 def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
@@ -566,7 +532,7 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
     folder = make(tmp_path, **keys)
     inode, before = os.stat(folder).st_ino, tree(folder)
     assert make(tmp_path, **keys) == folder and os.stat(folder).st_ino == inode
-    with pytest.raises(UserError, match="dataset=x has the same source"):
+    with pytest.raises(UserError, match="with name=NAME is dataset=NAME"):
         open_data(TrainConfig(data_dir=str(tmp_path / "data"), dataset=keys["dataset"], tokenizer="byte"))
     for key, value in {"val_fraction": 0.2, "tokenizer": "char", "dataset": "python"}.items():
         with pytest.raises(UserError, match=f"{key}.*overwrite=true"):
@@ -577,14 +543,6 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
         make(tmp_path, **keys)
     make(tmp_path, **keys, overwrite=True)
     assert tree(folder) == before and os.listdir(folder.parent) == ["x"]
-    write_docs(tmp_path / "data/y", ["years of work"])
-    with pytest.raises(UserError, match="not a data set"):  # overwrite=true does not delete it either
-        make(tmp_path, name="y", overwrite=True)
-    assert tree(tmp_path / "data/y") == {"000.txt": b"years of work"}
-    (tmp_path / "data/y/meta.json").write_text("{}")
-    with pytest.raises(UserError, match="or holds other files too"):
-        make(tmp_path, name="y", overwrite=True)
-    assert len(tree(tmp_path / "data/y")) == 2
     # stopped between the two renames
     rename = os.rename
     monkeypatch.setattr(os, "rename", lambda a, b: rename(a, b) if Path(a).name != "new" else sys.exit(143))
@@ -593,10 +551,13 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
     assert tree(folder) == before
 
 
-# command line ---------------------------------------------------------------------------------------------------
-
-def typed(*argv, base=None):
-    return keys.typed_config(PrepareConfig, keys.split_args(argv), base, free_text=("name",))
+def test_what_is_no_data_set_is_not_replaced(tmp_path):
+    write_docs(tmp_path / "data/y", ["years of work"])
+    for n in 1, 2:
+        with pytest.raises(UserError, match="not a data set, or holds other files too"):
+            make(tmp_path, name="y", overwrite=True)
+        assert len(tree(tmp_path / "data/y")) == n
+        (tmp_path / "data/y/meta.json").write_text("{}")
 
 
 @pytest.mark.parametrize("given, message", [
@@ -607,7 +568,8 @@ def typed(*argv, base=None):
     ({"dataset": 12}, "in quotes"), ({1: 2}, "unknown key '1'")])
 def test_refused_values(given, message):
     with pytest.raises(UserError) as e:
-        typed(given) if isinstance(given, str) else typed(base=given)
+        values, base = (keys.split_args([given]), None) if isinstance(given, str) else ({}, given)
+        keys.typed_config(PrepareConfig, values, base)
     assert message in str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 200
 
 
