@@ -56,6 +56,19 @@ def test_the_layer_is_its_equations(kind, fast):
         assert relative(output(model, u)[1], rat_by_hand(model.cfg, model.blocks[0].mix, u[1]).detach()) < 1e-10
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_where_gates_are_shut(fast):
+    """Gates of exactly 0 and 1, and an output gate of 0: outputs and gradients stay finite."""
+    model, u = rat(fast=fast).float(), torch.randn(2, 23, 32)
+    mix = model.blocks[0].mix
+    with torch.no_grad():
+        mix.gate_bias[::3], mix.gate_bias[1::3] = 1000, -1000
+        mix.w_in.weight[:8] = -1000 * torch.sign(u[0, 0])         # z of head 0 at the first token
+    y = mix(u, 0, model_rat.Context(model.cfg, u))
+    y.square().sum().backward()
+    assert y.isfinite().all() and all(p.grad.isfinite().all() for p in mix.parameters())
+
+
 @pytest.mark.parametrize("pos, theirs", [("chunk", "rope"), ("nope", "none")])
 def test_attention_is_the_plain_transformers(pos, theirs):
     """Everywhere, logits and gradients; in a window of odd layers, which has RoPE with pos=nope too."""
