@@ -76,10 +76,10 @@ class Run(serve.Engine):
             for slot in self.busy():
                 slot.request.reason = e
                 self.end(slot)
-        for choice in self.done:
+        for choice in self.answered:
             full = len(choice.tokens) == choice.max_new_tokens
             choice.reason = choice.reason or ("length" if full else "stop")
-        self.done.clear()
+        self.answered.clear()
 
     async def write(self, choices, answer, request):
         """Yields server-sent events: one for each token of a choice, one for its end, then those
@@ -113,7 +113,7 @@ class Run(serve.Engine):
                  "depths": choice.exits, "finish_reason": choice.reason, "logprobs": None}
         if asked.logprobs is None:
             return found
-        ids = choice.ids + [self.eot] * (choice.reason == "stop")
+        ids = choice.prompt + choice.tokens + [self.eot] * (choice.reason == "stop")
         rows = self.model(torch.tensor([ids[:-1] or ids], device=self.device))[0][0]
         rows = rows.log_softmax(-1)[:, :self.vocab_size]
         word = lambda token: self.tokenizer.decode_bytes([token]).decode(errors="backslashreplace")
