@@ -105,6 +105,8 @@ class Corpus:
                 data = text.encode()
             except (AttributeError, TypeError, UnicodeEncodeError):
                 self.skipped += 1
+                if self.skipped == 1000 and not self.count:     # a stream may have no end
+                    raise UserError("1,000 documents, and none is text: is text_column= right?")
                 continue
             if data:
                 yield hashlib.sha256(data).digest(), len(data), text
