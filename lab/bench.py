@@ -250,7 +250,7 @@ def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=(3
         found[f"decode_{rows}_ms"] = compare(f"decoding batch {rows}, T {T:,}", cases, setup,
                                              device, rounds[0], min(NEW, T - 1))
     prefill = lambda case: (nothing, decoding(make(case), device, T, prompts, new=1)[0])
-    compare(f"prefill, T {T:,}", cases, prefill, device, rounds[1])
+    compare(f"prefill {T - 1:,} tokens", cases, prefill, device, rounds[1])
     found["cache_bytes"] = {row: make(case).init_cache(1, T).nbytes() / T
                             for row, case in cases.items()}
     for row, number in found["cache_bytes"].items():
@@ -287,8 +287,9 @@ def bench_throughput(model_cfg, cfg, device, new=64):
     T, L, highest = model_cfg.block_size, model_cfg.chunk, {}
     memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for name, keys in {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0",
-                       f"RAT({L})-SWA": ""}.items():
+    kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0"}
+    kinds |= {f"RAT({L})-SWA": ""} if model_cfg.swa else {}
+    for name, keys in kinds.items():
         model, rows, highest[name] = build(model_cfg, "rat", keys).to(device), 1, 0
         nbytes = model.init_cache(1, T).nbytes()
         while rows <= cfg.batch_size and rows * nbytes <= memory / 2:
@@ -356,14 +357,15 @@ SLOTS = {"relaxed": 32, "mor": 16}
 def bench_requests(name, model, text, device):
     """All requests come to an Engine at once. Batched over depth, also how much is reached of the
     speed that a model could have whose tokens took so many loops."""
-    if model.context_limit and model.context_limit < LONGEST:
-        raise UserError(f"requests of {LONGEST} tokens need block_size={LONGEST} or more")
+    if min(model.context_limit or LONGEST, len(text) - 1) < LONGEST:
+        raise UserError(f"requests of {LONGEST} tokens need block_size={LONGEST} or more, and as "
+                        f"long a text")
     cases, answered = {"relaxed": relaxed_cases, "mor": mor_cases}[name](model, text, device), {}
 
     def answer(case):
         served, options = cases[case]
         answered[case] = workload(text)
-        list(Engine(served, SLOTS[name], **options).run(answered[case]))
+        list(Engine(served, SLOTS[name], LONGEST, **options).run(answered[case]))
     times = take_turns({case: (nothing, partial(answer, case)) for case in cases}, device, 3)
     base, tokens = next(iter(cases)), sum(request.max_new_tokens for request in workload(text))
     tell(f"{REQUESTS} requests, {SLOTS[name]} slots", times, {}, tokens)
@@ -414,10 +416,9 @@ def early_exit(model, text, device, fraction=0.65):
     after it. Prints what that costs, with the keys of all loops (fill=exact)."""
     first = copy.copy(model)
     first.cfg = replace(model.cfg, exit_loop=1)
-    T = model.cfg.block_size
-    n = min(len(text) - 1, 4096) // T * T
+    n = min(len(text) - 1, 32 * LONGEST) // LONGEST * LONGEST
     idx, targets = (torch.from_numpy(text[at:][:n]).to(device) for at in (0, 1))
-    early, late = (m(idx.view(-1, T))[0].flatten(0, 1) for m in (first, model))     # (n, V)
+    early, late = (m(idx.view(-1, LONGEST))[0].flatten(0, 1) for m in (first, model))     # (n, V)
     sure = early.softmax(-1).amax(-1)
     least = sure.quantile(1 - fraction)
     served = torch.where(sure[:, None] >= least, early, late)

@@ -13,6 +13,7 @@ Beside OpenAI's fields a choice has `depths`: the loop after which each token ex
 import asyncio
 import itertools
 import json
+import os
 import re
 import secrets
 import sys
@@ -52,8 +53,8 @@ class Choice(serve.Request):
 
 
 class Run(serve.Engine):
-    """A trained model, and the thread that decodes. The requests that wait for their choices take
-    turns: each has the thread take a few steps for all."""
+    """A trained model, and the thread that decodes: in turns of a few steps for all, which the
+    requests that wait for their choices begin."""
 
     def __init__(self, path, cfg, several):
         model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
@@ -61,7 +62,7 @@ class Run(serve.Engine):
             cfg = replace(cfg, exit="", fill="exact")
         super().__init__(model, cfg.slots, None, cfg.batching, cfg.exit, cfg.fill,
                          eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size)
-        self.waiting, self.thread = deque(), ThreadPoolExecutor(1)
+        self.waiting, self.thread, self.turn = deque(), ThreadPoolExecutor(1), None
 
     def advance(self):
         """In the thread. An error ends the choices in work; those that wait go on."""
@@ -74,7 +75,7 @@ class Run(serve.Engine):
                 self.step()
         except Exception as e:
             for slot in self.busy():
-                slot.request.reason = e
+                slot.request.reason = RuntimeError(str(e))      # the server's fault
                 self.end(slot)
         for choice in self.answered:
             full = len(choice.tokens) == choice.max_new_tokens
@@ -92,7 +93,9 @@ class Run(serve.Engine):
                     while not choice.reason and told == len(choice.exits):
                         if await request.is_disconnected():
                             return
-                        await asyncio.wrap_future(self.thread.submit(self.advance))
+                        if self.turn is None or self.turn.done():
+                            self.turn = asyncio.wrap_future(self.thread.submit(self.advance))
+                        await asyncio.shield(self.turn)
                     if isinstance(choice.reason, Exception):
                         raise choice.reason
                     depths = choice.exits[told:told + 1]
@@ -117,15 +120,16 @@ class Run(serve.Engine):
         rows = self.model(torch.tensor([ids[:-1] or ids], device=self.device))[0][0]
         rows = rows.log_softmax(-1)[:, :self.vocab_size]
         word = lambda token: self.tokenizer.decode_bytes([token]).decode(errors="backslashreplace")
-        tops = [None]       # nothing predicts the first token
+        values, tops = [None], [None]       # nothing predicts the first token
         for row, token in zip(rows, ids[1:]):
             best = row.topk(min(asked.logprobs, len(row))).indices.tolist()
-            tops.append({word(other): float(row[other]) for other in [*best, token]})
-        ids, tops = (x[0 if asked.echo else len(choice.prompt):] for x in (ids, tops))
+            values.append(float(row[token]))
+            tops.append({word(other): float(row[other]) for other in [token, *reversed(best)]})
+        start = 0 if asked.echo else len(choice.prompt)
+        ids, values, tops = (x[start:] for x in (ids, values, tops))
         sizes = map(len, self.tokenizer.stream(ids))
         return {**found, "logprobs": {
-            "tokens": list(map(word, ids)), "top_logprobs": tops,
-            "token_logprobs": [top and top[word(token)] for token, top in zip(ids, tops)],
+            "tokens": list(map(word, ids)), "token_logprobs": values, "top_logprobs": tops,
             "text_offset": list(itertools.accumulate(sizes, initial=0))[:-2]}}
 
 
@@ -221,9 +225,11 @@ async def models():
 
 async def guarded(scope, receive, send):
     """app, for nobody who calls this machine by a foreign name, as a page of another site could."""
-    foreign = HTTPException(403, "the Host header names another machine")
-    known = LOCAL.fullmatch(Request(scope).headers.get("host", ""))
-    await (app if known else refused(None, foreign))(scope, receive, send)
+    foreign = HTTPException(403, "the Host or Origin header names another machine")
+    headers = Request(scope).headers
+    names = headers.get("host", ""), headers.get("origin", "localhost").rpartition("/")[2]
+    local = all(map(LOCAL.fullmatch, names))
+    await (app if local else refused(None, foreign))(scope, receive, send)
 
 
 @dataclass
@@ -245,15 +251,18 @@ def main(argv):
     if not paths:
         raise UserError("give one run or more: python -m lab.page out/NAME ... [key=value ...]")
     for path in paths:
-        name = Path(path).resolve().name
+        name = Path(os.path.abspath(path)).name
         if name in runs:
             raise UserError(f"two runs are named {name}")
         runs[name] = Run(path, cfg, len(paths) > 1)
     try:    # at its end the server waits for a second, then cuts the streams that go on
-        uvicorn.run(guarded if LOCAL.fullmatch(cfg.host) else app, host=cfg.host, port=cfg.port,
-                    ws="none", lifespan="off", access_log=False, timeout_graceful_shutdown=1)
+        uvicorn.Server(uvicorn.Config(
+            guarded if LOCAL.fullmatch(cfg.host) else app, host=cfg.host, port=cfg.port, ws="none",
+            lifespan="off", access_log=False, timeout_graceful_shutdown=1)).run()
     except SystemExit:      # it has said why it cannot listen there
         sys.exit(2)
+    except KeyboardInterrupt:
+        os._exit(130)       # the runs' threads may be inside torch, which nothing interrupts
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ def main(argv):
     cfg = typed_config(PlotConfig, keys, free_text=("title",))
     if not folders:
         raise UserError("give folders of runs: python -m lab.plot out/NAME ... [key=value]")
-    curves = [(Path(folder).resolve().name, points(folder, cfg.x, cfg.y)) for folder in folders]
+    names = [os.path.basename(os.path.abspath(folder)) for folder in folders]
+    curves = [(name, points(folder, cfg.x, cfg.y)) for name, folder in zip(names, folders)]
     draw(cfg.file, [(dict(xlabel=cfg.x, ylabel=cfg.y), curves)], cfg.title)
     print(f"{cfg.file}: {cfg.y} of {', '.join(folders)}")
 

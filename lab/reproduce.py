@@ -262,7 +262,8 @@ def measure(experiment, runs):
             continue
         line = {"command": command, **made_by()}
         if arguments[0] == "runs":
-            line["speed"] = {Path(f).name: v for f, v in json.loads(last).items()}
+            numbers = json.loads(output[output.rindex("\n{"):].splitlines()[1])
+            line["speed"] = {Path(f).name: v for f, v in numbers.items()}
         append(experiment, line)
         with open(results_file(experiment).with_suffix(".txt"), "a") as text:
             text.write(f"$ python -m lab.bench {' '.join(arguments)}\n"

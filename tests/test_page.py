@@ -168,14 +168,16 @@ def test_bad_requests_are_told(url):
                 (httpx.post(f"{url}/v1/completions", content=iter([b"{}"])), 413, "Content-Length"),
                 (httpx.get(f"{url}/etc/passwd"), 404, "Not Found"),
                 (httpx.request("BREW", f"{url}/v1/models"), 405, "Method Not Allowed")]
-    answers += [(httpx.post(f"{url}{path}", headers={"Host": host}), 403, "Host header")
+    answers += [(httpx.post(f"{url}{path}", headers={"Host": host}), 403, "Host or")
                 for host in ("evil.example", "localhost.evil.example", "127.evil.example:80", "")
                 for path in ("/", "/v1/models", "/v1/completions", "/never")]
+    answers += [(httpx.post(f"{url}/v1/completions", headers={"Origin": f"http://{host}"}), 403, "Origin header")
+                for host in ("evil.example", "localhost.evil.example")]
     for answer, status, word in answers:
         error = answer.json()["error"]
         assert answer.status_code == error["code"] == status and word in error["message"], answer.text
         assert len(answer.text) < 500 and error["type"] == "invalid_request_error"
-    assert httpx.get(f"{url}/v1/models", headers={"Host": "localhost:9000"}).status_code == 200
+    assert httpx.get(f"{url}/v1/models", headers={"Host": "localhost:9000", "Origin": url}).status_code == 200
     assert httpx.head(url).status_code == 200 and httpx.head(f"{url}/v1/models").status_code == 405
 
 
