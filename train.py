@@ -76,10 +76,9 @@ def setup(argv):
     check_run(cfg)
     procs = Processes(cfg)
     check_fits(cfg, model_fields, procs.world, procs.device)
-    procs.join()
     if procs.master and is_offline(cfg.dataset) and not data_folder(cfg).exists():
         prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
-    procs.sum(0)                                # the others wait for the data
+    procs.join()                                # the others wait for the data
     batches = open_batches(cfg, model_fields["block_size"])
     data = batches.train
     if ckpt is not None:

@@ -295,6 +295,8 @@ def main(argv):
     path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")
+    if cfg.exit_loop and path.suffix == ".safetensors":
+        raise UserError("exit_loop= is for a folder: a .safetensors file has the whole model")
     if cfg.exit_loop:
         ckpt["model_config"]["exit_loop"] = cfg.exit_loop
     model = build_model(ckpt).eval()

@@ -167,7 +167,7 @@ def names(schema) -> set:
 
 def known(values, keys, what) -> dict:
     """The values of keys that there are; a line tells each that is dropped."""
-    for key in sorted(values.keys() - keys):
+    for key in sorted(values.keys() - keys, key=str):
         note(f"{what}: {key}={values[key]!r} is dropped: there is no such key", sys.stderr)
     return {key: value for key, value in values.items() if key in keys}
 
