@@ -16,9 +16,9 @@ import sys
 import time
 from dataclasses import dataclass
 
-import torch
-
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
+import common       # before torch: see there
+import torch
 
 from common.checkpoint import load_run
 from common.keys import UserError, asks_help, choice, help_text, read_text, run_cli

@@ -43,11 +43,11 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from functools import partial
 
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
+import common       # before torch: see there
 import numpy as np
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
 
 from common.checkpoint import load_run
 from common.keys import (UserError, asks_help, choice, help_text, model_module, read_text,

@@ -24,10 +24,10 @@ import signal
 import sys
 from dataclasses import asdict, dataclass
 
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
+import common       # before torch: see there
 import numpy as np
 import torch
-
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
 
 from common.checkpoint import Log, in_words, lock, newest, read_log, save_checkpoint
 from common.data import bits_per_byte, count_right, data_folder, data_fingerprint, is_task

@@ -1,1 +1,2 @@
 """What measures and shows. Everything else works without this folder."""
+import common       # before torch: see there

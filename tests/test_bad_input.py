@@ -143,12 +143,14 @@ def test_one_line_and_exit_2(program, args, message, world, capfd, monkeypatch):
     assert snapshot(world) == before
 
 
-@pytest.mark.parametrize("program, key", [("train", "init_from=owner/name"), ("prepare", "n=3"), ("sample", "n=3"),
-                                          ("serve", "n=3")])
-def test_from_the_shell(program, key, tmp_path):
-    """From any folder, without the script's on the path, with no library loaded before."""
+@pytest.mark.parametrize("program, key, name, value", [
+    ("train", "init_from=owner/name", "HF_HUB_OFFLINE", "1"), ("prepare", "n=3", "TQDM_MININTERVAL", "x"),
+    ("sample", "n=3", "TQDM_MININTERVAL", "x"), ("serve", "n=3", "TORCH_LOGS", "nothing")])
+def test_from_the_shell(program, key, name, value, tmp_path):
+    """From any folder, without the script's on the path, with no library loaded before, and with what ends the import
+    of one."""
     p = subprocess.run([sys.executable, ROOT / f"{program}.py", key], cwd=tmp_path, capture_output=True, text=True,
-                       env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"})
+                       env={**os.environ, "PYTHONSAFEPATH": "1", name: value})
     assert (p.returncode, p.stdout, p.stderr.count("\n")) == (2, "", 1) and p.stderr.startswith("error: "), p.stderr
     assert list(tmp_path.iterdir()) == []
 
