@@ -22,11 +22,12 @@ Depth is the paper's continuous depth-wise batching (Bae et al. 2024, 2410.20672
 Up to rounding, each answer is what its request would get alone.
 
 A slot first feeds its prompt to the model (a prefill), then one token of the answer at a time. In
-relaxed a rule (exit=) chooses where such a token exits, and a prefill takes all loops; in mor a
-router decides for all. A token that exits has no keys and values in deeper loops, which later
-tokens need. The paper leaves them to future work: it simulates the batching, with exits that an
-oracle chooses. Here the token waits until a later one goes there: with fill=exact it takes that
-loop, too, with fill=propagate its state is frozen, and only keys and values are made from it.
+mor a router decides how deep each token goes, and no later one attends to it in deeper recursions.
+In relaxed a rule (exit=) chooses where a token of the answer exits (a prompt takes all loops), but
+later tokens need its keys and values in deeper loops. So it waits until one of them goes there:
+with fill=exact it takes that loop, too, as if it had not exited; with fill=propagate its state is
+frozen, and only keys and values are made from it. (The paper simulates the batching, with exits
+that an oracle chooses.)
 
 Shapes: N tokens of a call are R rows of T tokens (T = 1, or R = 1), S keys, G key/value heads,
 D head size, C width, V vocabulary, r rank. Loops count from 1, the layers of a loop from 0.
@@ -175,7 +176,7 @@ class Token:
     slot: "Slot"
     pos: int
     h: torch.Tensor                 # its state (C,)
-    loop: int = 0                   # that it has taken last
+    loop: int = 0                   # that it takes or has taken last
     h1: torch.Tensor = None         # mor: its state before loop 1
     frozen: bool = False            # fill=propagate: it has exited, h stays as it is
 
@@ -186,14 +187,14 @@ class Slot:
     number: int
     request: Request = None
     fed: list = None                # tokens: a prefill, or one
-    loop: int = 1                   # that they take next
+    next_loop: int = 1              # that they take
     # {loop: tokens that take it when the slot goes there next}, in relaxed exited ones, too
     waiting: dict = field(default_factory=lambda: defaultdict(list))
 
     def feed(self, x, start):
         """Embeddings x (T, C) of tokens at positions start, start + 1, .. take loop 1 next."""
         self.fed = [Token(self, pos, h) for pos, h in enumerate(x, start)]
-        self.loop, self.waiting[1] = 1, self.fed
+        self.next_loop, self.waiting[1] = 1, self.fed
 
 
 class Engine:
@@ -216,10 +217,10 @@ class Engine:
         self.make_cache(model.cfg, compute_dtype(model.wte.weight))
 
     def make_cache(self, cfg, dtype):
-        """Keys and values of (lanes, 2, G, max_len, D) a layer. A slot has a lane for each loop:
-        entry p is its token at position p, if that took the loop (model_mor's own cache has no
-        such gaps, so it is smaller). mor's first and last layer, -2 and -1, count to loop 1, as
-        all tokens take both."""
+        """Keys and values of (lanes, 2, G, max_len, D) a layer. A slot has a lane for each loop,
+        number + (loop - 1) slots: entry p is its token at position p, if that took the loop
+        (model_mor's own cache has no such gaps, so it is smaller). mor's first and last layer, -2
+        and -1, have the lanes of loop 1 alone, as all tokens take both."""
         zeros, n = partial(torch.zeros, device=self.device, dtype=dtype), len(self.slots)
         shape = 2, cfg.n_kv_head, self.max_len, cfg.head_dim
         self.kv = [zeros(n * self.n_loop, *shape) for _ in range(cfg.n_stored)]
@@ -263,18 +264,21 @@ class Engine:
         """One loop of all slots or, in sequence batching, of the deepest."""
         slots, adapter = self.busy(), self.adapter
         if self.batching == "sequence":     # one that is back at loop 1 waits for these
-            deepest = max((slot.loop for slot in slots), default=1)
-            slots = [slot for slot in slots if slot.loop == deepest]
-        tokens = [token for slot in slots for token in slot.waiting.pop(slot.loop)]
-        for x in slots + tokens:
-            x.loop += 1
+            deepest = max((slot.next_loop for slot in slots), default=1)
+            slots = [slot for slot in slots if slot.next_loop == deepest]
+        tokens = [token for slot in slots for token in slot.waiting.pop(slot.next_loop)]
+        for token in tokens:
+            token.loop += 1
+        for slot in slots:
+            slot.next_loop += 1
         self.run_layers(adapter.before_loops, [token for token in tokens if token.loop == 1])
         for frozen in True, False:      # frozen ones first: the others attend to their keys
             same = [token for token in tokens if token.frozen == frozen]
             self.run_layers(adapter.run_loop, same)
         for token in adapter.go_on([token for token in tokens if token.loop < self.n_loop]):
             token.slot.waiting[token.loop + 1].append(token)
-        through = [slot for slot in slots if slot.loop not in slot.waiting]
+        # those of which no token goes on
+        through = [slot for slot in slots if slot.next_loop not in slot.waiting]
         fed = [token for slot in through for token in slot.fed]
         self.run_layers(adapter.after_loops, fed, loop=1)
         self.predict(slots, through)
@@ -343,7 +347,7 @@ def exit_rule(exit, n_loop):
 
 class SlotContext:
     """The context of a call of R T tokens, as model_gpt's Context: each attends to the tokens of
-    its slot that have taken the same loop (loop: or that one), up to itself. relaxed and mor have
+    its slot that have taken the same loop (or `loop`, if given), up to itself. relaxed and mor have
     neither ALiBi nor a window."""
 
     def __init__(self, engine, tokens, T, loop=None):
@@ -378,7 +382,7 @@ class SlotContext:
 
 class RelaxedAdapter:
     routed, before_loops, after_loops = False, None, None
-    go_on = list        # all, also those that have exited, for later tokens
+    go_on = list        # of tokens: all of them, those that have exited for later ones
 
     def __init__(self, model):
         self.model, self.cfg, relaxed = model, model.cfg, model_module("relaxed")
