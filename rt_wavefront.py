@@ -9,7 +9,7 @@ and chunk c - 1 of its own layer, its keys and values. So all with l + c = s run
         layer 1    1 2 3 4      step 3 is the diagonal (2, 1), (1, 2), (0, 3)
         layer 0    0 1 2 3
 
-That is T + (L - 1) C positions one after the other, not L T, with one bmm for all layers of a
+That is T + (L - 1) C positions in a row, not L T, with one bmm for all layers of a
 step. This is ours. The paper's are: to save x and y alone (section 6.1); CUDA graphs (6.2); a
 reverse loop of (B1) to (B6) alone (6.4).
 
@@ -209,7 +209,7 @@ def forward_pass(wave, x, *weights, pairs=None):
     w = Weights(*weights).to(wave.dtype)
     if pairs is None:
         pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
-    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.d)  # padding: any numbers
+    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.d)  # padding: any
     states[0, :wave.T] = x.transpose(0, 1)
     for step in wave.steps:
         forward_step(wave, states, pairs, w.of_layers(step.lo, step.hi), step)
