@@ -22,7 +22,7 @@ Depth is the paper's continuous depth-wise batching (Bae et al. 2024, 2410.20672
 Up to rounding, each answer is what its request would get alone.
 
 A slot first feeds its prompt to the model (a prefill), then one token of the answer at a time. In
-mor a router decides how deep each token goes, and no later one attends to it in deeper recursions.
+mor a router decides how deep each token goes; in a recursion it attends to those that went there.
 In relaxed a rule (exit=) chooses where a token of the answer exits (a prompt takes all loops), but
 later tokens need its keys and values in deeper loops. So it waits until one of them goes there:
 with fill=exact it takes that loop, too, as if it had not exited; with fill=propagate its state is
@@ -200,7 +200,8 @@ class Slot:
 class Engine:
     """Decodes requests in `slots` slots. Prompt and answer together have up to max_len tokens
     (None: the model's limit or, without one, 8 times block_size)."""
-    MANY = 16       # see run_layers; 1 is 14 % slower with prompts of 4 to 16 tokens, 999 with 100
+    # see run_layers; 1 takes 14 % longer with prompts of 4 to 16 tokens, no limit with 40 to 120
+    MANY = 16
 
     def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="exact",
                  eot=None, vocab_size=None):
@@ -278,10 +279,10 @@ class Engine:
         for token in adapter.go_on([token for token in tokens if token.loop < self.n_loop]):
             token.slot.waiting[token.loop + 1].append(token)
         # those of which no token goes on
-        through = [slot for slot in slots if slot.next_loop not in slot.waiting]
-        fed = [token for slot in through for token in slot.fed]
+        done = [slot for slot in slots if slot.next_loop not in slot.waiting]
+        fed = [token for slot in done for token in slot.fed]
         self.run_layers(adapter.after_loops, fed, loop=1)
-        self.predict(slots, through)
+        self.predict(slots, done)
 
     def run_layers(self, layers, tokens, loop=None):
         """layers: a method of the adapter, or None. loop: see SlotContext. All slots share a call,
@@ -297,10 +298,10 @@ class Engine:
                 for token, h in zip(call, x.flatten(0, 1)):
                     token.h = h
 
-    def predict(self, slots, through):
-        """Slots that are through the loops, and those whose last token exits by the rule (in a
+    def predict(self, slots, done):
+        """Slots that are done with the loops, and those whose last token exits by the rule (in a
         prefill none does) get the next token of their answer and feed it, or the answer ends."""
-        asked = [slot for slot in slots if slot in through or self.rule and slot.request.tokens]
+        asked = [slot for slot in slots if slot in done or self.rule and slot.request.tokens]
         if not asked:
             return
         h = self.model.norm(torch.stack([slot.fed[-1].h for slot in asked]))        # (R, C)

@@ -121,7 +121,7 @@ def prepare_forward(cfg, model, procs):
         compiled = torch.cuda.get_device_capability(procs.device) >= (7, 0)   # what triton supports
     if cfg.fsdp:
         torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
-        for block in blocks_of(model) * compiled:
+        for block in blocks_of(model) if compiled else ():
             block.compile()                     # the hooks around the blocks are not compiled
         return model
     forward = torch.compile(model) if compiled else model

@@ -47,10 +47,12 @@ def digest(f, size):
 
 def sync_folder(folder):
     """Makes a rename inside folder survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):          # some network file systems cannot
-        os.fsync(fd)
-    os.close(fd)
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 LOCKS = {}      # {folder: its open descriptor}, of this process

@@ -76,7 +76,8 @@ def by_kind(model):
     inside = {id(p) for m in modules if not isinstance(m, torch.nn.Embedding)
               for p in m.parameters(recurse=False)}
     for name, p in model.named_parameters():
-        kind = "scalar" if p.dim() != 2 else "matrix" if id(p) in inside else "embedding"
+        kind = "matrix" if id(p) in inside else "embedding"
+        kind = kind if p.dim() == 2 else "scalar"
         kind = next((named[part] for part in name.split(".") if part in named), kind)
         kinds.setdefault(kind, []).append(p)
     return kinds
@@ -118,9 +119,8 @@ def load_optimizers(optimizers, states, step, cfg):
     """Restore the optimizers' moments after `step` steps, but not their settings: keys may change
     on resume. What schedules set is as in the last step."""
     settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
-    saved = [state["param_groups"] for state in states]
-    ours, theirs = ([[len(g["params"]) for g in groups] for groups in x] for x in (settings, saved))
-    if ours != theirs:
+    sizes = lambda groups: [len(group["params"]) for group in groups]
+    if [*map(sizes, settings)] != [sizes(state["param_groups"]) for state in states]:
         raise UserError("resume: the checkpoint was made with another optimizer, or has other "
                         "groups of parameters")
     for optimizer, state, now in zip(optimizers, states, settings):

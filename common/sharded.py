@@ -56,7 +56,9 @@ def sharded_like(optimizer, state):
     """The state_dict of an optimizer over whole tensors, as one of this optimizer's: its moments
     sharded like the parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = {i: {name: distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
-                   if x.shape == p.shape else x for name, x in state["state"][i].items()}
-               for i, p in enumerate(parameters) if i in state["state"]}
+    moments = {}
+    for i, values in state["state"].items():
+        p = parameters[i]
+        moments[i] = {name: distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
+                      if x.shape == p.shape else x for name, x in values.items()}
     return {**state, "state": moments}

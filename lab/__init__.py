@@ -1,2 +1,2 @@
-"""What measures and shows. Everything else works without this folder."""
+"""What measures and shows. All else works without it."""
 import common       # before torch: see there

@@ -255,14 +255,14 @@ def measure(experiment, runs):
         arguments = command.split()[1:]
         process = python("-m", "lab.bench", *arguments, stdout=subprocess.PIPE)
         output = process.communicate()[0]
-        last = (output.strip() or "no output").splitlines()[-1]
+        lines = output.splitlines()
         if process.returncode:
-            print(f"{command}: {last}")
+            print(f"{command}: {lines[-1] if lines else 'no output'}")
             failed.append(command)
             continue
         line = {"command": command, **made_by()}
         if arguments[0] == "runs":
-            numbers = json.loads(output[output.rindex("\n{"):].splitlines()[1])
+            numbers = json.loads([text for text in lines if text.startswith("{")][-1])
             line["speed"] = {Path(f).name: v for f, v in numbers.items()}
         append(experiment, line)
         with open(results_file(experiment).with_suffix(".txt"), "a") as text:
