@@ -104,8 +104,9 @@ def test_a_safetensors_file_is_the_run(relaxed_run, data_dir, tmp_path, capsys):
     assert first == second
     more = runs.run("relaxed", tmp_path, data_dir, f"init_from={file}", "max_steps=1", "learning_rate=0", "rank=2")
     assert runs.fingerprint(train.state(more)["weights"]) == runs.fingerprint(state["weights"])
-    with pytest.raises(UserError, match="overwrite=true"):
-        checkpoint.main([str(folder), f"export={file}"])
+    for more, words in ([], "overwrite=true"), (["overwrite=true", "exit_loop=1"], "is for a folder"):
+        with pytest.raises(UserError, match=words):
+            checkpoint.main([str(folder), f"export={file}", *more])
 
 
 @pytest.mark.parametrize("sizes, dtype, model, keys", [

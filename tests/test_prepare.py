@@ -1,5 +1,6 @@
 """prepare.py, tokenizer.py, data.py and keys.py: tokenizers, sources, splits, files, what stops and failures leave
 behind, and the types of keys."""
+import itertools
 import json
 import math
 import os
@@ -255,6 +256,11 @@ def test_no_network(tmp_path, function, keys, message, monkeypatch):
     with pytest.raises(UserError, match=message):
         make(tmp_path, **keys)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stream_without_texts_ends():
+    with pytest.raises(UserError, match="is text_column= right"):
+        prepare.Corpus(lambda: itertools.repeat(5), 0.1)
 
 
 def test_one_document_is_split_in_order(tmp_path):
