@@ -241,13 +241,13 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
         more, more_lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)  # over the tile alone
         return kernels.merge(out, lse, more, more_lse)
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    s = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, t, keys)
+    scores = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, t, keys)
     if slopes is not None:
-        s = s - slopes[:, None, None] * (q_pos[:, None] - k_pos)
+        scores = scores - slopes[:, None, None] * (q_pos[:, None] - k_pos)
     # online softmax: what a query has met is one more pair, of score lse and value out
-    s = torch.cat([lse[..., None], s], -1)
-    p = s.softmax(-1)
-    return p[..., :1] * out + p[..., 1:] @ v, s.logsumexp(-1)
+    scores = torch.cat([lse[..., None], scores], -1)
+    p = scores.softmax(-1)
+    return p[..., :1] * out + p[..., 1:] @ v, scores.logsumexp(-1)
 
 
 # ---- the model ----
