@@ -88,7 +88,7 @@ class BaseConfig:
 class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 for gelu)
     mlp: str = choice("swiglu", "gelu", "geglu")
-    pos: str = choice("rope", "alibi", "none")  # the kind; elsewhere pos are positions
+    pos: str = choice("rope", "alibi", "none")  # kind of positions (other pos: numbers)
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before RoPE
     window: int = 0              # sliding window: how many keys a query attends to (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix

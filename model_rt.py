@@ -236,7 +236,7 @@ def met_temporary(q, k, v):
 def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
     """out (B, H, t, D) and lse (B, H, t) after t queries also meet a tile of earlier keys."""
     # bfloat16 always takes the kernel, as q @ k would round the scores; float32 only for tiles
-    # over 32 keys (by trial, cfg.chunk is another 32): in a smaller one the call costs more
+    # over 32 keys, as the call costs more than the work in a smaller one (32 by trial, no chunk)
     if q.dtype != lse.dtype or k.size(2) > 32:
         more, more_lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)  # over the tile alone
         return kernels.merge(out, lse, more, more_lse)
