@@ -54,8 +54,8 @@ from common.checkpoint import load_run
 from common.keys import (UserError, asks_help, choice, help_text, model_module, read_text,
                          run_cli, typed_config)
 from common.process import pick_device
-from common.sampling import (Decoding, Sampling, check_prompts, loop_fractions, next_tokens,
-                             read_arguments)
+from common.sampling import (Decoding, Sampling, check_finite, check_prompts, loop_fractions,
+                             next_tokens, read_arguments)
 from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
 
 
@@ -321,6 +321,7 @@ class Engine:
 
     def pick(self, slots, logits):
         """A token for each slot: the likeliest, for all at once, or a sampled one."""
+        check_finite(logits)
         tokens = logits.argmax(-1).tolist()
         for n, r in enumerate(slot.request for slot in slots):
             if r.sampling != Request.sampling:      # the default
