@@ -6,6 +6,7 @@
 Prints a table (registers a thread, spilled bytes a thread, shared memory a block), then what is wrong; exit status 1
 if anything is: a compile error, more shared memory than the chip has, or spills: none may be on sm_90 in 16 bits up to
 head size 128, at most 1 KB elsewhere. sm_89 stands for the GPUs with less shared memory than the data centre's."""
+import itertools
 import os
 import re
 import subprocess
@@ -22,8 +23,7 @@ from triton.compiler import ASTSource
 
 import kernels_triton
 from kernels import HEAD_SIZES
-from kernels_triton import (attend_dkv_kernel, attend_dq_kernel, attend_forward_kernel, scan_backward_kernel,
-                            scan_forward_kernel, scan_options, tile_options)
+from kernels_triton import scan_options, tile_options
 
 AMD = GPUTarget("hip", "gfx942", 64)
 # target, shared memory a block in bytes, whether the kernels' large tiles are for it
@@ -95,34 +95,19 @@ def measure(job):
     return (registers, spilled, shared), wrong
 
 
-def variants(large):
-    """All that kernels_triton.py can launch, as (kernel, dtype, launch options); the kernels' other parameters are
-    run-time arguments."""
-    attends = dict(forward=attend_forward_kernel, dq=attend_dq_kernel, dkv=attend_dkv_kernel)
-    for dtype in TYPES:
-        for D in HEAD_SIZES:
-            for name, kernel in attends.items():
-                yield kernel, dtype, tile_options(name, D, dtype, large)
-        for chunk in (1, 2, 4, 8, 16, 32, 64):
-            for kernel in (scan_forward_kernel, scan_backward_kernel):
-                yield kernel, dtype, scan_options(chunk)
-
-
-def is_one_of_few(chip, name, dtype, launch):
-    """Whether the tests compile this variant."""
-    if dtype == torch.float16 or (dtype == torch.float32 and chip != "sm_90"):
-        return False
-    if name.startswith("scan"):
-        return launch["BLOCK_T"] == 16
-    return launch["BLOCK_D"] in ((64,) if dtype == torch.float32 else (64, 128))
-
-
 def jobs(quick):
-    """(chip, kernel's name, dtype, launch options) of each variant to compile."""
-    for chip in list(CHIPS)[:3 if quick else len(CHIPS)]:
-        for kernel, *variant in variants(CHIPS[chip][2]):
-            if not quick or is_one_of_few(chip, kernel.__name__, *variant):
-                yield chip, kernel.__name__, *variant
+    """(chip, kernel's name, dtype, launch options) of all that kernels_triton.py can launch, or of a few; the
+    kernels' other parameters are run-time arguments."""
+    for chip, dtype in itertools.product(list(CHIPS)[:3 if quick else None], TYPES):
+        head_sizes, chunks = HEAD_SIZES, (1, 2, 4, 8, 16, 32, 64)
+        if quick:
+            of_few = {"bf16": (64, 128), "fp32": (64,) if chip == "sm_90" else ()}
+            head_sizes = of_few.get(TYPES[dtype], ())
+            chunks = (16,) if head_sizes else ()
+        for name, D in itertools.product(("forward", "dq", "dkv"), head_sizes):
+            yield chip, f"attend_{name}_kernel", dtype, tile_options(name, D, dtype, CHIPS[chip][2])
+        for name, chunk in itertools.product(("forward", "backward"), chunks):
+            yield chip, f"scan_{name}_kernel", dtype, scan_options(chunk)
 
 
 def main(argv):

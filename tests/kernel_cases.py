@@ -52,26 +52,19 @@ def few(cases, n):
     return [*cases[:n], *(pytest.param(case, marks=marks) for case in cases[n:])]
 
 
-def random_cases(n, *columns):
-    rng = random.Random(0)
-    return [tuple(map(rng.choice, columns)) for _ in range(n)]
-
-
 class Memory(TorchDispatchMode):
-    """The bytes of all tensors alive that were made under it, now and at their peak, those of the largest tensor, and
-    the names of the operators that ran."""
+    """The bytes of all tensors alive that were made under it, now and at their peak, and those of the
+    largest tensor."""
 
     def __init__(self):
         super().__init__()
         self.now = self.peak = self.largest = 0
-        self.known, self.names = set(), set()
+        self.known = set()
 
     def __torch_dispatch__(self, op, types, arguments=(), options=None):
-        name = op.overloadpacket.__name__
-        self.names.add(name)
         if op.namespace == "nanorecur":     # a mode is blind in an operator: its body instead
             with self:
-                return getattr(kernels, name)(*arguments)
+                return getattr(kernels, op.overloadpacket.__name__)(*arguments)
         out = op(*arguments, **(options or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.known:
@@ -142,10 +135,12 @@ def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
 
 LENGTHS, HEADS = (1, 2, 63, 64, 65, 100), ((1, 2, 1), (2, 2, 2), (1, 4, 2), (4, 1, 1))     # B, H, G
 KINDS = "plain", "shared", "per row", "keys per row", "queries per row"
+COLUMNS = (LENGTHS, LENGTHS, KINDS, (None, 1, 20), (False, True), HEADS, (16, 8, 64, 40, 100, 3))
+DRAW = random.Random(0).choice
 ATTENDS = [(65, 100, "shared", 20, True, (1, 2, 1), 256), (65, 100, "plain", None, False, (1, 2, 1), 200),
            (5, 0, "plain", None, False, (1, 2, 2), 16), (5, 0, "shared", None, True, (1, 2, 2), 16),
            (9, 12, "queries alone", None, False, (2, 2, 1), 4), (9, 12, "keys alone", None, False, (2, 2, 1), 4),
-           *random_cases(36, LENGTHS, LENGTHS, KINDS, (None, 1, 20), (False, True), HEADS, (16, 8, 64, 40, 100, 3))]
+           *(tuple(map(DRAW, COLUMNS)) for _ in range(36))]
 
 
 def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float64, device="cpu"):

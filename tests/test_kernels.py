@@ -171,14 +171,6 @@ def test_torch_compile_takes_them(device, backend):
     assert counter.frame_count == 1
 
 
-def test_inputs_out_and_lse_are_kept_for_backward():
-    """And the positions; nothing of the size of the scores."""
-    found = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: found.setdefault(x.data_ptr(), x), lambda x: x):
-        kernels.attend(*torch.randn(3, 2, 4, 500, 16).requires_grad_())
-    assert sum(x.nbytes for x in found.values()) == 4 * 2 * 4 * 500 * (4 * 16 + 1) + 2 * 4 * 500
-
-
 @pytest.mark.parametrize("name, value, message", [
     ("q", torch.randn(2, 4, 6, 300), "q (2, 4, 6, 300)"), ("window", 0, "window=0"),
     ("q", torch.randn(2, 3, 6, 8), "H % G"), ("k", torch.randn(2, 2, 5, 7), "k (2, 2, 5, 7)"),
