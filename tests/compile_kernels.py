@@ -96,16 +96,18 @@ def measure(job):
 
 
 def jobs(quick):
-    """(chip, kernel's name, dtype, launch options) of all that kernels_triton.py can launch, or of a few; the
-    kernels' other parameters are run-time arguments."""
-    for chip, dtype in itertools.product(list(CHIPS)[:3 if quick else None], TYPES):
+    """(chip, kernel's name, dtype, launch options) of all that kernels_triton.py can launch, or
+    of a few; the kernels' other parameters are run-time arguments."""
+    chips = list(CHIPS)[:3] if quick else CHIPS
+    for chip, dtype in itertools.product(chips, TYPES):
         head_sizes, chunks = HEAD_SIZES, (1, 2, 4, 8, 16, 32, 64)
         if quick:
-            of_few = {"bf16": (64, 128), "fp32": (64,) if chip == "sm_90" else ()}
-            head_sizes = of_few.get(TYPES[dtype], ())
+            of = {"bf16": (64, 128), "fp32": (64,) * (chip == "sm_90")}
+            head_sizes = of.get(TYPES[dtype], ())
             chunks = (16,) if head_sizes else ()
         for name, D in itertools.product(("forward", "dq", "dkv"), head_sizes):
-            yield chip, f"attend_{name}_kernel", dtype, tile_options(name, D, dtype, CHIPS[chip][2])
+            options = tile_options(name, D, dtype, CHIPS[chip][2])
+            yield chip, f"attend_{name}_kernel", dtype, options
         for name, chunk in itertools.product(("forward", "backward"), chunks):
             yield chip, f"scan_{name}_kernel", dtype, scan_options(chunk)
 

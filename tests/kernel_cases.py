@@ -135,7 +135,8 @@ def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
 
 LENGTHS, HEADS = (1, 2, 63, 64, 65, 100), ((1, 2, 1), (2, 2, 2), (1, 4, 2), (4, 1, 1))     # B, H, G
 KINDS = "plain", "shared", "per row", "keys per row", "queries per row"
-COLUMNS = (LENGTHS, LENGTHS, KINDS, (None, 1, 20), (False, True), HEADS, (16, 8, 64, 40, 100, 3))
+WINDOWS, SLOPES, SIZES = (None, 1, 20), (False, True), (16, 8, 64, 40, 100, 3)
+COLUMNS = LENGTHS, LENGTHS, KINDS, WINDOWS, SLOPES, HEADS, SIZES
 DRAW = random.Random(0).choice
 ATTENDS = [(65, 100, "shared", 20, True, (1, 2, 1), 256), (65, 100, "plain", None, False, (1, 2, 1), 200),
            (5, 0, "plain", None, False, (1, 2, 2), 16), (5, 0, "shared", None, True, (1, 2, 2), 16),

@@ -12,12 +12,16 @@ from lab import bench, eval as evaluation, plot
 import prepare
 import runs
 import sample
+import serve
 import train
 from conftest import ROOT, snapshot
 
 # text files of the world, by name
 FILES = {"broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3", "resume.yaml": "resume: true",
-         "number.yaml": "model: 5", "empty.txt": "", "afile": "not a folder", "ä.txt": "some text, " * 20, "ö.txt": "other"}
+         "number.yaml": "model: 5", "true.yaml": "max_steps: true", "unnamed.yaml": "1: 2",
+         "large.yaml": "weight_decay: 1" + "0" * 400, "empty.txt": "",
+         "afile": "not a folder", "ä.txt": "some text, " * 20, "ö.txt": "other",
+         "good.jsonl": '{"prompt": "a"}'}
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +31,7 @@ def world(tmp_path_factory, data_dir):
     words, out = root / "data" / "words", root / "out"
     shutil.copytree(data_dir / "words", words)
     runs.run("gpt", out, root / "data")
+    runs.run("relaxed", out, root / "data", "run=relaxed", "max_steps=1")
     for name, text in FILES.items():
         (root / name).write_text(text)
     (root / "latin.txt").write_bytes(b"caf\xe9")
@@ -74,7 +79,9 @@ TRAIN = [
     (["dataset=task:recall", "block_size=7"], "block_size=7 is impossible for dataset=task:recall"),
     (["dataset=task:recall", "task_examples=1_000_000_000"], "too many to hold in memory"),
     # config files
-    (["config=pipe"], "pipe cannot be read"), (["config={w}/number.yaml"], "model: expected str"),
+    (["config=pipe"], "pipe cannot be read"), (["config=number.yaml"], "model: expected str (in YAML: in quotes)"),
+    (["config=true.yaml"], "max_steps: expected int"), (["config=large.yaml"], "weight_decay"),
+    (["config=unnamed.yaml"], "unknown key '1'"),
     (["config={w}/broken.yaml"], "broken.yaml is not valid YAML"), (["config={w}/nested.yaml"], "must hold flat"),
     (["config={w}/resume.yaml", "overwrite=true", "run=r"], "exclude each other"),
     # models
@@ -108,16 +115,29 @@ EVAL = [
     (["{w}/out/r", "batch_size=0"], "batch_size=0 must be at least 1"),
     (["{w}/out/r", "dataset=task:s3"], "dataset=task:s3 is no text"),
 ]
+SERVE = [
+    (["requests="], "give requests=FILE"),
+    (["requests=no.jsonl"], "no.jsonl cannot be read: No such file"),
+    (["requests=empty.txt"], "empty.txt is empty"),
+    (["requests=good.jsonl", "exit=never"], "exit=never: static:1 to static:2, confidence:P"),
+    (["requests=good.jsonl", "slots=0"], "slots=0 must be at least 1"),
+    (["prompt=a", "fill=never"], "must be one of: exact, prop"),
+]
 PREPARE = [
     (["dataset=file:latin.txt"], "0 documents of UTF-8 text, 1 others"), (["dataset=file:nothing*.txt"], "and none match it"),
     (["dataset=pyton"], "the data sets are python, "), (["tokenizer=bpe:257"], "the size must be 258 to"),
     (["tokenizer=morse"], "the tokenizers are byte, "), (["val_fraction=0"], "val_fraction must"),
     (["tokenizer=hf:folder"], "folder/tokenizer.json cannot be read"),
+    (["max_tokens=1e3"], "max_tokens: expected int"), (["max_tokens=" + "9" * 19], "less than 2^63"),
+    (["max_tokens=" + "9" * 5000], "max_tokens: expected int"), (["val_fraction=nan"], "expected float (finite)"),
+    (["overwrite=1"], "expected bool"), (["dataset=a\0b"], "expected str"), (["name"], "not of the form key=value"),
     (["data_dir=afile"], "cannot make afile/python-byte: [Errno 20] Not a directory"),
 ]
 PROGRAMS = {"train": (train.main, TRAIN), "sample": (sample.main, SAMPLE), "bench": (bench.main, BENCH),
-            "plot": (plot.main, PLOT), "eval": (evaluation.main, EVAL), "prepare": (prepare.main, PREPARE)}
-CASES = [(program, T + args if program == "train" else args, message)
+            "plot": (plot.main, PLOT), "eval": (evaluation.main, EVAL), "prepare": (prepare.main, PREPARE),
+            "serve": (serve.main, SERVE)}
+FIRST = {"train": T, "serve": ["out/relaxed"]}
+CASES = [(program, FIRST.get(program, []) + args, message)
          for program, (_, cases) in PROGRAMS.items() for args, message in cases]
 
 

@@ -124,26 +124,6 @@ def test_states_are_float32_under_bfloat16(monkeypatch):
     assert set(dtypes) == {torch.float32} and len(dtypes) >= 24
 
 
-@pytest.mark.parametrize("kind, pieces, path", [
-    ("rat", [20], ["scan", "attend", "merge"]), ("rat", [7, 9], ["scan", "attend", "merge"]), ("rat", [7, 1], ["sdpa"]),
-    ("rnn", [20], ["scan"]), ("attention", [20], ["sdpa"])])
-def test_the_path_that_was_asked_for_runs(kind, pieces, path, monkeypatch):
-    """The operators of the last piece, on the fast path; none on the naive one without a cache."""
-    ran = []
-    for name in ("scan", "attend", "merge"):
-        spy = lambda *a, name=name, f=getattr(kernels, name), **k: (ran.append(name), f(*a, **k))[1]
-        monkeypatch.setattr(kernels, name, spy)
-    sdpa = lambda *a, fast: (ran.extend(["sdpa"] * fast), model_gpt.attend(*a, fast))[1]
-    monkeypatch.setattr(model_rat, "attend", sdpa)
-    for fast in (True, False)[:1 if pieces[1:] else 2]:
-        model = rat(kind, fast=fast)
-        cache = model.init_cache(2, 40) if pieces[1:] else None
-        for piece in pieces:
-            ran.clear()
-            model(tokens(2, piece), cache=cache)
-        assert list(dict.fromkeys(ran)) == path * fast
-
-
 def test_flops_count_what_is_read():
     swa = (sum(range(1, 8)) + 57 * 7) / 64
     for kind, keys in (("rnn", 0), ("attention", 2 * 32.5), ("rat", 2 * 8.5), ("rat-swa", 8.5 + swa)):

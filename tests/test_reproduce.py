@@ -15,7 +15,7 @@ import torch
 from common.keys import UserError
 from common.process import read_config
 from conftest import ROOT
-from lab import plot, reproduce
+from lab import reproduce
 from runs import SIZES, SMALL
 
 EXPERIMENTS = reproduce.load_experiments()
@@ -135,14 +135,6 @@ def test_what_tells_a_run_apart(plan, tmp_path):
     for layers, same in (4, True), (5, False):          # without a key that is the default's; with another value
         (tmp_path / "configs" / "gpt_tiny.yaml").write_text(f"n_layer: {layers}\nlearning_rate: 0.02\n")
         assert done(3, "{}") == [same, same]
-
-
-def test_ticks_may_be_formulas_and_names_are_not(tmp_path, monkeypatch):
-    plt = plot.pyplot()
-    monkeypatch.setattr(plt, "close", lambda figure: None)
-    plot.draw(tmp_path / "a.png", [(dict(yscale="log"), [("$a$", [(1, 1), (2, 1000)])])], "$b$")
-    texts = [text.get_text() for text in plt.gcf().findobj(plt.Text) if text.get_parse_math()]
-    assert {text[:12] for text in texts if "$" in text.replace(r"\$", "")} == {r"$\mathdefaul"}
 
 
 def test_cells_show_mean_and_deviation_over_the_seeds():
