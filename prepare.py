@@ -9,9 +9,9 @@ Text -> token files: one folder data/<name>/ with train.bin, val.bin and meta.js
 
 dataset    python            *.py of the interpreter's standard library, without its tests
            file:PATH         a text file, a glob, or the text and code below a folder
-                             (of .jsonl files the text_column)
            shakespeare       tinyshakespeare (a download of 1 MB)
-           hf:NAME[:config]  a data set of the Hugging Face hub (streamed), or a folder of one
+           hf:NAME[:config]  a data set of the Hugging Face hub (streamed), or a folder of one, or
+                             a file of rows: .jsonl, .csv, .parquet; their text_column
 tokenizer  byte              256 byte values; vocabulary 257
            char              the distinct characters of the text
            bpe:SIZE          byte-pair encoding, trained on the train split; SIZE tokens in all
@@ -61,7 +61,7 @@ class PrepareConfig:
     data_dir: str = "data"  # where the data set's folder is made
     name: str = ""  # name of that folder, if not <dataset>-<tokenizer>
     val_fraction: float = 0.1  # fraction of the text that is kept for validation
-    text_column: str = "text"  # column of hf:, and of .jsonl files
+    text_column: str = "text"  # column of hf:
     split: str = "train"  # split of a Hugging Face data set that is read
     max_tokens: int = 0  # stop at so many tokens, train and val together (0: all)
     overwrite: bool = False  # replace a data set that is already there

@@ -2,8 +2,8 @@
 What a run writes: checkpoints, one file each, replaced in one move and verified when read; its
 log; and exports.
 
-    python -m common.checkpoint out/gpt_tiny export=gpt.safetensors
-        weights, config, tokenizer: for sample.py, serve.py, lab.eval, and init_from=
+    python -m common.checkpoint out/gpt_tiny export=gpt.pt
+        without the optimizers, a third of the size: for sample.py, serve.py, lab.eval, init_from=
     python -m common.checkpoint out/relaxed_tiny export=hf/relaxed
         a Hugging Face folder: a Llama, Mistral, Qwen3 or Gemma, of exit_loop loops
 """
@@ -26,11 +26,10 @@ from common.keys import (UserError, asks_help, first_line, help_text, known, mod
                          note, read_bytes, run_cli, split_paths, typed_config, writing)
 from common.tokenizer import load_tokenizer, to_huggingface
 
-# what a checkpoint holds; an export has the first six of these
+# what a checkpoint holds
 FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
           "step": int, "tokens": int, "flops": float, "optimizers": list, "evaluated": int,
           "best_ce": float, "data": str, "rng": dict}
-EXPORTED = [*FIELDS][:6]
 
 
 # ---- saving ----
@@ -103,8 +102,6 @@ def load_checkpoint(path):
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path} does not exist, or is not a regular file: no checkpoint there")
-    if path.suffix == ".safetensors":
-        return load_safetensors(path)
     try:
         with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):
             if digest(f, os.fstat(f.fileno()).st_size - 32) != f.read():
@@ -126,43 +123,18 @@ def newest(folder):
     return pending if pending.exists() else folder / "ckpt.pt"
 
 
-def check_state(state, path, parts=FIELDS):
+def check_state(state, path):
     """UserError if a file that is whole does not describe a run. Keys of model_config that the
     model has no more are dropped, with a line."""
     try:
-        for name in parts:
-            if type(state[name]) is not FIELDS[name]:
+        for name, kind in FIELDS.items():
+            if type(state[name]) is not kind:
                 raise TypeError(f"its {name} cannot be right")
         schema = model_module(state["model"]).Config
         state["model_config"] = known(state["model_config"], names(schema), path)
         typed_config(schema, {}, state["model_config"])
     except (KeyError, TypeError, AttributeError, UserError) as e:
         raise UserError(f"{path} is not a checkpoint of a run: {first_line(e)}") from e
-
-
-# ---- safetensors: EXPORTED, without the state of the training ----
-
-def save_safetensors(path, state):
-    """The weights, and the other fields as JSON in the file's metadata."""
-    from common.llama import save_weights
-    # safetensors refuses tensors that share memory, as a tied head does
-    weights = {name: w.clone() for name, w in state["weights"].items()}
-    others = {name: json.dumps(state[name]) for name in EXPORTED if name != "weights"}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_weights(weights, path, **others)
-
-
-def load_safetensors(path):
-    from safetensors import SafetensorError, safe_open
-    try:
-        with safe_open(path, "pt") as file:
-            state = {name: json.loads(value) for name, value in (file.metadata() or {}).items()
-                     if name in EXPORTED}
-            state["weights"] = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError, ValueError, RecursionError) as e:
-        raise UserError(f"{path} is damaged: {first_line(e)}") from e
-    check_state(state, path, EXPORTED)
-    return state
 
 
 # ---- models ----
@@ -282,7 +254,7 @@ def in_words(result):
 
 @dataclass
 class ExportConfig:
-    export: str = ""            # where to: NAME.safetensors, or a folder for Hugging Face's format
+    export: str = ""            # where to: NAME.pt, or a folder for Hugging Face's format
     exit_loop: int = 0          # of relaxed and mor: how many loops (0: all)
     overwrite: bool = False     # replace what is there
 
@@ -297,14 +269,13 @@ def main(argv):
     path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")
-    if cfg.exit_loop and path.suffix == ".safetensors":
-        raise UserError("exit_loop= is for a folder: a .safetensors file has the whole model")
     if cfg.exit_loop:
         ckpt["model_config"]["exit_loop"] = cfg.exit_loop
     model = build_model(ckpt).eval()
     with writing(path):
-        if path.suffix == ".safetensors":
-            save_safetensors(path, ckpt)
+        if path.suffix == ".pt":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_checkpoint(path, {**ckpt, "optimizers": []})
         else:
             export_folder(path, model, load_tokenizer(ckpt["tokenizer"]))
     print(f"{path}: {ckpt['model']}, step {ckpt['step']:,}")

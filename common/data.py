@@ -5,7 +5,6 @@ each a pure function of (seed, step).
 import contextlib
 import glob
 import hashlib
-import json
 import logging
 import math
 import os
@@ -190,7 +189,7 @@ TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp"
         ".ts", ".java", ".go", ".rs", ".sh")
 # tests are a third of the standard library, and Debian's python3 lacks them
 NO_TEXT = "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"
-TABLES = ".json", ".csv", ".tsv", ".parquet", ".arrow"  # which hf: reads
+TABLES = ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow"  # which hf: reads
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                "tinyshakespeare/input.txt")
 
@@ -200,7 +199,7 @@ def documents(cfg):
     kind, _, rest = cfg.dataset.partition(":")
     if cfg.dataset == "python" or kind == "file":
         for file in source_files(cfg.dataset):
-            yield from file_texts(file, cfg.text_column)
+            yield file_text(file)
     elif kind == "hf" and rest:
         yield from hf_texts(rest, cfg)
     elif cfg.dataset == "shakespeare":
@@ -259,23 +258,11 @@ def has_changed(meta) -> bool:
     return bool(made) and source_stamp(meta["dataset"]) not in ("", made)
 
 
-def file_texts(file, column):
-    """The text of a file, or that of each of its JSON lines. Bytes that are not UTF-8 are lone
-    surrogates in it."""
-    kind = Path(file).suffix.lower()
-    if kind in TABLES:
+def file_text(file):
+    """The text of a file. Bytes that are not UTF-8 are lone surrogates in it."""
+    if Path(file).suffix.lower() in TABLES:
         raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such files")
-    if kind != ".jsonl":
-        yield Path(file).read_bytes().decode(errors="surrogateescape")
-        return
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                if line.strip():
-                    yield json.loads(line)[column]
-            except (ValueError, LookupError, TypeError, RecursionError) as e:
-                raise UserError(f"{file}, line {number}, text_column={column}: "
-                                f"{type(e).__name__}: {first_line(e)}") from None
+    return Path(file).read_bytes().decode(errors="surrogateescape")
 
 
 @cache

@@ -6,29 +6,27 @@ Both sides store matrices as (out, in), and RoPE rotates the same pairs.
 A weight only changes its name. But Gemma's norms multiply by 1 + w: they are stored as w.
 """
 import json
-import math
 import os
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from common.keys import model_module, read_json
+from common.keys import model_module, need
 from common.tokenizer import hub_folder
 
 
-def from_pretrained(path, **overrides):
-    """A model_gpt from a Llama-family folder (config.json and safetensors) or a hub name.
-    overrides replace Config fields (block_size, dropout, fast). ValueError or UserError names
-    what the weights need and model_gpt has not."""
-    gpt = model_module("gpt")
+def from_pretrained(path):
+    """A model_gpt from a Llama-family folder (config.json and safetensors) or a hub name, as
+    transformers reads it. ValueError or UserError names what model_gpt does not compute."""
     folder = hub_folder(path, ["config.json", "model*.safetensors", "*.index.json"])
-    fields, found = llama_config(folder), stored_weights(folder)
-    fields["tie_embeddings"] = fields["tie_embeddings"] and tied(found)
-    if fields["scale_embeddings"]:      # Gemma
-        found |= {name: 1 + w.double() for name, w in found.items() if "norm" in name}
-    model = gpt.Model(gpt.Config(**{**fields, **overrides}))
-    model.load_state_dict(llama_weights(folder, found, model))
+    theirs, gpt = load_llama(folder), model_module("gpt")
+    model, weights = gpt.Model(gpt.Config(**gpt_fields(theirs))), theirs.state_dict()
+    if model.cfg.scale_embeddings:      # Gemma
+        weights |= {name: 1 + w.double() for name, w in weights.items() if "norm" in name}
+    names = {llama_name(name): name for name in model.state_dict()}
+    model.load_state_dict({names[name]: w for name, w in weights.items() if name in names})
+    check_same_logits(model, theirs, folder)
     return model
 
 
@@ -75,13 +73,13 @@ def family_of(c):
     return families[0]
 
 
-def save_weights(weights, path, **fields):
-    """A safetensors file, whole or not at all, with fields in its metadata; else OSError."""
+def save_weights(weights, path):
+    """A safetensors file, whole or not at all; else OSError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
     temporary = Path(f"{path}.tmp")
     try:
-        save_file(weights, temporary, metadata={"format": "pt", **fields})
+        save_file(weights, temporary, metadata={"format": "pt"})
         os.replace(temporary, path)
     except SafetensorError as e:
         raise OSError(str(e)) from e
@@ -140,118 +138,61 @@ def llama_name(name):
     return f"model.layers.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
 
 
-# what transformers takes where a config.json lacks a field
-DEFAULTS = {"llama": {}, "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-            "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-            "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True,
-                      "hidden_act": "gelu_pytorch_tanh"}}
-# fields that change what transformers computes, and the one value that model_gpt computes too
-ONLY = {"attention_bias": False, "mlp_bias": False, "is_causal": True,
-        "use_sliding_window": False, "per_layer_config": None, "fusion_config": None,
-        "quantization_config": None, "transformers_weights": None,
-        "use_bidirectional_attention": None}
+# ---- reading ----
+
+def load_llama(folder):
+    """transformers' model of a folder, in float32. ValueError names what is wrong there."""
+    transformers = need("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if config.model_type not in FAMILIES:
+            raise ValueError(f"model_type {config.model_type!r} is none of {', '.join(FAMILIES)}")
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, use_safetensors=True,
+            trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True)
+    except Exception as e:      # of any type: the library checks fields, files and weights
+        raise ValueError(f"{folder}: {' '.join(str(e).split())}") from e
+    for kind in "missing", "unexpected", "mismatched":
+        if names := found[f"{kind}_keys"]:
+            raise ValueError(f"{folder}: the weight {min(names)} is {kind}")
+    return model.eval()
 
 
-def llama_config(folder):
-    """The Config fields that a folder's config.json asks for, as transformers reads it. What
-    model_gpt cannot compute is refused by name."""
-    hf = read_json(folder / "config.json")
-    family = hf.get("model_type")
-    if family not in [*DEFAULTS]:
-        why = " (Pythia has LayerNorms and biases)" * (family == "gpt_neox")
-        raise ValueError(f"model_type {family!r:.60} is not supported{why}: "
-                         f"{', '.join(DEFAULTS)} are")
-    hf = {**DEFAULTS[family], **hf, "rope_theta": rope_theta(hf)}
-    gemma = family == "gemma"
-    if gemma and hf["hidden_act"] == "gelu":    # the released folders', which means its tanh form
-        hf["hidden_act"] = ACTS["geglu"]
-    mlp = "geglu" if gemma else "swiglu"
-    refuse_others(folder, hf, {**ONLY, "hidden_act": ACTS[mlp]})
-    n_head = field(hf, "num_attention_heads")
-    for name, value in {"num_key_value_heads": n_head, "tie_word_embeddings": False,
-                        "head_dim": field(hf, "hidden_size") // n_head}.items():
-        hf[name] = value if hf.get(name) is None else hf[name]
-    # Llama ignores the field
-    windowed = family == "mistral" and hf["sliding_window"] is not None
-    return {**{ours: field(hf, theirs) for theirs, ours in FIELDS.items()},
-            "window": field(hf, "sliding_window") if windowed else 0,
-            "qk_norm": family == "qwen3", "mlp": mlp, "scale_embeddings": gemma}
+FAMILIES = "llama", "mistral", "qwen3", "gemma"
 
 
-def field(hf, name):
-    """A positive number, or true or false, of a config.json."""
-    kind = {"rms_norm_eps": float, "rope_theta": float, "tie_word_embeddings": bool}.get(name, int)
-    value = hf.get(name)
-    right = type(value) is kind or kind is float and type(value) is int
-    if not right or kind is not bool and not 0 < value < math.inf:
-        raise ValueError(f"config.json lacks {name} or has a wrong one: {value!r:.60}")
-    return kind(value)
-
-
-def refuse_others(folder, hf, only):
-    """ValueError where transformers would compute what model_gpt does not."""
-    for name, wanted in only.items():
-        if (hf.get(name, wanted) or None) != (wanted or None):      # null is as false
-            raise ValueError(f"{name}={hf[name]!r:.60} is not supported: only {wanted} is")
-    if hf.get("layer_types") and set(hf["layer_types"]) != {"full_attention"}:
+def gpt_fields(theirs):
+    """The Config fields of model_gpt that compute the same."""
+    c, gemma = theirs.config, theirs.config.model_type == "gemma"
+    rope = c.rope_parameters
+    if rope.get("rope_type") != "default" or any(isinstance(v, dict) for v in rope.values()):
+        raise ValueError(f"RoPE with {rope} is not supported: only unscaled RoPE is")
+    if c.model_type != "mistral" and "sliding_attention" in (getattr(c, "layer_types", 0) or []):
         raise ValueError("layer_types is not supported: only full_attention is")
-    if (folder / "adapter_config.json").exists():
-        raise ValueError("adapter_config.json is not supported: no adapter is")
+    found = {ours: getattr(c, name) for name, ours in FIELDS.items() if ours != "rope_theta"}
+    return {**found, "rope_theta": float(rope["rope_theta"]),
+            "tie_embeddings": theirs.lm_head.weight is theirs.model.embed_tokens.weight,
+            "window": c.model_type == "mistral" and c.sliding_window or 0,
+            "qk_norm": c.model_type == "qwen3", "scale_embeddings": gemma,
+            "mlp": "geglu" if gemma else "swiglu"}
 
 
-def rope_theta(hf):
-    """RoPE's base. Of two fields with RoPE's parameters transformers takes the older one."""
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError("RoPE of each layer type is not supported: one for all is")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rope scaling {kind!r:.60} is not supported: only unscaled RoPE is")
-    return {"rope_theta": 10000.0, **hf, **rope}["rope_theta"]
+@torch.no_grad()
+def check_same_logits(model, theirs, folder):
+    """ValueError where transformers computes something else: a bias, another activation."""
+    V, T = model.cfg.vocab_size, min(64, model.cfg.block_size)
+    idx = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0))
+    ours, wanted = model.eval()(idx)[0], theirs(idx).logits
+    if not (ours - wanted).abs().max() <= 1e-3 * wanted.abs().max():    # NaN too
+        usual = type(theirs.config)().to_dict()
+        own = {k: v for k, v in theirs.config.to_dict().items() if usual.get(k) != v}
+        own = [f"{k}={v}" for k, v in own.items() if k not in {*FIELDS, *UNREAD}]
+        raise ValueError(f"{folder}: model_gpt does not compute what {', '.join(own) or 'this'} "
+                         f"asks for, or a weight is not finite")
 
 
-def stored_weights(folder):
-    """{name: tensor} of model.safetensors or else of the files that the index names, as
-    transformers chooses. ValueError names a file that cannot be read."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-    index, files, found = folder / "model.safetensors.index.json", ["model.safetensors"], {}
-    if index.exists() and not (folder / files[0]).exists():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict):
-            raise ValueError(f"{index} has no weight_map")
-        files = sorted(set(map(str, names.values())))
-    for file in map(folder.joinpath, files):
-        try:
-            if not file.is_file():      # of a pipe there may be no end
-                raise OSError
-            found.update(load_file(file))
-        except (OSError, SafetensorError) as e:
-            raise ValueError(f"{file} is missing or damaged") from e
-    return {name: w for name, w in found.items() if not name.endswith("rotary_emb.inv_freq")}
-
-
-def tied(found):
-    """Whether the head is the embedding, where a config says so. As in transformers it is not if
-    both are stored and differ, and one of them stands for the other."""
-    pair = llama_name("wte.weight"), llama_name("head.weight")
-    stored = [found[name] for name in pair if name in found]
-    if len(stored) == 2 and not torch.equal(*stored):
-        return False
-    found.update(dict.fromkeys(pair, *stored[:1]))
-    return True
-
-
-def llama_weights(folder, found, model):
-    """The model's state dict. ValueError names a weight that is missing, left over, of another
-    shape or not of finite numbers."""
-    state = {llama_name(name): p for name, p in model.state_dict().items()}
-    for name in {**state, **found}:
-        w, p = found.get(name), state.get(name)
-        if w is None or p is None or w.shape != p.shape:
-            has = "missing" if w is None else tuple(w.shape)
-            asked = "in this model" if p is None else tuple(p.shape)
-            raise ValueError(f"{folder}: {name} is {has}, not {asked}")
-        if not w.is_floating_point() or not w.float().isfinite().all():
-            raise ValueError(f"{folder}: {name} is not of finite floating-point numbers")
-    return {name: found[llama_name(name)] for name in model.state_dict()}
+# fields of config.json that change no logits
+UNREAD = {"architectures", "dtype", "transformers_version", "rope_parameters", "use_cache",
+          "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"}

@@ -363,29 +363,15 @@ def test_local_data_sets(tmp_path, monkeypatch):
     for file in "json/train.parquet", "json/test.parquet", "[a].parquet", "d[1]/a.parquet":
         rows.to_parquet(file)
     rows.to_csv("rows.csv")
-    for n, dataset in enumerate(["hf:json", "hf:[a].parquet", "hf:rows.csv"]):
+    Path("rows.jsonl").write_text("\ufeff" + "\n".join(json.dumps({"text": row}) for row in [*ROWS, None]))
+    for n, dataset in enumerate(["hf:json", "hf:[a].parquet", "hf:rows.csv", "hf:rows.jsonl"]):
         folder = make(tmp_path, dataset=dataset, split="test" if n == 0 else "train", name=str(n))
         assert sorted(docs_of(folder)) == sorted(ROWS) and TokenData(folder, "val").meta["skipped"] > 0
     for dataset, message in {"hf:text": "nor a hub name", "hf:text:rows.csv": "nor a hub name",  # would read more
                              "hf:": "unknown dataset", "hf:d[1]": "rename it", "hf:rows.csv": "0 documents of UTF-8 text, 32 others",
-                             "file:rows.csv": "is a table: dataset=hf:PATH"}.items():
+                             "file:rows.csv": "is a table: dataset=hf:PATH", "file:*.jsonl": "is a table"}.items():
         with pytest.raises(UserError, match=message):
             make(tmp_path, dataset=dataset, text_column="n")
-
-
-def test_json_lines(tmp_path):
-    """Their text column; a byte order mark of the file, other columns of any type and empty lines change nothing."""
-    rows = [{"text": row, "n": [n] if n % 2 else n, "title": f"\ufeff{n} {row}"} for n, row in enumerate(ROWS)]
-    lines = "\n\n".join(map(json.dumps, [*rows, {"text": None, "title": ""}, {"text": "\ud800", "title": ""}]))
-    (tmp_path / "a.jsonl").write_text("\ufeff" + lines, encoding="utf-8")
-    folder = make(tmp_path, dataset=f"file:{tmp_path}/*.jsonl", name="x")
-    assert sorted(docs_of(folder)) == sorted(ROWS) and read_meta(folder)["skipped"] == 2
-    folder = make(tmp_path, dataset=f"file:{tmp_path}/a.jsonl", text_column="title", name="y")
-    assert sorted(docs_of(folder)) == sorted(f"{n} {row}" for n, row in enumerate(ROWS))
-    for bad, message in ("", "text_column=body: KeyError"), ('\n{"body"', "line 64, .*JSOND"), ("\n[]", "TypeError"):
-        (tmp_path / "a.jsonl").write_text(lines.replace("text", "body") + bad if bad else lines)
-        with pytest.raises(UserError, match=message):
-            make(tmp_path, dataset=f"file:{tmp_path}/a.jsonl", text_column="body")
 
 
 @pytest.mark.parametrize("form", ["file:{}/docs", "file:{}/docs/*.txt", "file:{}/docs/003.txt", "hf:{}/docs"])
