@@ -67,8 +67,7 @@ def nvidia_figures(ptx):
 
 
 def amd_figures(text):
-    """The same from the assembly's metadata: spilled vector registers, 4 bytes a thread each, or the scratch memory if
-    that is more. Scalar registers spill to vector registers."""
+    """The same from the assembly's metadata: spilled vector registers, 4 bytes each, or more scratch memory."""
     count = {key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1])
              for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")}
     return count["vgpr_count"], max(4 * count["vgpr_spill_count"], count["private_segment_fixed_size"])
@@ -114,14 +113,13 @@ def jobs(quick):
 
 def main(argv):
     todo, wrong = list(jobs("ci" in argv)), []
-    print(f"triton {triton.__version__}\n{'chip':12}{'kernel':18}{'type':6}{'tiles, warps, stages':70}"
-          f"{'registers':>10}{'spilled':>9}{'shared':>9}")
+    print("chip, kernel, type, tiles, warps and stages, registers, spilled and shared bytes")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for (chip, name, dtype, launch), (figures, bad) in zip(todo, pool.map(measure, todo)):
             tiles = " ".join(f"{n}={v:d}" for n, v in launch.items())
-            row = f"{chip:12}{name.removesuffix('_kernel'):18}{TYPES[dtype]:6}{tiles:70}"
-            print(row + "{:10}{:9}{:9}".format(*figures), flush=True)
-            wrong += [f"{' '.join(row.split())}: {bad}"] if bad else []
+            row = f"{chip:12}{name:22}{TYPES[dtype]:6}{tiles:70}"
+            print(row, *figures, flush=True)
+            wrong += [f"{row}: {bad}"] if bad else []
     print(f"{len(todo)} compiled, {len(wrong)} wrong", *wrong, sep="\n")
     return 1 if wrong else 0
 

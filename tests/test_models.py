@@ -133,9 +133,8 @@ def test_naive_is_fast_at_random_shapes(name, B, T, heads, head_dim, n_layer):
 
 
 def assert_cache_is_forward(model, lengths, splits, tolerance, rng=None):
-    """Row b's first lengths[b] tokens, fed through one cache in pieces of the given sizes, have the
-    logits of one forward. Shorter rows are padded; with rng a row takes as many as it likes of each
-    piece, none included. No gradient flows through a call with a cache."""
+    """Row b's first lengths[b] tokens, fed through one cache in pieces of these sizes, have the logits of one forward.
+    Shorter rows are padded; with rng a row takes as many of a piece as it likes. No gradient flows through a cache."""
     B, done, rows = len(lengths), [0] * len(lengths), [[] for _ in lengths]
     x = tokens(B, max(lengths), model.cfg.vocab_size)
     cache = model.init_cache(B, max(lengths))
@@ -215,9 +214,8 @@ def test_mixed_precision(name, sizes, fast):
 
 @some
 def test_a_slot_of_the_cache_serves_another_sequence(name, sizes):
-    """reset(rows) empties some rows; a new sequence there is computed as if alone, the others go on. What
-    broken requests left behind the mask must not reach it: 0 times NaN is NaN. A cache filled in inference mode
-    goes on outside."""
+    """reset(rows) empties some rows; a new sequence there is computed as if alone. What broken requests left behind
+    the mask must not reach it: 0 times NaN is NaN. A cache filled in inference mode goes on outside."""
     model, broken, x = tiny(name, **sizes), tiny(name, **sizes), tokens(3, 40)
     cache = model.init_cache(2, 40)
     with torch.inference_mode():

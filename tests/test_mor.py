@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import model_gpt
 import model_mor
 import runs
-import train
 from common.keys import UserError
 from common.process import TrainConfig, set_budget
 from conftest import relative, tiny

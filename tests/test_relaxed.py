@@ -258,14 +258,3 @@ def test_exit_loop(b):
     assert relative(logits[0], want[b - 1]) < 1e-10 and loss == aux["ce"] and aux.keys() == {"ce"}
     assert_cache_is_forward(model, [20], [14, 1, 1, 4], 1e-10)
     assert len(model.init_cache(1, 20).k) == 2 * b
-
-
-def test_deltas_are_merged_where_tokens_are_many(monkeypatch):
-    """As many as make it cheaper: of a matrix (out, in), more than out in / (out + in). Each of the 42 is W' there."""
-    merged, addmm = [], torch.addmm                         # the first arguments of all calls
-    monkeypatch.setattr(model_relaxed.torch, "addmm", lambda *a: (merged.append(a[0]), addmm(*a))[1])
-    model = relaxed(n_mlp=32)
-    for T, times in ((17, 42), (16, 0)):
-        merged.clear()
-        model(tokens(1, T))
-        assert len(merged) == times and {*map(id, merged)} <= {id(part.weight) for part in linears(model)}

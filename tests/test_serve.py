@@ -123,7 +123,6 @@ def test_random_requests_are_answered_as_if_alone(seed):
 
 
 def test_sampled_answers_do_not_depend_on_the_batching():
-    """Each request has random numbers of its own."""
     model = looping()
     options = dict(exit="confidence:0.1", sampling=(0.7, 9, 0.95, 1.3))
     work = [([1, 2, 3], n) for n in (6, 3, 6, 4, 6)]
