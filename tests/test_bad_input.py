@@ -20,8 +20,7 @@ from conftest import ROOT, snapshot
 FILES = {"broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3", "resume.yaml": "resume: true",
          "number.yaml": "model: 5", "true.yaml": "seed: true", "unnamed.yaml": "1: 2",
          "large.yaml": "grad_clip: 1" + "0" * 400, "empty.txt": "",
-         "afile": "not a folder", "ä.txt": "some text, " * 20, "ö.txt": "other",
-         "good.jsonl": '{"prompt": "a"}'}
+         "afile": "not a folder", "ä.txt": "some text, " * 20, "ö.txt": "other"}
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +115,9 @@ EVAL = [
     (["{w}/out/r", "dataset=task:s3"], "dataset=task:s3 is no text"),
 ]
 SERVE = [
-    (["requests="], "give requests=FILE"),
-    (["requests=no.jsonl"], "no.jsonl cannot be read: No such file"),
-    (["requests=empty.txt"], "empty.txt is empty"),
-    (["requests=good.jsonl", "exit=never"], "exit=never: static:1 to static:2, confidence:P"),
-    (["requests=good.jsonl", "slots=0"], "slots=0 must be at least 1"),
+    (["requests="], "give requests=FILE"), (["requests=no.jsonl"], "no.jsonl cannot be read: No such"),
+    (["prompt=a", "exit=never"], "exit=never: static:1 to static:2, confidence:P"),
+    (["requests=empty.txt"], "empty.txt is empty"), (["prompt=a", "slots=0"], "slots=0 must be at least"),
     (["prompt=a", "fill=never"], "must be one of: exact, prop"),
 ]
 PREPARE = [

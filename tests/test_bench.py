@@ -101,7 +101,8 @@ def test_trained_runs(tmp_path, data_dir, capsys):
     assert out.count(f"x {folders[0]}") == 8 and f"{found[folders[1]]['train_ms']:11.3f} ms" in out
     bench.main(["mor", f"init_from={folders[1]}", "device=cpu"])
     bench.main(["relaxed", f"init_from={folders[0]}", "device=cpu"])
-    assert capsys.readouterr().out.count("6 requests") == 3 + 7
+    out = capsys.readouterr().out
+    assert out.count("6 requests") == 3 + 7 and out.count("% of that speed") == 1 + 3
 
 
 def test_early_exit(capsys, monkeypatch):
@@ -119,11 +120,8 @@ def test_early_exit(capsys, monkeypatch):
     assert int(exits.sum()) in (36, 37, 38) and nats == pytest.approx(float(losses.mean()), abs=1e-3)
 
 
-@pytest.mark.parametrize("name, cases, bounds", [("relaxed", 7, 3), ("mor", 3, 1)])
-def test_requests(name, cases, bounds, capsys):
-    model = tiny(name, block_size=19, n_layer=8, n_loop=2)
-    bench.bench_requests(name, model, TEXT, CPU)
-    out = capsys.readouterr().out
-    assert out.count("6 requests") == cases and out.count("% of that speed") == bounds
+def test_requests(capsys):
+    model = tiny("mor", block_size=19, n_layer=8, n_loop=2)
+    bench.bench_requests("mor", model, TEXT, CPU)
     mean = np.mean([loop for r in Engine(model, 3).run(bench.workload(TEXT)) for loop in r.exits])
-    assert name == "relaxed" or f"{(2 + 6 * mean / 2) / 8:.3f} of the layers" in out
+    assert f"{(2 + 6 * mean / 2) / 8:.3f} of the layers" in capsys.readouterr().out

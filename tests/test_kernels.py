@@ -1,5 +1,5 @@
-"""The operators of kernels.py against their definitions: in float64 the reference implementations,
-on a GPU and in tests/interpreted_kernels.py the Triton code."""
+"""kernels.py against definitions: in float64 the reference implementations, on a GPU and in
+tests/interpreted_kernels.py the Triton code."""
 import importlib.util
 import math
 
@@ -17,7 +17,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @where(*PRECISION)
 @pytest.mark.parametrize("number", few(range(len(ATTENDS)), 16))
 def test_attend_is_the_definition(number, device, dtype, tolerance):
-    compare_attend(kernels.attend, *attend_case(number, *ATTENDS[number], dtype, device), tolerance)
+    case = attend_case(number, *ATTENDS[number], dtype, device)
+    compare_attend(kernels.attend, *case, tolerance)
 
 
 @pytest.mark.parametrize("number", range(0, len(ATTENDS), 3))
@@ -43,8 +44,10 @@ def test_any_strides(layout, device, dtype, tolerance):
     """Also where the elements of a row are not contiguous."""
     layout = LAYOUTS[layout]
     for kind, D in (("plain", 16), ("shared", 20)):
-        tensors, arguments, (do, dlse) = attend_case(0, 20, 20, kind, None, False, (2, 2, 2), D, dtype, device)
-        compare_attend(kernels.attend, [*map(layout, tensors)], arguments, (layout(do), dlse), tolerance)
+        case = attend_case(0, 20, 20, kind, None, False, (2, 2, 2), D, dtype, device)
+        tensors, arguments, (do, dlse) = case
+        tensors, incoming = [*map(layout, tensors)], (layout(do), dlse)
+        compare_attend(kernels.attend, tensors, arguments, incoming, tolerance)
 
     def interleaved(g, x, *rest):
         both = torch.stack([g, x], -1).flatten(2)
@@ -53,8 +56,8 @@ def test_any_strides(layout, device, dtype, tolerance):
 
 
 def test_merge_of_empty_sides():
-    """a is empty, b is, both are: an empty side changes nothing, and gets no gradient; what comes in through an lse
-    of -inf is ignored."""
+    """a is empty, b is, both are: an empty side changes nothing, and gets no gradient; what comes
+    in through an lse of -inf is ignored."""
     (a, b), inf = torch.randn(2, 1, 1, 3, 8), math.inf
     a[..., [0, 2], :] = b[..., [1, 2], :] = 0
     lse_a, lse_b = torch.tensor([[-inf, 0.3, -inf], [0.7, -inf, -inf]])[:, None, None]
@@ -63,8 +66,10 @@ def test_merge_of_empty_sides():
     assert torch.equal(out[0, 0], torch.stack([b[0, 0, 0], a[0, 0, 1], torch.zeros(8)]))
     assert torch.equal(lse, torch.maximum(lse_a, lse_b))
     incoming = torch.ones_like(out), torch.tensor([[[1, 1, math.nan]]])
-    d_a, d_lse_a, d_b, d_lse_b = (x.view(3, -1)[:, 0] for x in torch.autograd.grad((out, lse), sides, incoming))
-    assert d_a[:2].tolist() == d_lse_a[:2].tolist() == [0, 1] and d_b[:2].tolist() == d_lse_b[:2].tolist() == [1, 0]
+    grads = torch.autograd.grad((out, lse), sides, incoming)
+    d_a, d_lse_a, d_b, d_lse_b = (x.view(3, -1)[:, 0] for x in grads)
+    assert d_a[:2].tolist() == d_lse_a[:2].tolist() == [0, 1]
+    assert d_b[:2].tolist() == d_lse_b[:2].tolist() == [1, 0]
     assert d_lse_a[2] == d_lse_b[2] == 0
 
 
@@ -77,33 +82,38 @@ def test_scan_is_the_loop(case, device, dtype, tolerance):
 @where(PRECISION[1])
 def test_states_are_float32(device, dtype, tolerance):
     """300 steps of a thousandth of the way to 1: a state in bfloat16 would stop short."""
-    x, gate = torch.ones(1, 300, 16, device=device), torch.full((1, 300, 16), 0.999, device=device)
-    gate, x = gate.bfloat16().fill_(255 / 256), x.bfloat16()    # the largest of bfloat16 below 1
-    h = kernels.scan(gate, x, 300)
-    assert h.dtype == torch.bfloat16 and abs(h[0, -1, 0].item() - (1 - (255 / 256) ** 300)) < 0.004
+    most = 255 / 256                        # of bfloat16 below 1
+    gate = torch.full((1, 300, 16), most, device=device, dtype=torch.bfloat16)
+    h = kernels.scan(gate, torch.ones_like(gate), 300)
+    assert h.dtype == torch.bfloat16
+    assert abs(h[0, -1, 0].item() - (1 - most ** 300)) < 0.004
 
 
 def operator_calls():
-    (q, k, v), mask, (do, dlse) = attend_case(0, 9, 11, "shared", 5, True, (2, 4, 2), 8, torch.float32)
+    case = attend_case(0, 9, 11, "shared", 5, True, (2, 4, 2), 8, torch.float32)
+    (q, k, v), mask, (do, dlse) = case
     out, lse = kernels.attend(q, k, v)
     g, x, h0 = torch.rand(2, 9, 3), torch.randn(2, 9, 3), torch.randn(2, 3)
     lead = lambda *tensors: [t.detach().clone().requires_grad_() for t in tensors]
     plain = torch.arange(9).int(), torch.arange(11).int(), None, kernels.NO_WINDOW
-    return [(kernels.attend_op, (*lead(q, k, v), *plain)), (kernels.attend_op, (*lead(q, k, v), *mask)),
+    return [(kernels.attend_op, (*lead(q, k, v), *plain)),
+            (kernels.attend_op, (*lead(q, k, v), *mask)),
             (kernels.attend_gradients_op, (q, k, v, out, lse, do, dlse, *plain)),
-            (kernels.scan_op, (*lead(g, x, h0), 4)), (kernels.scan_gradients_op, (x, g, x, x, h0, 4))]
+            (kernels.scan_op, (*lead(g, x, h0), 4)),
+            (kernels.scan_gradients_op, (x, g, x, x, h0, 4))]
 
 
 @pytest.mark.parametrize("number", range(5))
 def test_opcheck(number):
-    """Schema, registration of the gradients, shapes and strides of the outputs, dynamic shapes."""
+    """Schema, gradients, shapes and strides of the outputs, dynamic shapes."""
     assert set(torch.library.opcheck(*operator_calls()[number]).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("name, value, message", [
     ("q", torch.randn(2, 4, 6, 300), "q (2, 4, 6, 300)"), ("window", 0, "window=0"),
     ("q", torch.randn(2, 3, 6, 8), "H % G"), ("k", torch.randn(2, 2, 5, 7), "k (2, 2, 5, 7)"),
-    ("q_pos", torch.arange(6), "q_pos (6,) is torch.int64"), ("k_pos", torch.arange(6).int(), "k_pos (6,)")])
+    ("q_pos", torch.arange(6), "q_pos (6,) is torch.int64"),
+    ("k_pos", torch.arange(6).int(), "k_pos (6,)")])
 def test_wrong_arguments_are_named(name, value, message):
     right = dict(q=torch.randn(2, 4, 6, 8), k=torch.randn(2, 2, 5, 8), v=torch.randn(2, 2, 5, 8))
     with pytest.raises(ValueError) as error:
@@ -128,7 +138,6 @@ def test_triton_code_in_the_interpreter(pytestconfig):
 
 @needs_triton
 def test_triton_code_compiles_for_gpus(pytestconfig):
-    """tests/compile_kernels.py ci: registers, spills, shared memory on sm_80, sm_90 and gfx942."""
     p = python("tests/compile_kernels.py", *["ci"] * (not pytestconfig.getoption("full")))
     assert p.returncode == 0, p.stdout[-3000:] + p.stderr[-3000:]
     rows = [line.split() for line in p.stdout.splitlines()[1:-1]]

@@ -16,7 +16,6 @@ from conftest import relative, tiny
 from test_gpt import dense_heads, rotate, saved_llama
 from test_models import assert_cache_is_forward, tokens
 
-SHARES = "cycle", "sequence"
 FULL = 1000         # a rank that no matrix here reaches
 
 
@@ -95,7 +94,7 @@ def assert_gradients(model, loss, want):
     assert all(relative(a, b, 1e-8) < 1e-10 for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", ["cycle", "sequence"])
 @pytest.mark.parametrize("sizes", [dict(n_loop=2), dict(n_loop=3, n_kv_head=2, qk_norm=True), dict(n_loop=1),
                                    dict(n_loop=6, mlp="gelu", pos="none", tie_embeddings=False)], ids=str)
 def test_the_model_is_its_equations(sizes, share):

@@ -114,15 +114,6 @@ def plan(tmp_path, monkeypatch):
     return planned
 
 
-@pytest.mark.parametrize("text, message", [
-    ("title: a", "trial.yaml: .*tier"), ("title: a\ntier: cpu\nrow: 5", "trial.yaml: .*row"),
-    ("title: [a", "trial.yaml: "), ("title: a\ntier: cpu\nrows: {x: {minute: 5}}", "x has an unknown key 'minute'"),
-    ("title: a\ntier: cpu\nrows: {x: {seeds: 1}, y: 'init_from={x}'}", "y starts .* no row above it with seed 2")])
-def test_mistakes_in_an_experiment_are_named(text, message, plan):
-    with pytest.raises(UserError, match=message):
-        plan(text)
-
-
 def test_what_tells_a_run_apart(plan, tmp_path):
     """Its evaluations, the values of its config file, and the step that it starts from."""
     trial = "title: a\ntier: cpu\nseeds: 1\nrows: {{whole: '', part: 'from={{whole}}/step_{}.pt'}}\nevaluate: {}"
@@ -135,6 +126,9 @@ def test_what_tells_a_run_apart(plan, tmp_path):
     for layers, same in (4, True), (5, False):          # without a key that is the default's; with another value
         (tmp_path / "configs" / "gpt_tiny.yaml").write_text(f"n_layer: {layers}\nlearning_rate: 0.02\n")
         assert done(3, "{}") == [same, same]
+    for mistake, told in ("row: 5", "trial.yaml: .*row"), ("rows: {y: 'from={x}'}", "no row above"):
+        with pytest.raises(UserError, match=told):
+            plan(f"title: a\ntier: cpu\n{mistake}")
 
 
 def test_cells_show_mean_and_deviation_over_the_seeds():
