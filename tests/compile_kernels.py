@@ -3,9 +3,8 @@
     python tests/compile_kernels.py          all variants that the launchers can choose (minutes)
     python tests/compile_kernels.py ci       a few of each kernel: what the tests run
 
-Prints a table (registers a thread, spilled bytes a thread, shared memory a block), then what is wrong; exit status 1
-if anything is: a compile error, more shared memory than the chip has, or spills: none may be on sm_90 in 16 bits up to
-head size 128, at most 1 KB elsewhere. sm_89 stands for the GPUs with less shared memory than the data centre's."""
+Prints a table, then what is wrong: a compile error, more shared memory than the chip has, or spills (none may be on
+sm_90 in 16 bits up to head size 128, at most 1 KB elsewhere). sm_89 stands for GPUs with less shared memory."""
 import itertools
 import os
 import re

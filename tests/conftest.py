@@ -80,8 +80,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def two_processes(folder, *arguments):
-    """train.py in two processes. Python's shutdown may abort on gloo's threads (see Processes.leave); here it always
-    does."""
+    """train.py in two processes. Python's shutdown may abort (see Processes.leave); here it does."""
     (folder / "sitecustomize.py").write_text("import atexit, os\n"
                                              "if 'RANK' in os.environ:\n    atexit.register(os.abort)\n")
     path = f"{folder}{os.pathsep}{FORKS}"

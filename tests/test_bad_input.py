@@ -47,8 +47,8 @@ def world(tmp_path_factory, data_dir):
     return root
 
 
-T = ["out_dir={w}/out", "data_dir={w}/data", "dataset=words", *runs.SMALL[1:]]
-# of what one guard refuses a few: test_prepare.py and test_checkpoint.py have the rest of theirs
+T = ["out_dir=out", "data_dir=data", "dataset=words", *runs.SMALL[1:]]
+# of what one guard refuses a few
 TRAIN = [
     (["n_layr=3"], "unknown key 'n_layr': did you mean n_layer?"),
     (["block_size=1000000"], "block_size=1000000 is too long"),
@@ -57,7 +57,7 @@ TRAIN = [
     (["compile=maybe"], "compile=maybe must be one of"), (["device=tpu9"], "device=tpu9 is not on this machine"),
     (["model=nothing"], "model=nothing is unknown: "), (["run=../escape"], "run '../escape' is not allowed"),
     (["sample_prompt=", "sample_tokens=9"], "sample_prompt is empty"), (["fsdp=true"], "needs several processes: torchrun"),
-    (["out_dir={w}/afile"], "could not write"), (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
+    (["out_dir=afile"], "could not write"), (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
     # resuming and other checkpoints
     (["run=r"], "holds a checkpoint: resume=true goes on from it"),
     (["resume=true", "run=never"], "ckpt.pt does not exist"),
@@ -66,23 +66,22 @@ TRAIN = [
     (["dataset=othertokenizer", "resume=true", "run=r"], "was trained with tokenizer byte"),
     (["resume=true", "run=badrng"], "the checkpoint does not fit"),
     (["resume=true", "run=pipe"], "pipe/ckpt.pt does not exist, or is not a regular file"),
-    (["init_from={w}/latin.txt"], "is damaged or is not"), (["init_from={w}/folder"], "its config.json"),
-    (["init_from={w}/nowhere"], "neither a folder nor a hub name"),
+    (["init_from=latin.txt"], "is damaged or is not"), (["init_from=folder"], "its config.json"),
+    (["init_from=./nowhere"], "neither a folder nor a hub name"),
     (["model=rat", "init_from=out/r"], "model=rat, but the checkpoint holds model=gpt"),
     (["teacher=out/r", "block_size=32"], "teacher=out/r has vocab_size=257 and takes 16 tokens"),
     # data sets and tasks
     (["dataset=shakespeare"], "python prepare.py dataset=shakespeare tokenizer=byte"),
     (["dataset=file:{w}/ö.txt"], "was made with dataset=file:"), (["tokenizer=char"], "is not the one of dataset=words"),
-    (["dataset=file:{w}/empty.txt"], "is empty"), (["dataset=file:pipe"], "neither a file nor a folder"),
+    (["dataset=file:empty.txt"], "is empty"), (["dataset=file:pipe"], "neither a file nor a folder"),
     (["dataset=pipebin"], "val.bin is missing or is not a regular file"), (["dataset=task:nothing"], "the tasks are task:recall, "),
     (["dataset=task:recall", "block_size=7"], "block_size=7 is impossible for dataset=task:recall"),
     (["dataset=task:recall", "task_examples=1_000_000_000"], "too many to hold in memory"),
     # config files
     (["config=pipe"], "pipe cannot be read"), (["config=number.yaml"], "model: expected str (in YAML: in quotes)"),
     (["config=true.yaml"], "seed: expected int"), (["config=large.yaml"], "grad_clip"),
-    (["config=unnamed.yaml"], "unknown key '1'"),
-    (["config={w}/broken.yaml"], "broken.yaml is not valid YAML"), (["config={w}/nested.yaml"], "must hold flat"),
-    (["config={w}/resume.yaml", "overwrite=true", "run=r"], "exclude each other"),
+    (["config=broken.yaml"], "broken.yaml is not valid YAML"), (["config=nested.yaml"], "must hold flat"),
+    (["config=resume.yaml", "overwrite=true", "run=r"], "exclude each other"), (["config=unnamed.yaml"], "unknown key '1'"),
     # models
     (["model=mor", "n_layer=9"], "n_layer=9 does not fit share=middle_cycle with n_loop=3: 8 or 11 would"),
     (["model=rat", "n_embd=15", "n_head=3"], "head_dim=5 must be even and at most 256"),
@@ -94,25 +93,23 @@ TRAIN = [
 ]
 SAMPLE = [
     ([], "give one run folder or checkpoint"), (["x" * 300], "File name too long"),
-    (["{w}/out/r", "prompt="], "the prompt is empty"), (["{w}/out/r", "prompt=FILE:{w}/latin.txt"], "latin.txt is not UTF-8"),
-    (["{w}/out/r", "prompt=FILE:{w}/missing.txt"], "missing.txt cannot be read"),
-    (["{w}/out/r", "prefill=exact"], "prefill=exact is for a model"),
+    (["out/r", "prompt="], "the prompt is empty"), (["out/r", "prompt=FILE:latin.txt"], "latin.txt is not UTF-8"),
+    (["out/r", "prompt=FILE:missing.txt"], "missing.txt cannot be read"),
+    (["out/r", "prefill=exact"], "prefill=exact is for a model"),
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
     (["kernels", "rounds=9"], "unknown key 'rounds'"),
-    (["relaxed", "init_from={w}/out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
+    (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 PLOT = [
-    (["{w}/out/never"], "log.jsonl does not exist"), (["{w}/out/r", "y=nothing"], "has no nothing: it has"),
-    (["{w}/out/r", "file={w}/a.tune"], "a.tune"),
-    (["{w}/out/r", "file={w}/folder/no/a.png"], "could not write"),
+    (["out/never"], "log.jsonl does not exist"), (["out/r", "y=nothing"], "has no nothing: it has"),
+    (["out/r", "file=a.tune"], "a.tune"), (["out/r", "file=folder/no/a.png"], "could not write"),
 ]
 EVAL = [
-    (["{w}/out/r", "exit_loop=2"], "exit_loop"), (["{w}/out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
-    (["{w}/out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
-    (["{w}/out/r", "batch_size=0"], "batch_size=0 must be at least 1"),
-    (["{w}/out/r", "dataset=task:s3"], "dataset=task:s3 is no text"),
+    (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
+    (["out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
+    (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"), (["out/r", "dataset=task:s3"], "task:s3 is no text"),
 ]
 SERVE = [
     (["requests="], "give requests=FILE"), (["requests=no.jsonl"], "no.jsonl cannot be read: No such"),

@@ -41,8 +41,7 @@ def assert_alike(ours, theirs, tolerance=2e-5):
     *(pytest.param(m, [], id=m, marks=() if m in ("gpt", "lrt") else pytest.mark.full) for m in MODELS),
     *(pytest.param(m, keys, id=f"{m}-{keys[0]}", marks=pytest.mark.full) for m, keys in OTHERS.items())])
 def test_two_sharded_processes_are_one(model, extra, data_dir, tmp_path):
-    """Weights, moments and losses after six steps; then one process goes on from the two's checkpoint, and the two
-    from the one's."""
+    """Weights, moments and losses after six steps; then each goes on from the other's checkpoint."""
     one = runs.run(model, tmp_path / "one", data_dir, *OPTIONS, *extra)
     two, out = sharded(model, tmp_path / "two", data_dir, "sample_tokens=3", *extra)
     assert "2 processes" in out and "-" * 80 in out

@@ -1,4 +1,4 @@
-"""model_relaxed: its layers once more by hand, what is tied, conversion, distillation, early exit, and what runs."""
+"""model_relaxed: its layers once more by hand, what is tied, conversion, distillation, early exit."""
 import itertools
 from dataclasses import asdict
 
@@ -146,7 +146,7 @@ def test_which_layers_the_stored_ones_start_from():
 
 
 def test_at_rank_0_qk_norms_are_tied_too():
-    """Each is the mean of its layers', like everything else of a Recursive Transformer."""
+    """Each is the mean of its layers', like everything else."""
     gpt = tiny("gpt", n_layer=6, qk_norm=True)
     model = converted(gpt, rank=0, n_loop=3)
     for k, block in enumerate(model.blocks):
@@ -185,7 +185,7 @@ def world(tmp_path_factory, data_dir):
 
 
 def test_converted_by_init_from_it_evaluates_as_the_source(world, data_dir, tmp_path):
-    """A run or a Hugging Face folder, with its sizes where no other are given."""
+    """A run or a Hugging Face folder, with its sizes."""
     saved_llama(tmp_path / "hf", num_hidden_layers=4, vocab_size=257)
 
     def evaluated(model, start, *more):
@@ -249,7 +249,7 @@ def test_the_loss_of_every_loop_counts_and_the_last_does_not_learn_from_the_earl
 
 @pytest.mark.parametrize("b", [1, 2])
 def test_exit_loop(b):
-    """In eval mode logits, ce and layers of a cache are those of as many loops, in training of all."""
+    """In eval mode logits, ce and layers of a cache are those of as many loops."""
     model, x = relaxed(n_loop=3, exit_loop=b, early_exit="weighted"), tokens(1, 20)
     want = ByHand(model).loops(x[0])
     assert relative(model.train()(x)[0][0], want[-1]) < 1e-10

@@ -191,8 +191,7 @@ def arguments(out, *extra):
 
 
 def test_what_is_printed_and_logged(tmp_path, capsys):
-    """At the end an example in place of text, and samples of ids. The tokenizer of a config file
-    (every one names a text's) is not used."""
+    """An example in place of text, and samples of ids. A config file's tokenizer is not used."""
     argv = [a for a in arguments(tmp_path) if not a.startswith("tokenizer=")]
     (tmp_path / "x.yaml").write_text("tokenizer: bpe:1024\n")
     train.main([*argv, "sample_tokens=1", f"config={tmp_path / 'x.yaml'}"])
@@ -206,8 +205,7 @@ def test_what_is_printed_and_logged(tmp_path, capsys):
 
 
 def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path):
-    """Micro-batches have other numbers of targets, validation's last one fewer rows: the fractions are those of all
-    rows at once."""
+    """Micro-batches have other numbers of targets: the fractions are those of all rows at once."""
     def fractions(model, x, y):
         with torch.no_grad():
             right = (model(x)[0].argmax(-1) == y) | (y == -1)

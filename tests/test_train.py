@@ -313,8 +313,7 @@ def test_a_longer_run_goes_on_from_the_last_evaluation(tmp_path, data_dir):
     pytest.param("gpt", ["dataset=task:s3", "task_examples=0", "learning_rate=1e-2"], id="task", marks=pytest.mark.full),
     *(pytest.param(name, ["optimizer=muon"], id=f"{name}-muon", marks=pytest.mark.full) for name in MODELS)])
 def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path, data_dir):
-    """Bit for bit: the same two micro-batches, accumulated by one process or shared by two. So are the biases that the
-    loads of MoR's recursions move, and accuracies are those of all tokens."""
+    """Bit for bit, with the biases that the loads of MoR's recursions move; accuracies are those of all tokens."""
     options = ["gradient_accumulation_steps=2", "eval_interval=3", "eval_batches=3", *more]
     one = runs.run(name, tmp_path / "one", data_dir, *options)
     argv = runs.arguments(name, tmp_path / "two", data_dir, *options)
