@@ -50,7 +50,7 @@ class BaseConfig:
     rope_theta: float = 10000.0  # RoPE's base
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
-    # not fields, as not annotated: what holds in a model without these keys
+    # what a model without these keys has; no fields, as they have no type
     pos, window, scale_embeddings = "rope", 0, False
 
     def __post_init__(self):
@@ -88,7 +88,7 @@ class BaseConfig:
 class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 for gelu)
     mlp: str = choice("swiglu", "gelu", "geglu")
-    pos: str = choice("rope", "alibi", "none")
+    pos: str = choice("rope", "alibi", "none")  # kind of positions (other pos: numbers)
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before RoPE
     window: int = 0              # sliding window: how many keys a query attends to (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix
@@ -115,7 +115,7 @@ def upcast(x):
 def compute_dtype(x):
     """The dtype of matrix products of x: autocast's where it is on, else x's own."""
     device = x.device.type
-    mixed = device != "meta" and torch.is_autocast_enabled(device)     # meta has no autocast
+    mixed = device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast
     return torch.get_autocast_dtype(device) if mixed else x.dtype
 
 
@@ -200,13 +200,13 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
     fused = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=dropout, enable_gqa=H != G)
     if fast and bias is None and T == 1:
-        return fused(None)                      # the last token attends to all keys
+        return fused(None)  # the last token attends to all keys
     if fast and bias is None and T == S:
-        return fused(None, is_causal=True)      # torch's mask is right only for T = S
+        return fused(None, is_causal=True)  # torch's mask is right only for T = S
     if bias is None:
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if fast:
-        return fused(bias.to(q.dtype))          # as torch demands
+        return fused(bias.to(q.dtype))  # torch's demand; in 16 bits ALiBi is rounded
     k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))         # (B, H, S, D)
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))      # (B, H, T, S)
     probs = (upcast(scores) + bias).softmax(-1)
@@ -245,16 +245,16 @@ class Block(nn.Module):
 
 
 class Context:
-    """What all layers share in a call: the T new tokens' positions pos (B or 1, T), those of all
-    keys k_pos (S,), RoPE's cos and sin or None, ALiBi's slopes or None, the attention bias or
-    None (causal), and where new keys and values go. Without a cache, as in training, S = T."""
+    """What all layers share in a call: positions pos (B or 1, T) of the new tokens, RoPE's cos
+    and sin or None, the attention bias or None (causal), and where keys and values go. Without
+    a cache S = T. k_pos (S,) and slopes, of ALiBi, serve contexts that mask by themselves."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, has_bias=None):
-        """x (B, T, C): embeddings. has_bias None: where attend's causal mask is not enough."""
+        """x (B, T, C): embeddings. has_bias None: as this file needs it (model_rt decides)."""
         S, ragged = x.size(1), False
         dtype = torch.promote_types(x.dtype, torch.float32)
         self.pos, self.cache = torch.arange(S, device=x.device)[None], cache
-        if cache is not None:       # decoding, see the end of this file
+        if cache is not None:  # decoding, see the end of this file
             self.slots = cache.place(x.size(1), n_valid)
             self.pos, S, ragged = self.slots.pos, self.slots.end, self.slots.at is not None
         self.k_pos = torch.arange(S, device=x.device)  # slot p is position p
@@ -324,7 +324,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"idx {tuple(idx.shape)} holds no token")
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             h = self.hidden(idx, cache, n_valid)
-            logits = upcast(self.head(h))                   # (B, T, V)
+            logits = upcast(self.head(h))  # (B, T, V)
             if targets is None:
                 return logits, None, {}
             loss = cross_entropy(logits, targets)
@@ -429,7 +429,7 @@ class KVCache:
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         shape = batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim
         n_layer = cfg.n_layer if n_layer is None else n_layer
-        with torch.inference_mode(False):           # else only inference mode could write
+        with torch.inference_mode(False):  # else only inference mode could write
             self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_layer)]
             self.v = [torch.zeros_like(k) for k in self.k]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -455,7 +455,7 @@ class KVCache:
         n_new = torch.full_like(self.lengths, T)
         if n_valid is not None:
             n_new = n_valid.to(self.lengths).clamp(0, T)
-        if self.longest + T > self.max_len:     # without padding it may fit
+        if self.longest + T > self.max_len:  # without padding it may fit
             needed = int((self.lengths + n_new).max())
             if needed > self.max_len:
                 raise ValueError(f"the cache is full: {needed} tokens, max_len={self.max_len}")
@@ -465,7 +465,7 @@ class KVCache:
             return Slots((self.longest + offset)[None], end, n_new)
         pos = self.lengths[:, None] + offset        # (B, T)
         at = torch.where(offset < n_new[:, None], pos, self.max_len)
-        # clamped, so that padding, too, has keys in a window: its logits stay finite
+        # clamped: padding, too, has a key in its window, so a caller's sums meet no NaN
         return Slots(pos.clamp(max=end - 1), end, n_new, at)
 
     def write(self, layer, k, v, slots):

@@ -112,8 +112,8 @@ class MemoryProjection(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.D, width = cfg.head_dim, cfg.n_kv_head * cfg.head_dim
-        self.wk = nn.Linear(cfg.n_embd, width, bias=False)      # Wk_rec
-        self.wv = nn.Linear(cfg.n_embd, width, bias=False)      # Wv_rec
+        self.wk = nn.Linear(cfg.n_embd, width, bias=False)  # Wk_rec
+        self.wv = nn.Linear(cfg.n_embd, width, bias=False)  # Wv_rec
 
     def forward(self, previous):
         """m_{t-1} (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
@@ -130,7 +130,7 @@ def run(model, context):
     """One pass -> x after the last layer, and the positions' own m_t (B, n, C)."""
     cfg, x, m = model.cfg, context.x0, context.x0   # m stays that if source=0
     for layer, block in enumerate(model.blocks):
-        x = block(x, layer, context)    # reads m_{t-1}
+        x = block(x, layer, context)  # reads m_{t-1}
         if layer + 1 == cfg.source:
             m = norm(x, cfg.norm_eps) if cfg.source_norm else x
     return x, m
@@ -143,7 +143,7 @@ def chain(model, tokens, K):
         chunk = tokens.at(slice(start, start + K))
         x, m = run(model, Context(model, chunk, previous, buffer))
         xs.append(x)
-        previous = m[:, -1:]        # which all positions of the next chunk read
+        previous = m[:, -1:]  # which all positions of the next chunk read
     return torch.cat(xs, 1)
 
 
@@ -190,12 +190,12 @@ class Context:
     alpha, beta, gamma     of each layer
     buffer {layer: (k, v)} keys and values of all positions so far
     subset                 of Algorithm 1: the slice of all positions that these are
-    tail                   whether these are the last n positions so far, in all rows"""
+    at_end                 whether these are the last n positions so far, in all rows"""
 
     def __init__(self, model, tokens, previous, buffer, subset=None):
         self.x0, self.ve, self.rope, self.pos = tokens
         self.previous, self.buffer, self.subset = previous, buffer, subset
-        self.tail = subset is None
+        self.at_end = subset is None
         # unbind: one backward pass for all layers
         self.alpha, self.beta = model.alpha.unbind(), model.beta.unbind()
         self.gamma = model.gamma.unbind() if model.cfg.into_residual else None
@@ -203,11 +203,11 @@ class Context:
 
     def extend(self, layer, k, v):
         """k, v (B, G, n, D) of this pass -> those of all positions so far, (B, G, S, D)."""
-        old = self.buffer.get(layer)    # nothing: the first pass or chunk
-        if self.subset is not None:     # replaces its positions'
-            at = self.subset.start, self.subset.stop, self.subset.step
-            k, v = (torch.slice_scatter(x, new, 2, *at) for x, new in zip(old, (k, v)))
-        elif old:                       # a chunk comes after those before it
+        old = self.buffer.get(layer)  # nothing: the first pass or chunk
+        if self.subset is not None:  # replaces its positions'
+            span = self.subset.start, self.subset.stop, self.subset.step
+            k, v = (torch.slice_scatter(x, new, 2, *span) for x, new in zip(old, (k, v)))
+        elif old:  # a chunk comes after those before it
             k, v = (torch.cat([x, new], 2) for x, new in zip(old, (k, v)))
         self.buffer[layer] = k, v
         return k, v
@@ -240,7 +240,7 @@ class Attention(nn.Module):
         """u (B, n, C), normed, of the positions of a pass. context: see Context."""
         D, eps = self.cfg.head_dim, self.cfg.norm_eps
         q, k, v = (w(u).unflatten(-1, (-1, D)) for w in (self.wq, self.wk, self.wv))
-        if self.w_gate:         # (gates read u; paper: x; code: u[:32])
+        if self.w_gate:  # (gates read u; paper: x; code: u[:32])
             k_rec, v_rec = self.rec(context.previous) if self.rec else context.kv_rec
             k, v = mix_memory(k, v, self.w_gate(u), k_rec, v_rec)  # (B, n, G, D)
         g_ve = 2 * torch.sigmoid(self.w_value(u[..., :32]))     # (B, n, G)
@@ -289,9 +289,9 @@ class Block(nn.Module):
 def attend_fast(q, k, v, context, window):
     """What Attention's naive branch computes, without a mask."""
     n, S = q.size(2), k.size(2)
-    if context.tail and n == 1:     # the last keys; `-window:` takes all where window is 0
+    if context.at_end and n == 1:  # the last keys; `-window:` takes all where window is 0
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
-    if context.tail and n == S and not window:      # causal
+    if context.at_end and n == S and not window:  # causal
         return attend(q, k, v, None, fast=True)
     # subsets, chunks, windows, ragged rows: the kernel compares positions, as the mask does
     q_pos = context.pos.squeeze(0).int()  # (B, n), or (n,) of all rows
@@ -327,7 +327,7 @@ class CachedContext(Context):
     def __init__(self, model, tokens, previous, cache, slots):
         super().__init__(model, tokens, previous, buffer=None)
         self.cache, self.slots = cache, slots
-        self.tail = slots.at is None    # else rows are ragged
+        self.at_end = slots.at is None  # else rows are ragged
 
     def extend(self, layer, k, v):
         return self.cache.write(layer, k, v, self.slots)
@@ -448,7 +448,7 @@ class Model(LanguageModel):
         logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)
         if targets is None:
             return logits, None, {}
-        # N ce = L_0 + ... + L_{N-1}, if subsets have equally many targets (code: their means' sum)
+        # N ce = sum of L_s, if all have equally many targets (code: sum of means). N > T: still N
         ce = cross_entropy(logits, targets)
         ce_first = cross_entropy(self.head(norm(first, cfg.norm_eps)), targets)
         aux = {"ce": ce.detach(), "ce_first": ce_first.detach()}
@@ -465,14 +465,14 @@ class Model(LanguageModel):
             x, *_ = interleaved(self, self.embed(idx))
         elif path == "chunked":
             x = chain(self, self.embed(idx), cfg.chunk)
-        elif not cfg.recurrent:     # one pass: m_t is x0_t (source=0), or none
+        elif not cfg.recurrent:  # exact in one pass: m_t is x0_t (source=0), or none
             tokens = self.embed(idx)
             zero = torch.zeros_like(tokens.x0[:, :1])
             x, _ = run(self, Context(self, tokens, shifted(tokens.x0, zero), {}))
         elif cfg.fast and not torch.is_grad_enabled():
-            # the chain, but keys and values are written in place, not concatenated
+            # exact: the chain, but keys and values are written in place, not concatenated
             x = decode(self, idx, self.init_cache(*idx.shape), None, prefill="exact")
-        else:
+        else:  # exact, for gradients or fast=false
             x = chain(self, self.embed(idx), 1)
         return norm(x, cfg.norm_eps)
 

@@ -38,7 +38,6 @@ nobody reads, 1 % of a step. Left out: random routers, shared keys with updates.
 
 Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, n chosen
 tokens of the fullest row. Recursions count from 1, layers and stored blocks from 0.
-
 Paper: Bae et al. 2025 (2507.10524); github.com/raymin0223/mixture_of_recursions.
 """
 import math
@@ -129,13 +128,13 @@ class Config(BaseConfig):
 
 class MixtureOfRecursions(LanguageModel):
     """The method. Model, below, makes its parts: routers (and aux_routers), or router and
-    balance_bias; gate; layers_of. tokens: the context of a call. tokens.chosen (B, T) is
-    A_0, tokens.subset gives the context of a recursion."""
+    balance_bias; gate; layers_of. tokens: the context of a call, tokens.subset gives that
+    of a recursion; context.kept marks those that change, tokens.kept is A_0."""
 
     def expert_choice(self, h, tokens, R, k=None):
         """h (B, T, C) -> h after R recursions, and what expert_loss takes. k: k_1 .. k_R
         (None: choose as in decoding)."""
-        active, decisions = tokens.chosen, []  # A_0
+        active, decisions = tokens.kept, []  # A_0
         for r in range(1, R + 1):
             s = decides = self.routers[r - 1](h)[..., 0]  # w_r . h, (B, T)
             if self.cfg.causal == "aux_router":
@@ -165,7 +164,7 @@ class MixtureOfRecursions(LanguageModel):
         """h_1 (B, T, C) -> h after at most R recursions, and what token_loss takes."""
         h, (scores, p, depth) = h1, self.choose_depth(h1)
         for r in range(1, R + 1):
-            h = self.recursion(r, h, tokens.subset(r, tokens.chosen & (depth >= r)))
+            h = self.recursion(r, h, tokens.subset(r, tokens.kept & (depth >= r)))
         return self.exit(h1, h, p, depth), (scores, p, depth)
 
     def choose_depth(self, h1):
@@ -174,7 +173,7 @@ class MixtureOfRecursions(LanguageModel):
         p = self.gate(scores)
         depth = 1 + (p + self.balance_bias).argmax(-1)  # i
         if not self.training:
-            depth = depth.clamp(max=self.loops_to_run)
+            depth = depth.clamp(max=self.loops_to_run)  # so (2.2) has its p
         return scores, p, depth
 
     def exit(self, h1, h, p, depth):
@@ -190,21 +189,22 @@ class MixtureOfRecursions(LanguageModel):
         return weight * balance + cfg.z_loss * z, balance
 
     def recursion(self, r, h, context, s=None):
-        """h (B, T, C) -> h in which the chosen tokens have become F_r(h) or, given scores
-        s (B, T), h + gate(s) F_r(h)."""
+        """h (B, T, C) -> h in which context.kept have become F_r(h) or, given scores
+        s (B, T), h + gate(s) F_r(h). Model's gathers first."""
         new = h
         for layer, block in enumerate(self.layers_of[r - 1], (r - 1) * self.cfg.n_stored):
             new = block(new, layer, context)  # F_r(h)
         if s is not None:
             new = h + (self.gate(s)[..., None] * new).to(h.dtype)  # (2.1)
-        return torch.where(context.chosen[..., None], new, h)
+        return torch.where(context.kept[..., None], new, h)
 
 
 class Subset:
     """The context of F_2 ..: all tokens run, results of the chosen (B, T) are kept."""
 
     def __init__(self, tokens, chosen):
-        self.cfg, self.tokens, self.chosen = tokens.cfg, tokens, chosen
+        self.cfg, self.tokens = tokens.cfg, tokens
+        self.kept = chosen  # A_r
         self.rope, self.bias = tokens.rope, tokens.bias
         if self.cfg.kv == "recursion":
             distance = tokens.pos[:, :, None] - tokens.pos[:, None]  # (1, T, T)
@@ -240,7 +240,7 @@ class Router(nn.Module):
 
 
 class AllTokens(Context):
-    """The context of F_1 and the layers outside. chosen (B, T): all tokens but padding.
+    """The context of F_1 and the layers outside. kept (B, T): all tokens but padding.
     shared_kv[layer]: the keys and values that kv=share reads.
 
     A block is called with an unrolled layer's number, for K = 2: F_1 0 1, F_2 2 3, F_3 4 5;
@@ -250,7 +250,7 @@ class AllTokens(Context):
         super().__init__(cfg, x, cache, n_valid)
         (B, T), self.cfg, self.shared_kv = x.shape[:2], cfg, {}
         n_real = self.slots.n_new[:, None] if cache else T
-        self.chosen = torch.arange(T, device=x.device).expand(B, T) < n_real
+        self.kept = torch.arange(T, device=x.device).expand(B, T) < n_real
 
     def extend(self, layer, k, v):
         if self.cache:
@@ -293,8 +293,8 @@ class Gathered(Subset):
         column = torch.where(chosen, torch.arange(T, device=device), T)
         column = column.topk(n, 1, largest=False).values  # (B, n), ascending; T: padding
         row = torch.arange(B, device=device)[:, None]
-        self.chosen = column < T  # (B, n)
-        self.index = torch.where(self.chosen, T * row + column, B * T)
+        self.kept = column < T  # (B, n)
+        self.index = torch.where(self.kept, T * row + column, B * T)
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                      for x in tokens.rope]  # (B, 1, n, D / 2)
         self.bias = None  # causal: padding, to the right of all chosen, is hidden too
@@ -305,8 +305,8 @@ class Gathered(Subset):
     def gather(self, x):
         """x (B, T, ...) -> (B, n, ...)."""
         x = x.flatten(0, 1)
-        chosen = x.index_select(0, self.index.flatten().clamp(max=len(x) - 1))
-        return chosen.view(*self.index.shape, *x.shape[1:])
+        rows = x.index_select(0, self.index.flatten().clamp(max=len(x) - 1))
+        return rows.view(*self.index.shape, *x.shape[1:])
 
     def scatter(self, x, new):
         """x (B, T, ...) with new (B, n, ...) for the chosen."""
@@ -319,7 +319,7 @@ class Gathered(Subset):
 
 class OwnCache(Gathered):
     """kv=recursion: keys and values of the chosen go to the recursion's own cache, slot
-    after slot without gaps."""
+    after slot without gaps, and count at once."""
 
     def __init__(self, tokens, chosen, cache):
         super().__init__(tokens, chosen)
@@ -327,7 +327,7 @@ class OwnCache(Gathered):
         if int((cache.lengths + n_new).max()) > cache.max_len:
             grow(cache, tokens.cache.max_len)
         self.slots = cache.place(self.index.size(1), n_new)
-        cache.advance(self.slots)  # at once: given n_new, write goes by slots.at alone
+        cache.advance(self.slots)  # write needs slots.at alone, as n_new is given
         # slots are in order of positions, so the causal mask compares slots
         slots = torch.arange(self.slots.end, device=chosen.device)
         self.bias = attention_bias(self.slots.pos, slots)
@@ -447,17 +447,17 @@ class Model(MixtureOfRecursions):
         for block in self.first:
             h = block(h, -2, tokens)
         if cfg.router == "expert":
-            # block_k: for torch.compile, see set_step
-            k = self.block_k if T == cfg.block_size else cfg.sizes(T, self.step)
+            # full_k: for torch.compile, see set_step
+            k = self.full_k if T == cfg.block_size else cfg.sizes(T, self.step)
             h, decisions = self.expert_choice(h, tokens, R, k if top_k else None)
             depth = decisions[-1].sum(0)
         elif cfg.router == "token":
             h, decisions = self.token_choice(h, tokens, R)
             depth = decisions[-1]
         else:
-            depth, decisions = tokens.chosen * R, None
+            depth, decisions = tokens.kept * R, None
             for r in range(1, R + 1):
-                h = self.recursion(r, h, tokens.subset(r, tokens.chosen))
+                h = self.recursion(r, h, tokens.subset(r, tokens.kept))
         for block in self.last:
             h = block(h, -1, tokens)
         if cache is not None:
@@ -475,9 +475,9 @@ class Model(MixtureOfRecursions):
         return Cache(self.cfg, self.loops_to_run, *self.cache_sizes(batch_size, max_len))
 
     def set_step(self, step):
-        """For the capacity warm-up: k_1 .. k_R of a whole block at this step. torch.compile
+        """For the capacity warm-up: k_1 .. k_R of a full sequence now. torch.compile
         takes them for symbols: no graph for each value."""
-        self.step, self.block_k = step, self.cfg.sizes(self.cfg.block_size, step)
+        self.step, self.full_k = step, self.cfg.sizes(self.cfg.block_size, step)
         if self.cfg.capacity_warmup:
             torch.compiler.config.allow_unspec_int_on_nn_module = True
 

@@ -52,15 +52,15 @@ from model_gpt import (MLP, Attention, BaseConfig, KVCache, LanguageModel, RMSNo
 
 @dataclass
 class Config(BaseConfig):
-    chunk: int = 16     # L, tokens of a chunk
+    chunk: int = 16  # L, tokens of a chunk
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
-    swa: int = 0        # window of odd layers, own key included (0: as even ones)
+    swa: int = 0  # window of odd layers, own key included (0: as even ones)
     qk_groups: int = 0  # G (0: 2, or 1 where n_head is odd)
     pos: str = choice("chunk", "rope", "nope")  # what RoPE counts (see Context)
-    n_mlp: int = 0      # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
+    n_mlp: int = 0  # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
-    qk_norm = False     # model_gpt's Attention asks for it
+    qk_norm = False  # model_gpt's Attention asks for it
 
     def __post_init__(self):
         super().__post_init__()
@@ -85,7 +85,7 @@ class RAT(nn.Module):
         super().__init__()
         self.cfg, C, W = cfg, cfg.n_embd, cfg.n_head * cfg.head_dim
         shared = cfg.qk_groups * cfg.head_dim
-        self.widths = [W, W, W, shared, shared]     # of z, g, v, q, k
+        self.widths = [W, W, W, shared, shared]  # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
         self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.chunk))  # b_g
         self.wo = nn.Linear(W, C, bias=False)
@@ -94,21 +94,21 @@ class RAT(nn.Module):
         """u (B, T, C), normed; context: see Context -> (B, T, C)."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
         copies = self.cfg.n_head // self.cfg.qk_groups
-        q, k = (torch.cat([x] * copies, -1) for x in (q, k))    # head h has group h % G
-        k, v = upcast(k), upcast(v)     # the states' type
-        a = torch.sigmoid(upcast(g) + self.gate_bias)       # (1)
-        if context.cache:                                   # (2), (3)
+        q, k = (torch.cat([x] * copies, -1) for x in (q, k))  # head h has group h % G
+        k, v = upcast(k), upcast(v)  # the states' type
+        a = torch.sigmoid(upcast(g) + self.gate_bias)  # (1)
+        if context.cache:                             # (2), (3)
             y = rat_decode(q, k, v, a, layer, context)
         else:
             y = (rat_fast if self.cfg.fast else rat_naive)(q, k, v, a, context)
-        y = y.transpose(1, 2).flatten(2).to(z.dtype)        # (B, T, W)
-        return self.wo(torch.sigmoid(z) * y)                # (4)
+        y = y.transpose(1, 2).flatten(2).to(z.dtype)  # (B, T, W)
+        return self.wo(torch.sigmoid(z) * y)          # (4)
 
 
 def rat_naive(q, k, v, a, context):
     """(2) and (3) as written. q, k, v, a (B, T, W) -> y (B, H, T, D)."""
     cfg, L, T = context.cfg, context.cfg.chunk, q.size(1)
-    k_state, v_state = recurrence(a, k, L), recurrence(a, v, L)     # (2)
+    k_state, v_state = recurrence(a, k, L), recurrence(a, v, L)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (upcast(q), k_state, v_state))
     q, rotated = (apply_rope(x, *context.rope["rat"]) for x in (q, k_state))
     key = torch.arange(T, device=q.device)
@@ -150,16 +150,16 @@ class Context:
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         self.cfg, self.cache, self.padding = cfg, cache, None
-        index = torch.arange(x.size(1), device=x.device)    # in this call
+        index = torch.arange(x.size(1), device=x.device)  # in this call
         self.pos = index[None]
         if cache:
             self.slots = cache.place(x.size(1), n_valid)
             self.pos = cache.longest + index[None]
-            if self.slots.at is not None:   # rows differ
+            if self.slots.at is not None:  # rows differ
                 self.pos = cache.lengths[:, None] + index
                 self.padding = index >= self.slots.n_new[:, None]
         self.chunk_of = self.pos // cfg.chunk
-        token, none = self.pos, 0 * self.pos    # none: angle 0, no rotation
+        token, none = self.pos, 0 * self.pos  # none: angle 0, no rotation
         # what RoPE counts in rat and in attention; in swa always tokens
         rat, attention = dict(chunk=(self.chunk_of, token), rope=(token, token),
                               nope=(none, none))[cfg.pos]
@@ -175,49 +175,49 @@ class Context:
 def rat_fast(q, k, v, a, context):
     """rat_naive, with scan as the recurrence and (3) in two parts."""
     cfg, L = context.cfg, context.cfg.chunk
-    own_k, own_v = kernels.scan(a, k, L), kernels.scan(a, v, L)     # (2)
-    q, own_k, own_v = (in_heads(x, cfg) for x in (q, own_k, own_v))
-    final = lambda x: x[:, :, L - 1::L]     # of the n = T // L complete chunks
-    final_k, final_v, cos, sin = map(final, (own_k, own_v, *context.rope["rat"]))
-    final_k = apply_rope(final_k, cos, sin)     # (B, H, n, D)
-    return read_states(q, own_k, own_v, final_k, final_v, context)  # (3)
+    k_state, v_state = kernels.scan(a, k, L), kernels.scan(a, v, L)  # (2)
+    q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
+    final = lambda x: x[:, :, L - 1::L]  # of the n = T // L complete chunks
+    final_k, final_v, cos, sin = map(final, (k_state, v_state, *context.rope["rat"]))
+    final_k = apply_rope(final_k, cos, sin)  # (B, H, n, D)
+    return read_states(q, k_state, v_state, final_k, final_v, context)  # (3)
 
 
-def read_states(q, own_k, own_v, final_k, final_v, context):
+def read_states(q, k_state, v_state, final_k, final_v, context):
     """(3) of q, own states (B, H, T, D), both before RoPE, and the final states of chunks
     0 .. n - 1 (B, H, n, D), after it. The softmax over these and that over the own state,
     whose log-sum-exp is its score, merge into one."""
     # a query and its own state have the same angle: no RoPE is needed
-    own_score = (upcast(q) * own_k).sum(-1) / math.sqrt(q.size(-1))
+    own_score = (upcast(q) * k_state).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
-    final_k, final_v, own_v = (x.to(q.dtype) for x in (final_k, final_v, own_v))
+    final_k, final_v, v_state = (x.to(q.dtype) for x in (final_k, final_v, v_state))
     # keys have positions 0 .. n - 1, as chunks; those before a query's chunk are visible:
     # in chunk 0 none, which gives y = 0 and lse = -inf, no weight
-    before = (context.chunk_of - 1).int().squeeze(0)    # (T,) or (B, T)
+    before = (context.chunk_of - 1).int().squeeze(0)  # (T,) or (B, T)
     y, lse = kernels.attend(q, final_k, final_v, q_pos=before)
-    return kernels.merge(y, lse, own_v, own_score)[0]
+    return kernels.merge(y, lse, v_state, own_score)[0]
 
 
 # ---- decoding ----
 
 class Cache(KVCache):
     """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat) or token
-    (attention), or a ring for the last tokens (swa). Slot R is a bin, never read.
-    state[layer]: k~ and v~ before RoPE (B, 2, W), or the RNN's (B, 1, W), upcast.
-    n_layer: how many layers (None: all)."""
+    (attention), or a ring, with token t in slot t % R (swa). Slot R is a bin, never read.
+    state[layer]: k~, v~ before RoPE (B, 2, W), the RNN's (B, 1, W). n_layer None: all."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)  # lengths alone
         H, G, D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
-        sizes = dict(rat=(H, math.ceil(max_len / cfg.chunk), 2), rnn=(0, 0, 1),
-                     attention=(G, max_len, 0), swa=(G, min(cfg.swa, max_len), 0))
+        sizes = dict(rat=(H, math.ceil(max_len / cfg.chunk), 2),  # heads, R, n_states
+                     rnn=(0, 0, 1), attention=(G, max_len, 0),
+                     swa=(G, min(cfg.swa, max_len), 0))
         zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
         self.state, self.R = [], []
-        with torch.inference_mode(False):   # so that calls without it may write, too
-            for heads, R, states in (sizes[kind] for kind in cfg.kinds[:n_layer]):
+        with torch.inference_mode(False):  # so that calls without it may write, too
+            for heads, R, n_states in (sizes[kind] for kind in cfg.kinds[:n_layer]):
                 self.k.append(zeros(heads, R + 1, D))
                 self.v.append(zeros(heads, R + 1, D))
-                self.state.append(upcast(zeros(states, H * D)))
+                self.state.append(upcast(zeros(n_states, H * D)))
                 self.R.append(R)
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
@@ -229,58 +229,58 @@ class Cache(KVCache):
         if padding is not None:
             at = at.masked_fill(padding, self.R[layer])
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            new = new.transpose(1, 2)   # (B, T, heads, D), as torch indexes it
+            new = new.transpose(1, 2)  # (B, T, heads, D), as torch indexes it
             buffer[self.rows, :, at] = new.to(buffer.dtype)
 
 
 def rat_decode(q, k, v, a, layer, context):
     """(2) and (3) of T tokens after the cached ones."""
     cfg, cache, L, T = context.cfg, context.cache, context.cfg.chunk, q.size(1)
-    own_k, own_v = continued_states(a, [k, v], layer, context, L)   # (2)
-    q, own_k, own_v = (in_heads(x, cfg) for x in (q, own_k, own_v))
-    rotated = apply_rope(own_k, *context.rope["rat"])
-    if T == 1:      # the own state takes its chunk's slot: (3) is over all slots so far
+    k_state, v_state = continued_states(a, [k, v], layer, context, L)  # (2)
+    q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
+    rotated = apply_rope(k_state, *context.rope["rat"])
+    if T == 1:  # the own state takes its chunk's slot: (3) is over all slots so far
         q = apply_rope(q, *context.rope["rat"])
-        return decode_one(q, rotated, own_v, layer, context, L)
+        return decode_one(q, rotated, v_state, layer, context, L)
     # final states alone: no query here reads another's
     at = torch.where(context.pos % L == L - 1, context.chunk_of, cache.R[layer])
-    cache.fill(layer, rotated, own_v, at, context.padding)
+    cache.fill(layer, rotated, v_state, at, context.padding)
     final_k, final_v = cache.k[layer][:, :, :-1], cache.v[layer][:, :, :-1]
-    return read_states(q, own_k, own_v, final_k, final_v, context)  # (3)
+    return read_states(q, k_state, v_state, final_k, final_v, context)  # (3)
 
 
 def continued_states(a, xs, layer, context, L):
     """(2) of xs, (B, T, W) each, after the cached states; the last ones are cached."""
     cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
-    starts = context.pos[..., None] % L == 0    # where a state starts from zero
-    gate = a.masked_fill(starts, 0)             # (2) is gate h + (1 - a) x
-    if context.padding is not None:             # keeps the state
+    starts = context.pos[..., None] % L == 0  # where a state starts from zero
+    gate = a.masked_fill(starts, 0)           # (2) is gate h + (1 - a) x
+    if context.padding is not None:           # keeps the state
         a, gate = (x.masked_fill(context.padding[..., None], 1) for x in (a, gate))
     if T == 1:
         cached.copy_(gate * cached + (1 - a) * torch.cat(xs, 1))
         return cached.split(1, 1)
     if cache.longest:
-        # Chunks start anywhere: scan takes all T tokens as one. It computes
-        # gate h + (1 - gate) x, which for gate 0 is (2) if x is (1 - a) x already.
+        # Chunks start anywhere: scan takes all T tokens as one, with gate 0 at starts.
+        # There it gives 0 h + (1 - 0) x, so (2) needs (1 - a) x for x.
         xs = [torch.where(starts, (1 - a) * x, x) for x in xs]
         states = [kernels.scan(gate, x, T, h) for x, h in zip(xs, cached.unbind(1))]
     else:
         states = [kernels.scan(a, x, L) for x in xs]
-    last = context.slots.n_new[:, None] - 1     # -1: padding, it kept the state
+    last = context.slots.n_new[:, None] - 1  # -1: padding, it kept the state
     cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
     return states
 
 
 def decode_one(q, k, v, layer, context, L):
     """One new token a row. k, v (B, heads, 1, D) go to its slot; q attends to its row's
-    slots so far. A slot is for L tokens (attention: 1); swa's R slots are a ring."""
+    slots so far, or to the whole ring (swa). A slot is for L tokens (attention: 1)."""
     cache, R, number = context.cache, context.cache.R[layer], context.pos // L
     cache.fill(layer, k, v, number % R, context.padding)
-    n = min(cache.longest // L + 1, R)
-    k, v = (x[layer][:, :, :n].to(q.dtype) for x in (cache.k, cache.v))
+    S = min(cache.longest // L + 1, R)  # slots in use
+    k, v = (x[layer][:, :, :S].to(q.dtype) for x in (cache.k, cache.v))
     bias = None
-    if context.padding is not None:     # rows differ: slots 0 .. number, or all R
-        bias = attention_bias(number, torch.arange(n, device=q.device))
+    if context.padding is not None:  # a row has slots 0 .. number, a full ring all
+        bias = attention_bias(number, torch.arange(S, device=q.device))
     return attend(q, k, v, bias, fast=True)
 
 
@@ -292,14 +292,14 @@ class RNN(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.fast, C, W = cfg.fast, cfg.n_embd, cfg.n_head * cfg.head_dim
-        self.w_in = nn.Linear(C, 3 * W, bias=False)     # z, g, v
+        self.w_in = nn.Linear(C, 3 * W, bias=False)  # z, g, v
         self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.block_size))
         self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
         z, g, v = self.w_in(u).chunk(3, -1)
         a, v = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v)
-        if context.cache:       # one chunk, as long as the cache
+        if context.cache:  # one chunk, as long as the cache
             h, = continued_states(a, [v], layer, context, context.cache.max_len)
         else:
             h = (kernels.scan if self.fast else recurrence)(a, v, v.size(1))
@@ -313,12 +313,12 @@ class TokenAttention(Attention):
         q, k, v = (in_heads(w(u), self.cfg) for w in (self.wq, self.wk, self.wv))
         q, k = (apply_rope(x, *context.rope[self.cfg.kinds[layer]]) for x in (q, k))
         y = (token_decode if context.cache else attend_tokens)(q, k, v, layer, context)
-        return self.wo(y.transpose(1, 2).flatten(2))    # (B, T, C)
+        return self.wo(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
 def attend_tokens(q, k, v, layer, context):
     """q (B, H, T, D), k, v (B, G, T, D), no tokens before them -> y (B, H, T, D)."""
-    cfg, bias = context.cfg, None       # None: causal
+    cfg, bias = context.cfg, None  # None: causal
     if cfg.kinds[layer] == "swa":
         if cfg.fast:
             return kernels.attend(q, k, v, window=cfg.swa)[0]
@@ -341,12 +341,12 @@ def token_decode(q, k, v, layer, context):
 def attend_cached(q, k, v, layer, context):
     """Each token attends to R: in swa its window, in attention all (R = max_len)."""
     cache, R, pos = context.cache, context.cache.R[layer], context.pos
-    n = min(cache.longest, R)   # cached tokens to read
-    k_pos = pos[:, :1] + torch.arange(-n, k.size(2), device=k.device)
-    slots = k_pos[:, :n] % R
+    n_old = min(cache.longest, R)  # cached tokens to read
+    k_pos = pos[:, :1] + torch.arange(-n_old, k.size(2), device=k.device)
+    slots = k_pos[:, :n_old] % R
     old = [x[layer][cache.rows, :, slots].transpose(1, 2) for x in (cache.k, cache.v)]
     k, v = (torch.cat([x.to(k.dtype), new], 2) for x, new in zip(old, (k, v)))
-    k_pos = k_pos.masked_fill(k_pos < 0, -R)    # no tokens: before every window
+    k_pos = k_pos.masked_fill(k_pos < 0, -R)  # no tokens: before every window
     q_pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
     return kernels.attend(q, k, v, q_pos, k_pos, window=R)[0]
 
@@ -368,7 +368,7 @@ class Block(nn.Module):
 
 class Model(LanguageModel):
     context_type = Context
-    context_limit = None    # chunks and windows go on past block_size
+    context_limit = None  # chunks and windows go on past block_size
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg, layer) for layer in range(cfg.n_layer)])

@@ -17,8 +17,8 @@ L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
                       same W', norms      same W', norms
     loop 2   h_2 -> [block 0, use 1] -> [block 1, use 1] -> h_4 --norm, head--> logits
 
-Tied: the same in all uses of a block. rank = 0 has no deltas; at full rank they undo the
-tying. Each unrolled layer l has its own keys and values, so the cache is that of L layers.
+Tied weights are those of a stored block, the same in all its uses. rank = 0 has no deltas;
+at full rank they undo the tying. Each unrolled layer has its own keys and values in the cache.
 Dropout is on embeddings, attention weights and residual branches.
 
 share=sequence: a block's uses follow each other, k = l // n_loop, u = l mod n_loop. A loop is
@@ -40,7 +40,7 @@ Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sha
 Layer-wise LoRA" (2410.20672). Part of it is in github.com/raymin0223/mixture_of_recursions.
 
 Shapes: B batch, T new tokens, S keys, C width, H query heads, G key/value heads, D head size,
-V vocabulary, r rank. Loops count from 1; l, k, u from 0.
+V vocabulary, r rank. Loops count from 1; l, k, u from 0 (in Attention k are keys).
 """
 from dataclasses import dataclass
 
@@ -108,8 +108,8 @@ class RelaxedLinear(nn.Module):
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
         self.rank = min(cfg.rank, n_in, n_out)
-        self.weight = nn.Parameter(torch.empty(n_out, n_in))    # filled by init_weights
-        if self.rank:       # 3 dimensions: init_weights leaves them. B = 0: no delta yet
+        self.weight = nn.Parameter(torch.empty(n_out, n_in))  # filled by init_weights
+        if self.rank:  # 3 dimensions: init_weights leaves them. B = 0: no delta yet
             self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
 
@@ -123,7 +123,7 @@ class RelaxedLinear(nn.Module):
 
 def add_uses(module, cfg):
     """Replace each nn.Linear and QK-norm of a module by one that is called as part(x, u)."""
-    linear = MergedLinear if cfg.fast else RelaxedLinear    # it and HeadNorm: below
+    linear = MergedLinear if cfg.fast else RelaxedLinear  # MergedLinear, HeadNorm: below
     for name, part in list(module.named_children()):
         if isinstance(part, nn.Linear):
             setattr(module, name, linear(part.in_features, part.out_features, cfg))
@@ -132,7 +132,7 @@ def add_uses(module, cfg):
 
 
 class Attention(model_gpt.Attention):
-    """model_gpt's, but every part is called as use u."""
+    """model_gpt's forward again, as here every part is called with u."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -143,7 +143,7 @@ class Attention(model_gpt.Attention):
         q = self.wq(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, H, T, D)
         k = self.wk(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
         v = self.wv(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
-        if self.cfg.qk_norm:        # else nn.Identity, which takes no u
+        if self.cfg.qk_norm:  # else nn.Identity, which takes no u
             q, k = self.q_norm(q, u), self.k_norm(k, u)
         if context.rope:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
@@ -154,7 +154,7 @@ class Attention(model_gpt.Attention):
 
 
 class MLP(model_gpt.MLP):
-    """model_gpt's, changed in the same way."""
+    """model_gpt's, again with u."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -203,7 +203,7 @@ class HeadNorm(nn.Module):
         ones = [nn.Parameter(torch.ones(cfg.head_dim)) for _ in range(cfg.n_loop)]
         self.weights = nn.ParameterList(ones if cfg.rank else ones[:1] * cfg.n_loop)
 
-    def forward(self, x, u):    # faster than model_gpt's; in 16 bits it rounds once more
+    def forward(self, x, u):  # faster than model_gpt's; in 16 bits it rounds once more
         return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weights[u].to(x.dtype)
 
 
@@ -230,9 +230,9 @@ def convert(model, weights):
             model.get_parameter(name).copy_(w)
     svd = cfg.rank > 0 and cfg.lora_init == "svd"
     for k, block in enumerate(model.blocks):
-        start = [sources[layer] for layer in layers_for_tied(cfg, k)]   # init=random: none
+        start = [sources[layer] for layer in layers_for_tied(cfg, k)]  # init=random: none
         tied = {name: sum(s[name] for s in start) / len(start) for name in sources[0] if start}
-        block.load_state_dict(tied, strict=False)   # W' and norms, no QK-norms
+        block.load_state_dict(tied, strict=False)  # W' and norms, no QK-norms
         if svd:
             check_norms(block, k)
         for u, layer in enumerate(cfg.layers_of(k)):
@@ -266,7 +266,7 @@ def layers_for_tied(cfg, k):
 
 def set_head_norms(block, u, source):
     for name, part in block.named_modules():
-        if isinstance(part, HeadNorm) and f"{name}.weight" in source:   # tied may be empty
+        if isinstance(part, HeadNorm) and f"{name}.weight" in source:  # tied may be empty
             part.weights[u].copy_(source[f"{name}.weight"])
 
 
@@ -292,7 +292,7 @@ def folded(block, source, name):
     """W_l diag(g_l / g') (out, in), which does here what W_l did in its layer: of a normalized
     n,  W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n)."""
     w = upcast(source[f"{name}.weight"])
-    if name not in ("attn.wo", "mlp.w_down"):       # which have no norm before them
+    if name not in ("attn.wo", "mlp.w_down"):  # which have no norm before them
         norm = "norm1.weight" if name.startswith("attn") else "norm2.weight"
         w = w * (upcast(source[norm]) / upcast(block.get_parameter(norm)))
     return w
@@ -308,7 +308,7 @@ def low_rank(delta, r):
 def check_norms(block, k):
     """folded divides by the weights of tied norms: a mean of them may vanish."""
     for name in ("norm1", "norm2"):
-        if getattr(block, name).weight.abs().min() < 1e-4:    # deltas of 10^4
+        if getattr(block, name).weight.abs().min() < 1e-4:  # deltas of 10^4
             raise ValueError(f"{name} of stored block {k} is near zero, its deltas would be "
                              f"huge: another init may avoid it, rank=0 and lora_init=zero do")
 
@@ -317,7 +317,7 @@ def check_norms(block, k):
 
 class Model(LanguageModel):
     """K stored blocks that run n_loop times."""
-    runs_blocks_once = False    # for FSDP
+    runs_blocks_once = False  # for FSDP
 
     def __init__(self, cfg):
         super().__init__(cfg, [self.make_block(cfg, k) for k in range(cfg.n_stored)])
@@ -351,7 +351,7 @@ class Model(LanguageModel):
         loops i = 1 .. n (Section 3.7): loss_i = CE_i, KL(p_n || p_i) or both, loss_n = CE_n.
         aux has "ce_loop1", ... too."""
         exits = self.training and self.cfg.early_exit != "none" and cache is None
-        if not exits or targets is None or idx.numel() == 0:    # super refuses an empty idx
+        if not exits or targets is None or idx.numel() == 0:  # super refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)
         *earlier, last = [upcast(self.head(self.norm(h))) for h in self.loop_states(idx)]
         *c_earlier, c_last = self.loop_weights()

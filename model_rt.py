@@ -60,7 +60,7 @@ class Config(BaseConfig):
     pos: str = choice("alibi", "rope", "none")
     qk_norm: str = choice("none", "full")   # full: nq and nk, each with a weight
     recurrent: bool = True       # false: a plain Transformer, the baseline
-    kv_norm: bool = True         # false: (5) without n1, nk stays; worse (Appendix E.2)
+    kv_norm: bool = True         # n1 in (5); false: worse (Appendix E.2). nk is qk_norm's
     schedule: str = choice("auto", "naive", "tiled", "wavefront")   # see "schedules"
     chunk: int = 32              # positions of a wavefront's chunk
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
@@ -95,7 +95,7 @@ class Block(nn.Module):
         super().__init__()
         self.cfg, C = cfg, cfg.n_embd
         Q, K = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
-        self.norm1, self.norm2 = RMSNorm(C, cfg.norm_eps), RMSNorm(C, cfg.norm_eps)
+        self.norm1, self.norm2 = RMSNorm(C, cfg.norm_eps), RMSNorm(C, cfg.norm_eps)  # n1, n2
         self.wq = nn.Linear(C, Q, bias=False)
         self.wk = nn.Linear(C, K, bias=False)
         self.wv = nn.Linear(C, K, bias=False)
@@ -103,7 +103,7 @@ class Block(nn.Module):
         self.w_up = nn.Linear(C, cfg.n_mlp, bias=False)
         self.w_down = nn.Linear(cfg.n_mlp, C, bias=False)
         norm = RMSNorm if cfg.qk_norm == "full" else nn.Identity
-        self.q_norm, self.k_norm = norm(Q, cfg.norm_eps), norm(K, cfg.norm_eps)
+        self.q_norm, self.k_norm = norm(Q, cfg.norm_eps), norm(K, cfg.norm_eps)  # nq, nk
 
     @torch.compiler.disable  # it would unroll the loop
     def naive(self, x, context):
@@ -126,9 +126,9 @@ class Block(nn.Module):
 
     def temporary(self, x, rope):
         """Equation (1): q (B, H, T, D); k^, v^ (B, G, T, D)."""
-        n = self.norm1(x)
-        q = self.heads(self.q_norm(self.wq(n)), rope)
-        return q, self.heads(self.k_norm(self.wk(n)), rope), self.heads(self.wv(n))
+        x_n = self.norm1(x)
+        q = self.heads(self.q_norm(self.wq(x_n)), rope)
+        return q, self.heads(self.k_norm(self.wk(x_n)), rope), self.heads(self.wv(x_n))
 
     def output(self, x, a):
         """Equations (3) and (4): x (B, T, C), a (B, H, T, D) -> y (B, T, C)."""
@@ -137,8 +137,8 @@ class Block(nn.Module):
 
     def persistent(self, y, rope):
         """Equation (5): k, v (B, G, T, D)."""
-        n = self.norm1(y)
-        return self.heads(self.k_norm(self.wk(n)), rope), self.heads(self.wv(n))
+        y_n = self.norm1(y)
+        return self.heads(self.k_norm(self.wk(y_n)), rope), self.heads(self.wv(y_n))
 
     def heads(self, x, rope=()):
         """(B, T, heads D) -> (B, heads, T, D), rotated by rope, cos and sin or nothing."""
@@ -146,8 +146,8 @@ class Block(nn.Module):
         return apply_rope(x, *rope) if rope else x
 
     def forward(self, x, layer, context):
-        """x (B, T, C) -> y (B, T, C). With a cache and recurrence T is 1, see Model.hidden."""
-        if context.cache is not None or not self.cfg.recurrent:
+        """x (B, T, C) -> y (B, T, C). Model.hidden decides when layers run one by one."""
+        if context.cache is not None or not self.cfg.recurrent:  # a cache: T = 1 if recurrent
             return self.at_once(x, layer, context)
         if self.cfg.schedule_used == "naive":
             return self.naive(x, context)
@@ -207,7 +207,7 @@ def tiled(block, x, context):
     out, lse = met_temporary(q, k_temp, v_temp)
     qs, outs, lses = q.split(1, 2), list(out.split(1, 2)), list(lse.split(1, 2))
     ks, vs, ys = [], [], []
-    pos = context.k_pos  # of keys, and of queries
+    pos = context.k_pos  # positions, of keys and queries
     for i, x_i in enumerate(x.split(1, 1)):
         y_i = block.output(x_i, outs[i].to(x.dtype))  # (3), (4)
         rope_i = [table[:, :, i:i + 1] for table in context.rope]
@@ -236,18 +236,18 @@ def met_temporary(q, k, v):
 def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
     """out (B, H, t, D) and lse (B, H, t) after t queries also meet a tile of earlier keys."""
     # bfloat16 always takes the kernel, as q @ k would round the scores; float32 only for tiles
-    # over 32 keys, as the call costs more than the work in a smaller one
+    # over 32 keys, as the call costs more than the work in a smaller one (32 by trial, no chunk)
     if q.dtype != lse.dtype or k.size(2) > 32:
         more, more_lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)  # over the tile alone
         return kernels.merge(out, lse, more, more_lse)
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    s = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, t, keys)
+    scores = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, t, keys)
     if slopes is not None:
-        s = s - slopes[:, None, None] * (q_pos[:, None] - k_pos)
+        scores = scores - slopes[:, None, None] * (q_pos[:, None] - k_pos)
     # online softmax: what a query has met is one more pair, of score lse and value out
-    s = torch.cat([lse[..., None], s], -1)
-    p = s.softmax(-1)
-    return p[..., :1] * out + p[..., 1:] @ v, s.logsumexp(-1)
+    scores = torch.cat([lse[..., None], scores], -1)
+    p = scores.softmax(-1)
+    return p[..., :1] * out + p[..., 1:] @ v, scores.logsumexp(-1)
 
 
 # ---- the model ----

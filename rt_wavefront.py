@@ -66,12 +66,12 @@ Step = namedtuple("Step", "s lo hi")  # chunk s - l of layers lo <= l < hi
 
 class Weights(NamedTuple):
     """The layers' weights, stacked."""
-    qkv: torch.Tensor       # (L, (H + 2 G) D, d), times the weight of n1
-    wo: torch.Tensor        # (L, d, H D)
-    up: torch.Tensor        # (L, M, d), times the weight of n2
-    down: torch.Tensor      # (L, d, M)
-    nq: torch.Tensor        # (L, 1, H D); (L, 1, 0) without QK-norm
-    nk: torch.Tensor        # (L, 1, G D)
+    qkv: torch.Tensor   # (L, (H + 2 G) D, d), times the weight of n1
+    wo: torch.Tensor    # (L, d, H D)
+    up: torch.Tensor    # (L, M, d), times the weight of n2
+    down: torch.Tensor  # (L, d, M)
+    nq: torch.Tensor    # (L, 1, H D); (L, 1, 0) without QK-norm
+    nk: torch.Tensor    # (L, 1, G D)
 
     def of_layers(self, lo, hi):
         return Weights(*(weight[lo:hi] for weight in self))
@@ -220,24 +220,24 @@ def forward_step(wave, states, pairs, w, step):
     """Each active layer's chunk."""
     eps = wave.cfg.norm_eps
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
-    x = wave.diagonal(states[:-1], step, 1)                      # (A, C, B, d)
-    (q, k, v), _ = wave.temporary(x.flatten(1, 2), w, rope)      # (1)
-    out, lse = wave.outside(q, k, v, pairs, step)                # (2) outside the chunk
+    x = wave.diagonal(states[:-1], step, 1)                  # (A, C, B, d)
+    (q, k, v), _ = wave.temporary(x.flatten(1, 2), w, rope)  # (1)
+    out, lse = wave.outside(q, k, v, pairs, step)            # (2) outside the chunk
     attention = ChunkForward(wave, q, out, lse)
     ys = []
-    for i, x_i in enumerate(x.unbind(1)):                        # (A, B, d)
-        a_i = attention.read(i)                                  # (2), complete
-        z_i = x_i + product(a_i, w.wo)                           # (3)
+    for i, x_i in enumerate(x.unbind(1)):                    # (A, B, d)
+        a_i = attention.read(i)                              # (2), complete
+        z_i = x_i + product(a_i, w.wo)                       # (3)
         u_i = product(F.rms_norm(z_i, [wave.d], eps=eps), w.up)
-        y_i = z_i + product(F.gelu(u_i), w.down)                 # (4)
+        y_i = z_i + product(F.gelu(u_i), w.down)             # (4)
         rope_i = [table[:, i:i + 1] for table in rope]
         y_n = F.rms_norm(y_i, [wave.d], eps=eps)
-        k_i, v_i, _ = wave.persistent(y_n, w, rope_i)            # (5)
+        k_i, v_i, _ = wave.persistent(y_n, w, rope_i)        # (5)
         attention.k[:, i], attention.v[:, i] = k_i.flatten(0, 3), v_i.flatten(0, 3)
         ys.append(y_i)
     wave.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
     for buffer, new in zip(pairs, (attention.k, attention.v)):
-        view = wave.diagonal(buffer[..., wave.S:, :], step, 3)   # (A, B, G, C, D)
+        view = wave.diagonal(buffer[..., wave.S:, :], step, 3)  # (A, B, G, C, D)
         view.copy_(new.view(view.shape))
 
 
@@ -248,7 +248,7 @@ class ChunkForward:
     def __init__(self, wave, q, out, lse):
         A, B, H, C, D = self.shape = q.shape
         self.bias, N = wave.bias, A * B * wave.G
-        # C of (N, R, D): queries that share a key are rows of one product
+        # by position (N, R, D): the queries that share a key are rows of one bmm
         self.q_scaled = (q.to(out.dtype) * wave.scale).view(N, -1, C, D).unbind(2)
         self.out = out.reshape(N, -1, C, D).unbind(2)
         self.lse = lse.reshape(N, -1, C, 1).unbind(2)
@@ -258,9 +258,9 @@ class ChunkForward:
         """a_i (A, B, H D), once the pairs before i are written."""
         A, B, H, C, D = self.shape
         out, lse = self.out[i], self.lse[i]  # (N, R, D), (N, R, 1)
-        s = torch.bmm(self.q_scaled[i], self.k[:, :i].mT)  # (N, R, i)
-        s.view(A * B, H, i).add_(self.bias[:, i, :i])
-        p = torch.cat([lse, s], -1).softmax(-1)  # outside is one more pair
+        scores = torch.bmm(self.q_scaled[i], self.k[:, :i].mT)  # (N, R, i)
+        scores.view(A * B, H, i).add_(self.bias[:, i, :i])
+        p = torch.cat([lse, scores], -1).softmax(-1)  # outside is one more pair
         out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[:, :i])
         return out.reshape(A, B, H * D)
 
@@ -307,7 +307,7 @@ def backward_pass(wave, states, dy, *weights):
 
 class BackwardStep:
     """Each active layer's chunk. Parts of norms: x_norm, y_norm of n1, z_norm of n2; q_norm
-    of nq; k_norm of nk at the persistent key, k_temp_norm at the temporary one."""
+    of nq; k_norm of nk at the persistent k, k_temp_norm at k^."""
 
     def __init__(self, wave, step, states, pairs, d_pairs, w, grads):
         """Forward again, all positions at once."""
@@ -363,11 +363,11 @@ class BackwardStep:
 
     def inputs_backward(self):
         """The gradient of W_qkv n1(x), rows (A, C B, (H + 2 G) D)."""
-        dq, *d_pair = self.outside_backward()
+        dq, *d_temp = self.outside_backward()
         dq = dq + self.attention.query_grad()  # (B7)
-        # R queries share a pair
-        d_pair = (d.unflatten(2, (self.wave.G, -1)).sum(3) for d in d_pair)
-        dq, dk, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_pair))
+        # dk^, dv^: R queries share a pair
+        d_temp = (d.unflatten(2, (self.wave.G, -1)).sum(3) for d in d_temp)
+        dq, dk, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))
         dq = heads_backward(dq, self.w.nq, self.grads.nq, self.rope, self.q_norm)
         dk = heads_backward(dk, self.w.nk, self.grads.nk, self.rope, self.k_temp_norm)
         dv = dv.flatten(3).flatten(1, 2)
@@ -379,7 +379,7 @@ class BackwardStep:
         a, lse, da = self.attention.a, self.attention.lse, self.attention.da
         p = torch.exp((q * k_temp).sum(-1) * wave.scale - lse)[..., None]
         ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), delta is da . a
-        dq, dk, dv = ds * k_temp * wave.scale, ds * q * wave.scale, p * da  # (B7), (B8)
+        dq, dk_temp, dv_temp = ds * k_temp * wave.scale, ds * q * wave.scale, p * da  # (B7), (B8)
         a, da = a.to(wave.dtype), da.to(wave.dtype)
         for j, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has none
             start, alibi = wave.start(l, step)
@@ -389,7 +389,7 @@ class BackwardStep:
             dq[j] += new[0]  # (B7)
             self.d_pairs[0, l, :, :, :start] += new[1]  # (B2)
             self.d_pairs[1, l, :, :, :start] += new[2]
-        return dq, dk, dv
+        return dq, dk_temp, dv_temp
 
 
 class ChunkBackward:
@@ -404,10 +404,10 @@ class ChunkBackward:
         self.q_scaled = (q.to(out.dtype) * wave.scale).view(N, -1, D)
         own = (x.to(out.dtype).reshape(N, C, D) for x in (k, v, dk, dv))
         self.k, self.v, self.dk, self.dv = own
-        s = torch.bmm(self.q_scaled, self.k.mT)  # (N, R C, C)
-        s.view(A * B, H, C, C).add_(wave.bias)
-        total = torch.logaddexp(lse.reshape(N, -1), s.logsumexp(-1))  # (N, R C)
-        self.p = torch.exp(s - total[..., None])  # p_ij, 0 for j >= i
+        scores = torch.bmm(self.q_scaled, self.k.mT)  # (N, R C, C)
+        scores.view(A * B, H, C, C).add_(wave.bias)
+        total = torch.logaddexp(lse.reshape(N, -1), scores.logsumexp(-1))  # (N, R C)
+        self.p = torch.exp(scores - total[..., None])  # p_ij, 0 for j >= i
         self.p_of_key = self.p.mT.contiguous()  # (N, C, R C)
         outside = torch.exp(lse.reshape(N, -1) - total)[..., None] * out.reshape(N, -1, D)
         a = torch.baddbmm(outside, self.p, self.v)
@@ -505,7 +505,7 @@ class Graph:
 
 def recordable(x, dtype):
     return (x.is_cuda and not torch.cuda.is_current_stream_capturing()
-            and kernels.runs_triton(x.device, dtype))  # else attend copies to the host
+            and kernels.runs_triton(x.device, dtype))  # plain attend reads on the host
 
 
 def replay(wave, function, *inputs):

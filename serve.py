@@ -363,7 +363,7 @@ class SlotContext:
         visible = torch.arange(self.S, device=engine.device) <= self.pos[..., None]
         visible = visible & engine.taken[self.lane, None, :self.S]              # (R, T, S)
         self.bias = torch.where(visible, 0.0, -math.inf)[:, None]               # (R, 1, T, S)
-        self.chosen = torch.ones_like(self.pos, dtype=torch.bool)               # by mor's router
+        self.kept = torch.ones_like(self.pos, dtype=torch.bool)     # as model_mor has it: all
         self.rope = engine.rope and [x[self.pos][:, None] for x in engine.rope]
 
     def extend(self, layer, k, v):

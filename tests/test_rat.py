@@ -109,7 +109,7 @@ def test_what_a_gpu_needs_in_decoding(kind, monkeypatch):
 def test_states_are_float32_under_bfloat16(monkeypatch):
     """In a bfloat16 model and under autocast."""
     dtypes, scan, read = [], kernels.scan, model_rat.read_states
-    spy = lambda f: lambda *a: (dtypes.append(a[1].dtype), f(*a))[1]       # x, and own_k
+    spy = lambda f: lambda *a: (dtypes.append(a[1].dtype), f(*a))[1]       # x, and k_state
     monkeypatch.setattr(kernels, "scan", spy(scan))
     monkeypatch.setattr(model_rat, "read_states", spy(read))
     for kind in ("rat", "rnn"):
