@@ -126,7 +126,7 @@ def test_the_examples_in_the_docstring():
 
 
 def test_memorization_has_one_map():
-    """For all examples of both splits; every key has its own value; another seed, another map."""
+    """For examples of both splits; every key has its own value; another seed, another map."""
     maps = []
     for seed in 1, 2:
         rows = [row for split in ("train", "val") for row in examples("memorization", 32, split, 256, seed)]
