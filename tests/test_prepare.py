@@ -164,6 +164,17 @@ def test_a_very_large_document_is_encoded(tokenizers):
     train_bpe(258, slices(text + WORDS))
 
 
+@given(words=st.lists(st.text(st.sampled_from("abé1!'\n"), min_size=1, max_size=6), max_size=60),
+       gaps=st.lists(st.sampled_from([" ", "  ", "       ", " \n", "\n   "]), min_size=60))
+def test_slices_change_no_token(tokenizers, words, gaps):
+    bpe, text = tokenizers["bpe"], "a" + "".join(w + g for w, g in zip(words, gaps))
+    parts = list(slices(text, 50))
+    assert "".join(parts) == text and all(0 < len(part) <= 50 for part in parts)
+    if all(part.startswith(" ") for part in parts[1:]):  # no cut was forced
+        ids = [i for part in parts for i in bpe.encode_slice(part).tolist()]
+        assert ids == bpe.encode_slice(text).tolist()
+
+
 def test_what_a_bpe_is_trained_on(tmp_path, monkeypatch):
     seen, train = [], train_bpe
     monkeypatch.setattr(prepare, "train_bpe", lambda size, t: train(size, iter(seen.extend(t) or seen)))

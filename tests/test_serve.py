@@ -1,6 +1,5 @@
 """serve.py: every request is answered as if alone, scheduling, early exit, and the command line."""
 import json
-import math
 import random
 import re
 
@@ -111,8 +110,7 @@ def test_random_requests_are_answered_as_if_alone(seed):
     pick = lambda *values: rng.choice(values)
     loops, sure = pick(3, 3, 2, 1), f"confidence:{rng.uniform(0.08, 0.13)}"
     model = looping(seed, n_loop=loops, n_layer=loops * pick(1, 2), rank=pick(0, 2), n_kv_head=pick(1, 2),
-                    pos=pick("rope", "rope", "none"), qk_norm=pick(True, False), fast=pick(True, False),
-                    exit_loop=pick(0, 0, loops, max(1, loops - 1)))
+                    pos=pick("rope", "rope", "none"), qk_norm=pick(True, False), fast=pick(True, False))
     work = work_of(rng, rng.randint(1, 6))
     exit, fill, vocab = pick(sure, sure, sure, "", "static:1", "confidence:0"), pick("exact", "propagate"), pick(None, 25)
     said = {token for tokens, *_ in alone(model, work, exit, fill, None, vocab) for token in tokens}
@@ -121,6 +119,16 @@ def test_random_requests_are_answered_as_if_alone(seed):
         patch.setattr(serve.Engine, "MANY", pick(1, 4, 16))     # of a slot with more the tokens have a call of their own
         assert_answers(alone(model, work, exit, fill, eot, vocab), model, work, exit=exit, fill=fill, eot=eot,
                        vocab_size=vocab, slots=rng.randint(1, 4))
+
+
+@pytest.mark.parametrize("fill, sizes", [("exact", {}), ("propagate", dict(exit_loop=2))], ids=str)
+def test_later_tokens_find_the_keys_of_those_that_left(fill, sizes):
+    model = looping(**sizes)
+    work = work_of(random.Random(2), 12, most=20)
+    want = alone(model, work, RULE, fill)
+    deeper = [b > a for _, exits, _ in want for a, b in zip(exits, exits[1:])]
+    assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {*range(1, model.loops_to_run + 1)}
+    assert_answers(want, model, work, exit=RULE, fill=fill)
 
 
 def test_sampled_answers_do_not_depend_on_the_batching():
@@ -165,13 +173,16 @@ def test_when_requests_are_admitted_and_what_shares_a_call(batching):
     assert {size for size in sizes if size[1] > 1} == {(1, 20)} and not any(idle)
 
 
-@pytest.mark.parametrize("module, n_layer", [(model_relaxed, 6), (model_mor, 5)])
-def test_a_slot_forgets(module, n_layer):
-    """All that it has in any loop, even NaN."""
-    model, work = looping(module=module, n_layer=n_layer, tie_embeddings=False), [([1, 2], 5)]
-    model.wte.weight.data[30] = math.nan
-    after = answered(model, [([30, 30, 30], 4), *work], "depth", slots=1)[1]
-    assert after[:2] == answered(model, work, "depth")[0][:2]
+def test_a_slot_forgets():
+    """All that it has in any loop, even NaN; other slots keep theirs."""
+    engine = serve.Engine(looping(module=model_mor, n_layer=5), 3, 6)
+    for lanes in (engine.taken, *engine.kv):
+        lanes[:] = True
+    engine.slots[2].request = serve.Request([1], 1)
+    engine.prefill(engine.slots[2])
+    assert [len(lanes) for lanes in engine.kv] == [9, 3, 3], "the first and last layer have no loops"
+    for lanes in (engine.taken, *engine.kv):
+        assert [n for n, lane in enumerate(lanes) if not lane.any()] == [2, 5, 8][:len(lanes) // 3]
 
 
 # ---- requests and command lines ----
