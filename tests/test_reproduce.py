@@ -52,8 +52,7 @@ def test_results_have_a_place_for_every_experiment_and_name_no_machine():
 
 
 def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
-    """In a copy of the repository, of a model whose file stands with the experiments: a first call that fails halfway,
-    a second one that does the rest, a third one after one result is lost."""
+    """In a copy of the repository: a call that fails halfway, one that does the rest, one after a result is lost."""
     copy = tmp_path / "copy"
     left_out = shutil.ignore_patterns(".*", "out", "data", "results", "experiments", "tests", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=left_out)
@@ -144,8 +143,7 @@ def test_cells_show_mean_and_deviation_over_the_seeds():
                                               m.rec.wv.weight.data.zero_()], "model_lrt"),
     ("inside", {}, lambda m: [block.attn.w_gate.weight.data.zero_() for block in m.blocks], "model_lrt")])  # g_loc = 1
 def test_a_control_is_its_model_but_for_one_thing(name, keys, off, is_base):
-    """Without that thing a model of lab/experiments computes what the model does that it is a control of; with it, other
-    values, which depend on no later token."""
+    """Without that thing it computes what its base does; with it, other values, which depend on no later token."""
     control, base = (importlib.import_module(name) for name in (f"model_{name}", is_base))
     cfg = control.Config(block_size=9, vocab_size=11, n_layer=2, n_head=2, n_embd=8, **keys)
     model = control.Model(cfg).double().eval()

@@ -70,8 +70,6 @@ def work_of(rng, n=5, most=10):
     return [(rng.choices(range(31), k=rng.randint(1, 9)), rng.randint(1, most)) for _ in range(n)]
 
 
-# ---- one request at a time, without the engine ----
-
 def one(model, prompt, n, exit="", fill="exact", eot=None, vocab=None):
     """(tokens, exits, logits): no cache, the loops over the whole text for each token. A prefill takes all loops. With
     fill=propagate a token that left keeps the state that it left with, from which deeper keys and values are projected."""
@@ -148,8 +146,6 @@ def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, exits):
     assert {loop for loop in (1, 2, 3) if serve.exit_rule(exit, 3)(loop, 0.5)} == exits
 
 
-# ---- scheduling ----
-
 @pytest.mark.parametrize("batching", BATCHINGS)
 def test_when_requests_are_admitted_and_what_shares_a_call(batching):
     """As soon as a slot is free. Rows are tokens, in depth batching also of different loops; a long prompt is one row."""
@@ -184,8 +180,6 @@ def test_a_slot_forgets():
     for lanes in (engine.taken, *engine.kv):
         assert [n for n, lane in enumerate(lanes) if not lane.any()] == [2, 5, 8][:len(lanes) // 3]
 
-
-# ---- requests and command lines ----
 
 BAD = {
     b"{": "not a JSON object", b"[" * 100_000: "not a JSON object", b"[1]": "not a JSON object",
@@ -248,8 +242,7 @@ def test_requests_are_answered(options, world, capsys):
 
 @pytest.mark.parametrize("run, exit", [("relaxed", TRAINED), ("mor", "")])
 def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, capsys):
-    """Blue for the first and magenta for the last of two. The text is that of requests=, where each line has random
-    numbers of its own."""
+    """Blue for the first and magenta for the last of two. The text is that of requests=."""
     (world / "one.jsonl").write_text('{"prompt": "\u00e9\u20ac"}\n' * 2)
     argv = [str(world / run / "r"), "max_new_tokens=30", f"exit={exit}"]
     serve.main([*argv, f"requests={world}/one.jsonl"])
@@ -272,8 +265,6 @@ def test_what_an_engine_refuses(model, options, message):
     with pytest.raises(UserError, match=message):
         serve.Engine(model(), 1, **options)
 
-
-# ---- mor: a router decides ----
 
 ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router"), "token": dict(router="token"),
            "token, cycle": dict(router="token", share="cycle", n_layer=6), "none": dict(router="none"),

@@ -72,8 +72,6 @@ def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
     assert sum(g.abs().max() > 0 for g in whole) > len(whole) / 2
 
 
-# what a changed key does on resume ---------------------------------------------------------------------------
-
 def test_resume_keeps_the_runs_settings_and_a_changed_key_holds(tmp_path, data_dir, capsys):
     """A file that is named again does not undo the first run's command line."""
     (tmp_path / "x.yaml").write_text("max_steps: 3\ninit_from: nowhere\n")
@@ -143,8 +141,6 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     assert snapshot(tmp_path) == before and f"val ce {result:.4f}" in out and out.count("val ce") == 2
     assert train.setup(argv).step == 6
 
-
-# schedules, optimizers, logs -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("schedule, factors", [
     ("cosine", {0: 0.1, 9: 1.0, 9 + 91 / 2: 0.55, 100: 0.1}), ("linear", {0: 1.0, 50: 1.0, 75: 0.55, 100: 0.1}),
@@ -217,8 +213,6 @@ def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir):
     with pytest.raises(UserError, match="sample_prompt: "):
         train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys, "sample_prompt=x", "overwrite=true"))
 
-
-# things that go wrong -------------------------------------------------------------------------------------------
 
 def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, monkeypatch):
     trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2"))
