@@ -3,9 +3,9 @@
     python tests/compile_kernels.py          all variants that the launchers can choose (minutes)
     python tests/compile_kernels.py ci       a few of each kernel: what the tests run
 
-Prints a table (registers a thread, spilled bytes a thread, shared memory a block), then what is wrong; exit status 1
-if anything is: a compile error, more shared memory than the chip has, or spills: none may be on sm_90 in 16 bits up to
-head size 128, at most 1 KB elsewhere. sm_89 stands for the GPUs with less shared memory than the data centre's."""
+Prints a table, then what is wrong: a compile error, more shared memory than the chip has, or spills (none may be on
+sm_90 in 16 bits up to head size 128, at most 1 KB elsewhere). sm_89 stands for GPUs with less shared memory."""
+import itertools
 import os
 import re
 import subprocess
@@ -22,8 +22,7 @@ from triton.compiler import ASTSource
 
 import kernels_triton
 from kernels import HEAD_SIZES
-from kernels_triton import (attend_dkv_kernel, attend_dq_kernel, attend_forward_kernel, scan_backward_kernel,
-                            scan_forward_kernel, scan_options, tile_options)
+from kernels_triton import scan_options, tile_options
 
 AMD = GPUTarget("hip", "gfx942", 64)
 # target, shared memory a block in bytes, whether the kernels' large tiles are for it
@@ -67,8 +66,7 @@ def nvidia_figures(ptx):
 
 
 def amd_figures(text):
-    """The same from the assembly's metadata: spilled vector registers, 4 bytes a thread each, or the scratch memory if
-    that is more. Scalar registers spill to vector registers."""
+    """The same from the assembly's metadata: spilled vector registers, 4 bytes each, or more scratch memory."""
     count = {key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1])
              for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")}
     return count["vgpr_count"], max(4 * count["vgpr_spill_count"], count["private_segment_fixed_size"])
@@ -95,46 +93,32 @@ def measure(job):
     return (registers, spilled, shared), wrong
 
 
-def variants(large):
-    """All that kernels_triton.py can launch, as (kernel, dtype, launch options); the kernels' other parameters are
-    run-time arguments."""
-    attends = dict(forward=attend_forward_kernel, dq=attend_dq_kernel, dkv=attend_dkv_kernel)
-    for dtype in TYPES:
-        for D in HEAD_SIZES:
-            for name, kernel in attends.items():
-                yield kernel, dtype, tile_options(name, D, dtype, large)
-        for chunk in (1, 2, 4, 8, 16, 32, 64):
-            for kernel in (scan_forward_kernel, scan_backward_kernel):
-                yield kernel, dtype, scan_options(chunk)
-
-
-def is_one_of_few(chip, name, dtype, launch):
-    """Whether the tests compile this variant."""
-    if dtype == torch.float16 or (dtype == torch.float32 and chip != "sm_90"):
-        return False
-    if name.startswith("scan"):
-        return launch["BLOCK_T"] == 16
-    return launch["BLOCK_D"] in ((64,) if dtype == torch.float32 else (64, 128))
-
-
 def jobs(quick):
-    """(chip, kernel's name, dtype, launch options) of each variant to compile."""
-    for chip in list(CHIPS)[:3 if quick else len(CHIPS)]:
-        for kernel, *variant in variants(CHIPS[chip][2]):
-            if not quick or is_one_of_few(chip, kernel.__name__, *variant):
-                yield chip, kernel.__name__, *variant
+    """(chip, kernel's name, dtype, launch options) of all that kernels_triton.py can launch, or
+    of a few; the kernels' other parameters are run-time arguments."""
+    chips = list(CHIPS)[:3] if quick else CHIPS
+    for chip, dtype in itertools.product(chips, TYPES):
+        head_sizes, chunks = HEAD_SIZES, (1, 2, 4, 8, 16, 32, 64)
+        if quick:
+            of = {"bf16": (64, 128), "fp32": (64,) * (chip == "sm_90")}
+            head_sizes = of.get(TYPES[dtype], ())
+            chunks = (16,) if head_sizes else ()
+        for name, D in itertools.product(("forward", "dq", "dkv"), head_sizes):
+            options = tile_options(name, D, dtype, CHIPS[chip][2])
+            yield chip, f"attend_{name}_kernel", dtype, options
+        for name, chunk in itertools.product(("forward", "backward"), chunks):
+            yield chip, f"scan_{name}_kernel", dtype, scan_options(chunk)
 
 
 def main(argv):
     todo, wrong = list(jobs("ci" in argv)), []
-    print(f"triton {triton.__version__}\n{'chip':12}{'kernel':18}{'type':6}{'tiles, warps, stages':70}"
-          f"{'registers':>10}{'spilled':>9}{'shared':>9}")
+    print("chip, kernel, type, tiles, warps and stages, registers, spilled and shared bytes")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for (chip, name, dtype, launch), (figures, bad) in zip(todo, pool.map(measure, todo)):
             tiles = " ".join(f"{n}={v:d}" for n, v in launch.items())
-            row = f"{chip:12}{name.removesuffix('_kernel'):18}{TYPES[dtype]:6}{tiles:70}"
-            print(row + "{:10}{:9}{:9}".format(*figures), flush=True)
-            wrong += [f"{' '.join(row.split())}: {bad}"] if bad else []
+            row = f"{chip:12}{name:22}{TYPES[dtype]:6}{tiles:70}"
+            print(row, *figures, flush=True)
+            wrong += [f"{row}: {bad}"] if bad else []
     print(f"{len(todo)} compiled, {len(wrong)} wrong", *wrong, sep="\n")
     return 1 if wrong else 0
 

@@ -9,7 +9,7 @@ import time
 import warnings
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")     # results repeat for one thread count; tests may run beside others
+os.environ.setdefault("OMP_NUM_THREADS", "1")     # results repeat for one thread count
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -29,7 +29,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """10 random examples a property, 200 with --full; the same ones every time, not made smaller, which takes long."""
+    """10 random examples a property, 200 with --full; the same ones every time, not made smaller."""
     examples = 200 if config.getoption("--full") else 10
     hypothesis.settings.register_profile("here", max_examples=examples, derandomize=True, deadline=None, database=None,
                                          phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
@@ -41,32 +41,27 @@ def pytest_collection_modifyitems(config, items):
     if only:
         if only not in MODELS:
             raise pytest.UsageError(f"--model={only}: there is no model_{only}.py; {', '.join(MODELS)}")
-        kept = [item for item in items if model_of(item) == only]
+        of_some = [item for item in items if hasattr(item, "callspec")]
+        kept = [item for item in of_some if only in item.callspec.params.values()]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if config.getoption("--full"):
-            item.add_marker(pytest.mark.timeout(2400))      # 50 kills, or all variants of the kernels
+            item.add_marker(pytest.mark.timeout(2400))      # 50 kills
         elif item.get_closest_marker("full"):
             item.add_marker(pytest.mark.skip(reason="a repetition: --full runs it"))
-
-
-def model_of(item):
-    """The model that a test of the contract tries, or None."""
-    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return next((v for v in values if isinstance(v, str) and v in MODELS), None)
 
 
 def python(*arguments, **environment):
     """Run python in the repository; TRITON_INTERPRET only where given."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    p = subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment}, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p = subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment},
+                         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         out, err = p.communicate(timeout=200)
-    except subprocess.TimeoutExpired:       # one run of torchrun in a thousand or so: tell where it hangs, and try again
+    except subprocess.TimeoutExpired:   # one torchrun in a thousand: tell where it hangs, try again
         subprocess.run(["pkill", "-ABRT", "-P", str(p.pid)])
         time.sleep(2)
         p.send_signal(signal.SIGABRT)
@@ -77,24 +72,19 @@ def python(*arguments, **environment):
 
 def snapshot(folder):
     """Each path below folder with its time and bytes; None for what is not a file."""
-    return {p: (p.stat().st_mtime_ns, p.read_bytes()) if p.is_file() else None for p in folder.rglob("*")}
+    file = lambda p: (p.stat().st_mtime_ns, p.read_bytes())
+    return {p: file(p) if p.is_file() else None for p in folder.rglob("*")}
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def two_processes(folder, *arguments):
-    """train.py in two processes. Python's shutdown may abort on gloo's threads (see Processes.leave); here it always
-    does."""
+    """train.py in two processes. Python's shutdown may abort (see Processes.leave); here it does."""
     (folder / "sitecustomize.py").write_text("import atexit, os\n"
                                              "if 'RANK' in os.environ:\n    atexit.register(os.abort)\n")
     path = f"{folder}{os.pathsep}{FORKS}"
     return python(*TORCHRUN, "train.py", *arguments, PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
-
-
-@pytest.fixture(scope="session")
-def full(request):
-    return request.config.getoption("--full")
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ import torch
 import kernels
 from kernel_cases import (ATTENDS, INTERPRETED, SCANS, assert_close, attend_case, compare_attend, compare_scan, few,
                           outputs_and_gradients)
-from test_kernels import (test_any_strides, test_attend_backward_over_some_of_the_keys, test_attend_is_the_definition,
-                          test_scan_is_the_loop, test_states_are_float32)
+from test_kernels import (test_any_strides, test_attend_is_the_definition, test_scan_is_the_loop,
+                          test_states_are_float32)
 from test_rt import test_schedules_agree_on_the_kernels
 
 assert INTERPRETED, "set TRITON_INTERPRET=1"

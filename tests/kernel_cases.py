@@ -22,7 +22,7 @@ def where(*precision):
 
 
 def relative_rms(a, b, floor=1e-12):
-    """Root mean square of a - b over b's, or over floor if that is more; infinities must agree, NaN never passes."""
+    """Root mean square of a - b over b's or floor; infinities must agree, NaN never passes."""
     a, b = a.double().cpu(), b.double().cpu()
     finite = b.isfinite()
     if not torch.equal(a[~finite], b[~finite]):
@@ -47,31 +47,24 @@ def moved(xs, *where):
 
 
 def few(cases, n):
-    """The cases. Triton's interpreter, which is slow, takes all after the first n with --full."""
+    """Triton's interpreter, which is slow, takes those after the first n with --full."""
     marks = pytest.mark.full if INTERPRETED else ()
     return [*cases[:n], *(pytest.param(case, marks=marks) for case in cases[n:])]
 
 
-def random_cases(n, *columns):
-    rng = random.Random(0)
-    return [tuple(map(rng.choice, columns)) for _ in range(n)]
-
-
 class Memory(TorchDispatchMode):
-    """The bytes of all tensors alive that were made under it, now and at their peak, those of the largest tensor, and
-    the names of the operators that ran."""
+    """The bytes of all tensors alive that were made under it, now and at their peak, and those of the
+    largest tensor."""
 
     def __init__(self):
         super().__init__()
         self.now = self.peak = self.largest = 0
-        self.known, self.names = set(), set()
+        self.known = set()
 
     def __torch_dispatch__(self, op, types, arguments=(), options=None):
-        name = op.overloadpacket.__name__
-        self.names.add(name)
         if op.namespace == "nanorecur":     # a mode is blind in an operator: its body instead
             with self:
-                return getattr(kernels, name)(*arguments)
+                return getattr(kernels, op.overloadpacket.__name__)(*arguments)
         out = op(*arguments, **(options or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.known:
@@ -89,7 +82,7 @@ class Memory(TorchDispatchMode):
 
 
 def outputs_and_gradients(function, tensors, arguments, incoming):
-    """What function returns, a tensor or several, and the gradients of the tensors for what comes in through the first
+    """What function returns and the gradients of the tensors for what comes in through the first
     of these: NaN where lse is -inf, which must not matter."""
     tensors = [x.detach().requires_grad_() for x in tensors]
     outputs = function(*tensors, *arguments)
@@ -101,8 +94,8 @@ def outputs_and_gradients(function, tensors, arguments, incoming):
 
 
 def compare(function, definition, tensors, arguments, incoming, tolerance, names, floor=1e-12):
-    """Assert that function and its gradients are the definition's in float64, the outputs after the first in float32
-    at least. Returns what function gave."""
+    """Assert that function and its gradients are the definition's in float64, the outputs after the
+    first in float32 at least. Returns what function gave."""
     def exactly(xs):
         is_real = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
         return [x.double() if is_real(x) else x for x in moved(xs, "cpu")]
@@ -122,10 +115,8 @@ LAYOUTS = {"transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3
            "heads expanded": lambda x: x[:, :1].expand(x.shape)}
 
 
-# ---- attend ----
-
 def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
-    """attend from its definition, with the whole score matrix; finite gradients of empty rows."""
+    """attend from its definition; finite gradients of empty rows."""
     (_, H, Tq, D), Tk = q.shape, k.size(2)
     k, v = (x.repeat_interleave(H // x.size(1), 1) for x in (k, v))
     q_pos, k_pos = (torch.arange(n) if p is None else p for n, p in ((Tq, q_pos), (Tk, k_pos)))
@@ -142,15 +133,18 @@ def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
 
 LENGTHS, HEADS = (1, 2, 63, 64, 65, 100), ((1, 2, 1), (2, 2, 2), (1, 4, 2), (4, 1, 1))     # B, H, G
 KINDS = "plain", "shared", "per row", "keys per row", "queries per row"
+WINDOWS, SLOPES, SIZES = (None, 1, 20), (False, True), (16, 8, 64, 40, 100, 3)
+COLUMNS = LENGTHS, LENGTHS, KINDS, WINDOWS, SLOPES, HEADS, SIZES
+DRAW = random.Random(0).choice
 ATTENDS = [(65, 100, "shared", 20, True, (1, 2, 1), 256), (65, 100, "plain", None, False, (1, 2, 1), 200),
            (5, 0, "plain", None, False, (1, 2, 2), 16), (5, 0, "shared", None, True, (1, 2, 2), 16),
            (9, 12, "queries alone", None, False, (2, 2, 1), 4), (9, 12, "keys alone", None, False, (2, 2, 1), 4),
-           *random_cases(36, LENGTHS, LENGTHS, KINDS, (None, 1, 20), (False, True), HEADS, (16, 8, 64, 40, 100, 3))]
+           *(tuple(map(DRAW, COLUMNS)) for _ in range(36))]
 
 
 def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float64, device="cpu"):
-    """Inputs of attend: the tensors q, k, v, the other arguments, and the incoming gradients do, dlse. Some queries
-    stand before every key."""
+    """Inputs of attend: q, k, v, the other arguments, and the incoming gradients do, dlse. Some
+    queries stand before every key."""
     (B, H, G), rng = heads, random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -171,14 +165,12 @@ def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float6
 
 
 def compare_attend(function, tensors, arguments, incoming, tolerance):
-    """With gradients that come in through out and lse, and, where other code runs then, through out alone."""
+    """With gradients through out and lse and, where other code runs then, through out alone."""
     names = "out lse dq dk dv"
     if tensors[0].dtype == torch.float64:   # a single key's dq and dk through out are 0
         compare(function, dense_attend, tensors, arguments, incoming[:1], tolerance, names, floor=0.01)
     return compare(function, dense_attend, tensors, arguments, incoming, tolerance, names)
 
-
-# ---- scan ----
 
 SCANS = [(T, C, chunk, start) for start in (True, False) for T, C, chunk in (
     (1, 1, 1), (1, 16, 100), (2, 3, 7), (63, 3, 16), (64, 20, 64), (65, 17, 65), (33, 2, 1), (100, 5, 10),

@@ -24,8 +24,7 @@ def arguments(model, out_dir, data_dir, *extra):
 
 
 def run(model, out_dir, data_dir, *extra, stop_after=None):
-    """A run in this process; stop_after=k sends it SIGTERM during step k, twice, as timeout does. Returns the
-    train.Run."""
+    """A train.Run in this process; stop_after=k: SIGTERM in step k, twice, as timeout does."""
     import train
     run, step = train.setup(arguments(model, out_dir, data_dir, *extra)), train.train_step
 
@@ -52,7 +51,7 @@ def fingerprint(x):
 
 
 def learned(run_or_state):
-    """The fingerprint of what a run has learned and would go on from: weights, optimizer, step, RNG, best loss."""
+    """The fingerprint of what a run has learned: weights, optimizer, step, RNG, best loss."""
     import train
     state = run_or_state if isinstance(run_or_state, dict) else train.state(run_or_state)
     return fingerprint({k: v for k, v in state.items() if k != "config"})
@@ -94,8 +93,8 @@ def kill_after(saves, process, file, rng):
 
 
 def context():
-    """Processes forked from a server that has imported torch but never computed with it (a fork after OpenMP has
-    run would hang)."""
+    """Processes forked from a server that has imported torch but never computed with it (a fork
+    after OpenMP has run would hang)."""
     ctx = multiprocessing.get_context("forkserver")
     ctx.set_forkserver_preload(["torch", "matplotlib.pyplot", "train", "runs"])
     return ctx

@@ -12,12 +12,15 @@ from lab import bench, eval as evaluation, plot
 import prepare
 import runs
 import sample
+import serve
 import train
 from conftest import ROOT, snapshot
 
 # text files of the world, by name
 FILES = {"broken.yaml": "a: [1, 2", "nested.yaml": "model:\n  size: 3", "resume.yaml": "resume: true",
-         "number.yaml": "model: 5", "empty.txt": "", "afile": "not a folder", "ä.txt": "some text, " * 20, "ö.txt": "other"}
+         "number.yaml": "model: 5", "true.yaml": "seed: true", "unnamed.yaml": "1: 2",
+         "large.yaml": "grad_clip: 1" + "0" * 400, "empty.txt": "",
+         "afile": "not a folder", "ä.txt": "some text, " * 20, "ö.txt": "other"}
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,7 @@ def world(tmp_path_factory, data_dir):
     words, out = root / "data" / "words", root / "out"
     shutil.copytree(data_dir / "words", words)
     runs.run("gpt", out, root / "data")
+    runs.run("relaxed", out, root / "data", "run=relaxed", "max_steps=1")
     for name, text in FILES.items():
         (root / name).write_text(text)
     (root / "latin.txt").write_bytes(b"caf\xe9")
@@ -43,8 +47,8 @@ def world(tmp_path_factory, data_dir):
     return root
 
 
-T = ["out_dir={w}/out", "data_dir={w}/data", "dataset=words", *runs.SMALL[1:]]
-# of what one guard refuses a few: test_prepare.py and test_checkpoint.py have the rest of theirs
+T = ["out_dir=out", "data_dir=data", "dataset=words", *runs.SMALL[1:]]
+# of what one guard refuses a few
 TRAIN = [
     (["n_layr=3"], "unknown key 'n_layr': did you mean n_layer?"),
     (["block_size=1000000"], "block_size=1000000 is too long"),
@@ -53,7 +57,7 @@ TRAIN = [
     (["compile=maybe"], "compile=maybe must be one of"), (["device=tpu9"], "device=tpu9 is not on this machine"),
     (["model=nothing"], "model=nothing is unknown: "), (["run=../escape"], "run '../escape' is not allowed"),
     (["sample_prompt=", "sample_tokens=9"], "sample_prompt is empty"), (["fsdp=true"], "needs several processes: torchrun"),
-    (["out_dir={w}/afile"], "could not write"), (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
+    (["out_dir=afile"], "could not write"), (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
     # resuming and other checkpoints
     (["run=r"], "holds a checkpoint: resume=true goes on from it"),
     (["resume=true", "run=never"], "ckpt.pt does not exist"),
@@ -62,21 +66,22 @@ TRAIN = [
     (["dataset=othertokenizer", "resume=true", "run=r"], "was trained with tokenizer byte"),
     (["resume=true", "run=badrng"], "the checkpoint does not fit"),
     (["resume=true", "run=pipe"], "pipe/ckpt.pt does not exist, or is not a regular file"),
-    (["init_from={w}/latin.txt"], "is damaged or is not"), (["init_from={w}/folder"], "config.json cannot be read"),
-    (["init_from={w}/nowhere"], "neither a folder nor a hub name"),
+    (["init_from=latin.txt"], "is damaged or is not"), (["init_from=folder"], "its config.json"),
+    (["init_from=./nowhere"], "neither a folder nor a hub name"),
     (["model=rat", "init_from=out/r"], "model=rat, but the checkpoint holds model=gpt"),
     (["teacher=out/r", "block_size=32"], "teacher=out/r has vocab_size=257 and takes 16 tokens"),
     # data sets and tasks
     (["dataset=shakespeare"], "python prepare.py dataset=shakespeare tokenizer=byte"),
     (["dataset=file:{w}/ö.txt"], "was made with dataset=file:"), (["tokenizer=char"], "is not the one of dataset=words"),
-    (["dataset=file:{w}/empty.txt"], "is empty"), (["dataset=file:pipe"], "neither a file nor a folder"),
+    (["dataset=file:empty.txt"], "is empty"), (["dataset=file:pipe"], "neither a file nor a folder"),
     (["dataset=pipebin"], "val.bin is missing or is not a regular file"), (["dataset=task:nothing"], "the tasks are task:recall, "),
     (["dataset=task:recall", "block_size=7"], "block_size=7 is impossible for dataset=task:recall"),
     (["dataset=task:recall", "task_examples=1_000_000_000"], "too many to hold in memory"),
     # config files
-    (["config=pipe"], "pipe cannot be read"), (["config={w}/number.yaml"], "model: expected str"),
-    (["config={w}/broken.yaml"], "broken.yaml is not valid YAML"), (["config={w}/nested.yaml"], "must hold flat"),
-    (["config={w}/resume.yaml", "overwrite=true", "run=r"], "exclude each other"),
+    (["config=pipe"], "pipe cannot be read"), (["config=number.yaml"], "model: expected str (in YAML: in quotes)"),
+    (["config=true.yaml"], "seed: expected int"), (["config=large.yaml"], "grad_clip"),
+    (["config=broken.yaml"], "broken.yaml is not valid YAML"), (["config=nested.yaml"], "must hold flat"),
+    (["config=resume.yaml", "overwrite=true", "run=r"], "exclude each other"), (["config=unnamed.yaml"], "unknown key '1'"),
     # models
     (["model=mor", "n_layer=9"], "n_layer=9 does not fit share=middle_cycle with n_loop=3: 8 or 11 would"),
     (["model=rat", "n_embd=15", "n_head=3"], "head_dim=5 must be even and at most 256"),
@@ -88,36 +93,45 @@ TRAIN = [
 ]
 SAMPLE = [
     ([], "give one run folder or checkpoint"), (["x" * 300], "File name too long"),
-    (["{w}/out/r", "prompt="], "the prompt is empty"), (["{w}/out/r", "prompt=FILE:{w}/latin.txt"], "latin.txt is not UTF-8"),
-    (["{w}/out/r", "prompt=FILE:{w}/missing.txt"], "missing.txt cannot be read"),
-    (["{w}/out/r", "prefill=exact"], "prefill=exact is for a model"),
+    (["out/r", "prompt="], "the prompt is empty"), (["out/r", "prompt=FILE:latin.txt"], "latin.txt is not UTF-8"),
+    (["out/r", "prompt=FILE:missing.txt"], "missing.txt cannot be read"),
+    (["out/r", "prefill=exact"], "prefill=exact is for a model"),
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
-    (["kernels", "rounds=9"], "unknown key 'rounds'"), (["runs"], "NAME one of"),
-    (["relaxed", "init_from={w}/out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
+    (["kernels", "rounds=9"], "unknown key 'rounds'"),
+    (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 PLOT = [
-    (["{w}/out/never"], "log.jsonl does not exist"), (["{w}/out/r", "y=nothing"], "has no nothing: it has"),
-    (["{w}/out/r", "file={w}/a.tune"], "a.tune"),
-    (["{w}/out/r", "file={w}/folder/no/a.png"], "could not write"),
+    (["out/never"], "log.jsonl does not exist"), (["out/r", "y=nothing"], "has no nothing: it has"),
+    (["out/r", "file=a.tune"], "a.tune"), (["out/r", "file=folder/no/a.png"], "could not write"),
 ]
 EVAL = [
-    (["{w}/out/r", "exit_loop=2"], "exit_loop"), (["{w}/out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
-    (["{w}/out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
-    (["{w}/out/r", "batch_size=0"], "batch_size=0 must be at least 1"),
-    (["{w}/out/r", "dataset=task:s3"], "dataset=task:s3 is no text"),
+    (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
+    (["out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
+    (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"), (["out/r", "dataset=task:s3"], "task:s3 is no text"),
+]
+SERVE = [
+    (["requests="], "give requests=FILE"), (["requests=no.jsonl"], "no.jsonl cannot be read: No such"),
+    (["prompt=a", "exit=never"], "exit=never: static:1 to static:2, confidence:P"),
+    (["requests=empty.txt"], "empty.txt is empty"), (["prompt=a", "slots=0"], "slots=0 must be at least"),
+    (["prompt=a", "fill=never"], "must be one of: exact, prop"),
 ]
 PREPARE = [
     (["dataset=file:latin.txt"], "0 documents of UTF-8 text, 1 others"), (["dataset=file:nothing*.txt"], "and none match it"),
     (["dataset=pyton"], "the data sets are python, "), (["tokenizer=bpe:257"], "the size must be 258 to"),
     (["tokenizer=morse"], "the tokenizers are byte, "), (["val_fraction=0"], "val_fraction must"),
     (["tokenizer=hf:folder"], "folder/tokenizer.json cannot be read"),
+    (["max_tokens=1e3"], "max_tokens: expected int"), (["max_tokens=" + "9" * 19], "less than 2^63"),
+    (["max_tokens=" + "9" * 5000], "max_tokens: expected int"), (["val_fraction=nan"], "expected float (finite)"),
+    (["overwrite=1"], "expected bool"), (["dataset=a\0b"], "expected str"), (["name"], "not of the form key=value"),
     (["data_dir=afile"], "cannot make afile/python-byte: [Errno 20] Not a directory"),
 ]
 PROGRAMS = {"train": (train.main, TRAIN), "sample": (sample.main, SAMPLE), "bench": (bench.main, BENCH),
-            "plot": (plot.main, PLOT), "eval": (evaluation.main, EVAL), "prepare": (prepare.main, PREPARE)}
-CASES = [(program, T + args if program == "train" else args, message)
+            "plot": (plot.main, PLOT), "eval": (evaluation.main, EVAL), "prepare": (prepare.main, PREPARE),
+            "serve": (serve.main, SERVE)}
+FIRST = {"train": T, "serve": ["out/relaxed"]}
+CASES = [(program, FIRST.get(program, []) + args, message)
          for program, (_, cases) in PROGRAMS.items() for args, message in cases]
 
 

@@ -18,8 +18,7 @@ from common.keys import UserError
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data_dir):
-    """The fingerprint of an uninterrupted run. (Saving is the same for all models; that each of them resumes bit for
-    bit is tested in test_train.py.)"""
+    """The fingerprint of an uninterrupted run. (Saving is the same for all models.)"""
     return finish(tmp_path_factory.mktemp("whole"), data_dir)
 
 
@@ -39,9 +38,9 @@ def finish(out, data_dir):
     return runs.learned(checkpoint.load_checkpoint(out / "r" / "ckpt.pt"))
 
 
-def test_kill_at_random_moments(whole, tmp_path, data_dir, full):
+def test_kill_at_random_moments(whole, tmp_path, data_dir, pytestconfig):
     rng, progress = random.Random(0), set()
-    for n in range(50 if full else 4):
+    for n in range(50 if pytestconfig.getoption("full") else 4):
         out = tmp_path / str(n)
         file = out / "r" / "ckpt.pt"
         runs.kill_after(2 * n % 9, child(out, data_dir), file, rng)
@@ -78,8 +77,6 @@ def test_order_of_a_save(tmp_path, monkeypatch):
     checkpoint.save_checkpoint(tmp_path / "c.pt", {"x": torch.ones(3)})
     assert order == ["file", "replace", "folder"] and [p.name for p in tmp_path.iterdir()] == ["c.pt"]
 
-
-# damage ---------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory, data_dir):
@@ -146,8 +143,7 @@ class Bomb:
 
 
 def test_hostile_and_foreign_files_are_refused_and_run_nothing(tmp_path):
-    """Bombs in a bare pickle, torch's old format and torch's zip; weights of others, text. With and without the right
-    checksum: it is no secret."""
+    """Bombs, others' weights, text. With and without the right checksum: it is no secret."""
     target = tmp_path / "owned"
     bomb = Bomb(str(target))
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(bomb))
@@ -165,8 +161,6 @@ def test_hostile_and_foreign_files_are_refused_and_run_nothing(tmp_path):
     pickle.loads((tmp_path / "plain.pt").read_bytes()).close()
     assert target.exists(), "the bomb is a dud: the test shows nothing"
 
-
-# a full disk -----------------------------------------------------------------------------------------------------
 
 FULL_DISK = """
 import resource, sys, train

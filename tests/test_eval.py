@@ -84,8 +84,6 @@ def test_all_lengths_predict_the_same_tokens(trained, data_dir):
     assert got["positions"]["64-95"] == pytest.approx(want[64:].mean().item(), rel=1e-6)
 
 
-# lm-evaluation-harness
-
 def harness_model(model, tokenizer, batch_size, **how):
     from lm_eval.api.model import LM
     return type("RunModel", (HarnessModel, LM), {})(model, tokenizer, batch_size, **how)
@@ -124,7 +122,6 @@ def tasks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_agree(name):
-    """One row at a time, and eight at a time."""
     pytest.importorskip("lm_eval", reason="lm_eval is not installed: eval.py's tasks are not tested")
     model, tokenizer = tiny(name, vocab_size=260, block_size=32), load_tokenizer({"kind": "byte"})
     one, many = (ask(harness_model(model, tokenizer, size), "loglikelihood", *PAIRS) for size in (1, 8))
@@ -134,17 +131,19 @@ def test_batches_agree(name):
             ask(harness_model(model, tokenizer, 1), "loglikelihood", ("a", "b" * 33))
 
 
-def test_tasks_and_their_right_answers(tasks):
-    """gold_ce by a label, by an answer spelt out, and of a right beginning: minus the mean log-likelihood of the right answers."""
-    model, tokenizer = tiny("gpt", vocab_size=260, block_size=96), load_tokenizer({"kind": "byte"})
-    found = evaluate_tasks(model, tokenizer, EvalConfig(batch_size=8, **tasks))["tasks"]
-    assert found["choose"]["acc,none"] * 6 in range(7)
-    texts = [f"number {n} is " + "even." * (n % 3 + 1) for n in range(6)]
-    right = [" even", " odd"] * 3
+def test_tasks_and_their_right_answers(tasks, tmp_path, data_dir):
+    """gold_ce by a label, by an answer spelt out, and of a right beginning."""
+    run = runs.run("gpt", tmp_path, data_dir, "max_steps=2", "block_size=96").folder
+    (model, tokenizer, _), argv = load_run(run), [f"{key}={value}" for key, value in tasks.items()]
+    found = evaluate(run, "limit=5", *argv)["tasks"]
+    assert found["choose"]["acc,none"] * 5 in range(6)
+    texts = [f"number {n} is " + "even." * (n % 3 + 1) for n in range(5)]
+    right = [" even", " odd", " even", " odd", " even"]
     lm = harness_model(model, tokenizer, 1)
     for name, pairs in dict(choose=zip(texts, right), spell=zip(texts, right), fill=zip(right, texts)).items():
         scores = ask(lm, "loglikelihood", *((context, " " + answer) for context, answer in pairs))
         assert found[name]["gold_ce"] == pytest.approx(-np.mean([score for score, _ in scores]), rel=1e-5), name
+    assert evaluate(run, "limit=5", *argv, "num_fewshot=1")["tasks"] != found
     with pytest.raises(UserError, match="a task generates text, or scores whole documents"):
         evaluate_tasks(model, tokenizer, EvalConfig(**{**tasks, "tasks": "write"}))
 
@@ -173,7 +172,7 @@ def test_lrt_scores_by_its_estimate():
 
 @pytest.fixture(scope="module")
 def llamas(tmp_path_factory):
-    """A tiny Llama with a BPE of its own: lm_eval's model of it by transformers, and ours by llama.py."""
+    """A tiny Llama with a BPE of its own: lm_eval's model of it, and ours."""
     transformers, huggingface = map(pytest.importorskip, ("transformers", "lm_eval.models.huggingface"))
     folder = tmp_path_factory.mktemp("llama")
     write_model(folder, smollm(280))
@@ -209,10 +208,3 @@ def test_what_fails_in_lm_eval_is_one_line(tasks, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)       # an import fails as if it were not installed
     with pytest.raises(UserError, match="^the package lm_eval is missing: pip install lm_eval$"):
         evaluate_tasks(model, tokenizer, EvalConfig(tasks="piqa", **keys))
-
-
-def test_tasks_from_the_command_line(tmp_path, data_dir, tasks):
-    runs.run("gpt", tmp_path, data_dir, "max_steps=2")
-    keys = {**tasks, "tasks": "choose,spell", "limit": 2, "num_fewshot": 1}
-    found = evaluate(tmp_path / "r", *(f"{key}={value}" for key, value in keys.items()))["tasks"]
-    assert found.keys() == {"choose", "spell"} and found["spell"]["gold_ce"] > 0

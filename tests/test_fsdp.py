@@ -9,7 +9,7 @@ import train
 from conftest import MODELS, two_processes
 
 OPTIONS = ["gradient_accumulation_steps=4", "optimizer=muon", "muon_learning_rate=0.02", "eval_interval=3",
-           "eval_batches=3"]    # batches that two processes cannot share equally
+           "eval_batches=3"]    # two cannot share them equally
 OTHERS = {"rt": ["schedule=tiled"], "lrt": ["projections=layerwise"], "relaxed": ["rank=4"], "mor": ["router=token"]}
 
 
@@ -22,7 +22,7 @@ def sharded(model, folder, data_dir, *extra):
 
 def assert_alike(ours, theirs, tolerance=2e-5):
     """Weights and moments of two checkpoints, relative to the largest number of each tensor. Sums in another order
-    differ by some 1e-7; Adam makes more of it where a gradient is almost zero."""
+    differ by 1e-7; Adam makes more of it where a gradient is almost 0."""
     def tensors(tree, path=""):
         for key, value in (tree.items() if isinstance(tree, dict) else enumerate(tree)):
             if isinstance(value, (dict, list)):
@@ -41,8 +41,7 @@ def assert_alike(ours, theirs, tolerance=2e-5):
     *(pytest.param(m, [], id=m, marks=() if m in ("gpt", "lrt") else pytest.mark.full) for m in MODELS),
     *(pytest.param(m, keys, id=f"{m}-{keys[0]}", marks=pytest.mark.full) for m, keys in OTHERS.items())])
 def test_two_sharded_processes_are_one(model, extra, data_dir, tmp_path):
-    """Weights, moments and losses after six steps; then one process goes on from the two's checkpoint, and the two
-    from the one's."""
+    """Weights, moments and losses; then each goes on from the other's checkpoint."""
     one = runs.run(model, tmp_path / "one", data_dir, *OPTIONS, *extra)
     two, out = sharded(model, tmp_path / "two", data_dir, "sample_tokens=3", *extra)
     assert "2 processes" in out and "-" * 80 in out

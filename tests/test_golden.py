@@ -77,7 +77,7 @@ def test_rt(name, layers, values, gradients, schedule):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_rat(fast):
-    """Training, and decoding after prompts that end with a chunk and within one."""
+    """Training; decoding after prompts that end with a chunk or in one."""
     arrays, _ = golden("rat_layer_L4")
     rows = dict(W_z=slice(32), W_g=slice(32, 64), W_v=slice(64, 96), W_q=slice(96, 112), W_k=slice(112, 128))
     names = {**dict.fromkeys(rows, "blocks.0.mix.w_in.weight"), "W_o": "blocks.0.mix.wo.weight",
@@ -97,7 +97,7 @@ def test_rat(fast):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("router", ["expert", "token"])
 def test_mor(router, fast):
-    """Which tokens a recursion chose shows in the logits: another choice moves them by far more than the tolerance."""
+    """Which tokens a recursion chose shows in the logits: another choice moves them far."""
     arrays, _ = golden(f"mor_{router}_R3")
     blocks = {"first": "first.0", "shared0": "blocks.0", "shared1": "blocks.1", "last": "last.0"}
     names = {f"{k}_{name}": f"{own}.{parameter}" for k, own in blocks.items() for name, parameter in BLOCK.items()}
@@ -170,8 +170,7 @@ def test_lrt(fast):
 @pytest.mark.parametrize("init", ["average", "stepwise", "lower"])
 @torch.no_grad()
 def test_relaxed_deltas(init, fast):
-    """The stored matrices and the products of the deltas, of one matrix of the block; norms have weight 1, so folding
-    them changes nothing."""
+    """The stored matrices and the products of the deltas, of one matrix of the block; norms have weight 1."""
     arrays, _ = golden("relaxed_svd")
     sizes = dict(block_size=8, vocab_size=5, n_layer=6, n_head=2, n_embd=16, n_mlp=24)
     source = load(model_gpt.Model(model_gpt.Config(**sizes)),

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import model_gpt
 import model_mor
 import runs
-import train
 from common.keys import UserError
 from common.process import TrainConfig, set_budget
 from conftest import relative, tiny
@@ -288,15 +287,3 @@ def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
     assert [row["depth2"] for row in rows] == [1.0, *(int(16 * capacity) / 16 for capacity in capacities), 0.5, 0.5]
     cost = [32 * trainer.model.flops_per_token(step=step) for step in range(6)]
     assert [row["flops"] for row in rows] == pytest.approx([sum(cost[:step]) for step in range(1, 7)])
-
-
-def test_a_cool_down_starts_from_a_kept_checkpoint(tmp_path, data_dir):
-    """Several budgets from one run: a plateau's checkpoint, resumed with a nearer end, is the shorter run."""
-    keys = ["lr_schedule=trapezoid", "cooldown_frac=0.5", "warmup_steps=1", "gradient_accumulation_steps=1"]
-    runs.run("mor", tmp_path / "long", data_dir, *keys, "max_steps=8", "keep_interval=2")
-    assert sorted(p.name for p in (tmp_path / "long" / "r").glob("step_*.pt")) == [f"step_{n}.pt" for n in (2, 4, 6, 8)]
-    short = runs.run("mor", tmp_path / "short", data_dir, *keys, "max_steps=4")
-    (tmp_path / "branch" / "r").mkdir(parents=True)
-    (tmp_path / "long" / "r" / "step_2.pt").rename(tmp_path / "branch" / "r" / "ckpt.pt")
-    branch = runs.run("mor", tmp_path / "branch", data_dir, "resume=true", "max_steps=4")
-    assert runs.fingerprint(train.state(branch)["weights"]) == runs.fingerprint(train.state(short)["weights"])

@@ -15,7 +15,7 @@ import torch
 from common.keys import UserError
 from common.process import read_config
 from conftest import ROOT
-from lab import plot, reproduce
+from lab import reproduce
 from runs import SIZES, SMALL
 
 EXPERIMENTS = reproduce.load_experiments()
@@ -52,8 +52,7 @@ def test_results_have_a_place_for_every_experiment_and_name_no_machine():
 
 
 def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
-    """In a copy of the repository, of a model whose file stands with the experiments: a first call that fails halfway,
-    a second one that does the rest, a third one after one result is lost."""
+    """In a copy of the repository: a call that fails halfway, one that does the rest, one after a result is lost."""
     copy = tmp_path / "copy"
     left_out = shutil.ignore_patterns(".*", "out", "data", "results", "experiments", "tests", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=left_out)
@@ -114,15 +113,6 @@ def plan(tmp_path, monkeypatch):
     return planned
 
 
-@pytest.mark.parametrize("text, message", [
-    ("title: a", "trial.yaml: .*tier"), ("title: a\ntier: cpu\nrow: 5", "trial.yaml: .*row"),
-    ("title: [a", "trial.yaml: "), ("title: a\ntier: cpu\nrows: {x: {minute: 5}}", "x has an unknown key 'minute'"),
-    ("title: a\ntier: cpu\nrows: {x: {seeds: 1}, y: 'init_from={x}'}", "y starts .* no row above it with seed 2")])
-def test_mistakes_in_an_experiment_are_named(text, message, plan):
-    with pytest.raises(UserError, match=message):
-        plan(text)
-
-
 def test_what_tells_a_run_apart(plan, tmp_path):
     """Its evaluations, the values of its config file, and the step that it starts from."""
     trial = "title: a\ntier: cpu\nseeds: 1\nrows: {{whole: '', part: 'from={{whole}}/step_{}.pt'}}\nevaluate: {}"
@@ -135,14 +125,9 @@ def test_what_tells_a_run_apart(plan, tmp_path):
     for layers, same in (4, True), (5, False):          # without a key that is the default's; with another value
         (tmp_path / "configs" / "gpt_tiny.yaml").write_text(f"n_layer: {layers}\nlearning_rate: 0.02\n")
         assert done(3, "{}") == [same, same]
-
-
-def test_ticks_may_be_formulas_and_names_are_not(tmp_path, monkeypatch):
-    plt = plot.pyplot()
-    monkeypatch.setattr(plt, "close", lambda figure: None)
-    plot.draw(tmp_path / "a.png", [(dict(yscale="log"), [("$a$", [(1, 1), (2, 1000)])])], "$b$")
-    texts = [text.get_text() for text in plt.gcf().findobj(plt.Text) if text.get_parse_math()]
-    assert {text[:12] for text in texts if "$" in text.replace(r"\$", "")} == {r"$\mathdefaul"}
+    for mistake, told in ("row: 5", "trial.yaml: .*row"), ("rows: {y: 'from={x}'}", "no row above"):
+        with pytest.raises(UserError, match=told):
+            plan(f"title: a\ntier: cpu\n{mistake}")
 
 
 def test_cells_show_mean_and_deviation_over_the_seeds():
@@ -158,8 +143,7 @@ def test_cells_show_mean_and_deviation_over_the_seeds():
                                               m.rec.wv.weight.data.zero_()], "model_lrt"),
     ("inside", {}, lambda m: [block.attn.w_gate.weight.data.zero_() for block in m.blocks], "model_lrt")])  # g_loc = 1
 def test_a_control_is_its_model_but_for_one_thing(name, keys, off, is_base):
-    """Without that thing a model of lab/experiments computes what the model does that it is a control of; with it, other
-    values, which depend on no later token."""
+    """Without that thing it computes what its base does; with it, other values, which depend on no later token."""
     control, base = (importlib.import_module(name) for name in (f"model_{name}", is_base))
     cfg = control.Config(block_size=9, vocab_size=11, n_layer=2, n_head=2, n_embd=8, **keys)
     model = control.Model(cfg).double().eval()

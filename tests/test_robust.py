@@ -20,7 +20,7 @@ TRAINING = {"batch_size": [1, 2, 3], "gradient_accumulation_steps": [1, 2], "opt
 
 
 def drawn(rng, model):
-    """Keys with values: every size, and each of the model's own keys half of the time."""
+    """Keys with values: every size, half of the model's own keys."""
     keys = {name: rng.choice(values) for name, values in {**SIZES, **TRAINING}.items()}
     keys["n_embd"] = keys["n_head"] * rng.choice([3, 4, 8, 8, 16]) + (rng.random() < 0.1)
     for f in fields(model_module(model).Config):
@@ -34,8 +34,7 @@ def drawn(rng, model):
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.full] * (n >= 24)) for n in range(200)])
 def test_random_configurations_run_or_are_refused(seed, data_dir, tmp_path):
-    """Refused: in one line, and nothing is written. The first that is not: three steps, an evaluation, one more step
-    after resuming, and decoding."""
+    """Refused: in one line, nothing is written. The first that is not trains, resumes and decodes."""
     rng, model = random.Random(seed), MODELS[seed % len(MODELS)]
     for keys in (drawn(rng, model) for _ in range(200)):
         try:

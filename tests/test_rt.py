@@ -68,8 +68,7 @@ def test_without_recurrence_it_is_model_gpt(schedule, pos):
 
 @pytest.mark.parametrize("pos", ["alibi", "none"])
 def test_bfloat16_attention_is_rounded_nowhere_inside(pos):
-    """A chunk's attention, forward and as backward recomputes it, against a softmax in float64. Six heads: their slopes
-    are no powers of two, and would be rounded."""
+    """A chunk's attention, forward and recomputed. Slopes of six heads are no powers of two."""
     cfg, generator = model_rt.Config(n_head=6, n_kv_head=3, n_embd=48, pos=pos, chunk=64), torch.Generator().manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
         run = rt_wavefront.Wavefront(cfg, torch.zeros(2, 64, 48), 3)

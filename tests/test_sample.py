@@ -10,6 +10,7 @@ import runs
 import sample
 from conftest import MODELS, tiny
 
+
 def greedy(model, row, n, eot=None):
     """n likeliest tokens after row, one forward over the last context_limit tokens for each; a model may keep fewer of
     a full context."""
@@ -50,8 +51,6 @@ def test_seeds():
     assert one == again != other and one[0] != one[1]
 
 
-# one token -------------------------------------------------------------------------------------------------------
-
 def frequencies(p, **options):
     """How often each token is drawn when the model's probabilities are p and the text has token 0."""
     logits, texts = torch.tensor(p).log().expand(20000, -1), [[0, 0]] * 20000
@@ -65,6 +64,7 @@ def near(weights):
 
 
 def test_choice_of_a_token_by_hand():
+    """A penalty: log-probabilities are negative, so a seen token's is multiplied, p becomes p^penalty."""
     p = [0.1, 0.5, 0.15, 0.25]
     assert frequencies(p) == near(p) and frequencies(p, temperature=0.5) == near([x * x for x in p])
     assert frequencies(p, top_k=2) == near([0, 0.5, 0, 0.25])
@@ -72,17 +72,11 @@ def test_choice_of_a_token_by_hand():
     assert frequencies(p, top_p=0.76) == near([0, 0.5, 0.15, 0.25])
     for options in (dict(top_p=0.0), dict(top_k=3, top_p=0.5), dict(temperature=0)):
         assert frequencies(p, **options) == [0, 1, 0, 0]
-
-
-def test_repetition_penalty_by_hand():
-    """Log-probabilities are negative, so a seen token's is multiplied: p becomes p^penalty before normalising."""
     assert frequencies([0.5, 0.3, 0.2], repetition_penalty=2.0) == near([0.25, 0.3, 0.2])
     logits = torch.tensor([[2.0, 1.5]])
     assert sampling.next_tokens(logits, [[0]], 0, 0, 1.0, 2.0, None).item() == 1     # positive ones are divided
     assert sampling.next_tokens(logits, [[0]], 0, 0, 1.0, 1.2, None).item() == 0
 
-
-# the command line ------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, data_dir):
@@ -98,7 +92,6 @@ def call(capsys, *argv):
 
 
 def test_streams_a_sample(trained, capsys):
-    """The prompt is literal."""
     out, err = call(capsys, trained, "prompt=ab", "max_new_tokens=20", "seed=3")
     assert out.startswith("ab") and len(out) > 10 and "20 tokens in" in err and "tokens/s" in err
     assert call(capsys, trained, "prompt=ab", "max_new_tokens=20", "seed=3").out == out

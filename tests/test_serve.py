@@ -70,8 +70,6 @@ def work_of(rng, n=5, most=10):
     return [(rng.choices(range(31), k=rng.randint(1, 9)), rng.randint(1, most)) for _ in range(n)]
 
 
-# ---- one request at a time, without the engine ----
-
 def one(model, prompt, n, exit="", fill="exact", eot=None, vocab=None):
     """(tokens, exits, logits): no cache, the loops over the whole text for each token. A prefill takes all loops. With
     fill=propagate a token that left keeps the state that it left with, from which deeper keys and values are projected."""
@@ -132,7 +130,6 @@ def test_later_tokens_find_the_keys_of_those_that_left(fill, sizes):
 
 
 def test_sampled_answers_do_not_depend_on_the_batching():
-    """Each request has random numbers of its own."""
     model = looping()
     options = dict(exit="confidence:0.1", sampling=(0.7, 9, 0.95, 1.3))
     work = [([1, 2, 3], n) for n in (6, 3, 6, 4, 6)]
@@ -148,8 +145,6 @@ def test_sampled_answers_do_not_depend_on_the_batching():
 def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, exits):
     assert {loop for loop in (1, 2, 3) if serve.exit_rule(exit, 3)(loop, 0.5)} == exits
 
-
-# ---- scheduling ----
 
 @pytest.mark.parametrize("batching", BATCHINGS)
 def test_when_requests_are_admitted_and_what_shares_a_call(batching):
@@ -186,8 +181,6 @@ def test_a_slot_forgets():
         assert [n for n, lane in enumerate(lanes) if not lane.any()] == [2, 5, 8][:len(lanes) // 3]
 
 
-# ---- requests and command lines ----
-
 BAD = {
     b"{": "not a JSON object", b"[" * 100_000: "not a JSON object", b"[1]": "not a JSON object",
     b"{}": "the prompt is empty", b'{"prompt": "\\ud800"}': "is not valid Unicode text",
@@ -217,7 +210,6 @@ def world(tmp_path_factory, data_dir):
     train.save(trainer, "ckpt.pt")
     runs.run("mor", root / "mor", data_dir)
     (root / "good.jsonl").write_text("\n".join(GOOD))
-    (root / "empty.jsonl").write_text("\n \n")
     return root
 
 
@@ -250,8 +242,7 @@ def test_requests_are_answered(options, world, capsys):
 
 @pytest.mark.parametrize("run, exit", [("relaxed", TRAINED), ("mor", "")])
 def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, capsys):
-    """Blue for the first and magenta for the last of two. The text is that of requests=, where each line has random
-    numbers of its own."""
+    """Blue for the first and magenta for the last of two. The text is that of requests=."""
     (world / "one.jsonl").write_text('{"prompt": "\u00e9\u20ac"}\n' * 2)
     argv = [str(world / run / "r"), "max_new_tokens=30", f"exit={exit}"]
     serve.main([*argv, f"requests={world}/one.jsonl"])
@@ -261,15 +252,6 @@ def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, cap
     out, err = capsys.readouterr()
     assert re.sub(r"\033\[\d+m", "", out) == f"\u00e9\u20ac{text}\n" and text != other
     assert set(re.findall(r"\033\[(\d+)m", out)) == {"0", "34", "35"} and "exited after loop 1: " in err
-
-
-@pytest.mark.parametrize("options, message", [
-    ("requests=", "give requests=FILE"), ("requests={w}/missing.jsonl", "missing.jsonl cannot be read: No such file"),
-    ("requests={w}/empty.jsonl", "empty.jsonl is empty"), ("requests={w}/good.jsonl exit=never", "exit=never: static:1 to"),
-    ("requests={w}/good.jsonl slots=0", "slots=0 must be at least 1"), ("prompt=a fill=never", "must be one of: exact, prop")])
-def test_what_is_refused(options, message, world):
-    with pytest.raises(UserError, match=message):
-        serve.main([str(world / "relaxed" / "r"), *options.format(w=world).split()])
 
 
 @pytest.mark.parametrize("model, options, message", [
@@ -283,8 +265,6 @@ def test_what_an_engine_refuses(model, options, message):
     with pytest.raises(UserError, match=message):
         serve.Engine(model(), 1, **options)
 
-
-# ---- mor: a router decides ----
 
 ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router"), "token": dict(router="token"),
            "token, cycle": dict(router="token", share="cycle", n_layer=6), "none": dict(router="none"),

@@ -92,7 +92,7 @@ def check_needles(x, y):
 
 
 def check_state(x, y, n):
-    """Follows each element through the permutations, numbered in the order of their digits."""
+    """Follows each element through permutations, numbered in the order of their digits."""
     numbered = sorted("".join(p) for p in itertools.permutations("01234"[:n]))
     places = list(range(n))
     for token, target in zip(x, y, strict=True):
@@ -126,7 +126,7 @@ def test_the_examples_in_the_docstring():
 
 
 def test_memorization_has_one_map():
-    """For all examples of both splits; every key has its own value; another seed, another map."""
+    """For examples of both splits; every key has its own value; another seed, another map."""
     maps = []
     for seed in 1, 2:
         rows = [row for split in ("train", "val") for row in examples("memorization", 32, split, 256, seed)]
@@ -139,7 +139,7 @@ def test_memorization_has_one_map():
 @pytest.mark.parametrize("name", ["words", *tasks.TASKS])
 @given(seed=st.integers(0, 2 ** 40), step=st.integers(1, 10 ** 6), rows=st.integers(1, 3))
 def test_batches_are_a_pure_function_of_seed_and_step(name, data_dir, seed, step, rows):
-    """Whoever computes it, alone or as one of 2 or 4, in any order: a micro-batch is the same."""
+    """Whoever computes it, in any order: a micro-batch is the same."""
     T, fixed = max(34, LENGTHS.get(name, [8])[0]), name != "words" and tasks.TASKS[name].examples
     options = dict(batch_size=rows, gradient_accumulation_steps=4, task_examples=30 if fixed else 0)
     one, fresh, other = (batches(name, T, seed=seed + n, **options) if name != "words" else
@@ -191,8 +191,7 @@ def arguments(out, *extra):
 
 
 def test_what_is_printed_and_logged(tmp_path, capsys):
-    """At the end an example in place of text, and samples of ids. The tokenizer of a config file
-    (every one names a text's) is not used."""
+    """An example in place of text, samples of ids. A config file's tokenizer is not used."""
     argv = [a for a in arguments(tmp_path) if not a.startswith("tokenizer=")]
     (tmp_path / "x.yaml").write_text("tokenizer: bpe:1024\n")
     train.main([*argv, "sample_tokens=1", f"config={tmp_path / 'x.yaml'}"])
@@ -206,8 +205,7 @@ def test_what_is_printed_and_logged(tmp_path, capsys):
 
 
 def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path):
-    """Micro-batches have other numbers of targets, validation's last one fewer rows: the fractions are those of all
-    rows at once."""
+    """Micro-batches have other numbers of targets: the fractions are those of all rows at once."""
     def fractions(model, x, y):
         with torch.no_grad():
             right = (model(x)[0].argmax(-1) == y) | (y == -1)

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from common import checkpoint, data, keys, llama, optim, process
+from common import checkpoint, keys, llama, optim, process
 from lab import eval as evaluation, plot
 import prepare
 import runs
@@ -49,20 +49,10 @@ def test_resume_at_every_step_is_bit_identical(name, more, tmp_path, data_dir):
             assert runs.learned(ours) == runs.learned(theirs)
 
 
-def test_validation_reads_every_token_once(data_dir):
-    batches = data.TextBatches(data_dir / "words", TrainConfig(batch_size=3), 16)
-    seen = torch.cat([batches.cut(batches.val, starts)[1].flatten() for starts in batches.val_batches(0)])
-    text = torch.from_numpy(batches.val.windows([0], batches.val.tokens)[0])
-    assert len(text) - 1 - len(seen) < 16 and torch.equal(seen, text[1:len(seen) + 1])
-    limited = batches.val_batches(4)
-    assert sum(map(len, limited)) == 12 and limited[-1][-1] > 0.9 * len(seen) and limited[0][0] == 0
-
-
 @models
 def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
     """The same eight sequences in one, two or eight micro-batches have the same gradients: losses count tokens, of
-    which each sequence has another number. (Losses of routing are means over sequences: there, all have as many.) In
-    float64: a recurrent model amplifies float32's rounding, which differs with the batch."""
+    which each sequence has another number. (Losses of routing are means over sequences: there, all have as many.)"""
     def gradients(rows, accumulation):
         run = train.setup(runs.arguments(name, tmp_path / str(rows), data_dir, f"batch_size={rows}", "dropout=0.0",
                                          f"gradient_accumulation_steps={accumulation}"))
@@ -82,8 +72,6 @@ def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
     assert sum(g.abs().max() > 0 for g in whole) > len(whole) / 2
 
 
-# what a changed key does on resume ---------------------------------------------------------------------------
-
 def test_resume_keeps_the_runs_settings_and_a_changed_key_holds(tmp_path, data_dir, capsys):
     """A file that is named again does not undo the first run's command line."""
     (tmp_path / "x.yaml").write_text("max_steps: 3\ninit_from: nowhere\n")
@@ -102,9 +90,8 @@ def test_resume_keeps_the_runs_settings_and_a_changed_key_holds(tmp_path, data_d
 
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
-    """Stopped just where an evaluation was due, a run makes up for it when resumed: the same best, one line each, of
-    steps too, where a killed run got further than its checkpoint. A worse checkpoint does not replace the best. The
-    state is on the disk before the evaluation."""
+    """Stopped just where one was due, a run makes up for it when resumed: the same best, one line each, of steps too,
+    where a killed run got further than its checkpoint. The state is on the disk before the evaluation."""
     def evaluate(trainer):
         assert checkpoint.load_checkpoint(checkpoint.newest(trainer.folder))["step"] == trainer.step
         return {"val_ce": {2: 1.0, 4: 3.0, 6: 2.0}[trainer.step], "val_bpb": 1.0}
@@ -154,8 +141,6 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     assert snapshot(tmp_path) == before and f"val ce {result:.4f}" in out and out.count("val ce") == 2
     assert train.setup(argv).step == 6
 
-
-# schedules, optimizers, logs -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("schedule, factors", [
     ("cosine", {0: 0.1, 9: 1.0, 9 + 91 / 2: 0.55, 100: 0.1}), ("linear", {0: 1.0, 50: 1.0, 75: 0.55, 100: 0.1}),
@@ -228,8 +213,6 @@ def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir):
     with pytest.raises(UserError, match="sample_prompt: "):
         train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys, "sample_prompt=x", "overwrite=true"))
 
-
-# things that go wrong -------------------------------------------------------------------------------------------
 
 def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, monkeypatch):
     trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2"))
@@ -324,8 +307,7 @@ def test_a_longer_run_goes_on_from_the_last_evaluation(tmp_path, data_dir):
     pytest.param("gpt", ["dataset=task:s3", "task_examples=0", "learning_rate=1e-2"], id="task", marks=pytest.mark.full),
     *(pytest.param(name, ["optimizer=muon"], id=f"{name}-muon", marks=pytest.mark.full) for name in MODELS)])
 def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path, data_dir):
-    """Bit for bit: the same two micro-batches, accumulated by one process or shared by two. So are the biases that the
-    loads of MoR's recursions move, and accuracies are those of all tokens."""
+    """Bit for bit, with the biases that the loads of MoR's recursions move; accuracies are those of all tokens."""
     options = ["gradient_accumulation_steps=2", "eval_interval=3", "eval_batches=3", *more]
     one = runs.run(name, tmp_path / "one", data_dir, *options)
     argv = runs.arguments(name, tmp_path / "two", data_dir, *options)

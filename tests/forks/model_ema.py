@@ -1,5 +1,5 @@
 """A Transformer with moving averages for attention: h_t = g h_{t-1} + (1 - g) v_t, out = W_o (silu(z_t) * h_t), where
-g = sigmoid(b) is learned, one for each channel. A cache holds one state for each layer and row."""
+g = sigmoid(b) is learned, one a channel. A cache holds one state a layer and row."""
 from dataclasses import dataclass
 
 import torch
@@ -13,32 +13,25 @@ from model_gpt import upcast
 
 @dataclass
 class Config(model_gpt.Config):
-    pos: str = model_gpt.choice("none")     # the recurrence knows the order; there is no query, key or window
+    pos: str = model_gpt.choice("none")     # the recurrence knows the order
 
 
 class EMA(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.fast, C = cfg.fast, cfg.n_embd
-        self.wz, self.wv, self.wo = (nn.Linear(C, C, bias=False) for _ in range(3))
+        C = cfg.n_embd
+        self.wz = nn.Linear(C, C, bias=False)
+        self.wv = nn.Linear(C, C, bias=False)
+        self.wo = nn.Linear(C, C, bias=False)
         self.gate = nn.Parameter(torch.linspace(0, 4, C))
 
     def forward(self, x, layer, context):
         v, state = upcast(self.wv(x)), context.states[layer]        # (B, T, C), (B, C)
         g = upcast(self.gate.sigmoid()).expand_as(v).masked_fill(context.padding, 1)    # 1 keeps the state
-        average = kernels.scan if self.fast else naive_average
-        h = average(g, v, v.size(1), state.clone())
+        h = kernels.scan(g, v, v.size(1), state.clone())
         if context.cached:
             state.copy_(h[:, -1])
         return self.wo((F.silu(self.wz(x)) * h).to(x.dtype))
-
-
-def naive_average(g, v, chunk, h):
-    states = []
-    for t in range(v.size(1)):
-        h = g[:, t] * h + (1 - g[:, t]) * v[:, t]
-        states.append(h)
-    return torch.stack(states, 1)
 
 
 class Context:
