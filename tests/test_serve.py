@@ -1,5 +1,6 @@
 """serve.py: every request is answered as if alone, scheduling, early exit, and the command line."""
 import json
+import math
 import random
 import re
 
