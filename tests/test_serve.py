@@ -267,6 +267,14 @@ def test_what_an_engine_refuses(model, options, message):
         serve.Engine(model(), 1, **options)
 
 
+def test_broken_weights_are_no_answer():
+    """Of the likeliest tokens too, where nothing is sampled."""
+    model = looping()
+    model.norm.weight.data[0] = math.nan
+    with pytest.raises(UserError, match="not finite"):
+        list(serve.Engine(model, 1, 8).run([serve.Request([1], 2)]))
+
+
 ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router"), "token": dict(router="token"),
            "token, cycle": dict(router="token", share="cycle", n_layer=6), "none": dict(router="none"),
            "capped": dict(exit_loop=2)}
