@@ -250,7 +250,7 @@ class Context:
     a cache S = T. k_pos (S,) and slopes, of ALiBi, serve contexts that mask by themselves."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, has_bias=None):
-        """x (B, T, C): embeddings. has_bias None: as this file needs it (model_rt decides)."""
+        """x (B, T, C): embeddings. has_bias None: where the causal mask is not enough."""
         S, ragged = x.size(1), False
         dtype = torch.promote_types(x.dtype, torch.float32)
         self.pos, self.cache = torch.arange(S, device=x.device)[None], cache

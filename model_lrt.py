@@ -448,7 +448,8 @@ class Model(LanguageModel):
         logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)
         if targets is None:
             return logits, None, {}
-        # N ce = sum of L_s, if all have equally many targets (code: sum of means). N > T: still N
+        # N ce = L_0 + ... + L_{N-1} if subsets have equally many targets (code: sum of means);
+        # if N > T some are empty, the weight is still N
         ce = cross_entropy(logits, targets)
         ce_first = cross_entropy(self.head(norm(first, cfg.norm_eps)), targets)
         aux = {"ce": ce.detach(), "ce_first": ce_first.detach()}

@@ -93,7 +93,7 @@ class TokenData:
             raise UserError(f"{folder} is not a data set of this project: {problem}") from None
         if not self.path.is_file():
             raise UserError(f"{self.path} is missing or is not a regular file")
-        # stays open: a data set that is made anew meanwhile is another file
+        # stays open: a data set that is made again meanwhile is another file
         self.file, wanted = open(self.path, "rb"), self.tokens * self.dtype.itemsize
         size = os.fstat(self.file.fileno()).st_size
         if size != wanted:

@@ -20,8 +20,10 @@ def from_pretrained(path):
     """A model_gpt from a Llama-family folder (config.json and safetensors) or a hub name, as
     transformers reads it. ValueError or UserError names what model_gpt does not compute."""
     folder = hub_folder(path, ["config.json", "model*.safetensors", "*.index.json"])
-    theirs, gpt = load_llama(folder), model_module("gpt")
-    model, weights = gpt.Model(gpt.Config(**gpt_fields(theirs))), theirs.state_dict()
+    theirs = load_llama(folder)
+    gpt = model_module("gpt")
+    model = gpt.Model(gpt.Config(**gpt_fields(theirs)))
+    weights = theirs.state_dict()
     if model.cfg.scale_embeddings:      # Gemma
         weights |= {name: 1 + w.double() for name, w in weights.items() if "norm" in name}
     names = {llama_name(name): name for name in model.state_dict()}
@@ -165,17 +167,22 @@ FAMILIES = "llama", "mistral", "qwen3", "gemma"
 
 def gpt_fields(theirs):
     """The Config fields of model_gpt that compute the same."""
-    c, gemma = theirs.config, theirs.config.model_type == "gemma"
+    c = theirs.config
+    mistral, gemma = c.model_type == "mistral", c.model_type == "gemma"
     rope = c.rope_parameters
-    if rope.get("rope_type") != "default" or any(isinstance(v, dict) for v in rope.values()):
+    nested = any(isinstance(value, dict) for value in rope.values())    # one for each layer type
+    if nested or rope.get("rope_type") != "default":
         raise ValueError(f"RoPE with {rope} is not supported: only unscaled RoPE is")
-    if c.model_type != "mistral" and "sliding_attention" in (getattr(c, "layer_types", 0) or []):
+    windows = "sliding_attention" in (getattr(c, "layer_types", None) or ())
+    if windows and not mistral:
         raise ValueError("layer_types is not supported: only full_attention is")
-    found = {ours: getattr(c, name) for name, ours in FIELDS.items() if ours != "rope_theta"}
-    return {**found, "rope_theta": float(rope["rope_theta"]),
+    same = {ours: getattr(c, name) for name, ours in FIELDS.items() if ours != "rope_theta"}
+    return {**same,
+            "rope_theta": float(rope["rope_theta"]),
             "tie_embeddings": theirs.lm_head.weight is theirs.model.embed_tokens.weight,
-            "window": c.model_type == "mistral" and c.sliding_window or 0,
-            "qk_norm": c.model_type == "qwen3", "scale_embeddings": gemma,
+            "window": c.sliding_window or 0 if mistral else 0,
+            "qk_norm": c.model_type == "qwen3",
+            "scale_embeddings": gemma,
             "mlp": "geglu" if gemma else "swiglu"}
 
 
@@ -187,10 +194,10 @@ def check_same_logits(model, theirs, folder):
     ours, wanted = model.eval()(idx)[0], theirs(idx).logits
     if not (ours - wanted).abs().max() <= 1e-3 * wanted.abs().max():    # NaN too
         usual = type(theirs.config)().to_dict()
-        own = {k: v for k, v in theirs.config.to_dict().items() if usual.get(k) != v}
-        own = [f"{k}={v}" for k, v in own.items() if k not in {*FIELDS, *UNREAD}]
-        raise ValueError(f"{folder}: model_gpt does not compute what {', '.join(own) or 'this'} "
-                         f"asks for, or a weight is not finite")
+        unusual = [f"{name}={value}" for name, value in theirs.config.to_dict().items()
+                   if usual.get(name) != value and name not in {*FIELDS, *UNREAD}]
+        raise ValueError(f"{folder}: model_gpt does not compute what "
+                         f"{', '.join(unusual) or 'this'} asks for, or a weight is not finite")
 
 
 # fields of config.json that change no logits
