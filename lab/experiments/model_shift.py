@@ -5,7 +5,7 @@ shift=layer     m_{t-1} is what the same layer reads of the previous token: (2) 
                 model_lrt.py with x_{t-1} for m_{t-1}
 shift=output    x_t <- x_t + lambda x_{t-1} after the last layer, one scalar for the model
 values=false    none, and no value embeddings: what these alone give
-They train and evaluate; there is no cache.
+They train and evaluate; there is no cache (sample_tokens=0).
 """
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model_lrt
+from common.keys import UserError
 from model_gpt import choice
 
 
@@ -59,3 +60,7 @@ class Model(model_lrt.Model):
         context.rec = self.rec
         x, _ = model_lrt.run(self, context)
         return model_lrt.norm(x + self.mix * before(x), self.cfg.norm_eps)
+
+    def init_cache(self, *sizes):
+        raise UserError("this model has no cache to decode with: it trains (sample_tokens=0) and "
+                        "evaluates")
