@@ -6,7 +6,6 @@ Both sides store matrices as (out, in), and RoPE rotates the same pairs.
 A weight only changes its name. But Gemma's norms multiply by 1 + w: they are stored as w.
 """
 import json
-import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -49,7 +48,8 @@ def to_pretrained(model, path, eos=None):
     if family == "Gemma":
         weights |= {name: w - 1 for name, w in weights.items() if "norm" in name}
     Path(path).mkdir(parents=True, exist_ok=True)
-    save_weights(weights, Path(path) / "model.safetensors")
+    content = need("safetensors.torch").save(weights, metadata={"format": "pt"})
+    (Path(path) / "model.safetensors").write_bytes(content)
     (Path(path) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -73,20 +73,6 @@ def family_of(c):
         raise ValueError("only pos=rope with mlp=swiglu and one of qk_norm and window, or with "
                          "mlp=geglu and scale_embeddings, can be written as a Llama folder")
     return families[0]
-
-
-def save_weights(weights, path):
-    """A safetensors file, whole or not at all; else OSError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-    temporary = Path(f"{path}.tmp")
-    try:
-        save_file(weights, temporary, metadata={"format": "pt"})
-        os.replace(temporary, path)
-    except SafetensorError as e:
-        raise OSError(str(e)) from e
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @torch.no_grad()
@@ -193,9 +179,8 @@ def check_same_logits(model, theirs, folder):
     idx = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0))
     ours, wanted = model.eval()(idx)[0], theirs(idx).logits
     if not (ours - wanted).abs().max() <= 1e-3 * wanted.abs().max():    # NaN too
-        usual = type(theirs.config)().to_dict()
-        unusual = [f"{name}={value}" for name, value in theirs.config.to_dict().items()
-                   if usual.get(name) != value and name not in {*FIELDS, *UNREAD}]
+        unusual = [f"{name}={value}" for name, value in theirs.config.to_diff_dict().items()
+                   if name not in {*FIELDS, *UNREAD}]
         raise ValueError(f"{folder}: model_gpt does not compute what "
                          f"{', '.join(unusual) or 'this'} asks for, or a weight is not finite")
 
