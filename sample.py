@@ -21,9 +21,9 @@ import common       # before torch: see there
 import torch
 
 from common.checkpoint import load_run
-from common.keys import UserError, asks_help, choice, help_text, read_text, run_cli
+from common.keys import UserError, choice, read_text, run_cli, split_args, typed_config
 from common.process import pick_device
-from common.sampling import Sampling, check_prompts, next_tokens, read_arguments
+from common.sampling import Sampling, check_prompts, next_tokens
 
 
 @dataclass
@@ -147,9 +147,8 @@ def write_batch(steps, tokenizer, prompts):
 
 
 def main(argv):
-    if asks_help(argv):
-        return print(help_text(SampleConfig))
-    path, cfg = read_arguments(argv, SampleConfig)
+    (path,), keys = split_args(argv, least=1, most=1)
+    cfg = typed_config(SampleConfig, keys)
     device = pick_device(cfg.device)
     texts = read_prompts(cfg.prompt)
     model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast)
@@ -174,4 +173,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, SampleConfig)

@@ -51,11 +51,11 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoint import load_run
-from common.keys import (UserError, asks_help, choice, help_text, model_module, read_text,
-                         run_cli, typed_config)
+from common.keys import (UserError, choice, model_module, read_text, run_cli, split_args,
+                         typed_config)
 from common.process import pick_device
 from common.sampling import (Decoding, Sampling, check_finite, check_prompts, loop_fractions,
-                             next_tokens, read_arguments)
+                             next_tokens)
 from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
 
 
@@ -77,9 +77,8 @@ class ServeConfig(Sampling, EngineKeys):
 
 
 def main(argv):
-    if asks_help(argv):
-        return print(help_text(ServeConfig))
-    path, cfg = read_arguments(argv, ServeConfig)
+    (path,), keys = split_args(argv, least=1, most=1)
+    cfg = typed_config(ServeConfig, keys)
     if bool(cfg.requests) == bool(cfg.prompt):
         raise UserError("give requests=FILE.jsonl (one JSON object a line) or prompt=TEXT")
     model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
@@ -142,7 +141,7 @@ def read_request(line, n, model, tokenizer, cfg):
     id, device = given.pop("id"), model.wte.weight.device
     for key in given.keys() - {"prompt", "max_new_tokens"}:
         raise UserError(f"unknown key {key!r:.60}: the keys are prompt, max_new_tokens, id")
-    asked = typed_config(ServeConfig, given, free_text=("prompt",))
+    asked = typed_config(ServeConfig, given)
     prompt, limit = tokenizer.encode(asked.prompt), model.context_limit or math.inf
     check_prompts([prompt], tokenizer.vocab_size)
     if len(prompt) >= limit:
@@ -493,4 +492,4 @@ def adapter_of(model):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, ServeConfig)

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import sys
 import time
@@ -22,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 from common.data import bits_per_byte
-from common.keys import (UserError, asks_help, first_line, help_text, known, model_module, names,
-                         note, read_bytes, run_cli, split_paths, typed_config, writing)
+from common.keys import (UserError, first_line, known, model_module, names, note, read_bytes,
+                         run_cli, split_args, typed_config, writing)
 from common.tokenizer import load_tokenizer, to_huggingface
 
 # what a checkpoint holds
@@ -33,16 +34,6 @@ FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict,
 
 
 # ---- saving ----
-
-def digest(f, size):
-    """The SHA-256 of the first `size` bytes of an open file."""
-    sha = hashlib.sha256()
-    f.seek(0)
-    while block := f.read(min(size, 1 << 20)):
-        sha.update(block)
-        size -= len(block)
-    return sha.digest()
-
 
 def sync_folder(folder):
     """Makes a rename inside folder survive a power cut."""
@@ -82,7 +73,8 @@ def save_checkpoint(path, state):
     try:
         with open(temporary, "w+b") as f:
             torch.save(state, f)
-            f.write(digest(f, f.tell()))
+            f.seek(0)
+            f.write(hashlib.file_digest(f, "sha256").digest())
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -104,9 +96,9 @@ def load_checkpoint(path):
         raise UserError(f"{path} does not exist, or is not a regular file: no checkpoint there")
     try:
         with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):
-            if digest(f, os.fstat(f.fileno()).st_size - 32) != f.read():
-                raise ValueError("checksum")
-            f.seek(0)
+            with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                if hashlib.sha256(memoryview(content)[:-32]).digest() != content[-32:]:
+                    raise ValueError("checksum")
             state = torch.load(f, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
@@ -132,7 +124,7 @@ def check_state(state, path):
                 raise TypeError(f"its {name} cannot be right")
         schema = model_module(state["model"]).Config
         state["model_config"] = known(state["model_config"], names(schema), path)
-        typed_config(schema, {}, state["model_config"])
+        typed_config(schema, state["model_config"])
     except (KeyError, TypeError, AttributeError, UserError) as e:
         raise UserError(f"{path} is not a checkpoint of a run: {first_line(e)}") from e
 
@@ -241,13 +233,7 @@ class Log:
 
 def in_words(result):
     """The line that is printed about an evaluation."""
-    ce = f"{result['val_ce']:.4f} nats per token" if "val_ce" in result else "not finite"
-    words = [f"val ce {ce}"]
-    if "val_bpb" in result:
-        words.append(f"{result['val_bpb']:.4f} bits per byte")
-    return ", ".join(words + [f"{name.removeprefix('val_').replace('_', ' ')} {value:.3f}"
-                              for name, value in result.items()
-                              if name not in ("val_ce", "val_bpb")])
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items())
 
 
 # ---- the command line ----
@@ -260,13 +246,11 @@ class ExportConfig:
 
 
 def main(argv):
-    if asks_help(argv):
-        return print(help_text(ExportConfig))
-    sources, keys = split_paths(argv)
+    (run,), keys = split_args(argv, least=1, most=1)
     cfg = typed_config(ExportConfig, keys)
-    if len(sources) != 1 or not cfg.export:
+    if not cfg.export:
         raise UserError("give one run and where to: out/NAME export=PATH")
-    path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))
+    path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(run))
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")
     if cfg.exit_loop:
@@ -294,4 +278,4 @@ def export_folder(path, model, tokenizer):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, ExportConfig)

@@ -2,7 +2,6 @@
 The data of a run: the folder that its keys name, its token files, and the batches of training,
 each a pure function of (seed, step).
 """
-import contextlib
 import glob
 import hashlib
 import logging
@@ -43,7 +42,8 @@ def open_data(cfg):
     again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                        f"data_dir={cfg.data_dir}")
     if not folder.exists():
-        raise UserError(f"{folder} does not exist: make it with {again}{other_names(cfg)}")
+        raise UserError(f"{folder} does not exist: make it with {again}, or name one that there "
+                        f"is: dataset=NAME")
     meta = read_meta(folder)
     made = meta.get("dataset"), meta.get("tokenizer_name")
     if folder.name != cfg.dataset and made != (cfg.dataset, cfg.tokenizer):
@@ -53,24 +53,6 @@ def open_data(cfg):
         note(f"{meta['dataset']} has changed since {folder} was made: prepare.py with "
              f"overwrite=true makes it again")
     return folder
-
-
-def other_names(cfg) -> str:
-    """Words that tell where the same source and tokenizer were prepared, by name=."""
-    same, found = {"dataset": cfg.dataset, "tokenizer_name": cfg.tokenizer}, []
-    for file in sorted(Path(cfg.data_dir).glob("*/meta.json")):
-        with contextlib.suppress(UserError):            # not a data set
-            if read_meta(file.parent).items() >= same.items():
-                found.append(f"dataset={file.parent.name}")
-    return f"; {', '.join(found)} has the same source and tokenizer" if found else ""
-
-
-def data_fingerprint(cfg, batches) -> str:
-    """A SHA-256 of what a run trains and validates on: the tokens of its data set, or the keys
-    that a task's examples depend on."""
-    parts = ([cfg.dataset, cfg.seed, cfg.task_examples] if is_task(cfg.dataset)
-             else [batches.train.sha256, batches.val.sha256])
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 # ---- token files ----
@@ -157,6 +139,7 @@ class TextBatches(Windows):
         self.train = TokenData(folder, "train")
         super().__init__(TokenData(folder, "val"), cfg.batch_size, block_size)
         self.seed, self.accumulation = cfg.seed, cfg.gradient_accumulation_steps
+        self.fingerprint = f"{self.train.sha256} {self.val.sha256}"     # of all that a run reads
         self.micro_batch(0, 0)      # what is wrong is told before anything is written
 
     def micro_batch(self, step, index):

@@ -36,11 +36,15 @@ def choice(*allowed):
     return field(default=allowed[0], metadata={"allowed": allowed})
 
 
-def run_cli(main):
-    """main(sys.argv[1:]); bad input is one line on stderr and exit status 2, never a traceback."""
+def run_cli(main, schema=None):
+    """main(sys.argv[1:]), or the help about the keys of `schema` where that is asked for. Bad
+    input is one line on stderr and exit status 2, never a traceback."""
     open_streams()
     try:
-        main(sys.argv[1:])
+        if schema and asks_help(sys.argv):
+            print(help_text(schema))
+        else:
+            main(sys.argv[1:])
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
@@ -84,18 +88,16 @@ def is_key(arg) -> bool:
     return "=" in arg and arg.partition("=")[0].isidentifier()
 
 
-def split_paths(argv):
-    """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}); of a key given twice the last holds."""
+def split_args(argv, least=0, most=0):
+    """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}); of a key given twice the last holds.
+    least, most: how many arguments may be no keys, but runs (None: any number)."""
     keys = dict(arg.split("=", 1) for arg in argv if is_key(arg))
-    return [arg for arg in argv if not is_key(arg)], keys
-
-
-def split_args(argv) -> dict:
-    """The keys, where there may be nothing else."""
-    others, keys = split_paths(argv)
-    if others:
-        raise UserError(f"argument {others[0]!r} is not of the form key=value")
-    return keys
+    paths = [arg for arg in argv if not is_key(arg)]
+    if most is not None and len(paths) > most:
+        raise UserError(f"argument {paths[most]!r} is not of the form key=value")
+    if len(paths) < least:
+        raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
+    return paths, keys
 
 
 def as_command(program, *keys, path=None):
@@ -140,17 +142,16 @@ class Keys:
                 raise ValueError(f"{name}={value} must be at least {low}{most}")
 
 
-def typed_config(schema, values, base=None, free_text=()):
-    """An instance of the dataclass `schema`: its defaults, then `base` (plain values of a YAML
-    file), then `values` (text of the command line). Keys in `free_text` name no file: they may
-    hold anything. UserError for an unknown key, a value of the wrong type or none of choice()."""
+def typed_config(schema, values):
+    """An instance of the dataclass `schema`: its defaults, and `values`, which may be text of the
+    command line or plain values of a YAML file. UserError for an unknown key, a value of the wrong
+    type or none of choice()."""
     kinds, typed = typing.get_type_hints(schema), {}
     allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
-    for key, value in {**(base or {}), **values}.items():
+    for key, value in values.items():
         if key not in kinds:
             raise UserError(unknown_key(str(key), kinds))
-        literal = key in free_text and isinstance(value, str)
-        typed[key] = value if literal else typed_value(key, value, kinds[key])
+        typed[key] = typed_value(key, value, kinds[key])
         if typed[key] not in allowed.get(key, [typed[key]]):
             words = ", ".join(filter(None, allowed[key]))
             raise UserError(f"{key}={value} must be one of: {words}")
@@ -160,14 +161,14 @@ def typed_config(schema, values, base=None, free_text=()):
         raise UserError(first_line(e)) from None
 
 
-def names(schema) -> set:
-    """The keys of a dataclass."""
-    return {f.name for f in fields(schema)}
+def names(*schemas) -> list:
+    """The keys of dataclasses."""
+    return [f.name for schema in schemas for f in fields(schema)]
 
 
 def known(values, keys, what) -> dict:
     """The values of keys that there are; a line tells each that is dropped."""
-    for key in sorted(values.keys() - keys, key=str):
+    for key in sorted(values.keys() - set(keys), key=str):
         note(f"{what}: {key}={values[key]!r} is dropped: there is no such key", sys.stderr)
     return {key: value for key, value in values.items() if key in keys}
 
@@ -194,7 +195,7 @@ def typed_value(key, value, kind):
             return float(value)
         if kind is bool and str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"
-        if kind is str and text and "\0" not in value:      # no file name holds a zero byte
+        if kind is str and text and "\0" not in value:      # no name of a file holds it
             return value
     raise UserError(f"{key}: expected {KINDS[kind]}, got {value!r:.60}")
 

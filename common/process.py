@@ -5,7 +5,7 @@ processes and their device, its data and its models.
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from common.checkpoint import build_model, load_checkpoint, load_initial, lock, newest
 from common.data import TextBatches, is_task, open_data
 from common.keys import (HERE, Keys, UserError, check_name, choice, first_line, first_process,
-                         known, load_yaml, model_module, names, note, plain_name, split_args,
-                         typed_config)
+                         known, load_yaml, model_module, names, note, plain_name, typed_config,
+                         unknown_key)
 
 
 # keys that are of one call of train.py: no checkpoint sets them
@@ -96,17 +96,15 @@ BOUNDS = {**dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_ste
 
 # ---- merging: defaults < config file < checkpoint that the run goes on from < command line ----
 
-def read_config(argv):
-    """argv -> (TrainConfig, the model's Config fields, checkpoint or None, given: the keys of the
-    command line as text). Of the fields, vocab_size is missing where nothing sets it: it is the
-    data's then."""
-    given = split_args(argv)
+def read_config(given):
+    """(TrainConfig, the model's Config fields, checkpoint or None) of keys of the command line, as
+    text. Of the fields, vocab_size is missing where nothing sets it: it is the data's then."""
     base, ckpt = config_file(given), None
     named = base if "config" in given else {}
     values = {**base, **given}
     start = typed_config(TrainConfig, {key: values[key] for key in START & values.keys()})
     if start.resume or start.eval_only and not given.get("init_from"):
-        given["init_from"] = ""                 # what the run began with matters no more
+        given = {**given, "init_from": ""}      # what the run began with matters no more
         if start.resume and start.folder.exists() and first_process():
             lock(start.folder)                  # from here on no other run may replace it
         ckpt = load_checkpoint(newest(start.folder))
@@ -120,8 +118,8 @@ def read_config(argv):
                 **ckpt["model_config"], "fast": True, **free}
     cfg, model_fields = run_config(given, base)
     if ckpt is not None:
-        check_weights(ckpt, model_fields, cfg.resume)
-    return cfg, model_fields, ckpt, given
+        check_weights(ckpt, model_fields)
+    return cfg, model_fields, ckpt
 
 
 def config_file(given):
@@ -136,7 +134,7 @@ def keys_of_run(ckpt, start, named, given):
     """A run keeps its keys, but for START. A line tells where the file that the command line names
     differs."""
     check_same_model(given.get("model", ckpt["model"]), ckpt)
-    keys = names(full_schema(model_module(ckpt["model"])))
+    keys = names(TrainConfig, model_module(ckpt["model"]).Config)
     kept = known({**ckpt["config"], **ckpt["model_config"]}, keys, start.folder)
     for key in sorted(named.keys() & kept.keys() - START - given.keys()):
         if named[key] != kept[key]:
@@ -166,18 +164,15 @@ def as_weights_of(name, ckpt):
     return {**ckpt, "model": name, "model_config": shared, "converts": True}
 
 
-def free_fields(ckpt, resume=False):
+def free_fields(ckpt):
     """The fields of a model that its weights do not fix."""
-    config = model_module(ckpt["model"]).Config
-    free = {"fast", "dropout", *getattr(config, "RESUME_OVERRIDES", ())}
-    if not resume:
-        free |= {"block_size", *getattr(config, "FINETUNE_OVERRIDES", ())}
-    return free | {"n_layer"} if "converts" in ckpt else free
+    free = getattr(model_module(ckpt["model"]).Config, "NOT_IN_WEIGHTS", ())
+    return {"fast", "dropout", "block_size", *free, *["n_layer"] * ("converts" in ckpt)}
 
 
-def check_weights(ckpt, model_fields, resume):
+def check_weights(ckpt, model_fields):
     """UserError if a key contradicts the weights."""
-    free = free_fields(ckpt, resume)
+    free = free_fields(ckpt)
     for key, old in ckpt["model_config"].items():
         if key not in free and model_fields[key] != old:
             raise UserError(f"{key}={model_fields[key]}, but the checkpoint's model has "
@@ -185,28 +180,22 @@ def check_weights(ckpt, model_fields, resume):
 
 
 def run_config(given, base):
-    """(TrainConfig, the model's Config fields) from text that is given, over plain values."""
-    module = model_module(given.get("model", base.get("model", TrainConfig.model)))
-    values = vars(typed_config(full_schema(module), given, base, free_text=("sample_prompt",)))
-    try:
-        cfg = TrainConfig(**{key: values.pop(key) for key in names(TrainConfig)})
-        model_fields = asdict(module.Config(**values))
-    except ValueError as e:
-        raise UserError(str(e)) from e
+    """(TrainConfig, the model's Config fields) from keys that are given, over those of base."""
+    values = {**base, **given}
+    schemas = TrainConfig, model_module(values.get("model", TrainConfig.model)).Config
+    for key in values:
+        if key not in names(*schemas):
+            raise UserError(unknown_key(str(key), names(*schemas)))
+    cfg, model = (typed_config(schema, {key: values[key] for key in names(schema) if key in values})
+                  for schema in schemas)
+    model_fields = asdict(model)
     if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
         raise UserError("max_flops sets max_steps: give one of the two")
     if "max_steps" in given:
         cfg.max_flops = 0.0
-    if "vocab_size" not in {**base, **given}:
+    if "vocab_size" not in values:
         del model_fields["vocab_size"]
     return cfg, model_fields
-
-
-def full_schema(module):
-    """A dataclass of all keys of a run: the trainer's and the model's."""
-    keys = *fields(TrainConfig), *fields(module.Config)
-    entries = [(f.name, f.type, field(default=f.default, metadata=f.metadata)) for f in keys]
-    return make_dataclass("RunConfig", entries)     # a TypeError for a key that both have
 
 
 # ---- processes and their device ----

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.keys import Keys, UserError, split_paths, typed_config
+from common.keys import Keys, UserError
 
 
 @dataclass
@@ -72,14 +72,6 @@ def check_prompts(prompts, vocab_size):
             raise UserError("the prompt is empty: give at least one character")
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise UserError(f"the prompt has a token outside the vocabulary of {vocab_size}")
-
-
-def read_arguments(argv, config):
-    """(path of a run, config) from `PATH key=value ...`."""
-    paths, keys = split_paths(argv)
-    if len(paths) != 1:
-        raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
-    return paths[0], typed_config(config, keys, free_text=("prompt",))
 
 
 def loop_fractions(loops, n_loop):

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from common.checkpoint import load_checkpoint, lock, read_log
 from common.keys import (HERE, UserError, asks_help, first_line, load_yaml, model_module, run_cli,
                          split_args, unknown_key, writing)
-from common.process import full_schema
+from common.process import TrainConfig
 from lab.plot import draw
 
 LAB, OUT = HERE / "lab", HERE / "out"
@@ -134,7 +134,7 @@ def make_run(experiment, label, row, seed, earlier):
                             f"row above it with seed {seed}")
         needs.append(earlier[other, seed])
         keys = keys.replace("{%s}" % other, f"out/{needs[-1].name}")
-    given = split_args(keys.split())
+    given = split_args(keys.split())[1]
     return Run(experiment, label, row, seed, given, given.pop("from", ""), needs)
 
 
@@ -143,7 +143,8 @@ def file_keys(run):
     not the defaults."""
     file = run.keys.get("config", f"configs/{run.keys.get('model', 'gpt')}_tiny.yaml")
     values = {"model": "gpt", **load_yaml(HERE / file), **run.keys}
-    default = asdict(full_schema(model_module(values["model"]))())
+    schemas = TrainConfig, model_module(values["model"]).Config
+    default = {key.name: key.default for schema in schemas for key in fields(schema)}
     given = {*run.keys, "max_steps"} if "max_flops" in run.keys else {*run.keys}
     return {"config": file, **{key: value for key, value in values.items()
                                if key not in given and value != default.get(key)}}

@@ -61,7 +61,7 @@ TRAIN = [
     # resuming and other checkpoints
     (["run=r"], "holds a checkpoint: resume=true goes on from it"),
     (["resume=true", "run=never"], "ckpt.pt does not exist"),
-    (["resume=true", "run=r", "block_size=8"], "block_size=8, but the checkpoint's model has block_size=16"),
+    (["resume=true", "run=r", "n_head=1"], "n_head=1, but the checkpoint's model has n_head=2"),
     (["resume=true", "run=r", "optimizer=muon"], "another optimizer"),
     (["dataset=othertokenizer", "resume=true", "run=r"], "was trained with tokenizer byte"),
     (["resume=true", "run=badrng"], "the checkpoint does not fit"),
