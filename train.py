@@ -32,7 +32,7 @@ import torch
 from common.checkpoint import Log, in_words, lock, newest, read_log, save_checkpoint
 from common.data import bits_per_byte, count_right, data_folder, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
-                         note, run_cli, split_args, writing)
+                         note, run_cli, split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.process import (Processes, TrainConfig, check_fits, check_given, check_tokenizer,
                             config_file, device_name, flops_of_step, load_teacher, make_model,
@@ -130,21 +130,20 @@ def prepare_forward(cfg, model, procs):
 def claim_folder(run):
     """Make the run's folder, or clean it. From here to its end no other run can have it."""
     cfg, folder = run.cfg, run.folder
-    with writing(folder):
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            for path in missing:                # those that were made before the error
-                with contextlib.suppress(OSError):
-                    path.rmdir()
-            raise
-        lock(folder)
-        check_run(cfg)                          # again: another run may have ended meanwhile
-        old = ["ckpt.pt", "pending.pt", "best.pt", "step_*.pt", "curves.png"] * cfg.overwrite
-        for pattern in ("*.tmp", *old):         # *.tmp: of a run that was killed while saving
-            for file in folder.glob(pattern):
-                file.unlink()
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        for path in missing:                    # those that were made before the error
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+    lock(folder)
+    check_run(cfg)                              # again: another run may have ended meanwhile
+    old = ["ckpt.pt", "pending.pt", "best.pt", "step_*.pt", "curves.png"] * cfg.overwrite
+    for pattern in ("*.tmp", *old):             # *.tmp: of a run that was killed while saving
+        for file in folder.glob(pattern):
+            file.unlink()
 
 
 def describe(run):

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from common.data import bits_per_byte
 from common.keys import (UserError, first_line, known, model_module, names, note, read_bytes,
-                         run_cli, split_args, typed_config, writing)
+                         run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer, to_huggingface
 
 # what a checkpoint holds
@@ -194,9 +194,8 @@ class Log:
         rows = [row for row in rows
                 if row["step"] <= (run.evaluated if "val_ce" in row else run.step)]
         temporary = self.path.with_name("log.jsonl.tmp")
-        with writing(self.path):
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(temporary, self.path)
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(temporary, self.path)
         self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
                         dynamic_ncols=True, file=sys.stderr)
@@ -226,7 +225,7 @@ class Log:
     def write(self, values):
         row = {"step": self.run.step, "tokens": self.run.tokens, "flops": self.run.flops,
                "seconds": round(time.perf_counter() - self.start, 3), **values}
-        with writing(self.path), open(self.path, "a") as f:
+        with open(self.path, "a") as f:
             f.write(json.dumps(row) + "\n")
         self.start_lap()
 
@@ -256,21 +255,17 @@ def main(argv):
     if cfg.exit_loop:
         ckpt["model_config"]["exit_loop"] = cfg.exit_loop
     model = build_model(ckpt).eval()
-    with writing(path):
-        if path.suffix == ".pt":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_checkpoint(path, {**ckpt, "optimizers": []})
-        else:
-            export_folder(path, model, load_tokenizer(ckpt["tokenizer"]))
+    if path.suffix == ".pt":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_checkpoint(path, {**ckpt, "optimizers": []})
+    else:
+        export_folder(path, model, load_tokenizer(ckpt["tokenizer"]))
     print(f"{path}: {ckpt['model']}, step {ckpt['step']:,}")
 
 
 def export_folder(path, model, tokenizer):
     from common.llama import to_pretrained
-    try:
-        to_pretrained(model, path, tokenizer.eot)
-    except ValueError as e:
-        raise UserError(f"export: {first_line(e)}") from e
+    to_pretrained(model, path, tokenizer.eot)
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
         (path / name).unlink(missing_ok=True)       # of what was there before
     if not to_huggingface(tokenizer, path):

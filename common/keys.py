@@ -148,9 +148,8 @@ def typed_config(schema, values):
     type or none of choice()."""
     kinds, typed = typing.get_type_hints(schema), {}
     allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
+    check_known(values, kinds)
     for key, value in values.items():
-        if key not in kinds:
-            raise UserError(unknown_key(str(key), kinds))
         typed[key] = typed_value(key, value, kinds[key])
         if typed[key] not in allowed.get(key, [typed[key]]):
             words = ", ".join(filter(None, allowed[key]))
@@ -173,10 +172,13 @@ def known(values, keys, what) -> dict:
     return {key: value for key, value in values.items() if key in keys}
 
 
-def unknown_key(key, names) -> str:
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else "the keys are " + ", ".join(names)
-    return f"unknown key {key!r:.60}: {hint}"
+def check_known(values, keys):
+    """UserError for the first of values that is none of keys."""
+    for key in map(str, values):
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, n=1)
+            hint = f"did you mean {near[0]}?" if near else "the keys are " + ", ".join(keys)
+            raise UserError(f"unknown key {key!r:.60}: {hint}")
 
 
 KINDS = {int: "int (less than 2^63)", float: "float (finite)", bool: "bool (true or false)",
@@ -283,12 +285,3 @@ def need(module):
         return importlib.import_module(module)
     except ImportError:
         raise UserError(f"the package {module} is missing: pip install {module}") from None
-
-
-@contextlib.contextmanager
-def writing(path):
-    """An OSError inside is a UserError that names path: a full disk is told in one line."""
-    try:
-        yield
-    except OSError as e:
-        raise UserError(f"could not write {path}: {e.strerror or e}") from e

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from common.checkpoint import build_model, load_checkpoint, load_initial, lock, newest
 from common.data import TextBatches, is_task, open_data
-from common.keys import (HERE, Keys, UserError, check_name, choice, first_line, first_process,
-                         known, load_yaml, model_module, names, note, plain_name, typed_config,
-                         unknown_key)
+from common.keys import (HERE, Keys, UserError, check_known, check_name, choice, first_line,
+                         first_process, known, load_yaml, model_module, names, note, plain_name,
+                         typed_config)
 
 
 # keys that are of one call of train.py: no checkpoint sets them
@@ -183,9 +183,7 @@ def run_config(given, base):
     """(TrainConfig, the model's Config fields) from keys that are given, over those of base."""
     values = {**base, **given}
     schemas = TrainConfig, model_module(values.get("model", TrainConfig.model)).Config
-    for key in values:
-        if key not in names(*schemas):
-            raise UserError(unknown_key(str(key), names(*schemas)))
+    check_known(values, names(*schemas))
     cfg, model = (typed_config(schema, {key: values[key] for key in names(schema) if key in values})
                   for schema in schemas)
     model_fields = asdict(model)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoint import read_log
-from common.keys import (UserError, choice, first_line, need, run_cli, split_args, typed_config,
-                         writing)
+from common.keys import UserError, choice, first_line, need, run_cli, split_args, typed_config
 
 
 @dataclass
@@ -45,11 +44,10 @@ def draw(file, panels, title=""):
     if lines := axes[0][0].lines:       # given to legend, a name may begin with _
         axes[0][0].legend(lines, [line.get_label() for line in lines], fontsize=8)
     fig.suptitle(plain(title))
-    with writing(file):
-        try:
-            fig.savefig(file, dpi=120, bbox_inches="tight")
-        except ValueError as e:         # an ending that is no picture
-            raise UserError(f"file={file}: {first_line(e)}") from e
+    try:
+        fig.savefig(file, dpi=120, bbox_inches="tight")
+    except ValueError as e:             # an ending that is no picture
+        raise UserError(f"file={file}: {first_line(e)}") from e
     plt.close(fig)
 
 

@@ -57,11 +57,11 @@ TRAIN = [
     (["compile=maybe"], "compile=maybe must be one of"), (["device=tpu9"], "device=tpu9 is not on this machine"),
     (["model=nothing"], "model=nothing is unknown: "), (["run=../escape"], "run '../escape' is not allowed"),
     (["sample_prompt=", "sample_tokens=9"], "sample_prompt is empty"), (["fsdp=true"], "needs several processes: torchrun"),
-    (["out_dir=afile"], "could not write"), (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
+    (["out_dir=afile"], "afile/fresh: Not a directory"), (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
     # resuming and other checkpoints
     (["run=r"], "holds a checkpoint: resume=true goes on from it"),
     (["resume=true", "run=never"], "ckpt.pt does not exist"),
-    (["resume=true", "run=r", "n_head=1"], "n_head=1, but the checkpoint's model has n_head=2"),
+    (["resume=true", "run=r", "n_embd=32"], "n_embd=32, but the checkpoint's model has n_embd=16"),
     (["resume=true", "run=r", "optimizer=muon"], "another optimizer"),
     (["dataset=othertokenizer", "resume=true", "run=r"], "was trained with tokenizer byte"),
     (["resume=true", "run=badrng"], "the checkpoint does not fit"),
@@ -104,7 +104,7 @@ BENCH = [
 ]
 PLOT = [
     (["out/never"], "log.jsonl does not exist"), (["out/r", "y=nothing"], "has no nothing: it has"),
-    (["out/r", "file=a.tune"], "a.tune"), (["out/r", "file=folder/no/a.png"], "could not write"),
+    (["out/r", "file=a.tune"], "a.tune"), (["out/r", "file=folder/no/a.png"], "folder/no/a.png: No such file"),
 ]
 EVAL = [
     (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
