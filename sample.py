@@ -53,8 +53,8 @@ def prefill(model, cache, rows):
 
 
 @torch.no_grad()
-def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0,
-           repetition_penalty=1.0, eot=None, seed=1337, vocab_size=None):
+def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, eot=None,
+           seed=1337, vocab_size=None):
     """Continue prompts, lists of token ids which may differ in length, as one batch.
 
     Yields one list a step: each row's new token, or None for a row that has met eot. Where a row
@@ -73,8 +73,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0,
     kept = min(getattr(model, "context_kept", cache.max_len), cache.max_len)
     logits, held = prefill(model, cache, rows)
     for n in range(max_new_tokens):
-        ids = next_tokens(logits[:, :vocab_size], rows, temperature, top_k, top_p,
-                          repetition_penalty, generator)
+        ids = next_tokens(logits[:, :vocab_size], temperature, top_k, top_p, generator)
         new = [i if on and i != eot else None for i, on in zip(ids.tolist(), live)]
         live = [i is not None for i in new]
         yield new

@@ -103,7 +103,7 @@ class Request:
     prompt: list                    # token ids
     max_new_tokens: int
     id: object = None
-    sampling: tuple = (0.0, 0, 1.0, 1.0)            # temperature, top_k, top_p, penalty
+    sampling: tuple = (0.0, 0, 1.0)                 # temperature, top_k, top_p
     generator: torch.Generator = None               # of its own, to sample
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
     exits: list = field(default_factory=list)       # the loop that predicted each of them
@@ -324,8 +324,7 @@ class Engine:
         tokens = logits.argmax(-1).tolist()
         for n, r in enumerate(slot.request for slot in slots):
             if r.sampling != Request.sampling:      # the default
-                text, row = r.prompt + r.tokens, logits[n:n + 1]
-                tokens[n] = int(next_tokens(row, [text], *r.sampling, r.generator))
+                tokens[n] = int(next_tokens(logits[n:n + 1], *r.sampling, r.generator))
         return tokens
 
     def end(self, slot):

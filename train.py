@@ -152,8 +152,10 @@ def describe(run):
     size = sum(p.numel() for p in model.parameters())
     path = "fast" if model.cfg.fast else "naive"
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, "
-          f"{model.flops_per_token():.3g} FLOPs a token, {path} path\n"
-          f"{cfg.dataset if run.task else run.batches.train.folder}: {run.batches.sizes()}")
+          f"{model.flops_per_token():.3g} FLOPs a token, {path} path, {cfg.dataset}")
+    if not run.task:
+        train, val = run.batches.train, run.batches.val
+        print(f"{train.folder}: {train.tokens:,} tokens to train on, {val.tokens:,} to validate")
     if not cfg.eval_only:
         print(f"{cfg.max_steps:,} steps of {tokens_per_step(cfg, model):,} tokens on "
               f"{device_name(procs.device)}, {procs.world} process{'es' * (procs.world > 1)}"

@@ -180,8 +180,7 @@ def read_log(path):
     for line in text.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)
-            and all(type(row.get(key)) in (int, float) for key in ("step", "seconds"))]
+    return rows
 
 
 class Log:
@@ -199,18 +198,15 @@ class Log:
         self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
                         dynamic_ncols=True, file=sys.stderr)
-        self.start_lap()
-
-    def start_lap(self):
-        """tokens_per_second counts from here: evaluations are not training time."""
-        self.lap, self.lap_tokens = time.perf_counter(), self.run.tokens
+        self.lap = time.perf_counter(), run.tokens
 
     def step(self, logged, write):
         """One training step is done; a line about it if `write`."""
         self.bar.update()
         if not write:
             return
-        rate = (self.run.tokens - self.lap_tokens) / (time.perf_counter() - self.lap)
+        start, tokens = self.lap
+        rate = (self.run.tokens - tokens) / (time.perf_counter() - start)
         values = {**logged, "tokens_per_second": round(rate, 1)}
         if not self.run.task:
             values["bpb"] = bits_per_byte(logged["ce"], self.run.batches.train)
@@ -227,7 +223,7 @@ class Log:
                "seconds": round(time.perf_counter() - self.start, 3), **values}
         with open(self.path, "a") as f:
             f.write(json.dumps(row) + "\n")
-        self.start_lap()
+        self.lap = time.perf_counter(), self.run.tokens     # evaluations are not training time
 
 
 def in_words(result):

@@ -149,9 +149,6 @@ class TextBatches(Windows):
         starts = rng.integers(0, self.n_windows(self.train), self.rows * self.accumulation)
         return self.cut(self.train, starts[index * self.rows:(index + 1) * self.rows])
 
-    def sizes(self):
-        return f"{self.train.tokens:,} tokens to train on, {self.val.tokens:,} to validate"
-
 
 def count_right(logits, targets):
     """How many scored targets (not -1) are the likeliest token, and in how many rows all
@@ -181,8 +178,12 @@ def documents(cfg):
     """The texts of a data set, in a fixed order. A column may hold other things too."""
     kind, _, rest = cfg.dataset.partition(":")
     if cfg.dataset == "python" or kind == "file":
-        for file in source_files(cfg.dataset):
-            yield file_text(file)
+        for file in map(Path, source_files(cfg.dataset)):
+            if file.suffix.lower() in TABLES:
+                raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such "
+                                f"files")
+            # bytes that are not UTF-8 are lone surrogates in it
+            yield file.read_bytes().decode(errors="surrogateescape")
     elif kind == "hf" and rest:
         yield from hf_texts(rest, cfg)
     elif cfg.dataset == "shakespeare":
@@ -239,13 +240,6 @@ def has_changed(meta) -> bool:
     """Whether the user's files, that the data set was made from, are others since."""
     made = meta.get("source_stamp")
     return bool(made) and source_stamp(meta["dataset"]) not in ("", made)
-
-
-def file_text(file):
-    """The text of a file. Bytes that are not UTF-8 are lone surrogates in it."""
-    if Path(file).suffix.lower() in TABLES:
-        raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such files")
-    return Path(file).read_bytes().decode(errors="surrogateescape")
 
 
 @cache

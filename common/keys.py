@@ -203,16 +203,13 @@ def typed_value(key, value, kind):
 
 
 def load_yaml(file):
-    """The flat keys of a config file. UserError where it is missing, or not `key: value` lines."""
+    """The keys of a config file. UserError where it is missing, or not `key: value` lines."""
     text = io.StringIO(read_text(file, f"config={file}"))
     try:
-        values = OmegaConf.to_container(OmegaConf.load(text), resolve=False)
+        return {**OmegaConf.to_container(OmegaConf.load(text), resolve=False)}
     except Exception as e:  # the YAML parser has many kinds of errors, all about this file
         reason = " ".join(str(e).split())[:200]
-        raise UserError(f"config={file} is not valid YAML: {reason}") from e
-    if not isinstance(values, dict) or any(isinstance(v, (dict, list)) for v in values.values()):
-        raise UserError(f"config={file} must hold flat `key: value` lines")
-    return values
+        raise UserError(f"config={file} is not valid YAML of `key: value` lines: {reason}") from e
 
 
 def model_module(name):
@@ -267,12 +264,9 @@ def read_text(path, name) -> str:
 def read_json(file) -> dict:
     """The object in a JSON file. UserError where there is none."""
     try:
-        value = json.loads(read_text(file, file))
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{file} is not JSON: {first_line(e)}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{file} is not a JSON object")
-    return value
+        return {**json.loads(read_text(file, file))}
+    except (ValueError, TypeError, RecursionError) as e:
+        raise UserError(f"{file} is not a JSON object: {first_line(e)}") from None
 
 
 def first_line(e) -> str:

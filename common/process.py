@@ -287,10 +287,6 @@ class Processes:
             os._exit(0)
 
 
-SIZES = ("n_layer", "n_embd", "vocab_size", "block_size", "batch_size",
-         "gradient_accumulation_steps")
-
-
 def check_fits(cfg, fields, world, device):
     """UserError, before anything is allocated, where training needs more than the device has.
     Counted from below: 16 bytes a parameter (weight, gradient, AdamW's moments), of a block only
@@ -305,7 +301,9 @@ def check_fits(cfg, fields, world, device):
     have = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
             os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if need > have:
-        words = ", ".join(f"{name}={keys[name]}" for name in SIZES if keys[name])
+        sizes = ("n_layer", "n_embd", "vocab_size", "block_size", "batch_size",
+                 "gradient_accumulation_steps")
+        words = ", ".join(f"{name}={keys[name]}" for name in sizes if keys[name])
         raise UserError(f"{words}: at least {need / 1e9:,.3g} GB of memory would be needed, "
                         f"{device} has {have / 1e9:,.3g} GB")
 

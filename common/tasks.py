@@ -265,7 +265,3 @@ class TaskBatches(TextBatches):
 
     def cut(self, data, numbers):
         return tuple(rows[numbers] for rows in data.examples)
-
-    def sizes(self):
-        count = f"{self.train.count:,}" if self.train.count else "fresh"
-        return f"{count} examples to train on, {self.val.count:,} to validate"

@@ -176,7 +176,7 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
                             f"{MAX_CHOICES}, the model's context {run.max_len} tokens")
         if self.stream and (self.echo or self.logprobs is not None):
             raise UserError("stream=true does not go with echo or logprobs")
-        how = self.temperature, 0, self.top_p, 1.0
+        how = self.temperature, 0, self.top_p
         return [Choice(prompts[i // self.n], self.max_tokens, i, how,
                        serve.generator(self.seed, i, run.device)) for i in range(count)]
 
