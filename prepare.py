@@ -264,7 +264,7 @@ def already_there(folder, cfg) -> bool:
     try:
         meta = TokenData(folder, "train").meta
         TokenData(folder, "val")
-    except UserError as e:
+    except (UserError, OSError) as e:
         raise UserError(f"{e}; overwrite=true makes it again") from None
     made = [f"{k}={meta.get(k)!r:.60}" for k, v in settings(cfg).items() if meta.get(k) != v]
     if made:

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from common.data import bits_per_byte
-from common.keys import (UserError, first_line, known, model_module, names, note, read_bytes,
+from common.keys import (UserError, first_line, known, model_module, names, note, open_file,
                          run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer, to_huggingface
 
@@ -89,13 +89,10 @@ def save_checkpoint(path, state):
 # ---- loading ----
 
 def load_checkpoint(path):
-    """The state saved at path, on the CPU. UserError if it is missing, damaged, or not one of
-    ours: the SHA-256 covers every byte, and the unpickler runs no code."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path} does not exist, or is not a regular file: no checkpoint there")
+    """The state saved at path, on the CPU. UserError if it is damaged, or not one of ours: the
+    SHA-256 covers every byte, and the unpickler runs no code."""
     try:
-        with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):
+        with open_file(path) as f, warnings.catch_warnings(action="ignore"):
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 if hashlib.sha256(memoryview(content)[:-32]).digest() != content[-32:]:
                     raise ValueError("checksum")
@@ -176,8 +173,7 @@ def load_initial(path, key="init_from"):
 def read_log(path):
     """The objects of a log.jsonl; a line cut short by a crash is left out."""
     rows = []
-    text = read_bytes(path).decode(errors="replace") if path.exists() else ""
-    for line in text.splitlines():
+    for line in open_file(path) if path.exists() else ():
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return rows

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from common.keys import (NAME, UserError, as_command, first_line, folder_name, need, note,
-                         read_json)
+                         open_file, read_json)
 from common.tokenizer import HUB_NAME, load_tokenizer
 
 FORMAT = 2  # of a data set's folder
@@ -73,10 +73,8 @@ class TokenData:
         except (KeyError, TypeError, ValueError, OverflowError, UserError) as e:
             problem = f"{type(e).__name__}: {first_line(e)}"
             raise UserError(f"{folder} is not a data set of this project: {problem}") from None
-        if not self.path.is_file():
-            raise UserError(f"{self.path} is missing or is not a regular file")
         # stays open: a data set that is made again meanwhile is another file
-        self.file, wanted = open(self.path, "rb"), self.tokens * self.dtype.itemsize
+        self.file, wanted = open_file(self.path), self.tokens * self.dtype.itemsize
         size = os.fstat(self.file.fileno()).st_size
         if size != wanted:
             raise UserError(f"{self.path} is damaged: {size} bytes, {wanted} expected")

@@ -243,18 +243,18 @@ def folder_name(dataset, tokenizer) -> str:
     return plain_name(f"{dataset}-{tokenizer}")
 
 
-def read_bytes(path) -> bytes:
-    """What a file holds. OSError for a pipe or a device too: reading it may never end."""
-    path = Path(path)
-    if path.exists() and not path.is_file() and not path.is_dir():
+def open_file(path):
+    """A file, open to read its bytes. OSError for a pipe too: reading it may never end."""
+    if Path(path).exists() and not Path(path).is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return path.read_bytes()
+    return open(path, "rb")
 
 
 def read_text(path, name) -> str:
     """The text of a file. UserError, which calls it `name`, where there is none in UTF-8."""
     try:
-        return read_bytes(path).decode("utf-8-sig")  # without a byte order mark
+        with open_file(path) as f:
+            return f.read().decode("utf-8-sig")  # without a byte order mark
     except OSError as e:
         raise UserError(f"{name} cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:

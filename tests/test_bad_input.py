@@ -60,12 +60,12 @@ TRAIN = [
     (["out_dir=afile"], "afile/fresh: Not a directory"), (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
     # resuming and other checkpoints
     (["run=r"], "holds a checkpoint: resume=true goes on from it"),
-    (["resume=true", "run=never"], "ckpt.pt does not exist"),
+    (["resume=true", "run=never"], "never/ckpt.pt: No such file"),
     (["resume=true", "run=r", "n_embd=32"], "n_embd=32, but the checkpoint's model has n_embd=16"),
     (["resume=true", "run=r", "optimizer=muon"], "another optimizer"),
     (["dataset=othertokenizer", "resume=true", "run=r"], "was trained with tokenizer byte"),
     (["resume=true", "run=badrng"], "the checkpoint does not fit"),
-    (["resume=true", "run=pipe"], "pipe/ckpt.pt does not exist, or is not a regular file"),
+    (["resume=true", "run=pipe"], "pipe/ckpt.pt: it is not a regular file"),
     (["init_from=latin.txt"], "is damaged or is not"), (["init_from=folder"], "its config.json"),
     (["init_from=./nowhere"], "neither a folder nor a hub name"),
     (["model=rat", "init_from=out/r"], "model=rat, but the checkpoint holds model=gpt"),
@@ -74,7 +74,7 @@ TRAIN = [
     (["dataset=shakespeare"], "python prepare.py dataset=shakespeare tokenizer=byte"),
     (["dataset=file:{w}/ö.txt"], "was made with dataset=file:"), (["tokenizer=char"], "is not the one of dataset=words"),
     (["dataset=file:empty.txt"], "is empty"), (["dataset=file:pipe"], "neither a file nor a folder"),
-    (["dataset=pipebin"], "val.bin is missing or is not a regular file"), (["dataset=task:nothing"], "the tasks are task:recall, "),
+    (["dataset=pipebin"], "val.bin: it is not a regular file"), (["dataset=task:nothing"], "the tasks are task:recall, "),
     (["dataset=task:recall", "block_size=7"], "block_size=7 is impossible for dataset=task:recall"),
     (["dataset=task:recall", "task_examples=1_000_000_000"], "too many to hold in memory"),
     # config files
