@@ -62,8 +62,10 @@ FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd",
           "tie_word_embeddings": "tie_embeddings"}
 ACTS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 # what a family has: qk_norm, a window, mlp, scale_embeddings
-FAMILIES = {"llama": (False, False, "swiglu", False), "mistral": (False, True, "swiglu", False),
-            "qwen3": (True, False, "swiglu", False), "gemma": (False, False, "geglu", True)}
+FAMILIES = {"llama": (False, False, "swiglu", False),
+            "mistral": (False, True, "swiglu", False),
+            "qwen3": (True, False, "swiglu", False),
+            "gemma": (False, False, "geglu", True)}
 
 
 def family_of(c):
@@ -161,11 +163,14 @@ def gpt_fields(theirs):
     if windows and not window:
         raise ValueError("layer_types is not supported: only full_attention is")
     same = {ours: getattr(c, name) for name, ours in FIELDS.items() if ours != "rope_theta"}
-    return {**same,
-            "rope_theta": float(rope["rope_theta"]),
-            "tie_embeddings": theirs.lm_head.weight is theirs.model.embed_tokens.weight,
-            "window": window and c.sliding_window or 0,
-            "qk_norm": qk_norm, "mlp": mlp, "scale_embeddings": scale_embeddings}
+    return dict(
+        same,
+        rope_theta=float(rope["rope_theta"]),
+        tie_embeddings=theirs.lm_head.weight is theirs.model.embed_tokens.weight,
+        window=window and c.sliding_window or 0,
+        qk_norm=qk_norm,
+        mlp=mlp,
+        scale_embeddings=scale_embeddings)
 
 
 @torch.no_grad()

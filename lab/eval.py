@@ -255,7 +255,8 @@ def main(argv):
     ckpt = load_checkpoint(checkpoint_file(path))
     own = {**ckpt["config"], **ckpt["model_config"]}
     same = "batch_size", "dataset", "data_dir", "block_size", "exit_loop"
-    cfg = typed_config(EvalConfig, {**{key: own[key] for key in same if key in own}, **given})
+    defaults = {key: own[key] for key in same if key in own}
+    cfg = typed_config(EvalConfig, {**defaults, **given})
     if is_task(cfg.dataset):
         raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true "
                         f"tells how many of its answers are right")

@@ -82,8 +82,8 @@ def test_resume_keeps_the_runs_settings_and_a_changed_key_holds(tmp_path, data_d
     assert trainer.cfg.learning_rate == 0.123 and trainer.cfg.max_steps == 6 and trainer.model.cfg.n_embd == 16
     assert trainer.step == 3 and trainer.cfg.init_from == ""
     assert "max_steps=6 is the run's own and stays; the file has 3" in capsys.readouterr().out
-    trainer = train.setup([*argv, "weight_decay=0.05", "learning_rate=0.5", "max_steps=9"])
-    assert train.train(trainer) and trainer.step == 9
+    trainer = train.setup([*argv, "weight_decay=0.05", "learning_rate=0.5", "max_steps=9", "block_size=8"])
+    assert train.train(trainer) and trainer.step == 9 and trainer.tokens == (3 * 16 + 6 * 8) * 2
     assert {g["weight_decay"] for g in trainer.optimizers[0].param_groups} == {0.05, 0.0}
     assert {g["peak_lr"] for g in trainer.optimizers[0].param_groups} == {0.5}
 
