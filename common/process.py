@@ -74,7 +74,11 @@ class TrainConfig(Keys):
 
     def __post_init__(self):
         numbers = {key.name: (0, None) for key in fields(self) if key.type in (int, float)}
-        self.between(**{**numbers, **BOUNDS})
+        counts = dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_steps",
+                                "eval_interval", "log_interval"), (1, None))
+        self.between(**{**numbers, **counts, "sample_tokens": (0, 2 ** 20),
+                        "beta1": (0, 0.99999), "beta2": (0, 0.99999),
+                        "cooldown_frac": (0, 1), "min_lr_frac": (0, 1)})
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("sample_prompt is empty: give a character, or sample_tokens=0")
         if self.resume and self.overwrite:
@@ -84,14 +88,6 @@ class TrainConfig(Keys):
     def folder(self):
         """out_dir/run. run must be a plain name: it cannot leave out_dir."""
         return Path(self.out_dir) / check_name(self.run, "run")
-
-
-# of the keys whose smallest value is not 0, or that have a largest
-BOUNDS = {**dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_steps",
-                           "eval_interval", "log_interval"), (1, None)),
-          **dict.fromkeys(("beta1", "beta2"), (0, 0.99999)),
-          **dict.fromkeys(("cooldown_frac", "min_lr_frac"), (0, 1)),
-          "sample_tokens": (0, 2 ** 20)}
 
 
 # ---- merging: defaults < config file < checkpoint that the run goes on from < command line ----
