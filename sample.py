@@ -161,7 +161,7 @@ def main(argv):
               file=sys.stderr)
     start = time.perf_counter()
     prompts = [ids for ids in prompts for _ in range(cfg.num_samples)]
-    steps = stream(model, prompts, cfg.max_new_tokens, *cfg.how(),
+    steps = stream(model, prompts, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p,
                    eot=tokenizer.eot if cfg.stop else None, seed=cfg.seed,
                    vocab_size=tokenizer.vocab_size)
     write = write_batch if len(prompts) > 1 else write_stream

@@ -147,7 +147,8 @@ def read_request(line, n, model, tokenizer, cfg):
     if len(prompt) >= limit:
         raise UserError(f"{len(prompt)} tokens leave no room for an answer: block_size={limit}")
     n_new = min(asked.max_new_tokens, limit - len(prompt))
-    return Request(prompt, n_new, id, cfg.how(), generator(cfg.seed, n, device))
+    how = cfg.temperature, cfg.top_k, cfg.top_p
+    return Request(prompt, n_new, id, how, generator(cfg.seed, n, device))
 
 
 def generator(seed, n, device):

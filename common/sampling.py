@@ -29,10 +29,6 @@ class Sampling(Decoding):
         self.between(max_new_tokens=(1, 1 << 20), temperature=(0, None), top_k=(0, None),
                      top_p=(0, 1), seed=(0, 2 ** 63 - 1))
 
-    def how(self):
-        """The arguments of next_tokens that are the user's choice."""
-        return self.temperature, self.top_k, self.top_p
-
 
 def check_finite(logits):
     if not logits.isfinite().all():
