@@ -73,7 +73,7 @@ class Config(BaseConfig):
     swa: int = 0            # keys of S layers, own one included (0: block_size / 2 + 1)
 
     # keys that change how a model is trained and prefilled, not what its weights mean
-    RESUME_OVERRIDES = ("train_path", "subsets", "chunk", "prefill")
+    NOT_IN_WEIGHTS = ("train_path", "subsets", "chunk", "prefill")
 
     def __post_init__(self):
         super().__post_init__()

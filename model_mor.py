@@ -78,8 +78,8 @@ class Config(BaseConfig):
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
     CONVERTS_FROM = ("gpt",)
-    FINETUNE_OVERRIDES = ("exit_loop", "aux_weight", "capacity_warmup",
-                          "balance_weight", "balance_rate", "z_loss")
+    NOT_IN_WEIGHTS = ("exit_loop", "aux_weight", "capacity_warmup", "balance_weight",
+                      "balance_rate", "z_loss")
 
     def __post_init__(self):
         super().__post_init__()

@@ -73,9 +73,9 @@ class Config(BaseConfig):
     exit_loss: str = choice("ce", "kl", "both")     # which losses; kl: to the last loop
     exit_loop: int = 0           # stop after this loop (0: the last)
 
-    # for train.py's init_from=: models that convert takes; keys that may change then
+    # for train.py's init_from=: models that convert takes; keys that may change then, and later
     CONVERTS_FROM = ("gpt",)
-    FINETUNE_OVERRIDES = ("early_exit", "exit_weight", "exit_loss", "exit_loop")
+    NOT_IN_WEIGHTS = ("early_exit", "exit_weight", "exit_loss", "exit_loop")
 
     def __post_init__(self):
         super().__post_init__()

@@ -66,8 +66,8 @@ class Config(BaseConfig):
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
 
-    # a run may be resumed with other values of these
-    RESUME_OVERRIDES = ("schedule", "chunk", "cuda_graphs")
+    # a run may go on with other values of these
+    NOT_IN_WEIGHTS = ("schedule", "chunk", "cuda_graphs")
 
     def __post_init__(self):
         super().__post_init__()

@@ -44,8 +44,7 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
 
 from common.data import FORMAT, TokenData, documents, has_changed, read_meta, source_stamp
-from common.keys import (UserError, asks_help, check_name, folder_name, help_text, run_cli,
-                         split_args, typed_config)
+from common.keys import (UserError, check_name, folder_name, run_cli, split_args, typed_config)
 from common.tokenizer import (ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer, slices,
                               train_bpe)
 
@@ -265,7 +264,7 @@ def already_there(folder, cfg) -> bool:
     try:
         meta = TokenData(folder, "train").meta
         TokenData(folder, "val")
-    except UserError as e:
+    except (UserError, OSError) as e:
         raise UserError(f"{e}; overwrite=true makes it again") from None
     made = [f"{k}={meta.get(k)!r:.60}" for k, v in settings(cfg).items() if meta.get(k) != v]
     if made:
@@ -304,10 +303,8 @@ def publish(new, folder, old):
 
 
 def main(argv):
-    if asks_help(argv):
-        return print(help_text(PrepareConfig))
-    prepare(typed_config(PrepareConfig, split_args(argv)))
+    prepare(typed_config(PrepareConfig, split_args(argv)[1]))
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, PrepareConfig)

@@ -21,9 +21,9 @@ import common       # before torch: see there
 import torch
 
 from common.checkpoint import load_run
-from common.keys import UserError, asks_help, choice, help_text, read_text, run_cli
+from common.keys import UserError, choice, read_text, run_cli, split_args, typed_config
 from common.process import pick_device
-from common.sampling import Sampling, check_prompts, next_tokens, read_arguments
+from common.sampling import Sampling, check_prompts, next_tokens
 
 
 @dataclass
@@ -53,8 +53,8 @@ def prefill(model, cache, rows):
 
 
 @torch.no_grad()
-def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0,
-           repetition_penalty=1.0, eot=None, seed=1337, vocab_size=None):
+def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, eot=None,
+           seed=1337, vocab_size=None):
     """Continue prompts, lists of token ids which may differ in length, as one batch.
 
     Yields one list a step: each row's new token, or None for a row that has met eot. Where a row
@@ -73,8 +73,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0,
     kept = min(getattr(model, "context_kept", cache.max_len), cache.max_len)
     logits, held = prefill(model, cache, rows)
     for n in range(max_new_tokens):
-        ids = next_tokens(logits[:, :vocab_size], rows, temperature, top_k, top_p,
-                          repetition_penalty, generator)
+        ids = next_tokens(logits[:, :vocab_size], temperature, top_k, top_p, generator)
         new = [i if on and i != eot else None for i, on in zip(ids.tolist(), live)]
         live = [i is not None for i in new]
         yield new
@@ -147,9 +146,8 @@ def write_batch(steps, tokenizer, prompts):
 
 
 def main(argv):
-    if asks_help(argv):
-        return print(help_text(SampleConfig))
-    path, cfg = read_arguments(argv, SampleConfig)
+    (path,), keys = split_args(argv, least=1, most=1)
+    cfg = typed_config(SampleConfig, keys)
     device = pick_device(cfg.device)
     texts = read_prompts(cfg.prompt)
     model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast)
@@ -163,7 +161,7 @@ def main(argv):
               file=sys.stderr)
     start = time.perf_counter()
     prompts = [ids for ids in prompts for _ in range(cfg.num_samples)]
-    steps = stream(model, prompts, cfg.max_new_tokens, *cfg.how(),
+    steps = stream(model, prompts, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p,
                    eot=tokenizer.eot if cfg.stop else None, seed=cfg.seed,
                    vocab_size=tokenizer.vocab_size)
     write = write_batch if len(prompts) > 1 else write_stream
@@ -174,4 +172,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, SampleConfig)

@@ -51,11 +51,11 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoint import load_run
-from common.keys import (UserError, asks_help, choice, help_text, model_module, read_text,
-                         run_cli, typed_config)
+from common.keys import (UserError, choice, model_module, read_text, run_cli, split_args,
+                         typed_config)
 from common.process import pick_device
 from common.sampling import (Decoding, Sampling, check_finite, check_prompts, loop_fractions,
-                             next_tokens, read_arguments)
+                             next_tokens)
 from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
 
 
@@ -77,9 +77,8 @@ class ServeConfig(Sampling, EngineKeys):
 
 
 def main(argv):
-    if asks_help(argv):
-        return print(help_text(ServeConfig))
-    path, cfg = read_arguments(argv, ServeConfig)
+    (path,), keys = split_args(argv, least=1, most=1)
+    cfg = typed_config(ServeConfig, keys)
     if bool(cfg.requests) == bool(cfg.prompt):
         raise UserError("give requests=FILE.jsonl (one JSON object a line) or prompt=TEXT")
     model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
@@ -104,7 +103,7 @@ class Request:
     prompt: list                    # token ids
     max_new_tokens: int
     id: object = None
-    sampling: tuple = (0.0, 0, 1.0, 1.0)            # temperature, top_k, top_p, penalty
+    sampling: tuple = (0.0, 0, 1.0)                 # temperature, top_k, top_p
     generator: torch.Generator = None               # of its own, to sample
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
     exits: list = field(default_factory=list)       # the loop that predicted each of them
@@ -142,13 +141,14 @@ def read_request(line, n, model, tokenizer, cfg):
     id, device = given.pop("id"), model.wte.weight.device
     for key in given.keys() - {"prompt", "max_new_tokens"}:
         raise UserError(f"unknown key {key!r:.60}: the keys are prompt, max_new_tokens, id")
-    asked = typed_config(ServeConfig, given, free_text=("prompt",))
+    asked = typed_config(ServeConfig, given)
     prompt, limit = tokenizer.encode(asked.prompt), model.context_limit or math.inf
     check_prompts([prompt], tokenizer.vocab_size)
     if len(prompt) >= limit:
         raise UserError(f"{len(prompt)} tokens leave no room for an answer: block_size={limit}")
     n_new = min(asked.max_new_tokens, limit - len(prompt))
-    return Request(prompt, n_new, id, cfg.how(), generator(cfg.seed, n, device))
+    how = cfg.temperature, cfg.top_k, cfg.top_p
+    return Request(prompt, n_new, id, how, generator(cfg.seed, n, device))
 
 
 def generator(seed, n, device):
@@ -325,8 +325,7 @@ class Engine:
         tokens = logits.argmax(-1).tolist()
         for n, r in enumerate(slot.request for slot in slots):
             if r.sampling != Request.sampling:      # the default
-                text, row = r.prompt + r.tokens, logits[n:n + 1]
-                tokens[n] = int(next_tokens(row, [text], *r.sampling, r.generator))
+                tokens[n] = int(next_tokens(logits[n:n + 1], *r.sampling, r.generator))
         return tokens
 
     def end(self, slot):
@@ -493,4 +492,4 @@ def adapter_of(model):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, ServeConfig)

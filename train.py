@@ -30,9 +30,9 @@ import numpy as np
 import torch
 
 from common.checkpoint import Log, in_words, lock, newest, read_log, save_checkpoint
-from common.data import bits_per_byte, count_right, data_folder, data_fingerprint, is_task
+from common.data import bits_per_byte, count_right, data_folder, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
-                         note, run_cli, split_paths, writing)
+                         note, run_cli, split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.process import (Processes, TrainConfig, check_fits, check_given, check_tokenizer,
                             config_file, device_name, flops_of_step, load_teacher, make_model,
@@ -48,7 +48,6 @@ class Run:
     cfg: TrainConfig
     procs: Processes
     batches: object         # TextBatches or TaskBatches
-    data: str               # their fingerprint
     model: torch.nn.Module
     forward: object         # the model as training calls it: compiled, data parallel
     optimizers: list
@@ -71,7 +70,8 @@ class Run:
 
 def setup(argv):
     """Arguments -> a Run. All is checked before anything but a data set is written."""
-    cfg, model_fields, ckpt, given = read_config(argv)
+    given = split_args(argv)[1]
+    cfg, model_fields, ckpt = read_config(given)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
     check_run(cfg)
     procs = Processes(cfg)
@@ -89,9 +89,8 @@ def setup(argv):
     if cfg.fsdp:
         from common.sharded import shard
         shard(model, blocks_of(model), procs.device, procs.world)
-    run = Run(cfg, procs, batches, data_fingerprint(cfg, batches), model,
-              prepare_forward(cfg, model, procs), make_optimizers(model, cfg),
-              load_teacher(cfg, model, data))
+    run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),
+              make_optimizers(model, cfg), load_teacher(cfg, model, data))
     if cfg.resume:
         restore(run, ckpt)
     elif cfg.eval_only and ckpt is not None:
@@ -131,21 +130,20 @@ def prepare_forward(cfg, model, procs):
 def claim_folder(run):
     """Make the run's folder, or clean it. From here to its end no other run can have it."""
     cfg, folder = run.cfg, run.folder
-    with writing(folder):
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            for path in missing:                # those that were made before the error
-                with contextlib.suppress(OSError):
-                    path.rmdir()
-            raise
-        lock(folder)
-        check_run(cfg)                          # again: another run may have ended meanwhile
-        old = ["ckpt.pt", "pending.pt", "best.pt", "step_*.pt", "curves.png"] * cfg.overwrite
-        for pattern in ("*.tmp", *old):         # *.tmp: of a run that was killed while saving
-            for file in folder.glob(pattern):
-                file.unlink()
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        for path in missing:                    # those that were made before the error
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+    lock(folder)
+    check_run(cfg)                              # again: another run may have ended meanwhile
+    old = ["ckpt.pt", "pending.pt", "best.pt", "step_*.pt", "curves.png"] * cfg.overwrite
+    for pattern in ("*.tmp", *old):             # *.tmp: of a run that was killed while saving
+        for file in folder.glob(pattern):
+            file.unlink()
 
 
 def describe(run):
@@ -154,8 +152,10 @@ def describe(run):
     size = sum(p.numel() for p in model.parameters())
     path = "fast" if model.cfg.fast else "naive"
     print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, "
-          f"{model.flops_per_token():.3g} FLOPs a token, {path} path\n"
-          f"{cfg.dataset if run.task else run.batches.train.folder}: {run.batches.sizes()}")
+          f"{model.flops_per_token():.3g} FLOPs a token, {path} path, {cfg.dataset}")
+    if not run.task:
+        train, val = run.batches.train, run.batches.val
+        print(f"{train.folder}: {train.tokens:,} tokens to train on, {val.tokens:,} to validate")
     if not cfg.eval_only:
         print(f"{cfg.max_steps:,} steps of {tokens_per_step(cfg, model):,} tokens on "
               f"{device_name(procs.device)}, {procs.world} process{'es' * (procs.world > 1)}"
@@ -280,7 +280,7 @@ def state(run):
             "config": asdict(run.cfg), "model_config": asdict(run.model.cfg),
             "tokenizer": run.batches.train.tokenizer.to_dict(),
             "weights": weights, "optimizers": optimizers,
-            **{name: getattr(run, name) for name in COUNTED}, "data": run.data,
+            **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint,
             "rng": {"cpu": torch.get_rng_state(),
                     "cuda": torch.cuda.get_rng_state() if cuda else None}}
 
@@ -289,7 +289,7 @@ def restore(run, ckpt):
     """Go on from the state of a checkpoint; the model has its weights already."""
     for name in COUNTED:
         setattr(run, name, ckpt[name])
-    if ckpt["data"] != run.data:
+    if ckpt["data"] != run.batches.fingerprint:
         note("the data is another than the checkpoint's: the best loss is forgotten")
         run.best_ce = math.inf
     try:
@@ -448,33 +448,26 @@ def main(argv):
 
 def print_help(argv):
     """The usage, then the trainer's keys and those of the chosen model."""
-    given = split_paths(argv)[1]
+    given = split_args(argv, most=None)[1]
     name = {**config_file(given), **given}.get("model", TrainConfig.model)
     print(help_text(TrainConfig, __doc__))
     print("\n" + help_text(model_module(name).Config, f"keys of model={name}:"))
 
 
 def finish(run, done):
-    """Print what the model writes (of a task, what it answers), and where the files are."""
+    """Print what the model writes, and where the files are."""
     cfg = run.cfg
     run.log.bar.close()
     if not done:
         return print(f"stopped at step {run.step}; go on with resume=true")
-    if cfg.sample_tokens:
-        print("-" * 80 + "\n" + example(run) + "\n" + "-" * 80)
+    if cfg.sample_tokens and not run.task:
+        text = sample_text(run.model, run.batches.train.tokenizer, cfg.sample_prompt,
+                           cfg.sample_tokens, seed=cfg.seed)
+        print("-" * 80, text, "-" * 80, sep="\n")
     picture = ", curves.png" * draw(run)
     more = "" if run.task else f"; more text: {as_command('sample.py', path=run.folder)}"
     best = ", best.pt" * (run.folder / "best.pt").exists()
     print(f"{run.folder}: ckpt.pt{best}, log.jsonl{picture}{more}")
-
-
-def example(run):
-    """What the model writes, or answers."""
-    if run.task:
-        from common.tasks import show_example
-        return show_example(run.model, run.batches)
-    return sample_text(run.model, run.batches.train.tokenizer, run.cfg.sample_prompt,
-                       run.cfg.sample_tokens, seed=run.cfg.seed)
 
 
 def draw(run):

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import sys
 import time
@@ -22,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 from common.data import bits_per_byte
-from common.keys import (UserError, asks_help, first_line, help_text, known, model_module, names,
-                         note, read_bytes, run_cli, split_paths, typed_config, writing)
+from common.keys import (UserError, first_line, known, model_module, names, note, open_file,
+                         run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer, to_huggingface
 
 # what a checkpoint holds
@@ -33,16 +34,6 @@ FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict,
 
 
 # ---- saving ----
-
-def digest(f, size):
-    """The SHA-256 of the first `size` bytes of an open file."""
-    sha = hashlib.sha256()
-    f.seek(0)
-    while block := f.read(min(size, 1 << 20)):
-        sha.update(block)
-        size -= len(block)
-    return sha.digest()
-
 
 def sync_folder(folder):
     """Makes a rename inside folder survive a power cut."""
@@ -82,7 +73,8 @@ def save_checkpoint(path, state):
     try:
         with open(temporary, "w+b") as f:
             torch.save(state, f)
-            f.write(digest(f, f.tell()))
+            f.seek(0)
+            f.write(hashlib.file_digest(f, "sha256").digest())
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -97,16 +89,13 @@ def save_checkpoint(path, state):
 # ---- loading ----
 
 def load_checkpoint(path):
-    """The state saved at path, on the CPU. UserError if it is missing, damaged, or not one of
-    ours: the SHA-256 covers every byte, and the unpickler runs no code."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path} does not exist, or is not a regular file: no checkpoint there")
+    """The state saved at path, on the CPU. UserError if it is damaged, or not one of ours: the
+    SHA-256 covers every byte, and the unpickler runs no code."""
     try:
-        with open(path, "rb") as f, warnings.catch_warnings(action="ignore"):
-            if digest(f, os.fstat(f.fileno()).st_size - 32) != f.read():
-                raise ValueError("checksum")
-            f.seek(0)
+        with open_file(path) as f, warnings.catch_warnings(action="ignore"):
+            with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                if hashlib.sha256(memoryview(content)[:-32]).digest() != content[-32:]:
+                    raise ValueError("checksum")
             state = torch.load(f, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
@@ -132,7 +121,7 @@ def check_state(state, path):
                 raise TypeError(f"its {name} cannot be right")
         schema = model_module(state["model"]).Config
         state["model_config"] = known(state["model_config"], names(schema), path)
-        typed_config(schema, {}, state["model_config"])
+        typed_config(schema, state["model_config"])
     except (KeyError, TypeError, AttributeError, UserError) as e:
         raise UserError(f"{path} is not a checkpoint of a run: {first_line(e)}") from e
 
@@ -184,12 +173,10 @@ def load_initial(path, key="init_from"):
 def read_log(path):
     """The objects of a log.jsonl; a line cut short by a crash is left out."""
     rows = []
-    text = read_bytes(path).decode(errors="replace") if path.exists() else ""
-    for line in text.splitlines():
+    for line in open_file(path) if path.exists() else ():
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)
-            and all(type(row.get(key)) in (int, float) for key in ("step", "seconds"))]
+    return rows
 
 
 class Log:
@@ -202,24 +189,20 @@ class Log:
         rows = [row for row in rows
                 if row["step"] <= (run.evaluated if "val_ce" in row else run.step)]
         temporary = self.path.with_name("log.jsonl.tmp")
-        with writing(self.path):
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(temporary, self.path)
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(temporary, self.path)
         self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
                         dynamic_ncols=True, file=sys.stderr)
-        self.start_lap()
-
-    def start_lap(self):
-        """tokens_per_second counts from here: evaluations are not training time."""
-        self.lap, self.lap_tokens = time.perf_counter(), self.run.tokens
+        self.lap = time.perf_counter(), run.tokens
 
     def step(self, logged, write):
         """One training step is done; a line about it if `write`."""
         self.bar.update()
         if not write:
             return
-        rate = (self.run.tokens - self.lap_tokens) / (time.perf_counter() - self.lap)
+        start, tokens = self.lap
+        rate = (self.run.tokens - tokens) / (time.perf_counter() - start)
         values = {**logged, "tokens_per_second": round(rate, 1)}
         if not self.run.task:
             values["bpb"] = bits_per_byte(logged["ce"], self.run.batches.train)
@@ -234,20 +217,14 @@ class Log:
     def write(self, values):
         row = {"step": self.run.step, "tokens": self.run.tokens, "flops": self.run.flops,
                "seconds": round(time.perf_counter() - self.start, 3), **values}
-        with writing(self.path), open(self.path, "a") as f:
+        with open(self.path, "a") as f:
             f.write(json.dumps(row) + "\n")
-        self.start_lap()
+        self.lap = time.perf_counter(), self.run.tokens     # evaluations are not training time
 
 
 def in_words(result):
     """The line that is printed about an evaluation."""
-    ce = f"{result['val_ce']:.4f} nats per token" if "val_ce" in result else "not finite"
-    words = [f"val ce {ce}"]
-    if "val_bpb" in result:
-        words.append(f"{result['val_bpb']:.4f} bits per byte")
-    return ", ".join(words + [f"{name.removeprefix('val_').replace('_', ' ')} {value:.3f}"
-                              for name, value in result.items()
-                              if name not in ("val_ce", "val_bpb")])
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items())
 
 
 # ---- the command line ----
@@ -260,33 +237,27 @@ class ExportConfig:
 
 
 def main(argv):
-    if asks_help(argv):
-        return print(help_text(ExportConfig))
-    sources, keys = split_paths(argv)
+    (run,), keys = split_args(argv, least=1, most=1)
     cfg = typed_config(ExportConfig, keys)
-    if len(sources) != 1 or not cfg.export:
+    if not cfg.export:
         raise UserError("give one run and where to: out/NAME export=PATH")
-    path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(sources[0]))
+    path, ckpt = Path(cfg.export), load_checkpoint(checkpoint_file(run))
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")
     if cfg.exit_loop:
         ckpt["model_config"]["exit_loop"] = cfg.exit_loop
     model = build_model(ckpt).eval()
-    with writing(path):
-        if path.suffix == ".pt":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_checkpoint(path, {**ckpt, "optimizers": []})
-        else:
-            export_folder(path, model, load_tokenizer(ckpt["tokenizer"]))
+    if path.suffix == ".pt":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_checkpoint(path, {**ckpt, "optimizers": []})
+    else:
+        export_folder(path, model, load_tokenizer(ckpt["tokenizer"]))
     print(f"{path}: {ckpt['model']}, step {ckpt['step']:,}")
 
 
 def export_folder(path, model, tokenizer):
     from common.llama import to_pretrained
-    try:
-        to_pretrained(model, path, tokenizer.eot)
-    except ValueError as e:
-        raise UserError(f"export: {first_line(e)}") from e
+    to_pretrained(model, path, tokenizer.eot)
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
         (path / name).unlink(missing_ok=True)       # of what was there before
     if not to_huggingface(tokenizer, path):
@@ -294,4 +265,4 @@ def export_folder(path, model, tokenizer):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, ExportConfig)

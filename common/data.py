@@ -2,7 +2,6 @@
 The data of a run: the folder that its keys name, its token files, and the batches of training,
 each a pure function of (seed, step).
 """
-import contextlib
 import glob
 import hashlib
 import logging
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from common.keys import (NAME, UserError, as_command, first_line, folder_name, need, note,
-                         read_json)
+                         open_file, read_json)
 from common.tokenizer import HUB_NAME, load_tokenizer
 
 FORMAT = 2  # of a data set's folder
@@ -43,7 +42,8 @@ def open_data(cfg):
     again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                        f"data_dir={cfg.data_dir}")
     if not folder.exists():
-        raise UserError(f"{folder} does not exist: make it with {again}{other_names(cfg)}")
+        raise UserError(f"{folder} does not exist: make it with {again}, or name one that there "
+                        f"is: dataset=NAME")
     meta = read_meta(folder)
     made = meta.get("dataset"), meta.get("tokenizer_name")
     if folder.name != cfg.dataset and made != (cfg.dataset, cfg.tokenizer):
@@ -53,24 +53,6 @@ def open_data(cfg):
         note(f"{meta['dataset']} has changed since {folder} was made: prepare.py with "
              f"overwrite=true makes it again")
     return folder
-
-
-def other_names(cfg) -> str:
-    """Words that tell where the same source and tokenizer were prepared, by name=."""
-    same, found = {"dataset": cfg.dataset, "tokenizer_name": cfg.tokenizer}, []
-    for file in sorted(Path(cfg.data_dir).glob("*/meta.json")):
-        with contextlib.suppress(UserError):            # not a data set
-            if read_meta(file.parent).items() >= same.items():
-                found.append(f"dataset={file.parent.name}")
-    return f"; {', '.join(found)} has the same source and tokenizer" if found else ""
-
-
-def data_fingerprint(cfg, batches) -> str:
-    """A SHA-256 of what a run trains and validates on: the tokens of its data set, or the keys
-    that a task's examples depend on."""
-    parts = ([cfg.dataset, cfg.seed, cfg.task_examples] if is_task(cfg.dataset)
-             else [batches.train.sha256, batches.val.sha256])
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 # ---- token files ----
@@ -91,10 +73,8 @@ class TokenData:
         except (KeyError, TypeError, ValueError, OverflowError, UserError) as e:
             problem = f"{type(e).__name__}: {first_line(e)}"
             raise UserError(f"{folder} is not a data set of this project: {problem}") from None
-        if not self.path.is_file():
-            raise UserError(f"{self.path} is missing or is not a regular file")
         # stays open: a data set that is made again meanwhile is another file
-        self.file, wanted = open(self.path, "rb"), self.tokens * self.dtype.itemsize
+        self.file, wanted = open_file(self.path), self.tokens * self.dtype.itemsize
         size = os.fstat(self.file.fileno()).st_size
         if size != wanted:
             raise UserError(f"{self.path} is damaged: {size} bytes, {wanted} expected")
@@ -157,6 +137,7 @@ class TextBatches(Windows):
         self.train = TokenData(folder, "train")
         super().__init__(TokenData(folder, "val"), cfg.batch_size, block_size)
         self.seed, self.accumulation = cfg.seed, cfg.gradient_accumulation_steps
+        self.fingerprint = f"{self.train.sha256} {self.val.sha256}"     # of all that a run reads
         self.micro_batch(0, 0)      # what is wrong is told before anything is written
 
     def micro_batch(self, step, index):
@@ -165,9 +146,6 @@ class TextBatches(Windows):
         rng = np.random.default_rng(np.random.SeedSequence([self.seed, step]))
         starts = rng.integers(0, self.n_windows(self.train), self.rows * self.accumulation)
         return self.cut(self.train, starts[index * self.rows:(index + 1) * self.rows])
-
-    def sizes(self):
-        return f"{self.train.tokens:,} tokens to train on, {self.val.tokens:,} to validate"
 
 
 def count_right(logits, targets):
@@ -198,8 +176,12 @@ def documents(cfg):
     """The texts of a data set, in a fixed order. A column may hold other things too."""
     kind, _, rest = cfg.dataset.partition(":")
     if cfg.dataset == "python" or kind == "file":
-        for file in source_files(cfg.dataset):
-            yield file_text(file)
+        for file in map(Path, source_files(cfg.dataset)):
+            if file.suffix.lower() in TABLES:
+                raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such "
+                                f"files")
+            # bytes that are not UTF-8 are lone surrogates in it
+            yield file.read_bytes().decode(errors="surrogateescape")
     elif kind == "hf" and rest:
         yield from hf_texts(rest, cfg)
     elif cfg.dataset == "shakespeare":
@@ -256,13 +238,6 @@ def has_changed(meta) -> bool:
     """Whether the user's files, that the data set was made from, are others since."""
     made = meta.get("source_stamp")
     return bool(made) and source_stamp(meta["dataset"]) not in ("", made)
-
-
-def file_text(file):
-    """The text of a file. Bytes that are not UTF-8 are lone surrogates in it."""
-    if Path(file).suffix.lower() in TABLES:
-        raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such files")
-    return Path(file).read_bytes().decode(errors="surrogateescape")
 
 
 @cache

@@ -36,11 +36,15 @@ def choice(*allowed):
     return field(default=allowed[0], metadata={"allowed": allowed})
 
 
-def run_cli(main):
-    """main(sys.argv[1:]); bad input is one line on stderr and exit status 2, never a traceback."""
+def run_cli(main, schema=None):
+    """main(sys.argv[1:]), or the help about the keys of `schema` where that is asked for. Bad
+    input is one line on stderr and exit status 2, never a traceback."""
     open_streams()
     try:
-        main(sys.argv[1:])
+        if schema and asks_help(sys.argv):
+            print(help_text(schema))
+        else:
+            main(sys.argv[1:])
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
@@ -84,18 +88,16 @@ def is_key(arg) -> bool:
     return "=" in arg and arg.partition("=")[0].isidentifier()
 
 
-def split_paths(argv):
-    """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}); of a key given twice the last holds."""
+def split_args(argv, least=0, most=0):
+    """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}); of a key given twice the last holds.
+    least, most: how many arguments may be no keys, but runs (None: any number)."""
     keys = dict(arg.split("=", 1) for arg in argv if is_key(arg))
-    return [arg for arg in argv if not is_key(arg)], keys
-
-
-def split_args(argv) -> dict:
-    """The keys, where there may be nothing else."""
-    others, keys = split_paths(argv)
-    if others:
-        raise UserError(f"argument {others[0]!r} is not of the form key=value")
-    return keys
+    paths = [arg for arg in argv if not is_key(arg)]
+    if most is not None and len(paths) > most:
+        raise UserError(f"argument {paths[most]!r} is not of the form key=value")
+    if len(paths) < least:
+        raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
+    return paths, keys
 
 
 def as_command(program, *keys, path=None):
@@ -140,17 +142,15 @@ class Keys:
                 raise ValueError(f"{name}={value} must be at least {low}{most}")
 
 
-def typed_config(schema, values, base=None, free_text=()):
-    """An instance of the dataclass `schema`: its defaults, then `base` (plain values of a YAML
-    file), then `values` (text of the command line). Keys in `free_text` name no file: they may
-    hold anything. UserError for an unknown key, a value of the wrong type or none of choice()."""
+def typed_config(schema, values):
+    """An instance of the dataclass `schema`: its defaults, and `values`, which may be text of the
+    command line or plain values of a YAML file. UserError for an unknown key, a value of the wrong
+    type or none of choice()."""
     kinds, typed = typing.get_type_hints(schema), {}
     allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
-    for key, value in {**(base or {}), **values}.items():
-        if key not in kinds:
-            raise UserError(unknown_key(str(key), kinds))
-        literal = key in free_text and isinstance(value, str)
-        typed[key] = value if literal else typed_value(key, value, kinds[key])
+    check_known(values, kinds)
+    for key, value in values.items():
+        typed[key] = typed_value(key, value, kinds[key])
         if typed[key] not in allowed.get(key, [typed[key]]):
             words = ", ".join(filter(None, allowed[key]))
             raise UserError(f"{key}={value} must be one of: {words}")
@@ -160,22 +160,25 @@ def typed_config(schema, values, base=None, free_text=()):
         raise UserError(first_line(e)) from None
 
 
-def names(schema) -> set:
-    """The keys of a dataclass."""
-    return {f.name for f in fields(schema)}
+def names(*schemas) -> list:
+    """The keys of dataclasses."""
+    return [f.name for schema in schemas for f in fields(schema)]
 
 
 def known(values, keys, what) -> dict:
     """The values of keys that there are; a line tells each that is dropped."""
-    for key in sorted(values.keys() - keys, key=str):
+    for key in sorted(values.keys() - set(keys), key=str):
         note(f"{what}: {key}={values[key]!r} is dropped: there is no such key", sys.stderr)
     return {key: value for key, value in values.items() if key in keys}
 
 
-def unknown_key(key, names) -> str:
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else "the keys are " + ", ".join(names)
-    return f"unknown key {key!r:.60}: {hint}"
+def check_known(values, keys):
+    """UserError for the first of values that is none of keys."""
+    for key in map(str, values):
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, n=1)
+            hint = f"did you mean {near[0]}?" if near else "the keys are " + ", ".join(keys)
+            raise UserError(f"unknown key {key!r:.60}: {hint}")
 
 
 KINDS = {int: "int (less than 2^63)", float: "float (finite)", bool: "bool (true or false)",
@@ -194,22 +197,19 @@ def typed_value(key, value, kind):
             return float(value)
         if kind is bool and str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"
-        if kind is str and text and "\0" not in value:      # no file name holds a zero byte
+        if kind is str and text and "\0" not in value:      # no name of a file holds it
             return value
     raise UserError(f"{key}: expected {KINDS[kind]}, got {value!r:.60}")
 
 
 def load_yaml(file):
-    """The flat keys of a config file. UserError where it is missing, or not `key: value` lines."""
+    """The keys of a config file. UserError where it is missing, or not `key: value` lines."""
     text = io.StringIO(read_text(file, f"config={file}"))
     try:
-        values = OmegaConf.to_container(OmegaConf.load(text), resolve=False)
+        return {**OmegaConf.to_container(OmegaConf.load(text), resolve=False)}
     except Exception as e:  # the YAML parser has many kinds of errors, all about this file
         reason = " ".join(str(e).split())[:200]
-        raise UserError(f"config={file} is not valid YAML: {reason}") from e
-    if not isinstance(values, dict) or any(isinstance(v, (dict, list)) for v in values.values()):
-        raise UserError(f"config={file} must hold flat `key: value` lines")
-    return values
+        raise UserError(f"config={file} is not valid YAML of `key: value` lines: {reason}") from e
 
 
 def model_module(name):
@@ -243,18 +243,18 @@ def folder_name(dataset, tokenizer) -> str:
     return plain_name(f"{dataset}-{tokenizer}")
 
 
-def read_bytes(path) -> bytes:
-    """What a file holds. OSError for a pipe or a device too: reading it may never end."""
-    path = Path(path)
-    if path.exists() and not path.is_file() and not path.is_dir():
+def open_file(path):
+    """A file, open to read its bytes. OSError for a pipe too: reading it may never end."""
+    if Path(path).exists() and not Path(path).is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return path.read_bytes()
+    return open(path, "rb")
 
 
 def read_text(path, name) -> str:
     """The text of a file. UserError, which calls it `name`, where there is none in UTF-8."""
     try:
-        return read_bytes(path).decode("utf-8-sig")  # without a byte order mark
+        with open_file(path) as f:
+            return f.read().decode("utf-8-sig")  # without a byte order mark
     except OSError as e:
         raise UserError(f"{name} cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:
@@ -264,12 +264,9 @@ def read_text(path, name) -> str:
 def read_json(file) -> dict:
     """The object in a JSON file. UserError where there is none."""
     try:
-        value = json.loads(read_text(file, file))
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{file} is not JSON: {first_line(e)}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{file} is not a JSON object")
-    return value
+        return {**json.loads(read_text(file, file))}
+    except (ValueError, TypeError, RecursionError) as e:
+        raise UserError(f"{file} is not a JSON object: {first_line(e)}") from None
 
 
 def first_line(e) -> str:
@@ -282,12 +279,3 @@ def need(module):
         return importlib.import_module(module)
     except ImportError:
         raise UserError(f"the package {module} is missing: pip install {module}") from None
-
-
-@contextlib.contextmanager
-def writing(path):
-    """An OSError inside is a UserError that names path: a full disk is told in one line."""
-    try:
-        yield
-    except OSError as e:
-        raise UserError(f"could not write {path}: {e.strerror or e}") from e

@@ -6,13 +6,12 @@ Both sides store matrices as (out, in), and RoPE rotates the same pairs.
 A weight only changes its name. But Gemma's norms multiply by 1 + w: they are stored as w.
 """
 import json
-import os
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from common.keys import model_module, need
+from common.keys import UserError, model_module, need
 from common.tokenizer import hub_folder
 
 
@@ -34,22 +33,23 @@ def from_pretrained(path):
 
 def to_pretrained(model, path, eos=None):
     """Write config.json and model.safetensors as transformers reads them. model: what `unrolled`
-    takes. eos: the token at which generation stops. ValueError if no family has what it has."""
+    takes. eos: the token at which generation stops. UserError if no family has what it has."""
     model = unrolled(model)
     c, family = model.cfg, family_of(model.cfg)
     config = {theirs: getattr(c, ours) for theirs, ours in FIELDS.items()}
     config |= dict(
-        architectures=[f"{family}ForCausalLM"], model_type=family.lower(),
+        architectures=[f"{family.capitalize()}ForCausalLM"], model_type=family,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
         hidden_act=ACTS[c.mlp], attention_bias=False, mlp_bias=False,
         bos_token_id=None, eos_token_id=eos, sliding_window=c.window or None,
         torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."))
     weights = {llama_name(name): p.detach().contiguous()
                for name, p in model.named_parameters()}
-    if family == "Gemma":
+    if family == "gemma":
         weights |= {name: w - 1 for name, w in weights.items() if "norm" in name}
     Path(path).mkdir(parents=True, exist_ok=True)
-    save_weights(weights, Path(path) / "model.safetensors")
+    content = need("safetensors.torch").save(weights, metadata={"format": "pt"})
+    (Path(path) / "model.safetensors").write_bytes(content)
     (Path(path) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -61,38 +61,27 @@ FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd",
           "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta",
           "tie_word_embeddings": "tie_embeddings"}
 ACTS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
+# what a family has: qk_norm, a window, mlp, scale_embeddings
+FAMILIES = {"llama": (False, False, "swiglu", False),
+            "mistral": (False, True, "swiglu", False),
+            "qwen3": (True, False, "swiglu", False),
+            "gemma": (False, False, "geglu", True)}
 
 
 def family_of(c):
-    """The family that computes the same as model_gpt with Config c; ValueError if none does."""
-    has = {"Qwen3": c.qk_norm, "Mistral": c.window > 0,
-           "Gemma": c.mlp == "geglu" or c.scale_embeddings}
-    families = [name for name, own in has.items() if own] or ["Llama"]
-    gemma = c.mlp == "geglu" and c.scale_embeddings
-    if c.pos != "rope" or c.mlp == "gelu" or len(families) > 1 or has["Gemma"] != gemma:
-        raise ValueError("only pos=rope with mlp=swiglu and one of qk_norm and window, or with "
-                         "mlp=geglu and scale_embeddings, can be written as a Llama folder")
-    return families[0]
-
-
-def save_weights(weights, path):
-    """A safetensors file, whole or not at all; else OSError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-    temporary = Path(f"{path}.tmp")
-    try:
-        save_file(weights, temporary, metadata={"format": "pt"})
-        os.replace(temporary, path)
-    except SafetensorError as e:
-        raise OSError(str(e)) from e
-    finally:
-        temporary.unlink(missing_ok=True)
+    """The family that computes the same as model_gpt with Config c; UserError if none does."""
+    own = c.qk_norm, c.window > 0, c.mlp, c.scale_embeddings
+    for family, has in FAMILIES.items():
+        if has == own and c.pos == "rope":
+            return family
+    raise UserError("only pos=rope with mlp=swiglu and one of qk_norm and window, or with "
+                    "mlp=geglu and scale_embeddings, can be written as a Llama folder")
 
 
 @torch.no_grad()
 def unrolled(model):
     """The model_gpt that computes the same: of a relaxed model up to exit_loop, with each use's
-    W' + B A in a layer of its own; of a MoR without router. ValueError for other models."""
+    W' + B A in a layer of its own; of a MoR without router. UserError for other models."""
     c, gpt = model.cfg, model_module("gpt")
     if type(model) is gpt.Model:
         return model
@@ -103,8 +92,8 @@ def unrolled(model):
         recursions = sum(model.layers_of[:model.loops_to_run], [])
         layers = [(block, None) for block in (*model.first, *recursions, *model.last)]
     else:
-        raise ValueError(f"{type(model).__module__} computes what no Llama does: gpt, relaxed, and "
-                         "mor with router=none can be written as one, if kv is not share")
+        raise UserError(f"{type(model).__module__} computes what no Llama does: gpt, relaxed, and "
+                        "mor with router=none can be written as one, if kv is not share")
     same = {f.name: getattr(c, f.name) for f in fields(gpt.Config) if hasattr(c, f.name)}
     plain = gpt.Model(gpt.Config(**{**same, "n_layer": len(layers)})).to(model.wte.weight)
     for name, p in plain.named_parameters():
@@ -162,28 +151,26 @@ def load_llama(folder):
     return model.eval()
 
 
-FAMILIES = "llama", "mistral", "qwen3", "gemma"
-
-
 def gpt_fields(theirs):
     """The Config fields of model_gpt that compute the same."""
     c = theirs.config
-    mistral, gemma = c.model_type == "mistral", c.model_type == "gemma"
+    qk_norm, window, mlp, scale_embeddings = FAMILIES[c.model_type]
     rope = c.rope_parameters
     nested = any(isinstance(value, dict) for value in rope.values())    # one for each layer type
     if nested or rope.get("rope_type") != "default":
         raise ValueError(f"RoPE with {rope} is not supported: only unscaled RoPE is")
     windows = "sliding_attention" in (getattr(c, "layer_types", None) or ())
-    if windows and not mistral:
+    if windows and not window:
         raise ValueError("layer_types is not supported: only full_attention is")
     same = {ours: getattr(c, name) for name, ours in FIELDS.items() if ours != "rope_theta"}
-    return {**same,
-            "rope_theta": float(rope["rope_theta"]),
-            "tie_embeddings": theirs.lm_head.weight is theirs.model.embed_tokens.weight,
-            "window": c.sliding_window or 0 if mistral else 0,
-            "qk_norm": c.model_type == "qwen3",
-            "scale_embeddings": gemma,
-            "mlp": "geglu" if gemma else "swiglu"}
+    return dict(
+        same,
+        rope_theta=float(rope["rope_theta"]),
+        tie_embeddings=theirs.lm_head.weight is theirs.model.embed_tokens.weight,
+        window=window and c.sliding_window or 0,
+        qk_norm=qk_norm,
+        mlp=mlp,
+        scale_embeddings=scale_embeddings)
 
 
 @torch.no_grad()
@@ -193,9 +180,8 @@ def check_same_logits(model, theirs, folder):
     idx = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0))
     ours, wanted = model.eval()(idx)[0], theirs(idx).logits
     if not (ours - wanted).abs().max() <= 1e-3 * wanted.abs().max():    # NaN too
-        usual = type(theirs.config)().to_dict()
-        unusual = [f"{name}={value}" for name, value in theirs.config.to_dict().items()
-                   if usual.get(name) != value and name not in {*FIELDS, *UNREAD}]
+        unusual = [f"{name}={value}" for name, value in theirs.config.to_diff_dict().items()
+                   if name not in {*FIELDS, *UNREAD}]
         raise ValueError(f"{folder}: model_gpt does not compute what "
                          f"{', '.join(unusual) or 'this'} asks for, or a weight is not finite")
 

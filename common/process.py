@@ -5,7 +5,7 @@ processes and their device, its data and its models.
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from common.checkpoint import build_model, load_checkpoint, load_initial, lock, newest
 from common.data import TextBatches, is_task, open_data
-from common.keys import (HERE, Keys, UserError, check_name, choice, first_line, first_process,
-                         known, load_yaml, model_module, names, note, plain_name, split_args,
+from common.keys import (HERE, Keys, UserError, check_known, check_name, choice, first_line,
+                         first_process, known, load_yaml, model_module, names, note, plain_name,
                          typed_config)
 
 
@@ -74,7 +74,11 @@ class TrainConfig(Keys):
 
     def __post_init__(self):
         numbers = {key.name: (0, None) for key in fields(self) if key.type in (int, float)}
-        self.between(**{**numbers, **BOUNDS})
+        counts = dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_steps",
+                                "eval_interval", "log_interval"), (1, None))
+        self.between(**{**numbers, **counts, "sample_tokens": (0, 2 ** 20),
+                        "beta1": (0, 0.99999), "beta2": (0, 0.99999),
+                        "cooldown_frac": (0, 1), "min_lr_frac": (0, 1)})
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("sample_prompt is empty: give a character, or sample_tokens=0")
         if self.resume and self.overwrite:
@@ -86,27 +90,17 @@ class TrainConfig(Keys):
         return Path(self.out_dir) / check_name(self.run, "run")
 
 
-# of the keys whose smallest value is not 0, or that have a largest
-BOUNDS = {**dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_steps",
-                           "eval_interval", "log_interval"), (1, None)),
-          **dict.fromkeys(("beta1", "beta2"), (0, 0.99999)),
-          **dict.fromkeys(("cooldown_frac", "min_lr_frac"), (0, 1)),
-          "sample_tokens": (0, 2 ** 20)}
-
-
 # ---- merging: defaults < config file < checkpoint that the run goes on from < command line ----
 
-def read_config(argv):
-    """argv -> (TrainConfig, the model's Config fields, checkpoint or None, given: the keys of the
-    command line as text). Of the fields, vocab_size is missing where nothing sets it: it is the
-    data's then."""
-    given = split_args(argv)
+def read_config(given):
+    """(TrainConfig, the model's Config fields, checkpoint or None) of keys of the command line, as
+    text. Of the fields, vocab_size is missing where nothing sets it: it is the data's then."""
     base, ckpt = config_file(given), None
     named = base if "config" in given else {}
     values = {**base, **given}
     start = typed_config(TrainConfig, {key: values[key] for key in START & values.keys()})
     if start.resume or start.eval_only and not given.get("init_from"):
-        given["init_from"] = ""                 # what the run began with matters no more
+        given = {**given, "init_from": ""}      # what the run began with matters no more
         if start.resume and start.folder.exists() and first_process():
             lock(start.folder)                  # from here on no other run may replace it
         ckpt = load_checkpoint(newest(start.folder))
@@ -120,8 +114,8 @@ def read_config(argv):
                 **ckpt["model_config"], "fast": True, **free}
     cfg, model_fields = run_config(given, base)
     if ckpt is not None:
-        check_weights(ckpt, model_fields, cfg.resume)
-    return cfg, model_fields, ckpt, given
+        check_weights(ckpt, model_fields)
+    return cfg, model_fields, ckpt
 
 
 def config_file(given):
@@ -136,7 +130,7 @@ def keys_of_run(ckpt, start, named, given):
     """A run keeps its keys, but for START. A line tells where the file that the command line names
     differs."""
     check_same_model(given.get("model", ckpt["model"]), ckpt)
-    keys = names(full_schema(model_module(ckpt["model"])))
+    keys = names(TrainConfig, model_module(ckpt["model"]).Config)
     kept = known({**ckpt["config"], **ckpt["model_config"]}, keys, start.folder)
     for key in sorted(named.keys() & kept.keys() - START - given.keys()):
         if named[key] != kept[key]:
@@ -166,18 +160,15 @@ def as_weights_of(name, ckpt):
     return {**ckpt, "model": name, "model_config": shared, "converts": True}
 
 
-def free_fields(ckpt, resume=False):
+def free_fields(ckpt):
     """The fields of a model that its weights do not fix."""
-    config = model_module(ckpt["model"]).Config
-    free = {"fast", "dropout", *getattr(config, "RESUME_OVERRIDES", ())}
-    if not resume:
-        free |= {"block_size", *getattr(config, "FINETUNE_OVERRIDES", ())}
-    return free | {"n_layer"} if "converts" in ckpt else free
+    free = getattr(model_module(ckpt["model"]).Config, "NOT_IN_WEIGHTS", ())
+    return {"fast", "dropout", "block_size", *free, *["n_layer"] * ("converts" in ckpt)}
 
 
-def check_weights(ckpt, model_fields, resume):
+def check_weights(ckpt, model_fields):
     """UserError if a key contradicts the weights."""
-    free = free_fields(ckpt, resume)
+    free = free_fields(ckpt)
     for key, old in ckpt["model_config"].items():
         if key not in free and model_fields[key] != old:
             raise UserError(f"{key}={model_fields[key]}, but the checkpoint's model has "
@@ -185,28 +176,20 @@ def check_weights(ckpt, model_fields, resume):
 
 
 def run_config(given, base):
-    """(TrainConfig, the model's Config fields) from text that is given, over plain values."""
-    module = model_module(given.get("model", base.get("model", TrainConfig.model)))
-    values = vars(typed_config(full_schema(module), given, base, free_text=("sample_prompt",)))
-    try:
-        cfg = TrainConfig(**{key: values.pop(key) for key in names(TrainConfig)})
-        model_fields = asdict(module.Config(**values))
-    except ValueError as e:
-        raise UserError(str(e)) from e
+    """(TrainConfig, the model's Config fields) from keys that are given, over those of base."""
+    values = {**base, **given}
+    schemas = TrainConfig, model_module(values.get("model", TrainConfig.model)).Config
+    check_known(values, names(*schemas))
+    cfg, model = (typed_config(schema, {key: values[key] for key in names(schema) if key in values})
+                  for schema in schemas)
+    model_fields = asdict(model)
     if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
         raise UserError("max_flops sets max_steps: give one of the two")
     if "max_steps" in given:
         cfg.max_flops = 0.0
-    if "vocab_size" not in {**base, **given}:
+    if "vocab_size" not in values:
         del model_fields["vocab_size"]
     return cfg, model_fields
-
-
-def full_schema(module):
-    """A dataclass of all keys of a run: the trainer's and the model's."""
-    keys = *fields(TrainConfig), *fields(module.Config)
-    entries = [(f.name, f.type, field(default=f.default, metadata=f.metadata)) for f in keys]
-    return make_dataclass("RunConfig", entries)     # a TypeError for a key that both have
 
 
 # ---- processes and their device ----
@@ -300,10 +283,6 @@ class Processes:
             os._exit(0)
 
 
-SIZES = ("n_layer", "n_embd", "vocab_size", "block_size", "batch_size",
-         "gradient_accumulation_steps")
-
-
 def check_fits(cfg, fields, world, device):
     """UserError, before anything is allocated, where training needs more than the device has.
     Counted from below: 16 bytes a parameter (weight, gradient, AdamW's moments), of a block only
@@ -318,7 +297,9 @@ def check_fits(cfg, fields, world, device):
     have = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
             os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if need > have:
-        words = ", ".join(f"{name}={keys[name]}" for name in SIZES if keys[name])
+        sizes = ("n_layer", "n_embd", "vocab_size", "block_size", "batch_size",
+                 "gradient_accumulation_steps")
+        words = ", ".join(f"{name}={keys[name]}" for name in sizes if keys[name])
         raise UserError(f"{words}: at least {need / 1e9:,.3g} GB of memory would be needed, "
                         f"{device} has {have / 1e9:,.3g} GB")
 

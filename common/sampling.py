@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.keys import Keys, UserError, split_paths, typed_config
+from common.keys import Keys, UserError
 
 
 @dataclass
@@ -22,17 +22,12 @@ class Sampling(Decoding):
     temperature: float = 0.8        # 0: the likeliest token; 1: the model's distribution
     top_k: int = 0                  # sample among the k likeliest tokens (0: all)
     top_p: float = 1.0              # sample among the likeliest with this probability together
-    repetition_penalty: float = 1.0  # above 1 makes tokens that the text already has less likely
     stop: bool = True               # end at the end-of-text token
     seed: int = 1337                # of the sampling
 
     def __post_init__(self):
         self.between(max_new_tokens=(1, 1 << 20), temperature=(0, None), top_k=(0, None),
-                     top_p=(0, 1), repetition_penalty=(0.01, 100), seed=(0, 2 ** 63 - 1))
-
-    def how(self):
-        """The arguments of next_tokens that are the user's choice."""
-        return self.temperature, self.top_k, self.top_p, self.repetition_penalty
+                     top_p=(0, 1), seed=(0, 2 ** 63 - 1))
 
 
 def check_finite(logits):
@@ -40,16 +35,10 @@ def check_finite(logits):
         raise UserError("the model's logits are not finite: its weights, or its sizes, are broken")
 
 
-def next_tokens(logits, texts, temperature, top_k, top_p, repetition_penalty, generator):
-    """One token a row from logits (B, V): (B,) int64. texts: each row's token ids so far, lists.
-    Order: penalty (Keskar et al. 2019: positive logits divided, negative multiplied), temperature,
-    top_k, top_p (Holtzman et al. 2020: the smallest set of likeliest tokens that reaches top_p)."""
+def next_tokens(logits, temperature, top_k, top_p, generator):
+    """One token a row from logits (B, V): (B,) int64. Order: temperature, top_k, top_p (Holtzman
+    et al. 2020: the smallest set of likeliest tokens that reaches top_p)."""
     check_finite(logits)
-    if repetition_penalty != 1:
-        logits = logits.clone()
-        for row, ids in zip(logits, texts):
-            x = row[ids]
-            row[ids] = torch.where(x > 0, x / repetition_penalty, x * repetition_penalty)
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
     logits = logits / max(temperature, 1e-6)
@@ -72,14 +61,6 @@ def check_prompts(prompts, vocab_size):
             raise UserError("the prompt is empty: give at least one character")
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise UserError(f"the prompt has a token outside the vocabulary of {vocab_size}")
-
-
-def read_arguments(argv, config):
-    """(path of a run, config) from `PATH key=value ...`."""
-    paths, keys = split_paths(argv)
-    if len(paths) != 1:
-        raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
-    return paths[0], typed_config(config, keys, free_text=("prompt",))
 
 
 def loop_fractions(loops, n_loop):

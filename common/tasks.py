@@ -252,6 +252,7 @@ class TaskBatches(TextBatches):
         self.train = TaskData(task, block_size, cfg.seed, TRAIN, count)
         self.val = TaskData(task, block_size, cfg.seed, VAL, VAL_EXAMPLES)
         self.starts = np.arange(VAL_EXAMPLES)
+        self.fingerprint = f"{cfg.dataset} {cfg.seed} {cfg.task_examples}"
 
     def n_windows(self, data):
         return data.count
@@ -264,20 +265,3 @@ class TaskBatches(TextBatches):
 
     def cut(self, data, numbers):
         return tuple(rows[numbers] for rows in data.examples)
-
-    def sizes(self):
-        count = f"{self.train.count:,}" if self.train.count else "fresh"
-        return f"{count} examples to train on, {self.val.count:,} to validate"
-
-
-@torch.no_grad()
-def show_example(model, batches, last=16):
-    """The end of the first validation example with the model's predictions: three aligned lines. A
-    dot is a position that is not scored."""
-    x, y = batches.cut(batches.val, [0])
-    logits = model.eval()(x.to(next(model.parameters()).device))[0]
-    predictions, lines = torch.where(y < 0, y, logits.argmax(-1).cpu()), []
-    for name, rows in {"inputs": x, "targets": y, "predictions": predictions}.items():
-        words = [f"{'.' if token < 0 else token:>4}" for token in rows[0, -last:].tolist()]
-        lines.append(f"{name:11}{''.join(words)}")
-    return "\n".join(lines)

@@ -37,8 +37,7 @@ import kernels
 import rt_wavefront
 from common.checkpoint import load_run
 from common.data import TokenData, open_data
-from common.keys import (UserError, asks_help, help_text, is_key, model_module, run_cli,
-                         split_args, split_paths, typed_config)
+from common.keys import UserError, model_module, run_cli, split_args, typed_config
 from common.optim import make_optimizers
 from common.process import check_tokenizer, device_name, make_model, pick_device, read_config
 from common.sampling import loop_fractions
@@ -149,11 +148,11 @@ def peak(device, forget=False):
 def build(cfg, name, keys=""):
     """An untrained model_<name>, or that of model= in keys, with these keys and those of cfg that
     it has."""
-    given = {"model": name, **split_args(keys.split())}
+    given = {"model": name, **split_args(keys.split())[1]}
     module = model_module(given.pop("model"))
     names = {f.name for f in fields(module.Config)}
     same = {key: value for key, value in asdict(cfg).items() if key in names}
-    return module.Model(typed_config(module.Config, given, same))
+    return module.Model(typed_config(module.Config, {**same, **given}))
 
 
 def training(model, device, cfg, optimize=True):
@@ -440,19 +439,18 @@ BENCHES = {"rat": bench_rat, "throughput": bench_throughput,
 
 
 def main(argv):
-    if asks_help(argv):
-        return print(help_text(BenchConfig))
-    (name, *folders), keys = split_paths(argv)[0] or [""], [a for a in argv if is_key(a)]
+    words, keys = split_args(argv, most=None)
+    name, *folders = words or [""]
     if name not in (*BENCHES, "kernels", "runs") or bool(folders) != (name == "runs"):
         raise UserError("python -m lab.bench NAME [key=value ...], NAME one of: "
                         + ", ".join(BENCHES) + ", kernels, runs out/A ...")
     torch.manual_seed(1337)
     if name in ("kernels", "runs"):
-        device = pick_device(typed_config(BenchConfig, split_args(keys)).device)
+        device = pick_device(typed_config(BenchConfig, keys).device)
         print(device_name(device), torch.__version__, sep=", torch ")
         return bench_runs(folders, device) if folders else bench_kernels(device)
     model = "rat" if name == "throughput" else name
-    cfg, model_fields, ckpt, _ = read_config([f"model={model}", *keys])
+    cfg, model_fields, ckpt = read_config({"model": model, **keys})
     model_cfg, device = model_module(model).Config(**model_fields), pick_device(cfg.device)
     if model_cfg.block_size < 2:
         raise UserError("block_size=1: decoding needs at least 2 tokens")
@@ -468,4 +466,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, BenchConfig)

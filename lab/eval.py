@@ -34,8 +34,8 @@ from tqdm import tqdm
 
 from common.checkpoint import build_model, checkpoint_file, load_checkpoint
 from common.data import TokenData, Windows, bits_per_byte, is_task, open_data
-from common.keys import (Keys, UserError, asks_help, choice, first_line, help_text, need, run_cli,
-                         split_paths, typed_config)
+from common.keys import (Keys, UserError, choice, first_line, need, run_cli, split_args,
+                         typed_config)
 from common.process import autocast, check_tokenizer, device_name, pick_device
 from common.sampling import check_finite
 from common.tokenizer import load_tokenizer
@@ -251,15 +251,12 @@ def gold_ce(task, samples):
 # ---- the command ----
 
 def main(argv):
-    if asks_help(argv):
-        return print(help_text(EvalConfig))
-    paths, given = split_paths(argv)
-    if len(paths) != 1:
-        raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
-    ckpt = load_checkpoint(checkpoint_file(paths[0]))
+    (path,), given = split_args(argv, least=1, most=1)
+    ckpt = load_checkpoint(checkpoint_file(path))
     own = {**ckpt["config"], **ckpt["model_config"]}
     same = "batch_size", "dataset", "data_dir", "block_size", "exit_loop"
-    cfg = typed_config(EvalConfig, given, {key: own[key] for key in same if key in own})
+    defaults = {key: own[key] for key in same if key in own}
+    cfg = typed_config(EvalConfig, {**defaults, **given})
     if is_task(cfg.dataset):
         raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true "
                         f"tells how many of its answers are right")
@@ -267,15 +264,15 @@ def main(argv):
     device = pick_device(cfg.device)
     model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
     if cfg.prefill:
-        choose_prefill(model, cfg.prefill, paths[0])
+        choose_prefill(model, cfg.prefill, path)
     run = SimpleNamespace(**{**own, "dataset": cfg.dataset, "data_dir": cfg.data_dir})
     tokenizer = load_tokenizer(ckpt["tokenizer"])
     with autocast(run, device):
         result = (evaluate_tasks(model, tokenizer, cfg) if cfg.tasks else
                   evaluate_text(model, run, cfg, ckpt))
-    print(paths[0], device_name(device), sep=", ", file=sys.stderr)
+    print(path, device_name(device), sep=", ", file=sys.stderr)
     print(json.dumps({"model": ckpt["model"], "step": ckpt["step"], **result}, indent=2))
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, EvalConfig)

@@ -27,7 +27,7 @@ import torch
 
 import serve
 from common.checkpoint import load_run
-from common.keys import HERE, UserError, asks_help, help_text, run_cli, split_paths, typed_config
+from common.keys import HERE, UserError, run_cli, split_args, typed_config
 from common.process import pick_device
 from common.sampling import check_prompts
 try:
@@ -176,7 +176,7 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
                             f"{MAX_CHOICES}, the model's context {run.max_len} tokens")
         if self.stream and (self.echo or self.logprobs is not None):
             raise UserError("stream=true does not go with echo or logprobs")
-        how = self.temperature, 0, self.top_p, 1.0
+        how = self.temperature, 0, self.top_p
         return [Choice(prompts[i // self.n], self.max_tokens, i, how,
                        serve.generator(self.seed, i, run.device)) for i in range(count)]
 
@@ -244,12 +244,8 @@ class PageConfig(serve.EngineKeys):
 
 
 def main(argv):
-    if asks_help(argv):
-        return print(help_text(PageConfig))
-    paths, keys = split_paths(argv)
+    paths, keys = split_args(argv, least=1, most=None)
     cfg = typed_config(PageConfig, keys)
-    if not paths:
-        raise UserError("give one run or more: python -m lab.page out/NAME ... [key=value ...]")
     for path in paths:
         name = Path(os.path.abspath(path)).name
         if name in runs:
@@ -266,4 +262,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, PageConfig)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoint import read_log
-from common.keys import (UserError, asks_help, choice, first_line, help_text, need, run_cli,
-                         split_paths, typed_config, writing)
+from common.keys import UserError, choice, first_line, need, run_cli, split_args, typed_config
 
 
 @dataclass
@@ -45,11 +44,10 @@ def draw(file, panels, title=""):
     if lines := axes[0][0].lines:       # given to legend, a name may begin with _
         axes[0][0].legend(lines, [line.get_label() for line in lines], fontsize=8)
     fig.suptitle(plain(title))
-    with writing(file):
-        try:
-            fig.savefig(file, dpi=120, bbox_inches="tight")
-        except ValueError as e:         # an ending that is no picture
-            raise UserError(f"file={file}: {first_line(e)}") from e
+    try:
+        fig.savefig(file, dpi=120, bbox_inches="tight")
+    except ValueError as e:             # an ending that is no picture
+        raise UserError(f"file={file}: {first_line(e)}") from e
     plt.close(fig)
 
 
@@ -75,12 +73,8 @@ def points(folder, x, y):
 
 
 def main(argv):
-    if asks_help(argv):
-        return print(help_text(PlotConfig))
-    folders, keys = split_paths(argv)
-    cfg = typed_config(PlotConfig, keys, free_text=("title",))
-    if not folders:
-        raise UserError("give folders of runs: python -m lab.plot out/NAME ... [key=value]")
+    folders, keys = split_args(argv, least=1, most=None)
+    cfg = typed_config(PlotConfig, keys)
     names = [os.path.basename(os.path.abspath(folder)) for folder in folders]
     curves = [(name, points(folder, cfg.x, cfg.y)) for name, folder in zip(names, folders)]
     draw(cfg.file, [(dict(xlabel=cfg.x, ylabel=cfg.y), curves)], cfg.title)
@@ -88,4 +82,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, PlotConfig)

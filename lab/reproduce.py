@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -29,9 +29,9 @@ import torch
 from omegaconf import OmegaConf
 
 from common.checkpoint import load_checkpoint, lock, read_log
-from common.keys import (HERE, UserError, asks_help, first_line, load_yaml, model_module, run_cli,
-                         split_args, unknown_key, writing)
-from common.process import full_schema
+from common.keys import (HERE, UserError, asks_help, check_known, first_line, load_yaml,
+                         model_module, run_cli, split_args)
+from common.process import TrainConfig
 from lab.plot import draw
 
 LAB, OUT = HERE / "lab", HERE / "out"
@@ -134,7 +134,7 @@ def make_run(experiment, label, row, seed, earlier):
                             f"row above it with seed {seed}")
         needs.append(earlier[other, seed])
         keys = keys.replace("{%s}" % other, f"out/{needs[-1].name}")
-    given = split_args(keys.split())
+    given = split_args(keys.split())[1]
     return Run(experiment, label, row, seed, given, given.pop("from", ""), needs)
 
 
@@ -143,7 +143,8 @@ def file_keys(run):
     not the defaults."""
     file = run.keys.get("config", f"configs/{run.keys.get('model', 'gpt')}_tiny.yaml")
     values = {"model": "gpt", **load_yaml(HERE / file), **run.keys}
-    default = asdict(full_schema(model_module(values["model"]))())
+    schemas = TrainConfig, model_module(values["model"]).Config
+    default = {key.name: key.default for schema in schemas for key in fields(schema)}
     given = {*run.keys, "max_steps"} if "max_flops" in run.keys else {*run.keys}
     return {"config": file, **{key: value for key, value in values.items()
                                if key not in given and value != default.get(key)}}
@@ -289,7 +290,7 @@ def append(experiment, line):
     file = results_file(experiment)
     seven_digits = lambda text: float(f"{float(text):.7g}")     # the file is committed
     line = json.loads(json.dumps(line), parse_float=seven_digits)
-    with APPENDING, writing(file):
+    with APPENDING:
         file.parent.mkdir(exist_ok=True)
         new = file.with_suffix(".new")
         new.write_text((file.read_text() if file.exists() else "") + json.dumps(line) + "\n")
@@ -395,8 +396,7 @@ def write(experiment, runs):
     marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
     for file in HERE / "README.md", *LAB.rglob("*.md"):
         if marks.search(old := file.read_text()):
-            with writing(file):
-                file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old))
+            file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old))
     if experiment.picture:
         panels = [panel_of(rows, **panel) for panel in experiment.picture]
         draw(HERE / "assets" / f"{experiment.name}.png", panels, experiment.title)
@@ -422,9 +422,7 @@ def main(argv):
     if asks_help(argv):
         return print(__doc__ or f"NAME one of: {', '.join(load_experiments())}")    # python -OO
     experiments, names, failed = load_experiments(), {*argv}, []
-    for name in names:
-        if name not in (allowed := [*experiments, *TIERS, "write"]):
-            raise UserError(unknown_key(name, allowed))
+    check_known(argv, [*experiments, *TIERS, "write"])
     plans = {e: plan(e) for e in experiments.values()
              if names <= {"write"} or {e.name, e.tier} & names}
     if "write" not in names:

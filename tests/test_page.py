@@ -244,7 +244,7 @@ def test_a_stream_that_is_cut_is_an_error(folders):
     assert server.wait(20) == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("argv, message", [([], "give one run or more"), (["{mor}", "host="], "host= is empty"),
+@pytest.mark.parametrize("argv, message", [([], "give one run folder or checkpoint"), (["{mor}", "host="], "host= is empty"),
                                            (["{mor}", "{mor}"], "two runs are named mor")], ids=str)
 def test_what_is_refused(argv, message, folders, monkeypatch):
     monkeypatch.setattr(page, "runs", {})

@@ -138,12 +138,10 @@ def test_any_text_comes_back_and_holds_no_special_token(name, tokenizers, text):
     assert again.decode([*special, *ids, *special]) == text
 
 
-def test_what_cannot_be_encoded_or_decoded(tokenizers):
+def test_what_cannot_be_encoded(tokenizers):
     for tokenizer in tokenizers.values():
         with pytest.raises(UserError, match="udc80"):
             tokenizer.encode("a\udc80b")
-        with pytest.raises(UserError, match=f"token {tokenizer.vocab_size} is out of the vocabulary"):
-            tokenizer.decode([tokenizer.vocab_size])
     with pytest.raises(UserError, match="'z'"):
         CharTokenizer("abc").encode("abza")
 
@@ -460,10 +458,9 @@ def test_files_damaged_or_replaced_while_in_use(tmp_path):
         TokenData(folder, "train").windows([0], 4)
     shutil.rmtree(tmp_path / "old")
     assert before.windows([0], 4).tolist() == [[0, 1, 2, 3]]
-    for damage, message in (lambda file: os.truncate(file, 4), "is damaged: 4 bytes, 8"), (os.remove, "is missing"):
-        damage(folder / "train.bin")
-        with pytest.raises(UserError, match=f"train.bin {message}"):
-            TokenData(folder, "train")
+    os.truncate(folder / "train.bin", 4)
+    with pytest.raises(UserError, match="train.bin is damaged: 4 bytes, 8"):
+        TokenData(folder, "train")
 
 
 @pytest.mark.parametrize("tokenizer", ["char", pytest.param("bpe:400", marks=pytest.mark.full)])
@@ -520,7 +517,7 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
     folder = make(tmp_path, **keys)
     inode, before = os.stat(folder).st_ino, tree(folder)
     assert make(tmp_path, **keys) == folder and os.stat(folder).st_ino == inode
-    with pytest.raises(UserError, match="dataset=x has the same source"):
+    with pytest.raises(UserError, match="make it with .*, or name one that there is: dataset=NAME"):
         open_data(TrainConfig(data_dir=str(tmp_path / "data"), dataset=keys["dataset"], tokenizer="byte"))
     for key, value in {"val_fraction": 0.2, "tokenizer": "char", "dataset": "python"}.items():
         with pytest.raises(UserError, match=f"{key}.*overwrite=true"):

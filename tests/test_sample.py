@@ -52,10 +52,9 @@ def test_seeds():
 
 
 def frequencies(p, **options):
-    """How often each token is drawn when the model's probabilities are p and the text has token 0."""
-    logits, texts = torch.tensor(p).log().expand(20000, -1), [[0, 0]] * 20000
-    options = dict(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0) | options
-    ids = sampling.next_tokens(logits, texts, **options, generator=torch.Generator().manual_seed(0))
+    """How often each token is drawn when the model's probabilities are p."""
+    logits, options = torch.tensor(p).log().expand(20000, -1), dict(temperature=1.0, top_k=0, top_p=1.0) | options
+    ids = sampling.next_tokens(logits, **options, generator=torch.Generator().manual_seed(0))
     return (torch.bincount(ids, minlength=len(p)) / 20000).tolist()
 
 
@@ -64,7 +63,6 @@ def near(weights):
 
 
 def test_choice_of_a_token_by_hand():
-    """A penalty: log-probabilities are negative, so a seen token's is multiplied, p becomes p^penalty."""
     p = [0.1, 0.5, 0.15, 0.25]
     assert frequencies(p) == near(p) and frequencies(p, temperature=0.5) == near([x * x for x in p])
     assert frequencies(p, top_k=2) == near([0, 0.5, 0, 0.25])
@@ -72,10 +70,6 @@ def test_choice_of_a_token_by_hand():
     assert frequencies(p, top_p=0.76) == near([0, 0.5, 0.15, 0.25])
     for options in (dict(top_p=0.0), dict(top_k=3, top_p=0.5), dict(temperature=0)):
         assert frequencies(p, **options) == [0, 1, 0, 0]
-    assert frequencies([0.5, 0.3, 0.2], repetition_penalty=2.0) == near([0.25, 0.3, 0.2])
-    logits = torch.tensor([[2.0, 1.5]])
-    assert sampling.next_tokens(logits, [[0]], 0, 0, 1.0, 2.0, None).item() == 1     # positive ones are divided
-    assert sampling.next_tokens(logits, [[0]], 0, 0, 1.0, 1.2, None).item() == 0
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +111,7 @@ def test_a_long_prompt_is_cropped_and_said(trained, capsys):
 def test_padding_of_the_vocabulary_is_never_sampled(tmp_path, data_dir, capsys):
     """A model with more ids than its tokenizer, hardly trained, would choose one that does not decode."""
     runs.run("gpt", tmp_path, data_dir, "vocab_size=5000", "max_steps=1")
-    for options in ([], ["repetition_penalty=2"], ["temperature=0"]):
+    for options in ([], ["temperature=0"]):
         assert "40 tokens" in call(capsys, str(tmp_path / "r"), "max_new_tokens=40", "stop=false", *options).err
 
 

@@ -82,8 +82,8 @@ def test_resume_keeps_the_runs_settings_and_a_changed_key_holds(tmp_path, data_d
     assert trainer.cfg.learning_rate == 0.123 and trainer.cfg.max_steps == 6 and trainer.model.cfg.n_embd == 16
     assert trainer.step == 3 and trainer.cfg.init_from == ""
     assert "max_steps=6 is the run's own and stays; the file has 3" in capsys.readouterr().out
-    trainer = train.setup([*argv, "weight_decay=0.05", "learning_rate=0.5", "max_steps=9"])
-    assert train.train(trainer) and trainer.step == 9
+    trainer = train.setup([*argv, "weight_decay=0.05", "learning_rate=0.5", "max_steps=9", "block_size=8"])
+    assert train.train(trainer) and trainer.step == 9 and trainer.tokens == (3 * 16 + 6 * 8) * 2
     assert {g["weight_decay"] for g in trainer.optimizers[0].param_groups} == {0.05, 0.0}
     assert {g["peak_lr"] for g in trainer.optimizers[0].param_groups} == {0.5}
 
@@ -124,7 +124,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
         fields = train.setup([*start, f"config={tmp_path / 'long.yaml'}"]).model.cfg
         assert fields.block_size == 32 and fields.dropout == 0.25 and fields.n_embd == 16
     folder = runs.run("rat", tmp_path / "b", data_dir, "max_steps=1").folder
-    cfg, fields, _, _ = read_config([f"init_from={folder}"])
+    cfg, fields, _ = read_config({"init_from": str(folder)})
     assert (cfg.model, cfg.run, fields["n_embd"]) == ("rat", "rat_tiny", 16), "the config file of their model"
 
 
@@ -192,7 +192,7 @@ def test_names_from_paths_and_titles(tmp_path, data_dir, capsys):
     argv = [a for a in runs.arguments("gpt", out, data_dir, "max_steps=1", f"config={file}") if a != "run=r"]
     train.main(argv)
     command = shlex.split(capsys.readouterr().out.rsplit("more text: ")[1])
-    assert command[:2] == ["python", "sample.py"] and keys.split_paths(command[2:]) == ([str(out / "l-ng--1")], {})
+    assert command[:2] == ["python", "sample.py"] and keys.split_args(command[2:], most=None) == ([str(out / "l-ng--1")], {})
     sample.main([*command[2:], "max_new_tokens=2"])
     plot.main([command[2], "title=a$\\b$", f"file={tmp_path / 'a.png'}", "y=ce"])
     assert shlex.split(keys.as_command("sample.py", path="a=1/r"))[2] == "./a=1/r"
