@@ -224,7 +224,9 @@ class Log:
 
 def in_words(result):
     """The line that is printed about an evaluation."""
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items())
+    units = {"val_ce": " nats per token", "val_bpb": " bits per byte"}
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}{units.get(name, '')}"
+                     for name, value in result.items())
 
 
 # ---- the command line ----

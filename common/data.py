@@ -2,6 +2,7 @@
 The data of a run: the folder that its keys name, its token files, and the batches of training,
 each a pure function of (seed, step).
 """
+import contextlib
 import glob
 import hashlib
 import logging
@@ -42,8 +43,7 @@ def open_data(cfg):
     again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                        f"data_dir={cfg.data_dir}")
     if not folder.exists():
-        raise UserError(f"{folder} does not exist: make it with {again}, or name one that there "
-                        f"is: dataset=NAME")
+        raise UserError(f"{folder} does not exist: make it with {again}{other_names(cfg)}")
     meta = read_meta(folder)
     made = meta.get("dataset"), meta.get("tokenizer_name")
     if folder.name != cfg.dataset and made != (cfg.dataset, cfg.tokenizer):
@@ -53,6 +53,16 @@ def open_data(cfg):
         note(f"{meta['dataset']} has changed since {folder} was made: prepare.py with "
              f"overwrite=true makes it again")
     return folder
+
+
+def other_names(cfg) -> str:
+    """Words that tell where the same source and tokenizer were prepared, by name=."""
+    same, found = {"dataset": cfg.dataset, "tokenizer_name": cfg.tokenizer}, []
+    for file in sorted(Path(cfg.data_dir).glob("*/meta.json")):
+        with contextlib.suppress(UserError):            # not a data set
+            if read_meta(file.parent).items() >= same.items():
+                found.append(f"dataset={file.parent.name}")
+    return f"; {', '.join(found)} has the same source and tokenizer" if found else ""
 
 
 # ---- token files ----
@@ -214,8 +224,8 @@ def text_files(path, extensions=TEXT, skip=("__pycache__",)) -> list:
             found += [os.path.join(folder, f) for f in names]
     found = sorted(filter(os.path.isfile, found), key=lambda f: os.path.relpath(f, path))
     if not found:
-        raise UserError(f"{path} is neither a file nor a folder with text files, and none match "
-                        "it (hf:FOLDER reads .jsonl, .csv, .parquet)")
+        raise UserError(f"file:{path} is neither a file nor a folder with text files, and none "
+                        "match it (hf:FOLDER reads .jsonl, .csv, .parquet)")
     return found
 
 

@@ -27,7 +27,7 @@ def from_pretrained(path):
         weights |= {name: 1 + w.double() for name, w in weights.items() if "norm" in name}
     names = {llama_name(name): name for name in model.state_dict()}
     model.load_state_dict({names[name]: w for name, w in weights.items() if name in names})
-    check_same_logits(model, theirs, folder)
+    check_same_logits(model, theirs)
     return model
 
 
@@ -132,7 +132,7 @@ def llama_name(name):
 # ---- reading ----
 
 def load_llama(folder):
-    """transformers' model of a folder, in float32. ValueError names what is wrong there."""
+    """transformers' model of a folder, in float32. ValueError tells what is wrong there."""
     transformers = need("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -144,10 +144,12 @@ def load_llama(folder):
             folder, config=config, dtype=torch.float32, use_safetensors=True,
             trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True)
     except Exception as e:      # of any type: the library checks fields, files and weights
-        raise ValueError(f"{folder}: {' '.join(str(e).split())}") from e
-    for kind in "missing", "unexpected", "mismatched":
+        raise ValueError(" ".join(str(e).split())) from e
+    for kind in "missing", "unexpected":
         if names := found[f"{kind}_keys"]:
-            raise ValueError(f"{folder}: the weight {min(names)} is {kind}")
+            raise ValueError(f"the weight {min(names)} is {kind}")
+    for name, has, wanted in found["mismatched_keys"]:
+        raise ValueError(f"the weight {name} is {tuple(has)}, config.json says {tuple(wanted)}")
     return model.eval()
 
 
@@ -174,7 +176,7 @@ def gpt_fields(theirs):
 
 
 @torch.no_grad()
-def check_same_logits(model, theirs, folder):
+def check_same_logits(model, theirs):
     """ValueError where transformers computes something else: a bias, another activation."""
     V, T = model.cfg.vocab_size, min(64, model.cfg.block_size)
     idx = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0))
@@ -182,10 +184,11 @@ def check_same_logits(model, theirs, folder):
     if not (ours - wanted).abs().max() <= 1e-3 * wanted.abs().max():    # NaN too
         unusual = [f"{name}={value}" for name, value in theirs.config.to_diff_dict().items()
                    if name not in {*FIELDS, *UNREAD}]
-        raise ValueError(f"{folder}: model_gpt does not compute what "
+        raise ValueError("model_gpt does not compute what "
                          f"{', '.join(unusual) or 'this'} asks for, or a weight is not finite")
 
 
 # fields of config.json that change no logits
-UNREAD = {"architectures", "dtype", "transformers_version", "rope_parameters", "use_cache",
-          "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"}
+UNREAD = {"_name_or_path", "architectures", "dtype", "transformers_version", "rope_parameters",
+          "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range",
+          "attention_dropout", "pretraining_tp"}

@@ -121,8 +121,8 @@ def load_optimizers(optimizers, states, step, cfg):
     settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
     sizes = lambda groups: [len(group["params"]) for group in groups]
     if [*map(sizes, settings)] != [sizes(state["param_groups"]) for state in states]:
-        raise UserError("resume: the checkpoint was made with another optimizer, or has other "
-                        "groups of parameters")
+        raise UserError("resume: the checkpoint was made with another optimizer, has other groups "
+                        "of parameters, or was exported without them (init_from= takes it)")
     for optimizer, state, now in zip(optimizers, states, settings):
         state = {**state, "param_groups": now}
         if isinstance(optimizer.param_groups[0]["params"][0], DTensor):

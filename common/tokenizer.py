@@ -178,8 +178,8 @@ def load_tokenizer(saved) -> Tokenizer:
 
 def slices(text, size=SLICE):
     """Cuts a text into slices of at most `size` characters, which are encoded one by one. A cut
-    before a space that follows a non-space changes no token, as no token of a BPE holds the two.
-    Where there is no such place the cut is made anyway."""
+    before a space that follows a non-space changes no token where none holds the two, as in a BPE
+    of words. Where there is no such place the cut is made anyway."""
     most = rf"(?s:.{{1,{size}}})"
     pattern = rf"{most}\Z|{most}(?<=\S)(?= )|{most}"
     return (match[0] for match in re.finditer(pattern, text))

@@ -517,7 +517,7 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
     folder = make(tmp_path, **keys)
     inode, before = os.stat(folder).st_ino, tree(folder)
     assert make(tmp_path, **keys) == folder and os.stat(folder).st_ino == inode
-    with pytest.raises(UserError, match="make it with .*, or name one that there is: dataset=NAME"):
+    with pytest.raises(UserError, match="dataset=x has the same source"):
         open_data(TrainConfig(data_dir=str(tmp_path / "data"), dataset=keys["dataset"], tokenizer="byte"))
     for key, value in {"val_fraction": 0.2, "tokenizer": "char", "dataset": "python"}.items():
         with pytest.raises(UserError, match=f"{key}.*overwrite=true"):
