@@ -353,13 +353,10 @@ def panel_of(rows, x, y, **style):
         pairs = [map(listed, pair) for pair in pairs if None not in pair]
         if pairs:
             xs, ys = ([fmean(v) for v in zip(*lists)] for lists in zip(*pairs))
-            curves.append((label, list(zip(xs, smoothed(ys) if "curves" in x else ys))))
+            if x.startswith("curves."):     # the loss of a batch is noisy: with its neighbours
+                ys = [fmean(ys[max(0, i - 4):i + 5]) for i in range(len(ys))]
+            curves.append((label, list(zip(xs, ys))))
     return {"xlabel": x, "ylabel": y, **style}, curves
-
-
-def smoothed(values, reach=4):
-    """The loss of a batch is noisy: each value's mean with its neighbours."""
-    return [fmean(values[max(0, i - reach):i + reach + 1]) for i in range(len(values))]
 
 
 def write(experiment, runs):
