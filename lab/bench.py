@@ -254,12 +254,11 @@ def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=(3
     return found
 
 
-def bench_rat(model_cfg, cfg, device, lengths=None):
+def bench_rat(model_cfg, cfg, device, doublings=6):
     """As the paper's Tables 6, 7 and 8: a layer of RAT beside attention and the RNN. As many
-    tokens, cut into longer and longer sequences; decoding: a token of 8 (GPU: 64) sequences."""
-    gpu = device.type == "cuda"
-    lengths = lengths or [2 ** n for n in (range(12, 19) if gpu else range(8, 15))]
-    rows, dtype = (64, torch.bfloat16) if gpu else (8, torch.float32)
+    tokens, cut into longer and longer sequences, from block_size on; decoding: a token of
+    batch_size sequences."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kinds = {"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "", "RNN": "mixer=rnn"}
 
     def make(keys):     # a model of which only the mixer with its projections is left
@@ -267,11 +266,11 @@ def bench_rat(model_cfg, cfg, device, lengths=None):
         block = model.blocks[0]
         model.norm = block.norm1 = block.norm2 = block.mlp = torch.nn.Identity()
         return model.to(dtype)
-    for T in lengths:
-        batch = replace(cfg, batch_size=max(1, lengths[-1] // T))
+    for n in range(doublings + 1):
+        T, batch = model_cfg.block_size << n, replace(cfg, batch_size=2 ** (doublings - n))
         compare(f"forward + backward, T {T:,}", kinds, lambda keys: training(
             make(keys), device, batch, optimize=False), device, rounds=3)
-        bench_decoding(make, kinds, T, device, [rows], batch.batch_size, (3, 3))
+        bench_decoding(make, kinds, T, device, [cfg.batch_size], batch.batch_size, (3, 3))
 
 
 def bench_throughput(model_cfg, cfg, device, new=64):
@@ -354,14 +353,14 @@ def bench_requests(name, model, text, device):
         list(Engine(served, SLOTS[name], LONGEST, **options).run(answered[case]))
     times = take_turns({case: (nothing, partial(answer, case)) for case in cases}, device, 3)
     tokens = sum(request.max_new_tokens for request in workload(text))
-    found = tell(f"{REQUESTS} requests, {SLOTS[name]} slots", times, {}, tokens)
+    tell(f"{REQUESTS} requests, {SLOTS[name]} slots", times, {}, tokens)
     for case in [case for case in cases if case.endswith("depth")]:
         loops = [loop for request in answered[case] for loop in request.exits]
         if name == "relaxed":       # prompts take all loops; their last tokens give first exits
             loops += [model.loops_to_run for r in answered[case] for _ in r.prompt[1:]]
         outside = getattr(model.cfg, "n_outside", 0) / model.cfg.n_layer
         layers = outside + (1 - outside) * mean(loops) / model.cfg.n_loop
-        speed = next(iter(found.values())) / found[case]
+        speed = median(a / b for a, b in zip(times[next(iter(cases))], times[case]))
         print(f"  {case}: tokens by loops {loop_fractions(loops, model.cfg.n_loop)}: {layers:.3f} "
               f"of the layers; {layers * speed:.0%} of that speed")
 
@@ -441,8 +440,8 @@ def main(argv):
           f"{model_cfg.n_embd}, batch {cfg.batch_size} x {model_cfg.block_size} tokens"
           + ", training in bfloat16 (autocast)" * (device.type == "cuda"))
     if ckpt is not None and name in ("relaxed", "mor"):
-        data = TokenData(open_data(cfg), "val")
-        check_tokenizer(ckpt, data, cfg.init_from)
+        trained = SimpleNamespace(**ckpt.get("config", asdict(cfg)))
+        check_tokenizer(ckpt, data := TokenData(open_data(trained), "val"), cfg.init_from)
         text = data.windows([0], min(data.tokens, 100_000))[0]
         model = make_model(cfg, model_fields, ckpt, ckpt["model_config"]["vocab_size"])
         return bench_requests(name, model.to(device).eval(), text, device)
