@@ -107,12 +107,7 @@ class Request:
     generator: torch.Generator = None               # of its own, to sample
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
     exits: list = field(default_factory=list)       # the loop that predicted each of them
-
-    def add(self, token, exit_after):
-        """A token of the answer. Returns whether it is the last."""
-        self.tokens.append(token)
-        self.exits.append(exit_after)
-        return len(self.tokens) == self.max_new_tokens
+    reason: str = None              # why it has ended: stop (end-of-text) or length
 
 
 def read_requests(model, tokenizer, cfg):
@@ -212,7 +207,7 @@ class Engine:
             raise UserError("exit and fill are for relaxed: in a mor the router decides")
         self.batching, self.eot, self.vocab_size = batching, eot, vocab_size
         self.rule, self.propagate = exit_rule(exit, self.n_loop), fill == "propagate"
-        self.slots, self.answered = [Slot(n) for n in range(slots)], deque()
+        self.slots = [Slot(n) for n in range(slots)]
         self.max_len = max_len or model.context_limit or 8 * model.cfg.block_size
         self.device = model.wte.weight.device
         self.make_cache(model.cfg, compute_dtype(model.wte.weight))
@@ -235,9 +230,7 @@ class Engine:
         queue = deque(requests)
         while queue or self.busy():
             self.admit(queue)
-            self.step()
-            while self.answered:
-                yield self.answered.popleft()
+            yield from self.step()
 
     def busy(self):
         return [slot for slot in self.slots if slot.request is not None]
@@ -262,7 +255,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self):
-        """One loop of all slots or, in sequence batching, of the deepest."""
+        """One loop of all slots or, in sequence batching, of the deepest. Returns the requests
+        that are answered."""
         slots, adapter = self.busy(), self.adapter
         if self.batching == "sequence":     # one that is back at loop 1 waits for these
             deepest = max((slot.next_loop for slot in slots), default=1)
@@ -282,7 +276,7 @@ class Engine:
         done = [slot for slot in slots if slot.next_loop not in slot.waiting]
         fed = [token for slot in done for token in slot.fed]
         self.run_layers(adapter.after_loops, fed, loop=1)
-        self.predict(slots, done)
+        return self.predict(slots, done)
 
     def run_layers(self, layers, tokens, loop=None):
         """layers: a method of the adapter, or None. loop: see SlotContext. All slots share a call,
@@ -300,10 +294,11 @@ class Engine:
 
     def predict(self, slots, done):
         """Slots that are done with the loops, and those whose last token exits by the rule (in a
-        prefill none does) get the next token of their answer and feed it, or the answer ends."""
+        prefill none does) get the next token of their answer and feed it, or the answer ends.
+        Returns the requests of those that end."""
         asked = [slot for slot in slots if slot in done or self.rule and slot.request.tokens]
         if not asked:
-            return
+            return []
         h = self.model.norm(torch.stack([slot.fed[-1].h for slot in asked]))        # (R, C)
         logits = upcast(self.model.head(h))[:, :self.vocab_size]
         if self.rule:
@@ -311,13 +306,18 @@ class Engine:
             exits = [self.rule(slot.fed[-1].loop, x) for slot, x in zip(asked, p)]
             asked, logits = list(itertools.compress(asked, exits)), logits[exits]
         ids = self.pick(asked, logits)
-        for slot, id, x in zip(asked, ids, self.embed(ids).split(1)):
+        requests = [slot.request for slot in asked]
+        for slot, request, id, x in zip(asked, requests, ids, self.embed(ids).split(1)):
             last = slot.fed[-1]
             last.frozen = self.propagate
-            if id == self.eot or slot.request.add(id, last.loop):
-                self.end(slot)
+            if id != self.eot:
+                request.tokens.append(id)
+                request.exits.append(last.loop)
+            if id == self.eot or len(request.tokens) == request.max_new_tokens:
+                self.end(slot, "stop" if id == self.eot else "length")
             else:
                 slot.feed(x, last.pos + 1)
+        return [request for request in requests if request.reason]
 
     def pick(self, slots, logits):
         """A token for each slot: the likeliest, for all at once, or a sampled one."""
@@ -328,8 +328,8 @@ class Engine:
                 tokens[n] = int(next_tokens(logits[n:n + 1], *r.sampling, r.generator))
         return tokens
 
-    def end(self, slot):
-        self.answered.append(slot.request)
+    def end(self, slot, reason):
+        slot.request.reason = reason
         slot.request = None
 
 
@@ -396,8 +396,13 @@ class RelaxedAdapter:
                 part.forward = partial(mixed_norm, part)
 
     def run_loop(self, x, context):
-        """As model_relaxed's Block, but the use u is chosen here."""
-        blocks, u = self.blocks_and_use(x, context.loop)
+        """As model_relaxed's Block, but the use u is chosen here: as there or, where rows are in
+        different loops, (R, 1, n_loop), a 1 at each row's. At rank 0 all uses are the same."""
+        loop = context.loop                                         # (R,)
+        if self.cfg.rank == 0 or (loop == loop[0]).all():
+            blocks, u = self.model.blocks, int(loop[0]) - 1
+        else:
+            blocks, u = self.mixed, F.one_hot(loop - 1, self.cfg.n_loop)[:, None].to(x)
         for layer, block in enumerate(blocks):
             n, attn = block.norm1(x), block.attn
             if not context.tokens[0].frozen:        # then no token of this call is
@@ -411,13 +416,6 @@ class RelaxedAdapter:
             k = apply_rope(k, *context.rope) if context.rope else k
             context.write(layer, k, v)
         return x
-
-    def blocks_and_use(self, x, loop):
-        """For rows in loops (R,). u is as in model_relaxed or, where rows differ, (R, 1, n_loop),
-        a 1 at each row's. At rank 0 all uses are the same."""
-        if self.cfg.rank == 0 or (loop == loop[0]).all():
-            return self.model.blocks, int(loop[0]) - 1
-        return self.mixed, F.one_hot(loop - 1, self.cfg.n_loop)[:, None].to(x)
 
 
 def mixed_linear(part, x, u):

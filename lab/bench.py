@@ -57,13 +57,11 @@ def compare(title, cases, setup, device, rounds=9, per=1):
     one after the other: each has the memory for itself, and a line says where it is short."""
     times, peaks = {}, {}
     for names in [[name] for name in cases] if device.type == "cuda" else [list(cases)]:
-        calls = None
         try:
             free_memory(device)
-            calls = {name: setup(cases[name]) for name in names}
-            turns = take_turns(calls, device, WARM_UP + rounds)
+            turns = take_turns({name: setup(cases[name]) for name in names}, device,
+                               WARM_UP + rounds)
             times |= {name: seconds[WARM_UP:] for name, seconds in turns.items()}
-            calls = None
             if device.type == "cuda" or RESET_PEAK.exists():
                 free_memory(device)
                 peaks |= {name: peak_memory(setup, cases[name], device) for name in names}
@@ -88,18 +86,16 @@ def take_turns(calls, device, rounds):
 
 
 def tell(title, times, peaks, per=1):
-    """A line for each case: its milliseconds, its most memory, and its ratio to the first case."""
+    """A line for each case: its milliseconds, its most memory, and its ratio to the first case,
+    the median of the rounds' ratios, which noise moves less than that of two medians."""
+    base = next(iter(times), "")
     found = {name: 1000 * median(t) / per for name, t in times.items()}
     for name, t in times.items():
         memory = f"{peaks[name] / 2 ** 20:10,.0f} MiB" if name in peaks else ""
-        print(f"{title:28} {name:29} {found[name]:11.3f} ms{memory}"
-              f"{ratio(t, times[next(iter(times))]):8.3f} x {next(iter(times))}", flush=True)
+        ratio = median(a / b for a, b in zip(t, times[base]))
+        print(f"{title:28} {name:29} {found[name]:11.3f} ms{memory}{ratio:8.3f} x {base}",
+              flush=True)
     return found
-
-
-def ratio(times, baseline):
-    """The median of the rounds' ratios, which noise moves less than that of two medians."""
-    return median(a / b for a, b in zip(times, baseline))
 
 
 nothing = lambda: None      # what most cases prepare
@@ -257,51 +253,45 @@ def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=(3
     return found
 
 
-def rat_layer(cfg, dtype, keys):
-    """A model of one layer, of which only the mixer with its projections is left."""
-    model = build(cfg, "rat", f"n_layer=1 vocab_size=64 swa=0 {keys}")
-    block = model.blocks[0]
-    model.norm = block.norm1 = block.norm2 = block.mlp = torch.nn.Identity()
-    return model.to(dtype)
-
-
-def bench_rat(model_cfg, cfg, device, lengths=None):
+def bench_rat(model_cfg, cfg, device, doublings=6):
     """As the paper's Tables 6, 7 and 8: a layer of RAT beside attention and the RNN. As many
-    tokens, cut into longer and longer sequences; decoding: a token of 8 (GPU: 64) sequences."""
-    gpu = device.type == "cuda"
-    lengths = lengths or [2 ** n for n in (range(12, 19) if gpu else range(8, 15))]
-    rows, dtype = (64, torch.bfloat16) if gpu else (8, torch.float32)
+    tokens, cut into longer and longer sequences, from block_size on; decoding: a token of
+    batch_size sequences."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kinds = {"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "", "RNN": "mixer=rnn"}
-    for T in lengths:
-        make = lambda keys: rat_layer(model_cfg, dtype, f"block_size={T} {keys}")
-        batch = replace(cfg, batch_size=max(1, lengths[-1] // T))
+
+    def make(keys):     # a model of which only the mixer with its projections is left
+        model = build(model_cfg, "rat", f"block_size={T} n_layer=1 vocab_size=64 swa=0 {keys}")
+        block = model.blocks[0]
+        model.norm = block.norm1 = block.norm2 = block.mlp = torch.nn.Identity()
+        return model.to(dtype)
+    for n in range(doublings + 1):
+        T, batch = model_cfg.block_size << n, replace(cfg, batch_size=2 ** (doublings - n))
         compare(f"forward + backward, T {T:,}", kinds, lambda keys: training(
             make(keys), device, batch, optimize=False), device, rounds=3)
-        bench_decoding(make, kinds, T, device, [rows], batch.batch_size, (3, 3))
+        bench_decoding(make, kinds, T, device, [cfg.batch_size], batch.batch_size, (3, 3))
 
 
 def bench_throughput(model_cfg, cfg, device, new=64):
     """Tokens/s of whole models, decoding the last tokens of block_size. The sequences are doubled
     up to batch_size, or until their caches would take half of the memory that there is."""
-    T, L, highest = model_cfg.block_size, model_cfg.chunk, {}
+    T, L, speeds = model_cfg.block_size, model_cfg.chunk, {}
     memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0"}
     kinds |= {f"RAT({L})-SWA": ""} if model_cfg.swa else {}
     for name, keys in kinds.items():
-        model, rows, highest[name] = build(model_cfg, "rat", keys).to(device), 1, 0
+        model, rows = build(model_cfg, "rat", keys).to(device), 1
         nbytes = model.init_cache(1, T).nbytes()
         while rows <= cfg.batch_size and rows * nbytes <= memory / 2:
-            case = decoding(model, device, T, rows, new=new)
-            seconds, = take_turns({name: case}, device, 1)[name]
-            case = None                 # its cache goes before the next one comes
-            speed = rows * min(new, T - 1) / seconds
-            highest[name] = max(highest[name], speed)
+            times = take_turns({name: decoding(model, device, T, rows, new=new)}, device, 1)
+            speed = rows * min(new, T - 1) / times[name][0]
+            speeds[name] = max(speed, speeds.get(name, 0))
             print(f"{name:13} {rows:6,} sequences of {T:,} {speed:11,.0f} tokens/s "
                   f"{rows * nbytes:16,} bytes of cache", flush=True)
             rows = 2 * rows
-    for name, speed in highest.items():
-        print(f"highest: {speed:,.0f} tokens/s, {speed / highest['attention']:.2f} x ({name})")
+    for name, speed in speeds.items():
+        print(f"highest: {speed:,.0f} tokens/s, {speed / speeds['attention']:.2f} x ({name})")
 
 
 # ---- kernels ----
@@ -322,25 +312,18 @@ def bench_kernels(device, sizes=None):
 
 # ---- trained runs ----
 
-def validation_text(ckpts):
-    """Of the first of {folder: checkpoint}. All must have its tokenizer."""
-    config = next(iter(ckpts.values()))["config"]
-    data = TokenData(open_data(SimpleNamespace(**config)), "val")
-    for folder, ckpt in ckpts.items():
-        check_tokenizer(ckpt, data, folder)
-    return data
-
-
 def bench_runs(folders, device):
     """Runs of the same data: a training step, a token after a context of the data's own text (it
     decides how deep MoR's tokens go), the cache. The first run is the baseline. The last line of
     the output is for reproduce.py."""
-    ckpts = {folder: load_run(folder)[2] for folder in folders}
-    data, load = validation_text(ckpts), lambda folder: load_run(folder, device)[0]
+    ckpts, load = {f: load_run(f)[2] for f in folders}, lambda f: load_run(f, device)[0]
+    keys = {folder: SimpleNamespace(**ckpt["config"]) for folder, ckpt in ckpts.items()}
+    data = TokenData(open_data(keys[folders[0]]), "val")
+    for folder, ckpt in ckpts.items():
+        check_tokenizer(ckpt, data, folder)
     T = min(ckpt["model_config"]["block_size"] for ckpt in ckpts.values())
     idx = data.windows(np.linspace(0, data.tokens - T, 16).astype(int), T)
-    step = lambda f: training(load(f), device, SimpleNamespace(**ckpts[f]["config"]))
-    cases = {folder: folder for folder in folders}
+    cases, step = dict(zip(folders, folders)), lambda f: training(load(f), device, keys[f])
     found = {"train_ms": compare("training step", cases, step, device)}
     found |= bench_decoding(load, cases, T, device, idx=torch.from_numpy(idx).to(device))
     print(json.dumps({f: {name: found[name].get(f) for name in found} for f in folders}))
@@ -351,6 +334,8 @@ def bench_runs(folders, device):
 PROMPT, ANSWER = (4, 16), (32, 96)      # tokens of a request, at least and at most
 LONGEST, REQUESTS = PROMPT[1] + ANSWER[1], 240
 SLOTS = {"relaxed": 32, "mor": 16}
+UNTIED = {"relaxed": "n_loop=1 rank=0 early_exit=none exit_loop=0",
+          "mor": "n_loop=1 router=none router_func= share=cycle kv=recursion exit_loop=0"}
 
 
 def bench_requests(name, model, text, device):
@@ -359,14 +344,14 @@ def bench_requests(name, model, text, device):
     if min(model.context_limit or LONGEST, len(text) - 1) < LONGEST:
         raise UserError(f"requests of {LONGEST} tokens need block_size={LONGEST} or more, and as "
                         f"long a text")
-    cases, answered = {"relaxed": relaxed_cases, "mor": mor_cases}[name](model, text, device), {}
+    cases, answered = serving_cases(name, model, text, device), {}
 
     def answer(case):
         served, options = cases[case]
         answered[case] = workload(text)
         list(Engine(served, SLOTS[name], LONGEST, **options).run(answered[case]))
     times = take_turns({case: (nothing, partial(answer, case)) for case in cases}, device, 3)
-    base, tokens = next(iter(cases)), sum(request.max_new_tokens for request in workload(text))
+    tokens = sum(request.max_new_tokens for request in workload(text))
     tell(f"{REQUESTS} requests, {SLOTS[name]} slots", times, {}, tokens)
     for case in [case for case in cases if case.endswith("depth")]:
         loops = [loop for request in answered[case] for loop in request.exits]
@@ -374,8 +359,9 @@ def bench_requests(name, model, text, device):
             loops += [model.loops_to_run for r in answered[case] for _ in r.prompt[1:]]
         outside = getattr(model.cfg, "n_outside", 0) / model.cfg.n_layer
         layers = outside + (1 - outside) * mean(loops) / model.cfg.n_loop
+        speed = median(a / b for a, b in zip(times[next(iter(cases))], times[case]))
         print(f"  {case}: tokens by loops {loop_fractions(loops, model.cfg.n_loop)}: {layers:.3f} "
-              f"of the layers; {layers * ratio(times[base], times[case]):.0%} of that speed")
+              f"of the layers; {layers * speed:.0%} of that speed")
 
 
 def workload(text):
@@ -388,25 +374,19 @@ def workload(text):
     return requests
 
 
-def mor_cases(model, text, device):
-    """{name: (a model, options of the Engine)}. The plain model is one recursion."""
-    plain = build(model.cfg, "mor", "router=none router_func= n_loop=1 share=cycle kv=recursion "
-                  "exit_loop=0").to(device).eval()
-    return {"plain, sequence": (plain, dict(batching="sequence")),
-            "MoR, sequence": (model, dict(batching="sequence")),
-            "MoR, depth": (model, dict(batching="depth"))}
-
-
-def relaxed_cases(model, text, device):
-    """Without early exit and with it, by sequences and by depth, and the untied model."""
-    untied = build(model.cfg, "relaxed", "n_loop=1 rank=0 early_exit=none exit_loop=0")
-    exit = early_exit(model, text, device)
-    kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
-             "exact": dict(exit=exit, fill="exact")}
+def serving_cases(name, model, text, device):
+    """{name: (a model, options of the Engine)}: by sequences and by depth, relaxed without early
+    exit and with it; and a model as deep that has no loops, the baseline of mor."""
+    kinds = {"MoR": {}}
+    if name == "relaxed":
+        exit = early_exit(model, text, device)
+        kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
+                 "exact": dict(exit=exit, fill="exact")}
     cases = {f"{kind}, {batching}": (model, dict(batching=batching, **how))
              for kind, how in kinds.items() for batching in ("sequence", "depth")}
-    cases["untied, sequence"] = untied.to(device).eval(), dict(batching="sequence")
-    return cases
+    untied = build(model.cfg, name, UNTIED[name]).to(device).eval()
+    untied = {"untied, sequence": (untied, dict(batching="sequence"))}
+    return untied | cases if name == "mor" else cases | untied
 
 
 @torch.no_grad()
@@ -458,7 +438,8 @@ def main(argv):
           f"{model_cfg.n_embd}, batch {cfg.batch_size} x {model_cfg.block_size} tokens"
           + ", training in bfloat16 (autocast)" * (device.type == "cuda"))
     if ckpt is not None and name in ("relaxed", "mor"):
-        data = validation_text({cfg.init_from: {"config": asdict(cfg), **ckpt}})
+        trained = SimpleNamespace(**ckpt.get("config", asdict(cfg)))
+        check_tokenizer(ckpt, data := TokenData(open_data(trained), "val"), cfg.init_from)
         text = data.windows([0], min(data.tokens, 100_000))[0]
         model = make_model(cfg, model_fields, ckpt, ckpt["model_config"]["vocab_size"])
         return bench_requests(name, model.to(device).eval(), text, device)

@@ -9,7 +9,7 @@ lm-evaluation-harness (Gao et al.; the package lm_eval).
     python -m lab.eval out/rt_tiny tasks=rt               a paper's: rt, relaxed, mor, rat
     python -m lab.eval help                               every key with its meaning
 
-It prints one JSON object (what it works on goes to stderr).
+It prints one JSON object.
 
 All losses are those of decoding: lrt computes its exact chain, mor routes without later
 tokens. The text is cut into windows of the longest of `lengths`; what does not fill one is
@@ -23,7 +23,6 @@ estimate of the memories: about ten times as fast as the exact chain, and not eq
 import copy
 import json
 import re
-import sys
 from dataclasses import dataclass, replace
 from statistics import fmean
 from types import SimpleNamespace
@@ -36,7 +35,7 @@ from common.checkpoint import build_model, checkpoint_file, load_checkpoint
 from common.data import TokenData, Windows, bits_per_byte, is_task, open_data
 from common.keys import (Keys, UserError, choice, first_line, need, run_cli, split_args,
                          typed_config)
-from common.process import autocast, check_tokenizer, device_name, pick_device
+from common.process import autocast, check_tokenizer, pick_device
 from common.sampling import check_finite
 from common.tokenizer import load_tokenizer
 from sample import choose_prefill
@@ -270,7 +269,6 @@ def main(argv):
     with autocast(run, device):
         result = (evaluate_tasks(model, tokenizer, cfg) if cfg.tasks else
                   evaluate_text(model, run, cfg, ckpt))
-    print(path, device_name(device), sep=", ", file=sys.stderr)
     print(json.dumps({"model": ckpt["model"], "step": ckpt["step"], **result}, indent=2))
 
 

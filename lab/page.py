@@ -46,12 +46,6 @@ MAX_BODY, MAX_CHOICES = 1 << 20, 128        # of a request: bytes, and prompts t
 runs = {}       # {name: Run}
 
 
-@dataclass(eq=False)
-class Choice(serve.Request):
-    """One text to write. Its id is its index in the answer."""
-    reason: str | Exception = None      # why it has ended
-
-
 class Run(serve.Engine):
     """A trained model, and the thread that decodes: in turns of a few steps for all, which the
     requests that wait for their choices begin."""
@@ -71,20 +65,15 @@ class Run(serve.Engine):
                 self.admit(self.waiting)
                 for slot in self.busy():
                     if slot.request.reason or not slot.request.max_new_tokens:
-                        self.end(slot)
+                        self.end(slot, slot.request.reason or "length")
                 self.step()
         except Exception as e:
             for slot in self.busy():
-                slot.request.reason = RuntimeError(str(e))      # the server's fault
-                self.end(slot)
-        for choice in self.answered:
-            full = len(choice.tokens) == choice.max_new_tokens
-            choice.reason = choice.reason or ("length" if full else "stop")
-        self.answered.clear()
+                self.end(slot, RuntimeError(str(e)))    # the server's fault
 
     async def write(self, choices, answer, request):
-        """Yields server-sent events: one for each token of a choice, one for its end, then those
-        of the next choice. Stops when the client has gone."""
+        """Yields server-sent events: one for each token of a choice (a serve.Request, its id is
+        its index), one for its end, then those of the next. Stops when the client has gone."""
         try:
             self.waiting.extend(choices)
             for choice in choices:
@@ -177,8 +166,8 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
         if self.stream and (self.echo or self.logprobs is not None):
             raise UserError("stream=true does not go with echo or logprobs")
         how = self.temperature, 0, self.top_p
-        return [Choice(prompts[i // self.n], self.max_tokens, i, how,
-                       serve.generator(self.seed, i, run.device)) for i in range(count)]
+        return [serve.Request(prompts[i // self.n], self.max_tokens, i, how,
+                              serve.generator(self.seed, i, run.device)) for i in range(count)]
 
 
 @app.post("/v1/completions")
@@ -225,11 +214,11 @@ async def models():
 
 async def guarded(scope, receive, send):
     """app, for nobody who calls this machine by a foreign name, as a page of another site could."""
-    foreign = HTTPException(403, "the Host or Origin header names another machine")
     headers = Request(scope).headers
     names = headers.get("host", ""), headers.get("origin", "localhost").rpartition("/")[2]
-    local = all(map(LOCAL.fullmatch, names))
-    await (app if local else refused(None, foreign))(scope, receive, send)
+    foreign = HTTPException(403, "the Host or Origin header names another machine")
+    answer = app if all(map(LOCAL.fullmatch, names)) else refused(None, foreign)
+    await answer(scope, receive, send)
 
 
 @dataclass

@@ -22,6 +22,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -54,8 +55,8 @@ class Experiment:
 
     A column is `text`, `options` (the row's keys), or the name of a value and its format, such as
     `val_bpb .3f`. Values: of the log's last line and last evaluation (flops, val_bpb), of lab.eval
-    (NAME.bpb), of `bench.py runs` (speed.train_ms). The axes of a picture are such names too, or
-    those of the log of training steps (curves.flops)."""
+    (NAME.bpb), of `bench.py runs` (speed.train_ms). The axes of a picture are such names too,
+    those of the log of training steps (curves.flops), or bins, for a list of ten of lab.eval."""
     name: str
     title: str
     tier: str                   # quick | cpu | gpu
@@ -90,26 +91,29 @@ def load_experiments():
 
 # ---- what there is to do ----
 
-@dataclass(eq=False)
 class Run:
     """One row of an experiment with one seed."""
-    experiment: Experiment
-    label: str
-    row: dict
-    seed: int
-    keys: dict                  # of train.py, without run
-    start: str                  # the checkpoint that it goes on from, or nothing
-    needs: list                 # the runs whose folders the keys name
-    result: dict = None         # its line in results/NAME.jsonl
 
-    def __post_init__(self):
+    def __init__(self, experiment, label, row, seed, earlier):
+        """earlier: {(label, seed): Run} of the rows above."""
+        self.experiment, self.label, self.row, self.seed = experiment, label, row, seed
+        self.result, self.needs = None, []      # its line of the results; runs that it starts from
+        keys = f"{experiment.keys} {row['keys']} seed={seed} sample_tokens=0"
+        for other in re.findall("{(.*?)}", keys):
+            if (other, seed) not in earlier:
+                raise UserError(f"{experiment.name}.yaml: {label} starts from {other!r}, which is "
+                                f"no row above it with seed {seed}")
+            self.needs.append(earlier[other, seed])
+            keys = keys.replace("{%s}" % other, f"out/{self.needs[-1].name}")
+        self.keys = split_args(keys.split())[1]
+        self.start = self.keys.pop("from", "")  # the checkpoint that it goes on from
         self.arguments = [f"{key}={value}" for key, value in self.keys.items()]
         keys = " ".join(self.arguments)
         self.command = f"train.py {keys}" + f" from {self.start}" * bool(self.start)
         # the folder's name tells the keys apart: a changed row does not go on from the old run
         digest = hashlib.sha256((keys + self.start).encode()).hexdigest()[:6]
-        slug = re.sub("[^a-z0-9]+", "_", self.label.lower()).strip("_")
-        self.name = f"{self.experiment.name}-{slug}-{self.seed}-{digest}"
+        slug = re.sub("[^a-z0-9]+", "_", label.lower()).strip("_")
+        self.name = f"{experiment.name}-{slug}-{seed}-{digest}"
         self.folder = OUT / self.name
 
 
@@ -118,24 +122,11 @@ def plan(experiment):
     lines, runs = read_results(experiment), {}
     for label, row in experiment.rows.items():
         for seed in range(1, row["seeds"] + 1):
-            run = runs[label, seed] = make_run(experiment, label, row, seed, runs)
+            run = runs[label, seed] = Run(experiment, label, row, seed, runs)
             line = lines.get(run.command, {})
             if line.get("keys") == file_keys(run) and line.get("evaluate", {}) == row["evaluate"]:
                 run.result = line
     return list(runs.values())
-
-
-def make_run(experiment, label, row, seed, earlier):
-    """earlier: {(label, seed): Run} of the rows above."""
-    keys, needs = f"{experiment.keys} {row['keys']} seed={seed} sample_tokens=0", []
-    for other in re.findall("{(.*?)}", keys):
-        if (other, seed) not in earlier:
-            raise UserError(f"{experiment.name}.yaml: {label} starts from {other!r}, which is no "
-                            f"row above it with seed {seed}")
-        needs.append(earlier[other, seed])
-        keys = keys.replace("{%s}" % other, f"out/{needs[-1].name}")
-    given = split_args(keys.split())[1]
-    return Run(experiment, label, row, seed, given, given.pop("from", ""), needs)
 
 
 def file_keys(run):
@@ -256,15 +247,14 @@ def measure(experiment, runs):
         arguments = command.split()[1:]
         process = python("-m", "lab.bench", *arguments, stdout=subprocess.PIPE)
         output = process.communicate()[0]
-        lines = output.splitlines()
+        *_, last = output.splitlines() or ["no output"]
         if process.returncode:
-            print(f"{command}: {lines[-1] if lines else 'no output'}")
+            print(f"{command}: {last}")
             failed.append(command)
             continue
         line = {"command": command, **made_by()}
         if arguments[0] == "runs":
-            numbers = json.loads([text for text in lines if text.startswith("{")][-1])
-            line["speed"] = {Path(f).name: v for f, v in numbers.items()}
+            line["speed"] = {Path(f).name: v for f, v in json.loads(last).items()}
         append(experiment, line)
         with open(results_file(experiment).with_suffix(".txt"), "a") as text:
             text.write(f"$ python -m lab.bench {' '.join(arguments)}\n"
@@ -312,9 +302,7 @@ def made_by():
 
 def look_up(result, name):
     """The value of a dotted name, such as half.bpb; None where there is none."""
-    for part in name.split("."):
-        result = result.get(part) if isinstance(result, dict) else None
-    return result
+    return reduce(lambda found, part: (found or {}).get(part), name.split("."), result)
 
 
 def cell(results, what):
@@ -359,25 +347,17 @@ def how_made(experiment, lines):
 
 def panel_of(rows, x, y, **style):
     """A panel, as lab.plot draws one: for each row a point, or the curve of two lists; the means
-    over its seeds. x: bins is for a list of lab.eval, from 0 to 1."""
-    curves = []
+    over its seeds."""
+    curves, listed = [], lambda value: value if isinstance(value, list) else [value]
     for label, results in rows.items():
         pairs = [(look_up(result, x), look_up(result, y)) for result in results]
-        if x == "bins":
-            pairs = [([(i + 0.5) / len(v) for i in range(len(v))], v) for _, v in pairs if v]
-        elif x.startswith("curves."):
-            pairs = [(xs, smoothed(ys)) for xs, ys in pairs]
-        else:
-            pairs = [([a], [b]) for a, b in pairs if None not in (a, b)]
+        pairs = [map(listed, pair) for pair in pairs if None not in pair]
         if pairs:
-            means = [[fmean(v) for v in zip(*lists)] for lists in zip(*pairs)]
-            curves.append((label, list(zip(*means))))
+            xs, ys = ([fmean(v) for v in zip(*lists)] for lists in zip(*pairs))
+            if x.startswith("curves."):     # the loss of a batch is noisy: with its neighbours
+                ys = [fmean(ys[max(0, i - 4):i + 5]) for i in range(len(ys))]
+            curves.append((label, list(zip(xs, ys))))
     return {"xlabel": x, "ylabel": y, **style}, curves
-
-
-def smoothed(values, reach=4):
-    """The loss of a batch is noisy: each value's mean with its neighbours."""
-    return [fmean(values[max(0, i - reach):i + reach + 1]) for i in range(len(values))]
 
 
 def write(experiment, runs):
@@ -385,9 +365,10 @@ def write(experiment, runs):
     of files in lab, and draw the picture."""
     measured = [line for line in benches(experiment, runs).values() if line]
     speeds = {name: v for line in measured for name, v in line.get("speed", {}).items()}
-    rows = {}
+    rows, bins = {}, [(i + 0.5) / 10 for i in range(10)]
     for run in [run for run in runs if run.result]:
-        rows.setdefault(run.label, []).append(run.result | {"speed": speeds.get(run.name)})
+        more = {"speed": speeds.get(run.name), "bins": bins}
+        rows.setdefault(run.label, []).append(run.result | more)
     if not rows and not measured:
         return
     text = table(experiment, rows) if rows else ""

@@ -30,7 +30,7 @@ def few(monkeypatch):
     ("gpt", dict(), {}, {"training step": 2, "decoding batch": 4, "prefill 15 tokens": 2, "cache, T 16": 2}),
     ("rt", dict(block_size=8), {}, {"forward + backward": 4, " naive ": 5, "decoding": 8, " MiB ": 20}),
     ("lrt", dict(n_layer=1, n_head=1), {}, {"training step": 7, "prefill 15 tokens": 7, "cache, T 16": 7}),
-    ("rat", dict(chunk=4), dict(lengths=[64, 128]), {"T 128": 9, "prefill 127 tokens": 3, "token (RAT(4))": 2, " MiB ": 18}),
+    ("rat", dict(chunk=4, block_size=64), dict(doublings=1), {"T 128": 9, "prefill 127 tokens": 3, "token (RAT(4))": 2, " MiB ": 18}),
     ("relaxed", dict(n_layer=4, n_loop=2), {}, {"training step": 3, "decoding batch 16": 3, "1.00 x (": 2}),
     ("rat", dict(chunk=4, swa=9), {}, {"sequences of 16": 6, " 4,096 bytes": 1, "1.00 x (attention)": 1}),
     ("mor", dict(n_layer=8), {}, {"training step": 6, "decoding": 12, "1.00 x (": 2, "cache, T 16": 6})])
