@@ -155,7 +155,7 @@ VARIATIONS = {
     **{name: ({}, {name: value}, None, name) for name, value in OTHERS.items()},
     "gpt_neox": ({}, dict(model_type="gpt_neox"), None, "gpt_neox"),
     "theta as text": ({}, dict(rope_theta="1e4", rope_parameters=None), None, "'str'"),
-    "another width": ({}, dict(intermediate_size=64), None, "down_proj.* is mismatched"),
+    "another width": ({}, dict(intermediate_size=64), None, "_proj.weight is .*, config.json says"),
     "fewer layers": ({}, dict(num_hidden_layers=2), None, "layers.2"),
 }
 

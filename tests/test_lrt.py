@@ -245,6 +245,6 @@ def test_a_chain_that_is_not_finite_is_told_and_the_run_goes_on(data_dir, tmp_pa
     trainer.step = 3
     train.save_and_evaluate(trainer)
     line, = capsys.readouterr().out.splitlines()
-    assert line.startswith("step 3: val ce not finite, ce estimate ") and trainer.best_ce == best
+    assert line.startswith("step 3: val ce not finite, val ce estimate ") and trainer.best_ce == best
     *_, row = map(json.loads, trainer.log.path.read_text().splitlines()[rows:])
     assert row["step"] == trainer.evaluated == 3 and math.isfinite(row["val_ce_estimate"]) and "val_ce" not in row
