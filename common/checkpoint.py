@@ -225,9 +225,7 @@ class Log:
 def in_words(result):
     """The line that is printed about an evaluation; val_ce is missing where it is not finite."""
     words = [] if "val_ce" in result else ["val ce not finite"]
-    units = {"val_ce": " nats per token", "val_bpb": " bits per byte"}
-    words += [f"{name.replace('_', ' ')} {value:.4f}{units.get(name, '')}"
-              for name, value in result.items()]
+    words += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items()]
     return ", ".join(words)
 
 
