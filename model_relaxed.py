@@ -73,7 +73,7 @@ class Config(BaseConfig):
     exit_loss: str = choice("ce", "kl", "both")     # which losses; kl: to the last loop
     exit_loop: int = 0           # stop after this loop (0: the last)
 
-    # for train.py's init_from=: models that convert takes; keys that may change then, and later
+    # models that convert takes; keys that may change when a run goes on, or starts from weights
     CONVERTS_FROM = ("gpt",)
     NOT_IN_WEIGHTS = ("early_exit", "exit_weight", "exit_loss", "exit_loop")
 

@@ -107,7 +107,7 @@ class Request:
     generator: torch.Generator = None               # of its own, to sample
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
     exits: list = field(default_factory=list)       # the loop that predicted each of them
-    reason: str = None              # why it has ended: stop (end-of-text) or length
+    reason: str = None              # why it has ended: stop (at end-of-text) or length
 
 
 def read_requests(model, tokenizer, cfg):

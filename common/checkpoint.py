@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from common.data import bits_per_byte
 from common.keys import (UserError, first_line, known, model_module, names, note, open_file,
-                         run_cli, split_args, typed_config)
+                         replace_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer, to_huggingface
 
 # what a checkpoint holds
@@ -89,8 +89,8 @@ def save_checkpoint(path, state):
 # ---- loading ----
 
 def load_checkpoint(path):
-    """The state saved at path, on the CPU. UserError if it is damaged, or not one of ours: the
-    SHA-256 covers every byte, and the unpickler runs no code."""
+    """The state saved at path, on the CPU. OSError if there is no such file; UserError if it is
+    damaged, or not one of ours: the SHA-256 covers every byte, and the unpickler runs no code."""
     try:
         with open_file(path) as f, warnings.catch_warnings(action="ignore"):
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -176,7 +176,8 @@ def read_log(path):
     for line in open_file(path) if path.exists() else ():
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
-    return rows
+    return [row for row in rows if isinstance(row, dict)
+            and all(type(row.get(key)) in (int, float) for key in ("step", "seconds"))]
 
 
 class Log:
@@ -188,9 +189,7 @@ class Log:
         rows = read_log(self.path) if run.step else []
         rows = [row for row in rows
                 if row["step"] <= (run.evaluated if "val_ce" in row else run.step)]
-        temporary = self.path.with_name("log.jsonl.tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(temporary, self.path)
+        replace_file(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
                         dynamic_ncols=True, file=sys.stderr)

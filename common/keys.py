@@ -197,7 +197,7 @@ def typed_value(key, value, kind):
             return float(value)
         if kind is bool and str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"
-        if kind is str and text and "\0" not in value:      # no name of a file holds it
+        if kind is str and text and "\0" not in value:      # no file name holds a zero byte
             return value
     raise UserError(f"{key}: expected {KINDS[kind]}, got {value!r:.60}")
 
@@ -248,6 +248,16 @@ def open_file(path):
     if Path(path).exists() and not Path(path).is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return open(path, "rb")
+
+
+def replace_file(path, content):
+    """Write bytes as a file in one move: if the disk is full, what was there stays."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_text(path, name) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from common.keys import UserError, model_module, need
+from common.keys import UserError, model_module, need, replace_file
 from common.tokenizer import hub_folder
 
 
@@ -49,7 +49,7 @@ def to_pretrained(model, path, eos=None):
         weights |= {name: w - 1 for name, w in weights.items() if "norm" in name}
     Path(path).mkdir(parents=True, exist_ok=True)
     content = need("safetensors.torch").save(weights, metadata={"format": "pt"})
-    (Path(path) / "model.safetensors").write_bytes(content)
+    replace_file(Path(path) / "model.safetensors", content)
     (Path(path) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -22,7 +22,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from functools import reduce
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -31,7 +30,7 @@ from omegaconf import OmegaConf
 
 from common.checkpoint import load_checkpoint, lock, read_log
 from common.keys import (HERE, UserError, asks_help, check_known, first_line, load_yaml,
-                         model_module, run_cli, split_args)
+                         model_module, replace_file, run_cli, split_args)
 from common.process import TrainConfig
 from lab.plot import draw
 
@@ -282,9 +281,8 @@ def append(experiment, line):
     line = json.loads(json.dumps(line), parse_float=seven_digits)
     with APPENDING:
         file.parent.mkdir(exist_ok=True)
-        new = file.with_suffix(".new")
-        new.write_text((file.read_text() if file.exists() else "") + json.dumps(line) + "\n")
-        os.replace(new, file)
+        old = file.read_text() if file.exists() else ""
+        replace_file(file, f"{old}{json.dumps(line)}\n".encode())
 
 
 def made_by():
@@ -302,7 +300,9 @@ def made_by():
 
 def look_up(result, name):
     """The value of a dotted name, such as half.bpb; None where there is none."""
-    return reduce(lambda found, part: (found or {}).get(part), name.split("."), result)
+    for part in name.split("."):
+        result = result.get(part) if isinstance(result, dict) else None
+    return result
 
 
 def cell(results, what):

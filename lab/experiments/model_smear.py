@@ -2,8 +2,8 @@
 RT without recurrence, but with smeared keys: a layer's key is a mean of its own and of the
 previous token's, k_i <- s k_i + (1 - s) k_{i-1}, s = sigmoid(a), one a head (Olsson et al. 2022,
 "In-context Learning and Induction Heads": with such keys one layer can copy). A control: what a
-shift by one token gives without recurrence. It trains and evaluates; there is no
-cache (sample_tokens=0).
+shift by one token gives without recurrence. It trains and evaluates; there is no cache
+(sample_tokens=0).
 """
 from dataclasses import dataclass
 
