@@ -41,9 +41,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
-
-from common.data import FORMAT, TokenData, documents, has_changed, read_meta, source_stamp
+from common.data import FORMAT, TokenData, documents
 from common.keys import (UserError, check_name, folder_name, run_cli, split_args, typed_config)
 from common.tokenizer import (ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer, slices,
                               train_bpe)
@@ -182,7 +180,6 @@ def encode(corpus, tokenizer, dtype, files, room) -> Counter:
 
 def write_dataset(folder, cfg) -> dict:
     """Writes the token files and meta.json into `folder`. Returns the meta."""
-    made_of = source_stamp(cfg.dataset)
     limit = SAMPLE_BYTES if cfg.dataset.startswith("hf:") else math.inf
     corpus = Corpus(lambda: documents(cfg), cfg.val_fraction, limit)
     tokenizer = build_tokenizer(cfg, corpus)
@@ -199,7 +196,7 @@ def write_dataset(folder, cfg) -> dict:
                         f"text, {corpus.skipped} others, a split would hold fewer than 2 tokens")
     meta = {"format": FORMAT, **settings(cfg), "vocab_size": tokenizer.vocab_size,
             "dtype": dtype.name, "eot": tokenizer.eot, "splits": splits, "skipped": corpus.skipped,
-            "source_stamp": made_of, "tokenizer": tokenizer.to_dict()}
+            "tokenizer": tokenizer.to_dict()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
 
@@ -228,8 +225,7 @@ def prepare(cfg) -> Path:
     folder = Path(cfg.data_dir) / name
     try:
         if already_there(folder, cfg):
-            changed = "its files have changed: " * has_changed(read_meta(folder))
-            print(f"{folder}: already there ({changed}overwrite=true makes it again)")
+            print(f"{folder}: already there (overwrite=true makes it again)")
             return folder
         meta = make_folder(folder, cfg)
     except OSError as e:

@@ -11,13 +11,10 @@ Text from a trained model, for every model: one decoding loop over forward and c
 
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
 """
-import os
 import sys
 import time
 from dataclasses import dataclass
 
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
-import common       # before torch: see there
 import torch
 
 from common.checkpoint import load_run
@@ -90,14 +87,6 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
             held = [h + on for h, on in zip(held, live)]
 
 
-def choose_prefill(model, how, path):
-    """Set how the model prefills; UserError if it knows one way only."""
-    if not hasattr(model.cfg, "prefill") or not model.cfg.memory:
-        raise UserError(f"prefill={how} is for a model that prefills in more than one way (lrt "
-                        f"with memory), {path} is not")
-    model.cfg.prefill = how
-
-
 def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
     """prompt and its continuation as one string. The model is put into eval mode."""
     model.eval()
@@ -150,11 +139,10 @@ def main(argv):
     cfg = typed_config(SampleConfig, keys)
     device = pick_device(cfg.device)
     texts = read_prompts(cfg.prompt)
-    model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast)
+    own = {"prefill": cfg.prefill} if cfg.prefill else {}
+    model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast, **own)
     prompts = list(map(tokenizer.encode, texts))
     check_prompts(prompts, tokenizer.vocab_size)
-    if cfg.prefill:
-        choose_prefill(model, cfg.prefill, path)
     limit, longest = model.context_limit, max(map(len, prompts))
     if limit and longest > limit:
         print(f"the prompt has {longest} tokens: cropped to its last {limit} (block_size)",

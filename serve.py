@@ -37,15 +37,12 @@ import copy
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from functools import partial
 
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
-import common       # before torch: see there
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -17,15 +17,11 @@ forward pass one of (seed, step, micro-batch). So a resumed run, a run on anothe
 processes and a run that evaluates more often see the same tokens and end in the same weights.
 """
 import contextlib
-import importlib.util
 import math
 import os
 import signal
-import sys
 from dataclasses import asdict, dataclass
 
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))    # PYTHONSAFEPATH leaves it out
-import common       # before torch: see there
 import numpy as np
 import torch
 
@@ -115,9 +111,8 @@ def check_run(cfg):
 
 def prepare_forward(cfg, model, procs):
     """The model as training calls it: compiled where compile= says so, and data parallel."""
-    compiled = cfg.compile == "true"
-    if cfg.compile == "auto" and procs.device.type == "cuda" and importlib.util.find_spec("triton"):
-        compiled = torch.cuda.get_device_capability(procs.device) >= (7, 0)   # what triton supports
+    cuda = procs.device.type == "cuda"
+    compiled = cfg.compile == "true" or cfg.compile == "auto" and cuda
     if cfg.fsdp:
         torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
         for block in blocks_of(model) if compiled else ():
@@ -130,14 +125,7 @@ def prepare_forward(cfg, model, procs):
 def claim_folder(run):
     """Make the run's folder, or clean it. From here to its end no other run can have it."""
     cfg, folder = run.cfg, run.folder
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        for path in missing:                    # those that were made before the error
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        raise
+    folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     check_run(cfg)                              # again: another run may have ended meanwhile
     old = ["ckpt.pt", "pending.pt", "best.pt", "step_*.pt", "curves.png"] * cfg.overwrite

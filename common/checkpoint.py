@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from common.data import bits_per_byte
-from common.keys import (UserError, first_line, known, model_module, names, note, open_file,
+from common.keys import (UserError, check_known, first_line, known, model_module, names, note, open_file,
                          replace_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer, to_huggingface
 
@@ -131,6 +131,7 @@ def check_state(state, path):
 def build_model(ckpt, **overrides):
     """The model of a checkpoint with its weights, on the CPU; overrides replace Config fields."""
     module = model_module(ckpt["model"])
+    check_known(overrides, names(module.Config))
     try:
         model = module.Model(module.Config(**{**ckpt["model_config"], **overrides}))
         if "converts" in ckpt:                  # from another model's

@@ -2,9 +2,7 @@
 The data of a run: the folder that its keys name, its token files, and the batches of training,
 each a pure function of (seed, step).
 """
-import contextlib
 import glob
-import hashlib
 import logging
 import math
 import os
@@ -15,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.keys import (NAME, UserError, as_command, first_line, folder_name, need, note,
-                         open_file, read_json)
+from common.keys import (NAME, UserError, as_command, first_line, folder_name, need, open_file,
+                         read_json)
 from common.tokenizer import HUB_NAME, load_tokenizer
 
 FORMAT = 2  # of a data set's folder
@@ -38,31 +36,18 @@ def data_folder(cfg):
 
 def open_data(cfg):
     """The folder of a prepared data set. UserError if there is none, or if it was made from
-    something else, whose name gives the same folder. A line tells if its files have changed."""
+    something else, whose name gives the same folder."""
     folder = data_folder(cfg)
     again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                        f"data_dir={cfg.data_dir}")
     if not folder.exists():
-        raise UserError(f"{folder} does not exist: make it with {again}{other_names(cfg)}")
+        raise UserError(f"{folder} does not exist: make it with {again}")
     meta = read_meta(folder)
     made = meta.get("dataset"), meta.get("tokenizer_name")
     if folder.name != cfg.dataset and made != (cfg.dataset, cfg.tokenizer):
         raise UserError(f"{folder} was made with dataset={made[0]} tokenizer={made[1]}: make "
                         f"another with {again} name=NAME, and train with dataset=NAME")
-    if has_changed(meta):
-        note(f"{meta['dataset']} has changed since {folder} was made: prepare.py with "
-             f"overwrite=true makes it again")
     return folder
-
-
-def other_names(cfg) -> str:
-    """Words that tell where the same source and tokenizer were prepared, by name=."""
-    same, found = {"dataset": cfg.dataset, "tokenizer_name": cfg.tokenizer}, []
-    for file in sorted(Path(cfg.data_dir).glob("*/meta.json")):
-        with contextlib.suppress(UserError):            # not a data set
-            if read_meta(file.parent).items() >= same.items():
-                found.append(f"dataset={file.parent.name}")
-    return f"; {', '.join(found)} has the same source and tokenizer" if found else ""
 
 
 # ---- token files ----
@@ -185,13 +170,10 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
 def documents(cfg):
     """The texts of a data set, in a fixed order. A column may hold other things too."""
     kind, _, rest = cfg.dataset.partition(":")
-    if cfg.dataset == "python" or kind == "file":
-        for file in map(Path, source_files(cfg.dataset)):
-            if file.suffix.lower() in TABLES:
-                raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such "
-                                f"files")
-            # bytes that are not UTF-8 are lone surrogates in it
-            yield file.read_bytes().decode(errors="surrogateescape")
+    if cfg.dataset == "python":
+        yield from texts(text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT))
+    elif kind == "file":
+        yield from texts(text_files(os.path.expanduser(rest)))
     elif kind == "hf" and rest:
         yield from hf_texts(rest, cfg)
     elif cfg.dataset == "shakespeare":
@@ -201,15 +183,13 @@ def documents(cfg):
                         "file:PATH, shakespeare, hf:NAME[:config]")
 
 
-def source_files(dataset) -> list:
-    """The files of a data set, sorted; none where it comes from the network."""
-    kind, _, path = dataset.partition(":")
-    path = os.path.expanduser(path)
-    if dataset == "python":
-        return text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT)
-    if kind == "file":
-        return text_files(path)
-    return text_files(path, ("",)) if kind == "hf" and os.path.exists(path) else []
+def texts(files):
+    for file in map(Path, files):
+        if file.suffix.lower() in TABLES:
+            raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such "
+                            f"files")
+        # bytes that are not UTF-8 are lone surrogates in it
+        yield file.read_bytes().decode(errors="surrogateescape")
 
 
 def text_files(path, extensions=TEXT, skip=("__pycache__",)) -> list:
@@ -231,23 +211,6 @@ def text_files(path, extensions=TEXT, skip=("__pycache__",)) -> list:
 
 def fail(error):
     raise error     # os.walk would go on
-
-
-def source_stamp(dataset) -> str:
-    """Another one where a file of the user's data set was written, added, renamed or removed
-    since; "" where it has none, or none on this machine."""
-    try:
-        files = source_files(dataset) if dataset != "python" else []
-        stats = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files]
-    except (UserError, OSError):
-        return ""
-    return hashlib.sha256(repr(stats).encode()).hexdigest() if files else ""
-
-
-def has_changed(meta) -> bool:
-    """Whether the user's files, that the data set was made from, are others since."""
-    made = meta.get("source_stamp")
-    return bool(made) and source_stamp(meta["dataset"]) not in ("", made)
 
 
 @cache

@@ -39,7 +39,8 @@ def choice(*allowed):
 def run_cli(main, schema=None):
     """main(sys.argv[1:]), or the help about the keys of `schema` where that is asked for. Bad
     input is one line on stderr and exit status 2, never a traceback."""
-    open_streams()
+    if hasattr(sys.stdout, "reconfigure"):      # a terminal shows ? for what it cannot show
+        sys.stdout.reconfigure(errors="replace")
     try:
         if schema and asks_help(sys.argv):
             print(help_text(schema))
@@ -55,18 +56,6 @@ def run_cli(main, schema=None):
         # in one piece: other processes may write too
         sys.stderr.write(f"error: {in_one_line(e)}\n")
         sys.exit(2)
-
-
-def open_streams():
-    """Missing streams (cron and daemons close them) lead nowhere. No file that is opened later
-    gets their numbers: what a library prints would go into it."""
-    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(free)
-    for name in ("stdout", "stderr"):
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
-    if hasattr(sys.stdout, "reconfigure"):      # a terminal shows ? for what it cannot show
-        sys.stdout.reconfigure(errors="replace")
 
 
 def in_one_line(e):
@@ -106,14 +95,9 @@ def as_command(program, *keys, path=None):
     return f"python {program} {shlex.join([*paths, *keys])}"
 
 
-def first_process() -> bool:
-    """Whether this is the first of torchrun's processes, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def note(text, file=None):
-    """Tell something, once."""
-    if first_process():
+    """Tell something; of torchrun's processes the first does."""
+    if os.environ.get("RANK", "0") == "0":
         print(f"note: {text}", file=file, flush=True)
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.checkpoint import build_model, load_checkpoint, load_initial, lock, newest
+from common.checkpoint import build_model, load_checkpoint, load_initial, newest
 from common.data import TextBatches, is_task, open_data
 from common.keys import (HERE, Keys, UserError, check_known, check_name, choice, first_line,
-                         first_process, known, load_yaml, model_module, names, note, plain_name,
-                         typed_config)
+                         known, load_yaml, model_module, names, note, plain_name, typed_config)
 
 
 # keys that are of one call of train.py: no checkpoint sets them
@@ -101,8 +100,6 @@ def read_config(given):
     start = typed_config(TrainConfig, {key: values[key] for key in START & values.keys()})
     if start.resume or start.eval_only and not given.get("init_from"):
         given = {**given, "init_from": ""}      # what the run began with matters no more
-        if start.resume and start.folder.exists() and first_process():
-            lock(start.folder)                  # from here on no other run may replace it
         ckpt = load_checkpoint(newest(start.folder))
         base = keys_of_run(ckpt, start, named, given)
     elif start.init_from:
@@ -203,20 +200,13 @@ def pick_device(name, world=1):
     if world > 1 and name not in ("cpu", "cuda"):
         raise UserError(f"device={name} cannot be shared by {world} processes: "
                         f"device=cuda or device=cpu can")
+    local = os.environ.get("LOCAL_RANK", 0)
     try:
-        device = torch.device(f"cuda:{number('LOCAL_RANK', 0)}" if name == "cuda" else name)
+        device = torch.device(f"cuda:{local}" if name == "cuda" else name)
         torch.ones(1, device=device).item()     # fails if this machine has no such device
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise UserError(f"device={name} is not on this machine (device=auto finds one)") from e
     return device
-
-
-def number(variable, default):
-    """An environment variable that torchrun, or a scheduler, sets."""
-    value = os.environ.get(variable, str(default))
-    if not value.isdecimal():
-        raise UserError(f"the environment has {variable}={value!r:.60}: torchrun sets a number")
-    return int(value)
 
 
 def device_name(device):
@@ -236,11 +226,9 @@ class Processes:
     """This process's rank and device, and how many processes there are (torchrun's variables)."""
 
     def __init__(self, cfg):
-        self.world, self.rank = number("WORLD_SIZE", 1), number("RANK", 0)
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
         self.master = self.rank == 0
-        if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ) or self.rank >= self.world:
-            raise UserError(f"the environment is that of process {self.rank} of {self.world}: "
-                            f"start with torchrun, or unset RANK and WORLD_SIZE")
         self.device = pick_device(cfg.device, self.world)
         self.autocast = lambda: autocast(cfg, self.device)
         if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:

@@ -1,2 +1,1 @@
 """What measures and shows. All else works without it."""
-import common       # before torch: see there

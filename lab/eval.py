@@ -38,7 +38,6 @@ from common.keys import (Keys, UserError, choice, first_line, need, run_cli, spl
 from common.process import autocast, check_tokenizer, pick_device
 from common.sampling import check_finite
 from common.tokenizer import load_tokenizer
-from sample import choose_prefill
 
 
 @dataclass
@@ -259,11 +258,10 @@ def main(argv):
     if is_task(cfg.dataset):
         raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true "
                         f"tells how many of its answers are right")
-    changed = {key: getattr(cfg, key) for key in ("block_size", "exit_loop") if key in given}
+    of_model = "block_size", "exit_loop", "prefill"
+    changed = {key: getattr(cfg, key) for key in of_model if key in given}
     device = pick_device(cfg.device)
     model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
-    if cfg.prefill:
-        choose_prefill(model, cfg.prefill, path)
     run = SimpleNamespace(**{**own, "dataset": cfg.dataset, "data_dir": cfg.data_dir})
     tokenizer = load_tokenizer(ckpt["tokenizer"])
     with autocast(run, device):

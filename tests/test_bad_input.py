@@ -95,7 +95,7 @@ SAMPLE = [
     ([], "give one run folder or checkpoint"), (["x" * 300], "File name too long"),
     (["out/r", "prompt="], "the prompt is empty"), (["out/r", "prompt=FILE:latin.txt"], "latin.txt is not UTF-8"),
     (["out/r", "prompt=FILE:missing.txt"], "missing.txt cannot be read"),
-    (["out/r", "prefill=exact"], "prefill=exact is for a model"),
+    (["out/r", "prefill=exact"], "unknown key 'prefill': the keys are "),
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
@@ -157,14 +157,12 @@ def test_one_line_and_exit_2(program, args, message, world, capfd, monkeypatch):
     assert snapshot(world) == before
 
 
-@pytest.mark.parametrize("program, key, name, value", [
-    ("train", "init_from=owner/name", "HF_HUB_OFFLINE", "1"), ("prepare", "n=3", "TQDM_MININTERVAL", "x"),
-    ("sample", "n=3", "TQDM_MININTERVAL", "x"), ("serve", "n=3", "TORCH_LOGS", "nothing")])
-def test_from_the_shell(program, key, name, value, tmp_path):
-    """From any folder, without the script's on the path, with no library loaded before, and with what ends the import
-    of one."""
+@pytest.mark.parametrize("program, key", [("train", "init_from=owner/name"), ("prepare", "n=3"), ("sample", "n=3"),
+                                          ("serve", "n=3")])
+def test_from_the_shell(program, key, tmp_path):
+    """From any folder, with no library loaded before."""
     p = subprocess.run([sys.executable, ROOT / f"{program}.py", key], cwd=tmp_path, capture_output=True, text=True,
-                       env={**os.environ, "PYTHONSAFEPATH": "1", name: value})
+                       env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert (p.returncode, p.stdout, p.stderr.count("\n")) == (2, "", 1) and p.stderr.startswith("error: "), p.stderr
     assert list(tmp_path.iterdir()) == []
 

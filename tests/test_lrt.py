@@ -12,7 +12,6 @@ import model_lrt
 from common import optim
 from common.process import TrainConfig
 import runs
-import sample
 import train
 from conftest import relative, tiny
 from test_gpt import dense_heads, rotate
@@ -163,7 +162,7 @@ def test_windows_and_source():
 def test_interleaved_prefill_goes_on_exactly(kind, fast, N, lengths):
     """N subsets over each prompt, then the chain from what they left: the equations' logits. An empty one is exact."""
     model = tiny("lrt", **SETTINGS[kind], subsets=N, fast=fast)
-    sample.choose_prefill(model, "interleaved", "run")
+    model.cfg.prefill = "interleaved"
     x, cache, ragged = tokens(len(lengths), 16), model.init_cache(len(lengths), 20), min(lengths) < 11
     with torch.no_grad():
         prompts = model(x[:, :11], cache=cache, n_valid=torch.tensor(lengths) if ragged else None)[0]

@@ -7,10 +7,10 @@ import os
 import random
 import resource
 import shutil
+import sysconfig
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 import prepare
 from common.keys import UserError
 from conftest import ROOT, python
-from common.process import TrainConfig
-from common.data import NO_TEXT, TokenData, has_changed, open_data, read_meta, source_files, text_files
+from common.data import NO_TEXT, TokenData, text_files
 from prepare import PrepareConfig
 import common.tokenizer as tokenizer_module
 from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer,
@@ -342,7 +341,7 @@ def test_files_of_a_folder_a_glob_and_python(tmp_path):
     assert found(str(tmp_path), (".py", ".md")) == ["a/z.md", "c.py"]
     assert found(f"{tmp_path}/*b.txt") == ["a-b.txt", "b.txt"]
     assert found(f"{tmp_path}/[ab].txt") == ["[ab].txt"]  # a file's own name, not a glob
-    files = [Path(f) for f in source_files("python")]
+    files = [Path(f) for f in text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT)]
     assert Path(json.__file__) in files and len(files) > 300
     assert not {part for f in files for part in f.parts[-3:]} & set(NO_TEXT)
 
@@ -367,27 +366,6 @@ def test_local_data_sets(tmp_path, monkeypatch):
                              "file:rows.csv": "is a table: dataset=hf:PATH", "file:*.jsonl": "is a table"}.items():
         with pytest.raises(UserError, match=message):
             make(tmp_path, dataset=dataset, text_column="n")
-
-
-@pytest.mark.parametrize("form", ["file:{}/docs", "file:{}/docs/*.txt", "file:{}/docs/003.txt", "hf:{}/docs"])
-def test_files_that_changed_since_are_told(form, tmp_path, capsys):
-    """Written, added, renamed or removed ones; as are those of a set that has a name of its own."""
-    write_docs(docs := tmp_path / "docs", DOCS[:9])
-    cfg = PrepareConfig(dataset=form.format(tmp_path), tokenizer="byte", data_dir=str(tmp_path / "data"), name="own")
-    old = docs / "003.txt"
-    changes = [lambda: old.write_text("another text"), lambda: os.utime(old, (5, 5)), (docs / "000.txt").unlink,
-               lambda: (docs / "new.txt").write_text("new"), lambda: old.rename(docs / "004b.txt")]
-    for change in changes[:2] if form.endswith("003.txt") else changes[-1:] if form.startswith("hf") else changes:
-        prepare.prepare(replace(cfg, overwrite=True))
-        open_data(replace(cfg, dataset="own"))
-        assert "has changed" not in capsys.readouterr().out
-        change()
-        open_data(replace(cfg, dataset="own"))
-        prepare.prepare(cfg)
-        out = capsys.readouterr().out
-        assert "has changed since" in out and "its files have changed" in out
-    shutil.rmtree(docs)  # as on another machine
-    assert not has_changed(read_meta(tmp_path / "data/own"))
 
 
 def test_a_stream_of_the_hub_is_left_early(tmp_path, monkeypatch):
@@ -517,8 +495,6 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
     folder = make(tmp_path, **keys)
     inode, before = os.stat(folder).st_ino, tree(folder)
     assert make(tmp_path, **keys) == folder and os.stat(folder).st_ino == inode
-    with pytest.raises(UserError, match="dataset=x has the same source"):
-        open_data(TrainConfig(data_dir=str(tmp_path / "data"), dataset=keys["dataset"], tokenizer="byte"))
     for key, value in {"val_fraction": 0.2, "tokenizer": "char", "dataset": "python"}.items():
         with pytest.raises(UserError, match=f"{key}.*overwrite=true"):
             make(tmp_path, **{**keys, key: value})
