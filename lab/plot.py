@@ -1,27 +1,10 @@
 """
-One picture of several runs: a value of their logs against steps, tokens or seconds.
-
-    python -m lab.plot out/task_s3 out/task_s3_gpt y=val_sequence_accuracy file=s3.png
-    python -m lab.plot out/rt_tiny out/gpt_tiny y=val_bpb x=tokens title="bits per byte"
-    python -m lab.plot help                                     every key with its meaning
+Pictures: the curves of a run (train.py), and the panels of an experiment (lab.reproduce).
 """
 import os
-from dataclasses import dataclass
-from pathlib import Path
 
-from common.checkpoint import read_log
-from common.keys import UserError, choice, first_line, need, run_cli, split_args, typed_config
+from common.keys import need
 
-
-@dataclass
-class PlotConfig:
-    y: str = "val_ce"           # what is drawn: a key of log.jsonl
-    x: str = choice("step", "tokens", "flops", "seconds")
-    file: str = "out/plot.png"  # the picture
-    title: str = ""             # above it
-
-
-# ---- drawing ----
 
 def pyplot():
     """matplotlib, imported where a picture is drawn, without a display."""
@@ -44,10 +27,7 @@ def draw(file, panels, title=""):
     if lines := axes[0][0].lines:       # given to legend, a name may begin with _
         axes[0][0].legend(lines, [line.get_label() for line in lines], fontsize=8)
     fig.suptitle(plain(title))
-    try:
-        fig.savefig(file, dpi=120, bbox_inches="tight")
-    except ValueError as e:             # an ending that is no picture
-        raise UserError(f"file={file}: {first_line(e)}") from e
+    fig.savefig(file, dpi=120, bbox_inches="tight")
     plt.close(fig)
 
 
@@ -57,29 +37,3 @@ def draw_curves(rows, path, title):
               for key, name in (("ce", "training"), ("val_ce", "validation"))]
     style = dict(xlabel="step", ylabel="cross-entropy (nats per token)")
     draw(path, [(style, [(name, curve) for name, curve in curves if curve])], title)
-
-
-def points(folder, x, y):
-    """The (x, y) of each line of a run's log that has them. UserError where there is none."""
-    file = Path(folder) / "log.jsonl"
-    if not file.is_file():
-        raise UserError(f"{file} does not exist: give folders of runs, out/NAME")
-    rows = read_log(file)
-    found = [(row[x], row[y]) for row in rows if x in row and isinstance(row.get(y), (int, float))]
-    if not found:
-        names = sorted({key for row in rows for key in row})
-        raise UserError(f"{file} has no {y}: it has {', '.join(names)}")
-    return found
-
-
-def main(argv):
-    folders, keys = split_args(argv, least=1, most=None)
-    cfg = typed_config(PlotConfig, keys)
-    names = [os.path.basename(os.path.abspath(folder)) for folder in folders]
-    curves = [(name, points(folder, cfg.x, cfg.y)) for name, folder in zip(names, folders)]
-    draw(cfg.file, [(dict(xlabel=cfg.x, ylabel=cfg.y), curves)], cfg.title)
-    print(f"{cfg.file}: {cfg.y} of {', '.join(folders)}")
-
-
-if __name__ == "__main__":
-    run_cli(main, PlotConfig)

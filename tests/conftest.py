@@ -107,17 +107,21 @@ def data_dir(tmp_path_factory):
 SIZES = {"relaxed": dict(n_layer=4), "mor": dict(n_layer=5), "rat_loops": dict(chunk=1)}
 
 
+@torch.no_grad()
+def move(model, scale):
+    """Every parameter by N(0, scale): initial zeros would hide errors, and loops would agree."""
+    for p in model.parameters():
+        p.add_(scale * torch.randn_like(p))
+    return model
+
+
 def tiny(name, **sizes):
-    """A small float64 model of model_<name>.py with every parameter moved by N(0, 0.1): zero-initialised
-    projections would hide errors."""
+    """A small float64 model of model_<name>.py with every parameter moved by N(0, 0.1)."""
     module = importlib.import_module(f"model_{name}")
     torch.manual_seed(0)
     small = dict(block_size=100, vocab_size=61, n_layer=2, n_head=4, n_embd=32)
-    model = module.Model(module.Config(**{**small, **SIZES.get(name, {}), **sizes})).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return model.eval()
+    model = module.Model(module.Config(**{**small, **SIZES.get(name, {}), **sizes}))
+    return move(model.double(), 0.1).eval()
 
 
 def relative(a, b, floor=1e-30):

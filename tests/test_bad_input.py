@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from common import checkpoint, keys
-from lab import bench, eval as evaluation, plot
+from lab import bench, eval as evaluation
 import prepare
 import runs
 import sample
@@ -66,7 +66,7 @@ TRAIN = [
     (["dataset=othertokenizer", "resume=true", "run=r"], "was trained with tokenizer byte"),
     (["resume=true", "run=badrng"], "the checkpoint does not fit"),
     (["resume=true", "run=pipe"], "pipe/ckpt.pt: it is not a regular file"),
-    (["init_from=latin.txt"], "is damaged or is not"), (["init_from=folder"], "its config.json"),
+    (["init_from=folder"], "its config.json"),
     (["init_from=./nowhere"], "neither a folder nor a hub name"),
     (["model=rat", "init_from=out/r"], "model=rat, but the checkpoint holds model=gpt"),
     (["teacher=out/r", "block_size=32"], "teacher=out/r has vocab_size=257 and takes 16 tokens"),
@@ -84,12 +84,9 @@ TRAIN = [
     (["config=resume.yaml", "overwrite=true", "run=r"], "exclude each other"), (["config=unnamed.yaml"], "unknown key '1'"),
     # models
     (["model=mor", "n_layer=9"], "n_layer=9 does not fit share=middle_cycle with n_loop=3: 8 or 11 would"),
-    (["model=rat", "n_embd=15", "n_head=3"], "head_dim=5 must be even and at most 256"),
     # more than any machine has
     (["n_embd=1000000000"], "n_embd=1000000000, block_size=16"), (["batch_size=1000000000"], "batch_size=1000000000"),
     (["gradient_accumulation_steps=1000000000000"], "at least"),
-    (["model=relaxed", "n_layer=9223372036854775807"], "n_loop=2 must divide n_layer=9223372036854775807"),
-    (["block_size=9223372036854775807"], "block_size=9223372036854775807"),
 ]
 SAMPLE = [
     ([], "give one run folder or checkpoint"), (["x" * 300], "File name too long"),
@@ -102,10 +99,6 @@ BENCH = [
     (["kernels", "rounds=9"], "unknown key 'rounds'"),
     (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
-PLOT = [
-    (["out/never"], "log.jsonl does not exist"), (["out/r", "y=nothing"], "has no nothing: it has"),
-    (["out/r", "file=a.tune"], "a.tune"), (["out/r", "file=folder/no/a.png"], "folder/no/a.png: No such file"),
-]
 EVAL = [
     (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
     (["out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
@@ -115,7 +108,6 @@ SERVE = [
     (["requests="], "give requests=FILE"), (["requests=no.jsonl"], "no.jsonl cannot be read: No such"),
     (["prompt=a", "exit=never"], "exit=never: static:1 to static:2, confidence:P"),
     (["requests=empty.txt"], "empty.txt is empty"), (["prompt=a", "slots=0"], "slots=0 must be at least"),
-    (["prompt=a", "fill=never"], "must be one of: exact, prop"),
 ]
 PREPARE = [
     (["dataset=file:latin.txt"], "0 documents of UTF-8 text, 1 others"), (["dataset=file:nothing*.txt"], "and none match it"),
@@ -128,7 +120,7 @@ PREPARE = [
     (["data_dir=afile"], "cannot make afile/python-byte: [Errno 20] Not a directory"),
 ]
 PROGRAMS = {"train": (train.main, TRAIN), "sample": (sample.main, SAMPLE), "bench": (bench.main, BENCH),
-            "plot": (plot.main, PLOT), "eval": (evaluation.main, EVAL), "prepare": (prepare.main, PREPARE),
+            "eval": (evaluation.main, EVAL), "prepare": (prepare.main, PREPARE),
             "serve": (serve.main, SERVE)}
 FIRST = {"train": T, "serve": ["out/relaxed"]}
 CASES = [(program, FIRST.get(program, []) + args, message)

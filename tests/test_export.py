@@ -11,7 +11,7 @@ import runs
 import train
 import sample
 from common.keys import UserError, model_module
-from conftest import ROOT
+from conftest import ROOT, move
 from test_prepare import EOT, SPECIAL, TEXTS, WORDS, llama2, phi, smollm
 from test_gpt import cast, saved_llama, stored
 from common.tokenizer import ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, train_bpe
@@ -33,10 +33,7 @@ def test_transformers_computes_the_same_logits(model, keys, tmp_path):
     from transformers import AutoModelForCausalLM
     torch.manual_seed(0)
     module = model_module(model)
-    ours = module.Model(module.Config(**SIZES, **keys)).eval()
-    with torch.no_grad():
-        for p in ours.parameters():
-            p.add_(0.1 * torch.randn_like(p))
+    ours = move(module.Model(module.Config(**SIZES, **keys)).eval(), 0.1)
     llama.to_pretrained(ours, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     own = dict(qk_norm="Qwen3", window="Mistral", scale_embeddings="Gemma")

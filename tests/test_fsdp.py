@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from common import checkpoint
-from lab import plot
 import runs
 import train
 from conftest import MODELS, two_processes
@@ -46,7 +45,7 @@ def test_two_sharded_processes_are_one(model, extra, data_dir, tmp_path):
     two, out = sharded(model, tmp_path / "two", data_dir, "sample_tokens=3", *extra)
     assert "2 processes" in out and "-" * 80 in out
     assert_alike(two, train.state(one))
-    logs = [plot.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
+    logs = [checkpoint.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
     for key in ("ce", "grad_norm", "val_ce"):
         ours, theirs = ([row[key] for row in log if key in row] for log in logs)
         assert len(ours) == len(theirs) > 0 and ours == pytest.approx(theirs, rel=2e-5)

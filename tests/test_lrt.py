@@ -13,7 +13,7 @@ from common import optim
 from common.process import TrainConfig
 import runs
 import train
-from conftest import relative, tiny
+from conftest import move, relative, tiny
 from test_gpt import dense_heads, rotate
 from test_models import assert_same, outputs_and_gradients, tokens
 
@@ -218,10 +218,8 @@ def test_schedules_of_the_paper():
 @pytest.mark.parametrize("way", ["subsets=2", "train_path=chunked chunk=4"])
 def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_dir, tmp_path):
     trainer = runs.run("lrt", tmp_path, data_dir, "max_steps=1", "eval_batches=1", *way.split())
-    model = trainer.model.eval()
-    with torch.no_grad():       # a gap that float32 cannot hide
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
+    model = move(trainer.model.eval(), 0.1)         # a gap that float32 cannot hide
+    with torch.no_grad():
         batches = [trainer.batches.cut(trainer.batches.val, start) for start in trainer.batches.val_batches(5)]
         exact, estimate = ([nats(model.head(model.hidden(x, path=path)), y).item() for x, y in batches]
                            for path in ("exact", model.cfg.train_path))

@@ -60,24 +60,13 @@ def tokens(B, T, V=61, seed=1):
     return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-@some
-def test_overfits_one_batch(name, sizes):
-    """From the loss of a uniform guess."""
-    module = importlib.import_module(f"model_{name}")
+@models
+def test_the_first_loss_is_that_of_a_uniform_guess(name):
+    module, x = importlib.import_module(f"model_{name}"), tokens(2, 17)
     torch.manual_seed(0)
     small = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32)
-    model = module.Model(module.Config(**{**small, **SIZES.get(name, {}), **sizes}))
-    x = tokens(2, 17)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    for step in range(150):
-        model.train()
-        model.set_step(step)
-        _, loss, aux = model(x[:, :-1], x[:, 1:])
-        assert step or -0.1 <= aux["ce"].item() - math.log(61) <= 0.7
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert aux["ce"].item() < 0.05
+    model = module.Model(module.Config(**{**small, **SIZES.get(name, {})})).train()
+    assert -0.1 <= model(x[:, :-1], x[:, 1:])[2]["ce"].item() - math.log(61) <= 0.7
 
 
 def outputs_and_gradients(model, x, compiled=None):
@@ -312,14 +301,13 @@ def test_optimizer_groups(name):
 @pytest.mark.parametrize("name, sizes", [
     ("gpt", {}), ("rat", dict(mixer="rnn")), ("rat", dict(swa=7)), ("rt", {}), ("rt", dict(recurrent=False))], ids=str)
 def test_memory_grows_linearly_with_the_length(name, sizes):
-    """Forward and backward, the sum of all tensors and the largest one: a T x T tensor would grow four times."""
+    """Forward and backward, by the largest tensor: a T x T tensor would grow four times."""
     def measured(T):
         model = tiny(name, block_size=T, n_embd=8, n_head=2, vocab_size=7, **sizes).train()
         with Memory() as memory:
             model.hidden(tokens(1, T, 7)).sum().backward()
-        return memory
-    short, long = measured(256), measured(512)
-    assert long.largest < 2.3 * short.largest and long.peak < 2.3 * short.peak
+        return memory.largest
+    assert measured(256) < 3 * measured(128)
 
 
 LOOPS = dict(share="cycle", n_layer=4, n_loop=2)

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import model_gpt
 import model_mor
 import runs
+from common import checkpoint
 from common.keys import UserError
 from common.process import TrainConfig, set_budget
 from conftest import relative, tiny
-from lab import plot
 from test_models import assert_cache_is_forward, rms, tokens
 from test_relaxed import ByHand
 
@@ -282,7 +282,7 @@ def test_capacity_falls_with_the_runs_steps(tmp_path, data_dir):
     and the cost of steps as if it had not been stopped. Its max_steps=6, given, wins over the budget."""
     runs.run("mor", tmp_path, data_dir, "capacity_warmup=4", "max_flops=1e8", stop_after=4)
     trainer = runs.run("mor", tmp_path, data_dir, "resume=true")
-    rows = [row for row in plot.read_log(trainer.folder / "log.jsonl") if "lr" in row]
+    rows = [row for row in checkpoint.read_log(trainer.folder / "log.jsonl") if "lr" in row]
     capacities = [(1 + (1 + math.cos(math.pi * step / 4)) / 2) / 2 for step in (1, 2, 3)]
     assert [row["depth2"] for row in rows] == [1.0, *(int(16 * capacity) / 16 for capacity in capacities), 0.5, 0.5]
     cost = [32 * trainer.model.flops_per_token(step=step) for step in range(6)]

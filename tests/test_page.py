@@ -19,8 +19,7 @@ import torch
 import runs
 import train
 from common.keys import UserError
-from conftest import ROOT
-from test_serve import move
+from conftest import ROOT, move
 
 _, uvicorn, httpx, openai = map(pytest.importorskip, ("fastapi", "uvicorn", "httpx", "openai"))
 from lab import page

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 import model_relaxed
 from common import checkpoint, process
-from lab import plot
 import runs
 import train
 from common.keys import UserError
@@ -219,7 +218,7 @@ def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(world, data_dir, t
     options = [data_dir, "n_layer=4", "rank=4", f"init_from={world / 'relaxed' / 'r'}", "early_exit=aggressive",
                "exit_loss=kl", f"teacher={world / 'gpt' / 'r'}"]
     whole = runs.run("relaxed", tmp_path / "whole", *options)
-    assert {"ce_loop1", "ce", "kd"} <= plot.read_log(whole.folder / "log.jsonl")[0].keys()
+    assert {"ce_loop1", "ce", "kd"} <= checkpoint.read_log(whole.folder / "log.jsonl")[0].keys()
     theirs = checkpoint.load_checkpoint(world / "gpt" / "r" / "ckpt.pt")["weights"]
     assert runs.fingerprint(dict(whole.teacher.state_dict())) == runs.fingerprint(theirs)
     assert not whole.teacher.training and train.state(whole)["weights"].keys() == whole.model.state_dict().keys()

@@ -14,7 +14,7 @@ import torch
 
 from common.keys import UserError, split_args
 from common.process import read_config
-from conftest import ROOT
+from conftest import ROOT, move
 from lab import reproduce
 from runs import SIZES, SMALL
 
@@ -98,23 +98,19 @@ def test_two_callers(tmp_path, monkeypatch):
     os.close(other)
 
 
-@pytest.fixture
-def plan(tmp_path, monkeypatch):
-    """The runs of an experiment whose file holds this text, in an empty folder with configs/gpt_tiny.yaml."""
+def test_what_tells_a_run_apart(tmp_path, monkeypatch):
+    """Its evaluations, the values of its config file, and the step that it starts from."""
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
     monkeypatch.setattr(reproduce, "LAB", tmp_path / "lab")
-    (tmp_path / "lab" / "experiments").mkdir(parents=True)
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "gpt_tiny.yaml").write_text("n_layer: 4\nlearning_rate: 0.02\nbatch_size: 12\n")
+    file = tmp_path / "lab" / "experiments" / "trial.yaml"
+    config = tmp_path / "configs" / "gpt_tiny.yaml"
+    file.parent.mkdir(parents=True)
+    config.parent.mkdir()
+    config.write_text("n_layer: 4\nlearning_rate: 0.02\nbatch_size: 12\n")
 
-    def planned(text):
-        (tmp_path / "lab" / "experiments" / "trial.yaml").write_text(text)
+    def plan(text):
+        file.write_text(text)
         return reproduce.plan(reproduce.load_experiments()["trial"])
-    return planned
-
-
-def test_what_tells_a_run_apart(plan, tmp_path):
-    """Its evaluations, the values of its config file, and the step that it starts from."""
     trial = "title: a\ntier: cpu\nseeds: 1\nrows: {{whole: '', part: 'from={{whole}}/step_{}.pt'}}\nevaluate: {}"
     first = plan(trial.format(3, "{}"))
     for run in first:
@@ -123,7 +119,7 @@ def test_what_tells_a_run_apart(plan, tmp_path):
     assert done(3, "{}") == [True, True] and done(3, "{half: batches=1}") == [False, False]
     assert done(4, "{}") == [True, False] and plan(trial.format(4, "{}"))[1].folder != first[1].folder
     for layers, same in (4, True), (5, False):          # without a key that is the default's; with another value
-        (tmp_path / "configs" / "gpt_tiny.yaml").write_text(f"n_layer: {layers}\nlearning_rate: 0.02\n")
+        config.write_text(f"n_layer: {layers}\nlearning_rate: 0.02\n")
         assert done(3, "{}") == [same, same]
     for mistake, told in ("row: 5", "trial.yaml: .*row"), ("rows: {y: 'from={x}'}", "no row above"):
         with pytest.raises(UserError, match=told):
@@ -146,9 +142,7 @@ def test_a_control_is_its_model_but_for_one_thing(name, keys, off, is_base):
     """Without that thing it computes what its base does; with it, other values, which depend on no later token."""
     control, base = (importlib.import_module(name) for name in (f"model_{name}", is_base))
     cfg = control.Config(block_size=9, vocab_size=11, n_layer=2, n_head=2, n_embd=8, **keys)
-    model = control.Model(cfg).double().eval()
-    for p in model.parameters():
-        p.data.add_(torch.randn_like(p) * 0.5)
+    model = move(control.Model(cfg).double().eval(), 0.5)
     same = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(base.Config)}
     plain = base.Model(base.Config(**same)).double().eval()
     idx = torch.randint(11, (2, 9))

@@ -6,7 +6,6 @@ from dataclasses import fields
 import pytest
 
 from common import checkpoint
-from lab import plot
 import runs
 import sample
 from common.keys import UserError, model_module
@@ -43,7 +42,7 @@ def test_random_configurations_run_or_are_refused(seed, data_dir, tmp_path):
         except UserError as e:
             assert "\n" not in str(e).strip() and not (tmp_path / "out").exists(), keys
     more = runs.run(model, tmp_path / "out", data_dir, *keys, "max_steps=4", "resume=true")
-    log = plot.read_log(tmp_path / "out" / "r" / "log.jsonl")
+    log = checkpoint.read_log(tmp_path / "out" / "r" / "log.jsonl")
     assert more.step == 4 and all(math.isfinite(v) for row in log for v in row.values()), keys
     trained, tokenizer, _ = checkpoint.load_run(tmp_path / "out" / "r")
     text = sample.sample_text(trained, tokenizer, "ab", min(5, trainer.model.cfg.block_size - 1), seed=1)

@@ -18,19 +18,11 @@ from common.tokenizer import ByteTokenizer
 import runs
 import serve
 import train
-from conftest import relative
+from conftest import move, relative
 from test_relaxed import ByHand
 
 BATCHINGS = ("sequence", "depth")
 RULE, TRAINED = "confidence:0.09", "confidence:0.06"    # by which tokens of looping(), of the trained model exit after all loops
-
-
-@torch.no_grad()
-def move(model, scale):
-    """Every parameter by N(0, scale): then the loops disagree."""
-    for p in model.parameters():
-        p.add_(scale * torch.randn_like(p))
-    return model
 
 
 def looping(seed=0, module=model_relaxed, scale=0.15, **sizes):

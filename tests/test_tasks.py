@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab import plot
 import runs
 import sample
-from common import tasks
+from common import checkpoint, tasks
 import train
 from common.keys import UserError
 from common.data import TextBatches
@@ -195,7 +194,7 @@ def test_what_is_printed_and_logged(tmp_path, capsys):
     argv = [a for a in arguments(tmp_path) if not a.startswith("tokenizer=")]
     (tmp_path / "x.yaml").write_text("tokenizer: bpe:1024\n")
     train.main([*argv, "sample_tokens=1", f"config={tmp_path / 'x.yaml'}"])
-    out, rows = capsys.readouterr().out, plot.read_log(tmp_path / "r" / "log.jsonl")
+    out, rows = capsys.readouterr().out, checkpoint.read_log(tmp_path / "r" / "log.jsonl")
     assert re.search(r"val ce [\d.]+, val token accuracy [\d.]+, val sequence accuracy [\d.]+ \(best\)", out), out
     assert {"ce", "token_accuracy", "sequence_accuracy"} <= rows[0].keys() and "bpb" not in rows[0]
     assert abs(rows[0]["ce"] - math.log(16)) < 1 and not (tmp_path / "nodata").exists()

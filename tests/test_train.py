@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from common import checkpoint, keys, llama, optim
-from lab import eval as evaluation, plot
+from lab import eval as evaluation
 import prepare
 import runs
 import sample
 import train
 from common.keys import UserError
 from common.process import TrainConfig, read_config
-from conftest import MODELS, ROOT, TORCHRUN, python, snapshot, two_processes
+from conftest import MODELS, ROOT, TORCHRUN, move, python, snapshot, two_processes
 
 models = pytest.mark.parametrize("name", MODELS)
 
@@ -61,9 +61,7 @@ def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
             y = torch.cat(y).masked_fill(torch.arange(16) > 2 * torch.arange(8)[:, None], -1).split(rows)
         run.batches.micro_batch = lambda step, i: (x[i], y[i])
         torch.manual_seed(0)
-        with torch.no_grad():               # zero-initialised projections would leave most gradients zero
-            for p in run.model.double().parameters():
-                p.add_(0.1 * torch.randn_like(p))
+        move(run.model.double(), 0.1)
         train.forward_backward(run)
         return [p.grad for p in run.model.parameters() if p.grad is not None]
     whole, *parts = (gradients(*split) for split in ((8, 1), (4, 2), (1, 8)))
@@ -105,7 +103,7 @@ def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
     for trainer in (resumed, again):
         assert runs.learned(trainer) == runs.learned(whole) and trainer.best_ce == 1.0
         assert checkpoint.load_checkpoint(trainer.folder / "best.pt")["step"] == 2
-        rows = plot.read_log(trainer.folder / "log.jsonl")
+        rows = checkpoint.read_log(trainer.folder / "log.jsonl")
         assert [[r["step"] for r in rows if key in r] for key in ("ce", "val_ce")] == [[1, 2, 3, 4, 5, 6], [2, 4, 6]]
         assert all(a["seconds"] <= b["seconds"] for a, b in zip(rows, rows[1:])) and rows[-1]["seconds"] < 1e5
 
@@ -131,7 +129,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
 def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     """It says what the run's own evaluation said, of the same step, also at another length."""
     runs.run("gpt", tmp_path, data_dir, "pos=alibi")
-    result = plot.read_log(tmp_path / "r" / "log.jsonl")[-1]["val_ce"]
+    result = checkpoint.read_log(tmp_path / "r" / "log.jsonl")[-1]["val_ce"]
     (tmp_path / "a.yaml").write_text("init_from: what_the_run_began_with")
     before, argv = snapshot(tmp_path), [f"out_dir={tmp_path}", "run=r", "eval_only=true", f"data_dir={data_dir}"]
     capsys.readouterr()
@@ -154,7 +152,7 @@ def test_schedules_by_hand(schedule, factors):
 def test_the_log(tmp_path, data_dir):
     """The gradient's norm is logged as it was before it was clipped."""
     trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "grad_clip=1e-3", "beta1=0")
-    rows = plot.read_log(trainer.folder / "log.jsonl")
+    rows = checkpoint.read_log(trainer.folder / "log.jsonl")
     steps, evaluations = ([r for r in rows if key in r] for key in ("ce", "val_ce"))
     assert [r["step"] for r in steps] == list(range(1, 7)) and [r["step"] for r in evaluations] == [2, 4, 6]
     assert all(r["tokens"] == 32 * r["step"] for r in rows)
@@ -192,7 +190,6 @@ def test_names_from_paths_and_titles(tmp_path, data_dir, capsys):
     command = shlex.split(capsys.readouterr().out.rsplit("more text: ")[1])
     assert command[:2] == ["python", "sample.py"] and keys.split_args(command[2:], most=None) == ([str(out / "l-ng--1")], {})
     sample.main([*command[2:], "max_new_tokens=2"])
-    plot.main([command[2], "title=a$\\b$", f"file={tmp_path / 'a.png'}", "y=ce"])
     assert shlex.split(keys.as_command("sample.py", path="a=1/r"))[2] == "./a=1/r"
     assert len(keys.plain_name("_ä" * 300)) < 100 and keys.plain_name("-") == "x"
 
@@ -253,7 +250,7 @@ def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
     assert p.returncode == 0, err
     step = checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"]
     assert f"stopped at step {step}" in out and "Traceback" not in err
-    assert plot.read_log(tmp_path / "r" / "log.jsonl")[-1]["step"] == step
+    assert checkpoint.read_log(tmp_path / "r" / "log.jsonl")[-1]["step"] == step
 
 
 def test_two_runs_of_one_name(tmp_path, data_dir, monkeypatch):
@@ -287,7 +284,7 @@ def test_a_longer_run_goes_on_from_the_last_evaluation(tmp_path, data_dir):
     runs.run("gpt", tmp_path, data_dir, "eval_interval=4")
     runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=6")           # nothing to do
     worse = runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=8", "batch_size=4", "learning_rate=50")
-    rows = plot.read_log(worse.folder / "log.jsonl")
+    rows = checkpoint.read_log(worse.folder / "log.jsonl")
     assert [row["step"] for row in rows if "val_ce" in row] == [4, 6, 8]
     assert checkpoint.load_checkpoint(worse.folder / "best.pt")["step"] == 6
     assert rows[-1]["tokens"] == (6 * 2 + 2 * 4) * 16
@@ -310,7 +307,7 @@ def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path,
     assert "2 processes" in p.stdout and two["step"] == one.step
     assert runs.fingerprint(two["weights"]) == runs.fingerprint(train.state(one)["weights"])
     assert "balance=loss_free" not in more or one.model.balance_bias.any()
-    rows = [plot.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
+    rows = [checkpoint.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
     of_tasks = "token_accuracy", "sequence_accuracy"
     told = [[v for row in log for k, v in row.items() if k == "ce" or k.endswith(of_tasks)] for log in rows]
     assert told[0] == pytest.approx(told[1], rel=1e-6, abs=1e-7)
@@ -355,5 +352,5 @@ def test_a_killed_process_ends_the_job(tmp_path, data_dir):
 def test_trains_compiled_on_cuda(name, tmp_path, data_dir):
     trainer = runs.run(name, tmp_path, data_dir, "max_steps=60", "learning_rate=1e-2", "n_embd=64", "device=auto",
                        "compile=auto")
-    losses = [row["ce"] for row in plot.read_log(trainer.folder / "log.jsonl") if "ce" in row]
+    losses = [row["ce"] for row in checkpoint.read_log(trainer.folder / "log.jsonl") if "ce" in row]
     assert trainer.procs.device.type == "cuda" and losses[-1] < losses[0] - 1
