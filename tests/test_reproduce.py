@@ -134,6 +134,7 @@ def test_cells_show_mean_and_deviation_over_the_seeds():
 
 @pytest.mark.parametrize("name, keys, off, is_base", [
     ("smear", {}, lambda m: [block.a.data.fill_(99.0) for block in m.blocks], "model_rt"),   # s = 1: keys as they are
+    ("smear", dict(smear="embeddings", recurrent=True), lambda m: m.wte.a.data.zero_(), "model_rt"),
     ("shift", dict(shift="output"), lambda m: m.mix.data.zero_(), "model_lrt"),
     ("shift", dict(shift="layer"), lambda m: [m.gamma.data.zero_(), m.rec.wk.weight.data.zero_(),
                                               m.rec.wv.weight.data.zero_()], "model_lrt"),

@@ -1,9 +1,11 @@
 """
-RT without recurrence, but with smeared keys: a layer's key is a mean of its own and of the
-previous token's, k_i <- s k_i + (1 - s) k_{i-1}, s = sigmoid(a), one a head (Olsson et al. 2022,
-"In-context Learning and Induction Heads": with such keys one layer can copy). A control: what a
-shift by one token gives without recurrence. It trains and evaluates; there is no cache
-(sample_tokens=0).
+RT with a shift by one token: what that gives without recurrence, and what recurrence gives beside
+it. It trains and evaluates; there is no cache (sample_tokens=0).
+
+smear=keys          a layer's key is a mean of its own and of the previous token's,
+                    k_i <- s k_i + (1 - s) k_{i-1}, s = sigmoid(a), one a head (Olsson et al. 2022,
+                    "In-context Learning and Induction Heads": with such keys one layer can copy)
+smear=embeddings    x_i <- x_i + a x_{i-1} below the first layer, one a for each channel
 """
 from dataclasses import dataclass
 
@@ -13,11 +15,18 @@ import torch.nn.functional as F
 
 import model_rt
 from common.keys import UserError
+from model_gpt import choice
 
 
 @dataclass
 class Config(model_rt.Config):
     recurrent: bool = False
+    smear: str = choice("keys", "embeddings")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.recurrent and self.smear == "keys":
+            raise ValueError("smear=keys needs recurrent=false")
 
 
 class Block(model_rt.Block):
@@ -32,11 +41,25 @@ class Block(model_rt.Block):
         return q, s * k + (1 - s) * F.pad(k[:, :, :-1], (0, 0, 1, 0)), v
 
 
+class Embedding(nn.Embedding):
+
+    def __init__(self, vocab_size, n_embd):
+        super().__init__(vocab_size, n_embd)
+        self.a = nn.Parameter(torch.linspace(0, 1, n_embd))     # channels for either token
+
+    def forward(self, idx):
+        x = super().forward(idx)                                # (B, T, C)
+        return x + self.a * F.pad(x[:, :-1], (0, 0, 1, 0))
+
+
 class Model(model_rt.Model):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        if cfg.smear == "keys":
+            self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        else:
+            self.wte = Embedding(cfg.vocab_size, cfg.n_embd)
         self.init_weights()
 
     def init_cache(self, *sizes):
