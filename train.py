@@ -13,8 +13,8 @@ merged) and of the chosen model's Config. out/<run>/ receives ckpt.pt (the last 
 (the best validation loss), log.jsonl and curves.png. `step` counts completed optimizer steps.
 
 A run is repeatable: the batch is a pure function of (seed, step), and the random numbers of a
-forward pass one of (seed, step, micro-batch). So a resumed run, a run on another number of
-processes and a run that evaluates more often see the same tokens and end in the same weights.
+forward pass one of (seed, step, micro-batch). So a resumed run, and one that evaluates more often,
+ends in the same weights; a run on another number of processes sees the same tokens.
 """
 import contextlib
 import math

@@ -1,6 +1,6 @@
 """
-The data of a run: the folder that its keys name, its token files, and the batches of training,
-each a pure function of (seed, step).
+The data of a run: its folder, token files and batches, each a pure function of (seed, step); and the
+texts that prepare.py reads.
 """
 import glob
 import logging
@@ -96,8 +96,8 @@ def read_meta(folder) -> dict:
 # ---- batches ----
 
 class Windows:
-    """A text to validate on, cut into windows of block_size + 1 tokens: inputs, and the targets
-    one token later. rows: windows in a batch."""
+    """Windows of block_size + 1 tokens: inputs, and the targets one token later. rows: windows in
+    a batch; starts: those to validate on."""
 
     def __init__(self, val, rows, block_size):
         self.val, self.rows, self.length = val, rows, block_size + 1

@@ -79,7 +79,7 @@ def is_key(arg) -> bool:
 
 def split_args(argv, least=0, most=0):
     """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}); of a key given twice the last holds.
-    least, most: how many arguments may be no keys, but runs (None: any number)."""
+    least, most: of arguments that are runs, not keys (None: any number)."""
     keys = dict(arg.split("=", 1) for arg in argv if is_key(arg))
     paths = [arg for arg in argv if not is_key(arg)]
     if most is not None and len(paths) > most:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from common.keys import UserError
 
 # nanochat's groups, as the LRT paper has them (Appendix A): optimizer=muon for a model that has
-# parameter_kinds. For each kind: AdamW's rate, in units of the head's 0.004, and beta1. The paper
+# parameter_kinds. For each kind: AdamW's rate, in units of learning_rate, and beta1. The paper
 # counts gates as scalars. At their rate of 0.5, what opens a gate, a sum over all channels,
 # would move by many units a step; so here gates learn at the head's rate. Muon is torch's,
 # without nanochat's additions.
@@ -51,7 +51,8 @@ def common_groups(model, cfg):
 
 
 def nanochat_groups(model, cfg):
-    """Rates are for 2^19 tokens a step and grow with the root of their number."""
+    """Rates are for 2^19 tokens a step and grow with the root of their number. beta1 and beta2 of
+    cfg have no effect, and only matrices decay."""
     kinds = by_kind(model)
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
     batch = math.sqrt(tokens / 2 ** 19)

@@ -51,9 +51,9 @@ class TrainConfig(Keys):
     beta1: float = 0.9  # AdamW
     beta2: float = 0.99  # AdamW
     grad_clip: float = 1.0  # largest gradient norm (0: no clipping)
-    lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: no warm-up
+    lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: constant, then falls
     warmup_steps: int = 100  # linear warm-up of cosine and trapezoid
-    cooldown_frac: float = 0.2  # end of linear, trapezoid: they fall
+    cooldown_frac: float = 0.2  # of the steps: their end, that falls
     min_lr_frac: float = 0.1  # where all schedules end, of the peak
     # evaluation and logging
     eval_interval: int = 250  # steps between evaluations and checkpoints
@@ -89,7 +89,7 @@ class TrainConfig(Keys):
         return Path(self.out_dir) / check_name(self.run, "run")
 
 
-# ---- merging: defaults < config file < checkpoint that the run goes on from < command line ----
+# ---- merging: defaults < config file < checkpoint (but for free_fields) < command line ----
 
 def read_config(given):
     """(TrainConfig, the model's Config fields, checkpoint or None) of keys of the command line, as
