@@ -23,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 from common.data import bits_per_byte
-from common.keys import (UserError, check_known, first_line, known, model_module, names, note, open_file,
-                         replace_file, run_cli, split_args, typed_config)
+from common.keys import (UserError, check_known, first_line, known, model_module, names, note,
+                         open_file, replace_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer, to_huggingface
 
 # what a checkpoint holds

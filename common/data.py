@@ -1,6 +1,6 @@
 """
-The data of a run: its folder, token files and batches, each a pure function of (seed, step); and the
-texts that prepare.py reads.
+The data of a run: its folder, token files and batches, each a pure function of (seed, step); and
+the texts that prepare.py reads.
 """
 import glob
 import logging
