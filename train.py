@@ -30,8 +30,8 @@ from common.data import bits_per_byte, count_right, data_folder, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
                          note, run_cli, split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
-from common.process import (Processes, TrainConfig, check_fits, check_given, check_tokenizer,
-                            config_file, device_name, flops_of_step, load_teacher, make_model,
+from common.process import (Processes, TrainConfig, check_fits, check_tokenizer, config_file,
+                            device_name, fit_to_data, flops_of_step, load_teacher, make_model,
                             open_batches, read_config, set_budget, tokens_per_step)
 from prepare import PrepareConfig, is_offline, prepare
 from sample import sample_text
@@ -69,7 +69,7 @@ def setup(argv):
     given = split_args(argv)[1]
     cfg, model_fields, ckpt = read_config(given)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
-    check_run(cfg)
+    check_new(cfg)
     procs = Processes(cfg)
     check_fits(cfg, model_fields, procs.world, procs.device)
     if procs.master and is_offline(cfg.dataset) and not data_folder(cfg).exists():
@@ -79,7 +79,7 @@ def setup(argv):
     data = batches.train
     if ckpt is not None:
         check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
-    check_given(cfg, given, data)
+    fit_to_data(cfg, given, data)
     model = make_model(cfg, model_fields, ckpt, data.vocab_size).to(procs.device)
     set_budget(cfg, model)
     if cfg.fsdp:
@@ -102,7 +102,7 @@ def setup(argv):
     return run
 
 
-def check_run(cfg):
+def check_new(cfg):
     """UserError if the run would replace another one."""
     if newest(cfg.folder).exists() and not (cfg.resume or cfg.overwrite or cfg.eval_only):
         raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "
@@ -127,7 +127,7 @@ def claim_folder(run):
     cfg, folder = run.cfg, run.folder
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
-    check_run(cfg)                              # again: another run may have ended meanwhile
+    check_new(cfg)                              # again: another run may have ended meanwhile
     old = ["ckpt.pt", "pending.pt", "best.pt", "step_*.pt", "curves.png"] * cfg.overwrite
     for pattern in ("*.tmp", *old):             # *.tmp: of a run that was killed while saving
         for file in folder.glob(pattern):
@@ -333,7 +333,7 @@ def train_step(run, stop):
     a gradient is not finite."""
     run.model.train()
     run.model.set_step(run.step)
-    logged, asked = check_step(run, forward_backward(run), stop)
+    logged, asked = clip_and_check(run, forward_backward(run), stop)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             set_schedules(group, run.step, run.cfg)
@@ -398,7 +398,7 @@ def distil(teacher, x, y, logits, loss, aux):
     return loss + kd, {**aux, "kd": kd}
 
 
-def check_step(run, logged, stop):
+def clip_and_check(run, logged, stop):
     """Clip the gradients and sum the logged values over processes. UserError on all of them if
     something is not finite; all learn whether one was asked to stop."""
     clip = run.cfg.grad_clip or math.inf

@@ -301,7 +301,7 @@ def open_batches(cfg, block_size):
     return TextBatches(open_data(cfg), cfg, block_size)
 
 
-def check_given(cfg, given, data):
+def fit_to_data(cfg, given, data):
     """UserError where a key of the command line does not fit the data. That of a config file is
     ignored: the tokenizer is the data's, the prompt then the first characters of the text."""
     task = is_task(cfg.dataset)
