@@ -17,6 +17,7 @@ forward pass one of (seed, step, micro-batch). So a resumed run, and one that ev
 ends in the same weights; a run on another number of processes sees the same tokens.
 """
 import contextlib
+import importlib.util
 import math
 import os
 import signal
@@ -111,8 +112,8 @@ def check_new(cfg):
 
 def prepare_forward(cfg, model, procs):
     """The model as training calls it: compiled where compile= says so, and data parallel."""
-    cuda = procs.device.type == "cuda"
-    compiled = cfg.compile == "true" or cfg.compile == "auto" and cuda
+    auto = procs.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    compiled = cfg.compile == "true" or cfg.compile == "auto" and auto
     if cfg.fsdp:
         torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
         for block in blocks_of(model) if compiled else ():

@@ -46,7 +46,8 @@ def run_cli(main, schema=None):
             print(help_text(schema))
         else:
             main(sys.argv[1:])
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:     # the reader (head) has gone: nothing can be printed, nor at exit

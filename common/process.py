@@ -229,6 +229,8 @@ class Processes:
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0))
         self.master = self.rank == 0
+        if self.rank >= self.world:
+            raise UserError(f"RANK={self.rank} of WORLD_SIZE={self.world}: start with torchrun")
         self.device = pick_device(cfg.device, self.world)
         self.autocast = lambda: autocast(cfg, self.device)
         if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:
@@ -267,7 +269,8 @@ class Processes:
             dist.destroy_process_group()
             # DDP and DTensor's caches keep the group, and gloo's threads with it: now and then,
             # Python's shutdown aborts on them (exit status -6). All is written, so leave without
-            sys.stdout.flush()
+            if sys.stdout:
+                sys.stdout.flush()
             os._exit(0)
 
 

@@ -259,7 +259,7 @@ def main(argv):
         raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true "
                         f"tells how many of its answers are right")
     of_model = "block_size", "exit_loop", "prefill"
-    changed = {key: getattr(cfg, key) for key in of_model if key in given}
+    changed = {key: getattr(cfg, key) for key in of_model if given.get(key)}
     device = pick_device(cfg.device)
     model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
     run = SimpleNamespace(**{**own, "dataset": cfg.dataset, "data_dir": cfg.data_dir})

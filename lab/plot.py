@@ -16,17 +16,16 @@ def pyplot():
 def draw(file, panels, title=""):
     """Panels beside each other, each (labels and scales of its axes, [(name, its points), ...])."""
     plt, n = pyplot(), len(panels)
-    plain = lambda text: text.replace("$", r"\$")       # no formula
     fig, axes = plt.subplots(1, n, figsize=(7 if n == 1 else 5.5 * n, 4.5), squeeze=False)
     for ax, (style, curves) in zip(axes[0], panels):
         for name, curve in curves:      # a few points are marked
             marker = "o" if len(curve) < 10 else ""
-            ax.plot(*zip(*curve), label=plain(name), linewidth=1.2, marker=marker, markersize=5)
+            ax.plot(*zip(*curve), label=name, linewidth=1.2, marker=marker, markersize=5)
         ax.set(**style)
         ax.grid(alpha=0.3)
     if lines := axes[0][0].lines:       # given to legend, a name may begin with _
         axes[0][0].legend(lines, [line.get_label() for line in lines], fontsize=8)
-    fig.suptitle(plain(title))
+    fig.suptitle(title)
     fig.savefig(file, dpi=120, bbox_inches="tight")
     plt.close(fig)
 

@@ -2,6 +2,7 @@
 import math
 import os
 import random
+import weakref
 
 import pytest
 import torch
@@ -44,8 +45,13 @@ def few(cases, n):
 
 
 class Memory(TorchDispatchMode):
-    """largest: the bytes of the largest tensor that was made under it."""
-    largest = 0
+    """The bytes of all tensors alive that were made under it, now and at their peak, and those of the
+    largest tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = self.largest = 0
+        self.known = set()
 
     def __torch_dispatch__(self, op, types, arguments=(), options=None):
         if op.namespace == "nanorecur":     # a mode is blind in an operator: its body instead
@@ -53,9 +59,18 @@ class Memory(TorchDispatchMode):
                 return getattr(kernels, op.overloadpacket.__name__)(*arguments)
         out = op(*arguments, **(options or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.largest = max(self.largest, x.untyped_storage().nbytes())
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.known:
+                storage = x.untyped_storage()
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
         return out
+
+    def freed(self, key, size):
+        self.known.discard(key)
+        self.now -= size
 
 
 def outputs_and_gradients(function, tensors, arguments, incoming):

@@ -84,6 +84,8 @@ TRAIN = [
     (["config=resume.yaml", "overwrite=true", "run=r"], "exclude each other"), (["config=unnamed.yaml"], "unknown key '1'"),
     # models
     (["model=mor", "n_layer=9"], "n_layer=9 does not fit share=middle_cycle with n_loop=3: 8 or 11 would"),
+    (["model=rat", "n_embd=15", "n_head=3"], "head_dim=5 must be even and at most 256"),
+    (["model=relaxed", "n_layer=9"], "n_loop=2 must divide n_layer=9"),
     # more than any machine has
     (["n_embd=1000000000"], "n_embd=1000000000, block_size=16"), (["batch_size=1000000000"], "batch_size=1000000000"),
     (["gradient_accumulation_steps=1000000000000"], "at least"),
@@ -100,6 +102,7 @@ BENCH = [
     (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 EVAL = [
+    (["out/r", "prefill=exact"], "unknown key 'prefill'"),
     (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
     (["out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
     (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"), (["out/r", "dataset=task:s3"], "task:s3 is no text"),

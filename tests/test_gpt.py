@@ -39,6 +39,14 @@ def test_fast_builds_no_mask(monkeypatch):
     assert [call.args[3] for call in watched.call_args_list] == [None, None, None]
 
 
+def test_rms_norm_squares_in_float32_under_autocast():
+    x, norm = torch.randn(3, 64), model_gpt.RMSNorm(64, 1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, low = norm(x), norm(x.bfloat16())
+    assert torch.allclose(y, x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), atol=1e-6)
+    assert torch.equal(low, norm(x.bfloat16().float()).bfloat16())
+
+
 # Hugging Face weights ---------------------------------------------------------------------------------------
 
 def saved_llama(path, kind="Llama", shard="5GB", **sizes):
@@ -73,6 +81,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1234.0, "factor": 4.0}
 # (what transformers saves, how config.json is changed, how the weights are, the reason if we refuse)
 VARIATIONS = {
     "as saved": ({}, {}, None, None),
+    "float16": ({}, dict(dtype="float16"), cast(torch.float16), None),
     "tied, in shards": (dict(num_key_value_heads=6, shard="40KB", **TIED), {}, None, None),
     "before 2025": ({}, dict(rope_parameters=None, rope_theta=1234.0, rope_scaling=None, head_dim=None), None, None),
     "scaling wins": ({}, dict(rope_scaling=YARN), None, "'yarn'"),

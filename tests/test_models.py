@@ -301,13 +301,14 @@ def test_optimizer_groups(name):
 @pytest.mark.parametrize("name, sizes", [
     ("gpt", {}), ("rat", dict(mixer="rnn")), ("rat", dict(swa=7)), ("rt", {}), ("rt", dict(recurrent=False))], ids=str)
 def test_memory_grows_linearly_with_the_length(name, sizes):
-    """Forward and backward, by the largest tensor: a T x T tensor would grow four times."""
+    """Forward and backward, the sum of all tensors and the largest one: a T x T tensor would grow four times."""
     def measured(T):
         model = tiny(name, block_size=T, n_embd=8, n_head=2, vocab_size=7, **sizes).train()
         with Memory() as memory:
             model.hidden(tokens(1, T, 7)).sum().backward()
-        return memory.largest
-    assert measured(256) < 3 * measured(128)
+        return memory
+    short, long = measured(256), measured(512)
+    assert long.largest < 2.3 * short.largest and long.peak < 2.3 * short.peak
 
 
 LOOPS = dict(share="cycle", n_layer=4, n_loop=2)

@@ -173,16 +173,17 @@ def test_with_a_notebooks_settings(tmp_path, data_dir):
     assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 1
 
 
-@pytest.mark.parametrize("environment", ["WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x"])
+@pytest.mark.parametrize("environment", [
+    "RANK=1", "WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x"])
 def test_a_half_set_distributed_environment(environment, tmp_path, data_dir, monkeypatch):
     for word in environment.split():
         monkeypatch.setenv(*word.split("="))
-    with pytest.raises(UserError, match="do not meet"):
+    with pytest.raises(UserError, match="start with torchrun|do not meet"):
         train.setup(runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=2"))
 
 
-def test_names_from_paths_and_titles(tmp_path, data_dir, capsys):
-    """Text is plain text: of paths with = or $, of a config file's name, in pictures."""
+def test_names_from_paths(tmp_path, data_dir, capsys):
+    """Text is plain text: of paths with = or $, of a config file's name."""
     file, out = tmp_path / "_läng $1.yaml", tmp_path / "lr=0.1 $"
     file.write_text("model: gpt\n")
     argv = [a for a in runs.arguments("gpt", out, data_dir, "max_steps=1", f"config={file}") if a != "run=r"]
