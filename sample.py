@@ -139,8 +139,8 @@ def main(argv):
     cfg = typed_config(SampleConfig, keys)
     device = pick_device(cfg.device)
     texts = read_prompts(cfg.prompt)
-    own = {"prefill": cfg.prefill} if cfg.prefill else {}
-    model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast, **own)
+    changed = {"prefill": cfg.prefill} if cfg.prefill else {}
+    model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast, **changed)
     prompts = list(map(tokenizer.encode, texts))
     check_prompts(prompts, tokenizer.vocab_size)
     limit, longest = model.context_limit, max(map(len, prompts))

@@ -184,6 +184,7 @@ def documents(cfg):
 
 
 def texts(files):
+    """The content of each file. UserError for a table."""
     for file in map(Path, files):
         if file.suffix.lower() in TABLES:
             raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such "

@@ -99,8 +99,13 @@ def test_samples_in_a_batch(trained, capsys, tmp_path):
     assert out.startswith("first") and "\nthe second line" in out and out.count("-" * 80) == 4 and "20 tokens" in err
     out, _ = call(capsys, trained, f"prompt=FILE:{tmp_path / 'lines.txt'}", "max_new_tokens=1")
     assert out.startswith("first\n\nthe second line\n")
-    err = call(capsys, trained, f"prompt={'abc ' * 20}", "max_new_tokens=1").err
+
+
+def test_a_long_prompt_is_cropped_and_said(trained, capsys):
+    out, err = call(capsys, trained, f"prompt={'abc ' * 20}", "max_new_tokens=4", "temperature=0")
     assert "80 tokens: cropped to its last 32 (block_size)" in err
+    short = call(capsys, trained, f"prompt={('abc ' * 20)[-32:]}", "max_new_tokens=4", "temperature=0")
+    assert short.out[32:] == out[80:] and "cropped" not in short.err
 
 
 def test_padding_of_the_vocabulary_is_never_sampled(tmp_path, data_dir, capsys):
