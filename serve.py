@@ -234,18 +234,15 @@ class Engine:
 
     @torch.inference_mode()
     def admit(self, queue):
-        """Give free slots to the requests that wait in a queue."""
+        """Give free slots to the requests that wait in a queue, and feed their prompts. A slot is
+        zeroed before: a NaN poisons sums, even under a mask."""
         for slot in self.slots:
             if slot.request is None and queue:
                 slot.request = queue.popleft()
-                self.prefill(slot)
-
-    def prefill(self, slot):
-        """Feed the prompt to an emptied slot, zeroed: a NaN poisons sums, even under a mask."""
-        for lanes in (self.taken, *self.kv):
-            lanes[slot.number::len(self.slots)] = 0
-        slot.waiting.clear()
-        slot.feed(self.embed(slot.request.prompt), 0)
+                for lanes in (self.taken, *self.kv):
+                    lanes[slot.number::len(self.slots)] = 0
+                slot.waiting.clear()
+                slot.feed(self.embed(slot.request.prompt), 0)
 
     def embed(self, ids):
         return self.model.wte(torch.tensor(ids, dtype=torch.long, device=self.device))

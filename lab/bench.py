@@ -23,7 +23,7 @@ import os
 import random
 import re
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -37,7 +37,7 @@ import kernels
 import rt_wavefront
 from common.checkpoint import load_run
 from common.data import TokenData, open_data
-from common.keys import UserError, model_module, run_cli, split_args, typed_config
+from common.keys import UserError, model_module, names, run_cli, split_args, typed_config
 from common.optim import make_optimizers
 from common.process import check_tokenizer, device_name, make_model, pick_device, read_config
 from common.sampling import loop_fractions
@@ -56,17 +56,17 @@ def compare(title, cases, setup, device, rounds=9, per=1):
     On a CPU the cases take turns, so that a noisy neighbour slows all alike. On a GPU they come
     one after the other: each has the memory for itself, and a line says where it is short."""
     times, peaks = {}, {}
-    for names in [[name] for name in cases] if device.type == "cuda" else [list(cases)]:
+    for group in [[name] for name in cases] if device.type == "cuda" else [list(cases)]:
         try:
             free_memory(device)
-            turns = take_turns({name: setup(cases[name]) for name in names}, device,
+            turns = take_turns({name: setup(cases[name]) for name in group}, device,
                                WARM_UP + rounds)
             times |= {name: seconds[WARM_UP:] for name, seconds in turns.items()}
             if device.type == "cuda" or RESET_PEAK.exists():
                 free_memory(device)
-                peaks |= {name: peak_memory(setup, cases[name], device) for name in names}
+                peaks |= {name: peak_memory(setup, cases[name], device) for name in group}
         except torch.cuda.OutOfMemoryError:
-            print(f"{title:28} {names[0]:29}   does not fit")
+            print(f"{title:28} {group[0]:29}   does not fit")
     return tell(title, times, peaks, per)
 
 
@@ -146,8 +146,7 @@ def build(cfg, name, keys=""):
     it has."""
     given = {"model": name, **split_args(keys.split())[1]}
     module = model_module(given.pop("model"))
-    names = {f.name for f in fields(module.Config)}
-    same = {key: value for key, value in asdict(cfg).items() if key in names}
+    same = {key: value for key, value in asdict(cfg).items() if key in names(module.Config)}
     return module.Model(typed_config(module.Config, {**same, **given}))
 
 
@@ -176,6 +175,8 @@ NEW = 8         # tokens that one call decodes
 def decoding(model, device, T, rows, idx=None, new=NEW):
     """The last `new` of T tokens of each row (of idx, or random ones), one after the other. The
     cache is filled outside the clock."""
+    if T < 2:
+        raise UserError("block_size=1: decoding needs at least 2 tokens")
     model, start = model.to(device).eval(), max(1, T - new)
     if idx is None:
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
@@ -278,8 +279,7 @@ def bench_throughput(model_cfg, cfg, device, new=64):
     T, L, speeds = model_cfg.block_size, model_cfg.chunk, {}
     memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0"}
-    kinds |= {f"RAT({L})-SWA": ""} if model_cfg.swa else {}
+    kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0", f"RAT({L})-SWA": ""}
     for name, keys in kinds.items():
         model, rows = build(model_cfg, "rat", keys).to(device), 1
         nbytes = model.init_cache(1, T).nbytes()
@@ -430,10 +430,10 @@ def main(argv):
         print(device_name(device), torch.__version__, sep=", torch ")
         return bench_runs(folders, device) if folders else bench_kernels(device)
     model = "rat" if name == "throughput" else name
-    cfg, model_fields, ckpt = read_config({"model": model, **keys})
+    if keys.setdefault("model", model) != model:
+        raise UserError(f"model={keys['model']}: lab.bench {name} is of model={model}")
+    cfg, model_fields, ckpt = read_config(keys)
     model_cfg, device = model_module(model).Config(**model_fields), pick_device(cfg.device)
-    if model_cfg.block_size < 2:
-        raise UserError("block_size=1: decoding needs at least 2 tokens")
     print(f"{device_name(device)}, torch {torch.__version__}, {model_cfg.n_layer} layers of width "
           f"{model_cfg.n_embd}, batch {cfg.batch_size} x {model_cfg.block_size} tokens"
           + ", training in bfloat16 (autocast)" * (device.type == "cuda"))

@@ -28,7 +28,7 @@ from statistics import fmean, median, stdev
 import torch
 from omegaconf import OmegaConf
 
-from common.checkpoint import load_checkpoint, lock, read_log
+from common.checkpoint import load_checkpoint, lock, newest, read_log
 from common.keys import (HERE, UserError, asks_help, check_known, first_line, load_yaml,
                          model_module, replace_file, run_cli, split_args)
 from common.process import TrainConfig
@@ -160,17 +160,16 @@ def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
 
 
 def start(run):
-    """Train, or go on with a run that was stopped. What it prints goes to FOLDER.txt."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    ckpt = run.folder / "ckpt.pt"
-    if ckpt.exists():           # of a config file that has changed since: from the beginning
-        old = load_checkpoint(ckpt)
-        old = {**old["config"], **old["model_config"]}
-        if any(old.get(key) != value for key, value in file_keys(run).items() if key != "config"):
-            ckpt.unlink()
-    if run.start and not ckpt.exists():
-        os.link(HERE / run.start, ckpt)
-    how = "resume" if ckpt.exists() else "overwrite"
+    """Train, or go on with a run that was stopped, unless its config file has changed since. What
+    it prints goes to FOLDER.txt."""
+    keys, made_of = json.dumps(file_keys(run), sort_keys=True), run.folder / "keys.json"
+    if not made_of.exists() or made_of.read_text() != keys:     # from the beginning
+        shutil.rmtree(run.folder, ignore_errors=True)
+        run.folder.mkdir(parents=True)
+        if run.start:
+            os.link(HERE / run.start, run.folder / "ckpt.pt")
+        made_of.write_text(keys)
+    how = "resume" if newest(run.folder).exists() else "overwrite"
     with open(f"{run.folder}.txt", "w") as out:
         return python("train.py", *run.arguments, f"run={run.name}", f"{how}=true", stdout=out,
                       OMP_NUM_THREADS="1")

@@ -97,7 +97,8 @@ SAMPLE = [
     (["out/r", "prefill=exact"], "unknown key 'prefill': the keys are "),
 ]
 BENCH = [
-    (["nothing"], "NAME one of"), (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
+    (["nothing"], "NAME one of"), (["rt", "model=gpt"], "lab.bench rt is of model=rt"),
+    (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
     (["kernels", "rounds=9"], "unknown key 'rounds'"),
     (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]

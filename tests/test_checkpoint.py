@@ -102,17 +102,6 @@ def test_damaged_checkpoints_are_refused(damage, sound, tmp_path):
             checkpoint.load_checkpoint(path)
 
 
-def test_a_flip_below_the_zip_checksums_is_noticed(sound, tmp_path):
-    """A changed weight in an archive that is sound as a zip: only the SHA-256 sees it."""
-    state = torch.load(io.BytesIO(sound[0]), weights_only=True)
-    assert runs.fingerprint(state) == sound[1]
-    state["weights"]["norm.weight"].add_(1e-7)
-    torch.save(state, buffer := io.BytesIO())
-    (tmp_path / "a.pt").write_bytes(buffer.getvalue() + sound[0][-32:])
-    with pytest.raises(UserError, match="checksum"):
-        checkpoint.load_checkpoint(tmp_path / "a.pt")
-
-
 def test_whole_files_that_no_run_saves(sound, tmp_path, capsys):
     """Right checksums around other contents: one general line. A key that the model does not have is dropped."""
     (tmp_path / "a.pt").write_bytes(sound[0])

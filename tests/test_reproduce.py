@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,20 @@ def test_two_callers(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is in use"):
         reproduce.reproduce({})
     os.close(other)
+
+
+def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
+    """Also one that was killed in its last evaluation; not if its config file has lost a key."""
+    calls, config = [], {"batch_size": 12, "dropout": 0.1}
+    monkeypatch.setattr(reproduce, "python", lambda *command, **more: calls.append(command[-1]))
+    monkeypatch.setattr(reproduce, "file_keys", lambda run: config)
+    run = SimpleNamespace(folder=tmp_path / "r", name="r", start=None, arguments=[])
+    reproduce.start(run)
+    (run.folder / "pending.pt").touch()
+    reproduce.start(run)
+    del config["dropout"]
+    reproduce.start(run)
+    assert calls == ["overwrite=true", "resume=true", "overwrite=true"] and not (run.folder / "pending.pt").exists()
 
 
 def test_what_tells_a_run_apart(tmp_path, monkeypatch):

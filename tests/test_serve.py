@@ -167,8 +167,8 @@ def test_a_slot_forgets():
     engine = serve.Engine(looping(module=model_mor, n_layer=5), 3, 6)
     for lanes in (engine.taken, *engine.kv):
         lanes[:] = True
-    engine.slots[2].request = serve.Request([1], 1)
-    engine.prefill(engine.slots[2])
+    engine.slots[0].request = engine.slots[1].request = request = serve.Request([1], 1)
+    engine.admit(serve.deque([request]))
     assert [len(lanes) for lanes in engine.kv] == [9, 3, 3], "the first and last layer have no loops"
     for lanes in (engine.taken, *engine.kv):
         assert [n for n, lane in enumerate(lanes) if not lane.any()] == [2, 5, 8][:len(lanes) // 3]

@@ -206,7 +206,7 @@ def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir):
     (tmp_path / "ä.txt").write_text("äöü" * 500)
     keys = [f"dataset=file:{tmp_path / 'ä.txt'}", "tokenizer=char", f"data_dir={tmp_path}", "max_steps=1", "sample_tokens=2"]
     assert train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys)).cfg.sample_prompt == "äö"
-    with pytest.raises(UserError, match="sample_prompt: "):
+    with pytest.raises(UserError, match="sample_prompt: character 'x' is not in"):
         train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys, "sample_prompt=x", "overwrite=true"))
 
 
