@@ -41,8 +41,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data import FORMAT, TokenData, documents
-from common.keys import (UserError, check_name, folder_name, run_cli, split_args, typed_config)
+from common.data import TokenData, documents
+from common.keys import (UserError, check_name, plain_name, run_cli, split_args, typed_config)
 from common.tokenizer import (ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer, slices,
                               train_bpe)
 
@@ -194,7 +194,7 @@ def write_dataset(folder, cfg) -> dict:
     if min(of["tokens"] for of in splits.values()) < 2:
         raise UserError(f"{cfg.dataset} is empty or too short: {corpus.count} documents of UTF-8 "
                         f"text, {corpus.skipped} others, a split would hold fewer than 2 tokens")
-    meta = {"format": FORMAT, **settings(cfg), "vocab_size": tokenizer.vocab_size,
+    meta = {**settings(cfg), "vocab_size": tokenizer.vocab_size,
             "dtype": dtype.name, "eot": tokenizer.eot, "splits": splits, "skipped": corpus.skipped,
             "tokenizer": tokenizer.to_dict()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
@@ -221,7 +221,7 @@ def prepare(cfg) -> Path:
     """Makes the data set and returns its folder; a complete one of the same settings is left as
     it is. UserError for bad input, no network or no space."""
     check_settings(cfg)
-    name = check_name(cfg.name) if cfg.name else folder_name(cfg.dataset, cfg.tokenizer)
+    name = check_name(cfg.name or plain_name(f"{cfg.dataset}-{cfg.tokenizer}"))
     folder = Path(cfg.data_dir) / name
     try:
         if already_there(folder, cfg):

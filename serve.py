@@ -51,9 +51,8 @@ from common.checkpoint import load_run
 from common.keys import (UserError, choice, model_module, read_text, run_cli, split_args,
                          typed_config)
 from common.process import pick_device
-from common.sampling import (Decoding, Sampling, check_finite, check_prompts, loop_fractions,
-                             next_tokens)
 from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
+from sample import Decoding, Sampling, check_finite, check_prompts, next_tokens
 
 
 # ---- requests in, answers out ----
@@ -92,6 +91,12 @@ def main(argv):
     print(f"{len(requests)} requests, {len(exits)} tokens in {seconds:.2f} s: "
           f"{len(exits) / seconds:.1f} tokens/s; exited after loop "
           f"{loop_fractions(exits, engine.n_loop)}", file=sys.stderr)
+
+
+def loop_fractions(loops, n_loop):
+    """How many of loops, one for each token, are 1, 2, .. n_loop: 1: 60%, 2: 40%."""
+    return ", ".join(f"{b}: {loops.count(b) / max(1, len(loops)):.0%}"
+                     for b in range(1, n_loop + 1))
 
 
 @dataclass(eq=False)

@@ -18,18 +18,22 @@ ends in the same weights; a run on another number of processes reads the same to
 """
 import contextlib
 import importlib.util
+import json
 import math
 import os
 import signal
+import sys
+import time
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from common.checkpoint import Log, in_words, lock, newest, read_log, save_checkpoint
+from common.checkpoint import lock, newest, read_log, save_checkpoint
 from common.data import bits_per_byte, count_right, data_folder, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
-                         note, run_cli, split_args)
+                         note, replace_file, run_cli, split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.process import (Processes, TrainConfig, check_fits, check_tokenizer, config_file,
                             device_name, fit_to_data, flops_of_step, load_teacher, make_model,
@@ -288,6 +292,56 @@ def restore(run, ckpt):
             torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as e:
         raise UserError(f"resume: the checkpoint does not fit: {first_line(e)}") from e
+
+
+# ---- log.jsonl, one object a line ----
+
+class Log:
+    """log.jsonl and the progress bar; on the first process only. A resumed run drops the lines
+    after its checkpoint, which a killed run may have written."""
+
+    def __init__(self, run):
+        self.run, self.path = run, run.folder / "log.jsonl"
+        rows = read_log(self.path) if run.step else []
+        rows = [row for row in rows
+                if row["step"] <= (run.evaluated if "val_ce" in row else run.step)]
+        replace_file(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
+        self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
+                        dynamic_ncols=True, file=sys.stderr)
+        self.lap = time.perf_counter(), run.tokens
+
+    def step(self, logged, write):
+        """One training step is done; a line about it if `write`."""
+        self.bar.update()
+        if not write:
+            return
+        start, tokens = self.lap
+        rate = (self.run.tokens - tokens) / (time.perf_counter() - start)
+        values = {**logged, "tokens_per_second": round(rate, 1)}
+        if not self.run.task:
+            values["bpb"] = bits_per_byte(logged["ce"], self.run.batches.train)
+        self.write(values)
+        self.bar.set_postfix_str(f"ce {logged['ce']:.3f}, {rate / 1000:.1f}k tokens/s")
+
+    def evaluation(self, result, best):
+        self.write(result)
+        with self.bar.external_write_mode(file=sys.stdout):
+            print(f"step {self.run.step}: {in_words(result)}{' (best)' * best}", flush=True)
+
+    def write(self, values):
+        row = {"step": self.run.step, "tokens": self.run.tokens, "flops": self.run.flops,
+               "seconds": round(time.perf_counter() - self.start, 3), **values}
+        with open(self.path, "a") as f:
+            f.write(json.dumps(row) + "\n")
+        self.lap = time.perf_counter(), self.run.tokens     # evaluations are not training time
+
+
+def in_words(result):
+    """The line that is printed about an evaluation; val_ce is missing where it is not finite."""
+    words = [] if "val_ce" in result else ["val ce not finite"]
+    words += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items()]
+    return ", ".join(words)
 
 
 # ---- the training loop ----

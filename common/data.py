@@ -13,11 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common.keys import (NAME, UserError, as_command, first_line, folder_name, need, open_file,
+from common.keys import (NAME, UserError, as_command, first_line, need, open_file, plain_name,
                          read_json)
 from common.tokenizer import HUB_NAME, load_tokenizer
-
-FORMAT = 2  # of a data set's folder
 
 
 # ---- the folder of a data set ----
@@ -31,7 +29,7 @@ def data_folder(cfg):
     named = Path(cfg.data_dir) / cfg.dataset
     if NAME.fullmatch(cfg.dataset) and (named / "meta.json").exists():
         return named
-    return Path(cfg.data_dir) / folder_name(cfg.dataset, cfg.tokenizer)
+    return Path(cfg.data_dir) / plain_name(f"{cfg.dataset}-{cfg.tokenizer}")
 
 
 def open_data(cfg):
@@ -42,7 +40,7 @@ def open_data(cfg):
                        f"data_dir={cfg.data_dir}")
     if not folder.exists():
         raise UserError(f"{folder} does not exist: make it with {again}")
-    meta = read_meta(folder)
+    meta = read_json(folder / "meta.json")
     made = meta.get("dataset"), meta.get("tokenizer_name")
     if folder.name != cfg.dataset and made != (cfg.dataset, cfg.tokenizer):
         raise UserError(f"{folder} was made with dataset={made[0]} tokenizer={made[1]}: make "
@@ -57,8 +55,8 @@ class TokenData:
 
     def __init__(self, folder, split):
         """UserError if the folder is not a data set, or one that is damaged."""
-        self.folder, self.split, self.meta = Path(folder), split, read_meta(folder)
-        self.path = self.folder / f"{split}.bin"
+        self.folder, self.split = Path(folder), split
+        self.path, self.meta = folder / f"{split}.bin", read_json(folder / "meta.json")
         try:
             self.tokenizer = load_tokenizer(self.meta["tokenizer"])
             self.dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[self.meta["dtype"]]
@@ -83,14 +81,6 @@ class TokenData:
             raise UserError(f"token {ids.max()} in {self.path} is out of the vocabulary "
                             f"({self.vocab_size})")
         return ids.astype(np.int64)
-
-
-def read_meta(folder) -> dict:
-    meta = read_json(Path(folder) / "meta.json")
-    if meta.get("format") != FORMAT:
-        raise UserError(f"{folder} is of format {meta.get('format')!r:.60}, not {FORMAT}: make "
-                        "the data set again with prepare.py")
-    return meta
 
 
 # ---- batches ----

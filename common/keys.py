@@ -10,7 +10,6 @@ import errno
 import hashlib
 import importlib.util
 import inspect
-import io
 import json
 import math
 import os
@@ -54,8 +53,8 @@ def run_cli(main, schema=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (UserError, MemoryError, RuntimeError, OSError) as e:
-        # in one piece: other processes may write too
-        sys.stderr.write(f"error: {in_one_line(e)}\n")
+        if sys.stderr:          # in one piece: other processes may write too
+            sys.stderr.write(f"error: {in_one_line(e)}\n")
         sys.exit(2)
 
 
@@ -184,14 +183,14 @@ def typed_value(key, value, kind):
             return str(value).lower() == "true"
         if kind is str and text and "\0" not in value:      # no file name holds a zero byte
             return value
-    raise UserError(f"{key}: expected {KINDS[kind]}, got {value!r:.60}")
+    raise UserError(f"{key}: expected {KINDS.get(kind, kind)}, got {value!r:.60}")
 
 
 def load_yaml(file):
     """The keys of a config file. UserError where it is missing, or not `key: value` lines."""
-    text = io.StringIO(read_text(file, f"config={file}"))
+    text = read_text(file, f"config={file}")
     try:
-        return {**OmegaConf.to_container(OmegaConf.load(text), resolve=False)}
+        return {**OmegaConf.to_container(OmegaConf.create(text), resolve=False)}
     except Exception as e:  # the YAML parser has many kinds of errors, all about this file
         reason = " ".join(str(e).split())[:200]
         raise UserError(f"config={file} is not valid YAML of `key: value` lines: {reason}") from e
@@ -221,11 +220,6 @@ def plain_name(text) -> str:
     name = re.sub(r"[^A-Za-z0-9._+-]", "-", text).lstrip("._+-") or "x"
     short = f"{name[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     return name if len(name) <= 100 else short
-
-
-def folder_name(dataset, tokenizer) -> str:
-    """file:a/b.txt, bpe:512 -> file-a-b.txt-bpe-512"""
-    return plain_name(f"{dataset}-{tokenizer}")
 
 
 def open_file(path):

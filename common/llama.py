@@ -35,7 +35,12 @@ def to_pretrained(model, path, eos=None):
     """Write config.json and model.safetensors as transformers reads them. model: what `unrolled`
     takes. eos: the token at which generation stops. UserError if no family has what it has."""
     model = unrolled(model)
-    c, family = model.cfg, family_of(model.cfg)
+    c = model.cfg
+    own = c.qk_norm, c.window > 0, c.mlp, c.scale_embeddings
+    family = next((family for family, has in FAMILIES.items() if has == own), None)
+    if family is None or c.pos != "rope":
+        raise UserError("only pos=rope with mlp=swiglu and one of qk_norm and window, or with "
+                        "mlp=geglu and scale_embeddings, can be written as a Llama folder")
     config = {theirs: getattr(c, ours) for theirs, ours in FIELDS.items()}
     config |= dict(
         architectures=[f"{family.capitalize()}ForCausalLM"], model_type=family,
@@ -66,16 +71,6 @@ FAMILIES = {"llama": (False, False, "swiglu", False),
             "mistral": (False, True, "swiglu", False),
             "qwen3": (True, False, "swiglu", False),
             "gemma": (False, False, "geglu", True)}
-
-
-def family_of(c):
-    """The family that computes the same as model_gpt with Config c; UserError if none does."""
-    own = c.qk_norm, c.window > 0, c.mlp, c.scale_embeddings
-    for family, has in FAMILIES.items():
-        if has == own and c.pos == "rope":
-            return family
-    raise UserError("only pos=rope with mlp=swiglu and one of qk_norm and window, or with "
-                    "mlp=geglu and scale_embeddings, can be written as a Llama folder")
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from common.checkpoint import build_model, load_checkpoint, load_initial, newest
 from common.data import TextBatches, is_task, open_data
 from common.keys import (HERE, Keys, UserError, check_known, check_name, choice, first_line,
-                         known, load_yaml, model_module, names, note, plain_name, typed_config)
+                         known, load_yaml, model_module, names, note, plain_name, typed_config,
+                         typed_value)
 
 
 # keys that are of one call of train.py: no checkpoint sets them
@@ -110,8 +111,10 @@ def read_config(given):
         base = {**config_file({"model": ckpt["model"], **given}), "model": ckpt["model"],
                 **ckpt["model_config"], "fast": True, **free}
     cfg, model_fields = run_config(given, base)
-    if ckpt is not None:
-        check_weights(ckpt, model_fields)
+    for key, old in ckpt["model_config"].items() if ckpt else ():
+        if model_fields[key] != old and key not in free_fields(ckpt):
+            raise UserError(f"{key}={model_fields[key]}, but the checkpoint's model has "
+                            f"{key}={old}")
     return cfg, model_fields, ckpt
 
 
@@ -163,15 +166,6 @@ def free_fields(ckpt):
     return {"fast", "dropout", "block_size", *free, *["n_layer"] * ("converts" in ckpt)}
 
 
-def check_weights(ckpt, model_fields):
-    """UserError if a key contradicts the weights."""
-    free = free_fields(ckpt)
-    for key, old in ckpt["model_config"].items():
-        if key not in free and model_fields[key] != old:
-            raise UserError(f"{key}={model_fields[key]}, but the checkpoint's model has "
-                            f"{key}={old}")
-
-
 def run_config(given, base):
     """(TrainConfig, the model's Config fields) from keys that are given, over those of base."""
     values = {**base, **given}
@@ -204,7 +198,7 @@ def pick_device(name, world=1):
     try:
         device = torch.device(f"cuda:{local}" if name == "cuda" else name)
         torch.ones(1, device=device).item()     # fails if this machine has no such device
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as e:
         raise UserError(f"device={name} is not on this machine (device=auto finds one)") from e
     return device
 
@@ -226,10 +220,10 @@ class Processes:
     """This process's rank and device, and how many processes there are (torchrun's variables)."""
 
     def __init__(self, cfg):
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
+        self.world = typed_value("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), int)
+        self.rank = typed_value("RANK", os.environ.get("RANK", "0"), int)
         self.master = self.rank == 0
-        if self.rank >= self.world:
+        if not 0 <= self.rank < self.world:
             raise UserError(f"RANK={self.rank} of WORLD_SIZE={self.world}: start with torchrun")
         self.device = pick_device(cfg.device, self.world)
         self.autocast = lambda: autocast(cfg, self.device)

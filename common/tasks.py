@@ -202,18 +202,6 @@ TASKS = {
 # ---- batches ----
 # An example depends on (seed, split, its number) or (seed, step, micro-batch) alone.
 
-def find_task(dataset, T):
-    """The Task of dataset=task:NAME. UserError if name or length is impossible."""
-    task = TASKS.get(dataset.removeprefix("task:"))
-    if task is None:
-        known = ", ".join(f"task:{name}" for name in TASKS)
-        raise UserError(f"dataset={dataset} is unknown: the tasks are {known}")
-    if T < task.shortest or task.even and T % 2:
-        raise UserError(f"block_size={T} is impossible for dataset={dataset}: it must be "
-                        f"{'an even number, ' * task.even}{task.shortest} or more")
-    return task
-
-
 class TaskData:
     """The examples of one split of a task."""
 
@@ -242,7 +230,14 @@ class TaskBatches(TextBatches):
     """Micro-batches of a task: as those of a text, with examples in the place of windows."""
 
     def __init__(self, cfg, block_size):
-        task = find_task(cfg.dataset, block_size)
+        """UserError if name or length is impossible."""
+        task = TASKS.get(cfg.dataset.removeprefix("task:"))
+        if task is None:
+            known = ", ".join(f"task:{name}" for name in TASKS)
+            raise UserError(f"dataset={cfg.dataset} is unknown: the tasks are {known}")
+        if block_size < task.shortest or task.even and block_size % 2:
+            raise UserError(f"block_size={block_size} is impossible for dataset={cfg.dataset}: it "
+                            f"must be {'an even number, ' * task.even}{task.shortest} or more")
         count = cfg.task_examples or task.examples
         if max(count, VAL_EXAMPLES) * block_size > 1 << 27:
             raise UserError(f"task_examples={count} of block_size={block_size} are too many to "

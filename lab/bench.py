@@ -40,8 +40,7 @@ from common.data import TokenData, open_data
 from common.keys import UserError, model_module, names, run_cli, split_args, typed_config
 from common.optim import make_optimizers
 from common.process import check_tokenizer, device_name, make_model, pick_device, read_config
-from common.sampling import loop_fractions
-from serve import Engine, Request
+from serve import Engine, Request, loop_fractions
 
 
 # ---- measuring ----
@@ -175,8 +174,6 @@ NEW = 8         # tokens that one call decodes
 def decoding(model, device, T, rows, idx=None, new=NEW):
     """The last `new` of T tokens of each row (of idx, or random ones), one after the other. The
     cache is filled outside the clock."""
-    if T < 2:
-        raise UserError("block_size=1: decoding needs at least 2 tokens")
     model, start = model.to(device).eval(), max(1, T - new)
     if idx is None:
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
@@ -434,6 +431,8 @@ def main(argv):
         raise UserError(f"model={keys['model']}: lab.bench {name} is of model={model}")
     cfg, model_fields, ckpt = read_config(keys)
     model_cfg, device = model_module(model).Config(**model_fields), pick_device(cfg.device)
+    if model_cfg.block_size < 2:
+        raise UserError("block_size=1: decoding needs at least 2 tokens")
     print(f"{device_name(device)}, torch {torch.__version__}, {model_cfg.n_layer} layers of width "
           f"{model_cfg.n_embd}, batch {cfg.batch_size} x {model_cfg.block_size} tokens"
           + ", training in bfloat16 (autocast)" * (device.type == "cuda"))

@@ -31,13 +31,13 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from common.checkpoint import build_model, checkpoint_file, load_checkpoint
+from common.checkpoint import build_model, load_checkpoint
 from common.data import TokenData, Windows, bits_per_byte, is_task, open_data
 from common.keys import (Keys, UserError, choice, first_line, need, run_cli, split_args,
                          typed_config)
 from common.process import autocast, check_tokenizer, pick_device
-from common.sampling import check_finite
 from common.tokenizer import load_tokenizer
+from sample import check_finite
 
 
 @dataclass
@@ -250,7 +250,7 @@ def gold_ce(task, samples):
 
 def main(argv):
     (path,), given = split_args(argv, least=1, most=1)
-    ckpt = load_checkpoint(checkpoint_file(path))
+    ckpt = load_checkpoint(path)
     own = {**ckpt["config"], **ckpt["model_config"]}
     same = "batch_size", "dataset", "data_dir", "block_size", "exit_loop"
     defaults = {key: own[key] for key in same if key in own}

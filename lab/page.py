@@ -29,7 +29,7 @@ import serve
 from common.checkpoint import load_run
 from common.keys import HERE, UserError, run_cli, split_args, typed_config
 from common.process import pick_device
-from common.sampling import check_prompts
+from sample import check_prompts
 try:
     import uvicorn
     from fastapi import FastAPI

@@ -4,7 +4,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import sampling
 from common.tokenizer import load_tokenizer
 import runs
 import sample
@@ -54,7 +53,7 @@ def test_seeds():
 def frequencies(p, **options):
     """How often each token is drawn when the model's probabilities are p."""
     logits, options = torch.tensor(p).log().expand(20000, -1), dict(temperature=1.0, top_k=0, top_p=1.0) | options
-    ids = sampling.next_tokens(logits, **options, generator=torch.Generator().manual_seed(0))
+    ids = sample.next_tokens(logits, **options, generator=torch.Generator().manual_seed(0))
     return (torch.bincount(ids, minlength=len(p)) / 20000).tolist()
 
 

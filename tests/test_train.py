@@ -174,11 +174,11 @@ def test_with_a_notebooks_settings(tmp_path, data_dir):
 
 
 @pytest.mark.parametrize("environment", [
-    "RANK=1", "WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x"])
+    "RANK=1", "RANK=-1", "WORLD_SIZE=2", "WORLD_SIZE=", "RANK=0 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x"])
 def test_a_half_set_distributed_environment(environment, tmp_path, data_dir, monkeypatch):
     for word in environment.split():
         monkeypatch.setenv(*word.split("="))
-    with pytest.raises(UserError, match="start with torchrun|do not meet"):
+    with pytest.raises(UserError, match="start with torchrun|do not meet|WORLD_SIZE: expected int"):
         train.setup(runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=2"))
 
 
