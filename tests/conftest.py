@@ -36,6 +36,12 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("here")
 
 
+@pytest.fixture(autouse=True)
+def float32_products():
+    """A training on a GPU allows TF32, for the whole process."""
+    torch.set_float32_matmul_precision("highest")
+
+
 def pytest_collection_modifyitems(config, items):
     only = config.getoption("--model")
     if only:

@@ -349,7 +349,8 @@ def test_cuda_equals_cpu(name, training, dtype, tolerance):
     model, on_gpu = (tiny(name).train(training) for _ in range(2))
     on_gpu = on_gpu.to(torch.float64 if dtype == torch.float64 else torch.float32).cuda()
     calls = [(1, 50), (2, 50), (3, 33), (4, 50)]
-    for seed, T in [(1, 50)] * 3 if dtype == torch.bfloat16 else calls:     # other inputs: a router may choose others
+    # with the inputs of seed 10 no score of a router is near a decision, which rounding to 16 bits would change
+    for seed, T in [(10, 50)] * 3 if dtype == torch.bfloat16 else calls:
         x = tokens(2, T, seed=seed)
         want = outputs_and_gradients(model, x)
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
