@@ -42,7 +42,7 @@ from pathlib import Path
 import numpy as np
 
 from common.data import TokenData, documents
-from common.keys import (UserError, check_name, plain_name, run_cli, split_args, typed_config)
+from common.keys import UserError, check_name, plain_name, run_cli, split_args, typed_config
 from common.tokenizer import (ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer, slices,
                               train_bpe)
 

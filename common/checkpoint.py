@@ -97,13 +97,13 @@ def load_checkpoint(path):
             state = torch.load(f, map_location="cpu", weights_only=True)
         if any(type(state[name]) is not kind for name, kind in FIELDS.items()):
             raise ValueError("another file of torch's")
-        fields = names(model_module(state["model"]).Config)
-        state["model_config"] = known(state["model_config"], fields, path)
-    except (OSError, MemoryError, UserError):
+    except (OSError, MemoryError):
         raise
     except Exception as e:      # torch fails on foreign files in any way
         raise UserError(f"{path} is damaged or is not a checkpoint of this project: its checksum "
                         f"or its format is wrong") from e
+    fields = names(model_module(state["model"]).Config)
+    state["model_config"] = known(state["model_config"], fields, path)
     return state
 
 
@@ -111,6 +111,16 @@ def newest(folder):
     """The last state of a run: ckpt.pt, or pending.pt if it was killed in an evaluation."""
     pending = folder / "pending.pt"
     return pending if pending.exists() else folder / "ckpt.pt"
+
+
+def read_log(path):
+    """The objects of a log.jsonl; a line cut short by a crash is left out."""
+    rows = []
+    for line in open_file(path) if path.exists() else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)
+            and all(type(row.get(key)) in (int, float) for key in ("step", "seconds"))]
 
 
 # ---- models ----
@@ -140,7 +150,7 @@ def load_run(path, device="cpu", **overrides):
 
 def load_initial(path, key="init_from"):
     """What init_from or teacher names, as a checkpoint: that of a run, or Hugging Face weights."""
-    if Path(path).is_file() or (Path(path) / "ckpt.pt").exists():
+    with contextlib.suppress(FileNotFoundError):
         return load_checkpoint(path)
     from common.llama import from_pretrained
     try:
@@ -149,16 +159,6 @@ def load_initial(path, key="init_from"):
         raise UserError(f"{key}={path}: {first_line(e)}") from e
     return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(),
             "step": 0}
-
-
-def read_log(path):
-    """The objects of a log.jsonl; a line cut short by a crash is left out."""
-    rows = []
-    for line in open_file(path) if path.exists() else ():
-        with contextlib.suppress(ValueError, RecursionError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)
-            and all(type(row.get(key)) in (int, float) for key in ("step", "seconds"))]
 
 
 # ---- the command line ----

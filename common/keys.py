@@ -192,7 +192,7 @@ def load_yaml(file):
     try:
         return {**OmegaConf.to_container(OmegaConf.create(text), resolve=False)}
     except Exception as e:  # the YAML parser has many kinds of errors, all about this file
-        reason = " ".join(str(e).split())[:200]
+        reason = " ".join(str(e).split())[:200] or "no lines of keys"
         raise UserError(f"config={file} is not valid YAML of `key: value` lines: {reason}") from e
 
 

@@ -280,7 +280,8 @@ def bench_throughput(model_cfg, cfg, device, new=64):
     T, L, speeds = model_cfg.block_size, model_cfg.chunk, {}
     memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0", f"RAT({L})-SWA": ""}
+    kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0"}
+    kinds |= {f"RAT({L})-SWA": ""} if model_cfg.swa else {}
     for name, keys in kinds.items():
         model, rows = build(model_cfg, "rat", keys).to(device), 1
         nbytes = model.init_cache(1, T).nbytes()

@@ -164,7 +164,8 @@ def start(run):
     it prints goes to FOLDER.txt."""
     keys, made_of = json.dumps(file_keys(run), sort_keys=True), run.folder / "keys.json"
     if not made_of.exists() or made_of.read_text() != keys:     # from the beginning
-        shutil.rmtree(run.folder, ignore_errors=True)
+        if run.folder.exists():
+            shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True)
         if run.start:
             os.link(HERE / run.start, run.folder / "ckpt.pt")

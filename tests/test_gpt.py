@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common import llama
+from common.keys import UserError
 import model_gpt
 from conftest import move, tiny
 from kernel_cases import dense_attend
@@ -124,6 +125,17 @@ def test_folders_are_read_as_transformers_reads_them(tmp_path, sizes, changes, w
         assert (ours(x)[0] - want).abs().max() < 1e-5 * want.abs().max()
     tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
     assert tied == (ours.head.weight is ours.wte.weight)
+
+
+def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
+    """The model has the keys of config.json."""
+    import huggingface_hub
+    saved_llama(tmp_path, kind="Mistral", sliding_window=7)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: {"owner/name": str(tmp_path)}[name])
+    cfg = llama.from_pretrained("owner/name").cfg
+    assert (cfg.rope_theta, cfg.n_kv_head, cfg.window, cfg.block_size) == (1234.0, 2, 7, 64)
+    with pytest.raises(UserError, match="owner/other is not a folder here and could not be downloaded"):
+        llama.from_pretrained("owner/other")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])

@@ -137,6 +137,12 @@ def test_any_text_comes_back_and_holds_no_special_token(name, tokenizers, text):
     assert again.decode([*special, *ids, *special]) == text
 
 
+def test_a_surrogate_is_refused(tokenizers):
+    for tokenizer in tokenizers.values():
+        with pytest.raises(UserError, match="udc80"):
+            tokenizer.encode("a\udc80b")
+
+
 @pytest.mark.parametrize("kind, changes", [
     ("byte", {"kind": ["byte"]}), ("bpe", {"pattern": "("}), ("bpe", {"ranks": "YQ== YQ=="}),
     ("smollm", {"eos": 340}), ("smollm", {"json": "[" * 100_000})])

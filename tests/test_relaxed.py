@@ -183,6 +183,15 @@ def world(tmp_path_factory, data_dir):
     return root
 
 
+def test_converted_by_init_from(tmp_path, data_dir):
+    """At full rank it is the source, with all its settings."""
+    source = runs.run("gpt", tmp_path, data_dir, "n_layer=4", "max_steps=2", "rope_theta=10").folder
+    _, fields, ckpt = process.read_config(dict(model="relaxed", init_from=str(source), rank="1000", n_loop="4",
+                                               share="sequence"))
+    ours, theirs = checkpoint.build_model(ckpt, **fields), checkpoint.load_run(source)[0]
+    assert relative(ours.eval()(x := tokens(2, 20))[0], theirs(x)[0]) < 1e-5
+
+
 @pytest.mark.parametrize("model", ["relaxed", "mor"])
 def test_a_source_with_an_option_that_the_model_has_not_is_refused(model):
     with pytest.raises(UserError, match=f"window=16, which model={model} has not"):

@@ -207,7 +207,7 @@ def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir):
     keys = [f"dataset=file:{tmp_path / 'ä.txt'}", "tokenizer=char", f"data_dir={tmp_path}", "max_steps=1", "sample_tokens=2"]
     assert train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys)).cfg.sample_prompt == "äö"
     with pytest.raises(UserError, match="sample_prompt: character 'x' is not in"):
-        train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys, "sample_prompt=x", "overwrite=true"))
+        train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys, "sample_prompt=äx", "overwrite=true"))
 
 
 def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, monkeypatch):
