@@ -41,8 +41,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data import TokenData, documents
-from common.keys import UserError, check_name, plain_name, run_cli, split_args, typed_config
+from common.data import TokenData, documents, folder_name
+from common.keys import UserError, check_name, run_cli, split_args, typed_config
 from common.tokenizer import (ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer, slices,
                               train_bpe)
 
@@ -221,7 +221,7 @@ def prepare(cfg) -> Path:
     """Makes the data set and returns its folder; a complete one of the same settings is left as
     it is. UserError for bad input, no network or no space."""
     check_settings(cfg)
-    name = check_name(cfg.name or plain_name(f"{cfg.dataset}-{cfg.tokenizer}"))
+    name = check_name(cfg.name or folder_name(cfg))
     folder = Path(cfg.data_dir) / name
     try:
         if already_there(folder, cfg):

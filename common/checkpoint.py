@@ -102,8 +102,12 @@ def load_checkpoint(path):
     except Exception as e:      # torch fails on foreign files in any way
         raise UserError(f"{path} is damaged or is not a checkpoint of this project: its checksum "
                         f"or its format is wrong") from e
-    fields = names(model_module(state["model"]).Config)
-    state["model_config"] = known(state["model_config"], fields, path)
+    try:
+        schema = model_module(state["model"]).Config
+        state["model_config"] = known(state["model_config"], names(schema), path)
+        typed_config(schema, state["model_config"])
+    except UserError as e:
+        raise UserError(f"{path} is not a checkpoint of a run: {e}") from e
     return state
 
 

@@ -24,12 +24,16 @@ def is_task(dataset):
     return dataset.startswith("task:")
 
 
+def folder_name(cfg):
+    return plain_name(f"{cfg.dataset}-{cfg.tokenizer}")
+
+
 def data_folder(cfg):
     """Where the data set of cfg is, or will be made."""
     named = Path(cfg.data_dir) / cfg.dataset
     if NAME.fullmatch(cfg.dataset) and (named / "meta.json").exists():
         return named
-    return Path(cfg.data_dir) / plain_name(f"{cfg.dataset}-{cfg.tokenizer}")
+    return Path(cfg.data_dir) / folder_name(cfg)
 
 
 def open_data(cfg):

@@ -181,7 +181,7 @@ def decoding(model, device, T, rows, idx=None, new=NEW):
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
     idx = idx[:rows]
     if new > 1 and getattr(model.cfg, "prefill", "") == "exact":
-        model.cfg = replace(model.cfg, prefill="interleaved")   # the same time, filled at once
+        model.cfg = replace(model.cfg, prefill="interleaved")   # filled at once; not timed
     cache = model.init_cache(rows, T)
 
     @torch.inference_mode()

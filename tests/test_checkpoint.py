@@ -115,11 +115,11 @@ def test_whole_files_that_no_run_saves(sound, tmp_path, capsys):
                    *(lambda s, name=name: s.update({name: None}) for name in checkpoint.FIELDS)):
         with pytest.raises(UserError, match="b.pt is damaged or is not a checkpoint of this project"):
             checkpoint.load_checkpoint(saved(change))
-    for change, told in ((lambda s: s.update(model="nothing"), "model=nothing is unknown"),
-                         (lambda s: s["model_config"].update(n_embd="x"), "does not fit model_gpt.py"),
-                         (lambda s: s["weights"].update({"norm.weight": torch.ones(5)}), "does not fit model_gpt.py")):
-        with pytest.raises(UserError, match=told):
-            checkpoint.load_run(saved(change))
+    for change in (lambda s: s.update(model="nothing"), lambda s: s["model_config"].update(n_embd="x")):
+        with pytest.raises(UserError, match="b.pt is not a checkpoint of a run: "):
+            checkpoint.load_checkpoint(saved(change))
+    with pytest.raises(UserError, match="does not fit model_gpt.py"):
+        checkpoint.load_run(saved(lambda s: s["weights"].update({"norm.weight": torch.ones(5)})))
     old = saved(lambda s: s["model_config"].update(bias=True))
     assert runs.fingerprint(checkpoint.load_checkpoint(old)) == sound[1]
     assert f"note: {old}: bias=True is dropped" in capsys.readouterr().err

@@ -173,12 +173,14 @@ def test_with_a_notebooks_settings(tmp_path, data_dir):
     assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 1
 
 
-@pytest.mark.parametrize("environment", [
-    "RANK=1", "RANK=-1", "WORLD_SIZE=2", "WORLD_SIZE=", "RANK=0 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x"])
-def test_a_half_set_distributed_environment(environment, tmp_path, data_dir, monkeypatch):
+@pytest.mark.parametrize("environment, told", [
+    ("RANK=1", "start with torchrun"), ("RANK=-1", "start with torchrun"), ("WORLD_SIZE=", "WORLD_SIZE: expected int"),
+    ("WORLD_SIZE=2", "do not meet"), ("RANK=0 WORLD_SIZE=2", "do not meet"),
+    ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x", "do not meet")])
+def test_a_half_set_distributed_environment(environment, told, tmp_path, data_dir, monkeypatch):
     for word in environment.split():
         monkeypatch.setenv(*word.split("="))
-    with pytest.raises(UserError, match="start with torchrun|do not meet|WORLD_SIZE: expected int"):
+    with pytest.raises(UserError, match=told):
         train.setup(runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=2"))
 
 
