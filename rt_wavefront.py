@@ -196,6 +196,24 @@ class Wavefront:
         out, lse = kernels.merge(out, lse, more, more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
 
+    def outside_backward(self, inputs, attention, pairs, d_pairs, step):
+        """dq, dk^, dv^ (A, B, H, C, D). Adds to d_pairs. inputs: q, k^, v^ of outside;
+        attention: the chunk's, whose a, lse and da are of all keys."""
+        q, k_temp, v_temp = inputs
+        a, lse, da = attention.a, attention.lse, attention.da
+        p = torch.exp((q * k_temp).sum(-1) * self.scale - lse)[..., None]
+        ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), delta is da . a
+        dq, dk_temp, dv_temp = ds * k_temp * self.scale, ds * q * self.scale, p * da  # (B7), (B8)
+        a, da = a.to(self.dtype), da.to(self.dtype)
+        for j, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has none
+            start, alibi = self.start(l, step)
+            keys, values = pairs[:, l, :, :, :start]
+            new = kernels.attend_backward(q[j], keys, values, a[j], lse[j], da[j], *alibi)
+            dq[j] += new[0]  # (B7)
+            d_pairs[0, l, :, :, :start] += new[1]  # (B2)
+            d_pairs[1, l, :, :, :start] += new[2]
+        return dq, dk_temp, dv_temp
+
     def start(self, l, step):
         """Where layer l's chunk starts; what attend needs for ALiBi."""
         start = self.S + (step.s - l) * self.C
@@ -299,97 +317,63 @@ def backward_pass(wave, states, dy, *weights):
     grads = Weights(*(torch.zeros_like(weight, dtype=wave.wide) for weight in w))
     for step in reversed(wave.steps):
         active = [each.of_layers(step.lo, step.hi) for each in (w, grads)]
-        backward_step = BackwardStep(wave, step, states, pairs, d_pairs, *active)
-        dx = backward_step.run(wave.diagonal(d_states[1:], step, 1))
-        wave.diagonal(d_states[:-1], step, 1).copy_(dx)
+        backward_step(wave, states, pairs, d_states, d_pairs, *active, step)
     return [d_states[0, :wave.T].transpose(0, 1), *grads]
 
 
-class BackwardStep:
-    """Each active layer's chunk. Parts of norms: x_norm, y_norm of n1, z_norm of n2; q_norm
-    of nq; k_norm of nk at the persistent k, k_temp_norm at k^."""
+def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
+    """Each active layer's chunk. Adds to grads, and to d_pairs of earlier chunks."""
+    eps = wave.cfg.norm_eps
+    rope = [wave.diagonal(table, step, 1) for table in wave.tables]
+    x = wave.diagonal(states[:-1], step, 1).flatten(1, 2)  # rows (A, C B, d)
+    y = wave.diagonal(states[1:], step, 1).flatten(1, 2)
+    dy = wave.diagonal(d_states[1:], step, 1)              # (A, C, B, d)
 
-    def __init__(self, wave, step, states, pairs, d_pairs, w, grads):
-        """Forward again, all positions at once."""
-        self.wave, self.step, self.w, self.grads = wave, step, w, grads
-        self.pairs, self.d_pairs, eps = pairs, d_pairs, wave.cfg.norm_eps
-        self.rope = [wave.diagonal(table, step, 1) for table in wave.tables]
-        x, y = wave.diagonal(states[:-1], step, 1), wave.diagonal(states[1:], step, 1)
-        x, self.y_norm = x.flatten(1, 2), norm_parts(y.flatten(1, 2), eps)
-        self.inputs, norms = wave.temporary(x, w, self.rope)  # q, k^ and v^
-        self.x_norm, self.q_norm, self.k_temp_norm = norms
-        outside = wave.outside(*self.inputs, pairs, step)
-        k, v, dk, dv = (wave.diagonal(buffer, step, 3) for buffer in (*pairs, *d_pairs))
-        self.attention = ChunkBackward(wave, self.inputs[0], *outside, k, v, dk, dv)
-        self.a_rows = self.attention.a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)
-        self.z_norm = norm_parts(x + product(self.a_rows, w.wo), eps)
-        self.u = product(self.z_norm.n, w.up)
-        # (5) once more: pairs has no parts. () without QK-norm
-        self.k_norm = self.q_norm and wave.persistent(self.y_norm.n, w, self.rope)[2]
+    # forward again; x_norm, y_norm: parts of n1, z_norm: of n2, q_norm: of nq, k_norm: of nk
+    # at the persistent k, k_temp_norm: at k^
+    inputs, (x_norm, q_norm, k_temp_norm) = wave.temporary(x, w, rope)  # q, k^ and v^
+    outside = wave.outside(*inputs, pairs, step)
+    own = (wave.diagonal(buffer, step, 3) for buffer in (*pairs, *d_pairs))
+    attention = ChunkBackward(wave, inputs[0], *outside, *own)
+    a_rows = attention.a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)
+    z_norm = norm_parts(x + product(a_rows, w.wo), eps)
+    u = product(z_norm.n, w.up)
+    y_norm = norm_parts(y, eps)
+    # (5) once more: pairs has no parts. () without QK-norm
+    k_norm = q_norm and wave.persistent(y_norm.n, w, rope)[2]
 
-    def run(self, dy):
-        """dy (A, C, B, d) -> dx. Adds to grads, and to d_pairs of earlier chunks."""
-        wave, w, grads = self.wave, self.w, self.grads
-        g, du, dz, dkv = self.reverse(dy)
-        dqkv = self.inputs_backward()  # needs every da, which reverse has written
-        for grad, d_out, x in (  # (B10)
-                (grads.qkv, dqkv, self.x_norm.n),
-                (grads.qkv[:, wave.kv], dkv, self.y_norm.n),
-                (grads.wo, dz, self.a_rows), (grads.up, du, self.z_norm.n),
-                (grads.down, g, F.gelu(self.u))):
-            grad += torch.bmm(d_out.mT.to(wave.dtype), x.to(wave.dtype))
-        dx = dz + norm_backward(product(dqkv, w.qkv.mT), *self.x_norm)  # (B9)
-        return dx.unflatten(1, (wave.C, wave.B))
+    # position by position, (B1) to (B6); dkv: of the products Wk n1(y), Wv n1(y)
+    norms, done = (y_norm, z_norm, k_norm), []
+    for i in reversed(range(wave.C)):
+        now = slice(i * wave.B, (i + 1) * wave.B)  # rows of position i
+        y_parts, z_parts, k_parts = ([x[:, now] for x in parts] for parts in norms)
+        rope_i = [table[:, i:i + 1] for table in rope]
+        dk, dv = attention.kv_grad(i)                                # (B1), (B2)
+        dk = heads_backward(dk[:, None], w.nk, grads.nk, rope_i, k_parts)
+        dkv = torch.cat([dk, dv.flatten(2)], -1).to(wave.dtype)      # (A, B, 2 G D)
+        dn = product(dkv, w.qkv[:, wave.kv].mT)
+        g = dy[:, i] + norm_backward(dn, *y_parts)                   # (B3)
+        d = product(g, w.down.mT)
+        du = torch.ops.aten.gelu_backward(d, u[:, now])              # (B4)
+        dz = g + norm_backward(product(du, w.up.mT), *z_parts)       # (B5)
+        attention.write_query_grad(i, product(dz, w.wo.mT))          # (B6)
+        done.append((g, du, dz, dkv))
+    g, du, dz, dkv = (torch.stack(d[::-1], 1).flatten(1, 2) for d in zip(*done))
 
-    def reverse(self, dy):
-        """(B1) to (B6): all g, du, dz and dkv, of the products Wk n1(y), Wv n1(y)."""
-        wave, w, done = self.wave, self.w, []
-        norms = self.y_norm, self.z_norm, self.k_norm
-        for i in reversed(range(wave.C)):
-            rows = slice(i * wave.B, (i + 1) * wave.B)  # of position i
-            y_norm, z_norm, k_norm = ([x[:, rows] for x in parts] for parts in norms)
-            rope_i = [table[:, i:i + 1] for table in self.rope]
-            dk, dv = self.attention.kv_grad(i)  # (B1), (B2)
-            dk = heads_backward(dk[:, None], w.nk, self.grads.nk, rope_i, k_norm)
-            dkv = torch.cat([dk, dv.flatten(2)], -1).to(wave.dtype)  # (A, B, 2 G D)
-            dn = product(dkv, w.qkv[:, wave.kv].mT)
-            g = dy[:, i] + norm_backward(dn, *y_norm)  # (B3)
-            d = product(g, w.down.mT)
-            du = torch.ops.aten.gelu_backward(d, self.u[:, rows])  # (B4)
-            dz = g + norm_backward(product(du, w.up.mT), *z_norm)  # (B5)
-            self.attention.write_query_grad(i, product(dz, w.wo.mT))  # (B6)
-            done.append((g, du, dz, dkv))
-        return [torch.stack(d[::-1], 1).flatten(1, 2) for d in zip(*done)]
-
-    def inputs_backward(self):
-        """The gradient of W_qkv n1(x), rows (A, C B, (H + 2 G) D)."""
-        dq, *d_temp = self.outside_backward()
-        dq = dq + self.attention.query_grad()  # (B7)
-        # dk^, dv^: R queries share a pair
-        d_temp = (d.unflatten(2, (self.wave.G, -1)).sum(3) for d in d_temp)
-        dq, dk, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))
-        dq = heads_backward(dq, self.w.nq, self.grads.nq, self.rope, self.q_norm)
-        dk = heads_backward(dk, self.w.nk, self.grads.nk, self.rope, self.k_temp_norm)
-        dv = dv.flatten(3).flatten(1, 2)
-        return torch.cat([dq, dk, dv], -1).to(self.wave.dtype)
-
-    def outside_backward(self):
-        """Wavefront.outside's: dq, dk^, dv^ (A, B, H, C, D). Adds to d_pairs."""
-        wave, step, (q, k_temp, v_temp) = self.wave, self.step, self.inputs
-        a, lse, da = self.attention.a, self.attention.lse, self.attention.da
-        p = torch.exp((q * k_temp).sum(-1) * wave.scale - lse)[..., None]
-        ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), delta is da . a
-        dq, dk_temp, dv_temp = ds * k_temp * wave.scale, ds * q * wave.scale, p * da  # (B7), (B8)
-        a, da = a.to(wave.dtype), da.to(wave.dtype)
-        for j, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has none
-            start, alibi = wave.start(l, step)
-            keys, values = self.pairs[:, l, :, :, :start]
-            # a and lse, so delta and p, are those of the softmax over all keys
-            new = kernels.attend_backward(q[j], keys, values, a[j], lse[j], da[j], *alibi)
-            dq[j] += new[0]  # (B7)
-            self.d_pairs[0, l, :, :, :start] += new[1]  # (B2)
-            self.d_pairs[1, l, :, :, :start] += new[2]
-        return dq, dk_temp, dv_temp
+    # all positions, (B7) to (B10); dqkv: of the product W_qkv n1(x)
+    dq, *d_temp = wave.outside_backward(inputs, attention, pairs, d_pairs, step)
+    dq = dq + attention.query_grad()  # (B7)
+    d_temp = (d.unflatten(2, (wave.G, -1)).sum(3) for d in d_temp)  # R queries share a pair
+    dq, dk, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))
+    dq = heads_backward(dq, w.nq, grads.nq, rope, q_norm)
+    dk = heads_backward(dk, w.nk, grads.nk, rope, k_temp_norm)
+    dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(wave.dtype)
+    dx = dz + norm_backward(product(dqkv, w.qkv.mT), *x_norm)  # (B9)
+    wave.diagonal(d_states[:-1], step, 1).copy_(dx.unflatten(1, (wave.C, wave.B)))
+    for grad, d_out, x_in in (  # (B10)
+            (grads.qkv, dqkv, x_norm.n), (grads.qkv[:, wave.kv], dkv, y_norm.n),
+            (grads.wo, dz, a_rows), (grads.up, du, z_norm.n), (grads.down, g, F.gelu(u))):
+        grad += torch.bmm(d_out.mT.to(wave.dtype), x_in.to(wave.dtype))
 
 
 class ChunkBackward:
