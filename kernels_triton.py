@@ -169,11 +169,11 @@ def tile_number(i, first, full, rest, MASKED: tl.constexpr):
 def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
     """s = scale x y^T in units of log 2. Where MASKED also ALiBi's bias, and -inf where the
     key is not visible. q_pos and k_pos broadcast: queries may be rows or columns."""
-    s = dot(x, tl.trans(y), None) * scale  # 2^s = e^(q . k / sqrt(D))
+    s = dot(x, tl.trans(y), None) * (scale * LOG2E)  # 2^s = e^(q . k / sqrt(D))
     if MASKED:
         distance = q_pos - k_pos           # (M, N) or (N, M)
         visible = (distance >= 0) & (distance < window)
-        s = tl.where(visible, s - slope * distance, float("-inf"))
+        s = tl.where(visible, s - slope * LOG2E * distance, float("-inf"))
     return s
 
 
@@ -192,8 +192,7 @@ def attend_forward_kernel(
     v_ptr += b * v_b + h // GROUP * v_h
     q_pos_ptr += b * q_pos_b
     k_pos_ptr += b * k_pos_b
-    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * LOG2E
-    scale = scale * LOG2E
+    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0)
 
     rows = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_D)
@@ -247,7 +246,7 @@ def attend_dq_kernel(
     v_ptr += b * v_b + h // GROUP * v_h
     q_pos_ptr += b * q_pos_b
     k_pos_ptr += b * k_pos_b
-    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * LOG2E
+    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0)
 
     rows = start + tl.arange(0, BLOCK_M)
     valid, per_row = rows < Tq, (b * H + h) * Tq + rows
@@ -274,8 +273,7 @@ def attend_dq_kernel(
             k_pos = load_pos(k_pos_ptr, keys, Tk, BEYOND)
             k = load_rows(k_ptr, n, k_t, keys < Tk, D, BLOCK_D, MASKED)
             v = load_rows(v_ptr, n, v_t, keys < Tk, D, BLOCK_D, MASKED)
-            s = scores(
-                q, k, q_pos[:, None], k_pos[None, :], scale * LOG2E, slope, window, MASKED)
+            s = scores(q, k, q_pos[:, None], k_pos[None, :], scale, slope, window, MASKED)
             p = tl.exp2(s - lse[:, None])         # p_ij = e^{s_ij - lse_i}
             dp = dot(do, tl.trans(v), None)
             ds = p * (dp - delta[:, None])        # p_ij (do_i . v_j - delta_i)
@@ -304,7 +302,7 @@ def attend_dkv_kernel(
     k_pos_ptr += b * k_pos_b
     k_ptr += b * k_b + h // GROUP * k_h
     v_ptr += b * v_b + h // GROUP * v_h
-    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0) * LOG2E
+    slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0)
 
     keys = start + tl.arange(0, BLOCK_N)
     k_pos = load_pos(k_pos_ptr, keys, Tk, BEYOND)
@@ -327,8 +325,7 @@ def attend_dkv_kernel(
             lse = tl.load(lse_ptr + rows, mask=rows < Tq, other=float("inf")) * LOG2E
             if MASKED:  # without keys: p = 2^(s - inf) = 0
                 lse = tl.where(lse == float("-inf"), float("inf"), lse)
-            s = scores(
-                k, q, q_pos[None, :], k_pos[:, None], scale * LOG2E, slope, window, MASKED)
+            s = scores(k, q, q_pos[None, :], k_pos[:, None], scale, slope, window, MASKED)
             p = tl.exp2(s - lse[None, :])          # p_ij, (N, M)
             do = load_rows(do_ptr, m, do_t, rows < Tq, D, BLOCK_D, MASKED)
             dv = dot(narrow(p, do.dtype), do, dv)  # dv_j + sum_i p_ij do_i
