@@ -75,9 +75,7 @@ class Config(BaseConfig):
         self.at_least(0, "n_mlp")
         self.n_mlp = self.n_mlp or 4 * self.n_embd
         if self.head_dim > kernels.HEAD_SIZES[-1]:
-            raise ValueError(f"head_dim={self.head_dim}: a head is at most "
-                             f"{kernels.HEAD_SIZES[-1]} wide")
-        # rt_wavefront.py has n1 in (5), also in its backward pass
+            raise ValueError(f"head_dim={self.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
         if self.schedule == "wavefront" and not self.kv_norm:
             raise ValueError("schedule=wavefront needs kv_norm=true; schedule=tiled does not")
         self.schedule_used = self.schedule
@@ -182,7 +180,7 @@ class BlockWithoutKVNorm(Block):
 #            layer 2    c1 c2 c3
 #            layer 1 c1 c2 c3
 # rt_wavefront.py has the equations again, with a backward pass by hand: change both files, or
-# train with schedule=tiled. It needs kv_norm=true; without, auto is tiled.
+# train with schedule=tiled. Both its passes have n1 in (5): without kv_norm, auto is tiled.
 #
 # tiled is the paper's Algorithm 1. All queries of a layer are known from the start. After n
 # positions, with t the largest power of two that divides n, queries n+1 .. n+t attend to keys
@@ -316,10 +314,13 @@ class Model(LanguageModel):
         """hidden of several tokens with a cache. With schedule=wavefront and a cache of equal
         rows by a wavefront: new rows may differ (n_valid), as no token attends to the padding
         behind it. Else token by token, which is slow."""
-        ragged = cache.ragged  # by an earlier call's n_valid
         slots = cache.place(idx.size(1), n_valid)  # raises if they do not all fit
-        if ragged or self.cfg.schedule_used != "wavefront":
-            return self.token_by_token(idx, cache, n_valid)
+        if cache.ragged or self.cfg.schedule_used != "wavefront":
+            states = []
+            for i, idx_i in enumerate(idx.split(1, 1)):
+                left = None if n_valid is None else n_valid - i  # 0 or less: padding
+                states.append(super().hidden(idx_i, cache, left))
+            return torch.cat(states, 1)
         x = self.drop(self.wte(idx))
         past = [buffer[:, :, :cache.longest] for buffer in cache.buffers()]
         y, ks, vs = rt_wavefront.prefill(self.cfg, self.blocks, x, past)
@@ -327,13 +328,6 @@ class Model(LanguageModel):
             cache.write(layer, k, v, slots)
         cache.advance(slots)
         return self.norm(y)
-
-    def token_by_token(self, idx, cache, n_valid):
-        states = []
-        for i, idx_i in enumerate(idx.split(1, 1)):
-            left = None if n_valid is None else n_valid - i  # 0 or less: padding
-            states.append(super().hidden(idx_i, cache, left))
-        return torch.cat(states, 1)
 
     def mixer_flops(self):
         """In each layer 12 H D for each visible key, averaged over positions, and Wk and Wv
