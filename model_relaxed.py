@@ -21,10 +21,6 @@ Tied weights are those of a stored block, the same in all its uses. rank = 0 has
 at full rank they undo the tying. Each unrolled layer has its own keys and values in the cache.
 Dropout is on embeddings, attention weights and residual branches.
 
-share=sequence: a block's uses follow each other, k = l // n_loop, u = l mod n_loop. A loop is
-still K layers, but u counts uses of a block, not loops: 6 layers in 2 loops are the blocks
-0 0 1 | 1 2 2 (share=cycle: 0 1 2 | 0 1 2).
-
 Early exit (Section 3.7). The head can predict after each loop. In training, early_exit= adds
 the losses of earlier loops. In evaluation and decoding, exit_loop= is the last loop of all
 tokens. In serve.py each token exits where its own prediction is sure. Then it has no keys in
@@ -57,7 +53,6 @@ from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, c
 class Config(BaseConfig):
     n_loop: int = 2              # loops, and uses of each stored block
     rank: int = 8                # rank of every matrix's deltas (0: none)
-    share: str = choice("cycle", "sequence")    # the order of the blocks, see above
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
     mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")   # no ALiBi or window: as in the paper
@@ -87,16 +82,6 @@ class Config(BaseConfig):
                              f"{self.n_loop} loops")
         self.n_mlp = self.n_mlp or mlp_width(self)
         self.n_stored = self.n_layer // self.n_loop     # K
-
-    def block_and_use(self, layer):
-        """(k, u): unrolled layer `layer` is use u of stored block k."""
-        if self.share == "sequence":
-            return divmod(layer, self.n_loop)
-        return layer % self.n_stored, layer // self.n_stored
-
-    def layers_of(self, k):
-        """The unrolled layers of stored block k, by use."""
-        return [layer for layer in range(self.n_layer) if self.block_and_use(layer)[0] == k]
 
 
 # ---- the method ----
@@ -168,26 +153,25 @@ class MLP(model_gpt.MLP):
 
 class Block(model_gpt.Block):
     """A stored block. Like every model's it is called with an unrolled layer, so that
-    run_loops takes those, too; it looks up itself which use that is."""
+    run_loops takes those, too."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
         self.cfg = cfg
 
     def forward(self, x, layer, context):
-        _, u = self.cfg.block_and_use(layer)
+        u = layer // self.cfg.n_stored
         x = x + self.drop(self.attn(self.norm1(x), layer, u, context))  # (B, T, C)
         return x + self.drop(self.mlp(self.norm2(x), u))
 
 
-def run_loops(cfg, blocks, h, context, last_loop):
+def run_loops(blocks, h, context, last_loop):
     """h_0 (B, T, C) -> the states after loops 1 .. last_loop, a list of (B, T, C)."""
     states = []
-    for layer in range(last_loop * cfg.n_stored):
-        k, _ = cfg.block_and_use(layer)
-        h = blocks[k](h, layer, context)    # h_{layer + 1}    (2)
-        if (layer + 1) % cfg.n_stored == 0:
-            states.append(h)
+    for u in range(last_loop):
+        for k, block in enumerate(blocks):
+            h = block(h, u * len(blocks) + k, context)      # h_{l + 1}, l = u K + k    (2)
+        states.append(h)
     return states
 
 
@@ -235,10 +219,10 @@ def convert(model, weights):
         block.load_state_dict(tied, strict=False)  # W' and norms, no QK-norms
         if svd:
             check_norms(block, k)
-        for u, layer in enumerate(cfg.layers_of(k)):
-            set_head_norms(block, u, sources[layer] if cfg.rank else tied)
+        for u, source in enumerate(sources[k::cfg.n_stored]):
+            set_head_norms(block, u, source if cfg.rank else tied)
             if svd:
-                set_deltas(block, u, sources[layer])
+                set_deltas(block, u, source)
 
 
 def source_layers(weights, n_layer):
@@ -254,10 +238,9 @@ def source_layers(weights, n_layer):
 
 
 def layers_for_tied(cfg, k):
-    """The layers whose sources are averaged to W' and norms of stored block k. Only average
-    depends on share (the paper has cycle alone)."""
+    """The layers whose sources are averaged to W' and norms of stored block k."""
     L, K = cfg.n_layer, cfg.n_stored
-    return {"average": cfg.layers_of(k),        # all uses of the block
+    return {"average": range(k, L, K),          # all uses of the block
             "stepwise": [round(k * (L - 1) / max(1, K - 1))],   # K layers, first to last
             "lower": [k],                       # the first K
             "upper": [L - K + k],               # the last K
@@ -338,7 +321,7 @@ class Model(LanguageModel):
         context = self.context_type(self.cfg, h, cache, n_valid)
         trains = self.training and cache is None
         last_loop = self.cfg.n_loop if trains else self.loops_to_run
-        states = run_loops(self.cfg, self.blocks, h, context, last_loop)
+        states = run_loops(self.blocks, h, context, last_loop)
         if cache is not None:
             cache.advance(context.slots)
         return states

@@ -434,6 +434,8 @@ class MoRAdapter:
 
     def __init__(self, model):
         self.model, self.cfg = model, model.cfg
+        if not self.cfg.share.endswith("cycle"):
+            raise UserError(f"share={self.cfg.share} is not served: sample.py decodes it")
         if self.cfg.kv != "recursion":
             raise UserError(f"kv={self.cfg.kv} is not served: sample.py decodes it")
 
@@ -483,8 +485,6 @@ def adapter_of(model):
                                               "model_mor": MoRAdapter}
     if name not in adapters:
         raise UserError(f"only models that loop over depth are served (relaxed, mor), not a {name}")
-    if not model.cfg.share.endswith("cycle"):
-        raise UserError(f"share={model.cfg.share} is not served: sample.py decodes it")
     return adapters[name](model)
 
 

@@ -80,9 +80,8 @@ def unrolled(model):
     c, gpt = model.cfg, model_module("gpt")
     if type(model) is gpt.Model:
         return model
-    if hasattr(c, "block_and_use"):
-        uses = [c.block_and_use(layer) for layer in range(model.loops_to_run * c.n_stored)]
-        layers = [(model.blocks[k], use) for k, use in uses]
+    if type(model).__module__ == "model_relaxed":
+        layers = [(block, use) for use in range(model.loops_to_run) for block in model.blocks]
     elif getattr(c, "router", "") == "none" and c.kv != "share":
         recursions = sum(model.layers_of[:model.loops_to_run], [])
         layers = [(block, None) for block in (*model.first, *recursions, *model.last)]

@@ -23,7 +23,7 @@ CASES = [("gpt", dict(n_layer=2, n_kv_head=2, rope_theta=500.0)),
          ("gpt", dict(n_layer=2, n_kv_head=1, **GEMMA)), ("relaxed", dict(n_layer=4, rank=2, **GEMMA)),
          ("mor", dict(n_layer=4, n_loop=2, router="none", **GEMMA)),
          ("relaxed", dict(n_layer=6, n_loop=3, rank=3, exit_loop=2, qk_norm=True)),
-         ("relaxed", dict(n_layer=4, rank=2, share="sequence", tie_embeddings=False, n_kv_head=2)),
+         ("relaxed", dict(n_layer=4, rank=2, tie_embeddings=False, n_kv_head=2)),
          ("mor", dict(n_layer=6, n_loop=2, router="none", share="middle_sequence", exit_loop=1))]
 
 

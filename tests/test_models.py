@@ -19,7 +19,7 @@ from common.process import TrainConfig
 # Settings of each model that must keep the contract too, beside its defaults.
 VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_loss="both"),
                         dict(rank=0, mlp="gelu", early_exit="weighted", head_dim=6),
-                        dict(n_loop=4, rank=100, share="sequence", pos="none", tie_embeddings=False),
+                        dict(n_loop=4, rank=100, pos="none", tie_embeddings=False),
                         dict(n_layer=6, n_loop=3, rank=1, qk_norm=True)],
             "gpt": [dict(n_kv_head=2, qk_norm=True, window=7), dict(pos="none", window=5, head_dim=12),
                     dict(pos="alibi", mlp="gelu", tie_embeddings=False),
@@ -30,7 +30,7 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
             "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source=2, source_norm=True,
                          head_dim=12),
                     dict(source=0), dict(memory=False)],
-            "rat_loops": [dict(chunk=5, n_layer=4, swa=7), dict(chunk=3, n_layer=6, share="sequence", exit_loop=1)],
+            "rat_loops": [dict(chunk=5, n_layer=4, swa=7), dict(chunk=3, n_layer=6, exit_loop=1)],
             "rt": [dict(n_kv_head=2, qk_norm="full", chunk=8, head_dim=6), dict(pos="rope", qk_norm="full"),
                    dict(recurrent=False, n_kv_head=2), dict(pos="none", kv_norm=False, tie_embeddings=True, head_dim=12)],
             "mor": [dict(kv="share", n_kv_head=2, qk_norm=True, causal="aux_router", router_arch="mlp",

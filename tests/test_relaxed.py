@@ -28,14 +28,15 @@ class ByHand:
 
     def __init__(self, model):
         self.cfg, self.w = model.cfg, dict(model.named_parameters(remove_duplicate=False))
-        self.edge = int(self.cfg.share.startswith("middle"))
+        self.share = getattr(self.cfg, "share", "cycle")        # mor's
+        self.edge = int(self.share.startswith("middle"))
         self.K = (self.cfg.n_layer - 2 * self.edge) // self.cfg.n_loop
 
     def path(self, layer):
         """Of the block that unrolled layer `layer`, from 0, is: Table 5 of MoR."""
         if self.edge and layer in (0, self.cfg.n_layer - 1):
             return "last.0" if layer else "first.0"
-        at, sequence = layer - self.edge, self.cfg.share.endswith("sequence")
+        at, sequence = layer - self.edge, self.share.endswith("sequence")
         return f"blocks.{at // self.cfg.n_loop if sequence else at % self.K}"
 
     def of(self, layer):
@@ -93,13 +94,12 @@ def assert_gradients(model, loss, want):
     assert all(relative(a, b, 1e-8) < 1e-10 for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("share", ["cycle", "sequence"])
 @pytest.mark.parametrize("sizes", [dict(n_loop=2), dict(n_loop=3, n_kv_head=2, qk_norm=True), dict(n_loop=1),
                                    dict(n_loop=6, mlp="gelu", pos="none", tie_embeddings=False)], ids=str)
-def test_the_model_is_its_equations(sizes, share):
+def test_the_model_is_its_equations(sizes):
     """Logits and all gradients, with deltas merged into the weights (T=23), and applied beside them."""
     for rank, T in itertools.product((0, 3, FULL), (23, 4)):
-        model, x = relaxed(share=share, rank=rank, **sizes), tokens(1, T + 1)
+        model, x = relaxed(rank=rank, **sizes), tokens(1, T + 1)
         want, got = ByHand(model).loops(x[0, :-1])[-1], model(x[:, :-1], x[:, 1:])
         assert relative(got[0][0], want) < 1e-10
         assert_gradients(model, got[1], F.cross_entropy(want, x[0, 1:]))
@@ -119,12 +119,12 @@ def linears(model):
 
 @pytest.mark.parametrize("init", ["average", "stepwise", "lower", "upper", "random"])
 def test_at_full_rank_the_source_comes_back(init):
-    for share, n_loop, sizes in (
-            ("cycle", 3, {}), ("sequence", 2, dict(pos="none", mlp="gelu", tie_embeddings=False, n_kv_head=2)),
-            ("sequence", 3, dict(qk_norm=True, n_kv_head=1)), ("cycle", 2, dict(qk_norm=True)),
-            ("cycle", 1, dict(n_kv_head=1, head_dim=6, mlp="geglu", scale_embeddings=True))):     # Gemma
+    for n_loop, sizes in (
+            (3, {}), (2, dict(pos="none", mlp="gelu", tie_embeddings=False, n_kv_head=2)),
+            (3, dict(qk_norm=True, n_kv_head=1)), (2, dict(qk_norm=True)),
+            (1, dict(n_kv_head=1, head_dim=6, mlp="geglu", scale_embeddings=True))):     # Gemma
         gpt, x = tiny("gpt", n_layer=6, **sizes), tokens(2, 30)
-        assert relative(converted(gpt, init=init, share=share, n_loop=n_loop)(x)[0], gpt(x)[0]) < 1e-10
+        assert relative(converted(gpt, init=init, n_loop=n_loop)(x)[0], gpt(x)[0]) < 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -186,8 +186,7 @@ def world(tmp_path_factory, data_dir):
 def test_converted_by_init_from(tmp_path, data_dir):
     """At full rank it is the source, with all its settings."""
     source = runs.run("gpt", tmp_path, data_dir, "n_layer=4", "max_steps=2", "rope_theta=10").folder
-    _, fields, ckpt = process.read_config(dict(model="relaxed", init_from=str(source), rank="1000", n_loop="4",
-                                               share="sequence"))
+    _, fields, ckpt = process.read_config(dict(model="relaxed", init_from=str(source), rank="1000", n_loop="4"))
     ours, theirs = checkpoint.build_model(ckpt, **fields), checkpoint.load_run(source)[0]
     assert relative(ours.eval()(x := tokens(2, 9))[0], theirs(x)[0]) < 1e-5
 

@@ -248,7 +248,7 @@ def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, cap
 
 
 @pytest.mark.parametrize("model, options, message", [
-    (lambda: looping(share="sequence"), {}, "share=sequence is not served"),
+    (lambda: looping(module=model_mor, share="sequence"), {}, "share=sequence is not served"),
     (lambda: looping(module=model_mor, n_layer=5), dict(fill="propagate"), "the router decides"),
     (lambda: looping(module=model_mor, n_layer=5, kv="share"), {}, "kv=share is not served"),
     *((looping, dict(exit=exit), "static:1 to static:3, confidence:P")

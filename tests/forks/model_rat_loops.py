@@ -12,10 +12,10 @@ class Config(model_rat.Config, model_relaxed.Config):
     def __post_init__(self):
         super().__post_init__()
         for k in range(self.n_stored):          # a block has a window in all loops, or in none
-            if len({self.kinds[layer] for layer in self.layers_of(k)}) > 1:
+            if len({*self.kinds[k::self.n_stored]}) > 1:
                 raise ValueError(f"n_layer={self.n_layer}, n_loop={self.n_loop}, "
-                                 f"share={self.share}, swa={self.swa}: block {k} would have a "
-                                 f"window in some loops only")
+                                 f"swa={self.swa}: block {k} would have a window in some loops "
+                                 f"only")
 
 
 class Model(model_relaxed.Model):
@@ -23,7 +23,7 @@ class Model(model_relaxed.Model):
     mixer_flops = model_rat.Model.mixer_flops
 
     def make_block(self, cfg, k):
-        return model_rat.Block(cfg, cfg.layers_of(k)[0])
+        return model_rat.Block(cfg, k)
 
     def init_cache(self, batch_size, max_len):
         n_layer = self.loops_to_run * self.cfg.n_stored
