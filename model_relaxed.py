@@ -46,7 +46,7 @@ import torch.nn.functional as F
 
 import model_gpt
 from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, choice,
-                       cross_entropy, init_weights, mlp_width, upcast, visible_keys)
+                       cross_entropy, init_weights, mlp_width, upcast)
 
 
 @dataclass
@@ -363,19 +363,15 @@ class Model(LanguageModel):
 
     def flops_per_token(self):
         """As in model_gpt; with early_exit the head is applied after every loop."""
-        heads = self.cfg.n_loop if self.cfg.early_exit != "none" else 1
-        weights = self.block_weights() + heads * self.head.weight.numel()
-        return 6.0 * weights + self.mixer_flops()
+        more_heads = self.cfg.n_loop - 1 if self.cfg.early_exit != "none" else 0
+        return super().flops_per_token() + 6.0 * more_heads * self.head.weight.numel()
 
     def block_weights(self):
         """W' (2 dimensions) counts once for each use; a and b (3) hold each use's own."""
         return sum(self.cfg.n_loop * p.numel() if p.dim() == 2 else p.numel()
                    for p in self.blocks.parameters() if p.dim() > 1)
 
-    def mixer_flops(self):
-        """As in model_gpt: in each unrolled layer 12 H D for each visible key."""
-        cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
-        return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size)
+    mixer_flops = model_gpt.Model.mixer_flops   # of the unrolled layers
 
 
 def kl_from_last(logits, last, targets):
