@@ -255,20 +255,19 @@ def set_head_norms(block, u, source):
 
 def set_deltas(block, u, source):
     """Set the deltas of use u by (4), so that it comes near its source. Where only rounding is
-    missing, its SVD would be noise: A stays random and B zero, so that both can learn."""
+    missing (equal layers, as those of a shallower model repeated), its SVD would be noise: A
+    stays random and B zero, so that both can learn."""
     for name, part in block.named_modules():
         if isinstance(part, RelaxedLinear):
+            w_l = source[f"{name}.weight"]
+            n_use, r, _ = part.a.shape
             wanted = folded(block, source, name)
             missing = wanted - upcast(part.weight)      # B_u A_u at full rank
-            if missing.norm() > rounding(part, source[f"{name}.weight"]) * wanted.norm():
-                part.a[u], part.b[u] = low_rank(missing, part.rank)
-
-
-def rounding(part, w_l):
-    """The relative rounding error of W' and g', each a mean of up to n_use weights. No more
-    is missing where these are equal, as the repeated layers of a shallower model."""
-    n_use = part.a.size(0)
-    return 2 * n_use * max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
+            # W' and g' are each a mean of up to n_use weights, and rounded as often
+            eps = 2 * n_use * max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
+            if missing.norm() > eps * wanted.norm():
+                U, S, Vh = torch.linalg.svd(missing, full_matrices=False)
+                part.a[u], part.b[u] = Vh[:r], (U[:, :r] * S[:r]).t()
 
 
 def folded(block, source, name):
@@ -279,13 +278,6 @@ def folded(block, source, name):
         norm = "norm1.weight" if name.startswith("attn") else "norm2.weight"
         w = w * (upcast(source[norm]) / upcast(block.get_parameter(norm)))
     return w
-
-
-def low_rank(delta, r):
-    """A (r, in), B transposed (r, out): B A is the best approximation of rank r to delta."""
-    U, S, Vh = torch.linalg.svd(delta, full_matrices=False)
-    B = U[:, :r] * S[:r]
-    return Vh[:r], B.t()
 
 
 def check_norms(block, k):
