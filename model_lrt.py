@@ -97,7 +97,7 @@ class Config(BaseConfig):
         self.into_residual = self.memory and "residual" in self.inject  # (5)
         self.recurrent = self.memory and self.source > 0    # m_t depends on m_{t-1}
         if not self.recurrent:
-            self.train_path = "exact"   # one pass is exact
+            self.train_path = self.prefill = "exact"    # one pass is exact
 
     def window(self, layer):
         """How many keys a query of this layer attends to, its own included; 0: all."""
@@ -333,23 +333,15 @@ class CachedContext(Context):
         return self.cache.write(layer, k, v, self.slots)
 
 
-def decode(model, idx, cache, n_valid, prefill):
-    """Tokens idx (B, T) after those of the cache, exactly; prefill="interleaved": by Algorithm 1
-    into an empty cache. -> x (B, T, C)"""
+def decode(model, idx, cache, n_valid):
+    """Tokens idx (B, T) after those of the cache, exactly: one after the other, or in one pass
+    if m_t does not depend on m_{t-1}. -> x (B, T, C)"""
     T = idx.size(1)
-    if T == 1 or not model.cfg.recurrent:
-        return decode_pass(model, idx, cache, n_valid)
-    if prefill == "interleaved" and cache.longest == 0:
-        return prefill_interleaved(model, idx, cache, n_valid)
-    cache.place(T, n_valid)     # raises if they are too many, before any is written
-    xs = [decode_pass(model, idx[:, t:t + 1], cache, None if n_valid is None else n_valid - t)
-          for t in range(T)]
-    return torch.cat(xs, 1)
-
-
-def decode_pass(model, idx, cache, n_valid):
-    """All of idx in one pass: one token a row; more, if m_t does not depend on m_{t-1}."""
-    slots = cache.place(idx.size(1), n_valid)
+    slots = cache.place(T, n_valid)     # raises if they are too many, before any is written
+    if T > 1 and model.cfg.recurrent:
+        xs = [decode(model, idx[:, t:t + 1], cache, None if n_valid is None else n_valid - t)
+              for t in range(T)]
+        return torch.cat(xs, 1)
     tokens = model.embed(idx, slots.pos)
     # the first reads cache.m; there are more only where m_t is x0_t (source=0), or no m
     previous = shifted(tokens.x0, cache.m) if model.cfg.memory else None
@@ -361,6 +353,7 @@ def decode_pass(model, idx, cache, n_valid):
 
 
 def prefill_interleaved(model, idx, cache, n_valid):
+    """Tokens idx (B, T) by Algorithm 1 into an empty cache. -> x (B, T, C)"""
     slots = cache.place(idx.size(1), n_valid)
     x, _, m, buffer = interleaved(model, model.embed(idx, slots.pos))
     for layer, (k, v) in buffer.items():
@@ -460,8 +453,10 @@ class Model(LanguageModel):
         train_path in training (interleaved in forward, for its two losses), or by `path`."""
         cfg = self.cfg
         path = path or (cfg.train_path if self.training else "exact")
-        if cache is not None:
-            x = decode(self, idx, cache, n_valid, cfg.prefill)
+        if cache is not None and cache.longest == 0 and cfg.prefill == "interleaved":
+            x = prefill_interleaved(self, idx, cache, n_valid)
+        elif cache is not None:
+            x = decode(self, idx, cache, n_valid)
         elif path == "interleaved":
             x, *_ = interleaved(self, self.embed(idx))
         elif path == "chunked":
@@ -472,7 +467,7 @@ class Model(LanguageModel):
             x, _ = run(self, Context(self, tokens, shifted(tokens.x0, zero), {}))
         elif cfg.fast and not torch.is_grad_enabled():
             # exact: the chain, but keys and values are written in place, not concatenated
-            x = decode(self, idx, self.init_cache(*idx.shape), None, prefill="exact")
+            x = decode(self, idx, self.init_cache(*idx.shape), None)
         else:  # exact, for gradients or fast=false
             x = chain(self, self.embed(idx), 1)
         return norm(x, cfg.norm_eps)
