@@ -315,10 +315,8 @@ class MemoryCache(KVCache):
     def keep(self, m, slots):
         """Of the new tokens' memories m (B, n, C) each row's last one."""
         n_new = slots.n_new[:, None, None]
-        if slots.at is not None:    # rows differ; one without new tokens keeps its own
-            last = m.take_along_dim((n_new - 1).clamp(min=0), 1)    # (B, 1, C)
-            m = torch.where(n_new > 0, last, self.m)
-        self.m.copy_(m[:, -1:])
+        last = m.take_along_dim((n_new - 1).clamp(min=0), 1)        # (B, 1, C)
+        self.m.copy_(torch.where(n_new > 0, last, self.m))  # a row without any keeps its own
 
 
 class CachedContext(Context):
