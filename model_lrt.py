@@ -489,22 +489,14 @@ class Model(LanguageModel):
 
     def flops_per_token(self):
         """As in model_gpt; interleaved training does all twice but the memory's projections (the
-        first pass projects one zero)."""
-        passes = 2 if self.cfg.train_path == "interleaved" else 1
-        backbone = self.block_weights() + self.head.weight.numel()
-        return passes * (6.0 * backbone + self.mixer_flops()) + 6.0 * self.memory_weights()
-
-    def block_weights(self):
-        return sum(p.numel() for name, p in self.blocks.named_parameters()
-                   if p.dim() == 2 and ".rec." not in name)
-
-    def memory_weights(self):
-        """Of the memory's projections; in chunked training they run once a chunk."""
+        first pass projects one zero), chunked training does those once a chunk."""
         cfg, T = self.cfg, self.cfg.block_size
-        weights = sum(p.numel() for name, p in self.named_parameters() if "rec." in name)
-        return weights * (math.ceil(T / cfg.chunk) / T if cfg.train_path == "chunked" else 1)
-
-    def mixer_flops(self):
-        cfg = self.cfg
-        keys = sum(visible_keys(cfg.block_size, cfg.window(l)) for l in range(cfg.n_layer))
-        return 12.0 * cfg.n_head * cfg.head_dim * keys
+        memory = sum(p.numel() for name, p in self.named_parameters() if "rec." in name)
+        if cfg.train_path == "chunked":
+            memory *= math.ceil(T / cfg.chunk) / T
+        backbone = self.head.weight.numel() + sum(
+            p.numel() for name, p in self.blocks.named_parameters()
+            if p.dim() == 2 and "rec." not in name)
+        keys = sum(visible_keys(T, cfg.window(layer)) for layer in range(cfg.n_layer))
+        passes = 2 if cfg.train_path == "interleaved" else 1
+        return 6.0 * memory + passes * (6.0 * backbone + 12.0 * cfg.n_head * cfg.head_dim * keys)
