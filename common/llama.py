@@ -25,8 +25,7 @@ def from_pretrained(path):
     weights = theirs.state_dict()
     if model.cfg.scale_embeddings:      # Gemma
         weights |= {name: 1 + w.double() for name, w in weights.items() if "norm" in name}
-    names = {llama_name(name): name for name in model.state_dict()}
-    model.load_state_dict({names[name]: w for name, w in weights.items() if name in names})
+    model.load_state_dict({name: weights[llama_name(name)] for name in model.state_dict()})
     check_same_logits(model, theirs)
     return model
 
