@@ -73,9 +73,8 @@ def by_kind(model):
     elsewhere, "scalar" for vectors; or what the model's parameter_kinds says, {part of the
     name: kind}."""
     kinds, named = {}, getattr(model, "parameter_kinds", {})
-    modules = [m for block in blocks_of(model) for m in block.modules()]
-    inside = {id(p) for m in modules if not isinstance(m, torch.nn.Embedding)
-              for p in m.parameters(recurse=False)}
+    inside = {id(p) for block in blocks_of(model) for p in block.parameters()}
+    inside -= {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for name, p in model.named_parameters():
         kind = "matrix" if id(p) in inside else "embedding"
         kind = kind if p.dim() == 2 else "scalar"
