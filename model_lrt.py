@@ -433,12 +433,10 @@ class Model(LanguageModel):
         has "ce" of the recomputed positions, and "ce_first"."""
         cfg, N = self.cfg, self.cfg.subsets
         algorithm1 = self.training and cfg.train_path == "interleaved" and cache is None
-        if not algorithm1 or idx.numel() == 0:      # super() refuses an empty idx
+        if not algorithm1 or targets is None or idx.numel() == 0:   # super() refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)
         x, first, *_ = interleaved(self, self.embed(idx))
         logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)
-        if targets is None:
-            return logits, None, {}
         # N ce = L_0 + ... + L_{N-1} if subsets have equally many targets (code: sum of means);
         # if N > T some are empty, the weight is still N
         ce = cross_entropy(logits, targets)
