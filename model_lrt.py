@@ -378,9 +378,8 @@ class Head(nn.Linear):
 class Model(LanguageModel):
     """LRT, or its backbone where memory is false."""
     runs_blocks_once = False    # so FSDP gathers all of them at once
-    # optimizer=muon (common/optim.py) tells a parameter's kind by its place and shape: matrix in a
-    # block, embedding, scalar. Here what it cannot tell: rec is outside of the blocks, the head no
-    # embedding; AdamW trains gates (code: Muon); alpha and beta have rates of their own.
+    # what optimizer=muon cannot tell by a parameter's place and shape: rec is outside of the
+    # blocks, the head no embedding; AdamW trains gates (code: Muon)
     parameter_kinds = dict(rec="matrix", head="head", w_gate="gate", w_value="gate",
                            alpha="alpha", beta="beta")
 
@@ -403,8 +402,8 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """nanochat's: embedding N(0, 1), head N(0, 0.001); 0 what writes to the residual stream,
-        and gates; the rest uniform with std 1 / sqrt(C), Wk_rec and Wv_rec by our choice."""
+        """nanochat's: gates and what writes to the residual stream are 0, uniform weights have
+        std 1 / sqrt(C), Wk_rec and Wv_rec by our choice."""
         limit = math.sqrt(3 / self.cfg.n_embd)
         zero = "wo.weight", "w_down.weight", "w_gate.weight", "w_value.weight"
         for name, p in self.named_parameters():
@@ -433,7 +432,7 @@ class Model(LanguageModel):
         has "ce" of the recomputed positions, and "ce_first"."""
         cfg, N = self.cfg, self.cfg.subsets
         algorithm1 = self.training and cfg.train_path == "interleaved" and cache is None
-        if not algorithm1 or targets is None or idx.numel() == 0:   # super() refuses an empty idx
+        if not algorithm1 or targets is None or idx.numel() == 0:  # super refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)
         x, first, *_ = interleaved(self, self.embed(idx))
         logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)
@@ -496,5 +495,6 @@ class Model(LanguageModel):
             p.numel() for name, p in self.blocks.named_parameters()
             if p.dim() == 2 and "rec." not in name)
         keys = sum(visible_keys(T, cfg.window(layer)) for layer in range(cfg.n_layer))
+        attention = 12.0 * cfg.n_head * cfg.head_dim * keys
         passes = 2 if cfg.train_path == "interleaved" else 1
-        return 6.0 * memory + passes * (6.0 * backbone + 12.0 * cfg.n_head * cfg.head_dim * keys)
+        return 6.0 * memory + passes * (6.0 * backbone + attention)

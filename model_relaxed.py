@@ -255,8 +255,8 @@ def set_head_norms(block, u, source):
 
 def set_deltas(block, u, source):
     """Set the deltas of use u by (4), so that it comes near its source. Where only rounding is
-    missing (equal layers, as those of a shallower model repeated), its SVD would be noise: A
-    stays random and B zero, so that both can learn."""
+    missing, as of repeated layers, its SVD would be noise: A stays random and B zero, so that
+    both can learn."""
     for name, part in block.named_modules():
         if isinstance(part, RelaxedLinear):
             w_l = source[f"{name}.weight"]
