@@ -276,43 +276,39 @@ class AllTokens(Context):
 # ---- the fast path ----
 
 class Gathered(Subset):
-    """The chosen run alone, packed to the left; the rest of a row is padding. Subset drops
-    what is not computed here. Two rows, x the chosen, n = 3:
+    """The chosen run alone, packed to the left; others, which are not kept, fill up a row of
+    fewer than n. Subset runs all and drops these. Two rows, x the chosen, n = 3:
 
-        tokens  0 1 2 3    chosen  . x . x    index  1 3 8
+        tokens  0 1 2 3    chosen  . x . x    index  1 3 0
                 4 5 6 7            x x x .           4 5 6
 
-    index (B, n) counts all B T = 8 tokens. 8 is padding: gather reads some token for it,
-    scatter writes it to a spare row that is cut off."""
+    index (B, n) counts all B T = 8 tokens."""
 
     def __init__(self, tokens, chosen, n=None):
         self.cfg, self.tokens = tokens.cfg, tokens
         (B, T), device = chosen.shape, chosen.device
         if n is None:  # compiled, no size may depend on data: all are computed
             n = T if torch.compiler.is_compiling() else max(1, int(chosen.sum(1).max()))
-        column = torch.where(chosen, torch.arange(T, device=device), T)
-        column = column.topk(n, 1, largest=False).values  # (B, n), ascending; T: padding
-        row = torch.arange(B, device=device)[:, None]
-        self.kept = column < T  # (B, n)
-        self.index = torch.where(self.kept, T * row + column, B * T)
+        column, row = torch.arange(T, device=device), torch.arange(B, device=device)
+        first = torch.where(chosen, column, T + column).topk(n, 1, largest=False).indices
+        self.index = T * row[:, None] + first  # (B, n)
+        self.kept = self.gather(chosen)
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                      for x in tokens.rope]  # (B, 1, n, D / 2)
-        self.bias = None  # causal: padding, to the right of all chosen, is hidden too
+        self.bias = None  # causal: the others, to the right of all chosen, are hidden too
         if self.cfg.kv == "share":
             pos = self.gather(tokens.pos.expand(B, T))
             self.bias = attention_bias(pos, tokens.k_pos)
 
     def gather(self, x):
         """x (B, T, ...) -> (B, n, ...)."""
-        x = x.flatten(0, 1)
-        rows = x.index_select(0, self.index.flatten().clamp(max=len(x) - 1))
-        return rows.view(*self.index.shape, *x.shape[1:])
+        flat = x.flatten(0, 1).index_select(0, self.index.flatten())
+        return flat.unflatten(0, self.index.shape)
 
     def scatter(self, x, new):
-        """x (B, T, ...) with new (B, n, ...) for the chosen."""
-        flat = torch.cat([x.flatten(0, 1), torch.zeros_like(x[:1, 0])])  # the spare row
-        flat = flat.index_copy(0, self.index.flatten(), new.flatten(0, 1))
-        return flat[:-1].view(x.shape)
+        """x (B, T, ...) with new (B, n, ...) in the places it was gathered from."""
+        flat = x.flatten(0, 1).index_copy(0, self.index.flatten(), new.flatten(0, 1))
+        return flat.view(x.shape)
 
 
 # ---- decoding (with kv=share Gathered does: F_1's keys are cached) ----
@@ -326,7 +322,7 @@ class OwnCache(Gathered):
         self.cache, n_new = cache, chosen.sum(1)
         if int((cache.lengths + n_new).max()) > cache.max_len:
             grow(cache, tokens.cache.max_len)
-        self.slots = cache.place(self.index.size(1), n_new)
+        self.slots = cache.place(self.kept.size(1), n_new)
         cache.advance(self.slots)  # write needs slots.at alone, as n_new is given
         # slots are in order of positions, so the causal mask compares slots
         slots = torch.arange(self.slots.end, device=chosen.device)
