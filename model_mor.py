@@ -48,7 +48,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, attention_bias,
-                       choice, cross_entropy, init_weights, mlp_width, upcast)
+                       choice, cross_entropy, init_weights, mlp_width, upcast, visible_keys)
 
 
 @dataclass
@@ -253,10 +253,8 @@ class AllTokens(Context):
         self.kept = torch.arange(T, device=x.device).expand(B, T) < n_real
 
     def extend(self, layer, k, v):
-        if self.cache:
-            k, v = self.cache.write(layer, k, v, self.slots)
-        self.shared_kv[layer] = k, v
-        return k, v
+        kv = self.shared_kv[layer] = super().extend(layer, k, v)
+        return kv
 
     def subset(self, r, chosen, n=None):
         """The context of recursion r for the chosen tokens (B, T), n in the fullest row if
@@ -488,21 +486,19 @@ class Model(MixtureOfRecursions):
 
     def flops_per_token(self, step=math.inf):
         """As in model_gpt; a layer's count for the fraction of tokens that take it."""
-        cfg, routers = self.cfg, [p for n, p in self.named_parameters() if "router" in n]
+        cfg, attn = self.cfg, self.blocks[0].attn
+        routers = [p for name, p in self.named_parameters() if "router" in name]
         flops = 6.0 * sum(p.numel() for p in [self.head.weight, *routers])
-        flops += cfg.n_outside * self.layer_flops(1, 1.0)
         for r in range(1, cfg.n_loop + 1):
-            flops += cfg.n_stored * self.layer_flops(r, cfg.capacity(r, step))
+            n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)  # for all tokens
+            fraction = cfg.capacity(r, step)
+            weights = self.block_weights() / cfg.n_stored
+            if r > 1 and cfg.kv == "share":  # keys that nobody reads: no backward pass
+                weights -= 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
+            keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
+            mixer = 12.0 * cfg.n_head * cfg.head_dim * visible_keys(keys)
+            flops += n_layer * fraction * (6.0 * weights + mixer)
         return flops
-
-    def layer_flops(self, r, fraction):
-        """Of a layer of recursion r that this fraction of tokens takes."""
-        attn, cfg = self.blocks[0].attn, self.cfg
-        weights = self.block_weights() / cfg.n_stored
-        if r > 1 and cfg.kv == "share":  # keys that nobody reads: no backward pass
-            weights -= 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
-        keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
-        return fraction * (6.0 * weights + 12.0 * cfg.n_head * cfg.head_dim * (keys + 1) / 2)
 
 
 @torch.no_grad()
