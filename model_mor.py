@@ -420,14 +420,11 @@ class Model(MixtureOfRecursions):
                 h_top, _, decisions = self.states(idx, top_k=True)
                 aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
             added, aux["aux"] = self.expert_loss(*decisions)
-            aux["router_accuracy"] = self.router_accuracy(*decisions)
+            _, decides, active, chosen = [x[1:] for x in decisions]  # where recursions choose
+            right = active & ((decides >= 0) == chosen)  # decoding would decide as top k did
+            aux["router_accuracy"] = right.sum() / active.sum().clamp(min=1)
         loss = ce + added if self.training else ce
         return logits, loss, {name: x.detach() for name, x in aux.items()}
-
-    def router_accuracy(self, s, decides, active, chosen):
-        """How often decoding would decide as top k did, where recursions choose."""
-        right = active & ((decides >= 0) == chosen)
-        return right[1:].sum() / active[1:].sum().clamp(min=1)
 
     def hidden(self, idx, cache=None, n_valid=None):
         return self.states(idx, self.training and cache is None, cache, n_valid)[0]
