@@ -48,8 +48,8 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoint import load_run
-from common.keys import (UserError, choice, model_module, read_text, run_cli, split_args,
-                         typed_config)
+from common.keys import (UserError, check_known, choice, model_module, read_text, run_cli,
+                         split_args, typed_config)
 from common.process import pick_device
 from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
 from sample import Decoding, Sampling, check_finite, check_prompts, next_tokens
@@ -135,9 +135,8 @@ def read_request(line, n, model, tokenizer, cfg):
         given |= {**json.loads(line)}       # a TypeError for a list
     except (ValueError, TypeError, RecursionError):
         raise UserError("not a JSON object") from None
+    check_known(given, ["prompt", "max_new_tokens", "id"])
     id, device = given.pop("id"), model.wte.weight.device
-    for key in given.keys() - {"prompt", "max_new_tokens"}:
-        raise UserError(f"unknown key {key!r:.60}: the keys are prompt, max_new_tokens, id")
     asked = typed_config(ServeConfig, given)
     prompt, limit = tokenizer.encode(asked.prompt), model.context_limit or math.inf
     check_prompts([prompt], tokenizer.vocab_size)
