@@ -274,7 +274,7 @@ class AllTokens(Context):
 # ---- the fast path ----
 
 class Gathered(Subset):
-    """The chosen run alone, packed to the left; others, which are not kept, fill up a row of
+    """The chosen run alone, packed to the left; others, which are not kept, fill a row of
     fewer than n. Subset runs all and drops these. Two rows, x the chosen, n = 3:
 
         tokens  0 1 2 3    chosen  . x . x    index  1 3 0
@@ -287,9 +287,10 @@ class Gathered(Subset):
         (B, T), device = chosen.shape, chosen.device
         if n is None:  # compiled, no size may depend on data: all are computed
             n = T if torch.compiler.is_compiling() else max(1, int(chosen.sum(1).max()))
-        column, row = torch.arange(T, device=device), torch.arange(B, device=device)
+        column = torch.arange(T, device=device)
         first = torch.where(chosen, column, T + column).topk(n, 1, largest=False).indices
-        self.index = T * row[:, None] + first  # (B, n)
+        row = torch.arange(B, device=device)[:, None]
+        self.index = T * row + first  # (B, n)
         self.kept = self.gather(chosen)
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                      for x in tokens.rope]  # (B, 1, n, D / 2)
@@ -304,7 +305,7 @@ class Gathered(Subset):
         return flat.unflatten(0, self.index.shape)
 
     def scatter(self, x, new):
-        """x (B, T, ...) with new (B, n, ...) in the places it was gathered from."""
+        """x (B, T, ...) with new (B, n, ...) where they were gathered."""
         flat = x.flatten(0, 1).index_copy(0, self.index.flatten(), new.flatten(0, 1))
         return flat.view(x.shape)
 
@@ -420,8 +421,8 @@ class Model(MixtureOfRecursions):
                 h_top, _, decisions = self.states(idx, top_k=True)
                 aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
             added, aux["aux"] = self.expert_loss(*decisions)
-            _, decides, active, chosen = [x[1:] for x in decisions]  # where recursions choose
-            right = active & ((decides >= 0) == chosen)  # decoding would decide as top k did
+            _, decides, active, chosen = [x[1:] for x in decisions]  # F_1 takes all
+            right = active & ((decides >= 0) == chosen)  # decoding decides alike
             aux["router_accuracy"] = right.sum() / active.sum().clamp(min=1)
         loss = ce + added if self.training else ce
         return logits, loss, {name: x.detach() for name, x in aux.items()}
@@ -490,7 +491,7 @@ class Model(MixtureOfRecursions):
             n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)  # for all tokens
             fraction = cfg.capacity(r, step)
             weights = self.block_weights() / cfg.n_stored
-            if r > 1 and cfg.kv == "share":  # keys that nobody reads: no backward pass
+            if r > 1 and cfg.kv == "share":  # unread keys: no backward pass
                 weights -= 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
             keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
             mixer = 12.0 * cfg.n_head * cfg.head_dim * visible_keys(keys)
