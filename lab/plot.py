@@ -1,22 +1,16 @@
 """
 Pictures: the curves of a run (train.py), and the panels of an experiment (lab.reproduce).
 """
-import os
-
 from common.keys import need
-
-
-def pyplot():
-    """matplotlib, imported where a picture is drawn, without a display."""
-    os.environ["MPLBACKEND"] = "agg"        # a notebook's, which may not be there, ends the import
-    need("matplotlib").use("Agg")
-    return need("matplotlib.pyplot")
 
 
 def draw(file, panels, title=""):
     """Panels beside each other, each (labels and scales of its axes, [(name, its points), ...])."""
-    plt, n = pyplot(), len(panels)
-    fig, axes = plt.subplots(1, n, figsize=(7 if n == 1 else 5.5 * n, 4.5), squeeze=False)
+    need("matplotlib")
+    from matplotlib.figure import Figure    # without pyplot: no display, none of its settings
+    n = len(panels)
+    fig = Figure(figsize=(7 if n == 1 else 5.5 * n, 4.5))
+    axes = fig.subplots(1, n, squeeze=False)
     for ax, (style, curves) in zip(axes[0], panels):
         for name, curve in curves:      # a few points are marked
             marker = "o" if len(curve) < 10 else ""
@@ -27,7 +21,6 @@ def draw(file, panels, title=""):
         axes[0][0].legend(lines, [line.get_label() for line in lines], fontsize=8)
     fig.suptitle(title)
     fig.savefig(file, dpi=120, bbox_inches="tight")
-    plt.close(fig)
 
 
 def draw_curves(rows, path, title):
