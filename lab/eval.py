@@ -251,10 +251,8 @@ def gold_ce(task, samples):
 def main(argv):
     (path,), given = split_args(argv, least=1, most=1)
     ckpt = load_checkpoint(path)
-    own = {**ckpt["config"], **ckpt["model_config"]}
-    same = "batch_size", "dataset", "data_dir", "block_size", "exit_loop"
-    defaults = {key: own[key] for key in same if key in own}
-    cfg = typed_config(EvalConfig, {**defaults, **given})
+    of_run = {key: ckpt["config"][key] for key in ("batch_size", "dataset", "data_dir")}
+    cfg = typed_config(EvalConfig, {**of_run, **given})
     if is_task(cfg.dataset):
         raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true "
                         f"tells how many of its answers are right")
@@ -262,7 +260,7 @@ def main(argv):
     changed = {key: getattr(cfg, key) for key in of_model if given.get(key)}
     device = pick_device(cfg.device)
     model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
-    run = SimpleNamespace(**{**own, "dataset": cfg.dataset, "data_dir": cfg.data_dir})
+    run = SimpleNamespace(**{**ckpt["config"], "dataset": cfg.dataset, "data_dir": cfg.data_dir})
     tokenizer = load_tokenizer(ckpt["tokenizer"])
     with autocast(run, device):
         result = (evaluate_tasks(model, tokenizer, cfg) if cfg.tasks else
