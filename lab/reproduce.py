@@ -26,7 +26,6 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 import torch
-from omegaconf import OmegaConf
 
 from common.checkpoint import load_checkpoint, lock, newest, read_log
 from common.keys import (HERE, UserError, asks_help, check_known, first_line, load_yaml,
@@ -80,10 +79,10 @@ def load_experiments():
     """{name: Experiment} of the folder experiments."""
     found = {}
     for file in sorted((LAB / "experiments").glob("*.yaml")):
+        values = load_yaml(file)
         try:
-            values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
             found[file.stem] = Experiment(file.stem, **values)
-        except Exception as e:  # of YAML, or of an unknown key: all about this file
+        except Exception as e:  # of an unknown key, or of rows: all about this file
             raise UserError(f"{file.name}: {first_line(e)}") from e
     return found
 
