@@ -349,9 +349,8 @@ def bench_requests(name, model, text, device):
     cases, answered = serving_cases(name, model, text, device), {}
 
     def answer(case):
-        served, options = cases[case]
         answered[case] = workload(text)
-        list(Engine(served, SLOTS[name], LONGEST, **options).run(answered[case]))
+        list(cases[case]().run(answered[case]))
     times = take_turns({case: (nothing, partial(answer, case)) for case in cases}, device, 3)
     tokens = sum(request.max_new_tokens for request in workload(text))
     tell(f"{REQUESTS} requests, {SLOTS[name]} slots", times, {}, tokens)
@@ -371,23 +370,23 @@ def workload(text):
     rng, requests = random.Random(0), []
     for _ in range(REQUESTS):
         size, new = rng.randint(*PROMPT), rng.randint(*ANSWER)
-        at = rng.randrange(max(1, len(text) - LONGEST))
+        at = rng.randrange(len(text) - LONGEST)
         requests.append(Request(text[at:at + size].tolist(), new, id=at))
     return requests
 
 
 def serving_cases(name, model, text, device):
-    """{name: (a model, options of the Engine)}: by sequences and by depth, relaxed without early
-    exit and with it; and a model as deep that has no loops, the baseline of mor."""
-    kinds = {"MoR": {}}
+    """{name: makes an Engine}: by sequences and by depth, relaxed without early exit and with it;
+    and a model as deep that has no loops, the baseline of mor."""
+    engine, kinds = partial(Engine, slots=SLOTS[name], max_len=LONGEST), {"MoR": {}}
     if name == "relaxed":
         exit = early_exit(model, text, device)
         kinds = {"all loops": {}, "propagate": dict(exit=exit, fill="propagate"),
                  "exact": dict(exit=exit, fill="exact")}
-    cases = {f"{kind}, {batching}": (model, dict(batching=batching, **how))
+    cases = {f"{kind}, {batching}": partial(engine, model, batching=batching, **how)
              for kind, how in kinds.items() for batching in ("sequence", "depth")}
     untied = build(model.cfg, name, UNTIED[name]).to(device).eval()
-    untied = {"untied, sequence": (untied, dict(batching="sequence"))}
+    untied = {"untied, sequence": partial(engine, untied, batching="sequence")}
     return untied | cases if name == "mor" else cases | untied
 
 
