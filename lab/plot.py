@@ -28,4 +28,4 @@ def draw_curves(rows, path, title):
     curves = [(name, [(row["step"], row[key]) for row in rows if key in row])
               for key, name in (("ce", "training"), ("val_ce", "validation"))]
     style = dict(xlabel="step", ylabel="cross-entropy (nats per token)")
-    draw(path, [(style, [(name, curve) for name, curve in curves if curve])], title)
+    draw(path, [(style, curves)], title)
