@@ -38,6 +38,7 @@ from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers,
 from common.process import (Processes, TrainConfig, check_fits, check_tokenizer, config_file,
                             device_name, fit_to_data, flops_of_step, load_teacher, make_model,
                             open_batches, read_config, set_budget, tokens_per_step)
+from common.sharded import gathered, shard, whole
 from prepare import PrepareConfig, is_offline, prepare
 from sample import sample_text
 
@@ -88,7 +89,6 @@ def setup(argv):
     model = make_model(cfg, model_fields, ckpt, data.vocab_size).to(procs.device)
     set_budget(cfg, model)
     if cfg.fsdp:
-        from common.sharded import shard
         shard(model, blocks_of(model), procs.device, procs.world)
     run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),
               make_optimizers(model, cfg), load_teacher(cfg, model, data))
@@ -173,7 +173,7 @@ def evaluate(run):
     names = ["ce", *getattr(model, "eval_metrics", ())]
     names += ["token_accuracy", "sequence_accuracy", "ce_estimate", "gap"]
     totals, counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
-    with all_weights(run):
+    with gathered(run.model):                   # of sharded weights: all
         for i in range(procs.rank, n, procs.world):
             x, y = (to_device(z, run) for z in run.batches.cut(run.batches.val, batches[i]))
             with procs.autocast():
@@ -204,14 +204,6 @@ def figures(run, x, y, exact):
         right_tokens, right_rows = count_right(logits, y)
         yield "token_accuracy", int(right_tokens), tokens
         yield "sequence_accuracy", int(right_rows), len(y)
-
-
-def all_weights(run):
-    """Inside, this process runs the model without the others."""
-    if not run.cfg.fsdp:
-        return contextlib.nullcontext()
-    from common.sharded import gathered
-    return gathered(run.model)
 
 
 def to_device(x, run):
@@ -265,14 +257,11 @@ def state(run):
     """All that a resumed run needs, as tensors and plain values. (The trainer draws no random
     number that depends on the RNG's state; a model may.)"""
     cuda = run.procs.device.type == "cuda"
-    weights, optimizers = dict(run.model.state_dict()), [o.state_dict() for o in run.optimizers]
-    if run.cfg.fsdp:
-        from common.sharded import whole
-        weights, optimizers = whole(weights), whole(optimizers)
     return {"model": run.cfg.model,
             "config": asdict(run.cfg), "model_config": asdict(run.model.cfg),
             "tokenizer": run.batches.train.tokenizer.to_dict(),
-            "weights": weights, "optimizers": optimizers,
+            "weights": whole(run.model.state_dict()),
+            "optimizers": [whole(optimizer.state_dict()) for optimizer in run.optimizers],
             **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint,
             "rng": {"cpu": torch.get_rng_state(),
                     "cuda": torch.cuda.get_rng_state() if cuda else None}}
@@ -483,7 +472,7 @@ def main(argv):
             print(in_words(result))
     else:
         done = train(run)
-        with all_weights(run):
+        with gathered(run.model):
             if run.procs.master:
                 finish(run, done)
     run.procs.leave()
