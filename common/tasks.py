@@ -70,13 +70,8 @@ from common.tokenizer import TaskTokenizer
 
 VAL_EXAMPLES = 1280
 # The last word of each seed: no two kinds of draws share random numbers. (0 cannot be one: to
-# SeedSequence [seed, step] and [seed, step, 0] are the same.)
+# numpy the seeds [seed, step] and [seed, step, 0] are the same.)
 TRAIN, VAL, FRESH, MAP = 2, 3, 4, 5
-
-
-def generator(*words):
-    """The random generator of a seed of several words, which are never added."""
-    return np.random.default_rng(np.random.SeedSequence(words))
 
 
 # ---- one example of each task: (rng, T) -> inputs, targets (-1: not scored), (T,) int64 each ----
@@ -210,7 +205,8 @@ class TaskData:
         self.vocab_size, self.tokenizer = task.vocab_size, TaskTokenizer(task.vocab_size)
         self.example = partial(task.make, T=T)
         if task.make is memorization:
-            values = 127 + generator(seed, 0, MAP).permutation(128)[:127]   # all different
+            rng = np.random.default_rng([seed, 0, MAP])
+            values = 127 + rng.permutation(128)[:127]       # all different
             self.example = partial(memorization, T=T, values=values)
         if task.make is fuzzy_recall and split == VAL:
             self.example = partial(fuzzy_recall, T=T, key_sizes=(3,))
@@ -218,8 +214,8 @@ class TaskData:
     @cached_property
     def examples(self):
         """All inputs and targets, (count, T) each; the first use makes them, in seconds."""
-        rngs = (generator(self.seed, i, self.split) for i in range(self.count))
-        return stack(map(self.example, rngs))
+        seeds = ([self.seed, i, self.split] for i in range(self.count))
+        return stack(self.example(np.random.default_rng(seed)) for seed in seeds)
 
 
 def stack(examples):
@@ -255,7 +251,7 @@ class TaskBatches(TextBatches):
     def micro_batch(self, step, index):
         if self.train.count:
             return super().micro_batch(step, index)
-        rng = generator(self.seed, step, index, FRESH)
+        rng = np.random.default_rng([self.seed, step, index, FRESH])
         return stack(self.train.example(rng) for _ in range(self.rows))
 
     def cut(self, data, numbers):
