@@ -64,11 +64,6 @@ class PrepareConfig:
     overwrite: bool = False  # replace a data set that is already there
 
 
-def is_offline(dataset) -> bool:
-    """Whether the data set can be made without a network."""
-    return dataset == "python" or dataset.startswith("file:")
-
-
 # ---- documents ----
 
 class Corpus:

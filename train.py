@@ -39,7 +39,7 @@ from common.process import (Processes, TrainConfig, check_fits, check_tokenizer,
                             device_name, fit_to_data, flops_of_step, load_teacher, make_model,
                             open_batches, read_config, set_budget, tokens_per_step)
 from common.sharded import gathered, shard, whole
-from prepare import PrepareConfig, is_offline, prepare
+from prepare import PrepareConfig, prepare
 from sample import sample_text
 
 # ---- set-up ----
@@ -78,7 +78,8 @@ def setup(argv):
     check_new(cfg)
     procs = Processes(cfg)
     check_fits(cfg, model_fields, procs.world, procs.device)
-    if procs.master and is_offline(cfg.dataset) and not data_folder(cfg).exists():
+    local = cfg.dataset == "python" or cfg.dataset.startswith("file:")
+    if procs.master and local and not data_folder(cfg).exists():
         prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
     procs.join()                                # the others wait for the data
     batches = open_batches(cfg, model_fields["block_size"])
