@@ -8,7 +8,6 @@ import json
 import logging
 import re
 import sys
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -248,7 +247,6 @@ def hub_folder(name, files) -> Path:
 
 # ---- words of Hugging Face vocabularies ----
 
-@cache
 def byte_signs() -> dict:
     """{sign: byte} in a vocabulary of bytes. GPT-2 writes the bytes that print as they are, the
     others as U+0100 and on."""
