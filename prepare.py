@@ -185,7 +185,12 @@ def write_dataset(folder, cfg) -> dict:
     folder.mkdir()
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         n_bytes = encode(corpus, tokenizer, dtype, {"train": train, "val": val}, dict(room))
-    splits = {split: sizes(folder / f"{split}.bin", dtype, n_bytes[split]) for split in room}
+    splits = {}
+    for split in room:
+        with open(folder / f"{split}.bin", "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            tokens = file.tell() // dtype.itemsize
+        splits[split] = {"tokens": tokens, "bytes": n_bytes[split], "sha256": sha256}
     if min(of["tokens"] for of in splits.values()) < 2:
         raise UserError(f"{cfg.dataset} is empty or too short: {corpus.count} documents of UTF-8 "
                         f"text, {corpus.skipped} others, a split would hold fewer than 2 tokens")
@@ -194,14 +199,6 @@ def write_dataset(folder, cfg) -> dict:
             "tokenizer": tokenizer.to_dict()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
-
-
-def sizes(path, dtype, n_bytes) -> dict:
-    """What meta.json tells of a token file."""
-    with open(path, "rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    tokens = path.stat().st_size // dtype.itemsize
-    return {"tokens": tokens, "bytes": n_bytes, "sha256": sha256}
 
 
 def settings(cfg) -> dict:
