@@ -35,9 +35,9 @@ from common.data import bits_per_byte, count_right, data_folder, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
                          note, replace_file, run_cli, split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
-from common.process import (Processes, TrainConfig, check_fits, check_tokenizer, config_file,
-                            device_name, fit_to_data, flops_of_step, load_teacher, make_model,
-                            open_batches, read_config, set_budget, tokens_per_step)
+from common.process import (Processes, TrainConfig, autocast, check_fits, check_tokenizer,
+                            config_file, device_name, fit_to_data, flops_of_step, load_teacher,
+                            make_model, open_batches, read_config, set_budget, tokens_per_step)
 from common.sharded import gathered, shard, whole
 from prepare import PrepareConfig, prepare
 from sample import sample_text
@@ -177,7 +177,7 @@ def evaluate(run):
     with gathered(run.model):                   # of sharded weights: all
         for i in range(procs.rank, n, procs.world):
             x, y = (to_device(z, run) for z in run.batches.cut(run.batches.val, batches[i]))
-            with procs.autocast():
+            with autocast(run.cfg, procs.device):
                 for name, total, count in figures(run, x, y, i in exact):
                     totals[name] += total
                     counts[name] += count
@@ -408,7 +408,7 @@ def forward_backward(run):
         # DDP sums gradients once a step; FSDP after each micro-batch, to keep them sharded
         last = procs.world == 1 or cfg.fsdp or index == indices[-1]
         with contextlib.nullcontext() if last else run.forward.no_sync():
-            with procs.autocast():
+            with autocast(cfg, procs.device):
                 x, y = to_device(x, run), to_device(y, run)
                 logits, loss, aux = run.forward(x, y)
                 if run.teacher is not None:

@@ -226,7 +226,6 @@ class Processes:
         if not 0 <= self.rank < self.world:
             raise UserError(f"RANK={self.rank} of WORLD_SIZE={self.world}: start with torchrun")
         self.device = pick_device(cfg.device, self.world)
-        self.autocast = lambda: autocast(cfg, self.device)
         if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:
             raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is "
                             f"not divisible by the {self.world} processes that share it")
