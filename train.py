@@ -497,15 +497,14 @@ def finish(run, done):
         text = sample_text(run.model, run.batches.train.tokenizer, cfg.sample_prompt,
                            cfg.sample_tokens, seed=cfg.seed)
         print("-" * 80, text, "-" * 80, sep="\n")
-    picture = ", curves.png"
     try:                        # a picture never ends a run
         from lab.plot import draw_curves        # the one thing of lab that is used, if it is there
         draw_curves(read_log(run.log.path), run.folder / "curves.png", cfg.run)
     except Exception as e:      # no lab, no matplotlib, or whatever its settings break
-        picture = ""
         print(f"note: no curves.png: {first_line(e)}")
     more = "" if run.task else f"; more text: {as_command('sample.py', path=run.folder)}"
     best = ", best.pt" * (run.folder / "best.pt").exists()
+    picture = ", curves.png" * (run.folder / "curves.png").exists()
     print(f"{run.folder}: ckpt.pt{best}, log.jsonl{picture}{more}")
 
 
