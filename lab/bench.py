@@ -73,7 +73,7 @@ def compare(title, cases, setup, device, rounds=9, per=1):
 
 def take_turns(calls, device, rounds):
     """Seconds of {name: (prepare, call)}, a list each."""
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else nothing
+    wait = nothing if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
     times = {name: [] for name in calls}
     for _ in range(rounds):
         for name, (prepare, call) in calls.items():
@@ -285,7 +285,7 @@ def bench_throughput(model_cfg, cfg, device, new=64):
     for name, keys in kinds.items():
         model, rows = build(model_cfg, "rat", keys).to(device), 1
         nbytes = model.init_cache(1, T).nbytes()
-        while rows <= cfg.batch_size and rows * nbytes <= memory / 2:
+        while rows <= max(1, min(cfg.batch_size, memory / 2 // nbytes)):
             times = take_turns({name: decoding(model, device, T, rows, new=new)}, device, 2)
             speed = rows * min(new, T - 1) / times[name][-1]
             speeds[name] = max(speed, speeds.get(name, 0))
