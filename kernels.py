@@ -236,23 +236,18 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
     add to the scores, -inf where a key is not visible."""
     q_pos, k_pos = torch.atleast_2d(q_pos), torch.atleast_2d(k_pos)  # (B or 1, T)
     size = 64 if q_pos.size(1) <= k_pos.size(1) else 256  # smaller ones leave out more keys
-    starts = list(range(0, q_pos.size(1), size))
-    ends = [*starts[1:], q_pos.size(1)]
-    low, high = q_pos[:, starts] - window, q_pos[:, [end - 1 for end in ends]]
-    # low < k_pos <= high: by the number of keys up to each limit
-    rows = max(len(q_pos), len(k_pos))
-    limits = torch.stack([low, high], 1).flatten(1).expand(rows, -1).contiguous()
-    counts = torch.searchsorted(k_pos.expand(rows, -1).contiguous(), limits, right=True)
-    first, last = counts.unflatten(1, (2, -1)).unbind(1)  # (B or 1, blocks)
-    spans = zip(starts, ends, first.amin(0).tolist(), last.amax(0).tolist())
-    for start, end, first, last in spans:
+    for start in range(0, q_pos.size(1), size):
+        queries = slice(start, start + size)
+        q = q_pos[:, queries]
+        first = int((k_pos <= q[:, :1] - window).sum(1).min())  # before the first query's window
+        last = int((k_pos <= q[:, -1:]).sum(1).max())  # up to the last query
         if first < last:
-            distance = q_pos[:, None, start:end, None] - k_pos[:, None, None, first:last]
-            bias = torch.zeros((), device=q_pos.device, dtype=dtype)
+            distance = q[:, None, :, None] - k_pos[:, None, None, first:last]
+            bias = torch.zeros((), device=q.device, dtype=dtype)
             if slopes is not None:
                 bias = -slopes.to(dtype)[:, None, None] * distance
             bias = bias.masked_fill((distance < 0) | (distance >= window), -math.inf)
-            yield slice(start, end), slice(first, last), bias
+            yield queries, slice(first, last), bias
 
 
 def attend_save(ctx, inputs, output):
