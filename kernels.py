@@ -323,9 +323,9 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
     if runs_triton(x.device, x.dtype):
         return in_triton("scan_backward", dh, g, x, h, h0, chunk)
     g_n, x_n, h_n, dh_n = (in_chunks(y, chunk) for y in (g, x, h, dh))
-    d = recurrence(g_n, dh_n.clone(), torch.zeros_like(dh_n[:, :, 0]), reverse=True)
-    before = torch.zeros_like(h_n)  # h_{t-1}
-    before[:, :, 1:] = h_n[:, :, :-1]
+    g_next = g_n.roll(-1, 2)  # g_{t+1}; the last one meets a state of zero
+    d = recurrence(g_next.flip(2), dh_n.flip(2), torch.zeros_like(dh_n[:, :, 0])).flip(2)
+    before = F.pad(h_n, (0, 0, 1, -1))  # h_{t-1}
     before[:, 0, 0] = h0
     dg = before.sub_(x_n).mul_(d)
     dh0 = g_n[:, 0, 0] * d[:, 0, 0]
@@ -346,20 +346,11 @@ def out_of_chunks(x, like):
     return x.flatten(1, 2)[:, :like.size(1)].to(like.dtype).contiguous()
 
 
-STEPS = 64  # longer chunks are scanned in two levels
-
-
-def recurrence(g, h, state, reverse=False):
-    """h_t <- h_t + g_t h_{t-1} along L of g, h (..., L, C), in place, from state (..., C).
-    reverse: h_t <- h_t + g_{t+1} h_{t+1}, from zero."""
-    if h.size(-2) > STEPS:
-        if reverse:  # the g that comes first meets a zero state
-            return long_recurrence(g.flip(-2).roll(1, -2), h.flip(-2), state).flip(-2)
+def recurrence(g, h, state):
+    """h_t <- h_t + g_t h_{t-1} along L of g, h (..., L, C), in place, from state (..., C)."""
+    if h.size(-2) > 64:  # in two levels
         return long_recurrence(g, h, state)
-    gs, hs = g.unbind(-2), h.unbind(-2)  # L tensors (..., C) each
-    if reverse:
-        gs, hs = gs[:1] + gs[:0:-1], hs[::-1]
-    for g_t, h_t in zip(gs, hs):
+    for g_t, h_t in zip(g.unbind(-2), h.unbind(-2)):
         state = h_t.addcmul_(g_t, state)
     return h
 
