@@ -82,18 +82,11 @@ def announce(text):
 def runs_triton(device, dtype):
     """Whether Triton computes on tensors of this device and dtype. Says once which."""
     installed = importlib.util.find_spec("triton") is not None  # without importing it
-    if installed and dtype != torch.float64:
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            announce("Triton, interpreted")
-            return True
-        if device.type == "cuda":
-            announce(f"Triton on {torch.cuda.get_device_name(device)}")
-            return True
-    why = ""
-    if device.type == "cuda":
-        why = " in float64" if installed else ": slow, triton is not installed"
-    announce(f"plain PyTorch on {device.type}{why}")
-    return False
+    on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
+    triton = installed and dtype != torch.float64 and (on_gpu or interpreted)
+    why = ": slow, triton is not installed" if on_gpu and not installed else ""
+    announce(f"{'Triton' if triton else 'plain PyTorch'} on {device.type}{why}")
+    return triton
 
 
 def in_triton(name, x, *more):
