@@ -127,9 +127,8 @@ def attend_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, 
     (B, H, Tq, D) in q's dtype and lse (B, H, Tq) are those of the whole softmax, do is
     the gradient of out, the rest is as for attend. Over disjoint sets of keys the dq
     add up. Not differentiable."""
-    function = attend_gradients_op if needs_operator() else attend_gradients
     mask = mask_arguments(q, k, v, q_pos, k_pos, slopes, window)
-    return function(q, k, v, out, lse, do, None, *mask)
+    return attend_gradients(q, k, v, out, lse, do, None, *mask)
 
 
 def mask_arguments(q, k, v, q_pos, k_pos, slopes, window):
