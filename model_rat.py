@@ -150,24 +150,19 @@ class Context:
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         self.cfg, self.cache, self.padding = cfg, cache, None
-        index = torch.arange(x.size(1), device=x.device)  # in this call
-        self.pos = index[None]
+        self.pos = torch.arange(x.size(1), device=x.device)[None]
         if cache:
             self.slots = cache.place(x.size(1), n_valid)
-            self.pos = cache.longest + index[None]
+            self.pos = self.slots.pos
             if self.slots.at is not None:  # rows differ
-                self.pos = cache.lengths[:, None] + index
-                self.padding = index >= self.slots.n_new[:, None]
+                self.padding = self.slots.at == cache.max_len
         self.chunk_of = self.pos // cfg.chunk
         token, none = self.pos, 0 * self.pos  # none: angle 0, no rotation
-        # what RoPE counts in rat and in attention; in swa always tokens
-        rat, attention = dict(chunk=(self.chunk_of, token), rope=(token, token),
-                              nope=(none, none))[cfg.pos]
-        count = dict(rat=rat, attention=attention, swa=token)
-        self.rope = {}
-        for kind in count.keys() & cfg.kinds:
-            tables = rope_tables(count[kind], cfg.head_dim, cfg.rope_theta, x.dtype)
-            self.rope[kind] = [table[:, None] for table in tables]
+        count = dict(  # what RoPE counts
+            rat=dict(chunk=self.chunk_of, rope=token, nope=none)[cfg.pos],
+            attention=none if cfg.pos == "nope" else token, swa=token)
+        self.rope = {kind: rope_tables(count[kind][:, None], cfg.head_dim, cfg.rope_theta, x.dtype)
+                     for kind in count.keys() & cfg.kinds}
 
 
 # ---- the fast path ----
