@@ -94,8 +94,7 @@ def check_prompts(prompts, vocab_size):
 
 def prefill(model, cache, rows):
     """Feed every row's last tokens, as many as the cache may hold, to an emptied cache in one
-    forward. Returns the logits after each row's last token (B, V) and how many tokens each row
-    holds."""
+    forward. Returns the logits after each row's last token (B, V)."""
     cache.reset()
     rows = [row[-cache.max_len:] for row in rows]
     lengths = [len(row) for row in rows]
@@ -104,7 +103,7 @@ def prefill(model, cache, rows):
     idx = torch.tensor(padded, device=device)                           # (B, T)
     n = torch.tensor(lengths, device=device)
     logits, _, _ = model(idx, cache=cache, n_valid=n if min(lengths) < max(lengths) else None)
-    return logits[torch.arange(len(rows), device=device), n - 1], lengths
+    return logits[torch.arange(len(rows), device=device), n - 1]
 
 
 @torch.no_grad()
@@ -126,7 +125,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
     need = max(map(len, rows)) + max_new_tokens
     cache = model.init_cache(len(rows), min(need, model.context_limit or need))
     kept = min(getattr(model, "context_kept", cache.max_len), cache.max_len)
-    logits, held = prefill(model, cache, rows)
+    logits = prefill(model, cache, rows)
     for n in range(max_new_tokens):
         ids = next_tokens(logits[:, :vocab_size], temperature, top_k, top_p, generator)
         new = [i if on and i != eot else None for i, on in zip(ids.tolist(), live)]
@@ -136,13 +135,13 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
             return
         for row, i in zip(rows, new):
             row.extend([i] * (i is not None))
+        held = cache.lengths.tolist()   # tokens of each row in the cache
         if any(on and h >= cache.max_len for on, h in zip(live, held)):
             again = [kept if h >= cache.max_len else h + on for h, on in zip(held, live)]
-            logits, held = prefill(model, cache, [row[-size:] for row, size in zip(rows, again)])
+            logits = prefill(model, cache, [row[-size:] for row, size in zip(rows, again)])
         else:
             n_valid = None if all(live) else torch.tensor(live, device=device).long()
             logits = model(ids[:, None], cache=cache, n_valid=n_valid)[0][:, -1]
-            held = [h + on for h, on in zip(held, live)]
 
 
 def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
