@@ -294,7 +294,7 @@ class ScaledEmbedding(nn.Embedding):
 
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
-    A model adds blocks, calls init_weights and has mixer_flops(); it may replace the rest."""
+    A model adds blocks and calls init_weights; it may replace the rest."""
     context_type = Context  # others have their own
     runs_blocks_once = True     # so FSDP may gather one at a time
 
@@ -378,6 +378,11 @@ class LanguageModel(nn.Module):
         """Weights of the blocks' matrix products."""
         return sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
 
+    def mixer_flops(self):
+        """A visible key takes 12 H D a layer: 2 in q k, 2 in a v, twice as many backward."""
+        cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
+        return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size, cfg.window)
+
     def set_step(self, step):
         """Tell the training step to a model in which something depends on it."""
 
@@ -401,11 +406,6 @@ class Model(LanguageModel):
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_layer)])
         init_weights(self, cfg.n_layer)
-
-    def mixer_flops(self):
-        """A visible key takes 12 H D a layer: 2 in q k, 2 in a v, twice as many backward."""
-        cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
-        return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size, cfg.window)
 
 
 def visible_keys(T, window=0):
