@@ -82,7 +82,8 @@ def announce(text):
 def runs_triton(device, dtype):
     """Whether Triton computes on tensors of this device and dtype. Says once which."""
     installed = importlib.util.find_spec("triton") is not None  # without importing it
-    on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
+    on_gpu = device.type == "cuda"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     triton = installed and dtype != torch.float64 and (on_gpu or interpreted)
     why = ": slow, triton is not installed" if on_gpu and not installed else ""
     announce(f"{'Triton' if triton else 'plain PyTorch'} on {device.type}{why}")
@@ -231,8 +232,9 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
     for start in range(0, q_pos.size(1), size):
         queries = slice(start, start + size)
         q = q_pos[:, queries]
-        first = int((k_pos <= q[:, :1] - window).sum(1).min())  # before the first query's window
-        last = int((k_pos <= q[:, -1:]).sum(1).max())  # up to the last query
+        # how many keys are before the first query's window, and up to the last query
+        first = int((k_pos <= q[:, :1] - window).sum(1).min())
+        last = int((k_pos <= q[:, -1:]).sum(1).max())
         if first < last:
             distance = q[:, None, :, None] - k_pos[:, None, None, first:last]
             bias = torch.zeros((), device=q.device, dtype=dtype)
@@ -316,7 +318,8 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
         return in_triton("scan_backward", dh, g, x, h, h0, chunk)
     g_n, x_n, h_n, dh_n = (in_chunks(y, chunk) for y in (g, x, h, dh))
     g_next = g_n.roll(-1, 2)  # g_{t+1}; the last one meets a state of zero
-    d = recurrence(g_next.flip(2), dh_n.flip(2), torch.zeros_like(dh_n[:, :, 0])).flip(2)
+    state = torch.zeros_like(dh_n[:, :, 0])
+    d = recurrence(g_next.flip(2), dh_n.flip(2), state).flip(2)
     before = F.pad(h_n, (0, 0, 1, -1))  # h_{t-1}
     before[:, 0, 0] = h0
     dg = before.sub_(x_n).mul_(d)

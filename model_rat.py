@@ -161,8 +161,10 @@ class Context:
         count = dict(  # what RoPE counts
             rat=dict(chunk=self.chunk_of, rope=token, nope=none)[cfg.pos],
             attention=none if cfg.pos == "nope" else token, swa=token)
-        self.rope = {kind: rope_tables(count[kind][:, None], cfg.head_dim, cfg.rope_theta, x.dtype)
-                     for kind in count.keys() & cfg.kinds}
+        self.rope = {}
+        for kind in count.keys() & cfg.kinds:
+            pos = count[kind][:, None]
+            self.rope[kind] = rope_tables(pos, cfg.head_dim, cfg.rope_theta, x.dtype)
 
 
 # ---- the fast path ----
