@@ -363,8 +363,6 @@ class Model(LanguageModel):
         return sum(self.cfg.n_loop * p.numel() if p.dim() == 2 else p.numel()
                    for p in self.blocks.parameters() if p.dim() > 1)
 
-    mixer_flops = model_gpt.Model.mixer_flops   # of the unrolled layers
-
 
 def kl_from_last(logits, last, targets):
     """Mean KL(p_last || p) in nats over the targets that are not -1. p_last, of the last
