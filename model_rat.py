@@ -144,7 +144,8 @@ def initial_gate_bias(W, steps):
 
 class Context:
     """Where the T new tokens of a call, of embeddings x (B, T, C), stand:
-    pos, chunk_of (B or 1, T): a token's position, its chunk's number
+    pos, chunk_of (B or 1, T): a token's position (padding's: the cache's last at most), its
+    chunk's number
     padding (B, T): whether it is padding; None where all rows are alike
     rope {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
 
@@ -155,16 +156,16 @@ class Context:
             self.slots = cache.place(x.size(1), n_valid)
             self.pos = self.slots.pos
             if self.slots.at is not None:  # rows differ
-                self.padding = self.slots.at == cache.max_len
+                self.padding = self.slots.at == cache.max_len  # where place puts it
         self.chunk_of = self.pos // cfg.chunk
         token, none = self.pos, 0 * self.pos  # none: angle 0, no rotation
         count = dict(  # what RoPE counts
             rat=dict(chunk=self.chunk_of, rope=token, nope=none)[cfg.pos],
             attention=none if cfg.pos == "nope" else token, swa=token)
         self.rope = {}
-        for kind in count.keys() & cfg.kinds:
-            pos = count[kind][:, None]
-            self.rope[kind] = rope_tables(pos, cfg.head_dim, cfg.rope_theta, x.dtype)
+        for kind, pos in count.items():
+            if kind in cfg.kinds:
+                self.rope[kind] = rope_tables(pos[:, None], cfg.head_dim, cfg.rope_theta, x.dtype)
 
 
 # ---- the fast path ----
@@ -319,7 +320,8 @@ def attend_tokens(q, k, v, layer, context):
     if cfg.kinds[layer] == "swa":
         if cfg.fast:
             return kernels.attend(q, k, v, window=cfg.swa)[0]
-        bias = attention_bias(context.pos, context.pos[0], cfg.swa)
+        pos = torch.arange(q.size(2), device=q.device)
+        bias = attention_bias(pos[None], pos, cfg.swa)
     return attend(q, k, v, bias, fast=cfg.fast)
 
 
