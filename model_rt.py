@@ -1,4 +1,4 @@
-"""
+r"""
 The Recurrent Transformer (RT): later positions read keys and values of a layer's own outputs.
 
 In a Transformer, position i of layer l attends to keys and values made from the output of
