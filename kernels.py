@@ -317,7 +317,8 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
     if runs_triton(x.device, x.dtype):
         return in_triton("scan_backward", dh, g, x, h, h0, chunk)
     g_n, x_n, h_n, dh_n = (in_chunks(y, chunk) for y in (g, x, h, dh))
-    g_next = g_n.roll(-1, 2)  # g_{t+1}; the last one meets a state of zero
+    # from right to left it is the same recurrence, with g_{t+1}; the last one meets zero
+    g_next = g_n.roll(-1, 2)
     state = torch.zeros_like(dh_n[:, :, 0])
     d = recurrence(g_next.flip(2), dh_n.flip(2), state).flip(2)
     before = F.pad(h_n, (0, 0, 1, -1))  # h_{t-1}

@@ -294,7 +294,8 @@ class ScaledEmbedding(nn.Embedding):
 
 class LanguageModel(nn.Module):
     """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
-    A model adds blocks and calls init_weights; it may replace the rest."""
+    A model adds blocks and calls init_weights. Where these are not model_gpt's attention, it has
+    a mixer_flops or a flops_per_token of its own. It may replace the rest."""
     context_type = Context  # others have their own
     runs_blocks_once = True     # so FSDP may gather one at a time
 

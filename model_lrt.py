@@ -379,7 +379,8 @@ class Model(LanguageModel):
     """LRT, or its backbone where memory is false."""
     runs_blocks_once = False    # so FSDP gathers all of them at once
     # what optimizer=muon cannot tell by a parameter's place and shape: rec is outside of the
-    # blocks, the head no embedding; AdamW trains gates (code: Muon)
+    # blocks, the head no embedding; AdamW trains gates (code: Muon); alpha and beta have rates
+    # of their own
     parameter_kinds = dict(rec="matrix", head="head", w_gate="gate", w_value="gate",
                            alpha="alpha", beta="beta")
 
@@ -445,7 +446,8 @@ class Model(LanguageModel):
 
     def hidden(self, idx, cache=None, n_valid=None, path=None):
         """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C): exact in evaluation, by
-        train_path in training (interleaved in forward, for its two losses), or by `path`."""
+        train_path in training (interleaved in forward, for its two losses), or by `path`; with
+        a cache exact, but into an empty one by cfg.prefill."""
         cfg = self.cfg
         path = path or (cfg.train_path if self.training else "exact")
         if cache is not None and cache.longest == 0 and cfg.prefill == "interleaved":

@@ -274,8 +274,8 @@ class AllTokens(Context):
 # ---- the fast path ----
 
 class Gathered(Subset):
-    """The chosen run alone, packed to the left; others, which are not kept, fill a row of
-    fewer than n. Subset runs all and drops these. Two rows, x the chosen, n = 3:
+    """The chosen run alone, packed to the left. In a row of fewer than n others fill up, and
+    are not kept. (Subset runs all and keeps the chosen.) Two rows, x the chosen, n = 3:
 
         tokens  0 1 2 3    chosen  . x . x    index  1 3 0
                 4 5 6 7            x x x .           4 5 6
@@ -305,7 +305,7 @@ class Gathered(Subset):
         return flat.unflatten(0, self.index.shape)
 
     def scatter(self, x, new):
-        """x (B, T, ...) with new (B, n, ...) where they were gathered."""
+        """x (B, T, ...) with new (B, n, ...) where gather reads."""
         flat = x.flatten(0, 1).index_copy(0, self.index.flatten(), new.flatten(0, 1))
         return flat.view(x.shape)
 
@@ -422,7 +422,7 @@ class Model(MixtureOfRecursions):
                 aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
             added, aux["aux"] = self.expert_loss(*decisions)
             _, decides, active, chosen = [x[1:] for x in decisions]  # F_1 takes all
-            right = active & ((decides >= 0) == chosen)  # decoding decides alike
+            right = active & ((decides >= 0) == chosen)  # decoding would decide as top k did
             aux["router_accuracy"] = right.sum() / active.sum().clamp(min=1)
         loss = ce + added if self.training else ce
         return logits, loss, {name: x.detach() for name, x in aux.items()}
@@ -488,7 +488,7 @@ class Model(MixtureOfRecursions):
         routers = [p for name, p in self.named_parameters() if "router" in name]
         flops = 6.0 * sum(p.numel() for p in [self.head.weight, *routers])
         for r in range(1, cfg.n_loop + 1):
-            n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)  # for all tokens
+            n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)  # all tokens take them
             fraction = cfg.capacity(r, step)
             weights = self.block_weights() / cfg.n_stored
             if r > 1 and cfg.kv == "share":  # unread keys: no backward pass

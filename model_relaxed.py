@@ -152,15 +152,15 @@ class MLP(model_gpt.MLP):
 
 
 class Block(model_gpt.Block):
-    """A stored block. Like every model's it is called with an unrolled layer, so that
-    run_loops takes those, too."""
+    """A stored block. Like every model's it is called with an unrolled layer, so that run_loops
+    can run other models' blocks."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
         self.cfg = cfg
 
     def forward(self, x, layer, context):
-        u = layer // self.cfg.n_stored
+        u = layer // self.cfg.n_stored      # l = u K + k
         x = x + self.drop(self.attn(self.norm1(x), layer, u, context))  # (B, T, C)
         return x + self.drop(self.mlp(self.norm2(x), u))
 

@@ -322,15 +322,16 @@ def backward_pass(wave, states, dy, *weights):
 
 
 def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
-    """Each active layer's chunk. Adds to grads, and to d_pairs of earlier chunks."""
+    """Each active layer's chunk: dy, in d_states of the layer above, gives dx in that below. Adds
+    to grads, and to d_pairs of earlier chunks."""
     eps = wave.cfg.norm_eps
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     x = wave.diagonal(states[:-1], step, 1).flatten(1, 2)  # rows (A, C B, d)
     y = wave.diagonal(states[1:], step, 1).flatten(1, 2)
     dy = wave.diagonal(d_states[1:], step, 1)              # (A, C, B, d)
 
-    # forward again; x_norm, y_norm: parts of n1, z_norm: of n2, q_norm: of nq, k_norm: of nk
-    # at the persistent k, k_temp_norm: at k^
+    # forward again; parts of norms: x_norm, y_norm of n1, z_norm of n2, q_norm of nq, k_norm and
+    # k_temp_norm of nk, at k and at k^
     inputs, (x_norm, q_norm, k_temp_norm) = wave.temporary(x, w, rope)  # q, k^ and v^
     outside = wave.outside(*inputs, pairs, step)
     own = (wave.diagonal(buffer, step, 3) for buffer in (*pairs, *d_pairs))

@@ -1,11 +1,14 @@
 """
 Pictures: the curves of a run (train.py), and the panels of an experiment (lab.reproduce).
 """
+import os
+
 from common.keys import need
 
 
 def draw(file, panels, title=""):
     """Panels beside each other, each (labels and scales of its axes, [(name, its points), ...])."""
+    os.environ["MPLBACKEND"] = "agg"        # one that matplotlib does not know ends its import
     need("matplotlib")
     from matplotlib.figure import Figure    # without pyplot: no display, none of its settings
     n = len(panels)
