@@ -403,8 +403,8 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """nanochat's: gates and what writes to the residual stream are 0, uniform weights have
-        std 1 / sqrt(C), Wk_rec and Wv_rec by our choice."""
+        """nanochat's: gates and what writes to the residual stream start at 0, uniform weights
+        have std 1 / sqrt(C), those of Wk_rec and Wv_rec too, by our choice."""
         limit = math.sqrt(3 / self.cfg.n_embd)
         zero = "wo.weight", "w_down.weight", "w_gate.weight", "w_value.weight"
         for name, p in self.named_parameters():

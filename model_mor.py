@@ -484,18 +484,20 @@ class Model(MixtureOfRecursions):
 
     def flops_per_token(self, step=math.inf):
         """As in model_gpt; a layer's count for the fraction of tokens that take it."""
-        cfg, attn = self.cfg, self.blocks[0].attn
+        cfg, attn, unread = self.cfg, self.blocks[0].attn, 0
         routers = [p for name, p in self.named_parameters() if "router" in name]
         flops = 6.0 * sum(p.numel() for p in [self.head.weight, *routers])
+        weights = self.block_weights() / cfg.n_stored
+        if cfg.kv == "share":  # keys that nobody reads after F_1: no backward pass
+            unread = 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
         for r in range(1, cfg.n_loop + 1):
-            n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)  # all tokens take them
+            # first and last count with F_1: all tokens take them
+            n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)
+            read = weights - (unread if r > 1 else 0)
             fraction = cfg.capacity(r, step)
-            weights = self.block_weights() / cfg.n_stored
-            if r > 1 and cfg.kv == "share":  # unread keys: no backward pass
-                weights -= 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
             keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
             mixer = 12.0 * cfg.n_head * cfg.head_dim * visible_keys(keys)
-            flops += n_layer * fraction * (6.0 * weights + mixer)
+            flops += n_layer * fraction * (6.0 * read + mixer)
         return flops
 
 

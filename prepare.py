@@ -189,7 +189,7 @@ def write_dataset(folder, cfg) -> dict:
     for split in room:
         with open(folder / f"{split}.bin", "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            tokens = file.tell() // dtype.itemsize
+            tokens = file.tell() // dtype.itemsize      # at its end now
         splits[split] = {"tokens": tokens, "bytes": n_bytes[split], "sha256": sha256}
     if min(of["tokens"] for of in splits.values()) < 2:
         raise UserError(f"{cfg.dataset} is empty or too short: {corpus.count} documents of UTF-8 "

@@ -285,7 +285,8 @@ def bench_throughput(model_cfg, cfg, device, new=64):
     for name, keys in kinds.items():
         model, rows = build(model_cfg, "rat", keys).to(device), 1
         nbytes = model.init_cache(1, T).nbytes()
-        while rows <= max(1, min(cfg.batch_size, memory / 2 // nbytes)):
+        most = max(1, min(cfg.batch_size, memory // 2 // nbytes))
+        while rows <= most:
             times = take_turns({name: decoding(model, device, T, rows, new=new)}, device, 2)
             speed = rows * min(new, T - 1) / times[name][-1]
             speeds[name] = max(speed, speeds.get(name, 0))
