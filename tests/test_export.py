@@ -61,6 +61,7 @@ def test_the_export_encodes_as_we_do(texts, exported):
             ids = ours.encode(text)
             assert theirs.encode(text) == ids == again.encode(text), (ours.kind, text)
             shown = theirs.decode(ids, skip_special_tokens=True)
+            text = text.replace("▁", " ") if ours.made_of.get("eos") == "</s>" else text  # Llama 2's sign of a space
             assert shown == ours.decode(ids) == again.decode(ids) == text
         assert theirs.eos_token_id == ours.eot == again.eot and len(theirs) == ours.vocab_size == again.vocab_size
 

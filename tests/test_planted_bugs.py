@@ -77,5 +77,5 @@ def test_a_planted_bug_is_caught(bug, tmp_path):
     more = {"TRITON_INTERPRET": "1"} if files == "interpreted_kernels.py" else {}
     p = subprocess.run([sys.executable, "-m", "pytest", "-n0", "--full", "-x", "-q", "-p", "no:cacheprovider", "-k", words,
                         *(f"tests/{file}" for file in files.split())], cwd=copy, text=True, capture_output=True,
-                       timeout=300, env={**os.environ, **more, "PYTHONPATH": ""})
+                       timeout=600, env={**os.environ, **more, "PYTHONPATH": ""})
     assert p.returncode == 1 and " failed" in p.stdout, f"not caught: {p.stdout[-2000:]}\n{p.stderr[-500:]}"

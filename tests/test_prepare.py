@@ -117,7 +117,7 @@ def tokenizers():
                for data, eos in ((smollm, EOT), (llama2, "</s>"), (phi, EOT))}}
 
 
-PARTS = [*SPECIAL, "</s>", "<0x0A>", "  \n\n ", "你好", "\U0001f600", "\r\n", "e\u0301", "'d's", 5 * " ", "<think>"]
+PARTS = [*SPECIAL, "</s>", "<0x0A>", "  \n\n ", "你好", "\U0001f600", "\r\n", "e\u0301", "'d's", 5 * " ", "<think>", "▁"]
 TEXTS = st.lists(st.one_of(st.text(), st.sampled_from(PARTS)), max_size=8).map("".join)
 
 
@@ -129,6 +129,7 @@ def test_any_text_comes_back_and_holds_no_special_token(name, tokenizers, text):
     ids = tokenizer.encode(text)
     assert again.encode(text) == ids and again.to_dict() == tokenizer.to_dict()
     blank = " " * (name == "llama2" and text > "")  # which it puts before a text
+    text = text.replace("▁", " ") if name == "llama2" else text         # its sign of a space
     *shown, rest = again.stream(ids)
     assert "".join(shown) == blank + text and rest == "" and len(shown) == len(ids)
     assert [] == [s for s in shown if "\ufffd" in s and "\ufffd" not in text]
