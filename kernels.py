@@ -7,9 +7,8 @@ The operators behind the fast paths of the models.
     attend_backward(q, k, v, out, lse, do, ...)     attend's backward pass alone
 
 This file says in plain PyTorch what each computes: the reference implementation. It runs
-on a CPU, in float64 and where triton is missing. kernels_triton.py has the same in Triton
-for GPUs; a line on stderr tells which of the two runs. merge has no Triton: torch.compile
-fuses it.
+on CPUs, for float64 and without triton. kernels_triton.py has the same in Triton for GPUs;
+a line on stderr tells which of the two runs. merge has no Triton: torch.compile fuses it.
 
 Attention. s_ij = q_i . k_j / sqrt(D), with ALiBi - slope (q_pos_i - k_pos_j), and over
 the visible keys
@@ -56,10 +55,10 @@ from torch import Tensor
 
 HEAD_SIZES = (16, 32, 64, 128, 256)  # of the Triton kernels; others are padded
 NO_WINDOW = 2 ** 30  # a window that holds all positions
-FUSED_SOFTMAX = {"cpu"}  # devices for which torch has attention that returns lse
+FUSED = {"cpu"}  # devices for which torch has attention that returns lse: it is faster
 
 
-def lse_dtype(x):
+def sum_dtype(x):
     """The dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -98,8 +97,8 @@ def in_triton(name, x, *more):
 
 
 def needs_operator():
-    """Whether an operator is called as one, for autograd or torch.compile, or else its body:
-    an operator's overhead, a tenth of a millisecond, counts in decoding on a CPU."""
+    """Whether autograd or torch.compile needs the registered custom_op. Else its body is called:
+    the overhead of an operator, a tenth of a millisecond, counts in decoding on a CPU."""
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
@@ -141,6 +140,8 @@ def mask_arguments(q, k, v, q_pos, k_pos, slopes, window):
                          "(B, H, Tq, D), (B, G, Tk, D) twice are needed, D <= 256, H % G = 0")
     if window is not None and window < 1:
         raise ValueError(f"attend: window={window} must be at least 1")
+    if slopes is not None and slopes.shape != (H,):
+        raise ValueError(f"attend: slopes {tuple(slopes.shape)} must be ({H},)")
     pos = []
     for name, given, n in (("q_pos", q_pos, Tq), ("k_pos", k_pos, Tk)):
         if given is None:
@@ -159,16 +160,16 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor
         return in_triton("attend", q, k, v, q_pos, k_pos, slopes, window)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = heads_like(q, *q.shape).zero_()
-    lse = q.new_full(q.shape[:3], -math.inf, dtype=lse_dtype(q))
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q))
     for rows, keys, bias in query_blocks(q_pos, k_pos, slopes, window, lse.dtype):
-        out[:, :, rows], lse[:, :, rows] = softmax(q[:, :, rows], k[:, :, keys], v[:, :, keys],
-                                                   bias)
+        out[:, :, rows], lse[:, :, rows] = attend_block(q[:, :, rows], k[:, :, keys],
+                                                        v[:, :, keys], bias)
     return out, lse
 
 
-def softmax(q, k, v, bias):
+def attend_block(q, k, v, bias):
     """out and lse of queries (B, H, M, D) over keys (B, G, N, D)."""
-    if q.device.type in FUSED_SOFTMAX:
+    if q.device.type in FUSED:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias)
         return out, lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)  # it gives 0
@@ -194,17 +195,17 @@ def attend_gradients(
     for rows, keys, bias in query_blocks(q_pos, k_pos, slopes, window, lse.dtype):
         q_i, out_i, lse_i, do_i = (x[:, :, rows] for x in (q, out, lse, do))
         dlse_i = None if dlse is None else dlse[:, :, rows]
-        dq[:, :, rows], dk_j, dv_j = softmax_backward(q_i, k[:, :, keys], v[:, :, keys], out_i,
-                                                      lse_i, do_i, dlse_i, bias)
+        dq[:, :, rows], dk_j, dv_j = attend_block_backward(
+            q_i, k[:, :, keys], v[:, :, keys], out_i, lse_i, do_i, dlse_i, bias)
         dk[:, :, keys] += dk_j
         dv[:, :, keys] += dv_j
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def softmax_backward(q, k, v, out, lse, do, dlse, bias):
+def attend_block_backward(q, k, v, out, lse, do, dlse, bias):
     """What queries (B, H, M, D) add to dq, dk, dv of keys (B, G, N, D)."""
     G, scale = k.size(1), q.size(-1) ** -0.5
-    if q.device.type in FUSED_SOFTMAX and dlse is None:
+    if q.device.type in FUSED and dlse is None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
     q, k, v = expanded_heads(q, k, v)
@@ -220,7 +221,7 @@ def expanded_heads(q, k, v):
     """q, and k and v with a head for each query head, in the dtype of sums."""
     copies = q.size(1) // k.size(1)
     k, v = (x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v))
-    return [x.to(lse_dtype(q)) for x in (q, k, v)]
+    return [x.to(sum_dtype(q)) for x in (q, k, v)]
 
 
 def query_blocks(q_pos, k_pos, slopes, window, dtype):
@@ -259,7 +260,7 @@ def attend_autograd(ctx, do, dlse):
 
 attend_op = torch.library.custom_op("nanorecur::attend_forward", attend_forward, mutates_args=())
 attend_op.register_fake(lambda q, *more: (
-    heads_like(q, *q.shape), q.new_empty(q.shape[:3], dtype=lse_dtype(q))))
+    heads_like(q, *q.shape), q.new_empty(q.shape[:3], dtype=sum_dtype(q))))
 attend_gradients_op = torch.library.custom_op("nanorecur::attend_gradients", attend_gradients,
                                               mutates_args=())
 attend_gradients_op.register_fake(lambda q, k, v, *more: tuple(
@@ -307,7 +308,7 @@ def scan_forward(g: Tensor, x: Tensor, h0: Tensor, chunk: int) -> Tensor:
     g_n, x_n = in_chunks(g, chunk), in_chunks(x, chunk)
     state = torch.zeros_like(x_n[:, :, 0])  # (B, n, C), before each chunk
     state[:, 0] = h0
-    h = recurrence(g_n, torch.addcmul(x_n, g_n, x_n, value=-1), state)
+    h = linear_recurrence(g_n, torch.addcmul(x_n, g_n, x_n, value=-1), state)
     return out_of_chunks(h, x)
 
 
@@ -320,7 +321,7 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
     # from right to left it is the same recurrence, with g_{t+1}; the last one meets zero
     g_next = g_n.roll(-1, 2)
     state = torch.zeros_like(dh_n[:, :, 0])
-    d = recurrence(g_next.flip(2), dh_n.flip(2), state).flip(2)
+    d = linear_recurrence(g_next.flip(2), dh_n.flip(2), state).flip(2)
     before = F.pad(h_n, (0, 0, 1, -1))  # h_{t-1}
     before[:, 0, 0] = h0
     dg = before.sub_(x_n).mul_(d)
@@ -331,7 +332,7 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
 
 def in_chunks(x, chunk):
     """x (B, T, C), in float32 or better, as (B, n, L, C); zeros at the end."""
-    x, L = x.to(lse_dtype(x)), min(chunk, x.size(1))
+    x, L = x.to(sum_dtype(x)), min(chunk, x.size(1))
     missing = -x.size(1) % L
     x = F.pad(x, (0, 0, 0, missing)) if missing else x
     return x.unflatten(1, (-1, L))
@@ -342,8 +343,9 @@ def out_of_chunks(x, like):
     return x.flatten(1, 2)[:, :like.size(1)].to(like.dtype).contiguous()
 
 
-def recurrence(g, h, state):
-    """h_t <- h_t + g_t h_{t-1} along L of g, h (..., L, C), in place, from state (..., C)."""
+def linear_recurrence(g, h, state):
+    """h_t <- h_t + g_t h_{t-1} along L of g, h (..., L, C), from state (..., C): returned, h may
+    be overwritten. scan's h enters as (1 - g_t) x_t."""
     if h.size(-2) > 64:  # in two levels
         return long_recurrence(g, h, state)
     for g_t, h_t in zip(g.unbind(-2), h.unbind(-2)):
@@ -357,9 +359,9 @@ def long_recurrence(g, h, state):
     L = h.size(-2)
     size = math.isqrt(L - 1) + 1
     g, h = (F.pad(y, (0, 0, 0, -L % size)).unflatten(-2, (-1, size)) for y in (g, h))
-    h = recurrence(g, h, torch.zeros_like(h[..., 0, :]))  # (..., n, size, C)
+    h = linear_recurrence(g, h, torch.zeros_like(h[..., 0, :]))  # (..., n, size, C)
     decay = g.cumprod(-2)
-    ends = recurrence(decay[..., -1, :], h[..., -1, :].clone(), state)  # (..., n, C)
+    ends = linear_recurrence(decay[..., -1, :], h[..., -1, :].clone(), state)  # (..., n, C)
     enter = torch.cat([state[..., None, :], ends[..., :-1, :]], -2)
     return torch.addcmul(h, decay, enter[..., None, :]).flatten(-3, -2)[..., :L, :]
 

@@ -38,8 +38,8 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields, keys of a config file, that all models have."""
-    block_size: int = 256        # tokens of a training sequence; RoPE: the most in a cache
-    vocab_size: int = 257        # number of token ids
+    block_size: int = 256        # tokens of a training sequence; with RoPE the most of a call
+    vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
     n_layer: int = 4             # blocks
     n_head: int = 4              # query heads
     n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head (0: n_head)
@@ -50,7 +50,7 @@ class BaseConfig:
     rope_theta: float = 10000.0  # RoPE's base
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
-    # what a model without these keys has; no fields, as they have no type
+    # of models without these keys: constants, not fields of the dataclass (no annotation)
     pos, window, scale_embeddings = "rope", 0, False
 
     def __post_init__(self):
@@ -86,9 +86,9 @@ class BaseConfig:
 
 @dataclass
 class Config(BaseConfig):
-    n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd for swiglu, 4 for gelu)
+    n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
     mlp: str = choice("swiglu", "gelu", "geglu")
-    pos: str = choice("rope", "alibi", "none")  # kind of positions (other pos: numbers)
+    pos: str = choice("rope", "alibi", "none")  # kind of positions (elsewhere pos: numbers)
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before RoPE
     window: int = 0              # sliding window: how many keys a query attends to (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix
@@ -142,8 +142,8 @@ def rope_tables(pos, head_dim, theta, dtype):
 
 
 def apply_rope(x, cos, sin):
-    """Rotate each pair (x_i, x_{i + D/2}) of x (..., T, D) by its angle."""
-    a, b = x.chunk(2, -1)                                   # (..., T, D / 2)
+    """Rotate each pair (x_i, x_{i + D/2}) of x (..., D) by its angle; cos and sin broadcast."""
+    a, b = x.chunk(2, -1)                                   # (..., D / 2)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
@@ -199,14 +199,12 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     to (B, H, T, S) -> (B, H, T, D). bias None: causal; the queries are the last T of S tokens."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
     fused = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=dropout, enable_gqa=H != G)
-    if fast and bias is None and T == 1:
-        return fused(None)  # the last token attends to all keys
-    if fast and bias is None and T == S:
-        return fused(None, is_causal=True)  # torch's mask is right only for T = S
+    if fast and bias is None and T in (1, S):
+        return fused(is_causal=T > 1)   # a single query sees all keys; torch's mask is for T = S
     if bias is None:
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if fast:
-        return fused(bias.to(q.dtype))  # torch's demand; in 16 bits ALiBi is rounded
+        return fused(attn_mask=bias.to(q.dtype))    # q's dtype is wanted: it rounds ALiBi's
     k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))         # (B, H, S, D)
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))      # (B, H, T, S)
     probs = (upcast(scores) + bias).softmax(-1)
@@ -246,11 +244,12 @@ class Block(nn.Module):
 
 class Context:
     """What all layers share in a call: positions pos (B or 1, T) of the new tokens, RoPE's cos
-    and sin or None, the attention bias or None (causal), and where keys and values go. Without
-    a cache S = T. k_pos (S,) and slopes, of ALiBi, serve contexts that mask by themselves."""
+    and sin or None, the attention bias or None (causal), and where keys and values go (slots,
+    with a cache; else S = T). k_pos (S,), the positions of keys, and slopes, of ALiBi, make the
+    bias; RT masks by them without one (has_bias)."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, has_bias=None):
-        """x (B, T, C): embeddings. has_bias None: where the causal mask is not enough."""
+        """x (B, T, C): embeddings. has_bias None: only where the causal mask is not enough."""
         S, ragged = x.size(1), False
         dtype = torch.promote_types(x.dtype, torch.float32)
         self.pos, self.cache = torch.arange(S, device=x.device)[None], cache
@@ -293,10 +292,11 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class LanguageModel(nn.Module):
-    """What all models share: embedding, final norm, head, the call, the loss, plain sampling.
-    A model adds blocks and calls init_weights. Where these are not model_gpt's attention, it has
-    a mixer_flops or a flops_per_token of its own. It may replace the rest."""
-    context_type = Context  # others have their own
+    """What all models share: embedding, norm, head, the call, the loss, generate (sample.py has
+    more). A model adds blocks, calls init_weights and may replace the rest; attention of its own
+    has a mixer_flops or flops_per_token of its own. train.py also uses, where a model has them,
+    eval_metrics, end_step(logged) and estimate(idx, targets)."""
+    context_type = Context  # most have their own
     runs_blocks_once = True     # so FSDP may gather one at a time
 
     def __init__(self, cfg, blocks):
@@ -311,14 +311,14 @@ class LanguageModel(nn.Module):
 
     @property
     def context_limit(self):
-        """The most tokens of a call or a cache: as many as RoPE has learned. None: no limit."""
+        """The most tokens of a call or a cache: with RoPE as in training. None: no limit."""
         return self.cfg.block_size if self.cfg.pos == "rope" else None
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Predict the token after each position.
         idx (B, T) int64; targets (B, T), -1: not counted. cache, from init_cache, holds the
-        tokens before idx and then idx, too; all runs under no_grad. n_valid (B,), with a
-        cache: how many of each row's T tokens are real. The rest is padding on the right, whose
+        tokens before idx and then idx, too; with it, all runs under no_grad. n_valid (B,), with
+        a cache: how many of each row's T tokens are real. The rest is padding on the right, whose
         logits mean nothing. Returns logits (B, T, V) in float32 or better, loss (None without
         targets) and aux: with targets "ce", the cross-entropy (a model's loss may add to it)."""
         if idx.numel() == 0:
@@ -392,7 +392,7 @@ class LanguageModel(nn.Module):
 def init_weights(model, n_layer=None):
     """GPT-2's: N(0, 0.02); with n_layer, projections into the residual stream smaller by
     1 / sqrt(2 n_layer), so that its variance does not grow with depth. Norms stay 1. With
-    tie_embeddings the head is the embedding. Set other starts afterwards."""
+    tie_embeddings the head is the embedding. It overwrites every matrix: set others after it."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))
@@ -418,7 +418,7 @@ def visible_keys(T, window=0):
 # ---- decoding: the KV cache ----
 
 class KVCache:
-    """Keys (after RoPE) and values of all tokens, with a window too: k[layer], v[layer] of
+    """Keys (after RoPE) and values of all tokens, even those behind a window: k[layer], v[layer] of
     (B, G, max_len + 1, D). Slot p of a row holds its token at position p, so the causal mask
     also hides what a shorter row has not filled; slot max_len takes padding, and is never read.
     A call chooses slots (place), each layer writes there and reads all (write), and the end
@@ -443,7 +443,7 @@ class KVCache:
         return sum(x.nbytes for x in self.buffers())
 
     def reset(self, rows=None):
-        """Empty rows (indices; None: all). Zeroed: 0 times NaN is NaN, under a mask too."""
+        """Empty rows (indices; None: all). Zeroed, as a masked weight of 0 times NaN is NaN."""
         rows = slice(None) if rows is None else rows
         for buffer in self.buffers():
             buffer[rows] = 0
@@ -452,7 +452,8 @@ class KVCache:
         self.ragged = self.longest > 0
 
     def place(self, T, n_valid=None):
-        """Slots for T new tokens a row, of which n_valid (B,) are real (None: all)."""
+        """Slots for T new tokens a row, of which n_valid (B,) are real (None: all). It changes
+        nothing: write and advance do."""
         n_new = torch.full_like(self.lengths, T)
         if n_valid is not None:
             n_new = n_valid.to(self.lengths).clamp(0, T)
@@ -493,4 +494,4 @@ class Slots:
     pos: torch.Tensor            # (1, T) or (B, T): their positions
     end: int                     # S: slots 0 .. S - 1 are read, some may be empty
     n_new: torch.Tensor          # (B,): how many of each row are real
-    at: torch.Tensor = None      # (B, T): their slots, padding's max_len (None: rows alike, pos)
+    at: torch.Tensor = None      # (B, T): their slots, padding's max_len (None: those of pos)

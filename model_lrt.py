@@ -11,9 +11,10 @@ the source, as the memory m_{t-1}, which all layers of token t read:
     layer 3          o -- m -----+-> o        source: 0.6 of the depth
     layer 2          o           +-> o
     layer 1          o           +-> o
-A layer, line by line; * is the memory's. The rest is nanochat's backbone (memory=false):
+A layer; * is the memory's, the rest nanochat's (98eed6d), the backbone (memory=false), with an
+embedding for values, VE_l, and a window (pattern) a layer. "code:" is what the authors' does.
     x <- alpha x + beta x0                           x0 = RMSNorm(E[idx]) enters layer 1
-  * x <- x + gamma m_{t-1}                           (5)  m_{-1} = 0
+  * x <- x + gamma m_{t-1}                           (5)
     u = RMSNorm(x),  k = Wk u,  v = Wv u
   * k_rec = Wk_rec m_{t-1},  v_rec = Wv_rec m_{t-1}  (2)  one Wk_rec, Wv_rec for all layers
   * g_loc, g_rec = 2 sigmoid(Wg u)                   (3)  two gates a KV head, 1 at the start
@@ -23,8 +24,8 @@ A layer, line by line; * is the memory's. The rest is nanochat's backbone (memor
     x <- x + W_down relu(W_up RMSNorm(x))^2
 
 m_t is x after the source layer, or its RMSNorm (source_norm: in deep models; code: RMSNorm after
-the last layer). logits = 15 tanh(W_head RMSNorm(x) / 15). No RMSNorm has a weight. alpha, beta,
-gamma are scalars of a layer and start at 1, 0.1, 0.1. Equation numbers are the paper's.
+the last layer); m_{-1} = 0. logits = 15 tanh(W_head RMSNorm(x) / 15). No RMSNorm has a weight.
+alpha, beta, gamma are scalars of a layer, 1, 0.1, 0.1 at the start. Equation numbers: the paper's.
 
 m_0 -> m_1 -> ... is a chain over positions: T passes of one each. Evaluation and decoding run it
 (code: samples without m); training can (train_path=exact), slowly. Algorithm 1 (interleaved) does
@@ -40,9 +41,8 @@ then attends; after the last layer it replaces its m. N = 2:
 A token of subset s has s + 1 links of the chain behind it: N = T is the chain. chunked
 (Appendix D) is a chain of chunks: its K positions read the last m before the chunk.
 Left out (Tables 1, 2, 6, 8): means of several m, memory for k or v alone, other backbones.
-Departures are said at their lines. Ours: dropout, on x0 and branches; norm_eps (code: 1.2e-7).
-Paper: Huang et al. 2026 (2605.26797); code: github.com/OoDBag/Latent_recurrent_transformer
-(e0d0f6e); backbone: github.com/karpathy/nanochat (98eed6d).
+Departures: at their lines; norm_eps (code: 1.2e-7); dropout, on x0 and branches. Paper: Huang et
+al. 2026 (2605.26797), code: github.com/OoDBag/Latent_recurrent_transformer (e0d0f6e).
 Shapes: B batch, T tokens, n of a pass, S keys, C width, H query heads, G KV heads, D head size.
 """
 import math
@@ -99,7 +99,7 @@ class Config(BaseConfig):
         if not self.recurrent:
             self.train_path = self.prefill = "exact"    # one pass is exact
 
-    def window(self, layer):
+    def window_of(self, layer):
         """How many keys a query of this layer attends to, its own included; 0: all."""
         short = self.pattern[layer % len(self.pattern)] == "S" and layer < self.n_layer - 1
         return self.swa if short and self.swa < self.block_size else 0
@@ -137,7 +137,8 @@ def run(model, context):
 
 
 def chain(model, tokens, K):
-    """Chunks of K positions, one after the other; K = 1: the exact chain. -> x (B, T, C)"""
+    """Chunks of K positions, one after the other; K = 1: the exact chain (without gradients and
+    with fast=true, decode computes that). -> x (B, T, C)"""
     buffer, xs, previous = {}, [], torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
     for start in range(0, tokens.x0.size(1), K):
         chunk = tokens.at(slice(start, start + K))
@@ -185,7 +186,7 @@ class Tokens(NamedTuple):
 class Context:
     """What the layers of a pass over n positions read:
     x0, ve, rope, pos      the positions' Tokens
-    previous               their m_{t-1}, (B, n or 1, C)
+    previous               their m_{t-1}, (B, n, C); (B, 1, C): the same for all
     kv_rec                 of projections=shared: k_rec, v_rec, (B, n or 1, G, D)
     alpha, beta, gamma     of each layer
     buffer {layer: (k, v)} keys and values of all positions so far
@@ -225,7 +226,7 @@ class Attention(nn.Module):
 
     def __init__(self, cfg, layer):
         super().__init__()
-        self.cfg, self.window = cfg, cfg.window(layer)
+        self.cfg, self.window = cfg, cfg.window_of(layer)
         C, D, H, G = cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
         self.wq = nn.Linear(C, H * D, bias=False)
         self.wk = nn.Linear(C, G * D, bias=False)
@@ -287,7 +288,7 @@ class Block(nn.Module):
 # ---- the fast path ----
 
 def attend_fast(q, k, v, context, window):
-    """What Attention's naive branch computes, without a mask."""
+    """What Attention's naive branch computes, without a mask of n x S."""
     n, S = q.size(2), k.size(2)
     if context.at_end and n == 1:  # the last keys; `-window:` takes all where window is 0
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
@@ -478,7 +479,7 @@ class Model(LanguageModel):
 
     @property
     def context_kept(self):
-        """Tokens that sample.py keeps of a full context: half, as an exact prefill is slow."""
+        """Tokens that sample.py keeps of a full context: half, as a prefill is slow."""
         return (self.cfg.block_size + 1) // 2 if self.cfg.recurrent else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):
@@ -496,7 +497,7 @@ class Model(LanguageModel):
         backbone = self.head.weight.numel() + sum(
             p.numel() for name, p in self.blocks.named_parameters()
             if p.dim() == 2 and "rec." not in name)
-        keys = sum(visible_keys(T, cfg.window(layer)) for layer in range(cfg.n_layer))
+        keys = sum(visible_keys(T, cfg.window_of(layer)) for layer in range(cfg.n_layer))
         attention = 12.0 * cfg.n_head * cfg.head_dim * keys
         passes = 2 if cfg.train_path == "interleaved" else 1
         return 6.0 * memory + passes * (6.0 * backbone + attention)

@@ -1,7 +1,7 @@
 """
 Mixture-of-Recursions (MoR): tied layers in loops; each token takes as many as it needs.
 
-R = n_loop recursions F_1 .. F_R share K blocks; each is K layers. A router, linear in a
+R = n_loop recursions F_1 .. F_R of K layers each share K blocks. A router, linear in a
 token's state h, sends easy tokens through few recursions and hard ones through many. A
 first and a last layer stand outside, for all tokens.
 
@@ -55,9 +55,9 @@ from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, atten
 class Config(BaseConfig):
     n_layer: int = 8             # unrolled layers, first and last too
     n_loop: int = 3              # R: recursions
-    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")  # Table 5
+    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")  # weights, Table 5
     router: str = choice("expert", "token", "none")  # none: all take all, the baseline
-    kv: str = choice("recursion", "share")  # keys: its own, F_1's
+    kv: str = choice("recursion", "share")  # keys: each recursion's own, or F_1's for all
     router_arch: str = choice("linear", "mlp", "wide_mlp")
     router_func: str = ""        # expert: sigmoid, tanh; token: softmax, sigmoid ("": first)
     alpha: float = 0.1           # factor of sigmoid and tanh
@@ -69,7 +69,7 @@ class Config(BaseConfig):
     balance_rate: float = 0.001  # token: a step of loss_free's biases
     z_loss: float = -1.0         # weight of logsumexp(s)^2 (-1: token 1e-5, expert 0)
     exit_loop: int = 0           # in eval mode the most recursions (0: n_loop)
-    init: str = choice("average", "stepwise", "lower", "upper", "random")  # see convert
+    init: str = choice("average", "stepwise", "lower", "upper", "random")  # of convert, Table 9
     n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
     mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")
@@ -77,7 +77,7 @@ class Config(BaseConfig):
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
-    CONVERTS_FROM = ("gpt",)
+    CONVERTS_FROM = ("gpt",)    # init_from may be a run of it (convert), or of other values of
     NOT_IN_WEIGHTS = ("exit_loop", "aux_weight", "capacity_warmup", "balance_weight",
                       "balance_rate", "z_loss")
 
@@ -128,8 +128,8 @@ class Config(BaseConfig):
 
 class MixtureOfRecursions(LanguageModel):
     """The method. Model, below, makes its parts: routers (and aux_routers), or router and
-    balance_bias; gate; layers_of. tokens: the context of a call, tokens.subset gives that
-    of a recursion; context.kept marks those that change, tokens.kept is A_0."""
+    balance_bias; gate, layers_of, loops_to_run. tokens: the context of a call, tokens.subset
+    gives that of a recursion; context.kept marks those that change, tokens.kept is A_0."""
 
     def expert_choice(self, h, tokens, R, k=None):
         """h (B, T, C) -> h after R recursions, and what expert_loss takes. k: k_1 .. k_R
@@ -263,7 +263,7 @@ class AllTokens(Context):
         if r == 1 or cfg.router == "none" and cfg.kv == "recursion":
             return self  # all tokens, with keys of their own
         if cfg.router == "none" or not (cfg.fast or self.cache):
-            return Subset(self, chosen)  # decoding gathers, fast or not
+            return Subset(self, chosen)  # a router's decoding gathers, fast or not
         if self.cache and not chosen.any():
             return None
         if self.cache and cfg.kv == "recursion":
@@ -341,7 +341,7 @@ def grow(cache, max_len):
 
 
 class Cache(KVCache):
-    """Of all tokens: outside, in F_1 and, with router=none, in later recursions, too.
+    """Of all tokens: outside, in F_1 and, with router=none and kv=recursion, in the later ones.
     later[r - 2]: of the tokens in F_r, with room for as many as expected."""
 
     def __init__(self, cfg, n_run, batch_size, max_len, device, dtype):
@@ -414,7 +414,8 @@ class Model(MixtureOfRecursions):
         if cfg.router == "token":
             added, aux["balance"] = self.token_loss(*decisions)
             aux["maxvio"] = cfg.n_loop * f.max() - 1  # (most - mean) / mean
-            p = F.normalize(decisions[1], 1, -1).mean((0, 1))  # sigmoids sum to 1
+            _, p, _ = decisions
+            p = F.normalize(p, 1, -1).mean((0, 1))  # now sigmoids, too, sum to 1
             aux["entropy"] = torch.special.entr(p).sum()
         else:
             if not self.training:  # top k's choices are the labels
@@ -442,10 +443,11 @@ class Model(MixtureOfRecursions):
             # full_k: for torch.compile, see set_step
             k = self.full_k if T == cfg.block_size else cfg.sizes(T, self.step)
             h, decisions = self.expert_choice(h, tokens, R, k if top_k else None)
-            depth = decisions[-1].sum(0)
+            *_, chosen = decisions
+            depth = chosen.sum(0)
         elif cfg.router == "token":
             h, decisions = self.token_choice(h, tokens, R)
-            depth = decisions[-1]
+            *_, depth = decisions
         else:
             depth, decisions = tokens.kept * R, None
             for r in range(1, R + 1):
@@ -503,8 +505,8 @@ class Model(MixtureOfRecursions):
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start from a model_gpt of the same sizes. If it has another depth, n_layer of its
-    layers are taken, evenly spaced."""
+    """Start from a model_gpt of the same sizes. If it has another depth, its layers are read
+    evenly spaced, some of a shallower one twice."""
     cfg = model.cfg
     layers = layers_for_shared(cfg) + [[0], [cfg.n_layer - 1]]
     rest = {name: w for name, w in weights.items() if not name.startswith("blocks.")}

@@ -7,7 +7,7 @@ and values inside a chunk, attention reads the chunks' final states. For token
 t = (c, l), number l of chunk c = t // L, and u = RMSNorm(x):
 
     z, g, v, q, k = W_in u              z, g, v of width W
-    a = sigmoid(g + b_g)                a forget gate a channel     (1)
+    a = sigmoid(g + b_g)                one forget gate per channel (1)
     k~_{c,l} = a k~_{c,l-1} + (1 - a) k_{c,l}
     v~_{c,l} = a v~_{c,l-1} + (1 - a) v_{c,l}   0 before a chunk    (2)
     y_{c,l}  = attention of q to k~_{0,L-1}, ..., k~_{c-1,L-1},
@@ -28,7 +28,7 @@ to for L = 4 (f: final state of an earlier chunk, o: own state):
 L = 1 is attention with keys and values scaled by 1 - a, L = T a gated RNN. Baselines:
 mixer=rnn, v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~);
 mixer=attention, a Transformer. swa=w (RAT-SWA): in odd layers a token attends to w
-keys, its own included (not in the paper's 1,024). Dropout: embeddings, both branches.
+keys, its own included (the paper's 1,024 is w = 1,025). Dropout: embeddings, both branches.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Only in its code
 (CLAIRE-Labo/RAT, d4a8f54): b_g, G = 2, h % G. Departures from it: decoding needs no
@@ -36,7 +36,7 @@ full first chunk; states are float32, not bfloat16; norm_eps is 1e-5, not 1e-6;
 norms and b_g do not decay (there b_g does, so that gates forget faster).
 
 Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, D head size,
-W = H D, G groups (attention: key/value heads), R slots of a layer's cache.
+W = H D, G groups (in attention and swa: key/value heads), R slots of a layer's cache.
 """
 import math
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Config(BaseConfig):
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
     swa: int = 0  # window of odd layers, own key included (0: as even ones)
     qk_groups: int = 0  # G (0: 2, or 1 where n_head is odd)
-    pos: str = choice("chunk", "rope", "nope")  # what RoPE counts (see Context)
+    pos: str = choice("chunk", "rope", "nope")  # RoPE counts chunks | tokens | nothing
     n_mlp: int = 0  # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
@@ -159,7 +159,7 @@ class Context:
                 self.padding = self.slots.at == cache.max_len  # where place puts it
         self.chunk_of = self.pos // cfg.chunk
         token, none = self.pos, 0 * self.pos  # none: angle 0, no rotation
-        count = dict(  # what RoPE counts
+        count = dict(  # what RoPE counts: in swa always tokens
             rat=dict(chunk=self.chunk_of, rope=token, nope=none)[cfg.pos],
             attention=none if cfg.pos == "nope" else token, swa=token)
         self.rope = {}
@@ -199,8 +199,8 @@ def read_states(q, k_state, v_state, final_k, final_v, context):
 # ---- decoding ----
 
 class Cache(KVCache):
-    """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat) or token
-    (attention), or a ring, with token t in slot t % R (swa). Slot R is a bin, never read.
+    """k[layer], v[layer] (B, heads, R[layer] + 1, D): a slot for each chunk (rat, H heads) or
+    token (attention, G), or a ring, with token t in slot t % R (swa). Slot R: a bin, never read.
     state[layer]: k~, v~ before RoPE (B, 2, W), the RNN's (B, 1, W). n_layer None: all."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
@@ -240,7 +240,7 @@ def rat_decode(q, k, v, a, layer, context):
     if T == 1:  # the own state takes its chunk's slot: (3) is over all slots so far
         q = apply_rope(q, *context.rope["rat"])
         return decode_one(q, rotated, v_state, layer, context, L)
-    # final states alone: no query here reads another's
+    # final states alone: nobody reads another token's partial state
     at = torch.where(context.pos % L == L - 1, context.chunk_of, cache.R[layer])
     cache.fill(layer, rotated, v_state, at, context.padding)
     final_k, final_v = cache.k[layer][:, :, :-1], cache.v[layer][:, :, :-1]

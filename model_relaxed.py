@@ -9,7 +9,7 @@ then trained further: so it becomes smaller at little loss.
     h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)    l = 0 .. L - 1    (2)
     in it, every matrix:  y = W' x + B_u A_u x    W' is tied; A_u, B_u are of use u     (3)
     they start from a trained W_l:  B_u A_u = truncated SVD of W_l diag(g_l / g') - W'  (4)
-    g_l, g': weights of the norms before W_l and W' (W_o and W_down have none)
+    g_l, g': weights of the norms before W_l and W' (W_o, W_down: none). Numbers: the paper's
 
 L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
 
@@ -217,8 +217,6 @@ def convert(model, weights):
         start = [sources[layer] for layer in layers_for_tied(cfg, k)]  # init=random: none
         tied = {name: sum(s[name] for s in start) / len(start) for name in sources[0] if start}
         block.load_state_dict(tied, strict=False)  # W' and norms, no QK-norms
-        if svd:
-            check_norms(block, k)
         for u, source in enumerate(sources[k::cfg.n_stored]):
             set_head_norms(block, u, source if cfg.rank else tied)
             if svd:
@@ -244,7 +242,7 @@ def layers_for_tied(cfg, k):
             "stepwise": [round(k * (L - 1) / max(1, K - 1))],   # K layers, first to last
             "lower": [k],                       # the first K
             "upper": [L - K + k],               # the last K
-            "random": []}[cfg.init]             # none: W' stays random, as a baseline
+            "random": []}[cfg.init]             # none: W' stays random, as a baseline of (4)
 
 
 def set_head_norms(block, u, source):
@@ -254,9 +252,8 @@ def set_head_norms(block, u, source):
 
 
 def set_deltas(block, u, source):
-    """Set the deltas of use u by (4), so that it comes near its source. Where only rounding is
-    missing, as of repeated layers, its SVD would be noise: A stays random and B zero, so that
-    both can learn."""
+    """Set the deltas of use u by (4), so that it comes near its source. Where W' is the source
+    but for rounding, the SVD would be of noise: A stays random and B zero, so that both learn."""
     for name, part in block.named_modules():
         if isinstance(part, RelaxedLinear):
             w_l = source[f"{name}.weight"]
@@ -272,20 +269,16 @@ def set_deltas(block, u, source):
 
 def folded(block, source, name):
     """W_l diag(g_l / g') (out, in), which does here what W_l did in its layer: of a normalized
-    n,  W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n)."""
+    n,  W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n). ValueError where g' is near zero."""
     w = upcast(source[f"{name}.weight"])
     if name not in ("attn.wo", "mlp.w_down"):  # which have no norm before them
         norm = "norm1.weight" if name.startswith("attn") else "norm2.weight"
-        w = w * (upcast(source[norm]) / upcast(block.get_parameter(norm)))
+        ratio = upcast(source[norm]) / upcast(block.get_parameter(norm))
+        if not (ratio.abs() < 1e4).all():       # NaN, too
+            raise ValueError(f"{norm} of a stored block is near zero, its deltas would be huge: "
+                             f"another init may avoid it, rank=0 and lora_init=zero do")
+        w = w * ratio
     return w
-
-
-def check_norms(block, k):
-    """folded divides by the weights of tied norms: a mean of them may vanish."""
-    for name in ("norm1", "norm2"):
-        if getattr(block, name).weight.abs().min() < 1e-4:  # deltas of 10^4
-            raise ValueError(f"{name} of stored block {k} is near zero, its deltas would be "
-                             f"huge: another init may avoid it, rank=0 and lora_init=zero do")
 
 
 # ---- the model ----

@@ -9,8 +9,8 @@ no cache, but a layer is now a loop over positions.
 One layer, for positions i = 1 .. T with inputs x_i. n1 and n2 are RMSNorms; so are nq and nk,
 over all heads' channels together (qk_norm=full, as in the paper; left out by default).
 
-    q_i  = nq(Wq n1(x_i))                                           (1)
-    k^_i = nk(Wk n1(x_i))   v^_i = Wv n1(x_i)    temporary pair, for position i alone
+    q_i  = nq(Wq n1(x_i))
+    k^_i = nk(Wk n1(x_i))   v^_i = Wv n1(x_i)                       (1)  temporary pair, for i only
     a_i  = Attention(q_i; (k_j, v_j) for j < i, and (k^_i, v^_i))   (2)
     z_i  = x_i + Wo a_i                                             (3)
     y_i  = z_i + W_down gelu(W_up n2(z_i))                          (4)  the next layer's x_i
@@ -61,8 +61,8 @@ class Config(BaseConfig):
     qk_norm: str = choice("none", "full")   # full: nq and nk, each with a weight
     recurrent: bool = True       # false: a plain Transformer, the baseline
     kv_norm: bool = True         # n1 in (5); false: worse (Appendix E.2). nk is qk_norm's
-    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # see "schedules"
-    chunk: int = 32              # positions of a wavefront's chunk
+    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: as fast says
+    chunk: int = 32              # positions of a wavefront's chunk, at most
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
 
@@ -147,9 +147,9 @@ class Block(nn.Module):
         """x (B, T, C) -> y (B, T, C). Model.hidden decides when layers run one by one."""
         if context.cache is not None or not self.cfg.recurrent:  # a cache: T = 1 if recurrent
             return self.at_once(x, layer, context)
-        if self.cfg.schedule_used == "naive":
+        if context.naive:
             return self.naive(x, context)
-        return tiled(self, x, context)  # no single layer can be a wavefront
+        return tiled(self, x, context)  # schedule=wavefront calls no single layer
 
     def at_once(self, x, layer, context):
         """Where no position waits for another: without recurrence, or one token with a cache."""
@@ -234,7 +234,7 @@ def met_temporary(q, k, v):
 def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
     """out (B, H, t, D) and lse (B, H, t) after t queries also meet a tile of earlier keys."""
     # bfloat16 always takes the kernel, as q @ k would round the scores; float32 only for tiles
-    # over 32 keys, as the call costs more than the work in a smaller one (32 by trial, no chunk)
+    # over 32 keys, as the call costs more than the work in a smaller one (32 is no cfg.chunk)
     if q.dtype != lse.dtype or k.size(2) > 32:
         more, more_lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)  # over the tile alone
         return kernels.merge(out, lse, more, more_lse)
@@ -255,17 +255,17 @@ class Context(model_gpt.Context):
 
     def __init__(self, cfg, x, cache=None, n_valid=None):
         self.naive = cfg.schedule_used == "naive"
-        decodes_in_float32 = cache is not None and compute_dtype(x) == upcast(x).dtype
-        super().__init__(cfg, x, cache, n_valid, has_bias=self.naive or decodes_in_float32)
+        exact_bias = cache is not None and compute_dtype(x) == upcast(x).dtype  # not in 16 bits
+        super().__init__(cfg, x, cache, n_valid, has_bias=self.naive or exact_bias)
         self.rope = self.rope or ()  # an empty tuple unpacks to nothing
         self.k_pos = self.k_pos.int()  # the kernels' type
 
     def attention(self, q, k, v):
         """Of the new tokens to all up to themselves.
-        naive:                  written out, with a bias;
-        decoding in float32:    torch's attention, with a bias: the fastest for one query;
-        all else:               kernels.attend, which masks by positions. In training a bias
-                                would be T x T; in bfloat16 torch would round it."""
+        naive:                       written out, with a bias;
+        with a cache, in float32:    torch's attention, with a bias: the fastest for one query;
+        all else:                    kernels.attend, which masks by positions. In training a
+                                     bias would be T x T; in bfloat16 torch would round it."""
         if self.bias is not None:
             return attend(q, k, v, self.bias, fast=not self.naive)
         pos = self.pos.int().squeeze(0)  # (T,) for all rows, or (B, T)
@@ -330,10 +330,8 @@ class Model(LanguageModel):
         return self.norm(y)
 
     def mixer_flops(self):
-        """In each layer 12 H D for each visible key, averaged over positions, and Wk and Wv
-        once more for the persistent pair. What backward recomputes is not counted."""
+        """As in model_gpt, and Wk and Wv once more for the persistent pair. What backward
+        recomputes is not counted."""
         cfg = self.cfg
-        flops = 12.0 * cfg.n_head * cfg.head_dim * (cfg.block_size + 1) / 2
-        if cfg.recurrent:
-            flops += 6.0 * 2 * cfg.n_embd * cfg.n_kv_head * cfg.head_dim
-        return cfg.n_layer * flops
+        again = 12.0 * cfg.n_layer * cfg.n_embd * cfg.n_kv_head * cfg.head_dim
+        return super().mixer_flops() + (again if cfg.recurrent else 0)

@@ -37,16 +37,17 @@ temporary pair; ds^_i: (B1) with its p and v):
     dW    = sum_i (gradient of W's output)_i (W's input)_i.T   (B10)
 
 J are Jacobians: J_x, J_y of n1 at x and y, J_z of n2 at z; J_q, J_k, J_k^ of nq and nk (then
-RoPE) at q, k, k^. For a norm n = x r without a weight, r = 1 / sqrt(mean(x^2) + eps),
+RoPE) at Wq n1(x), Wk n1(y), Wk n1(x). For a norm n = x r without a weight, with
+r = 1 / sqrt(mean(x^2) + eps),
 
     J.T dn = r (dn - n mean(dn n))                           (B11)
 
 A weight w of nq or nk: with the gradient d of w n, dn = w d and dw = sum_i d_i n_i. The
 weights of n1 and n2 are folded into the next matrix.
 
-Shapes: B batch, S cached tokens, T new ones, C of a chunk, P of any number, L layers, A active
-in a step, d width, M the MLP's, H query heads, G key/value heads, R = H / G, D head size,
-N = A B G.
+Shapes: B batch, S cached tokens, T new ones, C positions of a chunk (here no width), P of any
+number, L layers, A active in a step, d width, M the MLP's, H query heads, G key/value heads,
+R = H / G, D head size, N = A B G.
 """
 import math
 from collections import namedtuple
@@ -110,9 +111,10 @@ def norm_parts(x, eps):
 # ---- what both passes share ----
 
 class Wavefront:
-    """L layers over x (B, T, d), after S cached tokens. Layer l reads states[l], writes
-    states[l + 1] and pairs[:, l], k and v. states is (L + 1, length, B, d), pairs
-    (2, L, B, G, S + length, D). length: T in whole chunks, padding behind all tokens."""
+    """Sizes, tables and the steps' common operations, for L layers over x (B, T, d) after S
+    cached tokens. The callers hold states (L + 1, length, B, d) and pairs
+    (2, L, B, G, S + length, D): layer l reads states[l], writes states[l + 1] and pairs[:, l],
+    k and v. length: T in whole chunks, padding behind all tokens."""
 
     def __init__(self, cfg, x, L, S=0):
         self.cfg, self.L, self.S = cfg, L, S
@@ -185,13 +187,13 @@ class Wavefront:
         """Attention of a chunk's queries to their temporary pairs and all earlier chunks:
         out (A, B, H, C, D), and lse (A, B, H, C), the logarithm of the sum of e^score."""
         lse = (q * k_temp).sum(-1) * self.scale  # of the temporary pair: out is v^
-        parts = []
+        found = []
         for q_l, l in zip(q, range(step.lo, step.hi)):
-            start, alibi = self.start(l, step)
+            start, mask = self.start(l, step)
             keys, values = pairs[:, l, :, :, :start]  # all visible
-            parts.append(kernels.attend(q_l, keys, values, *alibi))
+            found.append(kernels.attend(q_l, keys, values, *mask))
         # (A B, H, C, .); without any keys more is 0 and more_lse -inf
-        more, more_lse = map(torch.cat, zip(*parts))
+        more, more_lse = map(torch.cat, zip(*found))
         out, lse = v_temp.view(more.shape), lse.view(more_lse.shape)
         out, lse = kernels.merge(out, lse, more, more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
@@ -205,17 +207,17 @@ class Wavefront:
         ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), delta is da . a
         dq, dk_temp, dv_temp = ds * k_temp * self.scale, ds * q * self.scale, p * da  # (B7), (B8)
         a, da = a.to(self.dtype), da.to(self.dtype)
-        for j, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has none
-            start, alibi = self.start(l, step)
+        for n, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has none
+            start, mask = self.start(l, step)
             keys, values = pairs[:, l, :, :, :start]
-            new = kernels.attend_backward(q[j], keys, values, a[j], lse[j], da[j], *alibi)
-            dq[j] += new[0]  # (B7)
+            new = kernels.attend_backward(q[n], keys, values, a[n], lse[n], da[n], *mask)
+            dq[n] += new[0]  # (B7)
             d_pairs[0, l, :, :, :start] += new[1]  # (B2)
             d_pairs[1, l, :, :, :start] += new[2]
         return dq, dk_temp, dv_temp
 
     def start(self, l, step):
-        """Where layer l's chunk starts; what attend needs for ALiBi."""
+        """Where layer l's chunk starts; attend's q_pos, k_pos and slopes."""
         start = self.S + (step.s - l) * self.C
         return start, (self.pos[start:start + self.C], self.pos[:start], self.slopes)
 
@@ -223,11 +225,12 @@ class Wavefront:
 # ---- the forward pass ----
 
 def forward_pass(wave, x, *weights, pairs=None):
-    """All layers on x (B, T, d): [states], a list for replay. pairs: the first S given."""
+    """All layers on x (B, T, d): [states], a list for replay. pairs: the first S are given, the
+    new are left there; None: of this pass alone (backward makes them again)."""
     w = Weights(*weights).to(wave.dtype)
     if pairs is None:
         pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
-    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.d)  # padding: any
+    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.d)  # padding: anything finite
     states[0, :wave.T] = x.transpose(0, 1)
     for step in wave.steps:
         forward_step(wave, states, pairs, w.of_layers(step.lo, step.hi), step)
@@ -322,8 +325,8 @@ def backward_pass(wave, states, dy, *weights):
 
 
 def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
-    """Each active layer's chunk: dy, in d_states of the layer above, gives dx in that below. Adds
-    to grads, and to d_pairs of earlier chunks."""
+    """Each active layer's chunk: dy, in d_states[l + 1], gives dx, in d_states[l]. Adds to
+    grads, and to d_pairs of earlier chunks."""
     eps = wave.cfg.norm_eps
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     x = wave.diagonal(states[:-1], step, 1).flatten(1, 2)  # rows (A, C B, d)
@@ -345,19 +348,18 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
 
     # position by position, (B1) to (B6); dkv: of the products Wk n1(y), Wv n1(y)
     norms, done = (y_norm, z_norm, k_norm), []
-    for i in reversed(range(wave.C)):
-        now = slice(i * wave.B, (i + 1) * wave.B)  # rows of position i
-        y_parts, z_parts, k_parts = ([x[:, now] for x in parts] for parts in norms)
-        rope_i = [table[:, i:i + 1] for table in rope]
-        dk, dv = attention.kv_grad(i)                                # (B1), (B2)
-        dk = heads_backward(dk[:, None], w.nk, grads.nk, rope_i, k_parts)
+    for j in reversed(range(wave.C)):
+        now = slice(j * wave.B, (j + 1) * wave.B)  # rows of position j
+        y_parts, z_parts, k_parts = ([rows[:, now] for rows in parts] for parts in norms)
+        rope_j = [table[:, j:j + 1] for table in rope]
+        dk, dv = attention.kv_grad(j)                                # (B1), (B2)
+        dk = heads_backward(dk[:, None], w.nk, grads.nk, rope_j, k_parts)
         dkv = torch.cat([dk, dv.flatten(2)], -1).to(wave.dtype)      # (A, B, 2 G D)
         dn = product(dkv, w.qkv[:, wave.kv].mT)
-        g = dy[:, i] + norm_backward(dn, *y_parts)                   # (B3)
-        d = product(g, w.down.mT)
-        du = torch.ops.aten.gelu_backward(d, u[:, now])              # (B4)
+        g = dy[:, j] + norm_backward(dn, *y_parts)                   # (B3)
+        du = torch.ops.aten.gelu_backward(product(g, w.down.mT), u[:, now])  # (B4)
         dz = g + norm_backward(product(du, w.up.mT), *z_parts)       # (B5)
-        attention.write_query_grad(i, product(dz, w.wo.mT))          # (B6)
+        attention.write_query_grad(j, product(dz, w.wo.mT))          # (B6)
         done.append((g, du, dz, dkv))
     g, du, dz, dkv = (torch.stack(d[::-1], 1).flatten(1, 2) for d in zip(*done))
 
@@ -399,20 +401,20 @@ class ChunkBackward:
         self.a, self.lse = a.view(q.shape), total.view(q.shape[:4])
         self.da, self.delta = torch.zeros_like(self.a), torch.zeros_like(total)
 
-    def kv_grad(self, i):
-        """dk_i, dv_i (A, B, G, D), once later queries have written da; others have p = 0."""
-        A, B, _, C, D = self.shape
-        da, p = self.da.view(self.q_scaled.shape), self.p_of_key[:, i:i + 1]
-        ds = p * (torch.bmm(self.v[:, i:i + 1], da.mT) - self.delta[:, None])  # (B1)
-        dk = torch.baddbmm(self.dk[:, i:i + 1], ds, self.q_scaled)  # (B2): (N, 1, D)
-        dv = torch.baddbmm(self.dv[:, i:i + 1], p, da)
+    def kv_grad(self, j):
+        """dk_j, dv_j (A, B, G, D), once later queries have written da; others have p = 0."""
+        A, B, _, _, D = self.shape
+        da, p = self.da.view(self.q_scaled.shape), self.p_of_key[:, j:j + 1]
+        ds = p * (torch.bmm(self.v[:, j:j + 1], da.mT) - self.delta[:, None])  # (B1)
+        dk = torch.baddbmm(self.dk[:, j:j + 1], ds, self.q_scaled)  # (B2): (N, 1, D)
+        dv = torch.baddbmm(self.dv[:, j:j + 1], p, da)
         return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
 
-    def write_query_grad(self, i, da):
-        """da_i (A, B, H D), and delta_i (B6)."""
-        a = self.a[:, :, :, i]  # (A, B, H, D)
-        self.da[:, :, :, i] = da.view(a.shape)
-        self.delta.view(self.shape[:4])[..., i] = (da.view(a.shape) * a).sum(-1)
+    def write_query_grad(self, j, da):
+        """da_j (A, B, H D), and delta_j (B6)."""
+        a = self.a[:, :, :, j]  # (A, B, H, D)
+        self.da[:, :, :, j] = da.view(a.shape)
+        self.delta.view(self.shape[:4])[..., j] = (da.view(a.shape) * a).sum(-1)
 
     def query_grad(self):
         """What the chunk's own keys add to dq (A, B, H, C, D) (B7)."""
@@ -430,8 +432,8 @@ def run_layers(cfg, blocks, x):
 
 
 def prefill(cfg, blocks, x, past):
-    """The same after S cached tokens, past their k (B, G, S, D) of each layer, then v; and the
-    new k, v (L, B, G, T, D). No gradients; no CUDA graph, as lengths differ."""
+    """The same after S cached tokens; and the new k, v (L, B, G, T, D). past: the cached k
+    (B, G, S, D) of each layer, then v. No gradients; no CUDA graph, as lengths differ."""
     S = past[0].size(2)
     wave = Wavefront(cfg, x, len(blocks), S)  # has autocast's dtype
     with torch.autocast(x.device.type, enabled=False):
@@ -494,8 +496,9 @@ def recordable(x, dtype):
 
 
 def replay(wave, function, *inputs):
-    """function(wave, *inputs). On CUDA, a second call with the same shapes is recorded as a
-    graph: a position is some twenty kernels, slower to launch than to run."""
+    """function(wave, *inputs), without autocast (wave.dtype has it). On CUDA, a second call with
+    the same shapes is recorded as a graph: a position is some twenty kernels, slower to launch
+    than to run."""
     with torch.autocast(inputs[0].device.type, enabled=False):
         if not (wave.cfg.cuda_graphs and recordable(inputs[0], wave.dtype)):
             return function(wave, *inputs)

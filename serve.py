@@ -15,8 +15,8 @@ decoding requests A and B; C comes next. A column is a step, A2: loop 2 of a tok
 
     sequence    A1 A2 A1 .  A1 A2       a step is one loop of all: slots whose tokens have exited
                 B1 .  B1 B2 C1 C2       wait (.) for the others
-    depth       A1 A2 A1 A1 A2          nobody waits: with share=cycle all loops have the same
-                B1 B1 B2 C1 C2          blocks, so a step takes tokens in different loops
+    depth       A1 A2 A1 A1 A2          nobody waits: all loops have the same blocks (of mor with
+                B1 B1 B2 C1 C2          a cycle), so a step takes tokens in different loops
 
 Depth is the paper's continuous depth-wise batching (Bae et al. 2024, 2410.20672, Section 2.4).
 Up to rounding, each answer is what its request would get alone.
@@ -179,7 +179,7 @@ class Token:
 
 @dataclass(eq=False)
 class Slot:
-    """Where one request is decoded."""
+    """Where one request is decoded (not a KVCache's slot: that is an entry here)."""
     number: int
     request: Request = None
     fed: list = None                # tokens: a prefill, or one
@@ -196,7 +196,8 @@ class Slot:
 class Engine:
     """Decodes requests in `slots` slots. Prompt and answer together have up to max_len tokens
     (None: the model's limit or, without one, 8 times block_size)."""
-    # see run_layers; 1 takes 14 % longer with prompts of 4 to 16 tokens, no limit with 40 to 120
+    # see run_layers. 1 takes 14 % longer with prompts of 4 to 16 tokens; so does no limit, with
+    # prompts of 40 to 120
     MANY = 16
 
     def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="exact",
@@ -268,6 +269,7 @@ class Engine:
         for frozen in True, False:      # frozen ones first: the others attend to their keys
             same = [token for token in tokens if token.frozen == frozen]
             self.run_layers(adapter.run_loop, same)
+        # in relaxed all go on: one that predict lets exit waits there for a later one (fill)
         for token in adapter.go_on([token for token in tokens if token.loop < self.n_loop]):
             token.slot.waiting[token.loop + 1].append(token)
         # those of which no token goes on
@@ -300,9 +302,9 @@ class Engine:
         h = self.model.norm(torch.stack([slot.fed[-1].h for slot in asked]))        # (R, C)
         logits = upcast(self.model.head(h))[:, :self.vocab_size]
         if self.rule:
-            p = logits.softmax(-1).amax(-1).tolist()        # of the likeliest tokens
-            exits = [self.rule(slot.fed[-1].loop, x) for slot, x in zip(asked, p)]
-            asked, logits = list(itertools.compress(asked, exits)), logits[exits]
+            likeliest = logits.softmax(-1).amax(-1).tolist()
+            leaves = [self.rule(slot.fed[-1].loop, p) for slot, p in zip(asked, likeliest)]
+            asked, logits = list(itertools.compress(asked, leaves)), logits[leaves]
         ids = self.pick(asked, logits)
         requests = [slot.request for slot in asked]
         for slot, request, id, x in zip(asked, requests, ids, self.embed(ids).split(1)):

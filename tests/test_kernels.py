@@ -24,7 +24,7 @@ def test_attend_is_the_definition(number, device, dtype, tolerance):
 @pytest.mark.parametrize("number", range(0, len(ATTENDS), 3))
 def test_attend_written_out(number, monkeypatch):
     """As on devices for which torch has no attention that returns lse."""
-    monkeypatch.setattr(kernels, "FUSED_SOFTMAX", ())
+    monkeypatch.setattr(kernels, "FUSED", ())
     found = compare_attend(kernels.attend, *attend_case(number, *ATTENDS[number]), 1e-10)
     if min(ATTENDS[number][:2]) > 2:
         assert all(x.abs().max() > 0 for x in found[2:])

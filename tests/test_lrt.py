@@ -149,7 +149,7 @@ def test_initial_weights():
 def test_windows_and_source():
     """The paper's: SSSL, half the context and the query itself, the last layer all of it; 0.6 of the depth."""
     cfg = model_lrt.Config(n_layer=10, block_size=64)
-    assert [cfg.window(layer) for layer in range(10)] == [33, 33, 33, 0, 33, 33, 33, 0, 33, 0]
+    assert [cfg.window_of(layer) for layer in range(10)] == [33, 33, 33, 0, 33, 33, 33, 0, 33, 0]
     assert [model_lrt.Config(n_layer=L).source for L in (20, 24, 1)] == [12, 14, 1]
     assert [model_lrt.Config(n_layer=L).source_norm for L in (10, 11, 20)] == [False, True, True]
     with pytest.raises(ValueError, match="pattern=SX must"):
