@@ -20,7 +20,8 @@ tokenizer  byte              256 byte values; vocabulary 257
 
 A document goes to the split that its SHA-256 gives, so it stays there when others come or go.
 Where val would miss val_fraction of the bytes by a tenth, it takes documents in the order of their
-SHA-256, and one that is too large for it is cut: its end goes to val. So does that of a single one.
+SHA-256, and one that is too large for it is cut: its end goes to val. A single one is always cut.
+Of a long source (SAMPLE_BYTES) the start decides; then documents over a thousandth of it are cut.
 End-of-text follows every document but a single one. Files that are not UTF-8 are skipped (and
 counted). A document must fit in memory, a stream need not. The same source and settings give the
 same tokens. What fails or is stopped leaves nothing behind.
@@ -68,8 +69,8 @@ class PrepareConfig:
 
 class Corpus:
     """Documents in a fixed order, and how they are split. texts(): their texts, in a new pass. Of
-    more than `limit` bytes only the start is looked at: a document larger than a thousandth of it
-    is cut."""
+    more than `limit` bytes, or of very many, only the start is looked at: a document larger than
+    a thousandth of it is cut."""
 
     def __init__(self, texts, fraction, limit=math.inf):
         self.texts, self.fraction, self.limit = texts, fraction, limit
@@ -107,7 +108,7 @@ class Corpus:
         """Puts the edge where val has the bytes that are wanted. The document there is cut if val
         is too small without it and too large with it."""
         val = 0
-        for self.edge, size in sizes:
+        for self.edge, size in sizes:   # the last one's stays
             if val + size > wanted + slack:
                 self.part = (wanted - val) / size if val < wanted - slack else 0
                 return
@@ -115,7 +116,7 @@ class Corpus:
 
     def parts(self, key, size, text) -> list:
         """[(split, text)]: the whole document, or the two parts of one that is cut."""
-        part = self.part if key == self.edge else key < self.edge
+        part = self.part if key == self.edge else key < self.edge   # fraction of it for val
         if size > self.large:
             part = self.fraction
         cut = size - round(size * part)
@@ -184,7 +185,7 @@ def write_dataset(folder, cfg) -> dict:
     room = {"train": most - of_val, "val": of_val}
     folder.mkdir()
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        n_bytes = encode(corpus, tokenizer, dtype, {"train": train, "val": val}, dict(room))
+        n_bytes = encode(corpus, tokenizer, dtype, {"train": train, "val": val}, room)
     splits = {}
     for split in room:
         with open(folder / f"{split}.bin", "rb") as file:

@@ -137,6 +137,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
             row.extend([i] * (i is not None))
         held = cache.lengths.tolist()   # tokens of each row in the cache
         if any(on and h >= cache.max_len for on, h in zip(live, held)):
+            # how many to keep of each row: the cached, and the new one of rows that go on
             again = [kept if h >= cache.max_len else h + on for h, on in zip(held, live)]
             logits = prefill(model, cache, [row[-size:] for row, size in zip(rows, again)])
         else:

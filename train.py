@@ -341,6 +341,7 @@ def train(run):
     cfg = run.cfg
     with stop_request() as stop:
         while run.step < cfg.max_steps:
+            # first, as a run that was stopped in its evaluation is resumed here
             if run.evaluated < run.step and run.step % cfg.eval_interval == 0:
                 save_and_evaluate(run)
             logged, asked = train_step(run, stop)
@@ -406,8 +407,8 @@ def forward_backward(run):
     for index, (x, y), count in zip(indices, micro, counts):
         seed_forward(cfg.seed, run.step, index)
         # DDP sums gradients once a step; FSDP after each micro-batch, to keep them sharded
-        last = procs.world == 1 or cfg.fsdp or index == indices[-1]
-        with contextlib.nullcontext() if last else run.forward.no_sync():
+        sums = procs.world == 1 or cfg.fsdp or index == indices[-1]
+        with contextlib.nullcontext() if sums else run.forward.no_sync():
             with autocast(cfg, procs.device):
                 x, y = to_device(x, run), to_device(y, run)
                 logits, loss, aux = run.forward(x, y)

@@ -1,5 +1,5 @@
 """
-Keys and errors: what every command line here has in common.
+Keys and errors: what every command line here has in common. (Training's keys: process.py.)
 
 Arguments are key=value, checked against a dataclass whose fields are the keys; the comment beside
 a field is its help text. Bad input raises UserError: one line, exit status 2, never a traceback.

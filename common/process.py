@@ -44,17 +44,17 @@ class TrainConfig(Keys):
     max_steps: int = 2000  # optimizer steps
     max_flops: float = 0.0  # FLOPs of training; sets max_steps (0: no limit)
     optimizer: str = choice("adamw", "muon")  # muon: for the blocks' matrices only
-    learning_rate: float = 1e-3  # AdamW's peak
+    learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: its unit, see common/optim.py)
     muon_learning_rate: float = 0.02  # Muon's peak
     muon_momentum_steps: int = 0  # steps of its rise from 0.85
-    weight_decay: float = 0.1  # on matrices and embeddings, not on vectors
+    weight_decay: float = 0.1  # on matrices and embeddings, not on vectors (lrt: on Muon's)
     decay_schedule: str = choice("constant", "linear")  # of weight_decay
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.99  # AdamW
+    beta1: float = 0.9  # AdamW (lrt with muon has its own)
+    beta2: float = 0.99  # AdamW (the same)
     grad_clip: float = 1.0  # largest gradient norm (0: no clipping)
     lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: constant, then falls
     warmup_steps: int = 100  # linear warm-up of cosine and trapezoid
-    cooldown_frac: float = 0.2  # of the steps: their end, that falls
+    cooldown_frac: float = 0.2  # of the steps: the end that falls, of linear and trapezoid
     min_lr_frac: float = 0.1  # where all schedules end, of the peak
     # evaluation and logging
     eval_interval: int = 250  # steps between evaluations and checkpoints
@@ -301,6 +301,7 @@ def fit_to_data(cfg, given, data):
     """UserError where a key of the command line does not fit the data. That of a config file is
     ignored: the tokenizer is the data's, the prompt then the first characters of the text."""
     task = is_task(cfg.dataset)
+    # (a task has no tokenizer to choose: only the default passes)
     made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
     if given.get("tokenizer", made) != made:
         raise UserError(f"tokenizer={cfg.tokenizer} is not the one of dataset={cfg.dataset}: "

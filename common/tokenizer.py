@@ -273,8 +273,8 @@ def hf_library(text, eos):
 
 
 def hf_pieces(library, special) -> list:
-    """The bytes that each id adds to a text, maybe a part of a character. None for special tokens
-    and unused ids."""
+    """The bytes that each id adds to a text, maybe a part of a character; special tokens and
+    unused ids add nothing."""
     vocab, of_bytes = library.get_vocab(), "ByteLevel" in str(library.decoder)
     pieces, signs = [b""] * (max(vocab.values()) + 1), byte_signs()
     for word, i in vocab.items():

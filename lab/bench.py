@@ -8,7 +8,8 @@ Speed and memory, measured beside a baseline in the same run: where the README's
     python -m lab.bench runs out/gpt_tiny out/mor_tiny  trained runs, training and decoding
     python -m lab.bench mor init_from=out/mor_tiny      requests to a trained mor, or relaxed
 
-A model's keys are train.py's; sizes start from configs/<model>_tiny.yaml as there. Those of our
+A model's keys are train.py's; sizes start from configs/<model>_tiny.yaml as there. (Nothing is
+compiled, dtype is auto, a step is one micro-batch: such keys have no effect.) Those of our
 tables are in lab/experiments/speed.yaml, those of the papers in gpu_speed.yaml. Every line names a
 case, its milliseconds (the median over rounds), the most memory that it holds during a call (see
 peak_memory), and how many times as long as the baseline it takes: less than 1 is faster.
@@ -246,7 +247,7 @@ def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=No
         setup = lambda case: decoding(make(case), device, T, rows, idx)
         found[f"decode_{rows}_ms"] = compare(f"decoding batch {rows}, T {T:,}", cases, setup,
                                              device, rounds[0], min(NEW, T - 1))
-    prefill = lambda case: (nothing, decoding(make(case), device, T, prompts, new=1)[0])
+    prefill = lambda case: (nothing, decoding(make(case), device, T, prompts, idx, new=1)[0])
     compare(f"prefill {T - 1:,} tokens", cases, prefill, device, rounds[1])
     found["cache_bytes"] = {row: make(case).init_cache(1, T).nbytes() / T
                             for row, case in cases.items()}

@@ -22,6 +22,7 @@ estimate of the memories: about ten times as fast as the exact chain, and not eq
 """
 import copy
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -131,7 +132,7 @@ def evaluate_text(model, run, cfg, ckpt):
                          "positions": by_position(nats)}
     tokens = sum(map(len, windows)) * longest
     result = {**found[str(cfg.units[0])], "tokens": tokens, "lengths": found}
-    some = windows[::-(-len(windows) // 50)]  # 50 batches at most, from all the text
+    some = windows[::math.ceil(len(windows) / 50)]  # 50 batches at most, from all the text
     inputs = [batches.cut(data, starts)[0].to(model.wte.weight.device) for starts in some]
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
@@ -182,7 +183,7 @@ class HarnessModel:
         if limit and longest > limit:
             raise UserError(f"a task has an answer of {longest} tokens: the model reads {limit} "
                             f"(block_size)")
-        # a row that is too long loses its first tokens
+        # a row that is too long loses its first tokens (without a limit: -0, none)
         rows = [[*context, *answer[:-1]][-(limit or 0):] for context, answer in pairs]
         order, found = sorted(range(len(rows)), key=lambda n: -len(rows[n])), {}
         for i in tqdm(range(0, len(order), self.batch_size), disable=None, leave=False):

@@ -7,8 +7,8 @@ Every table and picture of RESULTS.md, again: runs what is missing, then writes 
     python -m lab.reproduce write               no runs: only tables and pictures (of all, or some)
 
 The runs of experiments/NAME.yaml are out/NAME-*. results/NAME.jsonl has a line for each command
-that is done: it is not run again, unless its config file has other values today. So a reproduction
-that was stopped goes on where it was. To repeat a run, delete its line and its folder.
+that is done: it is not run again (a run is, if its config file has other values today). So a
+reproduction that was stopped goes on where it was. To repeat one, delete its line and its folder.
 """
 import hashlib
 import json
@@ -142,7 +142,7 @@ def file_keys(run):
 def missing(runs):
     """The runs without a result, and those that they start from whose folders are gone."""
     wanted = set()
-    for run in reversed(runs):
+    for run in reversed(runs):      # a run starts from earlier ones
         if run in wanted or not run.result:
             wanted |= {run, *(r for r in run.needs if not (r.folder / "ckpt.pt").exists())}
     return [run for run in runs if run in wanted]
