@@ -29,7 +29,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """10 random examples a property, 200 with --full; the same ones every time, not made smaller."""
+    """10 random examples a property, 200 with --full; not made smaller, and the same ones every time, but for constants
+    of the modules that are loaded, which hypothesis tries too."""
     examples = 200 if config.getoption("--full") else 10
     hypothesis.settings.register_profile("here", max_examples=examples, derandomize=True, deadline=None, database=None,
                                          phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])

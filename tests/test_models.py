@@ -315,13 +315,14 @@ LOOPS = dict(share="cycle", n_layer=4, n_loop=2)
 COMPILED = [("gpt", {}), ("gpt", dict(pos="alibi", window=5)), ("rt", {}), ("rt", dict(recurrent=False)),
             ("lrt", dict(source=2)), ("lrt", dict(memory=False)), ("rat", dict(chunk=4, swa=3)),
             ("relaxed", dict(rank=2, early_exit="weighted")),
-            ("mor", dict(LOOPS, kv="share", causal="aux_router", capacity_warmup=9)),
             ("mor", dict(LOOPS, capacity_warmup=9)),
             ("mor", dict(LOOPS, router="token", kv="share", balance="loss_free"))]
+MORE = [("mor", dict(LOOPS, kv="share", causal="aux_router", capacity_warmup=9), "aot_eager"),
+        *((name, {}, "inductor") for name in MODELS)]
 
 
-@pytest.mark.parametrize("name, sizes, backend", [*((*case, "aot_eager") for case in COMPILED), *(
-    pytest.param(name, {}, "inductor", marks=pytest.mark.full) for name in MODELS)], ids=str)
+@pytest.mark.parametrize("name, sizes, backend", [
+    *((*case, "aot_eager") for case in COMPILED), *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)], ids=str)
 def test_a_compiled_training_step_is_one_graph(name, sizes, backend):
     """No breaks, and no recompilation from step to step (but one in MoR's warm-up of capacities, for all of them). Loss
     and gradients are those without torch.compile, by inductor too, torch's default backend."""
