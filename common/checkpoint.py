@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from common.keys import (UserError, check_known, first_line, known, model_module, names, note,
-                         open_file, run_cli, split_args, typed_config)
+from common.keys import (UserError, first_line, known, model_module, names, note, open_file,
+                         run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer, to_huggingface
 
 # what a checkpoint holds
@@ -132,9 +132,11 @@ def read_log(path):
 def build_model(ckpt, **overrides):
     """The model of a checkpoint with its weights, on the CPU; overrides replace Config fields."""
     module = model_module(ckpt["model"])
-    check_known(overrides, names(module.Config))
+    keys = {**ckpt["model_config"], **overrides}
+    for key in sorted(keys.keys() - names(module.Config)):
+        raise UserError(f"{key}={keys[key]}: model={ckpt['model']} has no such key")
     try:
-        model = module.Model(module.Config(**{**ckpt["model_config"], **overrides}))
+        model = module.Model(module.Config(**keys))
         if "converts" in ckpt:                  # from another model's
             module.convert(model, ckpt["weights"])
         else:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.keys import (NAME, UserError, as_command, first_line, need, open_file, plain_name,
-                         read_json)
+from common.keys import (NAME, UserError, as_command, first_line, need, note, open_file,
+                         plain_name, read_json)
 from common.tokenizer import HUB_NAME, load_tokenizer
 
 
@@ -49,6 +49,9 @@ def open_data(cfg):
     if folder.name != cfg.dataset and made != (cfg.dataset, cfg.tokenizer):
         raise UserError(f"{folder} was made with dataset={made[0]} tokenizer={made[1]}: make "
                         f"another with {again} name=NAME, and train with dataset=NAME")
+    source = Path(cfg.dataset.partition("file:")[2]).expanduser()
+    if source.is_file() and source.stat().st_mtime > (folder / "meta.json").stat().st_mtime:
+        note(f"{source} is newer than {folder}: {again} overwrite=true reads it again")
     return folder
 
 
@@ -224,7 +227,8 @@ def hf_texts(name, cfg):
         for row in hf_rows(name, cfg.split).select_columns([cfg.text_column]):
             yield row[cfg.text_column]
     except Exception as e:  # of the library, the hub or the network
-        raise UserError(f"cannot read hf:{name}: {type(e).__name__}: {first_line(e)}") from None
+        raise UserError(f"cannot read hf:{name} (text_column={cfg.text_column}): "
+                        f"{type(e).__name__}: {first_line(e)}") from None
 
 
 def hf_rows(name, split):

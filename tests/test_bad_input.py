@@ -94,7 +94,7 @@ SAMPLE = [
     ([], "give one run folder or checkpoint"), (["x" * 300], "File name too long"),
     (["out/r", "prompt="], "the prompt is empty"), (["out/r", "prompt=FILE:latin.txt"], "latin.txt is not UTF-8"),
     (["out/r", "prompt=FILE:missing.txt"], "missing.txt cannot be read"),
-    (["out/r", "prefill=exact"], "unknown key 'prefill': the keys are "),
+    (["out/r", "prefill=exact"], "prefill=exact: model=gpt has no such key"),
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "model=gpt"], "lab.bench rt is of model=rt"),
@@ -103,7 +103,7 @@ BENCH = [
     (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 EVAL = [
-    (["out/r", "prefill=exact"], "unknown key 'prefill'"),
+    (["out/r", "prefill=exact"], "prefill=exact: model=gpt has no such key"),
     (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
     (["out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
     (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"), (["out/r", "dataset=task:s3"], "task:s3 is no text"),

@@ -244,7 +244,7 @@ def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize("function, keys, message", [
     ("tiktoken.get_encoding", {"tokenizer": "gpt2"}, "gpt2 needs a network once"),
     ("urllib.request.urlopen", {"dataset": "shakespeare"}, "use dataset=file:PATH"),
-    ("datasets.load_dataset", {"dataset": "hf:a/b"}, "cannot read hf:a/b: ConnectionError: no route$"),
+    ("datasets.load_dataset", {"dataset": "hf:a/b"}, "cannot read hf:a/b .text_column=text.: ConnectionError: no route$"),
     ("huggingface_hub.snapshot_download", {"tokenizer": "hf:a/b"}, "hf:a/b cannot be used: .*: .*: no route$")])
 def test_no_network(tmp_path, function, keys, message, monkeypatch):
     monkeypatch.setattr(function, Mock(side_effect=ConnectionError("no route\nto host")))
@@ -510,6 +510,15 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         make(tmp_path, **keys, overwrite=True)
     assert tree(folder) == before
+
+
+def test_a_text_newer_than_its_data_set_is_told(tmp_path, capsys):
+    (file := tmp_path / "a.txt").write_text("some text " * 20)
+    cfg = PrepareConfig(dataset=f"file:{file}", data_dir=str(tmp_path / "data"))
+    folder = prepare.prepare(cfg)
+    assert data.open_data(cfg) == folder and "is newer" not in capsys.readouterr().out
+    os.utime(file, (2e9, 2e9))
+    assert data.open_data(cfg) == folder and f"{file} is newer than {folder}: python prepare.py" in capsys.readouterr().out
 
 
 def test_what_is_no_data_set_is_not_replaced(tmp_path):
