@@ -76,7 +76,7 @@ class BaseConfig:
 
     def at_least(self, least, *names):
         for name in names:
-            if getattr(self, name) < least:
+            if not getattr(self, name) >= least:    # NaN is not
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
 
     def divides(self, a, b):

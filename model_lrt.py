@@ -421,7 +421,7 @@ class Model(LanguageModel):
     def embed(self, idx, pos=None):
         """The Tokens idx (B, T) at positions pos (B or 1, T; None: 0 .. T - 1)."""
         cfg, T = self.cfg, idx.size(1)
-        if T > cfg.block_size:
+        if pos is None and T > cfg.block_size:      # with a cache, place has counted the real ones
             raise ValueError(f"{T} tokens are more than block_size={cfg.block_size}")
         pos = torch.arange(T, device=idx.device)[None] if pos is None else pos
         x0 = self.drop(norm(self.wte(idx), cfg.norm_eps))           # (B, T, C)

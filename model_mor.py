@@ -162,19 +162,17 @@ class MixtureOfRecursions(LanguageModel):
 
     def token_choice(self, h1, tokens, R):
         """h_1 (B, T, C) -> h after at most R recursions, and what token_loss takes."""
-        h, (scores, p, depth) = h1, self.choose_depth(h1)
+        h, (scores, p, depth) = h1, self.choose_depth(h1, R)
         for r in range(1, R + 1):
             h = self.recursion(r, h, tokens.subset(r, tokens.kept & (depth >= r)))
         return self.exit(h1, h, p, depth), (scores, p, depth)
 
-    def choose_depth(self, h1):
-        """h_1 (..., C) -> scores and p (..., R), depths 1 .. R (...)."""
+    def choose_depth(self, h1, most):
+        """h_1 (..., C) -> scores and p (..., R), depths (...) from 1 to `most`."""
         scores = self.router(h1)
         p = self.gate(scores)
         depth = 1 + (p + self.balance_bias).argmax(-1)  # i
-        if not self.training:
-            depth = depth.clamp(max=self.loops_to_run)  # so (2.2) has its p
-        return scores, p, depth
+        return scores, p, depth.clamp(max=most)  # (2.2) has the p of where it exits
 
     def exit(self, h1, h, p, depth):
         return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)  # (2.2)
@@ -435,7 +433,7 @@ class Model(MixtureOfRecursions):
         """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the loss of
         the router takes. top_k: expert choice as in training, else as in decoding."""
         cfg, h, T = self.cfg, self.drop(self.wte(idx)), idx.size(1)
-        R = cfg.n_loop if self.training else self.loops_to_run
+        R = cfg.n_loop if self.training and cache is None else self.loops_to_run
         tokens = self.context_type(cfg, h, cache, n_valid)
         for block in self.first:
             h = block(h, -2, tokens)

@@ -138,8 +138,6 @@ class Wavefront:
         bias = attention_bias(pos[None], pos, 0, self.slopes, self.wide)[0]
         self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
         if cfg.pos == "rope":
-            if self.T > cfg.block_size:
-                raise ValueError(f"{self.T} tokens are more than block_size={cfg.block_size}")
             tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.wide)
             # (L, length, 1, 1, D / 2); no expand: diagonal needs a stride
             self.tables = [table[:, None, None].repeat(L, 1, 1, 1, 1) for table in tables]
@@ -428,6 +426,8 @@ class ChunkBackward:
 @torch.compiler.disable  # it would unroll the loop over positions
 def run_layers(cfg, blocks, x):
     """The layers `blocks` on x (B, T, d) -> (B, T, d), differentiable."""
+    if cfg.pos == "rope" and x.size(1) > cfg.block_size:    # (a cache counts its tokens itself)
+        raise ValueError(f"{x.size(1)} tokens are more than block_size={cfg.block_size}")
     return Layers.apply(cfg, x, *stack_weights(cfg, blocks))
 
 

@@ -455,7 +455,7 @@ class MoRAdapter:
     def after_loops(self, x, context):
         if self.cfg.router == "token":
             h1 = torch.stack([token.h1 for token in context.tokens]).view_as(x)
-            _, p, depth = self.model.choose_depth(h1)
+            _, p, depth = self.model.choose_depth(h1, self.model.loops_to_run)
             x = self.model.exit(h1, x, p, depth)        # model_mor's (2.2)
         for block in self.model.last:
             x = block(x, -1, context)
@@ -466,7 +466,8 @@ class MoRAdapter:
         if cfg.router == "none" or not tokens:
             return tokens
         if cfg.router == "token":
-            _, _, depth = model.choose_depth(torch.stack([token.h1 for token in tokens]))
+            h1 = torch.stack([token.h1 for token in tokens])
+            _, _, depth = model.choose_depth(h1, model.loops_to_run)
             return [token for token, d in zip(tokens, depth.tolist()) if token.loop < d]
         routers = model.aux_routers if cfg.causal == "aux_router" else model.routers
         x = torch.stack([token.h for token in tokens])[:, None]             # (N, 1, C)

@@ -151,10 +151,11 @@ def assert_cache_is_forward(model, lengths, splits, tolerance, rng=None):
 @pytest.mark.parametrize("fast", [True, False])
 def test_cache_in_any_split_is_one_forward(name, sizes, fast):
     """Past block_size too, where positions have no end. Rows may advance as they like, as in a
-    batching engine; padding may reach beyond the cache."""
+    batching engine; padding may reach beyond the cache. In train mode a cache decodes, too."""
     short = tiny(name, **{**sizes, "fast": fast, "block_size": 16})
     if short.context_limit is None:
         assert_cache_is_forward(short, [50, 33], [20, 1, 1, 28], 1e-10)
+    assert_cache_is_forward(short, [16, 1, 9], [20], 1e-10)
     model = tiny(name, fast=fast, **sizes)
     for splits in ([1] * 37, [5, 1, 1, 30], [16, 16, 5], [40]):
         assert_cache_is_forward(model, [37, 37], splits, 1e-10)
@@ -163,6 +164,8 @@ def test_cache_in_any_split_is_one_forward(name, sizes, fast):
         rng = random.Random(seed)
         pieces = rng.choices([1, 2, 7, 20, 30], k=6)
         assert_cache_is_forward(model, [30] * rng.randint(1, 4), pieces, 1e-10, rng)
+    x, cache = tokens(2, 9), model.init_cache(2, 9)
+    assert relative(torch.cat([model.train()(piece, cache=cache)[0] for piece in x.split(5, 1)], 1), model.eval()(x)[0]) < 1e-10
     assert_cache_is_forward(model.float(), [37, 37, 12], [30, 1, 1, 5], 1e-5)
 
 
