@@ -244,9 +244,8 @@ class Block(nn.Module):
 
 class Context:
     """What all layers share in a call: positions pos (B or 1, T) of the new tokens, RoPE's cos
-    and sin or None, the attention bias or None (causal), and where keys and values go (slots,
-    with a cache; else S = T). k_pos (S,), the positions of keys, and slopes, of ALiBi, make the
-    bias; RT masks by them without one (has_bias)."""
+    and sin or None, the attention bias or None (causal), and the slots of a cache (else S = T).
+    k_pos (S,) and ALiBi's slopes make the bias; RT can mask by them without one (has_bias)."""
 
     def __init__(self, cfg, x, cache=None, n_valid=None, has_bias=None):
         """x (B, T, C): embeddings. has_bias None: only where the causal mask is not enough."""
@@ -452,8 +451,7 @@ class KVCache:
         self.ragged = self.longest > 0
 
     def place(self, T, n_valid=None):
-        """Slots for T new tokens a row, of which n_valid (B,) are real (None: all). It changes
-        nothing: write and advance do."""
+        """Slots for T new tokens a row, n_valid (B,) of them real (None: all). Changes nothing."""
         n_new = torch.full_like(self.lengths, T)
         if n_valid is not None:
             n_new = n_valid.to(self.lengths).clamp(0, T)

@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-T, L = 6, 4                     # tokens from left to right, layers from bottom to top (0: embedding)
+T, L = 6, 4     # tokens left to right, layers bottom to top (0: embedding)
 GREY, INK, READ, RECUR = "#c8ccd2", "#30343b", "#2f6fb5", "#d1495b"
 BLOCKS = "#8fbcbb", "#ebcb8b"   # two stored blocks
 
