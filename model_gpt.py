@@ -199,8 +199,8 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     to (B, H, T, S) -> (B, H, T, D). bias None: causal; the queries are the last T of S tokens."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
     fused = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=dropout, enable_gqa=H != G)
-    if fast and bias is None and T in (1, S):
-        return fused(is_causal=T > 1)   # a single query sees all keys; torch's mask is for T = S
+    if fast and bias is None and T in (1, S):  # a single query sees all; torch's mask is for T = S
+        return fused(is_causal=True) if T > 1 else fused()
     if bias is None:
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if fast:
