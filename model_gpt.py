@@ -199,12 +199,14 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     to (B, H, T, S) -> (B, H, T, D). bias None: causal; the queries are the last T of S tokens."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
     fused = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=dropout, enable_gqa=H != G)
-    if fast and bias is None and T in (1, S):  # a single query sees all; torch's mask is for T = S
-        return fused(is_causal=True) if T > 1 else fused()
+    if fast and bias is None and T == 1:
+        return fused(None)  # the last token attends to all keys
+    if fast and bias is None and T == S:
+        return fused(None, is_causal=True)  # torch's mask is right only for T = S
     if bias is None:
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if fast:
-        return fused(attn_mask=bias.to(q.dtype))    # q's dtype is wanted: it rounds ALiBi's
+        return fused(bias.to(q.dtype))  # torch's demand; in 16 bits ALiBi is rounded
     k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))         # (B, H, S, D)
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))      # (B, H, T, S)
     probs = (upcast(scores) + bias).softmax(-1)
@@ -291,10 +293,9 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class LanguageModel(nn.Module):
-    """What all models share: embedding, norm, head, the call, the loss, generate (sample.py has
-    more). A model adds blocks, calls init_weights and may replace the rest; attention of its own
-    has a mixer_flops or flops_per_token of its own. train.py also uses, where a model has them,
-    eval_metrics, end_step(logged) and estimate(idx, targets)."""
+    """What all models share: embedding, norm, head, the call, the loss, generate. A model adds
+    blocks, calls init_weights and may replace the rest: mixer_flops if its attention is not this
+    file's. train.py uses eval_metrics, end_step and estimate where a model has them."""
     context_type = Context  # most have their own
     runs_blocks_once = True     # so FSDP may gather one at a time
 
@@ -391,7 +392,7 @@ class LanguageModel(nn.Module):
 def init_weights(model, n_layer=None):
     """GPT-2's: N(0, 0.02); with n_layer, projections into the residual stream smaller by
     1 / sqrt(2 n_layer), so that its variance does not grow with depth. Norms stay 1. With
-    tie_embeddings the head is the embedding. It overwrites every matrix: set others after it."""
+    tie_embeddings the head is the embedding. Call it first: it sets every matrix."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))
@@ -417,7 +418,7 @@ def visible_keys(T, window=0):
 # ---- decoding: the KV cache ----
 
 class KVCache:
-    """Keys (after RoPE) and values of all tokens, even those behind a window: k[layer], v[layer] of
+    """Keys (after RoPE) and values of all tokens, with a window too: k[layer], v[layer] of
     (B, G, max_len + 1, D). Slot p of a row holds its token at position p, so the causal mask
     also hides what a shorter row has not filled; slot max_len takes padding, and is never read.
     A call chooses slots (place), each layer writes there and reads all (write), and the end

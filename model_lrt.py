@@ -11,8 +11,8 @@ the source, as the memory m_{t-1}, which all layers of token t read:
     layer 3          o -- m -----+-> o        source: 0.6 of the depth
     layer 2          o           +-> o
     layer 1          o           +-> o
-A layer; * is the memory's, the rest nanochat's (98eed6d), the backbone (memory=false), with an
-embedding for values, VE_l, and a window (pattern) a layer. "code:" is what the authors' does.
+A layer; * marks the memory's lines. The rest is nanochat's backbone (memory=false, 98eed6d):
+a layer has value embeddings VE_l and a window (pattern). "code:" means the authors' code.
     x <- alpha x + beta x0                           x0 = RMSNorm(E[idx]) enters layer 1
   * x <- x + gamma m_{t-1}                           (5)
     u = RMSNorm(x),  k = Wk u,  v = Wv u
@@ -25,7 +25,7 @@ embedding for values, VE_l, and a window (pattern) a layer. "code:" is what the 
 
 m_t is x after the source layer, or its RMSNorm (source_norm: in deep models; code: RMSNorm after
 the last layer); m_{-1} = 0. logits = 15 tanh(W_head RMSNorm(x) / 15). No RMSNorm has a weight.
-alpha, beta, gamma are scalars of a layer, 1, 0.1, 0.1 at the start. Equation numbers: the paper's.
+alpha, beta, gamma are scalars of a layer and start at 1, 0.1, 0.1. Numbers are the paper's.
 
 m_0 -> m_1 -> ... is a chain over positions: T passes of one each. Evaluation and decoding run it
 (code: samples without m); training can (train_path=exact), slowly. Algorithm 1 (interleaved) does
@@ -421,7 +421,7 @@ class Model(LanguageModel):
     def embed(self, idx, pos=None):
         """The Tokens idx (B, T) at positions pos (B or 1, T; None: 0 .. T - 1)."""
         cfg, T = self.cfg, idx.size(1)
-        if pos is None and T > cfg.block_size:      # with a cache, place has counted the real ones
+        if pos is None and T > cfg.block_size:  # (a cache counts its tokens itself)
             raise ValueError(f"{T} tokens are more than block_size={cfg.block_size}")
         pos = torch.arange(T, device=idx.device)[None] if pos is None else pos
         x0 = self.drop(norm(self.wte(idx), cfg.norm_eps))           # (B, T, C)

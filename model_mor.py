@@ -77,7 +77,8 @@ class Config(BaseConfig):
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
-    CONVERTS_FROM = ("gpt",)    # init_from may be a run of it (convert), or of other values of
+    # init_from may be a run of these models (convert), or one with other values of these keys
+    CONVERTS_FROM = ("gpt",)
     NOT_IN_WEIGHTS = ("exit_loop", "aux_weight", "capacity_warmup", "balance_weight",
                       "balance_rate", "z_loss")
 

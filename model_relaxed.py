@@ -220,7 +220,7 @@ def convert(model, weights):
         for u, source in enumerate(sources[k::cfg.n_stored]):
             set_head_norms(block, u, source if cfg.rank else tied)
             if svd:
-                set_deltas(block, u, source)
+                set_deltas(block, k, u, source)
 
 
 def source_layers(weights, n_layer):
@@ -251,14 +251,14 @@ def set_head_norms(block, u, source):
             part.weights[u].copy_(source[f"{name}.weight"])
 
 
-def set_deltas(block, u, source):
-    """Set the deltas of use u by (4), so that it comes near its source. Where W' is the source
+def set_deltas(block, k, u, source):
+    """Set the deltas of stored block k's use u by (4), so that it comes near its source. Where W' is the source
     but for rounding, the SVD would be of noise: A stays random and B zero, so that both learn."""
     for name, part in block.named_modules():
         if isinstance(part, RelaxedLinear):
             w_l = source[f"{name}.weight"]
             n_use, r, _ = part.a.shape
-            wanted = folded(block, source, name)
+            wanted = folded(block, k, source, name)
             missing = wanted - upcast(part.weight)      # B_u A_u at full rank
             # W' and g' are each a mean of up to n_use weights, and rounded as often
             eps = 2 * n_use * max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
@@ -267,16 +267,16 @@ def set_deltas(block, u, source):
                 part.a[u], part.b[u] = Vh[:r], (U[:, :r] * S[:r]).t()
 
 
-def folded(block, source, name):
+def folded(block, k, source, name):
     """W_l diag(g_l / g') (out, in), which does here what W_l did in its layer: of a normalized
     n,  W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n). ValueError where g' is near zero."""
     w = upcast(source[f"{name}.weight"])
     if name not in ("attn.wo", "mlp.w_down"):  # which have no norm before them
-        norm = "norm1.weight" if name.startswith("attn") else "norm2.weight"
-        ratio = upcast(source[norm]) / upcast(block.get_parameter(norm))
+        norm = "norm1" if name.startswith("attn") else "norm2"
+        ratio = upcast(source[f"{norm}.weight"]) / upcast(getattr(block, norm).weight)
         if not (ratio.abs() < 1e4).all():       # NaN, too
-            raise ValueError(f"{norm} of a stored block is near zero, its deltas would be huge: "
-                             f"another init may avoid it, rank=0 and lora_init=zero do")
+            raise ValueError(f"{norm} of stored block {k} is near zero, its deltas would be "
+                             f"huge: another init may avoid it, rank=0 and lora_init=zero do")
         w = w * ratio
     return w
 

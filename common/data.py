@@ -49,8 +49,9 @@ def open_data(cfg):
     if folder.name != cfg.dataset and made != (cfg.dataset, cfg.tokenizer):
         raise UserError(f"{folder} was made with dataset={made[0]} tokenizer={made[1]}: make "
                         f"another with {again} name=NAME, and train with dataset=NAME")
-    source = Path(cfg.dataset.partition("file:")[2]).expanduser()
-    if source.is_file() and source.stat().st_mtime > (folder / "meta.json").stat().st_mtime:
+    kind, _, path = cfg.dataset.partition(":")
+    source, made_at = Path(path).expanduser(), (folder / "meta.json").stat().st_mtime
+    if kind == "file" and source.is_file() and source.stat().st_mtime > made_at:
         note(f"{source} is newer than {folder}: {again} overwrite=true reads it again")
     return folder
 

@@ -44,13 +44,13 @@ class TrainConfig(Keys):
     max_steps: int = 2000  # optimizer steps
     max_flops: float = 0.0  # FLOPs of training; sets max_steps (0: no limit)
     optimizer: str = choice("adamw", "muon")  # muon: for the blocks' matrices only
-    learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: its unit, see common/optim.py)
+    learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: see common/optim.py)
     muon_learning_rate: float = 0.02  # Muon's peak
     muon_momentum_steps: int = 0  # steps of its rise from 0.85
-    weight_decay: float = 0.1  # on matrices and embeddings, not on vectors (lrt: on Muon's)
+    weight_decay: float = 0.1  # on matrices and embeddings, not on vectors
     decay_schedule: str = choice("constant", "linear")  # of weight_decay
-    beta1: float = 0.9  # AdamW (lrt with muon has its own)
-    beta2: float = 0.99  # AdamW (the same)
+    beta1: float = 0.9  # AdamW (lrt with muon: its own)
+    beta2: float = 0.99  # AdamW (lrt with muon: its own)
     grad_clip: float = 1.0  # largest gradient norm (0: no clipping)
     lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: constant, then falls
     warmup_steps: int = 100  # linear warm-up of cosine and trapezoid
@@ -364,7 +364,7 @@ def set_budget(cfg, model):
     if cfg.max_flops and not steps:
         raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost:.3g} "
                         f"floating-point operations")
-    cfg.max_steps = min(steps, 2**62) or cfg.max_steps
+    cfg.max_steps = min(steps, 2**62) or cfg.max_steps  # a resumed run reads an int of 63 bits
 
 
 def load_teacher(cfg, model, data):

@@ -110,7 +110,7 @@ def test_opcheck(number):
 
 
 @pytest.mark.parametrize("name, value, message", [
-    ("q", torch.randn(2, 4, 6, 300), "q (2, 4, 6, 300)"), ("window", 0, "window=0"),
+    ("q", torch.randn(2, 4, 6, 300), "q (2, 4, 6, 300)"), ("window", 0, "window=0"), ("slopes", torch.ones(3), "slopes (3,)"),
     ("q", torch.randn(2, 3, 6, 8), "H % G"), ("k", torch.randn(2, 2, 5, 7), "k (2, 2, 5, 7)"),
     ("q_pos", torch.arange(6), "q_pos (6,) is torch.int64"),
     ("k_pos", torch.arange(6).int(), "k_pos (6,)")])

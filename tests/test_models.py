@@ -318,7 +318,7 @@ LOOPS = dict(share="cycle", n_layer=4, n_loop=2)
 COMPILED = [("gpt", {}), ("gpt", dict(pos="alibi", window=5)), ("rt", {}), ("rt", dict(recurrent=False)),
             ("lrt", dict(source=2)), ("lrt", dict(memory=False)), ("rat", dict(chunk=4, swa=3)),
             ("relaxed", dict(rank=2, early_exit="weighted")),
-            ("mor", dict(LOOPS, capacity_warmup=9)),
+            ("mor", dict(LOOPS, causal="aux_router", capacity_warmup=9)),
             ("mor", dict(LOOPS, router="token", kv="share", balance="loss_free"))]
 MORE = [("mor", dict(LOOPS, kv="share", causal="aux_router", capacity_warmup=9), "aot_eager"),
         *((name, {}, "inductor") for name in MODELS)]
