@@ -364,7 +364,7 @@ def set_budget(cfg, model):
     if cfg.max_flops and not steps:
         raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost:.3g} "
                         f"floating-point operations")
-    cfg.max_steps = min(steps, 2**62) or cfg.max_steps  # a resumed run reads an int of 63 bits
+    cfg.max_steps = min(steps, 2**62) or cfg.max_steps  # resume reads it as an int
 
 
 def load_teacher(cfg, model, data):
