@@ -252,8 +252,9 @@ def set_head_norms(block, u, source):
 
 
 def set_deltas(block, k, u, source):
-    """Set the deltas of stored block k's use u by (4), so that it comes near its source. Where W' is the source
-    but for rounding, the SVD would be of noise: A stays random and B zero, so that both learn."""
+    """Set the deltas of stored block k's use u by (4), so that it comes near its source. Where W'
+    is the source but for rounding, the SVD would be of noise: A stays random and B zero, so that
+    both learn."""
     for name, part in block.named_modules():
         if isinstance(part, RelaxedLinear):
             w_l = source[f"{name}.weight"]

@@ -47,7 +47,7 @@ class TrainConfig(Keys):
     learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: see common/optim.py)
     muon_learning_rate: float = 0.02  # Muon's peak
     muon_momentum_steps: int = 0  # steps of its rise from 0.85
-    weight_decay: float = 0.1  # on matrices and embeddings, not on vectors
+    weight_decay: float = 0.1  # on matrices and embeddings (lrt with muon: on matrices)
     decay_schedule: str = choice("constant", "linear")  # of weight_decay
     beta1: float = 0.9  # AdamW (lrt with muon: its own)
     beta2: float = 0.99  # AdamW (lrt with muon: its own)

@@ -60,7 +60,7 @@ BUGS = {
         "previous = shifted(m, zero)[:, subset]", "previous = m[:, subset]",
         "test_lrt.py -k each_path_is_its_equations"),
 }
-FEW = 5        # so many, the first, are planted in every run, all of them with --full
+FEW = 8        # so many, the first, are planted in every run, all of them with --full
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.full] * (n >= FEW)) for n, bug in enumerate(BUGS)])
