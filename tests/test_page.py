@@ -143,7 +143,7 @@ def test_models_and_curl(client, url):
     assert "<textarea" in httpx.get(f"{url}/?x=1").text and httpx.get(f"{url}/v1/models?x=1").status_code == 200
     with pytest.raises(openai.NotFoundError, match="model never is not here: mor, relaxed"):
         client.models.retrieve("never")
-    body = '{"prompt": "ab", "max_tokens": 2, "seed": null, "stop": null, "echo": false}'
+    body = '{"prompt": "ab", "max_tokens": 2, "temperature": 0, "seed": null, "stop": null, "echo": false}'
     found = subprocess.run(["curl", "-s", f"{url}/v1/completions?x=1", "-d", body], stdout=subprocess.PIPE)
     assert json.loads(found.stdout)["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
 
