@@ -385,11 +385,14 @@ class Model(MixtureOfRecursions):
             self.eval_metrics = [*depths, "maxvio"]
         layers = [self.blocks[k] for k in cfg.order]
         self.layers_of = [layers[i:i + K] for i in range(0, K * R, K)]  # by recursion
-        self.gate = {"softmax": lambda s: s.softmax(-1),
-                     "sigmoid": lambda s: cfg.alpha * s.sigmoid(),
-                     "tanh": lambda s: cfg.alpha * s.tanh()}[cfg.router_func]
         init_weights(self, cfg.n_layer)
         self.set_step(math.inf)
+
+    def gate(self, scores):
+        """p, or the factor alpha sigmoid(s) in (2.1), by router_func."""
+        if self.cfg.router_func == "softmax":
+            return scores.softmax(-1)
+        return self.cfg.alpha * getattr(torch, self.cfg.router_func)(scores)
 
     def make_block(self, cfg, number):
         """A shared, first or last block, called as block(h, layer, context)."""

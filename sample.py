@@ -173,10 +173,9 @@ def read_prompts(text):
 def write_stream(steps, tokenizer, prompts):
     """Print a prompt and its new tokens as they come; bytes of an unfinished character wait.
     Returns how many tokens came."""
-    print(tokenizer.decode(prompts[0]), end="", flush=True)
-    tokens = (token for (token,) in steps if token is not None)
+    prompt, tokens = tokenizer.decode(prompts[0]), (i for (i,) in steps if i is not None)
     for count, text in enumerate(tokenizer.stream(tokens)):     # once more than there are tokens
-        print(text, end="", flush=True)
+        print(text if count else prompt + text, end="", flush=True)
     print()
     return count
 

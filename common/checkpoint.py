@@ -161,7 +161,7 @@ def load_initial(path, key="init_from"):
     from common.llama import from_pretrained
     try:
         model = from_pretrained(path)
-    except (ValueError, RuntimeError) as e:     # RuntimeError: no memory for its sizes
+    except (UserError, ValueError, RuntimeError) as e:      # RuntimeError: no memory for its sizes
         raise UserError(f"{key}={path}: {first_line(e)}") from e
     return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(),
             "step": 0}
