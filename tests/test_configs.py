@@ -8,7 +8,7 @@ import torch
 from common import keys
 from conftest import ROOT
 
-TOY = re.compile(r".*_tiny|task_.*|.*shakespeare.*|.*_compare|.*_uptrain")
+TOY = re.compile(r".*_tiny|task_.*|.*shakespeare.*|.*_uptrain")
 VOCAB = {"gpt2": 50257, "hf:HuggingFaceTB/SmolLM-135M": 49152}
 # the papers': millions of parameters (rt: of the matrices of the blocks; mor: of the plain model beside it),
 # tokens of a step, billions of tokens of a run
