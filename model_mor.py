@@ -389,7 +389,7 @@ class Model(MixtureOfRecursions):
         self.set_step(math.inf)
 
     def gate(self, scores):
-        """p, or the factor alpha sigmoid(s) in (2.1), by router_func."""
+        """The factor of F_r: alpha sigmoid(s) in (2.1), p in (2.2), or as router_func says."""
         if self.cfg.router_func == "softmax":
             return scores.softmax(-1)
         return self.cfg.alpha * getattr(torch, self.cfg.router_func)(scores)

@@ -171,9 +171,10 @@ def read_prompts(text):
 
 
 def write_stream(steps, tokenizer, prompts):
-    """Print a prompt and its new tokens as they come; bytes of an unfinished character wait.
-    Returns how many tokens came."""
-    prompt, tokens = tokenizer.decode(prompts[0]), (i for (i,) in steps if i is not None)
+    """Print a prompt, with its first new token, and the others as they come; bytes of an
+    unfinished character wait. Returns how many tokens came."""
+    prompt = tokenizer.decode(prompts[0])
+    tokens = (token for (token,) in steps if token is not None)
     for count, text in enumerate(tokenizer.stream(tokens)):     # once more than there are tokens
         print(text if count else prompt + text, end="", flush=True)
     print()

@@ -67,7 +67,7 @@ TRAIN = [
     (["resume=true", "run=badrng"], "the checkpoint does not fit"),
     (["resume=true", "run=pipe"], "pipe/ckpt.pt: it is not a regular file"),
     (["init_from=folder"], "its config.json"),
-    (["init_from=./nowhere"], "neither a folder nor a hub name"),
+    (["init_from=./nowhere"], "init_from=./nowhere: ./nowhere is neither a folder nor a hub name"),
     (["model=rat", "init_from=out/r"], "model=rat, but the checkpoint holds model=gpt"),
     (["teacher=out/r", "block_size=32"], "teacher=out/r has vocab_size=257 and takes 16 tokens"),
     # data sets and tasks
