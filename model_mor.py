@@ -171,7 +171,7 @@ class MixtureOfRecursions(LanguageModel):
     def choose_depth(self, h1, most):
         """h_1 (..., C) -> scores and p (..., R), depths (...) from 1 to `most`."""
         scores = self.router(h1)
-        p = self.gate(scores)
+        p = self.alpha * self.gate(scores)
         depth = 1 + (p + self.balance_bias).argmax(-1)  # i
         return scores, p, depth.clamp(max=most)  # (2.2) has the p of where it exits
 
@@ -189,12 +189,12 @@ class MixtureOfRecursions(LanguageModel):
 
     def recursion(self, r, h, context, s=None):
         """h (B, T, C) -> h in which context.kept have become F_r(h) or, given scores
-        s (B, T), h + gate(s) F_r(h). Model's gathers first."""
+        s (B, T), h + alpha gate(s) F_r(h). Model's gathers first."""
         new = h
         for layer, block in enumerate(self.layers_of[r - 1], (r - 1) * self.cfg.n_stored):
             new = block(new, layer, context)  # F_r(h)
         if s is not None:
-            new = h + (self.gate(s)[..., None] * new).to(h.dtype)  # (2.1)
+            new = h + (self.alpha * self.gate(s)[..., None] * new).to(h.dtype)  # (2.1)
         return torch.where(context.kept[..., None], new, h)
 
 
@@ -385,14 +385,11 @@ class Model(MixtureOfRecursions):
             self.eval_metrics = [*depths, "maxvio"]
         layers = [self.blocks[k] for k in cfg.order]
         self.layers_of = [layers[i:i + K] for i in range(0, K * R, K)]  # by recursion
+        gates = {"softmax": nn.Softmax(-1), "sigmoid": nn.Sigmoid(), "tanh": nn.Tanh()}
+        self.gate = gates[cfg.router_func]
+        self.alpha = 1.0 if cfg.router_func == "softmax" else cfg.alpha
         init_weights(self, cfg.n_layer)
         self.set_step(math.inf)
-
-    def gate(self, scores):
-        """The factor of F_r: alpha sigmoid(s) in (2.1), p in (2.2), or as router_func says."""
-        if self.cfg.router_func == "softmax":
-            return scores.softmax(-1)
-        return self.cfg.alpha * getattr(torch, self.cfg.router_func)(scores)
 
     def make_block(self, cfg, number):
         """A shared, first or last block, called as block(h, layer, context)."""
