@@ -37,7 +37,7 @@ class Block(model_rt.Block):
 
     def temporary(self, x, rope):
         q, k, v = super().temporary(x, rope)                    # k, v (B, G, T, D)
-        s = torch.sigmoid(self.a)[:, None, None]
+        s = torch.sigmoid(self.a).to(k.dtype)[:, None, None]
         return q, s * k + (1 - s) * F.pad(k[:, :, :-1], (0, 0, 1, 0)), v
 
 
