@@ -14,7 +14,8 @@ merged) and of the chosen model's Config. out/<run>/ receives ckpt.pt (the last 
 
 A run is repeatable: the batch is a pure function of (seed, step), and the random numbers of a
 forward pass one of (seed, step, micro-batch). So a resumed run, and one that evaluates more often,
-ends in the same weights; a run on another number of processes reads the same tokens.
+ends in the same weights; a run on another number of processes reads the same tokens. Schedules
+depend on step / max_steps: with a larger max_steps= a resumed run's rate rises again.
 """
 import contextlib
 import importlib.util
