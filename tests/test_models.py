@@ -279,7 +279,7 @@ EXACT = "gpt", "rt", "rat", "relaxed", "ut", "ema", "rat_loops"
                                          ("relaxed", dict(n_layer=6, n_loop=3, early_exit="weighted", mlp="gelu"))])
 def test_flops_are_those_of_the_products(name, sizes):
     """Of a training step by the naive path, which computes the masked half of the scores too. (MoR: test_mor.py.)
-    RT and LRT leave out some small products of their memories; a model that is new here may do more of that."""
+    RT and LRT leave out some small products of their memories, a model that is not ours perhaps more."""
     model, x = tiny(name, n_embd=64, block_size=8, fast=False, **sizes).train(), tokens(1, 8)
     with FlopCounterMode(display=False) as counter:
         model(x, x)[1].backward()
