@@ -384,9 +384,6 @@ class LanguageModel(nn.Module):
         cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
         return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size, cfg.window)
 
-    def set_step(self, step):
-        """Tell the training step to a model in which something depends on it."""
-
 
 @torch.no_grad()
 def init_weights(model, n_layer=None):

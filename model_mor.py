@@ -63,7 +63,6 @@ class Config(BaseConfig):
     alpha: float = 0.1           # factor of sigmoid and tanh
     causal: str = choice("aux_loss", "aux_router")  # expert: what decides in decoding
     aux_weight: float = 0.001    # expert: weight of learning that
-    capacity_warmup: int = 0     # expert: steps in which capacities fall (0: none)
     balance: str = choice("loss", "loss_free", "none")  # token: what balances depths
     balance_weight: float = 0.1  # token: weight of that loss
     balance_rate: float = 0.001  # token: a step of loss_free's biases
@@ -79,8 +78,7 @@ class Config(BaseConfig):
 
     # init_from may be a run of these models (convert), or one with other values of these keys
     CONVERTS_FROM = ("gpt",)
-    NOT_IN_WEIGHTS = ("exit_loop", "aux_weight", "capacity_warmup", "balance_weight",
-                      "balance_rate", "z_loss")
+    NOT_IN_WEIGHTS = ("exit_loop", "aux_weight", "balance_weight", "balance_rate", "z_loss")
 
     def __post_init__(self):
         super().__post_init__()
@@ -91,8 +89,8 @@ class Config(BaseConfig):
             raise ValueError(f"router_func={func} must be one of: {', '.join(functions)}")
         if self.z_loss == -1:
             self.z_loss = 1e-5 if token else 0.0
-        self.at_least(0, "n_mlp", "aux_weight", "capacity_warmup", "balance_weight",
-                      "balance_rate", "z_loss", "exit_loop")
+        self.at_least(0, "n_mlp", "aux_weight", "balance_weight", "balance_rate", "z_loss",
+                      "exit_loop")
         self.at_least(1, "n_loop")
         if self.exit_loop > R:
             raise ValueError(f"exit_loop={self.exit_loop} is more than n_loop={R}")
@@ -110,19 +108,13 @@ class Config(BaseConfig):
                              f"or middle_cycle, not {self.share}")
         self.n_mlp = self.n_mlp or mlp_width(self)
 
-    def capacity(self, r, step=math.inf):
+    def capacity(self, r):
         """The fraction of all tokens that take recursion r (token choice: in balance)."""
-        R = self.n_loop
-        capacity = 1.0 if self.router == "none" else (R - r + 1) / R
-        if self.router == "expert" and step < self.capacity_warmup:  # a cosine from 1
-            cosine = math.cos(math.pi * step / self.capacity_warmup)
-            capacity += (1 + cosine) / 2 * (1 - capacity)
-        return capacity
+        return 1.0 if self.router == "none" else (self.n_loop - r + 1) / self.n_loop
 
-    def sizes(self, T, step=math.inf):
+    def sizes(self, T):
         """k_1 .. k_R: how many of T tokens that is; 1e-9 is for rounding."""
-        return [max(1, int(T * self.capacity(r, step) + 1e-9))
-                for r in range(1, self.n_loop + 1)]
+        return [max(1, int(T * self.capacity(r) + 1e-9)) for r in range(1, self.n_loop + 1)]
 
 
 # ---- the method: which tokens take which recursion ----
@@ -389,7 +381,6 @@ class Model(MixtureOfRecursions):
         self.gate = gates[cfg.router_func]
         self.alpha = 1.0 if cfg.router_func == "softmax" else cfg.alpha
         init_weights(self, cfg.n_layer)
-        self.set_step(math.inf)
 
     def make_block(self, cfg, number):
         """A shared, first or last block, called as block(h, layer, context)."""
@@ -439,9 +430,7 @@ class Model(MixtureOfRecursions):
         for block in self.first:
             h = block(h, -2, tokens)
         if cfg.router == "expert":
-            # full_k: for torch.compile, see set_step
-            k = self.full_k if T == cfg.block_size else cfg.sizes(T, self.step)
-            h, decisions = self.expert_choice(h, tokens, R, k if top_k else None)
+            h, decisions = self.expert_choice(h, tokens, R, cfg.sizes(T) if top_k else None)
             *_, chosen = decisions
             depth = chosen.sum(0)
         elif cfg.router == "token":
@@ -467,13 +456,6 @@ class Model(MixtureOfRecursions):
     def init_cache(self, batch_size, max_len):
         return Cache(self.cfg, self.loops_to_run, *self.cache_sizes(batch_size, max_len))
 
-    def set_step(self, step):
-        """For the capacity warm-up: k_1 .. k_R of a full sequence now. torch.compile
-        takes them for symbols: no graph for each value."""
-        self.step, self.full_k = step, self.cfg.sizes(self.cfg.block_size, step)
-        if self.cfg.capacity_warmup:
-            torch.compiler.config.allow_unspec_int_on_nn_module = True
-
     @torch.no_grad()
     def end_step(self, logged):
         """loss_free moves biases against f, which is logged over all processes."""
@@ -483,7 +465,7 @@ class Model(MixtureOfRecursions):
             excess = (f - 1 / cfg.n_loop).round(decimals=6)  # 0 if only rounding differs
             self.balance_bias -= cfg.balance_rate * excess.sign().to(self.balance_bias)
 
-    def flops_per_token(self, step=math.inf):
+    def flops_per_token(self):
         """As in model_gpt; a layer's count for the fraction of tokens that take it."""
         cfg, attn, unread = self.cfg, self.blocks[0].attn, 0
         routers = [p for name, p in self.named_parameters() if "router" in name]
@@ -495,7 +477,7 @@ class Model(MixtureOfRecursions):
             # first and last count with F_1: all tokens take them
             n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)
             read = weights - (unread if r > 1 else 0)
-            fraction = cfg.capacity(r, step)
+            fraction = cfg.capacity(r)
             keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
             mixer = 12.0 * cfg.n_head * cfg.head_dim * visible_keys(keys)
             flops += n_layer * fraction * (6.0 * read + mixer)

@@ -96,8 +96,6 @@ def setup(argv):
               make_optimizers(model, cfg), load_teacher(cfg, model, data))
     if cfg.resume:
         restore(run, ckpt)
-    elif cfg.eval_only and ckpt is not None:
-        run.step = ckpt["step"]                 # for models in which something depends on it
     if procs.sum(run.step)[0] != procs.world * run.step:
         raise UserError(f"resume: the processes read different checkpoints; {run.folder} must be "
                         f"the same on every node")
@@ -168,7 +166,6 @@ def evaluate(run):
     path, it does so on all batches, and computes the exact figures on exact_batches of them.
     val_gap: the exact cross-entropy minus the estimate, on the batches that have both."""
     model, procs = run.model.eval(), run.procs
-    model.set_step(run.step)
     batches = run.batches.val_batches(run.cfg.eval_batches)
     n, wanted = len(batches), run.cfg.exact_batches
     exact = set(np.linspace(0, n - 1, wanted).astype(int) if 0 < wanted < n else range(n))
@@ -379,7 +376,6 @@ def train_step(run, stop):
     process was asked to stop. UserError on every process, before any weight moves, if the loss or
     a gradient is not finite."""
     run.model.train()
-    run.model.set_step(run.step)
     logged, asked = clip_and_check(run, forward_backward(run), stop)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -390,7 +386,7 @@ def train_step(run, stop):
         run.model.end_step(logged)
     logged["lr"] = run.cfg.learning_rate * lr_factor(run.step, run.cfg)
     run.tokens += tokens_per_step(run.cfg, run.model)
-    run.flops += flops_of_step(run.cfg, run.model, run.step)
+    run.flops += flops_of_step(run.cfg, run.model)
     run.step += 1
     return logged, asked
 

@@ -144,7 +144,6 @@ def build_model(ckpt, **overrides):
     except (TypeError, ValueError, RuntimeError) as e:
         reason = str(e).splitlines()[-1].strip()
         raise UserError(f"the checkpoint does not fit model_{ckpt['model']}.py: {reason}") from e
-    model.set_step(ckpt["step"])
     return model
 
 

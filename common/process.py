@@ -347,24 +347,18 @@ def tokens_per_step(cfg, model):
     return cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
 
 
-def flops_of_step(cfg, model, step):
-    """Floating-point operations of the update after `step`: more in MoR's capacity warm-up."""
-    warming = step < getattr(model.cfg, "capacity_warmup", 0)
-    of_token = model.flops_per_token(step) if warming else model.flops_per_token()
-    return tokens_per_step(cfg, model) * of_token
+def flops_of_step(cfg, model):
+    """Floating-point operations of one optimizer step."""
+    return tokens_per_step(cfg, model) * model.flops_per_token()
 
 
 def set_budget(cfg, model):
     """max_steps from max_flops; UserError where that is less than one step."""
-    steps, left = 0, cfg.max_flops
-    while left >= (cost := flops_of_step(cfg, model, steps)):
-        # in the warm-up each step has its own cost
-        n = 1 if steps < getattr(model.cfg, "capacity_warmup", 0) else int(left / cost)
-        steps, left = steps + n, left - n * cost
-    if cfg.max_flops and not steps:
+    cost = flops_of_step(cfg, model)
+    if 0 < cfg.max_flops < cost:
         raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost:.3g} "
                         f"floating-point operations")
-    cfg.max_steps = min(steps, 2**62) or cfg.max_steps  # resume reads it as an int
+    cfg.max_steps = min(int(cfg.max_flops / cost), 2**62) or cfg.max_steps  # resume reads an int
 
 
 def load_teacher(cfg, model, data):

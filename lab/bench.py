@@ -221,9 +221,9 @@ ROWS = {
     "mor": {
         "plain model": "model=gpt",
         "no router": "router=none router_func=",
-        "2 recursions": "n_loop=2 capacity_warmup=0 router=expert router_func=",
-        "3 recursions": "n_loop=3 capacity_warmup=0 router=expert router_func=",
-        "kv=share": "kv=share capacity_warmup=0 router=expert router_func=",
+        "2 recursions": "n_loop=2 router=expert router_func=",
+        "3 recursions": "n_loop=3 router=expert router_func=",
+        "kv=share": "kv=share router=expert router_func=",
         "router=token": "router=token router_func= z_loss=-1"}}
 
 

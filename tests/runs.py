@@ -5,7 +5,10 @@ import signal
 import time
 from unittest import mock
 
+import torch
+
 from common import checkpoint
+import train
 
 SMALL = ["dataset=words", "tokenizer=byte", "block_size=16", "n_layer=2", "n_head=2", "n_embd=16", "dropout=0.1",
          "batch_size=2", "max_steps=6", "learning_rate=1e-3", "warmup_steps=2", "eval_interval=100", "eval_batches=2",
@@ -25,7 +28,6 @@ def arguments(model, out_dir, data_dir, *extra):
 
 def run(model, out_dir, data_dir, *extra, stop_after=None):
     """A train.Run in this process; stop_after=k: SIGTERM in step k, twice, as timeout does."""
-    import train
     run, step = train.setup(arguments(model, out_dir, data_dir, *extra)), train.train_step
 
     def counted(run, stop):
@@ -52,7 +54,6 @@ def fingerprint(x):
 
 def learned(run_or_state):
     """The fingerprint of what a run has learned: weights, optimizer, step, RNG, best loss."""
-    import train
     state = run_or_state if isinstance(run_or_state, dict) else train.state(run_or_state)
     return fingerprint({k: v for k, v in state.items() if k != "config"})
 
@@ -60,9 +61,6 @@ def learned(run_or_state):
 def main_in_child(argv, die_at=None):
     """train.main in a forked process. die_at=(call, n) kills it without warning just before (call="fsync") or just
     after (call="fsync!") the n-th such call inside save_checkpoint."""
-    import torch
-
-    import train
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)

@@ -72,8 +72,8 @@ def test_all_lengths_predict_the_same_tokens(run, data_dir):
 
 
 def harness_model(model, tokenizer, batch_size, **how):
-    from lm_eval.api.model import LM
-    return type("RunModel", (HarnessModel, LM), {})(model, tokenizer, batch_size, **how)
+    lm = pytest.importorskip("lm_eval.api.model", reason="lm_eval is not installed: eval.py's tasks are not tested")
+    return type("RunModel", (HarnessModel, lm.LM), {})(model, tokenizer, batch_size, **how)
 
 
 def ask(lm, kind, *arguments):
@@ -109,7 +109,6 @@ def tasks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_agree(name):
-    pytest.importorskip("lm_eval", reason="lm_eval is not installed: eval.py's tasks are not tested")
     model, tokenizer = tiny(name, vocab_size=260, block_size=32), load_tokenizer({"kind": "byte"})
     one, many = (ask(harness_model(model, tokenizer, size), "loglikelihood", *PAIRS) for size in (1, 8))
     assert many == [(pytest.approx(nats, abs=1e-5), greedy) for nats, greedy in one] and len({*one}) == len(PAIRS)

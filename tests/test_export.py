@@ -41,10 +41,9 @@ def test_transformers_computes_the_same_logits(model, keys, tmp_path):
     assert type(theirs).__name__ == f"{family}ForCausalLM"
     assert theirs.config.eos_token_id is None, "transformers would stop at a token that ends nothing here"
     idx, again = torch.randint(0, 61, (2, 32)), llama.from_pretrained(tmp_path)
-    with torch.no_grad():
-        logits = ours(idx)[0]
-        for other in theirs(idx).logits, again(idx)[0]:
-            assert (logits - other).abs().max() < 1e-5 * logits.abs().max()
+    logits = ours(idx)[0]
+    for other in theirs(idx).logits, again(idx)[0]:
+        assert (logits - other).abs().max() < 1e-5 * logits.abs().max()
     if model == "gpt":
         same = torch.allclose if family == "Gemma" else torch.equal    # its norms are stored less 1
         assert again.cfg == ours.cfg and all(map(same, again.parameters(), ours.parameters()))
@@ -81,16 +80,10 @@ def exported(tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module")
-def relaxed_run(data_dir, tmp_path_factory):
-    out = tmp_path_factory.mktemp("out")
-    return runs.run("relaxed", out, data_dir, "rank=2"), out / "r"
-
-
-def test_an_exported_file_is_the_run_without_optimizers(relaxed_run, data_dir, tmp_path, capsys):
+def test_an_exported_file_is_the_run_without_optimizers(data_dir, tmp_path, capsys):
     """Bit for bit: for load_run, for sample.py, and as init_from."""
-    trainer, folder = relaxed_run
-    file = tmp_path / "new" / "m.pt"
+    trainer, file = runs.run("relaxed", tmp_path / "out", data_dir, "rank=2"), tmp_path / "new" / "m.pt"
+    folder = trainer.folder
     checkpoint.main([str(folder), f"export={file}"])
     model, tokenizer, ckpt = checkpoint.load_run(file)
     state = train.state(trainer)
@@ -129,8 +122,7 @@ def test_from_a_folder_to_a_folder(sizes, dtype, model, keys, data_dir, tmp_path
     assert theirs.generation_config.eos_token_id == tokenizer.eos_token_id is not None
     assert type(theirs).__name__ == f"{sizes['kind']}ForCausalLM" and ckpt["step"] == 20
     idx = torch.randint(0, 257, (2, 16))
-    with torch.no_grad():
-        assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
+    assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("model, keys", [("rt", []), ("gpt", ["mlp=gelu"]), ("gpt", ["mlp=geglu"]), ("mor", []),

@@ -168,7 +168,6 @@ def test_lrt(fast):
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("init", ["average", "stepwise", "lower"])
-@torch.no_grad()
 def test_relaxed_deltas(init, fast):
     """The stored matrices and the products of the deltas, of one matrix of the block; norms have weight 1."""
     arrays, _ = golden("relaxed_svd")

@@ -78,7 +78,8 @@ def cast(dtype):
 HEAD = "lm_head.weight"
 TIED = dict(tie_word_embeddings=True)
 YARN = {"rope_type": "yarn", "rope_theta": 1234.0, "factor": 4.0}
-# (what transformers saves, how config.json is changed, how the weights are, the reason if we refuse)
+# (what transformers saves, how config.json is changed, how the weights are or which file is cut off, the reason if we
+# refuse)
 VARIATIONS = {
     "as saved": ({}, {}, None, None),
     "float16": ({}, dict(dtype="float16"), cast(torch.float16), None),
@@ -96,11 +97,12 @@ VARIATIONS = {
     "biases": (dict(attention_bias=True), {}, None, "attention_bias=True"),
     "other weights": ({}, dict(transformers_weights="b"), None, "neither a safetensors"),
     "code of its own": ({}, dict(model_type="own", auto_map={"AutoConfig": "own.Config"}), None, "execute"),
-    "another activation": ({}, dict(hidden_act="gelu"), None, "hidden_act"),
     "windows in a Llama": ({}, dict(layer_types=["sliding_attention"] * 3), None, "layer_types"),
     "gpt_neox": ({}, dict(model_type="gpt_neox"), None, "gpt_neox"),
     "another width": ({}, dict(intermediate_size=64), None, "_proj.weight is .*, config.json says"),
     "fewer layers": ({}, dict(num_hidden_layers=2), None, "layers.2"),
+    "weights cut off": ({}, {}, "model.safetensors", "header"),
+    "fields cut off": ({}, {}, "config.json", "JSON"),
 }
 
 
@@ -111,24 +113,24 @@ def test_folders_are_read_as_transformers_reads_them(tmp_path, sizes, changes, w
     config = {**json.loads((tmp_path / "config.json").read_text()), **changes}
     config = {name: value for name, value in config.items() if value != "gone"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if weights:
+    if isinstance(weights, str):
+        os.truncate(tmp_path / weights, 100)
+    elif weights:
         stored(tmp_path, weights)
     if refused:
-        with pytest.raises((ValueError, RuntimeError), match=refused):
+        with pytest.raises(ValueError, match=refused):
             llama.from_pretrained(tmp_path)
         return
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ours, x = llama.from_pretrained(tmp_path).eval(), torch.randint(0, 97, (2, 30))
-    with torch.no_grad():
-        want = theirs.eval()(x).logits
-        assert (ours(x)[0] - want).abs().max() < 1e-5 * want.abs().max()
+    want = theirs.eval()(x).logits
+    assert (ours(x)[0] - want).abs().max() < 1e-5 * want.abs().max()
     tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
     assert tied == (ours.head.weight is ours.wte.weight)
 
 
 def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
-    """The model has the keys of config.json."""
     import huggingface_hub
     saved_llama(tmp_path, kind="Mistral", sliding_window=7)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: {"owner/name": str(tmp_path)}[name])
@@ -136,11 +138,3 @@ def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
     assert (cfg.rope_theta, cfg.n_kv_head, cfg.window, cfg.block_size) == (1234.0, 2, 7, 64)
     with pytest.raises(UserError, match="owner/other is not a folder here and could not be downloaded"):
         llama.from_pretrained("owner/other")
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_damaged_folders_are_refused(tmp_path, file):
-    saved_llama(tmp_path)
-    os.truncate(tmp_path / file, 100)
-    with pytest.raises(ValueError, match="header|JSON"):
-        llama.from_pretrained(tmp_path)

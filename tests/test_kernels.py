@@ -89,24 +89,21 @@ def test_states_are_float32(device, dtype, tolerance):
     assert abs(h[0, -1, 0].item() - (1 - most ** 300)) < 0.004
 
 
-def operator_calls():
+def test_opcheck():
+    """Schema, gradients, shapes and strides of the outputs, dynamic shapes."""
     case = attend_case(0, 9, 11, "shared", 5, True, (2, 4, 2), 8, torch.float32)
     (q, k, v), mask, (do, dlse) = case
     out, lse = kernels.attend(q, k, v)
     g, x, h0 = torch.rand(2, 9, 3), torch.randn(2, 9, 3), torch.randn(2, 3)
     lead = lambda *tensors: [t.detach().clone().requires_grad_() for t in tensors]
     plain = torch.arange(9).int(), torch.arange(11).int(), None, kernels.NO_WINDOW
-    return [(kernels.attend_op, (*lead(q, k, v), *plain)),
-            (kernels.attend_op, (*lead(q, k, v), *mask)),
-            (kernels.attend_gradients_op, (q, k, v, out, lse, do, dlse, *plain)),
-            (kernels.scan_op, (*lead(g, x, h0), 4)),
-            (kernels.scan_gradients_op, (x, g, x, x, h0, 4))]
-
-
-@pytest.mark.parametrize("number", range(5))
-def test_opcheck(number):
-    """Schema, gradients, shapes and strides of the outputs, dynamic shapes."""
-    assert set(torch.library.opcheck(*operator_calls()[number]).values()) == {"SUCCESS"}
+    calls = [(kernels.attend_op, (*lead(q, k, v), *plain)),
+             (kernels.attend_op, (*lead(q, k, v), *mask)),
+             (kernels.attend_gradients_op, (q, k, v, out, lse, do, dlse, *plain)),
+             (kernels.scan_op, (*lead(g, x, h0), 4)),
+             (kernels.scan_gradients_op, (x, g, x, x, h0, 4))]
+    for call in calls:
+        assert set(torch.library.opcheck(*call).values()) == {"SUCCESS"}, call[0]
 
 
 @pytest.mark.parametrize("name, value, message", [
@@ -130,7 +127,6 @@ def test_without_triton_it_runs_and_says_so_once():
 
 @needs_triton
 def test_triton_code_in_the_interpreter(pytestconfig):
-    """tests/interpreted_kernels.py: against definitions, uninitialised memory poisoned."""
     p = python("-m", "pytest", "-n0", "-q", "-x", "tests/interpreted_kernels.py",
                *["--full"] * pytestconfig.getoption("full"), TRITON_INTERPRET="1")
     assert p.returncode == 0 and " passed" in p.stdout, p.stdout[-3000:]

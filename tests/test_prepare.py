@@ -1,5 +1,4 @@
-"""prepare.py, tokenizer.py, data.py and keys.py: tokenizers, sources, splits, files, and what stops and failures leave
-behind."""
+"""prepare.py, tokenizer.py, data.py, keys.py: tokenizers, sources, splits, files, what stops and failures leave."""
 import itertools
 import json
 import math
@@ -23,8 +22,6 @@ from common import data
 from common.keys import UserError
 from conftest import ROOT, python
 from common.data import NO_TEXT, TokenData, text_files
-from prepare import PrepareConfig
-import common.tokenizer as tokenizer_module
 from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer,
                               slices, train_bpe)
 
@@ -37,7 +34,7 @@ DOCS = [f"document {i}: {'naïve 你好 ' * (i % 3)}{WORDS[: 50 * i]}\n" for i i
 
 def make(root, **keys):
     """Prepares a data set below root and returns its folder."""
-    return prepare.prepare(PrepareConfig(data_dir=str(root / "data"), **keys))
+    return prepare.prepare(prepare.PrepareConfig(data_dir=str(root / "data"), **keys))
 
 
 def write_docs(folder, docs):
@@ -197,6 +194,7 @@ def test_gpt2(tmp_path, monkeypatch):
 
 METASPACE = {"type": "Metaspace", "replacement": "▁"}
 METASPACES = [{**METASPACE, "prepend_scheme": "first", "split": False}, {**METASPACE, "add_prefix_space": True}]
+BPE = {"type": "BPE", "vocab": {"a": 0, EOT: 1}, "merges": []}
 
 
 @pytest.mark.parametrize("data", [smollm, phi, llama2, *(
@@ -208,13 +206,10 @@ def test_ids_and_text_are_the_librarys(data, monkeypatch):
     truncation = {"max_length": 9, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     tokenizer = HFTokenizer(json.dumps({**data(), "truncation": truncation}), library.id_to_token(2))
     for part in text, " " + text, 100 * text:
-        monkeypatch.setattr(tokenizer_module, "slices", lambda text: slices(text, 700))
+        monkeypatch.setattr("common.tokenizer.slices", lambda text: slices(text, 700))
         assert tokenizer.encode(part) == (ids := library.encode(part, add_special_tokens=False).ids)
         assert tokenizer.decode(ids) == library.decode(ids)
         assert "".join(tokenizer.stream(ids)).strip() == library.decode(ids).strip()
-
-
-BPE = {"type": "BPE", "vocab": {"a": 0, EOT: 1}, "merges": []}
 
 
 @pytest.mark.parametrize("parts, message", [
@@ -251,11 +246,6 @@ def test_no_network(tmp_path, function, keys, message, monkeypatch):
     with pytest.raises(UserError, match=message):
         make(tmp_path, **keys)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_stream_without_texts_ends():
-    with pytest.raises(UserError, match="is text_column= right"):
-        prepare.Corpus(lambda: itertools.repeat(5), 0.1)
 
 
 def test_one_document_is_split_in_order(tmp_path):
@@ -315,6 +305,8 @@ def test_of_a_long_stream_the_start_is_looked_at():
     for limit in math.inf, 100_000:
         more = set(val_of(docs, limit=limit))
         assert some == more & set(docs[:1500]) and 0.09 < len(more) / 2000 < 0.11
+    with pytest.raises(UserError, match="is text_column= right"):       # one without texts ends
+        prepare.Corpus(lambda: itertools.repeat(5), 0.1)
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
@@ -341,26 +333,24 @@ def test_files_of_a_folder_a_glob_and_python(tmp_path):
     assert found(f"{tmp_path}/*b.txt") == ["a-b.txt", "b.txt"]
     assert found(f"{tmp_path}/[ab].txt") == ["[ab].txt"]  # a file's own name, not a glob
     with patch.object(data, "texts", list):
-        files = [Path(f) for f in data.documents(PrepareConfig(dataset="python"))]
+        files = [Path(f) for f in data.documents(prepare.PrepareConfig(dataset="python"))]
     assert Path(json.__file__) in files and len(files) > 300
     assert not {part for f in files for part in f.parts[-3:]} & set(NO_TEXT)
-
-
-ROWS = [f"row {i} " * 5 for i in range(30)]
 
 
 def test_local_data_sets(tmp_path, monkeypatch):
     """A folder, also one named like a builder of the library, and single files of rows."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
-    rows = datasets.Dataset.from_dict({"text": [*ROWS, None, ""], "n": range(32)})
+    docs = [f"row {i} " * 5 for i in range(30)]
+    rows = datasets.Dataset.from_dict({"text": [*docs, None, ""], "n": range(32)})
     for file in "json/train.parquet", "json/test.parquet", "[a].parquet", "d[1]/a.parquet":
         rows.to_parquet(file)
     rows.to_csv("rows.csv")
-    Path("rows.jsonl").write_text("\ufeff" + "\n".join(json.dumps({"text": row}) for row in [*ROWS, None]))
+    Path("rows.jsonl").write_text("\ufeff" + "\n".join(json.dumps({"text": row}) for row in [*docs, None]))
     for n, dataset in enumerate(["hf:json", "hf:[a].parquet", "hf:rows.csv", "hf:rows.jsonl"]):
         folder = make(tmp_path, dataset=dataset, split="test" if n == 0 else "train", name=str(n))
-        assert sorted(docs_of(folder)) == sorted(ROWS) and TokenData(folder, "val").meta["skipped"] > 0
+        assert sorted(docs_of(folder)) == sorted(docs) and TokenData(folder, "val").meta["skipped"] > 0
     for dataset, message in {"hf:text": "nor a hub name", "hf:text:rows.csv": "nor a hub name",  # would read more
                              "hf:": "unknown dataset", "hf:d[1]": "rename it", "hf:rows.csv": "0 documents of UTF-8 text, 32 others",
                              "file:rows.csv": "is a table: dataset=hf:PATH", "file:*.jsonl": "is a table"}.items():
@@ -387,8 +377,7 @@ def test_a_stream_of_the_hub_is_left_early(tmp_path, monkeypatch):
 def test_a_large_vocabulary_is_uint32(tmp_path):
     text = "".join(map(chr, range(0x10000, 0x10000 + 70_000)))
     data = TokenData(make(tmp_path, dataset=write_docs(tmp_path / "docs", [text]), tokenizer="char"), "val")
-    assert data.meta["dtype"] == "uint32" and data.vocab_size == 70_001
-    assert data.windows([0], data.tokens).tolist() == [list(range(63_000, 70_000))]
+    assert data.meta["dtype"] == "uint32" and (data.tokens, data.vocab_size) == (7000, 70_001)
     assert data.windows([9, 6990, 0], 10).tolist() == [list(range(63_000 + i, 63_010 + i)) for i in (9, 6990, 0)]
 
 
@@ -403,9 +392,7 @@ def write_set(folder, count=30, info=(), **changes):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"dtype": "int16"}, "int16"),
-    ({"splits": {}}, "train"), ({"splits": [3]}, "TypeError"),
-    ({"info": {"bytes": math.inf}}, "OverflowError"),
+    ({"dtype": "int16"}, "int16"), ({"splits": [3]}, "TypeError"), ({"info": {"bytes": math.inf}}, "OverflowError"),
     ({"tokenizer": 3}, "malformed tokenizer")])
 def test_wrong_meta(tmp_path, changes, message):
     with pytest.raises(UserError, match=f"{tmp_path}/set is not a data set of this project.*{message}"):
@@ -427,7 +414,7 @@ def test_memory_does_not_grow(tmp_path):
     assert most - before < 20e6
 
 
-def test_files_damaged_or_replaced_while_in_use(tmp_path):
+def test_files_replaced_while_in_use(tmp_path):
     """A run that reads a data set goes on with it when another takes its place."""
     before = TokenData(folder := write_set(tmp_path / "set", 4), "train")
     os.rename(folder, tmp_path / "old")
@@ -436,9 +423,6 @@ def test_files_damaged_or_replaced_while_in_use(tmp_path):
         TokenData(folder, "train").windows([0], 4)
     shutil.rmtree(tmp_path / "old")
     assert before.windows([0], 4).tolist() == [[0, 1, 2, 3]]
-    os.truncate(folder / "train.bin", 4)
-    with pytest.raises(UserError, match="train.bin is damaged: 4 bytes, 8"):
-        TokenData(folder, "train")
 
 
 @pytest.mark.parametrize("tokenizer", ["char", pytest.param("bpe:400", marks=pytest.mark.full)])
@@ -500,7 +484,7 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
             make(tmp_path, **{**keys, key: value})
     assert tree(folder) == before
     os.truncate(folder / "val.bin", 4)
-    with pytest.raises(UserError, match="val.bin is damaged.*overwrite=true"):
+    with pytest.raises(UserError, match="val.bin is damaged: 4 bytes, .* expected; overwrite=true"):
         make(tmp_path, **keys)
     make(tmp_path, **keys, overwrite=True)
     assert tree(folder) == before and os.listdir(folder.parent) == ["x"]
@@ -514,7 +498,7 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
 
 def test_a_text_newer_than_its_data_set_is_told(tmp_path, capsys):
     (file := tmp_path / "a.txt").write_text("some text " * 20)
-    cfg = PrepareConfig(dataset=f"file:{file}", data_dir=str(tmp_path / "data"))
+    cfg = prepare.PrepareConfig(dataset=f"file:{file}", data_dir=str(tmp_path / "data"))
     folder = prepare.prepare(cfg)
     assert data.open_data(cfg) == folder and "is newer" not in capsys.readouterr().out
     os.utime(file, (2e9, 2e9))

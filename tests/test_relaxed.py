@@ -19,7 +19,6 @@ FULL = 1000         # a rank that no matrix here reaches
 
 
 def relaxed(**sizes):
-    """The tiny float64 model of conftest, six layers deep."""
     return tiny("relaxed", **{"n_layer": 6, "rank": 3, **sizes})
 
 
@@ -174,15 +173,6 @@ def test_a_norm_near_zero_is_refused_by_name():
     assert relative(model(x)[0], plain(x)[0]) < 1e-12 and all(part.a.all() for part in linears(model))
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory, data_dir):
-    """Folders of finished runs: gpt with 4 layers, and relaxed converted from it."""
-    root = tmp_path_factory.mktemp("relaxed")
-    runs.run("gpt", root / "gpt", data_dir, "n_layer=4", "max_steps=20", "learning_rate=1e-2")
-    runs.run("relaxed", root / "relaxed", data_dir, "n_layer=4", "rank=4", f"init_from={root / 'gpt' / 'r'}")
-    return root
-
-
 def test_converted_by_init_from(tmp_path, data_dir):
     """At full rank it is the source, with all its settings."""
     source = runs.run("gpt", tmp_path, data_dir, "n_layer=4", "max_steps=2", "rope_theta=10").folder
@@ -208,13 +198,15 @@ def test_the_distance_from_the_teacher():
     assert train.distil(teacher, x, torch.full_like(y, -1), logits, torch.tensor(0.0), {})[0] == 0
 
 
-def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(world, data_dir, tmp_path):
+def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(data_dir, tmp_path):
     """So resuming loads it again: bit-identical. It teaches a second stage, early exit."""
-    options = [data_dir, "n_layer=4", "rank=4", f"init_from={world / 'relaxed' / 'r'}", "early_exit=aggressive",
-               "exit_loss=kl", f"teacher={world / 'gpt' / 'r'}"]
+    gpt = runs.run("gpt", tmp_path / "gpt", data_dir, "n_layer=4", "max_steps=20", "learning_rate=1e-2").folder
+    first = runs.run("relaxed", tmp_path / "first", data_dir, "n_layer=4", "rank=4", f"init_from={gpt}").folder
+    options = [data_dir, "n_layer=4", "rank=4", f"init_from={first}", "early_exit=aggressive", "exit_loss=kl",
+               f"teacher={gpt}"]
     whole = runs.run("relaxed", tmp_path / "whole", *options)
     assert {"ce_loop1", "ce", "kd"} <= checkpoint.read_log(whole.folder / "log.jsonl")[0].keys()
-    theirs = checkpoint.load_checkpoint(world / "gpt" / "r" / "ckpt.pt")["weights"]
+    theirs = checkpoint.load_checkpoint(gpt / "ckpt.pt")["weights"]
     assert runs.fingerprint(dict(whole.teacher.state_dict())) == runs.fingerprint(theirs)
     assert not whole.teacher.training and train.state(whole)["weights"].keys() == whole.model.state_dict().keys()
     runs.run("relaxed", tmp_path / "stopped", *options, stop_after=4)

@@ -25,11 +25,8 @@ def greedy(model, row, n, eot=None):
 
 
 def decode(model, prompts, n, **options):
-    rows = [[] for _ in prompts]
-    for step in sample.stream(model, prompts, n, **{"temperature": 0, **options}):
-        for row, token in zip(rows, step):
-            row += [] if token is None else [token]
-    return rows
+    steps = sample.stream(model, prompts, n, **{"temperature": 0, **options})
+    return [[token for token in row if token is not None] for row in zip(*steps)]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,5 +1,4 @@
-"""Synthetic tasks: every example against a checker written from the task's definition, what an
-example depends on, training on tasks, and accuracies."""
+"""Synthetic tasks: examples against checkers written from their definitions, what they depend on, training, accuracies."""
 import itertools
 import math
 import re
@@ -101,8 +100,7 @@ def check_state(x, y, n):
 
 CHECKS = {"recall": check_recall, "noisy_recall": lambda x, y: check_recall(x, y, noise=True),
           "fuzzy_recall": check_fuzzy_recall, "selective_copying": check_selective_copying,
-          "memorization": check_memorization,
-          "copying": check_copying, "needles": check_needles,
+          "memorization": check_memorization, "copying": check_copying, "needles": check_needles,
           "s3": lambda x, y: check_state(x, y, 3), "s5": lambda x, y: check_state(x, y, 5)}
 
 
@@ -185,13 +183,10 @@ def test_ids_as_text(ids, n):
             tokenizer.encode(other)
 
 
-def arguments(out, *extra):
-    return runs.arguments("gpt", out, out / "nodata", "dataset=task:recall", "task_examples=50", *extra)
-
-
 def test_what_is_printed_and_logged(tmp_path, capsys):
     """Accuracies, samples of ids. A config file's tokenizer is not used."""
-    argv = [a for a in arguments(tmp_path) if not a.startswith("tokenizer=")]
+    argv = runs.arguments("gpt", tmp_path, tmp_path / "nodata", "dataset=task:recall", "task_examples=50")
+    argv = [a for a in argv if not a.startswith("tokenizer=")]
     (tmp_path / "x.yaml").write_text("tokenizer: bpe:1024\n")
     train.main([*argv, "sample_tokens=1", f"config={tmp_path / 'x.yaml'}"])
     out, rows = capsys.readouterr().out, checkpoint.read_log(tmp_path / "r" / "log.jsonl")
@@ -211,8 +206,9 @@ def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path):
         counts = int((right & (y != -1)).sum()) / int((y != -1).sum()), int(right.all(1).sum()) / len(y)
         return [pytest.approx(n, abs=1e-6) for n in counts]
     names = ["token_accuracy", "sequence_accuracy"]
-    trainer = train.setup(arguments(tmp_path, "gradient_accumulation_steps=5", "batch_size=300", "dropout=0",
-                                    "eval_batches=0", "block_size=6", "tie_embeddings=false"))
+    trainer = train.setup(runs.arguments(
+        "gpt", tmp_path, tmp_path, "dataset=task:recall", "task_examples=50", "gradient_accumulation_steps=5",
+        "batch_size=300", "dropout=0", "eval_batches=0", "block_size=6", "tie_embeddings=false"))
     parts = [trainer.batches.micro_batch(0, i) for i in range(5)]
     assert len({int((y != -1).sum()) for _, y in parts}) > 1
     want = fractions(trainer.model, *map(torch.cat, zip(*parts)))

@@ -1,12 +1,15 @@
-"""The trainer: resuming, schedules, optimizers, logs, signals, several processes."""
+"""The trainer: resuming, schedules, optimizers, logs, signals, several processes, random configurations."""
+import itertools
 import json
 import math
 import os
+import random
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 
 import pytest
 import torch
@@ -18,13 +21,11 @@ import runs
 import sample
 import train
 from common.keys import UserError
-from common.process import TrainConfig, read_config
-from conftest import MODELS, ROOT, TORCHRUN, move, python, snapshot, two_processes
+from common.process import TrainConfig, read_config, set_budget
+from conftest import MODELS, ROOT, TORCHRUN, move, python, snapshot, tiny, two_processes
 
 models = pytest.mark.parametrize("name", MODELS)
-
-
-RESUMED = [*((name, []) for name in MODELS), ("gpt", ["optimizer=muon"]), ("mor", ["capacity_warmup=4"]),
+RESUMED = [*((name, []) for name in MODELS), ("gpt", ["optimizer=muon"]),
            ("gpt", ["dataset=task:s3", "task_examples=0"]), ("gpt", ["dataset=task:recall", "task_examples=30"]),
            ("mor", ["router=token", "balance=loss_free", "max_steps=5"])]
 
@@ -127,7 +128,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
 
 
 def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
-    """It says what the run's own evaluation said, of the same step, also at another length."""
+    """It says what the run's own evaluation said, also at another length."""
     runs.run("gpt", tmp_path, data_dir, "pos=alibi")
     result = checkpoint.read_log(tmp_path / "r" / "log.jsonl")[-1]["val_ce"]
     (tmp_path / "a.yaml").write_text("init_from: what_the_run_began_with")
@@ -137,7 +138,6 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     train.main([*argv, "block_size=64"])
     out = capsys.readouterr().out
     assert snapshot(tmp_path) == before and f"val ce {result:.4f}" in out and out.count("val ce") == 2
-    assert train.setup(argv).step == 6
 
 
 @pytest.mark.parametrize("schedule, factors", [
@@ -149,34 +149,52 @@ def test_schedules_by_hand(schedule, factors):
         assert abs(optim.lr_factor(step, cfg) - factor) < 1e-12
 
 
-def test_the_log(tmp_path, data_dir):
-    """The gradient's norm is logged as it was before it was clipped."""
-    trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "grad_clip=1e-3", "beta1=0")
+def test_the_log_of_a_run_and_of_a_longer_one(tmp_path, data_dir):
+    """The gradient's norm is logged as it was before it was clipped. A longer run goes on from the last evaluation: that
+    stays in the log, and best.pt, whatever eval_interval. Tokens are counted at the size of their steps."""
+    trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=4", "grad_clip=1e-3", "beta1=0")
     rows = checkpoint.read_log(trainer.folder / "log.jsonl")
     steps, evaluations = ([r for r in rows if key in r] for key in ("ce", "val_ce"))
-    assert [r["step"] for r in steps] == list(range(1, 7)) and [r["step"] for r in evaluations] == [2, 4, 6]
     assert all(r["tokens"] == 32 * r["step"] for r in rows)
     assert {"ce", "bpb", "lr", "grad_norm", "tokens_per_second", "seconds"} <= steps[0].keys()
-    assert rows[-1]["flops"] == pytest.approx(6 * 32 * trainer.model.flops_per_token())
     moments = [s["exp_avg"].flatten() for s in trainer.optimizers[0].state_dict()["state"].values()]
     assert abs(torch.cat(moments).norm() - 1e-3) < 1e-5 and steps[-1]["grad_norm"] > 0.1
     val, bpb = trainer.batches.val, evaluations[0]["val_bpb"]
     assert bpb == pytest.approx(evaluations[0]["val_ce"] / math.log(2) * val.tokens / val.bytes)
+    worse = runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=8", "batch_size=4", "learning_rate=50")
+    rows = checkpoint.read_log(worse.folder / "log.jsonl")
+    assert [row["step"] for row in rows if "val_ce" in row] == [4, 6, 8]
+    assert checkpoint.load_checkpoint(worse.folder / "best.pt")["step"] == 6
+    assert rows[-1]["tokens"] == (6 * 2 + 2 * 4) * 16
+    assert rows[-1]["flops"] == pytest.approx(rows[-1]["tokens"] * worse.model.flops_per_token())
+
+
+def test_a_budget_of_operations(tmp_path, data_dir):
+    """The steps are those that it pays for. A max_steps= on resume wins over it."""
+    model, cfg = tiny("gpt"), TrainConfig(batch_size=2, gradient_accumulation_steps=3)
+    cost = 6 * model.cfg.block_size * model.flops_per_token()
+    for steps, factor in itertools.product((2, 100), (1 + 1e-9, 1 - 1e-9)):
+        cfg.max_flops = steps * cost * factor
+        set_budget(cfg, model)
+        assert cfg.max_steps == steps - (factor < 1)
+    cfg.max_flops = 1000
+    with pytest.raises(UserError, match="max_flops=1e[+]03 is less than one step of"):
+        set_budget(cfg, model)
+    assert runs.run("gpt", tmp_path, data_dir, "max_flops=1e8", stop_after=2).cfg.max_steps > 6
+    assert runs.run("gpt", tmp_path, data_dir, "resume=true").step == 6
 
 
 def test_with_a_notebooks_settings(tmp_path, data_dir):
     """The picture is drawn."""
     argv = runs.arguments("gpt", tmp_path, data_dir, "max_steps=1", "sample_tokens=5")
-    p = subprocess.run([sys.executable, "-OO", "train.py", *argv], cwd=ROOT,
-                       env={**os.environ, "MPLBACKEND": "module://nowhere"})
+    p = python("-OO", "train.py", *argv, MPLBACKEND="module://nowhere")
     assert p.returncode == 0 and (tmp_path / "r" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 1
 
 
 @pytest.mark.parametrize("environment, told", [
     ("RANK=1", "start with torchrun"), ("RANK=-1", "start with torchrun"), ("WORLD_SIZE=", "WORLD_SIZE: expected int"),
-    ("WORLD_SIZE=2", "do not meet"), ("RANK=0 WORLD_SIZE=2", "do not meet"),
-    ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x", "do not meet")])
+    ("WORLD_SIZE=2", "do not meet"), ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x", "do not meet")])
 def test_a_half_set_distributed_environment(environment, told, tmp_path, data_dir, monkeypatch):
     for word in environment.split():
         monkeypatch.setenv(*word.split("="))
@@ -256,17 +274,12 @@ def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
     assert checkpoint.read_log(tmp_path / "r" / "log.jsonl")[-1]["step"] == step
 
 
-def test_two_runs_of_one_name(tmp_path, data_dir, monkeypatch):
+def test_two_runs_of_one_name(tmp_path, data_dir):
     """Started together, one is refused; the second to claim the folder does not undo what the first has saved."""
-    argv, late = runs.arguments("gpt", tmp_path, data_dir), train.claim_folder
-
-    def claim(run):
-        monkeypatch.undo()
-        runs.run("gpt", tmp_path, data_dir)
-        late(run)
-    monkeypatch.setattr(train, "claim_folder", claim)
+    second = train.setup(runs.arguments("gpt", tmp_path, data_dir))     # there is no checkpoint yet
+    runs.run("gpt", tmp_path, data_dir)
     with pytest.raises(UserError, match="holds a checkpoint"):
-        train.setup(argv)
+        train.claim_folder(second)
 
 
 def test_other_data_on_resume(tmp_path, capsys):
@@ -282,21 +295,8 @@ def test_other_data_on_resume(tmp_path, capsys):
         assert ("the best loss is forgotten" in capsys.readouterr().out) == forgotten
 
 
-def test_a_longer_run_goes_on_from_the_last_evaluation(tmp_path, data_dir):
-    """It stands in the log and best.pt stays, whatever eval_interval; tokens are counted at the size of their steps."""
-    runs.run("gpt", tmp_path, data_dir, "eval_interval=4")
-    runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=6")           # nothing to do
-    worse = runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=8", "batch_size=4", "learning_rate=50")
-    rows = checkpoint.read_log(worse.folder / "log.jsonl")
-    assert [row["step"] for row in rows if "val_ce" in row] == [4, 6, 8]
-    assert checkpoint.load_checkpoint(worse.folder / "best.pt")["step"] == 6
-    assert rows[-1]["tokens"] == (6 * 2 + 2 * 4) * 16
-    assert rows[-1]["flops"] == pytest.approx(rows[-1]["tokens"] * worse.model.flops_per_token())
-
-
 @pytest.mark.parametrize("name, more", [
     pytest.param("mor", ["router=token", "balance=loss_free", "balance_rate=2e-3", "max_steps=7"], id="mor"),
-    pytest.param("gpt", [], id="gpt", marks=pytest.mark.full),
     pytest.param("gpt", ["dataset=task:s3", "task_examples=0", "learning_rate=1e-2"], id="task", marks=pytest.mark.full),
     *(pytest.param(name, ["optimizer=muon"], id=f"{name}-muon", marks=pytest.mark.full) for name in MODELS)])
 def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path, data_dir):
@@ -348,6 +348,44 @@ def test_a_killed_process_ends_the_job(tmp_path, data_dir):
     os.kill(int(children[1]), signal.SIGKILL)
     assert p.wait(90) != 0          # torchrun waits 30 s for a process that hangs in a collective, then kills it
     assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] % 5 == 0
+
+
+NUMBERS = {int: [0, 0, 1, 2, 3, 4, 8], float: [0.0, 0.1, 0.5, 1.0]}
+SIZES = {"block_size": [2, 5, 16, 21], "n_layer": [2, 4, 6, 8, 3], "n_head": [1, 2, 3, 4], "n_kv_head": [0, 0, 1, 2],
+         "norm_eps": [1e-5], "rope_theta": [100.0, 10000.0], "dropout": [0.0, 0.1]}
+TRAINING = {"batch_size": [1, 2, 3], "gradient_accumulation_steps": [1, 2], "optimizer": ["adamw", "muon"],
+            "lr_schedule": ["cosine", "linear", "trapezoid"], "dtype": ["float32", "bfloat16"], "grad_clip": [0, 1]}
+
+
+def drawn(rng, model):
+    """Keys with values: every size, half of the model's own keys."""
+    given = {name: rng.choice(values) for name, values in {**SIZES, **TRAINING}.items()}
+    given["n_embd"] = given["n_head"] * rng.choice([3, 4, 8, 8, 16]) + (rng.random() < 0.1)
+    for f in fields(keys.model_module(model).Config):
+        if f.name in given or f.name == "vocab_size" or rng.random() < 0.5:
+            continue
+        values = f.metadata.get("allowed") or ([True, False] if f.type is bool else NUMBERS.get(f.type))
+        if values:
+            given[f.name] = rng.choice(values)
+    return [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()]
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.full] * (n >= 24)) for n in range(200)])
+def test_random_configurations_run_or_are_refused(seed, data_dir, tmp_path):
+    """Refused: in one line, nothing is written. The first that is not trains, resumes and decodes."""
+    rng, model = random.Random(seed), MODELS[seed % len(MODELS)]
+    for given in (drawn(rng, model) for _ in range(200)):
+        try:
+            trainer = runs.run(model, tmp_path / "out", data_dir, *given, "max_steps=3")
+            break
+        except UserError as e:
+            assert "\n" not in str(e).strip() and not (tmp_path / "out").exists(), given
+    more = runs.run(model, tmp_path / "out", data_dir, *given, "max_steps=4", "resume=true")
+    log = checkpoint.read_log(tmp_path / "out" / "r" / "log.jsonl")
+    assert more.step == 4 and all(math.isfinite(v) for row in log for v in row.values()), given
+    trained, tokenizer, _ = checkpoint.load_run(tmp_path / "out" / "r")
+    text = sample.sample_text(trained, tokenizer, "ab", min(5, trainer.model.cfg.block_size - 1), seed=1)
+    assert text.startswith("ab"), given
 
 
 @pytest.mark.gpu
