@@ -61,19 +61,23 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="a repetition: --full runs it"))
 
 
-def python(*arguments, **environment):
-    """Run python in the repository; TRITON_INTERPRET only where given."""
+def python(*arguments, tries=2, **environment):
+    """Run python in the repository; TRITON_INTERPRET only where given. Of torchrun, one in a thousand hangs, and once a
+    process was aborted inside torch (-6; an error of Python's is 86, see two_processes): tell where, and try again."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     p = subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment},
                          text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:    # one torchrun in a thousand hangs: tell where, and try again
+    try:
         out, err = p.communicate(timeout=200 if "torch.distributed.run" in arguments else None)
+        failed = "exitcode: -6)" in err
     except subprocess.TimeoutExpired:
         subprocess.run(["pkill", "-ABRT", "-P", str(p.pid)])
         time.sleep(2)
         p.send_signal(signal.SIGABRT)
-        warnings.warn(f"{' '.join(map(str, arguments))} hung:\n{p.communicate()[1][-3000:]}")
-        return python(*arguments, **environment)
+        (out, err), failed = p.communicate(), True
+    if failed and tries > 1:
+        warnings.warn(f"{' '.join(map(str, arguments))} hung or was aborted:\n{out[-1000:]}{err[:9000]}")
+        return python(*arguments, tries=tries - 1, **environment)
     return subprocess.CompletedProcess(p.args, p.returncode, out, err)
 
 
