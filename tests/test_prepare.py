@@ -392,8 +392,8 @@ def write_set(folder, count=30, info=(), **changes):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"dtype": "int16"}, "int16"), ({"splits": [3]}, "TypeError"), ({"info": {"bytes": math.inf}}, "OverflowError"),
-    ({"tokenizer": 3}, "malformed tokenizer")])
+    ({"dtype": "int16"}, "int16"), ({"splits": {}}, "train"), ({"splits": [3]}, "TypeError"),
+    ({"info": {"bytes": math.inf}}, "OverflowError"), ({"tokenizer": 3}, "malformed tokenizer")])
 def test_wrong_meta(tmp_path, changes, message):
     with pytest.raises(UserError, match=f"{tmp_path}/set is not a data set of this project.*{message}"):
         TokenData(write_set(tmp_path / "set", **changes), "train")

@@ -155,12 +155,14 @@ def test_the_log_of_a_run_and_of_a_longer_one(tmp_path, data_dir):
     trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=4", "grad_clip=1e-3", "beta1=0")
     rows = checkpoint.read_log(trainer.folder / "log.jsonl")
     steps, evaluations = ([r for r in rows if key in r] for key in ("ce", "val_ce"))
+    assert [r["step"] for r in steps] == list(range(1, 7)) and [r["step"] for r in evaluations] == [4, 6]
     assert all(r["tokens"] == 32 * r["step"] for r in rows)
     assert {"ce", "bpb", "lr", "grad_norm", "tokens_per_second", "seconds"} <= steps[0].keys()
     moments = [s["exp_avg"].flatten() for s in trainer.optimizers[0].state_dict()["state"].values()]
     assert abs(torch.cat(moments).norm() - 1e-3) < 1e-5 and steps[-1]["grad_norm"] > 0.1
     val, bpb = trainer.batches.val, evaluations[0]["val_bpb"]
     assert bpb == pytest.approx(evaluations[0]["val_ce"] / math.log(2) * val.tokens / val.bytes)
+    runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=6")           # nothing to do
     worse = runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=8", "batch_size=4", "learning_rate=50")
     rows = checkpoint.read_log(worse.folder / "log.jsonl")
     assert [row["step"] for row in rows if "val_ce" in row] == [4, 6, 8]
