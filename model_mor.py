@@ -34,7 +34,8 @@ the same recursion. kv=share: to all tokens, by their keys in F_1.
 Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the authors' code
 (paper: at every step, 1e-3). Attention is tied, as in the paper (and in that code since
 commit 82c97f2). Weights start as model_gpt's. With kv=share, F_2 .. F_R make keys that
-nobody reads, 1 % of a step. Left out: random routers, shared keys with updates.
+nobody reads, 1 % of a step. Left out: random routers, shared keys with updates, the
+capacity warm-up (off in that code).
 
 Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, n chosen
 tokens of the fullest row. Recursions count from 1, layers and stored blocks from 0.
