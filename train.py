@@ -96,6 +96,8 @@ def setup(argv):
               make_optimizers(model, cfg), load_teacher(cfg, model, data))
     if cfg.resume:
         restore(run, ckpt)
+    elif cfg.eval_only and ckpt is not None:
+        run.step = ckpt["step"]
     if procs.sum(run.step)[0] != procs.world * run.step:
         raise UserError(f"resume: the processes read different checkpoints; {run.folder} must be "
                         f"the same on every node")

@@ -99,7 +99,8 @@ BENCH = [
     (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 EVAL = [
-    (["out/r", "exit_loop=2"], "has no such key"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
+    (["out/r", "prefill=exact"], "prefill=exact: model=gpt has no such key"),
+    (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
     (["out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
     (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"), (["out/r", "dataset=task:s3"], "task:s3 is no text"),
 ]

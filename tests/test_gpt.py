@@ -97,6 +97,7 @@ VARIATIONS = {
     "biases": (dict(attention_bias=True), {}, None, "attention_bias=True"),
     "other weights": ({}, dict(transformers_weights="b"), None, "neither a safetensors"),
     "code of its own": ({}, dict(model_type="own", auto_map={"AutoConfig": "own.Config"}), None, "execute"),
+    "another activation": ({}, dict(hidden_act="gelu"), None, "hidden_act"),
     "windows in a Llama": ({}, dict(layer_types=["sliding_attention"] * 3), None, "layer_types"),
     "gpt_neox": ({}, dict(model_type="gpt_neox"), None, "gpt_neox"),
     "another width": ({}, dict(intermediate_size=64), None, "_proj.weight is .*, config.json says"),

@@ -117,7 +117,7 @@ def by_hand(model, x, top_k):
     return logits, loss, log
 
 
-EXPERT = [dict(), dict(kv="share", router_func="tanh", alpha=1.0, n_kv_head=2, qk_norm=True), dict(exit_loop=2),
+EXPERT = [dict(), dict(kv="share", router_func="tanh", alpha=0.3, n_kv_head=2, qk_norm=True), dict(exit_loop=2),
           dict(share="sequence", router_arch="mlp", causal="aux_router"), dict(n_loop=1, n_layer=3),
           dict(router_arch="wide_mlp", mlp="gelu", n_loop=2, n_layer=6, z_loss=0.02, kv="share", pos="none"),
           dict(share="cycle", kv="share", causal="aux_router", tie_embeddings=False)]
@@ -193,11 +193,18 @@ def test_loss_free_balance_moves_biases():
 
 @pytest.mark.parametrize("router", ["expert", "token"])
 def test_a_cache_has_room_for_as_many_tokens_as_are_expected(router):
-    """It grows where more of them take a recursion: the splits of test_models.py need that."""
-    cache = mor(router=router).init_cache(3, 30)
+    """It grows to hold all where more of them take a recursion."""
+    model = mor(router=router)
+    cache = model.init_cache(3, 30)
     assert [later.max_len for later in cache.later] == [20, 10]
     assert cache.nbytes() == 2 * 3 * 32 * 8 * (3 * 30 + 20 + 10)    # keys and values, rows, width, bytes, and tokens
     assert len(mor(router=router, exit_loop=2).init_cache(2, 33).later) == 1
+    with torch.no_grad():       # all take all recursions: the states' first number is large, and the last score
+        model.wte.weight[:, 0] += 20
+        for p in [p for name, p in model.named_parameters() if "router" in name]:
+            p.zero_()[-1, 0] = 1.0
+    model(tokens(3, 30), cache=cache)
+    assert [later.max_len for later in cache.later] == [30, 30]
 
 
 # (share, layers, recursions, init, the source's layers): those that each stored block is the mean of

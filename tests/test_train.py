@@ -128,7 +128,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
 
 
 def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
-    """It says what the run's own evaluation said, also at another length."""
+    """It says what the run's own evaluation said, of the same step, also at another length."""
     runs.run("gpt", tmp_path, data_dir, "pos=alibi")
     result = checkpoint.read_log(tmp_path / "r" / "log.jsonl")[-1]["val_ce"]
     (tmp_path / "a.yaml").write_text("init_from: what_the_run_began_with")
@@ -138,6 +138,7 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     train.main([*argv, "block_size=64"])
     out = capsys.readouterr().out
     assert snapshot(tmp_path) == before and f"val ce {result:.4f}" in out and out.count("val ce") == 2
+    assert train.setup(argv).step == 6
 
 
 @pytest.mark.parametrize("schedule, factors", [
@@ -333,7 +334,7 @@ train.run_cli(train.main)
 
 def test_every_process_stops_at_a_nan_in_one(tmp_path, data_dir):
     (tmp_path / "poisoned.py").write_text(NAN_AT_3)
-    argv = runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=2", "eval_interval=2")
+    argv = runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=2", "eval_interval=2", "overwrite=true")
     p = python(*TORCHRUN, tmp_path / "poisoned.py", *argv, PYTHONPATH=str(ROOT))
     assert p.returncode != 0 and p.stderr.count("error: ce is nan at step 3: stopped before the update") == 2
     assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
