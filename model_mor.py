@@ -109,14 +109,6 @@ class Config(BaseConfig):
                              f"or middle_cycle, not {self.share}")
         self.n_mlp = self.n_mlp or mlp_width(self)
 
-    def capacity(self, r):
-        """The fraction of all tokens that take recursion r (token choice: in balance)."""
-        return 1.0 if self.router == "none" else (self.n_loop - r + 1) / self.n_loop
-
-    def sizes(self, T):
-        """k_1 .. k_R: how many of T tokens that is; 1e-9 is for rounding."""
-        return [max(1, int(T * self.capacity(r) + 1e-9)) for r in range(1, self.n_loop + 1)]
-
 
 # ---- the method: which tokens take which recursion ----
 
@@ -125,18 +117,19 @@ class MixtureOfRecursions(LanguageModel):
     balance_bias; gate, layers_of, loops_to_run. tokens: the context of a call, tokens.subset
     gives that of a recursion; context.kept marks those that change, tokens.kept is A_0."""
 
-    def expert_choice(self, h, tokens, R, k=None):
-        """h (B, T, C) -> h after R recursions, and what expert_loss takes. k: k_1 .. k_R
-        (None: choose as in decoding)."""
+    def expert_choice(self, h, tokens, R, top_k):
+        """h (B, T, C) -> h after R recursions, and what expert_loss takes. top_k=False:
+        choose as in decoding."""
+        T, n_loop = h.size(1), self.cfg.n_loop
         active, decisions = tokens.kept, []  # A_0
         for r in range(1, R + 1):
             s = decides = self.routers[r - 1](h)[..., 0]  # w_r . h, (B, T)
             if self.cfg.causal == "aux_router":
                 decides = self.aux_routers[r - 1](h.detach())[..., 0]
-            k_r = k[r - 1] if k else None
+            k_r = max(1, T * (n_loop - r + 1) // n_loop) if top_k else None
             if r == 1:
                 chosen = active  # A_1
-            elif k:
+            elif top_k:
                 top = s.masked_fill(~active, -math.inf).topk(k_r, 1).indices
                 chosen = torch.zeros_like(active).scatter(1, top, True)  # A_r
             else:
@@ -339,11 +332,12 @@ class Cache(KVCache):
     def __init__(self, cfg, n_run, batch_size, max_len, device, dtype):
         own = cfg.kv == "recursion"  # F_2 .. F_{n_run} have keys of their own
         n_whole = n_run if own and cfg.router == "none" else 1
-        later = cfg.sizes(max_len)[1:n_run] if own and cfg.router != "none" else []
         n_layer = cfg.n_stored * n_whole + cfg.n_outside
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer)
-        self.later = [KVCache(cfg, batch_size, size, device, dtype, cfg.n_stored)
-                      for size in later]
+        self.later = []
+        for r in range(2, n_run + 1) if own and cfg.router != "none" else ():
+            size = max(1, max_len * (cfg.n_loop - r + 1) // cfg.n_loop)
+            self.later.append(KVCache(cfg, batch_size, size, device, dtype, cfg.n_stored))
 
     def nbytes(self):
         return super().nbytes() + sum(cache.nbytes() for cache in self.later)
@@ -425,13 +419,13 @@ class Model(MixtureOfRecursions):
     def states(self, idx, top_k, cache=None, n_valid=None):
         """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the loss of
         the router takes. top_k: expert choice as in training, else as in decoding."""
-        cfg, h, T = self.cfg, self.drop(self.wte(idx)), idx.size(1)
+        cfg, h = self.cfg, self.drop(self.wte(idx))
         R = cfg.n_loop if self.training and cache is None else self.loops_to_run
         tokens = self.context_type(cfg, h, cache, n_valid)
         for block in self.first:
             h = block(h, -2, tokens)
         if cfg.router == "expert":
-            h, decisions = self.expert_choice(h, tokens, R, cfg.sizes(T) if top_k else None)
+            h, decisions = self.expert_choice(h, tokens, R, top_k)
             *_, chosen = decisions
             depth = chosen.sum(0)
         elif cfg.router == "token":
@@ -478,7 +472,8 @@ class Model(MixtureOfRecursions):
             # first and last count with F_1: all tokens take them
             n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)
             read = weights - (unread if r > 1 else 0)
-            fraction = cfg.capacity(r)
+            # of all tokens; by token choice: in balance
+            fraction = 1.0 if cfg.router == "none" else (cfg.n_loop - r + 1) / cfg.n_loop
             keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
             mixer = 12.0 * cfg.n_head * cfg.head_dim * visible_keys(keys)
             flops += n_layer * fraction * (6.0 * read + mixer)
