@@ -206,6 +206,7 @@ ROWS = {
     "gpt": {"fast": "fast=true", "naive": "fast=false"},
     "rt": {
         "plain Transformer": "model=gpt mlp=gelu qk_norm=false",
+        "without recurrence": "recurrent=false",
         "wavefront": "schedule=wavefront",      # on a GPU a CUDA graph
         "tiled": "schedule=tiled",
         "naive": "schedule=naive"},

@@ -28,7 +28,7 @@ def few(monkeypatch):
 
 @pytest.mark.parametrize("name, keys, more, lines", [
     ("gpt", dict(), {}, {"training step": 2, "decoding batch": 4, "prefill 15 tokens": 2, "cache, T 16": 2}),
-    ("rt", dict(block_size=8), {}, {"forward + backward": 4, " naive ": 5, "decoding": 8, " MiB ": 20}),
+    ("rt", dict(block_size=8), {}, {"forward + backward": 5, " naive ": 5, "decoding": 10, " MiB ": 25}),
     ("lrt", dict(n_layer=1, n_head=1), {}, {"training step": 7, "prefill 15 tokens": 7, "cache, T 16": 7}),
     ("rat", dict(chunk=4, block_size=64), dict(doublings=1), {"T 128": 9, "prefill 127 tokens": 3, "token (RAT(4))": 2, " MiB ": 18}),
     ("relaxed", dict(n_layer=4, n_loop=2), {}, {"training step": 3, "decoding batch 16": 3, "1.00 x (": 2}),
