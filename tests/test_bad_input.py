@@ -106,6 +106,7 @@ EVAL = [
 ]
 SERVE = [
     (["requests="], "give requests=FILE"), (["requests=no.jsonl"], "no.jsonl cannot be read: No such"),
+    (["prompt=a", "exit=never"], "exit=never: static:1 to static:2, confidence:P"),
     (["requests=empty.txt"], "empty.txt is empty"), (["prompt=a", "slots=0"], "slots=0 must be at least"),
 ]
 PREPARE = [

@@ -4,7 +4,6 @@ import io
 import os
 import pickle
 import random
-import resource
 import signal
 import zipfile
 
@@ -13,6 +12,7 @@ import torch
 
 from common import checkpoint
 import runs
+from conftest import python
 from common.keys import UserError
 
 
@@ -143,15 +143,23 @@ def test_hostile_and_foreign_files_are_refused_and_run_nothing(tmp_path):
     assert target.exists(), "the bomb is a dud: the test shows nothing"
 
 
+FULL_DISK = """
+import resource, sys, train
+save = train.save_checkpoint
+def limited(path, state):
+    if state["step"] >= 4:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+    save(path, state)
+train.save_checkpoint = limited
+train.run_cli(train.main)
+"""
+
+
 def test_full_disk_leaves_the_last_checkpoint(tmp_path, data_dir):
-    runs.run("gpt", tmp_path, data_dir, stop_after=3)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))        # of each file, in bytes
-    try:
-        with pytest.raises(UserError, match="could not save .*: File too large; what was there is untouched"):
-            runs.run("gpt", tmp_path, data_dir, "resume=true")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    p = python("-c", FULL_DISK, *runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2"))
+    error = [line for line in p.stderr.splitlines() if not line.startswith("kernels: ")]     # which tells what runs
+    assert p.returncode == 2 and len(error) == 1, p.stderr
+    assert "could not save" in error[0] and "untouched" in error[0]
     assert not list(tmp_path.rglob("*.tmp"))
-    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 3
+    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
     assert runs.run("gpt", tmp_path, data_dir, "resume=true").step == 6
