@@ -334,10 +334,10 @@ class Cache(KVCache):
         n_whole = n_run if own and cfg.router == "none" else 1
         n_layer = cfg.n_stored * n_whole + cfg.n_outside
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer)
-        self.later = []
-        for r in range(2, n_run + 1) if own and cfg.router != "none" else ():
-            size = max(1, max_len * (cfg.n_loop - r + 1) // cfg.n_loop)
-            self.later.append(KVCache(cfg, batch_size, size, device, dtype, cfg.n_stored))
+        later = range(2, n_run + 1) if own and cfg.router != "none" else ()
+        sizes = [max(1, max_len * (cfg.n_loop - r + 1) // cfg.n_loop) for r in later]  # k_r
+        self.later = [KVCache(cfg, batch_size, size, device, dtype, cfg.n_stored)
+                      for size in sizes]
 
     def nbytes(self):
         return super().nbytes() + sum(cache.nbytes() for cache in self.later)

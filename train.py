@@ -97,7 +97,7 @@ def setup(argv):
     if cfg.resume:
         restore(run, ckpt)
     elif cfg.eval_only and ckpt is not None:
-        run.step = ckpt["step"]
+        run.step = ckpt["step"]                 # of all processes the same: next line
     if procs.sum(run.step)[0] != procs.world * run.step:
         raise UserError(f"resume: the processes read different checkpoints; {run.folder} must be "
                         f"the same on every node")

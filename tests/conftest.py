@@ -91,13 +91,16 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def two_processes(folder, *arguments):
-    """train.py in two processes. Python's shutdown may abort (see Processes.leave); here it always fails, with 86."""
+    """train.py in two processes, which succeeds. Python's shutdown may abort (see Processes.leave); here it always
+    fails, with 86."""
     (folder / "sitecustomize.py").write_text(
         "import atexit, os, sys\n"
         "if 'RANK' in os.environ:\n    atexit.register(lambda: (sys.stdout.flush(), os._exit(86)))\n")
     path = f"{folder}{os.pathsep}{FORKS}"
     again = [] if "resume=true" in arguments else ["overwrite=true"]      # a second try finds the first one's checkpoint
-    return python(*TORCHRUN, "train.py", *arguments, *again, PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
+    p = python(*TORCHRUN, "train.py", *arguments, *again, PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
+    assert p.returncode == 0, p.stdout + p.stderr[:9000]        # torchrun's own report comes last
+    return p
 
 
 @pytest.fixture(scope="session")
