@@ -56,7 +56,7 @@ class Config(BaseConfig):
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
     swa: int = 0  # window of odd layers, own key included (0: as even ones)
     qk_groups: int = 0  # G (0: 2, or 1 where n_head is odd)
-    pos: str = choice("chunk", "rope", "nope")  # RoPE counts chunks | tokens | nothing
+    pos: str = choice("chunk", "rope", "none")  # RoPE counts chunks | tokens | nothing
     n_mlp: int = 0  # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
@@ -160,8 +160,8 @@ class Context:
         self.chunk_of = self.pos // cfg.chunk
         token, none = self.pos, 0 * self.pos  # none: angle 0, no rotation
         count = dict(  # what RoPE counts: in swa always tokens
-            rat=dict(chunk=self.chunk_of, rope=token, nope=none)[cfg.pos],
-            attention=none if cfg.pos == "nope" else token, swa=token)
+            rat=dict(chunk=self.chunk_of, rope=token, none=none)[cfg.pos],
+            attention=none if cfg.pos == "none" else token, swa=token)
         self.rope = {}
         for kind, pos in count.items():
             if kind in cfg.kinds:

@@ -25,7 +25,7 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
             "gpt": [dict(n_kv_head=2, qk_norm=True, window=7), dict(pos="none", window=5, head_dim=12),
                     dict(pos="alibi", mlp="gelu", tie_embeddings=False),
                     dict(mlp="geglu", scale_embeddings=True)],
-            "rat": [dict(chunk=5, n_layer=4, swa=7, qk_groups=4), dict(chunk=64, pos="nope", head_dim=6),
+            "rat": [dict(chunk=5, n_layer=4, swa=7, qk_groups=4), dict(chunk=64, pos="none", head_dim=6),
                     dict(chunk=1, pos="rope", qk_groups=1, tie_embeddings=False), dict(mixer="rnn", mlp="swiglu", head_dim=12),
                     dict(mixer="attention", n_kv_head=2, swa=7, head_dim=6)],
             "lrt": [dict(n_kv_head=2, swa=5, pattern="SL", projections="layerwise", source=2, source_norm=True,

@@ -11,7 +11,7 @@ from conftest import relative, tiny
 from test_gpt import rotate
 from test_models import assert_cache_is_forward, assert_same, outputs_and_gradients, tokens
 
-KINDS = {"rat": {}, "token": dict(pos="rope", qk_groups=1), "nope": dict(pos="nope", qk_groups=4),
+KINDS = {"rat": {}, "token": dict(pos="rope", qk_groups=1), "none": dict(pos="none", qk_groups=4),
          "rnn": dict(mixer="rnn"), "attention": dict(mixer="attention"), "rat-swa": dict(swa=7),
          "attention-swa": dict(mixer="attention", swa=7)}
 
@@ -31,7 +31,7 @@ def rat_by_hand(cfg, mix, u):
     z, g, v, q, k = (u @ mix.w_in.weight.T).split([C, C, C, G * D, G * D], -1)
     v, gate = v.unflatten(-1, (H, D)), (g + mix.gate_bias).sigmoid().unflatten(-1, (H, D))
     q, k = (x.unflatten(-1, (G, D))[:, [h % G for h in range(H)]] for x in (q, k))      # (T, H, D)
-    at = {"chunk": lambda t: t // L, "rope": lambda t: t, "nope": lambda t: 0}[cfg.pos]
+    at = {"chunk": lambda t: t // L, "rope": lambda t: t, "none": lambda t: 0}[cfg.pos]
     turned = lambda x, t: rotate(x[None], torch.tensor([at(t)]), 10000.0)[0]
     ys, ends = [], []                           # ends: (rotated key, value) of each chunk
     for t in range(len(u)):
@@ -47,7 +47,7 @@ def rat_by_hand(cfg, mix, u):
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("kind", ["rat", "token", "nope"])
+@pytest.mark.parametrize("kind", ["rat", "token", "none"])
 def test_the_layer_is_its_equations(kind, fast):
     for chunk in (1, 4, 23, 50):
         model, u = rat(kind, chunk=chunk, fast=fast), torch.randn(2, 23, 32, dtype=torch.float64)
@@ -67,9 +67,9 @@ def test_where_gates_are_shut(fast):
     assert y.isfinite().all() and all(p.grad.isfinite().all() for p in mix.parameters())
 
 
-@pytest.mark.parametrize("pos, theirs", [("chunk", "rope"), ("nope", "none")])
+@pytest.mark.parametrize("pos, theirs", [("chunk", "rope"), ("none", "none")])
 def test_attention_is_the_plain_transformers(pos, theirs):
-    """Everywhere, logits and gradients; in a window, which has RoPE with pos=nope too."""
+    """Everywhere, logits and gradients; in a window, which has RoPE with pos=none too."""
     sizes = dict(n_kv_head=2, tie_embeddings=False, mlp="swiglu")
     gpt, model, x = tiny("gpt", pos=theirs, **sizes), rat("attention", pos=pos, **sizes), tokens(2, 51)
     renamed = lambda named: {name.replace(".attn.", ".mix."): w for name, w in named.items()}
