@@ -3,7 +3,8 @@ RAT with QK-norm, model_gpt's: RMSNorm with a weight on each head's query and ke
 
 norm=keys       of k, before the recurrence
 norm=states     of k~, after it: what queries attend to
-It trains and evaluates; there is no cache (sample_tokens=0).
+The forward is RAT.forward and rat_fast of model_rat.py in one, with the norms. It trains and
+evaluates; there is no cache (sample_tokens=0).
 """
 from dataclasses import dataclass
 
