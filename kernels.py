@@ -229,7 +229,8 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
     keys some of them attend to (positions ascend), and the bias (B or 1, H or 1, M, N) to
     add to the scores, -inf where a key is not visible."""
     q_pos, k_pos = torch.atleast_2d(q_pos), torch.atleast_2d(k_pos)  # (B or 1, T)
-    size = 64 if q_pos.size(1) <= k_pos.size(1) else 256  # smaller ones leave out more keys
+    # smaller blocks leave out more keys, larger ones make fewer calls
+    size = 64 if q_pos.size(1) <= min(k_pos.size(1), 1024) else 256
     for start in range(0, q_pos.size(1), size):
         queries = slice(start, start + size)
         q = q_pos[:, queries]
