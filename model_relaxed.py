@@ -4,7 +4,7 @@ Recursive and Relaxed Recursive Transformers: tied layers in loops, relaxed by l
 Only K of a Transformer's L layers are stored, and these K, one after the other, run
 n_loop = L / K times (the Recursive Transformer). Each use of a stored matrix may add a
 low-rank delta (LoRA) of its own (Relaxed). Both start from a trained Transformer and are
-then trained further: so it becomes smaller at little loss.
+then trained further, to become smaller at little loss (what it cost here: lab/RESULTS.md).
 
     h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)    l = 0 .. L - 1    (2)
     in it, every matrix:  y = W' x + B_u A_u x    W' is tied; A_u, B_u are of use u     (3)
