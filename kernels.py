@@ -1,10 +1,10 @@
 """
 The operators behind the fast paths of the models.
 
-    attend(q, k, v, q_pos, k_pos, slopes, window)   softmax attention, masked by positions
-    merge(out_a, lse_a, out_b, lse_b)               attention over two sets of keys made one
-    scan(g, x, chunk, h0)                           a gated recurrence inside chunks
-    attend_backward(q, k, v, out, lse, do, ...)     attend's backward pass alone
+    attend_by_position(q, k, v, q_pos, ...)    softmax attention, masked by positions
+    attend_by_position_backward(q, k, v, ...)  its backward pass alone
+    merge(out_a, lse_a, out_b, lse_b)          attention over two sets of keys made one
+    scan(g, x, chunk, h0)                      a gated recurrence inside chunks
 
 This file says in plain PyTorch what each computes: the reference implementation. It runs
 on CPUs, for float64 and without triton. kernels_triton.py has the same in Triton for GPUs;
@@ -102,9 +102,9 @@ def needs_operator():
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
-# ---- attend ----
+# ---- attend_by_position ----
 
-def attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
+def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
     """Softmax attention whose mask is given by positions: query i attends to key j iff
     k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
 
@@ -119,35 +119,37 @@ def attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
     (float64 for float64), both differentiable, once, in q, k and v. Without visible
     keys out is 0 and lse -inf."""
     function = attend_op if needs_operator() else attend_forward
-    return function(q, k, v, *mask_arguments(q, k, v, q_pos, k_pos, slopes, window))
+    return function(q, k, v, *checked_mask(q, k, v, q_pos, k_pos, slopes, window))
 
 
-def attend_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None, window=None):
+def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None,
+                                window=None):
     """dq, dk, dv of these keys' part in a softmax that may be over more keys. out
     (B, H, Tq, D) in q's dtype and lse (B, H, Tq) are those of the whole softmax, do is
-    the gradient of out, the rest is as for attend. Over disjoint sets of keys the dq
+    the gradient of out, the rest is as for attend_by_position. Over disjoint sets of keys the dq
     add up. Not differentiable."""
-    mask = mask_arguments(q, k, v, q_pos, k_pos, slopes, window)
+    mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
     return attend_gradients(q, k, v, out, lse, do, None, *mask)
 
 
-def mask_arguments(q, k, v, q_pos, k_pos, slopes, window):
+def checked_mask(q, k, v, q_pos, k_pos, slopes, window):
     """The checked q_pos, k_pos, slopes and window: the kernels would read past the end of
     what is too small."""
     (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
     if k.shape != (B, G, Tk, D) or v.shape != k.shape or H % G or D > HEAD_SIZES[-1]:
-        raise ValueError(f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "
-                         "(B, H, Tq, D), (B, G, Tk, D) twice are needed, D <= 256, H % G = 0")
+        raise ValueError(f"attend_by_position: q {tuple(q.shape)}, k {tuple(k.shape)}, v "
+                         f"{tuple(v.shape)}; (B, H, Tq, D), (B, G, Tk, D) twice are needed, "
+                         "D <= 256, H % G = 0")
     if window is not None and window < 1:
-        raise ValueError(f"attend: window={window} must be at least 1")
+        raise ValueError(f"attend_by_position: window={window} must be at least 1")
     if slopes is not None and slopes.shape != (H,):
-        raise ValueError(f"attend: slopes {tuple(slopes.shape)} must be ({H},)")
+        raise ValueError(f"attend_by_position: slopes {tuple(slopes.shape)} must be ({H},)")
     pos = []
     for name, given, n in (("q_pos", q_pos, Tq), ("k_pos", k_pos, Tk)):
         if given is None:
             given = torch.arange(n, device=q.device, dtype=torch.int32)
         if given.dtype != torch.int32 or given.shape not in ((n,), (B, n)):
-            raise ValueError(f"attend: {name} {tuple(given.shape)} is {given.dtype}: "
+            raise ValueError(f"attend_by_position: {name} {tuple(given.shape)} is {given.dtype}: "
                              f"({n},) or ({B}, {n}) in torch.int32 is needed")
         pos.append(given)
     return *pos, slopes, NO_WINDOW if window is None else min(window, NO_WINDOW)
@@ -157,7 +159,7 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor
                    slopes: Optional[Tensor], window: int) -> tuple[Tensor, Tensor]:
     """out (B, H, Tq, D), lse (B, H, Tq)."""
     if runs_triton(q.device, q.dtype):
-        return in_triton("attend", q, k, v, q_pos, k_pos, slopes, window)
+        return in_triton("launch_attend", q, k, v, q_pos, k_pos, slopes, window)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = heads_like(q, *q.shape).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q))
@@ -186,8 +188,8 @@ def attend_gradients(
         window: int) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; do (B, H, Tq, D), dlse (B, H, Tq) or None."""
     if runs_triton(q.device, q.dtype):
-        return in_triton("attend_backward", q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes,
-                         window)
+        return in_triton("launch_attend_backward", q, k, v, out, lse, do, dlse, q_pos, k_pos,
+                         slopes, window)
     q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out))
     empty = lse == -math.inf  # dlse may be NaN there
     lse, dlse = (x if x is None else x.masked_fill(empty, 0) for x in (lse, dlse))
@@ -273,7 +275,7 @@ attend_op.register_autograd(attend_autograd, setup_context=attend_save)
 
 def merge(out_a, lse_a, out_b, lse_b):
     """out and lse of attention over two disjoint sets of keys, from those over each
-    set: out_a, out_b (B, H, T, D) and lse_a, lse_b (B, H, T), as attend returns them. A
+    set: out_a, out_b (B, H, T, D) and lse_a, lse_b (B, H, T), as attend_by_position returns them. A
     side without visible keys (out 0, lse -inf) changes nothing and gets no gradient; two
     give 0 and -inf."""
     empty = (lse_a == -math.inf) & (lse_b == -math.inf)
@@ -305,7 +307,7 @@ def scan(g, x, chunk, h0=None):
 def scan_forward(g: Tensor, x: Tensor, h0: Tensor, chunk: int) -> Tensor:
     """h (B, T, C), of all chunks at once."""
     if runs_triton(x.device, x.dtype):
-        return in_triton("scan", g, x, h0, chunk)
+        return in_triton("launch_scan", g, x, h0, chunk)
     g_n, x_n = in_chunks(g, chunk), in_chunks(x, chunk)
     state = torch.zeros_like(x_n[:, :, 0])  # (B, n, C), before each chunk
     state[:, 0] = h0
@@ -317,7 +319,7 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
                    chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """dg, dx (B, T, C) and dh0 (B, C)."""
     if runs_triton(x.device, x.dtype):
-        return in_triton("scan_backward", dh, g, x, h, h0, chunk)
+        return in_triton("launch_scan_backward", dh, g, x, h, h0, chunk)
     g_n, x_n, h_n, dh_n = (in_chunks(y, chunk) for y in (g, x, h, dh))
     # from right to left it is the same recurrence, with g_{t+1}; the last one meets zero
     g_next = g_n.roll(-1, 2)

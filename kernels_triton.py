@@ -144,7 +144,7 @@ def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased,
 
 
 @triton.jit
-def visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window, biased,
+def visible_tiles(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window, biased,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """tile_spans of the keys that BLOCK_M queries from `start` attend to: key j of query i
     iff i - window < j <= i."""
@@ -163,7 +163,7 @@ def tile_number(i, first, full, rest, MASKED: tl.constexpr):
         return i
 
 
-# ---- attend ----
+# ---- attend_by_position ----
 
 @triton.jit
 def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
@@ -197,7 +197,7 @@ def attend_forward_kernel(
     rows = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_D)
     q_pos = load_pos(q_pos_ptr, rows, Tq, -BEYOND)  # padding attends to nothing
-    first, full, rest, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
+    first, full, rest, last = visible_tiles(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
                                            biased, BLOCK_M, BLOCK_N)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
     l = tl.zeros((BLOCK_M,), tl.float32)                # sum_j e^{s_ij - m}
@@ -262,7 +262,7 @@ def attend_dq_kernel(
 
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, valid, D, BLOCK_D)
     q_pos = load_pos(q_pos_ptr, rows, Tq, -BEYOND)  # padding attends to nothing
-    first, full, rest, last = visible_keys(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
+    first, full, rest, last = visible_tiles(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
                                            biased, BLOCK_M, BLOCK_N)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # sum_j ds_ij k_j
     for MASKED in tl.static_range(2):
@@ -418,7 +418,7 @@ def scan_backward_kernel(dh_ptr, g_ptr, x_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh
 
 # ---- the memory layout that the kernels need ----
 
-def heads_like(x, B, H, T, D):
+def new_heads(x, B, H, T, D):
     """An uninitialised (B, H, T, D), in memory (B, T, H, D) as projections want it."""
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
@@ -435,14 +435,14 @@ def aligned(x):
     if (x.stride(-1) == 1 and D % 16 == 0 and x.data_ptr() % 16 == 0
             and all(s % 16 == 0 for s in strides(x))):
         return x
-    padded = heads_like(x, *x.shape[:3], D + -D % 16).zero_()
+    padded = new_heads(x, *x.shape[:3], D + -D % 16).zero_()
     padded[..., :D] = x
     return padded
 
 
 def cropped(x, D):
     """x (B, H, T, at least D) with head size D; never a view of a larger tensor."""
-    return x if x.size(-1) == D else heads_like(x, *x.shape[:3], D).copy_(x[..., :D])
+    return x if x.size(-1) == D else new_heads(x, *x.shape[:3], D).copy_(x[..., :D])
 
 
 def summed_over_groups(x, G, D):
@@ -450,7 +450,7 @@ def summed_over_groups(x, G, D):
     if x.size(1) == G:
         return cropped(x, D)
     total = x[..., :D].unflatten(1, (G, -1)).sum(2)
-    return heads_like(x, x.size(0), G, x.size(2), D).copy_(total)
+    return new_heads(x, x.size(0), G, x.size(2), D).copy_(total)
 
 
 # ---- tile sizes: the largest that tests/compile_kernels.py accepts (no or few spills) ----
@@ -503,19 +503,19 @@ def scan_options(chunk):
 
 # ---- the operators, as kernels.py calls them ----
 
-def mask_arguments(q_pos, k_pos, slopes, lse):
+def mask_pointers(q_pos, k_pos, slopes, lse):
     """The kernels' arguments for the mask: pointers, the positions' batch strides, biased."""
     pos = [p.contiguous() for p in (q_pos, k_pos)]
     bias = lse if slopes is None else slopes.to(torch.float32).contiguous()  # lse is not read
     return [*pos, bias], [p.size(-1) if p.dim() == 2 else 0 for p in pos], int(slopes is not None)
 
 
-def attend(q, k, v, q_pos, k_pos, slopes, window):
+def launch_attend(q, k, v, q_pos, k_pos, slopes, window):
     """out (B, H, Tq, D), lse (B, H, Tq)."""
     (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
     q, k, v = aligned(q), aligned(k), aligned(v)  # D is a multiple of 16 now
-    out, lse = heads_like(q, *q.shape), q.new_empty(B, H, Tq, dtype=torch.float32)
-    pointers, pos_strides, biased = mask_arguments(q_pos, k_pos, slopes, lse)
+    out, lse = new_heads(q, *q.shape), q.new_empty(B, H, Tq, dtype=torch.float32)
+    pointers, pos_strides, biased = mask_pointers(q_pos, k_pos, slopes, lse)
     options = tile_options("forward", D, q.dtype, has_large_blocks(q.device))
     attend_forward_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H,)](
         q, k, v, out, lse, *pointers, *strides(q, k, v, out), *pos_strides, Tq, Tk, q.size(-1),
@@ -523,15 +523,15 @@ def attend(q, k, v, q_pos, k_pos, slopes, window):
     return cropped(out, D), lse
 
 
-def attend_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window):
+def launch_attend_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window):
     """dq, dk, dv, like q, k and v."""
     (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
     q, k, v, out, do = (aligned(x) for x in (q, k, v, out, do))
     lse = lse.contiguous()         # the kernels count on it
     dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
     delta = torch.empty_like(lse)  # the first kernel writes it
-    dq, dk, dv = (heads_like(q, B, H, T, q.size(-1)) for T in (Tq, Tk, Tk))  # of query heads
-    pointers, pos_strides, biased = mask_arguments(q_pos, k_pos, slopes, lse)
+    dq, dk, dv = (new_heads(q, B, H, T, q.size(-1)) for T in (Tq, Tk, Tk))  # of query heads
+    pointers, pos_strides, biased = mask_pointers(q_pos, k_pos, slopes, lse)
     sizes = [*pos_strides, Tq, Tk, q.size(-1), H, H // G, window, D ** -0.5, biased]
     options = tile_options("dq", D, q.dtype, has_large_blocks(q.device))
     attend_dq_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H,)](
@@ -557,7 +557,7 @@ def scan_arguments(h0, x, chunk):
     return grid, F.pad(h0, (0, C - h0.size(1))).contiguous(), chunk, options
 
 
-def scan(g, x, h0, chunk):
+def launch_scan(g, x, h0, chunk):
     """h (B, T, C)."""
     (_, T, C), g, x = x.shape, aligned_channels(g), aligned_channels(x)
     grid, h0, chunk, options = scan_arguments(h0, x, chunk)
@@ -566,7 +566,7 @@ def scan(g, x, h0, chunk):
     return h[..., :C].contiguous()
 
 
-def scan_backward(dh, g, x, h, h0, chunk):
+def launch_scan_backward(dh, g, x, h, h0, chunk):
     """dg, dx (B, T, C) and dh0 (B, C)."""
     (_, T, C), h = h.shape, aligned_channels(h).contiguous()
     dh, g, x = aligned_channels(dh), aligned_channels(g), aligned_channels(x)

@@ -128,9 +128,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        wide = upcast(x)
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight).to(x.dtype)
+        wide = x.to(self.weight.dtype)  # torch sums in float32 or better, whatever this is
+        return F.rms_norm(wide, wide.shape[-1:], self.weight, self.eps).to(x.dtype)
 
 
 def rope_tables(pos, head_dim, theta, dtype):

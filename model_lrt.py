@@ -297,7 +297,7 @@ def attend_fast(q, k, v, context, window):
     # subsets, chunks, windows, ragged rows: the kernel compares positions, as the mask does
     q_pos = context.pos.squeeze(0).int()  # (B, n), or (n,) of all rows
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
-    return kernels.attend(q, k, v, q_pos, k_pos, window=window or None)[0]  # (y, lse)
+    return kernels.attend_by_position(q, k, v, q_pos, k_pos, window=window or None)[0]  # (y, lse)
 
 
 # ---- decoding ----

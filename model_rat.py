@@ -192,7 +192,7 @@ def read_states(q, k_state, v_state, final_k, final_v, context):
     # keys have positions 0 .. n - 1, as chunks; those before a query's chunk are visible:
     # in chunk 0 none, which gives y = 0 and lse = -inf, no weight
     before = (context.chunk_of - 1).int().squeeze(0)  # (T,) or (B, T)
-    y, lse = kernels.attend(q, final_k, final_v, q_pos=before)
+    y, lse = kernels.attend_by_position(q, final_k, final_v, q_pos=before)
     return kernels.merge(y, lse, v_state, own_score)[0]
 
 
@@ -319,7 +319,7 @@ def attend_tokens(q, k, v, layer, context):
     cfg, bias = context.cfg, None  # None: causal
     if cfg.kinds[layer] == "swa":
         if cfg.fast:
-            return kernels.attend(q, k, v, window=cfg.swa)[0]
+            return kernels.attend_by_position(q, k, v, window=cfg.swa)[0]
         pos = torch.arange(q.size(2), device=q.device)
         bias = attention_bias(pos[None], pos, cfg.swa)
     return attend(q, k, v, bias, fast=cfg.fast)
@@ -347,7 +347,7 @@ def attend_cached(q, k, v, layer, context):
     k, v = (torch.cat([x.to(k.dtype), new], 2) for x, new in zip(old, (k, v)))
     k_pos = k_pos.masked_fill(k_pos < 0, -R)  # no tokens: before every window
     q_pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
-    return kernels.attend(q, k, v, q_pos, k_pos, window=R)[0]
+    return kernels.attend_by_position(q, k, v, q_pos, k_pos, window=R)[0]
 
 
 # ---- the model ----

@@ -236,7 +236,7 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
     # bfloat16 always takes the kernel, as q @ k would round the scores; float32 only for tiles
     # over 32 keys, as the call costs more than the work in a smaller one (32 is no cfg.chunk)
     if q.dtype != lse.dtype or k.size(2) > 32:
-        more, more_lse = kernels.attend(q, k, v, q_pos, k_pos, slopes)  # over the tile alone
+        more, more_lse = kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes)  # over the tile alone
         return kernels.merge(out, lse, more, more_lse)
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     scores = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, t, keys)
@@ -264,12 +264,12 @@ class Context(model_gpt.Context):
         """Of the new tokens to all up to themselves.
         naive:                       written out, with a bias;
         with a cache, in float32:    torch's attention, with a bias: the fastest for one query;
-        all else:                    kernels.attend, which masks by positions. In training a
+        all else:                    kernels.attend_by_position, which masks by positions. In training a
                                      bias would be T x T; in bfloat16 torch would round it."""
         if self.bias is not None:
             return attend(q, k, v, self.bias, fast=not self.naive)
         pos = self.pos.int().squeeze(0)  # (T,) for all rows, or (B, T)
-        out, _ = kernels.attend(q, k, v, pos, self.k_pos, self.slopes)
+        out, _ = kernels.attend_by_position(q, k, v, pos, self.k_pos, self.slopes)
         return out
 
 

@@ -189,7 +189,7 @@ class Wavefront:
         for q_l, l in zip(q, range(step.lo, step.hi)):
             start, mask = self.start(l, step)
             keys, values = pairs[:, l, :, :, :start]  # all visible
-            found.append(kernels.attend(q_l, keys, values, *mask))
+            found.append(kernels.attend_by_position(q_l, keys, values, *mask))
         # (A B, H, C, .); without any keys more is 0 and more_lse -inf
         more, more_lse = map(torch.cat, zip(*found))
         out, lse = v_temp.view(more.shape), lse.view(more_lse.shape)
@@ -208,7 +208,7 @@ class Wavefront:
         for n, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has none
             start, mask = self.start(l, step)
             keys, values = pairs[:, l, :, :, :start]
-            new = kernels.attend_backward(q[n], keys, values, a[n], lse[n], da[n], *mask)
+            new = kernels.attend_by_position_backward(q[n], keys, values, a[n], lse[n], da[n], *mask)
             dq[n] += new[0]  # (B7)
             d_pairs[0, l, :, :, :start] += new[1]  # (B2)
             d_pairs[1, l, :, :, :start] += new[2]

@@ -306,7 +306,7 @@ def bench_kernels(device, sizes=None):
     """attend beside torch's attention (SDPA), forward and backward. sizes: B, H, T, D."""
     gpu = device.type == "cuda"
     functions = {"SDPA": partial(F.scaled_dot_product_attention, is_causal=True),
-                 "attend": lambda q, k, v: kernels.attend(q, k, v)[0]}
+                 "attend": lambda q, k, v: kernels.attend_by_position(q, k, v)[0]}
     for B, H, T, D in sizes or ([(4, 16, 4096, 128), (1, 16, 65536, 128)] if gpu else
                                 [(1, 8, 1024, 64), (1, 4, 8192, 64)]):
         dtype = torch.bfloat16 if gpu else torch.float32

@@ -24,7 +24,7 @@ assert torch.empty(3).isnan().all()
 @pytest.mark.parametrize("number", few(range(6), 2))
 def test_in_16_bits(number):
     dtype = (torch.bfloat16, torch.float16)[number % 2]
-    compare_attend(kernels.attend, *attend_case(number, *ATTENDS[6 * number], dtype), 1e-2)
+    compare_attend(kernels.attend_by_position, *attend_case(number, *ATTENDS[6 * number], dtype), 1e-2)
     compare_scan(kernels.scan, *SCANS[3 * number], 1e-2, dtype)
 
 
@@ -36,10 +36,10 @@ def test_fully_masked_tiles_are_not_loaded(kind):
     mask = (None, None, None, 40) if kind == "plain" else (at, at, None, 40)
     q, k, v = (torch.randn(1, 1, 300, 16) for _ in range(3))
     do, dlse = torch.ones_like(q), torch.ones(1, 1, 300)
-    whole = outputs_and_gradients(kernels.attend, (q, k, v), mask, (do, dlse))
+    whole = outputs_and_gradients(kernels.attend_by_position, (q, k, v), mask, (do, dlse))
     k_nan, v_nan = (x.index_fill(2, torch.arange(128), math.nan) for x in (k, v))
-    found = outputs_and_gradients(kernels.attend, (q, k_nan, v_nan), mask, (do, dlse))
+    found = outputs_and_gradients(kernels.attend_by_position, (q, k_nan, v_nan), mask, (do, dlse))
     assert_close(*[[x[:, :, 256:] for x in xs[:3]] for xs in (found, whole)], 1e-6, "out lse dq")
     q, do = (x.index_fill(2, torch.arange(192, 300), math.nan) for x in (q, do))
-    found = outputs_and_gradients(kernels.attend, (q, k, v), mask, (do, dlse))
+    found = outputs_and_gradients(kernels.attend_by_position, (q, k, v), mask, (do, dlse))
     assert_close(*[[x[:, :, :64] for x in xs[3:]] for xs in (found, whole)], 1e-6, "dk dv")

@@ -18,14 +18,14 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @pytest.mark.parametrize("number", few(range(len(ATTENDS)), 16))
 def test_attend_is_the_definition(number, device, dtype, tolerance):
     case = attend_case(number, *ATTENDS[number], dtype, device)
-    compare_attend(kernels.attend, *case, tolerance)
+    compare_attend(kernels.attend_by_position, *case, tolerance)
 
 
 @pytest.mark.parametrize("number", range(0, len(ATTENDS), 3))
 def test_attend_written_out(number, monkeypatch):
     """As on devices for which torch has no attention that returns lse."""
     monkeypatch.setattr(kernels, "FUSED", ())
-    found = compare_attend(kernels.attend, *attend_case(number, *ATTENDS[number]), 1e-10)
+    found = compare_attend(kernels.attend_by_position, *attend_case(number, *ATTENDS[number]), 1e-10)
     if min(ATTENDS[number][:2]) > 2:
         assert all(x.abs().max() > 0 for x in found[2:])
 
@@ -35,7 +35,7 @@ def test_attend_written_out(number, monkeypatch):
                                   (1500, 1500, "plain", None, False, (1, 2, 2), 128),
                                   (300, 3000, "shared", 1500, True, (1, 2, 1), 256)])
 def test_attend_at_length(case, device, dtype, tolerance):
-    compare_attend(kernels.attend, *attend_case(0, *case, dtype, device), tolerance)
+    compare_attend(kernels.attend_by_position, *attend_case(0, *case, dtype, device), tolerance)
 
 
 @where(PRECISION[0])
@@ -47,7 +47,7 @@ def test_any_strides(layout, device, dtype, tolerance):
         case = attend_case(0, 20, 20, kind, None, False, (2, 2, 2), D, dtype, device)
         tensors, arguments, (do, dlse) = case
         tensors, incoming = [*map(layout, tensors)], (layout(do), dlse)
-        compare_attend(kernels.attend, tensors, arguments, incoming, tolerance)
+        compare_attend(kernels.attend_by_position, tensors, arguments, incoming, tolerance)
 
     def interleaved(g, x, *rest):
         both = torch.stack([g, x], -1).flatten(2)
@@ -93,7 +93,7 @@ def test_opcheck():
     """Schema, gradients, shapes and strides of the outputs, dynamic shapes."""
     case = attend_case(0, 9, 11, "shared", 5, True, (2, 4, 2), 8, torch.float32)
     (q, k, v), mask, (do, dlse) = case
-    out, lse = kernels.attend(q, k, v)
+    out, lse = kernels.attend_by_position(q, k, v)
     g, x, h0 = torch.rand(2, 9, 3), torch.randn(2, 9, 3), torch.randn(2, 3)
     lead = lambda *tensors: [t.detach().clone().requires_grad_() for t in tensors]
     plain = torch.arange(9).int(), torch.arange(11).int(), None, kernels.NO_WINDOW
@@ -114,13 +114,13 @@ def test_opcheck():
 def test_wrong_arguments_are_named(name, value, message):
     right = dict(q=torch.randn(2, 4, 6, 8), k=torch.randn(2, 2, 5, 8), v=torch.randn(2, 2, 5, 8))
     with pytest.raises(ValueError) as error:
-        kernels.attend(**{**right, name: value})
+        kernels.attend_by_position(**{**right, name: value})
     assert message in str(error.value)
 
 
 def test_without_triton_it_runs_and_says_so_once():
     use = ("import sys, torch; sys.modules['triton'] = None; import kernels\n"
-           "for _ in range(3): kernels.attend(*torch.randn(3, 1, 2, 5, 16))")
+           "for _ in range(3): kernels.attend_by_position(*torch.randn(3, 1, 2, 5, 16))")
     p = python("-c", use)
     assert (p.returncode, p.stdout, p.stderr) == (0, "", "kernels: plain PyTorch on cpu\n"), p.stderr
 
@@ -148,7 +148,7 @@ def test_gpu_rows_beyond_two_billion_elements():
     wide = torch.randn(1, 70000, 1, 32768, device="cuda", dtype=torch.bfloat16)
     whole, results = wide[..., :16].transpose(1, 2).detach().requires_grad_(), []
     for x in (whole, whole[:, :, -200:].detach().clone().requires_grad_()):
-        out, lse = (y[:, :, -60:] for y in kernels.attend(x, x, x, window=32))
+        out, lse = (y[:, :, -60:] for y in kernels.attend_by_position(x, x, x, window=32))
         grad = torch.autograd.grad(out.sum() + lse.sum(), x)[0][:, :, -60:]
         results.append([out.detach(), lse.detach(), grad])
     assert_close(*results, 1e-2, "out lse dx")

@@ -87,7 +87,7 @@ def test_attention_is_the_plain_transformers(pos, theirs):
 @pytest.mark.parametrize("kind", ["rat", "token", "rnn", "rat-swa", "attention-swa"])
 def test_what_a_gpu_needs_in_decoding(kind, monkeypatch):
     """Positions given to attend ascend. No slot is written twice by one call."""
-    def checked(q, k, v, *pos, attend=kernels.attend, **more):
+    def checked(q, k, v, *pos, attend=kernels.attend_by_position, **more):
         assert all((p.diff(dim=-1) >= 0).all() for p in (*pos, more.get("q_pos", torch.zeros(1))))
         return attend(q, k, v, *pos, **more)
 
@@ -96,7 +96,7 @@ def test_what_a_gpu_needs_in_decoding(kind, monkeypatch):
             used = row[row < self.R[layer]]
             assert len(used) == len(used.unique())
         fill(self, layer, k, v, at, padding)
-    monkeypatch.setattr(kernels, "attend", checked)
+    monkeypatch.setattr(kernels, "attend_by_position", checked)
     monkeypatch.setattr(model_rat.Cache, "fill", fill)
     model = rat(kind, block_size=16)
     assert_cache_is_forward(model, [18, 18], [3, 1, 1, 1, 8, 4], 1e-10)
