@@ -54,7 +54,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
-from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, attention_bias,
+from decoding import KVCache
+from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, attention_bias,
                        choice, cross_entropy, rope_tables, upcast, visible_keys)
 
 

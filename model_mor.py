@@ -48,7 +48,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model_gpt import (BaseConfig, Block, Context, KVCache, LanguageModel, attention_bias,
+from decoding import KVCache
+from model_gpt import (BaseConfig, Block, Context, LanguageModel, attention_bias,
                        choice, cross_entropy, init_weights, mlp_width, upcast, visible_keys)
 
 

@@ -45,7 +45,8 @@ import torch
 import torch.nn as nn
 
 import kernels
-from model_gpt import (MLP, Attention, BaseConfig, KVCache, LanguageModel, RMSNorm, apply_rope,
+from decoding import KVCache
+from model_gpt import (MLP, Attention, BaseConfig, LanguageModel, RMSNorm, apply_rope,
                        attend, attention_bias, choice, init_weights, mlp_width, rope_tables,
                        upcast, visible_keys)
 

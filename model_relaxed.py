@@ -45,7 +45,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model_gpt
-from model_gpt import (BaseConfig, KVCache, LanguageModel, apply_rope, attend, choice,
+from decoding import KVCache
+from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, choice,
                        cross_entropy, init_weights, mlp_width, upcast)
 
 

@@ -51,11 +51,13 @@ R = H / G, D head size, N = A B G.
 """
 import math
 from collections import namedtuple
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+import graphs
 import kernels
 from model_gpt import alibi_slopes, apply_rope, attention_bias, compute_dtype, rope_tables, upcast
 
@@ -448,7 +450,7 @@ class Layers(torch.autograd.Function):
     @staticmethod
     def forward(ctx, cfg, x, *weights):
         ctx.wave = Wavefront(cfg, x, len(weights[0]))
-        states, = replay(ctx.wave, forward_pass, x, *weights)
+        states, = run(ctx.wave, forward_pass, x, *weights)
         ctx.save_for_backward(states, *weights)
         return states[-1, :ctx.wave.T].transpose(0, 1).contiguous()
 
@@ -456,61 +458,18 @@ class Layers(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         states, *weights = ctx.saved_tensors
-        dx, *grads = replay(ctx.wave, backward_pass, states, dy, *weights)
+        dx, *grads = run(ctx.wave, backward_pass, states, dy, *weights)
         grads = (grad.to(weight.dtype) for grad, weight in zip(grads, weights))
         return None, dx.to(states.dtype), *grads
 
 
-# ---- CUDA graphs ----
-
-SEEN, GRAPHS = set(), {}  # keys of replay that ran; of those that ran twice -> Graph
-
-
-class Graph:
-    """function(wave, *inputs) -> list of tensors, as a CUDA graph."""
-
-    def __init__(self, wave, function, inputs):
-        self.wave = wave  # has the tables that the graph reads
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(inputs[0].device):
-            self.inputs = [x.clone() for x in inputs]
-            side, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                function(wave, *self.inputs)  # compiles kernels
-            torch.cuda.current_stream().wait_stream(side)
-            # thread_local: other threads may go on calling CUDA
-            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(),
-                                  capture_error_mode="thread_local"):
-                self.outputs = function(wave, *self.inputs)
-
-    def __call__(self, *inputs):
-        for mine, given in zip(self.inputs, inputs):
-            mine.copy_(given)
-        self.graph.replay()
-        return [x.clone() for x in self.outputs]  # the next replay overwrites them
-
-
-def recordable(x, dtype):
-    return (x.is_cuda and not torch.cuda.is_current_stream_capturing()
-            and kernels.runs_triton(x.device, dtype))  # plain attend reads on the host
-
-
-def replay(wave, function, *inputs):
-    """function(wave, *inputs), without autocast (wave.dtype has it). On CUDA, a second call with
-    the same shapes is recorded as a graph: a position is some twenty kernels, slower to launch
-    than to run."""
+def run(wave, function, *inputs):
+    """function(wave, *inputs), without autocast (wave.dtype has it). On CUDA it is replayed as a
+    graph: a position is some twenty kernels, slower to launch than to run."""
     with torch.autocast(inputs[0].device.type, enabled=False):
-        if not (wave.cfg.cuda_graphs and recordable(inputs[0], wave.dtype)):
+        if not (wave.cfg.cuda_graphs and graphs.recordable(inputs[0])):
             return function(wave, *inputs)
         # a graph keeps its first call's wave, which cfg, dtype and shapes determine
         key = (function, inputs[0].device, wave.dtype, str(wave.cfg),
                torch.get_float32_matmul_precision(), *((x.shape, x.dtype) for x in inputs))
-        if key not in SEEN:
-            SEEN.add(key)
-            return function(wave, *inputs)
-        if key not in GRAPHS:
-            if len(GRAPHS) == 8:  # each holds memory: one goes
-                del GRAPHS[next(iter(GRAPHS))]
-            GRAPHS[key] = Graph(wave, function, inputs)
-        GRAPHS[key] = GRAPHS.pop(key)  # last used last
-        return GRAPHS[key](*inputs)
+        return graphs.replay(key, partial(function, wave), *inputs)

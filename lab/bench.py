@@ -34,8 +34,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import graphs
 import kernels
-import rt_wavefront
 from common.checkpoint import load_run
 from common.data import TokenData, open_data
 from common.keys import UserError, model_module, names, run_cli, split_args, typed_config
@@ -105,8 +105,8 @@ nothing = lambda: None      # what most cases prepare
 
 
 def free_memory(device):
-    rt_wavefront.GRAPHS.clear()         # they hold memory, and so does what is compiled
-    rt_wavefront.SEEN.clear()
+    graphs.GRAPHS.clear()         # they hold memory, and so does what is compiled
+    graphs.SEEN.clear()
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":

@@ -1,5 +1,4 @@
 """model_rt and rt_wavefront: the schedules are one function; its neighbours; precision, memory and CUDA graphs."""
-import functools
 import itertools
 import math
 import re
@@ -7,6 +6,7 @@ import re
 import pytest
 import torch
 
+import graphs
 import model_rt
 import rt_wavefront
 import runs
@@ -118,20 +118,20 @@ def test_initial_weights():
 
 def test_graphs_are_recorded_and_reused(monkeypatch):
     """The second call of a shape records, later ones replay with new inputs; a function stands for its own graph."""
-    graphs = {}
-    for name, fake in (("recordable", lambda *a: True), ("Graph", lambda wave, function, inputs: functools.partial(function, wave)),
-                       ("GRAPHS", graphs), ("SEEN", set())):
-        monkeypatch.setattr(rt_wavefront, name, fake)
+    recorded = {}
+    for name, fake in (("recordable", lambda x: True), ("Graph", lambda function, inputs: function),
+                       ("GRAPHS", recorded), ("SEEN", set())):
+        monkeypatch.setattr(graphs, name, fake)
     plain, graphed = (rt("wavefront", cuda_graphs=on).train() for on in (False, True))
     for seed, T in ((1, 20), (2, 20), (3, 33), (4, 20), (5, 33)):
         x = tokens(2, T + 1, seed=seed)
         assert_same(outputs_and_gradients(graphed, x), outputs_and_gradients(plain, x))
-    assert len(graphs) == 4
+    assert len(recorded) == 4
     for _ in "seen", "recorded":
-        assert len(graphs) == 4
+        assert len(recorded) == 4
         for T in range(1, 12):
             graphed(tokens(2, T))
-    assert len(graphs) == 8, "the oldest go"
+    assert len(recorded) == 8, "the oldest go"
 
 
 @pytest.mark.parametrize("device, dtype, tolerance", [("cpu", torch.float32, 1e-5)] if INTERPRETED else [

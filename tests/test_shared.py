@@ -63,11 +63,12 @@ def name_of(file):
 # The two wings and the one door: what a file may import, the first pattern that fits its name.
 ARROWS = {
     # reading: a model file can be copied into any project, with what stands here
-    "model_gpt|kernels_triton": "", "kernels": "kernels_triton", "rt_wavefront": "model_gpt|kernels",
-    "model_rt": "model_gpt|kernels|rt_wavefront", "model_.*": "model_gpt|kernels",
+    "decoding|graphs|kernels_triton": "", "kernels": "kernels_triton", "model_gpt": "decoding",
+    "rt_wavefront": "model_gpt|kernels|graphs", "model_rt": "model_gpt|kernels|rt_wavefront|decoding",
+    "model_.*": "model_gpt|kernels|decoding",
     # running
-    "prepare|sample": r"common\..*", "serve": r"common\..*|sample|model_gpt",
-    "train": r"common\..*|sample|prepare|lab\.plot", r"common\..*": r"common\..*", r"lab\..*": "(?!train$).*"}
+    "prepare": r"common\..*", "sample": r"common\..*|graphs", "serve": r"common\..*|sample|model_gpt",
+    "train": r"common\..*|sample|prepare|graphs|lab\.plot", r"common\..*": r"common\..*", r"lab\..*": "(?!train$).*"}
 
 
 def test_imports_go_one_way():
@@ -80,7 +81,7 @@ def test_imports_go_one_way():
 
 
 # What a release of one method needs, here RAT's: README.md lists the same files.
-ALONE = "model_gpt.py", "model_rat.py", "kernels.py", "train.py", "sample.py", "prepare.py"
+ALONE = "model_gpt.py", "model_rat.py", "decoding.py", "graphs.py", "kernels.py", "train.py", "sample.py", "prepare.py"
 
 
 def test_one_method_alone(tmp_path, data_dir):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import kernels
 import model_gpt
+from decoding import KVCache
 from model_gpt import upcast
 
 
@@ -46,7 +47,7 @@ class Context:
         self.padding = torch.arange(T, device=x.device)[:, None] >= n_new
 
 
-class Cache(model_gpt.KVCache):
+class Cache(KVCache):
     def __init__(self, cfg, batch_size, max_len, device, dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)
         with torch.inference_mode(False):
