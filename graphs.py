@@ -71,3 +71,39 @@ def replay(key, function, *inputs):
         GRAPHS[key] = Graph(function, inputs)
     GRAPHS[key] = GRAPHS.pop(key)
     return GRAPHS[key](*inputs)
+
+
+# ---- one token after the other ----
+
+def decoder(model, cache, then=lambda logits: logits, generators=()):
+    """Return step(idx, n_valid=None) -> then(logits): the model on one more token a row, idx (B, 1),
+    whose logits are (B, 1, V). Each step is one graph where that can be; else an ordinary call."""
+    def function(idx, n_valid):
+        return [then(model(idx, cache=cache, n_valid=n_valid)[0])]
+    step = stepper(function, cache, generators)
+    return lambda idx, n_valid=None: step(idx, n_valid)[0]
+
+
+def stepper(function, cache, generators=()):
+    """The same for a function(idx, n_valid) -> list of tensors that decodes idx (B, 1) with this
+    cache. n_valid (B,) has 1 or 0 tokens a row, None: one in each. The first step is an ordinary
+    static call (decoding.py), which compiles the kernels; the second one is recorded."""
+    graph, n_steps = None, 0
+
+    def step(idx, n_valid=None):
+        nonlocal graph, n_steps
+        if not recordable(cache.lengths.new_empty(0, dtype=cache.dtype)):
+            return function(idx, n_valid)
+        ragged = cache.ragged or n_valid is not None
+        n_new = torch.ones_like(cache.lengths) if n_valid is None else n_valid.clamp(0, 1)
+        cache.check_room(1, n_new)
+        cache.begin_static()
+        try:
+            if n_steps == 1:
+                graph = Graph(function, [idx, n_new], generators)
+            outputs = (graph or function)(idx, n_new)
+        finally:
+            cache.end_static(1, ragged)
+        n_steps += 1
+        return outputs
+    return step

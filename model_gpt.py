@@ -29,7 +29,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from decoding import KVCache
+from decoding import Cached, KVCache, next_tokens
 
 
 def choice(*allowed):
@@ -246,35 +246,40 @@ class Block(nn.Module):
 
 
 class Context:
-    """What all layers share in a call: positions pos (B or 1, T) of the new tokens, RoPE's cos
-    and sin or None, the attention bias or None (causal), and the slots of a cache (else S = T).
-    k_pos (S,) and ALiBi's slopes make the bias; RT can mask by them without one (has_bias)."""
+    """What all layers share in a call: the positions pos (B or 1, T) of its tokens, RoPE's cos and
+    sin or None, and the attention bias or None, where the causal mask by order is enough. k_pos
+    (S,) and ALiBi's slopes make the bias; RT can mask by them without one (has_bias)."""
 
-    def __init__(self, cfg, x, cache=None, n_valid=None, has_bias=None):
-        """x (B, T, C): embeddings. has_bias None: only where the causal mask is not enough."""
-        S, ragged = x.size(1), False
+    def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=None):
+        """x (B, T, C): embeddings. pos and k_pos: those of the tokens and of all keys (None:
+        0 .. T - 1, a plain pass). causal: whether the keys are those of the tokens and of all
+        before them, in order. has_bias None: only where the causal mask is not enough."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        self.pos, self.cache = torch.arange(S, device=x.device)[None], cache
-        if cache is not None:  # decoding, see the end of this file
-            self.slots = cache.place(x.size(1), n_valid)
-            self.pos, S, ragged = self.slots.pos, self.slots.end, self.slots.at is not None
-        self.k_pos = torch.arange(S, device=x.device)  # slot p is position p
+        if pos is None:
+            k_pos = torch.arange(x.size(1), device=x.device)
+            pos = k_pos[None]
+        self.pos, self.k_pos, S = pos, k_pos, len(k_pos)
         self.rope = self.slopes = self.bias = None
         if cfg.pos == "rope":
             if S > cfg.block_size:
                 raise ValueError(f"{S} tokens are more than block_size={cfg.block_size}")
-            cos, sin = rope_tables(self.pos, cfg.head_dim, cfg.rope_theta, dtype)
+            cos, sin = rope_tables(pos, cfg.head_dim, cfg.rope_theta, dtype)
             self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D / 2)
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(cfg.n_head, x.device, dtype)
         if has_bias is None:
-            has_bias = cfg.window or cfg.pos == "alibi" or ragged
+            has_bias = 0 < cfg.window < S or cfg.pos == "alibi" or not causal
         if has_bias:
-            self.bias = attention_bias(self.pos, self.k_pos, cfg.window, self.slopes, dtype)
+            self.bias = attention_bias(pos, k_pos, cfg.window, self.slopes, dtype)
 
     def extend(self, layer, k, v):
-        """k, v (B, G, T, D) of the new tokens -> those of all tokens so far, (B, G, S, D)."""
-        return (k, v) if self.cache is None else self.cache.write(layer, k, v, self.slots)
+        """k, v (B, G, T, D) of the tokens -> those that they attend to, (B, G, S, D): the same,
+        unless a cache has more (CachedContext)."""
+        return k, v
+
+
+class CachedContext(Cached, Context):
+    """The context of a call with a cache (decoding.py)."""
 
 
 # ---- the language model ----
@@ -297,7 +302,7 @@ class LanguageModel(nn.Module):
     """What all models share: embedding, norm, head, the call, the loss, generate. A model adds
     blocks, calls init_weights and may replace the rest: mixer_flops if its attention is not this
     file's. train.py uses eval_metrics, end_step and estimate where a model has them."""
-    context_type = Context  # most have their own
+    context_type, cached_context_type = Context, CachedContext  # most have their own
     runs_blocks_once = True     # so FSDP may gather one at a time
 
     def __init__(self, cfg, blocks):
@@ -310,11 +315,6 @@ class LanguageModel(nn.Module):
         self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)   # init_weights may tie it
 
-    @property
-    def context_limit(self):
-        """The most tokens of a call or a cache: with RoPE as in training. None: no limit."""
-        return self.cfg.block_size if self.cfg.pos == "rope" else None
-
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Predict the token after each position.
         idx (B, T) int64; targets (B, T), -1: not counted. cache, from init_cache, holds the
@@ -325,51 +325,21 @@ class LanguageModel(nn.Module):
         if idx.numel() == 0:
             raise ValueError(f"idx {tuple(idx.shape)} holds no token")
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
-            h = self.hidden(idx, cache, n_valid)
+            h = self.hidden(idx) if cache is None else self.decode(idx, cache, n_valid)
             logits = upcast(self.head(h))  # (B, T, V)
             if targets is None:
                 return logits, None, {}
             loss = cross_entropy(logits, targets)
             return logits, loss, {"ce": loss.detach()}
 
-    def hidden(self, idx, cache=None, n_valid=None):
-        """idx (B, T) -> the states after the final norm, (B, T, C)."""
+    def hidden(self, idx, context=None):
+        """idx (B, T) -> the states after the final norm, (B, T, C). context: that of a call with a
+        cache, from decode; None: a plain pass, which makes its own."""
         x = self.drop(self.wte(idx))
-        context = self.context_type(self.cfg, x, cache, n_valid)
+        context = context or self.context_type(self.cfg, x)
         for layer, block in enumerate(self.blocks):
             x = block(x, layer, context)
-        if cache is not None:
-            cache.advance(context.slots)  # all layers have written
         return self.norm(x)
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue idx (B, T): (B, T + max_new_tokens). temperature 0: the likeliest token;
-        top_k: one of the k likeliest. Once the cache is full, the last context_limit tokens run
-        again for each token, as positions change. Call eval() first."""
-        new, total = idx, idx.size(1) + max_new_tokens
-        cache = self.init_cache(idx.size(0), min(total, self.context_limit or total))
-        for _ in range(max_new_tokens):
-            if cache.longest + new.size(1) > cache.max_len:
-                cache.reset()
-                new = idx[:, -cache.max_len:]
-            logits = self(new, cache=cache)[0][:, -1] / max(temperature, 1e-9)  # (B, V)
-            if top_k:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            new = logits.softmax(-1).multinomial(1) if temperature > 0 else logits.argmax(-1, True)
-            idx = torch.cat([idx, new], 1)
-        return idx
-
-    def init_cache(self, batch_size, max_len):
-        """An empty cache for batch_size rows of up to max_len tokens."""
-        return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len))
-
-    def cache_sizes(self, batch_size, max_len):
-        """What every model's cache takes after cfg: sizes (checked), device, dtype."""
-        if self.context_limit and max_len > self.context_limit:
-            raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
-        return batch_size, max_len, self.wte.weight.device, compute_dtype(self.wte.weight)
 
     def flops_per_token(self):
         """FLOPs of a token, forward and backward, at block_size: attention's, and 6 for each
@@ -384,6 +354,52 @@ class LanguageModel(nn.Module):
         """A visible key takes 12 H D a layer: 2 in q k, 2 in a v, twice as many backward."""
         cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
         return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size, cfg.window)
+
+    # ---- decoding, see decoding.py ----
+
+    def decode(self, idx, cache, n_valid=None):
+        """hidden of the tokens idx (B, T) that follow those of the cache, which keeps them."""
+        context = self.cached_context_type(self.cfg, cache, idx.size(1), n_valid)
+        h = self.hidden(idx, context)
+        cache.advance(context.slots)  # all layers have written
+        return h
+
+    @property
+    def context_limit(self):
+        """The most tokens of a call or a cache: with RoPE as in training. None: no limit."""
+        return self.cfg.block_size if self.cfg.pos == "rope" else None
+
+    @property
+    def context_kept(self):
+        """How many of the last tokens stay where a context is full: all that fit, so that each
+        token is predicted from exactly the last context_limit tokens."""
+        return self.context_limit
+
+    def init_cache(self, batch_size, max_len):
+        """An empty cache for batch_size rows of up to max_len tokens."""
+        return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len))
+
+    def cache_sizes(self, batch_size, max_len):
+        """What every model's cache takes after cfg: sizes (checked), device, dtype."""
+        if self.context_limit and max_len > self.context_limit:
+            raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
+        return batch_size, max_len, self.wte.weight.device, compute_dtype(self.wte.weight)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0):
+        """Continue idx (B, T): (B, T + max_new_tokens). temperature, top_k and top_p as in
+        decoding.next_tokens. Once the cache is full, the last context_kept tokens run again, as
+        positions change. Call eval() first."""
+        new, total = idx, idx.size(1) + max_new_tokens
+        cache = self.init_cache(idx.size(0), min(total, self.context_limit or total))
+        for _ in range(max_new_tokens):
+            if cache.longest + new.size(1) > cache.max_len:
+                cache.reset()
+                new = idx[:, -self.context_kept:]
+            logits = self(new, cache=cache)[0][:, -1]   # (B, V)
+            new = next_tokens(logits, temperature, top_k, top_p)[:, None]
+            idx = torch.cat([idx, new], 1)
+        return idx
 
 
 @torch.no_grad()

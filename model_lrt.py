@@ -446,17 +446,12 @@ class Model(LanguageModel):
         aux = {"ce": ce.detach(), "ce_first": ce_first.detach()}
         return logits, (ce_first + N * ce) / (N + 1), aux  # (6)
 
-    def hidden(self, idx, cache=None, n_valid=None, path=None):
+    def hidden(self, idx, path=None):
         """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C): exact in evaluation, by
-        train_path in training (interleaved in forward, for its two losses), or by `path`; with
-        a cache exact, but into an empty one by cfg.prefill."""
+        train_path in training (interleaved in forward, for its two losses), or by `path`."""
         cfg = self.cfg
         path = path or (cfg.train_path if self.training else "exact")
-        if cache is not None and cache.longest == 0 and cfg.prefill == "interleaved":
-            x = prefill_interleaved(self, idx, cache, n_valid)
-        elif cache is not None:
-            x = decode(self, idx, cache, n_valid)
-        elif path == "interleaved":
+        if path == "interleaved":
             x, *_ = interleaved(self, self.embed(idx))
         elif path == "chunked":
             x = chain(self, self.embed(idx), cfg.chunk)
@@ -470,6 +465,12 @@ class Model(LanguageModel):
         else:  # exact, for gradients or fast=false
             x = chain(self, self.embed(idx), 1)
         return norm(x, cfg.norm_eps)
+
+    def decode(self, idx, cache, n_valid=None):
+        """As in all models: exact, but into an empty cache by cfg.prefill."""
+        into_empty = cache.longest == 0 and self.cfg.prefill == "interleaved"
+        function = prefill_interleaved if into_empty else decode
+        return norm(function(self, idx, cache, n_valid), self.cfg.norm_eps)
 
     @torch.no_grad()
     def estimate(self, idx, targets):

@@ -48,7 +48,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from decoding import KVCache
+from decoding import Cached, KVCache
 from model_gpt import (BaseConfig, Block, Context, LanguageModel, attention_bias,
                        choice, cross_entropy, init_weights, mlp_width, upcast, visible_keys)
 
@@ -226,17 +226,16 @@ class Router(nn.Module):
 
 
 class AllTokens(Context):
-    """The context of F_1 and the layers outside. kept (B, T): all tokens but padding.
+    """The context of F_1 and the layers outside. kept (B, T): all tokens.
     shared_kv[layer]: the keys and values that kv=share reads.
 
     A block is called with an unrolled layer's number, for K = 2: F_1 0 1, F_2 2 3, F_3 4 5;
     layer % K is the same one in F_1. Outside are -2 and -1: a cache's last two."""
 
-    def __init__(self, cfg, x, cache=None, n_valid=None):
-        super().__init__(cfg, x, cache, n_valid)
-        (B, T), self.cfg, self.shared_kv = x.shape[:2], cfg, {}
-        n_real = self.slots.n_new[:, None] if cache else T
-        self.kept = torch.arange(T, device=x.device).expand(B, T) < n_real
+    def __init__(self, cfg, x, *positions):
+        super().__init__(cfg, x, *positions)
+        self.cfg, self.shared_kv = cfg, {}
+        self.kept = torch.ones(x.shape[:2], device=x.device, dtype=torch.bool)
 
     def extend(self, layer, k, v):
         kv = self.shared_kv[layer] = super().extend(layer, k, v)
@@ -244,16 +243,11 @@ class AllTokens(Context):
 
     def subset(self, r, chosen, n=None):
         """The context of recursion r for the chosen tokens (B, T), n in the fullest row if
-        that is known. Returns None if nobody goes on in decoding."""
-        cfg = self.cfg
-        if r == 1 or cfg.router == "none" and cfg.kv == "recursion":
+        that is known."""
+        if r == 1 or self.cfg.router == "none" and self.cfg.kv == "recursion":
             return self  # all tokens, with keys of their own
-        if cfg.router == "none" or not (cfg.fast or self.cache):
-            return Subset(self, chosen)  # a router's decoding gathers, fast or not
-        if self.cache and not chosen.any():
-            return None
-        if self.cache and cfg.kv == "recursion":
-            return OwnCache(self, chosen, self.cache.later[r - 2])
+        if self.cfg.router == "none" or not self.cfg.fast:
+            return Subset(self, chosen)
         return Gathered(self, chosen, n)
 
 
@@ -272,7 +266,8 @@ class Gathered(Subset):
         self.cfg, self.tokens = tokens.cfg, tokens
         (B, T), device = chosen.shape, chosen.device
         if n is None:  # compiled, no size may depend on data: all are computed
-            n = T if torch.compiler.is_compiling() else max(1, int(chosen.sum(1).max()))
+            static = T == 1 or torch.compiler.is_compiling()
+            n = T if static else max(1, int(chosen.sum(1).max()))
         column = torch.arange(T, device=device)
         first = torch.where(chosen, column, T + column).topk(n, 1, largest=False).indices
         row = torch.arange(B, device=device)[:, None]
@@ -296,19 +291,40 @@ class Gathered(Subset):
         return flat.view(x.shape)
 
 
-# ---- decoding (with kv=share Gathered does: F_1's keys are cached) ----
+# ---- decoding ----
+
+class CachedTokens(Cached, AllTokens):
+    """AllTokens of a call with a cache. kept (B, T): all tokens but padding."""
+
+    def __init__(self, cfg, cache, T, n_valid=None):
+        super().__init__(cfg, cache, T, n_valid)
+        self.kept = torch.arange(T, device=self.pos.device) < self.slots.n_new[:, None]
+
+    def extend(self, layer, k, v):
+        kv = self.shared_kv[layer] = self.cache.write(layer, k, v, self.slots)
+        return kv
+
+    def subset(self, r, chosen, n=None):
+        """As in AllTokens. None: nobody goes on. A router's decoding gathers, fast or not."""
+        if r == 1 or self.cfg.router == "none":
+            return super().subset(r, chosen)
+        if not self.cache.static and not chosen.any():
+            return None
+        if self.cfg.kv == "share":
+            return Gathered(self, chosen)
+        return OwnCache(self, chosen, self.cache.later[r - 2])
+
 
 class OwnCache(Gathered):
-    """kv=recursion: keys and values of the chosen go to the recursion's own cache, slot
-    after slot without gaps, and count at once."""
+    """kv=recursion: keys and values of the chosen go to the recursion's own cache, slot after
+    slot without gaps. Model.recursion counts them once its layers have written."""
 
     def __init__(self, tokens, chosen, cache):
         super().__init__(tokens, chosen)
         self.cache, n_new = cache, chosen.sum(1)
-        if int((cache.lengths + n_new).max()) > cache.max_len:
+        if not cache.static and int((cache.lengths + n_new).max()) > cache.max_len:
             grow(cache, tokens.cache.max_len)
         self.slots = cache.place(self.kept.size(1), n_new)
-        cache.advance(self.slots)  # write needs slots.at alone, as n_new is given
         # slots are in order of positions, so the causal mask compares slots
         slots = torch.arange(self.slots.end, device=chosen.device)
         self.bias = attention_bias(self.slots.pos, slots)
@@ -348,11 +364,23 @@ class Cache(KVCache):
         for cache in self.later:
             cache.reset(rows)
 
+    def begin_static(self):
+        super().begin_static()
+        for cache in self.later:
+            cache.begin_static()
+            if cache.max_len < self.max_len:  # no size may depend on data
+                grow(cache, self.max_len)
+
+    def end_static(self, T, ragged):
+        super().end_static(T, ragged)
+        for cache in self.later:
+            cache.end_static(T, True)
+
 
 # ---- the model ----
 
 class Model(MixtureOfRecursions):
-    context_type = AllTokens
+    context_type, cached_context_type = AllTokens, CachedTokens
     runs_blocks_once = False
 
     def __init__(self, cfg):
@@ -414,15 +442,15 @@ class Model(MixtureOfRecursions):
         loss = ce + added if self.training else ce
         return logits, loss, {name: x.detach() for name, x in aux.items()}
 
-    def hidden(self, idx, cache=None, n_valid=None):
-        return self.states(idx, self.training and cache is None, cache, n_valid)[0]
+    def hidden(self, idx, context=None):
+        return self.states(idx, self.training and context is None, context)[0]
 
-    def states(self, idx, top_k, cache=None, n_valid=None):
+    def states(self, idx, top_k, context=None):
         """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the loss of
         the router takes. top_k: expert choice as in training, else as in decoding."""
         cfg, h = self.cfg, self.drop(self.wte(idx))
-        R = cfg.n_loop if self.training and cache is None else self.loops_to_run
-        tokens = self.context_type(cfg, h, cache, n_valid)
+        R = cfg.n_loop if self.training and context is None else self.loops_to_run
+        tokens = context or self.context_type(cfg, h)
         for block in self.first:
             h = block(h, -2, tokens)
         if cfg.router == "expert":
@@ -438,15 +466,16 @@ class Model(MixtureOfRecursions):
                 h = self.recursion(r, h, tokens.subset(r, tokens.kept))
         for block in self.last:
             h = block(h, -1, tokens)
-        if cache is not None:
-            cache.advance(tokens.slots)
         return self.norm(h), depth, decisions
 
     def recursion(self, r, h, context, s=None):
         """The fast path: Gathered tokens run alone. No context: nobody goes on."""
         if isinstance(context, Gathered):
             x, s = context.gather(h), s if s is None else context.gather(s)
-            return context.scatter(h, super().recursion(r, x, context, s))
+            h = context.scatter(h, super().recursion(r, x, context, s))
+            if isinstance(context, OwnCache):
+                context.cache.advance(context.slots)  # its layers have written
+            return h
         return h if context is None else super().recursion(r, h, context, s)
 
     def init_cache(self, batch_size, max_len):

@@ -98,7 +98,7 @@ class RAT(nn.Module):
         q, k = (torch.cat([x] * copies, -1) for x in (q, k))  # head h has group h % G
         k, v = upcast(k), upcast(v)  # the states' type
         a = torch.sigmoid(upcast(g) + self.gate_bias)  # (1)
-        if context.cache:                             # (2), (3)
+        if isinstance(context, CachedContext):        # (2), (3)
             y = rat_decode(q, k, v, a, layer, context)
         else:
             y = (rat_fast if self.cfg.fast else rat_naive)(q, k, v, a, context)
@@ -144,20 +144,14 @@ def initial_gate_bias(W, steps):
 
 
 class Context:
-    """Where the T new tokens of a call, of embeddings x (B, T, C), stand:
-    pos, chunk_of (B or 1, T): a token's position (padding's: the cache's last at most), its
-    chunk's number
-    padding (B, T): whether it is padding; None where all rows are alike
+    """Where the T tokens of a call stand:
+    pos, chunk_of (B or 1, T): a token's position and its chunk's number
     rope {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
 
-    def __init__(self, cfg, x, cache=None, n_valid=None):
-        self.cfg, self.cache, self.padding = cfg, cache, None
-        self.pos = torch.arange(x.size(1), device=x.device)[None]
-        if cache:
-            self.slots = cache.place(x.size(1), n_valid)
-            self.pos = self.slots.pos
-            if self.slots.at is not None:  # rows differ
-                self.padding = self.slots.at == cache.max_len  # where place puts it
+    def __init__(self, cfg, x, pos=None):
+        """x (B, T, C): embeddings. pos None: 0 .. T - 1, a plain pass."""
+        self.cfg = cfg
+        self.pos = torch.arange(x.size(1), device=x.device)[None] if pos is None else pos
         self.chunk_of = self.pos // cfg.chunk
         token, none = self.pos, 0 * self.pos  # none: angle 0, no rotation
         count = dict(  # what RoPE counts: in swa always tokens
@@ -232,6 +226,18 @@ class Cache(KVCache):
             buffer[self.rows, :, at] = new.to(buffer.dtype)
 
 
+class CachedContext(Context):
+    """The context of a call with a cache.
+    padding (B, T): whether a token is padding; None where all rows are alike"""
+
+    def __init__(self, cfg, cache, T, n_valid=None):
+        self.cache, self.slots, self.padding = cache, cache.place(T, n_valid), None
+        like = cache.lengths.new_empty(0, dtype=cache.dtype)
+        super().__init__(cfg, like, self.slots.pos)  # padding's: the cache's last at most
+        if self.slots.at is not None:  # rows differ
+            self.padding = self.slots.at == cache.max_len  # where place puts it
+
+
 def rat_decode(q, k, v, a, layer, context):
     """(2) and (3) of T tokens after the cached ones."""
     cfg, cache, L, T = context.cfg, context.cache, context.cfg.chunk, q.size(1)
@@ -275,7 +281,7 @@ def decode_one(q, k, v, layer, context, L):
     slots so far, or to the whole ring (swa). A slot is for L tokens (attention: 1)."""
     cache, R, number = context.cache, context.cache.R[layer], context.pos // L
     cache.fill(layer, k, v, number % R, context.padding)
-    S = min(cache.longest // L + 1, R)  # slots in use
+    S = R if cache.static else min(cache.longest // L + 1, R)  # slots in use
     k, v = (x[layer][:, :, :S].to(q.dtype) for x in (cache.k, cache.v))
     bias = None
     if context.padding is not None:  # a row has slots 0 .. number, a full ring all
@@ -298,7 +304,7 @@ class RNN(nn.Module):
     def forward(self, u, layer, context):
         z, g, v = self.w_in(u).chunk(3, -1)
         a, v = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v)
-        if context.cache:  # one chunk, as long as the cache
+        if isinstance(context, CachedContext):  # one chunk, as long as the cache
             h, = continued_states(a, [v], layer, context, context.cache.max_len)
         else:
             h = (kernels.scan if self.fast else recurrence)(a, v, v.size(1))
@@ -311,7 +317,8 @@ class TokenAttention(Attention):
     def forward(self, u, layer, context):
         q, k, v = (in_heads(w(u), self.cfg) for w in (self.wq, self.wk, self.wv))
         q, k = (apply_rope(x, *context.rope[self.cfg.kinds[layer]]) for x in (q, k))
-        y = (token_decode if context.cache else attend_tokens)(q, k, v, layer, context)
+        decodes = isinstance(context, CachedContext)
+        y = (token_decode if decodes else attend_tokens)(q, k, v, layer, context)
         return self.wo(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
@@ -367,7 +374,7 @@ class Block(nn.Module):
 
 
 class Model(LanguageModel):
-    context_type = Context
+    context_type, cached_context_type = Context, CachedContext
     context_limit = None  # chunks and windows go on past block_size
 
     def __init__(self, cfg):

@@ -302,19 +302,15 @@ class Model(LanguageModel):
         """How many loops run in evaluation and decoding."""
         return self.cfg.exit_loop or self.cfg.n_loop
 
-    def loop_states(self, idx, cache=None, n_valid=None):
-        """idx (B, T) -> the states after each loop, a list of (B, T, C)."""
+    def loop_states(self, idx, context=None):
+        """idx (B, T) -> the states after each loop, a list of (B, T, C). context: that of a call
+        with a cache; None: a plain pass."""
         h = self.drop(self.wte(idx))
-        context = self.context_type(self.cfg, h, cache, n_valid)
-        trains = self.training and cache is None
-        last_loop = self.cfg.n_loop if trains else self.loops_to_run
-        states = run_loops(self.blocks, h, context, last_loop)
-        if cache is not None:
-            cache.advance(context.slots)
-        return states
+        last_loop = self.cfg.n_loop if self.training and context is None else self.loops_to_run
+        return run_loops(self.blocks, h, context or self.context_type(self.cfg, h), last_loop)
 
-    def hidden(self, idx, cache=None, n_valid=None):
-        return self.norm(self.loop_states(idx, cache, n_valid)[-1])
+    def hidden(self, idx, context=None):
+        return self.norm(self.loop_states(idx, context)[-1])
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """As in every model. In training with early_exit the loss is sum_i c_i loss_i over

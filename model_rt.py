@@ -50,8 +50,9 @@ import torch.nn.functional as F
 import kernels
 import model_gpt
 import rt_wavefront
+from decoding import Cached
 from model_gpt import (BaseConfig, LanguageModel, RMSNorm, apply_rope, attend, choice,
-                       compute_dtype, upcast)
+                       upcast)
 
 
 @dataclass
@@ -145,20 +146,29 @@ class Block(nn.Module):
 
     def forward(self, x, layer, context):
         """x (B, T, C) -> y (B, T, C). Model.hidden decides when layers run one by one."""
-        if context.cache is not None or not self.cfg.recurrent:  # a cache: T = 1 if recurrent
+        if not self.cfg.recurrent:
             return self.at_once(x, layer, context)
+        if isinstance(context, Cached):
+            return self.one_token(x, layer, context)
         if context.naive:
             return self.naive(x, context)
         return tiled(self, x, context)  # schedule=wavefront calls no single layer
 
     def at_once(self, x, layer, context):
-        """Where no position waits for another: without recurrence, or one token with a cache."""
+        """Where no position waits for another: (1) to (4) with the temporary pairs for all keys."""
         q, k, v = self.temporary(x, context.rope)  # (1)
         k, v = context.extend(layer, k, v)  # (B, G, S, D)
-        y = self.output(x, context.attention(q, k, v))  # (2) to (4)
-        if context.cache is not None and self.cfg.recurrent:
-            # (5) overwrites the temporary pair: the slots are the same until advance
-            context.cache.write(layer, *self.persistent(y, context.rope), context.slots)
+        return self.output(x, context.attention(q, k, v))  # (2) to (4)
+
+    def one_token(self, x, layer, context):
+        """One token a row, x (B, 1, C), after those of a cache."""
+        if x.size(1) > 1:
+            raise ValueError(f"RT's block takes one token a row with a cache, not {x.size(1)}, as "
+                             "each needs the output of the one before: Model.decode goes through "
+                             "them")
+        y = self.at_once(x, layer, context)
+        # (5) overwrites the temporary pair: the slots are the same until advance
+        context.extend(layer, *self.persistent(y, context.rope))
         return y
 
 
@@ -253,10 +263,9 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
 class Context(model_gpt.Context):
     """model_gpt's, but it has a bias in two cases only, see attention."""
 
-    def __init__(self, cfg, x, cache=None, n_valid=None):
+    def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=False):
         self.naive = cfg.schedule_used == "naive"
-        exact_bias = cache is not None and compute_dtype(x) == upcast(x).dtype  # not in 16 bits
-        super().__init__(cfg, x, cache, n_valid, has_bias=self.naive or exact_bias)
+        super().__init__(cfg, x, pos, k_pos, causal, has_bias or self.naive)
         self.rope = self.rope or ()  # an empty tuple unpacks to nothing
         self.k_pos = self.k_pos.int()  # the kernels' type
 
@@ -264,8 +273,9 @@ class Context(model_gpt.Context):
         """Of the new tokens to all up to themselves.
         naive:                       written out, with a bias;
         with a cache, in float32:    torch's attention, with a bias: the fastest for one query;
-        all else:                    kernels.attend_by_position, which masks by positions. In training a
-                                     bias would be T x T; in bfloat16 torch would round it."""
+        all else:                    kernels.attend_by_position, which masks by positions. In
+                                     training a bias would be T x T; in bfloat16 torch would
+                                     round it."""
         if self.bias is not None:
             return attend(q, k, v, self.bias, fast=not self.naive)
         pos = self.pos.int().squeeze(0)  # (T,) for all rows, or (B, T)
@@ -273,9 +283,17 @@ class Context(model_gpt.Context):
         return out
 
 
+class CachedContext(Cached, Context):
+    """The context of a call with a cache."""
+
+    def __init__(self, cfg, cache, T, n_valid=None):
+        exact = cache.dtype == torch.promote_types(cache.dtype, torch.float32)  # not 16 bits
+        super().__init__(cfg, cache, T, n_valid, has_bias=exact)
+
+
 class Model(LanguageModel):
     """The Recurrent Transformer language model."""
-    context_type = Context
+    context_type, cached_context_type = Context, CachedContext
     runs_blocks_once = False  # for FSDP: a wavefront reads all blocks at once
 
     def __init__(self, cfg):
@@ -297,30 +315,28 @@ class Model(LanguageModel):
         if self.cfg.tie_embeddings:
             self.head.weight = self.wte.weight
 
-    def hidden(self, idx, cache=None, n_valid=None):
+    def hidden(self, idx, context=None):
         """idx (B, T) -> the states after the final norm, (B, T, C). What runs:
-        recurrent=false, or one token with a cache: Block.at_once;
-        several tokens with a cache: prefill;
-        no cache, by schedule: Block.naive, tiled, or all layers by rt_wavefront."""
+        recurrent=false:                  Block.at_once;
+        one token with a cache (context): Block.one_token;
+        else, by schedule:                Block.naive, tiled, or all layers by rt_wavefront."""
         cfg = self.cfg
-        if cfg.recurrent and cache is not None and idx.size(1) > 1:
-            return self.prefill(idx, cache, n_valid)
-        if cfg.recurrent and cache is None and cfg.schedule_used == "wavefront":
+        if cfg.recurrent and context is None and cfg.schedule_used == "wavefront":
             x = self.drop(self.wte(idx))
             return self.norm(rt_wavefront.run_layers(cfg, self.blocks, x))
-        return super().hidden(idx, cache, n_valid)  # block after block
+        return super().hidden(idx, context)  # block after block
 
-    def prefill(self, idx, cache, n_valid):
-        """hidden of several tokens with a cache. With schedule=wavefront and a cache of equal
-        rows by a wavefront: new rows may differ (n_valid), as no token attends to the padding
-        behind it. Else token by token, which is slow."""
+    def decode(self, idx, cache, n_valid=None):
+        """As in all models. Several tokens go through prefill: with schedule=wavefront and a cache
+        of equal rows by a wavefront (new rows may differ, as no token attends to the padding
+        behind it), else token by token, which is slow."""
+        if not self.cfg.recurrent or idx.size(1) == 1:
+            return super().decode(idx, cache, n_valid)
         slots = cache.place(idx.size(1), n_valid)  # raises if they do not all fit
         if cache.ragged or self.cfg.schedule_used != "wavefront":
-            states = []
-            for i, idx_i in enumerate(idx.split(1, 1)):
-                left = None if n_valid is None else n_valid - i  # 0 or less: padding
-                states.append(super().hidden(idx_i, cache, left))
-            return torch.cat(states, 1)
+            left = lambda i: None if n_valid is None else n_valid - i  # 0 or less: padding
+            return torch.cat([super(Model, self).decode(idx_i, cache, left(i))
+                              for i, idx_i in enumerate(idx.split(1, 1))], 1)
         x = self.drop(self.wte(idx))
         past = [buffer[:, :, :cache.longest] for buffer in cache.buffers()]
         y, ks, vs = rt_wavefront.prefill(self.cfg, self.blocks, x, past)

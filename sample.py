@@ -17,9 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
+import graphs
 from common.checkpoint import load_run
 from common.keys import Keys, UserError, choice, read_text, run_cli, split_args, typed_config
 from common.process import pick_device
+from decoding import next_tokens
 
 
 @dataclass
@@ -57,28 +59,12 @@ class SampleConfig(Sampling):
 
 # ---- how the next token is chosen, here and in serve.py ----
 
+NOT_FINITE = "the model's logits are not finite: its weights, or its sizes, are broken"
+
+
 def check_finite(logits):
     if not logits.isfinite().all():
-        raise UserError("the model's logits are not finite: its weights, or its sizes, are broken")
-
-
-def next_tokens(logits, temperature, top_k, top_p, generator):
-    """One token a row from logits (B, V): (B,) int64. Order: temperature, top_k, top_p (Holtzman
-    et al. 2020: the smallest set of likeliest tokens that reaches top_p)."""
-    check_finite(logits)
-    if temperature == 0 or top_k == 1:
-        return logits.argmax(-1)
-    logits = logits / max(temperature, 1e-6)
-    if 0 < top_k < logits.size(-1):
-        kth = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if top_p < 1:
-        ordered, order = logits.sort(-1, descending=True)
-        p = ordered.softmax(-1)
-        enough = p.cumsum(-1) - p >= max(top_p, 1e-9)   # the first always stays
-        ordered = ordered.masked_fill(enough, -torch.inf)
-        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
-    return logits.softmax(-1).multinomial(1, generator=generator).squeeze(-1)
+        raise UserError(NOT_FINITE)
 
 
 def check_prompts(prompts, vocab_size):
@@ -124,25 +110,36 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
     rows, live = [list(p) for p in prompts], [True] * len(prompts)
     need = max(map(len, rows)) + max_new_tokens
     cache = model.init_cache(len(rows), min(need, model.context_limit or need))
-    kept = min(getattr(model, "context_kept", cache.max_len), cache.max_len)
-    logits = prefill(model, cache, rows)
+    kept = min(model.context_kept or need, cache.max_len)
+
+    def choose(logits):
+        """A token a row (B,) from logits (B, 1, V); -1 where they are not finite."""
+        logits = logits[:, -1, :vocab_size]
+        ids = next_tokens(logits, temperature, top_k, top_p, generator)
+        return ids.masked_fill(~logits.isfinite().all(-1), -1)
+    step = graphs.decoder(model, cache, choose, [generator])    # a graph on a GPU
+    ids = choose(prefill(model, cache, rows)[:, None])
+    held = [min(len(row), cache.max_len) for row in rows]       # tokens of each row in the cache
     for n in range(max_new_tokens):
-        ids = next_tokens(logits[:, :vocab_size], temperature, top_k, top_p, generator)
-        new = [i if on and i != eot else None for i, on in zip(ids.tolist(), live)]
+        new = ids.tolist()                                      # waits for the device
+        if -1 in new:
+            raise UserError(NOT_FINITE)
+        new = [i if on and i != eot else None for i, on in zip(new, live)]
         live = [i is not None for i in new]
         yield new
         if not any(live) or n == max_new_tokens - 1:
             return
         for row, i in zip(rows, new):
             row.extend([i] * (i is not None))
-        held = cache.lengths.tolist()   # tokens of each row in the cache
         if any(on and h >= cache.max_len for on, h in zip(live, held)):
             # how many to keep of each row: the cached, and the new one of rows that go on
-            again = [kept if h >= cache.max_len else h + on for h, on in zip(held, live)]
-            logits = prefill(model, cache, [row[-size:] for row, size in zip(rows, again)])
+            held = [kept if h >= cache.max_len else h + on for h, on in zip(held, live)]
+            logits = prefill(model, cache, [row[-size:] for row, size in zip(rows, held)])
+            ids = choose(logits[:, None])
         else:
+            held = [h + on for h, on in zip(held, live)]
             n_valid = None if all(live) else torch.tensor(live, device=device).long()
-            logits = model(ids[:, None], cache=cache, n_valid=n_valid)[0][:, -1]
+            ids = step(ids[:, None], n_valid)
 
 
 def sample_text(model, tokenizer, prompt, max_new_tokens, **options):

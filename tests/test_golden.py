@@ -54,7 +54,7 @@ def check_layers(model, arrays, names, y, values, gradients, rows={}):
     load(model, arrays, names, rows).train()
     model.norm = nn.Identity()
     idx = torch.arange(model.cfg.vocab_size).view(2, -1)
-    h = model.hidden(idx, None, None)
+    h = model.hidden(idx)
     assert relative(h, arrays[y]) < values
     (h * arrays["r"]).sum().backward()
     check_gradients(model, arrays, names, gradients, rows)
@@ -90,7 +90,7 @@ def test_rat(fast):
         cache = model.eval().init_cache(2, 16)
         with torch.no_grad():
             pieces = idx.split([prompt] + [1] * (16 - prompt), 1)
-            out = torch.cat([model.hidden(piece, cache, None) for piece in pieces], 1)
+            out = torch.cat([model.decode(piece, cache) for piece in pieces], 1)
         assert relative(out, arrays[f"step_P{prompt}"]) < 3e-6
 
 

@@ -67,7 +67,7 @@ ARROWS = {
     "rt_wavefront": "model_gpt|kernels|graphs", "model_rt": "model_gpt|kernels|rt_wavefront|decoding",
     "model_.*": "model_gpt|kernels|decoding",
     # running
-    "prepare": r"common\..*", "sample": r"common\..*|graphs", "serve": r"common\..*|sample|model_gpt",
+    "prepare": r"common\..*", "sample": r"common\..*|graphs|decoding", "serve": r"common\..*|sample|model_gpt|decoding",
     "train": r"common\..*|sample|prepare|graphs|lab\.plot", r"common\..*": r"common\..*", r"lab\..*": "(?!train$).*"}
 
 

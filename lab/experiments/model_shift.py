@@ -54,7 +54,7 @@ class Model(model_lrt.Model):
             for table in self.values:
                 table.weight.requires_grad_(False).zero_()
 
-    def hidden(self, idx, cache=None, n_valid=None, path=None):
+    def hidden(self, idx, path=None):
         tokens = self.embed(idx)
         context = model_lrt.Context(self, tokens, torch.zeros_like(tokens.x0[:, :1]), {})
         context.rec = self.rec

@@ -30,21 +30,27 @@ class EMA(nn.Module):
         v, state = upcast(self.wv(x)), context.states[layer]        # (B, T, C), (B, C)
         g = upcast(self.gate.sigmoid()).expand_as(v).masked_fill(context.padding, 1)    # 1 keeps the state
         h = kernels.scan(g, v, v.size(1), state.clone())
-        if context.cached:
+        if isinstance(context, CachedContext):
             state.copy_(h[:, -1])
         return self.wo((F.silu(self.wz(x)) * h).to(x.dtype))
 
 
 class Context:
-    """padding (B, T, 1) or (T, 1); states of each layer, which a cache keeps."""
+    """states (B, C) of each layer, zero; padding (B, T, 1) or (1, 1, 1): none."""
 
-    def __init__(self, cfg, x, cache=None, n_valid=None):
-        (B, T, C), self.cached = x.shape, cache is not None
-        self.states, n_new = upcast(x.new_zeros(cfg.n_layer, B, C)), T
-        if self.cached:
-            self.slots, self.states = cache.place(T, n_valid), cache.states
-            n_new = self.slots.n_new[:, None, None]
-        self.padding = torch.arange(T, device=x.device)[:, None] >= n_new
+    def __init__(self, cfg, x):
+        B, T, C = x.shape
+        self.states = upcast(x.new_zeros(cfg.n_layer, B, C))
+        self.padding = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
+
+
+class CachedContext:
+    """The states are the cache's, which the layers overwrite."""
+
+    def __init__(self, cfg, cache, T, n_valid=None):
+        self.slots, self.states = cache.place(T, n_valid), cache.states
+        offset = torch.arange(T, device=cache.lengths.device)[:, None]
+        self.padding = offset >= self.slots.n_new[:, None, None]
 
 
 class Cache(KVCache):
@@ -59,7 +65,7 @@ class Cache(KVCache):
 
 
 class Model(model_gpt.Model):
-    context_type = Context
+    context_type, cached_context_type = Context, CachedContext
 
     def __init__(self, cfg):
         blocks = [model_gpt.Block(cfg, attention=EMA) for _ in range(cfg.n_layer)]

@@ -19,7 +19,8 @@ class Config(model_rat.Config, model_relaxed.Config):
 
 
 class Model(model_relaxed.Model):
-    context_type, context_limit = model_rat.Context, None
+    context_type, cached_context_type = model_rat.Context, model_rat.CachedContext
+    context_limit = None
     mixer_flops = model_rat.Model.mixer_flops
 
     def make_block(self, cfg, k):

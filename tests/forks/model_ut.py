@@ -25,15 +25,13 @@ class Model(model_gpt.Model):
         self.loop = nn.Embedding(cfg.n_loop, cfg.n_embd)
         nn.init.normal_(self.loop.weight, std=0.02)
 
-    def hidden(self, idx, cache=None, n_valid=None):
+    def hidden(self, idx, context=None):
         x = self.drop(self.wte(idx))
-        context = self.context_type(self.cfg, x, cache, n_valid)
+        context = context or self.context_type(self.cfg, x)
         for layer in range(self.cfg.n_layer):       # each has its own keys and values
             loop, k = divmod(layer, len(self.blocks))
             x = x + self.loop.weight[loop] if k == 0 else x
             x = self.blocks[k](x, layer, context)
-        if cache is not None:
-            cache.advance(context.slots)
         return self.norm(x)
 
     def block_weights(self):
