@@ -210,6 +210,30 @@ def device_name(device):
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
+# A GPU reaches at most so many floating-point operations a second in dense matrix products of
+# bfloat16, summed in float32, and so many bytes a second from its memory (NVIDIA's data sheets).
+# The names are whole, because variants of one GPU differ.
+PEAKS = {"NVIDIA A100-SXM4-40GB": (312e12, 1555e9),
+         "NVIDIA A100-SXM4-80GB": (312e12, 2039e9),
+         "NVIDIA A100-PCIE-40GB": (312e12, 1555e9),
+         "NVIDIA A100 80GB PCIe": (312e12, 1935e9),
+         "NVIDIA B200": (2250e12, 8000e9),
+         "NVIDIA GeForce RTX 3090": (71e12, 936e9),
+         "NVIDIA GeForce RTX 4090": (165.2e12, 1008e9),
+         "NVIDIA GeForce RTX 5090": (209.5e12, 1792e9),
+         "NVIDIA H100 80GB HBM3": (989e12, 3350e9),
+         "NVIDIA H100 PCIe": (756e12, 2000e9),
+         "NVIDIA H200": (989e12, 4800e9),
+         "NVIDIA L4": (121e12, 300e9),
+         "NVIDIA L40S": (362e12, 864e9)}
+
+
+def gpu_peaks(device):
+    """Return PEAKS of the device, or None if it is a CPU or a GPU that the table has not. Products
+    of float32 in TF32 have half of the peak on all of them."""
+    return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
 def autocast(cfg, device):
     """The context of a forward pass: products are computed in bfloat16 where dtype= says so."""
     mixed = cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and device.type == "cuda")
