@@ -47,7 +47,9 @@ class Graph:
     inputs of these shapes, so that its kernels are compiled."""
 
     def __init__(self, function, inputs, generators=()):
-        with torch.inference_mode(False), torch.cuda.device_of(inputs[0]):
+        grad = torch.is_grad_enabled()  # inference_mode(False) would turn it on
+        with (torch.inference_mode(False), torch.set_grad_enabled(grad),
+              torch.cuda.device_of(inputs[0])):
             self.inputs = [x.clone() for x in inputs]
             self.outputs, self.run = record(lambda: function(*self.inputs), generators)
 
