@@ -53,6 +53,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import graphs
 import kernels
 from decoding import KVCache
 from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, attention_bias,
@@ -339,8 +340,8 @@ def decode(model, idx, cache, n_valid):
     T = idx.size(1)
     slots = cache.place(T, n_valid)     # raises if they are too many, before any is written
     if T > 1 and model.cfg.recurrent:
-        xs = [decode(model, idx[:, t:t + 1], cache, None if n_valid is None else n_valid - t)
-              for t in range(T)]
+        step = graphs.stepper(lambda idx, n_valid: [decode(model, idx, cache, n_valid)], cache)
+        xs = [step(idx[:, t:t + 1], None if n_valid is None else n_valid - t)[0] for t in range(T)]
         return torch.cat(xs, 1)
     tokens = model.embed(idx, slots.pos)
     # the first reads cache.m; there are more only where m_t is x0_t (source=0), or no m

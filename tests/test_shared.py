@@ -65,7 +65,7 @@ ARROWS = {
     # reading: a model file can be copied into any project, with what stands here
     "decoding|graphs|kernels_triton": "", "kernels": "kernels_triton", "model_gpt": "decoding",
     "rt_wavefront": "model_gpt|kernels|graphs", "model_rt": "model_gpt|kernels|rt_wavefront|decoding",
-    "model_.*": "model_gpt|kernels|decoding",
+    "model_.*": "model_gpt|kernels|graphs|decoding",
     # running
     "prepare": r"common\..*", "sample": r"common\..*|graphs|decoding", "serve": r"common\..*|sample|model_gpt|decoding",
     "train": r"common\..*|sample|prepare|graphs|lab\.plot", r"common\..*": r"common\..*", r"lab\..*": "(?!train$).*"}

@@ -1,0 +1,129 @@
+"""graphs.py: a decode step replayed as a graph is an ordinary one, and what could not be replayed is refused. On a CPU a
+dispatch mode stands for CUDA (emulated_graphs.py); with a GPU the same runs there, in float32 and bfloat16."""
+import inspect
+import textwrap
+
+import pytest
+import torch
+
+import graphs
+import model_mor
+import model_rat
+from conftest import relative, tiny
+from decoding import KVCache
+from emulated_graphs import emulate
+from sample import stream
+from test_models import each, tokens
+
+MORE = [("gpt", dict(fast=False)), ("lrt", dict(prefill="interleaved", pattern="SL", swa=5))]
+CASES = [*each(repeat=True), *[pytest.param(name, sizes, id=f"{name}-{sizes}") for name, sizes in MORE]]
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """How many graphs were recorded, after emulate."""
+    emulate(monkeypatch)
+    count, record = [], graphs.record
+    monkeypatch.setattr(graphs, "record", lambda *a, **k: (count.append(1), record(*a, **k))[1])
+    return count
+
+
+def decoded(model, step, cache, x, n_prompt, ends):
+    """Prefill x[:, :n_prompt] of which row 1 has one token less, then step by step; row b ends after ends[b] steps. Returns
+    the real logits of each step, and then of an ordinary call with two more tokens a row."""
+    n = torch.full((len(x),), n_prompt, device=x.device)
+    n[1:] -= int(ends is not None)
+    model(x[:, :n_prompt], cache=cache, n_valid=n if ends else None)
+    out = []
+    for t in range(n_prompt, x.size(1) - 2):
+        live = torch.tensor([1 if not ends else t - n_prompt < end for end in ends or [1] * len(x)], device=x.device).long()
+        logits = step(x[:, t:t + 1], None if live.all() else live)
+        assert logits.isfinite().all()
+        out.append(logits[live.bool()])
+    return torch.cat(out), model(x[:, -2:], cache=cache)[0], cache.lengths.clone()
+
+
+@pytest.mark.parametrize("ends", [None, (9, 4, 9)], ids=["equal", "ragged"])
+@pytest.mark.parametrize("name, sizes", CASES)
+def test_a_step_replayed_is_an_ordinary_one(name, sizes, ends, recorded):
+    """Twice, so that a cache that was reset goes on with its graph."""
+    model, x = tiny(name, **sizes), tokens(3, 22)
+    cache, graph_cache = model.init_cache(3, 24), model.init_cache(3, 24)
+    step = graphs.decoder(model, graph_cache)
+    ordinary = lambda idx, n_valid=None: model(idx, cache=cache, n_valid=n_valid)[0]
+    for more in 0, 1:
+        want = decoded(model, ordinary, cache, (x + more) % 61, 9, ends)
+        with torch.no_grad():
+            found = decoded(model, step, graph_cache, (x + more) % 61, 9, ends)
+        for a, b in zip(found, want):
+            assert relative(a.double(), b.double()) < 1e-10
+        cache.reset(), graph_cache.reset()
+    # one of the steps; LRT's prompts and pairs of tokens are steps, too
+    assert len(recorded) >= 1 and (name == "lrt" or len(recorded) == 1)
+
+
+def test_a_full_cache_is_an_error_before_the_step(recorded):
+    model = tiny("gpt")
+    cache = model.init_cache(2, 4)
+    step = graphs.decoder(model, cache)
+    for _ in range(4):
+        step(tokens(2, 1))
+    with pytest.raises(ValueError, match="the cache is full: 5 tokens, max_len=4"):
+        step(tokens(2, 1))
+    assert cache.lengths.tolist() == [4, 4] and not cache.static
+
+
+@pytest.mark.parametrize("options", [dict(temperature=0), dict(temperature=1.0, top_k=20, top_p=0.9)], ids=str)
+@pytest.mark.parametrize("name", ["gpt", "rat", "mor"])
+def test_text_is_the_same(name, options, recorded):
+    """Rows end at different steps, and the context is full before the end (gpt and mor have a limit)."""
+    model, prompts = tiny(name, block_size=16), [[5, 6, 7], [8], [9, 10]]
+    plain = lambda: [*stream(model, prompts, 24, **options, eot=greedy[2][0] if options["temperature"] == 0 else 5)]
+    greedy = [*stream(model, prompts, 4, temperature=0)]
+    found = plain()
+    assert recorded
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "recordable", lambda x: False)
+        assert plain() == found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name, sizes", CASES)
+def test_on_a_gpu(name, sizes, dtype, monkeypatch):
+    """A graph repeats the same kernels, so the logits are those of static calls without it; in float32 they are also those
+    of ordinary calls, whose kernels differ. (In bfloat16 rounding could route a token of MoR in another way.)"""
+    model, x = tiny(name, **sizes).to("cuda", dtype), tokens(3, 22).cuda()
+    found = []
+    for kind in "graph", "static", "ordinary":
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            if kind == "static":
+                patch.setattr(graphs, "Graph", lambda function, inputs, generators: function)
+            if kind == "ordinary":
+                patch.setattr(graphs, "recordable", lambda x: False)
+            cache = model.init_cache(3, 24)
+            found.append(decoded(model, graphs.decoder(model, cache), cache, x, 9, (9, 4, 9)))
+    for graph, static, ordinary in zip(*found):
+        assert torch.equal(graph, static)
+        assert dtype != torch.float32 or relative(graph, ordinary) < 1e-3
+
+
+PLANTS = {"a length of the host": (model_rat, "decode_one", "R if cache.static else min(", "min("),
+          "slots of a moment": (KVCache, "place", "self.max_len if self.static else min(", "min("),
+          "MoR reads whether some go on": (model_mor.CachedTokens, "subset", "not self.cache.static and ", ""),
+          "inputs are not copied": (graphs.Graph, "__call__", "mine.copy_(given)", "pass")}
+
+
+@pytest.mark.parametrize("bug", PLANTS)
+def test_what_a_graph_would_freeze_is_noticed(bug, recorded, monkeypatch):
+    owner, name, old, new = PLANTS[bug]
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert old in source
+    scope = vars(__import__(owner.__module__ if inspect.isclass(owner) else owner.__name__))
+    planted = dict(scope)
+    code = source.replace(old, new)
+    exec(code.replace("super()", f"super({owner.__name__}, self)") if inspect.isclass(owner) else code, planted)
+    monkeypatch.setattr(owner, name, planted[name])
+    case = dict(model_rat="rat").get(getattr(owner, "__name__", ""), "mor" if "MoR" in bug else "gpt")
+    with pytest.raises(AssertionError):
+        test_a_step_replayed_is_an_ordinary_one(case, {}, (9, 4, 9), recorded)
