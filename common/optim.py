@@ -5,7 +5,6 @@ import math
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.overrides import TorchFunctionMode
 
 from common.keys import UserError
 
@@ -17,6 +16,7 @@ from common.keys import UserError
 NANOCHAT = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
                 beta=(125, 0.96), scalar=(125, 0.8))
 MOMENTUM = 0.95     # of Muon
+STACK = 2 ** 26     # the most numbers that Muon stacks, because a step holds some five such stacks
 
 
 def blocks_of(model):
@@ -83,27 +83,73 @@ def by_kind(model):
     return kinds
 
 
-class NewtonSchulzInput(TorchFunctionMode):
-    """Inside, .bfloat16(), with which torch's iteration begins, gathers a sharded matrix, and on a
-    CPU it is a float32 copy."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not torch.Tensor.bfloat16:
-            return func(*args, **(kwargs or {}))
-        x = args[0]
-        if isinstance(x, DTensor):
-            x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
-        return x.to(torch.float32 if x.device.type == "cpu" else torch.bfloat16, copy=True)
-
-
 class Muon(torch.optim.Muon):
-    """torch's Muon, but its Newton-Schulz iteration runs on whole matrices: their products would
-    communicate each time. On a CPU it is in float32: many CPUs have no instructions for bfloat16
-    and take twenty times as long."""
+    """torch's Muon, which launches 23 kernels a matrix, with about as many for all matrices of a
+    shape: they are stacked, so that a product of the Newton-Schulz iteration is one batched
+    product. A matrix with more rows than columns is stacked transposed, among its likes.
+    On a GPU the iteration runs in bfloat16. On a CPU it runs in the weights' dtype, because many
+    CPUs have no instructions for bfloat16 and take twenty times as long."""
 
-    def step(self, closure=None):
-        with NewtonSchulzInput():
-            return super().step(closure)
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            params, grads, momenta = [], [], []
+            self._init_group(group, params, grads, momenta)
+            torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+            updates = torch._foreach_lerp(grads, momenta, group["momentum"])   # Nesterov's
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            shapes = {}
+            for p, update in zip(params, updates):
+                shapes.setdefault(tuple(sorted(p.shape)), []).append((p, update))
+            for (rows, columns), pairs in shapes.items():
+                pairs.sort(key=lambda pair: pair[0].size(0) > rows)     # transposed ones last
+                most = max(1, STACK // (rows * columns))
+                for start in range(0, len(pairs), most):
+                    add_orthogonalized(pairs[start:start + most], rows, columns, group)
+
+
+def add_orthogonalized(pairs, rows, columns, group):
+    """Add to each parameter its update, orthogonalized. pairs: (parameter, update), first those of
+    shape (rows, columns) with rows <= columns, then those of shape (columns, rows)."""
+    params, updates = zip(*pairs)
+    n, lr = sum(p.size(0) == rows for p in params), group["lr"]
+    updates = [whole_matrix(update) for update in updates]
+    x = torch.stack(updates[:n] + [update.mT for update in updates[n:]])
+    x = newton_schulz(x, group).to(x.dtype)     # (N, rows, columns)
+    if n:
+        torch._foreach_add_(params[:n], shards(x[:n], params[:n]), alpha=-lr)
+    if n < len(params):
+        x = x[n:].mT.contiguous()               # torch scales those with more rows than columns
+        alpha = -lr * math.sqrt(columns / rows)
+        torch._foreach_add_(params[n:], shards(x, params[n:]), alpha=alpha)
+
+
+def newton_schulz(x, group):
+    """x (N, rows, columns), rows <= columns -> matrices with the same singular vectors and with
+    singular values near 1 (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)."""
+    a, b, c = group["ns_coefficients"]
+    x = x if x.device.type == "cpu" else x.bfloat16()
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):          # x <- a x + (b A + c A A) x with A = x x.T
+        gram = torch.bmm(x, x.mT)
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x
+
+
+def whole_matrix(x):
+    """The matrix, gathered from all processes if it is sharded, because otherwise each product of
+    the iteration would communicate."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def shards(x, params):
+    """The matrices of x (N, rows, columns), sharded if the parameters are."""
+    if not isinstance(params[0], DTensor):
+        return x.unbind()
+    mesh = params[0].device_mesh
+    whole = [DTensor.from_local(matrix, mesh, [Replicate()] * mesh.ndim) for matrix in x]
+    return [matrix.redistribute(placements=p.placements) for matrix, p in zip(whole, params)]
 
 
 def make_optimizers(model, cfg):
