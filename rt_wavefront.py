@@ -105,9 +105,7 @@ def product(x, w):
 
 def norm_parts(x, eps):
     """F.rms_norm in float32 or better, n = x r, and its r (..., 1)."""
-    x = upcast(x)
-    r = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return NormParts(x * r, r)
+    return NormParts(*torch.ops.aten._fused_rms_norm(upcast(x), [x.size(-1)], None, eps))
 
 
 # ---- what both passes share ----
@@ -202,7 +200,7 @@ class Wavefront:
         """dq, dk^, dv^ (A, B, H, C, D). Adds to d_pairs. inputs: q, k^, v^ of outside;
         attention: the chunk's, whose a, lse and da are of all keys."""
         q, k_temp, v_temp = inputs
-        a, lse, da = attention.a, attention.lse, attention.da
+        a, lse, da = attention.a, attention.lse, attention.by_head(attention.da_rows)
         p = torch.exp((q * k_temp).sum(-1) * self.scale - lse)[..., None]
         ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), delta is da . a
         dq, dk_temp, dv_temp = ds * k_temp * self.scale, ds * q * self.scale, p * da  # (B7), (B8)
@@ -220,6 +218,12 @@ class Wavefront:
         """Where layer l's chunk starts; attend's q_pos, k_pos and slopes."""
         start = self.S + (step.s - l) * self.C
         return start, (self.pos[start:start + self.C], self.pos[:start], self.slopes)
+
+
+def by_position(x, G):
+    """x (A, B, H, C, .) -> (N, C, R, .): the R queries that share a key are rows of one bmm."""
+    A, B, H, C, last = x.shape
+    return x.reshape(A * B * G, H // G, C, last).transpose(1, 2)
 
 
 # ---- the forward pass ----
@@ -268,12 +272,10 @@ class ChunkForward:
 
     def __init__(self, wave, q, out, lse):
         A, B, H, C, D = self.shape = q.shape
-        self.bias, N = wave.bias, A * B * wave.G
-        # by position (N, R, D): the queries that share a key are rows of one bmm
-        self.q_scaled = (q.to(out.dtype) * wave.scale).view(N, -1, C, D).unbind(2)
-        self.out = out.reshape(N, -1, C, D).unbind(2)
-        self.lse = lse.reshape(N, -1, C, 1).unbind(2)
-        self.k, self.v = out.new_empty(2, N, C, D)
+        self.bias = wave.bias
+        rows = (q.to(out.dtype) * wave.scale, out, lse[..., None])
+        self.q_scaled, self.out, self.lse = (by_position(x, wave.G).unbind(1) for x in rows)
+        self.k, self.v = out.new_empty(2, A * B * wave.G, C, D)
 
     def read(self, i):
         """a_i (A, B, H D), once the pairs before i are written."""
@@ -386,41 +388,49 @@ class ChunkBackward:
 
     def __init__(self, wave, q, out, lse, k, v, dk, dv):
         A, B, H, C, D = self.shape = q.shape
-        self.scale, N = wave.scale, A * B * wave.G
-        # (N, R C, D), the r-th query of position i in row r C + i
-        self.q_scaled = (q.to(out.dtype) * wave.scale).view(N, -1, D)
+        self.scale, self.G, self.R, N = wave.scale, wave.G, H // wave.G, A * B * wave.G
         own = (x.to(out.dtype).reshape(N, C, D) for x in (k, v, dk, dv))
         self.k, self.v, self.dk, self.dv = own
-        scores = torch.bmm(self.q_scaled, self.k.mT)  # (N, R C, C)
-        scores.view(A * B, H, C, C).add_(wave.bias)
-        total = torch.logaddexp(lse.reshape(N, -1), scores.logsumexp(-1))  # (N, R C)
-        self.p = torch.exp(scores - total[..., None])  # p_ij, 0 for j >= i
-        self.p_of_key = self.p.mT.contiguous()  # (N, C, R C)
-        outside = torch.exp(lse.reshape(N, -1) - total)[..., None] * out.reshape(N, -1, D)
-        a = torch.baddbmm(outside, self.p, self.v)
-        self.a, self.lse = a.view(q.shape), total.view(q.shape[:4])
-        self.da, self.delta = torch.zeros_like(self.a), torch.zeros_like(total)
+        # (N, C R, .): the queries of position i are rows i R to (i + 1) R
+        rows = (q.to(out.dtype) * wave.scale, out, lse[..., None])
+        self.q_scaled, out, lse = (by_position(x, wave.G).flatten(1, 2) for x in rows)
+        scores = torch.bmm(self.q_scaled, self.k.mT)  # (N, C R, C)
+        bias = by_position(wave.bias.expand(1, 1, H, C, C), wave.G)  # (G, C, R, C)
+        scores.view(A * B, wave.G, C, self.R, C).add_(bias)
+        total = torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))  # (N, C R, 1)
+        self.p = torch.exp(scores - total)  # p_ij, 0 for j >= i
+        self.p_of_key = self.p.mT.contiguous()  # (N, C, C R)
+        self.a_rows = torch.baddbmm(torch.exp(lse - total) * out, self.p, self.v)
+        self.a, self.lse = self.by_head(self.a_rows), self.by_head(total)[..., 0]
+        self.da_rows = torch.empty_like(self.a_rows)
+        self.delta = torch.empty_like(total.mT)  # (N, 1, C R)
+
+    def by_head(self, rows):
+        """Rows (N, C R, .) -> (A, B, H, C, .)."""
+        A, B, H, C, _ = self.shape
+        return rows.unflatten(1, (C, self.R)).transpose(1, 2).reshape(A, B, H, C, -1)
 
     def kv_grad(self, j):
-        """dk_j, dv_j (A, B, G, D), once later queries have written da; others have p = 0."""
+        """dk_j, dv_j (A, B, G, D), once later queries have written da."""
         A, B, _, _, D = self.shape
-        da, p = self.da.view(self.q_scaled.shape), self.p_of_key[:, j:j + 1]
-        ds = p * (torch.bmm(self.v[:, j:j + 1], da.mT) - self.delta[:, None])  # (B1)
-        dk = torch.baddbmm(self.dk[:, j:j + 1], ds, self.q_scaled)  # (B2): (N, 1, D)
-        dv = torch.baddbmm(self.dv[:, j:j + 1], p, da)
+        one, later = slice(j, j + 1), slice((j + 1) * self.R, None)
+        da, p = self.da_rows[:, later], self.p_of_key[:, one, later]
+        ds = p * (torch.bmm(self.v[:, one], da.mT) - self.delta[..., later])  # (B1)
+        dk = torch.baddbmm(self.dk[:, one], ds, self.q_scaled[:, later])  # (B2): (N, 1, D)
+        dv = torch.baddbmm(self.dv[:, one], p, da)
         return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
 
     def write_query_grad(self, j, da):
         """da_j (A, B, H D), and delta_j (B6)."""
-        a = self.a[:, :, :, j]  # (A, B, H, D)
-        self.da[:, :, :, j] = da.view(a.shape)
-        self.delta.view(self.shape[:4])[..., j] = (da.view(a.shape) * a).sum(-1)
+        now = slice(j * self.R, (j + 1) * self.R)
+        a = self.a_rows[:, now]  # (N, R, D)
+        self.da_rows[:, now] = da.view(a.shape)
+        self.delta[:, 0, now] = (da.view(a.shape) * a).sum(-1)
 
     def query_grad(self):
         """What the chunk's own keys add to dq (A, B, H, C, D) (B7)."""
-        da = self.da.view(self.q_scaled.shape)
-        ds = self.p * (torch.bmm(da, self.v.mT) - self.delta[..., None])
-        return (torch.bmm(ds, self.k) * self.scale).view(self.shape)
+        ds = self.p * (torch.bmm(self.da_rows, self.v.mT) - self.delta.mT)
+        return self.by_head(torch.bmm(ds, self.k) * self.scale)
 
 
 # ---- all layers as one function ----
