@@ -28,6 +28,7 @@ from decoding import next_tokens
 class Decoding(Keys):
     """The keys of every command that decodes."""
     device: str = "auto"            # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda:N
+    dtype: str = choice("auto", "float32", "bfloat16")  # weights, cache; auto: bfloat16 on cuda
     fast: bool = True               # the model's fast path; false: its naive one, the same text
 
 
@@ -195,7 +196,7 @@ def main(argv):
     device = pick_device(cfg.device)
     texts = read_prompts(cfg.prompt)
     changed = {"prefill": cfg.prefill} if cfg.prefill else {}
-    model, tokenizer, ckpt = load_run(path, device, fast=cfg.fast, **changed)
+    model, tokenizer, ckpt = load_run(path, device, cfg.dtype, fast=cfg.fast, **changed)
     prompts = list(map(tokenizer.encode, texts))
     check_prompts(prompts, tokenizer.vocab_size)
     limit, longest = model.context_limit, max(map(len, prompts))

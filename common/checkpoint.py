@@ -147,10 +147,15 @@ def build_model(ckpt, **overrides):
     return model
 
 
-def load_run(path, device="cpu", **overrides):
-    """(model in eval mode, tokenizer, checkpoint) of a run folder or checkpoint file."""
+def load_run(path, device="cpu", dtype="float32", **overrides):
+    """Return the model in eval mode, the tokenizer and the checkpoint of a run's folder or of a
+    checkpoint's file. dtype names the type of the weights, which the model's caches have too; auto
+    is bfloat16 on CUDA and float32 elsewhere."""
+    if dtype == "auto":
+        dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
     ckpt = load_checkpoint(path)
-    return build_model(ckpt, **overrides).to(device).eval(), load_tokenizer(ckpt["tokenizer"]), ckpt
+    model = build_model(ckpt, **overrides).to(device, getattr(torch, dtype)).eval()
+    return model, load_tokenizer(ckpt["tokenizer"]), ckpt
 
 
 def load_initial(path, key="init_from"):

@@ -51,7 +51,8 @@ class Run(serve.Engine):
     requests that wait for their choices begin."""
 
     def __init__(self, path, cfg, several):
-        model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
+        device = pick_device(cfg.device)
+        model, self.tokenizer, _ = load_run(path, device, cfg.dtype, fast=cfg.fast)
         if several and serve.adapter_of(model).routed:
             cfg = replace(cfg, exit="", fill="exact")
         super().__init__(model, cfg.slots, None, cfg.batching, cfg.exit, cfg.fill,

@@ -91,6 +91,7 @@ SAMPLE = [
     (["out/r", "prompt="], "the prompt is empty"), (["out/r", "prompt=FILE:latin.txt"], "latin.txt is not UTF-8"),
     (["out/r", "prompt=FILE:missing.txt"], "missing.txt cannot be read"),
     (["out/r", "prefill=exact"], "prefill=exact: model=gpt has no such key"),
+    (["out/r", "dtype=float16"], "dtype=float16 must be one of: auto, float32, bfloat16"),
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "model=gpt"], "lab.bench rt is of model=rt"),
@@ -108,6 +109,7 @@ SERVE = [
     (["requests="], "give requests=FILE"), (["requests=no.jsonl"], "no.jsonl cannot be read: No such"),
     (["prompt=a", "exit=never"], "exit=never: static:1 to static:2, confidence:P"),
     (["requests=empty.txt"], "empty.txt is empty"), (["prompt=a", "slots=0"], "slots=0 must be at least"),
+    (["prompt=a", "dtype=half"], "dtype=half must be one of: auto, float32, bfloat16"),
 ]
 PREPARE = [
     (["dataset=file:latin.txt"], "0 documents of UTF-8 text, 1 others"), (["dataset=file:nothing*.txt"], "and none match it"),

@@ -244,11 +244,17 @@ def test_a_stream_that_is_cut_is_an_error(folders):
 
 
 @pytest.mark.parametrize("argv, message", [([], "give one run folder or checkpoint"), (["{mor}", "host="], "host= is empty"),
-                                           (["{mor}", "{mor}"], "two runs are named mor")], ids=str)
+                                           (["{mor}", "{mor}"], "two runs are named mor"),
+                                           (["{mor}", "dtype=float16"], "dtype=float16 must be one of")], ids=str)
 def test_what_is_refused(argv, message, folders, monkeypatch):
     monkeypatch.setattr(page, "runs", {})
     with pytest.raises(UserError, match=message):
         page.main([word.format(mor=folders / "mor") for word in argv])
+
+
+def test_a_run_in_bfloat16(folders):
+    run = page.Run(folders / "mor", page.PageConfig(device="cpu", dtype="bfloat16"), several=False)
+    assert {x.dtype for x in [*run.kv, *run.model.parameters()]} == {torch.bfloat16}
 
 
 def test_a_missing_package_is_one_line(monkeypatch, capsys):

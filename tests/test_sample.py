@@ -1,13 +1,16 @@
 """Decoding: the sampling loop against forward alone, the choice of a token by hand, the command line."""
+from dataclasses import asdict
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import checkpoint
 from common.tokenizer import load_tokenizer
 import runs
 import sample
-from conftest import MODELS, tiny
+from conftest import MODELS, relative, tiny
 
 
 def greedy(model, row, n, eot=None):
@@ -87,6 +90,27 @@ def test_streams_a_sample(trained, capsys):
     assert call(capsys, trained, "prompt=ab", "max_new_tokens=20", "seed=3").out == out
     for text in ("${oc.env:HOME}", "1e3", "a=b", "é\n"):
         assert call(capsys, trained, f"prompt={text}", "max_new_tokens=1").out.startswith(text)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_and_cache_have_the_dtype(name, tmp_path, monkeypatch, capsys):
+    """float32 is what a CPU takes by itself, with the same text. bfloat16 rounds, and the text may be another."""
+    model, loaded = tiny(name, vocab_size=257).float(), []
+    checkpoint.save_checkpoint(tmp_path / "ckpt.pt", {
+        **{field: kind() for field, kind in checkpoint.FIELDS.items()}, "model": name, "tokenizer": {"kind": "byte"},
+        "model_config": asdict(model.cfg), "weights": dict(model.state_dict())})
+    monkeypatch.setattr(sample, "load_run", lambda *args, **keys: loaded.append(checkpoint.load_run(*args, **keys))
+                        or loaded[-1])
+    argv = str(tmp_path), "device=cpu", "prompt=abcdefgh", "max_new_tokens=30", "temperature=0"
+    assert call(capsys, *argv).out == call(capsys, *argv, "dtype=float32").out
+    assert "30 tokens in" in call(capsys, *argv, "dtype=bfloat16", "stop=false").err
+    auto, wide, narrow = (model for model, *_ in loaded)
+    for model, dtype in (auto, torch.float32), (wide, torch.float32), (narrow, torch.bfloat16):
+        cache = model.init_cache(1, 10)
+        assert {x.dtype for x in [*model.parameters(), *getattr(cache, "k", []), *getattr(cache, "v", [])]} == {dtype}
+    idx = torch.tensor([list(b"abcdefgh")])
+    exact, rounded = (model(idx, cache=model.init_cache(1, 10))[0] for model in (wide, narrow))
+    assert rounded.dtype == torch.float32 and 0 < relative(rounded, exact) < 0.15
 
 
 def test_samples_in_a_batch(trained, capsys, tmp_path):

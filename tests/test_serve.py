@@ -222,7 +222,8 @@ def test_requests_are_answered(options, world, capsys):
     exact, propagate = (alone(model, work, TRAINED, fill, tokenizer.eot) for fill in ("exact", "propagate"))
     assert [answer[:2] for answer in exact] != [answer[:2] for answer in propagate]
     capsys.readouterr()
-    serve.main([folder, f"requests={good}", "max_new_tokens=8", "temperature=0", f"exit={TRAINED}", *options])
+    serve.main([folder, f"requests={good}", "max_new_tokens=8", "temperature=0", "dtype=float32", f"exit={TRAINED}",
+                *options])
     out, err = capsys.readouterr()
     answers = [json.loads(line) for line in out.splitlines()]
     assert sorted((str(a["id"]), a["text"], a["tokens"], a["exits"]) for a in answers) == sorted(
@@ -237,7 +238,7 @@ def test_requests_are_answered(options, world, capsys):
 def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, capsys):
     """Blue for the first and magenta for the last of two. The text is that of requests=."""
     (world / "one.jsonl").write_text('{"prompt": "\u00e9\u20ac"}\n' * 2)
-    argv = [str(world / run / "r"), "max_new_tokens=30", f"exit={exit}"]
+    argv = [str(world / run / "r"), "max_new_tokens=30", "dtype=float32", f"exit={exit}"]
     serve.main([*argv, f"requests={world}/one.jsonl"])
     answers = map(json.loads, capsys.readouterr().out.splitlines()[-2:])
     (_, text), (_, other) = sorted((answer["id"], answer["text"]) for answer in answers)
@@ -245,6 +246,16 @@ def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, cap
     out, err = capsys.readouterr()
     assert re.sub(r"\033\[\d+m", "", out) == f"\u00e9\u20ac{text}\n" and text != other
     assert set(re.findall(r"\033\[(\d+)m", out)) == {"0", "34", "35"} and "exited after loop 1: " in err
+
+
+@pytest.mark.parametrize("run", ["relaxed", "mor"])
+def test_an_engine_in_bfloat16(run, world, capsys, monkeypatch):
+    engines, make = [], serve.Engine
+    monkeypatch.setattr(serve, "Engine", lambda *args: engines.append(make(*args)) or engines[-1])
+    serve.main([str(world / run / "r"), "prompt=ab", "max_new_tokens=8", "stop=false", "dtype=bfloat16"])
+    assert "1 requests, 8 tokens" in capsys.readouterr().err
+    engine, = engines
+    assert {x.dtype for x in [*engine.kv, *engine.model.parameters()]} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("model, options, message", [
