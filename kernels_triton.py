@@ -39,6 +39,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+MOST_SPLITS = 32  # of the keys of one query
 BEYOND = tl.constexpr(2 ** 30)  # the position of keys past the end: after every query
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
@@ -155,6 +156,15 @@ def visible_tiles(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window, biased,
 
 
 @triton.jit
+def share_of(split, n_splits, first, full, rest, last):
+    """The tiles, of tile_spans' four ranges, that fall to one of n_splits equal shares."""
+    begin = first + (last - first) * split // n_splits
+    end = first + (last - first) * (split + 1) // n_splits
+    full, rest = tl.maximum(full, begin), tl.maximum(rest, begin)
+    return begin, tl.minimum(full, end), tl.minimum(rest, end), end
+
+
+@triton.jit
 def tile_number(i, first, full, rest, MASKED: tl.constexpr):
     """Tile i of those that need a mask: first .. full, rest .. last. Else tile i."""
     if MASKED:
@@ -180,10 +190,11 @@ def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
 @triton.jit(**ATTEND)
 def attend_forward_kernel(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_pos_ptr, k_pos_ptr, slopes_ptr,
-        q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, q_pos_b, k_pos_b,
+        q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_s, o_b, o_h, o_t, q_pos_b, k_pos_b,
         Tq, Tk, D, H, GROUP, window, scale, biased,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program computes out and lse of BLOCK_M queries of one head:
+    """A program computes out and lse of BLOCK_M queries of one head over the visible keys, or
+    over one of several equal shares of them, its split:
     lse_i = log sum_j e^{s_ij},  out_i = sum_j e^{s_ij - lse_i} v_j."""
     n_tiles = tl.cdiv(Tq, BLOCK_M)
     tile, b, h = program(n_tiles, H)
@@ -198,7 +209,9 @@ def attend_forward_kernel(
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_D)
     q_pos = load_pos(q_pos_ptr, rows, Tq, -BEYOND)  # padding attends to nothing
     first, full, rest, last = visible_tiles(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
-                                           biased, BLOCK_M, BLOCK_N)
+                                            biased, BLOCK_M, BLOCK_N)
+    split, n_splits = tl.program_id(1), tl.num_programs(1)
+    first, full, rest, last = share_of(split, n_splits, first, full, rest, last)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
     l = tl.zeros((BLOCK_M,), tl.float32)                # sum_j e^{s_ij - m}
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)      # sum_j e^{s_ij - m} v_j
@@ -224,9 +237,29 @@ def attend_forward_kernel(
     empty = l == 0.0  # no key is visible: out 0, lse -inf
     l = tl.where(empty, 1.0, l)
     out = acc / l[:, None]
-    store_rows(out_ptr + b * o_b + h * o_h, start, o_t, Tq, D, out)
+    store_rows(out_ptr + split * o_s + b * o_b + h * o_h, start, o_t, Tq, D, out)
     lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
+    lse_ptr += split * (tl.num_programs(0) // n_tiles * Tq)  # a split has B H Tq of them
     tl.store(lse_ptr + (b * H + h) * Tq + rows, lse, mask=rows < Tq)
+
+
+@triton.jit(do_not_specialize=["n_splits"])
+def merge_splits_kernel(outs_ptr, lses_ptr, out_ptr, lse_ptr, n_splits, D,
+                        BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A program makes one out of a query's outs and lses over disjoint shares of the keys:
+    lse = log sum_s e^{lse_s},  out = sum_s e^{lse_s - lse} out_s."""
+    row, n_rows = tl.program_id(0), tl.num_programs(0)  # of B H queries
+    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    lses = tl.load(lses_ptr + s * n_rows + row, mask=s < n_splits, other=float("-inf"))
+    m = tl.max(lses, 0)
+    weight = tl.exp2((lses - tl.where(m == float("-inf"), 0.0, m)) * LOG2E)
+    l = tl.sum(weight, 0)  # e^{lse - m}
+    mask = (s < n_splits)[:, None] & (d < D)[None, :]
+    outs = tl.load(outs_ptr + (s * n_rows + row)[:, None] * D + d[None, :], mask=mask, other=0.0)
+    l = tl.where(l == 0.0, 1.0, l)  # no key is visible: out 0, lse -inf
+    out = narrow(tl.sum(weight[:, None] * outs, 0) / l, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * D + d, out, mask=d < D)
+    tl.store(lse_ptr + row, m + tl.log2(l) * LN2)
 
 
 @triton.jit(**ATTEND)
@@ -460,18 +493,22 @@ def summed_over_groups(x, G, D):
 TILES = {
     (True, False): {
         "forward": 3 * [(64, 64, 4, 3)] + [(128, 64, 8, 3), (128, 32, 8, 3)],
+        "split": 4 * [(16, 32, 4, 4)] + [(16, 32, 4, 3)],
         "dq": 3 * [(64, 64, 4, 3)] + [(64, 32, 4, 3), (64, 32, 8, 2)],
         "dkv": 3 * [(64, 64, 4, 2)] + [(32, 128, 8, 3), (32, 64, 8, 2)]},
     (True, True): {
         "forward": [(128, 64, 8, 3)] + 2 * [(64, 32, 8, 2)] + [(32, 32, 8, 1), (32, 16, 8, 2)],
+        "split": 3 * [(16, 32, 4, 3)] + 2 * [(16, 16, 4, 3)],
         "dq": 2 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)],
         "dkv": [(32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)]},
     (False, False): {
         "forward": 3 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 2)],
+        "split": 2 * [(16, 64, 4, 2)] + 2 * [(16, 32, 4, 2)] + [(16, 16, 4, 2)],
         "dq": 3 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1)],
         "dkv": 3 * [(32, 128, 8, 2)] + [(32, 64, 8, 2), (32, 16, 8, 1)]},
     (False, True): {
         "forward": 2 * [(64, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1), (32, 16, 8, 1)],
+        "split": 3 * [(16, 32, 4, 2)] + 2 * [(16, 16, 4, 2)],
         "dq": 2 * [(64, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 4, 2), (16, 16, 8, 1)],
         "dkv": [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)]},
 }
@@ -492,6 +529,17 @@ def tile_options(name, D, dtype, large):
     block = max(16, triton.next_power_of_2(D))
     M, N, warps, stages = TILES[large, dtype == torch.float32][name][block.bit_length() - 5]
     return dict(BLOCK_M=M, BLOCK_N=N, BLOCK_D=block, num_warps=warps, num_stages=stages)
+
+
+def split_count(n_heads, Tk):
+    """Into how many programs the keys of one query are split: all heads together (B H) make
+    two for each of the 132 multiprocessors of an H200, and each has 256 keys or more. It
+    depends on shapes alone, as a CUDA graph needs."""
+    return max(1, min(MOST_SPLITS, 264 // n_heads, Tk // 256))
+
+
+def merge_options(BLOCK_D):
+    return dict(BLOCK_S=MOST_SPLITS, BLOCK_D=BLOCK_D, num_warps=4)
 
 
 def scan_options(chunk):
@@ -515,11 +563,17 @@ def launch_attend(q, k, v, q_pos, k_pos, slopes, window):
     (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
     q, k, v = aligned(q), aligned(k), aligned(v)  # D is a multiple of 16 now
     out, lse = new_heads(q, *q.shape), q.new_empty(B, H, Tq, dtype=torch.float32)
+    splits, outs, lses = split_count(B * H, Tk) if Tq == 1 else 1, out[None], lse[None]
+    if splits > 1:
+        outs, lses = (lse.new_empty(splits, *x.shape) for x in (out, lse))
     pointers, pos_strides, biased = mask_pointers(q_pos, k_pos, slopes, lse)
-    options = tile_options("forward", D, q.dtype, has_large_blocks(q.device))
-    attend_forward_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H,)](
-        q, k, v, out, lse, *pointers, *strides(q, k, v, out), *pos_strides, Tq, Tk, q.size(-1),
-        H, H // G, window, D ** -0.5, biased, **options)
+    options = tile_options("forward" if Tq > 1 else "split", D, q.dtype, has_large_blocks(q.device))
+    attend_forward_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H, splits)](
+        q, k, v, outs, lses, *pointers, *strides(q, k, v, outs), *pos_strides, Tq, Tk,
+        q.size(-1), H, H // G, window, D ** -0.5, biased, **options)
+    if splits > 1:
+        merge_splits_kernel[(B * H,)](outs, lses, out, lse, splits, q.size(-1),
+                                      **merge_options(options["BLOCK_D"]))
     return cropped(out, D), lse
 
 

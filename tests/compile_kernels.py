@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 import kernels_triton
 from kernels import HEAD_SIZES
-from kernels_triton import scan_options, tile_options
+from kernels_triton import merge_options, scan_options, tile_options
 
 AMD = GPUTarget("hip", "gfx942", 64)
 # target, shared memory a block in bytes, whether the kernels' large tiles are for it
@@ -32,10 +32,11 @@ CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True),
          "gfx942>2GB": (AMD, 64 * 1024, False),                 # some tensor is that large
          "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024, False)}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FLOAT32 = ("lse_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr")
+FLOAT32 = ("lse_ptr", "lses_ptr", "outs_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr")
+SPLIT = "attend_split_kernel"       # the forward kernel for one query, which writes parts in float32
 
 
-def source(kernel, dtype, constants, chip):
+def source(kernel, dtype, constants, chip, float32_out=False):
     """The kernel with its arguments' types, as the launchers call it: pointers, head sizes and strides are multiples of
     16, nothing is known of the arguments that are not specialised; on AMD tensors below 2 GB are known to be so."""
     signature, attributes = {}, {}
@@ -43,7 +44,8 @@ def source(kernel, dtype, constants, chip):
         name, known = parameter.name, []
         loose = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
         if name.endswith("_ptr"):
-            signature[name] = "*i32" if "pos" in name else "*fp32" if name in FLOAT32 else "*" + TYPES[dtype]
+            is_float32 = name in FLOAT32 or float32_out and name == "out_ptr"
+            signature[name] = "*i32" if "pos" in name else "*fp32" if is_float32 else "*" + TYPES[dtype]
         else:
             plain = "fp32" if name == "scale" else "i32"
             signature[name] = "constexpr" if name in constants else plain
@@ -79,8 +81,8 @@ def measure(job):
     constants = {n: v for n, v in launch.items() if n.startswith("BLOCK")}
     options = {n: v for n, v in launch.items() if not n.startswith("BLOCK")}
     try:
-        made = triton.compile(source(getattr(kernels_triton, name), dtype, constants, chip), target=target,
-                              options=options)
+        kernel = getattr(kernels_triton, "attend_forward_kernel" if name == SPLIT else name)
+        made = triton.compile(source(kernel, dtype, constants, chip, name == SPLIT), target=target, options=options)
         registers, spilled = nvidia_figures(made.asm["ptx"]) if "ptx" in made.asm else amd_figures(made.asm["amdgcn"])
     except Exception as e:                      # whatever the compiler raises is the finding
         return (0, 0, 0), " ".join(f"{type(e).__name__}: {e}".split())[:300]
@@ -103,9 +105,11 @@ def jobs(quick):
             of = {"bf16": (64, 128), "fp32": (64,) * (chip == "sm_90")}
             head_sizes = of.get(TYPES[dtype], ())
             chunks = (16,) if head_sizes else ()
-        for name, D in itertools.product(("forward", "dq", "dkv"), head_sizes):
+        for name, D in itertools.product(("forward", "split", "dq", "dkv"), head_sizes):
             options = tile_options(name, D, dtype, CHIPS[chip][2])
             yield chip, f"attend_{name}_kernel", dtype, options
+        for D in head_sizes:
+            yield chip, "merge_splits_kernel", dtype, merge_options(D)
         for name, chunk in itertools.product(("forward", "backward"), chunks):
             yield chip, f"scan_{name}_kernel", dtype, scan_options(chunk)
 

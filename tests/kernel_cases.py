@@ -38,6 +38,12 @@ def moved(xs, *where):
     return [x.to(*where) if isinstance(x, torch.Tensor) else x for x in xs]
 
 
+def exactly(xs):
+    """The tensors among xs on the CPU, in float64 those that are not integers, the rest as it is."""
+    is_real = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
+    return [x.double() if is_real(x) else x for x in moved(xs, "cpu")]
+
+
 def few(cases, n):
     """Triton's interpreter, which is slow, takes those after the first n with --full."""
     marks = pytest.mark.full if INTERPRETED else ()
@@ -88,9 +94,6 @@ def outputs_and_gradients(function, tensors, arguments, incoming):
 def compare(function, definition, tensors, arguments, incoming, tolerance, names, floor=1e-12):
     """Assert that function and its gradients are the definition's in float64, the outputs after the
     first in float32 at least. Returns what function gave."""
-    def exactly(xs):
-        is_real = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
-        return [x.double() if is_real(x) else x for x in moved(xs, "cpu")]
     found = outputs_and_gradients(function, tensors, arguments, incoming)
     exact = outputs_and_gradients(definition, *map(exactly, (tensors, arguments, incoming)))
     first, *more = (x.dtype for x in found[:len(found) - len(tensors)])
@@ -132,6 +135,9 @@ ATTENDS = [(65, 100, "shared", 20, True, (1, 2, 1), 256), (65, 100, "plain", Non
            (5, 0, "plain", None, False, (1, 2, 2), 16), (5, 0, "shared", None, True, (1, 2, 2), 16),
            (9, 12, "queries alone", None, False, (2, 2, 1), 4), (9, 12, "keys alone", None, False, (2, 2, 1), 4),
            *(tuple(map(DRAW, COLUMNS)) for _ in range(36))]
+# one query a row over so many keys that they are split
+SPLITS = [(1, 1100, "keys per row", None, False, (3, 4, 2), 16), (1, 600, "keys alone", 300, True, (3, 2, 1), 20),
+          (1, 1300, "plain", None, False, (3, 2, 2), 64), (1, 900, "plain", 20, True, (3, 2, 1), 128)]
 
 
 def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float64, device="cpu"):

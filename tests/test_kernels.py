@@ -8,8 +8,8 @@ import torch
 
 import kernels
 from conftest import python
-from kernel_cases import (ATTENDS, LAYOUTS, PRECISION, SCANS, assert_close, attend_case, compare_attend,
-                          compare_scan, few, where)
+from kernel_cases import (ATTENDS, LAYOUTS, PRECISION, SCANS, SPLITS, assert_close, attend_case,
+                          compare_attend, compare_scan, dense_attend, exactly, few, where)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
 
@@ -36,6 +36,19 @@ def test_attend_written_out(number, monkeypatch):
                                   (300, 3000, "shared", 1500, True, (1, 2, 1), 256)])
 def test_attend_at_length(case, device, dtype, tolerance):
     compare_attend(kernels.attend_by_position, *attend_case(0, *case, dtype, device), tolerance)
+
+
+@where(*PRECISION)
+@pytest.mark.parametrize("number", range(len(SPLITS)))
+def test_one_query_in_splits(number, device, dtype, tolerance):
+    """Of three rows, one attends to no key, one to keys of the first split alone, one to all that
+    its window holds."""
+    tensors, (_, *mask), _ = attend_case(number, *SPLITS[number], dtype, device)
+    q_pos = torch.tensor([[-1], [5], [tensors[1].size(2) - 1]], dtype=torch.int32, device=device)
+    arguments = *tensors, q_pos, *mask
+    found = kernels.attend_by_position(*arguments)
+    assert_close(found, dense_attend(*exactly(arguments)), tolerance, "out lse")
+    assert found[1][0].max() == -math.inf
 
 
 @where(PRECISION[0])
@@ -138,7 +151,7 @@ def test_triton_code_compiles_for_gpus(pytestconfig):
     assert p.returncode == 0, p.stdout[-3000:] + p.stderr[-3000:]
     rows = [line.split() for line in p.stdout.splitlines()[1:-1]]
     for chip in ("sm_80", "sm_90", "gfx942"):
-        assert len({row[1] for row in rows if row[0] == chip}) == 5, "one of the kernels is missing"
+        assert len({row[1] for row in rows if row[0] == chip}) == 7, "one of the kernels is missing"
     assert all(row[-1].isdigit() and int(row[-3]) > 5 for row in rows)
 
 
