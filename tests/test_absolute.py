@@ -1,0 +1,152 @@
+"""What ties training to an absolute: a step written out, losses that fall, initial scales, keys that have an effect.
+(That resume, sharding and accumulation are equal to each other stands in test_train.py.)"""
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import runs
+import train
+from common import checkpoint
+from conftest import MODELS, ROOT, python
+from model_gpt import RMSNorm
+from test_optim import plain_muon
+
+models = pytest.mark.parametrize("name", MODELS)
+
+
+def setup(name, tmp_path, data_dir, *keys):
+    return train.setup(runs.arguments(name, tmp_path, data_dir, "dropout=0", *keys))
+
+
+def logged(run, column):
+    return [row[column] for row in checkpoint.read_log(run.folder / "log.jsonl") if column in row]
+
+
+STEPS, WARMUP, PEAK, MUON, DECAY, CLIP = 10, 3, 0.01, 0.05, 0.2, 0.8
+
+
+def rate(step):
+    """The fraction of the peak: a linear rise over 3 steps, then a cosine from 1 to 0.1 at step 10."""
+    if step < WARMUP:
+        return (step + 1) / (WARMUP + 1)
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_ten_steps_are_those_of_a_plain_loop(optimizer, tmp_path, data_dir):
+    """gpt in float64: AdamW and Muon, two micro-batches, the schedule, clipping, decay of matrices and not of vectors."""
+    run = setup("gpt", tmp_path, data_dir, f"max_steps={STEPS}", "gradient_accumulation_steps=2", f"warmup_steps={WARMUP}",
+                "lr_schedule=cosine", "min_lr_frac=0.1", f"optimizer={optimizer}", f"learning_rate={PEAK}",
+                f"muon_learning_rate={MUON}", f"weight_decay={DECAY}", "beta1=0.8", "beta2=0.93", f"grad_clip={CLIP}")
+    run.model.double()
+    model = copy.deepcopy(run.model)
+    train.train(run)
+
+    in_blocks = [p for p in model.blocks.parameters() if p.dim() == 2] if optimizer == "muon" else []
+    others = [p for p in model.parameters() if not any(p is q for q in in_blocks)]
+    adamw = torch.optim.AdamW([dict(params=[p for p in others if p.dim() == 2], weight_decay=DECAY),
+                               dict(params=[p for p in others if p.dim() == 1], weight_decay=0)], betas=(0.8, 0.93))
+    momenta, clipped = [torch.zeros_like(p) for p in in_blocks], 0
+    for step in range(STEPS):
+        model.zero_grad()
+        for i in range(2):
+            (model(*run.batches.micro_batch(step, i))[1] / 2).backward()
+        clipped += torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
+        for group in adamw.param_groups:
+            group["lr"] = PEAK * rate(step)
+        adamw.step()
+        for p, momentum in zip(in_blocks, momenta):
+            plain_muon(p, momentum, MUON * rate(step), DECAY)
+    assert 0 < clipped, "no gradient was clipped: the test shows less than it says"
+    for (name, ours), theirs in zip(run.model.named_parameters(), model.parameters()):
+        assert (ours - theirs).abs().max() < 1e-10, name
+
+
+@models
+def test_the_loss_falls_by_a_nat(name, tmp_path, data_dir):
+    run = runs.run(name, tmp_path, data_dir, "max_steps=60", "learning_rate=1e-2", "n_embd=64", "batch_size=4")
+    ce = logged(run, "ce")
+    assert ce[-1] < ce[0] - 1
+
+
+# Standard deviations of initial matrices in units of 0.02, but for rt and lrt, which test_rt.py and test_lrt.py have.
+SMALLER = 1 / math.sqrt(2 * 8)          # of projections into the residual stream, in a model of 8 unrolled layers
+INITIAL = {"gpt": {"wo": SMALLER, "w_down": SMALLER}, "rat": {}, "relaxed": {"wo": SMALLER, "w_down": SMALLER},
+           "mor": {"wo": SMALLER, "w_down": SMALLER}}
+
+
+@pytest.mark.parametrize("name", INITIAL)
+def test_initial_standard_deviations(name):
+    module = __import__(f"model_{name}")
+    torch.manual_seed(0)
+    model = module.Model(module.Config(n_layer=8, n_embd=128, n_head=4, vocab_size=1000))
+    for part, p in model.named_parameters():
+        if p.dim() == 2:
+            want = 0.02 * INITIAL[name].get(part.split(".")[-2], 1)
+            assert p.std().item() == pytest.approx(want, rel=0.25 if p.numel() < 2000 else 0.03), part
+    norms = [m for m in model.modules() if isinstance(m, RMSNorm)]
+    assert norms and all((m.weight == 1).all() for m in norms)
+    assert model.head.weight is model.wte.weight
+
+
+@models
+@pytest.mark.parametrize("silent", ["wo", "w_down"])
+def test_dropout_on_branches_differs_between_micro_batches(name, silent, tmp_path, data_dir):
+    """One branch adds nothing, and dropout on embeddings and attention weights is off. Dropout on the other branch changes
+    the loss, and the same micro-batch twice in a step has two masks."""
+    if name == "rt":
+        pytest.skip("RT drops embeddings alone, as its docstring says")
+    run = setup(name, tmp_path, data_dir, "dropout=0.4", "gradient_accumulation_steps=2", "learning_rate=0")
+    run.model.cfg.dropout, run.model.drop = 0.0, nn.Identity()
+    for part, p in run.model.named_parameters():
+        p.data = 0 * p if f".{silent}." in part else p + 0.1 * torch.randn_like(p)     # LRT's branches start at 0
+    micro = run.batches.micro_batch(0, 0)
+    run.batches.micro_batch = lambda step, index: micro
+    seen, forward = [], run.forward
+    run.forward = lambda *batch: seen.append(forward(*batch)[1].item()) or forward(*batch)
+    train.train_step(run, [])
+    first, second = seen
+    without = run.model.eval()(*micro)[1].item()
+    assert abs(first - second) > 1e-5 and abs(first - without) > 1e-5
+
+
+def test_compile_true_compiles(tmp_path, data_dir, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(model) or model)
+    for choice, count in ("true", 1), ("false", 0), ("auto", 0):    # auto: on a GPU
+        compiled.clear()
+        setup("gpt", tmp_path / choice, data_dir, f"compile={choice}")
+        assert len(compiled) == count
+
+
+def test_bfloat16_changes_the_loss(tmp_path, data_dir):
+    wide, narrow = (logged(runs.run("gpt", tmp_path / dtype, data_dir, "max_steps=1", f"dtype={dtype}"), "ce")[0]
+                    for dtype in ("float32", "bfloat16"))
+    assert wide != narrow == pytest.approx(wide, rel=1e-2)
+
+
+def test_tokens_per_second_is_the_clocks(tmp_path, data_dir, monkeypatch):
+    """A clock that moves by half a second a step: 2 x 16 tokens in it are 64 a second."""
+    run = setup("gpt", tmp_path, data_dir, "max_steps=4")
+    now = [run.log.lap[0]]
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    step = train.train_step
+    monkeypatch.setattr(train, "train_step", lambda *a: (now.__setitem__(0, now[0] + 0.5), step(*a))[1])
+    train.train(run)
+    assert logged(run, "tokens_per_second") == [64.0] * 4
+
+
+def test_the_readmes_model_is_the_tested_one():
+    readme = (ROOT / "README.md").read_text()
+    assert (ROOT / "tests/forks/model_ut.py").read_text() in readme
+
+
+@pytest.mark.full
+def test_the_first_command_runs_as_it_is_typed(tmp_path):
+    """Without any other key: the default data set is prepared, with its tokenizer, and a sample is printed."""
+    done = python(ROOT / "train.py", "max_steps=2", f"out_dir={tmp_path / 'out'}", f"data_dir={tmp_path / 'data'}")
+    assert done.returncode == 0 and (tmp_path / "out/gpt_tiny/ckpt.pt").exists(), done.stderr
+    assert done.stdout.count("-" * 80) == 2
