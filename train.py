@@ -12,6 +12,12 @@ Keys are those of TrainConfig (common/process.py, where file, checkpoint and com
 merged) and of the chosen model's Config. out/<run>/ receives ckpt.pt (the last state), best.pt
 (the best validation loss), log.jsonl and curves.png. `step` counts completed optimizer steps.
 
+On a GPU, Python takes longer to launch the kernels of a small model than they take to run.
+compile=true, which is auto's choice there, lets torch.compile fuse kernels; this takes a minute or
+two at the start. compile=graph records the forward and backward pass of a micro-batch as they are
+and launches them as one CUDA graph (graphs.py); this is ready at once. It needs one process, and
+a model that reads no tensor on the host, as mor with router=token does.
+
 A run is repeatable: the batch is a pure function of (seed, step), and the random numbers of a
 forward pass one of (seed, step, micro-batch). So a resumed run, and one that evaluates more often,
 ends in the same weights; a run on another number of processes reads the same tokens. Schedules
@@ -31,6 +37,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import graphs
 from common.checkpoint import lock, newest, read_log, save_checkpoint
 from common.data import bits_per_byte, count_right, data_folder, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
@@ -53,6 +60,7 @@ class Run:
     batches: object         # TextBatches or TaskBatches
     model: torch.nn.Module
     forward: object         # the model as training calls it: compiled, data parallel
+    micro_step: object      # the function micro_step, or a recording of it
     optimizers: list
     teacher: object = None  # a model to distil from
     log: object = None      # Log, on the first process
@@ -78,6 +86,7 @@ def setup(argv):
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
     check_new(cfg)
     procs = Processes(cfg)
+    check_graph(cfg, procs)
     check_fits(cfg, model_fields, procs.world, procs.device)
     local = cfg.dataset == "python" or cfg.dataset.startswith("file:")
     if procs.master and local and not data_folder(cfg).exists():
@@ -92,8 +101,10 @@ def setup(argv):
     set_budget(cfg, model)
     if cfg.fsdp:
         shard(model, blocks_of(model), procs.device, procs.world)
-    run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),
+    run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs), micro_step,
               make_optimizers(model, cfg), load_teacher(cfg, model, data))
+    if cfg.compile == "graph" and not cfg.eval_only:
+        run.micro_step = record_micro_step(run)
     if cfg.resume:
         restore(run, ckpt)
     elif cfg.eval_only and ckpt is not None:
@@ -114,6 +125,14 @@ def check_new(cfg):
     if newest(cfg.folder).exists() and not (cfg.resume or cfg.overwrite or cfg.eval_only):
         raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "
                         f"overwrite=true replaces it, run=NAME starts another run")
+
+
+def check_graph(cfg, procs):
+    """UserError if compile=graph is given where no step can be recorded."""
+    one_gpu = procs.world == 1 and graphs.recordable(torch.empty(0, device=procs.device))
+    if cfg.compile == "graph" and not cfg.eval_only and not one_gpu:
+        raise UserError(f"compile=graph needs one process on a CUDA GPU, and triton; here are "
+                        f"{procs.world} on {procs.device.type} (compile=auto runs anywhere)")
 
 
 def prepare_forward(cfg, model, procs):
@@ -383,7 +402,7 @@ def train_step(run, stop):
         for group in optimizer.param_groups:
             set_schedules(group, run.step, run.cfg)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    clear_gradients(run)
     if hasattr(run.model, "end_step"):
         run.model.end_step(logged)
     logged["lr"] = run.cfg.learning_rate * lr_factor(run.step, run.cfg)
@@ -408,21 +427,68 @@ def forward_backward(run):
         # DDP sums gradients once a step; FSDP after each micro-batch, to keep them sharded
         sums = procs.world == 1 or cfg.fsdp or index == indices[-1]
         with contextlib.nullcontext() if sums else run.forward.no_sync():
-            with autocast(cfg, procs.device):
-                x, y = to_device(x, run), to_device(y, run)
-                logits, loss, aux = run.forward(x, y)
-                if run.teacher is not None:
-                    loss, aux = distil(run.teacher, x, y, logits, loss, aux)
+            x, y = to_device(x, run), to_device(y, run)
             # a mean over tokens; DDP and FSDP average over processes, so `world` undoes that
-            (loss * (count / total * procs.world)).backward()
-        values = {key: value.detach() * (count / total) for key, value in aux.items()}
+            aux, right = run.micro_step(run, x, y, count / total * procs.world)
+        values = {key: value * (count / total) for key, value in aux.items()}
         if run.task:
-            tokens, rows = count_right(logits, y)
+            tokens, rows = right
             values["token_accuracy"] = tokens / total
             values["sequence_accuracy"] = rows / all_rows
         for key, value in values.items():
             logged[key] = logged.get(key, 0.0) + value
     return logged
+
+
+def micro_step(run, x, y, weight):
+    """Add the gradients of weight * loss of a micro-batch to those of the parameters. Returns aux,
+    and for a task count_right."""
+    with autocast(run.cfg, run.procs.device):
+        logits, loss, aux = run.forward(x, y)
+        if run.teacher is not None:
+            loss, aux = distil(run.teacher, x, y, logits, loss, aux)
+    (loss * weight).backward()
+    aux = {key: value.detach() for key, value in aux.items()}
+    return aux, count_right(logits, y) if run.task else ()
+
+
+def record_micro_step(run):
+    """micro_step as a CUDA graph. UserError if the model cannot be recorded.
+
+    Nothing of Python runs in a replay, so x, y and weight are tensors. The first, ordinary call
+    makes the gradients. The graph adds to them where they are, so clear_gradients must keep them.
+    A replay draws dropout's numbers from the seed that it finds. Clipping and the optimizers stay
+    outside of the graph, because the schedules change their numbers in each step."""
+    run.model.train()
+    x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
+    weight = torch.ones((), device=x.device, dtype=next(run.model.parameters()).dtype)
+    micro_step(run, x, y, weight)               # compiles Triton's kernels, too
+    clear_gradients(run)
+    keys = []
+
+    def function(x, y, weight):
+        aux, right = micro_step(run, x, y, weight)
+        keys[:] = aux
+        return [*aux.values(), *right]
+
+    def recorded(run, x, y, value):
+        values = graph(x, y, torch.full_like(weight, value))
+        return dict(zip(keys, values)), values[len(keys):]
+    try:
+        graph = graphs.Graph(function, (x, y, weight))
+    except RuntimeError as e:
+        why = first_line(e.__context__ or e)
+        raise UserError(f"compile=graph: a step of model={run.cfg.model} with these keys cannot be "
+                        f"recorded (compile=auto trains it): {why}") from e
+    return recorded
+
+
+def clear_gradients(run):
+    """Free the gradients, or set them to zero where a graph adds to them."""
+    if run.cfg.compile == "graph":
+        torch._foreach_zero_([p.grad for p in run.model.parameters() if p.grad is not None])
+    else:
+        run.model.zero_grad(set_to_none=True)
 
 
 def seed_forward(seed, step, index):

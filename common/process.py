@@ -68,7 +68,7 @@ class TrainConfig(Keys):
     seed: int = 1337  # of the weights, the batches and dropout
     device: str = "auto"  # auto | cpu | mps | cuda | cuda:N
     dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 on cuda
-    compile: str = choice("auto", "true", "false")  # torch.compile; auto: on cuda
+    compile: str = choice("auto", "true", "false", "graph")  # true: torch.compile; auto: on cuda
     fsdp: bool = False  # torchrun: shard weights and optimizer (FSDP2)
     teacher: str = ""  # distil from this model, named as in init_from
 

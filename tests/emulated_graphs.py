@@ -48,7 +48,8 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         why = refusal(func, args, kwargs, self.generators)
-        assert not why, f"{func} {why}"
+        if why:
+            raise RuntimeError(f"{func} {why}")
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info and argument.alias_info.is_write:
                 given = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -72,8 +73,8 @@ class NoTransfers(TorchFunctionMode):
     """Refuses what on a GPU reads on the host or copies from there, while on a CPU it calls no operator."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        assert func not in READS, f"{func} reads on the host"
-        assert func not in COPIES, f"{func} copies from the host"
+        if func in READS or func in COPIES:
+            raise RuntimeError(f"{func} {'reads on' if func in READS else 'copies from'} the host")
         return func(*args, **(kwargs or {}))
 
 

@@ -14,6 +14,7 @@ from dataclasses import fields
 import pytest
 import torch
 
+import graphs
 from common import checkpoint, keys, llama, optim
 from lab import eval as evaluation
 import prepare
@@ -23,6 +24,7 @@ import train
 from common.keys import UserError
 from common.process import TrainConfig, read_config, set_budget
 from conftest import MODELS, ROOT, TORCHRUN, move, python, snapshot, tiny, two_processes
+from emulated_graphs import emulate
 
 models = pytest.mark.parametrize("name", MODELS)
 RESUMED = [*((name, []) for name in MODELS), ("gpt", ["optimizer=muon"]),
@@ -48,6 +50,55 @@ def test_resume_at_every_step_is_bit_identical(name, more, tmp_path, data_dir):
         for file in ("ckpt.pt", "best.pt"):
             ours, theirs = (checkpoint.load_checkpoint(t.folder / file) for t in (resumed, whole))
             assert runs.learned(ours) == runs.learned(theirs)
+
+
+SLOW = [("rt", ["schedule=naive"]), ("rt", ["schedule=tiled"]), ("lrt", ["train_path=exact"])]
+RECORDED = [*((name, []) for name in MODELS), ("gpt", ["optimizer=muon", "dataset=task:recall", "task_examples=30"]),
+            *(pytest.param(*case, marks=pytest.mark.full) for case in SLOW)]
+GRAPH = ["gradient_accumulation_steps=2", "max_steps=4", "eval_interval=2"]
+
+
+@pytest.mark.parametrize("name, more", RECORDED, ids=lambda x: x if isinstance(x, str) else ",".join(x[:2]))
+def test_a_recorded_step_is_the_ordinary_one(name, more, tmp_path, data_dir, monkeypatch):
+    """compile=graph: the same weights, moments and log, bit for bit, with dropout, schedules and evaluations; from the
+    third call on, Python does not run."""
+    ordinary = runs.run(name, tmp_path / "a", data_dir, *GRAPH, *more)
+    emulate(monkeypatch)
+    calls, micro_step = [], train.micro_step
+    monkeypatch.setattr(train, "micro_step", lambda *given: (calls.append(given), micro_step(*given))[1])
+    recorded = runs.run(name, tmp_path / "b", data_dir, *GRAPH, *more, "compile=graph")
+    assert len(calls) == 2 and runs.learned(recorded) == runs.learned(ordinary)
+    logs = [checkpoint.read_log(run.folder / "log.jsonl") for run in (recorded, ordinary)]
+    timeless = [[{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in log] for log in logs]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("owner, name, bug", [
+    (graphs.Graph, "__call__", lambda graph, *inputs: (graph.run(), [x.clone() for x in graph.outputs])[1]),
+    (train, "clear_gradients", lambda run: run.model.zero_grad(set_to_none=True)),
+    (train, "clear_gradients", lambda run: None), (train, "seed_forward", lambda seed, step, index: torch.manual_seed(seed))],
+    ids=["inputs are not copied", "gradients move", "gradients of all steps", "one seed"])
+def test_the_emulated_graph_notices(owner, name, bug, tmp_path, data_dir, monkeypatch):
+    """The weights show what would go wrong on a GPU."""
+    ordinary = runs.run("gpt", tmp_path / "a", data_dir, *GRAPH)
+    emulate(monkeypatch)
+    monkeypatch.setattr(owner, name, bug)
+    recorded = runs.run("gpt", tmp_path / "b", data_dir, *GRAPH, "compile=graph")
+    assert runs.learned(recorded) != runs.learned(ordinary)
+
+
+def test_a_step_that_cannot_be_recorded_is_refused(tmp_path, data_dir, monkeypatch):
+    """In one line, before the run has a folder; a checkpoint of a recorded run goes on without."""
+    argv = runs.arguments("gpt", tmp_path, data_dir, *GRAPH)
+    with pytest.raises(UserError, match="compile=graph needs one process on a CUDA GPU, and triton; here are 1 on cpu"):
+        train.setup([*argv, "compile=graph"])
+    emulate(monkeypatch)
+    with pytest.raises(UserError, match="model=mor with these keys cannot be recorded .*: aten.* reads on the host"):
+        train.setup(runs.arguments("mor", tmp_path, data_dir, "router=token", "compile=graph"))
+    assert not (tmp_path / "r").exists()
+    whole = runs.run("gpt", tmp_path / "whole", data_dir, *GRAPH)
+    runs.run("gpt", tmp_path, data_dir, *GRAPH, "compile=graph", stop_after=3)
+    assert runs.learned(runs.run("gpt", tmp_path, data_dir, *GRAPH, "resume=true")) == runs.learned(whole)
 
 
 @models
@@ -392,8 +443,20 @@ def test_random_configurations_run_or_are_refused(seed, data_dir, tmp_path):
 
 @pytest.mark.gpu
 @models
-def test_trains_compiled_on_cuda(name, tmp_path, data_dir):
+@pytest.mark.parametrize("how", ["auto", "graph"])
+def test_trains_compiled_on_cuda(how, name, tmp_path, data_dir):
     trainer = runs.run(name, tmp_path, data_dir, "max_steps=60", "learning_rate=1e-2", "n_embd=64", "device=auto",
-                       "compile=auto")
+                       f"compile={how}")
     losses = [row["ce"] for row in checkpoint.read_log(trainer.folder / "log.jsonl") if "ce" in row]
     assert trainer.procs.device.type == "cuda" and losses[-1] < losses[0] - 1
+
+
+@pytest.mark.gpu
+@models
+def test_a_recorded_step_is_the_ordinary_one_on_cuda(name, tmp_path, data_dir):
+    """The losses of ten steps, with dropout; sums in another order differ by more than on a CPU."""
+    more = [*GRAPH, "max_steps=10", "device=cuda", "dtype=float32"]
+    folders = [runs.run(name, tmp_path / how, data_dir, *more, f"compile={how}").folder for how in ("graph", "false")]
+    logs = [checkpoint.read_log(folder / "log.jsonl") for folder in folders]
+    recorded, ordinary = ([row["ce"] for row in log if "ce" in row] for log in logs)
+    assert len(recorded) == 10 and recorded == pytest.approx(ordinary, rel=1e-4)
