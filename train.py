@@ -45,7 +45,8 @@ from common.keys import (UserError, as_command, asks_help, first_line, help_text
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.process import (Processes, TrainConfig, autocast, check_fits, check_tokenizer,
                             config_file, device_name, fit_to_data, flops_of_step, load_teacher,
-                            make_model, open_batches, read_config, set_budget, tokens_per_step)
+                            make_model, open_batches, peak_flops, read_config, set_budget,
+                            tokens_per_step)
 from common.sharded import gathered, shard, whole
 from prepare import PrepareConfig, prepare
 from sample import sample_text
@@ -307,7 +308,8 @@ def restore(run, ckpt):
 
 class Log:
     """log.jsonl and the progress bar; on the first process only. A resumed run drops the lines
-    after its checkpoint, which a killed run may have written."""
+    after its checkpoint, which a killed run may have written. On known GPUs the lines have mfu
+    (model FLOPs utilization), the fraction of their peak that flops_per_token reaches."""
 
     def __init__(self, run):
         self.run, self.path = run, run.folder / "log.jsonl"
@@ -319,6 +321,7 @@ class Log:
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
                         dynamic_ncols=True, file=sys.stderr)
         self.lap = time.perf_counter(), run.tokens
+        self.peak = peak_flops(run.cfg, run.procs)
 
     def step(self, logged, write):
         """One training step is done; a line about it if `write`."""
@@ -328,6 +331,8 @@ class Log:
         start, tokens = self.lap
         rate = (self.run.tokens - tokens) / (time.perf_counter() - start)
         values = {**logged, "tokens_per_second": round(rate, 1)}
+        if self.peak:
+            values["mfu"] = round(rate * self.run.model.flops_per_token() / self.peak, 4)
         if not self.run.task:
             values["bpb"] = bits_per_byte(logged["ce"], self.run.batches.train)
         self.write(values)

@@ -212,7 +212,8 @@ def device_name(device):
 
 # A GPU reaches at most so many floating-point operations a second in dense matrix products of
 # bfloat16, summed in float32, and so many bytes a second from its memory (NVIDIA's data sheets).
-# The names are whole, because variants of one GPU differ.
+# The names are whole, because variants of one GPU differ. Products of float32 in TF32 reach half
+# as many operations on each of them.
 PEAKS = {"NVIDIA A100-SXM4-40GB": (312e12, 1555e9),
          "NVIDIA A100-SXM4-80GB": (312e12, 2039e9),
          "NVIDIA A100-PCIE-40GB": (312e12, 1555e9),
@@ -229,15 +230,25 @@ PEAKS = {"NVIDIA A100-SXM4-40GB": (312e12, 1555e9),
 
 
 def gpu_peaks(device):
-    """Return PEAKS of the device, or None if it is a CPU or a GPU that the table has not. Products
-    of float32 in TF32 have half of the peak on all of them."""
+    """Return PEAKS of the device, or None if it is a CPU or a GPU that the table has not."""
     return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def in_bfloat16(cfg, device):
+    """Return whether dtype= says that products are computed in bfloat16."""
+    return cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and device.type == "cuda")
 
 
 def autocast(cfg, device):
     """The context of a forward pass: products are computed in bfloat16 where dtype= says so."""
-    mixed = cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and device.type == "cuda")
-    return torch.autocast(device.type, torch.bfloat16, enabled=mixed)
+    return torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16(cfg, device))
+
+
+def peak_flops(cfg, procs):
+    """Return the most floating-point operations a second that all GPUs together reach in training's
+    products, or None where gpu_peaks does not know them."""
+    peaks, part = gpu_peaks(procs.device), 1 if in_bfloat16(cfg, procs.device) else 0.5     # TF32
+    return peaks and procs.world * part * peaks[0]
 
 
 class Processes:

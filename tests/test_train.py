@@ -22,6 +22,7 @@ import runs
 import sample
 import train
 from common.keys import UserError
+from common import process
 from common.process import TrainConfig, read_config, set_budget
 from conftest import MODELS, ROOT, TORCHRUN, move, python, snapshot, tiny, two_processes
 from emulated_graphs import emulate
@@ -209,7 +210,7 @@ def test_the_log_of_a_run_and_of_a_longer_one(tmp_path, data_dir):
     steps, evaluations = ([r for r in rows if key in r] for key in ("ce", "val_ce"))
     assert [r["step"] for r in steps] == list(range(1, 7)) and [r["step"] for r in evaluations] == [4, 6]
     assert all(r["tokens"] == 32 * r["step"] for r in rows)
-    assert {"ce", "bpb", "lr", "grad_norm", "tokens_per_second", "seconds"} <= steps[0].keys()
+    assert {"ce", "bpb", "lr", "grad_norm", "tokens_per_second", "seconds"} <= steps[0].keys() and "mfu" not in steps[0]
     moments = [s["exp_avg"].flatten() for s in trainer.optimizers[0].state_dict()["state"].values()]
     assert abs(torch.cat(moments).norm() - 1e-3) < 1e-5 and steps[-1]["grad_norm"] > 0.1
     val, bpb = trainer.batches.val, evaluations[0]["val_bpb"]
@@ -221,6 +222,16 @@ def test_the_log_of_a_run_and_of_a_longer_one(tmp_path, data_dir):
     assert checkpoint.load_checkpoint(worse.folder / "best.pt")["step"] == 6
     assert rows[-1]["tokens"] == (6 * 2 + 2 * 4) * 16
     assert rows[-1]["flops"] == pytest.approx(rows[-1]["tokens"] * worse.model.flops_per_token())
+
+
+@pytest.mark.parametrize("dtype, part", [("auto", 0.5), ("bfloat16", 1)])
+def test_the_fraction_of_a_known_gpus_peak(dtype, part, tmp_path, data_dir, monkeypatch):
+    """In the log; products of float32 have half of it. No figure on a CPU, see the test before."""
+    monkeypatch.setattr(process, "gpu_peaks", lambda device: (1e9, 1e9))
+    trainer = runs.run("gpt", tmp_path, data_dir, f"dtype={dtype}", "max_steps=2")
+    for row in checkpoint.read_log(trainer.folder / "log.jsonl")[:2]:
+        want = row["tokens_per_second"] * trainer.model.flops_per_token() / (part * 1e9)
+        assert row["mfu"] == pytest.approx(want, rel=1e-3, abs=1e-4)
 
 
 def test_a_budget_of_operations(tmp_path, data_dir):
