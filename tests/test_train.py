@@ -15,14 +15,13 @@ import pytest
 import torch
 
 import graphs
-from common import checkpoint, keys, llama, optim
+from common import checkpoint, keys, llama, optim, process
 from lab import eval as evaluation
 import prepare
 import runs
 import sample
 import train
 from common.keys import UserError
-from common import process
 from common.process import TrainConfig, read_config, set_budget
 from conftest import MODELS, ROOT, TORCHRUN, move, python, snapshot, tiny, two_processes
 from emulated_graphs import emulate
