@@ -16,7 +16,7 @@ On a GPU, Python takes longer to launch the kernels of a small model than they t
 compile=true, which is auto's choice there, lets torch.compile fuse kernels; this takes a minute or
 two at the start. compile=graph records the forward and backward pass of a micro-batch as they are
 and launches them as one CUDA graph (graphs.py); this is ready at once. It needs one process, and
-a model that reads no tensor on the host, as mor with router=token does.
+a model that reads no tensor on the host (mor with router=token reads one).
 
 A run is repeatable: the batch is a pure function of (seed, step), and the random numbers of a
 forward pass one of (seed, step, micro-batch). So a resumed run, and one that evaluates more often,
