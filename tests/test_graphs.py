@@ -125,5 +125,5 @@ def test_what_a_graph_would_freeze_is_noticed(bug, recorded, monkeypatch):
     exec(code.replace("super()", f"super({owner.__name__}, self)") if inspect.isclass(owner) else code, planted)
     monkeypatch.setattr(owner, name, planted[name])
     case = dict(model_rat="rat").get(getattr(owner, "__name__", ""), "mor" if "MoR" in bug else "gpt")
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):      # other numbers, or refused by emulated_graphs.py
         test_a_step_replayed_is_an_ordinary_one(case, {}, (9, 4, 9), recorded)
