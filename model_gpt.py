@@ -58,23 +58,9 @@ class BaseConfig:
     def __post_init__(self):
         """Raise ValueError, naming the field, where a value is impossible."""
         self.n_kv_head = self.n_kv_head or self.n_head
-        self.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
-        self.at_least(0, "head_dim")
-        self.divides("n_kv_head", "n_head")
-        if not self.head_dim:
-            self.divides("n_head", "n_embd")
-            self.head_dim = self.n_embd // self.n_head
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
-        for name in ("rope_theta", "norm_eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        for key in fields(self):
-            value, allowed = getattr(self, key.name), key.metadata.get("allowed")
-            if allowed and value not in allowed:
-                raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
-        if self.pos == "rope" and self.head_dim % 2:
-            raise ValueError(f"RoPE needs an even head size: head_dim={self.head_dim}")
+        check_sizes(self)
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        check_values(self)
 
     def at_least(self, least, *names):
         for name in names:
@@ -102,23 +88,11 @@ class Config(BaseConfig):
         self.n_mlp = self.n_mlp or mlp_width(self)
 
 
-def mlp_width(cfg):
-    """gelu: 4 C. With a third matrix: 8/3 C, rounded up to a multiple of 32."""
-    return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
-
-
-# ---- types, norm, positions ----
+# ---- types, norm ----
 
 def upcast(x):
     """x in float32 or better, for softmax, sums and losses."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def compute_dtype(x):
-    """The dtype of matrix products of x: autocast's where it is on, else x's own."""
-    device = x.device.type
-    mixed = device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast
-    return torch.get_autocast_dtype(device) if mixed else x.dtype
 
 
 class RMSNorm(nn.Module):
@@ -133,6 +107,8 @@ class RMSNorm(nn.Module):
         wide = x.to(self.weight.dtype)  # torch sums in float32 or better, whatever this is
         return F.rms_norm(wide, wide.shape[-1:], self.weight, self.eps).to(x.dtype)
 
+
+# ---- positions, and what the layers of a call share ----
 
 def rope_tables(pos, head_dim, theta, dtype):
     """cos and sin of RoPE's angles pos theta^(-2i / D): pos (...) -> (..., D / 2) each."""
@@ -164,6 +140,43 @@ def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
     if slopes is not None:
         bias = -slopes.to(dtype)[:, None, None] * distance
     return bias.masked_fill(~visible, -math.inf)
+
+
+class Context:
+    """What all layers share in a call: the positions pos (B or 1, T) of its tokens, RoPE's cos and
+    sin or None, and the attention bias or None, where the causal mask by order is enough. k_pos
+    (S,) and ALiBi's slopes make the bias; RT can mask by them without one (has_bias)."""
+
+    def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=None):
+        """x (B, T, C): embeddings. pos and k_pos: those of the tokens and of all keys (None:
+        0 .. T - 1, a plain pass). causal: whether the keys are those of the tokens and of all
+        before them, in order. has_bias None: only where the causal mask is not enough."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if pos is None:
+            k_pos = torch.arange(x.size(1), device=x.device)
+            pos = k_pos[None]
+        self.pos, self.k_pos, S = pos, k_pos, len(k_pos)
+        self.rope = self.slopes = self.bias = None
+        if cfg.pos == "rope":
+            if S > cfg.block_size:
+                raise ValueError(f"{S} tokens are more than block_size={cfg.block_size}")
+            cos, sin = rope_tables(pos, cfg.head_dim, cfg.rope_theta, dtype)
+            self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D / 2)
+        if cfg.pos == "alibi":
+            self.slopes = alibi_slopes(cfg.n_head, x.device, dtype)
+        if has_bias is None:
+            has_bias = 0 < cfg.window < S or cfg.pos == "alibi" or not causal
+        if has_bias:
+            self.bias = attention_bias(pos, k_pos, cfg.window, self.slopes, dtype)
+
+    def extend(self, layer, k, v):
+        """k, v (B, G, T, D) of the tokens -> those that they attend to, (B, G, S, D): the same,
+        unless a cache has more (CachedContext)."""
+        return k, v
+
+
+class CachedContext(Cached, Context):
+    """The context of a call with a cache (decoding.py)."""
 
 
 # ---- a block ----
@@ -232,6 +245,11 @@ class MLP(nn.Module):
         return self.w_down(self.act(self.w_gate(x)) * up if self.gated else self.act(up))
 
 
+def mlp_width(cfg):
+    """gelu: 4 C. With a third matrix: 8/3 C, rounded up to a multiple of 32."""
+    return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
+
+
 class Block(nn.Module):
     def __init__(self, cfg, attention=Attention, mlp=MLP):
         super().__init__()
@@ -245,58 +263,7 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
-class Context:
-    """What all layers share in a call: the positions pos (B or 1, T) of its tokens, RoPE's cos and
-    sin or None, and the attention bias or None, where the causal mask by order is enough. k_pos
-    (S,) and ALiBi's slopes make the bias; RT can mask by them without one (has_bias)."""
-
-    def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=None):
-        """x (B, T, C): embeddings. pos and k_pos: those of the tokens and of all keys (None:
-        0 .. T - 1, a plain pass). causal: whether the keys are those of the tokens and of all
-        before them, in order. has_bias None: only where the causal mask is not enough."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        if pos is None:
-            k_pos = torch.arange(x.size(1), device=x.device)
-            pos = k_pos[None]
-        self.pos, self.k_pos, S = pos, k_pos, len(k_pos)
-        self.rope = self.slopes = self.bias = None
-        if cfg.pos == "rope":
-            if S > cfg.block_size:
-                raise ValueError(f"{S} tokens are more than block_size={cfg.block_size}")
-            cos, sin = rope_tables(pos, cfg.head_dim, cfg.rope_theta, dtype)
-            self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D / 2)
-        if cfg.pos == "alibi":
-            self.slopes = alibi_slopes(cfg.n_head, x.device, dtype)
-        if has_bias is None:
-            has_bias = 0 < cfg.window < S or cfg.pos == "alibi" or not causal
-        if has_bias:
-            self.bias = attention_bias(pos, k_pos, cfg.window, self.slopes, dtype)
-
-    def extend(self, layer, k, v):
-        """k, v (B, G, T, D) of the tokens -> those that they attend to, (B, G, S, D): the same,
-        unless a cache has more (CachedContext)."""
-        return k, v
-
-
-class CachedContext(Cached, Context):
-    """The context of a call with a cache (decoding.py)."""
-
-
 # ---- the language model ----
-
-def cross_entropy(logits, targets):
-    """Mean negative log-likelihood in nats over targets that are not -1 (0 if none is)."""
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
-                            reduction="sum")
-    return total / (targets != -1).sum().clamp(min=1)
-
-
-class ScaledEmbedding(nn.Embedding):
-    """Rows times sqrt(C), as in Gemma. A tied head reads the rows as they are."""
-
-    def forward(self, idx):
-        return super().forward(idx) * math.sqrt(self.embedding_dim)
-
 
 class LanguageModel(nn.Module):
     """What all models share: embedding, norm, head, the call, the loss, generate. A model adds
@@ -402,6 +369,14 @@ class LanguageModel(nn.Module):
         return idx
 
 
+class Model(LanguageModel):
+    """The baseline language model."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_layer)])
+        init_weights(self, cfg.n_layer)
+
+
 @torch.no_grad()
 def init_weights(model, n_layer=None):
     """GPT-2's: N(0, 0.02); with n_layer, projections into the residual stream smaller by
@@ -415,15 +390,52 @@ def init_weights(model, n_layer=None):
         model.head.weight = model.wte.weight
 
 
-class Model(LanguageModel):
-    """The baseline language model."""
+def cross_entropy(logits, targets):
+    """Mean negative log-likelihood in nats over targets that are not -1 (0 if none is)."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                            reduction="sum")
+    return total / (targets != -1).sum().clamp(min=1)
 
-    def __init__(self, cfg):
-        super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_layer)])
-        init_weights(self, cfg.n_layer)
+
+class ScaledEmbedding(nn.Embedding):
+    """Rows times sqrt(C), as in Gemma. A tied head reads the rows as they are."""
+
+    def forward(self, idx):
+        return super().forward(idx) * math.sqrt(self.embedding_dim)
 
 
 def visible_keys(T, window=0):
     """How many keys a query attends to in a sequence of T tokens, averaged over positions."""
     w = min(window or T, T)
     return (w * (w + 1) / 2 + (T - w) * w) / T
+
+
+def compute_dtype(x):
+    """The dtype of matrix products of x: autocast's where it is on, else x's own."""
+    device = x.device.type
+    mixed = device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast
+    return torch.get_autocast_dtype(device) if mixed else x.dtype
+
+
+# ---- config checks ----
+
+def check_sizes(cfg):
+    cfg.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
+    cfg.at_least(0, "head_dim")
+    cfg.divides("n_kv_head", "n_head")
+    if not cfg.head_dim:
+        cfg.divides("n_head", "n_embd")
+
+
+def check_values(cfg):
+    if not 0 <= cfg.dropout < 1:
+        raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
+    for name in ("rope_theta", "norm_eps"):
+        if not 0 < getattr(cfg, name) < math.inf:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be positive")
+    for key in fields(cfg):
+        value, allowed = getattr(cfg, key.name), key.metadata.get("allowed")
+        if allowed and value not in allowed:
+            raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
+    if cfg.pos == "rope" and cfg.head_dim % 2:
+        raise ValueError(f"RoPE needs an even head size: head_dim={cfg.head_dim}")
