@@ -1,21 +1,39 @@
 """
-The plain Transformer (decoder-only, Llama's block), the baseline of the recurrent models.
+The plain Transformer: decoder-only, with Llama's block. The recurrent models are compared with it,
+and their files import its parts.
 
     x_0     = E[idx]
     z_l     = x_l + W_o Attention(W_q n, W_k n, W_v n)        n  = RMSNorm(x_l)
     x_{l+1} = z_l + W_down (silu(W_gate n') * (W_up n'))      n' = RMSNorm(z_l)
     logits  = W_head RMSNorm(x_L)
 
-Attention of query i:  y_i = sum_j a_ij v_j,  a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
-Key j is visible iff j <= i and, with a sliding window of w keys, i - j < w. q and k are those
-after QK-norm and rotary positions (RoPE). ALiBi: bias_ij = -m_h (i - j), m_h = 2^(-8 h / H) in
-head h = 1 .. H.
+Query i reads the values of the keys j that are visible to it:
 
-fast=false writes the softmax out, fast=true calls torch's fused attention. The other model
-files import from this one. The KV cache, for decoding, stands at the end.
+    y_i = sum_j a_ij v_j        a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
 
-Shapes: B batch, T new tokens, S keys (cached and new), C width, H query heads, G key/value
-heads, D head size (C / H if not given), V vocabulary.
+Key j is visible iff j <= i and, with a sliding window of w keys, i - j < w. Here q_i and k_j are
+those after the QK-norm and the rotary positions (RoPE), if the model has them. bias_ij is 0, but
+with ALiBi it is -m_h (i - j), where m_h = 2^(-8 h / H) in head h = 1 .. H.
+
+The file can be read from top to bottom, because a block stands below its parts, and the model below
+its blocks. A call takes the opposite way: LanguageModel.forward, hidden, Block, Attention, attend.
+Context has what all layers of a call share. fast=false writes the softmax out, and fast=true calls
+torch's fused attention. The KV cache is not needed to understand training. It has a file of its
+own, decoding.py, and LanguageModel uses it only in its last part.
+
+Letters, which mean the same in every file:
+
+    B  rows of a batch                    H  query heads
+    T  tokens of a call, in each row      G  key/value heads, each read by H / G query heads
+    S  keys: those of the call's tokens   D  size of a head (C / H if not given)
+       and, before them, the cached       L  layers
+    C  width of the residual stream       V  vocabulary
+
+    In other files: K positions of a chunk, N subsets, R recursions or loops.
+
+"float32 or better" means float64 for a float64 tensor and float32 for all others. Training
+multiplies matrices in bfloat16, which is too coarse for a softmax, a sum, a loss or an angle. The
+tests run in float64, which must not become float32 on the way.
 
 Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Shazeer 2020
 (SwiGLU, 2002.05202); Zhang, Sennrich 2019 (RMSNorm, 1910.07467); Ainslie et al. 2023 (GQA,
@@ -23,7 +41,6 @@ Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Sha
 """
 import math
 from dataclasses import dataclass, field, fields
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -33,14 +50,14 @@ from decoding import Cached, KVCache, next_tokens
 
 
 def choice(*allowed):
-    """A Config field that is one of `allowed`; the first is the default."""
+    """Return a Config field that takes one of `allowed`. The first is the default."""
     return field(default=allowed[0], metadata={"allowed": allowed})
 
 
 @dataclass
 class BaseConfig:
-    """The fields, keys of a config file, that all models have."""
-    block_size: int = 256        # tokens of a training sequence; with RoPE the most of a call
+    """The fields that all models have. Each is a key of a config file."""
+    block_size: int = 256        # tokens of a training sequence; with RoPE also a call's most keys
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
     n_layer: int = 4             # blocks
     n_head: int = 4              # query heads
@@ -52,11 +69,13 @@ class BaseConfig:
     rope_theta: float = 10000.0  # RoPE's base
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
-    # of models without these keys: constants, not fields of the dataclass (no annotation)
+    # A Config without these keys has these values. They are constants of the class and no fields
+    # of the dataclass, because they have no annotation.
     pos, window, scale_embeddings = "rope", 0, False
 
     def __post_init__(self):
-        """Raise ValueError, naming the field, where a value is impossible."""
+        """Fill in what is 0 by default. Raise ValueError, which names the field, for a value that
+        is impossible. The checks stand at the end of this file."""
         self.n_kv_head = self.n_kv_head or self.n_head
         check_sizes(self)
         self.head_dim = self.head_dim or self.n_embd // self.n_head
@@ -64,7 +83,7 @@ class BaseConfig:
 
     def at_least(self, least, *names):
         for name in names:
-            if not getattr(self, name) >= least:    # NaN is not
+            if not getattr(self, name) >= least:    # true for NaN, too
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
 
     def divides(self, a, b):
@@ -74,9 +93,9 @@ class BaseConfig:
 
 @dataclass
 class Config(BaseConfig):
-    n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
+    n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
-    pos: str = choice("rope", "alibi", "none")  # kind of positions (elsewhere pos: numbers)
+    pos: str = choice("rope", "alibi", "none")  # kind of positions (elsewhere pos: their numbers)
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before RoPE
     window: int = 0              # sliding window: how many keys a query attends to (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix
@@ -91,12 +110,12 @@ class Config(BaseConfig):
 # ---- types, norm ----
 
 def upcast(x):
-    """x in float32 or better, for softmax, sums and losses."""
+    """Return x in float32 or better."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+    """x / rms * weight, where rms^2 = mean(x^2) + eps over the last dimension."""
 
     def __init__(self, dim, eps):
         super().__init__()
@@ -104,14 +123,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        wide = x.to(self.weight.dtype)  # torch sums in float32 or better, whatever this is
+        # wide has the weight's dtype. Whichever that is, torch sums in float32 or better.
+        wide = x.to(self.weight.dtype)
         return F.rms_norm(wide, wide.shape[-1:], self.weight, self.eps).to(x.dtype)
 
 
 # ---- positions, and what the layers of a call share ----
 
 def rope_tables(pos, head_dim, theta, dtype):
-    """cos and sin of RoPE's angles pos theta^(-2i / D): pos (...) -> (..., D / 2) each."""
+    """Return cos and sin of RoPE's angles pos theta^(-2i / D), i = 0 .. D / 2 - 1, in dtype but in
+    float32 or better: pos (...) -> (..., D / 2) each."""
     dtype = torch.promote_types(dtype, torch.float32)
     freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
     angle = pos.to(dtype)[..., None] * freq                 # (..., D / 2)
@@ -119,19 +140,19 @@ def rope_tables(pos, head_dim, theta, dtype):
 
 
 def apply_rope(x, cos, sin):
-    """Rotate each pair (x_i, x_{i + D/2}) of x (..., D) by its angle; cos and sin broadcast."""
+    """Rotate each pair (x_i, x_{i + D/2}) of x (..., D) by its angle. cos and sin broadcast."""
     a, b = x.chunk(2, -1)                                   # (..., D / 2)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 def alibi_slopes(n_head, device=None, dtype=torch.float32):
-    """m_h = 2^(-8 h / H) for h = 1 .. H: (H,)."""
+    """Return m_h = 2^(-8 h / H) for h = 1 .. H: (H,)."""
     return 2.0 ** (-8.0 * torch.arange(1, n_head + 1, device=device, dtype=dtype) / n_head)
 
 
 def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
-    """Added to the scores: -inf where the key is not visible, else 0 or ALiBi's bias.
-    q_pos (B or 1, T), k_pos (S,) -> (B or 1, H or 1, T, S)."""
+    """Return what attention adds to the scores: -inf where the key is not visible, else ALiBi's
+    bias, or 0 without slopes. q_pos (B or 1, T), k_pos (S,) -> (B or 1, H or 1, T, S)."""
     distance = q_pos[:, None, :, None] - k_pos              # (B or 1, 1, T, S)
     visible = distance >= 0
     if window:
@@ -143,14 +164,19 @@ def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
 
 
 class Context:
-    """What all layers share in a call: the positions pos (B or 1, T) of its tokens, RoPE's cos and
-    sin or None, and the attention bias or None, where the causal mask by order is enough. k_pos
-    (S,) and ALiBi's slopes make the bias; RT can mask by them without one (has_bias)."""
+    """All that the layers of a call share:
+    pos (B or 1, T)    the positions of the tokens; 1 if they are the same in all rows
+    k_pos (S,)         the positions of the keys
+    rope               cos and sin at pos, (B or 1, 1, T, D / 2) each; None without RoPE
+    slopes (H,)        ALiBi's m_h; None without ALiBi
+    bias               attention_bias; None where the causal mask is enough"""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=None):
-        """x (B, T, C): embeddings. pos and k_pos: those of the tokens and of all keys (None:
-        0 .. T - 1, a plain pass). causal: whether the keys are those of the tokens and of all
-        before them, in order. has_bias None: only where the causal mask is not enough."""
+        """x (B, T, C) are the embeddings. pos and k_pos are None in a plain pass, in which tokens
+        and keys have the positions 0 .. T - 1. causal says that the keys are, in order, those of
+        the tokens and of all before them, so that the causal mask needs no positions. has_bias
+        says whether there is a bias. By default (None) there is one only where the causal mask is
+        not enough, because attention is faster without."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if pos is None:
             k_pos = torch.arange(x.size(1), device=x.device)
@@ -170,8 +196,8 @@ class Context:
             self.bias = attention_bias(pos, k_pos, cfg.window, self.slopes, dtype)
 
     def extend(self, layer, k, v):
-        """k, v (B, G, T, D) of the tokens -> those that they attend to, (B, G, S, D): the same,
-        unless a cache has more (CachedContext)."""
+        """Return the keys and values that the tokens attend to, (B, G, S, D) each. They are the
+        tokens' own k and v, (B, G, T, D), unless there is a cache (CachedContext)."""
         return k, v
 
 
@@ -182,7 +208,8 @@ class CachedContext(Cached, Context):
 # ---- a block ----
 
 class Attention(nn.Module):
-    """Causal self-attention. layer: its number in the cache; context: see Context."""
+    """Causal self-attention. With a cache, the number `layer` says which keys and values are this
+    layer's. It is an argument, because a model with loops calls one block as several layers."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -209,27 +236,33 @@ class Attention(nn.Module):
 
 
 def attend(q, k, v, bias, fast, dropout=0.0):
-    """softmax(q k^T / sqrt(D) + bias) v. q (B, H, T, D), k and v (B, G, S, D), bias broadcasts
-    to (B, H, T, S) -> (B, H, T, D). bias None: causal; the queries are the last T of S tokens."""
+    """Return softmax(q k^T / sqrt(D) + bias) v, (B, H, T, D). q is (B, H, T, D), k and v are
+    (B, G, S, D), and bias broadcasts to (B, H, T, S). Without a bias (None) attention is causal,
+    and the queries are the last T of the S tokens."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
-    fused = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=dropout, enable_gqa=H != G)
-    if fast and bias is None and T == 1:
-        return fused(None)  # the last token attends to all keys
-    if fast and bias is None and T == S:
-        return fused(None, is_causal=True)  # torch's mask is right only for T = S
-    if bias is None:
+    if bias is None and not (fast and T in (1, S)):
+        # Query t is token S - T + t. The bias hides the keys after it.
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
-    if fast:
-        return fused(bias.to(q.dtype))  # torch's demand; in 16 bits ALiBi is rounded
-    k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))         # (B, H, S, D)
-    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))      # (B, H, T, S)
-    probs = (upcast(scores) + bias).softmax(-1)
-    return F.dropout(probs, dropout).to(v.dtype) @ v                # (B, H, T, D)
+    if not fast:
+        # The equation is written out. H / G query heads share each key and value head.
+        k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))     # (B, H, S, D)
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
+        probs = (upcast(scores) + bias).softmax(-1)
+        return F.dropout(probs, dropout).to(v.dtype) @ v            # (B, H, T, D)
+    elif bias is None:
+        # A single query is the last token, which attends to all keys. For more queries torch has a
+        # causal mask, which begins at the first key, so that it is right for T = S only.
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, T > 1, enable_gqa=H != G)
+    else:
+        # torch wants the bias in q's dtype. In 16 bits this rounds ALiBi's.
+        bias = bias.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout, enable_gqa=H != G)
 
 
 class MLP(nn.Module):
-    """swiglu: W_down (silu(W_gate x) * W_up x). geglu: with gelu for silu, in its tanh form.
-    gelu: W_down gelu(W_up x), exact."""
+    """swiglu   W_down (silu(W_gate x) * W_up x)
+    geglu    the same with gelu for silu, in its tanh form
+    gelu     W_down gelu(W_up x), in its exact form"""
 
     def __init__(self, cfg):
         super().__init__()
@@ -246,11 +279,14 @@ class MLP(nn.Module):
 
 
 def mlp_width(cfg):
-    """gelu: 4 C. With a third matrix: 8/3 C, rounded up to a multiple of 32."""
+    """Return the MLP's default width. It is 4 C for gelu. The others have a third matrix, so that
+    theirs is 8/3 C, rounded up to a multiple of 32."""
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
 
 
 class Block(nn.Module):
+    """One layer: attention, then the MLP. Each reads the normalized stream and adds to it."""
+
     def __init__(self, cfg, attention=Attention, mlp=MLP):
         super().__init__()
         self.norm1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
@@ -266,11 +302,12 @@ class Block(nn.Module):
 # ---- the language model ----
 
 class LanguageModel(nn.Module):
-    """What all models share: embedding, norm, head, the call, the loss, generate. A model adds
-    blocks, calls init_weights and may replace the rest: mixer_flops if its attention is not this
-    file's. train.py uses eval_metrics, end_step and estimate where a model has them."""
-    context_type, cached_context_type = Context, CachedContext  # most have their own
-    runs_blocks_once = True     # so FSDP may gather one at a time
+    """The base of all models: embedding, blocks, norm, head, loss, decoding. A model gives it the
+    blocks and then calls init_weights. It may replace any method, and needs a mixer_flops if its
+    attention is not this file's. train.py uses eval_metrics, end_step and estimate of the models
+    that have them."""
+    context_type, cached_context_type = Context, CachedContext  # many models have their own
+    runs_blocks_once = True     # so that FSDP may gather one block at a time
 
     def __init__(self, cfg, blocks):
         super().__init__()
@@ -284,11 +321,16 @@ class LanguageModel(nn.Module):
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Predict the token after each position.
-        idx (B, T) int64; targets (B, T), -1: not counted. cache, from init_cache, holds the
-        tokens before idx and then idx, too; with it, all runs under no_grad. n_valid (B,), with
-        a cache: how many of each row's T tokens are real. The rest is padding on the right, whose
-        logits mean nothing. Returns logits (B, T, V) in float32 or better, loss (None without
-        targets) and aux: with targets "ce", the cross-entropy (a model's loss may add to it)."""
+
+        idx (B, T)       int64
+        targets (B, T)   the tokens to predict; -1 is not counted
+        cache            made by init_cache; it holds the tokens before idx, and then idx, too
+        n_valid (B,)     with a cache: how many of each row's T tokens are real; the others are
+                         padding on the right, and their logits mean nothing
+
+        Returns logits (B, T, V) in float32 or better, the loss (None without targets) and a dict,
+        which has the cross-entropy, "ce", if there are targets. (A model's loss may have further
+        terms.) With a cache all runs under no_grad."""
         if idx.numel() == 0:
             raise ValueError(f"idx {tuple(idx.shape)} holds no token")
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
@@ -300,8 +342,8 @@ class LanguageModel(nn.Module):
             return logits, loss, {"ce": loss.detach()}
 
     def hidden(self, idx, context=None):
-        """idx (B, T) -> the states after the final norm, (B, T, C). context: that of a call with a
-        cache, from decode; None: a plain pass, which makes its own."""
+        """Return the states after the final norm, (B, T, C), for idx (B, T). A plain pass (None)
+        makes its own context. A call with a cache brings one, see decode."""
         x = self.drop(self.wte(idx))
         context = context or self.context_type(self.cfg, x)
         for layer, block in enumerate(self.blocks):
@@ -309,23 +351,25 @@ class LanguageModel(nn.Module):
         return self.norm(x)
 
     def flops_per_token(self):
-        """FLOPs of a token, forward and backward, at block_size: attention's, and 6 for each
-        weight of a matrix product (the head is one, the embedding not)."""
+        """Return the FLOPs of a token, forward and backward, in a sequence of block_size tokens.
+        Each weight of a matrix product takes 2 forward and 4 backward, and mixer_flops adds those
+        of attention. The head is a product, the embedding is not."""
         return 6.0 * (self.block_weights() + self.head.weight.numel()) + self.mixer_flops()
 
     def block_weights(self):
-        """Weights of the blocks' matrix products."""
+        """Return how many weights are in the blocks' matrix products."""
         return sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
 
     def mixer_flops(self):
-        """A visible key takes 12 H D a layer: 2 in q k, 2 in a v, twice as many backward."""
+        """Return attention's FLOPs of a token. In each layer a visible key takes 12 H D: 2 H D in
+        q k, 2 H D in a v, and twice as many in the backward pass."""
         cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
         return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size, cfg.window)
 
-    # ---- decoding, see decoding.py ----
+    # ---- decoding with a cache (read decoding.py first) ----
 
     def decode(self, idx, cache, n_valid=None):
-        """hidden of the tokens idx (B, T) that follow those of the cache, which keeps them."""
+        """Return hidden for the tokens idx (B, T) after those of the cache, and add them to it."""
         context = self.cached_context_type(self.cfg, cache, idx.size(1), n_valid)
         h = self.hidden(idx, context)
         cache.advance(context.slots)  # all layers have written
@@ -333,30 +377,33 @@ class LanguageModel(nn.Module):
 
     @property
     def context_limit(self):
-        """The most tokens of a call or a cache: with RoPE as in training. None: no limit."""
+        """The most tokens of a call or a cache. RoPE allows as many as there were in training.
+        None means that there is no limit."""
         return self.cfg.block_size if self.cfg.pos == "rope" else None
 
     @property
     def context_kept(self):
-        """How many of the last tokens stay where a context is full: all that fit, so that each
-        token is predicted from exactly the last context_limit tokens."""
+        """How many of the last tokens stay when the context is full. Here they are all that fit,
+        so that each token is predicted from exactly the last context_limit tokens."""
         return self.context_limit
 
     def init_cache(self, batch_size, max_len):
-        """An empty cache for batch_size rows of up to max_len tokens."""
+        """Return an empty cache for batch_size rows of up to max_len tokens."""
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len))
 
     def cache_sizes(self, batch_size, max_len):
-        """What every model's cache takes after cfg: sizes (checked), device, dtype."""
+        """Return the arguments that every model's cache takes after cfg: the two sizes, which are
+        checked here, the device and the dtype."""
         if self.context_limit and max_len > self.context_limit:
             raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
         return batch_size, max_len, self.wte.weight.device, compute_dtype(self.wte.weight)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0):
-        """Continue idx (B, T): (B, T + max_new_tokens). temperature, top_k and top_p as in
-        decoding.next_tokens. Once the cache is full, the last context_kept tokens run again, as
-        positions change. Call eval() first."""
+        """Continue idx (B, T) to (B, T + max_new_tokens). decoding.next_tokens says what
+        temperature, top_k and top_p do. Once the cache is full, the last context_kept tokens run
+        again, because their positions change. If these fill the cache, as they do here, each
+        further token costs such a pass. Call eval() first."""
         new, total = idx, idx.size(1) + max_new_tokens
         cache = self.init_cache(idx.size(0), min(total, self.context_limit or total))
         for _ in range(max_new_tokens):
@@ -379,9 +426,11 @@ class Model(LanguageModel):
 
 @torch.no_grad()
 def init_weights(model, n_layer=None):
-    """GPT-2's: N(0, 0.02); with n_layer, projections into the residual stream smaller by
-    1 / sqrt(2 n_layer), so that its variance does not grow with depth. Norms stay 1. With
-    tie_embeddings the head is the embedding. Call it first: it sets every matrix."""
+    """Initialize as GPT-2 does. Every matrix is normal with a standard deviation of 0.02. With
+    n_layer, the projections into the residual stream are smaller by 1 / sqrt(2 n_layer), so that
+    its variance does not grow with depth. Norms stay 1. With tie_embeddings, the head is the
+    embedding. A model that sets some matrices in its own way calls this first, because this sets
+    every matrix."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))
@@ -391,35 +440,38 @@ def init_weights(model, n_layer=None):
 
 
 def cross_entropy(logits, targets):
-    """Mean negative log-likelihood in nats over targets that are not -1 (0 if none is)."""
+    """Return the mean negative log-likelihood in nats over the targets that are not -1. It is 0 if
+    all are."""
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
                             reduction="sum")
     return total / (targets != -1).sum().clamp(min=1)
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Rows times sqrt(C), as in Gemma. A tied head reads the rows as they are."""
+    """An embedding times sqrt(C), as in Gemma. A head that is tied to it reads the matrix as it
+    is."""
 
     def forward(self, idx):
         return super().forward(idx) * math.sqrt(self.embedding_dim)
 
 
 def visible_keys(T, window=0):
-    """How many keys a query attends to in a sequence of T tokens, averaged over positions."""
+    """Return how many keys a query attends to, averaged over the positions of T tokens."""
     w = min(window or T, T)
     return (w * (w + 1) / 2 + (T - w) * w) / T
 
 
 def compute_dtype(x):
-    """The dtype of matrix products of x: autocast's where it is on, else x's own."""
+    """Return the dtype of matrix products of x: autocast's where it is on, else x's own."""
     device = x.device.type
     mixed = device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast
     return torch.get_autocast_dtype(device) if mixed else x.dtype
 
 
-# ---- config checks ----
+# ---- checks of a Config ----
 
 def check_sizes(cfg):
+    """Check what head_dim is derived from."""
     cfg.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
     cfg.at_least(0, "head_dim")
     cfg.divides("n_kv_head", "n_head")
@@ -428,6 +480,7 @@ def check_sizes(cfg):
 
 
 def check_values(cfg):
+    """Check the other fields that all models have, and those of choice in any Config."""
     if not 0 <= cfg.dropout < 1:
         raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
     for name in ("rope_theta", "norm_eps"):
