@@ -1,32 +1,40 @@
 """
 Decoding with a KV cache, for all models: where the keys and values of earlier tokens are kept.
 
-A model that has read T tokens needs their keys and values again for token T + 1, and nothing else
-of them. A call with a cache therefore runs the new tokens alone. It writes their keys and values
-into slots of the cache and attends to all that stand there. Rows of a batch may hold different
-numbers of tokens (they are ragged), and a call may bring each row a different number of new ones.
-Two rows of a cache with max_len = 8, before a call with T = 3 new tokens a row, of which the
-second row has one real token and two of padding (n_valid = 3, 1):
+To go on with a sequence, a Transformer needs nothing of the earlier tokens but their keys and
+values. A call with a cache therefore runs the new tokens alone. Each layer writes their keys and
+values into slots of the cache and attends to all that are there. Slot p of a row holds the token at
+position p. (Caches of LRT and RAT, subclasses in their files, hold a state besides.)
 
-    slot       0  1  2  3  4  5  6  7 | 8        lengths  pos       at        lengths after it
-    row 0      a  b  c  d  .  .  .  . |          4        4  5  6   4  5  6   7
-    row 1      e  f  .  .  .  .  .  . |          2        2  3  4   2  8  8   3
+Rows of a batch may hold different numbers of tokens, and a call may bring each row a different
+number of new ones. Such a call is ragged. Its T new tokens a row are padded on the right, and
+n_valid says how many of them are real. An example with max_len = 8 and T = 3: row 0 holds four
+tokens and gets u, v, w; row 1 holds two and gets x and two of padding (-), so n_valid = 3, 1.
 
-Slot p of a row holds the token at position p, so that the causal mask, which compares positions,
-also hides what a shorter row has not filled. Slot max_len takes the padding and is never read. end,
-here 7, is the number of slots that the call reads.
+             slot  0  1  2  3  4  5  6  7 | 8    lengths
+    row 0  before  a  b  c  d  .  .  .  . | .       4       pos  4  5  6      at  4  5  6
+            after  a  b  c  d  u  v  w  . | .       7
+    row 1  before  e  f  .  .  .  .  .  . | .       2       pos  2  3  4      at  2  8  8
+            after  e  f  x  .  .  .  .  . | -       3
 
-A call goes through four steps:
-    slots = cache.place(T, n_valid)         which slots the new tokens take; nothing changes yet
-    cache.write(layer, k, v, slots)         each layer writes its keys and values, and gets all
-    cache.advance(slots)                    the new tokens count, once all layers have written
-and reset(rows) empties rows. They all run under no_grad.
+pos has the positions of the new tokens, and at has their slots: a real token's is its position, all
+padding's is max_len, which is never read. The call reads the first end slots, those of the longest
+row and T more: 4 + 3 = 7. Row 1 has nothing in slots 3 .. 6. The causal mask hides them from x,
+because it compares positions and x is at 2. The padding attends to some of them, and its results
+mean nothing.
 
-A static call (cache.static = True) is a ragged call that reads all max_len slots. It reads no number
-on the host, and all its shapes are the same from call to call, so that it can be recorded as a CUDA
-graph (graphs.py).
+A call goes through three steps, under no_grad:
+    slots = cache.place(T, n_valid)         chooses pos, at and end; nothing changes yet
+    cache.write(layer, k, v, slots)         writes a layer's new keys and values, and returns all
+    cache.advance(slots)                    counts the new tokens, once all layers have written
+The context of the call does the first two (Cached, below), and the model's decode the last.
+reset(rows) empties rows.
 
-Shapes: B rows, T new tokens, S keys (the slots that are read), G key/value heads, D head size.
+A static call (cache.static = True) is a ragged call that reads all max_len slots. It reads no
+number on the host, and all its shapes are the same from call to call, so that it can be recorded as
+a CUDA graph (graphs.py).
+
+Letters: B rows, T new tokens a row, S = end slots that are read, G key/value heads, D head size.
 """
 from dataclasses import dataclass
 
@@ -35,41 +43,41 @@ import torch
 
 @dataclass
 class Slots:
-    """Where the T new tokens of a call stand in a KVCache."""
+    """The slots of a KVCache that the T new tokens of a call take."""
     pos: torch.Tensor            # (1, T) or (B, T): their positions
     end: int                     # S: slots 0 .. S - 1 are read, some may be empty
     n_new: torch.Tensor          # (B,): how many of each row are real
-    at: torch.Tensor = None      # (B, T): their slots, padding's max_len (None: those of pos)
+    at: torch.Tensor = None      # (B, T): their slots (None: the same as pos, in all rows)
 
 
 class KVCache:
-    """The keys (after RoPE) and values of all tokens, with a sliding window too: k[layer] and
-    v[layer] are (B, G, max_len + 1, D).
+    """The keys, after RoPE, and the values of all tokens, also of those that a sliding window
+    hides: k[layer] and v[layer] are (B, G, max_len + 1, D).
 
     lengths (B,) counts the tokens of each row, on the device. longest is their maximum, on the
-    host; after static calls it may be too large. ragged says whether lengths may differ, because a
+    host; after static calls it may be too large. ragged says that lengths may differ, because a
     call had n_valid or some rows were reset."""
     static = False
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         shape = batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim
         n_layer = cfg.n_layer if n_layer is None else n_layer
-        with torch.inference_mode(False):  # else only inference mode could write
+        with torch.inference_mode(False):  # so that calls outside inference mode may write, too
             self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_layer)]
             self.v = [torch.zeros_like(k) for k in self.k]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.max_len, self.dtype, self.longest, self.ragged = max_len, dtype, 0, False
 
     def buffers(self):
-        """Return all that the cache holds, without padding's slot."""
+        """Return all tensors that hold something of the tokens, without the slot of padding."""
         return [x[:, :, :self.max_len] for x in self.k + self.v]
 
     def nbytes(self):
         return sum(x.nbytes for x in self.buffers())
 
     def reset(self, rows=None):
-        """Empty rows (indices; None: all). They are zeroed, because a masked weight of 0 times NaN
-        is NaN."""
+        """Empty the rows of these indices (None: all rows). They become zero, because attention
+        multiplies the slots that a mask hides by 0, and 0 times NaN is NaN."""
         rows = slice(None) if rows is None else rows
         for buffer in self.buffers():
             buffer[rows] = 0
@@ -78,8 +86,8 @@ class KVCache:
         self.ragged = self.longest > 0
 
     def place(self, T, n_valid=None):
-        """Return the Slots of T new tokens a row, n_valid (B,) of them real (None: all). Raises
-        ValueError where they do not fit. Changes nothing."""
+        """Return the Slots of T new tokens a row, of which n_valid (B,) are real (None: all). Raise
+        ValueError if they do not fit. Nothing is changed."""
         n_new = torch.full_like(self.lengths, T)
         if n_valid is not None:
             n_new = n_valid.to(self.lengths).clamp(0, T)
@@ -91,51 +99,56 @@ class KVCache:
             return Slots((self.longest + offset)[None], end, n_new)
         pos = self.lengths[:, None] + offset        # (B, T)
         at = torch.where(offset < n_new[:, None], pos, self.max_len)
-        # clamped, so that padding too has a key in its window and no sum of a caller meets a NaN
+        # pos is clamped, so that padding, too, has a key in its window. A softmax over no key would
+        # be NaN, which a caller's sums could meet.
         return Slots(pos.clamp(max=end - 1), end, n_new, at)
 
     def check_room(self, T, n_new):
-        if self.longest + T > self.max_len:  # without padding it may fit
+        """Raise ValueError if n_new (B,) of T tokens do not fit. The lengths are read on the host
+        only where T might not fit."""
+        if self.longest + T > self.max_len:
             needed = int((self.lengths + n_new).max())
             if needed > self.max_len:
                 raise ValueError(f"the cache is full: {needed} tokens, max_len={self.max_len}")
 
     def write(self, layer, k, v, slots):
-        """Write k, v (B, G, T, D) of the new tokens. Return those of all tokens, (B, G, S, D)."""
+        """Write k and v (B, G, T, D) of the new tokens. Return those of all, (B, G, S, D) each."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             if slots.at is None:
                 buffer[:, :, slots.end - new.size(2):slots.end] = new
             else:
                 rows = torch.arange(len(k), device=k.device)[:, None]
                 new = new.transpose(1, 2).to(buffer.dtype)
-                buffer[rows, :, slots.at] = new      # (B, T, G, D), as torch has it
+                buffer[rows, :, slots.at] = new      # torch indexes to (B, T, G, D)
         return [x[layer][:, :, :slots.end].to(k.dtype) for x in (self.k, self.v)]
 
     def advance(self, slots):
-        """Count the new tokens, once every layer has written them."""
+        """Count the new tokens, after every layer has written them."""
         self.lengths += slots.n_new
         if not self.static:
             self.ragged = slots.at is not None
             self.longest = int(self.lengths.max()) if self.ragged else slots.end
 
     def begin_static(self):
-        """Calls are static from here on. All buffers get the size that they keep."""
+        """Make calls static from here on. A subclass whose buffers grow gives them their full size
+        here, because they must keep it."""
         self.static = True
 
     def end_static(self, T, ragged):
-        """They are ordinary again, after one of T tokens a row at most."""
+        """Make calls ordinary again, after one of at most T tokens a row. ragged says whether rows
+        may differ now."""
         self.static, self.ragged = False, ragged
         self.longest = min(self.longest + T, self.max_len)
 
 
 class Cached:
-    """What turns a model's Context into that of a call with a cache: the tokens stand where the
-    cache places them, and each layer's keys and values go into it.
+    """A mix-in. It turns a model's Context into the context of a call with a cache, in which tokens
+    have the positions of their slots, and each layer's keys and values go into the cache.
 
         class CachedContext(Cached, Context): ...
 
-    Context(cfg, x, pos, k_pos, causal) is model_gpt's or has its arguments; of x it reads the
-    shape, dtype and device alone."""
+    Context is model_gpt's, or has its arguments (cfg, x, pos, k_pos, causal). Of x it reads the
+    shape, the dtype and the device, and no value. `more` are further arguments of a Context."""
 
     def __init__(self, cfg, cache, T, n_valid=None, **more):
         self.cache, self.slots = cache, cache.place(T, n_valid)
@@ -144,14 +157,17 @@ class Cached:
         super().__init__(cfg, x, self.slots.pos, k_pos, self.slots.at is None, **more)
 
     def extend(self, layer, k, v):
-        """k, v (B, G, T, D) of the new tokens -> those of all tokens so far, (B, G, S, D)."""
+        """Write k and v (B, G, T, D) of the new tokens. Return those of all, (B, G, S, D) each."""
         return self.cache.write(layer, k, v, self.slots)
 
 
+# ---- the choice of a token ----
+
 def next_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Return one token a row, (B,) int64, from logits (B, V). temperature 0: the likeliest. top_k
-    (0: all) keeps the k likeliest tokens, then top_p the smallest set of likeliest ones that
-    together have this probability (Holtzman et al. 2020)."""
+    """Draw one token a row, (B,) int64, from logits (B, V). temperature divides the logits; at 0
+    the likeliest token is taken. Then top_k keeps the k likeliest tokens (0: all). Then top_p keeps
+    the smallest set of likeliest tokens that together have this probability (Holtzman et al.
+    2020)."""
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
     logits = logits / max(temperature, 1e-6)
@@ -161,10 +177,10 @@ def next_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     if top_p < 1:
         ordered, order = logits.sort(-1, descending=True)
         p = ordered.softmax(-1)
-        enough = p.cumsum(-1) - p >= max(top_p, 1e-9)   # the first always stays
+        enough = p.cumsum(-1) - p >= max(top_p, 1e-9)   # the likeliest always stays
         ordered = ordered.masked_fill(enough, -torch.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)
     p = logits.softmax(-1)
-    # torch.multinomial draws so, too: the largest of p / e with e from Exp(1) is token i with
-    # probability p_i; written out it reads nothing on the host
+    # With e from Exp(1), token i is the argmax of p / e with probability p_i. torch.multinomial
+    # draws in this way, too. Written out, nothing is read on the host, as a CUDA graph demands.
     return (p / torch.empty_like(p).exponential_(1, generator=generator)).argmax(-1)

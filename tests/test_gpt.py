@@ -11,6 +11,7 @@ from common import llama
 from common.keys import UserError
 import model_gpt
 from conftest import move, tiny
+from decoding import KVCache
 from kernel_cases import dense_attend
 
 
@@ -37,6 +38,25 @@ def test_fast_builds_no_mask(monkeypatch):
     cache = model.init_cache(2, 12)
     model(x), model(x, cache=cache), model(x[:, :1], cache=cache)
     assert [call.args[3] for call in watched.call_args_list] == [None, None, None]
+
+
+def test_two_ragged_rows_stand_as_in_the_docstring_of_decoding():
+    """Letters are numbers: a = 1, ..., f = 6, u = 7, v = 8, w = 9, x = 10; padding is -1, and an empty slot 0."""
+    cache = KVCache(model_gpt.Config(n_head=1, n_embd=2), 2, 8, "cpu", torch.float32, n_layer=1)
+
+    def call(new, n_valid):
+        slots = cache.place(len(new[0]), torch.tensor(n_valid))
+        kv = torch.tensor(new)[:, None, :, None].repeat(1, 1, 1, 2)
+        k, v = cache.write(0, kv, kv, slots)
+        cache.advance(slots)
+        return slots, [x[:, 0, :, 0].tolist() for x in (k, v)]
+
+    call([[1, 2, 3, 4], [5, 6, -1, -1]], [4, 2])
+    assert cache.lengths.tolist() == [4, 2]
+    slots, kv = call([[7, 8, 9], [10, -1, -1]], [3, 1])
+    assert (slots.pos.tolist(), slots.at.tolist()) == ([[4, 5, 6], [2, 3, 4]], [[4, 5, 6], [2, 8, 8]])
+    assert slots.end == 7
+    assert kv == 2 * [[[1, 2, 3, 4, 7, 8, 9], [5, 6, 10, 0, 0, 0, 0]]] and cache.lengths.tolist() == [7, 3]
 
 
 def test_rms_norm_squares_in_float32_under_autocast():
