@@ -75,10 +75,7 @@ class Config(BaseConfig):
         self.at_least(1, "chunk")
         self.at_least(0, "n_mlp")
         self.n_mlp = self.n_mlp or 4 * self.n_embd
-        if self.head_dim > kernels.HEAD_SIZES[-1]:
-            raise ValueError(f"head_dim={self.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
-        if self.schedule == "wavefront" and not self.kv_norm:
-            raise ValueError("schedule=wavefront needs kv_norm=true; schedule=tiled does not")
+        check_values(self)
         self.schedule_used = self.schedule
         if self.schedule == "auto":
             fastest = "wavefront" if self.kv_norm else "tiled"
@@ -170,13 +167,6 @@ class Block(nn.Module):
         # (5) overwrites the temporary pair: the slots are the same until advance
         context.extend(layer, *self.persistent(y, context.rope))
         return y
-
-
-class BlockWithoutKVNorm(Block):
-    """The ablation of Appendix E.2: persistent pairs are nk(Wk y_i), Wv y_i."""
-
-    def persistent(self, y, rope):
-        return self.heads(self.k_norm(self.wk(y)), rope), self.heads(self.wv(y))
 
 
 # ---- schedules: naive, wavefront, tiled; the same results in other orders ----
@@ -351,3 +341,19 @@ class Model(LanguageModel):
         cfg = self.cfg
         again = 12.0 * cfg.n_layer * cfg.n_embd * cfg.n_kv_head * cfg.head_dim
         return super().mixer_flops() + (again if cfg.recurrent else 0)
+
+
+class BlockWithoutKVNorm(Block):
+    """The ablation of Appendix E.2: persistent pairs are nk(Wk y_i), Wv y_i."""
+
+    def persistent(self, y, rope):
+        return self.heads(self.k_norm(self.wk(y)), rope), self.heads(self.wv(y))
+
+
+# ---- config checks ----
+
+def check_values(cfg):
+    if cfg.head_dim > kernels.HEAD_SIZES[-1]:
+        raise ValueError(f"head_dim={cfg.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
+    if cfg.schedule == "wavefront" and not cfg.kv_norm:
+        raise ValueError("schedule=wavefront needs kv_norm=true; schedule=tiled does not")
