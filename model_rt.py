@@ -1,13 +1,15 @@
 r"""
-The Recurrent Transformer (RT): later positions read keys and values of a layer's own outputs.
+The Recurrent Transformer (RT): a position attends to keys and values that earlier positions made
+from this layer's outputs.
 
-In a Transformer, position i of layer l attends to keys and values made from the output of
-layer l - 1. In an RT those of earlier positions are made from the output of layer l itself,
-so a single layer is as deep in time as the sequence is long. This costs no parameters and
-no cache, but a layer is now a loop over positions.
+In a Transformer, the keys and values of layer l are made from the output of layer l - 1. In an RT
+those of earlier positions are made from the output of layer l itself. A single layer is therefore
+as deep in time as the sequence is long: a path through L layers and T positions passes up to
+T + L - 1 blocks, and in a Transformer L. This adds no parameters, and the cache is as large as a
+Transformer's. Its price is that a layer becomes a loop over positions. Training runs the loop
+forward and then back, because gradients flow through all keys and values.
 
-One layer, for positions i = 1 .. T with inputs x_i. n1 and n2 are RMSNorms; so are nq and nk,
-over all heads' channels together (qk_norm=full, as in the paper; left out by default).
+One layer, for positions i = 1 .. T with inputs x_i:
 
     q_i  = nq(Wq n1(x_i))
     k^_i = nk(Wk n1(x_i))   v^_i = Wv n1(x_i)                       (1)  temporary pair, for i only
@@ -17,28 +19,56 @@ over all heads' channels together (qk_norm=full, as in the paper; left out by de
     k_i  = nk(Wk n1(y_i))   v_i = Wv n1(y_i)                        (5)
                                                  persistent pair, for all positions after i
 
-Scores are q_i . k_j / sqrt(D) - m_h (i - j). The second term is ALiBi, m_h = 2^(-8 h / H) in
-head h; for the temporary pair it is 0.
+n1 and n2 are RMSNorms. So are nq and nk, over the channels of all heads as one vector. They are
+there with qk_norm=full, the paper's choice, and left out by default. Scores are
+q_i . k_j / sqrt(D) - m_h (i - j). The second term is ALiBi, with m_h = 2^(-8 h / H) in head h. For
+the temporary pair it is 0.
 
-          y_1          y_2          y_3          y_4
-           ^ \          ^ \          ^ \          ^
-           |  k_1, v_1  |  k_2, v_2  |  k_3, v_3  |
-           |   `--------+---`--------+---`--------+--   each goes to all later positions
-           | k^_1       | k^_2       | k^_3       | k^_4
-          x_1          x_2          x_3          x_4
+What position 4 reads, and then makes:
 
-recurrent=false is the baseline: later positions attend to the temporary pairs, without (5).
-All else is the same, and the layer a plain Transformer's.
+             y_1          y_2          y_3          y_4
+              |            |            |            ^ |
+        (5)   |            |            |   (3), (4) | `-- k_4, v_4 --> positions 5, 6, ...
+           k_1, v_1     k_2, v_2     k_3, v_3       a_4
+              |            |            |            ^
+              `------------+------------+------------+   (2)
+                                                     |
+        (1)                                     q_4, k^_4, v^_4
+                                                     |
+             x_1          x_2          x_3          x_4
 
-Where the paper's text is silent, its code (commit a21b42d) is followed: the exact gelu, the
-initialisation. RMSNorm is the text's (the code's configs have LayerNorm). Departures: no
-QK-norm by default; ALiBi and softmax in float32 under bfloat16, too; dropout on embeddings
-only. Added: grouped heads; RoPE, which turns q_i and both keys of i by i, after the QK-norm.
+recurrent=false is the baseline. In it there is no (5), and later positions attend to the temporary
+pairs. All else is the same, so that a layer is a plain Transformer's.
 
-Paper: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding", 2026
-(arXiv:2604.21215); the authors' code: github.com/geniucos/recurrent-transformer.
+A schedule is an order in which the same function is computed. The schedule and the call decide
+what runs:
 
-Shapes: B batch, T positions, S keys, C width, H query heads, G key/value heads, D head size.
+    recurrent  cache  schedule   T     what runs
+    true       no     naive      any   Block.naive: the equations, position after position
+    true       no     tiled      any   tiled: the same, with fewer reads of keys
+    true       no     wavefront  any   rt_wavefront.run_layers: several layers at a time
+    true       yes    any        1     Block.one_token
+    true       yes    wavefront  > 1   rt_wavefront.prefill, if all rows hold equally many tokens
+    true       yes    otherwise  > 1   Block.one_token, token after token, which is slow
+    false      any    any        any   Block.at_once
+
+schedule=auto stands for naive with fast=false, and with fast=true for wavefront, or for tiled if
+kv_norm=false.
+
+This file differs from the paper and from its code (commit a21b42d) as follows.
+- n1, n2. They are RMSNorms as in the paper's text. The configs of the code have LayerNorm.
+- gelu, initial weights. The text does not say which they are. Both are those of the code: gelu is
+  exact, and the weights are as in Model.init_weights.
+- nq, nk. They are left out by default.
+- Scores. ALiBi and the softmax are in float32 even where products are in bfloat16.
+- Dropout. It acts on embeddings only.
+- Added are grouped heads (n_kv_head) and RoPE (pos=rope), which rotates q_i and both keys of
+  position i by i, after the QK-norm.
+
+Paper: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding" (2604.21215), of
+2026. The authors' code is github.com/geniucos/recurrent-transformer.
+
+Letters: those of model_gpt.py; K positions of a chunk; t keys of a tile.
 """
 import math
 from dataclasses import dataclass
@@ -61,13 +91,13 @@ class Config(BaseConfig):
     pos: str = choice("alibi", "rope", "none")
     qk_norm: str = choice("none", "full")   # full: nq and nk, each with a weight
     recurrent: bool = True       # false: a plain Transformer, the baseline
-    kv_norm: bool = True         # n1 in (5); false: worse (Appendix E.2). nk is qk_norm's
+    kv_norm: bool = True         # n1 in (5), but not nk; false is worse (the paper's Appendix E.2)
     schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: as fast says
     chunk: int = 32              # positions of a wavefront's chunk, at most
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
 
-    # a run may go on with other values of these
+    # A run may go on with other values of these keys.
     NOT_IN_WEIGHTS = ("schedule", "chunk", "cuda_graphs")
 
     def __post_init__(self):
@@ -85,21 +115,20 @@ class Config(BaseConfig):
 # ---- the equations, position after position ----
 
 class Block(nn.Module):
-    """One layer."""
+    """One layer. naive is the loop over positions, and the methods below it are the equations."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, C = cfg, cfg.n_embd
-        Q, K = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
+        self.cfg, C, D, H, G = cfg, cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
         self.norm1, self.norm2 = RMSNorm(C, cfg.norm_eps), RMSNorm(C, cfg.norm_eps)  # n1, n2
-        self.wq = nn.Linear(C, Q, bias=False)
-        self.wk = nn.Linear(C, K, bias=False)
-        self.wv = nn.Linear(C, K, bias=False)
-        self.wo = nn.Linear(Q, C, bias=False)
+        self.wq = nn.Linear(C, H * D, bias=False)
+        self.wk = nn.Linear(C, G * D, bias=False)
+        self.wv = nn.Linear(C, G * D, bias=False)
+        self.wo = nn.Linear(H * D, C, bias=False)
         self.w_up = nn.Linear(C, cfg.n_mlp, bias=False)
         self.w_down = nn.Linear(cfg.n_mlp, C, bias=False)
         norm = RMSNorm if cfg.qk_norm == "full" else nn.Identity
-        self.q_norm, self.k_norm = norm(Q, cfg.norm_eps), norm(K, cfg.norm_eps)  # nq, nk
+        self.q_norm, self.k_norm = norm(H * D, cfg.norm_eps), norm(G * D, cfg.norm_eps)  # nq, nk
 
     @torch.compiler.disable  # it would unroll the loop
     def naive(self, x, context):
@@ -111,7 +140,7 @@ class Block(nn.Module):
             now = slice(i, i + 1)
             keys = torch.cat([k, k_temp[:, :, now]], 2)  # (B, G, i + 1, D)
             values = torch.cat([v, v_temp[:, :, now]], 2)
-            bias = context.bias[:, :, now, :i + 1]  # ALiBi or 0: no key is later
+            bias = context.bias[:, :, now, :i + 1]  # ALiBi or 0, because no key is later
             a_i = attend(q[:, :, now], keys, values, bias, fast=False)    # (2)
             y_i = self.output(x_i, a_i)                                   # (3), (4)
             rope_i = [table[:, :, now] for table in context.rope]
@@ -137,57 +166,59 @@ class Block(nn.Module):
         return self.heads(self.k_norm(self.wk(y_n)), rope), self.heads(self.wv(y_n))
 
     def heads(self, x, rope=()):
-        """(B, T, heads D) -> (B, heads, T, D), rotated by rope, cos and sin or nothing."""
+        """(B, T, heads D) -> (B, heads, T, D), rotated if rope has cos and sin."""
         x = x.unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
         return apply_rope(x, *rope) if rope else x
 
+    # -- what runs when a layer is called alone, see the table in the docstring --
+
     def forward(self, x, layer, context):
-        """x (B, T, C) -> y (B, T, C). Model.hidden decides when layers run one by one."""
+        """x (B, T, C) -> y (B, T, C). With schedule=wavefront it is not called in a plain pass."""
         if not self.cfg.recurrent:
             return self.at_once(x, layer, context)
         if isinstance(context, Cached):
             return self.one_token(x, layer, context)
         if context.naive:
             return self.naive(x, context)
-        return tiled(self, x, context)  # schedule=wavefront calls no single layer
+        return tiled(self, x, context)
 
     def at_once(self, x, layer, context):
-        """Where no position waits for another: (1) to (4) with the temporary pairs for all keys."""
+        """(1) to (4), if no position waits for another: temporary pairs are the keys of all."""
         q, k, v = self.temporary(x, context.rope)  # (1)
         k, v = context.extend(layer, k, v)  # (B, G, S, D)
         return self.output(x, context.attention(q, k, v))  # (2) to (4)
 
     def one_token(self, x, layer, context):
-        """One token a row, x (B, 1, C), after those of a cache."""
+        """(1) to (5) of one token a row, x (B, 1, C), after those of a cache."""
         if x.size(1) > 1:
             raise ValueError(f"RT's block takes one token a row with a cache, not {x.size(1)}, as "
                              "each needs the output of the one before: Model.decode goes through "
                              "them")
         y = self.at_once(x, layer, context)
-        # (5) overwrites the temporary pair: the slots are the same until advance
+        # (5) overwrites the temporary pair, because the slots are the same until advance.
         context.extend(layer, *self.persistent(y, context.rope))
         return y
 
 
-# ---- schedules: naive, wavefront, tiled; the same results in other orders ----
+# ---- the other schedules ----
 
-# naive is the loop above, auto's choice with fast=false.
-#
-# wavefront is auto's choice with fast=true, and our own: while a layer computes a chunk of
-# positions, the next layer computes the chunk before. All of a chunk's queries attend to the
-# chunks before it in one call; only then its positions go one by one, among themselves.
+# wavefront is our own. While a layer computes a chunk c of K positions, the next layer computes the
+# chunk before it:
 #               time 1  2  3  4
 #            layer 2    c1 c2 c3
 #            layer 1 c1 c2 c3
-# rt_wavefront.py has the equations again, with a backward pass by hand: change both files, or
-# train with schedule=tiled. Both its passes have n1 in (5): without kv_norm, auto is tiled.
+# All queries of a chunk attend to the earlier chunks in one call. Only then the positions of the
+# chunk go one by one, and attend to each other. rt_wavefront.py has the equations a second time,
+# with a backward pass by hand. A fork that changes an equation changes it in both files, or trains
+# with schedule=tiled. Both passes of the wavefront have n1 in (5), so that they need kv_norm=true.
 #
-# tiled is the paper's Algorithm 1. All queries of a layer are known from the start. After n
-# positions, with t the largest power of two that divides n, queries n+1 .. n+t attend to keys
-# n-t+1 .. n. Every query meets every earlier key once, and a key is read log2 T times at most,
-# not T times. For T = 8, the n after which a query meets a key:
+# tiled is the paper's Algorithm 1. It uses that all queries of a layer are known from the start.
+# After n positions, let t be the largest power of two that divides n. Then the queries n+1 .. n+t
+# attend to a tile, the keys n-t+1 .. n. In this way each query attends to each earlier key once. A
+# key is read at most ceil(log2 T) times, but in the naive loop by each later query. In this picture
+# of T = 8, a number is the n after which a query meets a key, and a point is its temporary pair:
 #                keys 1 2 3 4 5 6 7 8
-#           query 1   .                  . temporary pair
+#           query 1   .
 #                 2   1 .
 #                 3   2 2 .
 #                 4   2 2 3 .
@@ -195,12 +226,13 @@ class Block(nn.Module):
 #                 6   4 4 4 4 5 .
 #                 7   4 4 4 4 6 6 .
 #                 8   4 4 4 4 6 6 7 .
-# Its gradients are autograd's; the paper's backward pass (section 6.4) is in rt_wavefront.py.
+# Its backward pass is autograd's. The paper has one by hand (section 6.4), as rt_wavefront.py does.
 
 @torch.compiler.disable  # it would unroll the loop
 def tiled(block, x, context):
-    """The same as block.naive. out (B, H, 1, D) of a query is attention to the keys that it
-    has met so far, lse (B, H, 1) the logarithm of their sum of e^score."""
+    """Return the same as block.naive. Each query has two running results: out (B, H, 1, D) is its
+    attention to the keys that it has met so far, and lse (B, H, 1) is log(sum of e^score) over
+    them."""
     q, k_temp, v_temp = block.temporary(x, context.rope)  # (1)
     out, lse = met_temporary(q, k_temp, v_temp)
     qs, outs, lses = q.split(1, 2), list(out.split(1, 2)), list(lse.split(1, 2))
@@ -226,32 +258,38 @@ def tiled(block, x, context):
 
 
 def met_temporary(q, k, v):
-    """out and lse of queries that have met their temporary pair alone: its value and score."""
+    """Return out and lse of queries that have met their temporary pair alone: its value and its
+    score."""
     q, k, v = (upcast(x).repeat_interleave(q.size(1) // x.size(1), 1) for x in (q, k, v))
     return v, (q * k).sum(-1) / math.sqrt(q.size(-1))
 
 
 def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
-    """out (B, H, t, D) and lse (B, H, t) after t queries also meet a tile of earlier keys."""
-    # bfloat16 always takes the kernel, as q @ k would round the scores; float32 only for tiles
-    # over 32 keys, as the call costs more than the work in a smaller one (32 is no cfg.chunk)
+    """Return out (B, H, t, D) and lse (B, H, t) of t queries after they have met a tile, too.
+
+    A softmax can go on from a softmax over fewer keys. The keys that a query has met have together
+    the weight e^lse, and out is the weighted mean of their values. So they count as one more key in
+    the softmax over the tile, with the score lse and the value out."""
+    # The kernel computes the softmax over the tile alone, and merge joins the two. In bfloat16 it
+    # is called for every tile, because q @ k would round the scores. In float32 it is called for
+    # more than 32 keys only, because for fewer the call takes longer than the work. (This 32 has
+    # nothing to do with cfg.chunk.)
     if q.dtype != lse.dtype or k.size(2) > 32:
-        more, more_lse = kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes)  # over the tile alone
-        return kernels.merge(out, lse, more, more_lse)
+        tile_out, tile_lse = kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes)
+        return kernels.merge(out, lse, tile_out, tile_lse)
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     scores = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, t, keys)
     if slopes is not None:
         scores = scores - slopes[:, None, None] * (q_pos[:, None] - k_pos)
-    # online softmax: what a query has met is one more pair, of score lse and value out
-    scores = torch.cat([lse[..., None], scores], -1)
+    scores = torch.cat([lse[..., None], scores], -1)  # (B, H, t, 1 + keys)
     p = scores.softmax(-1)
     return p[..., :1] * out + p[..., 1:] @ v, scores.logsumexp(-1)
 
 
-# ---- the model ----
+# ---- what the layers of a call share ----
 
 class Context(model_gpt.Context):
-    """model_gpt's, but it has a bias in two cases only, see attention."""
+    """As in model_gpt, but there is a bias in two cases only, see attention."""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=False):
         self.naive = cfg.schedule_used == "naive"
@@ -260,12 +298,13 @@ class Context(model_gpt.Context):
         self.k_pos = self.k_pos.int()  # the kernels' type
 
     def attention(self, q, k, v):
-        """Of the new tokens to all up to themselves.
-        naive:                       written out, with a bias;
-        with a cache, in float32:    torch's attention, with a bias: the fastest for one query;
-        all else:                    kernels.attend_by_position, which masks by positions. In
-                                     training a bias would be T x T; in bfloat16 torch would
-                                     round it."""
+        """Return the attention of the tokens to all keys up to and with their own, (B, H, T, D).
+        schedule=naive           is written out, with a bias;
+        a cache in float32       calls torch's attention, which is the fastest for one query, with
+                                 a bias;
+        all else                 calls kernels.attend_by_position. It masks by positions, because
+                                 a bias would be T x T in training, and torch would round it in
+                                 bfloat16."""
         if self.bias is not None:
             return attend(q, k, v, self.bias, fast=not self.naive)
         pos = self.pos.int().squeeze(0)  # (T,) for all rows, or (B, T)
@@ -281,10 +320,12 @@ class CachedContext(Cached, Context):
         super().__init__(cfg, cache, T, n_valid, has_bias=exact)
 
 
+# ---- the model ----
+
 class Model(LanguageModel):
     """The Recurrent Transformer language model."""
     context_type, cached_context_type = Context, CachedContext
-    runs_blocks_once = False  # for FSDP: a wavefront reads all blocks at once
+    runs_blocks_once = False  # for FSDP, because a wavefront reads all blocks at once
 
     def __init__(self, cfg):
         block = Block if cfg.kv_norm else BlockWithoutKVNorm
@@ -293,8 +334,8 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """Normal, truncated at 3 sigma. sigma = 1 / sqrt(C), but for the projections into the
-        residual stream 1 / sqrt(2 fan_in (l + 1)) in layer l = 0, 1, ..."""
+        """Make every matrix normal, truncated at 3 sigma, with sigma = 1 / sqrt(C). The projections
+        into the residual stream are smaller: in the n-th layer, sigma = 1 / sqrt(2 fan_in n)."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 std = 1 / math.sqrt(self.cfg.n_embd)
@@ -306,27 +347,30 @@ class Model(LanguageModel):
             self.head.weight = self.wte.weight
 
     def hidden(self, idx, context=None):
-        """idx (B, T) -> the states after the final norm, (B, T, C). What runs:
-        recurrent=false:                  Block.at_once;
-        one token with a cache (context): Block.one_token;
-        else, by schedule:                Block.naive, tiled, or all layers by rt_wavefront."""
+        """As in model_gpt. The wavefront runs all layers together, and other schedules run one
+        after the other."""
         cfg = self.cfg
         if cfg.recurrent and context is None and cfg.schedule_used == "wavefront":
             x = self.drop(self.wte(idx))
             return self.norm(rt_wavefront.run_layers(cfg, self.blocks, x))
-        return super().hidden(idx, context)  # block after block
+        return super().hidden(idx, context)
 
     def decode(self, idx, cache, n_valid=None):
-        """As in all models. Several tokens go through prefill: with schedule=wavefront and a cache
-        of equal rows by a wavefront (new rows may differ, as no token attends to the padding
-        behind it), else token by token, which is slow."""
+        """As in model_gpt. Several tokens go through the wavefront or one after the other."""
         if not self.cfg.recurrent or idx.size(1) == 1:
             return super().decode(idx, cache, n_valid)
         slots = cache.place(idx.size(1), n_valid)  # raises if they do not all fit
-        if cache.ragged or self.cfg.schedule_used != "wavefront":
-            left = lambda i: None if n_valid is None else n_valid - i  # 0 or less: padding
-            return torch.cat([super(Model, self).decode(idx_i, cache, left(i))
-                              for i, idx_i in enumerate(idx.split(1, 1))], 1)
+        if self.cfg.schedule_used == "wavefront" and not cache.ragged:
+            return self.prefill(idx, cache, slots)
+        states = []
+        for i, idx_i in enumerate(idx.split(1, 1)):
+            left = None if n_valid is None else n_valid - i  # 0 or less means padding
+            states.append(super().decode(idx_i, cache, left))
+        return torch.cat(states, 1)
+
+    def prefill(self, idx, cache, slots):
+        """decode by a wavefront, for rows that hold equally many tokens. The new tokens of a row
+        may be fewer than T, because no token attends to the padding behind it."""
         x = self.drop(self.wte(idx))
         past = [buffer[:, :, :cache.longest] for buffer in cache.buffers()]
         y, ks, vs = rt_wavefront.prefill(self.cfg, self.blocks, x, past)
@@ -336,21 +380,21 @@ class Model(LanguageModel):
         return self.norm(y)
 
     def mixer_flops(self):
-        """As in model_gpt, and Wk and Wv once more for the persistent pair. What backward
-        recomputes is not counted."""
+        """As in model_gpt, and Wk and Wv are counted once more for the persistent pair. Not counted
+        is what the backward pass recomputes."""
         cfg = self.cfg
         again = 12.0 * cfg.n_layer * cfg.n_embd * cfg.n_kv_head * cfg.head_dim
         return super().mixer_flops() + (again if cfg.recurrent else 0)
 
 
 class BlockWithoutKVNorm(Block):
-    """The ablation of Appendix E.2: persistent pairs are nk(Wk y_i), Wv y_i."""
+    """The ablation of Appendix E.2. Its persistent pairs are nk(Wk y_i), Wv y_i."""
 
     def persistent(self, y, rope):
         return self.heads(self.k_norm(self.wk(y)), rope), self.heads(self.wv(y))
 
 
-# ---- config checks ----
+# ---- checks of a Config ----
 
 def check_values(cfg):
     if cfg.head_dim > kernels.HEAD_SIZES[-1]:

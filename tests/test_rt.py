@@ -34,6 +34,18 @@ def test_naive_is_tiled_is_wavefront(T, sizes, chunks):
         assert_same(outputs_and_gradients(rt(schedule, chunk=chunk, **sizes), x), want)
 
 
+@pytest.mark.parametrize("T", [2, 3, 17, 64])
+def test_tiles_read_a_key_log2_T_times(T, monkeypatch):
+    """Each query meets each earlier key once, and each key is in ceil(log2 T) tiles at most."""
+    tiles, merge_tile = [], model_rt.merge_tile
+    watch = lambda *a: (tiles.append([pos.tolist() for pos in a[5:7]]), merge_tile(*a))[1]
+    monkeypatch.setattr(model_rt, "merge_tile", watch)
+    rt("tiled", n_layer=1)(tokens(1, T))
+    met = sorted(itertools.chain(*(itertools.product(*tile) for tile in tiles)))
+    assert met == [(i, j) for i in range(T) for j in range(i)]
+    assert max(sum(j in keys for _, keys in tiles) for j in range(T)) == math.ceil(math.log2(T))
+
+
 @pytest.mark.parametrize("sizes, forward, prompt", [
     (dict(fast=True), "wavefront", "wavefront"), (dict(fast=True, kv_norm=False), "tiled", "token"),
     (dict(fast=False), "naive", "token"), (dict(fast=False, schedule="wavefront"), "wavefront", "wavefront"),
