@@ -8,18 +8,22 @@ A CUDA graph is the list of all kernels that a function has launched. Replaying 
     Graph(function, inputs)         the same with new inputs at each call
     replay(key, function, *inputs)  ordinary at its first call, recorded at the second
     recordable(x)                   whether a call on x can be recorded
+    decoder(model, cache)           a step of decoding: ordinary, then recorded, then replayed
+    stepper(function, cache)        the same for any function that decodes one token a row
 
-A function that is recorded must not read a tensor on the host (int(x), x.tolist(), if x: ...),
-because nothing runs on the host when it is replayed. For the same reason no shape may depend
-on data. What the function writes to tensors of others (a cache, a gradient) it writes again at
-each replay.
+A function that is recorded must not read a tensor on the host, as int(x), x.tolist() and `if x`
+do, because nothing runs on the host when it is replayed. For the same reason no shape may depend on
+data. Each replay writes again what the function writes to tensors of others, as a cache or a
+gradient.
+
+Such functions are the decode step of every model and the two passes of RT's wavefront.
 """
 import importlib.util
 
 import torch
 
-SEEN, GRAPHS = set(), {}  # keys of replay that ran once; key -> Graph, the last used one last
-MOST = 8                  # graphs that replay keeps, because each of them holds memory
+SEEN, GRAPHS = set(), {}  # keys of replay that ran once; key -> Graph, in the order of last use
+MOST = 8                  # replay keeps this many graphs, because each of them holds memory
 
 
 def recordable(x):
@@ -32,11 +36,12 @@ def recordable(x):
 def record(function, generators=()):
     """Record function() -> list of tensors without running it. Return its outputs, which hold no
     values yet, and a function that runs the recording once more and fills them.
-    generators: the random number generators, beside torch's own, that the function draws from."""
+    generators are the random number generators, beside torch's own, that the function draws
+    from."""
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    # thread_local: other threads may go on calling CUDA meanwhile
+    # thread_local lets other threads go on calling CUDA meanwhile.
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
         outputs = function()
     return outputs, graph.replay
@@ -47,7 +52,7 @@ class Graph:
     inputs of these shapes, so that its kernels are compiled."""
 
     def __init__(self, function, inputs, generators=()):
-        grad = torch.is_grad_enabled()  # inference_mode(False) would turn it on
+        grad = torch.is_grad_enabled()  # inference_mode(False) alone would turn it on
         with (torch.inference_mode(False), torch.set_grad_enabled(grad),
               torch.cuda.device_of(inputs[0])):
             self.inputs = [x.clone() for x in inputs]
@@ -69,7 +74,7 @@ def replay(key, function, *inputs):
         return function(*inputs)
     if key not in GRAPHS:
         if len(GRAPHS) == MOST:
-            del GRAPHS[next(iter(GRAPHS))]  # the one that was not used for longest
+            del GRAPHS[next(iter(GRAPHS))]  # the one that has not been used for the longest time
         GRAPHS[key] = Graph(function, inputs)
     GRAPHS[key] = GRAPHS.pop(key)
     return GRAPHS[key](*inputs)
@@ -78,8 +83,9 @@ def replay(key, function, *inputs):
 # ---- one token after the other ----
 
 def decoder(model, cache, then=lambda logits: logits, generators=()):
-    """Return step(idx, n_valid=None) -> then(logits): the model on one more token a row, idx (B, 1),
-    whose logits are (B, 1, V). Each step is one graph where that can be; else an ordinary call."""
+    """Return step(idx, n_valid=None) -> then(logits). It runs the model on one more token a row,
+    idx (B, 1), and the logits are (B, 1, V). A step is one graph if it is recordable, else an
+    ordinary call."""
     def function(idx, n_valid):
         return [then(model(idx, cache=cache, n_valid=n_valid)[0])]
     step = stepper(function, cache, generators)
@@ -87,9 +93,10 @@ def decoder(model, cache, then=lambda logits: logits, generators=()):
 
 
 def stepper(function, cache, generators=()):
-    """The same for a function(idx, n_valid) -> list of tensors that decodes idx (B, 1) with this
-    cache. n_valid (B,) has 1 or 0 tokens a row, None: one in each. The first step is an ordinary
-    static call (decoding.py), which compiles the kernels; the second one is recorded."""
+    """Return such a step for any function(idx, n_valid) -> list of tensors that decodes idx (B, 1)
+    with this cache. n_valid (B,) has 1 or 0 tokens a row (None: 1 in each). The first step is a
+    static call (decoding.py) without a graph, which compiles the kernels. The second one is
+    recorded, and replayed from then on."""
     graph, n_steps = None, 0
 
     def step(idx, n_valid=None):

@@ -24,17 +24,17 @@ there with qk_norm=full, the paper's choice, and left out by default. Scores are
 q_i . k_j / sqrt(D) - m_h (i - j). The second term is ALiBi, with m_h = 2^(-8 h / H) in head h. For
 the temporary pair it is 0.
 
-What position 4 reads, and then makes:
+What position 4 reads, and what it gives to later positions:
 
-             y_1          y_2          y_3          y_4
-              |            |            |            ^ |
-        (5)   |            |            |   (3), (4) | `-- k_4, v_4 --> positions 5, 6, ...
+             y_1          y_2          y_3          y_4 -(5)-> k_4, v_4, for positions 5, 6, ...
+              |            |            |            ^
+              v  (5)       v            v            |   (3), (4), with x_4
            k_1, v_1     k_2, v_2     k_3, v_3       a_4
               |            |            |            ^
               `------------+------------+------------+   (2)
                                                      |
-        (1)                                     q_4, k^_4, v^_4
-                                                     |
+                                              q_4, k^_4, v^_4
+                                                     ^   (1)
              x_1          x_2          x_3          x_4
 
 recurrent=false is the baseline. In it there is no (5), and later positions attend to the temporary
@@ -226,7 +226,7 @@ class Block(nn.Module):
 #                 6   4 4 4 4 5 .
 #                 7   4 4 4 4 6 6 .
 #                 8   4 4 4 4 6 6 7 .
-# Its backward pass is autograd's. The paper has one by hand (section 6.4), as rt_wavefront.py does.
+# Its backward pass is autograd's. The paper's own (section 6.4) is in rt_wavefront.py.
 
 @torch.compiler.disable  # it would unroll the loop
 def tiled(block, x, context):
