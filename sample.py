@@ -1,7 +1,7 @@
 """
-Text from a trained model, for every model: one decoding loop over forward and cache.
+Continue prompts by a trained model. One decoding loop, over forward and a cache, serves all models.
 
-    python sample.py out/gpt_tiny                           stream 500 tokens
+    python sample.py out/gpt_tiny                           500 tokens, printed as they come
     python sample.py out/gpt_tiny prompt="def main(" temperature=0.7 top_p=0.95
     python sample.py out/gpt_tiny prompt=FILE:notes.txt     the prompt is a file's text
     python sample.py out/gpt_tiny prompt=LINES:prompts.txt  a prompt a line, all in one batch
@@ -29,7 +29,7 @@ class Decoding(Keys):
     """The keys of every command that decodes."""
     device: str = "auto"            # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda:N
     dtype: str = choice("auto", "float32", "bfloat16")  # weights, cache; auto: bfloat16 on cuda
-    fast: bool = True               # the model's fast path; false: its naive one, the same text
+    fast: bool = True               # false: naive code, if decoding has it; only rounding differs
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Sampling(Decoding):
     max_new_tokens: int = 500       # tokens to write after a prompt
     temperature: float = 0.8        # 0: the likeliest token; 1: the model's distribution
     top_k: int = 0                  # sample among the k likeliest tokens (0: all)
-    top_p: float = 1.0              # sample among the likeliest with this probability together
+    top_p: float = 1.0              # sample among the fewest likeliest that reach this probability
     stop: bool = True               # end at the end-of-text token
     seed: int = 1337                # of the sampling
 
@@ -58,18 +58,19 @@ class SampleConfig(Sampling):
         self.between(num_samples=(1, 1 << 16))
 
 
-# ---- how the next token is chosen, here and in serve.py ----
+# ---- checks, here and in serve.py ----
 
 NOT_FINITE = "the model's logits are not finite: its weights, or its sizes, are broken"
 
 
 def check_finite(logits):
+    """Raise a UserError for logits that are not finite."""
     if not logits.isfinite().all():
         raise UserError(NOT_FINITE)
 
 
 def check_prompts(prompts, vocab_size):
-    """UserError for a prompt without tokens, or with a token beyond the vocabulary."""
+    """Raise a UserError for a prompt that has no token, or has one beyond the vocabulary."""
     for prompt in prompts:
         if not prompt:
             raise UserError("the prompt is empty: give at least one character")
@@ -79,9 +80,13 @@ def check_prompts(prompts, vocab_size):
 
 # ---- decoding ----
 
+# This is the loop for prompts that start together. model_gpt.generate is a shorter one for rows of
+# equal length, and serve.py has one for requests that come and go. All three choose a token by
+# decoding.next_tokens.
+
 def prefill(model, cache, rows):
-    """Feed every row's last tokens, as many as the cache may hold, to an emptied cache in one
-    forward. Returns the logits after each row's last token (B, V)."""
+    """Empty the cache and feed it, in one forward, the last tokens of each row, as many as it may
+    hold. Return the logits after each row's last token, (B, V)."""
     cache.reset()
     rows = [row[-cache.max_len:] for row in rows]
     lengths = [len(row) for row in rows]
@@ -96,14 +101,24 @@ def prefill(model, cache, rows):
 @torch.no_grad()
 def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, eot=None,
            seed=1337, vocab_size=None):
-    """Continue prompts, lists of token ids which may differ in length, as one batch.
+    """Continue prompts, which are lists of token ids of any lengths, as one batch.
 
-    Yields one list a step: each row's new token, or None for a row that has met eot. Where a row
-    has filled the model's context (context_limit), its last tokens are prefilled again for every
-    further one: each token is predicted from exactly the last context_limit tokens. A model whose
-    prefill is slow keeps fewer (context_kept), and the cache goes on from these until it is full.
-    Sampling has a generator of its own, so it changes no other random number. vocab_size is the
-    tokenizer's, if the model's is padded beyond it: ids that stand for nothing are never chosen.
+    Each step yields a list: each row's new token, or None for a row that has met eot. For the
+    prompts [5, 6, 7] and [8], of which the second meets eot after b, this is what the model reads:
+
+        forward     idx              n_valid                                yields
+        prefill     5 6 7 | 8 0 0    3, 1: the others are padding           a, b
+        a step      a | b            None: each row has a new token         c, None
+        a step      c | eot          1, 0: the second row gets padding      d, None
+
+    When a row has filled the model's context (context_limit), its last tokens are prefilled again
+    for every further token, so that each one is predicted from exactly the last context_limit
+    tokens. That costs a pass over all of them. A model whose prefill is slow (LRT) keeps fewer of
+    them, context_kept, and then goes on by steps until its cache is full again.
+
+    Sampling draws from a generator of its own, so that it changes no other random number.
+    vocab_size is the tokenizer's. The ids beyond it, by which a model's vocabulary may be padded,
+    stand for nothing and are never chosen.
     """
     check_prompts(prompts, model.cfg.vocab_size)
     device = next(model.parameters()).device
@@ -114,15 +129,15 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
     kept = min(model.context_kept or need, cache.max_len)
 
     def choose(logits):
-        """A token a row (B,) from logits (B, 1, V); -1 where they are not finite."""
+        """Return a token a row, (B,), from logits (B, 1, V), or -1 where they are not finite."""
         logits = logits[:, -1, :vocab_size]
         ids = next_tokens(logits, temperature, top_k, top_p, generator)
         return ids.masked_fill(~logits.isfinite().all(-1), -1)
-    step = graphs.decoder(model, cache, choose, [generator])    # a graph on a GPU
+    step = graphs.decoder(model, cache, choose, [generator])    # on a GPU it is one graph
     ids = choose(prefill(model, cache, rows)[:, None])
     held = [min(len(row), cache.max_len) for row in rows]       # tokens of each row in the cache
     for n in range(max_new_tokens):
-        new = ids.tolist()                                      # waits for the device
+        new = ids.tolist()                                      # this waits for the device
         if -1 in new:
             raise UserError(NOT_FINITE)
         new = [i if on and i != eot else None for i, on in zip(new, live)]
@@ -133,7 +148,8 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
         for row, i in zip(rows, new):
             row.extend([i] * (i is not None))
         if any(on and h >= cache.max_len for on, h in zip(live, held)):
-            # how many to keep of each row: the cached, and the new one of rows that go on
+            # A full row keeps its last `kept` tokens. Another one keeps all that it has, and its
+            # new token if it goes on.
             held = [kept if h >= cache.max_len else h + on for h, on in zip(held, live)]
             logits = prefill(model, cache, [row[-size:] for row, size in zip(rows, held)])
             ids = choose(logits[:, None])
@@ -144,7 +160,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
 
 
 def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
-    """prompt and its continuation as one string. The model is put into eval mode."""
+    """Return the prompt and its continuation as one string. The model is put into eval mode."""
     model.eval()
     ids = tokenizer.encode(prompt)
     steps = stream(model, [ids], max_new_tokens, eot=tokenizer.eot,
@@ -156,7 +172,7 @@ def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
 # ---- the command line ----
 
 def read_prompts(text):
-    """The prompts that a prompt= argument names."""
+    """Return the prompts that a prompt= argument names."""
     kind, _, path = text.partition(":")
     if kind not in ("FILE", "LINES"):
         return [text]
@@ -169,18 +185,19 @@ def read_prompts(text):
 
 
 def write_stream(steps, tokenizer, prompts):
-    """Print a prompt, with its first new token, and the others as they come; bytes of an
-    unfinished character wait. Returns how many tokens came."""
+    """Print the prompt with its first new token, and then the others as they come. The bytes of an
+    unfinished character wait for the rest of it. Return how many tokens came."""
     prompt = tokenizer.decode(prompts[0])
     tokens = (token for (token,) in steps if token is not None)
-    for count, text in enumerate(tokenizer.stream(tokens)):     # once more than there are tokens
+    # tokenizer.stream yields once more than there are tokens, so that count ends as their number.
+    for count, text in enumerate(tokenizer.stream(tokens)):
         print(text if count else prompt + text, end="", flush=True)
     print()
     return count
 
 
 def write_batch(steps, tokenizer, prompts):
-    """Print the rows of a batch when all are done. Returns how many tokens came."""
+    """Print the rows of a batch when all are done. Return how many tokens came."""
     rows = [[] for _ in prompts]
     for new in steps:
         for row, token in zip(rows, new):
