@@ -173,10 +173,10 @@ class Context:
 
     def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=None):
         """x (B, T, C) are the embeddings. pos and k_pos are None in a plain pass, in which tokens
-        and keys have the positions 0 .. T - 1. causal says that the keys are, in order, those of
-        the tokens and of all before them, so that the causal mask needs no positions. has_bias
-        says whether there is a bias. By default (None) there is one only where the causal mask is
-        not enough, because attention is faster without."""
+        and keys have the positions 0 .. T - 1. causal says that the keys are those of all earlier
+        tokens and then of the tokens, in this order, so that the causal mask needs no positions.
+        has_bias says whether there is a bias. By default (None) there is one only where the causal
+        mask is not enough, because attention is faster without one."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if pos is None:
             k_pos = torch.arange(x.size(1), device=x.device)
@@ -186,6 +186,7 @@ class Context:
         if cfg.pos == "rope":
             if S > cfg.block_size:
                 raise ValueError(f"{S} tokens are more than block_size={cfg.block_size}")
+            # The tables are made once a call, and all layers share them.
             cos, sin = rope_tables(pos, cfg.head_dim, cfg.rope_theta, dtype)
             self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D / 2)
         if cfg.pos == "alibi":
