@@ -104,8 +104,8 @@ class KVCache:
         return Slots(pos.clamp(max=end - 1), end, n_new, at)
 
     def check_room(self, T, n_new):
-        """Raise ValueError if n_new (B,) of T tokens do not fit. The lengths are read on the host
-        only where T might not fit."""
+        """Raise ValueError if the real ones, n_new (B,), of T tokens a row do not fit. Where longest
+        + T is too much, they may still fit without padding. Only then the host reads lengths."""
         if self.longest + T > self.max_len:
             needed = int((self.lengths + n_new).max())
             if needed > self.max_len:

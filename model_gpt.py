@@ -250,10 +250,12 @@ def attend(q, k, v, bias, fast, dropout=0.0):
         scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
         probs = (upcast(scores) + bias).softmax(-1)
         return F.dropout(probs, dropout).to(v.dtype) @ v            # (B, H, T, D)
+    elif bias is None and T == 1:
+        # The query is the last token, which attends to all keys, so that no mask is needed.
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, enable_gqa=H != G)
     elif bias is None:
-        # A single query is the last token, which attends to all keys. For more queries torch has a
-        # causal mask, which begins at the first key, so that it is right for T = S only.
-        return F.scaled_dot_product_attention(q, k, v, None, dropout, T > 1, enable_gqa=H != G)
+        # torch's own causal mask begins at the first key, which is right for T = S only.
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, True, enable_gqa=H != G)
     else:
         # torch wants the bias in q's dtype. In 16 bits this rounds ALiBi's.
         bias = bias.to(q.dtype)
