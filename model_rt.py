@@ -298,7 +298,7 @@ class Context(model_gpt.Context):
         self.k_pos = self.k_pos.int()  # the kernels' type
 
     def attention(self, q, k, v):
-        """Return the attention of the tokens to all keys up to and with their own, (B, H, T, D).
+        """Return the attention of the tokens to all keys up to their own, (B, H, T, D).
         schedule=naive           is written out, with a bias;
         a cache in float32       calls torch's attention, which is the fastest for one query, with
                                  a bias;
