@@ -104,8 +104,8 @@ class KVCache:
         return Slots(pos.clamp(max=end - 1), end, n_new, at)
 
     def check_room(self, T, n_new):
-        """Raise ValueError if the real ones, n_new (B,), of T tokens a row do not fit. Where longest
-        + T is too much, they may still fit without padding. Only then the host reads lengths."""
+        """Raise ValueError if the real ones, n_new (B,), of T tokens a row do not fit. The host
+        reads lengths only where all T might not fit, because without padding they still may."""
         if self.longest + T > self.max_len:
             needed = int((self.lengths + n_new).max())
             if needed > self.max_len:
