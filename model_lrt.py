@@ -110,32 +110,24 @@ class Config(BaseConfig):
 # ---- the method: m enters keys and values; a pass; the chain; Algorithm 1 ----
 # A pass's Context (below) holds what layers read. Their keys and values go to its `buffer`.
 
-class MemoryProjection(nn.Module):
-    def __init__(self, cfg):
-        super().__init__()
-        self.D, width = cfg.head_dim, cfg.n_kv_head * cfg.head_dim
-        self.wk = nn.Linear(cfg.n_embd, width, bias=False)  # Wk_rec
-        self.wv = nn.Linear(cfg.n_embd, width, bias=False)  # Wv_rec
-
-    def forward(self, previous):
-        """m_{t-1} (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
-        return [w(previous).unflatten(-1, (-1, self.D)) for w in (self.wk, self.wv)]   # (2)
-
-
-def mix_memory(k, v, wg_u, k_rec, v_rec):
-    """A layer's keys and values (B, n, G, D) with the memory's. wg_u: Wg u (B, n, 2 G)."""
-    g_loc, g_rec = (2 * torch.sigmoid(wg_u)[..., None]).chunk(2, dim=2)  # (3), (B, n, G, 1)
-    return g_loc * k + g_rec * k_rec, g_loc * v + g_rec * v_rec  # (4)
+def interleaved(model, tokens):
+    """Algorithm 1. -> x of the subsets, x of the first pass, m, (B, T, C) each; the buffer."""
+    N, T, buffer = model.cfg.subsets, tokens.x0.size(1), {}
+    zero = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
+    first, m = run(model, Context(model, tokens, zero, buffer))
+    x = first   # all T are replaced
+    for s in range(min(N, T)):
+        subset = slice(s, T, N)
+        previous = shifted(m, zero)[:, subset]
+        new_x, new_m = run(model, Context(model, tokens.at(subset), previous, buffer, subset))
+        x = torch.slice_scatter(x, new_x, 1, s, T, N)
+        m = torch.slice_scatter(m, new_m, 1, s, T, N)
+    return x, first, m, buffer
 
 
-def run(model, context):
-    """One pass -> x after the last layer, and the positions' own m_t (B, n, C)."""
-    cfg, x, m = model.cfg, context.x0, context.x0   # m stays that if source=0
-    for layer, block in enumerate(model.blocks):
-        x = block(x, layer, context)  # reads m_{t-1}
-        if layer + 1 == cfg.source:
-            m = norm(x, cfg.norm_eps) if cfg.source_norm else x
-    return x, m
+def shifted(m, before):
+    """m_t of consecutive tokens (B, n, C) -> m_{t-1}; before (B, 1, C): of the token before."""
+    return torch.cat([before, m[:, :-1]], 1)
 
 
 def chain(model, tokens, K):
@@ -150,24 +142,103 @@ def chain(model, tokens, K):
     return torch.cat(xs, 1)
 
 
-def shifted(m, before):
-    """m_t of consecutive tokens (B, n, C) -> m_{t-1}; before (B, 1, C): of the token before."""
-    return torch.cat([before, m[:, :-1]], 1)
+def run(model, context):
+    """One pass -> x after the last layer, and the positions' own m_t (B, n, C)."""
+    cfg, x, m = model.cfg, context.x0, context.x0   # m stays that if source=0
+    for layer, block in enumerate(model.blocks):
+        x = block(x, layer, context)  # reads m_{t-1}
+        if layer + 1 == cfg.source:
+            m = norm(x, cfg.norm_eps) if cfg.source_norm else x
+    return x, m
 
 
-def interleaved(model, tokens):
-    """Algorithm 1. -> x of the subsets, x of the first pass, m, (B, T, C) each; the buffer."""
-    N, T, buffer = model.cfg.subsets, tokens.x0.size(1), {}
-    zero = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
-    first, m = run(model, Context(model, tokens, zero, buffer))
-    x = first   # all T are replaced
-    for s in range(min(N, T)):
-        subset = slice(s, T, N)
-        previous = shifted(m, zero)[:, subset]
-        new_x, new_m = run(model, Context(model, tokens.at(subset), previous, buffer, subset))
-        x = torch.slice_scatter(x, new_x, 1, s, T, N)
-        m = torch.slice_scatter(m, new_m, 1, s, T, N)
-    return x, first, m, buffer
+# ---- the layers: nanochat's, with the memory where `inject` has it ----
+
+class Block(nn.Module):
+    def __init__(self, cfg, layer):
+        super().__init__()
+        self.cfg = cfg
+        self.attn, self.mlp = Attention(cfg, layer), SquaredMLP(cfg)
+        self.drop = nn.Dropout(cfg.dropout)
+
+    def forward(self, x, layer, context):
+        eps = self.cfg.norm_eps
+        x = context.alpha[layer] * x + context.beta[layer] * context.x0
+        if context.gamma:
+            x = x + context.gamma[layer] * context.previous  # (5)
+        x = x + self.drop(self.attn(norm(x, eps), layer, context))  # (B, n, C)
+        return x + self.drop(self.mlp(norm(x, eps)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with value embeddings."""
+
+    def __init__(self, cfg, layer):
+        super().__init__()
+        self.cfg, self.window = cfg, cfg.window_of(layer)
+        C, D, H, G = cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
+        self.wq = nn.Linear(C, H * D, bias=False)
+        self.wk = nn.Linear(C, G * D, bias=False)
+        self.wv = nn.Linear(C, G * D, bias=False)
+        self.wo = nn.Linear(H * D, C, bias=False)
+        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, a gate
+        self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None  # Wg
+        layerwise = cfg.into_kv and cfg.projections == "layerwise"
+        self.rec = MemoryProjection(cfg) if layerwise else None     # None: model.rec
+
+    def forward(self, u, layer, context):
+        """u (B, n, C), normed, of the positions of a pass. context: see Context."""
+        D, eps = self.cfg.head_dim, self.cfg.norm_eps
+        q, k, v = (w(u).unflatten(-1, (-1, D)) for w in (self.wq, self.wk, self.wv))
+        if self.w_gate:  # (gates read u; paper: x; code: u[:32])
+            k_rec, v_rec = self.rec(context.previous) if self.rec else context.kv_rec
+            k, v = mix_memory(k, v, self.w_gate(u), k_rec, v_rec)  # (B, n, G, D)
+        g_ve = 2 * torch.sigmoid(self.w_value(u[..., :32]))     # (B, n, G)
+        v = v + g_ve[..., None] * context.ve[layer].to(v.dtype)  # after (4): code's
+        q, k = (apply_rope(norm(x, eps), *context.rope) for x in (q, k))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))        # (B, H or G, n, D)
+        k, v = context.extend(layer, k, v)                      # (B, G, S, D)
+        if self.cfg.fast:
+            y = attend_fast(q, k, v, context, self.window)
+        else:
+            k_pos = torch.arange(k.size(2), device=k.device)
+            y = attend(q, k, v, attention_bias(context.pos, k_pos, self.window), fast=False)
+        return self.wo(y.transpose(1, 2).flatten(2))            # (B, n, C)
+
+
+def mix_memory(k, v, wg_u, k_rec, v_rec):
+    """A layer's keys and values (B, n, G, D) with the memory's. wg_u: Wg u (B, n, 2 G)."""
+    g_loc, g_rec = (2 * torch.sigmoid(wg_u)[..., None]).chunk(2, dim=2)  # (3), (B, n, G, 1)
+    return g_loc * k + g_rec * k_rec, g_loc * v + g_rec * v_rec  # (4)
+
+
+class MemoryProjection(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.D, width = cfg.head_dim, cfg.n_kv_head * cfg.head_dim
+        self.wk = nn.Linear(cfg.n_embd, width, bias=False)  # Wk_rec
+        self.wv = nn.Linear(cfg.n_embd, width, bias=False)  # Wv_rec
+
+    def forward(self, previous):
+        """m_{t-1} (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
+        return [w(previous).unflatten(-1, (-1, self.D)) for w in (self.wk, self.wv)]   # (2)
+
+
+class SquaredMLP(nn.Module):
+    """W_down relu(W_up x)^2 (So et al. 2021)."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.w_up = nn.Linear(cfg.n_embd, 4 * cfg.n_embd, bias=False)
+        self.w_down = nn.Linear(4 * cfg.n_embd, cfg.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.w_down(F.relu(self.w_up(x)).square())
+
+
+def norm(x, eps):
+    """RMSNorm without a weight, in x's dtype (autocast would widen it)."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
 
 
 # ---- what a pass knows ----
@@ -216,77 +287,6 @@ class Context:
         return k, v
 
 
-# ---- the layers: nanochat's, with the memory where `inject` has it ----
-
-def norm(x, eps):
-    """RMSNorm without a weight, in x's dtype (autocast would widen it)."""
-    return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with value embeddings."""
-
-    def __init__(self, cfg, layer):
-        super().__init__()
-        self.cfg, self.window = cfg, cfg.window_of(layer)
-        C, D, H, G = cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
-        self.wq = nn.Linear(C, H * D, bias=False)
-        self.wk = nn.Linear(C, G * D, bias=False)
-        self.wv = nn.Linear(C, G * D, bias=False)
-        self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, a gate
-        self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None  # Wg
-        layerwise = cfg.into_kv and cfg.projections == "layerwise"
-        self.rec = MemoryProjection(cfg) if layerwise else None     # None: model.rec
-
-    def forward(self, u, layer, context):
-        """u (B, n, C), normed, of the positions of a pass. context: see Context."""
-        D, eps = self.cfg.head_dim, self.cfg.norm_eps
-        q, k, v = (w(u).unflatten(-1, (-1, D)) for w in (self.wq, self.wk, self.wv))
-        if self.w_gate:  # (gates read u; paper: x; code: u[:32])
-            k_rec, v_rec = self.rec(context.previous) if self.rec else context.kv_rec
-            k, v = mix_memory(k, v, self.w_gate(u), k_rec, v_rec)  # (B, n, G, D)
-        g_ve = 2 * torch.sigmoid(self.w_value(u[..., :32]))     # (B, n, G)
-        v = v + g_ve[..., None] * context.ve[layer].to(v.dtype)  # after (4): code's
-        q, k = (apply_rope(norm(x, eps), *context.rope) for x in (q, k))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))        # (B, H or G, n, D)
-        k, v = context.extend(layer, k, v)                      # (B, G, S, D)
-        if self.cfg.fast:
-            y = attend_fast(q, k, v, context, self.window)
-        else:
-            k_pos = torch.arange(k.size(2), device=k.device)
-            y = attend(q, k, v, attention_bias(context.pos, k_pos, self.window), fast=False)
-        return self.wo(y.transpose(1, 2).flatten(2))            # (B, n, C)
-
-
-class SquaredMLP(nn.Module):
-    """W_down relu(W_up x)^2 (So et al. 2021)."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.w_up = nn.Linear(cfg.n_embd, 4 * cfg.n_embd, bias=False)
-        self.w_down = nn.Linear(4 * cfg.n_embd, cfg.n_embd, bias=False)
-
-    def forward(self, x):
-        return self.w_down(F.relu(self.w_up(x)).square())
-
-
-class Block(nn.Module):
-    def __init__(self, cfg, layer):
-        super().__init__()
-        self.cfg = cfg
-        self.attn, self.mlp = Attention(cfg, layer), SquaredMLP(cfg)
-        self.drop = nn.Dropout(cfg.dropout)
-
-    def forward(self, x, layer, context):
-        eps = self.cfg.norm_eps
-        x = context.alpha[layer] * x + context.beta[layer] * context.x0
-        if context.gamma:
-            x = x + context.gamma[layer] * context.previous  # (5)
-        x = x + self.drop(self.attn(norm(x, eps), layer, context))  # (B, n, C)
-        return x + self.drop(self.mlp(norm(x, eps)))
-
-
 # ---- the fast path ----
 
 def attend_fast(q, k, v, context, window):
@@ -303,36 +303,6 @@ def attend_fast(q, k, v, context, window):
 
 
 # ---- decoding ----
-
-class MemoryCache(KVCache):
-    """A KVCache with m (B, 1, C), of each row's last token, in the residual stream's dtype."""
-
-    def __init__(self, cfg, batch_size, max_len, device, dtype, m_dtype):
-        super().__init__(cfg, batch_size, max_len, device, dtype)
-        with torch.inference_mode(False):   # as KVCache
-            self.m = torch.zeros(batch_size, 1, cfg.n_embd, device=device, dtype=m_dtype)
-
-    def buffers(self):  # what KVCache resets and measures
-        return super().buffers() + [self.m]
-
-    def keep(self, m, slots):
-        """Of the new tokens' memories m (B, n, C) each row's last one."""
-        n_new = slots.n_new[:, None, None]
-        last = m.take_along_dim((n_new - 1).clamp(min=0), 1)        # (B, 1, C)
-        self.m.copy_(torch.where(n_new > 0, last, self.m))  # a row without any keeps its own
-
-
-class CachedContext(Context):
-    """A pass whose keys and values go to slots of a cache."""
-
-    def __init__(self, model, tokens, previous, cache, slots):
-        super().__init__(model, tokens, previous, buffer=None)
-        self.cache, self.slots = cache, slots
-        self.at_end = slots.at is None  # else rows are ragged
-
-    def extend(self, layer, k, v):
-        return self.cache.write(layer, k, v, self.slots)
-
 
 def decode(model, idx, cache, n_valid):
     """Tokens idx (B, T) after those of the cache, exactly: one after the other, or in one pass
@@ -364,19 +334,37 @@ def prefill_interleaved(model, idx, cache, n_valid):
     return x
 
 
+class CachedContext(Context):
+    """A pass whose keys and values go to slots of a cache."""
+
+    def __init__(self, model, tokens, previous, cache, slots):
+        super().__init__(model, tokens, previous, buffer=None)
+        self.cache, self.slots = cache, slots
+        self.at_end = slots.at is None  # else rows are ragged
+
+    def extend(self, layer, k, v):
+        return self.cache.write(layer, k, v, self.slots)
+
+
+class MemoryCache(KVCache):
+    """A KVCache with m (B, 1, C), of each row's last token, in the residual stream's dtype."""
+
+    def __init__(self, cfg, batch_size, max_len, device, dtype, m_dtype):
+        super().__init__(cfg, batch_size, max_len, device, dtype)
+        with torch.inference_mode(False):   # as KVCache
+            self.m = torch.zeros(batch_size, 1, cfg.n_embd, device=device, dtype=m_dtype)
+
+    def buffers(self):  # what KVCache resets and measures
+        return super().buffers() + [self.m]
+
+    def keep(self, m, slots):
+        """Of the new tokens' memories m (B, n, C) each row's last one."""
+        n_new = slots.n_new[:, None, None]
+        last = m.take_along_dim((n_new - 1).clamp(min=0), 1)        # (B, 1, C)
+        self.m.copy_(torch.where(n_new > 0, last, self.m))  # a row without any keeps its own
+
+
 # ---- the model ----
-
-class Head(nn.Linear):
-    """15 tanh(W x / 15), without the padding of W: (..., C) -> (..., vocab_size)."""
-
-    def __init__(self, cfg, V):
-        super().__init__(cfg.n_embd, V, bias=False)
-        self.vocab_size = cfg.vocab_size
-
-    def forward(self, x):
-        z = upcast(super().forward(x))[..., :self.vocab_size]
-        return 15 * torch.tanh(z / 15)
-
 
 class Model(LanguageModel):
     """LRT, or its backbone where memory is false."""
@@ -504,3 +492,15 @@ class Model(LanguageModel):
         attention = 12.0 * cfg.n_head * cfg.head_dim * keys
         passes = 2 if cfg.train_path == "interleaved" else 1
         return 6.0 * memory + passes * (6.0 * backbone + attention)
+
+
+class Head(nn.Linear):
+    """15 tanh(W x / 15), without the padding of W: (..., C) -> (..., vocab_size)."""
+
+    def __init__(self, cfg, V):
+        super().__init__(cfg.n_embd, V, bias=False)
+        self.vocab_size = cfg.vocab_size
+
+    def forward(self, x):
+        z = upcast(super().forward(x))[..., :self.vocab_size]
+        return 15 * torch.tanh(z / 15)

@@ -191,6 +191,50 @@ def read_states(q, k_state, v_state, final_k, final_v, context):
     return kernels.merge(y, lse, v_state, own_score)[0]
 
 
+# ---- what it is compared with ----
+
+class RNN(nn.Module):
+    """The gated linear recurrence alone (section 2.2)."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.fast, C, W = cfg.fast, cfg.n_embd, cfg.n_head * cfg.head_dim
+        self.w_in = nn.Linear(C, 3 * W, bias=False)  # z, g, v
+        self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.block_size))
+        self.wo = nn.Linear(W, C, bias=False)
+
+    def forward(self, u, layer, context):
+        z, g, v = self.w_in(u).chunk(3, -1)
+        a, v = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v)
+        if isinstance(context, CachedContext):  # one chunk, as long as the cache
+            h, = continued_states(a, [v], layer, context, context.cache.max_len)
+        else:
+            h = (kernels.scan if self.fast else recurrence)(a, v, v.size(1))
+        return self.wo(torch.sigmoid(z) * h.to(z.dtype))
+
+
+class TokenAttention(Attention):
+    """model_gpt's Attention, to all tokens or in a window (swa)."""
+
+    def forward(self, u, layer, context):
+        q, k, v = (in_heads(w(u), self.cfg) for w in (self.wq, self.wk, self.wv))
+        q, k = (apply_rope(x, *context.rope[self.cfg.kinds[layer]]) for x in (q, k))
+        decodes = isinstance(context, CachedContext)
+        y = (token_decode if decodes else attend_tokens)(q, k, v, layer, context)
+        return self.wo(y.transpose(1, 2).flatten(2))  # (B, T, C)
+
+
+def attend_tokens(q, k, v, layer, context):
+    """q (B, H, T, D), k, v (B, G, T, D), no tokens before them -> y (B, H, T, D)."""
+    cfg, bias = context.cfg, None  # None: causal
+    if cfg.kinds[layer] == "swa":
+        if cfg.fast:
+            return kernels.attend_by_position(q, k, v, window=cfg.swa)[0]
+        pos = torch.arange(q.size(2), device=q.device)
+        bias = attention_bias(pos[None], pos, cfg.swa)
+    return attend(q, k, v, bias, fast=cfg.fast)
+
+
 # ---- decoding ----
 
 class Cache(KVCache):
@@ -287,50 +331,6 @@ def decode_one(q, k, v, layer, context, L):
     if context.padding is not None:  # a row has slots 0 .. number, a full ring all
         bias = attention_bias(number, torch.arange(S, device=q.device))
     return attend(q, k, v, bias, fast=True)
-
-
-# ---- what it is compared with ----
-
-class RNN(nn.Module):
-    """The gated linear recurrence alone (section 2.2)."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.fast, C, W = cfg.fast, cfg.n_embd, cfg.n_head * cfg.head_dim
-        self.w_in = nn.Linear(C, 3 * W, bias=False)  # z, g, v
-        self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.block_size))
-        self.wo = nn.Linear(W, C, bias=False)
-
-    def forward(self, u, layer, context):
-        z, g, v = self.w_in(u).chunk(3, -1)
-        a, v = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v)
-        if isinstance(context, CachedContext):  # one chunk, as long as the cache
-            h, = continued_states(a, [v], layer, context, context.cache.max_len)
-        else:
-            h = (kernels.scan if self.fast else recurrence)(a, v, v.size(1))
-        return self.wo(torch.sigmoid(z) * h.to(z.dtype))
-
-
-class TokenAttention(Attention):
-    """model_gpt's Attention, to all tokens or in a window (swa)."""
-
-    def forward(self, u, layer, context):
-        q, k, v = (in_heads(w(u), self.cfg) for w in (self.wq, self.wk, self.wv))
-        q, k = (apply_rope(x, *context.rope[self.cfg.kinds[layer]]) for x in (q, k))
-        decodes = isinstance(context, CachedContext)
-        y = (token_decode if decodes else attend_tokens)(q, k, v, layer, context)
-        return self.wo(y.transpose(1, 2).flatten(2))  # (B, T, C)
-
-
-def attend_tokens(q, k, v, layer, context):
-    """q (B, H, T, D), k, v (B, G, T, D), no tokens before them -> y (B, H, T, D)."""
-    cfg, bias = context.cfg, None  # None: causal
-    if cfg.kinds[layer] == "swa":
-        if cfg.fast:
-            return kernels.attend_by_position(q, k, v, window=cfg.swa)[0]
-        pos = torch.arange(q.size(2), device=q.device)
-        bias = attention_bias(pos[None], pos, cfg.swa)
-    return attend(q, k, v, bias, fast=cfg.fast)
 
 
 def token_decode(q, k, v, layer, context):
