@@ -182,7 +182,7 @@ def decoding(model, device, T, rows, idx=None, new=NEW):
     if idx is None:
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
     idx = idx[:rows]
-    if new > 1 and getattr(model.cfg, "prefill", "") == "exact":
+    if new > 1 and getattr(model.cfg, "prefill", "") == "exact" and model.cfg.recurrent:
         model.cfg = replace(model.cfg, prefill="interleaved")   # filled at once; not timed
     cache = model.init_cache(rows, T)
 
