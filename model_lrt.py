@@ -63,7 +63,7 @@ from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, attention_
 @dataclass
 class Config(BaseConfig):
     memory: bool = True     # false: the backbone, all else equal: the baseline
-    train_path: str = choice("interleaved", "chunked", "exact")
+    train_path: str = choice("auto", "interleaved", "chunked", "exact")  # auto: by memory, source
     subsets: int = 2        # N of train_path=interleaved
     chunk: int = 64         # K of train_path=chunked
     prefill: str = choice("exact", "interleaved")  # how a prompt fills an empty cache
@@ -79,16 +79,8 @@ class Config(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "subsets", "chunk")
-        self.at_least(0, "swa")
-        if not self.pattern or set(self.pattern) - {"S", "L"}:
-            raise ValueError(f"pattern={self.pattern} must be made of S and L")
-        if self.head_dim > kernels.HEAD_SIZES[-1]:  # fast=true may come later
-            raise ValueError(f"head_dim={self.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
-        if not 0 <= self.source <= self.n_layer:
-            raise ValueError(f"source={self.source} must be from 0 to n_layer={self.n_layer}")
         # At the start blocks add nothing: m_t = (1 + 0.1 source) x0_t + 0.1 source m_{t-1}, which
         # overflows in some hundred tokens if 0.1 source > 1. The default takes the largest source.
         if self.source_norm is None:
@@ -98,8 +90,9 @@ class Config(BaseConfig):
         self.into_kv = self.memory and "kv" in self.inject  # (4)
         self.into_residual = self.memory and "residual" in self.inject  # (5)
         self.recurrent = self.memory and self.source > 0    # m_t depends on m_{t-1}
-        if not self.recurrent:
-            self.train_path = self.prefill = "exact"    # one pass is exact
+        auto = "interleaved" if self.recurrent else "exact"  # without a chain one pass is exact
+        self.train_path_used = auto if self.train_path == "auto" else self.train_path
+        check(self)
 
     def window_of(self, layer):
         """How many keys a query of this layer attends to, its own included; 0: all."""
@@ -140,6 +133,12 @@ def chain(model, tokens, K):
         xs.append(x)
         previous = m[:, -1:]  # which all positions of the next chunk read
     return torch.cat(xs, 1)
+
+
+def one_pass(model, tokens):
+    """All positions at once, which is exact without a chain (source=0, memory=false). -> x"""
+    m = shifted(tokens.x0, torch.zeros_like(tokens.x0[:, :1]))
+    return run(model, Context(model, tokens, m, {}))[0]
 
 
 def run(model, context):
@@ -308,11 +307,16 @@ def decode(model, idx, cache, n_valid):
     """Tokens idx (B, T) after those of the cache, exactly: one after the other, or in one pass
     if m_t does not depend on m_{t-1}. -> x (B, T, C)"""
     T = idx.size(1)
-    slots = cache.place(T, n_valid)     # raises if they are too many, before any is written
-    if T > 1 and model.cfg.recurrent:
-        step = graphs.stepper(lambda idx, n_valid: [decode(model, idx, cache, n_valid)], cache)
-        xs = [step(idx[:, t:t + 1], None if n_valid is None else n_valid - t)[0] for t in range(T)]
-        return torch.cat(xs, 1)
+    if T == 1 or not model.cfg.recurrent:
+        return decode_pass(model, idx, cache, n_valid)
+    cache.place(T, n_valid)     # raises if they are too many, before any is written
+    step = graphs.stepper(lambda idx, n_valid: [decode_pass(model, idx, cache, n_valid)], cache)
+    xs = [step(idx[:, t:t + 1], None if n_valid is None else n_valid - t)[0] for t in range(T)]
+    return torch.cat(xs, 1)
+
+
+def decode_pass(model, idx, cache, n_valid):
+    slots = cache.place(idx.size(1), n_valid)
     tokens = model.embed(idx, slots.pos)
     # the first reads cache.m; there are more only where m_t is x0_t (source=0), or no m
     previous = shifted(tokens.x0, cache.m) if model.cfg.memory else None
@@ -397,13 +401,12 @@ class Model(LanguageModel):
         """nanochat's: gates and what writes to the residual stream start at 0, uniform weights
         have std 1 / sqrt(C), those of Wk_rec and Wv_rec too, by our choice."""
         limit = math.sqrt(3 / self.cfg.n_embd)
-        zero = "wo.weight", "w_down.weight", "w_gate.weight", "w_value.weight"
         for name, p in self.named_parameters():
             if name == "wte.weight":
                 p.normal_(0, 1)
             elif name == "head.weight":
                 p.normal_(0, 0.001)
-            elif name.endswith(zero):
+            elif name.endswith(("wo.weight", "w_down.weight", "w_gate.weight", "w_value.weight")):
                 p.zero_()
             elif p.dim() == 2:
                 p.uniform_(-limit, limit)
@@ -423,7 +426,7 @@ class Model(LanguageModel):
         """As in all models. The loss of interleaved training (6) also counts the first pass: aux
         has "ce" of the recomputed positions, and "ce_first"."""
         cfg, N = self.cfg, self.cfg.subsets
-        algorithm1 = self.training and cfg.train_path == "interleaved" and cache is None
+        algorithm1 = self.training and cfg.train_path_used == "interleaved" and cache is None
         if not algorithm1 or targets is None or idx.numel() == 0:  # super refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)
         x, first, *_ = interleaved(self, self.embed(idx))
@@ -439,20 +442,16 @@ class Model(LanguageModel):
         """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C): exact in evaluation, by
         train_path in training (interleaved in forward, for its two losses), or by `path`."""
         cfg = self.cfg
-        path = path or (cfg.train_path if self.training else "exact")
+        path = path or (cfg.train_path_used if self.training else "exact")
         if path == "interleaved":
             x, *_ = interleaved(self, self.embed(idx))
-        elif path == "chunked":
-            x = chain(self, self.embed(idx), cfg.chunk)
-        elif not cfg.recurrent:  # exact in one pass: m_t is x0_t (source=0), or none
-            tokens = self.embed(idx)
-            zero = torch.zeros_like(tokens.x0[:, :1])
-            x, _ = run(self, Context(self, tokens, shifted(tokens.x0, zero), {}))
-        elif cfg.fast and not torch.is_grad_enabled():
-            # exact: the chain, but keys and values are written in place, not concatenated
+        elif not cfg.recurrent:
+            x = one_pass(self, self.embed(idx))
+        elif path == "exact" and cfg.fast and not torch.is_grad_enabled():
+            # the chain, but keys and values are written in place, not concatenated
             x = decode(self, idx, self.init_cache(*idx.shape), None)
-        else:  # exact, for gradients or fast=false
-            x = chain(self, self.embed(idx), 1)
+        else:
+            x = chain(self, self.embed(idx), cfg.chunk if path == "chunked" else 1)
         return norm(x, cfg.norm_eps)
 
     def decode(self, idx, cache, n_valid=None):
@@ -464,9 +463,9 @@ class Model(LanguageModel):
     @torch.no_grad()
     def estimate(self, idx, targets):
         """The training path's cross-entropy, faster than the exact; None: it is exact."""
-        if self.cfg.train_path == "exact":
+        if self.cfg.train_path_used == "exact":
             return None
-        return cross_entropy(self.head(self.hidden(idx, path=self.cfg.train_path)), targets)
+        return cross_entropy(self.head(self.hidden(idx, self.cfg.train_path_used)), targets)
 
     @property
     def context_kept(self):
@@ -483,14 +482,14 @@ class Model(LanguageModel):
         first pass projects one zero), chunked training does those once a chunk."""
         cfg, T = self.cfg, self.cfg.block_size
         memory = sum(p.numel() for name, p in self.named_parameters() if "rec." in name)
-        if cfg.train_path == "chunked":
+        if cfg.train_path_used == "chunked":
             memory *= math.ceil(T / cfg.chunk) / T
         backbone = self.head.weight.numel() + sum(
             p.numel() for name, p in self.blocks.named_parameters()
             if p.dim() == 2 and "rec." not in name)
         keys = sum(visible_keys(T, cfg.window_of(layer)) for layer in range(cfg.n_layer))
         attention = 12.0 * cfg.n_head * cfg.head_dim * keys
-        passes = 2 if cfg.train_path == "interleaved" else 1
+        passes = 2 if cfg.train_path_used == "interleaved" else 1
         return 6.0 * memory + passes * (6.0 * backbone + attention)
 
 
@@ -502,5 +501,21 @@ class Head(nn.Linear):
         self.vocab_size = cfg.vocab_size
 
     def forward(self, x):
-        z = upcast(super().forward(x))[..., :self.vocab_size]
-        return 15 * torch.tanh(z / 15)
+        return 15 * torch.tanh(upcast(super().forward(x))[..., :self.vocab_size] / 15)
+
+
+# ---- checks ----
+
+def check(cfg):
+    """Raise ValueError, naming the field, where a value is impossible."""
+    cfg.at_least(1, "subsets", "chunk")
+    cfg.at_least(0, "swa")
+    if not cfg.pattern or set(cfg.pattern) - {"S", "L"}:
+        raise ValueError(f"pattern={cfg.pattern} must be made of S and L")
+    if cfg.head_dim > kernels.HEAD_SIZES[-1]:  # fast=true may come later
+        raise ValueError(f"head_dim={cfg.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
+    if not 0 <= cfg.source <= cfg.n_layer:
+        raise ValueError(f"source={cfg.source} must be from 0 to n_layer={cfg.n_layer}")
+    for name, value in (("train_path", cfg.train_path_used), ("prefill", cfg.prefill)):
+        if value != "exact" and not cfg.recurrent:
+            raise ValueError(f"{name}={value} needs memory=true and a source that is not 0")

@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -146,14 +147,19 @@ def test_initial_weights():
             assert abs(p.std() - std) <= 0.02 * std, name
 
 
-def test_windows_and_source():
-    """The paper's: SSSL, half the context and the query itself, the last layer all of it; 0.6 of the depth."""
+def test_windows_source_and_path():
+    """The paper's: SSSL, half the context and the query itself, the last layer all of it; 0.6 of the depth. Approximations
+    of a chain that is not there are refused, and are not the default."""
     cfg = model_lrt.Config(n_layer=10, block_size=64)
     assert [cfg.window_of(layer) for layer in range(10)] == [33, 33, 33, 0, 33, 33, 33, 0, 33, 0]
     assert [model_lrt.Config(n_layer=L).source for L in (20, 24, 1)] == [12, 14, 1]
     assert [model_lrt.Config(n_layer=L).source_norm for L in (10, 11, 20)] == [False, True, True]
-    with pytest.raises(ValueError, match="pattern=SX must"):
-        model_lrt.Config(pattern="SX")
+    chainless = [dict(memory=False), dict(source=0)]        # m_t does not depend on m_{t-1}: one pass is exact
+    assert {replace(model_lrt.Config(), **keys).train_path_used for keys in chainless} == {"exact"}
+    approximations = [dict(train_path="interleaved"), dict(train_path="chunked"), dict(prefill="interleaved")]
+    for keys in [dict(pattern="SX"), *(a | b for a in chainless for b in approximations)]:
+        with pytest.raises(ValueError, match="pattern=SX must|needs memory=true and a source that is not 0"):
+            model_lrt.Config(**keys)
 
 
 @pytest.mark.parametrize("kind", ["default", "mixed", pytest.param("residual", marks=pytest.mark.full)])
@@ -222,7 +228,7 @@ def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_d
     with torch.no_grad():
         batches = [trainer.batches.cut(trainer.batches.val, start) for start in trainer.batches.val_batches(5)]
         exact, estimate = ([nats(model.head(model.hidden(x, path=path)), y).item() for x, y in batches]
-                           for path in ("exact", model.cfg.train_path))
+                           for path in ("exact", model.cfg.train_path_used))
     for wanted, which in ((1, [0]), (3, [0, 2, 4]), (0, range(5)), (9, range(5))):
         trainer.cfg.eval_batches, trainer.cfg.exact_batches = 5, wanted
         result, ce = train.evaluate(trainer), statistics.mean(exact[i] for i in which)
