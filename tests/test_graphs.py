@@ -108,7 +108,7 @@ def test_on_a_gpu(name, sizes, dtype, monkeypatch):
         assert dtype != torch.float32 or relative(graph, ordinary) < 1e-3
 
 
-PLANTS = {"a length of the host": (model_rat, "decode_one", "R if cache.static else min(", "min("),
+PLANTS = {"a length of the host": (model_rat, "newest_slot", "n_slots if cache.static else min(", "min("),
           "slots of a moment": (KVCache, "place", "self.max_len if self.static else min(", "min("),
           "MoR reads whether some go on": (model_mor.CachedTokens, "subset", "not self.cache.static and ", ""),
           "inputs are not copied": (graphs.Graph, "__call__", "mine.copy_(given)", "pass")}

@@ -27,21 +27,21 @@ def output(model, u, layer=0):
 
 def rat_by_hand(cfg, mix, u):
     """The layer of one sequence u (T, C), token by token and head by head."""
-    C, D, G, H, L = cfg.n_embd, cfg.head_dim, cfg.qk_groups, cfg.n_head, cfg.chunk
+    C, D, G, H, K = cfg.n_embd, cfg.head_dim, cfg.qk_groups, cfg.n_head, cfg.chunk
     z, g, v, q, k = (u @ mix.w_in.weight.T).split([C, C, C, G * D, G * D], -1)
     v, gate = v.unflatten(-1, (H, D)), (g + mix.gate_bias).sigmoid().unflatten(-1, (H, D))
     q, k = (x.unflatten(-1, (G, D))[:, [h % G for h in range(H)]] for x in (q, k))      # (T, H, D)
-    at = {"chunk": lambda t: t // L, "rope": lambda t: t, "none": lambda t: 0}[cfg.pos]
+    at = {"chunk": lambda t: t // K, "rope": lambda t: t, "none": lambda t: 0}[cfg.pos]
     turned = lambda x, t: rotate(x[None], torch.tensor([at(t)]), 10000.0)[0]
     ys, ends = [], []                           # ends: (rotated key, value) of each chunk
     for t in range(len(u)):
-        if t % L == 0:
+        if t % K == 0:
             sk = sv = torch.zeros_like(v[0])
         sk, sv = (gate[t] * state + (1 - gate[t]) * x[t] for state, x in ((sk, k), (sv, v)))
         keys, values = map(torch.stack, zip(*ends, (turned(sk, t), sv)))
         p = ((turned(q[t], t) * keys).sum(-1) / math.sqrt(D)).softmax(0)                # (ends + 1, H)
         ys.append((p[..., None] * values).sum(0).flatten())
-        if (t + 1) % L == 0:
+        if (t + 1) % K == 0:
             ends.append((turned(sk, t), sv))
     return (torch.sigmoid(z) * torch.stack(ys)) @ mix.wo.weight.T
 
@@ -92,8 +92,8 @@ def test_what_a_gpu_needs_in_decoding(kind, monkeypatch):
         return attend(q, k, v, *pos, **more)
 
     def fill(self, layer, k, v, at, padding, fill=model_rat.Cache.fill):
-        for row in at if padding is None else at.masked_fill(padding, self.R[layer]):
-            used = row[row < self.R[layer]]
+        for row in at if padding is None else at.masked_fill(padding, -1):
+            used = row[row >= 0]
             assert len(used) == len(used.unique())
         fill(self, layer, k, v, at, padding)
     monkeypatch.setattr(kernels, "attend_by_position", checked)
