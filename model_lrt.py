@@ -103,6 +103,18 @@ class Config(BaseConfig):
 # ---- the method: m enters keys and values; a pass; the chain; Algorithm 1 ----
 # A pass's Context (below) holds what layers read. Their keys and values go to its `buffer`.
 
+def chain(model, tokens, K):
+    """Chunks of K positions, one after the other; K = 1: the exact chain (without gradients and
+    with fast=true, decode computes that). -> x (B, T, C)"""
+    buffer, xs, previous = {}, [], torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
+    for start in range(0, tokens.x0.size(1), K):
+        chunk = tokens.at(slice(start, start + K))
+        x, m = run(model, Context(model, chunk, previous, buffer))
+        xs.append(x)
+        previous = m[:, -1:]  # which all positions of the next chunk read
+    return torch.cat(xs, 1)
+
+
 def interleaved(model, tokens):
     """Algorithm 1. -> x of the subsets, x of the first pass, m, (B, T, C) each; the buffer."""
     N, T, buffer = model.cfg.subsets, tokens.x0.size(1), {}
@@ -121,18 +133,6 @@ def interleaved(model, tokens):
 def shifted(m, before):
     """m_t of consecutive tokens (B, n, C) -> m_{t-1}; before (B, 1, C): of the token before."""
     return torch.cat([before, m[:, :-1]], 1)
-
-
-def chain(model, tokens, K):
-    """Chunks of K positions, one after the other; K = 1: the exact chain (without gradients and
-    with fast=true, decode computes that). -> x (B, T, C)"""
-    buffer, xs, previous = {}, [], torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
-    for start in range(0, tokens.x0.size(1), K):
-        chunk = tokens.at(slice(start, start + K))
-        x, m = run(model, Context(model, chunk, previous, buffer))
-        xs.append(x)
-        previous = m[:, -1:]  # which all positions of the next chunk read
-    return torch.cat(xs, 1)
 
 
 def one_pass(model, tokens):
