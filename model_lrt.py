@@ -1,9 +1,10 @@
 """
-LRT, the Latent Recurrent Transformer: the previous token's upper hidden state is a memory.
+LRT, the Latent Recurrent Transformer: a token reads what an upper layer made of the token before.
 
-A Transformer's layer attends only to what the same layer computed for earlier tokens, though
-the previous token has passed all layers. LRT keeps its residual stream after an upper layer,
-the source, as the memory m_{t-1}, which all layers of token t read:
+In a Transformer, layer l knows earlier tokens only as they were before layer l, although the
+previous token has already passed through all layers. LRT keeps the residual stream of each token
+after one upper layer, the source. This is the token's memory m_t. All layers of the next token
+read it, the lowest ones too:
 
                  token t-1       token t
     layer 5          o           +-> o
@@ -11,8 +12,12 @@ the source, as the memory m_{t-1}, which all layers of token t read:
     layer 3          o -- m -----+-> o        source: 0.6 of the depth
     layer 2          o           +-> o
     layer 1          o           +-> o
-A layer; * marks the memory's lines. The rest is nanochat's backbone (memory=false, 98eed6d):
-a layer has value embeddings VE_l and a window (pattern). "code:" means the authors' code.
+
+A layer computes what follows. The lines with * are LRT's, and memory=false leaves them out. The
+other lines are the backbone, nanochat's GPT (github.com/karpathy/nanochat, 98eed6d). Each of its
+layers has value embeddings VE_l, a table with a row for each token id, and may have a sliding
+window (pattern).
+
     x <- alpha x + beta x0                           x0 = RMSNorm(E[idx]) enters layer 1
   * x <- x + gamma m_{t-1}                           (5)
     u = RMSNorm(x),  k = Wk u,  v = Wv u
@@ -23,27 +28,75 @@ a layer has value embeddings VE_l and a window (pattern). "code:" means the auth
     x <- x + Wo Attention(RoPE(RMSNorm(Wq u)), RoPE(RMSNorm(k)), v)
     x <- x + W_down relu(W_up RMSNorm(x))^2
 
-m_t is x after the source layer, or its RMSNorm (source_norm: in deep models; code: RMSNorm after
-the last layer); m_{-1} = 0. logits = 15 tanh(W_head RMSNorm(x) / 15). No RMSNorm has a weight.
-alpha, beta, gamma are scalars of a layer and start at 1, 0.1, 0.1. Numbers are the paper's.
+    m_t = x after the source layer, m_{-1} = 0
+    logits = 15 tanh(z / 15),  z = W_head RMSNorm(x) after the last layer
 
-m_0 -> m_1 -> ... is a chain over positions: T passes of one each. Evaluation and decoding run it
-(code: samples without m); training can (train_path=exact), slowly. Algorithm 1 (interleaved) does
-two passes' work. The first, over all positions with memory 0, fills a buffer of keys, values, m.
-Then N strided subsets run again, one by one: in each layer a subset replaces its keys and values,
-then attends; after the last layer it replaces its m. N = 2:
+Numbers of equations are the paper's. No RMSNorm has a weight. alpha, beta and gamma are scalars of
+a layer and start at 1, 0.1 and 0.1. With source_norm, which is the default for more than 10 layers,
+m_t is RMSNorm(x).
 
-    first pass  0 1 2 3 4 5
-    subset 0    0   2   4     4 reads m_3 and attends to 1 3 of the first pass, 0 2 4 of subset 0
-    subset 1      1   3   5   3 reads m_2 and attends to 0 2 of subset 0, 1 3 of subset 1
-    loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)      (6)  gradients flow through all
+The memories form a chain: token t needs m_{t-1}, so it cannot run before token t - 1 has passed
+the source. The exact chain is T passes over one position each. Evaluation and decoding run it.
+train_path=exact also trains by it, which is slow.
 
-A token of subset s has s + 1 links of the chain behind it: N = T is the chain. chunked
-(Appendix D) is a chain of chunks: its K positions read the last m before the chunk.
-Left out (Tables 1, 2, 6, 8): means of several m, memory for k or v alone, other backbones.
-Departures: at their lines; norm_eps (code: 1.2e-7); dropout, on x0 and branches. Paper: Huang et
-al. 2026 (2605.26797), code: github.com/OoDBag/Latent_recurrent_transformer (e0d0f6e).
-Shapes: B batch, T tokens, n of a pass, S keys, C width, H query heads, G KV heads, D head size.
+Algorithm 1 (train_path=interleaved) approximates the chain, and its work is that of two passes over
+all positions. The first pass runs all positions at once with memory 0. It fills a buffer with their
+memories and with the keys and values of each layer. Then N strided subsets of the positions run
+again, one subset after the other. A subset reads the memories m_{t-1} that the buffer has at that
+time. In each layer it first replaces its keys and values in the buffer and then attends to the
+buffer. After the last layer it replaces its memories. The arrows are the memories for N = 2:
+
+    position        0     1     2     3     4     5
+    first pass      o     o     o     o     o     o         memory 0 for all
+                           \           \
+    subset 0        o       `-> o       `-> o               position 0 reads m_{-1} = 0
+                     \           \           \
+    subset 1          `-> o       `-> o       `-> o
+
+In subset 0, position 4 attends to 1 and 3 of the first pass and to 0, 2 and 4 of subset 0. In
+subset 1, position 3 attends to 0 and 2 of subset 0 and to 1 and 3 of subset 1. The loss is the mean
+of all passes' cross-entropies, and gradients flow through all passes and the buffer:
+
+    loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)      (6)
+
+A token of subset s has s + 1 links of the chain behind it, so N = T is the chain itself. The paper,
+where N is called S, finds the same loss with 2, 4 and 8 subsets (section 4.3).
+
+Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
+run at once and all read the last memory before the chunk.
+
+There is no chain with memory=false, nor with source=0, where m_t is x0_t and does not depend on
+m_{t-1}. One pass is exact then, and asking for an approximation is an error. This table says which
+function runs. Training takes the path that train_path names, and evaluation takes exact:
+
+    path                                  with a chain                  without one
+    exact                                 decode, into a new cache      one_pass
+    exact, for gradients or fast=false    chain, K = 1                  one_pass
+    chunked                               chain, K = chunk              error
+    interleaved                           interleaved                   error
+    a call with a cache                   decode, a pass for a token    decode, one pass
+    prefill=interleaved, empty cache      prefill_interleaved           error
+
+Left out are the paper's variants with older memories or means of several, with memory for keys or
+values alone, and with other backbones (Tables 1, 2, 6 and 8).
+
+Paper: Huang et al. 2026 (2605.26797). Where this file and the authors' code differ, or the paper
+is silent (their code: github.com/OoDBag/Latent_recurrent_transformer, e0d0f6e):
+- m_t. In their code it is RMSNorm(x) after the last layer (here source=n_layer source_norm=true).
+- (2) The paper does not say how Wk_rec and Wv_rec start. They start like Wk and Wv, as in their
+  code, which has a pair for each layer (here projections=layerwise).
+- (3) The gates read u here, x in the paper, and u[:32] in their code.
+- v. The paper does not say where value embeddings enter. They enter after (4), as in their code.
+- (6) Their code adds the means L_s. Here N times the mean over all recomputed positions stands for
+  their sum. The two are equal if all subsets have equally many targets.
+- Sampling. Their code samples without m. Here decoding is the exact chain.
+- Wg and Wve. Muon trains them in their code, and AdamW does here.
+- RoPE rotates the other way in their code. The same numbers come from negating the second half of
+  each head's rows of Wq, Wk and Wk_rec.
+- norm_eps is 1.2e-7 in their code.
+- Dropout, on x0 and on both branches of a block, is ours.
+
+Letters beside model_gpt.py's: n positions of a pass, K positions of a chunk, N subsets.
 """
 import math
 from dataclasses import dataclass
@@ -62,65 +115,69 @@ from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, attention_
 
 @dataclass
 class Config(BaseConfig):
-    memory: bool = True     # false: the backbone, all else equal: the baseline
-    train_path: str = choice("auto", "interleaved", "chunked", "exact")  # auto: by memory, source
+    memory: bool = True     # false: the backbone alone, all else equal (the baseline)
+    train_path: str = choice("auto", "interleaved", "chunked", "exact")  # auto: interleaved/exact
     subsets: int = 2        # N of train_path=interleaved
     chunk: int = 64         # K of train_path=chunked
     prefill: str = choice("exact", "interleaved")  # how a prompt fills an empty cache
     source: int = -1        # m is x after this layer, from 1 (-1: 0.6 of the depth; 0: m is x0)
-    source_norm: bool = None  # m is RMSNorm(x) (left out: if n_layer > 10)
+    source_norm: bool = None  # m is RMSNorm(x) (not given: if n_layer > 10)
     inject: str = choice("kv+residual", "kv", "residual")  # where m enters: (4), (5)
     projections: str = choice("shared", "layerwise")  # Wk_rec, Wv_rec: one pair, or one a layer
-    pattern: str = "SSSL"   # layers' windows, tiled: S short, L all; the last layer is L
-    swa: int = 0            # keys of S layers, own one included (0: block_size / 2 + 1)
+    pattern: str = "SSSL"   # windows of the layers, repeated: S short, L all; the last layer is L
+    swa: int = 0            # keys that S layers attend to, own included (0: block_size / 2 + 1)
 
-    # keys that change how a model is trained and prefilled, not what its weights mean
+    # These keys change how a model is trained and prefilled, but not what its weights mean.
     NOT_IN_WEIGHTS = ("train_path", "subsets", "chunk", "prefill")
 
     def __post_init__(self):
         super().__post_init__()
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
-        # At the start blocks add nothing: m_t = (1 + 0.1 source) x0_t + 0.1 source m_{t-1}, which
-        # overflows in some hundred tokens if 0.1 source > 1. The default takes the largest source.
+        # At the start attention and MLP add nothing, so that m_t = (1 + 0.1 source) x0_t
+        # + 0.1 source m_{t-1}. If 0.1 source > 1, this overflows within some hundred tokens. The
+        # default decides as if the source were the last layer.
         if self.source_norm is None:
             self.source_norm = 0.1 * self.n_layer > 1
-        # (nanochat's half of the context does not count the token itself)
+        # nanochat's window is half of the context and does not count the token itself
         self.swa = self.swa or self.block_size // 2 + 1
-        self.into_kv = self.memory and "kv" in self.inject  # (4)
+        self.into_kv = self.memory and "kv" in self.inject              # (4)
         self.into_residual = self.memory and "residual" in self.inject  # (5)
-        self.recurrent = self.memory and self.source > 0    # m_t depends on m_{t-1}
-        auto = "interleaved" if self.recurrent else "exact"  # without a chain one pass is exact
+        self.recurrent = self.memory and self.source > 0                # there is a chain
+        auto = "interleaved" if self.recurrent else "exact"     # without a chain, one pass is exact
         self.train_path_used = auto if self.train_path == "auto" else self.train_path
         check(self)
 
     def window_of(self, layer):
-        """How many keys a query of this layer attends to, its own included; 0: all."""
+        """Return how many keys a query of this layer attends to, its own included (0: all)."""
         short = self.pattern[layer % len(self.pattern)] == "S" and layer < self.n_layer - 1
         return self.swa if short and self.swa < self.block_size else 0
 
 
-# ---- the method: m enters keys and values; a pass; the chain; Algorithm 1 ----
-# A pass's Context (below) holds what layers read. Their keys and values go to its `buffer`.
+# ---- the method: the chain, Algorithm 1, a pass ----
+# Model.hidden embeds idx into Tokens and calls one of these functions. Each makes passes over some
+# of the T positions. A pass is a run with a Context, which holds what the layers read: the Tokens
+# of its positions, their m_{t-1}, and the buffer with the keys and values of all positions so far.
 
 def chain(model, tokens, K):
-    """Chunks of K positions, one after the other; K = 1: the exact chain (without gradients and
-    with fast=true, decode computes that). -> x (B, T, C)"""
+    """Run chunks of K positions, one after the other. K = 1 is the exact chain; without gradients
+    and with fast=true, decode computes the same. Returns x (B, T, C)."""
     buffer, xs, previous = {}, [], torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
     for start in range(0, tokens.x0.size(1), K):
         chunk = tokens.at(slice(start, start + K))
         x, m = run(model, Context(model, chunk, previous, buffer))
         xs.append(x)
-        previous = m[:, -1:]  # which all positions of the next chunk read
+        previous = m[:, -1:]  # all positions of the next chunk read it
     return torch.cat(xs, 1)
 
 
 def interleaved(model, tokens):
-    """Algorithm 1. -> x of the subsets, x of the first pass, m, (B, T, C) each; the buffer."""
+    """Run Algorithm 1. Returns x of the subsets, x of the first pass and m, (B, T, C) each, and
+    the buffer."""
     N, T, buffer = model.cfg.subsets, tokens.x0.size(1), {}
     zero = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
-    first, m = run(model, Context(model, tokens, zero, buffer))
-    x = first   # all T are replaced
+    first, m = run(model, Context(model, tokens, zero, buffer))     # which fills the buffer
+    x = first   # the subsets replace all T positions of it
     for s in range(min(N, T)):
         subset = slice(s, T, N)
         previous = shifted(m, zero)[:, subset]
@@ -131,29 +188,33 @@ def interleaved(model, tokens):
 
 
 def shifted(m, before):
-    """m_t of consecutive tokens (B, n, C) -> m_{t-1}; before (B, 1, C): of the token before."""
+    """Return m_{t-1} (B, n, C) of consecutive tokens from their m_t, m (B, n, C), and from the
+    memory of the token before the first one, before (B, 1, C)."""
     return torch.cat([before, m[:, :-1]], 1)
 
 
 def one_pass(model, tokens):
-    """All positions at once, which is exact without a chain (source=0, memory=false). -> x"""
-    m = shifted(tokens.x0, torch.zeros_like(tokens.x0[:, :1]))
-    return run(model, Context(model, tokens, m, {}))[0]
+    """Run all positions at once, which is exact where there is no chain. Returns x (B, T, C)."""
+    previous = shifted(tokens.x0, torch.zeros_like(tokens.x0[:, :1]))   # if source=0, m_t is x0_t
+    return run(model, Context(model, tokens, previous, {}))[0]
 
 
 def run(model, context):
-    """One pass -> x after the last layer, and the positions' own m_t (B, n, C)."""
-    cfg, x, m = model.cfg, context.x0, context.x0   # m stays that if source=0
+    """Make one pass. Returns x after the last layer and the positions' own m_t, (B, n, C) each."""
+    cfg, x, m = model.cfg, context.x0, context.x0   # m stays x0 if source=0
     for layer, block in enumerate(model.blocks):
-        x = block(x, layer, context)  # reads m_{t-1}
+        x = block(x, layer, context)  # which reads m_{t-1}
         if layer + 1 == cfg.source:
             m = norm(x, cfg.norm_eps) if cfg.source_norm else x
     return x, m
 
 
-# ---- the layers: nanochat's, with the memory where `inject` has it ----
+# ---- a layer: nanochat's, with the memory where inject= has it ----
 
 class Block(nn.Module):
+    """One layer, whose equations stand at the top of this file. Its Context has all that it reads
+    beside x."""
+
     def __init__(self, cfg, layer):
         super().__init__()
         self.cfg = cfg
@@ -170,7 +231,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with value embeddings."""
+    """Causal self-attention with value embeddings and, where inject= has "kv", the memory."""
 
     def __init__(self, cfg, layer):
         super().__init__()
@@ -180,20 +241,20 @@ class Attention(nn.Module):
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, a gate
+        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, for a gate
         self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None  # Wg
         layerwise = cfg.into_kv and cfg.projections == "layerwise"
-        self.rec = MemoryProjection(cfg) if layerwise else None     # None: model.rec
+        self.rec = MemoryProjection(cfg) if layerwise else None     # else model.rec serves all
 
     def forward(self, u, layer, context):
-        """u (B, n, C), normed, of the positions of a pass. context: see Context."""
+        """Return Wo Attention(...), (B, n, C), from u = RMSNorm(x) (B, n, C)."""
         D, eps = self.cfg.head_dim, self.cfg.norm_eps
         q, k, v = (w(u).unflatten(-1, (-1, D)) for w in (self.wq, self.wk, self.wv))
-        if self.w_gate:  # (gates read u; paper: x; code: u[:32])
+        if self.w_gate:
             k_rec, v_rec = self.rec(context.previous) if self.rec else context.kv_rec
             k, v = mix_memory(k, v, self.w_gate(u), k_rec, v_rec)  # (B, n, G, D)
         g_ve = 2 * torch.sigmoid(self.w_value(u[..., :32]))     # (B, n, G)
-        v = v + g_ve[..., None] * context.ve[layer].to(v.dtype)  # after (4): code's
+        v = v + g_ve[..., None] * context.ve[layer].to(v.dtype)
         q, k = (apply_rope(norm(x, eps), *context.rope) for x in (q, k))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))        # (B, H or G, n, D)
         k, v = context.extend(layer, k, v)                      # (B, G, S, D)
@@ -206,12 +267,15 @@ class Attention(nn.Module):
 
 
 def mix_memory(k, v, wg_u, k_rec, v_rec):
-    """A layer's keys and values (B, n, G, D) with the memory's. wg_u: Wg u (B, n, 2 G)."""
+    """Return a layer's keys and values k, v with those of the memory, k_rec, v_rec, mixed in. All
+    are (B, n, G, D), and k_rec and v_rec may have n = 1. wg_u (B, n, 2 G) is Wg u."""
     g_loc, g_rec = (2 * torch.sigmoid(wg_u)[..., None]).chunk(2, dim=2)  # (3), (B, n, G, 1)
     return g_loc * k + g_rec * k_rec, g_loc * v + g_rec * v_rec  # (4)
 
 
 class MemoryProjection(nn.Module):
+    """Wk_rec and Wv_rec, (2)."""
+
     def __init__(self, cfg):
         super().__init__()
         self.D, width = cfg.head_dim, cfg.n_kv_head * cfg.head_dim
@@ -219,7 +283,7 @@ class MemoryProjection(nn.Module):
         self.wv = nn.Linear(cfg.n_embd, width, bias=False)  # Wv_rec
 
     def forward(self, previous):
-        """m_{t-1} (B, n or 1, C) -> k_rec, v_rec (B, n or 1, G, D)."""
+        """Return k_rec, v_rec (B, n or 1, G, D) of m_{t-1} (B, n or 1, C)."""
         return [w(previous).unflatten(-1, (-1, self.D)) for w in (self.wk, self.wv)]   # (2)
 
 
@@ -236,51 +300,53 @@ class SquaredMLP(nn.Module):
 
 
 def norm(x, eps):
-    """RMSNorm without a weight, in x's dtype (autocast would widen it)."""
+    """RMSNorm without a weight. The result has x's dtype, because autocast would widen it."""
     return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
 
 
 # ---- what a pass knows ----
 
 class Tokens(NamedTuple):
-    """What is known of tokens before the first layer."""
+    """All that is known about tokens before the first layer."""
     x0: torch.Tensor        # (B, T, C)
-    ve: list                # of each layer: value embeddings VE_l[idx], (B, T, G, D)
+    ve: list                # each layer's VE_l[idx], (B, T, G, D)
     rope: list              # RoPE's cos and sin, (B or 1, T, 1, D / 2)
     pos: torch.Tensor       # (B or 1, T) positions
 
     def at(self, part):
-        """Those of a slice of the T."""
+        """Return the Tokens of a slice of the T."""
         ve, rope = ([x[:, part] for x in xs] for xs in (self.ve, self.rope))
         return Tokens(self.x0[:, part], ve, rope, self.pos[:, part])
 
 
 class Context:
-    """What the layers of a pass over n positions read:
-    x0, ve, rope, pos      the positions' Tokens
-    previous               their m_{t-1}, (B, n, C); (B, 1, C): the same for all
-    kv_rec                 of projections=shared: k_rec, v_rec, (B, n or 1, G, D)
-    alpha, beta, gamma     of each layer
-    buffer {layer: (k, v)} keys and values of all positions so far
-    subset                 of Algorithm 1: the slice of all positions that these are
-    at_end                 whether these are the last n positions so far, in all rows"""
+    """The layers of a pass over n positions read this:
+
+    x0, ve, rope, pos       the Tokens of the positions
+    previous                their m_{t-1}, (B, n, C), or (B, 1, C) where all read the same one
+    kv_rec                  k_rec, v_rec (B, n or 1, G, D), if all layers share the projections
+    alpha, beta, gamma      the scalars of each layer
+    buffer {layer: (k, v)}  the keys and values of all positions so far, (B, G, S, D) each
+    subset                  in Algorithm 1 the slice of all T positions that this pass replaces
+    at_end                  whether the positions are the last n so far, in all rows"""
 
     def __init__(self, model, tokens, previous, buffer, subset=None):
         self.x0, self.ve, self.rope, self.pos = tokens
         self.previous, self.buffer, self.subset = previous, buffer, subset
         self.at_end = subset is None
-        # unbind: one backward pass for all layers
+        # We unbind, because indexing would add a step to the backward pass for each layer.
         self.alpha, self.beta = model.alpha.unbind(), model.beta.unbind()
         self.gamma = model.gamma.unbind() if model.cfg.into_residual else None
         self.kv_rec = model.rec(previous) if model.rec else None
 
     def extend(self, layer, k, v):
-        """k, v (B, G, n, D) of this pass -> those of all positions so far, (B, G, S, D)."""
-        old = self.buffer.get(layer)  # nothing: the first pass or chunk
-        if self.subset is not None:  # replaces its positions'
+        """Put a layer's k, v (B, G, n, D) of this pass into the buffer. Returns those of all
+        positions so far, (B, G, S, D)."""
+        old = self.buffer.get(layer)  # None in the first pass or chunk
+        if self.subset is not None:  # a subset replaces those of its positions
             span = self.subset.start, self.subset.stop, self.subset.step
             k, v = (torch.slice_scatter(x, new, 2, *span) for x, new in zip(old, (k, v)))
-        elif old:  # a chunk comes after those before it
+        elif old:  # a chunk appends its own
             k, v = (torch.cat([x, new], 2) for x, new in zip(old, (k, v)))
         self.buffer[layer] = k, v
         return k, v
@@ -289,14 +355,15 @@ class Context:
 # ---- the fast path ----
 
 def attend_fast(q, k, v, context, window):
-    """What Attention's naive branch computes, without a mask of n x S."""
+    """Return the same as the naive branch of Attention, without its mask of n x S."""
     n, S = q.size(2), k.size(2)
-    if context.at_end and n == 1:  # the last keys; `-window:` takes all where window is 0
+    if context.at_end and n == 1:  # it attends to the last keys; [-0:] takes all of them
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
-    if context.at_end and n == S and not window:  # causal
+    if context.at_end and n == S and not window:  # the pass is causal
         return attend(q, k, v, None, fast=True)
-    # subsets, chunks, windows, ragged rows: the kernel compares positions, as the mask does
-    q_pos = context.pos.squeeze(0).int()  # (B, n), or (n,) of all rows
+    # In subsets, later chunks, windows and ragged rows the kernel compares positions, as the mask
+    # does.
+    q_pos = context.pos.squeeze(0).int()  # (B, n), or (n,) for all rows
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
     return kernels.attend_by_position(q, k, v, q_pos, k_pos, window=window or None)[0]  # (y, lse)
 
@@ -304,21 +371,25 @@ def attend_fast(q, k, v, context, window):
 # ---- decoding ----
 
 def decode(model, idx, cache, n_valid):
-    """Tokens idx (B, T) after those of the cache, exactly: one after the other, or in one pass
-    if m_t does not depend on m_{t-1}. -> x (B, T, C)"""
+    """Run the tokens idx (B, T) that follow those of the cache, exactly: one token after the other,
+    or all in one pass where there is no chain. Returns x (B, T, C)."""
     T = idx.size(1)
     if T == 1 or not model.cfg.recurrent:
         return decode_pass(model, idx, cache, n_valid)
-    cache.place(T, n_valid)     # raises if they are too many, before any is written
+    cache.place(T, n_valid)     # raises if they are too many, before the first one is written
+    # Each token is a step that a GPU can replay as a graph. n_valid - t tokens of a row are left at
+    # token t. If none is left, the token is padding.
     step = graphs.stepper(lambda idx, n_valid: [decode_pass(model, idx, cache, n_valid)], cache)
     xs = [step(idx[:, t:t + 1], None if n_valid is None else n_valid - t)[0] for t in range(T)]
     return torch.cat(xs, 1)
 
 
 def decode_pass(model, idx, cache, n_valid):
+    """Run the tokens idx (B, T) that follow those of the cache in one pass. T is 1 if there is a
+    chain. Returns x (B, T, C)."""
     slots = cache.place(idx.size(1), n_valid)
     tokens = model.embed(idx, slots.pos)
-    # the first reads cache.m; there are more only where m_t is x0_t (source=0), or no m
+    # The first token reads cache.m. Further ones are there only if m_t is x0_t or is not read.
     previous = shifted(tokens.x0, cache.m) if model.cfg.memory else None
     x, m = run(model, CachedContext(model, tokens, previous, cache, slots))
     if model.cfg.memory:
@@ -328,7 +399,8 @@ def decode_pass(model, idx, cache, n_valid):
 
 
 def prefill_interleaved(model, idx, cache, n_valid):
-    """Tokens idx (B, T) by Algorithm 1 into an empty cache. -> x (B, T, C)"""
+    """Run the tokens idx (B, T) by Algorithm 1 and put what it leaves in its buffer into an empty
+    cache. Returns x (B, T, C)."""
     slots = cache.place(idx.size(1), n_valid)
     x, _, m, buffer = interleaved(model, model.embed(idx, slots.pos))
     for layer, (k, v) in buffer.items():
@@ -339,51 +411,52 @@ def prefill_interleaved(model, idx, cache, n_valid):
 
 
 class CachedContext(Context):
-    """A pass whose keys and values go to slots of a cache."""
+    """The Context of a pass whose keys and values go into slots of a cache."""
 
     def __init__(self, model, tokens, previous, cache, slots):
         super().__init__(model, tokens, previous, buffer=None)
         self.cache, self.slots = cache, slots
-        self.at_end = slots.at is None  # else rows are ragged
+        self.at_end = slots.at is None  # otherwise rows are ragged
 
     def extend(self, layer, k, v):
         return self.cache.write(layer, k, v, self.slots)
 
 
 class MemoryCache(KVCache):
-    """A KVCache with m (B, 1, C), of each row's last token, in the residual stream's dtype."""
+    """A KVCache that also holds m (B, 1, C), the memory of each row's last token. m has the dtype
+    of the residual stream."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, m_dtype):
         super().__init__(cfg, batch_size, max_len, device, dtype)
-        with torch.inference_mode(False):   # as KVCache
+        with torch.inference_mode(False):   # otherwise only inference mode could write to m
             self.m = torch.zeros(batch_size, 1, cfg.n_embd, device=device, dtype=m_dtype)
 
-    def buffers(self):  # what KVCache resets and measures
+    def buffers(self):  # KVCache resets and measures these
         return super().buffers() + [self.m]
 
     def keep(self, m, slots):
-        """Of the new tokens' memories m (B, n, C) each row's last one."""
+        """Keep the last one of each row's new memories m (B, n, C)."""
         n_new = slots.n_new[:, None, None]
         last = m.take_along_dim((n_new - 1).clamp(min=0), 1)        # (B, 1, C)
-        self.m.copy_(torch.where(n_new > 0, last, self.m))  # a row without any keeps its own
+        self.m.copy_(torch.where(n_new > 0, last, self.m))  # a row without new ones keeps its m
 
 
 # ---- the model ----
 
 class Model(LanguageModel):
-    """LRT, or its backbone where memory is false."""
-    runs_blocks_once = False    # so FSDP gathers all of them at once
-    # what optimizer=muon cannot tell by a parameter's place and shape: rec is outside of the
-    # blocks, the head no embedding; AdamW trains gates (code: Muon); alpha and beta have rates
-    # of their own
+    """LRT, or its backbone if memory is false."""
+    runs_blocks_once = False    # several passes run them, so FSDP gathers all of them at once
+    # optimizer=muon tells a parameter's kind by its place and shape. These are the exceptions: rec
+    # is a matrix outside of the blocks, the head is no embedding, AdamW trains the gates, and alpha
+    # and beta have learning rates of their own.
     parameter_kinds = dict(rec="matrix", head="head", w_gate="gate", w_value="gate",
                            alpha="alpha", beta="beta")
 
     def __init__(self, cfg):
-        nn.Module.__init__(self)    # nanochat's parts, not LanguageModel's
+        nn.Module.__init__(self)    # the parts are nanochat's, not those of LanguageModel
         self.cfg = cfg
         L, C, G, D = cfg.n_layer, cfg.n_embd, cfg.n_kv_head, cfg.head_dim
-        V = 64 * math.ceil(cfg.vocab_size / 64)     # padded, for the head's product
+        V = 64 * math.ceil(cfg.vocab_size / 64)     # padded, so that the head's product is fast
         self.wte = nn.Embedding(V, C)
         self.drop = nn.Dropout(cfg.dropout)
         self.values = nn.ModuleList(nn.Embedding(V, G * D) for _ in range(L))   # VE_l
@@ -398,8 +471,9 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self):
-        """nanochat's: gates and what writes to the residual stream start at 0, uniform weights
-        have std 1 / sqrt(C), those of Wk_rec and Wv_rec too, by our choice."""
+        """Weights start as nanochat's. The gates' and those that write to the residual stream are
+        0, those of wte and head are normal with std 1 and 0.001, and all other matrices are
+        uniform with std 1 / sqrt(C), Wk_rec and Wv_rec too."""
         limit = math.sqrt(3 / self.cfg.n_embd)
         for name, p in self.named_parameters():
             if name == "wte.weight":
@@ -412,9 +486,9 @@ class Model(LanguageModel):
                 p.uniform_(-limit, limit)
 
     def embed(self, idx, pos=None):
-        """The Tokens idx (B, T) at positions pos (B or 1, T; None: 0 .. T - 1)."""
+        """Return the Tokens of idx (B, T) at positions pos (B or 1, T), or 0 .. T - 1 for None."""
         cfg, T = self.cfg, idx.size(1)
-        if pos is None and T > cfg.block_size:  # (a cache counts its tokens itself)
+        if pos is None and T > cfg.block_size:  # a cache counts its tokens itself
             raise ValueError(f"{T} tokens are more than block_size={cfg.block_size}")
         pos = torch.arange(T, device=idx.device)[None] if pos is None else pos
         x0 = self.drop(norm(self.wte(idx), cfg.norm_eps))           # (B, T, C)
@@ -423,24 +497,25 @@ class Model(LanguageModel):
         return Tokens(x0, ve, [table[:, :, None] for table in rope], pos)
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in all models. The loss of interleaved training (6) also counts the first pass: aux
-        has "ce" of the recomputed positions, and "ce_first"."""
+        """The contract is that of all models. In interleaved training the loss is (6), "ce" in aux
+        is the cross-entropy of the recomputed positions, and "ce_first" that of the first pass."""
         cfg, N = self.cfg, self.cfg.subsets
         algorithm1 = self.training and cfg.train_path_used == "interleaved" and cache is None
         if not algorithm1 or targets is None or idx.numel() == 0:  # super refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)
         x, first, *_ = interleaved(self, self.embed(idx))
         logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)
-        # N ce = L_0 + ... + L_{N-1} if subsets have equally many targets (code: sum of means);
-        # if N > T some are empty, the weight is still N
+        # N ce is L_0 + ... + L_{N-1} if all subsets have equally many targets. If N > T, some
+        # subsets are empty, and the weight of ce is still N.
         ce = cross_entropy(logits, targets)
         ce_first = cross_entropy(self.head(norm(first, cfg.norm_eps)), targets)
         aux = {"ce": ce.detach(), "ce_first": ce_first.detach()}
         return logits, (ce_first + N * ce) / (N + 1), aux  # (6)
 
     def hidden(self, idx, path=None):
-        """idx (B, T) -> RMSNorm(x) after the last layer, (B, T, C): exact in evaluation, by
-        train_path in training (interleaved in forward, for its two losses), or by `path`."""
+        """Return RMSNorm(x) after the last layer, (B, T, C), for idx (B, T). The path is `path`, or
+        exact in evaluation and train_path in training. forward runs interleaved training itself,
+        because it needs two losses."""
         cfg = self.cfg
         path = path or (cfg.train_path_used if self.training else "exact")
         if path == "interleaved":
@@ -448,28 +523,31 @@ class Model(LanguageModel):
         elif not cfg.recurrent:
             x = one_pass(self, self.embed(idx))
         elif path == "exact" and cfg.fast and not torch.is_grad_enabled():
-            # the chain, but keys and values are written in place, not concatenated
+            # This is the chain, but keys and values are written in place and not concatenated.
             x = decode(self, idx, self.init_cache(*idx.shape), None)
         else:
             x = chain(self, self.embed(idx), cfg.chunk if path == "chunked" else 1)
         return norm(x, cfg.norm_eps)
 
     def decode(self, idx, cache, n_valid=None):
-        """As in all models: exact, but into an empty cache by cfg.prefill."""
+        """The contract is that of all models. An empty cache is filled as cfg.prefill says, and all
+        other calls are exact."""
         into_empty = cache.longest == 0 and self.cfg.prefill == "interleaved"
         function = prefill_interleaved if into_empty else decode
         return norm(function(self, idx, cache, n_valid), self.cfg.norm_eps)
 
     @torch.no_grad()
     def estimate(self, idx, targets):
-        """The training path's cross-entropy, faster than the exact; None: it is exact."""
+        """Return the cross-entropy by the training path, which takes less time than the exact one.
+        Returns None if the training path is exact."""
         if self.cfg.train_path_used == "exact":
             return None
         return cross_entropy(self.head(self.hidden(idx, self.cfg.train_path_used)), targets)
 
     @property
     def context_kept(self):
-        """Tokens that sample.py keeps of a full context: half, as a prefill is slow."""
+        """How many of the last tokens stay where a context is full: half of them, because the
+        prefill of a chain is slow and should not run at every token."""
         return (self.cfg.block_size + 1) // 2 if self.cfg.recurrent else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):
@@ -478,8 +556,9 @@ class Model(LanguageModel):
         return MemoryCache(self.cfg, *self.cache_sizes(batch_size, max_len), self.wte.weight.dtype)
 
     def flops_per_token(self):
-        """As in model_gpt; interleaved training does all twice but the memory's projections (the
-        first pass projects one zero), chunked training does those once a chunk."""
+        """The count is model_gpt's. Interleaved training does everything twice but the projections
+        of the memory, because its first pass projects a single zero. Chunked training does these
+        projections once a chunk."""
         cfg, T = self.cfg, self.cfg.block_size
         memory = sum(p.numel() for name, p in self.named_parameters() if "rec." in name)
         if cfg.train_path_used == "chunked":
@@ -494,7 +573,7 @@ class Model(LanguageModel):
 
 
 class Head(nn.Linear):
-    """15 tanh(W x / 15), without the padding of W: (..., C) -> (..., vocab_size)."""
+    """15 tanh(W x / 15) of the rows of W that are no padding: (..., C) -> (..., vocab_size)."""
 
     def __init__(self, cfg, V):
         super().__init__(cfg.n_embd, V, bias=False)
@@ -512,7 +591,7 @@ def check(cfg):
     cfg.at_least(0, "swa")
     if not cfg.pattern or set(cfg.pattern) - {"S", "L"}:
         raise ValueError(f"pattern={cfg.pattern} must be made of S and L")
-    if cfg.head_dim > kernels.HEAD_SIZES[-1]:  # fast=true may come later
+    if cfg.head_dim > kernels.HEAD_SIZES[-1]:  # with fast=false too, as a run may change it
         raise ValueError(f"head_dim={cfg.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
     if not 0 <= cfg.source <= cfg.n_layer:
         raise ValueError(f"source={cfg.source} must be from 0 to n_layer={cfg.n_layer}")

@@ -1,4 +1,4 @@
-"""model_lrt: its equations once more, what its paths compute, prefill, the paper's optimizer, and evaluation."""
+"""model_lrt: its equations written once more, what its paths compute, prefill, the paper's optimizer, evaluation."""
 import itertools
 import json
 import math
@@ -30,7 +30,7 @@ PATHS = {"exact": dict(train_path="exact"), "K=3": dict(train_path="chunked", ch
 
 
 def lrt(kind="default", **sizes):
-    """The tiny float64 model of conftest of this kind, in training mode. All paths have the same weights."""
+    """Return conftest's tiny float64 model of this kind in training mode. All paths have the same weights."""
     return tiny("lrt", **{**SETTINGS[kind], **sizes}).train()
 
 
@@ -39,9 +39,9 @@ unit = lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-5)
 
 
 class ByHand:
-    """The equations once more, of one sequence idx (T,). buffer: each layer's newest keys and values (T, G, D);
-    m (T + 1, C): the newest memories, m[t] being m_{t-1}; out and first (T, C): the last layer's outputs, with and
-    without memory."""
+    """This class computes the equations of one sequence idx (T,) once more. buffer has the newest keys and values of
+    each layer, (T, G, D). m (T + 1, C) has the newest memories, and m[t] is m_{t-1}. out and first (T, C) are the
+    outputs of the last layer, with and without memory."""
 
     def __init__(self, model, idx):
         self.cfg, self.w, self.idx = model.cfg, dict(model.named_parameters()), idx
@@ -55,7 +55,7 @@ class ByHand:
         return y.unflatten(-1, (-1, self.cfg.head_dim)) if heads else y
 
     def keys_values(self, layer, at, u, m):
-        """The local ones and the memory's, each times its gate, one of each key head."""
+        """Return the sum of the local ones and the memory's, each times its gate. Each key head has its own gates."""
         rec = f"blocks.{layer}.attn.rec." if self.cfg.projections == "layerwise" else "rec."
         gates = lambda x, name: 2 * torch.sigmoid(self.times(x, layer, f"attn.{name}"))[..., None]
         k, v = (self.times(u, layer, f"attn.{name}", heads=True) for name in ("wk", "wv"))
@@ -67,8 +67,8 @@ class ByHand:
         return rotate(unit(k), at, 10000.0), v + gates(u[:, :32], "w_value") * e
 
     def run(self, at, memory):
-        """One pass over positions at (n,) that read memory (n, C): in each layer they write keys and values, then
-        attend to all of the buffer; in the end they write outputs and memories."""
+        """Make one pass over positions at (n,), which read memory (n, C). In each layer they write keys and values and
+        then attend to all of the buffer. In the end they write outputs and memories."""
         x, outputs = self.x0[at], [self.x0[at]]
         for layer, kind in zip(range(self.cfg.n_layer), itertools.cycle(self.cfg.pattern)):
             x = self.w["alpha"][layer] * x + self.w["beta"][layer] * self.x0[at]
@@ -87,13 +87,13 @@ class ByHand:
         self.m = self.m.index_copy(0, at + 1, unit(m) if self.cfg.source_norm else m)
 
     def chunked(self, K, start=0):
-        """K = 1: the exact chain. start: positions before it are there."""
+        """Run chunks of K positions; K = 1 is the exact chain. Positions before start have run already."""
         for at in torch.arange(start, len(self.idx)).split(K):
             self.run(at, self.m[at[0]].expand(len(at), -1))
         return self
 
     def interleaved(self, N, T=None):
-        """Of the first T positions."""
+        """Run Algorithm 1 on the first T positions."""
         everything = torch.arange(T or len(self.idx))
         self.run(everything, torch.zeros_like(self.x0[everything]))
         self.first = self.out
@@ -106,13 +106,13 @@ class ByHand:
 
 
 def by_hand(model, x):
-    """outputs_and_gradients of the model's training path."""
+    """Return what outputs_and_gradients returns, for the model's training path."""
     cfg, y, N = model.cfg, x[:, 1:], model.cfg.subsets
     K = {"exact": 1, "chunked": cfg.chunk, "interleaved": 0}[cfg.train_path]
     rows = [ByHand(model, row).chunked(K) if K else ByHand(model, row).interleaved(N) for row in x[:, :-1]]
     logits = torch.stack([row.logits(row.out) for row in rows])
     loss = nats(logits, y)
-    if not K:       # a mean of the passes, in which a subset weighs as many targets as it has
+    if not K:       # the loss is a mean of the passes, in which a subset weighs as many targets as it has
         loss = (nats(torch.stack([row.logits(row.first) for row in rows]), y) + N * loss) / (N + 1)
     named = dict(model.named_parameters())
     return logits.detach(), loss.detach(), dict(zip(named, torch.autograd.grad(loss, [*named.values()])))
@@ -122,8 +122,9 @@ def by_hand(model, x):
                                        *itertools.product(("kv", "residual"), ("N=3", "K=3"))])
 @both
 def test_each_path_is_its_equations(kind, way, fast, monkeypatch):
-    """Logits, loss and all gradients: were anything in the buffer detached, they would differ. The fast path builds
-    no mask. Every parameter has a gradient, be it zero, also where one pass holds all positions: DDP waits for it."""
+    """Logits, loss and all gradients are the same. They would differ if anything in the buffer were detached. The fast
+    path builds no mask. Every parameter has a gradient, be it zero, because DDP waits for it, also if one pass has all
+    positions."""
     if fast:
         monkeypatch.delattr(model_lrt, "attention_bias")
     for T in (1, 2, 19):
@@ -133,7 +134,7 @@ def test_each_path_is_its_equations(kind, way, fast, monkeypatch):
 
 
 def test_initial_weights():
-    """nanochat's: 0 where a projection writes to the residual stream, and of a gate, which so is 1."""
+    """As in nanochat, projections into the residual stream are 0, and so are those of gates, so that gates are 1."""
     torch.manual_seed(0)
     model = model_lrt.Model(model_lrt.Config(n_layer=2, n_embd=256, n_head=4))
     stds = dict(wte=1, head=0.001, wo=0, w_down=0, w_gate=0, w_value=0)
@@ -141,20 +142,20 @@ def test_initial_weights():
         std = stds.get(name.split(".")[-2] if p.dim() == 2 else name)
         if p.dim() == 1:
             assert (p == (1 if name == "alpha" else 0.1)).all(), name
-        elif std is None:       # uniform, of std 1 / sqrt(256)
+        elif std is None:       # uniform, with std 1 / sqrt(256)
             assert abs(p.std() * 16 - 1) < 0.02 and 0.99 < p.abs().max() / math.sqrt(3 / 256) <= 1, name
         else:
             assert abs(p.std() - std) <= 0.02 * std, name
 
 
 def test_windows_source_and_path():
-    """The paper's: SSSL, half the context and the query itself, the last layer all of it; 0.6 of the depth. Approximations
-    of a chain that is not there are refused, and are not the default."""
+    """The pattern is SSSL. S is half of the context and the query itself, and the last layer sees all. The source is at
+    0.6 of the depth. Approximations of a chain that is not there are refused, and are not the default."""
     cfg = model_lrt.Config(n_layer=10, block_size=64)
     assert [cfg.window_of(layer) for layer in range(10)] == [33, 33, 33, 0, 33, 33, 33, 0, 33, 0]
     assert [model_lrt.Config(n_layer=L).source for L in (20, 24, 1)] == [12, 14, 1]
     assert [model_lrt.Config(n_layer=L).source_norm for L in (10, 11, 20)] == [False, True, True]
-    chainless = [dict(memory=False), dict(source=0)]        # m_t does not depend on m_{t-1}: one pass is exact
+    chainless = [dict(memory=False), dict(source=0)]        # one pass is exact
     assert {replace(model_lrt.Config(), **keys).train_path_used for keys in chainless} == {"exact"}
     approximations = [dict(train_path="interleaved"), dict(train_path="chunked"), dict(prefill="interleaved")]
     for keys in [dict(pattern="SX"), *(a | b for a in chainless for b in approximations)]:
@@ -166,7 +167,8 @@ def test_windows_source_and_path():
 @both
 @pytest.mark.parametrize("N, lengths", [(2, [11, 11]), (3, [11, 1, 6, 0])])
 def test_interleaved_prefill_goes_on_exactly(kind, fast, N, lengths):
-    """N subsets over each prompt, then the chain from what they left: the equations' logits. An empty one is exact."""
+    """N subsets run over each prompt, and the chain goes on from what they left. The logits are those of the equations.
+    An empty prompt is exact."""
     model = tiny("lrt", **SETTINGS[kind], subsets=N, fast=fast)
     model.cfg.prefill = "interleaved"
     x, cache, ragged = tokens(len(lengths), 16), model.init_cache(len(lengths), 20), min(lengths) < 11
@@ -188,7 +190,7 @@ def muon(**keys):
 
 @pytest.mark.parametrize("kind", ["default", "mixed"])
 def test_the_papers_optimizer(kind):
-    """2 rows of 100 tokens, 4 times: each group's rate, betas and decay, by parameters' names."""
+    """The rate, betas and decay of each group follow from its parameters' names, for 2 rows of 100 tokens, 4 times."""
     model = lrt(kind)
     groups = optim.parameter_groups(model, muon(batch_size=2, gradient_accumulation_steps=4))
     batch, width = math.sqrt(800 / 2 ** 19), (model.cfg.n_embd / 768) ** -0.5
@@ -208,7 +210,7 @@ def test_the_papers_optimizer(kind):
 
 
 def test_schedules_of_the_paper():
-    """Momentum 0.85 to 0.95 in 300 steps; decay to zero; rates stay, then fall."""
+    """Momentum grows from 0.85 to 0.95 in 300 steps, decay falls to zero, and rates stay at first and then fall."""
     cfg = muon(muon_momentum_steps=300, decay_schedule="linear",
                lr_schedule="linear", cooldown_frac=0.5, min_lr_frac=0.0, max_steps=1000)
     *others, muons = [group for o in optim.make_optimizers(lrt(n_layer=6), cfg) for group in o.param_groups]
@@ -224,7 +226,7 @@ def test_schedules_of_the_paper():
 @pytest.mark.parametrize("way", ["subsets=2", "train_path=chunked chunk=4"])
 def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_dir, tmp_path):
     trainer = runs.run("lrt", tmp_path, data_dir, "max_steps=1", "eval_batches=1", *way.split())
-    model = move(trainer.model.eval(), 0.1)         # a gap that float32 cannot hide
+    model = move(trainer.model.eval(), 0.1)         # so that float32 cannot hide the gap
     with torch.no_grad():
         batches = [trainer.batches.cut(trainer.batches.val, start) for start in trainer.batches.val_batches(5)]
         exact, estimate = ([nats(model.head(model.hidden(x, path=path)), y).item() for x, y in batches]
@@ -239,7 +241,7 @@ def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_d
 
 
 def test_a_chain_that_is_not_finite_is_told_and_the_run_goes_on(data_dir, tmp_path, capsys):
-    """The estimate is logged; best.pt stays what it was."""
+    """The estimate is logged, and best.pt stays as it was."""
     trainer = runs.run("lrt", tmp_path, data_dir, "max_steps=2", "eval_batches=1")
     best, rows = trainer.best_ce, len(trainer.log.path.read_text().splitlines())
     with torch.no_grad():
