@@ -1,42 +1,59 @@
 """
 RAT: recurrence inside chunks, attention across them.
 
-Attention pays for every past token. A gated linear recurrence reads one state and
-forgets. RAT cuts the sequence into chunks of K tokens: a recurrence sums up keys
-and values inside a chunk, attention reads the chunks' final states. For token
-t = (c, l), number l of chunk c = t // K, and u = RMSNorm(x):
+Attention reads the keys and values of all past tokens, and pays for each. A gated linear recurrence
+reads a single state, and forgets. RAT cuts the sequence into chunks of K tokens. Inside a chunk, a
+recurrence sums up keys and values. Across chunks, attention reads the final state of each earlier
+chunk. With u = RMSNorm(x), token t of chunk c = t // K computes:
 
-    z, g, v, q, k = W_in u              z, g, v of width W
-    a = sigmoid(g + b_g)                one forget gate per channel (1)
-    k~_{c,l} = a k~_{c,l-1} + (1 - a) k_{c,l}
-    v~_{c,l} = a v~_{c,l-1} + (1 - a) v_{c,l}   0 before a chunk    (2)
-    y_{c,l}  = attention of q to k~_{0,K-1}, ..., k~_{c-1,K-1},
-               the final states of earlier chunks, and to its own
-               k~_{c,l}, with their v~, in one softmax              (3)
-    out      = x + W_o (sigmoid(z) * y)                             (4)
+    z_t, g_t, v_t, q_t, k_t = W_in u_t            z, g, v of width W
+    a_t   = sigmoid(g_t + b_g)                    a forget gate for each channel of each token   (1)
+    k~_t  = a_t k~_{t-1} + (1 - a_t) k_t
+    v~_t  = a_t v~_{t-1} + (1 - a_t) v_t          where a chunk starts, k~_{t-1} = v~_{t-1} = 0  (2)
+    y_t   = attention of q_t to k~_{K-1}, k~_{2K-1}, ..., k~_{cK-1}, the final states of earlier
+            chunks, and to its own state k~_t, with their v~, in one softmax                     (3)
+    out_t = x_t + W_o (sigmoid(z_t) * y_t)                                                       (4)
 
-q and k have only G groups, so that W_in is small: head h reads group h % G. Heads of
-a group share query and k; their states k~ differ, as each channel has its gate. RoPE
-rotates q and k~, after the recurrence, by the chunk's number c. What queries attend
-to for K = 4 (f: final state of an earlier chunk, o: own state):
+So token t has c + 1 keys and not t + 1. For K = 4 queries attend to f, the final state of an
+earlier chunk, and to o, their own state:
 
     token       0   1   2   3 | 4   5   6   7 | 8   9  10  11
     query 2             o     |               |
     query 5                 f |     o         |
     query 10                f |             f |         o
 
-K = 1 is attention with keys and values scaled by 1 - a, K = T a gated RNN. Baselines:
-mixer=rnn, v~ over the whole sequence, out = x + W_o (sigmoid(z) * v~);
-mixer=attention, a Transformer. swa=w (RAT-SWA): in odd layers a token attends to w
-keys, its own included (the paper's 1,024 is w = 1,025). Dropout: embeddings, both branches.
+q and k have only G groups, so that W_in is small. Head h reads group h % G. The heads of a group
+share query and key, but their states k~ differ, because each channel has its own gate. RoPE rotates
+q and k~, after the recurrence, by the number c of the chunk.
 
-Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). Only in its code
-(CLAIRE-Labo/RAT, d4a8f54): b_g, G = 2, h % G. Departures from it: decoding needs no
-full first chunk; states are float32, not bfloat16; norm_eps is 1e-5, not 1e-6;
-norms and b_g do not decay (there b_g does, so that gates forget faster).
+With K = 1 this is attention whose keys and values are scaled by 1 - a, and with K = T a gated RNN.
+The baselines, and RAT-SWA:
 
-Shapes: B batch, T new tokens, S keys, n chunks, C width, H heads, D head size,
-W = H D, G groups (in attention and swa: key/value heads).
+    mixer=rnn          out_t = x_t + W_o (sigmoid(z_t) * v~_t), the whole sequence is one chunk
+    mixer=attention    a Transformer
+    swa=w              in odd layers a token attends to w keys, its own included, with any mixer
+
+The paper does not count the token itself, so its window of 1,024 is swa=1025 here. Dropout is on
+the embeddings and on both branches of a block. This table says which function runs in a layer:
+
+    kind of layer     fast=false        fast=true         with a cache
+    rat               rat_naive         rat_fast          rat_decode
+    rnn               recurrence        kernels.scan      continued_states
+    attention, swa    attend_tokens     attend_tokens     token_decode
+
+With a cache, rat and rnn layers run the same code for both values of fast. The other layers obey it
+in the first call alone, if that has several tokens a row, because attend_tokens runs then.
+
+Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416), where K is L and the gate a is g. Three
+things are in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias b_g,
+G = 2, and that head h reads group h % G. This file differs from their code in these points:
+- k~ and v~ are float32 here, and bfloat16 there.
+- b_g has no weight decay here, as norms have none. There it decays, so that gates forget faster.
+- norm_eps is 1e-5 here, and 1e-6 there.
+- Decoding works from the first token on. Theirs needs a full first chunk.
+
+Letters beside model_gpt.py's: n is the number of chunks, and W is H D. G counts the groups of q and
+k in rat layers, and key/value heads in attention and swa layers.
 """
 import math
 from dataclasses import dataclass
@@ -53,21 +70,31 @@ from model_gpt import (MLP, Attention, BaseConfig, LanguageModel, RMSNorm, apply
 
 @dataclass
 class Config(BaseConfig):
-    chunk: int = 16  # K, tokens of a chunk
+    """The kind of a layer is mixer, but odd layers are of kind swa if swa > 0. The table has the
+    keys that only some kinds read, and what RoPE counts. A model whose layers do not read a key
+    ignores it.
+
+        kind         keys                pos=chunk    pos=rope    pos=none
+        rat          chunk, qk_groups    chunks       tokens      nothing
+        rnn          none of these       no RoPE      no RoPE     no RoPE
+        attention    n_kv_head           tokens       tokens      nothing
+        swa          n_kv_head, swa      tokens       tokens      tokens
+    """
+    chunk: int = 16  # K, tokens of a chunk (in rat layers)
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
-    swa: int = 0  # window of odd layers, own key included (0: as even ones)
-    qk_groups: int = 0  # G (0: 2, or 1 where n_head is odd)
+    swa: int = 0  # window of odd layers, own key included (0: they are like the even ones)
+    qk_groups: int = 0  # G of rat layers (0: 2, or 1 where n_head is odd)
     pos: str = choice("chunk", "rope", "none")  # RoPE counts chunks | tokens | nothing
     n_mlp: int = 0  # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
-    qk_norm = False  # model_gpt's Attention asks for it
+    qk_norm = False  # no key: model_gpt's Attention asks for it
 
     def __post_init__(self):
         super().__post_init__()
         self.n_mlp = self.n_mlp or mlp_width(self)
         self.qk_groups = self.qk_groups or 2 - self.n_head % 2
-        # of each layer: rat | rnn | attention | swa
+        # of each layer
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
         check(self)
 
@@ -75,7 +102,7 @@ class Config(BaseConfig):
 # ---- the method ----
 
 class RAT(nn.Module):
-    """Section 2.3: (1) to (4) without the residual connection."""
+    """It computes (1) to (4) without the residual connection (section 2.3 of the paper)."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -87,38 +114,38 @@ class RAT(nn.Module):
         self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
-        """u (B, T, C), normed; context: see Context -> (B, T, C)."""
+        """Return W_o (sigmoid(z) * y), (B, T, C), from u (B, T, C). See Context for context."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
         copies = self.cfg.n_head // self.cfg.qk_groups
         q, k = q.repeat(1, 1, copies), k.repeat(1, 1, copies)  # head h has group h % G
-        k, v = upcast(k), upcast(v)  # the states' type
+        k, v = upcast(k), upcast(v)  # so that the states are float32 or better
         a = torch.sigmoid(upcast(g) + self.gate_bias)  # (1)
-        if isinstance(context, CachedContext):        # (2), (3)
+        if isinstance(context, CachedContext):
             y = rat_decode(q, k, v, a, layer, context)
         elif self.cfg.fast:
             y = rat_fast(q, k, v, a, context)
         else:
-            y = rat_naive(q, k, v, a, context)
+            y = rat_naive(q, k, v, a, context)        # (2), (3)
         y = y.transpose(1, 2).flatten(2).to(z.dtype)  # (B, T, W)
         return self.wo(torch.sigmoid(z) * y)          # (4)
 
 
 def rat_naive(q, k, v, a, context):
-    """(2) and (3) as written. q, k, v, a (B, T, W) -> y (B, H, T, D)."""
+    """(2) and (3) as they stand above. q, k, v, a (B, T, W) -> y (B, H, T, D)."""
     cfg, K, T = context.cfg, context.cfg.chunk, q.size(1)
     k_state, v_state = recurrence(a, k, K), recurrence(a, v, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (upcast(q), k_state, v_state))
     q, rotated = (apply_rope(x, *context.rope["rat"]) for x in (q, k_state))
     key = torch.arange(T, device=q.device)
     query = key[:, None]
-    final = (key % K == K - 1) & (key // K < query // K)    # f
-    own = key == query                                      # o
+    final = (key % K == K - 1) & (key // K < query // K)    # f of the picture
+    own = key == query                                      # o of the picture
     bias = torch.where(final | own, 0.0, -math.inf)         # (T, T)
     return attend(q, rotated, v_state, bias, fast=False)    # (3)
 
 
 def recurrence(a, x, K):
-    """(2) of a, x (B, T, W): the states after each token, (B, T, W)."""
+    """Return the states (2) after each token, (B, T, W), of a and x (B, T, W)."""
     states = []
     for t, (a_t, x_t) in enumerate(zip(a.unbind(1), x.unbind(1))):
         h = 0 if t % K == 0 else h
@@ -130,28 +157,32 @@ def recurrence(a, x, K):
 # ---- what it is made of ----
 
 def in_heads(x, cfg):
-    """(B, T, heads * D) -> (B, heads, T, D)."""
+    """Return x (B, T, heads * D) as (B, heads, T, D)."""
     return x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
 
 
 def initial_gate_bias(W, steps):
-    """log s, s uniform in (1, steps - 1). With g = 0, a = s / (1 + s): a state is over some
-    1 / (1 - a) = 1 + s tokens, from 2 to `steps`."""
+    """Return log s for each of W channels, with s uniform in (1, steps - 1). At g = 0, a is then
+    s / (1 + s), and a state averages over about 1 / (1 - a) = 1 + s tokens: from 2 to `steps`."""
     return torch.empty(W).uniform_(1, max(1, steps - 1)).log()
 
 
 class Context:
-    """Where the T tokens of a call stand:
-    pos, chunk_of (B or 1, T): a token's position and its chunk's number
-    rope {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
+    """The layers of a call share all this. rope has the kinds of layers that the model has, but
+    rnn, which has no RoPE.
+
+        pos (B or 1, T)         the positions of the tokens
+        chunk_of (B or 1, T)    the numbers of their chunks
+        rope                    {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
 
     def __init__(self, cfg, x, pos=None):
-        """x (B, T, C): embeddings. pos None: 0 .. T - 1, a plain pass."""
+        """x (B, T, C) are the embeddings. pos is None in a plain pass, whose tokens stand at
+        positions 0 .. T - 1."""
         self.cfg = cfg
         self.pos = torch.arange(x.size(1), device=x.device)[None] if pos is None else pos
         self.chunk_of = self.pos // cfg.chunk
-        token, none = self.pos, 0 * self.pos  # none: angle 0, no rotation
-        count = dict(  # what RoPE counts: in swa always tokens
+        token, none = self.pos, 0 * self.pos  # where all positions are 0, nothing is rotated
+        count = dict(  # the table of Config
             rat=dict(chunk=self.chunk_of, rope=token, none=none)[cfg.pos],
             attention=none if cfg.pos == "none" else token, swa=token)
         self.rope = {kind: rope_tables(pos[:, None], cfg.head_dim, cfg.rope_theta, x.dtype)
@@ -161,35 +192,39 @@ class Context:
 # ---- the fast path ----
 
 def rat_fast(q, k, v, a, context):
-    """rat_naive, with scan as the recurrence and (3) in two parts."""
+    """Return the same as rat_naive. scan is the recurrence, and (3) is computed in two parts: the
+    final states are the same for all queries, so that their scores are a matrix product, but each
+    query has its own state."""
     cfg, K = context.cfg, context.cfg.chunk
     k_state, v_state = kernels.scan(a, k, K), kernels.scan(a, v, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
-    final_k, final_v, cos, sin = (  # of the n = T // K complete chunks
+    final_k, final_v, cos, sin = (  # at the ends of the n = T // K complete chunks
         x[:, :, K - 1::K] for x in (k_state, v_state, *context.rope["rat"]))
     final_k = apply_rope(final_k, cos, sin)  # (B, H, n, D)
     return read_states(q, k_state, v_state, final_k, final_v, context)  # (3)
 
 
 def read_states(q, k_state, v_state, final_k, final_v, context):
-    """(3) of q, own states (B, H, T, D), both before RoPE, and the final states of chunks
-    0 .. n - 1 (B, H, n, D), after it. The softmax over these and that over the own state,
-    whose log-sum-exp is its score, merge into one."""
-    # a query and its own state have the same angle: no RoPE is needed
+    """Return (3) from q and the own states (B, H, T, D), all before RoPE, and from the final states
+    of chunks 0 .. n - 1 (B, H, n, D), which RoPE has rotated. Two softmaxes are merged into one.
+    The first is over the final states. The second is over the own state alone, so that its
+    log-sum-exp is the score of this state."""
+    # A query and its own state have the same angle, so their score needs no RoPE.
     own_score = (upcast(q) * k_state).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
     final_k, final_v, v_state = (x.to(q.dtype) for x in (final_k, final_v, v_state))
-    # keys have positions 0 .. n - 1, as chunks; those before a query's chunk are visible:
-    # in chunk 0 none, which gives y = 0 and lse = -inf, no weight
+    # The positions of the keys are the numbers of their chunks, 0 .. n - 1. A query attends to
+    # those before its chunk. In chunk 0 there are none: y is 0 and lse is -inf, so that merge
+    # gives y no weight.
     before = (context.chunk_of - 1).int().squeeze(0)  # (T,) or (B, T)
     y, lse = kernels.attend_by_position(q, final_k, final_v, q_pos=before)
     return kernels.merge(y, lse, v_state, own_score)[0]
 
 
-# ---- what it is compared with ----
+# ---- the baselines ----
 
 class RNN(nn.Module):
-    """The gated linear recurrence alone (section 2.2)."""
+    """The gated linear recurrence alone (section 2.2 of the paper)."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -201,7 +236,7 @@ class RNN(nn.Module):
     def forward(self, u, layer, context):
         z, g, v = self.w_in(u).chunk(3, -1)
         a, v = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v)
-        if isinstance(context, CachedContext):  # one chunk, as long as the cache
+        if isinstance(context, CachedContext):  # all that fits into the cache is one chunk
             [h] = continued_states(a, [v], layer, context, context.cache.max_len)
         else:
             h = (kernels.scan if self.fast else recurrence)(a, v, v.size(1))
@@ -209,7 +244,7 @@ class RNN(nn.Module):
 
 
 class TokenAttention(Attention):
-    """model_gpt's Attention, to all tokens or in a window (swa)."""
+    """model_gpt's Attention. It reads all earlier tokens, or those in a window (swa)."""
 
     def forward(self, u, layer, context):
         q, k, v = (in_heads(w(u), self.cfg) for w in (self.wq, self.wk, self.wv))
@@ -220,8 +255,9 @@ class TokenAttention(Attention):
 
 
 def attend_tokens(q, k, v, layer, context):
-    """q (B, H, T, D), k, v (B, G, T, D), no tokens before them -> y (B, H, T, D)."""
-    cfg, bias = context.cfg, None  # None: causal
+    """Return the attention of T tokens to themselves, without tokens before them:
+    q (B, H, T, D), k, v (B, G, T, D) -> (B, H, T, D)."""
+    cfg, bias = context.cfg, None  # attend is causal without a bias
     if cfg.kinds[layer] == "swa":
         if cfg.fast:
             return kernels.attend_by_position(q, k, v, window=cfg.swa)[0]
@@ -231,74 +267,103 @@ def attend_tokens(q, k, v, layer, context):
 
 
 # ---- decoding ----
+# Each kind of layer has a function for one new token a row, and another for several of them, which
+# are pieces of a prompt:
+#
+#     new tokens a row          rat                              rnn                 attention, swa
+#     one                       continued_states, decode_one     continued_states    decode_one
+#     several, empty cache      continued_states, read_states    continued_states    attend_tokens
+#     several, after others     continued_states, read_states    continued_states    attend_cached
+#
+# Only the last row, text that comes in several pieces, needs scan from a cached state and
+# attend_cached. Who wants to know how a token is decoded may skip it.
 
 class Cache(KVCache):
-    """k[layer], v[layer] (B, heads, n_slots[kind of layer] + 1, D): a slot for each chunk (rat, H
-    heads) or token (attention, G), or a ring, with token t in slot t % n_slots (swa). The last one
-    is a bin, never read. state[layer]: k~, v~ before RoPE (B, 2, W), the RNN's (B, 1, W). n_layer
-    None: all."""
+    """Each kind of layer has slots of its own. A row has these after 10 tokens that came one by
+    one, with K = 4, max_len = 12 and a window of 6 keys:
+
+        slot              0    1    2    3    4    5    6    7    8    9   10   11
+        rat, 3 slots     f0   f1   o9  |  bin
+        swa, 6 slots      6    7    8    9    4    5  |  bin
+        attention         0    1    2    3    4    5    6    7    8    9    .    .  |  bin
+
+    A rat layer has a slot for each chunk. f0 and f1 are final states. o9 is the state of token 9,
+    which is not final; if token 9 came with others, it is not stored, and slot 2 is empty. An
+    attention layer has a slot for each token. A window is a ring, in which token t has slot
+    t % n_slots. Padding goes to the last slot, the bin, which is never read.
+
+        k[layer], v[layer]    (B, H or G, n_slots[kind] + 1, D), keys after RoPE; H in rat layers
+        state[layer]          k~ and v~ of the last token before RoPE, (B, 2, W); rnn: v~, (B, 1, W)
+
+    The recurrence goes on from state. The cache is for the first n_layer layers (None: for all)."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
-        super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)  # lengths alone
+        super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)  # makes lengths only
         H, G, D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
         self.n_slots = dict(rat=math.ceil(max_len / cfg.chunk), attention=max_len,
                             swa=min(cfg.swa, max_len), rnn=0)
         n_states = dict(rat=2, attention=0, swa=0, rnn=1)
         zeros = lambda *shape: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
         kinds = cfg.kinds[:n_layer]
-        with torch.inference_mode(False):  # so that calls without it may write, too
+        with torch.inference_mode(False):  # otherwise only inference mode could write
             self.k = [zeros(H if kind == "rat" else G, self.n_slots[kind] + 1, D) for kind in kinds]
             self.v = [torch.zeros_like(k) for k in self.k]
             self.state = [upcast(zeros(n_states[kind], H * D)) for kind in kinds]
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
-    def buffers(self):  # what KVCache resets and measures: no bins
+    def buffers(self):  # KVCache resets and measures these, all but the bins
         return [x[:, :, :-1] for x in self.k + self.v] + self.state
 
     def fill(self, layer, k, v, at, padding):
-        """k, v (B, heads, T, D) go to slots at (B or 1, T), padding's to the bin."""
+        """Write k, v (B, heads, T, D) to slots at (B or 1, T), where -1 is the bin. padding (B, T)
+        says which tokens are padding, which goes to the bin (None: there is none)."""
         if padding is not None:
             at = at.masked_fill(padding, -1)
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            new = new.transpose(1, 2)  # (B, T, heads, D), as torch indexes it
+            new = new.transpose(1, 2)  # (B, T, heads, D), as torch has it on the left
             buffer[self.rows, :, at] = new.to(buffer.dtype)
 
 
 class CachedContext(Context):
-    """The context of a call with a cache.
-    padding (B, T): whether a token is padding; None where all rows are alike
-    newest {kind of layer: see newest_slot}, for one token a row"""
+    """The Context of a call with a cache has two more things. newest is there for one token a row,
+    and otherwise empty.
+
+        padding (B, T)    whether a token is padding; None where all rows are alike
+        newest            {kind of layer: what newest_slot returns}"""
 
     def __init__(self, cfg, cache, T, n_valid=None):
         self.cache, self.slots, self.padding = cache, cache.place(T, n_valid), None
         like = cache.lengths.new_empty(0, dtype=cache.dtype)
-        super().__init__(cfg, like, self.slots.pos)  # padding's: the cache's last at most
-        if self.slots.at is not None:  # rows differ
-            self.padding = self.slots.at == cache.max_len  # where place puts it
+        super().__init__(cfg, like, self.slots.pos)  # padding has some position inside the cache
+        if self.slots.at is not None:  # rows may differ
+            self.padding = self.slots.at == cache.max_len  # there place puts padding
         self.newest = {kind: newest_slot(kind, self) for kind in self.rope if T == 1}
 
 
 def newest_slot(kind, context):
-    """For one new token a row: its slot (B or 1, 1), and what it attends to, the first S slots with
-    a mask: its row's slots so far, or the whole ring (swa)."""
+    """Return the slot of one new token a row, (B or 1, 1), and what it attends to: the first S
+    slots, with a bias or None. These are the slots that its row has filled, or the whole ring."""
     cfg, cache, n_slots = context.cfg, context.cache, context.cache.n_slots[kind]
+    # K tokens share a slot; number counts the slots that its row has filled before this one
     K, number = (cfg.chunk, context.chunk_of) if kind == "rat" else (1, context.pos)
-    S = n_slots if cache.static else min(cache.longest // K + 1, n_slots)  # slots in use
+    S = n_slots if cache.static else min(cache.longest // K + 1, n_slots)  # of the longest row
     bias = None
-    if context.padding is not None:  # a row has slots 0 .. number, a full ring all
+    if context.padding is not None:  # a row has filled slots 0 .. number, and in a full ring all
         bias = attention_bias(number, torch.arange(S, device=number.device))
     return number % n_slots, S, bias
 
 
 def rat_decode(q, k, v, a, layer, context):
-    """(2) and (3) of T tokens after the cached ones."""
+    """Return (3) for T tokens that follow the cached ones: q, k, v, a (B, T, W) -> (B, H, T, D)."""
     cfg, cache, K = context.cfg, context.cache, context.cfg.chunk
     k_state, v_state = continued_states(a, [k, v], layer, context, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
     rotated = apply_rope(k_state, *context.rope["rat"])
-    if q.size(2) == 1:  # the own state takes its chunk's slot: (3) is over all slots so far
+    if q.size(2) == 1:
+        # The own state goes to the slot of its chunk, so that (3) is attention to all filled slots.
         return decode_one(apply_rope(q, *context.rope["rat"]), rotated, v_state, layer, context)
-    # final states alone: nobody reads another token's partial state
+    # Only final states are stored. A state that is not final is read by its own token alone: here
+    # queries attend to the slots of chunks before their own, and these have their final states.
     at = torch.where(context.pos % K == K - 1, context.chunk_of, -1)
     cache.fill(layer, rotated, v_state, at, context.padding)
     final_k, final_v = cache.k[layer][:, :, :-1], cache.v[layer][:, :, :-1]
@@ -306,29 +371,33 @@ def rat_decode(q, k, v, a, layer, context):
 
 
 def continued_states(a, xs, layer, context, K):
-    """(2) of xs, (B, T, W) each, after the cached states; the last ones are cached."""
+    """Return the states (2) of each of xs, (B, T, W), after the cached states, and cache the last
+    ones. (2) is h_t = gate h_{t-1} + (1 - a) x_t, where gate is a, or 0 where a chunk starts."""
     cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
-    starts = context.pos[..., None] % K == 0  # where a state starts from zero
-    gate = a.masked_fill(starts, 0)           # (2) is gate h + (1 - a) x
-    if context.padding is not None:           # keeps the state
+    starts = context.pos[..., None] % K == 0
+    gate = a.masked_fill(starts, 0)
+    if context.padding is not None:  # with a = gate = 1 padding keeps the state
         a, gate = (x.masked_fill(context.padding[..., None], 1) for x in (a, gate))
     if T == 1:
         cached.copy_(gate * cached + (1 - a) * torch.cat(xs, 1))
         return cached.split(1, 1)
     if cache.longest:
-        # Chunks start anywhere: scan takes all T tokens as one, with gate 0 at starts.
-        # There it gives 0 h + (1 - 0) x, so (2) needs (1 - a) x for x.
+        # A chunk may start at any token, and in each row at another one. So scan takes the T tokens
+        # as one chunk that goes on from the cached state, with gates that are 0 where a chunk
+        # starts. There it would compute 0 h + (1 - 0) x, and as (2) has (1 - a) x, x is scaled.
         xs = [torch.where(starts, (1 - a) * x, x) for x in xs]
         states = [kernels.scan(gate, x, T, h) for x, h in zip(xs, cached.unbind(1))]
     else:
         states = [kernels.scan(a, x, K) for x in xs]
-    last = context.slots.n_new[:, None] - 1  # -1: padding, it kept the state
+    # A row without new tokens reads index -1, which is padding and so has the cached state.
+    last = context.slots.n_new[:, None] - 1
     cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
     return states
 
 
 def decode_one(q, k, v, layer, context):
-    """One new token a row. k, v (B, heads, 1, D) go to its slot; q attends to its row's slots."""
+    """Write k, v (B, heads, 1, D) of one new token a row to its slot, and return the attention of q
+    (B, H, 1, D) to the slots of its row."""
     cache, (slot, S, bias) = context.cache, context.newest[context.cfg.kinds[layer]]
     cache.fill(layer, k, v, slot, context.padding)
     k, v = (x[layer][:, :, :S].to(q.dtype) for x in (cache.k, cache.v))
@@ -336,26 +405,29 @@ def decode_one(q, k, v, layer, context):
 
 
 def token_decode(q, k, v, layer, context):
-    """The same after cached tokens; k, v are cached: token t in slot t % n_slots."""
+    """Return what attend_tokens returns, for T tokens that follow the cached ones. Cache their k
+    and v."""
     if q.size(2) == 1:
         return decode_one(q, k, v, layer, context)
     cache, pos, n_slots = context.cache, context.pos, context.cache.k[layer].size(2) - 1
     y = (attend_cached if cache.longest else attend_tokens)(q, k, v, layer, context)
-    # a row's last n_slots tokens alone: no slot is written twice
+    # Only the last n_slots tokens of a row are written, so that no slot is written twice.
     end = (cache.lengths + context.slots.n_new)[:, None]
     cache.fill(layer, k, v, torch.where(pos >= end - n_slots, pos % n_slots, -1), context.padding)
     return y
 
 
 def attend_cached(q, k, v, layer, context):
-    """Each token attends to n_slots: in swa its window, in attention all (max_len)."""
+    """Return the attention of T tokens to cached tokens and to themselves. n_slots serves as their
+    window: in swa it is the window, and in attention max_len, so that all tokens are visible."""
     cache, pos, n_slots = context.cache, context.pos, context.cache.k[layer].size(2) - 1
-    n_old = min(cache.longest, n_slots)  # cached tokens to read
+    n_old = min(cache.longest, n_slots)  # so many cached tokens are read
     k_pos = pos[:, :1] + torch.arange(-n_old, k.size(2), device=k.device)
     slots = k_pos[:, :n_old] % n_slots
     old = [x[layer][cache.rows, :, slots].transpose(1, 2) for x in (cache.k, cache.v)]
     k, v = (torch.cat([x.to(k.dtype), new], 2) for x, new in zip(old, (k, v)))
-    k_pos = k_pos.masked_fill(k_pos < 0, -n_slots)  # no tokens: before every window
+    # A shorter row has negative positions, which hold no tokens. They move out of every window.
+    k_pos = k_pos.masked_fill(k_pos < 0, -n_slots)
     q_pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
     return kernels.attend_by_position(q, k, v, q_pos, k_pos, window=n_slots)[0]
 
@@ -363,6 +435,8 @@ def attend_cached(q, k, v, layer, context):
 # ---- the model ----
 
 class Block(nn.Module):
+    """One layer has a mixer of its kind and an MLP, each after a norm."""
+
     def __init__(self, cfg, layer):
         super().__init__()
         self.norm1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
@@ -377,8 +451,11 @@ class Block(nn.Module):
 
 
 class Model(LanguageModel):
+    """RAT, RAT-SWA or a baseline, as mixer= and swa= say."""
     context_type, cached_context_type = Context, CachedContext
-    context_limit = None  # chunks and windows go on past block_size
+    # A call may have more than block_size tokens. In our runs (lab/RESULTS.md) the loss then stays
+    # low in models with windows and in the RNN. It rises in others, with RoPE more than without.
+    context_limit = None
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg, layer) for layer in range(cfg.n_layer)])
@@ -388,7 +465,7 @@ class Model(LanguageModel):
         return Cache(self.cfg, *self.cache_sizes(batch_size, max_len))
 
     def mixer_flops(self):
-        """12 W for each key of token t, averaged over t; none for recurrences."""
+        """A key costs 12 W. The keys of token t are averaged over t. Recurrences do not count."""
         cfg, T = self.cfg, self.cfg.block_size
         keys = dict(rnn=0, attention=visible_keys(T), swa=visible_keys(T, cfg.swa))
         keys["rat"] = sum(t // cfg.chunk + 1 for t in range(T)) / T

@@ -21,19 +21,19 @@ def rat(kind="rat", **sizes):
 
 
 def output(model, u, layer=0):
-    """Of the layer's mixer on u (B, T, C)."""
+    """Return what the layer's mixer makes of u (B, T, C)."""
     return model.blocks[layer].mix(u, layer, model_rat.Context(model.cfg, u))
 
 
 def rat_by_hand(cfg, mix, u):
-    """The layer of one sequence u (T, C), token by token and head by head."""
+    """Return what the layer makes of one sequence u (T, C), token by token and head by head."""
     C, D, G, H, K = cfg.n_embd, cfg.head_dim, cfg.qk_groups, cfg.n_head, cfg.chunk
     z, g, v, q, k = (u @ mix.w_in.weight.T).split([C, C, C, G * D, G * D], -1)
     v, gate = v.unflatten(-1, (H, D)), (g + mix.gate_bias).sigmoid().unflatten(-1, (H, D))
     q, k = (x.unflatten(-1, (G, D))[:, [h % G for h in range(H)]] for x in (q, k))      # (T, H, D)
     at = {"chunk": lambda t: t // K, "rope": lambda t: t, "none": lambda t: 0}[cfg.pos]
     turned = lambda x, t: rotate(x[None], torch.tensor([at(t)]), 10000.0)[0]
-    ys, ends = [], []                           # ends: (rotated key, value) of each chunk
+    ys, ends = [], []                           # ends has (rotated key, value) of each chunk
     for t in range(len(u)):
         if t % K == 0:
             sk = sv = torch.zeros_like(v[0])
@@ -56,7 +56,7 @@ def test_the_layer_is_its_equations(kind, fast):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_where_gates_are_shut(fast):
-    """Gates of exactly 0 and 1, and an output gate of 0: outputs and gradients stay finite."""
+    """Outputs and gradients stay finite where gates are exactly 0 or 1 and an output gate is 0."""
     model, u = rat(fast=fast).float(), torch.randn(2, 23, 32)
     mix = model.blocks[0].mix
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_where_gates_are_shut(fast):
 
 @pytest.mark.parametrize("pos, theirs", [("chunk", "rope"), ("none", "none")])
 def test_attention_is_the_plain_transformers(pos, theirs):
-    """Everywhere, logits and gradients; in a window, which has RoPE with pos=none too."""
+    """Logits and gradients are the same without windows. With windows a layer's output is, with RoPE if pos=none, too."""
     sizes = dict(n_kv_head=2, tie_embeddings=False, mlp="swiglu")
     gpt, model, x = tiny("gpt", pos=theirs, **sizes), rat("attention", pos=pos, **sizes), tokens(2, 51)
     renamed = lambda named: {name.replace(".attn.", ".mix."): w for name, w in named.items()}
@@ -83,10 +83,10 @@ def test_attention_is_the_plain_transformers(pos, theirs):
     assert rat("rat-swa", n_layer=4).cfg.kinds == ["rat", "swa", "rat", "swa"]
 
 
-# of those that keep something else in their caches
+# each of these kinds keeps something else in its cache
 @pytest.mark.parametrize("kind", ["rat", "token", "rnn", "rat-swa", "attention-swa"])
 def test_what_a_gpu_needs_in_decoding(kind, monkeypatch):
-    """Positions given to attend ascend. No slot is written twice by one call."""
+    """The positions that attend_by_position gets ascend. No call writes a slot twice."""
     def checked(q, k, v, *pos, attend=kernels.attend_by_position, **more):
         assert all((p.diff(dim=-1) >= 0).all() for p in (*pos, more.get("q_pos", torch.zeros(1))))
         return attend(q, k, v, *pos, **more)
@@ -104,9 +104,9 @@ def test_what_a_gpu_needs_in_decoding(kind, monkeypatch):
 
 
 def test_states_are_float32_under_bfloat16(monkeypatch):
-    """In a bfloat16 model and under autocast."""
+    """This holds in a bfloat16 model and under autocast."""
     dtypes, scan, read = [], kernels.scan, model_rat.read_states
-    spy = lambda f: lambda *a: (dtypes.append(a[1].dtype), f(*a))[1]       # x, and k_state
+    spy = lambda f: lambda *a: (dtypes.append(a[1].dtype), f(*a))[1]       # a[1] is x, or k_state
     monkeypatch.setattr(kernels, "scan", spy(scan))
     monkeypatch.setattr(model_rat, "read_states", spy(read))
     for kind in ("rat", "rnn"):
