@@ -69,7 +69,8 @@ def test_where_gates_are_shut(fast):
 
 @pytest.mark.parametrize("pos, theirs", [("chunk", "rope"), ("none", "none")])
 def test_attention_is_the_plain_transformers(pos, theirs):
-    """Logits and gradients are the same without windows. With windows a layer's output is, with RoPE if pos=none, too."""
+    """Logits and gradients are the same without windows. With windows a layer's output is, which has RoPE also with
+    pos=none."""
     sizes = dict(n_kv_head=2, tie_embeddings=False, mlp="swiglu")
     gpt, model, x = tiny("gpt", pos=theirs, **sizes), rat("attention", pos=pos, **sizes), tokens(2, 51)
     renamed = lambda named: {name.replace(".attn.", ".mix."): w for name, w in named.items()}
@@ -93,14 +94,22 @@ def test_what_a_gpu_needs_in_decoding(kind, monkeypatch):
 
     def fill(self, layer, k, v, at, padding, fill=model_rat.Cache.fill):
         for row in at if padding is None else at.masked_fill(padding, -1):
-            used = row[row >= 0]
-            assert len(used) == len(used.unique())
+            assert len(row[row >= 0]) == len(row[row >= 0].unique())
         fill(self, layer, k, v, at, padding)
     monkeypatch.setattr(kernels, "attend_by_position", checked)
     monkeypatch.setattr(model_rat.Cache, "fill", fill)
     model = rat(kind, block_size=16)
     assert_cache_is_forward(model, [18, 18], [3, 1, 1, 1, 8, 4], 1e-10)
     assert_cache_is_forward(model, [37, 9, 4], [3, 1, 1, 7, 8, 1, 16], 1e-10)
+
+
+def test_the_picture_of_a_rows_slots(monkeypatch):
+    """Tokens that come one by one go to the slots that Cache draws, in a rat layer and in a window."""
+    model, slots = rat(swa=6), []
+    cache = model.init_cache(1, 12)
+    monkeypatch.setattr(cache, "fill", lambda layer, k, v, at, padding: slots.append(at.item()))
+    [model(token, cache=cache) for token in tokens(1, 10).split(1, 1)]
+    assert slots == [slot for t in range(10) for slot in (t // 4, t % 6)] and cache.n_slots["rat"] == 3
 
 
 def test_states_are_float32_under_bfloat16(monkeypatch):
