@@ -87,34 +87,28 @@ class Config(BaseConfig):
 
 # ---- the method ----
 
-class RelaxedLinear(nn.Module):
-    """weight (out, in) is W', a[u] (r, in) is A_u, b[u] (r, out) is B_u transposed, so that
-    serve.py can stack the rows of all uses. r = min(rank, in, out)."""
-
-    def __init__(self, n_in, n_out, cfg):
-        super().__init__()
-        self.rank = min(cfg.rank, n_in, n_out)
-        self.weight = nn.Parameter(torch.empty(n_out, n_in))  # filled by init_weights
-        if self.rank:  # 3 dimensions: init_weights leaves them. B = 0: no delta yet
-            self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
-            self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
-
-    def forward(self, x, u):
-        """x (..., in) -> (..., out), as use u."""
-        y = F.linear(x, self.weight)                    # W' x
-        if self.rank:
-            y = y + F.linear(x, self.a[u]) @ self.b[u]  # + B_u A_u x    (3)
-        return y
+def run_loops(blocks, h, context, last_loop):
+    """h_0 (B, T, C) -> the states after loops 1 .. last_loop, a list of (B, T, C)."""
+    states = []
+    for u in range(last_loop):
+        for k, block in enumerate(blocks):
+            h = block(h, u * len(blocks) + k, context)      # h_{l + 1}, l = u K + k    (2)
+        states.append(h)
+    return states
 
 
-def add_uses(module, cfg):
-    """Replace each nn.Linear and QK-norm of a module by one that is called as part(x, u)."""
-    linear = MergedLinear if cfg.fast else RelaxedLinear  # MergedLinear, HeadNorm: below
-    for name, part in list(module.named_children()):
-        if isinstance(part, nn.Linear):
-            setattr(module, name, linear(part.in_features, part.out_features, cfg))
-        elif isinstance(part, model_gpt.RMSNorm):
-            setattr(module, name, HeadNorm(cfg))
+class Block(model_gpt.Block):
+    """A stored block. Like every model's it is called with an unrolled layer, so that run_loops
+    can run other models' blocks."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg, Attention, MLP)
+        self.cfg = cfg
+
+    def forward(self, x, layer, context):
+        u = layer // self.cfg.n_stored      # l = u K + k
+        x = x + self.drop(self.attn(self.norm1(x), layer, u, context))  # (B, T, C)
+        return x + self.drop(self.mlp(self.norm2(x), u))
 
 
 class Attention(model_gpt.Attention):
@@ -152,28 +146,34 @@ class MLP(model_gpt.MLP):
         return self.w_down(hidden, u)
 
 
-class Block(model_gpt.Block):
-    """A stored block. Like every model's it is called with an unrolled layer, so that run_loops
-    can run other models' blocks."""
+class RelaxedLinear(nn.Module):
+    """weight (out, in) is W', a[u] (r, in) is A_u, b[u] (r, out) is B_u transposed, so that
+    serve.py can stack the rows of all uses. r = min(rank, in, out)."""
 
-    def __init__(self, cfg):
-        super().__init__(cfg, Attention, MLP)
-        self.cfg = cfg
+    def __init__(self, n_in, n_out, cfg):
+        super().__init__()
+        self.rank = min(cfg.rank, n_in, n_out)
+        self.weight = nn.Parameter(torch.empty(n_out, n_in))  # filled by init_weights
+        if self.rank:  # 3 dimensions: init_weights leaves them. B = 0: no delta yet
+            self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
+            self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
 
-    def forward(self, x, layer, context):
-        u = layer // self.cfg.n_stored      # l = u K + k
-        x = x + self.drop(self.attn(self.norm1(x), layer, u, context))  # (B, T, C)
-        return x + self.drop(self.mlp(self.norm2(x), u))
+    def forward(self, x, u):
+        """x (..., in) -> (..., out), as use u."""
+        y = F.linear(x, self.weight)                    # W' x
+        if self.rank:
+            y = y + F.linear(x, self.a[u]) @ self.b[u]  # + B_u A_u x    (3)
+        return y
 
 
-def run_loops(blocks, h, context, last_loop):
-    """h_0 (B, T, C) -> the states after loops 1 .. last_loop, a list of (B, T, C)."""
-    states = []
-    for u in range(last_loop):
-        for k, block in enumerate(blocks):
-            h = block(h, u * len(blocks) + k, context)      # h_{l + 1}, l = u K + k    (2)
-        states.append(h)
-    return states
+def add_uses(module, cfg):
+    """Replace each nn.Linear and QK-norm of a module by one that is called as part(x, u)."""
+    linear = MergedLinear if cfg.fast else RelaxedLinear  # MergedLinear, HeadNorm: below
+    for name, part in list(module.named_children()):
+        if isinstance(part, nn.Linear):
+            setattr(module, name, linear(part.in_features, part.out_features, cfg))
+        elif isinstance(part, model_gpt.RMSNorm):
+            setattr(module, name, HeadNorm(cfg))
 
 
 # ---- QK-norm, and the fast path ----

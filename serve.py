@@ -55,49 +55,7 @@ from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
 from sample import Decoding, Sampling, check_finite, check_prompts, next_tokens
 
 
-# ---- requests in, answers out ----
-
-@dataclass
-class EngineKeys(Decoding):
-    """The keys that serve.py and lab.page share."""
-    batching: str = choice("depth", "sequence")
-    slots: int = 16                 # requests decoded at a time
-    exit: str = ""                  # relaxed: static:LOOP | confidence:P
-    fill: str = choice("exact", "propagate")    # relaxed: deeper keys of a token that has exited
-
-
-@dataclass
-class ServeConfig(Sampling, EngineKeys):
-    requests: str = ""              # the file of requests, one JSON object a line
-    prompt: str = ""                # or one text to continue, in colours
-
-
-def main(argv):
-    (path,), keys = split_args(argv, least=1, most=1)
-    cfg = typed_config(ServeConfig, keys)
-    if bool(cfg.requests) == bool(cfg.prompt):
-        raise UserError("give requests=FILE.jsonl (one JSON object a line) or prompt=TEXT")
-    model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
-    requests = read_requests(model, tokenizer, cfg)
-    longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
-    engine = Engine(model, min(cfg.slots, len(requests)), longest, cfg.batching, cfg.exit,
-                    cfg.fill, tokenizer.eot if cfg.stop else None, tokenizer.vocab_size)
-    start = time.perf_counter()
-    for r in engine.run(requests):
-        seconds = time.perf_counter() - start
-        answer = as_json(r, tokenizer, seconds) if cfg.requests else in_colours(r, tokenizer)
-        print(answer, flush=True)
-    exits = [loop for request in requests for loop in request.exits]
-    print(f"{len(requests)} requests, {len(exits)} tokens in {seconds:.2f} s: "
-          f"{len(exits) / seconds:.1f} tokens/s; exited after loop "
-          f"{loop_fractions(exits, engine.n_loop)}", file=sys.stderr)
-
-
-def loop_fractions(loops, n_loop):
-    """How many of loops, one for each token, are 1, 2, .. n_loop: 1: 60%, 2: 40%."""
-    return ", ".join(f"{b}: {loops.count(b) / max(1, len(loops)):.0%}"
-                     for b in range(1, n_loop + 1))
-
+# ---- the engine: who goes next ----
 
 @dataclass(eq=False)
 class Request:
@@ -111,60 +69,6 @@ class Request:
     exits: list = field(default_factory=list)       # the loop that predicted each of them
     reason: str = None              # why it has ended: stop (at end-of-text) or length
 
-
-def read_requests(model, tokenizer, cfg):
-    """The requests of the file, or of prompt=. UserError names the line that holds none."""
-    if cfg.prompt:
-        return [read_request(json.dumps({"prompt": cfg.prompt}), 1, model, tokenizer, cfg)]
-    text, requests = read_text(cfg.requests, f"requests={cfg.requests}"), []
-    for n, line in enumerate(text.split("\n"), 1):
-        try:
-            if line.strip():
-                requests.append(read_request(line, n, model, tokenizer, cfg))
-        except UserError as e:
-            raise UserError(f"{cfg.requests}, line {n}: {e}") from None
-    if not requests:
-        raise UserError(f"requests={cfg.requests} is empty: one JSON object a line")
-    return requests
-
-
-def read_request(line, n, model, tokenizer, cfg):
-    """The Request in line n, no longer than the model's context."""
-    given = {"id": n, "max_new_tokens": cfg.max_new_tokens}
-    try:
-        given |= {**json.loads(line)}       # a TypeError for a list
-    except (ValueError, TypeError, RecursionError):
-        raise UserError("not a JSON object") from None
-    check_known(given, ["prompt", "max_new_tokens", "id"])
-    id, device = given.pop("id"), model.wte.weight.device
-    asked = typed_config(ServeConfig, given)
-    prompt, limit = tokenizer.encode(asked.prompt), model.context_limit or math.inf
-    check_prompts([prompt], tokenizer.vocab_size)
-    if len(prompt) >= limit:
-        raise UserError(f"{len(prompt)} tokens leave no room for an answer: block_size={limit}")
-    n_new = min(asked.max_new_tokens, limit - len(prompt))
-    how = cfg.temperature, cfg.top_k, cfg.top_p
-    return Request(prompt, n_new, id, how, generator(cfg.seed, n, device))
-
-
-def generator(seed, n, device):
-    """The random numbers of the n-th request, whatever its neighbours are."""
-    [word] = np.random.SeedSequence([seed, n]).generate_state(1, np.uint64).tolist()
-    return torch.Generator(device).manual_seed(word >> 1)       # a seed has 63 bits
-
-
-def as_json(r, tokenizer, seconds):
-    return json.dumps({"id": r.id, "text": "".join(tokenizer.stream(r.tokens)),
-                       "tokens": r.tokens, "exits": r.exits, "seconds": round(seconds, 4)})
-
-
-def in_colours(r, tokenizer):
-    pieces = zip(tokenizer.stream(r.tokens), [*r.exits, 1])     # the last belongs to no token
-    new = [f"\033[{31 + (loop + 2) % 6}m{text}\033[0m" for text, loop in pieces]
-    return tokenizer.decode(r.prompt) + "".join(new)
-
-
-# ---- the engine: who goes next ----
 
 @dataclass(eq=False)
 class Token:
@@ -488,6 +392,102 @@ def adapter_of(model):
     if name not in adapters:
         raise UserError(f"only models that loop over depth are served (relaxed, mor), not a {name}")
     return adapters[name](model)
+
+
+# ---- requests in, answers out ----
+
+@dataclass
+class EngineKeys(Decoding):
+    """The keys that serve.py and lab.page share."""
+    batching: str = choice("depth", "sequence")
+    slots: int = 16                 # requests decoded at a time
+    exit: str = ""                  # relaxed: static:LOOP | confidence:P
+    fill: str = choice("exact", "propagate")    # relaxed: deeper keys of a token that has exited
+
+
+@dataclass
+class ServeConfig(Sampling, EngineKeys):
+    requests: str = ""              # the file of requests, one JSON object a line
+    prompt: str = ""                # or one text to continue, in colours
+
+
+def main(argv):
+    (path,), keys = split_args(argv, least=1, most=1)
+    cfg = typed_config(ServeConfig, keys)
+    if bool(cfg.requests) == bool(cfg.prompt):
+        raise UserError("give requests=FILE.jsonl (one JSON object a line) or prompt=TEXT")
+    model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
+    requests = read_requests(model, tokenizer, cfg)
+    longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
+    engine = Engine(model, min(cfg.slots, len(requests)), longest, cfg.batching, cfg.exit,
+                    cfg.fill, tokenizer.eot if cfg.stop else None, tokenizer.vocab_size)
+    start = time.perf_counter()
+    for r in engine.run(requests):
+        seconds = time.perf_counter() - start
+        answer = as_json(r, tokenizer, seconds) if cfg.requests else in_colours(r, tokenizer)
+        print(answer, flush=True)
+    exits = [loop for request in requests for loop in request.exits]
+    print(f"{len(requests)} requests, {len(exits)} tokens in {seconds:.2f} s: "
+          f"{len(exits) / seconds:.1f} tokens/s; exited after loop "
+          f"{loop_fractions(exits, engine.n_loop)}", file=sys.stderr)
+
+
+def loop_fractions(loops, n_loop):
+    """How many of loops, one for each token, are 1, 2, .. n_loop: 1: 60%, 2: 40%."""
+    return ", ".join(f"{b}: {loops.count(b) / max(1, len(loops)):.0%}"
+                     for b in range(1, n_loop + 1))
+
+
+def read_requests(model, tokenizer, cfg):
+    """The requests of the file, or of prompt=. UserError names the line that holds none."""
+    if cfg.prompt:
+        return [read_request(json.dumps({"prompt": cfg.prompt}), 1, model, tokenizer, cfg)]
+    text, requests = read_text(cfg.requests, f"requests={cfg.requests}"), []
+    for n, line in enumerate(text.split("\n"), 1):
+        try:
+            if line.strip():
+                requests.append(read_request(line, n, model, tokenizer, cfg))
+        except UserError as e:
+            raise UserError(f"{cfg.requests}, line {n}: {e}") from None
+    if not requests:
+        raise UserError(f"requests={cfg.requests} is empty: one JSON object a line")
+    return requests
+
+
+def read_request(line, n, model, tokenizer, cfg):
+    """The Request in line n, no longer than the model's context."""
+    given = {"id": n, "max_new_tokens": cfg.max_new_tokens}
+    try:
+        given |= {**json.loads(line)}       # a TypeError for a list
+    except (ValueError, TypeError, RecursionError):
+        raise UserError("not a JSON object") from None
+    check_known(given, ["prompt", "max_new_tokens", "id"])
+    id, device = given.pop("id"), model.wte.weight.device
+    asked = typed_config(ServeConfig, given)
+    prompt, limit = tokenizer.encode(asked.prompt), model.context_limit or math.inf
+    check_prompts([prompt], tokenizer.vocab_size)
+    if len(prompt) >= limit:
+        raise UserError(f"{len(prompt)} tokens leave no room for an answer: block_size={limit}")
+    n_new = min(asked.max_new_tokens, limit - len(prompt))
+    how = cfg.temperature, cfg.top_k, cfg.top_p
+    return Request(prompt, n_new, id, how, generator(cfg.seed, n, device))
+
+
+def generator(seed, n, device):
+    """The random numbers of the n-th request, whatever its neighbours are."""
+    [word] = np.random.SeedSequence([seed, n]).generate_state(1, np.uint64).tolist()
+    return torch.Generator(device).manual_seed(word >> 1)       # a seed has 63 bits
+
+
+def as_json(r, tokenizer, seconds):
+    return json.dumps({"id": r.id, "text": "".join(tokenizer.stream(r.tokens)),
+                       "tokens": r.tokens, "exits": r.exits, "seconds": round(seconds, 4)})
+
+
+def in_colours(r, tokenizer):
+    pieces = zip(tokenizer.stream(r.tokens), [*r.exits, 1])     # the last belongs to no token
+    new = [f"\033[{31 + (loop + 2) % 6}m{text}\033[0m" for text, loop in pieces]
+    return tokenizer.decode(r.prompt) + "".join(new)
 
 
 if __name__ == "__main__":
