@@ -105,8 +105,8 @@ class Block(model_gpt.Block):
         super().__init__(cfg, Attention, MLP)
         self.cfg = cfg
 
-    def forward(self, x, layer, context):
-        u = layer // self.cfg.n_stored      # l = u K + k
+    def forward(self, x, layer, context, u=None):
+        u = layer // self.cfg.n_stored if u is None else u      # l = u K + k
         x = x + self.drop(self.attn(self.norm1(x), layer, u, context))  # (B, T, C)
         return x + self.drop(self.mlp(self.norm2(x), u))
 
@@ -116,7 +116,13 @@ class Attention(model_gpt.Attention):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        add_uses(self, cfg)
+        C, D, linear = cfg.n_embd, cfg.head_dim, MergedLinear if cfg.fast else RelaxedLinear
+        self.wq = linear(C, cfg.n_head * D, cfg)
+        self.wk = linear(C, cfg.n_kv_head * D, cfg)
+        self.wv = linear(C, cfg.n_kv_head * D, cfg)
+        self.wo = linear(cfg.n_head * D, C, cfg)
+        if cfg.qk_norm:
+            self.q_norm, self.k_norm = HeadNorm(cfg), HeadNorm(cfg)
 
     def forward(self, x, layer, u, context):
         D = self.cfg.head_dim
@@ -138,7 +144,11 @@ class MLP(model_gpt.MLP):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        add_uses(self, cfg)
+        linear = MergedLinear if cfg.fast else RelaxedLinear
+        if self.gated:
+            self.w_gate = linear(cfg.n_embd, cfg.n_mlp, cfg)
+        self.w_up = linear(cfg.n_embd, cfg.n_mlp, cfg)
+        self.w_down = linear(cfg.n_mlp, cfg.n_embd, cfg)
 
     def forward(self, x, u):
         up = self.w_up(x, u)
@@ -159,21 +169,14 @@ class RelaxedLinear(nn.Module):
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
 
     def forward(self, x, u):
-        """x (..., in) -> (..., out), as use u."""
+        """x (B, T, in) -> (B, T, out)."""
         y = F.linear(x, self.weight)                    # W' x
-        if self.rank:
-            y = y + F.linear(x, self.a[u]) @ self.b[u]  # + B_u A_u x    (3)
+        if self.rank and isinstance(u, int):
+            y = y + F.linear(x, self.a[u]) @ self.b[u]      # + B_u A_u x    (3)
+        elif self.rank:     # rows of several uses: all A x, each row keeps its own, all B
+            low = F.linear(x, self.a.flatten(0, 1)).unflatten(-1, (-1, self.rank))
+            y = y + (low * u[:, None, :, None]).flatten(2) @ self.b.flatten(0, 1)
         return y
-
-
-def add_uses(module, cfg):
-    """Replace each nn.Linear and QK-norm of a module by one that is called as part(x, u)."""
-    linear = MergedLinear if cfg.fast else RelaxedLinear  # MergedLinear, HeadNorm: below
-    for name, part in list(module.named_children()):
-        if isinstance(part, nn.Linear):
-            setattr(module, name, linear(part.in_features, part.out_features, cfg))
-        elif isinstance(part, model_gpt.RMSNorm):
-            setattr(module, name, HeadNorm(cfg))
 
 
 # ---- QK-norm, and the fast path ----
@@ -189,7 +192,11 @@ class HeadNorm(nn.Module):
         self.weights = nn.ParameterList(ones if cfg.rank else ones[:1] * cfg.n_loop)
 
     def forward(self, x, u):  # faster than model_gpt's; in 16 bits it rounds once more
-        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weights[u].to(x.dtype)
+        if isinstance(u, int):
+            weight = self.weights[u]
+        else:
+            weight = (u @ torch.stack([*self.weights]))[:, None, None]      # (B, 1, 1, D)
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * weight.to(x.dtype)
 
 
 class MergedLinear(RelaxedLinear):
@@ -198,10 +205,10 @@ class MergedLinear(RelaxedLinear):
 
     def forward(self, x, u):
         n_out, n_in = self.weight.shape
-        n_tokens = x.numel() // n_in
-        if not self.rank or n_tokens * (n_in + n_out) <= n_in * n_out:  # r cancels
-            return super().forward(x, u)
-        return F.linear(x, torch.addmm(self.weight, self.b[u].t(), self.a[u]))
+        many = x.numel() // n_in * (n_in + n_out) > n_in * n_out    # r cancels
+        if many and self.rank and isinstance(u, int):
+            return F.linear(x, torch.addmm(self.weight, self.b[u].t(), self.a[u]))
+        return super().forward(x, u)
 
 
 # ---- conversion of a trained Transformer (Sections 2.2 and 2.3) ----

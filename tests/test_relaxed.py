@@ -1,6 +1,7 @@
 """model_relaxed: its layers once more by hand, what is tied, conversion, distillation, early exit."""
 import itertools
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,19 @@ def test_the_model_is_its_equations(sizes):
         want, got = ByHand(model).loops(x[0, :-1])[-1], model(x[:, :-1], x[:, 1:])
         assert relative(got[0][0], want) < 1e-10
         assert_gradients(model, got[1], F.cross_entropy(want, x[0, 1:]))
+
+
+@pytest.mark.parametrize("rank", [0, 3, FULL])
+@pytest.mark.parametrize("fast", [True, False])
+def test_rows_of_a_call_may_be_in_different_loops(rank, fast):
+    """A row with a use of its own gets what the block gives it in that loop. serve.py does so."""
+    model, uses = relaxed(n_loop=3, rank=rank, qk_norm=True, fast=fast), [2, 0, 1, 2]
+    plain = SimpleNamespace(rope=None, bias=None, extend=lambda layer, k, v: (k, v))
+    x = torch.randn(4, 5, model.cfg.n_embd, dtype=torch.float64)
+    for k, block in enumerate(model.blocks):
+        got = block(x, k, plain, F.one_hot(torch.tensor(uses), 3).to(x))
+        want = torch.cat([block(row, u * 2 + k, plain) for row, u in zip(x.split(1), uses)])
+        assert relative(got, want) < 1e-12
 
 
 def converted(gpt, **sizes):
