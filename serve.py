@@ -33,13 +33,12 @@ Shapes: N tokens of a call are R rows of T tokens (T = 1, or R = 1), S keys, G k
 D head size, C width, V vocabulary, r rank. Loops count from 1, the layers of a loop from 0.
 """
 import contextlib
-import copy
 import itertools
 import json
 import math
 import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -48,8 +47,8 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoint import load_run
-from common.keys import (UserError, check_known, choice, model_module, read_text, run_cli,
-                         split_args, typed_config)
+from common.keys import (UserError, check_known, choice, read_text, run_cli, split_args,
+                         typed_config)
 from common.process import pick_device
 from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
 from sample import Decoding, Sampling, check_finite, check_prompts, next_tokens
@@ -76,25 +75,38 @@ class Token:
     slot: "Slot"
     pos: int
     h: torch.Tensor                 # its state (C,)
-    loop: int = 0                   # that it takes or has taken last
+    loop: int = 0                   # how many loops it has taken
+    exited: bool = False            # whether the next token has been predicted from it
     h1: torch.Tensor = None         # mor: its state before loop 1
-    frozen: bool = False            # fill=propagate: it has exited, h stays as it is
 
 
 @dataclass(eq=False)
 class Slot:
-    """Where one request is decoded (not a KVCache's slot: that is an entry here)."""
+    """The place where one request is decoded.
+
+    All tokens that a slot runs in a step have taken the same number of loops: the newest, and
+    before them those that have exited and need the same loop. So along `unfinished` the number of
+    loops never rises."""
     number: int
     request: Request = None
-    fed: list = None                # tokens: a prefill, or one
-    next_loop: int = 1              # that they take
-    # {loop: tokens that take it when the slot goes there next}, in relaxed exited ones, too
-    waiting: dict = field(default_factory=lambda: defaultdict(list))
+    fed: list = None                # the newest tokens: a prompt, or one token of the answer
+    unfinished: list = field(default_factory=list)  # tokens that take another loop, by position
 
     def feed(self, x, start):
         """Embeddings x (T, C) of tokens at positions start, start + 1, .. take loop 1 next."""
         self.fed = [Token(self, pos, h) for pos, h in enumerate(x, start)]
-        self.next_loop, self.waiting[1] = 1, self.fed
+        self.unfinished += self.fed
+
+    def depth(self):
+        """How many loops the newest tokens have taken. The slot runs the next one."""
+        return self.unfinished[-1].loop
+
+    def take(self):
+        """Remove the tokens that run the slot's next loop from unfinished, and return them."""
+        depth, taken = self.depth(), []
+        while self.unfinished and self.depth() == depth:
+            taken.append(self.unfinished.pop())
+        return taken[::-1]
 
 
 class Engine:
@@ -150,7 +162,7 @@ class Engine:
                 slot.request = queue.popleft()
                 for lanes in (self.taken, *self.kv):
                     lanes[slot.number::len(self.slots)] = 0
-                slot.waiting.clear()
+                slot.unfinished.clear()
                 slot.feed(self.embed(slot.request.prompt), 0)
 
     def embed(self, ids):
@@ -158,29 +170,38 @@ class Engine:
 
     @torch.inference_mode()
     def step(self):
-        """One loop of all slots or, in sequence batching, of the deepest. Returns the requests
-        that are answered."""
+        """Run one loop: of all slots or, in sequence batching, of those that are deepest. Returns
+        the requests that are answered."""
+        # 1. Who goes: in sequence batching a slot that is back at loop 1 waits for the others.
         slots, adapter = self.busy(), self.adapter
-        if self.batching == "sequence":     # one that is back at loop 1 waits for these
-            deepest = max((slot.next_loop for slot in slots), default=1)
-            slots = [slot for slot in slots if slot.next_loop == deepest]
-        tokens = [token for slot in slots for token in slot.waiting.pop(slot.next_loop)]
+        if self.batching == "sequence":
+            deepest = max((slot.depth() for slot in slots), default=0)      # no slot: lab.page
+            slots = [slot for slot in slots if slot.depth() == deepest]
+        tokens = [token for slot in slots for token in slot.take()]
+
+        # 2. They take the loop. Keys of frozen tokens come first, as the others attend to them.
+        self.run_layers(adapter.before_loops, [token for token in tokens if token.loop == 0])
+        self.run_layers(adapter.write_keys, filter(self.frozen, tokens))
+        self.run_layers(adapter.run_loop, itertools.filterfalse(self.frozen, tokens))
         for token in tokens:
             token.loop += 1
-        for slot in slots:
-            slot.next_loop += 1
-        self.run_layers(adapter.before_loops, [token for token in tokens if token.loop == 1])
-        for frozen in True, False:      # frozen ones first: the others attend to their keys
-            same = [token for token in tokens if token.frozen == frozen]
-            self.run_layers(adapter.run_loop, same)
-        # in relaxed all go on: one that predict lets exit waits there for a later one (fill)
+
+        # 3. Who goes on: in mor the router's choice, in relaxed all, also tokens that have exited.
         for token in adapter.go_on([token for token in tokens if token.loop < self.n_loop]):
-            token.slot.waiting[token.loop + 1].append(token)
-        # those of which no token goes on
-        done = [slot for slot in slots if slot.next_loop not in slot.waiting]
+            token.slot.unfinished.append(token)
+
+        # 4. Who is done: slots without an unfinished token. In mor the tokens of a prompt may have
+        # left the loops in earlier steps; here they come together again for the last layer.
+        done = [slot for slot in slots if not slot.unfinished]
         fed = [token for slot in done for token in slot.fed]
         self.run_layers(adapter.after_loops, fed, loop=1)
-        return self.predict(slots, done)
+
+        # 5. Slots that are done, or whose newest token exits, get the next token.
+        return self.predict(slots)
+
+    def frozen(self, token):
+        """Whether the state of a token stays as it is, because it has exited (fill=propagate)."""
+        return self.propagate and token.exited
 
     def run_layers(self, layers, tokens, loop=None):
         """layers: a method of the adapter, or None. loop: see SlotContext. All slots share a call,
@@ -196,32 +217,38 @@ class Engine:
                 for token, h in zip(call, x.flatten(0, 1)):
                     token.h = h
 
-    def predict(self, slots, done):
-        """Slots that are done with the loops, and those whose last token exits by the rule (in a
-        prefill none does) get the next token of their answer and feed it, or the answer ends.
-        Returns the requests of those that end."""
-        asked = [slot for slot in slots if slot in done or self.rule and slot.request.tokens]
+    def predict(self, slots):
+        """Answer the slots that are done with the loops, and those whose newest token exits by the
+        rule; a prompt takes all loops. Returns the requests that end."""
+        asked = [slot for slot in slots if not slot.unfinished
+                 or (self.rule and slot.request.tokens)]
         if not asked:
             return []
         h = self.model.norm(torch.stack([slot.fed[-1].h for slot in asked]))        # (R, C)
         logits = upcast(self.model.head(h))[:, :self.vocab_size]
         if self.rule:
             likeliest = logits.softmax(-1).amax(-1).tolist()
-            leaves = [self.rule(slot.fed[-1].loop, p) for slot, p in zip(asked, likeliest)]
-            asked, logits = list(itertools.compress(asked, leaves)), logits[leaves]
+            exits = [self.rule(slot.fed[-1].loop, p) for slot, p in zip(asked, likeliest)]
+            asked, logits = list(itertools.compress(asked, exits)), logits[exits]
         ids = self.pick(asked, logits)
         requests = [slot.request for slot in asked]
-        for slot, request, id, x in zip(asked, requests, ids, self.embed(ids).split(1)):
-            last = slot.fed[-1]
-            last.frozen = self.propagate
-            if id != self.eot:
-                request.tokens.append(id)
-                request.exits.append(last.loop)
-            if id == self.eot or len(request.tokens) == request.max_new_tokens:
-                self.end(slot, "stop" if id == self.eot else "length")
-            else:
-                slot.feed(x, last.pos + 1)
+        for slot, id, x in zip(asked, ids, self.embed(ids).split(1)):
+            self.answer(slot, id, x)
         return [request for request in requests if request.reason]
+
+    def answer(self, slot, id, x):
+        """Add the token id to a slot's answer and feed its embedding x (1, C), or end the answer.
+        The token that predicted it has exited; before the last loop it stays unfinished, so that
+        it takes the deeper loops together with the first later token that goes there."""
+        request, last = slot.request, slot.fed[-1]
+        last.exited = True
+        if id == self.eot:
+            return self.end(slot, "stop")
+        request.tokens.append(id)
+        request.exits.append(last.loop)
+        if len(request.tokens) == request.max_new_tokens:
+            return self.end(slot, "length")
+        slot.feed(x, last.pos + 1)
 
     def pick(self, slots, logits):
         """A token for each slot: the likeliest, for all at once, or a sampled one."""
@@ -258,7 +285,7 @@ class SlotContext:
     def __init__(self, engine, tokens, T, loop=None):
         self.tokens, self.kv = tokens, engine.kv
         tensor = partial(torch.tensor, device=engine.device)
-        self.loop = tensor([loop or token.loop for token in tokens[::T]])       # (R,)
+        self.loop = tensor([loop or token.loop + 1 for token in tokens[::T]])   # (R,)
         self.lane = tensor([token.slot.number for token in tokens[::T]])        # (R,)
         self.lane += (self.loop - 1) * len(engine.slots)
         self.pos = tensor([token.pos for token in tokens]).view(-1, T)          # (R, T)
@@ -287,55 +314,43 @@ class SlotContext:
 
 class RelaxedAdapter:
     routed, before_loops, after_loops = False, None, None
-    go_on = list        # of tokens: all of them, those that have exited for later ones
 
     def __init__(self, model):
-        self.model, self.cfg, relaxed = model, model.cfg, model_module("relaxed")
-        # a copy of the blocks, with the same weights, for rows in different loops
-        self.mixed = copy.deepcopy(model.blocks, {id(p): p for p in model.parameters()})
-        for part in self.mixed.modules():
-            if isinstance(part, relaxed.RelaxedLinear):
-                part.forward = partial(mixed_linear, part)
-            if isinstance(part, relaxed.HeadNorm):
-                part.forward = partial(mixed_norm, part)
+        self.model, self.cfg = model, model.cfg
 
     def run_loop(self, x, context):
-        """As model_relaxed's Block, but the use u is chosen here: as there or, where rows are in
-        different loops, (R, 1, n_loop), a 1 at each row's. At rank 0 all uses are the same."""
-        loop = context.loop                                         # (R,)
-        if self.cfg.rank == 0 or (loop == loop[0]).all():
-            blocks, u = self.model.blocks, int(loop[0]) - 1
-        else:
-            blocks, u = self.mixed, F.one_hot(loop - 1, self.cfg.n_loop)[:, None].to(x)
-        for layer, block in enumerate(blocks):
+        u = self.use(x, context)
+        for k, block in enumerate(self.model.blocks):
+            x = block(x, k, context, u)
+        return x
+
+    def write_keys(self, x, context):
+        """Write the keys and values that the next loop makes of states x, which stay."""
+        u, D = self.use(x, context), self.cfg.head_dim
+        for layer, block in enumerate(self.model.blocks):
             n, attn = block.norm1(x), block.attn
-            if not context.tokens[0].frozen:        # then no token of this call is
-                x = x + attn(n, layer, u, context)
-                x = x + block.mlp(block.norm2(x), u)
-                continue
-            k, v = (w(n, u).unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
-                    for w in (attn.wk, attn.wv))                    # (R, G, T, D) each
+            k = attn.wk(n, u).unflatten(-1, (-1, D)).transpose(1, 2)        # (R, G, T, D)
+            v = attn.wv(n, u).unflatten(-1, (-1, D)).transpose(1, 2)        # (R, G, T, D)
             if self.cfg.qk_norm:
                 k = attn.k_norm(k, u)
             k = apply_rope(k, *context.rope) if context.rope else k
             context.write(layer, k, v)
         return x
 
+    def use(self, x, context):
+        """The use of a stored block in loop 1, 2, .. is 0, 1, ..: an int if all rows have the same,
+        so that deltas can be merged, else one for each row (R,)."""
+        uses = {token.loop for token in context.tokens}
+        if len(uses) == 1:
+            return uses.pop()
+        return F.one_hot(context.loop - 1, self.cfg.n_loop).to(x)
 
-def mixed_linear(part, x, u):
-    """x (R, 1, in) -> (R, 1, out). One product applies the A of all uses, u keeps each row's."""
-    low = F.linear(x, part.a.flatten(0, 1)).unflatten(-1, (-1, part.rank))      # (R, 1, n_loop, r)
-    return F.linear(x, part.weight) + (low * u[..., None]).flatten(2) @ part.b.flatten(0, 1)
-
-
-def mixed_norm(part, x, u):
-    """QK-norm of x (R, heads, 1, D)."""
-    weight = u @ torch.stack([*part.weights])                           # (R, 1, D)
-    return F.rms_norm(x, x.shape[-1:], eps=part.eps) * weight[:, None]
+    def go_on(self, tokens):
+        return tokens
 
 
 class MoRAdapter:
-    routed = True
+    routed, write_keys = True, None
 
     def __init__(self, model):
         self.model, self.cfg = model, model.cfg
