@@ -1,42 +1,69 @@
 """
-Recursive and Relaxed Recursive Transformers: tied layers in loops, relaxed by low-rank deltas.
+Recursive and Relaxed Recursive Transformers: layers tied over depth, relaxed by low-rank deltas.
 
-Only K of a Transformer's L layers are stored, and these K, one after the other, run
-n_loop = L / K times (the Recursive Transformer). Each use of a stored matrix may add a
-low-rank delta (LoRA) of its own (Relaxed). Both start from a trained Transformer and are
-then trained further, to become smaller at little loss (what it cost here: lab/RESULTS.md).
+A trained Transformer of L layers is cut down to K = L / R stored blocks, which run one after the
+other in R = n_loop loops: this is the Recursive Transformer. In the Relaxed Recursive Transformer
+each use of a stored matrix adds a low-rank delta of its own (LoRA), so that the layers differ
+again. The smaller model starts from the trained one and is trained further, so that it loses
+little (lab/RESULTS.md has what it cost here); from random weights it is only a looped Transformer.
 
-    h_{l+1} = Block(h_l; stored block k = l mod K, use u = l // K)    l = 0 .. L - 1    (2)
-    in it, every matrix:  y = W' x + B_u A_u x    W' is tied; A_u, B_u are of use u     (3)
-    they start from a trained W_l:  B_u A_u = truncated SVD of W_l diag(g_l / g') - W'  (4)
-    g_l, g': weights of the norms before W_l and W' (W_o, W_down: none). Numbers: the paper's
+    h_{l+1} = Block_k(h_l; u)               k = l mod K,  u = l // K,  l = 0 .. L - 1       (2)
 
-L = 4 layers are n_loop = 2 loops over K = 2 stored blocks:
+    y = W' x + B_u A_u x                    each matrix of a block                          (3)
+        x (in,)   y (out,)   W' (out, in)   A_u (r, in)   B_u (out, r)   r = min(rank, in, out)
+
+    U S V^T = W_l diag(g_l / g') - W'       singular value decomposition of what W' lacks   (4)
+    B_u = U_r S_r,   A_u = V_r^T            at the start; the r largest singular values
+
+(2), (3) and (4) are the paper's numbers. h_0 are the embeddings, as in model_gpt.py. A block has
+seven matrices, and each is computed by (3): they are W_q, W_k, W_v and W_o of attention, and
+W_gate, W_up and W_down of the MLP. All uses of a block share W' and its norms, which is what tied
+means; A_u and B_u belong to one use of one matrix of one block. W_l is that matrix in layer l of
+the trained model, g_l and g' are the weights of the norms before W_l and W'. No norm stands before
+W_o and W_down, so that they have no ratio. rank=0 has no deltas. At full rank the deltas undo the
+tying, and the converted model computes what the trained one does.
+
+L = 4 layers are R = 2 loops over K = 2 stored blocks:
 
     loop 1   h_0 -> [block 0, use 0] -> [block 1, use 0] -> h_2 --norm, head--> exit?
                       same W', norms      same W', norms
     loop 2   h_2 -> [block 0, use 1] -> [block 1, use 1] -> h_4 --norm, head--> logits
 
-Tied weights are those of a stored block, the same in all its uses. rank = 0 has no deltas;
-at full rank they undo the tying. Each unrolled layer has its own keys and values in the cache.
+At the sizes of configs/relaxed_tiny.yaml, 4 layers of 200,704 weights each become 2 stored blocks
+of as many weights. Their 4 uses add deltas of 19,712 weights each at rank 8, so that 0.60 of the
+weights remain. The two commands are:
+
+    python train.py                                             the source, out/gpt_tiny
+    python train.py model=relaxed init_from=out/gpt_tiny        converted, and trained further
+
+The head can predict after every loop, so that a model can exit early (Section 3.7):
+
+    pass                          loops                  loss
+    training                      R                      CE after the last loop
+    training with early_exit=     R, a head after each   sum_i c_i loss_i, i = 1 .. R
+    evaluation, decoding          exit_loop (0: R)       CE after that loop
+
+Here and in sample.py all tokens stop after the same loop. In serve.py each token exits after the
+loop whose prediction is sure. Every unrolled layer has keys and values of its own, so a token that
+exits has none in deeper loops, where later tokens need them; serve.py says how it supplies them.
+
 Dropout is on embeddings, attention weights and residual branches.
-
-Early exit (Section 3.7). The head can predict after each loop. In training, early_exit= adds
-the losses of earlier loops. In evaluation and decoding, exit_loop= is the last loop of all
-tokens. In serve.py each token exits where its own prediction is sure. Then it has no keys in
-deeper loops, which later tokens need; serve.py says how it supplies them.
-
-Departures. As norms are tied, (4) has a ratio that the paper's has not. QK-norm, which the
-paper's models have not, has a weight for each use if rank > 0. With init=stepwise block k
-does not start from layer k, but the paper (Appendix C) starts the first loop's deltas at 0.
-Here they follow (4), or full rank would not give the trained model back. The public code
-scales deltas by alpha / rank, which would break (4): they have no factor here.
 
 Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with
 Layer-wise LoRA" (2410.20672). Part of it is in github.com/raymin0223/mixture_of_recursions.
+This file differs from the paper and from that code as follows.
+- (4) The ratio g_l / g' is not in the paper. It is needed because norms are tied too.
+- (4) init=stepwise. Stored block k does not start from layer k, and still the paper (Appendix C)
+  starts the deltas of the first loop at 0. Here they follow (4), because otherwise a conversion at
+  full rank would not give the trained model back.
+- (3) The public code scales deltas by alpha / rank. Here they have no factor, because it would
+  break (4).
+- QK-norm. The paper's models have none. Here each use has weights of its own if rank > 0.
+- Positions are RoPE or none. ALiBi and windows are left out, as the paper has neither.
+- l, k and u count from 0 and loops from 1; in the paper layers count from 1.
 
-Shapes: B batch, T new tokens, S keys, C width, H query heads, G key/value heads, D head size,
-V vocabulary, r rank. Loops count from 1; l, k, u from 0 (in Attention k are keys).
+Letters beside those of model_gpt.py: K stored blocks, R loops, r rank, l an unrolled layer, k a
+stored block (in Attention k are keys), u a use. In the code R is n_loop, K is n_stored.
 """
 from dataclasses import dataclass
 
@@ -69,7 +96,8 @@ class Config(BaseConfig):
     exit_loss: str = choice("ce", "kl", "both")     # which losses; kl: to the last loop
     exit_loop: int = 0           # stop after this loop (0: the last)
 
-    # models that convert takes; keys that may change when a run goes on, or starts from weights
+    # CONVERTS_FROM names the models whose weights convert reads. NOT_IN_WEIGHTS are keys that may
+    # change when a run is resumed, or when it starts from another run's weights.
     CONVERTS_FROM = ("gpt",)
     NOT_IN_WEIGHTS = ("early_exit", "exit_weight", "exit_loss", "exit_loop")
 
@@ -88,7 +116,10 @@ class Config(BaseConfig):
 # ---- the method ----
 
 def run_loops(blocks, h, context, last_loop):
-    """h_0 (B, T, C) -> the states after loops 1 .. last_loop, a list of (B, T, C)."""
+    """h_0 (B, T, C) -> the states after loops 1 .. last_loop, a list of (B, T, C).
+
+    A block is called with its unrolled layer l, as in all models, so that blocks of another model
+    can run in these loops."""
     states = []
     for u in range(last_loop):
         for k, block in enumerate(blocks):
@@ -98,8 +129,8 @@ def run_loops(blocks, h, context, last_loop):
 
 
 class Block(model_gpt.Block):
-    """A stored block. Like every model's it is called with an unrolled layer, so that run_loops
-    can run other models' blocks."""
+    """A stored block. Its use u follows from the unrolled layer, unless u is given: serve.py gives
+    rows in different loops a use each, u (B, R) with a 1 in each row at its use."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -112,7 +143,8 @@ class Block(model_gpt.Block):
 
 
 class Attention(model_gpt.Attention):
-    """model_gpt's forward again, as here every part is called with u."""
+    """model_gpt's attention with four relaxed matrices. Its forward stands here again, because
+    each matrix and norm is called with the use u."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -129,7 +161,7 @@ class Attention(model_gpt.Attention):
         q = self.wq(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, H, T, D)
         k = self.wk(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
         v = self.wv(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
-        if self.cfg.qk_norm:  # else nn.Identity, which takes no u
+        if self.cfg.qk_norm:    # else they are nn.Identity, which takes no u
             q, k = self.q_norm(q, u), self.k_norm(k, u)
         if context.rope:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
@@ -140,7 +172,7 @@ class Attention(model_gpt.Attention):
 
 
 class MLP(model_gpt.MLP):
-    """model_gpt's, again with u."""
+    """model_gpt's MLP with three relaxed matrices, or with two where it has no gate."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -157,24 +189,28 @@ class MLP(model_gpt.MLP):
 
 
 class RelaxedLinear(nn.Module):
-    """weight (out, in) is W', a[u] (r, in) is A_u, b[u] (r, out) is B_u transposed, so that
-    serve.py can stack the rows of all uses. r = min(rank, in, out)."""
+    """A matrix W' with a delta B_u A_u for each use u (3).
+
+    weight (out, in) is W', a[u] (r, in) is A_u and b[u] (r, out) is B_u transposed. So the A of all
+    uses are one matrix (R r, in), and the B of all uses are one matrix (R r, out)."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
         self.rank = min(cfg.rank, n_in, n_out)
-        self.weight = nn.Parameter(torch.empty(n_out, n_in))  # filled by init_weights
-        if self.rank:  # 3 dimensions: init_weights leaves them. B = 0: no delta yet
+        self.weight = nn.Parameter(torch.empty(n_out, n_in))    # init_weights fills it
+        if self.rank:   # init_weights leaves a and b alone, as they have 3 dimensions
             self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
-            self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))
+            self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))    # no delta yet
 
     def forward(self, x, u):
-        """x (B, T, in) -> (B, T, out)."""
-        y = F.linear(x, self.weight)                    # W' x
+        """x (B, T, in) -> (B, T, out). u is the use of all rows, or (B, R) as in Block."""
+        y = F.linear(x, self.weight)                        # W' x
         if self.rank and isinstance(u, int):
             y = y + F.linear(x, self.a[u]) @ self.b[u]      # + B_u A_u x    (3)
-        elif self.rank:     # rows of several uses: all A x, each row keeps its own, all B
-            low = F.linear(x, self.a.flatten(0, 1)).unflatten(-1, (-1, self.rank))
+        elif self.rank:
+            # The A of all uses are applied. Then u zeroes what is not of a row's own use, so that
+            # one product with the B of all uses adds the row's own B_u A_u x.
+            low = F.linear(x, self.a.flatten(0, 1)).unflatten(-1, (-1, self.rank))  # (B, T, R, r)
             y = y + (low * u[:, None, :, None]).flatten(2) @ self.b.flatten(0, 1)
         return y
 
@@ -182,8 +218,10 @@ class RelaxedLinear(nn.Module):
 # ---- QK-norm, and the fast path ----
 
 class HeadNorm(nn.Module):
-    """QK-norm: RMSNorm of heads (B, heads, T, D). weights[u], of use u, multiplies W x after it
-    is normalized, which no delta of W could do. At rank 0 they are tied like all else."""
+    """QK-norm: RMSNorm of heads (B, heads, T, D) with a weight for each use.
+
+    The weight acts after the normalization, so a delta of W_q or W_k could not replace it. At rank
+    0 all uses share one weight, as they share everything else."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -191,7 +229,8 @@ class HeadNorm(nn.Module):
         ones = [nn.Parameter(torch.ones(cfg.head_dim)) for _ in range(cfg.n_loop)]
         self.weights = nn.ParameterList(ones if cfg.rank else ones[:1] * cfg.n_loop)
 
-    def forward(self, x, u):  # faster than model_gpt's; in 16 bits it rounds once more
+    def forward(self, x, u):
+        """In 16 bits this rounds before the weight, too, which model_gpt's RMSNorm does not do."""
         if isinstance(u, int):
             weight = self.weights[u]
         else:
@@ -200,40 +239,48 @@ class HeadNorm(nn.Module):
 
 
 class MergedLinear(RelaxedLinear):
-    """The fast path: W' x + B A x = (W' + B A) x. To form B A costs r * in * out products,
-    to apply A and B r * (in + out) a token: with many tokens it is formed."""
+    """The fast path: W' x + B_u A_u x = (W' + B_u A_u) x, so the delta can be merged into W'.
+
+    To form B_u A_u takes r in out multiplications; to apply both to n tokens takes n r (in + out).
+    So it is formed where n r (in + out) > r in out, from which r cancels. Rows of several uses
+    would need several merged matrices, so nothing is merged for them."""
 
     def forward(self, x, u):
         n_out, n_in = self.weight.shape
-        many = x.numel() // n_in * (n_in + n_out) > n_in * n_out    # r cancels
+        many = x.numel() // n_in * (n_in + n_out) > n_in * n_out
         if many and self.rank and isinstance(u, int):
             return F.linear(x, torch.addmm(self.weight, self.b[u].t(), self.a[u]))
         return super().forward(x, u)
 
 
-# ---- conversion of a trained Transformer (Sections 2.2 and 2.3) ----
+# ---- conversion of a trained Transformer (Sections 2.2 and 2.3 of the paper) ----
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start model from `weights`, the state dict of a model_gpt of any depth."""
+    """Start model from `weights`, the state dict of a model_gpt of any depth.
+
+    Each stored block gets tied weights W' and norms, the mean of some layers. Then each of its uses
+    gets what its own layer, the source, has beside them: the weights of QK-norm and deltas."""
     cfg, sources = model.cfg, source_layers(weights, model.cfg.n_layer)
     for name, w in weights.items():
         if not name.startswith("blocks."):
             model.get_parameter(name).copy_(w)
     svd = cfg.rank > 0 and cfg.lora_init == "svd"
     for k, block in enumerate(model.blocks):
-        start = [sources[layer] for layer in layers_for_tied(cfg, k)]  # init=random: none
+        # With init=random start is empty, so tied is empty too and nothing is set.
+        start = [sources[layer] for layer in layers_for_tied(cfg, k)]
         tied = {name: sum(s[name] for s in start) / len(start) for name in sources[0] if start}
-        block.load_state_dict(tied, strict=False)  # W' and norms, no QK-norms
+        # strict=False passes over the QK-norms of tied, because HeadNorm has other names.
+        block.load_state_dict(tied, strict=False)
         for u, source in enumerate(sources[k::cfg.n_stored]):
-            set_head_norms(block, u, source if cfg.rank else tied)
+            set_head_norms(block, u, source if cfg.rank else tied)  # rank 0 ties QK-norms, too
             if svd:
                 set_deltas(block, k, u, source)
 
 
 def source_layers(weights, n_layer):
-    """The source of each unrolled layer: a trained layer's {name: weight}. They are evenly
-    spaced, or repeated if there are too few."""
+    """Return the source of each unrolled layer, a trained layer as {name: weight}. Sources are
+    evenly spaced among the trained layers, and some are repeated if these are too few."""
     trained = {}
     for name, w in weights.items():
         if name.startswith("blocks."):
@@ -244,32 +291,35 @@ def source_layers(weights, n_layer):
 
 
 def layers_for_tied(cfg, k):
-    """The layers whose sources are averaged to W' and norms of stored block k."""
+    """Return the layers whose sources are averaged to W' and norms of stored block k. There
+    are none with init=random: W' stays random, as a baseline of (4)."""
     L, K = cfg.n_layer, cfg.n_stored
     return {"average": range(k, L, K),          # all uses of the block
-            "stepwise": [round(k * (L - 1) / max(1, K - 1))],   # K layers, first to last
+            "stepwise": [round(k * (L - 1) / max(1, K - 1))],   # evenly from first to last
             "lower": [k],                       # the first K
             "upper": [L - K + k],               # the last K
-            "random": []}[cfg.init]             # none: W' stays random, as a baseline of (4)
+            "random": []}[cfg.init]
 
 
 def set_head_norms(block, u, source):
+    """Set the QK-norm weights of use u. source is empty at rank 0 with init=random."""
     for name, part in block.named_modules():
-        if isinstance(part, HeadNorm) and f"{name}.weight" in source:  # tied may be empty
+        if isinstance(part, HeadNorm) and f"{name}.weight" in source:
             part.weights[u].copy_(source[f"{name}.weight"])
 
 
 def set_deltas(block, k, u, source):
-    """Set the deltas of stored block k's use u by (4), so that it comes near its source. Where W'
-    is the source but for rounding, the SVD would be of noise: A stays random and B zero, so that
-    both learn."""
+    """Set the deltas of stored block k's use u by (4), so that W' + B_u A_u comes near its source.
+
+    If W' is the source up to rounding, as in the first loop with init=lower, an SVD would only find
+    noise. Then A stays random and B zero, as in plain LoRA, so that both can learn."""
     for name, part in block.named_modules():
         if isinstance(part, RelaxedLinear):
             w_l = source[f"{name}.weight"]
             n_use, r, _ = part.a.shape
             wanted = folded(block, k, source, name)
-            missing = wanted - upcast(part.weight)      # B_u A_u at full rank
-            # W' and g' are each a mean of up to n_use weights, and rounded as often
+            missing = wanted - upcast(part.weight)      # at full rank B_u A_u is all of it
+            # W' and g' are each a mean of up to n_use weights, so each is rounded as often.
             eps = 2 * n_use * max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
             if missing.norm() > eps * wanted.norm():
                 U, S, Vh = torch.linalg.svd(missing, full_matrices=False)
@@ -277,13 +327,14 @@ def set_deltas(block, k, u, source):
 
 
 def folded(block, k, source, name):
-    """W_l diag(g_l / g') (out, in), which does here what W_l did in its layer: of a normalized
-    n,  W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n). ValueError where g' is near zero."""
+    """Return W_l diag(g_l / g') (out, in), which does behind the tied norm what W_l did behind its
+    own: for a normalized n,  W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n). A ValueError names the
+    norm if a weight of g' is near zero."""
     w = upcast(source[f"{name}.weight"])
-    if name not in ("attn.wo", "mlp.w_down"):  # which have no norm before them
+    if name not in ("attn.wo", "mlp.w_down"):   # no norm stands before these two
         norm = "norm1" if name.startswith("attn") else "norm2"
         ratio = upcast(source[f"{norm}.weight"]) / upcast(getattr(block, norm).weight)
-        if not (ratio.abs() < 1e4).all():       # NaN, too
+        if not (ratio.abs() < 1e4).all():       # this is also true for NaN
             raise ValueError(f"{norm} of stored block {k} is near zero, its deltas would be "
                              f"huge: another init may avoid it, rank=0 and lora_init=zero do")
         w = w * ratio
@@ -293,20 +344,21 @@ def folded(block, k, source, name):
 # ---- the model ----
 
 class Model(LanguageModel):
-    """K stored blocks that run n_loop times."""
-    runs_blocks_once = False  # for FSDP
+    """K stored blocks that run R times, one after the other."""
+    runs_blocks_once = False    # FSDP reads this
 
     def __init__(self, cfg):
         super().__init__(cfg, [self.make_block(cfg, k) for k in range(cfg.n_stored)])
         init_weights(self, cfg.n_layer)
 
     def make_block(self, cfg, k):
-        """Stored block k; in a subclass any model's (convert knows this one alone)."""
+        """Return stored block k. A subclass may return a block of another model; convert works
+        for this one only."""
         return Block(cfg)
 
     @property
     def loops_to_run(self):
-        """How many loops run in evaluation and decoding."""
+        """Return how many loops run in evaluation and decoding."""
         return self.cfg.exit_loop or self.cfg.n_loop
 
     def loop_states(self, idx, context=None):
@@ -340,7 +392,8 @@ class Model(LanguageModel):
         return last, loss, aux
 
     def loop_weights(self):
-        """c_1 .. c_n. weighted: c_i = i / (1 + .. + n); aggressive: exit_weight, the last 1."""
+        """Return c_1 .. c_R. weighted: c_i = i / (1 + .. + R). aggressive: exit_weight, and 1 for
+        the last."""
         n = self.cfg.n_loop
         if self.cfg.early_exit == "weighted":
             return [i / (n * (n + 1) / 2) for i in range(1, n + 1)]
@@ -352,19 +405,21 @@ class Model(LanguageModel):
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
 
     def flops_per_token(self):
-        """As in model_gpt; with early_exit the head is applied after every loop."""
+        """This is as in model_gpt, but with early_exit the head is applied after every loop."""
         more_heads = self.cfg.n_loop - 1 if self.cfg.early_exit != "none" else 0
         return super().flops_per_token() + 6.0 * more_heads * self.head.weight.numel()
 
     def block_weights(self):
-        """W' (2 dimensions) counts once for each use; a and b (3) hold each use's own."""
+        """W' counts once for each use. a and b hold the deltas of all uses, so they count once;
+        they are the parameters of 3 dimensions."""
         return sum(self.cfg.n_loop * p.numel() if p.dim() == 2 else p.numel()
                    for p in self.blocks.parameters() if p.dim() > 1)
 
 
 def kl_from_last(logits, last, targets):
-    """Mean KL(p_last || p) in nats over the targets that are not -1. p_last, of the last
-    loop's logits (B, T, V), is a constant."""
+    """Return the mean KL(p_last || p) in nats over the targets that are not -1. p_last is the
+    distribution of the last loop's logits (B, T, V), and a constant: the last loop does not learn
+    from the earlier ones."""
     log_p_last, log_p = last.detach().log_softmax(-1), logits.log_softmax(-1)
     counted = targets != -1
     kl = (log_p_last.exp() * (log_p_last - log_p)).sum(-1)      # (B, T)
