@@ -50,14 +50,14 @@ exits has none in deeper loops, where later tokens need them; serve.py says how 
 Dropout is on embeddings, attention weights and residual branches.
 
 Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with
-Layer-wise LoRA" (2410.20672). Part of it is in github.com/raymin0223/mixture_of_recursions.
+Layer-wise LoRA" (2410.20672). github.com/raymin0223/mixture_of_recursions has a part of its code.
 This file differs from the paper and from that code as follows.
-- (4) The ratio g_l / g' is not in the paper. It is needed because norms are tied too.
+- (4) The paper has no ratio g_l / g'. This ratio is needed because norms are tied too.
 - (4) init=stepwise. Stored block k does not start from layer k, and still the paper (Appendix C)
-  starts the deltas of the first loop at 0. Here they follow (4), because otherwise a conversion at
-  full rank would not give the trained model back.
-- (3) The public code scales deltas by alpha / rank. Here they have no factor, because it would
-  break (4).
+  starts the deltas of the first loop at 0. Here these deltas follow (4) too, because otherwise a
+  conversion at full rank would not give the trained model back.
+- (3) The public code scales deltas by alpha / rank. Here deltas have no factor, because a factor
+  would break (4).
 - QK-norm. The paper's models have none. Here each use has weights of its own if rank > 0.
 - Positions are RoPE or none. ALiBi and windows are left out, as the paper has neither.
 - l, k and u count from 0 and loops from 1; in the paper layers count from 1.
@@ -241,9 +241,9 @@ class HeadNorm(nn.Module):
 class MergedLinear(RelaxedLinear):
     """The fast path: W' x + B_u A_u x = (W' + B_u A_u) x, so the delta can be merged into W'.
 
-    To form B_u A_u takes r in out multiplications; to apply both to n tokens takes n r (in + out).
-    So it is formed where n r (in + out) > r in out, from which r cancels. Rows of several uses
-    would need several merged matrices, so nothing is merged for them."""
+    To form B_u A_u takes r in out multiplications. To apply A_u and B_u to n tokens takes
+    n r (in + out). So B_u A_u is formed where n r (in + out) > r in out, from which r cancels. Rows
+    of several uses would need several merged matrices, so nothing is merged for them."""
 
     def forward(self, x, u):
         n_out, n_in = self.weight.shape
@@ -267,7 +267,7 @@ def convert(model, weights):
             model.get_parameter(name).copy_(w)
     svd = cfg.rank > 0 and cfg.lora_init == "svd"
     for k, block in enumerate(model.blocks):
-        # With init=random start is empty, so tied is empty too and nothing is set.
+        # If init=random, start is empty, so tied is empty too and nothing is set.
         start = [sources[layer] for layer in layers_for_tied(cfg, k)]
         tied = {name: sum(s[name] for s in start) / len(start) for name in sources[0] if start}
         # strict=False passes over the QK-norms of tied, because HeadNorm has other names.
