@@ -3,34 +3,65 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
 
     python serve.py out/relaxed_exit requests=FILE.jsonl exit=confidence:0.9
     python serve.py out/mor_tiny requests=FILE.jsonl batching=sequence slots=32
-    python serve.py out/mor_tiny prompt="def read(self, "   tokens by loop 1 blue, 2 magenta, 3 cyan
+    python serve.py out/mor_tiny prompt="def read(self, "   the text, in colours
     python serve.py help                                    every key with its meaning
 
-A line of FILE is {"prompt": "def ", "max_new_tokens": 50, "id": "a"}; the prompt is enough. The
-answer is a JSON line: the id (or the line's number), text, tokens, exits (the loop that predicted
-each) and seconds (since the start). It ends where the context is full; sample.py goes on.
+A line of FILE is {"prompt": "def ", "max_new_tokens": 50, "id": "a"}, in which only the prompt is
+needed. The answer is a JSON line with the id (or the line's number), the text, its tokens, exits
+(the loop that predicted each token) and seconds (since the start). An answer ends where the context
+is full; sample.py would go on. The colour of a token, with prompt=, is the loop that predicted it:
+1 blue, 2 magenta, 3 cyan.
 
-A token takes loop 1, then may exit or take loop 2 (model_mor says recursion). Two slots are
-decoding requests A and B; C comes next. A column is a step, A2: loop 2 of a token of A.
+Batching. A token takes loop 1, and then it may exit or take loop 2. (model_mor.py calls a loop a
+recursion.) Here two slots decode requests A and B, and C comes next. A column is a step, and A2 is
+loop 2 of a token of A:
 
     sequence    A1 A2 A1 .  A1 A2       a step is one loop of all: slots whose tokens have exited
                 B1 .  B1 B2 C1 C2       wait (.) for the others
-    depth       A1 A2 A1 A1 A2          nobody waits: all loops have the same blocks (of mor with
-                B1 B1 B2 C1 C2          a cycle), so a step takes tokens in different loops
+    depth       A1 A2 A1 A1 A2          nobody waits: a step takes tokens in different loops
+                B1 B1 B2 C1 C2
 
-Depth is the paper's continuous depth-wise batching (Bae et al. 2024, 2410.20672, Section 2.4).
-Up to rounding, each answer is what its request would get alone.
+Batching over depth is possible because all loops use the same stored blocks: in relaxed with the
+deltas of each row's own loop, in mor only with share=cycle or middle_cycle. Bae et al. (2024,
+2410.20672, Section 2.4) call this continuous depth-wise batching, and simulate it with exits that
+an oracle chooses. Up to rounding, each answer is what its request would get alone.
 
-A slot first feeds its prompt to the model (a prefill), then one token of the answer at a time. In
-mor a router decides how deep each token goes; in a recursion it attends to those that went there.
-In relaxed a rule (exit=) chooses where a token of the answer exits (a prompt takes all loops), but
-later tokens need its keys and values in deeper loops. So it waits until one of them goes there:
-with fill=exact it takes that loop, too, as if it had not exited; with fill=propagate its state is
-frozen, and only keys and values are made from it. (The paper simulates the batching, with exits
-that an oracle chooses.)
+Words.
 
-Shapes: N tokens of a call are R rows of T tokens (T = 1, or R = 1), S keys, G key/value heads,
-D head size, C width, V vocabulary, r rank. Loops count from 1, the layers of a loop from 0.
+    request     a prompt to continue, and its answer
+    slot        the place where one request is decoded (a slot of a KVCache is an entry here)
+    lane        the keys and values of a slot's tokens in one loop
+    entry       the keys and values of one token in a lane; entry p belongs to position p
+
+Exits. A slot first feeds its prompt to the model (prefill), then one token of the answer at a time.
+In mor a router decides how many recursions a token takes, and in each recursion tokens attend to
+those that took the same one. In relaxed a rule (exit=) chooses after which loop a token of the
+answer exits; a prompt takes all loops. But later tokens need the keys and values of an exited token
+in deeper loops. So an exited token stays unfinished until a later token of its slot goes deeper,
+and then takes the same loop: if fill=exact, as if it had not exited. If fill=propagate, its state
+is frozen, and the loop only makes keys and values from this state.
+
+The life of four tokens in relaxed, with three loops and a prompt of two tokens. 2:1 is the token
+at position 2, which has taken 1 loop:
+
+    step  loop  unfinished   what happens
+    1     1     0:0 1:0      the prompt takes loop 1, then 2 and 3
+    2     2     0:1 1:1
+    3     3     0:2 1:2      the prompt is done; 1 predicts token 2, which is fed
+    4     1     2:0          2 exits: it predicts token 3, which is fed, and stays unfinished
+    5     1     2:1 3:0      3 takes loop 1 alone; its prediction is not sure, so it does not exit
+    6     2     2:1 3:1      both take loop 2, where 3 attends to the keys of 2
+    7     3     2:2 3:2      both take loop 3 and are done; 3 predicts token 4
+
+Why lanes have gaps. A lane has an entry for every position, also for a token that does not take its
+loop; a mask, `taken`, hides this entry. model_mor.py keeps the tokens of a later recursion one
+after the other: 6,136 bytes a token in README.md's table, where lanes take 8,192. Here a call has
+rows in different loops, and the loops of a slot have different numbers of tokens. Because of the
+gaps the position alone says, in every lane, where a row writes and which keys come before it.
+Without gaps each lane would need a length, and the positions of its tokens.
+
+Letters are those of model_gpt.py. A call has B rows of T tokens, where T = 1 or B = 1. Loops count
+from 1, the layers of a loop from 0.
 """
 import contextlib
 import itertools
@@ -58,15 +89,16 @@ from sample import Decoding, Sampling, check_finite, check_prompts, next_tokens
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to continue, and what has become of it."""
+    """A prompt to continue, and what has become of it. The prompt and max_new_tokens, at least 1,
+    together are no more than the engine's max_len."""
     prompt: list                    # token ids
     max_new_tokens: int
     id: object = None
     sampling: tuple = (0.0, 0, 1.0)                 # temperature, top_k, top_p
-    generator: torch.Generator = None               # of its own, to sample
+    generator: torch.Generator = None               # its own random numbers, to sample
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
     exits: list = field(default_factory=list)       # the loop that predicted each of them
-    reason: str = None              # why it has ended: stop (at end-of-text) or length
+    reason: str = None              # why it has ended: stop (end-of-text was said) or length
 
 
 @dataclass(eq=False)
@@ -84,21 +116,21 @@ class Token:
 class Slot:
     """The place where one request is decoded.
 
-    All tokens that a slot runs in a step have taken the same number of loops: the newest, and
-    before them those that have exited and need the same loop. So along `unfinished` the number of
-    loops never rises."""
+    Along `unfinished` the number of loops taken never rises, so the newest tokens, at its end, have
+    taken the fewest. A step runs them, and those before them that have taken as many. So all tokens
+    that a slot runs in a step are in the same loop, and the statement holds after it, too."""
     number: int
     request: Request = None
     fed: list = None                # the newest tokens: a prompt, or one token of the answer
     unfinished: list = field(default_factory=list)  # tokens that take another loop, by position
 
     def feed(self, x, start):
-        """Embeddings x (T, C) of tokens at positions start, start + 1, .. take loop 1 next."""
+        """Tokens with embeddings x (T, C), at positions start, start + 1, .., take loop 1 next."""
         self.fed = [Token(self, pos, h) for pos, h in enumerate(x, start)]
         self.unfinished += self.fed
 
     def depth(self):
-        """How many loops the newest tokens have taken. The slot runs the next one."""
+        """Return how many loops the newest tokens have taken. The slot runs the next one."""
         return self.unfinished[-1].loop
 
     def take(self):
@@ -110,10 +142,11 @@ class Slot:
 
 
 class Engine:
-    """Decodes requests in `slots` slots. Prompt and answer together have up to max_len tokens
+    """Decodes requests in `slots` slots. A prompt and its answer together have up to max_len tokens
     (None: the model's limit or, without one, 8 times block_size)."""
-    # see run_layers. 1 takes 14 % longer with prompts of 4 to 16 tokens; so does no limit, with
-    # prompts of 40 to 120
+    # A slot that runs more tokens than this has a call of its own, see run_layers. MANY = 1 takes
+    # 14 % longer with prompts of 4 to 16 tokens. No limit takes 14 % longer with prompts of 40 to
+    # 120 tokens.
     MANY = 16
 
     def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="exact",
@@ -131,15 +164,16 @@ class Engine:
         self.make_cache(model.cfg, compute_dtype(model.wte.weight))
 
     def make_cache(self, cfg, dtype):
-        """Keys and values of (lanes, 2, G, max_len, D) a layer. A slot has a lane for each loop,
-        number + (loop - 1) slots: entry p is its token at position p, if that took the loop
-        (model_mor's own cache has no such gaps, so it is smaller). mor's first and last layer, -2
-        and -1, have the lanes of loop 1 alone, as all tokens take both."""
+        """Make the lanes: keys and values of (lanes, 2, G, max_len, D) for each layer of a loop.
+
+        The slot with number s has lane s + (loop - 1) len(slots) for a loop. taken (lanes, max_len)
+        says of which positions a lane has keys. mor's first and last layer, with numbers -2 and -1,
+        have the lanes of loop 1 alone, because all tokens take both."""
         zeros, n = partial(torch.zeros, device=self.device, dtype=dtype), len(self.slots)
         shape = 2, cfg.n_kv_head, self.max_len, cfg.head_dim
         self.kv = [zeros(n * self.n_loop, *shape) for _ in range(cfg.n_stored)]
         self.kv += [zeros(n, *shape) for _ in range(getattr(cfg, "n_outside", 0))]
-        self.taken = zeros(n * self.n_loop, self.max_len, dtype=torch.bool)     # whether it did
+        self.taken = zeros(n * self.n_loop, self.max_len, dtype=torch.bool)
         pos = torch.arange(self.max_len, device=self.device)
         self.rope = cfg.pos == "rope" and rope_tables(pos, cfg.head_dim, cfg.rope_theta, dtype)
 
@@ -155,8 +189,8 @@ class Engine:
 
     @torch.inference_mode()
     def admit(self, queue):
-        """Give free slots to the requests that wait in a queue, and feed their prompts. A slot is
-        zeroed before: a NaN poisons sums, even under a mask."""
+        """Give free slots to the requests that wait in a queue, and feed their prompts. The lanes
+        of a slot are zeroed before, because a NaN poisons sums even under a mask."""
         for slot in self.slots:
             if slot.request is None and queue:
                 slot.request = queue.popleft()
@@ -172,59 +206,64 @@ class Engine:
     def step(self):
         """Run one loop: of all slots or, in sequence batching, of those that are deepest. Returns
         the requests that are answered."""
-        # 1. Who goes: in sequence batching a slot that is back at loop 1 waits for the others.
+        # 1. Who goes. In sequence batching a slot that is back at loop 1 waits for the others. The
+        # default is for lab.page, which makes steps without a busy slot.
         slots, adapter = self.busy(), self.adapter
         if self.batching == "sequence":
-            deepest = max((slot.depth() for slot in slots), default=0)      # no slot: lab.page
+            deepest = max((slot.depth() for slot in slots), default=0)
             slots = [slot for slot in slots if slot.depth() == deepest]
         tokens = [token for slot in slots for token in slot.take()]
 
-        # 2. They take the loop. Keys of frozen tokens come first, as the others attend to them.
+        # 2. They take a loop. Frozen tokens write their keys first, because others attend to them.
         self.run_layers(adapter.before_loops, [token for token in tokens if token.loop == 0])
         self.run_layers(adapter.write_keys, filter(self.frozen, tokens))
         self.run_layers(adapter.run_loop, itertools.filterfalse(self.frozen, tokens))
         for token in tokens:
             token.loop += 1
 
-        # 3. Who goes on: in mor the router's choice, in relaxed all, also tokens that have exited.
+        # 3. Who goes on. In mor the router chooses. In relaxed all do, also those that have exited.
         for token in adapter.go_on([token for token in tokens if token.loop < self.n_loop]):
             token.slot.unfinished.append(token)
 
-        # 4. Who is done: slots without an unfinished token. In mor the tokens of a prompt may have
-        # left the loops in earlier steps; here they come together again for the last layer.
-        done = [slot for slot in slots if not slot.unfinished]
-        fed = [token for slot in done for token in slot.fed]
+        # 4. Who is done: slots without an unfinished token. In mor some tokens of a prompt may have
+        # left the loops in earlier steps. All of a prompt come together again, because each token
+        # needs keys in the last layer.
+        fed = [token for slot in slots if not slot.unfinished for token in slot.fed]
         self.run_layers(adapter.after_loops, fed, loop=1)
 
-        # 5. Slots that are done, or whose newest token exits, get the next token.
+        # 5. A slot that is done, or whose newest token exits, gets the next token of its answer.
         return self.predict(slots)
 
     def frozen(self, token):
-        """Whether the state of a token stays as it is, because it has exited (fill=propagate)."""
+        """Return whether a token's state stays as it is: it has exited, with fill=propagate."""
         return self.propagate and token.exited
 
     def run_layers(self, layers, tokens, loop=None):
-        """layers: a method of the adapter, or None. loop: see SlotContext. All slots share a call,
-        in which each token is a row, T = 1. There each has a copy of its slot's keys, so a slot
-        with more than MANY tokens (a long prompt) has a call of its own, R = 1."""
+        """Replace the states of tokens by those after `layers`, a method of the adapter or None.
+        SlotContext explains loop.
+
+        All slots share a call, in which each token is a row (T = 1). There every row has a copy of
+        its slot's keys. A slot with more than MANY tokens, which are a long prompt or have exited,
+        has a call of its own, in which it is one row (B = 1)."""
         slots = [list(its) for _, its in itertools.groupby(tokens, lambda token: token.slot)]
         calls = [(len(its), its) for its in slots if len(its) > self.MANY]
         calls.append((1, [token for its in slots if len(its) <= self.MANY for token in its]))
         for T, call in calls:
             if layers and call:
-                x = torch.stack([token.h for token in call]).unflatten(0, (-1, T))  # (R, T, C)
+                x = torch.stack([token.h for token in call]).unflatten(0, (-1, T))  # (B, T, C)
                 x = layers(x, SlotContext(self, call, T, loop))
                 for token, h in zip(call, x.flatten(0, 1)):
                     token.h = h
 
     def predict(self, slots):
         """Answer the slots that are done with the loops, and those whose newest token exits by the
-        rule; a prompt takes all loops. Returns the requests that end."""
-        asked = [slot for slot in slots if not slot.unfinished
-                 or (self.rule and slot.request.tokens)]
+        rule. A slot without a token of an answer is still in its prompt, which takes all loops.
+        Returns the requests that end."""
+        asked = [slot for slot in slots
+                 if not slot.unfinished or (self.rule and slot.request.tokens)]
         if not asked:
             return []
-        h = self.model.norm(torch.stack([slot.fed[-1].h for slot in asked]))        # (R, C)
+        h = self.model.norm(torch.stack([slot.fed[-1].h for slot in asked]))        # (B, C)
         logits = upcast(self.model.head(h))[:, :self.vocab_size]
         if self.rule:
             likeliest = logits.softmax(-1).amax(-1).tolist()
@@ -238,8 +277,10 @@ class Engine:
 
     def answer(self, slot, id, x):
         """Add the token id to a slot's answer and feed its embedding x (1, C), or end the answer.
-        The token that predicted it has exited; before the last loop it stays unfinished, so that
-        it takes the deeper loops together with the first later token that goes there."""
+
+        The slot's newest token, which predicted id, has exited. Before the last loop this token
+        stays unfinished, so that it takes the deeper loops together with the first later token that
+        goes there."""
         request, last = slot.request, slot.fed[-1]
         last.exited = True
         if id == self.eot:
@@ -251,11 +292,11 @@ class Engine:
         slot.feed(x, last.pos + 1)
 
     def pick(self, slots, logits):
-        """A token for each slot: the likeliest, for all at once, or a sampled one."""
+        """Return a token for each slot: the likeliest, for all at once, or a sampled one."""
         check_finite(logits)
         tokens = logits.argmax(-1).tolist()
         for n, r in enumerate(slot.request for slot in slots):
-            if r.sampling != Request.sampling:      # the default
+            if r.sampling != Request.sampling:      # the default is the likeliest
                 tokens[n] = int(next_tokens(logits[n:n + 1], *r.sampling, r.generator))
         return tokens
 
@@ -265,52 +306,60 @@ class Engine:
 
 
 def exit_rule(exit, n_loop):
-    """What exit= names: whether a token exits after a loop, of whose prediction the likeliest
-    token has probability p (Schuster et al. 2022). None without a rule."""
+    """Return the rule that exit= names, or None if it is empty. rule(loop, p) says whether a token
+    exits after a loop, where p is the probability of its likeliest next token. This confidence is
+    softmax_max in the public code of CALM (Schuster et al. 2022)."""
     kind, _, bound = exit.partition(":")
-    with contextlib.suppress(ValueError):       # of float
-        if kind == "static" and float(bound) in range(1, n_loop + 1):
-            return lambda loop, p: loop >= float(bound)
-        if kind == "confidence" and 0 <= float(bound) <= 1:
-            return lambda loop, p: p > float(bound) or loop == n_loop
+    with contextlib.suppress(ValueError):       # bound may be no number, which is refused below
+        bound = float(bound)
+        if kind == "static" and bound in range(1, n_loop + 1):
+            return lambda loop, p: loop >= bound
+        if kind == "confidence" and 0 <= bound <= 1:
+            return lambda loop, p: p > bound or loop == n_loop
     if exit:
         raise UserError(f"exit={exit}: static:1 to static:{n_loop}, confidence:P (0 to 1) allowed")
 
 
 class SlotContext:
-    """The context of a call of R T tokens, as model_gpt's Context: each attends to the tokens of
-    its slot that have taken the same loop (or `loop`, if given), up to itself. relaxed and mor have
-    neither ALiBi nor a window."""
+    """The attention context of a call of B rows of T tokens, in place of model_gpt's Context.
+
+    All tokens of a row belong to one slot and are in the same loop: in `loop` or, if it is None,
+    in the one after those that they have taken. A token attends to itself and to the earlier tokens
+    of its slot that took this loop. The bias is only a mask, because relaxed and mor have neither
+    ALiBi nor a window."""
 
     def __init__(self, engine, tokens, T, loop=None):
         self.tokens, self.kv = tokens, engine.kv
         tensor = partial(torch.tensor, device=engine.device)
-        self.loop = tensor([loop or token.loop + 1 for token in tokens[::T]])   # (R,)
-        self.lane = tensor([token.slot.number for token in tokens[::T]])        # (R,)
+        self.loop = tensor([loop or token.loop + 1 for token in tokens[::T]])   # (B,)
+        self.lane = tensor([token.slot.number for token in tokens[::T]])        # (B,)
         self.lane += (self.loop - 1) * len(engine.slots)
-        self.pos = tensor([token.pos for token in tokens]).view(-1, T)          # (R, T)
+        self.pos = tensor([token.pos for token in tokens]).view(-1, T)          # (B, T)
         self.S = max(token.pos for token in tokens) + 1
         engine.taken[self.lane[:, None], self.pos] = True
         visible = torch.arange(self.S, device=engine.device) <= self.pos[..., None]
-        visible = visible & engine.taken[self.lane, None, :self.S]              # (R, T, S)
-        self.bias = torch.where(visible, 0.0, -math.inf)[:, None]               # (R, 1, T, S)
-        self.kept = torch.ones_like(self.pos, dtype=torch.bool)     # as model_mor has it: all
+        visible = visible & engine.taken[self.lane, None, :self.S]              # (B, T, S)
+        self.bias = torch.where(visible, 0.0, -math.inf)[:, None]               # (B, 1, T, S)
+        self.kept = torch.ones_like(self.pos, dtype=torch.bool)     # model_mor reads it: all
         self.rope = engine.rope and [x[self.pos][:, None] for x in engine.rope]
 
     def extend(self, layer, k, v):
-        """k, v (R, G, T, D) of the tokens -> (R, G, S, D), those of all so far."""
+        """k, v (B, G, T, D) of the tokens -> those of all tokens so far, (B, G, S, D)."""
         self.write(layer, k, v)
         kv = self.kv[layer][:, :, :, :self.S].index_select(0, self.lane)
         return kv.to(k.dtype).unbind(1)
 
     def write(self, layer, k, v):
+        """Write k, v (B, G, T, D) to the entries of the tokens' positions."""
         kv, new = self.kv[layer], torch.stack([k, v], 1).permute(0, 3, 1, 2, 4)
-        kv[self.lane[:, None], :, :, self.pos] = new.to(kv.dtype)           # (R, T, 2, G, D)
+        kv[self.lane[:, None], :, :, self.pos] = new.to(kv.dtype)           # (B, T, 2, G, D)
 
 
 # ---- the models: what the engine asks of them ----
-# routed: whether a router decides which tokens exit; go_on(tokens): those that take another loop.
-# The others: states x (R, T, C) and their SlotContext -> the next states. Rows may differ in loop.
+# An adapter has `routed`, which says whether a router decides which tokens exit, and go_on(tokens),
+# which returns the tokens that take another loop. before_loops, run_loop, write_keys and
+# after_loops take states x (B, T, C) and their SlotContext, whose rows may be in different loops,
+# and return the next states. One of them is None where a model has no such layers.
 
 class RelaxedAdapter:
     routed, before_loops, after_loops = False, None, None
@@ -319,18 +368,21 @@ class RelaxedAdapter:
         self.model, self.cfg = model, model.cfg
 
     def run_loop(self, x, context):
+        """Run the stored blocks with each row in its loop. A block's number k is its layer here,
+        because SlotContext chooses the lanes of the loop."""
         u = self.use(x, context)
         for k, block in enumerate(self.model.blocks):
             x = block(x, k, context, u)
         return x
 
     def write_keys(self, x, context):
-        """Write the keys and values that the next loop makes of states x, which stay."""
+        """Write the keys and values that the loop makes of frozen states x, as model_relaxed's
+        Attention does. Return x as it is."""
         u, D = self.use(x, context), self.cfg.head_dim
         for layer, block in enumerate(self.model.blocks):
             n, attn = block.norm1(x), block.attn
-            k = attn.wk(n, u).unflatten(-1, (-1, D)).transpose(1, 2)        # (R, G, T, D)
-            v = attn.wv(n, u).unflatten(-1, (-1, D)).transpose(1, 2)        # (R, G, T, D)
+            k = attn.wk(n, u).unflatten(-1, (-1, D)).transpose(1, 2)        # (B, G, T, D)
+            v = attn.wv(n, u).unflatten(-1, (-1, D)).transpose(1, 2)        # (B, G, T, D)
             if self.cfg.qk_norm:
                 k = attn.k_norm(k, u)
             k = apply_rope(k, *context.rope) if context.rope else k
@@ -338,14 +390,16 @@ class RelaxedAdapter:
         return x
 
     def use(self, x, context):
-        """The use of a stored block in loop 1, 2, .. is 0, 1, ..: an int if all rows have the same,
-        so that deltas can be merged, else one for each row (R,)."""
+        """Return the use u of the stored blocks, which is the number of loops taken so far: an int
+        where all rows are in the same loop, so that deltas can be merged; else (B, n_loop) with a 1
+        in each row at its use."""
         uses = {token.loop for token in context.tokens}
         if len(uses) == 1:
             return uses.pop()
         return F.one_hot(context.loop - 1, self.cfg.n_loop).to(x)
 
     def go_on(self, tokens):
+        """Return all: a token that has exited also goes on, together with a later one."""
         return tokens
 
 
@@ -360,6 +414,7 @@ class MoRAdapter:
             raise UserError(f"kv={self.cfg.kv} is not served: sample.py decodes it")
 
     def before_loops(self, x, context):
+        """Run the first layer, if there is one, and keep its result, h_1 in model_mor's (2.2)."""
         for block in self.model.first:
             x = block(x, -2, context)
         for token, h in zip(context.tokens, x.flatten(0, 1)):
@@ -367,20 +422,24 @@ class MoRAdapter:
         return x
 
     def run_loop(self, x, context):
+        """Run recursion 1 for all rows, because all recursions have the same blocks."""
         expert = self.cfg.router == "expert"
         s = self.scores(self.model.routers, x, context.loop) if expert else None
-        return self.model.recursion(1, x, context, s)   # all recursions have the same blocks
+        return self.model.recursion(1, x, context, s)
 
     def after_loops(self, x, context):
+        """Finish token choice by (2.2), and run the last layer, if there is one."""
         if self.cfg.router == "token":
             h1 = torch.stack([token.h1 for token in context.tokens]).view_as(x)
             _, p, depth = self.model.choose_depth(h1, self.model.loops_to_run)
-            x = self.model.exit(h1, x, p, depth)        # model_mor's (2.2)
+            x = self.model.exit(h1, x, p, depth)        # (2.2)
         for block in self.model.last:
             x = block(x, -1, context)
         return x
 
     def go_on(self, tokens):
+        """Return the tokens that take another recursion: all without a router, by token choice
+        those that have not reached their depth, by expert choice those with a score s >= 0."""
         model, cfg = self.model, self.cfg
         if cfg.router == "none" or not tokens:
             return tokens
@@ -389,19 +448,20 @@ class MoRAdapter:
             _, _, depth = model.choose_depth(h1, model.loops_to_run)
             return [token for token, d in zip(tokens, depth.tolist()) if token.loop < d]
         routers = model.aux_routers if cfg.causal == "aux_router" else model.routers
-        x = torch.stack([token.h for token in tokens])[:, None]             # (N, 1, C)
+        x = torch.stack([token.h for token in tokens])[:, None]             # (tokens, 1, C)
         next_loop = torch.tensor([token.loop + 1 for token in tokens], device=x.device)
-        goes_on = self.scores(routers, x, next_loop)[:, 0] >= 0             # (N,)
+        goes_on = self.scores(routers, x, next_loop)[:, 0] >= 0             # (tokens,)
         return itertools.compress(tokens, goes_on.tolist())
 
     def scores(self, routers, x, loop):
-        """x (R, T, C) -> (R, T), by the routers of loops (R,)."""
-        s = torch.cat([router(x) for router in routers], -1)                # (R, T, n_loop)
+        """x (B, T, C) -> scores (B, T), each by the router of its row's loop (B,)."""
+        s = torch.cat([router(x) for router in routers], -1)                # (B, T, n_loop)
         return s.take_along_dim(loop[:, None, None] - 1, -1)[..., 0]
 
 
 def adapter_of(model):
-    """The adapter of a model; UserError if it has no loops, or none over the same blocks."""
+    """Return the adapter of a model. A UserError says so if it has no loops, or none over the same
+    blocks."""
     name, adapters = type(model).__module__, {"model_relaxed": RelaxedAdapter,
                                               "model_mor": MoRAdapter}
     if name not in adapters:
@@ -416,7 +476,7 @@ class EngineKeys(Decoding):
     """The keys that serve.py and lab.page share."""
     batching: str = choice("depth", "sequence")
     slots: int = 16                 # requests decoded at a time
-    exit: str = ""                  # relaxed: static:LOOP | confidence:P
+    exit: str = ""                  # relaxed: static:LOOP | confidence:P ("": after all loops)
     fill: str = choice("exact", "propagate")    # relaxed: deeper keys of a token that has exited
 
 
@@ -448,13 +508,13 @@ def main(argv):
 
 
 def loop_fractions(loops, n_loop):
-    """How many of loops, one for each token, are 1, 2, .. n_loop: 1: 60%, 2: 40%."""
+    """Return how many of loops, one for each token, are 1, 2, .. n_loop: "1: 60%, 2: 40%"."""
     return ", ".join(f"{b}: {loops.count(b) / max(1, len(loops)):.0%}"
                      for b in range(1, n_loop + 1))
 
 
 def read_requests(model, tokenizer, cfg):
-    """The requests of the file, or of prompt=. UserError names the line that holds none."""
+    """Return the requests of the file, or that of prompt=. A UserError names a bad line."""
     if cfg.prompt:
         return [read_request(json.dumps({"prompt": cfg.prompt}), 1, model, tokenizer, cfg)]
     text, requests = read_text(cfg.requests, f"requests={cfg.requests}"), []
@@ -470,10 +530,11 @@ def read_requests(model, tokenizer, cfg):
 
 
 def read_request(line, n, model, tokenizer, cfg):
-    """The Request in line n, no longer than the model's context."""
+    """Return the Request in line n, whose answer ends where the model's context is full. The keys
+    of a line are also keys of ServeConfig, which checks them."""
     given = {"id": n, "max_new_tokens": cfg.max_new_tokens}
     try:
-        given |= {**json.loads(line)}       # a TypeError for a list
+        given |= {**json.loads(line)}       # ** raises a TypeError for a list
     except (ValueError, TypeError, RecursionError):
         raise UserError("not a JSON object") from None
     check_known(given, ["prompt", "max_new_tokens", "id"])
@@ -489,7 +550,7 @@ def read_request(line, n, model, tokenizer, cfg):
 
 
 def generator(seed, n, device):
-    """The random numbers of the n-th request, whatever its neighbours are."""
+    """Return the random numbers of the n-th request, whatever its neighbours are."""
     [word] = np.random.SeedSequence([seed, n]).generate_state(1, np.uint64).tolist()
     return torch.Generator(device).manual_seed(word >> 1)       # a seed has 63 bits
 
@@ -500,7 +561,8 @@ def as_json(r, tokenizer, seconds):
 
 
 def in_colours(r, tokenizer):
-    pieces = zip(tokenizer.stream(r.tokens), [*r.exits, 1])     # the last belongs to no token
+    # stream has one piece more than there are tokens: what is left of a character, in blue.
+    pieces = zip(tokenizer.stream(r.tokens), [*r.exits, 1])
     new = [f"\033[{31 + (loop + 2) % 6}m{text}\033[0m" for text, loop in pieces]
     return tokenizer.decode(r.prompt) + "".join(new)
 
