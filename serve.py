@@ -394,7 +394,7 @@ class RelaxedAdapter:
         where all rows are in the same loop, so that deltas can be merged; else (B, n_loop) with a 1
         in each row at its use."""
         uses = {token.loop for token in context.tokens}
-        if len(uses) == 1:
+        if len(uses) == 1 or self.cfg.rank == 0:    # at rank 0 all uses are the same
             return uses.pop()
         return F.one_hot(context.loop - 1, self.cfg.n_loop).to(x)
 
