@@ -491,7 +491,7 @@ def main(argv):
     cfg = typed_config(ServeConfig, keys)
     if bool(cfg.requests) == bool(cfg.prompt):
         raise UserError("give requests=FILE.jsonl (one JSON object a line) or prompt=TEXT")
-    model, tokenizer, _ = load_run(path, pick_device(cfg.device), fast=cfg.fast)
+    model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
     requests = read_requests(model, tokenizer, cfg)
     longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
     engine = Engine(model, min(cfg.slots, len(requests)), longest, cfg.batching, cfg.exit,
