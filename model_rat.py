@@ -146,7 +146,7 @@ def rat_naive(q, k, v, a, context):
 
 def recurrence(a, x, K):
     """Return the states (2) after each token, (B, T, W), of a and x (B, T, W)."""
-    states = []
+    states, h = [], 0
     for t, (a_t, x_t) in enumerate(zip(a.unbind(1), x.unbind(1))):
         h = 0 if t % K == 0 else h
         h = a_t * h + (1 - a_t) * x_t
