@@ -41,27 +41,8 @@ in deeper loops. So an exited token stays unfinished until a later token of its 
 and then takes the same loop: if fill=exact, as if it had not exited. If fill=propagate, its state
 is frozen, and the loop only makes keys and values from this state.
 
-The life of four tokens in relaxed, with three loops and a prompt of two tokens. 2:1 is the token
-at position 2, which has taken 1 loop:
-
-    step  loop  unfinished   what happens
-    1     1     0:0 1:0      the prompt takes loop 1, then 2 and 3
-    2     2     0:1 1:1
-    3     3     0:2 1:2      the prompt is done; 1 predicts token 2, which is fed
-    4     1     2:0          2 exits: it predicts token 3, which is fed, and stays unfinished
-    5     1     2:1 3:0      3 takes loop 1 alone; its prediction is not sure, so it does not exit
-    6     2     2:1 3:1      both take loop 2, where 3 attends to the keys of 2
-    7     3     2:2 3:2      both take loop 3 and are done; 3 predicts token 4
-
-Why lanes have gaps. A lane has an entry for every position, also for a token that does not take its
-loop; a mask, `taken`, hides this entry. model_mor.py keeps the tokens of a later recursion one
-after the other: 6,136 bytes a token in README.md's table, where lanes take 8,192. Here a call has
-rows in different loops, and the loops of a slot have different numbers of tokens. Because of the
-gaps the position alone says, in every lane, where a row writes and which keys come before it.
-Without gaps each lane would need a length, and the positions of its tokens.
-
 Letters are those of model_gpt.py. A call has B rows of T tokens, where T = 1 or B = 1. Loops count
-from 1, the layers of a loop from 0.
+from 1, and the layers of a loop from 0.
 """
 import contextlib
 import itertools
@@ -143,7 +124,19 @@ class Slot:
 
 class Engine:
     """Decodes requests in `slots` slots. A prompt and its answer together have up to max_len tokens
-    (None: the model's limit or, without one, 8 times block_size)."""
+    (None: the model's limit or, without one, 8 times block_size).
+
+    This is the life of four tokens in relaxed, with three loops and a prompt of two tokens. 2:1 is
+    the token at position 2, which has taken 1 loop:
+
+        step  loop  unfinished   what happens
+        1     1     0:0 1:0      the prompt takes loop 1
+        2     2     0:1 1:1      it takes loop 2
+        3     3     0:2 1:2      the prompt is done; 1 predicts token 2, which is fed
+        4     1     2:0          2 exits: it predicts token 3, which is fed, and stays unfinished
+        5     1     2:1 3:0      3 takes loop 1 alone; it does not exit, as it is not sure
+        6     2     2:1 3:1      both take loop 2, where 3 attends to the keys of 2
+        7     3     2:2 3:2      both take loop 3 and are done; 3 predicts token 4"""
     # A slot that runs more tokens than this has a call of its own, see run_layers. MANY = 1 takes
     # 14 % longer with prompts of 4 to 16 tokens. No limit takes 14 % longer with prompts of 40 to
     # 120 tokens.
@@ -168,7 +161,15 @@ class Engine:
 
         The slot with number s has lane s + (loop - 1) len(slots) for a loop. taken (lanes, max_len)
         says of which positions a lane has keys. mor's first and last layer, with numbers -2 and -1,
-        have the lanes of loop 1 alone, because all tokens take both."""
+        have the lanes of loop 1 alone, because all tokens take both.
+
+        So a lane has gaps: it has an entry for every position, also for a token that does not take
+        its loop, and `taken` hides this entry. model_mor.py keeps the tokens of a later recursion
+        one after the other: 6,136 bytes a token in README.md's table, where lanes take 8,192. Here
+        a call has rows in different loops, and the loops of a slot have different numbers of
+        tokens. Because of the gaps the position alone says, in every lane, where a row writes and
+        which keys come before it. Without gaps each lane would need a length, and the positions of
+        its tokens."""
         zeros, n = partial(torch.zeros, device=self.device, dtype=dtype), len(self.slots)
         shape = 2, cfg.n_kv_head, self.max_len, cfg.head_dim
         self.kv = [zeros(n * self.n_loop, *shape) for _ in range(cfg.n_stored)]

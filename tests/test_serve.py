@@ -163,7 +163,7 @@ def test_when_requests_are_admitted_and_what_shares_a_call(batching):
 
 
 def test_the_life_of_four_tokens():
-    """The table in serve.py's docstring: in each step which loop a slot runs, and how many loops its tokens have taken."""
+    """The table in Engine's docstring: in each step which loop a slot runs, and how many loops its tokens have taken."""
     engine, seen = serve.Engine(looping(), 1, 20, exit="static:1"), []
     exits = iter([True, True, False, False, True])      # in steps 3 to 7
     engine.rule = lambda loop, p: next(exits)
@@ -173,7 +173,7 @@ def test_the_life_of_four_tokens():
         tokens = " ".join(f"{token.pos}:{token.loop}" for token in slot.unfinished)
         seen.append((str(len(seen) + 1), str(slot.depth() + 1), tokens))
         engine.step()
-    assert seen == re.findall(r"^    (\d) +(\d) +(\d:\d(?: \d:\d)*)", serve.__doc__, re.M) and len(seen) == 7
+    assert seen == re.findall(r"^ +(\d) +(\d) +(\d:\d(?: \d:\d)*)", serve.Engine.__doc__, re.M) and len(seen) == 7
 
 
 def test_a_slot_forgets():
