@@ -117,7 +117,7 @@ class RAT(nn.Module):
         """Return W_o (sigmoid(z) * y), (B, T, C), from u (B, T, C). See Context for context."""
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
         copies = self.cfg.n_head // self.cfg.qk_groups
-        q, k = q.repeat(1, 1, copies), k.repeat(1, 1, copies)  # head h has group h % G
+        q, k = (torch.cat([x] * copies, -1) for x in (q, k))  # head h has group h % G
         k, v = upcast(k), upcast(v)  # so that the states are float32 or better
         a = torch.sigmoid(upcast(g) + self.gate_bias)  # (1)
         if isinstance(context, CachedContext):
