@@ -104,7 +104,8 @@ def needs_operator():
 
 # ---- attend_by_position ----
 
-def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
+def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None,
+                       own=None):
     """Softmax attention whose mask is given by positions: query i attends to key j iff
     k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
 
@@ -114,12 +115,18 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
     2^29; None is 0, 1, 2, ... Invisible keys and values must be finite.
     slopes (H,): ALiBi, -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores; no
     gradient.
+    own: one more key of each query, which it alone attends to: its score (B, H, Tq), finite,
+    and its value (B, H, Tq, D). As merge(value, score, out, lse), without its pass over out.
 
-    Returns out (B, H, Tq, D) in q's dtype and lse (B, H, Tq) in float32
-    (float64 for float64), both differentiable, once, in q, k and v. Without visible
+    Returns out (B, H, Tq, D) in q's dtype (in own's value's) and lse (B, H, Tq) in float32
+    (float64 for float64), both differentiable, once, in q, k, v and own. Without visible
     keys out is 0 and lse -inf."""
+    mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
+    if own and (own[0].shape, own[1].shape) != (q.shape[:3], q.shape):
+        raise ValueError(f"attend_by_position: own {tuple(own[0].shape)}, {tuple(own[1].shape)} "
+                         f"must be {tuple(q.shape[:3])}, {tuple(q.shape)}")
     function = attend_op if needs_operator() else attend_forward
-    return function(q, k, v, *checked_mask(q, k, v, q_pos, k_pos, slopes, window))
+    return function(q, k, v, *(own or (None, None)), *mask)
 
 
 def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None,
@@ -155,17 +162,22 @@ def checked_mask(q, k, v, q_pos, k_pos, slopes, window):
     return *pos, slopes, NO_WINDOW if window is None else min(window, NO_WINDOW)
 
 
-def attend_forward(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor,
-                   slopes: Optional[Tensor], window: int) -> tuple[Tensor, Tensor]:
+def attend_forward(
+        q: Tensor, k: Tensor, v: Tensor, own_score: Optional[Tensor], own_value: Optional[Tensor],
+        q_pos: Tensor, k_pos: Tensor, slopes: Optional[Tensor],
+        window: int) -> tuple[Tensor, Tensor]:
     """out (B, H, Tq, D), lse (B, H, Tq)."""
     if runs_triton(q.device, q.dtype):
-        return in_triton("launch_attend", q, k, v, q_pos, k_pos, slopes, window)
+        return in_triton("launch_attend", q, k, v, own_score, own_value, q_pos, k_pos, slopes,
+                         window)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out = heads_like(q, *q.shape).zero_()
+    out = heads_like(q if own_value is None else own_value, *q.shape).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q))
     for rows, keys, bias in query_blocks(q_pos, k_pos, slopes, window, lse.dtype):
         out[:, :, rows], lse[:, :, rows] = attend_block(q[:, :, rows], k[:, :, keys],
                                                         v[:, :, keys], bias)
+    if own_score is not None:
+        out[:], lse[:] = merge(own_value, own_score.to(lse.dtype), out, lse)
     return out, lse
 
 
@@ -187,6 +199,7 @@ def attend_gradients(
         dlse: Optional[Tensor], q_pos: Tensor, k_pos: Tensor, slopes: Optional[Tensor],
         window: int) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; do (B, H, Tq, D), dlse (B, H, Tq) or None."""
+    out, do = out.to(q.dtype), do.to(q.dtype)
     if runs_triton(q.device, q.dtype):
         return in_triton("launch_attend_backward", q, k, v, out, lse, do, dlse, q_pos, k_pos,
                          slopes, window)
@@ -217,6 +230,14 @@ def attend_block_backward(q, k, v, out, lse, do, dlse, bias):
     ds = p * (do @ v.mT - delta[..., None])  # (B, H, M, N)
     dk, dv = ds.mT @ (q * scale), p.mT @ do  # of each query head
     return ds @ k * scale, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
+
+
+def own_gradients(score, value, out, lse, do, dlse=None):
+    """The gradients of own's score and value; out, lse, do, dlse as for attend_gradients."""
+    p = torch.exp(score.to(lse.dtype) - lse)  # (B, H, Tq)
+    ds = (do.to(lse.dtype) * (value.to(lse.dtype) - out)).sum(-1)  # do . v - do . out
+    ds = p * (ds if dlse is None else ds + dlse)
+    return ds.to(score.dtype), (p[..., None] * do).to(value.dtype)
 
 
 def expanded_heads(q, k, v):
@@ -255,15 +276,17 @@ def attend_save(ctx, inputs, output):
 
 
 def attend_autograd(ctx, do, dlse):
-    out, lse, q, k, v, *mask = ctx.saved_tensors
+    out, lse, q, k, v, *own, q_pos, k_pos, slopes = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
-    grads = attend_gradients_op(q, k, v, out, lse, do, dlse, *mask, ctx.window)
-    return *grads, None, None, None, None
+    grads = attend_gradients_op(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, ctx.window)
+    own = own if own[0] is None else own_gradients(*own, out, lse, do, dlse)
+    return *grads, *own, None, None, None, None
 
 
 attend_op = torch.library.custom_op("nanorecur::attend_forward", attend_forward, mutates_args=())
-attend_op.register_fake(lambda q, *more: (
-    heads_like(q, *q.shape), q.new_empty(q.shape[:3], dtype=sum_dtype(q))))
+attend_op.register_fake(lambda q, k, v, own_score, own_value, *more: (
+    heads_like(q if own_value is None else own_value, *q.shape),
+    q.new_empty(q.shape[:3], dtype=sum_dtype(q))))
 attend_gradients_op = torch.library.custom_op("nanorecur::attend_gradients", attend_gradients,
                                               mutates_args=())
 attend_gradients_op.register_fake(lambda q, k, v, *more: tuple(

@@ -48,7 +48,7 @@ LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 ATTEND = dict(
     do_not_specialize=["Tq", "Tk", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr", "k_pos_ptr",
-                                    "slopes_ptr"])
+                                    "slopes_ptr", "own_score_ptr"])
 SCAN = dict(do_not_specialize=["T", "chunk"],
             do_not_specialize_on_alignment=["h0_ptr", "dh0_ptr"])
 
@@ -189,10 +189,10 @@ def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
 
 @triton.jit(**ATTEND)
 def attend_forward_kernel(
-        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_pos_ptr, k_pos_ptr, slopes_ptr,
-        q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_s, o_b, o_h, o_t, q_pos_b, k_pos_b,
-        Tq, Tk, D, H, GROUP, window, scale, biased,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+        q_ptr, k_ptr, v_ptr, own_ptr, own_score_ptr, out_ptr, lse_ptr, q_pos_ptr, k_pos_ptr,
+        slopes_ptr, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, own_b, own_h, own_t,
+        o_s, o_b, o_h, o_t, q_pos_b, k_pos_b, Tq, Tk, D, H, GROUP, window, scale, biased,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OWN: tl.constexpr):
     """A program computes out and lse of BLOCK_M queries of one head over the visible keys, or
     over one of several equal shares of them, its split:
     lse_i = log sum_j e^{s_ij},  out_i = sum_j e^{s_ij - lse_i} v_j."""
@@ -233,6 +233,14 @@ def attend_forward_kernel(
             v = load_rows(v_ptr, n, v_t, keys < Tk, D, BLOCK_D, MASKED)
             acc = dot(narrow(p, v.dtype), v, alpha[:, None] * acc)  # alpha acc + p v
             m = new_m
+
+    if OWN:  # one more key
+        own_s = tl.load(own_score_ptr + (b * H + h) * Tq + rows, mask=rows < Tq, other=0.0) * LOG2E
+        own_v = load_rows(own_ptr + b * own_b + h * own_h, start, own_t, rows < Tq, D, BLOCK_D)
+        new_m = tl.maximum(m, own_s)
+        alpha, p = tl.exp2(m - new_m), tl.exp2(own_s - new_m)
+        l, m = alpha * l + p, new_m
+        acc = alpha[:, None] * acc + p[:, None] * own_v.to(tl.float32)
 
     empty = l == 0.0  # no key is visible: out 0, lse -inf
     l = tl.where(empty, 1.0, l)
@@ -558,19 +566,22 @@ def mask_pointers(q_pos, k_pos, slopes, lse):
     return [*pos, bias], [p.size(-1) if p.dim() == 2 else 0 for p in pos], int(slopes is not None)
 
 
-def launch_attend(q, k, v, q_pos, k_pos, slopes, window):
+def launch_attend(q, k, v, own_score, own_value, q_pos, k_pos, slopes, window):
     """out (B, H, Tq, D), lse (B, H, Tq)."""
-    (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
+    (B, H, Tq, D), (G, Tk), own = q.shape, k.shape[1:3], own_score is not None
+    name, splits = ("split", split_count(B * H, Tk)) if Tq == 1 and not own else ("forward", 1)
     q, k, v = aligned(q), aligned(k), aligned(v)  # D is a multiple of 16 now
-    out, lse = new_heads(q, *q.shape), q.new_empty(B, H, Tq, dtype=torch.float32)
-    splits, outs, lses = split_count(B * H, Tk) if Tq == 1 else 1, out[None], lse[None]
+    own = (aligned(own_value), own_score.float().contiguous()) if own else (q, q)
+    out, lse = new_heads(own[0], *q.shape), q.new_empty(B, H, Tq, dtype=torch.float32)
+    outs, lses = out[None], lse[None]
     if splits > 1:
         outs, lses = (lse.new_empty(splits, *x.shape) for x in (out, lse))
     pointers, pos_strides, biased = mask_pointers(q_pos, k_pos, slopes, lse)
-    options = tile_options("forward" if Tq > 1 else "split", D, q.dtype, has_large_blocks(q.device))
+    options = tile_options(name, D, q.dtype, has_large_blocks(q.device))
     attend_forward_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H, splits)](
-        q, k, v, outs, lses, *pointers, *strides(q, k, v, outs), *pos_strides, Tq, Tk,
-        q.size(-1), H, H // G, window, D ** -0.5, biased, **options)
+        q, k, v, *own, outs, lses, *pointers, *strides(q, k, v, own[0], outs), *pos_strides,
+        Tq, Tk, q.size(-1), H, H // G, window, D ** -0.5, biased,
+        OWN=own_score is not None, **options)
     if splits > 1:
         merge_splits_kernel[(B * H,)](outs, lses, out, lse, splits, q.size(-1),
                                       **merge_options(options["BLOCK_D"]))

@@ -32,8 +32,9 @@ CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True),
          "gfx942>2GB": (AMD, 64 * 1024, False),                 # some tensor is that large
          "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024, False)}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FLOAT32 = ("lse_ptr", "lses_ptr", "outs_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr")
-SPLIT = "attend_split_kernel"       # the forward kernel for one query, which writes parts in float32
+FLOAT32 = ("lse_ptr", "lses_ptr", "outs_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr", "own_score_ptr")
+# the forward kernel with own pairs, and for one query, whose splits write float32
+FORWARD = "attend_forward_kernel", "attend_own_kernel", "attend_split_kernel"
 
 
 def source(kernel, dtype, constants, chip, float32_out=False):
@@ -78,11 +79,11 @@ def measure(job):
     """(registers, spilled bytes, shared bytes) of one of the jobs, and what is wrong with it, or an empty string."""
     chip, name, dtype, launch = job
     target, memory, _ = CHIPS[chip]
-    constants = {n: v for n, v in launch.items() if n.startswith("BLOCK")}
-    options = {n: v for n, v in launch.items() if not n.startswith("BLOCK")}
+    constants = {n: v for n, v in launch.items() if n.isupper()}
+    options = {n: v for n, v in launch.items() if not n.isupper()}
     try:
-        kernel = getattr(kernels_triton, "attend_forward_kernel" if name == SPLIT else name)
-        made = triton.compile(source(kernel, dtype, constants, chip, name == SPLIT), target=target, options=options)
+        kernel = getattr(kernels_triton, FORWARD[0] if name in FORWARD else name)
+        made = triton.compile(source(kernel, dtype, constants, chip, name == FORWARD[2]), target=target, options=options)
         registers, spilled = nvidia_figures(made.asm["ptx"]) if "ptx" in made.asm else amd_figures(made.asm["amdgcn"])
     except Exception as e:                      # whatever the compiler raises is the finding
         return (0, 0, 0), " ".join(f"{type(e).__name__}: {e}".split())[:300]
@@ -105,9 +106,10 @@ def jobs(quick):
             of = {"bf16": (64, 128), "fp32": (64,) * (chip == "sm_90")}
             head_sizes = of.get(TYPES[dtype], ())
             chunks = (16,) if head_sizes else ()
-        for name, D in itertools.product(("forward", "split", "dq", "dkv"), head_sizes):
-            options = tile_options(name, D, dtype, CHIPS[chip][2])
-            yield chip, f"attend_{name}_kernel", dtype, options
+        for name, D in itertools.product(("forward", "own", "split", "dq", "dkv"), head_sizes):
+            options = tile_options(name.replace("own", "forward"), D, dtype, CHIPS[chip][2])
+            own = {} if name in ("dq", "dkv") else dict(OWN=name == "own")
+            yield chip, f"attend_{name}_kernel", dtype, options | own
         for D in head_sizes:
             yield chip, "merge_splits_kernel", dtype, merge_options(D)
         for name, chunk in itertools.product(("forward", "backward"), chunks):

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import kernels
-from kernel_cases import (ATTENDS, INTERPRETED, SCANS, SPLITS, assert_close, attend_case, compare_attend, compare_scan, few,
+from kernel_cases import (ATTENDS, INTERPRETED, SCANS, SPLITS, assert_close, attend_case, compare_attend, compare_own, compare_scan, few,
                           outputs_and_gradients)
 from test_kernels import (test_any_strides, test_attend_is_the_definition, test_one_query_in_splits,
-                          test_scan_is_the_loop, test_states_are_float32)
+                          test_own_pairs_are_one_more_key, test_scan_is_the_loop, test_states_are_float32)
 from test_rt import test_schedules_agree_on_the_kernels
 
 assert INTERPRETED, "set TRITON_INTERPRET=1"
@@ -25,6 +25,7 @@ assert torch.empty(3).isnan().all()
 def test_in_16_bits(number):
     dtype = (torch.bfloat16, torch.float16)[number % 2]
     compare_attend(kernels.attend_by_position, *attend_case(number, *ATTENDS[6 * number], dtype), 1e-2)
+    compare_own(*attend_case(number, *ATTENDS[6 * number], dtype), 1e-2)
     compare_scan(kernels.scan, *SCANS[3 * number], 1e-2, dtype)
     if number < len(SPLITS):
         test_one_query_in_splits(number, "cpu", dtype, 1e-2)

@@ -97,7 +97,7 @@ def compare(function, definition, tensors, arguments, incoming, tolerance, names
     found = outputs_and_gradients(function, tensors, arguments, incoming)
     exact = outputs_and_gradients(definition, *map(exactly, (tensors, arguments, incoming)))
     first, *more = (x.dtype for x in found[:len(found) - len(tensors)])
-    assert first == tensors[0].dtype and {*more} <= {torch.promote_types(first, torch.float32)}
+    assert first == tensors[-1].dtype and {*more} <= {torch.promote_types(first, torch.float32)}
     assert_close(found, exact, tolerance, names, floor)
     return found
 
@@ -168,6 +168,18 @@ def compare_attend(function, tensors, arguments, incoming, tolerance):
     if tensors[0].dtype == torch.float64:   # a single key's dq and dk through out are 0
         compare(function, dense_attend, tensors, arguments, incoming[:1], tolerance, names, floor=0.01)
     return compare(function, dense_attend, tensors, arguments, incoming, tolerance, names)
+
+
+def compare_own(tensors, arguments, incoming, tolerance):
+    """attend with an own pair of each query, whose value is float32 or better."""
+    def function(q, k, v, score, value, *mask):
+        return kernels.attend_by_position(q, k, v, *mask, own=(score, value))
+    def definition(q, k, v, score, value, *mask):
+        return kernels.merge(value, score, *dense_attend(q, k, v, *mask))
+    score, value = incoming[1].cos(), incoming[0].cos().to(incoming[1].dtype)
+    for grads in (incoming[:1], incoming):
+        compare(function, definition, (*tensors, score, value), arguments, grads, tolerance,
+                "out lse dq dk dv dscore dvalue", floor=0.01)
 
 
 SCANS = [(T, C, chunk, start) for start in (True, False) for T, C, chunk in (

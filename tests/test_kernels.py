@@ -9,7 +9,7 @@ import torch
 import kernels
 from conftest import python
 from kernel_cases import (ATTENDS, LAYOUTS, PRECISION, SCANS, SPLITS, assert_close, attend_case,
-                          compare_attend, compare_scan, dense_attend, exactly, few, where)
+                          compare_attend, compare_own, compare_scan, dense_attend, exactly, few, where)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
 
@@ -36,6 +36,12 @@ def test_attend_written_out(number, monkeypatch):
                                   (300, 3000, "shared", 1500, True, (1, 2, 1), 256)])
 def test_attend_at_length(case, device, dtype, tolerance):
     compare_attend(kernels.attend_by_position, *attend_case(0, *case, dtype, device), tolerance)
+
+
+@where(*PRECISION)
+@pytest.mark.parametrize("number", few(range(len(ATTENDS)), 8))
+def test_own_pairs_are_one_more_key(number, device, dtype, tolerance):
+    compare_own(*attend_case(number, *ATTENDS[number], dtype, device), tolerance)
 
 
 @where(*PRECISION)
@@ -110,8 +116,9 @@ def test_opcheck():
     g, x, h0 = torch.rand(2, 9, 3), torch.randn(2, 9, 3), torch.randn(2, 3)
     lead = lambda *tensors: [t.detach().clone().requires_grad_() for t in tensors]
     plain = torch.arange(9).int(), torch.arange(11).int(), None, kernels.NO_WINDOW
-    calls = [(kernels.attend_op, (*lead(q, k, v), *plain)),
-             (kernels.attend_op, (*lead(q, k, v), *mask)),
+    alone, own = (None, None), (torch.randn(2, 4, 9), torch.randn(2, 4, 9, 8))
+    calls = [(kernels.attend_op, (*lead(q, k, v), *alone, *plain)),
+             (kernels.attend_op, (*lead(q, k, v, *own), *mask)),
              (kernels.attend_gradients_op, (q, k, v, out, lse, do, dlse, *plain)),
              (kernels.scan_op, (*lead(g, x, h0), 4)),
              (kernels.scan_gradients_op, (x, g, x, x, h0, 4))]
@@ -123,7 +130,7 @@ def test_opcheck():
     ("q", torch.randn(2, 4, 6, 300), "q (2, 4, 6, 300)"), ("window", 0, "window=0"), ("slopes", torch.ones(3), "slopes (3,)"),
     ("q", torch.randn(2, 3, 6, 8), "H % G"), ("k", torch.randn(2, 2, 5, 7), "k (2, 2, 5, 7)"),
     ("q_pos", torch.arange(6), "q_pos (6,) is torch.int64"),
-    ("k_pos", torch.arange(6).int(), "k_pos (6,)")])
+    ("k_pos", torch.arange(6).int(), "k_pos (6,)"), ("own", 2 * [torch.ones(2, 4, 6, 8)], "own (2, 4, 6, 8)")])
 def test_wrong_arguments_are_named(name, value, message):
     right = dict(q=torch.randn(2, 4, 6, 8), k=torch.randn(2, 2, 5, 8), v=torch.randn(2, 2, 5, 8))
     with pytest.raises(ValueError) as error:
@@ -151,7 +158,7 @@ def test_triton_code_compiles_for_gpus(pytestconfig):
     assert p.returncode == 0, p.stdout[-3000:] + p.stderr[-3000:]
     rows = [line.split() for line in p.stdout.splitlines()[1:-1]]
     for chip in ("sm_80", "sm_90", "gfx942"):
-        assert len({row[1] for row in rows if row[0] == chip}) == 7, "one of the kernels is missing"
+        assert len({row[1] for row in rows if row[0] == chip}) == 8, "one of the kernels is missing"
     assert all(row[-1].isdigit() and int(row[-3]) > 5 for row in rows)
 
 
