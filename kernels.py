@@ -68,40 +68,6 @@ def heads_like(x, B, H, T, D, dtype=None):
     return x.new_empty(B, T, H, D, dtype=dtype).transpose(1, 2)
 
 
-# ---- which of the two implementations runs ----
-
-@functools.cache
-def announce(text):
-    """Say once, on one rank, which code runs."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"kernels: {text}", file=sys.stderr)
-
-
-@functools.cache
-def runs_triton(device, dtype):
-    """Whether Triton computes on tensors of this device and dtype. Says once which."""
-    installed = importlib.util.find_spec("triton") is not None  # without importing it
-    on_gpu = device.type == "cuda"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    triton = installed and dtype != torch.float64 and (on_gpu or interpreted)
-    why = ": slow, triton is not installed" if on_gpu and not installed else ""
-    announce(f"{'Triton' if triton else 'plain PyTorch'} on {device.type}{why}")
-    return triton
-
-
-def in_triton(name, x, *more):
-    """kernels_triton.<name>(x, *more)."""
-    import kernels_triton  # not before a GPU needs it
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        return getattr(kernels_triton, name)(x, *more)
-
-
-def needs_operator():
-    """Whether autograd or torch.compile needs the registered custom_op. Else its body is called:
-    the overhead of an operator, a tenth of a millisecond, counts in decoding on a CPU."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling()
-
-
 # ---- attend_by_position ----
 
 def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None,
@@ -137,29 +103,6 @@ def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, s
     add up. Not differentiable."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
     return attend_gradients(q, k, v, out, lse, do, None, *mask)
-
-
-def checked_mask(q, k, v, q_pos, k_pos, slopes, window):
-    """The checked q_pos, k_pos, slopes and window: the kernels would read past the end of
-    what is too small."""
-    (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
-    if k.shape != (B, G, Tk, D) or v.shape != k.shape or H % G or D > HEAD_SIZES[-1]:
-        raise ValueError(f"attend_by_position: q {tuple(q.shape)}, k {tuple(k.shape)}, v "
-                         f"{tuple(v.shape)}; (B, H, Tq, D), (B, G, Tk, D) twice are needed, "
-                         "D <= 256, H % G = 0")
-    if window is not None and window < 1:
-        raise ValueError(f"attend_by_position: window={window} must be at least 1")
-    if slopes is not None and slopes.shape != (H,):
-        raise ValueError(f"attend_by_position: slopes {tuple(slopes.shape)} must be ({H},)")
-    pos = []
-    for name, given, n in (("q_pos", q_pos, Tq), ("k_pos", k_pos, Tk)):
-        if given is None:
-            given = torch.arange(n, device=q.device, dtype=torch.int32)
-        if given.dtype != torch.int32 or given.shape not in ((n,), (B, n)):
-            raise ValueError(f"attend_by_position: {name} {tuple(given.shape)} is {given.dtype}: "
-                             f"({n},) or ({B}, {n}) in torch.int32 is needed")
-        pos.append(given)
-    return *pos, slopes, NO_WINDOW if window is None else min(window, NO_WINDOW)
 
 
 def attend_forward(
@@ -269,31 +212,6 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
             yield queries, slice(first, last), bias
 
 
-def attend_save(ctx, inputs, output):
-    *tensors, ctx.window = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def attend_autograd(ctx, do, dlse):
-    out, lse, q, k, v, *own, q_pos, k_pos, slopes = ctx.saved_tensors
-    do = torch.zeros_like(out) if do is None else do
-    grads = attend_gradients_op(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, ctx.window)
-    own = own if own[0] is None else own_gradients(*own, out, lse, do, dlse)
-    return *grads, *own, None, None, None, None
-
-
-attend_op = torch.library.custom_op("nanorecur::attend_forward", attend_forward, mutates_args=())
-attend_op.register_fake(lambda q, k, v, own_score, own_value, *more: (
-    heads_like(q if own_value is None else own_value, *q.shape),
-    q.new_empty(q.shape[:3], dtype=sum_dtype(q))))
-attend_gradients_op = torch.library.custom_op("nanorecur::attend_gradients", attend_gradients,
-                                              mutates_args=())
-attend_gradients_op.register_fake(lambda q, k, v, *more: tuple(
-    heads_like(x, *x.shape) for x in (q, k, v)))
-attend_op.register_autograd(attend_autograd, setup_context=attend_save)
-
-
 # ---- merge ----
 
 def merge(out_a, lse_a, out_b, lse_b):
@@ -392,6 +310,81 @@ def long_recurrence(g, h, state):
     return torch.addcmul(h, decay, enter[..., None, :]).flatten(-3, -2)[..., :L, :]
 
 
+# ---- what is wrong with the arguments ----
+
+def checked_mask(q, k, v, q_pos, k_pos, slopes, window):
+    """The checked q_pos, k_pos, slopes and window: the kernels would read past the end of
+    what is too small."""
+    (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
+    if k.shape != (B, G, Tk, D) or v.shape != k.shape or H % G or D > HEAD_SIZES[-1]:
+        raise ValueError(f"attend_by_position: q {tuple(q.shape)}, k {tuple(k.shape)}, v "
+                         f"{tuple(v.shape)}; (B, H, Tq, D), (B, G, Tk, D) twice are needed, "
+                         "D <= 256, H % G = 0")
+    if window is not None and window < 1:
+        raise ValueError(f"attend_by_position: window={window} must be at least 1")
+    if slopes is not None and slopes.shape != (H,):
+        raise ValueError(f"attend_by_position: slopes {tuple(slopes.shape)} must be ({H},)")
+    pos = []
+    for name, given, n in (("q_pos", q_pos, Tq), ("k_pos", k_pos, Tk)):
+        if given is None:
+            given = torch.arange(n, device=q.device, dtype=torch.int32)
+        if given.dtype != torch.int32 or given.shape not in ((n,), (B, n)):
+            raise ValueError(f"attend_by_position: {name} {tuple(given.shape)} is {given.dtype}: "
+                             f"({n},) or ({B}, {n}) in torch.int32 is needed")
+        pos.append(given)
+    return *pos, slopes, NO_WINDOW if window is None else min(window, NO_WINDOW)
+
+
+# ---- which of the two implementations runs ----
+
+@functools.cache
+def announce(text):
+    """Say once, on one rank, which code runs."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"kernels: {text}", file=sys.stderr)
+
+
+@functools.cache
+def runs_triton(device, dtype):
+    """Whether Triton computes on tensors of this device and dtype. Says once which."""
+    installed = importlib.util.find_spec("triton") is not None  # without importing it
+    on_gpu = device.type == "cuda"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    triton = installed and dtype != torch.float64 and (on_gpu or interpreted)
+    why = ": slow, triton is not installed" if on_gpu and not installed else ""
+    announce(f"{'Triton' if triton else 'plain PyTorch'} on {device.type}{why}")
+    return triton
+
+
+def in_triton(name, x, *more):
+    """kernels_triton.<name>(x, *more)."""
+    import kernels_triton  # not before a GPU needs it
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        return getattr(kernels_triton, name)(x, *more)
+
+
+def needs_operator():
+    """Whether autograd or torch.compile needs the registered custom_op. Else its body is called:
+    the overhead of an operator, a tenth of a millisecond, counts in decoding on a CPU."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+
+# ---- the operators for autograd and torch.compile ----
+
+def attend_save(ctx, inputs, output):
+    *tensors, ctx.window = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def attend_autograd(ctx, do, dlse):
+    out, lse, q, k, v, *own, q_pos, k_pos, slopes = ctx.saved_tensors
+    do = torch.zeros_like(out) if do is None else do
+    grads = attend_gradients_op(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, ctx.window)
+    own = own if own[0] is None else own_gradients(*own, out, lse, do, dlse)
+    return *grads, *own, None, None, None, None
+
+
 def scan_save(ctx, inputs, output):
     g, x, h0, ctx.chunk = inputs
     ctx.save_for_backward(g, x, output, h0)
@@ -401,6 +394,15 @@ def scan_autograd(ctx, dh):
     return *scan_gradients_op(dh, *ctx.saved_tensors, ctx.chunk), None
 
 
+attend_op = torch.library.custom_op("nanorecur::attend_forward", attend_forward, mutates_args=())
+attend_op.register_fake(lambda q, k, v, own_score, own_value, *more: (
+    heads_like(q if own_value is None else own_value, *q.shape),
+    q.new_empty(q.shape[:3], dtype=sum_dtype(q))))
+attend_gradients_op = torch.library.custom_op("nanorecur::attend_gradients", attend_gradients,
+                                              mutates_args=())
+attend_gradients_op.register_fake(lambda q, k, v, *more: tuple(
+    heads_like(x, *x.shape) for x in (q, k, v)))
+attend_op.register_autograd(attend_autograd, setup_context=attend_save)
 scan_op = torch.library.custom_op("nanorecur::scan_forward", scan_forward, mutates_args=())
 scan_op.register_fake(lambda g, x, *more: x.new_empty(x.shape))
 scan_gradients_op = torch.library.custom_op("nanorecur::scan_gradients", scan_gradients,
