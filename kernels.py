@@ -39,8 +39,8 @@ Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 201
 (online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
 (RAT, whose recurrence is scan's, 2507.04416).
 
-Shapes: B batch, H query heads, G key/value heads, T, Tq, Tk positions, D head size,
-C channels, n chunks, L positions of a chunk.
+Shapes: B batch, H query heads, G key/value heads, T queries or tokens, S keys, D head size,
+C channels, n chunks, K positions of a chunk.
 """
 import functools
 import importlib.util
@@ -75,16 +75,16 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
     """Softmax attention whose mask is given by positions: query i attends to key j iff
     k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
 
-    q (B, H, Tq, D), k and v (B, G, Tk, D), any strides, D <= 256. H is a multiple of G:
+    q (B, H, T, D), k and v (B, G, S, D), any strides, D <= 256. H is a multiple of G:
     query head h reads key head h // (H / G).
-    q_pos (Tq,) or (B, Tq), k_pos (Tk,) or (B, Tk): int32, ascending, between -2^29 and
+    q_pos (T,) or (B, T), k_pos (S,) or (B, S): int32, ascending, between -2^29 and
     2^29; None is 0, 1, 2, ... Invisible keys and values must be finite.
     slopes (H,): ALiBi, -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores; no
     gradient.
-    own: one more key of each query, which it alone attends to: its score (B, H, Tq), finite,
-    and its value (B, H, Tq, D). As merge(value, score, out, lse), without its pass over out.
+    own: one more key of each query, which it alone attends to: its score (B, H, T), finite,
+    and its value (B, H, T, D). As merge(value, score, out, lse), without its pass over out.
 
-    Returns out (B, H, Tq, D) in q's dtype (in own's value's) and lse (B, H, Tq) in float32
+    Returns out (B, H, T, D) in q's dtype (in own's value's) and lse (B, H, T) in float32
     (float64 for float64), both differentiable, once, in q, k, v and own. Without visible
     keys out is 0 and lse -inf."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
@@ -98,7 +98,7 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
 def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None,
                                 window=None):
     """dq, dk, dv of these keys' part in a softmax that may be over more keys. out
-    (B, H, Tq, D) in q's dtype and lse (B, H, Tq) are those of the whole softmax, do is
+    (B, H, T, D) in q's dtype and lse (B, H, T) are those of the whole softmax, do is
     the gradient of out, the rest is as for attend_by_position. Over disjoint sets of keys the dq
     add up. Not differentiable."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
@@ -109,7 +109,7 @@ def attend_forward(
         q: Tensor, k: Tensor, v: Tensor, own_score: Optional[Tensor], own_value: Optional[Tensor],
         q_pos: Tensor, k_pos: Tensor, slopes: Optional[Tensor],
         window: int) -> tuple[Tensor, Tensor]:
-    """out (B, H, Tq, D), lse (B, H, Tq)."""
+    """out (B, H, T, D), lse (B, H, T)."""
     if runs_triton(q.device, q.dtype):
         return in_triton("launch_attend", q, k, v, own_score, own_value, q_pos, k_pos, slopes,
                          window)
@@ -125,23 +125,23 @@ def attend_forward(
 
 
 def attend_block(q, k, v, bias):
-    """out and lse of queries (B, H, M, D) over keys (B, G, N, D)."""
+    """out and lse of queries (B, H, T, D) over keys (B, G, S, D)."""
     if q.device.type in FUSED:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias)
         return out, lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)  # it gives 0
     q, k, v = expanded_heads(q, k, v)
-    s = q @ k.mT / math.sqrt(q.size(-1)) + bias  # (B, H, M, N)
-    lse = s.logsumexp(-1)  # (B, H, M)
+    s = q @ k.mT / math.sqrt(q.size(-1)) + bias  # (B, H, T, S)
+    lse = s.logsumexp(-1)  # (B, H, T)
     finite = lse.masked_fill(lse == -math.inf, 0)
-    return torch.exp(s - finite[..., None]) @ v, lse  # (B, H, M, D)
+    return torch.exp(s - finite[..., None]) @ v, lse  # (B, H, T, D)
 
 
 def attend_gradients(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor,
         dlse: Optional[Tensor], q_pos: Tensor, k_pos: Tensor, slopes: Optional[Tensor],
         window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; do (B, H, Tq, D), dlse (B, H, Tq) or None."""
+    """dq, dk, dv; do (B, H, T, D), dlse (B, H, T) or None."""
     out, do = out.to(q.dtype), do.to(q.dtype)
     if runs_triton(q.device, q.dtype):
         return in_triton("launch_attend_backward", q, k, v, out, lse, do, dlse, q_pos, k_pos,
@@ -161,23 +161,23 @@ def attend_gradients(
 
 
 def attend_block_backward(q, k, v, out, lse, do, dlse, bias):
-    """What queries (B, H, M, D) add to dq, dk, dv of keys (B, G, N, D)."""
+    """What queries (B, H, T, D) add to dq, dk, dv of keys (B, G, S, D)."""
     G, scale = k.size(1), q.size(-1) ** -0.5
     if q.device.type in FUSED and dlse is None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
     q, k, v = expanded_heads(q, k, v)
     do, out = do.to(q.dtype), out.to(q.dtype)
-    delta = (do * out).sum(-1) - (0 if dlse is None else dlse)  # (B, H, M)
-    p = torch.exp((q * scale) @ k.mT + bias - lse[..., None])  # (B, H, M, N)
-    ds = p * (do @ v.mT - delta[..., None])  # (B, H, M, N)
+    delta = (do * out).sum(-1) - (0 if dlse is None else dlse)  # (B, H, T)
+    p = torch.exp((q * scale) @ k.mT + bias - lse[..., None])  # (B, H, T, S)
+    ds = p * (do @ v.mT - delta[..., None])  # (B, H, T, S)
     dk, dv = ds.mT @ (q * scale), p.mT @ do  # of each query head
     return ds @ k * scale, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
 
 
 def own_gradients(score, value, out, lse, do, dlse=None):
     """The gradients of own's score and value; out, lse, do, dlse as for attend_gradients."""
-    p = torch.exp(score.to(lse.dtype) - lse)  # (B, H, Tq)
+    p = torch.exp(score.to(lse.dtype) - lse)  # (B, H, T)
     ds = (do.to(lse.dtype) * (value.to(lse.dtype) - out)).sum(-1)  # do . v - do . out
     ds = p * (ds if dlse is None else ds + dlse)
     return ds.to(score.dtype), (p[..., None] * do).to(value.dtype)
@@ -192,7 +192,7 @@ def expanded_heads(q, k, v):
 
 def query_blocks(q_pos, k_pos, slopes, window, dtype):
     """Blocks of queries that attend to some keys: the slice of the queries, that of all the
-    keys some of them attend to (positions ascend), and the bias (B or 1, H or 1, M, N) to
+    keys some of them attend to (positions ascend), and the bias (B or 1, H or 1, T, S) to
     add to the scores, -inf where a key is not visible."""
     q_pos, k_pos = torch.atleast_2d(q_pos), torch.atleast_2d(k_pos)  # (B or 1, T)
     # smaller blocks leave out more keys, larger ones make fewer calls
@@ -275,11 +275,11 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
 
 
 def in_chunks(x, chunk):
-    """x (B, T, C), in float32 or better, as (B, n, L, C); zeros at the end."""
-    x, L = x.to(sum_dtype(x)), min(chunk, x.size(1))
-    missing = -x.size(1) % L
+    """x (B, T, C), in float32 or better, as (B, n, K, C); zeros at the end."""
+    x, K = x.to(sum_dtype(x)), min(chunk, x.size(1))
+    missing = -x.size(1) % K
     x = F.pad(x, (0, 0, 0, missing)) if missing else x
-    return x.unflatten(1, (-1, L))
+    return x.unflatten(1, (-1, K))
 
 
 def out_of_chunks(x, like):
@@ -288,7 +288,7 @@ def out_of_chunks(x, like):
 
 
 def linear_recurrence(g, h, state):
-    """h_t <- h_t + g_t h_{t-1} along L of g, h (..., L, C), from state (..., C): returned, h may
+    """h_t <- h_t + g_t h_{t-1} along K of g, h (..., K, C), from state (..., C): returned, h may
     be overwritten. scan's h enters as (1 - g_t) x_t."""
     if h.size(-2) > 64:  # in two levels
         return long_recurrence(g, h, state)
@@ -298,16 +298,16 @@ def linear_recurrence(g, h, state):
 
 
 def long_recurrence(g, h, state):
-    """L as chunks of about sqrt(L), scanned from zero. The states that enter the chunks are
+    """K as chunks of about sqrt(K), scanned from zero. The states that enter the chunks are
     a recurrence too, and decay inside a chunk by the product of gates."""
-    L = h.size(-2)
-    size = math.isqrt(L - 1) + 1
-    g, h = (F.pad(y, (0, 0, 0, -L % size)).unflatten(-2, (-1, size)) for y in (g, h))
+    K = h.size(-2)
+    size = math.isqrt(K - 1) + 1
+    g, h = (F.pad(y, (0, 0, 0, -K % size)).unflatten(-2, (-1, size)) for y in (g, h))
     h = linear_recurrence(g, h, torch.zeros_like(h[..., 0, :]))  # (..., n, size, C)
     decay = g.cumprod(-2)
     ends = linear_recurrence(decay[..., -1, :], h[..., -1, :].clone(), state)  # (..., n, C)
     enter = torch.cat([state[..., None, :], ends[..., :-1, :]], -2)
-    return torch.addcmul(h, decay, enter[..., None, :]).flatten(-3, -2)[..., :L, :]
+    return torch.addcmul(h, decay, enter[..., None, :]).flatten(-3, -2)[..., :K, :]
 
 
 # ---- what is wrong with the arguments ----
@@ -315,17 +315,17 @@ def long_recurrence(g, h, state):
 def checked_mask(q, k, v, q_pos, k_pos, slopes, window):
     """The checked q_pos, k_pos, slopes and window: the kernels would read past the end of
     what is too small."""
-    (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
-    if k.shape != (B, G, Tk, D) or v.shape != k.shape or H % G or D > HEAD_SIZES[-1]:
+    (B, H, T, D), (G, S) = q.shape, k.shape[1:3]
+    if k.shape != (B, G, S, D) or v.shape != k.shape or H % G or D > HEAD_SIZES[-1]:
         raise ValueError(f"attend_by_position: q {tuple(q.shape)}, k {tuple(k.shape)}, v "
-                         f"{tuple(v.shape)}; (B, H, Tq, D), (B, G, Tk, D) twice are needed, "
+                         f"{tuple(v.shape)}; (B, H, T, D), (B, G, S, D) twice are needed, "
                          "D <= 256, H % G = 0")
     if window is not None and window < 1:
         raise ValueError(f"attend_by_position: window={window} must be at least 1")
     if slopes is not None and slopes.shape != (H,):
         raise ValueError(f"attend_by_position: slopes {tuple(slopes.shape)} must be ({H},)")
     pos = []
-    for name, given, n in (("q_pos", q_pos, Tq), ("k_pos", k_pos, Tk)):
+    for name, given, n in (("q_pos", q_pos, T), ("k_pos", k_pos, S)):
         if given is None:
             given = torch.arange(n, device=q.device, dtype=torch.int32)
         if given.dtype != torch.int32 or given.shape not in ((n,), (B, n)):

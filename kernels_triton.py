@@ -27,8 +27,8 @@ Each program finds the ranges by four binary searches over the positions.
 Padding. One compiled variant serves all lengths and strides, and all head sizes up to
 BLOCK_D. Rows must lie at multiples of 16 elements: `aligned` copies those that do not.
 
-Names: B batch, H query heads, G key/value heads, T, Tq, Tk positions, D head size, C channels;
-M and N are the query and key rows of a tile. x_b, x_h, x_t are the strides of x in batch, head,
+Names: B batch, H query heads, G key/value heads, T queries or tokens, S keys, D head size, C
+channels; M and N are the query and key rows of a tile. x_b, x_h, x_t are the strides of x in batch, head,
 position.
 """
 import functools
@@ -46,7 +46,7 @@ LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 # One compiled variant serves all values of the first arguments, and any alignment of the
 # second, which are pointers to one number a row.
 ATTEND = dict(
-    do_not_specialize=["Tq", "Tk", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
+    do_not_specialize=["T", "S", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr", "k_pos_ptr",
                                     "slopes_ptr", "own_score_ptr"])
 SCAN = dict(do_not_specialize=["T", "chunk"],
@@ -145,13 +145,13 @@ def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased,
 
 
 @triton.jit
-def visible_tiles(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window, biased,
+def visible_tiles(q_pos_ptr, k_pos_ptr, start, T, S, window, biased,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """tile_spans of the keys that BLOCK_M queries from `start` attend to: key j of query i
     iff i - window < j <= i."""
-    low = load_pos(q_pos_ptr, start, Tq, 0)
-    high = load_pos(q_pos_ptr, tl.minimum(start + BLOCK_M, Tq) - 1, Tq, 0)
-    return tile_spans(k_pos_ptr, Tk, low - window, high - window, low, high, biased,
+    low = load_pos(q_pos_ptr, start, T, 0)
+    high = load_pos(q_pos_ptr, tl.minimum(start + BLOCK_M, T) - 1, T, 0)
+    return tile_spans(k_pos_ptr, S, low - window, high - window, low, high, biased,
                       BLOCK_N)
 
 
@@ -191,12 +191,12 @@ def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
 def attend_forward_kernel(
         q_ptr, k_ptr, v_ptr, own_ptr, own_score_ptr, out_ptr, lse_ptr, q_pos_ptr, k_pos_ptr,
         slopes_ptr, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, own_b, own_h, own_t,
-        o_s, o_b, o_h, o_t, q_pos_b, k_pos_b, Tq, Tk, D, H, GROUP, window, scale, biased,
+        o_s, o_b, o_h, o_t, q_pos_b, k_pos_b, T, S, D, H, GROUP, window, scale, biased,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OWN: tl.constexpr):
     """A program computes out and lse of BLOCK_M queries of one head over the visible keys, or
     over one of several equal shares of them, its split:
     lse_i = log sum_j e^{s_ij},  out_i = sum_j e^{s_ij - lse_i} v_j."""
-    n_tiles = tl.cdiv(Tq, BLOCK_M)
+    n_tiles = tl.cdiv(T, BLOCK_M)
     tile, b, h = program(n_tiles, H)
     start = (n_tiles - 1 - tile) * BLOCK_M  # tiles with the most work first
     k_ptr += b * k_b + h // GROUP * k_h
@@ -206,9 +206,9 @@ def attend_forward_kernel(
     slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0)
 
     rows = start + tl.arange(0, BLOCK_M)
-    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < Tq, D, BLOCK_D)
-    q_pos = load_pos(q_pos_ptr, rows, Tq, -BEYOND)  # padding attends to nothing
-    first, full, rest, last = visible_tiles(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
+    q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < T, D, BLOCK_D)
+    q_pos = load_pos(q_pos_ptr, rows, T, -BEYOND)  # padding attends to nothing
+    first, full, rest, last = visible_tiles(q_pos_ptr, k_pos_ptr, start, T, S, window,
                                             biased, BLOCK_M, BLOCK_N)
     split, n_splits = tl.program_id(1), tl.num_programs(1)
     first, full, rest, last = share_of(split, n_splits, first, full, rest, last)
@@ -220,8 +220,8 @@ def attend_forward_kernel(
         for i in range(begin, end):
             n = tile_number(i, first, full, rest, MASKED) * BLOCK_N
             keys = n + tl.arange(0, BLOCK_N)
-            k_pos = load_pos(k_pos_ptr, keys, Tk, BEYOND)
-            k = load_rows(k_ptr, n, k_t, keys < Tk, D, BLOCK_D, MASKED)
+            k_pos = load_pos(k_pos_ptr, keys, S, BEYOND)
+            k = load_rows(k_ptr, n, k_t, keys < S, D, BLOCK_D, MASKED)
             s = scores(q, k, q_pos[:, None], k_pos[None, :], scale, slope, window, MASKED)
             new_m = tl.maximum(m, tl.max(s, 1))  # m'
             shift = new_m
@@ -230,13 +230,13 @@ def attend_forward_kernel(
             alpha = tl.exp2(m - shift)           # e^{m - m'}
             p = tl.exp2(s - shift[:, None])      # e^{s_ij - m'}
             l = alpha * l + tl.sum(p, 1)
-            v = load_rows(v_ptr, n, v_t, keys < Tk, D, BLOCK_D, MASKED)
+            v = load_rows(v_ptr, n, v_t, keys < S, D, BLOCK_D, MASKED)
             acc = dot(narrow(p, v.dtype), v, alpha[:, None] * acc)  # alpha acc + p v
             m = new_m
 
     if OWN:  # one more key
-        own_s = tl.load(own_score_ptr + (b * H + h) * Tq + rows, mask=rows < Tq, other=0.0) * LOG2E
-        own_v = load_rows(own_ptr + b * own_b + h * own_h, start, own_t, rows < Tq, D, BLOCK_D)
+        own_s = tl.load(own_score_ptr + (b * H + h) * T + rows, mask=rows < T, other=0.0) * LOG2E
+        own_v = load_rows(own_ptr + b * own_b + h * own_h, start, own_t, rows < T, D, BLOCK_D)
         new_m = tl.maximum(m, own_s)
         alpha, p = tl.exp2(m - new_m), tl.exp2(own_s - new_m)
         l, m = alpha * l + p, new_m
@@ -245,19 +245,19 @@ def attend_forward_kernel(
     empty = l == 0.0  # no key is visible: out 0, lse -inf
     l = tl.where(empty, 1.0, l)
     out = acc / l[:, None]
-    store_rows(out_ptr + split * o_s + b * o_b + h * o_h, start, o_t, Tq, D, out)
+    store_rows(out_ptr + split * o_s + b * o_b + h * o_h, start, o_t, T, D, out)
     lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
-    lse_ptr += split * (tl.num_programs(0) // n_tiles * Tq)  # a split has B H Tq of them
-    tl.store(lse_ptr + (b * H + h) * Tq + rows, lse, mask=rows < Tq)
+    lse_ptr += split * (tl.num_programs(0) // n_tiles * T)  # a split has B H T of them
+    tl.store(lse_ptr + (b * H + h) * T + rows, lse, mask=rows < T)
 
 
 @triton.jit(do_not_specialize=["n_splits"])
 def merge_splits_kernel(outs_ptr, lses_ptr, out_ptr, lse_ptr, n_splits, D,
-                        BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+                        SPLITS: tl.constexpr, BLOCK_D: tl.constexpr):
     """A program makes one out of a query's outs and lses over disjoint shares of the keys:
     lse = log sum_s e^{lse_s},  out = sum_s e^{lse_s - lse} out_s."""
     row, n_rows = tl.program_id(0), tl.num_programs(0)  # of B H queries
-    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     lses = tl.load(lses_ptr + s * n_rows + row, mask=s < n_splits, other=float("-inf"))
     m = tl.max(lses, 0)
     weight = tl.exp2((lses - tl.where(m == float("-inf"), 0.0, m)) * LOG2E)
@@ -276,11 +276,11 @@ def attend_dq_kernel(
         q_pos_ptr, k_pos_ptr, slopes_ptr,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t,
         dq_b, dq_h, dq_t, q_pos_b, k_pos_b,
-        Tq, Tk, D, H, GROUP, window, scale, biased,
+        T, S, D, H, GROUP, window, scale, biased,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """A program computes dq_i = scale sum_j ds_ij k_j of BLOCK_M queries of a head, and writes
     their delta_i = do_i . out_i - dlse_i, which attend_dkv_kernel reads."""
-    n_tiles = tl.cdiv(Tq, BLOCK_M)
+    n_tiles = tl.cdiv(T, BLOCK_M)
     tile, b, h = program(n_tiles, H)
     start = (n_tiles - 1 - tile) * BLOCK_M  # tiles with the most work first
     k_ptr += b * k_b + h // GROUP * k_h
@@ -290,7 +290,7 @@ def attend_dq_kernel(
     slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0)
 
     rows = start + tl.arange(0, BLOCK_M)
-    valid, per_row = rows < Tq, (b * H + h) * Tq + rows
+    valid, per_row = rows < T, (b * H + h) * T + rows
     do = load_rows(do_ptr + b * do_b + h * do_h, start, do_t, valid, D, BLOCK_D)
     out = load_rows(out_ptr + b * o_b + h * o_h, start, o_t, valid, D, BLOCK_D)
     dlse = tl.load(dlse_ptr + per_row, mask=valid, other=0.0)
@@ -302,8 +302,8 @@ def attend_dq_kernel(
     tl.store(delta_ptr + per_row, delta, mask=valid)
 
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, valid, D, BLOCK_D)
-    q_pos = load_pos(q_pos_ptr, rows, Tq, -BEYOND)  # padding attends to nothing
-    first, full, rest, last = visible_tiles(q_pos_ptr, k_pos_ptr, start, Tq, Tk, window,
+    q_pos = load_pos(q_pos_ptr, rows, T, -BEYOND)  # padding attends to nothing
+    first, full, rest, last = visible_tiles(q_pos_ptr, k_pos_ptr, start, T, S, window,
                                            biased, BLOCK_M, BLOCK_N)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # sum_j ds_ij k_j
     for MASKED in tl.static_range(2):
@@ -311,16 +311,16 @@ def attend_dq_kernel(
         for i in range(begin, end):
             n = tile_number(i, first, full, rest, MASKED) * BLOCK_N
             keys = n + tl.arange(0, BLOCK_N)
-            k_pos = load_pos(k_pos_ptr, keys, Tk, BEYOND)
-            k = load_rows(k_ptr, n, k_t, keys < Tk, D, BLOCK_D, MASKED)
-            v = load_rows(v_ptr, n, v_t, keys < Tk, D, BLOCK_D, MASKED)
+            k_pos = load_pos(k_pos_ptr, keys, S, BEYOND)
+            k = load_rows(k_ptr, n, k_t, keys < S, D, BLOCK_D, MASKED)
+            v = load_rows(v_ptr, n, v_t, keys < S, D, BLOCK_D, MASKED)
             s = scores(q, k, q_pos[:, None], k_pos[None, :], scale, slope, window, MASKED)
             p = tl.exp2(s - lse[:, None])         # p_ij = e^{s_ij - lse_i}
             dp = dot(do, tl.trans(v), None)
             ds = p * (dp - delta[:, None])        # p_ij (do_i . v_j - delta_i)
             dq = dot(narrow(ds, k.dtype), k, dq)  # dq_i + sum_j ds_ij k_j
     dq = dq * scale
-    store_rows(dq_ptr + b * dq_b + h * dq_h, start, dq_t, Tq, D, dq)
+    store_rows(dq_ptr + b * dq_b + h * dq_h, start, dq_t, T, D, dq)
 
 
 @triton.jit(**ATTEND)
@@ -329,16 +329,16 @@ def attend_dkv_kernel(
         q_pos_ptr, k_pos_ptr, slopes_ptr,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
         dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, q_pos_b, k_pos_b,
-        Tq, Tk, D, H, GROUP, window, scale, biased,
+        T, S, D, H, GROUP, window, scale, biased,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """A program computes what one query head adds to dk_j = scale sum_i ds_ij q_i and
     dv_j = sum_i p_ij do_i of BLOCK_N keys; heads that share keys are summed outside."""
-    tile, b, h = program(tl.cdiv(Tk, BLOCK_N), H)
+    tile, b, h = program(tl.cdiv(S, BLOCK_N), H)
     start = tile * BLOCK_N  # tiles with the most work first
     q_ptr += b * q_b + h * q_h
     do_ptr += b * do_b + h * do_h
-    lse_ptr += (b * H + h) * Tq
-    delta_ptr += (b * H + h) * Tq
+    lse_ptr += (b * H + h) * T
+    delta_ptr += (b * H + h) * T
     q_pos_ptr += b * q_pos_b
     k_pos_ptr += b * k_pos_b
     k_ptr += b * k_b + h // GROUP * k_h
@@ -346,13 +346,13 @@ def attend_dkv_kernel(
     slope = tl.load(slopes_ptr + h, mask=biased != 0, other=0.0)
 
     keys = start + tl.arange(0, BLOCK_N)
-    k_pos = load_pos(k_pos_ptr, keys, Tk, BEYOND)
-    k = load_rows(k_ptr, start, k_t, keys < Tk, D, BLOCK_D)
-    v = load_rows(v_ptr, start, v_t, keys < Tk, D, BLOCK_D)
-    low = load_pos(k_pos_ptr, start, Tk, 0)
-    high = load_pos(k_pos_ptr, tl.minimum(start + BLOCK_N, Tk) - 1, Tk, 0)
+    k_pos = load_pos(k_pos_ptr, keys, S, BEYOND)
+    k = load_rows(k_ptr, start, k_t, keys < S, D, BLOCK_D)
+    v = load_rows(v_ptr, start, v_t, keys < S, D, BLOCK_D)
+    low = load_pos(k_pos_ptr, start, S, 0)
+    high = load_pos(k_pos_ptr, tl.minimum(start + BLOCK_N, S) - 1, S, 0)
     first, full, rest, last = tile_spans(  # query i of key j iff j <= i < j + window
-        q_pos_ptr, Tq, low - 1, high - 1, low + (window - 1), high + (window - 1), biased,
+        q_pos_ptr, T, low - 1, high - 1, low + (window - 1), high + (window - 1), biased,
         BLOCK_M)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # sum_i ds_ij q_i
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # sum_i p_ij do_i
@@ -361,22 +361,22 @@ def attend_dkv_kernel(
         for i in range(begin, end):
             m = tile_number(i, first, full, rest, MASKED) * BLOCK_M
             rows = m + tl.arange(0, BLOCK_M)
-            q_pos = load_pos(q_pos_ptr, rows, Tq, -BEYOND)
-            q = load_rows(q_ptr, m, q_t, rows < Tq, D, BLOCK_D, MASKED)
-            lse = tl.load(lse_ptr + rows, mask=rows < Tq, other=float("inf")) * LOG2E
+            q_pos = load_pos(q_pos_ptr, rows, T, -BEYOND)
+            q = load_rows(q_ptr, m, q_t, rows < T, D, BLOCK_D, MASKED)
+            lse = tl.load(lse_ptr + rows, mask=rows < T, other=float("inf")) * LOG2E
             if MASKED:  # without keys: p = 2^(s - inf) = 0
                 lse = tl.where(lse == float("-inf"), float("inf"), lse)
             s = scores(k, q, q_pos[None, :], k_pos[:, None], scale, slope, window, MASKED)
             p = tl.exp2(s - lse[None, :])          # p_ij, (N, M)
-            do = load_rows(do_ptr, m, do_t, rows < Tq, D, BLOCK_D, MASKED)
+            do = load_rows(do_ptr, m, do_t, rows < T, D, BLOCK_D, MASKED)
             dv = dot(narrow(p, do.dtype), do, dv)  # dv_j + sum_i p_ij do_i
-            delta = tl.load(delta_ptr + rows, mask=rows < Tq, other=0.0)
+            delta = tl.load(delta_ptr + rows, mask=rows < T, other=0.0)
             dp = dot(v, tl.trans(do), None)
             ds = p * (dp - delta[None, :])        # p_ij (do_i . v_j - delta_i)
             dk = dot(narrow(ds, q.dtype), q, dk)  # dk_j + sum_i ds_ij q_i
     dk = dk * scale
-    store_rows(dk_ptr + b * dk_b + h * dk_h, start, dk_t, Tk, D, dk)
-    store_rows(dv_ptr + b * dv_b + h * dv_h, start, dv_t, Tk, D, dv)
+    store_rows(dk_ptr + b * dk_b + h * dk_h, start, dk_t, S, D, dk)
+    store_rows(dv_ptr + b * dv_b + h * dv_h, start, dv_t, S, D, dv)
 
 
 # ---- scan ----
@@ -539,15 +539,15 @@ def tile_options(name, D, dtype, large):
     return dict(BLOCK_M=M, BLOCK_N=N, BLOCK_D=block, num_warps=warps, num_stages=stages)
 
 
-def split_count(n_heads, Tk):
+def split_count(n_heads, S):
     """Into how many programs the keys of one query are split: all heads together (B H) make
     two for each of the 132 multiprocessors of an H200, and each has 256 keys or more. It
     depends on shapes alone, as a CUDA graph needs."""
-    return max(1, min(MOST_SPLITS, 264 // n_heads, Tk // 256))
+    return max(1, min(MOST_SPLITS, 264 // n_heads, S // 256))
 
 
 def merge_options(BLOCK_D):
-    return dict(BLOCK_S=MOST_SPLITS, BLOCK_D=BLOCK_D, num_warps=4)
+    return dict(SPLITS=MOST_SPLITS, BLOCK_D=BLOCK_D, num_warps=4)
 
 
 def scan_options(chunk):
@@ -567,20 +567,20 @@ def mask_pointers(q_pos, k_pos, slopes, lse):
 
 
 def launch_attend(q, k, v, own_score, own_value, q_pos, k_pos, slopes, window):
-    """out (B, H, Tq, D), lse (B, H, Tq)."""
-    (B, H, Tq, D), (G, Tk), own = q.shape, k.shape[1:3], own_score is not None
-    name, splits = ("split", split_count(B * H, Tk)) if Tq == 1 and not own else ("forward", 1)
+    """out (B, H, T, D), lse (B, H, T)."""
+    (B, H, T, D), (G, S), own = q.shape, k.shape[1:3], own_score is not None
+    name, splits = ("split", split_count(B * H, S)) if T == 1 and not own else ("forward", 1)
     q, k, v = aligned(q), aligned(k), aligned(v)  # D is a multiple of 16 now
     own = (aligned(own_value), own_score.float().contiguous()) if own else (q, q)
-    out, lse = new_heads(own[0], *q.shape), q.new_empty(B, H, Tq, dtype=torch.float32)
+    out, lse = new_heads(own[0], *q.shape), q.new_empty(B, H, T, dtype=torch.float32)
     outs, lses = out[None], lse[None]
     if splits > 1:
         outs, lses = (lse.new_empty(splits, *x.shape) for x in (out, lse))
     pointers, pos_strides, biased = mask_pointers(q_pos, k_pos, slopes, lse)
     options = tile_options(name, D, q.dtype, has_large_blocks(q.device))
-    attend_forward_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H, splits)](
+    attend_forward_kernel[(triton.cdiv(T, options["BLOCK_M"]) * B * H, splits)](
         q, k, v, *own, outs, lses, *pointers, *strides(q, k, v, own[0], outs), *pos_strides,
-        Tq, Tk, q.size(-1), H, H // G, window, D ** -0.5, biased,
+        T, S, q.size(-1), H, H // G, window, D ** -0.5, biased,
         OWN=own_score is not None, **options)
     if splits > 1:
         merge_splits_kernel[(B * H,)](outs, lses, out, lse, splits, q.size(-1),
@@ -590,20 +590,20 @@ def launch_attend(q, k, v, own_score, own_value, q_pos, k_pos, slopes, window):
 
 def launch_attend_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window):
     """dq, dk, dv, like q, k and v."""
-    (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
+    (B, H, T, D), (G, S) = q.shape, k.shape[1:3]
     q, k, v, out, do = (aligned(x) for x in (q, k, v, out, do))
     lse = lse.contiguous()         # the kernels count on it
     dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
     delta = torch.empty_like(lse)  # the first kernel writes it
-    dq, dk, dv = (new_heads(q, B, H, T, q.size(-1)) for T in (Tq, Tk, Tk))  # of query heads
+    dq, dk, dv = (new_heads(q, B, H, n, q.size(-1)) for n in (T, S, S))  # of query heads
     pointers, pos_strides, biased = mask_pointers(q_pos, k_pos, slopes, lse)
-    sizes = [*pos_strides, Tq, Tk, q.size(-1), H, H // G, window, D ** -0.5, biased]
+    sizes = [*pos_strides, T, S, q.size(-1), H, H // G, window, D ** -0.5, biased]
     options = tile_options("dq", D, q.dtype, has_large_blocks(q.device))
-    attend_dq_kernel[(triton.cdiv(Tq, options["BLOCK_M"]) * B * H,)](
+    attend_dq_kernel[(triton.cdiv(T, options["BLOCK_M"]) * B * H,)](
         q, k, v, out, lse, do, dlse, delta, dq, *pointers,
         *strides(q, k, v, out, do, dq), *sizes, **options)
     options = tile_options("dkv", D, q.dtype, has_large_blocks(q.device))
-    attend_dkv_kernel[(triton.cdiv(Tk, options["BLOCK_N"]) * B * H,)](
+    attend_dkv_kernel[(triton.cdiv(S, options["BLOCK_N"]) * B * H,)](
         q, k, v, lse, do, delta, dk, dv, *pointers,
         *strides(q, k, v, do, dk, dv), *sizes, **options)
     return cropped(dq, D), summed_over_groups(dk, G, D), summed_over_groups(dv, G, D)

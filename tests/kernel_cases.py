@@ -112,9 +112,9 @@ LAYOUTS = {"transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3
 
 def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
     """attend from its definition; finite gradients of empty rows."""
-    (_, H, Tq, D), Tk = q.shape, k.size(2)
+    (_, H, T, D), S = q.shape, k.size(2)
     k, v = (x.repeat_interleave(H // x.size(1), 1) for x in (k, v))
-    q_pos, k_pos = (torch.arange(n) if p is None else p for n, p in ((Tq, q_pos), (Tk, k_pos)))
+    q_pos, k_pos = (torch.arange(n) if p is None else p for n, p in ((T, q_pos), (S, k_pos)))
     distance = torch.atleast_2d(q_pos)[:, None, :, None] - torch.atleast_2d(k_pos)[:, None, None]
     visible = (distance >= 0) & (distance < (math.inf if window is None else window))
     s = q @ k.transpose(-1, -2) / math.sqrt(D)
@@ -140,25 +140,25 @@ SPLITS = [(1, 1100, "keys per row", None, False, (3, 4, 2), 16), (1, 600, "keys 
           (1, 1300, "plain", None, False, (3, 2, 2), 64), (1, 900, "plain", 20, True, (3, 2, 1), 128)]
 
 
-def attend_case(seed, Tq, Tk, kind, window, slopes, heads, D, dtype=torch.float64, device="cpu"):
+def attend_case(seed, T, S, kind, window, slopes, heads, D, dtype=torch.float64, device="cpu"):
     """Inputs of attend: q, k, v, the other arguments, and the incoming gradients do, dlse. Some
     queries stand before every key."""
     (B, H, G), rng = heads, random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-    normal = lambda T, heads: draw(B, T, heads, D).to(device, dtype).transpose(1, 2)
+    normal = lambda n, heads: draw(B, n, heads, D).to(device, dtype).transpose(1, 2)
 
-    def positions(per_row, T, first):       # ascending, with gaps and repetitions
-        rows = [sorted(rng.choices(range(first, Tk + 1), k=T)) for _ in range(B if per_row else 1)]
+    def positions(per_row, n, first):       # ascending, with gaps and repetitions
+        rows = [sorted(rng.choices(range(first, S + 1), k=n)) for _ in range(B if per_row else 1)]
         return torch.tensor(rows if per_row else rows[0], dtype=torch.int32)
-    q, k, v, do = normal(Tq, H), normal(Tk, G), normal(Tk, G), normal(Tq, H)
+    q, k, v, do = normal(T, H), normal(S, G), normal(S, G), normal(T, H)
     q_pos = k_pos = None
     if kind not in ("plain", "keys alone"):
-        q_pos = positions(kind in ("per row", "queries per row"), Tq, -2)
+        q_pos = positions(kind in ("per row", "queries per row"), T, -2)
     if kind not in ("plain", "queries alone"):
-        k_pos = positions(kind in ("per row", "keys per row"), Tk, 0)
+        k_pos = positions(kind in ("per row", "keys per row"), S, 0)
     bias = torch.rand(H, generator=generator) if slopes else None
-    dlse = draw(B, H, Tq).to(device, torch.promote_types(dtype, torch.float32))
+    dlse = draw(B, H, T).to(device, torch.promote_types(dtype, torch.float32))
     return (q, k, v), (*moved((q_pos, k_pos, bias), device), window), (do, dlse)
 
 
