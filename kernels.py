@@ -91,7 +91,7 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
     if own and (own[0].shape, own[1].shape) != (q.shape[:3], q.shape):
         raise ValueError(f"attend_by_position: own {tuple(own[0].shape)}, {tuple(own[1].shape)} "
                          f"must be {tuple(q.shape[:3])}, {tuple(q.shape)}")
-    function = attend_op if needs_operator() else attend_forward
+    function = attend_op if needs_operator() else run_attend
     return function(q, k, v, *(own or (None, None)), *mask)
 
 
@@ -102,7 +102,7 @@ def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, s
     the gradient of out, the rest is as for attend_by_position. Over disjoint sets of keys the dq
     add up. Not differentiable."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
-    return attend_gradients(q, k, v, out, lse, do, None, *mask)
+    return run_attend_gradients(q, k, v, out, lse, do, None, *mask)
 
 
 def attend_forward(
@@ -110,15 +110,12 @@ def attend_forward(
         q_pos: Tensor, k_pos: Tensor, slopes: Optional[Tensor],
         window: int) -> tuple[Tensor, Tensor]:
     """out (B, H, T, D), lse (B, H, T)."""
-    if runs_triton(q.device, q.dtype):
-        return in_triton("launch_attend", q, k, v, own_score, own_value, q_pos, k_pos, slopes,
-                         window)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = heads_like(q if own_value is None else own_value, *q.shape).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q))
+    block = fused_block if q.device.type in FUSED else attend_block
     for rows, keys, bias in query_blocks(q_pos, k_pos, slopes, window, lse.dtype):
-        out[:, :, rows], lse[:, :, rows] = attend_block(q[:, :, rows], k[:, :, keys],
-                                                        v[:, :, keys], bias)
+        out[:, :, rows], lse[:, :, rows] = block(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias)
     if own_score is not None:
         out[:], lse[:] = merge(own_value, own_score.to(lse.dtype), out, lse)
     return out, lse
@@ -126,10 +123,6 @@ def attend_forward(
 
 def attend_block(q, k, v, bias):
     """out and lse of queries (B, H, T, D) over keys (B, G, S, D)."""
-    if q.device.type in FUSED:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, False, attn_mask=bias)
-        return out, lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)  # it gives 0
     q, k, v = expanded_heads(q, k, v)
     s = q @ k.mT / math.sqrt(q.size(-1)) + bias  # (B, H, T, S)
     lse = s.logsumexp(-1)  # (B, H, T)
@@ -142,18 +135,16 @@ def attend_gradients(
         dlse: Optional[Tensor], q_pos: Tensor, k_pos: Tensor, slopes: Optional[Tensor],
         window: int) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; do (B, H, T, D), dlse (B, H, T) or None."""
-    out, do = out.to(q.dtype), do.to(q.dtype)
-    if runs_triton(q.device, q.dtype):
-        return in_triton("launch_attend_backward", q, k, v, out, lse, do, dlse, q_pos, k_pos,
-                         slopes, window)
     q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out))
     empty = lse == -math.inf  # dlse may be NaN there
     lse, dlse = (x if x is None else x.masked_fill(empty, 0) for x in (lse, dlse))
     dq, dk, dv = (heads_like(x, *x.shape, dtype=lse.dtype).zero_() for x in (q, k, v))
+    fused = q.device.type in FUSED and dlse is None
+    block = fused_block_backward if fused else attend_block_backward
     for rows, keys, bias in query_blocks(q_pos, k_pos, slopes, window, lse.dtype):
         q_i, out_i, lse_i, do_i = (x[:, :, rows] for x in (q, out, lse, do))
         dlse_i = None if dlse is None else dlse[:, :, rows]
-        dq[:, :, rows], dk_j, dv_j = attend_block_backward(
+        dq[:, :, rows], dk_j, dv_j = block(
             q_i, k[:, :, keys], v[:, :, keys], out_i, lse_i, do_i, dlse_i, bias)
         dk[:, :, keys] += dk_j
         dv[:, :, keys] += dv_j
@@ -163,9 +154,6 @@ def attend_gradients(
 def attend_block_backward(q, k, v, out, lse, do, dlse, bias):
     """What queries (B, H, T, D) add to dq, dk, dv of keys (B, G, S, D)."""
     G, scale = k.size(1), q.size(-1) ** -0.5
-    if q.device.type in FUSED and dlse is None:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
     q, k, v = expanded_heads(q, k, v)
     do, out = do.to(q.dtype), out.to(q.dtype)
     delta = (do * out).sum(-1) - (0 if dlse is None else dlse)  # (B, H, T)
@@ -178,8 +166,8 @@ def attend_block_backward(q, k, v, out, lse, do, dlse, bias):
 def own_gradients(score, value, out, lse, do, dlse=None):
     """The gradients of own's score and value; out, lse, do, dlse as for attend_gradients."""
     p = torch.exp(score.to(lse.dtype) - lse)  # (B, H, T)
-    ds = (do.to(lse.dtype) * (value.to(lse.dtype) - out)).sum(-1)  # do . v - do . out
-    ds = p * (ds if dlse is None else ds + dlse)
+    difference = (do.to(lse.dtype) * (value.to(lse.dtype) - out)).sum(-1)  # do . v - do . out
+    ds = p * (difference + (0 if dlse is None else dlse))
     return ds.to(score.dtype), (p[..., None] * do).to(value.dtype)
 
 
@@ -241,14 +229,12 @@ def scan(g, x, chunk, h0=None):
         raise ValueError(f"scan: g {tuple(g.shape)} {g.dtype}, x {tuple(x.shape)} {x.dtype}, "
                          f"chunk={chunk}; the same (B, T, C) twice and 1 or more are needed")
     h0 = x.new_zeros(x.size(0), x.size(2)) if h0 is None else h0
-    function = scan_op if needs_operator() else scan_forward
+    function = scan_op if needs_operator() else run_scan
     return function(g, x, h0, chunk)
 
 
 def scan_forward(g: Tensor, x: Tensor, h0: Tensor, chunk: int) -> Tensor:
     """h (B, T, C), of all chunks at once."""
-    if runs_triton(x.device, x.dtype):
-        return in_triton("launch_scan", g, x, h0, chunk)
     g_n, x_n = in_chunks(g, chunk), in_chunks(x, chunk)
     state = torch.zeros_like(x_n[:, :, 0])  # (B, n, C), before each chunk
     state[:, 0] = h0
@@ -259,8 +245,6 @@ def scan_forward(g: Tensor, x: Tensor, h0: Tensor, chunk: int) -> Tensor:
 def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
                    chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """dg, dx (B, T, C) and dh0 (B, C)."""
-    if runs_triton(x.device, x.dtype):
-        return in_triton("launch_scan_backward", dh, g, x, h, h0, chunk)
     g_n, x_n, h_n, dh_n = (in_chunks(y, chunk) for y in (g, x, h, dh))
     # from right to left it is the same recurrence, with g_{t+1}; the last one meets zero
     g_next = g_n.roll(-1, 2)
@@ -335,6 +319,21 @@ def checked_mask(q, k, v, q_pos, k_pos, slopes, window):
     return *pos, slopes, NO_WINDOW if window is None else min(window, NO_WINDOW)
 
 
+# ---- torch's attention for CPUs ----
+
+def fused_block(q, k, v, bias):
+    """attend_block."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=bias)
+    return out, lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)  # it gives 0
+
+
+def fused_block_backward(q, k, v, out, lse, do, dlse, bias):
+    """attend_block_backward; dlse is None."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=q.size(-1) ** -0.5)
+
+
 # ---- which of the two implementations runs ----
 
 @functools.cache
@@ -356,11 +355,16 @@ def runs_triton(device, dtype):
     return triton
 
 
-def in_triton(name, x, *more):
-    """kernels_triton.<name>(x, *more)."""
-    import kernels_triton  # not before a GPU needs it
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        return getattr(kernels_triton, name)(x, *more)
+def operator(reference, launcher):
+    """The reference, but in Triton where that runs: as a function, and as a custom_op."""
+    @functools.wraps(reference)
+    def run(x, *more):
+        if not runs_triton(x.device, x.dtype):
+            return reference(x, *more)
+        import kernels_triton  # not before a GPU needs it
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            return getattr(kernels_triton, launcher)(x, *more)
+    return run, torch.library.custom_op(f"nanorecur::{reference.__name__}", run, mutates_args=())
 
 
 def needs_operator():
@@ -380,8 +384,9 @@ def attend_save(ctx, inputs, output):
 def attend_autograd(ctx, do, dlse):
     out, lse, q, k, v, *own, q_pos, k_pos, slopes = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
-    grads = attend_gradients_op(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, ctx.window)
     own = own if own[0] is None else own_gradients(*own, out, lse, do, dlse)
+    grads = attend_gradients_op(q, k, v, out.to(q.dtype), lse, do.to(q.dtype), dlse, q_pos,
+                                k_pos, slopes, ctx.window)
     return *grads, *own, None, None, None, None
 
 
@@ -394,19 +399,17 @@ def scan_autograd(ctx, dh):
     return *scan_gradients_op(dh, *ctx.saved_tensors, ctx.chunk), None
 
 
-attend_op = torch.library.custom_op("nanorecur::attend_forward", attend_forward, mutates_args=())
+run_attend, attend_op = operator(attend_forward, "launch_attend")
 attend_op.register_fake(lambda q, k, v, own_score, own_value, *more: (
     heads_like(q if own_value is None else own_value, *q.shape),
     q.new_empty(q.shape[:3], dtype=sum_dtype(q))))
-attend_gradients_op = torch.library.custom_op("nanorecur::attend_gradients", attend_gradients,
-                                              mutates_args=())
+run_attend_gradients, attend_gradients_op = operator(attend_gradients, "launch_attend_backward")
 attend_gradients_op.register_fake(lambda q, k, v, *more: tuple(
     heads_like(x, *x.shape) for x in (q, k, v)))
 attend_op.register_autograd(attend_autograd, setup_context=attend_save)
-scan_op = torch.library.custom_op("nanorecur::scan_forward", scan_forward, mutates_args=())
+run_scan, scan_op = operator(scan_forward, "launch_scan")
 scan_op.register_fake(lambda g, x, *more: x.new_empty(x.shape))
-scan_gradients_op = torch.library.custom_op("nanorecur::scan_gradients", scan_gradients,
-                                            mutates_args=())
+run_scan_gradients, scan_gradients_op = operator(scan_gradients, "launch_scan_backward")
 scan_gradients_op.register_fake(lambda dh, g, x, h, h0, chunk: (
     x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(h0.shape)))
 scan_op.register_autograd(scan_autograd, setup_context=scan_save)

@@ -28,8 +28,8 @@ Padding. One compiled variant serves all lengths and strides, and all head sizes
 BLOCK_D. Rows must lie at multiples of 16 elements: `aligned` copies those that do not.
 
 Names: B batch, H query heads, G key/value heads, T queries or tokens, S keys, D head size, C
-channels; M and N are the query and key rows of a tile. x_b, x_h, x_t are the strides of x in batch, head,
-position.
+channels; M and N are the query and key rows of a tile. x_b, x_h, x_t are the strides of x in
+batch, head, position.
 """
 import functools
 
@@ -244,8 +244,8 @@ def attend_forward_kernel(
 
     empty = l == 0.0  # no key is visible: out 0, lse -inf
     l = tl.where(empty, 1.0, l)
-    out = acc / l[:, None]
-    store_rows(out_ptr + split * o_s + b * o_b + h * o_h, start, o_t, T, D, out)
+    out_ptr += split * o_s + b * o_b + h * o_h
+    store_rows(out_ptr, start, o_t, T, D, acc / l[:, None])
     lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
     lse_ptr += split * (tl.num_programs(0) // n_tiles * T)  # a split has B H T of them
     tl.store(lse_ptr + (b * H + h) * T + rows, lse, mask=rows < T)
@@ -319,8 +319,7 @@ def attend_dq_kernel(
             dp = dot(do, tl.trans(v), None)
             ds = p * (dp - delta[:, None])        # p_ij (do_i . v_j - delta_i)
             dq = dot(narrow(ds, k.dtype), k, dq)  # dq_i + sum_j ds_ij k_j
-    dq = dq * scale
-    store_rows(dq_ptr + b * dq_b + h * dq_h, start, dq_t, T, D, dq)
+    store_rows(dq_ptr + b * dq_b + h * dq_h, start, dq_t, T, D, dq * scale)
 
 
 @triton.jit(**ATTEND)
@@ -374,8 +373,7 @@ def attend_dkv_kernel(
             dp = dot(v, tl.trans(do), None)
             ds = p * (dp - delta[None, :])        # p_ij (do_i . v_j - delta_i)
             dk = dot(narrow(ds, q.dtype), q, dk)  # dk_j + sum_i ds_ij q_i
-    dk = dk * scale
-    store_rows(dk_ptr + b * dk_b + h * dk_h, start, dk_t, S, D, dk)
+    store_rows(dk_ptr + b * dk_b + h * dk_h, start, dk_t, S, D, dk * scale)
     store_rows(dv_ptr + b * dv_b + h * dv_h, start, dv_t, S, D, dv)
 
 
@@ -497,28 +495,25 @@ def summed_over_groups(x, G, D):
 # ---- tile sizes: the largest that tests/compile_kernels.py accepts (no or few spills) ----
 
 # (BLOCK_M, BLOCK_N, warps, stages) for head sizes up to 16, 32, 64, 128 and 256, by
-# (large blocks, float32)
+# kernel, large blocks (0 or 1), float32 (0 or 1)
 TILES = {
-    (True, False): {
-        "forward": 3 * [(64, 64, 4, 3)] + [(128, 64, 8, 3), (128, 32, 8, 3)],
-        "split": 4 * [(16, 32, 4, 4)] + [(16, 32, 4, 3)],
-        "dq": 3 * [(64, 64, 4, 3)] + [(64, 32, 4, 3), (64, 32, 8, 2)],
-        "dkv": 3 * [(64, 64, 4, 2)] + [(32, 128, 8, 3), (32, 64, 8, 2)]},
-    (True, True): {
-        "forward": [(128, 64, 8, 3)] + 2 * [(64, 32, 8, 2)] + [(32, 32, 8, 1), (32, 16, 8, 2)],
-        "split": 3 * [(16, 32, 4, 3)] + 2 * [(16, 16, 4, 3)],
-        "dq": 2 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)],
-        "dkv": [(32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)]},
-    (False, False): {
-        "forward": 3 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 2)],
-        "split": 2 * [(16, 64, 4, 2)] + 2 * [(16, 32, 4, 2)] + [(16, 16, 4, 2)],
-        "dq": 3 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1)],
-        "dkv": 3 * [(32, 128, 8, 2)] + [(32, 64, 8, 2), (32, 16, 8, 1)]},
-    (False, True): {
-        "forward": 2 * [(64, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1), (32, 16, 8, 1)],
-        "split": 3 * [(16, 32, 4, 2)] + 2 * [(16, 16, 4, 2)],
-        "dq": 2 * [(64, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 4, 2), (16, 16, 8, 1)],
-        "dkv": [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)]},
+    ("forward", 1, 0): 3 * [(64, 64, 4, 3)] + [(128, 64, 8, 3), (128, 32, 8, 3)],
+    ("forward", 1, 1): [(128, 64, 8, 3)] + 2 * [(64, 32, 8, 2)] + [(32, 32, 8, 1), (32, 16, 8, 2)],
+    ("forward", 0, 0): 3 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 2)],
+    ("forward", 0, 1): 2 * [(64, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1), (32, 16, 8, 1)],
+    ("split", 1, 0): 4 * [(16, 32, 4, 4)] + [(16, 32, 4, 3)],
+    ("split", 1, 1): 3 * [(16, 32, 4, 3)] + 2 * [(16, 16, 4, 3)],
+    ("split", 0, 0): 2 * [(16, 64, 4, 2)] + 2 * [(16, 32, 4, 2)] + [(16, 16, 4, 2)],
+    ("split", 0, 1): 3 * [(16, 32, 4, 2)] + 2 * [(16, 16, 4, 2)],
+    ("dq", 1, 0): 3 * [(64, 64, 4, 3)] + [(64, 32, 4, 3), (64, 32, 8, 2)],
+    ("dq", 1, 1): 2 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)],
+    ("dq", 0, 0): 3 * [(128, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 8, 1)],
+    ("dq", 0, 1): 2 * [(64, 64, 8, 2)] + [(64, 32, 8, 2), (32, 32, 4, 2), (16, 16, 8, 1)],
+    ("dkv", 1, 0): 3 * [(64, 64, 4, 2)] + [(32, 128, 8, 3), (32, 64, 8, 2)],
+    ("dkv", 1, 1): [(32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2),
+                    (32, 16, 8, 2)],
+    ("dkv", 0, 0): 3 * [(32, 128, 8, 2)] + [(32, 64, 8, 2), (32, 16, 8, 1)],
+    ("dkv", 0, 1): [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)],
 }
 
 
@@ -535,7 +530,7 @@ def has_large_blocks(device):
 def tile_options(name, D, dtype, large):
     """Tiles and warps of attend's kernels ("forward", "dq", "dkv") for head size D."""
     block = max(16, triton.next_power_of_2(D))
-    M, N, warps, stages = TILES[large, dtype == torch.float32][name][block.bit_length() - 5]
+    M, N, warps, stages = TILES[name, large, dtype == torch.float32][block.bit_length() - 5]
     return dict(BLOCK_M=M, BLOCK_N=N, BLOCK_D=block, num_warps=warps, num_stages=stages)
 
 
@@ -544,10 +539,6 @@ def split_count(n_heads, S):
     two for each of the 132 multiprocessors of an H200, and each has 256 keys or more. It
     depends on shapes alone, as a CUDA graph needs."""
     return max(1, min(MOST_SPLITS, 264 // n_heads, S // 256))
-
-
-def merge_options(BLOCK_D):
-    return dict(SPLITS=MOST_SPLITS, BLOCK_D=BLOCK_D, num_warps=4)
 
 
 def scan_options(chunk):
@@ -584,7 +575,7 @@ def launch_attend(q, k, v, own_score, own_value, q_pos, k_pos, slopes, window):
         OWN=own_score is not None, **options)
     if splits > 1:
         merge_splits_kernel[(B * H,)](outs, lses, out, lse, splits, q.size(-1),
-                                      **merge_options(options["BLOCK_D"]))
+                                      SPLITS=MOST_SPLITS, BLOCK_D=options["BLOCK_D"])
     return cropped(out, D), lse
 
 
