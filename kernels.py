@@ -44,6 +44,7 @@ C channels, n chunks, K positions of a chunk.
 """
 import functools
 import importlib.util
+import itertools
 import math
 import os
 import sys
@@ -103,6 +104,39 @@ def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, s
     add up. Not differentiable."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
     return run_attend_gradients(q, k, v, out, lse, do, None, *mask)
+
+
+def attend_naive(q, k, v, q_pos, k_pos, slopes, window):
+    """out and lse, query by query."""
+    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
+    for b, h, i, g, j, s in each_query(q, k, q_pos, k_pos, slopes, window):
+        lse[b, h, i] = s.logsumexp(0)
+        p = torch.exp(s - lse[b, h, i])
+        out[b, h, i] = p @ v[b, g, j]
+    return out, lse
+
+
+def attend_backward_naive(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window):
+    """dq, dk and dv, query by query."""
+    (dq, dk, dv), scale = (torch.zeros_like(x) for x in (q, k, v)), q.size(-1) ** -0.5
+    for b, h, i, g, j, s in each_query(q, k, q_pos, k_pos, slopes, window):
+        p = torch.exp(s - lse[b, h, i])
+        delta = do[b, h, i] @ out[b, h, i] - dlse[b, h, i]
+        ds = p * (v[b, g, j] @ do[b, h, i] - delta)
+        dq[b, h, i] = ds @ k[b, g, j] * scale
+        dk[b, g, j] += torch.outer(ds, q[b, h, i]) * scale
+        dv[b, g, j] += torch.outer(p, do[b, h, i])
+    return dq, dk, dv
+
+
+def each_query(q, k, q_pos, k_pos, slopes, window):
+    """Yield, for each query i of head h, its key head g, its visible keys j and their scores s."""
+    for b, h, i in itertools.product(*map(range, q.shape[:3])):
+        g = h // (q.size(1) // k.size(1))
+        distance = q_pos[b, i] - k_pos[b]
+        j = ((distance >= 0) & (distance < window)).nonzero()[:, 0]
+        s = k[b, g, j] @ q[b, h, i] / math.sqrt(q.size(-1)) - slopes[h] * distance[j]
+        yield b, h, i, g, j, s
 
 
 def attend_forward(
@@ -216,6 +250,13 @@ def merge(out_a, lse_a, out_b, lse_b):
     return out.to(out_a.dtype), lse
 
 
+def merge_naive(out_a, lse_a, out_b, lse_b):
+    """merge, where not both sides are empty."""
+    lse = torch.log(torch.exp(lse_a) + torch.exp(lse_b))
+    weight_a, weight_b = (torch.exp(x - lse)[..., None] for x in (lse_a, lse_b))
+    return weight_a * out_a + weight_b * out_b, lse
+
+
 # ---- scan ----
 
 def scan(g, x, chunk, h0=None):
@@ -231,6 +272,15 @@ def scan(g, x, chunk, h0=None):
     h0 = x.new_zeros(x.size(0), x.size(2)) if h0 is None else h0
     function = scan_op if needs_operator() else run_scan
     return function(g, x, h0, chunk)
+
+
+def scan_naive(g, x, chunk, h0=0):
+    """scan, token by token."""
+    h = []
+    for t in range(x.size(1)):
+        before = h0 if t == 0 else 0 if t % chunk == 0 else h[-1]
+        h.append(g[:, t] * before + (1 - g[:, t]) * x[:, t])
+    return torch.stack(h, 1)
 
 
 def scan_forward(g: Tensor, x: Tensor, h0: Tensor, chunk: int) -> Tensor:

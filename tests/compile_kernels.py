@@ -83,7 +83,8 @@ def measure(job):
     options = {n: v for n, v in launch.items() if not n.isupper()}
     try:
         kernel = getattr(kernels_triton, FORWARD[0] if name in FORWARD else name)
-        made = triton.compile(source(kernel, dtype, constants, chip, name == FORWARD[2]), target=target, options=options)
+        made = triton.compile(source(kernel, dtype, constants, chip, name == FORWARD[2]), target=target,
+                              options=options)
         registers, spilled = nvidia_figures(made.asm["ptx"]) if "ptx" in made.asm else amd_figures(made.asm["amdgcn"])
     except Exception as e:                      # whatever the compiler raises is the finding
         return (0, 0, 0), " ".join(f"{type(e).__name__}: {e}".split())[:300]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import kernels
-from kernel_cases import (ATTENDS, INTERPRETED, SCANS, SPLITS, assert_close, attend_case, compare_attend, compare_own, compare_scan, few,
-                          outputs_and_gradients)
+from kernel_cases import (ATTENDS, INTERPRETED, SCANS, SPLITS, assert_close, attend_case, compare_attend, compare_own,
+                          compare_scan, few, outputs_and_gradients)
 from test_kernels import (test_any_strides, test_attend_is_the_definition, test_one_query_in_splits,
                           test_own_pairs_are_one_more_key, test_scan_is_the_loop, test_states_are_float32)
 from test_rt import test_schedules_agree_on_the_kernels

@@ -110,20 +110,26 @@ LAYOUTS = {"transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3
            "heads expanded": lambda x: x[:, :1].expand(x.shape)}
 
 
+class Naive(torch.autograd.Function):
+    """attend_naive, and as its gradients attend_backward_naive."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, *mask):
+        ctx.mask, outputs = mask, kernels.attend_naive(q, k, v, *mask)
+        ctx.save_for_backward(q, k, v, *outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        return *kernels.attend_backward_naive(*ctx.saved_tensors, do, dlse, *ctx.mask), *[None] * 4
+
+
 def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
-    """attend from its definition; finite gradients of empty rows."""
-    (_, H, T, D), S = q.shape, k.size(2)
-    k, v = (x.repeat_interleave(H // x.size(1), 1) for x in (k, v))
-    q_pos, k_pos = (torch.arange(n) if p is None else p for n, p in ((T, q_pos), (S, k_pos)))
-    distance = torch.atleast_2d(q_pos)[:, None, :, None] - torch.atleast_2d(k_pos)[:, None, None]
-    visible = (distance >= 0) & (distance < (math.inf if window is None else window))
-    s = q @ k.transpose(-1, -2) / math.sqrt(D)
-    if slopes is not None:
-        s = s - slopes.to(s)[:, None, None] * distance
-    some = visible.any(-1, keepdim=True)
-    s = torch.where(visible, s, torch.where(some, -math.inf, 0.0).to(s))    # empty: any scores
-    out = torch.where(some, s.softmax(-1) @ v, 0)
-    return out, torch.where(some[..., 0], s.logsumexp(-1), -math.inf)
+    """attend_by_position from its definition."""
+    q_pos, k_pos = ((torch.arange(x.size(2)) if p is None else p).expand(len(q), -1)
+                    for x, p in ((q, q_pos), (k, k_pos)))
+    slopes = torch.zeros(q.size(1)) if slopes is None else slopes
+    return Naive.apply(q, k, v, q_pos, k_pos, slopes, math.inf if window is None else window)
 
 
 LENGTHS, HEADS = (1, 2, 63, 64, 65, 100), ((1, 2, 1), (2, 2, 2), (1, 4, 2), (4, 1, 1))     # B, H, G
@@ -175,7 +181,7 @@ def compare_own(tensors, arguments, incoming, tolerance):
     def function(q, k, v, score, value, *mask):
         return kernels.attend_by_position(q, k, v, *mask, own=(score, value))
     def definition(q, k, v, score, value, *mask):
-        return kernels.merge(value, score, *dense_attend(q, k, v, *mask))
+        return kernels.merge_naive(value, score, *dense_attend(q, k, v, *mask))
     score, value = incoming[1].cos(), incoming[0].cos().to(incoming[1].dtype)
     tensors, names = (*tensors, score, value), "out lse dq dk dv dscore dvalue"
     if score.dtype == torch.float64:
@@ -188,22 +194,10 @@ SCANS = [(T, C, chunk, start) for start in (True, False) for T, C, chunk in (
     (130, 16, 1000), (9, 16, 2 ** 31 - 1))]
 
 
-def loop_scan(g, x, chunk, h0=None):
-    """scan from its definition, position by position."""
-    state = torch.zeros_like(x[:, 0]) if h0 is None else h0
-    states = []
-    for t in range(x.size(1)):
-        if t and t % chunk == 0:
-            state = torch.zeros_like(state)
-        state = g[:, t] * state + (1 - g[:, t]) * x[:, t]
-        states.append(state)
-    return torch.stack(states, 1)
-
-
 def compare_scan(function, T, C, chunk, start, tolerance, dtype=torch.float64, device="cpu"):
     generator = torch.Generator().manual_seed(T)
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
     tensors = [normal(2, T, C).sigmoid(), normal(2, T, C)] + [normal(2, C)] * start
-    run, loop = (lambda g, x, *h0, f=f: f(g, x, chunk, *h0) for f in (function, loop_scan))
+    run, loop = (lambda g, x, *h0, f=f: f(g, x, chunk, *h0) for f in (function, kernels.scan_naive))
     compare(run, loop, tensors, (), [normal(2, T, C)], tolerance, "h dg dx dh0" if start else "h dg dx")
 

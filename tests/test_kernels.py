@@ -8,7 +8,7 @@ import torch
 
 import kernels
 from conftest import python
-from kernel_cases import (ATTENDS, LAYOUTS, PRECISION, SCANS, SPLITS, assert_close, attend_case,
+from kernel_cases import (ATTENDS, LAYOUTS, PRECISION, SCANS, SPLITS, assert_close, attend_case, compare,
                           compare_attend, compare_own, compare_scan, dense_attend, exactly, few, where)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
@@ -31,9 +31,9 @@ def test_attend_written_out(number, monkeypatch):
 
 
 @where(PRECISION[1])
-@pytest.mark.parametrize("case", [(2500, 700, "per row", 300, False, (2, 1, 1), 80),
-                                  (1500, 1500, "plain", None, False, (1, 2, 2), 128),
-                                  (300, 3000, "shared", 1500, True, (1, 2, 1), 256)])
+@pytest.mark.parametrize("case", [(1200, 700, "per row", 300, False, (2, 1, 1), 80),
+                                  (1100, 1100, "plain", None, False, (1, 1, 1), 128),
+                                  (150, 2000, "shared", 1000, True, (1, 2, 1), 256)])
 def test_attend_at_length(case, device, dtype, tolerance):
     compare_attend(kernels.attend_by_position, *attend_case(0, *case, dtype, device), tolerance)
 
@@ -72,6 +72,38 @@ def test_any_strides(layout, device, dtype, tolerance):
         both = torch.stack([g, x], -1).flatten(2)
         return kernels.scan(both[..., ::2], both[..., 1::2], *rest)
     compare_scan(interleaved, 33, 20, 16, True, tolerance, dtype, device)
+
+
+@pytest.mark.parametrize("kind, window, heads", [("per row", 2, (2, 2, 1)), ("shared", None, (1, 2, 2))])
+def test_naive_gradients(kind, window, heads):
+    """The equations of the backward pass against differences of the forward pass's."""
+    tensors, arguments, _ = attend_case(0, 3, 4, kind, window, True, heads, 3)
+    def function(*tensors):
+        out, lse = dense_attend(*tensors, *exactly(arguments))
+        return out, lse.masked_fill(lse == -math.inf, 0)
+    assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in tensors])
+
+
+def test_two_halves_are_the_whole():
+    """Attention over two halves of the keys merges into attention over all, their gradients add up."""
+    (q, k, v), mask, (do, _) = attend_case(0, 20, 30, "shared", None, True, (2, 4, 2), 8)
+    q_pos, k_pos, slopes, _ = exactly(mask)
+    out, lse = kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes)
+    halves = [(k[:, :, at], v[:, :, at], k_pos[at]) for at in (slice(13), slice(13, None))]
+    one, other = (kernels.attend_by_position(q, k_i, v_i, q_pos, pos_i, slopes) for k_i, v_i, pos_i in halves)
+    assert_close(kernels.merge(*one, *other), (out, lse), 1e-10, "out lse")
+    dq, dk, dv = zip(*(kernels.attend_by_position_backward(q, k_i, v_i, out, lse, do, q_pos, pos_i, slopes)
+                       for k_i, v_i, pos_i in halves))
+    mask = q_pos.expand(2, -1), k_pos.expand(2, -1), slopes, math.inf
+    exact = kernels.attend_backward_naive(q, k, v, out, lse, do, torch.zeros_like(lse), *mask)
+    assert_close((sum(dq), torch.cat(dk, 2), torch.cat(dv, 2)), exact, 1e-10, "dq dk dv")
+
+
+def test_merge_is_its_equations():
+    sides = torch.randn(2, 2, 3, 5, 4, dtype=torch.float64)
+    tensors = [y for x in sides for y in (x[..., 1:], 9 * x[..., 0])]
+    compare(kernels.merge, kernels.merge_naive, tensors, (), (sides[0, ..., 1:], sides[1, ..., 0]), 1e-10,
+            "out lse dout_a dlse_a dout_b dlse_b")
 
 
 def test_merge_of_empty_sides():
