@@ -1,46 +1,71 @@
 """
-The operators behind the fast paths of the models.
+The fast paths of the models are built on these operators.
 
     attend_by_position(q, k, v, q_pos, ...)    softmax attention, masked by positions
     attend_by_position_backward(q, k, v, ...)  its backward pass alone
     merge(out_a, lse_a, out_b, lse_b)          attention over two sets of keys made one
     scan(g, x, chunk, h0)                      a gated recurrence inside chunks
 
-This file says in plain PyTorch what each computes: the reference implementation. It runs
-on CPUs, for float64 and without triton. kernels_triton.py has the same in Triton for GPUs;
-a line on stderr tells which of the two runs. merge has no Triton: torch.compile fuses it.
+Attention. Query i attends to the keys j that are visible to it, and every sum over j runs over
+these keys. slope is 0 without ALiBi.
 
-Attention. s_ij = q_i . k_j / sqrt(D), with ALiBi - slope (q_pos_i - k_pos_j), and over
-the visible keys
+    (1)  s_ij  = q_i . k_j / sqrt(D) - slope (q_pos_i - k_pos_j)
+    (2)  lse_i = log sum_j e^{s_ij}
+    (3)  out_i = sum_j p_ij v_j,   p_ij = e^{s_ij - lse_i}
 
-    lse_i = log sum_j e^{s_ij}          out_i = sum_j p_ij v_j,   p_ij = e^{s_ij - lse_i}
+lse makes two softmaxes over disjoint sets of keys, a and b, into one:
 
-Softmaxes over disjoint sets of keys, a and b, become one by
+    (4)  lse = log(e^{lse_a} + e^{lse_b})
+    (5)  out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b
 
-    lse = log(e^{lse_a} + e^{lse_b})
-    out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b
+A query without visible keys has out = 0 and lse = -inf, so that its weight in (5) is 0. An
+example: attention over all keys is attention over the first n and over the others, merged.
 
-A query without visible keys has out = 0 and lse = -inf, so its weight is 0. Besides its
-inputs, the backward pass needs out and lse only. With do and dlse the gradients of out
-and lse,
+    first = attend_by_position(q, k[:, :, :n], v[:, :, :n], q_pos, k_pos[:n])    # out, lse
+    others = attend_by_position(q, k[:, :, n:], v[:, :, n:], q_pos, k_pos[n:])
+    out, lse = merge(*first, *others)
 
-    delta_i = do_i . out_i - dlse_i             dv_j = sum_i p_ij do_i
-    ds_ij = p_ij (do_i . v_j - delta_i)         dk_j = sum_i ds_ij q_i / sqrt(D)
-                                                dq_i = sum_j ds_ij k_j / sqrt(D)
+The backward pass needs the inputs, out and lse, and no matrix of all p_ij. dx stands for the
+gradient of the loss in x. A sum over i runs over the queries that key j is visible to, in all
+heads that share the key.
 
-Scan. With d_t the gradient of the state h_t, which also enters h_{t+1},
+    (6)  delta_i = do_i . out_i - dlse_i
+    (7)  ds_ij   = p_ij (do_i . v_j - delta_i)
+    (8)  dq_i    = sum_j ds_ij k_j / sqrt(D)
+    (9)  dk_j    = sum_i ds_ij q_i / sqrt(D)
+    (10) dv_j    = sum_i p_ij do_i
 
-    h_t = g_t h_{t-1} + (1 - g_t) x_t           dx_t = (1 - g_t) d_t
-    d_t = dh_t + g_{t+1} d_{t+1}                dg_t = d_t (h_{t-1} - x_t)
+Scan. The state h_t enters the loss directly and through h_{t+1}, and d_t is its whole gradient.
 
-so that the backward pass is a scan from right to left.
+    (11) h_t  = g_t h_{t-1} + (1 - g_t) x_t
+    (12) d_t  = dh_t + g_{t+1} d_{t+1}
+    (13) dx_t = (1 - g_t) d_t
+    (14) dg_t = d_t (h_{t-1} - x_t)
+
+(12) is a scan from right to left.
+
+Each operator stands here twice, as X_naive, which follows the equations in plain loops and is
+what the tests compare with, and as the reference implementation, which is fast PyTorch code.
+kernels_triton.py has each operator but merge once more, in Triton. A call passes through
+
+    attend_by_position  run_attend            attend_forward    query_blocks  fused_block
+    its backward pass   run_attend_gradients  attend_gradients  query_blocks  fused_block_backward
+    scan                run_scan              scan_forward      linear_recurrence
+    its backward pass   run_scan_gradients    scan_gradients    linear_recurrence
+
+The run_ functions call the reference or, where Triton runs, a launcher of kernels_triton.py.
+Triton runs on GPUs. The reference runs on CPUs, for float64 and where triton is not installed.
+A line on stderr tells which of the two runs. On a CPU, fused_block calls torch's own attention,
+which is compiled C++, and attend_block, which is written out, runs on a GPU without Triton. A
+backward pass with a dlse is written out (attend_block_backward) on a CPU, too. merge needs no
+Triton kernel, because torch.compile fuses it where a model is compiled.
 
 Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018
 (online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
 (RAT, whose recurrence is scan's, 2507.04416).
 
-Shapes: B batch, H query heads, G key/value heads, T queries or tokens, S keys, D head size,
-C channels, n chunks, K positions of a chunk.
+Letters that this file adds: i is a query, j a key, n the number of chunks in scan. Where a
+function works on a block of queries, T and S count the block's queries and keys.
 """
 import functools
 import importlib.util
@@ -54,18 +79,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HEAD_SIZES = (16, 32, 64, 128, 256)  # of the Triton kernels; others are padded
-NO_WINDOW = 2 ** 30  # a window that holds all positions
-FUSED = {"cpu"}  # devices for which torch has attention that returns lse: it is faster
+HEAD_SIZES = (16, 32, 64, 128, 256)  # The Triton kernels have these; other sizes are padded.
+NO_WINDOW = 2 ** 30  # This window holds all positions.
 
 
 def sum_dtype(x):
-    """The dtype of sums: float32, or float64 for float64."""
+    """Return the dtype in which sums are taken: float64 for float64, else float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def heads_like(x, B, H, T, D, dtype=None):
-    """An uninitialised (B, H, T, D), in memory (B, T, H, D) as projections want it."""
+    """Return an uninitialised (B, H, T, D). Memory holds it as (B, T, H, D), so that the output
+    projection needs no copy."""
     return x.new_empty(B, T, H, D, dtype=dtype).transpose(1, 2)
 
 
@@ -73,21 +98,23 @@ def heads_like(x, B, H, T, D, dtype=None):
 
 def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None,
                        own=None):
-    """Softmax attention whose mask is given by positions: query i attends to key j iff
-    k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
+    """Softmax attention whose mask is given by positions, (1) to (3). Key j is visible to query i
+    iff k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
 
-    q (B, H, T, D), k and v (B, G, S, D), any strides, D <= 256. H is a multiple of G:
-    query head h reads key head h // (H / G).
-    q_pos (T,) or (B, T), k_pos (S,) or (B, S): int32, ascending, between -2^29 and
-    2^29; None is 0, 1, 2, ... Invisible keys and values must be finite.
-    slopes (H,): ALiBi, -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores; no
+    q (B, H, T, D), k and v (B, G, S, D) may have any strides, and D is at most 256. H is a
+    multiple of G: query head h reads key head h // (H / G). Keys and values must be finite even
+    where they are visible to no query.
+    q_pos (T,) or (B, T), k_pos (S,) or (B, S): int32, ascending, between -2^29 and 2^29. None
+    stands for 0, 1, 2, ...
+    slopes (H,): ALiBi's. -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores. Slopes get no
     gradient.
-    own: one more key of each query, which it alone attends to: its score (B, H, T), finite,
-    and its value (B, H, T, D). As merge(value, score, out, lse), without its pass over out.
+    own: one more key of each query, which is visible to this query alone, as its score
+    (B, H, T) and its value (B, H, T, D). A score is finite, and is taken as it is. The result is
+    that of merge(value, score, out, lse), without the pass over out that merge takes.
 
-    Returns out (B, H, T, D) in q's dtype (in own's value's) and lse (B, H, T) in float32
-    (float64 for float64), both differentiable, once, in q, k, v and own. Without visible
-    keys out is 0 and lse -inf."""
+    Returns out (B, H, T, D) in q's dtype, or in the dtype of own's value, and lse (B, H, T) in
+    float32 (float64 for float64). Both are differentiable in q, k, v and own, by first
+    derivatives only. Without visible keys out is 0 and lse is -inf."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
     if own and (own[0].shape, own[1].shape) != (q.shape[:3], q.shape):
         raise ValueError(f"attend_by_position: own {tuple(own[0].shape)}, {tuple(own[1].shape)} "
@@ -98,44 +125,46 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
 
 def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None,
                                 window=None):
-    """dq, dk, dv of these keys' part in a softmax that may be over more keys. out
-    (B, H, T, D) in q's dtype and lse (B, H, T) are those of the whole softmax, do is
-    the gradient of out, the rest is as for attend_by_position. Over disjoint sets of keys the dq
-    add up. Not differentiable."""
+    """Return dq, dk and dv as far as these keys contribute to them, where the softmax may be over
+    further keys. out (B, H, T, D) in q's dtype and lse (B, H, T) are those of the whole softmax,
+    do is the gradient of out, and dlse is 0. The other arguments are attend_by_position's. The
+    contributions of disjoint sets of keys to dq add up. The result is not differentiable."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
     return run_attend_gradients(q, k, v, out, lse, do, None, *mask)
 
 
 def attend_naive(q, k, v, q_pos, k_pos, slopes, window):
-    """out and lse, query by query."""
+    """Return out and lse, query by query. Positions are (B, T) and (B, S) here, and no argument is
+    None."""
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
     for b, h, i, g, j, s in each_query(q, k, q_pos, k_pos, slopes, window):
-        lse[b, h, i] = s.logsumexp(0)
+        lse[b, h, i] = s.logsumexp(0)                          # (2)
         p = torch.exp(s - lse[b, h, i])
-        out[b, h, i] = p @ v[b, g, j]
+        out[b, h, i] = p @ v[b, g, j]                          # (3)
     return out, lse
 
 
 def attend_backward_naive(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window):
-    """dq, dk and dv, query by query."""
+    """Return dq, dk and dv, query by query. The arguments are as for attend_naive."""
     (dq, dk, dv), scale = (torch.zeros_like(x) for x in (q, k, v)), q.size(-1) ** -0.5
     for b, h, i, g, j, s in each_query(q, k, q_pos, k_pos, slopes, window):
         p = torch.exp(s - lse[b, h, i])
-        delta = do[b, h, i] @ out[b, h, i] - dlse[b, h, i]
-        ds = p * (v[b, g, j] @ do[b, h, i] - delta)
-        dq[b, h, i] = ds @ k[b, g, j] * scale
-        dk[b, g, j] += torch.outer(ds, q[b, h, i]) * scale
-        dv[b, g, j] += torch.outer(p, do[b, h, i])
+        delta = do[b, h, i] @ out[b, h, i] - dlse[b, h, i]     # (6)
+        ds = p * (v[b, g, j] @ do[b, h, i] - delta)            # (7)
+        dq[b, h, i] = ds @ k[b, g, j] * scale                  # (8)
+        dk[b, g, j] += torch.outer(ds, q[b, h, i]) * scale     # (9)
+        dv[b, g, j] += torch.outer(p, do[b, h, i])             # (10)
     return dq, dk, dv
 
 
 def each_query(q, k, q_pos, k_pos, slopes, window):
-    """Yield, for each query i of head h, its key head g, its visible keys j and their scores s."""
+    """Yield row b, head h and number i of each query, its key head g, the numbers j of the keys
+    that are visible to it, and their scores s."""
     for b, h, i in itertools.product(*map(range, q.shape[:3])):
         g = h // (q.size(1) // k.size(1))
         distance = q_pos[b, i] - k_pos[b]
         j = ((distance >= 0) & (distance < window)).nonzero()[:, 0]
-        s = k[b, g, j] @ q[b, h, i] / math.sqrt(q.size(-1)) - slopes[h] * distance[j]
+        s = k[b, g, j] @ q[b, h, i] / math.sqrt(q.size(-1)) - slopes[h] * distance[j]  # (1)
         yield b, h, i, g, j, s
 
 
@@ -143,7 +172,7 @@ def attend_forward(
         q: Tensor, k: Tensor, v: Tensor, own_score: Optional[Tensor], own_value: Optional[Tensor],
         q_pos: Tensor, k_pos: Tensor, slopes: Optional[Tensor],
         window: int) -> tuple[Tensor, Tensor]:
-    """out (B, H, T, D), lse (B, H, T)."""
+    """Return out (B, H, T, D) and lse (B, H, T). Each block of queries reads a range of keys."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = heads_like(q if own_value is None else own_value, *q.shape).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q))
@@ -156,21 +185,22 @@ def attend_forward(
 
 
 def attend_block(q, k, v, bias):
-    """out and lse of queries (B, H, T, D) over keys (B, G, S, D)."""
+    """Return out and lse of a block of queries (B, H, T, D) over keys (B, G, S, D)."""
     q, k, v = expanded_heads(q, k, v)
-    s = q @ k.mT / math.sqrt(q.size(-1)) + bias  # (B, H, T, S)
-    lse = s.logsumexp(-1)  # (B, H, T)
-    finite = lse.masked_fill(lse == -math.inf, 0)
-    return torch.exp(s - finite[..., None]) @ v, lse  # (B, H, T, D)
+    s = q @ k.mT / math.sqrt(q.size(-1)) + bias  # (1), (B, H, T, S)
+    lse = s.logsumexp(-1)  # (2), (B, H, T)
+    finite = lse.masked_fill(lse == -math.inf, 0)  # Without it, s - lse is NaN for an empty row.
+    return torch.exp(s - finite[..., None]) @ v, lse  # (3), (B, H, T, D)
 
 
 def attend_gradients(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor,
         dlse: Optional[Tensor], q_pos: Tensor, k_pos: Tensor, slopes: Optional[Tensor],
         window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; do (B, H, T, D), dlse (B, H, T) or None."""
+    """Return dq, dk and dv. do (B, H, T, D) is in q's dtype, and so is out. dlse (B, H, T) may be
+    None, which stands for 0."""
     q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out))
-    empty = lse == -math.inf  # dlse may be NaN there
+    empty = lse == -math.inf  # dlse may be NaN in these rows.
     lse, dlse = (x if x is None else x.masked_fill(empty, 0) for x in (lse, dlse))
     dq, dk, dv = (heads_like(x, *x.shape, dtype=lse.dtype).zero_() for x in (q, k, v))
     fused = q.device.type in FUSED and dlse is None
@@ -186,19 +216,21 @@ def attend_gradients(
 
 
 def attend_block_backward(q, k, v, out, lse, do, dlse, bias):
-    """What queries (B, H, T, D) add to dq, dk, dv of keys (B, G, S, D)."""
+    """Return what a block of queries (B, H, T, D) adds to dq, and to dk and dv of the keys
+    (B, G, S, D)."""
     G, scale = k.size(1), q.size(-1) ** -0.5
     q, k, v = expanded_heads(q, k, v)
     do, out = do.to(q.dtype), out.to(q.dtype)
-    delta = (do * out).sum(-1) - (0 if dlse is None else dlse)  # (B, H, T)
+    delta = (do * out).sum(-1) - (0 if dlse is None else dlse)  # (6), (B, H, T)
     p = torch.exp((q * scale) @ k.mT + bias - lse[..., None])  # (B, H, T, S)
-    ds = p * (do @ v.mT - delta[..., None])  # (B, H, T, S)
-    dk, dv = ds.mT @ (q * scale), p.mT @ do  # of each query head
+    ds = p * (do @ v.mT - delta[..., None])  # (7), (B, H, T, S)
+    dk, dv = ds.mT @ (q * scale), p.mT @ do  # (9), (10) of each query head
     return ds @ k * scale, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
 
 
 def own_gradients(score, value, out, lse, do, dlse=None):
-    """The gradients of own's score and value; out, lse, do, dlse as for attend_gradients."""
+    """Return the gradients of own's score and value, (7) and (10) of a single key. out and lse are
+    those of the whole softmax, as for attend_by_position_backward."""
     p = torch.exp(score.to(lse.dtype) - lse)  # (B, H, T)
     difference = (do.to(lse.dtype) * (value.to(lse.dtype) - out)).sum(-1)  # do . v - do . out
     ds = p * (difference + (0 if dlse is None else dlse))
@@ -206,23 +238,24 @@ def own_gradients(score, value, out, lse, do, dlse=None):
 
 
 def expanded_heads(q, k, v):
-    """q, and k and v with a head for each query head, in the dtype of sums."""
+    """Return q, and k and v with a head for each query head, in the dtype of sums."""
     copies = q.size(1) // k.size(1)
     k, v = (x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v))
     return [x.to(sum_dtype(q)) for x in (q, k, v)]
 
 
 def query_blocks(q_pos, k_pos, slopes, window, dtype):
-    """Blocks of queries that attend to some keys: the slice of the queries, that of all the
-    keys some of them attend to (positions ascend), and the bias (B or 1, H or 1, T, S) to
-    add to the scores, -inf where a key is not visible."""
+    """Yield blocks of queries that attend to some keys. A block is the slice of its queries, the
+    slice of all keys that are visible to one of them, and the bias (B or 1, H or 1, T, S) to add
+    to the scores, which is -inf where a key is not visible. The keys are a slice because
+    positions ascend."""
     q_pos, k_pos = torch.atleast_2d(q_pos), torch.atleast_2d(k_pos)  # (B or 1, T)
-    # smaller blocks leave out more keys, larger ones make fewer calls
+    # Smaller blocks leave out more keys, larger blocks make fewer calls.
     size = 64 if q_pos.size(1) <= min(k_pos.size(1), 1024) else 256
     for start in range(0, q_pos.size(1), size):
         queries = slice(start, start + size)
         q = q_pos[:, queries]
-        # how many keys are before the first query's window, and up to the last query
+        # first counts the keys before the first query's window, last those up to the last query.
         first = int((k_pos <= q[:, :1] - window).sum(1).min())
         last = int((k_pos <= q[:, -1:]).sum(1).max())
         if first < last:
@@ -237,12 +270,12 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
 # ---- merge ----
 
 def merge(out_a, lse_a, out_b, lse_b):
-    """out and lse of attention over two disjoint sets of keys, from those over each
-    set: out_a, out_b (B, H, T, D) and lse_a, lse_b (B, H, T), as attend_by_position returns them. A
-    side without visible keys (out 0, lse -inf) changes nothing and gets no gradient; two
-    give 0 and -inf."""
+    """Return out and lse of attention over two disjoint sets of keys, (4) and (5). out_a and out_b
+    (B, H, T, D), lse_a and lse_b (B, H, T) are those over each set, as attend_by_position returns
+    them. A side without visible keys, whose out is 0 and whose lse is -inf, changes nothing and
+    gets no gradient. Two such sides give 0 and -inf."""
     empty = (lse_a == -math.inf) & (lse_b == -math.inf)
-    lse_a, lse_b = (x.clamp(min=-1e30) for x in (lse_a, lse_b))  # -inf - (-inf) is NaN
+    lse_a, lse_b = (x.clamp(min=-1e30) for x in (lse_a, lse_b))  # -inf - (-inf) is NaN.
     weight = torch.sigmoid(lse_b - lse_a)  # e^{lse_b - lse}
     a, b = (x.to(weight.dtype) for x in (out_a, out_b))
     out = torch.lerp(a, b, weight[..., None])  # (1 - weight) a + weight b
@@ -251,21 +284,22 @@ def merge(out_a, lse_a, out_b, lse_b):
 
 
 def merge_naive(out_a, lse_a, out_b, lse_b):
-    """merge, where not both sides are empty."""
-    lse = torch.log(torch.exp(lse_a) + torch.exp(lse_b))
+    """Return what merge returns. No query may be empty on both sides."""
+    lse = torch.log(torch.exp(lse_a) + torch.exp(lse_b))  # (4)
     weight_a, weight_b = (torch.exp(x - lse)[..., None] for x in (lse_a, lse_b))
-    return weight_a * out_a + weight_b * out_b, lse
+    return weight_a * out_a + weight_b * out_b, lse  # (5)
 
 
 # ---- scan ----
 
 def scan(g, x, chunk, h0=None):
-    """h_t = g_t h_{t-1} + (1 - g_t) x_t along T of g, x (B, T, C) -> h (B, T, C), in x's
-    dtype. The state starts from h0 (B, C; None: zero), and from zero at each further
-    chunk of `chunk` tokens.
+    """Return the states h (B, T, C) of (11) for gates g and inputs x (B, T, C), in x's dtype. The
+    state starts from h0 (B, C), where None stands for zero, and from zero at each further chunk
+    of `chunk` tokens.
 
-    The state is float32 or better and rounded only in h: to go on from it without loss,
-    scan in float32. Differentiable, once, in g, x and h0, for gates from 0 to 1."""
+    The state is kept in float32 or better and rounded only in h, so a caller that goes on from
+    h without loss scans in float32. h is differentiable in g, x and h0, by first derivatives
+    only. The gates lie between 0 and 1."""
     if g.shape != x.shape or g.dtype != x.dtype or chunk < 1:
         raise ValueError(f"scan: g {tuple(g.shape)} {g.dtype}, x {tuple(x.shape)} {x.dtype}, "
                          f"chunk={chunk}; the same (B, T, C) twice and 1 or more are needed")
@@ -275,18 +309,18 @@ def scan(g, x, chunk, h0=None):
 
 
 def scan_naive(g, x, chunk, h0=0):
-    """scan, token by token."""
+    """Return what scan returns, token by token."""
     h = []
     for t in range(x.size(1)):
         before = h0 if t == 0 else 0 if t % chunk == 0 else h[-1]
-        h.append(g[:, t] * before + (1 - g[:, t]) * x[:, t])
+        h.append(g[:, t] * before + (1 - g[:, t]) * x[:, t])  # (11)
     return torch.stack(h, 1)
 
 
 def scan_forward(g: Tensor, x: Tensor, h0: Tensor, chunk: int) -> Tensor:
-    """h (B, T, C), of all chunks at once."""
+    """Return h (B, T, C). All chunks are scanned at once."""
     g_n, x_n = in_chunks(g, chunk), in_chunks(x, chunk)
-    state = torch.zeros_like(x_n[:, :, 0])  # (B, n, C), before each chunk
+    state = torch.zeros_like(x_n[:, :, 0])  # (B, n, C), the state before each chunk
     state[:, 0] = h0
     h = linear_recurrence(g_n, torch.addcmul(x_n, g_n, x_n, value=-1), state)
     return out_of_chunks(h, x)
@@ -294,22 +328,23 @@ def scan_forward(g: Tensor, x: Tensor, h0: Tensor, chunk: int) -> Tensor:
 
 def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
                    chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dg, dx (B, T, C) and dh0 (B, C)."""
+    """Return dg, dx (B, T, C) and dh0 (B, C)."""
     g_n, x_n, h_n, dh_n = (in_chunks(y, chunk) for y in (g, x, h, dh))
-    # from right to left it is the same recurrence, with g_{t+1}; the last one meets zero
+    # (12) is h_t <- h_t + g_t h_{t-1} from right to left, with g_{t+1} for g_t. roll puts g_0 in
+    # the place of the last g_{t+1}, which does no harm because the state before it is zero.
     g_next = g_n.roll(-1, 2)
     state = torch.zeros_like(dh_n[:, :, 0])
     d = linear_recurrence(g_next.flip(2), dh_n.flip(2), state).flip(2)
     before = F.pad(h_n, (0, 0, 1, -1))  # h_{t-1}
     before[:, 0, 0] = h0
-    dg = before.sub_(x_n).mul_(d)
+    dg = before.sub_(x_n).mul_(d)  # (14)
     dh0 = g_n[:, 0, 0] * d[:, 0, 0]
-    dx = d.addcmul_(g_n, d, value=-1)
+    dx = d.addcmul_(g_n, d, value=-1)  # (13). It overwrites d, so it comes last.
     return out_of_chunks(dg, x), out_of_chunks(dx, x), dh0.to(x.dtype)
 
 
 def in_chunks(x, chunk):
-    """x (B, T, C), in float32 or better, as (B, n, K, C); zeros at the end."""
+    """Return x (B, T, C), in float32 or better, as (B, n, K, C), padded with zeros at its end."""
     x, K = x.to(sum_dtype(x)), min(chunk, x.size(1))
     missing = -x.size(1) % K
     x = F.pad(x, (0, 0, 0, missing)) if missing else x
@@ -317,14 +352,14 @@ def in_chunks(x, chunk):
 
 
 def out_of_chunks(x, like):
-    """The inverse of in_chunks."""
+    """Return x (B, n, K, C) as (B, T, C) without the padding, in the dtype of `like` (B, T, C)."""
     return x.flatten(1, 2)[:, :like.size(1)].to(like.dtype).contiguous()
 
 
 def linear_recurrence(g, h, state):
-    """h_t <- h_t + g_t h_{t-1} along K of g, h (..., K, C), from state (..., C): returned, h may
-    be overwritten. scan's h enters as (1 - g_t) x_t."""
-    if h.size(-2) > 64:  # in two levels
+    """Return h after h_t <- h_t + g_t h_{t-1} along K of g and h (..., K, C), where state (..., C)
+    stands before the first. The argument h may be overwritten. For (11), h_t is (1 - g_t) x_t."""
+    if h.size(-2) > 64:
         return long_recurrence(g, h, state)
     for g_t, h_t in zip(g.unbind(-2), h.unbind(-2)):
         state = h_t.addcmul_(g_t, state)
@@ -332,8 +367,10 @@ def linear_recurrence(g, h, state):
 
 
 def long_recurrence(g, h, state):
-    """K as chunks of about sqrt(K), scanned from zero. The states that enter the chunks are
-    a recurrence too, and decay inside a chunk by the product of gates."""
+    """Return what linear_recurrence returns, in about 2 sqrt(K) steps for K. The K positions are
+    cut into n pieces of `size`, about sqrt(K), which are all scanned at once, from zero. A state
+    that enters a piece decays in it by the product of the gates so far. The states at the ends
+    of the pieces are therefore a recurrence of the same kind, over n."""
     K = h.size(-2)
     size = math.isqrt(K - 1) + 1
     g, h = (F.pad(y, (0, 0, 0, -K % size)).unflatten(-2, (-1, size)) for y in (g, h))
@@ -344,11 +381,11 @@ def long_recurrence(g, h, state):
     return torch.addcmul(h, decay, enter[..., None, :]).flatten(-3, -2)[..., :K, :]
 
 
-# ---- what is wrong with the arguments ----
+# ---- checks ----
 
 def checked_mask(q, k, v, q_pos, k_pos, slopes, window):
-    """The checked q_pos, k_pos, slopes and window: the kernels would read past the end of
-    what is too small."""
+    """Return q_pos, k_pos, slopes and window without None for positions and window. The arguments
+    are checked because the kernels would read past the end of a tensor that is too small."""
     (B, H, T, D), (G, S) = q.shape, k.shape[1:3]
     if k.shape != (B, G, S, D) or v.shape != k.shape or H % G or D > HEAD_SIZES[-1]:
         raise ValueError(f"attend_by_position: q {tuple(q.shape)}, k {tuple(k.shape)}, v "
@@ -369,17 +406,20 @@ def checked_mask(q, k, v, q_pos, k_pos, slopes, window):
     return *pos, slopes, NO_WINDOW if window is None else min(window, NO_WINDOW)
 
 
-# ---- torch's attention for CPUs ----
+# ---- torch's private attention for CPUs ----
+
+FUSED = {"cpu"}  # On these devices torch has attention that returns lse, which is faster.
+
 
 def fused_block(q, k, v, bias):
-    """attend_block."""
+    """Return what attend_block returns."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, attn_mask=bias)
-    return out, lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)  # it gives 0
+    return out, lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)  # torch has 0.
 
 
 def fused_block_backward(q, k, v, out, lse, do, dlse, bias):
-    """attend_block_backward; dlse is None."""
+    """Return what attend_block_backward returns. dlse is None, because torch's has no dlse."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=q.size(-1) ** -0.5)
 
@@ -388,15 +428,15 @@ def fused_block_backward(q, k, v, out, lse, do, dlse, bias):
 
 @functools.cache
 def announce(text):
-    """Say once, on one rank, which code runs."""
+    """Print the text once, on one rank."""
     if os.environ.get("RANK", "0") == "0":
         print(f"kernels: {text}", file=sys.stderr)
 
 
 @functools.cache
 def runs_triton(device, dtype):
-    """Whether Triton computes on tensors of this device and dtype. Says once which."""
-    installed = importlib.util.find_spec("triton") is not None  # without importing it
+    """Return whether Triton computes on tensors of this device and dtype, and announce it."""
+    installed = importlib.util.find_spec("triton") is not None  # This does not import triton.
     on_gpu = device.type == "cuda"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     triton = installed and dtype != torch.float64 and (on_gpu or interpreted)
@@ -406,24 +446,29 @@ def runs_triton(device, dtype):
 
 
 def operator(reference, launcher):
-    """The reference, but in Triton where that runs: as a function, and as a custom_op."""
+    """Return a function that computes what `reference` does, by kernels_triton's `launcher` where
+    Triton runs, and the same function registered with torch as a custom_op."""
     @functools.wraps(reference)
     def run(x, *more):
         if not runs_triton(x.device, x.dtype):
             return reference(x, *more)
-        import kernels_triton  # not before a GPU needs it
-        with torch.cuda.device_of(x):  # Triton launches on the current device
+        import kernels_triton  # It is not imported before a GPU needs it.
+        with torch.cuda.device_of(x):  # Triton launches on the current device.
             return getattr(kernels_triton, launcher)(x, *more)
     return run, torch.library.custom_op(f"nanorecur::{reference.__name__}", run, mutates_args=())
 
 
 def needs_operator():
-    """Whether autograd or torch.compile needs the registered custom_op. Else its body is called:
-    the overhead of an operator, a tenth of a millisecond, counts in decoding on a CPU."""
+    """Return whether autograd or torch.compile needs the registered custom_op. Otherwise the
+    function is called directly, because an operator costs a tenth of a millisecond, which is
+    noticeable in decoding on a CPU."""
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
-# ---- the operators for autograd and torch.compile ----
+# ---- the operators as autograd and torch.compile see them ----
+
+# autograd gets a backward pass of its own for each operator, and torch.compile a function that
+# makes empty outputs with the right shapes, strides and dtypes.
 
 def attend_save(ctx, inputs, output):
     *tensors, ctx.window = inputs
