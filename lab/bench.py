@@ -8,17 +8,27 @@ Speed and memory, measured beside a baseline in the same run: where the README's
     python -m lab.bench runs out/gpt_tiny out/mor_tiny  trained runs, training and decoding
     python -m lab.bench mor init_from=out/mor_tiny      requests to a trained mor, or relaxed
 
-A model's keys are train.py's; sizes start from configs/<model>_tiny.yaml as there. (Nothing is
-compiled, dtype is auto, a step is one micro-batch: such keys have no effect.) Those of our
-tables are in lab/experiments/speed.yaml, those of the papers in gpu_speed.yaml. Every line names a
-case, its milliseconds (the median over rounds), the most memory that it holds during a call (see
-peak_memory), and how many times as long as the baseline it takes: less than 1 is faster.
+A model's keys are those of train.py, and its sizes start from configs/<model>_tiny.yaml as there.
+compile= decides as there whether training is compiled; the same without compilation follows. Other
+keys of training have no effect, because a step is one micro-batch and dtype is auto. The keys of
+our tables are in lab/experiments/speed.yaml, those of the papers' sizes in gpu_speed.yaml.
 
-kernels and runs have one key:
+Every line names what is measured, how, and a case. Then come
+    ms          the time of a step, the median over rounds
+    MiB         the most memory that the case holds during a call (see peak_memory)
+    x           how many times as long as the baseline's the step takes; less than 1 is faster
+    tokens/s    of all rows
+    MFU, MBU    on a known GPU: the fraction of its peak that the model's FLOPs reach, and the
+                fraction of its memory's bandwidth that reading weights and cache once takes
+    launches    how many kernels a step launches, about (see Counting), where it is not compiled
+
+Keys of lab.bench itself:
 """
 import copy
 import ctypes
 import gc
+import importlib.util
+import itertools
 import json
 import os
 import random
@@ -29,83 +39,126 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import graphs
 import kernels
 from common.checkpoint import load_run
 from common.data import TokenData, open_data
-from common.keys import UserError, model_module, names, run_cli, split_args, typed_config
+from common.keys import (Keys, UserError, model_module, names, run_cli, split_args,
+                         typed_config)
 from common.optim import make_optimizers
-from common.process import check_tokenizer, device_name, make_model, pick_device, read_config
+from common.process import (check_tokenizer, device_name, gpu_peaks, make_model, pick_device,
+                            read_config)
+from model_gpt import visible_keys
 from serve import Engine, Request, loop_fractions
+
+
+@dataclass
+class BenchConfig(Keys):
+    device: str = "auto"            # of kernels and runs: auto | cpu | cuda | cuda:N
+    skip: str = ""                  # rows to leave out: parts of their names (naive,tiled)
+    longest: int = 0                # of rat: the longest sequence (0: 64 times block_size)
+
+    def __post_init__(self):
+        self.between(longest=(0, None))
 
 
 # ---- measuring ----
 
 WARM_UP = 2     # rounds that do not count
+nothing = lambda: None      # what most calls prepare
 
 
-def compare(title, cases, setup, device, rounds=None, per=1):
-    """Time the cases {name: case}. setup(case) returns two functions: prepare runs before each
-    call, outside the clock. Returns {name: milliseconds}, divided by per. rounds: 9, on a GPU 3.
+@dataclass
+class Call:
+    """A function that is timed. It takes `steps` steps, of training or of decoding."""
+    run: object
+    prepare: object = nothing   # runs before each call, outside the clock
+    steps: int = 1
+    tokens: int = 0             # that a step processes (0: not told)
+    flops: float = 0.0          # of a step (0: not told)
+    count: object = None        # () -> launches of a step, and bytes that it reads (None: not told)
+
+
+def compare(cases, setup, device, rounds=None):
+    """Time the cases {name: case}, the baseline first, and print a line for each. setup(case)
+    returns {title: Call}. Returns {title: {name: milliseconds of a step}}. rounds: 9, on a GPU 3.
 
     On a CPU the cases take turns, so that a noisy neighbour slows all alike. On a GPU they come
-    one after the other: each has the memory for itself, and a line says where it is short."""
-    times, peaks = {}, {}
-    rounds = rounds or (3 if device.type == "cuda" else 9)
-    for group in [[name] for name in cases] if device.type == "cuda" else [list(cases)]:
+    one after the other, so that each has the memory for itself; a line says where it is short."""
+    gpu, bases, found = device.type == "cuda", {}, {}
+    rounds = WARM_UP + (rounds or (3 if gpu else 9))
+
+    def measure(group):
+        before = peak(device, forget=True) if gpu else 0
+        with device:            # models are made on the device, which is faster
+            calls = {name: setup(cases[name]) for name in group}
+        for title in calls[group[0]]:
+            turn = {name: calls[name][title] for name in group}
+            times, peaks = take_turns(turn, device, rounds)
+            for name, call in turn.items():
+                most = peaks[name] - before if gpu else peak_memory(
+                    lambda: setup(cases[name])[title], device)
+                base = bases.setdefault(title, (name, times[name][WARM_UP:]))
+                found.setdefault(title, {})[name] = tell(
+                    title, name, call, times[name][WARM_UP:], most, base, device)
+    for group in [[name] for name in cases] if gpu else [list(cases)]:
+        free_memory(device)
         try:
-            free_memory(device)
-            turns = take_turns({name: setup(cases[name]) for name in group}, device,
-                               WARM_UP + rounds)
-            times |= {name: seconds[WARM_UP:] for name, seconds in turns.items()}
-            if device.type == "cuda" or RESET_PEAK.exists():
-                free_memory(device)
-                peaks |= {name: peak_memory(setup, cases[name], device) for name in group}
-        except RuntimeError as e:       # of cuBLAS and of graphs too
+            measure(group)
+        except RuntimeError as e:       # cuBLAS and graphs raise it too
             if not re.search("out of memory|ALLOC_FAILED", str(e)):
                 raise
-            print(f"{title:28} {group[0]:29}   does not fit")
-    return tell(title, times, peaks, per)
-
-
-def take_turns(calls, device, rounds):
-    """Seconds of {name: (prepare, call)}, a list each."""
-    wait = nothing if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
-    times = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, (prepare, call) in calls.items():
-            prepare()
-            wait()
-            start = time.perf_counter()
-            call()
-            wait()
-            times[name].append(time.perf_counter() - start)
-    return times
-
-
-def tell(title, times, peaks, per=1):
-    """A line for each case: its milliseconds, its most memory, and its ratio to the first case,
-    the median of the rounds' ratios, which noise moves less than that of two medians."""
-    base = next(iter(times), "")
-    found = {name: 1000 * median(t) / per for name, t in times.items()}
-    for name, t in times.items():
-        memory = f"{peaks[name] / 2 ** 20:10,.0f} MiB" if name in peaks else ""
-        ratio = median(a / b for a, b in zip(t, times[base]))
-        print(f"{title:28} {name:29} {found[name]:11.3f} ms{memory}{ratio:8.3f} x {base}",
-              flush=True)
+            print(f"{group[0]} does not fit")
     return found
 
 
-nothing = lambda: None      # what most cases prepare
+def take_turns(calls, device, rounds):
+    """Return the seconds of {name: Call}, a list each; and on a GPU the most bytes in use during
+    a call, {name: bytes}. The first call does not count there, because it may compile."""
+    wait = nothing if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
+    times, peaks = {name: [] for name in calls}, {}
+    for n in range(rounds):
+        for name, call in calls.items():
+            call.prepare()
+            wait()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            start = time.perf_counter()
+            call.run()
+            wait()
+            times[name].append(time.perf_counter() - start)
+            if device.type == "cuda" and n:
+                peaks[name] = max(peaks.get(name, 0), peak(device))
+    return times, peaks
+
+
+def tell(title, name, call, seconds, most, base, device):
+    """Print a case's line, and return its milliseconds. Its ratio to the base (name, seconds) is
+    the median of the rounds' ratios, which noise moves less than that of two medians."""
+    of_a_step = median(seconds) / call.steps
+    ratio = median(a / b for a, b in zip(seconds, base[1]))
+    memory = "" if most is None else f"{most / 2 ** 20:10,.0f} MiB"
+    words = [f"{title:44} {name:26} {1000 * of_a_step:11.3f} ms{memory}{ratio:8.3f} x {base[0]}"]
+    words += [f"{call.tokens / of_a_step:,.0f} tokens/s"] * (call.tokens > 0)
+    launches, nbytes = call.count() if call.count else (0, 0)
+    if peaks := gpu_peaks(device):
+        words += [f"MFU {call.flops / of_a_step / peaks[0]:.1%}"] * (call.flops > 0)
+        words += [f"MBU {nbytes / of_a_step / peaks[1]:.1%}"] * (nbytes > 0)
+    words += [f"{launches:,} launches"] * (launches > 0)
+    print(", ".join(words), flush=True)
+    return 1000 * of_a_step
 
 
 def free_memory(device):
-    graphs.GRAPHS.clear()         # they hold memory, and so does what is compiled
+    graphs.GRAPHS.clear()       # graphs hold memory, and so does what is compiled
     graphs.SEEN.clear()
     torch.compiler.reset()
     gc.collect()
@@ -113,16 +166,18 @@ def free_memory(device):
         torch.cuda.empty_cache()
 
 
-def peak_memory(setup, case, device):
-    """The most bytes that a case holds during a call: weights, an optimizer's state or a cache,
-    and what the call needs besides. On a CPU: resident memory, beyond what there was before the
-    case (nothing is told where the system is not Linux)."""
+def peak_memory(setup, device):
+    """Return the most bytes that a case holds during a call: weights, an optimizer's state or a
+    cache, and what the call needs besides. This is resident memory of a CPU, beyond what there was
+    before the case. Returns None where the system is not Linux. (On a GPU see take_turns.)"""
+    if not RESET_PEAK.exists():
+        return None
     before = peak(device, forget=True)
-    prepare, call = setup(case)
+    call = setup()
     for _ in range(2):                  # the first step makes the optimizer's state
-        prepare()
+        call.prepare()
         peak(device, forget=True)
-        call()
+        call.run()
     return peak(device) - before
 
 
@@ -130,7 +185,8 @@ RESET_PEAK = Path("/proc/self/clear_refs")      # of Linux
 
 
 def peak(device, forget=False):
-    """The most bytes in use so far. forget: only those in use now; what is free does not count."""
+    """Return the most bytes in use so far. forget: those in use now; what is free does not count,
+    and the maximum starts again."""
     if device.type == "cuda":
         if forget:
             torch.cuda.reset_peak_memory_stats(device)
@@ -142,42 +198,100 @@ def peak(device, forget=False):
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 
 
+class Counting(TorchDispatchMode):
+    """Counts the operators that are called inside it. launches is the number of those that compute
+    something, because each of them is about one kernel on a GPU. Views and allocations do not
+    count, and an operator of kernels.py counts once. An RMSNorm is one launch on CUDA and six on a
+    CPU, where torch writes it out. nbytes is how much of `tensors` (weights, a cache) the operators
+    read. An embedding reads a few rows of its table, and they do not count."""
+    NO_KERNEL = re.compile("empty|unsafe_view|promote_types|lift_fresh|scalar_dense")
+
+    def __init__(self, tensors=()):
+        super().__init__()
+        self.memory = {x.untyped_storage().data_ptr() for x in tensors}
+        self.launches = self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__
+        if not (func.is_view or self.NO_KERNEL.search(name)):
+            self.launches += 1
+            read = args[func._schema.is_mutable:]   # the first argument is written
+            self.nbytes += sum(x.nbytes for x in tree_leaves(read) if isinstance(x, torch.Tensor)
+                               and x.untyped_storage().data_ptr() in self.memory
+                               and not name.startswith("embedding"))
+        return func(*args, **(kwargs or {}))
+
+
+def counted(call, tensors=()):
+    """Return the launches of a step of a Call, and the bytes of tensors that it reads."""
+    call.prepare()
+    with (mock.patch.object(kernels, "needs_operator", lambda: True),
+          mock.patch.object(kernels, "attend_gradients", kernels.attend_gradients_op),
+          Counting(tensors) as counting):
+        call.run()
+    return counting.launches // call.steps, counting.nbytes // call.steps
+
+
 # ---- what a model does ----
 
 def build(cfg, name, keys=""):
-    """An untrained model_<name>, or that of model= in keys, with these keys and those of cfg that
-    it has."""
+    """Return an untrained model_<name>, or that of model= in keys, with these keys and those of
+    cfg that it has."""
     given = {"model": name, **split_args(keys.split())[1]}
     module = model_module(given.pop("model"))
     same = {key: value for key, value in asdict(cfg).items() if key in names(module.Config)}
     return module.Model(typed_config(module.Config, {**same, **given}))
 
 
-def training(model, device, cfg, optimize=True):
-    """Forward and backward on a fixed random batch; with optimize the optimizer's step too."""
+def training_modes(cfg, device):
+    """Return how training is measured: first as train.py runs it, and where that is compiled, then
+    also eager. Each has ratios of its own."""
+    auto = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    compiled = cfg.compile == "true" or cfg.compile == "auto" and auto
+    return ["compiled", "eager"] if compiled else ["eager"]
+
+
+PARTS = "forward + backward", "training step"
+
+
+def training(model, device, cfg, mode, parts=PARTS, note=""):
+    """Return {title: Call} of the parts: forward and backward pass on a fixed random batch, or the
+    same with clipping and the optimizer's step."""
+    if device.type == "cuda":   # train.py sets it, too
+        torch.set_float32_matmul_precision("high")
     model = model.to(device).train()
+    forward = torch.compile(model) if mode == "compiled" else model
     size = cfg.batch_size, model.cfg.block_size + 1
     idx = torch.randint(0, model.cfg.vocab_size, size, device=device)
-    optimizers = make_optimizers(model, cfg) if optimize else []
 
-    def step():
+    def step(optimizers):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = model(idx[:, :-1], idx[:, 1:])[1]
+            loss = forward(idx[:, :-1], idx[:, 1:])[1]
         loss.backward()
-        if optimize:
+        if optimizers:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad(set_to_none=True)
-    return nothing, step
+
+    calls, tokens = {}, cfg.batch_size * model.cfg.block_size
+    for part in parts:          # an optimizer makes its state in its first step
+        run = partial(step, make_optimizers(model, cfg) if part == "training step" else [])
+        calls[f"{part}{note}, {mode}"] = call = Call(
+            run, tokens=tokens, flops=tokens * model.flops_per_token())
+        call.count = partial(counted, call) if mode == "eager" else None
+    return calls
 
 
 NEW = 8         # tokens that one call decodes
 
 
 def decoding(model, device, T, rows, idx=None, new=NEW):
-    """The last `new` of T tokens of each row (of idx, or random ones), one after the other. The
-    cache is filled outside the clock."""
+    """Return the Call that decodes the last `new` of T tokens of each row (of idx, or random
+    ones), one after the other. Its prepare fills the cache with those before them, in LRT by
+    Algorithm 1, because it is not timed and the exact chain is slow."""
+    if device.type == "cuda":   # sample.py leaves it so
+        torch.set_float32_matmul_precision("highest")
     model, start = model.to(device).eval(), max(1, T - new)
     if idx is None:
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
@@ -192,11 +306,13 @@ def decoding(model, device, T, rows, idx=None, new=NEW):
         for ids in idx[:, :start].split(max(1, 2 ** 16 // rows), 1):    # as memory allows
             model(ids, cache=cache)
 
-    @torch.inference_mode()
     def decode():
         for at in range(start, T):
             model(idx[:, at:at + 1], cache=cache)
-    return prefill, decode
+    # inference mode would hide the operators that an operator is made of
+    plain = Call(torch.no_grad()(decode), prefill, steps=T - start)
+    return replace(plain, run=torch.inference_mode()(decode), tokens=rows,
+                   count=lambda: counted(plain, [*model.parameters(), *cache.buffers()]))
 
 
 # ---- models ----
@@ -228,11 +344,20 @@ ROWS = {
         "router=token": "router=token router_func= z_loss=-1"}}
 
 
-def bench_model(name, model_cfg, cfg, device):
-    rows, make = ROWS[name], partial(build, model_cfg, name)
-    for part in "forward + backward", "training step":
-        compare(part, rows, lambda keys: training(
-            make(keys), device, cfg, part == "training step"), device)
+def kept(rows, skip):
+    """Return the rows whose names contain none of the parts that skip= lists."""
+    parts = list(filter(None, skip.split(",")))
+    left = {name: row for name, row in rows.items() if not any(part in name for part in parts)}
+    if not left or not all(any(part in name for name in rows) for part in parts):
+        raise UserError(f"skip={skip}: parts of some names, with commas between them; the names "
+                        f"are {' | '.join(rows)}")
+    return left
+
+
+def bench_model(name, model_cfg, cfg, device, own=BenchConfig()):
+    rows, make = kept(ROWS[name], own.skip), partial(build, model_cfg, name)
+    for mode in training_modes(cfg, device):
+        compare(rows, lambda keys: training(make(keys), device, cfg, mode), device)
     bench_decoding(make, rows, model_cfg.block_size, device)
     with torch.device("meta"):
         flops = {row: make(keys).flops_per_token() for row, keys in rows.items()}
@@ -240,88 +365,106 @@ def bench_model(name, model_cfg, cfg, device):
         print(f"training FLOPs a token: {number / next(iter(flops.values())):.2f} x ({row})")
 
 
+def decoding_dtypes(device):
+    """Return the dtypes of weights and cache. The first is what sample.py takes by itself."""
+    return [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32]
+
+
 def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=None, idx=None):
-    """Of the models make(case): the last of T tokens (of idx, or random ones), a prefill of
-    `prompts` rows of all others, and the cache of a row. rounds: of decoding, of prefill.
-    Returns {name: {case: number}}."""
-    found, rounds = {}, rounds or ((9, 3) if device.type == "cuda" else (36, 9))
-    for rows in batches:
-        setup = lambda case: decoding(make(case), device, T, rows, idx)
-        found[f"decode_{rows}_ms"] = compare(f"decoding batch {rows}, T {T:,}", cases, setup,
-                                             device, rounds[0], min(NEW, T - 1))
-    prefill = lambda case: (nothing, decoding(make(case), device, T, prompts, idx, new=1)[0])
-    compare(f"prefill {T - 1:,} tokens", cases, prefill, device, rounds[1])
-    found["cache_bytes"] = {row: make(case).init_cache(1, T).nbytes() / T
-                            for row, case in cases.items()}
+    """The models make(case) decode the last of T tokens (of idx, or random ones), they prefill all
+    others of `prompts` rows, and the size of a row's cache is told. rounds is two numbers, of
+    decoding and of prefill. Returns {name: {case: number}}, of the first dtype."""
+    found, rounds = {}, rounds or ((5, 3) if device.type == "cuda" else (36, 9))
+    for dtype, rows in itertools.product(decoding_dtypes(device), batches):
+        title = f"decoding batch {rows}, T {T:,}, {str(dtype).removeprefix('torch.')}"
+        times = compare(cases, lambda case: {
+            title: decoding(make(case).to(dtype), device, T, rows, idx)}, device, rounds[0])
+        found.setdefault(f"decode_{rows}_ms", times[title])
+    dtype = decoding_dtypes(device)[0]
+    title = f"prefill {T - 1:,} tokens, {str(dtype).removeprefix('torch.')}"
+    compare(cases, lambda case: {title: Call(
+        decoding(make(case).to(dtype), device, T, prompts, idx, new=1).prepare,
+        tokens=prompts * (T - 1))}, device, rounds[1])
+    with device:
+        found["cache_bytes"] = {row: make(case).to(dtype).init_cache(1, T).nbytes() / T
+                                for row, case in cases.items()}
     for row, number in found["cache_bytes"].items():
         print(f"cache, T {T:,}: {number:,.1f} bytes a token ({row})")
     return found
 
 
-def bench_rat(model_cfg, cfg, device, doublings=6):
-    """As the paper's Tables 6, 7 and 8: a layer of RAT beside attention and the RNN. As many
-    tokens, cut into longer and longer sequences, from block_size on; decoding: a token of
-    batch_size sequences."""
+def bench_rat(model_cfg, cfg, device, own=BenchConfig()):
+    """The paper's Tables 6, 7 and 8: a layer of RAT beside attention and the RNN. The same number
+    of tokens, 64 block_size, is cut into longer and longer sequences, from block_size on. Decoding
+    takes a token of each of batch_size sequences."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kinds = {"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "", "RNN": "mixer=rnn"}
+    kinds = kept({"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "",
+                  "RNN": "mixer=rnn"}, own.skip)
 
     def make(keys):     # a model of which only the mixer with its projections is left
         model = build(model_cfg, "rat", f"block_size={T} n_layer=1 vocab_size=64 swa=0 {keys}")
         block = model.blocks[0]
         model.norm = block.norm1 = block.norm2 = block.mlp = torch.nn.Identity()
-        return model.to(dtype)
-    for n in range(doublings + 1):
-        T, batch = model_cfg.block_size << n, replace(cfg, batch_size=2 ** (doublings - n))
-        compare(f"forward + backward, T {T:,}", kinds, lambda keys: training(
-            make(keys), device, batch, optimize=False), device, rounds=3)
+        return model
+    for n in range(7):
+        T, batch = model_cfg.block_size << n, replace(cfg, batch_size=64 >> n)
+        if own.longest and T > max(own.longest, model_cfg.block_size):
+            break
+        for mode in training_modes(cfg, device):
+            compare(kinds, lambda keys: training(make(keys).to(dtype), device, batch, mode,
+                                                 PARTS[:1], f", T {T:,}"), device, rounds=3)
         bench_decoding(make, kinds, T, device, [cfg.batch_size], batch.batch_size, (3, 3))
 
 
-def bench_throughput(model_cfg, cfg, device, new=64):
-    """Tokens/s of whole models, decoding the last tokens of block_size. The sequences are doubled
-    up to batch_size, or until their caches would take half of the memory that there is."""
+def bench_throughput(model_cfg, cfg, device, own=BenchConfig(), new=64):
+    """Whole models decode the last tokens of block_size, and their tokens/s are told. The sequences
+    are doubled up to batch_size, or until their caches would take half of all memory."""
     T, L, speeds = model_cfg.block_size, model_cfg.chunk, {}
     memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0"}
     kinds |= {f"RAT({L})-SWA": ""} if model_cfg.swa else {}
-    for name, keys in kinds.items():
-        model, rows = build(model_cfg, "rat", keys).to(device), 1
+    for name, keys in kept(kinds, own.skip).items():
+        with device:
+            model, rows = build(model_cfg, "rat", keys).to(decoding_dtypes(device)[0]), 1
         nbytes = model.init_cache(1, T).nbytes()
         most = max(1, min(cfg.batch_size, memory // 2 // nbytes))
         while rows <= most:
-            times = take_turns({name: decoding(model, device, T, rows, new=new)}, device, 2)
+            times, _ = take_turns({name: decoding(model, device, T, rows, new=new)}, device, 2)
             speed = rows * min(new, T - 1) / times[name][-1]
             speeds[name] = max(speed, speeds.get(name, 0))
             print(f"{name:13} {rows:6,} sequences of {T:,} {speed:11,.0f} tokens/s "
                   f"{rows * nbytes:16,} bytes of cache", flush=True)
             rows = 2 * rows
     for name, speed in speeds.items():
-        print(f"highest: {speed:,.0f} tokens/s, {speed / speeds['attention']:.2f} x ({name})")
+        first = next(iter(speeds))
+        print(f"highest: {speed:,.0f} tokens/s, {speed / speeds[first]:.2f} x ({name})")
 
 
 # ---- kernels ----
 
-def bench_kernels(device, sizes=None):
-    """attend beside torch's attention (SDPA), forward and backward. sizes: B, H, T, D."""
+def bench_kernels(device, own=BenchConfig(), sizes=None):
+    """Time attend beside torch's attention (SDPA), forward and backward. sizes: B, H, T, D."""
     gpu = device.type == "cuda"
     functions = {"SDPA": partial(F.scaled_dot_product_attention, is_causal=True),
                  "attend": lambda q, k, v: kernels.attend_by_position(q, k, v)[0]}
+    functions = kept(functions, own.skip)
     for B, H, T, D in sizes or ([(4, 16, 4096, 128), (1, 16, 65536, 128)] if gpu else
                                 [(1, 8, 1024, 64), (1, 4, 8192, 64)]):
         dtype = torch.bfloat16 if gpu else torch.float32
         x = torch.randn(4, B, T, H, D, device=device, dtype=dtype).transpose(2, 3)
         *qkv, do = x.requires_grad_().unbind()
-        compare(f"attention, T {T:,}", functions, lambda attention: (
-            nothing, lambda: torch.autograd.grad(attention(*qkv), qkv, do)), device)
+        compare(functions, lambda attention: {f"attention, T {T:,}": Call(
+            lambda: torch.autograd.grad(attention(*qkv), qkv, do), tokens=B * T,
+            flops=12.0 * B * H * D * T * visible_keys(T))}, device)
 
 
 # ---- trained runs ----
 
-def bench_runs(folders, device):
-    """Runs of the same data: a training step, a token after a context of the data's own text (it
-    decides how deep MoR's tokens go), the cache. The first run is the baseline. The last line of
-    the output is for reproduce.py."""
+def bench_runs(folders, device, own=BenchConfig()):
+    """Runs of the same data are compared by a training step, by a token after a context of the
+    data's own text, because the text decides how deep MoR's tokens go, and by the cache. The first
+    run is the baseline. The last line of the output is for reproduce.py."""
     ckpts, load = {f: load_run(f)[2] for f in folders}, lambda f: load_run(f, device)[0]
     keys = {folder: SimpleNamespace(**ckpt["config"]) for folder, ckpt in ckpts.items()}
     data = TokenData(open_data(keys[folders[0]]), "val")
@@ -329,8 +472,11 @@ def bench_runs(folders, device):
         check_tokenizer(ckpt, data, folder)
     T = min(ckpt["model_config"]["block_size"] for ckpt in ckpts.values())
     idx = data.windows(np.linspace(0, data.tokens - T, 16).astype(int), T)
-    cases, step = dict(zip(folders, folders)), lambda f: training(load(f), device, keys[f])
-    found = {"train_ms": compare("training step", cases, step, device)}
+    cases, found = kept(dict(zip(folders, folders)), own.skip), {}
+    for mode in training_modes(keys[folders[0]], device):
+        step = lambda f: training(load(f), device, keys[f], mode, PARTS[1:])
+        times, = compare(cases, step, device).values()
+        found.setdefault("train_ms", times)
     found |= bench_decoding(load, cases, T, device, idx=torch.from_numpy(idx).to(device))
     print(json.dumps({f: {name: found[name].get(f) for name in found} for f in folders}))
 
@@ -344,23 +490,27 @@ UNTIED = {"relaxed": "n_loop=1 rank=0 early_exit=none exit_loop=0",
           "mor": "n_loop=1 router=none router_func= share=cycle kv=recursion exit_loop=0"}
 
 
-def bench_requests(name, model, text, device):
-    """All requests come to an Engine at once. Batched over depth, also how much is reached of the
-    speed that a model could have whose tokens took so many loops."""
+def bench_requests(name, model, text, device, own=BenchConfig()):
+    """All requests come to an Engine at once. For batching over depth a line also tells how much of
+    the speed is reached that a model could have whose tokens take so many loops."""
     if min(model.context_limit or LONGEST, len(text) - 1) < LONGEST:
         raise UserError(f"requests of {LONGEST} tokens need block_size={LONGEST} or more, and as "
                         f"long a text")
-    cases, answered = serving_cases(name, model, text, device), {}
+    cases, answered = kept(serving_cases(name, model, text, device), own.skip), {}
 
     def answer(case):
         answered[case] = workload(text)
         list(cases[case]().run(answered[case]))
-    times = take_turns({case: (nothing, partial(answer, case)) for case in cases}, device, 3)
     tokens = sum(request.max_new_tokens for request in workload(text))
-    tell(f"{REQUESTS} requests, {SLOTS[name]} slots", times, {}, tokens)
+    calls = {case: Call(partial(answer, case), steps=tokens, tokens=1) for case in cases}
+    times, _ = take_turns(calls, device, 3)
+    for case, call in calls.items():
+        first = next(iter(calls))
+        tell(f"{REQUESTS} requests, {SLOTS[name]} slots", case, call, times[case], None,
+             (first, times[first]), device)
     for case in [case for case in cases if case.endswith("depth")]:
         loops = [loop for request in answered[case] for loop in request.exits]
-        if name == "relaxed":       # prompts take all loops; their last tokens give first exits
+        if name == "relaxed":   # prompts take all loops, but their last tokens give first exits
             loops += [model.loops_to_run for r in answered[case] for _ in r.prompt[1:]]
         outside = getattr(model.cfg, "n_outside", 0) / model.cfg.n_layer
         layers = outside + (1 - outside) * mean(loops) / model.cfg.n_loop
@@ -370,7 +520,7 @@ def bench_requests(name, model, text, device):
 
 
 def workload(text):
-    """The same requests each time. id: where in the text it starts."""
+    """Return the same requests each time. The id says where in the text a request starts."""
     rng, requests = random.Random(0), []
     for _ in range(REQUESTS):
         size, new = rng.randint(*PROMPT), rng.randint(*ANSWER)
@@ -380,8 +530,9 @@ def workload(text):
 
 
 def serving_cases(name, model, text, device):
-    """{name: makes an Engine}: by sequences and by depth, relaxed without early exit and with it;
-    and a model as deep that has no loops, the baseline of mor."""
+    """Return {name: a function that makes an Engine}. Batching is by sequences and by depth, and
+    relaxed runs without early exit and with it. A model as deep that has no loops is added; for mor
+    it is the baseline."""
     engine, kinds = partial(Engine, slots=SLOTS[name], max_len=LONGEST), {"MoR": {}}
     if name == "relaxed":
         exit = early_exit(model, text, device)
@@ -396,8 +547,9 @@ def serving_cases(name, model, text, device):
 
 @torch.no_grad()
 def early_exit(model, text, device, fraction=0.65):
-    """The rule by which this fraction of a text's tokens, where the first loop is surest, exits
-    after it. Prints what that costs, with the keys of all loops (fill=exact)."""
+    """Return the rule by which this fraction of a text's tokens exits after the first loop: those
+    where that loop is surest. Prints what the exits cost, with the keys of all loops
+    (fill=exact)."""
     first = copy.copy(model)
     first.cfg = replace(model.cfg, exit_loop=1)
     n = min(len(text) - 1, 32 * LONGEST) // LONGEST * LONGEST
@@ -414,11 +566,7 @@ def early_exit(model, text, device, fraction=0.65):
 
 # ---- the command ----
 
-@dataclass
-class BenchConfig:
-    device: str = "auto"            # auto | cpu | cuda | cuda:N
-
-
+OWN = {"skip", "longest"}       # keys that train.py has not
 BENCHES = {"rat": bench_rat, "throughput": bench_throughput,
            **{name: partial(bench_model, name) for name in ROWS}}
 
@@ -431,9 +579,11 @@ def main(argv):
                         + ", ".join(BENCHES) + ", kernels, runs out/A ...")
     torch.manual_seed(1337)
     if name in ("kernels", "runs"):
-        device = pick_device(typed_config(BenchConfig, keys).device)
+        own = typed_config(BenchConfig, keys)
+        device = pick_device(own.device)
         print(device_name(device), torch.__version__, sep=", torch ")
-        return bench_runs(folders, device) if folders else bench_kernels(device)
+        return bench_runs(folders, device, own) if folders else bench_kernels(device, own)
+    own = typed_config(BenchConfig, {key: keys.pop(key) for key in OWN & keys.keys()})
     model = "rat" if name == "throughput" else name
     if keys.setdefault("model", model) != model:
         raise UserError(f"model={keys['model']}: lab.bench {name} is of model={model}")
@@ -449,8 +599,8 @@ def main(argv):
         check_tokenizer(ckpt, data := TokenData(open_data(trained), "val"), cfg.init_from)
         text = data.windows([0], min(data.tokens, 100_000))[0]
         model = make_model(cfg, model_fields, ckpt, ckpt["model_config"]["vocab_size"])
-        return bench_requests(name, model.to(device).eval(), text, device)
-    BENCHES[name](model_cfg, cfg, device)
+        return bench_requests(name, model.to(device).eval(), text, device, own)
+    BENCHES[name](model_cfg, cfg, device, own)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """bench.py: every line of every benchmark, at tiny sizes on a CPU; what is timed, and the memory that is counted."""
+import importlib.util
 import json
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from common.keys import model_module
 from common.process import TrainConfig
 from conftest import tiny
 from lab import bench
+from lab.bench import Call
 import runs
+import train
 from serve import Engine
 
 CPU, TEXT, TAKE_TURNS = torch.device("cpu"), np.arange(60) * 7 % 61, bench.take_turns
@@ -27,10 +31,14 @@ def few(monkeypatch):
 
 
 @pytest.mark.parametrize("name, keys, more, lines", [
-    ("gpt", dict(), {}, {"training step": 2, "decoding batch": 4, "prefill 15 tokens": 2, "cache, T 16": 2}),
-    ("rt", dict(block_size=8), {}, {"forward + backward": 5, " naive ": 5, "decoding": 10, " MiB ": 25}),
+    ("gpt", dict(), {}, {"training step, eager": 2, "decoding batch": 4, "prefill 15 tokens, float32": 2,
+                         "cache, T 16": 2}),
+    ("rt", dict(block_size=8), {}, {"forward + backward": 5, " naive ": 5, "decoding": 10, " MiB ": 25, " tokens/s": 25,
+                                    " launches": 20}),
+    ("rt", dict(block_size=8), dict(skip="naive,tiled"), {"naive": 0, "tiled": 0, "training step": 3, "decoding": 6}),
     ("lrt", dict(n_layer=1, n_head=1), {}, {"training step": 7, "prefill 15 tokens": 7, "cache, T 16": 7}),
-    ("rat", dict(chunk=4, block_size=64), dict(doublings=1), {"T 128": 9, "prefill 127 tokens": 3, "token (RAT(4))": 2, " MiB ": 18}),
+    ("rat", dict(chunk=4, block_size=64), dict(longest=128), {
+        "T 128": 9, "T 256": 0, "prefill 127 tokens": 3, "token (RAT(4))": 2, " MiB ": 18}),
     ("relaxed", dict(n_layer=4, n_loop=2), {}, {"training step": 3, "decoding batch 16": 3, "1.00 x (": 2}),
     ("rat", dict(chunk=4, swa=9), {}, {"sequences of 16": 6, " 4,096 bytes": 1, "1.00 x (attention)": 1}),
     ("mor", dict(n_layer=8), {}, {"training step": 6, "decoding": 12, "1.00 x (": 2, "cache, T 16": 6})])
@@ -38,29 +46,101 @@ def test_every_line_of_a_model(name, keys, more, lines, capsys):
     cfg = model_module(name).Config(**{**dict(block_size=16, vocab_size=31, n_head=2, n_embd=16, n_layer=2), **keys})
     of_rat = bench.bench_rat if more else bench.bench_throughput
     call = of_rat if name == "rat" else partial(bench.bench_model, name)
-    call(cfg, TrainConfig(model=name, batch_size=2), CPU, **more)
+    call(cfg, TrainConfig(model=name, batch_size=2), CPU, bench.BenchConfig(**more))
     out = capsys.readouterr().out
     assert {words: out.count(words) for words in lines} == lines, out
     assert "does not fit" not in out and "nan" not in out
 
 
 def test_every_line_of_kernels(capsys):
-    bench.bench_kernels(CPU, [(1, 2, 64, 8)])
+    bench.bench_kernels(CPU, sizes=[(1, 2, 64, 8)])
     out = capsys.readouterr().out
     assert out.count("x SDPA") == 2 and "nan" not in out
 
 
 def test_cases_take_turns(capsys, monkeypatch):
     """Rounds that warm up do not count; prepare runs before each call; a ratio is the median of the rounds'."""
-    monkeypatch.setattr(bench, "take_turns", lambda *how: {name: [9.0, *t] for name, t in TAKE_TURNS(*how).items()})
+    def with_a_warm_up(*how):
+        times, peaks = TAKE_TURNS(*how)
+        return {name: [9.0, *seconds] for name, seconds in times.items()}, peaks
+    monkeypatch.setattr(bench, "take_turns", with_a_warm_up)
     monkeypatch.setattr(bench, "WARM_UP", 1)
     calls = []
     note = lambda word: lambda: calls.append(word)
-    setup = lambda case: (note("prepare") if case == "a" else bench.nothing, note(case))
-    assert max(bench.compare("title", {"first": "a", "second": "b"}, setup, CPU, 3).values()) < 1000
-    assert calls[:9] == ["prepare", "a", "b"] * 3
-    assert bench.tell("title", {"a": [1.0, 3.0, 1.0], "b": [2.0, 9.0, 8.0]}, {}, per=2) == {"a": 500.0, "b": 4000.0}
-    assert "3.000 x a" in capsys.readouterr().out
+    setup = lambda case: {part: Call(note(case), note("prepare") if case == "a" else bench.nothing) for part in "xy"}
+    found = bench.compare({"first": "a", "second": "b"}, setup, CPU, 3)
+    assert [list(found), *map(list, found.values())] == [["x", "y"], *[["first", "second"]] * 2]
+    assert max(max(times.values()) for times in found.values()) < 1000 and calls[:9] == ["prepare", "a", "b"] * 3
+    capsys.readouterr()
+    assert bench.tell("title", "b", Call(None, steps=2), [2.0, 9.0, 8.0], None, ("a", [1.0, 3.0, 1.0]), CPU) == 4000.0
+    assert "4000.000 ms   3.000 x a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("compile, device, modes", [
+    ("auto", "cpu", ["eager"]), ("auto", "cuda", ["compiled", "eager"]), ("true", "cpu", ["compiled", "eager"]),
+    ("false", "cuda", ["eager"])])
+def test_training_is_compiled_where_that_of_train_is(compile, device, modes, monkeypatch):
+    """As prepare_forward decides. With compilation the calls go through what torch.compile returns."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    cfg, device, used = TrainConfig(compile=compile, batch_size=2), torch.device(device), []
+    assert bench.training_modes(cfg, device) == modes
+    monkeypatch.setattr(torch, "compile", lambda model: lambda *batch: used.append(len(batch[0])) or model(*batch))
+    assert (train.prepare_forward(cfg, torch.nn.Linear(1, 1), SimpleNamespace(device=device, world=1)).__class__
+            is not torch.nn.Linear) == ("compiled" in modes)
+    for mode in modes:
+        calls = bench.training(tiny("gpt").float(), CPU, cfg, mode)
+        assert list(calls) == [f"forward + backward, {mode}", f"training step, {mode}"]
+        calls[f"training step, {mode}"].run()
+    assert used == [2] * ("compiled" in modes)
+
+
+def test_a_training_step_is_what_moves_the_weights():
+    model = tiny("gpt").float()
+    calls = bench.training(model, CPU, TrainConfig(batch_size=2), "eager")
+    weights = [w.detach().clone() for w in model.parameters()]
+    same = lambda: all(map(torch.equal, weights, model.parameters()))
+    calls["forward + backward, eager"].run()
+    assert same() and all(w.grad is None for w in model.parameters())
+    calls["training step, eager"].run()
+    assert not same()
+
+
+def test_figures_of_a_known_gpu(capsys, monkeypatch):
+    """5 ms a step: 20 operations of 8, and 10 bytes of 50, a millisecond."""
+    monkeypatch.setattr(bench, "gpu_peaks", lambda device: (8e4, 5e4))
+    call = Call(None, steps=4, tokens=15, flops=100, count=lambda: (1234, 50))
+    bench.tell("title", "a", call, [0.02], 3 << 20, ("a", [0.02]), CPU)
+    line = "3 MiB   1.000 x a, 3,000 tokens/s, MFU 25.0%, MBU 20.0%, 1,234 launches"
+    assert capsys.readouterr().out.endswith(f"{line}\n")
+
+
+def test_what_counts_as_a_launch():
+    x = torch.ones(2, 3, 16, 8)
+    with bench.Counting() as counting:
+        y = torch.empty(3, 1)
+        (y.copy_(x[0, :, :1, 0]).view(3) + 1).relu_()
+    assert counting.launches == 3
+    pos = torch.arange(16, dtype=torch.int32)
+    attend = lambda: bench.kernels.attend_by_position(x, x, x, pos, pos)
+    assert bench.counted(Call(attend)) == (1, 0) == bench.counted(Call(lambda: [attend(), attend()], steps=2))
+
+
+def sizes_of(*parts):
+    return sum(p.nbytes for part in parts for p in part.parameters())
+
+
+def test_bytes_that_a_decode_step_reads():
+    """Weights as often as they are used, the cached slots so far, no embedding. Positions 92 to 99 read 96.5 keys."""
+    keys = lambda model: 2 * len(model.init_cache(1, 1).k) * 32 * 8 * 96.5
+    gpt, loops = tiny("gpt"), tiny("relaxed", n_loop=2, rank=0)
+    once = sizes_of(gpt.blocks, gpt.norm, gpt.head)
+    for rows in 1, 3:
+        assert bench.decoding(gpt, CPU, 100, rows).count()[1] == once + rows * keys(gpt)
+    read = bench.decoding(loops, CPU, 100, 1).count()[1]
+    assert read == 2 * sizes_of(loops.blocks) + sizes_of(loops.norm) + loops.head.weight.nbytes + keys(loops)
+    ring = tiny("rat", mixer="attention", swa=5)
+    read = bench.decoding(ring, CPU, 100, 1).count()[1]
+    assert read == sizes_of(ring.blocks, ring.norm) + ring.head.weight.nbytes + 2 * 32 * 8 * (96.5 + 5)
 
 
 @pytest.mark.skipif(not bench.RESET_PEAK.exists(), reason="memory of a CPU is told by Linux")
@@ -70,11 +150,11 @@ def test_peak_memory():
 
     def setup(n):
         weights = ones(n)
-        return lambda: ones(200), lambda: (weights, ones(40))[0]
+        return Call(lambda: (weights, ones(40))[0], lambda: ones(200))
     free = [ones(1) for _ in range(100)]
     del free
     for n in 20, 60:
-        assert n + 36 < bench.peak_memory(setup, n, CPU) / 2 ** 20 < n + 48
+        assert n + 36 < bench.peak_memory(partial(setup, n), CPU) / 2 ** 20 < n + 48
 
 
 def test_what_decoding_runs():
@@ -82,11 +162,11 @@ def test_what_decoding_runs():
     model, seen = tiny("gpt"), []
     forward = model.forward
     model.forward = lambda idx, cache: seen.append((len(idx), idx.size(1), cache.longest)) or forward(idx, cache=cache)
-    prepare, decode = bench.decoding(model, CPU, 100, 3)
+    call = bench.decoding(model, CPU, 100, 3)
     for _ in range(2):
-        prepare()
+        call.prepare()
         assert seen.pop() == (3, 92, 0)
-        decode()
+        call.run()
     assert seen == [(3, 1, 92 + n) for n in range(8)] * 2
 
 
