@@ -9,9 +9,10 @@ Speed and memory, measured beside a baseline in the same run: where the README's
     python -m lab.bench mor init_from=out/mor_tiny      requests to a trained mor, or relaxed
 
 A model's keys are those of train.py, and its sizes start from configs/<model>_tiny.yaml as there.
-compile= decides as there whether training is compiled; the same without compilation follows. Other
-keys of training have no effect, because a step is one micro-batch and dtype is auto. The keys of
-our tables are in lab/experiments/speed.yaml, those of the papers' sizes in gpu_speed.yaml.
+compile= decides as there whether training is compiled or replayed as a CUDA graph, and other ways
+follow. Decoding goes through graphs.decoder, as in sample.py. Other keys of training have no
+effect, because a step is one micro-batch and dtype is auto. The keys of our tables are in
+lab/experiments/speed.yaml, those of the papers' sizes in gpu_speed.yaml.
 
 Every line names what is measured, how, and a case. Then come
     ms          the time of a step, the median over rounds
@@ -20,7 +21,7 @@ Every line names what is measured, how, and a case. Then come
     tokens/s    of all rows
     MFU, MBU    on a known GPU: the fraction of its peak that the model's FLOPs reach, and the
                 fraction of its memory's bandwidth that reading weights and cache once takes
-    launches    how many kernels a step launches, about (see Counting), where it is not compiled
+    launches    how many kernels an eager step launches, about (see Counting)
 
 Keys of lab.bench itself:
 """
@@ -101,7 +102,7 @@ def compare(cases, setup, device, rounds=None):
         with device:            # models are made on the device, which is faster
             calls = {name: setup(cases[name]) for name in group}
         for title in calls[group[0]]:
-            turn = {name: calls[name][title] for name in group}
+            turn = {name: calls[name][title] for name in group if title in calls[name]}
             times, peaks = take_turns(turn, device, rounds)
             for name, call in turn.items():
                 most = peaks[name] - before if gpu else peak_memory(
@@ -146,7 +147,7 @@ def tell(title, name, call, seconds, most, base, device):
     of_a_step = median(seconds) / call.steps
     ratio = median(a / b for a, b in zip(seconds, base[1]))
     memory = "" if most is None else f"{most / 2 ** 20:10,.0f} MiB"
-    words = [f"{title:44} {name:26} {1000 * of_a_step:11.3f} ms{memory}{ratio:8.3f} x {base[0]}"]
+    words = [f"{title:45} {name:26} {1000 * of_a_step:11.3f} ms{memory}{ratio:8.3f} x {base[0]}"]
     words += [f"{call.tokens / of_a_step:,.0f} tokens/s"] * (call.tokens > 0)
     launches, nbytes = call.count() if call.count else (0, 0)
     if peaks := gpu_peaks(device):
@@ -243,12 +244,18 @@ def build(cfg, name, keys=""):
     return module.Model(typed_config(module.Config, {**same, **given}))
 
 
+def recordable(device):
+    return graphs.recordable(torch.empty(0, device=device))
+
+
 def training_modes(cfg, device):
-    """Return how training is measured: first as train.py runs it, and where that is compiled, then
-    also eager. Each has ratios of its own."""
+    """Return how training is measured, each with ratios of its own: first as train.py runs it, then
+    as a graph, then eager. compile=graph and compile=false leave out what comes before."""
     auto = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     compiled = cfg.compile == "true" or cfg.compile == "auto" and auto
-    return ["compiled", "eager"] if compiled else ["eager"]
+    modes = ["compiled"] if compiled else []
+    modes += ["graph"] if cfg.compile != "false" and recordable(device) else []
+    return modes + ["eager"]
 
 
 PARTS = "forward + backward", "training step"
@@ -256,7 +263,10 @@ PARTS = "forward + backward", "training step"
 
 def training(model, device, cfg, mode, parts=PARTS, note=""):
     """Return {title: Call} of the parts: forward and backward pass on a fixed random batch, or the
-    same with clipping and the optimizer's step."""
+    same with clipping and the optimizer's step. It is empty for a graph of a model that reads a
+    tensor on the host."""
+    if mode == "graph" and getattr(model.cfg, "router", "") == "token":
+        return {}
     if device.type == "cuda":   # train.py sets it, too
         torch.set_float32_matmul_precision("high")
     model = model.to(device).train()
@@ -264,15 +274,24 @@ def training(model, device, cfg, mode, parts=PARTS, note=""):
     size = cfg.batch_size, model.cfg.block_size + 1
     idx = torch.randint(0, model.cfg.vocab_size, size, device=device)
 
-    def step(optimizers):
+    def backward(x, y):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = forward(idx[:, :-1], idx[:, 1:])[1]
+            loss = forward(x, y)[1]
         loss.backward()
+        return [loss.detach()]
+    # the first call makes the gradients, and the graph of the second adds to them where they are
+    add_gradients = partial(graphs.replay, object(), backward) if mode == "graph" else backward
+
+    def step(optimizers):
+        add_gradients(idx[:, :-1], idx[:, 1:])
         if optimizers:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        model.zero_grad(set_to_none=True)
+        if mode == "graph":
+            torch._foreach_zero_([p.grad for p in model.parameters() if p.grad is not None])
+        else:
+            model.zero_grad(set_to_none=True)
 
     calls, tokens = {}, cfg.batch_size * model.cfg.block_size
     for part in parts:          # an optimizer makes its state in its first step
@@ -286,7 +305,7 @@ def training(model, device, cfg, mode, parts=PARTS, note=""):
 NEW = 8         # tokens that one call decodes
 
 
-def decoding(model, device, T, rows, idx=None, new=NEW):
+def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
     """Return the Call that decodes the last `new` of T tokens of each row (of idx, or random
     ones), one after the other. Its prepare fills the cache with those before them, in LRT by
     Algorithm 1, because it is not timed and the exact chain is slow."""
@@ -306,13 +325,21 @@ def decoding(model, device, T, rows, idx=None, new=NEW):
         for ids in idx[:, :start].split(max(1, 2 ** 16 // rows), 1):    # as memory allows
             model(ids, cache=cache)
 
-    def decode():
+    def eager(ids):
+        model(ids, cache=cache)
+
+    def decode(step):
         for at in range(start, T):
-            model(idx[:, at:at + 1], cache=cache)
+            step(idx[:, at:at + 1])
     # inference mode would hide the operators that an operator is made of
-    plain = Call(torch.no_grad()(decode), prefill, steps=T - start)
-    return replace(plain, run=torch.inference_mode()(decode), tokens=rows,
-                   count=lambda: counted(plain, [*model.parameters(), *cache.buffers()]))
+    plain = Call(partial(torch.no_grad()(decode), eager), prefill, steps=T - start)
+
+    def count():
+        launches, nbytes = counted(plain, [*model.parameters(), *cache.buffers()])
+        return launches if mode == "eager" else 0, nbytes
+    step = graphs.decoder(model, cache) if mode == "graph" else eager
+    return replace(plain, run=partial(torch.inference_mode()(decode), step), tokens=rows,
+                   count=count)
 
 
 # ---- models ----
@@ -365,28 +392,33 @@ def bench_model(name, model_cfg, cfg, device, own=BenchConfig()):
         print(f"training FLOPs a token: {number / next(iter(flops.values())):.2f} x ({row})")
 
 
-def decoding_dtypes(device):
-    """Return the dtypes of weights and cache. The first is what sample.py takes by itself."""
-    return [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32]
+def decoding_modes(device):
+    """Return (dtype of weights and cache, graph or eager). The first is sample.py's default."""
+    dtypes = [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32]
+    graph = [(dtype, "graph") for dtype in dtypes] if recordable(device) else []
+    return graph + [(dtypes[0], "eager")]
 
 
 def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=None, idx=None):
     """The models make(case) decode the last of T tokens (of idx, or random ones), they prefill all
     others of `prompts` rows, and the size of a row's cache is told. rounds is two numbers, of
-    decoding and of prefill. Returns {name: {case: number}}, of the first dtype."""
+    decoding and of prefill. The first mode decodes all batches, the others the first. Returns
+    {name: {case: number}}, of the first mode."""
     found, rounds = {}, rounds or ((5, 3) if device.type == "cuda" else (36, 9))
-    for dtype, rows in itertools.product(decoding_dtypes(device), batches):
-        title = f"decoding batch {rows}, T {T:,}, {str(dtype).removeprefix('torch.')}"
+    (first, _), *others = modes = decoding_modes(device)
+    for (dtype, mode), rows in [*itertools.product(modes[:1], batches),
+                                *itertools.product(others, batches[:1])]:
+        title = f"decoding batch {rows}, T {T:,}, {str(dtype).removeprefix('torch.')}, {mode}"
         times = compare(cases, lambda case: {
-            title: decoding(make(case).to(dtype), device, T, rows, idx)}, device, rounds[0])
+            title: decoding(make(case).to(dtype), device, T, rows, idx, mode=mode)}, device,
+            rounds[0])
         found.setdefault(f"decode_{rows}_ms", times[title])
-    dtype = decoding_dtypes(device)[0]
-    title = f"prefill {T - 1:,} tokens, {str(dtype).removeprefix('torch.')}"
+    title = f"prefill {T - 1:,} tokens, {str(first).removeprefix('torch.')}"
     compare(cases, lambda case: {title: Call(
-        decoding(make(case).to(dtype), device, T, prompts, idx, new=1).prepare,
+        decoding(make(case).to(first), device, T, prompts, idx, new=1).prepare,
         tokens=prompts * (T - 1))}, device, rounds[1])
     with device:
-        found["cache_bytes"] = {row: make(case).to(dtype).init_cache(1, T).nbytes() / T
+        found["cache_bytes"] = {row: make(case).to(first).init_cache(1, T).nbytes() / T
                                 for row, case in cases.items()}
     for row, number in found["cache_bytes"].items():
         print(f"cache, T {T:,}: {number:,.1f} bytes a token ({row})")
@@ -426,7 +458,7 @@ def bench_throughput(model_cfg, cfg, device, own=BenchConfig(), new=64):
     kinds |= {f"RAT({L})-SWA": ""} if model_cfg.swa else {}
     for name, keys in kept(kinds, own.skip).items():
         with device:
-            model, rows = build(model_cfg, "rat", keys).to(decoding_dtypes(device)[0]), 1
+            model, rows = build(model_cfg, "rat", keys).to(decoding_modes(device)[0][0]), 1
         nbytes = model.init_cache(1, T).nbytes()
         most = max(1, min(cfg.batch_size, memory // 2 // nbytes))
         while rows <= most:
@@ -475,8 +507,8 @@ def bench_runs(folders, device, own=BenchConfig()):
     cases, found = kept(dict(zip(folders, folders)), own.skip), {}
     for mode in training_modes(keys[folders[0]], device):
         step = lambda f: training(load(f), device, keys[f], mode, PARTS[1:])
-        times, = compare(cases, step, device).values()
-        found.setdefault("train_ms", times)
+        for times in compare(cases, step, device).values():
+            found.setdefault("train_ms", times)
     found |= bench_decoding(load, cases, T, device, idx=torch.from_numpy(idx).to(device))
     print(json.dumps({f: {name: found[name].get(f) for name in found} for f in folders}))
 

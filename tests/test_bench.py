@@ -12,6 +12,7 @@ import torch
 from common.keys import model_module
 from common.process import TrainConfig
 from conftest import tiny
+from emulated_graphs import emulate
 from lab import bench
 from lab.bench import Call
 import runs
@@ -77,21 +78,67 @@ def test_cases_take_turns(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("compile, device, modes", [
-    ("auto", "cpu", ["eager"]), ("auto", "cuda", ["compiled", "eager"]), ("true", "cpu", ["compiled", "eager"]),
-    ("false", "cuda", ["eager"])])
+    ("auto", "cpu", ["eager"]), ("auto", "cuda", ["compiled", "graph", "eager"]),
+    ("true", "cpu", ["compiled", "eager"]), ("graph", "cuda", ["graph", "eager"]), ("false", "cuda", ["eager"])])
 def test_training_is_compiled_where_that_of_train_is(compile, device, modes, monkeypatch):
     """As prepare_forward decides. With compilation the calls go through what torch.compile returns."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(bench, "recordable", lambda device: device.type == "cuda")
     cfg, device, used = TrainConfig(compile=compile, batch_size=2), torch.device(device), []
     assert bench.training_modes(cfg, device) == modes
     monkeypatch.setattr(torch, "compile", lambda model: lambda *batch: used.append(len(batch[0])) or model(*batch))
     assert (train.prepare_forward(cfg, torch.nn.Linear(1, 1), SimpleNamespace(device=device, world=1)).__class__
             is not torch.nn.Linear) == ("compiled" in modes)
-    for mode in modes:
+    for mode in {*modes} - {"graph"}:
         calls = bench.training(tiny("gpt").float(), CPU, cfg, mode)
         assert list(calls) == [f"forward + backward, {mode}", f"training step, {mode}"]
         calls[f"training step, {mode}"].run()
     assert used == [2] * ("compiled" in modes)
+
+
+def test_a_graph_trains_and_decodes_as_eager_code(monkeypatch):
+    """Emulated on a CPU: the same weights after steps whose gradients are added to others, Python running twice. In
+    decoding, one step of each call is an ordinary one at most."""
+    emulate(monkeypatch)
+    cfg, weights = TrainConfig(batch_size=2), []
+    for mode in "graph", "eager":
+        torch.manual_seed(1)
+        model = tiny("gpt").float()
+        forwards, forward = [], model.forward
+        model.forward = lambda *batch: forwards.append(1) or forward(*batch)
+        calls = bench.training(model, CPU, cfg, mode)
+        for call in [*calls.values()] * 2:
+            call.run()
+        weights.append([*model.parameters()])
+        assert len(forwards) == (2 if mode == "graph" else 4)
+    assert all(map(torch.equal, *weights))
+    assert bench.training(tiny("mor", router="token"), CPU, cfg, "graph") == {}
+    model, seen = tiny("gpt").float(), []
+    forward = model.forward
+    model.forward = lambda idx, **more: seen.append(idx.size(1)) or forward(idx, **more)
+    call = bench.decoding(model, CPU, 100, 3)
+    for _ in range(3):
+        call.prepare()
+        call.run()
+    assert seen == [92, 1, 1, 92, 92] and call.count()[0] == 0
+
+
+def test_modes_of_decoding(capsys, monkeypatch):
+    """On a GPU: what sample.py does by itself in all batches, then float32, then eager."""
+    gpu = torch.device("cuda")
+    assert bench.decoding_modes(CPU) == [(torch.float32, "eager")]
+    monkeypatch.setattr(bench, "recordable", lambda device: True)
+    modes = [(torch.bfloat16, "graph"), (torch.float32, "graph"), (torch.bfloat16, "eager")]
+    assert bench.decoding_modes(gpu) == modes
+    monkeypatch.setattr(bench, "decoding_modes", lambda device: modes)
+    found = bench.bench_decoding(lambda keys: tiny("gpt").float(), {"a": ""}, 16, CPU)
+    assert list(found) == ["decode_1_ms", "decode_16_ms", "cache_bytes"] and found["cache_bytes"]["a"] == 2 * 2 * 32 * 2
+    out = capsys.readouterr().out
+    assert re.findall("(decoding.*?|prefill.*?)  ", out) == [
+        "decoding batch 1, T 16, bfloat16, graph", "decoding batch 16, T 16, bfloat16, graph",
+        "decoding batch 1, T 16, float32, graph", "decoding batch 1, T 16, bfloat16, eager",
+        "prefill 15 tokens, bfloat16"]
+    assert out.count(" launches") == 1
 
 
 def test_a_training_step_is_what_moves_the_weights():
@@ -161,7 +208,8 @@ def test_what_decoding_runs():
     """The last eight tokens, one after the other; the rest is prefilled before."""
     model, seen = tiny("gpt"), []
     forward = model.forward
-    model.forward = lambda idx, cache: seen.append((len(idx), idx.size(1), cache.longest)) or forward(idx, cache=cache)
+    model.forward = lambda idx, cache, n_valid=None: (seen.append((len(idx), idx.size(1), cache.longest)),
+                                                      forward(idx, cache=cache))[1]
     call = bench.decoding(model, CPU, 100, 3)
     for _ in range(2):
         call.prepare()
