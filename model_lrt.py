@@ -13,7 +13,7 @@ read it, the lowest ones too:
     layer 2          o           +-> o
     layer 1          o           +-> o
 
-A layer computes what follows. The lines with * are LRT's, and memory=false leaves them out. The
+Each layer computes the following. The lines with * are LRT's, and memory=false leaves them out. The
 other lines are the backbone, nanochat's GPT (github.com/karpathy/nanochat, 98eed6d). Each of its
 layers has value embeddings VE_l, a table with a row for each token id, and may have a sliding
 window (pattern).
@@ -37,7 +37,7 @@ m_t is RMSNorm(x).
 
 The memories form a chain: token t needs m_{t-1}, so it cannot run before token t - 1 has passed
 the source. The exact chain is T passes over one position each. Evaluation and decoding run it.
-train_path=exact also trains by it, which is slow.
+With train_path=exact training runs it, too, which is slow.
 
 Algorithm 1 (train_path=interleaved) approximates the chain, and its work is that of two passes over
 all positions. The first pass runs all positions at once with memory 0. It fills a buffer with their
@@ -59,8 +59,10 @@ of all passes' cross-entropies, and gradients flow through all passes and the bu
 
     loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)      (6)
 
-A token of subset s has s + 1 links of the chain behind it, so N = T is the chain itself. The paper,
-where N is called S, finds the same loss with 2, 4 and 8 subsets (section 4.3).
+A token of subset s reads a memory of subset s - 1, which has read one of subset s - 2, and so on
+down to the first pass, which has read none. So it has s + 1 links of the chain behind it, and N = T
+is the chain itself. The paper, where N is called S, finds the same loss with 2, 4 and 8 subsets
+(section 4.3).
 
 Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
 run at once and all read the last memory before the chunk.
@@ -96,7 +98,7 @@ is silent (their code: github.com/OoDBag/Latent_recurrent_transformer, e0d0f6e):
 - norm_eps is 1.2e-7 in their code.
 - Dropout, on x0 and on both branches of a block, is ours.
 
-Letters beside model_gpt.py's: n positions of a pass, K positions of a chunk, N subsets.
+Letters beside those of model_gpt.py: n positions of a pass, K positions of a chunk, N subsets.
 """
 import math
 from dataclasses import dataclass

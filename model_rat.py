@@ -52,8 +52,8 @@ G = 2, and that head h reads group h % G. This file differs from their code in t
 - norm_eps is 1e-5 here, and 1e-6 there.
 - Decoding works from the first token on. Theirs needs a full first chunk.
 
-Letters beside model_gpt.py's: n is the number of chunks, and W is H D. G counts the groups of q and
-k in rat layers, and key/value heads in attention and swa layers.
+Letters beside those of model_gpt.py: n is the number of chunks, and W is H D. G counts the groups
+of q and k in rat layers, and key/value heads in attention and swa layers.
 """
 import math
 from dataclasses import dataclass
@@ -234,6 +234,7 @@ class RNN(nn.Module):
         self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
+        """Return W_o (sigmoid(z) * v~), (B, T, C), from u (B, T, C)."""
         z, g, v = self.w_in(u).chunk(3, -1)
         a, v = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v)
         if isinstance(context, CachedContext):  # all that fits into the cache is one chunk
@@ -247,6 +248,7 @@ class TokenAttention(Attention):
     """model_gpt's Attention. It reads all earlier tokens, or those in a window (swa)."""
 
     def forward(self, u, layer, context):
+        """Return W_o Attention(...), (B, T, C), from u (B, T, C)."""
         q, k, v = (in_heads(w(u), self.cfg) for w in (self.wq, self.wk, self.wv))
         q, k = (apply_rope(x, *context.rope[self.cfg.kinds[layer]]) for x in (q, k))
         decodes = isinstance(context, CachedContext)
@@ -344,7 +346,8 @@ def newest_slot(kind, context):
     """Return the slot of one new token a row, (B or 1, 1), and what it attends to: the first S
     slots, with a bias or None. These are the slots that its row has filled, or the whole ring."""
     cfg, cache, n_slots = context.cfg, context.cache, context.cache.n_slots[kind]
-    # K tokens share a slot; number counts the slots that its row has filled before this one
+    # K tokens share a slot. number is that of the new token's slot. In a ring numbers go on, so
+    # that slot 0 is also number n_slots.
     K, number = (cfg.chunk, context.chunk_of) if kind == "rat" else (1, context.pos)
     S = n_slots if cache.static else min(cache.longest // K + 1, n_slots)  # of the longest row
     bias = None
