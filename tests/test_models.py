@@ -88,12 +88,13 @@ def assert_same(a, b, all_reached=False):
     """Two results of outputs_and_gradients, float64, to 1e-10. all_reached: every parameter must have a gradient."""
     (logits, loss, grads), (logits2, loss2, grads2) = a, b
     assert relative(logits, logits2) < 1e-10 and abs(loss - loss2) < 1e-10 * abs(loss)
-    # a softmax over one key passes no gradient: q and k get rounding alone, some 1e-16 of what other weights get
+    # a softmax over one key passes no gradient: q and k get rounding alone, up to 1e-15 of what the largest gradients are,
+    # so that those below 1e-4 of these are compared at that scale
     floor = 1e-5 * max(rms(g) for g in grads.values())
     assert grads.keys() == grads2.keys()
     for n in grads:
         assert not all_reached or rms(grads[n]) > floor, f"{n} has no gradient: nothing is compared"
-        assert relative(grads[n], grads2[n], floor) < 1e-10, n
+        assert relative(grads[n], grads2[n], 10 * floor) < 1e-10, n
 
 
 def assert_naive_is_fast(name, sizes, B, T):
