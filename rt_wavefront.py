@@ -76,9 +76,6 @@ class Weights(NamedTuple):
     nq: torch.Tensor    # (L, 1, H D); (L, 1, 0) without QK-norm
     nk: torch.Tensor    # (L, 1, G D)
 
-    def of_layers(self, lo, hi):
-        return Weights(*(weight[lo:hi] for weight in self))
-
     def to(self, dtype):
         """The matrices in dtype. nq and nk multiply in float32."""
         *matrices, nq, nk = self
@@ -99,13 +96,24 @@ def stack_weights(cfg, blocks):
 
 
 def product(x, w):
-    """W x of rows x (A, n, in), w (A, out, in), in w's dtype; product(d, w.mT): W.T d."""
-    return torch.bmm(x.to(w.dtype), w.mT)
+    """W x of rows x (A, n, in), w (A, out, in) of one dtype; product(d, w.mT): W.T d."""
+    return torch.bmm(x, w.mT)
 
 
 def norm_parts(x, eps):
     """F.rms_norm in float32 or better, n = x r, and its r (..., 1)."""
     return NormParts(*torch.ops.aten._fused_rms_norm(upcast(x), [x.size(-1)], None, eps))
+
+
+def heads(rows, weight, rope, eps, B, D):
+    """Rows (A, P B, heads D) -> (A, P, B, heads, D) after nq or nk and RoPE; and the
+    norm's parts."""
+    parts = ()  # without QK-norm
+    if weight.size(-1):
+        parts = norm_parts(rows, eps)
+        rows = (parts.n * weight).to(rows.dtype)
+    rows = rows.view(rows.size(0), -1, B, rows.size(-1) // D, D)
+    return apply_rope(rows, *rope) if rope else rows, parts
 
 
 # ---- what both passes share ----
@@ -133,6 +141,9 @@ class Wavefront:
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.wide)
+        # where each chunk starts, and its q_pos, k_pos and slopes for attend_by_position
+        self.starts = [(start, (self.pos[start:start + self.C], self.pos[:start], self.slopes))
+                       for start in range(S, S + self.length, self.C)]
         # in a chunk, (H or 1, C, C): ALiBi, and -inf unless the key is earlier
         pos = self.pos[:self.C]
         bias = attention_bias(pos[None], pos, 0, self.slopes, self.wide)[0]
@@ -157,9 +168,9 @@ class Wavefront:
         each query head; and the parts of n1, nq and nk for backward."""
         x_norm = norm_parts(x, self.cfg.norm_eps)
         H, G, D = self.H, self.G, self.D
-        q, k, v = product(x_norm.n, w.qkv).split([H * D, G * D, G * D], -1)
-        q, q_norm = self.heads(q, w.nq, rope)
-        k, k_norm = self.heads(k, w.nk, rope)
+        q, k, v = product(x_norm.n.to(self.dtype), w.qkv).split([H * D, G * D, G * D], -1)
+        q, q_norm = heads(q, w.nq, rope, self.cfg.norm_eps, self.B, D)
+        k, k_norm = heads(k, w.nk, rope, self.cfg.norm_eps, self.B, D)
         v = v.unflatten(-1, (G, D)).unflatten(1, (-1, self.B))
         q, k, v = (rows.permute(0, 2, 3, 1, 4).contiguous() for rows in (q, k, v))
         k, v = (upcast(rows).repeat_interleave(H // G, 2) for rows in (k, v))
@@ -167,19 +178,9 @@ class Wavefront:
 
     def persistent(self, y_n, w, rope):
         """(5) for y_n = n1(y) (A, P B, d): k, v (A, P, B, G, D), and the parts of nk."""
-        k, v = product(y_n, w.qkv[:, self.kv]).chunk(2, -1)  # (A, P B, G D) each
-        k, k_norm = self.heads(k, w.nk, rope)
+        k, v = product(y_n.to(self.dtype), w.qkv[:, self.kv]).chunk(2, -1)  # (A, P B, G D) each
+        k, k_norm = heads(k, w.nk, rope, self.cfg.norm_eps, self.B, self.D)
         return k, v.view(v.size(0), -1, self.B, self.G, self.D), k_norm
-
-    def heads(self, rows, weight, rope):
-        """Rows (A, P B, heads D) -> (A, P, B, heads, D) after nq or nk and RoPE; and the
-        norm's parts."""
-        parts = ()  # without QK-norm
-        if self.cfg.qk_norm == "full":
-            parts = norm_parts(rows, self.cfg.norm_eps)
-            rows = (parts.n * weight).to(rows.dtype)
-        rows = rows.view(rows.size(0), -1, self.B, rows.size(-1) // self.D, self.D)
-        return apply_rope(rows, *rope) if rope else rows, parts
 
     def outside(self, q, k_temp, v_temp, pairs, step):
         """Attention of a chunk's queries to their temporary pairs and all earlier chunks:
@@ -187,7 +188,7 @@ class Wavefront:
         lse = (q * k_temp).sum(-1) * self.scale  # of the temporary pair: out is v^
         found = []
         for q_l, l in zip(q, range(step.lo, step.hi)):
-            start, mask = self.start(l, step)
+            start, mask = self.starts[step.s - l]
             keys, values = pairs[:, l, :, :, :start]  # all visible
             found.append(kernels.attend_by_position(q_l, keys, values, *mask))
         # (A B, H, C, .); without any keys more is 0 and more_lse -inf
@@ -206,28 +207,75 @@ class Wavefront:
         dq, dk_temp, dv_temp = ds * k_temp * self.scale, ds * q * self.scale, p * da  # (B7), (B8)
         a, da = a.to(self.dtype), da.to(self.dtype)
         for n, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has none
-            start, mask = self.start(l, step)
+            start, mask = self.starts[step.s - l]
             keys, values = pairs[:, l, :, :, :start]
-            new = kernels.attend_by_position_backward(q[n], keys, values, a[n], lse[n], da[n], *mask)
+            new = kernels.attend_by_position_backward(
+                q[n], keys, values, a[n], lse[n], da[n], *mask)
             dq[n] += new[0]  # (B7)
             d_pairs[0, l, :, :, :start] += new[1]  # (B2)
             d_pairs[1, l, :, :, :start] += new[2]
         return dq, dk_temp, dv_temp
 
-    def start(self, l, step):
-        """Where layer l's chunk starts; attend's q_pos, k_pos and slopes."""
-        start = self.S + (step.s - l) * self.C
-        return start, (self.pos[start:start + self.C], self.pos[:start], self.slopes)
+
+# ---- the pieces of a position ----
+
+def add_and_norm(x, update, eps):
+    """x + update; and its RMS norm in update's dtype."""
+    x = x + update
+    return x, F.rms_norm(x, x.shape[-1:], eps=eps).to(update.dtype)
 
 
-def by_position(x, G):
-    """x (A, B, H, C, .) -> (N, C, R, .): the R queries that share a key are rows of one bmm."""
-    A, B, H, C, last = x.shape
-    return x.reshape(A * B * G, H // G, C, last).transpose(1, 2)
+def read_pairs(q, k, v, bias, lse, out):
+    """Attention a (N, R, D) of scaled queries q (N, R, D) to i pairs k, v (N, i, D), with bias
+    (H or 1, i), and to one more pair of score lse (N, R, 1) and value out (N, R, D)."""
+    if not k.size(1):
+        return out
+    scores = torch.bmm(q, k.mT)  # (N, R, i)
+    scores.view(-1, *bias.shape).add_(bias)
+    p = torch.cat([lse, scores], -1).softmax(-1)
+    return (p[..., :1] * out).baddbmm_(p[..., 1:], v)
+
+
+def write_pair(k_out, v_out, rows, weight, rope, eps):
+    """(5) for rows (A, B, 2 G D), Wk n1(y) beside Wv n1(y), into k_out, v_out (A B G, D)."""
+    k, v = rows.chunk(2, -1)
+    B, D = rows.size(1), k_out.size(1)
+    k, _ = heads(k, weight, rope, eps, B, D)
+    for new, out in ((k, k_out), (v, v_out)):
+        out = out.view(rows.size(0), B, -1, D)
+        out.copy_(new.view(out.shape))
+
+
+def add_pair_grad(dk, dv, q, v, p, da, delta):
+    """Adds (B2) of n queries to dk, dv (N, 1, D) of one key: scaled q and da (N, n, D), v
+    (N, 1, D), p and delta (N, 1, n)."""
+    ds = p * (torch.bmm(v, da.mT) - delta)  # (B1)
+    dk.baddbmm_(ds, q)
+    dv.baddbmm_(p, da)
+
+
+def pair_backward(dk, dv, weight, rope, parts, dtype):
+    """The gradient of write_pair's rows in dtype, from dk, dv (A, B, G, D); and nk's weight's,
+    before the sum over rows."""
+    dk, d_weight = heads_backward(dk[:, None], weight, rope, parts)
+    return torch.cat([dk, dv.flatten(2)], -1).to(dtype), d_weight
+
+
+def add_norm_backward(d, dn, n, r):
+    """d + norm_backward, and the same in dn's dtype."""
+    d = d + norm_backward(dn, n, r)
+    return d, d.to(dn.dtype)
+
+
+def write_query_grad(da_out, delta_out, da, a):
+    """(B6): da_out <- da (N, R, D), delta_out (N, 1, R) <- da . a."""
+    da_out.copy_(da)
+    delta_out.copy_((da * a).sum(-1)[:, None])
 
 
 # ---- the forward pass ----
 
+@torch.no_grad()
 def forward_pass(wave, x, *weights, pairs=None):
     """All layers on x (B, T, d): [states], a list for replay. pairs: the first S are given, the
     new are left there; None: of this pass alone (backward makes them again)."""
@@ -237,28 +285,28 @@ def forward_pass(wave, x, *weights, pairs=None):
     states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.d)  # padding: anything finite
     states[0, :wave.T] = x.transpose(0, 1)
     for step in wave.steps:
-        forward_step(wave, states, pairs, w.of_layers(step.lo, step.hi), step)
+        active = Weights(*(weight[step.lo:step.hi] for weight in w))
+        forward_step(wave, states, pairs, active, step)
     return [states]
 
 
 def forward_step(wave, states, pairs, w, step):
     """Each active layer's chunk."""
-    eps = wave.cfg.norm_eps
+    eps, w_kv = wave.cfg.norm_eps, w.qkv[:, wave.kv]
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     x = wave.diagonal(states[:-1], step, 1)                  # (A, C, B, d)
     (q, k, v), _ = wave.temporary(x.flatten(1, 2), w, rope)  # (1)
     out, lse = wave.outside(q, k, v, pairs, step)            # (2) outside the chunk
     attention = ChunkForward(wave, q, out, lse)
-    ys = []
+    ropes = [*zip(*(table.split(1, 1) for table in rope))] or [()] * wave.C  # by position
+    k_outs, v_outs, ys = attention.k.unbind(1), attention.v.unbind(1), []
     for i, x_i in enumerate(x.unbind(1)):                    # (A, B, d)
         a_i = attention.read(i)                              # (2), complete
-        z_i = x_i + product(a_i, w.wo)                       # (3)
-        u_i = product(F.rms_norm(z_i, [wave.d], eps=eps), w.up)
-        y_i = z_i + product(F.gelu(u_i), w.down)             # (4)
-        rope_i = [table[:, i:i + 1] for table in rope]
-        y_n = F.rms_norm(y_i, [wave.d], eps=eps)
-        k_i, v_i, _ = wave.persistent(y_n, w, rope_i)        # (5)
-        attention.k[:, i], attention.v[:, i] = k_i.flatten(0, 3), v_i.flatten(0, 3)
+        z_i, z_n = add_and_norm(x_i, product(a_i.to(wave.dtype), w.wo), eps)  # (3)
+        u_i = product(z_n, w.up)
+        y_i, y_n = add_and_norm(z_i, product(F.gelu(u_i), w.down), eps)  # (4)
+        kv_i = product(y_n, w_kv)                            # (5)
+        write_pair(k_outs[i], v_outs[i], kv_i, w.nk, ropes[i], eps)
         ys.append(y_i)
     wave.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
     for buffer, new in zip(pairs, (attention.k, attention.v)):
@@ -272,20 +320,19 @@ class ChunkForward:
 
     def __init__(self, wave, q, out, lse):
         A, B, H, C, D = self.shape = q.shape
-        self.bias = wave.bias
+        self.bias, N = wave.bias, A * B * wave.G
+        # by position (N, R, .): the queries that share a key are rows of one bmm
         rows = (q.to(out.dtype) * wave.scale, out, lse[..., None])
-        self.q_scaled, self.out, self.lse = (by_position(x, wave.G).unbind(1) for x in rows)
-        self.k, self.v = out.new_empty(2, A * B * wave.G, C, D)
+        rows = (x.reshape(N, H // wave.G, C, -1).unbind(2) for x in rows)
+        self.q_scaled, self.out, self.lse = rows
+        self.k, self.v = out.new_empty(N, C, D), out.new_empty(N, C, D)
 
     def read(self, i):
         """a_i (A, B, H D), once the pairs before i are written."""
         A, B, H, C, D = self.shape
-        out, lse = self.out[i], self.lse[i]  # (N, R, D), (N, R, 1)
-        scores = torch.bmm(self.q_scaled[i], self.k[:, :i].mT)  # (N, R, i)
-        scores.view(A * B, H, i).add_(self.bias[:, i, :i])
-        p = torch.cat([lse, scores], -1).softmax(-1)  # outside is one more pair
-        out = torch.baddbmm(p[..., :1] * out, p[..., 1:], self.v[:, :i])
-        return out.reshape(A, B, H * D)
+        a_i = read_pairs(self.q_scaled[i], self.k[:, :i], self.v[:, :i], self.bias[:, i, :i],
+                         self.lse[i], self.out[i])
+        return a_i.reshape(A, B, H * D)
 
 
 # ---- the backward pass ----
@@ -296,19 +343,19 @@ def norm_backward(dn, n, r):
     return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
 
 
-def heads_backward(d, weight, d_weight, rope, parts):
-    """J_q.T or J_k.T of d (A, P, B, heads, D), what Wavefront.heads gave: the gradient of its
-    rows. Adds to d_weight."""
+def heads_backward(d, weight, rope, parts):
+    """J_q.T or J_k.T of d (A, P, B, heads, D), what heads gave: the gradient of its rows; and
+    w's, before the sum over rows."""
     if rope:
         d = apply_rope(d, rope[0], -rope[1])  # rotated back
     d = d.flatten(3).flatten(1, 2)  # (A, P B, heads D)
     if not parts:
-        return d
+        return d, d[..., :0]
     n, r = parts
-    d_weight += (d * n).sum(1, keepdim=True)
-    return norm_backward(d * weight, n, r)
+    return norm_backward(d * weight, n, r), d * n
 
 
+@torch.no_grad()
 def backward_pass(wave, states, dy, *weights):
     """[dL/dx (B, T, d), *gradients of the weights], from dy (B, T, d)."""
     w = Weights(*weights).to(wave.dtype)
@@ -321,7 +368,7 @@ def backward_pass(wave, states, dy, *weights):
     d_states[-1, :wave.T] = dy.transpose(0, 1)  # padding has 0 and adds nothing
     grads = Weights(*(torch.zeros_like(weight, dtype=wave.wide) for weight in w))
     for step in reversed(wave.steps):
-        active = [each.of_layers(step.lo, step.hi) for each in (w, grads)]
+        active = [Weights(*(x[step.lo:step.hi] for x in each)) for each in (w, grads)]
         backward_step(wave, states, pairs, d_states, d_pairs, *active, step)
     return [d_states[0, :wave.T].transpose(0, 1), *grads]
 
@@ -342,36 +389,38 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
     own = (wave.diagonal(buffer, step, 3) for buffer in (*pairs, *d_pairs))
     attention = ChunkBackward(wave, inputs[0], *outside, *own)
     a_rows = attention.a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)
-    z_norm = norm_parts(x + product(a_rows, w.wo), eps)
-    u = product(z_norm.n, w.up)
+    z_norm = norm_parts(x + product(a_rows.to(wave.dtype), w.wo), eps)
+    u = product(z_norm.n.to(wave.dtype), w.up)
     y_norm = norm_parts(y, eps)
     # (5) once more: pairs has no parts. () without QK-norm
     k_norm = q_norm and wave.persistent(y_norm.n, w, rope)[2]
 
     # position by position, (B1) to (B6); dkv: of the products Wk n1(y), Wv n1(y)
-    norms, done = (y_norm, z_norm, k_norm), []
+    ropes = [*zip(*(table.split(1, 1) for table in rope))] or [()] * wave.C  # by position
+    y_parts, z_parts, k_parts = (
+        [*zip(*(rows.split(wave.B, 1) for rows in parts))] for parts in (y_norm, z_norm, k_norm))
+    us, w_kv, done = u.split(wave.B, 1), w.qkv[:, wave.kv], []
     for j in reversed(range(wave.C)):
-        now = slice(j * wave.B, (j + 1) * wave.B)  # rows of position j
-        y_parts, z_parts, k_parts = ([rows[:, now] for rows in parts] for parts in norms)
-        rope_j = [table[:, j:j + 1] for table in rope]
         dk, dv = attention.kv_grad(j)                                # (B1), (B2)
-        dk = heads_backward(dk[:, None], w.nk, grads.nk, rope_j, k_parts)
-        dkv = torch.cat([dk, dv.flatten(2)], -1).to(wave.dtype)      # (A, B, 2 G D)
-        dn = product(dkv, w.qkv[:, wave.kv].mT)
-        g = dy[:, j] + norm_backward(dn, *y_parts)                   # (B3)
-        du = torch.ops.aten.gelu_backward(product(g, w.down.mT), u[:, now])  # (B4)
-        dz = g + norm_backward(product(du, w.up.mT), *z_parts)       # (B5)
-        attention.write_query_grad(j, product(dz, w.wo.mT))          # (B6)
-        done.append((g, du, dz, dkv))
-    g, du, dz, dkv = (torch.stack(d[::-1], 1).flatten(1, 2) for d in zip(*done))
+        k_norm_j = k_parts[j] if k_parts else ()
+        dkv, dnk = pair_backward(dk, dv, w.nk, ropes[j], k_norm_j, wave.dtype)
+        dn = product(dkv, w_kv.mT)                                   # (A, B, d)
+        g, g_low = add_norm_backward(dy[:, j], dn, *y_parts[j])  # (B3)
+        du = torch.ops.aten.gelu_backward(product(g_low, w.down.mT), us[j])  # (B4)
+        dz, dz_low = add_norm_backward(g, product(du, w.up.mT), *z_parts[j])  # (B5)
+        attention.write_query_grad(j, product(dz_low, w.wo.mT))      # (B6)
+        done.append((g_low, du, dz, dkv, dnk))
+    g, du, dz, dkv, dnk = (torch.stack(d[::-1], 1).flatten(1, 2) for d in zip(*done))
 
     # all positions, (B7) to (B10); dqkv: of the product W_qkv n1(x)
     dq, *d_temp = wave.outside_backward(inputs, attention, pairs, d_pairs, step)
     dq = dq + attention.query_grad()  # (B7)
     d_temp = (d.unflatten(2, (wave.G, -1)).sum(3) for d in d_temp)  # R queries share a pair
     dq, dk, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))
-    dq = heads_backward(dq, w.nq, grads.nq, rope, q_norm)
-    dk = heads_backward(dk, w.nk, grads.nk, rope, k_temp_norm)
+    dq, dnq = heads_backward(dq, w.nq, rope, q_norm)
+    dk, dnk_temp = heads_backward(dk, w.nk, rope, k_temp_norm)
+    for grad, d in ((grads.nq, dnq), (grads.nk, dnk), (grads.nk, dnk_temp)):
+        grad += d.sum(1, keepdim=True)
     dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(wave.dtype)
     dx = dz + norm_backward(product(dqkv, w.qkv.mT), *x_norm)  # (B9)
     wave.diagonal(d_states[:-1], step, 1).copy_(dx.unflatten(1, (wave.C, wave.B)))
@@ -381,6 +430,12 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
         grad += torch.bmm(d_out.mT.to(wave.dtype), x_in.to(wave.dtype))
 
 
+def by_position(x, G):
+    """x (A, B, H, C, .) -> (N, C, R, .): the R queries that share a key are rows of one bmm."""
+    A, B, H, C, last = x.shape
+    return x.reshape(A * B * G, H // G, C, last).transpose(1, 2)
+
+
 class ChunkBackward:
     """ChunkForward for all positions: a (A, B, H, C, D), the whole lse. Then
     gradients, position by position. k, v (A, B, G, C, D) are the chunk's own pairs, dk, dv
@@ -388,9 +443,10 @@ class ChunkBackward:
 
     def __init__(self, wave, q, out, lse, k, v, dk, dv):
         A, B, H, C, D = self.shape = q.shape
-        self.scale, self.G, self.R, N = wave.scale, wave.G, H // wave.G, A * B * wave.G
-        own = (x.to(out.dtype).reshape(N, C, D) for x in (k, v, dk, dv))
-        self.k, self.v, self.dk, self.dv = own
+        self.scale, self.R, N = wave.scale, H // wave.G, A * B * wave.G
+        self.k, self.v = (x.to(out.dtype).reshape(N, C, D) for x in (k, v))
+        # (C, N, 1, D): a position's are contiguous, so that baddbmm_ is one call
+        self.dk, self.dv = (x.permute(3, 0, 1, 2, 4).reshape(C, N, 1, D) for x in (dk, dv))
         # (N, C R, .): the queries of position i are rows i R to (i + 1) R
         rows = (q.to(out.dtype) * wave.scale, out, lse[..., None])
         self.q_scaled, out, lse = (by_position(x, wave.G).flatten(1, 2) for x in rows)
@@ -404,6 +460,10 @@ class ChunkBackward:
         self.a, self.lse = self.by_head(self.a_rows), self.by_head(total)[..., 0]
         self.da_rows = torch.empty_like(self.a_rows)
         self.delta = torch.empty_like(total.mT)  # (N, 1, C R)
+        # by position: keys (N, 1, .) and queries (N, R, .)
+        self.vs, self.ps = self.v.split(1, 1), self.p_of_key.split(1, 1)
+        self.written = [*zip(self.da_rows.split(self.R, 1), self.delta.split(self.R, 2),
+                             self.a_rows.split(self.R, 1))]
 
     def by_head(self, rows):
         """Rows (N, C R, .) -> (A, B, H, C, .)."""
@@ -413,19 +473,15 @@ class ChunkBackward:
     def kv_grad(self, j):
         """dk_j, dv_j (A, B, G, D), once later queries have written da."""
         A, B, _, _, D = self.shape
-        one, later = slice(j, j + 1), slice((j + 1) * self.R, None)
-        da, p = self.da_rows[:, later], self.p_of_key[:, one, later]
-        ds = p * (torch.bmm(self.v[:, one], da.mT) - self.delta[..., later])  # (B1)
-        dk = torch.baddbmm(self.dk[:, one], ds, self.q_scaled[:, later])  # (B2): (N, 1, D)
-        dv = torch.baddbmm(self.dv[:, one], p, da)
-        return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
+        later = (j + 1) * self.R
+        add_pair_grad(self.dk[j], self.dv[j], self.q_scaled[:, later:], self.vs[j],
+                      self.ps[j][..., later:], self.da_rows[:, later:], self.delta[..., later:])
+        return self.dk[j].view(A, B, -1, D), self.dv[j].view(A, B, -1, D)
 
     def write_query_grad(self, j, da):
         """da_j (A, B, H D), and delta_j (B6)."""
-        now = slice(j * self.R, (j + 1) * self.R)
-        a = self.a_rows[:, now]  # (N, R, D)
-        self.da_rows[:, now] = da.view(a.shape)
-        self.delta[:, 0, now] = (da.view(a.shape) * a).sum(-1)
+        da_j, delta_j, a_j = self.written[j]
+        write_query_grad(da_j, delta_j, da.view(a_j.shape), a_j)
 
     def query_grad(self):
         """What the chunk's own keys add to dq (A, B, H, C, D) (B7)."""
