@@ -255,10 +255,9 @@ def add_pair_grad(dk, dv, q, v, p, da, delta):
 
 
 def pair_backward(dk, dv, weight, rope, parts, dtype):
-    """The gradient of write_pair's rows in dtype, from dk, dv (A, B, G, D); and nk's weight's,
-    before the sum over rows."""
-    dk, d_weight = heads_backward(dk[:, None], weight, rope, parts)
-    return torch.cat([dk, dv.flatten(2)], -1).to(dtype), d_weight
+    """The gradient of write_pair's rows in dtype, from dk, dv (A, B, G, D)."""
+    dk = heads_backward(rotated_back(dk[:, None], rope), weight, parts)
+    return torch.cat([dk, dv.flatten(2)], -1).to(dtype)
 
 
 def add_norm_backward(d, dn, n, r):
@@ -343,16 +342,16 @@ def norm_backward(dn, n, r):
     return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
 
 
-def heads_backward(d, weight, rope, parts):
-    """J_q.T or J_k.T of d (A, P, B, heads, D), what heads gave: the gradient of its rows; and
-    w's, before the sum over rows."""
+def rotated_back(d, rope):
+    """d (A, P, B, heads, D), of what heads gave -> rows (A, P B, heads D) before RoPE."""
     if rope:
-        d = apply_rope(d, rope[0], -rope[1])  # rotated back
-    d = d.flatten(3).flatten(1, 2)  # (A, P B, heads D)
-    if not parts:
-        return d, d[..., :0]
-    n, r = parts
-    return norm_backward(d * weight, n, r), d * n
+        d = apply_rope(d, rope[0], -rope[1])
+    return d.flatten(3).flatten(1, 2)
+
+
+def heads_backward(rows, weight, parts):
+    """J_q.T or J_k.T of rotated_back's rows."""
+    return norm_backward(rows * weight, *parts) if parts else rows
 
 
 @torch.no_grad()
@@ -403,24 +402,27 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
     for j in reversed(range(wave.C)):
         dk, dv = attention.kv_grad(j)                                # (B1), (B2)
         k_norm_j = k_parts[j] if k_parts else ()
-        dkv, dnk = pair_backward(dk, dv, w.nk, ropes[j], k_norm_j, wave.dtype)
+        dkv = pair_backward(dk, dv, w.nk, ropes[j], k_norm_j, wave.dtype)
         dn = product(dkv, w_kv.mT)                                   # (A, B, d)
         g, g_low = add_norm_backward(dy[:, j], dn, *y_parts[j])  # (B3)
         du = torch.ops.aten.gelu_backward(product(g_low, w.down.mT), us[j])  # (B4)
         dz, dz_low = add_norm_backward(g, product(du, w.up.mT), *z_parts[j])  # (B5)
         attention.write_query_grad(j, product(dz_low, w.wo.mT))      # (B6)
-        done.append((g_low, du, dz, dkv, dnk))
-    g, du, dz, dkv, dnk = (torch.stack(d[::-1], 1).flatten(1, 2) for d in zip(*done))
+        done.append((g_low, du, dz, dkv))
+    g, du, dz, dkv = (torch.stack(d[::-1], 1).flatten(1, 2) for d in zip(*done))
 
     # all positions, (B7) to (B10); dqkv: of the product W_qkv n1(x)
     dq, *d_temp = wave.outside_backward(inputs, attention, pairs, d_pairs, step)
     dq = dq + attention.query_grad()  # (B7)
     d_temp = (d.unflatten(2, (wave.G, -1)).sum(3) for d in d_temp)  # R queries share a pair
-    dq, dk, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))
-    dq, dnq = heads_backward(dq, w.nq, rope, q_norm)
-    dk, dnk_temp = heads_backward(dk, w.nk, rope, k_temp_norm)
-    for grad, d in ((grads.nq, dnq), (grads.nk, dnk), (grads.nk, dnk_temp)):
-        grad += d.sum(1, keepdim=True)
+    dq, dk_temp, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))
+    dk = attention.dk.view(wave.C, -1, wave.B, wave.G, wave.D).transpose(0, 1)
+    dq, dk, dk_temp = (rotated_back(d, rope) for d in (dq, dk, dk_temp))
+    if q_norm:
+        for grad, d, parts in (
+                (grads.nq, dq, q_norm), (grads.nk, dk, k_norm), (grads.nk, dk_temp, k_temp_norm)):
+            grad += (d * parts.n).sum(1, keepdim=True)
+    dq, dk = heads_backward(dq, w.nq, q_norm), heads_backward(dk_temp, w.nk, k_temp_norm)
     dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(wave.dtype)
     dx = dz + norm_backward(product(dqkv, w.qkv.mT), *x_norm)  # (B9)
     wave.diagonal(d_states[:-1], step, 1).copy_(dx.unflatten(1, (wave.C, wave.B)))
