@@ -52,6 +52,7 @@ R = H / G, D head size, N = A B G.
 import math
 from collections import namedtuple
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -136,6 +137,10 @@ class Wavefront:
         self.kv = slice(self.H * self.D, None)  # Wk and Wv in the rows of qkv
         self.dtype = compute_dtype(x)  # of products: autocast's, where it is on
         self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums
+        self.pieces = PLAIN
+        if kernels.runs_triton(x.device, self.dtype):
+            import rt_triton  # not before a GPU needs it
+            self.pieces = rt_triton
         self.scale = self.D ** -0.5
         self.pos = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
         self.slopes, self.tables = None, []
@@ -272,6 +277,11 @@ def write_query_grad(da_out, delta_out, da, a):
     delta_out.copy_((da * a).sum(-1)[:, None])
 
 
+PLAIN = SimpleNamespace(  # rt_triton.py has these as one kernel each
+    add_and_norm=add_and_norm, read_pairs=read_pairs, add_pair_grad=add_pair_grad,
+    add_norm_backward=add_norm_backward, write_query_grad=write_query_grad)
+
+
 # ---- the forward pass ----
 
 @torch.no_grad()
@@ -291,7 +301,7 @@ def forward_pass(wave, x, *weights, pairs=None):
 
 def forward_step(wave, states, pairs, w, step):
     """Each active layer's chunk."""
-    eps, w_kv = wave.cfg.norm_eps, w.qkv[:, wave.kv]
+    eps, pieces, w_kv = wave.cfg.norm_eps, wave.pieces, w.qkv[:, wave.kv]
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     x = wave.diagonal(states[:-1], step, 1)                  # (A, C, B, d)
     (q, k, v), _ = wave.temporary(x.flatten(1, 2), w, rope)  # (1)
@@ -301,9 +311,9 @@ def forward_step(wave, states, pairs, w, step):
     k_outs, v_outs, ys = attention.k.unbind(1), attention.v.unbind(1), []
     for i, x_i in enumerate(x.unbind(1)):                    # (A, B, d)
         a_i = attention.read(i)                              # (2), complete
-        z_i, z_n = add_and_norm(x_i, product(a_i.to(wave.dtype), w.wo), eps)  # (3)
+        z_i, z_n = pieces.add_and_norm(x_i, product(a_i.to(wave.dtype), w.wo), eps)  # (3)
         u_i = product(z_n, w.up)
-        y_i, y_n = add_and_norm(z_i, product(F.gelu(u_i), w.down), eps)  # (4)
+        y_i, y_n = pieces.add_and_norm(z_i, product(F.gelu(u_i), w.down), eps)  # (4)
         kv_i = product(y_n, w_kv)                            # (5)
         write_pair(k_outs[i], v_outs[i], kv_i, w.nk, ropes[i], eps)
         ys.append(y_i)
@@ -319,18 +329,18 @@ class ChunkForward:
 
     def __init__(self, wave, q, out, lse):
         A, B, H, C, D = self.shape = q.shape
-        self.bias, N = wave.bias, A * B * wave.G
+        self.bias, self.pieces, N = wave.bias, wave.pieces, A * B * wave.G
         # by position (N, R, .): the queries that share a key are rows of one bmm
         rows = (q.to(out.dtype) * wave.scale, out, lse[..., None])
-        rows = (x.reshape(N, H // wave.G, C, -1).unbind(2) for x in rows)
+        rows = (x.reshape(N, H // wave.G, C, -1).contiguous().unbind(2) for x in rows)
         self.q_scaled, self.out, self.lse = rows
         self.k, self.v = out.new_empty(N, C, D), out.new_empty(N, C, D)
 
     def read(self, i):
         """a_i (A, B, H D), once the pairs before i are written."""
         A, B, H, C, D = self.shape
-        a_i = read_pairs(self.q_scaled[i], self.k[:, :i], self.v[:, :i], self.bias[:, i, :i],
-                         self.lse[i], self.out[i])
+        a_i = self.pieces.read_pairs(self.q_scaled[i], self.k[:, :i], self.v[:, :i],
+                                     self.bias[:, i, :i], self.lse[i], self.out[i])
         return a_i.reshape(A, B, H * D)
 
 
@@ -375,7 +385,7 @@ def backward_pass(wave, states, dy, *weights):
 def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
     """Each active layer's chunk: dy, in d_states[l + 1], gives dx, in d_states[l]. Adds to
     grads, and to d_pairs of earlier chunks."""
-    eps = wave.cfg.norm_eps
+    eps, pieces = wave.cfg.norm_eps, wave.pieces
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     x = wave.diagonal(states[:-1], step, 1).flatten(1, 2)  # rows (A, C B, d)
     y = wave.diagonal(states[1:], step, 1).flatten(1, 2)
@@ -404,9 +414,9 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
         k_norm_j = k_parts[j] if k_parts else ()
         dkv = pair_backward(dk, dv, w.nk, ropes[j], k_norm_j, wave.dtype)
         dn = product(dkv, w_kv.mT)                                   # (A, B, d)
-        g, g_low = add_norm_backward(dy[:, j], dn, *y_parts[j])  # (B3)
+        g, g_low = pieces.add_norm_backward(dy[:, j], dn, *y_parts[j])  # (B3)
         du = torch.ops.aten.gelu_backward(product(g_low, w.down.mT), us[j])  # (B4)
-        dz, dz_low = add_norm_backward(g, product(du, w.up.mT), *z_parts[j])  # (B5)
+        dz, dz_low = pieces.add_norm_backward(g, product(du, w.up.mT), *z_parts[j])  # (B5)
         attention.write_query_grad(j, product(dz_low, w.wo.mT))      # (B6)
         done.append((g_low, du, dz, dkv))
     g, du, dz, dkv = (torch.stack(d[::-1], 1).flatten(1, 2) for d in zip(*done))
@@ -446,9 +456,11 @@ class ChunkBackward:
     def __init__(self, wave, q, out, lse, k, v, dk, dv):
         A, B, H, C, D = self.shape = q.shape
         self.scale, self.R, N = wave.scale, H // wave.G, A * B * wave.G
+        self.pieces = wave.pieces
         self.k, self.v = (x.to(out.dtype).reshape(N, C, D) for x in (k, v))
         # (C, N, 1, D): a position's are contiguous, so that baddbmm_ is one call
-        self.dk, self.dv = (x.permute(3, 0, 1, 2, 4).reshape(C, N, 1, D) for x in (dk, dv))
+        by_key = (x.permute(3, 0, 1, 2, 4).reshape(C, N, 1, D) for x in (dk, dv))
+        self.dk, self.dv = map(torch.Tensor.contiguous, by_key)
         # (N, C R, .): the queries of position i are rows i R to (i + 1) R
         rows = (q.to(out.dtype) * wave.scale, out, lse[..., None])
         self.q_scaled, out, lse = (by_position(x, wave.G).flatten(1, 2) for x in rows)
@@ -476,14 +488,15 @@ class ChunkBackward:
         """dk_j, dv_j (A, B, G, D), once later queries have written da."""
         A, B, _, _, D = self.shape
         later = (j + 1) * self.R
-        add_pair_grad(self.dk[j], self.dv[j], self.q_scaled[:, later:], self.vs[j],
-                      self.ps[j][..., later:], self.da_rows[:, later:], self.delta[..., later:])
+        self.pieces.add_pair_grad(
+            self.dk[j], self.dv[j], self.q_scaled[:, later:], self.vs[j], self.ps[j][..., later:],
+            self.da_rows[:, later:], self.delta[..., later:])
         return self.dk[j].view(A, B, -1, D), self.dv[j].view(A, B, -1, D)
 
     def write_query_grad(self, j, da):
         """da_j (A, B, H D), and delta_j (B6)."""
         da_j, delta_j, a_j = self.written[j]
-        write_query_grad(da_j, delta_j, da.view(a_j.shape), a_j)
+        self.pieces.write_query_grad(da_j, delta_j, da.view(a_j.shape), a_j)
 
     def query_grad(self):
         """What the chunk's own keys add to dq (A, B, H, C, D) (B7)."""

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kernels_triton
+import rt_triton
 from kernels import HEAD_SIZES
 from kernels_triton import MOST_SPLITS, scan_options, tile_options
 
@@ -32,6 +33,8 @@ CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True),
          "gfx942>2GB": (AMD, 64 * 1024, False),                 # some tensor is that large
          "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024, False)}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+OF_RT = {"add_and_norm": 1024, "add_norm_backward": 1024, "read_pairs": 64, "add_pair_grad": 64,
+         "write_query_grad": 1024}       # widths of rows
 FLOAT32 = ("lse_ptr", "lses_ptr", "outs_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr", "own_score_ptr")
 # the forward kernel with own pairs, and for one query, whose splits write float32
 FORWARD = "attend_forward_kernel", "attend_own_kernel", "attend_split_kernel"
@@ -48,9 +51,9 @@ def source(kernel, dtype, constants, chip, float32_out=False):
             is_float32 = name in FLOAT32 or float32_out and name == "out_ptr"
             signature[name] = "*i32" if "pos" in name else "*fp32" if is_float32 else "*" + TYPES[dtype]
         else:
-            plain = "fp32" if name == "scale" else "i32"
+            plain = "fp32" if name in ("scale", "eps") else "i32"
             signature[name] = "constexpr" if name in constants else plain
-        if name not in constants and not loose and name != "scale":
+        if name not in constants and not loose and name not in ("scale", "eps"):
             known.append(["tt.divisibility", 16])
         if name.endswith("_ptr") and chip == "gfx942":
             known.append(["tt.pointer_range", 32])
@@ -82,7 +85,8 @@ def measure(job):
     constants = {n: v for n, v in launch.items() if n.isupper()}
     options = {n: v for n, v in launch.items() if not n.isupper()}
     try:
-        kernel = getattr(kernels_triton, FORWARD[0] if name in FORWARD else name)
+        kernel = FORWARD[0] if name in FORWARD else name
+        kernel = getattr(kernels_triton if hasattr(kernels_triton, kernel) else rt_triton, kernel)
         made = triton.compile(source(kernel, dtype, constants, chip, name == FORWARD[2]), target=target,
                               options=options)
         registers, spilled = nvidia_figures(made.asm["ptx"]) if "ptx" in made.asm else amd_figures(made.asm["amdgcn"])
@@ -99,7 +103,7 @@ def measure(job):
 
 def jobs(quick):
     """(chip, kernel's name, dtype, launch options) of all that kernels_triton.py can launch, or
-    of a few; the kernels' other parameters are run-time arguments."""
+    of a few, and of rt_triton.py's; the kernels' other parameters are run-time arguments."""
     chips = list(CHIPS)[:3] if quick else CHIPS
     for chip, dtype in itertools.product(chips, TYPES):
         head_sizes, chunks = HEAD_SIZES, (1, 2, 4, 8, 16, 32, 64)
@@ -115,6 +119,8 @@ def jobs(quick):
             yield chip, "merge_splits_kernel", dtype, dict(SPLITS=MOST_SPLITS, BLOCK_D=D)
         for name, chunk in itertools.product(("forward", "backward"), chunks):
             yield chip, f"scan_{name}_kernel", dtype, scan_options(chunk)
+        for name, width in OF_RT.items() if head_sizes else ():
+            yield chip, f"{name}_kernel", dtype, dict(BLOCK=width)
 
 
 def main(argv):
@@ -123,7 +129,7 @@ def main(argv):
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for (chip, name, dtype, launch), (figures, bad) in zip(todo, pool.map(measure, todo)):
             tiles = " ".join(f"{n}={v:d}" for n, v in launch.items())
-            row = f"{chip:12}{name:22}{TYPES[dtype]:6}{tiles:70}"
+            row = f"{chip:12}{name:26}{TYPES[dtype]:6}{tiles:70}"
             print(row, *figures, flush=True)
             wrong += [f"{row}: {bad}"] if bad else []
     print(f"{len(todo)} compiled, {len(wrong)} wrong", *wrong, sep="\n")

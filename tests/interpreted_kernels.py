@@ -18,7 +18,7 @@ from kernel_cases import (ATTENDS, INTERPRETED, SCANS, SPLITS, assert_close, att
                           compare_scan, few, outputs_and_gradients)
 from test_kernels import (test_any_strides, test_attend_is_the_definition, test_one_query_in_splits,
                           test_own_pairs_are_one_more_key, test_scan_is_the_loop, test_states_are_float32)
-from test_rt import test_schedules_agree_on_the_kernels
+from test_rt import test_pieces_in_triton_are_the_plain_ones, test_schedules_agree_on_the_kernels
 
 assert INTERPRETED, "set TRITON_INTERPRET=1"
 torch.use_deterministic_algorithms(True)        # then torch.empty gives NaN: what a kernel forgets to write is noticed

@@ -190,7 +190,7 @@ def test_triton_code_compiles_for_gpus(pytestconfig):
     assert p.returncode == 0, p.stdout[-3000:] + p.stderr[-3000:]
     rows = [line.split() for line in p.stdout.splitlines()[1:-1]]
     for chip in ("sm_80", "sm_90", "gfx942"):
-        assert len({row[1] for row in rows if row[0] == chip}) == 8, "one of the kernels is missing"
+        assert len({row[1] for row in rows if row[0] == chip}) == 13, "one of the kernels is missing"
     assert all(row[-1].isdigit() and int(row[-3]) > 5 for row in rows)
 
 

@@ -160,3 +160,39 @@ def test_schedules_agree_on_the_kernels(case, device, dtype, tolerance):
         for name, kind in (("naive", torch.float64 if INTERPRETED else dtype), (schedule, dtype)))
     floor = 1e-3 * max(rms(g) for g in grads.values())
     assert_close([found, *more.values()], [want, *grads.values()], tolerance, " ".join(["logits", *grads]), floor)
+
+
+@pytest.mark.parametrize("device, low, tolerance", [("cpu", torch.float32, 1e-6), ("cpu", torch.bfloat16, 4e-3)]
+                         if INTERPRETED else [pytest.param("cuda", torch.float32, 1e-5, marks=pytest.mark.gpu),
+                                              pytest.param("cuda", torch.bfloat16, 1e-2, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", few([(2, 3, 24, 6, 5), (1, 1, 8, 16, 40), (3, 1, 33, 40, 0), (1, 4, 128, 32, 1)], 3), ids=str)
+def test_pieces_in_triton_are_the_plain_ones(case, device, low, tolerance):
+    """Each on slices of larger tensors, as a chunk of 41 positions has them; low: the dtype of products."""
+    rt_triton = pytest.importorskip("rt_triton")
+    (G, R, C, D, i), (A, B, K) = case, (2, 3, 41)
+    generator = torch.Generator()
+    N = A * B * G
+    draw = lambda *shape, dtype=torch.float32: torch.randn(*shape, generator=generator).to(device, dtype)
+    rows, r = draw(A, K, B, C), draw(A, K * B, 1)
+    q, out, lse, bias = draw(N, R, K, D), draw(N, R, K, D), draw(N, R, K, 1), draw(G * R, K, K)
+    k, v, p, delta, da = draw(N, K, D), draw(N, K, D), draw(N, K, K * R), draw(N, 1, K * R), draw(N, K * R, D)
+    later, now = slice((i + 1) * R, None), slice(i * R, (i + 1) * R)
+    calls = dict(
+        add_and_norm=lambda: (rows[:, i], draw(A, B, C, dtype=low), 1e-5),
+        add_norm_backward=lambda: (rows[:, i], draw(A, B, C, dtype=low), rows.flatten(1, 2)[:, :B], r[:, :B]),
+        read_pairs=lambda: (q[:, :, i], k[:, :i], v[:, :i], bias[:, i, :i], lse[:, :, i], out[:, :, i]),
+        add_pair_grad=lambda: (draw(N, 1, D), draw(N, 1, D), draw(N, K * R, D)[:, later], v[:, i:i + 1],
+                               p[:, i:i + 1, later], da[:, later], delta[..., later]),
+        write_query_grad=lambda: (da[:, now], delta[..., now], draw(N, R, D, dtype=low), draw(N, K * R, D)[:, now]))
+    assert calls.keys() == vars(rt_wavefront.PLAIN).keys()
+    for name, arguments in calls.items():
+        found = []
+        for pieces in (rt_wavefront.PLAIN, rt_triton):
+            generator.manual_seed(i)
+            given = arguments()
+            returned = getattr(pieces, name)(*given)
+            returned = returned if isinstance(returned, tuple) else (returned,)
+            written = given[:2] if name in ("add_pair_grad", "write_query_grad") else ()
+            found.append([x.clone() for x in (*filter(torch.is_tensor, returned), *written)])
+        assert [x.dtype for x in found[0]] == [x.dtype for x in found[1]], name
+        assert_close(found[1], found[0], tolerance, " ".join([name] * len(found[0])))

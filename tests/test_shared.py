@@ -55,8 +55,8 @@ def name_of(file):
 # The two wings and the one door: what a file may import, the first pattern that fits its name.
 ARROWS = {
     # reading: a model file can be copied into any project, with what stands here
-    "decoding|graphs|kernels_triton": "", "kernels": "kernels_triton", "model_gpt": "decoding",
-    "rt_wavefront": "model_gpt|kernels|graphs", "model_rt": "model_gpt|kernels|rt_wavefront|decoding",
+    "decoding|graphs|kernels_triton": "", "kernels|rt_triton": "kernels_triton", "model_gpt": "decoding",
+    "rt_wavefront": "model_gpt|kernels|graphs|rt_triton", "model_rt": "model_gpt|kernels|rt_wavefront|decoding",
     "model_.*": "model_gpt|kernels|graphs|decoding",
     # running
     "prepare": r"common\..*", "sample": r"common\..*|graphs|decoding", "serve": r"common\..*|sample|model_gpt|decoding",

@@ -1,0 +1,132 @@
+"""
+Pieces of rt_wavefront.py in Triton, for CUDA and ROCm.
+
+The functions have the names and arguments of those in rt_wavefront.py, which say what they
+compute. A chunk has K positions; n counts the keys' heads, N = A B G, and a program is one
+row of the output.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from kernels_triton import narrow
+
+ROWS = tl.constexpr(32)  # keys or queries that a program reads at once
+
+
+@triton.jit
+def load(ptr, at, valid):
+    return tl.load(ptr + at, mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(ptr, at, x, valid):
+    tl.store(ptr + at, narrow(x, ptr.dtype.element_ty), mask=valid)
+
+
+def launch(kernel, programs, *arguments, width):
+    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
+        kernel[programs,](*arguments, width, BLOCK=triton.next_power_of_2(width))
+
+
+@triton.jit
+def add_and_norm_kernel(x_ptr, update_ptr, sum_ptr, n_ptr, x_a, B, eps, C, BLOCK: tl.constexpr):
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = load(x_ptr, row // B * x_a + row % B * C + c, c < C)
+    x = narrow(x + load(update_ptr, row * C + c, c < C), sum_ptr.dtype.element_ty)
+    store(sum_ptr, row * C + c, x, c < C)
+    x = x.to(tl.float32)
+    store(n_ptr, row * C + c, x * tl.rsqrt(tl.sum(x * x) / C + eps), c < C)
+
+
+def add_and_norm(x, update, eps):
+    (A, B, C), n = x.shape, torch.empty_like(update)
+    total = torch.empty_like(n, dtype=torch.promote_types(x.dtype, n.dtype))
+    launch(add_and_norm_kernel, A * B, x, update, total, n, x.stride(0), B, eps, width=C)
+    return total, n
+
+
+@triton.jit
+def add_norm_backward_kernel(d_ptr, dn_ptr, n_ptr, r_ptr, sum_ptr, low_ptr, d_a, n_a, r_a, B, C,
+                             BLOCK: tl.constexpr):
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    a, b = row // B, row % B
+    dn, n = load(dn_ptr, row * C + c, c < C), load(n_ptr, a * n_a + b * C + c, c < C)
+    dx = tl.load(r_ptr + a * r_a + b) * (dn - n * (tl.sum(dn * n) / C))
+    total = load(d_ptr, a * d_a + b * C + c, c < C) + dx
+    store(sum_ptr, row * C + c, total, c < C)
+    store(low_ptr, row * C + c, total, c < C)
+
+
+def add_norm_backward(d, dn, n, r):
+    (A, B, C), low = d.shape, torch.empty_like(dn)
+    total = torch.empty_like(low, dtype=n.dtype)
+    launch(add_norm_backward_kernel, A * B, d, dn, n, r, total, low,
+           *(x.stride(0) for x in (d, n, r)), B, width=C)
+    return total, low
+
+
+@triton.jit
+def read_pairs_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, out_ptr, a_ptr, i, K, R, HEADS, D,
+                      BLOCK: tl.constexpr):
+    """An online softmax that starts with the pair of score lse and value out."""
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    q, acc = load(q_ptr, row * K * D + d, d < D), load(out_ptr, row * K * D + d, d < D)
+    m, l = tl.load(lse_ptr + row * K), tl.full((), 1.0, tl.float32)
+    for start in range(0, i, ROWS):
+        j = start + tl.arange(0, ROWS)
+        at, valid = (row // R * K + j[:, None]) * D + d, (j < i)[:, None] & (d < D)
+        k, v = load(k_ptr, at, valid), load(v_ptr, at, valid)
+        scores = tl.sum(q * k, 1) + load(bias_ptr, row % HEADS * K * K + j, j < i)
+        scores = tl.where(j < i, scores, float("-inf"))
+        highest = tl.maximum(m, tl.max(scores))
+        alpha, p = tl.exp(m - highest), tl.exp(scores - highest)
+        l, acc, m = alpha * l + tl.sum(p), alpha * acc + tl.sum(p[:, None] * v, 0), highest
+    store(a_ptr, row * D + d, acc / l, d < D)
+
+
+def read_pairs(q, k, v, bias, lse, out):
+    (N, R, D), a = q.shape, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch(read_pairs_kernel, N * R, q, k, v, bias, lse, out, a, k.size(1), k.stride(0) // D, R,
+           len(bias), width=D)
+    return a
+
+
+@triton.jit
+def add_pair_grad_kernel(dk_ptr, dv_ptr, q_ptr, v_ptr, p_ptr, da_ptr, delta_ptr, v_n, p_n, delta_n,
+                         rows, D, BLOCK: tl.constexpr):
+    n, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    dk, dv = load(dk_ptr, n * D + d, d < D), load(dv_ptr, n * D + d, d < D)
+    v = load(v_ptr, n * v_n + d, d < D)
+    for start in range(0, rows, ROWS):
+        i = start + tl.arange(0, ROWS)
+        at, valid = (n * delta_n + i[:, None]) * D + d, (i < rows)[:, None] & (d < D)
+        q, da = load(q_ptr, at, valid), load(da_ptr, at, valid)
+        p = load(p_ptr, n * p_n + i, i < rows)
+        ds = p * (tl.sum(da * v, 1) - load(delta_ptr, n * delta_n + i, i < rows))
+        dk += tl.sum(ds[:, None] * q, 0)
+        dv += tl.sum(p[:, None] * da, 0)
+    store(dk_ptr, n * D + d, dk, d < D)
+    store(dv_ptr, n * D + d, dv, d < D)
+
+
+def add_pair_grad(dk, dv, q, v, p, da, delta):
+    N, rows, D = q.shape
+    launch(add_pair_grad_kernel, N, dk, dv, q, v, p, da, delta,
+           *(x.stride(0) for x in (v, p, delta)), rows, width=D)
+
+
+@triton.jit
+def write_query_grad_kernel(da_out_ptr, delta_ptr, da_ptr, a_ptr, delta_n, R, D,
+                            BLOCK: tl.constexpr):
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    out = row // R * delta_n + row % R
+    da = load(da_ptr, row * D + d, d < D)
+    store(da_out_ptr, out * D + d, da, d < D)
+    tl.store(delta_ptr + out, tl.sum(da * load(a_ptr, out * D + d, d < D)))
+
+
+def write_query_grad(da_out, delta_out, da, a):
+    N, R, D = a.shape
+    launch(write_query_grad_kernel, N * R, da_out, delta_out, da, a, delta_out.stride(0), R,
+           width=D)
