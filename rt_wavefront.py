@@ -62,62 +62,72 @@ import graphs
 import kernels
 from model_gpt import alibi_slopes, apply_rope, attention_bias, compute_dtype, rope_tables, upcast
 
-# ---- weights and norms ----
+# ---- the forward pass ----
 
-NormParts = namedtuple("NormParts", "n r")  # of a norm n = x r, for (B11)
+@torch.no_grad()
+def forward_pass(wave, x, *weights, pairs=None):
+    """All layers on x (B, T, d): [states], a list for replay. pairs: the first S are given, the
+    new are left there; None: of this pass alone (backward makes them again)."""
+    w = Weights(*weights).to(wave.dtype)
+    if pairs is None:
+        pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
+    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.d)  # padding: anything finite
+    states[0, :wave.T] = x.transpose(0, 1)
+    for step in wave.steps:
+        active = Weights(*(weight[step.lo:step.hi] for weight in w))
+        forward_step(wave, states, pairs, active, step)
+    return [states]
+
+
+def forward_step(wave, states, pairs, w, step):
+    """Each active layer's chunk."""
+    eps, pieces, w_kv = wave.cfg.norm_eps, wave.pieces, w.qkv[:, wave.kv]
+    rope = [wave.diagonal(table, step, 1) for table in wave.tables]
+    x = wave.diagonal(states[:-1], step, 1)                  # (A, C, B, d)
+    (q, k, v), _ = wave.temporary(x.flatten(1, 2), w, rope)  # (1)
+    out, lse = wave.outside(q, k, v, pairs, step)            # (2) outside the chunk
+    attention = ChunkForward(wave, q, out, lse)
+    ropes = [*zip(*(table.split(1, 1) for table in rope))] or [()] * wave.C  # by position
+    k_outs, v_outs, ys = attention.k.unbind(1), attention.v.unbind(1), []
+    for i, x_i in enumerate(x.unbind(1)):                    # (A, B, d)
+        a_i = attention.read(i)                              # (2), complete
+        z_i, z_n = pieces.add_and_norm(x_i, product(a_i.to(wave.dtype), w.wo), eps)  # (3)
+        u_i = product(z_n, w.up)
+        y_i, y_n = pieces.add_and_norm(z_i, product(F.gelu(u_i), w.down), eps)  # (4)
+        kv_i = product(y_n, w_kv)                            # (5)
+        write_pair(k_outs[i], v_outs[i], kv_i, w.nk, ropes[i], eps)
+        ys.append(y_i)
+    wave.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
+    for buffer, new in zip(pairs, (attention.k, attention.v)):
+        view = wave.diagonal(buffer[..., wave.S:, :], step, 3)  # (A, B, G, C, D)
+        view.copy_(new.view(view.shape))
+
+
+class ChunkForward:
+    """Attention of a chunk's queries q (A, B, H, C, D), position by position: out and lse
+    from outside it, completed with its own pairs k, v (N, C, D)."""
+
+    def __init__(self, wave, q, out, lse):
+        A, B, H, C, D = self.shape = q.shape
+        self.bias, self.pieces, N = wave.bias, wave.pieces, A * B * wave.G
+        # by position (N, R, .): the queries that share a key are rows of one bmm
+        rows = (q.to(out.dtype) * wave.scale, out, lse[..., None])
+        rows = (x.reshape(N, H // wave.G, C, -1).contiguous().unbind(2) for x in rows)
+        self.q_scaled, self.out, self.lse = rows
+        self.k, self.v = out.new_empty(N, C, D), out.new_empty(N, C, D)
+
+    def read(self, i):
+        """a_i (A, B, H D), once the pairs before i are written."""
+        A, B, H, C, D = self.shape
+        a_i = self.pieces.read_pairs(self.q_scaled[i], self.k[:, :i], self.v[:, :i],
+                                     self.bias[:, i, :i], self.lse[i], self.out[i])
+        return a_i.reshape(A, B, H * D)
+
+
+# ---- what a step is made of ----
+
 Step = namedtuple("Step", "s lo hi")  # chunk s - l of layers lo <= l < hi
 
-
-class Weights(NamedTuple):
-    """The layers' weights, stacked."""
-    qkv: torch.Tensor   # (L, (H + 2 G) D, d), times the weight of n1
-    wo: torch.Tensor    # (L, d, H D)
-    up: torch.Tensor    # (L, M, d), times the weight of n2
-    down: torch.Tensor  # (L, d, M)
-    nq: torch.Tensor    # (L, 1, H D); (L, 1, 0) without QK-norm
-    nk: torch.Tensor    # (L, 1, G D)
-
-    def to(self, dtype):
-        """The matrices in dtype. nq and nk multiply in float32."""
-        *matrices, nq, nk = self
-        return Weights(*(matrix.to(dtype) for matrix in matrices), nq, nk)
-
-
-def stack_weights(cfg, blocks):
-    """Differentiable: gradients flow back to each layer's own parameters."""
-    layers = []
-    for b in blocks:
-        qkv = torch.cat([b.wq.weight, b.wk.weight, b.wv.weight]) * b.norm1.weight
-        up = b.w_up.weight * b.norm2.weight
-        nq = nk = qkv.new_empty(0)
-        if cfg.qk_norm == "full":
-            nq, nk = b.q_norm.weight, b.k_norm.weight
-        layers.append((qkv, b.wo.weight, up, b.w_down.weight, nq[None], nk[None]))
-    return Weights(*map(torch.stack, zip(*layers)))
-
-
-def product(x, w):
-    """W x of rows x (A, n, in), w (A, out, in) of one dtype; product(d, w.mT): W.T d."""
-    return torch.bmm(x, w.mT)
-
-
-def norm_parts(x, eps):
-    """F.rms_norm in float32 or better, n = x r, and its r (..., 1)."""
-    return NormParts(*torch.ops.aten._fused_rms_norm(upcast(x), [x.size(-1)], None, eps))
-
-
-def heads(rows, weight, rope, eps, B, D):
-    """Rows (A, P B, heads D) -> (A, P, B, heads, D) after nq or nk and RoPE; and the
-    norm's parts."""
-    parts = ()  # without QK-norm
-    if weight.size(-1):
-        parts = norm_parts(rows, eps)
-        rows = (parts.n * weight).to(rows.dtype)
-    rows = rows.view(rows.size(0), -1, B, rows.size(-1) // D, D)
-    return apply_rope(rows, *rope) if rope else rows, parts
-
-
-# ---- what both passes share ----
 
 class Wavefront:
     """Sizes, tables and the steps' common operations, for L layers over x (B, T, d) after S
@@ -222,7 +232,57 @@ class Wavefront:
         return dq, dk_temp, dv_temp
 
 
-# ---- the pieces of a position ----
+class Weights(NamedTuple):
+    """The layers' weights, stacked."""
+    qkv: torch.Tensor   # (L, (H + 2 G) D, d), times the weight of n1
+    wo: torch.Tensor    # (L, d, H D)
+    up: torch.Tensor    # (L, M, d), times the weight of n2
+    down: torch.Tensor  # (L, d, M)
+    nq: torch.Tensor    # (L, 1, H D); (L, 1, 0) without QK-norm
+    nk: torch.Tensor    # (L, 1, G D)
+
+    def to(self, dtype):
+        """The matrices in dtype. nq and nk multiply in float32."""
+        *matrices, nq, nk = self
+        return Weights(*(matrix.to(dtype) for matrix in matrices), nq, nk)
+
+
+def stack_weights(cfg, blocks):
+    """Differentiable: gradients flow back to each layer's own parameters."""
+    layers = []
+    for b in blocks:
+        qkv = torch.cat([b.wq.weight, b.wk.weight, b.wv.weight]) * b.norm1.weight
+        up = b.w_up.weight * b.norm2.weight
+        nq = nk = qkv.new_empty(0)
+        if cfg.qk_norm == "full":
+            nq, nk = b.q_norm.weight, b.k_norm.weight
+        layers.append((qkv, b.wo.weight, up, b.w_down.weight, nq[None], nk[None]))
+    return Weights(*map(torch.stack, zip(*layers)))
+
+
+def product(x, w):
+    """W x of rows x (A, n, in), w (A, out, in) of one dtype; product(d, w.mT): W.T d."""
+    return torch.bmm(x, w.mT)
+
+
+NormParts = namedtuple("NormParts", "n r")  # of a norm n = x r, for (B11)
+
+
+def norm_parts(x, eps):
+    """F.rms_norm in float32 or better, n = x r, and its r (..., 1)."""
+    return NormParts(*torch.ops.aten._fused_rms_norm(upcast(x), [x.size(-1)], None, eps))
+
+
+def heads(rows, weight, rope, eps, B, D):
+    """Rows (A, P B, heads D) -> (A, P, B, heads, D) after nq or nk and RoPE; and the
+    norm's parts."""
+    parts = ()  # without QK-norm
+    if weight.size(-1):
+        parts = norm_parts(rows, eps)
+        rows = (parts.n * weight).to(rows.dtype)
+    rows = rows.view(rows.size(0), -1, B, rows.size(-1) // D, D)
+    return apply_rope(rows, *rope) if rope else rows, parts
+
 
 def add_and_norm(x, update, eps):
     """x + update; and its RMS norm in update's dtype."""
@@ -251,118 +311,7 @@ def write_pair(k_out, v_out, rows, weight, rope, eps):
         out.copy_(new.view(out.shape))
 
 
-def add_pair_grad(dk, dv, q, v, p, da, delta):
-    """Adds (B2) of n queries to dk, dv (N, 1, D) of one key: scaled q and da (N, n, D), v
-    (N, 1, D), p and delta (N, 1, n)."""
-    ds = p * (torch.bmm(v, da.mT) - delta)  # (B1)
-    dk.baddbmm_(ds, q)
-    dv.baddbmm_(p, da)
-
-
-def pair_backward(dk, dv, weight, rope, parts, dtype):
-    """The gradient of write_pair's rows in dtype, from dk, dv (A, B, G, D)."""
-    dk = heads_backward(rotated_back(dk[:, None], rope), weight, parts)
-    return torch.cat([dk, dv.flatten(2)], -1).to(dtype)
-
-
-def add_norm_backward(d, dn, n, r):
-    """d + norm_backward, and the same in dn's dtype."""
-    d = d + norm_backward(dn, n, r)
-    return d, d.to(dn.dtype)
-
-
-def write_query_grad(da_out, delta_out, da, a):
-    """(B6): da_out <- da (N, R, D), delta_out (N, 1, R) <- da . a."""
-    da_out.copy_(da)
-    delta_out.copy_((da * a).sum(-1)[:, None])
-
-
-PLAIN = SimpleNamespace(  # rt_triton.py has these as one kernel each
-    add_and_norm=add_and_norm, read_pairs=read_pairs, add_pair_grad=add_pair_grad,
-    add_norm_backward=add_norm_backward, write_query_grad=write_query_grad)
-
-
-# ---- the forward pass ----
-
-@torch.no_grad()
-def forward_pass(wave, x, *weights, pairs=None):
-    """All layers on x (B, T, d): [states], a list for replay. pairs: the first S are given, the
-    new are left there; None: of this pass alone (backward makes them again)."""
-    w = Weights(*weights).to(wave.dtype)
-    if pairs is None:
-        pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
-    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.d)  # padding: anything finite
-    states[0, :wave.T] = x.transpose(0, 1)
-    for step in wave.steps:
-        active = Weights(*(weight[step.lo:step.hi] for weight in w))
-        forward_step(wave, states, pairs, active, step)
-    return [states]
-
-
-def forward_step(wave, states, pairs, w, step):
-    """Each active layer's chunk."""
-    eps, pieces, w_kv = wave.cfg.norm_eps, wave.pieces, w.qkv[:, wave.kv]
-    rope = [wave.diagonal(table, step, 1) for table in wave.tables]
-    x = wave.diagonal(states[:-1], step, 1)                  # (A, C, B, d)
-    (q, k, v), _ = wave.temporary(x.flatten(1, 2), w, rope)  # (1)
-    out, lse = wave.outside(q, k, v, pairs, step)            # (2) outside the chunk
-    attention = ChunkForward(wave, q, out, lse)
-    ropes = [*zip(*(table.split(1, 1) for table in rope))] or [()] * wave.C  # by position
-    k_outs, v_outs, ys = attention.k.unbind(1), attention.v.unbind(1), []
-    for i, x_i in enumerate(x.unbind(1)):                    # (A, B, d)
-        a_i = attention.read(i)                              # (2), complete
-        z_i, z_n = pieces.add_and_norm(x_i, product(a_i.to(wave.dtype), w.wo), eps)  # (3)
-        u_i = product(z_n, w.up)
-        y_i, y_n = pieces.add_and_norm(z_i, product(F.gelu(u_i), w.down), eps)  # (4)
-        kv_i = product(y_n, w_kv)                            # (5)
-        write_pair(k_outs[i], v_outs[i], kv_i, w.nk, ropes[i], eps)
-        ys.append(y_i)
-    wave.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
-    for buffer, new in zip(pairs, (attention.k, attention.v)):
-        view = wave.diagonal(buffer[..., wave.S:, :], step, 3)  # (A, B, G, C, D)
-        view.copy_(new.view(view.shape))
-
-
-class ChunkForward:
-    """Attention of a chunk's queries q (A, B, H, C, D), position by position: out and lse
-    from outside it, completed with its own pairs k, v (N, C, D)."""
-
-    def __init__(self, wave, q, out, lse):
-        A, B, H, C, D = self.shape = q.shape
-        self.bias, self.pieces, N = wave.bias, wave.pieces, A * B * wave.G
-        # by position (N, R, .): the queries that share a key are rows of one bmm
-        rows = (q.to(out.dtype) * wave.scale, out, lse[..., None])
-        rows = (x.reshape(N, H // wave.G, C, -1).contiguous().unbind(2) for x in rows)
-        self.q_scaled, self.out, self.lse = rows
-        self.k, self.v = out.new_empty(N, C, D), out.new_empty(N, C, D)
-
-    def read(self, i):
-        """a_i (A, B, H D), once the pairs before i are written."""
-        A, B, H, C, D = self.shape
-        a_i = self.pieces.read_pairs(self.q_scaled[i], self.k[:, :i], self.v[:, :i],
-                                     self.bias[:, i, :i], self.lse[i], self.out[i])
-        return a_i.reshape(A, B, H * D)
-
-
 # ---- the backward pass ----
-
-def norm_backward(dn, n, r):
-    """J.T dn (B11)."""
-    dn = dn.to(n.dtype)
-    return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
-
-
-def rotated_back(d, rope):
-    """d (A, P, B, heads, D), of what heads gave -> rows (A, P B, heads D) before RoPE."""
-    if rope:
-        d = apply_rope(d, rope[0], -rope[1])
-    return d.flatten(3).flatten(1, 2)
-
-
-def heads_backward(rows, weight, parts):
-    """J_q.T or J_k.T of rotated_back's rows."""
-    return norm_backward(rows * weight, *parts) if parts else rows
-
 
 @torch.no_grad()
 def backward_pass(wave, states, dy, *weights):
@@ -504,6 +453,50 @@ class ChunkBackward:
         return self.by_head(torch.bmm(ds, self.k) * self.scale)
 
 
+def add_pair_grad(dk, dv, q, v, p, da, delta):
+    """Adds (B2) of n queries to dk, dv (N, 1, D) of one key: scaled q and da (N, n, D), v
+    (N, 1, D), p and delta (N, 1, n)."""
+    ds = p * (torch.bmm(v, da.mT) - delta)  # (B1)
+    dk.baddbmm_(ds, q)
+    dv.baddbmm_(p, da)
+
+
+def pair_backward(dk, dv, weight, rope, parts, dtype):
+    """The gradient of write_pair's rows in dtype, from dk, dv (A, B, G, D)."""
+    dk = heads_backward(rotated_back(dk[:, None], rope), weight, parts)
+    return torch.cat([dk, dv.flatten(2)], -1).to(dtype)
+
+
+def add_norm_backward(d, dn, n, r):
+    """d + norm_backward, and the same in dn's dtype."""
+    d = d + norm_backward(dn, n, r)
+    return d, d.to(dn.dtype)
+
+
+def write_query_grad(da_out, delta_out, da, a):
+    """(B6): da_out <- da (N, R, D), delta_out (N, 1, R) <- da . a."""
+    da_out.copy_(da)
+    delta_out.copy_((da * a).sum(-1)[:, None])
+
+
+def norm_backward(dn, n, r):
+    """J.T dn (B11)."""
+    dn = dn.to(n.dtype)
+    return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
+
+
+def rotated_back(d, rope):
+    """d (A, P, B, heads, D), of what heads gave -> rows (A, P B, heads D) before RoPE."""
+    if rope:
+        d = apply_rope(d, rope[0], -rope[1])
+    return d.flatten(3).flatten(1, 2)
+
+
+def heads_backward(rows, weight, parts):
+    """J_q.T or J_k.T of rotated_back's rows."""
+    return norm_backward(rows * weight, *parts) if parts else rows
+
+
 # ---- all layers as one function ----
 
 @torch.compiler.disable  # it would unroll the loop over positions
@@ -554,3 +547,10 @@ def run(wave, function, *inputs):
         key = (function, inputs[0].device, wave.dtype, str(wave.cfg),
                torch.get_float32_matmul_precision(), *((x.shape, x.dtype) for x in inputs))
         return graphs.replay(key, partial(function, wave), *inputs)
+
+
+# ---- the pieces of a position ----
+
+PLAIN = SimpleNamespace(  # rt_triton.py has these as one kernel each
+    add_and_norm=add_and_norm, read_pairs=read_pairs, add_pair_grad=add_pair_grad,
+    add_norm_backward=add_norm_backward, write_query_grad=write_query_grad)
